@@ -1,0 +1,27 @@
+//! Request and report types of the daemon's API, shared by the daemon, the command line and the experiments.
+//!
+//! Everything here is plain data with a JSON form; `docs/contracts.md` names the fields scripts rely on.
+
+/// Sizes, rates and durations as people write them: `4G`, `1Gbit`, `300ms`.
+pub mod units;
+
+/// How a migration is to be done.
+pub mod options;
+
+/// What a migration did.
+pub mod report;
+
+/// Where a running migration stands.
+pub mod progress;
+
+/// Virtual machines as the daemon shows them, and the requests that make and end them.
+pub mod vm;
+
+/// What failed, whose fault it is, and what to do.
+pub mod problem;
+
+pub use options::{MigrateOptions, Mode};
+pub use problem::{Blame, Problem};
+pub use progress::{Phase, Progress};
+pub use report::{Report, Status};
+pub use vm::{AdoptRequest, MemoryMode, MigrateRequest, Migration, RunRequest, Vm, VmState};

@@ -1,0 +1,98 @@
+//! What failed, whose fault it is, and what to do: the body of every API error and the `error` of a report.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Whose fault a failure is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Blame {
+    /// The request: a name that does not exist, options that contradict.
+    Request,
+    /// Sterna itself: a bug.
+    Ours,
+    /// The other daemon, or the link to it.
+    Peer,
+    /// This host: memory, files, kernel.
+    Host,
+    /// QEMU.
+    Qemu,
+    /// The guest: it switched itself off.
+    Guest,
+}
+
+/// Where a guest is after a failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Whereabouts {
+    /// It runs on at the source.
+    #[default]
+    Source,
+    /// It runs at the destination.
+    Destination,
+    /// It is paused; `cause` says where its state is.
+    Paused,
+    /// It is gone.
+    Gone,
+}
+
+/// What failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Problem {
+    /// A stable word for programs: `unknown-vm`, `peer-unreachable`, `out-of-memory`, …
+    pub code: String,
+    /// Whose fault.
+    pub blame: Blame,
+    /// What failed, in a sentence.
+    pub message: String,
+    /// Why, from the outside in.
+    #[serde(default)]
+    pub cause: Vec<String>,
+    /// What to do.
+    #[serde(default)]
+    pub hint: Option<String>,
+    /// Where the guest is.
+    #[serde(default)]
+    pub guest: Whereabouts,
+}
+
+impl Problem {
+    /// A problem with its code, blame and sentence.
+    #[must_use]
+    pub fn new(code: &str, blame: Blame, message: impl Into<String>) -> Self {
+        Self {
+            code: code.into(),
+            blame,
+            message: message.into(),
+            cause: Vec::new(),
+            hint: None,
+            guest: Whereabouts::Source,
+        }
+    }
+
+    /// The same, from an error with its chain of sources.
+    #[must_use]
+    pub fn from_error(code: &str, blame: Blame, error: &dyn std::error::Error) -> Self {
+        let mut problem = Self::new(code, blame, error.to_string());
+        let mut source = error.source();
+        while let Some(cause) = source {
+            problem.cause.push(cause.to_string());
+            source = cause.source();
+        }
+        problem
+    }
+
+    /// With a word on what to do.
+    #[must_use]
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// With where the guest is.
+    #[must_use]
+    pub fn guest(mut self, guest: Whereabouts) -> Self {
+        self.guest = guest;
+        self
+    }
+}

@@ -1,0 +1,57 @@
+//! Where a running migration stands: one line of `sterna watch --json`.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// The phases of a migration, the same names at the source and at the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Waiting for its turn.
+    #[default]
+    Queued,
+    /// Reaching the peer and agreeing on version and features.
+    Connect,
+    /// The destination checks and starts its QEMU.
+    Prepare,
+    /// Rounds of pages while the guest runs.
+    Precopy,
+    /// The guest is stopped: last pages and devices.
+    Switchover,
+    /// The guest runs at the destination: cleaning up.
+    Finish,
+    /// Undoing what was begun.
+    Rollback,
+    /// It ended.
+    Done,
+}
+
+/// Where a migration stands now.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Progress {
+    /// The virtual machine.
+    pub vm: String,
+    /// The phase.
+    pub phase: Phase,
+    /// The round, from 0.
+    pub round: u32,
+    /// Pages left to send in this round.
+    pub pages_left: u64,
+    /// Pages this round began with.
+    pub round_pages: u64,
+    /// Bytes sent so far.
+    pub bytes_on_wire: u64,
+    /// Measured over the last second or so.
+    pub throughput_bytes_per_s: u64,
+    /// How fast the guest writes fresh pages.
+    pub dirty_rate_pages_per_s: f64,
+    /// Time since the request was accepted.
+    pub elapsed_ms: f64,
+    /// When it should end, from now; absent while it cannot be told.
+    pub remaining_ms: Option<f64>,
+    /// What the pause would be if it came now; absent before the first round.
+    pub predicted_downtime_ms: Option<f64>,
+    /// A word on what it waits for, where it waits.
+    pub waiting_for: Option<String>,
+}

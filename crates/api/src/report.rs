@@ -1,0 +1,219 @@
+//! What a migration did: the object `--json` writes, one per virtual machine.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::options::MigrateOptions;
+use crate::problem::Problem;
+
+/// How a migration ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Status {
+    /// The guest runs at the destination.
+    Completed,
+    /// It was cancelled; the guest runs on at the source.
+    Cancelled,
+    /// It failed; `error` says where the guest is.
+    #[default]
+    Failed,
+}
+
+/// The migration report. A page is 4,096 bytes.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Report {
+    /// Version of this form.
+    pub schema: u32,
+    /// The virtual machine's name.
+    pub vm: String,
+    /// The mode that was used: `precopy`, `stop-and-copy`.
+    pub mode: String,
+    /// How it ended.
+    pub status: Status,
+    /// From the accepted request to the guest running at the destination with no page left at the source.
+    pub total_ms: f64,
+    /// From the guest's stop at the source to its start at the destination, by QEMU's own events.
+    pub downtime_ms: f64,
+    /// From the accepted request to the first page sent.
+    pub setup_ms: f64,
+    /// From the guest's start at the destination to the end of the migration.
+    pub resume_ms: f64,
+    /// What the downtime was spent on.
+    pub downtime: Downtime,
+    /// The guest's RAM.
+    pub ram: RamPages,
+    /// Where every page of every round went; each is in exactly one of the counters but `sent`, `faulted`, `pushed` and `duplicate`.
+    pub pages: Pages,
+    /// Bytes of frames, headers included, on all connections.
+    pub bytes_on_wire: u64,
+    /// What the page bodies would have weighed uncompressed.
+    pub bytes_raw: u64,
+    /// One entry per round, the last in the pause.
+    pub rounds: Vec<Round>,
+    /// Page faults over the network (post-copy).
+    pub faults: Faults,
+    /// The comparison of both sides.
+    pub verify: Verify,
+    /// What watching the guest's writes cost it.
+    pub tracking: Tracking,
+    /// The options as resolved.
+    pub options: MigrateOptions,
+    /// The source host.
+    pub source: Host,
+    /// The destination host.
+    pub destination: Host,
+    /// What went wrong, where something did.
+    pub error: Option<Problem>,
+}
+
+impl Report {
+    /// The version of the report's form.
+    pub const SCHEMA: u32 = 1;
+}
+
+/// The parts of the downtime, milliseconds.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Downtime {
+    /// From the guest's stop until QEMU stood ready for the switchover.
+    pub pause_ms: f64,
+    /// The last pages.
+    pub final_pages_ms: f64,
+    /// Comparing both sides, where it was asked for.
+    pub verify_ms: f64,
+    /// Saving, moving and loading the devices' state.
+    pub device_state_ms: f64,
+    /// From the loaded state to the running guest.
+    pub start_ms: f64,
+}
+
+/// The guest's RAM, in pages.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct RamPages {
+    /// All of it.
+    pub total_pages: u64,
+    /// What the host had given it memory for when the migration began.
+    pub allocated_pages: u64,
+}
+
+/// Where pages went.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Pages {
+    /// Page bodies sent, whatever their encoding (full + delta).
+    pub sent: u64,
+    /// Bodies sent whole.
+    pub full: u64,
+    /// Bodies sent as a difference.
+    pub delta: u64,
+    /// Pages of zeros: a bit each.
+    pub zero: u64,
+    /// Pages the host never gave memory for: nothing.
+    pub unallocated: u64,
+    /// Pages the guest holds free: nothing.
+    pub free: u64,
+    /// Pages skipped because they were written again before their turn.
+    pub fake_dirty_tracked: u64,
+    /// Pages skipped because their content is what was last sent.
+    pub fake_dirty_content: u64,
+    /// Pages sent as a reference to a shared body.
+    pub shared_reference: u64,
+    /// Pages that a fault at the destination asked for.
+    pub faulted: u64,
+    /// Pages pushed after the switchover.
+    pub pushed: u64,
+    /// Pages that arrived twice after the switchover.
+    pub duplicate: u64,
+}
+
+/// One round.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Round {
+    /// Its number, from 0.
+    pub round: u32,
+    /// Pages the round began with.
+    pub dirty_pages: u64,
+    /// Bodies it sent.
+    pub sent_pages: u64,
+    /// Pages it skipped, for whatever reason.
+    pub skipped_pages: u64,
+    /// Bytes of its frames.
+    pub bytes_on_wire: u64,
+    /// How long it took.
+    pub ms: f64,
+    /// How fast the guest wrote fresh pages meanwhile.
+    pub dirty_rate_pages_per_s: f64,
+}
+
+/// Page faults over the network.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Faults {
+    /// How many.
+    pub count: u64,
+    /// How long they took.
+    pub latency_us: Latency,
+    /// How many took 2^i to 2^(i+1) microseconds.
+    pub histogram_log2_us: Vec<u64>,
+}
+
+/// A distribution of latencies, microseconds.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Latency {
+    /// The median.
+    pub p50: f64,
+    /// The 99th percentile.
+    pub p99: f64,
+    /// The longest.
+    pub max: f64,
+}
+
+/// The comparison of both sides in the pause.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Verify {
+    /// Whether it was done.
+    pub checked: bool,
+    /// Pages compared.
+    pub pages: u64,
+    /// Pages left out because the guest holds them free.
+    pub excluded_free_pages: u64,
+    /// Pages that differ.
+    pub mismatches: u64,
+}
+
+/// What watching the guest's writes cost.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Tracking {
+    /// Scans of the page tables.
+    pub scans: u64,
+    /// Time they took in all, milliseconds.
+    pub scan_ms: f64,
+    /// Write faults the guest took because of tracking: one per page and round.
+    pub write_faults: u64,
+    /// Pages found changed by content though no tracker saw the write (direct I/O).
+    pub untracked_writes: u64,
+    /// Pages the guest gave back while they were watched (balloon, virtio-mem).
+    pub discarded_pages: u64,
+}
+
+/// One host of a migration.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Host {
+    /// Its name.
+    pub host: String,
+    /// The address it was reached at.
+    pub address: String,
+    /// Version of Sterna.
+    pub sterna: String,
+    /// Version of QEMU.
+    pub qemu: String,
+    /// Processor time the migration took there, user and system, seconds.
+    pub cpu_s: f64,
+}

@@ -1,0 +1,127 @@
+//! Virtual machines as the daemon shows them, and the requests that make, move and end them.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::options::MigrateOptions;
+use crate::progress::Progress;
+use crate::report::Report;
+
+/// How guest RAM is mapped into QEMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum MemoryMode {
+    /// The daemon maps the same file.
+    #[default]
+    Shared,
+    /// The guest's pages are anonymous, so that equal pages can be merged.
+    Private,
+}
+
+/// What a virtual machine is doing on this host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum VmState {
+    /// It runs here.
+    Running,
+    /// It is stopped, by its user.
+    Paused,
+    /// It runs here and is being moved away.
+    MigratingOut,
+    /// It is being moved here and does not run here yet.
+    MigratingIn,
+    /// It was handed over, and the peer has not yet said that it runs: it must not run here.
+    WaitingForPeer,
+    /// Its QEMU ended or cannot be reached.
+    Lost,
+}
+
+/// One virtual machine of this host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Vm {
+    /// Its name, unique on the host.
+    pub name: String,
+    /// What it is doing.
+    pub state: VmState,
+    /// RAM, bytes.
+    pub memory_bytes: u64,
+    /// RAM the host has given memory for, bytes.
+    pub allocated_bytes: u64,
+    /// How RAM is mapped.
+    pub memory_mode: MemoryMode,
+    /// Which machines it may share pages with.
+    pub trust_group: Option<String>,
+    /// QEMU's process.
+    pub pid: u32,
+    /// QEMU's version.
+    pub qemu: String,
+    /// The path of the QEMU binary.
+    pub qemu_path: String,
+    /// QEMU's arguments as the user gave them.
+    pub arguments: Vec<String>,
+    /// The migration under way, where there is one.
+    pub migration: Option<Progress>,
+    /// More on the state, for people.
+    pub note: Option<String>,
+}
+
+/// Starts a virtual machine.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RunRequest {
+    /// Its name: letters, digits, `.`, `_`, `-`, at most 64.
+    pub name: String,
+    /// RAM, bytes; a multiple of 4,096.
+    pub memory_bytes: u64,
+    /// How RAM is mapped.
+    #[serde(default)]
+    pub memory_mode: MemoryMode,
+    /// Which machines it may share pages with.
+    #[serde(default)]
+    pub trust_group: Option<String>,
+    /// The QEMU binary; `qemu-system-x86_64` on the daemon's PATH where absent.
+    #[serde(default)]
+    pub qemu: Option<String>,
+    /// QEMU's arguments, without RAM.
+    pub arguments: Vec<String>,
+}
+
+/// Takes over a running QEMU that has the agent loaded.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AdoptRequest {
+    /// The name it gets.
+    pub name: String,
+    /// QEMU's process.
+    pub pid: u32,
+    /// Its QMP socket.
+    pub qmp: String,
+}
+
+/// Moves virtual machines to another host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MigrateRequest {
+    /// Which; several are a gang, moved together.
+    pub vms: Vec<String>,
+    /// The destination daemon, `HOST:PORT`.
+    pub to: String,
+    /// How.
+    #[serde(default)]
+    pub options: MigrateOptions,
+}
+
+/// A migration, running or ended.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Migration {
+    /// Its number on this host.
+    pub id: u64,
+    /// The destination.
+    pub to: String,
+    /// Where each machine stands.
+    pub progress: Vec<Progress>,
+    /// A report per machine that has ended.
+    pub migrations: Vec<Report>,
+    /// Whether all have ended.
+    pub ended: bool,
+}

@@ -1,0 +1,2 @@
+//! Sterna.
+fn main() {}

@@ -1,0 +1,86 @@
+//! What the engine needs of the daemon it runs in: machines started and ended, and a memory that outlives a crash.
+
+use std::fs::File;
+
+use sterna_api::Problem;
+use sterna_protocol::spec::{BlockSpec, VmSpec};
+
+use crate::vmm;
+
+/// One migration, the same at both ends: drawn at random by the source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub struct MigrationId(pub u128);
+
+impl std::fmt::Display for MigrationId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+/// A RAM block of a machine on this host.
+#[derive(Debug)]
+pub struct BlockFile {
+    /// Its id, size and page size.
+    pub spec: BlockSpec,
+    /// Its backing file, open for reading and writing.
+    pub file: File,
+    /// Where the VMM maps it; 0 at the destination, which needs no address today.
+    pub address: u64,
+}
+
+/// A machine prepared to receive.
+pub struct Incoming {
+    /// Its VMM, started, waiting for device state.
+    pub vmm: Box<dyn vmm::Destination>,
+    /// Its RAM: the same ids and sizes as proposed, holes all over.
+    pub blocks: Vec<BlockFile>,
+    /// The VMM's version.
+    pub qemu_version: String,
+}
+
+/// What the destination's daemon knows of a migration: the answer to a source that lost its connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub enum Verdict {
+    /// The source gave the guest away and it runs (or may run) here: it must never run at the source again.
+    Committed,
+    /// It never ran here and never will: the source may let it run.
+    Aborted,
+}
+
+/// The daemon at the destination.
+pub trait DestinationHost: Send + Sync {
+    /// Checks whether the machine can run here, and starts its VMM so that it waits for device state.
+    ///
+    /// # Errors
+    /// A [`Problem`] that says what is missing here; nothing is left behind.
+    fn prepare(&self, id: MigrationId, spec: &VmSpec) -> Result<Incoming, Problem>;
+
+    /// How much more memory this host can give before it runs out, bytes.
+    fn room_bytes(&self) -> u64;
+
+    /// Records that the guest belongs here now. Called before it runs, and must survive the daemon's sudden death. The point of
+    /// no return: after `Ok` the verdict is [`Verdict::Committed`] for ever.
+    ///
+    /// # Errors
+    /// A [`Problem`]; then the guest must not run here and the migration is aborted.
+    fn commit(&self, id: MigrationId) -> Result<(), Problem>;
+
+    /// The guest runs here: from now on the daemon looks after it as after any other. Gives the VMM back.
+    fn started(&self, id: MigrationId, incoming: Incoming);
+
+    /// It never runs here: ends the VMM, removes its files, and remembers [`Verdict::Aborted`].
+    fn abort(&self, id: MigrationId, incoming: Option<Incoming>);
+
+    /// What became of a migration. One never heard of is [`Verdict::Aborted`] from then on: the answer binds.
+    fn verdict(&self, id: MigrationId) -> Verdict;
+}
+
+/// The daemon at the source.
+pub trait SourceHost: Send + Sync {
+    /// Records that the guest may run at `peer` from now on, whatever happens here. Must survive the daemon's sudden death.
+    /// Called just before the commit message is sent: until the peer's [`Verdict`] is known the guest must not run here.
+    ///
+    /// # Errors
+    /// A [`Problem`]; then nothing was sent and the guest is given back.
+    fn handing_over(&self, id: MigrationId, peer: &str) -> Result<(), Problem>;
+}

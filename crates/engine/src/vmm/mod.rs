@@ -1,0 +1,139 @@
+//! "Pause, resume, device state": what the engine needs of a VMM, one trait for each end.
+//!
+//! The order at the source is `prepare` → `begin` → `stopped` → `save_devices` → `saved`, and `rollback` from anywhere in
+//! between; at the destination `prepare` → `loaded` → `start`, and `quit` from anywhere. Memory never passes here.
+
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+/// A moment by the clock of the VMM's host, microseconds since the epoch, from the VMM's own events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct EventTime(pub u64);
+
+/// When the guest stopped and when the VMM was ready for the last pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stopped {
+    /// The guest's last instruction.
+    pub stop: EventTime,
+    /// All its I/O drained, devices not yet saved.
+    pub ready: EventTime,
+}
+
+/// A VMM that did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum VmmError {
+    /// The VMM refused a command.
+    #[error("QEMU refused '{command}': {reason}")]
+    Refused {
+        /// The command.
+        command: String,
+        /// What it said.
+        reason: String,
+    },
+    /// The VMM's side of the migration failed.
+    #[error("QEMU could not move the device state: {reason}")]
+    Migration {
+        /// What it said.
+        reason: String,
+    },
+    /// The VMM ended.
+    #[error("QEMU has ended{}", if *.guest_off { " because the guest switched itself off" } else { "" })]
+    Gone {
+        /// The guest powered itself off.
+        guest_off: bool,
+    },
+    /// The VMM said nothing for too long.
+    #[error("QEMU did not answer '{waiting_for}' within {seconds} s")]
+    Silent {
+        /// What was asked.
+        waiting_for: String,
+        /// How long it had.
+        seconds: u64,
+    },
+    /// The connection to the VMM broke or carried nonsense.
+    #[error("the connection to QEMU failed while {doing}")]
+    Connection {
+        /// What was being done.
+        doing: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// The VMM at the source.
+pub trait Source: Send {
+    /// Makes ready for the switchover without touching the guest.
+    ///
+    /// # Errors
+    /// [`VmmError`]; the guest runs on.
+    fn prepare(&mut self) -> Result<(), VmmError>;
+
+    /// Whether the guest runs now (not: stopped by its user).
+    ///
+    /// # Errors
+    /// [`VmmError`].
+    fn running(&mut self) -> Result<bool, VmmError>;
+
+    /// Asks the VMM to stop the guest and to have its devices ready; the stream yields the device state from now on
+    /// (some of it before the guest stops) and ends with it. Whoever holds it must keep reading.
+    ///
+    /// # Errors
+    /// [`VmmError`]; call `rollback`.
+    fn begin(&mut self) -> Result<UnixStream, VmmError>;
+
+    /// Waits until the guest is stopped and its I/O drained. `None` where `timeout` passed first: ask again.
+    ///
+    /// # Errors
+    /// [`VmmError`]; call `rollback`.
+    fn stopped(&mut self, timeout: Duration) -> Result<Option<Stopped>, VmmError>;
+
+    /// Lets the VMM write the devices' state into the stream of `begin`.
+    ///
+    /// # Errors
+    /// [`VmmError`]; call `rollback`.
+    fn save_devices(&mut self) -> Result<(), VmmError>;
+
+    /// Waits until all of it is written. The guest stays stopped, and `rollback` still gives it back.
+    ///
+    /// # Errors
+    /// [`VmmError`]; call `rollback`.
+    fn saved(&mut self, timeout: Duration) -> Result<(), VmmError>;
+
+    /// Gives the guest back: cancels what was begun, waits until the VMM is idle again, and lets the guest run if it ran
+    /// when `begin` was called. Does nothing where nothing was begun. A later migration can succeed.
+    ///
+    /// # Errors
+    /// [`VmmError`]; then the guest is stopped or gone.
+    fn rollback(&mut self) -> Result<(), VmmError>;
+
+    /// Whether the guest has switched itself off or the VMM has ended, without waiting.
+    fn ended(&mut self) -> Option<VmmError>;
+
+    /// Ends the VMM, whose guest now runs elsewhere. Waits until its process is gone.
+    fn quit(&mut self);
+}
+
+/// The VMM at the destination, started so that it waits for device state and does not run the guest by itself.
+pub trait Destination: Send {
+    /// Makes the VMM listen for device state and returns the stream to write it to; shut down its writing side at the end.
+    ///
+    /// # Errors
+    /// [`VmmError`].
+    fn prepare(&mut self) -> Result<UnixStream, VmmError>;
+
+    /// Waits until the devices are loaded; the guest is stopped.
+    ///
+    /// # Errors
+    /// [`VmmError`]: [`VmmError::Migration`] or [`VmmError::Gone`] where the VMM refuses the state.
+    fn loaded(&mut self, timeout: Duration) -> Result<(), VmmError>;
+
+    /// Lets the guest run; when it did, by the VMM's own event.
+    ///
+    /// # Errors
+    /// [`VmmError`].
+    fn start(&mut self) -> Result<EventTime, VmmError>;
+
+    /// Ends the VMM; the guest never ran here. Waits until its process is gone.
+    fn quit(&mut self);
+}
