@@ -9,3 +9,21 @@ pub mod spec;
 
 /// Pages, chunks and how RAM blocks lie behind one another.
 pub mod layout;
+
+/// Sets of pages, of a chunk and of a machine.
+pub mod pages;
+
+/// The first bytes of every connection: version, role, features.
+pub mod hello;
+
+/// Requests and replies on the control connection.
+pub mod message;
+
+/// Frames on the connections that carry pages.
+pub mod frame;
+
+/// What may be said when, and who owns the guest when the link is lost.
+pub mod session;
+
+/// When to stop the guest.
+pub mod convergence;

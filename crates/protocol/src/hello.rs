@@ -1,0 +1,241 @@
+//! The first bytes of every connection: who is there, which version, which features.
+//!
+//! The caller sends a [`Hello`] and the listener answers with one. The first 12 bytes, magic and version, never change, so that two
+//! daemons of whatever age can tell each other why they do not understand each other. Majors must be equal; the lower minor and the
+//! features both have are used; a feature one side *needs* and the other lacks ends the connection.
+//!
+//! ```text
+//!   0           8       10      12     13   14       16               24               32        48         56        64
+//!   +-----------+-------+-------+------+----+--------+----------------+----------------+---------+----------+---------+
+//!   | STERNA\r\n| major | minor | role | 0  | index  | features       | needed         | session | key      | 0       |
+//!   +-----------+-------+-------+------+----+--------+----------------+----------------+---------+----------+---------+
+//! ```
+
+use zerocopy::little_endian::{U16, U64, U128};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Bytes of a hello.
+pub const HELLO_BYTES: usize = 64;
+/// The version this code speaks.
+pub const VERSION: Version = Version { major: 1, minor: 0 };
+const MAGIC: [u8; 8] = *b"STERNA\r\n";
+
+/// What a daemon can do beyond the version's base; none yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Features(pub u64);
+
+impl Features {
+    /// All that this code knows.
+    pub const KNOWN: Self = Self(0);
+}
+
+/// A version of the protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    /// Different majors do not understand each other.
+    pub major: u16,
+    /// A higher minor understands all lower ones.
+    pub minor: u16,
+}
+
+impl std::fmt::Display for Version {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// What a connection is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Requests and replies; it founds the session.
+    Control,
+    /// Page frames; the number counts the session's connections from 0.
+    Pages(u16),
+    /// The devices' state.
+    Devices,
+}
+
+/// The first bytes of a connection, and of the answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hello {
+    /// The sender's version.
+    pub version: Version,
+    /// What the connection is for.
+    pub role: Role,
+    /// What the sender can do.
+    pub features: Features,
+    /// What the sender cannot do without.
+    pub needed: Features,
+    /// The session: drawn by the source.
+    pub session: u128,
+    /// The seed of the session's checksums: drawn by the source.
+    pub key: u64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Raw {
+    magic: [u8; 8],
+    major: U16,
+    minor: U16,
+    role: u8,
+    reserved: u8,
+    index: U16,
+    features: U64,
+    needed: U64,
+    session: U128,
+    key: U64,
+    reserved2: U64,
+}
+
+const _: () = assert!(size_of::<Raw>() == HELLO_BYTES);
+
+/// Why a connection was not accepted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum HelloError {
+    /// Something else listens or calls there.
+    #[error("the peer does not speak Sterna's protocol")]
+    Stranger,
+    /// Its major is another.
+    #[error("the peer speaks version {theirs} of the protocol, this daemon {ours}")]
+    Version {
+        /// What this code speaks.
+        ours: Version,
+        /// What the peer speaks.
+        theirs: Version,
+    },
+    /// It lacks, or needs, something.
+    #[error("the peer {} features {features:#x} that {}", if *.theirs { "needs" } else { "lacks" }, if *.theirs { "this daemon lacks" } else { "this migration needs" })]
+    Features {
+        /// Which.
+        features: u64,
+        /// Whether the peer needs them (else it lacks them).
+        theirs: bool,
+    },
+    /// A role this code does not know.
+    #[error("connection of unknown role {0}")]
+    Role(u8),
+}
+
+impl Hello {
+    /// The bytes to send.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let (role, index) = match self.role {
+            Role::Control => (1, 0),
+            Role::Pages(index) => (2, index),
+            Role::Devices => (3, 0),
+        };
+        let raw = Raw {
+            magic: MAGIC,
+            major: self.version.major.into(),
+            minor: self.version.minor.into(),
+            role,
+            reserved: 0,
+            index: index.into(),
+            features: self.features.0.into(),
+            needed: self.needed.0.into(),
+            session: self.session.into(),
+            key: self.key.into(),
+            reserved2: U64::ZERO,
+        };
+        zerocopy::transmute!(raw)
+    }
+
+    /// Reads what the peer sent.
+    ///
+    /// # Errors
+    /// [`HelloError::Stranger`], [`HelloError::Version`], [`HelloError::Role`].
+    pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, HelloError> {
+        let raw: Raw = zerocopy::transmute!(*bytes);
+        if raw.magic != MAGIC {
+            return Err(HelloError::Stranger);
+        }
+        let version = Version { major: raw.major.get(), minor: raw.minor.get() };
+        if version.major != VERSION.major {
+            return Err(HelloError::Version { ours: VERSION, theirs: version });
+        }
+        let role = match raw.role {
+            1 => Role::Control,
+            2 => Role::Pages(raw.index.get()),
+            3 => Role::Devices,
+            role => return Err(HelloError::Role(role)),
+        };
+        Ok(Self {
+            version,
+            role,
+            features: Features(raw.features.get()),
+            needed: Features(raw.needed.get()),
+            session: raw.session.get(),
+            key: raw.key.get(),
+        })
+    }
+
+    /// What both sides use: the lower minor and the common features.
+    ///
+    /// # Errors
+    /// [`HelloError::Features`] where one side needs what the other lacks.
+    pub fn agree(&self, peer: &Self) -> Result<(Version, Features), HelloError> {
+        let lacking = self.needed.0 & !peer.features.0;
+        if lacking != 0 {
+            return Err(HelloError::Features { features: lacking, theirs: false });
+        }
+        let wanted = peer.needed.0 & !self.features.0;
+        if wanted != 0 {
+            return Err(HelloError::Features { features: wanted, theirs: true });
+        }
+        Ok((self.version.min(peer.version), Features(self.features.0 & peer.features.0)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn hello(minor: u16, features: u64, needed: u64) -> Hello {
+        Hello {
+            version: Version { major: VERSION.major, minor },
+            role: Role::Pages(3),
+            features: Features(features),
+            needed: Features(needed),
+            session: 7,
+            key: 8,
+        }
+    }
+
+    #[test]
+    fn a_hello_arrives_as_it_was_sent() {
+        assert_eq!(Hello::decode(&hello(4, 3, 1).encode()), Ok(hello(4, 3, 1)));
+    }
+
+    #[test]
+    fn an_older_and_a_newer_daemon_use_what_both_know() {
+        let (old, new) = (hello(0, 0b001, 0), hello(5, 0b111, 0));
+        let expected = Ok((Version { major: VERSION.major, minor: 0 }, Features(0b001)));
+        assert_eq!(old.agree(&new), expected);
+        assert_eq!(new.agree(&old), expected);
+    }
+
+    #[test]
+    fn a_needed_feature_that_one_side_lacks_ends_it_on_both() {
+        let (plain, needy) = (hello(0, 0b001, 0), hello(0, 0b011, 0b010));
+        assert_eq!(needy.agree(&plain), Err(HelloError::Features { features: 0b010, theirs: false }));
+        assert_eq!(plain.agree(&needy), Err(HelloError::Features { features: 0b010, theirs: true }));
+    }
+
+    #[test]
+    fn another_major_is_named() {
+        let mut bytes = hello(0, 0, 0).encode();
+        bytes[8..10].copy_from_slice(&9u16.to_le_bytes());
+        assert!(matches!(Hello::decode(&bytes), Err(HelloError::Version { theirs: Version { major: 9, .. }, .. })));
+    }
+
+    proptest! {
+        #[test]
+        fn strangers_are_recognised(bytes: [u8; HELLO_BYTES]) {
+            prop_assert_eq!(Hello::decode(&bytes), Err(HelloError::Stranger));
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Requests of the source and replies of the destination, on the control connection.
+//!
+//! Each request gets one reply, in order; [`Reply::Failed`] can stand for any. A message is a 4-byte length (little-endian, at most
+//! [`MAX_MESSAGE_BYTES`]), an 8-byte checksum (XXH3-64 seeded with the session's key) and the message in postcard's form.
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use sterna_api::Problem;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::layout::{ChunkIndex, PageIndex};
+use crate::spec::VmSpec;
+
+/// The most bytes a message may have.
+pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
+/// Bytes before a message: its length and its checksum.
+pub const PREFIX_BYTES: usize = 12;
+/// The most suspect pages one reply names; the rest are named in the next.
+pub const MAX_SUSPECTS: usize = 65_536;
+/// The most chunks one request may ask digests of.
+pub const MAX_DIGEST_CHUNKS: u32 = 65_536;
+
+/// What the source asks, in the order it may ask (`docs/protocol.md`).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Request {
+    /// Would you take this machine? The destination checks, starts its VMM, and waits for the connections.
+    Propose {
+        /// The migration, drawn at random.
+        id: u128,
+        /// The machine.
+        spec: VmSpec,
+        /// How many connections will carry pages.
+        streams: u16,
+    },
+    /// What time is it?
+    Clock,
+    /// All connections have sent all of this round.
+    RoundEnd {
+        /// The round.
+        round: u32,
+    },
+    /// The guest has stopped: device state must wait from now on until the last pages are in place.
+    Stopped,
+    /// As `RoundEnd`, and the guest is stopped: where nothing is suspect, the devices may be loaded from now on.
+    FinalRoundEnd {
+        /// The round.
+        round: u32,
+    },
+    /// Digests of these chunks, for the comparison of both sides.
+    ChunkDigests {
+        /// The first.
+        first: ChunkIndex,
+        /// How many, at most [`MAX_DIGEST_CHUNKS`].
+        count: u32,
+    },
+    /// Digests of the pages of one chunk.
+    PageDigests {
+        /// The chunk.
+        chunk: ChunkIndex,
+    },
+    /// The device state is all sent: say when it is loaded.
+    Load,
+    /// The guest is yours. The point of no return.
+    Commit,
+    /// It ended: forget it. The guest stays with the source.
+    Abort,
+    /// What became of a migration? Asked on a connection of its own.
+    Verdict {
+        /// Which.
+        id: u128,
+    },
+}
+
+/// What the destination answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum Reply {
+    /// To `Propose`: yes.
+    Accepted {
+        /// The destination's name.
+        host: String,
+        /// Its QEMU's version.
+        qemu: String,
+        /// Its Sterna's version.
+        sterna: String,
+        /// The digest of the RAM layout it made.
+        layout: u64,
+    },
+    /// To `Clock`: microseconds since the epoch.
+    Clock {
+        /// The time.
+        now_us: u64,
+    },
+    /// To `RoundEnd` and `FinalRoundEnd`: all of it arrived.
+    Arrived {
+        /// Pages whose bodies were not what their digests say: send them again.
+        suspects: Vec<PageIndex>,
+    },
+    /// To `Stopped`: device state waits.
+    Holding,
+    /// To `ChunkDigests` and `PageDigests`, in order.
+    Digests(Vec<u64>),
+    /// To `Load`.
+    Loaded,
+    /// To `Commit`: the guest runs (or stays paused, as its user had it).
+    Running {
+        /// When it started, by the VMM's event, microseconds since the epoch at the destination.
+        start_us: u64,
+        /// Processor time the migration took at the destination, microseconds.
+        cpu_us: u64,
+    },
+    /// To `Abort`: forgotten.
+    Aborted {
+        /// What had gone wrong at the destination, where something had.
+        problem: Option<Problem>,
+    },
+    /// To `Verdict`.
+    Verdict {
+        /// The guest belongs to the destination; else it never ran there and never will.
+        committed: bool,
+    },
+    /// It cannot be done.
+    Failed(Problem),
+}
+
+/// A message that could not be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum MessageError {
+    /// Longer than any message.
+    #[error("a message of {0} bytes: at most {MAX_MESSAGE_BYTES} are allowed")]
+    Length(usize),
+    /// It is not what was sent.
+    #[error("a message arrived damaged: its checksum does not fit")]
+    Checksum,
+    /// It is whole and makes no sense.
+    #[error("a message that this version does not understand: {0}")]
+    Nonsense(String),
+}
+
+/// The bytes of a message, prefix included.
+///
+/// # Errors
+/// [`MessageError::Length`] where it would be too long.
+pub fn encode<M: Serialize>(message: &M, key: u64) -> Result<Vec<u8>, MessageError> {
+    let body = postcard::to_stdvec(message).map_err(|error| MessageError::Nonsense(error.to_string()))?;
+    if body.len() > MAX_MESSAGE_BYTES {
+        return Err(MessageError::Length(body.len()));
+    }
+    let mut bytes = Vec::with_capacity(PREFIX_BYTES + body.len());
+    bytes.extend_from_slice(&(body.len() as u32).to_le_bytes());
+    bytes.extend_from_slice(&xxh3_64_with_seed(&body, key).to_le_bytes());
+    bytes.extend_from_slice(&body);
+    Ok(bytes)
+}
+
+/// How many bytes follow a prefix, and their checksum.
+///
+/// # Errors
+/// [`MessageError::Length`]: before anything is allocated.
+pub fn decode_prefix(prefix: [u8; PREFIX_BYTES]) -> Result<(usize, u64), MessageError> {
+    let [a, b, c, d, checksum @ ..] = prefix;
+    let length = u32::from_le_bytes([a, b, c, d]) as usize;
+    if length > MAX_MESSAGE_BYTES {
+        return Err(MessageError::Length(length));
+    }
+    Ok((length, u64::from_le_bytes(checksum)))
+}
+
+/// The message in `body`.
+///
+/// # Errors
+/// [`MessageError::Checksum`], [`MessageError::Nonsense`].
+pub fn decode<M: DeserializeOwned>(body: &[u8], checksum: u64, key: u64) -> Result<M, MessageError> {
+    if xxh3_64_with_seed(body, key) != checksum {
+        return Err(MessageError::Checksum);
+    }
+    match postcard::take_from_bytes(body) {
+        Ok((message, [])) => Ok(message),
+        Ok((_, rest)) => Err(MessageError::Nonsense(format!("{} bytes too many", rest.len()))),
+        Err(error) => Err(MessageError::Nonsense(error.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn read<M: DeserializeOwned>(bytes: &[u8], key: u64) -> Result<M, MessageError> {
+        let (prefix, body) = bytes.split_first_chunk().unwrap();
+        let (length, checksum) = decode_prefix(*prefix)?;
+        assert_eq!(length, body.len());
+        decode(body, checksum, key)
+    }
+
+    #[test]
+    fn a_message_arrives_as_it_was_sent() {
+        let reply = Reply::Arrived { suspects: vec![PageIndex { chunk: ChunkIndex(5), page: 6 }] };
+        assert_eq!(read(&encode(&reply, 3).unwrap(), 3), Ok(reply));
+    }
+
+    #[test]
+    fn a_problem_survives_the_way() {
+        let problem = Problem::new("out-of-memory", sterna_api::Blame::Host, "no room").hint("make room");
+        assert_eq!(read(&encode(&Reply::Failed(problem.clone()), 3).unwrap(), 3), Ok(Reply::Failed(problem)));
+    }
+
+    #[test]
+    fn a_length_beyond_bounds_is_refused_before_anything_is_allocated() {
+        let mut prefix = [0xff; PREFIX_BYTES];
+        assert_eq!(decode_prefix(prefix), Err(MessageError::Length(u32::MAX as usize)));
+        prefix[..4].copy_from_slice(&(MAX_MESSAGE_BYTES as u32 + 1).to_le_bytes());
+        assert!(decode_prefix(prefix).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_is_refused_and_nothing_panics(body: Vec<u8>, key: u64) {
+            let checksum = xxh3_64_with_seed(&body, key);
+            prop_assert_eq!(decode::<Request>(&body, checksum ^ 1, key), Err(MessageError::Checksum));
+            if let Ok(request) = decode::<Request>(&body, checksum, key) {
+                // Whatever is understood is understood in the same way again.
+                prop_assert_eq!(read::<Request>(&encode(&request, key).unwrap(), key), Ok(request));
+            }
+            let _ = decode::<Reply>(&body, checksum, key);
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! Both sessions in one process over a link that delivers late, or is cut at any message.
+
+use std::collections::VecDeque;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::layout::ChunkIndex;
+use crate::spec::VmSpec;
+
+/// A machine that has one life: whoever lets it run says so here.
+#[derive(Debug, Default)]
+struct Guest {
+    runs_at_source: bool,
+    runs_at_destination: bool,
+}
+
+impl Guest {
+    fn check(&self) {
+        assert!(!(self.runs_at_source && self.runs_at_destination), "the guest runs on two hosts");
+    }
+}
+
+/// A link with a delay per message; what is under way when it is cut is lost or arrives, as `tail` says.
+#[derive(Debug)]
+struct Link<M> {
+    queue: VecDeque<(u64, M)>,
+    cut_at: u64,
+}
+
+impl<M> Link<M> {
+    fn send(&mut self, now: u64, delay: u64, message: M) {
+        if now < self.cut_at {
+            self.queue.push_back((now + delay, message));
+        }
+    }
+
+    fn receive(&mut self, now: u64) -> Option<M> {
+        // A message sent before the cut may still arrive after it: the sender cannot tell.
+        self.queue.front().is_some_and(|(due, _)| *due <= now).then(|| self.queue.pop_front().unwrap().1)
+    }
+}
+
+fn spec() -> VmSpec {
+    VmSpec {
+        name: "vm".into(),
+        memory_bytes: 1 << 20,
+        private: false,
+        trust_group: None,
+        qemu_version: (7, 2, 0),
+        qemu_path: String::new(),
+        machine: "pc-q35-7.2".into(),
+        arguments: vec![],
+        managed_ram: true,
+        blocks: vec![],
+        cpu: None,
+        allocated_bytes: 0,
+        running: true,
+    }
+}
+
+/// What a source says from beginning to end, with some suspect pages on the way.
+fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
+    let mut script = vec![Request::Propose { id: 1, spec: spec(), streams: 1 }, Request::Clock];
+    script.extend((0..rounds).map(|round| Request::RoundEnd { round }));
+    script.push(Request::Stopped);
+    script.extend((0..=suspect_rounds).map(|round| Request::FinalRoundEnd { round: rounds + round }));
+    script.extend([
+        Request::ChunkDigests { first: ChunkIndex(0), count: 1 },
+        Request::Load,
+        Request::FinalRoundEnd { round: 99 },
+        Request::Commit,
+    ]);
+    script
+}
+
+fn answer(request: &Request, suspects: &mut u32) -> Reply {
+    match request {
+        Request::Propose { .. } => {
+            Reply::Accepted { host: String::new(), qemu: String::new(), sterna: String::new(), layout: 0 }
+        }
+        Request::Clock => Reply::Clock { now_us: 0 },
+        Request::Stopped => Reply::Holding,
+        Request::RoundEnd { .. } => Reply::Arrived { suspects: vec![] },
+        Request::FinalRoundEnd { .. } if *suspects > 0 => {
+            *suspects -= 1;
+            Reply::Arrived { suspects: vec![crate::layout::PageIndex { chunk: ChunkIndex(0), page: 0 }] }
+        }
+        Request::FinalRoundEnd { .. } => Reply::Arrived { suspects: vec![] },
+        Request::ChunkDigests { .. } | Request::PageDigests { .. } => Reply::Digests(vec![0]),
+        Request::Load => Reply::Loaded,
+        Request::Commit => Reply::Running { start_us: 0, cpu_us: 0 },
+        Request::Abort => Reply::Aborted { problem: None },
+        Request::Verdict { .. } => Reply::Verdict { committed: false },
+    }
+}
+
+/// Runs a migration over a link that is cut at `cut_at`; the destination's disk fails at the commit where `disk_fails`.
+/// Returns the guest, after the source has asked for the verdict where it had to.
+fn migrate(rounds: u32, suspects: u32, delays: &[u64], cut_at: u64, disk_fails: bool) -> Guest {
+    let mut guest = Guest { runs_at_source: true, runs_at_destination: false };
+    let mut requests = Link { queue: VecDeque::new(), cut_at };
+    let mut replies = Link { queue: VecDeque::new(), cut_at };
+    let (mut source, mut destination, mut committed) = (State::Begun, State::Begun, false);
+    let mut script = script(rounds, suspects).into_iter();
+    let mut waiting: Option<Request> = None;
+    let mut suspects_left = suspects;
+    let mut delay = delays.iter().copied().cycle();
+    for now in 0..100_000u64 {
+        if waiting.is_none() {
+            let Some(next) = script.next() else { break };
+            source = request(source, &next).expect("the script is in order");
+            if next == Request::Stopped {
+                guest.runs_at_source = false;
+            }
+            requests.send(now, delay.next().unwrap(), next.clone());
+            waiting = Some(next);
+        }
+        if let Some(got) = requests.receive(now) {
+            destination = request(destination, &got).expect("the destination understands the script");
+            let mut said = answer(&got, &mut suspects_left);
+            if got == Request::Commit {
+                if disk_fails {
+                    said = Reply::Failed(sterna_api::Problem::new("disk", sterna_api::Blame::Host, "the disk is full"));
+                } else {
+                    committed = true;
+                    guest.runs_at_destination = true;
+                    guest.check();
+                }
+            }
+            destination = reply(destination, &got, &said).expect("the reply fits");
+            replies.send(now, delay.next().unwrap(), (got, said));
+        }
+        if let Some((asked, said)) = replies.receive(now) {
+            assert_eq!(waiting.take().as_ref(), Some(&asked));
+            source = reply(source, &asked, &said).expect("the source understands the reply");
+            if matches!(said, Reply::Failed(_)) {
+                break;
+            }
+        }
+        if now > cut_at + 200 {
+            break;
+        }
+    }
+    // Both ends see the link gone.
+    if owner_at_destination(destination, committed) == Owner::Source {
+        assert!(!guest.runs_at_destination);
+    }
+    match owner_at_source(source) {
+        Owner::Source => guest.runs_at_source = true,
+        Owner::Destination => {}
+        Owner::AskDestination => guest.runs_at_source = !committed,
+    }
+    guest.check();
+    guest
+}
+
+proptest! {
+    #[test]
+    fn wherever_the_link_is_cut_the_guest_runs_on_exactly_one_host(
+        rounds in 0u32..5,
+        suspects in 0u32..3,
+        delays in prop::collection::vec(0u64..5, 1..8),
+        cut_at in 0u64..200,
+        disk_fails: bool,
+    ) {
+        let guest = migrate(rounds, suspects, &delays, cut_at, disk_fails);
+        prop_assert!(guest.runs_at_source != guest.runs_at_destination, "{guest:?}");
+    }
+}
+
+#[test]
+fn a_whole_link_hands_the_guest_over() {
+    let guest = migrate(3, 1, &[1], u64::MAX / 2, false);
+    assert!(guest.runs_at_destination && !guest.runs_at_source);
+}
+
+#[test]
+fn a_commit_that_could_not_be_recorded_gives_the_guest_back() {
+    let guest = migrate(1, 0, &[1], u64::MAX / 2, true);
+    assert!(guest.runs_at_source && !guest.runs_at_destination);
+}
+
+#[test]
+fn nothing_can_be_committed_before_the_devices_are_loaded() {
+    for state in [
+        State::Begun,
+        State::Copying,
+        State::Stopped,
+        State::Placed,
+        State::Committing,
+        State::HandedOver,
+        State::Aborted,
+    ] {
+        assert!(request(state, &Request::Commit).is_err(), "{state:?}");
+    }
+}
+
+#[test]
+fn nothing_can_be_aborted_after_the_commit() {
+    assert!(request(State::Committing, &Request::Abort).is_err());
+    assert!(request(State::HandedOver, &Request::Abort).is_err());
+}
+
+#[test]
+fn suspect_pages_keep_the_devices_from_being_loaded() {
+    let end = Request::FinalRoundEnd { round: 1 };
+    let suspects = vec![crate::layout::PageIndex { chunk: ChunkIndex(0), page: 0 }];
+    let state = reply(State::Stopped, &end, &Reply::Arrived { suspects }).unwrap();
+    assert_eq!(state, State::Stopped);
+    assert!(request(state, &Request::Load).is_err());
+}
