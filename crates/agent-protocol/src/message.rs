@@ -1,0 +1,333 @@
+//! Requests and replies: every struct as it stands in a packet.
+
+use zerocopy::byteorder::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Bytes kept of a RAM block's path. A longer one is cut; [`Block::path_length`] tells its true length.
+pub const PATH_BYTES: usize = 256;
+
+/// The most items in one [`AdviseRequest`] or [`MapRequest`].
+pub const MAX_ITEMS: usize = 2048;
+
+/// What is asked. The numbers are the wire's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u16)]
+pub enum Operation {
+    /// Who are you? Empty → [`HelloReply`].
+    Hello = 1,
+    /// Which RAM blocks are mapped? Empty → [`Block`]s.
+    Blocks = 2,
+    /// Make a userfaultfd and keep a duplicate. [`OpenRequest`], with `/dev/userfaultfd` open or without → [`OpenReply`] with it.
+    /// Refused with [`Status::AlreadyOpen`] where one is kept: closing the last descriptor would let missing pages read as zero.
+    OpenUserfaultfd = 3,
+    /// Give the kept userfaultfd again. Empty → empty, with it, or [`Status::NotOpen`].
+    TakeUserfaultfd = 4,
+    /// Drop the kept duplicate. Empty → empty, also where there is none.
+    CloseUserfaultfd = 5,
+    /// Advise the kernel about guest RAM. [`AdviseRequest`], [`Range`]s → empty.
+    Advise = 6,
+    /// Map the file passed along over guest RAM. [`MapRequest`], [`Run`]s → empty.
+    Map = 7,
+    /// Give the discard log. Empty → empty, with its memory.
+    DiscardLog = 8,
+}
+
+impl Operation {
+    /// The operation with this number.
+    #[must_use]
+    pub const fn from_wire(number: u16) -> Option<Self> {
+        Some(match number {
+            1 => Self::Hello,
+            2 => Self::Blocks,
+            3 => Self::OpenUserfaultfd,
+            4 => Self::TakeUserfaultfd,
+            5 => Self::CloseUserfaultfd,
+            6 => Self::Advise,
+            7 => Self::Map,
+            8 => Self::DiscardLog,
+            _ => return None,
+        })
+    }
+}
+
+/// How a request ended. The numbers are the wire's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Status {
+    /// Done.
+    Done = 0,
+    /// The request is not what its operation asks for.
+    Malformed = 1,
+    /// The request has another version; the reply's header tells the library's.
+    Version = 2,
+    /// No such operation.
+    Unknown = 3,
+    /// The system refused; [`ReplyHeader::errno`] says why. Items before [`ReplyHeader::item`] are done.
+    System = 4,
+    /// Item [`ReplyHeader::item`] does not lie inside one RAM block, or not on its page borders. Items before it are done.
+    OutsideRam = 5,
+    /// A userfaultfd is kept already: take it or close it first.
+    AlreadyOpen = 6,
+    /// No userfaultfd is kept.
+    NotOpen = 7,
+}
+
+impl Status {
+    /// The status with this number.
+    #[must_use]
+    pub const fn from_wire(number: u32) -> Option<Self> {
+        Some(match number {
+            0 => Self::Done,
+            1 => Self::Malformed,
+            2 => Self::Version,
+            3 => Self::Unknown,
+            4 => Self::System,
+            5 => Self::OutsideRam,
+            6 => Self::AlreadyOpen,
+            7 => Self::NotOpen,
+            _ => return None,
+        })
+    }
+}
+
+/// Before every request's body.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct RequestHeader {
+    /// [`crate::MAGIC`].
+    pub magic: U32,
+    /// [`crate::VERSION`].
+    pub version: U16,
+    /// An [`Operation`].
+    pub operation: U16,
+    /// Returned in the reply.
+    pub sequence: U32,
+    /// Of the body, bytes.
+    pub length: U32,
+}
+
+/// Before every reply's body.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ReplyHeader {
+    /// [`crate::MAGIC`].
+    pub magic: U32,
+    /// The library's [`crate::VERSION`].
+    pub version: U16,
+    /// As asked.
+    pub operation: U16,
+    /// As asked.
+    pub sequence: U32,
+    /// Of the body, bytes; 0 unless [`Status::Done`].
+    pub length: U32,
+    /// A [`Status`].
+    pub status: U32,
+    /// Why, where the status is [`Status::System`]; otherwise 0.
+    pub errno: U32,
+    /// Which item failed, counted from 0.
+    pub item: U32,
+    /// 0.
+    pub reserved: U32,
+}
+
+/// Answers [`Operation::Hello`].
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct HelloReply {
+    /// The process as it knows itself (its own pid namespace).
+    pub pid: U32,
+    /// RAM blocks mapped now.
+    pub blocks: U32,
+    /// RAM blocks that found no room in the table, ever. Not 0: the list is incomplete and the guest cannot be moved.
+    pub blocks_lost: U64,
+    /// 1 where a userfaultfd is kept, else 0.
+    pub userfaultfd: U32,
+    /// 0.
+    pub reserved: U32,
+}
+
+/// One mapping of a file that is guest RAM. A file may be mapped in several pieces or twice.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Block {
+    /// Where QEMU maps it.
+    pub address: U64,
+    /// Bytes.
+    pub length: U64,
+    /// Where in the file it begins, bytes.
+    pub offset: U64,
+    /// The file's device (`st_dev`).
+    pub device: U64,
+    /// The file's inode.
+    pub inode: U64,
+    /// The file's page size: the base page's, or on hugetlbfs the huge page's, bytes.
+    pub page_size: U64,
+    /// `MAP_SHARED`, `MAP_PRIVATE`, … as QEMU gave them.
+    pub flags: U32,
+    /// The path's length, which may be more than [`PATH_BYTES`].
+    pub path_length: U32,
+    /// What `/proc/self/fd` says the file's name is: "/memfd:…" for a memfd, "… (deleted)" for a file without a name.
+    pub path: [u8; PATH_BYTES],
+}
+
+/// Asks with [`Operation::OpenUserfaultfd`].
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct OpenRequest {
+    /// `UFFD_FEATURE_*`, for `UFFDIO_API`.
+    pub features: U64,
+}
+
+/// Answers [`Operation::OpenUserfaultfd`].
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct OpenReply {
+    /// The features the kernel has.
+    pub features: U64,
+    /// `UFFDIO_*` the kernel offers, one bit each.
+    pub ioctls: U64,
+}
+
+/// What [`Operation::Advise`] can tell the kernel. The numbers are the wire's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Advice {
+    /// Unmap the pages; the file keeps its contents, private copies are lost.
+    DontNeed = 1,
+    /// Punch a hole into the file behind a shared mapping.
+    Remove = 2,
+    /// Let KSM merge private pages.
+    Mergeable = 3,
+    /// Undo KSM's merging, and allow no more.
+    Unmergeable = 4,
+    /// These pages go first when memory is short.
+    Cold = 5,
+    /// Take these pages away now; without swap a shared page is unmapped and stays in its file.
+    PageOut = 6,
+    /// Huge pages wanted.
+    HugePage = 7,
+    /// No huge pages.
+    NoHugePage = 8,
+}
+
+impl Advice {
+    /// The advice with this number.
+    #[must_use]
+    pub const fn from_wire(number: u32) -> Option<Self> {
+        Some(match number {
+            1 => Self::DontNeed,
+            2 => Self::Remove,
+            3 => Self::Mergeable,
+            4 => Self::Unmergeable,
+            5 => Self::Cold,
+            6 => Self::PageOut,
+            7 => Self::HugePage,
+            8 => Self::NoHugePage,
+            _ => return None,
+        })
+    }
+}
+
+/// Asks with [`Operation::Advise`]; up to [`MAX_ITEMS`] [`Range`]s follow.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct AdviseRequest {
+    /// An [`Advice`].
+    pub advice: U32,
+    /// How many ranges follow.
+    pub count: U32,
+}
+
+/// Guest RAM, by QEMU's addresses.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Range {
+    /// Where it begins, on a border of the block's pages.
+    pub address: U64,
+    /// Bytes, whole pages of the block, not 0.
+    pub length: U64,
+}
+
+/// How [`Operation::Map`] maps. The numbers are the wire's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Sharing {
+    /// `MAP_SHARED`: writes go to the file.
+    Shared = 1,
+    /// `MAP_PRIVATE`: writes make a copy that is QEMU's own.
+    Private = 2,
+}
+
+impl Sharing {
+    /// The sharing with this number.
+    #[must_use]
+    pub const fn from_wire(number: u32) -> Option<Self> {
+        Some(match number {
+            1 => Self::Shared,
+            2 => Self::Private,
+            _ => return None,
+        })
+    }
+}
+
+/// Asks with [`Operation::Map`], the file beside it; up to [`MAX_ITEMS`] [`Run`]s follow.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct MapRequest {
+    /// A [`Sharing`].
+    pub sharing: U32,
+    /// How many runs follow.
+    pub count: U32,
+}
+
+/// Guest RAM and the part of a file to map there.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Run {
+    /// Where it begins, on a border of the block's pages.
+    pub address: U64,
+    /// Bytes, whole pages of the block, not 0.
+    pub length: U64,
+    /// Where in the file it begins, bytes.
+    pub offset: U64,
+}
+
+const _: () = {
+    use core::mem::size_of;
+    assert!(size_of::<ReplyHeader>() + crate::MAX_BLOCKS * size_of::<Block>() <= crate::MAX_MESSAGE_BYTES);
+    let requests = size_of::<RequestHeader>() + size_of::<MapRequest>();
+    assert!(requests + MAX_ITEMS * size_of::<Run>() <= crate::MAX_MESSAGE_BYTES);
+    assert!(size_of::<Block>().is_multiple_of(8));
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_on_the_wire_comes_back_as_what_it_was() {
+        for number in 0..=u16::MAX {
+            assert!(Operation::from_wire(number).is_none_or(|known| known as u16 == number));
+            let number = u32::from(number);
+            assert!(Status::from_wire(number).is_none_or(|known| known as u32 == number));
+            assert!(Advice::from_wire(number).is_none_or(|known| known as u32 == number));
+            assert!(Sharing::from_wire(number).is_none_or(|known| known as u32 == number));
+        }
+    }
+
+    #[test]
+    fn the_layout_of_version_1_does_not_change() {
+        assert_eq!(size_of::<RequestHeader>(), 16);
+        assert_eq!(size_of::<ReplyHeader>(), 32);
+        assert_eq!(size_of::<HelloReply>(), 24);
+        assert_eq!(size_of::<Block>(), 312);
+        let header = RequestHeader {
+            magic: U32::new(crate::MAGIC),
+            version: U16::new(1),
+            operation: U16::new(Operation::Map as u16),
+            sequence: U32::new(0x0102_0304),
+            length: U32::new(24),
+        };
+        assert_eq!(header.as_bytes(), b"STRA\x01\x00\x07\x00\x04\x03\x02\x01\x18\x00\x00\x00");
+    }
+}
