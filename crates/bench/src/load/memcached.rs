@@ -1,0 +1,271 @@
+//! Clients of a memcached in a guest: set and get requests, counted every 100 ms.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::{Sample, now_us};
+use crate::error::{Context, Error, Result};
+use crate::lab::{Host, net};
+
+/// How often throughput is looked at.
+pub const SAMPLE: Duration = Duration::from_millis(100);
+
+/// What the clients do.
+#[derive(Debug, Clone, Serialize)]
+pub struct LoadConfig {
+    /// Connections, a thread each.
+    pub connections: usize,
+    /// Distinct keys.
+    pub keys: u32,
+    /// Bytes of a value.
+    pub value_bytes: usize,
+    /// Share of requests that are sets, 0 to 1; the rest are gets.
+    pub set_share: f64,
+    /// What the random numbers begin with.
+    pub seed: u64,
+}
+
+impl LoadConfig {
+    /// Sets only: every request writes guest memory.
+    #[must_use]
+    pub fn set_only(seed: u64) -> Self {
+        Self { connections: 4, keys: 65_536, value_bytes: 1024, set_share: 1.0, seed }
+    }
+
+    /// One set in ten requests.
+    #[must_use]
+    pub fn mixed(seed: u64) -> Self {
+        Self { set_share: 0.1, ..Self::set_only(seed) }
+    }
+}
+
+/// What the clients saw.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct LoadRecord {
+    /// Requests answered in each interval.
+    pub samples: Vec<Sample>,
+    /// Requests answered in all.
+    pub requests: u64,
+    /// Connections lost, answers that were none.
+    pub errors: u64,
+    /// The longest any request waited for its answer, microseconds.
+    pub longest_us: u64,
+}
+
+/// Clients at work; dropping it ends them.
+pub struct Load {
+    shared: Arc<Shared>,
+    clients: Vec<JoinHandle<()>>,
+    sampler: Option<JoinHandle<Vec<Sample>>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    stop: AtomicBool,
+    requests: AtomicU64,
+    errors: AtomicU64,
+    longest_us: AtomicU64,
+}
+
+impl Load {
+    /// Connects from `host` to the memcached at `server` and begins.
+    ///
+    /// # Errors
+    /// Where the first connections cannot be made.
+    pub fn start(host: &Host, server: SocketAddr, config: &LoadConfig) -> Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let mut load = Self { shared: shared.clone(), clients: Vec::new(), sampler: None };
+        for number in 0..config.connections {
+            let stream = connect(&host.namespace, server)?;
+            let (shared, config, namespace) = (shared.clone(), config.clone(), host.namespace.clone());
+            let mut random = Random(config.seed.wrapping_add(number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+            load.clients.push(std::thread::spawn(move || {
+                let mut stream = Some(stream);
+                while !shared.stop.load(Ordering::Relaxed) {
+                    let open = stream.take().map_or_else(|| connect(&namespace, server), Ok);
+                    if open.is_err() || open.is_ok_and(|stream| talk(stream, &config, &shared, &mut random).is_err()) {
+                        shared.errors.fetch_add(1, Ordering::Relaxed);
+                        std::thread::sleep(Duration::from_millis(20));
+                    }
+                }
+            }));
+        }
+        load.sampler = Some(std::thread::spawn(move || sample(&shared)));
+        Ok(load)
+    }
+
+    /// Requests answered so far.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        self.shared.requests.load(Ordering::Relaxed)
+    }
+
+    /// Ends the clients and returns what they saw.
+    #[must_use]
+    pub fn finish(mut self) -> LoadRecord {
+        let samples = self.stop();
+        let shared = &self.shared;
+        LoadRecord {
+            samples,
+            requests: shared.requests.load(Ordering::Relaxed),
+            errors: shared.errors.load(Ordering::Relaxed),
+            longest_us: shared.longest_us.load(Ordering::Relaxed),
+        }
+    }
+
+    fn stop(&mut self) -> Vec<Sample> {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.clients.drain(..).for_each(|client| drop(client.join()));
+        self.sampler.take().and_then(|sampler| sampler.join().ok()).unwrap_or_default()
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// One connection's requests, until the load ends or the connection does.
+fn talk(stream: TcpStream, config: &LoadConfig, shared: &Shared, random: &mut Random) -> Result<()> {
+    let mut writer = stream.try_clone().context(|| "the connection to memcached".into())?;
+    let mut reader = BufReader::new(stream);
+    let mut request = Vec::with_capacity(config.value_bytes + 64);
+    let mut line = Vec::new();
+    while !shared.stop.load(Ordering::Relaxed) {
+        let key = random.next() % u64::from(config.keys.max(1));
+        let is_set = random.share() < config.set_share;
+        request.clear();
+        if is_set {
+            request.extend_from_slice(format!("set key{key} 0 0 {}\r\n", config.value_bytes).as_bytes());
+            random.fill(&mut request, config.value_bytes);
+            request.extend_from_slice(b"\r\n");
+        } else {
+            request.extend_from_slice(format!("get key{key}\r\n").as_bytes());
+        }
+        let start = Instant::now();
+        writer.write_all(&request).context(|| "sending to memcached".into())?;
+        if is_set {
+            read_stored(&mut reader, &mut line)?
+        } else {
+            read_value(&mut reader, &mut line, config.value_bytes)?
+        }
+        shared.longest_us.fetch_max(start.elapsed().as_micros() as u64, Ordering::Relaxed);
+        shared.requests.fetch_add(1, Ordering::Relaxed);
+    }
+    Ok(())
+}
+
+fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> Result<()> {
+    line.clear();
+    let read = reader.read_until(b'\n', line).context(|| "reading from memcached".into())?;
+    if read == 0 { Err(form("it closed the connection")) } else { Ok(()) }
+}
+
+fn read_stored(reader: &mut impl BufRead, line: &mut Vec<u8>) -> Result<()> {
+    read_line(reader, line)?;
+    if line.starts_with(b"STORED") { Ok(()) } else { Err(form(&String::from_utf8_lossy(line))) }
+}
+
+/// `VALUE key flags bytes`, the value, `END`; or `END` alone for a key never set.
+fn read_value(reader: &mut impl BufRead, line: &mut Vec<u8>, value_bytes: usize) -> Result<()> {
+    read_line(reader, line)?;
+    if line.starts_with(b"END") {
+        return Ok(());
+    }
+    if !line.starts_with(b"VALUE") {
+        return Err(form(&String::from_utf8_lossy(line)));
+    }
+    line.resize(value_bytes + 2, 0);
+    reader.read_exact(line).context(|| "reading a value from memcached".into())?;
+    read_line(reader, line)?;
+    if line.starts_with(b"END") { Ok(()) } else { Err(form("a value of another length")) }
+}
+
+fn form(reason: &str) -> Error {
+    Error::Form { what: "memcached".into(), reason: reason.trim().into() }
+}
+
+fn connect(namespace: &str, server: SocketAddr) -> Result<TcpStream> {
+    net::inside(namespace, || {
+        let stream = TcpStream::connect_timeout(&server, Duration::from_secs(5))
+            .context(|| format!("connecting to {server}"))?;
+        stream.set_nodelay(true).context(|| "setting TCP_NODELAY".into())?;
+        // A guest that is gone for good must not hold its clients for ever.
+        stream.set_read_timeout(Some(Duration::from_secs(20))).context(|| "setting a timeout".into())?;
+        Ok(stream)
+    })
+}
+
+/// Counts requests every [`SAMPLE`] until the load ends.
+fn sample(shared: &Shared) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    let (mut next, mut before) = (Instant::now() + SAMPLE, (now_us(), 0));
+    while !shared.stop.load(Ordering::Relaxed) {
+        std::thread::sleep(next.saturating_duration_since(Instant::now()));
+        next += SAMPLE;
+        let now = (now_us(), shared.requests.load(Ordering::Relaxed));
+        let seconds = (now.0 - before.0) as f64 / 1e6;
+        samples.push(Sample { at_us: now.0, per_s: (now.1 - before.1) as f64 / seconds.max(1e-6) });
+        before = now;
+    }
+    samples
+}
+
+/// xorshift64*: fast, seeded, and incompressible enough for values.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn share(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    fn fill(&mut self, into: &mut Vec<u8>, bytes: usize) {
+        let end = into.len() + bytes;
+        while into.len() < end {
+            into.extend_from_slice(&self.next().to_le_bytes());
+        }
+        into.truncate(end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_seed_makes_the_same_values_and_they_have_the_asked_length() {
+        let make = |seed| {
+            let mut value = vec![b'x'];
+            Random(seed).fill(&mut value, 13);
+            value
+        };
+        assert_eq!(make(7), make(7));
+        assert_ne!(make(7), make(8));
+        assert_eq!(make(7).len(), 14);
+    }
+
+    #[test]
+    fn answers_of_memcached_are_told_from_errors() {
+        let mut line = Vec::new();
+        assert!(read_stored(&mut &b"STORED\r\n"[..], &mut line).is_ok());
+        assert!(read_stored(&mut &b"SERVER_ERROR out of memory\r\n"[..], &mut line).is_err());
+        assert!(read_stored(&mut &b""[..], &mut line).is_err());
+        assert!(read_value(&mut &b"END\r\n"[..], &mut line, 3).is_ok());
+        assert!(read_value(&mut &b"VALUE k 0 3\r\nabc\r\nEND\r\n"[..], &mut line, 3).is_ok());
+        assert!(read_value(&mut &b"VALUE k 0 5\r\nabcde\r\nEND\r\n"[..], &mut line, 3).is_err());
+    }
+}
