@@ -1,1 +1,53 @@
-//! Sterna.
+//! `libsterna_agent.so`: loaded into QEMU by `LD_PRELOAD` for what only QEMU's own process can do.
+//!
+//! It notes where guest RAM is mapped and what QEMU discards of it, and answers the daemon on a unix socket. A guest in somebody
+//! else's house: no allocation, no waiting in QEMU's threads, no unwinding, no exit, and nothing at all without
+//! [`SOCKET_VARIABLE`](sterna_agent_protocol::SOCKET_VARIABLE).
+
+#![cfg_attr(not(test), no_std)]
+#![cfg_attr(
+    test,
+    allow(dead_code, reason = "nothing is exported to the test program: it would interpose the program's own")
+)]
+
+/// What runs when the library is loaded.
+mod entry;
+
+/// The libc functions that QEMU calls through this library.
+mod hooks;
+
+/// Which guest RAM is mapped where.
+mod blocks;
+
+/// The log of discards.
+mod discards;
+
+/// The thread that serves the socket.
+mod server;
+
+/// Changing guest RAM's mapping while QEMU may be unmapping it.
+mod remap;
+
+/// What the daemon can ask for.
+mod requests;
+
+/// Packets with a descriptor beside them.
+mod packet;
+
+/// Making a userfaultfd.
+mod userfaultfd;
+
+/// System calls past libc's wrappers, `errno`, descriptors.
+mod raw;
+
+/// Nothing here panics on purpose. Were it to happen, the thread must not go on; QEMU must.
+#[cfg(not(test))]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    if server::is_this_thread() {
+        raw::end_thread();
+    }
+    loop {
+        raw::sleep_ms(1000);
+    }
+}

@@ -1,0 +1,142 @@
+//! The log of discards.
+
+use core::ptr;
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, Ordering};
+
+use libc::{c_int, off_t};
+use sterna_agent_protocol::log::{Discard, Log};
+use sterna_agent_protocol::message::Block;
+
+use crate::blocks::BLOCKS;
+use crate::raw::{self, Fd, errno};
+
+/// The log, mapped for ever; null until the server has made it. A discard before that precedes every daemon.
+static LOG: AtomicPtr<Log> = AtomicPtr::new(ptr::null_mut());
+
+/// The log's memfd, open for ever; -1 until the server has made it.
+static MEMORY: AtomicI32 = AtomicI32::new(-1);
+
+/// Whether some guest RAM was mapped private on the daemon's request: `MADV_DONTNEED` loses what is written there.
+static PRIVATE_PAGES: AtomicBool = AtomicBool::new(false);
+
+/// Makes the log. The error is an `errno`.
+pub fn create_log() -> Result<(), c_int> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    // SAFETY: the name is a string. (Not memfd_create: older libcs lack it.)
+    let memory = Fd::from_call(unsafe { libc::syscall(libc::SYS_memfd_create, c"sterna-discards".as_ptr(), flags) })?;
+    // SAFETY: touches no memory of ours.
+    if unsafe { libc::ftruncate(memory.number(), size_of::<Log>() as off_t) } != 0 {
+        return Err(errno());
+    }
+    // The daemon takes nothing whose size can change under it.
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: touches no memory of ours.
+    if unsafe { libc::fcntl(memory.number(), libc::F_ADD_SEALS, seals) } != 0 {
+        return Err(errno());
+    }
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let log = unsafe { raw::mmap(ptr::null_mut(), size_of::<Log>(), protection, libc::MAP_SHARED, memory.number(), 0) };
+    if log == libc::MAP_FAILED {
+        return Err(errno());
+    }
+    let log = log.cast::<Log>();
+    // SAFETY: zeroed memory of a Log's size, page-aligned, never unmapped; a Log is made of atomics.
+    unsafe { &*log }.initialise();
+    MEMORY.store(memory.number(), Ordering::Relaxed);
+    LOG.store(log, Ordering::Release);
+    core::mem::forget(memory);
+    Ok(())
+}
+
+/// The log's memfd.
+pub fn log_memory() -> Option<c_int> {
+    Some(MEMORY.load(Ordering::Relaxed)).filter(|number| *number >= 0)
+}
+
+/// From now on private guest RAM is to be expected.
+pub fn expect_private_pages() {
+    PRIVATE_PAGES.store(true, Ordering::Relaxed);
+}
+
+/// Logs what a successful `madvise` has discarded.
+pub fn after_madvise(address: u64, length: u64, advice: c_int) {
+    let Some(log) = log() else { return };
+    let only_private = match advice {
+        libc::MADV_REMOVE => false,
+        libc::MADV_DONTNEED | libc::MADV_FREE | MADV_DONTNEED_LOCKED => true,
+        _ => return,
+    };
+    for block in BLOCKS.touching(address, length) {
+        // A shared mapping's pages stay in the file.
+        let private = block.flags.get() as c_int & libc::MAP_PRIVATE != 0 || PRIVATE_PAGES.load(Ordering::Relaxed);
+        if private || !only_private {
+            log.append(discard_in(&block, address, length));
+        }
+    }
+}
+
+/// Logs what a successful `fallocate` has discarded.
+pub fn after_fallocate(fd: c_int, mode: c_int, offset: off_t, length: off_t) {
+    let Some(log) = log() else { return };
+    if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) == 0 {
+        return;
+    }
+    // SAFETY: all-zero is a valid stat.
+    let mut status: libc::stat = unsafe { core::mem::zeroed() };
+    // SAFETY: writes `status` only.
+    if unsafe { libc::fstat(fd, &mut status) } != 0 {
+        return;
+    }
+    if BLOCKS.all().any(|block| block.device.get() == status.st_dev && block.inode.get() == status.st_ino) {
+        log.append(Discard {
+            device: status.st_dev,
+            inode: status.st_ino,
+            offset: offset as u64,
+            length: length as u64,
+        });
+    }
+}
+
+/// Not in every libc.
+const MADV_DONTNEED_LOCKED: c_int = 24;
+
+fn log() -> Option<&'static Log> {
+    // SAFETY: null, or a log that stays mapped.
+    unsafe { LOG.load(Ordering::Acquire).as_ref() }
+}
+
+/// The part of the block's file behind these addresses.
+fn discard_in(block: &Block, address: u64, length: u64) -> Discard {
+    let (block_start, block_end) = (block.address.get(), block.address.get().saturating_add(block.length.get()));
+    let start = address.max(block_start);
+    let end = address.saturating_add(length).min(block_end);
+    Discard {
+        device: block.device.get(),
+        inode: block.inode.get(),
+        offset: block.offset.get().saturating_add(start - block_start),
+        length: end.saturating_sub(start),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zerocopy::FromZeros;
+
+    #[test]
+    fn a_discard_is_told_by_the_part_of_the_file_inside_the_block() {
+        let block = Block {
+            address: 0x10_0000.into(),
+            length: 0x10_0000.into(),
+            offset: 0x5000.into(),
+            device: 3.into(),
+            inode: 4.into(),
+            ..Block::new_zeroed()
+        };
+        let told = |address, length| discard_in(&block, address, length);
+        assert_eq!(told(0x10_1000, 0x2000), Discard { device: 3, inode: 4, offset: 0x6000, length: 0x2000 });
+        assert_eq!(told(0, 0x10_1000), Discard { device: 3, inode: 4, offset: 0x5000, length: 0x1000 });
+        assert_eq!(told(0x1f_f000, 0x9000), Discard { device: 3, inode: 4, offset: 0x10_4000, length: 0x1000 });
+    }
+}

@@ -1,0 +1,192 @@
+//! The libc functions that QEMU calls through this library.
+//!
+//! Each makes the real call and then notes what it meant for guest RAM; `errno` is what the real call left. Not interposed, because they
+//! take nothing away from guest RAM: `posix_fallocate` (allocates), `posix_madvise` (libc ignores its DONTNEED), `mremap` (QEMU
+//! does not move RAM).
+
+use libc::{c_int, c_void, off_t};
+use sterna_agent_protocol::MIN_BLOCK_BYTES;
+use sterna_agent_protocol::message::{Block, PATH_BYTES};
+
+use crate::blocks::BLOCKS;
+use crate::raw::{self, KeepErrno};
+use crate::{discards, entry, remap, server};
+
+/// `mmap(2)`.
+///
+/// # Safety
+/// As `mmap(2)`.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mmap(
+    address: *mut c_void,
+    length: usize,
+    protection: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: off_t,
+) -> *mut c_void {
+    if !entry::is_active() {
+        // SAFETY: the caller's promise.
+        return unsafe { raw::mmap(address, length, protection, flags, fd, offset) };
+    }
+    if flags & libc::MAP_FIXED != 0 {
+        remap::before_unmap(address as u64, whole_pages(length));
+    }
+    // SAFETY: the caller's promise.
+    let mapped = unsafe { raw::mmap(address, length, protection, flags, fd, offset) };
+    let of_a_file = fd >= 0 && flags & libc::MAP_ANONYMOUS == 0;
+    let large = length as u64 >= MIN_BLOCK_BYTES;
+    if mapped != libc::MAP_FAILED && of_a_file && large && protection & libc::PROT_WRITE != 0 {
+        let _keep = KeepErrno::new();
+        if let Some(block) = guest_ram(mapped as u64, length as u64, flags, fd, offset as u64) {
+            BLOCKS.add(&block);
+            server::start();
+        }
+    }
+    mapped
+}
+
+/// `mmap(2)` under its name for large files.
+///
+/// # Safety
+/// As `mmap(2)`.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mmap64(
+    address: *mut c_void,
+    length: usize,
+    protection: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: off_t,
+) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    unsafe { mmap(address, length, protection, flags, fd, offset) }
+}
+
+/// `munmap(2)`.
+///
+/// # Safety
+/// As `munmap(2)`.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn munmap(address: *mut c_void, length: usize) -> c_int {
+    // The kernel refuses an address that is no page's; then nothing goes.
+    if entry::is_active() && (address as u64).is_multiple_of(SMALLEST_PAGE) {
+        remap::before_unmap(address as u64, whole_pages(length));
+    }
+    // SAFETY: the caller's promise.
+    unsafe { raw::munmap(address, length) }
+}
+
+/// `madvise(2)`.
+///
+/// # Safety
+/// As `madvise(2)`.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    let result = unsafe { raw::madvise(address, length, advice) };
+    // A call that failed may have come halfway.
+    if entry::is_active() && length > 0 {
+        let _keep = KeepErrno::new();
+        discards::after_madvise(address as u64, whole_pages(length), advice);
+    }
+    result
+}
+
+/// `fallocate(2)`.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub extern "C" fn fallocate(fd: c_int, mode: c_int, offset: off_t, length: off_t) -> c_int {
+    let result = raw::fallocate(fd, mode, offset, length);
+    if entry::is_active() && offset >= 0 && length > 0 {
+        let _keep = KeepErrno::new();
+        discards::after_fallocate(fd, mode, offset, length);
+    }
+    result
+}
+
+/// `fallocate(2)` under its name for large files.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub extern "C" fn fallocate64(fd: c_int, mode: c_int, offset: off_t, length: off_t) -> c_int {
+    fallocate(fd, mode, offset, length)
+}
+
+/// Every page size is a multiple of it.
+const SMALLEST_PAGE: u64 = 4096;
+
+/// As the kernel takes a length.
+fn whole_pages(length: usize) -> u64 {
+    (length as u64).checked_next_multiple_of(SMALLEST_PAGE).unwrap_or(u64::MAX)
+}
+
+/// The block, if the file lies on tmpfs or hugetlbfs.
+fn guest_ram(address: u64, length: u64, flags: c_int, fd: c_int, offset: u64) -> Option<Block> {
+    // SAFETY: all-zero is valid for both.
+    let (mut system, mut status): (libc::statfs, libc::stat) = unsafe { core::mem::zeroed() };
+    // SAFETY: writes the two structs only.
+    if unsafe { libc::fstatfs(fd, &mut system) != 0 || libc::fstat(fd, &mut status) != 0 } {
+        return None;
+    }
+    if !matches!(system.f_type, libc::TMPFS_MAGIC | libc::HUGETLBFS_MAGIC) {
+        return None;
+    }
+    let (path, path_length) = path_of(fd);
+    Some(Block {
+        address: address.into(),
+        length: length.into(),
+        offset: offset.into(),
+        device: status.st_dev.into(),
+        inode: status.st_ino.into(),
+        page_size: (system.f_bsize as u64).into(),
+        flags: flags.unsigned_abs().into(),
+        path_length: path_length.into(),
+        path,
+    })
+}
+
+/// What the kernel calls the file: the first bytes of it, and its whole length as far as `PATH_MAX`.
+fn path_of(fd: c_int) -> ([u8; PATH_BYTES], u32) {
+    const BEFORE: &[u8] = b"/proc/self/fd/";
+    let mut link = [0u8; 32];
+    let mut end = link.len() - 1;
+    let mut rest = fd.unsigned_abs();
+    // At most ten digits, before them the directory, after them a zero.
+    while let Some(digit) = end.checked_sub(1).and_then(|place| link.get_mut(place)) {
+        *digit = b'0' + (rest % 10) as u8;
+        end -= 1;
+        rest /= 10;
+        if rest == 0 {
+            break;
+        }
+    }
+    let start = end.saturating_sub(BEFORE.len());
+    if let Some(room) = link.get_mut(start..end) {
+        room.iter_mut().zip(BEFORE).for_each(|(to, from)| *to = *from);
+    }
+    let mut long = [0u8; libc::PATH_MAX as usize];
+    let mut path = [0u8; PATH_BYTES];
+    let Some(link) = link.get(start..) else { return (path, 0) };
+    // SAFETY: `link` ends with a zero; the kernel writes at most the length given.
+    let length = unsafe { libc::readlink(link.as_ptr().cast(), long.as_mut_ptr().cast(), long.len()) };
+    let long = usize::try_from(length).ok().and_then(|length| long.get(..length)).unwrap_or_default();
+    path.iter_mut().zip(long).for_each(|(to, from)| *to = *from);
+    (path, long.len() as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+
+    #[test]
+    fn a_file_is_known_by_its_path() {
+        let file = std::fs::File::open("/proc/self/comm").expect("procfs is mounted");
+        let (path, length) = path_of(file.as_raw_fd());
+        let expected = format!("/proc/{}/comm", std::process::id());
+        assert_eq!(&path[..length as usize], expected.as_bytes());
+    }
+
+    #[test]
+    fn no_descriptor_has_no_path() {
+        assert_eq!(path_of(c_int::MAX).1, 0);
+    }
+}

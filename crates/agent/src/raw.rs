@@ -1,0 +1,147 @@
+//! System calls past libc's wrappers, `errno`, descriptors.
+//!
+//! The hooks stand in for libc's functions, so they cannot call them; and a direct call works before any other library is ready.
+
+use libc::{c_int, c_long, c_void, off_t};
+
+/// `mmap`, as the kernel knows it. Sets `errno`.
+///
+/// # Safety
+/// As `mmap(2)`.
+pub unsafe fn mmap(
+    address: *mut c_void,
+    length: usize,
+    protection: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: off_t,
+) -> *mut c_void {
+    // SAFETY: the caller's promise; -1 is MAP_FAILED.
+    unsafe { libc::syscall(libc::SYS_mmap, address, length, protection, flags, fd, offset) as *mut c_void }
+}
+
+/// `munmap`, as the kernel knows it. Sets `errno`.
+///
+/// # Safety
+/// As `munmap(2)`.
+pub unsafe fn munmap(address: *mut c_void, length: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_munmap, address, length) as c_int }
+}
+
+/// `madvise`, as the kernel knows it. Sets `errno`.
+///
+/// # Safety
+/// As `madvise(2)`.
+pub unsafe fn madvise(address: *mut c_void, length: usize, advice: c_int) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_madvise, address, length, advice) as c_int }
+}
+
+/// `fallocate`, as the kernel knows it. Sets `errno`.
+pub fn fallocate(fd: c_int, mode: c_int, offset: off_t, length: off_t) -> c_int {
+    // SAFETY: touches no memory of ours.
+    unsafe { libc::syscall(libc::SYS_fallocate, fd, mode, offset, length) as c_int }
+}
+
+/// The calling thread's `errno`.
+pub fn errno() -> c_int {
+    // SAFETY: the location is the calling thread's own and always valid.
+    unsafe { *libc::__errno_location() }
+}
+
+/// Puts `errno` back when dropped: what a hook does after the real call must not show.
+pub struct KeepErrno(c_int);
+
+impl KeepErrno {
+    /// Notes `errno` as it is.
+    pub fn new() -> Self {
+        Self(errno())
+    }
+}
+
+impl Drop for KeepErrno {
+    fn drop(&mut self) {
+        // SAFETY: as in `errno`.
+        unsafe { *libc::__errno_location() = self.0 }
+    }
+}
+
+/// A descriptor, closed when dropped.
+pub struct Fd(c_int);
+
+impl Fd {
+    /// Takes over what a system call returned; negative is an error, whose `errno` comes back.
+    pub fn from_call(result: c_long) -> Result<Self, c_int> {
+        if result < 0 { Err(errno()) } else { Ok(Self(result as c_int)) }
+    }
+
+    /// The number.
+    pub fn number(&self) -> c_int {
+        self.0
+    }
+}
+
+impl Drop for Fd {
+    fn drop(&mut self) {
+        // SAFETY: owned, so nobody else closes it.
+        unsafe { libc::close(self.0) };
+    }
+}
+
+/// The process.
+pub fn process_id() -> c_int {
+    // SAFETY: always succeeds.
+    unsafe { libc::getpid() }
+}
+
+/// The calling thread, as the kernel numbers it.
+pub fn thread_id() -> c_int {
+    // SAFETY: always succeeds.
+    unsafe { libc::syscall(libc::SYS_gettid) as c_int }
+}
+
+/// Lets others run.
+pub fn yield_now() {
+    // SAFETY: always succeeds.
+    unsafe { libc::sched_yield() };
+}
+
+/// Sleeps.
+pub fn sleep_ms(milliseconds: u32) {
+    let time = libc::timespec {
+        tv_sec: libc::time_t::from(milliseconds / 1000),
+        tv_nsec: c_long::from(milliseconds % 1000) * 1_000_000,
+    };
+    // SAFETY: reads `time` only; no remainder wanted.
+    unsafe { libc::nanosleep(&time, core::ptr::null_mut()) };
+}
+
+/// Ends the calling thread and nothing else.
+#[cfg(not(test))]
+pub fn end_thread() -> ! {
+    loop {
+        // SAFETY: SYS_exit ends one thread; it holds no lock of libc's.
+        unsafe { libc::syscall(libc::SYS_exit, 0) };
+    }
+}
+
+/// One line on standard error: what failed, and the `errno`.
+pub fn complain(what: &str, errno: c_int) {
+    let mut digits = [b'0'; 10];
+    let mut rest = errno.unsigned_abs();
+    let mut used = 0;
+    for digit in digits.iter_mut().rev() {
+        *digit = b'0' + (rest % 10) as u8;
+        rest /= 10;
+        used += 1;
+        if rest == 0 {
+            break;
+        }
+    }
+    let number = digits.get(digits.len() - used..).unwrap_or_default();
+    let parts = ["sterna-agent: ".as_bytes(), what.as_bytes(), b": errno ", number, b"; QEMU goes on without it\n"]
+        .map(|part| libc::iovec { iov_base: part.as_ptr() as *mut c_void, iov_len: part.len() });
+    // SAFETY: the parts outlive the call, which only reads them.
+    unsafe { libc::writev(libc::STDERR_FILENO, parts.as_ptr(), parts.len() as c_int) };
+}

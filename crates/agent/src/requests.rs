@@ -1,0 +1,226 @@
+//! What the daemon can ask for.
+
+use libc::{c_int, c_void, off_t};
+use sterna_agent_protocol::message::{
+    Advice, AdviseRequest, HelloReply, MAX_ITEMS, MapRequest, OpenReply, OpenRequest, Operation, Range, ReplyHeader,
+    RequestHeader, Run, Sharing, Status,
+};
+use sterna_agent_protocol::{MAGIC, VERSION};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::blocks::BLOCKS;
+use crate::raw::{self, Fd, errno};
+use crate::{discards, remap, userfaultfd};
+
+/// What is kept between requests.
+#[derive(Default)]
+pub struct Requests {
+    /// While it is open, faulting threads wait for a daemon that died; see `design.md`'s post-copy.
+    userfaultfd: Option<Fd>,
+}
+
+/// A reply without its header.
+struct Answer {
+    length: usize,
+    descriptor: Option<c_int>,
+}
+
+/// Why there is no [`Answer`].
+struct Refusal {
+    status: Status,
+    errno: c_int,
+    item: usize,
+}
+
+impl From<Status> for Refusal {
+    fn from(status: Status) -> Self {
+        Self { status, errno: 0, item: 0 }
+    }
+}
+
+impl Refusal {
+    fn system(errno: c_int) -> Self {
+        Self { status: Status::System, errno, item: 0 }
+    }
+}
+
+type Outcome = Result<Answer, Refusal>;
+
+const EMPTY: Answer = Answer { length: 0, descriptor: None };
+
+impl Requests {
+    /// Carries out the request in `packet`. The reply's body is put into `body`, its length is in the header. `None` where the packet
+    /// is not a request at all: whoever sent it is no daemon.
+    pub fn carry_out(
+        &mut self,
+        packet: &[u8],
+        descriptor: Option<Fd>,
+        body: &mut [u8],
+    ) -> Option<(ReplyHeader, Option<c_int>)> {
+        let (request, rest) = RequestHeader::read_from_prefix(packet).ok()?;
+        if request.magic.get() != MAGIC || request.length.get() as usize != rest.len() {
+            return None;
+        }
+        let outcome = if request.version.get() != VERSION {
+            Err(Status::Version.into())
+        } else {
+            match Operation::from_wire(request.operation.get()) {
+                Some(operation) => self.operate(operation, rest, descriptor, body),
+                None => Err(Status::Unknown.into()),
+            }
+        };
+        let done = Refusal::from(Status::Done);
+        let (answer, refusal) = match outcome {
+            Ok(answer) => (answer, done),
+            Err(refusal) => (EMPTY, refusal),
+        };
+        let header = ReplyHeader {
+            magic: MAGIC.into(),
+            version: VERSION.into(),
+            operation: request.operation,
+            sequence: request.sequence,
+            length: (answer.length as u32).into(),
+            status: (refusal.status as u32).into(),
+            errno: refusal.errno.unsigned_abs().into(),
+            item: (refusal.item as u32).into(),
+            reserved: 0.into(),
+        };
+        Some((header, answer.descriptor))
+    }
+
+    fn operate(&mut self, operation: Operation, rest: &[u8], descriptor: Option<Fd>, body: &mut [u8]) -> Outcome {
+        match operation {
+            Operation::Hello => self.hello(body),
+            Operation::Blocks => blocks(body),
+            Operation::OpenUserfaultfd => self.open_userfaultfd(rest, descriptor, body),
+            Operation::TakeUserfaultfd => {
+                let kept = self.userfaultfd.as_ref().ok_or(Status::NotOpen)?;
+                Ok(Answer { length: 0, descriptor: Some(kept.number()) })
+            }
+            Operation::CloseUserfaultfd => {
+                self.userfaultfd = None;
+                Ok(EMPTY)
+            }
+            Operation::Advise => advise(rest),
+            Operation::Map => map(rest, descriptor),
+            Operation::DiscardLog => {
+                let memory = discards::log_memory().ok_or_else(|| Refusal::system(libc::ENODATA))?;
+                Ok(Answer { length: 0, descriptor: Some(memory) })
+            }
+        }
+    }
+
+    fn hello(&self, body: &mut [u8]) -> Outcome {
+        let reply = HelloReply {
+            pid: raw::process_id().unsigned_abs().into(),
+            blocks: (BLOCKS.all().count() as u32).into(),
+            blocks_lost: BLOCKS.lost().into(),
+            userfaultfd: u32::from(self.userfaultfd.is_some()).into(),
+            reserved: 0.into(),
+        };
+        put(&reply, body)
+    }
+
+    fn open_userfaultfd(&mut self, rest: &[u8], device: Option<Fd>, body: &mut [u8]) -> Outcome {
+        let request = OpenRequest::read_from_bytes(rest).map_err(|_| Status::Malformed)?;
+        if self.userfaultfd.is_some() {
+            return Err(Status::AlreadyOpen.into());
+        }
+        let opened = userfaultfd::open(device.as_ref(), request.features.get()).map_err(Refusal::system)?;
+        let reply = OpenReply { features: opened.features.into(), ioctls: opened.ioctls.into() };
+        let answer = put(&reply, body)?;
+        let kept = self.userfaultfd.insert(opened.descriptor);
+        Ok(Answer { descriptor: Some(kept.number()), ..answer })
+    }
+}
+
+fn blocks(body: &mut [u8]) -> Outcome {
+    let mut length = 0;
+    for block in BLOCKS.all() {
+        let Some(room) = body.get_mut(length..) else { break };
+        length += put(&block, room)?.length;
+    }
+    Ok(Answer { length, descriptor: None })
+}
+
+/// Puts a reply's struct at the start of the body.
+fn put<T: IntoBytes + Immutable>(reply: &T, body: &mut [u8]) -> Outcome {
+    reply.write_to_prefix(body).map_err(|_| Refusal::system(libc::ENOBUFS))?;
+    Ok(Answer { length: size_of::<T>(), descriptor: None })
+}
+
+fn advise(rest: &[u8]) -> Outcome {
+    let (request, rest) = AdviseRequest::read_from_prefix(rest).map_err(|_| Status::Malformed)?;
+    let advice = match Advice::from_wire(request.advice.get()).ok_or(Status::Malformed)? {
+        Advice::DontNeed => libc::MADV_DONTNEED,
+        Advice::Remove => libc::MADV_REMOVE,
+        Advice::Mergeable => libc::MADV_MERGEABLE,
+        Advice::Unmergeable => libc::MADV_UNMERGEABLE,
+        Advice::Cold => libc::MADV_COLD,
+        Advice::PageOut => libc::MADV_PAGEOUT,
+        Advice::HugePage => libc::MADV_HUGEPAGE,
+        Advice::NoHugePage => libc::MADV_NOHUGEPAGE,
+    };
+    for (item, range) in items::<Range>(rest, request.count.get())?.iter().enumerate() {
+        change(item, range.address.get(), range.length.get(), |address, length| {
+            // SAFETY: the addresses are guest RAM for as long as the call takes; what becomes of its pages is the daemon's business.
+            unsafe { raw::madvise(address, length, advice) == 0 }
+        })?;
+    }
+    Ok(EMPTY)
+}
+
+fn map(rest: &[u8], file: Option<Fd>) -> Outcome {
+    let (request, rest) = MapRequest::read_from_prefix(rest).map_err(|_| Status::Malformed)?;
+    let file = file.ok_or(Status::Malformed)?;
+    let sharing = match Sharing::from_wire(request.sharing.get()).ok_or(Status::Malformed)? {
+        Sharing::Shared => libc::MAP_SHARED,
+        Sharing::Private => {
+            discards::expect_private_pages();
+            libc::MAP_PRIVATE | libc::MAP_NORESERVE
+        }
+    };
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    for (item, run) in items::<Run>(rest, request.count.get())?.iter().enumerate() {
+        let offset = off_t::try_from(run.offset.get()).map_err(|_| Status::Malformed)?;
+        change(item, run.address.get(), run.length.get(), |address, length| {
+            let flags = sharing | libc::MAP_FIXED;
+            // SAFETY: the addresses are guest RAM for as long as the call takes; what stands there is the daemon's business.
+            let mapped = unsafe { raw::mmap(address, length, protection, flags, file.number(), offset) };
+            if mapped == libc::MAP_FAILED {
+                return false;
+            }
+            // QEMU asks for this for all guest RAM, and the new mapping does not have it. Best effort, as there.
+            // SAFETY: as above.
+            unsafe { raw::madvise(address, length, libc::MADV_DONTFORK) };
+            true
+        })?;
+    }
+    Ok(EMPTY)
+}
+
+/// The items of a batch, which fill the rest of the packet exactly.
+fn items<T: FromBytes + Immutable + KnownLayout + Unaligned>(rest: &[u8], count: u32) -> Result<&[T], Refusal> {
+    let items = <[T]>::ref_from_bytes(rest).map_err(|_| Status::Malformed)?;
+    if items.len() != count as usize || items.len() > MAX_ITEMS {
+        return Err(Status::Malformed.into());
+    }
+    Ok(items)
+}
+
+/// Does one item of a batch by `call`, which says whether the system agreed.
+fn change(
+    item: usize,
+    address: u64,
+    length: u64,
+    call: impl FnOnce(*mut c_void, usize) -> bool,
+) -> Result<(), Refusal> {
+    let done = remap::within_block(address, length, |_| {
+        if call(address as *mut c_void, length as usize) { Ok(()) } else { Err(errno()) }
+    });
+    match done {
+        Some(Ok(())) => Ok(()),
+        Some(Err(errno)) => Err(Refusal { status: Status::System, errno, item }),
+        None => Err(Refusal { status: Status::OutsideRam, errno: 0, item }),
+    }
+}
