@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Makes the guest's kernel and initramfs out of unpacked Debian packages and our programs.
+# The same input gives the same bytes: names sorted, times and owners fixed.
+# usage: make.sh DEBIAN-ROOT OUTPUT-DIR PROGRAM…
+set -euo pipefail
+
+here=$(cd "$(dirname "$0")" && pwd)
+debian=$1
+output=$2
+shift 2
+root=$output/root
+kernel=$(basename "$debian"/lib/modules/*)
+
+list() { sed 's/#.*//' "$1" | xargs -n1; }
+
+# A library goes in once, with all that it needs in turn. It must come from the packages, not from this machine.
+add_libraries() {
+    local name path
+    for name in $(readelf -d "$1" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p'); do
+        [[ ! -e $root/lib/$name ]] || continue
+        path=$(find "$debian"/lib "$debian"/usr/lib -name "$name" -print -quit)
+        [[ -n $path ]] || { echo "no package in guest/image/packages has $name, which $1 needs" >&2; exit 1; }
+        install -m 644 "$(readlink -f "$path")" "$root/lib/$name"
+        add_libraries "$path"
+    done
+}
+
+add_program() {
+    install -m 755 "$(readlink -f "$1")" "$root/bin/$(basename "$1")"
+    add_libraries "$1"
+}
+
+# Writes /lib/modules/load: the modules in the order in which they must be loaded, by file name.
+add_modules() {
+    local wanted line module
+    # depmod's own index is made here: the package leaves that to its installation.
+    "$root/bin/busybox" depmod -b "$debian" "$kernel"
+    mkdir -p "$root/lib/modules"
+    for wanted in $(list "$here/modules"); do
+        line=$(grep -E "/${wanted//[-_]/[-_]}\.ko(\.[a-z]+)?:" "$debian/lib/modules/$kernel/modules.dep" || true)
+        if [[ -z $line ]]; then
+            grep -qE "/${wanted//[-_]/[-_]}\.ko" "$debian/lib/modules/$kernel/modules.builtin" && continue
+            echo "kernel $kernel has no module $wanted" >&2
+            exit 1
+        fi
+        # A line names a module, then what it needs, nearest first: backwards is the order of loading.
+        for module in $(tr -d : <<<"$line" | xargs -n1 | tac); do
+            unpack_module "$debian/lib/modules/$kernel/$module"
+        done
+    done
+}
+
+unpack_module() {
+    local name
+    name=$(basename "${1%.ko*}").ko
+    [[ ! -e $root/lib/modules/$name ]] || return 0
+    case $1 in
+    *.xz) xz -dc "$1" ;;
+    *.zst) zstd -dcq "$1" ;;
+    *) cat "$1" ;;
+    esac >"$root/lib/modules/$name"
+    echo "$name" >>"$root/lib/modules/load"
+}
+
+rm -rf "$root"
+mkdir -p "$root"/{bin,dev,etc,lib,proc,run,sys,tmp}
+ln -s lib "$root/lib64"
+install -m 755 "$here/init" "$root/init"
+install -m 755 "$debian/bin/busybox" "$root/bin/busybox"
+for applet in $("$root/bin/busybox" --list); do
+    [[ -e $root/bin/$applet ]] || ln -s busybox "$root/bin/$applet"
+done
+install -m 755 "$(readlink -f "$debian/lib64/ld-linux-x86-64.so.2")" "$root/lib/ld-linux-x86-64.so.2"
+add_program "$debian/usr/bin/memcached"
+add_program "$debian/usr/bin/redis-server"
+for program in "$@"; do
+    install -m 755 "$program" "$root/bin/"
+done
+echo 'root:x:0:0:root:/:/bin/sh' >"$root/etc/passwd"
+echo 'root:x:0:' >"$root/etc/group"
+mkdir -p "$root/etc/acpi/PWRF"
+printf '#!/bin/sh\npoweroff -f\n' >"$root/etc/acpi/PWRF/00000080"
+chmod 755 "$root/etc/acpi/PWRF/00000080"
+add_modules
+
+find "$root" -exec touch -h -d @0 {} +
+(cd "$root" && find . | LC_ALL=C sort | cpio --quiet --reproducible --owner=0:0 -o -H newc) | gzip -n -9 >"$output/initrd.gz.new"
+install -m 644 "$debian/boot/vmlinuz-$kernel" "$output/vmlinuz"
+mv "$output/initrd.gz.new" "$output/initrd.gz"
+rm -rf "$root"
