@@ -41,8 +41,8 @@ impl Slot {
 
     /// Where the slot's block lies, a guess: it may change at any moment.
     fn extent(&self) -> (u64, u64) {
-        let [address, length] = [ADDRESS, LENGTH].map(|index| self.words[index].load(Ordering::Relaxed));
-        (address, address.saturating_add(length))
+        let address = self.words[ADDRESS].load(Ordering::Relaxed);
+        (address, address.saturating_add(self.words[LENGTH].load(Ordering::Relaxed)))
     }
 
     /// What the slot holds. `None` where it is empty.
