@@ -1,6 +1,6 @@
 //! What the programs that run inside test guests share. Each program is one sentence long; here is the vocabulary.
 //!
-//! Everything a program has to say is one line of `key=value` words, on the console and, where the guest was given a
+//! What a program has to say is one line of `key=value` words, on the console and, where the guest was given a
 //! meter, as a UDP datagram: `guest/README.md` lists the lines.
 
 /// `--name value` arguments.

@@ -12,7 +12,7 @@ fn main() {
     let arguments = Arguments::from_process(USAGE);
     let to = arguments.get("to", std::env::var("STERNA_METER").unwrap_or_default());
     let period_ns = arguments.get("period-us", 1000_u64).max(1) * 1000;
-    let socket = match connect(&to) {
+    let socket = match connect(&to, 0) {
         Ok(socket) => socket,
         Err(problem) => arguments.reject("to", &format!("`{to}`: {problem}")),
     };
@@ -31,7 +31,7 @@ fn beat_for_ever(socket: &UdpSocket, period_ns: u64) -> ! {
         let beat = Beat { sequence, guest_ns: now_ns() };
         sequence += 1;
         // A link that is down for a moment loses beats, which is what the meter is to see.
-        let _ = socket.send(beat.to_string().as_bytes());
+        let _ = socket.send(&beat.to_bytes());
         due += period_ns;
         let now = now_ns();
         if now > due {
