@@ -1,5 +1,6 @@
 //! `sterna-bench lab up|down|exec|status`.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitCode;

@@ -1,11 +1,17 @@
 //! Sterna's lab and experiments: hosts on one machine, load, a meter that measures from outside, QEMU's own migration
 //! as the baseline, and the experiments that compare the two.
 
+/// QEMU's own migration.
+pub mod baseline;
+
 /// Running programs and waiting for things to happen.
 pub mod command;
 
 /// What can go wrong.
 pub mod error;
+
+/// Guests and their QEMU arguments.
+pub mod guest;
 
 /// Hosts on one machine.
 pub mod lab;
@@ -13,8 +19,17 @@ pub mod lab;
 /// Load on guests and links.
 pub mod load;
 
+/// What guests look like from outside.
+pub mod meter;
+
+/// Plots as SVG and PNG.
+pub mod plot;
+
 /// Processes that cannot be confused.
 pub mod process;
+
+/// What experiments write.
+pub mod result;
 
 /// Medians, ratios, lines.
 pub mod stats;
@@ -23,4 +38,5 @@ pub mod stats;
 pub mod tools;
 
 pub use error::{Error, Result};
+pub use guest::Guest;
 pub use lab::{Lab, LabConfig};

@@ -12,7 +12,7 @@ const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 /// # Errors
 /// [`Error::Missing`] where it is not built.
 pub fn sternad() -> Result<PathBuf> {
-    find("the daemon", "STERNA_STERNAD", &[beside("sternad")])
+    program("the daemon", "sternad")
 }
 
 /// The command line.
@@ -20,7 +20,7 @@ pub fn sternad() -> Result<PathBuf> {
 /// # Errors
 /// [`Error::Missing`] where it is not built.
 pub fn sterna() -> Result<PathBuf> {
-    find("the command line", "STERNA_CLI", &[beside("sterna")])
+    program("the command line", "sterna")
 }
 
 /// The library that is loaded into QEMU.
@@ -28,7 +28,7 @@ pub fn sterna() -> Result<PathBuf> {
 /// # Errors
 /// [`Error::Missing`] where it is not built.
 pub fn agent() -> Result<PathBuf> {
-    find("the agent", "STERNA_AGENT", &[beside("libsterna_agent.so"), repository("target/agent/libsterna_agent.so")])
+    find("the agent", "STERNA_AGENT_SO", &[beside("libsterna_agent.so"), repository("target/agent/libsterna_agent.so")])
 }
 
 /// The guest's kernel.
@@ -36,7 +36,7 @@ pub fn agent() -> Result<PathBuf> {
 /// # Errors
 /// [`Error::Missing`] where the image has not been made.
 pub fn kernel() -> Result<PathBuf> {
-    find("the guest's kernel", "STERNA_GUEST_KERNEL", &[repository("build/guest/vmlinuz")])
+    find("the guest's kernel", "STERNA_KERNEL", &[repository("build/guest/vmlinuz")])
 }
 
 /// The guest's initial RAM file system.
@@ -44,7 +44,7 @@ pub fn kernel() -> Result<PathBuf> {
 /// # Errors
 /// [`Error::Missing`] where the image has not been made.
 pub fn initrd() -> Result<PathBuf> {
-    find("the guest's image", "STERNA_GUEST_INITRD", &[repository("build/guest/initrd.gz")])
+    find("the guest's image", "STERNA_INITRD", &[repository("build/guest/initrd.gz")])
 }
 
 /// QEMU 7.2, as the distribution ships it.
@@ -52,7 +52,7 @@ pub fn initrd() -> Result<PathBuf> {
 /// # Errors
 /// [`Error::Missing`] where it is not installed.
 pub fn qemu_7_2() -> Result<PathBuf> {
-    find("QEMU 7.2", "STERNA_QEMU_7_2", &[PathBuf::from("/usr/bin/qemu-system-x86_64")])
+    find("QEMU 7.2", "STERNA_QEMU_7", &[PathBuf::from("/usr/bin/qemu-system-x86_64")])
 }
 
 /// QEMU 10.0, from the distribution's backports.
@@ -60,7 +60,14 @@ pub fn qemu_7_2() -> Result<PathBuf> {
 /// # Errors
 /// [`Error::Missing`] where the archive does not offer it.
 pub fn qemu_10_0() -> Result<PathBuf> {
-    find("QEMU 10.0", "STERNA_QEMU_10_0", &[repository("build/qemu-10.0/qemu-system-x86_64")])
+    find("QEMU 10.0", "STERNA_QEMU_10", &[repository("build/qemu-10.0/qemu-system-x86_64")])
+}
+
+/// One of our own programs: in the directory that the environment names, or beside this one.
+fn program(what: &'static str, name: &str) -> Result<PathBuf> {
+    const VARIABLE: &str = "STERNA_BIN_DIR";
+    let path = std::env::var_os(VARIABLE).map_or_else(|| beside(name), |directory| Path::new(&directory).join(name));
+    if path.exists() { Ok(path) } else { Err(Error::Missing { what, path, variable: VARIABLE }) }
 }
 
 fn find(what: &'static str, variable: &'static str, places: &[PathBuf]) -> Result<PathBuf> {

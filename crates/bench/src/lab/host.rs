@@ -90,18 +90,16 @@ impl Host {
         format!("{}:{DAEMON_PORT}", self.address)
     }
 
-    /// Starts the host's daemon and waits until it answers.
+    /// Starts the host's daemon, whose machines use `qemu` where they name none, and waits until it answers.
     ///
     /// # Errors
     /// Where it ends or does not answer; the message carries its last words.
-    pub fn start_daemon(&self) -> Result<Child> {
+    pub fn start_daemon(&self, qemu: Option<&Path>) -> Result<Child> {
         let mut command = self.command(tools::sternad()?);
+        command.arg("--config").arg(self.configure(qemu)?);
         command.arg("--state-dir").arg(self.directory.join("state"));
         command.arg("--api").arg(self.api()).arg("--listen").arg(self.listen());
         command.args(["--log", &std::env::var("STERNA_LOG").unwrap_or_else(|_| "info".into())]);
-        if let Ok(agent) = tools::agent() {
-            command.env("STERNA_AGENT", agent);
-        }
         let mut child = self.spawn(&mut command, "sternad")?;
         let socket = self.socket();
         let answers = wait_for("the daemon's answer", Duration::from_secs(10), || {
@@ -115,6 +113,17 @@ impl Host {
             Ok(std::os::unix::net::UnixStream::connect(&socket).is_ok().then_some(()))
         });
         answers.map(|()| child)
+    }
+
+    /// Writes the daemon's configuration file.
+    fn configure(&self, qemu: Option<&Path>) -> Result<PathBuf> {
+        let file = self.directory.join("sternad.toml");
+        let mut text = format!("agent = {:?}\n", tools::agent()?);
+        if let Some(qemu) = qemu {
+            text.push_str(&format!("qemu = {qemu:?}\n"));
+        }
+        std::fs::write(&file, text).context(|| format!("writing {}", file.display()))?;
+        Ok(file)
     }
 
     /// The end of the daemon's log, for messages.

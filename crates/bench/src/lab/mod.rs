@@ -12,6 +12,7 @@ pub mod net;
 /// What is written down of a lab.
 pub mod state;
 
+use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::process::Child;
@@ -41,6 +42,8 @@ pub struct LabConfig {
     pub rate_bytes_per_s: Option<u64>,
     /// Memory limit of each host with a daemon, bytes.
     pub memory_limit_bytes: Option<u64>,
+    /// The QEMU of hosts whose daemon is not to take the one on its PATH.
+    pub qemu: BTreeMap<String, PathBuf>,
     /// Whether the hosts' daemons are started.
     pub daemons: bool,
     /// Whether the lab goes with this process; otherwise it stays until it is taken down.
@@ -56,6 +59,7 @@ impl LabConfig {
             hosts: vec!["a".into(), "b".into()],
             rate_bytes_per_s: Some(125_000_000),
             memory_limit_bytes: None,
+            qemu: BTreeMap::new(),
             daemons: true,
             owned: true,
         }
@@ -87,6 +91,7 @@ impl Lab {
             hosts: config.hosts.clone(),
             rate_bytes_per_s: config.rate_bytes_per_s,
             memory_limit_bytes: config.memory_limit_bytes,
+            qemu: config.qemu,
             daemons: Vec::new(),
         };
         let mut lab = Self { state, hosts, children: Mutex::default(), owned: config.owned };
@@ -138,7 +143,7 @@ impl Lab {
     /// # Errors
     /// Where it does not come up.
     pub fn start_daemon(&mut self, host: &str) -> Result<()> {
-        let child = self.host(host)?.start_daemon()?;
+        let child = self.host(host)?.start_daemon(self.state.qemu.get(host).map(PathBuf::as_path))?;
         let id = ProcessId::of(child.id())
             .ok_or_else(|| Error::Usage(format!("the daemon of host {host} ended at once")))?;
         self.children.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(child);

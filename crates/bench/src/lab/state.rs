@@ -1,5 +1,6 @@
 //! What is written down of a lab, so that another process, or one after a crash, can use it or take it down.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -24,6 +25,9 @@ pub struct State {
     pub rate_bytes_per_s: Option<u64>,
     /// Memory limit of each host, bytes.
     pub memory_limit_bytes: Option<u64>,
+    /// The QEMU of hosts whose daemon does not take the one on its PATH.
+    #[serde(default)]
+    pub qemu: BTreeMap<String, PathBuf>,
     /// Daemons, with the host each runs on.
     pub daemons: Vec<(String, ProcessId)>,
 }

@@ -1,0 +1,122 @@
+//! Guests of the lab: the same QEMU arguments whoever moves them.
+
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::command::wait_for;
+use crate::error::{Error, Result};
+use crate::lab::{METER, PREFIX, guest_address};
+use crate::meter;
+use crate::{Lab, tools};
+
+/// A guest to be started.
+#[derive(Debug, Clone)]
+pub struct Guest {
+    /// Its name.
+    pub name: String,
+    /// Its number in the lab, which gives it its addresses and its tap: 1 to 250.
+    pub number: u8,
+    /// RAM, bytes.
+    pub memory_bytes: u64,
+    /// Virtual processors.
+    pub cpus: u32,
+    /// Machine type, such as `q35` or `pc-q35-7.2`.
+    pub machine: String,
+    /// What it runs: jobs for the image's init, separated by `;`, arguments by `,`.
+    pub jobs: String,
+    /// Where its console is written.
+    pub console: PathBuf,
+}
+
+impl Guest {
+    /// A guest of 1 GiB with one processor in `lab`; its console is kept with the lab.
+    #[must_use]
+    pub fn new(lab: &Lab, name: &str, number: u8, jobs: &str) -> Self {
+        let console = crate::lab::state::directory(lab.name()).join(format!("{name}.console"));
+        Self {
+            name: name.into(),
+            number,
+            memory_bytes: 1 << 30,
+            cpus: 1,
+            machine: "pc-q35-7.2".into(),
+            jobs: jobs.into(),
+            console,
+        }
+    }
+
+    /// Its address.
+    #[must_use]
+    pub fn address(&self) -> Ipv4Addr {
+        guest_address(self.number)
+    }
+
+    /// Its tap, the same on every host.
+    #[must_use]
+    pub fn tap(&self) -> String {
+        format!("tap{}", self.number)
+    }
+
+    /// QEMU's arguments without RAM.
+    ///
+    /// # Errors
+    /// Where the guest's image is absent or the lab has no meter.
+    pub fn arguments(&self, lab: &Lab) -> Result<Vec<String>> {
+        let meter = lab.host(METER)?.address;
+        // Without these two words the guest's console would cost it more than its work.
+        let command_line = format!(
+            "console=ttyS0 quiet panic=-1 sterna.ip={}/{PREFIX} sterna.meter={meter}:{} sterna.run={}",
+            self.address(),
+            meter::PORT,
+            self.jobs
+        );
+        let mac = format!("52:54:00:53:54:{:02x}", self.number);
+        let kernel = path_argument(&tools::kernel()?);
+        let initrd = path_argument(&tools::initrd()?);
+        // A destination that writes to the same file must not cut off what the source wrote.
+        let console = format!("file,id=console,path={},append=on", path_argument(&self.console).replace(',', ",,"));
+        let mut arguments: Vec<String> =
+            ["-accel", "tcg,thread=multi", "-cpu", "max", "-nodefaults", "-display", "none", "-no-user-config"]
+                .map(str::to_owned)
+                .to_vec();
+        let mut add = |option: &str, value: String| arguments.extend([option.to_owned(), value]);
+        add("-machine", self.machine.clone());
+        add("-smp", self.cpus.to_string());
+        add("-kernel", kernel);
+        add("-initrd", initrd);
+        add("-append", command_line);
+        add("-chardev", console);
+        add("-serial", "chardev:console".into());
+        add("-netdev", format!("tap,id=net0,ifname={},script=no,downscript=no", self.tap()));
+        add("-device", format!("virtio-net-pci,netdev=net0,mac={mac}"));
+        Ok(arguments)
+    }
+
+    /// What it has written to its console.
+    #[must_use]
+    pub fn console_text(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(&self.console).unwrap_or_default()).into_owned()
+    }
+
+    /// Waits until it says that its jobs are started.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] with the end of its console.
+    pub fn wait_until_up(&self, limit: Duration) -> Result<()> {
+        let up =
+            wait_for("GUEST UP on the console", limit, || Ok(self.console_text().contains("GUEST UP").then_some(())));
+        up.map_err(|_| {
+            let text = self.console_text();
+            let tail: String = text.chars().rev().take(400).collect::<Vec<_>>().into_iter().rev().collect();
+            Error::Timeout {
+                what: format!("GUEST UP of {}", self.name),
+                limit,
+                detail: format!("; its console ends: {tail}"),
+            }
+        })
+    }
+}
+
+fn path_argument(path: &Path) -> String {
+    path.display().to_string()
+}

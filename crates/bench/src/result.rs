@@ -1,0 +1,283 @@
+//! What an experiment writes: `result.json` in the form that `docs/contracts.md` fixes, and a Markdown table of it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::error::{Context, Result};
+use crate::stats::Summary;
+
+/// How one run was set up: names and values, in the order in which they are to be shown.
+pub type Config = Map<String, Value>;
+
+/// One run: its set-up and what was measured.
+#[derive(Debug, Clone, Serialize)]
+pub struct Run {
+    /// The set-up; runs with equal ones are repetitions.
+    pub config: Config,
+    /// Whether this was QEMU migrating by itself.
+    pub baseline: bool,
+    /// Which repetition.
+    pub repeat: usize,
+    /// What was measured, by name with unit.
+    pub metrics: BTreeMap<String, f64>,
+    /// More of what happened: a report, samples.
+    pub details: Value,
+}
+
+/// A whole experiment.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ResultFile {
+    /// Its id.
+    pub experiment: String,
+    /// One entry per set-up.
+    pub rows: Vec<Row>,
+    /// One entry per target that is set for this experiment.
+    pub targets: Vec<Target>,
+    /// Where it ran.
+    pub machine: Value,
+}
+
+/// All repetitions of one set-up.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Row {
+    /// The set-up.
+    pub config: Config,
+    /// Whether this was QEMU migrating by itself.
+    pub baseline: bool,
+    /// What was measured.
+    pub metrics: BTreeMap<String, Summary>,
+}
+
+/// A target and what was reached.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Target {
+    /// What is judged.
+    pub name: String,
+    /// `<=`, `>=` or `==`.
+    pub op: String,
+    /// The aim.
+    pub target: f64,
+    /// What was reached; null where it could not be measured.
+    pub measured: Option<f64>,
+    /// Whether that meets the aim; what was not measured does not.
+    pub met: bool,
+}
+
+impl Target {
+    /// `measured` may be at most `target`.
+    #[must_use]
+    pub fn at_most(name: impl Into<String>, target: f64, measured: Option<f64>) -> Self {
+        let met = measured.is_some_and(|measured| measured <= target);
+        Self { name: name.into(), op: "<=".into(), target, measured, met }
+    }
+
+    /// `measured` must be at least `target`.
+    #[must_use]
+    pub fn at_least(name: impl Into<String>, target: f64, measured: Option<f64>) -> Self {
+        let met = measured.is_some_and(|measured| measured >= target);
+        Self { name: name.into(), op: ">=".into(), target, measured, met }
+    }
+}
+
+/// Puts the repetitions of each set-up together, in the order of first appearance.
+#[must_use]
+pub fn rows(runs: &[Run]) -> Vec<Row> {
+    let mut rows: Vec<(&Config, bool, BTreeMap<String, Vec<f64>>)> = Vec::new();
+    for run in runs {
+        let at = rows.iter().position(|(config, baseline, _)| *config == &run.config && *baseline == run.baseline);
+        let at = at.unwrap_or_else(|| {
+            rows.push((&run.config, run.baseline, BTreeMap::new()));
+            rows.len() - 1
+        });
+        for (name, value) in &run.metrics {
+            rows[at].2.entry(name.clone()).or_default().push(*value);
+        }
+    }
+    let summarise = |metrics: BTreeMap<String, Vec<f64>>| {
+        metrics.into_iter().filter_map(|(name, values)| Some((name, Summary::of(&values)?)))
+    };
+    rows.into_iter()
+        .map(|(config, baseline, metrics)| Row {
+            config: config.clone(),
+            baseline,
+            metrics: summarise(metrics).collect(),
+        })
+        .collect()
+}
+
+/// A metric of the runs that `chosen` picks, in order of their repetition: what pairs are made of.
+#[must_use]
+pub fn series(runs: &[Run], metric: &str, chosen: impl Fn(&Run) -> bool) -> Vec<f64> {
+    let mut values: Vec<(usize, f64)> =
+        runs.iter().filter(|run| chosen(run)).filter_map(|run| Some((run.repeat, *run.metrics.get(metric)?))).collect();
+    values.sort_by_key(|(repeat, _)| *repeat);
+    values.into_iter().map(|(_, value)| value).collect()
+}
+
+impl ResultFile {
+    /// Writes `result.json`, `runs.json` and `table.md` into `directory`.
+    ///
+    /// # Errors
+    /// Where a file cannot be written.
+    pub fn write(&self, directory: &Path, runs: &[Run]) -> Result<()> {
+        std::fs::create_dir_all(directory).context(|| format!("making {}", directory.display()))?;
+        let json = |name: &str, value: serde_json::Result<Vec<u8>>| {
+            let text = value.map_err(std::io::Error::other).context(|| format!("writing {name}"))?;
+            std::fs::write(directory.join(name), text).context(|| format!("writing {}", directory.join(name).display()))
+        };
+        json("result.json", serde_json::to_vec_pretty(self))?;
+        json("runs.json", serde_json::to_vec_pretty(runs))?;
+        json("table.md", Ok(self.markdown().into_bytes()))
+    }
+
+    /// The rows and the targets as Markdown tables: medians, with the range where a set-up ran more than once.
+    #[must_use]
+    pub fn markdown(&self) -> String {
+        let mut configs: Vec<&String> = Vec::new();
+        let mut metrics: Vec<&String> = Vec::new();
+        for row in &self.rows {
+            row.config.keys().for_each(|key| {
+                if !configs.contains(&key) {
+                    configs.push(key)
+                }
+            });
+            row.metrics.keys().for_each(|key| {
+                if !metrics.contains(&key) {
+                    metrics.push(key)
+                }
+            });
+        }
+        let mut text = format!("# {}\n\n|", self.experiment);
+        let titles = configs.iter().chain(&metrics);
+        titles.clone().for_each(|title| text.push_str(&format!(" {title} |")));
+        text.push_str("\n|");
+        titles.for_each(|_| text.push_str(" --- |"));
+        for row in &self.rows {
+            text.push_str("\n|");
+            for key in &configs {
+                text.push_str(&format!(" {} |", row.config.get(*key).map(plain).unwrap_or_default()));
+            }
+            for key in &metrics {
+                text.push_str(&format!(" {} |", row.metrics.get(*key).map(show_summary).unwrap_or_default()));
+            }
+        }
+        text.push_str("\n\n| target | aim | measured | met |\n| --- | --- | --- | --- |\n");
+        for target in &self.targets {
+            let measured = target.measured.map_or_else(|| "not measured".into(), show_number);
+            let met = if target.met { "yes" } else { "no" };
+            text.push_str(&format!(
+                "| {} | {} {} | {measured} | {met} |\n",
+                target.name,
+                target.op,
+                show_number(target.target)
+            ));
+        }
+        text
+    }
+}
+
+fn plain(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+fn show_summary(summary: &Summary) -> String {
+    let median = show_number(summary.median);
+    if summary.n > 1 {
+        format!("{median} ({}–{}, n={})", show_number(summary.min), show_number(summary.max), summary.n)
+    } else {
+        median
+    }
+}
+
+/// A number with as many decimals as say something.
+#[must_use]
+pub fn show_number(value: f64) -> String {
+    match value.abs() {
+        _ if value == value.trunc() && value.abs() < 1e15 => format!("{value:.0}"),
+        size if size >= 1000.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        size if size >= 0.1 => format!("{value:.3}"),
+        _ => format!("{value:.5}"),
+    }
+}
+
+/// This machine: what a reader needs to judge the numbers.
+#[must_use]
+pub fn machine() -> Value {
+    let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
+    let cpu = read("/proc/cpuinfo");
+    let model = cpu
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "))
+        .map(|(_, model)| model.to_owned());
+    let memory =
+        read("/proc/meminfo").lines().next().and_then(|line| line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok());
+    serde_json::json!({
+        "kernel": read("/proc/sys/kernel/osrelease").trim(),
+        "cpus": std::thread::available_parallelism().map_or(0, usize::from),
+        "cpu_model": model,
+        "memory_bytes": memory.map(|kib| kib * 1024),
+        "kvm": std::fs::File::options().read(true).write(true).open("/dev/kvm").is_ok(),
+        "sterna": env!("CARGO_PKG_VERSION"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(who: &str, baseline: bool, repeat: usize, ms: f64) -> Run {
+        let config = Config::from_iter([("who".to_owned(), Value::from(who))]);
+        Run { config, baseline, repeat, metrics: BTreeMap::from([("total_ms".to_owned(), ms)]), details: Value::Null }
+    }
+
+    fn file() -> ResultFile {
+        let runs = [
+            run("sterna", false, 0, 2.0),
+            run("qemu", true, 0, 5.0),
+            run("qemu", true, 1, 7.0),
+            run("sterna", false, 1, 4.0),
+        ];
+        let targets = vec![Target::at_most("time ratio", 0.5, Some(0.4)), Target::at_least("speed", 1.5, None)];
+        ResultFile { experiment: "throughput".into(), rows: rows(&runs), targets, machine: machine() }
+    }
+
+    #[test]
+    fn the_result_has_exactly_the_form_of_the_contract() {
+        let value = serde_json::to_value(file()).unwrap();
+        let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert_eq!(keys(&value), ["experiment", "rows", "targets", "machine"]);
+        assert_eq!(keys(&value["rows"][0]), ["config", "baseline", "metrics"]);
+        assert_eq!(keys(&value["rows"][0]["metrics"]["total_ms"]), ["median", "min", "max", "n"]);
+        assert_eq!(keys(&value["targets"][0]), ["name", "op", "target", "measured", "met"]);
+        assert_eq!(value["rows"][0]["metrics"]["total_ms"]["median"], 3.0);
+        assert_eq!(value["rows"][1]["baseline"], true);
+        assert!(value["targets"][1]["measured"].is_null());
+        assert_eq!(value["targets"][1]["met"], false);
+    }
+
+    #[test]
+    fn repetitions_are_put_together_and_pairs_are_in_their_order() {
+        let runs = [run("qemu", true, 1, 7.0), run("sterna", false, 0, 2.0), run("qemu", true, 0, 5.0)];
+        assert_eq!(rows(&runs).len(), 2);
+        assert_eq!(series(&runs, "total_ms", |run| run.baseline), [5.0, 7.0]);
+    }
+
+    #[test]
+    fn the_table_shows_every_row_and_every_target() {
+        let text = file().markdown();
+        assert!(text.contains("| sterna | 3 (2–4, n=2) |"), "{text}");
+        assert!(text.contains("| speed | >= 1.500 | not measured | no |"), "{text}");
+    }
+
+    #[test]
+    fn numbers_keep_what_says_something() {
+        assert_eq!(show_number(1.0), "1");
+        assert_eq!(show_number(12345.678), "12346");
+        assert_eq!(show_number(0.98765), "0.988");
+        assert_eq!(show_number(0.00123), "0.00123");
+    }
+}
