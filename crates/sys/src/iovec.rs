@@ -1,0 +1,109 @@
+//! Memory for the kernel to read from or write to, without a Rust reference to it.
+//!
+//! A guest writes to its RAM at any time, so neither `&[u8]` nor `IoSlice` may point there. These have the layout of `struct iovec`
+//! and hold the lifetime only.
+
+use std::marker::PhantomData;
+
+/// Memory that the kernel may read.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct Outgoing<'a>(libc::iovec, PhantomData<&'a ()>);
+
+/// Memory that the kernel may write.
+#[repr(transparent)]
+pub struct Incoming<'a>(libc::iovec, PhantomData<&'a mut ()>);
+
+// SAFETY: an address and a length that nothing here dereferences; what they stand for is valid on every thread for 'a.
+unsafe impl Send for Outgoing<'_> {}
+// SAFETY: as above.
+unsafe impl Send for Incoming<'_> {}
+
+impl Outgoing<'_> {
+    /// # Safety
+    /// `bytes` from `base` on are mapped readable for the lifetime.
+    pub(crate) unsafe fn new(base: *const u8, bytes: usize) -> Self {
+        Self(libc::iovec { iov_base: base.cast_mut().cast(), iov_len: bytes }, PhantomData)
+    }
+
+    /// Its length, bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.iov_len
+    }
+}
+
+impl<'a> From<&'a [u8]> for Outgoing<'a> {
+    fn from(slice: &'a [u8]) -> Self {
+        // SAFETY: a slice is readable for its lifetime.
+        unsafe { Self::new(slice.as_ptr(), slice.len()) }
+    }
+}
+
+impl Incoming<'_> {
+    /// # Safety
+    /// `bytes` from `base` on are mapped writable for the lifetime, and no Rust reference to them lives.
+    pub(crate) unsafe fn new(base: *mut u8, bytes: usize) -> Self {
+        Self(libc::iovec { iov_base: base.cast(), iov_len: bytes }, PhantomData)
+    }
+
+    /// Its length, bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.iov_len
+    }
+}
+
+impl<'a> From<&'a mut [u8]> for Incoming<'a> {
+    fn from(slice: &'a mut [u8]) -> Self {
+        // SAFETY: an exclusive slice is writable for its lifetime.
+        unsafe { Self::new(slice.as_mut_ptr(), slice.len()) }
+    }
+}
+
+/// What [`advance`] works on.
+pub(crate) trait IoVector {
+    /// The `struct iovec`.
+    fn vector(&mut self) -> &mut libc::iovec;
+}
+
+impl IoVector for Outgoing<'_> {
+    fn vector(&mut self) -> &mut libc::iovec {
+        &mut self.0
+    }
+}
+
+impl IoVector for Incoming<'_> {
+    fn vector(&mut self) -> &mut libc::iovec {
+        &mut self.0
+    }
+}
+
+/// Takes the first `bytes` away, which have been transferred, and with them every vector that is empty.
+pub(crate) fn advance<V: IoVector>(mut vectors: &mut [V], mut bytes: usize) -> &mut [V] {
+    while let Some((first, _)) = vectors.split_first_mut() {
+        let vector = first.vector();
+        if bytes < vector.iov_len {
+            vector.iov_base = vector.iov_base.cast::<u8>().wrapping_add(bytes).cast();
+            vector.iov_len -= bytes;
+            break;
+        }
+        bytes -= vector.iov_len;
+        vectors = &mut vectors[1..];
+    }
+    vectors
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn advancing_splits_a_vector_and_drops_the_empty_ones() {
+        let (a, b, c) = ([0u8; 3], [0u8; 0], [0u8; 5]);
+        let mut vectors = [Outgoing::from(&a[..]), Outgoing::from(&b[..]), Outgoing::from(&c[..])];
+        let left = advance(&mut vectors, 1);
+        assert_eq!(left.iter().map(Outgoing::bytes).collect::<Vec<_>>(), [2, 0, 5]);
+        let left = advance(left, 2);
+        assert_eq!(left.iter().map(Outgoing::bytes).collect::<Vec<_>>(), [5]);
+        assert!(advance(left, 5).is_empty());
+    }
+}

@@ -1,0 +1,56 @@
+//! Mounting a tmpfs for RAM files.
+
+use std::ffi::CString;
+use std::path::Path;
+
+use rustix::mount::{MountFlags, UnmountFlags};
+
+use crate::error::{Error, Result};
+use crate::mountinfo::{self, Mount};
+
+/// A tmpfs to be mounted. It never uses huge pages: one write would mark 2 MiB as written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tmpfs {
+    /// Its limit, bytes; `None`: the kernel's default, half of the host's memory.
+    pub size_bytes: Option<u64>,
+    /// Permissions of its root directory.
+    pub mode: u32,
+}
+
+impl Tmpfs {
+    fn options(&self) -> String {
+        let size = self.size_bytes.map(|bytes| format!(",size={bytes}")).unwrap_or_default();
+        format!("huge=never,mode={:o}{size}", self.mode & 0o7777)
+    }
+
+    /// Mounts it at `directory`, over whatever is there.
+    ///
+    /// # Errors
+    /// `directory` does not exist, or this process may not mount.
+    pub fn mount(&self, directory: &Path) -> Result<()> {
+        let options = CString::new(self.options()).expect("digits and letters hold no zero byte");
+        let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+        rustix::mount::mount("tmpfs", directory, "tmpfs", flags, options.as_c_str())
+            .map_err(|error| Error::new(format!("mount a tmpfs at {}", directory.display()), error))
+    }
+}
+
+/// Takes the uppermost mount at `directory` away.
+///
+/// # Errors
+/// `EBUSY`: a file there is open or mapped; `EINVAL`: nothing is mounted there.
+pub fn unmount(directory: &Path) -> Result<()> {
+    rustix::mount::unmount(directory, UnmountFlags::NOFOLLOW)
+        .map_err(|error| Error::new(format!("unmount {}", directory.display()), error))
+}
+
+/// What is mounted at `directory` itself (not above it), if anything.
+///
+/// # Errors
+/// `directory` does not exist, or `/proc` is not mounted.
+pub fn mounted_at(directory: &Path) -> Result<Option<Mount>> {
+    let real = directory
+        .canonicalize()
+        .map_err(|error| Error::new(format!("find the directory {}", directory.display()), error))?;
+    Ok(mountinfo::mounts()?.into_iter().rfind(|mount| mount.point == real))
+}

@@ -1,0 +1,295 @@
+//! What a process has mapped, page by page: which pages were written, and arming the next look.
+//!
+//! `PAGEMAP_SCAN` on `/proc/PID/pagemap` (kernel's `Documentation/admin-guide/mm/pagemap.rst`). It works on any process that the
+//! caller may trace. What it does not see: writes through another mapping of the same file, writes into pages that were pinned
+//! before arming (direct I/O in flight, registered buffers), and discards (the mark of an armed page outlives them).
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+
+use linux_raw_sys::general as raw;
+
+use crate::PAGE_BYTES;
+use crate::abi;
+use crate::error::{Error, Result};
+
+/// Runs of pages that one call of the kernel can return: 1.5 MiB of buffer. A scan with more to say takes several calls.
+pub const REGIONS_PER_CALL: usize = 64 * 1024;
+
+bitflags::bitflags! {
+    /// What is true of a page (`PAGE_IS_*`).
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub struct Categories: u64 {
+        /// Its mapping is registered for asynchronous write protection.
+        const TRACKED = raw::PAGE_IS_WPALLOWED as u64;
+        /// Written since it was armed, or never armed: true of every unarmed page, there or not.
+        const WRITTEN = raw::PAGE_IS_WRITTEN as u64;
+        /// Of a file or of shared memory, not anonymous.
+        const FILE = raw::PAGE_IS_FILE as u64;
+        /// Mapped in this process.
+        const PRESENT = raw::PAGE_IS_PRESENT as u64;
+        /// Swapped out, or an armed hole: the kernel shows both the same way.
+        const SWAPPED = raw::PAGE_IS_SWAPPED as u64;
+        /// The shared page of zeros.
+        const ZERO_PAGE = raw::PAGE_IS_PFNZERO as u64;
+        /// Part of a huge page.
+        const HUGE = raw::PAGE_IS_HUGE as u64;
+        /// Written since soft-dirty bits were cleared, on kernels that have them.
+        const SOFT_DIRTY = raw::PAGE_IS_SOFT_DIRTY as u64;
+        /// A guard page.
+        const GUARD = raw::PAGE_IS_GUARD as u64;
+    }
+}
+
+/// A run of pages of which the same is true. The layout is the kernel's `struct page_region`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct Region {
+    /// First byte.
+    pub start: u64,
+    /// Byte behind the last.
+    pub end: u64,
+    /// What is true of them, of the categories that [`Scan::report`] asked for.
+    pub categories: Categories,
+}
+
+const _: () = assert!(size_of::<Region>() == size_of::<abi::page_region>());
+
+impl Region {
+    /// Its addresses.
+    pub fn range(&self) -> Range<u64> {
+        self.start..self.end
+    }
+
+    /// How many pages.
+    pub fn pages(&self) -> u64 {
+        (self.end - self.start) / PAGE_BYTES
+    }
+}
+
+/// What to look for and what to do with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Scan {
+    /// Pages of which all of these are true …
+    pub all: Categories,
+    /// … and at least one of these, unless this is empty …
+    pub any: Categories,
+    /// … where each of these counts as true when it is false.
+    pub inverted: Categories,
+    /// What the regions say of them; regions are split where it differs.
+    pub report: Categories,
+    /// Arm every page found, in the same step: a write after it is found by the next scan, a write before it was found by this.
+    pub arm: bool,
+}
+
+impl Scan {
+    /// Pages of which all of `categories` are true, and these reported.
+    pub const fn of(categories: Categories) -> Self {
+        Self {
+            all: categories,
+            any: Categories::empty(),
+            inverted: Categories::empty(),
+            report: categories,
+            arm: false,
+        }
+    }
+
+    /// The same pages, and of them `report`.
+    pub const fn reporting(self, report: Categories) -> Self {
+        Self { report, ..self }
+    }
+
+    /// The same, and arms what it finds.
+    pub const fn arming(self) -> Self {
+        Self { arm: true, ..self }
+    }
+}
+
+/// `/proc/PID/pagemap` of a process. It stays with the process's memory: after `execve` or exit it never shows another's.
+#[derive(Debug)]
+pub struct Pagemap {
+    file: File,
+}
+
+impl Pagemap {
+    /// Of another process.
+    ///
+    /// # Errors
+    /// No such process, or this one may not trace it.
+    pub fn open(pid: u32) -> Result<Self> {
+        Self::open_path(format!("/proc/{pid}/pagemap"))
+    }
+
+    /// Of this process.
+    ///
+    /// # Errors
+    /// `/proc` is not mounted.
+    pub fn of_this_process() -> Result<Self> {
+        Self::open_path("/proc/self/pagemap".to_owned())
+    }
+
+    fn open_path(path: String) -> Result<Self> {
+        match File::open(&path) {
+            Ok(file) => Ok(Self { file }),
+            Err(error) => Err(Error::new(format!("open {path}"), error)),
+        }
+    }
+
+    /// Pages of `range` that match, in ascending order, into `regions` (emptied first; its capacity is kept at no less than
+    /// [`REGIONS_PER_CALL`], so use one again and again). Addresses where nothing is mapped are passed over.
+    ///
+    /// # Errors
+    /// `EPERM` when arming: part of the range is not registered for asynchronous write protection. `EINTR`: this thread is being
+    /// killed. After an error of an arming scan some pages may have been armed and not returned: tracking must begin anew.
+    pub fn scan(&self, range: Range<u64>, scan: Scan, regions: &mut Vec<Region>) -> Result<()> {
+        regions.clear();
+        let mut at = range.start;
+        while at < range.end {
+            regions.reserve(REGIONS_PER_CALL);
+            let known = regions.len();
+            let free = regions.spare_capacity_mut();
+            let mut arg = abi::pm_scan_arg {
+                size: size_of::<abi::pm_scan_arg>() as u64,
+                // Without the check, parts that are not registered would be passed over in silence.
+                flags: if scan.arm { u64::from(raw::PM_SCAN_WP_MATCHING | raw::PM_SCAN_CHECK_WPASYNC) } else { 0 },
+                start: at,
+                end: range.end,
+                walk_end: 0,
+                vec: free.as_mut_ptr() as u64,
+                vec_len: free.len() as u64,
+                max_pages: 0,
+                category_inverted: scan.inverted.bits(),
+                category_mask: scan.all.bits(),
+                category_anyof_mask: scan.any.bits(),
+                return_mask: scan.report.bits(),
+            };
+            // SAFETY: `vec` points to room for `vec_len` regions, which live in `regions` until the call returns; `arg` is what
+            // PAGEMAP_SCAN takes, and a file that is no pagemap refuses the number.
+            let found = unsafe { abi::ioctl(self.file.as_fd(), abi::PAGEMAP_SCAN, &mut arg) }
+                .map_err(|error| Error::new("scan the page map of a process", error))?;
+            // SAFETY: the kernel has initialised `found` regions, no more than there was room for; any bit pattern is a `Region`.
+            unsafe { regions.set_len(known + found as usize) };
+            join_at(regions, known);
+            if arg.walk_end <= at {
+                // It cannot be: a full buffer holds at least one page. But never loop on it.
+                return Err(Error::malformed("scan the page map of a process", "the kernel made no progress"));
+            }
+            at = arg.walk_end;
+        }
+        Ok(())
+    }
+
+    /// Pages written since they were last armed, armed again in the same step. Pages never armed count as written, holes too.
+    ///
+    /// # Errors
+    /// As [`Self::scan`].
+    pub fn written_and_arm(&self, range: Range<u64>, regions: &mut Vec<Region>) -> Result<()> {
+        self.scan(range, Scan::of(Categories::WRITTEN).arming(), regions)
+    }
+
+    /// Pages written since they were last armed: a look that changes nothing.
+    ///
+    /// # Errors
+    /// As [`Self::scan`].
+    pub fn written(&self, range: Range<u64>, regions: &mut Vec<Region>) -> Result<()> {
+        self.scan(range, Scan::of(Categories::WRITTEN), regions)
+    }
+
+    /// What the page map says of each page of `range`, into `entries` (emptied first). Costs about 30 ns a page.
+    ///
+    /// # Errors
+    /// The range is not of this process's address space, or the process has ended.
+    pub fn entries(&self, range: Range<u64>, entries: &mut Vec<Entry>) -> Result<()> {
+        entries.clear();
+        let mut buffer = [0u8; 8 * 512];
+        let mut page = range.start / PAGE_BYTES;
+        let end = range.end.div_ceil(PAGE_BYTES);
+        while page < end {
+            let pages = usize::try_from(end - page).unwrap_or(usize::MAX).min(buffer.len() / 8);
+            let room = &mut buffer[..pages * 8];
+            self.file
+                .read_exact_at(room, page * 8)
+                .map_err(|error| Error::new("read the page map of a process", error))?;
+            entries.extend(
+                room.chunks_exact(8).map(|entry| Entry(u64::from_ne_bytes(entry.try_into().expect("8 bytes")))),
+            );
+            page += pages as u64;
+        }
+        Ok(())
+    }
+}
+
+/// Where one call's last region and the next one's first are of one kind and touch, makes one of them.
+fn join_at(regions: &mut Vec<Region>, seam: usize) {
+    let Some([before, after]) = seam.checked_sub(1).and_then(|first| regions.get(first..=seam)) else { return };
+    if before.end == after.start && before.categories == after.categories {
+        regions[seam - 1].end = after.end;
+        regions.remove(seam);
+    }
+}
+
+/// A page's entry in `/proc/PID/pagemap`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Entry(pub u64);
+
+impl Entry {
+    const PFN: u64 = (1 << 55) - 1;
+
+    /// Mapped.
+    pub fn present(self) -> bool {
+        self.0 & (1 << 63) != 0
+    }
+
+    /// Swapped out, or a write-protected hole.
+    pub fn swapped(self) -> bool {
+        self.0 & (1 << 62) != 0
+    }
+
+    /// Of a file or of shared memory.
+    pub fn file(self) -> bool {
+        self.0 & (1 << 61) != 0
+    }
+
+    /// Write-protected by a userfaultfd.
+    pub fn protected(self) -> bool {
+        self.0 & (1 << 57) != 0
+    }
+
+    /// Mapped here and nowhere else.
+    pub fn exclusive(self) -> bool {
+        self.0 & (1 << 56) != 0
+    }
+
+    /// The frame it is mapped to, where it is and the reader has `CAP_SYS_ADMIN`.
+    pub fn frame(self) -> Option<u64> {
+        let frame = self.0 & Self::PFN;
+        (self.present() && frame != 0).then_some(frame)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region(start: u64, end: u64, categories: Categories) -> Region {
+        Region { start, end, categories }
+    }
+
+    #[test]
+    fn regions_of_two_calls_are_joined_where_they_touch_and_are_alike() {
+        let (written, present) = (Categories::WRITTEN, Categories::PRESENT);
+        let mut regions = vec![region(0, 4, written), region(4, 8, written), region(12, 16, written)];
+        join_at(&mut regions, 1);
+        assert_eq!(regions, [region(0, 8, written), region(12, 16, written)]);
+        join_at(&mut regions, 1);
+        assert_eq!(regions.len(), 2, "a gap lies between");
+        regions.push(region(16, 20, present));
+        join_at(&mut regions, 2);
+        assert_eq!(regions.len(), 3, "they are not alike");
+        join_at(&mut regions, 0);
+        join_at(&mut regions, 3);
+        assert_eq!(regions.len(), 3, "nothing lies on the other side");
+    }
+}

@@ -1,0 +1,168 @@
+//! Other processes: their identity, mappings and end.
+
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::ffi::OsStringExt;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::file::FileId;
+
+/// What a process has mapped.
+mod maps;
+/// A handle on a process that never means another.
+mod pidfd;
+/// Processor time and faults.
+mod usage;
+
+pub use maps::{Mapping, Permissions, maps, parse_maps};
+pub use pidfd::Pidfd;
+pub use usage::{Usage, process_cpu_time, thread_cpu_time, usage};
+
+/// A process, by number and moment of birth: the number alone may be given to another once it has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Identity {
+    /// Its number.
+    pub pid: u32,
+    /// When it started, clock ticks since the host's start.
+    pub start_time: u64,
+}
+
+impl Identity {
+    /// Of the process that has this number now.
+    ///
+    /// # Errors
+    /// No such process.
+    pub fn of(pid: u32) -> Result<Self> {
+        Ok(Self { pid, start_time: start_time(pid)? })
+    }
+
+    /// Whether that very process still exists, if only as a zombie.
+    pub fn exists(&self) -> bool {
+        start_time(self.pid).is_ok_and(|start_time| start_time == self.start_time)
+    }
+}
+
+/// When a process started, clock ticks since the host's start. Together with its number it identifies the process until the host restarts.
+///
+/// # Errors
+/// No such process.
+pub fn start_time(pid: u32) -> Result<u64> {
+    stat_field(pid, 22)
+}
+
+/// Processor time that a process has used, its ended threads included.
+///
+/// # Errors
+/// No such process.
+pub fn cpu_time_of(pid: u32) -> Result<Duration> {
+    let ticks = stat_field(pid, 14)?.saturating_add(stat_field(pid, 15)?);
+    let per_second = rustix::param::clock_ticks_per_second().max(1);
+    Ok(Duration::from_nanos(
+        (u128::from(ticks) * 1_000_000_000 / u128::from(per_second)).try_into().unwrap_or(u64::MAX),
+    ))
+}
+
+/// Field `number` of `/proc/PID/stat`, counted from 1 as in its manual page, 3 or above.
+fn stat_field(pid: u32, number: usize) -> Result<u64> {
+    let text = read(pid, "stat")?;
+    parse_stat_field(&text, number)
+        .ok_or_else(|| Error::malformed(format!("read /proc/{pid}/stat"), format!("it has no field {number}")))
+}
+
+fn parse_stat_field(text: &[u8], number: usize) -> Option<u64> {
+    // The second field is the name in brackets, and a name may hold brackets and spaces.
+    let behind_name = text.iter().rposition(|&byte| byte == b')')? + 1;
+    let fields = std::str::from_utf8(&text[behind_name..]).ok()?;
+    fields.split_ascii_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
+}
+
+/// A process's arguments, the program's name first. Empty for a kernel thread and a zombie. The process can change them.
+///
+/// # Errors
+/// No such process.
+pub fn cmdline(pid: u32) -> Result<Vec<OsString>> {
+    Ok(strings(&read(pid, "cmdline")?))
+}
+
+/// The environment that a process was started with.
+///
+/// # Errors
+/// No such process, or this one may not trace it.
+pub fn environ(pid: u32) -> Result<Vec<(OsString, OsString)>> {
+    let pairs = strings(&read(pid, "environ")?).into_iter().filter_map(|entry| {
+        let entry = entry.into_vec();
+        let equals = entry.iter().position(|&byte| byte == b'=')?;
+        Some((OsString::from_vec(entry[..equals].to_vec()), OsString::from_vec(entry[equals + 1..].to_vec())))
+    });
+    Ok(pairs.collect())
+}
+
+/// A process's short name. Not to be trusted: the process can change it.
+///
+/// # Errors
+/// No such process.
+pub fn comm(pid: u32) -> Result<String> {
+    Ok(String::from_utf8_lossy(&read(pid, "comm")?).trim_end_matches('\n').to_owned())
+}
+
+fn strings(text: &[u8]) -> Vec<OsString> {
+    let Some(text) = text.strip_suffix(b"\0").or((!text.is_empty()).then_some(text)) else { return Vec::new() };
+    text.split(|&byte| byte == 0).map(|string| OsString::from_vec(string.to_vec())).collect()
+}
+
+fn read(pid: u32, file: &str) -> Result<Vec<u8>> {
+    let path = format!("/proc/{pid}/{file}");
+    fs::read(&path).map_err(|error| Error::new(format!("read {path}"), error))
+}
+
+/// A process that maps a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mapper {
+    /// Its number.
+    pub pid: u32,
+    /// Its short name.
+    pub comm: String,
+}
+
+/// Every process that maps `file`, this one too. A process that ends meanwhile is left out; so is one that this process may
+/// not look into.
+///
+/// # Errors
+/// `/proc` is not mounted.
+pub fn mappers_of(file: FileId) -> Result<Vec<Mapper>> {
+    let failed = |error| Error::new("list the processes of this host", error);
+    let mut mappers = Vec::new();
+    for entry in fs::read_dir("/proc").map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let Ok(maps) = maps(pid) else { continue };
+        if maps.iter().any(|mapping| mapping.file == Some(file)) {
+            mappers.push(Mapper { pid, comm: comm(pid).unwrap_or_default() });
+        }
+    }
+    Ok(mappers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_full_of_brackets_does_not_shift_the_fields() {
+        let stat = b"4711 (a) b) S 1) R 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 424242 20";
+        assert_eq!(parse_stat_field(stat, 4), Some(1));
+        assert_eq!(parse_stat_field(stat, 22), Some(424_242));
+        assert_eq!(parse_stat_field(stat, 24), None);
+        assert_eq!(parse_stat_field(stat, 3), None, "the state is no number");
+        assert_eq!(parse_stat_field(b"4711", 22), None);
+        assert_eq!(parse_stat_field(b"", 22), None);
+    }
+
+    #[test]
+    fn empty_arguments_are_kept_and_none_are_none() {
+        assert_eq!(strings(b"qemu\0\0-S\0"), ["qemu", "", "-S"]);
+        assert_eq!(strings(b"qemu"), ["qemu"]);
+        assert!(strings(b"").is_empty());
+    }
+}

@@ -1,0 +1,114 @@
+//! What a process has mapped (`/proc/PID/maps`).
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use crate::error::Result;
+use crate::file::FileId;
+use crate::mountinfo::unescape;
+
+/// What a process may do with a mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Permissions {
+    /// Read.
+    pub read: bool,
+    /// Write.
+    pub write: bool,
+    /// Execute.
+    pub execute: bool,
+    /// What it writes, others see (`MAP_SHARED`).
+    pub shared: bool,
+}
+
+/// A stretch of a process's addresses that is mapped alike.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mapping {
+    /// Its addresses.
+    pub range: Range<u64>,
+    /// What may be done with it.
+    pub permissions: Permissions,
+    /// Where in the file it starts, bytes.
+    pub offset: u64,
+    /// The file; `None` for anonymous memory.
+    pub file: Option<FileId>,
+    /// The file's path as the process's mount namespace has it, or a name in square brackets.
+    pub path: Option<PathBuf>,
+    /// The file has no name any more.
+    pub deleted: bool,
+}
+
+/// What a process has mapped, in order of the addresses. Empty for a kernel thread and a zombie.
+///
+/// # Errors
+/// No such process, or this one may not trace it.
+pub fn maps(pid: u32) -> Result<Vec<Mapping>> {
+    Ok(parse_maps(&super::read(pid, "maps")?))
+}
+
+/// The mappings that `text` lists; lines that are not understood are passed over.
+pub fn parse_maps(text: &[u8]) -> Vec<Mapping> {
+    text.split(|&byte| byte == b'\n').filter_map(parse_line).collect()
+}
+
+fn parse_line(line: &[u8]) -> Option<Mapping> {
+    let mut rest = line;
+    let mut field = || {
+        let end = rest.iter().position(|&byte| byte == b' ').unwrap_or(rest.len());
+        let field = std::str::from_utf8(&rest[..end]).ok();
+        rest = rest.get(end + 1..).unwrap_or_default();
+        field
+    };
+    let (start, end) = field()?.split_once('-')?;
+    let permissions = field()?.as_bytes();
+    let offset = hexadecimal(field()?)?;
+    let (major, minor) = field()?.split_once(':')?;
+    let inode: u64 = field()?.parse().ok()?;
+    // Blanks align the paths in one column; a path never starts with one.
+    let path = rest.trim_ascii_start();
+    let without = path.strip_suffix(b" (deleted)");
+    let name = without.unwrap_or(path);
+    let device = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
+    Some(Mapping {
+        range: hexadecimal(start)?..hexadecimal(end)?,
+        permissions: Permissions {
+            read: permissions.first() == Some(&b'r'),
+            write: permissions.get(1) == Some(&b'w'),
+            execute: permissions.get(2) == Some(&b'x'),
+            shared: permissions.get(3) == Some(&b's'),
+        },
+        offset,
+        file: (inode != 0).then_some(FileId { device, inode }),
+        path: (!name.is_empty()).then(|| PathBuf::from(unescape(name))),
+        deleted: without.is_some(),
+    })
+}
+
+fn hexadecimal(field: &str) -> Option<u64> {
+    u64::from_str_radix(field, 16).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn files_anonymous_memory_and_odd_names_are_told_apart() {
+        let text = b"55d0c0a00000-55d0c0a21000 r--p 00002000 fe:00 1234                       /usr/bin/qemu\n\
+            7f0000000000-7f0040000000 rw-s 00000000 00:1f 77   /dev/shm/my ram\\012file (deleted)\n\
+            7f0050000000-7f0050001000 rw-p 00000000 00:00 0 \n\
+            7ffc00000000-7ffc00021000 rw-p 00000000 00:00 0                          [stack]\n\
+            rubbish\n";
+        let maps = parse_maps(text);
+        assert_eq!(maps.len(), 4);
+        assert_eq!(maps[0].file, Some(FileId { device: (0xfe, 0), inode: 1234 }));
+        assert_eq!(maps[0].offset, 0x2000);
+        assert!(!maps[0].permissions.write && !maps[0].permissions.shared);
+        assert_eq!(maps[1].path.as_deref(), Some(Path::new("/dev/shm/my ram\nfile")));
+        assert!(maps[1].deleted && maps[1].permissions.shared && maps[1].permissions.write);
+        assert_eq!(maps[1].range, 0x7f00_0000_0000..0x7f00_4000_0000);
+        assert_eq!((&maps[2].file, &maps[2].path), (&None, &None));
+        assert_eq!(maps[3].path.as_deref(), Some(Path::new("[stack]")));
+    }
+}

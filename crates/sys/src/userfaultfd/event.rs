@@ -1,0 +1,101 @@
+//! The events of a userfaultfd, read as bytes and taken apart.
+
+use std::ops::Range;
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
+
+use linux_raw_sys::general as raw;
+
+use crate::error::{Error, Result};
+
+/// `struct uffd_msg`: one byte of kind at 0, three words of argument from 8 on.
+const MESSAGE_BYTES: usize = size_of::<crate::abi::uffd_msg>();
+/// Messages read by one call.
+const BATCH: usize = 64;
+
+/// An access that waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fault {
+    /// Where, in the faulting process; the page's first byte unless `EXACT_ADDRESS` was enabled.
+    pub address: u64,
+    /// Which thread; 0 unless `THREAD_ID` was enabled, or where it is not of this PID namespace.
+    pub thread: u32,
+    /// It wants to write.
+    pub write: bool,
+    /// It wants to write to a write-protected page.
+    pub protected: bool,
+    /// The page is in the file, only not mapped.
+    pub minor: bool,
+}
+
+/// What a userfaultfd tells.
+#[derive(Debug, Default)]
+pub enum Event {
+    /// A thread waits for a page.
+    Fault(Fault),
+    /// The process has forked; the child's userfaultfd.
+    Fork(OwnedFd),
+    /// A mapping has moved.
+    Remap {
+        /// Where it was.
+        from: u64,
+        /// Where it is.
+        to: u64,
+        /// Its length, bytes.
+        bytes: u64,
+    },
+    /// Pages are being discarded.
+    Remove(Range<u64>),
+    /// A mapping is going away.
+    Unmap(Range<u64>),
+    /// A kind that this version does not know.
+    #[default]
+    Unknown,
+}
+
+/// Reads into `events` until it is full or nothing more is there.
+pub(super) fn read(fd: BorrowedFd<'_>, events: &mut [Event]) -> Result<usize> {
+    let mut buffer = [0u8; MESSAGE_BYTES * BATCH];
+    let room = &mut buffer[..MESSAGE_BYTES * events.len().min(BATCH)];
+    if room.is_empty() {
+        return Ok(0);
+    }
+    let read = loop {
+        match rustix::io::read(fd, &mut *room) {
+            Ok(read) => break read,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::AGAIN) => return Ok(0),
+            Err(error) => return Err(Error::new("read the events of a userfaultfd", error)),
+        }
+    };
+    let messages = room[..read].chunks_exact(MESSAGE_BYTES);
+    let count = messages.len();
+    for (message, event) in messages.zip(events) {
+        *event = decode(message);
+    }
+    Ok(count)
+}
+
+fn decode(message: &[u8]) -> Event {
+    let word = |index: usize| {
+        let at = 8 + 8 * index;
+        u64::from_ne_bytes(message[at..at + 8].try_into().expect("eight bytes"))
+    };
+    match u32::from(message[0]) {
+        raw::UFFD_EVENT_PAGEFAULT => {
+            let flag = |bit: u32| word(0) & u64::from(bit) != 0;
+            Event::Fault(Fault {
+                address: word(1),
+                thread: word(2) as u32,
+                write: flag(raw::UFFD_PAGEFAULT_FLAG_WRITE),
+                protected: flag(raw::UFFD_PAGEFAULT_FLAG_WP),
+                minor: flag(raw::UFFD_PAGEFAULT_FLAG_MINOR),
+            })
+        }
+        // SAFETY: the kernel has put a new descriptor into this process for this very message, which is decoded once.
+        raw::UFFD_EVENT_FORK => Event::Fork(unsafe { OwnedFd::from_raw_fd(word(0) as u32 as i32) }),
+        raw::UFFD_EVENT_REMAP => Event::Remap { from: word(0), to: word(1), bytes: word(2) },
+        raw::UFFD_EVENT_REMOVE => Event::Remove(word(0)..word(1)),
+        raw::UFFD_EVENT_UNMAP => Event::Unmap(word(0)..word(1)),
+        _ => Event::Unknown,
+    }
+}
