@@ -70,6 +70,7 @@ pub fn run(command: LabCommand) -> Result<ExitCode> {
                 hosts,
                 rate_bytes_per_s,
                 memory_limit_bytes,
+                qemu: BTreeMap::new(),
                 daemons: !no_daemons,
                 owned: false,
             })?;

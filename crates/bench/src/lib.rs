@@ -28,14 +28,23 @@ pub mod plot;
 /// Processes that cannot be confused.
 pub mod process;
 
+/// What a guest's RAM holds.
+pub mod ram;
+
 /// What experiments write.
 pub mod result;
 
 /// Medians, ratios, lines.
 pub mod stats;
 
+/// Machines that Sterna runs.
+pub mod sterna;
+
 /// Where programs and files are.
 pub mod tools;
+
+/// One migration, looked at from every side.
+pub mod trial;
 
 pub use error::{Error, Result};
 pub use guest::Guest;

@@ -1,0 +1,100 @@
+//! A guest's RAM as a file: how much of it holds anything.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use nix::errno::Errno;
+use nix::unistd::{Whence, lseek};
+use serde::Serialize;
+
+use crate::error::{Context, Error, Result};
+
+const PAGE_BYTES: usize = 4096;
+
+/// What a guest's RAM holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Usage {
+    /// Pages the host has given memory for.
+    pub allocated_pages: u64,
+    /// Of these, pages that are not all zero.
+    pub nonzero_pages: u64,
+}
+
+/// The file that a QEMU process maps as RAM: the largest of at least `memory_bytes`.
+///
+/// # Errors
+/// Where there is none: RAM that is not a file.
+pub fn file_of(pid: u32, memory_bytes: u64) -> Result<PathBuf> {
+    let maps =
+        std::fs::read_to_string(format!("/proc/{pid}/maps")).context(|| format!("reading the mappings of {pid}"))?;
+    let mapping = |line: &str| {
+        let (range, rest) = line.split_once(' ')?;
+        let (start, end) = range.split_once('-')?;
+        let size = u64::from_str_radix(end, 16).ok()?.checked_sub(u64::from_str_radix(start, 16).ok()?)?;
+        let path = rest.get(rest.find('/')?..)?;
+        (size >= memory_bytes).then(|| (size, PathBuf::from(path)))
+    };
+    let largest = maps.lines().filter_map(mapping).max_by_key(|(size, _)| *size);
+    largest
+        .map(|(_, path)| path)
+        .ok_or_else(|| Error::Usage(format!("process {pid} maps no file of {memory_bytes} bytes")))
+}
+
+/// Counts the pages of a RAM file; holes are skipped and stay holes.
+///
+/// # Errors
+/// Where the file cannot be read.
+pub fn usage(path: &std::path::Path) -> Result<Usage> {
+    let file = File::open(path).context(|| format!("opening {}", path.display()))?;
+    let seek = |from: i64, whence| match lseek(&file, from, whence) {
+        Ok(at) => Ok(Some(at)),
+        Err(Errno::ENXIO) => Ok(None),
+        Err(error) => Err(error).context(|| format!("looking for data in {}", path.display())),
+    };
+    let mut usage = Usage::default();
+    let mut block = vec![0; 256 * PAGE_BYTES];
+    let mut at = 0;
+    while let Some(start) = seek(at, Whence::SeekData)? {
+        let end = seek(start, Whence::SeekHole)?.unwrap_or(start);
+        at = start;
+        while at < end {
+            let wanted = usize::try_from(end - at).unwrap_or(usize::MAX).min(block.len());
+            let read = file.read_at(&mut block[..wanted], at.unsigned_abs()).context(|| "reading RAM".into())?;
+            if read == 0 {
+                return Ok(usage);
+            }
+            for page in block[..read].chunks(PAGE_BYTES) {
+                usage.allocated_pages += 1;
+                usage.nonzero_pages += u64::from(!is_zero(page));
+            }
+            at += i64::try_from(read).unwrap_or(i64::MAX - at);
+        }
+    }
+    Ok(usage)
+}
+
+fn is_zero(page: &[u8]) -> bool {
+    page.chunks(64).all(|line| line.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holes_zero_pages_and_pages_with_content_are_told_apart() {
+        let mut temporary = tempfile::Builder::new().tempfile_in("/dev/shm").unwrap();
+        let file = temporary.as_file_mut();
+        file.set_len(64 << 20).unwrap();
+        file.write_all_at(&[0; 3 * PAGE_BYTES], 5 << 20).unwrap();
+        file.write_all_at(&[1], (5 << 20) + 4096).unwrap();
+        file.write_all_at(&[1], (64 << 20) - 1).unwrap();
+        assert_eq!(usage(temporary.path()).unwrap(), Usage { allocated_pages: 4, nonzero_pages: 2 });
+    }
+
+    #[test]
+    fn a_process_without_such_a_mapping_is_told() {
+        assert!(file_of(std::process::id(), 1 << 50).unwrap_err().to_string().contains("maps no file"));
+    }
+}

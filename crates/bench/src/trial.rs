@@ -1,0 +1,264 @@
+//! One trial: a fresh guest is started, put under load, moved once, and looked at from every side. Whoever moves it,
+//! everything is measured the same way.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use sterna_api::{MigrateOptions, Report};
+
+use crate::Lab;
+use crate::baseline::{BaselineReport, BaselineVm, Method, Ram};
+use crate::command::wait_for;
+use crate::error::Result;
+use crate::guest::Guest;
+use crate::lab::{CLIENT, METER, net};
+use crate::load::memcached::{Load, LoadConfig, LoadRecord};
+use crate::load::{mean_between, now_us};
+use crate::meter::{self, Arrival, Line, Meter};
+use crate::ram;
+use crate::sterna::SternaVm;
+
+/// Where memcached listens in a guest.
+const MEMCACHED_PORT: u16 = 11211;
+/// How long a guest may take to start, on a machine that has other work too.
+const START: Duration = Duration::from_secs(90);
+
+/// Who moves the guest.
+#[derive(Debug, Clone)]
+pub enum Mover {
+    /// Sterna.
+    Sterna(MigrateOptions),
+    /// QEMU by itself.
+    Qemu(Method, Ram),
+}
+
+impl Mover {
+    /// Its name in a table.
+    #[must_use]
+    pub fn label(&self) -> String {
+        match self {
+            Self::Sterna(options) => format!("sterna, {} streams", options.streams).replace(" 1 streams", " 1 stream"),
+            Self::Qemu(method, Ram::Plain) => format!("qemu {}", method.label()),
+            Self::Qemu(method, Ram::SharedFile) => format!("qemu {}, shared file", method.label()),
+        }
+    }
+
+    /// Whether this is the baseline.
+    #[must_use]
+    pub fn is_baseline(&self) -> bool {
+        matches!(self, Self::Qemu(..))
+    }
+}
+
+/// A QEMU to use.
+#[derive(Debug, Clone)]
+pub struct Qemu {
+    /// Its version in short, such as `7.2`.
+    pub label: String,
+    /// Its program.
+    pub path: PathBuf,
+}
+
+/// What is tried.
+pub struct Setup<'a> {
+    /// Where, from host `a` to host `b`.
+    pub lab: &'a Lab,
+    /// The guest.
+    pub guest: Guest,
+    /// The line's beginning by which a program of the guest says that its memory is filled, where one is to be waited for.
+    pub ready: Option<&'static str>,
+    /// Who moves it.
+    pub mover: &'a Mover,
+    /// What runs it.
+    pub qemu: &'a Qemu,
+    /// Load on its memcached.
+    pub load: Option<LoadConfig>,
+    /// How long it runs before it is moved, once it is ready.
+    pub settle: Duration,
+    /// How long it is watched afterwards.
+    pub after: Duration,
+}
+
+/// What was seen.
+#[derive(Debug, Default)]
+pub struct Trial {
+    /// Numbers, by name with unit.
+    pub metrics: BTreeMap<String, f64>,
+    /// The mover's own report.
+    pub report: Value,
+    /// Sterna's report, where it was Sterna.
+    pub sterna: Option<Report>,
+    /// When the request was made, microseconds since 1970.
+    pub begin_us: i64,
+    /// When the mover said that it was done.
+    pub end_us: i64,
+    /// Heartbeats.
+    pub arrivals: Vec<Arrival>,
+    /// What the guest's checker reported.
+    pub checker: Vec<Line>,
+    /// What the load saw.
+    pub load: Option<LoadRecord>,
+}
+
+/// The guest while somebody runs it.
+enum Running {
+    Sterna(SternaVm),
+    Qemu(BaselineVm),
+}
+
+/// What was there before the migration, to be subtracted.
+struct Before {
+    cpu: Duration,
+    link: (u64, u64),
+}
+
+impl Before {
+    fn read(lab: &Lab) -> Result<Self> {
+        let cpu = ["a", "b"]
+            .iter()
+            .try_fold(Duration::ZERO, |sum, host| Ok::<_, crate::Error>(sum + lab.host(host)?.group.cpu_time()?))?;
+        Ok(Self { cpu, link: net::link_bytes(lab.name(), "a")? })
+    }
+}
+
+/// Tries it once. Guest, load and meter are gone afterwards; the lab stays.
+///
+/// # Errors
+/// Where the guest does not start or the migration fails.
+pub fn run(setup: &Setup) -> Result<Trial> {
+    let Setup { lab, guest, .. } = setup;
+    lab.create_tap(&guest.tap())?;
+    let result = run_with_tap(setup);
+    let removed = lab.delete_tap(&guest.tap());
+    // The console belongs to this trial: the next guest of the name must not find its words.
+    let _ = std::fs::remove_file(&guest.console);
+    let trial = result?;
+    removed.map(|()| trial)
+}
+
+fn run_with_tap(setup: &Setup) -> Result<Trial> {
+    let Setup { lab, guest, qemu, .. } = setup;
+    let meter = Meter::start(lab.host(METER)?)?;
+    let running = match setup.mover {
+        Mover::Sterna(_) => Running::Sterna(SternaVm::start(lab, "a", guest, &qemu.path)?),
+        Mover::Qemu(_, ram) => Running::Qemu(BaselineVm::start(lab, "a", guest, &qemu.path, *ram)?),
+    };
+    guest.wait_until_up(START)?;
+    if let Some(ready) = setup.ready {
+        wait_for(&format!("'{ready}' of the guest"), START, || Ok(guest.console_text().contains(ready).then_some(())))?;
+    }
+    let server = SocketAddr::from((guest.address(), MEMCACHED_PORT));
+    let load = setup.load.as_ref().map(|config| Load::start(lab.host(CLIENT)?, server, config)).transpose()?;
+    std::thread::sleep(setup.settle);
+
+    let mut trial = Trial::default();
+    trial.note_memory(&running, guest);
+    let before = Before::read(lab)?;
+    trial.begin_us = now_us();
+    let running = match running {
+        Running::Sterna(vm) => trial.move_by_sterna(vm, setup)?,
+        Running::Qemu(vm) => trial.move_by_qemu(vm, setup)?,
+    };
+    trial.end_us = now_us();
+    trial.note_costs(&before, &Before::read(lab)?);
+    std::thread::sleep(setup.after);
+
+    trial.load = load.map(Load::finish);
+    trial.arrivals = meter.arrivals(guest.address());
+    trial.checker = meter.lines(guest.address(), "CHECKER");
+    trial.note_outside_view(&meter.lines(guest.address(), "DIRTIER"));
+    drop(running);
+    Ok(trial)
+}
+
+impl Trial {
+    fn note(&mut self, name: &str, value: f64) {
+        self.metrics.insert(name.into(), value);
+    }
+
+    /// What the guest's RAM holds, where it is a file.
+    fn note_memory(&mut self, running: &Running, guest: &Guest) {
+        let pid = match running {
+            Running::Sterna(vm) => vm.pid().ok(),
+            Running::Qemu(vm) => Some(vm.pid()),
+        };
+        let usage = pid.and_then(|pid| ram::usage(&ram::file_of(pid, guest.memory_bytes).ok()?).ok());
+        if let Some(usage) = usage {
+            self.note("nonzero_pages", usage.nonzero_pages as f64);
+            self.note("allocated_pages", usage.allocated_pages as f64);
+        }
+    }
+
+    fn move_by_sterna(&mut self, mut vm: SternaVm, setup: &Setup) -> Result<Running> {
+        let Mover::Sterna(options) = setup.mover else { return Ok(Running::Sterna(vm)) };
+        let report = vm.migrate(setup.lab, "b", options)?;
+        self.note("total_ms", report.total_ms);
+        self.note("downtime_ms", report.downtime_ms);
+        self.note("bytes_on_wire", report.bytes_on_wire as f64);
+        self.note("setup_ms", report.setup_ms);
+        self.note("scan_ms", report.tracking.scan_ms);
+        self.note("scans", report.tracking.scans as f64);
+        self.note("write_faults", report.tracking.write_faults as f64);
+        self.note("pages_sent", report.pages.sent as f64);
+        self.note("rounds", report.rounds.len() as f64);
+        self.report = json!(report);
+        self.sterna = Some(report);
+        Ok(Running::Sterna(vm))
+    }
+
+    fn move_by_qemu(&mut self, vm: BaselineVm, setup: &Setup) -> Result<Running> {
+        let Mover::Qemu(method, _) = setup.mover else { return Ok(Running::Qemu(vm)) };
+        let (vm, report) = vm.migrate(setup.lab, "b", *method)?;
+        let BaselineReport { total_ms, downtime_ms, bytes_on_wire, .. } = report;
+        self.note("total_ms", total_ms);
+        self.note("downtime_ms", downtime_ms);
+        self.note("bytes_on_wire", bytes_on_wire as f64);
+        self.note("pages_sent", report.query_migrate["ram"]["normal"].as_f64().unwrap_or(0.0));
+        self.note("rounds", report.query_migrate["ram"]["dirty-sync-count"].as_f64().unwrap_or(0.0));
+        self.report = json!(report);
+        Ok(Running::Qemu(vm))
+    }
+
+    /// Processor time and link bytes of everything on both hosts, the guest's own work included.
+    fn note_costs(&mut self, before: &Before, after: &Before) {
+        self.note("wall_ms", (self.end_us - self.begin_us) as f64 / 1e3);
+        self.note("cpu_s", after.cpu.saturating_sub(before.cpu).as_secs_f64());
+        self.note("link_bytes", after.link.0.saturating_sub(before.link.0) as f64);
+    }
+
+    /// What meter and clients saw before and during the migration.
+    fn note_outside_view(&mut self, dirtier: &[Line]) {
+        const SECOND: i64 = 1_000_000;
+        let (begin, end) = (self.begin_us, self.end_us);
+        if let Some(gap) = meter::longest_gap(&self.arrivals, begin, end + SECOND) {
+            self.note("gap_ms", gap.ms);
+            self.note("gap_lost", gap.lost as f64);
+        }
+        if let Some(gap) = meter::longest_gap(&self.arrivals, begin - 2 * SECOND, begin - SECOND / 10) {
+            self.note("gap_before_ms", gap.ms);
+        }
+        let delivery = meter::delivery(&self.arrivals, begin, end + SECOND);
+        self.note("heartbeats_lost", delivery.lost as f64);
+        self.note("heartbeats_reordered", delivery.reordered as f64);
+        if let Some(load) = &self.load {
+            let before = mean_between(&load.samples, begin - 3 * SECOND, begin);
+            let during = mean_between(&load.samples, begin, end);
+            let longest = load.longest_us as f64 / 1e3;
+            before.into_iter().for_each(|value| self.note("requests_per_s_before", value));
+            during.into_iter().for_each(|value| self.note("requests_per_s_during", value));
+            self.note("longest_request_ms", longest);
+        }
+        // A line tells of the second before it.
+        let mean = |from: i64, to: i64| {
+            let inside = dirtier.iter().filter(|line| line.at_us - SECOND >= from && line.at_us <= to);
+            let values: Vec<f64> = inside.filter_map(|line| line.number("writes_per_s")).collect();
+            (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+        };
+        let slack = SECOND / 5;
+        mean(begin - 4 * SECOND, begin).into_iter().for_each(|value| self.note("writes_per_s_before", value));
+        mean(begin - slack, end + slack).into_iter().for_each(|value| self.note("writes_per_s_during", value));
+    }
+}
