@@ -7,8 +7,14 @@ pub mod baseline;
 /// Running programs and waiting for things to happen.
 pub mod command;
 
+/// The demo.
+pub mod demo;
+
 /// What can go wrong.
 pub mod error;
+
+/// The experiments.
+pub mod experiments;
 
 /// Guests and their QEMU arguments.
 pub mod guest;

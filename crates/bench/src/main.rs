@@ -1,8 +1,10 @@
 //! `sterna-bench`: the lab, the experiments and the demo.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use sterna_bench::{demo, experiments};
 
 /// The subcommands of `lab`.
 mod lab_command;
@@ -19,11 +21,47 @@ enum Command {
     /// Hosts on this machine: namespaces joined by a switch, with link rate, memory limit and a daemon each
     #[command(subcommand)]
     Lab(lab_command::LabCommand),
+    /// The experiments
+    List,
+    /// Run an experiment: result.json, runs.json, table.md and plots in DIR/ID
+    Run {
+        /// Which; `list` shows them
+        id: String,
+        /// Fewer and smaller set-ups: at most 10 minutes on two cores
+        #[arg(long)]
+        quick: bool,
+        /// How often each set-up is tried
+        #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
+        repeat: Option<u32>,
+        /// Where the results go
+        #[arg(long)]
+        out: PathBuf,
+    },
+    /// Move a busy guest between two hosts and show what happened
+    Demo {
+        /// Also write the report, as JSON
+        #[arg(long)]
+        json: Option<PathBuf>,
+        /// Where the plots go
+        #[arg(long, default_value = "build/demo")]
+        out: PathBuf,
+    },
 }
 
 fn main() -> ExitCode {
     let result = match Arguments::parse().command {
         Command::Lab(command) => lab_command::run(command),
+        Command::List => {
+            experiments::ALL.iter().for_each(|experiment| println!("{:14} {}", experiment.id, experiment.about));
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Run { id, quick, repeat, out } => {
+            let options = experiments::Options { quick, repeat: repeat.map(|repeat| repeat as usize), out };
+            experiments::run(&id, &options).map(|()| ExitCode::SUCCESS)
+        }
+        Command::Demo { json, out } => {
+            demo::run(json.as_deref(), &out).map(|good| if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        }
     };
     match result {
         Ok(code) => code,

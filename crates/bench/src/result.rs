@@ -85,27 +85,27 @@ impl Target {
 /// Puts the repetitions of each set-up together, in the order of first appearance.
 #[must_use]
 pub fn rows(runs: &[Run]) -> Vec<Row> {
-    let mut rows: Vec<(&Config, bool, BTreeMap<String, Vec<f64>>)> = Vec::new();
+    let mut firsts: Vec<&Run> = Vec::new();
     for run in runs {
-        let at = rows.iter().position(|(config, baseline, _)| *config == &run.config && *baseline == run.baseline);
-        let at = at.unwrap_or_else(|| {
-            rows.push((&run.config, run.baseline, BTreeMap::new()));
-            rows.len() - 1
-        });
-        for (name, value) in &run.metrics {
-            rows[at].2.entry(name.clone()).or_default().push(*value);
+        if !firsts.iter().any(|first| same_row(first, run)) {
+            firsts.push(run);
         }
     }
-    let summarise = |metrics: BTreeMap<String, Vec<f64>>| {
-        metrics.into_iter().filter_map(|(name, values)| Some((name, Summary::of(&values)?)))
-    };
-    rows.into_iter()
-        .map(|(config, baseline, metrics)| Row {
-            config: config.clone(),
-            baseline,
-            metrics: summarise(metrics).collect(),
-        })
-        .collect()
+    firsts.into_iter().map(|first| row(first, runs)).collect()
+}
+
+fn same_row(one: &Run, other: &Run) -> bool {
+    one.config == other.config && one.baseline == other.baseline
+}
+
+/// The repetitions of `first` in one row.
+fn row(first: &Run, runs: &[Run]) -> Row {
+    let mut values: BTreeMap<&String, Vec<f64>> = BTreeMap::new();
+    for (name, value) in runs.iter().filter(|run| same_row(first, run)).flat_map(|run| &run.metrics) {
+        values.entry(name).or_default().push(*value);
+    }
+    let summaries = values.into_iter().filter_map(|(name, values)| Some((name.clone(), Summary::of(&values)?)));
+    Row { config: first.config.clone(), baseline: first.baseline, metrics: summaries.collect() }
 }
 
 /// A metric of the runs that `chosen` picks, in order of their repetition: what pairs are made of.

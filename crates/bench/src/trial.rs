@@ -80,6 +80,8 @@ pub struct Setup<'a> {
     pub settle: Duration,
     /// How long it is watched afterwards.
     pub after: Duration,
+    /// Told what happens next.
+    pub say: &'a dyn Fn(&str),
 }
 
 /// What was seen.
@@ -106,7 +108,7 @@ pub struct Trial {
 /// The guest while somebody runs it.
 enum Running {
     Sterna(SternaVm),
-    Qemu(BaselineVm),
+    Qemu(Box<BaselineVm>),
 }
 
 /// What was there before the migration, to be subtracted.
@@ -142,14 +144,16 @@ pub fn run(setup: &Setup) -> Result<Trial> {
 fn run_with_tap(setup: &Setup) -> Result<Trial> {
     let Setup { lab, guest, qemu, .. } = setup;
     let meter = Meter::start(lab.host(METER)?)?;
+    (setup.say)(&format!("starting guest {} on host a: {}", guest.name, guest.jobs));
     let running = match setup.mover {
         Mover::Sterna(_) => Running::Sterna(SternaVm::start(lab, "a", guest, &qemu.path)?),
-        Mover::Qemu(_, ram) => Running::Qemu(BaselineVm::start(lab, "a", guest, &qemu.path, *ram)?),
+        Mover::Qemu(_, ram) => Running::Qemu(Box::new(BaselineVm::start(lab, "a", guest, &qemu.path, *ram)?)),
     };
     guest.wait_until_up(START)?;
     if let Some(ready) = setup.ready {
         wait_for(&format!("'{ready}' of the guest"), START, || Ok(guest.console_text().contains(ready).then_some(())))?;
     }
+    (setup.say)("the guest is up");
     let server = SocketAddr::from((guest.address(), MEMCACHED_PORT));
     let load = setup.load.as_ref().map(|config| Load::start(lab.host(CLIENT)?, server, config)).transpose()?;
     std::thread::sleep(setup.settle);
@@ -157,6 +161,7 @@ fn run_with_tap(setup: &Setup) -> Result<Trial> {
     let mut trial = Trial::default();
     trial.note_memory(&running, guest);
     let before = Before::read(lab)?;
+    (setup.say)("moving it to host b");
     trial.begin_us = now_us();
     let running = match running {
         Running::Sterna(vm) => trial.move_by_sterna(vm, setup)?,
@@ -209,7 +214,7 @@ impl Trial {
         Ok(Running::Sterna(vm))
     }
 
-    fn move_by_qemu(&mut self, vm: BaselineVm, setup: &Setup) -> Result<Running> {
+    fn move_by_qemu(&mut self, vm: Box<BaselineVm>, setup: &Setup) -> Result<Running> {
         let Mover::Qemu(method, _) = setup.mover else { return Ok(Running::Qemu(vm)) };
         let (vm, report) = vm.migrate(setup.lab, "b", *method)?;
         let BaselineReport { total_ms, downtime_ms, bytes_on_wire, .. } = report;
@@ -219,7 +224,7 @@ impl Trial {
         self.note("pages_sent", report.query_migrate["ram"]["normal"].as_f64().unwrap_or(0.0));
         self.note("rounds", report.query_migrate["ram"]["dirty-sync-count"].as_f64().unwrap_or(0.0));
         self.report = json!(report);
-        Ok(Running::Qemu(vm))
+        Ok(Running::Qemu(Box::new(vm)))
     }
 
     /// Processor time and link bytes of everything on both hosts, the guest's own work included.

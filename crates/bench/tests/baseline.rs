@@ -7,16 +7,59 @@ use sterna_bench::load::memcached::LoadConfig;
 use sterna_bench::trial::{self, Mover, Qemu, Setup};
 use sterna_bench::{Guest, Lab, LabConfig, tools};
 
+/// A lab without daemons; `None`, with the reason said, where there can be none.
+fn lab(name: &str, rate_bytes_per_s: Option<u64>) -> Option<Lab> {
+    if tools::kernel().is_err() || tools::initrd().is_err() || tools::qemu_7_2().is_err() {
+        eprintln!("skipped: QEMU or the guest's image is absent");
+        return None;
+    }
+    if !nix::unistd::Uid::effective().is_root() {
+        eprintln!("skipped: a lab needs root");
+        return None;
+    }
+    let pair = LabConfig::pair(&format!("{name}{}", std::process::id()));
+    Some(Lab::up(LabConfig { daemons: false, rate_bytes_per_s, ..pair }).unwrap())
+}
+
+#[test]
+fn every_method_and_back_end_of_every_qemu_moves_its_guest() {
+    let Some(lab) = lab("ways", None) else { return };
+    let mut qemus = vec![Qemu { label: "7.2".into(), path: tools::qemu_7_2().unwrap() }];
+    match tools::qemu_10_0() {
+        Ok(path) => qemus.push(Qemu { label: "10.0".into(), path }),
+        Err(error) => eprintln!("without QEMU 10.0: {error}"),
+    }
+    for qemu in &qemus {
+        for (method, ram) in
+            [(Method::Vanilla, Ram::Plain), (Method::Multifd(2), Ram::Plain), (Method::Multifd(4), Ram::SharedFile)]
+        {
+            let mut guest = Guest::new(&lab, "g", 9, "idle:--mib,64");
+            guest.memory_bytes = 320 << 20;
+            let trial = trial::run(&Setup {
+                lab: &lab,
+                guest,
+                ready: Some("IDLE ready"),
+                mover: &Mover::Qemu(method, ram),
+                qemu,
+                load: None,
+                settle: Duration::from_millis(500),
+                after: Duration::from_millis(500),
+                say: &|_| {},
+            })
+            .unwrap();
+            let version = trial.report["qemu"].as_str().unwrap();
+            assert!(version.starts_with(&format!("{}.", qemu.label)), "{version}");
+            assert!(trial.metrics["bytes_on_wire"] > 64e6, "{method:?}: {:?}", trial.metrics);
+            assert_eq!(trial.metrics.contains_key("nonzero_pages"), ram == Ram::SharedFile);
+            println!("{version} {method:?} {ram:?}: {:?}", trial.metrics);
+        }
+    }
+}
+
 #[test]
 fn qemus_own_migration_is_measured_from_every_side() {
-    let (Ok(path), Ok(_), Ok(_)) = (tools::qemu_7_2(), tools::kernel(), tools::initrd()) else {
-        return eprintln!("skipped: QEMU or the guest's image is absent");
-    };
-    if !nix::unistd::Uid::effective().is_root() {
-        return eprintln!("skipped: a lab needs root");
-    }
-    let config = LabConfig { daemons: false, ..LabConfig::pair(&format!("base{}", std::process::id())) };
-    let lab = Lab::up(config).unwrap();
+    let Some(lab) = lab("base", Some(125_000_000)) else { return };
+    let path = tools::qemu_7_2().unwrap();
     let mut guest = Guest::new(&lab, "g", 7, "idle:--mib,32;checker:--mib,8,--rate,4;memcached:-m,64");
     guest.memory_bytes = 512 << 20;
     let trial = trial::run(&Setup {
@@ -28,6 +71,7 @@ fn qemus_own_migration_is_measured_from_every_side() {
         load: Some(LoadConfig { connections: 1, keys: 100, ..LoadConfig::mixed(1) }),
         settle: Duration::from_secs(3),
         after: Duration::from_secs(2),
+        say: &|step| println!("{step}"),
     })
     .unwrap();
 
@@ -42,6 +86,6 @@ fn qemus_own_migration_is_measured_from_every_side() {
     assert!(metric("cpu_s") > 0.0);
     assert!(metric("requests_per_s_before") > 10.0);
     let after = trial.checker.iter().filter(|line| line.at_us > trial.end_us);
-    assert!(after.filter_map(|line| line.number("bad")).last() == Some(0.0), "{:?}", trial.checker);
+    assert!(after.filter_map(|line| line.number("bad")).next_back() == Some(0.0), "{:?}", trial.checker);
     println!("{:#?}", trial.metrics);
 }

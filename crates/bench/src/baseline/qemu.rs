@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use super::qmp::{Qmp, event_us};
 use crate::Lab;
+use crate::command::wait_for;
 use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
 use crate::lab::Host;
@@ -164,7 +165,7 @@ impl BaselineVm {
                 && matches!(event["data"]["status"].as_str(), Some("completed" | "failed" | "cancelled"))
         };
         let end = self.qmp.wait_for_event("the end of QEMU's migration", LIMIT, ended)?;
-        let query = self.qmp.execute("query-migrate", json!({}))?;
+        let query = self.query_ended()?;
         if end["data"]["status"] != "completed" {
             let reason = query["error-desc"].as_str().unwrap_or("QEMU gave no reason").to_owned();
             return Err(Error::Migration { vm: self.guest.name.clone(), status: "failed".into(), reason });
@@ -188,6 +189,17 @@ impl BaselineVm {
             query_migrate: query,
         };
         Ok((destination, report))
+    }
+}
+
+impl BaselineVm {
+    /// `query-migrate` of an ended migration. QEMU says that it has ended a moment before it works out how long it took.
+    fn query_ended(&mut self) -> Result<Value> {
+        wait_for("the total time of QEMU's migration", Duration::from_secs(5), || {
+            let query = self.qmp.execute("query-migrate", json!({}))?;
+            let is_known = query["status"] != "completed" || query["total-time"].as_f64().is_some_and(|ms| ms > 0.0);
+            Ok(is_known.then_some(query))
+        })
     }
 }
 

@@ -1,0 +1,160 @@
+//! What moving idle and busy guests costs, beside QEMU's own migration: bytes, downtime, total time, and the guest's
+//! own throughput meanwhile.
+
+use std::path::Path;
+use std::time::Duration;
+
+use sterna_api::MigrateOptions;
+
+use super::{Case, Options, Outcome, is, lab_name, qemus, try_all};
+use crate::baseline::{Method, Ram};
+use crate::error::Result;
+use crate::lab::{Lab, LabConfig};
+use crate::load::memcached::LoadConfig;
+use crate::plot::BarPlot;
+use crate::result::{Row, Run, Target, rows, series};
+use crate::stats::{median, paired_ratio};
+use crate::trial::{Mover, Qemu};
+
+const IDLE: &str = "idle";
+const WIRE: &str = "wire_bytes_per_used_byte";
+const THROUGHPUT: &str = "guest_throughput";
+const SEED: u64 = 20;
+
+/// What a guest does, and how its work is measured.
+struct Workload {
+    name: &'static str,
+    jobs: &'static str,
+    ready: Option<&'static str>,
+    memcached: bool,
+    /// Whether a short run has it.
+    quick: bool,
+}
+
+const WORKLOADS: &[Workload] = &[
+    Workload { name: IDLE, jobs: "idle", ready: None, memcached: false, quick: true },
+    Workload {
+        name: "20 MiB/s over 128 MiB",
+        jobs: "dirtier:--mib,128,--rate,20",
+        ready: Some("DIRTIER ready"),
+        memcached: false,
+        quick: false,
+    },
+    Workload {
+        name: "50 MiB/s over 128 MiB",
+        jobs: "dirtier:--mib,128,--rate,50",
+        ready: Some("DIRTIER ready"),
+        memcached: false,
+        quick: true,
+    },
+    // No rate: its own speed shows what tracking costs it. The pause must fit QEMU's limit, so the set is small.
+    Workload {
+        name: "full speed over 16 MiB",
+        jobs: "dirtier:--mib,16",
+        ready: Some("DIRTIER ready"),
+        memcached: false,
+        quick: true,
+    },
+    Workload { name: "memcached, sets", jobs: "memcached:-m,256", ready: None, memcached: true, quick: true },
+];
+
+pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+    let repeats = options.repeat.unwrap_or(if options.quick { 3 } else { 5 });
+    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+    let runs = try_all(&lab, &cases(options.quick)?, repeats, |_, metrics| {
+        if let (Some(wire), Some(pages)) = (metrics.get("bytes_on_wire"), metrics.get("nonzero_pages")) {
+            metrics.insert(WIRE.into(), wire / (pages * 4096.0));
+        }
+        let during = metrics.get("requests_per_s_during").or(metrics.get("writes_per_s_during"));
+        if let Some(during) = during.copied() {
+            metrics.insert(THROUGHPUT.into(), during);
+        }
+    });
+    plot(&runs, directory)?;
+    Ok(Outcome { targets: targets(&runs), runs })
+}
+
+fn cases(quick: bool) -> Result<Vec<Case>> {
+    let qemus = qemus()?;
+    let newest = qemus.last().map(|qemu| qemu.label.clone());
+    let mut cases = Vec::new();
+    for workload in WORKLOADS.iter().filter(|workload| workload.quick || !quick) {
+        // In a short run busy guests are moved with the newest QEMU only.
+        let chosen =
+            qemus.iter().filter(|qemu| !quick || workload.name == IDLE || Some(&qemu.label) == newest.as_ref());
+        for qemu in chosen {
+            let mut movers = vec![Mover::Sterna(MigrateOptions::default()), Mover::Qemu(Method::Vanilla, Ram::Plain)];
+            if !quick {
+                movers.push(Mover::Qemu(Method::Vanilla, Ram::SharedFile));
+                movers.push(Mover::Qemu(Method::Multifd(2), Ram::Plain));
+            }
+            cases.extend(movers.into_iter().map(|mover| case(workload, mover, qemu)));
+        }
+    }
+    Ok(cases)
+}
+
+fn case(workload: &Workload, mover: Mover, qemu: &Qemu) -> Case {
+    Case {
+        workload: workload.name.into(),
+        memory_bytes: 1 << 30,
+        jobs: workload.jobs.into(),
+        ready: workload.ready,
+        load: workload.memcached.then(|| LoadConfig::set_only(SEED)),
+        mover,
+        qemu: qemu.clone(),
+        settle: Duration::from_secs(5),
+    }
+}
+
+fn targets(runs: &[Run]) -> Vec<Target> {
+    let idle = |metric: &str| median(&series(runs, metric, |run| !run.baseline && is(run, &[("workload", IDLE)])));
+    let mut targets = vec![
+        Target::at_most("idle: bytes on wire ÷ non-zero bytes in use", 1.02, idle(WIRE)),
+        Target::at_most("idle: downtime at the meter, ms", 15.0, idle("gap_ms")),
+    ];
+    let (mut times, mut throughputs) = (Vec::new(), Vec::new());
+    for workload in WORKLOADS {
+        let name = workload.name;
+        let ratio = |metric: &str, qemu: &str| {
+            let of = |baseline: bool| {
+                series(runs, metric, |run| {
+                    run.baseline == baseline && plain(run) && is(run, &[("workload", name), ("qemu", qemu)])
+                })
+            };
+            paired_ratio(&of(false), &of(true))
+        };
+        times.extend(ratio("total_ms", "10.0"));
+        throughputs.extend(["10.0", "7.2"].iter().find_map(|qemu| ratio(THROUGHPUT, qemu)));
+    }
+    targets.push(Target::at_most("total time ÷ QEMU 10.0's, worst row", 1.0, times.into_iter().reduce(f64::max)));
+    let worst = throughputs.into_iter().reduce(f64::min);
+    targets.push(Target::at_least("guest throughput during migration ÷ under QEMU's own, worst row", 0.97, worst));
+    targets
+}
+
+/// Sterna, or QEMU as users run it: what is compared pair by pair.
+fn plain(run: &Run) -> bool {
+    !run.baseline || is(run, &[("mover", &Mover::Qemu(Method::Vanilla, Ram::Plain).label())])
+}
+
+fn plot(runs: &[Run], directory: &Path) -> Result<()> {
+    let rows = rows(runs);
+    for (metric, label) in [
+        ("total_ms", "total time, ms"),
+        ("gap_ms", "silence at the meter, ms"),
+        (THROUGHPUT, "guest operations per second"),
+    ] {
+        let bar = |row: &Row| {
+            let word =
+                |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default().to_owned();
+            Some((
+                format!("{}: {} (QEMU {})", word("workload"), word("mover"), word("qemu")),
+                row.metrics.get(metric)?.median,
+            ))
+        };
+        let bars = rows.iter().filter_map(bar).collect();
+        BarPlot { title: "1 GiB guests at 1 Gbit".into(), y_label: label.into(), bars }.write(directory, metric)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,197 @@
+//! Experiments: set-ups tried side by side in one lab, their rows, and the targets they are judged by.
+
+/// What moving idle and busy guests costs, beside QEMU's own migration.
+pub mod first_flight;
+
+/// How time grows with memory.
+pub mod scale;
+
+/// How fast pages move where no link limits them.
+pub mod throughput;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::error::{Error, Result};
+use crate::guest::Guest;
+use crate::lab::Lab;
+use crate::load::memcached::LoadConfig;
+use crate::result::{Config, ResultFile, Run, Target, machine, rows, show_number};
+use crate::tools;
+use crate::trial::{self, Mover, Qemu, Setup, Trial};
+
+/// How an experiment is to be run.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Fewer and smaller set-ups.
+    pub quick: bool,
+    /// How often each set-up is tried; the experiment's own number where absent.
+    pub repeat: Option<usize>,
+    /// Where the directory with the results is made.
+    pub out: PathBuf,
+}
+
+/// An experiment.
+pub struct Experiment {
+    /// Its name.
+    pub id: &'static str,
+    /// What it shows, in a line.
+    pub about: &'static str,
+    /// Runs it; plots go to the directory.
+    run: fn(&Options, &Path) -> Result<Outcome>,
+}
+
+/// What an experiment found.
+struct Outcome {
+    runs: Vec<Run>,
+    targets: Vec<Target>,
+}
+
+/// All experiments.
+pub const ALL: &[Experiment] = &[
+    Experiment {
+        id: "first-flight",
+        about: "idle and busy 1 GiB guests at 1 Gbit: bytes, downtime, total time, cost to the guest",
+        run: first_flight::run,
+    },
+    Experiment {
+        id: "throughput",
+        about: "incompressible RAM over an unlimited link: GB/s and processor time per GiB",
+        run: throughput::run,
+    },
+    Experiment {
+        id: "scale",
+        about: "idle guests of 1 to 16 GiB: time against memory in use, cost of a scan",
+        run: scale::run,
+    },
+];
+
+/// Runs an experiment and writes its results.
+///
+/// # Errors
+/// Where there is none of that name, or it could not run at all. Missed targets and failed runs are results, not errors.
+pub fn run(id: &str, options: &Options) -> Result<()> {
+    let known = || ALL.iter().map(|experiment| experiment.id).collect::<Vec<_>>().join(", ");
+    let experiment = ALL.iter().find(|experiment| experiment.id == id);
+    let experiment =
+        experiment.ok_or_else(|| Error::Usage(format!("there is no experiment {id}: there are {}", known())))?;
+    let directory = options.out.join(id);
+    std::fs::create_dir_all(&directory)
+        .map_err(|error| Error::Usage(format!("cannot make {}: {error}", directory.display())))?;
+    let Outcome { runs, targets } = (experiment.run)(options, &directory)?;
+    let result = ResultFile { experiment: id.into(), rows: rows(&runs), targets, machine: machine() };
+    result.write(&directory, &runs)?;
+    println!("{}", result.markdown());
+    println!("results: {}", directory.display());
+    Ok(())
+}
+
+/// One set-up of an experiment.
+struct Case {
+    /// What the guest does, in words.
+    workload: String,
+    memory_bytes: u64,
+    jobs: String,
+    /// The line by which the guest says that its memory is filled.
+    ready: Option<&'static str>,
+    load: Option<LoadConfig>,
+    mover: Mover,
+    qemu: Qemu,
+    settle: Duration,
+}
+
+impl Case {
+    fn config(&self) -> Config {
+        let options = match &self.mover {
+            Mover::Sterna(options) => json!(options),
+            Mover::Qemu(method, ram) => json!({ "method": method, "ram": ram, "max_bandwidth": "unlimited" }),
+        };
+        let seed = self.load.as_ref().map_or(1, |load| load.seed);
+        let values = [
+            ("mover", json!(self.mover.label())),
+            ("qemu", json!(self.qemu.label)),
+            ("workload", json!(self.workload)),
+            ("memory_mib", json!(self.memory_bytes >> 20)),
+            ("jobs", json!(self.jobs)),
+            ("options", options),
+            ("seed", json!(seed)),
+        ];
+        values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    }
+}
+
+/// Tries every case `repeats` times, forwards and backwards in turn, so that what drifts meets both sides of a pair alike.
+fn try_all(lab: &Lab, cases: &[Case], repeats: usize, derive: impl Fn(&Case, &mut BTreeMap<String, f64>)) -> Vec<Run> {
+    let mut runs = Vec::new();
+    let all = repeats * cases.len();
+    for repeat in 0..repeats {
+        let order: Vec<&Case> = if repeat % 2 == 0 { cases.iter().collect() } else { cases.iter().rev().collect() };
+        for case in order {
+            let run = try_one(lab, case, repeat, &derive);
+            let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
+            eprintln!(
+                "[{}/{all}] {} on QEMU {}, {}: total {} ms, downtime {} ms, gap {} ms{}",
+                runs.len() + 1,
+                case.mover.label(),
+                case.qemu.label,
+                case.workload,
+                shown("total_ms"),
+                shown("downtime_ms"),
+                shown("gap_ms"),
+                run.details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default()
+            );
+            runs.push(run);
+        }
+    }
+    runs
+}
+
+/// One trial. One that fails is a row too: no experiment hides any.
+fn try_one(lab: &Lab, case: &Case, repeat: usize, derive: &impl Fn(&Case, &mut BTreeMap<String, f64>)) -> Run {
+    let mut guest = Guest::new(lab, &format!("guest{repeat}"), 10, &case.jobs);
+    guest.memory_bytes = case.memory_bytes;
+    let setup = Setup {
+        lab,
+        guest,
+        ready: case.ready,
+        mover: &case.mover,
+        qemu: &case.qemu,
+        load: case.load.clone(),
+        settle: case.settle,
+        after: Duration::from_millis(1500),
+        say: &|_| {},
+    };
+    let (mut metrics, details) = match trial::run(&setup) {
+        Ok(Trial { metrics, report, load, .. }) => (metrics, json!({ "report": report, "load": load })),
+        Err(error) => (BTreeMap::new(), json!({ "error": error.to_string() })),
+    };
+    let failed = details.get("error").is_some();
+    metrics.insert("failed".into(), f64::from(u8::from(failed)));
+    if !failed {
+        derive(case, &mut metrics);
+    }
+    Run { config: case.config(), baseline: case.mover.is_baseline(), repeat, metrics, details }
+}
+
+/// The QEMUs that are here, the newest last.
+fn qemus() -> Result<Vec<Qemu>> {
+    let mut found = vec![Qemu { label: "7.2".into(), path: tools::qemu_7_2()? }];
+    match tools::qemu_10_0() {
+        Ok(path) => found.push(Qemu { label: "10.0".into(), path }),
+        Err(error) => eprintln!("rows with QEMU 10.0 are left out: {error}"),
+    }
+    Ok(found)
+}
+
+/// A name for an experiment's lab that no other process uses.
+fn lab_name() -> String {
+    format!("bench{}", std::process::id())
+}
+
+/// Picks runs by words of their set-up.
+fn is(run: &Run, values: &[(&str, &str)]) -> bool {
+    values.iter().all(|(name, value)| run.config.get(*name).and_then(Value::as_str) == Some(value))
+}
