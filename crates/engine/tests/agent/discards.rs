@@ -1,0 +1,105 @@
+//! What is logged as discarded.
+
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use sterna_agent_protocol::log::CAPACITY;
+use sterna_engine::agent::{Discard, Discards};
+
+use crate::fixture::{identity, with_each_qemu};
+use crate::program::{Program, RAM_BYTES};
+
+/// Offsets and lengths, all of this program's RAM.
+fn ranges(program: &Program, discards: Discards) -> Vec<(u64, u64)> {
+    let Discards::Ranges(ranges) = discards else { panic!("the log is complete") };
+    let of_ram = identity(&program.ram);
+    assert!(ranges.iter().all(|range| (range.device, range.inode) == of_ram));
+    ranges.iter().map(|range| (range.offset, range.length)).collect()
+}
+
+#[test]
+fn holes_punched_into_ram_are_logged_once() {
+    let mut program = Program::start();
+    program.tell("punch 4096 4096");
+    let mut log = program.agent().discard_log().expect("the log");
+    assert_eq!(log.drain(), Discards::Ranges(vec![]), "the log begins when it is got");
+    assert_eq!(program.tell("punch 8192 12288"), "0");
+    assert_eq!(program.tell(&format!("advise {} 65536 4096", libc::MADV_REMOVE)), "0");
+    assert_eq!(ranges(&program, log.drain()), [(8192, 12288), (65536, 4096)]);
+    assert_eq!(log.drain(), Discards::Ranges(vec![]));
+}
+
+#[test]
+fn dropping_pages_of_a_shared_mapping_is_no_discard_but_of_a_private_one_is() {
+    let mut program = Program::start();
+    let mut log = program.agent().discard_log().expect("the log");
+    let order = format!("advise {} 0 4096", libc::MADV_DONTNEED);
+    assert_eq!(program.tell(&order), "0");
+    assert_eq!(log.drain(), Discards::Ranges(vec![]));
+    program.tell("map private 0 0");
+    assert_eq!(program.tell(&order), "0");
+    assert_eq!(ranges(&program, log.drain()), [(0, 4096)]);
+}
+
+#[test]
+fn errors_come_back_as_the_kernel_gave_them() {
+    let mut program = Program::start();
+    assert_eq!(program.tell("advise 9999 0 4096"), format!("errno {}", libc::EINVAL));
+    assert_eq!(program.tell("unmap 1 4096"), "-1");
+    assert_eq!(program.agent().blocks().expect("blocks").len(), 1, "what was not unmapped is still listed");
+}
+
+#[test]
+fn more_discards_than_the_log_holds_mean_everything() {
+    let mut program = Program::start();
+    let mut log = program.agent().discard_log().expect("the log");
+    program.tell(&format!("punch-each-page {CAPACITY}"));
+    assert_eq!(ranges(&program, log.drain()).len() as u64, CAPACITY);
+    program.tell(&format!("punch-each-page {}", CAPACITY + 1));
+    assert_eq!(log.drain(), Discards::Everything);
+    program.tell("punch 4096 4096");
+    assert_eq!(ranges(&program, log.drain()), [(4096, 4096)], "and then it goes on");
+}
+
+#[test]
+fn a_reader_beside_a_writer_misses_nothing() {
+    let mut program = Program::start();
+    let mut log = program.agent().discard_log().expect("the log");
+    let pages = RAM_BYTES / 4096;
+    let rounds = 4;
+    let mut offsets = Vec::new();
+    let order = format!("punch-each-page {}", pages * rounds);
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| program.tell(&order));
+        while !writer.is_finished() {
+            match log.drain() {
+                Discards::Ranges(ranges) => offsets.extend(ranges.iter().map(|range| range.offset)),
+                Discards::Everything => panic!("{:?} of draining were too slow for the log", start.elapsed()),
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    });
+    let Discards::Ranges(rest) = log.drain() else { panic!("the log is complete") };
+    offsets.extend(rest.iter().map(|range| range.offset));
+    let expected: Vec<_> = (0..pages * rounds).map(|index| index * 4096 % RAM_BYTES).collect();
+    assert!(offsets == expected, "{} of {} discards", offsets.len(), expected.len());
+}
+
+#[test]
+fn what_qemu_itself_discards_is_logged() {
+    with_each_qemu(|start| {
+        let mut qemu = start.ram(128).with("-M pc -m 128M,slots=4,maxmem=1G").go();
+        let mut log = qemu.agent().discard_log().expect("the log");
+        let more = qemu.dir.path().join("more");
+        let bytes: u64 = 128 << 20;
+        let backend =
+            json!({"qom-type": "memory-backend-file", "id": "more", "size": bytes, "mem-path": more, "share": true});
+        qemu.qmp("object-add", backend);
+        // virtio-mem begins by discarding all of its memory.
+        qemu.qmp("device_add", json!({"driver": "virtio-mem-pci", "id": "mem", "memdev": "more", "bus": "pci.0"}));
+        let (device, inode) = identity(&more);
+        let Discards::Ranges(ranges) = log.drain() else { panic!("the log is complete") };
+        assert!(ranges.contains(&Discard { device, inode, offset: 0, length: bytes }), "{ranges:?}");
+    });
+}

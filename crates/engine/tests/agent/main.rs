@@ -1,0 +1,28 @@
+//! The library inside a real QEMU (and inside a plain program), asked by the daemon's client.
+//!
+//! No guest runs in most of these: QEMU stands before its first instruction. Needs root, /dev/userfaultfd and qemu-system-x86_64;
+//! where one is absent a test says so and passes.
+
+/// Building the library, and a QEMU or a program with it inside.
+mod fixture;
+
+/// The program that some tests run in QEMU's place.
+mod program;
+
+/// Which RAM is found.
+mod blocks;
+
+/// What is logged as discarded.
+mod discards;
+
+/// QEMU's confinement, `-daemonize`, children.
+mod confinement;
+
+/// A QEMU without a daemon, and one whose socket is abused.
+mod robustness;
+
+/// Tracking and keeping a userfaultfd.
+mod userfaultfd;
+
+/// Advising and remapping.
+mod remap;

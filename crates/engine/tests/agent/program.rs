@@ -1,0 +1,137 @@
+//! The program that some tests run in QEMU's place: this same program, told by an environment variable to map RAM and do as it is
+//! told, a line at a time. It calls libc as QEMU does, through the dynamic linker.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use sterna_engine::agent::Agent;
+use tempfile::TempDir;
+
+use crate::fixture;
+
+/// Set to the RAM file's path in the program.
+const ROLE: &str = "STERNA_TEST_RAM_FILE";
+
+/// Bytes of the RAM file.
+pub const RAM_BYTES: u64 = 64 << 20;
+
+/// The program, ended when dropped.
+pub struct Program {
+    pub dir: TempDir,
+    pub ram: PathBuf,
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Program {
+    /// Starts it with the library inside and its RAM mapped shared, once.
+    pub fn start() -> Self {
+        let dir = fixture::scratch();
+        let ram = dir.path().join("ram");
+        std::fs::File::create(&ram).and_then(|file| file.set_len(RAM_BYTES)).expect("a RAM file");
+        let program = std::env::current_exe().expect("this program has a path");
+        let mut child = Command::new(&program)
+            .args(["--ignored", "--exact", "program::do_as_told", "--nocapture", "--test-threads=1"])
+            .env(ROLE, &ram)
+            .env("LD_PRELOAD", fixture::library())
+            .env("STERNA_AGENT_SOCKET", dir.path().join("agent"))
+            .env("STERNA_AGENT_PROGRAM", program.file_name().expect("it has a name"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let input = child.stdin.take().expect("piped");
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut started = Self { dir, ram, child, input, output };
+        started.tell("map shared 0 0");
+        started
+    }
+
+    /// Connects to the library in it.
+    pub fn agent(&self) -> Agent {
+        fixture::connect(&self.dir.path().join("agent"))
+    }
+
+    /// Tells it to do something; what it says when it is done.
+    pub fn tell(&mut self, order: &str) -> String {
+        writeln!(self.input, "{order}").expect("the program listens");
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.output.read_line(&mut line).expect("the program speaks"), 0, "it ended at '{order}'");
+            if let Some((_, answer)) = line.split_once("done:") {
+                return answer.trim().to_owned();
+            }
+        }
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+#[ignore = "the program that other tests start"]
+fn do_as_told() {
+    let Some(ram) = std::env::var_os(ROLE) else { return };
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(Path::new(&ram)).expect("the RAM file");
+    let mut address = 0;
+    for line in std::io::stdin().lines() {
+        let line = line.expect("standard input");
+        let words: Vec<_> = line.split(' ').collect();
+        let number = |index: usize| words[index].parse::<u64>().expect("a number");
+        let answer = match words[0] {
+            "map" => {
+                let flags = if words[1] == "shared" { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
+                let fixed = if number(2) == 0 { 0 } else { libc::MAP_FIXED };
+                let protection = libc::PROT_READ | libc::PROT_WRITE;
+                // SAFETY: a new mapping, or one over a mapping of this test's own.
+                let mapped = unsafe {
+                    libc::mmap(number(2) as *mut _, RAM_BYTES as usize, protection, flags | fixed, file.as_raw_fd(), 0)
+                };
+                assert_ne!(mapped, libc::MAP_FAILED);
+                address = mapped as u64;
+                address.to_string()
+            }
+            "unmap" => {
+                // SAFETY: nothing refers to the mapping.
+                unsafe { libc::munmap((address + number(1)) as *mut _, number(2) as usize) }.to_string()
+            }
+            "punch" => {
+                let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+                let (offset, length) = (number(1) as i64, number(2) as i64);
+                // SAFETY: touches no memory of this program's.
+                unsafe { libc::fallocate64(file.as_raw_fd(), mode, offset, length) }.to_string()
+            }
+            "punch-each-page" => {
+                let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+                for index in 0..number(1) {
+                    let offset = (index * 4096 % RAM_BYTES) as i64;
+                    // SAFETY: touches no memory of this program's.
+                    assert_eq!(unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, 4096) }, 0);
+                }
+                String::new()
+            }
+            "advise" => {
+                let advice = words[1].parse().expect("a number");
+                // SAFETY: nothing refers to the mapping.
+                let result = unsafe { libc::madvise((address + number(2)) as *mut _, number(3) as usize, advice) };
+                let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
+                if result == 0 { "0".to_owned() } else { format!("errno {errno}") }
+            }
+            "environment" => {
+                let output = Command::new("env").output().expect("env runs");
+                let names = ["LD_PRELOAD", "STERNA_AGENT_SOCKET", "STERNA_AGENT_PROGRAM"];
+                let text = String::from_utf8_lossy(&output.stdout).into_owned();
+                text.lines().filter(|line| names.iter().any(|name| line.starts_with(name))).collect()
+            }
+            other => panic!("'{other}' is no order"),
+        };
+        println!("done:{answer}");
+    }
+}
