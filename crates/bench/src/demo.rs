@@ -10,7 +10,7 @@ use sterna_api::{MigrateOptions, Report};
 
 use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
-use crate::lab::{Lab, LabConfig};
+use crate::lab::{self, Lab, LabConfig};
 use crate::load::memcached::LoadConfig;
 use crate::meter::{self, Gap};
 use crate::plot::LinePlot;
@@ -29,6 +29,7 @@ pub fn run(json: Option<&Path>, out: &Path) -> Result<bool> {
     let start = Instant::now();
     let say = |step: &str| println!("[{:5.1} s] {step}", start.elapsed().as_secs_f64());
     std::fs::create_dir_all(out).context(|| format!("making {}", out.display()))?;
+    lab::clear_orphans();
     say("bringing up two hosts, a client and a meter, joined at 1 Gbit");
     let lab = Lab::up(LabConfig::pair(&format!("demo{}", std::process::id())))?;
     let path = tools::qemu_10_0().or_else(|_| tools::qemu_7_2())?;

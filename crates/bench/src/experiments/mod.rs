@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
 use crate::guest::Guest;
-use crate::lab::Lab;
+use crate::lab::{self, Lab};
 use crate::load::memcached::LoadConfig;
 use crate::result::{Config, ResultFile, Run, Target, machine, rows, show_number};
 use crate::tools;
@@ -81,6 +81,7 @@ pub fn run(id: &str, options: &Options) -> Result<()> {
     let directory = options.out.join(id);
     std::fs::create_dir_all(&directory)
         .map_err(|error| Error::Usage(format!("cannot make {}: {error}", directory.display())))?;
+    lab::clear_orphans();
     let Outcome { runs, targets } = (experiment.run)(options, &directory)?;
     let result = ResultFile { experiment: id.into(), rows: rows(&runs), targets, machine: machine() };
     result.write(&directory, &runs)?;

@@ -163,6 +163,10 @@ impl Lab {
             if let Some(at) = children.iter().position(|child| child.id() == id.pid) {
                 let _ = children.swap_remove(at).wait();
             }
+            // A daemon that another process started ends a moment after the signal.
+            while id.is_alive() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
     }
 
@@ -264,6 +268,14 @@ pub fn down(name: &str) -> Result<()> {
 /// As [`down`].
 pub fn down_orphans() -> Result<Vec<String>> {
     down_where(|state| state.is_some_and(State::is_orphan))
+}
+
+/// Takes down labs whose owner died, and only says so where that fails: for programs that are about to make their own.
+pub fn clear_orphans() {
+    match down_orphans() {
+        Ok(gone) => gone.iter().for_each(|name| eprintln!("took down lab {name}, whose owner had died")),
+        Err(error) => eprintln!("a lab that was left behind would not go: {error}"),
+    }
 }
 
 /// Takes down every lab that no living process owns, those brought up to stay included, and says which.
