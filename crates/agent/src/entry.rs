@@ -22,7 +22,6 @@ pub fn is_active() -> bool {
 static ON_LOAD: extern "C" fn() = on_load;
 
 /// Decides whether this process is meant, and keeps the library out of its children.
-
 extern "C" fn on_load() {
     let Some(socket) = variable(SOCKET_VARIABLE) else { return };
     if !is_meant() || !server::set_socket_path(socket) {

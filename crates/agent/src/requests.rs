@@ -15,7 +15,7 @@ use crate::{discards, remap, userfaultfd};
 /// What is kept between requests.
 #[derive(Default)]
 pub struct Requests {
-    /// While it is open, faulting threads wait for a daemon that died; see `design.md`'s post-copy.
+    /// While it is open, faulting threads wait for a daemon that died instead of reading zeros.
     userfaultfd: Option<Fd>,
 }
 

@@ -47,7 +47,6 @@ pub fn set_socket_path(path: &[u8]) -> bool {
 }
 
 /// Whether the calling thread is the server's.
-
 pub fn is_this_thread() -> bool {
     THREAD.load(Ordering::Relaxed) == raw::thread_id()
 }
