@@ -30,7 +30,7 @@ build_guest() {
 kvm_tiny() {
     local source=$ROOT/guest/kvm-tiny made
     made=$(key "$source"/*)
-    stamped kvm-tiny "$made" && return
+    stamped kvm-tiny "$made" "$GUEST/kvm-tiny.bin" && return
     mkdir -p "$GUEST"
     run 'please report this, with the output of `as --version`' "$source/build.sh" "$GUEST/kvm-tiny.bin"
     stamp kvm-tiny "$made"
@@ -40,7 +40,7 @@ image() {
     local programs made
     mapfile -t programs < <(find "$GUEST_PROGRAMS" -maxdepth 1 -type f -executable | LC_ALL=C sort)
     made=$(key "$ROOT"/guest/image/* "${programs[@]}" "$(<"$BUILD/stamps/debian")")
-    stamped image "$made" && return
+    stamped image "$made" "$GUEST/initrd.gz" && return
     step 'making the guest image'
     run 'the message above names the file; `./x clean` and again fetches the packages anew' \
         "$ROOT/guest/image/make.sh" "$BUILD/debian/root" "$GUEST" "${programs[@]}"
@@ -81,22 +81,21 @@ lint() {
     fi
 }
 
-# Every test of the workspace, then one closing line. A test that cannot run here writes `skipped: REASON` straight to
-# standard error and returns; it counts as skipped, not as passed.
+# Every test of the workspace, then what was skipped and one closing line.
 run_tests() {
     local log=$BUILD/log/test.log status=0
     lint
     eval "$(environment)"
-    step 'running the tests'
+    step "running the tests (all of their output: ${log#"$ROOT/"})"
     mkdir -p "$LOG"
-    # The agent is a library for QEMU's process without a standard library: its tests load it from outside.
-    cargo test --release --no-fail-fast --workspace --exclude sterna-agent "$@" 2>&1 | tee "$log" || status=$?
-    awk -v status="$status" '
-        /^test result:/ { for (i = 2; i < NF; i++) { if ($(i+1) ~ /^passed/) passed += $i; if ($(i+1) ~ /^failed/) failed += $i; if ($(i+1) ~ /^ignored/) skipped += $i } }
-        { unable += gsub(/skipped: /, "") }
-        END {
-            if (status != 0 && failed == 0) { print "the tests did not run to their end" > "/dev/stderr"; failed = 1 }
-            printf "%d passed, %d failed, %d skipped\n", passed - unable, failed, skipped + unable
-        }' "$log"
+    # The agent has no standard library to be tested with: the engine's tests load it into a QEMU.
+    cargo test --release --no-fail-fast --workspace --exclude sterna-agent "$@" -- --show-output 2>&1 |
+        tee "$log" | { grep --line-buffered -E '^test |^ +(Running|Doc-tests) ' || true; } || status=$?
+    if grep -q '^failures:$' "$log"; then
+        sed -n '/^failures:$/,/^test result: /p' "$log"
+    elif ((status != 0)); then
+        tail -n 40 "$log"
+    fi
+    awk -v status="$status" -f "$ROOT/scripts/test-summary.awk" "$log"
     return "$status"
 }

@@ -44,8 +44,8 @@ key() {
     done | sha256sum | cut -c1-32
 }
 
-# stamped NAME KEY: was NAME made from exactly this before?
-stamped() { [[ -f $BUILD/stamps/$1 && $(<"$BUILD/stamps/$1") == "$2" ]]; }
+# stamped NAME KEY RESULT: was NAME made from exactly this before, and is its result still there?
+stamped() { [[ -e $3 && -f $BUILD/stamps/$1 && $(<"$BUILD/stamps/$1") == "$2" ]]; }
 
 stamp() {
     mkdir -p "$BUILD/stamps"

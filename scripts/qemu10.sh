@@ -6,7 +6,7 @@ QEMU_10=$BUILD/qemu-10.0/qemu-system-x86_64
 unpack_qemu_10() {
     local made apt=$BUILD/qemu-10.0.apt into=$BUILD/qemu-10.0
     made=$(key "$ROOT/scripts/qemu10.sh")
-    stamped qemu-10.0 "$made" && return
+    stamped qemu-10.0 "$made" "$into" && return
     rm -rf "$apt" "$into"
     mkdir -p "$apt"/{lists,archives}/partial "$into"
     qemu_10_sources >"$apt/sources.list"
@@ -53,7 +53,8 @@ qemu_10_sources() {
 qemu_10_wrapper() {
     cat <<'WRAPPER'
 #!/bin/sh
-# Made by ./x: QEMU 10.0 out of its own folder.
+# Made by ./x: QEMU 10.0 out of its own folder. A complaint about a module under /usr is harmless: QEMU looks there
+# too, and refuses what belongs to another version.
 here=$(dirname "$(readlink -f "$0")")
 export QEMU_MODULE_DIR="$here/usr/lib/x86_64-linux-gnu/qemu"
 export LD_LIBRARY_PATH="$here/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"

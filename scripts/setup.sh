@@ -53,7 +53,7 @@ package_lists() {
 unpack_guest_packages() {
     local list=$ROOT/guest/image/packages into=$BUILD/debian made
     made=$(key "$list" "$ROOT/scripts/setup.sh")
-    stamped debian "$made" && return
+    stamped debian "$made" "$into/root" && return
     package_lists
     local wanted package
     mapfile -t wanted < <(sed 's/#.*//' "$list" | xargs -n1)
