@@ -15,10 +15,11 @@ const TMPFS: u64 = linux_raw_sys::general::TMPFS_MAGIC as u64;
 /// `HUGETLBFS_MAGIC`.
 const HUGETLBFS: u64 = linux_raw_sys::general::HUGETLBFS_MAGIC as u64;
 
-/// The stretches of `range` for which the file holds memory or blocks, ascending. Reading any other part yields zeros.
+/// The stretches of `range` for which the file holds content, ascending. Reading any other part yields zeros.
 ///
-/// On tmpfs they are exact to the page. On hugetlbfs the kernel knows no holes: the whole file is one stretch. The file may change
-/// meanwhile: a page that is allocated after the iterator has passed it is missed.
+/// On tmpfs they are exact to the page, and a page that was allocated and never touched is not among them. On hugetlbfs the kernel
+/// knows no holes: the whole file is one stretch. The file may change meanwhile: a page that is written after the iterator has passed
+/// it is missed.
 pub fn allocated_runs<F: AsFd>(file: &F, range: Range<u64>) -> AllocatedRuns<'_> {
     AllocatedRuns { file: file.as_fd(), at: range.start, end: range.end }
 }

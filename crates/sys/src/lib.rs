@@ -19,7 +19,7 @@ pub mod map;
 pub mod memory;
 /// Mounting a tmpfs for RAM files.
 pub mod mount;
-/// `/proc/self/mountinfo`.
+/// What is mounted where.
 pub mod mountinfo;
 /// What a process has mapped, page by page: which pages were written, and arming the next look.
 pub mod pagemap;

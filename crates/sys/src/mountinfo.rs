@@ -1,4 +1,4 @@
-//! `/proc/self/mountinfo` (kernel's `Documentation/filesystems/proc.rst`, 3.5).
+//! `/proc/thread-self/mountinfo` (kernel's `Documentation/filesystems/proc.rst`, 3.5).
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -36,12 +36,12 @@ impl Mount {
     }
 }
 
-/// All mounts of this process's mount namespace, in the order of mounting: of two at one place the later hides the earlier.
+/// All mounts of this thread's mount namespace, in the order of mounting: of two at one place the later hides the earlier.
 ///
 /// # Errors
 /// `/proc` is not mounted.
 pub fn mounts() -> Result<Vec<Mount>> {
-    let path = "/proc/self/mountinfo";
+    let path = "/proc/thread-self/mountinfo";
     let text = std::fs::read(path).map_err(|error| Error::new(format!("read {path}"), error))?;
     Ok(parse(&text))
 }

@@ -141,8 +141,9 @@ impl Pagemap {
     /// [`REGIONS_PER_CALL`], so use one again and again). Addresses where nothing is mapped are passed over.
     ///
     /// # Errors
-    /// `EPERM` when arming: part of the range is not registered for asynchronous write protection. `EINTR`: this thread is being
-    /// killed. After an error of an arming scan some pages may have been armed and not returned: tracking must begin anew.
+    /// `EPERM` when arming: part of the range is not registered for asynchronous write protection. `ESRCH`: the process has ended.
+    /// `EINTR`: this thread is being killed. After an error of an arming scan some pages may have been armed and not returned:
+    /// tracking must begin anew.
     pub fn scan(&self, range: Range<u64>, scan: Scan, regions: &mut Vec<Region>) -> Result<()> {
         regions.clear();
         let mut at = range.start;

@@ -123,7 +123,7 @@ fn try_tracking() -> Result<bool> {
     mapping.copy_in(2 * PAGE_BYTES, &[1; 16])?;
     pagemap.written_and_arm(mapping.addresses(), &mut regions)?;
     let written = mapping.addresses().start + 2 * PAGE_BYTES;
-    Ok(regions.iter().map(|region| region.range()).eq([written..written + PAGE_BYTES]))
+    Ok(matches!(regions[..], [region] if region.range() == (written..written + PAGE_BYTES)))
 }
 
 #[cfg(test)]
