@@ -3,6 +3,12 @@
 //! The order at the source is `prepare` → `begin` → `stopped` → `save_devices` → `saved`, and `rollback` from anywhere in
 //! between; at the destination `prepare` → `loaded` → `start`, and `quit` from anywhere. Memory never passes here.
 
+/// A client of QEMU's control protocol.
+pub mod qmp;
+
+/// QEMU as a VMM.
+pub mod qemu;
+
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 

@@ -1,0 +1,118 @@
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, SystemTime};
+
+use serde_json::json;
+
+use super::settings::Settings;
+use super::{
+    COMMAND_TIMEOUT, ErrorLog, QemuProcess, SLOW_COMMAND_TIMEOUT, SharedQmp, end, failure, guest_status, lock,
+    pass_socket, wait_migration, withdraw_socket,
+};
+use crate::vmm::qmp::{Qmp, Version};
+use crate::vmm::{Destination, EventTime, VmmError};
+
+/// The name of the descriptor in QEMU.
+const SOCKET: &str = "sterna-destination";
+
+/// The first QEMU that can be told to live on and say why when it refuses device state.
+const KNOWS_EXIT_ON_ERROR: Version = Version(9, 1, 0);
+
+/// How long a QEMU that refused device state has to end, so that its log is complete.
+const LAST_WORDS_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A QEMU, started with `-incoming defer -S`, whose guest is moved here.
+#[derive(Debug)]
+pub struct QemuDestination {
+    qmp: SharedQmp,
+    process: QemuProcess,
+    log: Option<ErrorLog>,
+}
+
+impl QemuDestination {
+    /// Drives the QEMU at the other end of `qmp`, whose process is `process` and whose standard error goes to `log`.
+    pub fn new(qmp: SharedQmp, process: QemuProcess, log: Option<ErrorLog>) -> Self {
+        Self { qmp, process, log }
+    }
+
+    /// `error` with QEMU's last words, where it left some: then it says why it failed rather than that it is gone.
+    fn explain(&self, error: VmmError) -> VmmError {
+        self.process.wait(LAST_WORDS_TIMEOUT);
+        let Some(words) = self.log.as_ref().and_then(ErrorLog::last_lines) else {
+            return error;
+        };
+        match error {
+            VmmError::Migration { reason } if reason.contains(&words) => VmmError::Migration { reason },
+            VmmError::Migration { reason } => VmmError::Migration { reason: format!("{reason} ({words})") },
+            VmmError::Gone { guest_off: false } => VmmError::Migration { reason: words },
+            error => error,
+        }
+    }
+}
+
+impl Destination for QemuDestination {
+    fn prepare(&mut self) -> Result<UnixStream, VmmError> {
+        let mut qmp = lock(&self.qmp);
+        Settings::for_destination(&mut qmp)?;
+        qmp.drop_events()?;
+        let stream = pass_socket(&mut qmp, SOCKET)?;
+        let mut incoming = json!({ "uri": format!("fd:{SOCKET}") });
+        if qmp.version() >= KNOWS_EXIT_ON_ERROR {
+            incoming["exit-on-error"] = json!(false);
+        }
+        if let Err(error) = qmp.execute("migrate-incoming", incoming, COMMAND_TIMEOUT) {
+            withdraw_socket(&mut qmp, SOCKET);
+            // It would keep QEMU reading, were the descriptor in use after all.
+            let _ = stream.shutdown(Shutdown::Both);
+            return Err(error);
+        }
+        Ok(stream)
+    }
+
+    fn loaded(&mut self, timeout: Duration) -> Result<(), VmmError> {
+        let mut qmp = lock(&self.qmp);
+        let error = match wait_migration(&mut qmp, "completed", timeout) {
+            Ok(Some(event)) if event.migration_status() == Some("completed") => return Ok(()),
+            Ok(Some(event)) => failure(&mut qmp, event.migration_status().unwrap_or_default()),
+            Ok(None) => {
+                return Err(VmmError::Silent { waiting_for: "device state".to_owned(), seconds: timeout.as_secs() });
+            }
+            Err(error) => error,
+        };
+        drop(qmp);
+        Err(self.explain(error))
+    }
+
+    fn start(&mut self) -> Result<EventTime, VmmError> {
+        let mut qmp = lock(&self.qmp);
+        qmp.drop_events()?;
+        qmp.execute("cont", json!({}), SLOW_COMMAND_TIMEOUT)?;
+        if let Some(event) = resumed(&mut qmp, Duration::ZERO)? {
+            return Ok(event.time);
+        }
+        // A guest that sleeps (ACPI S3) comes without an event from some versions.
+        match guest_status(&mut qmp)? {
+            (status, running) if running || status == "suspended" => match resumed(&mut qmp, Duration::ZERO)? {
+                Some(event) => Ok(event.time),
+                None => Ok(now()),
+            },
+            (status, _) => Err(VmmError::Refused {
+                command: "cont".to_owned(),
+                reason: format!("the guest does not run, its state is '{status}'"),
+            }),
+        }
+    }
+
+    fn quit(&mut self) {
+        end(&self.qmp, &self.process);
+    }
+}
+
+fn resumed(qmp: &mut Qmp, timeout: Duration) -> Result<Option<crate::vmm::qmp::Event>, VmmError> {
+    qmp.wait_event(|event| event.name == "RESUME", timeout)
+}
+
+fn now() -> EventTime {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    EventTime(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
+}

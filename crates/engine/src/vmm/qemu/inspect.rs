@@ -1,0 +1,187 @@
+use serde_json::{Value, json};
+
+use super::{COMMAND_TIMEOUT, ask, guest_status};
+use crate::vmm::VmmError;
+use crate::vmm::qmp::{Qmp, Version};
+
+/// Where QEMU's object tree holds the devices that were asked for, with and without a name of their own.
+const DEVICE_PATHS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
+/// What a running QEMU is made of, as far as a migration has to know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inspection {
+    /// QEMU's version.
+    pub version: Version,
+    /// The guest's state by QEMU's name, such as `running` or `paused`.
+    pub status: String,
+    /// Whether virtual processors run.
+    pub running: bool,
+    /// The machine type with its version, such as `pc-q35-7.2` where `q35` was asked for.
+    pub machine: String,
+    /// `kvm`, `tcg`, or `unknown`.
+    pub accelerator: String,
+    /// The model of the first processor, such as `qemu64`.
+    pub cpu: Option<String>,
+    /// Guest RAM, bytes, with what was plugged in.
+    pub ram_bytes: u64,
+    /// Every memory back end, those that QEMU made itself for a plain `-m` among them.
+    pub memory_devices: Vec<MemoryDevice>,
+    /// Block nodes that read and write guest RAM by direct I/O.
+    pub direct_io: Vec<String>,
+    /// Devices and network back ends through which others than QEMU write guest RAM (vfio, vhost-user, vDPA, ivshmem), by type.
+    pub foreign_writers: Vec<String>,
+    /// Why QEMU itself refuses to migrate this guest.
+    pub blockers: Vec<String>,
+}
+
+/// A memory back end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryDevice {
+    /// Its id.
+    pub id: String,
+    /// Its type: `memory-backend-file`, `memory-backend-memfd`, `memory-backend-ram`, ….
+    pub kind: String,
+    /// The file it maps, where it maps a named one.
+    pub path: Option<String>,
+    /// Bytes.
+    pub size_bytes: u64,
+    /// Whether the file is mapped shared.
+    pub share: bool,
+}
+
+impl MemoryDevice {
+    /// Whether QEMU leaves its contents to Sterna: a named file, mapped shared.
+    pub fn is_movable(&self) -> bool {
+        self.kind == "memory-backend-file" && self.share && self.path.is_some()
+    }
+}
+
+impl Inspection {
+    /// Guest RAM that Sterna cannot move, as names for people: back ends that are no shared named files, and RAM that has no
+    /// back end at all.
+    pub fn immovable_ram(&self) -> Vec<String> {
+        let backed: u64 = self.memory_devices.iter().map(|device| device.size_bytes).fold(0, u64::saturating_add);
+        let others = self.memory_devices.iter().filter(|device| !device.is_movable());
+        let mut names: Vec<String> = others
+            .map(|device| {
+                let sharing = if device.share { "" } else { ", not shared" };
+                format!("'{}' ({}{sharing})", device.id, device.kind)
+            })
+            .collect();
+        if backed < self.ram_bytes {
+            names.push(format!("{} bytes without a back end", self.ram_bytes - backed));
+        }
+        names
+    }
+}
+
+/// Asks a running QEMU what it is made of. Changes nothing.
+///
+/// # Errors
+/// [`VmmError`] where QEMU does not answer. What a version does not know to say is left empty.
+pub fn inspect(qmp: &mut Qmp) -> Result<Inspection, VmmError> {
+    let (status, running) = guest_status(qmp)?;
+    let machine = property(qmp, "/machine", "type")?.unwrap_or_default();
+    let size = optional(qmp, "query-memory-size-summary", json!({}))?;
+    let bytes = |name: &str| size[name].as_u64().unwrap_or(0);
+    let mut foreign_writers = foreign_devices(qmp)?;
+    foreign_writers.extend(foreign_networks(qmp)?);
+    let blockers = strings(&ask(qmp, "query-migrate")?["blocked-reasons"]);
+    Ok(Inspection {
+        version: qmp.version(),
+        status,
+        running,
+        machine: machine.strip_suffix("-machine").unwrap_or(&machine).to_owned(),
+        accelerator: accelerator(qmp)?,
+        cpu: cpu(qmp)?,
+        ram_bytes: bytes("base-memory").saturating_add(bytes("plugged-memory")),
+        memory_devices: memory_devices(qmp)?,
+        direct_io: direct_io(qmp)?,
+        foreign_writers,
+        blockers,
+    })
+}
+
+fn accelerator(qmp: &mut Qmp) -> Result<String, VmmError> {
+    if optional(qmp, "query-kvm", json!({}))?["enabled"].as_bool() == Some(true) {
+        return Ok("kvm".to_owned());
+    }
+    // Only TCG answers this one.
+    let tcg = !optional(qmp, "x-query-jit", json!({}))?.is_null();
+    Ok(if tcg { "tcg" } else { "unknown" }.to_owned())
+}
+
+fn cpu(qmp: &mut Qmp) -> Result<Option<String>, VmmError> {
+    let cpus = optional(qmp, "query-cpus-fast", json!({}))?;
+    let Some(path) = cpus[0]["qom-path"].as_str() else { return Ok(None) };
+    let kind = property(qmp, path, "type")?;
+    // Such as `qemu64-x86_64-cpu`.
+    let suffix = format!("-{}-cpu", cpus[0]["target"].as_str().unwrap_or_default());
+    Ok(kind.map(|kind| kind.strip_suffix(&suffix).unwrap_or(&kind).to_owned()))
+}
+
+fn memory_devices(qmp: &mut Qmp) -> Result<Vec<MemoryDevice>, VmmError> {
+    let mut devices = Vec::new();
+    for entry in items(&ask(qmp, "query-memdev")?) {
+        let id = entry["id"].as_str().unwrap_or_default().to_owned();
+        let object = format!("/objects/{id}");
+        let kind = property(qmp, &object, "type")?.unwrap_or_else(|| "unknown".to_owned());
+        // Refused for kinds that have no path.
+        let path = property(qmp, &object, "mem-path")?.filter(|path| !path.is_empty());
+        let share = entry["share"].as_bool().unwrap_or(false);
+        devices.push(MemoryDevice { id, kind, path, size_bytes: entry["size"].as_u64().unwrap_or(0), share });
+    }
+    Ok(devices)
+}
+
+fn direct_io(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
+    let nodes = optional(qmp, "query-named-block-nodes", json!({ "flat": true }))?;
+    let direct = items(&nodes).iter().filter(|node| node["cache"]["direct"].as_bool() == Some(true));
+    Ok(direct.map(|node| node["node-name"].as_str().unwrap_or("?").to_owned()).collect())
+}
+
+fn foreign_devices(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
+    let mut found = Vec::new();
+    for path in DEVICE_PATHS {
+        let children = optional(qmp, "qom-list", json!({ "path": path }))?;
+        let kinds = items(&children).iter().filter_map(|child| child["type"].as_str());
+        let devices = kinds.filter_map(|kind| kind.strip_prefix("child<")?.strip_suffix('>'));
+        found.extend(devices.filter(|device| is_foreign(device)).map(str::to_owned));
+    }
+    Ok(found)
+}
+
+/// Network back ends are in no object tree; only the monitor for people lists them, `NAME: index=0,type=KIND,…`.
+fn foreign_networks(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
+    let list = optional(qmp, "human-monitor-command", json!({ "command-line": "info network" }))?;
+    let kinds = list.as_str().unwrap_or_default().split(',').filter_map(|part| part.trim().strip_prefix("type="));
+    let kinds = kinds.filter_map(|kind| kind.split_whitespace().next());
+    Ok(kinds.filter(|kind| is_foreign(kind)).map(str::to_owned).collect())
+}
+
+/// vhost in the kernel is not among them: it writes through QEMU's own page tables.
+fn is_foreign(kind: &str) -> bool {
+    ["vfio-", "vhost-user", "vhost-vdpa", "ivshmem", "x-vfio-user"].iter().any(|prefix| kind.starts_with(prefix))
+}
+
+/// An object's property that is a text; `None` where it has none of that name.
+fn property(qmp: &mut Qmp, path: &str, name: &str) -> Result<Option<String>, VmmError> {
+    let value = optional(qmp, "qom-get", json!({ "path": path, "property": name }))?;
+    Ok(value.as_str().map(str::to_owned))
+}
+
+/// A command that this QEMU may not know or not serve: null where it refuses.
+fn optional(qmp: &mut Qmp, command: &str, arguments: Value) -> Result<Value, VmmError> {
+    match qmp.execute(command, arguments, COMMAND_TIMEOUT) {
+        Err(VmmError::Refused { .. }) => Ok(Value::Null),
+        other => other,
+    }
+}
+
+fn items(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+fn strings(value: &Value) -> Vec<String> {
+    items(value).iter().filter_map(|item| item.as_str().map(str::to_owned)).collect()
+}

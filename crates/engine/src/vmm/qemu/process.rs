@@ -1,0 +1,52 @@
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+/// A QEMU process, held by descriptor: another process that gets the same number later is never taken for it.
+#[derive(Debug)]
+pub struct QemuProcess(OwnedFd);
+
+impl QemuProcess {
+    /// Takes hold of a process by its number. Whoever calls this knows that the number still means that process.
+    ///
+    /// # Errors
+    /// The kernel's, `ESRCH` where there is no such process.
+    pub fn open(pid: u32) -> io::Result<Self> {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Self(pidfd_open(pid, PidfdFlags::empty())?))
+    }
+
+    /// Waits until the process has ended; false where `timeout` passed first.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let limit = Timespec::try_from(left).ok();
+            match poll(&mut [PollFd::from_borrowed_fd(self.0.as_fd(), PollFlags::IN)], limit.as_ref()) {
+                Ok(0) | Err(rustix::io::Errno::INTR) if left.is_zero() => return false,
+                Ok(0) | Err(rustix::io::Errno::INTR) => {}
+                Ok(_) => return true,
+                Err(_) => return false,
+            }
+        }
+    }
+
+    /// Whether the process has ended.
+    pub fn has_ended(&self) -> bool {
+        self.wait(Duration::ZERO)
+    }
+
+    /// Ends the process at once. Does nothing where it has ended already.
+    pub fn kill(&self) {
+        let _ = pidfd_send_signal(&self.0, Signal::KILL);
+    }
+}
+
+impl From<OwnedFd> for QemuProcess {
+    fn from(pidfd: OwnedFd) -> Self {
+        Self(pidfd)
+    }
+}

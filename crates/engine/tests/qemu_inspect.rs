@@ -1,0 +1,74 @@
+//! What a real QEMU says of itself.
+
+#[path = "support/machine.rs"]
+mod machine;
+
+use machine::{Config, Disk, LONG, Machine, RAM_BYTES, binaries};
+use serde_json::json;
+use sterna_engine::vmm::qemu::{binary_version, inspect, machine_types};
+use sterna_engine::vmm::{Source, VmmError};
+
+#[test]
+fn a_running_machine_is_described() {
+    for binary in binaries() {
+        let version = binary_version(&binary).unwrap();
+        for (machine, prefix) in [("q35", "pc-q35-"), ("pc", "pc-i440fx-"), ("microvm", "microvm")] {
+            let disk = Disk::new();
+            let from = Machine::source(&binary, &Config::new(machine).with(&["-cpu", "max"]), &disk);
+            let found = inspect(&mut from.qmp.lock().unwrap()).unwrap();
+            assert_eq!(found.version, version);
+            assert_eq!((found.status.as_str(), found.running), ("running", true));
+            assert!(found.machine.starts_with(prefix), "{}", found.machine);
+            assert!(machine_types(&binary).unwrap().contains(&found.machine));
+            assert_eq!((found.accelerator.as_str(), found.cpu.as_deref()), ("tcg", Some("max")));
+            assert_eq!(found.ram_bytes, RAM_BYTES);
+            assert_eq!(found.memory_devices.len(), 1);
+            assert!(found.memory_devices[0].is_movable(), "{found:?}");
+            assert!(found.memory_devices[0].path.as_ref().unwrap().ends_with("/ram"));
+            assert!(found.immovable_ram().is_empty(), "{found:?}");
+            assert!(found.direct_io.is_empty() && found.foreign_writers.is_empty() && found.blockers.is_empty());
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_moved_is_found() {
+    for binary in binaries() {
+        let config = Config::new("q35").with(&["-m", "64,slots=2,maxmem=256M"]).with(&[
+            "-object",
+            "memory-backend-memfd,id=plugged,size=16M",
+            "-device",
+            "pc-dimm,memdev=plugged",
+            "-blockdev",
+            "driver=null-co,node-name=direct,size=1048576,cache.direct=on",
+            "-object",
+            "memory-backend-ram,id=common,size=1M,share=on",
+            "-device",
+            "ivshmem-plain,memdev=common,master=off",
+        ]);
+        let disk = Disk::new();
+        let from = Machine::source(&binary, &config, &disk);
+        let found = inspect(&mut from.qmp.lock().unwrap()).unwrap();
+        assert_eq!(found.ram_bytes, RAM_BYTES + (16 << 20));
+        let immovable = found.immovable_ram().join(" ");
+        assert!(immovable.contains("'plugged' (memory-backend-memfd"), "{immovable}");
+        assert!(!immovable.contains("'ram'"), "{immovable}");
+        assert_eq!(found.direct_io, ["direct"]);
+        assert_eq!(found.foreign_writers, ["ivshmem-plain"]);
+        assert!(found.blockers.iter().any(|blocker| blocker.contains("ivshmem")), "{:?}", found.blockers);
+        // QEMU says so itself when it is tried, and the guest is none the worse for it.
+        let error = from.as_source().begin().unwrap_err();
+        assert!(matches!(&error, VmmError::Refused { reason, .. } if reason.contains("ivshmem")), "{error:?}");
+        from.assert_counts();
+    }
+}
+
+#[test]
+fn replies_of_any_length_arrive_whole() {
+    for binary in binaries() {
+        let disk = Disk::new();
+        let from = Machine::start(&binary, &Config::new("q35"), &disk, &["-S"]);
+        let schema = from.qmp.lock().unwrap().execute("query-qmp-schema", json!({}), LONG).unwrap();
+        assert!(schema.to_string().len() > 120_000);
+    }
+}
