@@ -1,6 +1,9 @@
 //! Drives one virtual machine's migration: tracking, selection, transfer, faults.
 //!
 //! Knows no QEMU beyond [`vmm`]: another VMM is another implementation of its two traits.
+//!
+//! A page's way: [`source::track`] → [`source::select`] → [`source::send`] → [`transport`] → [`destination::receive`] →
+//! [`destination::place`]. The phases, one flat list on each side: [`source`] and [`destination`].
 
 /// "Pause, resume, device state": what the engine needs of a VMM.
 pub mod vmm;
@@ -10,3 +13,21 @@ pub mod host;
 
 /// The client of the library inside QEMU.
 pub mod agent;
+
+/// A machine's RAM on this host.
+pub mod ram;
+
+/// Connections between two daemons.
+pub mod transport;
+
+/// The source's side of a migration.
+pub mod source;
+
+/// The destination's side of a migration.
+pub mod destination;
+
+/// What others see of a running migration, and their way to cancel it.
+pub mod monitor;
+
+/// What can go wrong, and whose fault it is.
+pub mod error;

@@ -1,0 +1,106 @@
+//! The devices' state into the VMM, held back until the last pages are in place.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use crate::error::MigrateError;
+
+/// Carries the devices' state into the VMM on a thread of its own, but not while it is held.
+pub struct HeldDevices {
+    gate: Arc<Gate>,
+    thread: Mutex<Option<JoinHandle<std::io::Result<()>>>>,
+    from: TcpStream,
+    to: UnixStream,
+}
+
+#[derive(Debug, Default)]
+struct Gate {
+    held: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn set(&self, held: bool) {
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = held;
+        self.changed.notify_all();
+    }
+
+    fn wait_open(&self) {
+        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.changed.wait_while(held, |held| *held).unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl HeldDevices {
+    /// Begins to carry.
+    ///
+    /// # Errors
+    /// No descriptor or thread left.
+    pub fn start(from: TcpStream, to: UnixStream) -> Result<Self, MigrateError> {
+        let host = || MigrateError::host("setting up the devices' way into QEMU");
+        let gate = Arc::new(Gate::default());
+        let (mut reader, mut writer, waiting) =
+            (from.try_clone().map_err(host())?, to.try_clone().map_err(host())?, Arc::clone(&gate));
+        // A source may be quiet for as long as the guest runs there.
+        reader.set_read_timeout(None).map_err(host())?;
+        let carry = move || {
+            let mut buffer = vec![0; 256 << 10];
+            let mut carry = || loop {
+                let read = reader.read(&mut buffer)?;
+                // After the reading: what was read once the guest had stopped must wait, also where the reading began before.
+                waiting.wait_open();
+                if read == 0 {
+                    return Ok(());
+                }
+                writer.write_all(&buffer[..read])?;
+            };
+            let carried = carry();
+            // Also where the link broke: the VMM finds its state cut short, and says so.
+            let _ = writer.shutdown(Shutdown::Write);
+            carried
+        };
+        let thread = std::thread::Builder::new().name("devices".into()).spawn(carry).map_err(host())?;
+        Ok(Self { gate, thread: Mutex::new(Some(thread)), from, to })
+    }
+
+    /// Holds what comes from now on.
+    pub fn hold(&self) {
+        self.gate.set(true);
+    }
+
+    /// Lets it go on.
+    pub fn release(&self) {
+        self.gate.set(false);
+    }
+
+    /// Waits until all of it is in the VMM, which has loaded it. A VMM that closes its side early says why itself.
+    ///
+    /// # Errors
+    /// The link broke.
+    pub fn finish(&self) -> Result<(), MigrateError> {
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match thread.map(JoinHandle::join) {
+            Some(Ok(Err(error))) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                Err(MigrateError::Link { doing: "receiving the devices' state", source: error })
+            }
+            Some(Err(_)) => Err(MigrateError::Reply("the devices' state was not carried")),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for HeldDevices {
+    /// Ends the thread where the migration ended before the source closed its side.
+    fn drop(&mut self) {
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            let _ = self.from.shutdown(Shutdown::Both);
+            let _ = self.to.shutdown(Shutdown::Both);
+            self.release();
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Takes calls and brings the connections of a session together.
+
+use std::collections::HashMap;
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use sterna_protocol::hello::Role;
+
+use super::{Call, serve_session};
+use crate::error::MigrateError;
+use crate::host::DestinationHost;
+use crate::transport::control::Answering;
+use crate::transport::{SessionKey, answer};
+
+/// The most connections that may be open at once: a caller that opens more is hung up on.
+const MAX_CONNECTIONS: usize = 512;
+
+/// The sessions that wait for connections, by their names.
+type Sessions = Arc<Mutex<HashMap<u128, Sender<Call>>>>;
+
+/// Takes calls for ever, each on a thread of its own.
+pub fn serve(listener: &TcpListener, host: &Arc<dyn DestinationHost>) {
+    let sessions = Sessions::default();
+    let open = Arc::new(AtomicUsize::new(0));
+    for stream in listener.incoming() {
+        let stream = match stream {
+            Ok(stream) => stream,
+            Err(error) => {
+                // Out of descriptors, most likely: others will be closed.
+                tracing::warn!(%error, "cannot take a call");
+                std::thread::sleep(Duration::from_millis(100));
+                continue;
+            }
+        };
+        let place = Place::take(&open);
+        let Some(place) = place else {
+            tracing::warn!("more than {MAX_CONNECTIONS} connections: hanging up on the next");
+            continue;
+        };
+        let (sessions, host) = (Arc::clone(&sessions), Arc::clone(host));
+        let spawned = std::thread::Builder::new().name("incoming".into()).spawn(move || {
+            let _place = place;
+            if let Err(error) = take(stream, &sessions, host.as_ref()) {
+                tracing::info!(%error, "a call came to nothing");
+            }
+        });
+        if let Err(error) = spawned {
+            tracing::warn!(%error, "cannot take a call");
+        }
+    }
+}
+
+/// Takes one call: a control connection is served here to its end, the others are handed to their session.
+fn take(stream: TcpStream, sessions: &Sessions, host: &dyn DestinationHost) -> Result<(), MigrateError> {
+    let (stream, hello) = answer(stream)?;
+    let key = SessionKey { session: hello.session, key: hello.key };
+    if hello.role != Role::Control {
+        let waiting = lock(sessions).get(&hello.session).cloned();
+        return waiting
+            .and_then(|session| session.send((hello.role, stream)).ok())
+            .ok_or(MigrateError::Reply("a connection of a session that does not wait for one"));
+    }
+    let (sender, calls) = channel();
+    // A second control connection of the same session asks for a verdict: it must not take the first one's calls.
+    let founded = {
+        let mut sessions = lock(sessions);
+        let vacant = !sessions.contains_key(&hello.session);
+        if vacant {
+            sessions.insert(hello.session, sender);
+        }
+        vacant
+    };
+    let _founded = founded.then(|| Founded { sessions: Arc::clone(sessions), session: hello.session });
+    serve_session(key, Answering::new(stream, key.key), calls, host);
+    Ok(())
+}
+
+fn lock(sessions: &Sessions) -> MutexGuard<'_, HashMap<u128, Sender<Call>>> {
+    sessions.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A session that waits for connections, until it is dropped.
+struct Founded {
+    sessions: Sessions,
+    session: u128,
+}
+
+impl Drop for Founded {
+    fn drop(&mut self) {
+        lock(&self.sessions).remove(&self.session);
+    }
+}
+
+/// One of the places for open connections.
+struct Place(Arc<AtomicUsize>);
+
+impl Place {
+    fn take(open: &Arc<AtomicUsize>) -> Option<Self> {
+        let taken = open.fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| (n < MAX_CONNECTIONS).then_some(n + 1));
+        taken.ok().map(|_| Self(Arc::clone(open)))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}

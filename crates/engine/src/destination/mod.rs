@@ -1,0 +1,319 @@
+//! The destination's side of a migration, phase by phase: connect, prepare, precopy, switchover, finish.
+
+/// Takes calls and brings the connections of a session together.
+pub mod listen;
+
+/// Frames off the connections that carry pages.
+pub mod receive;
+
+/// Pages into RAM.
+pub mod place;
+
+/// The devices' state into the VMM, held back until the last pages are in place.
+pub mod devices;
+
+use std::net::TcpStream;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use sterna_api::Problem;
+use sterna_protocol::hello::Role;
+use sterna_protocol::layout::{ChunkIndex, PageIndex};
+use sterna_protocol::message::{MAX_DIGEST_CHUNKS, MAX_SUSPECTS, Reply, Request};
+use sterna_protocol::spec::VmSpec;
+use sterna_sys::map::Access;
+
+use self::devices::HeldDevices;
+use self::place::Placer;
+use self::receive::Arrivals;
+use crate::error::MigrateError;
+use crate::host::{DestinationHost, Incoming, MigrationId};
+use crate::ram::Ram;
+use crate::transport::SessionKey;
+use crate::transport::control::Answering;
+use crate::vmm::EventTime;
+
+/// How long the session's other connections may take to come after the proposal was accepted.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the VMM may take to load its devices.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the pages of a round may take to arrive after the source has sent them all, without one arriving.
+const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
+/// The most connections a session may have for its pages.
+const MAX_STREAMS: u16 = sterna_api::options::MAX_STREAMS as u16;
+
+/// A connection of a session, as the listener hands it on.
+pub(crate) type Call = (Role, TcpStream);
+
+/// A machine on its way here.
+struct Session<'a> {
+    id: MigrationId,
+    key: SessionKey,
+    host: &'a dyn DestinationHost,
+    control: Answering,
+    calls: Receiver<Call>,
+}
+
+/// Serves one migration on its control connection, from the first request to the last.
+pub(crate) fn serve_session(key: SessionKey, control: Answering, calls: Receiver<Call>, host: &dyn DestinationHost) {
+    let mut session = Session { id: MigrationId(key.session), key, host, control, calls };
+    if let Err(error) = session.run() {
+        tracing::info!(migration = %session.id, %error, "an incoming migration ended early");
+    }
+}
+
+impl Session<'_> {
+    fn run(&mut self) -> Result<(), MigrateError> {
+        let request = self.control.next()?;
+        let (spec, streams) = match &request {
+            Request::Propose { id, spec, streams } if *id == self.id.0 && (1..=MAX_STREAMS).contains(streams) => {
+                (spec, *streams)
+            }
+            Request::Verdict { id } => {
+                let committed = self.host.verdict(MigrationId(*id)) == crate::host::Verdict::Committed;
+                return self.control.answer(&request, &Reply::Verdict { committed });
+            }
+            _ => return Err(MigrateError::Reply("a session begins with a proposal")),
+        };
+        let (incoming, ram) = match self.prepare(spec) {
+            Ok(prepared) => prepared,
+            Err(problem) => return self.control.answer(&request, &Reply::Failed(problem)),
+        };
+        let guard = Guard { host: self.host, id: self.id, incoming: Some(incoming) };
+        let accepted = Reply::Accepted {
+            host: hostname(),
+            qemu: guard.incoming.as_ref().map(|incoming| incoming.qemu_version.clone()).unwrap_or_default(),
+            sterna: env!("CARGO_PKG_VERSION").into(),
+            layout: ram.layout().digest(),
+        };
+        self.control.answer(&request, &accepted)?;
+        self.receive(guard, &ram, spec, streams)
+    }
+
+    /// Checks, starts the VMM, and maps its RAM.
+    fn prepare(&self, spec: &VmSpec) -> Result<(Incoming, Ram), Problem> {
+        sterna_protocol::layout::Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
+        let incoming = self.host.prepare(self.id, spec)?;
+        let same = incoming.blocks.len() == spec.blocks.len()
+            && incoming
+                .blocks
+                .iter()
+                .zip(&spec.blocks)
+                .all(|(ours, theirs)| ours.spec.id == theirs.id && ours.spec.bytes == theirs.bytes);
+        let ram = if same {
+            Ram::open(&incoming.blocks, Access::ReadWrite).map_err(|error| error.to_string())
+        } else {
+            Err("its RAM blocks differ from those proposed".into())
+        };
+        match ram {
+            Ok(ram) => Ok((incoming, ram)),
+            Err(why) => {
+                self.host.abort(self.id, Some(incoming));
+                Err(Problem::new(
+                    "ram-layout",
+                    sterna_api::Blame::Host,
+                    format!("the guest's RAM could not be made here: {why}"),
+                ))
+            }
+        }
+    }
+
+    /// Everything between the accepted proposal and the end, with the receivers at work.
+    fn receive(&mut self, mut guard: Guard, ram: &Ram, spec: &VmSpec, streams: u16) -> Result<(), MigrateError> {
+        let (pages, devices) = self.connections(streams)?;
+        let vmm_stream = guard.incoming_mut().vmm.prepare()?;
+        let held = HeldDevices::start(devices, vmm_stream)?;
+        let arrivals = Arrivals::new(streams);
+        let placer = Placer::new(ram, self.host);
+        std::thread::scope(|scope| {
+            // Whatever ends this scope ends the receivers: they read until their connection is shut down.
+            let _hang_up = HangUp(pages.iter().filter_map(|stream| stream.try_clone().ok()).collect());
+            for (index, stream) in pages.iter().enumerate() {
+                let (arrivals, placer, key) = (&arrivals, &placer, self.key.key);
+                scope.spawn(move || receive::receive(index, stream, key, placer, arrivals));
+            }
+            let result = self.converse(&mut guard, ram, spec, &placer, &arrivals, &held);
+            if let Err(error) = &result {
+                // The source may be busy sending: it asks why when its connection fails.
+                arrivals.fail(error.problem());
+            }
+            result
+        })
+    }
+
+    /// The connections that carry pages, in order, and the devices' one.
+    fn connections(&self, streams: u16) -> Result<(Vec<TcpStream>, TcpStream), MigrateError> {
+        let late = |_| MigrateError::Link {
+            doing: "waiting for the session's connections",
+            source: std::io::ErrorKind::TimedOut.into(),
+        };
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
+        let mut pages: Vec<Option<TcpStream>> = (0..streams).map(|_| None).collect();
+        let mut devices = None;
+        while devices.is_none() || pages.iter().any(Option::is_none) {
+            match self.calls.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(late)? {
+                (Role::Pages(index), stream) if pages.get(usize::from(index)).is_some_and(Option::is_none) => {
+                    pages[usize::from(index)] = Some(stream);
+                }
+                (Role::Devices, stream) if devices.is_none() => devices = Some(stream),
+                _ => return Err(MigrateError::Reply("a connection that this session does not have")),
+            }
+        }
+        Ok((
+            pages.into_iter().flatten().collect(),
+            devices.ok_or(MigrateError::Reply("no connection for the devices"))?,
+        ))
+    }
+
+    /// Answers requests until the guest runs here or the migration has ended.
+    fn converse(
+        &mut self,
+        guard: &mut Guard,
+        ram: &Ram,
+        spec: &VmSpec,
+        placer: &Placer,
+        arrivals: &Arrivals,
+        held: &HeldDevices,
+    ) -> Result<(), MigrateError> {
+        loop {
+            let request = self.control.next()?;
+            let reply = match &request {
+                Request::Abort => {
+                    self.control.answer(&request, &Reply::Aborted { problem: arrivals.failure() })?;
+                    return Err(MigrateError::Cancelled);
+                }
+                Request::Commit => return self.commit(guard, spec, &request, arrivals),
+                other => self.answer(other, guard, ram, placer, arrivals, held),
+            };
+            match reply {
+                Ok(reply) => self.control.answer(&request, &reply)?,
+                Err(error) => {
+                    self.control.answer(&request, &Reply::Failed(error.problem()))?;
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    fn answer(
+        &self,
+        request: &Request,
+        guard: &mut Guard,
+        ram: &Ram,
+        placer: &Placer,
+        arrivals: &Arrivals,
+        held: &HeldDevices,
+    ) -> Result<Reply, MigrateError> {
+        match request {
+            Request::Clock => Ok(Reply::Clock { now_us: crate::source::link::now_us() }),
+            Request::RoundEnd { round } => {
+                arrivals.wait(*round, ARRIVAL_TIMEOUT)?;
+                Ok(Reply::Arrived { suspects: suspects(placer) })
+            }
+            Request::Stopped => {
+                held.hold();
+                Ok(Reply::Holding)
+            }
+            Request::FinalRoundEnd { round } => {
+                arrivals.wait(*round, ARRIVAL_TIMEOUT)?;
+                let suspects = suspects(placer);
+                if suspects.is_empty() {
+                    held.release();
+                }
+                Ok(Reply::Arrived { suspects })
+            }
+            Request::ChunkDigests { first, count } => {
+                let end = u64::from(first.0) + u64::from(*count);
+                if *count > MAX_DIGEST_CHUNKS || end > u64::from(ram.layout().chunks()) {
+                    return Err(MigrateError::Reply("digests of chunks that this machine does not have"));
+                }
+                let digests =
+                    (first.0..end as u32).map(|chunk| ram.chunk_digest(ChunkIndex(chunk))).collect::<Result<_, _>>();
+                Ok(Reply::Digests(digests.map_err(MigrateError::host("reading the guest's RAM to compare it"))?))
+            }
+            Request::PageDigests { chunk } => Ok(Reply::Digests(
+                ram.page_digests(*chunk).map_err(MigrateError::host("reading the guest's RAM to compare it"))?,
+            )),
+            Request::Load => {
+                guard.incoming_mut().vmm.loaded(LOAD_TIMEOUT)?;
+                held.finish()?;
+                Ok(Reply::Loaded)
+            }
+            Request::Propose { .. } | Request::Commit | Request::Abort | Request::Verdict { .. } => {
+                Err(MigrateError::Reply("a request that does not belong here"))
+            }
+        }
+    }
+
+    /// The guest is ours: the point of no return at the destination. It is on record before the guest runs, so that whatever
+    /// happens to this daemon or to the link from here on, the answer to the source is the same.
+    fn commit(
+        &mut self,
+        guard: &mut Guard,
+        spec: &VmSpec,
+        request: &Request,
+        arrivals: &Arrivals,
+    ) -> Result<(), MigrateError> {
+        if let Err(problem) = self.host.commit(self.id) {
+            self.control.answer(request, &Reply::Failed(problem.clone()))?;
+            return Err(MigrateError::Record(problem));
+        }
+        let mut incoming = guard.keep();
+        let started = if spec.running { incoming.vmm.start() } else { Ok(EventTime(crate::source::link::now_us())) };
+        self.host.started(self.id, incoming);
+        let cpu = arrivals.cpu() + sterna_sys::process::thread_cpu_time();
+        let reply = match started {
+            Ok(start) => Reply::Running { start_us: start.0, cpu_us: cpu.as_micros() as u64 },
+            // It is ours all the same: the daemon looks after it.
+            Err(error) => {
+                Reply::Failed(MigrateError::from(error).problem().guest(sterna_api::problem::Whereabouts::Paused))
+            }
+        };
+        self.control.answer(request, &reply)
+    }
+}
+
+/// Pages to send again, as many as one reply names.
+fn suspects(placer: &Placer) -> Vec<PageIndex> {
+    placer.suspects(MAX_SUSPECTS)
+}
+
+fn hostname() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// A machine that never ran here, until it is kept: whatever ends the session gives it back.
+struct Guard<'a> {
+    host: &'a dyn DestinationHost,
+    id: MigrationId,
+    incoming: Option<Incoming>,
+}
+
+impl Guard<'_> {
+    fn incoming_mut(&mut self) -> &mut Incoming {
+        self.incoming.as_mut().expect("kept only at the very end")
+    }
+
+    fn keep(&mut self) -> Incoming {
+        self.incoming.take().expect("kept only once")
+    }
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        if let Some(incoming) = self.incoming.take() {
+            self.host.abort(self.id, Some(incoming));
+        }
+    }
+}
+
+/// Shuts connections down when dropped, which wakes whoever reads them.
+struct HangUp(Vec<TcpStream>);
+
+impl Drop for HangUp {
+    fn drop(&mut self) {
+        for stream in &self.0 {
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Pages into RAM: bodies straight from the socket, zeros by giving memory back.
+
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use sterna_protocol::frame::{ChunkFrame, page_digest};
+use sterna_protocol::layout::{Layout, PAGE_BYTES, PageIndex};
+use sterna_protocol::pages::PageMap;
+use sterna_sys::socket::{ReceiveError, receive_exact};
+
+use crate::error::MigrateError;
+use crate::host::DestinationHost;
+use crate::ram::Ram;
+
+/// Memory kept for the host: what is less is refused before the kernel has to kill somebody.
+const RESERVE_BYTES: u64 = 64 << 20;
+/// How often the host's room is looked at: every so many bytes placed.
+const LOOK_EVERY_BYTES: u64 = 32 << 20;
+
+/// Puts pages in their place; shared by all connections, which have chunks of their own.
+pub struct Placer<'a> {
+    ram: &'a Ram,
+    host: &'a dyn DestinationHost,
+    placed_bytes: AtomicU64,
+    suspects: Mutex<PageMap>,
+}
+
+impl<'a> Placer<'a> {
+    /// Into RAM that is holes all over.
+    #[must_use]
+    pub fn new(ram: &'a Ram, host: &'a dyn DestinationHost) -> Self {
+        Self { ram, host, placed_bytes: AtomicU64::new(0), suspects: Mutex::new(PageMap::empty(ram.layout())) }
+    }
+
+    /// The layout frames are checked against.
+    #[must_use]
+    pub fn layout(&self) -> &Layout {
+        self.ram.layout()
+    }
+
+    /// Receives a frame's bodies into RAM, and makes its zero pages holes. The frame fits the layout and its digests.
+    ///
+    /// # Errors
+    /// [`MigrateError::OutOfMemory`], or what went wrong on the link.
+    pub fn place(&self, stream: &TcpStream, frame: &ChunkFrame, digests: &[u64]) -> Result<(), MigrateError> {
+        self.ensure_room(frame.body_bytes() as u64)?;
+        if !frame.zero.is_empty() {
+            self.ram.punch(frame.chunk, &frame.zero).map_err(MigrateError::host("giving back pages of zeros"))?;
+        }
+        receive_exact(stream, &mut self.ram.incoming(frame.chunk, &frame.full)).map_err(|error| match error {
+            ReceiveError::Memory => MigrateError::OutOfMemory { room_bytes: self.host.room_bytes() },
+            link => MigrateError::Link { doing: "receiving pages", source: std::io::Error::other(link) },
+        })?;
+        self.check(frame, digests);
+        Ok(())
+    }
+
+    /// Notes pages whose bodies are not what was digested, and forgets those that came right.
+    fn check(&self, frame: &ChunkFrame, digests: &[u64]) {
+        let mut body = [0; PAGE_BYTES];
+        let mut wrong = sterna_protocol::pages::PageSet::EMPTY;
+        for (page, digest) in frame.full.iter().zip(digests) {
+            self.ram.read(frame.chunk, page, &mut body);
+            if page_digest(&body) != *digest {
+                wrong.insert(page);
+            }
+        }
+        let came = frame.full.or(&frame.zero);
+        let mut suspects = self.lock();
+        let suspects = suspects.chunk_mut(frame.chunk);
+        *suspects = suspects.without(&came).or(&wrong);
+    }
+
+    /// Pages to send again, at most so many.
+    #[must_use]
+    pub fn suspects(&self, most: usize) -> Vec<PageIndex> {
+        let suspects = self.lock();
+        suspects
+            .iter()
+            .flat_map(|(chunk, set)| set.iter().map(move |page| PageIndex { chunk, page }))
+            .take(most)
+            .collect()
+    }
+
+    fn ensure_room(&self, bytes: u64) -> Result<(), MigrateError> {
+        let before = self.placed_bytes.fetch_add(bytes, Ordering::Relaxed);
+        if before == 0 || before / LOOK_EVERY_BYTES != (before + bytes) / LOOK_EVERY_BYTES {
+            let room_bytes = self.host.room_bytes();
+            if room_bytes < RESERVE_BYTES {
+                return Err(MigrateError::OutOfMemory { room_bytes });
+            }
+        }
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PageMap> {
+        self.suspects.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,144 @@
+//! Frames off one connection, and what has arrived on all of them.
+
+use std::io::Read;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use sterna_api::Problem;
+use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
+
+use super::place::Placer;
+use crate::error::MigrateError;
+
+/// How far each connection is, and what went wrong on any.
+#[derive(Debug)]
+pub struct Arrivals {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// The last round each connection has ended.
+    rounds: Vec<Option<u32>>,
+    /// Frames so far: progress.
+    frames: u64,
+    failure: Option<Problem>,
+    cpu: Duration,
+}
+
+impl Arrivals {
+    /// Nothing yet, on so many connections.
+    #[must_use]
+    pub fn new(streams: u16) -> Self {
+        let state = State { rounds: vec![None; usize::from(streams)], frames: 0, failure: None, cpu: Duration::ZERO };
+        Self { state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// Waits until every connection has ended a round.
+    ///
+    /// # Errors
+    /// What went wrong on any, or no frame for `stall`.
+    pub fn wait(&self, round: u32, stall: Duration) -> Result<(), MigrateError> {
+        let mut state = self.lock();
+        let (mut seen, mut since) = (state.frames, Instant::now());
+        loop {
+            if let Some(problem) = &state.failure {
+                return Err(MigrateError::Peer(problem.clone()));
+            }
+            if state.rounds.iter().all(|ended| *ended >= Some(round)) {
+                return Ok(());
+            }
+            if state.frames != seen {
+                (seen, since) = (state.frames, Instant::now());
+            } else if since.elapsed() > stall {
+                return Err(MigrateError::Link {
+                    doing: "waiting for pages",
+                    source: std::io::ErrorKind::TimedOut.into(),
+                });
+            }
+            state = self.changed.wait_timeout(state, stall).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Notes what went wrong; the first is kept.
+    pub fn fail(&self, problem: Problem) {
+        self.lock().failure.get_or_insert(problem);
+        self.changed.notify_all();
+    }
+
+    /// What went wrong, where something did.
+    #[must_use]
+    pub fn failure(&self) -> Option<Problem> {
+        self.lock().failure.clone()
+    }
+
+    /// Processor time of the receivers, as of their last ended round.
+    #[must_use]
+    pub fn cpu(&self) -> Duration {
+        self.lock().cpu
+    }
+
+    fn ended(&self, stream: usize, round: u32, cpu: Duration) {
+        let mut state = self.lock();
+        state.rounds[stream] = Some(round);
+        state.cpu += cpu;
+        state.frames += 1;
+        self.changed.notify_all();
+    }
+
+    fn frame(&self) {
+        self.lock().frames += 1;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Receives on one connection until it is closed. A failure is noted, and the connection shut down so that the source sees it.
+pub fn receive(index: usize, stream: &TcpStream, key: u64, placer: &Placer, arrivals: &Arrivals) {
+    if let Err(error) = frames(index, stream, key, placer, arrivals) {
+        arrivals.fail(error.problem());
+        let _ = stream.shutdown(Shutdown::Both);
+    }
+}
+
+fn frames(
+    index: usize,
+    mut stream: &TcpStream,
+    key: u64,
+    placer: &Placer,
+    arrivals: &Arrivals,
+) -> Result<(), MigrateError> {
+    let mut reader = FrameReader::new(key);
+    // A source may be quiet between rounds for as long as it lives; whether it does, TCP's keepalive says.
+    stream.set_read_timeout(None).map_err(MigrateError::link("receiving pages"))?;
+    let mut counted = Duration::ZERO;
+    loop {
+        let mut header = [0; HEADER_BYTES];
+        match stream.read(&mut header).map_err(MigrateError::link("receiving pages"))? {
+            // The source closes its connections when it has said on the control connection why.
+            0 => return Ok(()),
+            read => stream.read_exact(&mut header[read..]).map_err(MigrateError::link("receiving pages"))?,
+        }
+        let pending = reader.header(&header)?;
+        let mut digests = vec![0u8; pending.digests() * 8];
+        stream.read_exact(&mut digests).map_err(MigrateError::link("receiving pages"))?;
+        let (digests, _) = digests.as_chunks::<8>();
+        let digests: Vec<u64> = digests.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
+        match reader.accept(&pending, &digests, placer.layout())? {
+            Frame::Chunk(frame) => {
+                placer.place(stream, &frame, &digests)?;
+                arrivals.frame();
+            }
+            Frame::RoundEnd { round } => {
+                let cpu = sterna_sys::process::thread_cpu_time();
+                arrivals.ended(index, round, cpu - counted);
+                counted = cpu;
+            }
+            Frame::Close => return Ok(()),
+        }
+    }
+}

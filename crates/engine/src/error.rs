@@ -1,0 +1,182 @@
+//! What can go wrong in a migration, whose fault it is, and the [`Problem`] that people see.
+
+use std::io;
+
+use sterna_api::{Blame, Problem};
+use sterna_protocol::frame::FrameError;
+use sterna_protocol::hello::HelloError;
+use sterna_protocol::layout::LayoutError;
+use sterna_protocol::message::MessageError;
+use sterna_protocol::session::Violation;
+
+use crate::vmm::VmmError;
+
+/// Why a migration did not succeed.
+#[derive(Debug, thiserror::Error)]
+pub enum MigrateError {
+    /// Somebody cancelled it.
+    #[error("the migration was cancelled")]
+    Cancelled,
+    /// The options cannot be.
+    #[error("{0}")]
+    Options(String),
+    /// The peer could not be reached.
+    #[error("cannot reach the daemon at {peer}")]
+    Unreachable {
+        /// Its address.
+        peer: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The link broke, or the peer said nothing for too long.
+    #[error("the link to the peer failed while {doing}")]
+    Link {
+        /// What was being done.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The peer speaks something else.
+    #[error(transparent)]
+    Hello(#[from] HelloError),
+    /// The peer sent a message that makes no sense.
+    #[error("the peer sent a message that cannot be")]
+    Message(#[from] MessageError),
+    /// The peer sent a frame that cannot be.
+    #[error("the peer sent a frame that cannot be")]
+    Frame(#[from] FrameError),
+    /// The peer spoke out of turn.
+    #[error("the peer spoke out of turn")]
+    Violation(#[from] Violation),
+    /// The peer's reply is of the right kind and wrong.
+    #[error("the peer's reply cannot be: {0}")]
+    Reply(&'static str),
+    /// The peer said no, or failed.
+    #[error("{}", .0.message)]
+    Peer(Problem),
+    /// RAM that cannot be moved.
+    #[error("the guest's RAM cannot be moved")]
+    Layout(#[from] LayoutError),
+    /// The VMM did not do what it was asked.
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// The agent inside QEMU did not do what it was asked.
+    #[error("the agent inside QEMU failed while {doing}")]
+    Agent {
+        /// What was being done.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The kernel did not do what it was asked.
+    #[error("the host's kernel failed while {doing}")]
+    Host {
+        /// What was being done.
+        doing: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// No memory here for the guest's.
+    #[error("this host has no memory left for the guest ({room_bytes} bytes, kept as a reserve)")]
+    OutOfMemory {
+        /// What is left.
+        room_bytes: u64,
+    },
+    /// It did not converge in the time it had.
+    #[error(
+        "the guest writes faster than its pages can be sent: after {elapsed_s:.0} s a pause of {predicted_ms:.0} ms is still to be expected"
+    )]
+    NotConverging {
+        /// How long it tried.
+        elapsed_s: f64,
+        /// What the pause would have been.
+        predicted_ms: f64,
+    },
+    /// Bodies arrived damaged though the guest was stopped.
+    #[error("{0} pages arrived damaged although the guest was stopped")]
+    Damaged(usize),
+    /// Both sides differ.
+    #[error("{mismatches} of {pages} pages differ between the two hosts")]
+    Mismatch {
+        /// Pages that differ.
+        mismatches: u64,
+        /// Pages compared.
+        pages: u64,
+    },
+    /// The daemon could not write down what must not be forgotten.
+    #[error("{}", .0.message)]
+    Record(Problem),
+}
+
+impl MigrateError {
+    /// A link error while doing something.
+    pub fn link(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Link { doing, source }
+    }
+
+    /// A kernel error while doing something.
+    pub fn host(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Host { doing, source }
+    }
+
+    /// A kernel error that says itself what was asked, while doing something.
+    pub fn kernel(doing: &'static str) -> impl FnOnce(sterna_sys::Error) -> Self {
+        move |source| Self::Host { doing, source: source.into() }
+    }
+
+    /// The problem as people and programs see it.
+    #[must_use]
+    pub fn problem(&self) -> Problem {
+        let (code, blame, hint) = match self {
+            Self::Peer(problem) | Self::Record(problem) => return problem.clone(),
+            Self::Cancelled => ("cancelled", Blame::Request, None),
+            Self::Options(_) => ("bad-options", Blame::Request, None),
+            Self::Unreachable { .. } => {
+                ("peer-unreachable", Blame::Peer, Some("is sternad running there with --listen, and is the port open?"))
+            }
+            Self::Link { .. } => {
+                ("link-failed", Blame::Peer, Some("look at the network between the hosts, then try again"))
+            }
+            Self::Hello(HelloError::Stranger) => {
+                ("not-sterna", Blame::Peer, Some("the address must be that of sternad's --listen"))
+            }
+            Self::Hello(_) => ("peer-version", Blame::Peer, Some("bring both hosts to the same version of Sterna")),
+            Self::Message(_) | Self::Frame(_) | Self::Violation(_) | Self::Reply(_) => (
+                "peer-protocol",
+                Blame::Peer,
+                Some("the peer or the network between damages what is sent; nothing of it was used"),
+            ),
+            Self::Layout(_) => ("ram-layout", Blame::Request, None),
+            Self::Vmm(VmmError::Gone { guest_off: true }) => ("guest-off", Blame::Guest, None),
+            Self::Vmm(VmmError::Gone { guest_off: false }) => ("qemu-gone", Blame::Qemu, Some("its log says why")),
+            Self::Vmm(_) => ("qemu-failed", Blame::Qemu, Some("QEMU's log on both hosts may say more")),
+            Self::Agent { .. } => (
+                "agent-failed",
+                Blame::Ours,
+                Some("was QEMU started with libsterna_agent.so, and does its socket exist?"),
+            ),
+            Self::Host { .. } => ("host-failed", Blame::Host, None),
+            Self::OutOfMemory { .. } => {
+                ("out-of-memory", Blame::Host, Some("make room at the destination, or choose another"))
+            }
+            Self::NotConverging { .. } => (
+                "not-converging",
+                Blame::Guest,
+                Some("allow a longer pause (--downtime-limit), more bandwidth, or --on-timeout force"),
+            ),
+            Self::Damaged(_) => {
+                ("damaged", Blame::Peer, Some("the network or a host damages data: look for the cause first"))
+            }
+            Self::Mismatch { .. } => {
+                ("verify-mismatch", Blame::Ours, Some("please report this with the options you used"))
+            }
+        };
+        let mut problem = Problem::from_error(code, blame, self);
+        problem.hint = hint.map(String::from);
+        problem
+    }
+}

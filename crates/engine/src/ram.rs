@@ -1,0 +1,239 @@
+//! A machine's RAM on this host: the blocks' files, mapped, and addressed by chunk and page.
+
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+
+use sterna_protocol::frame::page_digest;
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, LayoutError, PAGE_BYTES};
+use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_sys::file;
+use sterna_sys::iovec::{Incoming, Outgoing};
+use sterna_sys::map::{Access, SharedMapping};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::host::BlockFile;
+
+/// A machine's RAM, mapped shared: what is read here is what the guest wrote, and what is written here the guest reads.
+#[derive(Debug)]
+pub struct Ram {
+    layout: Layout,
+    blocks: Vec<Block>,
+}
+
+#[derive(Debug)]
+struct Block {
+    file: std::fs::File,
+    mapping: SharedMapping,
+    address: u64,
+    page_bytes: u64,
+}
+
+/// RAM that could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum RamError {
+    /// Its blocks cannot be.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// A file could not be mapped.
+    #[error("cannot map RAM block '{id}'")]
+    Map {
+        /// The block.
+        id: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A file is smaller than its block.
+    #[error("the file of RAM block '{id}' has {file_bytes} bytes, the block {bytes}")]
+    Short {
+        /// The block.
+        id: String,
+        /// The file's size.
+        file_bytes: u64,
+        /// The block's size.
+        bytes: u64,
+    },
+}
+
+impl Ram {
+    /// Maps the blocks.
+    ///
+    /// # Errors
+    /// [`RamError`].
+    pub fn open(files: &[BlockFile], access: Access) -> Result<Self, RamError> {
+        let specs: Vec<_> = files.iter().map(|block| block.spec.clone()).collect();
+        let layout = Layout::new(&specs)?;
+        let mut blocks = Vec::with_capacity(files.len());
+        for BlockFile { spec, file, address } in files {
+            let map = |source| RamError::Map { id: spec.id.clone(), source };
+            let file = file.try_clone().map_err(map)?;
+            let file_bytes = file.metadata().map_err(map)?.len();
+            if file_bytes < spec.bytes {
+                return Err(RamError::Short { id: spec.id.clone(), file_bytes, bytes: spec.bytes });
+            }
+            let mapping = SharedMapping::new(&file, spec.bytes, access).map_err(|error| map(error.into()))?;
+            blocks.push(Block { file, mapping, address: *address, page_bytes: spec.page_bytes });
+        }
+        Ok(Self { layout, blocks })
+    }
+
+    /// How the blocks lie.
+    #[must_use]
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Where the VMM maps each block, as addresses in its process, in the layout's order.
+    pub fn spans(&self) -> impl Iterator<Item = Range<u64>> {
+        self.blocks.iter().zip(self.layout.blocks()).map(|(block, spec)| block.address..block.address + spec.bytes)
+    }
+
+    /// Device and inode of the blocks' files, in the layout's order.
+    ///
+    /// # Errors
+    /// A file cannot be looked at.
+    pub fn files(&self) -> io::Result<Vec<(u64, u64)>> {
+        self.blocks.iter().map(|block| block.file.metadata().map(|file| (file.dev(), file.ino()))).collect()
+    }
+
+    /// Whether writes are seen by pages larger than 4,096 bytes there.
+    #[must_use]
+    pub fn tracked_coarsely(&self, chunk: ChunkIndex) -> bool {
+        self.layout.place(chunk).is_some_and(|place| self.blocks[place.block].page_bytes > PAGE_BYTES as u64)
+    }
+
+    /// Pages the host has given memory for.
+    ///
+    /// # Errors
+    /// The file's holes cannot be read.
+    pub fn allocated(&self) -> io::Result<PageMap> {
+        let mut map = PageMap::empty(&self.layout);
+        for (index, (block, spec)) in self.blocks.iter().zip(self.layout.blocks()).enumerate() {
+            for run in file::allocated_runs(&block.file, 0..spec.bytes) {
+                add_run(&mut map, &self.layout, index, run?);
+            }
+        }
+        Ok(map)
+    }
+
+    /// Pages of a chunk that the host has given memory for.
+    ///
+    /// # Errors
+    /// The file's holes cannot be read.
+    pub fn allocated_in(&self, chunk: ChunkIndex) -> io::Result<PageSet> {
+        let Some(place) = self.layout.place(chunk) else { return Ok(PageSet::EMPTY) };
+        let range = place.offset..place.offset + (place.pages * PAGE_BYTES) as u64;
+        let mut set = PageSet::EMPTY;
+        for run in file::allocated_runs(&self.blocks[place.block].file, range) {
+            let run = run?;
+            let start = (run.start - place.offset) as usize / PAGE_BYTES;
+            set.insert_run(start, (run.end - place.offset).div_ceil(PAGE_BYTES as u64) as usize - start);
+        }
+        Ok(set)
+    }
+
+    /// Copies a page out, as it is now; a guest that writes it meanwhile makes it dirty.
+    ///
+    /// # Panics
+    /// Where the page is not in the layout.
+    pub fn read(&self, chunk: ChunkIndex, page: u8, body: &mut [u8; PAGE_BYTES]) {
+        let (block, offset) = self.locate(chunk, usize::from(page));
+        block.mapping.copy_out(offset..offset + PAGE_BYTES as u64, body);
+    }
+
+    /// The memory of these pages, run by run, to send from.
+    ///
+    /// # Panics
+    /// Where a page is not in the layout.
+    #[must_use]
+    pub fn outgoing(&self, chunk: ChunkIndex, pages: &PageSet) -> Vec<Outgoing<'_>> {
+        self.runs(chunk, pages).map(|(block, range)| block.mapping.outgoing(range)).collect()
+    }
+
+    /// The memory of these pages, run by run, to receive into.
+    ///
+    /// # Panics
+    /// Where a page is not in the layout, or RAM was opened for reading only.
+    #[must_use]
+    pub fn incoming(&self, chunk: ChunkIndex, pages: &PageSet) -> Vec<Incoming<'_>> {
+        self.runs(chunk, pages).map(|(block, range)| block.mapping.incoming(range)).collect()
+    }
+
+    /// Gives the memory of these pages back to the host: they read as zeros.
+    ///
+    /// # Errors
+    /// The file system refuses.
+    ///
+    /// # Panics
+    /// Where a page is not in the layout.
+    pub fn punch(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        for (block, range) in self.runs(chunk, pages) {
+            file::punch(&block.file, range)?;
+        }
+        Ok(())
+    }
+
+    /// A digest of a chunk's pages as they are, holes as zeros; both sides compute the same where their RAM is the same.
+    ///
+    /// # Errors
+    /// The file's holes cannot be read.
+    pub fn chunk_digest(&self, chunk: ChunkIndex) -> io::Result<u64> {
+        let mut hash = Xxh3::new();
+        self.page_digests(chunk)?.iter().for_each(|digest| hash.update(&digest.to_le_bytes()));
+        Ok(hash.digest())
+    }
+
+    /// A digest of each page of a chunk; 0 for zeros and holes.
+    ///
+    /// # Errors
+    /// The file's holes cannot be read.
+    pub fn page_digests(&self, chunk: ChunkIndex) -> io::Result<Vec<u64>> {
+        let pages = self.layout.place(chunk).map_or(0, |place| place.pages);
+        let allocated = self.allocated_in(chunk)?;
+        let mut body = [0; PAGE_BYTES];
+        let mut digests = vec![0; pages];
+        for page in allocated.iter() {
+            self.read(chunk, page, &mut body);
+            if !is_zero(&body) {
+                digests[usize::from(page)] = page_digest(&body);
+            }
+        }
+        Ok(digests)
+    }
+
+    /// The runs of these pages, as byte ranges of their block.
+    fn runs(&self, chunk: ChunkIndex, pages: &PageSet) -> impl Iterator<Item = (&Block, Range<u64>)> {
+        pages.runs().map(move |(start, length)| {
+            let (block, offset) = self.locate(chunk, start);
+            (block, offset..offset + (length * PAGE_BYTES) as u64)
+        })
+    }
+
+    fn locate(&self, chunk: ChunkIndex, page: usize) -> (&Block, u64) {
+        let place = self.layout.place(chunk).expect("a chunk of this layout");
+        assert!(page < place.pages, "page {page} of chunk {} is not in the layout", chunk.0);
+        (&self.blocks[place.block], place.offset + (page * PAGE_BYTES) as u64)
+    }
+}
+
+/// Whether a page holds zeros only.
+#[must_use]
+pub fn is_zero(body: &[u8; PAGE_BYTES]) -> bool {
+    let (words, _) = body.as_chunks::<64>();
+    words.iter().all(|line| line.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+/// Adds the pages of a byte range of a block; what lies outside is left out.
+pub fn add_run(map: &mut PageMap, layout: &Layout, block: usize, run: Range<u64>) {
+    let mut offset = run.start / PAGE_BYTES as u64 * PAGE_BYTES as u64;
+    while offset < run.end {
+        let Some(first) = layout.page_at(block, offset) else { return };
+        let left_in_chunk = CHUNK_PAGES - usize::from(first.page);
+        let wanted = (run.end - offset).div_ceil(PAGE_BYTES as u64);
+        let length = wanted.min(left_in_chunk as u64) as usize;
+        let last = layout.place(first.chunk).map_or(0, |place| place.pages);
+        map.chunk_mut(first.chunk).insert_run(usize::from(first.page), length.min(last - usize::from(first.page)));
+        offset += (length * PAGE_BYTES) as u64;
+    }
+}

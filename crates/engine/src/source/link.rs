@@ -1,0 +1,120 @@
+//! The source's connections to the destination.
+
+use std::net::TcpStream;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use sterna_protocol::hello::Role;
+use sterna_protocol::layout::PageIndex;
+use sterna_protocol::message::{Reply, Request};
+use sterna_protocol::spec::VmSpec;
+
+use super::send::Stream;
+use crate::error::MigrateError;
+use crate::host::MigrationId;
+use crate::transport::control::{Asking, REPLY_TIMEOUT};
+use crate::transport::{SessionKey, call};
+
+/// How long the destination may take to check the machine and to start its VMM.
+const PREPARE_TIMEOUT: Duration = Duration::from_secs(60);
+/// How often the clocks are compared; the quickest answer counts.
+const CLOCK_SAMPLES: usize = 5;
+
+/// What the destination said of itself.
+#[derive(Debug, Clone, Default)]
+pub struct Peer {
+    /// Its name.
+    pub host: String,
+    /// Its QEMU's version.
+    pub qemu: String,
+    /// Its Sterna's version.
+    pub sterna: String,
+    /// Its clock minus ours, microseconds.
+    pub clock_offset_us: i64,
+}
+
+/// The connection that founds the session; nothing is agreed yet.
+pub struct Link {
+    session: SessionKey,
+    address: String,
+    /// Requests and replies.
+    pub control: Asking,
+}
+
+impl Link {
+    /// Reaches the destination and agrees on version and features.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn connect(address: &str, session: SessionKey) -> Result<Self, MigrateError> {
+        let stream = call(address, session, Role::Control)?;
+        Ok(Self { session, address: address.into(), control: Asking::new(stream, session.key) })
+    }
+
+    /// Proposes the machine; what the destination says of itself.
+    ///
+    /// # Errors
+    /// [`MigrateError::Peer`] where the destination refuses.
+    pub fn propose(&mut self, id: MigrationId, spec: &VmSpec, streams: u16, layout: u64) -> Result<Peer, MigrateError> {
+        let request = Request::Propose { id: id.0, spec: spec.clone(), streams };
+        let Reply::Accepted { host, qemu, sterna, layout: theirs } = self.control.ask(&request, PREPARE_TIMEOUT)?
+        else {
+            return Err(MigrateError::Reply("another reply than a yes or no to the proposal"));
+        };
+        if theirs != layout {
+            return Err(MigrateError::Reply("the destination lays out the guest's RAM differently"));
+        }
+        Ok(Peer { host, qemu, sterna, clock_offset_us: 0 })
+    }
+
+    /// A connection that carries pages.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn stream(&self, index: u16) -> Result<Stream, MigrateError> {
+        Ok(Stream::new(call(&self.address, self.session, Role::Pages(index))?, self.session.key))
+    }
+
+    /// The connection that carries the devices' state.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn devices(&self) -> Result<TcpStream, MigrateError> {
+        call(&self.address, self.session, Role::Devices)
+    }
+
+    /// Waits until all of a round has arrived; the pages to send again.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn round_end(&mut self, round: u32, last: bool) -> Result<Vec<PageIndex>, MigrateError> {
+        let request = if last { Request::FinalRoundEnd { round } } else { Request::RoundEnd { round } };
+        match self.control.ask(&request, REPLY_TIMEOUT)? {
+            Reply::Arrived { suspects } => Ok(suspects),
+            _ => Err(MigrateError::Reply("another reply than the arrival of a round")),
+        }
+    }
+
+    /// The peer's clock minus ours in microseconds, by the quickest of some answers: at most half its time wrong.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn compare_clocks(&mut self) -> Result<i64, MigrateError> {
+        let mut best = (u64::MAX, 0);
+        for _ in 0..CLOCK_SAMPLES {
+            let asked = now_us();
+            let Reply::Clock { now_us: theirs } = self.control.ask(&Request::Clock, REPLY_TIMEOUT)? else {
+                return Err(MigrateError::Reply("another reply than the time"));
+            };
+            let answered = now_us();
+            let middle = asked + answered.saturating_sub(asked) / 2;
+            best = best.min((answered.saturating_sub(asked), theirs as i64 - middle as i64));
+        }
+        Ok(best.1)
+    }
+}
+
+/// Microseconds since the epoch, by this host's clock.
+#[must_use]
+pub fn now_us() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
+}

@@ -1,0 +1,336 @@
+//! The source's side of a migration, phase by phase: connect, prepare, precopy, switchover, finish.
+
+/// The connections to the destination.
+pub mod link;
+
+/// Which pages the guest wrote.
+pub mod track;
+
+/// What the destination holds of each page.
+pub mod sent;
+
+/// What of a chunk travels.
+pub mod select;
+
+/// The connections that carry pages.
+pub mod send;
+
+/// Rounds of pages.
+pub mod rounds;
+
+/// Rounds while the guest runs.
+pub mod precopy;
+
+/// The devices' state on its way.
+pub mod devices;
+
+/// The guest stops here and starts there.
+pub mod switchover;
+
+/// The comparison of both sides.
+pub mod verify;
+
+use std::time::{Duration, Instant};
+
+use sterna_api::problem::Whereabouts;
+use sterna_api::report::{Host, Report, Status};
+use sterna_api::{MigrateOptions, Mode, Phase};
+use sterna_protocol::hello::Role;
+use sterna_protocol::session::Owner;
+use sterna_protocol::spec::VmSpec;
+use sterna_sys::map::Access;
+
+use self::link::{Link, Peer};
+use self::rounds::Rounds;
+use self::switchover::{HandOver, Switchover};
+use self::track::Tracker;
+use crate::error::MigrateError;
+use crate::host::{BlockFile, MigrationId, SourceHost, Verdict};
+use crate::monitor::Monitor;
+use crate::ram::Ram;
+use crate::transport::{SessionKey, call, control};
+use crate::vmm;
+
+/// A machine to be moved away, and what is needed to move it.
+pub struct Outgoing {
+    /// The migration, drawn at random.
+    pub id: MigrationId,
+    /// The machine, for the destination.
+    pub spec: VmSpec,
+    /// Its VMM.
+    pub vmm: Box<dyn vmm::Source>,
+    /// Its RAM, in the order of `spec.blocks`, with addresses in the VMM's process.
+    pub blocks: Vec<BlockFile>,
+    /// What watches its writes; [`track::WriteProtect`] for QEMU.
+    pub tracker: Box<dyn Tracker>,
+    /// Whether disks write into its RAM past the page tables (direct I/O).
+    pub direct_io: bool,
+    /// This host, for the report.
+    pub here: Host,
+}
+
+/// Where the guest is when a migration has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fate {
+    /// At the source, as it was before.
+    Here,
+    /// At the destination; the source's VMM has ended.
+    There,
+    /// It was given away and nobody answers: stopped here until [`ask_verdict`] tells. Where it tells [`Verdict::Aborted`],
+    /// `vmm.rollback()` lets it run on here.
+    Unknown,
+}
+
+/// A migration that has ended.
+pub struct Outcome {
+    /// What it did.
+    pub report: Report,
+    /// The VMM; ended where the fate is [`Fate::There`].
+    pub vmm: Box<dyn vmm::Source>,
+    /// Where the guest is.
+    pub fate: Fate,
+}
+
+/// Moves a machine to `peer`. Blocks until it has ended; meanwhile `monitor` shows where it stands, and cancels it.
+#[must_use]
+pub fn migrate(
+    outgoing: Outgoing,
+    peer: &str,
+    options: &MigrateOptions,
+    host: &dyn SourceHost,
+    monitor: &Monitor,
+) -> Outcome {
+    let Outgoing { id, spec, mut vmm, blocks, mut tracker, direct_io, here } = outgoing;
+    let report = Report {
+        schema: Report::SCHEMA,
+        vm: spec.name.clone(),
+        mode: if options.mode == Mode::StopAndCopy { "stop-and-copy" } else { "precopy" }.into(),
+        options: options.clone(),
+        source: here,
+        destination: Host { address: peer.into(), ..Host::default() },
+        ..Report::default()
+    };
+    let mut migration = Migration {
+        id,
+        spec: &spec,
+        peer,
+        options,
+        host,
+        monitor,
+        direct_io,
+        report,
+        cpu_before: sterna_sys::process::thread_cpu_time(),
+    };
+    let result = migration.run(vmm.as_mut(), &blocks, tracker.as_mut());
+    tracker.disarm();
+    migration.account(tracker.as_ref());
+    let fate = result.unwrap_or_else(|error| migration.give_back(vmm.as_mut(), &error));
+    if fate == Fate::There {
+        monitor.enter(Phase::Finish);
+        vmm.quit();
+    }
+    let elapsed_ms = monitor.elapsed().as_secs_f64() * 1e3;
+    if migration.report.status == Status::Completed {
+        // No page is left at the source when the guest starts at the destination; what follows is cleaning up.
+        migration.report.resume_ms = elapsed_ms - migration.report.total_ms;
+    } else {
+        migration.report.total_ms = elapsed_ms;
+    }
+    migration.report.source.cpu_s += (sterna_sys::process::thread_cpu_time() - migration.cpu_before).as_secs_f64();
+    monitor.enter(Phase::Done);
+    Outcome { report: migration.report, vmm, fate }
+}
+
+/// Asks a peer what became of a migration.
+///
+/// # Errors
+/// The peer does not answer: ask again later.
+pub fn ask_verdict(id: MigrationId, peer: &str) -> Result<Verdict, MigrateError> {
+    let session = SessionKey { session: id.0, key: id.0 as u64 };
+    let stream = call(peer, session, Role::Control)?;
+    let committed = control::ask_verdict(stream, session.key, id.0)?;
+    Ok(if committed { Verdict::Committed } else { Verdict::Aborted })
+}
+
+struct Migration<'a> {
+    id: MigrationId,
+    spec: &'a VmSpec,
+    peer: &'a str,
+    options: &'a MigrateOptions,
+    host: &'a dyn SourceHost,
+    monitor: &'a Monitor,
+    direct_io: bool,
+    report: Report,
+    cpu_before: Duration,
+}
+
+impl Migration<'_> {
+    /// The phases in their order. An error means that the guest is still the source's.
+    fn run(
+        &mut self,
+        vmm: &mut dyn vmm::Source,
+        blocks: &[BlockFile],
+        tracker: &mut dyn Tracker,
+    ) -> Result<Fate, MigrateError> {
+        self.options.check().map_err(MigrateError::Options)?;
+        let ram = Ram::open(blocks, Access::Read).map_err(|error| MigrateError::Host {
+            doing: "mapping the guest's RAM",
+            source: std::io::Error::other(error),
+        })?;
+
+        self.monitor.enter(Phase::Connect);
+        let session = SessionKey { session: self.id.0, key: self.id.0 as u64 };
+        let mut link = Link::connect(self.peer, session)?;
+        let result = self.with_link(vmm, &ram, tracker, &mut link);
+        match result {
+            Ok(fate) => Ok(fate),
+            Err(error) => {
+                // Where the link broke, the destination knows better why. (Once the guest was given away, its verdict was the last word.)
+                let theirs = if link.control.owner() == Owner::Source { link.control.abort() } else { None };
+                Err(match (error, theirs) {
+                    (MigrateError::Link { .. }, Some(problem)) => MigrateError::Peer(problem),
+                    (error, _) => error,
+                })
+            }
+        }
+    }
+
+    fn with_link(
+        &mut self,
+        vmm: &mut dyn vmm::Source,
+        ram: &Ram,
+        tracker: &mut dyn Tracker,
+        link: &mut Link,
+    ) -> Result<Fate, MigrateError> {
+        self.monitor.enter(Phase::Prepare);
+        self.monitor.check()?;
+        let mut peer = link.propose(self.id, self.spec, self.options.streams as u16, ram.layout().digest())?;
+        self.describe(&peer);
+        let streams = (0..self.options.streams as u16).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
+        let devices = link.devices()?;
+        peer.clock_offset_us = link.compare_clocks()?;
+        vmm.prepare()?;
+        tracker.arm(ram)?;
+
+        let mut rounds = Rounds::new(ram, self.monitor, streams, self.options.bandwidth_bytes_per_s);
+        let allocated = rounds.everything()?;
+        let total = ram.layout().pages();
+        self.report.ram = sterna_api::report::RamPages { total_pages: total, allocated_pages: allocated };
+        self.report.pages.unallocated = total - allocated;
+        self.report.setup_ms = self.monitor.elapsed().as_secs_f64() * 1e3;
+        let result = self.move_guest(vmm, tracker, link, &mut rounds, devices, &peer);
+        self.tally(&rounds);
+        result
+    }
+
+    fn move_guest(
+        &mut self,
+        vmm: &mut dyn vmm::Source,
+        tracker: &mut dyn Tracker,
+        link: &mut Link,
+        rounds: &mut Rounds,
+        devices: std::net::TcpStream,
+        peer: &Peer,
+    ) -> Result<Fate, MigrateError> {
+        if self.options.mode != Mode::StopAndCopy {
+            self.monitor.enter(Phase::Precopy);
+            precopy::precopy(rounds, link, tracker, vmm, self.options)?;
+        }
+        self.monitor.enter(Phase::Switchover);
+        let switchover = Switchover { verify: self.options.verify, direct_io: self.direct_io, monitor: self.monitor };
+        let loaded = switchover.load(rounds, link, tracker, vmm, devices)?;
+        self.report.verify = loaded.verify.clone();
+        match switchover::hand_over(loaded, link, peer.clock_offset_us, self.id, self.peer, self.host, self.monitor)? {
+            HandOver::Done { downtime, downtime_ms, destination_cpu_s } => {
+                self.report.total_ms = self.monitor.elapsed().as_secs_f64() * 1e3;
+                self.report.status = Status::Completed;
+                self.report.downtime = downtime;
+                self.report.downtime_ms = if self.spec.running { downtime_ms } else { 0.0 };
+                self.report.destination.cpu_s = destination_cpu_s;
+                Ok(Fate::There)
+            }
+            HandOver::Unknown(error) => self.find_out(error),
+        }
+    }
+
+    /// The guest was given away and the answer did not come: asks until it is known, for a while.
+    fn find_out(&mut self, lost: MigrateError) -> Result<Fate, MigrateError> {
+        let deadline = Instant::now() + Duration::from_secs(3);
+        self.monitor
+            .update(|progress| progress.waiting_for = Some("the destination's word on who has the guest".into()));
+        loop {
+            match ask_verdict(self.id, self.peer) {
+                Ok(Verdict::Aborted) => return Err(lost),
+                Ok(Verdict::Committed) => {
+                    self.report.status = Status::Completed;
+                    return Ok(Fate::There);
+                }
+                Err(error) if Instant::now() > deadline => {
+                    let mut problem = lost.problem().guest(Whereabouts::Paused);
+                    problem.cause.push(error.to_string());
+                    problem.hint = Some(format!(
+                        "the guest is stopped here until {} answers; bring its daemon back, and it goes on by itself",
+                        self.peer
+                    ));
+                    self.report.error = Some(problem);
+                    return Ok(Fate::Unknown);
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(200)),
+            }
+        }
+    }
+
+    /// Lets the guest run on here, and writes down why.
+    fn give_back(&mut self, vmm: &mut dyn vmm::Source, error: &MigrateError) -> Fate {
+        tracing::warn!(vm = self.spec.name, %error, "migration failed, the guest stays");
+        self.monitor.enter(Phase::Rollback);
+        let cancelled = matches!(error, MigrateError::Cancelled);
+        self.report.status = if cancelled { Status::Cancelled } else { Status::Failed };
+        if let MigrateError::Mismatch { mismatches, pages } = *error {
+            self.report.verify =
+                sterna_api::report::Verify { checked: true, pages, mismatches, excluded_free_pages: 0 };
+        }
+        let mut problem = error.problem();
+        if let Err(rollback) = vmm.rollback() {
+            problem = problem.guest(match rollback {
+                vmm::VmmError::Gone { .. } => Whereabouts::Gone,
+                _ => Whereabouts::Paused,
+            });
+            problem.cause.push(format!("and the guest could not be given back: {rollback}"));
+        }
+        self.report.error = Some(problem);
+        Fate::Here
+    }
+
+    fn describe(&mut self, peer: &Peer) {
+        let destination = &mut self.report.destination;
+        destination.host.clone_from(&peer.host);
+        destination.qemu.clone_from(&peer.qemu);
+        destination.sterna.clone_from(&peer.sterna);
+    }
+
+    /// Writes the rounds into the report.
+    fn tally(&mut self, rounds: &Rounds) {
+        let (report, counts) = (&mut self.report, rounds.counts);
+        report.pages.full = counts.full;
+        report.pages.sent = counts.full;
+        report.pages.zero = counts.zero;
+        report.pages.unallocated += counts.unallocated;
+        report.pages.fake_dirty_content = counts.unchanged;
+        report.bytes_on_wire = rounds.bytes();
+        report.bytes_raw = counts.full * 4096;
+        report.rounds.clone_from(&rounds.done);
+        report.tracking.untracked_writes = rounds.untracked_writes;
+        report.source.cpu_s = rounds.cpu().as_secs_f64();
+    }
+
+    /// Writes what tracking cost into the report.
+    fn account(&mut self, tracker: &dyn Tracker) {
+        let cost = tracker.cost();
+        let tracking = &mut self.report.tracking;
+        tracking.scans = cost.scans;
+        tracking.scan_ms = cost.scan_time.as_secs_f64() * 1e3;
+        tracking.write_faults = cost.write_faults;
+        tracking.discarded_pages = cost.discarded_pages;
+    }
+}

@@ -1,0 +1,126 @@
+//! The connections that carry pages, and one round over them.
+
+use std::net::TcpStream;
+use std::time::Duration;
+
+use sterna_protocol::frame::{Frame, FrameWriter};
+use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::pages::PageMap;
+use sterna_sys::iovec::Outgoing;
+use sterna_sys::socket::{SendError, send_all};
+
+use super::select::{Counts, select};
+use super::sent::SentTable;
+use crate::error::MigrateError;
+use crate::monitor::Monitor;
+use crate::ram::Ram;
+use crate::transport::pacer::Pacer;
+
+/// One connection that carries pages.
+#[derive(Debug)]
+pub struct Stream {
+    socket: TcpStream,
+    writer: FrameWriter,
+    bytes: u64,
+    cpu: Duration,
+}
+
+/// What all connections share during a round.
+pub struct Round<'a> {
+    /// Its number.
+    pub number: u32,
+    /// The pages to deal with.
+    pub outstanding: &'a PageMap,
+    /// Those of them that the guest gave back.
+    pub discarded: &'a PageMap,
+    /// The guest's RAM.
+    pub ram: &'a Ram,
+    /// What was sent before.
+    pub sent: &'a SentTable,
+    /// The bandwidth limit.
+    pub pacer: &'a Pacer,
+    /// Progress and cancelling.
+    pub monitor: &'a Monitor,
+}
+
+impl Stream {
+    /// On a connection that has exchanged hellos.
+    #[must_use]
+    pub fn new(socket: TcpStream, key: u64) -> Self {
+        Self { socket, writer: FrameWriter::new(key), bytes: 0, cpu: Duration::ZERO }
+    }
+
+    /// Bytes sent so far, and processor time the sending threads took (the caller's own excluded).
+    #[must_use]
+    pub fn cost(&self) -> (u64, Duration) {
+        (self.bytes, self.cpu)
+    }
+
+    /// Sends this connection's share of a round: always the same chunks, so that what is sent later of a page arrives later.
+    fn send(&mut self, round: &Round, own: impl Fn(ChunkIndex) -> bool) -> Result<Counts, MigrateError> {
+        let mut counts = Counts::default();
+        for (chunk, wanted) in round.outstanding.iter().filter(|(chunk, _)| own(*chunk)) {
+            round.monitor.check()?;
+            let selected = select(round.ram, round.sent, round.number, chunk, wanted, round.discarded.chunk(chunk))
+                .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+            let before = self.bytes;
+            if let Some(frame) = selected.frame {
+                round.pacer.wait((frame.body_bytes() + selected.digests.len() * 8) as u64);
+                let bodies = round.ram.outgoing(chunk, &frame.full);
+                self.write(&Frame::Chunk(frame), &selected.digests, bodies)?;
+            }
+            counts += selected.counts;
+            round.monitor.sent(selected.counts.pages(), self.bytes - before);
+        }
+        self.write(&Frame::RoundEnd { round: round.number }, &[], Vec::new())?;
+        Ok(counts)
+    }
+
+    /// Writes a frame: its header and digests from here, its bodies straight from the guest's RAM.
+    fn write(&mut self, frame: &Frame, digests: &[u64], bodies: Vec<Outgoing>) -> Result<(), MigrateError> {
+        let mut head = Vec::from(self.writer.header(frame, digests));
+        digests.iter().for_each(|digest| head.extend_from_slice(&digest.to_le_bytes()));
+        let mut vectors = vec![Outgoing::from(head.as_slice())];
+        vectors.extend(bodies);
+        let bytes: usize = vectors.iter().map(Outgoing::bytes).sum();
+        send_all(&self.socket, &mut vectors).map_err(|error| match error {
+            SendError::Memory => {
+                MigrateError::Host { doing: "reading the guest's RAM", source: std::io::Error::other(error) }
+            }
+            link => MigrateError::Link { doing: "sending pages", source: std::io::Error::other(link) },
+        })?;
+        self.bytes += bytes as u64;
+        Ok(())
+    }
+}
+
+/// Sends a round over all connections, and returns when all of it is handed to the kernel.
+///
+/// # Errors
+/// What went wrong on any connection, or [`MigrateError::Cancelled`].
+pub fn send_round(streams: &mut [Stream], round: &Round) -> Result<Counts, MigrateError> {
+    let count = streams.len() as u32;
+    let mut total = Counts::default();
+    let share = |index: usize| move |chunk: ChunkIndex| chunk.0 % count == index as u32;
+    if let [only] = streams {
+        return only.send(round, share(0));
+    }
+    std::thread::scope(|scope| {
+        let senders: Vec<_> = streams
+            .iter_mut()
+            .enumerate()
+            .map(|(index, stream)| {
+                scope.spawn(move || {
+                    let counts = stream.send(round, share(index));
+                    stream.cpu += sterna_sys::process::thread_cpu_time();
+                    counts
+                })
+            })
+            .collect();
+        for sender in senders {
+            // A panic in a sender is a bug: it is passed on rather than swallowed.
+            total += sender.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        }
+        Ok(total)
+    })
+}

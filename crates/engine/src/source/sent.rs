@@ -1,0 +1,77 @@
+//! What the destination holds of each page: the digest of what was last sent, 8 bytes a page (2 MiB per GiB of RAM).
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout};
+
+const NEVER: u64 = 0;
+const ZERO: u64 = 1;
+const UNKNOWN: u64 = 2;
+
+/// What the destination holds of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Last {
+    /// Nothing was sent: it reads as zeros there.
+    Never,
+    /// Zeros.
+    Zero,
+    /// Something was sent, and what arrived is not known.
+    Unknown,
+    /// Content of this digest.
+    Content(u64),
+}
+
+/// The last that was sent of every page. Shared by the senders, each of which has chunks of its own.
+#[derive(Debug)]
+pub struct SentTable {
+    pages: Vec<AtomicU64>,
+}
+
+impl SentTable {
+    /// Nothing sent yet.
+    #[must_use]
+    pub fn new(layout: &Layout) -> Self {
+        Self { pages: (0..layout.chunks() as usize * CHUNK_PAGES).map(|_| AtomicU64::new(NEVER)).collect() }
+    }
+
+    /// What was last sent of a page.
+    #[must_use]
+    pub fn last(&self, chunk: ChunkIndex, page: u8) -> Last {
+        match self.entry(chunk, page).load(Ordering::Relaxed) {
+            NEVER => Last::Never,
+            ZERO => Last::Zero,
+            UNKNOWN => Last::Unknown,
+            digest => Last::Content(digest),
+        }
+    }
+
+    /// The content of this digest is being sent.
+    pub fn content(&self, chunk: ChunkIndex, page: u8, digest: u64) {
+        self.entry(chunk, page).store(stored(digest), Ordering::Relaxed);
+    }
+
+    /// Zeros are being sent.
+    pub fn zero(&self, chunk: ChunkIndex, page: u8) {
+        self.entry(chunk, page).store(ZERO, Ordering::Relaxed);
+    }
+
+    /// What arrived is not what was digested.
+    pub fn suspect(&self, chunk: ChunkIndex, page: u8) {
+        self.entry(chunk, page).store(UNKNOWN, Ordering::Relaxed);
+    }
+
+    /// Whether content of this digest is what was last sent.
+    #[must_use]
+    pub fn holds(&self, chunk: ChunkIndex, page: u8, digest: u64) -> bool {
+        self.last(chunk, page) == Last::Content(stored(digest))
+    }
+
+    fn entry(&self, chunk: ChunkIndex, page: u8) -> &AtomicU64 {
+        &self.pages[chunk.index() * CHUNK_PAGES + usize::from(page)]
+    }
+}
+
+/// Digests keep clear of the values that mean something else.
+fn stored(digest: u64) -> u64 {
+    digest.max(UNKNOWN + 1)
+}

@@ -1,0 +1,212 @@
+//! Which pages the guest wrote.
+
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use sterna_protocol::pages::PageMap;
+use sterna_sys::pagemap::{Pagemap, Region};
+use sterna_sys::userfaultfd::{self, Features, Modes, Userfaultfd};
+
+use crate::agent::{Agent, AgentError, DiscardLog, Discards};
+use crate::error::MigrateError;
+use crate::ram::{Ram, add_run};
+
+/// What tracking has cost so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Cost {
+    /// Looks at the page tables.
+    pub scans: u64,
+    /// Time they took.
+    pub scan_time: Duration,
+    /// Writes that were seen: the guest took a fault for each.
+    pub write_faults: u64,
+    /// Pages the guest gave back.
+    pub discarded_pages: u64,
+}
+
+/// Watches a machine's RAM. Another implementation may read KVM's own dirty log.
+pub trait Tracker: Send {
+    /// Begins to watch: every write from now on is seen.
+    ///
+    /// # Errors
+    /// Then nothing is watched.
+    fn arm(&mut self, ram: &Ram) -> Result<(), MigrateError>;
+
+    /// Adds the pages written, and those given back, since the last call (or since `arm`), and watches them again.
+    ///
+    /// A page is watched again before the caller reads it, so that a write after the reading is seen by the next call.
+    ///
+    /// # Errors
+    /// The migration cannot go on: writes may have been lost.
+    fn collect(&mut self, ram: &Ram, written: &mut PageMap, discarded: &mut PageMap) -> Result<(), MigrateError>;
+
+    /// Ends watching; the guest pays nothing more. May be called whenever, and more than once.
+    fn disarm(&mut self);
+
+    /// What it has cost.
+    fn cost(&self) -> Cost;
+}
+
+/// What only the VMM's own process can do for tracking.
+pub trait Inside: Send {
+    /// A userfaultfd for the VMM's memory with these features, and a log of discards that begins now.
+    ///
+    /// # Errors
+    /// Then there is nothing to close.
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
+
+    /// What the VMM gave back of guest RAM since the last call.
+    fn discards(&mut self) -> Discards;
+
+    /// Forgets both.
+    fn close(&mut self);
+}
+
+/// The agent inside QEMU.
+pub struct InsideQemu {
+    agent: Agent,
+    log: Option<DiscardLog>,
+}
+
+impl InsideQemu {
+    /// Through this agent.
+    #[must_use]
+    pub fn new(agent: Agent) -> Self {
+        Self { agent, log: None }
+    }
+}
+
+impl Inside for InsideQemu {
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        let agent = |doing| move |source: AgentError| MigrateError::Agent { doing, source: Box::new(source) };
+        // QEMU may be unprivileged: it makes its userfaultfd from the device that this daemon may open.
+        let device = userfaultfd::open_device().ok();
+        let device = device.as_ref().map(AsFd::as_fd);
+        let opened = self.agent.open_userfaultfd(device, features.bits()).map_err(agent("making a userfaultfd"))?;
+        self.log = Some(self.agent.discard_log().map_err(agent("opening the log of discards"))?);
+        Ok(Userfaultfd::from(opened.descriptor))
+    }
+
+    fn discards(&mut self) -> Discards {
+        self.log.as_mut().map_or(Discards::Everything, DiscardLog::drain)
+    }
+
+    fn close(&mut self) {
+        self.log = None;
+        if let Err(error) = self.agent.close_userfaultfd() {
+            tracing::debug!(%error, "the agent could not close its userfaultfd");
+        }
+    }
+}
+
+/// Watches by write-protecting pages asynchronously (userfaultfd's `WP_ASYNC`) and reading the page tables of the VMM's process
+/// (`PAGEMAP_SCAN`): the kernel's `Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst`.
+///
+/// What this does not see: writes through other mappings of the RAM (the daemon refuses such guests), writes into pages that were
+/// pinned before they were armed ([`changed_untracked`](super::select::changed_untracked)), and pages given back, which keep their
+/// mark: those the agent logs.
+pub struct WriteProtect<I: Inside> {
+    inside: I,
+    pagemap: Pagemap,
+    armed: Option<Armed>,
+    regions: Vec<Region>,
+    cost: Cost,
+}
+
+struct Armed {
+    userfaultfd: Userfaultfd,
+    spans: Vec<Range<u64>>,
+    /// Device and inode of each block's file.
+    files: Vec<(u64, u64)>,
+}
+
+impl<I: Inside> WriteProtect<I> {
+    /// For the VMM's process, with a foot inside it.
+    ///
+    /// # Errors
+    /// The process's page tables cannot be opened.
+    pub fn new(pid: u32, inside: I) -> Result<Self, MigrateError> {
+        let pagemap = Pagemap::open(pid).map_err(MigrateError::kernel("opening QEMU's page tables"))?;
+        Ok(Self { inside, pagemap, armed: None, regions: Vec::new(), cost: Cost::default() })
+    }
+}
+
+impl<I: Inside> Tracker for WriteProtect<I> {
+    fn arm(&mut self, ram: &Ram) -> Result<(), MigrateError> {
+        self.disarm();
+        let files = ram.files().map_err(MigrateError::host("looking at the guest's RAM files"))?;
+        let userfaultfd =
+            self.inside.open(Features::WP_ASYNC | Features::WP_UNPOPULATED | Features::WP_HUGETLBFS_SHMEM)?;
+        let armed = self.armed.insert(Armed { userfaultfd, spans: ram.spans().collect(), files });
+        for span in &armed.spans {
+            let registered = armed.userfaultfd.register(span.clone(), Modes::WP);
+            registered.map_err(MigrateError::kernel("registering the guest's RAM for write tracking"))?;
+        }
+        // The first scan arms every page, holes included. What it finds is not used: the caller sends all that is allocated.
+        let (mut all, mut given_back) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
+        self.collect(ram, &mut all, &mut given_back)?;
+        self.cost.write_faults = 0;
+        Ok(())
+    }
+
+    fn collect(&mut self, ram: &Ram, written: &mut PageMap, discarded: &mut PageMap) -> Result<(), MigrateError> {
+        let Some(armed) = &self.armed else { return Ok(()) };
+        let began = Instant::now();
+        for (block, span) in armed.spans.iter().enumerate() {
+            self.regions.clear();
+            let scanned = self.pagemap.written_and_arm(span.clone(), &mut self.regions);
+            scanned.map_err(MigrateError::kernel("reading which pages the guest wrote"))?;
+            for region in &self.regions {
+                self.cost.write_faults += region.pages();
+                add_run(written, ram.layout(), block, region.start - span.start..region.end - span.start);
+            }
+        }
+        self.cost.scans += 1;
+        self.cost.scan_time += began.elapsed();
+        // Discards after the scan: a page written and then given back is in both, and whether it is a hole decides.
+        let before = discarded.len();
+        match self.inside.discards() {
+            Discards::Ranges(ranges) => {
+                for range in ranges {
+                    if let Some(block) = armed.files.iter().position(|file| *file == (range.device, range.inode)) {
+                        add_run(
+                            discarded,
+                            ram.layout(),
+                            block,
+                            range.offset..range.offset.saturating_add(range.length),
+                        );
+                    }
+                }
+            }
+            // The log overflowed: any page may have been given back.
+            Discards::Everything => {
+                for (block, span) in armed.spans.iter().enumerate() {
+                    add_run(discarded, ram.layout(), block, 0..span.end - span.start);
+                }
+            }
+        }
+        self.cost.discarded_pages += discarded.len() - before;
+        written.add(discarded);
+        Ok(())
+    }
+
+    fn disarm(&mut self) {
+        let Some(armed) = self.armed.take() else { return };
+        for span in &armed.spans {
+            // Unregistering clears every mark. It fails only where the process is gone, and the marks with it.
+            let _ = armed.userfaultfd.unregister(span.clone());
+        }
+        self.inside.close();
+    }
+
+    fn cost(&self) -> Cost {
+        self.cost
+    }
+}
+
+impl<I: Inside> Drop for WriteProtect<I> {
+    fn drop(&mut self) {
+        self.disarm();
+    }
+}

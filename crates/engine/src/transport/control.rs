@@ -1,0 +1,176 @@
+//! The control connection: one request at a time, one reply to each.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use sterna_protocol::message::{self, PREFIX_BYTES, Reply, Request};
+use sterna_protocol::session::{self, Owner, State};
+
+use crate::error::MigrateError;
+
+/// How long a reply may take where nothing else is said.
+pub const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A stream of messages.
+#[derive(Debug)]
+struct Messages {
+    stream: TcpStream,
+    key: u64,
+}
+
+impl Messages {
+    fn send<M: Serialize>(&mut self, message: &M) -> Result<(), MigrateError> {
+        let bytes = message::encode(message, self.key)?;
+        self.stream.write_all(&bytes).map_err(MigrateError::link("sending a message"))
+    }
+
+    fn receive<M: DeserializeOwned>(&mut self, timeout: Option<Duration>) -> Result<M, MigrateError> {
+        let link = || MigrateError::link("waiting for a message");
+        self.stream.set_read_timeout(timeout).map_err(link())?;
+        let mut prefix = [0; PREFIX_BYTES];
+        self.stream.read_exact(&mut prefix).map_err(link())?;
+        let (length, checksum) = message::decode_prefix(prefix)?;
+        let mut body = vec![0; length];
+        self.stream.read_exact(&mut body).map_err(link())?;
+        Ok(message::decode(&body, checksum, self.key)?)
+    }
+}
+
+/// The source's end: asks, and keeps to the order of [`session`].
+#[derive(Debug)]
+pub struct Asking {
+    messages: Messages,
+    state: State,
+}
+
+impl Asking {
+    /// On a connection that has exchanged hellos.
+    #[must_use]
+    pub fn new(stream: TcpStream, key: u64) -> Self {
+        Self { messages: Messages { stream, key }, state: State::Begun }
+    }
+
+    /// Asks and waits for the answer.
+    ///
+    /// # Errors
+    /// [`MigrateError::Peer`] where the peer answers [`Reply::Failed`]; else what went wrong on the way.
+    pub fn ask(&mut self, request: &Request, timeout: Duration) -> Result<Reply, MigrateError> {
+        self.send(request)?;
+        self.receive(request, timeout)
+    }
+
+    /// The first half of [`ask`](Self::ask), for what can be done while the peer answers.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn send(&mut self, request: &Request) -> Result<(), MigrateError> {
+        self.state = session::request(self.state, request)?;
+        self.messages.send(request)
+    }
+
+    /// The second half of [`ask`](Self::ask).
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn receive(&mut self, request: &Request, timeout: Duration) -> Result<Reply, MigrateError> {
+        let reply = self.messages.receive(Some(timeout))?;
+        self.state = session::reply(self.state, request, &reply)?;
+        match reply {
+            Reply::Failed(problem) => Err(MigrateError::Peer(problem)),
+            reply => Ok(reply),
+        }
+    }
+
+    /// Whom the guest belongs to if nothing more can be said.
+    #[must_use]
+    pub fn owner(&self) -> Owner {
+        session::owner_at_source(self.state)
+    }
+
+    /// Tells the peer to forget the migration; what had gone wrong there, where something had.
+    pub fn abort(&mut self) -> Option<sterna_api::Problem> {
+        match self.ask(&Request::Abort, Duration::from_secs(5)) {
+            Ok(Reply::Aborted { problem }) => problem,
+            // An earlier request may still be unanswered: its failure is the one to know.
+            Err(MigrateError::Peer(problem)) => Some(problem),
+            _ => None,
+        }
+    }
+}
+
+/// The destination's end: answers, and keeps to the order of [`session`].
+#[derive(Debug)]
+pub struct Answering {
+    messages: Messages,
+    state: State,
+}
+
+impl Answering {
+    /// On a connection that has exchanged hellos.
+    #[must_use]
+    pub fn new(stream: TcpStream, key: u64) -> Self {
+        Self { messages: Messages { stream, key }, state: State::Begun }
+    }
+
+    /// The next request. Waits as long as the connection lives: rounds are long, and a dead peer is noticed by TCP.
+    ///
+    /// # Errors
+    /// What went wrong on the way, or a request out of turn.
+    pub fn next(&mut self) -> Result<Request, MigrateError> {
+        let request: Request = self.messages.receive(None)?;
+        if !matches!(request, Request::Verdict { .. }) {
+            self.state = session::request(self.state, &request)?;
+        }
+        Ok(request)
+    }
+
+    /// Answers a request.
+    ///
+    /// # Errors
+    /// What went wrong on the way, or a reply out of turn (ours: a bug).
+    pub fn answer(&mut self, request: &Request, reply: &Reply) -> Result<(), MigrateError> {
+        if !matches!(request, Request::Verdict { .. }) {
+            self.state = session::reply(self.state, request, reply)?;
+        }
+        self.messages.send(reply)
+    }
+
+    /// Where the session stands.
+    #[must_use]
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// Whether the connection still lives, without waiting.
+    #[must_use]
+    pub fn alive(&self) -> bool {
+        let mut byte = [0];
+        let stream = &self.messages.stream;
+        if stream.set_nonblocking(true).is_err() {
+            return false;
+        }
+        let peeked = stream.peek(&mut byte);
+        let alive = match peeked {
+            Ok(read) => read > 0,
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+        };
+        stream.set_nonblocking(false).is_ok() && alive
+    }
+}
+
+/// Asks one question that needs no session: what became of a migration.
+///
+/// # Errors
+/// What went wrong on the way.
+pub fn ask_verdict(stream: TcpStream, key: u64, id: u128) -> Result<bool, MigrateError> {
+    let mut messages = Messages { stream, key };
+    messages.send(&Request::Verdict { id })?;
+    match messages.receive(Some(REPLY_TIMEOUT))? {
+        Reply::Verdict { committed } => Ok(committed),
+        Reply::Failed(problem) => Err(MigrateError::Peer(problem)),
+        _ => Err(MigrateError::Reply("another reply than the verdict that was asked for")),
+    }
+}

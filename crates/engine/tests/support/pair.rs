@@ -1,0 +1,354 @@
+//! Both ends of a migration in one process, with real sockets, real mappings, real write tracking, and a "guest" of threads.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use sterna_api::{Blame, Problem};
+use sterna_engine::agent::{Discard, Discards};
+use sterna_engine::error::MigrateError;
+use sterna_engine::host::{BlockFile, DestinationHost, Incoming, MigrationId, SourceHost, Verdict};
+use sterna_engine::source::Outgoing;
+use sterna_engine::source::link::now_us;
+use sterna_engine::source::track::{Inside, WriteProtect};
+use sterna_engine::vmm::{self, EventTime, Stopped, VmmError};
+use sterna_protocol::spec::{BlockSpec, VmSpec};
+use sterna_sys::map::{Access, SharedMapping};
+use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
+
+/// RAM of the guest, as its "vCPUs" see it: a file of holes on tmpfs.
+pub struct GuestRam {
+    pub file: File,
+    pub mapping: Arc<SharedMapping>,
+    pub bytes: u64,
+}
+
+impl GuestRam {
+    pub fn new(bytes: u64) -> Self {
+        let file = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
+        file.set_len(bytes).expect("room for the file");
+        let mapping = Arc::new(SharedMapping::new(&file, bytes, Access::ReadWrite).expect("a mapping"));
+        Self { file, mapping, bytes }
+    }
+
+    pub fn write_page(&self, page: u64, byte: u8) {
+        self.mapping.copy_in(page * 4096, &[byte; 4096]).expect("inside the mapping");
+    }
+}
+
+/// Threads that write the guest's RAM for ever: a page at a time, a random one, with ever new content.
+pub struct Writers {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Writers {
+    pub fn start(ram: &GuestRam, pages: std::ops::Range<u64>, pause: Duration) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (mapping, stopped) = (Arc::clone(&ram.mapping), Arc::clone(&stop));
+        let thread = std::thread::spawn(move || {
+            let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+            while !stopped.load(Ordering::Acquire) {
+                random ^= random << 13;
+                random ^= random >> 7;
+                random ^= random << 17;
+                let page = pages.start + random % (pages.end - pages.start);
+                let content = u128::from(random) << 64 | 1;
+                mapping
+                    .copy_in(page * 4096 + (random >> 32) % 256 * 16, &content.to_le_bytes())
+                    .expect("inside the mapping");
+                if !pause.is_zero() {
+                    std::thread::sleep(pause);
+                }
+            }
+        });
+        Self { stop, threads: vec![thread] }
+    }
+
+    fn stop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        for thread in self.threads.drain(..) {
+            assert!(thread.join().is_ok() || std::thread::panicking(), "a writer panicked");
+        }
+    }
+}
+
+impl Drop for Writers {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// What happens to a VMM on purpose.
+#[derive(Default)]
+pub struct Faults {
+    pub at_stop: Option<Box<dyn FnOnce() + Send>>,
+    pub while_saving: Option<Box<dyn FnOnce() + Send>>,
+}
+
+/// A source "VMM": its guest is the writers, its devices 300,000 bytes.
+pub struct SourceVmm {
+    pub writers: Option<Writers>,
+    pub faults: Faults,
+    pub rolled_back: Arc<AtomicBool>,
+    pub quit: Arc<AtomicBool>,
+    stream: Option<UnixStream>,
+}
+
+pub const DEVICE_BYTES: usize = 300_000;
+
+impl SourceVmm {
+    pub fn new(writers: Option<Writers>) -> Self {
+        Self { writers, faults: Faults::default(), rolled_back: Arc::default(), quit: Arc::default(), stream: None }
+    }
+}
+
+impl vmm::Source for SourceVmm {
+    fn prepare(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn running(&mut self) -> Result<bool, VmmError> {
+        Ok(true)
+    }
+
+    fn begin(&mut self) -> Result<UnixStream, VmmError> {
+        let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+        self.stream = Some(ours);
+        Ok(theirs)
+    }
+
+    fn stopped(&mut self, _timeout: Duration) -> Result<Option<Stopped>, VmmError> {
+        let stop = EventTime(now_us());
+        self.writers.iter_mut().for_each(Writers::stop);
+        if let Some(act) = self.faults.at_stop.take() {
+            act();
+        }
+        Ok(Some(Stopped { stop, ready: EventTime(now_us()) }))
+    }
+
+    fn save_devices(&mut self) -> Result<(), VmmError> {
+        if let Some(act) = self.faults.while_saving.take() {
+            act();
+        }
+        let mut stream = self.stream.take().expect("begun");
+        std::thread::spawn(move || {
+            let _ = stream.write_all(&[7; DEVICE_BYTES]);
+        });
+        Ok(())
+    }
+
+    fn saved(&mut self, _timeout: Duration) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn rollback(&mut self) -> Result<(), VmmError> {
+        self.stream = None;
+        self.rolled_back.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    fn ended(&mut self) -> Option<VmmError> {
+        None
+    }
+
+    fn quit(&mut self) {
+        self.quit.store(true, Ordering::Release);
+    }
+}
+
+struct DestinationVmm {
+    refuse_state: bool,
+    stream: Option<UnixStream>,
+    running: Arc<AtomicBool>,
+}
+
+impl vmm::Destination for DestinationVmm {
+    fn prepare(&mut self) -> Result<UnixStream, VmmError> {
+        let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+        self.stream = Some(ours);
+        Ok(theirs)
+    }
+
+    fn loaded(&mut self, _timeout: Duration) -> Result<(), VmmError> {
+        let mut state = Vec::new();
+        self.stream.take().expect("prepared").read_to_end(&mut state).expect("the state arrives");
+        assert_eq!(state, [7; DEVICE_BYTES]);
+        if self.refuse_state {
+            return Err(VmmError::Migration { reason: "unknown section".into() });
+        }
+        Ok(())
+    }
+
+    fn start(&mut self) -> Result<EventTime, VmmError> {
+        self.running.store(true, Ordering::Release);
+        Ok(EventTime(now_us()))
+    }
+
+    fn quit(&mut self) {}
+}
+
+/// A destination "daemon" that keeps what it received.
+#[derive(Default)]
+pub struct Destination {
+    pub ram: Mutex<Option<File>>,
+    pub running: Arc<AtomicBool>,
+    pub aborted: AtomicBool,
+    pub refuse: Mutex<Option<Problem>>,
+    pub refuse_state: AtomicBool,
+    pub fail_commit: AtomicBool,
+    pub room_bytes: AtomicU64,
+    verdicts: Mutex<HashMap<MigrationId, Verdict>>,
+}
+
+impl Destination {
+    pub fn serve() -> (Arc<Self>, String) {
+        // Shown where a test fails.
+        let _ = tracing_subscriber::fmt().with_test_writer().with_max_level(tracing::Level::DEBUG).try_init();
+        let host = Arc::new(Self { room_bytes: AtomicU64::new(u64::MAX), ..Self::default() });
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let serving: Arc<dyn DestinationHost> = host.clone();
+        std::thread::spawn(move || sterna_engine::destination::listen::serve(&listener, &serving));
+        (host, address)
+    }
+
+    /// Asserts that the guest's RAM arrived.
+    pub fn assert_same(&self, ram: &GuestRam) {
+        let guard = self.ram.lock().unwrap();
+        let theirs =
+            SharedMapping::new(guard.as_ref().expect("a guest came"), ram.bytes, Access::Read).expect("a mapping");
+        let (mut here, mut there) = ([0; 4096], [0; 4096]);
+        for page in 0..ram.bytes / 4096 {
+            let range = page * 4096..(page + 1) * 4096;
+            ram.mapping.copy_out(range.clone(), &mut here);
+            theirs.copy_out(range, &mut there);
+            assert!(here == there, "page {page} differs");
+        }
+    }
+}
+
+impl DestinationHost for Destination {
+    fn prepare(&self, _id: MigrationId, spec: &VmSpec) -> Result<Incoming, Problem> {
+        if let Some(problem) = self.refuse.lock().unwrap().clone() {
+            return Err(problem);
+        }
+        self.aborted.store(false, Ordering::Release);
+        let file = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
+        file.set_len(spec.blocks[0].bytes).expect("room for the file");
+        *self.ram.lock().unwrap() = Some(file.try_clone().expect("a descriptor"));
+        let vmm = DestinationVmm {
+            refuse_state: self.refuse_state.load(Ordering::Acquire),
+            stream: None,
+            running: Arc::clone(&self.running),
+        };
+        Ok(Incoming {
+            vmm: Box::new(vmm),
+            blocks: vec![BlockFile { spec: spec.blocks[0].clone(), file, address: 0 }],
+            qemu_version: "none".into(),
+        })
+    }
+
+    fn room_bytes(&self) -> u64 {
+        self.room_bytes.load(Ordering::Acquire)
+    }
+
+    fn commit(&self, id: MigrationId) -> Result<(), Problem> {
+        if self.fail_commit.load(Ordering::Acquire) {
+            return Err(Problem::new("disk-full", Blame::Host, "the record could not be written"));
+        }
+        match *self.verdicts.lock().unwrap().entry(id).or_insert(Verdict::Committed) {
+            Verdict::Committed => Ok(()),
+            Verdict::Aborted => Err(Problem::new("aborted", Blame::Ours, "aborted before")),
+        }
+    }
+
+    fn started(&self, _id: MigrationId, _incoming: Incoming) {}
+
+    fn abort(&self, id: MigrationId, _incoming: Option<Incoming>) {
+        self.verdicts.lock().unwrap().insert(id, Verdict::Aborted);
+        self.aborted.store(true, Ordering::Release);
+    }
+
+    fn verdict(&self, id: MigrationId) -> Verdict {
+        *self.verdicts.lock().unwrap().entry(id).or_insert(Verdict::Aborted)
+    }
+}
+
+/// A source "daemon" that remembers whether it gave a guest away.
+#[derive(Default)]
+pub struct Source {
+    pub handed_over: AtomicBool,
+}
+
+impl SourceHost for Source {
+    fn handing_over(&self, _id: MigrationId, _peer: &str) -> Result<(), Problem> {
+        self.handed_over.store(true, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// A foot inside this very process.
+#[derive(Default)]
+pub struct InsideSelf {
+    pub discards: Arc<Mutex<Vec<Discard>>>,
+    pub overflow: Arc<AtomicBool>,
+}
+
+impl Inside for InsideSelf {
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        let device = userfaultfd::open_device().map_err(MigrateError::kernel("opening /dev/userfaultfd"))?;
+        let created = Userfaultfd::create(device).map_err(MigrateError::kernel("making a userfaultfd"))?;
+        created.enable(features).map_err(MigrateError::kernel("enabling features"))?;
+        Ok(created)
+    }
+
+    fn discards(&mut self) -> Discards {
+        if self.overflow.swap(false, Ordering::AcqRel) {
+            return Discards::Everything;
+        }
+        Discards::Ranges(std::mem::take(&mut *self.discards.lock().unwrap()))
+    }
+
+    fn close(&mut self) {}
+}
+
+/// A machine of one block, to be moved by `migrate`.
+pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let id = u128::from(NEXT.fetch_add(1, Ordering::Relaxed)) << 64 | u128::from(std::process::id());
+    let block = BlockSpec { id: "ram".into(), bytes: ram.bytes, page_bytes: 4096, path: String::new() };
+    Outgoing {
+        id: MigrationId(id),
+        spec: VmSpec {
+            name: "guest".into(),
+            memory_bytes: ram.bytes,
+            private: false,
+            trust_group: None,
+            qemu_version: (7, 2, 0),
+            qemu_path: String::new(),
+            machine: "none".into(),
+            arguments: vec![],
+            managed_ram: true,
+            blocks: vec![block.clone()],
+            cpu: None,
+            allocated_bytes: 0,
+            running: true,
+        },
+        vmm: Box::new(vmm),
+        blocks: vec![BlockFile {
+            spec: block,
+            file: ram.file.try_clone().expect("a descriptor"),
+            address: ram.mapping.addresses().start,
+        }],
+        tracker: Box::new(WriteProtect::new(std::process::id(), inside).expect("our own page tables")),
+        direct_io: false,
+        here: sterna_api::report::Host::default(),
+    }
+}
