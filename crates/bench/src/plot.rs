@@ -9,7 +9,7 @@ use plotters::prelude::*;
 use crate::command::output;
 use crate::error::{Error, Result};
 
-/// The size of every plot, pixels.
+/// The size of a plot of lines, and the width of one of bars, pixels.
 const SIZE: (u32, u32) = (960, 480);
 /// Colours that people with any kind of colour vision can tell apart (Okabe and Ito).
 const COLOURS: [RGBColor; 7] = [
@@ -37,14 +37,14 @@ pub struct LinePlot {
     pub spans: Vec<(String, f64, f64)>,
 }
 
-/// Groups of bars.
+/// Bars, one below the other, each under its name.
 #[derive(Debug, Clone, Default)]
 pub struct BarPlot {
     /// Over the plot.
     pub title: String,
-    /// Beside the vertical axis.
-    pub y_label: String,
-    /// Name and value of each bar.
+    /// What the values are.
+    pub label: String,
+    /// Name and value of each bar, from top to bottom.
     pub bars: Vec<(String, f64)>,
 }
 
@@ -56,7 +56,7 @@ impl LinePlot {
     /// # Errors
     /// Where a file cannot be written, or `rsvg-convert` is absent.
     pub fn write(&self, directory: &Path, name: &str) -> Result<()> {
-        write(directory, name, |area| self.draw(area))
+        write(directory, name, SIZE, |area| self.draw(area))
     }
 
     fn draw(&self, area: &DrawingArea<SVGBackend, Shift>) -> Drawn {
@@ -105,48 +105,41 @@ impl BarPlot {
     /// # Errors
     /// Where a file cannot be written, or `rsvg-convert` is absent.
     pub fn write(&self, directory: &Path, name: &str) -> Result<()> {
-        write(directory, name, |area| self.draw(area))
+        let height = 110 + 44 * u32::try_from(self.bars.len().max(1)).unwrap_or(1);
+        write(directory, name, (SIZE.0, height), |area| self.draw(area))
     }
 
     fn draw(&self, area: &DrawingArea<SVGBackend, Shift>) -> Drawn {
-        let top = self.bars.iter().fold(0.0f64, |top, (_, value)| top.max(*value)).max(1e-9) * 1.15;
+        let most = self.bars.iter().fold(0.0f64, |most, (_, value)| most.max(*value)).max(1e-9) * 1.15;
         let count = self.bars.len().max(1) as f64;
         let mut chart = ChartBuilder::on(area)
             .caption(&self.title, ("sans-serif", 20))
             .margin(14)
-            .x_label_area_size(20)
-            .y_label_area_size(76)
-            .build_cartesian_2d(0.0..count, 0.0..top)?;
-        chart
-            .configure_mesh()
-            .disable_x_mesh()
-            .disable_x_axis()
-            .y_desc(&self.y_label)
-            .light_line_style(WHITE)
-            .draw()?;
-        for (index, (bar, value)) in self.bars.iter().enumerate() {
-            let colour = COLOURS[index % COLOURS.len()];
-            let shape = Rectangle::new([(index as f64 + 0.15, 0.0), (index as f64 + 0.85, *value)], colour.filled());
-            let legend = move |(x, y): (i32, i32)| Rectangle::new([(x, y - 6), (x + 14, y + 6)], colour.filled());
-            let label = format!("{bar}: {}", crate::result::show_number(*value));
-            chart.draw_series(std::iter::once(shape))?.label(label).legend(legend);
+            .x_label_area_size(44)
+            .build_cartesian_2d(0.0..most, 0.0..count)?;
+        chart.configure_mesh().disable_y_mesh().disable_y_axis().x_desc(&self.label).light_line_style(WHITE).draw()?;
+        for (index, (name, value)) in self.bars.iter().enumerate() {
+            let above = count - index as f64;
+            let shape = Rectangle::new([(0.0, above - 0.45), (*value, above - 0.92)], COLOURS[0].filled());
+            let text = format!("{name}: {}", crate::result::show_number(*value));
+            chart.draw_series(std::iter::once(shape))?;
+            chart.draw_series(std::iter::once(Text::new(text, (0.0, above - 0.05), ("sans-serif", 15))))?;
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperRight)
-            .background_style(WHITE.mix(0.85))
-            .border_style(BLACK.mix(0.3))
-            .draw()?;
         Ok(())
     }
 }
 
-fn write(directory: &Path, name: &str, draw: impl FnOnce(&DrawingArea<SVGBackend, Shift>) -> Drawn) -> Result<()> {
+fn write(
+    directory: &Path,
+    name: &str,
+    size: (u32, u32),
+    draw: impl FnOnce(&DrawingArea<SVGBackend, Shift>) -> Drawn,
+) -> Result<()> {
     let (svg, png) = (directory.join(format!("{name}.svg")), directory.join(format!("{name}.png")));
     let failed =
         |error: Box<dyn std::error::Error>| Error::Form { what: svg.display().to_string(), reason: error.to_string() };
     {
-        let area = SVGBackend::new(&svg, SIZE).into_drawing_area();
+        let area = SVGBackend::new(&svg, size).into_drawing_area();
         area.fill(&WHITE).map_err(|error| failed(error.into()))?;
         draw(&area).map_err(failed)?;
         area.present().map_err(|error| failed(error.into()))?;
@@ -187,7 +180,7 @@ mod tests {
     fn bars_are_written_as_svg_and_png() {
         let plot = BarPlot {
             title: "a".into(),
-            y_label: "requests per second".into(),
+            label: "requests per second".into(),
             bars: vec![("x".into(), 3.0), ("y".into(), 0.0)],
         };
         check("bars", |directory| plot.write(directory, "bars"));

@@ -117,9 +117,9 @@ impl BaselineVm {
         if generation > 0 {
             command.args(["-incoming", "defer"]);
         }
-        let child = host.spawn(&mut command, &stem)?;
-        let mut child = Reaped(Some(child));
-        let qmp = Qmp::connect(&socket).map_err(|error| explain(error, host, &stem))?;
+        let mut child = Reaped(Some(host.spawn(&mut command, &stem)?));
+        let qmp = child.wait_for(&socket).and_then(|()| Qmp::connect(&socket));
+        let qmp = qmp.map_err(|error| explain(error, host, &stem))?;
         let child = child.0.take().ok_or_else(|| Error::Usage("QEMU is gone".into()))?;
         Ok(Self {
             guest: guest.clone(),
@@ -218,6 +218,19 @@ impl Drop for BaselineVm {
 
 /// A child that is ended unless it is taken out.
 struct Reaped(Option<Child>);
+
+impl Reaped {
+    /// Waits until the process has made `socket`, or has ended.
+    fn wait_for(&mut self, socket: &Path) -> Result<()> {
+        wait_for(&format!("QEMU's monitor {}", socket.display()), Duration::from_secs(10), || {
+            let ended = self.0.as_mut().and_then(|child| child.try_wait().ok().flatten());
+            match ended {
+                Some(status) => Err(Error::Usage(format!("QEMU ended at once ({status})"))),
+                None => Ok(socket.exists().then_some(())),
+            }
+        })
+    }
+}
 
 impl Drop for Reaped {
     fn drop(&mut self) {

@@ -154,7 +154,48 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
             ))
         };
         let bars = rows.iter().filter_map(bar).collect();
-        BarPlot { title: "1 GiB guests at 1 Gbit".into(), y_label: label.into(), bars }.write(directory, metric)?;
+        BarPlot { title: "1 GiB guests at 1 Gbit".into(), label: label.into(), bars }.write(directory, metric)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    fn run(workload: &str, qemu: &str, mover: &Mover, metrics: &[(&str, f64)]) -> Run {
+        let config = [("workload", workload), ("qemu", qemu), ("mover", &mover.label())];
+        Run {
+            config: config.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
+            baseline: mover.is_baseline(),
+            repeat: 0,
+            metrics: metrics.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect::<BTreeMap<_, _>>(),
+            details: serde_json::Value::Null,
+        }
+    }
+
+    #[test]
+    fn the_worst_row_is_the_one_that_is_judged() {
+        let (sterna, qemu) = (Mover::Sterna(MigrateOptions::default()), Mover::Qemu(Method::Vanilla, Ram::Plain));
+        let busy = WORKLOADS[2].name;
+        let runs = [
+            run(IDLE, "10.0", &sterna, &[("total_ms", 900.0), (WIRE, 1.01), ("gap_ms", 12.0)]),
+            run(IDLE, "10.0", &qemu, &[("total_ms", 1000.0)]),
+            run(IDLE, "7.2", &sterna, &[("total_ms", 5000.0)]),
+            run(IDLE, "7.2", &qemu, &[("total_ms", 1000.0)]),
+            run(busy, "10.0", &sterna, &[("total_ms", 1100.0), (THROUGHPUT, 95.0)]),
+            run(busy, "10.0", &qemu, &[("total_ms", 1000.0), (THROUGHPUT, 100.0)]),
+        ];
+        let targets = targets(&runs);
+        let found: Vec<(Option<f64>, bool)> = targets.iter().map(|target| (target.measured, target.met)).collect();
+        assert_eq!(found, [(Some(1.01), true), (Some(12.0), true), (Some(1.1), false), (Some(0.95), false)]);
+    }
+
+    #[test]
+    fn what_was_not_measured_is_a_target_that_is_not_met() {
+        let targets = targets(&[]);
+        assert_eq!(targets.len(), 4);
+        assert!(targets.iter().all(|target| target.measured.is_none() && !target.met));
+    }
 }

@@ -196,3 +196,44 @@ fn lab_name() -> String {
 fn is(run: &Run, values: &[(&str, &str)]) -> bool {
     values.iter().all(|(name, value)| run.config.get(*name).and_then(Value::as_str) == Some(value))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::LabConfig;
+    use crate::baseline::{Method, Ram};
+
+    #[test]
+    fn a_trial_that_fails_is_a_row_with_its_reason_and_leaves_the_lab_usable() {
+        if !nix::unistd::Uid::effective().is_root() {
+            return eprintln!("skipped: a lab needs root");
+        }
+        let lab =
+            Lab::up(LabConfig { daemons: false, ..LabConfig::pair(&format!("fail{}", std::process::id())) }).unwrap();
+        let case = Case {
+            workload: "idle".into(),
+            memory_bytes: 1 << 30,
+            jobs: "idle".into(),
+            ready: None,
+            load: None,
+            mover: Mover::Qemu(Method::Vanilla, Ram::SharedFile),
+            qemu: Qemu { label: "none".into(), path: "/nonexistent".into() },
+            settle: Duration::ZERO,
+        };
+        let runs = try_all(&lab, &[case], 2, |_, _| panic!("nothing is derived from a failed run"));
+        assert_eq!(runs.len(), 2);
+        assert!(
+            runs.iter()
+                .all(|run| run.metrics["failed"] == 1.0
+                    && run.details["error"].as_str().unwrap().contains("nonexistent"))
+        );
+        lab.create_tap("tap10").unwrap();
+    }
+
+    #[test]
+    fn an_unknown_experiment_is_refused_with_the_known_ones() {
+        let options = Options { quick: true, repeat: None, out: "/nonexistent".into() };
+        let error = run("dtrack", &options).unwrap_err().to_string();
+        assert!(ALL.iter().all(|experiment| error.contains(experiment.id)), "{error}");
+    }
+}

@@ -97,7 +97,7 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
             Some((format!("{} (QEMU {})", word("mover"), word("qemu")), row.metrics.get(metric)?.median))
         };
         let bars = rows(runs).iter().filter_map(bar).collect();
-        BarPlot { title: "Incompressible RAM, no link limit".into(), y_label: label.into(), bars }
+        BarPlot { title: "Incompressible RAM, no link limit".into(), label: label.into(), bars }
             .write(directory, metric)?;
     }
     Ok(())
