@@ -3,33 +3,33 @@
 //! Addresses are `u64`, stretches of addresses or of a file `Range<u64>` in bytes, and unless said otherwise both ends are multiples
 //! of [`PAGE_BYTES`]. Nothing here decides anything about a migration.
 
-/// Structures and ioctl numbers of the kernel's interface, checked when compiled.
+// Structures and ioctl numbers of the kernel's interface, checked when compiled.
 mod abi;
-/// One error type: what was being done, and what the kernel said.
+// One error type: what was being done, and what the kernel said.
 mod error;
-/// Files that back guest RAM: holes, punching, what file system they lie on.
+// Files that back guest RAM: holes, punching, what file system they lie on.
 pub mod file;
-/// Pools of huge pages on this host.
+// Pools of huge pages on this host.
 pub mod huge;
-/// Memory for the kernel to read from or write to, without a Rust reference to it.
+// Memory for the kernel to read from or write to, without a Rust reference to it.
 pub mod iovec;
-/// A RAM file mapped into this process while a guest writes to it.
+// A RAM file mapped into this process while a guest writes to it.
 pub mod map;
-/// How much memory this process can still get.
+// How much memory this process can still get.
 pub mod memory;
-/// Mounting a tmpfs for RAM files.
+// Mounting a tmpfs for RAM files.
 pub mod mount;
-/// What is mounted where.
+// What is mounted where.
 pub mod mountinfo;
-/// What a process has mapped, page by page: which pages were written, and arming the next look.
+// What a process has mapped, page by page: which pages were written, and arming the next look.
 pub mod pagemap;
-/// What this kernel can do, found out once.
+// What this kernel can do, found out once.
 pub mod probe;
-/// Other processes: their identity, mappings and end.
+// Other processes: their identity, mappings and end.
 pub mod process;
-/// Bodies between guest RAM and a socket, descriptors over a socket, and TCP's settings.
+// Bodies between guest RAM and a socket, descriptors over a socket, and TCP's settings.
 pub mod socket;
-/// userfaultfd: write tracking now, faults on missing and stale pages for post-copy.
+// userfaultfd: write tracking now, faults on missing and stale pages for post-copy.
 pub mod userfaultfd;
 
 pub use error::{Error, Result};

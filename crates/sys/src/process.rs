@@ -8,11 +8,11 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::file::FileId;
 
-/// What a process has mapped.
+// What a process has mapped.
 mod maps;
-/// A handle on a process that never means another.
+// A handle on a process that never means another.
 mod pidfd;
-/// Processor time and faults.
+// Processor time and faults.
 mod usage;
 
 pub use maps::{Mapping, Permissions, maps, parse_maps};

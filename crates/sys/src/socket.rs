@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use crate::iovec::{Incoming, Outgoing, advance};
 
-/// Descriptors over a unix socket.
+// Descriptors over a unix socket.
 mod descriptors;
-/// TCP's settings and what it knows of a connection.
+// TCP's settings and what it knows of a connection.
 mod tcp;
 
 pub use descriptors::{receive_with_descriptors, send_with_descriptors};

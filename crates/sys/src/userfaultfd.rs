@@ -14,7 +14,7 @@ use rustix::ioctl::Opcode;
 use crate::abi::{self, uffdio_range};
 use crate::error::{Error, Result};
 
-/// The events that [`Userfaultfd::read_events`] reads.
+// The events that [`Userfaultfd::read_events`] reads.
 mod event;
 pub use event::{Event, Fault};
 

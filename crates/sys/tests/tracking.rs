@@ -293,3 +293,31 @@ fn scanning_and_copying_under_writers_loses_no_write() {
     });
     assert_eq!(differing.collect::<Vec<_>>(), [0u64; 0]);
 }
+
+#[test]
+fn hugetlbfs_is_tracked_by_the_huge_page() {
+    const HUGE: u64 = 2 << 20;
+    if skip() {
+        return;
+    }
+    let pools = sterna_sys::huge::pools().unwrap();
+    if !pools.iter().any(|pool| pool.page_bytes == HUGE && pool.available_bytes() >= 2 * HUGE) {
+        return eprintln!("skipped: this host's pool has no two free huge pages (vm.nr_hugepages)");
+    }
+    let flags = rustix::fs::MemfdFlags::HUGETLB | rustix::fs::MemfdFlags::HUGE_2MB;
+    let file = std::fs::File::from(rustix::fs::memfd_create("ram", flags).unwrap());
+    file.set_len(2 * HUGE).unwrap();
+    assert_eq!(sterna_sys::file::backing(&file).unwrap().page_bytes, HUGE);
+    let ram = Ram::shared(&file, 2 * HUGE / PAGE_BYTES);
+    let mut tracker = Tracker::of(&ram);
+    tracker.written_and_arm();
+    ram.poke(700, 0, 1);
+    assert_eq!(tracker.written(), (512..1024).collect::<Vec<_>>(), "all of the second huge page");
+    assert_eq!(tracker.written_and_arm().len(), 512);
+    assert_eq!(tracker.written_and_arm(), []);
+    // The kernel knows no holes here, so what was never touched counts as content too.
+    let runs = sterna_sys::file::allocated_runs(&file, 0..2 * HUGE).collect::<Result<Vec<_>, _>>().unwrap();
+    assert_eq!(runs.len(), 1);
+    assert_eq!(runs[0], 0..2 * HUGE);
+    assert_eq!(tracker.present(), (512..1024).collect::<Vec<_>>(), "the page table knows better");
+}
