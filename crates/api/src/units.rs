@@ -55,11 +55,8 @@ pub fn parse_rate(text: &str) -> Result<u64, UnitError> {
     let read = || {
         let (number, unit) = split(text)?;
         let unit = unit.trim_end_matches("/s").trim_end_matches("ps");
-        let (prefix, divisor) = if let Some(prefix) = unit.strip_suffix("bit") {
-            (prefix, 8.0)
-        } else {
-            (unit.strip_suffix('B')?, 1.0)
-        };
+        let (prefix, divisor) =
+            if let Some(prefix) = unit.strip_suffix("bit") { (prefix, 8.0) } else { (unit.strip_suffix('B')?, 1.0) };
         let power = match prefix.to_ascii_uppercase().as_str() {
             "" => 0,
             "K" => 1,

@@ -125,3 +125,14 @@ pub struct Migration {
     /// Whether all have ended.
     pub ended: bool,
 }
+
+/// Who answers at an API's socket.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Version {
+    /// Version of Sterna.
+    pub sterna: String,
+    /// The host's name.
+    pub host: String,
+    /// Where other daemons reach it, if they can.
+    pub listen: Option<String>,
+}

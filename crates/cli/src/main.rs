@@ -1,2 +1,55 @@
-//! Sterna.
-fn main() {}
+//! `sterna`: the command line, a client of the daemon's API.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// What can be asked for.
+mod arguments;
+/// The API's client.
+mod client;
+/// Errors, as people see them, and exit codes.
+mod failure;
+/// The commands about machines.
+mod machines;
+/// `migrate` and `cancel`.
+mod migrate;
+/// Progress on a terminal and in plain lines.
+mod progress;
+/// Reports as tables.
+mod table;
+/// `watch`.
+mod watch;
+
+use arguments::{Arguments, Command};
+use client::Client;
+use failure::Failure;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("sterna: cannot start: {error}");
+            return ExitCode::from(failure::FAILED);
+        }
+    };
+    match runtime.block_on(perform(arguments)) {
+        Ok(code) => code,
+        Err(failure) => failure.show(),
+    }
+}
+
+async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
+    let client = Client::new(&arguments.api)?;
+    match arguments.command {
+        Command::Run(run) => machines::run(&client, run).await,
+        Command::Adopt(adopt) => machines::adopt(&client, adopt).await,
+        Command::Ps { json } => machines::ps(&client, json).await,
+        Command::Show { name, json } => machines::show(&client, &name, json).await,
+        Command::Stop { name, force } => machines::stop(&client, &name, force).await,
+        Command::Migrate(migrate) => migrate::migrate(&client, *migrate).await,
+        Command::Cancel { name } => migrate::cancel(&client, &name).await,
+        Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,
+    }
+}

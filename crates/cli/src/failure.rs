@@ -1,0 +1,140 @@
+//! Errors, as people see them, and exit codes.
+
+use std::process::ExitCode;
+
+use sterna_api::problem::Whereabouts;
+use sterna_api::{Blame, Problem, Report, Status};
+
+/// Failed; the machine runs on at the source.
+pub const FAILED: u8 = 1;
+/// The command line was wrong.
+pub const USAGE: u8 = 2;
+/// Cancelled; the machine runs on at the source.
+pub const CANCELLED: u8 = 3;
+/// Failed; the machine is lost or paused.
+pub const LOST: u8 = 4;
+/// The daemon cannot be reached.
+pub const UNREACHABLE: u8 = 5;
+
+/// Why a command did not succeed, and the exit code that says so.
+#[derive(Debug)]
+pub struct Failure {
+    /// What, whose fault, why, and what to do.
+    pub problem: Box<Problem>,
+    /// The exit code.
+    pub code: u8,
+}
+
+impl From<Problem> for Failure {
+    fn from(problem: Problem) -> Self {
+        let code = match problem.code.as_str() {
+            "invalid-request" | "invalid-name" | "argument-conflict" | "relative-path" => USAGE,
+            _ => FAILED,
+        };
+        Self { problem: Box::new(problem), code }
+    }
+}
+
+impl Failure {
+    /// A wrong argument.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self { problem: Box::new(Problem::new("usage", Blame::Request, message)), code: USAGE }
+    }
+
+    /// Something of this host that did not work.
+    pub fn host(doing: impl Into<String>, error: &dyn std::error::Error) -> Self {
+        let mut problem = Problem::from_error("host-error", Blame::Host, error);
+        problem.cause.insert(0, std::mem::replace(&mut problem.message, doing.into()));
+        Self { problem: Box::new(problem), code: FAILED }
+    }
+
+    /// Writes it to standard error.
+    pub fn show(&self) -> ExitCode {
+        eprint!("{}", describe("sterna", &self.problem));
+        ExitCode::from(self.code)
+    }
+}
+
+/// A problem in lines: what, whose fault, why, what to do.
+pub fn describe(who: &str, problem: &Problem) -> String {
+    let fault = match problem.blame {
+        Blame::Request => "the request",
+        Blame::Ours => "Sterna itself: please report this",
+        Blame::Peer => "the peer, or the link to it",
+        Blame::Host => "this host or the destination",
+        Blame::Qemu => "QEMU",
+        Blame::Guest => "the guest",
+    };
+    let mut text = format!("{who}: {}\n  fault:   {fault} ({})\n", problem.message, problem.code);
+    for cause in &problem.cause {
+        text.push_str(&format!("  because: {cause}\n"));
+    }
+    if let Some(hint) = &problem.hint {
+        text.push_str(&format!("  hint:    {hint}\n"));
+    }
+    text
+}
+
+/// Where the guest is after a migration that did not succeed, for people.
+pub fn whereabouts(problem: &Problem) -> &'static str {
+    match problem.guest {
+        Whereabouts::Source => "it stays at the source, as it was",
+        Whereabouts::Destination => "it runs at the destination",
+        Whereabouts::Paused => "it is PAUSED: its state is where the causes above say",
+        Whereabouts::Gone => "it is GONE",
+    }
+}
+
+/// The exit code of a migration.
+pub fn code_of(report: &Report) -> u8 {
+    let guest = report.error.as_ref().map(|problem| problem.guest).unwrap_or_default();
+    match (report.status, guest) {
+        (Status::Completed, _) => 0,
+        (_, Whereabouts::Paused | Whereabouts::Gone) => LOST,
+        (Status::Cancelled, _) => CANCELLED,
+        (Status::Failed, _) => FAILED,
+    }
+}
+
+/// The exit code of a gang: the worst of its members'.
+pub fn worst(codes: impl IntoIterator<Item = u8>) -> u8 {
+    let rank = |code: &u8| [0, CANCELLED, FAILED, LOST].iter().position(|known| known == code);
+    codes.into_iter().max_by_key(rank).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(status: Status, guest: Whereabouts) -> Report {
+        let error = (status != Status::Completed).then(|| Problem::new("x", Blame::Ours, "x").guest(guest));
+        Report { status, error, ..Report::default() }
+    }
+
+    #[test]
+    fn exit_codes_say_where_the_machine_is() {
+        assert_eq!(code_of(&report(Status::Completed, Whereabouts::Source)), 0);
+        assert_eq!(code_of(&report(Status::Failed, Whereabouts::Source)), 1);
+        assert_eq!(code_of(&report(Status::Cancelled, Whereabouts::Source)), 3);
+        assert_eq!(code_of(&report(Status::Failed, Whereabouts::Paused)), 4);
+        assert_eq!(code_of(&report(Status::Cancelled, Whereabouts::Gone)), 4);
+    }
+
+    #[test]
+    fn a_gang_ends_with_its_worst_members_code() {
+        assert_eq!(worst([0, 3, 0]), 3);
+        assert_eq!(worst([3, 1]), 1);
+        assert_eq!(worst([1, 4, 3]), 4);
+        assert_eq!(worst([]), 0);
+    }
+
+    #[test]
+    fn a_problem_is_told_with_fault_cause_and_hint() {
+        let mut problem = Problem::new("peer-unreachable", Blame::Peer, "cannot reach b:1").hint("is it on?");
+        problem.cause.push("connection refused".into());
+        let text = describe("sterna", &problem);
+        for part in ["cannot reach b:1", "the peer", "peer-unreachable", "connection refused", "is it on?"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+}

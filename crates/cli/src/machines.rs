@@ -1,0 +1,178 @@
+//! The commands about machines: `run`, `adopt`, `ps`, `show`, `stop`.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use comfy_table::Table;
+use comfy_table::presets::NOTHING;
+use hyper::Method;
+use sterna_api::units::show_size;
+use sterna_api::{AdoptRequest, RunRequest, Vm, VmState};
+
+use crate::arguments::{Adopt, Run};
+use crate::client::{Client, escape};
+use crate::failure::Failure;
+use crate::progress::line;
+use crate::table::text_of;
+
+/// How often an attached `run` looks at its machine.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Starts a machine and, unless detached, follows it until it ends.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn run(client: &Client, run: Run) -> Result<ExitCode, Failure> {
+    let request = RunRequest {
+        name: run.name.clone(),
+        memory_bytes: run.memory,
+        memory_mode: run.memory_mode.into(),
+        trust_group: run.trust_group,
+        // The daemon has another working directory; a bare name is looked up on its PATH.
+        qemu: run.qemu.map(|path| {
+            let relative = path.is_relative() && path.components().count() > 1;
+            if relative { std::path::absolute(&path).unwrap_or(path) } else { path }.display().to_string()
+        }),
+        arguments: run.arguments,
+    };
+    let vm: Vm = client.post("/v1/vms", &request).await?;
+    println!("{}: {} (QEMU {}, process {})", vm.name, state(&vm), vm.qemu, vm.pid);
+    if run.detach {
+        return Ok(ExitCode::SUCCESS);
+    }
+    follow(client, vm).await
+}
+
+async fn follow(client: &Client, mut vm: Vm) -> Result<ExitCode, Failure> {
+    let path = format!("/v1/vms/{}", escape(&vm.name));
+    let mut ctrl_c = std::pin::pin!(tokio::signal::ctrl_c());
+    loop {
+        tokio::select! {
+            _ = &mut ctrl_c => {
+                println!("{}: runs on; 'sterna stop {}' ends it", vm.name, vm.name);
+                return Ok(ExitCode::SUCCESS);
+            }
+            () = tokio::time::sleep(LOOK) => {}
+        }
+        let now: Vm = match client.get(&path).await {
+            Ok(now) => now,
+            Err(failure) if failure.problem.code == "unknown-vm" => {
+                println!("{}: is not on this host any more", vm.name);
+                return Ok(ExitCode::SUCCESS);
+            }
+            Err(failure) => return Err(failure),
+        };
+        if now.state != vm.state {
+            println!("{}: {}", now.name, state(&now));
+        }
+        vm = now;
+    }
+}
+
+/// Takes a running QEMU over.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn adopt(client: &Client, adopt: Adopt) -> Result<ExitCode, Failure> {
+    let qmp = std::path::absolute(&adopt.qmp).unwrap_or(adopt.qmp).display().to_string();
+    let vm: Vm = client.post("/v1/vms/adopt", &AdoptRequest { name: adopt.name, pid: adopt.pid, qmp }).await?;
+    println!("{}: {} (QEMU {}, process {})", vm.name, state(&vm), vm.qemu, vm.pid);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Lists the machines.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn ps(client: &Client, json: bool) -> Result<ExitCode, Failure> {
+    let vms: Vec<Vm> = client.get("/v1/vms").await?;
+    if json {
+        return print_json(&vms);
+    }
+    let mut table = Table::new();
+    table.load_style(NOTHING);
+    table.set_header(["NAME", "STATE", "MEMORY", "ALLOCATED", "PID", "QEMU", "NOTE"]);
+    for vm in &vms {
+        table.add_row([
+            vm.name.clone(),
+            state(vm),
+            show_size(vm.memory_bytes),
+            show_size(vm.allocated_bytes),
+            vm.pid.to_string(),
+            vm.qemu.clone(),
+            vm.note.clone().unwrap_or_default(),
+        ]);
+    }
+    println!("{}", text_of(&table));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Shows one machine.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn show(client: &Client, name: &str, json: bool) -> Result<ExitCode, Failure> {
+    let vm: Vm = client.get(&format!("/v1/vms/{}", escape(name))).await?;
+    if json {
+        return print_json(&vm);
+    }
+    let memory = format!(
+        "{} ({} allocated), {}",
+        show_size(vm.memory_bytes),
+        show_size(vm.allocated_bytes),
+        word(&vm.memory_mode)
+    );
+    let rows = [
+        ("name", Some(vm.name.clone())),
+        ("state", Some(state(&vm))),
+        ("memory", Some(memory)),
+        ("pages", Some(where_pages_are(&vm))),
+        ("trust group", vm.trust_group.clone()),
+        ("process", Some(vm.pid.to_string())),
+        ("qemu", Some(format!("{} ({})", vm.qemu, vm.qemu_path))),
+        ("arguments", Some(vm.arguments.join(" "))),
+        ("migration", vm.migration.as_ref().map(line)),
+        ("note", vm.note.clone()),
+    ];
+    for (what, value) in rows {
+        if let Some(value) = value {
+            println!("{what:<12} {value}");
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn where_pages_are(vm: &Vm) -> String {
+    match vm.state {
+        VmState::MigratingIn => "at the source still, coming here",
+        VmState::MigratingOut => "here, going to the destination",
+        VmState::WaitingForPeer => "here and at the destination: the guest's own are the destination's",
+        VmState::Running | VmState::Paused | VmState::Lost => "here",
+    }
+    .into()
+}
+
+/// Stops a machine.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn stop(client: &Client, name: &str, force: bool) -> Result<ExitCode, Failure> {
+    client.command(Method::DELETE, &format!("/v1/vms/{}?force={force}", escape(name))).await?;
+    println!("{name}: stopped");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print_json(value: &impl serde::Serialize) -> Result<ExitCode, Failure> {
+    let text = serde_json::to_string_pretty(value).map_err(|error| Failure::host("cannot write JSON", &error))?;
+    println!("{text}");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn state(vm: &Vm) -> String {
+    word(&vm.state)
+}
+
+/// A word of the API as it stands in its JSON.
+fn word(value: &impl serde::Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(String::from)).unwrap_or_default()
+}

@@ -1,0 +1,101 @@
+//! `migrate` and `cancel`.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use hyper::Method;
+use serde_json::json;
+use sterna_api::{MigrateRequest, Migration, Report};
+
+use crate::arguments::Migrate;
+use crate::client::{Client, escape};
+use crate::failure::{Failure, code_of, worst};
+use crate::progress::Display;
+use crate::table;
+
+/// How often the migration is looked at.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Moves machines and, unless detached, follows them to their end.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Failure> {
+    let options = migrate.options();
+    options.check().map_err(Failure::usage)?;
+    let request = MigrateRequest { vms: migrate.names.clone(), to: migrate.to.clone(), options };
+    let begun: Migration = client.post("/v1/migrations", &request).await?;
+    if migrate.detach {
+        println!("migration {}: {} to {}; 'sterna watch' follows it", begun.id, migrate.names.join(", "), begun.to);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let ended = follow(client, begun, &migrate.names).await?;
+    let to_stdout = migrate.json.as_deref() == Some(Path::new("-"));
+    for report in &ended.migrations {
+        let text = table::show(report);
+        // Standard output is then the report's alone.
+        if to_stdout {
+            eprint!("{text}")
+        } else {
+            print!("{text}")
+        }
+        if let Some(failure) = table::failure(report) {
+            eprint!("{failure}");
+        }
+    }
+    if let Some(path) = &migrate.json {
+        write_json(path, &ended.migrations)?;
+    }
+    Ok(ExitCode::from(worst(ended.migrations.iter().map(code_of))))
+}
+
+/// Follows a migration to its end; Ctrl-C cancels it, and then is waited for the end all the same.
+async fn follow(client: &Client, mut migration: Migration, names: &[String]) -> Result<Migration, Failure> {
+    let path = format!("/v1/migrations/{}", migration.id);
+    let mut display = Display::new();
+    loop {
+        migration.progress.iter().for_each(|progress| display.show(progress));
+        if migration.ended {
+            display.clear();
+            return Ok(migration);
+        }
+        tokio::select! {
+            _ = tokio::signal::ctrl_c() => {
+                display.say("cancelling; the guest stays here");
+                for name in names {
+                    // One that has ended, or is past the point of no return, says so in its report.
+                    let _ = client.command(Method::POST, &format!("/v1/vms/{}/cancel", escape(name))).await;
+                }
+            }
+            () = tokio::time::sleep(LOOK) => {}
+        }
+        migration = client.get(&path).await?;
+    }
+}
+
+fn write_json(path: &Path, reports: &[Report]) -> Result<(), Failure> {
+    let value = match reports {
+        [report] => json!(report),
+        gang => json!({ "migrations": gang }),
+    };
+    let failed =
+        |error: std::io::Error| Failure::host(format!("cannot write the report to {}", path.display()), &error);
+    let mut text = serde_json::to_vec_pretty(&value).map_err(|error| failed(error.into()))?;
+    text.push(b'\n');
+    if path == Path::new("-") {
+        return std::io::stdout().write_all(&text).map_err(failed);
+    }
+    std::fs::write(path, text).map_err(failed)
+}
+
+/// Cancels a machine's migration.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn cancel(client: &Client, name: &str) -> Result<ExitCode, Failure> {
+    client.command(Method::POST, &format!("/v1/vms/{}/cancel", escape(name))).await?;
+    println!("{name}: its migration is being cancelled");
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,154 @@
+//! Progress on a terminal and in plain lines.
+
+use std::collections::HashMap;
+use std::io::{IsTerminal, stderr};
+use std::time::{Duration, Instant};
+
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use sterna_api::units::show_rate;
+use sterna_api::{Phase, Progress};
+
+/// How often a plain line comes though nothing changes.
+const PULSE: Duration = Duration::from_secs(1);
+
+/// Shows progress to people, on standard error.
+pub enum Display {
+    /// A bar per machine.
+    Bars {
+        /// All of them.
+        all: MultiProgress,
+        /// By machine.
+        bars: HashMap<String, ProgressBar>,
+    },
+    /// A line at a change, and once a second.
+    Lines {
+        /// By machine: what was last said, and when.
+        seen: HashMap<String, (Phase, u32, Instant)>,
+    },
+}
+
+impl Display {
+    /// Bars where standard error is a terminal.
+    pub fn new() -> Self {
+        if stderr().is_terminal() {
+            Self::Bars { all: MultiProgress::new(), bars: HashMap::new() }
+        } else {
+            Self::Lines { seen: HashMap::new() }
+        }
+    }
+
+    /// Shows where a machine's migration stands now.
+    pub fn show(&mut self, progress: &Progress) {
+        match self {
+            Self::Bars { all, bars } => {
+                let bar = bars.entry(progress.vm.clone()).or_insert_with(|| all.add(new_bar(&progress.vm)));
+                bar.set_length(progress.round_pages.max(1));
+                bar.set_position(progress.round_pages.saturating_sub(progress.pages_left));
+                bar.set_message(details(progress));
+            }
+            Self::Lines { seen } => {
+                let news = seen.get(&progress.vm).is_none_or(|(phase, round, at)| {
+                    (*phase, *round) != (progress.phase, progress.round)
+                        || (progress.phase != Phase::Done && at.elapsed() >= PULSE)
+                });
+                if news {
+                    eprintln!("{}", line(progress));
+                    seen.insert(progress.vm.clone(), (progress.phase, progress.round, Instant::now()));
+                }
+            }
+        }
+    }
+
+    /// Takes the bars away: what follows is the report.
+    pub fn clear(&self) {
+        if let Self::Bars { all, .. } = self {
+            let _ = all.clear();
+        }
+    }
+
+    /// Says something beside the progress.
+    pub fn say(&self, text: &str) {
+        match self {
+            Self::Bars { all, .. } => {
+                let _ = all.println(text);
+            }
+            Self::Lines { .. } => eprintln!("{text}"),
+        }
+    }
+}
+
+fn new_bar(name: &str) -> ProgressBar {
+    let bar = ProgressBar::new(1);
+    // A template that does not parse would be a bug of ours; the bar then has its default look.
+    if let Ok(style) = ProgressStyle::with_template("{prefix} [{bar:24}] {msg}") {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar.set_prefix(name.to_string());
+    bar
+}
+
+/// Where a migration stands, in a line.
+pub fn line(progress: &Progress) -> String {
+    format!("{}: {}", progress.vm, details(progress))
+}
+
+fn details(progress: &Progress) -> String {
+    let mut text = phase(progress.phase).to_string();
+    if progress.phase == Phase::Precopy {
+        text.push_str(&format!(
+            " round {}, {} pages left, dirty {:.0} pages/s, {}",
+            progress.round,
+            progress.pages_left,
+            progress.dirty_rate_pages_per_s,
+            show_rate(progress.throughput_bytes_per_s)
+        ));
+        if let Some(pause) = progress.predicted_downtime_ms {
+            text.push_str(&format!(", pause now {pause:.0} ms"));
+        }
+        if let Some(remaining) = progress.remaining_ms {
+            text.push_str(&format!(", ends in {:.1} s", remaining / 1e3));
+        }
+    }
+    text.push_str(&format!(" [{:.1} s]", progress.elapsed_ms / 1e3));
+    if let Some(what) = &progress.waiting_for {
+        text.push_str(&format!(", waiting for {what}"));
+    }
+    text
+}
+
+fn phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Queued => "queued",
+        Phase::Connect => "connecting",
+        Phase::Prepare => "preparing",
+        Phase::Precopy => "copying",
+        Phase::Switchover => "switching over",
+        Phase::Finish => "finishing",
+        Phase::Rollback => "giving back",
+        Phase::Done => "done",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_has_round_pages_rates_and_the_estimated_end() {
+        let progress = Progress {
+            vm: "db1".into(),
+            phase: Phase::Precopy,
+            round: 2,
+            pages_left: 77,
+            dirty_rate_pages_per_s: 120.0,
+            throughput_bytes_per_s: 125_000_000,
+            remaining_ms: Some(1500.0),
+            elapsed_ms: 400.0,
+            ..Progress::default()
+        };
+        assert_eq!(
+            line(&progress),
+            "db1: copying round 2, 77 pages left, dirty 120 pages/s, 1.0 Gbit/s, ends in 1.5 s [0.4 s]"
+        );
+    }
+}

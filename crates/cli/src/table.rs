@@ -1,0 +1,136 @@
+//! Reports as tables.
+
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
+use sterna_api::units::{show_rate, show_size};
+use sterna_api::{Report, Status};
+
+use crate::failure::{describe, whereabouts};
+
+/// A table's text without blanks at the ends of its lines.
+pub fn text_of(table: &Table) -> String {
+    table.to_string().lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+/// A report for people.
+pub fn show(report: &Report) -> String {
+    let mut text = match report.status {
+        Status::Completed => format!(
+            "{}: moved to {} in {:.2} s, the guest stood still for {:.1} ms\n",
+            report.vm,
+            report.destination.address,
+            report.total_ms / 1e3,
+            report.downtime_ms
+        ),
+        Status::Cancelled => format!("{}: cancelled after {:.2} s\n", report.vm, report.total_ms / 1e3),
+        Status::Failed => format!("{}: not moved\n", report.vm),
+    };
+    if report.bytes_on_wire > 0 || report.status == Status::Completed {
+        text.push_str(&numbers(report));
+        text.push('\n');
+    }
+    if report.rounds.len() > 1 {
+        text.push_str(&rounds(report));
+        text.push('\n');
+    }
+    text
+}
+
+/// What went wrong, for standard error.
+pub fn failure(report: &Report) -> Option<String> {
+    let problem = report.error.as_ref()?;
+    Some(format!("{}  guest:   {}\n", describe(&report.vm, problem), whereabouts(problem)))
+}
+
+fn numbers(report: &Report) -> String {
+    let mut table = Table::new();
+    table.load_style(NOTHING);
+    let pages = &report.pages;
+    let downtime = &report.downtime;
+    let seconds = report.total_ms / 1e3;
+    let rate = if seconds > 0.0 { (report.bytes_on_wire as f64 / seconds) as u64 } else { 0 };
+    table.add_row(["mode".into(), report.mode.clone()]);
+    table.add_row([
+        "time".into(),
+        format!("{:.1} ms (set-up {:.1}, after the start {:.1})", report.total_ms, report.setup_ms, report.resume_ms),
+    ]);
+    table.add_row([
+        "downtime".into(),
+        format!(
+            "{:.2} ms (stop {:.2}, last pages {:.2}, verify {:.2}, devices {:.2}, start {:.2})",
+            report.downtime_ms,
+            downtime.pause_ms,
+            downtime.final_pages_ms,
+            downtime.verify_ms,
+            downtime.device_state_ms,
+            downtime.start_ms
+        ),
+    ]);
+    table.add_row([
+        "on the wire".into(),
+        format!("{} ({} on average)", show_size(report.bytes_on_wire), show_rate(rate)),
+    ]);
+    table
+        .add_row(["RAM".into(), format!("{} pages, {} allocated", report.ram.total_pages, report.ram.allocated_pages)]);
+    table.add_row([
+        "pages".into(),
+        format!(
+            "{} sent, {} zero, {} unallocated, {} unchanged",
+            pages.sent, pages.zero, pages.unallocated, pages.fake_dirty_content
+        ),
+    ]);
+    if report.verify.checked {
+        let result = format!("{} pages compared, {} differ", report.verify.pages, report.verify.mismatches);
+        table.add_row(["verify".into(), result]);
+    }
+    text_of(&table)
+}
+
+fn rounds(report: &Report) -> String {
+    let mut table = Table::new();
+    table.load_style(NOTHING);
+    table.set_header(["round", "dirty", "sent", "skipped", "bytes", "ms", "dirty pages/s"]);
+    for round in &report.rounds {
+        table.add_row([
+            round.round.to_string(),
+            round.dirty_pages.to_string(),
+            round.sent_pages.to_string(),
+            round.skipped_pages.to_string(),
+            show_size(round.bytes_on_wire),
+            format!("{:.1}", round.ms),
+            format!("{:.0}", round.dirty_rate_pages_per_s),
+        ]);
+    }
+    table.column_iter_mut().for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+    text_of(&table)
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_api::report::Round;
+    use sterna_api::{Blame, Problem};
+
+    use super::*;
+
+    #[test]
+    fn a_completed_migration_shows_time_pause_and_rounds() {
+        let report = Report {
+            vm: "db1".into(),
+            status: Status::Completed,
+            total_ms: 2500.0,
+            downtime_ms: 8.25,
+            rounds: vec![Round::default(), Round { round: 1, dirty_pages: 77, ..Round::default() }],
+            ..Report::default()
+        };
+        let text = show(&report);
+        assert!(text.contains("2.50 s") && text.contains("8.2 ms") && text.contains("77"), "{text}");
+        assert!(failure(&report).is_none());
+    }
+
+    #[test]
+    fn a_failed_one_says_where_the_guest_is() {
+        let report =
+            Report { vm: "db1".into(), error: Some(Problem::new("x", Blame::Peer, "no")), ..Report::default() };
+        assert!(failure(&report).unwrap().contains("stays at the source"));
+    }
+}

@@ -1,0 +1,219 @@
+//! The configuration: `/etc/sterna/sternad.toml`, over which the command line has the last word.
+
+use std::path::{Path, PathBuf};
+
+use clap::Parser;
+use serde::Deserialize;
+
+/// The longest path a unix socket can have on Linux, bytes (`sun_path` less its final zero).
+pub const SOCKET_PATH_BYTES: usize = 107;
+
+const DEFAULT_FILE: &str = "/etc/sterna/sternad.toml";
+
+/// Sterna's daemon: runs virtual machines and moves them between hosts.
+#[derive(Debug, Clone, Default, Parser)]
+#[command(name = "sternad", version, about)]
+pub struct Arguments {
+    /// Configuration file [default: /etc/sterna/sternad.toml, where it exists]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Where machines, RAM files and records live [default: /var/lib/sterna]
+    #[arg(long, value_name = "DIR")]
+    pub state_dir: Option<PathBuf>,
+    /// The API's socket [default: unix:/run/sterna/sternad.sock]
+    #[arg(long, value_name = "unix:PATH")]
+    pub api: Option<String>,
+    /// Where other daemons reach this one; without it no machine can be moved here
+    #[arg(long, value_name = "HOST:PORT")]
+    pub listen: Option<String>,
+    /// How much to log: error, warn, info, debug, trace, or a filter as `sterna_engine=debug`
+    #[arg(long, value_name = "LEVEL")]
+    pub log: Option<String>,
+}
+
+/// The configuration file as written.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    state_dir: Option<PathBuf>,
+    api: Option<String>,
+    listen: Option<String>,
+    log: Option<String>,
+    agent: Option<PathBuf>,
+    qemu: Option<PathBuf>,
+    qemu_user: Option<String>,
+    max_outgoing: Option<usize>,
+    max_incoming: Option<usize>,
+}
+
+/// The configuration in force.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Where machines, RAM files and records live.
+    pub state_dir: PathBuf,
+    /// The path of the API's socket.
+    pub api: PathBuf,
+    /// Where other daemons reach this one.
+    pub listen: Option<String>,
+    /// The log filter.
+    pub log: String,
+    /// The library inside QEMU; looked for beside the daemon and in `/usr/lib/sterna` where absent.
+    pub agent: Option<PathBuf>,
+    /// The QEMU binary of machines that name none, and of every machine that comes here.
+    pub qemu: Option<PathBuf>,
+    /// The user QEMU runs as; the daemon's own where absent.
+    pub qemu_user: Option<String>,
+    /// Migrations away from here at one time; more wait.
+    pub max_outgoing: usize,
+    /// Migrations to here at one time; more are refused.
+    pub max_incoming: usize,
+}
+
+/// A configuration that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration file {path}", path = .path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The file is not what it should be.
+    #[error("the configuration file {path} is wrong", path = .path.display())]
+    Parse {
+        /// Which.
+        path: PathBuf,
+        /// Where and why.
+        #[source]
+        source: Box<toml::de::Error>,
+    },
+    /// An address of the API that is not a unix socket.
+    #[error("the API's address '{0}' is not of the form unix:PATH")]
+    Api(String),
+    /// A listen address without a port.
+    #[error("the listen address '{0}' is not of the form HOST:PORT")]
+    Listen(String),
+    /// A path that a unix socket cannot have.
+    #[error("{what} {path} is {length} bytes long: a unix socket's path has at most {SOCKET_PATH_BYTES}", path = .path.display(), length = .path.as_os_str().len())]
+    SocketPath {
+        /// Whose path.
+        what: &'static str,
+        /// The path.
+        path: PathBuf,
+    },
+    /// A limit of 0.
+    #[error("{0} is 0: at least 1 is needed")]
+    Zero(&'static str),
+}
+
+impl Config {
+    /// Reads the file and lets the command line override it.
+    ///
+    /// # Errors
+    /// [`ConfigError`]. The default file may be absent; one that was named may not.
+    pub fn load(arguments: &Arguments) -> Result<Self, ConfigError> {
+        let named = arguments.config.as_deref();
+        let path = named.unwrap_or(Path::new(DEFAULT_FILE));
+        let file = match std::fs::read_to_string(path) {
+            Ok(text) => toml::from_str(&text)
+                .map_err(|source| ConfigError::Parse { path: path.into(), source: Box::new(source) })?,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound && named.is_none() => File::default(),
+            Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
+        };
+        Self::merge(arguments, file)
+    }
+
+    fn merge(arguments: &Arguments, file: File) -> Result<Self, ConfigError> {
+        let api = arguments.api.clone().or(file.api).unwrap_or_else(|| "unix:/run/sterna/sternad.sock".into());
+        let Some(api) = api.strip_prefix("unix:").filter(|path| !path.is_empty()) else {
+            return Err(ConfigError::Api(api));
+        };
+        let listen = arguments.listen.clone().or(file.listen);
+        if let Some(address) = &listen
+            && address.rsplit_once(':').is_none_or(|(host, port)| host.is_empty() || port.parse::<u16>().is_err())
+        {
+            return Err(ConfigError::Listen(address.clone()));
+        }
+        let config = Self {
+            state_dir: absolute(
+                arguments.state_dir.clone().or(file.state_dir).unwrap_or_else(|| "/var/lib/sterna".into()),
+            ),
+            api: absolute(PathBuf::from(api)),
+            listen,
+            log: arguments.log.clone().or(file.log).unwrap_or_else(|| "info".into()),
+            agent: file.agent,
+            qemu: file.qemu,
+            qemu_user: file.qemu_user,
+            max_outgoing: file.max_outgoing.unwrap_or(2),
+            max_incoming: file.max_incoming.unwrap_or(4),
+        };
+        if config.max_outgoing == 0 {
+            return Err(ConfigError::Zero("max_outgoing"));
+        }
+        if config.max_incoming == 0 {
+            return Err(ConfigError::Zero("max_incoming"));
+        }
+        check_socket_path("the API's socket", &config.api)?;
+        Ok(config)
+    }
+}
+
+/// Whether a unix socket can have this path.
+///
+/// # Errors
+/// [`ConfigError::SocketPath`] where it is too long.
+pub fn check_socket_path(what: &'static str, path: &Path) -> Result<(), ConfigError> {
+    if path.as_os_str().len() > SOCKET_PATH_BYTES {
+        return Err(ConfigError::SocketPath { what, path: path.into() });
+    }
+    Ok(())
+}
+
+/// QEMU and a restarted daemon may have other working directories than this process.
+fn absolute(path: PathBuf) -> PathBuf {
+    std::path::absolute(&path).unwrap_or(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn merge(arguments: &Arguments, text: &str) -> Result<Config, ConfigError> {
+        Config::merge(arguments, toml::from_str(text).unwrap())
+    }
+
+    #[test]
+    fn the_contracts_defaults_hold_where_nothing_is_said() {
+        let config = merge(&Arguments::default(), "").unwrap();
+        assert_eq!(config.state_dir, Path::new("/var/lib/sterna"));
+        assert_eq!(config.api, Path::new("/run/sterna/sternad.sock"));
+        assert_eq!(config.listen, None);
+        assert_eq!((config.max_outgoing, config.max_incoming), (2, 4));
+    }
+
+    #[test]
+    fn the_command_line_has_the_last_word() {
+        let arguments = Arguments { listen: Some("[::1]:9".into()), ..Arguments::default() };
+        let config = merge(&arguments, "listen = '0.0.0.0:7'\nlog = 'debug'").unwrap();
+        assert_eq!(config.listen.as_deref(), Some("[::1]:9"));
+        assert_eq!(config.log, "debug");
+    }
+
+    #[test]
+    fn wrong_addresses_are_refused_by_name() {
+        assert!(merge(&Arguments::default(), "api = 'tcp:1'").unwrap_err().to_string().contains("tcp:1"));
+        assert!(merge(&Arguments::default(), "listen = 'host'").unwrap_err().to_string().contains("HOST:PORT"));
+        assert!(merge(&Arguments::default(), "max_incoming = 0").unwrap_err().to_string().contains("max_incoming"));
+        let long = format!("api = 'unix:/{}'", "x".repeat(107));
+        assert!(merge(&Arguments::default(), &long).unwrap_err().to_string().contains("107"));
+    }
+
+    #[test]
+    fn a_misspelt_field_is_named() {
+        let error = toml::from_str::<File>("listne = 'a:1'").unwrap_err();
+        assert!(error.to_string().contains("listne"), "{error}");
+    }
+}

@@ -1,0 +1,101 @@
+//! Problems as answers: the status code follows from code and blame.
+
+use axum::Json;
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use axum::http::StatusCode;
+use axum::http::request::Parts;
+use axum::response::{IntoResponse, Response};
+use serde::de::DeserializeOwned;
+use sterna_api::{Blame, Problem};
+
+use crate::problems::invalid;
+
+/// A problem on its way to the caller.
+#[derive(Debug)]
+pub struct Failure(pub Problem);
+
+impl From<Problem> for Failure {
+    fn from(problem: Problem) -> Self {
+        Self(problem)
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        (status(&self.0), Json(self.0)).into_response()
+    }
+}
+
+fn status(problem: &Problem) -> StatusCode {
+    match (problem.code.as_str(), problem.blame) {
+        ("unknown-vm" | "unknown-migration" | "no-such-route", _) => StatusCode::NOT_FOUND,
+        ("no-such-method", _) => StatusCode::METHOD_NOT_ALLOWED,
+        ("name-taken" | "vm-busy" | "too-late" | "arriving" | "not-migrating" | "already-known" | "not-running", _) => {
+            StatusCode::CONFLICT
+        }
+        ("guest-ignores-powerdown", _) => StatusCode::GATEWAY_TIMEOUT,
+        (_, Blame::Request) => StatusCode::BAD_REQUEST,
+        (_, Blame::Peer | Blame::Qemu | Blame::Guest) => StatusCode::BAD_GATEWAY,
+        (_, Blame::Host | Blame::Ours) => StatusCode::INTERNAL_SERVER_ERROR,
+    }
+}
+
+/// A JSON body; what is wrong with one is told as a [`Problem`].
+#[derive(Debug)]
+pub struct Body<T>(pub T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
+    type Rejection = Failure;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Failure> {
+        match Json::<T>::from_request(request, state).await {
+            Ok(Json(value)) => Ok(Self(value)),
+            Err(rejection) => Err(Failure(invalid(rejection.body_text()))),
+        }
+    }
+}
+
+/// Path parameters; what is wrong with them is told as a [`Problem`].
+#[derive(Debug)]
+pub struct Path<T>(pub T);
+
+impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for Path<T> {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Failure> {
+        match axum::extract::Path::<T>::from_request_parts(parts, state).await {
+            Ok(axum::extract::Path(value)) => Ok(Self(value)),
+            Err(rejection) => Err(Failure(invalid(rejection.body_text()))),
+        }
+    }
+}
+
+/// Query parameters; what is wrong with them is told as a [`Problem`].
+#[derive(Debug)]
+pub struct Query<T>(pub T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Failure> {
+        match axum::extract::Query::<T>::from_request_parts(parts, state).await {
+            Ok(axum::extract::Query(value)) => Ok(Self(value)),
+            Err(rejection) => Err(Failure(invalid(rejection.body_text()))),
+        }
+    }
+}
+
+/// Runs what blocks (QEMU, files, processes) off the threads that serve the socket.
+///
+/// # Errors
+/// What the work gave, or that it panicked.
+pub async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
+) -> Result<T, Failure> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result.map_err(Failure),
+        Err(error) => {
+            Err(Failure(Problem::new("internal", Blame::Ours, format!("the request came to nothing: {error}"))))
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! The API: HTTP/1.1 with JSON on a unix socket. Every handler is a few lines; the work is [`Daemon`]'s.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::http::{Method, Uri};
+use axum::routing::{get, post};
+use sterna_api::{Blame, Problem};
+use utoipa::OpenApi;
+
+use crate::vms::Daemon;
+
+/// Problems as answers.
+pub mod answer;
+
+/// Machines.
+pub mod vms;
+
+/// Migrations.
+pub mod migrations;
+
+/// Live progress.
+pub mod watch;
+
+/// The daemon itself: version, metrics, this document.
+pub mod about;
+
+use answer::Failure;
+
+/// The API's description.
+#[derive(OpenApi)]
+#[openapi(
+    info(title = "Sterna", description = "Virtual machines of one host, and their live migration."),
+    paths(
+        vms::list,
+        vms::run,
+        vms::adopt,
+        vms::show,
+        vms::stop,
+        vms::cancel,
+        migrations::begin,
+        migrations::list,
+        migrations::show,
+        watch::watch,
+        about::version,
+        about::metrics,
+        about::openapi,
+    ),
+    components(schemas(Problem))
+)]
+pub struct Document;
+
+/// The routes.
+pub fn router(daemon: Arc<Daemon>) -> Router {
+    Router::new()
+        .route("/v1/vms", get(vms::list).post(vms::run))
+        .route("/v1/vms/adopt", post(vms::adopt))
+        .route("/v1/vms/{name}", get(vms::show).delete(vms::stop))
+        .route("/v1/vms/{name}/cancel", post(vms::cancel))
+        .route("/v1/migrations", get(migrations::list).post(migrations::begin))
+        .route("/v1/migrations/{id}", get(migrations::show))
+        .route("/v1/watch", get(watch::watch))
+        .route("/v1/version", get(about::version))
+        .route("/metrics", get(about::metrics))
+        .route("/openapi.json", get(about::openapi))
+        .fallback(no_route)
+        .method_not_allowed_fallback(no_method)
+        .with_state(daemon)
+}
+
+async fn no_route(uri: Uri) -> Failure {
+    Failure(
+        Problem::new("no-such-route", Blame::Request, format!("there is no {}", uri.path())).hint("see /openapi.json"),
+    )
+}
+
+async fn no_method(method: Method, uri: Uri) -> Failure {
+    let what = format!("{} has no {method}", uri.path());
+    Failure(Problem::new("no-such-method", Blame::Request, what).hint("see /openapi.json"))
+}

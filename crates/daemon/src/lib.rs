@@ -1,0 +1,36 @@
+//! `sternad`: the virtual machines of one host, their migrations, and the API.
+//!
+//! Everything that must outlive the daemon is a file of its state directory; everything else can be asked of QEMU again.
+
+/// The configuration file and the command line.
+pub mod config;
+
+/// The state directory: lock, RAM file system, durable records.
+pub mod state;
+
+/// Processes by identity, not by number alone.
+pub mod process;
+
+/// How much memory this host can still give.
+pub mod room;
+
+/// QEMU's arguments, its binary, and how it is started.
+pub mod qemu;
+
+/// The machines of this host: run, adopt, show, stop, and what a restart finds.
+pub mod vms;
+
+/// Migrations: the jobs that drive them, and this host's part at either end.
+pub mod migration;
+
+/// The API on its socket.
+pub mod http;
+
+/// What the daemon counts.
+pub mod metrics;
+
+/// The errors of the API, in one place.
+pub mod problems;
+
+/// Start to end of the process.
+pub mod serve;

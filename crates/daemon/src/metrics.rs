@@ -1,0 +1,140 @@
+//! What the daemon counts, as Prometheus text.
+
+use std::sync::atomic::AtomicU64;
+
+use prometheus_client::encoding::{EncodeLabelSet, text};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Registry, Unit};
+use sterna_api::{Report, Status, Vm};
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StateLabel {
+    state: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StatusLabel {
+    status: &'static str,
+}
+
+/// The daemon's metrics.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    vms: Family<StateLabel, Gauge>,
+    memory: Gauge<u64, AtomicU64>,
+    allocated: Gauge<u64, AtomicU64>,
+    migrations: Family<StatusLabel, Counter>,
+    sent: Counter,
+    downtime: Histogram,
+    total: Histogram,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    /// All at zero.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut registry = Registry::with_prefix("sterna");
+        let metrics = Self {
+            registry: Registry::default(),
+            vms: Family::default(),
+            memory: Gauge::default(),
+            allocated: Gauge::default(),
+            migrations: Family::default(),
+            sent: Counter::default(),
+            downtime: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
+            total: Histogram::new(exponential_buckets(0.25, 2.0, 14)),
+        };
+        registry.register("vms", "Virtual machines of this host by state", metrics.vms.clone());
+        registry.register_with_unit("vm_memory", "RAM of all machines", Unit::Bytes, metrics.memory.clone());
+        registry.register_with_unit(
+            "vm_allocated",
+            "RAM the host has given memory for",
+            Unit::Bytes,
+            metrics.allocated.clone(),
+        );
+        registry.register("migrations", "Migrations away from here that have ended", metrics.migrations.clone());
+        registry.register_with_unit(
+            "migration_sent",
+            "Sent by migrations away from here",
+            Unit::Bytes,
+            metrics.sent.clone(),
+        );
+        registry.register_with_unit(
+            "migration_downtime",
+            "Pauses of moved guests",
+            Unit::Seconds,
+            metrics.downtime.clone(),
+        );
+        registry.register_with_unit(
+            "migration_duration",
+            "How long completed migrations took",
+            Unit::Seconds,
+            metrics.total.clone(),
+        );
+        Self { registry, ..metrics }
+    }
+
+    /// Counts a migration that ended.
+    pub fn migration_ended(&self, report: &Report) {
+        let status = match report.status {
+            Status::Completed => "completed",
+            Status::Cancelled => "cancelled",
+            Status::Failed => "failed",
+        };
+        self.migrations.get_or_create(&StatusLabel { status }).inc();
+        self.sent.inc_by(report.bytes_on_wire);
+        if report.status == Status::Completed {
+            self.downtime.observe(report.downtime_ms / 1e3);
+            self.total.observe(report.total_ms / 1e3);
+        }
+    }
+
+    /// The metrics as text, with these machines as they are now.
+    #[must_use]
+    pub fn text(&self, vms: &[Vm]) -> String {
+        self.vms.clear();
+        for vm in vms {
+            let state = serde_json::to_value(vm.state).ok().and_then(|value| value.as_str().map(String::from));
+            self.vms.get_or_create(&StateLabel { state: state.unwrap_or_default() }).inc();
+        }
+        self.memory.set(vms.iter().map(|vm| vm.memory_bytes).sum());
+        self.allocated.set(vms.iter().map(|vm| vm.allocated_bytes).sum());
+        let mut out = String::new();
+        if let Err(error) = text::encode(&mut out, &self.registry) {
+            tracing::error!(%error, "cannot write the metrics");
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ended_migrations_are_counted_by_their_end() {
+        let metrics = Metrics::new();
+        metrics.migration_ended(&Report {
+            status: Status::Completed,
+            downtime_ms: 8.0,
+            bytes_on_wire: 5,
+            ..Report::default()
+        });
+        metrics.migration_ended(&Report { status: Status::Cancelled, bytes_on_wire: 2, ..Report::default() });
+        let text = metrics.text(&[]);
+        assert!(text.contains("sterna_migrations_total{status=\"completed\"} 1"), "{text}");
+        assert!(text.contains("sterna_migrations_total{status=\"cancelled\"} 1"), "{text}");
+        assert!(text.contains("sterna_migration_sent_bytes_total 7"), "{text}");
+        assert!(text.contains("sterna_migration_downtime_seconds_count 1"), "{text}");
+    }
+}

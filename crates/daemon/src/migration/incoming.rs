@@ -1,0 +1,166 @@
+//! Machines that come here: this host as the destination.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use sterna_api::problem::Whereabouts;
+use sterna_api::{Blame, MemoryMode, Problem};
+use sterna_engine::host::{DestinationHost, Incoming, MigrationId, Verdict};
+use sterna_protocol::spec::VmSpec;
+
+use super::prechecks;
+use super::records::Stage;
+use crate::problems::host;
+use crate::qemu::arguments::{self, Additions};
+use crate::qemu::binary;
+use crate::qemu::launch::{agent_socket, qmp_socket};
+use crate::room;
+use crate::vms::control;
+use crate::vms::record::Block;
+use crate::vms::run::version;
+use crate::vms::{Daemon, Hold, Lifecycle, VmRecord};
+
+/// This host as a destination.
+#[derive(Debug, Clone)]
+pub struct Destination(pub Arc<Daemon>);
+
+impl DestinationHost for Destination {
+    fn prepare(&self, id: MigrationId, spec: &VmSpec) -> Result<Incoming, Problem> {
+        if self.0.records.stage(id).is_some() {
+            return Err(Problem::new("stale-migration", Blame::Peer, format!("migration {id} has ended here before")));
+        }
+        self.start(id, spec).inspect_err(|problem| {
+            // The source learns of it by this very answer; the verdict is for the case that the answer gets lost.
+            self.0.records.verdict(id);
+            tracing::info!(vm = %spec.name, %id, code = problem.code, "refused: {}", problem.message);
+        })
+    }
+
+    fn room_bytes(&self) -> u64 {
+        room::room_bytes(&self.0.state.ram())
+    }
+
+    fn commit(&self, id: MigrationId) -> Result<(), Problem> {
+        self.0
+            .records
+            .commit(id)
+            .map_err(|error| host("the destination cannot write down that the guest is its own", &error))
+    }
+
+    fn started(&self, id: MigrationId, incoming: Incoming) {
+        // Its connection to QEMU ends: from now on each question makes its own.
+        drop(incoming);
+        if let Some(record) = self.arriving(id) {
+            tracing::info!(vm = %record.name, %id, "it belongs here now");
+            self.0.settle(&record);
+        }
+    }
+
+    fn abort(&self, id: MigrationId, incoming: Option<Incoming>) {
+        let verdict = self.0.records.verdict(id);
+        let Some(record) = self.arriving(id) else { return };
+        if verdict == Verdict::Committed {
+            tracing::error!(vm = %record.name, %id, "asked to abort what is committed: the guest stays");
+            drop(incoming);
+            return self.0.settle(&record);
+        }
+        if let Some(mut incoming) = incoming {
+            incoming.vmm.quit();
+        }
+        if let Some(process) = record.process.open() {
+            process.kill();
+        }
+        self.0.forget(&record.name, record.process);
+        tracing::info!(vm = %record.name, %id, "aborted, nothing is left of it here");
+    }
+
+    fn verdict(&self, id: MigrationId) -> Verdict {
+        self.0.records.verdict(id)
+    }
+}
+
+impl Destination {
+    fn start(&self, id: MigrationId, spec: &VmSpec) -> Result<Incoming, Problem> {
+        let daemon = &self.0;
+        let items = arguments::parse(&spec.arguments);
+        let room_bytes = self.room_bytes().saturating_sub(self.promised_bytes());
+        self.check_limit()?;
+        let binary = prechecks::check(spec, &items, daemon.config.qemu.as_deref(), room_bytes)?;
+        let reservation = daemon.reserve_arriving(&spec.name, id)?;
+        daemon
+            .records
+            .write(id, Some(&spec.name), Stage::Preparing)
+            .map_err(|error| host("the destination cannot write the migration's record", &error))?;
+
+        let dir = daemon.state.vm(&spec.name);
+        let blocks: Vec<Block> = spec
+            .blocks
+            .iter()
+            .map(|block| Block {
+                id: block.id.clone(),
+                bytes: block.bytes,
+                page_bytes: block.page_bytes,
+                path: daemon.new_ram_path(&spec.name),
+            })
+            .collect();
+        let managed = spec.managed_ram.then(|| (spec.memory_bytes, blocks[0].path.as_path()));
+        let additions = Additions { name: &spec.name, qmp: &qmp_socket(&dir), ram: managed };
+        let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
+        let all = arguments::for_incoming(&items, &additions, &spec.machine, &files);
+        let started = daemon.start(&binary.path, &all, &dir, &blocks)?;
+        let record = VmRecord {
+            name: spec.name.clone(),
+            memory_bytes: spec.memory_bytes,
+            memory_mode: MemoryMode::Shared,
+            trust_group: spec.trust_group.clone(),
+            qemu_path: binary.path,
+            qemu_version: version(&started.about),
+            machine: started.about.machine.clone(),
+            arguments: spec.arguments.clone(),
+            managed_ram: spec.managed_ram,
+            process: started.process,
+            qmp: qmp_socket(&dir),
+            agent: agent_socket(&dir),
+            blocks,
+            owns_ram_files: true,
+            lifecycle: Lifecycle::Incoming(id),
+            running: spec.running,
+        };
+        let block_files = record.block_files(&[]).map_err(|error| host("cannot open the RAM files", &error))?;
+        let vmm = control::destination(&record, &dir)?;
+        reservation.keep(&record, Hold::Arriving(id))?;
+        started.keep();
+        Ok(Incoming { vmm: Box::new(vmm), blocks: block_files, qemu_version: binary::show(record.qemu_version) })
+    }
+
+    fn check_limit(&self) -> Result<(), Problem> {
+        let limit = self.0.config.max_incoming;
+        let arriving = self.0.table().values().filter(|entry| matches!(entry.hold, Hold::Arriving(_))).count();
+        if arriving < limit {
+            return Ok(());
+        }
+        Err(Problem::new(
+            "too-many-incoming",
+            Blame::Peer,
+            format!("the destination is taking in {arriving} machines already"),
+        )
+        .hint("wait until they have arrived, or raise max_incoming in its sternad.toml")
+        .guest(Whereabouts::Source))
+    }
+
+    /// Memory that machines on their way here will still need: a machine promised to arrive must not starve for a later one.
+    fn promised_bytes(&self) -> u64 {
+        let arriving: Vec<VmRecord> = {
+            let table = self.0.table();
+            let entries = table.values().filter(|entry| matches!(entry.hold, Hold::Arriving(_)));
+            entries.filter_map(|entry| entry.record.clone()).collect()
+        };
+        arriving.iter().map(|record| record.memory_bytes.saturating_sub(record.allocated_bytes())).sum()
+    }
+
+    fn arriving(&self, id: MigrationId) -> Option<VmRecord> {
+        let table = self.0.table();
+        let entry = table.values().find(|entry| matches!(entry.hold, Hold::Arriving(other) if other == id))?;
+        entry.record.clone()
+    }
+}

@@ -1,0 +1,292 @@
+//! The migrations this host began: accepted, queued, driven, and remembered for a while.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use sterna_api::{Blame, MigrateRequest, Migration, Phase, Problem, Progress, Report};
+use sterna_engine::monitor::Monitor;
+
+use super::outgoing;
+use crate::problems::{invalid, unknown_vm};
+use crate::vms::{Daemon, Hold, VmRecord};
+
+/// Ended migrations that are remembered.
+const KEEP: usize = 100;
+/// The most machines of one gang.
+const MAX_GANG: usize = 256;
+
+/// A migration: one machine, or a gang moved together.
+#[derive(Debug)]
+pub struct Job {
+    /// Its number on this host.
+    pub id: u64,
+    /// The destination daemon.
+    pub to: String,
+    members: Vec<Member>,
+}
+
+#[derive(Debug)]
+struct Member {
+    monitor: Arc<Monitor>,
+    report: Mutex<Option<Report>>,
+    ended: AtomicBool,
+}
+
+impl Job {
+    /// The migration as the API shows it.
+    #[must_use]
+    pub fn show(&self) -> Migration {
+        // Ended first: what is read after it is the final word.
+        let ended = self.ended();
+        Migration {
+            id: self.id,
+            to: self.to.clone(),
+            progress: self.progress(),
+            migrations: self.members.iter().filter_map(|member| lock(&member.report).clone()).collect(),
+            ended,
+        }
+    }
+
+    /// Where each machine stands.
+    #[must_use]
+    pub fn progress(&self) -> Vec<Progress> {
+        self.members.iter().map(|member| member.monitor.progress()).collect()
+    }
+
+    /// Whether all machines have ended.
+    #[must_use]
+    pub fn ended(&self) -> bool {
+        self.members.iter().all(|member| member.ended.load(Ordering::Acquire))
+    }
+}
+
+/// All of them.
+#[derive(Debug)]
+pub struct Jobs {
+    table: Mutex<Table>,
+    slots: Slots,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    next: u64,
+    jobs: VecDeque<Arc<Job>>,
+}
+
+impl Jobs {
+    /// With so many machines on their way at one time.
+    #[must_use]
+    pub fn new(max_outgoing: usize) -> Self {
+        let slots = Slots { free: Mutex::new(max_outgoing), freed: Condvar::new() };
+        Self { table: Mutex::new(Table { next: 1, jobs: VecDeque::new() }), slots }
+    }
+
+    /// All that are running or remembered, the oldest first.
+    #[must_use]
+    pub fn list(&self) -> Vec<Arc<Job>> {
+        lock(&self.table).jobs.iter().cloned().collect()
+    }
+
+    /// One of them.
+    ///
+    /// # Errors
+    /// A [`Problem`] where there is none of this number.
+    pub fn get(&self, id: u64) -> Result<Arc<Job>, Problem> {
+        lock(&self.table).jobs.iter().find(|job| job.id == id).cloned().ok_or_else(|| {
+            Problem::new("unknown-migration", Blame::Request, format!("there is no migration {id}"))
+                .hint(format!("the last {KEEP} are remembered until the daemon restarts"))
+        })
+    }
+
+    /// Cancels all that are under way and waits until their guests are given back, or until `timeout`.
+    pub fn cancel_all(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        let running = || self.list().into_iter().filter(|job| !job.ended()).collect::<Vec<_>>();
+        running().iter().flat_map(|job| &job.members).for_each(|member| {
+            member.monitor.cancel();
+        });
+        while !running().is_empty() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn add(&self, to: &str, names: &[String]) -> Arc<Job> {
+        let mut table = lock(&self.table);
+        let member = |name: &String| Member {
+            monitor: Arc::new(Monitor::new(name)),
+            report: Mutex::new(None),
+            ended: AtomicBool::new(false),
+        };
+        let job = Arc::new(Job { id: table.next, to: to.into(), members: names.iter().map(member).collect() });
+        table.next += 1;
+        table.jobs.push_back(Arc::clone(&job));
+        let surplus = table.jobs.len().saturating_sub(KEEP);
+        let oldest: Vec<u64> = table.jobs.iter().filter(|job| job.ended()).map(|job| job.id).take(surplus).collect();
+        table.jobs.retain(|job| !oldest.contains(&job.id));
+        job
+    }
+
+    fn drop_job(&self, id: u64) {
+        lock(&self.table).jobs.retain(|job| job.id != id);
+    }
+}
+
+impl Daemon {
+    /// Begins a migration. Every machine is claimed, or none is.
+    ///
+    /// # Errors
+    /// A [`Problem`]: an unknown or busy machine, options that cannot be.
+    pub fn migrate(self: &Arc<Self>, request: &MigrateRequest) -> Result<Arc<Job>, Problem> {
+        check_request(request)?;
+        let job = self.jobs.add(&request.to, &request.vms);
+        let mut claimed: Vec<VmRecord> = Vec::new();
+        for (name, member) in request.vms.iter().zip(&job.members) {
+            match self.claim(name, Hold::Leaving(Arc::clone(&member.monitor))) {
+                Ok(record) => claimed.push(record),
+                Err(problem) => {
+                    claimed.iter().for_each(|record| self.release(&record.name));
+                    self.jobs.drop_job(job.id);
+                    return Err(problem);
+                }
+            }
+        }
+        for (index, record) in claimed.into_iter().enumerate() {
+            let (daemon, job, options) = (Arc::clone(self), Arc::clone(&job), request.options.clone());
+            let name = format!("move-{}", record.name);
+            let drive = move || {
+                let member = &job.members[index];
+                let slot = daemon.jobs.slots.wait(&member.monitor);
+                let report = outgoing::drive(&daemon, &record, &job.to, &options, &member.monitor, slot.is_some());
+                drop(slot);
+                daemon.metrics.migration_ended(&report);
+                member.monitor.update(|progress| progress.phase = Phase::Done);
+                *lock(&member.report) = Some(report);
+                member.ended.store(true, Ordering::Release);
+            };
+            if let Err(error) = std::thread::Builder::new().name(name).spawn(drive) {
+                tracing::error!(%error, "cannot start a migration's thread");
+            }
+        }
+        Ok(job)
+    }
+
+    /// Cancels a machine's migration.
+    ///
+    /// # Errors
+    /// A [`Problem`]: unknown, not being moved, or past the point of no return.
+    pub fn cancel(&self, name: &str) -> Result<(), Problem> {
+        let hold = self.table().get(name).map(|entry| entry.hold.clone()).ok_or_else(|| unknown_vm(name))?;
+        let late = || {
+            Problem::new(
+                "too-late",
+                Blame::Request,
+                format!("'{name}' has been handed over: its migration cannot be cancelled"),
+            )
+        };
+        match hold {
+            Hold::Leaving(monitor) if monitor.cancel() => Ok(()),
+            Hold::Leaving(_) | Hold::WaitingForPeer { .. } => Err(late()),
+            Hold::Arriving(_) => Err(Problem::new(
+                "arriving",
+                Blame::Request,
+                format!("'{name}' is being moved here: its migration is its source's to cancel"),
+            )),
+            _ => Err(Problem::new("not-migrating", Blame::Request, format!("'{name}' is not being moved"))),
+        }
+    }
+}
+
+fn check_request(request: &MigrateRequest) -> Result<(), Problem> {
+    request.options.check().map_err(invalid)?;
+    if request.vms.is_empty() || request.vms.len() > MAX_GANG {
+        return Err(invalid(format!(
+            "{} machines cannot be moved together: between 1 and {MAX_GANG}",
+            request.vms.len()
+        )));
+    }
+    if let Some(twice) = request.vms.iter().enumerate().find(|(index, name)| request.vms[..*index].contains(name)) {
+        return Err(invalid(format!("'{}' is named twice", twice.1)));
+    }
+    let port = request.to.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+    if port.is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
+        return Err(invalid(format!("'{}' is not of the form HOST:PORT", request.to)));
+    }
+    Ok(())
+}
+
+/// How many machines may be on their way at one time.
+#[derive(Debug)]
+struct Slots {
+    free: Mutex<usize>,
+    freed: Condvar,
+}
+
+/// A place among them.
+struct Slot<'a>(&'a Slots);
+
+impl Slots {
+    /// Waits for a place; `None` where the migration was cancelled meanwhile.
+    fn wait(&self, monitor: &Monitor) -> Option<Slot<'_>> {
+        let mut free = lock(&self.free);
+        while *free == 0 {
+            if monitor.check().is_err() {
+                return None;
+            }
+            monitor.update(|progress| progress.waiting_for = Some("other migrations of this host to end".into()));
+            let (guard, _) =
+                self.freed.wait_timeout(free, Duration::from_millis(200)).unwrap_or_else(PoisonError::into_inner);
+            free = guard;
+        }
+        *free -= 1;
+        monitor.update(|progress| progress.waiting_for = None);
+        Some(Slot(self))
+    }
+}
+
+impl Drop for Slot<'_> {
+    fn drop(&mut self) {
+        *lock(&self.0.free) += 1;
+        self.0.freed.notify_one();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queued_migration_gets_its_turn_or_its_cancellation() {
+        let jobs = Jobs::new(1);
+        let first = jobs.slots.wait(&Monitor::new("a")).unwrap();
+        let (second, third) = (Monitor::new("b"), Monitor::new("c"));
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| jobs.slots.wait(&second).is_some());
+            let cancelled = scope.spawn(|| jobs.slots.wait(&third).is_none());
+            assert!(third.cancel());
+            assert!(cancelled.join().unwrap());
+            assert!(second.progress().waiting_for.is_some() || !waits.is_finished());
+            drop(first);
+            assert!(waits.join().unwrap());
+        });
+        assert_eq!(*lock(&jobs.slots.free), 1);
+    }
+
+    #[test]
+    fn running_jobs_are_never_forgotten_and_ended_ones_are() {
+        let jobs = Jobs::new(1);
+        let running = jobs.add("b:1", &["running".into()]);
+        for _ in 0..150 {
+            let job = jobs.add("b:1", &["x".into()]);
+            job.members[0].ended.store(true, Ordering::Release);
+        }
+        assert!(jobs.get(running.id).is_ok());
+        assert!(jobs.list().len() <= KEEP + 1);
+        assert_eq!(jobs.get(2).unwrap_err().code, "unknown-migration");
+    }
+}

@@ -1,0 +1,22 @@
+//! Migrations: the jobs that drive them, and this host's part at either end.
+
+/// What became of migrations, durably.
+pub mod records;
+
+/// The migrations this host began.
+pub mod jobs;
+
+/// One machine's way from its claim to its end here.
+pub mod outgoing;
+
+/// Machines that were handed over while the peer fell silent.
+pub mod waiting;
+
+/// What is checked before a machine comes here.
+pub mod prechecks;
+
+/// Machines that come here.
+pub mod incoming;
+
+/// The port other daemons call.
+pub mod listener;

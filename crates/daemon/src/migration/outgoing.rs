@@ -1,0 +1,172 @@
+//! One machine's way from its claim to its end here.
+
+use std::sync::Arc;
+
+use sterna_api::problem::Whereabouts;
+use sterna_api::report::Host;
+use sterna_api::{Blame, MigrateOptions, Mode, Problem, Report, Status};
+use sterna_engine::host::{MigrationId, SourceHost};
+use sterna_engine::monitor::Monitor;
+use sterna_engine::source::track::{InsideQemu, WriteProtect};
+use sterna_engine::source::{self, Fate, Outgoing};
+use sterna_engine::vmm::qemu::Inspection;
+
+use super::records::Stage;
+use super::waiting;
+use crate::problems::host;
+use crate::qemu::binary;
+use crate::vms::control::{self, Control};
+use crate::vms::{Daemon, Lifecycle, VmRecord, random_u128};
+
+/// Moves a claimed machine to `peer` and settles where it belongs afterwards. Blocks until then.
+pub fn drive(
+    daemon: &Arc<Daemon>,
+    record: &VmRecord,
+    peer: &str,
+    options: &MigrateOptions,
+    monitor: &Monitor,
+    has_slot: bool,
+) -> Report {
+    let refused = |problem: Problem, status| {
+        daemon.release(&record.name);
+        daemon.forget_if_ended(record);
+        failed_report(record, peer, options, monitor, problem, status)
+    };
+    if !has_slot {
+        let problem = Problem::new("cancelled", Blame::Request, "the migration was cancelled before its turn came");
+        return refused(problem, Status::Cancelled);
+    }
+    let id = MigrationId(random_u128());
+    let outgoing = prepare(record, id).and_then(|outgoing| {
+        let leaving = VmRecord { lifecycle: Lifecycle::Outgoing(id), running: outgoing.spec.running, ..record.clone() };
+        daemon.store(&leaving).map_err(|error| host("cannot write the machine's record", &error))?;
+        Ok((outgoing, leaving))
+    });
+    let (outgoing, leaving) = match outgoing {
+        Ok(outgoing) => outgoing,
+        Err(problem) => {
+            let gone = record.process.open().is_none();
+            return refused(if gone { problem.guest(Whereabouts::Gone) } else { problem }, Status::Failed);
+        }
+    };
+    tracing::info!(vm = %record.name, %id, peer, "migration begins");
+    let this = Here { daemon, vm: &record.name };
+    let outcome = source::migrate(outgoing, peer, options, &this, monitor);
+    // Its connection to QEMU is needed no more: what follows makes its own.
+    drop(outcome.vmm);
+    match outcome.fate {
+        Fate::Here => belongs_here(daemon, record, id),
+        Fate::There => {
+            daemon.end_qemu(record);
+            daemon.forget(&record.name, record.process);
+            daemon.records.remove(id);
+        }
+        Fate::Unknown => waiting::wait_for_verdict(daemon, &leaving, id, peer),
+    }
+    tracing::info!(vm = %record.name, %id, fate = ?outcome.fate, "migration ended");
+    outcome.report
+}
+
+/// The guest belongs here again (or still): as it was before.
+pub fn belongs_here(daemon: &Daemon, record: &VmRecord, id: MigrationId) {
+    let here = VmRecord { lifecycle: Lifecycle::Here, ..record.clone() };
+    if let Err(error) = daemon.store(&here) {
+        tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+    }
+    daemon.records.remove(id);
+    daemon.release(&record.name);
+    daemon.forget_if_ended(record);
+}
+
+/// What cannot be moved at all, whatever the destination.
+fn check_movable(name: &str, about: &Inspection) -> Result<(), Problem> {
+    let refuse =
+        |code, why: String| Err(Problem::new(code, Blame::Request, format!("'{name}' cannot be moved: {why}")));
+    if !about.foreign_writers.is_empty() {
+        let why = format!("others than QEMU write its RAM, unseen ({})", about.foreign_writers.join(", "));
+        return refuse("foreign-writers", why)
+            .map_err(|problem| problem.hint("use virtio devices that QEMU or the kernel's vhost serve"));
+    }
+    if !about.blockers.is_empty() {
+        return refuse("qemu-blocks", about.blockers.join("; "))
+            .map_err(|problem| problem.hint("QEMU itself refuses: take the device away that it names"));
+    }
+    let immovable = about.immovable_ram();
+    if !immovable.is_empty() {
+        return refuse("immovable-ram", format!("RAM that is no shared named file: {}", immovable.join(", ")));
+    }
+    Ok(())
+}
+
+fn prepare(record: &VmRecord, id: MigrationId) -> Result<Outgoing, Problem> {
+    let mut control = Control::connect(&record.qmp)?;
+    let about = control.inspect()?;
+    check_movable(&record.name, &about)?;
+    let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
+    let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
+    let tracker = WriteProtect::new(record.process.pid, InsideQemu::new(agent)).map_err(|error| error.problem())?;
+    Ok(Outgoing {
+        id,
+        spec: record.spec(&about),
+        vmm: Box::new(control::source(record, control)?),
+        blocks,
+        tracker: Box::new(tracker),
+        direct_io: !about.direct_io.is_empty(),
+        here: here(record),
+    })
+}
+
+/// This host, for a report.
+fn here(record: &VmRecord) -> Host {
+    Host {
+        host: host_name(),
+        address: String::new(),
+        sterna: env!("CARGO_PKG_VERSION").into(),
+        qemu: binary::show(record.qemu_version),
+        cpu_s: 0.0,
+    }
+}
+
+/// This host's name.
+#[must_use]
+pub fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+fn failed_report(
+    record: &VmRecord,
+    peer: &str,
+    options: &MigrateOptions,
+    monitor: &Monitor,
+    problem: Problem,
+    status: Status,
+) -> Report {
+    Report {
+        schema: Report::SCHEMA,
+        vm: record.name.clone(),
+        mode: if options.mode == Mode::StopAndCopy { "stop-and-copy" } else { "precopy" }.into(),
+        status,
+        total_ms: monitor.elapsed().as_secs_f64() * 1e3,
+        options: options.clone(),
+        source: here(record),
+        destination: Host { address: peer.into(), ..Host::default() },
+        error: Some(problem),
+        ..Report::default()
+    }
+}
+
+/// This host as the source of one migration.
+struct Here<'a> {
+    daemon: &'a Daemon,
+    vm: &'a str,
+}
+
+impl SourceHost for Here<'_> {
+    fn handing_over(&self, id: MigrationId, peer: &str) -> Result<(), Problem> {
+        let stage = Stage::HandingOver { peer: peer.into() };
+        self.daemon
+            .records
+            .write(id, Some(self.vm), stage)
+            .map_err(|error| host("cannot write down that the guest is handed over", &error))
+    }
+}

@@ -1,0 +1,175 @@
+//! What is checked before a machine comes here, so that it is refused early and with a reason.
+
+use std::path::{Path, PathBuf};
+
+use sterna_api::problem::Whereabouts;
+use sterna_api::units::show_size;
+use sterna_api::{Blame, Problem};
+use sterna_protocol::layout::PAGE_BYTES;
+use sterna_protocol::spec::VmSpec;
+
+use crate::problems::check_name;
+use crate::qemu::arguments::{self, Item, RAM_ID};
+use crate::qemu::binary::{Binary, DEFAULT_NAME, show};
+use crate::qemu::{cpu, files};
+
+/// Memory that a machine needs beside its RAM: QEMU itself, page tables, buffers.
+const MARGIN_BYTES: u64 = 64 << 20;
+
+/// Checks all that can be checked before QEMU is started; yields the QEMU to start.
+///
+/// # Errors
+/// A [`Problem`] that says what is missing on this host.
+pub fn check(spec: &VmSpec, items: &[Item], preferred: Option<&Path>, room_bytes: u64) -> Result<Binary, Problem> {
+    check_name(&spec.name)?;
+    check_ram(spec, items)?;
+    let binary = find_qemu(spec, preferred)?;
+    check_qemu(spec, &binary)?;
+    check_cpu(spec)?;
+    check_files(spec, items)?;
+    check_room(spec, room_bytes)?;
+    Ok(binary)
+}
+
+fn refuse(code: &str, blame: Blame, message: String) -> Problem {
+    Problem::new(code, blame, message).guest(Whereabouts::Source)
+}
+
+fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
+    let name = &spec.name;
+    if spec.private {
+        return Err(refuse(
+            "private-memory",
+            Blame::Request,
+            format!("'{name}' has private memory, which cannot be moved yet"),
+        ));
+    }
+    if spec.blocks.is_empty() {
+        return Err(refuse("ram-layout", Blame::Peer, format!("'{name}' has no RAM")));
+    }
+    for block in &spec.blocks {
+        if block.page_bytes != PAGE_BYTES as u64 {
+            return Err(refuse(
+                "huge-pages",
+                Blame::Host,
+                format!(
+                    "RAM block '{}' is in pages of {}: this host offers pages of 4 KiB only",
+                    block.id,
+                    show_size(block.page_bytes)
+                ),
+            ));
+        }
+        let known = if spec.managed_ram { block.id == RAM_ID } else { arguments::names_ram_file(items, &block.id) };
+        if !known {
+            return Err(refuse(
+                "hotplugged-memory",
+                Blame::Request,
+                format!("RAM block '{}' was plugged in while '{name}' ran: its arguments do not make it", block.id),
+            )
+            .hint("unplug it, or start the machine with it in its arguments"));
+        }
+    }
+    if spec.managed_ram && (spec.blocks.len() != 1 || spec.blocks[0].bytes != spec.memory_bytes) {
+        return Err(refuse(
+            "ram-layout",
+            Blame::Peer,
+            format!("the RAM blocks of '{name}' are not the RAM it was started with"),
+        ));
+    }
+    if spec.managed_ram {
+        arguments::check_for_run(items)?;
+    }
+    Ok(())
+}
+
+/// The configured QEMU, else the one of the same path, else the one of the same name.
+fn find_qemu(spec: &VmSpec, preferred: Option<&Path>) -> Result<Binary, Problem> {
+    if let Some(path) = preferred {
+        return Binary::find(path);
+    }
+    let same = PathBuf::from(&spec.qemu_path);
+    if same.is_absolute() && same.is_file() {
+        return Binary::find(&same);
+    }
+    Binary::find(Path::new(same.file_name().unwrap_or(DEFAULT_NAME.as_ref())))
+}
+
+/// A versioned machine type is the same machine in every QEMU that offers it; another one is bound to its QEMU's version.
+fn check_qemu(spec: &VmSpec, binary: &Binary) -> Result<(), Problem> {
+    let path = binary.path.display();
+    if !binary.offers(&spec.machine)? {
+        return Err(refuse(
+            "machine-type",
+            Blame::Host,
+            format!("{path} (QEMU {}) does not offer the machine type '{}'", show(binary.version), spec.machine),
+        )
+        .hint("start the machine with a type both QEMUs offer, as '-machine pc-q35-7.2'"));
+    }
+    let (wanted, here) = (spec.qemu_version, binary.version);
+    let versioned = spec.machine.contains('-');
+    if !versioned && (here.0, here.1) < (wanted.0, wanted.1) {
+        return Err(refuse(
+            "qemu-version",
+            Blame::Host,
+            format!(
+                "{path} is QEMU {}, older than the source's {}, and machine type '{}' has no version",
+                show(here),
+                show(wanted),
+                spec.machine
+            ),
+        )
+        .hint("bring this host's QEMU to the source's version"));
+    }
+    Ok(())
+}
+
+fn check_cpu(spec: &VmSpec) -> Result<(), Problem> {
+    let Some(wanted) = &spec.cpu else { return Ok(()) };
+    let why = match cpu::describe() {
+        Some(here) => cpu::lacks(wanted, &here),
+        None => Some("it cannot be told what it offers".into()),
+    };
+    match why {
+        None => Ok(()),
+        Some(why) => Err(refuse(
+            "cpu-model",
+            Blame::Host,
+            format!("this host's processor cannot stand in for the one '{}' was given: {why}", spec.name),
+        )
+        .hint("start the machine with a named -cpu model that both hosts offer")),
+    }
+}
+
+fn check_files(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
+    match files::missing(items) {
+        None => Ok(()),
+        Some(file) => Err(refuse(
+            "file-missing",
+            Blame::Host,
+            format!("'{}' needs {} (-{}), which is not on this host", spec.name, file.path.display(), file.option),
+        )
+        .hint("disks must be on shared storage, kernels and firmware at the same path on both hosts")),
+    }
+}
+
+fn check_room(spec: &VmSpec, room_bytes: u64) -> Result<(), Problem> {
+    let needed = spec.allocated_bytes.saturating_add(MARGIN_BYTES);
+    if needed > room_bytes {
+        return Err(refuse(
+            "out-of-memory",
+            Blame::Host,
+            format!(
+                "'{}' needs {} now, this host has room for {}",
+                spec.name,
+                show_size(needed),
+                show_size(room_bytes)
+            ),
+        )
+        .hint("make room on this host, or choose another"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "prechecks_tests.rs"]
+mod tests;

@@ -1,0 +1,71 @@
+use sterna_protocol::spec::BlockSpec;
+
+use super::*;
+
+fn spec() -> Option<VmSpec> {
+    let Ok(binary) = Binary::find(Path::new(DEFAULT_NAME)) else {
+        eprintln!("skipped: no QEMU here");
+        return None;
+    };
+    Some(VmSpec {
+        name: "db1".into(),
+        memory_bytes: 1 << 26,
+        private: false,
+        trust_group: None,
+        qemu_version: binary.version,
+        qemu_path: binary.path.display().to_string(),
+        machine: "pc-q35-7.2".into(),
+        arguments: vec!["-machine".into(), "q35".into()],
+        managed_ram: true,
+        blocks: vec![BlockSpec { id: RAM_ID.into(), bytes: 1 << 26, page_bytes: 4096, path: "/r".into() }],
+        cpu: None,
+        allocated_bytes: 1 << 25,
+        running: true,
+    })
+}
+
+fn code(change: impl FnOnce(&mut VmSpec), room_bytes: u64) -> Option<String> {
+    let mut spec = spec()?;
+    change(&mut spec);
+    let items = arguments::parse(&spec.arguments);
+    Some(check(&spec, &items, None, room_bytes).map_or_else(|problem| problem.code, |_| "fine".into()))
+}
+
+#[test]
+fn every_reason_to_refuse_has_its_code() {
+    type Change = fn(&mut VmSpec);
+    let cases: [(&str, Change); 10] = [
+        ("fine", |_| {}),
+        ("invalid-name", |spec| spec.name = "../x".into()),
+        ("private-memory", |spec| spec.private = true),
+        ("huge-pages", |spec| spec.blocks[0].page_bytes = 2 << 20),
+        ("hotplugged-memory", |spec| spec.blocks[0].id = "dimm1".into()),
+        ("ram-layout", |spec| spec.blocks[0].bytes *= 2),
+        ("machine-type", |spec| spec.machine = "pc-q35-99.0".into()),
+        ("cpu-model", |spec| spec.cpu = Some("Nobody/1/1/fpu".into())),
+        ("file-missing", |spec| spec.arguments = vec!["-kernel".into(), "/nowhere/vmlinuz".into()]),
+        ("argument-conflict", |spec| spec.arguments = vec!["-incoming".into(), "exec:id".into()]),
+    ];
+    for (expected, change) in cases {
+        let Some(code) = code(change, u64::MAX) else { return };
+        assert_eq!(code, expected);
+    }
+}
+
+#[test]
+fn a_host_without_room_says_so() {
+    let Some(code) = code(|_| {}, 1 << 20) else { return };
+    assert_eq!(code, "out-of-memory");
+}
+
+#[test]
+fn an_unversioned_machine_type_does_not_go_to_an_older_qemu() {
+    let newer: fn(&mut VmSpec) = |spec| {
+        spec.machine = "microvm".into();
+        spec.qemu_version = (99, 0, 0);
+    };
+    let Some(found) = code(newer, u64::MAX) else { return };
+    assert_eq!(found, "qemu-version");
+    let versioned = code(|spec| spec.qemu_version = (99, 0, 0), u64::MAX);
+    assert_eq!(versioned.as_deref(), Some("fine"));
+}

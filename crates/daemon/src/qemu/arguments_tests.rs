@@ -1,0 +1,83 @@
+use super::*;
+
+fn items(line: &str) -> Vec<Item> {
+    parse(&line.split_whitespace().map(String::from).collect::<Vec<_>>())
+}
+
+fn additions(ram: Option<(u64, &Path)>) -> Additions<'_> {
+    Additions { name: "db1", qmp: Path::new("/s/q,1.sock"), ram }
+}
+
+#[test]
+fn what_was_parsed_is_written_back() {
+    let line = "-machine q35 --accel kvm -nographic -append -m disk.img -drive file=a,,b.img,if=virtio -S";
+    let parsed = items(line);
+    assert_eq!(unparse(&parsed).join(" "), line.replace("--", "-"));
+    assert_eq!(parsed[3], Item::new("append", "-m"), "a value may look like an option");
+    assert_eq!(parsed[4], Item::new("", "disk.img"));
+    assert_eq!(parsed[5].get("file").as_deref(), Some("a,b.img"));
+}
+
+#[test]
+fn arguments_that_bring_their_own_ram_are_refused_with_the_reason() {
+    for line in [
+        "-m 512",
+        "-m size=1G",
+        "-mem-path /dev/hugepages",
+        "-object memory-backend-ram,id=a,size=1G",
+        "-M q35,memory-backend=a",
+        "-incoming defer",
+        "-readconfig f",
+        "-version",
+    ] {
+        let problem = check_for_run(&items(line)).expect_err(line);
+        assert_eq!(problem.code, "argument-conflict", "{line}");
+    }
+    for line in ["-M q35 -accel kvm", "-m slots=4,maxmem=8G", "-daemonize -S", "-object rng-random,id=r"] {
+        assert!(check_for_run(&items(line)).is_ok(), "{line}");
+    }
+}
+
+#[test]
+fn run_adds_ram_qmp_and_name() {
+    let line = for_run(&items("-M microvm -daemonize"), &additions(Some((1 << 29, Path::new("/ram/db,1"))))).join(" ");
+    assert_eq!(
+        line,
+        "-machine microvm -m size=536870912B \
+         -object memory-backend-file,id=sterna-ram,size=536870912,mem-path=/ram/db,,1,share=on \
+         -machine memory-backend=sterna-ram -qmp unix:/s/q,,1.sock,server=on,wait=off -name db1"
+    );
+    let named = for_run(&items("-name mine"), &additions(None)).join(" ");
+    assert!(!named.contains("db1"), "{named}");
+}
+
+#[test]
+fn a_destination_gets_the_exact_machine_type_and_waits() {
+    let line = for_incoming(
+        &items("-M q35,accel=tcg -pidfile /run/x -qmp unix:/user"),
+        &additions(Some((4096, Path::new("/r")))),
+        "pc-q35-7.2",
+        &[],
+    )
+    .join(" ");
+    assert!(line.starts_with("-machine pc-q35-7.2,accel=tcg -qmp unix:/user -m "), "{line}");
+    assert!(line.ends_with("-incoming defer -S"), "{line}");
+    let line = for_incoming(&items("-nodefaults"), &additions(None), "pc-i440fx-7.2", &[]).join(" ");
+    assert!(line.contains("-machine pc-i440fx-7.2"), "{line}");
+}
+
+#[test]
+fn an_adopted_machines_ram_moves_to_a_file_of_this_host() {
+    let user = items(
+        "-object memory-backend-file,id=ram0,size=1G,mem-path=/there/ram0,share=on \
+         -object {\"qom-type\":\"memory-backend-file\",\"id\":\"ram1\",\"mem-path\":\"/there/ram1\"} \
+         -chardev socket,id=mon0,path=/there/mon,server=on -mon chardev=mon0,mode=control \
+         -chardev socket,id=serial,path=/ser,server=on -incoming defer -S -daemonize",
+    );
+    assert!(names_ram_file(&user, "ram0") && names_ram_file(&user, "ram1") && !names_ram_file(&user, "ram2"));
+    let files = [("ram0".to_string(), PathBuf::from("/here/0")), ("ram1".to_string(), PathBuf::from("/here/1"))];
+    let line = for_incoming(&user, &additions(None), "pc-q35-7.2", &files).join(" ");
+    assert!(line.contains("mem-path=/here/0") && line.contains("\"mem-path\":\"/here/1\""), "{line}");
+    assert!(!line.contains("/there/") && line.contains("id=serial"), "{line}");
+    assert_eq!(line.matches("-incoming").count(), 1, "{line}");
+}

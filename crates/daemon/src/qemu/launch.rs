@@ -1,0 +1,171 @@
+//! Starts QEMU so that it outlives the daemon: its own session, its output in a file, nothing of the daemon's inherited.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chown};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Gid, Uid, setsid};
+use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
+use sterna_api::problem::Whereabouts;
+use sterna_api::{Blame, Problem};
+
+use super::user::User;
+use crate::problems::host;
+use crate::process::Identity;
+
+/// How long QEMU has until its QMP socket answers.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The environment variable that tells the agent its socket.
+pub const AGENT_SOCKET_VARIABLE: &str = "STERNA_AGENT_SOCKET";
+
+/// What QEMU is started with.
+#[derive(Debug)]
+pub struct Launch<'a> {
+    /// The binary.
+    pub binary: &'a Path,
+    /// All its arguments.
+    pub arguments: &'a [String],
+    /// The machine's directory, made if it is not there.
+    pub dir: &'a Path,
+    /// RAM files, made so that QEMU's user owns them.
+    pub ram_files: &'a [(PathBuf, u64)],
+    /// The library inside QEMU.
+    pub agent: &'a Path,
+    /// The user QEMU runs as.
+    pub user: Option<&'a User>,
+}
+
+/// QMP's socket in a machine's directory.
+#[must_use]
+pub fn qmp_socket(dir: &Path) -> PathBuf {
+    dir.join("qmp.sock")
+}
+
+/// The agent's socket in a machine's directory.
+#[must_use]
+pub fn agent_socket(dir: &Path) -> PathBuf {
+    dir.join("agent.sock")
+}
+
+/// QEMU's output in a machine's directory.
+#[must_use]
+pub fn log_file(dir: &Path) -> PathBuf {
+    dir.join("qemu.log")
+}
+
+/// Starts QEMU and waits until its QMP socket takes connections.
+///
+/// # Errors
+/// A [`Problem`] with QEMU's last words where it ends; the RAM files and the directory then are the caller's to remove.
+pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
+    make_files(launch).map_err(|error| host("cannot make the machine's files", &error))?;
+    let log = File::options()
+        .create(true)
+        .append(true)
+        .mode(0o640)
+        .open(log_file(launch.dir))
+        .and_then(|log| Ok((log.try_clone()?, log)));
+    let (stdout, stderr) = log.map_err(|error| host("cannot make QEMU's log", &error))?;
+    let mut command = Command::new(launch.binary);
+    command
+        .args(launch.arguments)
+        .current_dir("/")
+        .env("LD_PRELOAD", launch.agent)
+        .env(AGENT_SOCKET_VARIABLE, agent_socket(launch.dir))
+        .stdin(Stdio::null())
+        .stdout(stdout)
+        .stderr(stderr);
+    let user = launch.user.cloned();
+    // SAFETY: between fork and exec only system calls that touch no memory but the child's own stack and what was allocated before;
+    // none of them takes a lock or allocates.
+    unsafe {
+        command.pre_exec(move || {
+            setsid()?;
+            let Some(user) = &user else { return Ok(()) };
+            become_user(user)
+        });
+    }
+    let child = command.spawn().map_err(|error| host(format!("cannot start {}", launch.binary.display()), &error))?;
+    wait_for_qmp(launch, child)
+}
+
+/// Gives all privileges up, groups first: afterwards that would not be allowed any more.
+fn become_user(user: &User) -> io::Result<()> {
+    // Of the type the system call takes, so that nothing is allocated after the fork.
+    let mut groups = [Gid::ROOT; 64];
+    let count = user.groups.len().min(groups.len());
+    for (slot, gid) in groups.iter_mut().zip(&user.groups) {
+        *slot = Gid::from_raw(*gid);
+    }
+    set_thread_groups(&groups[..count])?;
+    set_thread_gid(Gid::from_raw(user.gid))?;
+    set_thread_uid(Uid::from_raw(user.uid))?;
+    Ok(())
+}
+
+fn make_files(launch: &Launch<'_>) -> io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(0o750).create(launch.dir)?;
+    let own = |path: &Path| match launch.user {
+        Some(user) => chown(path, Some(user.uid), Some(user.gid)),
+        None => Ok(()),
+    };
+    own(launch.dir)?;
+    for (path, bytes) in launch.ram_files {
+        let file = File::options().create_new(true).read(true).write(true).mode(0o600).open(path)?;
+        file.set_len(*bytes)?;
+        own(path)?;
+    }
+    Ok(())
+}
+
+fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Problem> {
+    let qmp = qmp_socket(launch.dir);
+    let deadline = Instant::now() + START_TIMEOUT;
+    let identity = Identity::of(child.id());
+    loop {
+        if let Some(status) = child.try_wait().map_err(|error| host("cannot wait for QEMU", &error))? {
+            return Err(failed(format!("QEMU ended at once ({status})"), launch));
+        }
+        // Connecting is the only proof that somebody listens: the file can be there before.
+        if let Ok(stream) = std::os::unix::net::UnixStream::connect(&qmp) {
+            drop(stream);
+            return identity.map_err(|error| host("cannot look at QEMU's process", &error));
+        }
+        if Instant::now() > deadline {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(failed(
+                format!("QEMU did not open its QMP socket within {} s", START_TIMEOUT.as_secs()),
+                launch,
+            ));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn failed(message: String, launch: &Launch<'_>) -> Problem {
+    let mut problem = Problem::new("qemu-failed", Blame::Qemu, message).guest(Whereabouts::Gone);
+    problem.cause = last_lines(&log_file(launch.dir), 5);
+    problem.hint("QEMU's own words are above; the arguments are passed on as they were given")
+}
+
+/// The last lines of a log.
+#[must_use]
+pub fn last_lines(path: &Path, count: usize) -> Vec<String> {
+    let read = || -> io::Result<String> {
+        let mut file = File::open(path)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(4096)))?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes)?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    };
+    let text = read().unwrap_or_default();
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    lines[lines.len().saturating_sub(count)..].iter().map(|line| (*line).to_string()).collect()
+}

@@ -1,0 +1,78 @@
+//! Start to end of the process. At its end the machines run on: the next daemon finds them.
+
+use std::error::Error;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::UnixListener;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::config::Config;
+use crate::http::router;
+use crate::migration::listener::listen;
+use crate::vms::Daemon;
+
+/// How long requests that wait for something have when the daemon ends.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// How long guests on their way have to be given back when the daemon ends. The next daemon finishes what does not get done.
+const GIVE_BACK: Duration = Duration::from_secs(10);
+
+/// Runs the daemon until it is told to end.
+///
+/// # Errors
+/// What it cannot work without, with its causes.
+pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let daemon = Arc::new(Daemon::new(config)?);
+    daemon.recover()?;
+    listen(&daemon).map_err(|error| {
+        let address = daemon.config.listen.clone().unwrap_or_default();
+        format!("cannot listen on {address}: {error}")
+    })?;
+    let result = runtime.block_on(serve_api(&daemon));
+    runtime.shutdown_timeout(GRACE);
+    daemon.jobs.cancel_all(GIVE_BACK);
+    let _ = fs::remove_file(&daemon.config.api);
+    daemon.state.unmount_if_empty();
+    result
+}
+
+async fn serve_api(daemon: &Arc<Daemon>) -> Result<(), Box<dyn Error + Send + Sync>> {
+    let socket = bind(&daemon.config.api)?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    tracing::info!(api = %daemon.config.api.display(), state = %daemon.config.state_dir.display(), "ready");
+    tokio::select! {
+        served = axum::serve(socket, router(Arc::clone(daemon))) => served?,
+        _ = terminate.recv() => {}
+        interrupted = tokio::signal::ctrl_c() => interrupted?,
+    }
+    tracing::info!("ending; the machines run on");
+    Ok(())
+}
+
+/// Makes the API's socket, for root alone. One that a dead daemon left is replaced; a living one's is not.
+fn bind(path: &Path) -> Result<UnixListener, Box<dyn Error + Send + Sync>> {
+    let problem = |error: std::io::Error| format!("cannot make the API's socket {}: {error}", path.display());
+    if UnixStream::connect(path).is_ok() {
+        return Err(format!("another daemon serves {}: give this one another --api", path.display()).into());
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(problem(error).into()),
+        _ => {}
+    }
+    if let Some(dir) = path.parent() {
+        fs::create_dir_all(dir).map_err(problem)?;
+    }
+    // Made under a name nobody knows, so that nobody connects before it is root's alone.
+    let private = path.with_extension("new");
+    let _ = fs::remove_file(&private);
+    let listener = UnixListener::bind(&private).map_err(problem)?;
+    fs::set_permissions(&private, fs::Permissions::from_mode(0o600)).map_err(problem)?;
+    fs::rename(&private, path).map_err(problem)?;
+    Ok(listener)
+}

@@ -1,0 +1,164 @@
+//! Taking over machines that were started by other means, with the agent loaded.
+//!
+//! What cannot be moved is refused here, not in the middle of a migration: RAM without a file of its own, private RAM, RAM on a
+//! file system whose pages the kernel cannot watch.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use sterna_api::{AdoptRequest, Blame, MemoryMode, Problem, Vm};
+use sterna_engine::vmm::qemu::MemoryDevice;
+use sterna_sys::file::{HugePolicy, Kind, backing};
+
+use super::control::{self, Control};
+use super::record::{Block, Lifecycle, VmRecord};
+use super::run::version;
+use super::{Daemon, Hold};
+use crate::problems::{check_name, host, invalid};
+use crate::process::{self, Identity};
+use crate::qemu::binary::{OLDEST, show};
+use crate::qemu::launch::AGENT_SOCKET_VARIABLE;
+
+impl Daemon {
+    /// Takes a running QEMU over.
+    ///
+    /// # Errors
+    /// A [`Problem`] with the reason; QEMU is as it was.
+    pub fn adopt(self: &Arc<Self>, request: &AdoptRequest) -> Result<Vm, Problem> {
+        check_name(&request.name)?;
+        let identity = Identity::of(request.pid).map_err(|_| {
+            let mut problem = invalid(format!("there is no process {}", request.pid));
+            problem.code = "no-such-process".into();
+            problem
+        })?;
+        self.check_not_ours(identity)?;
+        let reservation = self.reserve(&request.name, Hold::Starting)?;
+        let agent = agent_of(request.pid)?;
+        let qmp = PathBuf::from(&request.qmp);
+        let mut control = Control::connect(&qmp)?;
+        let about = control.inspect()?;
+        if version(&about) < OLDEST {
+            return Err(refuse("qemu-too-old", format!("it is QEMU {}", show(version(&about))))
+                .hint(format!("Sterna needs QEMU {} or later", show(OLDEST))));
+        }
+        let devices = about.memory_devices.iter();
+        let mut blocks = devices.map(|device| block(device, request.pid)).collect::<Result<Vec<_>, _>>()?;
+        blocks.sort_unstable_by(|a, b| a.id.cmp(&b.id));
+        let memory_bytes = about.ram_bytes;
+        if blocks.iter().map(|block| block.bytes).sum::<u64>() < memory_bytes {
+            return Err(refuse("anonymous-ram", "part of its RAM has no back end of its own".into()).hint(BACKEND_HINT));
+        }
+        drop(control);
+        control::agent_and_addresses(&agent, request.pid, &blocks)?;
+        let read = |error| host("cannot look at QEMU's process", &error);
+        let arguments = process::command_line(request.pid).map_err(read)?;
+        let record = VmRecord {
+            name: request.name.clone(),
+            memory_bytes,
+            memory_mode: MemoryMode::Shared,
+            trust_group: None,
+            qemu_path: process::executable(request.pid).map_err(read)?,
+            qemu_version: version(&about),
+            machine: about.machine,
+            arguments: arguments.into_iter().skip(1).collect(),
+            managed_ram: false,
+            process: identity,
+            qmp,
+            agent,
+            blocks,
+            owns_ram_files: false,
+            lifecycle: Lifecycle::Here,
+            running: true,
+        };
+        std::fs::create_dir_all(self.state.vm(&record.name))
+            .map_err(|error| host("cannot make the machine's directory", &error))?;
+        reservation.keep(&record, Hold::Free)?;
+        self.watch(&record);
+        tracing::info!(vm = %record.name, pid = request.pid, "adopted");
+        self.show(&record.name)
+    }
+
+    fn check_not_ours(&self, identity: Identity) -> Result<(), Problem> {
+        let table = self.table();
+        let known = table.values().filter_map(|entry| entry.record.as_ref()).find(|record| record.process == identity);
+        match known {
+            None => Ok(()),
+            Some(record) => {
+                let mut problem = invalid(format!("process {} is '{}' already", identity.pid, record.name));
+                problem.code = "already-known".into();
+                Err(problem)
+            }
+        }
+    }
+}
+
+const BACKEND_HINT: &str = "start it with -object memory-backend-file,id=ram,size=…,mem-path=/a/tmpfs/file,share=on -machine memory-backend=ram";
+
+fn refuse(code: &str, why: String) -> Problem {
+    Problem::new(code, Blame::Request, format!("this QEMU cannot be adopted: {why}"))
+}
+
+/// The agent's socket, which QEMU's environment names.
+fn agent_of(pid: u32) -> Result<PathBuf, Problem> {
+    let environment = process::environment(pid).map_err(|error| host("cannot look at QEMU's environment", &error))?;
+    environment.get(AGENT_SOCKET_VARIABLE).map(PathBuf::from).ok_or_else(|| {
+        refuse("agent-missing", "the agent is not loaded".into())
+            .hint("start QEMU with LD_PRELOAD=…/libsterna_agent.so and STERNA_AGENT_SOCKET=PATH in its environment")
+    })
+}
+
+/// A back end that can be moved, or why it cannot.
+fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
+    let id = &backend.id;
+    match backend.kind.as_str() {
+        "memory-backend-file" => {}
+        "memory-backend-memfd" => {
+            let why = format!("RAM block '{id}' is a memfd: QEMU itself would send it from version 8.1 on");
+            return Err(refuse("memfd-ram", why).hint(BACKEND_HINT));
+        }
+        _ => {
+            let why = format!("RAM block '{id}' is anonymous memory, which no other process can read");
+            return Err(refuse("anonymous-ram", why).hint(BACKEND_HINT));
+        }
+    }
+    if !backend.share {
+        return Err(
+            refuse("private-ram", format!("RAM block '{id}' is mapped privately")).hint("add share=on to its back end")
+        );
+    }
+    let path = PathBuf::from(backend.path.clone().unwrap_or_default());
+    let block = |page_bytes| Block { id: id.clone(), bytes: backend.size_bytes, page_bytes, path: path.clone() };
+    let unnamed = || {
+        let why = format!("the file of RAM block '{id}' ({}) has no name that can be opened", path.display());
+        refuse("unnamed-ram", why).hint("mem-path must name a file, not a directory")
+    };
+    if !path.is_absolute() || !super::record::seen_from(pid, &path).is_file() {
+        return Err(unnamed());
+    }
+    let file = block(0).open(pid).map_err(|_| unnamed())?;
+    let backing = backing(&file).map_err(|error| host(format!("cannot look at {}", path.display()), &error))?;
+    match backing.kind {
+        Kind::Tmpfs(policy) => warn_huge(&path, &policy),
+        Kind::Hugetlbfs => {
+            return Err(refuse("huge-pages", format!("RAM block '{id}' is in huge pages, which cannot be moved yet")));
+        }
+        Kind::Memfd => return Err(unnamed()),
+        Kind::Other(_) => {
+            let why = format!(
+                "the file of RAM block '{id}' ({}) is not on a tmpfs: its pages cannot be watched in full",
+                path.display()
+            );
+            return Err(refuse("disk-ram", why).hint("put it on a tmpfs mounted with huge=never"));
+        }
+    }
+    Ok(block(backing.page_bytes))
+}
+
+fn warn_huge(path: &Path, policy: &HugePolicy) {
+    if !matches!(policy, HugePolicy::Never | HugePolicy::Unknown) {
+        tracing::warn!(
+            path = %path.display(),
+            "the RAM file's tmpfs allows huge pages: one write then counts as 512 written pages; mount it with huge=never"
+        );
+    }
+}

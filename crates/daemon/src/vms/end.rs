@@ -1,0 +1,159 @@
+//! Stopping machines, and what happens when one ends.
+//!
+//! When a guest switches itself off or its QEMU dies, the machine leaves the list: its RAM file and directory go, what QEMU said last
+//! stays as `STATE/logs/NAME.log`.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_api::{Blame, Problem};
+
+use super::control::Control;
+use super::record::VmRecord;
+use super::run::remove_files;
+use super::{Daemon, Hold};
+use crate::problems::{busy, unknown_vm};
+use crate::process::Identity;
+use crate::qemu::launch::{last_lines, log_file};
+
+/// How long a guest has to switch itself off.
+const POWERDOWN_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long QEMU has to end when it is told to.
+const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
+
+impl Daemon {
+    /// Stops a machine: asks the guest to switch itself off, or with `force` ends QEMU at once.
+    ///
+    /// # Errors
+    /// A [`Problem`]: unknown, busy, or the guest does not react.
+    pub fn stop(&self, name: &str, force: bool) -> Result<(), Problem> {
+        let record = self.claim_to_stop(name, force)?;
+        if force {
+            self.end_qemu(&record);
+        } else if let Err(problem) = self.power_down(&record) {
+            self.release(name);
+            self.forget_if_ended(&record);
+            return Err(problem);
+        }
+        self.forget(name, record.process);
+        Ok(())
+    }
+
+    /// A machine whose peer never answers can be given up by force: that is the user's decision alone.
+    fn claim_to_stop(&self, name: &str, force: bool) -> Result<VmRecord, Problem> {
+        let waiting = {
+            let table = self.table();
+            let entry = table.get(name).ok_or_else(|| unknown_vm(name))?;
+            matches!(entry.hold, Hold::WaitingForPeer { .. }).then(|| entry.record.clone()).flatten()
+        };
+        match waiting {
+            Some(record) if force => Ok(record),
+            Some(_) => Err(busy(name, "it was handed over to a peer that has not answered yet")
+                .hint("ask there first; 'stop --force' gives this side up")),
+            None => self.claim(name, Hold::Stopping),
+        }
+    }
+
+    fn power_down(&self, record: &VmRecord) -> Result<(), Problem> {
+        let Some(process) = record.process.open() else { return Ok(()) };
+        let mut control = Control::connect(&record.qmp)?;
+        let status = control.status()?;
+        if status != "running" {
+            return Err(Problem::new(
+                "not-running",
+                Blame::Guest,
+                format!("'{}' cannot switch itself off: QEMU says '{status}'", record.name),
+            )
+            .hint("'sterna stop --force' ends it at once"));
+        }
+        control.send("system_powerdown")?;
+        if process.wait(Some(POWERDOWN_TIMEOUT)) {
+            return Ok(());
+        }
+        let seconds = POWERDOWN_TIMEOUT.as_secs();
+        Err(Problem::new(
+            "guest-ignores-powerdown",
+            Blame::Guest,
+            format!("'{}' did not switch itself off within {seconds} s", record.name),
+        )
+        .hint("it may still do so; 'sterna stop --force' ends it at once"))
+    }
+
+    /// Ends a machine's QEMU: told to, then killed.
+    pub fn end_qemu(&self, record: &VmRecord) {
+        let Some(process) = record.process.open() else { return };
+        let told = Control::connect(&record.qmp).and_then(|mut control| control.send("quit"));
+        if told.is_err() || !process.wait(Some(QUIT_TIMEOUT)) {
+            process.kill();
+        }
+    }
+
+    /// Removes a machine that ended from the list, with its files. Does nothing where the name belongs to another by now.
+    pub fn forget(&self, name: &str, process: Identity) {
+        let record = {
+            let mut table = self.table();
+            match table.get_mut(name) {
+                Some(entry) if entry.record.as_ref().is_some_and(|record| record.process == process) => {
+                    // The name stays reserved until the files are gone.
+                    entry.hold = Hold::Stopping;
+                    entry.record.clone()
+                }
+                _ => return,
+            }
+        };
+        if let Some(record) = record {
+            self.remove_files_of(&record);
+        }
+        self.table().remove(name);
+    }
+
+    /// Removes a machine's files.
+    pub fn remove_files_of(&self, record: &VmRecord) {
+        let dir = self.state.vm(&record.name);
+        for line in last_lines(&log_file(&dir), 3) {
+            tracing::info!(vm = %record.name, "QEMU said: {line}");
+        }
+        let files: Vec<_> = record.blocks.iter().map(|block| block.path.clone()).collect();
+        remove_files(&dir, if record.owns_ram_files { &files } else { &[] }, &self.state.logs());
+    }
+
+    /// Looks after a machine's process for as long as it lives.
+    pub fn watch(self: &Arc<Self>, record: &VmRecord) {
+        let (daemon, name, process) = (Arc::clone(self), record.name.clone(), record.process);
+        let watch = move || {
+            if let Some(handle) = process.open() {
+                let _ = handle.wait(None);
+            }
+            daemon.ended(&name, process);
+        };
+        let spawned = std::thread::Builder::new().name(format!("watch-{}", record.name)).spawn(watch);
+        if let Err(error) = spawned {
+            tracing::error!(vm = %record.name, %error, "cannot watch the machine's process");
+        }
+    }
+
+    /// A machine's process has ended. Whoever is moving or stopping it sees that itself.
+    fn ended(&self, name: &str, process: Identity) {
+        let free = self.table().get(name).is_some_and(|entry| {
+            entry.record.as_ref().is_some_and(|record| record.process == process) && matches!(entry.hold, Hold::Free)
+        });
+        if free {
+            tracing::info!(vm = name, pid = process.pid, "QEMU has ended");
+            self.forget(name, process);
+        }
+    }
+
+    /// After a claim was released: the process may have ended meanwhile, unseen by [`Daemon::watch`].
+    pub fn forget_if_ended(&self, record: &VmRecord) {
+        if record.process.open().is_none() {
+            self.ended(&record.name, record.process);
+        }
+    }
+
+    /// Gives up what cannot be looked after any more, for a reason that people should see.
+    pub fn mark(&self, name: &str, note: impl Into<String>) {
+        if let Some(entry) = self.table().get_mut(name) {
+            entry.note = Some(note.into());
+        }
+    }
+}

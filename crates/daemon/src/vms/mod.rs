@@ -1,0 +1,253 @@
+//! The machines of this host.
+//!
+//! One table holds them all. Whoever begins something with a machine claims it first ([`Hold`]); nothing slow happens under the
+//! table's lock.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use sterna_api::{Blame, Problem};
+use sterna_engine::host::MigrationId;
+use sterna_engine::monitor::Monitor;
+
+use crate::config::Config;
+use crate::metrics::Metrics;
+use crate::migration::jobs::Jobs;
+use crate::migration::records::Records;
+use crate::problems::{busy, host, name_taken, unknown_vm};
+use crate::qemu::user::User;
+use crate::state::{StateDir, write_record};
+
+/// A machine's durable record.
+pub mod record;
+
+/// What is asked of a machine's QEMU.
+pub mod control;
+
+/// Starting machines.
+pub mod run;
+
+/// Taking over machines that were started by other means.
+pub mod adopt;
+
+/// Showing machines.
+pub mod show;
+
+/// Stopping machines, and what happens when one ends.
+pub mod end;
+
+/// What a restarted daemon finds, and makes of it.
+pub mod recover;
+
+pub use record::{Lifecycle, VmRecord};
+
+/// What is being done with a machine.
+#[derive(Debug, Clone)]
+pub enum Hold {
+    /// Nothing: it belongs here and may be stopped or moved.
+    Free,
+    /// It is being started or taken over.
+    Starting,
+    /// It is being stopped.
+    Stopping,
+    /// It is being moved away.
+    Leaving(Arc<Monitor>),
+    /// It is being moved here.
+    Arriving(MigrationId),
+    /// It was handed over, and the peer's verdict is not known: it must not run here.
+    WaitingForPeer {
+        /// The destination daemon.
+        peer: String,
+    },
+}
+
+/// A machine in the table.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    /// What is known of it; nothing while it is being started.
+    pub record: Option<VmRecord>,
+    /// What is being done with it.
+    pub hold: Hold,
+    /// More on it, for people.
+    pub note: Option<String>,
+}
+
+/// The daemon: everything a request or a migration needs.
+#[derive(Debug)]
+pub struct Daemon {
+    /// The configuration.
+    pub config: Config,
+    /// What outlives the daemon.
+    pub state: StateDir,
+    /// What became of migrations.
+    pub records: Records,
+    /// The migrations this host began.
+    pub jobs: Jobs,
+    /// What is counted.
+    pub metrics: Metrics,
+    table: Mutex<HashMap<String, Entry>>,
+    user: Option<User>,
+}
+
+impl Daemon {
+    /// Prepares the state directory; machines are found by [`Daemon::recover`].
+    ///
+    /// # Errors
+    /// What cannot be used, with its causes.
+    pub fn new(config: Config) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+        let state = StateDir::open(&config.state_dir)?;
+        let records = Records::load(&state.migrations())?;
+        let user = config.qemu_user.as_deref().map(User::find).transpose()?;
+        let jobs = Jobs::new(config.max_outgoing);
+        let table = Mutex::new(HashMap::new());
+        Ok(Self { config, state, records, jobs, metrics: Metrics::new(), table, user })
+    }
+
+    /// The machines, to look at or change; nothing slow may happen while this is held.
+    pub fn table(&self) -> MutexGuard<'_, HashMap<String, Entry>> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reserves a name.
+    ///
+    /// # Errors
+    /// A [`Problem`] where it is taken.
+    fn reserve(self: &Arc<Self>, name: &str, hold: Hold) -> Result<Reservation, Problem> {
+        let mut table = self.table();
+        if table.contains_key(name) {
+            return Err(name_taken(name));
+        }
+        table.insert(name.into(), Entry { record: None, hold, note: None });
+        Ok(Reservation { daemon: Arc::clone(self), name: name.into(), kept: false })
+    }
+
+    /// Reserves the name of a machine that comes here.
+    ///
+    /// # Errors
+    /// A [`Problem`] where it is taken.
+    pub fn reserve_arriving(self: &Arc<Self>, name: &str, id: MigrationId) -> Result<Reservation, Problem> {
+        self.reserve(name, Hold::Arriving(id))
+    }
+
+    /// Claims a machine that nobody else is busy with.
+    ///
+    /// # Errors
+    /// A [`Problem`]: unknown, or busy and with what.
+    pub fn claim(&self, name: &str, hold: Hold) -> Result<VmRecord, Problem> {
+        let mut table = self.table();
+        let entry = table.get_mut(name).ok_or_else(|| unknown_vm(name))?;
+        match (&entry.hold, &entry.record) {
+            (Hold::Free, Some(record)) => {
+                let record = record.clone();
+                entry.hold = hold;
+                Ok(record)
+            }
+            (hold, _) => Err(busy(name, describe(hold))),
+        }
+    }
+
+    /// Gives a claimed machine back.
+    pub fn release(&self, name: &str) {
+        if let Some(entry) = self.table().get_mut(name) {
+            entry.hold = Hold::Free;
+        }
+    }
+
+    /// Writes a machine's record, to disk and then into the table.
+    ///
+    /// # Errors
+    /// Where the disk refuses; the table then is unchanged.
+    pub fn store(&self, record: &VmRecord) -> io::Result<()> {
+        write_record(&self.state.vm(&record.name).join("vm.json"), record)?;
+        if let Some(entry) = self.table().get_mut(&record.name) {
+            entry.record = Some(record.clone());
+        }
+        Ok(())
+    }
+
+    /// The user QEMU runs as.
+    #[must_use]
+    pub fn user(&self) -> Option<&User> {
+        self.user.as_ref()
+    }
+
+    /// A new RAM file's path.
+    #[must_use]
+    pub fn new_ram_path(&self, name: &str) -> PathBuf {
+        self.state.ram().join(format!("{name}-{:08x}", random_u128() as u32))
+    }
+
+    /// The library inside QEMU: where the configuration says, else beside the daemon, else where packages put it.
+    ///
+    /// # Errors
+    /// A [`Problem`] where it is nowhere.
+    pub fn agent_library(&self) -> Result<PathBuf, Problem> {
+        const NAME: &str = "libsterna_agent.so";
+        let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join(NAME)));
+        let places = match &self.config.agent {
+            Some(path) => vec![path.clone()],
+            None => beside.into_iter().chain([Path::new("/usr/lib/sterna").join(NAME)]).collect(),
+        };
+        places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
+            let list: Vec<String> = places.iter().map(|path| path.display().to_string()).collect();
+            Problem::new("agent-not-found", Blame::Host, "the agent library for QEMU is not on this host")
+                .hint(format!("it is looked for at {}; name another with 'agent' in sternad.toml", list.join(" and ")))
+        })
+    }
+}
+
+/// What a machine is busy with, for people.
+fn describe(hold: &Hold) -> &'static str {
+    match hold {
+        Hold::Free => "it is busy",
+        Hold::Starting => "it is being started",
+        Hold::Stopping => "it is being stopped",
+        Hold::Leaving(_) => "it is being moved away",
+        Hold::Arriving(_) => "it is being moved here",
+        Hold::WaitingForPeer { .. } => "it was handed over to a peer that has not answered yet",
+    }
+}
+
+/// A reserved name: given back when dropped, unless kept.
+#[derive(Debug)]
+pub struct Reservation {
+    daemon: Arc<Daemon>,
+    name: String,
+    kept: bool,
+}
+
+impl Reservation {
+    /// The machine is there: its record is written, and the name stays.
+    ///
+    /// # Errors
+    /// Where the record cannot be written; the name is given back.
+    pub fn keep(mut self, record: &VmRecord, hold: Hold) -> Result<(), Problem> {
+        self.daemon.store(record).map_err(|error| host("cannot write the machine's record", &error))?;
+        if let Some(entry) = self.daemon.table().get_mut(&self.name) {
+            entry.hold = hold;
+        }
+        self.kept = true;
+        Ok(())
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.daemon.table().remove(&self.name);
+        }
+    }
+}
+
+/// A random number that no other host draws.
+#[must_use]
+pub fn random_u128() -> u128 {
+    let mut bytes = [0u8; 16];
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        Ok(16) => u128::from_le_bytes(bytes),
+        // Requests of up to 256 bytes are never cut short, and every kernel Sterna runs on has the call.
+        other => unreachable!("the kernel gives no random numbers: {other:?}"),
+    }
+}

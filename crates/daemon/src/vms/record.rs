@@ -1,0 +1,148 @@
+//! A machine's durable record: all that a restarted daemon needs to look after it again.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use sterna_api::MemoryMode;
+use sterna_engine::host::{BlockFile, MigrationId};
+use sterna_engine::vmm::qemu::Inspection;
+use sterna_protocol::spec::{BlockSpec, VmSpec};
+
+use crate::process::Identity;
+use crate::qemu::binary::Version;
+
+/// Where a machine is in its life on this host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Lifecycle {
+    /// It belongs here.
+    Here,
+    /// It is being moved away: whether it still belongs here, the migration's record says.
+    Outgoing(MigrationId),
+    /// It is being moved here: whether it belongs here already, the migration's record says.
+    Incoming(MigrationId),
+}
+
+/// A machine of this host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmRecord {
+    /// Its name.
+    pub name: String,
+    /// RAM, bytes.
+    pub memory_bytes: u64,
+    /// How RAM is mapped.
+    pub memory_mode: MemoryMode,
+    /// Which machines it may share pages with.
+    pub trust_group: Option<String>,
+    /// The QEMU binary.
+    pub qemu_path: PathBuf,
+    /// Its version.
+    pub qemu_version: Version,
+    /// The exact machine type.
+    pub machine: String,
+    /// The arguments as the user gave them.
+    pub arguments: Vec<String>,
+    /// Sterna added the RAM back end itself.
+    pub managed_ram: bool,
+    /// QEMU's process.
+    pub process: Identity,
+    /// Its QMP socket.
+    pub qmp: PathBuf,
+    /// The agent's socket.
+    pub agent: PathBuf,
+    /// Its RAM.
+    pub blocks: Vec<Block>,
+    /// Sterna made the RAM files: they end with the machine.
+    pub owns_ram_files: bool,
+    /// Where it is in its life here.
+    pub lifecycle: Lifecycle,
+    /// Whether the guest is to run once it belongs here; of interest while it comes.
+    pub running: bool,
+}
+
+/// One RAM block.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Block {
+    /// The back end's id in QEMU.
+    pub id: String,
+    /// Size.
+    pub bytes: u64,
+    /// Page size of the file's backing.
+    pub page_bytes: u64,
+    /// The file, as QEMU's process sees it.
+    pub path: PathBuf,
+}
+
+impl Block {
+    /// The block as its destination must know it.
+    fn spec(&self) -> BlockSpec {
+        let path = self.path.display().to_string();
+        BlockSpec { id: self.id.clone(), bytes: self.bytes, page_bytes: self.page_bytes, path }
+    }
+
+    /// Opens the file for reading and writing through QEMU's root: its mounts may differ from the daemon's.
+    ///
+    /// # Errors
+    /// Where it is gone, or of another size.
+    pub fn open(&self, pid: u32) -> io::Result<File> {
+        let file = File::options().read(true).write(true).open(seen_from(pid, &self.path))?;
+        let length = file.metadata()?.len();
+        if length < self.bytes {
+            return Err(io::Error::other(format!("{} has {length} bytes, not {}", self.path.display(), self.bytes)));
+        }
+        Ok(file)
+    }
+}
+
+/// A path of a process's own view of the file system.
+#[must_use]
+pub fn seen_from(pid: u32, path: &Path) -> PathBuf {
+    PathBuf::from(format!("/proc/{pid}/root{}", path.display()))
+}
+
+impl VmRecord {
+    /// RAM the host has given memory for, bytes.
+    #[must_use]
+    pub fn allocated_bytes(&self) -> u64 {
+        let allocated = |block: &Block| {
+            std::fs::metadata(seen_from(self.process.pid, &block.path)).map(|meta| meta.blocks() * 512).unwrap_or(0)
+        };
+        self.blocks.iter().map(allocated).sum()
+    }
+
+    /// The machine as its destination must know it; `about`: as its QEMU is now.
+    #[must_use]
+    pub fn spec(&self, about: &Inspection) -> VmSpec {
+        let host_cpu = about.accelerator == "kvm" && matches!(about.cpu.as_deref(), Some("host" | "max"));
+        VmSpec {
+            name: self.name.clone(),
+            memory_bytes: self.memory_bytes,
+            private: self.memory_mode == MemoryMode::Private,
+            trust_group: self.trust_group.clone(),
+            qemu_version: self.qemu_version,
+            qemu_path: self.qemu_path.display().to_string(),
+            machine: self.machine.clone(),
+            arguments: self.arguments.clone(),
+            managed_ram: self.managed_ram,
+            blocks: self.blocks.iter().map(Block::spec).collect(),
+            cpu: host_cpu.then(crate::qemu::cpu::describe).flatten(),
+            allocated_bytes: self.allocated_bytes(),
+            running: about.running,
+        }
+    }
+
+    /// The RAM blocks with their files open; `addresses` in QEMU in the same order, or none.
+    ///
+    /// # Errors
+    /// Where a file is gone.
+    pub fn block_files(&self, addresses: &[u64]) -> io::Result<Vec<BlockFile>> {
+        let open = |(index, block): (usize, &Block)| {
+            let address = addresses.get(index).copied().unwrap_or(0);
+            Ok(BlockFile { file: block.open(self.process.pid)?, address, spec: block.spec() })
+        };
+        self.blocks.iter().enumerate().map(open).collect()
+    }
+}

@@ -1,0 +1,135 @@
+//! What a restarted daemon finds, and makes of it.
+//!
+//! | record says | migration's record says | then |
+//! | --- | --- | --- |
+//! | here | | looked after as before |
+//! | being moved away | nothing | it is given back: cancelled in QEMU, running again |
+//! | being moved away | handing over | it waits for the peer's verdict |
+//! | being moved here | preparing or aborted | QEMU is ended, its files removed; the verdict is *aborted* |
+//! | being moved here | committed | it belongs here: it runs, if it ran at the source |
+//!
+//! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished.
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_engine::host::MigrationId;
+
+use super::control::{Control, give_back, let_run};
+use super::record::{Lifecycle, VmRecord};
+use super::run::remove_files;
+use super::{Daemon, Entry, Hold};
+use crate::migration::records::Stage;
+use crate::migration::waiting::wait_for_verdict;
+use crate::qemu::launch::qmp_socket;
+use crate::state::read_record;
+
+impl Daemon {
+    /// Takes up what an earlier daemon left in the state directory.
+    ///
+    /// # Errors
+    /// Where the directory cannot be read.
+    pub fn recover(self: &Arc<Self>) -> std::io::Result<()> {
+        for entry in std::fs::read_dir(self.state.vms())? {
+            let dir = entry?.path();
+            match read_record::<VmRecord>(&dir.join("vm.json")) {
+                Ok(Some(record)) => self.recover_machine(record),
+                Ok(None) => self.clear_unfinished(&dir),
+                // Left alone: whatever it was, nobody can tell any more.
+                Err(error) => tracing::error!(dir = %dir.display(), %error, "cannot read a machine's record"),
+            }
+        }
+        self.remove_stray_ram();
+        Ok(())
+    }
+
+    fn recover_machine(self: &Arc<Self>, record: VmRecord) {
+        let name = record.name.clone();
+        let running = record.process.open().is_some();
+        let entry = Entry { record: Some(record.clone()), hold: Hold::Stopping, note: None };
+        self.table().insert(name.clone(), entry);
+        tracing::info!(vm = %name, running, lifecycle = ?record.lifecycle, "found");
+        if !running {
+            if let Lifecycle::Incoming(id) = record.lifecycle
+                && self.records.stage(id) != Some(Stage::Committed)
+            {
+                self.records.verdict(id);
+            }
+            tracing::warn!(vm = %name, "its QEMU ended while the daemon was away");
+            return self.forget(&name, record.process);
+        }
+        match record.lifecycle {
+            Lifecycle::Here => self.settle(&record),
+            Lifecycle::Outgoing(id) => self.recover_outgoing(&record, id),
+            Lifecycle::Incoming(id) => self.recover_incoming(&record, id),
+        }
+    }
+
+    fn recover_outgoing(self: &Arc<Self>, record: &VmRecord, id: MigrationId) {
+        if let Some(Stage::HandingOver { peer }) = self.records.stage(id) {
+            self.watch(record);
+            return wait_for_verdict(self, record, id, &peer);
+        }
+        if let Err(problem) = give_back(record) {
+            tracing::error!(vm = %record.name, "cannot give it back: {}", problem.message);
+            self.mark(&record.name, format!("it could not be given back after a migration: {}", problem.message));
+        }
+        self.settle(record);
+    }
+
+    fn recover_incoming(self: &Arc<Self>, record: &VmRecord, id: MigrationId) {
+        if self.records.stage(id) == Some(Stage::Committed) {
+            if let Err(problem) = let_run(record, &self.state.vm(&record.name)) {
+                tracing::error!(vm = %record.name, "cannot let it run: {}", problem.message);
+                self.mark(&record.name, format!("it was moved here and does not run: {}", problem.message));
+            }
+            return self.settle(record);
+        }
+        self.records.verdict(id);
+        if let Some(process) = record.process.open() {
+            process.kill();
+        }
+        self.forget(&record.name, record.process);
+    }
+
+    /// The machine belongs here and nobody is busy with it.
+    pub fn settle(self: &Arc<Self>, record: &VmRecord) {
+        let here = VmRecord { lifecycle: Lifecycle::Here, ..record.clone() };
+        if here != *record
+            && let Err(error) = self.store(&here)
+        {
+            tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+        }
+        self.release(&record.name);
+        self.watch(&here);
+    }
+
+    /// A start that was never finished: its QEMU, if there is one, belongs to nobody.
+    fn clear_unfinished(&self, dir: &std::path::Path) {
+        tracing::warn!(dir = %dir.display(), "removing a machine whose start was never finished");
+        if let Ok(mut control) = Control::connect(&qmp_socket(dir)) {
+            let _ = control.send("quit");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        remove_files(dir, &[], &self.state.logs());
+    }
+
+    /// RAM files of no machine.
+    fn remove_stray_ram(&self) {
+        let known: HashSet<PathBuf> = self
+            .table()
+            .values()
+            .filter_map(|entry| entry.record.as_ref())
+            .flat_map(|record| record.blocks.iter().map(|block| block.path.clone()))
+            .collect();
+        for entry in std::fs::read_dir(self.state.ram()).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if !known.contains(&path) {
+                tracing::warn!(path = %path.display(), "removing a RAM file of no machine");
+                let _ = std::fs::remove_file(&path);
+            }
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Starting machines: `run`, and the start of one that comes from another host.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use sterna_api::{Blame, MemoryMode, Problem, RunRequest, Vm};
+use sterna_engine::vmm::qemu::Inspection;
+use sterna_protocol::layout::PAGE_BYTES;
+
+use super::control::{self, Control};
+use super::record::{Block, Lifecycle, VmRecord};
+use super::{Daemon, Hold};
+use crate::config::{SOCKET_PATH_BYTES, check_socket_path};
+use crate::problems::{check_name, invalid};
+use crate::process::Identity;
+use crate::qemu::arguments::{self, Additions, RAM_ID};
+use crate::qemu::binary::{Binary, DEFAULT_NAME, Version};
+use crate::qemu::files;
+use crate::qemu::launch::{self, Launch, agent_socket, log_file, qmp_socket};
+
+/// The least and the most RAM of a machine, bytes.
+const MEMORY_LIMITS: std::ops::RangeInclusive<u64> = 1 << 20..=16 << 40;
+
+impl Daemon {
+    /// Starts a machine.
+    ///
+    /// # Errors
+    /// A [`Problem`]; nothing is left behind but a log of what QEMU said.
+    pub fn run(self: &Arc<Self>, request: &RunRequest) -> Result<Vm, Problem> {
+        check_request(request)?;
+        let items = arguments::parse(&request.arguments);
+        arguments::check_for_run(&items)?;
+        files::check_absolute(&items)?;
+        let default = self.config.qemu.clone().unwrap_or_else(|| DEFAULT_NAME.into());
+        let binary = Binary::find(&request.qemu.as_ref().map_or(default, PathBuf::from))?;
+        let reservation = self.reserve(&request.name, Hold::Starting)?;
+        let dir = self.state.vm(&request.name);
+        let ram = self.new_ram_path(&request.name);
+        let additions =
+            Additions { name: &request.name, qmp: &qmp_socket(&dir), ram: Some((request.memory_bytes, &ram)) };
+        let blocks = vec![Block {
+            id: RAM_ID.into(),
+            bytes: request.memory_bytes,
+            page_bytes: PAGE_BYTES as u64,
+            path: ram.clone(),
+        }];
+        let started = self.start(&binary.path, &arguments::for_run(&items, &additions), &dir, &blocks)?;
+        let record = VmRecord {
+            name: request.name.clone(),
+            memory_bytes: request.memory_bytes,
+            memory_mode: request.memory_mode,
+            trust_group: request.trust_group.clone(),
+            qemu_path: binary.path,
+            qemu_version: version(&started.about),
+            machine: started.about.machine.clone(),
+            arguments: request.arguments.clone(),
+            managed_ram: true,
+            process: started.process,
+            qmp: qmp_socket(&dir),
+            agent: agent_socket(&dir),
+            blocks,
+            owns_ram_files: true,
+            lifecycle: Lifecycle::Here,
+            running: true,
+        };
+        reservation.keep(&record, Hold::Free)?;
+        started.keep();
+        self.watch(&record);
+        tracing::info!(vm = %record.name, pid = record.process.pid, "started");
+        self.show(&record.name)
+    }
+
+    /// Starts QEMU with files of its own and looks at what came up.
+    ///
+    /// # Errors
+    /// A [`Problem`]; QEMU and its files are gone then.
+    pub fn start(&self, binary: &Path, arguments: &[String], dir: &Path, blocks: &[Block]) -> Result<Started, Problem> {
+        for socket in [qmp_socket(dir), agent_socket(dir)] {
+            check_socket_path("the machine's socket", &socket).map_err(|error| {
+                let mut problem = invalid(error.to_string())
+                    .hint(format!("a shorter name or --state-dir: sockets may have {SOCKET_PATH_BYTES} bytes"));
+                problem.code = "path-too-long".into();
+                problem
+            })?;
+        }
+        let agent = self.agent_library()?;
+        let ram_files: Vec<(PathBuf, u64)> = blocks.iter().map(|block| (block.path.clone(), block.bytes)).collect();
+        let files = ram_files.iter().map(|(path, _)| path.clone()).collect();
+        let mut cleanup = Cleanup { process: None, files, dir: dir.into(), logs: self.state.logs(), armed: true };
+        let launch = Launch { binary, arguments, dir, ram_files: &ram_files, agent: &agent, user: self.user() };
+        let process = launch::launch(&launch)?;
+        cleanup.process = Some(process);
+        let about = Control::connect(&qmp_socket(dir))?.inspect()?;
+        control::agent_and_addresses(&agent_socket(dir), process.pid, blocks)?;
+        Ok(Started { process, about, cleanup })
+    }
+}
+
+/// The version of a running QEMU.
+#[must_use]
+pub fn version(about: &Inspection) -> Version {
+    (about.version.0, about.version.1, about.version.2)
+}
+
+fn check_request(request: &RunRequest) -> Result<(), Problem> {
+    check_name(&request.name)?;
+    if request.memory_mode == MemoryMode::Private {
+        return Err(Problem::new("private-memory", Blame::Request, "memory mode 'private' cannot be moved yet")
+            .hint("use --memory-mode shared"));
+    }
+    if !MEMORY_LIMITS.contains(&request.memory_bytes) || !request.memory_bytes.is_multiple_of(PAGE_BYTES as u64) {
+        return Err(invalid(format!("{} bytes of memory cannot be", request.memory_bytes))
+            .hint("between 1M and 16T, a multiple of 4096 bytes"));
+    }
+    if let Some(text) = request.arguments.iter().find(|argument| argument.contains('\0')) {
+        return Err(invalid(format!("the argument {text:?} contains a zero byte")));
+    }
+    Ok(())
+}
+
+/// A QEMU that was just started. Dropped without [`Started::keep`], it and its files are gone.
+#[derive(Debug)]
+pub struct Started {
+    /// Its process.
+    pub process: Identity,
+    /// What it says of itself.
+    pub about: Inspection,
+    cleanup: Cleanup,
+}
+
+impl Started {
+    /// The machine stays: its record is written.
+    pub fn keep(mut self) {
+        self.cleanup.armed = false;
+    }
+}
+
+#[derive(Debug)]
+struct Cleanup {
+    process: Option<Identity>,
+    files: Vec<PathBuf>,
+    dir: PathBuf,
+    logs: PathBuf,
+    armed: bool,
+}
+
+impl Drop for Cleanup {
+    fn drop(&mut self) {
+        if !self.armed {
+            return;
+        }
+        if let Some(process) = self.process.and_then(|process| process.open()) {
+            process.kill();
+        }
+        remove_files(&self.dir, &self.files, &self.logs);
+    }
+}
+
+/// Removes what a machine leaves behind. What its QEMU said last is kept as `STATE/logs/NAME.log`, until the next of that name ends.
+pub fn remove_files(dir: &Path, ram_files: &[PathBuf], logs: &Path) {
+    for file in ram_files {
+        if let Err(error) = fs::remove_file(file)
+            && error.kind() != std::io::ErrorKind::NotFound
+        {
+            tracing::warn!(path = %file.display(), %error, "cannot remove a RAM file");
+        }
+    }
+    let log = log_file(dir);
+    if let Some(name) = dir.file_name()
+        && fs::metadata(&log).is_ok_and(|meta| meta.len() > 0)
+    {
+        let _ = fs::rename(&log, logs.join(format!("{}.log", name.to_string_lossy())));
+    }
+    if let Err(error) = fs::remove_dir_all(dir)
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        tracing::warn!(path = %dir.display(), %error, "cannot remove a machine's directory");
+    }
+}

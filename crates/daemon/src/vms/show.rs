@@ -1,0 +1,97 @@
+//! Showing machines: what the table knows, and what QEMU says when asked.
+
+use std::path::Path;
+
+use sterna_api::{MemoryMode, Problem, Vm, VmState};
+
+use super::control::{Control, vm_state};
+use super::{Daemon, Entry, Hold};
+use crate::problems::unknown_vm;
+use crate::qemu::binary;
+
+impl Daemon {
+    /// One machine.
+    ///
+    /// # Errors
+    /// A [`Problem`] where there is none of this name.
+    pub fn show(&self, name: &str) -> Result<Vm, Problem> {
+        let entry = self.table().get(name).cloned().ok_or_else(|| unknown_vm(name))?;
+        Ok(describe(name, &entry))
+    }
+
+    /// All machines, by name.
+    #[must_use]
+    pub fn list(&self) -> Vec<Vm> {
+        let mut entries: Vec<(String, Entry)> =
+            self.table().iter().map(|(name, entry)| (name.clone(), entry.clone())).collect();
+        entries.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
+        entries.iter().map(|(name, entry)| describe(name, entry)).collect()
+    }
+}
+
+fn describe(name: &str, entry: &Entry) -> Vm {
+    let Some(record) = &entry.record else { return being_made(name, entry) };
+    let mut note = entry.note.clone();
+    let mut migration = None;
+    let state = match &entry.hold {
+        Hold::Free | Hold::Stopping | Hold::Starting => asked(&record.qmp, &mut note),
+        Hold::Leaving(monitor) => {
+            migration = Some(monitor.progress());
+            VmState::MigratingOut
+        }
+        Hold::Arriving(_) => VmState::MigratingIn,
+        Hold::WaitingForPeer { peer } => {
+            note.get_or_insert(format!("handed over to {peer}, which has not said whether it runs there"));
+            VmState::WaitingForPeer
+        }
+    };
+    Vm {
+        name: name.into(),
+        state,
+        memory_bytes: record.memory_bytes,
+        allocated_bytes: record.allocated_bytes(),
+        memory_mode: record.memory_mode,
+        trust_group: record.trust_group.clone(),
+        pid: record.process.pid,
+        qemu: binary::show(record.qemu_version),
+        qemu_path: record.qemu_path.display().to_string(),
+        arguments: record.arguments.clone(),
+        migration,
+        note,
+    }
+}
+
+fn asked(qmp: &Path, note: &mut Option<String>) -> VmState {
+    match Control::connect(qmp).and_then(|mut control| control.status()) {
+        Ok(status) => {
+            let state = vm_state(&status);
+            if state == VmState::Paused && status != "paused" {
+                note.get_or_insert(format!("QEMU says '{status}'"));
+            }
+            state
+        }
+        Err(problem) => {
+            let cause = problem.cause.first().map_or(String::new(), |cause| format!(": {cause}"));
+            note.get_or_insert(format!("{}{cause}", problem.message));
+            VmState::Lost
+        }
+    }
+}
+
+fn being_made(name: &str, entry: &Entry) -> Vm {
+    let arriving = matches!(entry.hold, Hold::Arriving(_));
+    Vm {
+        name: name.into(),
+        state: if arriving { VmState::MigratingIn } else { VmState::Paused },
+        memory_bytes: 0,
+        allocated_bytes: 0,
+        memory_mode: MemoryMode::Shared,
+        trust_group: None,
+        pid: 0,
+        qemu: String::new(),
+        qemu_path: String::new(),
+        arguments: Vec::new(),
+        migration: None,
+        note: Some(if arriving { "it is being moved here" } else { "it is being started" }.into()),
+    }
+}
