@@ -77,7 +77,8 @@ fn parse_stat_field(text: &[u8], number: usize) -> Option<u64> {
     fields.split_ascii_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
 }
 
-/// A process's arguments, the program's name first. Empty for a kernel thread and a zombie. The process can change them.
+/// A process's arguments, the program's name first. Empty for a kernel thread, a zombie, and for a moment after a process was
+/// started. The process can change them.
 ///
 /// # Errors
 /// No such process.
@@ -85,7 +86,7 @@ pub fn cmdline(pid: u32) -> Result<Vec<OsString>> {
     Ok(strings(&read(pid, "cmdline")?))
 }
 
-/// The environment that a process was started with.
+/// The environment that a process was started with. Empty as [`cmdline`] is.
 ///
 /// # Errors
 /// No such process, or this one may not trace it.

@@ -21,7 +21,14 @@ impl Sleeper {
     fn start() -> Self {
         let mut command = Command::new("sleep");
         command.args(["600", "0"]).env("STERNA_TEST", "a=b").stdin(Stdio::null());
-        Self(command.spawn().expect("a child"))
+        let child = Self(command.spawn().expect("a child"));
+        // Its parent goes on before the kernel has laid out its arguments, and after them its environment.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while process::environ(child.0.id()).expect("it lives").is_empty() {
+            assert!(Instant::now() < deadline, "a process soon has an environment");
+            std::thread::yield_now();
+        }
+        child
     }
 }
 
