@@ -24,6 +24,9 @@ const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to save its devices into a broken stream before it is cancelled all the same.
 const SAVING_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a cancelled migration may keep the guest stopped before it is taken for one that waits in its pause.
+const STUCK_AFTER: Duration = Duration::from_millis(20);
+
 /// How often QEMU's state is looked at while it calls off a migration.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
@@ -218,33 +221,48 @@ fn last_stop(qmp: &mut Qmp) -> Result<Option<EventTime>, VmmError> {
 
 /// Ends QEMU's migration and waits until QEMU has dealt with its end. Returns the guest's state.
 ///
-/// It races with the migration's own end: whichever comes first, the state afterwards is one that `give_back` knows.
-///
-/// `migrate_cancel` must not meet a QEMU that saves its devices: 7.2 can then let the guest run with its disks still given
-/// away, and aborts at the guest's next write or the next migration. So in that state the stream is broken instead, and
-/// QEMU's own handling of the error takes the disks back.
+/// It races with the migration's own end: whichever comes first, the state afterwards is one that `give_back` knows. Three
+/// more races are QEMU's own:
+/// - A `migrate_cancel` that meets a QEMU saving its devices: 7.2 can then let the guest run with its disks still given away,
+///   and aborts at the guest's next write or the next migration. So in that state the stream is broken instead, and QEMU's
+///   own handling of the error takes the disks back.
+/// - A `migrate_cancel` just before `pre-switchover`: 7.2 stays `cancelling`, its guest stopped, and waits for the
+///   `migrate-continue` of a pause that it never announced.
+/// - The same in later versions: `pre-switchover` overwrites `cancelling`, and the cancel is lost. So it is said again.
 fn call_off(qmp: &mut Qmp, stream: Option<&UnixStream>) -> Result<String, VmmError> {
     let began = Instant::now();
-    let mut cancelled = false;
+    let mut kick_at = began + STUCK_AFTER;
     loop {
         let migration = migration_status(qmp)?;
-        if has_ended(&migration) {
+        let (guest, _) = guest_status(qmp)?;
+        let stopped_by_qemu = guest == "finish-migrate";
+        match migration.as_str() {
             // QEMU reports the end a moment before it decides on the guest.
-            let (guest, _) = guest_status(qmp)?;
-            if guest != "finish-migrate" {
-                return Ok(guest);
+            ended if has_ended(ended) => {
+                if !stopped_by_qemu {
+                    return Ok(guest);
+                }
             }
-        } else if migration == "device" && began.elapsed() < SAVING_TIMEOUT {
-            if let Some(stream) = stream {
-                let _ = stream.shutdown(Shutdown::Both);
+            "cancelling" => {
+                if stopped_by_qemu && Instant::now() >= kick_at {
+                    // Refused where it has moved on; one wake-up too many does no harm, the next pause begins by eating it.
+                    tracing::debug!("waking a cancelled migration that waits in its pause");
+                    let _ = qmp.execute("migrate-continue", json!({ "state": "cancelling" }), COMMAND_TIMEOUT);
+                    kick_at = Instant::now() + STUCK_AFTER;
+                }
             }
-        } else if !cancelled {
-            qmp.execute("migrate_cancel", json!({}), COMMAND_TIMEOUT)?;
-            cancelled = true;
+            "device" if began.elapsed() < SAVING_TIMEOUT => {
+                if let Some(stream) = stream {
+                    let _ = stream.shutdown(Shutdown::Both);
+                }
+            }
+            _ => {
+                qmp.execute("migrate_cancel", json!({}), COMMAND_TIMEOUT)?;
+            }
         }
         if began.elapsed() >= CANCEL_TIMEOUT {
-            let seconds = CANCEL_TIMEOUT.as_secs();
-            return Err(VmmError::Silent { waiting_for: "migrate_cancel".to_owned(), seconds });
+            let waiting_for = format!("migrate_cancel, its migration being '{migration}' and its guest '{guest}'");
+            return Err(VmmError::Silent { waiting_for, seconds: CANCEL_TIMEOUT.as_secs() });
         }
         std::thread::sleep(POLL_INTERVAL);
     }

@@ -1,0 +1,142 @@
+//! The QMP client against a peer that is no QEMU, or a broken one.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use sterna_engine::vmm::VmmError;
+use sterna_engine::vmm::qmp::Qmp;
+
+const LONG: Duration = Duration::from_secs(10);
+const SHORT: Duration = Duration::from_millis(50);
+const GREETING: &str =
+    r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 7}, "package": ""}, "capabilities": []}}"#;
+
+/// The other end: greets, accepts the capabilities, then does as told with the stream.
+fn peer(then: impl FnOnce(&mut UnixStream) + Send + 'static) -> (Qmp, JoinHandle<()>) {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    let peer = std::thread::spawn(move || {
+        writeln!(theirs, "{GREETING}").unwrap();
+        let command = read_command(&theirs);
+        assert_eq!(command["execute"], "qmp_capabilities");
+        writeln!(theirs, "{}", json!({ "return": {}, "id": command["id"] })).unwrap();
+        then(&mut theirs);
+    });
+    (Qmp::new(ours, LONG).unwrap(), peer)
+}
+
+/// The next command; nothing follows one before it is answered, so no byte of another is read ahead.
+fn read_command(stream: &UnixStream) -> Value {
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line).unwrap();
+    serde_json::from_str(&line).unwrap()
+}
+
+fn event(name: &str, data: Value) -> Value {
+    json!({ "event": name, "data": data, "timestamp": { "seconds": 1, "microseconds": 2 } })
+}
+
+#[test]
+fn events_between_command_and_reply_are_kept_in_order() {
+    let (mut qmp, peer) = peer(|stream| {
+        let command = read_command(stream);
+        for name in ["A", "B"] {
+            writeln!(stream, "{}", event(name, json!({}))).unwrap();
+        }
+        writeln!(stream, "{}", json!({ "return": 7, "id": command["id"] })).unwrap();
+    });
+    assert_eq!(qmp.execute("ask", json!({}), LONG).unwrap(), json!(7));
+    assert_eq!(qmp.wait_event(|event| event.name == "B", LONG).unwrap().unwrap().time.0, 1_000_002);
+    assert_eq!(qmp.poll_event().unwrap().unwrap().name, "A");
+    peer.join().unwrap();
+}
+
+#[test]
+fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
+    let (go, wait) = std::sync::mpsc::channel();
+    let (mut qmp, peer) = peer(move |stream| {
+        let first = read_command(stream);
+        wait.recv().unwrap();
+        writeln!(stream, "{}", json!({ "return": "late", "id": first["id"] })).unwrap();
+        let second = read_command(stream);
+        writeln!(stream, "{}", json!({ "return": "right", "id": second["id"] })).unwrap();
+    });
+    assert!(matches!(qmp.execute("first", json!({}), SHORT), Err(VmmError::Silent { .. })));
+    go.send(()).unwrap();
+    assert_eq!(qmp.execute("second", json!({}), LONG).unwrap(), json!("right"));
+    peer.join().unwrap();
+}
+
+#[test]
+fn a_peer_that_does_not_greet_is_given_up_in_time() {
+    let (ours, _theirs) = UnixStream::pair().unwrap();
+    let began = Instant::now();
+    assert!(matches!(Qmp::new(ours, SHORT), Err(VmmError::Silent { .. })));
+    assert!(began.elapsed() < LONG);
+}
+
+#[test]
+fn a_half_line_before_the_end_is_an_end() {
+    let (mut qmp, peer) = peer(|stream| stream.write_all(br#"{"return": {"#).unwrap());
+    peer.join().unwrap();
+    assert!(matches!(qmp.execute("ask", json!({}), LONG), Err(VmmError::Gone { guest_off: false })));
+    assert!(matches!(qmp.ended(), Some(VmmError::Gone { guest_off: false })));
+}
+
+#[test]
+fn a_guests_own_end_is_known_even_where_it_was_said_last() {
+    let (mut qmp, peer) = peer(|stream| {
+        writeln!(stream, "{}", event("SHUTDOWN", json!({ "guest": true, "reason": "guest-shutdown" }))).unwrap();
+    });
+    peer.join().unwrap();
+    assert!(matches!(qmp.execute("ask", json!({}), LONG), Err(VmmError::Gone { guest_off: true })));
+}
+
+#[test]
+fn nonsense_ends_the_connection_for_good() {
+    let (mut qmp, peer) = peer(|stream| {
+        writeln!(stream, "HTTP/1.1 400 Bad Request").unwrap();
+        writeln!(stream, "{}", json!({ "return": {}, "id": 2 })).unwrap();
+    });
+    peer.join().unwrap();
+    for _ in 0..2 {
+        assert!(matches!(qmp.wait_event(|_| true, LONG), Err(VmmError::Connection { .. })));
+    }
+    assert!(matches!(qmp.execute("ask", json!({}), LONG), Err(VmmError::Connection { .. })));
+}
+
+#[test]
+fn a_flood_of_events_costs_bounded_memory_and_the_latest_are_kept() {
+    let (mut qmp, peer) = peer(|stream| {
+        for number in 0..5000 {
+            writeln!(stream, "{}", event("FLOOD", json!({ "number": number }))).unwrap();
+        }
+        writeln!(stream, "{}", event("LAST", json!({}))).unwrap();
+    });
+    assert!(qmp.wait_event(|event| event.name == "LAST", LONG).unwrap().is_some());
+    let mut kept = 0;
+    while let Ok(Some(_)) = qmp.poll_event() {
+        kept += 1;
+    }
+    assert!((1..=1024).contains(&kept), "{kept}");
+    peer.join().unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn any_bytes_from_the_peer_end_in_an_error_in_time(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
+        let (mut qmp, peer) = peer(move |stream| {
+            let _ = stream.write_all(&bytes);
+        });
+        peer.join().unwrap();
+        let began = Instant::now();
+        let answer = qmp.execute("ask", json!({}), LONG);
+        prop_assert!(answer.is_err());
+        prop_assert!(began.elapsed() < LONG / 2);
+    }
+}
