@@ -8,7 +8,7 @@ use sterna_protocol::frame::page_digest;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, LayoutError, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::file;
-use sterna_sys::iovec::{Incoming, Outgoing};
+use sterna_sys::iovec::Outgoing;
 use sterna_sys::map::{Access, SharedMapping};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -151,13 +151,26 @@ impl Ram {
         self.runs(chunk, pages).map(|(block, range)| block.mapping.outgoing(range)).collect()
     }
 
-    /// The memory of these pages, run by run, to receive into.
+    /// Puts bodies in the place of these pages, in order. Through the file, not the mapping: a page that had no memory yet is filled as it
+    /// is allocated, without a fault and without being cleared first (`docs/design/receiving.md`).
+    ///
+    /// # Errors
+    /// No memory is left, for one.
     ///
     /// # Panics
-    /// Where a page is not in the layout, or RAM was opened for reading only.
-    #[must_use]
-    pub fn incoming(&self, chunk: ChunkIndex, pages: &PageSet) -> Vec<Incoming<'_>> {
-        self.runs(chunk, pages).map(|(block, range)| block.mapping.incoming(range)).collect()
+    /// Where a page is not in the layout, or there are fewer bodies than pages.
+    pub fn write(&self, chunk: ChunkIndex, pages: &PageSet, mut bodies: &[u8]) -> io::Result<()> {
+        for (block, range) in self.runs(chunk, pages) {
+            let (run, rest) = bodies.split_at((range.end - range.start) as usize);
+            if block.page_bytes == PAGE_BYTES as u64 {
+                file::write_at(&block.file, range.start, run)?;
+            } else {
+                // hugetlbfs has no write(2).
+                block.mapping.copy_in(range.start, run)?;
+            }
+            bodies = rest;
+        }
+        Ok(())
     }
 
     /// Gives the memory of these pages back to the host: they read as zeros.

@@ -28,7 +28,7 @@ pub enum Request {
         /// The migration, drawn at random.
         id: u128,
         /// The machine.
-        spec: VmSpec,
+        spec: Box<VmSpec>,
         /// How many connections will carry pages.
         streams: u16,
     },

@@ -64,7 +64,7 @@ pub(crate) fn serve_session(key: SessionKey, control: Answering, calls: Receiver
 
 impl Session<'_> {
     fn run(&mut self) -> Result<(), MigrateError> {
-        let request = self.control.next()?;
+        let request = self.control.next_request()?;
         let (spec, streams) = match &request {
             Request::Propose { id, spec, streams } if *id == self.id.0 && (1..=MAX_STREAMS).contains(streams) => {
                 (spec, *streams)
@@ -176,9 +176,11 @@ impl Session<'_> {
         held: &HeldDevices,
     ) -> Result<(), MigrateError> {
         loop {
-            let request = self.control.next()?;
+            let request = self.control.next_request()?;
             let reply = match &request {
                 Request::Abort => {
+                    // The VMM ends before the source lets its own run on: both lock the guest's disks.
+                    guard.end();
                     self.control.answer(&request, &Reply::Aborted { problem: arrivals.failure() })?;
                     return Err(MigrateError::Cancelled);
                 }
@@ -188,6 +190,7 @@ impl Session<'_> {
             match reply {
                 Ok(reply) => self.control.answer(&request, &reply)?,
                 Err(error) => {
+                    guard.end();
                     self.control.answer(&request, &Reply::Failed(error.problem()))?;
                     return Err(error);
                 }
@@ -255,6 +258,7 @@ impl Session<'_> {
         arrivals: &Arrivals,
     ) -> Result<(), MigrateError> {
         if let Err(problem) = self.host.commit(self.id) {
+            guard.end();
             self.control.answer(request, &Reply::Failed(problem.clone()))?;
             return Err(MigrateError::Record(problem));
         }
@@ -297,13 +301,17 @@ impl Guard<'_> {
     fn keep(&mut self) -> Incoming {
         self.incoming.take().expect("kept only once")
     }
+
+    fn end(&mut self) {
+        if let Some(incoming) = self.incoming.take() {
+            self.host.abort(self.id, Some(incoming));
+        }
+    }
 }
 
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
-        if let Some(incoming) = self.incoming.take() {
-            self.host.abort(self.id, Some(incoming));
-        }
+        self.end();
     }
 }
 

@@ -1,13 +1,12 @@
-//! Pages into RAM: bodies straight from the socket, zeros by giving memory back.
+//! Pages into RAM: bodies by writing the RAM file, zeros by giving memory back.
 
-use std::net::TcpStream;
+use std::io::ErrorKind;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sterna_protocol::frame::{ChunkFrame, page_digest};
 use sterna_protocol::layout::{Layout, PAGE_BYTES, PageIndex};
-use sterna_protocol::pages::PageMap;
-use sterna_sys::socket::{ReceiveError, receive_exact};
+use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::error::MigrateError;
 use crate::host::DestinationHost;
@@ -39,37 +38,33 @@ impl<'a> Placer<'a> {
         self.ram.layout()
     }
 
-    /// Receives a frame's bodies into RAM, and makes its zero pages holes. The frame fits the layout and its digests.
+    /// Puts a frame's bodies into RAM, and makes its zero pages holes. The frame fits the layout, and there are as many bodies and digests
+    /// as it has full pages. A body that is not what was digested is placed all the same, and noted: the page comes again.
     ///
     /// # Errors
-    /// [`MigrateError::OutOfMemory`], or what went wrong on the link.
-    pub fn place(&self, stream: &TcpStream, frame: &ChunkFrame, digests: &[u64]) -> Result<(), MigrateError> {
-        self.ensure_room(frame.body_bytes() as u64)?;
+    /// [`MigrateError::OutOfMemory`], or what the kernel refused.
+    pub fn place(&self, frame: &ChunkFrame, digests: &[u64], bodies: &[u8]) -> Result<(), MigrateError> {
+        self.ensure_room(bodies.len() as u64)?;
+        let wrong: PageSet = frame
+            .full
+            .iter()
+            .zip(bodies.chunks_exact(PAGE_BYTES).zip(digests))
+            .filter(|(_, (body, digest))| page_digest(body) != **digest)
+            .map(|(page, _)| page)
+            .collect();
         if !frame.zero.is_empty() {
             self.ram.punch(frame.chunk, &frame.zero).map_err(MigrateError::host("giving back pages of zeros"))?;
         }
-        receive_exact(stream, &mut self.ram.incoming(frame.chunk, &frame.full)).map_err(|error| match error {
-            ReceiveError::Memory => MigrateError::OutOfMemory { room_bytes: self.host.room_bytes() },
-            link => MigrateError::Link { doing: "receiving pages", source: std::io::Error::other(link) },
-        })?;
-        self.check(frame, digests);
-        Ok(())
-    }
-
-    /// Notes pages whose bodies are not what was digested, and forgets those that came right.
-    fn check(&self, frame: &ChunkFrame, digests: &[u64]) {
-        let mut body = [0; PAGE_BYTES];
-        let mut wrong = sterna_protocol::pages::PageSet::EMPTY;
-        for (page, digest) in frame.full.iter().zip(digests) {
-            self.ram.read(frame.chunk, page, &mut body);
-            if page_digest(&body) != *digest {
-                wrong.insert(page);
+        self.ram.write(frame.chunk, &frame.full, bodies).map_err(|source| match source.kind() {
+            ErrorKind::StorageFull | ErrorKind::OutOfMemory => {
+                MigrateError::OutOfMemory { room_bytes: self.host.room_bytes() }
             }
-        }
-        let came = frame.full.or(&frame.zero);
+            _ => MigrateError::Host { doing: "writing the guest's RAM", source },
+        })?;
         let mut suspects = self.lock();
         let suspects = suspects.chunk_mut(frame.chunk);
-        *suspects = suspects.without(&came).or(&wrong);
+        *suspects = suspects.without(&frame.full.or(&frame.zero)).or(&wrong);
+        Ok(())
     }
 
     /// Pages to send again, at most so many.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
 use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
+use sterna_protocol::layout::CHUNK_BYTES;
 
 use super::place::Placer;
 use crate::error::MigrateError;
@@ -116,6 +117,8 @@ fn frames(
     // A source may be quiet between rounds for as long as it lives; whether it does, TCP's keepalive says.
     stream.set_read_timeout(None).map_err(MigrateError::link("receiving pages"))?;
     let mut counted = Duration::ZERO;
+    // A chunk fits the processor's cache: what is read here was just received.
+    let mut buffer = vec![0; CHUNK_BYTES];
     loop {
         let mut header = [0; HEADER_BYTES];
         match stream.read(&mut header).map_err(MigrateError::link("receiving pages"))? {
@@ -130,7 +133,9 @@ fn frames(
         let digests: Vec<u64> = digests.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
         match reader.accept(&pending, &digests, placer.layout())? {
             Frame::Chunk(frame) => {
-                placer.place(stream, &frame, &digests)?;
+                let bodies = &mut buffer[..frame.body_bytes()];
+                stream.read_exact(bodies).map_err(MigrateError::link("receiving pages"))?;
+                placer.place(&frame, &digests, bodies)?;
                 arrivals.frame();
             }
             Frame::RoundEnd { round } => {

@@ -55,7 +55,7 @@ impl Link {
     /// # Errors
     /// [`MigrateError::Peer`] where the destination refuses.
     pub fn propose(&mut self, id: MigrationId, spec: &VmSpec, streams: u16, layout: u64) -> Result<Peer, MigrateError> {
-        let request = Request::Propose { id: id.0, spec: spec.clone(), streams };
+        let request = Request::Propose { id: id.0, spec: Box::new(spec.clone()), streams };
         let Reply::Accepted { host, qemu, sterna, layout: theirs } = self.control.ask(&request, PREPARE_TIMEOUT)?
         else {
             return Err(MigrateError::Reply("another reply than a yes or no to the proposal"));

@@ -119,7 +119,7 @@ impl Answering {
     ///
     /// # Errors
     /// What went wrong on the way, or a request out of turn.
-    pub fn next(&mut self) -> Result<Request, MigrateError> {
+    pub fn next_request(&mut self) -> Result<Request, MigrateError> {
         let request: Request = self.messages.receive(None)?;
         if !matches!(request, Request::Verdict { .. }) {
             self.state = session::request(self.state, &request)?;
