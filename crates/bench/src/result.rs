@@ -12,6 +12,9 @@ use crate::stats::Summary;
 /// How one run was set up: names and values, in the order in which they are to be shown.
 pub type Config = Map<String, Value>;
 
+/// Parts of a set-up that do not fit a table's cell: those of the workload, and those of the mover.
+const LONG: [&str; 2] = ["jobs", "options"];
+
 /// One run: its set-up and what was measured.
 #[derive(Debug, Clone, Serialize)]
 pub struct Run {
@@ -134,12 +137,13 @@ impl ResultFile {
     }
 
     /// The rows and the targets as Markdown tables: medians, with the range where a set-up ran more than once.
+    /// What is too long for a cell, options and the guest's jobs, stands in a list below.
     #[must_use]
     pub fn markdown(&self) -> String {
         let mut configs: Vec<&String> = Vec::new();
         let mut metrics: Vec<&String> = Vec::new();
         for row in &self.rows {
-            row.config.keys().for_each(|key| {
+            row.config.keys().filter(|key| !LONG.contains(&key.as_str())).for_each(|key| {
                 if !configs.contains(&key) {
                     configs.push(key)
                 }
@@ -164,7 +168,11 @@ impl ResultFile {
                 text.push_str(&format!(" {} |", row.metrics.get(*key).map(show_summary).unwrap_or_default()));
             }
         }
-        text.push_str("\n\n| target | aim | measured | met |\n| --- | --- | --- | --- |\n");
+        text.push_str("\n\n");
+        for line in self.long_values() {
+            text.push_str(&line);
+        }
+        text.push_str("\n| target | aim | measured | met |\n| --- | --- | --- | --- |\n");
         for target in &self.targets {
             let measured = target.measured.map_or_else(|| "not measured".into(), show_number);
             let met = if target.met { "yes" } else { "no" };
@@ -176,6 +184,23 @@ impl ResultFile {
             ));
         }
         text
+    }
+}
+
+impl ResultFile {
+    /// A line for each different value of a set-up that is too long for a cell.
+    fn long_values(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for row in &self.rows {
+            for (key, of) in LONG.iter().zip(["workload", "mover"]) {
+                let (Some(value), Some(of)) = (row.config.get(*key), row.config.get(of)) else { continue };
+                let line = format!("- {}, {key}: `{}`\n", plain(of), plain(value));
+                if !lines.contains(&line) {
+                    lines.push(line);
+                }
+            }
+        }
+        lines
     }
 }
 

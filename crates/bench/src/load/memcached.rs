@@ -10,9 +10,12 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::{Sample, now_us};
+use crate::command::wait_for;
 use crate::error::{Context, Error, Result};
 use crate::lab::{Host, net};
 
+/// How long memcached may take to listen.
+const START: Duration = Duration::from_secs(20);
 /// How often throughput is looked at.
 pub const SAMPLE: Duration = Duration::from_millis(100);
 
@@ -82,7 +85,9 @@ impl Load {
         let shared = Arc::new(Shared::default());
         let mut load = Self { shared: shared.clone(), clients: Vec::new(), sampler: None };
         for number in 0..config.connections {
-            let stream = connect(&host.namespace, server)?;
+            // A guest that has just started says so before its memcached listens.
+            let stream =
+                wait_for(&format!("memcached at {server}"), START, || Ok(connect(&host.namespace, server).ok()))?;
             let (shared, config, namespace) = (shared.clone(), config.clone(), host.namespace.clone());
             let mut random = Random(config.seed.wrapping_add(number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
             load.clients.push(std::thread::spawn(move || {
