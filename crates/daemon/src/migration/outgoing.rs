@@ -51,11 +51,19 @@ pub fn drive(
     };
     tracing::info!(vm = %record.name, %id, peer, "migration begins");
     let this = Here { daemon, vm: &record.name };
-    let outcome = source::migrate(outgoing, peer, options, &this, monitor);
+    let mut outcome = source::migrate(outgoing, peer, options, &this, monitor);
     // Its connection to QEMU is needed no more: what follows makes its own.
     drop(outcome.vmm);
     match outcome.fate {
-        Fate::Here => belongs_here(daemon, record, id),
+        Fate::Here => {
+            // Given back to nobody: the guest switched itself off, or its QEMU died, which takes a moment to show.
+            if let Some(problem) = &mut outcome.report.error
+                && (matches!(problem.code.as_str(), "qemu-gone" | "guest-off") || record.process.open().is_none())
+            {
+                problem.guest = Whereabouts::Gone;
+            }
+            belongs_here(daemon, record, id);
+        }
         Fate::There => {
             daemon.end_qemu(record);
             daemon.forget(&record.name, record.process);

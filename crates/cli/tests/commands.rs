@@ -1,0 +1,232 @@
+//! The command line against real daemons: what is printed, and every exit code.
+
+#[path = "../../daemon/tests/support/mod.rs"]
+mod support;
+
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+use support::{BARE, Host, cannot_run, eventually};
+
+fn sterna(host: &Host, arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_sterna"))
+        .args(["--api", &host.api()])
+        .args(arguments)
+        .output()
+        .expect("the command line starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Runs a command that must end with this code; its output.
+fn expect(host: &Host, code: i32, arguments: &[&str]) -> (String, String) {
+    let output = sterna(host, arguments);
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(code), "sterna {arguments:?}\n{out}\n{err}");
+    (out, err)
+}
+
+fn run(host: &Host, name: &str) {
+    let qemu = support::qemu();
+    let mut arguments = vec!["run", name, "--memory", "64M", "--qemu", &qemu, "--detach", "--"];
+    arguments.extend(BARE);
+    expect(host, 0, &arguments);
+}
+
+#[test]
+fn machines_are_run_listed_shown_and_stopped() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    run(&host, "db1");
+    let (out, _) = expect(&host, 0, &["ps"]);
+    assert!(out.contains("NAME") && out.contains("db1") && out.contains("64.00 MiB"), "{out}");
+    let (out, _) = expect(&host, 0, &["ps", "--json"]);
+    assert_eq!(serde_json::from_str::<Value>(&out).unwrap()[0]["name"], "db1");
+    let (out, _) = expect(&host, 0, &["show", "db1"]);
+    assert!(out.contains("running") && out.contains("-machine q35"), "{out}");
+    let (out, _) = expect(&host, 0, &["show", "db1", "--json"]);
+    assert_eq!(serde_json::from_str::<Value>(&out).unwrap()["memory_bytes"], 64 << 20);
+    expect(&host, 0, &["stop", "db1", "--force"]);
+    assert!(host.names().is_empty());
+}
+
+#[test]
+fn an_attached_run_ends_with_its_machine() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    let mut arguments =
+        vec!["--api".into(), host.api(), "run".into(), "m".into(), "--memory".into(), "64M".into(), "--".into()];
+    arguments.extend(BARE.iter().map(|word| (*word).to_string()));
+    let child = Command::new(env!("CARGO_BIN_EXE_sterna"))
+        .args(&arguments)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("the command line starts");
+    eventually("it runs", || host.state_of("m") == "running");
+    expect(&host, 0, &["stop", "m", "--force"]);
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+    assert!(text(&output.stdout).contains("not on this host any more"), "{}", text(&output.stdout));
+}
+
+#[test]
+fn ctrl_c_leaves_the_machine_of_an_attached_run_running() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    let child = Command::new(env!("CARGO_BIN_EXE_sterna"))
+        .args(["--api", &host.api(), "run", "m", "--memory", "64M", "--"])
+        .args(BARE)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("the command line starts");
+    eventually("it runs", || host.state_of("m") == "running");
+    // It says so before it listens for the key; a moment later it does.
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    interrupt(&child);
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success() && text(&output.stdout).contains("runs on"), "{}", text(&output.stdout));
+    assert_eq!(host.state_of("m"), "running");
+}
+
+fn interrupt(child: &std::process::Child) {
+    let pid = rustix::process::Pid::from_child(child);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("a signal");
+}
+
+#[test]
+fn a_migration_prints_its_report_and_writes_it_as_json() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::start(), Host::start());
+    run(&a, "m1");
+    run(&a, "m2");
+    let (out, err) = expect(&a, 0, &["migrate", "m1", "--to", &b.address(), "--verify"]);
+    assert!(out.contains("moved to") && out.contains("downtime") && out.contains("0 differ"), "{out}");
+    assert!(err.contains("m1: "), "progress in plain lines: {err}");
+    let (out, _) = expect(&b, 0, &["migrate", "m1", "--to", &a.address(), "--json", "-"]);
+    let report: Value = serde_json::from_str(&out).expect("standard output is the report's alone");
+    assert_eq!((&report["schema"], &report["status"], &report["vm"]), (&1.into(), &"completed".into(), &"m1".into()));
+    let file = a.path("report.json");
+    expect(&a, 0, &["migrate", "m1", "m2", "--to", &b.address(), "--json", file.to_str().unwrap()]);
+    let gang: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    assert_eq!(gang["migrations"].as_array().unwrap().len(), 2);
+    assert_eq!(b.names(), ["m1", "m2"]);
+}
+
+#[test]
+fn every_exit_code_means_what_it_says() {
+    if cannot_run() {
+        return;
+    }
+    let mut host = Host::start();
+    run(&host, "m");
+    let (_, err) = expect(&host, 1, &["migrate", "m", "--to", "127.0.0.1:1"]);
+    for part in ["cannot reach", "fault:", "because:", "hint:", "stays at the source"] {
+        assert!(err.contains(part), "'{part}' is missing: {err}");
+    }
+    expect(&host, 1, &["show", "nobody"]);
+    expect(&host, 1, &["stop", "nobody"]);
+    expect(&host, 1, &["cancel", "m"]);
+    expect(&host, 1, &["adopt", "x", "--pid", "1", "--qmp", "/nowhere"]);
+    for usage in [
+        &["migrate", "m"] as &[&str],
+        &["migrate", "m", "--to", "nowhere"],
+        &["migrate", "m", "--to", "h:1", "--streams", "99"],
+        &["migrate", "m", "--to", "h:1", "--compress", "zstd"],
+        &["migrate", "m", "--to", "h:1", "--mode", "hybrid"],
+        &["run", "x", "--memory", "lots", "--"],
+        &["run", "../x", "--memory", "64M", "--detach", "--"],
+        &["run", "x", "--memory", "64M", "--detach", "--", "-m", "1G"],
+        &["estimate", "m", "--bandwidth", "1Gbit"],
+        &["frobnicate"],
+    ] {
+        expect(&host, 2, usage);
+    }
+    assert_eq!(host.names(), ["m"]);
+    host.stop_daemon();
+    let (_, err) = expect(&host, 5, &["ps"]);
+    assert!(err.contains("cannot reach the daemon"), "{err}");
+}
+
+#[test]
+fn a_cancelled_migration_ends_with_3_by_command_and_by_ctrl_c() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::start(), Host::start());
+    run(&a, "m");
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    for by_key in [false, true] {
+        let child = Command::new(env!("CARGO_BIN_EXE_sterna"))
+            .args(["--api", &a.api(), "migrate", "m", "--to", &b.address(), "--bandwidth", "96KB"])
+            .stderr(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .expect("the command line starts");
+        eventually("it is on its way", || a.get("/v1/vms/m")["migration"]["phase"] == "precopy");
+        if by_key {
+            interrupt(&child);
+        } else {
+            expect(&a, 0, &["cancel", "m"]);
+        }
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+        assert_eq!(a.state_of("m"), "running");
+        eventually("nothing is left at the destination", || b.names().is_empty());
+    }
+}
+
+#[test]
+fn a_machine_that_is_gone_ends_its_migration_with_4() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::start(), Host::start());
+    run(&a, "m");
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let pid = a.pid_of("m");
+    let child = Command::new(env!("CARGO_BIN_EXE_sterna"))
+        .args(["--api", &a.api(), "migrate", "m", "--to", &b.address(), "--bandwidth", "96KB"])
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("the command line starts");
+    eventually("it is on its way", || a.get("/v1/vms/m")["migration"]["phase"] == "precopy");
+    let qemu = rustix::process::Pid::from_raw(pid as i32).unwrap();
+    rustix::process::kill_process(qemu, rustix::process::Signal::KILL).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(4), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("GONE"), "{}", text(&output.stderr));
+    eventually("it leaves both lists", || a.names().is_empty() && b.names().is_empty());
+}
+
+#[test]
+fn watch_follows_a_migration_to_its_end() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::start(), Host::start());
+    run(&a, "m");
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let watch = Command::new(env!("CARGO_BIN_EXE_sterna"))
+        .args(["--api", &a.api(), "watch", "m", "--json"])
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("the command line starts");
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    let id = a.migrate(&["m"], &b.address(), json!({ "bandwidth_bytes_per_s": 400_000 }));
+    assert_eq!(a.ended(id)[0]["status"], "completed");
+    let output = watch.wait_with_output().unwrap();
+    let lines: Vec<Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(lines.iter().any(|line| line["phase"] == "precopy"), "{lines:?}");
+    assert_eq!(lines.last().unwrap()["phase"], "done");
+    assert!(lines.iter().all(|line| line["vm"] == "m"));
+}

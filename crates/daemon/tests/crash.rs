@@ -1,0 +1,122 @@
+//! What a restarted daemon makes of a migration that its predecessor died in, at the point of no return: the records are put as a
+//! daemon leaves them that is killed there.
+
+mod support;
+
+use serde_json::{Value, json};
+use support::{BARE, Host, cannot_run, eventually, run_request, runs};
+
+/// The migration's number, small enough for every JSON reader.
+const ID: u64 = 7;
+
+fn change_record(host: &Host, name: &str, change: impl FnOnce(&mut Value)) {
+    let path = host.state().join("vms").join(name).join("vm.json");
+    // Read as text where numbers may be wider than a reader's: only the last fields are changed.
+    let text = std::fs::read_to_string(&path).unwrap();
+    let (wide, rest) = text.split_once("\"qmp\"").unwrap();
+    let mut record: Value = serde_json::from_str(&format!("{{\"qmp\"{rest}")).unwrap();
+    change(&mut record);
+    let changed = record.to_string();
+    std::fs::write(&path, format!("{wide}{}", changed.strip_prefix('{').unwrap())).unwrap();
+}
+
+fn write_stage(host: &Host, stage: &Value) {
+    let record = json!({ "id": ID, "vm": "m", "stage": stage, "at_s": 4_000_000_000u64 });
+    std::fs::write(host.state().join(format!("migrations/{ID:032x}.json")), record.to_string()).unwrap();
+}
+
+/// A source whose daemon was killed after it had handed `m` over to `peer`.
+fn handed_over(peer: &str) -> (Host, u32) {
+    let mut host = Host::start();
+    host.run("m");
+    let pid = host.pid_of("m");
+    host.kill_daemon();
+    change_record(&host, "m", |record| record["lifecycle"] = json!({ "outgoing": ID }));
+    write_stage(&host, &json!({ "handing-over": { "peer": peer } }));
+    host.start_daemon();
+    (host, pid)
+}
+
+#[test]
+fn a_guest_that_was_handed_over_does_not_come_back_before_the_peer_has_answered() {
+    if cannot_run() {
+        return;
+    }
+    let (host, pid) = handed_over("127.0.0.1:1");
+    assert_eq!(host.state_of("m"), "waiting-for-peer");
+    let note = host.get("/v1/vms/m")["note"].to_string();
+    assert!(note.contains("127.0.0.1:1"), "{note}");
+    assert_eq!(host.refused("DELETE", "/v1/vms/m", &Value::Null), "vm-busy");
+    assert_eq!(host.refused("POST", "/v1/vms/m/cancel", &Value::Null), "too-late");
+    assert_eq!(host.refused("POST", "/v1/migrations", &json!({ "vms": ["m"], "to": "h:1" })), "vm-busy");
+    let (status, _) = host.ask("DELETE", "/v1/vms/m?force=true", None);
+    assert_eq!(status, 204, "its user may give it up");
+    assert!(host.names().is_empty() && !runs(pid));
+}
+
+#[test]
+fn a_peer_that_never_committed_gives_the_guest_back() {
+    if cannot_run() {
+        return;
+    }
+    let peer = Host::start();
+    let (host, pid) = handed_over(&peer.address());
+    eventually("it belongs here again", || host.state_of("m") == "running");
+    assert_eq!(host.pid_of("m"), pid);
+    let reports = host.ended(host.migrate(&["m"], &peer.address(), json!({ "verify": true })));
+    assert_eq!(reports[0]["status"], "completed", "{}", reports[0]);
+}
+
+#[test]
+fn a_peer_that_committed_keeps_the_guest() {
+    if cannot_run() {
+        return;
+    }
+    let mut peer = Host::start();
+    peer.stop_daemon();
+    write_stage(&peer, &json!("committed"));
+    peer.start_daemon();
+    let (host, pid) = handed_over(&peer.address());
+    eventually("it is the peer's alone", || host.names().is_empty());
+    assert!(!runs(pid));
+    assert_eq!(host.ram_files(), 0);
+}
+
+/// A destination whose daemon was killed while `m` came, at this stage.
+fn arriving(stage: &str) -> (Host, u32) {
+    let mut host = Host::start();
+    let mut arguments = BARE.to_vec();
+    arguments.push("-S");
+    let (status, vm) = host.ask("POST", "/v1/vms", Some(&run_request("m", &arguments)));
+    assert_eq!(status, 201, "{vm}");
+    let pid = host.pid_of("m");
+    host.kill_daemon();
+    change_record(&host, "m", |record| {
+        record["lifecycle"] = json!({ "incoming": ID });
+        record["running"] = true.into();
+    });
+    write_stage(&host, &json!(stage));
+    host.start_daemon();
+    (host, pid)
+}
+
+#[test]
+fn a_committed_guest_runs_after_the_destination_daemon_came_back() {
+    if cannot_run() {
+        return;
+    }
+    let (host, pid) = arriving("committed");
+    assert_eq!((host.state_of("m"), host.pid_of("m")), ("running".into(), pid));
+}
+
+#[test]
+fn a_guest_that_was_not_committed_never_runs_at_the_destination() {
+    if cannot_run() {
+        return;
+    }
+    let (host, pid) = arriving("preparing");
+    assert!(host.names().is_empty() && !runs(pid));
+    assert_eq!(host.ram_files(), 0);
+    let record = std::fs::read_to_string(host.state().join(format!("migrations/{ID:032x}.json"))).unwrap();
+    assert!(record.contains("aborted"), "the source must learn it: {record}");
+}
