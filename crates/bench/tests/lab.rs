@@ -172,3 +172,14 @@ fn a_guests_tap_is_on_every_host_with_a_daemon() {
     lab.delete_tap("tap0").unwrap();
     assert!(lab.create_tap("tap0").is_ok());
 }
+
+#[test]
+fn a_link_without_a_rate_is_far_faster_than_any_that_has_one() {
+    if !can_have_a_lab() {
+        return;
+    }
+    let lab = Lab::up(LabConfig { rate_bytes_per_s: None, ..config("free") }).unwrap();
+    let measured = transfer::measure(lab.host("a").unwrap(), lab.host("b").unwrap(), Duration::from_secs(1)).unwrap();
+    println!("{measured:.0} B/s");
+    assert!(measured > 300e6, "measured {measured:.0} B/s");
+}
