@@ -128,7 +128,7 @@ impl StateDir {
         let path = self.ram();
         let mounted = || -> sterna_sys::Result<()> {
             if mounted_at(&path)?.is_none() {
-                Tmpfs { size_bytes: room::total_memory(), mode: 0o755 }.mount(&path)?;
+                Tmpfs { size_bytes: Some(room::total_bytes()), mode: 0o755 }.mount(&path)?;
             }
             Ok(())
         };
@@ -140,15 +140,36 @@ fn make_dir(path: &Path, mode: u32) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(path)
 }
 
-/// Writes `value` as JSON so that after a crash at any moment the file holds either the old or the new value.
+/// What a record must outlive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outlives {
+    /// The daemon alone: where the host goes down, what the record is about ends too.
+    Daemon,
+    /// The host.
+    Host,
+}
+
+/// Writes `value` as JSON so that after a crash at any moment the file holds either the old or the new value, and outlives the
+/// host.
+///
+/// # Errors
+/// As [`replace_record`].
+pub fn write_record<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
+    replace_record(path, value, Outlives::Host)
+}
+
+/// Writes `value` as JSON so that after a crash of what it outlives the file holds either the old or the new value.
 ///
 /// # Errors
 /// What the file system says; the old value then stands.
-pub fn write_record<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
+pub fn replace_record<T: Serialize>(path: &Path, value: &T, outlives: Outlives) -> io::Result<()> {
     let dir = path.parent().ok_or_else(|| io::Error::other("a record needs a directory"))?;
     let new = path.with_extension("json.new");
     let mut file = File::create(&new)?;
     file.write_all(&serde_json::to_vec_pretty(value)?)?;
+    if outlives == Outlives::Daemon {
+        return fs::rename(&new, path);
+    }
     file.sync_all()?;
     fs::rename(&new, path)?;
     File::open(dir)?.sync_all()

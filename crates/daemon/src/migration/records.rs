@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use sterna_engine::host::{MigrationId, Verdict};
 
-use crate::state::{read_record, write_record};
+use crate::state::{Outlives, read_record, replace_record};
 
 /// Records older than this that nobody can need any more are removed, seconds.
 const KEEP_S: u64 = 30 * 24 * 3600;
@@ -158,7 +158,11 @@ impl Records {
         stage: Stage,
     ) -> io::Result<()> {
         let record = MigrationRecord { id, vm: vm.map(String::from), stage, at_s: now_s() };
-        write_record(&self.path(id), &record)?;
+        // Written while the guest is stopped, so not a moment longer than needed: when the source's host goes down, so does the
+        // guest that must not run there.
+        let outlives =
+            if matches!(record.stage, Stage::HandingOver { .. }) { Outlives::Daemon } else { Outlives::Host };
+        replace_record(&self.path(id), &record, outlives)?;
         table.insert(id, record);
         Ok(())
     }
@@ -179,6 +183,7 @@ fn now_s() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::write_record;
 
     const ID: MigrationId = MigrationId(7);
 
