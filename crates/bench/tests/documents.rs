@@ -1,0 +1,89 @@
+//! What the documents point at is there: files, headings, tests.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+/// The documents, by their places in the repository.
+fn documents() -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for dir in ["", "docs", "docs/design", "guest"] {
+        let entries = std::fs::read_dir(root().join(dir)).expect("a directory of documents");
+        let paths = entries.map(|entry| entry.expect("an entry").path());
+        found.extend(paths.filter(|path| path.extension().is_some_and(|extension| extension == "md")));
+    }
+    assert!(found.len() > 10, "only {} documents", found.len());
+    found
+}
+
+#[test]
+fn every_link_between_documents_leads_somewhere() {
+    let mut broken = Vec::new();
+    for document in documents() {
+        let text = read(&document);
+        for target in links(&text) {
+            if target.contains("://") {
+                continue;
+            }
+            let (file, heading) = target.split_once('#').unwrap_or((target, ""));
+            let path = if file.is_empty() { document.clone() } else { document.with_file_name("").join(file) };
+            let there = path.exists() && (heading.is_empty() || headings(&read(&path)).contains(heading));
+            if !there {
+                broken.push(format!("{}: {target}", document.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{broken:#?}");
+}
+
+#[test]
+fn every_test_that_a_document_names_exists() {
+    let mut sources = String::new();
+    gather(&root().join("crates"), &mut sources);
+    let mut named = 0;
+    for document in documents() {
+        for word in read(&document).split('`').filter(|word| is_sentence(word)) {
+            named += 1;
+            assert!(sources.contains(&format!("fn {word}(")), "{}: there is no test {word}", document.display());
+        }
+    }
+    assert!(named > 5, "only {named} tests were named");
+}
+
+/// Test names are sentences: that tells them from all other words between backticks.
+fn is_sentence(word: &str) -> bool {
+    word.matches('_').count() >= 4 && word.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+}
+
+/// The targets of `[text](target)`.
+fn links(text: &str) -> impl Iterator<Item = &str> {
+    text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target)
+}
+
+/// The anchors of a document's headings.
+fn headings(text: &str) -> HashSet<String> {
+    let anchor = |line: &str| {
+        let title = line.trim_start_matches('#').trim().to_lowercase();
+        let kept = title.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+        kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+    };
+    text.lines().filter(|line| line.starts_with('#')).map(anchor).collect()
+}
+
+fn gather(dir: &Path, sources: &mut String) {
+    for entry in std::fs::read_dir(dir).expect("a directory of sources") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            gather(&path, sources);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            sources.push_str(&read(&path));
+        }
+    }
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
