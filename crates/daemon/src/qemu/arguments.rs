@@ -126,8 +126,9 @@ pub fn parse(arguments: &[String]) -> Vec<Item> {
     let mut items = Vec::new();
     let mut rest = arguments.iter();
     while let Some(argument) = rest.next() {
-        let Some(option) = argument.strip_prefix("--").or_else(|| argument.strip_prefix('-')).filter(|o| !o.is_empty())
-        else {
+        // QEMU knows one dash and two; with three it would be another option when it is written with one less.
+        let plain = argument.strip_prefix("--").or_else(|| argument.strip_prefix('-'));
+        let Some(option) = plain.filter(|option| !option.is_empty() && !option.starts_with('-')) else {
             items.push(Item::new("", argument.clone()));
             continue;
         };

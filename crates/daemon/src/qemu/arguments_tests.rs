@@ -19,6 +19,13 @@ fn what_was_parsed_is_written_back() {
 }
 
 #[test]
+fn three_dashes_do_not_become_an_option_on_the_way() {
+    let parsed = items("---incoming defer");
+    assert_eq!(parsed[0], Item::new("", "---incoming"));
+    assert_eq!(unparse(&parsed), ["---incoming", "defer"], "QEMU refuses it as it stands");
+}
+
+#[test]
 fn arguments_that_bring_their_own_ram_are_refused_with_the_reason() {
     for line in [
         "-m 512",
