@@ -7,7 +7,7 @@
 //! overwritten. A reader that comes too late sees it by the distance between `head` and its own position, and must then take every
 //! page as discarded. So it must if `lost` has changed.
 //!
-//! A slot's `sequence` is even when it can be read and odd while a thread fills it in: [`published`] and [`claimed`]. A thread that
+//! A slot's `sequence` is even when it can be read and odd while a thread fills it in: `published` and `claimed`. A thread that
 //! finds its slot claimed by a thread a whole lap behind does not wait; it counts its entry as lost.
 
 use core::sync::atomic::{AtomicU64, Ordering, fence};

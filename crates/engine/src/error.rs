@@ -1,4 +1,4 @@
-//! What can go wrong in a migration, whose fault it is, and the [`Problem`] that people see.
+//! What can go wrong in a migration, whose fault it is, and the [`Problem`](sterna_api::Problem) that people see.
 
 use std::io;
 

@@ -14,7 +14,7 @@
 //!
 //! Bodies go from guest RAM to the socket and from the socket to guest RAM, while the guest may be writing the page: then the body is
 //! not what was digested. The receiver notes such a page as *suspect*; the write made it dirty, so it comes again. A page still
-//! suspect when a round ends is asked for again, and one that is suspect with the guest stopped twice fails the migration.
+//! suspect when a round ends is asked for again, and one that is suspect three times over with the guest stopped fails the migration.
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use zerocopy::little_endian::{U16, U32, U64};

@@ -1,6 +1,6 @@
 //! The first bytes of every connection: who is there, which version, which features.
 //!
-//! The caller sends a [`Hello`] and the listener answers with one. The first 12 bytes, magic and version, never change, so that two
+//! The caller sends a `Hello` and the listener answers with one. The first 12 bytes, magic and version, never change, so that two
 //! daemons of whatever age can tell each other why they do not understand each other. Majors must be equal; the lower minor and the
 //! features both have are used; a feature one side *needs* and the other lacks ends the connection.
 //!

@@ -1,7 +1,7 @@
 //! Requests of the source and replies of the destination, on the control connection.
 //!
-//! Each request gets one reply, in order; [`Reply::Failed`] can stand for any. A message is a 4-byte length (little-endian, at most
-//! [`MAX_MESSAGE_BYTES`]), an 8-byte checksum (XXH3-64 seeded with the session's key) and the message in postcard's form.
+//! Each request gets one reply, in order; `Reply::Failed` can stand for any. A message is a 4-byte length (little-endian, at most
+//! `MAX_MESSAGE_BYTES`), an 8-byte checksum (XXH3-64 seeded with the session's key) and the message in postcard's form.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

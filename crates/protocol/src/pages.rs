@@ -1,4 +1,4 @@
-//! Sets of pages: of one chunk ([`PageSet`]) and of a whole machine ([`PageMap`]).
+//! Sets of pages: of one chunk (`PageSet`) and of a whole machine (`PageMap`).
 
 use crate::layout::{CHUNK_PAGES, ChunkIndex, Layout, PageIndex};
 

@@ -1,4 +1,4 @@
-//! The API: HTTP/1.1 with JSON on a unix socket. Every handler is a few lines; the work is [`Daemon`]'s.
+//! The API: HTTP/1.1 with JSON on a unix socket. Every handler is a few lines; the work is [`Daemon`](crate::vms::Daemon)'s.
 
 use std::sync::Arc;
 

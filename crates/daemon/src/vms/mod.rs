@@ -1,6 +1,6 @@
 //! The machines of this host.
 //!
-//! One table holds them all. Whoever begins something with a machine claims it first ([`Hold`]); nothing slow happens under the
+//! One table holds them all. Whoever begins something with a machine claims it first (`Hold`); nothing slow happens under the
 //! table's lock.
 
 use std::collections::HashMap;

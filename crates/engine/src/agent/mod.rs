@@ -1,7 +1,7 @@
 //! The client of the library inside QEMU.
 //!
-//! QEMU may be in its guest's hands, and the library with it: every reply is parsed as hostile, has a time limit, and what it says
-//! about QEMU's memory is compared with what the kernel says before anything rests on it.
+//! QEMU may be in its guest's hands, and the library with it: every reply is parsed as hostile and has a time limit. A wrong address
+//! of a RAM block leads to QEMU's own page tables and to nobody else's memory: that guest alone is harmed by it.
 
 /// Why a request failed.
 mod error;
