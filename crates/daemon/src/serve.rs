@@ -29,6 +29,9 @@ const GIVE_BACK: Duration = Duration::from_secs(10);
 pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let daemon = Arc::new(Daemon::new(config)?);
+    for lack in sterna_sys::probe::missing() {
+        tracing::warn!("no machine can be moved away from this host: {lack}");
+    }
     daemon.recover()?;
     listen(&daemon).map_err(|error| {
         let address = daemon.config.listen.clone().unwrap_or_default();
