@@ -79,6 +79,18 @@ lint() {
     else
         note 'clippy is absent: lints are not checked (`rustup component add clippy`)'
     fi
+    step 'checking the links of the documentation'
+    loud 'rustdoc names the place' env RUSTDOCFLAGS='-D warnings' \
+        cargo doc --quiet --release --workspace --exclude sterna-agent --no-deps --document-private-items
+    loud 'rustdoc names the place' env RUSTDOCFLAGS='-D warnings' \
+        cargo doc --quiet --profile agent --package sterna-agent --no-deps --document-private-items
+    if cargo deny --version >/dev/null 2>&1; then
+        step 'checking licences, bans and sources of dependencies'
+        # Advisories are fetched, which needs a network: `cargo deny check advisories` looks at them.
+        loud 'deny.toml says what is allowed and why' cargo deny --offline check licenses bans sources
+    else
+        note 'cargo-deny is absent: dependencies are not checked (`cargo install cargo-deny`)'
+    fi
 }
 
 # Every test of the workspace, then what was skipped and one closing line.
