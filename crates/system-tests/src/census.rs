@@ -1,0 +1,112 @@
+//! What hosts hold, to be compared: what was there before must be all that is there after.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use sterna_bench::lab::{Host, cgroup, net, state};
+
+use crate::Site;
+use crate::site::files;
+
+/// What one host holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Census {
+    /// Programs that run, zombies too, and how many of each.
+    pub programs: BTreeMap<String, usize>,
+    /// The daemon's descriptors by what they are, and how many of each.
+    pub descriptors: BTreeMap<String, usize>,
+    /// The daemon's threads.
+    pub threads: usize,
+    /// RAM files and machines' directories.
+    pub files: usize,
+    /// Network devices.
+    pub devices: Vec<String>,
+    /// What is mounted below the host's directory.
+    pub mounts: Vec<String>,
+}
+
+impl Census {
+    /// Of the host with that name.
+    ///
+    /// # Panics
+    /// Where the host has no daemon.
+    #[must_use]
+    pub fn of(site: &Site, host: &str) -> Self {
+        let daemons = &site.lab.state().daemons;
+        let daemon = daemons.iter().find(|(name, _)| name == host).map(|(_, id)| id.pid).expect("a daemon");
+        let host = site.host(host);
+        Self {
+            programs: programs(host, daemon),
+            descriptors: descriptors(daemon),
+            threads: std::fs::read_dir(format!("/proc/{daemon}/task")).map_or(0, Iterator::count),
+            files: files(host).len(),
+            devices: devices(host),
+            mounts: mounts(&host.directory),
+        }
+    }
+}
+
+/// Bytes of the files on a host's RAM file system.
+#[must_use]
+pub fn ram_bytes(host: &Host) -> u64 {
+    let usage = nix::sys::statvfs::statvfs(&host.directory.join("state/ram"));
+    usage.map_or(0, |usage| (usage.blocks() - usage.blocks_free()) * usage.fragment_size())
+}
+
+/// What exists of a lab that is down, in words.
+///
+/// # Panics
+/// Where that cannot be told.
+#[must_use]
+pub fn left_of_lab(name: &str) -> Vec<String> {
+    let mut left = net::existing(name).expect("a list of namespaces");
+    left.extend(cgroup::existing(name).iter().map(|group| format!("{group:?}")));
+    left.extend(state::directory(name).exists().then(|| "its directory".into()));
+    left.extend(mounts(&state::directory(name)));
+    left
+}
+
+/// By control group; and the daemon's children, which a zombie is even when its group forgot it.
+fn programs(host: &Host, daemon: u32) -> BTreeMap<String, usize> {
+    let mut pids: Vec<u32> = host.group.processes().iter().map(|process| process.pid).collect();
+    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        if parent(pid) == Some(daemon) && !pids.contains(&pid) {
+            pids.push(pid);
+        }
+    }
+    count(pids.into_iter().map(|pid| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default()))
+}
+
+fn parent(pid: u32) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
+}
+
+/// Numbers in names (`socket:[1234]`, random names of RAM files) differ from time to time and are left out.
+fn descriptors(pid: u32) -> BTreeMap<String, usize> {
+    let links = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let name = |target: std::path::PathBuf| {
+        let text = target.display().to_string();
+        text.split(['[', '-']).next().unwrap_or_default().to_owned()
+    };
+    count(links.filter_map(|entry| std::fs::read_link(entry.path()).ok()).map(name))
+}
+
+fn devices(host: &Host) -> Vec<String> {
+    let text = host.output("ip", &["-o", "link", "show"]).unwrap_or_default();
+    text.lines().filter_map(|line| line.split(": ").nth(1)).map(str::to_owned).collect()
+}
+
+fn mounts(below: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let points = text.lines().filter_map(|line| line.split(' ').nth(4));
+    points.filter(|point| Path::new(point).starts_with(below)).map(str::to_owned).collect()
+}
+
+fn count(names: impl Iterator<Item = String>) -> BTreeMap<String, usize> {
+    names.fold(BTreeMap::new(), |mut counts, name| {
+        *counts.entry(name.trim().to_owned()).or_default() += 1;
+        counts
+    })
+}

@@ -1,0 +1,103 @@
+//! `sterna`, with its exit status.
+
+use std::process::{Child, Command, Output, Stdio};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sterna_api::Report;
+use sterna_bench::lab::Host;
+use sterna_bench::sterna::sterna;
+
+/// How a command ended.
+#[derive(Debug)]
+pub struct Answer {
+    /// Its exit status.
+    pub code: i32,
+    /// What it said.
+    pub stdout: String,
+    /// What it complained of.
+    pub stderr: String,
+}
+
+impl From<Output> for Answer {
+    fn from(output: Output) -> Self {
+        let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+        Self { code: output.status.code().unwrap_or(-1), stdout: text(output.stdout), stderr: text(output.stderr) }
+    }
+}
+
+impl Answer {
+    /// The report, where it is one: `migrate --json -`.
+    #[must_use]
+    pub fn report(&self) -> Option<Report> {
+        serde_json::from_str(&self.stdout).ok()
+    }
+
+    /// The code of the problem, as the report names it.
+    #[must_use]
+    pub fn problem(&self) -> String {
+        self.report().and_then(|report| report.error).map(|problem| problem.code).unwrap_or_default()
+    }
+
+    /// It ended with `code` and told a person all of `words`.
+    ///
+    /// # Panics
+    /// Where it did not.
+    pub fn expect(&self, code: i32, words: &[&str]) -> &Self {
+        assert_eq!(self.code, code, "{self:#?}");
+        let said = self.stderr.to_lowercase();
+        for word in words {
+            assert!(said.contains(&word.to_lowercase()), "'{word}' is not said: {self:#?}");
+        }
+        self
+    }
+}
+
+fn command(host: &Host, arguments: &[&str]) -> Command {
+    let mut command = sterna(host).expect("sterna is built");
+    command.args(arguments).stdin(Stdio::null());
+    command
+}
+
+/// Runs a command against a host's daemon to its end.
+///
+/// # Panics
+/// Where `sterna` cannot be started.
+#[must_use]
+pub fn ask(host: &Host, arguments: &[&str]) -> Answer {
+    command(host, arguments).output().expect("sterna starts").into()
+}
+
+/// A migration under way in a `sterna` of its own.
+pub struct Attempt(Child);
+
+impl Attempt {
+    /// Begins to move `name` to the daemon at `to`.
+    ///
+    /// # Panics
+    /// Where `sterna` cannot be started.
+    #[must_use]
+    pub fn begin(from: &Host, name: &str, to: &str, options: &[&str]) -> Self {
+        let mut command = command(from, &["migrate", name, "--to", to, "--json", "-"]);
+        command.args(options).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Self(command.spawn().expect("sterna starts"))
+    }
+
+    /// Presses Ctrl-C.
+    ///
+    /// # Panics
+    /// Where it has ended.
+    pub fn interrupt(&self) {
+        let pid = i32::try_from(self.0.id()).expect("a process id");
+        kill(Pid::from_raw(pid), Signal::SIGINT).expect("it still runs");
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Panics
+    /// Where that cannot be waited for.
+    #[must_use]
+    pub fn end(self) -> Answer {
+        self.0.wait_with_output().expect("it ends").into()
+    }
+}

@@ -1,0 +1,28 @@
+//! Whole-system tests: real daemons, real QEMUs and a Linux guest that checks its own memory, in a lab of two hosts. Everything is
+//! done through the command line, as its users do, and judged from outside.
+//!
+//! What these tests share is here; the tests themselves are in `tests/`, a program a subject.
+
+/// What hosts hold, to be compared: what was there before must be all that is there after.
+pub mod census;
+
+/// `sterna`, with its exit status.
+pub mod cli;
+
+/// What tests need of this machine, and whose turn it is.
+pub mod needs;
+
+/// A wire with somebody on it: holds a message back, cuts, damages.
+pub mod proxy;
+
+/// A QEMU that somebody else started.
+pub mod stranger;
+
+/// Two hosts and a guest under watch.
+pub mod site;
+
+pub use census::Census;
+pub use cli::{Answer, Attempt};
+pub use needs::{skip_without, turn};
+pub use proxy::{Point, Proxy};
+pub use site::{PATIENCE, Plan, Site, on_shared_site};

@@ -1,0 +1,32 @@
+//! What tests need of this machine, and whose turn it is.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use sterna_bench::tools;
+
+/// What a test cannot do without, as [`tools`] looks for it.
+pub type Need = fn() -> sterna_bench::Result<PathBuf>;
+
+/// What every test with a Linux guest needs.
+pub const GUEST: [Need; 3] = [tools::kernel, tools::initrd, tools::qemu_7_2];
+
+/// Whether something is missing; the reason is then printed as `./x test` counts it.
+#[must_use]
+pub fn skip_without(needs: &[Need]) -> bool {
+    let programs: [Need; 3] = [tools::sternad, tools::sterna, tools::agent];
+    let missing = programs.iter().chain(needs).find_map(|need| need().err().map(|error| error.to_string()));
+    let reason = missing.or_else(|| (!nix::unistd::Uid::effective().is_root()).then(|| "a lab needs root".into()));
+    if let Some(reason) = &reason {
+        println!("skipped: {reason}");
+    }
+    reason.is_some()
+}
+
+static TURN: Mutex<()> = Mutex::new(());
+
+/// One test at a time: a guest alone keeps a processor busy, and what is measured is time.
+#[must_use]
+pub fn turn() -> MutexGuard<'static, ()> {
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}

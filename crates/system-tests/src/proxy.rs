@@ -1,0 +1,323 @@
+//! A wire with somebody on it: a proxy between two daemons that knows their protocol. It holds one chosen message back for as long
+//! as a test likes, so that a fault hits the moment that the test means; it cuts every connection; it damages devices' state.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use sterna_bench::error::Context;
+use sterna_bench::lab::{Host, net};
+use sterna_protocol::hello::{HELLO_BYTES, Hello, Role};
+use sterna_protocol::message::{PREFIX_BYTES, Request, decode, decode_prefix};
+
+use crate::PATIENCE;
+
+/// A message on the control connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Point {
+    /// The source's request of this name, before the destination has it.
+    Request(&'static str),
+    /// The destination's reply to it, before the source has it.
+    Reply(&'static str),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Trap {
+    Open,
+    Set(Point),
+    Holding,
+    Cut,
+}
+
+struct Shared {
+    trap: Mutex<Trap>,
+    changed: Condvar,
+    wires: Mutex<Vec<TcpStream>>,
+    stop: AtomicBool,
+    damage_devices: AtomicBool,
+}
+
+/// A proxy at work on a host; dropping it cuts everything.
+pub struct Proxy {
+    /// Where the source is to call, as `--to` takes it.
+    pub address: String,
+    shared: Arc<Shared>,
+    acceptor: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Proxy {
+    /// Listens on `from` and passes every connection on to the daemon of `to`.
+    ///
+    /// # Panics
+    /// Where the host has no port left.
+    #[must_use]
+    pub fn start(from: &Host, to: &Host) -> Self {
+        let bind = || TcpListener::bind("127.0.0.1:0").context(|| "binding a proxy".into());
+        let listener = net::inside(&from.namespace, bind).expect("a port");
+        listener.set_nonblocking(true).expect("a setting");
+        let address = listener.local_addr().expect("an address").to_string();
+        let shared = Arc::new(Shared {
+            trap: Mutex::new(Trap::Open),
+            changed: Condvar::new(),
+            wires: Mutex::default(),
+            stop: AtomicBool::new(false),
+            damage_devices: AtomicBool::new(false),
+        });
+        let (for_thread, namespace) = (Arc::clone(&shared), from.namespace.clone());
+        let target: SocketAddr = to.listen().parse().expect("an address");
+        let acceptor = std::thread::spawn(move || {
+            while !for_thread.stop.load(Ordering::Acquire) {
+                let Ok((near, _)) = listener.accept() else {
+                    std::thread::sleep(Duration::from_millis(2));
+                    continue;
+                };
+                let far = net::inside(&namespace, || {
+                    TcpStream::connect_timeout(&target, Duration::from_secs(2)).context(|| "calling".into())
+                });
+                // Nobody there: the caller sees its connection end.
+                if let Ok(far) = far {
+                    join(&for_thread, near, far);
+                }
+            }
+        });
+        Self { address, shared, acceptor: Some(acceptor) }
+    }
+
+    /// The next message at `point` is held back.
+    pub fn hold(&self, point: Point) {
+        *lock(&self.shared.trap) = Trap::Set(point);
+    }
+
+    /// Waits until the message is here.
+    ///
+    /// # Panics
+    /// Where it never comes.
+    pub fn wait_until_held(&self) {
+        let trap = lock(&self.shared.trap);
+        let wait = self.shared.changed.wait_timeout_while(trap, PATIENCE, |trap| *trap != Trap::Holding);
+        let (trap, _) = wait.unwrap_or_else(PoisonError::into_inner);
+        assert_eq!(*trap, Trap::Holding, "the message never came by");
+    }
+
+    /// Lets the held message go on its way.
+    pub fn release(&self) {
+        self.set(Trap::Open);
+    }
+
+    /// Ends every connection; a held message is lost. New connections are passed on as before.
+    pub fn cut(&self) {
+        self.set(Trap::Cut);
+        for wire in lock(&self.shared.wires).drain(..) {
+            let _ = wire.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// From now on devices' state arrives changed.
+    pub fn damage_devices(&self) {
+        self.shared.damage_devices.store(true, Ordering::Release);
+    }
+
+    fn set(&self, trap: Trap) {
+        *lock(&self.shared.trap) = trap;
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.cut();
+        if let Some(acceptor) = self.acceptor.take() {
+            let _ = acceptor.join();
+        }
+    }
+}
+
+impl Shared {
+    /// A message passes by: waits where it is the one to be held; `false` where it is to be lost.
+    fn pass(&self, here: Point) -> bool {
+        let mut trap = lock(&self.trap);
+        if *trap != Trap::Set(here) {
+            return true;
+        }
+        *trap = Trap::Holding;
+        self.changed.notify_all();
+        let wait = self.changed.wait_timeout_while(trap, 2 * PATIENCE, |trap| *trap == Trap::Holding);
+        let (trap, _) = wait.unwrap_or_else(PoisonError::into_inner);
+        *trap == Trap::Open
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Passes on what either side says, on threads of their own.
+fn join(shared: &Arc<Shared>, mut near: TcpStream, far: TcpStream) {
+    let shared = Arc::clone(shared);
+    std::thread::spawn(move || {
+        let mut hello = [0; HELLO_BYTES];
+        let (Ok(near_again), Ok(far_again)) = (near.try_clone(), far.try_clone()) else { return };
+        for wire in [&near, &far] {
+            lock(&shared.wires).extend(wire.try_clone());
+        }
+        let _ = near.set_nonblocking(false);
+        if near.read_exact(&mut hello).is_err() || (&far).write_all(&hello).is_err() {
+            return;
+        }
+        let Ok(hello) = Hello::decode(&hello) else { return };
+        let devices = hello.role == Role::Devices;
+        if hello.role == Role::Control {
+            let last = Arc::new(Mutex::new(""));
+            let (back_shared, back_last, key) = (Arc::clone(&shared), Arc::clone(&last), hello.key);
+            std::thread::spawn(move || {
+                let _ = replies(&back_shared, far_again, near_again, &back_last);
+            });
+            let _ = requests(&shared, near, far, &last, key);
+        } else {
+            std::thread::spawn(move || copy(far_again, near_again, || false));
+            copy(near, far, move || devices && shared.damage_devices.load(Ordering::Acquire));
+        }
+    });
+}
+
+/// The prefix and the body of the next message.
+fn message(from: &mut TcpStream) -> std::io::Result<(Vec<u8>, Vec<u8>)> {
+    let mut prefix = [0; PREFIX_BYTES];
+    from.read_exact(&mut prefix)?;
+    let (length, _) = decode_prefix(prefix).map_err(std::io::Error::other)?;
+    let mut body = vec![0; length];
+    from.read_exact(&mut body)?;
+    Ok((prefix.to_vec(), body))
+}
+
+fn requests(
+    shared: &Shared,
+    mut from: TcpStream,
+    to: TcpStream,
+    last: &Mutex<&'static str>,
+    key: u64,
+) -> std::io::Result<()> {
+    let _hang_up = HangUp(to.try_clone()?);
+    loop {
+        let (prefix, body) = message(&mut from)?;
+        let checksum = decode_prefix(prefix[..].try_into().map_err(std::io::Error::other)?).map_or(0, |(_, sum)| sum);
+        let name = decode::<Request>(&body, checksum, key).map_or("nonsense", |request| name(&request));
+        *lock(last) = name;
+        if !shared.pass(Point::Request(name)) {
+            return Ok(());
+        }
+        (&to).write_all(&[prefix, body].concat())?;
+    }
+}
+
+fn replies(shared: &Shared, mut from: TcpStream, to: TcpStream, last: &Mutex<&'static str>) -> std::io::Result<()> {
+    let _hang_up = HangUp(to.try_clone()?);
+    let mut hello = [0; HELLO_BYTES];
+    from.read_exact(&mut hello)?;
+    (&to).write_all(&hello)?;
+    loop {
+        let (prefix, body) = message(&mut from)?;
+        let name = *lock(last);
+        if !shared.pass(Point::Reply(name)) {
+            return Ok(());
+        }
+        (&to).write_all(&[prefix, body].concat())?;
+    }
+}
+
+fn name(request: &Request) -> &'static str {
+    match request {
+        Request::Propose { .. } => "propose",
+        Request::Clock => "clock",
+        Request::RoundEnd { .. } => "round-end",
+        Request::Stopped => "stopped",
+        Request::FinalRoundEnd { .. } => "final-round-end",
+        Request::ChunkDigests { .. } => "chunk-digests",
+        Request::PageDigests { .. } => "page-digests",
+        Request::Load => "load",
+        Request::Commit => "commit",
+        Request::Abort => "abort",
+        Request::Verdict { .. } => "verdict",
+    }
+}
+
+/// Copies bytes to their end, and says so to the other side. Where `damage` says so, they arrive changed.
+fn copy(mut from: TcpStream, to: TcpStream, damage: impl Fn() -> bool) {
+    let mut buffer = vec![0; 256 << 10];
+    while let Ok(read @ 1..) = from.read(&mut buffer) {
+        if damage() {
+            buffer[..read].iter_mut().for_each(|byte| *byte ^= 0x5a);
+        }
+        if (&to).write_all(&buffer[..read]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+struct HangUp(TcpStream);
+
+impl Drop for HangUp {
+    fn drop(&mut self) {
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
+
+/// What a peer that is no daemon says to whoever calls.
+#[derive(Debug, Clone)]
+pub enum Babble {
+    /// Nothing, for ever.
+    Nothing,
+    /// These bytes, then nothing.
+    Bytes(Vec<u8>),
+}
+
+/// A peer that is no daemon; dropping it ends it.
+pub struct Stranger {
+    /// Where it listens.
+    pub address: String,
+    stop: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Stranger {
+    /// Listens on `host`.
+    ///
+    /// # Panics
+    /// Where the host has no port left.
+    #[must_use]
+    pub fn start(host: &Host, babble: Babble) -> Self {
+        let bind = || TcpListener::bind("127.0.0.1:0").context(|| "binding a stranger".into());
+        let listener = net::inside(&host.namespace, bind).expect("a port");
+        listener.set_nonblocking(true).expect("a setting");
+        let address = listener.local_addr().expect("an address").to_string();
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            let began = Instant::now();
+            let mut open = Vec::new();
+            while !stopped.load(Ordering::Acquire) && began.elapsed() < 10 * PATIENCE {
+                if let Ok((mut stream, _)) = listener.accept() {
+                    if let Babble::Bytes(bytes) = &babble {
+                        let _ = stream.write_all(bytes);
+                    }
+                    open.push(stream);
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        Self { address, stop, thread: Some(thread) }
+    }
+}
+
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

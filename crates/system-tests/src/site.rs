@@ -1,0 +1,392 @@
+//! Two hosts and a guest under watch.
+
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use serde_json::Value;
+use sterna_api::{Phase, Progress, Report, Status};
+use sterna_bench::command::wait_for;
+use sterna_bench::lab::{Host, METER};
+use sterna_bench::load::now_us;
+use sterna_bench::meter::{Line, Meter};
+use sterna_bench::sterna::sterna;
+use sterna_bench::{Guest, Lab, LabConfig, tools};
+
+use crate::cli::{self, Answer, Attempt};
+
+/// How long anything may take, on a machine that has other work too.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+/// A guest that is not heard of for so long after a migration has come to harm.
+const SILENCE: Duration = Duration::from_secs(15);
+
+/// The guest of most tests: small, and it never stops writing.
+pub const JOBS: &str = "checker:--mib,24,--rate,8";
+
+/// What a site is to be like.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// QEMU of host `a`, and of host `b`.
+    pub qemu: [PathBuf; 2],
+    /// The guest's RAM, bytes.
+    pub memory_bytes: u64,
+    /// Its virtual processors.
+    pub cpus: u32,
+    /// Its machine type.
+    pub machine: String,
+    /// Its processor model.
+    pub cpu: String,
+    /// What it runs.
+    pub jobs: String,
+    /// More of QEMU's arguments.
+    pub more: Vec<String>,
+    /// Memory limit of each host, bytes.
+    pub memory_limit_bytes: Option<u64>,
+}
+
+impl Plan {
+    /// 256 MiB, one processor, `pc-q35-7.2` in QEMU 7.2 on both hosts.
+    ///
+    /// # Panics
+    /// Where QEMU is absent.
+    #[must_use]
+    pub fn small() -> Self {
+        let qemu = tools::qemu_7_2().expect("looked for before");
+        Self {
+            qemu: [qemu.clone(), qemu],
+            memory_bytes: 256 << 20,
+            cpus: 1,
+            machine: "pc-q35-7.2".into(),
+            cpu: "max".into(),
+            jobs: JOBS.into(),
+            more: Vec::new(),
+            memory_limit_bytes: None,
+        }
+    }
+}
+
+/// Two hosts `a` and `b` without a limit on their link, and a guest that began on `a`.
+pub struct Site {
+    /// The hosts.
+    pub lab: Lab,
+    /// What listens to the guest.
+    pub meter: Meter,
+    /// The guest.
+    pub guest: Guest,
+    /// The host it is on.
+    here: &'static str,
+    watcher: Option<Child>,
+}
+
+impl Site {
+    /// Brings the lab up and starts the guest; it is up and its checker at work.
+    ///
+    /// # Panics
+    /// Where that fails.
+    #[must_use]
+    pub fn start(plan: &Plan) -> Self {
+        let site = Self::without_guest(plan);
+        let answer = cli::ask(site.host("a"), &site.run_words(plan).iter().map(String::as_str).collect::<Vec<_>>());
+        answer.expect(0, &[]);
+        site.wait_until_up();
+        site
+    }
+
+    /// Brings the lab up with a tap for the guest, which is not started.
+    ///
+    /// # Panics
+    /// Where that fails.
+    #[must_use]
+    pub fn without_guest(plan: &Plan) -> Self {
+        static NUMBER: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("st{}x{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let [a, b] = plan.qemu.clone();
+        let lab = Lab::up(LabConfig {
+            rate_bytes_per_s: None,
+            memory_limit_bytes: plan.memory_limit_bytes,
+            qemu: [("a".to_owned(), a), ("b".to_owned(), b)].into(),
+            ..LabConfig::pair(&name)
+        })
+        .expect("a lab");
+        let mut guest = Guest::new(&lab, "g", 7, &plan.jobs);
+        guest.memory_bytes = plan.memory_bytes;
+        guest.cpus = plan.cpus;
+        guest.machine.clone_from(&plan.machine);
+        lab.create_tap(&guest.tap()).expect("a tap");
+        let meter = Meter::start(lab.host(METER).expect("a meter")).expect("a meter");
+        Self { lab, meter, guest, here: "a", watcher: None }
+    }
+
+    /// QEMU's arguments for the guest, without RAM.
+    ///
+    /// # Panics
+    /// Where the guest's image is absent.
+    #[must_use]
+    pub fn qemu_words(&self, plan: &Plan) -> Vec<String> {
+        let micro = plan.machine.starts_with("microvm");
+        let word = |word: String| match word.as_str() {
+            "max" => plan.cpu.clone(),
+            // A microvm has no PCI.
+            _ if micro => word.replace("virtio-net-pci", "virtio-net-device"),
+            _ => word,
+        };
+        let words = self.guest.arguments(&self.lab).expect("the guest's image");
+        words.into_iter().map(word).chain(plan.more.clone()).collect()
+    }
+
+    fn run_words(&self, plan: &Plan) -> Vec<String> {
+        let memory = format!("{}K", plan.memory_bytes / 1024);
+        let words = ["run", &self.guest.name, "--memory", &memory, "--detach", "--"].map(str::to_owned);
+        words.into_iter().chain(self.qemu_words(plan)).collect()
+    }
+
+    /// Waits until the guest and its checker are at work.
+    ///
+    /// # Panics
+    /// Where they never are.
+    pub fn wait_until_up(&self) {
+        self.guest.wait_until_up(PATIENCE).expect("the guest comes up");
+        self.checker_is_well();
+    }
+
+    /// A host by its name.
+    ///
+    /// # Panics
+    /// Where there is none.
+    #[must_use]
+    pub fn host(&self, name: &str) -> &Host {
+        self.lab.host(name).expect("a host")
+    }
+
+    /// The host the guest is on.
+    #[must_use]
+    pub fn here(&self) -> &Host {
+        self.host(self.here)
+    }
+
+    /// The other one.
+    #[must_use]
+    pub fn there(&self) -> &Host {
+        self.host(self.other())
+    }
+
+    fn other(&self) -> &'static str {
+        if self.here == "a" { "b" } else { "a" }
+    }
+
+    /// Names of the host the guest is on, and of the other.
+    #[must_use]
+    pub fn names(&self) -> (&'static str, &'static str) {
+        (self.here, self.other())
+    }
+
+    /// The guest is now known to be on the other host.
+    pub fn moved(&mut self) {
+        self.here = self.other();
+    }
+
+    /// Begins to move the guest to the other host, straight or by a detour.
+    #[must_use]
+    pub fn begin(&self, detour: Option<&str>, options: &[&str]) -> Attempt {
+        let straight = self.there().listen();
+        Attempt::begin(self.here(), &self.guest.name, detour.unwrap_or(&straight), options)
+    }
+
+    /// Tries to move the guest, and waits for the end.
+    #[must_use]
+    pub fn attempt(&self, detour: Option<&str>, options: &[&str]) -> Answer {
+        self.begin(detour, options).end()
+    }
+
+    /// Moves the guest, both sides compared; it arrives whole and leaves nothing behind.
+    ///
+    /// # Panics
+    /// Where anything is not as it should be.
+    pub fn migrate(&mut self, options: &[&str]) -> Report {
+        let answer = self.attempt(None, &[&["--verify"], options].concat());
+        answer.expect(0, &[]);
+        let report = answer.report().unwrap_or_else(|| panic!("no report: {answer:#?}"));
+        assert_eq!(report.status, Status::Completed, "{report:#?}");
+        assert!(report.verify.checked && report.verify.mismatches == 0, "{report:#?}");
+        self.moved();
+        self.nothing_is_left_there();
+        report
+    }
+
+    /// After a fault: the guest runs on where it was, unharmed, the other host has nothing of it, and the next attempt succeeds.
+    ///
+    /// # Panics
+    /// Where it is not so.
+    pub fn a_second_attempt_succeeds(&mut self) {
+        self.runs_on_here();
+        self.migrate(&[]);
+        self.checker_is_well();
+    }
+
+    /// The guest runs where it was, unharmed, and the other host has nothing of it.
+    ///
+    /// # Panics
+    /// Where it is not so.
+    pub fn runs_on_here(&self) {
+        self.checker_is_well();
+        self.eventually("the daemon says that it runs", || self.state_at(self.here) == "running");
+        self.nothing_is_left_there();
+    }
+
+    /// What the daemon of a host says of the guest; `none` where it knows none.
+    #[must_use]
+    pub fn state_at(&self, host: &str) -> String {
+        let answer = cli::ask(self.host(host), &["show", &self.guest.name, "--json"]);
+        let vm: Value = serde_json::from_str(&answer.stdout).unwrap_or_default();
+        vm["state"].as_str().unwrap_or("none").into()
+    }
+
+    /// QEMU's process on a host, where it has one.
+    #[must_use]
+    pub fn qemu_at(&self, host: &str) -> Option<u32> {
+        let program = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let processes = self.host(host).group.processes();
+        processes.into_iter().map(|process| process.pid).find(|pid| program(*pid).starts_with("qemu"))
+    }
+
+    /// The host the guest is not on has no QEMU, no record and no RAM of it, soon.
+    ///
+    /// # Panics
+    /// Where something stays.
+    pub fn nothing_is_left_there(&self) {
+        let (_, there) = self.names();
+        self.eventually("nothing of it is left on the other host", || {
+            self.qemu_at(there).is_none() && files(self.host(there)).is_empty() && self.state_at(there) == "none"
+        });
+    }
+
+    /// The checker reports, after this moment, that every page it ever wrote is as it wrote it.
+    ///
+    /// # Panics
+    /// Where it complains, or is not heard of.
+    pub fn checker_is_well(&self) {
+        let (from, lines) = (now_us(), || self.meter.lines(self.guest.address(), "CHECKER"));
+        // It looks at every page twice a second: a report that is older than that says nothing of this moment.
+        let fresh = |line: &Line| line.at_us > from + 600_000 && line.text.starts_with("CHECKER ok");
+        let heard = wait_for("the checker's word", SILENCE, || Ok(lines().into_iter().find(fresh)));
+        let complaints: Vec<Line> = lines().into_iter().filter(|line| line.text.starts_with("CHECKER BAD")).collect();
+        assert!(complaints.is_empty(), "{complaints:#?}");
+        let line = heard.unwrap_or_else(|error| panic!("the guest has come to harm: {error}; {:?}", lines().last()));
+        assert_eq!(line.number("bad"), Some(0.0), "{line:?}");
+        assert!(line.number("writes_per_s") > Some(0.0), "it no longer writes: {line:?}");
+    }
+
+    /// Waits until something holds.
+    ///
+    /// # Panics
+    /// Where it never does.
+    pub fn eventually(&self, what: &str, mut holds: impl FnMut() -> bool) {
+        let waited = wait_for(what, PATIENCE / 2, || {
+            let holds = holds();
+            if !holds {
+                std::thread::sleep(Duration::from_millis(30));
+            }
+            Ok(holds.then_some(()))
+        });
+        waited.unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// Follows `sterna watch --json` until a migration is in this phase; `what` may ask for more.
+    ///
+    /// # Panics
+    /// Where it never is.
+    pub fn wait_for_phase(&mut self, phase: Phase, what: impl Fn(&Progress) -> bool) {
+        self.end_watcher();
+        let mut command = sterna(self.here()).expect("sterna is built");
+        let mut child = command
+            .args(["watch", &self.guest.name, "--json"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("sterna starts");
+        let stdout = child.stdout.take().expect("piped");
+        self.watcher = Some(child);
+        let mut seen = Vec::new();
+        for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+            let progress: Progress = serde_json::from_str(&line).expect("a line of progress");
+            if progress.phase == phase && what(&progress) {
+                return self.end_watcher();
+            }
+            assert_ne!(progress.phase, Phase::Done, "it ended before {phase:?}: {seen:?}");
+            seen.push((progress.phase, progress.round));
+        }
+        panic!("watching ended before {phase:?}: {seen:?}");
+    }
+
+    fn end_watcher(&mut self) {
+        if let Some(mut child) = self.watcher.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
+    /// Kills the daemon of a host with -9.
+    pub fn kill_daemon(&mut self, host: &str) {
+        self.lab.kill_daemon(host);
+    }
+
+    /// Starts it again.
+    ///
+    /// # Panics
+    /// Where it does not come up.
+    pub fn start_daemon(&mut self, host: &str) {
+        self.lab.start_daemon(host).expect("the daemon comes back");
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        self.end_watcher();
+        if std::thread::panicking() {
+            for name in ["a", "b"] {
+                let log = std::fs::read_to_string(self.host(name).directory.join("sternad.log")).unwrap_or_default();
+                let lines: Vec<&str> = log.lines().collect();
+                println!("--- daemon of host {name}:\n{}", lines[lines.len().saturating_sub(40)..].join("\n"));
+            }
+            let console = self.guest.console_text();
+            let lines: Vec<&str> = console.lines().collect();
+            println!("--- console of the guest:\n{}", lines[lines.len().saturating_sub(10)..].join("\n"));
+        }
+    }
+}
+
+/// RAM files and machines' directories of a host.
+#[must_use]
+pub fn files(host: &Host) -> Vec<PathBuf> {
+    let state = host.directory.join("state");
+    let list =
+        |name: &str| std::fs::read_dir(state.join(name)).into_iter().flatten().flatten().map(|entry| entry.path());
+    list("ram").chain(list("vms")).collect()
+}
+
+static SHARED: Mutex<Option<Site>> = Mutex::new(None);
+static WANTED: AtomicUsize = AtomicUsize::new(0);
+
+/// Runs a test on a site that it shares with the tests that wait for it: a guest's start costs more than most tests. The site goes
+/// with the last of them, and with a test that fails.
+pub fn on_shared_site(test: impl FnOnce(&mut Site)) {
+    struct Wanted;
+    impl Drop for Wanted {
+        fn drop(&mut self) {
+            WANTED.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+    WANTED.fetch_add(1, Ordering::AcqRel);
+    let wanted = Wanted;
+    let mut slot = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut site = slot.take().unwrap_or_else(|| Site::start(&Plan::small()));
+    test(&mut site);
+    drop(wanted);
+    if WANTED.load(Ordering::Acquire) > 0 {
+        *slot = Some(site);
+    }
+}
