@@ -1,3 +1,5 @@
+use proptest::prelude::*;
+
 use super::*;
 
 fn items(line: &str) -> Vec<Item> {
@@ -87,4 +89,14 @@ fn an_adopted_machines_ram_moves_to_a_file_of_this_host() {
     assert!(line.contains("mem-path=/here/0") && line.contains("\"mem-path\":\"/here/1\""), "{line}");
     assert!(!line.contains("/there/") && line.contains("id=serial"), "{line}");
     assert_eq!(line.matches("-incoming").count(), 1, "{line}");
+}
+
+proptest! {
+    #[test]
+    fn whatever_arguments_a_peer_proposes_the_machine_waits_here(arguments: Vec<String>, machine: String) {
+        let items = parse(&arguments);
+        prop_assert_eq!(&parse(&unparse(&items)), &items);
+        let line = for_incoming(&items, &additions(Some((1 << 30, Path::new("/ram")))), &machine, &[]);
+        prop_assert_eq!(&line[line.len() - 3..], ["-incoming", "defer", "-S"]);
+    }
 }
