@@ -133,7 +133,11 @@ fn start_ticks(pid: u32) -> io::Result<u64> {
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat has no start time")))
 }
 
-fn boot_id() -> io::Result<u128> {
+/// This boot of the host, as the kernel names it.
+///
+/// # Errors
+/// The kernel does not say.
+pub fn boot_id() -> io::Result<u128> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     u128::from_str_radix(&text.trim().replace('-', ""), 16)
         .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "the boot id is not a number"))

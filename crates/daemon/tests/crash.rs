@@ -21,8 +21,10 @@ fn change_record(host: &Host, name: &str, change: impl FnOnce(&mut Value)) {
 }
 
 fn write_stage(host: &Host, stage: &Value) {
-    let record = json!({ "id": ID, "vm": "m", "stage": stage, "at_s": 4_000_000_000u64 });
-    std::fs::write(host.state().join(format!("migrations/{ID:032x}.json")), record.to_string()).unwrap();
+    // By hand: a JSON value cannot hold a number as wide as the boot's.
+    let boot = sterna_daemon::process::boot_id().unwrap();
+    let record = format!(r#"{{"id":{ID},"vm":"m","stage":{stage},"at_s":4000000000,"boot":{boot}}}"#);
+    std::fs::write(host.state().join(format!("migrations/{ID:032x}.json")), record).unwrap();
 }
 
 /// A source whose daemon was killed after it had handed `m` over to `peer`.

@@ -97,7 +97,7 @@ fn find_qemu(spec: &VmSpec, preferred: Option<&Path>) -> Result<Binary, Problem>
 /// A versioned machine type is the same machine in every QEMU that offers it; another one is bound to its QEMU's version.
 fn check_qemu(spec: &VmSpec, binary: &Binary) -> Result<(), Problem> {
     let path = binary.path.display();
-    if !binary.offers(&spec.machine)? {
+    if !binary.offers(&spec.machine) {
         return Err(refuse(
             "machine-type",
             Blame::Host,

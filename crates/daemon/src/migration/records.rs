@@ -11,6 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use sterna_engine::host::{MigrationId, Verdict};
 
+use crate::process::boot_id;
 use crate::state::{Outlives, read_record, replace_record};
 
 /// Records older than this that nobody can need any more are removed, seconds.
@@ -46,12 +47,16 @@ pub struct MigrationRecord {
     pub stage: Stage,
     /// When this was written, seconds since the epoch.
     pub at_s: u64,
+    /// The host's boot in which it was written.
+    #[serde(default)]
+    pub boot: u128,
 }
 
 /// All records of this host.
 #[derive(Debug)]
 pub struct Records {
     dir: PathBuf,
+    boot: u128,
     table: Mutex<HashMap<MigrationId, MigrationRecord>>,
 }
 
@@ -75,7 +80,7 @@ impl Records {
                 Err(error) => tracing::error!(path = %path.display(), %error, "cannot read a migration's record"),
             }
         }
-        let records = Self { dir: dir.into(), table: Mutex::new(table) };
+        let records = Self { dir: dir.into(), boot: boot_id()?, table: Mutex::new(table) };
         records.prune();
         Ok(records)
     }
@@ -113,14 +118,20 @@ impl Records {
     pub fn verdict(&self, id: MigrationId) -> Verdict {
         let mut table = self.lock();
         let record = table.get(&id).cloned();
-        if matches!(&record, Some(MigrationRecord { stage: Stage::Committed, .. })) {
-            return Verdict::Committed;
+        match &record {
+            Some(MigrationRecord { stage: Stage::Committed, .. }) => return Verdict::Committed,
+            // The host went down while the guest was on its way: it may have run here, and what it did then is out in the world. It went
+            // down with the host; letting it run again from before would be a second life.
+            Some(MigrationRecord { stage: Stage::Preparing, boot, .. }) if *boot != self.boot => {
+                return Verdict::Committed;
+            }
+            _ => {}
         }
         let vm = record.and_then(|record| record.vm);
         if let Err(error) = self.write_locked(&mut table, id, vm.as_deref(), Stage::Aborted) {
             // In memory it stands: until a restart it binds, and a restart aborts what was not committed.
             tracing::error!(%id, %error, "cannot write a verdict down");
-            table.insert(id, MigrationRecord { id, vm, stage: Stage::Aborted, at_s: now_s() });
+            table.insert(id, MigrationRecord { id, vm, stage: Stage::Aborted, at_s: now_s(), boot: self.boot });
         }
         Verdict::Aborted
     }
@@ -157,11 +168,13 @@ impl Records {
         vm: Option<&str>,
         stage: Stage,
     ) -> io::Result<()> {
-        let record = MigrationRecord { id, vm: vm.map(String::from), stage, at_s: now_s() };
-        // Written while the guest is stopped, so not a moment longer than needed: when the source's host goes down, so does the
-        // guest that must not run there.
-        let outlives =
-            if matches!(record.stage, Stage::HandingOver { .. }) { Outlives::Daemon } else { Outlives::Host };
+        let record = MigrationRecord { id, vm: vm.map(String::from), stage, at_s: now_s(), boot: self.boot };
+        // What is written while the guest is stopped outlives the daemon only, because a disk takes its time. When the source's host goes
+        // down, so does the guest that must not run there; and that a guest was on its way here outlives the host, see `verdict`.
+        let outlives = match record.stage {
+            Stage::HandingOver { .. } | Stage::Committed => Outlives::Daemon,
+            Stage::Preparing | Stage::Aborted => Outlives::Host,
+        };
         replace_record(&self.path(id), &record, outlives)?;
         table.insert(id, record);
         Ok(())
@@ -218,10 +231,18 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_that_was_on_its_way_when_the_host_went_down_is_never_given_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let before = MigrationRecord { id: ID, vm: Some("vm".into()), stage: Stage::Preparing, at_s: now_s(), boot: 1 };
+        write_record(&dir.path().join(format!("{ID}.json")), &before).unwrap();
+        assert_eq!(Records::load(dir.path()).unwrap().verdict(ID), Verdict::Committed);
+    }
+
+    #[test]
     fn old_verdicts_go_and_open_questions_stay() {
         let dir = tempfile::tempdir().unwrap();
         let old = |id, stage| {
-            let record = MigrationRecord { id: MigrationId(id), vm: None, stage, at_s: 1 };
+            let record = MigrationRecord { id: MigrationId(id), vm: None, stage, at_s: 1, boot: 1 };
             write_record(&dir.path().join(format!("{}.json", record.id)), &record).unwrap();
         };
         old(1, Stage::Aborted);

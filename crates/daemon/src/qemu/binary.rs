@@ -1,10 +1,16 @@
 //! What a QEMU binary is: where it lies, its version, and the machine types it offers.
 
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use sterna_api::{Blame, Problem};
 use sterna_engine::vmm::qemu::{BinaryError, binary_version, machine_types};
 use sterna_engine::vmm::qmp::Version as Version3;
+
+use crate::problems::host;
 
 /// Major, minor, micro.
 pub type Version = (u32, u32, u32);
@@ -22,6 +28,7 @@ pub struct Binary {
     pub path: PathBuf,
     /// Its version.
     pub version: Version,
+    machines: Vec<String>,
 }
 
 impl Binary {
@@ -38,8 +45,8 @@ impl Binary {
             )
             .hint("install it, or name another with --qemu or 'qemu' in sternad.toml"));
         };
-        let Version3(major, minor, micro) = binary_version(&path).map_err(|error| not_qemu(&error))?;
-        let version = (major, minor, micro);
+        let binary = Self::ask(&path)?;
+        let version = binary.version;
         if version < OLDEST {
             return Err(Problem::new(
                 "qemu-too-old",
@@ -48,18 +55,36 @@ impl Binary {
             )
             .hint(format!("Sterna needs QEMU {} or later", show(OLDEST))));
         }
-        Ok(Self { path, version })
+        Ok(binary)
     }
 
     /// Whether this QEMU offers the machine type.
-    ///
-    /// # Errors
-    /// A [`Problem`] where it cannot be asked.
-    pub fn offers(&self, machine: &str) -> Result<bool, Problem> {
-        let types = machine_types(&self.path).map_err(|error| not_qemu(&error))?;
-        Ok(types.iter().any(|name| name == machine))
+    #[must_use]
+    pub fn offers(&self, machine: &str) -> bool {
+        self.machines.iter().any(|name| name == machine)
+    }
+
+    /// Asks the program itself, or remembers what it said: asking takes tens of milliseconds, and a guest waits to be moved.
+    fn ask(path: &Path) -> Result<Self, Problem> {
+        static ASKED: Mutex<BTreeMap<Identity, Binary>> = Mutex::new(BTreeMap::new());
+        let asked = || ASKED.lock().unwrap_or_else(PoisonError::into_inner);
+        let identity = fs::metadata(path)
+            .map(|file| (path.to_path_buf(), file.dev(), file.ino(), file.mtime_nsec(), file.mtime()));
+        let identity = identity.map_err(|error| host(format!("cannot look at {}", path.display()), &error))?;
+        if let Some(known) = asked().get(&identity) {
+            return Ok(known.clone());
+        }
+        let Version3(major, minor, micro) = binary_version(path).map_err(|error| not_qemu(&error))?;
+        let machines = machine_types(path).map_err(|error| not_qemu(&error))?;
+        let binary = Self { path: path.into(), version: (major, minor, micro), machines };
+        asked().insert(identity, binary.clone());
+        Ok(binary)
     }
 }
+
+/// A file that was not replaced since: its path, device, inode and time of change. (A wrapper script around a replaced QEMU goes unnoticed;
+/// then QEMU itself refuses what it does not offer.)
+type Identity = (PathBuf, u64, u64, i64, i64);
 
 /// Writes a version as people do.
 #[must_use]
@@ -93,7 +118,7 @@ mod tests {
     #[test]
     fn the_installed_qemu_offers_the_usual_machines() {
         let Ok(binary) = Binary::find(Path::new(DEFAULT_NAME)) else { return eprintln!("skipped: no QEMU here") };
-        assert!(binary.offers("microvm").unwrap() && binary.offers("q35").unwrap());
-        assert!(!binary.offers("pc-q35-99.0").unwrap());
+        assert!(binary.offers("microvm") && binary.offers("q35"));
+        assert!(!binary.offers("pc-q35-99.0"));
     }
 }
