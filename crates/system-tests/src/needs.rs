@@ -26,7 +26,6 @@ pub fn skip_without(needs: &[Need]) -> bool {
 static TURN: Mutex<()> = Mutex::new(());
 
 /// One test at a time: a guest alone keeps a processor busy, and what is measured is time.
-#[must_use]
 pub fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
