@@ -2,6 +2,7 @@
 
 use std::io;
 
+use sterna_api::problem::Whereabouts;
 use sterna_api::{Blame, Problem};
 use sterna_protocol::frame::FrameError;
 use sterna_protocol::hello::HelloError;
@@ -126,6 +127,19 @@ impl MigrateError {
     /// A kernel error that says itself what was asked, while doing something.
     pub fn kernel(doing: &'static str) -> impl FnOnce(sterna_sys::Error) -> Self {
         move |source| Self::Host { doing, source: source.into() }
+    }
+
+    /// The problem of a source that still has the guest, or had it: what the peer reports happened at the destination, and says nothing
+    /// of the guest here.
+    #[must_use]
+    pub fn problem_at_source(&self) -> Problem {
+        let problem = self.problem();
+        match self {
+            Self::Peer(theirs) => Problem { message: format!("at the destination: {}", theirs.message), ..problem }
+                .guest(Whereabouts::Source),
+            Self::Vmm(VmmError::Gone { .. }) => problem.guest(Whereabouts::Gone),
+            _ => problem,
+        }
     }
 
     /// The problem as people and programs see it.

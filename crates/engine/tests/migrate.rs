@@ -475,6 +475,77 @@ fn a_link_cut_at_any_byte_leaves_the_guest_on_exactly_one_host() {
     }
 }
 
+/// Passes bytes on to `to`, and flips one bit of the byte at `at`, counted over all that comes from the source in order.
+fn damaging_proxy(to: String, at: u64) -> String {
+    let passed = Arc::new(AtomicU64::new(0));
+    misbehaving(move |mut source| {
+        let mut destination = TcpStream::connect(&to).unwrap();
+        let (mut back_from, mut back_to) = (destination.try_clone().unwrap(), source.try_clone().unwrap());
+        std::thread::spawn(move || {
+            let _ = std::io::copy(&mut back_from, &mut back_to);
+            let _ = back_to.shutdown(std::net::Shutdown::Both);
+        });
+        let mut buffer = [0; 65_536];
+        while let Ok(read @ 1..) = source.read(&mut buffer) {
+            let before = passed.fetch_add(read as u64, Ordering::AcqRel);
+            if (before..before + read as u64).contains(&at) {
+                buffer[(at - before) as usize] ^= 4;
+            }
+            if destination.write_all(&buffer[..read]).is_err() {
+                break;
+            }
+        }
+        let _ = destination.shutdown(std::net::Shutdown::Write);
+    })
+}
+
+#[test]
+fn a_body_damaged_on_its_way_comes_again() {
+    if !tracking_works() {
+        return;
+    }
+    let ram = GuestRam::new(4 * MIB);
+    (0..600).for_each(|page| ram.write_page(page, 5));
+    for mode in [Mode::Precopy, Mode::StopAndCopy] {
+        let (host, peer) = Destination::serve();
+        // Hellos, messages and headers are some kilobytes in all: far behind them lie bodies.
+        let proxy = damaging_proxy(peer, 600 * 4096 / 2);
+        let outcome = run(
+            outgoing(&ram, SourceVmm::new(None), InsideSelf::default()),
+            &proxy,
+            &MigrateOptions { mode, ..verified(1) },
+        );
+        assert_eq!(outcome.report.status, Status::Completed, "{:?}", outcome.report.error);
+        assert_eq!(outcome.report.pages.full, 601);
+        host.assert_same(&ram);
+    }
+}
+
+#[test]
+fn a_damaged_header_fails_the_migration_at_once() {
+    if !tracking_works() {
+        return;
+    }
+    let (host, peer) = Destination::serve();
+    let ram = GuestRam::new(4 * MIB);
+    (0..600).for_each(|page| ram.write_page(page, 5));
+    // Find the first frame's header: it follows the control connection's messages and the other connections' hellos.
+    let codes: Vec<String> = (1..14)
+        .map(|step| {
+            let proxy = damaging_proxy(peer.clone(), step * 97);
+            let outcome = run(outgoing(&ram, SourceVmm::new(None), InsideSelf::default()), &proxy, &verified(1));
+            if outcome.report.status != Status::Completed {
+                assert_eq!(outcome.fate, Fate::Here);
+                assert!(!host.running.load(Ordering::Acquire));
+            }
+            host.running.store(false, Ordering::Release);
+            code(&outcome).to_string()
+        })
+        .collect();
+    assert!(codes.iter().any(|code| code == "peer-protocol"), "{codes:?}");
+    assert!(codes.iter().all(|code| code != "verify-mismatch" && code != "out-of-memory"), "{codes:?}");
+}
+
 #[test]
 fn callers_that_babble_do_not_hurt_the_destination() {
     if !tracking_works() {

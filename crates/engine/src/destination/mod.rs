@@ -120,9 +120,16 @@ impl Session<'_> {
 
     /// Everything between the accepted proposal and the end, with the receivers at work.
     fn receive(&mut self, mut guard: Guard, ram: &Ram, spec: &VmSpec, streams: u16) -> Result<(), MigrateError> {
-        let (pages, devices) = self.connections(streams)?;
-        let vmm_stream = guard.incoming_mut().vmm.prepare()?;
-        let held = HeldDevices::start(devices, vmm_stream)?;
+        let (pages, held) = match self.set_up(&mut guard, streams) {
+            Ok(set_up) => set_up,
+            Err(error) => {
+                // The source has been told yes: it learns of this by the answer to whatever it asks next.
+                guard.end();
+                let request = self.control.next_request()?;
+                self.control.answer(&request, &Reply::Failed(error.problem()))?;
+                return Err(error);
+            }
+        };
         let arrivals = Arrivals::new(streams);
         let placer = Placer::new(ram, self.host);
         std::thread::scope(|scope| {
@@ -139,6 +146,13 @@ impl Session<'_> {
             }
             result
         })
+    }
+
+    /// The connections that carry pages, in order, and the way of the devices' state into the VMM.
+    fn set_up(&self, guard: &mut Guard, streams: u16) -> Result<(Vec<TcpStream>, HeldDevices), MigrateError> {
+        let (pages, devices) = self.connections(streams)?;
+        let vmm_stream = guard.incoming_mut().vmm.prepare()?;
+        Ok((pages, HeldDevices::start(devices, vmm_stream)?))
     }
 
     /// The connections that carry pages, in order, and the devices' one.

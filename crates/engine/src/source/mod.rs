@@ -266,7 +266,7 @@ impl Migration<'_> {
                     return Ok(Fate::There);
                 }
                 Err(error) if Instant::now() > deadline => {
-                    let mut problem = lost.problem().guest(Whereabouts::Paused);
+                    let mut problem = lost.problem_at_source().guest(Whereabouts::Paused);
                     problem.cause.push(error.to_string());
                     problem.hint = Some(format!(
                         "the guest is stopped here until {} answers; bring its daemon back, and it goes on by itself",
@@ -290,7 +290,7 @@ impl Migration<'_> {
             self.report.verify =
                 sterna_api::report::Verify { checked: true, pages, mismatches, excluded_free_pages: 0 };
         }
-        let mut problem = error.problem();
+        let mut problem = error.problem_at_source();
         if let Err(rollback) = vmm.rollback() {
             problem = problem.guest(match rollback {
                 vmm::VmmError::Gone { .. } => Whereabouts::Gone,

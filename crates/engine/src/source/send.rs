@@ -65,7 +65,7 @@ impl Stream {
                 .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
             let before = self.bytes;
             if let Some(frame) = selected.frame {
-                round.pacer.wait((frame.body_bytes() + selected.digests.len() * 8) as u64);
+                round.pacer.wait((frame.body_bytes() + selected.digests.len() * 8) as u64, || round.monitor.check())?;
                 let bodies = round.ram.outgoing(chunk, &frame.full);
                 self.write(&Frame::Chunk(frame), &selected.digests, bodies)?;
             }

@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 /// How far the sending may run ahead of the rate, so that a late wake-up is made good.
 const BURST: Duration = Duration::from_millis(5);
 
+/// How long a wait may go on unasked.
+const LOOK: Duration = Duration::from_millis(100);
+
 /// Paces senders to a common rate: each takes its turn, at the earliest when the bytes before it are due (GCRA).
 #[derive(Debug)]
 pub struct Pacer {
@@ -21,11 +24,17 @@ impl Pacer {
         Self { bytes_per_s, due: Mutex::new(None) }
     }
 
-    /// Waits until so many bytes may go.
-    pub fn wait(&self, bytes: u64) {
-        if let Some(wait) = self.take(bytes, Instant::now()) {
-            std::thread::sleep(wait);
+    /// Waits until so many bytes may go, asking `goes_on` every [`LOOK`].
+    ///
+    /// # Errors
+    /// What `goes_on` says; the turn is taken all the same.
+    pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
+        let until = self.take(bytes, Instant::now()).map(|wait| Instant::now() + wait);
+        while let Some(left) = until.and_then(|until| until.checked_duration_since(Instant::now())) {
+            goes_on()?;
+            std::thread::sleep(left.min(LOOK));
         }
+        Ok(())
     }
 
     /// Takes a turn for so many bytes at `now`: how long to wait before sending them.
