@@ -56,9 +56,9 @@ pub fn drive(
     drop(outcome.vmm);
     match outcome.fate {
         Fate::Here => {
-            // Given back to nobody: the guest switched itself off, or its QEMU died, which takes a moment to show.
+            // Given back to nobody: its QEMU died meanwhile.
             if let Some(problem) = &mut outcome.report.error
-                && (matches!(problem.code.as_str(), "qemu-gone" | "guest-off") || record.process.open().is_none())
+                && record.process.open().is_none()
             {
                 problem.guest = Whereabouts::Gone;
             }
