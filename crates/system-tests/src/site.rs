@@ -17,6 +17,7 @@ use sterna_bench::sterna::sterna;
 use sterna_bench::{Guest, Lab, LabConfig, tools};
 
 use crate::cli::{self, Answer, Attempt};
+use crate::needs::turn;
 
 /// How long anything may take, on a machine that has other work too.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -89,10 +90,18 @@ impl Site {
     #[must_use]
     pub fn start(plan: &Plan) -> Self {
         let site = Self::without_guest(plan);
-        let answer = cli::ask(site.host("a"), &site.run_words(plan).iter().map(String::as_str).collect::<Vec<_>>());
-        answer.expect(0, &[]);
-        site.wait_until_up();
+        site.run(plan);
         site
+    }
+
+    /// Starts the guest where it was last; it is up and its checker at work.
+    ///
+    /// # Panics
+    /// Where that fails.
+    pub fn run(&self, plan: &Plan) {
+        let words = self.run_words(plan);
+        cli::ask(self.here(), &words.iter().map(String::as_str).collect::<Vec<_>>()).expect(0, &[]);
+        self.wait_until_up();
     }
 
     /// Brings the lab up with a tap for the guest, which is not started.
@@ -382,6 +391,7 @@ pub fn on_shared_site(test: impl FnOnce(&mut Site)) {
     }
     WANTED.fetch_add(1, Ordering::AcqRel);
     let wanted = Wanted;
+    let _turn = turn();
     let mut slot = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
     let mut site = slot.take().unwrap_or_else(|| Site::start(&Plan::small()));
     test(&mut site);

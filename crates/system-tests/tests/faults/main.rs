@@ -1,0 +1,31 @@
+//! Faults, each at a named moment. Whatever happens, the guest runs on exactly one host with every page it wrote, a person is told
+//! what happened, and the next attempt succeeds (`docs/failure.md`).
+//!
+//! All tests of this program share one guest, one after the other: each leaves it at work, wherever it then is.
+
+/// Somebody changes his mind.
+mod cancel;
+/// Daemons that are killed.
+mod daemons;
+/// What goes wrong at the destination, and what it refuses.
+mod destination;
+/// The guest itself ends.
+mod guest;
+/// The link is cut.
+mod link;
+/// Peers that are absent, silent, strange.
+mod peers;
+/// Requests that cannot be.
+mod requests;
+
+use sterna_system_tests::{Site, needs, on_shared_site, skip_without};
+
+/// Slow enough that pre-copy lasts for seconds.
+pub const SLOW: &str = "8MB";
+
+/// Runs a test with the guest that all of them share, where that can be had.
+pub fn with_guest(test: impl FnOnce(&mut Site)) {
+    if !skip_without(&needs::GUEST) {
+        on_shared_site(test);
+    }
+}
