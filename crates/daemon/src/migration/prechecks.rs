@@ -1,5 +1,6 @@
 //! What is checked before a machine comes here, so that it is refused early and with a reason.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use sterna_api::problem::Whereabouts;
@@ -82,16 +83,31 @@ fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
     Ok(())
 }
 
-/// The configured QEMU, else the one of the same path, else the one of the same name.
+/// The configured QEMU, else the one of the same path where it is root's alone, else the one of the same name on PATH. The path is the
+/// peer's word, and what lies there is started by root to ask for its version: nothing that others could have put there.
 fn find_qemu(spec: &VmSpec, preferred: Option<&Path>) -> Result<Binary, Problem> {
     if let Some(path) = preferred {
         return Binary::find(path);
     }
     let same = PathBuf::from(&spec.qemu_path);
-    if same.is_absolute() && same.is_file() {
+    if same.is_absolute() && roots_alone(&same) {
         return Binary::find(&same);
     }
     Binary::find(Path::new(same.file_name().unwrap_or(DEFAULT_NAME.as_ref())))
+}
+
+/// Whether a program, and every directory on the way to it, can be changed by root only. (In a sticky directory, such as `/tmp`, others cannot
+/// replace what is root's.)
+fn roots_alone(path: &Path) -> bool {
+    const WRITABLE_BY_OTHERS: u32 = 0o022;
+    const STICKY: u32 = 0o1000;
+    let alone = |part: &Path| {
+        part.symlink_metadata().is_ok_and(|meta| {
+            let sticky = meta.is_dir() && meta.mode() & STICKY != 0;
+            meta.uid() == 0 && (meta.mode() & WRITABLE_BY_OTHERS == 0 || sticky)
+        })
+    };
+    path.canonicalize().is_ok_and(|path| path.is_file() && path.ancestors().all(alone))
 }
 
 /// A versioned machine type is the same machine in every QEMU that offers it; another one is bound to its QEMU's version.

@@ -69,3 +69,21 @@ fn an_unversioned_machine_type_does_not_go_to_an_older_qemu() {
     let versioned = code(|spec| spec.qemu_version = (99, 0, 0), u64::MAX);
     assert_eq!(versioned.as_deref(), Some("fine"));
 }
+
+#[test]
+fn a_program_that_others_could_have_put_there_is_not_started() {
+    use std::os::unix::fs::PermissionsExt;
+    assert!(roots_alone(Path::new("/bin/sh")));
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root's files can be root's alone");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let program = dir.path().join("qemu");
+    std::fs::write(&program, "").unwrap();
+    assert!(roots_alone(&program));
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o775)).unwrap();
+    assert!(!roots_alone(&program), "its group may change it");
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    assert!(!roots_alone(&program), "anybody may replace it");
+}

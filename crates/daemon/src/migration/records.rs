@@ -64,7 +64,7 @@ impl Records {
     /// Reads what is there, and removes what is too old or too much.
     ///
     /// # Errors
-    /// Where the directory cannot be read. Single files that cannot are left alone and logged.
+    /// Where the directory cannot be read. A file that cannot counts as a commit, and is logged.
     pub fn load(dir: &Path) -> io::Result<Self> {
         let mut table = HashMap::new();
         for entry in std::fs::read_dir(dir)? {
@@ -77,7 +77,17 @@ impl Records {
                     table.insert(record.id, record);
                 }
                 Ok(None) => {}
-                Err(error) => tracing::error!(path = %path.display(), %error, "cannot read a migration's record"),
+                Err(error) => {
+                    tracing::error!(path = %path.display(), %error, "cannot read a migration's record");
+                    // A host that went down can leave a commit's record torn: nobody may take that for a guest that never came.
+                    if let Some(id) = path.file_stem().and_then(|stem| u128::from_str_radix(stem.to_str()?, 16).ok()) {
+                        let id = MigrationId(id);
+                        table.insert(
+                            id,
+                            MigrationRecord { id, vm: None, stage: Stage::Committed, at_s: now_s(), boot: 0 },
+                        );
+                    }
+                }
             }
         }
         let records = Self { dir: dir.into(), boot: boot_id()?, table: Mutex::new(table) };
@@ -235,6 +245,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let before = MigrationRecord { id: ID, vm: Some("vm".into()), stage: Stage::Preparing, at_s: now_s(), boot: 1 };
         write_record(&dir.path().join(format!("{ID}.json")), &before).unwrap();
+        assert_eq!(Records::load(dir.path()).unwrap().verdict(ID), Verdict::Committed);
+    }
+
+    #[test]
+    fn a_torn_record_is_not_taken_for_a_guest_that_never_came() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(format!("{ID}.json")), "").unwrap();
         assert_eq!(Records::load(dir.path()).unwrap().verdict(ID), Verdict::Committed);
     }
 
