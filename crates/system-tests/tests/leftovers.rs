@@ -1,0 +1,100 @@
+//! What stays behind: nothing.
+
+use sterna_api::Phase;
+use sterna_system_tests::census::{left_of_lab, ram_bytes};
+use sterna_system_tests::{Census, Plan, Point, Proxy, Site, cli, needs, on_shared_site, skip_without, turn};
+
+/// Both hosts before and after `work`, whatever it does.
+fn leaves_nothing(work: impl Fn(&mut Site)) {
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    on_shared_site(|site| {
+        // The first time brings what stays on purpose.
+        work(site);
+        let census = |site: &Site| ["a", "b"].map(|host| Census::of(site, host));
+        let before = census(site);
+        for _ in 0..3 {
+            work(site);
+        }
+        println!("{before:#?}");
+        let mut after = census(site);
+        let start = std::time::Instant::now();
+        while after != before && start.elapsed().as_secs() < 20 {
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            after = census(site);
+        }
+        assert_eq!(after, before);
+        assert_eq!(ram_bytes(site.there()), 0);
+        site.checker_is_well();
+    });
+}
+
+#[test]
+fn cancelled_migrations_leave_nothing() {
+    leaves_nothing(|site| {
+        let attempt = site.begin(None, &["--bandwidth", "8MB"]);
+        site.wait_for_phase(Phase::Precopy, |_| true);
+        let name = site.guest.name.clone();
+        cli::ask(site.here(), &["cancel", &name]).expect(0, &[]);
+        attempt.end().expect(3, &[]);
+        site.nothing_is_left_there();
+    });
+}
+
+#[test]
+fn migrations_whose_link_was_cut_leave_nothing() {
+    leaves_nothing(|site| {
+        let proxy = Proxy::start(site.here(), site.there());
+        proxy.hold(Point::Request("final-round-end"));
+        let attempt = site.begin(Some(&proxy.address), &["--streams", "4"]);
+        proxy.wait_until_held();
+        proxy.cut();
+        attempt.end().expect(1, &[]);
+        site.nothing_is_left_there();
+    });
+}
+
+#[test]
+fn refused_migrations_leave_nothing() {
+    leaves_nothing(|site| {
+        let own = site.here().listen();
+        site.attempt(Some(&own), &[]).expect(1, &[]);
+        site.attempt(Some("127.0.0.1:9"), &[]).expect(1, &[]);
+    });
+}
+
+#[test]
+fn a_machine_that_is_stopped_leaves_nothing_on_any_host_it_was_on() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let mut site = Site::start(&Plan::small());
+    let name = site.guest.name.clone();
+    site.migrate(&[]);
+    site.checker_is_well();
+    // The guest switches itself off when asked.
+    cli::ask(site.here(), &["stop", &name]).expect(0, &[]);
+    for host in ["a", "b"] {
+        site.eventually("nothing of it is left", || site.qemu_at(host).is_none() && site.state_at(host) == "none");
+        let census = Census::of(&site, host);
+        assert_eq!((census.files, ram_bytes(site.host(host))), (0, 0), "{census:#?}");
+        assert_eq!(census.programs.into_iter().collect::<Vec<_>>(), [("sternad".to_owned(), 1)]);
+    }
+}
+
+#[test]
+fn a_lab_taken_down_in_mid_migration_leaves_nothing() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let mut site = Site::start(&Plan::small());
+    let name = site.lab.name().to_owned();
+    let attempt = site.begin(None, &["--bandwidth", "8MB"]);
+    site.wait_for_phase(Phase::Precopy, |_| true);
+    drop(site);
+    attempt.end().expect(5, &[]);
+    assert_eq!(left_of_lab(&name), Vec::<String>::new());
+}
