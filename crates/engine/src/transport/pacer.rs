@@ -24,7 +24,7 @@ impl Pacer {
         Self { bytes_per_s, due: Mutex::new(None) }
     }
 
-    /// Waits until so many bytes may go, asking `goes_on` every [`LOOK`].
+    /// Waits until so many bytes may go, asking `goes_on` every tenth of a second.
     ///
     /// # Errors
     /// What `goes_on` says; the turn is taken all the same.
