@@ -35,6 +35,8 @@ use crate::vmm::EventTime;
 
 /// How long the session's other connections may take to come after the proposal was accepted.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often it is looked meanwhile whether the source is still there.
+const CONNECT_LOOK: Duration = Duration::from_millis(100);
 /// How long the VMM may take to load its devices.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the pages of a round may take to arrive after the source has sent them all, without one arriving.
@@ -157,7 +159,7 @@ impl Session<'_> {
 
     /// The connections that carry pages, in order, and the devices' one.
     fn connections(&self, streams: u16) -> Result<(Vec<TcpStream>, TcpStream), MigrateError> {
-        let late = |_| MigrateError::Link {
+        let late = || MigrateError::Link {
             doing: "waiting for the session's connections",
             source: std::io::ErrorKind::TimedOut.into(),
         };
@@ -165,12 +167,15 @@ impl Session<'_> {
         let mut pages: Vec<Option<TcpStream>> = (0..streams).map(|_| None).collect();
         let mut devices = None;
         while devices.is_none() || pages.iter().any(Option::is_none) {
-            match self.calls.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(late)? {
-                (Role::Pages(index), stream) if pages.get(usize::from(index)).is_some_and(Option::is_none) => {
+            match self.calls.recv_timeout(CONNECT_LOOK) {
+                Ok((Role::Pages(index), stream)) if pages.get(usize::from(index)).is_some_and(Option::is_none) => {
                     pages[usize::from(index)] = Some(stream);
                 }
-                (Role::Devices, stream) if devices.is_none() => devices = Some(stream),
-                _ => return Err(MigrateError::Reply("a connection that this session does not have")),
+                Ok((Role::Devices, stream)) if devices.is_none() => devices = Some(stream),
+                Ok(_) => return Err(MigrateError::Reply("a connection that this session does not have")),
+                // A source that is gone calls no more; until this session ends, its next attempt finds the name taken.
+                Err(_) if Instant::now() > deadline || !self.control.alive() => return Err(late()),
+                Err(_) => {}
             }
         }
         Ok((
