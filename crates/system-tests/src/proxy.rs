@@ -252,7 +252,8 @@ fn copy(mut from: TcpStream, to: TcpStream, damage: impl Fn() -> bool) {
             buffer[..read].iter_mut().for_each(|byte| *byte ^= 0x5a);
         }
         if (&to).write_all(&buffer[..read]).is_err() {
-            break;
+            // Nobody listens any more: whoever speaks is told, as without a proxy between.
+            let _ = from.shutdown(Shutdown::Both);
         }
     }
     let _ = to.shutdown(Shutdown::Write);
