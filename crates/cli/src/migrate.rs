@@ -8,6 +8,7 @@ use std::time::Duration;
 use hyper::Method;
 use serde_json::json;
 use sterna_api::{MigrateRequest, Migration, Report};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::arguments::Migrate;
 use crate::client::{Client, escape};
@@ -26,12 +27,15 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
     let options = migrate.options();
     options.check().map_err(Failure::usage)?;
     let request = MigrateRequest { vms: migrate.names.clone(), to: migrate.to.clone(), options };
+    // Heard from before it begins to after it has ended: a Ctrl-C that comes while the daemon is asked must not be lost.
+    let mut interrupts =
+        signal(SignalKind::interrupt()).map_err(|error| Failure::host("cannot hear Ctrl-C", &error))?;
     let begun: Migration = client.post("/v1/migrations", &request).await?;
     if migrate.detach {
         println!("migration {}: {} to {}; 'sterna watch' follows it", begun.id, migrate.names.join(", "), begun.to);
         return Ok(ExitCode::SUCCESS);
     }
-    let ended = follow(client, begun, &migrate.names).await?;
+    let ended = follow(client, begun, &migrate.names, &mut interrupts).await?;
     let to_stdout = migrate.json.as_deref() == Some(Path::new("-"));
     for report in &ended.migrations {
         let text = table::show(report);
@@ -52,7 +56,12 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
 }
 
 /// Follows a migration to its end; Ctrl-C cancels it, and then is waited for the end all the same.
-async fn follow(client: &Client, mut migration: Migration, names: &[String]) -> Result<Migration, Failure> {
+async fn follow(
+    client: &Client,
+    mut migration: Migration,
+    names: &[String],
+    interrupts: &mut Signal,
+) -> Result<Migration, Failure> {
     let path = format!("/v1/migrations/{}", migration.id);
     let mut display = Display::new();
     loop {
@@ -62,7 +71,7 @@ async fn follow(client: &Client, mut migration: Migration, names: &[String]) -> 
             return Ok(migration);
         }
         tokio::select! {
-            _ = tokio::signal::ctrl_c() => {
+            _ = interrupts.recv() => {
                 display.say("cancelling; the guest stays here");
                 for name in names {
                     // One that has ended, or is past the point of no return, says so in its report.

@@ -19,9 +19,10 @@ pub async fn watch(client: &Client, name: Option<&str>, json: bool) -> Result<Ex
         None => "/v1/watch".into(),
     };
     let mut lines = client.lines(&path).await?;
+    let mut ctrl_c = std::pin::pin!(tokio::signal::ctrl_c());
     loop {
         let text = tokio::select! {
-            _ = tokio::signal::ctrl_c() => break,
+            _ = &mut ctrl_c => break,
             text = lines.next() => text,
         };
         let Some(text) = text else { break };
