@@ -5,8 +5,11 @@ use std::process::{Child, Command, Output, Stdio};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sterna_api::Report;
+use sterna_bench::command::wait_for;
 use sterna_bench::lab::Host;
 use sterna_bench::sterna::sterna;
+
+use crate::PATIENCE;
 
 /// How a command ended.
 #[derive(Debug)]
@@ -95,9 +98,15 @@ impl Attempt {
     /// Waits for its end.
     ///
     /// # Panics
-    /// Where that cannot be waited for.
+    /// Where it does not end: a guest that writes faster than a slow link carries is moved for ever.
     #[must_use]
-    pub fn end(self) -> Answer {
-        self.0.wait_with_output().expect("it ends").into()
+    pub fn end(mut self) -> Answer {
+        let ended = wait_for("its end", PATIENCE, || Ok(self.0.try_wait().ok().flatten()));
+        if ended.is_err() {
+            let _ = self.0.kill();
+        }
+        let answer: Answer = self.0.wait_with_output().expect("its output").into();
+        assert!(ended.is_ok(), "the command does not end: {answer:#?}");
+        answer
     }
 }
