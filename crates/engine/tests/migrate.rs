@@ -247,6 +247,11 @@ fn a_failed_attempt_leaves_the_guest_here_and_the_next_succeeds() {
     assert_eq!((code(&refused), refused.fate, rolled_back), ("qemu-failed", Fate::Here, true));
     host.refuse_state.store(false, Ordering::Release);
 
+    host.dies_when_loaded.store(true, Ordering::Release);
+    let (failed, rolled_back) = attempt(&verified(1));
+    assert_eq!((failed.report.status, failed.fate, rolled_back), (Status::Failed, Fate::Here, true));
+    host.dies_when_loaded.store(false, Ordering::Release);
+
     host.fail_commit.store(true, Ordering::Release);
     let (failed, rolled_back) = attempt(&verified(1));
     assert_eq!((code(&failed), failed.fate, rolled_back), ("disk-full", Fate::Here, true));

@@ -276,7 +276,10 @@ impl Session<'_> {
         request: &Request,
         arrivals: &Arrivals,
     ) -> Result<(), MigrateError> {
-        if let Err(problem) = self.host.commit(self.id) {
+        // It may have died since it said that it was loaded: then the guest must stay where it is. (Between this look and the record it can
+        // still die; that is a QEMU that dies in its first millisecond, and no look can be late enough.)
+        let alive = guard.incoming_mut().vmm.alive().map_err(|error| MigrateError::from(error).problem());
+        if let Err(problem) = alive.and_then(|()| self.host.commit(self.id)) {
             guard.end();
             self.control.answer(request, &Reply::Failed(problem.clone()))?;
             return Err(MigrateError::Record(problem));

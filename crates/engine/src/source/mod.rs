@@ -262,7 +262,11 @@ impl Migration<'_> {
             match ask_verdict(self.id, self.peer) {
                 Ok(Verdict::Aborted) => return Err(lost),
                 Ok(Verdict::Committed) => {
-                    self.report.status = Status::Completed;
+                    // Where the destination itself said what is wrong, the guest is its own and does not run there.
+                    match lost {
+                        MigrateError::Peer(problem) => self.report.error = Some(problem),
+                        _ => self.report.status = Status::Completed,
+                    }
                     return Ok(Fate::There);
                 }
                 Err(error) if Instant::now() > deadline => {

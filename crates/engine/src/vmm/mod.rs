@@ -134,6 +134,12 @@ pub trait Destination: Send {
     /// [`VmmError`]: [`VmmError::Migration`] or [`VmmError::Gone`] where the VMM refuses the state.
     fn loaded(&mut self, timeout: Duration) -> Result<(), VmmError>;
 
+    /// Whether the VMM still lives and answers, with the guest loaded and stopped: asked just before the guest becomes its own.
+    ///
+    /// # Errors
+    /// [`VmmError`].
+    fn alive(&mut self) -> Result<(), VmmError>;
+
     /// Lets the guest run; when it did, by the VMM's own event.
     ///
     /// # Errors

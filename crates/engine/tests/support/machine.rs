@@ -166,7 +166,7 @@ impl Machine {
         if microvm {
             command.args(["-bios", &disk.path("firmware")]);
         }
-        if rustix::process::geteuid().is_root() {
+        if rustix::process::geteuid().is_root() && reachable_by_all(binary) {
             command.uid(NOBODY).gid(NOBODY);
         }
         let child = ChildGuard { child: command.spawn().unwrap(), log: runtime.path().join("log") };
@@ -292,4 +292,16 @@ impl Drop for ChildGuard {
 
 fn open_to_all(path: &Path) {
     std::fs::set_permissions(path, Permissions::from_mode(0o777)).unwrap();
+}
+
+/// Whether an unprivileged user can reach a program; says so where not: a checkout may lie where only root may look.
+fn reachable_by_all(path: &Path) -> bool {
+    let open = path.canonicalize().is_ok_and(|path| {
+        path.ancestors()
+            .all(|part| part.metadata().is_ok_and(|meta| std::os::unix::fs::MetadataExt::mode(&meta) & 1 == 1))
+    });
+    if !open {
+        println!("skipped: running {} as an unprivileged user: it lies where only root may look", path.display());
+    }
+    open
 }

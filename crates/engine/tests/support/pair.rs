@@ -165,6 +165,7 @@ impl vmm::Source for SourceVmm {
 
 struct DestinationVmm {
     refuse_state: bool,
+    dies_when_loaded: bool,
     stream: Option<UnixStream>,
     running: Arc<AtomicBool>,
 }
@@ -186,6 +187,10 @@ impl vmm::Destination for DestinationVmm {
         Ok(())
     }
 
+    fn alive(&mut self) -> Result<(), VmmError> {
+        if self.dies_when_loaded { Err(VmmError::Gone { guest_off: false }) } else { Ok(()) }
+    }
+
     fn start(&mut self) -> Result<EventTime, VmmError> {
         self.running.store(true, Ordering::Release);
         Ok(EventTime(now_us()))
@@ -202,6 +207,7 @@ pub struct Destination {
     pub aborted: AtomicBool,
     pub refuse: Mutex<Option<Problem>>,
     pub refuse_state: AtomicBool,
+    pub dies_when_loaded: AtomicBool,
     pub fail_commit: AtomicBool,
     pub room_bytes: AtomicU64,
     verdicts: Mutex<HashMap<MigrationId, Verdict>>,
@@ -245,6 +251,7 @@ impl DestinationHost for Destination {
         *self.ram.lock().unwrap() = Some(file.try_clone().expect("a descriptor"));
         let vmm = DestinationVmm {
             refuse_state: self.refuse_state.load(Ordering::Acquire),
+            dies_when_loaded: self.dies_when_loaded.load(Ordering::Acquire),
             stream: None,
             running: Arc::clone(&self.running),
         };

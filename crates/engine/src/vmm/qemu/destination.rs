@@ -83,6 +83,11 @@ impl Destination for QemuDestination {
         Err(self.explain(error))
     }
 
+    fn alive(&mut self) -> Result<(), VmmError> {
+        let asked = guest_status(&mut lock(&self.qmp)).map(drop);
+        asked.map_err(|error| self.explain(error))
+    }
+
     fn start(&mut self) -> Result<EventTime, VmmError> {
         let mut qmp = lock(&self.qmp);
         qmp.drop_events()?;
