@@ -4,6 +4,20 @@ use sterna_api::Phase;
 use sterna_system_tests::census::{left_of_lab, ram_bytes};
 use sterna_system_tests::{Census, Plan, Point, Proxy, Site, cli, needs, on_shared_site, skip_without, turn};
 
+/// What `look` sees once it has not changed for longer than an idle thread of the daemon's pool lives (10 s): a thread that the first count
+/// still finds would be missed in the last.
+fn settled<T: PartialEq>(look: impl Fn() -> T) -> T {
+    let (mut seen, mut since) = (look(), std::time::Instant::now());
+    while since.elapsed().as_secs() < 11 {
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        let now = look();
+        if now != seen {
+            (seen, since) = (now, std::time::Instant::now());
+        }
+    }
+    seen
+}
+
 /// Both hosts before and after `work`, whatever it does.
 fn leaves_nothing(work: impl Fn(&mut Site)) {
     if skip_without(&needs::GUEST) {
@@ -13,17 +27,11 @@ fn leaves_nothing(work: impl Fn(&mut Site)) {
         // The first time brings what stays on purpose.
         work(site);
         let census = |site: &Site| ["a", "b"].map(|host| Census::of(site, host));
-        let before = census(site);
+        let before = settled(|| census(site));
         for _ in 0..3 {
             work(site);
         }
         println!("{before:#?}");
-        // A thread that was just ending when the first census was taken is none that was left over: more must not be, fewer may.
-        let census = |site: &_| {
-            let mut now = census(site);
-            now.iter_mut().zip(&before).for_each(|(now, before)| now.threads = now.threads.max(before.threads));
-            now
-        };
         let mut after = census(site);
         let start = std::time::Instant::now();
         while after != before && start.elapsed().as_secs() < 20 {
