@@ -27,18 +27,111 @@ pub enum OnTimeout {
     Force,
 }
 
+/// How pages that were written again before their turn are found; they wait for the next round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum FakeDirty {
+    /// Not at all.
+    Off,
+    /// A thread looks again and again, as in D-Track.
+    DtrackV1,
+    /// A thread looks with a fixed delay between its looks, as in D-Track's second version.
+    DtrackV2,
+    /// A thread looks with a delay that follows the dirty rate and what a look costs.
+    Adaptive,
+    /// A look at each chunk just before it is read.
+    #[default]
+    Exact,
+}
+
+/// How pages that were written with what was there already are found (silent stores): by a hash of what was last sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum ContentHash {
+    /// Not at all.
+    Off,
+    /// SHA-1, as in the papers.
+    Sha1,
+    /// MD5.
+    Md5,
+    /// MurmurHash3, 128 bits.
+    Murmur3,
+    /// XXH3: the digest that travels with each body anyway.
+    #[default]
+    Xxh3,
+    /// BLAKE3.
+    Blake3,
+}
+
+/// Whether pages that were sent before travel as a difference to what was sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Delta {
+    /// Whole.
+    #[default]
+    Off,
+    /// As runs of bytes that differ, against a bounded cache of what was sent.
+    Xbzrle,
+}
+
+/// How bodies are compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Compress {
+    /// Not at all.
+    #[default]
+    Off,
+    /// LZ4: quick.
+    Lz4,
+    /// Zstandard: smaller.
+    Zstd,
+}
+
+/// What happens to pages that were written in each of the last rounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum HotPages {
+    /// They are held back until they cool down, or the guest has stopped.
+    #[default]
+    Hold,
+    /// They go with the others.
+    Send,
+}
+
 /// Options of one migration, in the units of their names.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct MigrateOptions {
     /// The migration mode.
     pub mode: Mode,
+    /// How pages written again before their turn are found.
+    pub fake_dirty: FakeDirty,
+    /// `dtrack-v2`'s delay between two looks, milliseconds.
+    pub fake_dirty_delay_ms: Option<f64>,
+    /// How pages written with what was there already are found.
+    pub content_hash: ContentHash,
+    /// What happens to pages written in each of the last rounds.
+    pub hot_pages: HotPages,
+    /// Whether pages travel as differences.
+    pub delta: Delta,
+    /// The most bytes of sent pages that are kept to tell differences.
+    pub delta_cache_bytes: Option<u64>,
+    /// How bodies are compressed.
+    pub compress: Compress,
+    /// The compressor's level; absent: as high as leaves the link busy.
+    pub compress_level: Option<i32>,
+    /// Threads that encode pages beside those that send them.
+    pub compress_threads: Option<u32>,
     /// Limit on everything sent, bytes per second; none where absent.
     pub bandwidth_bytes_per_s: Option<u64>,
     /// TCP connections that carry pages, 1 to 16.
     pub streams: u32,
     /// The longest pause the guest's users accept, milliseconds.
     pub downtime_limit_ms: f64,
+    /// The longest pause accepted where rounds do not reach the limit: each stall raises the limit a step, up to this.
+    pub downtime_ramp_ms: Option<f64>,
+    /// The most of the guest's processor time that is taken away where rounds do not converge, percent; none where absent.
+    pub throttle_percent: Option<u8>,
     /// When to give up converging, milliseconds from the start; never where absent.
     pub timeout_ms: Option<f64>,
     /// What to do then.
@@ -49,14 +142,33 @@ pub struct MigrateOptions {
 
 /// The most connections one migration may use.
 pub const MAX_STREAMS: u32 = 16;
+/// The most threads that may encode one migration's pages.
+pub const MAX_COMPRESS_THREADS: u32 = 64;
+/// The delta cache's size where none is asked for, as QEMU's.
+pub const DEFAULT_DELTA_CACHE_BYTES: u64 = 64 << 20;
+/// `dtrack-v2`'s delay where none is asked for.
+pub const DEFAULT_FAKE_DIRTY_DELAY_MS: f64 = 100.0;
+/// The most processor time that may be taken from a guest, percent.
+pub const MAX_THROTTLE_PERCENT: u8 = 99;
 
 impl Default for MigrateOptions {
     fn default() -> Self {
         Self {
             mode: Mode::Auto,
+            fake_dirty: FakeDirty::Exact,
+            fake_dirty_delay_ms: None,
+            content_hash: ContentHash::Xxh3,
+            hot_pages: HotPages::Hold,
+            delta: Delta::Off,
+            delta_cache_bytes: None,
+            compress: Compress::Off,
+            compress_level: None,
+            compress_threads: None,
             bandwidth_bytes_per_s: None,
             streams: 1,
             downtime_limit_ms: 300.0,
+            downtime_ramp_ms: None,
+            throttle_percent: None,
             timeout_ms: None,
             on_timeout: OnTimeout::Cancel,
             verify: false,
@@ -65,7 +177,7 @@ impl Default for MigrateOptions {
 }
 
 impl MigrateOptions {
-    /// Says what is wrong with these options, or nothing.
+    /// Says what is wrong with these options, or nothing. Options that contradict each other are wrong: none is ignored in silence.
     ///
     /// # Errors
     /// A sentence that names the option and what it may be.
@@ -73,22 +185,151 @@ impl MigrateOptions {
         if !(1..=MAX_STREAMS).contains(&self.streams) {
             return Err(format!("streams is {}: it must be between 1 and {MAX_STREAMS}", self.streams));
         }
-        if !self.downtime_limit_ms.is_finite() || self.downtime_limit_ms <= 0.0 {
-            return Err(format!("downtime limit is {} ms: it must be above 0", self.downtime_limit_ms));
-        }
         if let Some(rate) = self.bandwidth_bytes_per_s
             && rate < 64 * 1024
         {
             return Err(format!("bandwidth is {rate} bytes/s: below 64 KiB/s no migration ends"));
         }
-        if let Some(timeout) = self.timeout_ms
-            && (!timeout.is_finite() || timeout <= 0.0)
-        {
-            return Err(format!("timeout is {timeout} ms: it must be above 0"));
+        self.check_encoding()?;
+        self.check_convergence()
+    }
+
+    fn check_encoding(&self) -> Result<(), String> {
+        if let Some(delay) = self.fake_dirty_delay_ms {
+            if self.fake_dirty != FakeDirty::DtrackV2 {
+                return Err("fake-dirty-delay is for fake-dirty dtrack-v2 alone".into());
+            }
+            positive("fake-dirty-delay", delay)?;
+        }
+        if let Some(bytes) = self.delta_cache_bytes {
+            if self.delta == Delta::Off {
+                return Err("delta-cache needs delta xbzrle".into());
+            }
+            if bytes < 1 << 20 {
+                return Err(format!("delta-cache is {bytes} bytes: below 1 MiB nothing is found in it"));
+            }
+        }
+        if self.mode == Mode::StopAndCopy && self.delta != Delta::Off {
+            return Err("delta has nothing to tell a difference to in stop-and-copy: every page goes once".into());
+        }
+        match (self.compress, self.compress_level) {
+            (_, None) => {}
+            (Compress::Off, Some(_)) => return Err("compress-level needs compress".into()),
+            (Compress::Lz4, Some(_)) => {
+                return Err("compress-level is for compress zstd alone: lz4 has one level".into());
+            }
+            (Compress::Zstd, Some(level)) if !(-7..=19).contains(&level) => {
+                return Err(format!("compress-level is {level}: zstd's are -7 to 19"));
+            }
+            (Compress::Zstd, Some(_)) => {}
+        }
+        match self.compress_threads {
+            Some(_) if self.compress == Compress::Off => Err("compress-threads needs compress".into()),
+            Some(threads) if !(1..=MAX_COMPRESS_THREADS).contains(&threads) => {
+                Err(format!("compress-threads is {threads}: it must be between 1 and {MAX_COMPRESS_THREADS}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_convergence(&self) -> Result<(), String> {
+        positive("downtime limit", self.downtime_limit_ms)?;
+        let live = self.mode != Mode::StopAndCopy;
+        if let Some(ramp) = self.downtime_ramp_ms {
+            positive("downtime-ramp", ramp)?;
+            if ramp <= self.downtime_limit_ms {
+                return Err(format!(
+                    "downtime-ramp is {ramp} ms: it must be above the downtime limit of {} ms",
+                    self.downtime_limit_ms
+                ));
+            }
+            if !live {
+                return Err("downtime-ramp is for rounds: stop-and-copy has none".into());
+            }
+        }
+        if let Some(percent) = self.throttle_percent {
+            if !(1..=MAX_THROTTLE_PERCENT).contains(&percent) {
+                return Err(format!("throttle is {percent} %: it must be between 1 and {MAX_THROTTLE_PERCENT}"));
+            }
+            if !live {
+                return Err("throttle is for a guest that runs: in stop-and-copy it does not".into());
+            }
+        }
+        if let Some(timeout) = self.timeout_ms {
+            positive("timeout", timeout)?;
         }
         if self.timeout_ms.is_none() && self.on_timeout == OnTimeout::Force {
             return Err("on-timeout force needs a timeout".into());
         }
         Ok(())
+    }
+
+    /// The same with what follows from the mode and from other options written in, for the report.
+    #[must_use]
+    pub fn resolved(&self) -> Self {
+        let mut options = self.clone();
+        if options.mode == Mode::Auto {
+            options.mode = Mode::Precopy;
+        }
+        if options.mode == Mode::StopAndCopy {
+            (options.fake_dirty, options.hot_pages) = (FakeDirty::Off, HotPages::Send);
+        }
+        if options.fake_dirty == FakeDirty::DtrackV2 {
+            options.fake_dirty_delay_ms.get_or_insert(DEFAULT_FAKE_DIRTY_DELAY_MS);
+        }
+        if options.delta != Delta::Off {
+            options.delta_cache_bytes.get_or_insert(DEFAULT_DELTA_CACHE_BYTES);
+        }
+        options
+    }
+}
+
+fn positive(what: &str, ms: f64) -> Result<(), String> {
+    if ms.is_finite() && ms > 0.0 { Ok(()) } else { Err(format!("{what} is {ms} ms: it must be above 0")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(change: impl FnOnce(&mut MigrateOptions)) -> String {
+        let mut options = MigrateOptions::default();
+        change(&mut options);
+        options.check().unwrap_err()
+    }
+
+    #[test]
+    fn the_defaults_are_accepted() {
+        assert_eq!(MigrateOptions::default().check(), Ok(()));
+        assert_eq!(MigrateOptions::default().resolved().check(), Ok(()));
+    }
+
+    #[test]
+    fn contradictions_are_refused_with_a_reason() {
+        assert!(refused(|o| o.fake_dirty_delay_ms = Some(5.0)).contains("dtrack-v2"));
+        assert!(refused(|o| o.delta_cache_bytes = Some(1 << 30)).contains("delta"));
+        assert!(refused(|o| o.compress_level = Some(1)).contains("compress"));
+        assert!(refused(|o| o.compress_threads = Some(1)).contains("compress"));
+        assert!(refused(|o| (o.compress, o.compress_level) = (Compress::Lz4, Some(3))).contains("lz4"));
+        assert!(refused(|o| (o.compress, o.compress_level) = (Compress::Zstd, Some(99))).contains("-7 to 19"));
+        assert!(refused(|o| (o.mode, o.delta) = (Mode::StopAndCopy, Delta::Xbzrle)).contains("stop-and-copy"));
+        assert!(refused(|o| (o.mode, o.throttle_percent) = (Mode::StopAndCopy, Some(50))).contains("stop-and-copy"));
+        assert!(refused(|o| o.throttle_percent = Some(100)).contains("between 1 and 99"));
+        assert!(refused(|o| o.downtime_ramp_ms = Some(100.0)).contains("above the downtime limit"));
+        assert!(refused(|o| o.on_timeout = OnTimeout::Force).contains("timeout"));
+        assert!(refused(|o| o.timeout_ms = Some(f64::NAN)).contains("above 0"));
+    }
+
+    #[test]
+    fn what_is_resolved_is_written_in() {
+        let options =
+            MigrateOptions { fake_dirty: FakeDirty::DtrackV2, delta: Delta::Xbzrle, ..MigrateOptions::default() };
+        let resolved = options.resolved();
+        assert_eq!(resolved.mode, Mode::Precopy);
+        assert_eq!(resolved.fake_dirty_delay_ms, Some(DEFAULT_FAKE_DIRTY_DELAY_MS));
+        assert_eq!(resolved.delta_cache_bytes, Some(DEFAULT_DELTA_CACHE_BYTES));
+        assert_eq!(resolved.check(), Ok(()));
+        let stopped = MigrateOptions { mode: Mode::StopAndCopy, ..MigrateOptions::default() }.resolved();
+        assert_eq!(stopped.fake_dirty, FakeDirty::Off);
     }
 }

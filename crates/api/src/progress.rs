@@ -52,6 +52,8 @@ pub struct Progress {
     pub remaining_ms: Option<f64>,
     /// What the pause would be if it came now; absent before the first round.
     pub predicted_downtime_ms: Option<f64>,
+    /// How much of the guest's processor time is taken away, percent.
+    pub throttle_percent: u8,
     /// A word on what it waits for, where it waits.
     pub waiting_for: Option<String>,
 }

@@ -57,6 +57,10 @@ pub struct Report {
     pub verify: Verify,
     /// What watching the guest's writes cost it.
     pub tracking: Tracking,
+    /// How pages were encoded.
+    pub encoding: Encoding,
+    /// What was done where rounds did not converge.
+    pub convergence: Convergence,
     /// The options as resolved.
     pub options: MigrateOptions,
     /// The source host.
@@ -138,8 +142,10 @@ pub struct Round {
     pub dirty_pages: u64,
     /// Bodies it sent.
     pub sent_pages: u64,
-    /// Pages it skipped, for whatever reason.
+    /// Pages it skipped, for whatever reason; pages held back as hot are not among them.
     pub skipped_pages: u64,
+    /// Pages written in each of the last rounds, which it held back.
+    pub hot_pages: u64,
     /// Bytes of its frames.
     pub bytes_on_wire: u64,
     /// How long it took.
@@ -200,6 +206,70 @@ pub struct Tracking {
     pub untracked_writes: u64,
     /// Pages the guest gave back while they were watched (balloon, virtio-mem).
     pub discarded_pages: u64,
+    /// Looks for pages written again before their turn.
+    pub looks: u64,
+    /// Time those took in all, milliseconds.
+    pub look_ms: f64,
+}
+
+/// How pages were encoded, and what it cost.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Encoding {
+    /// Memory of the table of hashes, bytes for each page of RAM.
+    pub hash_bytes_per_page: u32,
+    /// Threads that encoded beside those that sent.
+    pub threads: u32,
+    /// Their processor time, seconds; it is part of the source's.
+    pub cpu_s: f64,
+    /// Differences.
+    pub delta: DeltaUse,
+    /// Compression.
+    pub compression: Compression,
+}
+
+/// What telling differences did.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct DeltaUse {
+    /// Memory of the cache.
+    pub cache_bytes: u64,
+    /// Pages sent again whose last content was in the cache.
+    pub hits: u64,
+    /// Pages sent again whose last content was not.
+    pub misses: u64,
+    /// Of the hits, those that differed too much to be sent as a difference.
+    pub overflows: u64,
+    /// Bytes of the differences.
+    pub bytes: u64,
+}
+
+/// What compression did.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Compression {
+    /// Pages that were compressed.
+    pub pages: u64,
+    /// Bytes they became.
+    pub bytes: u64,
+    /// Pages sent plain because they would not shrink, or the link had room.
+    pub plain_pages: u64,
+    /// The level at the end.
+    pub level: i32,
+}
+
+/// What was done where rounds did not converge.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Convergence {
+    /// How often the rounds made no progress for a while.
+    pub stalls: u32,
+    /// The pause that was accepted in the end, milliseconds.
+    pub downtime_limit_ms: f64,
+    /// The pause that was predicted when the guest was stopped, milliseconds; absent where it was not stopped or no round was sent before.
+    pub predicted_downtime_ms: Option<f64>,
+    /// The most of the guest's processor time that was taken away, percent.
+    pub throttle_percent: u8,
 }
 
 /// One host of a migration.

@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use serde::Serialize;
 use serde_json::Value;
-use sterna_api::{MigrateOptions, Mode, Report, Status};
+use sterna_api::{MigrateOptions, Report, Status};
 
 use crate::command::{output, show};
 use crate::error::{Context, Error, Result};
@@ -120,33 +121,38 @@ fn arguments(options: &MigrateOptions) -> Vec<String> {
     let default = MigrateOptions::default();
     let mut arguments = Vec::new();
     let mut add = |option: &str, value: Option<String>| {
-        arguments.push(format!("--{option}"));
-        arguments.extend(value);
+        if let Some(value) = value {
+            arguments.extend([format!("--{option}"), value]);
+        }
     };
-    match options.mode {
-        Mode::Auto => {}
-        Mode::Precopy => add("mode", Some("precopy".into())),
-        Mode::StopAndCopy => add("mode", Some("stop-and-copy".into())),
-    }
-    if options.streams != default.streams {
-        add("streams", Some(options.streams.to_string()));
-    }
-    if let Some(rate) = options.bandwidth_bytes_per_s {
-        add("bandwidth", Some(format!("{rate}B")));
-    }
-    if options.downtime_limit_ms != default.downtime_limit_ms {
-        add("downtime-limit", Some(format!("{}ms", options.downtime_limit_ms)));
-    }
-    if let Some(timeout) = options.timeout_ms {
-        add("timeout", Some(format!("{timeout}ms")));
-    }
-    if options.on_timeout != default.on_timeout {
-        add("on-timeout", Some("force".into()));
-    }
+    add("mode", name_unless(&options.mode, &default.mode));
+    add("fake-dirty", name_unless(&options.fake_dirty, &default.fake_dirty));
+    add("fake-dirty-delay", options.fake_dirty_delay_ms.map(|ms| format!("{ms}ms")));
+    add("content-hash", name_unless(&options.content_hash, &default.content_hash));
+    add("hot-pages", name_unless(&options.hot_pages, &default.hot_pages));
+    add("delta", name_unless(&options.delta, &default.delta));
+    add("delta-cache", options.delta_cache_bytes.map(|bytes| bytes.to_string()));
+    add("compress", name_unless(&options.compress, &default.compress));
+    add("compress-level", options.compress_level.map(|level| level.to_string()));
+    add("compress-threads", options.compress_threads.map(|threads| threads.to_string()));
+    add("streams", (options.streams != default.streams).then(|| options.streams.to_string()));
+    add("bandwidth", options.bandwidth_bytes_per_s.map(|rate| format!("{rate}B")));
+    let limit = options.downtime_limit_ms;
+    add("downtime-limit", (limit != default.downtime_limit_ms).then(|| format!("{limit}ms")));
+    add("downtime-ramp", options.downtime_ramp_ms.map(|ms| format!("{ms}ms")));
+    add("throttle", options.throttle_percent.map(|percent| percent.to_string()));
+    add("timeout", options.timeout_ms.map(|ms| format!("{ms}ms")));
+    add("on-timeout", name_unless(&options.on_timeout, &default.on_timeout));
     if options.verify {
-        add("verify", None);
+        arguments.push("--verify".into());
     }
     arguments
+}
+
+/// The name that the API, and so the command line, has for a value; `None` for the default.
+fn name_unless<T: Serialize + PartialEq>(value: &T, default: &T) -> Option<String> {
+    let name = serde_json::to_value(value).ok()?;
+    (value != default).then(|| name.as_str().map(str::to_owned))?
 }
 
 #[cfg(test)]

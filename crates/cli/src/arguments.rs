@@ -1,12 +1,15 @@
 //! What can be asked for.
 
+/// The options of a migration.
+mod migrate;
+
 use std::path::PathBuf;
-use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use sterna_api::options::OnTimeout;
-use sterna_api::units::{parse_duration, parse_rate, parse_size};
-use sterna_api::{MemoryMode, MigrateOptions, Mode};
+use sterna_api::MemoryMode;
+use sterna_api::units::parse_size;
+
+pub use self::migrate::Migrate;
 
 /// Runs virtual machines and moves them between hosts while they run.
 #[derive(Debug, Parser)]
@@ -125,87 +128,6 @@ pub struct Adopt {
     pub qmp: PathBuf,
 }
 
-/// `migrate`.
-#[derive(Debug, Args)]
-pub struct Migrate {
-    /// Which machines; several are moved together
-    #[arg(required = true, value_name = "NAME")]
-    pub names: Vec<String>,
-    /// The destination daemon
-    #[arg(long, value_name = "HOST:PORT")]
-    pub to: String,
-    /// How to move
-    #[arg(long, value_enum, default_value_t = ModeArgument::Auto)]
-    pub mode: ModeArgument,
-    /// Limit on everything sent, as 1Gbit or 100MB [default: none]
-    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
-    pub bandwidth: Option<u64>,
-    /// TCP connections that carry pages
-    #[arg(long, value_name = "N", default_value_t = MigrateOptions::default().streams)]
-    pub streams: u32,
-    /// The longest pause that is accepted
-    #[arg(long, value_name = "DURATION", default_value = "300ms", value_parser = parse_duration)]
-    pub downtime_limit: Duration,
-    /// When to give up converging [default: never]
-    #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
-    pub timeout: Option<Duration>,
-    /// What to do then [default: cancel]
-    #[arg(long, value_enum, requires = "timeout")]
-    pub on_timeout: Option<OnTimeoutArgument>,
-    /// Compare every page of both sides in the pause
-    #[arg(long)]
-    pub verify: bool,
-    /// Return once it has begun
-    #[arg(long, conflicts_with = "json")]
-    pub detach: bool,
-    /// Write the report as JSON to a file, or to standard output
-    #[arg(long, value_name = "FILE|-")]
-    pub json: Option<PathBuf>,
-}
-
-/// `--mode`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ModeArgument {
-    /// What serves best
-    Auto,
-    /// Rounds over dirty pages while the guest runs
-    Precopy,
-    /// Everything in the pause
-    StopAndCopy,
-}
-
-/// `--on-timeout`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum OnTimeoutArgument {
-    /// Give up; the guest runs on at the source
-    Cancel,
-    /// Switch over whatever the pause will be
-    Force,
-}
-
-impl Migrate {
-    /// The options as the API takes them.
-    pub fn options(&self) -> MigrateOptions {
-        let milliseconds = |duration: Duration| duration.as_secs_f64() * 1e3;
-        MigrateOptions {
-            mode: match self.mode {
-                ModeArgument::Auto => Mode::Auto,
-                ModeArgument::Precopy => Mode::Precopy,
-                ModeArgument::StopAndCopy => Mode::StopAndCopy,
-            },
-            bandwidth_bytes_per_s: self.bandwidth,
-            streams: self.streams,
-            downtime_limit_ms: milliseconds(self.downtime_limit),
-            timeout_ms: self.timeout.map(milliseconds),
-            on_timeout: match self.on_timeout {
-                Some(OnTimeoutArgument::Force) => OnTimeout::Force,
-                Some(OnTimeoutArgument::Cancel) | None => OnTimeout::Cancel,
-            },
-            verify: self.verify,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
@@ -222,30 +144,12 @@ mod tests {
     }
 
     #[test]
-    fn a_migration_without_options_has_the_contracts_defaults() {
-        let Command::Migrate(migrate) = parse("sterna migrate a b --to c:1").unwrap().command else { panic!() };
-        assert_eq!(migrate.names, ["a", "b"]);
-        assert_eq!(migrate.options(), MigrateOptions::default());
-    }
-
-    #[test]
-    fn units_are_the_contracts() {
-        let line = "sterna migrate a --to c:1 --bandwidth 1Gbit --downtime-limit 50ms --timeout 5s --on-timeout force";
-        let Command::Migrate(migrate) = parse(line).unwrap().command else { panic!() };
-        let options = migrate.options();
-        assert_eq!(options.bandwidth_bytes_per_s, Some(125_000_000));
-        assert_eq!(options.downtime_limit_ms, 50.0);
-        assert_eq!((options.timeout_ms, options.on_timeout), (Some(5000.0), OnTimeout::Force));
-    }
-
-    #[test]
     fn what_later_versions_bring_is_unknown_today() {
         for line in [
             "sterna estimate a --bandwidth 1Gbit",
             "sterna split a",
             "sterna drain --to b:1",
             "sterna migrate a --to b:1 --mode postcopy",
-            "sterna migrate a --to b:1 --compress zstd",
             "sterna migrate a --to b:1 --prepaging bubble",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");

@@ -20,13 +20,46 @@ pub const HELLO_BYTES: usize = 64;
 pub const VERSION: Version = Version { major: 1, minor: 0 };
 const MAGIC: [u8; 8] = *b"STERNA\r\n";
 
-/// What a daemon can do beyond the version's base; none yet.
+/// What a daemon can do beyond the version's base.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Features(pub u64);
 
 impl Features {
+    /// Nothing beyond the base.
+    pub const NONE: Self = Self(0);
+    /// It reads packed frames: bodies in blocks of their own encodings.
+    pub const PACKED: Self = Self(1 << 0);
+    /// Of those, differences to what was sent before.
+    pub const XBZRLE: Self = Self(1 << 1);
+    /// Of those, LZ4.
+    pub const LZ4: Self = Self(1 << 2);
+    /// Of those, Zstandard.
+    pub const ZSTD: Self = Self(1 << 3);
     /// All that this code knows.
-    pub const KNOWN: Self = Self(0);
+    pub const KNOWN: Self = Self(0b1111);
+    const NAMES: [(Self, &'static str); 4] = [
+        (Self::PACKED, "packed frames"),
+        (Self::XBZRLE, "differences (delta xbzrle)"),
+        (Self::LZ4, "compress lz4"),
+        (Self::ZSTD, "compress zstd"),
+    ];
+
+    /// These and those.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl std::fmt::Display for Features {
+    /// By the names of the options that ask for them; by number where there is none.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let known =
+            Self::NAMES.iter().filter(|(feature, _)| self.0 & feature.0 != 0).map(|(_, name)| (*name).to_string());
+        let strange = self.0 & !Self::KNOWN.0;
+        let strange = (strange != 0).then(|| format!("{strange:#x}"));
+        f.write_str(&known.chain(strange).collect::<Vec<_>>().join(", "))
+    }
 }
 
 /// A version of the protocol.
@@ -105,10 +138,10 @@ pub enum HelloError {
         theirs: Version,
     },
     /// It lacks, or needs, something.
-    #[error("the peer {} features {features:#x} that {}", if *.theirs { "needs" } else { "lacks" }, if *.theirs { "this daemon lacks" } else { "this migration needs" })]
+    #[error("the peer {} what {}: {features}", if *.theirs { "needs" } else { "lacks" }, if *.theirs { "this daemon lacks" } else { "this migration needs" })]
     Features {
         /// Which.
-        features: u64,
+        features: Features,
         /// Whether the peer needs them (else it lacks them).
         theirs: bool,
     },
@@ -178,11 +211,11 @@ impl Hello {
     pub fn agree(&self, peer: &Self) -> Result<(Version, Features), HelloError> {
         let lacking = self.needed.0 & !peer.features.0;
         if lacking != 0 {
-            return Err(HelloError::Features { features: lacking, theirs: false });
+            return Err(HelloError::Features { features: Features(lacking), theirs: false });
         }
         let wanted = peer.needed.0 & !self.features.0;
         if wanted != 0 {
-            return Err(HelloError::Features { features: wanted, theirs: true });
+            return Err(HelloError::Features { features: Features(wanted), theirs: true });
         }
         Ok((self.version.min(peer.version), Features(self.features.0 & peer.features.0)))
     }
@@ -221,8 +254,14 @@ mod tests {
     #[test]
     fn a_needed_feature_that_one_side_lacks_ends_it_on_both() {
         let (plain, needy) = (hello(0, 0b001, 0), hello(0, 0b011, 0b010));
-        assert_eq!(needy.agree(&plain), Err(HelloError::Features { features: 0b010, theirs: false }));
-        assert_eq!(plain.agree(&needy), Err(HelloError::Features { features: 0b010, theirs: true }));
+        assert_eq!(needy.agree(&plain), Err(HelloError::Features { features: Features(0b010), theirs: false }));
+        assert_eq!(plain.agree(&needy), Err(HelloError::Features { features: Features(0b010), theirs: true }));
+    }
+
+    #[test]
+    fn features_are_named_by_the_options_that_ask_for_them() {
+        let lacking = HelloError::Features { features: Features::LZ4.and(Features(1 << 40)), theirs: false };
+        assert_eq!(lacking.to_string(), "the peer lacks what this migration needs: compress lz4, 0x10000000000");
     }
 
     #[test]

@@ -155,7 +155,7 @@ fn failed_report(
         mode: if options.mode == Mode::StopAndCopy { "stop-and-copy" } else { "precopy" }.into(),
         status,
         total_ms: monitor.elapsed().as_secs_f64() * 1e3,
-        options: options.clone(),
+        options: options.resolved(),
         source: here(record),
         destination: Host { address: peer.into(), ..Host::default() },
         error: Some(problem),

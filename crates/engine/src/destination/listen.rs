@@ -7,7 +7,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use sterna_protocol::hello::Role;
+use sterna_protocol::hello::{Features, Role};
 
 use super::{Call, serve_session};
 use crate::error::MigrateError;
@@ -56,7 +56,7 @@ pub fn serve(listener: &TcpListener, host: &Arc<dyn DestinationHost>) {
 /// Takes one call: a control connection is served here to its end, the others are handed to their session.
 fn take(stream: TcpStream, sessions: &Sessions, host: &dyn DestinationHost) -> Result<(), MigrateError> {
     let (stream, hello) = answer(stream)?;
-    let key = SessionKey { session: hello.session, key: hello.key };
+    let key = SessionKey { session: hello.session, key: hello.key, needed: Features::NONE };
     if hello.role != Role::Control {
         let waiting = lock(sessions).get(&hello.session).cloned();
         return waiting

@@ -32,10 +32,11 @@ pub mod verify;
 
 use std::time::{Duration, Instant};
 
+use sterna_api::options::{Compress, Delta};
 use sterna_api::problem::Whereabouts;
 use sterna_api::report::{Host, Report, Status};
 use sterna_api::{MigrateOptions, Mode, Phase};
-use sterna_protocol::hello::Role;
+use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::session::Owner;
 use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
@@ -105,7 +106,7 @@ pub fn migrate(
         schema: Report::SCHEMA,
         vm: spec.name.clone(),
         mode: if options.mode == Mode::StopAndCopy { "stop-and-copy" } else { "precopy" }.into(),
-        options: options.clone(),
+        options: options.resolved(),
         source: here,
         destination: Host { address: peer.into(), ..Host::default() },
         ..Report::default()
@@ -146,10 +147,23 @@ pub fn migrate(
 /// # Errors
 /// The peer does not answer: ask again later.
 pub fn ask_verdict(id: MigrationId, peer: &str) -> Result<Verdict, MigrateError> {
-    let session = SessionKey { session: id.0, key: id.0 as u64 };
+    let session = SessionKey { session: id.0, key: id.0 as u64, needed: Features::NONE };
     let stream = call(peer, session, Role::Control)?;
     let committed = control::ask_verdict(stream, session.key, id.0)?;
     Ok(if committed { Verdict::Committed } else { Verdict::Aborted })
+}
+
+/// What the options need the destination to know.
+fn needed(options: &MigrateOptions) -> Features {
+    let compress = match options.compress {
+        Compress::Off => Features::NONE,
+        Compress::Lz4 => Features::PACKED.and(Features::LZ4),
+        Compress::Zstd => Features::PACKED.and(Features::ZSTD),
+    };
+    match options.delta {
+        Delta::Off => compress,
+        Delta::Xbzrle => compress.and(Features::PACKED).and(Features::XBZRLE),
+    }
 }
 
 struct Migration<'a> {
@@ -179,7 +193,7 @@ impl Migration<'_> {
         })?;
 
         self.monitor.enter(Phase::Connect);
-        let session = SessionKey { session: self.id.0, key: self.id.0 as u64 };
+        let session = SessionKey { session: self.id.0, key: self.id.0 as u64, needed: needed(self.options) };
         let mut link = Link::connect(self.peer, session)?;
         let result = self.with_link(vmm, &ram, tracker, &mut link);
         match result {

@@ -165,6 +165,7 @@ impl<'a> Rounds<'a> {
             dirty_pages,
             sent_pages: counts.full,
             skipped_pages: counts.pages() - counts.full,
+            hot_pages: 0,
             bytes_on_wire: self.bytes() - before,
             ms: took.as_secs_f64() * 1e3,
             dirty_rate_pages_per_s: 0.0,

@@ -26,6 +26,8 @@ pub struct SessionKey {
     pub session: u128,
     /// Seeds its checksums.
     pub key: u64,
+    /// What the caller's options need the peer to know.
+    pub needed: Features,
 }
 
 /// Our hello for a connection.
@@ -34,7 +36,7 @@ fn hello(session: SessionKey, role: Role) -> Hello {
         version: VERSION,
         role,
         features: Features::KNOWN,
-        needed: Features(0),
+        needed: session.needed,
         session: session.session,
         key: session.key,
     }
@@ -80,8 +82,8 @@ pub fn answer(mut stream: TcpStream) -> Result<(TcpStream, Hello), MigrateError>
     let bytes = read_hello(&mut stream).map_err(MigrateError::link("waiting for the caller's hello"))?;
     let theirs = Hello::decode(&bytes);
     // A caller of another version gets our hello all the same: it tells its user why.
-    let key =
-        theirs.as_ref().map_or(SessionKey { session: 0, key: 0 }, |h| SessionKey { session: h.session, key: h.key });
+    let (session, key) = theirs.as_ref().map_or((0, 0), |h| (h.session, h.key));
+    let key = SessionKey { session, key, needed: Features::NONE };
     let ours = hello(key, theirs.as_ref().map_or(Role::Control, |h| h.role));
     stream.write_all(&ours.encode()).map_err(MigrateError::link("answering the caller's hello"))?;
     let theirs = theirs?;
