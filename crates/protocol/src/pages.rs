@@ -158,6 +158,13 @@ impl PageMap {
         }
     }
 
+    /// Takes out all pages that are not in the other map, which is of the same layout.
+    pub fn keep(&mut self, other: &Self) {
+        for (mine, theirs) in self.chunks.iter_mut().zip(&other.chunks) {
+            *mine = mine.and(theirs);
+        }
+    }
+
     /// Takes all pages out.
     pub fn clear(&mut self) {
         self.chunks.fill(PageSet::EMPTY);

@@ -137,8 +137,8 @@ impl Pagemap {
         }
     }
 
-    /// Pages of `range` that match, in ascending order, into `regions` (emptied first; its capacity is kept at no less than
-    /// [`REGIONS_PER_CALL`], so use one again and again). Addresses where nothing is mapped are passed over.
+    /// Pages of `range` that match, in ascending order, into `regions` (emptied first; its capacity grows to one region per page of
+    /// the range, at most [`REGIONS_PER_CALL`], so use one again and again). Addresses where nothing is mapped are passed over.
     ///
     /// # Errors
     /// `EPERM` when arming: part of the range is not registered for asynchronous write protection. `ESRCH`: the process has ended.
@@ -148,7 +148,7 @@ impl Pagemap {
         regions.clear();
         let mut at = range.start;
         while at < range.end {
-            regions.reserve(REGIONS_PER_CALL);
+            regions.reserve(REGIONS_PER_CALL.min((range.end - at).div_ceil(PAGE_BYTES) as usize));
             let known = regions.len();
             let free = regions.spare_capacity_mut();
             let mut arg = abi::pm_scan_arg {

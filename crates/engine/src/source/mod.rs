@@ -6,6 +6,12 @@ pub mod link;
 /// Which pages the guest wrote.
 pub mod track;
 
+/// Which of them were written again before their turn.
+pub mod fake_dirty;
+
+/// Which of them were written in each of the last rounds.
+pub mod hot;
+
 /// What the destination holds of each page.
 pub mod sent;
 
@@ -226,7 +232,7 @@ impl Migration<'_> {
         vmm.prepare()?;
         tracker.arm(ram)?;
 
-        let mut rounds = Rounds::new(ram, self.monitor, streams, self.options.bandwidth_bytes_per_s);
+        let mut rounds = Rounds::new(ram, self.monitor, streams, tracker, self.options)?;
         let allocated = rounds.everything()?;
         let total = ram.layout().pages();
         self.report.ram = sterna_api::report::RamPages { total_pages: total, allocated_pages: allocated };
@@ -335,10 +341,13 @@ impl Migration<'_> {
         report.pages.zero = counts.zero;
         report.pages.unallocated += counts.unallocated;
         report.pages.fake_dirty_content = counts.unchanged;
+        report.pages.fake_dirty_tracked = counts.again;
         report.bytes_on_wire = rounds.bytes();
         report.bytes_raw = counts.full * 4096;
         report.rounds.clone_from(&rounds.done);
         report.tracking.untracked_writes = rounds.untracked_writes;
+        let (looks, look_time) = rounds.looks();
+        (report.tracking.looks, report.tracking.look_ms) = (looks, look_time.as_secs_f64() * 1e3);
         report.source.cpu_s = rounds.cpu().as_secs_f64();
     }
 

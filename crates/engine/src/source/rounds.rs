@@ -2,12 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-use sterna_api::report;
+use sterna_api::options::{ContentHash, HotPages as HotPagesOption};
+use sterna_api::{MigrateOptions, report};
 use sterna_protocol::pages::PageMap;
 
+use super::fake_dirty::FakeDirtyPages;
+use super::hot::HotPages;
 use super::link::Link;
 use super::select::{Counts, changed_untracked};
-use super::send::{Round, Stream, send_round};
+use super::send::{Round, Sent, Stream, send_round};
 use super::sent::SentTable;
 use super::track::Tracker;
 use crate::error::MigrateError;
@@ -36,30 +39,49 @@ pub struct Rounds<'a> {
     pub untracked_writes: u64,
     pacer: Pacer,
     sent: SentTable,
+    fake_dirty: FakeDirtyPages,
+    nothing: FakeDirtyPages,
+    skip_unchanged: bool,
+    hot: HotPages,
     outstanding: PageMap,
+    written: PageMap,
     discarded: PageMap,
     pages_per_s: f64,
     collected: Instant,
 }
 
 impl<'a> Rounds<'a> {
-    /// Nothing sent, nothing outstanding.
-    #[must_use]
-    pub fn new(ram: &'a Ram, monitor: &'a Monitor, streams: Vec<Stream>, bytes_per_s: Option<u64>) -> Self {
-        Self {
+    /// Nothing sent, nothing outstanding. The tracker is armed.
+    ///
+    /// # Errors
+    /// No thread left.
+    pub fn new(
+        ram: &'a Ram,
+        monitor: &'a Monitor,
+        streams: Vec<Stream>,
+        tracker: &dyn Tracker,
+        options: &MigrateOptions,
+    ) -> Result<Self, MigrateError> {
+        let layout = ram.layout();
+        Ok(Self {
             ram,
             monitor,
             streams,
             done: Vec::new(),
             counts: Counts::default(),
             untracked_writes: 0,
-            pacer: Pacer::new(bytes_per_s),
-            sent: SentTable::new(ram.layout()),
-            outstanding: PageMap::empty(ram.layout()),
-            discarded: PageMap::empty(ram.layout()),
+            pacer: Pacer::new(options.bandwidth_bytes_per_s),
+            sent: SentTable::new(layout),
+            fake_dirty: FakeDirtyPages::new(options, layout, tracker.watch())?,
+            nothing: FakeDirtyPages::off(layout),
+            skip_unchanged: options.content_hash != ContentHash::Off,
+            hot: HotPages::new(layout, options.hot_pages == HotPagesOption::Hold),
+            outstanding: PageMap::empty(layout),
+            written: PageMap::empty(layout),
+            discarded: PageMap::empty(layout),
             pages_per_s: 0.0,
             collected: Instant::now(),
-        }
+        })
     }
 
     /// Makes every allocated page outstanding; how many. The rest reads as zeros at the destination already. Called after tracking
@@ -90,7 +112,11 @@ impl<'a> Rounds<'a> {
     /// As [`Tracker::collect`].
     pub fn collect(&mut self, tracker: &mut dyn Tracker) -> Result<f64, MigrateError> {
         let before = tracker.cost().write_faults;
-        tracker.collect(self.ram, &mut self.outstanding, &mut self.discarded)?;
+        self.written.clear();
+        tracker.collect(self.ram, &mut self.written, &mut self.discarded)?;
+        self.fake_dirty.collected();
+        self.hot.collected(&self.written);
+        self.outstanding.add(&self.written);
         let rate = (tracker.cost().write_faults - before) as f64 / self.collected.elapsed().as_secs_f64().max(1e-6);
         self.collected = Instant::now();
         Ok(rate)
@@ -132,6 +158,8 @@ impl<'a> Rounds<'a> {
     }
 
     fn round(&mut self, link: &mut Link, last: bool) -> Result<usize, MigrateError> {
+        // With the guest stopped everything goes: nothing is held back, nothing is left to a next round.
+        let held = if last { PageMap::empty(self.ram.layout()) } else { self.hold_hot() };
         let (number, dirty_pages) = (self.done.len() as u32, self.outstanding.len());
         self.monitor.begin_round(number, dirty_pages);
         let (began, before) = (Instant::now(), self.bytes());
@@ -142,13 +170,21 @@ impl<'a> Rounds<'a> {
             ram: self.ram,
             sent: &self.sent,
             pacer: &self.pacer,
+            fake_dirty: if last { &self.nothing } else { &self.fake_dirty },
+            skip_unchanged: self.skip_unchanged,
             monitor: self.monitor,
         };
-        let counts = send_round(&mut self.streams, &round)?;
+        let Sent { counts, again } = send_round(&mut self.streams, &round)?;
         let suspects = link.round_end(number, last)?;
         let took = began.elapsed();
-        self.outstanding.clear();
-        self.discarded.clear();
+        let hot_pages = held.len();
+        // What is held back or left out keeps its mark as discarded: it is still to be looked up before it is touched.
+        self.outstanding = held;
+        for (chunk, pages) in again {
+            let outstanding = self.outstanding.chunk_mut(chunk);
+            *outstanding = outstanding.or(&pages);
+        }
+        self.discarded.keep(&self.outstanding);
         for suspect in &suspects {
             if self.ram.layout().place(suspect.chunk).is_none_or(|place| usize::from(suspect.page) >= place.pages) {
                 return Err(MigrateError::Reply("it asks for pages that this machine does not have"));
@@ -157,7 +193,7 @@ impl<'a> Rounds<'a> {
             self.sent.suspect(suspect.chunk, suspect.page);
         }
         if counts.full >= MEASURABLE_PAGES {
-            self.pages_per_s = dirty_pages as f64 / took.as_secs_f64();
+            self.pages_per_s = (dirty_pages - counts.again) as f64 / took.as_secs_f64();
         }
         self.counts += counts;
         self.done.push(report::Round {
@@ -165,12 +201,30 @@ impl<'a> Rounds<'a> {
             dirty_pages,
             sent_pages: counts.full,
             skipped_pages: counts.pages() - counts.full,
-            hot_pages: 0,
+            hot_pages,
             bytes_on_wire: self.bytes() - before,
             ms: took.as_secs_f64() * 1e3,
             dirty_rate_pages_per_s: 0.0,
         });
         Ok(suspects.len())
+    }
+
+    /// Takes the hot pages out of what is outstanding, and yields them.
+    fn hold_hot(&mut self) -> PageMap {
+        let mut held = PageMap::empty(self.ram.layout());
+        for chunk in self.ram.layout().iter() {
+            let outstanding = self.outstanding.chunk_mut(chunk);
+            let hot = outstanding.and(&self.hot.in_chunk(chunk));
+            *outstanding = outstanding.without(&hot);
+            *held.chunk_mut(chunk) = hot;
+        }
+        held
+    }
+
+    /// How many looks for pages written again there were, and the time they took.
+    #[must_use]
+    pub fn looks(&self) -> (u64, Duration) {
+        self.fake_dirty.cost()
     }
 
     /// Bytes of frames sent on all connections.

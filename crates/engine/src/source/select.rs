@@ -1,6 +1,6 @@
 //! What of a chunk travels: the decision about each page, and nothing else.
 
-use sterna_protocol::frame::{ChunkFrame, page_digest};
+use sterna_protocol::frame::page_digest;
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
@@ -16,15 +16,17 @@ pub struct Counts {
     pub zero: u64,
     /// Given back by the guest: zeros at the destination from now on.
     pub unallocated: u64,
-    /// Written again with what was there.
+    /// Written with what was there already: nothing.
     pub unchanged: u64,
+    /// Written again before their turn: left to the next round.
+    pub again: u64,
 }
 
 impl Counts {
     /// All pages dealt with.
     #[must_use]
     pub fn pages(&self) -> u64 {
-        self.full + self.zero + self.unallocated + self.unchanged
+        self.full + self.zero + self.unallocated + self.unchanged + self.again
     }
 }
 
@@ -34,44 +36,63 @@ impl std::ops::AddAssign for Counts {
         self.zero += other.zero;
         self.unallocated += other.unallocated;
         self.unchanged += other.unchanged;
+        self.again += other.again;
     }
+}
+
+/// What is asked about a chunk.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted {
+    /// The chunk.
+    pub chunk: ChunkIndex,
+    /// The pages to decide about.
+    pub pages: PageSet,
+    /// Those of them that the guest gave back since the last round: they are looked up in the file before they are touched, because
+    /// reading a hole through the mapping would fill it.
+    pub discarded: PageSet,
+    /// Those of them that were written again: they are left to the next round.
+    pub again: PageSet,
 }
 
 /// What of one chunk travels.
 #[derive(Debug)]
 pub struct Selected {
-    /// The frame; absent where nothing travels.
-    pub frame: Option<ChunkFrame>,
-    /// A digest for each full page of it, in order.
+    /// Pages whose bodies travel.
+    pub full: PageSet,
+    /// Pages that become zeros at the destination.
+    pub zero: PageSet,
+    /// A digest for each full page, in order.
     pub digests: Vec<u64>,
     /// Where the pages went.
     pub counts: Counts,
 }
 
-/// Decides about `wanted` pages of a chunk.
+/// Decides about the wanted pages of a chunk. `skip_unchanged` is whether a page whose digest is that of what was last sent is left
+/// out; where tracking is coarser than a page it always is. Where `copies` is given, the body of each full page is appended to it, in
+/// order: those are the bytes that were digested.
 ///
-/// `discarded` are those of them that the guest gave back since: they are looked up in the file before they are touched, because
-/// reading a hole through the mapping would fill it. `skip_unchanged` is for blocks whose tracking is coarser than a page.
-///
-/// Every page is read once into a buffer, so that all decisions about it are about the same content; the body is read again by
-/// the kernel when it is sent. A write in between makes the page dirty (it is watched), so it goes again.
+/// Every page is read once, so that all decisions about it are about the same content. Without copies the body is read again by the
+/// kernel when it is sent; a write in between makes the page dirty (it is watched), so it goes again.
 ///
 /// # Errors
 /// The file's holes cannot be read.
 pub fn select(
     ram: &Ram,
     sent: &SentTable,
-    round: u32,
-    chunk: ChunkIndex,
-    wanted: &PageSet,
-    discarded: &PageSet,
+    skip_unchanged: bool,
+    wanted: &Wanted,
+    mut copies: Option<&mut Vec<u8>>,
 ) -> std::io::Result<Selected> {
-    let mut counts = Counts::default();
-    let (mut full, mut zero, mut digests) = (PageSet::EMPTY, PageSet::EMPTY, Vec::with_capacity(wanted.len()));
-    let holes = if discarded.is_empty() { PageSet::EMPTY } else { discarded.without(&ram.allocated_in(chunk)?) };
-    let skip_unchanged = ram.tracked_coarsely(chunk);
+    let chunk = wanted.chunk;
+    let again = wanted.pages.and(&wanted.again);
+    let pages = wanted.pages.without(&again);
+    let mut counts = Counts { again: again.len() as u64, ..Counts::default() };
+    let (mut full, mut zero, mut digests) = (PageSet::EMPTY, PageSet::EMPTY, Vec::with_capacity(pages.len()));
+    let discarded = pages.and(&wanted.discarded);
+    let holes = if discarded.is_empty() { discarded } else { discarded.without(&ram.allocated_in(chunk)?) };
+    let skip_unchanged = skip_unchanged || ram.tracked_coarsely(chunk);
     let mut body = [0; PAGE_BYTES];
-    for page in wanted.iter() {
+    for page in pages.iter() {
         let hole = holes.contains(page);
         if !hole {
             ram.read(chunk, page, &mut body);
@@ -97,9 +118,11 @@ pub fn select(
         full.insert(page);
         digests.push(digest);
         sent.content(chunk, page, digest);
+        if let Some(copies) = &mut copies {
+            copies.extend_from_slice(&body);
+        }
     }
-    let frame = (!full.is_empty() || !zero.is_empty()).then_some(ChunkFrame { round, chunk, full, zero });
-    Ok(Selected { frame, digests, counts })
+    Ok(Selected { full, zero, digests, counts })
 }
 
 /// Pages of a chunk whose content is not what was last sent, though nobody reported a write. For guests whose disks write into

@@ -3,13 +3,14 @@
 use std::net::TcpStream;
 use std::time::Duration;
 
-use sterna_protocol::frame::{Frame, FrameWriter};
+use sterna_protocol::frame::{ChunkFrame, Frame, FrameWriter};
 use sterna_protocol::layout::ChunkIndex;
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::socket::{SendError, send_all};
 
-use super::select::{Counts, select};
+use super::fake_dirty::FakeDirtyPages;
+use super::select::{Counts, Wanted, select};
 use super::sent::SentTable;
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
@@ -39,8 +40,28 @@ pub struct Round<'a> {
     pub sent: &'a SentTable,
     /// The bandwidth limit.
     pub pacer: &'a Pacer,
+    /// Finds the pages that were written again before their turn; nothing where the guest has stopped.
+    pub fake_dirty: &'a FakeDirtyPages,
+    /// Whether pages whose content is what was last sent are left out.
+    pub skip_unchanged: bool,
     /// Progress and cancelling.
     pub monitor: &'a Monitor,
+}
+
+/// What a round, or a connection's share of it, did.
+#[derive(Debug, Default)]
+pub struct Sent {
+    /// Where the pages went.
+    pub counts: Counts,
+    /// Pages left to the next round because they were written again.
+    pub again: Vec<(ChunkIndex, PageSet)>,
+}
+
+impl Sent {
+    fn add(&mut self, mut other: Self) {
+        self.counts += other.counts;
+        self.again.append(&mut other.again);
+    }
 }
 
 impl Stream {
@@ -57,23 +78,29 @@ impl Stream {
     }
 
     /// Sends this connection's share of a round: always the same chunks, so that what is sent later of a page arrives later.
-    fn send(&mut self, round: &Round, own: impl Fn(ChunkIndex) -> bool) -> Result<Counts, MigrateError> {
-        let mut counts = Counts::default();
-        for (chunk, wanted) in round.outstanding.iter().filter(|(chunk, _)| own(*chunk)) {
+    fn send(&mut self, round: &Round, own: impl Fn(ChunkIndex) -> bool) -> Result<Sent, MigrateError> {
+        let mut sent = Sent::default();
+        for (chunk, pages) in round.outstanding.iter().filter(|(chunk, _)| own(*chunk)) {
             round.monitor.check()?;
-            let selected = select(round.ram, round.sent, round.number, chunk, wanted, round.discarded.chunk(chunk))
+            let again = round.fake_dirty.again(chunk)?.and(pages);
+            if !again.is_empty() {
+                sent.again.push((chunk, again));
+            }
+            let wanted = Wanted { chunk, pages: *pages, discarded: *round.discarded.chunk(chunk), again };
+            let selected = select(round.ram, round.sent, round.skip_unchanged, &wanted, None)
                 .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
             let before = self.bytes;
-            if let Some(frame) = selected.frame {
+            if !selected.full.is_empty() || !selected.zero.is_empty() {
+                let frame = ChunkFrame { round: round.number, chunk, full: selected.full, zero: selected.zero };
                 round.pacer.wait((frame.body_bytes() + selected.digests.len() * 8) as u64, || round.monitor.check())?;
                 let bodies = round.ram.outgoing(chunk, &frame.full);
                 self.write(&Frame::Chunk(frame), &selected.digests, bodies)?;
             }
-            counts += selected.counts;
+            sent.counts += selected.counts;
             round.monitor.sent(selected.counts.pages(), self.bytes - before);
         }
         self.write(&Frame::RoundEnd { round: round.number }, &[], Vec::new())?;
-        Ok(counts)
+        Ok(sent)
     }
 
     /// Writes a frame: its header and digests from here, its bodies straight from the guest's RAM.
@@ -98,9 +125,9 @@ impl Stream {
 ///
 /// # Errors
 /// What went wrong on any connection, or [`MigrateError::Cancelled`].
-pub fn send_round(streams: &mut [Stream], round: &Round) -> Result<Counts, MigrateError> {
+pub fn send_round(streams: &mut [Stream], round: &Round) -> Result<Sent, MigrateError> {
     let count = streams.len() as u32;
-    let mut total = Counts::default();
+    let mut total = Sent::default();
     let share = |index: usize| move |chunk: ChunkIndex| chunk.0 % count == index as u32;
     if let [only] = streams {
         return only.send(round, share(0));
@@ -111,15 +138,15 @@ pub fn send_round(streams: &mut [Stream], round: &Round) -> Result<Counts, Migra
             .enumerate()
             .map(|(index, stream)| {
                 scope.spawn(move || {
-                    let counts = stream.send(round, share(index));
+                    let sent = stream.send(round, share(index));
                     stream.cpu += sterna_sys::process::thread_cpu_time();
-                    counts
+                    sent
                 })
             })
             .collect();
         for sender in senders {
             // A panic in a sender is a bug: it is passed on rather than swallowed.
-            total += sender.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            total.add(sender.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
         }
         Ok(total)
     })

@@ -1,10 +1,13 @@
 //! Which pages the guest wrote.
 
+use std::fmt::Debug;
 use std::ops::Range;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::pagemap::{Pagemap, Region};
 use sterna_sys::userfaultfd::{self, Features, Modes, Userfaultfd};
 
@@ -41,11 +44,29 @@ pub trait Tracker: Send {
     /// The migration cannot go on: writes may have been lost.
     fn collect(&mut self, ram: &Ram, written: &mut PageMap, discarded: &mut PageMap) -> Result<(), MigrateError>;
 
+    /// A way to look at what is written, for as long as this watches; `None` where it does not, or cannot be looked at.
+    fn watch(&self) -> Option<Arc<dyn Watch>>;
+
     /// Ends watching; the guest pays nothing more. May be called whenever, and more than once.
     fn disarm(&mut self);
 
     /// What it has cost.
     fn cost(&self) -> Cost;
+}
+
+/// A look at what is written now: it changes nothing, and [`Tracker::collect`] yields the same pages again.
+pub trait Watch: Send + Sync + Debug {
+    /// Pages of a chunk written since they were last collected.
+    ///
+    /// # Errors
+    /// The VMM's process has ended, for one.
+    fn written_in(&self, ram: &Layout, chunk: ChunkIndex) -> Result<PageSet, MigrateError>;
+
+    /// Pages of all RAM written since they were last collected, added to `written`.
+    ///
+    /// # Errors
+    /// As [`Self::written_in`].
+    fn written(&self, ram: &Layout, written: &mut PageMap) -> Result<(), MigrateError>;
 }
 
 /// What only the VMM's own process can do for tracking.
@@ -108,7 +129,7 @@ impl Inside for InsideQemu {
 /// mark: those the agent logs.
 pub struct WriteProtect<I: Inside> {
     inside: I,
-    pagemap: Pagemap,
+    pagemap: Arc<Pagemap>,
     armed: Option<Armed>,
     regions: Vec<Region>,
     cost: Cost,
@@ -128,7 +149,7 @@ impl<I: Inside> WriteProtect<I> {
     /// The process's page tables cannot be opened.
     pub fn new(pid: u32, inside: I) -> Result<Self, MigrateError> {
         let pagemap = Pagemap::open(pid).map_err(MigrateError::kernel("opening QEMU's page tables"))?;
-        Ok(Self { inside, pagemap, armed: None, regions: Vec::new(), cost: Cost::default() })
+        Ok(Self { inside, pagemap: Arc::new(pagemap), armed: None, regions: Vec::new(), cost: Cost::default() })
     }
 }
 
@@ -191,6 +212,11 @@ impl<I: Inside> Tracker for WriteProtect<I> {
         Ok(())
     }
 
+    fn watch(&self) -> Option<Arc<dyn Watch>> {
+        let spans = self.armed.as_ref()?.spans.clone();
+        Some(Arc::new(WrittenPages { pagemap: Arc::clone(&self.pagemap), spans }))
+    }
+
     fn disarm(&mut self) {
         let Some(armed) = self.armed.take() else { return };
         for span in &armed.spans {
@@ -202,6 +228,48 @@ impl<I: Inside> Tracker for WriteProtect<I> {
 
     fn cost(&self) -> Cost {
         self.cost
+    }
+}
+
+/// Looks into the same page tables without arming anything. Once watching has ended every page counts as written.
+#[derive(Debug)]
+struct WrittenPages {
+    pagemap: Arc<Pagemap>,
+    spans: Vec<Range<u64>>,
+}
+
+impl WrittenPages {
+    fn look(&self, range: Range<u64>) -> Result<Vec<Region>, MigrateError> {
+        let mut regions = Vec::new();
+        let looked = self.pagemap.written(range, &mut regions);
+        looked.map_err(MigrateError::kernel("looking at which pages the guest wrote"))?;
+        Ok(regions)
+    }
+}
+
+impl Watch for WrittenPages {
+    fn written_in(&self, ram: &Layout, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
+        let mut set = PageSet::EMPTY;
+        let Some((place, span)) = ram.place(chunk).and_then(|place| Some((place, self.spans.get(place.block)?))) else {
+            return Ok(set);
+        };
+        let start = span.start + place.offset;
+        for region in self.look(start..start + (place.pages * PAGE_BYTES) as u64)? {
+            // A huge page reaches out of its chunk.
+            let first = region.start.saturating_sub(start) as usize / PAGE_BYTES;
+            let end = (region.end - start) as usize / PAGE_BYTES;
+            set.insert_run(first, end - first);
+        }
+        Ok(set)
+    }
+
+    fn written(&self, ram: &Layout, written: &mut PageMap) -> Result<(), MigrateError> {
+        for (block, span) in self.spans.iter().enumerate() {
+            for region in self.look(span.clone())? {
+                add_run(written, ram, block, region.start - span.start..region.end - span.start);
+            }
+        }
+        Ok(())
     }
 }
 

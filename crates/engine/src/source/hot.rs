@@ -1,0 +1,76 @@
+//! Hot pages: those that the guest wrote in each of the last rounds (the writable working set). They are held back until they cool down
+//! or the guest has stopped, so that rounds carry what stays sent.
+
+use sterna_protocol::layout::{ChunkIndex, Layout};
+use sterna_protocol::pages::{PageMap, PageSet};
+
+/// Which pages are hot. A page is hot when each of the last three collections yielded it.
+#[derive(Debug)]
+pub struct HotPages {
+    /// What the last collections yielded, the latest first. Empty where nothing is to be held.
+    last: [PageMap; 3],
+    holds: bool,
+}
+
+impl HotPages {
+    /// None yet; where it does not hold there never are any.
+    #[must_use]
+    pub fn new(layout: &Layout, holds: bool) -> Self {
+        Self { last: std::array::from_fn(|_| PageMap::empty(layout)), holds }
+    }
+
+    /// Takes in what a collection yielded.
+    pub fn collected(&mut self, written: &PageMap) {
+        if self.holds {
+            self.last.rotate_right(1);
+            self.last[0].clone_from(written);
+        }
+    }
+
+    /// The hot pages of a chunk.
+    #[must_use]
+    pub fn in_chunk(&self, chunk: ChunkIndex) -> PageSet {
+        let [first, second, third] = &self.last;
+        first.chunk(chunk).and(second.chunk(chunk)).and(third.chunk(chunk))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_protocol::layout::PageIndex;
+    use sterna_protocol::spec::BlockSpec;
+
+    use super::*;
+
+    fn layout() -> Layout {
+        Layout::new(&[BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() }]).unwrap()
+    }
+
+    fn map(pages: &[u8]) -> PageMap {
+        let mut map = PageMap::empty(&layout());
+        pages.iter().for_each(|&page| map.insert(PageIndex { chunk: ChunkIndex(0), page }));
+        map
+    }
+
+    #[test]
+    fn a_page_is_hot_when_it_was_written_in_each_of_three_rounds_and_cools_down_when_it_was_not() {
+        let mut hot = HotPages::new(&layout(), true);
+        let holds = |hot: &HotPages| hot.in_chunk(ChunkIndex(0)).iter().collect::<Vec<_>>();
+        hot.collected(&map(&[1, 2, 3]));
+        hot.collected(&map(&[1, 2]));
+        assert!(holds(&hot).is_empty());
+        hot.collected(&map(&[2, 1, 9]));
+        assert_eq!(holds(&hot), [1, 2]);
+        hot.collected(&map(&[2]));
+        assert_eq!(holds(&hot), [2]);
+        hot.collected(&map(&[]));
+        assert!(holds(&hot).is_empty());
+    }
+
+    #[test]
+    fn where_nothing_is_held_nothing_is_hot() {
+        let mut hot = HotPages::new(&layout(), false);
+        (0..5).for_each(|_| hot.collected(&map(&[1])));
+        assert!(hot.in_chunk(ChunkIndex(0)).is_empty());
+    }
+}
