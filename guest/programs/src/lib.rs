@@ -15,3 +15,5 @@ pub mod page;
 pub mod random;
 /// Lines to the console and to the meter.
 pub mod report;
+/// Stores to pages, silent ones among them, the same in every run.
+pub mod writer;

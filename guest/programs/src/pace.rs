@@ -33,23 +33,24 @@ impl Pace {
     }
 }
 
-/// Comes round once a second.
+/// Comes round at an interval.
 #[derive(Debug)]
-pub struct EverySecond {
+pub struct Every {
+    interval: Duration,
     last: Instant,
 }
 
-impl EverySecond {
-    /// The first second starts `now`.
+impl Every {
+    /// The first interval starts `now`.
     #[must_use]
-    pub fn new(now: Instant) -> Self {
-        Self { last: now }
+    pub fn new(interval: Duration, now: Instant) -> Self {
+        Self { interval, last: now }
     }
 
-    /// The time since the last round, once that is a second or more.
+    /// The time since the last round, once that is an interval or more.
     pub fn elapsed(&mut self, now: Instant) -> Option<Duration> {
         let since = now.saturating_duration_since(self.last);
-        (since >= Duration::from_secs(1)).then(|| {
+        (since >= self.interval).then(|| {
             self.last = now;
             since
         })
@@ -79,5 +80,15 @@ mod tests {
     fn no_rate_means_no_limit() {
         let start = Instant::now();
         assert_eq!(Pace::new(0.0, start).due(start, 32), 32);
+    }
+
+    #[test]
+    fn an_interval_is_told_once_and_with_what_it_really_took() {
+        let start = Instant::now();
+        let mut every = Every::new(Duration::from_millis(100), start);
+        let at = |ms| start + Duration::from_millis(ms);
+        assert_eq!(every.elapsed(at(99)), None);
+        assert_eq!(every.elapsed(at(130)), Some(Duration::from_millis(130)));
+        assert_eq!(every.elapsed(at(131)), None);
     }
 }

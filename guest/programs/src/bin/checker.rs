@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use sterna_guest_programs::arguments::Arguments;
-use sterna_guest_programs::pace::{EverySecond, Pace};
+use sterna_guest_programs::pace::{Every, Pace};
 use sterna_guest_programs::page::{Fault, PAGE_BYTES, Page};
 use sterna_guest_programs::random::Random;
 use sterna_guest_programs::report::Report;
@@ -114,7 +114,7 @@ fn main() {
 
     let mut random = Random::new(1);
     let mut pace = Pace::new(rate_mib * 256.0, Instant::now());
-    let mut second = EverySecond::new(Instant::now());
+    let mut second = Every::new(Duration::from_secs(1), Instant::now());
     let mut sweep = Sweep { next: 0, started: Instant::now(), last_took: Duration::ZERO };
     let mut writes = 0_u64;
     loop {
