@@ -1,18 +1,19 @@
 //! The devices' state into the VMM, held back until the last pages are in place.
 
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use crate::error::MigrateError;
+use crate::transport::connection::{Connection, HangUp};
 
 /// Carries the devices' state into the VMM on a thread of its own, but not while it is held.
 pub struct HeldDevices {
     gate: Arc<Gate>,
     thread: Mutex<Option<JoinHandle<std::io::Result<()>>>>,
-    from: TcpStream,
+    from: HangUp,
     to: UnixStream,
 }
 
@@ -39,17 +40,17 @@ impl HeldDevices {
     ///
     /// # Errors
     /// No descriptor or thread left.
-    pub fn start(from: TcpStream, to: UnixStream) -> Result<Self, MigrateError> {
+    pub fn start(mut from: Connection, to: UnixStream) -> Result<Self, MigrateError> {
         let host = || MigrateError::host("setting up the devices' way into QEMU");
         let gate = Arc::new(Gate::default());
-        let (mut reader, mut writer, waiting) =
-            (from.try_clone().map_err(host())?, to.try_clone().map_err(host())?, Arc::clone(&gate));
+        let (hang_up, mut writer, waiting) =
+            (from.hang_up().map_err(host())?, to.try_clone().map_err(host())?, Arc::clone(&gate));
         // A source may be quiet for as long as the guest runs there.
-        reader.set_read_timeout(None).map_err(host())?;
+        from.set_read_timeout(None).map_err(host())?;
         let carry = move || {
             let mut buffer = vec![0; 256 << 10];
             let mut carry = || loop {
-                let read = reader.read(&mut buffer)?;
+                let read = from.read(&mut buffer)?;
                 // After the reading: what was read once the guest had stopped must wait, also where the reading began before.
                 waiting.wait_open();
                 if read == 0 {
@@ -63,7 +64,7 @@ impl HeldDevices {
             carried
         };
         let thread = std::thread::Builder::new().name("devices".into()).spawn(carry).map_err(host())?;
-        Ok(Self { gate, thread: Mutex::new(Some(thread)), from, to })
+        Ok(Self { gate, thread: Mutex::new(Some(thread)), from: hang_up, to })
     }
 
     /// Holds what comes from now on.
@@ -97,7 +98,7 @@ impl Drop for HeldDevices {
     fn drop(&mut self) {
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
-            let _ = self.from.shutdown(Shutdown::Both);
+            self.from.now();
             let _ = self.to.shutdown(Shutdown::Both);
             self.release();
             let _ = thread.join();

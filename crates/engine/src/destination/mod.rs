@@ -12,7 +12,6 @@ pub mod place;
 /// The devices' state into the VMM, held back until the last pages are in place.
 pub mod devices;
 
-use std::net::TcpStream;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
@@ -30,6 +29,7 @@ use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming, MigrationId};
 use crate::ram::Ram;
 use crate::transport::SessionKey;
+use crate::transport::connection::{Connection, HangUp};
 use crate::transport::control::Answering;
 use crate::vmm::EventTime;
 
@@ -45,7 +45,10 @@ const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_STREAMS: u16 = sterna_api::options::MAX_STREAMS as u16;
 
 /// A connection of a session, as the listener hands it on.
-pub(crate) type Call = (Role, TcpStream);
+pub(crate) type Call = (Role, Connection);
+
+/// What [`Session::set_up`] brings together.
+type SetUp = (Vec<Connection>, HangUpAll, HeldDevices);
 
 /// A machine on its way here.
 struct Session<'a> {
@@ -122,7 +125,7 @@ impl Session<'_> {
 
     /// Everything between the accepted proposal and the end, with the receivers at work.
     fn receive(&mut self, mut guard: Guard, ram: &Ram, spec: &VmSpec, streams: u16) -> Result<(), MigrateError> {
-        let (pages, held) = match self.set_up(&mut guard, streams) {
+        let (mut pages, hang_up, held) = match self.set_up(&mut guard, streams) {
             Ok(set_up) => set_up,
             Err(error) => {
                 // The source has been told yes: it learns of this by the answer to whatever it asks next.
@@ -136,8 +139,8 @@ impl Session<'_> {
         let placer = Placer::new(ram, self.host);
         std::thread::scope(|scope| {
             // Whatever ends this scope ends the receivers: they read until their connection is shut down.
-            let _hang_up = HangUp(pages.iter().filter_map(|stream| stream.try_clone().ok()).collect());
-            for (index, stream) in pages.iter().enumerate() {
+            let _hang_up = hang_up;
+            for (index, stream) in pages.iter_mut().enumerate() {
                 let (arrivals, placer, key) = (&arrivals, &placer, self.key.key);
                 scope.spawn(move || receive::receive(index, stream, key, placer, arrivals));
             }
@@ -150,21 +153,23 @@ impl Session<'_> {
         })
     }
 
-    /// The connections that carry pages, in order, and the way of the devices' state into the VMM.
-    fn set_up(&self, guard: &mut Guard, streams: u16) -> Result<(Vec<TcpStream>, HeldDevices), MigrateError> {
+    /// The connections that carry pages, in order, what ends them, and the way of the devices' state into the VMM.
+    fn set_up(&mut self, guard: &mut Guard, streams: u16) -> Result<SetUp, MigrateError> {
         let (pages, devices) = self.connections(streams)?;
+        let hang_up = pages.iter().map(Connection::hang_up).collect::<Result<_, _>>();
+        let hang_up = HangUpAll(hang_up.map_err(MigrateError::host("setting up the pages' way into RAM"))?);
         let vmm_stream = guard.incoming_mut().vmm.prepare()?;
-        Ok((pages, HeldDevices::start(devices, vmm_stream)?))
+        Ok((pages, hang_up, HeldDevices::start(devices, vmm_stream)?))
     }
 
     /// The connections that carry pages, in order, and the devices' one.
-    fn connections(&self, streams: u16) -> Result<(Vec<TcpStream>, TcpStream), MigrateError> {
+    fn connections(&mut self, streams: u16) -> Result<(Vec<Connection>, Connection), MigrateError> {
         let late = || MigrateError::Link {
             doing: "waiting for the session's connections",
             source: std::io::ErrorKind::TimedOut.into(),
         };
         let deadline = Instant::now() + CONNECT_TIMEOUT;
-        let mut pages: Vec<Option<TcpStream>> = (0..streams).map(|_| None).collect();
+        let mut pages: Vec<Option<Connection>> = (0..streams).map(|_| None).collect();
         let mut devices = None;
         while devices.is_none() || pages.iter().any(Option::is_none) {
             match self.calls.recv_timeout(CONNECT_LOOK) {
@@ -337,13 +342,11 @@ impl Drop for Guard<'_> {
     }
 }
 
-/// Shuts connections down when dropped, which wakes whoever reads them.
-struct HangUp(Vec<TcpStream>);
+/// Ends connections when dropped, which wakes whoever reads them.
+struct HangUpAll(Vec<HangUp>);
 
-impl Drop for HangUp {
+impl Drop for HangUpAll {
     fn drop(&mut self) {
-        for stream in &self.0 {
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-        }
+        self.0.iter().for_each(HangUp::now);
     }
 }

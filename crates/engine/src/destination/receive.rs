@@ -1,7 +1,6 @@
 //! Frames off one connection, and what has arrived on all of them.
 
 use std::io::Read;
-use std::net::{Shutdown, TcpStream};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -11,6 +10,7 @@ use sterna_protocol::layout::CHUNK_BYTES;
 
 use super::place::Placer;
 use crate::error::MigrateError;
+use crate::transport::connection::Connection;
 
 /// How far each connection is, and what went wrong on any.
 #[derive(Debug)]
@@ -99,16 +99,16 @@ impl Arrivals {
 }
 
 /// Receives on one connection until it is closed. A failure is noted, and the connection shut down so that the source sees it.
-pub fn receive(index: usize, stream: &TcpStream, key: u64, placer: &Placer, arrivals: &Arrivals) {
+pub fn receive(index: usize, stream: &mut Connection, key: u64, placer: &Placer, arrivals: &Arrivals) {
     if let Err(error) = frames(index, stream, key, placer, arrivals) {
         arrivals.fail(error.problem());
-        let _ = stream.shutdown(Shutdown::Both);
+        stream.end();
     }
 }
 
 fn frames(
     index: usize,
-    mut stream: &TcpStream,
+    stream: &mut Connection,
     key: u64,
     placer: &Placer,
     arrivals: &Arrivals,

@@ -1,17 +1,18 @@
 //! The devices' state on its way from the VMM to the destination.
 
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 
 use crate::error::MigrateError;
+use crate::transport::connection::{Connection, HangUp};
 
 /// Carries the devices' state from the VMM to the destination on a thread of its own.
 pub struct DevicePump {
     thread: Option<JoinHandle<io::Result<u64>>>,
     from: UnixStream,
-    to: TcpStream,
+    to: HangUp,
 }
 
 impl DevicePump {
@@ -19,23 +20,23 @@ impl DevicePump {
     ///
     /// # Errors
     /// No descriptor or thread left.
-    pub fn start(from: UnixStream, to: TcpStream) -> Result<Self, MigrateError> {
+    pub fn start(from: UnixStream, mut to: Connection) -> Result<Self, MigrateError> {
         let host = || MigrateError::host("setting up the devices' way to the destination");
-        let (mut reader, mut writer) = (from.try_clone().map_err(host())?, to.try_clone().map_err(host())?);
+        let (mut reader, hang_up) = (from.try_clone().map_err(host())?, to.hang_up().map_err(host())?);
         let carry = move || {
             let (mut buffer, mut total) = (vec![0; 256 << 10], 0);
             loop {
                 let read = reader.read(&mut buffer)?;
                 if read == 0 {
-                    writer.shutdown(Shutdown::Write)?;
+                    to.finish()?;
                     return Ok(total);
                 }
-                writer.write_all(&buffer[..read])?;
+                to.write_all(&buffer[..read])?;
                 total += read as u64;
             }
         };
         let thread = std::thread::Builder::new().name("devices".into()).spawn(carry).map_err(host())?;
-        Ok(Self { thread: Some(thread), from, to })
+        Ok(Self { thread: Some(thread), from, to: hang_up })
     }
 
     /// Waits until all of it is sent; its bytes. Called when the VMM has written everything.
@@ -55,7 +56,7 @@ impl Drop for DevicePump {
     fn drop(&mut self) {
         if let Some(thread) = self.thread.take() {
             let _ = self.from.shutdown(Shutdown::Both);
-            let _ = self.to.shutdown(Shutdown::Both);
+            self.to.now();
             let _ = thread.join();
         }
     }

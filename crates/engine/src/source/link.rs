@@ -1,6 +1,5 @@
 //! The source's connections to the destination.
 
-use std::net::TcpStream;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sterna_protocol::hello::Role;
@@ -11,6 +10,7 @@ use sterna_protocol::spec::VmSpec;
 use super::send::Stream;
 use crate::error::MigrateError;
 use crate::host::MigrationId;
+use crate::transport::connection::Connection;
 use crate::transport::control::{Asking, REPLY_TIMEOUT};
 use crate::transport::{SessionKey, call};
 
@@ -78,7 +78,7 @@ impl Link {
     ///
     /// # Errors
     /// [`MigrateError`].
-    pub fn devices(&self) -> Result<TcpStream, MigrateError> {
+    pub fn devices(&self) -> Result<Connection, MigrateError> {
         call(&self.address, self.session, Role::Devices)
     }
 

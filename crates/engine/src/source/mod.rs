@@ -55,6 +55,7 @@ use crate::error::MigrateError;
 use crate::host::{BlockFile, MigrationId, SourceHost, Verdict};
 use crate::monitor::Monitor;
 use crate::ram::Ram;
+use crate::transport::connection::Connection;
 use crate::transport::{SessionKey, call, control};
 use crate::vmm;
 
@@ -249,7 +250,7 @@ impl Migration<'_> {
         tracker: &mut dyn Tracker,
         link: &mut Link,
         rounds: &mut Rounds,
-        devices: std::net::TcpStream,
+        devices: Connection,
         peer: &Peer,
     ) -> Result<Fate, MigrateError> {
         if self.options.mode != Mode::StopAndCopy {

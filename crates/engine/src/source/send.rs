@@ -1,13 +1,12 @@
 //! The connections that carry pages, and one round over them.
 
-use std::net::TcpStream;
 use std::time::Duration;
 
 use sterna_protocol::frame::{ChunkFrame, Frame, FrameWriter};
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::iovec::Outgoing;
-use sterna_sys::socket::{SendError, send_all};
+use sterna_sys::socket::SendError;
 
 use super::fake_dirty::FakeDirtyPages;
 use super::select::{Counts, Wanted, select};
@@ -15,12 +14,13 @@ use super::sent::SentTable;
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
 use crate::ram::Ram;
+use crate::transport::connection::Connection;
 use crate::transport::pacer::Pacer;
 
 /// One connection that carries pages.
 #[derive(Debug)]
 pub struct Stream {
-    socket: TcpStream,
+    connection: Connection,
     writer: FrameWriter,
     bytes: u64,
     cpu: Duration,
@@ -67,8 +67,8 @@ impl Sent {
 impl Stream {
     /// On a connection that has exchanged hellos.
     #[must_use]
-    pub fn new(socket: TcpStream, key: u64) -> Self {
-        Self { socket, writer: FrameWriter::new(key), bytes: 0, cpu: Duration::ZERO }
+    pub fn new(connection: Connection, key: u64) -> Self {
+        Self { connection, writer: FrameWriter::new(key), bytes: 0, cpu: Duration::ZERO }
     }
 
     /// Bytes sent so far, and processor time the sending threads took (the caller's own excluded).
@@ -110,7 +110,7 @@ impl Stream {
         let mut vectors = vec![Outgoing::from(head.as_slice())];
         vectors.extend(bodies);
         let bytes: usize = vectors.iter().map(Outgoing::bytes).sum();
-        send_all(&self.socket, &mut vectors).map_err(|error| match error {
+        self.connection.send(&mut vectors).map_err(|error| match error {
             SendError::Memory => {
                 MigrateError::Host { doing: "reading the guest's RAM", source: std::io::Error::other(error) }
             }

@@ -30,6 +30,7 @@ use super::verify;
 use crate::error::MigrateError;
 use crate::host::{MigrationId, SourceHost};
 use crate::monitor::Monitor;
+use crate::transport::connection::Connection;
 use crate::transport::control::REPLY_TIMEOUT;
 use crate::vmm::{self, EventTime, VmmError};
 
@@ -72,7 +73,7 @@ impl Switchover<'_> {
         link: &mut Link,
         tracker: &mut dyn Tracker,
         vmm: &mut dyn vmm::Source,
-        devices: std::net::TcpStream,
+        devices: Connection,
     ) -> Result<Loaded, MigrateError> {
         let pump = DevicePump::start(vmm.begin()?, devices)?;
         let stopped = self.stop(rounds, link, tracker, vmm)?;

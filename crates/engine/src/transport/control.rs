@@ -1,7 +1,6 @@
 //! The control connection: one request at a time, one reply to each.
 
-use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::io::{Read, Write};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -9,6 +8,7 @@ use serde::de::DeserializeOwned;
 use sterna_protocol::message::{self, PREFIX_BYTES, Reply, Request};
 use sterna_protocol::session::{self, Owner, State};
 
+use super::connection::Connection;
 use crate::error::MigrateError;
 
 /// How long a reply may take where nothing else is said.
@@ -17,7 +17,7 @@ pub const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 /// A stream of messages.
 #[derive(Debug)]
 struct Messages {
-    stream: TcpStream,
+    stream: Connection,
     key: u64,
 }
 
@@ -49,7 +49,7 @@ pub struct Asking {
 impl Asking {
     /// On a connection that has exchanged hellos.
     #[must_use]
-    pub fn new(stream: TcpStream, key: u64) -> Self {
+    pub fn new(stream: Connection, key: u64) -> Self {
         Self { messages: Messages { stream, key }, state: State::Begun }
     }
 
@@ -111,7 +111,7 @@ pub struct Answering {
 impl Answering {
     /// On a connection that has exchanged hellos.
     #[must_use]
-    pub fn new(stream: TcpStream, key: u64) -> Self {
+    pub fn new(stream: Connection, key: u64) -> Self {
         Self { messages: Messages { stream, key }, state: State::Begun }
     }
 
@@ -146,18 +146,8 @@ impl Answering {
 
     /// Whether the connection still lives, without waiting.
     #[must_use]
-    pub fn alive(&self) -> bool {
-        let mut byte = [0];
-        let stream = &self.messages.stream;
-        if stream.set_nonblocking(true).is_err() {
-            return false;
-        }
-        let peeked = stream.peek(&mut byte);
-        let alive = match peeked {
-            Ok(read) => read > 0,
-            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
-        };
-        stream.set_nonblocking(false).is_ok() && alive
+    pub fn alive(&mut self) -> bool {
+        self.messages.stream.alive()
     }
 }
 
@@ -165,7 +155,7 @@ impl Answering {
 ///
 /// # Errors
 /// What went wrong on the way.
-pub fn ask_verdict(stream: TcpStream, key: u64, id: u128) -> Result<bool, MigrateError> {
+pub fn ask_verdict(stream: Connection, key: u64, id: u128) -> Result<bool, MigrateError> {
     let mut messages = Messages { stream, key };
     messages.send(&Request::Verdict { id })?;
     match messages.receive(Some(REPLY_TIMEOUT))? {

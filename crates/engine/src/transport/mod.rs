@@ -1,5 +1,8 @@
 //! Connections between two daemons: one for control, one for the devices, several for pages.
 
+/// One connection.
+pub mod connection;
+
 /// Requests and replies.
 pub mod control;
 
@@ -12,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, Role, VERSION};
 
+use self::connection::Connection;
 use crate::error::MigrateError;
 
 /// How long the peer may take to answer a hello, and to be reached at all.
@@ -46,29 +50,29 @@ fn hello(session: SessionKey, role: Role) -> Hello {
 ///
 /// # Errors
 /// [`MigrateError::Unreachable`], [`MigrateError::Link`], [`MigrateError::Hello`].
-pub fn call(peer: &str, session: SessionKey, role: Role) -> Result<TcpStream, MigrateError> {
+pub fn call(peer: &str, session: SessionKey, role: Role) -> Result<Connection, MigrateError> {
     let unreachable = |source| MigrateError::Unreachable { peer: peer.into(), source };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in peer.to_socket_addrs().map_err(unreachable)? {
         match TcpStream::connect_timeout(&address, HELLO_TIMEOUT) {
-            Ok(stream) => return greet(stream, session, role),
+            Ok(stream) => return greet(Connection::plain(stream), session, role),
             Err(error) => last = error,
         }
     }
     Err(unreachable(last))
 }
 
-fn greet(mut stream: TcpStream, session: SessionKey, role: Role) -> Result<TcpStream, MigrateError> {
+fn greet(mut stream: Connection, session: SessionKey, role: Role) -> Result<Connection, MigrateError> {
     let link = MigrateError::link("agreeing on a version with the peer");
     let ours = hello(session, role);
     let exchange = || -> io::Result<[u8; HELLO_BYTES]> {
-        prepare(&stream, HELLO_TIMEOUT)?;
+        prepare(stream.socket(), HELLO_TIMEOUT)?;
         stream.write_all(&ours.encode())?;
         read_hello(&mut stream)
     };
     let theirs = { exchange }().map_err(link)?;
     ours.agree(&Hello::decode(&theirs)?)?;
-    prepare(&stream, STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
+    prepare(stream.socket(), STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
     Ok(stream)
 }
 
@@ -76,9 +80,10 @@ fn greet(mut stream: TcpStream, session: SessionKey, role: Role) -> Result<TcpSt
 ///
 /// # Errors
 /// As [`call`].
-pub fn answer(mut stream: TcpStream) -> Result<(TcpStream, Hello), MigrateError> {
+pub fn answer(stream: TcpStream) -> Result<(Connection, Hello), MigrateError> {
+    let mut stream = Connection::plain(stream);
     let setup = MigrateError::link("setting up a connection");
-    prepare(&stream, HELLO_TIMEOUT).map_err(setup)?;
+    prepare(stream.socket(), HELLO_TIMEOUT).map_err(setup)?;
     let bytes = read_hello(&mut stream).map_err(MigrateError::link("waiting for the caller's hello"))?;
     let theirs = Hello::decode(&bytes);
     // A caller of another version gets our hello all the same: it tells its user why.
@@ -88,12 +93,12 @@ pub fn answer(mut stream: TcpStream) -> Result<(TcpStream, Hello), MigrateError>
     stream.write_all(&ours.encode()).map_err(MigrateError::link("answering the caller's hello"))?;
     let theirs = theirs?;
     ours.agree(&theirs)?;
-    prepare(&stream, STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
+    prepare(stream.socket(), STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
     Ok((stream, theirs))
 }
 
 /// Reads a hello within [`HELLO_TIMEOUT`] in all: a caller that trickles bytes does not hold us.
-fn read_hello(stream: &mut TcpStream) -> io::Result<[u8; HELLO_BYTES]> {
+fn read_hello(stream: &mut Connection) -> io::Result<[u8; HELLO_BYTES]> {
     let deadline = Instant::now() + HELLO_TIMEOUT;
     let mut bytes = [0; HELLO_BYTES];
     let mut filled = 0;

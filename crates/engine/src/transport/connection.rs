@@ -1,0 +1,109 @@
+//! One connection to another daemon.
+//!
+//! A connection belongs to one thread at a time: control connections ask and answer in turn, the others have one direction. Whoever has to
+//! end it from elsewhere holds its [`HangUp`].
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::Duration;
+
+use sterna_sys::iovec::Outgoing;
+use sterna_sys::socket::{SendError, send_all};
+
+/// A connection that has exchanged hellos, or is about to.
+#[derive(Debug)]
+pub struct Connection {
+    socket: TcpStream,
+}
+
+/// Ends a connection from another thread.
+#[derive(Debug)]
+pub struct HangUp(TcpStream);
+
+impl Connection {
+    /// On a socket, as it is.
+    #[must_use]
+    pub fn plain(socket: TcpStream) -> Self {
+        Self { socket }
+    }
+
+    /// The socket, for its settings; what travels on it is not to be touched.
+    #[must_use]
+    pub fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
+
+    /// Sends all of `vectors`, in order; they are used up. Guest RAM goes to the socket by the kernel, straight from where it is.
+    ///
+    /// # Errors
+    /// As [`send_all`]; part may have been sent.
+    pub fn send(&mut self, vectors: &mut [Outgoing<'_>]) -> Result<(), SendError> {
+        send_all(&self.socket, vectors)
+    }
+
+    /// How long a read may wait; for ever where `None`.
+    ///
+    /// # Errors
+    /// Zero, or the kernel refuses.
+    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.socket.set_read_timeout(timeout)
+    }
+
+    /// Says that nothing more will be sent: the peer reads to the end of what was.
+    ///
+    /// # Errors
+    /// The connection is gone.
+    pub fn finish(&mut self) -> io::Result<()> {
+        self.socket.shutdown(Shutdown::Write)
+    }
+
+    /// Whether it still lives, without waiting.
+    #[must_use]
+    pub fn alive(&mut self) -> bool {
+        if self.socket.set_nonblocking(true).is_err() {
+            return false;
+        }
+        let alive = match self.socket.peek(&mut [0]) {
+            Ok(read) => read > 0,
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+        };
+        self.socket.set_nonblocking(false).is_ok() && alive
+    }
+
+    /// Ends it: the peer sees its end, whatever either side was at.
+    pub fn end(&self) {
+        // One that has ended already is what is wanted.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+
+    /// What ends it from another thread.
+    ///
+    /// # Errors
+    /// No descriptor left.
+    pub fn hang_up(&self) -> io::Result<HangUp> {
+        self.socket.try_clone().map(HangUp)
+    }
+}
+
+impl HangUp {
+    /// Ends the connection, as [`Connection::end`]: whoever reads or writes it wakes.
+    pub fn now(&self) {
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
+
+impl Read for Connection {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        self.socket.read(out)
+    }
+}
+
+impl Write for Connection {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.socket.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
