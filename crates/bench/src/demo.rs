@@ -42,6 +42,7 @@ pub fn run(json: Option<&Path>, out: &Path) -> Result<bool> {
         load: Some(LoadConfig::mixed(1)),
         settle: Duration::from_secs(5),
         after: Duration::from_secs(4),
+        limit: trial::LIMIT,
         say: &say,
     })?;
     lab.down()?;

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde::Serialize;
-use serde_json::Value;
-use sterna_api::{MigrateOptions, Report, Status};
+use serde_json::{Value, json};
+use sterna_api::{MigrateOptions, Report, Status, units};
 
 use crate::command::{output, show};
 use crate::error::{Context, Error, Result};
@@ -57,19 +57,21 @@ impl SternaVm {
         vm["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok()).ok_or_else(|| form("no pid".into()))
     }
 
-    /// Moves it to another host of the lab.
+    /// Moves it to another host of the lab. A migration that was cancelled, by its timeout perhaps, is reported as such: the guest is where it was.
     ///
     /// # Errors
-    /// [`Error::Migration`] where the report says that it did not complete; the machine is then still this one.
+    /// [`Error::Migration`] where the report says that it failed; the machine is then still this one.
     pub fn migrate(&mut self, lab: &Lab, to: &str, options: &MigrateOptions) -> Result<Report> {
         let destination = lab.host(to)?;
         let report = migrate(&self.host, &self.name, &destination.listen(), options)?;
-        if report.status != Status::Completed {
-            let status = if report.status == Status::Cancelled { "was cancelled" } else { "failed" };
-            let reason = report.error.map_or_else(|| "no reason given".into(), |problem| problem.message);
-            return Err(Error::Migration { vm: self.name.clone(), status: status.into(), reason });
+        match report.status {
+            Status::Completed => self.host = destination.clone(),
+            Status::Cancelled => {}
+            Status::Failed => {
+                let reason = report.error.map_or_else(|| "no reason given".into(), |problem| problem.message);
+                return Err(Error::Migration { vm: self.name.clone(), status: "failed".into(), reason });
+            }
         }
-        self.host = destination.clone();
         Ok(report)
     }
 }
@@ -116,8 +118,48 @@ fn parse_report(text: &[u8]) -> Option<Report> {
     serde_json::from_value(report.unwrap_or(value)).ok()
 }
 
+/// Options as one would type them for `sterna migrate`, such as `--fake-dirty off --compress zstd`.
+///
+/// # Errors
+/// [`Error::Usage`] where an option or a value is unknown, or options contradict each other.
+pub fn options(text: &str) -> Result<MigrateOptions> {
+    let usage = |reason: String| Error::Usage(format!("'{text}' are no options of a migration: {reason}"));
+    let mut words = text.split_ascii_whitespace();
+    let mut fields = serde_json::Map::new();
+    while let Some(word) = words.next() {
+        let name = word.strip_prefix("--").ok_or_else(|| usage(format!("'{word}' does not begin with --")))?;
+        if name == "verify" {
+            fields.insert(name.into(), true.into());
+            continue;
+        }
+        let value = words.next().ok_or_else(|| usage(format!("{word} has no value")))?;
+        let (field, value) = field(name, value).map_err(usage)?;
+        fields.insert(field, value);
+    }
+    let options: MigrateOptions =
+        serde_json::from_value(Value::Object(fields)).map_err(|error| usage(error.to_string()))?;
+    options.check().map_err(usage)?;
+    Ok(options)
+}
+
+/// The API's field and value of an option of the command line.
+fn field(name: &str, value: &str) -> Result<(String, Value), String> {
+    let ms = |text| units::parse_duration(text).map(|time| json!(time.as_secs_f64() * 1e3)).map_err(|e| e.to_string());
+    let plain = name.replace('-', "_");
+    Ok(match name {
+        "fake-dirty-delay" | "downtime-limit" | "downtime-ramp" | "timeout" => (format!("{plain}_ms"), ms(value)?),
+        "delta-cache" => (format!("{plain}_bytes"), units::parse_size(value).map_err(|e| e.to_string())?.into()),
+        "bandwidth" => ("bandwidth_bytes_per_s".into(), units::parse_rate(value).map_err(|e| e.to_string())?.into()),
+        "throttle" => ("throttle_percent".into(), value.parse::<u8>().map_err(|e| e.to_string())?.into()),
+        "streams" | "compress-level" | "compress-threads" => {
+            (plain, value.parse::<i64>().map_err(|e| e.to_string())?.into())
+        }
+        _ => (plain, value.into()),
+    })
+}
+
 /// The options as `sterna migrate` takes them; defaults are left out.
-fn arguments(options: &MigrateOptions) -> Vec<String> {
+pub(crate) fn arguments(options: &MigrateOptions) -> Vec<String> {
     let default = MigrateOptions::default();
     let mut arguments = Vec::new();
     let mut add = |option: &str, value: Option<String>| {
@@ -174,5 +216,24 @@ mod tests {
         assert!(arguments(&MigrateOptions::default()).is_empty());
         let options = MigrateOptions { streams: 4, verify: true, ..MigrateOptions::default() };
         assert_eq!(arguments(&options), ["--streams", "4", "--verify"]);
+    }
+    #[test]
+    fn options_are_read_as_they_are_written() {
+        for text in [
+            "",
+            "--mode precopy --fake-dirty dtrack-v2 --fake-dirty-delay 5ms --content-hash off --hot-pages send",
+            "--delta xbzrle --delta-cache 134217728 --compress zstd --compress-level 3 --compress-threads 2",
+            "--streams 2 --bandwidth 12500000B --downtime-limit 50ms --downtime-ramp 3000ms --throttle 99",
+            "--timeout 20000ms --on-timeout force --verify",
+        ] {
+            assert_eq!(arguments(&options(text).unwrap()).join(" "), text);
+        }
+    }
+
+    #[test]
+    fn options_that_do_not_exist_or_contradict_each_other_are_refused() {
+        for text in ["--mode teleport", "--colour red", "compress zstd", "--compress", "--on-timeout force"] {
+            assert!(options(text).is_err(), "{text}");
+        }
     }
 }

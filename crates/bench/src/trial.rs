@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use sterna_api::{MigrateOptions, Report};
+use sterna_api::{MigrateOptions, Report, Status};
 
 use crate::Lab;
 use crate::baseline::{BaselineReport, BaselineVm, Method, Ram};
@@ -19,12 +19,15 @@ use crate::load::memcached::{Load, LoadConfig, LoadRecord};
 use crate::load::{mean_between, now_us};
 use crate::meter::{self, Arrival, Line, Meter};
 use crate::ram;
-use crate::sterna::SternaVm;
+use crate::stats::median;
+use crate::sterna::{self, SternaVm};
 
 /// Where memcached listens in a guest.
 const MEMCACHED_PORT: u16 = 11211;
 /// How long a guest may take to start, on a machine that has other work too.
 const START: Duration = Duration::from_secs(90);
+/// When a migration that does not end is given up, where nothing else is said.
+pub const LIMIT: Duration = Duration::from_secs(90);
 
 /// Who moves the guest.
 #[derive(Debug, Clone)]
@@ -40,7 +43,12 @@ impl Mover {
     #[must_use]
     pub fn label(&self) -> String {
         match self {
-            Self::Sterna(options) => format!("sterna, {} streams", options.streams).replace(" 1 streams", " 1 stream"),
+            Self::Sterna(options) => {
+                let streams =
+                    if options.streams == 1 { "1 stream".into() } else { format!("{} streams", options.streams) };
+                let others = sterna::arguments(&MigrateOptions { streams: 1, ..options.clone() }).join(" ");
+                format!("sterna, {streams}{}", others.replace(" --", "--").replace("--", ", "))
+            }
             Self::Qemu(method, Ram::Plain) => format!("qemu {}", method.label()),
             Self::Qemu(method, Ram::SharedFile) => format!("qemu {}, shared file", method.label()),
         }
@@ -80,6 +88,8 @@ pub struct Setup<'a> {
     pub settle: Duration,
     /// How long it is watched afterwards.
     pub after: Duration,
+    /// When a migration that does not end is given up; Sterna's own timeout, where it has one, comes first.
+    pub limit: Duration,
     /// Told what happens next.
     pub say: &'a dyn Fn(&str),
 }
@@ -185,6 +195,10 @@ impl Trial {
         self.metrics.insert(name.into(), value);
     }
 
+    fn note_some(&mut self, name: &str, value: Option<f64>) {
+        value.into_iter().for_each(|value| self.note(name, value));
+    }
+
     /// What the guest's RAM holds, where it is a file.
     fn note_memory(&mut self, running: &Running, guest: &Guest) {
         let pid = match running {
@@ -200,9 +214,11 @@ impl Trial {
 
     fn move_by_sterna(&mut self, mut vm: SternaVm, setup: &Setup) -> Result<Running> {
         let Mover::Sterna(options) = setup.mover else { return Ok(Running::Sterna(vm)) };
-        let report = vm.migrate(setup.lab, "b", options)?;
-        self.note("total_ms", report.total_ms);
-        self.note("downtime_ms", report.downtime_ms);
+        let mut options = options.clone();
+        // Sterna is given up when QEMU would be.
+        options.timeout_ms.get_or_insert(setup.limit.as_secs_f64() * 1e3);
+        let report = vm.migrate(setup.lab, "b", &options)?;
+        self.note_end(report.total_ms, (report.status == Status::Completed).then_some(report.downtime_ms));
         self.note("bytes_on_wire", report.bytes_on_wire as f64);
         self.note("setup_ms", report.setup_ms);
         self.note("scan_ms", report.tracking.scan_ms);
@@ -210,6 +226,12 @@ impl Trial {
         self.note("write_faults", report.tracking.write_faults as f64);
         self.note("pages_sent", report.pages.sent as f64);
         self.note("rounds", report.rounds.len() as f64);
+        self.note("fake_dirty_pages", report.pages.fake_dirty_tracked as f64);
+        self.note("silent_pages", report.pages.fake_dirty_content as f64);
+        let rates = report.rounds.iter().map(|round| round.dirty_rate_pages_per_s).filter(|rate| *rate > 0.0);
+        self.note_some("dirty_pages_per_s", median(&rates.collect::<Vec<_>>()));
+        let predicted = report.convergence.predicted_downtime_ms.filter(|ms| *ms > 0.0);
+        self.note_some("predicted_downtime_ms", predicted);
         self.report = json!(report);
         self.sterna = Some(report);
         Ok(Running::Sterna(vm))
@@ -217,17 +239,25 @@ impl Trial {
 
     fn move_by_qemu(&mut self, vm: Box<BaselineVm>, setup: &Setup) -> Result<Running> {
         let Mover::Qemu(method, _) = setup.mover else { return Ok(Running::Qemu(vm)) };
-        let (vm, report) = vm.migrate(setup.lab, "b", *method)?;
-        let BaselineReport { total_ms, with_start_ms, downtime_ms, bytes_on_wire, .. } = report;
+        let (vm, report) = vm.migrate(setup.lab, "b", *method, setup.limit)?;
+        let BaselineReport { total_ms, with_start_ms, bytes_on_wire, .. } = report;
         // As Sterna's: from the request on. QEMU's own figure leaves out the start of its destination.
-        self.note("total_ms", with_start_ms);
+        self.note_end(with_start_ms, report.pause.as_ref().map(|pause| pause.downtime_ms));
         self.note("setup_ms", with_start_ms - total_ms);
-        self.note("downtime_ms", downtime_ms);
         self.note("bytes_on_wire", bytes_on_wire as f64);
-        self.note("pages_sent", report.query_migrate["ram"]["normal"].as_f64().unwrap_or(0.0));
-        self.note("rounds", report.query_migrate["ram"]["dirty-sync-count"].as_f64().unwrap_or(0.0));
+        let ram = &report.query_migrate["ram"];
+        self.note("pages_sent", ram["normal"].as_f64().unwrap_or(0.0));
+        self.note("rounds", ram["dirty-sync-count"].as_f64().unwrap_or(0.0));
+        self.note_some("dirty_pages_per_s", ram["dirty-pages-rate"].as_f64().filter(|rate| *rate > 0.0));
         self.report = json!(report);
         Ok(Running::Qemu(Box::new(vm)))
+    }
+
+    /// How long it took and how long the guest stood still; or how long it was tried in vain.
+    fn note_end(&mut self, ms: f64, downtime_ms: Option<f64>) {
+        self.note("completed", f64::from(u8::from(downtime_ms.is_some())));
+        self.note(if downtime_ms.is_some() { "total_ms" } else { "given_up_ms" }, ms);
+        self.note_some("downtime_ms", downtime_ms);
     }
 
     /// Processor time and link bytes of everything on both hosts, the guest's own work included.
@@ -255,8 +285,8 @@ impl Trial {
             let before = mean_between(&load.samples, begin - 3 * SECOND, begin);
             let during = mean_between(&load.samples, begin, end);
             let longest = load.longest_us as f64 / 1e3;
-            before.into_iter().for_each(|value| self.note("requests_per_s_before", value));
-            during.into_iter().for_each(|value| self.note("requests_per_s_during", value));
+            self.note_some("requests_per_s_before", before);
+            self.note_some("requests_per_s_during", during);
             self.note("longest_request_ms", longest);
         }
         // A line tells of the second before it.
@@ -266,7 +296,7 @@ impl Trial {
             (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
         };
         let slack = SECOND / 5;
-        mean(begin - 4 * SECOND, begin).into_iter().for_each(|value| self.note("writes_per_s_before", value));
-        mean(begin - slack, end + slack).into_iter().for_each(|value| self.note("writes_per_s_during", value));
+        self.note_some("writes_per_s_before", mean(begin - 4 * SECOND, begin));
+        self.note_some("writes_per_s_during", mean(begin - slack, end + slack));
     }
 }

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use sterna_bench::baseline::{Method, Ram};
+use sterna_bench::baseline::{Method, Ram, qemu};
 use sterna_bench::load::memcached::LoadConfig;
-use sterna_bench::trial::{self, Mover, Qemu, Setup};
+use sterna_bench::trial::{self, Mover, Qemu, Setup, Trial};
 use sterna_bench::{Guest, Lab, LabConfig, tools};
 
 /// A lab without daemons; `None`, with the reason said, where there can be none.
@@ -30,9 +30,19 @@ fn every_method_and_back_end_of_every_qemu_moves_its_guest() {
         Err(error) => eprintln!("without QEMU 10.0: {error}"),
     }
     for qemu in &qemus {
-        for (method, ram) in
-            [(Method::Vanilla, Ram::Plain), (Method::Multifd(2), Ram::Plain), (Method::Multifd(4), Ram::SharedFile)]
-        {
+        let known = qemu::capabilities(&qemu.path).unwrap();
+        for (method, ram) in [
+            (Method::Vanilla, Ram::Plain),
+            (Method::Multifd(4), Ram::SharedFile),
+            (Method::MultifdZstd(2), Ram::Plain),
+            (Method::Xbzrle(64), Ram::Plain),
+            (Method::Compress(2), Ram::Plain),
+            (Method::AutoConverge, Ram::Plain),
+        ] {
+            if let Some(absent) = method.capabilities().iter().find(|name| !known.iter().any(|known| known == *name)) {
+                println!("skipped: QEMU {} has no {absent}", qemu.label);
+                continue;
+            }
             let mut guest = Guest::new(&lab, "g", 9, "idle:--mib,64");
             guest.memory_bytes = 320 << 20;
             let trial = trial::run(&Setup {
@@ -44,12 +54,14 @@ fn every_method_and_back_end_of_every_qemu_moves_its_guest() {
                 load: None,
                 settle: Duration::from_millis(500),
                 after: Duration::from_millis(500),
+                limit: trial::LIMIT,
                 say: &|_| {},
             })
             .unwrap();
             let version = trial.report["qemu"].as_str().unwrap();
             assert!(version.starts_with(&format!("{}.", qemu.label)), "{version}");
             assert!(trial.metrics["bytes_on_wire"] > 64e6, "{method:?}: {:?}", trial.metrics);
+            assert_eq!(trial.metrics["completed"], 1.0);
             assert_eq!(trial.metrics.contains_key("nonzero_pages"), ram == Ram::SharedFile);
             println!("{version} {method:?} {ram:?}: {:?}", trial.metrics);
         }
@@ -71,6 +83,7 @@ fn qemus_own_migration_is_measured_from_every_side() {
         load: Some(LoadConfig { connections: 1, keys: 100, ..LoadConfig::mixed(1) }),
         settle: Duration::from_secs(3),
         after: Duration::from_secs(2),
+        limit: trial::LIMIT,
         say: &|step| println!("{step}"),
     })
     .unwrap();
@@ -88,4 +101,46 @@ fn qemus_own_migration_is_measured_from_every_side() {
     let after = trial.checker.iter().filter(|line| line.at_us > trial.end_us);
     assert!(after.filter_map(|line| line.number("bad")).next_back() == Some(0.0), "{:?}", trial.checker);
     println!("{:#?}", trial.metrics);
+}
+
+/// A guest that writes faster than the link of [`lab`] carries, moved by `method`.
+fn move_a_busy_guest(lab: &Lab, method: Method, limit: Duration) -> Trial {
+    let mut guest = Guest::new(lab, "g", 8, "dirtier:--mib,96,--rate,60;checker:--mib,4,--rate,1");
+    guest.memory_bytes = 320 << 20;
+    let trial = trial::run(&Setup {
+        lab,
+        guest,
+        ready: Some("DIRTIER ready"),
+        mover: &Mover::Qemu(method, Ram::Plain),
+        qemu: &Qemu { label: "7.2".into(), path: tools::qemu_7_2().unwrap() },
+        load: None,
+        settle: Duration::from_secs(1),
+        after: Duration::from_secs(2),
+        limit,
+        say: &|_| {},
+    })
+    .unwrap();
+    println!("{:#?}", trial.metrics);
+    let after = trial.checker.iter().filter(|line| line.at_us > trial.end_us);
+    assert_eq!(after.filter_map(|line| line.number("bad")).next_back(), Some(0.0), "{:?}", trial.checker);
+    trial
+}
+
+#[test]
+fn a_migration_that_does_not_end_is_given_up_and_measured_and_the_guest_runs_on() {
+    let Some(lab) = lab("endless", Some(25_000_000)) else { return };
+    let trial = move_a_busy_guest(&lab, Method::Vanilla, Duration::from_secs(5));
+    assert_eq!(trial.metrics["completed"], 0.0);
+    assert!(!trial.metrics.contains_key("total_ms") && !trial.metrics.contains_key("downtime_ms"));
+    assert!(trial.metrics["given_up_ms"] >= 5000.0 && trial.metrics["bytes_on_wire"] > 10e6, "{:?}", trial.metrics);
+    assert_eq!(trial.report["query_migrate"]["status"], "active");
+}
+
+#[test]
+fn post_copy_follows_the_first_pass_and_moves_a_guest_that_pre_copy_cannot() {
+    let Some(lab) = lab("post", Some(25_000_000)) else { return };
+    let trial = move_a_busy_guest(&lab, Method::Postcopy, trial::LIMIT);
+    assert_eq!(trial.metrics["completed"], 1.0);
+    let ram = &trial.report["query_migrate"]["ram"];
+    assert!(ram["postcopy-bytes"].as_u64().unwrap() > 0 && ram["precopy-bytes"].as_u64().unwrap() > 0, "{ram}");
 }

@@ -29,6 +29,7 @@ fn sternas_migration_is_measured_as_qemus_own_is_and_the_guest_is_unharmed() {
         load: Some(LoadConfig { connections: 1, keys: 100, ..LoadConfig::mixed(1) }),
         settle: Duration::from_secs(3),
         after: Duration::from_secs(3),
+        limit: trial::LIMIT,
         say: &|step| println!("{step}"),
     })
     .unwrap();

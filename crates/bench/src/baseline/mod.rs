@@ -1,9 +1,13 @@
 //! The baseline: the same unmodified QEMU, moving its guest by itself.
 
+/// The ways in which QEMU can do it.
+pub mod method;
+
 /// QEMU processes and their own migration.
 pub mod qemu;
 
 /// A small QMP client.
 pub mod qmp;
 
-pub use qemu::{BaselineReport, BaselineVm, Method, Ram};
+pub use method::Method;
+pub use qemu::{BaselineReport, BaselineVm, Ram};

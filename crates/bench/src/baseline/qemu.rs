@@ -1,12 +1,14 @@
 //! QEMU processes without Sterna, and the migration they do by themselves.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Child;
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::method::Method;
 use super::qmp::{Qmp, event_us};
 use crate::Lab;
 use crate::command::wait_for;
@@ -14,12 +16,12 @@ use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
 use crate::lab::Host;
 
-/// "No limit": far above every link here, and what every version accepts.
-const UNLIMITED_BYTES_PER_S: u64 = 100_000_000_000;
 /// The port of the first destination; each machine adds its number.
 const PORT: u16 = 4400;
-/// When a migration that does not converge is given up.
-pub const LIMIT: Duration = Duration::from_secs(90);
+/// How long a migration that was given up may take to give the guest back.
+const CANCEL: Duration = Duration::from_secs(30);
+/// How often a migration is asked whether its first pass over RAM is done.
+const POLL: Duration = Duration::from_millis(20);
 
 /// How QEMU keeps guest RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -31,27 +33,6 @@ pub enum Ram {
     SharedFile,
 }
 
-/// How QEMU moves it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Method {
-    /// Pre-copy over one connection.
-    Vanilla,
-    /// Pre-copy over so many connections.
-    Multifd(u8),
-}
-
-impl Method {
-    /// Its name in a table.
-    #[must_use]
-    pub fn label(self) -> String {
-        match self {
-            Self::Vanilla => "precopy".into(),
-            Self::Multifd(streams) => format!("precopy, multifd {streams}"),
-        }
-    }
-}
-
 /// What QEMU's own migration did.
 #[derive(Debug, Clone, Serialize)]
 pub struct BaselineReport {
@@ -59,20 +40,27 @@ pub struct BaselineReport {
     pub qemu: String,
     /// `total-time` of `query-migrate`: without the destination's start.
     pub total_ms: f64,
-    /// From the command to the completed migration, as we saw it; the destination's start is included.
+    /// From the command to the completed migration, as we saw it; the destination's start is included. Until it was given up, where it was.
     pub with_start_ms: f64,
+    /// `ram.transferred` of `query-migrate`.
+    pub bytes_on_wire: u64,
+    /// The guest's pause; absent where the migration had not ended at its limit and was given up: the guest then runs on at the source.
+    pub pause: Option<Pause>,
+    /// The whole of `query-migrate`, as it was at the end or when it was given up.
+    pub query_migrate: Value,
+}
+
+/// When the guest stood still.
+#[derive(Debug, Clone, Serialize)]
+pub struct Pause {
     /// From the source's STOP to the destination's RESUME event.
     pub downtime_ms: f64,
     /// `downtime` of `query-migrate`: what QEMU itself believes.
     pub own_downtime_ms: f64,
-    /// `ram.transferred` of `query-migrate`.
-    pub bytes_on_wire: u64,
     /// When the guest stopped, microseconds since 1970.
     pub stop_us: i64,
     /// When it ran again.
     pub resume_us: i64,
-    /// The whole of `query-migrate`.
-    pub query_migrate: Value,
 }
 
 /// A machine that QEMU runs by itself.
@@ -145,26 +133,36 @@ impl BaselineVm {
         self.qmp.version()
     }
 
-    /// Starts a second QEMU on `to`, lets the first move the guest there, and ends the first.
+    /// Starts a second QEMU on `to` and lets the first move the guest there. Returns the QEMU that has the guest afterwards, which is the
+    /// first where the migration had not ended after `limit` and was given up; the other is ended.
     ///
     /// # Errors
-    /// Where the migration fails or has not converged after [`LIMIT`]; this machine is then gone.
-    pub fn migrate(mut self, lab: &Lab, to: &str, method: Method) -> Result<(Self, BaselineReport)> {
+    /// Where QEMU refuses or the migration fails; this machine is then gone. So it is where post-copy, which cannot be given up, has
+    /// not ended after `limit`.
+    pub fn migrate(mut self, lab: &Lab, to: &str, method: Method, limit: Duration) -> Result<(Self, BaselineReport)> {
         let begin = Instant::now();
         let host = lab.host(to)?;
         let mut destination = Self::launch(lab, host, &self.guest, &self.binary, self.ram, self.generation + 1)?;
         for qmp in [&mut self.qmp, &mut destination.qmp] {
-            prepare(qmp, method)?;
+            method.prepare(qmp)?;
         }
         let port = PORT + u16::from(self.guest.number);
         destination.qmp.execute("migrate-incoming", json!({ "uri": format!("tcp:0.0.0.0:{port}") }))?;
         self.qmp.forget_events();
         self.qmp.execute("migrate", json!({ "uri": format!("tcp:{}:{port}", host.address) }))?;
-        let ended = |event: &Value| {
-            event["event"] == "MIGRATION"
-                && matches!(event["data"]["status"].as_str(), Some("completed" | "failed" | "cancelled"))
+        let until = Instant::now() + limit;
+        if method.is_postcopy() && self.first_pass_is_done(until)? {
+            self.qmp.execute("migrate-start-postcopy", json!({}))?;
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        let end = match self.qmp.wait_for_event("the end of QEMU's migration", left, is_end) {
+            Ok(end) => end,
+            Err(Error::Timeout { .. }) => {
+                let report = self.give_up(begin)?;
+                return Ok((self, report));
+            }
+            Err(error) => return Err(error),
         };
-        let end = self.qmp.wait_for_event("the end of QEMU's migration", LIMIT, ended)?;
         let query = self.query_ended()?;
         if end["data"]["status"] != "completed" {
             let reason = query["error-desc"].as_str().unwrap_or("QEMU gave no reason").to_owned();
@@ -175,24 +173,63 @@ impl BaselineVm {
             .wait_for_event("the guest's start", Duration::from_secs(10), |event| event["event"] == "RESUME")?;
         let with_start_ms = begin.elapsed().as_secs_f64() * 1e3;
         let form = || Error::Form { what: "QMP".into(), reason: "an event without time".into() };
-        let stop = self.qmp.take_event("STOP").as_ref().and_then(event_us).ok_or_else(form)?;
-        let resume = event_us(&resume).ok_or_else(form)?;
-        let report = BaselineReport {
-            qemu: self.qmp.version().to_owned(),
-            total_ms: query["total-time"].as_f64().unwrap_or(f64::NAN),
-            with_start_ms,
-            downtime_ms: (resume - stop) as f64 / 1e3,
+        let stop_us = self.qmp.take_event("STOP").as_ref().and_then(event_us).ok_or_else(form)?;
+        let resume_us = event_us(&resume).ok_or_else(form)?;
+        let pause = Pause {
+            downtime_ms: (resume_us - stop_us) as f64 / 1e3,
             own_downtime_ms: query["downtime"].as_f64().unwrap_or(f64::NAN),
-            bytes_on_wire: query["ram"]["transferred"].as_u64().unwrap_or(0),
-            stop_us: stop,
-            resume_us: resume,
-            query_migrate: query,
+            stop_us,
+            resume_us,
         };
+        let report = self.report(with_start_ms, Some(pause), query);
         Ok((destination, report))
     }
-}
 
-impl BaselineVm {
+    fn report(&self, with_start_ms: f64, pause: Option<Pause>, query_migrate: Value) -> BaselineReport {
+        BaselineReport {
+            qemu: self.qmp.version().to_owned(),
+            total_ms: query_migrate["total-time"].as_f64().unwrap_or(f64::NAN),
+            with_start_ms,
+            bytes_on_wire: query_migrate["ram"]["transferred"].as_u64().unwrap_or(0),
+            pause,
+            query_migrate,
+        }
+    }
+
+    /// Waits until every page has had its turn once; whether that came before `until` and before the migration's end.
+    fn first_pass_is_done(&mut self, until: Instant) -> Result<bool> {
+        while Instant::now() < until {
+            let query = self.qmp.execute("query-migrate", json!({}))?;
+            // Dirty bitmaps are fetched once at the start, and again at the end of each pass.
+            match query["status"].as_str() {
+                Some("active") if query["ram"]["dirty-sync-count"].as_u64().is_some_and(|syncs| syncs > 1) => {
+                    return Ok(true);
+                }
+                Some("setup" | "active") | None => std::thread::sleep(POLL),
+                Some(_) => return Ok(false),
+            }
+        }
+        Ok(false)
+    }
+
+    /// Cancels a migration that does not end. What it did until then is kept.
+    fn give_up(&mut self, begin: Instant) -> Result<BaselineReport> {
+        let query = self.qmp.execute("query-migrate", json!({}))?;
+        let tried_ms = begin.elapsed().as_secs_f64() * 1e3;
+        if query["status"].as_str().is_some_and(|status| status.starts_with("postcopy")) {
+            let reason = format!("post-copy had not ended after {tried_ms:.0} ms: {query}");
+            return Err(Error::Migration { vm: self.guest.name.clone(), status: "timed out".into(), reason });
+        }
+        self.qmp.execute("migrate_cancel", json!({}))?;
+        let end = self.qmp.wait_for_event("the end of a cancelled migration", CANCEL, is_end)?;
+        if end["data"]["status"] == "completed" {
+            // It ended between the two looks, and nobody watched its destination start.
+            let reason = "it ended just when it was given up".into();
+            return Err(Error::Migration { vm: self.guest.name.clone(), status: "timed out".into(), reason });
+        }
+        Ok(self.report(tried_ms, None, query))
+    }
+
     /// `query-migrate` of an ended migration. QEMU says that it has ended a moment before it works out how long it took.
     fn query_ended(&mut self) -> Result<Value> {
         wait_for("the total time of QEMU's migration", Duration::from_secs(5), || {
@@ -201,6 +238,36 @@ impl BaselineVm {
             Ok(is_known.then_some(query))
         })
     }
+}
+
+fn is_end(event: &Value) -> bool {
+    event["event"] == "MIGRATION"
+        && matches!(event["data"]["status"].as_str(), Some("completed" | "failed" | "cancelled"))
+}
+
+/// The migration capabilities that a QEMU knows, by name.
+///
+/// # Errors
+/// Where it does not start or does not say.
+pub fn capabilities(binary: &Path) -> Result<Vec<String>> {
+    const ASK: &str = r#"{"execute":"qmp_capabilities"}{"execute":"query-migrate-capabilities"}{"execute":"quit"}"#;
+    let context = || format!("asking {} what it can do", binary.display());
+    let mut command = std::process::Command::new(binary);
+    command.args(["-machine", "none", "-nodefaults", "-no-user-config", "-display", "none", "-qmp", "stdio"]);
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().context(context)?;
+    // A QEMU that ended at once has closed its input; what it said tells more than that.
+    let _ = child.stdin.take().map(|mut stdin| stdin.write_all(ASK.as_bytes()));
+    let output = child.wait_with_output().context(context)?;
+    let answers = String::from_utf8_lossy(&output.stdout);
+    let answer = answers.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()).find_map(|mut answer| {
+        let list = answer["return"].as_array_mut()?;
+        Some(list.iter().filter_map(|entry| entry["capability"].as_str().map(str::to_owned)).collect())
+    });
+    answer.ok_or_else(|| Error::Qmp {
+        command: "query-migrate-capabilities".into(),
+        reason: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+    })
 }
 
 impl Drop for BaselineVm {
@@ -241,19 +308,6 @@ impl Drop for Reaped {
     }
 }
 
-/// Capabilities and parameters, the same at both ends.
-fn prepare(qmp: &mut Qmp, method: Method) -> Result<()> {
-    let mut capabilities = vec![json!({ "capability": "events", "state": true })];
-    let mut parameters = json!({ "max-bandwidth": UNLIMITED_BYTES_PER_S });
-    if let Method::Multifd(streams) = method {
-        capabilities.push(json!({ "capability": "multifd", "state": true }));
-        parameters["multifd-channels"] = json!(streams);
-    }
-    qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
-    qmp.execute("migrate-set-parameters", parameters)?;
-    Ok(())
-}
-
 /// A tmpfs for RAM files below the host's directory: it goes with the lab.
 fn ram_directory(host: &Host) -> Result<PathBuf> {
     let directory = host.directory.join("ram");
@@ -271,4 +325,17 @@ fn ram_directory(host: &Host) -> Result<PathBuf> {
 fn explain(error: Error, host: &Host, stem: &str) -> Error {
     let words = std::fs::read_to_string(host.directory.join(format!("{stem}.log"))).unwrap_or_default();
     if words.trim().is_empty() { error } else { Error::Qmp { command: "to start".into(), reason: words.trim().into() } }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_qemu_tells_what_it_can_do() {
+        let Ok(binary) = crate::tools::qemu_7_2() else { return eprintln!("skipped: QEMU 7.2 is absent") };
+        let known = capabilities(&binary).unwrap();
+        assert!(["multifd", "xbzrle", "postcopy-ram"].iter().all(|name| known.iter().any(|known| known == name)));
+        assert!(capabilities(Path::new("/bin/true")).is_err());
+    }
 }

@@ -14,7 +14,7 @@ use crate::load::memcached::LoadConfig;
 use crate::plot::BarPlot;
 use crate::result::{Row, Run, Target, rows, series};
 use crate::stats::{median, paired_ratio};
-use crate::trial::{Mover, Qemu};
+use crate::trial::{self, Mover, Qemu};
 
 const IDLE: &str = "idle";
 const WIRE: &str = "wire_bytes_per_used_byte";
@@ -112,6 +112,7 @@ fn case(workload: &Workload, mover: Mover, qemu: &Qemu) -> Case {
         mover,
         qemu: qemu.clone(),
         settle: Duration::from_secs(5),
+        limit: trial::LIMIT,
     }
 }
 

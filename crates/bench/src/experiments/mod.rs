@@ -102,6 +102,8 @@ struct Case {
     mover: Mover,
     qemu: Qemu,
     settle: Duration,
+    /// When a migration that does not end is given up.
+    limit: Duration,
 }
 
 impl Case {
@@ -134,12 +136,13 @@ fn try_all(lab: &Lab, cases: &[Case], repeats: usize, derive: impl Fn(&Case, &mu
             let run = try_one(lab, case, repeat, &derive);
             let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
             eprintln!(
-                "[{}/{all}] {} on QEMU {}, {}: total {} ms, downtime {} ms, gap {} ms{}",
+                "[{}/{all}] {} on QEMU {}, {}: {} {} ms, downtime {} ms, gap {} ms{}",
                 runs.len() + 1,
                 case.mover.label(),
                 case.qemu.label,
                 case.workload,
-                shown("total_ms"),
+                if run.metrics.get("completed") == Some(&0.0) { "given up after" } else { "total" },
+                if run.metrics.contains_key("given_up_ms") { shown("given_up_ms") } else { shown("total_ms") },
                 shown("downtime_ms"),
                 shown("gap_ms"),
                 run.details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default()
@@ -163,6 +166,7 @@ fn try_one(lab: &Lab, case: &Case, repeat: usize, derive: &impl Fn(&Case, &mut B
         load: case.load.clone(),
         settle: case.settle,
         after: Duration::from_millis(1500),
+        limit: case.limit,
         say: &|_| {},
     };
     let (mut metrics, details) = match trial::run(&setup) {
@@ -219,6 +223,7 @@ mod tests {
             mover: Mover::Qemu(Method::Vanilla, Ram::SharedFile),
             qemu: Qemu { label: "none".into(), path: "/nonexistent".into() },
             settle: Duration::ZERO,
+            limit: trial::LIMIT,
         };
         let runs = try_all(&lab, &[case], 2, |_, _| panic!("nothing is derived from a failed run"));
         assert_eq!(runs.len(), 2);

@@ -12,7 +12,7 @@ use crate::lab::{Lab, LabConfig};
 use crate::plot::LinePlot;
 use crate::result::{Row, Run, Target, rows};
 use crate::stats::line;
-use crate::trial::Mover;
+use crate::trial::{self, Mover};
 
 /// Time of one scan over one GiB of RAM.
 const SCAN: &str = "scan_ms_per_gib";
@@ -43,6 +43,7 @@ fn cases(sizes: &[u64]) -> Result<Vec<Case>> {
         mover: mover.clone(),
         qemu: qemu.clone(),
         settle: Duration::from_secs(4),
+        limit: trial::LIMIT,
     };
     Ok(sizes
         .iter()

@@ -12,7 +12,7 @@ use crate::lab::{Lab, LabConfig};
 use crate::plot::BarPlot;
 use crate::result::{Run, Target, rows, series};
 use crate::stats::median;
-use crate::trial::Mover;
+use crate::trial::{self, Mover};
 
 /// The metric that is judged: page bytes over the time in which pages moved.
 const SPEED: &str = "gb_per_s";
@@ -48,6 +48,7 @@ fn cases(quick: bool) -> Result<Vec<Case>> {
             mover,
             qemu: qemu.clone(),
             settle: Duration::from_secs(2),
+            limit: trial::LIMIT,
         };
         // In a short run only the newest QEMU, which is the fastest.
         if quick && qemu.label == "7.2" && super::qemus()?.len() > 1 {
