@@ -22,6 +22,9 @@ pub mod message;
 /// Frames on the connections that carry pages.
 pub mod frame;
 
+/// Differences between two states of a page.
+pub mod xbzrle;
+
 /// What may be said when, and who owns the guest when the link is lost.
 pub mod session;
 
