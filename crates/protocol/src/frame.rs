@@ -3,24 +3,32 @@
 //! ```text
 //!   0       4    5    6       8       12      16                       48                       80              88         96
 //!   +-------+----+----+-------+-------+-------+------------------------+------------------------+---------------+----------+
-//!   | STRF  |kind| 0  |   0   | round | chunk | full: 256 bits         | zero: 256 bits         | sequence      | checksum |
+//!   | STRF  |kind| 0  | words | round | chunk | full: 256 bits         | zero: 256 bits         | sequence      | checksum |
 //!   +-------+----+----+-------+-------+-------+------------------------+------------------------+---------------+----------+
 //!   then, for a chunk frame: a digest (XXH3-64) for each full page, in order, 8 bytes each · the bodies, 4,096 bytes each
+//!         for a packed frame: `words` words of 8 bytes · the blocks (packed.rs)
 //! ```
 //!
-//! All numbers are little-endian. The checksum (XXH3-64, seeded with the session's key) covers the header before it and the
-//! digests after it, so a frame out of place, cut or changed is found before a byte of it is used. `sequence` counts the frames of a
-//! connection from 0.
+//! All numbers are little-endian. `words` is 0 but in a packed frame. The checksum (XXH3-64, seeded with the session's key) covers the
+//! header before it and the words after it, so a frame out of place, cut or changed is found before a byte of it is used. `sequence`
+//! counts the frames of a connection from 0.
 //!
-//! Bodies go from guest RAM to the socket and from the socket to guest RAM, while the guest may be writing the page: then the body is
+//! The bodies of a chunk frame go from guest RAM to the socket and from the socket to guest RAM, while the guest may be writing the page: then the body is
 //! not what was digested. The receiver notes such a page as *suspect*; the write made it dirty, so it comes again. A page still
 //! suspect when a round ends is asked for again, and one that is suspect three times over with the guest stopped fails the migration.
+//!
+//! A packed frame holds copies: a page of it that does not fit its digest was damaged, or its sender is at fault, and fails the migration.
+
+/// Blocks of encoded pages.
+pub mod packed;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
+use self::packed::{MAX_WORDS, PackedFrame};
+use crate::hello::Features;
+use crate::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use crate::pages::PageSet;
 
 /// Bytes of a frame's header.
@@ -30,6 +38,7 @@ const MAGIC: [u8; 4] = *b"STRF";
 const KIND_CHUNK: u8 = 1;
 const KIND_ROUND_END: u8 = 2;
 const KIND_CLOSE: u8 = 3;
+const KIND_PACKED: u8 = 4;
 
 /// The header as it lies on the wire.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -38,7 +47,7 @@ struct Raw {
     magic: [u8; 4],
     kind: u8,
     reserved: u8,
-    reserved2: U16,
+    words: U16,
     round: U32,
     chunk: U32,
     full: [U64; 4],
@@ -50,10 +59,12 @@ struct Raw {
 const _: () = assert!(size_of::<Raw>() == HEADER_BYTES);
 
 /// What a frame says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Frame {
     /// Pages of a chunk.
     Chunk(ChunkFrame),
+    /// Pages of a chunk in blocks.
+    Packed(PackedFrame),
     /// This connection has sent all it sends in this round.
     RoundEnd {
         /// The round.
@@ -90,7 +101,7 @@ pub enum FrameError {
     /// It does not begin as a frame does.
     #[error("the stream does not carry frames where one must begin")]
     Magic,
-    /// Header or digests are not what was sent.
+    /// Header or words are not what was sent.
     #[error("frame {0} arrived damaged: its checksum does not fit")]
     Checksum(u64),
     /// A frame is missing, or came twice.
@@ -104,10 +115,22 @@ pub enum FrameError {
     /// A kind that this version does not know and did not agree to.
     #[error("frame of unknown kind {0}")]
     Kind(u8),
+    /// More words than any frame has.
+    #[error("frame with {0} words behind its header: at most {MAX_WORDS} are allowed")]
+    Words(u16),
+    /// A kind or an encoding that both sides did not agree on.
+    #[error("frame that needs what was not agreed on: {0}")]
+    NotAgreed(Features),
+    /// An encoding that this version does not know.
+    #[error("block of unknown encoding {0}")]
+    Codec(u8),
+    /// Blocks that are too large or too small, out of order, or not those of the frame's pages.
+    #[error("frame for chunk {0} whose blocks do not make up its pages")]
+    Blocks(u32),
     /// Pages that the machine does not have.
     #[error("frame for pages of chunk {0} that this machine does not have")]
     Outside(u32),
-    /// A page that is to be both zero and full, or a chunk frame without pages.
+    /// A page that is to be two of zero, full and a difference, or a frame without pages.
     #[error("frame for chunk {0} contradicts itself")]
     Contradiction(u32),
 }
@@ -132,19 +155,23 @@ impl FrameWriter {
         Self { key, sequence: 0 }
     }
 
-    /// The header of the next frame; `digests` are those that will follow it.
+    /// What the next frame begins with, all that its checksum covers: header and words. Its bodies or blocks follow. `digests` are those of its
+    /// bodies: of a chunk frame's full pages, of a packed frame's [`PackedFrame::pages`].
     #[must_use]
-    pub fn header(&mut self, frame: &Frame, digests: &[u64]) -> [u8; HEADER_BYTES] {
+    pub fn head(&mut self, frame: &Frame, digests: &[u64]) -> Vec<u8> {
+        let none = PageSet::EMPTY;
         let (kind, round, chunk, full, zero) = match frame {
             Frame::Chunk(f) => (KIND_CHUNK, f.round, f.chunk.0, f.full, f.zero),
-            Frame::RoundEnd { round } => (KIND_ROUND_END, *round, 0, PageSet::EMPTY, PageSet::EMPTY),
-            Frame::Close => (KIND_CLOSE, 0, 0, PageSet::EMPTY, PageSet::EMPTY),
+            Frame::Packed(f) => (KIND_PACKED, f.round, f.chunk.0, f.full, f.zero),
+            Frame::RoundEnd { round } => (KIND_ROUND_END, *round, 0, none, none),
+            Frame::Close => (KIND_CLOSE, 0, 0, none, none),
         };
+        let packed = if let Frame::Packed(packed) = frame { Some(packed.words(digests)) } else { None };
         let mut raw = Raw {
             magic: MAGIC,
             kind,
             reserved: 0,
-            reserved2: U16::ZERO,
+            words: packed.as_ref().map_or(0, |words| words.len() as u16).into(),
             round: round.into(),
             chunk: chunk.into(),
             full: full.0.map(U64::new),
@@ -153,16 +180,20 @@ impl FrameWriter {
             checksum: U64::ZERO,
         };
         self.sequence += 1;
-        raw.checksum = checksum(self.key, &raw, digests).into();
-        zerocopy::transmute!(raw)
+        let words = packed.as_deref().unwrap_or(digests);
+        raw.checksum = checksum(self.key, &raw, words).into();
+        let mut head = Vec::with_capacity(HEADER_BYTES + words.len() * 8);
+        head.extend_from_slice(raw.as_bytes());
+        words.iter().for_each(|word| head.extend_from_slice(&word.to_le_bytes()));
+        head
     }
 }
 
-fn checksum(key: u64, raw: &Raw, digests: &[u64]) -> u64 {
+fn checksum(key: u64, raw: &Raw, words: &[u64]) -> u64 {
     let mut hash = Xxh3::with_seed(key);
     hash.update(&raw.as_bytes()[..CHECKED_BYTES]);
-    for digest in digests {
-        hash.update(&digest.to_le_bytes());
+    for word in words {
+        hash.update(&word.to_le_bytes());
     }
     hash.digest()
 }
@@ -171,75 +202,93 @@ fn checksum(key: u64, raw: &Raw, digests: &[u64]) -> u64 {
 #[derive(Debug)]
 pub struct FrameReader {
     key: u64,
+    agreed: Features,
     sequence: u64,
 }
 
-/// A header that was read, its digests not yet: the frame is not to be acted on before [`FrameReader::accept`].
+/// A header that was read, its words not yet: the frame is not to be acted on before [`FrameReader::accept`].
 #[derive(Debug)]
 pub struct Pending {
     raw: Raw,
-    digests: usize,
+    words: usize,
 }
 
 impl Pending {
-    /// How many digests follow the header.
+    /// How many words of 8 bytes follow the header: at most [`MAX_WORDS`].
     #[must_use]
-    pub fn digests(&self) -> usize {
-        self.digests
+    pub fn words(&self) -> usize {
+        self.words
     }
 }
 
 impl FrameReader {
-    /// For a connection of the session with this key.
+    /// For a connection of the session with this key, whose sides agreed on these features.
     #[must_use]
-    pub fn new(key: u64) -> Self {
-        Self { key, sequence: 0 }
+    pub fn new(key: u64, agreed: Features) -> Self {
+        Self { key, agreed, sequence: 0 }
     }
 
-    /// Takes a header and says how many digests to read next.
+    /// Takes a header and says how many words to read next.
     ///
     /// # Errors
-    /// [`FrameError::Magic`].
+    /// [`FrameError::Magic`], [`FrameError::Words`].
     pub fn header(&self, bytes: &[u8; HEADER_BYTES]) -> Result<Pending, FrameError> {
         let raw: Raw = zerocopy::transmute!(*bytes);
         if raw.magic != MAGIC {
             return Err(FrameError::Magic);
         }
-        let digests = if raw.kind == KIND_CHUNK { PageSet(raw.full.map(U64::get)).len() } else { 0 };
-        debug_assert!(digests <= CHUNK_PAGES);
-        Ok(Pending { raw, digests })
+        let words = match raw.kind {
+            KIND_CHUNK => PageSet(raw.full.map(U64::get)).len(),
+            KIND_PACKED => usize::from(raw.words.get()),
+            _ => 0,
+        };
+        if words > MAX_WORDS {
+            return Err(FrameError::Words(raw.words.get()));
+        }
+        Ok(Pending { raw, words })
     }
 
-    /// Takes the digests and yields the frame, checked against the machine's layout.
+    /// Takes the words and yields the frame, checked against the machine's layout, and the digests of its bodies.
     ///
     /// # Errors
     /// [`FrameError`]: the connection is of no use any more.
-    pub fn accept(&mut self, pending: &Pending, digests: &[u64], layout: &Layout) -> Result<Frame, FrameError> {
+    pub fn accept<'w>(
+        &mut self,
+        pending: &Pending,
+        words: &'w [u64],
+        layout: &Layout,
+    ) -> Result<(Frame, &'w [u64]), FrameError> {
         let raw = &pending.raw;
-        if checksum(self.key, raw, digests) != raw.checksum.get() {
+        if checksum(self.key, raw, words) != raw.checksum.get() {
             return Err(FrameError::Checksum(self.sequence));
         }
         if raw.sequence.get() != self.sequence {
             return Err(FrameError::Sequence { expected: self.sequence, got: raw.sequence.get() });
         }
         self.sequence += 1;
+        let (round, chunk) = (raw.round.get(), ChunkIndex(raw.chunk.get()));
         match raw.kind {
-            KIND_ROUND_END => Ok(Frame::RoundEnd { round: raw.round.get() }),
-            KIND_CLOSE => Ok(Frame::Close),
-            KIND_CHUNK => {
-                let chunk = ChunkIndex(raw.chunk.get());
-                let (full, zero) = (PageSet(raw.full.map(U64::get)), PageSet(raw.zero.map(U64::get)));
-                let place = layout.place(chunk).ok_or(FrameError::Outside(chunk.0))?;
-                if !full.or(&zero).without(&PageSet::first(place.pages)).is_empty() {
-                    return Err(FrameError::Outside(chunk.0));
-                }
-                if !full.and(&zero).is_empty() || full.or(&zero).is_empty() {
-                    return Err(FrameError::Contradiction(chunk.0));
-                }
-                Ok(Frame::Chunk(ChunkFrame { round: raw.round.get(), chunk, full, zero }))
-            }
-            kind => Err(FrameError::Kind(kind)),
+            KIND_ROUND_END => return Ok((Frame::RoundEnd { round }, &[])),
+            KIND_CLOSE => return Ok((Frame::Close, &[])),
+            KIND_CHUNK => {}
+            KIND_PACKED if self.agreed.contains(Features::PACKED) => {}
+            KIND_PACKED => return Err(FrameError::NotAgreed(Features::PACKED)),
+            kind => return Err(FrameError::Kind(kind)),
         }
+        let (full, zero) = (PageSet(raw.full.map(U64::get)), PageSet(raw.zero.map(U64::get)));
+        let place = layout.place(chunk).ok_or(FrameError::Outside(chunk.0))?;
+        let pages = PageSet::first(place.pages);
+        if raw.kind == KIND_PACKED {
+            let (frame, digests) = PackedFrame::read((round, chunk), (full, zero), words, &pages, self.agreed)?;
+            return Ok((Frame::Packed(frame), digests));
+        }
+        if !full.or(&zero).without(&pages).is_empty() {
+            return Err(FrameError::Outside(chunk.0));
+        }
+        if !full.and(&zero).is_empty() || full.or(&zero).is_empty() {
+            return Err(FrameError::Contradiction(chunk.0));
+        }
+        Ok((Frame::Chunk(ChunkFrame { round, chunk, full, zero }), words))
     }
 }
 
@@ -255,9 +304,19 @@ mod tests {
             .unwrap()
     }
 
-    fn read(reader: &mut FrameReader, bytes: &[u8; HEADER_BYTES], digests: &[u64]) -> Result<Frame, FrameError> {
-        let pending = reader.header(bytes)?;
-        reader.accept(&pending, digests, &layout())
+    /// Reads what a writer wrote, as the receiver does.
+    fn read(reader: &mut FrameReader, head: &[u8]) -> Result<Frame, FrameError> {
+        let (header, words) = head.split_first_chunk().unwrap();
+        let words: Vec<u64> = words.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
+        let pending = reader.header(header)?;
+        if pending.words() != words.len() {
+            return Err(FrameError::Checksum(0)); // The stream would go on elsewhere.
+        }
+        reader.accept(&pending, &words, &layout()).map(|(frame, _)| frame)
+    }
+
+    fn reader(key: u64) -> FrameReader {
+        FrameReader::new(key, Features::NONE)
     }
 
     proptest! {
@@ -267,41 +326,37 @@ mod tests {
             prop_assume!(!full.or(&zero).is_empty());
             let frame = Frame::Chunk(ChunkFrame { round, chunk: ChunkIndex(chunk), full, zero });
             let digests: Vec<u64> = (0..full.len() as u64).collect();
-            let bytes = FrameWriter::new(9).header(&frame, &digests);
-            prop_assert_eq!(read(&mut FrameReader::new(9), &bytes, &digests), Ok(frame));
+            let head = FrameWriter::new(9).head(&frame, &digests);
+            prop_assert_eq!(read(&mut reader(9), &head), Ok(frame));
         }
 
         #[test]
-        fn any_changed_byte_is_found(at in 0usize..HEADER_BYTES, flip in 1u8..) {
+        fn any_changed_byte_is_found(at in 0usize..HEADER_BYTES + 3 * 8, flip in 1u8..) {
             let frame = Frame::Chunk(ChunkFrame { round: 1, chunk: ChunkIndex(2), full: PageSet::first(3), zero: PageSet::EMPTY });
-            let digests = [1, 2, 3];
-            let mut bytes = FrameWriter::new(9).header(&frame, &digests);
-            bytes[at] ^= flip;
-            let mut reader = FrameReader::new(9);
-            let result = reader.header(&bytes).and_then(|pending| {
-                let digests: Vec<u64> = (1..=pending.digests() as u64).collect();
-                reader.accept(&pending, &digests, &layout())
-            });
-            prop_assert!(result.is_err());
+            let mut head = FrameWriter::new(9).head(&frame, &[1, 2, 3]);
+            head[at] ^= flip;
+            prop_assert!(read(&mut reader(9), &head).is_err());
         }
 
         #[test]
-        fn garbage_is_refused_and_nothing_panics(bytes: [u8; HEADER_BYTES], digests: Vec<u64>) {
+        fn garbage_is_refused_and_nothing_panics(bytes: [u8; HEADER_BYTES], words: Vec<u64>) {
             let mut bytes = bytes;
             bytes[..4].copy_from_slice(&MAGIC);
-            prop_assert!(read(&mut FrameReader::new(1), &bytes, &digests).is_err());
+            let mut reader = reader(1);
+            let result = reader.header(&bytes).and_then(|pending| reader.accept(&pending, &words, &layout()).map(drop));
+            prop_assert!(result.is_err());
         }
     }
 
     #[test]
     fn a_lost_or_repeated_frame_is_found() {
-        let (mut writer, mut reader) = (FrameWriter::new(1), FrameReader::new(1));
-        let first = writer.header(&Frame::RoundEnd { round: 0 }, &[]);
-        let _lost = writer.header(&Frame::RoundEnd { round: 1 }, &[]);
-        let third = writer.header(&Frame::RoundEnd { round: 2 }, &[]);
-        assert!(read(&mut reader, &first, &[]).is_ok());
-        assert_eq!(read(&mut reader, &third, &[]), Err(FrameError::Sequence { expected: 1, got: 2 }));
-        assert_eq!(read(&mut reader, &first, &[]), Err(FrameError::Sequence { expected: 1, got: 0 }));
+        let (mut writer, mut reader) = (FrameWriter::new(1), reader(1));
+        let first = writer.head(&Frame::RoundEnd { round: 0 }, &[]);
+        let _lost = writer.head(&Frame::RoundEnd { round: 1 }, &[]);
+        let third = writer.head(&Frame::RoundEnd { round: 2 }, &[]);
+        assert!(read(&mut reader, &first).is_ok());
+        assert_eq!(read(&mut reader, &third), Err(FrameError::Sequence { expected: 1, got: 2 }));
+        assert_eq!(read(&mut reader, &first), Err(FrameError::Sequence { expected: 1, got: 0 }));
     }
 
     #[test]
@@ -313,14 +368,14 @@ mod tests {
                 full: [page].into_iter().collect(),
                 zero: PageSet::EMPTY,
             };
-            let bytes = FrameWriter::new(1).header(&Frame::Chunk(frame), &[0]);
-            assert_eq!(read(&mut FrameReader::new(1), &bytes, &[0]), Err(FrameError::Outside(chunk)));
+            let head = FrameWriter::new(1).head(&Frame::Chunk(frame), &[0]);
+            assert_eq!(read(&mut reader(1), &head), Err(FrameError::Outside(chunk)));
         }
     }
 
     #[test]
     fn frames_of_another_session_are_refused() {
-        let bytes = FrameWriter::new(1).header(&Frame::Close, &[]);
-        assert_eq!(read(&mut FrameReader::new(2), &bytes, &[]), Err(FrameError::Checksum(0)));
+        let head = FrameWriter::new(1).head(&Frame::Close, &[]);
+        assert_eq!(read(&mut reader(2), &head), Err(FrameError::Checksum(0)));
     }
 }

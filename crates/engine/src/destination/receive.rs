@@ -5,7 +5,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
-use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
+use sterna_protocol::frame::{Frame, FrameError, FrameReader, HEADER_BYTES};
+use sterna_protocol::hello::Features;
 use sterna_protocol::layout::CHUNK_BYTES;
 
 use super::place::Placer;
@@ -113,7 +114,7 @@ fn frames(
     placer: &Placer,
     arrivals: &Arrivals,
 ) -> Result<(), MigrateError> {
-    let mut reader = FrameReader::new(key);
+    let mut reader = FrameReader::new(key, Features::NONE);
     // A source may be quiet between rounds for as long as it lives; whether it does, TCP's keepalive says.
     stream.set_read_timeout(None).map_err(MigrateError::link("receiving pages"))?;
     let mut counted = Duration::ZERO;
@@ -127,17 +128,18 @@ fn frames(
             read => stream.read_exact(&mut header[read..]).map_err(MigrateError::link("receiving pages"))?,
         }
         let pending = reader.header(&header)?;
-        let mut digests = vec![0u8; pending.digests() * 8];
-        stream.read_exact(&mut digests).map_err(MigrateError::link("receiving pages"))?;
-        let (digests, _) = digests.as_chunks::<8>();
-        let digests: Vec<u64> = digests.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
-        match reader.accept(&pending, &digests, placer.layout())? {
+        let mut words = vec![0u8; pending.words() * 8];
+        stream.read_exact(&mut words).map_err(MigrateError::link("receiving pages"))?;
+        let words: Vec<u64> = words.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
+        let (frame, digests) = reader.accept(&pending, &words, placer.layout())?;
+        match frame {
             Frame::Chunk(frame) => {
                 let bodies = &mut buffer[..frame.body_bytes()];
                 stream.read_exact(bodies).map_err(MigrateError::link("receiving pages"))?;
-                placer.place(&frame, &digests, bodies)?;
+                placer.place(&frame, digests, bodies)?;
                 arrivals.frame();
             }
+            Frame::Packed(_) => return Err(FrameError::NotAgreed(Features::PACKED).into()),
             Frame::RoundEnd { round } => {
                 let cpu = sterna_sys::process::thread_cpu_time();
                 arrivals.ended(index, round, cpu - counted);

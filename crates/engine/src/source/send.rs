@@ -105,8 +105,7 @@ impl Stream {
 
     /// Writes a frame: its header and digests from here, its bodies straight from the guest's RAM.
     fn write(&mut self, frame: &Frame, digests: &[u64], bodies: Vec<Outgoing>) -> Result<(), MigrateError> {
-        let mut head = Vec::from(self.writer.header(frame, digests));
-        digests.iter().for_each(|digest| head.extend_from_slice(&digest.to_le_bytes()));
+        let head = self.writer.head(frame, digests);
         let mut vectors = vec![Outgoing::from(head.as_slice())];
         vectors.extend(bodies);
         let bytes: usize = vectors.iter().map(Outgoing::bytes).sum();
