@@ -89,13 +89,19 @@ pub enum MigrateError {
     },
     /// It did not converge in the time it had.
     #[error(
-        "the guest writes faster than its pages can be sent: after {elapsed_s:.0} s a pause of {predicted_ms:.0} ms is still to be expected"
+        "the guest writes faster than its pages can be sent: after {elapsed_s:.0} s a pause of {predicted_ms:.0} ms is still to be \
+         expected, and {limit_ms:.0} ms are accepted{}",
+        tried(*.throttle_percent)
     )]
     NotConverging {
         /// How long it tried.
         elapsed_s: f64,
         /// What the pause would have been.
         predicted_ms: f64,
+        /// What was accepted in the end.
+        limit_ms: f64,
+        /// How much of the guest's processor time was taken away, percent.
+        throttle_percent: u8,
     },
     /// Bodies arrived damaged though the guest was stopped.
     #[error("{0} pages arrived damaged although the guest was stopped")]
@@ -111,6 +117,14 @@ pub enum MigrateError {
     /// The daemon could not write down what must not be forgotten.
     #[error("{}", .0.message)]
     Record(Problem),
+}
+
+/// What was done to a guest that did not converge.
+fn tried(throttle_percent: u8) -> String {
+    match throttle_percent {
+        0 => String::new(),
+        percent => format!(", although {percent} % of its processor time were taken away"),
+    }
 }
 
 impl MigrateError {
@@ -180,7 +194,10 @@ impl MigrateError {
             Self::NotConverging { .. } => (
                 "not-converging",
                 Blame::Guest,
-                Some("allow a longer pause (--downtime-limit), more bandwidth, or --on-timeout force"),
+                Some(
+                    "allow a longer pause (--downtime-limit, --downtime-ramp), slow the guest down (--throttle), send less \
+                     (--compress zstd, --delta xbzrle), give it more bandwidth, or --on-timeout force",
+                ),
             ),
             Self::Damaged(_) => {
                 ("damaged", Blame::Peer, Some("the network or a host damages data: look for the cause first"))

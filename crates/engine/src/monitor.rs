@@ -1,6 +1,6 @@
 //! What others see of a running migration, and their one way to touch it: cancel.
 
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ const COMMITTED: u8 = 2;
 pub struct Monitor {
     began: Instant,
     gate: AtomicU8,
+    interrupted: AtomicBool,
     bytes_sent: AtomicU64,
     pages_left: AtomicU64,
     progress: Mutex<Kept>,
@@ -41,6 +42,7 @@ impl Monitor {
         Self {
             began,
             gate: AtomicU8::new(RUNNING),
+            interrupted: AtomicBool::new(false),
             bytes_sent: AtomicU64::new(0),
             pages_left: AtomicU64::new(0),
             progress: Mutex::new(Kept { progress, version: 0, meter: (began, 0) }),
@@ -91,12 +93,18 @@ impl Monitor {
         self.gate.compare_exchange(RUNNING, CANCELLED, Ordering::AcqRel, Ordering::Acquire) != Err(COMMITTED)
     }
 
-    /// Ends what the caller is doing where the migration was cancelled.
+    /// Ends what the caller is doing where the migration was cancelled, or there is nothing left to move.
     ///
     /// # Errors
     /// [`MigrateError::Cancelled`].
     pub fn check(&self) -> Result<(), MigrateError> {
-        if self.gate.load(Ordering::Acquire) == CANCELLED { Err(MigrateError::Cancelled) } else { Ok(()) }
+        let ends = self.gate.load(Ordering::Acquire) == CANCELLED || self.interrupted.load(Ordering::Acquire);
+        if ends { Err(MigrateError::Cancelled) } else { Ok(()) }
+    }
+
+    /// Ends what others are doing for this migration at their next [`check`](Self::check). Whoever calls this knows the reason.
+    pub(crate) fn interrupt(&self) {
+        self.interrupted.store(true, Ordering::Release);
     }
 
     /// The point of no return: from now on it cannot be cancelled.

@@ -1,16 +1,24 @@
-//! When to stop the guest: a pure function of what was measured.
+//! When to stop the guest, and what to do about one that writes faster than its pages go.
 
 use std::time::Duration;
+
+use sterna_api::options::OnTimeout;
+
+use crate::throughput::Speed;
 
 /// What the user asked for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Goal {
     /// The longest pause.
     pub downtime_limit: Duration,
+    /// The longest pause accepted where rounds do not reach the limit; the limit itself where `None`.
+    pub downtime_ramp: Option<Duration>,
+    /// The most of the guest's processor time that may be taken away, percent; none where `None`.
+    pub throttle_percent: Option<u8>,
     /// When to stop trying; never where `None`.
     pub timeout: Option<Duration>,
     /// What to do then.
-    pub force_on_timeout: bool,
+    pub on_timeout: OnTimeout,
 }
 
 /// What was measured up to the end of a round.
@@ -20,21 +28,36 @@ pub struct Measured {
     pub rounds: u32,
     /// Since the migration began.
     pub elapsed: Duration,
-    /// Pages to send if the guest stopped now.
+    /// Pages to deal with if the guest stopped now: those held back as hot and those skipped because they were written again are
+    /// among them.
     pub pages_left: u64,
-    /// Pages this machine can send per second, by the rounds so far.
-    pub pages_per_s: f64,
+    /// How quickly they would go.
+    pub speed: Speed,
     /// What the devices took, or are expected to take.
     pub device_time: Duration,
-    /// What the pause was predicted to be after the round before.
-    pub previous_prediction: Option<Duration>,
+}
+
+impl Measured {
+    /// The pause to expect if the guest stopped now: the pages left by what was measured, and the devices.
+    #[must_use]
+    pub fn predicted_downtime(&self) -> Duration {
+        self.speed.time_for(self.pages_left) + self.device_time
+    }
 }
 
 /// What to do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
-    /// Another round.
-    Round,
+    /// Another round, which takes at least so long, counted to the moment when what was written is collected.
+    Round {
+        /// Not zero where rounds move little and nothing improves: a stalled migration must not spin looking and arming.
+        at_least: Duration,
+    },
+    /// Take so much of the guest's processor time away, percent, then another round.
+    Throttle {
+        /// Above what was taken before, at most the ceiling.
+        percent: u8,
+    },
     /// Stop the guest.
     Switchover,
     /// It does not converge, and the time is up.
@@ -45,125 +68,175 @@ pub enum Decision {
 pub const MAX_POLISHING_ROUNDS: u32 = 30;
 /// A pause below this is not made shorter by another round: the devices take as long.
 pub const SHORT_ENOUGH: Duration = Duration::from_millis(2);
-/// A round that shortens the predicted pause by less than this share is the last.
+/// A shorter pause by less than this share is no progress.
 pub const WORTHWHILE: f64 = 0.1;
+/// Rounds without progress that make a stall. One that meets a burst of writes is made up for by the next; after a third it is no burst.
+pub const STALL_ROUNDS: u32 = 3;
+/// Rounds without progress that make a stall where the one before led to a step: the round after it ran under the step from its beginning
+/// to its end, and shows whether it was enough.
+pub const STEP_ROUNDS: u32 = 1;
+/// Time without progress that makes a stall. Short rounds show nothing but the scheduler's moods.
+pub const STALL_TIME: Duration = Duration::from_secs(2);
+/// The least time of a round where nothing improves.
+pub const STALLED_ROUND: Duration = Duration::from_millis(50);
+/// The first step of throttling, percent. Below, a guest above the link's rate hardly notices.
+pub const FIRST_THROTTLE: u8 = 20;
+/// Each further step, percent.
+pub const MORE_THROTTLE: u8 = 10;
 
-/// The pause to expect if the guest stopped now: pages left ÷ measured throughput + the devices' time.
-#[must_use]
-pub fn predicted_downtime(measured: &Measured) -> Duration {
-    let pages = if measured.pages_left == 0 { 0.0 } else { measured.pages_left as f64 / measured.pages_per_s.max(1.0) };
-    Duration::from_secs_f64(pages.min(1e9)) + measured.device_time
+/// The policy, one `step` after each round. It has no clock: what it is told is all it knows.
+///
+/// 1. Nothing is left: stop the guest, whatever the devices take.
+/// 2. The predicted pause is within the accepted limit: stop it, unless another round is likely to make the pause shorter still
+///    (the last one did, by [`WORTHWHILE`]), the pages take longer than [`SHORT_ENOUGH`], and neither the time nor
+///    [`MAX_POLISHING_ROUNDS`] are up.
+/// 3. The time is up: what was asked for then.
+/// 4. A stall: the best predicted pause is no shorter, by [`WORTHWHILE`], for [`STALL_ROUNDS`] rounds (or [`STEP_ROUNDS`]) and
+///    [`STALL_TIME`]. Progress counts and not time: a large guest on a slow link may take hours and converge. Each stall leads to one
+///    step, while there are any:
+///    - the accepted limit is doubled until it holds the shortest pause seen, or is at the ramp's ceiling (a limit that would not hold it
+///      would change nothing);
+///    - then the guest is throttled by [`FIRST_THROTTLE`], then by [`MORE_THROTTLE`] more each time, up to its ceiling.
+///
+///    After that it goes on until the time is up. What came before a stall is no measure for what follows: a guest that became busier
+///    is compared with itself as it is now.
+/// 5. Else another round.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Convergence {
+    goal: Goal,
+    limit: Duration,
+    throttle: u8,
+    stalls: u32,
+    stepped: bool,
+    previous: Option<Duration>,
+    best: Duration,
+    window: Window,
 }
 
-/// Decides after a round.
-///
-/// 1. The predicted pause is within the limit: stop the guest, unless another round is likely to make the pause shorter still
-///    (the last one did, by [`WORTHWHILE`]) and the pages take longer than [`SHORT_ENOUGH`].
-/// 2. The time is up: stop it anyway, or give up, as asked.
-/// 3. Else another round.
-#[must_use]
-pub fn decide(goal: &Goal, measured: &Measured) -> Decision {
-    let predicted = predicted_downtime(measured);
-    let timed_out = goal.timeout.is_some_and(|timeout| measured.elapsed >= timeout);
-    if predicted <= goal.downtime_limit {
-        let pages_time = predicted.saturating_sub(measured.device_time);
-        let improving = measured
-            .previous_prediction
-            .is_none_or(|before| predicted.as_secs_f64() < before.as_secs_f64() * (1.0 - WORTHWHILE));
-        let polish = improving && pages_time > SHORT_ENOUGH && measured.rounds < MAX_POLISHING_ROUNDS && !timed_out;
-        return if polish { Decision::Round } else { Decision::Switchover };
+/// What was seen since the last progress or stall.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Window {
+    rounds: u32,
+    at: Duration,
+    shortest: Duration,
+}
+
+impl Window {
+    fn starting(measured: &Measured, predicted: Duration) -> Self {
+        Self { rounds: measured.rounds, at: measured.elapsed, shortest: predicted }
     }
-    match (timed_out, goal.force_on_timeout) {
-        (false, _) => Decision::Round,
-        (true, true) => Decision::Switchover,
-        (true, false) => Decision::GiveUp,
+}
+
+impl Convergence {
+    /// Nothing measured yet.
+    #[must_use]
+    pub fn new(goal: Goal) -> Self {
+        Self {
+            goal,
+            limit: goal.downtime_limit,
+            throttle: 0,
+            stalls: 0,
+            stepped: false,
+            previous: None,
+            best: Duration::MAX,
+            window: Window { rounds: 0, at: Duration::ZERO, shortest: Duration::MAX },
+        }
     }
+
+    /// The pause that is accepted by now.
+    #[must_use]
+    pub fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// How much of the guest's processor time it wants taken away, percent.
+    #[must_use]
+    pub fn throttle_percent(&self) -> u8 {
+        self.throttle
+    }
+
+    /// The pause that was predicted after the last round.
+    #[must_use]
+    pub fn predicted(&self) -> Option<Duration> {
+        self.previous
+    }
+
+    /// How often the rounds made no progress for a while.
+    #[must_use]
+    pub fn stalls(&self) -> u32 {
+        self.stalls
+    }
+
+    /// Decides after a round.
+    pub fn step(&mut self, measured: &Measured) -> Decision {
+        let predicted = measured.predicted_downtime();
+        let improved = self.previous.replace(predicted).is_none_or(|before| is_shorter(predicted, before));
+        let stalled = self.has_stalled(measured, predicted);
+        let timed_out = self.goal.timeout.is_some_and(|timeout| measured.elapsed >= timeout);
+        if measured.pages_left == 0 {
+            return Decision::Switchover;
+        }
+        if predicted <= self.limit {
+            let pages_time = predicted.saturating_sub(measured.device_time);
+            let polish = improved && pages_time > SHORT_ENOUGH && measured.rounds < MAX_POLISHING_ROUNDS && !timed_out;
+            return if polish { Decision::Round { at_least: Duration::ZERO } } else { Decision::Switchover };
+        }
+        if timed_out {
+            return match self.goal.on_timeout {
+                OnTimeout::Force => Decision::Switchover,
+                OnTimeout::Cancel => Decision::GiveUp,
+            };
+        }
+        if stalled {
+            return self.stall(measured, predicted);
+        }
+        Decision::Round { at_least: if improved { Duration::ZERO } else { STALLED_ROUND } }
+    }
+
+    /// Whether there was no progress for a while.
+    fn has_stalled(&mut self, measured: &Measured, predicted: Duration) -> bool {
+        self.window.shortest = self.window.shortest.min(predicted);
+        if is_shorter(predicted, self.best) {
+            (self.best, self.stepped) = (predicted, false);
+            self.window = Window::starting(measured, predicted);
+            return false;
+        }
+        let rounds = if self.stepped { STEP_ROUNDS } else { STALL_ROUNDS };
+        measured.rounds.saturating_sub(self.window.rounds) >= rounds
+            && measured.elapsed.saturating_sub(self.window.at) >= STALL_TIME
+    }
+
+    /// Takes the next step, where there is one.
+    fn stall(&mut self, measured: &Measured, predicted: Duration) -> Decision {
+        self.stalls = self.stalls.saturating_add(1);
+        self.stepped = true;
+        self.best = self.window.shortest;
+        self.window = Window::starting(measured, predicted);
+        let ramp = self.goal.downtime_ramp.unwrap_or(self.limit);
+        if self.limit < ramp {
+            loop {
+                self.limit = self.limit.saturating_mul(2).max(Duration::from_millis(1)).min(ramp);
+                if self.limit >= self.best || self.limit >= ramp {
+                    break;
+                }
+            }
+            let holds = predicted <= self.limit;
+            return if holds { Decision::Switchover } else { Decision::Round { at_least: Duration::ZERO } };
+        }
+        let ceiling = self.goal.throttle_percent.unwrap_or(0);
+        if self.throttle < ceiling {
+            let next = if self.throttle == 0 { FIRST_THROTTLE } else { self.throttle.saturating_add(MORE_THROTTLE) };
+            self.throttle = next.min(ceiling);
+            return Decision::Throttle { percent: self.throttle };
+        }
+        Decision::Round { at_least: STALLED_ROUND }
+    }
+}
+
+fn is_shorter(now: Duration, before: Duration) -> bool {
+    now.as_secs_f64() < before.as_secs_f64() * (1.0 - WORTHWHILE)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GOAL: Goal = Goal { downtime_limit: Duration::from_millis(300), timeout: None, force_on_timeout: false };
-
-    fn measured(pages_left: u64, previous_ms: Option<u64>) -> Measured {
-        Measured {
-            rounds: 3,
-            elapsed: Duration::from_secs(10),
-            pages_left,
-            pages_per_s: 30_000.0,
-            device_time: Duration::from_millis(5),
-            previous_prediction: previous_ms.map(Duration::from_millis),
-        }
-    }
-
-    /// A guest that writes at a steady rate over a working set, on a simulated link and clock.
-    fn simulate(
-        goal: &Goal,
-        write_pages_per_s: f64,
-        working_set: f64,
-        link_pages_per_s: f64,
-    ) -> (Decision, Duration, u32) {
-        let (mut left, mut elapsed, mut previous) = (262_144.0, Duration::ZERO, None);
-        for rounds in 1..10_000 {
-            let round = Duration::from_secs_f64(left / link_pages_per_s);
-            elapsed += round;
-            left = working_set * (1.0 - (-write_pages_per_s * round.as_secs_f64() / working_set).exp());
-            let measured = Measured {
-                rounds,
-                elapsed,
-                pages_left: left as u64,
-                pages_per_s: link_pages_per_s,
-                device_time: Duration::from_millis(5),
-                previous_prediction: previous,
-            };
-            previous = Some(predicted_downtime(&measured));
-            match decide(goal, &measured) {
-                Decision::Round => {}
-                decision => return (decision, previous.unwrap(), rounds),
-            }
-        }
-        panic!("it never decides");
-    }
-
-    #[test]
-    fn an_idle_guest_is_stopped_at_once() {
-        assert_eq!(decide(&GOAL, &measured(10, None)), Decision::Switchover);
-    }
-
-    #[test]
-    fn a_pause_within_the_limit_is_made_shorter_while_rounds_pay() {
-        assert_eq!(decide(&GOAL, &measured(3_000, Some(2_000))), Decision::Round);
-        assert_eq!(decide(&GOAL, &measured(3_000, Some(105))), Decision::Switchover);
-    }
-
-    #[test]
-    fn a_slow_writer_ends_far_below_the_limit() {
-        let (decision, pause, _) = simulate(&GOAL, 3_000.0, 60_000.0, 30_000.0);
-        assert_eq!(decision, Decision::Switchover);
-        assert!(pause < Duration::from_millis(10), "{pause:?}");
-    }
-
-    #[test]
-    fn a_writer_above_the_link_rate_ends_by_timeout_as_asked() {
-        let timeout = Some(Duration::from_secs(60));
-        let cancel = Goal { timeout, ..GOAL };
-        assert_eq!(simulate(&cancel, 120_000.0, 200_000.0, 30_000.0).0, Decision::GiveUp);
-        let force = Goal { timeout, force_on_timeout: true, ..GOAL };
-        assert_eq!(simulate(&force, 120_000.0, 200_000.0, 30_000.0).0, Decision::Switchover);
-    }
-
-    #[test]
-    fn polishing_ends() {
-        let (_, _, rounds) =
-            simulate(&Goal { downtime_limit: Duration::from_secs(3600), ..GOAL }, 29_900.0, 1e9, 30_000.0);
-        assert!(rounds <= MAX_POLISHING_ROUNDS + 1);
-    }
-
-    #[test]
-    fn no_throughput_is_no_division_by_zero() {
-        let stuck = Measured { pages_per_s: 0.0, ..measured(1 << 40, None) };
-        assert!(predicted_downtime(&stuck) > Duration::from_secs(1_000_000));
-        assert_eq!(decide(&GOAL, &stuck), Decision::Round);
-    }
-}
+#[path = "convergence_tests.rs"]
+mod tests;

@@ -30,3 +30,6 @@ pub mod session;
 
 /// When to stop the guest.
 pub mod convergence;
+
+/// How quickly pages go.
+pub mod throughput;

@@ -255,7 +255,7 @@ impl Migration<'_> {
     ) -> Result<Fate, MigrateError> {
         if self.options.mode != Mode::StopAndCopy {
             self.monitor.enter(Phase::Precopy);
-            precopy::precopy(rounds, link, tracker, vmm, self.options)?;
+            precopy::precopy(rounds, link, tracker, vmm, self.options, &mut self.report.convergence)?;
         }
         self.monitor.enter(Phase::Switchover);
         let switchover = Switchover { verify: self.options.verify, direct_io: self.direct_io, monitor: self.monitor };

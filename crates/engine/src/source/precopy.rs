@@ -1,23 +1,27 @@
 //! Rounds while the guest runs, until a short pause is to be expected.
 
-use std::time::Duration;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
-use sterna_api::MigrateOptions;
-use sterna_api::options::OnTimeout;
-use sterna_protocol::convergence::{Decision, Goal, Measured, decide, predicted_downtime};
+use sterna_api::{MigrateOptions, report};
+use sterna_protocol::convergence::{Convergence, Decision, Goal, Measured};
 
 use super::link::Link;
 use super::rounds::Rounds;
 use super::track::Tracker;
 use crate::error::MigrateError;
-use crate::vmm;
+use crate::monitor::Monitor;
+use crate::vmm::{self, VmmError};
 
 /// What saving, moving and loading the devices takes, as measured on QEMU 7.2 and 10.0.
 const DEVICE_TIME: Duration = Duration::from_millis(6);
-/// What a link is taken to carry before anything was measured: a tenth of 1 Gbit/s.
-const UNKNOWN_PAGES_PER_S: f64 = 3_000.0;
+/// How often the VMM is asked whether its guest is still there.
+const ENDED_LOOK: Duration = Duration::from_millis(100);
+/// How long a wait between two rounds is deaf to a cancellation.
+const WAIT_STEP: Duration = Duration::from_millis(10);
 
-/// Sends rounds until [`decide`] says to stop the guest. The first has been made outstanding.
+/// Sends rounds until [`Convergence`] says to stop the guest. The first has been made outstanding. What was done to make it converge
+/// goes into `account`, also where it fails.
 ///
 /// # Errors
 /// What went wrong on the way, [`MigrateError::NotConverging`] or [`MigrateError::Cancelled`].
@@ -27,18 +31,17 @@ pub fn precopy(
     tracker: &mut dyn Tracker,
     vmm: &mut dyn vmm::Source,
     options: &MigrateOptions,
+    account: &mut report::Convergence,
 ) -> Result<(), MigrateError> {
-    let goal = Goal {
-        downtime_limit: Duration::from_secs_f64(options.downtime_limit_ms / 1e3),
-        timeout: options.timeout_ms.map(|ms| Duration::from_secs_f64(ms / 1e3)),
-        force_on_timeout: options.on_timeout == OnTimeout::Force,
-    };
-    let mut previous_prediction = None;
+    let goal = goal(options);
+    let until =
+        goal.timeout.and_then(|timeout| Instant::now().checked_add(timeout.saturating_sub(rounds.monitor.elapsed())));
+    let mut policy = Convergence::new(goal);
+    let mut at_least = Duration::ZERO;
     loop {
-        rounds.send(link)?;
-        if let Some(ended) = vmm.ended() {
-            return Err(ended.into());
-        }
+        let began = Instant::now();
+        watched(vmm, rounds.monitor, || rounds.send(link, until))?;
+        wait(rounds.monitor, began + at_least)?;
         let dirty_rate = rounds.collect(tracker)?;
         if let Some(round) = rounds.done.last_mut() {
             round.dirty_rate_pages_per_s = dirty_rate;
@@ -47,25 +50,87 @@ pub fn precopy(
             rounds: rounds.done.len() as u32,
             elapsed: rounds.monitor.elapsed(),
             pages_left: rounds.left(),
-            pages_per_s: if rounds.pages_per_s() > 0.0 { rounds.pages_per_s() } else { UNKNOWN_PAGES_PER_S },
+            speed: rounds.throughput.speed(),
             device_time: DEVICE_TIME,
-            previous_prediction,
         };
-        let predicted = predicted_downtime(&measured);
-        previous_prediction = Some(predicted);
+        let decision = policy.step(&measured);
+        let predicted_ms = ms(measured.predicted_downtime());
+        account.stalls = policy.stalls();
+        account.downtime_limit_ms = ms(policy.limit());
         rounds.monitor.update(|progress| {
             progress.dirty_rate_pages_per_s = dirty_rate;
-            progress.predicted_downtime_ms = Some(predicted.as_secs_f64() * 1e3);
+            progress.predicted_downtime_ms = Some(predicted_ms);
         });
-        match decide(&goal, &measured) {
-            Decision::Round => {}
-            Decision::Switchover => return Ok(()),
+        tracing::debug!(round = measured.rounds, left = measured.pages_left, predicted_ms, ?decision, "round");
+        at_least = match decision {
+            Decision::Round { at_least } => at_least,
+            Decision::Throttle { .. } => Duration::ZERO,
+            Decision::Switchover => {
+                account.predicted_downtime_ms = Some(predicted_ms);
+                return Ok(());
+            }
             Decision::GiveUp => {
                 return Err(MigrateError::NotConverging {
                     elapsed_s: measured.elapsed.as_secs_f64(),
-                    predicted_ms: predicted.as_secs_f64() * 1e3,
+                    predicted_ms,
+                    limit_ms: ms(policy.limit()),
+                    throttle_percent: account.throttle_percent,
                 });
             }
-        }
+        };
     }
+}
+
+fn goal(options: &MigrateOptions) -> Goal {
+    let duration = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).unwrap_or(Duration::MAX);
+    Goal {
+        downtime_limit: duration(options.downtime_limit_ms),
+        downtime_ramp: options.downtime_ramp_ms.map(duration),
+        throttle_percent: None,
+        timeout: options.timeout_ms.map(duration),
+        on_timeout: options.on_timeout,
+    }
+}
+
+/// Does `work`, which checks with the monitor, and meanwhile looks after the VMM: a round can take minutes, and a guest that switched
+/// itself off in its first second needs no more of it.
+fn watched(
+    vmm: &mut dyn vmm::Source,
+    monitor: &Monitor,
+    work: impl FnOnce() -> Result<(), MigrateError>,
+) -> Result<(), MigrateError> {
+    let (done, is_done) = mpsc::channel::<()>();
+    let (result, ended) = std::thread::scope(|scope| {
+        let looking = scope.spawn(move || -> Option<VmmError> {
+            // The last look is after the work: what ended meanwhile is no reason to begin the next round.
+            while is_done.recv_timeout(ENDED_LOOK) == Err(RecvTimeoutError::Timeout) {
+                if let Some(ended) = vmm.ended() {
+                    monitor.interrupt();
+                    return Some(ended);
+                }
+            }
+            vmm.ended()
+        });
+        let result = work();
+        drop(done);
+        (result, looking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    });
+    // Where the VMM is gone, that is why the work was interrupted or failed.
+    ended.map_or(result, |ended| Err(ended.into()))
+}
+
+/// Waits for a moment, if it has not passed.
+fn wait(monitor: &Monitor, until: Instant) -> Result<(), MigrateError> {
+    loop {
+        monitor.check()?;
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(());
+        }
+        std::thread::sleep(left.min(WAIT_STEP));
+    }
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use sterna_api::options::{ContentHash, HotPages as HotPagesOption};
 use sterna_api::{MigrateOptions, report};
 use sterna_protocol::pages::PageMap;
+use sterna_protocol::throughput::{Sample, Throughput};
 
 use super::fake_dirty::FakeDirtyPages;
 use super::hot::HotPages;
@@ -18,8 +19,6 @@ use crate::monitor::Monitor;
 use crate::ram::Ram;
 use crate::transport::pacer::Pacer;
 
-/// A round of fewer pages says nothing about the link's throughput.
-const MEASURABLE_PAGES: u64 = 1024;
 /// How often pages that arrive damaged with the guest stopped are sent again.
 const REPEATS: u32 = 3;
 
@@ -37,6 +36,8 @@ pub struct Rounds<'a> {
     pub counts: Counts,
     /// Pages found changed though nobody saw the write.
     pub untracked_writes: u64,
+    /// How quickly pages went.
+    pub throughput: Throughput,
     pacer: Pacer,
     sent: SentTable,
     fake_dirty: FakeDirtyPages,
@@ -46,7 +47,6 @@ pub struct Rounds<'a> {
     outstanding: PageMap,
     written: PageMap,
     discarded: PageMap,
-    pages_per_s: f64,
     collected: Instant,
 }
 
@@ -70,6 +70,7 @@ impl<'a> Rounds<'a> {
             done: Vec::new(),
             counts: Counts::default(),
             untracked_writes: 0,
+            throughput: Throughput::default(),
             pacer: Pacer::new(options.bandwidth_bytes_per_s),
             sent: SentTable::new(layout),
             fake_dirty: FakeDirtyPages::new(options, layout, tracker.watch())?,
@@ -79,7 +80,6 @@ impl<'a> Rounds<'a> {
             outstanding: PageMap::empty(layout),
             written: PageMap::empty(layout),
             discarded: PageMap::empty(layout),
-            pages_per_s: 0.0,
             collected: Instant::now(),
         })
     }
@@ -98,12 +98,6 @@ impl<'a> Rounds<'a> {
     #[must_use]
     pub fn left(&self) -> u64 {
         self.outstanding.len()
-    }
-
-    /// Pages sent per second when enough was sent to tell.
-    #[must_use]
-    pub fn pages_per_s(&self) -> f64 {
-        self.pages_per_s
     }
 
     /// Adds what the guest wrote or gave back since the last call; pages per second.
@@ -135,12 +129,12 @@ impl<'a> Rounds<'a> {
     }
 
     /// Sends what is outstanding while the guest runs, and waits until it has arrived. Pages whose bodies the guest changed on
-    /// their way are outstanding again.
+    /// their way are outstanding again, and so are those whose turn has not come at the moment `until`, where one is given.
     ///
     /// # Errors
     /// What went wrong on the way, or [`MigrateError::Cancelled`].
-    pub fn send(&mut self, link: &mut Link) -> Result<(), MigrateError> {
-        self.round(link, false).map(drop)
+    pub fn send(&mut self, link: &mut Link, until: Option<Instant>) -> Result<(), MigrateError> {
+        self.round(link, false, until).map(drop)
     }
 
     /// Sends what is outstanding with the guest stopped: when this returns, the destination's RAM is the source's.
@@ -150,14 +144,14 @@ impl<'a> Rounds<'a> {
     pub fn send_last(&mut self, link: &mut Link) -> Result<(), MigrateError> {
         for _ in 0..REPEATS {
             // Bodies digested before the stop may be suspect in the first of these; nothing changes after it.
-            if self.round(link, true)? == 0 {
+            if self.round(link, true, None)? == 0 {
                 return Ok(());
             }
         }
         Err(MigrateError::Damaged(self.outstanding.len() as usize))
     }
 
-    fn round(&mut self, link: &mut Link, last: bool) -> Result<usize, MigrateError> {
+    fn round(&mut self, link: &mut Link, last: bool, until: Option<Instant>) -> Result<usize, MigrateError> {
         // With the guest stopped everything goes: nothing is held back, nothing is left to a next round.
         let held = if last { PageMap::empty(self.ram.layout()) } else { self.hold_hot() };
         let (number, dirty_pages) = (self.done.len() as u32, self.outstanding.len());
@@ -172,15 +166,18 @@ impl<'a> Rounds<'a> {
             pacer: &self.pacer,
             fake_dirty: if last { &self.nothing } else { &self.fake_dirty },
             skip_unchanged: self.skip_unchanged,
+            until,
             monitor: self.monitor,
         };
-        let Sent { counts, again } = send_round(&mut self.streams, &round)?;
+        let Sent { counts, again, unsent } = send_round(&mut self.streams, &round)?;
         let suspects = link.round_end(number, last)?;
         let took = began.elapsed();
         let hot_pages = held.len();
         // What is held back or left out keeps its mark as discarded: it is still to be looked up before it is touched.
         self.outstanding = held;
-        for (chunk, pages) in again {
+        let unsent_pages: usize = unsent.iter().map(|(_, pages)| pages.len()).sum();
+        let dirty_pages = dirty_pages - unsent_pages as u64;
+        for (chunk, pages) in again.into_iter().chain(unsent) {
             let outstanding = self.outstanding.chunk_mut(chunk);
             *outstanding = outstanding.or(&pages);
         }
@@ -192,9 +189,8 @@ impl<'a> Rounds<'a> {
             self.outstanding.insert(*suspect);
             self.sent.suspect(suspect.chunk, suspect.page);
         }
-        if counts.full >= MEASURABLE_PAGES {
-            self.pages_per_s = (dirty_pages - counts.again) as f64 / took.as_secs_f64();
-        }
+        let light = counts.zero + counts.unallocated + counts.unchanged;
+        self.throughput.add(Sample { bodies: counts.full, light, rewritten: number > 0, took });
         self.counts += counts;
         self.done.push(report::Round {
             round: number,

@@ -1,6 +1,6 @@
 //! The connections that carry pages, and one round over them.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sterna_protocol::frame::{ChunkFrame, Frame, FrameWriter};
 use sterna_protocol::layout::ChunkIndex;
@@ -44,6 +44,8 @@ pub struct Round<'a> {
     pub fake_dirty: &'a FakeDirtyPages,
     /// Whether pages whose content is what was last sent are left out.
     pub skip_unchanged: bool,
+    /// When the round ends, sent or not, where there is such a moment.
+    pub until: Option<Instant>,
     /// Progress and cancelling.
     pub monitor: &'a Monitor,
 }
@@ -55,12 +57,15 @@ pub struct Sent {
     pub counts: Counts,
     /// Pages left to the next round because they were written again.
     pub again: Vec<(ChunkIndex, PageSet)>,
+    /// Pages whose turn did not come in time.
+    pub unsent: Vec<(ChunkIndex, PageSet)>,
 }
 
 impl Sent {
     fn add(&mut self, mut other: Self) {
         self.counts += other.counts;
         self.again.append(&mut other.again);
+        self.unsent.append(&mut other.unsent);
     }
 }
 
@@ -82,6 +87,10 @@ impl Stream {
         let mut sent = Sent::default();
         for (chunk, pages) in round.outstanding.iter().filter(|(chunk, _)| own(*chunk)) {
             round.monitor.check()?;
+            if round.until.is_some_and(|until| Instant::now() >= until) {
+                sent.unsent.push((chunk, *pages));
+                continue;
+            }
             let again = round.fake_dirty.again(chunk)?.and(pages);
             if !again.is_empty() {
                 sent.again.push((chunk, again));

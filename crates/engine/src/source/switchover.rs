@@ -136,7 +136,7 @@ impl Switchover<'_> {
             }
             if !rounds.done.is_empty() {
                 rounds.collect(tracker)?;
-                rounds.send(link)?;
+                rounds.send(link, None)?;
             }
         }
     }

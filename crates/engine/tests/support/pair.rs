@@ -90,6 +90,7 @@ impl Drop for Writers {
 pub struct Faults {
     pub at_stop: Option<Box<dyn FnOnce() + Send>>,
     pub while_saving: Option<Box<dyn FnOnce() + Send>>,
+    pub switched_off: Arc<AtomicBool>,
 }
 
 /// A source "VMM": its guest is the writers, its devices 300,000 bytes.
@@ -155,7 +156,7 @@ impl vmm::Source for SourceVmm {
     }
 
     fn ended(&mut self) -> Option<VmmError> {
-        None
+        self.faults.switched_off.load(Ordering::Acquire).then_some(VmmError::Gone { guest_off: true })
     }
 
     fn quit(&mut self) {
