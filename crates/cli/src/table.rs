@@ -75,10 +75,15 @@ fn numbers(report: &Report) -> String {
     table.add_row([
         "pages".into(),
         format!(
-            "{} sent, {} zero, {} unallocated, {} unchanged",
-            pages.sent, pages.zero, pages.unallocated, pages.fake_dirty_content
+            "{} sent ({} as differences), {} zero, {} unallocated, {} unchanged, {} left to a later round",
+            pages.sent, pages.delta, pages.zero, pages.unallocated, pages.fake_dirty_content, pages.fake_dirty_tracked
         ),
     ]);
+    for (name, words) in [("encoding", encoding(report)), ("convergence", convergence(report))] {
+        if !words.is_empty() {
+            table.add_row([name.into(), words.join(", ")]);
+        }
+    }
     if report.verify.checked {
         let result = format!("{} pages compared, {} differ", report.verify.pages, report.verify.mismatches);
         table.add_row(["verify".into(), result]);
@@ -86,16 +91,50 @@ fn numbers(report: &Report) -> String {
     text_of(&table)
 }
 
+/// What compressing and telling differences did; nothing where it was not asked for.
+fn encoding(report: &Report) -> Vec<String> {
+    let (delta, compression) = (&report.encoding.delta, &report.encoding.compression);
+    let mut words = Vec::new();
+    if compression.pages + compression.plain_pages > 0 {
+        let share = compression.bytes as f64 / (compression.pages.max(1) * 4096) as f64;
+        words.push(format!(
+            "{} pages compressed to {:.0} %, {} plain",
+            compression.pages,
+            share * 100.0,
+            compression.plain_pages
+        ));
+    }
+    if delta.hits + delta.misses > 0 {
+        let share = delta.hits as f64 / (delta.hits + delta.misses) as f64;
+        words.push(format!("{:.0} % of pages sent again were in the delta cache", share * 100.0));
+    }
+    words
+}
+
+/// What was done where rounds did not converge; nothing where they did.
+fn convergence(report: &Report) -> Vec<String> {
+    let done = &report.convergence;
+    let mut words = Vec::new();
+    if done.stalls > 0 {
+        words.push(format!("{} stalls, a pause of {:.0} ms accepted", done.stalls, done.downtime_limit_ms));
+    }
+    if done.throttle_percent > 0 {
+        words.push(format!("guest throttled by up to {} %", done.throttle_percent));
+    }
+    words
+}
+
 fn rounds(report: &Report) -> String {
     let mut table = Table::new();
     table.load_style(NOTHING);
-    table.set_header(["round", "dirty", "sent", "skipped", "bytes", "ms", "dirty pages/s"]);
+    table.set_header(["round", "dirty", "sent", "skipped", "hot", "bytes", "ms", "dirty pages/s"]);
     for round in &report.rounds {
         table.add_row([
             round.round.to_string(),
             round.dirty_pages.to_string(),
             round.sent_pages.to_string(),
             round.skipped_pages.to_string(),
+            round.hot_pages.to_string(),
             show_size(round.bytes_on_wire),
             format!("{:.1}", round.ms),
             format!("{:.0}", round.dirty_rate_pages_per_s),
@@ -125,6 +164,18 @@ mod tests {
         let text = show(&report);
         assert!(text.contains("2.50 s") && text.contains("8.2 ms") && text.contains("77"), "{text}");
         assert!(failure(&report).is_none());
+    }
+
+    #[test]
+    fn what_was_not_asked_for_is_not_spoken_of() {
+        let mut report = Report { bytes_on_wire: 1, ..Report::default() };
+        let text = show(&report);
+        assert!(!text.contains("encoding") && !text.contains("convergence"), "{text}");
+        report.encoding.compression.pages = 10;
+        report.encoding.compression.bytes = 10 * 1024;
+        report.convergence.throttle_percent = 40;
+        let text = show(&report);
+        assert!(text.contains("10 pages compressed to 25 %") && text.contains("up to 40 %"), "{text}");
     }
 
     #[test]

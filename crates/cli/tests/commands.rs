@@ -141,7 +141,7 @@ fn every_exit_code_means_what_it_says() {
         &["migrate", "m"] as &[&str],
         &["migrate", "m", "--to", "nowhere"],
         &["migrate", "m", "--to", "h:1", "--streams", "99"],
-        &["migrate", "m", "--to", "h:1", "--compress", "zstd"],
+        &["migrate", "m", "--to", "h:1", "--compress", "brotli"],
         &["migrate", "m", "--to", "h:1", "--mode", "hybrid"],
         &["run", "x", "--memory", "lots", "--"],
         &["run", "../x", "--memory", "64M", "--detach", "--"],

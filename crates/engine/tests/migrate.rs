@@ -323,6 +323,8 @@ fn a_guest_faster_than_the_link_ends_as_asked() {
         };
         let outcome = run(outgoing(&ram, SourceVmm::new(Some(writers)), InsideSelf::default()), &peer, &options);
         assert_eq!(code(&outcome), expected);
+        let ended = if on_timeout == OnTimeout::Force { Status::Completed } else { Status::Cancelled };
+        assert_eq!(outcome.report.status, ended);
         if on_timeout == OnTimeout::Force {
             host.assert_same(&ram);
         }

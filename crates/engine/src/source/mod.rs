@@ -309,7 +309,8 @@ impl Migration<'_> {
     fn give_back(&mut self, vmm: &mut dyn vmm::Source, error: &MigrateError) -> Fate {
         tracing::warn!(vm = self.spec.name, %error, "migration failed, the guest stays");
         self.monitor.enter(Phase::Rollback);
-        let cancelled = matches!(error, MigrateError::Cancelled);
+        // A time limit that says to cancel is a cancellation asked for in advance.
+        let cancelled = matches!(error, MigrateError::Cancelled | MigrateError::NotConverging { .. });
         self.report.status = if cancelled { Status::Cancelled } else { Status::Failed };
         if let MigrateError::Mismatch { mismatches, pages } = *error {
             self.report.verify =
