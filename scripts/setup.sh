@@ -6,6 +6,7 @@ PACKAGES=(
     qemu-system-x86                                            # QEMU 7.2
     iproute2 procps util-linux                                 # hosts as network namespaces
     libmemcached-tools redis-tools                             # load for memcached and Redis
+    postgresql                                                 # a database for guests to work with
 )
 
 setup() {
@@ -36,9 +37,19 @@ packages() {
         ((EUID == 0)) || fail "packages are missing: ${missing[*]}" "run this as root, or \`apt-get install ${missing[*]}\` yourself"
         step "installing ${missing[*]}"
         package_lists
-        DEBIAN_FRONTEND=noninteractive run 'is the package archive reachable? `apt-get -f install` mends a broken state' \
+        [[ " ${missing[*]} " != *' postgresql '* ]] || no_postgresql_cluster
+        UCF_FORCE_CONFFOLD=1 DEBIAN_FRONTEND=noninteractive run 'is the package archive reachable? `apt-get -f install` mends a broken state' \
             apt-get install -y --no-install-recommends "${missing[@]}"
     fi
+}
+
+# PostgreSQL's package makes a cluster and starts it, unless it finds this. Where somebody has decided otherwise, that stands.
+no_postgresql_cluster() {
+    local settings=/etc/postgresql-common/createcluster.conf
+    [[ ! -e $settings ]] || return 0
+    mkdir -p "${settings%/*}"
+    printf '%s\n' '# Made by ./x of Sterna, which needs the programs and no cluster. See pg_createcluster(1).' \
+        'create_main_cluster = false' >"$settings"
 }
 
 # Fetches apt's lists, once a run.

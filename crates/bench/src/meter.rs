@@ -47,10 +47,16 @@ pub struct Line {
 }
 
 impl Line {
+    /// What stands behind `key=`.
+    #[must_use]
+    pub fn word(&self, key: &str) -> Option<&str> {
+        self.text.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='))
+    }
+
     /// The number that stands behind `key=`.
     #[must_use]
     pub fn number(&self, key: &str) -> Option<f64> {
-        self.text.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
+        self.word(key)?.parse().ok()
     }
 }
 

@@ -63,6 +63,18 @@ pub fn qemu_10_0() -> Result<PathBuf> {
     find("QEMU 10.0", "STERNA_QEMU_10", &[repository("build/qemu-10.0/qemu-system-x86_64")])
 }
 
+/// The directory of PostgreSQL's programs: the newest version that is installed.
+///
+/// # Errors
+/// [`Error::Missing`] where there is none.
+pub fn postgres() -> Result<PathBuf> {
+    const VERSIONS: &str = "/usr/lib/postgresql";
+    let version = |entry: std::fs::DirEntry| entry.file_name().to_str()?.parse::<u32>().ok();
+    let installed = std::fs::read_dir(VERSIONS).into_iter().flatten().filter_map(|entry| version(entry.ok()?));
+    let newest = installed.max().unwrap_or(15);
+    find("PostgreSQL", "STERNA_POSTGRES", &[Path::new(VERSIONS).join(newest.to_string()).join("bin")])
+}
+
 /// One of our own programs: in the directory that the environment names, or beside this one.
 fn program(what: &'static str, name: &str) -> Result<PathBuf> {
     const VARIABLE: &str = "STERNA_BIN_DIR";

@@ -7,6 +7,8 @@
 pub mod arguments;
 /// The heartbeat's datagram.
 pub mod beat;
+/// How often which value was seen, small enough for a line.
+pub mod histogram;
 /// What is due by now, at a given rate.
 pub mod pace;
 /// Pages of memory, plain and self-checking.
@@ -15,5 +17,9 @@ pub mod page;
 pub mod random;
 /// Lines to the console and to the meter.
 pub mod report;
+/// Quicksort that tells how far it is.
+pub mod sorting;
 /// Stores to pages, silent ones among them, the same in every run.
 pub mod writer;
+/// Keys of which few are popular.
+pub mod zipf;

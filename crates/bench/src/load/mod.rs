@@ -3,6 +3,9 @@
 /// Set and get requests to memcached.
 pub mod memcached;
 
+/// A PostgreSQL for guests to work with.
+pub mod postgres;
+
 /// One TCP transfer, to measure a link.
 pub mod transfer;
 
