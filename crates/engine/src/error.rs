@@ -10,6 +10,7 @@ use sterna_protocol::layout::LayoutError;
 use sterna_protocol::message::MessageError;
 use sterna_protocol::session::Violation;
 
+use crate::destination::decode::DecodeError;
 use crate::vmm::VmmError;
 
 /// Why a migration did not succeed.
@@ -48,6 +49,9 @@ pub enum MigrateError {
     /// The peer sent a frame that cannot be.
     #[error("the peer sent a frame that cannot be")]
     Frame(#[from] FrameError),
+    /// The peer sent pages that cannot be had from what it sent: whatever the cause, they would not be the guest's.
+    #[error("the peer sent pages that cannot be believed")]
+    Decode(#[from] DecodeError),
     /// The peer spoke out of turn.
     #[error("the peer spoke out of turn")]
     Violation(#[from] Violation),
@@ -199,7 +203,7 @@ impl MigrateError {
                      (--compress zstd, --delta xbzrle), give it more bandwidth, or --on-timeout force",
                 ),
             ),
-            Self::Damaged(_) => {
+            Self::Damaged(_) | Self::Decode(_) => {
                 ("damaged", Blame::Peer, Some("the network or a host damages data: look for the cause first"))
             }
             Self::Mismatch { .. } => {

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 
 use sterna_protocol::frame::page_digest;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, LayoutError, PAGE_BYTES};
@@ -140,6 +140,19 @@ impl Ram {
     pub fn read(&self, chunk: ChunkIndex, page: u8, body: &mut [u8; PAGE_BYTES]) {
         let (block, offset) = self.locate(chunk, usize::from(page));
         block.mapping.copy_out(offset..offset + PAGE_BYTES as u64, body);
+    }
+
+    /// Copies a page out by reading the file: no page table is filled for it, and a hole reads as zeros and stays one (reading a hole through
+    /// the mapping would give it memory, or where none is left a signal).
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    ///
+    /// # Panics
+    /// Where the page is not in the layout.
+    pub fn load(&self, chunk: ChunkIndex, page: u8, body: &mut [u8; PAGE_BYTES]) -> io::Result<()> {
+        let (block, offset) = self.locate(chunk, usize::from(page));
+        block.file.read_exact_at(body, offset)
     }
 
     /// The memory of these pages, run by run, to send from.

@@ -56,6 +56,12 @@ impl Features {
         Self(self.0 & !other.0)
     }
 
+    /// What is among both.
+    #[must_use]
+    pub const fn common(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
     /// Whether all of those are among these.
     #[must_use]
     pub const fn contains(self, other: Self) -> bool {
@@ -229,7 +235,7 @@ impl Hello {
         if wanted != 0 {
             return Err(HelloError::Features { features: Features(wanted), theirs: true });
         }
-        Ok((self.version.min(peer.version), Features(self.features.0 & peer.features.0)))
+        Ok((self.version.min(peer.version), self.features.common(peer.features)))
     }
 }
 

@@ -74,7 +74,7 @@ fn take(stream: TcpStream, sessions: &Sessions, host: &dyn DestinationHost) -> R
         vacant
     };
     let _founded = founded.then(|| Founded { sessions: Arc::clone(sessions), session: hello.session });
-    serve_session(key, Answering::new(stream, key.key), calls, host);
+    serve_session(key, hello.features.common(Features::KNOWN), Answering::new(stream, key.key), calls, host);
     Ok(())
 }
 

@@ -6,6 +6,9 @@ pub mod listen;
 /// Frames off the connections that carry pages.
 pub mod receive;
 
+/// Pages out of blocks of their own encodings.
+pub mod decode;
+
 /// Pages into RAM.
 pub mod place;
 
@@ -16,7 +19,8 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
-use sterna_protocol::hello::Role;
+use sterna_protocol::frame::FrameReader;
+use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, MAX_SUSPECTS, Reply, Request};
 use sterna_protocol::spec::VmSpec;
@@ -54,14 +58,21 @@ type SetUp = (Vec<Connection>, HangUpAll, HeldDevices);
 struct Session<'a> {
     id: MigrationId,
     key: SessionKey,
+    agreed: Features,
     host: &'a dyn DestinationHost,
     control: Answering,
     calls: Receiver<Call>,
 }
 
 /// Serves one migration on its control connection, from the first request to the last.
-pub(crate) fn serve_session(key: SessionKey, control: Answering, calls: Receiver<Call>, host: &dyn DestinationHost) {
-    let mut session = Session { id: MigrationId(key.session), key, host, control, calls };
+pub(crate) fn serve_session(
+    key: SessionKey,
+    agreed: Features,
+    control: Answering,
+    calls: Receiver<Call>,
+    host: &dyn DestinationHost,
+) {
+    let mut session = Session { id: MigrationId(key.session), key, agreed, host, control, calls };
     if let Err(error) = session.run() {
         tracing::info!(migration = %session.id, %error, "an incoming migration ended early");
     }
@@ -141,8 +152,8 @@ impl Session<'_> {
             // Whatever ends this scope ends the receivers: they read until their connection is shut down.
             let _hang_up = hang_up;
             for (index, stream) in pages.iter_mut().enumerate() {
-                let (arrivals, placer, key) = (&arrivals, &placer, self.key.key);
-                scope.spawn(move || receive::receive(index, stream, key, placer, arrivals));
+                let (arrivals, placer, reader) = (&arrivals, &placer, FrameReader::new(self.key.key, self.agreed));
+                scope.spawn(move || receive::receive(index, stream, reader, placer, arrivals));
             }
             let result = self.converse(&mut guard, ram, spec, &placer, &arrivals, &held);
             if let Err(error) = &result {

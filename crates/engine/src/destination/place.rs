@@ -4,8 +4,9 @@ use std::io::ErrorKind;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use sterna_protocol::frame::packed::PackedFrame;
 use sterna_protocol::frame::{ChunkFrame, page_digest};
-use sterna_protocol::layout::{Layout, PAGE_BYTES, PageIndex};
+use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::error::MigrateError;
@@ -32,6 +33,12 @@ impl<'a> Placer<'a> {
         Self { ram, host, placed_bytes: AtomicU64::new(0), suspects: Mutex::new(PageMap::empty(ram.layout())) }
     }
 
+    /// The RAM that pages are put into.
+    #[must_use]
+    pub fn ram(&self) -> &Ram {
+        self.ram
+    }
+
     /// The layout frames are checked against.
     #[must_use]
     pub fn layout(&self) -> &Layout {
@@ -44,7 +51,6 @@ impl<'a> Placer<'a> {
     /// # Errors
     /// [`MigrateError::OutOfMemory`], or what the kernel refused.
     pub fn place(&self, frame: &ChunkFrame, digests: &[u64], bodies: &[u8]) -> Result<(), MigrateError> {
-        self.ensure_room(bodies.len() as u64)?;
         let wrong: PageSet = frame
             .full
             .iter()
@@ -52,18 +58,44 @@ impl<'a> Placer<'a> {
             .filter(|(_, (body, digest))| page_digest(body) != **digest)
             .map(|(page, _)| page)
             .collect();
-        if !frame.zero.is_empty() {
-            self.ram.punch(frame.chunk, &frame.zero).map_err(MigrateError::host("giving back pages of zeros"))?;
+        self.put(frame.chunk, &frame.zero, [(&frame.full, bodies)], &wrong)
+    }
+
+    /// Puts the bodies of a packed frame into RAM, those of its full pages and then those of its differences, which are checked already; and
+    /// makes its zero pages holes. The frame fits the layout.
+    ///
+    /// # Errors
+    /// As [`Placer::place`].
+    pub fn place_packed(&self, frame: &PackedFrame, bodies: &[u8]) -> Result<(), MigrateError> {
+        let (full, delta) = bodies.split_at(frame.full.len() * PAGE_BYTES);
+        self.put(frame.chunk, &frame.zero, [(&frame.full, full), (&frame.delta, delta)], &PageSet::EMPTY)
+    }
+
+    /// Puts pages and their bodies, and zeros, into a chunk; notes which of them are not what they should be.
+    fn put<const N: usize>(
+        &self,
+        chunk: ChunkIndex,
+        zero: &PageSet,
+        pages: [(&PageSet, &[u8]); N],
+        wrong: &PageSet,
+    ) -> Result<(), MigrateError> {
+        self.ensure_room(pages.iter().map(|(_, bodies)| bodies.len() as u64).sum())?;
+        if !zero.is_empty() {
+            self.ram.punch(chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
         }
-        self.ram.write(frame.chunk, &frame.full, bodies).map_err(|source| match source.kind() {
-            ErrorKind::StorageFull | ErrorKind::OutOfMemory => {
-                MigrateError::OutOfMemory { room_bytes: self.host.room_bytes() }
-            }
-            _ => MigrateError::Host { doing: "writing the guest's RAM", source },
-        })?;
+        let mut placed = *zero;
+        for (set, bodies) in pages {
+            self.ram.write(chunk, set, bodies).map_err(|source| match source.kind() {
+                ErrorKind::StorageFull | ErrorKind::OutOfMemory => {
+                    MigrateError::OutOfMemory { room_bytes: self.host.room_bytes() }
+                }
+                _ => MigrateError::Host { doing: "writing the guest's RAM", source },
+            })?;
+            placed = placed.or(set);
+        }
         let mut suspects = self.lock();
-        let suspects = suspects.chunk_mut(frame.chunk);
-        *suspects = suspects.without(&frame.full.or(&frame.zero)).or(&wrong);
+        let suspects = suspects.chunk_mut(chunk);
+        *suspects = suspects.without(&placed).or(wrong);
         Ok(())
     }
 

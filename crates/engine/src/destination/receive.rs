@@ -5,10 +5,10 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
-use sterna_protocol::frame::{Frame, FrameError, FrameReader, HEADER_BYTES};
-use sterna_protocol::hello::Features;
+use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
 use sterna_protocol::layout::CHUNK_BYTES;
 
+use super::decode::Decoder;
 use super::place::Placer;
 use crate::error::MigrateError;
 use crate::transport::connection::Connection;
@@ -100,8 +100,8 @@ impl Arrivals {
 }
 
 /// Receives on one connection until it is closed. A failure is noted, and the connection shut down so that the source sees it.
-pub fn receive(index: usize, stream: &mut Connection, key: u64, placer: &Placer, arrivals: &Arrivals) {
-    if let Err(error) = frames(index, stream, key, placer, arrivals) {
+pub fn receive(index: usize, stream: &mut Connection, reader: FrameReader, placer: &Placer, arrivals: &Arrivals) {
+    if let Err(error) = frames(index, stream, reader, placer, arrivals) {
         arrivals.fail(error.problem());
         stream.end();
     }
@@ -110,16 +110,16 @@ pub fn receive(index: usize, stream: &mut Connection, key: u64, placer: &Placer,
 fn frames(
     index: usize,
     stream: &mut Connection,
-    key: u64,
+    mut reader: FrameReader,
     placer: &Placer,
     arrivals: &Arrivals,
 ) -> Result<(), MigrateError> {
-    let mut reader = FrameReader::new(key, Features::NONE);
     // A source may be quiet between rounds for as long as it lives; whether it does, TCP's keepalive says.
     stream.set_read_timeout(None).map_err(MigrateError::link("receiving pages"))?;
     let mut counted = Duration::ZERO;
     // A chunk fits the processor's cache: what is read here was just received.
     let mut buffer = vec![0; CHUNK_BYTES];
+    let mut decoder = Decoder::default();
     loop {
         let mut header = [0; HEADER_BYTES];
         match stream.read(&mut header).map_err(MigrateError::link("receiving pages"))? {
@@ -139,7 +139,18 @@ fn frames(
                 placer.place(&frame, digests, bodies)?;
                 arrivals.frame();
             }
-            Frame::Packed(_) => return Err(FrameError::NotAgreed(Features::PACKED).into()),
+            Frame::Packed(frame) => {
+                // At most `MAX_PAYLOAD_BYTES`: a chunk, and two bytes a page.
+                let bytes = frame.payload_bytes();
+                if buffer.len() < bytes {
+                    buffer.resize(bytes, 0);
+                }
+                let payload = &mut buffer[..bytes];
+                stream.read_exact(payload).map_err(MigrateError::link("receiving pages"))?;
+                let bodies = decoder.decode(&frame, digests, payload, placer.ram())?;
+                placer.place_packed(&frame, bodies)?;
+                arrivals.frame();
+            }
             Frame::RoundEnd { round } => {
                 let cpu = sterna_sys::process::thread_cpu_time();
                 arrivals.ended(index, round, cpu - counted);

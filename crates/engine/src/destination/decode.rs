@@ -1,0 +1,207 @@
+//! The pages of a packed frame, out of their blocks: a buffer of bodies, each checked against its digest before any is placed.
+//!
+//! Memory for each connection is bounded whatever the peer sends: the bodies of one chunk, a page, and Zstandard's context (some 160 KiB:
+//! frames are decompressed in one step into a buffer of known size, so no window is kept).
+//!
+//! A difference is against what RAM holds here. That is what the source thinks it is: nobody but the placing of pages writes this RAM before
+//! the guest runs, a chunk always rides the same connection, and a connection's frames are decoded and placed one after the other. Where the two
+//! sides disagree all the same, the page's digest does not fit.
+
+use sterna_protocol::frame::packed::{Codec, PackedFrame};
+use sterna_protocol::frame::page_digest;
+use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
+use sterna_protocol::xbzrle::{self, DeltaError};
+use zstd::bulk::Decompressor;
+
+use crate::error::MigrateError;
+use crate::ram::Ram;
+
+/// Pages that cannot be had from what arrived, though the frame around them is whole: the sender is at fault, or what lies between.
+#[derive(Debug, thiserror::Error)]
+pub enum DecodeError {
+    /// A block that is none, or has another number of bytes than its pages.
+    #[error("the block that begins with page {page} of chunk {} cannot be decoded: {why}", .chunk.0)]
+    Block {
+        /// The chunk.
+        chunk: ChunkIndex,
+        /// The block's first page.
+        page: u8,
+        /// What the codec says.
+        why: String,
+    },
+    /// A difference that is none.
+    #[error("page {page} of chunk {} cannot be made from what is here: {why}", .chunk.0)]
+    Delta {
+        /// The chunk.
+        chunk: ChunkIndex,
+        /// The page.
+        page: u8,
+        /// What is wrong with it.
+        why: DeltaError,
+    },
+    /// A page that is not what its sender digested.
+    #[error(
+        "page {page} of chunk {} is not what its digest says{}",
+        .chunk.0, if *.delta { ": it came as a difference, perhaps to other content than is here" } else { "" }
+    )]
+    Digest {
+        /// The chunk.
+        chunk: ChunkIndex,
+        /// The page.
+        page: u8,
+        /// Whether it came as a difference.
+        delta: bool,
+    },
+}
+
+/// Decodes the packed frames of one connection.
+#[derive(Default)]
+pub struct Decoder {
+    bodies: Vec<u8>,
+    zstd: Decompressor<'static>,
+}
+
+impl std::fmt::Debug for Decoder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Decoder").field("bytes", &self.bodies.len()).finish_non_exhaustive()
+    }
+}
+
+impl Decoder {
+    /// The bodies of [`PackedFrame::pages`], one after another. `payload` and `digests` are as long as the frame says; it fits the layout of
+    /// `ram`, whose pages differences are against. Nothing is placed.
+    ///
+    /// # Errors
+    /// [`MigrateError::Decode`], or RAM cannot be read.
+    pub fn decode(
+        &mut self,
+        frame: &PackedFrame,
+        digests: &[u64],
+        payload: &[u8],
+        ram: &Ram,
+    ) -> Result<&[u8], MigrateError> {
+        let bytes = (frame.full.len() + frame.delta.len()) * PAGE_BYTES;
+        // Grows to a chunk at most, and stays: what earlier frames left there is overwritten before it is looked at.
+        if self.bodies.len() < bytes {
+            self.bodies.resize(bytes, 0);
+        }
+        let bodies = &mut self.bodies[..bytes];
+        let pages: Vec<u8> = frame.pages().collect();
+        let (mut rest, mut payload, mut ahead) = (&mut *bodies, payload, pages.as_slice());
+        for block in &frame.blocks {
+            let (encoded, later) = payload.split_at(block.bytes as usize);
+            let (these, others) = ahead.split_at(usize::from(block.pages));
+            let (into, onward) = rest.split_at_mut(these.len() * PAGE_BYTES);
+            if block.codec == Codec::Xbzrle {
+                apply(frame.chunk, these, encoded, into, ram)?;
+            } else {
+                let wrong = |why| DecodeError::Block { chunk: frame.chunk, page: these[0], why };
+                unpack(&mut self.zstd, block.codec, encoded, into).map_err(wrong)?;
+            }
+            (rest, payload, ahead) = (onward, later, others);
+        }
+        for ((page, digest), body) in pages.iter().zip(digests).zip(bodies.chunks_exact(PAGE_BYTES)) {
+            if page_digest(body) != *digest {
+                let (chunk, page) = (frame.chunk, *page);
+                return Err(DecodeError::Digest { chunk, page, delta: frame.delta.contains(page) }.into());
+            }
+        }
+        Ok(bodies)
+    }
+}
+
+/// Fills `into` with a plain or compressed block's pages, all of it or the block is refused; writes nowhere else.
+fn unpack(zstd: &mut Decompressor<'static>, codec: Codec, encoded: &[u8], into: &mut [u8]) -> Result<(), String> {
+    let expected = into.len();
+    let got = match codec {
+        Codec::Lz4 => lz4_flex::block::decompress_into(encoded, into).map_err(|error| error.to_string())?,
+        Codec::Zstd => zstd.decompress_to_buffer(encoded, into).map_err(|error| error.to_string())?,
+        Codec::Plain | Codec::Xbzrle => {
+            into.copy_from_slice(encoded);
+            expected
+        }
+    };
+    if got == expected { Ok(()) } else { Err(format!("it has {got} bytes where {expected} must come")) }
+}
+
+/// Makes pages of what RAM holds of them and a block of differences.
+fn apply(chunk: ChunkIndex, pages: &[u8], mut encoded: &[u8], into: &mut [u8], ram: &Ram) -> Result<(), MigrateError> {
+    for (&page, body) in pages.iter().zip(into.as_chunks_mut().0) {
+        let wrong = |why| DecodeError::Delta { chunk, page, why };
+        let delta = xbzrle::take(&mut encoded).map_err(wrong)?;
+        ram.load(chunk, page, body).map_err(MigrateError::host("reading the guest's RAM"))?;
+        xbzrle::decode(body, delta).map_err(wrong)?;
+    }
+    if !encoded.is_empty() {
+        let why = format!("{} bytes follow its last page", encoded.len());
+        return Err(DecodeError::Block { chunk, page: pages[0], why }.into());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use sterna_protocol::frame::packed::Block;
+    use sterna_protocol::pages::PageSet;
+    use sterna_protocol::spec::BlockSpec;
+    use sterna_sys::map::Access;
+
+    use super::*;
+    use crate::host::BlockFile;
+
+    /// RAM of one chunk whose page 0 holds ones.
+    fn ram() -> Ram {
+        let file = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
+        file.set_len(1 << 20).expect("room for the file");
+        let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
+        let ram = Ram::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).expect("a mapping");
+        ram.write(ChunkIndex(0), &PageSet::first(1), &[1; PAGE_BYTES]).expect("room");
+        ram
+    }
+
+    fn frame(codec: Codec, pages: usize, bytes: usize) -> PackedFrame {
+        let (none, some) = (PageSet::EMPTY, PageSet::first(pages));
+        let (full, delta) = if codec == Codec::Xbzrle { (none, some) } else { (some, none) };
+        let blocks = vec![Block { codec, pages: pages as u16, bytes: bytes as u32 }];
+        PackedFrame { round: 0, chunk: ChunkIndex(0), full, delta, zero: none, blocks }
+    }
+
+    #[test]
+    fn differences_are_against_what_is_here_and_change_nothing_of_it() {
+        let (ram, mut new) = (ram(), [1; PAGE_BYTES]);
+        new[77] = 7;
+        let mut block = Vec::new();
+        assert!(xbzrle::push(&[1; PAGE_BYTES], &new, &mut block, 64));
+        let frame = frame(Codec::Xbzrle, 1, block.len());
+        let mut decoder = Decoder::default();
+        assert_eq!(decoder.decode(&frame, &[page_digest(&new)], &block, &ram).expect("it fits"), new);
+        let mut here = [0; PAGE_BYTES];
+        ram.load(ChunkIndex(0), 0, &mut here).expect("RAM");
+        assert_eq!(here, [1; PAGE_BYTES]);
+        // To other content, the same difference makes another page.
+        ram.write(ChunkIndex(0), &PageSet::first(1), &[2; PAGE_BYTES]).expect("room");
+        let error = decoder.decode(&frame, &[page_digest(&new)], &block, &ram).expect_err("it does not fit");
+        assert!(matches!(error, MigrateError::Decode(DecodeError::Digest { page: 0, delta: true, .. })), "{error:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_is_refused_and_nothing_panics(
+            codec in prop::sample::select(vec![Codec::Plain, Codec::Lz4, Codec::Zstd, Codec::Xbzrle]),
+            pages in 1usize..16,
+            mut payload in prop::collection::vec(any::<u8>(), 2..6000),
+        ) {
+            match codec {
+                Codec::Plain => payload.resize(pages * PAGE_BYTES, 3),
+                // As far as its magic number a frame of Zstandard's.
+                Codec::Zstd if payload.len() > 6 => payload[..4].copy_from_slice(&0xfd2f_b528_u32.to_le_bytes()),
+                _ => {}
+            }
+            let digests = vec![12345; pages];
+            let (mut decoder, frame) = (Decoder::default(), frame(codec, pages, payload.len()));
+            let result = decoder.decode(&frame, &digests, &payload, &ram());
+            prop_assert!(matches!(result, Err(MigrateError::Decode(_))));
+        }
+    }
+}
