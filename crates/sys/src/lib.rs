@@ -27,6 +27,8 @@ pub mod pagemap;
 pub mod probe;
 // Other processes: their identity, mappings and end.
 pub mod process;
+// Less processor time for some threads of a process, by a cgroup.
+pub mod quota;
 // Bodies between guest RAM and a socket, descriptors over a socket, and TCP's settings.
 pub mod socket;
 // userfaultfd: write tracking now, faults on missing and stale pages for post-copy.
