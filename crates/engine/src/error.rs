@@ -94,8 +94,7 @@ pub enum MigrateError {
     /// It did not converge in the time it had.
     #[error(
         "the guest writes faster than its pages can be sent: after {elapsed_s:.0} s a pause of {predicted_ms:.0} ms is still to be \
-         expected, and {limit_ms:.0} ms are accepted{}",
-        tried(*.throttle_percent)
+         expected, and {limit_ms:.0} ms are accepted{tried}"
     )]
     NotConverging {
         /// How long it tried.
@@ -104,9 +103,12 @@ pub enum MigrateError {
         predicted_ms: f64,
         /// What was accepted in the end.
         limit_ms: f64,
-        /// How much of the guest's processor time was taken away, percent.
-        throttle_percent: u8,
+        /// What was done to the guest: the rest of the sentence, or nothing.
+        tried: String,
     },
+    /// The guest cannot be slowed down on this host.
+    #[error("no processor time can be taken from the guest on this host")]
+    Throttle(#[source] sterna_sys::Error),
     /// Bodies arrived damaged though the guest was stopped.
     #[error("{0} pages arrived damaged although the guest was stopped")]
     Damaged(usize),
@@ -121,14 +123,6 @@ pub enum MigrateError {
     /// The daemon could not write down what must not be forgotten.
     #[error("{}", .0.message)]
     Record(Problem),
-}
-
-/// What was done to a guest that did not converge.
-fn tried(throttle_percent: u8) -> String {
-    match throttle_percent {
-        0 => String::new(),
-        percent => format!(", although {percent} % of its processor time were taken away"),
-    }
 }
 
 impl MigrateError {
@@ -201,6 +195,13 @@ impl MigrateError {
                 Some(
                     "allow a longer pause (--downtime-limit, --downtime-ramp), slow the guest down (--throttle), send less \
                      (--compress zstd, --delta xbzrle), give it more bandwidth, or --on-timeout force",
+                ),
+            ),
+            Self::Throttle(_) => (
+                "cannot-throttle",
+                Blame::Host,
+                Some(
+                    "migrate without --throttle, or let the daemon make control groups with the cpu controller (systemd: Delegate=cpu)",
                 ),
             ),
             Self::Damaged(_) | Self::Decode(_) => {

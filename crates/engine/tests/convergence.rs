@@ -10,10 +10,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing};
-use sterna_api::MigrateOptions;
-use sterna_api::options::OnTimeout;
+use sterna_api::options::{HotPages, OnTimeout};
 use sterna_api::report::Status;
+use sterna_api::{MigrateOptions, Phase};
 use sterna_engine::monitor::Monitor;
+use sterna_engine::source::throttle::{ProcessThrottle, Throttle};
 use sterna_engine::source::{Fate, Outcome, migrate};
 
 const MIB: u64 = 1 << 20;
@@ -112,6 +113,59 @@ fn a_limit_that_may_grow_ends_what_stalls_above_it() {
     assert!(convergence.stalls >= 1 && convergence.downtime_limit_ms > 100.0, "{convergence:?}");
     assert!(convergence.predicted_downtime_ms.unwrap() <= convergence.downtime_limit_ms, "{convergence:?}");
     host.assert_same(&ram);
+}
+
+#[test]
+fn a_guest_that_is_slowed_down_in_vain_has_all_its_time_back_afterwards() {
+    if skip() {
+        return;
+    }
+    let ram = full_ram();
+    let writers = Writers::start(&ram, 0..PAGES * 3 / 4, Duration::ZERO);
+    if let Err(error) = ProcessThrottle::new(std::process::id()).try_out(&[writers.id]) {
+        return println!("skipped: {error}: {:?}", std::error::Error::source(&error).map(ToString::to_string));
+    }
+    let cgroup = |id: u32| std::fs::read_to_string(format!("/proc/self/task/{id}/cgroup")).unwrap_or_default();
+    let (thread, monitor) = (writers.id, Arc::new(Monitor::new("guest")));
+    let options = MigrateOptions {
+        bandwidth_bytes_per_s: Some(24 * MIB),
+        throttle_percent: Some(90),
+        hot_pages: HotPages::Send,
+        ..slow(4_000.0, OnTimeout::Cancel)
+    };
+    let (_host, peer) = Destination::serve();
+    let watching = Arc::clone(&monitor);
+    let watch = std::thread::spawn(move || {
+        let mut most = 0;
+        while watching.progress().phase != Phase::Done {
+            most = most.max(watching.progress().throttle_percent);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        most
+    });
+    let before = cgroup(thread);
+    let vmm = SourceVmm::new(Some(writers));
+    let moving = outgoing(&ram, vmm, InsideSelf::default());
+    let outcome = migrate(moving, &peer, &options, &Source::default(), &monitor);
+    assert_eq!(outcome.report.error.as_ref().map(|problem| problem.code.as_str()), Some("not-converging"));
+    let convergence = &outcome.report.convergence;
+    assert!(convergence.throttle_percent >= 20 && convergence.stalls > 0, "{convergence:?}");
+    assert_eq!(watch.join().unwrap(), convergence.throttle_percent);
+    let problem = outcome.report.error.as_ref().unwrap();
+    assert!(problem.message.contains("of its processor time"), "{}", problem.message);
+    assert_eq!(cgroup(thread), before, "the writer goes on where it was");
+}
+
+#[test]
+fn a_host_that_cannot_slow_a_guest_down_refuses_to_begin() {
+    let (host, peer) = Destination::serve();
+    let ram = GuestRam::new(MIB);
+    let options = MigrateOptions { throttle_percent: Some(50), ..MigrateOptions::default() };
+    // A guest without a processor.
+    let outcome = run(&ram, SourceVmm::new(None), &peer, &options);
+    let problem = outcome.report.error.as_ref().expect("it is refused");
+    assert_eq!((problem.code.as_str(), outcome.fate), ("cannot-throttle", Fate::Here));
+    assert!(host.ram.lock().unwrap().is_none(), "nothing was asked of the destination");
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 
 use machine::{Config, Disk, LONG, Machine, binaries};
 use serde_json::json;
+use sterna_engine::source::throttle::{ProcessThrottle, Throttle};
 use sterna_engine::vmm::qemu::QemuSource;
 use sterna_engine::vmm::{Destination, Source, VmmError};
 
@@ -99,6 +100,32 @@ fn a_guest_runs_on_at_the_destination() {
         for machine in ["pc", "q35", "microvm"] {
             println!("{} {machine}", binary.display());
             assert_moves(&binary, &binary, &Config::new(machine));
+        }
+    }
+}
+
+#[test]
+fn the_threads_of_processors_are_found_and_can_be_slowed_down_and_let_go() {
+    for binary in binaries() {
+        // Counting instructions, TCG runs all processors in turn on one thread.
+        let cases = [(&["-smp", "2"][..], 2), (&["-smp", "3", "-icount", "shift=1"][..], 1)];
+        for (arguments, expected) in cases {
+            let disk = Disk::new();
+            let machine = Machine::source(&binary, &Config::new("q35").with(arguments), &disk);
+            let threads = machine.as_source().processor_threads().unwrap();
+            assert_eq!(threads.len(), expected, "{arguments:?}");
+            assert!(!threads.contains(&machine.pid()), "the first thread runs QEMU's devices");
+            let mut throttle = ProcessThrottle::new(machine.pid());
+            if let Err(error) = throttle.try_out(&threads) {
+                return println!("skipped: {error}: {:?}", std::error::Error::source(&error).map(ToString::to_string));
+            }
+            throttle.set(60, &threads).unwrap();
+            // It answers, and its guest runs, if slowly.
+            assert!(machine.as_source().running().unwrap());
+            machine.assert_counts();
+            throttle.release();
+            machine.assert_counts();
+            machine.as_source().quit();
         }
     }
 }

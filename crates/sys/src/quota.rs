@@ -149,7 +149,7 @@ impl CpuQuota {
         let mounts = mountinfo::mounts()?;
         let mut places = BTreeMap::new();
         for &thread in threads {
-            let place = match place_of(&mounts, &format!("/proc/{}/task/{thread}/cgroup", self.pid)) {
+            let place = match place_of(&mounts, format!("/proc/{}/task/{thread}/cgroup", self.pid)) {
                 Err(error) if matches!(error.errno(), Some(libc::ENOENT | libc::ESRCH)) => continue,
                 place => place?,
             };

@@ -73,7 +73,9 @@ impl Worker {
         let (stopped, said) = (Arc::clone(&stop), Arc::clone(&id));
         let thread = std::thread::spawn(move || {
             said.store(rustix::thread::gettid().as_raw_nonzero().get() as u32, Ordering::Release);
-            while !stopped.load(Ordering::Relaxed) {}
+            while !stopped.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
             thread_cpu_time()
         });
         while id.load(Ordering::Acquire) == 0 {

@@ -7,6 +7,7 @@ use sterna_api::report::Host;
 use sterna_api::{Blame, MigrateOptions, Mode, Problem, Report, Status};
 use sterna_engine::host::{MigrationId, SourceHost};
 use sterna_engine::monitor::Monitor;
+use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::{InsideQemu, WriteProtect};
 use sterna_engine::source::{self, Fate, Outgoing};
 use sterna_engine::vmm::qemu::Inspection;
@@ -119,6 +120,7 @@ fn prepare(record: &VmRecord, id: MigrationId) -> Result<Outgoing, Problem> {
         vmm: Box::new(control::source(record, control)?),
         blocks,
         tracker: Box::new(tracker),
+        throttle: Box::new(ProcessThrottle::new(record.process.pid)),
         direct_io: !about.direct_io.is_empty(),
         here: here(record),
     })

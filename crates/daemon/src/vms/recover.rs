@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_engine::host::MigrationId;
+use sterna_engine::source::throttle::release_left_over;
 
 use super::control::{Control, give_back, let_run};
 use super::record::{Lifecycle, VmRecord};
@@ -51,6 +52,10 @@ impl Daemon {
         let entry = Entry { record: Some(record.clone()), hold: Hold::Stopping, note: None };
         self.table().insert(name.clone(), entry);
         tracing::info!(vm = %name, running, lifecycle = ?record.lifecycle, "found");
+        // A guest that is slowed down must not stay so; nor must the group of one that is gone.
+        if matches!(record.lifecycle, Lifecycle::Outgoing(_)) {
+            release_left_over(record.process.pid);
+        }
         if !running {
             if let Lifecycle::Incoming(id) = record.lifecycle
                 && self.records.stage(id) != Some(Stage::Committed)

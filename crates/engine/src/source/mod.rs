@@ -27,6 +27,9 @@ pub mod rounds;
 /// Rounds while the guest runs.
 pub mod precopy;
 
+/// Processor time taken away from the guest.
+pub mod throttle;
+
 /// The devices' state on its way.
 pub mod devices;
 
@@ -48,8 +51,10 @@ use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
 use self::link::{Link, Peer};
+use self::precopy::Brake;
 use self::rounds::Rounds;
 use self::switchover::{HandOver, Switchover};
+use self::throttle::Throttle;
 use self::track::Tracker;
 use crate::error::MigrateError;
 use crate::host::{BlockFile, MigrationId, SourceHost, Verdict};
@@ -71,6 +76,8 @@ pub struct Outgoing {
     pub blocks: Vec<BlockFile>,
     /// What watches its writes; [`track::WriteProtect`] for QEMU.
     pub tracker: Box<dyn Tracker>,
+    /// What slows it down where that is asked for; [`throttle::ProcessThrottle`] for QEMU.
+    pub throttle: Box<dyn Throttle>,
     /// Whether disks write into its RAM past the page tables (direct I/O).
     pub direct_io: bool,
     /// This host, for the report.
@@ -108,7 +115,7 @@ pub fn migrate(
     host: &dyn SourceHost,
     monitor: &Monitor,
 ) -> Outcome {
-    let Outgoing { id, spec, mut vmm, blocks, mut tracker, direct_io, here } = outgoing;
+    let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, here } = outgoing;
     let report = Report {
         schema: Report::SCHEMA,
         vm: spec.name.clone(),
@@ -126,10 +133,12 @@ pub fn migrate(
         host,
         monitor,
         direct_io,
+        throttle: throttle.as_mut(),
         report,
         cpu_before: sterna_sys::process::thread_cpu_time(),
     };
     let result = migration.run(vmm.as_mut(), &blocks, tracker.as_mut());
+    migration.throttle.loosen();
     tracker.disarm();
     migration.account(tracker.as_ref());
     let fate = result.unwrap_or_else(|error| migration.give_back(vmm.as_mut(), &error));
@@ -137,6 +146,7 @@ pub fn migrate(
         monitor.enter(Phase::Finish);
         vmm.quit();
     }
+    migration.throttle.release();
     let elapsed_ms = monitor.elapsed().as_secs_f64() * 1e3;
     if migration.report.status == Status::Completed {
         // No page is left at the source when the guest starts at the destination; what follows is cleaning up.
@@ -181,6 +191,7 @@ struct Migration<'a> {
     host: &'a dyn SourceHost,
     monitor: &'a Monitor,
     direct_io: bool,
+    throttle: &'a mut dyn Throttle,
     report: Report,
     cpu_before: Duration,
 }
@@ -194,6 +205,9 @@ impl Migration<'_> {
         tracker: &mut dyn Tracker,
     ) -> Result<Fate, MigrateError> {
         self.options.check().map_err(MigrateError::Options)?;
+        if self.options.throttle_percent.is_some() {
+            self.throttle.try_out(&vmm.processor_threads()?)?;
+        }
         let ram = Ram::open(blocks, Access::Read).map_err(|error| MigrateError::Host {
             doing: "mapping the guest's RAM",
             source: std::io::Error::other(error),
@@ -255,11 +269,12 @@ impl Migration<'_> {
     ) -> Result<Fate, MigrateError> {
         if self.options.mode != Mode::StopAndCopy {
             self.monitor.enter(Phase::Precopy);
-            precopy::precopy(rounds, link, tracker, vmm, self.options, &mut self.report.convergence)?;
+            let brake = Brake::new(self.throttle, self.monitor, &mut self.report.convergence);
+            precopy::precopy(rounds, link, tracker, vmm, self.options, brake)?;
         }
         self.monitor.enter(Phase::Switchover);
         let switchover = Switchover { verify: self.options.verify, direct_io: self.direct_io, monitor: self.monitor };
-        let loaded = switchover.load(rounds, link, tracker, vmm, devices)?;
+        let loaded = switchover.load(rounds, link, tracker, vmm, self.throttle, devices)?;
         self.report.verify = loaded.verify.clone();
         match switchover::hand_over(loaded, link, peer.clock_offset_us, self.id, self.peer, self.host, self.monitor)? {
             HandOver::Done { downtime, downtime_ms, destination_cpu_s } => {

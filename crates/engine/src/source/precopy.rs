@@ -8,6 +8,7 @@ use sterna_protocol::convergence::{Convergence, Decision, Goal, Measured};
 
 use super::link::Link;
 use super::rounds::Rounds;
+use super::throttle::Throttle;
 use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
@@ -17,11 +18,13 @@ use crate::vmm::{self, VmmError};
 const DEVICE_TIME: Duration = Duration::from_millis(6);
 /// How often the VMM is asked whether its guest is still there.
 const ENDED_LOOK: Duration = Duration::from_millis(100);
+/// How often it is looked whether the guest has other processors' threads than those that are slowed down.
+const THREADS_LOOK: Duration = Duration::from_secs(1);
 /// How long a wait between two rounds is deaf to a cancellation.
 const WAIT_STEP: Duration = Duration::from_millis(10);
 
 /// Sends rounds until [`Convergence`] says to stop the guest. The first has been made outstanding. What was done to make it converge
-/// goes into `account`, also where it fails.
+/// is on `brake`'s account, also where it fails.
 ///
 /// # Errors
 /// What went wrong on the way, [`MigrateError::NotConverging`] or [`MigrateError::Cancelled`].
@@ -31,7 +34,7 @@ pub fn precopy(
     tracker: &mut dyn Tracker,
     vmm: &mut dyn vmm::Source,
     options: &MigrateOptions,
-    account: &mut report::Convergence,
+    mut brake: Brake,
 ) -> Result<(), MigrateError> {
     let goal = goal(options);
     let until =
@@ -55,8 +58,8 @@ pub fn precopy(
         };
         let decision = policy.step(&measured);
         let predicted_ms = ms(measured.predicted_downtime());
-        account.stalls = policy.stalls();
-        account.downtime_limit_ms = ms(policy.limit());
+        brake.account.stalls = policy.stalls();
+        brake.account.downtime_limit_ms = ms(policy.limit());
         rounds.monitor.update(|progress| {
             progress.dirty_rate_pages_per_s = dirty_rate;
             progress.predicted_downtime_ms = Some(predicted_ms);
@@ -64,9 +67,12 @@ pub fn precopy(
         tracing::debug!(round = measured.rounds, left = measured.pages_left, predicted_ms, ?decision, "round");
         at_least = match decision {
             Decision::Round { at_least } => at_least,
-            Decision::Throttle { .. } => Duration::ZERO,
+            Decision::Throttle { percent } => {
+                brake.set(percent, vmm);
+                Duration::ZERO
+            }
             Decision::Switchover => {
-                account.predicted_downtime_ms = Some(predicted_ms);
+                brake.account.predicted_downtime_ms = Some(predicted_ms);
                 return Ok(());
             }
             Decision::GiveUp => {
@@ -74,10 +80,65 @@ pub fn precopy(
                     elapsed_s: measured.elapsed.as_secs_f64(),
                     predicted_ms,
                     limit_ms: ms(policy.limit()),
-                    throttle_percent: account.throttle_percent,
+                    tried: brake.tried(),
                 });
             }
         };
+        brake.follow(vmm);
+    }
+}
+
+/// What slows the guest down, and the account of it.
+pub struct Brake<'a> {
+    throttle: &'a mut dyn Throttle,
+    monitor: &'a Monitor,
+    account: &'a mut report::Convergence,
+    /// What it is set to, and when the threads were last looked up.
+    set: Option<(u8, Instant)>,
+    failure: Option<MigrateError>,
+}
+
+impl<'a> Brake<'a> {
+    /// Not used yet.
+    pub fn new(throttle: &'a mut dyn Throttle, monitor: &'a Monitor, account: &'a mut report::Convergence) -> Self {
+        Self { throttle, monitor, account, set: None, failure: None }
+    }
+
+    /// Slows the guest down. It worked when it was tried at the beginning: where it does not now, the migration goes on without, and
+    /// says so should it not converge.
+    fn set(&mut self, percent: u8, vmm: &mut dyn vmm::Source) {
+        self.set = Some((percent, Instant::now()));
+        let done = vmm.processor_threads().map_err(MigrateError::from);
+        match done.and_then(|threads| self.throttle.set(percent, &threads)) {
+            Ok(()) => {
+                self.failure = None;
+                self.account.throttle_percent = self.account.throttle_percent.max(percent);
+                self.monitor.update(|progress| progress.throttle_percent = percent);
+            }
+            Err(error) => {
+                tracing::warn!(percent, %error, "cannot slow the guest down");
+                self.failure = Some(error);
+            }
+        }
+    }
+
+    /// Slows down the threads of processors that were plugged meanwhile, too.
+    fn follow(&mut self, vmm: &mut dyn vmm::Source) {
+        if let Some((percent, at)) = self.set
+            && at.elapsed() >= THREADS_LOOK
+        {
+            self.set(percent, vmm);
+        }
+    }
+
+    fn tried(&self) -> String {
+        let (percent, failure) = (self.account.throttle_percent, self.failure.as_ref());
+        let taken = (percent > 0).then(|| format!(", although {percent} % of its processor time were taken away"));
+        let failed = failure.map(|error| {
+            let reason = std::error::Error::source(error).map(|source| format!(": {source}")).unwrap_or_default();
+            format!(" (in the end that failed: {error}{reason})")
+        });
+        taken.unwrap_or_default() + &failed.unwrap_or_default()
     }
 }
 
@@ -86,7 +147,7 @@ fn goal(options: &MigrateOptions) -> Goal {
     Goal {
         downtime_limit: duration(options.downtime_limit_ms),
         downtime_ramp: options.downtime_ramp_ms.map(duration),
-        throttle_percent: None,
+        throttle_percent: options.throttle_percent,
         timeout: options.timeout_ms.map(duration),
         on_timeout: options.on_timeout,
     }

@@ -25,6 +25,7 @@ use sterna_protocol::message::{Reply, Request};
 use super::devices::DevicePump;
 use super::link::{Link, now_us};
 use super::rounds::Rounds;
+use super::throttle::Throttle;
 use super::track::Tracker;
 use super::verify;
 use crate::error::MigrateError;
@@ -73,10 +74,14 @@ impl Switchover<'_> {
         link: &mut Link,
         tracker: &mut dyn Tracker,
         vmm: &mut dyn vmm::Source,
+        throttle: &mut dyn Throttle,
         devices: Connection,
     ) -> Result<Loaded, MigrateError> {
         let pump = DevicePump::start(vmm.begin()?, devices)?;
         let stopped = self.stop(rounds, link, tracker, vmm)?;
+        // Not before the stop: what the guest wrote meanwhile at its full speed would all be in the pause.
+        throttle.loosen();
+        self.monitor.update(|progress| progress.throttle_percent = 0);
         link.control.send(&Request::Stopped)?;
         rounds.collect(tracker)?;
         if self.direct_io {

@@ -81,6 +81,12 @@ pub trait Source: Send {
     /// [`VmmError`].
     fn running(&mut self) -> Result<bool, VmmError>;
 
+    /// The threads that run the guest's processors, by number: one for all where the VMM runs them in turn.
+    ///
+    /// # Errors
+    /// [`VmmError`].
+    fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError>;
+
     /// Asks the VMM to stop the guest and to have its devices ready; the stream yields the device state from now on
     /// (some of it before the guest stops) and ends with it. Whoever holds it must keep reading.
     ///

@@ -16,6 +16,7 @@ use sterna_engine::error::MigrateError;
 use sterna_engine::host::{BlockFile, DestinationHost, Incoming, MigrationId, SourceHost, Verdict};
 use sterna_engine::source::Outgoing;
 use sterna_engine::source::link::now_us;
+use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::{Inside, WriteProtect};
 use sterna_engine::vmm::{self, EventTime, Stopped, VmmError};
 use sterna_protocol::spec::{BlockSpec, VmSpec};
@@ -46,13 +47,23 @@ impl GuestRam {
 pub struct Writers {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
+    /// The thread's number, as the kernel has it.
+    pub id: u32,
+}
+
+/// The calling thread's number.
+fn thread_id() -> u32 {
+    let link = std::fs::read_link("/proc/thread-self").expect("proc is mounted");
+    link.file_name().and_then(|name| name.to_str()?.parse().ok()).expect("PID/task/TID")
 }
 
 impl Writers {
     pub fn start(ram: &GuestRam, pages: std::ops::Range<u64>, pause: Duration) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let (mapping, stopped) = (Arc::clone(&ram.mapping), Arc::clone(&stop));
+        let (say, id) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
+            say.send(thread_id()).expect("somebody asks");
             let mut random = 0x9e37_79b9_7f4a_7c15_u64;
             while !stopped.load(Ordering::Acquire) {
                 random ^= random << 13;
@@ -68,7 +79,7 @@ impl Writers {
                 }
             }
         });
-        Self { stop, threads: vec![thread] }
+        Self { stop, threads: vec![thread], id: id.recv().expect("a running thread") }
     }
 
     fn stop(&mut self) {
@@ -117,6 +128,10 @@ impl vmm::Source for SourceVmm {
 
     fn running(&mut self) -> Result<bool, VmmError> {
         Ok(true)
+    }
+
+    fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError> {
+        Ok(self.writers.iter().map(|writers| writers.id).collect())
     }
 
     fn begin(&mut self) -> Result<UnixStream, VmmError> {
@@ -355,6 +370,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
             file: ram.file.try_clone().expect("a descriptor"),
             address: ram.mapping.addresses().start,
         }],
+        throttle: Box::new(ProcessThrottle::new(std::process::id())),
         tracker: Box::new(WriteProtect::new(std::process::id(), inside).expect("our own page tables")),
         direct_io: false,
         here: sterna_api::report::Host::default(),

@@ -102,6 +102,17 @@ impl Source for QemuSource {
         }
     }
 
+    fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError> {
+        let cpus = lock(&self.qmp).execute("query-cpus-fast", json!({}), COMMAND_TIMEOUT)?;
+        let ids =
+            cpus.as_array().into_iter().flatten().filter_map(|cpu| u32::try_from(cpu["thread-id"].as_u64()?).ok());
+        let mut threads: Vec<u32> = ids.collect();
+        // TCG without threads of its own for each processor names the same one for all.
+        threads.sort_unstable();
+        threads.dedup();
+        Ok(threads)
+    }
+
     fn begin(&mut self) -> Result<UnixStream, VmmError> {
         if self.begun.is_some() {
             return Err(refused("a switchover of this guest is under way already".to_owned()));
