@@ -33,3 +33,6 @@ pub mod convergence;
 
 /// How quickly pages go.
 pub mod throughput;
+
+/// What a migration would take.
+pub mod estimate;

@@ -1,0 +1,288 @@
+//! What a migration would take: rounds played through on what was seen of a guest, without moving a page.
+//!
+//! The guest is its working-set curve: how many different pages it writes within a time. A round that takes so long leaves so many pages
+//! for the next, which is all that pre-copy's rounds depend on. What is counted on one look at a guest is true as long as the guest goes on
+//! as it did; a guest that changes what it does makes every estimate wrong.
+
+use std::time::Duration;
+
+use sterna_api::options::OnTimeout;
+
+use crate::convergence::{Convergence, Decision, Goal, Measured};
+use crate::throughput::Speed;
+
+/// A round's announcement and the answer that it has arrived, seconds: no round is shorter.
+const ROUND_TRIP: f64 = 0.001;
+/// No estimate plays more rounds than this.
+const MAX_ROUNDS: u32 = 10_000;
+/// A page is held back as hot when each of so many collections yielded it: the round after them is the first to hold any.
+const HOT_AFTER_ROUNDS: usize = 3;
+
+/// Something that grows with time, in straight lines between what was seen, and beyond as it grew last.
+///
+/// Beyond what was seen it goes on as a geometric series of the growth in the last two quarters: for pages written at random over a working
+/// set, whose curve is an exponential, that is exact; for pages written one after another it is a straight line.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Curve {
+    /// Seconds and value, both ascending, from (0, 0) on.
+    points: Vec<(f64, f64)>,
+    ceiling: f64,
+    step: f64,
+    growth: f64,
+    ratio: f64,
+}
+
+impl Curve {
+    /// Through these points (seconds since the start, and the value), and never above `ceiling`. What is no number, lies before 0 or falls
+    /// is put right: a value holds until a larger one is seen.
+    #[must_use]
+    pub fn new(points: impl IntoIterator<Item = (f64, f64)>, ceiling: f64) -> Self {
+        let ceiling = if ceiling.is_nan() { 0.0 } else { ceiling.max(0.0) };
+        let mut seen: Vec<_> =
+            points.into_iter().filter(|(time, value)| time.is_finite() && *time > 0.0 && value.is_finite()).collect();
+        seen.sort_by(|one, other| one.0.total_cmp(&other.0));
+        let mut points = vec![(0.0, 0.0)];
+        for (time, value) in seen {
+            let (before, least) = points[points.len() - 1];
+            if time > before {
+                points.push((time, value.clamp(least, ceiling.max(least))));
+            }
+        }
+        let mut curve = Self { points, ceiling, step: 0.0, growth: 0.0, ratio: 0.0 };
+        let (end, last) = curve.points[curve.points.len() - 1];
+        if end > 0.0 {
+            curve.step = end / 4.0;
+            let (half, later) = (curve.within(end / 2.0), curve.within(end - curve.step));
+            curve.growth = last - later;
+            curve.ratio = if later > half { (curve.growth / (later - half)).min(1.0) } else { 1.0 };
+        }
+        curve
+    }
+
+    /// The value so many seconds after the start.
+    #[must_use]
+    pub fn at(&self, seconds: f64) -> f64 {
+        let (end, last) = self.points[self.points.len() - 1];
+        if seconds <= end {
+            return self.within(seconds.max(0.0));
+        }
+        if self.step == 0.0 {
+            return last;
+        }
+        let steps = (seconds - end) / self.step;
+        // Below this distance from a straight line the closed form would divide by almost nothing.
+        let straight = 1.0 - self.ratio < 1e-9;
+        let sum = if straight { steps } else { self.ratio * (1.0 - self.ratio.powf(steps)) / (1.0 - self.ratio) };
+        (last + self.growth * sum).min(self.ceiling).max(last)
+    }
+
+    /// The value on average over the first so many seconds.
+    fn mean(&self, seconds: f64) -> f64 {
+        const PARTS: u32 = 32;
+        (0..PARTS).map(|part| self.at(seconds * (f64::from(part) + 0.5) / f64::from(PARTS))).sum::<f64>()
+            / f64::from(PARTS)
+    }
+
+    fn within(&self, seconds: f64) -> f64 {
+        let next = self.points.partition_point(|(time, _)| *time < seconds);
+        match (next.checked_sub(1).map(|before| self.points[before]), self.points.get(next)) {
+            (Some((t0, v0)), Some((t1, v1))) => v0 + (v1 - v0) * (seconds - t0) / (t1 - t0),
+            (Some((_, last)), None) => last,
+            (None, _) => 0.0,
+        }
+    }
+}
+
+/// What was seen of a guest.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Guest {
+    /// Pages that the host has given memory for.
+    pub allocated_pages: u64,
+    /// Share of them that hold zeros only, 0 to 1.
+    pub zero_share: f64,
+    /// Different pages written within a time.
+    pub written: Curve,
+    /// Of the pages written in a while, the share that is written again within a time after it, 0 to 1.
+    pub again: Curve,
+    /// Of the pages written, the share of which no body travels: what is there is what was there, or zeros. 0 to 1.
+    pub silent_share: f64,
+}
+
+/// A way to move it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Way {
+    /// Rounds while the guest runs; everything in the pause where not.
+    pub live: bool,
+    /// Bytes on the wire for each body, everything that travels with it included.
+    pub bytes_per_body: f64,
+    /// What the host takes for a page apart from the link, seconds: reading, digesting, encoding.
+    pub seconds_per_page: f64,
+    /// Whether pages written again before their turn are left out of a round, and pages written in each of the last rounds are held back.
+    pub skips_rewritten: bool,
+}
+
+/// What it has to keep to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Terms {
+    /// What the link carries, bytes per second.
+    pub bytes_per_s: f64,
+    /// The longest pause.
+    pub downtime_limit: Duration,
+    /// What the devices take in the pause.
+    pub device_time: Duration,
+    /// What comes before the first page: reaching the destination and starting its VMM.
+    pub setup_time: Duration,
+}
+
+/// What it would take.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Prediction {
+    /// From the request to the guest's start at the destination.
+    pub total: Duration,
+    /// From the guest's stop to its start there.
+    pub downtime: Duration,
+    /// Bytes of frames.
+    pub bytes_on_wire: u64,
+    /// Rounds, the one in the pause included.
+    pub rounds: u32,
+    /// Whether the pause is within the limit. Where not, the rest are the figures of a guest that is stopped as soon as further rounds make
+    /// the pause no shorter.
+    pub reaches_limit: bool,
+}
+
+/// Plays a migration through.
+///
+/// It is stopped when [`Convergence`] stops it, which decides about real rounds too; or, where the pause does not come within the limit, at the
+/// first stall.
+#[must_use]
+pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
+    let mut played = Played { guest, way, terms, elapsed: terms.setup_time.as_secs_f64(), bytes: 0.0, rounds: 0 };
+    let allocated = guest.allocated_pages as f64;
+    if !way.live {
+        return played.stop(allocated, 1.0 - share(guest.zero_share));
+    }
+    let mut policy = Convergence::new(Goal {
+        downtime_limit: terms.downtime_limit,
+        downtime_ramp: None,
+        throttle_percent: None,
+        timeout: None,
+        on_timeout: OnTimeout::Cancel,
+    });
+    let sent = 1.0 - share(guest.silent_share);
+    let mut took = vec![played.first(allocated, 1.0 - share(guest.zero_share))];
+    let mut left = guest.written.at(took[0]);
+    loop {
+        let decision = policy.step(&Measured {
+            rounds: played.rounds,
+            elapsed: duration(played.elapsed),
+            pages_left: left.round() as u64,
+            speed: played.speed(sent),
+            device_time: terms.device_time,
+        });
+        let Decision::Round { at_least } = decision else { return played.stop(left, sent) };
+        if policy.stalls() > 0 || played.rounds >= MAX_ROUNDS {
+            return played.stop(left, sent);
+        }
+        let hot = if way.skips_rewritten { left * hot_share(&guest.again, &took) } else { 0.0 };
+        let round = played.next(left - hot, at_least.as_secs_f64());
+        left = guest.written.at(round) + hot * (1.0 - guest.again.at(round));
+        took.push(round);
+    }
+}
+
+/// Of the pages the last collection yielded, the share that the ones before it yielded too.
+fn hot_share(again: &Curve, took: &[f64]) -> f64 {
+    if took.len() < HOT_AFTER_ROUNDS {
+        0.0
+    } else {
+        took.iter().rev().take(HOT_AFTER_ROUNDS - 1).map(|t| again.at(*t)).product()
+    }
+}
+
+fn share(value: f64) -> f64 {
+    if value.is_nan() { 0.0 } else { value.clamp(0.0, 1.0) }
+}
+
+/// A migration as far as it is played.
+struct Played<'a> {
+    guest: &'a Guest,
+    way: &'a Way,
+    terms: &'a Terms,
+    elapsed: f64,
+    bytes: f64,
+    rounds: u32,
+}
+
+impl Played<'_> {
+    /// Seconds that so many pages take, of which this share travels as bodies.
+    fn time(&self, pages: f64, sent: f64) -> f64 {
+        (pages * sent * self.way.bytes_per_body / self.terms.bytes_per_s.max(1.0))
+            .max(pages * self.way.seconds_per_page)
+    }
+
+    /// How quickly written pages go, of which this share travels as bodies.
+    fn speed(&self, sent: f64) -> Speed {
+        let light = self.way.seconds_per_page.max(1e-9);
+        let body = (self.way.bytes_per_body / self.terms.bytes_per_s.max(1.0)).max(light);
+        Speed { bodies_per_s: 1.0 / body, light_per_s: 1.0 / light, body_share: sent }
+    }
+
+    /// The first round, over all that is allocated; its time. A page the guest writes before its turn is left out.
+    fn first(&mut self, allocated: f64, sent: f64) -> f64 {
+        let written = |seconds: f64| self.guest.written.mean(seconds) / allocated.max(1.0);
+        let left_out = self.left_out(allocated, sent, written);
+        self.round(allocated * (1.0 - left_out), sent, 0.0)
+    }
+
+    /// A later one, over pages that were written; its time.
+    fn next(&mut self, pages: f64, least: f64) -> f64 {
+        let sent = 1.0 - share(self.guest.silent_share);
+        let left_out = self.left_out(pages, sent, |seconds| self.guest.again.mean(seconds));
+        self.round(pages * (1.0 - left_out), sent, least)
+    }
+
+    /// The share of a round's pages that is written again before its turn, where `again` is that share for a round of so many seconds. The
+    /// more is left out the shorter the round, and the shorter the round the less is left out: one length fits.
+    fn left_out(&self, pages: f64, sent: f64, again: impl Fn(f64) -> f64) -> f64 {
+        if !self.way.skips_rewritten {
+            return 0.0;
+        }
+        let (mut short, mut long) = (0.0, self.time(pages, sent));
+        for _ in 0..40 {
+            let middle = (short + long) / 2.0;
+            let fits = self.time(pages * (1.0 - share(again(middle))), sent);
+            if fits > middle { short = middle } else { long = middle }
+        }
+        share(again(long))
+    }
+
+    fn round(&mut self, pages: f64, sent: f64, least: f64) -> f64 {
+        let took = (self.time(pages, sent) + ROUND_TRIP).max(least);
+        self.bytes += pages * sent * self.way.bytes_per_body;
+        self.elapsed += took;
+        self.rounds += 1;
+        took
+    }
+
+    /// The last one, with the guest stopped.
+    fn stop(mut self, pages: f64, sent: f64) -> Prediction {
+        let pause = self.time(pages, sent) + self.terms.device_time.as_secs_f64();
+        self.bytes += pages * sent * self.way.bytes_per_body;
+        Prediction {
+            total: duration(self.elapsed + pause),
+            downtime: duration(pause),
+            bytes_on_wire: self.bytes as u64,
+            rounds: self.rounds + 1,
+            reaches_limit: pause <= self.terms.downtime_limit.as_secs_f64(),
+        }
+    }
+}
+
+/// So many seconds, a billion at most: more than thirty years.
+fn duration(seconds: f64) -> Duration {
+    Duration::from_secs_f64(if seconds.is_nan() { 1e9 } else { seconds.clamp(0.0, 1e9) })
+}
+
+#[cfg(test)]
+#[path = "estimate_tests.rs"]
+mod tests;
