@@ -12,6 +12,9 @@ pub mod options;
 /// What a migration did.
 pub mod report;
 
+/// What a migration would take.
+pub mod estimate;
+
 /// Where a running migration stands.
 pub mod progress;
 
@@ -21,6 +24,7 @@ pub mod vm;
 /// What failed, whose fault it is, and what to do.
 pub mod problem;
 
+pub use estimate::Estimate;
 pub use options::{MigrateOptions, Mode};
 pub use problem::{Blame, Problem};
 pub use progress::{Phase, Progress};

@@ -39,6 +39,15 @@ pub mod switchover;
 /// The comparison of both sides.
 pub mod verify;
 
+/// A short look at a guest that runs on.
+pub mod observe;
+
+/// What some of its pages hold.
+pub mod sample;
+
+/// What a migration would take.
+pub mod estimate;
+
 use std::time::{Duration, Instant};
 
 use sterna_api::options::{Compress, Delta};

@@ -15,7 +15,7 @@ use crate::monitor::Monitor;
 use crate::vmm::{self, VmmError};
 
 /// What saving, moving and loading the devices takes, as measured on QEMU 7.2 and 10.0.
-const DEVICE_TIME: Duration = Duration::from_millis(6);
+pub const DEVICE_TIME: Duration = Duration::from_millis(6);
 /// How often the VMM is asked whether its guest is still there.
 const ENDED_LOOK: Duration = Duration::from_millis(100);
 /// How often it is looked whether the guest has other processors' threads than those that are slowed down.

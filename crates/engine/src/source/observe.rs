@@ -1,0 +1,230 @@
+//! A short look at a guest that runs on: how many pages it writes in which time, and what they hold.
+//!
+//! The observation has two halves. In each, looks that change nothing ([`Watch`]) show the working set grow; between them the pages written
+//! are collected and watched anew, so that the second half shows how many of the first half's pages are written *again*, and both together
+//! the working set over the whole time. What it costs the guest is a write fault for each page that it writes in a half.
+//!
+//! Nothing that is sent depends on what is seen here, so no write has to be seen: a look that misses one makes an estimate a little
+//! wrong. Watching always ends with the observation, whatever its end.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sterna_protocol::estimate::{Curve, Guest};
+use sterna_protocol::frame::page_digest;
+use sterna_protocol::layout::{PAGE_BYTES, PageIndex};
+use sterna_protocol::pages::PageMap;
+
+use super::sample::{Sampled, choose, pages_of, sample};
+use super::track::{Tracker, Watch};
+use crate::error::MigrateError;
+use crate::monitor::Monitor;
+use crate::ram::{Ram, is_zero};
+
+/// When to look, milliseconds after watching begins anew.
+const LOOKS_MS: [u64; 11] = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000];
+/// Pages written whose content is compared: a share of half of them is known to three hundredths.
+const COMPARED_PAGES: usize = 1024;
+/// How long a wait may go on unasked.
+const ASK: Duration = Duration::from_millis(50);
+
+/// What was seen.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Observation {
+    /// The guest, for [`predict`](sterna_protocol::estimate::predict).
+    pub guest: Guest,
+    /// What its pages hold.
+    pub sampled: Sampled,
+    /// Pages of its RAM.
+    pub total_pages: u64,
+    /// Chunks that have pages the host has given memory for.
+    pub allocated_chunks: u64,
+    /// Different pages written since a look, by seconds.
+    pub written: Vec<(f64, u64)>,
+    /// How long writes were watched.
+    pub duration: Duration,
+    /// Looks at the page tables.
+    pub looks: u64,
+    /// Time they took.
+    pub look_time: Duration,
+    /// Write faults that the guest took.
+    pub write_faults: u64,
+}
+
+/// Observes a guest for about `duration`, which `monitor` can cut short. Afterwards nothing is watched.
+///
+/// # Errors
+/// [`MigrateError::Cancelled`], or what tracking needs is not there.
+pub fn observe(
+    ram: &Ram,
+    tracker: &mut dyn Tracker,
+    duration: Duration,
+    monitor: &Monitor,
+) -> Result<Observation, MigrateError> {
+    let seen = watch(ram, tracker, duration, monitor);
+    tracker.disarm();
+    let seen = seen?;
+    // Only now: the guest pays nothing for what is compressed here.
+    monitor.check()?;
+    let allocated = ram.allocated().map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+    let sampled = sample(ram, &allocated)?;
+    let (total_pages, allocated_pages) = (ram.layout().pages(), allocated.len());
+    Ok(Observation {
+        guest: Guest {
+            allocated_pages,
+            zero_share: sampled.zero_share,
+            written: Curve::new(seen.written.iter().map(|(t, pages)| (*t, *pages as f64)), total_pages as f64),
+            again: Curve::new(seen.again, 1.0),
+            silent_share: seen.silent_share,
+        },
+        sampled: Sampled { pages: sampled.pages + seen.compared, ..sampled },
+        total_pages,
+        allocated_chunks: allocated.iter().count() as u64,
+        written: seen.written,
+        duration: seen.duration,
+        looks: seen.looks,
+        look_time: seen.look_time,
+        write_faults: seen.write_faults,
+    })
+}
+
+/// What watching showed.
+struct Seen {
+    written: Vec<(f64, u64)>,
+    again: Vec<(f64, f64)>,
+    silent_share: f64,
+    compared: u64,
+    duration: Duration,
+    looks: u64,
+    look_time: Duration,
+    write_faults: u64,
+}
+
+fn watch(ram: &Ram, tracker: &mut dyn Tracker, duration: Duration, monitor: &Monitor) -> Result<Seen, MigrateError> {
+    tracker.arm(ram)?;
+    let armed = tracker.cost();
+    let mut looker = Looker { ram, watch: tracker.watch(), monitor, looks: 0, look_time: Duration::ZERO };
+    let nothing = PageMap::empty(ram.layout());
+    let began = Instant::now();
+    let mut first = looker.looks(began, duration / 2, &nothing)?;
+    let early = collect(ram, tracker)?;
+    let middle = Instant::now();
+    first.push(Look::new(middle - began, &early, &nothing));
+    // Digested after they are watched anew: what changes them from now on makes them written in the second half.
+    let digests = digests(ram, &early)?;
+
+    let mut second = looker.looks(middle, duration / 2, &early)?;
+    let late = collect(ram, tracker)?;
+    second.push(Look::new(middle.elapsed(), &late, &early));
+    let duration = began.elapsed();
+    let (mut compared, mut silent) = (0, 0);
+    for &(page, before) in digests.iter().filter(|(page, _)| late.chunk(page.chunk).contains(page.page)) {
+        let now = digest(ram, page)?;
+        compared += 1;
+        silent += u64::from(now == before || now == ZEROS);
+    }
+
+    // The same time after either beginning, on average; then both halves as one.
+    let halves = first.iter().zip(&second);
+    let mean = halves.map(|(one, other)| ((one.seconds + other.seconds) / 2.0, (one.pages + other.pages) / 2));
+    let offset = (middle - began).as_secs_f64();
+    let whole = second.iter().map(|look| (offset + look.seconds, look.together));
+    let in_first = early.len().max(1) as f64;
+    let cost = tracker.cost();
+    Ok(Seen {
+        written: mean.chain(whole).collect(),
+        again: second.iter().map(|look| (look.seconds, look.again as f64 / in_first)).collect(),
+        silent_share: silent as f64 / compared.max(1) as f64,
+        compared: digests.len() as u64,
+        duration,
+        looks: looker.looks + cost.scans - armed.scans,
+        look_time: looker.look_time + cost.scan_time.saturating_sub(armed.scan_time),
+        write_faults: cost.write_faults - armed.write_faults,
+    })
+}
+
+/// What one look showed.
+struct Look {
+    /// Since watching began anew.
+    seconds: f64,
+    /// Pages written since.
+    pages: u64,
+    /// Those of them that were written before it, too.
+    again: u64,
+    /// Pages written since or before.
+    together: u64,
+}
+
+impl Look {
+    fn new(since: Duration, written: &PageMap, before: &PageMap) -> Self {
+        let (pages, mut together) = (written.len(), before.clone());
+        together.add(written);
+        let together = together.len();
+        Self { seconds: since.as_secs_f64(), pages, again: before.len() + pages - together, together }
+    }
+}
+
+/// Looks without changing anything.
+struct Looker<'a> {
+    ram: &'a Ram,
+    watch: Option<Arc<dyn Watch>>,
+    monitor: &'a Monitor,
+    looks: u64,
+    look_time: Duration,
+}
+
+impl Looker<'_> {
+    /// Looks at growing intervals until so long after `since`, and returns at the end of that time. What was written `before` is told apart.
+    fn looks(&mut self, since: Instant, duration: Duration, before: &PageMap) -> Result<Vec<Look>, MigrateError> {
+        let mut looks = Vec::new();
+        // One that would come shortly before the collection at the end shows nothing more.
+        let times = LOOKS_MS.map(Duration::from_millis).into_iter().filter(|time| *time * 5 <= duration * 4);
+        for time in times {
+            self.wait_until(since + time)?;
+            let Some(watch) = &self.watch else { continue };
+            let (began, mut written) = (Instant::now(), PageMap::empty(self.ram.layout()));
+            watch.written(self.ram.layout(), &mut written)?;
+            self.looks += 1;
+            self.look_time += began.elapsed();
+            looks.push(Look::new(began - since, &written, before));
+        }
+        self.wait_until(since + duration)?;
+        Ok(looks)
+    }
+
+    fn wait_until(&self, time: Instant) -> Result<(), MigrateError> {
+        loop {
+            self.monitor.check()?;
+            match time.checked_duration_since(Instant::now()) {
+                Some(left) if !left.is_zero() => std::thread::sleep(left.min(ASK)),
+                _ => return Ok(()),
+            }
+        }
+    }
+}
+
+fn collect(ram: &Ram, tracker: &mut dyn Tracker) -> Result<PageMap, MigrateError> {
+    let (mut written, mut discarded) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
+    tracker.collect(ram, &mut written, &mut discarded)?;
+    Ok(written)
+}
+
+/// In place of a digest: zeros, or a hole.
+const ZEROS: u64 = 0;
+
+/// Digests of some of these pages.
+fn digests(ram: &Ram, pages: &PageMap) -> Result<Vec<(PageIndex, u64)>, MigrateError> {
+    let chosen = choose(ram.layout(), pages, COMPARED_PAGES, 1);
+    chosen.iter().flat_map(pages_of).map(|page| Ok((page, digest(ram, page)?))).collect()
+}
+
+/// A page's digest. One that was given back is not touched: reading a hole would fill it.
+fn digest(ram: &Ram, page: PageIndex) -> Result<u64, MigrateError> {
+    let allocated = ram.allocated_in(page.chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+    if !allocated.contains(page.page) {
+        return Ok(ZEROS);
+    }
+    let mut body = [0; PAGE_BYTES];
+    ram.read(page.chunk, page.page, &mut body);
+    Ok(if is_zero(&body) { ZEROS } else { page_digest(&body) })
+}
