@@ -4,10 +4,11 @@
 mod migrate;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use sterna_api::MemoryMode;
-use sterna_api::units::parse_size;
+use sterna_api::units::{parse_duration, parse_rate, parse_size};
 
 pub use self::migrate::Migrate;
 
@@ -57,6 +58,8 @@ pub enum Command {
     },
     /// Move virtual machines to another host
     Migrate(Box<Migrate>),
+    /// Tell what a migration would take now, from a short look at the guest
+    Estimate(Estimate),
     /// Cancel a virtual machine's migration
     Cancel {
         /// Its name
@@ -115,6 +118,25 @@ impl From<MemoryModeArgument> for MemoryMode {
     }
 }
 
+/// `estimate`.
+#[derive(Debug, Args)]
+pub struct Estimate {
+    /// The machine; it runs on
+    pub name: String,
+    /// What the migration may send, as 1Gbit or 100MB
+    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    pub bandwidth: u64,
+    /// How long the guest is observed
+    #[arg(long, value_name = "DURATION", default_value = "3s", value_parser = parse_duration)]
+    pub duration: Duration,
+    /// The longest pause that is accepted
+    #[arg(long, value_name = "DURATION", default_value = "300ms", value_parser = parse_duration)]
+    pub downtime_limit: Duration,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `adopt`.
 #[derive(Debug, Args)]
 pub struct Adopt {
@@ -146,7 +168,6 @@ mod tests {
     #[test]
     fn what_later_versions_bring_is_unknown_today() {
         for line in [
-            "sterna estimate a --bandwidth 1Gbit",
             "sterna split a",
             "sterna drain --to b:1",
             "sterna migrate a --to b:1 --mode postcopy",
@@ -154,6 +175,16 @@ mod tests {
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
         }
+    }
+
+    #[test]
+    fn an_estimate_needs_a_bandwidth_and_has_defaults_for_the_rest() {
+        let Command::Estimate(estimate) = parse("sterna estimate a --bandwidth 1Gbit").unwrap().command else {
+            panic!()
+        };
+        assert_eq!((estimate.bandwidth, estimate.duration), (125_000_000, Duration::from_secs(3)));
+        assert_eq!(estimate.downtime_limit, Duration::from_millis(300));
+        assert_eq!(parse("sterna estimate a").unwrap_err().exit_code(), 2);
     }
 
     #[test]

@@ -162,7 +162,8 @@ pub async fn stop(client: &Client, name: &str, force: bool) -> Result<ExitCode, 
     Ok(ExitCode::SUCCESS)
 }
 
-fn print_json(value: &impl serde::Serialize) -> Result<ExitCode, Failure> {
+/// Prints a value as the API has it.
+pub fn print_json(value: &impl serde::Serialize) -> Result<ExitCode, Failure> {
     let text = serde_json::to_string_pretty(value).map_err(|error| Failure::host("cannot write JSON", &error))?;
     println!("{text}");
     Ok(ExitCode::SUCCESS)
@@ -173,6 +174,6 @@ fn state(vm: &Vm) -> String {
 }
 
 /// A word of the API as it stands in its JSON.
-fn word(value: &impl serde::Serialize) -> String {
+pub fn word(value: &impl serde::Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|value| value.as_str().map(String::from)).unwrap_or_default()
 }

@@ -8,6 +8,8 @@ use clap::Parser;
 mod arguments;
 /// The API's client.
 mod client;
+/// `estimate`.
+mod estimate;
 /// Errors, as people see them, and exit codes.
 mod failure;
 /// The commands about machines.
@@ -49,6 +51,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Show { name, json } => machines::show(&client, &name, json).await,
         Command::Stop { name, force } => machines::stop(&client, &name, force).await,
         Command::Migrate(migrate) => migrate::migrate(&client, *migrate).await,
+        Command::Estimate(question) => estimate::estimate(&client, &question).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
         Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,
     }

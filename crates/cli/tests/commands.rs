@@ -55,6 +55,24 @@ fn machines_are_run_listed_shown_and_stopped() {
 }
 
 #[test]
+fn an_estimate_is_a_table_or_json_and_the_machine_runs_on() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    run(&host, "db1");
+    let question = ["estimate", "db1", "--bandwidth", "1Gbit", "--duration", "300ms"];
+    let (out, _) = expect(&host, 0, &question);
+    assert!(out.contains("WITHIN LIMIT") && out.contains("stop-and-copy") && out.contains("write faults"), "{out}");
+    let (out, _) = expect(&host, 0, &[&question[..], &["--json"]].concat());
+    let estimate: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&estimate["vm"], &estimate["bandwidth_bytes_per_s"]), (&json!("db1"), &json!(125_000_000)));
+    assert_eq!(host.state_of("db1"), "running");
+    expect(&host, 1, &["estimate", "nobody", "--bandwidth", "1Gbit"]);
+    expect(&host, 2, &["estimate", "db1", "--bandwidth", "1Gbit", "--duration", "1h"]);
+}
+
+#[test]
 fn an_attached_run_ends_with_its_machine() {
     if cannot_run() {
         return;

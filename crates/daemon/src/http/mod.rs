@@ -38,6 +38,7 @@ use answer::Failure;
         vms::show,
         vms::stop,
         vms::cancel,
+        vms::estimate,
         migrations::begin,
         migrations::list,
         migrations::show,
@@ -57,6 +58,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/adopt", post(vms::adopt))
         .route("/v1/vms/{name}", get(vms::show).delete(vms::stop))
         .route("/v1/vms/{name}/cancel", post(vms::cancel))
+        .route("/v1/vms/{name}/estimate", get(vms::estimate))
         .route("/v1/migrations", get(migrations::list).post(migrations::begin))
         .route("/v1/migrations/{id}", get(migrations::show))
         .route("/v1/watch", get(watch::watch))

@@ -6,10 +6,13 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use serde::Deserialize;
-use sterna_api::{AdoptRequest, Problem, RunRequest, Vm};
+use sterna_api::estimate::DEFAULT_DURATION_MS;
+use sterna_api::{AdoptRequest, Estimate, MigrateOptions, Problem, RunRequest, Vm};
+use sterna_engine::monitor::Monitor;
 use utoipa::IntoParams;
 
 use super::answer::{Body, Failure, Path, Query, blocking};
+use crate::migration::estimate::Question;
 use crate::vms::Daemon;
 
 /// The virtual machines of this host.
@@ -95,4 +98,49 @@ pub async fn stop(
 pub async fn cancel(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>) -> Result<StatusCode, Failure> {
     blocking(move || daemon.cancel(&name)).await?;
     Ok(StatusCode::ACCEPTED)
+}
+
+/// What is to be estimated.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub struct EstimateQuery {
+    /// What the migration may send, bytes per second.
+    bandwidth_bytes_per_s: u64,
+    /// How long the machine is observed, milliseconds.
+    duration_ms: Option<u64>,
+    /// The longest pause its users accept, milliseconds.
+    downtime_limit_ms: Option<f64>,
+}
+
+/// What a migration of a virtual machine would take now; it is observed for a while, runs on, and cannot be moved or stopped meanwhile.
+/// A caller that goes away, or a cancel, ends the observation.
+#[utoipa::path(
+    get,
+    path = "/v1/vms/{name}/estimate",
+    params(("name" = String, Path, description = "its name"), EstimateQuery),
+    responses((status = 200, body = Estimate), (status = "4XX", body = Problem), (status = "5XX", body = Problem))
+)]
+pub async fn estimate(
+    State(daemon): State<Arc<Daemon>>,
+    Path(name): Path<String>,
+    Query(query): Query<EstimateQuery>,
+) -> Result<Json<Estimate>, Failure> {
+    let question = Question {
+        bandwidth_bytes_per_s: query.bandwidth_bytes_per_s,
+        duration_ms: query.duration_ms.unwrap_or(DEFAULT_DURATION_MS),
+        downtime_limit_ms: query.downtime_limit_ms.unwrap_or_else(|| MigrateOptions::default().downtime_limit_ms),
+    };
+    let asked = Asked(Arc::new(Monitor::new(&name)));
+    let monitor = Arc::clone(&asked.0);
+    blocking(move || daemon.estimate(&name, question, &monitor)).await.map(Json)
+}
+
+/// A caller that waits. One that goes away drops it.
+struct Asked(Arc<Monitor>);
+
+impl Drop for Asked {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
 }

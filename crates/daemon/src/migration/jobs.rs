@@ -172,7 +172,7 @@ impl Daemon {
         Ok(job)
     }
 
-    /// Cancels a machine's migration.
+    /// Cancels a machine's migration, or its estimate.
     ///
     /// # Errors
     /// A [`Problem`]: unknown, not being moved, or past the point of no return.
@@ -186,7 +186,7 @@ impl Daemon {
             )
         };
         match hold {
-            Hold::Leaving(monitor) if monitor.cancel() => Ok(()),
+            Hold::Leaving(monitor) | Hold::Estimating(monitor) if monitor.cancel() => Ok(()),
             Hold::Leaving(_) | Hold::WaitingForPeer { .. } => Err(late()),
             Hold::Arriving(_) => Err(Problem::new(
                 "arriving",

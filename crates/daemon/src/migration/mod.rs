@@ -9,6 +9,9 @@ pub mod jobs;
 /// One machine's way from its claim to its end here.
 pub mod outgoing;
 
+/// What a machine's migration would take.
+pub mod estimate;
+
 /// Machines that were handed over while the peer fell silent.
 pub mod waiting;
 

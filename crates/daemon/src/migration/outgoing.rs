@@ -5,7 +5,7 @@ use std::sync::Arc;
 use sterna_api::problem::Whereabouts;
 use sterna_api::report::Host;
 use sterna_api::{Blame, MigrateOptions, Mode, Problem, Report, Status};
-use sterna_engine::host::{MigrationId, SourceHost};
+use sterna_engine::host::{BlockFile, MigrationId, SourceHost};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::{InsideQemu, WriteProtect};
@@ -107,13 +107,34 @@ fn check_movable(name: &str, about: &Inspection) -> Result<(), Problem> {
     Ok(())
 }
 
-fn prepare(record: &VmRecord, id: MigrationId) -> Result<Outgoing, Problem> {
+/// A machine that can be moved: its QEMU and its RAM, and what watches its writes.
+pub struct Movable {
+    /// The connection to its QEMU.
+    pub control: Control,
+    /// What it is made of.
+    pub about: Inspection,
+    /// Its RAM.
+    pub blocks: Vec<BlockFile>,
+    /// What watches its writes.
+    pub tracker: WriteProtect<InsideQemu>,
+}
+
+/// Reaches a machine's QEMU and agent, and checks that it can be moved at all.
+///
+/// # Errors
+/// A [`Problem`]: what does not answer, or why it cannot be moved.
+pub fn movable(record: &VmRecord) -> Result<Movable, Problem> {
     let mut control = Control::connect(&record.qmp)?;
     let about = control.inspect()?;
     check_movable(&record.name, &about)?;
     let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
     let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
     let tracker = WriteProtect::new(record.process.pid, InsideQemu::new(agent)).map_err(|error| error.problem())?;
+    Ok(Movable { control, about, blocks, tracker })
+}
+
+fn prepare(record: &VmRecord, id: MigrationId) -> Result<Outgoing, Problem> {
+    let Movable { control, about, blocks, tracker } = movable(record)?;
     Ok(Outgoing {
         id,
         spec: record.spec(&about),

@@ -108,12 +108,17 @@ pub fn give_back(record: &VmRecord) -> Result<(), Problem> {
     let control = Control::connect(&record.qmp)?;
     let mut driver = QemuSource::recover(control.share(), open(record.process)?, record.running);
     driver.rollback().map_err(|error| refused("give the guest back", &error))?;
+    stop_tracking(record);
+    Ok(())
+}
+
+/// Ends write tracking that a dead daemon left on: the agent keeps the descriptor.
+pub fn stop_tracking(record: &VmRecord) {
     let closed = Agent::connect(&record.agent, TIMEOUT).and_then(|mut agent| agent.close_userfaultfd());
     if let Err(error) = closed {
         // The next migration closes what it finds; until then written pages cost a fault each.
-        tracing::warn!(vm = %record.name, %error, "the agent still holds a userfaultfd");
+        tracing::warn!(vm = %record.name, %error, "the agent may still hold a userfaultfd");
     }
-    Ok(())
 }
 
 /// Lets a guest run that was moved here by a daemon that died before it could.

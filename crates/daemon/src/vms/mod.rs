@@ -52,6 +52,8 @@ pub enum Hold {
     Starting,
     /// It is being stopped.
     Stopping,
+    /// It is observed, to estimate what its migration would take.
+    Estimating(Arc<Monitor>),
     /// It is being moved away.
     Leaving(Arc<Monitor>),
     /// It is being moved here.
@@ -204,6 +206,7 @@ fn describe(hold: &Hold) -> &'static str {
         Hold::Free => "it is busy",
         Hold::Starting => "it is being started",
         Hold::Stopping => "it is being stopped",
+        Hold::Estimating(_) => "it is observed for an estimate",
         Hold::Leaving(_) => "it is being moved away",
         Hold::Arriving(_) => "it is being moved here",
         Hold::WaitingForPeer { .. } => "it was handed over to a peer that has not answered yet",

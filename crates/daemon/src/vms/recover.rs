@@ -2,7 +2,7 @@
 //!
 //! | record says | migration's record says | then |
 //! | --- | --- | --- |
-//! | here | | looked after as before |
+//! | here | | looked after as before; write tracking left on by an observation ends |
 //! | being moved away | nothing | it is given back: cancelled in QEMU, running again |
 //! | being moved away | handing over | it waits for the peer's verdict |
 //! | being moved here | preparing or aborted | QEMU is ended, its files removed; the verdict is *aborted* |
@@ -18,7 +18,7 @@ use std::time::Duration;
 use sterna_engine::host::MigrationId;
 use sterna_engine::source::throttle::release_left_over;
 
-use super::control::{Control, give_back, let_run};
+use super::control::{Control, give_back, let_run, stop_tracking};
 use super::record::{Lifecycle, VmRecord};
 use super::run::remove_files;
 use super::{Daemon, Entry, Hold};
@@ -66,7 +66,11 @@ impl Daemon {
             return self.forget(&name, record.process);
         }
         match record.lifecycle {
-            Lifecycle::Here => self.settle(&record),
+            Lifecycle::Here => {
+                // The daemon may have died while it observed the machine.
+                stop_tracking(&record);
+                self.settle(&record);
+            }
             Lifecycle::Outgoing(id) => self.recover_outgoing(&record, id),
             Lifecycle::Incoming(id) => self.recover_incoming(&record, id),
         }

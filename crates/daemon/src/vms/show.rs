@@ -34,7 +34,7 @@ fn describe(name: &str, entry: &Entry) -> Vm {
     let mut note = entry.note.clone();
     let mut migration = None;
     let state = match &entry.hold {
-        Hold::Free | Hold::Stopping | Hold::Starting => asked(&record.qmp, &mut note),
+        Hold::Free | Hold::Stopping | Hold::Starting | Hold::Estimating(_) => asked(&record.qmp, &mut note),
         Hold::Leaving(monitor) => {
             migration = Some(monitor.progress());
             VmState::MigratingOut

@@ -1,0 +1,88 @@
+//! What a machine's migration would take: it is observed while it runs on, and stays.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_api::estimate::{MAX_DURATION_MS, MIN_DURATION_MS};
+use sterna_api::options::MigrateOptions;
+use sterna_api::{Blame, Estimate, Problem};
+use sterna_engine::error::MigrateError;
+use sterna_engine::monitor::Monitor;
+use sterna_engine::ram::Ram;
+use sterna_engine::source::estimate::estimate;
+use sterna_engine::source::observe::observe;
+use sterna_sys::map::Access;
+
+use super::outgoing;
+use crate::problems::{host, invalid};
+use crate::vms::{Daemon, Hold, VmRecord};
+
+/// What is to be estimated.
+#[derive(Debug, Clone, Copy)]
+pub struct Question {
+    /// What the link carries, bytes per second.
+    pub bandwidth_bytes_per_s: u64,
+    /// How long to observe, milliseconds.
+    pub duration_ms: u64,
+    /// The longest pause accepted, milliseconds.
+    pub downtime_limit_ms: f64,
+}
+
+impl Daemon {
+    /// Estimates a machine's migration. Blocks for the observation's time; `monitor` can cut it short. No migration of the machine begins
+    /// meanwhile: two cannot watch one machine's writes.
+    ///
+    /// # Errors
+    /// A [`Problem`]: an unknown or busy machine, one that cannot be moved at all, a question that cannot be.
+    pub fn estimate(&self, name: &str, question: Question, monitor: &Arc<Monitor>) -> Result<Estimate, Problem> {
+        question.check()?;
+        let record = self.claim(name, Hold::Estimating(Arc::clone(monitor)))?;
+        let claimed = Claimed { daemon: self, record: &record };
+        let movable = outgoing::movable(claimed.record)?;
+        // QEMU serves one client at a time, and nothing more is asked of it.
+        drop(movable.control);
+        let ram =
+            Ram::open(&movable.blocks, Access::Read).map_err(|error| host("cannot map the machine's RAM", &error))?;
+        let mut tracker = movable.tracker;
+        let seen = observe(&ram, &mut tracker, Duration::from_millis(question.duration_ms), monitor);
+        let seen = seen.map_err(|error| match error {
+            MigrateError::Cancelled => {
+                Problem::new("cancelled", Blame::Request, format!("the observation of '{name}' was cancelled"))
+            }
+            error => error.problem(),
+        })?;
+        let limit = Duration::from_secs_f64(question.downtime_limit_ms / 1e3);
+        Ok(estimate(name, &seen, question.bandwidth_bytes_per_s, limit))
+    }
+}
+
+impl Question {
+    /// A rate and a limit as a migration takes them, and a bounded time.
+    fn check(&self) -> Result<(), Problem> {
+        if !(MIN_DURATION_MS..=MAX_DURATION_MS).contains(&self.duration_ms) {
+            let asked = self.duration_ms;
+            return Err(invalid(format!(
+                "the duration is {asked} ms: it must be between {MIN_DURATION_MS} and {MAX_DURATION_MS} ms"
+            )));
+        }
+        let options = MigrateOptions {
+            bandwidth_bytes_per_s: Some(self.bandwidth_bytes_per_s),
+            downtime_limit_ms: self.downtime_limit_ms,
+            ..MigrateOptions::default()
+        };
+        options.check().map_err(invalid)
+    }
+}
+
+/// A machine that is claimed for an estimate: given back whatever the end.
+struct Claimed<'a> {
+    daemon: &'a Daemon,
+    record: &'a VmRecord,
+}
+
+impl Drop for Claimed<'_> {
+    fn drop(&mut self) {
+        self.daemon.release(&self.record.name);
+        self.daemon.forget_if_ended(self.record);
+    }
+}
