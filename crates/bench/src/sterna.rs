@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use serde::Serialize;
 use serde_json::{Value, json};
-use sterna_api::{MigrateOptions, Report, Status, units};
+use sterna_api::{Estimate, MigrateOptions, Report, Status, units};
 
 use crate::command::{output, show};
 use crate::error::{Context, Error, Result};
@@ -55,6 +55,18 @@ impl SternaVm {
         let form = |reason: String| Error::Form { what: "sterna show --json".into(), reason };
         let vm: Value = serde_json::from_str(&text).map_err(|error| form(error.to_string()))?;
         vm["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok()).ok_or_else(|| form("no pid".into()))
+    }
+
+    /// What moving it would take at this rate, bytes per second, by `sterna estimate`.
+    ///
+    /// # Errors
+    /// Where the daemon refuses.
+    pub fn estimate(&self, bytes_per_s: u64) -> Result<Estimate> {
+        let rate = format!("{bytes_per_s}B");
+        let text = output(sterna(&self.host)?.args(["estimate", &self.name, "--json", "--bandwidth", &rate]))?;
+        let form =
+            |error: serde_json::Error| Error::Form { what: "sterna estimate --json".into(), reason: error.to_string() };
+        serde_json::from_str(&text).map_err(form)
     }
 
     /// Moves it to another host of the lab. A migration that was cancelled, by its timeout perhaps, is reported as such: the guest is where it was.

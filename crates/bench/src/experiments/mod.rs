@@ -3,6 +3,9 @@
 /// What moving idle and busy guests costs, beside QEMU's own migration.
 pub mod first_flight;
 
+/// How far estimates are from what migrations take.
+pub mod estimate_error;
+
 /// How time grows with memory.
 pub mod scale;
 
@@ -66,6 +69,11 @@ pub const ALL: &[Experiment] = &[
         id: "scale",
         about: "idle guests of 1 to 16 GiB: time against memory in use, cost of a scan",
         run: scale::run,
+    },
+    Experiment {
+        id: "estimate-error",
+        about: "idle and busy 1 GiB guests, estimated and moved at once: how far off the estimates are",
+        run: estimate_error::run,
     },
 ];
 
