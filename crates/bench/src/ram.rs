@@ -44,7 +44,18 @@ pub fn file_of(pid: u32, memory_bytes: u64) -> Result<PathBuf> {
         .ok_or_else(|| Error::Usage(format!("process {pid} maps no file of {memory_bytes} bytes")))
 }
 
-/// Has this machine touch so much memory, and gives it back: where the machine is itself a virtual one, memory that was idle for a while has
+/// What this machine could give to programs now.
+///
+/// # Errors
+/// Where the kernel does not say.
+pub fn available_bytes() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").context(|| "reading /proc/meminfo".into())?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|rest| rest.split_ascii_whitespace().next()?.parse::<u64>().ok());
+    kib.map(|kib| kib << 10).ok_or_else(|| Error::Usage("/proc/meminfo has no MemAvailable".into()))
+}
+
+/// Has this machine touch so much memory, twice over, and gives it back: where the machine is itself a virtual one, memory that was idle for a while has
 /// gone back to *its* host, and the first touch costs ten times the later ones (seen: 3.0 s against 0.4 s per GiB). Whoever is measured
 /// first would pay for all.
 ///

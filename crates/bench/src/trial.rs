@@ -170,7 +170,7 @@ fn run_with_tap(setup: &Setup) -> Result<Trial> {
 
     let mut trial = Trial::default();
     trial.note_memory(&running, guest);
-    ram::warm(guest.memory_bytes + (256 << 20))?;
+    ram::warm((guest.memory_bytes + (256 << 20)).min(ram::available_bytes()? / 3))?;
     let before = Before::read(lab)?;
     (setup.say)("moving it to host b");
     trial.begin_us = now_us();

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::values::{Random, Values};
 use super::{Sample, now_us};
 use crate::command::wait_for;
 use crate::error::{Context, Error, Result};
@@ -30,15 +31,52 @@ pub struct LoadConfig {
     pub value_bytes: usize,
     /// Share of requests that are sets, 0 to 1; the rest are gets.
     pub set_share: f64,
+    /// What values are made of.
+    pub values: Values,
+    /// Requests that a connection sends before it reads their answers.
+    pub pipeline: usize,
+    /// Requests per second of all connections together; as many as are answered where absent.
+    pub rate_per_s: Option<f64>,
+    /// Whether every key is set once before the load begins.
+    pub fill: bool,
     /// What the random numbers begin with.
     pub seed: u64,
 }
+
+/// Requests sent at once while a cache is filled.
+const FILL_BATCH: usize = 64;
+/// Items of 1,024 bytes with keys of up to ten letters that fit into a MiB of memcached's memory: its chunks for them are 1,184 bytes. A
+/// few less, so that a full cache evicts nothing.
+const ITEMS_PER_MIB: u32 = 870;
 
 impl LoadConfig {
     /// Sets only: every request writes guest memory.
     #[must_use]
     pub fn set_only(seed: u64) -> Self {
-        Self { connections: 4, keys: 65_536, value_bytes: 1024, set_share: 1.0, seed }
+        Self {
+            connections: 4,
+            keys: 65_536,
+            value_bytes: 1024,
+            set_share: 1.0,
+            values: Values::Noise,
+            pipeline: 1,
+            rate_per_s: None,
+            fill: false,
+            seed,
+        }
+    }
+
+    /// A cache of so many MiB is filled with mixed values; then sets only, all over it, so many per second.
+    #[must_use]
+    pub fn full_cache(mib: u32, rate_per_s: f64, seed: u64) -> Self {
+        Self {
+            keys: mib * ITEMS_PER_MIB,
+            values: Values::Mixed,
+            pipeline: 8,
+            rate_per_s: Some(rate_per_s),
+            fill: true,
+            ..Self::set_only(seed)
+        }
     }
 
     /// One set in ten requests.
@@ -80,16 +118,19 @@ impl Load {
     /// Connects from `host` to the memcached at `server` and begins.
     ///
     /// # Errors
-    /// Where the first connections cannot be made.
+    /// Where the first connections cannot be made, or the cache cannot be filled.
     pub fn start(host: &Host, server: SocketAddr, config: &LoadConfig) -> Result<Self> {
         let shared = Arc::new(Shared::default());
         let mut load = Self { shared: shared.clone(), clients: Vec::new(), sampler: None };
-        for number in 0..config.connections {
-            // A guest that has just started says so before its memcached listens.
-            let stream =
-                wait_for(&format!("memcached at {server}"), START, || Ok(connect(&host.namespace, server).ok()))?;
+        // A guest that has just started says so before its memcached listens.
+        let open = |_| wait_for(&format!("memcached at {server}"), START, || Ok(connect(&host.namespace, server).ok()));
+        let streams = (0..config.connections).map(open).collect::<Result<Vec<_>>>()?;
+        if config.fill {
+            fill(&streams, config)?;
+        }
+        for (number, stream) in streams.into_iter().enumerate() {
             let (shared, config, namespace) = (shared.clone(), config.clone(), host.namespace.clone());
-            let mut random = Random(config.seed.wrapping_add(number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+            let mut random = Random::new(config.seed.wrapping_add(number as u64));
             load.clients.push(std::thread::spawn(move || {
                 let mut stream = Some(stream);
                 while !shared.stop.load(Ordering::Relaxed) {
@@ -137,32 +178,75 @@ impl Drop for Load {
     }
 }
 
+/// Sets every key once, over all connections together.
+fn fill(streams: &[TcpStream], config: &LoadConfig) -> Result<()> {
+    let fill_part = |number: usize, stream: &TcpStream| -> Result<()> {
+        let (mut writer, mut reader) = (stream, BufReader::new(stream));
+        // Other values than those of the load.
+        let mut random = Random::new(!config.seed.wrapping_add(number as u64));
+        let keys: Vec<u32> = (number as u32..config.keys).step_by(streams.len()).collect();
+        let (mut requests, mut line) = (Vec::new(), Vec::new());
+        for batch in keys.chunks(FILL_BATCH) {
+            requests.clear();
+            batch.iter().for_each(|key| append_set(&mut requests, u64::from(*key), config, &mut random));
+            writer.write_all(&requests).context(|| "filling memcached".into())?;
+            batch.iter().try_for_each(|_| read_stored(&mut reader, &mut line))?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let fill_part = &fill_part;
+        let parts: Vec<_> =
+            streams.iter().enumerate().map(|(number, stream)| scope.spawn(move || fill_part(number, stream))).collect();
+        parts.into_iter().try_for_each(|part| part.join().unwrap_or_else(|_| Err(form("a client panicked"))))
+    })
+}
+
+fn append_set(requests: &mut Vec<u8>, key: u64, config: &LoadConfig, random: &mut Random) {
+    requests.extend_from_slice(format!("set key{key} 0 0 {}\r\n", config.value_bytes).as_bytes());
+    config.values.append(requests, config.value_bytes, random);
+    requests.extend_from_slice(b"\r\n");
+}
+
 /// One connection's requests, until the load ends or the connection does.
 fn talk(stream: TcpStream, config: &LoadConfig, shared: &Shared, random: &mut Random) -> Result<()> {
     let mut writer = stream.try_clone().context(|| "the connection to memcached".into())?;
     let mut reader = BufReader::new(stream);
-    let mut request = Vec::with_capacity(config.value_bytes + 64);
-    let mut line = Vec::new();
+    let pipeline = config.pipeline.max(1);
+    let mut requests = Vec::with_capacity(pipeline * (config.value_bytes + 64));
+    let (mut sets, mut line) = (Vec::with_capacity(pipeline), Vec::new());
+    let pause =
+        config.rate_per_s.map(|rate| Duration::from_secs_f64((pipeline * config.connections) as f64 / rate.max(1e-3)));
+    let mut due = Instant::now();
     while !shared.stop.load(Ordering::Relaxed) {
-        let key = random.next() % u64::from(config.keys.max(1));
-        let is_set = random.share() < config.set_share;
-        request.clear();
-        if is_set {
-            request.extend_from_slice(format!("set key{key} 0 0 {}\r\n", config.value_bytes).as_bytes());
-            random.fill(&mut request, config.value_bytes);
-            request.extend_from_slice(b"\r\n");
-        } else {
-            request.extend_from_slice(format!("get key{key}\r\n").as_bytes());
+        requests.clear();
+        sets.clear();
+        for _ in 0..pipeline {
+            let key = random.next() % u64::from(config.keys.max(1));
+            let is_set = random.share() < config.set_share;
+            if is_set {
+                append_set(&mut requests, key, config, random);
+            } else {
+                requests.extend_from_slice(format!("get key{key}\r\n").as_bytes());
+            }
+            sets.push(is_set);
         }
         let start = Instant::now();
-        writer.write_all(&request).context(|| "sending to memcached".into())?;
-        if is_set {
-            read_stored(&mut reader, &mut line)?
-        } else {
-            read_value(&mut reader, &mut line, config.value_bytes)?
+        writer.write_all(&requests).context(|| "sending to memcached".into())?;
+        for is_set in &sets {
+            if *is_set {
+                read_stored(&mut reader, &mut line)?
+            } else {
+                read_value(&mut reader, &mut line, config.value_bytes)?
+            }
+            shared.requests.fetch_add(1, Ordering::Relaxed);
         }
         shared.longest_us.fetch_max(start.elapsed().as_micros() as u64, Ordering::Relaxed);
-        shared.requests.fetch_add(1, Ordering::Relaxed);
+        if let Some(pause) = pause {
+            // What a guest that stood still has missed is not made up for: the rate is a limit.
+            due = due.max(start) + pause;
+            std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        }
     }
     Ok(())
 }
@@ -223,45 +307,9 @@ fn sample(shared: &Shared) -> Vec<Sample> {
     samples
 }
 
-/// xorshift64*: fast, seeded, and incompressible enough for values.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    fn share(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    fn fill(&mut self, into: &mut Vec<u8>, bytes: usize) {
-        let end = into.len() + bytes;
-        while into.len() < end {
-            into.extend_from_slice(&self.next().to_le_bytes());
-        }
-        into.truncate(end);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_same_seed_makes_the_same_values_and_they_have_the_asked_length() {
-        let make = |seed| {
-            let mut value = vec![b'x'];
-            Random(seed).fill(&mut value, 13);
-            value
-        };
-        assert_eq!(make(7), make(7));
-        assert_ne!(make(7), make(8));
-        assert_eq!(make(7).len(), 14);
-    }
 
     #[test]
     fn answers_of_memcached_are_told_from_errors() {

@@ -9,6 +9,9 @@ pub mod postgres;
 /// One TCP transfer, to measure a link.
 pub mod transfer;
 
+/// What clients store.
+pub mod values;
+
 use serde::Serialize;
 
 /// Throughput over the interval that ended at a moment.
