@@ -52,7 +52,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().command {
         Command::Lab(command) => lab_command::run(command),
         Command::List => {
-            experiments::ALL.iter().for_each(|experiment| println!("{:14} {}", experiment.id, experiment.about));
+            experiments::ALL.iter().for_each(|experiment| println!("{:18} {}", experiment.id, experiment.about));
             Ok(ExitCode::SUCCESS)
         }
         Command::Run { id, quick, repeat, out } => {

@@ -1,10 +1,25 @@
 //! Experiments: set-ups tried side by side in one lab, their rows, and the targets they are judged by.
 
+/// Guests that write faster than the link carries.
+pub mod converge;
+
+/// What the experiments after D-Track have in common.
+mod dtrack;
+
+/// D-Track's hashes.
+pub mod dtrack_hash;
+
+/// D-Track's total migration time, by every technique.
+pub mod dtrack_total_time;
+
 /// What moving idle and busy guests costs, beside QEMU's own migration.
 pub mod first_flight;
 
 /// How far estimates are from what migrations take.
 pub mod estimate_error;
+
+/// What is derived from runs to judge them.
+mod judge;
 
 /// How time grows with memory.
 pub mod scale;
@@ -74,6 +89,21 @@ pub const ALL: &[Experiment] = &[
         id: "estimate-error",
         about: "idle and busy 1 GiB guests, estimated and moved at once: how far off the estimates are",
         run: estimate_error::run,
+    },
+    Experiment {
+        id: "dtrack-total-time",
+        about: "a cache under sets in 90 % of RAM: total time by every technique, alone and combined",
+        run: dtrack_total_time::run,
+    },
+    Experiment {
+        id: "dtrack-hash",
+        about: "silent stores told by each hash, alone and combined: what the hash costs",
+        run: dtrack_hash::run,
+    },
+    Experiment {
+        id: "converge",
+        about: "writers from 0.1 to 8 times the link: who moves them, and how long they stand still",
+        run: converge::run,
     },
 ];
 

@@ -1,0 +1,177 @@
+//! D-Track's figure 14 and table 1: how long a guest takes to move whose memory is a cache under sets, by every technique alone and combined.
+
+use std::path::Path;
+
+use super::judge::{derive_shares, is_row, ratio, time_ms, worst};
+use super::{Case, Options, Outcome, dtrack, is, qemus, try_all};
+use crate::baseline::Method;
+use crate::error::{Error, Result};
+use crate::lab::Lab;
+use crate::result::{Row, Run, Target};
+
+/// The tracked kinds of fake dirty pages, alone and with each encoding.
+const TRACKING: [&str; 4] = ["exact", "dtrack-v1", "dtrack-v2", "adaptive"];
+const ENCODINGS: [&str; 4] = ["", "--delta xbzrle", "--compress lz4", "--compress zstd"];
+/// What is judged beside the defaults.
+const ZSTD: &str = "--compress zstd";
+/// The paper's own technique and nothing else; and nothing at all.
+const PLAIN: [&str; 2] = [
+    "--fake-dirty dtrack-v1 --content-hash off --hot-pages send",
+    "--fake-dirty off --content-hash off --hot-pages send",
+];
+
+pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+    let sizes = dtrack::sizes_mib(options);
+    // Filling a cache takes most of a trial: a short run has one of each, to be done in ten minutes.
+    let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
+    let cases = cases(sizes, options.quick)?;
+    let lab = Lab::up(dtrack::lab_config())?;
+    let runs = try_all(&lab, &cases, repeats, |_, metrics| derive_shares(&lab, metrics));
+    plot(&runs, directory)?;
+    let newest = cases.first().map(|case| case.qemu.label.clone()).unwrap_or_default();
+    Ok(Outcome { targets: targets(&runs, sizes, &newest)?, runs })
+}
+
+/// Sterna's rows, as on the command line; the first is the default.
+fn rows_of_sterna(quick: bool) -> Vec<String> {
+    let row = |tracking: &str, encoding: &str| {
+        let tracking = if tracking == TRACKING[0] { String::new() } else { format!("--fake-dirty {tracking} ") };
+        format!("{tracking}{encoding}").trim().to_owned()
+    };
+    let all = TRACKING.iter().flat_map(|tracking| ENCODINGS.iter().map(move |encoding| (*tracking, *encoding)));
+    // A short run has each tracking bare, and each encoding with the default tracking.
+    let chosen = all.filter(|(tracking, encoding)| !quick || *tracking == TRACKING[0] || encoding.is_empty());
+    let mut rows: Vec<String> = chosen.map(|(tracking, encoding)| row(tracking, encoding)).collect();
+    if !quick {
+        rows.extend(PLAIN.map(str::to_owned));
+    }
+    rows
+}
+
+fn cases(sizes_mib: &[u64], quick: bool) -> Result<Vec<Case>> {
+    let mut qemus = qemus()?;
+    let newest = qemus.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
+    let own = [Method::Vanilla, Method::Xbzrle(64), Method::MultifdZstd(2), Method::AutoConverge];
+    let mut cases = Vec::new();
+    for mib in sizes_mib {
+        for mover in dtrack::known(&newest, &own)? {
+            cases.push(dtrack::memcached(*mib, mover, &newest));
+        }
+        for options in rows_of_sterna(quick) {
+            cases.push(dtrack::memcached(*mib, dtrack::sterna(&options)?, &newest));
+        }
+        // What newer versions have dropped.
+        for older in qemus.iter().filter(|_| !quick) {
+            for mover in dtrack::known(older, &[Method::Vanilla, Method::Compress(2)])? {
+                cases.push(dtrack::memcached(*mib, mover, older));
+            }
+        }
+    }
+    Ok(cases)
+}
+
+fn targets(runs: &[Run], sizes_mib: &[u64], newest: &str) -> Result<Vec<Target>> {
+    let to_vanilla = |options: &str| -> Result<Option<f64>> {
+        let (own, vanilla) = (dtrack::sterna(options)?, dtrack::vanilla());
+        Ok(worst(sizes_mib.iter().map(|mib| {
+            let workload = dtrack::workload(*mib);
+            let (own, vanilla) = (&own, &vanilla);
+            ratio(
+                runs,
+                time_ms,
+                |run| is_row(run, &workload, own, newest),
+                |run| is_row(run, &workload, vanilla, newest),
+            )
+        })))
+    };
+    let zstd = dtrack::sterna(ZSTD)?;
+    let to_every_qemu = worst(sizes_mib.iter().flat_map(|mib| {
+        let workload = dtrack::workload(*mib);
+        let zstd = &zstd;
+        rivals(runs, &workload).into_iter().map(move |(mover, qemu)| {
+            let rival = [("workload", workload.as_str()), ("mover", mover.as_str()), ("qemu", qemu.as_str())];
+            ratio(runs, time_ms, |run| is_row(run, &workload, zstd, newest), |run| run.baseline && is(run, &rival))
+        })
+    }));
+    Ok(vec![
+        Target::at_most("default options: total time ÷ QEMU's, worst RAM size", 0.60, to_vanilla("")?),
+        Target::at_most("with zstd: total time ÷ QEMU's, worst RAM size", 0.35, to_vanilla(ZSTD)?),
+        Target::at_most("with zstd: total time ÷ the best QEMU row's, worst RAM size", 1.0, to_every_qemu),
+    ])
+}
+
+/// Mover and QEMU of every baseline row of a workload that did not fail each time.
+fn rivals(runs: &[Run], workload: &str) -> Vec<(String, String)> {
+    let word = |run: &Run, name: &str| run.config.get(name).and_then(|value| value.as_str()).map(str::to_owned);
+    let mut rivals = Vec::new();
+    for run in runs.iter().filter(|run| run.baseline && is(run, &[("workload", workload)]) && time_ms(run).is_some()) {
+        if let Some(rival) = word(run, "mover").zip(word(run, "qemu")).filter(|rival| !rivals.contains(rival)) {
+            rivals.push(rival);
+        }
+    }
+    rivals
+}
+
+fn plot(runs: &[Run], directory: &Path) -> Result<()> {
+    let mover = |row: &Row| row.config.get("mover").and_then(|value| value.as_str()).unwrap_or_default().to_owned();
+    let vanilla = dtrack::vanilla().label();
+    let combined = |row: &Row| ["delta", "compress"].iter().any(|word| mover(row).contains(word));
+    dtrack::plot(runs, directory, "total_time_qemu", "QEMU's own techniques, and Sterna's defaults", |row| {
+        row.baseline || mover(row) == "sterna, 1 stream"
+    })?;
+    dtrack::plot(runs, directory, "total_time_bare", "Fake dirty pages", |row| {
+        mover(row) == vanilla || !row.baseline && !combined(row)
+    })?;
+    dtrack::plot(runs, directory, "total_time_combined", "Exact fake dirty pages, with deltas and compression", |row| {
+        let other_tracking = mover(row).contains("fake-dirty");
+        mover(row) == vanilla || !row.baseline && !other_tracking
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trial::Mover;
+    use std::collections::BTreeMap;
+
+    fn run(mover: &Mover, mib: u64, qemu: &str, metric: &str, ms: f64) -> Run {
+        let config = [("workload", dtrack::workload(mib)), ("mover", mover.label()), ("qemu", qemu.into())];
+        Run {
+            config: config.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
+            baseline: mover.is_baseline(),
+            repeat: 0,
+            metrics: BTreeMap::from([(metric.to_owned(), ms)]),
+            details: serde_json::Value::Null,
+        }
+    }
+
+    #[test]
+    fn every_row_of_the_experiment_is_a_different_one_and_the_first_is_the_default() {
+        for quick in [true, false] {
+            let movers: Vec<String> =
+                rows_of_sterna(quick).iter().map(|row| dtrack::sterna(row).unwrap().label()).collect();
+            assert_eq!(movers[0], "sterna, 1 stream");
+            assert!(movers.iter().enumerate().all(|(at, mover)| !movers[..at].contains(mover)), "{movers:?}");
+            assert_eq!(movers.len(), if quick { 7 } else { 18 });
+        }
+    }
+
+    #[test]
+    fn the_worst_size_is_judged_and_a_baseline_that_was_given_up_counts_what_it_was_tried() {
+        let (default, zstd) = (dtrack::sterna("").unwrap(), dtrack::sterna(ZSTD).unwrap());
+        let compress = Mover::Qemu(Method::Compress(2), crate::baseline::Ram::Plain);
+        let runs = [
+            run(&dtrack::vanilla(), 1024, "10.0", "total_ms", 1000.0),
+            run(&default, 1024, "10.0", "total_ms", 500.0),
+            run(&zstd, 1024, "10.0", "total_ms", 300.0),
+            run(&dtrack::vanilla(), 2048, "10.0", "given_up_ms", 9000.0),
+            run(&default, 2048, "10.0", "total_ms", 6300.0),
+            run(&zstd, 2048, "10.0", "total_ms", 900.0),
+            run(&compress, 2048, "7.2", "total_ms", 600.0),
+        ];
+        let measured: Vec<_> = targets(&runs, &[1024, 2048], "10.0").unwrap().into_iter().map(|t| t.measured).collect();
+        assert_eq!(measured, [Some(0.7), Some(0.3), Some(1.5)]);
+        let measured: Vec<_> = targets(&[], &[1024], "10.0").unwrap().into_iter().map(|t| t.measured).collect();
+        assert_eq!(measured, [None; 3], "what was not measured is not met");
+    }
+}

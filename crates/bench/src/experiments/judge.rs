@@ -1,0 +1,99 @@
+//! What experiments derive from runs to judge them: pairs, shares, worst rows.
+
+use std::collections::BTreeMap;
+
+use super::is;
+use crate::lab::Lab;
+use crate::result::Run;
+use crate::stats::median;
+use crate::trial::Mover;
+
+/// Of the throughput just before the migration, the share that was left during it.
+pub(super) const KEPT: &str = "throughput_kept";
+/// How fast the guest wrote fresh pages, as the mover saw it, as a share of what the link carries.
+pub(super) const DIRTY_SHARE: &str = "dirty_share_of_link";
+
+/// Adds [`KEPT`] and [`DIRTY_SHARE`] where there is what they need.
+pub(super) fn derive_shares(lab: &Lab, metrics: &mut BTreeMap<String, f64>) {
+    let ratio =
+        |during: &str, before: &str| Some(metrics.get(during)? / metrics.get(before).filter(|rate| **rate > 0.0)?);
+    let kept = ratio("requests_per_s_during", "requests_per_s_before")
+        .or_else(|| ratio("writes_per_s_during", "writes_per_s_before"));
+    let link = lab.state().rate_bytes_per_s.map(|rate| rate as f64);
+    let share = metrics.get("dirty_pages_per_s").zip(link).map(|(pages, link)| pages * 4096.0 / link);
+    metrics.extend(kept.map(|kept| (KEPT.into(), kept)));
+    metrics.extend(share.map(|share| (DIRTY_SHARE.into(), share)));
+}
+
+/// How long a run took. One that was given up took at least as long as it was tried: a ratio to it is one it does not flatter, for all have
+/// the same limit.
+pub(super) fn time_ms(run: &Run) -> Option<f64> {
+    run.metrics.get("total_ms").or_else(|| run.metrics.get("given_up_ms")).copied()
+}
+
+/// The median over repetitions of one row's value divided by the other's in the same repetition.
+pub(super) fn ratio(
+    runs: &[Run],
+    value: impl Fn(&Run) -> Option<f64>,
+    own: impl Fn(&Run) -> bool,
+    other: impl Fn(&Run) -> bool,
+) -> Option<f64> {
+    let of = |repeat, chosen: &dyn Fn(&Run) -> bool| {
+        runs.iter().find(|run| run.repeat == repeat && chosen(run)).and_then(&value)
+    };
+    let repeats = 1 + runs.iter().map(|run| run.repeat).max()?;
+    let ratios = (0..repeats).filter_map(|repeat| Some(of(repeat, &own)? / of(repeat, &other).filter(|v| *v > 0.0)?));
+    median(&ratios.collect::<Vec<_>>())
+}
+
+/// Whether this is a run of that case by that mover, on a QEMU of that version.
+pub(super) fn is_row(run: &Run, workload: &str, mover: &Mover, qemu: &str) -> bool {
+    is(run, &[("workload", workload), ("mover", &mover.label()), ("qemu", qemu)])
+}
+
+/// The greatest of values each of which is there; `None` where one is absent: a worst row that was not measured is not the second worst.
+pub(super) fn worst(values: impl IntoIterator<Item = Option<f64>>) -> Option<f64> {
+    values.into_iter().collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(mover: &str, repeat: usize, metric: &str, value: f64) -> Run {
+        Run {
+            config: [("mover".to_owned(), mover.into())].into_iter().collect(),
+            baseline: mover == "qemu",
+            repeat,
+            metrics: BTreeMap::from([(metric.to_owned(), value)]),
+            details: serde_json::Value::Null,
+        }
+    }
+
+    #[test]
+    fn runs_are_paired_by_repetition_even_where_one_is_missing() {
+        let runs = [
+            run("qemu", 0, "total_ms", 10.0),
+            run("sterna", 1, "total_ms", 3.0),
+            run("qemu", 1, "total_ms", 6.0),
+            run("qemu", 2, "total_ms", 0.0),
+            run("sterna", 2, "total_ms", 3.0),
+        ];
+        let of = |name: &'static str| move |run: &Run| is(run, &[("mover", name)]);
+        assert_eq!(ratio(&runs, time_ms, of("sterna"), of("qemu")), Some(0.5));
+        assert_eq!(ratio(&runs, time_ms, of("nobody"), of("qemu")), None);
+    }
+
+    #[test]
+    fn a_run_that_was_given_up_took_at_least_as_long_as_it_was_tried() {
+        assert_eq!(time_ms(&run("qemu", 0, "given_up_ms", 90_000.0)), Some(90_000.0));
+        assert_eq!(time_ms(&run("qemu", 0, "failed", 1.0)), None);
+    }
+
+    #[test]
+    fn the_worst_of_rows_is_unknown_where_a_row_is() {
+        assert_eq!(worst([Some(1.0), Some(3.0), Some(2.0)]), Some(3.0));
+        assert_eq!(worst([Some(1.0), None]), None);
+        assert_eq!(worst([]), None);
+    }
+}
