@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use serde::Deserialize;
+use sterna_engine::transport::credentials::Files;
 
 /// The longest path a unix socket can have on Linux, bytes (`sun_path` less its final zero).
 pub const SOCKET_PATH_BYTES: usize = 107;
@@ -44,6 +45,24 @@ struct File {
     qemu_user: Option<String>,
     max_outgoing: Option<usize>,
     max_incoming: Option<usize>,
+    tls: Option<Tls>,
+}
+
+/// The section `[tls]`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Tls {
+    certificate: PathBuf,
+    key: PathBuf,
+    authority: PathBuf,
+    #[serde(default)]
+    peers: Vec<String>,
+}
+
+impl From<Tls> for Files {
+    fn from(tls: Tls) -> Self {
+        Self { certificate: tls.certificate, key: tls.key, authority: tls.authority, peers: tls.peers }
+    }
 }
 
 /// The configuration in force.
@@ -67,6 +86,8 @@ pub struct Config {
     pub max_outgoing: usize,
     /// Migrations to here at one time; more are refused.
     pub max_incoming: usize,
+    /// What connections to other daemons are encrypted with; they are plain where absent.
+    pub tls: Option<Files>,
 }
 
 /// A configuration that cannot be used.
@@ -149,6 +170,7 @@ impl Config {
             qemu_user: file.qemu_user,
             max_outgoing: file.max_outgoing.unwrap_or(2),
             max_incoming: file.max_incoming.unwrap_or(4),
+            tls: file.tls.map(Files::from),
         };
         if config.max_outgoing == 0 {
             return Err(ConfigError::Zero("max_outgoing"));
@@ -209,6 +231,15 @@ mod tests {
         assert!(merge(&Arguments::default(), "max_incoming = 0").unwrap_err().to_string().contains("max_incoming"));
         let long = format!("api = 'unix:/{}'", "x".repeat(107));
         assert!(merge(&Arguments::default(), &long).unwrap_err().to_string().contains("107"));
+    }
+
+    #[test]
+    fn tls_needs_all_its_files() {
+        let text = "[tls]\ncertificate = '/c'\nkey = '/k'\nauthority = '/a'\npeers = ['b.example']";
+        let tls = merge(&Arguments::default(), text).unwrap().tls.unwrap();
+        assert_eq!((tls.key.as_path(), tls.peers), (Path::new("/k"), vec!["b.example".to_string()]));
+        let error = toml::from_str::<File>("[tls]\ncertificate = '/c'\nkey = '/k'").unwrap_err();
+        assert!(error.to_string().contains("authority"), "{error}");
     }
 
     #[test]

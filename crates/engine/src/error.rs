@@ -5,12 +5,13 @@ use std::io;
 use sterna_api::problem::Whereabouts;
 use sterna_api::{Blame, Problem};
 use sterna_protocol::frame::FrameError;
-use sterna_protocol::hello::HelloError;
+use sterna_protocol::hello::{Features, HelloError};
 use sterna_protocol::layout::LayoutError;
 use sterna_protocol::message::MessageError;
 use sterna_protocol::session::Violation;
 
 use crate::destination::decode::DecodeError;
+use crate::transport::refusal::TlsError;
 use crate::vmm::VmmError;
 
 /// Why a migration did not succeed.
@@ -40,6 +41,9 @@ pub enum MigrateError {
         #[source]
         source: io::Error,
     },
+    /// The two daemons do not trust each other.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The peer speaks something else.
     #[error(transparent)]
     Hello(#[from] HelloError),
@@ -167,6 +171,14 @@ impl MigrateError {
             Self::Link { .. } => {
                 ("link-failed", Blame::Peer, Some("look at the network between the hosts, then try again"))
             }
+            Self::Tls(error) => return error.problem(),
+            Self::Hello(HelloError::Features { features, theirs: true }) if features.0 & Features::TLS.0 != 0 => (
+                "tls-mixed",
+                Blame::Peer,
+                Some(
+                    "give this daemon a [tls] section in its sternad.toml, with a certificate of the peer's authority",
+                ),
+            ),
             Self::Hello(HelloError::Stranger) => {
                 ("not-sterna", Blame::Peer, Some("the address must be that of sternad's --listen"))
             }

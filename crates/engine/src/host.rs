@@ -1,10 +1,12 @@
 //! What the engine needs of the daemon it runs in: machines started and ended, and a memory that outlives a crash.
 
 use std::fs::File;
+use std::sync::Arc;
 
 use sterna_api::Problem;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
 
+use crate::transport::credentials::Credentials;
 use crate::vmm;
 
 /// One migration, the same at both ends: drawn at random by the source.
@@ -49,11 +51,17 @@ pub enum Verdict {
 
 /// The daemon at the destination.
 pub trait DestinationHost: Send + Sync {
-    /// Checks whether the machine can run here, and starts its VMM so that it waits for device state.
+    /// What calls are encrypted with; without it they are taken plain, and with it never.
+    fn credentials(&self) -> Option<Arc<Credentials>> {
+        None
+    }
+
+    /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the daemon that sends it, by
+    /// its certificate.
     ///
     /// # Errors
     /// A [`Problem`] that says what is missing here; nothing is left behind.
-    fn prepare(&self, id: MigrationId, spec: &VmSpec) -> Result<Incoming, Problem>;
+    fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>) -> Result<Incoming, Problem>;
 
     /// How much more memory this host can give before it runs out, bytes.
     fn room_bytes(&self) -> u64;
@@ -71,12 +79,20 @@ pub trait DestinationHost: Send + Sync {
     /// It never runs here: ends the VMM, removes its files, and remembers [`Verdict::Aborted`].
     fn abort(&self, id: MigrationId, incoming: Option<Incoming>);
 
-    /// What became of a migration. One never heard of is [`Verdict::Aborted`] from then on: the answer binds.
-    fn verdict(&self, id: MigrationId) -> Verdict;
+    /// What became of a migration, for the daemon that asks. One never heard of is [`Verdict::Aborted`] from then on: the answer binds.
+    ///
+    /// # Errors
+    /// A [`Problem`] where the migration is another daemon's: nothing is settled by such a question.
+    fn verdict(&self, id: MigrationId, from: Option<&str>) -> Result<Verdict, Problem>;
 }
 
 /// The daemon at the source.
 pub trait SourceHost: Send + Sync {
+    /// What connections to peers are encrypted with; without it they are plain.
+    fn credentials(&self) -> Option<Arc<Credentials>> {
+        None
+    }
+
     /// Records that the guest may run at `peer` from now on, whatever happens here. Must survive the daemon's sudden death.
     /// Called just before the commit message is sent: until the peer's [`Verdict`] is known the guest must not run here.
     ///

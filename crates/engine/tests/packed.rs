@@ -100,7 +100,7 @@ impl Peer {
         let Reply::Failed(problem) = reply else { panic!("not refused: {reply:?}") };
         assert!(!host.running.load(Ordering::Acquire));
         assert!(host.aborted.load(Ordering::Acquire));
-        assert_eq!(host.verdict(self.id), Verdict::Aborted);
+        assert_eq!(host.verdict(self.id, None), Ok(Verdict::Aborted));
         problem
     }
 }

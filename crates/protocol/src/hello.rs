@@ -35,13 +35,16 @@ impl Features {
     pub const LZ4: Self = Self(1 << 2);
     /// Of those, Zstandard.
     pub const ZSTD: Self = Self(1 << 3);
+    /// Nobody announces it: a listener that takes encrypted calls only needs it of one that came plain.
+    pub const TLS: Self = Self(1 << 32);
     /// All that this code knows.
     pub const KNOWN: Self = Self(0b1111);
-    const NAMES: [(Self, &'static str); 4] = [
+    const NAMES: [(Self, &'static str); 5] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
         (Self::ZSTD, "compress zstd"),
+        (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 
     /// These and those.
@@ -74,7 +77,7 @@ impl std::fmt::Display for Features {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let known =
             Self::NAMES.iter().filter(|(feature, _)| self.0 & feature.0 != 0).map(|(_, name)| (*name).to_string());
-        let strange = self.0 & !Self::KNOWN.0;
+        let strange = Self::NAMES.iter().fold(self.0, |left, (feature, _)| left & !feature.0);
         let strange = (strange != 0).then(|| format!("{strange:#x}"));
         f.write_str(&known.chain(strange).collect::<Vec<_>>().join(", "))
     }
@@ -280,6 +283,13 @@ mod tests {
     fn features_are_named_by_the_options_that_ask_for_them() {
         let lacking = HelloError::Features { features: Features::LZ4.and(Features(1 << 40)), theirs: false };
         assert_eq!(lacking.to_string(), "the peer lacks what this migration needs: compress lz4, 0x10000000000");
+    }
+
+    #[test]
+    fn a_plain_caller_learns_that_tls_is_needed() {
+        let ours = hello(0, Features::KNOWN.0, 0);
+        let why = ours.agree(&hello(0, Features::KNOWN.0, Features::TLS.0)).unwrap_err();
+        assert_eq!(why.to_string(), "the peer needs what this daemon lacks: TLS ([tls] in sternad.toml)");
     }
 
     #[test]

@@ -5,6 +5,8 @@
 
 use std::marker::PhantomData;
 
+use crate::map::copy_changing;
+
 /// Memory that the kernel may read.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
@@ -14,9 +16,9 @@ pub struct Outgoing<'a>(libc::iovec, PhantomData<&'a ()>);
 #[repr(transparent)]
 pub struct Incoming<'a>(libc::iovec, PhantomData<&'a mut ()>);
 
-// SAFETY: an address and a length that nothing here dereferences; what they stand for is valid on every thread for 'a.
+// SAFETY: an address and a length; what they stand for is valid on every thread for 'a, and read volatile only.
 unsafe impl Send for Outgoing<'_> {}
-// SAFETY: as above.
+// SAFETY: an address and a length that nothing here dereferences; what they stand for is valid on every thread for 'a.
 unsafe impl Send for Incoming<'_> {}
 
 impl Outgoing<'_> {
@@ -92,9 +94,48 @@ pub(crate) fn advance<V: IoVector>(mut vectors: &mut [V], mut bytes: usize) -> &
     vectors
 }
 
+/// Copies as much of `vectors`, in order, as there is room for in `out`; what is left of them, and how many bytes were copied.
+///
+/// For what the kernel cannot send straight from guest RAM: a guest may write meanwhile, so each word of the copy is one that was there, and
+/// the copy stays as it is. Reads memory directly, with what that means for holes ([`crate::map`]).
+pub fn copy_out<'v, 'a>(mut vectors: &'v mut [Outgoing<'a>], out: &mut [u8]) -> (&'v mut [Outgoing<'a>], usize) {
+    let mut copied = 0;
+    while let Some(first) = vectors.first()
+        && copied < out.len()
+    {
+        let bytes = first.bytes().min(out.len() - copied);
+        // SAFETY: readable for as long as the vector lives, by the promise it was made with.
+        unsafe { copy_changing(first.0.iov_base.cast(), &mut out[copied..copied + bytes]) };
+        copied += bytes;
+        vectors = advance(vectors, bytes);
+    }
+    (vectors, copied)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn copying_fills_the_room_and_goes_on_where_it_stopped() {
+        let bytes: Vec<u8> = (0..1000u32).map(|n| (n % 251) as u8).collect();
+        for room in [1, 15, 16, 17, 100, 999, 1000, 2000] {
+            // Parts of odd lengths at odd places, an empty one among them.
+            let mut vectors =
+                [&bytes[..0], &bytes[..7], &bytes[7..301], &bytes[301..301], &bytes[301..]].map(Outgoing::from);
+            let (mut left, mut out, mut all) = (&mut vectors[..], vec![0; room], Vec::new());
+            loop {
+                let (rest, copied) = copy_out(left, &mut out);
+                if copied == 0 {
+                    break;
+                }
+                assert!(copied == room || rest.is_empty());
+                all.extend_from_slice(&out[..copied]);
+                left = rest;
+            }
+            assert!(all == bytes, "with room for {room}");
+        }
+    }
 
     #[test]
     fn advancing_splits_a_vector_and_drops_the_empty_ones() {

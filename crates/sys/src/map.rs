@@ -129,11 +129,8 @@ impl SharedMapping {
         let (from, bytes) = self.within(range);
         assert_eq!(bytes, out.len(), "as much is copied as there is room for");
         assert!((from as usize).is_multiple_of(WORD) && bytes.is_multiple_of(WORD), "copies take whole words");
-        let (from, to) = (from.cast::<Word>(), out.as_mut_ptr().cast::<Word>());
-        for index in 0..bytes / WORD {
-            // SAFETY: `from` is aligned and within the mapping, `to` within `out`, wherever that is aligned.
-            unsafe { to.add(index).write_unaligned(from.add(index).read_volatile()) }
-        }
+        // SAFETY: `from` is within the mapping, and as long as `out`.
+        unsafe { copy_changing(from, out) }
     }
 
     /// Lends a copy of `range` as it is now, made in `scratch`, which is grown as needed.
@@ -222,6 +219,28 @@ impl Drop for SharedMapping {
         // SAFETY: the mapping is of exactly this extent, and everything that points into it borrows from `self`.
         let result = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
         debug_assert!(result.is_ok(), "unmapping a mapping of one's own succeeds");
+    }
+}
+
+/// Copies memory that others may change meanwhile, each word read once, into all of `out`.
+///
+/// # Safety
+/// As many bytes as `out` has are mapped readable from `from` on.
+pub(crate) unsafe fn copy_changing(from: *const u8, out: &mut [u8]) {
+    let ahead = from.align_offset(WORD).min(out.len());
+    let (head, rest) = out.split_at_mut(ahead);
+    let (words, tail) = rest.as_chunks_mut::<WORD>();
+    let first = from.wrapping_add(ahead).cast::<Word>();
+    let behind = first.wrapping_add(words.len()).cast::<u8>();
+    for (index, word) in words.iter_mut().enumerate() {
+        // SAFETY: an aligned word of the caller's memory, and a word's room wherever that is aligned.
+        unsafe { word.as_mut_ptr().cast::<Word>().write_unaligned(first.add(index).read_volatile()) }
+    }
+    for (from, out) in [(from, head), (behind, tail)] {
+        for (index, byte) in out.iter_mut().enumerate() {
+            // SAFETY: a byte of the caller's memory, before its first whole word or behind its last.
+            *byte = unsafe { from.add(index).read_volatile() };
+        }
     }
 }
 

@@ -115,13 +115,14 @@ impl Host {
         answers.map(|()| child)
     }
 
-    /// Writes the daemon's configuration file.
+    /// Writes the daemon's configuration file: what every daemon of a lab needs, and what `more.toml` in the host's directory adds to it.
     fn configure(&self, qemu: Option<&Path>) -> Result<PathBuf> {
         let file = self.directory.join("sternad.toml");
         let mut text = format!("agent = {:?}\n", tools::agent()?);
         if let Some(qemu) = qemu {
             text.push_str(&format!("qemu = {qemu:?}\n"));
         }
+        text.push_str(&std::fs::read_to_string(self.directory.join("more.toml")).unwrap_or_default());
         std::fs::write(&file, text).context(|| format!("writing {}", file.display()))?;
         Ok(file)
     }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use sterna_api::problem::Whereabouts;
 use sterna_api::{Blame, MemoryMode, Problem};
 use sterna_engine::host::{DestinationHost, Incoming, MigrationId, Verdict};
+use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::spec::VmSpec;
 
 use super::prechecks;
-use super::records::Stage;
 use crate::problems::host;
 use crate::qemu::arguments::{self, Additions};
 use crate::qemu::binary;
@@ -25,11 +25,15 @@ use crate::vms::{Daemon, Hold, Lifecycle, VmRecord};
 pub struct Destination(pub Arc<Daemon>);
 
 impl DestinationHost for Destination {
-    fn prepare(&self, id: MigrationId, spec: &VmSpec) -> Result<Incoming, Problem> {
+    fn credentials(&self) -> Option<Arc<Credentials>> {
+        self.0.credentials.clone()
+    }
+
+    fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>) -> Result<Incoming, Problem> {
         if self.0.records.stage(id).is_some() {
             return Err(Problem::new("stale-migration", Blame::Peer, format!("migration {id} has ended here before")));
         }
-        self.start(id, spec).inspect_err(|problem| {
+        self.start(id, spec, from).inspect_err(|problem| {
             // The source learns of it by this very answer; the verdict is for the case that the answer gets lost.
             self.0.records.verdict(id);
             tracing::info!(vm = %spec.name, %id, code = problem.code, "refused: {}", problem.message);
@@ -74,13 +78,17 @@ impl DestinationHost for Destination {
         tracing::info!(vm = %record.name, %id, "aborted, nothing is left of it here");
     }
 
-    fn verdict(&self, id: MigrationId) -> Verdict {
-        self.0.records.verdict(id)
+    fn verdict(&self, id: MigrationId, from: Option<&str>) -> Result<Verdict, Problem> {
+        self.0.records.verdict_for(id, from).ok_or_else(|| {
+            tracing::warn!(%id, asks = from.unwrap_or("somebody without a certificate"), "asked for another daemon's migration");
+            Problem::new("tls-not-yours", Blame::Request, format!("migration {id} was begun by another daemon"))
+                .hint("give this host's certificate the first DNS name that it had when the migration began")
+        })
     }
 }
 
 impl Destination {
-    fn start(&self, id: MigrationId, spec: &VmSpec) -> Result<Incoming, Problem> {
+    fn start(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>) -> Result<Incoming, Problem> {
         let daemon = &self.0;
         let items = arguments::parse(&spec.arguments);
         let room_bytes = self.room_bytes().saturating_sub(self.promised_bytes());
@@ -89,7 +97,7 @@ impl Destination {
         let reservation = daemon.reserve_arriving(&spec.name, id)?;
         daemon
             .records
-            .write(id, Some(&spec.name), Stage::Preparing)
+            .prepare(id, &spec.name, from)
             .map_err(|error| host("the destination cannot write the migration's record", &error))?;
 
         let dir = daemon.state.vm(&spec.name);

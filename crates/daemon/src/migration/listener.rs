@@ -16,7 +16,16 @@ use crate::vms::Daemon;
 pub fn listen(daemon: &Arc<Daemon>) -> std::io::Result<()> {
     let Some(address) = &daemon.config.listen else { return Ok(()) };
     let listener = TcpListener::bind(address)?;
-    tracing::info!(address = %listener.local_addr()?, "listening for other daemons");
+    let address = listener.local_addr()?;
+    let encrypted = daemon.credentials.is_some();
+    tracing::info!(%address, encrypted, "listening for other daemons");
+    if !encrypted && !address.ip().is_loopback() {
+        tracing::warn!(
+            %address,
+            "whoever reaches this address can start QEMU here and read and change the guests that move: \
+             set [tls] in sternad.toml, or let only hosts reach it"
+        );
+    }
     let host: Arc<dyn DestinationHost> = Arc::new(Destination(Arc::clone(daemon)));
     std::thread::Builder::new().name("listener".into()).spawn(move || serve(&listener, &host))?;
     Ok(())

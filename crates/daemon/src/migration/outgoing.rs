@@ -10,6 +10,7 @@ use sterna_engine::monitor::Monitor;
 use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::{InsideQemu, WriteProtect};
 use sterna_engine::source::{self, Fate, Outgoing};
+use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::qemu::Inspection;
 
 use super::records::Stage;
@@ -193,6 +194,10 @@ struct Here<'a> {
 }
 
 impl SourceHost for Here<'_> {
+    fn credentials(&self) -> Option<Arc<Credentials>> {
+        self.daemon.credentials.clone()
+    }
+
     fn handing_over(&self, id: MigrationId, peer: &str) -> Result<(), Problem> {
         let stage = Stage::HandingOver { peer: peer.into() };
         self.daemon

@@ -50,6 +50,9 @@ pub struct MigrationRecord {
     /// The host's boot in which it was written.
     #[serde(default)]
     pub boot: u128,
+    /// Destination: the daemon it is from, where that showed a certificate. Nobody else may ask for the verdict.
+    #[serde(default)]
+    pub from: Option<String>,
 }
 
 /// All records of this host.
@@ -84,7 +87,14 @@ impl Records {
                         let id = MigrationId(id);
                         table.insert(
                             id,
-                            MigrationRecord { id, vm: None, stage: Stage::Committed, at_s: now_s(), boot: 0 },
+                            MigrationRecord {
+                                id,
+                                vm: None,
+                                stage: Stage::Committed,
+                                at_s: now_s(),
+                                boot: 0,
+                                from: None,
+                            },
                         );
                     }
                 }
@@ -110,6 +120,14 @@ impl Records {
         self.write_locked(&mut table, id, vm, stage)
     }
 
+    /// Writes down that a machine comes here, and from whom.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn prepare(&self, id: MigrationId, vm: &str, from: Option<&str>) -> io::Result<()> {
+        self.put(&mut self.lock(), id, Some(vm), Stage::Preparing, from.map(String::from))
+    }
+
     /// Moves from [`Stage::Preparing`] to [`Stage::Committed`]: only where nobody was told before that it was aborted.
     ///
     /// # Errors
@@ -124,9 +142,19 @@ impl Records {
         }
     }
 
+    /// The verdict for the daemon that asks; `None`, and nothing is settled, where the migration is another's.
+    pub fn verdict_for(&self, id: MigrationId, asks: Option<&str>) -> Option<Verdict> {
+        let mut table = self.lock();
+        let from = table.get(&id).and_then(|record| record.from.as_deref());
+        (from.is_none() || from == asks).then(|| self.verdict_locked(&mut table, id))
+    }
+
     /// The verdict on a migration, given once and for all: one that is not committed never will be.
     pub fn verdict(&self, id: MigrationId) -> Verdict {
-        let mut table = self.lock();
+        self.verdict_locked(&mut self.lock(), id)
+    }
+
+    fn verdict_locked(&self, table: &mut HashMap<MigrationId, MigrationRecord>, id: MigrationId) -> Verdict {
         let record = table.get(&id).cloned();
         match &record {
             Some(MigrationRecord { stage: Stage::Committed, .. }) => return Verdict::Committed,
@@ -137,11 +165,11 @@ impl Records {
             }
             _ => {}
         }
-        let vm = record.and_then(|record| record.vm);
-        if let Err(error) = self.write_locked(&mut table, id, vm.as_deref(), Stage::Aborted) {
+        let (vm, from) = record.map_or((None, None), |record| (record.vm, record.from));
+        if let Err(error) = self.write_locked(table, id, vm.as_deref(), Stage::Aborted) {
             // In memory it stands: until a restart it binds, and a restart aborts what was not committed.
             tracing::error!(%id, %error, "cannot write a verdict down");
-            table.insert(id, MigrationRecord { id, vm, stage: Stage::Aborted, at_s: now_s(), boot: self.boot });
+            table.insert(id, MigrationRecord { id, vm, stage: Stage::Aborted, at_s: now_s(), boot: self.boot, from });
         }
         Verdict::Aborted
     }
@@ -178,7 +206,19 @@ impl Records {
         vm: Option<&str>,
         stage: Stage,
     ) -> io::Result<()> {
-        let record = MigrationRecord { id, vm: vm.map(String::from), stage, at_s: now_s(), boot: self.boot };
+        let from = table.get(&id).and_then(|record| record.from.clone());
+        self.put(table, id, vm, stage, from)
+    }
+
+    fn put(
+        &self,
+        table: &mut HashMap<MigrationId, MigrationRecord>,
+        id: MigrationId,
+        vm: Option<&str>,
+        stage: Stage,
+        from: Option<String>,
+    ) -> io::Result<()> {
+        let record = MigrationRecord { id, vm: vm.map(String::from), stage, at_s: now_s(), boot: self.boot, from };
         // What is written while the guest is stopped outlives the daemon only, because a disk takes its time. When the source's host goes
         // down, so does the guest that must not run there; and that a guest was on its way here outlives the host, see `verdict`.
         let outlives = match record.stage {
@@ -233,6 +273,21 @@ mod tests {
     }
 
     #[test]
+    fn only_the_daemon_it_is_from_learns_a_migrations_verdict() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::load(dir.path()).unwrap();
+        records.prepare(ID, "vm", Some("a.example")).unwrap();
+        assert_eq!(records.verdict_for(ID, Some("b.example")), None);
+        assert_eq!(records.verdict_for(ID, None), None);
+        records.commit(ID).expect("the questions settled nothing");
+        let again = Records::load(dir.path()).unwrap();
+        assert_eq!(again.verdict_for(ID, Some("b.example")), None, "nor after a restart");
+        assert_eq!(again.verdict_for(ID, Some("a.example")), Some(Verdict::Committed));
+        let unknown = MigrationId(8);
+        assert_eq!(again.verdict_for(unknown, Some("b.example")), Some(Verdict::Aborted));
+    }
+
+    #[test]
     fn a_migration_never_heard_of_can_not_be_committed_later() {
         let dir = tempfile::tempdir().unwrap();
         let records = Records::load(dir.path()).unwrap();
@@ -243,7 +298,14 @@ mod tests {
     #[test]
     fn a_guest_that_was_on_its_way_when_the_host_went_down_is_never_given_back() {
         let dir = tempfile::tempdir().unwrap();
-        let before = MigrationRecord { id: ID, vm: Some("vm".into()), stage: Stage::Preparing, at_s: now_s(), boot: 1 };
+        let before = MigrationRecord {
+            id: ID,
+            vm: Some("vm".into()),
+            stage: Stage::Preparing,
+            at_s: now_s(),
+            boot: 1,
+            from: None,
+        };
         write_record(&dir.path().join(format!("{ID}.json")), &before).unwrap();
         assert_eq!(Records::load(dir.path()).unwrap().verdict(ID), Verdict::Committed);
     }
@@ -259,7 +321,7 @@ mod tests {
     fn old_verdicts_go_and_open_questions_stay() {
         let dir = tempfile::tempdir().unwrap();
         let old = |id, stage| {
-            let record = MigrationRecord { id: MigrationId(id), vm: None, stage, at_s: 1, boot: 1 };
+            let record = MigrationRecord { id: MigrationId(id), vm: None, stage, at_s: 1, boot: 1, from: None };
             write_record(&dir.path().join(format!("{}.json", record.id)), &record).unwrap();
         };
         old(1, Stage::Aborted);

@@ -27,7 +27,7 @@ pub fn wait_for_verdict(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId
 fn ask(daemon: &Daemon, record: &VmRecord, id: MigrationId, peer: &str) {
     let mut pause = Duration::from_millis(250);
     while still_waiting(daemon, record) {
-        match ask_verdict(id, peer) {
+        match ask_verdict(id, peer, daemon.credentials.as_deref()) {
             Ok(verdict) => return settle(daemon, record, id, verdict),
             Err(error) => {
                 tracing::debug!(vm = %record.name, peer, %error, "no verdict yet");

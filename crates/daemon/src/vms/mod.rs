@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use sterna_api::{Blame, Problem};
 use sterna_engine::host::MigrationId;
 use sterna_engine::monitor::Monitor;
+use sterna_engine::transport::credentials::Credentials;
 
 use crate::config::Config;
 use crate::metrics::Metrics;
@@ -89,8 +90,16 @@ pub struct Daemon {
     pub jobs: Jobs,
     /// What is counted.
     pub metrics: Metrics,
+    /// What connections to other daemons are encrypted with, where they are.
+    pub credentials: Option<Arc<Credentials>>,
     table: Mutex<HashMap<String, Entry>>,
     user: Option<User>,
+}
+
+/// What is wrong with `[tls]`, and what to do, in one line.
+fn wrong_credentials(problem: &Problem) -> String {
+    let causes: String = problem.cause.iter().map(|cause| format!(": {cause}")).collect();
+    format!("[tls] cannot be used: {}{causes}; {}", problem.message, problem.hint.as_deref().unwrap_or_default())
 }
 
 impl Daemon {
@@ -102,9 +111,11 @@ impl Daemon {
         let state = StateDir::open(&config.state_dir)?;
         let records = Records::load(&state.migrations())?;
         let user = config.qemu_user.as_deref().map(User::find).transpose()?;
+        let credentials = config.tls.clone().map(|files| Credentials::load(files).map(Arc::new)).transpose();
+        let credentials = credentials.map_err(|error| wrong_credentials(&error.problem()))?;
         let jobs = Jobs::new(config.max_outgoing);
         let table = Mutex::new(HashMap::new());
-        Ok(Self { config, state, records, jobs, metrics: Metrics::new(), table, user })
+        Ok(Self { config, state, records, jobs, metrics: Metrics::new(), credentials, table, user })
     }
 
     /// The machines, to look at or change; nothing slow may happen while this is held.

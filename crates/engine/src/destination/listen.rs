@@ -13,13 +13,20 @@ use super::{Call, serve_session};
 use crate::error::MigrateError;
 use crate::host::DestinationHost;
 use crate::transport::control::Answering;
+use crate::transport::refusal::TlsError;
 use crate::transport::{SessionKey, answer};
 
 /// The most connections that may be open at once: a caller that opens more is hung up on.
 const MAX_CONNECTIONS: usize = 512;
 
 /// The sessions that wait for connections, by their names.
-type Sessions = Arc<Mutex<HashMap<u128, Sender<Call>>>>;
+type Sessions = Arc<Mutex<HashMap<u128, Founder>>>;
+
+/// Who founded a session, and the way of its other connections to it.
+struct Founder {
+    peer: Option<String>,
+    calls: Sender<Call>,
+}
 
 /// Takes calls for ever, each on a thread of its own.
 pub fn serve(listener: &TcpListener, host: &Arc<dyn DestinationHost>) {
@@ -55,30 +62,37 @@ pub fn serve(listener: &TcpListener, host: &Arc<dyn DestinationHost>) {
 
 /// Takes one call: a control connection is served here to its end, the others are handed to their session.
 fn take(stream: TcpStream, sessions: &Sessions, host: &dyn DestinationHost) -> Result<(), MigrateError> {
-    let (stream, hello) = answer(stream)?;
+    let (stream, hello) = answer(stream, host.credentials().as_deref())?;
+    let peer = stream.peer().map(String::from);
     let key = SessionKey { session: hello.session, key: hello.key, needed: Features::NONE };
     if hello.role != Role::Control {
-        let waiting = lock(sessions).get(&hello.session).cloned();
-        return waiting
-            .and_then(|session| session.send((hello.role, stream)).ok())
+        let calls = match lock(sessions).get(&hello.session) {
+            // What one daemon began is not another's to go on with.
+            Some(founder) if founder.peer != peer => {
+                return Err(TlsError::Intruder { name: peer.unwrap_or_default() }.into());
+            }
+            founder => founder.map(|founder| founder.calls.clone()),
+        };
+        return calls
+            .and_then(|calls| calls.send((hello.role, stream)).ok())
             .ok_or(MigrateError::Reply("a connection of a session that does not wait for one"));
     }
-    let (sender, calls) = channel();
+    let (sender, received) = channel();
     // A second control connection of the same session asks for a verdict: it must not take the first one's calls.
     let founded = {
         let mut sessions = lock(sessions);
         let vacant = !sessions.contains_key(&hello.session);
         if vacant {
-            sessions.insert(hello.session, sender);
+            sessions.insert(hello.session, Founder { peer, calls: sender });
         }
         vacant
     };
     let _founded = founded.then(|| Founded { sessions: Arc::clone(sessions), session: hello.session });
-    serve_session(key, hello.features.common(Features::KNOWN), Answering::new(stream, key.key), calls, host);
+    serve_session(key, hello.features.common(Features::KNOWN), Answering::new(stream, key.key), received, host);
     Ok(())
 }
 
-fn lock(sessions: &Sessions) -> MutexGuard<'_, HashMap<u128, Sender<Call>>> {
+fn lock(sessions: &Sessions) -> MutexGuard<'_, HashMap<u128, Founder>> {
     sessions.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -30,7 +30,7 @@ use self::devices::HeldDevices;
 use self::place::Placer;
 use self::receive::Arrivals;
 use crate::error::MigrateError;
-use crate::host::{DestinationHost, Incoming, MigrationId};
+use crate::host::{DestinationHost, Incoming, MigrationId, Verdict};
 use crate::ram::Ram;
 use crate::transport::SessionKey;
 use crate::transport::connection::{Connection, HangUp};
@@ -86,8 +86,11 @@ impl Session<'_> {
                 (spec, *streams)
             }
             Request::Verdict { id } => {
-                let committed = self.host.verdict(MigrationId(*id)) == crate::host::Verdict::Committed;
-                return self.control.answer(&request, &Reply::Verdict { committed });
+                let reply = match self.host.verdict(MigrationId(*id), self.control.peer()) {
+                    Ok(verdict) => Reply::Verdict { committed: verdict == Verdict::Committed },
+                    Err(problem) => Reply::Failed(problem),
+                };
+                return self.control.answer(&request, &reply);
             }
             _ => return Err(MigrateError::Reply("a session begins with a proposal")),
         };
@@ -109,7 +112,7 @@ impl Session<'_> {
     /// Checks, starts the VMM, and maps its RAM.
     fn prepare(&self, spec: &VmSpec) -> Result<(Incoming, Ram), Problem> {
         sterna_protocol::layout::Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
-        let incoming = self.host.prepare(self.id, spec)?;
+        let incoming = self.host.prepare(self.id, spec, self.control.peer())?;
         let same = incoming.blocks.len() == spec.blocks.len()
             && incoming
                 .blocks

@@ -1,5 +1,6 @@
 //! The source's connections to the destination.
 
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sterna_protocol::hello::Role;
@@ -12,6 +13,7 @@ use crate::error::MigrateError;
 use crate::host::MigrationId;
 use crate::transport::connection::Connection;
 use crate::transport::control::{Asking, REPLY_TIMEOUT};
+use crate::transport::credentials::Credentials;
 use crate::transport::{SessionKey, call};
 
 /// How long the destination may take to check the machine and to start its VMM.
@@ -36,6 +38,7 @@ pub struct Peer {
 pub struct Link {
     session: SessionKey,
     address: String,
+    credentials: Option<Arc<Credentials>>,
     /// Requests and replies.
     pub control: Asking,
 }
@@ -45,9 +48,13 @@ impl Link {
     ///
     /// # Errors
     /// [`MigrateError`].
-    pub fn connect(address: &str, session: SessionKey) -> Result<Self, MigrateError> {
-        let stream = call(address, session, Role::Control)?;
-        Ok(Self { session, address: address.into(), control: Asking::new(stream, session.key) })
+    pub fn connect(
+        address: &str,
+        session: SessionKey,
+        credentials: Option<Arc<Credentials>>,
+    ) -> Result<Self, MigrateError> {
+        let stream = call(address, session, Role::Control, credentials.as_deref())?;
+        Ok(Self { session, address: address.into(), credentials, control: Asking::new(stream, session.key) })
     }
 
     /// Proposes the machine; what the destination says of itself.
@@ -71,7 +78,7 @@ impl Link {
     /// # Errors
     /// [`MigrateError`].
     pub fn stream(&self, index: u16) -> Result<Stream, MigrateError> {
-        Ok(Stream::new(call(&self.address, self.session, Role::Pages(index))?, self.session.key))
+        Ok(Stream::new(self.call(Role::Pages(index))?, self.session.key))
     }
 
     /// The connection that carries the devices' state.
@@ -79,7 +86,11 @@ impl Link {
     /// # Errors
     /// [`MigrateError`].
     pub fn devices(&self) -> Result<Connection, MigrateError> {
-        call(&self.address, self.session, Role::Devices)
+        self.call(Role::Devices)
+    }
+
+    fn call(&self, role: Role) -> Result<Connection, MigrateError> {
+        call(&self.address, self.session, role, self.credentials.as_deref())
     }
 
     /// Waits until all of a round has arrived; the pages to send again.

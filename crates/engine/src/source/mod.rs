@@ -70,6 +70,7 @@ use crate::host::{BlockFile, MigrationId, SourceHost, Verdict};
 use crate::monitor::Monitor;
 use crate::ram::Ram;
 use crate::transport::connection::Connection;
+use crate::transport::credentials::Credentials;
 use crate::transport::{SessionKey, call, control};
 use crate::vmm;
 
@@ -172,9 +173,9 @@ pub fn migrate(
 ///
 /// # Errors
 /// The peer does not answer: ask again later.
-pub fn ask_verdict(id: MigrationId, peer: &str) -> Result<Verdict, MigrateError> {
+pub fn ask_verdict(id: MigrationId, peer: &str, credentials: Option<&Credentials>) -> Result<Verdict, MigrateError> {
     let session = SessionKey { session: id.0, key: id.0 as u64, needed: Features::NONE };
-    let stream = call(peer, session, Role::Control)?;
+    let stream = call(peer, session, Role::Control, credentials)?;
     let committed = control::ask_verdict(stream, session.key, id.0)?;
     Ok(if committed { Verdict::Committed } else { Verdict::Aborted })
 }
@@ -224,7 +225,7 @@ impl Migration<'_> {
 
         self.monitor.enter(Phase::Connect);
         let session = SessionKey { session: self.id.0, key: self.id.0 as u64, needed: needed(self.options) };
-        let mut link = Link::connect(self.peer, session)?;
+        let mut link = Link::connect(self.peer, session, self.host.credentials())?;
         let result = self.with_link(vmm, &ram, tracker, &mut link);
         match result {
             Ok(fate) => Ok(fate),
@@ -304,7 +305,7 @@ impl Migration<'_> {
         self.monitor
             .update(|progress| progress.waiting_for = Some("the destination's word on who has the guest".into()));
         loop {
-            match ask_verdict(self.id, self.peer) {
+            match ask_verdict(self.id, self.peer, self.host.credentials().as_deref()) {
                 Ok(Verdict::Aborted) => return Err(lost),
                 Ok(Verdict::Committed) => {
                     // Where the destination itself said what is wrong, the guest is its own and does not run there.

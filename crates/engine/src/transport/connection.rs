@@ -1,4 +1,4 @@
-//! One connection to another daemon.
+//! One connection to another daemon, plain or encrypted.
 //!
 //! A connection belongs to one thread at a time: control connections ask and answer in turn, the others have one direction. Whoever has to
 //! end it from elsewhere holds its [`HangUp`].
@@ -10,10 +10,13 @@ use std::time::Duration;
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::socket::{SendError, send_all};
 
+use super::tls::Session;
+
 /// A connection that has exchanged hellos, or is about to.
 #[derive(Debug)]
 pub struct Connection {
     socket: TcpStream,
+    tls: Option<Box<Session>>,
 }
 
 /// Ends a connection from another thread.
@@ -24,7 +27,18 @@ impl Connection {
     /// On a socket, as it is.
     #[must_use]
     pub fn plain(socket: TcpStream) -> Self {
-        Self { socket }
+        Self { socket, tls: None }
+    }
+
+    /// On a socket that is encrypted by now.
+    pub(super) fn encrypted(socket: TcpStream, tls: Session) -> Self {
+        Self { socket, tls: Some(Box::new(tls)) }
+    }
+
+    /// Who the peer is, by its certificate; `None` on a plain connection.
+    #[must_use]
+    pub fn peer(&self) -> Option<&str> {
+        self.tls.as_deref().map(Session::peer)
     }
 
     /// The socket, for its settings; what travels on it is not to be touched.
@@ -33,12 +47,16 @@ impl Connection {
         &self.socket
     }
 
-    /// Sends all of `vectors`, in order; they are used up. Guest RAM goes to the socket by the kernel, straight from where it is.
+    /// Sends all of `vectors`, in order; they are used up. On a plain connection guest RAM goes to the socket by the kernel, straight from
+    /// where it is; to be encrypted it is copied once.
     ///
     /// # Errors
     /// As [`send_all`]; part may have been sent.
     pub fn send(&mut self, vectors: &mut [Outgoing<'_>]) -> Result<(), SendError> {
-        send_all(&self.socket, vectors)
+        match &mut self.tls {
+            None => send_all(&self.socket, vectors),
+            Some(tls) => tls.send(&self.socket, vectors),
+        }
     }
 
     /// How long a read may wait; for ever where `None`.
@@ -54,6 +72,9 @@ impl Connection {
     /// # Errors
     /// The connection is gone.
     pub fn finish(&mut self) -> io::Result<()> {
+        if let Some(tls) = &mut self.tls {
+            tls.finish(&self.socket)?;
+        }
         self.socket.shutdown(Shutdown::Write)
     }
 
@@ -63,9 +84,12 @@ impl Connection {
         if self.socket.set_nonblocking(true).is_err() {
             return false;
         }
-        let alive = match self.socket.peek(&mut [0]) {
-            Ok(read) => read > 0,
-            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+        let alive = match &mut self.tls {
+            Some(tls) => tls.alive(&self.socket),
+            None => match self.socket.peek(&mut [0]) {
+                Ok(read) => read > 0,
+                Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+            },
         };
         self.socket.set_nonblocking(false).is_ok() && alive
     }
@@ -92,15 +116,33 @@ impl HangUp {
     }
 }
 
+impl Drop for Connection {
+    /// Tells the peer that this is the end and no accident, where that needs no waiting. Where it was ended on purpose before, the peer is
+    /// left with the accident.
+    fn drop(&mut self) {
+        if let Some(tls) = &mut self.tls
+            && self.socket.set_nonblocking(true).is_ok()
+        {
+            let _ = tls.finish(&self.socket);
+        }
+    }
+}
+
 impl Read for Connection {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        self.socket.read(out)
+        match &mut self.tls {
+            None => self.socket.read(out),
+            Some(tls) => tls.read(&self.socket, out),
+        }
     }
 }
 
 impl Write for Connection {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.socket.write(bytes)
+        match &mut self.tls {
+            None => self.socket.write(bytes),
+            Some(tls) => tls.write_all(&self.socket, bytes).map(|()| bytes.len()),
+        }
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -144,6 +144,12 @@ impl Answering {
         self.state
     }
 
+    /// Who asks, by its certificate; `None` on a plain connection.
+    #[must_use]
+    pub fn peer(&self) -> Option<&str> {
+        self.messages.stream.peer()
+    }
+
     /// Whether the connection still lives, without waiting.
     #[must_use]
     pub fn alive(&mut self) -> bool {

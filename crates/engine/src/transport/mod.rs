@@ -3,6 +3,15 @@
 /// One connection.
 pub mod connection;
 
+/// TLS 1.3 over a socket.
+mod tls;
+
+/// Who this daemon is to others, and whom it believes.
+pub mod credentials;
+
+/// Why two daemons do not trust each other.
+pub mod refusal;
+
 /// Requests and replies.
 pub mod control;
 
@@ -13,9 +22,12 @@ use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, Role, VERSION};
+use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, HelloError, Role, VERSION};
 
 use self::connection::Connection;
+use self::credentials::Credentials;
+use self::refusal::TlsError;
+use self::tls::{HANDSHAKE_RECORD, Session};
 use crate::error::MigrateError;
 
 /// How long the peer may take to answer a hello, and to be reached at all.
@@ -46,51 +58,101 @@ fn hello(session: SessionKey, role: Role) -> Hello {
     }
 }
 
-/// Calls the peer and exchanges hellos.
+/// Calls the peer, encrypts the connection where there are credentials, and exchanges hellos.
 ///
 /// # Errors
-/// [`MigrateError::Unreachable`], [`MigrateError::Link`], [`MigrateError::Hello`].
-pub fn call(peer: &str, session: SessionKey, role: Role) -> Result<Connection, MigrateError> {
+/// [`MigrateError::Unreachable`], [`MigrateError::Tls`], [`MigrateError::Link`], [`MigrateError::Hello`].
+pub fn call(
+    peer: &str,
+    session: SessionKey,
+    role: Role,
+    credentials: Option<&Credentials>,
+) -> Result<Connection, MigrateError> {
     let unreachable = |source| MigrateError::Unreachable { peer: peer.into(), source };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in peer.to_socket_addrs().map_err(unreachable)? {
         match TcpStream::connect_timeout(&address, HELLO_TIMEOUT) {
-            Ok(stream) => return greet(Connection::plain(stream), session, role),
+            Ok(socket) => {
+                prepare(&socket, HELLO_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
+                let connection = match credentials {
+                    None => Connection::plain(socket),
+                    Some(credentials) => {
+                        let tls = Session::call(&socket, credentials, host_of(peer))?;
+                        Connection::encrypted(socket, tls)
+                    }
+                };
+                return greet(connection, session, role);
+            }
             Err(error) => last = error,
         }
     }
     Err(unreachable(last))
 }
 
+/// The host of an address as `HOST:PORT`, `[::1]:PORT`: whom the certificate must be for.
+fn host_of(peer: &str) -> &str {
+    let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
 fn greet(mut stream: Connection, session: SessionKey, role: Role) -> Result<Connection, MigrateError> {
-    let link = MigrateError::link("agreeing on a version with the peer");
     let ours = hello(session, role);
     let exchange = || -> io::Result<[u8; HELLO_BYTES]> {
         prepare(stream.socket(), HELLO_TIMEOUT)?;
         stream.write_all(&ours.encode())?;
         read_hello(&mut stream)
     };
-    let theirs = { exchange }().map_err(link)?;
+    let theirs = { exchange }().map_err(refused_or("agreeing on a version with the peer"))?;
     ours.agree(&Hello::decode(&theirs)?)?;
     prepare(stream.socket(), STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
     Ok(stream)
 }
 
-/// Takes a caller's hello and answers it; the stream, and what the caller wants.
+/// A listener refuses a caller's certificate when the caller believes the handshake done: it says so instead of its hello.
+fn refused_or(doing: &'static str) -> impl FnOnce(io::Error) -> MigrateError {
+    move |error| match error.downcast::<rustls::Error>() {
+        Ok(rustls::Error::AlertReceived(alert)) => TlsError::Refused(alert).into(),
+        Ok(error) => TlsError::Other(error).into(),
+        Err(error) => MigrateError::link(doing)(error),
+    }
+}
+
+/// Takes a call: encrypts it where there are credentials, takes the caller's hello and answers it. The connection, and what the caller wants.
 ///
 /// # Errors
 /// As [`call`].
-pub fn answer(stream: TcpStream) -> Result<(Connection, Hello), MigrateError> {
-    let mut stream = Connection::plain(stream);
-    let setup = MigrateError::link("setting up a connection");
-    prepare(stream.socket(), HELLO_TIMEOUT).map_err(setup)?;
+pub fn answer(socket: TcpStream, credentials: Option<&Credentials>) -> Result<(Connection, Hello), MigrateError> {
+    prepare(&socket, HELLO_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
+    let Some(credentials) = credentials else {
+        return answer_hello(Connection::plain(socket), Features::NONE);
+    };
+    let waiting = MigrateError::link("waiting for the caller's first byte");
+    let mut first = [0];
+    socket.peek(&mut first).map_err(waiting)?;
+    if first == [HANDSHAKE_RECORD] {
+        let tls = Session::answer(&socket, credentials)?;
+        let connection = Connection::encrypted(socket, tls);
+        prepare(connection.socket(), HELLO_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
+        return answer_hello(connection, Features::NONE);
+    }
+    // It gets an answer that it understands, and no further.
+    answer_hello(Connection::plain(socket), Features::TLS)
+}
+
+fn answer_hello(mut stream: Connection, needed: Features) -> Result<(Connection, Hello), MigrateError> {
     let bytes = read_hello(&mut stream).map_err(MigrateError::link("waiting for the caller's hello"))?;
     let theirs = Hello::decode(&bytes);
     // A caller of another version gets our hello all the same: it tells its user why.
     let (session, key) = theirs.as_ref().map_or((0, 0), |h| (h.session, h.key));
-    let key = SessionKey { session, key, needed: Features::NONE };
+    let key = SessionKey { session, key, needed };
     let ours = hello(key, theirs.as_ref().map_or(Role::Control, |h| h.role));
     stream.write_all(&ours.encode()).map_err(MigrateError::link("answering the caller's hello"))?;
+    if needed == Features::TLS {
+        return Err(TlsError::CallerPlain.into());
+    }
+    if theirs == Err(HelloError::Stranger) && bytes[0] == HANDSHAKE_RECORD {
+        return Err(TlsError::CallerEncrypted.into());
+    }
     let theirs = theirs?;
     ours.agree(&theirs)?;
     prepare(stream.socket(), STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;

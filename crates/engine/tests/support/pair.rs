@@ -18,6 +18,7 @@ use sterna_engine::source::Outgoing;
 use sterna_engine::source::link::now_us;
 use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::{Inside, WriteProtect};
+use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::{self, EventTime, Stopped, VmmError};
 use sterna_protocol::spec::{BlockSpec, VmSpec};
 use sterna_sys::map::{Access, SharedMapping};
@@ -226,14 +227,20 @@ pub struct Destination {
     pub dies_when_loaded: AtomicBool,
     pub fail_commit: AtomicBool,
     pub room_bytes: AtomicU64,
+    pub credentials: Option<Arc<Credentials>>,
     verdicts: Mutex<HashMap<MigrationId, Verdict>>,
 }
 
 impl Destination {
     pub fn serve() -> (Arc<Self>, String) {
+        Self::serve_with(None)
+    }
+
+    /// Takes calls that are encrypted with these.
+    pub fn serve_with(credentials: Option<Arc<Credentials>>) -> (Arc<Self>, String) {
         // Shown where a test fails.
         let _ = tracing_subscriber::fmt().with_test_writer().with_max_level(tracing::Level::DEBUG).try_init();
-        let host = Arc::new(Self { room_bytes: AtomicU64::new(u64::MAX), ..Self::default() });
+        let host = Arc::new(Self { room_bytes: AtomicU64::new(u64::MAX), credentials, ..Self::default() });
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let serving: Arc<dyn DestinationHost> = host.clone();
@@ -257,7 +264,11 @@ impl Destination {
 }
 
 impl DestinationHost for Destination {
-    fn prepare(&self, _id: MigrationId, spec: &VmSpec) -> Result<Incoming, Problem> {
+    fn credentials(&self) -> Option<Arc<Credentials>> {
+        self.credentials.clone()
+    }
+
+    fn prepare(&self, _id: MigrationId, spec: &VmSpec, _from: Option<&str>) -> Result<Incoming, Problem> {
         if let Some(problem) = self.refuse.lock().unwrap().clone() {
             return Err(problem);
         }
@@ -299,8 +310,8 @@ impl DestinationHost for Destination {
         self.aborted.store(true, Ordering::Release);
     }
 
-    fn verdict(&self, id: MigrationId) -> Verdict {
-        *self.verdicts.lock().unwrap().entry(id).or_insert(Verdict::Aborted)
+    fn verdict(&self, id: MigrationId, _from: Option<&str>) -> Result<Verdict, Problem> {
+        Ok(*self.verdicts.lock().unwrap().entry(id).or_insert(Verdict::Aborted))
     }
 }
 
@@ -308,9 +319,14 @@ impl DestinationHost for Destination {
 #[derive(Default)]
 pub struct Source {
     pub handed_over: AtomicBool,
+    pub credentials: Option<Arc<Credentials>>,
 }
 
 impl SourceHost for Source {
+    fn credentials(&self) -> Option<Arc<Credentials>> {
+        self.credentials.clone()
+    }
+
     fn handing_over(&self, _id: MigrationId, _peer: &str) -> Result<(), Problem> {
         self.handed_over.store(true, Ordering::Release);
         Ok(())

@@ -1,0 +1,204 @@
+//! Why two daemons do not trust each other, whose fault it is, and what to do.
+
+use std::io;
+use std::path::PathBuf;
+
+use rustls::{AlertDescription, CertificateError, InvalidMessage};
+use sterna_api::{Blame, Problem};
+
+/// An encrypted connection that did not come about.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// A file of this daemon cannot be read.
+    #[error("cannot read {path}", path = .path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Others than its owner can read this daemon's key.
+    #[error("others than its owner can read the key {path} (mode {mode:03o})", path = .path.display())]
+    Exposed {
+        /// Which.
+        path: PathBuf,
+        /// Its permissions.
+        mode: u32,
+    },
+    /// A file of this daemon is not what it should be.
+    #[error("{path} holds no {what} in PEM", path = .path.display())]
+    Content {
+        /// Which.
+        path: PathBuf,
+        /// What it should hold.
+        what: &'static str,
+    },
+    /// This daemon's certificate or authority cannot be used.
+    #[error("the certificate {path} cannot be used: {why}", path = .path.display())]
+    Own {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// The address called cannot be a certificate's.
+    #[error("'{0}' is neither a host's name nor an address: no certificate can be for it")]
+    Host(String),
+    /// The peer's certificate is not of our authority.
+    #[error("the peer's certificate is not signed by {authority}", authority = .authority.display())]
+    Authority {
+        /// The file with the authority's certificates.
+        authority: PathBuf,
+    },
+    /// The peer's certificate is not of today.
+    #[error("the peer's certificate {}", if *.expired { "has expired" } else { "is not valid yet" })]
+    Date {
+        /// Whether its time has passed (else it has not come).
+        expired: bool,
+    },
+    /// The peer's certificate is another host's.
+    #[error("the peer's certificate is not for '{host}' but for {names}")]
+    Name {
+        /// Whom we called.
+        host: String,
+        /// Whom it is for.
+        names: String,
+    },
+    /// The caller has none.
+    #[error("the caller shows no certificate")]
+    Missing,
+    /// The caller's certificate names nobody.
+    #[error("the caller's certificate has no DNS name, and so says of nobody who calls")]
+    Nameless,
+    /// The caller is not on the list.
+    #[error("'{name}' is not among the peers that may call here")]
+    NotAllowed {
+        /// The caller.
+        name: String,
+    },
+    /// The peer's certificate is wrong in another way.
+    #[error("the peer's certificate cannot be accepted: {0}")]
+    Certificate(CertificateError),
+    /// The peer does not accept ours.
+    #[error("the peer does not accept this daemon's certificate: {}", refusal(*.0))]
+    Refused(AlertDescription),
+    /// We encrypt, the peer does not.
+    #[error("this daemon has [tls], the peer speaks plain")]
+    PeerPlain,
+    /// We encrypt, the caller does not.
+    #[error("this daemon has [tls], the caller speaks plain")]
+    CallerPlain,
+    /// The caller encrypts, we do not.
+    #[error("the caller speaks TLS, this daemon has no [tls]")]
+    CallerEncrypted,
+    /// The connections of one session come from two daemons.
+    #[error("the session is another daemon's than '{name}'")]
+    Intruder {
+        /// Who calls.
+        name: String,
+    },
+    /// What is left.
+    #[error("the peers did not agree on an encryption")]
+    Other(#[source] rustls::Error),
+}
+
+/// What a peer says by its alert.
+fn refusal(alert: AlertDescription) -> String {
+    match alert {
+        // The second where the authority has the name of ours and another key.
+        AlertDescription::UnknownCA | AlertDescription::DecryptError => {
+            "it is not signed by the authority there".into()
+        }
+        AlertDescription::CertificateExpired => "it has expired, or is not valid yet".into(),
+        AlertDescription::CertificateRequired => "there was none".into(),
+        AlertDescription::AccessDenied => "its name is not among the peers that may call there".into(),
+        AlertDescription::BadCertificate => "it is not for the host that was called, or names nobody".into(),
+        AlertDescription::UnsupportedCertificate => "it is not for this use".into(),
+        other => format!("{other:?}"),
+    }
+}
+
+impl TlsError {
+    /// Why a handshake failed, with what only the caller (`host`) knows.
+    pub(super) fn of(error: rustls::Error, authority: &std::path::Path, host: Option<&str>) -> Self {
+        let named = |names: &[String]| match names {
+            [] => "nobody".into(),
+            names => names.join(", "),
+        };
+        match error {
+            rustls::Error::InvalidCertificate(certificate) => match certificate {
+                CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+                    Self::Authority { authority: authority.into() }
+                }
+                CertificateError::Expired | CertificateError::ExpiredContext { .. } => Self::Date { expired: true },
+                CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+                    Self::Date { expired: false }
+                }
+                CertificateError::NotValidForNameContext { presented, .. } => {
+                    Self::Name { host: host.unwrap_or_default().into(), names: named(&presented) }
+                }
+                other => Self::Certificate(other),
+            },
+            rustls::Error::NoCertificatesPresented => Self::Missing,
+            rustls::Error::AlertReceived(alert) => Self::Refused(alert),
+            rustls::Error::InvalidMessage(InvalidMessage::InvalidContentType) if host.is_some() => Self::PeerPlain,
+            other => Self::Other(other),
+        }
+    }
+
+    /// The problem as people and programs see it.
+    #[must_use]
+    pub fn problem(&self) -> Problem {
+        let (code, blame, hint) = match self {
+            Self::Read { .. } | Self::Content { .. } => {
+                ("tls-files", Blame::Host, "set certificate, key and authority in [tls] of sternad.toml".to_string())
+            }
+            Self::Exposed { path, .. } => ("tls-key-exposed", Blame::Host, format!("chmod 600 {}", path.display())),
+            Self::Own { .. } => {
+                ("tls-files", Blame::Host, "make this host's certificate anew (docs/operating.md)".into())
+            }
+            Self::Host(_) => ("bad-options", Blame::Request, "give --to a host's name or address, and a port".into()),
+            Self::Authority { .. } => {
+                ("tls-untrusted", Blame::Peer, "one authority must have signed the certificates of both hosts".into())
+            }
+            Self::Date { .. } => {
+                ("tls-date", Blame::Peer, "renew the peer's certificate, and compare both hosts' clocks".into())
+            }
+            Self::Name { .. } => (
+                "tls-name",
+                Blame::Peer,
+                "call it by a name or address of its certificate, or make the certificate for this one too".into(),
+            ),
+            Self::Missing | Self::Nameless | Self::Certificate(_) => {
+                ("tls-certificate", Blame::Peer, "make the peer's certificate anew (docs/operating.md)".into())
+            }
+            Self::NotAllowed { .. } => ("tls-not-allowed", Blame::Peer, "add its name to peers in [tls]".into()),
+            Self::Refused(AlertDescription::AccessDenied) => (
+                "tls-refused",
+                Blame::Request,
+                "add the first DNS name of this host's certificate to peers in [tls] there".into(),
+            ),
+            Self::Refused(_) => (
+                "tls-refused",
+                Blame::Host,
+                "look at this host's certificate; the log of the peer's daemon says more".into(),
+            ),
+            Self::PeerPlain => (
+                "tls-mixed",
+                Blame::Peer,
+                "give the peer a [tls] section too; is the address that of its --listen?".into(),
+            ),
+            Self::CallerPlain | Self::CallerEncrypted => {
+                ("tls-mixed", Blame::Peer, "give both daemons a [tls] section, or neither".into())
+            }
+            Self::Intruder { .. } => {
+                ("tls-not-yours", Blame::Peer, "only the daemon that began a migration may go on with it".into())
+            }
+            Self::Other(_) => {
+                ("tls-failed", Blame::Peer, "look at the network between the hosts, and at both daemons' logs".into())
+            }
+        };
+        Problem::from_error(code, blame, self).hint(hint)
+    }
+}

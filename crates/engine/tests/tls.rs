@@ -1,0 +1,335 @@
+//! Migrations over mutual TLS in one process, and every way in which two daemons do not trust each other.
+
+#[path = "support/authority.rs"]
+mod authority;
+#[path = "support/pair.rs"]
+mod pair;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use authority::Authority;
+use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing};
+use sterna_api::report::Status;
+use sterna_api::{MigrateOptions, Problem};
+use sterna_engine::monitor::Monitor;
+use sterna_engine::source::{Fate, Outcome, migrate};
+use sterna_engine::transport::credentials::{Credentials, Files};
+use sterna_engine::transport::{SessionKey, call};
+use sterna_protocol::hello::{Features, Role};
+
+const MIB: u64 = 1 << 20;
+/// The destination in these tests: the address it is called by, and its identity.
+const B: [&str; 2] = ["b.example", "127.0.0.1"];
+/// A refusal that takes longer has waited for something.
+const SECONDS: Duration = Duration::from_secs(4);
+
+/// Skips, saying why, where this kernel or this user cannot track writes.
+fn tracking_works() -> bool {
+    let missing = sterna_sys::probe::missing();
+    if !missing.is_empty() {
+        println!("skipped: {}", missing.join("; "));
+    }
+    missing.is_empty()
+}
+
+fn run(outgoing: sterna_engine::source::Outgoing, peer: &str, ours: Option<Arc<Credentials>>, streams: u32) -> Outcome {
+    let options = MigrateOptions { streams, verify: true, ..MigrateOptions::default() };
+    let source = Source { credentials: ours, ..Source::default() };
+    migrate(outgoing, peer, &options, &source, &Monitor::new("guest"))
+}
+
+/// Tries to move a small guest that stays; why.
+fn refused(peer: &str, ours: Option<Arc<Credentials>>) -> Problem {
+    let ram = GuestRam::new(MIB);
+    let began = Instant::now();
+    let outcome = run(outgoing(&ram, SourceVmm::new(None), InsideSelf::default()), peer, ours, 1);
+    assert!(began.elapsed() < SECONDS, "it took {:?}", began.elapsed());
+    assert_eq!(outcome.fate, Fate::Here);
+    let problem = outcome.report.error.expect("it was refused");
+    println!("{}: {} {:?} ({:?})", problem.code, problem.message, problem.cause, problem.hint);
+    assert!(problem.hint.is_some(), "it is not said what to do");
+    problem
+}
+
+/// A small guest arrives.
+fn arrives(host: &Destination, peer: &str, ours: Option<Arc<Credentials>>) {
+    let ram = GuestRam::new(MIB);
+    (0..100).for_each(|page| ram.write_page(page, 3));
+    let outcome = run(outgoing(&ram, SourceVmm::new(None), InsideSelf::default()), peer, ours, 2);
+    assert_eq!(outcome.report.status, Status::Completed, "{:?}", outcome.report.error);
+    host.assert_same(&ram);
+}
+
+#[test]
+fn a_guest_that_keeps_writing_arrives_whole_over_tls() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    for streams in [1, 4] {
+        let (host, peer) = Destination::serve_with(Some(authority.host(&B)));
+        let ram = GuestRam::new(64 * MIB + 4096);
+        (0..9000).for_each(|page| ram.write_page(page, page as u8));
+        let writers = Writers::start(&ram, 0..12_000, Duration::ZERO);
+        let vmm = SourceVmm::new(Some(writers));
+        let outcome =
+            run(outgoing(&ram, vmm, InsideSelf::default()), &peer, Some(authority.host(&["a.example"])), streams);
+        assert_eq!(outcome.report.status, Status::Completed, "{:?}", outcome.report.error);
+        assert!(outcome.report.rounds.len() > 1, "the writers left nothing to do");
+        assert_eq!((outcome.report.verify.checked, outcome.report.verify.mismatches), (true, 0));
+        assert!(host.running.load(Ordering::Acquire));
+        host.assert_same(&ram);
+    }
+}
+
+#[test]
+fn a_certificate_of_another_authority_is_refused_on_either_side() {
+    if !tracking_works() {
+        return;
+    }
+    let (ours, theirs) = (Authority::new(), Authority::new());
+    // The caller notices first.
+    let (_host, peer) = Destination::serve_with(Some(theirs.host(&B)));
+    let problem = refused(&peer, Some(ours.host(&["a.example"])));
+    assert_eq!(problem.code, "tls-untrusted");
+    assert!(problem.message.contains("is not signed by"), "{problem:?}");
+    // A caller that believes both authorities is refused by a listener that does not.
+    let mut files = ours.files(&["a.example"], (2020, 2120));
+    let both = [ours.path("authority.pem"), theirs.path("authority.pem")].map(|path| std::fs::read(path).unwrap());
+    files.authority = ours.path("both.pem");
+    std::fs::write(&files.authority, both.concat()).unwrap();
+    let problem = refused(&peer, Some(Arc::new(Credentials::load(files).unwrap())));
+    assert_eq!(problem.code, "tls-refused");
+    assert!(problem.message.contains("not signed by the authority there"), "{problem:?}");
+}
+
+#[test]
+fn an_expired_certificate_is_refused_on_either_side() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    let old = |names: &[&str]| Arc::new(Credentials::load(authority.files(names, (2019, 2020))).unwrap());
+    let (_host, peer) = Destination::serve_with(Some(old(&B)));
+    let problem = refused(&peer, Some(authority.host(&["a.example"])));
+    assert_eq!((problem.code.as_str(), problem.message.as_str()), ("tls-date", "the peer's certificate has expired"));
+    let (_host, peer) = Destination::serve_with(Some(authority.host(&B)));
+    let problem = refused(&peer, Some(old(&["a.example"])));
+    assert_eq!(problem.code, "tls-refused");
+    assert!(problem.message.contains("expired"), "{problem:?}");
+}
+
+#[test]
+fn a_caller_without_a_certificate_is_refused() {
+    let authority = Authority::new();
+    let (_host, peer) = Destination::serve_with(Some(authority.host(&B)));
+    let mut roots = rustls::RootCertStore::empty();
+    let pem = std::fs::read(authority.path("authority.pem")).unwrap();
+    for certificate in
+        <rustls::pki_types::CertificateDer as rustls::pki_types::pem::PemObject>::pem_slice_iter(&pem).flatten()
+    {
+        roots.add(certificate).unwrap();
+    }
+    let config = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let tls = rustls::ClientConnection::new(Arc::new(config), "127.0.0.1".try_into().unwrap()).unwrap();
+    let mut stream = rustls::StreamOwned::new(tls, TcpStream::connect(&peer).unwrap());
+    let error = stream.write_all(&[0; 64]).and_then(|()| stream.read_exact(&mut [0; 64])).unwrap_err();
+    assert!(error.to_string().contains("CertificateRequired"), "{error}");
+}
+
+#[test]
+fn a_destination_whose_certificate_is_for_another_host_is_refused() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    let (_host, peer) = Destination::serve_with(Some(authority.host(&["c.example", "127.0.0.2"])));
+    let problem = refused(&peer, Some(authority.host(&["a.example"])));
+    assert_eq!(problem.code, "tls-name");
+    assert!(problem.message.contains("not for '127.0.0.1' but for"), "{problem:?}");
+    assert!(problem.message.contains("c.example"), "{problem:?}");
+}
+
+#[test]
+fn only_those_on_the_list_may_call() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    let files = Files { peers: vec!["A.example".into()], ..authority.files(&B, (2020, 2120)) };
+    let (host, peer) = Destination::serve_with(Some(Arc::new(Credentials::load(files).unwrap())));
+    arrives(&host, &peer, Some(authority.host(&["a.example"])));
+    let problem = refused(&peer, Some(authority.host(&["c.example", "a.example"])));
+    assert_eq!(problem.code, "tls-refused");
+    assert!(problem.message.contains("not among the peers"), "{problem:?}");
+}
+
+#[test]
+fn plain_and_encrypted_daemons_tell_each_other_what_is_wrong() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    let (encrypted, peer) = Destination::serve_with(Some(authority.host(&B)));
+    let problem = refused(&peer, None);
+    assert_eq!(problem.code, "tls-mixed");
+    assert!(problem.message.contains("the peer needs what this daemon lacks: TLS"), "{problem:?}");
+    arrives(&encrypted, &peer, Some(authority.host(&["a.example"])));
+
+    let (plain, peer) = Destination::serve();
+    let problem = refused(&peer, Some(authority.host(&["a.example"])));
+    assert_eq!(
+        (problem.code.as_str(), problem.message.as_str()),
+        ("tls-mixed", "this daemon has [tls], the peer speaks plain")
+    );
+    arrives(&plain, &peer, None);
+}
+
+#[test]
+fn callers_that_babble_or_stall_before_the_handshake_hold_nobody_up() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    let (host, peer) = Destination::serve_with(Some(authority.host(&B)));
+    let mut held = Vec::new();
+    // Nothing; the beginning of a handshake, and no more; a handshake that cannot be; a record that cannot be; no handshake.
+    for bytes in
+        [&b""[..], &[22, 3, 1, 2, 0, 1], &[22; 4000], &[22, 3, 1, 255, 255, 1], &b"GET / HTTP/1.1\r\n\r\n".repeat(9)]
+    {
+        let mut stream = TcpStream::connect(&peer).unwrap();
+        let _ = stream.write_all(bytes);
+        held.push(stream);
+    }
+    let began = Instant::now();
+    arrives(&host, &peer, Some(authority.host(&["a.example"])));
+    assert!(began.elapsed() < SECONDS, "it waited for others: {:?}", began.elapsed());
+    for mut stream in held {
+        // Hung up on within the time for a handshake, and that for its answer.
+        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        let mut buffer = [0; 1000];
+        while stream.read(&mut buffer).is_ok_and(|read| read > 0) {}
+        assert!(began.elapsed() < Duration::from_secs(9), "{:?}", began.elapsed());
+    }
+}
+
+#[test]
+fn a_session_is_its_founders_alone() {
+    let authority = Authority::new();
+    let (_host, peer) = Destination::serve_with(Some(authority.host(&B)));
+    let (a, c) = (authority.host(&["a.example"]), authority.host(&["c.example"]));
+    let session = SessionKey { session: 77, key: 78, needed: Features::NONE };
+    let mut control = call(&peer, session, Role::Control, Some(&a)).unwrap();
+    let mut intruder = call(&peer, session, Role::Pages(0), Some(&c)).unwrap();
+    assert_eq!(intruder.read(&mut [0]).ok(), Some(0), "it is hung up on");
+    let mut own = call(&peer, session, Role::Pages(0), Some(&a)).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(own.alive() && control.alive() && !intruder.alive());
+}
+
+#[test]
+fn a_renewed_certificate_is_used_from_the_next_call_on() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    let files = authority.files(&B, (2019, 2020));
+    let (host, peer) = Destination::serve_with(Some(Arc::new(Credentials::load(files.clone()).unwrap())));
+    let a = authority.host(&["a.example"]);
+    assert_eq!(refused(&peer, Some(Arc::clone(&a))).code, "tls-date");
+    authority.files(&B, (2020, 2120));
+    arrives(&host, &peer, Some(Arc::clone(&a)));
+    // Half a renewal: the key is not there yet. What was read before still does.
+    let key = std::fs::read_to_string(&files.key).unwrap();
+    std::fs::remove_file(&files.key).unwrap();
+    arrives(&host, &peer, Some(Arc::clone(&a)));
+    authority::write_key(&files.key, &key);
+    arrives(&host, &peer, Some(a));
+}
+
+#[test]
+fn credentials_that_cannot_work_are_refused_at_the_start_with_the_file_at_fault() {
+    let authority = Authority::new();
+    let good = authority.files(&B, (2020, 2120));
+    let code = |files: Files| {
+        let error = Credentials::load(files).unwrap_err();
+        let problem = error.problem();
+        println!("{} {:?}", problem.message, problem.hint);
+        (problem.code, problem.message, problem.hint.unwrap())
+    };
+    let open = authority.path("open.key");
+    std::fs::copy(&good.key, &open).unwrap();
+    std::fs::set_permissions(&open, std::fs::Permissions::from_mode(0o640)).unwrap();
+    let (name, message, hint) = code(Files { key: open.clone(), ..good.clone() });
+    assert_eq!((name.as_str(), hint), ("tls-key-exposed", format!("chmod 600 {}", open.display())));
+    assert!(message.contains("mode 640"), "{message}");
+    assert!(code(Files { key: authority.path("none"), ..good.clone() }).1.contains("none"));
+    assert!(code(Files { certificate: good.key.clone(), ..good.clone() }).1.contains("holds no certificate"));
+    let other_key = authority.files(&["c.example"], (2020, 2120)).key;
+    assert_eq!(code(Files { key: other_key, ..good.clone() }).0, "tls-files");
+    let other = Authority::new();
+    assert!(code(Files { authority: other.path("authority.pem"), ..good }).1.contains("is not signed by"));
+    assert!(code(authority.files(&["127.0.0.1"], (2020, 2120))).1.contains("no DNS name"));
+}
+
+/// Passes bytes on to `to`, and flips one bit of the byte at `at`, counted over all that comes from the source in order.
+fn damaging_proxy(to: String, at: u64) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let passed = Arc::new(AtomicU64::new(0));
+    std::thread::spawn(move || {
+        for mut source in listener.incoming().flatten() {
+            let mut destination = TcpStream::connect(&to).unwrap();
+            let (mut back_from, mut back_to) = (destination.try_clone().unwrap(), source.try_clone().unwrap());
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut back_from, &mut back_to);
+                let _ = back_to.shutdown(std::net::Shutdown::Both);
+            });
+            let passed = Arc::clone(&passed);
+            std::thread::spawn(move || {
+                let mut buffer = [0; 65_536];
+                while let Ok(read @ 1..) = source.read(&mut buffer) {
+                    let before = passed.fetch_add(read as u64, Ordering::AcqRel);
+                    if (before..before + read as u64).contains(&at) {
+                        buffer[(at - before) as usize] ^= 4;
+                    }
+                    if destination.write_all(&buffer[..read]).is_err() {
+                        break;
+                    }
+                }
+                let _ = destination.shutdown(std::net::Shutdown::Write);
+            });
+        }
+    });
+    address
+}
+
+#[test]
+fn what_somebody_changes_on_the_way_is_never_used() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    let (host, peer) = Destination::serve_with(Some(authority.host(&B)));
+    let ram = GuestRam::new(4 * MIB);
+    (0..600).for_each(|page| ram.write_page(page, 5));
+    // In the handshake, in the messages, in the pages.
+    for at in [40, 1500, 3500, 600 * 4096 / 2] {
+        let proxy = damaging_proxy(peer.clone(), at);
+        let vmm = SourceVmm::new(None);
+        let outcome = run(outgoing(&ram, vmm, InsideSelf::default()), &proxy, Some(authority.host(&["a.example"])), 1);
+        assert_eq!((outcome.report.status, outcome.fate), (Status::Failed, Fate::Here), "changed at {at}");
+        assert!(!host.running.load(Ordering::Acquire));
+        println!("{at}: {:?}", outcome.report.error);
+    }
+    arrives(&host, &peer, Some(authority.host(&["a.example"])));
+}
