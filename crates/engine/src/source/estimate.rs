@@ -13,7 +13,8 @@ use super::observe::Observation;
 use super::precopy::DEVICE_TIME;
 use super::sample::{BLOCK_PAGES, Compressed};
 
-/// What reaching the destination and starting its VMM takes, as measured between two hosts of the lab. The destination is not asked.
+/// What reaching the destination and starting its VMM is taken to need. An assumption: the destination is not asked, and hosts differ (the report's
+/// `setup_ms` says what it took).
 const SETUP_TIME: Duration = Duration::from_millis(150);
 /// Bytes of a page's digest in a frame, and of a compressed block's length.
 const WORD_BYTES: f64 = 8.0;
