@@ -137,6 +137,13 @@ impl Meter {
         seen.arrivals.iter().filter(|arrival| arrival.from == guest).copied().collect()
     }
 
+    /// What all programs in a guest have reported so far.
+    #[must_use]
+    pub fn all_lines(&self, guest: Ipv4Addr) -> Vec<Line> {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.lines.iter().filter(|line| line.from == guest).cloned().collect()
+    }
+
     /// What a program in a guest has reported so far.
     #[must_use]
     pub fn lines(&self, guest: Ipv4Addr, program: &str) -> Vec<Line> {

@@ -103,6 +103,8 @@ pub struct Trial {
     pub report: Value,
     /// Sterna's report, where it was Sterna.
     pub sterna: Option<Report>,
+    /// Until when the guest was left alone, microseconds since 1970: then its RAM was counted and this machine's touched.
+    pub settled_us: i64,
     /// When the request was made, microseconds since 1970.
     pub begin_us: i64,
     /// When the mover said that it was done.
@@ -111,6 +113,8 @@ pub struct Trial {
     pub arrivals: Vec<Arrival>,
     /// What the guest's checker reported.
     pub checker: Vec<Line>,
+    /// What all of its programs reported.
+    pub lines: Vec<Line>,
     /// What the load saw.
     pub load: Option<LoadRecord>,
 }
@@ -168,7 +172,7 @@ fn run_with_tap(setup: &Setup) -> Result<Trial> {
     let load = setup.load.as_ref().map(|config| Load::start(lab.host(CLIENT)?, server, config)).transpose()?;
     std::thread::sleep(setup.settle);
 
-    let mut trial = Trial::default();
+    let mut trial = Trial { settled_us: now_us(), ..Trial::default() };
     trial.note_memory(&running, guest);
     ram::warm((guest.memory_bytes + (256 << 20)).min(ram::available_bytes()? / 3))?;
     let before = Before::read(lab)?;
@@ -185,6 +189,7 @@ fn run_with_tap(setup: &Setup) -> Result<Trial> {
     trial.load = load.map(Load::finish);
     trial.arrivals = meter.arrivals(guest.address());
     trial.checker = meter.lines(guest.address(), "CHECKER");
+    trial.lines = meter.all_lines(guest.address());
     trial.note_outside_view(&meter.lines(guest.address(), "DIRTIER"));
     drop(running);
     Ok(trial)

@@ -12,6 +12,15 @@ pub mod dtrack_hash;
 /// D-Track's total migration time, by every technique.
 pub mod dtrack_total_time;
 
+/// What a sort in the guest loses to its migration.
+pub mod dtrack_quicksort;
+
+/// What silent stores cost.
+pub mod dtrack_silent;
+
+/// What a database's client in the guest notices of its migration.
+pub mod dtrack_ycsb;
+
 /// What moving idle and busy guests costs, beside QEMU's own migration.
 pub mod first_flight;
 
@@ -26,6 +35,9 @@ pub mod scale;
 
 /// How fast pages move where no link limits them.
 pub mod throughput;
+
+/// What a guest reports of its own work, before, during and after its migration.
+mod timeline;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -105,6 +117,21 @@ pub const ALL: &[Experiment] = &[
         about: "writers from 0.1 to 8 times the link: who moves them, and how long they stand still",
         run: converge::run,
     },
+    Experiment {
+        id: "dtrack-silent",
+        about: "a writer of whose stores 0 to 95 % change nothing: pages sent again against pages changed",
+        run: dtrack_silent::run,
+    },
+    Experiment {
+        id: "dtrack-quicksort",
+        about: "a guest that sorts: sorts per second during migration, by every way of tracking",
+        run: dtrack_quicksort::run,
+    },
+    Experiment {
+        id: "dtrack-ycsb",
+        about: "a guest that drives a database elsewhere: requests per second and latency during migration",
+        run: dtrack_ycsb::run,
+    },
 ];
 
 /// Runs an experiment and writes its results.
@@ -166,12 +193,27 @@ impl Case {
 
 /// Tries every case `repeats` times, forwards and backwards in turn, so that what drifts meets both sides of a pair alike.
 fn try_all(lab: &Lab, cases: &[Case], repeats: usize, derive: impl Fn(&Case, &mut BTreeMap<String, f64>)) -> Vec<Run> {
+    try_each(lab, cases, repeats, Duration::from_millis(1500), |case, trial| {
+        derive(case, &mut trial.metrics);
+        Value::Null
+    })
+}
+
+/// The same, watching the guest for `after` once it is moved. `look` sees all of a trial that did not fail: it adds to the metrics, and
+/// what it returns is kept among the run's details as `seen`.
+fn try_each(
+    lab: &Lab,
+    cases: &[Case],
+    repeats: usize,
+    after: Duration,
+    look: impl Fn(&Case, &mut Trial) -> Value,
+) -> Vec<Run> {
     let mut runs = Vec::new();
     let all = repeats * cases.len();
     for repeat in 0..repeats {
         let order: Vec<&Case> = if repeat % 2 == 0 { cases.iter().collect() } else { cases.iter().rev().collect() };
         for case in order {
-            let run = try_one(lab, case, repeat, &derive);
+            let run = try_one(lab, case, repeat, after, &look);
             let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
             eprintln!(
                 "[{}/{all}] {} on QEMU {}, {}: {} {} ms, downtime {} ms, gap {} ms{}",
@@ -192,7 +234,7 @@ fn try_all(lab: &Lab, cases: &[Case], repeats: usize, derive: impl Fn(&Case, &mu
 }
 
 /// One trial. One that fails is a row too: no experiment hides any.
-fn try_one(lab: &Lab, case: &Case, repeat: usize, derive: &impl Fn(&Case, &mut BTreeMap<String, f64>)) -> Run {
+fn try_one(lab: &Lab, case: &Case, repeat: usize, after: Duration, look: &impl Fn(&Case, &mut Trial) -> Value) -> Run {
     let mut guest = Guest::new(lab, &format!("guest{repeat}"), 10, &case.jobs);
     guest.memory_bytes = case.memory_bytes;
     let setup = Setup {
@@ -203,19 +245,20 @@ fn try_one(lab: &Lab, case: &Case, repeat: usize, derive: &impl Fn(&Case, &mut B
         qemu: &case.qemu,
         load: case.load.clone(),
         settle: case.settle,
-        after: Duration::from_millis(1500),
+        after,
         limit: case.limit,
         say: &|_| {},
     };
     let (mut metrics, details) = match trial::run(&setup) {
-        Ok(Trial { metrics, report, load, .. }) => (metrics, json!({ "report": report, "load": load })),
+        Ok(mut trial) => {
+            let seen = look(case, &mut trial);
+            let Trial { metrics, report, load, .. } = trial;
+            (metrics, json!({ "report": report, "load": load, "seen": seen }))
+        }
         Err(error) => (BTreeMap::new(), json!({ "error": error.to_string() })),
     };
     let failed = details.get("error").is_some();
     metrics.insert("failed".into(), f64::from(u8::from(failed)));
-    if !failed {
-        derive(case, &mut metrics);
-    }
     Run { config: case.config(), baseline: case.mover.is_baseline(), repeat, metrics, details }
 }
 
