@@ -15,8 +15,17 @@ pub mod hot;
 /// What the destination holds of each page.
 pub mod sent;
 
+/// Which pages' content is what was last sent.
+pub mod content;
+
 /// What of a chunk travels.
 pub mod select;
+
+/// How it travels: differences, compressed, or as it is.
+pub mod encode;
+
+/// The threads that encode, and their queues to those that send.
+pub mod pipeline;
 
 /// The connections that carry pages.
 pub mod send;
@@ -364,13 +373,15 @@ impl Migration<'_> {
     fn tally(&mut self, rounds: &Rounds) {
         let (report, counts) = (&mut self.report, rounds.counts);
         report.pages.full = counts.full;
-        report.pages.sent = counts.full;
+        report.pages.delta = counts.delta;
+        report.pages.sent = counts.bodies();
         report.pages.zero = counts.zero;
         report.pages.unallocated += counts.unallocated;
         report.pages.fake_dirty_content = counts.unchanged;
         report.pages.fake_dirty_tracked = counts.again;
         report.bytes_on_wire = rounds.bytes();
-        report.bytes_raw = counts.full * 4096;
+        report.bytes_raw = counts.bodies() * 4096;
+        report.encoding = rounds.encoding();
         report.rounds.clone_from(&rounds.done);
         report.tracking.untracked_writes = rounds.untracked_writes;
         let (looks, look_time) = rounds.looks();

@@ -2,11 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use sterna_api::options::{ContentHash, HotPages as HotPagesOption};
+use sterna_api::options::HotPages as HotPagesOption;
 use sterna_api::{MigrateOptions, report};
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::throughput::{Sample, Throughput};
 
+use super::encode::Encoding;
 use super::fake_dirty::FakeDirtyPages;
 use super::hot::HotPages;
 use super::link::Link;
@@ -42,7 +43,7 @@ pub struct Rounds<'a> {
     sent: SentTable,
     fake_dirty: FakeDirtyPages,
     nothing: FakeDirtyPages,
-    skip_unchanged: bool,
+    encoding: Encoding,
     hot: HotPages,
     outstanding: PageMap,
     written: PageMap,
@@ -75,7 +76,7 @@ impl<'a> Rounds<'a> {
             sent: SentTable::new(layout),
             fake_dirty: FakeDirtyPages::new(options, layout, tracker.watch())?,
             nothing: FakeDirtyPages::off(layout),
-            skip_unchanged: options.content_hash != ContentHash::Off,
+            encoding: Encoding::new(options, layout),
             hot: HotPages::new(layout, options.hot_pages == HotPagesOption::Hold),
             outstanding: PageMap::empty(layout),
             written: PageMap::empty(layout),
@@ -165,7 +166,7 @@ impl<'a> Rounds<'a> {
             sent: &self.sent,
             pacer: &self.pacer,
             fake_dirty: if last { &self.nothing } else { &self.fake_dirty },
-            skip_unchanged: self.skip_unchanged,
+            encoding: &self.encoding,
             until,
             monitor: self.monitor,
         };
@@ -190,13 +191,13 @@ impl<'a> Rounds<'a> {
             self.sent.suspect(suspect.chunk, suspect.page);
         }
         let light = counts.zero + counts.unallocated + counts.unchanged;
-        self.throughput.add(Sample { bodies: counts.full, light, rewritten: number > 0, took });
+        self.throughput.add(Sample { bodies: counts.bodies(), light, rewritten: number > 0, took });
         self.counts += counts;
         self.done.push(report::Round {
             round: number,
             dirty_pages,
-            sent_pages: counts.full,
-            skipped_pages: counts.pages() - counts.full,
+            sent_pages: counts.bodies(),
+            skipped_pages: counts.pages() - counts.bodies(),
             hot_pages,
             bytes_on_wire: self.bytes() - before,
             ms: took.as_secs_f64() * 1e3,
@@ -229,9 +230,15 @@ impl<'a> Rounds<'a> {
         self.streams.iter().map(|stream| stream.cost().0).sum()
     }
 
-    /// Processor time of the sending threads.
+    /// How pages were encoded, and what it cost.
+    #[must_use]
+    pub fn encoding(&self) -> report::Encoding {
+        self.encoding.report()
+    }
+
+    /// Processor time of the threads that encode and send.
     #[must_use]
     pub fn cpu(&self) -> Duration {
-        self.streams.iter().map(|stream| stream.cost().1).sum()
+        self.streams.iter().map(|stream| stream.cost().1).sum::<Duration>() + self.encoding.cpu()
     }
 }

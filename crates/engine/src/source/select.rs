@@ -4,14 +4,17 @@ use sterna_protocol::frame::page_digest;
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
+use super::content::Content;
 use super::sent::{Last, SentTable};
 use crate::ram::{Ram, is_zero};
 
 /// Where the pages of a round went: each is in exactly one of the counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Bodies sent.
+    /// Bodies sent whole.
     pub full: u64,
+    /// Bodies sent as differences.
+    pub delta: u64,
     /// Zeros: a bit each, or nothing where the destination holds zeros already.
     pub zero: u64,
     /// Given back by the guest: zeros at the destination from now on.
@@ -26,13 +29,20 @@ impl Counts {
     /// All pages dealt with.
     #[must_use]
     pub fn pages(&self) -> u64 {
-        self.full + self.zero + self.unallocated + self.unchanged + self.again
+        self.bodies() + self.zero + self.unallocated + self.unchanged + self.again
+    }
+
+    /// Bodies sent, whatever their encoding.
+    #[must_use]
+    pub fn bodies(&self) -> u64 {
+        self.full + self.delta
     }
 }
 
 impl std::ops::AddAssign for Counts {
     fn add_assign(&mut self, other: Self) {
         self.full += other.full;
+        self.delta += other.delta;
         self.zero += other.zero;
         self.unallocated += other.unallocated;
         self.unchanged += other.unchanged;
@@ -63,12 +73,13 @@ pub struct Selected {
     pub zero: PageSet,
     /// A digest for each full page, in order.
     pub digests: Vec<u64>,
+    /// What the destination held of each full page before, in order.
+    pub held: Vec<Last>,
     /// Where the pages went.
     pub counts: Counts,
 }
 
-/// Decides about the wanted pages of a chunk. `skip_unchanged` is whether a page whose digest is that of what was last sent is left
-/// out; where tracking is coarser than a page it always is. Where `copies` is given, the body of each full page is appended to it, in
+/// Decides about the wanted pages of a chunk. `content` says how pages whose content is what was last sent are found; they are left out. Where `copies` is given, the body of each full page is appended to it, in
 /// order: those are the bytes that were digested.
 ///
 /// Every page is read once, so that all decisions about it are about the same content. Without copies the body is read again by the
@@ -79,7 +90,7 @@ pub struct Selected {
 pub fn select(
     ram: &Ram,
     sent: &SentTable,
-    skip_unchanged: bool,
+    content: &Content,
     wanted: &Wanted,
     mut copies: Option<&mut Vec<u8>>,
 ) -> std::io::Result<Selected> {
@@ -87,10 +98,15 @@ pub fn select(
     let again = wanted.pages.and(&wanted.again);
     let pages = wanted.pages.without(&again);
     let mut counts = Counts { again: again.len() as u64, ..Counts::default() };
-    let (mut full, mut zero, mut digests) = (PageSet::EMPTY, PageSet::EMPTY, Vec::with_capacity(pages.len()));
+    let (mut full, mut zero) = (PageSet::EMPTY, PageSet::EMPTY);
+    let (mut digests, mut held) = (Vec::with_capacity(pages.len()), Vec::with_capacity(pages.len()));
     let discarded = pages.and(&wanted.discarded);
     let holes = if discarded.is_empty() { discarded } else { discarded.without(&ram.allocated_in(chunk)?) };
-    let skip_unchanged = skip_unchanged || ram.tracked_coarsely(chunk);
+    let (by_digest, mut hashes) = match content {
+        Content::Off => (ram.tracked_coarsely(chunk), None),
+        Content::Digest => (true, None),
+        Content::Hashes(table) => (false, Some(table.chunk(chunk))),
+    };
     let mut body = [0; PAGE_BYTES];
     for page in pages.iter() {
         let hole = holes.contains(page);
@@ -109,12 +125,20 @@ pub fn select(
             }
             continue;
         }
+        let last = sent.last(chunk, page);
+        // The hash says what was sent; only where that has arrived, as far as is known, is it what the destination holds.
+        let unchanged = hashes.as_mut().is_some_and(|hashes| hashes.replace(page, &body));
+        if unchanged && matches!(last, Last::Content(_)) {
+            counts.unchanged += 1;
+            continue;
+        }
         let digest = page_digest(&body);
-        if skip_unchanged && sent.holds(chunk, page, digest) {
+        if by_digest && sent.holds(chunk, page, digest) {
             counts.unchanged += 1;
             continue;
         }
         counts.full += 1;
+        held.push(last);
         full.insert(page);
         digests.push(digest);
         sent.content(chunk, page, digest);
@@ -122,7 +146,7 @@ pub fn select(
             copies.extend_from_slice(&body);
         }
     }
-    Ok(Selected { full, zero, digests, counts })
+    Ok(Selected { full, zero, digests, held, counts })
 }
 
 /// Pages of a chunk whose content is not what was last sent, though nobody reported a write. For guests whose disks write into

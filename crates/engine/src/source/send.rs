@@ -8,7 +8,9 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::socket::SendError;
 
+use super::encode::{Encoded, Encoding};
 use super::fake_dirty::FakeDirtyPages;
+use super::pipeline::{self, Queue};
 use super::select::{Counts, Wanted, select};
 use super::sent::SentTable;
 use crate::error::MigrateError;
@@ -42,8 +44,8 @@ pub struct Round<'a> {
     pub pacer: &'a Pacer,
     /// Finds the pages that were written again before their turn; nothing where the guest has stopped.
     pub fake_dirty: &'a FakeDirtyPages,
-    /// Whether pages whose content is what was last sent are left out.
-    pub skip_unchanged: bool,
+    /// How pages are encoded.
+    pub encoding: &'a Encoding,
     /// When the round ends, sent or not, where there is such a moment.
     pub until: Option<Instant>,
     /// Progress and cancelling.
@@ -62,10 +64,30 @@ pub struct Sent {
 }
 
 impl Sent {
-    fn add(&mut self, mut other: Self) {
+    /// Adds another share.
+    pub fn add(&mut self, mut other: Self) {
         self.counts += other.counts;
         self.again.append(&mut other.again);
         self.unsent.append(&mut other.unsent);
+    }
+}
+
+impl Round<'_> {
+    /// What of a chunk's outstanding pages is to be decided about now; `None` where its turn came too late. Notes in `sent` what is not.
+    ///
+    /// # Errors
+    /// As [`FakeDirtyPages::again`], or [`MigrateError::Cancelled`].
+    pub fn wanted(&self, chunk: ChunkIndex, pages: PageSet, sent: &mut Sent) -> Result<Option<Wanted>, MigrateError> {
+        self.monitor.check()?;
+        if self.until.is_some_and(|until| Instant::now() >= until) {
+            sent.unsent.push((chunk, pages));
+            return Ok(None);
+        }
+        let again = self.fake_dirty.again(chunk)?.and(&pages);
+        if !again.is_empty() {
+            sent.again.push((chunk, again));
+        }
+        Ok(Some(Wanted { chunk, pages, discarded: *self.discarded.chunk(chunk), again }))
     }
 }
 
@@ -86,17 +108,8 @@ impl Stream {
     fn send(&mut self, round: &Round, own: impl Fn(ChunkIndex) -> bool) -> Result<Sent, MigrateError> {
         let mut sent = Sent::default();
         for (chunk, pages) in round.outstanding.iter().filter(|(chunk, _)| own(*chunk)) {
-            round.monitor.check()?;
-            if round.until.is_some_and(|until| Instant::now() >= until) {
-                sent.unsent.push((chunk, *pages));
-                continue;
-            }
-            let again = round.fake_dirty.again(chunk)?.and(pages);
-            if !again.is_empty() {
-                sent.again.push((chunk, again));
-            }
-            let wanted = Wanted { chunk, pages: *pages, discarded: *round.discarded.chunk(chunk), again };
-            let selected = select(round.ram, round.sent, round.skip_unchanged, &wanted, None)
+            let Some(wanted) = round.wanted(chunk, *pages, &mut sent)? else { continue };
+            let selected = select(round.ram, round.sent, round.encoding.content(), &wanted, None)
                 .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
             let before = self.bytes;
             if !selected.full.is_empty() || !selected.zero.is_empty() {
@@ -112,7 +125,27 @@ impl Stream {
         Ok(sent)
     }
 
-    /// Writes a frame: its header and digests from here, its bodies straight from the guest's RAM.
+    /// Sends this connection's share of a round as it comes out of a queue, already encoded, until that ends.
+    pub(super) fn send_encoded(&mut self, round: &Round, mut queue: Queue) -> Result<(), MigrateError> {
+        while let Some(Encoded { frame, digests, payload, pages }) = queue.take() {
+            round.pacer.wait((payload.len() + digests.len() * 8) as u64, || round.monitor.check())?;
+            let before = self.bytes;
+            self.write(&frame, &digests, vec![Outgoing::from(payload.as_slice())])?;
+            round.monitor.sent(pages, self.bytes - before);
+            round.encoding.give_back(payload);
+        }
+        if queue.complete() {
+            self.write(&Frame::RoundEnd { round: round.number }, &[], Vec::new())?;
+        }
+        Ok(())
+    }
+
+    /// Notes the processor time of a thread of its own that ends now.
+    pub(super) fn thread_ends(&mut self) {
+        self.cpu += sterna_sys::process::thread_cpu_time();
+    }
+
+    /// Writes a frame: its header and digests from here, its bodies straight from the guest's RAM or from where they were encoded.
     fn write(&mut self, frame: &Frame, digests: &[u64], bodies: Vec<Outgoing>) -> Result<(), MigrateError> {
         let head = self.writer.head(frame, digests);
         let mut vectors = vec![Outgoing::from(head.as_slice())];
@@ -134,6 +167,9 @@ impl Stream {
 /// # Errors
 /// What went wrong on any connection, or [`MigrateError::Cancelled`].
 pub fn send_round(streams: &mut [Stream], round: &Round) -> Result<Sent, MigrateError> {
+    if round.encoding.threads() > 0 {
+        return pipeline::send_round(streams, round);
+    }
     let count = streams.len() as u32;
     let mut total = Sent::default();
     let share = |index: usize| move |chunk: ChunkIndex| chunk.0 % count == index as u32;
@@ -147,7 +183,7 @@ pub fn send_round(streams: &mut [Stream], round: &Round) -> Result<Sent, Migrate
             .map(|(index, stream)| {
                 scope.spawn(move || {
                     let sent = stream.send(round, share(index));
-                    stream.cpu += sterna_sys::process::thread_cpu_time();
+                    stream.thread_ends();
                     sent
                 })
             })

@@ -71,7 +71,7 @@ impl SentTable {
     }
 }
 
-/// Digests keep clear of the values that mean something else.
-fn stored(digest: u64) -> u64 {
+/// A digest as the table has it: digests keep clear of the values that mean something else.
+pub(super) fn stored(digest: u64) -> u64 {
     digest.max(UNKNOWN + 1)
 }
