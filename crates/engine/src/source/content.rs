@@ -2,7 +2,7 @@
 //!
 //! D-Track's HBFDP keeps a SHA-1 of each page and pays for it in the thread that sends. Here the hashes that are slow are computed by
 //! the threads that encode, and XXH3 costs nothing more: it is the digest that travels with every body anyway, and
-//! [`SentTable`](super::sent::SentTable) has it. This is the table for the others.
+//! [`SentTable`](crate::source::sent::SentTable) has it. This is the table for the others.
 //!
 //! **Collisions.** A page left out wrongly is lost to the destination. By accident that takes 2^128 tries with the hashes of this table
 //! (2^64 with XXH3: with 10^9 pages compared, one chance in 10^10). A guest that *makes* collisions, as is easy for MD5 and XXH3,

@@ -9,7 +9,8 @@
 //! A look that comes too early misses a write, and the page is sent in vain; a look that is out of date leaves out a page that could
 //! have gone. Neither is wrong.
 //!
-//! [`Rounds`]: super::rounds::Rounds
+//! [`Rounds`]: crate::source::rounds::Rounds
+//! [`Watch`]: crate::source::track::Watch
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

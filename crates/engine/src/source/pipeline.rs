@@ -7,7 +7,7 @@
 //! Which thread encodes a chunk does not matter: it is alone with it, and the frame goes into the queue of the connection to which the chunk
 //! belongs. So order is kept where it counts: a chunk goes once in a round, and always by the same connection.
 //!
-//! **Memory.** A queue holds [`QUEUED`] frames of at most a chunk, and a sender and an encoder have one in hand each: (encoders + 3 × connections) MiB.
+//! **Memory.** A queue holds two frames of at most a chunk, and a sender and an encoder have one in hand each: (encoders + 3 × connections) MiB.
 //!
 //! **Ends.** Senders and encoders wait for each other at the queues and for nobody else, and each side's end is the other's: where a
 //! sender fails its queue is gone, the next encoder that wants to fill it stops the others; where an encoder fails it stops the others,

@@ -79,8 +79,8 @@ pub struct Selected {
     pub counts: Counts,
 }
 
-/// Decides about the wanted pages of a chunk. `content` says how pages whose content is what was last sent are found; they are left out. Where `copies` is given, the body of each full page is appended to it, in
-/// order: those are the bytes that were digested.
+/// Decides about the wanted pages of a chunk. `content` says how pages whose content is what was last sent are found; they are left out.
+/// Where `copies` is given, the body of each full page is appended to it, in order: those are the bytes that were digested.
 ///
 /// Every page is read once, so that all decisions about it are about the same content. Without copies the body is read again by the
 /// kernel when it is sent; a write in between makes the page dirty (it is watched), so it goes again.

@@ -1,7 +1,7 @@
 //! One connection to another daemon, plain or encrypted.
 //!
 //! A connection belongs to one thread at a time: control connections ask and answer in turn, the others have one direction. Whoever has to
-//! end it from elsewhere holds its [`HangUp`].
+//! end it from elsewhere holds its [`HangUp`](crate::transport::connection::HangUp).
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};

@@ -9,7 +9,7 @@
 //! - an entry is replaced whenever its page is sent, whatever way, and holds the very copy that was encoded;
 //! - what was sent of a page in one round has arrived and is in place before the next round begins, and a chunk keeps its connection; a
 //!   page goes once in a round;
-//! - an entry is used only where [`SentTable`](super::super::sent::SentTable) says that the destination holds content of the entry's
+//! - an entry is used only where [`SentTable`](crate::source::sent::SentTable) says that the destination holds content of the entry's
 //!   digest. So a page that was zeros or given back in between, one that arrived *suspect*, and one that was sent past the cache are sent
 //!   whole, and nobody has to tell the cache;
 //! - a frame that fails, fails the migration, and the next one begins with nothing sent.

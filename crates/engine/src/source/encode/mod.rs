@@ -1,8 +1,8 @@
 //! How the pages of a chunk travel: as differences to what the destination holds, compressed, or as they are.
 //!
 //! Bodies that go as they are and are hashed quickly go straight from the guest's RAM to the socket and never come here
-//! ([`send`](super::send)). Where anything dearer is asked for, a thread of the [`pipeline`](super::pipeline) takes the chunk: it copies
-//! each page once and decides on it ([`select`]), and what it copied is what it hashes, digests, encodes and sends. So whatever the guest writes
+//! ([`send`](crate::source::send)). Where anything dearer is asked for, a thread of the [`pipeline`](crate::source::pipeline) takes the chunk: it copies
+//! each page once and decides on it ([`select`](crate::source::select)), and what it copied is what it hashes, digests, encodes and sends. So whatever the guest writes
 //! meanwhile, a body fits its digest, and the destination takes one that does not for damage.
 
 /// Pages compressed.
