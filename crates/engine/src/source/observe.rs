@@ -1,6 +1,6 @@
 //! A short look at a guest that runs on: how many pages it writes in which time, and what they hold.
 //!
-//! The observation has two halves. In each, looks that change nothing ([`Watch`]) show the working set grow; between them the pages written
+//! The observation has two halves. In each, looks that change nothing ([`Watch`](crate::source::track::Watch)) show the working set grow; between them the pages written
 //! are collected and watched anew, so that the second half shows how many of the first half's pages are written *again*, and both together
 //! the working set over the whole time. What it costs the guest is a write fault for each page that it writes in a half.
 //!
