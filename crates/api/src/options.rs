@@ -140,6 +140,8 @@ pub struct MigrateOptions {
     pub verify: bool,
 }
 
+/// The lowest bandwidth, bytes per second: below it no migration ends.
+pub const MIN_BANDWIDTH_BYTES_PER_S: u64 = 64 * 1024;
 /// The most connections one migration may use.
 pub const MAX_STREAMS: u32 = 16;
 /// The most threads that may encode one migration's pages.
@@ -186,7 +188,7 @@ impl MigrateOptions {
             return Err(format!("streams is {}: it must be between 1 and {MAX_STREAMS}", self.streams));
         }
         if let Some(rate) = self.bandwidth_bytes_per_s
-            && rate < 64 * 1024
+            && rate < MIN_BANDWIDTH_BYTES_PER_S
         {
             return Err(format!("bandwidth is {rate} bytes/s: below 64 KiB/s no migration ends"));
         }

@@ -57,6 +57,9 @@ pub struct Problem {
 }
 
 impl Problem {
+    /// The code of a destination that takes in as many machines as it may: the same proposal can succeed later.
+    pub const TOO_MANY_INCOMING: &str = "too-many-incoming";
+
     /// A problem with its code, blame and sentence.
     #[must_use]
     pub fn new(code: &str, blame: Blame, message: impl Into<String>) -> Self {

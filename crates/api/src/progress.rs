@@ -56,4 +56,8 @@ pub struct Progress {
     pub throttle_percent: u8,
     /// A word on what it waits for, where it waits.
     pub waiting_for: Option<String>,
+    /// Its place among the migrations that wait for their turn on this host, from 1; absent where it does not wait for one.
+    pub queue_place: Option<u32>,
+    /// How many wait, this one included; absent likewise.
+    pub queue_length: Option<u32>,
 }

@@ -37,6 +37,8 @@ pub struct Report {
     pub downtime_ms: f64,
     /// From the accepted request to the first page sent.
     pub setup_ms: f64,
+    /// The part of it in which the migration waited for its turn.
+    pub queued_ms: f64,
     /// From the guest's start at the destination to the end of the migration.
     pub resume_ms: f64,
     /// What the downtime was spent on.

@@ -126,6 +126,16 @@ pub struct Migration {
     pub ended: bool,
 }
 
+/// What all migrations away from a host may send together; they share it evenly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct HostBandwidth {
+    /// Bytes per second; `null` for no limit.
+    #[serde(deserialize_with = "Option::deserialize")]
+    #[schema(required = true)]
+    pub bandwidth_bytes_per_s: Option<u64>,
+}
+
 /// Who answers at an API's socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Version {

@@ -12,7 +12,7 @@ use sterna_api::{AdoptRequest, RunRequest, Vm, VmState};
 use crate::arguments::{Adopt, Run};
 use crate::client::{Client, escape};
 use crate::failure::Failure;
-use crate::progress::line;
+use crate::progress::{brief, line};
 use crate::table::text_of;
 
 /// How often an attached `run` looks at its machine.
@@ -91,7 +91,7 @@ pub async fn ps(client: &Client, json: bool) -> Result<ExitCode, Failure> {
     }
     let mut table = Table::new();
     table.load_style(NOTHING);
-    table.set_header(["NAME", "STATE", "MEMORY", "ALLOCATED", "PID", "QEMU", "NOTE"]);
+    table.set_header(["NAME", "STATE", "MEMORY", "ALLOCATED", "PID", "QEMU", "MIGRATION", "NOTE"]);
     for vm in &vms {
         table.add_row([
             vm.name.clone(),
@@ -100,6 +100,7 @@ pub async fn ps(client: &Client, json: bool) -> Result<ExitCode, Failure> {
             show_size(vm.allocated_bytes),
             vm.pid.to_string(),
             vm.qemu.clone(),
+            vm.migration.as_ref().map(brief).unwrap_or_default(),
             vm.note.clone().unwrap_or_default(),
         ]);
     }

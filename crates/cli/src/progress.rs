@@ -94,6 +94,9 @@ pub fn line(progress: &Progress) -> String {
 
 fn details(progress: &Progress) -> String {
     let mut text = phase(progress.phase).to_string();
+    if let Some(place) = place(progress) {
+        text.push_str(&format!(", {place}"));
+    }
     if progress.phase == Phase::Precopy {
         text.push_str(&format!(
             " round {}, {} pages left, dirty {:.0} pages/s, {}",
@@ -116,6 +119,34 @@ fn details(progress: &Progress) -> String {
     text
 }
 
+/// Where a migration stands, in a few words: for a table's column.
+pub fn brief(progress: &Progress) -> String {
+    let mut text = phase(progress.phase).to_string();
+    if progress.phase == Phase::Precopy {
+        let done = progress.round_pages.saturating_sub(progress.pages_left) * 100 / progress.round_pages.max(1);
+        let rate = show_rate(progress.throughput_bytes_per_s);
+        text.push_str(&format!(" round {}, {done} %, {rate}", progress.round));
+    }
+    match (place(progress), &progress.waiting_for) {
+        (Some(place), Some(what)) => text.push_str(&format!(", {place} waiting for {what}")),
+        (None, Some(what)) => text.push_str(&format!(", waiting for {what}")),
+        _ => {}
+    }
+    text
+}
+
+/// A place in the queue: `2nd of 3`.
+fn place(progress: &Progress) -> Option<String> {
+    let (place, length) = (progress.queue_place?, progress.queue_length?);
+    let ending = match (place % 10, place % 100) {
+        (1, rest) if rest != 11 => "st",
+        (2, rest) if rest != 12 => "nd",
+        (3, rest) if rest != 13 => "rd",
+        _ => "th",
+    };
+    Some(format!("{place}{ending} of {length}"))
+}
+
 fn phase(phase: Phase) -> &'static str {
     match phase {
         Phase::Queued => "queued",
@@ -132,6 +163,38 @@ fn phase(phase: Phase) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_waits_has_a_place_and_a_reason() {
+        let mut progress = Progress {
+            vm: "db1".into(),
+            waiting_for: Some("other migrations of this host to end".into()),
+            queue_place: Some(2),
+            queue_length: Some(3),
+            ..Progress::default()
+        };
+        assert_eq!(brief(&progress), "queued, 2nd of 3 waiting for other migrations of this host to end");
+        assert_eq!(line(&progress), "db1: queued, 2nd of 3 [0.0 s], waiting for other migrations of this host to end");
+        let mut ordinal = |number| {
+            progress.queue_place = Some(number);
+            place(&progress).unwrap()
+        };
+        let ordinals = [1, 3, 4, 11, 12, 13, 21, 112].map(|number| ordinal(number).replace(" of 3", ""));
+        assert_eq!(ordinals, ["1st", "3rd", "4th", "11th", "12th", "13th", "21st", "112th"]);
+    }
+
+    #[test]
+    fn a_row_of_the_list_says_how_far_it_is() {
+        let progress = Progress {
+            phase: Phase::Precopy,
+            round: 1,
+            round_pages: 200,
+            pages_left: 50,
+            throughput_bytes_per_s: 125_000_000,
+            ..Progress::default()
+        };
+        assert_eq!(brief(&progress), "copying round 1, 75 %, 1.0 Gbit/s");
+    }
 
     #[test]
     fn a_line_has_round_pages_rates_and_the_estimated_end() {

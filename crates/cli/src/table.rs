@@ -52,7 +52,13 @@ fn numbers(report: &Report) -> String {
     table.add_row(["mode".into(), report.mode.clone()]);
     table.add_row([
         "time".into(),
-        format!("{:.1} ms (set-up {:.1}, after the start {:.1})", report.total_ms, report.setup_ms, report.resume_ms),
+        format!(
+            "{:.1} ms ({}set-up {:.1}, after the start {:.1})",
+            report.total_ms,
+            if report.queued_ms >= 100.0 { format!("in the queue {:.1}, ", report.queued_ms) } else { String::new() },
+            report.setup_ms - report.queued_ms,
+            report.resume_ms
+        ),
     ]);
     table.add_row([
         "downtime".into(),

@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use serde::Deserialize;
+use sterna_api::options::MIN_BANDWIDTH_BYTES_PER_S;
+use sterna_api::units::{UnitError, parse_rate};
 use sterna_engine::transport::credentials::Files;
 
 /// The longest path a unix socket can have on Linux, bytes (`sun_path` less its final zero).
@@ -30,6 +32,9 @@ pub struct Arguments {
     /// How much to log: error, warn, info, debug, trace, or a filter as `sterna_engine=debug`
     #[arg(long, value_name = "LEVEL")]
     pub log: Option<String>,
+    /// What all migrations away from this host may send together, as 1Gbit or 100MB; they share it evenly [default: no limit]
+    #[arg(long, value_name = "RATE")]
+    pub bandwidth: Option<String>,
 }
 
 /// The configuration file as written.
@@ -43,6 +48,7 @@ struct File {
     agent: Option<PathBuf>,
     qemu: Option<PathBuf>,
     qemu_user: Option<String>,
+    bandwidth: Option<String>,
     max_outgoing: Option<usize>,
     max_incoming: Option<usize>,
     tls: Option<Tls>,
@@ -82,9 +88,11 @@ pub struct Config {
     pub qemu: Option<PathBuf>,
     /// The user QEMU runs as; the daemon's own where absent.
     pub qemu_user: Option<String>,
+    /// What all migrations away from here may send together, bytes per second.
+    pub bandwidth_bytes_per_s: Option<u64>,
     /// Migrations away from here at one time; more wait.
     pub max_outgoing: usize,
-    /// Migrations to here at one time; more are refused.
+    /// Migrations to here at one time; the sources of more keep them in their queues.
     pub max_incoming: usize,
     /// What connections to other daemons are encrypted with; they are plain where absent.
     pub tls: Option<Files>,
@@ -125,6 +133,12 @@ pub enum ConfigError {
         /// The path.
         path: PathBuf,
     },
+    /// A bandwidth that is no rate.
+    #[error("the bandwidth cannot be used")]
+    Bandwidth(#[from] UnitError),
+    /// A bandwidth that moves nothing.
+    #[error("a bandwidth of {0} bytes/s is too little: below {MIN_BANDWIDTH_BYTES_PER_S} no migration ends")]
+    TooSlow(u64),
     /// A limit of 0.
     #[error("{0} is 0: at least 1 is needed")]
     Zero(&'static str),
@@ -158,6 +172,8 @@ impl Config {
         {
             return Err(ConfigError::Listen(address.clone()));
         }
+        let bandwidth = arguments.bandwidth.as_ref().or(file.bandwidth.as_ref());
+        let bandwidth_bytes_per_s = bandwidth.map(|rate| parse_rate(rate)).transpose()?;
         let config = Self {
             state_dir: absolute(
                 arguments.state_dir.clone().or(file.state_dir).unwrap_or_else(|| "/var/lib/sterna".into()),
@@ -168,10 +184,16 @@ impl Config {
             agent: file.agent,
             qemu: file.qemu,
             qemu_user: file.qemu_user,
+            bandwidth_bytes_per_s,
             max_outgoing: file.max_outgoing.unwrap_or(2),
             max_incoming: file.max_incoming.unwrap_or(4),
             tls: file.tls.map(Files::from),
         };
+        if let Some(rate) = config.bandwidth_bytes_per_s
+            && rate < MIN_BANDWIDTH_BYTES_PER_S
+        {
+            return Err(ConfigError::TooSlow(rate));
+        }
         if config.max_outgoing == 0 {
             return Err(ConfigError::Zero("max_outgoing"));
         }
@@ -219,7 +241,8 @@ mod tests {
     #[test]
     fn the_command_line_has_the_last_word() {
         let arguments = Arguments { listen: Some("[::1]:9".into()), ..Arguments::default() };
-        let config = merge(&arguments, "listen = '0.0.0.0:7'\nlog = 'debug'").unwrap();
+        let config = merge(&arguments, "listen = '0.0.0.0:7'\nlog = 'debug'\nbandwidth = '1Gbit'").unwrap();
+        assert_eq!(config.bandwidth_bytes_per_s, Some(125_000_000));
         assert_eq!(config.listen.as_deref(), Some("[::1]:9"));
         assert_eq!(config.log, "debug");
     }
@@ -229,6 +252,8 @@ mod tests {
         assert!(merge(&Arguments::default(), "api = 'tcp:1'").unwrap_err().to_string().contains("tcp:1"));
         assert!(merge(&Arguments::default(), "listen = 'host'").unwrap_err().to_string().contains("HOST:PORT"));
         assert!(merge(&Arguments::default(), "max_incoming = 0").unwrap_err().to_string().contains("max_incoming"));
+        assert!(merge(&Arguments::default(), "bandwidth = '1 mile'").is_err());
+        assert!(merge(&Arguments::default(), "bandwidth = '8Kbit'").unwrap_err().to_string().contains("1000 bytes/s"));
         let long = format!("api = 'unix:/{}'", "x".repeat(107));
         assert!(merge(&Arguments::default(), &long).unwrap_err().to_string().contains("107"));
     }

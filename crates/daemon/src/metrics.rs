@@ -20,6 +20,22 @@ struct StatusLabel {
     status: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DirectionLabel {
+    direction: &'static str,
+}
+
+/// Migrations under way now.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Traffic {
+    /// Waiting for their turn to leave.
+    pub queued: usize,
+    /// Away from here.
+    pub outgoing: usize,
+    /// To here.
+    pub incoming: usize,
+}
+
 /// The daemon's metrics.
 #[derive(Debug)]
 pub struct Metrics {
@@ -29,6 +45,8 @@ pub struct Metrics {
     allocated: Gauge<u64, AtomicU64>,
     migrations: Family<StatusLabel, Counter>,
     sent: Counter,
+    queued: Gauge,
+    running: Family<DirectionLabel, Gauge>,
     downtime: Histogram,
     total: Histogram,
 }
@@ -51,6 +69,8 @@ impl Metrics {
             allocated: Gauge::default(),
             migrations: Family::default(),
             sent: Counter::default(),
+            queued: Gauge::default(),
+            running: Family::default(),
             downtime: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
             total: Histogram::new(exponential_buckets(0.25, 2.0, 14)),
         };
@@ -63,6 +83,12 @@ impl Metrics {
             metrics.allocated.clone(),
         );
         registry.register("migrations", "Migrations away from here that have ended", metrics.migrations.clone());
+        registry.register(
+            "migrations_queued",
+            "Migrations away from here that wait for their turn",
+            metrics.queued.clone(),
+        );
+        registry.register("migrations_running", "Migrations under way", metrics.running.clone());
         registry.register_with_unit(
             "migration_sent",
             "Sent by migrations away from here",
@@ -99,9 +125,13 @@ impl Metrics {
         }
     }
 
-    /// The metrics as text, with these machines as they are now.
+    /// The metrics as text, with these machines and migrations as they are now.
     #[must_use]
-    pub fn text(&self, vms: &[Vm]) -> String {
+    pub fn text(&self, vms: &[Vm], traffic: Traffic) -> String {
+        self.queued.set(traffic.queued as i64);
+        for (direction, count) in [("out", traffic.outgoing), ("in", traffic.incoming)] {
+            self.running.get_or_create(&DirectionLabel { direction }).set(count as i64);
+        }
         self.vms.clear();
         for vm in vms {
             let state = serde_json::to_value(vm.state).ok().and_then(|value| value.as_str().map(String::from));
@@ -131,7 +161,9 @@ mod tests {
             ..Report::default()
         });
         metrics.migration_ended(&Report { status: Status::Cancelled, bytes_on_wire: 2, ..Report::default() });
-        let text = metrics.text(&[]);
+        let text = metrics.text(&[], Traffic { queued: 3, outgoing: 2, incoming: 1 });
+        assert!(text.contains("sterna_migrations_queued 3"), "{text}");
+        assert!(text.contains("sterna_migrations_running{direction=\"in\"} 1"), "{text}");
         assert!(text.contains("sterna_migrations_total{status=\"completed\"} 1"), "{text}");
         assert!(text.contains("sterna_migrations_total{status=\"cancelled\"} 1"), "{text}");
         assert!(text.contains("sterna_migration_sent_bytes_total 7"), "{text}");

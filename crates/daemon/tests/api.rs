@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use serde_json::json;
 use support::{Host, cannot_run};
 
-const ROUTES: [(&str, &str); 13] = [
+const ROUTES: [(&str, &str); 15] = [
     ("get", "/v1/vms"),
     ("post", "/v1/vms"),
     ("post", "/v1/vms/adopt"),
@@ -18,6 +18,8 @@ const ROUTES: [(&str, &str); 13] = [
     ("post", "/v1/migrations"),
     ("get", "/v1/migrations/{id}"),
     ("get", "/v1/watch"),
+    ("get", "/v1/host/bandwidth"),
+    ("put", "/v1/host/bandwidth"),
     ("get", "/v1/version"),
     ("get", "/metrics"),
     ("get", "/openapi.json"),

@@ -65,6 +65,9 @@ pub enum MigrateError {
     /// The peer said no, or failed.
     #[error("{}", .0.message)]
     Peer(Problem),
+    /// The peer takes in as many machines as it may: it may say yes later.
+    #[error("{}", .0.message)]
+    Busy(Problem),
     /// RAM that cannot be moved.
     #[error("the guest's RAM cannot be moved")]
     Layout(#[from] LayoutError),
@@ -151,8 +154,10 @@ impl MigrateError {
     pub fn problem_at_source(&self) -> Problem {
         let problem = self.problem();
         match self {
-            Self::Peer(theirs) => Problem { message: format!("at the destination: {}", theirs.message), ..problem }
-                .guest(Whereabouts::Source),
+            Self::Peer(theirs) | Self::Busy(theirs) => {
+                Problem { message: format!("at the destination: {}", theirs.message), ..problem }
+                    .guest(Whereabouts::Source)
+            }
             Self::Vmm(VmmError::Gone { .. }) => problem.guest(Whereabouts::Gone),
             _ => problem,
         }
@@ -162,7 +167,7 @@ impl MigrateError {
     #[must_use]
     pub fn problem(&self) -> Problem {
         let (code, blame, hint) = match self {
-            Self::Peer(problem) | Self::Record(problem) => return problem.clone(),
+            Self::Peer(problem) | Self::Busy(problem) | Self::Record(problem) => return problem.clone(),
             Self::Cancelled => ("cancelled", Blame::Request, None),
             Self::Options(_) => ("bad-options", Blame::Request, None),
             Self::Unreachable { .. } => {

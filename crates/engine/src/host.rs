@@ -93,6 +93,9 @@ pub trait SourceHost: Send + Sync {
         None
     }
 
+    /// The destination has accepted the machine: the migration waits for its turn no more.
+    fn accepted(&self);
+
     /// Records that the guest may run at `peer` from now on, whatever happens here. Must survive the daemon's sudden death.
     /// Called just before the commit message is sent: until the peer's [`Verdict`] is known the guest must not run here.
     ///

@@ -30,6 +30,7 @@ pub struct Monitor {
 struct Kept {
     progress: Progress,
     version: u64,
+    turn: Instant,
     meter: (Instant, u64),
 }
 
@@ -45,7 +46,7 @@ impl Monitor {
             interrupted: AtomicBool::new(false),
             bytes_sent: AtomicU64::new(0),
             pages_left: AtomicU64::new(0),
-            progress: Mutex::new(Kept { progress, version: 0, meter: (began, 0) }),
+            progress: Mutex::new(Kept { progress, version: 0, turn: began, meter: (began, 0) }),
             changed: Condvar::new(),
         }
     }
@@ -54,6 +55,16 @@ impl Monitor {
     #[must_use]
     pub fn elapsed(&self) -> Duration {
         self.began.elapsed()
+    }
+
+    /// Its turn has come: time limits count from now.
+    pub(crate) fn begin(&self) {
+        self.lock().turn = Instant::now();
+    }
+
+    /// Since its turn came.
+    pub(crate) fn under_way(&self) -> Duration {
+        self.lock().turn.elapsed()
     }
 
     /// Where the migration stands now.

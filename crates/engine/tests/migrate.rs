@@ -241,6 +241,9 @@ fn a_failed_attempt_leaves_the_guest_here_and_the_next_succeeds() {
     *host.refuse.lock().unwrap() = Some(Problem::new("name-taken", Blame::Request, "there is a 'guest' here"));
     let (refused, rolled_back) = attempt(&verified(1));
     assert_eq!((code(&refused), refused.fate, rolled_back), ("name-taken", Fate::Here, true));
+    *host.refuse.lock().unwrap() = Some(Problem::new(Problem::TOO_MANY_INCOMING, Blame::Host, "it takes 1 at a time"));
+    let (refused, rolled_back) = attempt(&verified(1));
+    assert_eq!((code(&refused), refused.fate, rolled_back), (Problem::TOO_MANY_INCOMING, Fate::NotYet, false));
     *host.refuse.lock().unwrap() = None;
 
     host.refuse_state.store(true, Ordering::Release);
@@ -467,6 +470,7 @@ fn a_link_cut_at_any_byte_leaves_the_guest_on_exactly_one_host() {
         match outcome.fate {
             Fate::Here => assert!(rolled_back.load(Ordering::Acquire) && !runs_there, "cut at {limit}"),
             Fate::There => assert!(quit.load(Ordering::Acquire) && runs_there, "cut at {limit}"),
+            Fate::NotYet => panic!("cut at {limit}: nobody was full"),
             // Stopped here until the destination is asked on a link that works.
             Fate::Unknown => {
                 assert!(

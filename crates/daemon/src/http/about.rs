@@ -26,7 +26,7 @@ pub async fn version(State(daemon): State<Arc<Daemon>>) -> Json<Version> {
 /// Metrics for Prometheus.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "text/plain")))]
 pub async fn metrics(State(daemon): State<Arc<Daemon>>) -> Result<impl IntoResponse, Failure> {
-    let text = blocking(move || Ok(daemon.metrics.text(&daemon.list()))).await?;
+    let text = blocking(move || Ok(daemon.metrics.text(&daemon.list(), daemon.traffic()))).await?;
     Ok(([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text))
 }
 

@@ -22,6 +22,9 @@ pub mod migrations;
 /// Live progress.
 pub mod watch;
 
+/// What holds for the host as a whole.
+pub mod host;
+
 /// The daemon itself: version, metrics, this document.
 pub mod about;
 
@@ -43,6 +46,8 @@ use answer::Failure;
         migrations::list,
         migrations::show,
         watch::watch,
+        host::bandwidth,
+        host::set_bandwidth,
         about::version,
         about::metrics,
         about::openapi,
@@ -62,6 +67,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/migrations", get(migrations::list).post(migrations::begin))
         .route("/v1/migrations/{id}", get(migrations::show))
         .route("/v1/watch", get(watch::watch))
+        .route("/v1/host/bandwidth", get(host::bandwidth).put(host::set_bandwidth))
         .route("/v1/version", get(about::version))
         .route("/metrics", get(about::metrics))
         .route("/openapi.json", get(about::openapi))

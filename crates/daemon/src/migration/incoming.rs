@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use sterna_api::problem::Whereabouts;
 use sterna_api::{Blame, MemoryMode, Problem};
 use sterna_engine::host::{DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::transport::credentials::Credentials;
@@ -34,6 +33,10 @@ impl DestinationHost for Destination {
             return Err(Problem::new("stale-migration", Blame::Peer, format!("migration {id} has ended here before")));
         }
         self.start(id, spec, from).inspect_err(|problem| {
+            if problem.code == Problem::TOO_MANY_INCOMING {
+                // Nothing was begun, and its source asks again under another number: there is nothing to remember.
+                return tracing::debug!(vm = %spec.name, %id, "put off: {}", problem.message);
+            }
             // The source learns of it by this very answer; the verdict is for the case that the answer gets lost.
             self.0.records.verdict(id);
             tracing::info!(vm = %spec.name, %id, code = problem.code, "refused: {}", problem.message);
@@ -92,7 +95,8 @@ impl Destination {
         let daemon = &self.0;
         let items = arguments::parse(&spec.arguments);
         let room_bytes = self.room_bytes().saturating_sub(self.promised_bytes());
-        self.check_limit()?;
+        // Before anything costs something: those that are put off ask every second.
+        daemon.check_incoming(&daemon.table())?;
         let binary = prechecks::check(spec, &items, daemon.config.qemu.as_deref(), room_bytes)?;
         let reservation = daemon.reserve_arriving(&spec.name, id)?;
         daemon
@@ -139,21 +143,6 @@ impl Destination {
         reservation.keep(&record, Hold::Arriving(id))?;
         started.keep();
         Ok(Incoming { vmm: Box::new(vmm), blocks: block_files, qemu_version: binary::show(record.qemu_version) })
-    }
-
-    fn check_limit(&self) -> Result<(), Problem> {
-        let limit = self.0.config.max_incoming;
-        let arriving = self.0.table().values().filter(|entry| matches!(entry.hold, Hold::Arriving(_))).count();
-        if arriving < limit {
-            return Ok(());
-        }
-        Err(Problem::new(
-            "too-many-incoming",
-            Blame::Peer,
-            format!("the destination is taking in {arriving} machines already"),
-        )
-        .hint("wait until they have arrived, or raise max_incoming in its sternad.toml")
-        .guest(Whereabouts::Source))
     }
 
     /// Memory that machines on their way here will still need: a machine promised to arrive must not starve for a later one.

@@ -2,14 +2,15 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_api::{Blame, MigrateRequest, Migration, Phase, Problem, Progress, Report};
+use sterna_api::{Blame, MigrateRequest, Migration, Phase, Problem, Progress, Report, Status};
 use sterna_engine::monitor::Monitor;
 
 use super::outgoing;
-use crate::problems::{invalid, unknown_vm};
+use super::queue::Queue;
+use crate::problems::{host, invalid, unknown_vm};
 use crate::vms::{Daemon, Hold, VmRecord};
 
 /// Ended migrations that are remembered.
@@ -55,6 +56,15 @@ impl Job {
         self.members.iter().map(|member| member.monitor.progress()).collect()
     }
 
+    /// The last word on one of its machines.
+    fn end(&self, index: usize, daemon: &Daemon, report: Report) {
+        let member = &self.members[index];
+        daemon.metrics.migration_ended(&report);
+        member.monitor.update(|progress| progress.phase = Phase::Done);
+        *lock(&member.report) = Some(report);
+        member.ended.store(true, Ordering::Release);
+    }
+
     /// Whether all machines have ended.
     #[must_use]
     pub fn ended(&self) -> bool {
@@ -66,7 +76,8 @@ impl Job {
 #[derive(Debug)]
 pub struct Jobs {
     table: Mutex<Table>,
-    slots: Slots,
+    /// Those that wait for their turn.
+    pub queue: Arc<Queue>,
 }
 
 #[derive(Debug, Default)]
@@ -79,8 +90,8 @@ impl Jobs {
     /// With so many machines on their way at one time.
     #[must_use]
     pub fn new(max_outgoing: usize) -> Self {
-        let slots = Slots { free: Mutex::new(max_outgoing), freed: Condvar::new() };
-        Self { table: Mutex::new(Table { next: 1, jobs: VecDeque::new() }), slots }
+        let table = Table { next: 1, jobs: VecDeque::new() };
+        Self { table: Mutex::new(table), queue: Arc::new(Queue::new(max_outgoing)) }
     }
 
     /// All that are running or remembered, the oldest first.
@@ -153,20 +164,23 @@ impl Daemon {
             }
         }
         for (index, record) in claimed.into_iter().enumerate() {
-            let (daemon, job, options) = (Arc::clone(self), Arc::clone(&job), request.options.clone());
-            let name = format!("move-{}", record.name);
+            let (daemon, to_drive, options) = (Arc::clone(self), Arc::clone(&job), request.options.clone());
+            // In the order of the request, whichever thread is the first.
+            let ticket = self.jobs.queue.join(&request.to);
+            let leaving = record.clone();
             let drive = move || {
-                let member = &job.members[index];
-                let slot = daemon.jobs.slots.wait(&member.monitor);
-                let report = outgoing::drive(&daemon, &record, &job.to, &options, &member.monitor, slot.is_some());
-                drop(slot);
-                daemon.metrics.migration_ended(&report);
-                member.monitor.update(|progress| progress.phase = Phase::Done);
-                *lock(&member.report) = Some(report);
-                member.ended.store(true, Ordering::Release);
+                let monitor = &to_drive.members[index].monitor;
+                let report = outgoing::drive(&daemon, &leaving, &to_drive.to, &options, monitor, &ticket);
+                drop(ticket);
+                to_drive.end(index, &daemon, report);
             };
-            if let Err(error) = std::thread::Builder::new().name(name).spawn(drive) {
-                tracing::error!(%error, "cannot start a migration's thread");
+            let spawned = std::thread::Builder::new().name(format!("move-{}", record.name)).spawn(drive);
+            if let Err(error) = spawned {
+                let problem = host("cannot start a migration's thread", &error);
+                let monitor = &job.members[index].monitor;
+                let report =
+                    outgoing::refused(self, &record, &job.to, &request.options, monitor, problem, Status::Failed);
+                job.end(index, self, report);
             }
         }
         Ok(job)
@@ -216,42 +230,6 @@ fn check_request(request: &MigrateRequest) -> Result<(), Problem> {
     Ok(())
 }
 
-/// How many machines may be on their way at one time.
-#[derive(Debug)]
-struct Slots {
-    free: Mutex<usize>,
-    freed: Condvar,
-}
-
-/// A place among them.
-struct Slot<'a>(&'a Slots);
-
-impl Slots {
-    /// Waits for a place; `None` where the migration was cancelled meanwhile.
-    fn wait(&self, monitor: &Monitor) -> Option<Slot<'_>> {
-        let mut free = lock(&self.free);
-        while *free == 0 {
-            if monitor.check().is_err() {
-                return None;
-            }
-            monitor.update(|progress| progress.waiting_for = Some("other migrations of this host to end".into()));
-            let (guard, _) =
-                self.freed.wait_timeout(free, Duration::from_millis(200)).unwrap_or_else(PoisonError::into_inner);
-            free = guard;
-        }
-        *free -= 1;
-        monitor.update(|progress| progress.waiting_for = None);
-        Some(Slot(self))
-    }
-}
-
-impl Drop for Slot<'_> {
-    fn drop(&mut self) {
-        *lock(&self.0.free) += 1;
-        self.0.freed.notify_one();
-    }
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -259,23 +237,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_queued_migration_gets_its_turn_or_its_cancellation() {
-        let jobs = Jobs::new(1);
-        let first = jobs.slots.wait(&Monitor::new("a")).unwrap();
-        let (second, third) = (Monitor::new("b"), Monitor::new("c"));
-        std::thread::scope(|scope| {
-            let waits = scope.spawn(|| jobs.slots.wait(&second).is_some());
-            let cancelled = scope.spawn(|| jobs.slots.wait(&third).is_none());
-            assert!(third.cancel());
-            assert!(cancelled.join().unwrap());
-            assert!(second.progress().waiting_for.is_some() || !waits.is_finished());
-            drop(first);
-            assert!(waits.join().unwrap());
-        });
-        assert_eq!(*lock(&jobs.slots.free), 1);
-    }
 
     #[test]
     fn running_jobs_are_never_forgotten_and_ended_ones_are() {

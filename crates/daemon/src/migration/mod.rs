@@ -6,6 +6,9 @@ pub mod records;
 /// The migrations this host began.
 pub mod jobs;
 
+/// Those of them that wait for their turn.
+pub mod queue;
+
 /// One machine's way from its claim to its end here.
 pub mod outgoing;
 

@@ -13,6 +13,7 @@ use sterna_engine::source::{self, Fate, Outgoing};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::qemu::Inspection;
 
+use super::queue::{Ticket, Turn};
 use super::records::Stage;
 use super::waiting;
 use crate::problems::host;
@@ -20,26 +21,84 @@ use crate::qemu::binary;
 use crate::vms::control::{self, Control};
 use crate::vms::{Daemon, Lifecycle, VmRecord, random_u128};
 
-/// Moves a claimed machine to `peer` and settles where it belongs afterwards. Blocks until then.
+/// Moves a claimed machine to `peer` when its turn has come, and settles where it belongs afterwards. Blocks until then.
 pub fn drive(
     daemon: &Arc<Daemon>,
     record: &VmRecord,
     peer: &str,
     options: &MigrateOptions,
     monitor: &Monitor,
-    has_slot: bool,
+    ticket: &Ticket,
 ) -> Report {
-    let refused = |problem: Problem, status| {
-        daemon.release(&record.name);
-        daemon.forget_if_ended(record);
-        failed_report(record, peer, options, monitor, problem, status)
-    };
-    if !has_slot {
-        let problem = Problem::new("cancelled", Blame::Request, "the migration was cancelled before its turn came");
-        return refused(problem, Status::Cancelled);
+    let alive = || record.process.open().is_some();
+    loop {
+        let turn = ticket.wait(
+            || monitor.check().is_ok() && alive(),
+            |wait| {
+                monitor.update(|progress| {
+                    progress.waiting_for = Some(wait.what);
+                    progress.queue_place = Some(wait.place);
+                    progress.queue_length = Some(wait.length);
+                });
+            },
+        );
+        let Some(turn) = turn else {
+            no_longer_waiting(monitor);
+            let (problem, status) = if alive() {
+                let message = "the migration was cancelled before its turn came";
+                (Problem::new("cancelled", Blame::Request, message), Status::Cancelled)
+            } else {
+                let problem = Problem::new("qemu-gone", Blame::Qemu, "its QEMU ended before its turn came");
+                (problem.guest(Whereabouts::Gone), Status::Failed)
+            };
+            return refused(daemon, record, peer, options, monitor, problem, status);
+        };
+        match attempt(daemon, record, peer, options, monitor, &turn) {
+            Attempt::Ended(report) => return *report,
+            Attempt::NotYet(why) => turn.refused(why),
+        }
     }
+}
+
+fn no_longer_waiting(monitor: &Monitor) {
+    monitor.update(|progress| {
+        (progress.waiting_for, progress.queue_place, progress.queue_length) = (None, None, None);
+    });
+}
+
+/// Gives a claimed machine back that was not moved; the report on it.
+pub fn refused(
+    daemon: &Daemon,
+    record: &VmRecord,
+    peer: &str,
+    options: &MigrateOptions,
+    monitor: &Monitor,
+    problem: Problem,
+    status: Status,
+) -> Report {
+    daemon.release(&record.name);
+    daemon.forget_if_ended(record);
+    failed_report(record, peer, options, monitor, problem, status)
+}
+
+/// How an attempt ended.
+enum Attempt {
+    /// For good.
+    Ended(Box<Report>),
+    /// Before it began: the destination takes no more at present, for this reason.
+    NotYet(String),
+}
+
+fn attempt(
+    daemon: &Arc<Daemon>,
+    record: &VmRecord,
+    peer: &str,
+    options: &MigrateOptions,
+    monitor: &Monitor,
+    turn: &Turn,
+) -> Attempt {
     let id = MigrationId(random_u128());
-    let outgoing = prepare(record, id).and_then(|outgoing| {
+    let outgoing = prepare(daemon, record, id).and_then(|outgoing| {
         let leaving = VmRecord { lifecycle: Lifecycle::Outgoing(id), running: outgoing.spec.running, ..record.clone() };
         daemon.store(&leaving).map_err(|error| host("cannot write the machine's record", &error))?;
         Ok((outgoing, leaving))
@@ -48,15 +107,26 @@ pub fn drive(
         Ok(outgoing) => outgoing,
         Err(problem) => {
             let gone = record.process.open().is_none();
-            return refused(if gone { problem.guest(Whereabouts::Gone) } else { problem }, Status::Failed);
+            let problem = if gone { problem.guest(Whereabouts::Gone) } else { problem };
+            let report = refused(daemon, record, peer, options, monitor, problem, Status::Failed);
+            return Attempt::Ended(Box::new(report));
         }
     };
-    tracing::info!(vm = %record.name, %id, peer, "migration begins");
-    let this = Here { daemon, vm: &record.name };
+    let this = Here { daemon, vm: &record.name, id, peer, monitor, turn };
     let mut outcome = source::migrate(outgoing, peer, options, &this, monitor);
     // Its connection to QEMU is needed no more: what follows makes its own.
     drop(outcome.vmm);
+    if outcome.fate != Fate::NotYet {
+        no_longer_waiting(monitor);
+    }
     match outcome.fate {
+        Fate::NotYet => {
+            // Still claimed: it waits on, as it did before the attempt.
+            if let Err(error) = daemon.store(record) {
+                tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+            }
+            return Attempt::NotYet(outcome.report.error.map(|problem| problem.message).unwrap_or_default());
+        }
         Fate::Here => {
             // Given back to nobody: its QEMU died meanwhile.
             if let Some(problem) = &mut outcome.report.error
@@ -74,7 +144,7 @@ pub fn drive(
         Fate::Unknown => waiting::wait_for_verdict(daemon, &leaving, id, peer),
     }
     tracing::info!(vm = %record.name, %id, fate = ?outcome.fate, "migration ended");
-    outcome.report
+    Attempt::Ended(Box::new(outcome.report))
 }
 
 /// The guest belongs here again (or still): as it was before.
@@ -134,7 +204,7 @@ pub fn movable(record: &VmRecord) -> Result<Movable, Problem> {
     Ok(Movable { control, about, blocks, tracker })
 }
 
-fn prepare(record: &VmRecord, id: MigrationId) -> Result<Outgoing, Problem> {
+fn prepare(daemon: &Daemon, record: &VmRecord, id: MigrationId) -> Result<Outgoing, Problem> {
     let Movable { control, about, blocks, tracker } = movable(record)?;
     Ok(Outgoing {
         id,
@@ -144,6 +214,7 @@ fn prepare(record: &VmRecord, id: MigrationId) -> Result<Outgoing, Problem> {
         tracker: Box::new(tracker),
         throttle: Box::new(ProcessThrottle::new(record.process.pid)),
         direct_io: !about.direct_io.is_empty(),
+        bandwidth: Arc::clone(&daemon.bandwidth),
         here: here(record),
     })
 }
@@ -191,9 +262,19 @@ fn failed_report(
 struct Here<'a> {
     daemon: &'a Daemon,
     vm: &'a str,
+    id: MigrationId,
+    peer: &'a str,
+    monitor: &'a Monitor,
+    turn: &'a Turn<'a>,
 }
 
 impl SourceHost for Here<'_> {
+    fn accepted(&self) {
+        tracing::info!(vm = self.vm, id = %self.id, peer = self.peer, "migration begins");
+        self.turn.accepted();
+        no_longer_waiting(self.monitor);
+    }
+
     fn credentials(&self) -> Option<Arc<Credentials>> {
         self.daemon.credentials.clone()
     }

@@ -12,6 +12,7 @@ use sterna_api::{Blame, Problem};
 use sterna_engine::host::MigrationId;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::transport::credentials::Credentials;
+use sterna_engine::transport::share::Share;
 
 use crate::config::Config;
 use crate::metrics::Metrics;
@@ -92,8 +93,19 @@ pub struct Daemon {
     pub metrics: Metrics,
     /// What connections to other daemons are encrypted with, where they are.
     pub credentials: Option<Arc<Credentials>>,
-    table: Mutex<HashMap<String, Entry>>,
+    /// What all migrations away from here may send together.
+    pub bandwidth: Arc<Share>,
+    table: Mutex<Table>,
     user: Option<User>,
+}
+
+/// The machines, by name.
+pub type Table = HashMap<String, Entry>;
+
+/// How many machines are on their way here.
+#[must_use]
+pub fn arriving(table: &Table) -> usize {
+    table.values().filter(|entry| matches!(entry.hold, Hold::Arriving(_))).count()
 }
 
 /// What is wrong with `[tls]`, and what to do, in one line.
@@ -115,11 +127,12 @@ impl Daemon {
         let credentials = credentials.map_err(|error| wrong_credentials(&error.problem()))?;
         let jobs = Jobs::new(config.max_outgoing);
         let table = Mutex::new(HashMap::new());
-        Ok(Self { config, state, records, jobs, metrics: Metrics::new(), credentials, table, user })
+        let bandwidth = Arc::new(Share::new(config.bandwidth_bytes_per_s));
+        Ok(Self { config, state, records, jobs, metrics: Metrics::new(), credentials, bandwidth, table, user })
     }
 
     /// The machines, to look at or change; nothing slow may happen while this is held.
-    pub fn table(&self) -> MutexGuard<'_, HashMap<String, Entry>> {
+    pub fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -128,7 +141,10 @@ impl Daemon {
     /// # Errors
     /// A [`Problem`] where it is taken.
     fn reserve(self: &Arc<Self>, name: &str, hold: Hold) -> Result<Reservation, Problem> {
-        let mut table = self.table();
+        self.reserve_in(&mut self.table(), name, hold)
+    }
+
+    fn reserve_in(self: &Arc<Self>, table: &mut Table, name: &str, hold: Hold) -> Result<Reservation, Problem> {
         if table.contains_key(name) {
             return Err(name_taken(name));
         }
@@ -139,9 +155,23 @@ impl Daemon {
     /// Reserves the name of a machine that comes here.
     ///
     /// # Errors
-    /// A [`Problem`] where it is taken.
+    /// A [`Problem`] where it is taken, or as many machines as may are on their way here.
     pub fn reserve_arriving(self: &Arc<Self>, name: &str, id: MigrationId) -> Result<Reservation, Problem> {
-        self.reserve(name, Hold::Arriving(id))
+        let mut table = self.table();
+        self.check_incoming(&table)?;
+        self.reserve_in(&mut table, name, Hold::Arriving(id))
+    }
+
+    /// Whether one more machine may come here.
+    ///
+    /// # Errors
+    /// A [`Problem`] where as many as may are on their way already. It says so to the source, which asks again later.
+    pub fn check_incoming(&self, table: &Table) -> Result<(), Problem> {
+        let limit = self.config.max_incoming;
+        if arriving(table) < limit {
+            return Ok(());
+        }
+        Err(Problem::new(Problem::TOO_MANY_INCOMING, Blame::Host, format!("it takes {limit} at a time")))
     }
 
     /// Claims a machine that nobody else is busy with.

@@ -5,7 +5,9 @@ use std::path::Path;
 use sterna_api::{MemoryMode, Problem, Vm, VmState};
 
 use super::control::{Control, vm_state};
-use super::{Daemon, Entry, Hold};
+use super::{Daemon, Entry, Hold, arriving};
+use crate::metrics::Traffic;
+use crate::migration::queue::Counts;
 use crate::problems::unknown_vm;
 use crate::qemu::binary;
 
@@ -17,6 +19,13 @@ impl Daemon {
     pub fn show(&self, name: &str) -> Result<Vm, Problem> {
         let entry = self.table().get(name).cloned().ok_or_else(|| unknown_vm(name))?;
         Ok(describe(name, &entry))
+    }
+
+    /// The migrations under way now.
+    #[must_use]
+    pub fn traffic(&self) -> Traffic {
+        let Counts { waiting, under_way } = self.jobs.queue.counts();
+        Traffic { queued: waiting, outgoing: under_way, incoming: arriving(&self.table()) }
     }
 
     /// All machines, by name.

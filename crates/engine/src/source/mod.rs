@@ -57,6 +57,7 @@ pub mod sample;
 /// What a migration would take.
 pub mod estimate;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_api::options::{Compress, Delta};
@@ -80,6 +81,8 @@ use crate::monitor::Monitor;
 use crate::ram::Ram;
 use crate::transport::connection::Connection;
 use crate::transport::credentials::Credentials;
+use crate::transport::pacer::Pacer;
+use crate::transport::share::Share;
 use crate::transport::{SessionKey, call, control};
 use crate::vmm;
 
@@ -99,6 +102,8 @@ pub struct Outgoing {
     pub throttle: Box<dyn Throttle>,
     /// Whether disks write into its RAM past the page tables (direct I/O).
     pub direct_io: bool,
+    /// What all migrations away from this host may send together.
+    pub bandwidth: Arc<Share>,
     /// This host, for the report.
     pub here: Host,
 }
@@ -108,6 +113,8 @@ pub struct Outgoing {
 pub enum Fate {
     /// At the source, as it was before.
     Here,
+    /// At the source, untouched: the destination takes in as many machines as it may, and can be asked again later.
+    NotYet,
     /// At the destination; the source's VMM has ended.
     There,
     /// It was given away and nobody answers: stopped here until [`ask_verdict`] tells. Where it tells [`Verdict::Aborted`],
@@ -125,7 +132,8 @@ pub struct Outcome {
     pub fate: Fate,
 }
 
-/// Moves a machine to `peer`. Blocks until it has ended; meanwhile `monitor` shows where it stands, and cancels it.
+/// Moves a machine to `peer`. Blocks until it has ended; meanwhile `monitor` shows where it stands, and cancels it. The options' time
+/// limit counts from here.
 #[must_use]
 pub fn migrate(
     outgoing: Outgoing,
@@ -134,7 +142,7 @@ pub fn migrate(
     host: &dyn SourceHost,
     monitor: &Monitor,
 ) -> Outcome {
-    let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, here } = outgoing;
+    let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, bandwidth, here } = outgoing;
     let report = Report {
         schema: Report::SCHEMA,
         vm: spec.name.clone(),
@@ -152,15 +160,25 @@ pub fn migrate(
         host,
         monitor,
         direct_io,
+        bandwidth,
         throttle: throttle.as_mut(),
         report,
         cpu_before: sterna_sys::process::thread_cpu_time(),
     };
+    monitor.begin();
+    migration.report.queued_ms = monitor.elapsed().as_secs_f64() * 1e3;
     let result = migration.run(vmm.as_mut(), &blocks, tracker.as_mut());
     migration.throttle.loosen();
     tracker.disarm();
     migration.account(tracker.as_ref());
-    let fate = result.unwrap_or_else(|error| migration.give_back(vmm.as_mut(), &error));
+    let fate = result.unwrap_or_else(|error| match error {
+        // Said before anything was asked of the VMM: there is nothing to give back.
+        MigrateError::Busy(problem) => {
+            migration.report.error = Some(problem);
+            Fate::NotYet
+        }
+        error => migration.give_back(vmm.as_mut(), &error),
+    });
     if fate == Fate::There {
         monitor.enter(Phase::Finish);
         vmm.quit();
@@ -174,7 +192,7 @@ pub fn migrate(
         migration.report.total_ms = elapsed_ms;
     }
     migration.report.source.cpu_s += (sterna_sys::process::thread_cpu_time() - migration.cpu_before).as_secs_f64();
-    monitor.enter(Phase::Done);
+    monitor.enter(if fate == Fate::NotYet { Phase::Queued } else { Phase::Done });
     Outcome { report: migration.report, vmm, fate }
 }
 
@@ -210,6 +228,7 @@ struct Migration<'a> {
     host: &'a dyn SourceHost,
     monitor: &'a Monitor,
     direct_io: bool,
+    bandwidth: Arc<Share>,
     throttle: &'a mut dyn Throttle,
     report: Report,
     cpu_before: Duration,
@@ -259,6 +278,7 @@ impl Migration<'_> {
         self.monitor.enter(Phase::Prepare);
         self.monitor.check()?;
         let mut peer = link.propose(self.id, self.spec, self.options.streams as u16, ram.layout().digest())?;
+        self.host.accepted();
         self.describe(&peer);
         let streams = (0..self.options.streams as u16).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
         let devices = link.devices()?;
@@ -266,7 +286,8 @@ impl Migration<'_> {
         vmm.prepare()?;
         tracker.arm(ram)?;
 
-        let mut rounds = Rounds::new(ram, self.monitor, streams, tracker, self.options)?;
+        let pacer = Pacer::new(self.options.bandwidth_bytes_per_s, &self.bandwidth);
+        let mut rounds = Rounds::new(ram, self.monitor, streams, tracker, self.options, pacer)?;
         let allocated = rounds.everything()?;
         let total = ram.layout().pages();
         self.report.ram = sterna_api::report::RamPages { total_pages: total, allocated_pages: allocated };

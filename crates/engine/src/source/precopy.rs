@@ -38,7 +38,7 @@ pub fn precopy(
 ) -> Result<(), MigrateError> {
     let goal = goal(options);
     let until =
-        goal.timeout.and_then(|timeout| Instant::now().checked_add(timeout.saturating_sub(rounds.monitor.elapsed())));
+        goal.timeout.and_then(|timeout| Instant::now().checked_add(timeout.saturating_sub(rounds.monitor.under_way())));
     let mut policy = Convergence::new(goal);
     let mut at_least = Duration::ZERO;
     loop {
@@ -51,7 +51,7 @@ pub fn precopy(
         }
         let measured = Measured {
             rounds: rounds.done.len() as u32,
-            elapsed: rounds.monitor.elapsed(),
+            elapsed: rounds.monitor.under_way(),
             pages_left: rounds.left(),
             speed: rounds.throughput.speed(),
             device_time: DEVICE_TIME,

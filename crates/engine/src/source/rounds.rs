@@ -62,6 +62,7 @@ impl<'a> Rounds<'a> {
         streams: Vec<Stream>,
         tracker: &dyn Tracker,
         options: &MigrateOptions,
+        pacer: Pacer,
     ) -> Result<Self, MigrateError> {
         let layout = ram.layout();
         Ok(Self {
@@ -72,7 +73,7 @@ impl<'a> Rounds<'a> {
             counts: Counts::default(),
             untracked_writes: 0,
             throughput: Throughput::default(),
-            pacer: Pacer::new(options.bandwidth_bytes_per_s),
+            pacer,
             sent: SentTable::new(layout),
             fake_dirty: FakeDirtyPages::new(options, layout, tracker.watch())?,
             nothing: FakeDirtyPages::off(layout),
@@ -143,6 +144,7 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// As [`send`](Self::send), and [`MigrateError::Damaged`].
     pub fn send_last(&mut self, link: &mut Link) -> Result<(), MigrateError> {
+        self.pacer.hurry();
         for _ in 0..REPEATS {
             // Bodies digested before the stop may be suspect in the first of these; nothing changes after it.
             if self.round(link, true, None)? == 0 {

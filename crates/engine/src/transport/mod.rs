@@ -18,6 +18,12 @@ pub mod control;
 /// A limit on what all connections of a migration send together.
 pub mod pacer;
 
+/// A host's bandwidth, shared by all its migrations.
+pub mod share;
+
+/// Whose turn it is, and when.
+mod fair;
+
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};

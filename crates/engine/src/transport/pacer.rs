@@ -1,11 +1,10 @@
-//! A limit on what all connections of a migration send together.
+//! A limit on what all connections of a migration send together, within its share of what its host may send.
 
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How far the sending may run ahead of the rate, so that a late wake-up is made good.
-const BURST: Duration = Duration::from_millis(5);
+use super::fair::BURST;
+use super::share::{Member, Share};
 
 /// How long a wait may go on unasked.
 const LOOK: Duration = Duration::from_millis(100);
@@ -15,26 +14,33 @@ const LOOK: Duration = Duration::from_millis(100);
 pub struct Pacer {
     bytes_per_s: Option<u64>,
     due: Mutex<Option<Instant>>,
+    host: Member,
 }
 
 impl Pacer {
-    /// For a rate in bytes per second; none where `None`.
+    /// For a rate in bytes per second, without one where `None`, on a host whose bandwidth is shared.
     #[must_use]
-    pub fn new(bytes_per_s: Option<u64>) -> Self {
-        Self { bytes_per_s, due: Mutex::new(None) }
+    pub fn new(bytes_per_s: Option<u64>, host: &Arc<Share>) -> Self {
+        Self { bytes_per_s, due: Mutex::new(None), host: host.join() }
+    }
+
+    /// The guest is stopped from now on: what is sent goes before other migrations' bulk.
+    pub fn hurry(&self) {
+        self.host.hurry();
     }
 
     /// Waits until so many bytes may go, asking `goes_on` every tenth of a second.
     ///
     /// # Errors
-    /// What `goes_on` says; the turn is taken all the same.
+    /// What `goes_on` says; a turn under the migration's own limit is taken all the same.
     pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
         let until = self.take(bytes, Instant::now()).map(|wait| Instant::now() + wait);
         while let Some(left) = until.and_then(|until| until.checked_duration_since(Instant::now())) {
             goes_on()?;
             std::thread::sleep(left.min(LOOK));
         }
-        Ok(())
+        // Only now, so that one held back by its own limit holds up nobody.
+        self.host.wait(bytes, goes_on)
     }
 
     /// Takes a turn for so many bytes at `now`: how long to wait before sending them.
@@ -51,9 +57,13 @@ impl Pacer {
 mod tests {
     use super::*;
 
+    fn alone(bytes_per_s: Option<u64>) -> Pacer {
+        Pacer::new(bytes_per_s, &Arc::default())
+    }
+
     #[test]
     fn turns_follow_each_other_at_the_rate() {
-        let (pacer, start) = (Pacer::new(Some(1_000_000)), Instant::now());
+        let (pacer, start) = (alone(Some(1_000_000)), Instant::now());
         let mut now = start;
         for _ in 0..1000 {
             now += pacer.take(10_000, now).unwrap_or_default();
@@ -64,7 +74,7 @@ mod tests {
 
     #[test]
     fn an_idle_time_is_not_saved_up() {
-        let (pacer, start) = (Pacer::new(Some(1_000_000)), Instant::now());
+        let (pacer, start) = (alone(Some(1_000_000)), Instant::now());
         let mut now = start + Duration::from_secs(100);
         let began = now;
         for _ in 0..100 {
@@ -75,6 +85,6 @@ mod tests {
 
     #[test]
     fn without_a_limit_nothing_waits() {
-        assert_eq!(Pacer::new(None).take(u64::MAX, Instant::now()), None);
+        assert_eq!(alone(None).take(u64::MAX, Instant::now()), None);
     }
 }

@@ -327,6 +327,8 @@ impl SourceHost for Source {
         self.credentials.clone()
     }
 
+    fn accepted(&self) {}
+
     fn handing_over(&self, _id: MigrationId, _peer: &str) -> Result<(), Problem> {
         self.handed_over.store(true, Ordering::Release);
         Ok(())
@@ -389,6 +391,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
         throttle: Box::new(ProcessThrottle::new(std::process::id())),
         tracker: Box::new(WriteProtect::new(std::process::id(), inside).expect("our own page tables")),
         direct_io: false,
+        bandwidth: std::sync::Arc::default(),
         here: sterna_api::report::Host::default(),
     }
 }

@@ -1,0 +1,40 @@
+//! What holds for the host as a whole.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use sterna_api::Problem;
+use sterna_api::options::MIN_BANDWIDTH_BYTES_PER_S;
+use sterna_api::vm::HostBandwidth;
+
+use super::answer::{Body, Failure};
+use crate::problems::invalid;
+use crate::vms::Daemon;
+
+/// What all migrations away from this host may send together.
+#[utoipa::path(get, path = "/v1/host/bandwidth", responses((status = 200, body = HostBandwidth)))]
+pub async fn bandwidth(State(daemon): State<Arc<Daemon>>) -> Json<HostBandwidth> {
+    Json(HostBandwidth { bandwidth_bytes_per_s: daemon.bandwidth.rate() })
+}
+
+/// Changes it, for migrations under way too, until the daemon restarts: then the configuration holds again.
+#[utoipa::path(
+    put,
+    path = "/v1/host/bandwidth",
+    request_body = HostBandwidth,
+    responses((status = 200, body = HostBandwidth), (status = "4XX", body = Problem))
+)]
+pub async fn set_bandwidth(
+    State(daemon): State<Arc<Daemon>>,
+    Body(wanted): Body<HostBandwidth>,
+) -> Result<Json<HostBandwidth>, Failure> {
+    if let Some(rate) = wanted.bandwidth_bytes_per_s
+        && rate < MIN_BANDWIDTH_BYTES_PER_S
+    {
+        return Err(Failure(invalid(format!("bandwidth is {rate} bytes/s: below 64 KiB/s no migration ends"))));
+    }
+    daemon.bandwidth.set_rate(wanted.bandwidth_bytes_per_s);
+    tracing::info!(bytes_per_s = wanted.bandwidth_bytes_per_s, "the host's bandwidth was changed");
+    Ok(Json(wanted))
+}

@@ -1,0 +1,373 @@
+//! Whose turn it is on a link that several migrations share, and when: start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair
+//! Queueing", SIGCOMM 1996), paced to the link's rate. No thread and no clock of its own.
+//!
+//! Each flow (a migration, however many connections it has) counts the bytes it was given. The next turn is that of the flow with the
+//! lowest count among those that wait, and the count of the flow served last is the common clock: a flow that begins to wait
+//! starts there, so that one that was idle or late neither catches up on the past nor waits for it. Nobody is waited for: what a flow
+//! does not take goes to the others.
+//!
+//! A hurried flow's guest is stopped and waits for its last pages: it goes before the others, except that these get a turn of theirs
+//! after every [`PATIENCE`] bytes, so that no number of pauses starves anybody.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+/// How far the sending may run ahead of the rate, so that a late wake-up is made good.
+pub(super) const BURST: Duration = Duration::from_millis(5);
+
+/// How much hurried flows may send before a waiting one that is not gets a turn, bytes.
+const PATIENCE: u64 = 16 << 20;
+
+/// A migration among those that share the link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Flow(u64);
+
+/// One connection's wait for one frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Ticket(u64);
+
+/// What a ticket is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// Send: the ticket is used up.
+    Now,
+    /// It is the next, at this moment.
+    At(Instant),
+    /// Others are before it.
+    Later,
+}
+
+/// The order of turns.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    bytes_per_s: Option<u64>,
+    /// When what was given is sent at the rate.
+    due: Option<Instant>,
+    /// The count of the flow served last, bytes.
+    clock: u64,
+    flows: BTreeMap<Flow, Waiting>,
+    /// Bytes given to hurried flows since a waiting other one had a turn.
+    passed_over: u64,
+    numbers: u64,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Bytes given, on the common clock.
+    count: u64,
+    hurried: bool,
+    tickets: VecDeque<(Ticket, u64)>,
+}
+
+impl Turns {
+    /// On a link of this rate, bytes per second; without one nobody waits.
+    pub fn new(bytes_per_s: Option<u64>) -> Self {
+        Self { bytes_per_s, ..Self::default() }
+    }
+
+    /// The link's rate.
+    pub fn rate(&self) -> Option<u64> {
+        self.bytes_per_s
+    }
+
+    /// Another rate from now on. What was given at the old one is forgotten, so that a wait at a crawl ends with the crawl.
+    pub fn set_rate(&mut self, bytes_per_s: Option<u64>) {
+        self.bytes_per_s = bytes_per_s;
+        self.due = None;
+    }
+
+    /// Another flow.
+    pub fn join(&mut self) -> Flow {
+        let flow = Flow(self.number());
+        self.flows.insert(flow, Waiting::default());
+        flow
+    }
+
+    /// A flow that has ended.
+    pub fn part(&mut self, flow: Flow) {
+        self.flows.remove(&flow);
+    }
+
+    /// A guest waits for this flow from now on.
+    pub fn hurry(&mut self, flow: Flow) {
+        if let Some(waiting) = self.flows.get_mut(&flow) {
+            waiting.hurried = true;
+        }
+    }
+
+    /// A flow wants to send so many bytes. Within a flow those who asked first go first.
+    pub fn ask(&mut self, flow: Flow, bytes: u64) -> Ticket {
+        let (ticket, clock) = (Ticket(self.number()), self.clock);
+        let waiting = self.flows.entry(flow).or_default();
+        if waiting.tickets.is_empty() {
+            waiting.count = waiting.count.max(clock);
+        }
+        waiting.tickets.push_back((ticket, bytes));
+        ticket
+    }
+
+    /// It does not want to any more: nothing is counted.
+    pub fn withdraw(&mut self, flow: Flow, ticket: Ticket) {
+        if let Some(waiting) = self.flows.get_mut(&flow) {
+            waiting.tickets.retain(|(other, _)| *other != ticket);
+        }
+    }
+
+    /// Whether it is this ticket's turn at `now`; where it is, the turn is taken.
+    pub fn turn(&mut self, flow: Flow, ticket: Ticket, now: Instant) -> Turn {
+        let Some(rate) = self.bytes_per_s else {
+            self.withdraw(flow, ticket);
+            return Turn::Now;
+        };
+        if self.next() != Some((flow, ticket)) {
+            return Turn::Later;
+        }
+        let at = self.due.map_or(now, |due| due.max(now.checked_sub(BURST).unwrap_or(now)));
+        if at > now {
+            return Turn::At(at);
+        }
+        let others_wait = self.flows.values().any(|waiting| !waiting.hurried && !waiting.tickets.is_empty());
+        if let Some(waiting) = self.flows.get_mut(&flow)
+            && let Some((_, bytes)) = waiting.tickets.pop_front()
+        {
+            if waiting.hurried {
+                self.passed_over = if others_wait { self.passed_over.saturating_add(bytes) } else { 0 };
+            } else {
+                self.passed_over = 0;
+                self.clock = self.clock.max(waiting.count);
+            }
+            waiting.count = waiting.count.saturating_add(bytes);
+            self.due = at.checked_add(Duration::from_secs_f64(bytes as f64 / rate as f64));
+        }
+        Turn::Now
+    }
+
+    /// Who is next.
+    fn next(&self) -> Option<(Flow, Ticket)> {
+        let first = |hurried: bool| {
+            let flows = self.flows.iter().filter(move |(_, waiting)| waiting.hurried == hurried);
+            let fronts = flows.filter_map(|(flow, waiting)| Some((waiting.count, *flow, waiting.tickets.front()?.0)));
+            fronts.min_by_key(|(count, flow, _)| (*count, *flow)).map(|(_, flow, ticket)| (flow, ticket))
+        };
+        match (first(true), first(false)) {
+            (Some(_), Some(other)) if self.passed_over >= PATIENCE => Some(other),
+            (Some(hurried), _) => Some(hurried),
+            (None, other) => other,
+        }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.numbers += 1;
+        self.numbers
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RATE: u64 = 100_000_000;
+    const MIB: u64 = 1 << 20;
+
+    /// Migrations on a simulated link and clock.
+    struct Link {
+        turns: Turns,
+        now: Instant,
+        flows: Vec<Sender>,
+    }
+
+    /// A migration: so many connections, each of which asks again as soon as it has sent, no faster than its own limit.
+    struct Sender {
+        flow: Flow,
+        chunk: u64,
+        own_rate: Option<u64>,
+        /// By connection: its ticket, or when it asks next.
+        connections: Vec<Result<Ticket, Instant>>,
+        own_due: Instant,
+        sent: u64,
+    }
+
+    impl Link {
+        fn new() -> Self {
+            Self { turns: Turns::new(Some(RATE)), now: Instant::now(), flows: Vec::new() }
+        }
+
+        fn add(&mut self, connections: usize, chunk: u64, own_rate: Option<u64>) -> usize {
+            let flow = self.turns.join();
+            let connections = vec![Err(self.now); connections];
+            self.flows.push(Sender { flow, chunk, own_rate, connections, own_due: self.now, sent: 0 });
+            self.flows.len() - 1
+        }
+
+        fn stop(&mut self, index: usize) {
+            let flow = &mut self.flows[index];
+            for ticket in flow.connections.drain(..).flatten() {
+                self.turns.withdraw(flow.flow, ticket);
+            }
+        }
+
+        /// Lets time pass; what each flow sent meanwhile.
+        fn run(&mut self, time: Duration) -> Vec<u64> {
+            let (before, end) = (self.sent(), self.now + time);
+            while self.now < end {
+                let mut wake = end;
+                let mut went = false;
+                for sender in &mut self.flows {
+                    for connection in &mut sender.connections {
+                        if let Err(at) = *connection {
+                            if at > self.now {
+                                wake = wake.min(at);
+                                continue;
+                            }
+                            *connection = Ok(self.turns.ask(sender.flow, sender.chunk));
+                        }
+                        let Ok(ticket) = *connection else { continue };
+                        match self.turns.turn(sender.flow, ticket, self.now) {
+                            Turn::Later => {}
+                            Turn::At(at) => wake = wake.min(at),
+                            Turn::Now => {
+                                sender.sent += sender.chunk;
+                                sender.own_due = sender.own_due.max(self.now);
+                                if let Some(rate) = sender.own_rate {
+                                    sender.own_due += Duration::from_secs_f64(sender.chunk as f64 / rate as f64);
+                                }
+                                *connection = Err(sender.own_due);
+                                went = true;
+                            }
+                        }
+                    }
+                }
+                if !went {
+                    self.now = wake;
+                }
+            }
+            self.sent().iter().zip(before).map(|(after, before)| after - before).collect()
+        }
+
+        fn sent(&self) -> Vec<u64> {
+            self.flows.iter().map(|sender| sender.sent).collect()
+        }
+    }
+
+    /// Within five percent of what it should be.
+    #[track_caller]
+    fn about(bytes: u64, of_rate: f64, seconds: f64) {
+        let share = bytes as f64 / (RATE as f64 * seconds);
+        assert!((share / of_rate - 1.0).abs() < 0.05, "{share:.3} of the link instead of {of_rate:.3}");
+    }
+
+    #[test]
+    fn migrations_get_equal_shares_however_many_there_are() {
+        for count in [1, 2, 3, 8] {
+            let mut link = Link::new();
+            (0..count).for_each(|_| _ = link.add(1, MIB, None));
+            for sent in link.run(Duration::from_secs(10)) {
+                about(sent, 1.0 / count as f64, 10.0);
+            }
+        }
+    }
+
+    #[test]
+    fn eight_connections_get_no_more_than_one() {
+        let mut link = Link::new();
+        link.add(1, MIB, None);
+        link.add(8, MIB, None);
+        for sent in link.run(Duration::from_secs(5)) {
+            about(sent, 0.5, 5.0);
+        }
+    }
+
+    #[test]
+    fn small_frames_get_no_less_than_large_ones() {
+        let mut link = Link::new();
+        link.add(1, 40_000, None);
+        link.add(1, MIB, None);
+        for sent in link.run(Duration::from_secs(5)) {
+            about(sent, 0.5, 5.0);
+        }
+    }
+
+    #[test]
+    fn a_late_one_gets_its_share_at_once_and_no_more() {
+        let mut link = Link::new();
+        link.add(2, MIB, None);
+        about(link.run(Duration::from_secs(20))[0], 1.0, 20.0);
+        link.add(1, MIB, None);
+        for sent in link.run(Duration::from_secs(1)) {
+            about(sent, 0.5, 1.0);
+        }
+    }
+
+    #[test]
+    fn an_idle_one_leaves_its_share_to_the_others_and_saves_nothing_up() {
+        let mut link = Link::new();
+        let idle = link.add(4, MIB, None);
+        link.add(1, MIB, None);
+        link.run(Duration::from_secs(2));
+        link.stop(idle);
+        let sent = link.run(Duration::from_secs(10));
+        assert_eq!(sent[idle], 0);
+        about(sent[1], 1.0, 10.0);
+        link.flows[idle].connections = vec![Err(link.now); 4];
+        for sent in link.run(Duration::from_secs(2)) {
+            about(sent, 0.5, 2.0);
+        }
+    }
+
+    #[test]
+    fn a_limit_of_its_own_below_the_share_holds_and_the_rest_goes_to_the_others() {
+        let mut link = Link::new();
+        link.add(1, MIB, Some(RATE / 10));
+        link.add(1, MIB, None);
+        link.add(8, MIB, None);
+        let sent = link.run(Duration::from_secs(10));
+        about(sent[0], 0.1, 10.0);
+        about(sent[1], 0.45, 10.0);
+        about(sent[2], 0.45, 10.0);
+    }
+
+    #[test]
+    fn a_guest_that_waits_goes_first_and_starves_nobody() {
+        let mut link = Link::new();
+        let others = 7;
+        (0..others).for_each(|_| _ = link.add(1, MIB, None));
+        let paused = link.add(1, MIB, None);
+        link.run(Duration::from_secs(1));
+        link.turns.hurry(link.flows[paused].flow);
+        let sent = link.run(Duration::from_secs(10));
+        about(sent[paused], 16.0 / 17.0, 10.0);
+        for sent in &sent[..others] {
+            about(*sent, 1.0 / 17.0 / others as f64, 10.0);
+        }
+    }
+
+    #[test]
+    fn who_does_not_wait_any_more_holds_nobody_up_and_is_not_charged() {
+        let (mut turns, now) = (Turns::new(Some(RATE)), Instant::now());
+        let (gone, stays) = (turns.join(), turns.join());
+        let withdrawn = turns.ask(gone, MIB);
+        let second = turns.ask(stays, MIB);
+        assert_eq!(turns.turn(stays, second, now), Turn::Later);
+        turns.withdraw(gone, withdrawn);
+        assert_eq!(turns.turn(stays, second, now), Turn::Now);
+        let again = turns.ask(gone, MIB);
+        assert!(matches!(turns.turn(gone, again, now), Turn::At(_)));
+        turns.part(gone);
+        let third = turns.ask(stays, MIB);
+        assert!(
+            matches!(turns.turn(stays, third, now), Turn::At(_)),
+            "a flow that ended with tickets left is forgotten"
+        );
+    }
+
+    #[test]
+    fn a_rate_taken_away_ends_every_wait() {
+        let (mut turns, now) = (Turns::new(Some(1)), Instant::now());
+        let flow = turns.join();
+        let (first, second) = (turns.ask(flow, MIB), turns.ask(flow, MIB));
+        assert_eq!(turns.turn(flow, first, now), Turn::Now);
+        assert!(matches!(turns.turn(flow, second, now), Turn::At(_)));
+        turns.set_rate(None);
+        assert_eq!(turns.turn(flow, second, now), Turn::Now);
+    }
+}

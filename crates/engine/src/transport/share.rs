@@ -1,0 +1,135 @@
+//! A host's bandwidth, shared by all its migrations: threads that take the turns of [`fair`](super::fair).
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::fair::{Flow, Turn, Turns};
+
+/// How long a wait may go on unasked.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// The limit on what all migrations away from a host send together.
+#[derive(Debug, Default)]
+pub struct Share {
+    turns: Mutex<Turns>,
+    changed: Condvar,
+}
+
+impl Share {
+    /// With a rate in bytes per second; no limit where `None`.
+    #[must_use]
+    pub fn new(bytes_per_s: Option<u64>) -> Self {
+        Self { turns: Mutex::new(Turns::new(bytes_per_s)), changed: Condvar::new() }
+    }
+
+    /// The rate, bytes per second.
+    #[must_use]
+    pub fn rate(&self) -> Option<u64> {
+        self.lock().rate()
+    }
+
+    /// Another rate, for those under way too.
+    pub fn set_rate(&self, bytes_per_s: Option<u64>) {
+        self.lock().set_rate(bytes_per_s);
+        self.changed.notify_all();
+    }
+
+    /// A migration's part in it, until it is dropped.
+    #[must_use]
+    pub(super) fn join(self: &Arc<Self>) -> Member {
+        let flow = self.lock().join();
+        Member { share: Arc::clone(self), flow }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Turns> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One of those that share.
+#[derive(Debug)]
+pub(super) struct Member {
+    share: Arc<Share>,
+    flow: Flow,
+}
+
+impl Member {
+    /// A guest waits for what comes from now on: it goes before the others' bulk.
+    pub fn hurry(&self) {
+        self.share.lock().hurry(self.flow);
+        self.share.changed.notify_all();
+    }
+
+    /// Waits for the turn to send so many bytes, asking `goes_on` at least every tenth of a second.
+    ///
+    /// # Errors
+    /// What `goes_on` says; the turn is then another's.
+    pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
+        let mut turns = self.share.lock();
+        if turns.rate().is_none() {
+            return Ok(());
+        }
+        let ticket = turns.ask(self.flow, bytes);
+        loop {
+            let now = Instant::now();
+            let wait = match turns.turn(self.flow, ticket, now) {
+                // Whoever is next now learns it.
+                Turn::Now => {
+                    self.share.changed.notify_all();
+                    return Ok(());
+                }
+                Turn::At(at) => at.saturating_duration_since(now).min(LOOK),
+                Turn::Later => LOOK,
+            };
+            let (guard, _) = self.share.changed.wait_timeout(turns, wait).unwrap_or_else(PoisonError::into_inner);
+            drop(guard);
+            let goes_on = goes_on();
+            turns = self.share.lock();
+            if goes_on.is_err() {
+                turns.withdraw(self.flow, ticket);
+                self.share.changed.notify_all();
+                return goes_on;
+            }
+        }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.share.lock().part(self.flow);
+        self.share.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn a_cancelled_wait_ends_and_leaves_its_turn_to_others() {
+        let share = Arc::new(Share::new(Some(1)));
+        let (first, second) = (share.join(), share.join());
+        let on = || Ok::<(), ()>(());
+        first.wait(1000, on).unwrap();
+        // A thousand seconds from now, at that rate.
+        let cancelled = AtomicBool::new(false);
+        let goes_on = || if cancelled.load(Ordering::Acquire) { Err("cancelled") } else { Ok(()) };
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| first.wait(1000, goes_on));
+            let waits_too = scope.spawn(|| second.wait(1000, on));
+            cancelled.store(true, Ordering::Release);
+            assert_eq!(waits.join().unwrap(), Err("cancelled"));
+            share.set_rate(None);
+            assert_eq!(waits_too.join().unwrap(), Ok(()));
+        });
+    }
+
+    #[test]
+    fn without_a_limit_nobody_waits() {
+        let share = Arc::new(Share::new(None));
+        let member = share.join();
+        assert_eq!(member.wait(u64::MAX, || Err("never asked")), Ok(()));
+    }
+}
