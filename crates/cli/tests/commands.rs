@@ -164,7 +164,7 @@ fn every_exit_code_means_what_it_says() {
         &["run", "x", "--memory", "lots", "--"],
         &["run", "../x", "--memory", "64M", "--detach", "--"],
         &["run", "x", "--memory", "64M", "--detach", "--", "-m", "1G"],
-        &["estimate", "m", "--bandwidth", "1Gbit"],
+        &["estimate", "m"],
         &["frobnicate"],
     ] {
         expect(&host, 2, usage);

@@ -7,13 +7,14 @@ use std::os::unix::fs::PermissionsExt;
 use serde_json::json;
 use support::{Host, cannot_run};
 
-const ROUTES: [(&str, &str); 15] = [
+const ROUTES: [(&str, &str); 16] = [
     ("get", "/v1/vms"),
     ("post", "/v1/vms"),
     ("post", "/v1/vms/adopt"),
     ("get", "/v1/vms/{name}"),
     ("delete", "/v1/vms/{name}"),
     ("post", "/v1/vms/{name}/cancel"),
+    ("get", "/v1/vms/{name}/estimate"),
     ("get", "/v1/migrations"),
     ("post", "/v1/migrations"),
     ("get", "/v1/migrations/{id}"),
