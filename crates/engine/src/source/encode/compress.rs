@@ -2,6 +2,7 @@
 
 use sterna_protocol::frame::packed::{Block, Codec, MAX_BLOCK_PAGES};
 use sterna_protocol::layout::PAGE_BYTES;
+use zstd::zstd_safe::ResetDirective;
 
 /// A block must become smaller than this share of itself, or it is sent as it is: decompressing costs the destination something.
 const WORTH: (usize, usize) = (15, 16);
@@ -127,6 +128,9 @@ impl Compressor {
                 let compressor = match &mut self.zstd {
                     Some(compressor) => {
                         if self.zstd_level != level {
+                            // A block that did not fit left it in the middle of a frame, where no level can be set.
+                            let reset = compressor.context_mut().reset(ResetDirective::SessionOnly);
+                            reset.map_err(|_| std::io::Error::other("the compressor cannot be begun anew"))?;
                             compressor.set_compression_level(level)?;
                         }
                         compressor
@@ -219,6 +223,18 @@ mod tests {
         }
         assert!(payload.is_empty());
         pages
+    }
+
+    #[test]
+    fn the_level_can_change_after_pages_that_did_not_shrink() {
+        let mut compressor = Compressor::default();
+        let (mut blocks, mut payload) = (Vec::new(), Vec::new());
+        for level in [1, 3, -5] {
+            compressor.encode(Method::Zstd(level), &noise(16), &mut blocks, &mut payload).unwrap();
+        }
+        assert!(blocks.iter().all(|block| block.codec == Codec::Plain));
+        compressor.encode(Method::Zstd(1), &[7; 16 * PAGE_BYTES], &mut blocks, &mut payload).unwrap();
+        assert_eq!(blocks.last().unwrap().codec, Codec::Zstd);
     }
 
     #[test]
