@@ -3,13 +3,13 @@
 use sterna_api::report::Report;
 use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
 
-/// A guest that writes four times the rate of `LINK` over three quarters of its RAM.
+/// A guest that writes four times the rate of `LINK` over most of its RAM.
 fn fast_writer() -> Plan {
-    Plan { jobs: "checker:--mib,8,--rate,4;dirtier:--mib,192,--rate,184,--bytes,64".into(), ..Plan::small() }
+    Plan { jobs: "checker:--mib,8,--rate,4;dirtier:--mib,160,--rate,92".into(), ..Plan::small() }
 }
 
-/// 46 MiB/s.
-const LINK: [&str; 2] = ["--bandwidth", "48MB"];
+/// 23 MiB/s.
+const LINK: [&str; 2] = ["--bandwidth", "24MB"];
 
 fn options<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&LINK[..], more].concat()

@@ -7,7 +7,7 @@
 //! does not take goes to the others.
 //!
 //! A hurried flow's guest is stopped and waits for its last pages: it goes before the others, except that these get a turn of theirs
-//! after every [`PATIENCE`] bytes, so that no number of pauses starves anybody.
+//! after every 16 MiB, so that no number of pauses starves anybody.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
