@@ -5,7 +5,8 @@ use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
 
 /// A guest that writes four times the rate of `LINK` over most of its RAM.
 fn fast_writer() -> Plan {
-    Plan { jobs: "checker:--mib,8,--rate,4;dirtier:--mib,160,--rate,92".into(), ..Plan::small() }
+    let jobs = "checker:--mib,8,--rate,4;dirtier:--mib,192,--rate,92".into();
+    Plan { jobs, memory_bytes: 320 << 20, ..Plan::small() }
 }
 
 /// 23 MiB/s.
@@ -22,6 +23,10 @@ fn a_guest_four_times_as_fast_as_the_link_ends_as_asked() {
         return;
     }
     let mut site = Site::start(&fast_writer());
+    site.eventually("it writes as fast as it should", || {
+        let lines = site.meter.lines(site.guest.address(), "DIRTIER");
+        lines.last().and_then(|line| line.number("writes_per_s")).is_some_and(|rate| rate > 80.0 * 256.0)
+    });
     let answer = site.attempt(None, &options(&["--timeout", "12s", "--on-timeout", "cancel"]));
     answer.expect(3, &["writes faster", "--throttle"]);
     site.runs_on_here();

@@ -1,4 +1,4 @@
-//! A host's bandwidth, shared by all its migrations: threads that take the turns of [`fair`](super::fair).
+//! A host's bandwidth, shared by all its migrations: threads that take the turns of `fair.rs`.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
