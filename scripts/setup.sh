@@ -7,6 +7,7 @@ PACKAGES=(
     iproute2 procps util-linux                                 # hosts as network namespaces
     libmemcached-tools redis-tools                             # load for memcached and Redis
     postgresql                                                 # a database for guests to work with
+    librsvg2-bin                                               # plots as PNG
 )
 
 setup() {
