@@ -1,29 +1,17 @@
 //! QEMU moves a real guest by itself between two hosts of a lab. Needs root, QEMU and the guest's image.
 
+mod support;
+
 use std::time::Duration;
 
 use sterna_bench::baseline::{Method, Ram, qemu};
 use sterna_bench::load::memcached::LoadConfig;
 use sterna_bench::trial::{self, Mover, Qemu, Setup, Trial};
-use sterna_bench::{Guest, Lab, LabConfig, tools};
-
-/// A lab without daemons; `None`, with the reason said, where there can be none.
-fn lab(name: &str, rate_bytes_per_s: Option<u64>) -> Option<Lab> {
-    if tools::kernel().is_err() || tools::initrd().is_err() || tools::qemu_7_2().is_err() {
-        eprintln!("skipped: QEMU or the guest's image is absent");
-        return None;
-    }
-    if !nix::unistd::Uid::effective().is_root() {
-        eprintln!("skipped: a lab needs root");
-        return None;
-    }
-    let pair = LabConfig::pair(&format!("{name}{}", std::process::id()));
-    Some(Lab::up(LabConfig { daemons: false, rate_bytes_per_s, ..pair }).unwrap())
-}
+use sterna_bench::{Guest, Lab, tools};
 
 #[test]
 fn every_method_and_back_end_of_every_qemu_moves_its_guest() {
-    let Some(lab) = lab("ways", None) else { return };
+    let Some(lab) = support::lab("ways", None) else { return };
     let mut qemus = vec![Qemu { label: "7.2".into(), path: tools::qemu_7_2().unwrap() }];
     match tools::qemu_10_0() {
         Ok(path) => qemus.push(Qemu { label: "10.0".into(), path }),
@@ -70,7 +58,7 @@ fn every_method_and_back_end_of_every_qemu_moves_its_guest() {
 
 #[test]
 fn qemus_own_migration_is_measured_from_every_side() {
-    let Some(lab) = lab("base", Some(125_000_000)) else { return };
+    let Some(lab) = support::lab("base", Some(125_000_000)) else { return };
     let path = tools::qemu_7_2().unwrap();
     let mut guest = Guest::new(&lab, "g", 7, "idle:--mib,32;checker:--mib,8,--rate,4;memcached:-m,64");
     guest.memory_bytes = 512 << 20;
@@ -128,7 +116,7 @@ fn move_a_busy_guest(lab: &Lab, method: Method, limit: Duration) -> Trial {
 
 #[test]
 fn a_migration_that_does_not_end_is_given_up_and_measured_and_the_guest_runs_on() {
-    let Some(lab) = lab("endless", Some(25_000_000)) else { return };
+    let Some(lab) = support::lab("endless", Some(25_000_000)) else { return };
     let trial = move_a_busy_guest(&lab, Method::Vanilla, Duration::from_secs(5));
     assert_eq!(trial.metrics["completed"], 0.0);
     assert!(!trial.metrics.contains_key("total_ms") && !trial.metrics.contains_key("downtime_ms"));
@@ -138,7 +126,7 @@ fn a_migration_that_does_not_end_is_given_up_and_measured_and_the_guest_runs_on(
 
 #[test]
 fn post_copy_follows_the_first_pass_and_moves_a_guest_that_pre_copy_cannot() {
-    let Some(lab) = lab("post", Some(25_000_000)) else { return };
+    let Some(lab) = support::lab("post", Some(25_000_000)) else { return };
     let trial = move_a_busy_guest(&lab, Method::Postcopy, trial::LIMIT);
     assert_eq!(trial.metrics["completed"], 1.0);
     let ram = &trial.report["query_migrate"]["ram"];

@@ -1,6 +1,8 @@
 //! The image has the programs that experiments run in guests, and a guest tells the meter how they do. Needs root, QEMU, the
 //! guest's image and PostgreSQL.
 
+mod support;
+
 use std::time::Duration;
 
 use sterna_bench::baseline::{BaselineVm, Ram};
@@ -8,22 +10,8 @@ use sterna_bench::command::wait_for;
 use sterna_bench::lab::{CLIENT, METER};
 use sterna_bench::load::postgres::Postgres;
 use sterna_bench::meter::{Line, Meter};
-use sterna_bench::{Guest, Lab, LabConfig, tools};
+use sterna_bench::{Guest, tools};
 use sterna_guest_programs::histogram::Histogram;
-
-/// A lab without daemons; `None`, with the reason said, where there can be none.
-fn lab(name: &str) -> Option<Lab> {
-    if tools::kernel().is_err() || tools::initrd().is_err() || tools::qemu_7_2().is_err() {
-        eprintln!("skipped: QEMU or the guest's image is absent");
-        return None;
-    }
-    if !nix::unistd::Uid::effective().is_root() {
-        eprintln!("skipped: a lab needs root");
-        return None;
-    }
-    let pair = LabConfig::pair(&format!("{name}{}", std::process::id()));
-    Some(Lab::up(LabConfig { daemons: false, ..pair }).unwrap())
-}
 
 /// Waits until a program of the guest has sent `count` lines with `key`, and returns them.
 fn lines(meter: &Meter, guest: &Guest, program: &str, key: &str, count: usize) -> Vec<Line> {
@@ -38,7 +26,7 @@ fn lines(meter: &Meter, guest: &Guest, program: &str, key: &str, count: usize) -
 
 #[test]
 fn a_guest_reports_what_its_writer_changes_and_how_far_its_sorts_are() {
-    let Some(lab) = lab("work") else { return };
+    let Some(lab) = support::lab("work", Some(125_000_000)) else { return };
     let jobs =
         "dirtier:--mib,8,--rate,4,--silent,50,--silent-of,pages,--interval-ms,100;quicksort:--mib,2,--interval-ms,200";
     let mut guest = Guest::new(&lab, "g", 9, jobs);
@@ -63,7 +51,7 @@ fn a_guest_reports_what_its_writer_changes_and_how_far_its_sorts_are() {
 
 #[test]
 fn a_guest_works_with_a_database_on_another_host_which_leaves_nothing() {
-    let Some(lab) = lab("base") else { return };
+    let Some(lab) = support::lab("base", Some(125_000_000)) else { return };
     if let Err(error) = tools::postgres() {
         return eprintln!("skipped: {error}");
     }

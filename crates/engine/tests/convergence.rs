@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing};
+use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
 use sterna_api::options::{HotPages, OnTimeout};
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Phase};
@@ -19,14 +19,6 @@ use sterna_engine::source::{Fate, Outcome, migrate};
 
 const MIB: u64 = 1 << 20;
 const PAGES: u64 = 8192;
-
-fn skip() -> bool {
-    let missing = sterna_sys::probe::missing();
-    if !missing.is_empty() {
-        println!("skipped: {}", missing.join("; "));
-    }
-    !missing.is_empty()
-}
 
 fn full_ram() -> GuestRam {
     let ram = GuestRam::new(PAGES * 4096);
@@ -50,7 +42,7 @@ fn slow(timeout_ms: f64, on_timeout: OnTimeout) -> MigrateOptions {
 
 #[test]
 fn the_time_is_up_in_the_middle_of_a_round_too() {
-    if skip() {
+    if !tracking_works() {
         return;
     }
     let (_host, peer) = Destination::serve();
@@ -67,7 +59,7 @@ fn the_time_is_up_in_the_middle_of_a_round_too() {
 
 #[test]
 fn a_forced_stop_in_the_middle_of_a_round_loses_no_page_and_takes_about_as_long_as_predicted() {
-    if skip() {
+    if !tracking_works() {
         return;
     }
     for streams in [1, 3] {
@@ -95,7 +87,7 @@ fn a_forced_stop_in_the_middle_of_a_round_loses_no_page_and_takes_about_as_long_
 
 #[test]
 fn a_limit_that_may_grow_ends_what_stalls_above_it() {
-    if skip() {
+    if !tracking_works() {
         return;
     }
     let (host, peer) = Destination::serve();
@@ -117,7 +109,7 @@ fn a_limit_that_may_grow_ends_what_stalls_above_it() {
 
 #[test]
 fn a_guest_that_is_slowed_down_in_vain_has_all_its_time_back_afterwards() {
-    if skip() {
+    if !tracking_works() {
         return;
     }
     let ram = full_ram();
@@ -170,7 +162,7 @@ fn a_host_that_cannot_slow_a_guest_down_refuses_to_begin() {
 
 #[test]
 fn a_guest_that_switches_itself_off_is_noticed_within_its_round() {
-    if skip() {
+    if !tracking_works() {
         return;
     }
     let (_host, peer) = Destination::serve();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing};
+use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
 use sterna_api::MigrateOptions;
 use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout};
 use sterna_api::report::{Report, Status};
@@ -25,15 +25,6 @@ const HASHES: [ContentHash; 6] = [
 ];
 const COMPRESSORS: [(Compress, Option<i32>); 4] =
     [(Compress::Off, None), (Compress::Lz4, None), (Compress::Zstd, None), (Compress::Zstd, Some(3))];
-
-/// Skips, saying why, where this kernel or this user cannot track writes.
-fn tracking_works() -> bool {
-    let missing = sterna_sys::probe::missing();
-    if !missing.is_empty() {
-        println!("skipped: {}", missing.join("; "));
-    }
-    missing.is_empty()
-}
 
 /// A guest's RAM: a third noise, a third text, a third zeros and holes.
 fn guest_ram() -> GuestRam {

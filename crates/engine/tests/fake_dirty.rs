@@ -7,7 +7,7 @@ mod pair;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing};
+use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
 use sterna_api::options::{ContentHash, FakeDirty, HotPages};
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Report};
@@ -16,15 +16,6 @@ use sterna_engine::source::{Fate, migrate};
 
 const MIB: u64 = 1 << 20;
 const PAGES: u64 = 24 * MIB / 4096;
-
-/// Skips, saying why, where this kernel or this user cannot track writes.
-fn tracking_works() -> bool {
-    let missing = sterna_sys::probe::missing();
-    if !missing.is_empty() {
-        println!("skipped: {}", missing.join("; "));
-    }
-    missing.is_empty()
-}
 
 /// A link on which the 24 MiB take a good part of a second, so that pages are written again before their turn.
 fn slow() -> MigrateOptions {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing};
+use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
 use sterna_api::options::OnTimeout;
 use sterna_api::report::Status;
 use sterna_api::{Blame, MigrateOptions, Mode, Problem};
@@ -20,15 +20,6 @@ use sterna_engine::source::{Fate, Outcome, migrate};
 use sterna_protocol::hello::HELLO_BYTES;
 
 const MIB: u64 = 1 << 20;
-
-/// Skips, saying why, where this kernel or this user cannot track writes.
-fn tracking_works() -> bool {
-    let missing = sterna_sys::probe::missing();
-    if !missing.is_empty() {
-        println!("skipped: {}", missing.join("; "));
-    }
-    missing.is_empty()
-}
 
 fn verified(streams: u32) -> MigrateOptions {
     MigrateOptions { streams, verify: true, ..MigrateOptions::default() }

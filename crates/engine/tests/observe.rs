@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use pair::{GuestRam, InsideSelf, SourceVmm, Writers, outgoing};
+use pair::{GuestRam, InsideSelf, SourceVmm, Writers, outgoing, tracking_works};
 use sterna_api::Mode;
 use sterna_api::options::Compress;
 use sterna_engine::error::MigrateError;
@@ -21,15 +21,6 @@ use sterna_sys::pagemap::{Categories, Pagemap, Scan};
 
 const MIB: u64 = 1 << 20;
 const A_WHILE: Duration = Duration::from_millis(600);
-
-/// Skips, saying why, where this kernel or this user cannot track writes.
-fn tracking_works() -> bool {
-    let missing = sterna_sys::probe::missing();
-    if !missing.is_empty() {
-        println!("skipped: {}", missing.join("; "));
-    }
-    missing.is_empty()
-}
 
 fn look(ram: &GuestRam, duration: Duration, monitor: &Monitor) -> Result<Observation, MigrateError> {
     let mut machine = outgoing(ram, SourceVmm::new(None), InsideSelf::default());

@@ -20,7 +20,6 @@ use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, Role, VERSION};
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::message::{PREFIX_BYTES, Reply, Request, decode, decode_prefix, encode};
 use sterna_protocol::pages::PageSet;
-use sterna_protocol::spec::{BlockSpec, VmSpec};
 use sterna_protocol::xbzrle;
 
 const KEY: u64 = 77;
@@ -54,23 +53,9 @@ impl Peer {
             stream
         };
         let mut control = dial(Role::Control);
-        let block = BlockSpec { id: "ram".into(), bytes: CHUNKS << 20, page_bytes: 4096, path: String::new() };
+        let block = pair::block(CHUNKS << 20);
         let layout = Layout::new(std::slice::from_ref(&block)).expect("a layout").digest();
-        let spec = VmSpec {
-            name: "guest".into(),
-            memory_bytes: block.bytes,
-            private: false,
-            trust_group: None,
-            qemu_version: (7, 2, 0),
-            qemu_path: String::new(),
-            machine: "none".into(),
-            arguments: vec![],
-            managed_ram: true,
-            blocks: vec![block],
-            cpu: None,
-            allocated_bytes: 0,
-            running: true,
-        };
+        let spec = pair::spec(block);
         let reply = ask(&mut control, &Request::Propose { id, spec: Box::new(spec), streams: 1 });
         assert!(matches!(reply, Reply::Accepted { layout: theirs, .. } if theirs == layout), "{reply:?}");
         let (pages, devices) = (dial(Role::Pages(0)), dial(Role::Devices));

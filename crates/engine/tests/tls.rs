@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use authority::Authority;
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing};
+use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Problem};
 use sterna_engine::monitor::Monitor;
@@ -27,15 +27,6 @@ const MIB: u64 = 1 << 20;
 const B: [&str; 2] = ["b.example", "127.0.0.1"];
 /// A refusal that takes longer has waited for something.
 const SECONDS: Duration = Duration::from_secs(4);
-
-/// Skips, saying why, where this kernel or this user cannot track writes.
-fn tracking_works() -> bool {
-    let missing = sterna_sys::probe::missing();
-    if !missing.is_empty() {
-        println!("skipped: {}", missing.join("; "));
-    }
-    missing.is_empty()
-}
 
 fn run(outgoing: sterna_engine::source::Outgoing, peer: &str, ours: Option<Arc<Credentials>>, streams: u32) -> Outcome {
     let options = MigrateOptions { streams, verify: true, ..MigrateOptions::default() };

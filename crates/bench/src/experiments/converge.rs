@@ -181,19 +181,11 @@ fn lines(rows: &[Row], pattern: &str, metric: &str) -> Vec<(String, Vec<(f64, f6
 
 #[cfg(test)]
 mod tests {
+    use super::super::sample;
     use super::*;
-    use std::collections::BTreeMap;
 
     fn run(mover: &Mover, metrics: &[(&str, f64)]) -> Run {
-        let workload = name("random", 4.0);
-        let config = [("workload", workload.as_str()), ("mover", &mover.label()), ("qemu", "10.0")];
-        Run {
-            config: config.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
-            baseline: mover.is_baseline(),
-            repeat: 0,
-            metrics: metrics.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect::<BTreeMap<_, _>>(),
-            details: serde_json::Value::Null,
-        }
+        sample(&name("random", 4.0), mover, "10.0", metrics)
     }
 
     #[test]

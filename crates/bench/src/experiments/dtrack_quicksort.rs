@@ -107,18 +107,11 @@ fn plot(runs: &[Run], sizes_mib: &[u64], quick: bool, directory: &Path) -> Resul
 
 #[cfg(test)]
 mod tests {
+    use super::super::sample;
     use super::*;
-    use std::collections::BTreeMap;
 
     fn run(mover: &Mover, mib: u64, repeat: usize, rate: f64) -> Run {
-        let config = [("workload", workload(mib, true)), ("mover", mover.label()), ("qemu", "10.0".into())];
-        Run {
-            config: config.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
-            baseline: mover.is_baseline(),
-            repeat,
-            metrics: BTreeMap::from([(format!("{RATE}_during"), rate)]),
-            details: serde_json::Value::Null,
-        }
+        Run { repeat, ..sample(&workload(mib, true), mover, "10.0", &[(&format!("{RATE}_during"), rate)]) }
     }
 
     #[test]

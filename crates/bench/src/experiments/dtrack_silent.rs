@@ -225,8 +225,8 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sample;
     use super::*;
-    use std::collections::BTreeMap;
     use std::net::Ipv4Addr;
     use sterna_api::report::Round;
 
@@ -266,18 +266,9 @@ mod tests {
         assert_eq!(counts[..2], [distinct(1000, 50_000), distinct(50_000, 50_100)]);
     }
 
-    fn run(workload: String, again: f64, changed: f64) -> Run {
-        let mover = Mover::Sterna(sterna::options("").unwrap()).label();
-        Run {
-            config: [("workload", workload), ("mover", mover)]
-                .map(|(key, value)| (key.to_owned(), value.into()))
-                .into_iter()
-                .collect(),
-            baseline: false,
-            repeat: 0,
-            metrics: BTreeMap::from([(AGAIN.to_owned(), again), (CHANGED.to_owned(), changed)]),
-            details: Value::Null,
-        }
+    fn run(workload: &str, again: f64, changed: f64) -> Run {
+        let mover = Mover::Sterna(sterna::options("").unwrap());
+        sample(workload, &mover, "10.0", &[(AGAIN, again), (CHANGED, changed)])
     }
 
     #[test]
@@ -285,9 +276,9 @@ mod tests {
         let default = Mover::Sterna(sterna::options("").unwrap());
         let mut runs: Vec<Run> = SHARES
             .into_iter()
-            .map(|share| run(workload(share), 1000.0 - f64::from(share), 900.0 - f64::from(share)))
+            .map(|share| run(&workload(share), 1000.0 - f64::from(share), 900.0 - f64::from(share)))
             .collect();
-        runs.push(run(CONTROL.into(), 100.0, 0.0));
+        runs.push(run(CONTROL, 100.0, 0.0));
         derive(&mut runs, &default);
         let judged: Vec<(Option<f64>, bool)> = targets(&runs, &default).iter().map(|t| (t.measured, t.met)).collect();
         assert_eq!(judged[1], (Some(1.0), true));

@@ -130,19 +130,12 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sample;
     use super::*;
     use crate::trial::Mover;
-    use std::collections::BTreeMap;
 
     fn run(mover: &Mover, mib: u64, qemu: &str, metric: &str, ms: f64) -> Run {
-        let config = [("workload", dtrack::workload(mib)), ("mover", mover.label()), ("qemu", qemu.into())];
-        Run {
-            config: config.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
-            baseline: mover.is_baseline(),
-            repeat: 0,
-            metrics: BTreeMap::from([(metric.to_owned(), ms)]),
-            details: serde_json::Value::Null,
-        }
+        sample(&dtrack::workload(mib), mover, qemu, &[(metric, ms)])
     }
 
     #[test]

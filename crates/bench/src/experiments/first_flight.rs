@@ -185,31 +185,20 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sample;
     use super::*;
-    use std::collections::BTreeMap;
-
-    fn run(workload: &str, qemu: &str, mover: &Mover, metrics: &[(&str, f64)]) -> Run {
-        let config = [("workload", workload), ("qemu", qemu), ("mover", &mover.label())];
-        Run {
-            config: config.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
-            baseline: mover.is_baseline(),
-            repeat: 0,
-            metrics: metrics.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect::<BTreeMap<_, _>>(),
-            details: serde_json::Value::Null,
-        }
-    }
 
     #[test]
     fn the_worst_row_is_the_one_that_is_judged() {
         let (sterna, qemu) = (Mover::Sterna(MigrateOptions::default()), Mover::Qemu(Method::Vanilla, Ram::Plain));
         let busy = WORKLOADS[2].name;
         let runs = [
-            run(IDLE, "10.0", &sterna, &[("total_ms", 900.0), (WIRE, 1.01), ("gap_ms", 12.0)]),
-            run(IDLE, "10.0", &qemu, &[("total_ms", 1000.0), ("setup_ms", 200.0)]),
-            run(IDLE, "7.2", &sterna, &[("total_ms", 5000.0)]),
-            run(IDLE, "7.2", &qemu, &[("total_ms", 1000.0)]),
-            run(busy, "10.0", &sterna, &[("total_ms", 1100.0), (THROUGHPUT, 95.0), (KEPT, 0.8)]),
-            run(busy, "10.0", &qemu, &[("total_ms", 1000.0), ("setup_ms", 0.0), (THROUGHPUT, 100.0), (KEPT, 0.8)]),
+            sample(IDLE, &sterna, "10.0", &[("total_ms", 900.0), (WIRE, 1.01), ("gap_ms", 12.0)]),
+            sample(IDLE, &qemu, "10.0", &[("total_ms", 1000.0), ("setup_ms", 200.0)]),
+            sample(IDLE, &sterna, "7.2", &[("total_ms", 5000.0)]),
+            sample(IDLE, &qemu, "7.2", &[("total_ms", 1000.0)]),
+            sample(busy, &sterna, "10.0", &[("total_ms", 1100.0), (THROUGHPUT, 95.0), (KEPT, 0.8)]),
+            sample(busy, &qemu, "10.0", &[("total_ms", 1000.0), ("setup_ms", 0.0), (THROUGHPUT, 100.0), (KEPT, 0.8)]),
         ];
         let targets = targets(&runs);
         let found: Vec<(Option<f64>, bool)> = targets.iter().map(|target| (target.measured, target.met)).collect();

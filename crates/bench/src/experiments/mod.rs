@@ -282,6 +282,19 @@ fn is(run: &Run, values: &[(&str, &str)]) -> bool {
     values.iter().all(|(name, value)| run.config.get(*name).and_then(Value::as_str) == Some(value))
 }
 
+/// A first run of a row, for tests of what is derived from runs.
+#[cfg(test)]
+fn sample(workload: &str, mover: &Mover, qemu: &str, metrics: &[(&str, f64)]) -> Run {
+    let config = [("workload", workload), ("mover", &mover.label()), ("qemu", qemu)];
+    Run {
+        config: config.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
+        baseline: mover.is_baseline(),
+        repeat: 0,
+        metrics: metrics.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect(),
+        details: Value::Null,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -24,6 +24,15 @@ use sterna_protocol::spec::{BlockSpec, VmSpec};
 use sterna_sys::map::{Access, SharedMapping};
 use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 
+/// Skips, saying why, where this kernel or this user cannot track writes.
+pub fn tracking_works() -> bool {
+    let missing = sterna_sys::probe::missing();
+    if !missing.is_empty() {
+        println!("skipped: {}", missing.join("; "));
+    }
+    missing.is_empty()
+}
+
 /// RAM of the guest, as its "vCPUs" see it: a file of holes on tmpfs.
 pub struct GuestRam {
     pub file: File,
@@ -360,28 +369,38 @@ impl Inside for InsideSelf {
     fn close(&mut self) {}
 }
 
+/// A block of so many bytes.
+pub fn block(bytes: u64) -> BlockSpec {
+    BlockSpec { id: "ram".into(), bytes, page_bytes: 4096, path: String::new() }
+}
+
+/// A machine of one block.
+pub fn spec(block: BlockSpec) -> VmSpec {
+    VmSpec {
+        name: "guest".into(),
+        memory_bytes: block.bytes,
+        private: false,
+        trust_group: None,
+        qemu_version: (7, 2, 0),
+        qemu_path: String::new(),
+        machine: "none".into(),
+        arguments: vec![],
+        managed_ram: true,
+        blocks: vec![block],
+        cpu: None,
+        allocated_bytes: 0,
+        running: true,
+    }
+}
+
 /// A machine of one block, to be moved by `migrate`.
 pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let id = u128::from(NEXT.fetch_add(1, Ordering::Relaxed)) << 64 | u128::from(std::process::id());
-    let block = BlockSpec { id: "ram".into(), bytes: ram.bytes, page_bytes: 4096, path: String::new() };
+    let block = block(ram.bytes);
     Outgoing {
         id: MigrationId(id),
-        spec: VmSpec {
-            name: "guest".into(),
-            memory_bytes: ram.bytes,
-            private: false,
-            trust_group: None,
-            qemu_version: (7, 2, 0),
-            qemu_path: String::new(),
-            machine: "none".into(),
-            arguments: vec![],
-            managed_ram: true,
-            blocks: vec![block.clone()],
-            cpu: None,
-            allocated_bytes: 0,
-            running: true,
-        },
+        spec: spec(block.clone()),
         vmm: Box::new(vmm),
         blocks: vec![BlockFile {
             spec: block,
