@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::options::MigrateOptions;
+use crate::options::{MigrateOptions, Mode};
 use crate::problem::Problem;
 
 /// How a migration ended.
@@ -76,6 +76,21 @@ pub struct Report {
 impl Report {
     /// The version of the report's form.
     pub const SCHEMA: u32 = 1;
+
+    /// Of a migration of which nothing is known yet but what was asked for.
+    #[must_use]
+    pub fn asked(vm: &str, options: &MigrateOptions, source: Host, peer: &str) -> Self {
+        let options = options.resolved();
+        Self {
+            schema: Self::SCHEMA,
+            vm: vm.into(),
+            mode: if options.mode == Mode::StopAndCopy { "stop-and-copy" } else { "precopy" }.into(),
+            options,
+            source,
+            destination: Host { address: peer.into(), ..Host::default() },
+            ..Self::default()
+        }
+    }
 }
 
 /// The parts of the downtime, milliseconds.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::report::Host;
-use sterna_api::{Blame, MigrateOptions, Mode, Problem, Report, Status};
+use sterna_api::{Blame, MigrateOptions, Problem, Report, Status};
 use sterna_engine::host::{BlockFile, MigrationId, SourceHost};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::throttle::ProcessThrottle;
@@ -78,7 +78,12 @@ pub fn refused(
 ) -> Report {
     daemon.release(&record.name);
     daemon.forget_if_ended(record);
-    failed_report(record, peer, options, monitor, problem, status)
+    Report {
+        status,
+        total_ms: monitor.elapsed().as_secs_f64() * 1e3,
+        error: Some(problem),
+        ..Report::asked(&record.name, options, here(record), peer)
+    }
 }
 
 /// How an attempt ended.
@@ -234,28 +239,6 @@ fn here(record: &VmRecord) -> Host {
 #[must_use]
 pub fn host_name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
-}
-
-fn failed_report(
-    record: &VmRecord,
-    peer: &str,
-    options: &MigrateOptions,
-    monitor: &Monitor,
-    problem: Problem,
-    status: Status,
-) -> Report {
-    Report {
-        schema: Report::SCHEMA,
-        vm: record.name.clone(),
-        mode: if options.mode == Mode::StopAndCopy { "stop-and-copy" } else { "precopy" }.into(),
-        status,
-        total_ms: monitor.elapsed().as_secs_f64() * 1e3,
-        options: options.resolved(),
-        source: here(record),
-        destination: Host { address: peer.into(), ..Host::default() },
-        error: Some(problem),
-        ..Report::default()
-    }
 }
 
 /// This host as the source of one migration.

@@ -143,15 +143,7 @@ pub fn migrate(
     monitor: &Monitor,
 ) -> Outcome {
     let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, bandwidth, here } = outgoing;
-    let report = Report {
-        schema: Report::SCHEMA,
-        vm: spec.name.clone(),
-        mode: if options.mode == Mode::StopAndCopy { "stop-and-copy" } else { "precopy" }.into(),
-        options: options.resolved(),
-        source: here,
-        destination: Host { address: peer.into(), ..Host::default() },
-        ..Report::default()
-    };
+    let report = Report::asked(&spec.name, options, here, peer);
     let mut migration = Migration {
         id,
         spec: &spec,
