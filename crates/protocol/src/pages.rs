@@ -151,6 +151,15 @@ impl PageMap {
         self.chunks[page.chunk.index()].insert(page.page);
     }
 
+    /// Adds pages of one chunk.
+    ///
+    /// # Panics
+    /// Where the chunk is not in the layout the map was made for.
+    pub fn insert_all(&mut self, chunk: ChunkIndex, pages: &PageSet) {
+        let set = self.chunk_mut(chunk);
+        *set = set.or(pages);
+    }
+
     /// Adds all pages of the other map, which is of the same layout.
     pub fn add(&mut self, other: &Self) {
         for (mine, theirs) in self.chunks.iter_mut().zip(&other.chunks) {

@@ -88,12 +88,6 @@ impl FakeDirtyPages {
         Ok(Self { layout: layout.clone(), way, cost })
     }
 
-    /// Finds nothing.
-    #[must_use]
-    pub fn off(layout: &Layout) -> Self {
-        Self { layout: layout.clone(), way: Way::Off, cost: Arc::default() }
-    }
-
     /// Pages of a chunk that were written since they were last collected, as far as it is known.
     ///
     /// # Errors

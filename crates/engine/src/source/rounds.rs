@@ -42,7 +42,6 @@ pub struct Rounds<'a> {
     pacer: Pacer,
     sent: SentTable,
     fake_dirty: FakeDirtyPages,
-    nothing: FakeDirtyPages,
     encoding: Encoding,
     hot: HotPages,
     outstanding: PageMap,
@@ -76,7 +75,6 @@ impl<'a> Rounds<'a> {
             pacer,
             sent: SentTable::new(layout),
             fake_dirty: FakeDirtyPages::new(options, layout, tracker.watch())?,
-            nothing: FakeDirtyPages::off(layout),
             encoding: Encoding::new(options, layout),
             hot: HotPages::new(layout, options.hot_pages == HotPagesOption::Hold),
             outstanding: PageMap::empty(layout),
@@ -125,8 +123,7 @@ impl<'a> Rounds<'a> {
             let changed =
                 changed_untracked(self.ram, &self.sent, chunk, place.pages).without(self.outstanding.chunk(chunk));
             self.untracked_writes += changed.len() as u64;
-            let outstanding = self.outstanding.chunk_mut(chunk);
-            *outstanding = outstanding.or(&changed);
+            self.outstanding.insert_all(chunk, &changed);
         }
     }
 
@@ -167,7 +164,7 @@ impl<'a> Rounds<'a> {
             ram: self.ram,
             sent: &self.sent,
             pacer: &self.pacer,
-            fake_dirty: if last { &self.nothing } else { &self.fake_dirty },
+            fake_dirty: (!last).then_some(&self.fake_dirty),
             encoding: &self.encoding,
             until,
             monitor: self.monitor,
@@ -181,8 +178,7 @@ impl<'a> Rounds<'a> {
         let unsent_pages: usize = unsent.iter().map(|(_, pages)| pages.len()).sum();
         let dirty_pages = dirty_pages - unsent_pages as u64;
         for (chunk, pages) in again.into_iter().chain(unsent) {
-            let outstanding = self.outstanding.chunk_mut(chunk);
-            *outstanding = outstanding.or(&pages);
+            self.outstanding.insert_all(chunk, &pages);
         }
         self.discarded.keep(&self.outstanding);
         for suspect in &suspects {

@@ -42,8 +42,8 @@ pub struct Round<'a> {
     pub sent: &'a SentTable,
     /// The bandwidth limit.
     pub pacer: &'a Pacer,
-    /// Finds the pages that were written again before their turn; nothing where the guest has stopped.
-    pub fake_dirty: &'a FakeDirtyPages,
+    /// Finds the pages that were written again before their turn; absent where the guest has stopped.
+    pub fake_dirty: Option<&'a FakeDirtyPages>,
     /// How pages are encoded.
     pub encoding: &'a Encoding,
     /// When the round ends, sent or not, where there is such a moment.
@@ -83,7 +83,7 @@ impl Round<'_> {
             sent.unsent.push((chunk, pages));
             return Ok(None);
         }
-        let again = self.fake_dirty.again(chunk)?.and(&pages);
+        let again = self.fake_dirty.map_or(Ok(PageSet::EMPTY), |found| found.again(chunk))?.and(&pages);
         if !again.is_empty() {
             sent.again.push((chunk, again));
         }
