@@ -148,6 +148,14 @@ impl MigrateError {
         move |source| Self::Host { doing, source: source.into() }
     }
 
+    /// A kernel error about the VMM's process: where the kernel knows no such process any more, the VMM has ended.
+    pub fn vmm_process(doing: &'static str) -> impl FnOnce(sterna_sys::Error) -> Self {
+        move |source| match source.errno() {
+            Some(libc::ESRCH) => Self::Vmm(VmmError::Gone { guest_off: false }),
+            _ => Self::Host { doing, source: source.into() },
+        }
+    }
+
     /// The problem of a source that still has the guest, or had it: what the peer reports happened at the destination, and says nothing
     /// of the guest here.
     #[must_use]

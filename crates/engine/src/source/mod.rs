@@ -84,7 +84,7 @@ use crate::transport::credentials::Credentials;
 use crate::transport::pacer::Pacer;
 use crate::transport::share::Share;
 use crate::transport::{SessionKey, call, control};
-use crate::vmm;
+use crate::vmm::{self, VmmError};
 
 /// A machine to be moved away, and what is needed to move it.
 pub struct Outgoing {
@@ -254,6 +254,10 @@ impl Migration<'_> {
                 let theirs = if link.control.owner() == Owner::Source { link.control.abort() } else { None };
                 Err(match (error, theirs) {
                     (MigrateError::Link { .. }, Some(problem)) => MigrateError::Peer(problem),
+                    // The kernel says that it is gone; it may have said itself that the guest switched itself off.
+                    (MigrateError::Vmm(VmmError::Gone { guest_off: false }), _) => {
+                        vmm.ended().unwrap_or(VmmError::Gone { guest_off: false }).into()
+                    }
                     (error, _) => error,
                 })
             }

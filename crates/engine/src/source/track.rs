@@ -148,7 +148,7 @@ impl<I: Inside> WriteProtect<I> {
     /// # Errors
     /// The process's page tables cannot be opened.
     pub fn new(pid: u32, inside: I) -> Result<Self, MigrateError> {
-        let pagemap = Pagemap::open(pid).map_err(MigrateError::kernel("opening QEMU's page tables"))?;
+        let pagemap = Pagemap::open(pid).map_err(MigrateError::vmm_process("opening QEMU's page tables"))?;
         Ok(Self { inside, pagemap: Arc::new(pagemap), armed: None, regions: Vec::new(), cost: Cost::default() })
     }
 }
@@ -162,7 +162,7 @@ impl<I: Inside> Tracker for WriteProtect<I> {
         let armed = self.armed.insert(Armed { userfaultfd, spans: ram.spans().collect(), files });
         for span in &armed.spans {
             let registered = armed.userfaultfd.register(span.clone(), Modes::WP);
-            registered.map_err(MigrateError::kernel("registering the guest's RAM for write tracking"))?;
+            registered.map_err(MigrateError::vmm_process("registering the guest's RAM for write tracking"))?;
         }
         // The first scan arms every page, holes included. What it finds is not used: the caller sends all that is allocated.
         let (mut all, mut given_back) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
@@ -177,7 +177,7 @@ impl<I: Inside> Tracker for WriteProtect<I> {
         for (block, span) in armed.spans.iter().enumerate() {
             self.regions.clear();
             let scanned = self.pagemap.written_and_arm(span.clone(), &mut self.regions);
-            scanned.map_err(MigrateError::kernel("reading which pages the guest wrote"))?;
+            scanned.map_err(MigrateError::vmm_process("reading which pages the guest wrote"))?;
             for region in &self.regions {
                 self.cost.write_faults += region.pages();
                 add_run(written, ram.layout(), block, region.start - span.start..region.end - span.start);
@@ -242,7 +242,7 @@ impl WrittenPages {
     fn look(&self, range: Range<u64>) -> Result<Vec<Region>, MigrateError> {
         let mut regions = Vec::new();
         let looked = self.pagemap.written(range, &mut regions);
-        looked.map_err(MigrateError::kernel("looking at which pages the guest wrote"))?;
+        looked.map_err(MigrateError::vmm_process("looking at which pages the guest wrote"))?;
         Ok(regions)
     }
 }
@@ -276,5 +276,23 @@ impl Watch for WrittenPages {
 impl<I: Inside> Drop for WriteProtect<I> {
     fn drop(&mut self) {
         self.disarm();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+    use crate::vmm::VmmError;
+
+    #[test]
+    fn a_process_that_has_ended_is_said_to_have_ended_and_not_the_kernel_to_have_failed() {
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        let watch = WrittenPages { pagemap: Arc::new(Pagemap::open(child.id()).unwrap()), spans: Vec::new() };
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let error = watch.look(0x10000..0x20000).unwrap_err();
+        assert!(matches!(error, MigrateError::Vmm(VmmError::Gone { guest_off: false })), "{error:?}");
     }
 }
