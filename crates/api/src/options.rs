@@ -7,11 +7,15 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
-    /// What serves best: today pre-copy.
+    /// Pre-copy while its rounds pay; post-copy once they cannot reach the downtime limit.
     #[default]
     Auto,
     /// Rounds over dirty pages while the guest runs, the rest in the pause.
     Precopy,
+    /// The devices first, all pages after, while the guest runs at the destination.
+    Postcopy,
+    /// Some rounds of pre-copy, then the devices, then the pages that are left.
+    Hybrid,
     /// Everything in the pause.
     StopAndCopy,
 }
@@ -25,6 +29,21 @@ pub enum OnTimeout {
     Cancel,
     /// Switch over whatever the pause will be.
     Force,
+    /// Switch over at once and send the pages that are left after it.
+    Postcopy,
+}
+
+/// In which order pages are pushed after the switchover, beside those that faults ask for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Prepaging {
+    /// None: pages go when a fault asks for them, and are pushed only while no fault does.
+    Off,
+    /// By their addresses, whatever faults ask for.
+    Linear,
+    /// In bubbles around the latest faults, one for each virtual processor.
+    #[default]
+    Bubble,
 }
 
 /// How pages that were written again before their turn are found; they wait for the next round.
@@ -104,6 +123,15 @@ pub enum HotPages {
 pub struct MigrateOptions {
     /// The migration mode.
     pub mode: Mode,
+    /// `auto` stays pre-copy to its end.
+    pub no_postcopy: bool,
+    /// `hybrid`'s rounds before the switchover.
+    pub precopy_rounds: Option<u32>,
+    /// The order of the push after the switchover.
+    pub prepaging: Prepaging,
+    /// Limit on what is pushed after the switchover, bytes per second; absent: about nine tenths of what the link carries, so that faults
+    /// overtake it.
+    pub postcopy_bandwidth_bytes_per_s: Option<u64>,
     /// How pages written again before their turn are found.
     pub fake_dirty: FakeDirty,
     /// `dtrack-v2`'s delay between two looks, milliseconds.
@@ -142,6 +170,10 @@ pub struct MigrateOptions {
 
 /// The lowest bandwidth, bytes per second: below it no migration ends.
 pub const MIN_BANDWIDTH_BYTES_PER_S: u64 = 64 * 1024;
+/// `hybrid`'s rounds where none are asked for.
+pub const DEFAULT_PRECOPY_ROUNDS: u32 = 1;
+/// The most rounds that may be asked for.
+pub const MAX_PRECOPY_ROUNDS: u32 = 1000;
 /// The most connections one migration may use.
 pub const MAX_STREAMS: u32 = 16;
 /// The most threads that may encode one migration's pages.
@@ -157,6 +189,10 @@ impl Default for MigrateOptions {
     fn default() -> Self {
         Self {
             mode: Mode::Auto,
+            no_postcopy: false,
+            precopy_rounds: None,
+            prepaging: Prepaging::Bubble,
+            postcopy_bandwidth_bytes_per_s: None,
             fake_dirty: FakeDirty::Exact,
             fake_dirty_delay_ms: None,
             content_hash: ContentHash::Xxh3,
@@ -193,7 +229,46 @@ impl MigrateOptions {
             return Err(format!("bandwidth is {rate} bytes/s: below 64 KiB/s no migration ends"));
         }
         self.check_encoding()?;
+        self.check_postcopy()?;
         self.check_convergence()
+    }
+
+    /// Whether the guest may run at the destination before all its pages are there.
+    #[must_use]
+    pub fn may_postcopy(&self) -> bool {
+        self.must_postcopy() || (self.mode == Mode::Auto && !self.no_postcopy)
+    }
+
+    /// Whether that was asked for, so that a host that cannot do it is no place to go.
+    #[must_use]
+    pub fn must_postcopy(&self) -> bool {
+        matches!(self.mode, Mode::Postcopy | Mode::Hybrid) || self.on_timeout == OnTimeout::Postcopy
+    }
+
+    fn check_postcopy(&self) -> Result<(), String> {
+        if self.no_postcopy && self.must_postcopy() {
+            return Err("no-postcopy contradicts mode postcopy, mode hybrid and on-timeout postcopy".into());
+        }
+        match self.precopy_rounds {
+            Some(_) if self.mode != Mode::Hybrid => return Err("precopy-rounds is for mode hybrid".into()),
+            Some(rounds) if !(1..=MAX_PRECOPY_ROUNDS).contains(&rounds) => {
+                return Err(format!("precopy-rounds is {rounds}: it must be between 1 and {MAX_PRECOPY_ROUNDS}"));
+            }
+            _ => {}
+        }
+        if !self.may_postcopy() && self.prepaging != Prepaging::default() {
+            return Err("prepaging is for modes that push pages after the switchover: auto, hybrid, postcopy".into());
+        }
+        match self.postcopy_bandwidth_bytes_per_s {
+            Some(_) if !self.may_postcopy() => {
+                Err("postcopy-bandwidth is for modes that push pages after the switchover: auto, hybrid, postcopy"
+                    .into())
+            }
+            Some(rate) if rate < MIN_BANDWIDTH_BYTES_PER_S => {
+                Err(format!("postcopy-bandwidth is {rate} bytes/s: below 64 KiB/s no migration ends"))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn check_encoding(&self) -> Result<(), String> {
@@ -211,8 +286,10 @@ impl MigrateOptions {
                 return Err(format!("delta-cache is {bytes} bytes: below 1 MiB nothing is found in it"));
             }
         }
-        if self.mode == Mode::StopAndCopy && self.delta != Delta::Off {
-            return Err("delta has nothing to tell a difference to in stop-and-copy: every page goes once".into());
+        if !self.has_rounds() && self.delta != Delta::Off {
+            return Err(
+                "delta has nothing to tell a difference to in stop-and-copy and postcopy: every page goes once".into(),
+            );
         }
         match (self.compress, self.compress_level) {
             (_, None) => {}
@@ -236,7 +313,7 @@ impl MigrateOptions {
 
     fn check_convergence(&self) -> Result<(), String> {
         positive("downtime limit", self.downtime_limit_ms)?;
-        let live = self.mode != Mode::StopAndCopy;
+        let live = self.has_rounds();
         if let Some(ramp) = self.downtime_ramp_ms {
             positive("downtime-ramp", ramp)?;
             if ramp <= self.downtime_limit_ms {
@@ -246,7 +323,7 @@ impl MigrateOptions {
                 ));
             }
             if !live {
-                return Err("downtime-ramp is for rounds: stop-and-copy has none".into());
+                return Err("downtime-ramp is for rounds: stop-and-copy and postcopy have none".into());
             }
         }
         if let Some(percent) = self.throttle_percent {
@@ -254,26 +331,38 @@ impl MigrateOptions {
                 return Err(format!("throttle is {percent} %: it must be between 1 and {MAX_THROTTLE_PERCENT}"));
             }
             if !live {
-                return Err("throttle is for a guest that runs: in stop-and-copy it does not".into());
+                return Err("throttle is for rounds: stop-and-copy and postcopy have none".into());
             }
         }
         if let Some(timeout) = self.timeout_ms {
             positive("timeout", timeout)?;
         }
-        if self.timeout_ms.is_none() && self.on_timeout == OnTimeout::Force {
-            return Err("on-timeout force needs a timeout".into());
+        if self.timeout_ms.is_none() && self.on_timeout != OnTimeout::Cancel {
+            return Err("on-timeout needs a timeout".into());
+        }
+        if !live && self.on_timeout == OnTimeout::Postcopy {
+            return Err("on-timeout postcopy is for rounds: stop-and-copy and postcopy have none".into());
         }
         Ok(())
+    }
+
+    /// Whether pages travel in rounds while the guest runs at the source.
+    #[must_use]
+    pub fn has_rounds(&self) -> bool {
+        !matches!(self.mode, Mode::StopAndCopy | Mode::Postcopy)
     }
 
     /// The same with what follows from the mode and from other options written in, for the report.
     #[must_use]
     pub fn resolved(&self) -> Self {
         let mut options = self.clone();
-        if options.mode == Mode::Auto {
+        if options.mode == Mode::Auto && options.no_postcopy {
             options.mode = Mode::Precopy;
         }
-        if options.mode == Mode::StopAndCopy {
+        if options.mode == Mode::Hybrid {
+            options.precopy_rounds.get_or_insert(DEFAULT_PRECOPY_ROUNDS);
+        }
+        if !options.has_rounds() {
             (options.fake_dirty, options.hot_pages) = (FakeDirty::Off, HotPages::Send);
         }
         if options.fake_dirty == FakeDirty::DtrackV2 {
@@ -320,6 +409,16 @@ mod tests {
         assert!(refused(|o| o.downtime_ramp_ms = Some(100.0)).contains("above the downtime limit"));
         assert!(refused(|o| o.on_timeout = OnTimeout::Force).contains("timeout"));
         assert!(refused(|o| o.timeout_ms = Some(f64::NAN)).contains("above 0"));
+        assert!(refused(|o| (o.mode, o.no_postcopy) = (Mode::Hybrid, true)).contains("contradicts"));
+        assert!(refused(|o| o.precopy_rounds = Some(2)).contains("hybrid"));
+        assert!(refused(|o| (o.mode, o.precopy_rounds) = (Mode::Hybrid, Some(0))).contains("between 1"));
+        assert!(
+            refused(|o| (o.mode, o.prepaging) = (Mode::Precopy, Prepaging::Linear)).contains("after the switchover")
+        );
+        assert!(
+            refused(|o| (o.no_postcopy, o.postcopy_bandwidth_bytes_per_s) = (true, Some(1 << 30))).contains("after")
+        );
+        assert!(refused(|o| (o.mode, o.throttle_percent) = (Mode::Postcopy, Some(50))).contains("rounds"));
     }
 
     #[test]
@@ -327,11 +426,26 @@ mod tests {
         let options =
             MigrateOptions { fake_dirty: FakeDirty::DtrackV2, delta: Delta::Xbzrle, ..MigrateOptions::default() };
         let resolved = options.resolved();
-        assert_eq!(resolved.mode, Mode::Precopy);
+        assert_eq!(resolved.mode, Mode::Auto);
         assert_eq!(resolved.fake_dirty_delay_ms, Some(DEFAULT_FAKE_DIRTY_DELAY_MS));
         assert_eq!(resolved.delta_cache_bytes, Some(DEFAULT_DELTA_CACHE_BYTES));
         assert_eq!(resolved.check(), Ok(()));
         let stopped = MigrateOptions { mode: Mode::StopAndCopy, ..MigrateOptions::default() }.resolved();
         assert_eq!(stopped.fake_dirty, FakeDirty::Off);
+        assert_eq!(MigrateOptions { no_postcopy: true, ..options }.resolved().mode, Mode::Precopy);
+        let hybrid = MigrateOptions { mode: Mode::Hybrid, ..MigrateOptions::default() }.resolved();
+        assert_eq!(hybrid.precopy_rounds, Some(DEFAULT_PRECOPY_ROUNDS));
+    }
+
+    #[test]
+    fn who_may_and_who_must_run_before_all_pages_are_there() {
+        let with = |mode, no_postcopy| MigrateOptions { mode, no_postcopy, ..MigrateOptions::default() };
+        assert!(with(Mode::Auto, false).may_postcopy() && !with(Mode::Auto, false).must_postcopy());
+        assert!(!with(Mode::Auto, true).may_postcopy());
+        assert!(with(Mode::Hybrid, false).must_postcopy() && with(Mode::Postcopy, false).must_postcopy());
+        assert!(!with(Mode::Precopy, false).may_postcopy() && !with(Mode::StopAndCopy, false).may_postcopy());
+        let late =
+            MigrateOptions { timeout_ms: Some(1.0), on_timeout: OnTimeout::Postcopy, ..with(Mode::Precopy, false) };
+        assert!(late.must_postcopy() && late.check().is_ok());
     }
 }

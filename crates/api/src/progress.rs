@@ -18,6 +18,8 @@ pub enum Phase {
     Precopy,
     /// The guest is stopped: last pages and devices.
     Switchover,
+    /// The guest runs at the destination; the rest of its pages follow.
+    Postcopy,
     /// The guest runs at the destination: cleaning up.
     Finish,
     /// Undoing what was begun.
@@ -56,6 +58,10 @@ pub struct Progress {
     pub throttle_percent: u8,
     /// A word on what it waits for, where it waits.
     pub waiting_for: Option<String>,
+    /// For how long it has waited for that, milliseconds; absent where that is not known.
+    pub waiting_ms: Option<f64>,
+    /// Pages that faults at the destination have asked for; absent before the switchover.
+    pub faults: Option<u64>,
     /// Its place among the migrations that wait for their turn on this host, from 1; absent where it does not wait for one.
     pub queue_place: Option<u32>,
     /// How many wait, this one included; absent likewise.

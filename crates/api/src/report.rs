@@ -27,7 +27,7 @@ pub struct Report {
     pub schema: u32,
     /// The virtual machine's name.
     pub vm: String,
-    /// The mode that was used: `precopy`, `stop-and-copy`.
+    /// The mode that was used: `precopy`, `hybrid`, `postcopy`, `stop-and-copy`. `auto` is one of the first two.
     pub mode: String,
     /// How it ended.
     pub status: Status,
@@ -55,6 +55,8 @@ pub struct Report {
     pub rounds: Vec<Round>,
     /// Page faults over the network (post-copy).
     pub faults: Faults,
+    /// What came after the switchover.
+    pub postcopy: Postcopy,
     /// The comparison of both sides.
     pub verify: Verify,
     /// What watching the guest's writes cost it.
@@ -84,7 +86,13 @@ impl Report {
         Self {
             schema: Self::SCHEMA,
             vm: vm.into(),
-            mode: if options.mode == Mode::StopAndCopy { "stop-and-copy" } else { "precopy" }.into(),
+            mode: match options.mode {
+                Mode::Auto | Mode::Precopy => "precopy",
+                Mode::Postcopy => "postcopy",
+                Mode::Hybrid => "hybrid",
+                Mode::StopAndCopy => "stop-and-copy",
+            }
+            .into(),
             options,
             source,
             destination: Host { address: peer.into(), ..Host::default() },
@@ -181,6 +189,44 @@ pub struct Faults {
     pub latency_us: Latency,
     /// How many took 2^i to 2^(i+1) microseconds.
     pub histogram_log2_us: Vec<u64>,
+    /// Faults on pages that were there already, or hold zeros: settled at the destination.
+    pub local: u64,
+    /// How long threads of QEMU waited for pages from the source, all together, milliseconds.
+    pub blocktime_ms: f64,
+    /// The same for each of them that waited, longest first.
+    pub blocktime_by_thread: Vec<Blocktime>,
+}
+
+/// How long one thread waited for pages from the source.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Blocktime {
+    /// The thread's number in QEMU's process.
+    pub thread: u32,
+    /// Its faults.
+    pub faults: u64,
+    /// How long it waited, milliseconds.
+    pub ms: f64,
+}
+
+/// What came after the switchover.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Postcopy {
+    /// Why pages went after the switchover though pre-copy was tried first, or why they did not though that was allowed.
+    pub reason: Option<String>,
+    /// Pages that were not at the destination, or stale there, when the guest started.
+    pub residue_pages: u64,
+    /// Bytes of the map that named them.
+    pub residue_bytes: u64,
+    /// Time the map took in the pause: making it and sending it, milliseconds.
+    pub residue_ms: f64,
+    /// Time until the last of them was there, from the start of the guest, milliseconds.
+    pub ms: f64,
+    /// How often the two hosts lost each other meanwhile.
+    pub interruptions: u32,
+    /// For how long in all, milliseconds.
+    pub interrupted_ms: f64,
 }
 
 /// A distribution of latencies, microseconds.

@@ -154,6 +154,7 @@ fn phase(phase: Phase) -> &'static str {
         Phase::Prepare => "preparing",
         Phase::Precopy => "copying",
         Phase::Switchover => "switching over",
+        Phase::Postcopy => "runs there, pages follow",
         Phase::Finish => "finishing",
         Phase::Rollback => "giving back",
         Phase::Done => "done",

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use sterna_api::Problem;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
 
+use crate::destination::pager::Pager;
+use crate::inside::Inside;
 use crate::transport::credentials::Credentials;
 use crate::vmm;
 
@@ -26,7 +28,7 @@ pub struct BlockFile {
     pub spec: BlockSpec,
     /// Its backing file, open for reading and writing.
     pub file: File,
-    /// Where the VMM maps it; 0 at the destination, which needs no address today.
+    /// Where the VMM maps it; 0 at a destination whose guest runs only when all its pages are there.
     pub address: u64,
 }
 
@@ -38,6 +40,17 @@ pub struct Incoming {
     pub blocks: Vec<BlockFile>,
     /// The VMM's version.
     pub qemu_version: String,
+    /// What it takes to let the guest run before all its pages are there, or why that cannot be; `None` where it was not asked for.
+    pub paging: Option<Result<PagingMeans, Problem>>,
+}
+
+/// What it takes to let a guest run before all its pages are there.
+pub struct PagingMeans {
+    /// A foot inside the VMM's process.
+    pub inside: Box<dyn Inside>,
+    /// A file in memory, empty, or as an earlier daemon left it: the map of the pages that are not here. It outlives this daemon, so that
+    /// another can go on with the guest.
+    pub missing: File,
 }
 
 /// What the destination's daemon knows of a migration: the answer to a source that lost its connection.
@@ -57,24 +70,36 @@ pub trait DestinationHost: Send + Sync {
     }
 
     /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the daemon that sends it, by
-    /// its certificate.
+    /// its certificate. With `postcopy` the guest may come to run before all its pages are here: [`Incoming::paging`].
     ///
     /// # Errors
     /// A [`Problem`] that says what is missing here; nothing is left behind.
-    fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>) -> Result<Incoming, Problem>;
+    fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem>;
 
     /// How much more memory this host can give before it runs out, bytes.
     fn room_bytes(&self) -> u64;
 
     /// Records that the guest belongs here now. Called before it runs, and must survive the daemon's sudden death. The point of
-    /// no return: after `Ok` the verdict is [`Verdict::Committed`] for ever.
+    /// no return: after `Ok` the verdict is [`Verdict::Committed`] for ever. With `postcopy` pages are still to come, and must come also
+    /// after this daemon's sudden death: until [`paged`](Self::paged) the agent's userfaultfd must stay open.
     ///
     /// # Errors
     /// A [`Problem`]; then the guest must not run here and the migration is aborted.
-    fn commit(&self, id: MigrationId) -> Result<(), Problem>;
+    fn commit(&self, id: MigrationId, postcopy: bool) -> Result<(), Problem>;
 
-    /// The guest runs here: from now on the daemon looks after it as after any other. Gives the VMM back.
-    fn started(&self, id: MigrationId, incoming: Incoming);
+    /// The guest runs here: from now on the daemon looks after it as after any other. Gives the VMM back. Where pages are still to
+    /// come, `pager` brings them: the host keeps it until [`paged`](Self::paged).
+    fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>);
+
+    /// What brings the pages of a guest that runs here before all of them are here, for the daemon that asks; of a migration that was begun
+    /// before this daemon was started, too.
+    ///
+    /// # Errors
+    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`), or the migration is another daemon's.
+    fn pager(&self, id: MigrationId, from: Option<&str>) -> Result<Arc<Pager>, Problem>;
+
+    /// Every page is here: the source is needed no more.
+    fn paged(&self, id: MigrationId);
 
     /// It never runs here: ends the VMM, removes its files, and remembers [`Verdict::Aborted`].
     fn abort(&self, id: MigrationId, incoming: Option<Incoming>);
@@ -97,9 +122,15 @@ pub trait SourceHost: Send + Sync {
     fn accepted(&self);
 
     /// Records that the guest may run at `peer` from now on, whatever happens here. Must survive the daemon's sudden death.
-    /// Called just before the commit message is sent: until the peer's [`Verdict`] is known the guest must not run here.
+    /// Called just before the commit message is sent: until the peer's [`Verdict`] is known the guest must not run here. With `postcopy` this
+    /// host's RAM holds pages that the guest there still needs, until the migration has ended: also a daemon started anew must serve them.
     ///
     /// # Errors
     /// A [`Problem`]; then nothing was sent and the guest is given back.
-    fn handing_over(&self, id: MigrationId, peer: &str) -> Result<(), Problem>;
+    fn handing_over(&self, id: MigrationId, peer: &str, postcopy: bool) -> Result<(), Problem>;
+
+    /// Where the destination is to be found now, if its user said that it is elsewhere than where the migration began.
+    fn peer_now(&self, _id: MigrationId) -> Option<String> {
+        None
+    }
 }

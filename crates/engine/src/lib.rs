@@ -14,6 +14,9 @@ pub mod host;
 /// The client of the library inside QEMU.
 pub mod agent;
 
+/// A foot inside the VMM's process.
+pub mod inside;
+
 /// A machine's RAM on this host.
 pub mod ram;
 

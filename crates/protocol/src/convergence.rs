@@ -19,6 +19,10 @@ pub struct Goal {
     pub timeout: Option<Duration>,
     /// What to do then.
     pub on_timeout: OnTimeout,
+    /// Whether the rest of the pages may follow after the switchover, where rounds do not reach the limit.
+    pub postcopy: bool,
+    /// Rounds after which it is to follow, whatever they reached; none where `None`.
+    pub rounds: Option<u32>,
 }
 
 /// What was measured up to the end of a round.
@@ -60,8 +64,21 @@ pub enum Decision {
     },
     /// Stop the guest.
     Switchover,
+    /// Stop the guest, and send what is left once it runs at the destination.
+    Postcopy(Because),
     /// It does not converge, and the time is up.
     GiveUp,
+}
+
+/// Why the rest of the pages follows after the switchover.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Because {
+    /// That was asked for, after so many rounds.
+    Asked,
+    /// Rounds did not come nearer to the limit, and nothing else was left to try.
+    Stalled,
+    /// The time was up.
+    TimedOut,
 }
 
 /// Rounds beyond which a pause below the limit is not made still shorter.
@@ -90,7 +107,7 @@ pub const MORE_THROTTLE: u8 = 10;
 /// 2. The predicted pause is within the accepted limit: stop it, unless another round is likely to make the pause shorter still
 ///    (the last one did, by [`WORTHWHILE`]), the pages take longer than [`SHORT_ENOUGH`], and neither the time nor
 ///    [`MAX_POLISHING_ROUNDS`] are up.
-/// 3. The time is up: what was asked for then.
+/// 3. The time is up: what was asked for then. Or the rounds asked for are done: the rest follows in post-copy.
 /// 4. A stall: the best predicted pause is no shorter, by [`WORTHWHILE`], for [`STALL_ROUNDS`] rounds (or [`STEP_ROUNDS`]) and
 ///    [`STALL_TIME`]. Progress counts and not time: a large guest on a slow link may take hours and converge. Each stall leads to one
 ///    step, while there are any:
@@ -98,7 +115,7 @@ pub const MORE_THROTTLE: u8 = 10;
 ///      would change nothing);
 ///    - then the guest is throttled by [`FIRST_THROTTLE`], then by [`MORE_THROTTLE`] more each time, up to its ceiling.
 ///
-///    After that it goes on until the time is up. What came before a stall is no measure for what follows: a guest that became busier
+///    After that the rest follows in post-copy where that is allowed; else it goes on until the time is up. What came before a stall is no measure for what follows: a guest that became busier
 ///    is compared with itself as it is now.
 /// 5. Else another round.
 #[derive(Debug, Clone, PartialEq)]
@@ -173,6 +190,13 @@ impl Convergence {
         let improved = self.previous.replace(predicted).is_none_or(|before| is_shorter(predicted, before));
         let stalled = self.has_stalled(measured, predicted);
         let timed_out = self.goal.timeout.is_some_and(|timeout| measured.elapsed >= timeout);
+        if let Some(rounds) = self.goal.rounds {
+            return match (measured.rounds >= rounds, timed_out) {
+                (true, _) => Decision::Postcopy(Because::Asked),
+                (false, true) => self.time_is_up(),
+                (false, false) => Decision::Round { at_least: Duration::ZERO },
+            };
+        }
         if measured.pages_left == 0 {
             return Decision::Switchover;
         }
@@ -182,15 +206,20 @@ impl Convergence {
             return if polish { Decision::Round { at_least: Duration::ZERO } } else { Decision::Switchover };
         }
         if timed_out {
-            return match self.goal.on_timeout {
-                OnTimeout::Force => Decision::Switchover,
-                OnTimeout::Cancel => Decision::GiveUp,
-            };
+            return self.time_is_up();
         }
         if stalled {
             return self.stall(measured, predicted);
         }
         Decision::Round { at_least: if improved { Duration::ZERO } else { STALLED_ROUND } }
+    }
+
+    fn time_is_up(&self) -> Decision {
+        match self.goal.on_timeout {
+            OnTimeout::Force => Decision::Switchover,
+            OnTimeout::Cancel => Decision::GiveUp,
+            OnTimeout::Postcopy => Decision::Postcopy(Because::TimedOut),
+        }
     }
 
     /// Whether there was no progress for a while.
@@ -228,6 +257,9 @@ impl Convergence {
             let next = if self.throttle == 0 { FIRST_THROTTLE } else { self.throttle.saturating_add(MORE_THROTTLE) };
             self.throttle = next.min(ceiling);
             return Decision::Throttle { percent: self.throttle };
+        }
+        if self.goal.postcopy {
+            return Decision::Postcopy(Because::Stalled);
         }
         Decision::Round { at_least: STALLED_ROUND }
     }

@@ -12,6 +12,8 @@ const GOAL: Goal = Goal {
     throttle_percent: None,
     timeout: None,
     on_timeout: OnTimeout::Cancel,
+    postcopy: false,
+    rounds: None,
 };
 
 fn measured(rounds: u32, elapsed_ms: u64, pages_left: u64) -> Measured {
@@ -108,7 +110,7 @@ impl Simulation {
             let at_least = match decision {
                 Decision::Round { at_least } => at_least.as_secs_f64(),
                 Decision::Throttle { .. } => 0.0,
-                Decision::Switchover | Decision::GiveUp => {
+                Decision::Switchover | Decision::Postcopy(_) | Decision::GiveUp => {
                     let pause = DEVICES + Duration::from_secs_f64(dirty.iter().sum::<f64>() / self.link);
                     return Ended { decision, pause, elapsed: measured.elapsed, rounds, policy };
                 }
@@ -254,6 +256,31 @@ fn a_guest_that_became_busier_is_compared_with_itself_as_it_is_now() {
 }
 
 #[test]
+fn where_post_copy_is_allowed_it_comes_after_everything_else_that_was_asked_for() {
+    let goal = Goal { postcopy: true, ..GOAL };
+    let bare = Simulation::of(uniform(RAM, 8.0 * LINK)).run(goal);
+    assert_eq!(bare.decision, Decision::Postcopy(Because::Stalled));
+    assert_eq!(bare.policy.stalls(), 1);
+    let throttled = Simulation::of(uniform(RAM, 8.0 * LINK)).run(Goal { throttle_percent: Some(35), ..goal });
+    assert_eq!((throttled.decision, throttled.policy.throttle_percent()), (bare.decision, 35));
+    // Where rounds pay, they go on to the limit.
+    let converging = Simulation::of(uniform(RAM, 0.5 * LINK)).run(goal);
+    assert_eq!(converging.decision, Decision::Switchover);
+}
+
+#[test]
+fn rounds_that_were_asked_for_are_done_and_no_more_whatever_they_reach() {
+    let goal = Goal { postcopy: true, rounds: Some(3), ..GOAL };
+    for rate in [0.0, 8.0] {
+        let ended = Simulation::of(uniform(RAM, rate * LINK)).run(goal);
+        assert_eq!((ended.decision, ended.rounds), (Decision::Postcopy(Because::Asked), 3));
+    }
+    let late =
+        Goal { timeout: Some(Duration::from_millis(1)), rounds: Some(9), on_timeout: OnTimeout::Postcopy, ..GOAL };
+    assert_eq!(Simulation::of(uniform(RAM, LINK)).run(late).decision, Decision::Postcopy(Because::TimedOut));
+}
+
+#[test]
 fn a_limit_below_what_the_devices_take_still_ends_when_nothing_is_left() {
     let mut policy = Convergence::new(Goal { downtime_limit: Duration::from_millis(1), ..GOAL });
     assert_eq!(policy.step(&measured(1, 100, 100)), Decision::Round { at_least: Duration::ZERO });
@@ -267,13 +294,17 @@ fn any_duration() -> impl Strategy<Value = Duration> {
 fn any_goal() -> impl Strategy<Value = Goal> {
     let timeout = proptest::option::of(any_duration());
     let ramp = proptest::option::of(any_duration());
-    (any_duration(), ramp, proptest::option::of(any::<u8>()), timeout, any::<bool>()).prop_map(
-        |(downtime_limit, downtime_ramp, throttle_percent, timeout, force)| Goal {
+    let on_timeout = prop_oneof![Just(OnTimeout::Force), Just(OnTimeout::Cancel), Just(OnTimeout::Postcopy)];
+    let postcopy = (any::<bool>(), proptest::option::of(0..100_u32));
+    (any_duration(), ramp, proptest::option::of(any::<u8>()), timeout, on_timeout, postcopy).prop_map(
+        |(downtime_limit, downtime_ramp, throttle_percent, timeout, on_timeout, (postcopy, rounds))| Goal {
             downtime_limit,
             downtime_ramp,
             throttle_percent,
             timeout,
-            on_timeout: if force { OnTimeout::Force } else { OnTimeout::Cancel },
+            on_timeout,
+            postcopy,
+            rounds,
         },
     )
 }
@@ -308,13 +339,20 @@ proptest! {
             let (throttle, limit) = (policy.throttle_percent(), policy.limit());
             let decision = policy.step(&measured);
             let late = goal.timeout.is_some_and(|timeout| measured.elapsed >= timeout);
-            prop_assert!(measured.pages_left > 0 || decision == Decision::Switchover);
+            prop_assert!(measured.pages_left > 0 || decision == Decision::Switchover || goal.rounds.is_some());
             prop_assert!(policy.throttle_percent() >= throttle);
             prop_assert!(policy.throttle_percent() <= goal.throttle_percent.unwrap_or(0));
             prop_assert!(policy.limit() >= limit && policy.limit() <= ramp);
             match decision {
                 Decision::Throttle { percent } => prop_assert!(percent > throttle && !late),
                 Decision::Round { at_least } => prop_assert!(at_least <= STALLED_ROUND && !late),
+                Decision::Postcopy(Because::Asked) => {
+                    prop_assert!(goal.rounds.is_some_and(|rounds| measured.rounds >= rounds));
+                }
+                Decision::Postcopy(Because::Stalled) => prop_assert!(goal.postcopy && !late),
+                Decision::Postcopy(Because::TimedOut) => {
+                    prop_assert!(late && goal.on_timeout == OnTimeout::Postcopy);
+                }
                 Decision::GiveUp => prop_assert!(late && goal.on_timeout == OnTimeout::Cancel),
                 Decision::Switchover => prop_assert!(
                     measured.pages_left == 0

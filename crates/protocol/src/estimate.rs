@@ -167,6 +167,8 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
         throttle_percent: None,
         timeout: None,
         on_timeout: OnTimeout::Cancel,
+        postcopy: false,
+        rounds: None,
     });
     let sent = 1.0 - share(guest.silent_share);
     let mut took = vec![played.first(allocated, 1.0 - share(guest.zero_share))];

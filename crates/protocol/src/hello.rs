@@ -35,15 +35,18 @@ impl Features {
     pub const LZ4: Self = Self(1 << 2);
     /// Of those, Zstandard.
     pub const ZSTD: Self = Self(1 << 3);
+    /// It lets a guest run before all its pages are there, or serves the pages of one that does.
+    pub const POSTCOPY: Self = Self(1 << 4);
     /// Nobody announces it: a listener that takes encrypted calls only needs it of one that came plain.
     pub const TLS: Self = Self(1 << 32);
     /// All that this code knows.
-    pub const KNOWN: Self = Self(0b1111);
-    const NAMES: [(Self, &'static str); 5] = [
+    pub const KNOWN: Self = Self(0b1_1111);
+    const NAMES: [(Self, &'static str); 6] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
         (Self::ZSTD, "compress zstd"),
+        (Self::POSTCOPY, "post-copy"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 
@@ -107,6 +110,10 @@ pub enum Role {
     Pages(u16),
     /// The devices' state.
     Devices,
+    /// [`PageRequest`](crate::message::PageRequest)s: the one connection on which the destination speaks and the source listens.
+    Faults,
+    /// Page frames that were asked for: they overtake all others.
+    Urgent,
 }
 
 /// The first bytes of a connection, and of the answer.
@@ -179,6 +186,8 @@ impl Hello {
             Role::Control => (1, 0),
             Role::Pages(index) => (2, index),
             Role::Devices => (3, 0),
+            Role::Faults => (4, 0),
+            Role::Urgent => (5, 0),
         };
         let raw = Raw {
             magic: MAGIC,
@@ -213,6 +222,8 @@ impl Hello {
             1 => Role::Control,
             2 => Role::Pages(raw.index.get()),
             3 => Role::Devices,
+            4 => Role::Faults,
+            5 => Role::Urgent,
             role => return Err(HelloError::Role(role)),
         };
         Ok(Self {

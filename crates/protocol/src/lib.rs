@@ -28,6 +28,9 @@ pub mod xbzrle;
 /// What may be said when, and who owns the guest when the link is lost.
 pub mod session;
 
+/// Maps of pages on their way.
+pub mod residue;
+
 /// When to stop the guest.
 pub mod convergence;
 

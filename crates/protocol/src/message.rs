@@ -31,6 +31,9 @@ pub enum Request {
         spec: Box<VmSpec>,
         /// How many connections will carry pages.
         streams: u16,
+        /// Whether the guest may run there before all its pages are there. Then the session has the roles `Faults` and `Urgent` as well, unless
+        /// the destination says that it cannot.
+        postcopy: bool,
     },
     /// What time is it?
     Clock,
@@ -60,10 +63,38 @@ pub enum Request {
     },
     /// The device state is all sent: say when it is loaded.
     Load,
+    /// A part of the residue: pages that are not there, or stale, when the guest starts. The guest has stopped and its devices are saved.
+    /// The parts come in order, and the last with `LoadPostcopy`.
+    Residue(ResiduePart),
+    /// The last part of the residue, and the device state is all sent: from now on a page of the residue is shown to the guest only once it
+    /// has arrived. Say when the devices are loaded.
+    LoadPostcopy(ResiduePart),
     /// The guest is yours. The point of no return.
     Commit,
     /// It ended: forget it. The guest stays with the source.
     Abort,
+    /// After the switchover, now and then: are you there, and how far?
+    Paging,
+    /// After the switchover: every page of the residue is sent. Say when all of it is there.
+    Complete {
+        /// Both sides are to be compared afterwards: the digests asked for are those of the pages as the guest first saw them.
+        verify: bool,
+    },
+    /// After `Complete`: nothing more is asked for.
+    Release,
+    /// The source is there again after a lost link or a restart, and goes on with the pages; the first request of a new control connection,
+    /// in the session of old.
+    Resume {
+        /// The migration.
+        id: u128,
+        /// How many connections will carry pages.
+        streams: u16,
+    },
+    /// After `Resume`: which pages from this chunk on are still missing?
+    Missing {
+        /// The first chunk.
+        first: ChunkIndex,
+    },
     /// What became of a migration? Asked on a connection of its own.
     Verdict {
         /// Which.
@@ -84,6 +115,8 @@ pub enum Reply {
         sterna: String,
         /// The digest of the RAM layout it made.
         layout: u64,
+        /// Why the guest cannot run there before all its pages are there, where that was proposed.
+        no_postcopy: Option<Problem>,
     },
     /// To `Clock`: microseconds since the epoch.
     Clock {
@@ -99,8 +132,28 @@ pub enum Reply {
     Holding,
     /// To `ChunkDigests` and `PageDigests`, in order.
     Digests(Vec<u64>),
-    /// To `Load`.
+    /// To `Load` and `LoadPostcopy`.
     Loaded,
+    /// To `Residue`: the next part may come.
+    Noted,
+    /// To `Paging`.
+    Paging {
+        /// Pages still missing.
+        missing: u64,
+        /// Faults that asked for pages so far.
+        faults: u64,
+    },
+    /// To `Complete`: every page is there.
+    Completed(Box<PostcopyAccount>),
+    /// To `Release`.
+    Released,
+    /// To `Resume`: go on.
+    Resumed {
+        /// The digest of its RAM layout.
+        layout: u64,
+    },
+    /// To `Missing`.
+    Missing(ResiduePart),
     /// To `Commit`: the guest runs (or stays paused, as its user had it).
     Running {
         /// When it started, by the VMM's event, microseconds since the epoch at the destination.
@@ -120,6 +173,42 @@ pub enum Reply {
     },
     /// It cannot be done.
     Failed(Problem),
+}
+
+/// A part of a map of pages: those of `chunks` chunks from `first` on. [`residue`](crate::residue) makes and reads it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResiduePart {
+    /// The first chunk.
+    pub first: ChunkIndex,
+    /// How many.
+    pub chunks: u32,
+    /// Their sets, compressed.
+    pub bits: Vec<u8>,
+}
+
+/// What the destination saw after the switchover.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct PostcopyAccount {
+    /// Processor time that the pages took there, microseconds.
+    pub cpu_us: u64,
+    /// From the guest's start to the last page, microseconds.
+    pub took_us: u64,
+    /// Pages that arrived though they had arrived before.
+    pub duplicate: u64,
+    /// The faults.
+    pub faults: sterna_api::report::Faults,
+    /// Whether the comparison can be made: not where the daemon was started again meanwhile.
+    pub verifiable: bool,
+}
+
+/// A fault at the destination asks for a page: on the connection of role [`Faults`](crate::hello::Role::Faults), one after the other,
+/// each as a message is (prefix and body), without a reply but the page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PageRequest {
+    /// The page.
+    pub page: PageIndex,
+    /// The thread of the VMM that waits.
+    pub thread: u32,
 }
 
 /// A message that could not be read.

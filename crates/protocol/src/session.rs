@@ -6,7 +6,13 @@
 //! ```text
 //!   source        Begun ──Propose/Accepted──▶ Copying ──Stopped/Holding──▶ Stopped ──FinalRoundEnd/Arrived──▶ Placed
 //!                 Placed ──Load/Loaded──▶ Loaded ──Commit (point of no return)──▶ Committing ──Running──▶ HandedOver
+//!   post-copy     Stopped ──LoadPostcopy/Loaded──▶ LoadedPostcopy ──Commit (point of no return)──▶ CommittingPostcopy
+//!                 ──Running──▶ Paging ──Complete/Completed──▶ Completed ──Release/Released──▶ Finished
+//!   after a break Begun ──Resume/Resumed──▶ Paging
 //! ```
+//!
+//! In post-copy the destination owns the guest from `Commit` on, as ever, and the source still holds pages of it: until `Completed` it
+//! keeps them and serves them, whatever breaks, and never lets the guest run.
 //!
 //! Why the point of no return is `Commit` and not the VMM's own switchover: up to it the destination holds a guest that is loaded and
 //! does not run, and the source holds one that is stopped and can be let run again; so every failure before it, a refused device
@@ -32,6 +38,16 @@ pub enum State {
     Committing,
     /// The guest runs at the destination.
     HandedOver,
+    /// The destination's devices are loaded and it knows which pages are still to come; its guest is stopped.
+    LoadedPostcopy,
+    /// As `Committing`, with pages still to come.
+    CommittingPostcopy,
+    /// The guest runs at the destination, the rest of its pages follow.
+    Paging,
+    /// All of them are there.
+    Completed,
+    /// The source is not needed any more.
+    Finished,
     /// It ended before the point of no return.
     Aborted,
 }
@@ -68,6 +84,13 @@ fn name(request: &Request) -> &'static str {
         Request::ChunkDigests { .. } => "chunk digests",
         Request::PageDigests { .. } => "page digests",
         Request::Load => "load",
+        Request::Residue(_) => "residue",
+        Request::LoadPostcopy(_) => "load, post-copy",
+        Request::Paging => "paging",
+        Request::Complete { .. } => "complete",
+        Request::Release => "release",
+        Request::Resume { .. } => "resume",
+        Request::Missing { .. } => "missing",
         Request::Commit => "commit",
         Request::Abort => "abort",
         Request::Verdict { .. } => "verdict",
@@ -90,7 +113,12 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
         (Placed | Loaded, Request::ChunkDigests { .. } | Request::PageDigests { .. }) => Ok(state),
         (Placed, Request::Load) => Ok(Placed),
         (Loaded, Request::Commit) => Ok(Committing),
-        (Begun | Copying | Stopped | Placed | Loaded, Request::Abort) => Ok(Aborted),
+        (Stopped, Request::Residue(_) | Request::LoadPostcopy(_)) => Ok(Stopped),
+        (LoadedPostcopy, Request::Commit) => Ok(CommittingPostcopy),
+        (Begun, Request::Resume { .. }) => Ok(Begun),
+        (Paging, Request::Paging | Request::Missing { .. } | Request::Complete { .. }) => Ok(Paging),
+        (Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. } | Request::Release) => Ok(Completed),
+        (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, Request::Abort) => Ok(Aborted),
         _ => Err(Violation { state, said: name(request) }),
     }
 }
@@ -103,8 +131,10 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
     use State::*;
     match (state, request, reply) {
         // Once the commit is received only its outcome counts, and it is asked for by `Verdict`.
-        (Committing, Request::Commit, Reply::Failed(_)) => Ok(Committing),
-        (Begun | Copying | Stopped | Placed | Loaded, _, Reply::Failed(_)) => Ok(Aborted),
+        (Committing | CommittingPostcopy, Request::Commit, Reply::Failed(_)) => Ok(state),
+        // Whatever is wrong with the pages or the comparison: the guest is the destination's, and its pages stay at the source.
+        (Paging | Completed, _, Reply::Failed(_)) => Ok(state),
+        (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
         (Begun, Request::Propose { .. }, Reply::Accepted { .. }) => Ok(Copying),
         (Begun | Copying, Request::Clock, Reply::Clock { .. }) => Ok(state),
         (Copying, Request::RoundEnd { .. }, Reply::Arrived { .. }) => Ok(Copying),
@@ -119,6 +149,15 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Placed | Loaded, Request::ChunkDigests { .. } | Request::PageDigests { .. }, Reply::Digests(_)) => Ok(state),
         (Placed, Request::Load, Reply::Loaded) => Ok(Loaded),
         (Committing, Request::Commit, Reply::Running { .. }) => Ok(HandedOver),
+        (Stopped, Request::Residue(_), Reply::Noted) => Ok(Stopped),
+        (Stopped, Request::LoadPostcopy(_), Reply::Loaded) => Ok(LoadedPostcopy),
+        (CommittingPostcopy, Request::Commit, Reply::Running { .. }) => Ok(Paging),
+        (Begun, Request::Resume { .. }, Reply::Resumed { .. }) => Ok(Paging),
+        (Paging, Request::Paging, Reply::Paging { .. }) => Ok(Paging),
+        (Paging, Request::Missing { .. }, Reply::Missing(_)) => Ok(Paging),
+        (Paging, Request::Complete { .. }, Reply::Completed(_)) => Ok(Completed),
+        (Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }, Reply::Digests(_)) => Ok(Completed),
+        (Completed, Request::Release, Reply::Released) => Ok(Finished),
         (Aborted, Request::Abort, Reply::Aborted { .. }) => Ok(Aborted),
         _ => Err(Violation { state, said: name(request) }),
     }
@@ -128,11 +167,15 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
 #[must_use]
 pub fn owner_at_source(state: State) -> Owner {
     match state {
-        State::Begun | State::Copying | State::Stopped | State::Placed | State::Loaded | State::Aborted => {
-            Owner::Source
-        }
-        State::Committing => Owner::AskDestination,
-        State::HandedOver => Owner::Destination,
+        State::Begun
+        | State::Copying
+        | State::Stopped
+        | State::Placed
+        | State::Loaded
+        | State::LoadedPostcopy
+        | State::Aborted => Owner::Source,
+        State::Committing | State::CommittingPostcopy => Owner::AskDestination,
+        State::HandedOver | State::Paging | State::Completed | State::Finished => Owner::Destination,
     }
 }
 
@@ -141,7 +184,8 @@ pub fn owner_at_source(state: State) -> Owner {
 #[must_use]
 pub fn owner_at_destination(state: State, committed: bool) -> Owner {
     match state {
-        State::Committing | State::HandedOver if committed => Owner::Destination,
+        State::Committing | State::HandedOver | State::CommittingPostcopy if committed => Owner::Destination,
+        State::Paging | State::Completed | State::Finished => Owner::Destination,
         _ => Owner::Source,
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::de::DeserializeOwned;
-use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout};
+use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout, Prepaging};
 use sterna_api::units::{parse_duration, parse_rate, parse_size};
 use sterna_api::{MigrateOptions, Mode};
 
@@ -19,9 +19,20 @@ pub struct Migrate {
     /// The destination daemon
     #[arg(long, value_name = "HOST:PORT")]
     pub to: String,
-    /// How to move: what serves best, rounds while the guest runs, or everything in the pause
-    #[arg(long, default_value = "auto", value_parser = named::<Mode>(["auto", "precopy", "stop-and-copy"]))]
+    /// How to move: pages before the guest starts there (precopy), after (postcopy), some rounds before and the rest after (hybrid), precopy while
+    /// it pays and then the rest after (auto), or everything in the pause (stop-and-copy)
+    #[arg(long, default_value = "auto",
+        value_parser = named::<Mode>(["auto", "precopy", "postcopy", "hybrid", "stop-and-copy"]))]
     pub mode: Mode,
+    /// Never let the guest run there before all its pages are there
+    #[arg(long)]
+    pub no_postcopy: bool,
+    /// hybrid's rounds before the guest starts there [default: 1]
+    #[arg(long, value_name = "N")]
+    pub precopy_rounds: Option<u32>,
+    /// In which order pages follow a guest that runs there already
+    #[arg(long, default_value = "bubble", value_parser = named::<Prepaging>(["off", "linear", "bubble"]))]
+    pub prepaging: Prepaging,
     /// How pages written again before their turn are found; they wait for the next round
     #[arg(long, value_name = "VARIANT", default_value = "exact",
         value_parser = named::<FakeDirty>(["off", "dtrack-v1", "dtrack-v2", "adaptive", "exact"]))]
@@ -54,6 +65,9 @@ pub struct Migrate {
     /// Limit on everything sent, as 1Gbit or 100MB [default: none]
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     pub bandwidth: Option<u64>,
+    /// Limit on pages that follow a guest unasked [default: about nine tenths of the link]
+    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    pub postcopy_bandwidth: Option<u64>,
     /// TCP connections that carry pages
     #[arg(long, value_name = "N", default_value_t = MigrateOptions::default().streams)]
     pub streams: u32,
@@ -69,8 +83,8 @@ pub struct Migrate {
     /// When to give up converging [default: never]
     #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
     pub timeout: Option<Duration>,
-    /// What to do then: give up, or switch over whatever the pause will be [default: cancel]
-    #[arg(long, requires = "timeout", value_parser = named::<OnTimeout>(["cancel", "force"]))]
+    /// What to do then: give up, switch over whatever the pause will be, or let the rest of the pages follow [default: cancel]
+    #[arg(long, requires = "timeout", value_parser = named::<OnTimeout>(["cancel", "force", "postcopy"]))]
     pub on_timeout: Option<OnTimeout>,
     /// Compare every page of both sides in the pause
     #[arg(long)]
@@ -89,6 +103,10 @@ impl Migrate {
         let milliseconds = |duration: Duration| duration.as_secs_f64() * 1e3;
         MigrateOptions {
             mode: self.mode,
+            no_postcopy: self.no_postcopy,
+            precopy_rounds: self.precopy_rounds,
+            prepaging: self.prepaging,
+            postcopy_bandwidth_bytes_per_s: self.postcopy_bandwidth,
             fake_dirty: self.fake_dirty,
             fake_dirty_delay_ms: self.fake_dirty_delay.map(milliseconds),
             content_hash: self.content_hash,
@@ -153,6 +171,14 @@ mod tests {
         for variant in ["off", "dtrack-v1", "dtrack-v2", "adaptive", "exact"] {
             parse(&format!("sterna migrate a --to b:1 --fake-dirty {variant}"));
         }
+        for mode in ["auto", "precopy", "postcopy", "hybrid", "stop-and-copy"] {
+            parse(&format!("sterna migrate a --to b:1 --mode {mode}"));
+        }
+        let line =
+            "sterna migrate a --to b:1 --mode hybrid --precopy-rounds 3 --prepaging linear --postcopy-bandwidth 1Gbit";
+        let options = parse(line).options();
+        assert_eq!((options.precopy_rounds, options.prepaging), (Some(3), Prepaging::Linear));
+        assert_eq!(options.postcopy_bandwidth_bytes_per_s, Some(125_000_000));
         for hash in ["off", "sha1", "md5", "murmur3", "xxh3", "blake3"] {
             parse(&format!("sterna migrate a --to b:1 --content-hash {hash}"));
         }

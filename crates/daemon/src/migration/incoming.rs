@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use sterna_api::{Blame, MemoryMode, Problem};
+use sterna_engine::destination::pager::Pager;
 use sterna_engine::host::{DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::spec::VmSpec;
@@ -28,7 +29,13 @@ impl DestinationHost for Destination {
         self.0.credentials.clone()
     }
 
-    fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>) -> Result<Incoming, Problem> {
+    fn prepare(
+        &self,
+        id: MigrationId,
+        spec: &VmSpec,
+        from: Option<&str>,
+        _postcopy: bool,
+    ) -> Result<Incoming, Problem> {
         if self.0.records.stage(id).is_some() {
             return Err(Problem::new("stale-migration", Blame::Peer, format!("migration {id} has ended here before")));
         }
@@ -47,14 +54,14 @@ impl DestinationHost for Destination {
         room::room_bytes(&self.0.state.ram())
     }
 
-    fn commit(&self, id: MigrationId) -> Result<(), Problem> {
+    fn commit(&self, id: MigrationId, _postcopy: bool) -> Result<(), Problem> {
         self.0
             .records
             .commit(id)
             .map_err(|error| host("the destination cannot write down that the guest is its own", &error))
     }
 
-    fn started(&self, id: MigrationId, incoming: Incoming) {
+    fn started(&self, id: MigrationId, incoming: Incoming, _pager: Option<Arc<Pager>>) {
         // Its connection to QEMU ends: from now on each question makes its own.
         drop(incoming);
         if let Some(record) = self.arriving(id) {
@@ -62,6 +69,12 @@ impl DestinationHost for Destination {
             self.0.settle(&record);
         }
     }
+
+    fn pager(&self, id: MigrationId, _from: Option<&str>) -> Result<Arc<Pager>, Problem> {
+        Err(Problem::new("paged", Blame::Peer, format!("no page of migration {id} is still to come")))
+    }
+
+    fn paged(&self, _id: MigrationId) {}
 
     fn abort(&self, id: MigrationId, incoming: Option<Incoming>) {
         let verdict = self.0.records.verdict(id);
@@ -142,7 +155,12 @@ impl Destination {
         let vmm = control::destination(&record, &dir)?;
         reservation.keep(&record, Hold::Arriving(id))?;
         started.keep();
-        Ok(Incoming { vmm: Box::new(vmm), blocks: block_files, qemu_version: binary::show(record.qemu_version) })
+        Ok(Incoming {
+            vmm: Box::new(vmm),
+            blocks: block_files,
+            qemu_version: binary::show(record.qemu_version),
+            paging: None,
+        })
     }
 
     /// Memory that machines on their way here will still need: a machine promised to arrive must not starve for a later one.

@@ -6,9 +6,10 @@ use sterna_api::problem::Whereabouts;
 use sterna_api::report::Host;
 use sterna_api::{Blame, MigrateOptions, Problem, Report, Status};
 use sterna_engine::host::{BlockFile, MigrationId, SourceHost};
+use sterna_engine::inside::InsideQemu;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::throttle::ProcessThrottle;
-use sterna_engine::source::track::{InsideQemu, WriteProtect};
+use sterna_engine::source::track::WriteProtect;
 use sterna_engine::source::{self, Fate, Outgoing};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::qemu::Inspection;
@@ -262,7 +263,7 @@ impl SourceHost for Here<'_> {
         self.daemon.credentials.clone()
     }
 
-    fn handing_over(&self, id: MigrationId, peer: &str) -> Result<(), Problem> {
+    fn handing_over(&self, id: MigrationId, peer: &str, _postcopy: bool) -> Result<(), Problem> {
         let stage = Stage::HandingOver { peer: peer.into() };
         self.daemon
             .records

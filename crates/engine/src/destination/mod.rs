@@ -12,6 +12,9 @@ pub mod decode;
 /// Pages into RAM.
 pub mod place;
 
+/// Pages that come after the guest's start.
+pub mod pager;
+
 /// The devices' state into the VMM, held back until the last pages are in place.
 pub mod devices;
 
@@ -82,7 +85,7 @@ impl Session<'_> {
     fn run(&mut self) -> Result<(), MigrateError> {
         let request = self.control.next_request()?;
         let (spec, streams) = match &request {
-            Request::Propose { id, spec, streams } if *id == self.id.0 && (1..=MAX_STREAMS).contains(streams) => {
+            Request::Propose { id, spec, streams, .. } if *id == self.id.0 && (1..=MAX_STREAMS).contains(streams) => {
                 (spec, *streams)
             }
             Request::Verdict { id } => {
@@ -104,6 +107,7 @@ impl Session<'_> {
             qemu: guard.incoming.as_ref().map(|incoming| incoming.qemu_version.clone()).unwrap_or_default(),
             sterna: env!("CARGO_PKG_VERSION").into(),
             layout: ram.layout().digest(),
+            no_postcopy: None,
         };
         self.control.answer(&request, &accepted)?;
         self.receive(guard, &ram, spec, streams)
@@ -112,7 +116,7 @@ impl Session<'_> {
     /// Checks, starts the VMM, and maps its RAM.
     fn prepare(&self, spec: &VmSpec) -> Result<(Incoming, Ram), Problem> {
         sterna_protocol::layout::Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
-        let incoming = self.host.prepare(self.id, spec, self.control.peer())?;
+        let incoming = self.host.prepare(self.id, spec, self.control.peer(), false)?;
         let same = incoming.blocks.len() == spec.blocks.len()
             && incoming
                 .blocks
@@ -280,9 +284,7 @@ impl Session<'_> {
                 held.finish()?;
                 Ok(Reply::Loaded)
             }
-            Request::Propose { .. } | Request::Commit | Request::Abort | Request::Verdict { .. } => {
-                Err(MigrateError::Reply("a request that does not belong here"))
-            }
+            _ => Err(MigrateError::Reply("a request that does not belong here")),
         }
     }
 
@@ -298,14 +300,14 @@ impl Session<'_> {
         // It may have died since it said that it was loaded: then the guest must stay where it is. (Between this look and the record it can
         // still die; that is a QEMU that dies in its first millisecond, and no look can be late enough.)
         let alive = guard.incoming_mut().vmm.alive().map_err(|error| MigrateError::from(error).problem());
-        if let Err(problem) = alive.and_then(|()| self.host.commit(self.id)) {
+        if let Err(problem) = alive.and_then(|()| self.host.commit(self.id, false)) {
             guard.end();
             self.control.answer(request, &Reply::Failed(problem.clone()))?;
             return Err(MigrateError::Record(problem));
         }
         let mut incoming = guard.keep();
         let started = if spec.running { incoming.vmm.start() } else { Ok(EventTime(crate::source::link::now_us())) };
-        self.host.started(self.id, incoming);
+        self.host.started(self.id, incoming, None);
         let cpu = arrivals.cpu() + sterna_sys::process::thread_cpu_time();
         let reply = match started {
             Ok(start) => Reply::Running { start_us: start.0, cpu_us: cpu.as_micros() as u64 },

@@ -63,12 +63,12 @@ impl Link {
     /// # Errors
     /// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it only does so for now.
     pub fn propose(&mut self, id: MigrationId, spec: &VmSpec, streams: u16, layout: u64) -> Result<Peer, MigrateError> {
-        let request = Request::Propose { id: id.0, spec: Box::new(spec.clone()), streams };
+        let request = Request::Propose { id: id.0, spec: Box::new(spec.clone()), streams, postcopy: false };
         let reply = self.control.ask(&request, PREPARE_TIMEOUT).map_err(|error| match error {
             MigrateError::Peer(problem) if problem.code == Problem::TOO_MANY_INCOMING => MigrateError::Busy(problem),
             other => other,
         })?;
-        let Reply::Accepted { host, qemu, sterna, layout: theirs } = reply else {
+        let Reply::Accepted { host, qemu, sterna, layout: theirs, .. } = reply else {
             return Err(MigrateError::Reply("another reply than a yes or no to the proposal"));
         };
         if theirs != layout {

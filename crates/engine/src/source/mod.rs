@@ -235,6 +235,9 @@ impl Migration<'_> {
         tracker: &mut dyn Tracker,
     ) -> Result<Fate, MigrateError> {
         self.options.check().map_err(MigrateError::Options)?;
+        if self.options.must_postcopy() {
+            return Err(MigrateError::Options("post-copy is not built yet".into()));
+        }
         if self.options.throttle_percent.is_some() {
             self.throttle.try_out(&vmm.processor_threads()?)?;
         }
@@ -306,7 +309,7 @@ impl Migration<'_> {
         if self.options.mode != Mode::StopAndCopy {
             self.monitor.enter(Phase::Precopy);
             let brake = Brake::new(self.throttle, self.monitor, &mut self.report.convergence);
-            precopy::precopy(rounds, link, tracker, vmm, self.options, brake)?;
+            precopy::precopy(rounds, link, tracker, vmm, self.options, false, brake)?;
         }
         self.monitor.enter(Phase::Switchover);
         let switchover = Switchover { verify: self.options.verify, direct_io: self.direct_io, monitor: self.monitor };

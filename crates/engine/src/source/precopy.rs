@@ -4,7 +4,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use sterna_api::{MigrateOptions, report};
-use sterna_protocol::convergence::{Convergence, Decision, Goal, Measured};
+use sterna_protocol::convergence::{Because, Convergence, Decision, Goal, Measured};
 
 use super::link::Link;
 use super::rounds::Rounds;
@@ -23,8 +23,17 @@ const THREADS_LOOK: Duration = Duration::from_secs(1);
 /// How long a wait between two rounds is deaf to a cancellation.
 const WAIT_STEP: Duration = Duration::from_millis(10);
 
+/// How rounds end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// The rest of the pages goes in the pause.
+    Switchover,
+    /// It goes after the guest's start at the destination.
+    Postcopy(Because),
+}
+
 /// Sends rounds until [`Convergence`] says to stop the guest. The first has been made outstanding. What was done to make it converge
-/// is on `brake`'s account, also where it fails.
+/// is on `brake`'s account, also where it fails. `postcopy`: whether the rest may follow after the switchover.
 ///
 /// # Errors
 /// What went wrong on the way, [`MigrateError::NotConverging`] or [`MigrateError::Cancelled`].
@@ -34,9 +43,11 @@ pub fn precopy(
     tracker: &mut dyn Tracker,
     vmm: &mut dyn vmm::Source,
     options: &MigrateOptions,
+    postcopy: bool,
     mut brake: Brake,
-) -> Result<(), MigrateError> {
-    let goal = goal(options);
+) -> Result<Ending, MigrateError> {
+    let options = options.resolved();
+    let goal = goal(&options, postcopy);
     let until =
         goal.timeout.and_then(|timeout| Instant::now().checked_add(timeout.saturating_sub(rounds.monitor.under_way())));
     let mut policy = Convergence::new(goal);
@@ -73,8 +84,9 @@ pub fn precopy(
             }
             Decision::Switchover => {
                 brake.account.predicted_downtime_ms = Some(predicted_ms);
-                return Ok(());
+                return Ok(Ending::Switchover);
             }
+            Decision::Postcopy(because) => return Ok(Ending::Postcopy(because)),
             Decision::GiveUp => {
                 return Err(MigrateError::NotConverging {
                     elapsed_s: measured.elapsed.as_secs_f64(),
@@ -142,7 +154,7 @@ impl<'a> Brake<'a> {
     }
 }
 
-fn goal(options: &MigrateOptions) -> Goal {
+fn goal(options: &MigrateOptions, postcopy: bool) -> Goal {
     let duration = |ms: f64| Duration::try_from_secs_f64(ms / 1e3).unwrap_or(Duration::MAX);
     Goal {
         downtime_limit: duration(options.downtime_limit_ms),
@@ -150,6 +162,8 @@ fn goal(options: &MigrateOptions) -> Goal {
         throttle_percent: options.throttle_percent,
         timeout: options.timeout_ms.map(duration),
         on_timeout: options.on_timeout,
+        postcopy,
+        rounds: options.precopy_rounds,
     }
 }
 

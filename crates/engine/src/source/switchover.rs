@@ -179,7 +179,7 @@ pub fn hand_over(
     monitor: &Monitor,
 ) -> Result<HandOver, MigrateError> {
     monitor.commit()?;
-    host.handing_over(id, peer).map_err(MigrateError::Record)?;
+    host.handing_over(id, peer, false).map_err(MigrateError::Record)?;
     let mut downtime = loaded.downtime;
     match link.control.ask(&Request::Commit, REPLY_TIMEOUT) {
         Ok(Reply::Running { start_us, cpu_us }) => {

@@ -2,17 +2,17 @@
 
 use std::fmt::Debug;
 use std::ops::Range;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::pagemap::{Pagemap, Region};
-use sterna_sys::userfaultfd::{self, Features, Modes, Userfaultfd};
+use sterna_sys::userfaultfd::{Features, Modes, Userfaultfd};
 
-use crate::agent::{Agent, AgentError, DiscardLog, Discards};
+use crate::agent::Discards;
 use crate::error::MigrateError;
+use crate::inside::Inside;
 use crate::ram::{Ram, add_run};
 
 /// What tracking has cost so far.
@@ -67,58 +67,6 @@ pub trait Watch: Send + Sync + Debug {
     /// # Errors
     /// As [`Self::written_in`].
     fn written(&self, ram: &Layout, written: &mut PageMap) -> Result<(), MigrateError>;
-}
-
-/// What only the VMM's own process can do for tracking.
-pub trait Inside: Send {
-    /// A userfaultfd for the VMM's memory with these features, and a log of discards that begins now.
-    ///
-    /// # Errors
-    /// Then there is nothing to close.
-    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
-
-    /// What the VMM gave back of guest RAM since the last call.
-    fn discards(&mut self) -> Discards;
-
-    /// Forgets both.
-    fn close(&mut self);
-}
-
-/// The agent inside QEMU.
-pub struct InsideQemu {
-    agent: Agent,
-    log: Option<DiscardLog>,
-}
-
-impl InsideQemu {
-    /// Through this agent.
-    #[must_use]
-    pub fn new(agent: Agent) -> Self {
-        Self { agent, log: None }
-    }
-}
-
-impl Inside for InsideQemu {
-    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
-        let agent = |doing| move |source: AgentError| MigrateError::Agent { doing, source: Box::new(source) };
-        // QEMU may be unprivileged: it makes its userfaultfd from the device that this daemon may open.
-        let device = userfaultfd::open_device().ok();
-        let device = device.as_ref().map(AsFd::as_fd);
-        let opened = self.agent.open_userfaultfd(device, features.bits()).map_err(agent("making a userfaultfd"))?;
-        self.log = Some(self.agent.discard_log().map_err(agent("opening the log of discards"))?);
-        Ok(Userfaultfd::from(opened.descriptor))
-    }
-
-    fn discards(&mut self) -> Discards {
-        self.log.as_mut().map_or(Discards::Everything, DiscardLog::drain)
-    }
-
-    fn close(&mut self) {
-        self.log = None;
-        if let Err(error) = self.agent.close_userfaultfd() {
-            tracing::debug!(%error, "the agent could not close its userfaultfd");
-        }
-    }
 }
 
 /// Watches by write-protecting pages asynchronously (userfaultfd's `WP_ASYNC`) and reading the page tables of the VMM's process

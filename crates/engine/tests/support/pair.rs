@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,12 +13,14 @@ use std::time::Duration;
 
 use sterna_api::{Blame, Problem};
 use sterna_engine::agent::{Discard, Discards};
+use sterna_engine::destination::pager::Pager;
 use sterna_engine::error::MigrateError;
 use sterna_engine::host::{BlockFile, DestinationHost, Incoming, MigrationId, SourceHost, Verdict};
+use sterna_engine::inside::Inside;
 use sterna_engine::source::Outgoing;
 use sterna_engine::source::link::now_us;
 use sterna_engine::source::throttle::ProcessThrottle;
-use sterna_engine::source::track::{Inside, WriteProtect};
+use sterna_engine::source::track::WriteProtect;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::{self, EventTime, Stopped, VmmError};
 use sterna_protocol::spec::{BlockSpec, VmSpec};
@@ -277,7 +280,13 @@ impl DestinationHost for Destination {
         self.credentials.clone()
     }
 
-    fn prepare(&self, _id: MigrationId, spec: &VmSpec, _from: Option<&str>) -> Result<Incoming, Problem> {
+    fn prepare(
+        &self,
+        _id: MigrationId,
+        spec: &VmSpec,
+        _from: Option<&str>,
+        _postcopy: bool,
+    ) -> Result<Incoming, Problem> {
         if let Some(problem) = self.refuse.lock().unwrap().clone() {
             return Err(problem);
         }
@@ -295,6 +304,7 @@ impl DestinationHost for Destination {
             vmm: Box::new(vmm),
             blocks: vec![BlockFile { spec: spec.blocks[0].clone(), file, address: 0 }],
             qemu_version: "none".into(),
+            paging: None,
         })
     }
 
@@ -302,7 +312,7 @@ impl DestinationHost for Destination {
         self.room_bytes.load(Ordering::Acquire)
     }
 
-    fn commit(&self, id: MigrationId) -> Result<(), Problem> {
+    fn commit(&self, id: MigrationId, _postcopy: bool) -> Result<(), Problem> {
         if self.fail_commit.load(Ordering::Acquire) {
             return Err(Problem::new("disk-full", Blame::Host, "the record could not be written"));
         }
@@ -312,7 +322,13 @@ impl DestinationHost for Destination {
         }
     }
 
-    fn started(&self, _id: MigrationId, _incoming: Incoming) {}
+    fn started(&self, _id: MigrationId, _incoming: Incoming, _pager: Option<Arc<Pager>>) {}
+
+    fn pager(&self, _id: MigrationId, _from: Option<&str>) -> Result<Arc<Pager>, Problem> {
+        Err(Problem::new("paged", Blame::Peer, "no page is still to come"))
+    }
+
+    fn paged(&self, _id: MigrationId) {}
 
     fn abort(&self, id: MigrationId, _incoming: Option<Incoming>) {
         self.verdicts.lock().unwrap().insert(id, Verdict::Aborted);
@@ -338,15 +354,16 @@ impl SourceHost for Source {
 
     fn accepted(&self) {}
 
-    fn handing_over(&self, _id: MigrationId, _peer: &str) -> Result<(), Problem> {
+    fn handing_over(&self, _id: MigrationId, _peer: &str, _postcopy: bool) -> Result<(), Problem> {
         self.handed_over.store(true, Ordering::Release);
         Ok(())
     }
 }
 
-/// A foot inside this very process.
+/// A foot inside this very process, which keeps a duplicate of the userfaultfd as the agent does.
 #[derive(Default)]
 pub struct InsideSelf {
+    pub kept: Arc<Mutex<Option<OwnedFd>>>,
     pub discards: Arc<Mutex<Vec<Discard>>>,
     pub overflow: Arc<AtomicBool>,
 }
@@ -356,7 +373,15 @@ impl Inside for InsideSelf {
         let device = userfaultfd::open_device().map_err(MigrateError::kernel("opening /dev/userfaultfd"))?;
         let created = Userfaultfd::create(device).map_err(MigrateError::kernel("making a userfaultfd"))?;
         created.enable(features).map_err(MigrateError::kernel("enabling features"))?;
+        let duplicate = created.as_fd().try_clone_to_owned().map_err(MigrateError::host("keeping a duplicate"))?;
+        *self.kept.lock().unwrap() = Some(duplicate);
         Ok(created)
+    }
+
+    fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
+        let kept = self.kept.lock().unwrap();
+        let duplicate = kept.as_ref().map(OwnedFd::try_clone).transpose();
+        Ok(duplicate.map_err(MigrateError::host("keeping a duplicate"))?.map(Userfaultfd::from))
     }
 
     fn discards(&mut self) -> Discards {
@@ -366,7 +391,9 @@ impl Inside for InsideSelf {
         Discards::Ranges(std::mem::take(&mut *self.discards.lock().unwrap()))
     }
 
-    fn close(&mut self) {}
+    fn close(&mut self) {
+        *self.kept.lock().unwrap() = None;
+    }
 }
 
 /// A block of so many bytes.

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::layout::ChunkIndex;
+use crate::message::ResiduePart;
 use crate::spec::VmSpec;
 
 /// A machine that has one life: whoever lets it run says so here.
@@ -61,7 +62,8 @@ fn spec() -> VmSpec {
 
 /// What a source says from beginning to end, with some suspect pages on the way.
 fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
-    let mut script = vec![Request::Propose { id: 1, spec: Box::new(spec()), streams: 1 }, Request::Clock];
+    let mut script =
+        vec![Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false }, Request::Clock];
     script.extend((0..rounds).map(|round| Request::RoundEnd { round }));
     script.push(Request::Stopped);
     script.extend((0..=suspect_rounds).map(|round| Request::FinalRoundEnd { round: rounds + round }));
@@ -76,9 +78,13 @@ fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
 
 fn answer(request: &Request, suspects: &mut u32) -> Reply {
     match request {
-        Request::Propose { .. } => {
-            Reply::Accepted { host: String::new(), qemu: String::new(), sterna: String::new(), layout: 0 }
-        }
+        Request::Propose { .. } => Reply::Accepted {
+            host: String::new(),
+            qemu: String::new(),
+            sterna: String::new(),
+            layout: 0,
+            no_postcopy: None,
+        },
         Request::Clock => Reply::Clock { now_us: 0 },
         Request::Stopped => Reply::Holding,
         Request::RoundEnd { .. } => Reply::Arrived { suspects: vec![] },
@@ -91,6 +97,13 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         Request::Load => Reply::Loaded,
         Request::Commit => Reply::Running { start_us: 0, cpu_us: 0 },
         Request::Abort => Reply::Aborted { problem: None },
+        Request::Residue(_) => Reply::Noted,
+        Request::LoadPostcopy(_) => Reply::Loaded,
+        Request::Paging => Reply::Paging { missing: 0, faults: 0 },
+        Request::Complete { .. } => Reply::Completed(Box::default()),
+        Request::Release => Reply::Released,
+        Request::Resume { .. } => Reply::Resumed { layout: 0 },
+        Request::Missing { first } => Reply::Missing(ResiduePart { first: *first, chunks: 0, bits: vec![] }),
         Request::Verdict { .. } => Reply::Verdict { committed: false },
     }
 }

@@ -1,0 +1,74 @@
+//! A foot inside the VMM's process.
+
+use std::os::fd::AsFd;
+
+use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
+
+use crate::agent::{Agent, AgentError, DiscardLog, Discards};
+use crate::error::MigrateError;
+
+/// What only the VMM's own process can do: at the source for tracking, at the destination for faults.
+pub trait Inside: Send {
+    /// A userfaultfd for the VMM's memory with these features, and a log of discards that begins now. The VMM's process keeps a duplicate of
+    /// it: faulting threads wait, whatever becomes of this daemon.
+    ///
+    /// # Errors
+    /// Then there is nothing to close.
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
+
+    /// The duplicate that the VMM's process keeps, for a daemon that was started again; `None` where it keeps none.
+    ///
+    /// # Errors
+    /// The VMM does not answer.
+    fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError>;
+
+    /// What the VMM gave back of guest RAM since the last call.
+    fn discards(&mut self) -> Discards;
+
+    /// Forgets both.
+    fn close(&mut self);
+}
+
+/// The agent inside QEMU.
+pub struct InsideQemu {
+    agent: Agent,
+    log: Option<DiscardLog>,
+}
+
+impl InsideQemu {
+    /// Through this agent.
+    #[must_use]
+    pub fn new(agent: Agent) -> Self {
+        Self { agent, log: None }
+    }
+}
+
+impl Inside for InsideQemu {
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        let agent = |doing| move |source: AgentError| MigrateError::Agent { doing, source: Box::new(source) };
+        // QEMU may be unprivileged: it makes its userfaultfd from the device that this daemon may open.
+        let device = userfaultfd::open_device().ok();
+        let device = device.as_ref().map(AsFd::as_fd);
+        let opened = self.agent.open_userfaultfd(device, features.bits()).map_err(agent("making a userfaultfd"))?;
+        self.log = Some(self.agent.discard_log().map_err(agent("opening the log of discards"))?);
+        Ok(Userfaultfd::from(opened.descriptor))
+    }
+
+    fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
+        let kept = self.agent.take_userfaultfd();
+        let kept =
+            kept.map_err(|source| MigrateError::Agent { doing: "taking its userfaultfd", source: Box::new(source) })?;
+        Ok(kept.map(Userfaultfd::from))
+    }
+
+    fn discards(&mut self) -> Discards {
+        self.log.as_mut().map_or(Discards::Everything, DiscardLog::drain)
+    }
+
+    fn close(&mut self) {
+        self.log = None;
+        if let Err(error) = self.agent.close_userfaultfd() {
+            tracing::debug!(%error, "the agent could not close its userfaultfd");
+        }
+    }
+}
