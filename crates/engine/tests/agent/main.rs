@@ -24,5 +24,8 @@ mod robustness;
 /// Tracking and keeping a userfaultfd.
 mod userfaultfd;
 
+/// What becomes of threads that wait for pages when whoever fills them is killed.
+mod duplicate;
+
 /// Advising and remapping.
 mod remap;

@@ -17,6 +17,14 @@ const ROLE: &str = "STERNA_TEST_RAM_FILE";
 /// Bytes of the RAM file.
 pub const RAM_BYTES: u64 = 64 << 20;
 
+/// Bytes of a page.
+pub const PAGE: u64 = 4096;
+
+/// What every word of a page holds where it is as it should be; no page's is zero.
+pub fn word_of(page: u64) -> u64 {
+    (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
 /// The program, ended when dropped.
 pub struct Program {
     pub dir: TempDir,
@@ -53,6 +61,11 @@ impl Program {
     /// Connects to the library in it.
     pub fn agent(&self) -> Agent {
         fixture::connect(&self.dir.path().join("agent"))
+    }
+
+    /// The process.
+    pub fn pid(&self) -> rustix::process::Pid {
+        rustix::process::Pid::from_child(&self.child)
     }
 
     /// Tells it to do something; what it says when it is done.
@@ -101,6 +114,21 @@ fn do_as_told() {
             "unmap" => {
                 // SAFETY: nothing refers to the mapping.
                 unsafe { libc::munmap((address + number(1)) as *mut _, number(2) as usize) }.to_string()
+            }
+            // So many threads share so many pages, and each reads its own in turn: how many are not as [`word_of`] has them.
+            "check" => {
+                let (threads, pages) = (number(1), number(2));
+                let part = |thread: u64| (thread * pages / threads)..((thread + 1) * pages / threads);
+                let is_bad = |page: &u64| {
+                    // SAFETY: within the mapping, which stays; aligned; whoever fills the page does so before it can be read.
+                    (0..PAGE / 8).any(|index| unsafe { ((address + page * PAGE) as *const u64).add(index as usize).read_volatile() } != word_of(*page))
+                };
+                let bad: usize = std::thread::scope(|scope| {
+                    let readers: Vec<_> =
+                        (0..threads).map(|thread| scope.spawn(move || part(thread).filter(is_bad).count())).collect();
+                    readers.into_iter().map(|reader| reader.join().expect("it only reads")).sum()
+                });
+                bad.to_string()
             }
             "punch" => {
                 let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
