@@ -1,10 +1,11 @@
 //! A foot inside the VMM's process.
 
+use std::ops::Range;
 use std::os::fd::AsFd;
 
 use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 
-use crate::agent::{Agent, AgentError, DiscardLog, Discards};
+use crate::agent::{AddressRange, Advice, Agent, AgentError, DiscardLog, Discards};
 use crate::error::MigrateError;
 
 /// What only the VMM's own process can do: at the source for tracking, at the destination for faults.
@@ -21,6 +22,15 @@ pub trait Inside: Send {
     /// # Errors
     /// The VMM does not answer.
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError>;
+
+    /// Takes these addresses of guest RAM out of the VMM's page tables; the files keep their contents.
+    ///
+    /// # Errors
+    /// The VMM does not answer, or they are no RAM of its guest.
+    fn unmap(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError>;
+
+    /// The VMM's process.
+    fn pid(&self) -> u32;
 
     /// What the VMM gave back of guest RAM since the last call.
     fn discards(&mut self) -> Discards;
@@ -59,6 +69,17 @@ impl Inside for InsideQemu {
         let kept =
             kept.map_err(|source| MigrateError::Agent { doing: "taking its userfaultfd", source: Box::new(source) })?;
         Ok(kept.map(Userfaultfd::from))
+    }
+
+    fn unmap(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        let ranges: Vec<AddressRange> =
+            ranges.iter().map(|range| AddressRange { address: range.start, length: range.end - range.start }).collect();
+        let unmapped = self.agent.advise(Advice::DontNeed, &ranges);
+        unmapped.map_err(|source| MigrateError::Agent { doing: "unmapping guest RAM", source: Box::new(source) })
+    }
+
+    fn pid(&self) -> u32 {
+        self.agent.peer().pid.unsigned_abs()
     }
 
     fn discards(&mut self) -> Discards {

@@ -56,7 +56,10 @@ impl Peer {
         let block = pair::block(CHUNKS << 20);
         let layout = Layout::new(std::slice::from_ref(&block)).expect("a layout").digest();
         let spec = pair::spec(block);
-        let reply = ask(&mut control, &Request::Propose { id, spec: Box::new(spec), streams: 1, postcopy: false });
+        let reply = ask(
+            &mut control,
+            &Request::Propose { id, spec: Box::new(spec), streams: 1, postcopy: false, verify: false },
+        );
         assert!(matches!(reply, Reply::Accepted { layout: theirs, .. } if theirs == layout), "{reply:?}");
         let (pages, devices) = (dial(Role::Pages(0)), dial(Role::Devices));
         Self { control, pages, _devices: devices, writer: FrameWriter::new(KEY), id: MigrationId(id) }

@@ -34,6 +34,8 @@ pub enum Request {
         /// Whether the guest may run there before all its pages are there. Then the session has the roles `Faults` and `Urgent` as well, unless
         /// the destination says that it cannot.
         postcopy: bool,
+        /// Both sides will be compared: after the switchover that takes digests of pages as the guest first saw them.
+        verify: bool,
     },
     /// What time is it?
     Clock,

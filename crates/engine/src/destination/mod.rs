@@ -15,9 +15,13 @@ pub mod place;
 /// Pages that come after the guest's start.
 pub mod pager;
 
+/// What is said while they come.
+mod paging;
+
 /// The devices' state into the VMM, held back until the last pages are in place.
 pub mod devices;
 
+use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
@@ -26,10 +30,13 @@ use sterna_protocol::frame::FrameReader;
 use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, MAX_SUSPECTS, Reply, Request};
+use sterna_protocol::pages::PageMap;
 use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
 use self::devices::HeldDevices;
+use self::pager::Pager;
+use self::paging::{SourceOf, note_part};
 use self::place::Placer;
 use self::receive::Arrivals;
 use crate::error::MigrateError;
@@ -54,8 +61,24 @@ const MAX_STREAMS: u16 = sterna_api::options::MAX_STREAMS as u16;
 /// A connection of a session, as the listener hands it on.
 pub(crate) type Call = (Role, Connection);
 
-/// What [`Session::set_up`] brings together.
-type SetUp = (Vec<Connection>, HangUpAll, HeldDevices);
+/// A session's connections but the control connection.
+struct Connections {
+    /// Those that carry pages, in order.
+    pages: Vec<Connection>,
+    /// The devices' one, where the guest is still to come.
+    devices: Option<Connection>,
+    /// Where pages are asked for, and where those come: where the guest may run before all its pages are here.
+    faults: Option<(Connection, Connection)>,
+}
+
+impl Connections {
+    /// What ends all of them from elsewhere.
+    fn hang_up(&self) -> Result<Vec<HangUp>, MigrateError> {
+        let faults = self.faults.iter().flat_map(|(requests, urgent)| [requests, urgent]);
+        let all = self.pages.iter().chain(&self.devices).chain(faults).map(Connection::hang_up);
+        all.collect::<Result<_, _>>().map_err(MigrateError::host("setting up the pages' way into RAM"))
+    }
+}
 
 /// A machine on its way here.
 struct Session<'a> {
@@ -84,9 +107,14 @@ pub(crate) fn serve_session(
 impl Session<'_> {
     fn run(&mut self) -> Result<(), MigrateError> {
         let request = self.control.next_request()?;
-        let (spec, streams) = match &request {
-            Request::Propose { id, spec, streams, .. } if *id == self.id.0 && (1..=MAX_STREAMS).contains(streams) => {
-                (spec, *streams)
+        let (spec, streams, verify, postcopy) = match &request {
+            Request::Propose { id, spec, streams, postcopy, verify }
+                if *id == self.id.0 && (1..=MAX_STREAMS).contains(streams) =>
+            {
+                (spec, *streams, *verify, *postcopy && self.agreed.contains(Features::POSTCOPY))
+            }
+            Request::Resume { id, streams } if (1..=MAX_STREAMS).contains(streams) => {
+                return self.resume(MigrationId(*id), *streams, &request);
             }
             Request::Verdict { id } => {
                 let reply = match self.host.verdict(MigrationId(*id), self.control.peer()) {
@@ -97,26 +125,27 @@ impl Session<'_> {
             }
             _ => return Err(MigrateError::Reply("a session begins with a proposal")),
         };
-        let (incoming, ram) = match self.prepare(spec) {
+        let (incoming, ram) = match self.prepare(spec, postcopy) {
             Ok(prepared) => prepared,
             Err(problem) => return self.control.answer(&request, &Reply::Failed(problem)),
         };
-        let guard = Guard { host: self.host, id: self.id, incoming: Some(incoming) };
+        let mut guard = Guard { host: self.host, id: self.id, incoming: Some(incoming), pager: None };
+        let no_postcopy = guard.open_pager(&ram, verify);
         let accepted = Reply::Accepted {
             host: hostname(),
-            qemu: guard.incoming.as_ref().map(|incoming| incoming.qemu_version.clone()).unwrap_or_default(),
+            qemu: guard.incoming_mut().qemu_version.clone(),
             sterna: env!("CARGO_PKG_VERSION").into(),
             layout: ram.layout().digest(),
-            no_postcopy: None,
+            no_postcopy,
         };
         self.control.answer(&request, &accepted)?;
         self.receive(guard, &ram, spec, streams)
     }
 
     /// Checks, starts the VMM, and maps its RAM.
-    fn prepare(&self, spec: &VmSpec) -> Result<(Incoming, Ram), Problem> {
+    fn prepare(&self, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, Arc<Ram>), Problem> {
         sterna_protocol::layout::Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
-        let incoming = self.host.prepare(self.id, spec, self.control.peer(), false)?;
+        let incoming = self.host.prepare(self.id, spec, self.control.peer(), postcopy)?;
         let same = incoming.blocks.len() == spec.blocks.len()
             && incoming
                 .blocks
@@ -129,7 +158,7 @@ impl Session<'_> {
             Err("its RAM blocks differ from those proposed".into())
         };
         match ram {
-            Ok(ram) => Ok((incoming, ram)),
+            Ok(ram) => Ok((incoming, Arc::new(ram))),
             Err(why) => {
                 self.host.abort(self.id, Some(incoming));
                 Err(Problem::new(
@@ -143,7 +172,7 @@ impl Session<'_> {
 
     /// Everything between the accepted proposal and the end, with the receivers at work.
     fn receive(&mut self, mut guard: Guard, ram: &Ram, spec: &VmSpec, streams: u16) -> Result<(), MigrateError> {
-        let (mut pages, hang_up, held) = match self.set_up(&mut guard, streams) {
+        let (mut connections, held) = match self.set_up(&mut guard, streams) {
             Ok(set_up) => set_up,
             Err(error) => {
                 // The source has been told yes: it learns of this by the answer to whatever it asks next.
@@ -153,16 +182,15 @@ impl Session<'_> {
                 return Err(error);
             }
         };
+        let pager = guard.pager.clone();
+        let hang_up = self.hang_up(&connections)?;
+        let (requests, urgent) = connections.faults.take().unzip();
+        let source = pager.as_deref().zip(requests);
+        let source = source.map(|(pager, requests)| SourceOf::new(pager, requests, self.key.key, hang_up));
         let arrivals = Arrivals::new(streams);
-        let placer = Placer::new(ram, self.host);
-        std::thread::scope(|scope| {
-            // Whatever ends this scope ends the receivers: they read until their connection is shut down.
-            let _hang_up = hang_up;
-            for (index, stream) in pages.iter_mut().enumerate() {
-                let (arrivals, placer, reader) = (&arrivals, &placer, FrameReader::new(self.key.key, self.agreed));
-                scope.spawn(move || receive::receive(index, stream, reader, placer, arrivals));
-            }
-            let result = self.converse(&mut guard, ram, spec, &placer, &arrivals, &held);
+        let placer = Placer::new(ram, self.host, pager.as_deref());
+        self.with_receivers(connections.pages, urgent, &placer, &arrivals, |session| {
+            let result = session.converse(&mut guard, spec, &placer, &arrivals, &held, source);
             if let Err(error) = &result {
                 // The source may be busy sending: it asks why when its connection fails.
                 arrivals.fail(error.problem());
@@ -171,52 +199,85 @@ impl Session<'_> {
         })
     }
 
-    /// The connections that carry pages, in order, what ends them, and the way of the devices' state into the VMM.
-    fn set_up(&mut self, guard: &mut Guard, streams: u16) -> Result<SetUp, MigrateError> {
-        let (pages, devices) = self.connections(streams)?;
-        let hang_up = pages.iter().map(Connection::hang_up).collect::<Result<_, _>>();
-        let hang_up = HangUpAll(hang_up.map_err(MigrateError::host("setting up the pages' way into RAM"))?);
-        let vmm_stream = guard.incoming_mut().vmm.prepare()?;
-        Ok((pages, hang_up, HeldDevices::start(devices, vmm_stream)?))
+    /// What ends the session's connections from elsewhere, the control connection among them.
+    fn hang_up(&self, connections: &Connections) -> Result<Vec<HangUp>, MigrateError> {
+        let mut all = connections.hang_up()?;
+        all.push(self.control.hang_up().map_err(MigrateError::host("setting up the pages' way into RAM"))?);
+        Ok(all)
     }
 
-    /// The connections that carry pages, in order, and the devices' one.
-    fn connections(&mut self, streams: u16) -> Result<(Vec<Connection>, Connection), MigrateError> {
+    /// Does `work` while a thread for each connection takes pages in. Whatever ends the work ends them.
+    fn with_receivers(
+        &mut self,
+        mut pages: Vec<Connection>,
+        urgent: Option<Connection>,
+        placer: &Placer,
+        arrivals: &Arrivals,
+        work: impl FnOnce(&mut Self) -> Result<(), MigrateError>,
+    ) -> Result<(), MigrateError> {
+        // Last: it is in no round, and no number of a round's connection is its own.
+        pages.extend(urgent);
+        let hang_up = pages.iter().map(Connection::hang_up).collect::<Result<_, _>>();
+        let hang_up = HangUpAll(hang_up.map_err(MigrateError::host("setting up the pages' way into RAM"))?);
+        std::thread::scope(|scope| {
+            // They read until their connection is shut down.
+            let _hang_up = hang_up;
+            for (index, stream) in pages.iter_mut().enumerate() {
+                let reader = FrameReader::new(self.key.key, self.agreed);
+                scope.spawn(move || receive::receive(index, stream, reader, placer, arrivals));
+            }
+            work(self)
+        })
+    }
+
+    /// The session's connections, and the way of the devices' state into the VMM.
+    fn set_up(&mut self, guard: &mut Guard, streams: u16) -> Result<(Connections, HeldDevices), MigrateError> {
+        let mut connections = self.connections(streams, true, guard.pager.is_some())?;
+        let devices = connections.devices.take().ok_or(MigrateError::Reply("no connection for the devices"))?;
+        let vmm_stream = guard.incoming_mut().vmm.prepare()?;
+        Ok((connections, HeldDevices::start(devices, vmm_stream)?))
+    }
+
+    /// Waits for the session's connections.
+    fn connections(&mut self, streams: u16, devices: bool, faults: bool) -> Result<Connections, MigrateError> {
         let late = || MigrateError::Link {
             doing: "waiting for the session's connections",
             source: std::io::ErrorKind::TimedOut.into(),
         };
         let deadline = Instant::now() + CONNECT_TIMEOUT;
-        let mut pages: Vec<Option<Connection>> = (0..streams).map(|_| None).collect();
-        let mut devices = None;
-        while devices.is_none() || pages.iter().any(Option::is_none) {
+        let mut wanted: Vec<Role> = (0..streams).map(Role::Pages).collect();
+        wanted.extend(devices.then_some(Role::Devices));
+        wanted.extend(faults.then_some([Role::Faults, Role::Urgent]).into_iter().flatten());
+        let mut came: Vec<Option<Connection>> = wanted.iter().map(|_| None).collect();
+        while came.iter().any(Option::is_none) {
             match self.calls.recv_timeout(CONNECT_LOOK) {
-                Ok((Role::Pages(index), stream)) if pages.get(usize::from(index)).is_some_and(Option::is_none) => {
-                    pages[usize::from(index)] = Some(stream);
-                }
-                Ok((Role::Devices, stream)) if devices.is_none() => devices = Some(stream),
-                Ok(_) => return Err(MigrateError::Reply("a connection that this session does not have")),
+                Ok((role, stream)) => match wanted.iter().position(|wanted| *wanted == role) {
+                    Some(index) if came[index].is_none() => came[index] = Some(stream),
+                    _ => return Err(MigrateError::Reply("a connection that this session does not have")),
+                },
                 // A source that is gone calls no more; until this session ends, its next attempt finds the name taken.
                 Err(_) if Instant::now() > deadline || !self.control.alive() => return Err(late()),
                 Err(_) => {}
             }
         }
-        Ok((
-            pages.into_iter().flatten().collect(),
-            devices.ok_or(MigrateError::Reply("no connection for the devices"))?,
-        ))
+        let mut came = came.into_iter().flatten();
+        let pages = came.by_ref().take(usize::from(streams)).collect();
+        let devices = if devices { came.next() } else { None };
+        Ok(Connections { pages, devices, faults: came.next().zip(came.next()) })
     }
 
     /// Answers requests until the guest runs here or the migration has ended.
     fn converse(
         &mut self,
         guard: &mut Guard,
-        ram: &Ram,
         spec: &VmSpec,
         placer: &Placer,
         arrivals: &Arrivals,
         held: &HeldDevices,
+        mut source: Option<SourceOf>,
     ) -> Result<(), MigrateError> {
+        let ram = placer.ram();
+        let mut residue = PageMap::empty(ram.layout());
         loop {
             let request = self.control.next_request()?;
             let reply = match &request {
@@ -226,8 +287,22 @@ impl Session<'_> {
                     self.control.answer(&request, &Reply::Aborted { problem: arrivals.failure() })?;
                     return Err(MigrateError::Cancelled);
                 }
-                Request::Commit => return self.commit(guard, spec, &request, arrivals),
-                other => self.answer(other, guard, ram, placer, arrivals, held),
+                Request::Commit => {
+                    let pager = self.commit(guard, spec, &request, arrivals)?;
+                    return pager.map_or(Ok(()), |pager| self.page_in(&pager, arrivals));
+                }
+                Request::Residue(part) => note_part(part, ram, &mut residue).map(|()| Reply::Noted),
+                Request::LoadPostcopy(part) => note_part(part, ram, &mut residue)
+                    .and_then(|()| {
+                        self.load_postcopy(
+                            guard,
+                            std::mem::replace(&mut residue, PageMap::empty(ram.layout())),
+                            held,
+                            &mut source,
+                        )
+                    })
+                    .map(|()| Reply::Loaded),
+                other => self.answer(other, guard, placer, arrivals, held),
             };
             match reply {
                 Ok(reply) => self.control.answer(&request, &reply)?,
@@ -244,11 +319,11 @@ impl Session<'_> {
         &self,
         request: &Request,
         guard: &mut Guard,
-        ram: &Ram,
         placer: &Placer,
         arrivals: &Arrivals,
         held: &HeldDevices,
     ) -> Result<Reply, MigrateError> {
+        let ram = placer.ram();
         match request {
             Request::Clock => Ok(Reply::Clock { now_us: crate::source::link::now_us() }),
             Request::RoundEnd { round } => {
@@ -289,25 +364,30 @@ impl Session<'_> {
     }
 
     /// The guest is ours: the point of no return at the destination. It is on record before the guest runs, so that whatever
-    /// happens to this daemon or to the link from here on, the answer to the source is the same.
+    /// happens to this daemon or to the link from here on, the answer to the source is the same. What brings the pages that are still to
+    /// come, where some are.
     fn commit(
         &mut self,
         guard: &mut Guard,
         spec: &VmSpec,
         request: &Request,
         arrivals: &Arrivals,
-    ) -> Result<(), MigrateError> {
+    ) -> Result<Option<Arc<Pager>>, MigrateError> {
+        let pager = guard.pager.clone();
         // It may have died since it said that it was loaded: then the guest must stay where it is. (Between this look and the record it can
         // still die; that is a QEMU that dies in its first millisecond, and no look can be late enough.)
         let alive = guard.incoming_mut().vmm.alive().map_err(|error| MigrateError::from(error).problem());
-        if let Err(problem) = alive.and_then(|()| self.host.commit(self.id, false)) {
+        if let Err(problem) = alive.and_then(|()| self.host.commit(self.id, pager.is_some())) {
             guard.end();
             self.control.answer(request, &Reply::Failed(problem.clone()))?;
             return Err(MigrateError::Record(problem));
         }
         let mut incoming = guard.keep();
         let started = if spec.running { incoming.vmm.start() } else { Ok(EventTime(crate::source::link::now_us())) };
-        self.host.started(self.id, incoming, None);
+        if let Some(Err(error)) = pager.as_ref().map(Pager::map_ahead) {
+            tracing::info!(%error, "pages are not mapped ahead");
+        }
+        self.host.started(self.id, incoming, pager.clone());
         let cpu = arrivals.cpu() + sterna_sys::process::thread_cpu_time();
         let reply = match started {
             Ok(start) => Reply::Running { start_us: start.0, cpu_us: cpu.as_micros() as u64 },
@@ -316,7 +396,8 @@ impl Session<'_> {
                 Reply::Failed(MigrateError::from(error).problem().guest(sterna_api::problem::Whereabouts::Paused))
             }
         };
-        self.control.answer(request, &reply)
+        self.control.answer(request, &reply)?;
+        Ok(pager)
     }
 }
 
@@ -334,6 +415,7 @@ struct Guard<'a> {
     host: &'a dyn DestinationHost,
     id: MigrationId,
     incoming: Option<Incoming>,
+    pager: Option<Arc<Pager>>,
 }
 
 impl Guard<'_> {
@@ -342,10 +424,28 @@ impl Guard<'_> {
     }
 
     fn keep(&mut self) -> Incoming {
+        self.pager = None;
         self.incoming.take().expect("kept only once")
     }
 
+    /// Makes ready for a guest that runs before all its pages are here, where that was asked for; why it cannot be, where it cannot.
+    fn open_pager(&mut self, ram: &Arc<Ram>, verify: bool) -> Option<Problem> {
+        let opened = match self.incoming_mut().paging.take()? {
+            Ok(means) => Pager::open(Arc::clone(ram), means, verify).map_err(|error| error.problem()),
+            Err(problem) => Err(problem),
+        };
+        opened.map(|pager| self.pager = Some(pager)).err()
+    }
+
+    fn end_pager(&mut self) {
+        if let Some(pager) = self.pager.take() {
+            pager.end();
+        }
+    }
+
     fn end(&mut self) {
+        // First: a VMM that waits for a page cannot end by itself. It may read what it likes now, its guest never runs.
+        self.end_pager();
         if let Some(incoming) = self.incoming.take() {
             self.host.abort(self.id, Some(incoming));
         }

@@ -9,6 +9,7 @@ use sterna_protocol::frame::{ChunkFrame, page_digest};
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
+use super::pager::Pager;
 use crate::error::MigrateError;
 use crate::host::DestinationHost;
 use crate::ram::Ram;
@@ -22,15 +23,16 @@ const LOOK_EVERY_BYTES: u64 = 32 << 20;
 pub struct Placer<'a> {
     ram: &'a Ram,
     host: &'a dyn DestinationHost,
+    pager: Option<&'a Pager>,
     placed_bytes: AtomicU64,
     suspects: Mutex<PageMap>,
 }
 
 impl<'a> Placer<'a> {
-    /// Into RAM that is holes all over.
+    /// Into RAM that is holes all over. With a pager that has begun, pages are the guest's as soon as they are in their place.
     #[must_use]
-    pub fn new(ram: &'a Ram, host: &'a dyn DestinationHost) -> Self {
-        Self { ram, host, placed_bytes: AtomicU64::new(0), suspects: Mutex::new(PageMap::empty(ram.layout())) }
+    pub fn new(ram: &'a Ram, host: &'a dyn DestinationHost, pager: Option<&'a Pager>) -> Self {
+        Self { ram, host, pager, placed_bytes: AtomicU64::new(0), suspects: Mutex::new(PageMap::empty(ram.layout())) }
     }
 
     /// The RAM that pages are put into.
@@ -58,6 +60,13 @@ impl<'a> Placer<'a> {
             .filter(|(_, (body, digest))| page_digest(body) != **digest)
             .map(|(page, _)| page)
             .collect();
+        if let Some(pager) = self.begun_pager() {
+            // The source's guest stands still: what is not what was digested was damaged on its way. It is missing still, and comes again.
+            if !wrong.is_empty() {
+                return Err(MigrateError::Damaged(wrong.len()));
+            }
+            return pager.place(frame.chunk, [(&frame.full, bodies), (&PageSet::EMPTY, &[])], &frame.zero);
+        }
         self.put(frame.chunk, &frame.zero, [(&frame.full, bodies)], &wrong)
     }
 
@@ -68,6 +77,9 @@ impl<'a> Placer<'a> {
     /// As [`Placer::place`].
     pub fn place_packed(&self, frame: &PackedFrame, bodies: &[u8]) -> Result<(), MigrateError> {
         let (full, delta) = bodies.split_at(frame.full.len() * PAGE_BYTES);
+        if let Some(pager) = self.begun_pager() {
+            return pager.place(frame.chunk, [(&frame.full, full), (&frame.delta, delta)], &frame.zero);
+        }
         self.put(frame.chunk, &frame.zero, [(&frame.full, full), (&frame.delta, delta)], &PageSet::EMPTY)
     }
 
@@ -108,6 +120,10 @@ impl<'a> Placer<'a> {
             .flat_map(|(chunk, set)| set.iter().map(move |page| PageIndex { chunk, page }))
             .take(most)
             .collect()
+    }
+
+    fn begun_pager(&self) -> Option<&Pager> {
+        self.pager.filter(|pager| pager.begun())
     }
 
     fn ensure_room(&self, bytes: u64) -> Result<(), MigrateError> {

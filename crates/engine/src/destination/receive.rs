@@ -76,7 +76,7 @@ impl Arrivals {
         self.lock().failure.clone()
     }
 
-    /// Processor time of the receivers, as of their last ended round.
+    /// Processor time of the receivers, as of their last frames.
     #[must_use]
     pub fn cpu(&self) -> Duration {
         self.lock().cpu
@@ -84,14 +84,25 @@ impl Arrivals {
 
     fn ended(&self, stream: usize, round: u32, cpu: Duration) {
         let mut state = self.lock();
-        state.rounds[stream] = Some(round);
+        // The connection of pages that were asked for is in no round.
+        if let Some(ended) = state.rounds.get_mut(stream) {
+            *ended = Some(round);
+        }
         state.cpu += cpu;
         state.frames += 1;
         self.changed.notify_all();
     }
 
-    fn frame(&self) {
-        self.lock().frames += 1;
+    fn frame(&self, cpu: Duration) {
+        let mut state = self.lock();
+        state.cpu += cpu;
+        state.frames += 1;
+    }
+
+    /// Frames so far, on all connections.
+    #[must_use]
+    pub fn frames(&self) -> u64 {
+        self.lock().frames
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -117,6 +128,10 @@ fn frames(
     // A source may be quiet between rounds for as long as it lives; whether it does, TCP's keepalive says.
     stream.set_read_timeout(None).map_err(MigrateError::link("receiving pages"))?;
     let mut counted = Duration::ZERO;
+    let mut since_counted = || {
+        let cpu = sterna_sys::process::thread_cpu_time();
+        cpu - std::mem::replace(&mut counted, cpu)
+    };
     // A chunk fits the processor's cache: what is read here was just received.
     let mut buffer = vec![0; CHUNK_BYTES];
     let mut decoder = Decoder::default();
@@ -137,7 +152,7 @@ fn frames(
                 let bodies = &mut buffer[..frame.body_bytes()];
                 stream.read_exact(bodies).map_err(MigrateError::link("receiving pages"))?;
                 placer.place(&frame, digests, bodies)?;
-                arrivals.frame();
+                arrivals.frame(since_counted());
             }
             Frame::Packed(frame) => {
                 // At most `MAX_PAYLOAD_BYTES`: a chunk, and two bytes a page.
@@ -149,13 +164,9 @@ fn frames(
                 stream.read_exact(payload).map_err(MigrateError::link("receiving pages"))?;
                 let bodies = decoder.decode(&frame, digests, payload, placer.ram())?;
                 placer.place_packed(&frame, bodies)?;
-                arrivals.frame();
+                arrivals.frame(since_counted());
             }
-            Frame::RoundEnd { round } => {
-                let cpu = sterna_sys::process::thread_cpu_time();
-                arrivals.ended(index, round, cpu - counted);
-                counted = cpu;
-            }
+            Frame::RoundEnd { round } => arrivals.ended(index, round, since_counted()),
             Frame::Close => return Ok(()),
         }
     }

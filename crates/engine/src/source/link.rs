@@ -63,7 +63,8 @@ impl Link {
     /// # Errors
     /// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it only does so for now.
     pub fn propose(&mut self, id: MigrationId, spec: &VmSpec, streams: u16, layout: u64) -> Result<Peer, MigrateError> {
-        let request = Request::Propose { id: id.0, spec: Box::new(spec.clone()), streams, postcopy: false };
+        let request =
+            Request::Propose { id: id.0, spec: Box::new(spec.clone()), streams, postcopy: false, verify: false };
         let reply = self.control.ask(&request, PREPARE_TIMEOUT).map_err(|error| match error {
             MigrateError::Peer(problem) if problem.code == Problem::TOO_MANY_INCOMING => MigrateError::Busy(problem),
             other => other,

@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use sterna_protocol::message::{self, PREFIX_BYTES, Reply, Request};
 use sterna_protocol::session::{self, Owner, State};
 
-use super::connection::Connection;
+use super::connection::{Connection, HangUp};
 use crate::error::MigrateError;
 
 /// How long a reply may take where nothing else is said.
@@ -148,6 +148,14 @@ impl Answering {
     #[must_use]
     pub fn peer(&self) -> Option<&str> {
         self.messages.stream.peer()
+    }
+
+    /// What ends the connection from another thread.
+    ///
+    /// # Errors
+    /// No descriptor left.
+    pub fn hang_up(&self) -> std::io::Result<HangUp> {
+        self.messages.stream.hang_up()
     }
 
     /// Whether the connection still lives, without waiting.

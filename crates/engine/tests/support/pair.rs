@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -363,6 +364,8 @@ impl SourceHost for Source {
 /// A foot inside this very process, which keeps a duplicate of the userfaultfd as the agent does.
 #[derive(Default)]
 pub struct InsideSelf {
+    /// The guest's own mappings of its RAM, where it is a destination.
+    pub mappings: Arc<Mutex<Vec<Arc<SharedMapping>>>>,
     pub kept: Arc<Mutex<Option<OwnedFd>>>,
     pub discards: Arc<Mutex<Vec<Discard>>>,
     pub overflow: Arc<AtomicBool>,
@@ -382,6 +385,19 @@ impl Inside for InsideSelf {
         let kept = self.kept.lock().unwrap();
         let duplicate = kept.as_ref().map(OwnedFd::try_clone).transpose();
         Ok(duplicate.map_err(MigrateError::host("keeping a duplicate"))?.map(Userfaultfd::from))
+    }
+
+    fn unmap(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        let mappings = self.mappings.lock().unwrap();
+        for range in ranges {
+            let mapping = mappings.iter().find(|mapping| mapping.addresses() == *range).expect("a guest's mapping");
+            mapping.dont_need(0..mapping.bytes()).map_err(MigrateError::kernel("unmapping guest RAM"))?;
+        }
+        Ok(())
+    }
+
+    fn pid(&self) -> u32 {
+        std::process::id()
     }
 
     fn discards(&mut self) -> Discards {

@@ -62,8 +62,10 @@ fn spec() -> VmSpec {
 
 /// What a source says from beginning to end, with some suspect pages on the way.
 fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
-    let mut script =
-        vec![Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false }, Request::Clock];
+    let mut script = vec![
+        Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
+        Request::Clock,
+    ];
     script.extend((0..rounds).map(|round| Request::RoundEnd { round }));
     script.push(Request::Stopped);
     script.extend((0..=suspect_rounds).map(|round| Request::FinalRoundEnd { round: rounds + round }));

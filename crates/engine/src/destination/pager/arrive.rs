@@ -1,0 +1,104 @@
+//! Pages that arrive after the guest's start.
+
+use std::time::Instant;
+
+use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
+use sterna_protocol::pages::PageSet;
+
+use super::{Pager, Waiter};
+use crate::error::MigrateError;
+
+impl Pager {
+    /// Puts the bodies of full pages, in order, and zeros into their places, and lets the guest see them. Pages that have arrived before are left as the
+    /// guest has them now.
+    ///
+    /// # Errors
+    /// No memory, or the VMM has ended. What was not placed is still missing.
+    pub(crate) fn place(
+        &self,
+        chunk: ChunkIndex,
+        pages: [(&PageSet, &[u8]); 2],
+        zero: &PageSet,
+    ) -> Result<(), MigrateError> {
+        let claim = Claim::take(self, chunk, &pages[0].0.or(pages[1].0).or(zero));
+        let zero = zero.and(&claim.pages);
+        if !zero.is_empty() {
+            // An earlier round may have left something there. Nobody sees the hole before the page counts as arrived.
+            self.ram.punch(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
+        }
+        let mut shown = PageSet::EMPTY;
+        for (set, bodies) in pages {
+            let own = set.and(&claim.pages);
+            let write = |pages: &PageSet, bodies: &[u8]| {
+                self.ram.write(chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))
+            };
+            if own == *set {
+                write(set, bodies)?;
+            } else {
+                for (page, body) in
+                    set.iter().zip(bodies.chunks_exact(PAGE_BYTES)).filter(|(page, _)| own.contains(*page))
+                {
+                    let mut only = PageSet::EMPTY;
+                    only.insert(page);
+                    write(&only, body)?;
+                }
+            }
+            shown = shown.or(&own);
+        }
+        let waited = claim.arrived()?;
+        self.show(chunk, &shown)?;
+        for (page, _) in waited.iter().filter(|(page, _)| zero.contains(page.page)) {
+            self.show_zero(*page)?;
+        }
+        if !waited.is_empty() {
+            let (now, mut account) = (Instant::now(), self.account());
+            for waiter in waited.iter().flat_map(|(_, waiters)| waiters) {
+                account.came(waiter.thread, now.saturating_duration_since(waiter.since));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Missing pages that one thread alone writes now. Dropped before they have arrived, they are missing as before.
+struct Claim<'a> {
+    pager: &'a Pager,
+    chunk: ChunkIndex,
+    pages: PageSet,
+}
+
+impl<'a> Claim<'a> {
+    fn take(pager: &'a Pager, chunk: ChunkIndex, wanted: &PageSet) -> Self {
+        let mut state = pager.lock();
+        let pages = wanted.and(state.missing.chunk(chunk)).without(state.claimed.chunk(chunk));
+        state.duplicate += wanted.without(&pages).len() as u64;
+        state.claimed.insert_all(chunk, &pages);
+        Self { pager, chunk, pages }
+    }
+
+    /// They are in the file: those of them that somebody waits for.
+    fn arrived(&self) -> Result<Vec<(PageIndex, Vec<Waiter>)>, MigrateError> {
+        let mut state = self.pager.lock();
+        let noted = state.missing.arrived(self.chunk, &self.pages);
+        noted.map_err(MigrateError::host("writing down which pages have arrived"))?;
+        let mut waited = Vec::new();
+        if !state.waiting.is_empty() {
+            for page in self.pages.iter().map(|page| PageIndex { chunk: self.chunk, page }) {
+                waited.extend(state.waiting.remove(&page).map(|waiters| (page, waiters)));
+            }
+        }
+        if state.missing.left() == 0 {
+            state.last = Some(Instant::now());
+            self.pager.changed.notify_all();
+        }
+        Ok(waited)
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let mut state = self.pager.lock();
+        let claimed = state.claimed.chunk_mut(self.chunk);
+        *claimed = claimed.without(&self.pages);
+    }
+}

@@ -1,0 +1,54 @@
+//! Pages as the guest first saw them, to be compared with the source's, which stand still: the guest here writes them from then on.
+
+use std::io;
+
+use sterna_protocol::frame::page_digest;
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
+use sterna_protocol::pages::{PageMap, PageSet};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::ram::{Ram, is_zero};
+
+/// A digest for each page: 8 bytes a page, and a bit.
+#[derive(Debug)]
+pub(super) struct Shown {
+    known: PageMap,
+    digests: Vec<u64>,
+}
+
+impl Shown {
+    /// The guest has seen nothing.
+    pub(super) fn nothing(layout: &Layout) -> Self {
+        Self { known: PageMap::empty(layout), digests: vec![0; layout.chunks() as usize * CHUNK_PAGES] }
+    }
+
+    /// Notes these pages as they are in the file now; not those that were noted before. Until this returns the guest must not see them.
+    pub(super) fn note(&mut self, ram: &Ram, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        let mut body = [0; PAGE_BYTES];
+        for page in pages.without(self.known.chunk(chunk)).iter() {
+            ram.load(chunk, page, &mut body)?;
+            let digest = if is_zero(&body) { 0 } else { page_digest(&body) };
+            self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = digest;
+        }
+        self.known.insert_all(chunk, pages);
+        Ok(())
+    }
+
+    /// The digests of a chunk's pages, 0 for zeros, as [`Ram::page_digests`] has them: as the guest first saw them, or as they are where it has
+    /// not seen them.
+    pub(super) fn page_digests(&mut self, ram: &Ram, chunk: ChunkIndex) -> io::Result<Vec<u64>> {
+        let pages = ram.layout().place(chunk).map_or(0, |place| place.pages);
+        let first = chunk.index() * CHUNK_PAGES;
+        // What is not allocated and was never seen is zeros.
+        let allocated = ram.allocated_in(chunk)?;
+        self.note(ram, chunk, &allocated)?;
+        Ok(self.digests.get(first..first + pages).unwrap_or_default().to_vec())
+    }
+
+    /// A digest of all of them, as [`Ram::chunk_digest`].
+    pub(super) fn chunk_digest(&mut self, ram: &Ram, chunk: ChunkIndex) -> io::Result<u64> {
+        let mut hash = Xxh3::new();
+        self.page_digests(ram, chunk)?.iter().for_each(|digest| hash.update(&digest.to_le_bytes()));
+        Ok(hash.digest())
+    }
+}

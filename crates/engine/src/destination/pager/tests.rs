@@ -1,0 +1,331 @@
+//! The pager on real mappings: this process is the VMM too, its threads the guest, and the "source" puts pages in by hand.
+
+use std::fs::File;
+use std::sync::atomic::AtomicU64;
+
+use std::os::fd::AsFd;
+use sterna_protocol::spec::BlockSpec;
+use sterna_sys::map::SharedMapping;
+use sterna_sys::userfaultfd::{self, Features};
+
+use super::*;
+use crate::agent::Discards;
+
+const PAGES: u64 = 1024;
+
+/// Skips, saying why, where this kernel or this user cannot.
+fn works() -> bool {
+    let missing = sterna_sys::probe::missing();
+    if !missing.is_empty() {
+        println!("skipped: {}", missing.join("; "));
+    }
+    missing.is_empty()
+}
+
+/// The VMM is this process; it keeps a duplicate as the agent does.
+#[derive(Clone)]
+struct Here {
+    kept: Arc<Mutex<Option<OwnedFd>>>,
+    mapping: Arc<SharedMapping>,
+}
+
+impl Inside for Here {
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        let made = Userfaultfd::create(userfaultfd::open_device().unwrap()).unwrap();
+        made.enable(features).unwrap();
+        *self.kept.lock().unwrap() = Some(made.as_fd().try_clone_to_owned().unwrap());
+        Ok(made)
+    }
+
+    fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
+        Ok(self.kept.lock().unwrap().as_ref().map(|kept| kept.try_clone().unwrap().into()))
+    }
+
+    fn unmap(&mut self, _: &[Range<u64>]) -> Result<(), MigrateError> {
+        self.mapping.dont_need(0..self.mapping.bytes()).unwrap();
+        Ok(())
+    }
+
+    fn pid(&self) -> u32 {
+        std::process::id()
+    }
+
+    fn discards(&mut self) -> Discards {
+        Discards::Ranges(Vec::new())
+    }
+
+    fn close(&mut self) {
+        *self.kept.lock().unwrap() = None;
+    }
+}
+
+struct Guest {
+    here: Here,
+    file: File,
+    map: File,
+}
+
+impl Guest {
+    fn new() -> Self {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(PAGES * 4096).unwrap();
+        let mapping = Arc::new(SharedMapping::new(&file, PAGES * 4096, Access::ReadWrite).unwrap());
+        let map = tempfile::tempfile_in("/dev/shm").unwrap();
+        Self { here: Here { kept: Arc::default(), mapping }, file, map }
+    }
+
+    fn blocks(&self) -> Vec<BlockFile> {
+        let spec = BlockSpec { id: "ram".into(), bytes: PAGES * 4096, page_bytes: 4096, path: String::new() };
+        vec![BlockFile { spec, file: self.file.try_clone().unwrap(), address: self.here.mapping.addresses().start }]
+    }
+
+    fn means(&self) -> PagingMeans {
+        PagingMeans { inside: Box::new(self.here.clone()), missing: self.map.try_clone().unwrap() }
+    }
+
+    fn pager(&self, verify: bool) -> Arc<Pager> {
+        let ram = Arc::new(Ram::open(&self.blocks(), Access::ReadWrite).unwrap());
+        Pager::open(ram, self.means(), verify).unwrap()
+    }
+
+    /// What an earlier round has put there.
+    fn round(&self, page: u64, byte: u8) {
+        std::os::unix::fs::FileExt::write_all_at(&self.file, &[byte; 4096], page * 4096).unwrap();
+    }
+
+    /// A thread of the guest that looks at a page; it says what it found.
+    fn looks(&self, page: u64) -> JoinHandle<[u8; 16]> {
+        let mapping = Arc::clone(&self.here.mapping);
+        std::thread::spawn(move || {
+            let mut found = [0; 16];
+            mapping.copy_out(page * 4096..page * 4096 + 16, &mut found);
+            found
+        })
+    }
+}
+
+fn at(page: u64) -> PageIndex {
+    PageIndex { chunk: ChunkIndex((page / 256) as u32), page: (page % 256) as u8 }
+}
+
+fn residue(pager: &Pager, pages: impl IntoIterator<Item = u64>) -> PageMap {
+    let mut map = PageMap::empty(pager.ram().layout());
+    pages.into_iter().for_each(|page| map.insert(at(page)));
+    map
+}
+
+fn arrives(pager: &Pager, page: u64, byte: u8) {
+    let only: PageSet = [at(page).page].into_iter().collect();
+    pager.place(at(page).chunk, [(&only, &[byte; 4096]), (&PageSet::EMPTY, &[])], &PageSet::EMPTY).unwrap();
+}
+
+fn waits_for(pager: &Pager, page: u64) {
+    while !pager.lock().waiting.contains_key(&at(page)) {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn the_guest_waits_for_what_is_missing_and_sees_neither_zeros_nor_what_an_earlier_round_left() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(false);
+    guest.round(3, 1);
+    guest.round(4, 1);
+    pager.begin(residue(&pager, [3, 7, 8])).unwrap();
+    let (stale, hole, zero) = (guest.looks(3), guest.looks(7), guest.looks(8));
+    let (current, empty) = (guest.looks(4), guest.looks(5));
+    assert_eq!((current.join().unwrap(), empty.join().unwrap()), ([1; 16], [0; 16]));
+    [3, 7, 8].into_iter().for_each(|page| waits_for(&pager, page));
+    assert!([&stale, &hole, &zero].iter().all(|thread| !thread.is_finished()));
+    assert_eq!((pager.missing(), pager.fault_count()), (3, 3));
+    arrives(&pager, 3, 2);
+    arrives(&pager, 7, 3);
+    pager.place(at(8).chunk, [(&PageSet::EMPTY, &[]); 2], &[8].into_iter().collect()).unwrap();
+    assert_eq!(stale.join().unwrap(), [2; 16]);
+    assert_eq!(hole.join().unwrap(), [3; 16]);
+    assert_eq!(zero.join().unwrap(), [0; 16]);
+    let faults = pager.faults();
+    assert_eq!((pager.missing(), faults.count, faults.local), (0, 3, 2));
+    assert!(pager.wait(Duration::ZERO) && faults.blocktime_ms > 0.0 && faults.blocktime_by_thread.len() == 3);
+    pager.end();
+    assert!(guest.here.kept.lock().unwrap().is_none());
+}
+
+#[test]
+fn a_page_that_was_stale_and_is_zeros_now_is_zeros_for_the_guest() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(false);
+    guest.round(9, 1);
+    pager.begin(residue(&pager, [9])).unwrap();
+    pager.place(at(9).chunk, [(&PageSet::EMPTY, &[]); 2], &[9].into_iter().collect()).unwrap();
+    assert_eq!(guest.looks(9).join().unwrap(), [0; 16]);
+    pager.end();
+}
+
+#[test]
+fn a_body_that_comes_twice_does_not_undo_what_the_guest_wrote() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(false);
+    pager.begin(residue(&pager, [2, 3])).unwrap();
+    arrives(&pager, 2, 1);
+    guest.here.mapping.copy_in(2 * 4096, &[9; 16]).unwrap();
+    // With another beside it that is new.
+    let both: PageSet = [2, 3].into_iter().collect();
+    pager.place(at(2).chunk, [(&both, &[5; 8192]), (&PageSet::EMPTY, &[])], &PageSet::EMPTY).unwrap();
+    pager.place(at(2).chunk, [(&PageSet::EMPTY, &[]); 2], &both).unwrap();
+    assert_eq!(guest.looks(2).join().unwrap(), [9; 16]);
+    assert_eq!(guest.looks(3).join().unwrap(), [5; 16]);
+    // A page that was never missing is the guest's, too.
+    arrives(&pager, 100, 7);
+    assert_eq!(guest.looks(100).join().unwrap(), [0; 16]);
+    assert_eq!(pager.duplicate(), 4);
+    pager.end();
+}
+
+#[test]
+fn another_daemon_goes_on_where_the_last_one_died_and_the_guest_only_waits() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(false);
+    guest.round(1, 1);
+    guest.round(2, 1);
+    pager.begin(residue(&pager, [1, 2, 3])).unwrap();
+    arrives(&pager, 2, 2);
+    let waiting = guest.looks(1);
+    waits_for(&pager, 1);
+    // It dies: its thread reads no more, and nothing is unregistered.
+    pager.ended.store(true, Ordering::Release);
+    rustix::io::write(&pager.wake_up, &1u64.to_ne_bytes()).unwrap();
+    for thread in std::mem::take(&mut *pager.threads.lock().unwrap()) {
+        thread.join().unwrap();
+    }
+    drop(pager);
+    let also = guest.looks(3);
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!waiting.is_finished() && !also.is_finished());
+
+    let pager = Pager::recover(&guest.blocks(), guest.means()).unwrap();
+    assert_eq!(pager.missing(), 2);
+    assert!(pager.alone().is_some() && !pager.verifiable());
+    waits_for(&pager, 1);
+    waits_for(&pager, 3);
+    arrives(&pager, 1, 4);
+    arrives(&pager, 3, 5);
+    assert_eq!((waiting.join().unwrap(), also.join().unwrap()), ([4; 16], [5; 16]));
+    assert_eq!(guest.looks(2).join().unwrap(), [2; 16]);
+    pager.end();
+}
+
+#[test]
+fn without_what_the_last_daemon_left_nothing_is_recovered() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    assert!(Pager::recover(&guest.blocks(), guest.means()).is_err());
+    let pager = guest.pager(false);
+    pager.begin(residue(&pager, [1])).unwrap();
+    pager.end();
+    // Its map says that a page is missing, and QEMU keeps no descriptor: that page cannot be brought.
+    assert!(Pager::recover(&guest.blocks(), guest.means()).is_err());
+}
+
+#[test]
+fn what_was_mapped_before_the_residue_was_known_is_taken_out_again() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(false);
+    guest.round(6, 1);
+    assert_eq!(guest.looks(6).join().unwrap(), [1; 16]);
+    pager.begin(residue(&pager, [6])).unwrap();
+    let stale = guest.looks(6);
+    waits_for(&pager, 6);
+    arrives(&pager, 6, 2);
+    assert_eq!(stale.join().unwrap(), [2; 16]);
+    pager.end();
+}
+
+#[test]
+fn both_sides_are_compared_by_what_the_guest_first_saw() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(true);
+    [1, 2, 300].into_iter().for_each(|page| guest.round(page, 1));
+    pager.begin(residue(&pager, [2, 5])).unwrap();
+    let expected = {
+        let source = Guest::new();
+        [(1, 1), (2, 2), (5, 3), (300, 1)].into_iter().for_each(|(page, byte)| source.round(page, byte));
+        let ram = Ram::open(&source.blocks(), Access::Read).unwrap();
+        ram.layout().iter().map(|chunk| ram.chunk_digest(chunk).unwrap()).collect::<Vec<_>>()
+    };
+    arrives(&pager, 2, 2);
+    arrives(&pager, 5, 3);
+    // The guest changes what it has, and what was zeros.
+    [2, 1, 5, 700].into_iter().for_each(|page| guest.here.mapping.copy_in(page * 4096, &[77; 16]).unwrap());
+    let seen: Vec<_> = pager.ram().layout().iter().map(|chunk| pager.chunk_digest(chunk).unwrap()).collect();
+    assert_eq!(seen, expected);
+    pager.end();
+}
+
+#[test]
+fn pages_mapped_ahead_faulted_and_arriving_at_once_are_all_right() {
+    if !works() {
+        return;
+    }
+    for verify in [false, true] {
+        let guest = Guest::new();
+        let pager = guest.pager(verify);
+        // Every third page is missing and stale, every third current, every third a hole.
+        (0..PAGES).filter(|page| page % 3 != 2).for_each(|page| guest.round(page, 1));
+        pager.begin(residue(&pager, (0..PAGES).step_by(3))).unwrap();
+        pager.map_ahead().unwrap();
+        let next = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    // Page by page; some of them on two connections.
+                    loop {
+                        let page = next.fetch_add(1, Ordering::Relaxed) / 2 * 3;
+                        if page >= PAGES {
+                            break;
+                        }
+                        arrives(&pager, page, 2);
+                    }
+                });
+            }
+            for seed in 1..4_u64 {
+                let mapping = &guest.here.mapping;
+                scope.spawn(move || {
+                    for step in 0..PAGES {
+                        let page = step * (seed * 2 + 1) * 37 % PAGES;
+                        let mut found = [0; 16];
+                        mapping.copy_out(page * 4096..page * 4096 + 16, &mut found);
+                        let first = [2, 1, 0][(page % 3) as usize];
+                        assert!(found == [first; 16] || found == [100; 16], "page {page}: {found:?}");
+                        mapping.copy_in(page * 4096, &[100; 16]).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(pager.missing(), 0);
+        pager.end();
+        for page in 0..PAGES {
+            assert_eq!(guest.looks(page).join().unwrap(), [100; 16], "what the guest wrote last stays, page {page}");
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! What is said while the rest of a guest's pages follows it here: from the residue in the pause to the last page, and again after every break.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sterna_api::{Blame, Problem};
+use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::message::{MAX_DIGEST_CHUNKS, PostcopyAccount, Reply, Request, ResiduePart};
+use sterna_protocol::pages::PageMap;
+use sterna_protocol::residue;
+
+use super::devices::HeldDevices;
+use super::pager::Pager;
+use super::place::Placer;
+use super::receive::Arrivals;
+use super::{ARRIVAL_TIMEOUT, Guard, LOAD_TIMEOUT, Session};
+use crate::error::MigrateError;
+use crate::host::MigrationId;
+use crate::ram::Ram;
+use crate::transport::connection::{Connection, HangUp};
+
+/// How often a wait for pages looks whether their way here has broken.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// The source of a guest's pages, from the moment it is asked for the first until the session ends.
+pub(super) struct SourceOf<'a> {
+    pager: &'a Pager,
+    key: u64,
+    waiting: Option<(Connection, Vec<HangUp>)>,
+    number: Option<u64>,
+}
+
+impl<'a> SourceOf<'a> {
+    /// There, and not asked yet. `hang_up` ends all its connections: when it comes again by others, these are dead.
+    pub(super) fn new(pager: &'a Pager, requests: Connection, key: u64, hang_up: Vec<HangUp>) -> Self {
+        Self { pager, key, waiting: Some((requests, hang_up)), number: None }
+    }
+
+    /// From now on it is asked for what is waited for.
+    fn attach(&mut self) {
+        if let Some((requests, hang_up)) = self.waiting.take() {
+            self.number = Some(self.pager.attach(requests, self.key, hang_up));
+        }
+    }
+}
+
+impl Drop for SourceOf<'_> {
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            self.pager.detach(number);
+        }
+    }
+}
+
+/// Adds a part of the residue; it comes from the peer.
+pub(super) fn note_part(part: &ResiduePart, ram: &Ram, residue: &mut PageMap) -> Result<(), MigrateError> {
+    residue::add(part, ram.layout(), residue).map_err(|error| {
+        tracing::warn!(%error, "the residue cannot be");
+        MigrateError::Reply("a map of pages that this machine cannot have")
+    })
+}
+
+impl Session<'_> {
+    /// The residue is known: loads the devices, whose loading may itself want pages.
+    pub(super) fn load_postcopy(
+        &self,
+        guard: &mut Guard,
+        residue: PageMap,
+        held: &HeldDevices,
+        source: &mut Option<SourceOf>,
+    ) -> Result<(), MigrateError> {
+        let (Some(pager), Some(source)) = (guard.pager.clone(), source) else {
+            return Err(MigrateError::Reply("pages that follow the guest were not agreed on"));
+        };
+        pager.begin(residue)?;
+        source.attach();
+        held.release();
+        guard.incoming_mut().vmm.loaded(LOAD_TIMEOUT)?;
+        held.finish()
+    }
+
+    /// Goes on with a guest whose source was lost and is there again.
+    pub(super) fn resume(&mut self, id: MigrationId, streams: u16, request: &Request) -> Result<(), MigrateError> {
+        let pager = match self.host.pager(id, self.control.peer()) {
+            Ok(pager) => pager,
+            Err(problem) => return self.control.answer(request, &Reply::Failed(problem)),
+        };
+        self.id = id;
+        let ram = Arc::clone(pager.ram());
+        self.control.answer(request, &Reply::Resumed { layout: ram.layout().digest() })?;
+        let mut connections = self.connections(streams, false, true)?;
+        let hang_up = self.hang_up(&connections)?;
+        let Some((requests, urgent)) = connections.faults.take() else {
+            return Err(MigrateError::Reply("no connection for faults"));
+        };
+        let arrivals = Arrivals::new(streams);
+        let placer = Placer::new(&ram, self.host, Some(&pager));
+        let mut source = SourceOf::new(&pager, requests, self.key.key, hang_up);
+        self.with_receivers(connections.pages, Some(urgent), &placer, &arrivals, |session| {
+            source.attach();
+            tracing::info!(migration = %id, missing = pager.missing(), "the source of the guest's pages is there again");
+            session.page_in(&pager, &arrivals)
+        })
+    }
+
+    /// Answers requests until the source is not needed any more. Whatever breaks, the pager goes on: the source comes again.
+    pub(super) fn page_in(&mut self, pager: &Arc<Pager>, arrivals: &Arrivals) -> Result<(), MigrateError> {
+        let result = self.page_in_requests(pager, arrivals);
+        // A source lost after its last page is not waited for.
+        self.finish(pager);
+        result
+    }
+
+    fn page_in_requests(&mut self, pager: &Arc<Pager>, arrivals: &Arrivals) -> Result<(), MigrateError> {
+        loop {
+            let request = self.control.next_request()?;
+            pager.heard();
+            let reply = match &request {
+                Request::Paging => Ok(Reply::Paging { missing: pager.missing(), faults: pager.fault_count() }),
+                Request::Missing { first } => residue::part(&pager.missing_pages(), pager.ram().layout(), *first)
+                    .map(Reply::Missing)
+                    .ok_or(MigrateError::Reply("missing pages of chunks that this machine does not have")),
+                Request::Complete { verify } => self.complete(pager, arrivals, *verify),
+                Request::ChunkDigests { first, count } => chunk_digests(pager, *first, *count),
+                Request::PageDigests { chunk } => pager.page_digests(*chunk).map(Reply::Digests),
+                Request::Release => {
+                    self.finish(pager);
+                    self.control.answer(&request, &Reply::Released)?;
+                    return Ok(());
+                }
+                _ => Err(MigrateError::Reply("a request that does not belong here")),
+            };
+            match reply {
+                Ok(reply) => self.control.answer(&request, &reply)?,
+                Err(error) => {
+                    self.control.answer(&request, &Reply::Failed(error.problem()))?;
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Waits for the last page. Where nothing is compared afterwards that is the end: the source may be lost from now on.
+    fn complete(&self, pager: &Arc<Pager>, arrivals: &Arrivals, verify: bool) -> Result<Reply, MigrateError> {
+        let (mut seen, mut since) = (arrivals.frames(), Instant::now());
+        while !pager.wait(LOOK) {
+            if let Some(problem) = arrivals.failure() {
+                return Err(MigrateError::Peer(problem));
+            }
+            if arrivals.frames() != seen {
+                (seen, since) = (arrivals.frames(), Instant::now());
+            } else if since.elapsed() > ARRIVAL_TIMEOUT {
+                return Err(MigrateError::Peer(Problem::new(
+                    "pages-missing",
+                    Blame::Peer,
+                    format!("the source says that all pages are sent, and {} have not come", pager.missing()),
+                )));
+            }
+        }
+        let account = PostcopyAccount {
+            cpu_us: (arrivals.cpu() + sterna_sys::process::thread_cpu_time()).as_micros() as u64,
+            took_us: pager.took().as_micros() as u64,
+            duplicate: pager.duplicate(),
+            faults: pager.faults(),
+            verifiable: pager.verifiable(),
+        };
+        if !(verify && account.verifiable) {
+            self.finish(pager);
+        }
+        Ok(Reply::Completed(Box::new(account)))
+    }
+
+    /// Every page is here.
+    fn finish(&self, pager: &Arc<Pager>) {
+        if pager.missing() == 0 {
+            pager.end();
+            self.host.paged(self.id);
+        }
+    }
+}
+
+fn chunk_digests(pager: &Pager, first: ChunkIndex, count: u32) -> Result<Reply, MigrateError> {
+    let end = u64::from(first.0) + u64::from(count);
+    if count > MAX_DIGEST_CHUNKS || end > u64::from(pager.ram().layout().chunks()) {
+        return Err(MigrateError::Reply("digests of chunks that this machine does not have"));
+    }
+    let digests = (first.0..end as u32).map(|chunk| pager.chunk_digest(ChunkIndex(chunk))).collect::<Result<_, _>>();
+    digests.map(Reply::Digests)
+}
