@@ -15,7 +15,9 @@ pub struct Census {
     pub programs: BTreeMap<String, usize>,
     /// The daemon's descriptors by what they are, and how many of each.
     pub descriptors: BTreeMap<String, usize>,
-    /// The daemon's threads.
+    /// Descriptors of userfaultfds of the daemon and of QEMU, whose agent keeps one while it is needed.
+    pub userfaultfds: usize,
+    /// The daemon's threads, but for those of its asynchronous runtime's pool, which come with requests and go some seconds later.
     pub threads: usize,
     /// RAM files and machines' directories.
     pub files: usize,
@@ -38,7 +40,8 @@ impl Census {
         Self {
             programs: programs(host, daemon),
             descriptors: descriptors(daemon),
-            threads: std::fs::read_dir(format!("/proc/{daemon}/task")).map_or(0, Iterator::count),
+            userfaultfds: host.group.processes().iter().map(|process| userfaultfds(process.pid)).sum(),
+            threads: threads(daemon),
             files: files(host).len(),
             devices: devices(host),
             mounts: mounts(&host.directory),
@@ -78,6 +81,12 @@ fn programs(host: &Host, daemon: u32) -> BTreeMap<String, usize> {
     count(pids.into_iter().map(|pid| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default()))
 }
 
+fn threads(pid: u32) -> usize {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    names.filter(|name| !name.starts_with("tokio")).count()
+}
+
 fn parent(pid: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
@@ -91,6 +100,12 @@ fn descriptors(pid: u32) -> BTreeMap<String, usize> {
         text.split(['[', '-']).next().unwrap_or_default().to_owned()
     };
     count(links.filter_map(|entry| std::fs::read_link(entry.path()).ok()).map(name))
+}
+
+fn userfaultfds(pid: u32) -> usize {
+    let links = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let targets = links.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+    targets.filter(|target| target.to_string_lossy().contains("[userfaultfd]")).count()
 }
 
 fn devices(host: &Host) -> Vec<String> {

@@ -12,7 +12,10 @@ pub mod cli;
 /// What tests need of this machine, and whose turn it is.
 pub mod needs;
 
-/// A wire with somebody on it: holds a message back, cuts, damages.
+/// Options in all pairs.
+pub mod pairs;
+
+/// A wire with somebody on it: holds a message back, cuts, stalls, damages.
 pub mod proxy;
 
 /// A QEMU that somebody else started.
@@ -24,5 +27,5 @@ pub mod site;
 pub use census::Census;
 pub use cli::{Answer, Attempt};
 pub use needs::{skip_without, turn};
-pub use proxy::{Point, Proxy};
+pub use proxy::{Kind, Point, Proxy};
 pub use site::{PATIENCE, Plan, Site, on_shared_site};

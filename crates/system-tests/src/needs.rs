@@ -23,6 +23,12 @@ pub fn skip_without(needs: &[Need]) -> bool {
     reason.is_some()
 }
 
+/// How often something is tried: seldom every day, often where `STERNA_LONG=1` asks for proof.
+#[must_use]
+pub fn times(every_day: usize, long: usize) -> usize {
+    if std::env::var("STERNA_LONG").is_ok_and(|word| word == "1") { long } else { every_day }
+}
+
 static TURN: Mutex<()> = Mutex::new(());
 
 /// One test at a time: a guest alone keeps a processor busy, and what is measured is time.

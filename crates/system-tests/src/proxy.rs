@@ -1,11 +1,12 @@
 //! A wire with somebody on it: a proxy between two daemons that knows their protocol. It holds one chosen message back for as long
-//! as a test likes, so that a fault hits the moment that the test means; it cuts every connection; it damages devices' state.
+//! as a test likes, so that a fault hits the moment that the test means; it cuts every connection, also in the middle of a message, and lets
+//! new ones pass or not; it falls silent; it damages devices' state.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use sterna_bench::error::Context;
 use sterna_bench::lab::{Host, net};
@@ -13,6 +14,15 @@ use sterna_protocol::hello::{HELLO_BYTES, Hello, Role};
 use sterna_protocol::message::{PREFIX_BYTES, Request, decode, decode_prefix};
 
 use crate::PATIENCE;
+
+// What passes, and how much.
+mod gate;
+// A peer that is no daemon.
+mod stranger;
+
+pub use gate::Kind;
+use gate::{Gate, Pass, State};
+pub use stranger::{Babble, Stranger};
 
 /// A message on the control connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +47,7 @@ struct Shared {
     wires: Mutex<Vec<TcpStream>>,
     stop: AtomicBool,
     damage_devices: AtomicBool,
+    gate: Gate,
 }
 
 /// A proxy at work on a host; dropping it cuts everything.
@@ -64,6 +75,7 @@ impl Proxy {
             wires: Mutex::default(),
             stop: AtomicBool::new(false),
             damage_devices: AtomicBool::new(false),
+            gate: Gate::new(),
         });
         let (for_thread, namespace) = (Arc::clone(&shared), from.namespace.clone());
         let target: SocketAddr = to.listen().parse().expect("an address");
@@ -76,8 +88,10 @@ impl Proxy {
                 let far = net::inside(&namespace, || {
                     TcpStream::connect_timeout(&target, Duration::from_secs(2)).context(|| "calling".into())
                 });
-                // Nobody there: the caller sees its connection end.
-                if let Ok(far) = far {
+                // Nobody there, or no link: the caller sees its connection end.
+                if let Ok(far) = far
+                    && !for_thread.gate.is_down()
+                {
                     join(&for_thread, near, far);
                 }
             }
@@ -103,32 +117,61 @@ impl Proxy {
 
     /// Lets the held message go on its way.
     pub fn release(&self) {
-        self.set(Trap::Open);
+        self.shared.set(Trap::Open);
     }
 
     /// Ends every connection; a held message is lost. New connections are passed on as before.
     pub fn cut(&self) {
-        self.set(Trap::Cut);
-        for wire in lock(&self.shared.wires).drain(..) {
-            let _ = wire.shutdown(Shutdown::Both);
-        }
+        self.shared.cut();
+    }
+
+    /// Ends every connection; new ones end at once, until it is [`up`](Self::up) again.
+    pub fn down(&self) {
+        self.shared.gate.set(State::Down);
+        self.shared.cut();
+    }
+
+    /// Nothing passes any more, and no connection ends, until it is [`up`](Self::up) again.
+    pub fn stall(&self) {
+        self.shared.gate.set(State::Stalled);
+    }
+
+    /// The link is as it was.
+    pub fn up(&self) {
+        self.shared.gate.set(State::Open);
+    }
+
+    /// The link goes [`down`](Self::down) by itself once so many bytes more have passed on connections of this kind, wherever in a message that
+    /// is.
+    pub fn down_after(&self, kind: Kind, bytes: u64) {
+        self.shared.gate.limit(kind, bytes);
+    }
+
+    /// Waits until that has happened.
+    ///
+    /// # Panics
+    /// Where it never does.
+    pub fn wait_until_down(&self) {
+        assert!(self.shared.gate.wait_until_down(PATIENCE), "so much never came by");
+    }
+
+    /// Bytes that have passed on connections of this kind, both ways together.
+    #[must_use]
+    pub fn passed(&self, kind: Kind) -> u64 {
+        self.shared.gate.passed(kind)
     }
 
     /// From now on devices' state arrives changed.
     pub fn damage_devices(&self) {
         self.shared.damage_devices.store(true, Ordering::Release);
     }
-
-    fn set(&self, trap: Trap) {
-        *lock(&self.shared.trap) = trap;
-        self.shared.changed.notify_all();
-    }
 }
 
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        self.cut();
+        // Who waits at a gate that is shut goes, too.
+        self.down();
         if let Some(acceptor) = self.acceptor.take() {
             let _ = acceptor.join();
         }
@@ -136,6 +179,32 @@ impl Drop for Proxy {
 }
 
 impl Shared {
+    fn set(&self, trap: Trap) {
+        *lock(&self.trap) = trap;
+        self.changed.notify_all();
+    }
+
+    /// Ends every connection; a held message is lost.
+    fn cut(&self) {
+        self.set(Trap::Cut);
+        for wire in lock(&self.wires).drain(..) {
+            let _ = wire.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Passes bytes on as far as the gate lets them; `false` where the link has gone down.
+    fn forward(&self, kind: Kind, bytes: &[u8], mut to: &TcpStream) -> std::io::Result<bool> {
+        match self.gate.pass(kind, bytes.len()) {
+            Pass::All => to.write_all(bytes).map(|()| true),
+            Pass::Last(count) => {
+                let _ = to.write_all(&bytes[..count]);
+                self.cut();
+                Ok(false)
+            }
+            Pass::None => Ok(false),
+        }
+    }
+
     /// A message passes by: waits where it is the one to be held; `false` where it is to be lost.
     fn pass(&self, here: Point) -> bool {
         let mut trap = lock(&self.trap);
@@ -177,8 +246,9 @@ fn join(shared: &Arc<Shared>, mut near: TcpStream, far: TcpStream) {
             });
             let _ = requests(&shared, near, far, &last, key);
         } else {
-            std::thread::spawn(move || copy(far_again, near_again, || false));
-            copy(near, far, move || devices && shared.damage_devices.load(Ordering::Acquire));
+            let (kind, back) = (Kind::from(hello.role), Arc::clone(&shared));
+            std::thread::spawn(move || copy(&back, kind, far_again, near_again, || false));
+            copy(&shared, kind, near, far, || devices && shared.damage_devices.load(Ordering::Acquire));
         }
     });
 }
@@ -209,7 +279,9 @@ fn requests(
         if !shared.pass(Point::Request(name)) {
             return Ok(());
         }
-        (&to).write_all(&[prefix, body].concat())?;
+        if !shared.forward(Kind::Control, &[prefix, body].concat(), &to)? {
+            return Ok(());
+        }
     }
 }
 
@@ -224,7 +296,9 @@ fn replies(shared: &Shared, mut from: TcpStream, to: TcpStream, last: &Mutex<&'s
         if !shared.pass(Point::Reply(name)) {
             return Ok(());
         }
-        (&to).write_all(&[prefix, body].concat())?;
+        if !shared.forward(Kind::Control, &[prefix, body].concat(), &to)? {
+            return Ok(());
+        }
     }
 }
 
@@ -252,13 +326,13 @@ fn name(request: &Request) -> &'static str {
 }
 
 /// Copies bytes to their end, and says so to the other side. Where `damage` says so, they arrive changed.
-fn copy(mut from: TcpStream, to: TcpStream, damage: impl Fn() -> bool) {
+fn copy(shared: &Shared, kind: Kind, mut from: TcpStream, to: TcpStream, damage: impl Fn() -> bool) {
     let mut buffer = vec![0; 256 << 10];
     while let Ok(read @ 1..) = from.read(&mut buffer) {
         if damage() {
             buffer[..read].iter_mut().for_each(|byte| *byte ^= 0x5a);
         }
-        if (&to).write_all(&buffer[..read]).is_err() {
+        if !matches!(shared.forward(kind, &buffer[..read], &to), Ok(true)) {
             // Nobody listens any more: whoever speaks is told, as without a proxy between.
             let _ = from.shutdown(Shutdown::Both);
         }
@@ -271,61 +345,5 @@ struct HangUp(TcpStream);
 impl Drop for HangUp {
     fn drop(&mut self) {
         let _ = self.0.shutdown(Shutdown::Both);
-    }
-}
-
-/// What a peer that is no daemon says to whoever calls.
-#[derive(Debug, Clone)]
-pub enum Babble {
-    /// Nothing, for ever.
-    Nothing,
-    /// These bytes, then nothing.
-    Bytes(Vec<u8>),
-}
-
-/// A peer that is no daemon; dropping it ends it.
-pub struct Stranger {
-    /// Where it listens.
-    pub address: String,
-    stop: Arc<AtomicBool>,
-    thread: Option<std::thread::JoinHandle<()>>,
-}
-
-impl Stranger {
-    /// Listens on `host`.
-    ///
-    /// # Panics
-    /// Where the host has no port left.
-    #[must_use]
-    pub fn start(host: &Host, babble: Babble) -> Self {
-        let bind = || TcpListener::bind("127.0.0.1:0").context(|| "binding a stranger".into());
-        let listener = net::inside(&host.namespace, bind).expect("a port");
-        listener.set_nonblocking(true).expect("a setting");
-        let address = listener.local_addr().expect("an address").to_string();
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let thread = std::thread::spawn(move || {
-            let began = Instant::now();
-            let mut open = Vec::new();
-            while !stopped.load(Ordering::Acquire) && began.elapsed() < 10 * PATIENCE {
-                if let Ok((mut stream, _)) = listener.accept() {
-                    if let Babble::Bytes(bytes) = &babble {
-                        let _ = stream.write_all(bytes);
-                    }
-                    open.push(stream);
-                }
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        });
-        Self { address, stop, thread: Some(thread) }
-    }
-}
-
-impl Drop for Stranger {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
     }
 }

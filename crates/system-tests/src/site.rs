@@ -270,6 +270,31 @@ impl Site {
         processes.into_iter().map(|process| process.pid).find(|pid| program(*pid).starts_with("qemu"))
     }
 
+    /// What `show` says of the guest on a host, word for word.
+    #[must_use]
+    pub fn told_at(&self, host: &str) -> String {
+        cli::ask(self.host(host), &["show", &self.guest.name]).stdout
+    }
+
+    /// The guest's QEMU on a host, which must be there, does not run the guest: it takes no processor time.
+    ///
+    /// # Panics
+    /// Where it does, or is not there.
+    pub fn stands_still_at(&self, host: &str) {
+        let pid = self.qemu_at(host).expect("its QEMU is kept");
+        let ticks = || -> u64 {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("its QEMU is kept");
+            let fields = stat.rsplit_once(')').expect("its name").1.split_ascii_whitespace();
+            // Time in user and in kernel mode, hundredths of a second (proc_pid_stat(5)).
+            fields.skip(11).take(2).map(|field| field.parse::<u64>().expect("a number")).sum()
+        };
+        let before = ticks();
+        std::thread::sleep(Duration::from_millis(300));
+        let taken = ticks() - before;
+        // A guest that runs writes all the time; a daemon that asks QEMU something takes next to nothing.
+        assert!(taken <= 5, "the guest runs on host {host}: its QEMU took {taken} hundredths of a second in 0.3 s");
+    }
+
     /// The host the guest is not on has no QEMU, no record and no RAM of it, soon.
     ///
     /// # Panics

@@ -4,12 +4,11 @@ use sterna_api::Phase;
 use sterna_system_tests::census::{left_of_lab, ram_bytes};
 use sterna_system_tests::{Census, Plan, Point, Proxy, Site, cli, needs, on_shared_site, skip_without, turn};
 
-/// What `look` sees once it has not changed for longer than an idle thread of the daemon's pool lives (10 s): a thread that the first count
-/// still finds would be missed in the last.
+/// What `look` sees once it has not changed for a second: what ended a moment ago may take another to go.
 fn settled<T: PartialEq>(look: impl Fn() -> T) -> T {
     let (mut seen, mut since) = (look(), std::time::Instant::now());
-    while since.elapsed().as_secs() < 11 {
-        std::thread::sleep(std::time::Duration::from_millis(200));
+    while since.elapsed().as_secs() < 1 {
+        std::thread::sleep(std::time::Duration::from_millis(100));
         let now = look();
         if now != seen {
             (seen, since) = (now, std::time::Instant::now());

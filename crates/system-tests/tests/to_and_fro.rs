@@ -10,27 +10,29 @@ fn migrations() -> usize {
 }
 
 /// Moves the guest `count` times (an even number: it ends where it began), alternating one and four streams.
-fn to_and_fro(plan: &Plan, count: usize) {
+fn to_and_fro(plan: &Plan, mode: &str, count: usize) {
     let count = count.next_multiple_of(2);
     let mut site = Site::start(plan);
     // The first trip there and back brings what stays on purpose: caches, threads of the daemon's pool.
-    site.migrate(&[]);
-    site.migrate(&["--streams", "4"]);
+    site.migrate(&["--mode", mode]);
+    site.migrate(&["--mode", mode, "--streams", "4"]);
     let census = |site: &Site| ["a", "b"].map(|host| Census::of(site, host));
     let before = census(&site);
     for number in 0..count {
         // Both numbers of streams in both directions.
         let streams = if (number + number / 2) % 2 == 0 { "1" } else { "4" };
-        let report = site.migrate(&["--streams", streams]);
+        let report = site.migrate(&["--mode", mode, "--streams", streams]);
+        assert_eq!((report.mode.as_str(), report.pages.duplicate), (mode, 0), "{report:#?}");
         site.checker_is_well();
         println!(
-            "{number}: {} {} to {}, {streams} streams: {:.0} ms, paused {:.1} ms (comparing {:.1} ms)",
+            "{number}: {} {} to {}, {streams} streams: {:.0} ms, paused {:.1} ms (comparing {:.1} ms), {} pages faulted",
             site.names().1,
             report.source.qemu,
             report.destination.qemu,
             report.total_ms,
             report.downtime_ms,
-            report.downtime.verify_ms
+            report.downtime.verify_ms,
+            report.pages.faulted
         );
     }
     // What ended a moment ago may take another to go.
@@ -45,7 +47,7 @@ fn to_and_fro(plan: &Plan, count: usize) {
 fn a_guest_survives_many_migrations_in_a_row_and_nothing_is_left_over() {
     let _turn = turn();
     if !skip_without(&needs::GUEST) {
-        to_and_fro(&Plan::small(), migrations());
+        to_and_fro(&Plan::small(), "precopy", migrations());
     }
 }
 
@@ -57,5 +59,5 @@ fn a_versioned_machine_goes_to_and_fro_between_qemu_7_2_and_10_0() {
     }
     let qemu = [tools::qemu_7_2().unwrap(), tools::qemu_10_0().unwrap()];
     // A model that is the same in both: `max` means what each version can do.
-    to_and_fro(&Plan { qemu, cpu: "qemu64".into(), ..Plan::small() }, migrations());
+    to_and_fro(&Plan { qemu, cpu: "qemu64".into(), ..Plan::small() }, "precopy", migrations());
 }
