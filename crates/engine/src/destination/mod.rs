@@ -339,6 +339,9 @@ impl Session<'_> {
                 let suspects = suspects(placer);
                 if suspects.is_empty() {
                     held.release();
+                    // Every page is here: from now on the guest's RAM is as any process's. Beside the loading of the devices, whose faults
+                    // wait no longer than this takes.
+                    guard.end_pager();
                 }
                 Ok(Reply::Arrived { suspects })
             }
