@@ -36,13 +36,13 @@ pub struct Way {
     pub mode: Mode,
     /// How bodies would be compressed.
     pub compress: Compress,
-    /// From the request to the guest's start at the destination, as a report's `total_ms`.
+    /// From the request until the guest runs at the destination and no page is left at the source, as a report's `total_ms`.
     pub total_ms: f64,
-    /// How long the guest would be stopped, as a report's `downtime_ms`.
+    /// How long the guest would be stopped, as a report's `downtime_ms`. Waits for single pages after it, in hybrid and post-copy, are not part of it.
     pub downtime_ms: f64,
     /// Bytes of frames, as a report's `bytes_on_wire`.
     pub bytes_on_wire: u64,
-    /// Rounds, the one in the pause included.
+    /// Rounds, the one in the pause included where there is one.
     pub rounds: u32,
     /// Whether the pause is within the limit. Where it is not, the other figures are those of a guest that is stopped as soon as more rounds make
     /// the pause no shorter; left to itself the migration would go on until its timeout.

@@ -146,10 +146,14 @@ fn the_estimate_has_every_mode_and_every_compressor() {
         (Mode::Precopy, Compress::Off),
         (Mode::Precopy, Compress::Lz4),
         (Mode::Precopy, Compress::Zstd),
+        (Mode::Hybrid, Compress::Off),
+        (Mode::Postcopy, Compress::Off),
     ];
     assert_eq!(ways, expected);
     let bodies = 4096 * 4096;
     assert!((bodies..bodies + bodies / 50).contains(&estimate.ways[0].bytes_on_wire), "{:?}", estimate.ways[0]);
     assert!(estimate.ways[0].downtime_ms > 100.0 && estimate.ways[1].downtime_ms < 20.0, "{:?}", estimate.ways);
     assert!(estimate.ways[2].bytes_on_wire < bodies / 10, "{:?}", estimate.ways[2]);
+    assert!((bodies..bodies + bodies / 50).contains(&estimate.ways[5].bytes_on_wire), "{:?}", estimate.ways[5]);
+    assert!(estimate.ways[4..].iter().all(|way| way.downtime_ms < 20.0), "{:?}", estimate.ways);
 }

@@ -108,11 +108,25 @@ pub struct Guest {
     pub silent_share: f64,
 }
 
+/// When pages travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// All in the pause.
+    Paused,
+    /// In rounds while the guest runs at the source, the rest in the pause.
+    Before,
+    /// In so many rounds while the guest runs at the source, none in the pause, the rest while it runs at the destination.
+    After {
+        /// How many; 0 where none goes before.
+        rounds: u32,
+    },
+}
+
 /// A way to move it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Way {
-    /// Rounds while the guest runs; everything in the pause where not.
-    pub live: bool,
+    /// When pages travel.
+    pub order: Order,
     /// Bytes on the wire for each body, everything that travels with it included.
     pub bytes_per_body: f64,
     /// What the host takes for a page apart from the link, seconds: reading, digesting, encoding.
@@ -137,13 +151,13 @@ pub struct Terms {
 /// What it would take.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Prediction {
-    /// From the request to the guest's start at the destination.
+    /// From the request until the guest runs at the destination and no page is left at the source.
     pub total: Duration,
     /// From the guest's stop to its start there.
     pub downtime: Duration,
     /// Bytes of frames.
     pub bytes_on_wire: u64,
-    /// Rounds, the one in the pause included.
+    /// Rounds, the one in the pause included where there is one.
     pub rounds: u32,
     /// Whether the pause is within the limit. Where not, the rest are the figures of a guest that is stopped as soon as further rounds make
     /// the pause no shorter.
@@ -158,8 +172,11 @@ pub struct Prediction {
 pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
     let mut played = Played { guest, way, terms, elapsed: terms.setup_time.as_secs_f64(), bytes: 0.0, rounds: 0 };
     let allocated = guest.allocated_pages as f64;
-    if !way.live {
-        return played.stop(allocated, 1.0 - share(guest.zero_share));
+    let nonzero = 1.0 - share(guest.zero_share);
+    match way.order {
+        Order::Paused => return played.stop(allocated, nonzero),
+        Order::After { rounds } => return played.follow(allocated, nonzero, rounds),
+        Order::Before => {}
     }
     let mut policy = Convergence::new(Goal {
         downtime_limit: terms.downtime_limit,
@@ -171,7 +188,7 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
         rounds: None,
     });
     let sent = 1.0 - share(guest.silent_share);
-    let mut took = vec![played.first(allocated, 1.0 - share(guest.zero_share))];
+    let mut took = vec![played.first(allocated, nonzero)];
     let mut left = guest.written.at(took[0]);
     loop {
         let decision = policy.step(&Measured {
@@ -264,6 +281,28 @@ impl Played<'_> {
         self.elapsed += took;
         self.rounds += 1;
         took
+    }
+
+    /// So many rounds; then the guest starts elsewhere, and the rest follows it. In the pause go the devices and a map of what is missing, of a bit
+    /// for each page at most. How long the guest waits for single pages after it is not part of the pause, and depends on what it touches.
+    fn follow(mut self, allocated: f64, nonzero: f64, rounds: u32) -> Prediction {
+        let (mut left, mut sent) = (allocated, nonzero);
+        for round in 0..rounds.min(MAX_ROUNDS) {
+            let took = if round == 0 { self.first(left, sent) } else { self.next(left, 0.0) };
+            // What a round left out as written again is among what was written.
+            (left, sent) = (self.guest.written.at(took), 1.0 - share(self.guest.silent_share));
+        }
+        let map_bytes = allocated / 8.0;
+        let map = map_bytes / self.terms.bytes_per_s.max(1.0) + ROUND_TRIP;
+        let pause = map + self.terms.device_time.as_secs_f64();
+        self.bytes += map_bytes + left * sent * self.way.bytes_per_body;
+        Prediction {
+            total: duration(self.elapsed + pause + self.time(left, sent)),
+            downtime: duration(pause),
+            bytes_on_wire: self.bytes as u64,
+            rounds: self.rounds,
+            reaches_limit: pause <= self.terms.downtime_limit.as_secs_f64(),
+        }
     }
 
     /// The last one, with the guest stopped.

@@ -11,7 +11,7 @@ const TERMS: Terms = Terms {
     device_time: Duration::from_millis(5),
     setup_time: Duration::ZERO,
 };
-const LIVE: Way = Way { live: true, bytes_per_body: BODY, seconds_per_page: 0.0, skips_rewritten: false };
+const LIVE: Way = Way { order: Order::Before, bytes_per_body: BODY, seconds_per_page: 0.0, skips_rewritten: false };
 
 /// Looks as an observation of three seconds has them.
 fn seen(curve: impl Fn(f64) -> f64) -> Vec<(f64, f64)> {
@@ -72,7 +72,7 @@ fn an_idle_guest_takes_its_pages_over_the_links_rate_and_stops_for_its_devices()
 
 #[test]
 fn stop_and_copy_is_one_pause() {
-    let found = predict(&at_random(1e6, 5e4), &Way { live: false, ..LIVE }, &TERMS);
+    let found = predict(&at_random(1e6, 5e4), &Way { order: Order::Paused, ..LIVE }, &TERMS);
     assert!(close(found.downtime.as_secs_f64(), 4.005, 1e-6) && found.total == found.downtime, "{found:?}");
     assert_eq!((found.rounds, found.bytes_on_wire, found.reaches_limit), (1, 400_000_000, false));
 }
@@ -113,6 +113,21 @@ fn a_host_slower_than_the_link_sets_the_pace() {
 }
 
 #[test]
+fn pages_that_follow_the_guest_leave_a_pause_of_devices_and_a_map_whatever_it_writes() {
+    let at = |rounds| predict(&at_random(1e6, 50_000.0), &Way { order: Order::After { rounds }, ..LIVE }, &TERMS);
+    let (none, one) = (at(0), at(1));
+    let map = PAGES as f64 / 8.0 / 100e6 + ROUND_TRIP;
+    for found in [none, one] {
+        assert!(close(found.downtime.as_secs_f64(), 0.005 + map, 1e-6) && found.reaches_limit, "{found:?}");
+    }
+    assert!(close(none.total.as_secs_f64(), 4.0 + 0.005 + map, 1e-6), "every page once: {none:?}");
+    assert_eq!((none.rounds, none.bytes_on_wire), (0, 400_000_000 + PAGES / 8));
+    // The round sends everything, and the guest writes half of it meanwhile.
+    assert!(close(one.total.as_secs_f64(), 6.0, 0.01) && one.rounds == 1, "{one:?}");
+    assert!(close(one.bytes_on_wire as f64, 6e8, 0.01), "{one:?}");
+}
+
+#[test]
 fn nonsense_is_no_panic() {
     let nan = Guest {
         zero_share: f64::NAN,
@@ -121,8 +136,11 @@ fn nonsense_is_no_panic() {
         ..in_line(0.0)
     };
     for bytes_per_s in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-        let found = predict(&nan, &Way { skips_rewritten: true, ..LIVE }, &Terms { bytes_per_s, ..TERMS });
-        assert!(found.total <= Duration::from_secs(1_000_000_001));
+        for order in [Order::Paused, Order::Before, Order::After { rounds: 0 }, Order::After { rounds: u32::MAX }] {
+            let way = Way { order, skips_rewritten: true, ..LIVE };
+            let found = predict(&nan, &way, &Terms { bytes_per_s, ..TERMS });
+            assert!(found.total <= Duration::from_secs(1_000_000_001));
+        }
     }
 }
 
@@ -137,7 +155,7 @@ proptest! {
     #[test]
     fn more_bandwidth_is_never_slower_in_stop_and_copy(rate in 1e6..1e9f64, more in 1.0..10.0f64, zero in 0.0..1.0f64, cost in 0.0..1e-4f64) {
         let guest = Guest { zero_share: zero, ..in_line(100.0) };
-        let way = Way { live: false, seconds_per_page: cost, ..LIVE };
+        let way = Way { order: Order::Paused, seconds_per_page: cost, ..LIVE };
         let at = |bytes_per_s| predict(&guest, &way, &Terms { bytes_per_s, ..TERMS });
         prop_assert!(at(rate * more).total <= at(rate).total);
     }
@@ -164,7 +182,7 @@ proptest! {
 
     #[test]
     fn smaller_bodies_never_make_the_pause_of_stop_and_copy_longer(rate in 1e6..1e9f64, ratio in 0.01..1.0f64) {
-        let at = |ratio: f64| predict(&in_line(9.0), &Way { live: false, bytes_per_body: BODY * ratio, ..LIVE }, &Terms { bytes_per_s: rate, ..TERMS });
+        let at = |ratio: f64| predict(&in_line(9.0), &Way { order: Order::Paused, bytes_per_body: BODY * ratio, ..LIVE }, &Terms { bytes_per_s: rate, ..TERMS });
         prop_assert!(at(ratio).downtime <= at(1.0).downtime);
     }
 }

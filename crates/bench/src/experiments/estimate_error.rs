@@ -38,8 +38,13 @@ const WORKLOADS: &[Workload] = &[
     ("hot spot, 50 MiB/s over 128 MiB", "dirtier:--mib,128,--rate,50,--pattern,hot-spot", Some("DIRTIER ready")),
 ];
 
-/// Each guest goes by pre-copy and comes back by stop-and-copy.
-const TRIPS: [(Mode, &str, &str); 2] = [(Mode::Precopy, "b", "precopy"), (Mode::StopAndCopy, "a", "stop-and-copy")];
+/// Each guest goes to and fro by each mode in turn.
+const TRIPS: [(Mode, &str, &str); 4] = [
+    (Mode::Precopy, "b", "precopy"),
+    (Mode::StopAndCopy, "a", "stop-and-copy"),
+    (Mode::Hybrid, "b", "hybrid"),
+    (Mode::Postcopy, "a", "postcopy"),
+];
 
 pub(super) fn run(options: &Options, _directory: &Path) -> Result<Outcome> {
     let repeats = options.repeat.unwrap_or(if options.quick { 3 } else { 10 });
@@ -111,7 +116,8 @@ fn start(lab: &Lab, guest: &Guest, workload: &Workload, qemu: &Qemu) -> Result<S
 fn estimate_and_move(lab: &Lab, vm: &mut SternaVm, guest: &Guest, mode: Mode, to: &str) -> Result<(Estimate, Report)> {
     ram::warm(guest.memory_bytes + (256 << 20))?;
     let estimate = vm.estimate(BYTES_PER_S)?;
-    let live = mode != Mode::StopAndCopy;
+    // The others do not wait for rounds to converge.
+    let live = mode == Mode::Precopy;
     let options = MigrateOptions {
         mode,
         bandwidth_bytes_per_s: Some(BYTES_PER_S),

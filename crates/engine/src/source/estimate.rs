@@ -1,11 +1,12 @@
-//! What a migration would take, by a short look at the guest: each mode that there is, and for pre-copy the compressors.
+//! What a migration would take, by a short look at the guest: each mode that there is, and for pre-copy the compressors. `auto` is no way of its own:
+//! it is pre-copy where that reaches the limit, and close to hybrid where not.
 
 use std::time::Duration;
 
 use sterna_api::estimate::{Observed, Point, Way};
-use sterna_api::options::Compress;
+use sterna_api::options::{Compress, DEFAULT_PRECOPY_ROUNDS};
 use sterna_api::{Estimate, Mode};
-use sterna_protocol::estimate::{self, Terms, predict};
+use sterna_protocol::estimate::{self, Order, Terms, predict};
 use sterna_protocol::frame::HEADER_BYTES;
 use sterna_protocol::layout::PAGE_BYTES;
 
@@ -25,11 +26,17 @@ pub fn estimate(vm: &str, seen: &Observation, bytes_per_s: u64, downtime_limit: 
     let terms =
         Terms { bytes_per_s: bytes_per_s as f64, downtime_limit, device_time: DEVICE_TIME, setup_time: SETUP_TIME };
     let way = |mode, compress, compressed: Option<Compressed>| {
+        let order = match mode {
+            Mode::StopAndCopy => Order::Paused,
+            Mode::Precopy | Mode::Auto => Order::Before,
+            Mode::Hybrid => Order::After { rounds: DEFAULT_PRECOPY_ROUNDS },
+            Mode::Postcopy => Order::After { rounds: 0 },
+        };
         let way = estimate::Way {
-            live: mode != Mode::StopAndCopy,
+            order,
             bytes_per_body: bytes_per_body(seen, compressed),
             seconds_per_page: seconds_per_page(seen, compressed),
-            skips_rewritten: mode != Mode::StopAndCopy,
+            skips_rewritten: matches!(mode, Mode::Precopy | Mode::Hybrid),
         };
         let found = predict(&seen.guest, &way, &terms);
         Way {
@@ -46,6 +53,7 @@ pub fn estimate(vm: &str, seen: &Observation, bytes_per_s: u64, downtime_limit: 
     for (compress, compressed) in [(Compress::Lz4, seen.sampled.lz4), (Compress::Zstd, seen.sampled.zstd)] {
         ways.extend(compressed.map(|compressed| way(Mode::Precopy, compress, Some(compressed))));
     }
+    ways.extend([Mode::Hybrid, Mode::Postcopy].map(|mode| way(mode, Compress::Off, None)));
     Estimate {
         vm: vm.into(),
         bandwidth_bytes_per_s: bytes_per_s,
