@@ -6,6 +6,7 @@ PACKAGES=(
     qemu-system-x86                                            # QEMU 7.2
     iproute2 procps util-linux                                 # hosts as network namespaces
     libmemcached-tools redis-tools                             # load for memcached and Redis
+    iperf3 wrk                                                 # load for links and web servers
     postgresql                                                 # a database for guests to work with
     librsvg2-bin                                               # plots as PNG
 )

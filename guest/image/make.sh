@@ -62,6 +62,33 @@ unpack_module() {
     echo "$name" >>"$root/lib/modules/load"
 }
 
+# A compiler that is small, and sources for it: stb's libraries, of one header each, and of the C library's headers just those they include.
+add_compiler() {
+    local tcc=$debian/usr/lib/x86_64-linux-gnu/tcc file
+    add_program "$debian/usr/bin/tcc"
+    mkdir -p "$root"/{src,usr/lib/x86_64-linux-gnu}
+    cp -r "$tcc" "$root/usr/lib/x86_64-linux-gnu/tcc"
+    while read -r file part; do
+        printf '#define %s\n' "$part" STBI_NO_SIMD STBI_NO_THREAD_LOCALS >"$root/src/$file.c"
+        printf '#include <%s>\n' stdint.h assert.h "stb/$file.h" >>"$root/src/$file.c"
+        "$debian/usr/bin/tcc" -w -B"$tcc" -nostdinc -I"$tcc/include" -I"$debian/usr/include/x86_64-linux-gnu" \
+            -I"$debian/usr/include" -MD -MF "$root/dependencies" -c "$root/src/$file.c" -o /dev/null
+        while read -r file; do
+            install -D -m 644 "$file" "$root/${file#"$debian"/}"
+        done < <(tr ' \\' '\n\n' <"$root/dependencies" | grep "^$debian/usr/include/" | sort -u)
+        rm "$root/dependencies"
+    done < <(list_sources)
+}
+
+# Each library's header, and the word that makes it more than declarations.
+list_sources() {
+    printf '%s\n' 'stb STB_DEFINE' 'stb_c_lexer STB_C_LEXER_IMPLEMENTATION' 'stb_ds STB_DS_IMPLEMENTATION' \
+        'stb_dxt STB_DXT_IMPLEMENTATION' 'stb_hexwave STB_HEXWAVE_IMPLEMENTATION' 'stb_image STB_IMAGE_IMPLEMENTATION' \
+        'stb_image_resize STB_IMAGE_RESIZE_IMPLEMENTATION' 'stb_image_write STB_IMAGE_WRITE_IMPLEMENTATION' \
+        'stb_perlin STB_PERLIN_IMPLEMENTATION' 'stb_rect_pack STB_RECT_PACK_IMPLEMENTATION' \
+        'stb_sprintf STB_SPRINTF_IMPLEMENTATION' 'stb_truetype STB_TRUETYPE_IMPLEMENTATION' 'stb_vorbis STB_VORBIS_IMPLEMENTATION'
+}
+
 rm -rf "$root"
 mkdir -p "$root"/{bin,dev,etc,lib,proc,run,sys,tmp}
 ln -s lib "$root/lib64"
@@ -73,6 +100,11 @@ done
 install -m 755 "$(readlink -f "$debian/lib64/ld-linux-x86-64.so.2")" "$root/lib/ld-linux-x86-64.so.2"
 add_program "$debian/usr/bin/memcached"
 add_program "$debian/usr/bin/redis-server"
+add_program "$debian/usr/bin/iperf3"
+add_program "$debian/usr/sbin/nginx"
+mkdir -p "$root"/{srv,var/lib/nginx,var/log/nginx}
+install -m 644 "$here/nginx.conf" "$root/etc/nginx.conf"
+add_compiler
 for program in "$@"; do
     install -m 755 "$program" "$root/bin/"
 done

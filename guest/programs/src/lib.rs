@@ -13,6 +13,8 @@ pub mod histogram;
 pub mod pace;
 /// Pages of memory, plain and self-checking.
 pub mod page;
+/// A file in pieces that many peers offer.
+pub mod piece;
 /// Small random numbers, the same in every run.
 pub mod random;
 /// Lines to the console and to the meter.

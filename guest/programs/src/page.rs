@@ -59,6 +59,21 @@ impl Page {
         }
     }
 
+    /// Stores to the page's first `bytes` what stands for `number`: cheap to make, and nowhere zero.
+    pub fn fill(&mut self, bytes: usize, number: u64) {
+        let mut word = mix(number) | 1;
+        for slot in self.front(bytes) {
+            *slot = word;
+            word = word.wrapping_add(STEP << 1);
+        }
+    }
+
+    /// The sum of the page's first `bytes`, all of which are read.
+    #[must_use]
+    pub fn sum(&self, bytes: usize) -> u64 {
+        self.0[..words(bytes)].iter().fold(0, |sum, word| sum.wrapping_add(*word))
+    }
+
     /// Writes the self-checking contents of page `number` at `sequence`.
     pub fn write(&mut self, number: u64, sequence: u64) {
         let seed = seed(number, sequence);
@@ -98,9 +113,26 @@ impl Page {
         Ok(())
     }
 
-    fn front(&mut self, bytes: usize) -> &mut [u64] {
-        &mut self.0[..bytes.div_ceil(size_of::<u64>()).min(WORDS)]
+    /// Appends the page's bytes, words little-endian.
+    pub fn append_to(&self, bytes: &mut Vec<u8>) {
+        self.0.iter().for_each(|word| bytes.extend_from_slice(&word.to_le_bytes()));
     }
+
+    /// The inverse: makes the page these bytes, as many as there are.
+    pub fn copy_from(&mut self, bytes: &[u8]) {
+        for (slot, word) in self.0.iter_mut().zip(bytes.chunks_exact(size_of::<u64>())) {
+            *slot = u64::from_le_bytes(std::array::from_fn(|byte| word[byte]));
+        }
+    }
+
+    fn front(&mut self, bytes: usize) -> &mut [u64] {
+        &mut self.0[..words(bytes)]
+    }
+}
+
+/// The words that `bytes` of a page lie in.
+fn words(bytes: usize) -> usize {
+    bytes.div_ceil(size_of::<u64>()).min(WORDS)
 }
 
 fn seed(number: u64, sequence: u64) -> u64 {
@@ -146,6 +178,17 @@ mod tests {
         let mut page = written(5, 9);
         page.0[WORDS / 2..].copy_from_slice(&written(5, 8).0[WORDS / 2..]);
         assert_eq!(page.verify(5, 9), Err(Fault::Torn));
+    }
+
+    #[test]
+    fn a_filled_page_has_no_zeros_and_only_its_front_is_touched() {
+        let mut page = Page::zeroed(1).remove(0);
+        page.fill(16, 7);
+        assert!(page.0[..2].iter().all(|word| *word != 0) && page.0[2..].iter().all(|word| *word == 0));
+        assert_eq!(page.sum(8), page.0[0]);
+        page.fill(PAGE_BYTES, 8);
+        assert!(page.0.iter().all(|word| *word != 0));
+        assert_eq!(page.sum(1 << 20), page.0.iter().fold(0_u64, |sum, word| sum.wrapping_add(*word)));
     }
 
     #[test]
