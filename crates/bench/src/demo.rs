@@ -41,6 +41,7 @@ pub fn run(json: Option<&Path>, out: &Path) -> Result<bool> {
         qemu: &Qemu { label: "demo".into(), path },
         load: Some(LoadConfig::mixed(1)),
         settle: Duration::from_secs(5),
+        working_set: Duration::ZERO,
         after: Duration::from_secs(4),
         limit: trial::LIMIT,
         say: &say,

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -42,6 +43,36 @@ pub fn file_of(pid: u32, memory_bytes: u64) -> Result<PathBuf> {
     largest
         .map(|(_, path)| path)
         .ok_or_else(|| Error::Usage(format!("process {pid} maps no file of {memory_bytes} bytes")))
+}
+
+/// Pages of a guest's RAM that are touched within `time`: its working set. QEMU's process is looked at, whose page tables note what was touched; where
+/// they map huge pages, each counts whole.
+///
+/// # Errors
+/// Where the kernel does not say.
+pub fn working_set(pid: u32, memory_bytes: u64, time: Duration) -> Result<u64> {
+    let file = format!("/proc/{pid}/clear_refs");
+    std::fs::write(&file, "1").context(|| format!("writing to {file}"))?;
+    std::thread::sleep(time);
+    let file = format!("/proc/{pid}/smaps");
+    let text = std::fs::read_to_string(&file).context(|| format!("reading {file}"))?;
+    referenced_pages(&text, memory_bytes)
+        .ok_or_else(|| Error::Usage(format!("process {pid} maps no {memory_bytes} bytes in one piece")))
+}
+
+/// The pages referenced in the largest mapping of at least so many bytes, of `/proc/PID/smaps`.
+fn referenced_pages(smaps: &str, memory_bytes: u64) -> Option<u64> {
+    let kib = |line: &str, key: &str| line.strip_prefix(key)?.split_ascii_whitespace().next()?.parse::<u64>().ok();
+    let (mut size, mut largest) = (0, None);
+    for line in smaps.lines() {
+        size = kib(line, "Size:").unwrap_or(size);
+        if let Some(referenced) = kib(line, "Referenced:")
+            && size >= (memory_bytes >> 10).max(largest.map_or(0, |(size, _)| size))
+        {
+            largest = Some((size, referenced / 4));
+        }
+    }
+    largest.map(|(_, pages)| pages)
 }
 
 /// What this machine could give to programs now.
@@ -124,6 +155,14 @@ fn is_zero(page: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_working_set_is_that_of_the_largest_mapping() {
+        let smaps = "7f00-7f10 rw-p\nSize:   2048 kB\nReferenced:  2048 kB\n7f10-7f20 rw-s\nSize:  1048576 kB\nRss: 9 kB\nReferenced:    400 kB\n";
+        assert_eq!(referenced_pages(smaps, 1 << 30), Some(100));
+        assert_eq!(referenced_pages(smaps, 1 << 31), None);
+        assert!(working_set(std::process::id(), u64::MAX, Duration::ZERO).is_err());
+    }
 
     #[test]
     fn holes_zero_pages_and_pages_with_content_are_told_apart() {

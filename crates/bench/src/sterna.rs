@@ -140,8 +140,8 @@ pub fn options(text: &str) -> Result<MigrateOptions> {
     let mut fields = serde_json::Map::new();
     while let Some(word) = words.next() {
         let name = word.strip_prefix("--").ok_or_else(|| usage(format!("'{word}' does not begin with --")))?;
-        if name == "verify" {
-            fields.insert(name.into(), true.into());
+        if ["verify", "no-postcopy"].contains(&name) {
+            fields.insert(name.replace('-', "_"), true.into());
             continue;
         }
         let value = words.next().ok_or_else(|| usage(format!("{word} has no value")))?;
@@ -161,9 +161,11 @@ fn field(name: &str, value: &str) -> Result<(String, Value), String> {
     Ok(match name {
         "fake-dirty-delay" | "downtime-limit" | "downtime-ramp" | "timeout" => (format!("{plain}_ms"), ms(value)?),
         "delta-cache" => (format!("{plain}_bytes"), units::parse_size(value).map_err(|e| e.to_string())?.into()),
-        "bandwidth" => ("bandwidth_bytes_per_s".into(), units::parse_rate(value).map_err(|e| e.to_string())?.into()),
+        "bandwidth" | "postcopy-bandwidth" => {
+            (format!("{plain}_bytes_per_s"), units::parse_rate(value).map_err(|e| e.to_string())?.into())
+        }
         "throttle" => ("throttle_percent".into(), value.parse::<u8>().map_err(|e| e.to_string())?.into()),
-        "streams" | "compress-level" | "compress-threads" => {
+        "streams" | "compress-level" | "compress-threads" | "precopy-rounds" => {
             (plain, value.parse::<i64>().map_err(|e| e.to_string())?.into())
         }
         _ => (plain, value.into()),
@@ -180,6 +182,8 @@ pub(crate) fn arguments(options: &MigrateOptions) -> Vec<String> {
         }
     };
     add("mode", name_unless(&options.mode, &default.mode));
+    add("precopy-rounds", options.precopy_rounds.map(|rounds| rounds.to_string()));
+    add("prepaging", name_unless(&options.prepaging, &default.prepaging));
     add("fake-dirty", name_unless(&options.fake_dirty, &default.fake_dirty));
     add("fake-dirty-delay", options.fake_dirty_delay_ms.map(|ms| format!("{ms}ms")));
     add("content-hash", name_unless(&options.content_hash, &default.content_hash));
@@ -191,14 +195,15 @@ pub(crate) fn arguments(options: &MigrateOptions) -> Vec<String> {
     add("compress-threads", options.compress_threads.map(|threads| threads.to_string()));
     add("streams", (options.streams != default.streams).then(|| options.streams.to_string()));
     add("bandwidth", options.bandwidth_bytes_per_s.map(|rate| format!("{rate}B")));
+    add("postcopy-bandwidth", options.postcopy_bandwidth_bytes_per_s.map(|rate| format!("{rate}B")));
     let limit = options.downtime_limit_ms;
     add("downtime-limit", (limit != default.downtime_limit_ms).then(|| format!("{limit}ms")));
     add("downtime-ramp", options.downtime_ramp_ms.map(|ms| format!("{ms}ms")));
     add("throttle", options.throttle_percent.map(|percent| percent.to_string()));
     add("timeout", options.timeout_ms.map(|ms| format!("{ms}ms")));
     add("on-timeout", name_unless(&options.on_timeout, &default.on_timeout));
-    if options.verify {
-        arguments.push("--verify".into());
+    for (option, wanted) in [("--no-postcopy", options.no_postcopy), ("--verify", options.verify)] {
+        arguments.extend(wanted.then(|| option.to_owned()));
     }
     arguments
 }
@@ -237,6 +242,8 @@ mod tests {
             "--delta xbzrle --delta-cache 134217728 --compress zstd --compress-level 3 --compress-threads 2",
             "--streams 2 --bandwidth 12500000B --downtime-limit 50ms --downtime-ramp 3000ms --throttle 99",
             "--timeout 20000ms --on-timeout force --verify",
+            "--mode hybrid --precopy-rounds 2 --prepaging linear --postcopy-bandwidth 50000000B",
+            "--no-postcopy",
         ] {
             assert_eq!(arguments(&options(text).unwrap()).join(" "), text);
         }

@@ -63,6 +63,22 @@ pub fn qemu_10_0() -> Result<PathBuf> {
     find("QEMU 10.0", "STERNA_QEMU_10", &[repository("build/qemu-10.0/qemu-system-x86_64")])
 }
 
+/// iperf3, as the distribution ships it.
+///
+/// # Errors
+/// [`Error::Missing`] where it is not installed.
+pub fn iperf3() -> Result<PathBuf> {
+    find("iperf3", "STERNA_IPERF3", &[PathBuf::from("/usr/bin/iperf3")])
+}
+
+/// wrk, as the distribution ships it.
+///
+/// # Errors
+/// [`Error::Missing`] where it is not installed.
+pub fn wrk() -> Result<PathBuf> {
+    find("wrk", "STERNA_WRK", &[PathBuf::from("/usr/bin/wrk")])
+}
+
 /// The directory of PostgreSQL's programs: the newest version that is installed.
 ///
 /// # Errors

@@ -29,6 +29,14 @@ const START: Duration = Duration::from_secs(90);
 /// When a migration that does not end is given up, where nothing else is said.
 pub const LIMIT: Duration = Duration::from_secs(90);
 
+/// Faults of a guest on pages that had to come from the source: as Sterna's report counts them, or QEMU's `postcopy-requests`.
+pub const NETWORK_FAULTS: &str = "network_faults";
+/// Pages that the guest touched within the time that was asked for, just before it was moved.
+pub const WORKING_SET: &str = "working_set_pages";
+/// How long the guest's threads waited for such pages, milliseconds: added up over them by Sterna; where all processors waited at once by QEMU. With
+/// one processor both are the same.
+pub const BLOCKTIME: &str = "blocktime_ms";
+
 /// Who moves the guest.
 #[derive(Debug, Clone)]
 pub enum Mover {
@@ -86,6 +94,8 @@ pub struct Setup<'a> {
     pub load: Option<LoadConfig>,
     /// How long it runs before it is moved, once it is ready.
     pub settle: Duration,
+    /// How long its working set is looked at after that; zero for not at all.
+    pub working_set: Duration,
     /// How long it is watched afterwards.
     pub after: Duration,
     /// When a migration that does not end is given up; Sterna's own timeout, where it has one, comes first.
@@ -173,7 +183,7 @@ fn run_with_tap(setup: &Setup) -> Result<Trial> {
     std::thread::sleep(setup.settle);
 
     let mut trial = Trial { settled_us: now_us(), ..Trial::default() };
-    trial.note_memory(&running, guest);
+    trial.note_memory(&running, guest, setup.working_set)?;
     ram::warm((guest.memory_bytes + (256 << 20)).min(ram::available_bytes()? / 3))?;
     let before = Before::read(lab)?;
     (setup.say)("moving it to host b");
@@ -204,17 +214,21 @@ impl Trial {
         value.into_iter().for_each(|value| self.note(name, value));
     }
 
-    /// What the guest's RAM holds, where it is a file.
-    fn note_memory(&mut self, running: &Running, guest: &Guest) {
+    /// What the guest's RAM holds, where it is a file, and how much of it is in use where that is asked for.
+    fn note_memory(&mut self, running: &Running, guest: &Guest, working_set: Duration) -> Result<()> {
         let pid = match running {
-            Running::Sterna(vm) => vm.pid().ok(),
-            Running::Qemu(vm) => Some(vm.pid()),
+            Running::Sterna(vm) => vm.pid()?,
+            Running::Qemu(vm) => vm.pid(),
         };
-        let usage = pid.and_then(|pid| ram::usage(&ram::file_of(pid, guest.memory_bytes).ok()?).ok());
-        if let Some(usage) = usage {
+        if !working_set.is_zero() {
+            let pages = ram::working_set(pid, guest.memory_bytes, working_set)?;
+            self.note(WORKING_SET, pages as f64);
+        }
+        if let Some(usage) = ram::file_of(pid, guest.memory_bytes).ok().and_then(|file| ram::usage(&file).ok()) {
             self.note("nonzero_pages", usage.nonzero_pages as f64);
             self.note("allocated_pages", usage.allocated_pages as f64);
         }
+        Ok(())
     }
 
     fn move_by_sterna(&mut self, mut vm: SternaVm, setup: &Setup) -> Result<Running> {
@@ -223,7 +237,8 @@ impl Trial {
         // Sterna is given up when QEMU would be.
         options.timeout_ms.get_or_insert(setup.limit.as_secs_f64() * 1e3);
         let report = vm.migrate(setup.lab, "b", &options)?;
-        self.note_end(report.total_ms, (report.status == Status::Completed).then_some(report.downtime_ms));
+        let completed = report.status == Status::Completed;
+        self.note_end(report.total_ms, completed, completed.then_some(report.downtime_ms));
         self.note("bytes_on_wire", report.bytes_on_wire as f64);
         self.note("setup_ms", report.setup_ms);
         self.note("scan_ms", report.tracking.scan_ms);
@@ -237,6 +252,9 @@ impl Trial {
         self.note_some("dirty_pages_per_s", median(&rates.collect::<Vec<_>>()));
         let predicted = report.convergence.predicted_downtime_ms.filter(|ms| *ms > 0.0);
         self.note_some("predicted_downtime_ms", predicted);
+        if report.postcopy.residue_pages > 0 {
+            self.note_postcopy(&report);
+        }
         self.report = json!(report);
         self.sterna = Some(report);
         Ok(Running::Sterna(vm))
@@ -247,22 +265,47 @@ impl Trial {
         let (vm, report) = vm.migrate(setup.lab, "b", *method, setup.limit)?;
         let BaselineReport { total_ms, with_start_ms, bytes_on_wire, .. } = report;
         // As Sterna's: from the request on. QEMU's own figure leaves out the start of its destination.
-        self.note_end(with_start_ms, report.pause.as_ref().map(|pause| pause.downtime_ms));
+        self.note_end(with_start_ms, !report.given_up, report.pause.as_ref().map(|pause| pause.downtime_ms));
         self.note("setup_ms", with_start_ms - total_ms);
         self.note("bytes_on_wire", bytes_on_wire as f64);
         let ram = &report.query_migrate["ram"];
         self.note("pages_sent", ram["normal"].as_f64().unwrap_or(0.0));
         self.note("rounds", ram["dirty-sync-count"].as_f64().unwrap_or(0.0));
         self.note_some("dirty_pages_per_s", ram["dirty-pages-rate"].as_f64().filter(|rate| *rate > 0.0));
+        if method.postcopy_after_pass().is_some() {
+            self.note_some(NETWORK_FAULTS, ram["postcopy-requests"].as_f64());
+            self.note_some(BLOCKTIME, report.blocktime_ms);
+        }
         self.report = json!(report);
         Ok(Running::Qemu(Box::new(vm)))
     }
 
     /// How long it took and how long the guest stood still; or how long it was tried in vain.
-    fn note_end(&mut self, ms: f64, downtime_ms: Option<f64>) {
-        self.note("completed", f64::from(u8::from(downtime_ms.is_some())));
-        self.note(if downtime_ms.is_some() { "total_ms" } else { "given_up_ms" }, ms);
+    fn note_end(&mut self, ms: f64, completed: bool, downtime_ms: Option<f64>) {
+        self.note("completed", f64::from(u8::from(completed)));
+        self.note(if completed { "total_ms" } else { "given_up_ms" }, ms);
         self.note_some("downtime_ms", downtime_ms);
+    }
+
+    /// What came after Sterna's switchover.
+    fn note_postcopy(&mut self, report: &Report) {
+        let (faults, pages, postcopy) = (&report.faults, &report.pages, &report.postcopy);
+        for (name, value) in [
+            (NETWORK_FAULTS, faults.count as f64),
+            (BLOCKTIME, faults.blocktime_ms),
+            ("local_faults", faults.local as f64),
+            ("fault_p50_us", faults.latency_us.p50),
+            ("fault_p99_us", faults.latency_us.p99),
+            ("fault_max_us", faults.latency_us.max),
+            ("faulted_pages", pages.faulted as f64),
+            ("pushed_pages", pages.pushed as f64),
+            ("duplicate_pages", pages.duplicate as f64),
+            ("residue_pages", postcopy.residue_pages as f64),
+            ("residue_ms", postcopy.residue_ms),
+            ("postcopy_ms", postcopy.ms),
+        ] {
+            self.note(name, value);
+        }
     }
 
     /// Processor time and link bytes of everything on both hosts, the guest's own work included.

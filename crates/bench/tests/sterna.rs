@@ -28,6 +28,7 @@ fn sternas_migration_is_measured_as_qemus_own_is_and_the_guest_is_unharmed() {
         qemu: &Qemu { label: "7.2".into(), path: tools::qemu_7_2().unwrap() },
         load: Some(LoadConfig { connections: 1, keys: 100, ..LoadConfig::mixed(1) }),
         settle: Duration::from_secs(3),
+        working_set: Duration::ZERO,
         after: Duration::from_secs(3),
         limit: trial::LIMIT,
         say: &|step| println!("{step}"),

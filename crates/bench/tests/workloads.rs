@@ -7,8 +7,11 @@ use std::time::Duration;
 
 use sterna_bench::baseline::{BaselineVm, Ram};
 use sterna_bench::command::wait_for;
-use sterna_bench::lab::{CLIENT, METER};
+use sterna_bench::lab::{CLIENT, METER, net};
+use sterna_bench::load::iperf::IperfServer;
+use sterna_bench::load::peers::Peers;
 use sterna_bench::load::postgres::Postgres;
+use sterna_bench::load::web::WebClients;
 use sterna_bench::meter::{Line, Meter};
 use sterna_bench::{Guest, tools};
 use sterna_guest_programs::histogram::Histogram;
@@ -85,4 +88,53 @@ fn a_guest_works_with_a_database_on_another_host_which_leaves_nothing() {
     drop(postgres);
     assert!(client.group.processes().is_empty(), "{:?}", client.group.processes());
     assert!(!client.directory.join("postgres").exists());
+}
+
+#[test]
+fn a_guest_touches_builds_downloads_serves_and_sends_and_no_load_outlives_its_owner() {
+    let Some(lab) = support::lab("apps", Some(125_000_000)) else { return };
+    if let Err(error) = tools::iperf3().and_then(|_| tools::wrk()) {
+        return eprintln!("skipped: {error}");
+    }
+    let client = lab.host(CLIENT).unwrap();
+    let peers = Peers::start(client, 4, 1e6).unwrap();
+    let iperf = IperfServer::start(client).unwrap();
+    let jobs = format!(
+        "nginx:2;toucher:--mib,8,--access,write,--rate,4,--interval-ms,200,--freed-mib,16;builder:--interval-ms,200;\
+         downloader:--peers,{},--count,4,--mib,4,--interval-ms,200;iperf3:-c,{},-t,3600,-b,1M",
+        peers.address(),
+        client.address
+    );
+    let mut guest = Guest::new(&lab, "g", 9, &jobs);
+    guest.memory_bytes = 512 << 20;
+    let web = WebClients::start(client, guest.address(), 2).unwrap();
+    lab.create_tap(&guest.tap()).unwrap();
+    let meter = Meter::start(lab.host(METER).unwrap()).unwrap();
+    let vm = BaselineVm::start(&lab, "a", &guest, &tools::qemu_7_2().unwrap(), Ram::Plain).unwrap();
+
+    let touches = lines(&meter, &guest, "TOUCHER", "touches", 10);
+    let counted: u64 =
+        touches.iter().filter_map(|line| line.word("latency_ns")?.parse::<Histogram>().ok()).map(|h| h.count()).sum();
+    let told: f64 = touches.iter().filter_map(|line| line.number("touches")).sum();
+    assert!(counted > 1000 && counted as f64 == told, "{counted} of {told}");
+    let builds = lines(&meter, &guest, "BUILDER", "units", 4);
+    let well = |line: &Line| line.number("bad").is_none_or(|bad| bad == 0.0);
+    assert!(builds.iter().all(well), "{builds:?}");
+    let downloads = lines(&meter, &guest, "DOWNLOADER", "total", 4);
+    assert!(downloads.iter().all(well), "{downloads:?}");
+    let work = wait_for("pieces and packets", Duration::from_secs(60), || {
+        let sent = iperf.samples().iter().filter(|sample| sample.per_s > 1e4).count();
+        Ok((peers.pieces() > 100 && sent > 8).then_some(()))
+    });
+    work.unwrap_or_else(|error| panic!("{error}; {} pieces; the console: {}", peers.pieces(), guest.console_text()));
+    let sent = net::link_bytes(lab.name(), "a").unwrap().0;
+    wait_for("what the web server sends", Duration::from_secs(30), || {
+        // More than all else together sends in that time.
+        Ok((net::link_bytes(lab.name(), "a").unwrap().0 > sent + (8 << 20)).then_some(()))
+    })
+    .unwrap_or_else(|error| panic!("{error}; the console: {}", guest.console_text()));
+    assert_eq!(guest.console_text().lines().find(|line| line.starts_with("ENDED")), None);
+
+    drop((vm, web, iperf, peers));
+    assert!(client.group.processes().is_empty(), "{:?}", client.group.processes());
 }

@@ -9,6 +9,9 @@ use crate::error::Result;
 /// "No limit": far above every link here, and what every version accepts.
 const UNLIMITED_BYTES_PER_S: u64 = 100_000_000_000;
 
+/// The longest downtime limit that QEMU takes, milliseconds: the guest is stopped as soon as there is a guess at the link's rate.
+const LONGEST_DOWNTIME_MS: u64 = 2_000_000;
+
 /// How QEMU moves it. What is not named here is QEMU's default: a downtime limit of 300 ms, compression of level 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -25,10 +28,16 @@ pub enum Method {
     Compress(u8),
     /// Pre-copy that takes the processor away from a guest that writes too fast.
     AutoConverge,
+    /// Pre-copy that may stop the guest for as long as it likes.
+    StopAndCopy,
     /// Pre-copy for one pass, then post-copy.
     Postcopy,
     /// The same, with a connection of their own for pages that the guest waits for.
     PostcopyPreempt,
+    /// Post-copy from the first page on.
+    PurePostcopy,
+    /// The same, with a connection of their own for pages that the guest waits for.
+    PurePostcopyPreempt,
 }
 
 impl Method {
@@ -42,8 +51,11 @@ impl Method {
             Self::Xbzrle(cache_mib) => format!("precopy, xbzrle {cache_mib} MiB"),
             Self::Compress(threads) => format!("precopy, compress {threads}"),
             Self::AutoConverge => "precopy, auto-converge".into(),
+            Self::StopAndCopy => "stop-and-copy".into(),
             Self::Postcopy => "postcopy".into(),
             Self::PostcopyPreempt => "postcopy, preempt".into(),
+            Self::PurePostcopy => "postcopy at once".into(),
+            Self::PurePostcopyPreempt => "postcopy at once, preempt".into(),
         }
     }
 
@@ -51,20 +63,27 @@ impl Method {
     #[must_use]
     pub fn capabilities(self) -> &'static [&'static str] {
         match self {
-            Self::Vanilla => &[],
+            Self::Vanilla | Self::StopAndCopy => &[],
             Self::Multifd(_) | Self::MultifdZstd(_) => &["multifd"],
             Self::Xbzrle(_) => &["xbzrle"],
             Self::Compress(_) => &["compress"],
             Self::AutoConverge => &["auto-converge"],
-            Self::Postcopy => &["postcopy-ram"],
-            Self::PostcopyPreempt => &["postcopy-ram", "postcopy-preempt"],
+            // The destination then says for how long its processors waited.
+            Self::Postcopy | Self::PurePostcopy => &["postcopy-ram", "postcopy-blocktime"],
+            Self::PostcopyPreempt | Self::PurePostcopyPreempt => {
+                &["postcopy-ram", "postcopy-blocktime", "postcopy-preempt"]
+            }
         }
     }
 
-    /// Whether the guest is to be switched over after the first pass.
+    /// Whether the guest is to be switched over while pages are missing; and so, whether after the first pass.
     #[must_use]
-    pub fn is_postcopy(self) -> bool {
-        matches!(self, Self::Postcopy | Self::PostcopyPreempt)
+    pub fn postcopy_after_pass(self) -> Option<bool> {
+        match self {
+            Self::Postcopy | Self::PostcopyPreempt => Some(true),
+            Self::PurePostcopy | Self::PurePostcopyPreempt => Some(false),
+            _ => None,
+        }
     }
 
     fn parameters(self) -> Value {
@@ -80,7 +99,9 @@ impl Method {
                 parameters["compress-threads"] = json!(threads);
                 parameters["decompress-threads"] = json!(threads);
             }
-            Self::Vanilla | Self::AutoConverge | Self::Postcopy | Self::PostcopyPreempt => {}
+            Self::StopAndCopy => parameters["downtime-limit"] = json!(LONGEST_DOWNTIME_MS),
+            Self::Vanilla | Self::AutoConverge => {}
+            Self::Postcopy | Self::PostcopyPreempt | Self::PurePostcopy | Self::PurePostcopyPreempt => {}
         }
         parameters
     }

@@ -44,9 +44,14 @@ pub struct BaselineReport {
     pub with_start_ms: f64,
     /// `ram.transferred` of `query-migrate`.
     pub bytes_on_wire: u64,
-    /// The guest's pause; absent where the migration had not ended at its limit and was given up: the guest then runs on at the source.
+    /// Whether the migration had not ended at its limit and was given up.
+    pub given_up: bool,
+    /// The guest's pause; absent where it never paused: it then runs on at the source.
     pub pause: Option<Pause>,
-    /// The whole of `query-migrate`, as it was at the end or when it was given up.
+    /// How long the guest's processors waited for pages after the switchover, milliseconds, as the destination counted it: time in which all of
+    /// them did at once. Absent without post-copy.
+    pub blocktime_ms: Option<f64>,
+    /// The whole of the source's `query-migrate`, as it was at the end or when it was given up.
     pub query_migrate: Value,
 }
 
@@ -55,8 +60,8 @@ pub struct BaselineReport {
 pub struct Pause {
     /// From the source's STOP to the destination's RESUME event.
     pub downtime_ms: f64,
-    /// `downtime` of `query-migrate`: what QEMU itself believes.
-    pub own_downtime_ms: f64,
+    /// `downtime` of `query-migrate`: what QEMU itself believes; known at the end only.
+    pub own_downtime_ms: Option<f64>,
     /// When the guest stopped, microseconds since 1970.
     pub stop_us: i64,
     /// When it ran again.
@@ -133,12 +138,14 @@ impl BaselineVm {
         self.qmp.version()
     }
 
-    /// Starts a second QEMU on `to` and lets the first move the guest there. Returns the QEMU that has the guest afterwards, which is the
-    /// first where the migration had not ended after `limit` and was given up; the other is ended.
+    /// Starts a second QEMU on `to` and lets the first move the guest there. Returns the QEMU that has the guest afterwards; the other is ended.
+    ///
+    /// A migration that has not ended after `limit` is given up. The first QEMU then has the guest; or the second, where pages were already
+    /// following a guest that runs there. That cannot be cancelled, and such a guest waits for ever for what has not come: it is good for nothing
+    /// but being dropped.
     ///
     /// # Errors
-    /// Where QEMU refuses or the migration fails; this machine is then gone. So it is where post-copy, which cannot be given up, has
-    /// not ended after `limit`.
+    /// Where QEMU refuses or the migration fails; this machine is then gone.
     pub fn migrate(mut self, lab: &Lab, to: &str, method: Method, limit: Duration) -> Result<(Self, BaselineReport)> {
         let begin = Instant::now();
         let host = lab.host(to)?;
@@ -151,16 +158,15 @@ impl BaselineVm {
         self.qmp.forget_events();
         self.qmp.execute("migrate", json!({ "uri": format!("tcp:{}:{port}", host.address) }))?;
         let until = Instant::now() + limit;
-        if method.is_postcopy() && self.first_pass_is_done(until)? {
+        if let Some(after_pass) = method.postcopy_after_pass()
+            && (!after_pass || self.first_pass_is_done(until)?)
+        {
             self.qmp.execute("migrate-start-postcopy", json!({}))?;
         }
         let left = until.saturating_duration_since(Instant::now());
         let end = match self.qmp.wait_for_event("the end of QEMU's migration", left, is_end) {
             Ok(end) => end,
-            Err(Error::Timeout { .. }) => {
-                let report = self.give_up(begin)?;
-                return Ok((self, report));
-            }
+            Err(Error::Timeout { .. }) => return self.give_up(destination, begin),
             Err(error) => return Err(error),
         };
         let query = self.query_ended()?;
@@ -172,17 +178,22 @@ impl BaselineVm {
             .qmp
             .wait_for_event("the guest's start", Duration::from_secs(10), |event| event["event"] == "RESUME")?;
         let with_start_ms = begin.elapsed().as_secs_f64() * 1e3;
+        let blocktime_ms = match method.postcopy_after_pass() {
+            Some(_) => destination.qmp.execute("query-migrate", json!({}))?["postcopy-blocktime"].as_f64(),
+            None => None,
+        };
+        let pause = Some(self.pause(&resume, &query)?);
+        let report = BaselineReport { blocktime_ms, ..self.report(with_start_ms, pause, query) };
+        Ok((destination, report))
+    }
+
+    /// The guest's pause, from the source's STOP to this event of the destination.
+    fn pause(&mut self, resume: &Value, query: &Value) -> Result<Pause> {
         let form = || Error::Form { what: "QMP".into(), reason: "an event without time".into() };
         let stop_us = self.qmp.take_event("STOP").as_ref().and_then(event_us).ok_or_else(form)?;
-        let resume_us = event_us(&resume).ok_or_else(form)?;
-        let pause = Pause {
-            downtime_ms: (resume_us - stop_us) as f64 / 1e3,
-            own_downtime_ms: query["downtime"].as_f64().unwrap_or(f64::NAN),
-            stop_us,
-            resume_us,
-        };
-        let report = self.report(with_start_ms, Some(pause), query);
-        Ok((destination, report))
+        let resume_us = event_us(resume).ok_or_else(form)?;
+        let (downtime_ms, own_downtime_ms) = ((resume_us - stop_us) as f64 / 1e3, query["downtime"].as_f64());
+        Ok(Pause { downtime_ms, own_downtime_ms, stop_us, resume_us })
     }
 
     fn report(&self, with_start_ms: f64, pause: Option<Pause>, query_migrate: Value) -> BaselineReport {
@@ -191,7 +202,9 @@ impl BaselineVm {
             total_ms: query_migrate["total-time"].as_f64().unwrap_or(f64::NAN),
             with_start_ms,
             bytes_on_wire: query_migrate["ram"]["transferred"].as_u64().unwrap_or(0),
+            given_up: false,
             pause,
+            blocktime_ms: None,
             query_migrate,
         }
     }
@@ -212,13 +225,16 @@ impl BaselineVm {
         Ok(false)
     }
 
-    /// Cancels a migration that does not end. What it did until then is kept.
-    fn give_up(&mut self, begin: Instant) -> Result<BaselineReport> {
+    /// Gives up a migration that does not end. What it did until then is kept.
+    fn give_up(mut self, mut destination: Self, begin: Instant) -> Result<(Self, BaselineReport)> {
         let query = self.qmp.execute("query-migrate", json!({}))?;
         let tried_ms = begin.elapsed().as_secs_f64() * 1e3;
         if query["status"].as_str().is_some_and(|status| status.starts_with("postcopy")) {
-            let reason = format!("post-copy had not ended after {tried_ms:.0} ms: {query}");
-            return Err(Error::Migration { vm: self.guest.name.clone(), status: "timed out".into(), reason });
+            let started = |event: &Value| event["event"] == "RESUME";
+            let resume = destination.qmp.wait_for_event("the guest's start", Duration::from_secs(1), started);
+            let pause = resume.ok().map(|resume| self.pause(&resume, &query)).transpose()?;
+            let report = BaselineReport { given_up: true, ..self.report(tried_ms, pause, query) };
+            return Ok((destination, report));
         }
         self.qmp.execute("migrate_cancel", json!({}))?;
         let end = self.qmp.wait_for_event("the end of a cancelled migration", CANCEL, is_end)?;
@@ -227,7 +243,8 @@ impl BaselineVm {
             let reason = "it ended just when it was given up".into();
             return Err(Error::Migration { vm: self.guest.name.clone(), status: "timed out".into(), reason });
         }
-        Ok(self.report(tried_ms, None, query))
+        let report = BaselineReport { given_up: true, ..self.report(tried_ms, None, query) };
+        Ok((self, report))
     }
 
     /// `query-migrate` of an ended migration. QEMU says that it has ended a moment before it works out how long it took.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{is_row, ratio, worst};
-use super::{Case, Options, Outcome, lab_name, qemus, timeline, try_each};
+use super::{Case, Options, Outcome, Watch, lab_name, qemus, timeline, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{Lab, LabConfig};
@@ -31,7 +31,7 @@ pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let cases = cases(sizes, options.quick, &newest)?;
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let runs = try_each(&lab, &cases, repeats, AFTER, |_, trial| {
+    let runs = try_each(&lab, &cases, repeats, Watch::after(AFTER), |_, trial| {
         let bad = trial.lines.iter().filter(|line| line.text.starts_with("QUICKSORT BAD")).count();
         trial.metrics.insert("bad_sorts".into(), bad as f64);
         timeline::note(trial, "QUICKSORT", RATE)

@@ -15,7 +15,7 @@ use sterna_api::Report;
 use sterna_guest_programs::writer::{Changed, Pattern, Silent, Stores};
 
 use super::judge::worst;
-use super::{Case, Options, Outcome, is, lab_name, qemus, try_each};
+use super::{Case, Options, Outcome, Watch, is, lab_name, qemus, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{Lab, LabConfig};
@@ -46,7 +46,7 @@ pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let cases = cases(options.quick, &newest)?;
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let mut runs = try_each(&lab, &cases, repeats, Duration::from_millis(1500), look);
+    let mut runs = try_each(&lab, &cases, repeats, Watch::after(Duration::from_millis(1500)), look);
     let default = Mover::Sterna(sterna::options("")?);
     derive(&mut runs, &default);
     plot(&runs, directory)?;

@@ -11,7 +11,7 @@ use serde_json::json;
 use sterna_guest_programs::histogram::Histogram;
 
 use super::judge::{is_row, ratio, worst};
-use super::{Case, Options, Outcome, lab_name, qemus, timeline, try_each};
+use super::{Case, Options, Outcome, Watch, lab_name, qemus, timeline, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{CLIENT, Lab, LabConfig};
@@ -41,7 +41,7 @@ pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
     let postgres = Postgres::start(lab.host(CLIENT)?)?;
     postgres.load_ycsb(ROWS)?;
     let cases = cases(sizes, &postgres, &newest)?;
-    let runs = try_each(&lab, &cases, repeats, AFTER, |_, trial| {
+    let runs = try_each(&lab, &cases, repeats, Watch::after(AFTER), |_, trial| {
         // The next guest finds the table as this one did, not with its dead rows.
         if let Err(error) = postgres.load_ycsb(ROWS) {
             eprintln!("the table was not made anew: {error}");

@@ -193,19 +193,35 @@ impl Case {
 
 /// Tries every case `repeats` times, forwards and backwards in turn, so that what drifts meets both sides of a pair alike.
 fn try_all(lab: &Lab, cases: &[Case], repeats: usize, derive: impl Fn(&Case, &mut BTreeMap<String, f64>)) -> Vec<Run> {
-    try_each(lab, cases, repeats, Duration::from_millis(1500), |case, trial| {
+    try_each(lab, cases, repeats, Watch::after(Duration::from_millis(1500)), |case, trial| {
         derive(case, &mut trial.metrics);
         Value::Null
     })
 }
 
-/// The same, watching the guest for `after` once it is moved. `look` sees all of a trial that did not fail: it adds to the metrics, and
+/// How long a guest is watched.
+#[derive(Clone, Copy)]
+struct Watch {
+    /// Its working set, before it is moved; zero for not at all.
+    working_set: Duration,
+    /// What it does once it is moved.
+    after: Duration,
+}
+
+impl Watch {
+    /// What it does once it is moved, for so long.
+    fn after(after: Duration) -> Self {
+        Self { working_set: Duration::ZERO, after }
+    }
+}
+
+/// The same, watching the guest for longer. `look` sees all of a trial that did not fail: it adds to the metrics, and
 /// what it returns is kept among the run's details as `seen`.
 fn try_each(
     lab: &Lab,
     cases: &[Case],
     repeats: usize,
-    after: Duration,
+    watch: Watch,
     look: impl Fn(&Case, &mut Trial) -> Value,
 ) -> Vec<Run> {
     let mut runs = Vec::new();
@@ -213,7 +229,7 @@ fn try_each(
     for repeat in 0..repeats {
         let order: Vec<&Case> = if repeat % 2 == 0 { cases.iter().collect() } else { cases.iter().rev().collect() };
         for case in order {
-            let run = try_one(lab, case, repeat, after, &look);
+            let run = try_one(lab, case, repeat, watch, &look);
             let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
             eprintln!(
                 "[{}/{all}] {} on QEMU {}, {}: {} {} ms, downtime {} ms, gap {} ms{}",
@@ -234,7 +250,7 @@ fn try_each(
 }
 
 /// One trial. One that fails is a row too: no experiment hides any.
-fn try_one(lab: &Lab, case: &Case, repeat: usize, after: Duration, look: &impl Fn(&Case, &mut Trial) -> Value) -> Run {
+fn try_one(lab: &Lab, case: &Case, repeat: usize, watch: Watch, look: &impl Fn(&Case, &mut Trial) -> Value) -> Run {
     let mut guest = Guest::new(lab, &format!("guest{repeat}"), 10, &case.jobs);
     guest.memory_bytes = case.memory_bytes;
     let setup = Setup {
@@ -245,7 +261,8 @@ fn try_one(lab: &Lab, case: &Case, repeat: usize, after: Duration, look: &impl F
         qemu: &case.qemu,
         load: case.load.clone(),
         settle: case.settle,
-        after,
+        working_set: watch.working_set,
+        after: watch.after,
         limit: case.limit,
         say: &|_| {},
     };

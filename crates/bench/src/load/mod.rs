@@ -6,11 +6,20 @@ pub mod memcached;
 /// A PostgreSQL for guests to work with.
 pub mod postgres;
 
+/// A server for a guest's iperf3.
+pub mod iperf;
+
+/// Peers for a guest that downloads.
+pub mod peers;
+
 /// One TCP transfer, to measure a link.
 pub mod transfer;
 
 /// What clients store.
 pub mod values;
+
+/// Requests to a guest's web server.
+pub mod web;
 
 use serde::Serialize;
 
