@@ -1,19 +1,20 @@
 //! What becomes of threads that wait for pages when whoever fills them is killed: with the library's duplicate of the userfaultfd they
-//! wait for the next one; without it they read zeros.
+//! wait for the next one; without it they read zeros. The threads are a program's that knows what it must read, and a guest's processor.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
+use serde_json::json;
 use sterna_engine::agent::Backing;
 use sterna_sys::userfaultfd::{Event, Features, Modes, Userfaultfd};
 
-use crate::fixture::{self, cannot_run, device};
+use crate::fixture::{self, Start, cannot_run, device, eventually};
 use crate::program::{PAGE, Program, word_of};
 
 /// Pages that the program reads, and threads that share them.
@@ -24,6 +25,8 @@ const FILLED: u64 = 40;
 
 /// Set to the library's socket in the process that fills pages.
 const SOCKET: &str = "STERNA_TEST_AGENT";
+/// Set to the file of what the pages hold.
+const CONTENT: &str = "STERNA_TEST_CONTENT";
 /// How it gets the userfaultfd there.
 const WAY: &str = "STERNA_TEST_WAY";
 /// How many pages it fills.
@@ -42,10 +45,12 @@ struct Handler {
 }
 
 impl Handler {
-    fn start(program: &Path, way: &str, limit: u64) -> Self {
+    /// Starts for the process whose library listens in that directory; there is also what is to be filled in.
+    fn start(directory: &Path, way: &str, limit: u64) -> Self {
         let mut child = Command::new(std::env::current_exe().expect("this program has a path"))
             .args(["--ignored", "--exact", "duplicate::fill_what_is_asked_for", "--nocapture", "--test-threads=1"])
-            .env(SOCKET, program.join("agent"))
+            .env(SOCKET, directory.join("agent"))
+            .env(CONTENT, directory.join("content"))
             .env(WAY, way)
             .env(LIMIT, limit.to_string())
             .stdin(Stdio::null())
@@ -107,6 +112,8 @@ fn bad_pages_after_a_kill(
 ) -> u64 {
     let mut program = Program::start();
     let directory = program.dir.path().to_owned();
+    let content = (0..PAGES).flat_map(|page| word_of(page).to_ne_bytes().repeat(PAGE as usize / 8));
+    std::fs::write(directory.join("content"), content.collect::<Vec<_>>()).expect("content");
     let mut first = Handler::start(&directory, way, FILLED);
     let mut guard = KillUnlessDone(Some(program.pid()));
     let bad = std::thread::scope(|scope| {
@@ -149,6 +156,65 @@ fn with_the_duplicate_threads_wait_for_the_next_handler_and_every_page_is_right(
     assert_eq!(bad, 0);
 }
 
+/// A guest that counts in every page of a range (`guest/README.md`): passes, and pages that it found wrong.
+fn counters(ram: &Path) -> [u32; 2] {
+    let mut words = [0; 8];
+    std::fs::File::open(ram).and_then(|file| file.read_exact_at(&mut words, 64 << 10)).expect("RAM");
+    [0, 4].map(|at| u32::from_le_bytes(words[at..at + 4].try_into().expect("four bytes")))
+}
+
+/// Takes a guest's pages away in mid-work, lets it run on through a handler that is killed with the guest waiting, and says how the guest
+/// stands when it has waited or run on for a while; then the handler `next` goes on, where there is one, and how it stands then.
+fn guest_after_a_kill(way: &str, next: Option<&str>) -> Option<[[u32; 2]; 3]> {
+    if cannot_run() {
+        return None;
+    }
+    let built = concat!(env!("CARGO_MANIFEST_DIR"), "/../../build/guest/kvm-tiny.bin");
+    let image = std::env::var_os("STERNA_KVM_TINY").map_or_else(|| PathBuf::from(built), PathBuf::from);
+    if !image.exists() {
+        eprintln!("skipped: the guest that counts is not built (STERNA_KVM_TINY)");
+        return None;
+    }
+    let mut qemu = Start::new().ram(8).with(&format!("-bios {}", image.display())).go();
+    let directory = qemu.dir.path().to_owned();
+    let ram = directory.join("ram");
+    qemu.qmp("cont", json!({}));
+    eventually("the guest's first passes", || (counters(&ram)[0] > 2).then_some(()));
+    qemu.qmp("stop", json!({}));
+    let before = counters(&ram);
+    let content = std::fs::read(&ram).expect("RAM");
+    std::fs::write(directory.join("content"), &content).expect("content");
+    // Cut to nothing and made long again the file is all holes, and nothing of it is mapped any more.
+    let file = std::fs::OpenOptions::new().write(true).open(&ram).expect("RAM");
+    file.set_len(0).and_then(|()| file.set_len(content.len() as u64)).expect("RAM");
+    let mut first = Handler::start(&directory, way, FILLED);
+    qemu.qmp("cont", json!({}));
+    first.listen_until(|handler| handler.left.len() == 1);
+    first.kill();
+    std::thread::sleep(Duration::from_millis(300));
+    let meanwhile = counters(&ram);
+    let Some(next) = next else { return Some([before, meanwhile, meanwhile]) };
+    let second = Handler::start(&directory, next, u64::MAX);
+    let passes = eventually("the guest's next passes", || (counters(&ram)[0] > before[0] + 2).then(|| counters(&ram)));
+    drop(qemu);
+    drop(second);
+    Some([before, meanwhile, passes])
+}
+
+#[test]
+fn without_the_duplicate_a_guest_finds_pages_that_it_never_wrote() {
+    let Some([before, after, _]) = guest_after_a_kill("alone", None) else { return };
+    assert_eq!(before[1], 0);
+    assert!(after[1] > 0, "it ran on with zeros: {before:?} {after:?}");
+}
+
+#[test]
+fn with_the_duplicate_a_guest_waits_for_the_next_handler_and_finds_every_page() {
+    let Some([before, meanwhile, after]) = guest_after_a_kill("open", Some("take")) else { return };
+    assert!(meanwhile[0] <= before[0] && meanwhile[1] == 0, "it did not wait: {before:?} {meanwhile:?}");
+    assert!(after[0] > before[0] && after[1] == 0, "{before:?} {after:?}");
+}
+
 #[test]
 #[ignore = "the process that other tests kill"]
 fn fill_what_is_asked_for() {
@@ -160,6 +226,7 @@ fn fill_what_is_asked_for() {
     let extent = block.address..block.address + block.length;
     let Backing::Named(path) = &block.backing else { panic!("not a file: {block:?}") };
     let ram = std::fs::OpenOptions::new().write(true).open(path).expect("RAM");
+    let content = std::fs::File::open(std::env::var_os(CONTENT).expect("content")).expect("content");
     let faults = if way == "take" {
         let taken = agent.take_userfaultfd().expect("take").expect("it keeps one");
         let faults = Userfaultfd::from(taken);
@@ -188,7 +255,8 @@ fn fill_what_is_asked_for() {
                 continue;
             }
             left_to_fill -= 1;
-            let bytes = word_of(page).to_ne_bytes().repeat(PAGE as usize / 8);
+            let mut bytes = [0; PAGE as usize];
+            content.read_exact_at(&mut bytes, page * PAGE).expect("content");
             ram.write_all_at(&bytes, page * PAGE).expect("RAM");
             faults.continue_(fault.address..fault.address + PAGE).expect("continue");
             println!("done:fills {page}");
