@@ -1,5 +1,6 @@
 //! What this kernel can do, found out once.
 
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use rustix::fs::MemfdFlags;
@@ -8,7 +9,7 @@ use crate::PAGE_BYTES;
 use crate::error::Result;
 use crate::map::{Access, SharedMapping};
 use crate::pagemap::{Categories, Pagemap, Scan};
-use crate::userfaultfd::{self, Features, Modes, Userfaultfd};
+use crate::userfaultfd::{self, Features, Modes, Stopped, Userfaultfd};
 
 /// What this kernel, and what it lets this process do.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,6 +26,8 @@ pub struct Kernel {
     pub pagemap_scan: std::result::Result<(), String>,
     /// Writes to shared memory are tracked to the page, tried out; else why not.
     pub write_tracking: std::result::Result<(), String>,
+    /// Pages of shared memory are held back until they are known to be current, tried out; else why not.
+    pub paging: std::result::Result<(), String>,
 }
 
 /// What this kernel can do. The first call finds out (below a millisecond), later ones remember.
@@ -38,6 +41,41 @@ pub fn missing() -> Vec<String> {
     missing_of(kernel())
 }
 
+/// What a guest needs at its destination to run there before all its pages are there, and this host does not have, a sentence each that says
+/// what to do.
+pub fn missing_for_postcopy() -> Vec<String> {
+    missing_for_postcopy_of(kernel())
+}
+
+fn missing_for_postcopy_of(kernel: &Kernel) -> Vec<String> {
+    let release = &kernel.release;
+    if let Err(why) = &kernel.userfaultfd_device {
+        return vec![no_device(why, release)];
+    }
+    let features = Features::PAGING.difference(kernel.userfaultfd);
+    match &kernel.paging {
+        _ if !features.is_empty() => vec![format!(
+            "userfaultfd lacks {}: Linux 5.14 or later with CONFIG_HAVE_ARCH_USERFAULTFD_MINOR is needed (this is {release}).",
+            names(features, "PAGING")
+        )],
+        Err(why) => vec![format!("Holding pages of shared memory back does not work: {why} (this is {release}).")],
+        Ok(()) => Vec::new(),
+    }
+}
+
+fn no_device(why: &str, release: &str) -> String {
+    format!(
+        "{}: run the daemon as root, on Linux 6.1 or later with CONFIG_USERFAULTFD (this is {release}).",
+        sentence(why)
+    )
+}
+
+/// The features one by one, without the name of the whole set.
+fn names(features: Features, set: &str) -> String {
+    let names: Vec<&str> = features.iter_names().map(|(name, _)| name).filter(|&name| name != set).collect();
+    names.join(" and ")
+}
+
 fn missing_of(kernel: &Kernel) -> Vec<String> {
     let mut missing = Vec::new();
     let release = &kernel.release;
@@ -45,19 +83,15 @@ fn missing_of(kernel: &Kernel) -> Vec<String> {
         missing.push(format!("The kernel's pages have {} bytes; only {PAGE_BYTES} are supported.", kernel.page_bytes));
     }
     if let Err(why) = &kernel.userfaultfd_device {
-        missing.push(format!(
-            "{}: run the daemon as root, on Linux 6.1 or later with CONFIG_USERFAULTFD (this is {release}).",
-            sentence(why)
-        ));
+        missing.push(no_device(why, release));
         // All that follows would have this one reason.
         return missing;
     }
     let features = Features::TRACKING.difference(kernel.userfaultfd);
     if !features.is_empty() {
-        let names: Vec<&str> = features.iter_names().map(|(name, _)| name).filter(|&name| name != "TRACKING").collect();
         missing.push(format!(
             "userfaultfd lacks {}: Linux 6.7 or later with CONFIG_PTE_MARKER_UFFD_WP is needed (this is {release}).",
-            names.join(" and ")
+            names(features, "TRACKING")
         ));
     }
     match (&kernel.pagemap_scan, &kernel.write_tracking) {
@@ -98,6 +132,9 @@ fn probe() -> Kernel {
         write_tracking: try_tracking().map_err(reason).and_then(|exact| {
             exact.then_some(()).ok_or_else(|| "a scan did not return exactly the page that was written".to_owned())
         }),
+        paging: try_paging().map_err(reason).and_then(|held_back| {
+            held_back.then_some(()).ok_or_else(|| "a page in the file was mapped before it was let in".to_owned())
+        }),
     }
 }
 
@@ -126,6 +163,24 @@ fn try_tracking() -> Result<bool> {
     Ok(matches!(regions[..], [region] if region.range() == (written..written + PAGE_BYTES)))
 }
 
+/// Registers two pages of shared memory for missing and minor faults, one in the file and one not, and lets both in. A page that is mapped
+/// before that would have been seen by a guest while it was stale.
+fn try_paging() -> Result<bool> {
+    let failed = |error: rustix::io::Errno| crate::Error::new("make a memory file", error);
+    let file = rustix::fs::memfd_create("probe", MemfdFlags::CLOEXEC).map_err(failed)?;
+    rustix::fs::ftruncate(&file, 2 * PAGE_BYTES).map_err(failed)?;
+    rustix::io::pwrite(&file, &[1; 16], 0).map_err(failed)?;
+    let mapping = SharedMapping::new(&file, 2 * PAGE_BYTES, Access::ReadWrite)?;
+    let uffd = Userfaultfd::create(userfaultfd::open_device()?)?;
+    uffd.enable(Features::PAGING)?;
+    let Range { start, end } = mapping.addresses();
+    uffd.register(start..end, Modes::MISSING | Modes::MINOR)?;
+    let there = uffd.continue_(start..start + PAGE_BYTES)?;
+    let again = uffd.continue_(start..start + PAGE_BYTES)?;
+    let hole = uffd.zeropage(start + PAGE_BYTES..end)?;
+    Ok(there.stopped.is_none() && again.stopped == Some(Stopped::AlreadyThere) && hole.stopped.is_none())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -138,12 +193,37 @@ mod tests {
             userfaultfd: Features::all(),
             pagemap_scan: Ok(()),
             write_tracking: Ok(()),
+            paging: Ok(()),
         }
     }
 
     #[test]
     fn a_kernel_that_can_do_all_misses_nothing() {
         assert_eq!(missing_of(&able()), [""; 0]);
+        assert_eq!(missing_for_postcopy_of(&able()), [""; 0]);
+    }
+
+    #[test]
+    fn what_a_guest_without_all_its_pages_lacks_is_said() {
+        let old = Kernel { userfaultfd: Features::all().difference(Features::MINOR_SHMEM), ..able() };
+        let said = missing_for_postcopy_of(&old);
+        assert_eq!(said.len(), 1);
+        assert!(said[0].contains("lacks MINOR_SHMEM:") && said[0].contains("5.14"), "{said:?}");
+        assert_eq!(missing_of(&old), [""; 0], "such a host can be left all the same");
+        let broken = Kernel { paging: Err("it was mapped".to_owned()), ..able() };
+        assert!(missing_for_postcopy_of(&broken)[0].contains("it was mapped"));
+        let none = Kernel { userfaultfd_device: Err("cannot open it".to_owned()), ..able() };
+        assert!(missing_for_postcopy_of(&none)[0].starts_with("Cannot open it"));
+    }
+
+    #[test]
+    fn what_the_kernel_offers_works_when_it_is_tried() {
+        let kernel = kernel();
+        if kernel.userfaultfd_device.is_ok() && kernel.userfaultfd.contains(Features::PAGING) {
+            assert_eq!(kernel.paging, Ok(()));
+        } else {
+            println!("skipped: no userfaultfd with missing and minor faults here");
+        }
     }
 
     #[test]

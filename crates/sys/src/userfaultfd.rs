@@ -58,6 +58,8 @@ bitflags::bitflags! {
         const MOVE = raw::UFFD_FEATURE_MOVE as u64;
         /// What write tracking of guest RAM needs.
         const TRACKING = Self::WP_ASYNC.bits() | Self::WP_UNPOPULATED.bits() | Self::WP_HUGETLBFS_SHMEM.bits();
+        /// What it takes to let a guest run before all its pages are there.
+        const PAGING = Self::MISSING_SHMEM.bits() | Self::MINOR_SHMEM.bits() | Self::THREAD_ID.bits();
         // A kernel newer than this list offers more.
         const _ = !0;
     }
