@@ -63,6 +63,20 @@ pub struct Vm {
     pub migration: Option<Progress>,
     /// More on the state, for people.
     pub note: Option<String>,
+    /// Where its guest runs here before all its pages are here: how far they are.
+    #[serde(default)]
+    pub arriving: Option<Arriving>,
+}
+
+/// Pages of a guest that runs on this host and are still at the one it came from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Arriving {
+    /// How many.
+    pub missing_pages: u64,
+    /// The host they are at, by its own word.
+    pub from: String,
+    /// For how long that host has been away, milliseconds; absent where it is there.
+    pub waiting_ms: Option<f64>,
 }
 
 /// Starts a virtual machine.

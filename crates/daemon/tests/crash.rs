@@ -3,7 +3,13 @@
 
 mod support;
 
+use std::fs::File;
+
 use serde_json::{Value, json};
+use sterna_engine::destination::pager::missing::Missing;
+use sterna_protocol::layout::{ChunkIndex, Layout};
+use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::spec::BlockSpec;
 use support::{BARE, Host, cannot_run, eventually, run_request, runs};
 
 /// The migration's number, small enough for every JSON reader.
@@ -21,9 +27,13 @@ fn change_record(host: &Host, name: &str, change: impl FnOnce(&mut Value)) {
 }
 
 fn write_stage(host: &Host, stage: &Value) {
+    write_stage_and_pages(host, stage, &Value::Null);
+}
+
+fn write_stage_and_pages(host: &Host, stage: &Value, pages: &Value) {
     // By hand: a JSON value cannot hold a number as wide as the boot's.
     let boot = sterna_daemon::process::boot_id().unwrap();
-    let record = format!(r#"{{"id":{ID},"vm":"m","stage":{stage},"at_s":4000000000,"boot":{boot}}}"#);
+    let record = format!(r#"{{"id":{ID},"vm":"m","stage":{stage},"at_s":4000000000,"boot":{boot},"pages":{pages}}}"#);
     std::fs::write(host.state().join(format!("migrations/{ID:032x}.json")), record).unwrap();
 }
 
@@ -121,4 +131,78 @@ fn a_guest_that_was_not_committed_never_runs_at_the_destination() {
     assert_eq!(host.ram_files(), 0);
     let record = std::fs::read_to_string(host.state().join(format!("migrations/{ID:032x}.json"))).unwrap();
     assert!(record.contains("aborted"), "the source must learn it: {record}");
+}
+
+/// A destination whose daemon was killed while `m` ran there and so many of its first pages were still to come.
+fn without_all_pages(missing: usize) -> (Host, u32) {
+    let mut host = Host::start();
+    host.run("m");
+    let pid = host.pid_of("m");
+    host.kill_daemon();
+    let map = host.state().join("ram/m-missing");
+    change_record(&host, "m", |record| {
+        let ram: Vec<BlockSpec> = record["blocks"].as_array().unwrap().iter().map(block_spec).collect();
+        let layout = Layout::new(&ram).unwrap();
+        let file = File::options().read(true).write(true).create_new(true).open(&map).unwrap();
+        let mut pages = PageMap::empty(&layout);
+        pages.insert_all(ChunkIndex(0), &PageSet::first(missing));
+        Missing::none(file, &layout).begin(pages, &layout).unwrap();
+        record["paging"] = json!({ "id": ID, "from": "the-source", "map": map });
+    });
+    write_stage_and_pages(&host, &json!("committed"), &json!("coming"));
+    host.start_daemon();
+    (host, pid)
+}
+
+fn block_spec(block: &Value) -> BlockSpec {
+    let number = |field: &str| block[field].as_u64().unwrap();
+    BlockSpec {
+        id: block["id"].as_str().unwrap().into(),
+        bytes: number("bytes"),
+        page_bytes: number("page_bytes"),
+        path: String::new(),
+    }
+}
+
+#[test]
+fn a_guest_whose_missing_pages_nothing_can_bring_is_stopped_and_never_runs_on_zeros() {
+    if cannot_run() {
+        return;
+    }
+    // Its agent keeps no userfaultfd: what was missing reads as zeros by now.
+    let (mut host, pid) = without_all_pages(10);
+    for _ in 0..2 {
+        eventually("it is stopped", || host.state_of("m") == "paused");
+        let vm = host.get("/v1/vms/m");
+        assert!(vm["note"].as_str().unwrap().contains("cannot be brought"), "{vm}");
+        assert_eq!((&vm["arriving"]["missing_pages"], &vm["arriving"]["from"]), (&json!(10), &json!("the-source")));
+        let elsewhere = json!({ "vms": ["m"], "to": "h:1" });
+        assert_eq!(host.refused("POST", "/v1/migrations", &elsewhere), "still-arriving");
+        let estimate = "/v1/vms/m/estimate?bandwidth_bytes_per_s=125000000";
+        assert_eq!(host.refused("GET", estimate, &Value::Null), "still-arriving");
+        host.kill_daemon();
+        host.start_daemon();
+    }
+    let (status, _) = host.ask("DELETE", "/v1/vms/m?force=true", None);
+    assert_eq!(status, 204);
+    assert!(host.names().is_empty() && !runs(pid));
+    assert_eq!(host.ram_files(), 0, "the map goes with the machine");
+    assert!(migration_record(&host).contains(r#""pages": "gone""#), "the source must learn it");
+}
+
+#[test]
+fn a_guest_whose_last_page_had_come_is_as_any_other_after_a_restart() {
+    if cannot_run() {
+        return;
+    }
+    let (host, pid) = without_all_pages(0);
+    assert_eq!((host.state_of("m"), host.pid_of("m")), ("running".into(), pid));
+    let vm = host.get("/v1/vms/m");
+    assert!(vm["arriving"].is_null() && vm["note"].is_null(), "{vm}");
+    assert_eq!(host.ram_files(), 1, "its RAM without a map");
+    assert!(migration_record(&host).contains(r#""pages": "here""#));
+}
+
+fn migration_record(host: &Host) -> String {
+    std::fs::read_to_string(host.state().join(format!("migrations/{ID:032x}.json"))).unwrap()
 }

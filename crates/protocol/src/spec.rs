@@ -45,4 +45,6 @@ pub struct VmSpec {
     pub allocated_bytes: u64,
     /// Whether the guest runs (else it was paused by its user, and stays so).
     pub running: bool,
+    /// The source host's name, for people.
+    pub from: String,
 }

@@ -7,6 +7,7 @@ use sterna_api::{Blame, MemoryMode, Problem};
 use sterna_engine::destination::pager::Pager;
 use sterna_engine::host::{DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::transport::credentials::Credentials;
+use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::spec::VmSpec;
 
 use super::prechecks;
@@ -16,9 +17,9 @@ use crate::qemu::binary;
 use crate::qemu::launch::{agent_socket, qmp_socket};
 use crate::room;
 use crate::vms::control;
-use crate::vms::record::Block;
+use crate::vms::record::{Block, Paging};
 use crate::vms::run::version;
-use crate::vms::{Daemon, Hold, Lifecycle, VmRecord};
+use crate::vms::{Daemon, Hold, Lifecycle, VmRecord, paging};
 
 /// This host as a destination.
 #[derive(Debug, Clone)]
@@ -29,17 +30,11 @@ impl DestinationHost for Destination {
         self.0.credentials.clone()
     }
 
-    fn prepare(
-        &self,
-        id: MigrationId,
-        spec: &VmSpec,
-        from: Option<&str>,
-        _postcopy: bool,
-    ) -> Result<Incoming, Problem> {
+    fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem> {
         if self.0.records.stage(id).is_some() {
             return Err(Problem::new("stale-migration", Blame::Peer, format!("migration {id} has ended here before")));
         }
-        self.start(id, spec, from).inspect_err(|problem| {
+        self.start(id, spec, from, postcopy).inspect_err(|problem| {
             if problem.code == Problem::TOO_MANY_INCOMING {
                 // Nothing was begun, and its source asks again under another number: there is nothing to remember.
                 return tracing::debug!(vm = %spec.name, %id, "put off: {}", problem.message);
@@ -54,27 +49,32 @@ impl DestinationHost for Destination {
         room::room_bytes(&self.0.state.ram())
     }
 
-    fn commit(&self, id: MigrationId, _postcopy: bool) -> Result<(), Problem> {
+    fn commit(&self, id: MigrationId, postcopy: bool) -> Result<(), Problem> {
         self.0
             .records
-            .commit(id)
+            .commit(id, postcopy)
             .map_err(|error| host("the destination cannot write down that the guest is its own", &error))
     }
 
-    fn started(&self, id: MigrationId, incoming: Incoming, _pager: Option<Arc<Pager>>) {
+    fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>) {
         // Its connection to QEMU ends: from now on each question makes its own.
         drop(incoming);
         if let Some(record) = self.arriving(id) {
             tracing::info!(vm = %record.name, %id, "it belongs here now");
-            self.0.settle(&record);
+            self.0.take_in(&record, pager);
         }
     }
 
-    fn pager(&self, id: MigrationId, _from: Option<&str>) -> Result<Arc<Pager>, Problem> {
-        Err(Problem::new("paged", Blame::Peer, format!("no page of migration {id} is still to come")))
+    fn pager(&self, id: MigrationId, from: Option<&str>) -> Result<Arc<Pager>, Problem> {
+        if !self.0.records.may_ask(id, from) {
+            return Err(another_daemons(id, from));
+        }
+        self.0.pager_of(id)
     }
 
-    fn paged(&self, _id: MigrationId) {}
+    fn paged(&self, id: MigrationId) {
+        self.0.paged(id);
+    }
 
     fn abort(&self, id: MigrationId, incoming: Option<Incoming>) {
         let verdict = self.0.records.verdict(id);
@@ -95,16 +95,24 @@ impl DestinationHost for Destination {
     }
 
     fn verdict(&self, id: MigrationId, from: Option<&str>) -> Result<Verdict, Problem> {
-        self.0.records.verdict_for(id, from).ok_or_else(|| {
-            tracing::warn!(%id, asks = from.unwrap_or("somebody without a certificate"), "asked for another daemon's migration");
-            Problem::new("tls-not-yours", Blame::Request, format!("migration {id} was begun by another daemon"))
-                .hint("give this host's certificate the first DNS name that it had when the migration began")
-        })
+        self.0.records.verdict_for(id, from).ok_or_else(|| another_daemons(id, from))
     }
 }
 
+fn another_daemons(id: MigrationId, asks: Option<&str>) -> Problem {
+    tracing::warn!(%id, asks = asks.unwrap_or("somebody without a certificate"), "asked for another daemon's migration");
+    Problem::new("tls-not-yours", Blame::Request, format!("migration {id} was begun by another daemon"))
+        .hint("give this host's certificate the first DNS name that it had when the migration began")
+}
+
+/// A host's name by its own word, as far as people may be shown it.
+fn name_of(host: &str) -> String {
+    let fits = (1..=64).contains(&host.len()) && host.chars().all(|c| c.is_ascii_alphanumeric() || "._-:".contains(c));
+    if fits { host.into() } else { "its source".into() }
+}
+
 impl Destination {
-    fn start(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>) -> Result<Incoming, Problem> {
+    fn start(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem> {
         let daemon = &self.0;
         let items = arguments::parse(&spec.arguments);
         let room_bytes = self.room_bytes().saturating_sub(self.promised_bytes());
@@ -132,8 +140,8 @@ impl Destination {
         let additions = Additions { name: &spec.name, qmp: &qmp_socket(&dir), ram: managed };
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
         let all = arguments::for_incoming(&items, &additions, &spec.machine, &files);
-        let started = daemon.start(&binary.path, &all, &dir, &blocks)?;
-        let record = VmRecord {
+        let mut started = daemon.start(&binary.path, &all, &dir, &blocks)?;
+        let mut record = VmRecord {
             name: spec.name.clone(),
             memory_bytes: spec.memory_bytes,
             memory_mode: MemoryMode::Shared,
@@ -150,8 +158,21 @@ impl Destination {
             owns_ram_files: true,
             lifecycle: Lifecycle::Incoming(id),
             running: spec.running,
+            paging: None,
         };
-        let block_files = record.block_files(&[]).map_err(|error| host("cannot open the RAM files", &error))?;
+        let paging = postcopy.then(|| {
+            let map = daemon.new_ram_path(&spec.name);
+            started.with_file(&map);
+            let (means, addresses) = paging::means(&record, &map)?;
+            record.paging = Some(Paging { id, from: name_of(&spec.from), map, held_back: false });
+            Ok::<_, Problem>((means, addresses))
+        });
+        let (paging, addresses) = match paging {
+            Some(Ok((means, addresses))) => (Some(Ok(means)), addresses),
+            Some(Err(problem)) => (Some(Err(problem)), Vec::new()),
+            None => (None, Vec::new()),
+        };
+        let block_files = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
         let vmm = control::destination(&record, &dir)?;
         reservation.keep(&record, Hold::Arriving(id))?;
         started.keep();
@@ -159,18 +180,21 @@ impl Destination {
             vmm: Box::new(vmm),
             blocks: block_files,
             qemu_version: binary::show(record.qemu_version),
-            paging: None,
+            paging,
         })
     }
 
-    /// Memory that machines on their way here will still need: a machine promised to arrive must not starve for a later one.
+    /// Memory that machines on their way here will still need, and those that run here before all their pages are here: a machine promised to
+    /// arrive must not starve for a later one.
     fn promised_bytes(&self) -> u64 {
-        let arriving: Vec<VmRecord> = {
+        let (arriving, missing): (Vec<VmRecord>, u64) = {
             let table = self.0.table();
             let entries = table.values().filter(|entry| matches!(entry.hold, Hold::Arriving(_)));
-            entries.filter_map(|entry| entry.record.clone()).collect()
+            let missing = table.values().filter_map(|entry| entry.pager.as_ref());
+            (entries.filter_map(|entry| entry.record.clone()).collect(), missing.map(|pager| pager.0.missing()).sum())
         };
-        arriving.iter().map(|record| record.memory_bytes.saturating_sub(record.allocated_bytes())).sum()
+        let unfilled = arriving.iter().map(|record| record.memory_bytes.saturating_sub(record.allocated_bytes()));
+        unfilled.sum::<u64>() + missing.saturating_mul(PAGE_BYTES as u64)
     }
 
     fn arriving(&self, id: MigrationId) -> Option<VmRecord> {

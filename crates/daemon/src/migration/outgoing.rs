@@ -118,7 +118,7 @@ fn attempt(
             return Attempt::Ended(Box::new(report));
         }
     };
-    let this = Here { daemon, vm: &record.name, id, peer, monitor, turn };
+    let this = Here { daemon, vm: &record.name, id, peer, options, monitor, turn };
     let mut outcome = source::migrate(outgoing, peer, options, &this, monitor);
     // Its connection to QEMU is needed no more: what follows makes its own.
     drop(outcome.vmm);
@@ -248,6 +248,7 @@ struct Here<'a> {
     vm: &'a str,
     id: MigrationId,
     peer: &'a str,
+    options: &'a MigrateOptions,
     monitor: &'a Monitor,
     turn: &'a Turn<'a>,
 }
@@ -263,8 +264,9 @@ impl SourceHost for Here<'_> {
         self.daemon.credentials.clone()
     }
 
-    fn handing_over(&self, id: MigrationId, peer: &str, _postcopy: bool) -> Result<(), Problem> {
-        let stage = Stage::HandingOver { peer: peer.into() };
+    fn handing_over(&self, id: MigrationId, peer: &str, postcopy: bool) -> Result<(), Problem> {
+        let postcopy = postcopy.then(|| Box::new(self.options.clone()));
+        let stage = Stage::HandingOver { peer: peer.into(), postcopy };
         self.daemon
             .records
             .write(id, Some(self.vm), stage)

@@ -21,6 +21,7 @@ fn spec() -> Option<VmSpec> {
         cpu: None,
         allocated_bytes: 1 << 25,
         running: true,
+        from: "a".into(),
     })
 }
 

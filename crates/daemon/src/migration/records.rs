@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
+use sterna_api::MigrateOptions;
 use sterna_engine::host::{MigrationId, Verdict};
 
 use crate::process::boot_id;
@@ -20,13 +21,16 @@ const KEEP_S: u64 = 30 * 24 * 3600;
 const KEEP_COUNT: usize = 10_000;
 
 /// How far a migration has come, as far as it must not be forgotten.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Stage {
     /// Source: the peer may run the guest from now on.
     HandingOver {
-        /// The destination daemon.
+        /// The destination daemon, where it is to be found now.
         peer: String,
+        /// The migration's options, where the guest there still needs pages of here.
+        #[serde(default)]
+        postcopy: Option<Box<MigrateOptions>>,
     },
     /// Destination: its QEMU waits for the guest.
     Preparing,
@@ -36,8 +40,20 @@ pub enum Stage {
     Aborted,
 }
 
+/// What has become of pages that come after their guest's start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Pages {
+    /// Some are still to come.
+    Coming,
+    /// All are here.
+    Here,
+    /// The guest ended before they were.
+    Gone,
+}
+
 /// A migration's record.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MigrationRecord {
     /// The migration.
     pub id: MigrationId,
@@ -53,6 +69,9 @@ pub struct MigrationRecord {
     /// Destination: the daemon it is from, where that showed a certificate. Nobody else may ask for the verdict.
     #[serde(default)]
     pub from: Option<String>,
+    /// Destination: the pages that come after the guest's start, where some do.
+    #[serde(default)]
+    pub pages: Option<Pages>,
 }
 
 /// All records of this host.
@@ -94,6 +113,7 @@ impl Records {
                                 at_s: now_s(),
                                 boot: 0,
                                 from: None,
+                                pages: None,
                             },
                         );
                     }
@@ -117,7 +137,9 @@ impl Records {
     /// Where it could not be written; then the old stage stands.
     pub fn write(&self, id: MigrationId, vm: Option<&str>, stage: Stage) -> io::Result<()> {
         let mut table = self.lock();
-        self.write_locked(&mut table, id, vm, stage)
+        let from = table.get(&id).and_then(|record| record.from.clone());
+        let record = self.fresh(id, vm.map(String::from), stage);
+        self.put(&mut table, MigrationRecord { from, ..record })
     }
 
     /// Writes down that a machine comes here, and from whom.
@@ -125,28 +147,65 @@ impl Records {
     /// # Errors
     /// As [`write`](Self::write).
     pub fn prepare(&self, id: MigrationId, vm: &str, from: Option<&str>) -> io::Result<()> {
-        self.put(&mut self.lock(), id, Some(vm), Stage::Preparing, from.map(String::from))
+        let record = self.fresh(id, Some(vm.into()), Stage::Preparing);
+        self.put(&mut self.lock(), MigrationRecord { from: from.map(String::from), ..record })
     }
 
-    /// Moves from [`Stage::Preparing`] to [`Stage::Committed`]: only where nobody was told before that it was aborted.
+    /// Moves from [`Stage::Preparing`] to [`Stage::Committed`]: only where nobody was told before that it was aborted. With `postcopy`
+    /// pages are still to come.
     ///
     /// # Errors
     /// Where it is not being prepared (any more), or could not be written.
-    pub fn commit(&self, id: MigrationId) -> io::Result<()> {
+    pub fn commit(&self, id: MigrationId, postcopy: bool) -> io::Result<()> {
         let mut table = self.lock();
-        let record = table.get(&id).cloned();
-        match record.map(|record| (record.stage, record.vm)) {
-            Some((Stage::Preparing, vm)) => self.write_locked(&mut table, id, vm.as_deref(), Stage::Committed),
-            Some((Stage::Committed, _)) => Ok(()),
-            other => Err(io::Error::other(format!("the migration cannot be committed: {other:?}"))),
+        match table.get(&id).cloned() {
+            Some(record) if record.stage == Stage::Preparing => {
+                let pages = postcopy.then_some(Pages::Coming);
+                self.put(&mut table, MigrationRecord { stage: Stage::Committed, pages, ..record })
+            }
+            Some(MigrationRecord { stage: Stage::Committed, .. }) => Ok(()),
+            other => {
+                let stage = other.map(|record| record.stage);
+                Err(io::Error::other(format!("the migration cannot be committed: {stage:?}")))
+            }
         }
+    }
+
+    /// What has become of the pages that were to come after the guest's start; `None` where none were.
+    #[must_use]
+    pub fn pages(&self, id: MigrationId) -> Option<Pages> {
+        self.lock().get(&id).and_then(|record| record.pages)
+    }
+
+    /// The migrations whose pages are still to come.
+    #[must_use]
+    pub fn coming(&self) -> Vec<MigrationId> {
+        let coming = |record: &&MigrationRecord| record.pages == Some(Pages::Coming);
+        self.lock().values().filter(coming).map(|record| record.id).collect()
+    }
+
+    /// Pages that were still to come are here, or needed no more. Does nothing where none were.
+    pub fn pages_are(&self, id: MigrationId, pages: Pages) {
+        let mut table = self.lock();
+        let Some(record) = table.get(&id).filter(|record| record.pages == Some(Pages::Coming)).cloned() else { return };
+        let record = MigrationRecord { pages: Some(pages), ..record };
+        if let Err(error) = self.put(&mut table, record.clone()) {
+            // In memory it stands: a daemon started anew finds it out again by the machine, or that there is none.
+            tracing::error!(%id, %error, "cannot write down what became of a guest's pages");
+            table.insert(id, record);
+        }
+    }
+
+    /// Whether the daemon that asks may know of a migration: the one that began it, or any where that showed no certificate.
+    #[must_use]
+    pub fn may_ask(&self, id: MigrationId, asks: Option<&str>) -> bool {
+        may_ask(&self.lock(), id, asks)
     }
 
     /// The verdict for the daemon that asks; `None`, and nothing is settled, where the migration is another's.
     pub fn verdict_for(&self, id: MigrationId, asks: Option<&str>) -> Option<Verdict> {
         let mut table = self.lock();
-        let from = table.get(&id).and_then(|record| record.from.as_deref());
-        (from.is_none() || from == asks).then(|| self.verdict_locked(&mut table, id))
+        may_ask(&table, id, asks).then(|| self.verdict_locked(&mut table, id))
     }
 
     /// The verdict on a migration, given once and for all: one that is not committed never will be.
@@ -165,11 +224,12 @@ impl Records {
             }
             _ => {}
         }
-        let (vm, from) = record.map_or((None, None), |record| (record.vm, record.from));
-        if let Err(error) = self.write_locked(table, id, vm.as_deref(), Stage::Aborted) {
+        let record = record.unwrap_or_else(|| self.fresh(id, None, Stage::Aborted));
+        let record = MigrationRecord { stage: Stage::Aborted, ..record };
+        if let Err(error) = self.put(table, record.clone()) {
             // In memory it stands: until a restart it binds, and a restart aborts what was not committed.
             tracing::error!(%id, %error, "cannot write a verdict down");
-            table.insert(id, MigrationRecord { id, vm, stage: Stage::Aborted, at_s: now_s(), boot: self.boot, from });
+            table.insert(id, record);
         }
         Verdict::Aborted
     }
@@ -187,6 +247,7 @@ impl Records {
         let mut done: Vec<(u64, MigrationId)> = table
             .values()
             .filter(|record| matches!(record.stage, Stage::Committed | Stage::Aborted))
+            .filter(|record| record.pages != Some(Pages::Coming))
             .map(|record| (record.at_s, record.id))
             .collect();
         drop(table);
@@ -199,34 +260,21 @@ impl Records {
         }
     }
 
-    fn write_locked(
-        &self,
-        table: &mut HashMap<MigrationId, MigrationRecord>,
-        id: MigrationId,
-        vm: Option<&str>,
-        stage: Stage,
-    ) -> io::Result<()> {
-        let from = table.get(&id).and_then(|record| record.from.clone());
-        self.put(table, id, vm, stage, from)
+    /// A record of this moment.
+    fn fresh(&self, id: MigrationId, vm: Option<String>, stage: Stage) -> MigrationRecord {
+        MigrationRecord { id, vm, stage, at_s: now_s(), boot: self.boot, from: None, pages: None }
     }
 
-    fn put(
-        &self,
-        table: &mut HashMap<MigrationId, MigrationRecord>,
-        id: MigrationId,
-        vm: Option<&str>,
-        stage: Stage,
-        from: Option<String>,
-    ) -> io::Result<()> {
-        let record = MigrationRecord { id, vm: vm.map(String::from), stage, at_s: now_s(), boot: self.boot, from };
+    fn put(&self, table: &mut HashMap<MigrationId, MigrationRecord>, record: MigrationRecord) -> io::Result<()> {
+        let record = MigrationRecord { at_s: now_s(), boot: self.boot, ..record };
         // What is written while the guest is stopped outlives the daemon only, because a disk takes its time. When the source's host goes
         // down, so does the guest that must not run there; and that a guest was on its way here outlives the host, see `verdict`.
         let outlives = match record.stage {
             Stage::HandingOver { .. } | Stage::Committed => Outlives::Daemon,
             Stage::Preparing | Stage::Aborted => Outlives::Host,
         };
-        replace_record(&self.path(id), &record, outlives)?;
-        table.insert(id, record);
+        replace_record(&self.path(record.id), &record, outlives)?;
+        table.insert(record.id, record);
         Ok(())
     }
 
@@ -237,6 +285,11 @@ impl Records {
     fn lock(&self) -> MutexGuard<'_, HashMap<MigrationId, MigrationRecord>> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn may_ask(table: &HashMap<MigrationId, MigrationRecord>, id: MigrationId, asks: Option<&str>) -> bool {
+    let from = table.get(&id).and_then(|record| record.from.as_deref());
+    from.is_none() || from == asks
 }
 
 fn now_s() -> u64 {
@@ -256,9 +309,9 @@ mod tests {
         let records = Records::load(dir.path()).unwrap();
         records.write(ID, Some("vm"), Stage::Preparing).unwrap();
         assert_eq!(records.verdict(ID), Verdict::Aborted);
-        assert!(records.commit(ID).is_err(), "the source was told that it may run the guest");
+        assert!(records.commit(ID, false).is_err(), "the source was told that it may run the guest");
         let again = Records::load(dir.path()).unwrap();
-        assert!(again.commit(ID).is_err());
+        assert!(again.commit(ID, false).is_err());
         assert_eq!(again.verdict(ID), Verdict::Aborted);
     }
 
@@ -267,7 +320,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let records = Records::load(dir.path()).unwrap();
         records.write(ID, Some("vm"), Stage::Preparing).unwrap();
-        records.commit(ID).unwrap();
+        records.commit(ID, false).unwrap();
         assert_eq!(records.verdict(ID), Verdict::Committed);
         assert_eq!(Records::load(dir.path()).unwrap().verdict(ID), Verdict::Committed);
     }
@@ -279,7 +332,7 @@ mod tests {
         records.prepare(ID, "vm", Some("a.example")).unwrap();
         assert_eq!(records.verdict_for(ID, Some("b.example")), None);
         assert_eq!(records.verdict_for(ID, None), None);
-        records.commit(ID).expect("the questions settled nothing");
+        records.commit(ID, false).expect("the questions settled nothing");
         let again = Records::load(dir.path()).unwrap();
         assert_eq!(again.verdict_for(ID, Some("b.example")), None, "nor after a restart");
         assert_eq!(again.verdict_for(ID, Some("a.example")), Some(Verdict::Committed));
@@ -292,7 +345,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let records = Records::load(dir.path()).unwrap();
         assert_eq!(records.verdict(ID), Verdict::Aborted);
-        assert!(records.commit(ID).is_err());
+        assert!(records.commit(ID, false).is_err());
     }
 
     #[test]
@@ -305,6 +358,7 @@ mod tests {
             at_s: now_s(),
             boot: 1,
             from: None,
+            pages: None,
         };
         write_record(&dir.path().join(format!("{ID}.json")), &before).unwrap();
         assert_eq!(Records::load(dir.path()).unwrap().verdict(ID), Verdict::Committed);
@@ -321,14 +375,68 @@ mod tests {
     fn old_verdicts_go_and_open_questions_stay() {
         let dir = tempfile::tempdir().unwrap();
         let old = |id, stage| {
-            let record = MigrationRecord { id: MigrationId(id), vm: None, stage, at_s: 1, boot: 1, from: None };
+            let record =
+                MigrationRecord { id: MigrationId(id), vm: None, stage, at_s: 1, boot: 1, from: None, pages: None };
             write_record(&dir.path().join(format!("{}.json", record.id)), &record).unwrap();
         };
         old(1, Stage::Aborted);
-        old(2, Stage::HandingOver { peer: "b:1".into() });
+        old(2, Stage::HandingOver { peer: "b:1".into(), postcopy: None });
         let records = Records::load(dir.path()).unwrap();
         assert_eq!(records.stage(MigrationId(1)), None);
         assert!(records.stage(MigrationId(2)).is_some());
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn records_of_daemons_that_knew_no_postcopy_are_understood() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |id: u128, stage: &str| {
+            let text = format!(r#"{{"id":{id},"vm":"m","stage":{stage},"at_s":4000000000,"boot":5,"from":null}}"#);
+            std::fs::write(dir.path().join(format!("{}.json", MigrationId(id))), text).unwrap();
+        };
+        write(1, r#""committed""#);
+        write(2, r#"{"handing-over":{"peer":"b:1"}}"#);
+        let records = Records::load(dir.path()).unwrap();
+        assert_eq!((records.stage(MigrationId(1)), records.pages(MigrationId(1))), (Some(Stage::Committed), None));
+        let handed_over = Stage::HandingOver { peer: "b:1".into(), postcopy: None };
+        assert_eq!(records.stage(MigrationId(2)), Some(handed_over));
+    }
+
+    #[test]
+    fn pages_that_are_to_come_are_known_to_the_next_daemon() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::load(dir.path()).unwrap();
+        records.prepare(ID, "vm", Some("a.example")).unwrap();
+        records.commit(ID, true).unwrap();
+        let again = Records::load(dir.path()).unwrap();
+        assert_eq!((again.verdict(ID), again.pages(ID)), (Verdict::Committed, Some(Pages::Coming)));
+        assert!(again.may_ask(ID, Some("a.example")) && !again.may_ask(ID, Some("b.example")));
+        again.pages_are(ID, Pages::Here);
+        again.pages_are(ID, Pages::Gone);
+        assert_eq!(Records::load(dir.path()).unwrap().pages(ID), Some(Pages::Here), "what ended once stays so");
+    }
+
+    #[test]
+    fn the_options_of_a_guest_that_needs_pages_of_here_outlive_the_daemon() {
+        let dir = tempfile::tempdir().unwrap();
+        let records = Records::load(dir.path()).unwrap();
+        let options =
+            MigrateOptions { verify: true, postcopy_bandwidth_bytes_per_s: Some(1 << 20), ..Default::default() };
+        let stage = Stage::HandingOver { peer: "b:1".into(), postcopy: Some(Box::new(options)) };
+        records.write(ID, Some("vm"), stage.clone()).unwrap();
+        assert_eq!(Records::load(dir.path()).unwrap().stage(ID), Some(stage));
+    }
+
+    #[test]
+    fn a_record_whose_pages_are_still_to_come_is_never_too_old() {
+        let dir = tempfile::tempdir().unwrap();
+        for (id, pages) in [(1, Pages::Coming), (2, Pages::Here)] {
+            let (id, stage) = (MigrationId(id), Stage::Committed);
+            let record = MigrationRecord { id, vm: None, stage, at_s: 1, boot: 1, from: None, pages: Some(pages) };
+            write_record(&dir.path().join(format!("{id}.json")), &record).unwrap();
+        }
+        let records = Records::load(dir.path()).unwrap();
+        assert_eq!(records.pages(MigrationId(1)), Some(Pages::Coming));
+        assert_eq!(records.stage(MigrationId(2)), None);
     }
 }

@@ -69,6 +69,7 @@ impl Daemon {
             owns_ram_files: false,
             lifecycle: Lifecycle::Here,
             running: true,
+            paging: None,
         };
         std::fs::create_dir_all(self.state.vm(&record.name))
             .map_err(|error| host("cannot make the machine's directory", &error))?;

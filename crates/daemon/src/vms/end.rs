@@ -12,6 +12,7 @@ use super::control::Control;
 use super::record::VmRecord;
 use super::run::remove_files;
 use super::{Daemon, Hold};
+use crate::migration::records::Pages;
 use crate::problems::{busy, unknown_vm};
 use crate::process::Identity;
 use crate::qemu::launch::{last_lines, log_file};
@@ -102,6 +103,10 @@ impl Daemon {
             }
         };
         if let Some(record) = record {
+            if let Some(paging) = &record.paging {
+                // Whoever still holds pages of it learns that nobody needs them.
+                self.records.pages_are(paging.id, Pages::Gone);
+            }
             self.remove_files_of(&record);
         }
         self.table().remove(name);
@@ -113,8 +118,7 @@ impl Daemon {
         for line in last_lines(&log_file(&dir), 3) {
             tracing::info!(vm = %record.name, "QEMU said: {line}");
         }
-        let files: Vec<_> = record.blocks.iter().map(|block| block.path.clone()).collect();
-        remove_files(&dir, if record.owns_ram_files { &files } else { &[] }, &self.state.logs());
+        remove_files(&dir, &record.own_files(), &self.state.logs());
     }
 
     /// Looks after a machine's process for as long as it lives.

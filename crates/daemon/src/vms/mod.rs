@@ -43,6 +43,10 @@ pub mod end;
 /// What a restarted daemon finds, and makes of it.
 pub mod recover;
 
+/// Machines that run here before all their pages are here.
+pub mod paging;
+
+use paging::{Bringer, still_arriving};
 pub use record::{Lifecycle, VmRecord};
 
 /// What is being done with a machine.
@@ -76,6 +80,18 @@ pub struct Entry {
     pub hold: Hold,
     /// More on it, for people.
     pub note: Option<String>,
+    /// What brings its pages, where it runs here before all of them are here.
+    pub pager: Option<Bringer>,
+    /// Its user gave the pages up that it holds for its guest elsewhere.
+    pub given_up: bool,
+}
+
+impl Entry {
+    /// A machine with which this is being done.
+    #[must_use]
+    pub fn new(record: Option<VmRecord>, hold: Hold) -> Self {
+        Self { record, hold, note: None, pager: None, given_up: false }
+    }
 }
 
 /// The daemon: everything a request or a migration needs.
@@ -96,6 +112,8 @@ pub struct Daemon {
     /// What all migrations away from here may send together.
     pub bandwidth: Arc<Share>,
     table: Mutex<Table>,
+    /// Held while what is known of missing pages changes.
+    pages_changed: Mutex<()>,
     user: Option<User>,
 }
 
@@ -128,7 +146,8 @@ impl Daemon {
         let jobs = Jobs::new(config.max_outgoing);
         let table = Mutex::new(HashMap::new());
         let bandwidth = Arc::new(Share::new(config.bandwidth_bytes_per_s));
-        Ok(Self { config, state, records, jobs, metrics: Metrics::new(), credentials, bandwidth, table, user })
+        let (metrics, pages_changed) = (Metrics::new(), Mutex::new(()));
+        Ok(Self { config, state, records, jobs, metrics, credentials, bandwidth, table, pages_changed, user })
     }
 
     /// The machines, to look at or change; nothing slow may happen while this is held.
@@ -148,7 +167,7 @@ impl Daemon {
         if table.contains_key(name) {
             return Err(name_taken(name));
         }
-        table.insert(name.into(), Entry { record: None, hold, note: None });
+        table.insert(name.into(), Entry::new(None, hold));
         Ok(Reservation { daemon: Arc::clone(self), name: name.into(), kept: false })
     }
 
@@ -174,7 +193,7 @@ impl Daemon {
         Err(Problem::new(Problem::TOO_MANY_INCOMING, Blame::Host, format!("it takes {limit} at a time")))
     }
 
-    /// Claims a machine that nobody else is busy with.
+    /// Claims a machine that nobody else is busy with. One whose pages are not all here can be stopped and nothing else.
     ///
     /// # Errors
     /// A [`Problem`]: unknown, or busy and with what.
@@ -183,6 +202,11 @@ impl Daemon {
         let entry = table.get_mut(name).ok_or_else(|| unknown_vm(name))?;
         match (&entry.hold, &entry.record) {
             (Hold::Free, Some(record)) => {
+                if let Some(paging) = &record.paging
+                    && !matches!(hold, Hold::Stopping)
+                {
+                    return Err(still_arriving(name, paging, entry.pager.as_ref()));
+                }
                 let record = record.clone();
                 entry.hold = hold;
                 Ok(record)
@@ -208,6 +232,13 @@ impl Daemon {
             entry.record = Some(record.clone());
         }
         Ok(())
+    }
+
+    /// The same, where nothing but the log can be told of a failure: a daemon started anew finds out again.
+    pub fn try_store(&self, record: &VmRecord) {
+        if let Err(error) = self.store(record) {
+            tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+        }
     }
 
     /// The user QEMU runs as.

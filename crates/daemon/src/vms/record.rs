@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use sterna_api::MemoryMode;
 use sterna_engine::host::{BlockFile, MigrationId};
 use sterna_engine::vmm::qemu::Inspection;
+use sterna_protocol::layout::Layout;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
 
 use crate::process::Identity;
@@ -61,6 +62,23 @@ pub struct VmRecord {
     pub lifecycle: Lifecycle,
     /// Whether the guest is to run once it belongs here; of interest while it comes.
     pub running: bool,
+    /// Pages that may come after the guest's start, until all of them are here.
+    #[serde(default)]
+    pub paging: Option<Paging>,
+}
+
+/// Pages of a machine that come after its guest's start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Paging {
+    /// The migration that brings them.
+    pub id: MigrationId,
+    /// The host they are at, by its own word.
+    pub from: String,
+    /// Which of them are missing: a file in memory, so that a daemon started anew goes on. Empty until the guest was to run without them.
+    pub map: PathBuf,
+    /// The guest was stopped here because nothing could bring its pages: it is to run once something can.
+    #[serde(default)]
+    pub held_back: bool,
 }
 
 /// One RAM block.
@@ -88,7 +106,11 @@ impl Block {
     /// # Errors
     /// Where it is gone, or of another size.
     pub fn open(&self, pid: u32) -> io::Result<File> {
-        let file = File::options().read(true).write(true).open(seen_from(pid, &self.path))?;
+        self.open_at(&seen_from(pid, &self.path))
+    }
+
+    fn open_at(&self, path: &Path) -> io::Result<File> {
+        let file = File::options().read(true).write(true).open(path)?;
         let length = file.metadata()?.len();
         if length < self.bytes {
             return Err(io::Error::other(format!("{} has {length} bytes, not {}", self.path.display(), self.bytes)));
@@ -104,6 +126,22 @@ pub fn seen_from(pid: u32, path: &Path) -> PathBuf {
 }
 
 impl VmRecord {
+    /// How its RAM is laid out.
+    ///
+    /// # Errors
+    /// The record is not of a machine that can be.
+    pub fn layout(&self) -> io::Result<Layout> {
+        let blocks: Vec<BlockSpec> = self.blocks.iter().map(Block::spec).collect();
+        Layout::new(&blocks).map_err(io::Error::other)
+    }
+
+    /// The files in memory that end with the machine.
+    #[must_use]
+    pub fn own_files(&self) -> Vec<PathBuf> {
+        let ram = self.blocks.iter().filter(|_| self.owns_ram_files).map(|block| block.path.clone());
+        ram.chain(self.paging.iter().map(|paging| paging.map.clone())).collect()
+    }
+
     /// RAM the host has given memory for, bytes.
     #[must_use]
     pub fn allocated_bytes(&self) -> u64 {
@@ -131,17 +169,24 @@ impl VmRecord {
             cpu: host_cpu.then(crate::qemu::cpu::describe).flatten(),
             allocated_bytes: self.allocated_bytes(),
             running: about.running,
+            from: crate::migration::outgoing::host_name(),
         }
     }
 
-    /// The RAM blocks with their files open; `addresses` in QEMU in the same order, or none.
+    /// The RAM blocks with their files open; `addresses` in QEMU in the same order, or none. Where QEMU has ended its RAM is still in its
+    /// files: they are opened by the paths they have here.
     ///
     /// # Errors
     /// Where a file is gone.
     pub fn block_files(&self, addresses: &[u64]) -> io::Result<Vec<BlockFile>> {
+        let process = self.process.open();
         let open = |(index, block): (usize, &Block)| {
             let address = addresses.get(index).copied().unwrap_or(0);
-            Ok(BlockFile { file: block.open(self.process.pid)?, address, spec: block.spec() })
+            let file = match &process {
+                Some(_) => block.open(self.process.pid),
+                None => block.open_at(&block.path),
+            };
+            Ok(BlockFile { file: file?, address, spec: block.spec() })
         };
         self.blocks.iter().enumerate().map(open).collect()
     }

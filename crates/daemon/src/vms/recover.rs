@@ -7,6 +7,9 @@
 //! | being moved away | handing over | it waits for the peer's verdict |
 //! | being moved here | preparing or aborted | QEMU is ended, its files removed; the verdict is *aborted* |
 //! | being moved here | committed | it belongs here: it runs, if it ran at the source |
+//! | here, or being moved here and committed; pages to come | all here | the same: its userfaultfd ends |
+//! | the same | some are still to come | the agent's userfaultfd and the map of missing pages are taken over; it runs, and waits for its source |
+//! | the same, and they cannot be taken over | some are still to come | it is stopped, and its userfaultfd stays open: pages would read as zeros |
 //!
 //! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished.
 
@@ -33,14 +36,21 @@ impl Daemon {
     /// # Errors
     /// Where the directory cannot be read.
     pub fn recover(self: &Arc<Self>) -> std::io::Result<()> {
+        let mut all_read = true;
         for entry in std::fs::read_dir(self.state.vms())? {
             let dir = entry?.path();
             match read_record::<VmRecord>(&dir.join("vm.json")) {
                 Ok(Some(record)) => self.recover_machine(record),
                 Ok(None) => self.clear_unfinished(&dir),
                 // Left alone: whatever it was, nobody can tell any more.
-                Err(error) => tracing::error!(dir = %dir.display(), %error, "cannot read a machine's record"),
+                Err(error) => {
+                    all_read = false;
+                    tracing::error!(dir = %dir.display(), %error, "cannot read a machine's record");
+                }
             }
+        }
+        if all_read {
+            self.forget_pages_of_nobody();
         }
         self.remove_stray_ram();
         Ok(())
@@ -49,8 +59,7 @@ impl Daemon {
     fn recover_machine(self: &Arc<Self>, record: VmRecord) {
         let name = record.name.clone();
         let running = record.process.open().is_some();
-        let entry = Entry { record: Some(record.clone()), hold: Hold::Stopping, note: None };
-        self.table().insert(name.clone(), entry);
+        self.table().insert(name.clone(), Entry::new(Some(record.clone()), Hold::Stopping));
         tracing::info!(vm = %name, running, lifecycle = ?record.lifecycle, "found");
         // A guest that is slowed down must not stay so; nor must the group of one that is gone.
         if matches!(record.lifecycle, Lifecycle::Outgoing(_)) {
@@ -66,6 +75,7 @@ impl Daemon {
             return self.forget(&name, record.process);
         }
         match record.lifecycle {
+            Lifecycle::Here if record.paging.is_some() => self.recover_paging(&record, false),
             Lifecycle::Here => {
                 // The daemon may have died while it observed the machine.
                 stop_tracking(&record);
@@ -77,7 +87,7 @@ impl Daemon {
     }
 
     fn recover_outgoing(self: &Arc<Self>, record: &VmRecord, id: MigrationId) {
-        if let Some(Stage::HandingOver { peer }) = self.records.stage(id) {
+        if let Some(Stage::HandingOver { peer, .. }) = self.records.stage(id) {
             self.watch(record);
             return wait_for_verdict(self, record, id, &peer);
         }
@@ -90,6 +100,9 @@ impl Daemon {
 
     fn recover_incoming(self: &Arc<Self>, record: &VmRecord, id: MigrationId) {
         if self.records.stage(id) == Some(Stage::Committed) {
+            if record.paging.is_some() {
+                return self.recover_paging(record, true);
+            }
             if let Err(problem) = let_run(record, &self.state.vm(&record.name)) {
                 tracing::error!(vm = %record.name, "cannot let it run: {}", problem.message);
                 self.mark(&record.name, format!("it was moved here and does not run: {}", problem.message));
@@ -106,10 +119,9 @@ impl Daemon {
     /// The machine belongs here and nobody is busy with it.
     pub fn settle(self: &Arc<Self>, record: &VmRecord) {
         let here = VmRecord { lifecycle: Lifecycle::Here, ..record.clone() };
-        if here != *record
-            && let Err(error) = self.store(&here)
-        {
-            tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+        let known = self.table().get(&record.name).and_then(|entry| entry.record.clone());
+        if known.as_ref() != Some(&here) {
+            self.try_store(&here);
         }
         self.release(&record.name);
         self.watch(&here);
@@ -127,12 +139,8 @@ impl Daemon {
 
     /// RAM files of no machine.
     fn remove_stray_ram(&self) {
-        let known: HashSet<PathBuf> = self
-            .table()
-            .values()
-            .filter_map(|entry| entry.record.as_ref())
-            .flat_map(|record| record.blocks.iter().map(|block| block.path.clone()))
-            .collect();
+        let known: HashSet<PathBuf> =
+            self.table().values().filter_map(|entry| entry.record.as_ref()).flat_map(VmRecord::own_files).collect();
         for entry in std::fs::read_dir(self.state.ram()).into_iter().flatten().flatten() {
             let path = entry.path();
             if !known.contains(&path) {

@@ -63,6 +63,7 @@ impl Daemon {
             owns_ram_files: true,
             lifecycle: Lifecycle::Here,
             running: true,
+            paging: None,
         };
         reservation.keep(&record, Hold::Free)?;
         started.keep();
@@ -130,6 +131,11 @@ pub struct Started {
 }
 
 impl Started {
+    /// A file of the machine that is to be gone with it.
+    pub fn with_file(&mut self, path: &Path) {
+        self.cleanup.files.push(path.into());
+    }
+
     /// The machine stays: its record is written.
     pub fn keep(mut self) {
         self.cleanup.armed = false;

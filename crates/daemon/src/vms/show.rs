@@ -5,7 +5,7 @@ use std::path::Path;
 use sterna_api::{MemoryMode, Problem, Vm, VmState};
 
 use super::control::{Control, vm_state};
-use super::{Daemon, Entry, Hold, arriving};
+use super::{Daemon, Entry, Hold, arriving, paging};
 use crate::metrics::Traffic;
 use crate::migration::queue::Counts;
 use crate::problems::unknown_vm;
@@ -42,7 +42,12 @@ fn describe(name: &str, entry: &Entry) -> Vm {
     let Some(record) = &entry.record else { return being_made(name, entry) };
     let mut note = entry.note.clone();
     let mut migration = None;
+    let arriving = paging::describe(entry);
     let state = match &entry.hold {
+        // Its QEMU may itself wait for a page, and answers nobody then.
+        Hold::Free | Hold::Stopping if arriving.as_ref().is_some_and(|(arriving, _)| arriving.waiting_ms.is_some()) => {
+            VmState::Running
+        }
         Hold::Free | Hold::Stopping | Hold::Starting | Hold::Estimating(_) => asked(&record.qmp, &mut note),
         Hold::Leaving(monitor) => {
             migration = Some(monitor.progress());
@@ -66,7 +71,8 @@ fn describe(name: &str, entry: &Entry) -> Vm {
         qemu_path: record.qemu_path.display().to_string(),
         arguments: record.arguments.clone(),
         migration,
-        note,
+        note: note.or_else(|| arriving.as_ref().map(|(_, text)| text.clone())),
+        arriving: arriving.map(|(arriving, _)| arriving),
     }
 }
 
@@ -102,5 +108,6 @@ fn being_made(name: &str, entry: &Entry) -> Vm {
         arguments: Vec::new(),
         migration: None,
         note: Some(if arriving { "it is being moved here" } else { "it is being started" }.into()),
+        arriving: None,
     }
 }

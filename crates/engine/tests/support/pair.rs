@@ -433,6 +433,7 @@ pub fn spec(block: BlockSpec) -> VmSpec {
         cpu: None,
         allocated_bytes: 0,
         running: true,
+        from: "a".into(),
     }
 }
 

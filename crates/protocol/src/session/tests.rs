@@ -57,6 +57,7 @@ fn spec() -> VmSpec {
         cpu: None,
         allocated_bytes: 0,
         running: true,
+        from: "a".into(),
     }
 }
 

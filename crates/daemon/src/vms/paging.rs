@@ -1,0 +1,342 @@
+//! Machines that run here before all their pages are here.
+//!
+//! The agent inside QEMU keeps the userfaultfd that holds missing pages back; were it closed, they would read as zeros. So from the moment
+//! a guest may run without them until the last is here, nothing here closes it, nobody else tracks the machine's writes, and a daemon
+//! started anew takes the userfaultfd and the map of missing pages over before it lets anything run.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use sterna_api::vm::Arriving;
+use sterna_api::{Blame, Problem};
+use sterna_engine::destination::pager::Pager;
+use sterna_engine::destination::pager::missing::Missing;
+use sterna_engine::host::{MigrationId, PagingMeans};
+use sterna_engine::inside::InsideQemu;
+use sterna_protocol::layout::PAGE_BYTES;
+
+use super::control::{self, Control, let_run, stop_tracking};
+use super::record::{Paging, VmRecord};
+use super::{Daemon, Entry, Hold};
+use crate::migration::records::Pages;
+use crate::problems::host;
+
+/// How often it is tried to let a guest run whose QEMU does not answer.
+const RUN_AGAIN: Duration = Duration::from_secs(1);
+
+/// What brings the pages of a guest that runs here before all of them are here.
+#[derive(Clone)]
+pub struct Bringer(pub Arc<Pager>);
+
+impl std::fmt::Debug for Bringer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} pages are missing", self.0.missing())
+    }
+}
+
+/// What an earlier daemon left of a guest's pages.
+enum Found {
+    /// All of them are here.
+    All,
+    /// Some are not: this brings them.
+    Some(Arc<Pager>),
+}
+
+/// What it takes to let a guest run before all its pages are here, with the addresses of its RAM blocks; or why that cannot be.
+///
+/// # Errors
+/// A [`Problem`]: this kernel, the machine's RAM, its agent.
+pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), Problem> {
+    let lacks = sterna_sys::probe::missing_for_postcopy();
+    if !lacks.is_empty() {
+        return Err(Problem::new(
+            "no-postcopy",
+            Blame::Host,
+            "the destination's kernel cannot hold missing pages back",
+        )
+        .hint(lacks.join(" ")));
+    }
+    if let Some(block) = record.blocks.iter().find(|block| block.page_bytes != PAGE_BYTES as u64) {
+        let why = format!("RAM block '{}' is in huge pages, which cannot come after the guest's start", block.id);
+        return Err(Problem::new("huge-pages", Blame::Request, why));
+    }
+    let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
+    let missing = open_map(map).map_err(|error| host("cannot make the map of missing pages", &error))?;
+    Ok((PagingMeans { inside: Box::new(InsideQemu::new(agent)), missing }, addresses))
+}
+
+/// The map's file, made where it is not there; for the daemon alone.
+fn open_map(path: &Path) -> io::Result<File> {
+    File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
+/// Which pages an earlier daemon left missing; `None` where the guest was never let run before they were here.
+fn read_map(record: &VmRecord, paging: &Paging) -> io::Result<Option<Missing>> {
+    let file = match File::options().read(true).write(true).open(&paging.map) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        other => other?,
+    };
+    Missing::recover(file, &record.layout()?)
+}
+
+/// A request that has to wait until all pages of a machine are here.
+#[must_use]
+pub fn still_arriving(name: &str, paging: &Paging, bringer: Option<&Bringer>) -> Problem {
+    let pages = bringer.map_or("pages of it are".into(), |bringer| count(bringer.0.missing()));
+    let message = format!("'{name}' cannot do that now: it runs here, {pages} still at {}", paging.from);
+    let hint =
+        format!("wait until they are here; 'sterna show {name}' says how many are missing, and what it waits for");
+    Problem::new("still-arriving", Blame::Request, message).hint(hint)
+}
+
+fn count(pages: u64) -> String {
+    if pages == 1 { "1 page of it is".into() } else { format!("{pages} pages of it are") }
+}
+
+/// How far a machine is whose pages are not all here, and the same for people; nothing of any other machine.
+#[must_use]
+pub fn describe(entry: &Entry) -> Option<(Arriving, String)> {
+    let record = entry.record.as_ref()?;
+    let paging = record.paging.as_ref()?;
+    let (missing, alone) = match &entry.pager {
+        Some(Bringer(pager)) => (pager.missing(), pager.alone()),
+        // Its guest does not run yet: it is on its way as any other machine.
+        None if matches!(entry.hold, Hold::Arriving(_)) => return None,
+        None => (read_map(record, paging).ok().flatten().map_or(0, |missing| missing.left()), None),
+    };
+    let mut text = format!("it runs here, {} still at {}", count(missing), paging.from);
+    if let Some(alone) = alone {
+        text.push_str(&format!("; waiting for {} for {} s", paging.from, alone.as_secs()));
+    }
+    let waiting_ms = alone.map(|alone| alone.as_secs_f64() * 1e3);
+    Some((Arriving { missing_pages: missing, from: paging.from.clone(), waiting_ms }, text))
+}
+
+impl Daemon {
+    /// A guest runs here from now on; `pager` brings the pages that are still to come, where some are.
+    pub fn take_in(self: &Arc<Self>, record: &VmRecord, pager: Option<Arc<Pager>>) {
+        match pager {
+            Some(pager) => {
+                tracing::info!(vm = %record.name, missing = pager.missing(), "it runs here before all its pages are here");
+                self.keep_pager(&record.name, pager);
+                self.settle(record);
+            }
+            None => {
+                self.settle(&VmRecord { paging: None, ..record.clone() });
+                remove_map(record);
+            }
+        }
+    }
+
+    /// What brings the pages of the guest of this migration. Where an earlier attempt to take its pages over failed, another is made.
+    ///
+    /// # Errors
+    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`), does not run yet (`not-yet`), or nothing can bring
+    /// its pages at present (`paging-lost`).
+    pub fn pager_of(self: &Arc<Self>, id: MigrationId) -> Result<Arc<Pager>, Problem> {
+        let problem = |code, message: &str| Err(Problem::new(code, Blame::Peer, message));
+        // One at a time: a second attempt would take the same userfaultfd over.
+        let _alone = self.alone_with_pages();
+        let Some(entry) = self.with_pages_of(id) else {
+            return match self.records.pages(id) {
+                Some(Pages::Here) => problem("paged", "all pages of the guest are here"),
+                // Its record could not be read: that is no reason to say that it has ended.
+                Some(Pages::Coming) => problem("paging-lost", "the guest cannot be found at the destination"),
+                Some(Pages::Gone) | None => problem("guest-gone", "the guest has ended at the destination"),
+            };
+        };
+        match (entry.pager, entry.record) {
+            (Some(Bringer(pager)), _) => Ok(pager),
+            (None, Some(record)) if !matches!(entry.hold, Hold::Arriving(_)) => match self.take_over(&record)? {
+                Found::Some(pager) => {
+                    tracing::info!(vm = %record.name, %id, "its pages can be brought after all");
+                    self.keep_pager(&record.name, Arc::clone(&pager));
+                    self.run_if_held_back(&record);
+                    Ok(pager)
+                }
+                Found::All => {
+                    self.has_all(&record);
+                    stop_tracking(&record);
+                    self.run_if_held_back(&record);
+                    problem("paged", "all pages of the guest are here")
+                }
+            },
+            _ => problem("not-yet", "the guest does not run at the destination yet"),
+        }
+    }
+
+    /// Whoever holds pages of guests that are not here any more need hold them no longer.
+    pub fn forget_pages_of_nobody(&self) {
+        for id in self.records.coming().into_iter().filter(|id| self.with_pages_of(*id).is_none()) {
+            self.records.pages_are(id, Pages::Gone);
+        }
+    }
+
+    /// All pages of the guest of this migration are here.
+    pub fn paged(&self, id: MigrationId) {
+        let _alone = self.alone_with_pages();
+        let Some(record) = self.with_pages_of(id).and_then(|entry| entry.record) else { return };
+        tracing::info!(vm = %record.name, %id, "all its pages are here");
+        self.has_all(&record);
+    }
+
+    /// Looks after a machine that an earlier daemon let run before all its pages were here; `run`: whether it is still to be let run.
+    pub fn recover_paging(self: &Arc<Self>, record: &VmRecord, run: bool) {
+        let run = run || record.paging.as_ref().is_some_and(|paging| paging.held_back);
+        match self.take_over(record) {
+            Ok(Found::Some(pager)) => {
+                tracing::info!(vm = %record.name, missing = pager.missing(), "its pages are still to come: it waits for its source");
+                self.keep_pager(&record.name, pager);
+                let record = self.held_back(record, run);
+                self.settle(&record);
+                self.run_if_held_back(&record);
+            }
+            Ok(Found::All) => {
+                let record = self.has_all(record);
+                // With every page in the file there is nothing left to hold back.
+                stop_tracking(&record);
+                if run && let Err(problem) = let_run(&record, &self.state.vm(&record.name)) {
+                    self.mark(&record.name, format!("it was moved here and does not run: {}", problem.message));
+                }
+                self.settle(&record);
+            }
+            Err(problem) => self.hold_back(record, &problem),
+        }
+    }
+
+    /// Nothing can bring the guest's pages: stopped, it cannot run on without them. Whoever waits for one waits on, and where the agent holds
+    /// none of them back any more, it must not see the zeros in their place.
+    fn hold_back(self: &Arc<Self>, record: &VmRecord, problem: &Problem) {
+        let causes: String = problem.cause.iter().map(|cause| format!(": {cause}")).collect();
+        tracing::error!(
+            vm = %record.name,
+            "ITS MISSING PAGES CANNOT BE BROUGHT, it is stopped and must not be let run: {}{causes}",
+            problem.message
+        );
+        let stopped = Control::connect(&record.qmp).and_then(|mut control| control.send("stop"));
+        if let Err(problem) = stopped {
+            // A QEMU that waits for a missing page itself answers nobody, and its guest does not run on for long.
+            tracing::error!(vm = %record.name, "nor can it be stopped: {}", problem.message);
+        }
+        self.mark(&record.name, format!("stopped, its missing pages cannot be brought: {}{causes}", problem.message));
+        self.settle(&self.held_back(record, true));
+    }
+
+    /// Takes the userfaultfd and the map of missing pages over.
+    fn take_over(&self, record: &VmRecord) -> Result<Found, Problem> {
+        let Some(paging) = &record.paging else { return Ok(Found::All) };
+        let pages = self.records.pages(paging.id);
+        if pages == Some(Pages::Here) {
+            return Ok(Found::All);
+        }
+        let map = read_map(record, paging).map_err(|error| host("cannot read the map of missing pages", &error))?;
+        match map {
+            None if pages == Some(Pages::Coming) => {
+                let message = format!("the map of missing pages ({}) is gone", paging.map.display());
+                return Err(Problem::new("paging-lost", Blame::Host, message));
+            }
+            Some(map) if map.left() > 0 => {}
+            _ => return Ok(Found::All),
+        }
+        let (means, addresses) = means(record, &paging.map)?;
+        let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
+        Pager::recover(&blocks, means).map(Found::Some).map_err(|error| {
+            let mut problem = error.problem();
+            problem.code = "paging-lost".into();
+            problem
+        })
+    }
+
+    /// Lets a guest run that was held back, as soon as its QEMU answers: it may itself wait for a page.
+    fn run_if_held_back(self: &Arc<Self>, record: &VmRecord) {
+        if !record.paging.as_ref().is_some_and(|paging| paging.held_back) {
+            return;
+        }
+        let (daemon, record) = (Arc::clone(self), record.clone());
+        let name = format!("run-{}", record.name);
+        let run = move || {
+            let dir = daemon.state.vm(&record.name);
+            while record.process.open().is_some() {
+                match let_run(&record, &dir) {
+                    Ok(()) => return daemon.runs_again(&record),
+                    Err(problem) => tracing::warn!(vm = %record.name, "it cannot be let run yet: {}", problem.message),
+                }
+                std::thread::sleep(RUN_AGAIN);
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name(name).spawn(run) {
+            tracing::error!(%error, "cannot start the thread that lets a guest run");
+        }
+    }
+
+    fn runs_again(&self, record: &VmRecord) {
+        let _alone = self.alone_with_pages();
+        let now = {
+            let mut table = self.table();
+            let entry = table.get_mut(&record.name).filter(|entry| is(entry, record));
+            entry.and_then(|entry| {
+                entry.note = None;
+                entry.record.clone()
+            })
+        };
+        if let Some(now) = now {
+            self.try_store(&self.held_back(&now, false));
+        }
+    }
+
+    /// The machine is as any other from now on.
+    fn has_all(&self, record: &VmRecord) -> VmRecord {
+        if let Some(paging) = &record.paging {
+            self.records.pages_are(paging.id, Pages::Here);
+        }
+        let whole = VmRecord { paging: None, ..record.clone() };
+        if let Some(entry) = self.table().get_mut(&record.name).filter(|entry| is(entry, record)) {
+            entry.pager = None;
+        }
+        self.try_store(&whole);
+        remove_map(record);
+        whole
+    }
+
+    fn held_back(&self, record: &VmRecord, held_back: bool) -> VmRecord {
+        let paging = record.paging.clone().map(|paging| Paging { held_back, ..paging });
+        VmRecord { paging, ..record.clone() }
+    }
+
+    fn keep_pager(&self, name: &str, pager: Arc<Pager>) {
+        if let Some(entry) = self.table().get_mut(name) {
+            entry.pager = Some(Bringer(pager));
+        }
+    }
+
+    /// One at a time changes what is known of missing pages.
+    fn alone_with_pages(&self) -> MutexGuard<'_, ()> {
+        self.pages_changed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The machine whose pages this migration brings.
+    fn with_pages_of(&self, id: MigrationId) -> Option<Entry> {
+        let brings = |entry: &&Entry| {
+            entry.record.as_ref().and_then(|record| record.paging.as_ref()).is_some_and(|paging| paging.id == id)
+        };
+        self.table().values().find(brings).cloned()
+    }
+}
+
+/// Whether the table still speaks of the same machine: its name may be another's by now.
+fn is(entry: &Entry, record: &VmRecord) -> bool {
+    entry.record.as_ref().is_some_and(|known| known.process == record.process)
+}
+
+fn remove_map(record: &VmRecord) {
+    if let Some(paging) = &record.paging
+        && let Err(error) = std::fs::remove_file(&paging.map)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        tracing::warn!(path = %paging.map.display(), %error, "cannot remove a map of missing pages");
+    }
+}
