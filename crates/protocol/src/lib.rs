@@ -31,6 +31,12 @@ pub mod session;
 /// Maps of pages on their way.
 pub mod residue;
 
+/// The order of the push after the switchover.
+pub mod prepage;
+
+/// How fast to push, so that faults overtake.
+pub mod pace;
+
 /// When to stop the guest.
 pub mod convergence;
 

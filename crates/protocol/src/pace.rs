@@ -1,0 +1,347 @@
+//! How fast to push after the switchover: about nine tenths of what the link carries, so that a page a fault waits for finds the wire free.
+//!
+//! Beside a push that fills the link, an urgent page waits behind everything in the network's queues: 1 to 14 ms on 1 Gbit/s, against 0.04 ms
+//! beside one at nine tenths. Nobody says what the link carries, so it is measured, much as BBR does (Cardwell et al., 2016): what the peer
+//! acknowledged in a window of time, while there was more to send, is what the link carried. At nine tenths that shows nothing new, so now
+//! and then a short window tries more.
+//!
+//! ```text
+//!   Searching ──no more came through──▶ Draining ──▶ Cruising ──now and then──▶ Probing ─┐
+//!       ▲                                   ▲            │ fewer came through than went  │
+//!       └───────────── more came through ───┼────────────┼──────────────────────────────┤
+//!                                           └────────────┴── nothing more came through ──┘
+//! ```
+//!
+//! There is no clock here: the caller reports windows.
+
+use std::time::Duration;
+
+/// The share of the link that is used while faults come.
+pub const SHARE: f64 = 0.9;
+/// The shortest window: what a processor that is busy elsewhere delays is smaller.
+const SHORTEST_WINDOW: Duration = Duration::from_millis(10);
+/// The longest.
+const LONGEST_WINDOW: Duration = Duration::from_millis(200);
+/// Bytes that make a window: some hundred acknowledgements.
+const WINDOW_BYTES: f64 = 256.0 * 1024.0;
+/// Round trips that a window lasts at least: what is sent in it comes to be acknowledged in it.
+const WINDOW_TRIPS: u32 = 4;
+/// Where nothing is known: 256 Mbit/s.
+const FIRST_GUESS: f64 = 32e6;
+/// Below that no push ends.
+const LEAST: f64 = 64.0 * 1024.0;
+/// How much faster each window of a search is.
+const SEARCH: f64 = 2.0;
+/// Windows of a search in which no more comes through, until it is over.
+const SEARCH_FAILS: u32 = 2;
+/// What counts as more in a search.
+const MORE: f64 = 1.25;
+/// How much faster than the link a probe is.
+const PROBE: f64 = 1.25;
+/// What counts as more in a probe.
+const PROBE_MORE: f64 = 1.1;
+/// The least time between two probes, and windows.
+const CRUISE: (Duration, u32) = (Duration::from_millis(500), 6);
+/// The pace while queues drain, as a share of the link.
+const DRAIN: f64 = 0.5;
+/// The most windows of draining.
+const MOST_DRAIN: u32 = 4;
+/// Windows in a row that come short of the pace until the link counts as slower.
+const SHORT_WINDOWS: u32 = 3;
+/// What counts as short.
+const SHORT: f64 = 0.93;
+/// How much a single disappointing probe takes off.
+const DOUBT: f64 = 0.25;
+
+/// What was seen in a window.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Window {
+    /// Its length.
+    pub length: Duration,
+    /// Bytes that the peer acknowledged in it.
+    pub delivered: u64,
+    /// Whether more was there to be sent all the time: else the window says nothing of the link.
+    pub busy: bool,
+    /// The least round trip seen of late.
+    pub round_trip: Duration,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum State {
+    /// For what the link carries, upwards.
+    Searching { fails: u32 },
+    /// What was sent too much.
+    Draining { windows: u32 },
+    /// At the share.
+    Cruising(Cruise),
+    /// Whether there is more.
+    Probing,
+}
+
+/// What was seen since the last probe.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Cruise {
+    time: Duration,
+    windows: u32,
+    /// Windows in a row that came short of the pace, and the best of them.
+    short: u32,
+    best: f64,
+}
+
+const CRUISING: State = State::Cruising(Cruise { time: Duration::ZERO, windows: 0, short: 0, best: 0.0 });
+
+/// The pace, one `seen` after each window.
+#[derive(Debug, Clone)]
+pub struct Pace {
+    state: State,
+    /// What the link carries as far as is known, bytes per second.
+    link: f64,
+    round_trip: Duration,
+}
+
+impl Pace {
+    /// With what the link carried before, bytes per second, where that is known.
+    #[must_use]
+    pub fn new(known: Option<u64>) -> Self {
+        let link = known.map_or(FIRST_GUESS / SEARCH, |rate| (rate as f64).max(LEAST));
+        let state = if known.is_some() { CRUISING } else { State::Searching { fails: 0 } };
+        Self { state, link, round_trip: Duration::ZERO }
+    }
+
+    /// The pace of the next window, bytes per second. Where no fault has come for a while (`quiet`), all of what the link is known to carry:
+    /// the next fault may find a frame before it, and no queue.
+    #[must_use]
+    pub fn rate(&self, quiet: bool) -> u64 {
+        let gain = match self.state {
+            State::Searching { .. } => SEARCH,
+            State::Draining { .. } => DRAIN,
+            State::Cruising(_) if quiet => 1.0,
+            State::Cruising(_) => SHARE,
+            State::Probing => PROBE,
+        };
+        (self.link * gain).max(LEAST) as u64
+    }
+
+    /// How long the next window is to be.
+    #[must_use]
+    pub fn window(&self) -> Duration {
+        // A probe fills queues: it is short.
+        let bytes = if self.state == State::Probing { WINDOW_BYTES / 4.0 } else { WINDOW_BYTES };
+        let enough = Duration::from_secs_f64(bytes / self.rate(false) as f64);
+        enough.max(self.round_trip * WINDOW_TRIPS).clamp(SHORTEST_WINDOW, LONGEST_WINDOW)
+    }
+
+    /// What the link carries as far as is known, bytes per second.
+    #[must_use]
+    pub fn link(&self) -> u64 {
+        self.link as u64
+    }
+
+    /// Takes in a window, all of which went at `paced` bytes per second (another's limit may be below [`rate`](Self::rate)).
+    pub fn seen(&mut self, window: &Window, paced: u64) {
+        let seconds = window.length.as_secs_f64();
+        if seconds <= 0.0 {
+            return;
+        }
+        self.round_trip = window.round_trip;
+        let (delivered, paced) = (window.delivered as f64 / seconds, paced as f64);
+        if !window.busy {
+            // There was too little to send to learn anything but this. A probe is tried again when there is more.
+            self.link = self.link.max(delivered);
+            if matches!(self.state, State::Draining { .. }) {
+                self.state = CRUISING;
+            }
+            return;
+        }
+        self.state = match self.state {
+            State::Searching { fails } => self.searched(fails, delivered),
+            State::Draining { windows: 0 | 1 } => CRUISING,
+            State::Draining { windows } => State::Draining { windows: windows - 1 },
+            State::Cruising(cruise) => self.cruised(cruise, window.length, delivered, paced),
+            State::Probing => self.probed(delivered),
+        };
+        self.link = self.link.max(LEAST);
+    }
+
+    fn searched(&mut self, fails: u32, delivered: f64) -> State {
+        let more = delivered >= self.link * MORE;
+        // Also downwards: the guess may have been too high.
+        self.link = if more || fails + 1 >= SEARCH_FAILS { delivered } else { self.link };
+        match (more, fails + 1 >= SEARCH_FAILS) {
+            (true, _) => State::Searching { fails: 0 },
+            (false, true) => State::Draining { windows: MOST_DRAIN },
+            (false, false) => State::Searching { fails: fails + 1 },
+        }
+    }
+
+    fn cruised(&mut self, mut cruise: Cruise, length: Duration, delivered: f64, paced: f64) -> State {
+        self.link = self.link.max(delivered);
+        (cruise.time, cruise.windows) = (cruise.time + length, cruise.windows + 1);
+        if delivered < paced * SHORT {
+            (cruise.short, cruise.best) = (cruise.short + 1, cruise.best.max(delivered));
+            if cruise.short >= SHORT_WINDOWS {
+                // The queues are full by now, so this is what comes out of them.
+                self.link = cruise.best;
+                return State::Draining { windows: MOST_DRAIN };
+            }
+            return State::Cruising(cruise);
+        }
+        (cruise.short, cruise.best) = (0, 0.0);
+        if cruise.time >= CRUISE.0 && cruise.windows >= CRUISE.1 { State::Probing } else { State::Cruising(cruise) }
+    }
+
+    fn probed(&mut self, delivered: f64) -> State {
+        if delivered >= self.link * PROBE_MORE {
+            self.link = delivered;
+            return State::Searching { fails: 0 };
+        }
+        // One window may be short because a processor was busy elsewhere.
+        self.link = if delivered > self.link { delivered } else { self.link - (self.link - delivered) * DOUBT };
+        State::Draining { windows: 1 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A link with a queue, and a sender that keeps at most so much on its way.
+    struct Link {
+        bytes_per_s: f64,
+        trip: Duration,
+        /// Sent and not acknowledged.
+        under_way: f64,
+        most_under_way: f64,
+        noise: u64,
+    }
+
+    impl Link {
+        fn new(bytes_per_s: f64, trip: Duration) -> Self {
+            Self { bytes_per_s, trip, under_way: 0.0, most_under_way: 4e6, noise: 1 }
+        }
+
+        /// A window at this pace; what was seen, and the longest that a packet queued.
+        fn run(&mut self, pace: &Pace, limit: u64, quiet: bool) -> (Window, Duration) {
+            let (step, mut delivered, mut queued) = (1e-4, 0.0, 0.0_f64);
+            let paced = pace.rate(quiet).min(limit) as f64;
+            let steps = (pace.window().as_secs_f64() / step).round() as u64;
+            let pipe = self.bytes_per_s * self.trip.as_secs_f64();
+            for _ in 0..steps {
+                // The network's own share of the link varies by a few percent.
+                self.noise = self.noise.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let noise = 1.0 - (self.noise >> 40) as f64 / (1u64 << 24) as f64 * 0.04;
+                self.under_way += (paced * step).min((self.most_under_way - self.under_way).max(0.0));
+                let out = (self.bytes_per_s * noise * step).min(self.under_way);
+                self.under_way -= out;
+                delivered += out;
+                queued = queued.max((self.under_way - pipe).max(0.0) / self.bytes_per_s);
+            }
+            let length = Duration::from_secs_f64(steps as f64 * step);
+            let window = Window { length, delivered: delivered as u64, busy: true, round_trip: self.trip };
+            (window, Duration::from_secs_f64(queued))
+        }
+    }
+
+    /// Goes on for so long; what was used of the link, and the share of the time with a queue of more than a millisecond.
+    fn run(pace: &mut Pace, link: &mut Link, seconds: f64, quiet: bool) -> (f64, f64) {
+        let (mut time, mut delivered, mut queued) = (0.0, 0.0, 0.0);
+        while time < seconds {
+            let paced = pace.rate(quiet);
+            let (window, queue) = link.run(pace, u64::MAX, quiet);
+            pace.seen(&window, paced);
+            let length = window.length.as_secs_f64();
+            time += length;
+            delivered += window.delivered as f64;
+            queued += if queue > Duration::from_millis(1) { length } else { 0.0 };
+        }
+        (delivered / time / link.bytes_per_s, queued / time)
+    }
+
+    const LINKS: [f64; 5] = [12.5e6, 31e6, 125e6, 312e6, 1.25e9];
+
+    #[test]
+    fn any_link_is_known_within_a_second_and_then_used_to_nine_tenths() {
+        for bytes_per_s in LINKS {
+            for trip_us in [50, 1000, 5000] {
+                let (mut pace, mut link) = (Pace::new(None), Link::new(bytes_per_s, Duration::from_micros(trip_us)));
+                run(&mut pace, &mut link, 1.0, false);
+                let (used, queued) = run(&mut pace, &mut link, 4.0, false);
+                assert!((0.84..0.95).contains(&used), "{bytes_per_s} B/s, {trip_us} us: {used:.3} used");
+                assert!(queued < 0.12, "{bytes_per_s} B/s, {trip_us} us: a queue {queued:.3} of the time");
+            }
+        }
+    }
+
+    #[test]
+    fn where_no_fault_comes_nearly_all_of_the_link_is_used() {
+        for bytes_per_s in LINKS {
+            let (mut pace, mut link) = (Pace::new(None), Link::new(bytes_per_s, Duration::from_micros(100)));
+            run(&mut pace, &mut link, 1.0, true);
+            let (used, _) = run(&mut pace, &mut link, 4.0, true);
+            assert!(used > 0.94, "{bytes_per_s} B/s: {used:.3}");
+        }
+    }
+
+    #[test]
+    fn a_link_that_becomes_slower_or_faster_is_followed() {
+        let (mut pace, mut link) = (Pace::new(None), Link::new(125e6, Duration::from_micros(100)));
+        run(&mut pace, &mut link, 1.0, false);
+        for bytes_per_s in [12.5e6, 125e6, 60e6, 1.25e9, 100e6] {
+            link.bytes_per_s = bytes_per_s;
+            run(&mut pace, &mut link, 2.0, false);
+            let (used, queued) = run(&mut pace, &mut link, 3.0, false);
+            assert!((0.84..0.96).contains(&used) && queued < 0.15, "{bytes_per_s} B/s: {used:.3}, {queued:.3}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_guess_is_corrected() {
+        for guess in [1_000, 10_000_000, 10_000_000_000] {
+            let (mut pace, mut link) = (Pace::new(Some(guess)), Link::new(125e6, Duration::from_micros(100)));
+            run(&mut pace, &mut link, 8.0, false);
+            let (used, _) = run(&mut pace, &mut link, 3.0, false);
+            assert!((0.84..0.95).contains(&used), "guess {guess}: {used:.3}");
+        }
+    }
+
+    #[test]
+    fn a_push_that_had_nothing_to_send_says_nothing_of_the_link() {
+        let (mut pace, mut link) = (Pace::new(None), Link::new(125e6, Duration::from_micros(100)));
+        run(&mut pace, &mut link, 1.0, false);
+        let before = pace.link();
+        for _ in 0..1000 {
+            let idle =
+                Window { length: pace.window(), delivered: 1000, busy: false, round_trip: Duration::from_micros(100) };
+            let paced = pace.rate(false);
+            pace.seen(&idle, paced);
+        }
+        assert_eq!(pace.link(), before);
+    }
+
+    #[test]
+    fn a_link_that_carries_nothing_for_a_while_does_not_starve_the_push_for_ever() {
+        let (mut pace, mut link) = (Pace::new(None), Link::new(125e6, Duration::from_micros(100)));
+        run(&mut pace, &mut link, 1.0, false);
+        let dead = Window { length: SHORTEST_WINDOW, delivered: 0, busy: true, round_trip: Duration::ZERO };
+        for _ in 0..500 {
+            let paced = pace.rate(false);
+            pace.seen(&dead, paced);
+        }
+        assert!(pace.rate(false) >= LEAST as u64);
+        run(&mut pace, &mut link, 10.0, false);
+        let (used, _) = run(&mut pace, &mut link, 3.0, false);
+        assert!(used > 0.84, "{used:.3}");
+    }
+
+    #[test]
+    fn a_limit_from_elsewhere_is_not_taken_for_the_link_being_slow() {
+        let (mut pace, mut link) = (Pace::new(None), Link::new(125e6, Duration::from_micros(100)));
+        run(&mut pace, &mut link, 1.0, false);
+        for _ in 0..200 {
+            let paced = pace.rate(false).min(20_000_000);
+            let (window, _) = link.run(&pace, paced, false);
+            pace.seen(&window, paced);
+        }
+        assert!(pace.link() > 15_000_000, "{}", pace.link());
+    }
+}
