@@ -20,6 +20,7 @@ pub struct Monitor {
     began: Instant,
     gate: AtomicU8,
     interrupted: AtomicBool,
+    given_up: AtomicBool,
     bytes_sent: AtomicU64,
     pages_left: AtomicU64,
     progress: Mutex<Kept>,
@@ -44,6 +45,7 @@ impl Monitor {
             began,
             gate: AtomicU8::new(RUNNING),
             interrupted: AtomicBool::new(false),
+            given_up: AtomicBool::new(false),
             bytes_sent: AtomicU64::new(0),
             pages_left: AtomicU64::new(0),
             progress: Mutex::new(Kept { progress, version: 0, turn: began, meter: (began, 0) }),
@@ -81,9 +83,10 @@ impl Monitor {
         progress.bytes_on_wire = sent;
         progress.pages_left = self.pages_left.load(Ordering::Relaxed);
         progress.elapsed_ms = self.elapsed().as_secs_f64() * 1e3;
-        progress.remaining_ms = (progress.phase == Phase::Precopy && progress.throughput_bytes_per_s > 0).then(|| {
+        let sending = matches!(progress.phase, Phase::Precopy | Phase::Postcopy) && progress.waiting_for.is_none();
+        progress.remaining_ms = (sending && progress.throughput_bytes_per_s > 0).then(|| {
             progress.pages_left as f64 * 4096e3 / progress.throughput_bytes_per_s as f64
-                + progress.predicted_downtime_ms.unwrap_or(0.0)
+                + progress.predicted_downtime_ms.filter(|_| progress.phase == Phase::Precopy).unwrap_or(0.0)
         });
         progress
     }
@@ -111,6 +114,18 @@ impl Monitor {
     pub fn check(&self) -> Result<(), MigrateError> {
         let ends = self.gate.load(Ordering::Acquire) == CANCELLED || self.interrupted.load(Ordering::Acquire);
         if ends { Err(MigrateError::Cancelled) } else { Ok(()) }
+    }
+
+    /// Ends a migration that is past the point of no return and waits for its destination: the guest there loses the pages that are still
+    /// here. Nothing but a user who knows that asks for it.
+    pub fn give_up(&self) {
+        self.given_up.store(true, Ordering::Release);
+        self.update(|_| {});
+    }
+
+    /// Whether that was asked for.
+    pub(crate) fn given_up(&self) -> bool {
+        self.given_up.load(Ordering::Acquire)
     }
 
     /// Ends what others are doing for this migration at their next [`check`](Self::check). Whoever calls this knows the reason.

@@ -155,6 +155,24 @@ impl Ram {
         block.file.read_exact_at(body, offset)
     }
 
+    /// Copies pages out as [`load`](Self::load) does, in order, into `bodies`, which is cleared first.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    ///
+    /// # Panics
+    /// Where a page is not in the layout.
+    pub fn load_all(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut Vec<u8>) -> io::Result<()> {
+        bodies.resize(pages.len() * PAGE_BYTES, 0);
+        let mut rest = bodies.as_mut_slice();
+        for (block, range) in self.runs(chunk, pages) {
+            let (run, after) = rest.split_at_mut((range.end - range.start) as usize);
+            block.file.read_exact_at(run, range.start)?;
+            rest = after;
+        }
+        Ok(())
+    }
+
     /// The memory of these pages, run by run, to send from.
     ///
     /// # Panics

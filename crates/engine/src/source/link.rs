@@ -3,12 +3,15 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use sterna_api::Problem;
+use sterna_api::{MigrateOptions, Problem};
 use sterna_protocol::hello::Role;
-use sterna_protocol::layout::PageIndex;
+use sterna_protocol::layout::{ChunkIndex, Layout, PageIndex};
 use sterna_protocol::message::{Reply, Request};
+use sterna_protocol::pages::PageMap;
+use sterna_protocol::residue;
 use sterna_protocol::spec::VmSpec;
 
+use super::postcopy::requests::Requests;
 use super::send::Stream;
 use crate::error::MigrateError;
 use crate::host::MigrationId;
@@ -33,6 +36,8 @@ pub struct Peer {
     pub sterna: String,
     /// Its clock minus ours, microseconds.
     pub clock_offset_us: i64,
+    /// Why the guest cannot run there before all its pages are there, where that was proposed.
+    pub no_postcopy: Option<Problem>,
 }
 
 /// The connection that founds the session; nothing is agreed yet.
@@ -62,20 +67,31 @@ impl Link {
     ///
     /// # Errors
     /// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it only does so for now.
-    pub fn propose(&mut self, id: MigrationId, spec: &VmSpec, streams: u16, layout: u64) -> Result<Peer, MigrateError> {
-        let request =
-            Request::Propose { id: id.0, spec: Box::new(spec.clone()), streams, postcopy: false, verify: false };
+    pub fn propose(
+        &mut self,
+        id: MigrationId,
+        spec: &VmSpec,
+        options: &MigrateOptions,
+        layout: u64,
+    ) -> Result<Peer, MigrateError> {
+        let request = Request::Propose {
+            id: id.0,
+            spec: Box::new(spec.clone()),
+            streams: options.streams as u16,
+            postcopy: options.may_postcopy(),
+            verify: options.verify,
+        };
         let reply = self.control.ask(&request, PREPARE_TIMEOUT).map_err(|error| match error {
             MigrateError::Peer(problem) if problem.code == Problem::TOO_MANY_INCOMING => MigrateError::Busy(problem),
             other => other,
         })?;
-        let Reply::Accepted { host, qemu, sterna, layout: theirs, .. } = reply else {
+        let Reply::Accepted { host, qemu, sterna, layout: theirs, no_postcopy } = reply else {
             return Err(MigrateError::Reply("another reply than a yes or no to the proposal"));
         };
         if theirs != layout {
             return Err(MigrateError::Reply("the destination lays out the guest's RAM differently"));
         }
-        Ok(Peer { host, qemu, sterna, clock_offset_us: 0 })
+        Ok(Peer { host, qemu, sterna, clock_offset_us: 0, no_postcopy })
     }
 
     /// A connection that carries pages.
@@ -92,6 +108,49 @@ impl Link {
     /// [`MigrateError`].
     pub fn devices(&self) -> Result<Connection, MigrateError> {
         self.call(Role::Devices)
+    }
+
+    /// The connections of faults: what asks for pages, and what brings them.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn faults(&self) -> Result<(Requests, Stream), MigrateError> {
+        let requests = Requests::new(self.call(Role::Faults)?, self.session.key)?;
+        Ok((requests, Stream::new(self.call(Role::Urgent)?, self.session.key)))
+    }
+
+    /// Goes on with a migration whose guest runs there already.
+    ///
+    /// # Errors
+    /// [`MigrateError::Peer`] where no page is missing there any more, or the guest has ended; else what went wrong on the way.
+    pub fn resume(&mut self, id: MigrationId, streams: u16, layout: u64) -> Result<(), MigrateError> {
+        let request = Request::Resume { id: id.0, streams };
+        match self.control.ask(&request, PREPARE_TIMEOUT)? {
+            Reply::Resumed { layout: theirs } if theirs == layout => Ok(()),
+            Reply::Resumed { .. } => {
+                Err(MigrateError::Reply("the destination lays out the guest's RAM differently than before"))
+            }
+            _ => Err(MigrateError::Reply("another reply than a yes or no to the resumption")),
+        }
+    }
+
+    /// The pages that are missing there.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn missing(&mut self, layout: &Layout) -> Result<PageMap, MigrateError> {
+        let (mut map, mut first) = (PageMap::empty(layout), 0);
+        while first < layout.chunks() {
+            let part = match self.control.ask(&Request::Missing { first: ChunkIndex(first) }, REPLY_TIMEOUT)? {
+                Reply::Missing(part) if part.first.0 == first => part,
+                _ => return Err(MigrateError::Reply("another part of the missing pages than was asked for")),
+            };
+            // A part of no chunks is refused: this comes to an end.
+            residue::add(&part, layout, &mut map)
+                .map_err(|_| MigrateError::Reply("a part of the missing pages that cannot be"))?;
+            first += part.chunks;
+        }
+        Ok(map)
     }
 
     fn call(&self, role: Role) -> Result<Connection, MigrateError> {

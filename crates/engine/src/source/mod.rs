@@ -1,4 +1,4 @@
-//! The source's side of a migration, phase by phase: connect, prepare, precopy, switchover, finish.
+//! The source's side of a migration, phase by phase: connect, prepare, precopy, switchover, postcopy, finish.
 
 /// The connections to the destination.
 pub mod link;
@@ -45,6 +45,9 @@ pub mod devices;
 /// The guest stops here and starts there.
 pub mod switchover;
 
+/// The rest of its pages follow.
+pub mod postcopy;
+
 /// The comparison of both sides.
 pub mod verify;
 
@@ -64,14 +67,18 @@ use sterna_api::options::{Compress, Delta};
 use sterna_api::problem::Whereabouts;
 use sterna_api::report::{Host, Report, Status};
 use sterna_api::{MigrateOptions, Mode, Phase};
+use sterna_protocol::convergence::Because;
 use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::session::Owner;
 use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
 use self::link::{Link, Peer};
-use self::precopy::Brake;
+use self::postcopy::drive::Begun;
+use self::postcopy::{Context, Work};
+use self::precopy::{Brake, Ending};
 use self::rounds::Rounds;
+use self::send::Stream;
 use self::switchover::{HandOver, Switchover};
 use self::throttle::Throttle;
 use self::track::Tracker;
@@ -155,6 +162,7 @@ pub fn migrate(
         bandwidth,
         throttle: throttle.as_mut(),
         report,
+        started_ms: 0.0,
         cpu_before: sterna_sys::process::thread_cpu_time(),
     };
     monitor.begin();
@@ -178,8 +186,7 @@ pub fn migrate(
     migration.throttle.release();
     let elapsed_ms = monitor.elapsed().as_secs_f64() * 1e3;
     if migration.report.status == Status::Completed {
-        // No page is left at the source when the guest starts at the destination; what follows is cleaning up.
-        migration.report.resume_ms = elapsed_ms - migration.report.total_ms;
+        migration.report.resume_ms = elapsed_ms - migration.started_ms;
     } else {
         migration.report.total_ms = elapsed_ms;
     }
@@ -199,8 +206,62 @@ pub fn ask_verdict(id: MigrationId, peer: &str, credentials: Option<&Credentials
     Ok(if committed { Verdict::Committed } else { Verdict::Aborted })
 }
 
+/// What is left here of a machine whose guest was handed over to run before all its pages had followed.
+pub struct Left {
+    /// The migration.
+    pub id: MigrationId,
+    /// The machine.
+    pub spec: VmSpec,
+    /// Its RAM, as it stands since the switchover, in the order of `spec.blocks`.
+    pub blocks: Vec<BlockFile>,
+    /// What all migrations away from this host may send together.
+    pub bandwidth: Arc<Share>,
+    /// This host, for the report.
+    pub here: Host,
+}
+
+/// Goes on with a guest that an earlier daemon handed over to `peer`, which has said that it took it: sends the pages that it misses. Blocks
+/// until all are there, the guest has ended there, or [`Monitor::give_up`]; a peer that does not answer is tried for as long. Its report is of
+/// what was done since. Whatever the report says, the guest is not this host's any more, and what is left here is of no use.
+#[must_use]
+pub fn serve(left: Left, peer: &str, options: &MigrateOptions, host: &dyn SourceHost, monitor: &Monitor) -> Report {
+    let Left { id, spec, blocks, bandwidth, here } = left;
+    let cpu_before = sterna_sys::process::thread_cpu_time();
+    let mut report = Report::asked(&spec.name, options, here, peer);
+    report.mode = mode_after_switchover(options).into();
+    monitor.begin();
+    let _ = monitor.commit();
+    match open(&blocks) {
+        Ok(ram) => {
+            report.ram.total_pages = ram.layout().pages();
+            let work = Work::new(Arc::new(ram), options, &bandwidth, 0);
+            postcopy::see_through(&Context { id, peer, options, host, monitor, work }, None, &mut report);
+        }
+        // The files outlive a daemon: somebody took them away.
+        Err(error) => report.error = Some(error.problem().guest(Whereabouts::Paused)),
+    }
+    report.source.cpu_s += (sterna_sys::process::thread_cpu_time() - cpu_before).as_secs_f64();
+    monitor.enter(Phase::Done);
+    report
+}
+
+fn open(blocks: &[BlockFile]) -> Result<Ram, MigrateError> {
+    Ram::open(blocks, Access::Read)
+        .map_err(|error| MigrateError::Host { doing: "mapping the guest's RAM", source: std::io::Error::other(error) })
+}
+
+/// What the mode was, once pages follow after the switchover.
+fn mode_after_switchover(options: &MigrateOptions) -> &'static str {
+    if options.mode == Mode::Postcopy { "postcopy" } else { "hybrid" }
+}
+
 /// What the options need the destination to know.
 fn needed(options: &MigrateOptions) -> Features {
+    let postcopy = if options.must_postcopy() { Features::POSTCOPY } else { Features::NONE };
+    encodings(options).and(postcopy)
+}
+
+fn encodings(options: &MigrateOptions) -> Features {
     let compress = match options.compress {
         Compress::Off => Features::NONE,
         Compress::Lz4 => Features::PACKED.and(Features::LZ4),
@@ -223,7 +284,25 @@ struct Migration<'a> {
     bandwidth: Arc<Share>,
     throttle: &'a mut dyn Throttle,
     report: Report,
+    /// When the guest ran at the destination, from the accepted request.
+    started_ms: f64,
     cpu_before: Duration,
+}
+
+/// What comes after the switchover.
+enum After {
+    /// Nothing.
+    Ended(Fate),
+    /// The rest of the pages, over the connections that there are, where they still stand.
+    Paging { stands: bool },
+}
+
+/// How the switchover ended.
+enum Moved {
+    /// Nothing follows.
+    Ended(Fate),
+    /// The guest runs at the destination and misses pages. The connections to bring them, where they stand.
+    Paging(Arc<Work>, Option<(Begun, Vec<Stream>, Option<u64>)>),
 }
 
 impl Migration<'_> {
@@ -235,23 +314,25 @@ impl Migration<'_> {
         tracker: &mut dyn Tracker,
     ) -> Result<Fate, MigrateError> {
         self.options.check().map_err(MigrateError::Options)?;
-        if self.options.must_postcopy() {
-            return Err(MigrateError::Options("post-copy is not built yet".into()));
-        }
         if self.options.throttle_percent.is_some() {
             self.throttle.try_out(&vmm.processor_threads()?)?;
         }
-        let ram = Ram::open(blocks, Access::Read).map_err(|error| MigrateError::Host {
-            doing: "mapping the guest's RAM",
-            source: std::io::Error::other(error),
-        })?;
+        let ram = Arc::new(open(blocks)?);
 
         self.monitor.enter(Phase::Connect);
         let session = SessionKey { session: self.id.0, key: self.id.0 as u64, needed: needed(self.options) };
         let mut link = Link::connect(self.peer, session, self.host.credentials())?;
         let result = self.with_link(vmm, &ram, tracker, &mut link);
         match result {
-            Ok(fate) => Ok(fate),
+            Ok(Moved::Ended(fate)) => Ok(fate),
+            Ok(Moved::Paging(work, begun)) => {
+                // Where they do not stand, or not any more, new ones are made.
+                let session = begun.and_then(|(begun, streams, known)| begun.session(link, streams, known).ok());
+                let Self { id, peer, options, host, monitor, .. } = *self;
+                let context = Context { id, peer, options, host, monitor, work };
+                postcopy::see_through(&context, session, &mut self.report);
+                Ok(Fate::There)
+            }
             Err(error) => {
                 // Where the link broke, the destination knows better why. (Once the guest was given away, its verdict was the last word.)
                 let theirs = if link.control.owner() == Owner::Source { link.control.abort() } else { None };
@@ -270,17 +351,29 @@ impl Migration<'_> {
     fn with_link(
         &mut self,
         vmm: &mut dyn vmm::Source,
-        ram: &Ram,
+        ram: &Arc<Ram>,
         tracker: &mut dyn Tracker,
         link: &mut Link,
-    ) -> Result<Fate, MigrateError> {
+    ) -> Result<Moved, MigrateError> {
         self.monitor.enter(Phase::Prepare);
         self.monitor.check()?;
-        let mut peer = link.propose(self.id, self.spec, self.options.streams as u16, ram.layout().digest())?;
+        let (streams, may_postcopy) = (self.options.streams as u16, self.options.may_postcopy());
+        let mut peer = link.propose(self.id, self.spec, self.options, ram.layout().digest())?;
+        if let Some(problem) = &peer.no_postcopy {
+            if self.options.must_postcopy() {
+                // It waits for the other connections, and would not hear an `Abort`; this it notices.
+                link.control.hang_up().map_err(MigrateError::host("hanging up"))?.now();
+                return Err(MigrateError::Peer(problem.clone()));
+            }
+            self.report.postcopy.reason = Some(format!("not after the switchover: {}", problem.message));
+        }
         self.host.accepted();
         self.describe(&peer);
-        let streams = (0..self.options.streams as u16).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
+        let streams = (0..streams).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
         let devices = link.devices()?;
+        let work = (may_postcopy && peer.no_postcopy.is_none())
+            .then(|| Work::new(Arc::clone(ram), self.options, &self.bandwidth, 0));
+        let begun = work.as_ref().map(|work| Begun::new(link, work)).transpose()?;
         peer.clock_offset_us = link.compare_clocks()?;
         vmm.prepare()?;
         tracker.arm(ram)?;
@@ -292,11 +385,24 @@ impl Migration<'_> {
         self.report.ram = sterna_api::report::RamPages { total_pages: total, allocated_pages: allocated };
         self.report.pages.unallocated = total - allocated;
         self.report.setup_ms = self.monitor.elapsed().as_secs_f64() * 1e3;
-        let result = self.move_guest(vmm, tracker, link, &mut rounds, devices, &peer);
+        let result = self.move_guest(vmm, tracker, link, &mut rounds, devices, &peer, begun.as_ref());
         self.tally(&rounds);
-        result
+        let failure = begun.as_ref().and_then(Begun::failure);
+        match (result, work) {
+            // Where faults could not be served, that ended everything else.
+            (Err(MigrateError::Link { .. }), _) if failure.is_some() => Err(failure.expect("looked at")),
+            (Err(error), _) => Err(error),
+            (Ok(After::Ended(fate)), _) => Ok(Moved::Ended(fate)),
+            (Ok(After::Paging { stands }), Some(work)) => {
+                let known = rounds.fastest();
+                let streams = std::mem::take(&mut rounds.streams);
+                Ok(Moved::Paging(work, begun.filter(|_| stands).map(|begun| (begun, streams, known))))
+            }
+            (Ok(After::Paging { .. }), None) => unreachable!("pages follow only where that was agreed"),
+        }
     }
 
+    #[allow(clippy::too_many_arguments, reason = "each is one thing of the switchover's")]
     fn move_guest(
         &mut self,
         vmm: &mut dyn vmm::Source,
@@ -305,26 +411,70 @@ impl Migration<'_> {
         rounds: &mut Rounds,
         devices: Connection,
         peer: &Peer,
-    ) -> Result<Fate, MigrateError> {
-        if self.options.mode != Mode::StopAndCopy {
+        begun: Option<&Begun>,
+    ) -> Result<After, MigrateError> {
+        let mut ending = Ending::Switchover;
+        if self.options.mode == Mode::Postcopy {
+            ending = Ending::Postcopy(Because::Asked);
+        } else if self.options.has_rounds() {
             self.monitor.enter(Phase::Precopy);
             let brake = Brake::new(self.throttle, self.monitor, &mut self.report.convergence);
-            precopy::precopy(rounds, link, tracker, vmm, self.options, false, brake)?;
+            // `precopy` with `--on-timeout postcopy` waits for the time to be up.
+            let postcopy = begun.is_some() && self.options.mode != Mode::Precopy;
+            ending = precopy::precopy(rounds, link, tracker, vmm, self.options, postcopy, brake)?;
         }
         self.monitor.enter(Phase::Switchover);
-        let switchover = Switchover { verify: self.options.verify, direct_io: self.direct_io, monitor: self.monitor };
-        let loaded = switchover.load(rounds, link, tracker, vmm, self.throttle, devices)?;
+        let Self { id, peer: address, host, monitor, .. } = *self;
+        let record = |postcopy| move || host.handing_over(id, address, postcopy).map_err(MigrateError::Record);
+        let switchover = Switchover { verify: self.options.verify, direct_io: self.direct_io, monitor };
+        let loaded = match (ending, begun) {
+            (Ending::Postcopy(because), Some(begun)) => {
+                self.report.mode = mode_after_switchover(self.options).into();
+                self.report.postcopy.reason = self.reason(because);
+                let both = (&mut *rounds, &*begun.pending);
+                switchover.load_postcopy(both, link, tracker, vmm, self.throttle, devices, record(true))?
+            }
+            _ => switchover.load(rounds, link, tracker, vmm, self.throttle, devices)?,
+        };
         self.report.verify = loaded.verify.clone();
-        match switchover::hand_over(loaded, link, peer.clock_offset_us, self.id, self.peer, self.host, self.monitor)? {
+        let residue = loaded.residue;
+        if let Some(residue) = residue {
+            self.report.postcopy.residue_pages = residue.pages;
+            self.report.postcopy.residue_bytes = residue.bytes;
+            self.report.postcopy.residue_ms = residue.took.as_secs_f64() * 1e3;
+        }
+        let handed = switchover::hand_over(loaded, link, peer.clock_offset_us, monitor, record(false))?;
+        self.started_ms = monitor.elapsed().as_secs_f64() * 1e3;
+        match handed {
             HandOver::Done { downtime, downtime_ms, destination_cpu_s } => {
-                self.report.total_ms = self.monitor.elapsed().as_secs_f64() * 1e3;
-                self.report.status = Status::Completed;
+                self.report.total_ms = self.started_ms;
                 self.report.downtime = downtime;
                 self.report.downtime_ms = if self.spec.running { downtime_ms } else { 0.0 };
                 self.report.destination.cpu_s = destination_cpu_s;
-                Ok(Fate::There)
+                if let Some(residue) = residue {
+                    monitor.begin_round(rounds.done.len() as u32, residue.pages);
+                    return Ok(After::Paging { stands: true });
+                }
+                self.report.status = Status::Completed;
+                Ok(After::Ended(Fate::There))
             }
-            HandOver::Unknown(error) => self.find_out(error),
+            HandOver::Unknown(error) => match self.find_out(error)? {
+                Fate::There if residue.is_some() => Ok(After::Paging { stands: false }),
+                fate => Ok(After::Ended(fate)),
+            },
+        }
+    }
+
+    /// Why pages follow after the switchover, where that was not what was asked for.
+    fn reason(&self, because: Because) -> Option<String> {
+        let limit_ms = self.report.convergence.downtime_limit_ms;
+        match because {
+            Because::Asked => None,
+            Because::Stalled => Some(format!("the rounds did not come down to a pause of {limit_ms:.0} ms")),
+            Because::TimedOut => {
+                let seconds = self.options.timeout_ms.unwrap_or_default() / 1e3;
+                Some(format!("the rounds did not come down to a pause of {limit_ms:.0} ms within {seconds:.0} s"))
+            }
         }
     }
 

@@ -23,6 +23,9 @@ use crate::transport::pacer::Pacer;
 /// How often pages that arrive damaged with the guest stopped are sent again.
 const REPEATS: u32 = 3;
 
+/// A round of fewer bytes says little of the link.
+const MEASURABLE_BYTES: u64 = 4 << 20;
+
 /// The pages on their way, over all rounds.
 pub struct Rounds<'a> {
     /// The guest's RAM.
@@ -202,6 +205,18 @@ impl<'a> Rounds<'a> {
             dirty_rate_pages_per_s: 0.0,
         });
         Ok(suspects.len())
+    }
+
+    /// Takes out what is outstanding, for others to send: the destination holds no page of it as it is here. The guest is stopped.
+    pub fn take_residue(&mut self) -> PageMap {
+        std::mem::replace(&mut self.outstanding, PageMap::empty(self.ram.layout()))
+    }
+
+    /// The fastest that a round of some size went, bytes per second; `None` where there was none.
+    #[must_use]
+    pub fn fastest(&self) -> Option<u64> {
+        let measurable = self.done.iter().filter(|round| round.bytes_on_wire >= MEASURABLE_BYTES && round.ms > 0.0);
+        measurable.map(|round| (round.bytes_on_wire as f64 / round.ms * 1e3) as u64).max()
     }
 
     /// Takes the hot pages out of what is outstanding, and yields them.

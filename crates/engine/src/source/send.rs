@@ -140,6 +140,22 @@ impl Stream {
         Ok(())
     }
 
+    /// Sends one frame outside of any round; its bytes.
+    ///
+    /// # Errors
+    /// The link broke.
+    pub fn send_frame(&mut self, frame: &Frame, digests: &[u64], payload: &[u8]) -> Result<u64, MigrateError> {
+        let before = self.bytes;
+        self.write(frame, digests, vec![Outgoing::from(payload)])?;
+        Ok(self.bytes - before)
+    }
+
+    /// Its connection, for its settings and to wait for it.
+    #[must_use]
+    pub fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
     /// Notes the processor time of a thread of its own that ends now.
     pub(super) fn thread_ends(&mut self) {
         self.cpu += sterna_sys::process::thread_cpu_time();

@@ -16,20 +16,35 @@
 //!
 //! The devices' loading reads guest RAM (virtio's rings), so device state is held back at the destination until the last pages are
 //! in place; saving them does not wait for the pages, which hides the shorter of the two times.
+//!
+//! In post-copy no page goes in the pause, only the map of those that are still to come:
+//!
+//! ```text
+//!   VMM: stop the guest, drain its I/O
+//!   Stopped ─────────────────────────────────▶ device state waits from here on
+//!   VMM: save the devices  ┐ at the same time
+//!   collect ───────────────┘
+//!   collect once more: what the VMM wrote while it saved. From here on nobody writes this RAM, and faults are served
+//!   Residue …, LoadPostcopy ─────────────────▶ pages of the residue are shown to nobody; devices loaded, with faults
+//!   hand over, on record  ┘ at the same time
+//!   Commit ══ the point of no return ════════▶ on record; the guest runs
+//! ```
 
 use std::time::{Duration, Instant};
 
 use sterna_api::report;
+use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{Reply, Request};
+use sterna_protocol::residue;
 
 use super::devices::DevicePump;
 use super::link::{Link, now_us};
+use super::postcopy::pending::Pending;
 use super::rounds::Rounds;
 use super::throttle::Throttle;
 use super::track::Tracker;
 use super::verify;
 use crate::error::MigrateError;
-use crate::host::{MigrationId, SourceHost};
 use crate::monitor::Monitor;
 use crate::transport::connection::Connection;
 use crate::transport::control::REPLY_TIMEOUT;
@@ -42,7 +57,7 @@ const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long one look for the stop takes; where it takes longer, another round goes meanwhile.
 const STOP_LOOK: Duration = Duration::from_millis(20);
 
-/// A guest that is stopped, with its RAM and devices at the destination: one word lets it run there.
+/// A guest that is stopped, with its devices at the destination, and its RAM or the map of what is to come of it: one word lets it run there.
 pub struct Loaded {
     /// When it stopped, by the VMM's event.
     pub stop: EventTime,
@@ -50,7 +65,20 @@ pub struct Loaded {
     pub downtime: report::Downtime,
     /// The comparison of both sides.
     pub verify: report::Verify,
+    /// Pages that are still to come, their map's bytes and what it took.
+    pub residue: Option<Residue>,
     loaded_at: Instant,
+}
+
+/// The map of what is still to come, for the report.
+#[derive(Debug, Clone, Copy)]
+pub struct Residue {
+    /// Its pages.
+    pub pages: u64,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Making and sending it.
+    pub took: Duration,
 }
 
 /// What the hand-over needs to know of the migration.
@@ -118,7 +146,73 @@ impl Switchover<'_> {
             device_state_ms: (saved + load_began.elapsed()).as_secs_f64() * 1e3,
             start_ms: 0.0,
         };
-        Ok(Loaded { stop: stopped.stop, downtime, verify, loaded_at: Instant::now() })
+        Ok(Loaded { stop: stopped.stop, downtime, verify, residue: None, loaded_at: Instant::now() })
+    }
+
+    /// Stops the guest and brings its devices to the destination, and the map of the pages that are still to come. Those are `pending` from
+    /// the moment on when the destination may ask for one: before its devices are loaded. `record` is called when all that is left to do is
+    /// to wait for that: it puts down that the guest may run there. Whatever goes wrong, `vmm.rollback()` gives it back.
+    ///
+    /// # Errors
+    /// What went wrong on the way, or [`MigrateError::Cancelled`].
+    #[allow(clippy::too_many_arguments, reason = "as `load`, with what follows")]
+    pub fn load_postcopy(
+        &self,
+        (rounds, pending): (&mut Rounds, &Pending),
+        link: &mut Link,
+        tracker: &mut dyn Tracker,
+        vmm: &mut dyn vmm::Source,
+        throttle: &mut dyn Throttle,
+        devices: Connection,
+        record: impl FnOnce() -> Result<(), MigrateError>,
+    ) -> Result<Loaded, MigrateError> {
+        let pump = DevicePump::start(vmm.begin()?, devices)?;
+        let stopped = self.stop(rounds, link, tracker, vmm)?;
+        link.control.ask(&Request::Stopped, REPLY_TIMEOUT)?;
+        let device_began = Instant::now();
+        vmm.save_devices()?;
+        throttle.loosen();
+        self.monitor.update(|progress| progress.throttle_percent = 0);
+        rounds.collect(tracker)?;
+        // Where no round was sent every page goes as it is now, however it was written.
+        if self.direct_io && !rounds.done.is_empty() {
+            rounds.collect_untracked();
+        }
+        vmm.saved(DEVICE_TIMEOUT)?;
+        let saved = device_began.elapsed();
+        let map_began = Instant::now();
+        rounds.collect(tracker)?;
+        let layout = rounds.ram.layout();
+        let map = rounds.take_residue();
+        let parts = std::iter::successors(residue::part(&map, layout, ChunkIndex(0)), |part| {
+            residue::part(&map, layout, ChunkIndex(part.first.0 + part.chunks))
+        });
+        let mut parts: Vec<_> = parts.collect();
+        let (pages, bytes) = (map.len(), parts.iter().map(|part| part.bits.len() as u64).sum());
+        pending.fill(map);
+        let last = parts.pop().ok_or(MigrateError::Reply("a machine without RAM"))?;
+        for part in parts {
+            link.control.ask(&Request::Residue(part), REPLY_TIMEOUT)?;
+        }
+        let load = Request::LoadPostcopy(last);
+        link.control.send(&load)?;
+        let (took, load_began) = (map_began.elapsed(), Instant::now());
+        if let Some(ended) = vmm.ended() {
+            return Err(ended.into());
+        }
+        record()?;
+        pump.finish()?;
+        link.control.receive(&load, DEVICE_TIMEOUT)?;
+        let downtime = report::Downtime {
+            pause_ms: ms(stopped.ready.0.saturating_sub(stopped.stop.0)),
+            final_pages_ms: took.as_secs_f64() * 1e3,
+            verify_ms: 0.0,
+            device_state_ms: (saved + load_began.elapsed()).as_secs_f64() * 1e3,
+            start_ms: 0.0,
+        };
+        let residue = Some(Residue { pages, bytes, took });
+        let verify = report::Verify::default();
+        Ok(Loaded { stop: stopped.stop, downtime, verify, residue, loaded_at: Instant::now() })
     }
 
     /// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which the guest
@@ -164,8 +258,8 @@ pub enum HandOver {
 
 /// Gives the guest away: the point of no return at the source.
 ///
-/// Before the message goes it is on record that it may have gone, and it can no longer be cancelled. After that the guest may run
-/// here again only when the destination says that it never ran there.
+/// Before the message goes it is on record that it may have gone (`record`, or [`Switchover::load_postcopy`] did it), and it can no longer be
+/// cancelled. After that the guest may run here again only when the destination says that it never ran there.
 ///
 /// # Errors
 /// Nothing was sent: the guest is still the source's.
@@ -173,13 +267,13 @@ pub fn hand_over(
     loaded: Loaded,
     link: &mut Link,
     clock_offset_us: i64,
-    id: MigrationId,
-    peer: &str,
-    host: &dyn SourceHost,
     monitor: &Monitor,
+    record: impl FnOnce() -> Result<(), MigrateError>,
 ) -> Result<HandOver, MigrateError> {
     monitor.commit()?;
-    host.handing_over(id, peer, false).map_err(MigrateError::Record)?;
+    if loaded.residue.is_none() {
+        record()?;
+    }
     let mut downtime = loaded.downtime;
     match link.control.ask(&Request::Commit, REPLY_TIMEOUT) {
         Ok(Reply::Running { start_us, cpu_us }) => {

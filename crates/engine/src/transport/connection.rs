@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::socket::{SendError, send_all};
 
@@ -94,6 +95,18 @@ impl Connection {
         self.socket.set_nonblocking(false).is_ok() && alive
     }
 
+    /// Whether a read would not have to wait: bytes are here, or the end is.
+    #[must_use]
+    pub fn readable(&mut self) -> bool {
+        self.tls.as_deref_mut().is_some_and(Session::has_read) || ready(&self.socket, PollFlags::IN, Duration::ZERO)
+    }
+
+    /// Waits until there is room to send; `false` where there was none for so long. What a socket counts as room is its own setting.
+    #[must_use]
+    pub fn wait_writable(&self, timeout: Duration) -> bool {
+        ready(&self.socket, PollFlags::OUT, timeout)
+    }
+
     /// Ends it: the peer sees its end, whatever either side was at.
     pub fn end(&self) {
         // One that has ended already is what is wanted.
@@ -107,6 +120,13 @@ impl Connection {
     pub fn hang_up(&self) -> io::Result<HangUp> {
         self.socket.try_clone().map(HangUp)
     }
+}
+
+/// Whether the socket is ready, waiting for at most so long. One that failed is: whoever uses it learns why.
+fn ready(socket: &TcpStream, what: PollFlags, timeout: Duration) -> bool {
+    let timeout = Timespec { tv_sec: timeout.as_secs() as _, tv_nsec: timeout.subsec_nanos().into() };
+    let mut polled = [PollFd::new(socket, what)];
+    poll(&mut polled, Some(&timeout)).is_ok_and(|ready| ready > 0)
 }
 
 impl HangUp {

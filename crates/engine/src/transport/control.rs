@@ -84,6 +84,14 @@ impl Asking {
         }
     }
 
+    /// What ends the connection from another thread: whoever waits for an answer wakes.
+    ///
+    /// # Errors
+    /// No descriptor left.
+    pub fn hang_up(&self) -> std::io::Result<HangUp> {
+        self.messages.stream.hang_up()
+    }
+
     /// Whom the guest belongs to if nothing more can be said.
     #[must_use]
     pub fn owner(&self) -> Owner {

@@ -43,6 +43,11 @@ impl Pacer {
         self.host.wait(bytes, goes_on)
     }
 
+    /// So many bytes went without waiting for a turn: those after them wait the longer.
+    pub fn charge(&self, bytes: u64) {
+        let _ = self.take(bytes, Instant::now());
+    }
+
     /// Takes a turn for so many bytes at `now`: how long to wait before sending them.
     fn take(&self, bytes: u64, now: Instant) -> Option<Duration> {
         let rate = self.bytes_per_s?;

@@ -127,6 +127,13 @@ impl Session {
         }
     }
 
+    /// Whether something was received that nobody has read.
+    pub fn has_read(&mut self) -> bool {
+        // Where it cannot be decrypted the next read says so, and does not wait.
+        let decrypted = self.tls.process_new_packets().map_or(1, |state| state.plaintext_bytes_to_read());
+        decrypted > 0 || !self.unread.is_empty()
+    }
+
     /// Decrypts what has come, waiting for it where nothing has.
     fn take_in(&mut self, mut socket: &TcpStream) -> io::Result<()> {
         if self.unread.is_empty() {

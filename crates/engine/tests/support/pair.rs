@@ -16,7 +16,7 @@ use sterna_api::{Blame, Problem};
 use sterna_engine::agent::{Discard, Discards};
 use sterna_engine::destination::pager::Pager;
 use sterna_engine::error::MigrateError;
-use sterna_engine::host::{BlockFile, DestinationHost, Incoming, MigrationId, SourceHost, Verdict};
+use sterna_engine::host::{BlockFile, DestinationHost, Incoming, MigrationId, PagingMeans, SourceHost, Verdict};
 use sterna_engine::inside::Inside;
 use sterna_engine::source::Outgoing;
 use sterna_engine::source::link::now_us;
@@ -194,6 +194,8 @@ impl vmm::Source for SourceVmm {
 }
 
 struct DestinationVmm {
+    /// The guest's RAM, and the pages that loading the devices reads.
+    touched: (Arc<SharedMapping>, Vec<u64>),
     refuse_state: bool,
     dies_when_loaded: bool,
     stream: Option<UnixStream>,
@@ -210,7 +212,13 @@ impl vmm::Destination for DestinationVmm {
     fn loaded(&mut self, _timeout: Duration) -> Result<(), VmmError> {
         let mut state = Vec::new();
         self.stream.take().expect("prepared").read_to_end(&mut state).expect("the state arrives");
-        assert_eq!(state, [7; DEVICE_BYTES]);
+        if state != [7; DEVICE_BYTES] {
+            return Err(VmmError::Migration { reason: "the state is cut short".into() });
+        }
+        for page in &self.touched.1 {
+            // Where it has not arrived this waits for it.
+            self.touched.0.copy_out(page * 4096..page * 4096 + 16, &mut [0; 16]);
+        }
         if self.refuse_state {
             return Err(VmmError::Migration { reason: "unknown section".into() });
         }
@@ -229,10 +237,23 @@ impl vmm::Destination for DestinationVmm {
     fn quit(&mut self) {}
 }
 
+/// What a guest does at the destination.
+pub type GuestProgram = Box<dyn FnOnce(Arc<SharedMapping>) + Send>;
+
 /// A destination "daemon" that keeps what it received.
 #[derive(Default)]
 pub struct Destination {
     pub ram: Mutex<Option<File>>,
+    /// Whether its guests may run before all their pages are there.
+    pub postcopy: AtomicBool,
+    /// What its guest does from its start on, with its RAM.
+    pub guest: Mutex<Option<GuestProgram>>,
+    /// Pages that loading the devices reads.
+    pub touched: Mutex<Vec<u64>>,
+    /// Whether the guest has ended there, whatever is missing.
+    pub guest_gone: AtomicBool,
+    mapping: Mutex<Option<Arc<SharedMapping>>>,
+    pagers: Mutex<HashMap<MigrationId, Arc<Pager>>>,
     pub running: Arc<AtomicBool>,
     pub aborted: AtomicBool,
     pub refuse: Mutex<Option<Problem>>,
@@ -286,7 +307,7 @@ impl DestinationHost for Destination {
         _id: MigrationId,
         spec: &VmSpec,
         _from: Option<&str>,
-        _postcopy: bool,
+        postcopy: bool,
     ) -> Result<Incoming, Problem> {
         if let Some(problem) = self.refuse.lock().unwrap().clone() {
             return Err(problem);
@@ -295,7 +316,21 @@ impl DestinationHost for Destination {
         let file = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
         file.set_len(spec.blocks[0].bytes).expect("room for the file");
         *self.ram.lock().unwrap() = Some(file.try_clone().expect("a descriptor"));
+        let mapping = SharedMapping::new(&file, spec.blocks[0].bytes, Access::ReadWrite).expect("a mapping");
+        let mapping = Arc::new(mapping);
+        *self.mapping.lock().unwrap() = Some(Arc::clone(&mapping));
+        let address = mapping.addresses().start;
+        let paging = postcopy.then(|| {
+            if !self.postcopy.load(Ordering::Acquire) {
+                return Err(Problem::new("no-postcopy", Blame::Host, "this host cannot"));
+            }
+            let inside = InsideSelf::default();
+            inside.mappings.lock().unwrap().push(Arc::clone(&mapping));
+            let missing = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
+            Ok(PagingMeans { inside: Box::new(inside), missing })
+        });
         let vmm = DestinationVmm {
+            touched: (mapping, self.touched.lock().unwrap().clone()),
             refuse_state: self.refuse_state.load(Ordering::Acquire),
             dies_when_loaded: self.dies_when_loaded.load(Ordering::Acquire),
             stream: None,
@@ -303,9 +338,9 @@ impl DestinationHost for Destination {
         };
         Ok(Incoming {
             vmm: Box::new(vmm),
-            blocks: vec![BlockFile { spec: spec.blocks[0].clone(), file, address: 0 }],
+            blocks: vec![BlockFile { spec: spec.blocks[0].clone(), file, address }],
             qemu_version: "none".into(),
-            paging: None,
+            paging,
         })
     }
 
@@ -323,13 +358,27 @@ impl DestinationHost for Destination {
         }
     }
 
-    fn started(&self, _id: MigrationId, _incoming: Incoming, _pager: Option<Arc<Pager>>) {}
-
-    fn pager(&self, _id: MigrationId, _from: Option<&str>) -> Result<Arc<Pager>, Problem> {
-        Err(Problem::new("paged", Blame::Peer, "no page is still to come"))
+    fn started(&self, id: MigrationId, _incoming: Incoming, pager: Option<Arc<Pager>>) {
+        if let Some(pager) = pager {
+            self.pagers.lock().unwrap().insert(id, pager);
+        }
+        if let Some(program) = self.guest.lock().unwrap().take() {
+            let mapping = self.mapping.lock().unwrap().clone().expect("prepared");
+            std::thread::spawn(move || program(mapping));
+        }
     }
 
-    fn paged(&self, _id: MigrationId) {}
+    fn pager(&self, id: MigrationId, _from: Option<&str>) -> Result<Arc<Pager>, Problem> {
+        if self.guest_gone.load(Ordering::Acquire) {
+            return Err(Problem::new("guest-gone", Blame::Guest, "it switched itself off"));
+        }
+        let pager = self.pagers.lock().unwrap().get(&id).cloned();
+        pager.ok_or_else(|| Problem::new("paged", Blame::Peer, "no page is still to come"))
+    }
+
+    fn paged(&self, id: MigrationId) {
+        self.pagers.lock().unwrap().remove(&id);
+    }
 
     fn abort(&self, id: MigrationId, _incoming: Option<Incoming>) {
         self.verdicts.lock().unwrap().insert(id, Verdict::Aborted);
@@ -345,6 +394,8 @@ impl DestinationHost for Destination {
 #[derive(Default)]
 pub struct Source {
     pub handed_over: AtomicBool,
+    /// Where its user says that the destination is now.
+    pub peer_now: Mutex<Option<String>>,
     pub credentials: Option<Arc<Credentials>>,
 }
 
@@ -354,6 +405,10 @@ impl SourceHost for Source {
     }
 
     fn accepted(&self) {}
+
+    fn peer_now(&self, _id: MigrationId) -> Option<String> {
+        self.peer_now.lock().unwrap().clone()
+    }
 
     fn handing_over(&self, _id: MigrationId, _peer: &str, _postcopy: bool) -> Result<(), Problem> {
         self.handed_over.store(true, Ordering::Release);

@@ -1,0 +1,120 @@
+//! Pages as they travel after the switchover: the source's guest stands still, so what is read is what is digested and sent.
+
+use sterna_protocol::frame::packed::PackedFrame;
+use sterna_protocol::frame::{ChunkFrame, Frame, page_digest};
+use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
+use sterna_protocol::pages::PageSet;
+
+use crate::error::MigrateError;
+use crate::ram::{Ram, is_zero};
+use crate::source::encode::compress::{Compressor, Method};
+
+/// Makes frames for one thread.
+#[derive(Default)]
+pub struct Bodies {
+    bodies: Vec<u8>,
+    payload: Vec<u8>,
+    compressor: Compressor,
+}
+
+/// A frame, ready to be sent.
+pub struct Made<'a> {
+    /// The frame.
+    pub frame: Frame,
+    /// The digests of its bodies.
+    pub digests: Vec<u64>,
+    /// What follows.
+    pub payload: &'a [u8],
+    /// Pages of it that have a body.
+    pub full: u64,
+    /// Pages of zeros: a bit each.
+    pub zero: u64,
+}
+
+impl Bodies {
+    /// The frame of some pages of a chunk.
+    ///
+    /// They are read from the file and not through the mapping: a page that the guest gave back stays a hole, and reads as the zeros it
+    /// stands for.
+    ///
+    /// # Errors
+    /// The file cannot be read, or no memory for a compressor.
+    pub fn make(
+        &mut self,
+        ram: &Ram,
+        (round, chunk): (u32, ChunkIndex),
+        pages: &PageSet,
+        method: Option<Method>,
+    ) -> Result<Made<'_>, MigrateError> {
+        ram.load_all(chunk, pages, &mut self.bodies).map_err(MigrateError::host("reading the guest's RAM"))?;
+        let (mut full, mut zero, mut digests) = (PageSet::EMPTY, PageSet::EMPTY, Vec::with_capacity(pages.len()));
+        for (at, page) in pages.iter().enumerate() {
+            let from = at * PAGE_BYTES;
+            let body = self.bodies[from..].first_chunk().expect("a body was read for each page");
+            if is_zero(body) {
+                zero.insert(page);
+                continue;
+            }
+            digests.push(page_digest(body));
+            full.insert(page);
+            self.bodies.copy_within(from..from + PAGE_BYTES, (digests.len() - 1) * PAGE_BYTES);
+        }
+        self.bodies.truncate(digests.len() * PAGE_BYTES);
+        let counts = (full.len() as u64, zero.len() as u64);
+        let (frame, payload) = match method {
+            Some(method) if !full.is_empty() => {
+                let mut blocks = Vec::with_capacity(1);
+                self.payload.clear();
+                self.compressor
+                    .encode(method, &self.bodies, &mut blocks, &mut self.payload)
+                    .map_err(MigrateError::host("compressing the guest's pages"))?;
+                let delta = PageSet::EMPTY;
+                (Frame::Packed(PackedFrame { round, chunk, full, delta, zero, blocks }), &self.payload)
+            }
+            _ => (Frame::Chunk(ChunkFrame { round, chunk, full, zero }), &self.bodies),
+        };
+        Ok(Made { frame, digests, payload, full: counts.0, zero: counts.1 })
+    }
+
+    /// What was compressed so far.
+    #[must_use]
+    pub fn did(&self) -> crate::source::encode::compress::Did {
+        self.compressor.did()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use sterna_protocol::spec::BlockSpec;
+    use sterna_sys::map::Access;
+
+    use super::*;
+    use crate::host::BlockFile;
+
+    #[test]
+    fn zeros_and_holes_are_bits_and_a_hole_stays_one() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(1 << 20).unwrap();
+        for page in [3u64, 4, 9] {
+            file.write_all_at(&[page as u8; PAGE_BYTES], page * 4096).unwrap();
+        }
+        file.write_all_at(&[0; PAGE_BYTES], 5 * 4096).unwrap();
+        let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
+        let ram = Ram::open(&[BlockFile { spec, file, address: 0 }], Access::Read).unwrap();
+        let pages: PageSet = (3..11).collect();
+        let before = ram.allocated().unwrap().len();
+        let mut bodies = Bodies::default();
+        for method in [None, Some(Method::Lz4), Some(Method::Plain)] {
+            let made = bodies.make(&ram, (0, ChunkIndex(0)), &pages, method).unwrap();
+            assert_eq!((made.full, made.zero), (3, 5));
+            let expected: Vec<u64> = [3u8, 4, 9].map(|byte| page_digest(&[byte; PAGE_BYTES])).into();
+            assert_eq!(made.digests, expected);
+            if method != Some(Method::Lz4) {
+                assert_eq!(made.payload, [[3u8; PAGE_BYTES], [4; PAGE_BYTES], [9; PAGE_BYTES]].concat());
+            }
+        }
+        assert_eq!(ram.allocated().unwrap().len(), before);
+    }
+}

@@ -1,0 +1,212 @@
+//! One session of post-copy, from its first page to its last.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sterna_api::Problem;
+use sterna_api::report::Verify;
+use sterna_protocol::message::{PostcopyAccount, Reply, Request};
+
+use super::ends::Ends;
+use super::pacing::Pacing;
+use super::pending::Pending;
+use super::urgent::Urgent;
+use super::{Context, Work, no_thread, push};
+use crate::error::MigrateError;
+use crate::source::link::Link;
+use crate::source::send::Stream;
+use crate::source::verify;
+use crate::transport::control::REPLY_TIMEOUT;
+
+/// How often the destination is asked how far it is.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+/// How long it may take to say so. A guest there may be waiting for a page: a link that is lost should be noticed soon.
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Where no fault has come for so long, the push need not leave room for one.
+const QUIET: Duration = Duration::from_millis(250);
+
+/// A session whose pages are on their way.
+pub struct Session {
+    /// The control connection. It is closed after everything else.
+    link: Link,
+    streams: Vec<Stream>,
+    pending: Arc<Pending>,
+    ends: Arc<Ends>,
+    /// What the link carried before, bytes per second, where that is known.
+    known: Option<u64>,
+    _urgent: Urgent,
+}
+
+/// How a migration after the switchover ended.
+pub enum Ended {
+    /// Every page is there.
+    Paged(Option<Completed>),
+    /// The guest has ended there.
+    Gone(Problem),
+    /// Somebody gave it up.
+    GivenUp,
+}
+
+/// What was learned when the last page was there.
+#[derive(Debug)]
+pub struct Completed {
+    /// What the destination saw.
+    pub account: PostcopyAccount,
+    /// The comparison of both sides.
+    pub verify: Verify,
+    /// When the last page was there.
+    pub at: Instant,
+}
+
+/// The connections of a session and the thread that serves faults, before the first page is due.
+pub struct Begun {
+    /// What is pending: nothing yet.
+    pub pending: Arc<Pending>,
+    ends: Arc<Ends>,
+    urgent: Urgent,
+}
+
+impl Begun {
+    /// Opens the connections of faults and begins to serve them.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn new(link: &Link, work: &Arc<Work>) -> Result<Self, MigrateError> {
+        let (pending, ends) = (work.nothing_pending(), Arc::new(Ends::default()));
+        ends.add(link.control.hang_up().map_err(no_thread())?);
+        let urgent = Urgent::start(link.faults()?, Arc::clone(&pending), Arc::clone(work), &ends)?;
+        Ok(Self { pending, ends, urgent })
+    }
+
+    /// Why it failed, where it did.
+    #[must_use]
+    pub fn failure(&self) -> Option<MigrateError> {
+        self.ends.failure()
+    }
+
+    /// A session on these connections.
+    ///
+    /// # Errors
+    /// No descriptor left.
+    pub fn session(self, link: Link, streams: Vec<Stream>, known: Option<u64>) -> Result<Session, MigrateError> {
+        for stream in &streams {
+            self.ends.add(stream.connection().hang_up().map_err(no_thread())?);
+        }
+        let Self { pending, ends, urgent } = self;
+        Ok(Session { link, streams, pending, ends, known, _urgent: urgent })
+    }
+}
+
+impl Session {
+    /// Sends every page that is pending, and sees that all are there. `completed` keeps what was learned then, should the link break after it.
+    ///
+    /// # Errors
+    /// The session broke; the destination may still miss pages.
+    pub fn drive(&mut self, context: &Context, completed: &mut Option<Completed>) -> Result<bool, MigrateError> {
+        let driven = self.send(context).and_then(|given_up| {
+            if !given_up {
+                self.complete(context, completed)?;
+            }
+            Ok(given_up)
+        });
+        // The first failure is the reason, and what the others saw its consequence.
+        driven.map_err(|error| match (error, self.ends.failure()) {
+            (error @ MigrateError::Peer(_), _) | (error, None) => error,
+            (_, Some(first)) => first,
+        })
+    }
+
+    /// Until nothing is pending; whether it was given up.
+    fn send(&mut self, context: &Context) -> Result<bool, MigrateError> {
+        let Self { link, streams, pending, ends, known, .. } = self;
+        let (pending, ends, work) = (&**pending, &**ends, &*context.work);
+        let mut pacing = Pacing::new(streams, *known, work.limit)?;
+        if let Some(meter) = &work.compression {
+            meter.round_begins(streams.len(), streams.len());
+        }
+        std::thread::scope(|scope| {
+            let guard = EndOnDrop(ends);
+            let mut pushes = Vec::with_capacity(streams.len());
+            for stream in streams {
+                let push = move || {
+                    if let Err(error) = push::push(stream, pending, work, ends) {
+                        ends.fail(error);
+                    }
+                    ends.wake();
+                };
+                let thread = std::thread::Builder::new().name("push".into()).spawn_scoped(scope, push);
+                pushes.push(thread.map_err(no_thread())?);
+            }
+            let (mut beat, mut seen) = (Instant::now(), work.tally.so_far());
+            while pushes.iter().any(|push| !push.is_finished()) {
+                ends.wait(pacing.window().min(HEARTBEAT));
+                if let Some(error) = ends.failure() {
+                    return Err(error);
+                }
+                if context.monitor.given_up() {
+                    return Ok(true);
+                }
+                pacing.step(pending.quiet_for(QUIET))?;
+                progress(context, &mut seen);
+                if beat.elapsed() >= HEARTBEAT {
+                    ask(link, context)?;
+                    beat = Instant::now();
+                }
+            }
+            if let Some(error) = ends.failure() {
+                return Err(error);
+            }
+            progress(context, &mut seen);
+            std::mem::forget(guard);
+            Ok(false)
+        })
+    }
+
+    /// Every page is sent: sees that all are there, and compares.
+    fn complete(&mut self, context: &Context, completed: &mut Option<Completed>) -> Result<(), MigrateError> {
+        let control = &mut self.link.control;
+        let verify = context.options.verify;
+        let Reply::Completed(account) = control.ask(&Request::Complete { verify }, REPLY_TIMEOUT)? else {
+            return Err(MigrateError::Reply("another reply than that every page is there"));
+        };
+        let at = Instant::now();
+        let verifiable = verify && account.verifiable;
+        let done = completed.insert(Completed { account: *account, verify: Verify::default(), at });
+        if verifiable {
+            done.verify = match verify::compare(&mut self.link, &context.work.ram) {
+                Err(MigrateError::Mismatch { mismatches, pages }) => {
+                    Verify { checked: true, pages, mismatches, excluded_free_pages: 0 }
+                }
+                compared => compared?,
+            };
+        }
+        self.link.control.ask(&Request::Release, REPLY_TIMEOUT).map(drop)
+    }
+}
+
+/// Shows how far it is.
+fn progress(context: &Context, seen: &mut (u64, u64)) {
+    let now = context.work.tally.so_far();
+    context.monitor.sent(now.0 - seen.0, now.1 - seen.1);
+    *seen = now;
+}
+
+/// Asks the destination how far it is.
+fn ask(link: &mut Link, context: &Context) -> Result<(), MigrateError> {
+    match link.control.ask(&Request::Paging, HEARTBEAT_TIMEOUT)? {
+        Reply::Paging { faults, .. } => {
+            context.monitor.update(|progress| progress.faults = Some(faults));
+            Ok(())
+        }
+        _ => Err(MigrateError::Reply("another reply than how many pages are missing")),
+    }
+}
+
+/// Whatever leaves the scope early, a panic too, ends the threads in it: they wait on their connections.
+struct EndOnDrop<'a>(&'a Ends);
+
+impl Drop for EndOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}

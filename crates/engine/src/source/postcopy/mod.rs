@@ -1,0 +1,184 @@
+//! The guest runs at the destination, and the rest of its pages follow.
+//!
+//! ```text
+//!   faults connection  ──▶ urgent: asked for ─┐
+//!                                             ├─ pending: each page is taken once ── frames ──▶ urgent, pages(i) connections
+//!   pacing ──▶ push, one per connection ──────┘
+//!   control            ◀─▶ drive: heartbeat, Complete, verify, Release
+//!   whatever breaks    ──▶ everything is hung up; resume: connect anew, ask what is missing, go on
+//! ```
+//!
+//! The source's guest never runs again, and its RAM stands still: what is read here is what the guest wrote last. So a page needs no second
+//! look, only to arrive; and where a link or a daemon fails nothing is lost but time, as long as this RAM and the destination live.
+
+/// Which pages are still here and not there.
+pub mod pending;
+
+/// What faults ask for.
+pub mod requests;
+
+/// Pages as they travel.
+pub mod bodies;
+
+/// What they ask for, sent at once.
+pub mod urgent;
+
+/// The rest, beside it.
+pub mod push;
+
+/// How fast the rest goes.
+pub mod pacing;
+
+/// What ends all of it together.
+pub mod ends;
+
+/// One session from its first page to its last.
+pub mod drive;
+
+/// Over lost links and restarts.
+pub mod resume;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use sterna_api::options::{Compress, Prepaging};
+use sterna_api::report::Report;
+use sterna_api::{MigrateOptions, Phase};
+
+use self::pending::Pending;
+use super::encode::Meter;
+use super::encode::compress::Did;
+use crate::error::MigrateError;
+use crate::host::{MigrationId, SourceHost};
+use crate::monitor::Monitor;
+use crate::ram::Ram;
+use crate::transport::pacer::Pacer;
+use crate::transport::share::Share;
+
+/// What all threads of a migration's post-copy share, over all its sessions.
+pub struct Work {
+    /// The guest's RAM, which stands still from the switchover on.
+    pub ram: Arc<Ram>,
+    /// The order of the push.
+    pub prepaging: Prepaging,
+    /// The number that frames carry as their round.
+    pub round: u32,
+    /// The limits that were asked for.
+    pub pacer: Pacer,
+    /// The lowest of them, bytes per second.
+    pub limit: Option<u64>,
+    /// How hard pushed pages are compressed, where they are.
+    pub compression: Option<Meter>,
+    /// What was done.
+    pub tally: Tally,
+}
+
+impl Work {
+    /// Nothing done yet.
+    #[must_use]
+    pub fn new(ram: Arc<Ram>, options: &MigrateOptions, bandwidth: &Arc<Share>, round: u32) -> Arc<Self> {
+        let limits = [options.bandwidth_bytes_per_s, options.postcopy_bandwidth_bytes_per_s];
+        let limit = limits.into_iter().flatten().min();
+        let compress = options.compress != Compress::Off;
+        Arc::new(Self {
+            ram,
+            prepaging: options.prepaging,
+            round,
+            pacer: Pacer::new(limit, bandwidth),
+            limit,
+            compression: compress.then(|| Meter::new(options.compress, options.compress_level)),
+            tally: Tally::default(),
+        })
+    }
+
+    /// A set of pending pages in the order that was asked for, with none in it.
+    #[must_use]
+    pub fn nothing_pending(&self) -> Arc<Pending> {
+        Arc::new(Pending::new(self.ram.layout(), self.prepaging))
+    }
+}
+
+/// What was done, by all threads.
+#[derive(Debug, Default)]
+pub struct Tally {
+    full: AtomicU64,
+    zero: AtomicU64,
+    faulted: AtomicU64,
+    pushed: AtomicU64,
+    bytes: AtomicU64,
+    cpu_us: AtomicU64,
+    compressed: Mutex<Did>,
+}
+
+impl Tally {
+    /// A frame went: its pages with bodies and of zeros, its bytes, and whether a fault asked for it.
+    fn sent(&self, (full, zero): (u64, u64), bytes: u64, asked: bool) {
+        self.full.fetch_add(full, Ordering::Relaxed);
+        self.zero.fetch_add(zero, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        let pages = if asked { &self.faulted } else { &self.pushed };
+        pages.fetch_add(full + zero, Ordering::Relaxed);
+    }
+
+    /// A thread of its own ends, this one: its processor time, and what it compressed.
+    fn thread_ends(&self, did: Did) {
+        self.cpu_us.fetch_add(sterna_sys::process::thread_cpu_time().as_micros() as u64, Ordering::Relaxed);
+        *self.compressed.lock().unwrap_or_else(PoisonError::into_inner) += did;
+    }
+
+    /// Pages and bytes so far.
+    #[must_use]
+    pub fn so_far(&self) -> (u64, u64) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (get(&self.faulted) + get(&self.pushed), get(&self.bytes))
+    }
+
+    /// Adds it to a report.
+    fn write(&self, report: &mut Report) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let full = get(&self.full);
+        report.pages.full += full;
+        report.pages.sent += full;
+        report.pages.zero += get(&self.zero);
+        report.pages.faulted += get(&self.faulted);
+        report.pages.pushed += get(&self.pushed);
+        report.bytes_on_wire += get(&self.bytes);
+        report.bytes_raw += full * 4096;
+        report.source.cpu_s += Duration::from_micros(get(&self.cpu_us)).as_secs_f64();
+        let did = *self.compressed.lock().unwrap_or_else(PoisonError::into_inner);
+        report.encoding.compression.pages += did.pages;
+        report.encoding.compression.bytes += did.bytes;
+        if did != Did::default() {
+            report.encoding.compression.plain_pages += did.plain_pages;
+        }
+    }
+}
+
+/// A migration whose guest runs at the destination.
+pub struct Context<'a> {
+    /// Which.
+    pub id: MigrationId,
+    /// Where the destination was when it began.
+    pub peer: &'a str,
+    /// How it is to be done.
+    pub options: &'a MigrateOptions,
+    /// The daemon.
+    pub host: &'a dyn SourceHost,
+    /// Progress.
+    pub monitor: &'a Monitor,
+    /// What the threads share.
+    pub work: Arc<Work>,
+}
+
+/// Sees it through, from a session that stands or from none, and writes into the report what became of it.
+pub fn see_through(context: &Context, first: Option<drive::Session>, report: &mut Report) {
+    context.monitor.enter(Phase::Postcopy);
+    resume::Journey::new(context).go(first, report);
+    context.work.tally.write(report);
+}
+
+/// A thread of a post-copy session.
+fn no_thread() -> impl FnOnce(std::io::Error) -> MigrateError {
+    MigrateError::host("starting a thread that sends pages")
+}

@@ -1,0 +1,95 @@
+//! How fast the push goes: [`Pace`] decides, the kernel's `SO_MAX_PACING_RATE` holds it, and `TCP_INFO` says what came through (tcp(7), socket(7)).
+//!
+//! Few bytes wait unsent in the sockets (`TCP_NOTSENT_LOWAT`): what waits there was chosen before the latest fault.
+
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use sterna_protocol::pace::{Pace, Window};
+use sterna_sys::socket::{TcpInfo, set_notsent_lowat, set_pacing_rate};
+
+use crate::error::MigrateError;
+use crate::source::send::Stream;
+
+/// What may wait unsent is what goes in this time.
+const UNSENT: Duration = Duration::from_millis(1);
+/// At least two frames' headers and half their bodies, so that the connection does not run dry.
+const LEAST_UNSENT: u32 = 32 << 10;
+/// At most what was measured to keep an urgent page waiting little.
+const MOST_UNSENT: u32 = 128 << 10;
+
+/// The pace of one session's push.
+#[derive(Debug)]
+pub struct Pacing {
+    sockets: Vec<TcpStream>,
+    pace: Pace,
+    limit: Option<u64>,
+    paced: u64,
+    acknowledged: u64,
+    since: Instant,
+}
+
+impl Pacing {
+    /// Over these connections, at what they are known to carry, where that is known. `limit`: bytes per second that are not exceeded.
+    ///
+    /// # Errors
+    /// No descriptor left, or the kernel does not pace.
+    pub fn new(streams: &[Stream], known: Option<u64>, limit: Option<u64>) -> Result<Self, MigrateError> {
+        let sockets = streams.iter().map(|stream| stream.connection().socket().try_clone());
+        let sockets = sockets.collect::<Result<_, _>>().map_err(MigrateError::host("setting the pace of the push"))?;
+        let pace = Pace::new(known);
+        let mut pacing = Self { sockets, pace, limit, paced: 0, acknowledged: 0, since: Instant::now() };
+        pacing.acknowledged = pacing.look()?.0;
+        pacing.set(false)?;
+        Ok(pacing)
+    }
+
+    /// How long until the next [`step`](Self::step).
+    #[must_use]
+    pub fn window(&self) -> Duration {
+        self.pace.window().saturating_sub(self.since.elapsed())
+    }
+
+    /// Takes in what came through, and sets the pace of the next window, where this one is over.
+    ///
+    /// # Errors
+    /// The kernel does not say, or does not pace.
+    pub fn step(&mut self, quiet: bool) -> Result<(), MigrateError> {
+        if !self.window().is_zero() {
+            return Ok(());
+        }
+        let (acknowledged, busy, round_trip) = self.look()?;
+        let (length, delivered) = (self.since.elapsed(), acknowledged.saturating_sub(self.acknowledged));
+        (self.since, self.acknowledged) = (Instant::now(), acknowledged);
+        self.pace.seen(&Window { length, delivered, busy, round_trip }, self.paced);
+        self.set(quiet)
+    }
+
+    /// Bytes acknowledged so far, whether more waits to be sent, and the shortest round trip.
+    fn look(&self) -> Result<(u64, bool, Duration), MigrateError> {
+        let (mut acknowledged, mut busy, mut round_trip) = (0, false, Duration::MAX);
+        for socket in &self.sockets {
+            let info = TcpInfo::of(socket).map_err(MigrateError::kernel("looking at the pace of the push"))?;
+            acknowledged += info.acknowledged_bytes;
+            busy |= info.unsent_bytes > 0;
+            round_trip = round_trip.min(info.round_trip_least);
+        }
+        Ok((acknowledged, busy, round_trip))
+    }
+
+    fn set(&mut self, quiet: bool) -> Result<(), MigrateError> {
+        let rate = self.pace.rate(quiet).min(self.limit.unwrap_or(u64::MAX));
+        if rate == self.paced {
+            return Ok(());
+        }
+        self.paced = rate;
+        let each = rate / self.sockets.len().max(1) as u64;
+        let unsent = (each as f64 * UNSENT.as_secs_f64()) as u32;
+        for socket in &self.sockets {
+            set_pacing_rate(socket, Some(each)).map_err(MigrateError::kernel("setting the pace of the push"))?;
+            set_notsent_lowat(socket, unsent.clamp(LEAST_UNSENT, MOST_UNSENT))
+                .map_err(MigrateError::kernel("setting the pace of the push"))?;
+        }
+        Ok(())
+    }
+}

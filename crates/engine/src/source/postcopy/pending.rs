@@ -1,0 +1,232 @@
+//! The pages that are still here and not there, shared by those that send them.
+//!
+//! A page is taken out under one lock before it is sent, by whoever sends it: so it goes at most once, whether a fault asks for it, its
+//! neighbour was asked for, or the push comes by. What was taken and lost with a link is put back by asking the destination what is
+//! missing there ([`resume`](super::resume)): this set is then made anew.
+//!
+//! The races:
+//!
+//! | race | why nothing is lost and nothing goes twice |
+//! | --- | --- |
+//! | a fault asks for a page that the push has just taken | it is on its way, and nothing more is done than to move the pivot there; where it does not arrive the link is broken, and the set is made anew |
+//! | the push wants the neighbours of a fault that takes them at the same time | the lock: one of both has them |
+//! | a fault comes before the answer to `LoadPostcopy`, because loading the devices reads guest RAM | the set is filled before that request is sent |
+//! | a request for a page that was never to be sent, or that the machine does not have | it is not in the set: nothing is sent |
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use sterna_api::options::Prepaging;
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout};
+use sterna_protocol::message::PageRequest;
+use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::prepage::{Order, Prepager};
+
+/// The most pages that come with one that was asked for.
+pub const NEIGHBOURS: usize = 7;
+/// Without pre-paging nothing is pushed for so long after a fault.
+const HOLD: Duration = Duration::from_millis(100);
+
+/// The set, and the order in which it is pushed.
+#[derive(Debug)]
+pub struct Pending {
+    layout: Layout,
+    holds: bool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    pages: PageMap,
+    left: u64,
+    prepager: Prepager,
+    asked: Option<Instant>,
+}
+
+/// What the push is to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// These pages, which are the caller's from now on.
+    Send(ChunkIndex, PageSet),
+    /// Nothing for so long.
+    Wait(Duration),
+    /// Nothing more.
+    End,
+}
+
+impl Pending {
+    /// Nothing is pending yet.
+    #[must_use]
+    pub fn new(layout: &Layout, prepaging: Prepaging) -> Self {
+        let order = if prepaging == Prepaging::Bubble { Order::Bubbles } else { Order::Linear };
+        let (pages, prepager) = (PageMap::empty(layout), Prepager::new(order, layout));
+        let state = Mutex::new(State { pages, left: 0, prepager, asked: None });
+        Self { layout: layout.clone(), holds: prepaging == Prepaging::Off, state }
+    }
+
+    /// These pages are to be sent.
+    pub fn fill(&self, pages: PageMap) {
+        let mut state = self.lock();
+        (state.left, state.pages) = (pages.len(), pages);
+    }
+
+    /// How many pages nobody has taken yet.
+    #[must_use]
+    pub fn left(&self) -> u64 {
+        self.lock().left
+    }
+
+    /// Whether no fault has come for so long.
+    #[must_use]
+    pub fn quiet_for(&self, time: Duration) -> bool {
+        self.lock().asked.is_none_or(|asked| asked.elapsed() >= time)
+    }
+
+    /// A fault asks for a page: whether it is the caller's to send. The peer may ask for anything.
+    #[must_use]
+    pub fn ask(&self, request: &PageRequest) -> bool {
+        let page = request.page;
+        if self.layout.place(page.chunk).is_none_or(|place| usize::from(page.page) >= place.pages) {
+            return false;
+        }
+        let mut state = self.lock();
+        state.asked = Some(Instant::now());
+        state.prepager.fault(page, request.thread);
+        let pending = state.pages.chunk(page.chunk).contains(page.page);
+        if pending {
+            state.take(page.chunk, &[page.page].into_iter().collect());
+        }
+        pending
+    }
+
+    /// The next pages behind one that was asked for, up to the first that is not pending: the caller's to send.
+    #[must_use]
+    pub fn neighbours(&self, request: &PageRequest) -> PageSet {
+        let (chunk, page) = (request.page.chunk, usize::from(request.page.page));
+        let mut state = self.lock();
+        let behind = (page + 1..CHUNK_PAGES.min(page + 1 + NEIGHBOURS)).map(|page| page as u8);
+        let pages: PageSet = behind.take_while(|page| state.pages.chunk(chunk).contains(*page)).collect();
+        state.take(chunk, &pages);
+        pages
+    }
+
+    /// What to push now.
+    #[must_use]
+    pub fn next(&self) -> Next {
+        let mut state = self.lock();
+        if state.left == 0 {
+            return Next::End;
+        }
+        if self.holds
+            && let Some(left) = state.asked.and_then(|asked| HOLD.checked_sub(asked.elapsed()))
+        {
+            return Next::Wait(left);
+        }
+        let State { pages, prepager, .. } = &mut *state;
+        let Some((chunk, pages)) = prepager.next(pages) else { return Next::End };
+        state.take(chunk, &pages);
+        Next::Send(chunk, pages)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Takes pending pages out.
+    fn take(&mut self, chunk: ChunkIndex, pages: &PageSet) {
+        let set = self.pages.chunk_mut(chunk);
+        *set = set.without(pages);
+        self.left -= pages.len() as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use sterna_protocol::layout::PageIndex;
+    use sterna_protocol::spec::BlockSpec;
+
+    use super::*;
+
+    fn pending(prepaging: Prepaging) -> Pending {
+        let block = BlockSpec { id: "a".into(), bytes: (40 << 20) + 8192, page_bytes: 4096, path: String::new() };
+        let layout = Layout::new(&[block]).unwrap();
+        let mut map = PageMap::empty(&layout);
+        layout.iter().for_each(|chunk| map.insert_all(chunk, &PageSet::first(layout.place(chunk).unwrap().pages)));
+        let pending = Pending::new(&layout, prepaging);
+        pending.fill(map);
+        pending
+    }
+
+    fn request(page: u32) -> PageRequest {
+        PageRequest { page: PageIndex { chunk: ChunkIndex(page / 256), page: page as u8 }, thread: 1 }
+    }
+
+    #[test]
+    fn every_page_is_taken_once_by_faults_and_pushes_at_the_same_time() {
+        let (pending, taken) = (pending(Prepaging::Bubble), (0..10_242).map(|_| AtomicU32::new(0)).collect::<Vec<_>>());
+        let took = |chunk: ChunkIndex, pages: PageSet| {
+            pages.iter().for_each(|page| {
+                taken[chunk.index() * 256 + usize::from(page)].fetch_add(1, Ordering::Relaxed);
+            });
+        };
+        std::thread::scope(|scope| {
+            for seed in 1..3u32 {
+                let (pending, took) = (&pending, &took);
+                scope.spawn(move || {
+                    let mut random = seed;
+                    for _ in 0..20_000 {
+                        random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                        let asked = request(random % 11_000);
+                        if pending.ask(&asked) {
+                            took(asked.page.chunk, [asked.page.page].into_iter().collect());
+                            took(asked.page.chunk, pending.neighbours(&asked));
+                        }
+                    }
+                });
+                scope.spawn(move || {
+                    while let Next::Send(chunk, pages) = pending.next() {
+                        took(chunk, pages);
+                    }
+                });
+            }
+        });
+        assert_eq!(pending.left(), 0);
+        assert!(taken.iter().all(|times| times.load(Ordering::Relaxed) == 1));
+    }
+
+    #[test]
+    fn pages_that_the_machine_does_not_have_are_not_sent() {
+        let pending = pending(Prepaging::Bubble);
+        for page in [10_242, 11_000, 256 * 41, u32::MAX] {
+            assert!(!pending.ask(&request(page)), "{page}");
+        }
+        assert!(pending.ask(&request(10_241)));
+        assert!(!pending.ask(&request(10_241)), "a page goes once");
+        assert_eq!(pending.left(), 10_241);
+    }
+
+    #[test]
+    fn neighbours_are_those_behind_the_page_and_end_where_one_is_on_its_way() {
+        let pending = pending(Prepaging::Linear);
+        assert!(pending.ask(&request(105)) && pending.ask(&request(100)));
+        assert_eq!(pending.neighbours(&request(100)).iter().collect::<Vec<_>>(), [101, 102, 103, 104]);
+        assert_eq!(pending.neighbours(&request(105)).iter().collect::<Vec<_>>(), (106..113).collect::<Vec<_>>());
+        assert!(pending.ask(&request(254)));
+        assert_eq!(pending.neighbours(&request(254)).iter().collect::<Vec<_>>(), [255], "no further than the chunk");
+        assert!(pending.neighbours(&request(255)).is_empty());
+    }
+
+    #[test]
+    fn without_pre_paging_the_push_waits_after_a_fault() {
+        let pending = pending(Prepaging::Off);
+        assert!(matches!(pending.next(), Next::Send(..)));
+        assert!(pending.ask(&request(5000)));
+        assert!(matches!(pending.next(), Next::Wait(_)));
+        std::thread::sleep(HOLD);
+        assert!(matches!(pending.next(), Next::Send(..)));
+    }
+}

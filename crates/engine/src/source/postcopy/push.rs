@@ -1,0 +1,75 @@
+//! The pages that nobody asked for yet, one thread per connection.
+//!
+//! What goes next is decided as late as can be: when the connection has room. So a fault moves what is pushed at once, and a page that is
+//! asked for while it is on its way waits for a frame or two.
+
+use std::time::{Duration, Instant};
+
+use sterna_sys::socket::TcpInfo;
+
+use super::Work;
+use super::bodies::Bodies;
+use super::ends::Ends;
+use super::pending::{Next, Pending};
+use crate::error::MigrateError;
+use crate::source::send::Stream;
+
+/// How long a wait may go on unasked.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Pushes until nothing is pending or the session ends.
+///
+/// # Errors
+/// The link broke, or this host's kernel failed.
+pub fn push(stream: &mut Stream, pending: &Pending, work: &Work, ends: &Ends) -> Result<(), MigrateError> {
+    let mut bodies = Bodies::default();
+    let pushed = push_with(&mut bodies, stream, pending, work, ends);
+    work.tally.thread_ends(bodies.did());
+    pushed
+}
+
+fn push_with(
+    bodies: &mut Bodies,
+    stream: &mut Stream,
+    pending: &Pending,
+    work: &Work,
+    ends: &Ends,
+) -> Result<(), MigrateError> {
+    let goes_on = || if ends.has_ended() { Err(()) } else { Ok(()) };
+    loop {
+        let waiting = Instant::now();
+        // How many bytes it will be is not known yet: they are charged afterwards.
+        if work.pacer.wait(0, goes_on).is_err() {
+            return Ok(());
+        }
+        while !stream.connection().wait_writable(LOOK) {
+            if ends.has_ended() {
+                return Ok(());
+            }
+        }
+        let (chunk, pages) = match pending.next() {
+            Next::Send(chunk, pages) => (chunk, pages),
+            Next::Wait(time) => {
+                ends.wait_quietly(time);
+                if ends.has_ended() {
+                    return Ok(());
+                }
+                continue;
+            }
+            Next::End => return Ok(()),
+        };
+        let (waited, encoding) = (waiting.elapsed(), Instant::now());
+        let method = work.compression.as_ref().map(|meter| meter.method());
+        let made = bodies.make(&work.ram, (work.round, chunk), &pages, method)?;
+        if let Some(meter) = &work.compression {
+            // A connection that ran dry while its next frame was encoded waited for the processor.
+            if TcpInfo::of(stream.connection().socket()).is_ok_and(|info| info.unsent_bytes == 0) {
+                meter.sender_waited(encoding.elapsed());
+            }
+            meter.encoded(made.full, waited);
+        }
+        let bytes = stream.send_frame(&made.frame, &made.digests, made.payload)?;
+        work.pacer.charge(bytes);
+        work.tally.sent((made.full, made.zero), bytes, false);
+    }
+}

@@ -1,0 +1,213 @@
+//! Over lost links and restarts, until every page is there.
+//!
+//! After the switchover there is no way back: the guest runs at the destination, or waits there for a page that only this host has. So
+//! whatever breaks, everything is hung up, and a new session is begun, as often as it takes. It has a number and a key of its own, and begins
+//! with [`Request::Resume`](sterna_protocol::message::Request::Resume): the destination says which pages it misses, and those go. What was
+//! under way when the link broke is among them where it did not arrive.
+
+use std::time::{Duration, Instant};
+
+use sterna_api::problem::Whereabouts;
+use sterna_api::report::{Report, Status};
+use sterna_api::{Blame, Problem};
+use sterna_protocol::hello::Features;
+
+use super::Context;
+use super::drive::{Begun, Completed, Ended, Session};
+use crate::error::MigrateError;
+use crate::source::link::Link;
+use crate::transport::SessionKey;
+
+/// The first pause between two attempts; each is twice as long as the one before.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+/// The longest.
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+/// How often a pause looks whether the destination is elsewhere now, or nobody waits any more.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long it is tried to tell the destination that it has everything, once it has said so.
+const FAREWELL: Duration = Duration::from_secs(20);
+/// The destination has every page.
+const PAGED: &str = "paged";
+/// The guest has ended there.
+const GUEST_GONE: &str = "guest-gone";
+
+/// The way from the switchover to the last page.
+pub struct Journey<'a> {
+    context: &'a Context<'a>,
+    interruptions: u32,
+    interrupted: Duration,
+}
+
+impl<'a> Journey<'a> {
+    /// Nothing has broken yet.
+    #[must_use]
+    pub fn new(context: &'a Context<'a>) -> Self {
+        Self { context, interruptions: 0, interrupted: Duration::ZERO }
+    }
+
+    /// Goes to the end, from a session that stands or from none, and writes into the report what became of it.
+    pub fn go(mut self, first: Option<Session>, report: &mut Report) {
+        let mut completed = None;
+        let ended = self.until_the_end(first, &mut completed);
+        report.postcopy.interruptions += self.interruptions;
+        report.postcopy.interrupted_ms += self.interrupted.as_secs_f64() * 1e3;
+        let monitor = self.context.monitor;
+        let elapsed_ms = monitor.elapsed().as_secs_f64() * 1e3;
+        report.total_ms = elapsed_ms;
+        match ended {
+            Ended::Paged(completed) => {
+                // It may have been said before that the guest does not run there.
+                report.status = if report.error.is_none() { Status::Completed } else { Status::Failed };
+                let Some(Completed { account, verify, at }) = completed else { return };
+                report.total_ms = elapsed_ms - at.elapsed().as_secs_f64() * 1e3;
+                report.postcopy.ms = account.took_us as f64 / 1e3;
+                report.faults = account.faults;
+                report.pages.duplicate = account.duplicate;
+                report.destination.cpu_s += account.cpu_us as f64 / 1e6;
+                if verify.mismatches > 0 {
+                    let differ = MigrateError::Mismatch { mismatches: verify.mismatches, pages: verify.pages };
+                    (report.status, report.error) =
+                        (Status::Failed, Some(differ.problem().guest(Whereabouts::Destination)));
+                }
+                report.verify = verify;
+            }
+            Ended::Gone(problem) => {
+                report.status = Status::Failed;
+                let message =
+                    format!("the guest ended at the destination before all its pages were there: {}", problem.message);
+                report.error = Some(Problem { message, ..problem }.guest(Whereabouts::Gone));
+            }
+            Ended::GivenUp => {
+                report.status = Status::Failed;
+                let message =
+                    format!("the migration was given up while {} pages were still here", monitor.progress().pages_left);
+                let problem = Problem::new("given-up", Blame::Request, message).guest(Whereabouts::Gone);
+                report.error =
+                    Some(problem.hint("the guest at the destination waits for them for ever: stop it there"));
+            }
+        }
+    }
+
+    fn until_the_end(&mut self, first: Option<Session>, completed: &mut Option<Completed>) -> Ended {
+        let mut session = first;
+        let mut broken: Option<(Instant, MigrateError)> = None;
+        if session.is_none() {
+            let nobody = std::io::Error::new(std::io::ErrorKind::NotConnected, "no session stands");
+            broken = Some((Instant::now(), MigrateError::link("handing the guest over")(nobody)));
+        }
+        loop {
+            if let Some(mut standing) = session.take() {
+                match standing.drive(self.context, completed) {
+                    Ok(true) => return Ended::GivenUp,
+                    Ok(false) => return Ended::Paged(completed.take()),
+                    Err(error) => broken = Some((Instant::now(), error)),
+                }
+                // Everything is hung up and every thread has ended before the next attempt begins.
+                drop(standing);
+            }
+            let Some((since, error)) = broken.take() else { return Ended::Paged(completed.take()) };
+            match self.reconnect(since, error, completed.is_some()) {
+                Ok(resumed) => session = Some(resumed),
+                Err(ended) => {
+                    return match *ended {
+                        Ended::Paged(_) => Ended::Paged(completed.take()),
+                        ended => ended,
+                    };
+                }
+            }
+        }
+    }
+
+    /// Tries until there is a new session, or it has ended otherwise.
+    fn reconnect(&mut self, since: Instant, mut error: MigrateError, all_there: bool) -> Result<Session, Box<Ended>> {
+        let context = self.context;
+        if let Some(ended) = last_word(&error) {
+            return Err(Box::new(ended));
+        }
+        self.interruptions += 1;
+        tracing::warn!(migration = %context.id, %error, "the pages' way to the destination is lost");
+        let mut pause = FIRST_PAUSE;
+        let result = loop {
+            let peer = self.peer();
+            let waiting_for = format!("the destination at {peer}: {error}");
+            context.monitor.update(|progress| {
+                progress.waiting_for = Some(waiting_for);
+                progress.waiting_ms = Some(since.elapsed().as_secs_f64() * 1e3);
+            });
+            if context.monitor.given_up() {
+                break Err(Box::new(Ended::GivenUp));
+            }
+            if all_there && since.elapsed() > FAREWELL {
+                break Err(Box::new(Ended::Paged(None)));
+            }
+            match self.attempt(&peer) {
+                Ok(session) => break Ok(session),
+                Err(failed) => error = failed,
+            }
+            if let Some(ended) = last_word(&error) {
+                break Err(Box::new(ended));
+            }
+            self.pause(&mut pause, &peer);
+        };
+        self.interrupted += since.elapsed();
+        context.monitor.update(|progress| (progress.waiting_for, progress.waiting_ms) = (None, None));
+        if result.is_ok() {
+            tracing::info!(migration = %context.id, after_ms = since.elapsed().as_millis() as u64, "the pages go on");
+        }
+        result
+    }
+
+    /// One attempt: a new session with what is missing there pending.
+    fn attempt(&self, peer: &str) -> Result<Session, MigrateError> {
+        let Context { id, options, host, monitor, work, .. } = self.context;
+        let random = random();
+        let needed = crate::source::needed(options).and(Features::POSTCOPY);
+        let key = SessionKey { session: random, key: (random >> 64) as u64, needed };
+        let mut link = Link::connect(peer, key, host.credentials())?;
+        let streams = options.streams as u16;
+        link.resume(*id, streams, work.ram.layout().digest())?;
+        let streams = (0..streams).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
+        let begun = Begun::new(&link, work)?;
+        let missing = link.missing(work.ram.layout())?;
+        monitor.begin_round(work.round, missing.len());
+        begun.pending.fill(missing);
+        begun.session(link, streams, None)
+    }
+
+    /// Where the destination is to be found.
+    fn peer(&self) -> String {
+        self.context.host.peer_now(self.context.id).unwrap_or_else(|| self.context.peer.into())
+    }
+
+    /// Waits before the next attempt; not when there is news.
+    fn pause(&self, pause: &mut Duration, peer: &str) {
+        let until = Instant::now() + *pause;
+        *pause = (*pause * 2).min(LONGEST_PAUSE);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.context.monitor.given_up() || self.peer() != peer {
+                return;
+            }
+            std::thread::sleep(left.min(LOOK));
+        }
+    }
+}
+
+/// What a destination says that ends it.
+fn last_word(error: &MigrateError) -> Option<Ended> {
+    match error {
+        MigrateError::Peer(problem) if problem.code == PAGED => Some(Ended::Paged(None)),
+        MigrateError::Peer(problem) if problem.code == GUEST_GONE => Some(Ended::Gone(problem.clone())),
+        _ => None,
+    }
+}
+
+/// A session's number and key: not to be guessed by who was not told.
+fn random() -> u128 {
+    let mut bytes = [0u8; 16];
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        Ok(16) => u128::from_le_bytes(bytes),
+        // Requests of up to 256 bytes are never cut short, and every kernel Sterna runs on has the call.
+        other => unreachable!("the kernel gives no random numbers: {other:?}"),
+    }
+}

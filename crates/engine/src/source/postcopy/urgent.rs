@@ -1,0 +1,106 @@
+//! The pages that faults ask for: a thread that reads requests and answers each at once, on a connection that carries nothing else.
+//!
+//! A page that was asked for goes alone, so that the thread that waits for it waits for nothing else. Its neighbours come behind it where
+//! nobody waits for another page. It never waits for the push's pace or limits: what it sends is charged to them.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::pages::PageSet;
+
+use super::bodies::Bodies;
+use super::ends::Ends;
+use super::pending::Pending;
+use super::requests::Requests;
+use super::{Work, no_thread};
+use crate::error::MigrateError;
+use crate::source::send::Stream;
+
+/// How long the thread looks for the next request before it sleeps: a guest that goes through memory asks again within a round trip, and to
+/// be woken takes as long as one. Bounded per request, and others may have the processor meanwhile.
+const LOOK: Duration = Duration::from_micros(150);
+
+/// The thread, until it is dropped.
+pub struct Urgent {
+    ends: Arc<Ends>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Serving {
+    requests: Requests,
+    stream: Stream,
+    pending: Arc<Pending>,
+    work: Arc<Work>,
+    bodies: Bodies,
+}
+
+impl Urgent {
+    /// Begins to serve what is pending, now and later. Where it fails the session ends.
+    ///
+    /// # Errors
+    /// No thread or descriptor left.
+    pub fn start(
+        (requests, stream): (Requests, Stream),
+        pending: Arc<Pending>,
+        work: Arc<Work>,
+        ends: &Arc<Ends>,
+    ) -> Result<Self, MigrateError> {
+        ends.add(requests.hang_up().map_err(no_thread())?);
+        ends.add(stream.connection().hang_up().map_err(no_thread())?);
+        let (told, mut serving) =
+            (Arc::clone(ends), Serving { requests, stream, pending, work, bodies: Bodies::default() });
+        let serve = move || {
+            if let Err(error) = serving.serve() {
+                told.fail(error);
+            }
+            serving.work.tally.thread_ends(serving.bodies.did());
+        };
+        let thread = std::thread::Builder::new().name("urgent".into()).spawn(serve).map_err(no_thread())?;
+        Ok(Self { ends: Arc::clone(ends), thread: Some(thread) })
+    }
+}
+
+impl Drop for Urgent {
+    fn drop(&mut self) {
+        self.ends.end();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Serving {
+    fn serve(&mut self) -> Result<(), MigrateError> {
+        while let Some(request) = self.requests.receive()? {
+            if self.pending.ask(&request) {
+                self.send(request.page.chunk, &[request.page.page].into_iter().collect(), true)?;
+                if !self.requests.waiting() {
+                    let neighbours = self.pending.neighbours(&request);
+                    if !neighbours.is_empty() {
+                        self.send(request.page.chunk, &neighbours, false)?;
+                    }
+                }
+            }
+            let began = Instant::now();
+            while !self.requests.waiting() && began.elapsed() < LOOK {
+                std::thread::yield_now();
+            }
+        }
+        // It asks no more: either all is there, or it is gone, and that is a lost link.
+        if self.pending.left() == 0 {
+            return Ok(());
+        }
+        Err(MigrateError::link("waiting for requests for pages")(std::io::ErrorKind::UnexpectedEof.into()))
+    }
+
+    fn send(&mut self, chunk: ChunkIndex, pages: &PageSet, asked: bool) -> Result<(), MigrateError> {
+        // Not compressed: that would take longer than to send it.
+        let made = self.bodies.make(&self.work.ram, (self.work.round, chunk), pages, None)?;
+        let bytes = self.stream.send_frame(&made.frame, &made.digests, made.payload)?;
+        self.work.pacer.charge(bytes);
+        self.work.tally.sent((made.full, made.zero), bytes, asked);
+        Ok(())
+    }
+}

@@ -1,0 +1,96 @@
+//! A network between two daemons that can be cut.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Carries connections to a destination until it is cut.
+pub struct Relay {
+    pub address: String,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    open: AtomicBool,
+    /// Bytes, both ways, after which it cuts itself once.
+    cut_after: AtomicU64,
+    carried: AtomicU64,
+    sockets: Mutex<Vec<TcpStream>>,
+}
+
+impl Relay {
+    /// To this address; it cuts itself after so many bytes, and carries again at once.
+    pub fn to(destination: &str, cut_after: u64) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let shared = Arc::new(Shared {
+            open: AtomicBool::new(true),
+            cut_after: AtomicU64::new(cut_after),
+            carried: AtomicU64::new(0),
+            sockets: Mutex::default(),
+        });
+        let (carrying, destination) = (Arc::clone(&shared), destination.to_string());
+        std::thread::spawn(move || {
+            for near in listener.incoming().flatten() {
+                let Ok(far) = TcpStream::connect(&destination) else { continue };
+                if !carrying.open.load(Ordering::Acquire) {
+                    continue;
+                }
+                let pairs = [(near.try_clone(), far.try_clone()), (Ok(far), Ok(near))];
+                for (from, to) in pairs {
+                    let (from, to) = (from.expect("a descriptor"), to.expect("a descriptor"));
+                    let _ = to.set_nodelay(true);
+                    carrying.sockets.lock().unwrap().push(to.try_clone().expect("a descriptor"));
+                    let carrying = Arc::clone(&carrying);
+                    std::thread::spawn(move || carrying.carry(from, to));
+                }
+            }
+        });
+        Self { address, shared }
+    }
+
+    /// Cuts every connection, and takes no more until [`restore`](Self::restore).
+    pub fn cut(&self) {
+        self.shared.open.store(false, Ordering::Release);
+        self.shared.cut();
+    }
+
+    /// Carries again.
+    pub fn restore(&self) {
+        self.shared.open.store(true, Ordering::Release);
+    }
+
+    /// Bytes carried so far.
+    pub fn carried(&self) -> u64 {
+        self.shared.carried.load(Ordering::Relaxed)
+    }
+}
+
+impl Shared {
+    fn carry(&self, mut from: TcpStream, mut to: TcpStream) {
+        let mut buffer = vec![0; 16 << 10];
+        while let Ok(read @ 1..) = from.read(&mut buffer) {
+            let before = self.carried.fetch_add(read as u64, Ordering::Relaxed);
+            let cut_after = self.cut_after.load(Ordering::Acquire);
+            if before + read as u64 >= cut_after
+                && self.cut_after.compare_exchange(cut_after, u64::MAX, Ordering::AcqRel, Ordering::Acquire).is_ok()
+            {
+                // In the middle of whatever that is.
+                let _ = to.write_all(&buffer[..cut_after.saturating_sub(before).min(read as u64) as usize]);
+                self.cut();
+                return;
+            }
+            if to.write_all(&buffer[..read]).is_err() {
+                break;
+            }
+        }
+        let _ = to.shutdown(Shutdown::Write);
+    }
+
+    fn cut(&self) {
+        for socket in self.sockets.lock().unwrap().drain(..) {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
