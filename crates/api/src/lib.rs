@@ -15,6 +15,9 @@ pub mod report;
 /// What a migration would take.
 pub mod estimate;
 
+/// How much of its memory a guest keeps.
+pub mod balloon;
+
 /// Where a running migration stands.
 pub mod progress;
 
@@ -24,6 +27,7 @@ pub mod vm;
 /// What failed, whose fault it is, and what to do.
 pub mod problem;
 
+pub use balloon::{Balloon, BalloonMode, BalloonSetting};
 pub use estimate::Estimate;
 pub use options::{MigrateOptions, Mode};
 pub use problem::{Blame, Problem};

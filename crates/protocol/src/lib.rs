@@ -43,5 +43,8 @@ pub mod convergence;
 /// How quickly pages go.
 pub mod throughput;
 
+/// How large a guest's balloon should be.
+pub mod balloon;
+
 /// What a migration would take.
 pub mod estimate;
