@@ -5,7 +5,7 @@ mod machine;
 
 use machine::{Config, Disk, LONG, Machine, RAM_BYTES, binaries};
 use serde_json::json;
-use sterna_engine::vmm::qemu::{binary_version, inspect, machine_types};
+use sterna_engine::vmm::qemu::{BalloonDevice, binary_version, inspect, machine_types, resize};
 use sterna_engine::vmm::{Source, VmmError};
 
 #[test]
@@ -70,5 +70,34 @@ fn replies_of_any_length_arrive_whole() {
         let from = Machine::start(&binary, &Config::new("q35"), &disk, &["-S"]);
         let schema = from.qmp.lock().unwrap().execute("query-qmp-schema", json!({}), LONG).unwrap();
         assert!(schema.to_string().len() > 120_000);
+    }
+}
+
+#[test]
+fn a_balloon_is_found_whatever_its_bus_and_name_and_a_machine_without_one_has_none() {
+    for binary in binaries() {
+        let cases = [
+            ("q35", "virtio-balloon-pci,id=mine,deflate-on-oom=on", (true, false)),
+            ("pc", "virtio-balloon-pci,free-page-reporting=on", (false, true)),
+            ("microvm", "virtio-balloon-device", (false, false)),
+        ];
+        for (machine, device, flags) in cases {
+            let disk = Disk::new();
+            let from = Machine::source(&binary, &Config::new(machine).with(&["-device", device]), &disk);
+            let mut qmp = from.qmp.lock().unwrap();
+            let found = BalloonDevice::find(&mut qmp, LONG).unwrap().expect("a balloon");
+            assert_eq!((found.deflate_on_oom, found.free_page_reporting), flags, "{device}");
+            found.ask_for_reports(&mut qmp, true, LONG).unwrap();
+            let look = found.look(&mut qmp, LONG).unwrap();
+            // A boot sector has no driver.
+            assert_eq!((look.running, look.guest_bytes, look.report), (true, RAM_BYTES, None));
+            resize(&mut qmp, RAM_BYTES / 2, LONG).unwrap();
+            found.ask_for_reports(&mut qmp, false, LONG).unwrap();
+        }
+        let disk = Disk::new();
+        let from = Machine::source(&binary, &Config::new("q35"), &disk);
+        let mut qmp = from.qmp.lock().unwrap();
+        assert_eq!(BalloonDevice::find(&mut qmp, LONG).unwrap(), None);
+        assert!(matches!(resize(&mut qmp, RAM_BYTES, LONG), Err(VmmError::Refused { .. })));
     }
 }

@@ -5,7 +5,7 @@ use crate::vmm::VmmError;
 use crate::vmm::qmp::{Qmp, Version};
 
 /// Where QEMU's object tree holds the devices that were asked for, with and without a name of their own.
-const DEVICE_PATHS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+pub(super) const DEVICE_PATHS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// What a running QEMU is made of, as far as a migration has to know it.
 #[derive(Debug, Clone, PartialEq, Eq)]

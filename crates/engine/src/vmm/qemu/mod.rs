@@ -12,6 +12,9 @@ mod destination;
 /// What a running QEMU is made of.
 mod inspect;
 
+/// The guest's balloon.
+mod balloon;
+
 /// What a QEMU binary can do.
 mod binary;
 
@@ -31,6 +34,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+pub use balloon::{BalloonDevice, BalloonLook, resize};
 pub use binary::{BinaryError, binary_version, machine_types};
 pub use destination::QemuDestination;
 pub use inspect::{Inspection, MemoryDevice, inspect};
