@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::balloon::Balloon;
 use crate::options::MigrateOptions;
 use crate::progress::Progress;
 use crate::report::Report;
@@ -61,6 +62,8 @@ pub struct Vm {
     pub arguments: Vec<String>,
     /// The migration under way, where there is one.
     pub migration: Option<Progress>,
+    /// Its balloon, where Sterna looks after it.
+    pub balloon: Option<Balloon>,
     /// More on the state, for people.
     pub note: Option<String>,
     /// Where its guest runs here before all its pages are here: how far they are.
@@ -96,6 +99,9 @@ pub struct RunRequest {
     /// The QEMU binary; `qemu-system-x86_64` on the daemon's PATH where absent.
     #[serde(default)]
     pub qemu: Option<String>,
+    /// Add a balloon device to the arguments.
+    #[serde(default)]
+    pub balloon: bool,
     /// QEMU's arguments, without RAM.
     pub arguments: Vec<String>,
 }

@@ -6,7 +6,7 @@ mod migrate;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use sterna_api::MemoryMode;
 use sterna_api::units::{parse_duration, parse_rate, parse_size};
 
@@ -60,6 +60,8 @@ pub enum Command {
     Migrate(Box<Migrate>),
     /// Tell what a migration would take now, from a short look at the guest
     Estimate(Estimate),
+    /// Have a guest give back the memory it does not use
+    Balloon(Balloon),
     /// Cancel a virtual machine's migration
     Cancel {
         /// Its name
@@ -92,6 +94,9 @@ pub struct Run {
     /// The QEMU binary [default: the daemon's]
     #[arg(long, value_name = "PATH")]
     pub qemu: Option<PathBuf>,
+    /// Add a balloon device (virtio-balloon with deflate-on-oom and free-page-reporting), which 'sterna balloon' needs
+    #[arg(long)]
+    pub balloon: bool,
     /// Return once it runs, instead of following it until it ends
     #[arg(long)]
     pub detach: bool,
@@ -116,6 +121,26 @@ impl From<MemoryModeArgument> for MemoryMode {
             MemoryModeArgument::Private => Self::Private,
         }
     }
+}
+
+/// `balloon`.
+#[derive(Debug, Args)]
+#[command(group(ArgGroup::new("how").required(true).args(["auto", "off", "target"])))]
+pub struct Balloon {
+    /// The machine
+    pub name: String,
+    /// Follow what the guest holds free: take 95 % of it, give back at once what it needs
+    #[arg(long)]
+    pub auto: bool,
+    /// Give the guest all of its memory back, and leave its balloon alone from now on
+    #[arg(long)]
+    pub off: bool,
+    /// Leave the guest this much memory, as 512M or 4G
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub target: Option<u64>,
+    /// With --auto: how often the balloon is adjusted
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = parse_duration, conflicts_with_all = ["off", "target"])]
+    pub interval: Duration,
 }
 
 /// `estimate`.
@@ -174,6 +199,17 @@ mod tests {
             "sterna migrate a --to b:1 --prepaging bubble",
         ] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
+        }
+    }
+
+    #[test]
+    fn a_balloon_is_set_in_exactly_one_way_and_an_interval_goes_with_auto() {
+        let Command::Balloon(balloon) = parse("sterna balloon a --auto --interval 500ms").unwrap().command else {
+            panic!()
+        };
+        assert!(balloon.auto && balloon.interval == Duration::from_millis(500));
+        for line in ["", "--auto --off", "--off --target 1G", "--target 1X", "--off --interval 1s"] {
+            assert_eq!(parse(&format!("sterna balloon a {line}")).unwrap_err().exit_code(), 2, "{line}");
         }
     }
 

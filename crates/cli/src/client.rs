@@ -48,6 +48,15 @@ impl Client {
         self.read(self.send(Method::POST, path, body.into()).await?).await
     }
 
+    /// Replaces a value and reads the answer.
+    ///
+    /// # Errors
+    /// As [`Client::get`].
+    pub async fn put<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, Failure> {
+        let body = serde_json::to_vec(body).map_err(|error| self.nonsense(&error))?;
+        self.read(self.send(Method::PUT, path, body.into()).await?).await
+    }
+
     /// Asks for something that has no answer but its success.
     ///
     /// # Errors

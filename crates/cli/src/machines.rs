@@ -10,6 +10,7 @@ use sterna_api::units::show_size;
 use sterna_api::{AdoptRequest, RunRequest, Vm, VmState};
 
 use crate::arguments::{Adopt, Run};
+use crate::balloon;
 use crate::client::{Client, escape};
 use crate::failure::Failure;
 use crate::progress::{brief, line};
@@ -33,6 +34,7 @@ pub async fn run(client: &Client, run: Run) -> Result<ExitCode, Failure> {
             let relative = path.is_relative() && path.components().count() > 1;
             if relative { std::path::absolute(&path).unwrap_or(path) } else { path }.display().to_string()
         }),
+        balloon: run.balloon,
         arguments: run.arguments,
     };
     let vm: Vm = client.post("/v1/vms", &request).await?;
@@ -132,6 +134,7 @@ pub async fn show(client: &Client, name: &str, json: bool) -> Result<ExitCode, F
         ("process", Some(vm.pid.to_string())),
         ("qemu", Some(format!("{} ({})", vm.qemu, vm.qemu_path))),
         ("arguments", Some(vm.arguments.join(" "))),
+        ("balloon", vm.balloon.as_ref().map(balloon::line)),
         ("migration", vm.migration.as_ref().map(line)),
         ("note", vm.note.clone()),
     ];

@@ -6,6 +6,8 @@ use clap::Parser;
 
 /// What can be asked for.
 mod arguments;
+/// `balloon`.
+mod balloon;
 /// The API's client.
 mod client;
 /// `estimate`.
@@ -51,6 +53,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Show { name, json } => machines::show(&client, &name, json).await,
         Command::Stop { name, force } => machines::stop(&client, &name, force).await,
         Command::Migrate(migrate) => migrate::migrate(&client, *migrate).await,
+        Command::Balloon(wanted) => balloon::balloon(&client, &wanted).await,
         Command::Estimate(question) => estimate::estimate(&client, &question).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
         Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,

@@ -8,6 +8,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
+use serde::Serialize;
+use sterna_api::balloon::Pressure;
 use sterna_api::{Report, Status, Vm};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -18,6 +20,11 @@ struct StateLabel {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StatusLabel {
     status: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PressureLabel {
+    what: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -43,6 +50,8 @@ pub struct Metrics {
     vms: Family<StateLabel, Gauge>,
     memory: Gauge<u64, AtomicU64>,
     allocated: Gauge<u64, AtomicU64>,
+    ballooned: Gauge<u64, AtomicU64>,
+    pressure: Family<PressureLabel, Counter>,
     migrations: Family<StatusLabel, Counter>,
     sent: Counter,
     queued: Gauge,
@@ -67,6 +76,8 @@ impl Metrics {
             vms: Family::default(),
             memory: Gauge::default(),
             allocated: Gauge::default(),
+            ballooned: Gauge::default(),
+            pressure: Family::default(),
             migrations: Family::default(),
             sent: Counter::default(),
             queued: Gauge::default(),
@@ -81,6 +92,17 @@ impl Metrics {
             "RAM the host has given memory for",
             Unit::Bytes,
             metrics.allocated.clone(),
+        );
+        registry.register_with_unit(
+            "vm_ballooned",
+            "RAM that guests have put into balloons Sterna looks after",
+            Unit::Bytes,
+            metrics.ballooned.clone(),
+        );
+        registry.register(
+            "balloon_pressure",
+            "Balloons made smaller because their guests needed memory",
+            metrics.pressure.clone(),
         );
         registry.register("migrations", "Migrations away from here that have ended", metrics.migrations.clone());
         registry.register(
@@ -125,6 +147,11 @@ impl Metrics {
         }
     }
 
+    /// Counts a balloon that was made smaller because its guest needed memory.
+    pub fn balloon_pressure(&self, what: Pressure) {
+        self.pressure.get_or_create(&PressureLabel { what: word(what) }).inc();
+    }
+
     /// The metrics as text, with these machines and migrations as they are now.
     #[must_use]
     pub fn text(&self, vms: &[Vm], traffic: Traffic) -> String {
@@ -134,17 +161,22 @@ impl Metrics {
         }
         self.vms.clear();
         for vm in vms {
-            let state = serde_json::to_value(vm.state).ok().and_then(|value| value.as_str().map(String::from));
-            self.vms.get_or_create(&StateLabel { state: state.unwrap_or_default() }).inc();
+            self.vms.get_or_create(&StateLabel { state: word(vm.state) }).inc();
         }
         self.memory.set(vms.iter().map(|vm| vm.memory_bytes).sum());
         self.allocated.set(vms.iter().map(|vm| vm.allocated_bytes).sum());
+        self.ballooned.set(vms.iter().filter_map(|vm| vm.balloon.as_ref()).map(|balloon| balloon.size_bytes).sum());
         let mut out = String::new();
         if let Err(error) = text::encode(&mut out, &self.registry) {
             tracing::error!(%error, "cannot write the metrics");
         }
         out
     }
+}
+
+/// A word of the API as it stands in its JSON.
+fn word(value: impl Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(String::from)).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -161,7 +193,9 @@ mod tests {
             ..Report::default()
         });
         metrics.migration_ended(&Report { status: Status::Cancelled, bytes_on_wire: 2, ..Report::default() });
+        metrics.balloon_pressure(Pressure::LowMemory);
         let text = metrics.text(&[], Traffic { queued: 3, outgoing: 2, incoming: 1 });
+        assert!(text.contains("sterna_balloon_pressure_total{what=\"low-memory\"} 1"), "{text}");
         assert!(text.contains("sterna_migrations_queued 3"), "{text}");
         assert!(text.contains("sterna_migrations_running{direction=\"in\"} 1"), "{text}");
         assert!(text.contains("sterna_migrations_total{status=\"completed\"} 1"), "{text}");

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use serde_json::json;
 use support::{Host, cannot_run};
 
-const ROUTES: [(&str, &str); 16] = [
+const ROUTES: [(&str, &str); 17] = [
     ("get", "/v1/vms"),
     ("post", "/v1/vms"),
     ("post", "/v1/vms/adopt"),
@@ -15,6 +15,7 @@ const ROUTES: [(&str, &str); 16] = [
     ("delete", "/v1/vms/{name}"),
     ("post", "/v1/vms/{name}/cancel"),
     ("get", "/v1/vms/{name}/estimate"),
+    ("put", "/v1/vms/{name}/balloon"),
     ("get", "/v1/migrations"),
     ("post", "/v1/migrations"),
     ("get", "/v1/migrations/{id}"),
@@ -47,7 +48,17 @@ fn the_description_lists_every_route_and_every_route_is_served() {
         let code = answer["code"].as_str().unwrap_or_default();
         assert!(!code.starts_with("no-such-route") && !code.starts_with("no-such-method"), "{method} {path}: {answer}");
     }
-    for schema in ["Vm", "RunRequest", "MigrateRequest", "Migration", "Report", "Progress", "Problem"] {
+    for schema in [
+        "Vm",
+        "Balloon",
+        "BalloonSetting",
+        "RunRequest",
+        "MigrateRequest",
+        "Migration",
+        "Report",
+        "Progress",
+        "Problem",
+    ] {
         assert!(document["components"]["schemas"][schema].is_object(), "{schema} is not described");
     }
 }

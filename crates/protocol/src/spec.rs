@@ -1,6 +1,7 @@
 //! The virtual machine as the source daemon describes it to the destination daemon.
 
 use serde::{Deserialize, Serialize};
+use sterna_api::BalloonSetting;
 
 /// One RAM block: a file that QEMU maps.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -43,6 +44,8 @@ pub struct VmSpec {
     pub cpu: Option<String>,
     /// RAM the host has given memory for, bytes: what the destination must have room for.
     pub allocated_bytes: u64,
+    /// How its balloon is handled: the destination goes on with it.
+    pub balloon: BalloonSetting,
     /// Whether the guest runs (else it was paused by its user, and stays so).
     pub running: bool,
     /// The source host's name, for people.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::http::{Method, Uri};
-use axum::routing::{get, post};
+use axum::routing::{get, post, put};
 use sterna_api::{Blame, Problem};
 use utoipa::OpenApi;
 
@@ -15,6 +15,9 @@ pub mod answer;
 
 /// Machines.
 pub mod vms;
+
+/// Balloons.
+pub mod balloon;
 
 /// Migrations.
 pub mod migrations;
@@ -42,6 +45,7 @@ use answer::Failure;
         vms::stop,
         vms::cancel,
         vms::estimate,
+        balloon::set,
         migrations::begin,
         migrations::list,
         migrations::show,
@@ -64,6 +68,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}", get(vms::show).delete(vms::stop))
         .route("/v1/vms/{name}/cancel", post(vms::cancel))
         .route("/v1/vms/{name}/estimate", get(vms::estimate))
+        .route("/v1/vms/{name}/balloon", put(balloon::set))
         .route("/v1/migrations", get(migrations::list).post(migrations::begin))
         .route("/v1/migrations/{id}", get(migrations::show))
         .route("/v1/watch", get(watch::watch))

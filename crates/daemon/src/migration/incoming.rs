@@ -156,6 +156,7 @@ impl Destination {
             agent: agent_socket(&dir),
             blocks,
             owns_ram_files: true,
+            balloon: spec.balloon,
             lifecycle: Lifecycle::Incoming(id),
             running: spec.running,
             paging: None,

@@ -12,7 +12,7 @@ use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::WriteProtect;
 use sterna_engine::source::{self, Fate, Outgoing};
 use sterna_engine::transport::credentials::Credentials;
-use sterna_engine::vmm::qemu::Inspection;
+use sterna_engine::vmm::qemu::{Inspection, SharedQmp};
 
 use super::queue::{Ticket, Turn};
 use super::records::Stage;
@@ -104,12 +104,12 @@ fn attempt(
     turn: &Turn,
 ) -> Attempt {
     let id = MigrationId(random_u128());
-    let outgoing = prepare(daemon, record, id).and_then(|outgoing| {
+    let outgoing = prepare(daemon, record, id).and_then(|(outgoing, qmp)| {
         let leaving = VmRecord { lifecycle: Lifecycle::Outgoing(id), running: outgoing.spec.running, ..record.clone() };
         daemon.store(&leaving).map_err(|error| host("cannot write the machine's record", &error))?;
-        Ok((outgoing, leaving))
+        Ok((outgoing, leaving, qmp))
     });
-    let (outgoing, leaving) = match outgoing {
+    let (outgoing, leaving, qmp) = match outgoing {
         Ok(outgoing) => outgoing,
         Err(problem) => {
             let gone = record.process.open().is_none();
@@ -119,7 +119,9 @@ fn attempt(
         }
     };
     let this = Here { daemon, vm: &record.name, id, peer, options, monitor, turn };
+    let lent = daemon.balloons.lend(&record.name, qmp);
     let mut outcome = source::migrate(outgoing, peer, options, &this, monitor);
+    drop(lent);
     // Its connection to QEMU is needed no more: what follows makes its own.
     drop(outcome.vmm);
     if outcome.fate != Fate::NotYet {
@@ -210,19 +212,22 @@ pub fn movable(record: &VmRecord) -> Result<Movable, Problem> {
     Ok(Movable { control, about, blocks, tracker })
 }
 
-fn prepare(daemon: &Daemon, record: &VmRecord, id: MigrationId) -> Result<Outgoing, Problem> {
+/// The machine as the engine moves it, and its connection to QEMU.
+fn prepare(daemon: &Daemon, record: &VmRecord, id: MigrationId) -> Result<(Outgoing, SharedQmp), Problem> {
     let Movable { control, about, blocks, tracker } = movable(record)?;
-    Ok(Outgoing {
+    let qmp = control.share();
+    let outgoing = Outgoing {
         id,
         spec: record.spec(&about),
-        vmm: Box::new(control::source(record, control)?),
+        vmm: Box::new(control::source(record, Arc::clone(&qmp))?),
         blocks,
         tracker: Box::new(tracker),
         throttle: Box::new(ProcessThrottle::new(record.process.pid)),
         direct_io: !about.direct_io.is_empty(),
         bandwidth: Arc::clone(&daemon.bandwidth),
         here: here(record),
-    })
+    };
+    Ok((outgoing, qmp))
 }
 
 /// This host, for a report.

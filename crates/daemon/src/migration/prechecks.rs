@@ -24,6 +24,7 @@ const MARGIN_BYTES: u64 = 64 << 20;
 pub fn check(spec: &VmSpec, items: &[Item], preferred: Option<&Path>, room_bytes: u64) -> Result<Binary, Problem> {
     check_name(&spec.name)?;
     check_ram(spec, items)?;
+    check_balloon(spec)?;
     let binary = find_qemu(spec, preferred)?;
     check_qemu(spec, &binary)?;
     check_cpu(spec)?;
@@ -34,6 +35,12 @@ pub fn check(spec: &VmSpec, items: &[Item], preferred: Option<&Path>, room_bytes
 
 fn refuse(code: &str, blame: Blame, message: String) -> Problem {
     Problem::new(code, blame, message).guest(Whereabouts::Source)
+}
+
+fn check_balloon(spec: &VmSpec) -> Result<(), Problem> {
+    let wrong =
+        |why| refuse("balloon", Blame::Peer, format!("the balloon of '{}' cannot be handled: {why}", spec.name));
+    spec.balloon.check(spec.memory_bytes).map_err(wrong)
 }
 
 fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {

@@ -20,6 +20,7 @@ fn spec() -> Option<VmSpec> {
         blocks: vec![BlockSpec { id: RAM_ID.into(), bytes: 1 << 26, page_bytes: 4096, path: "/r".into() }],
         cpu: None,
         allocated_bytes: 1 << 25,
+        balloon: sterna_api::BalloonSetting::default(),
         running: true,
         from: "a".into(),
     })
@@ -35,8 +36,9 @@ fn code(change: impl FnOnce(&mut VmSpec), room_bytes: u64) -> Option<String> {
 #[test]
 fn every_reason_to_refuse_has_its_code() {
     type Change = fn(&mut VmSpec);
-    let cases: [(&str, Change); 10] = [
+    let cases: [(&str, Change); 11] = [
         ("fine", |_| {}),
+        ("balloon", |spec| spec.balloon.interval_ms = 0),
         ("invalid-name", |spec| spec.name = "../x".into()),
         ("private-memory", |spec| spec.private = true),
         ("huge-pages", |spec| spec.blocks[0].page_bytes = 2 << 20),

@@ -18,6 +18,9 @@ use crate::problems::invalid;
 /// The id of the RAM back end that Sterna adds.
 pub const RAM_ID: &str = "sterna-ram";
 
+/// The id of the balloon device that Sterna adds where it is asked for one.
+pub const BALLOON_ID: &str = "sterna-balloon";
+
 /// Options of QEMU 7.2 to 10.x that take no value.
 const FLAGS: &[&str] = &[
     "S",
@@ -174,6 +177,27 @@ pub fn check_for_run(items: &[Item]) -> Result<(), Problem> {
         };
         return Err(conflict(item, reason));
     }
+    Ok(())
+}
+
+/// Adds a balloon device to a user's arguments, for the bus that the machine has.
+///
+/// # Errors
+/// A [`Problem`] where they name one already: QEMU takes one.
+pub fn add_balloon(arguments: &mut Vec<String>) -> Result<(), Problem> {
+    let items = parse(arguments);
+    let is_balloon = |item: &&Item| {
+        let value = item.value.as_deref().unwrap_or_default().trim_start();
+        item.option == "device" && (value.starts_with("virtio-balloon") || value.contains("\"virtio-balloon"))
+    };
+    if let Some(item) = items.iter().find(is_balloon) {
+        return Err(conflict(item, "with --balloon Sterna adds the balloon itself"));
+    }
+    let machine =
+        items.iter().filter(|item| item.option == "machine").find_map(|item| item.get("").or_else(|| item.get("type")));
+    // A microvm has no PCI unless it is asked for.
+    let device = if machine.as_deref() == Some("microvm") { "virtio-balloon-device" } else { "virtio-balloon-pci" };
+    arguments.extend(["-device".into(), format!("{device},id={BALLOON_ID},deflate-on-oom=on,free-page-reporting=on")]);
     Ok(())
 }
 

@@ -100,3 +100,17 @@ proptest! {
         prop_assert_eq!(&line[line.len() - 3..], ["-incoming", "defer", "-S"]);
     }
 }
+
+#[test]
+fn a_balloon_fits_the_machines_bus_and_is_added_once() {
+    let added = |line: &str| {
+        let mut words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        add_balloon(&mut words).map(|()| words.join(" "))
+    };
+    let options = "id=sterna-balloon,deflate-on-oom=on,free-page-reporting=on";
+    assert_eq!(added("-M q35").unwrap(), format!("-M q35 -device virtio-balloon-pci,{options}"));
+    assert!(added("-machine type=microvm,acpi=on").unwrap().ends_with(&format!("virtio-balloon-device,{options}")));
+    for line in ["-device virtio-balloon-pci", "-device {\"driver\":\"virtio-balloon-pci\"}"] {
+        assert_eq!(added(line).unwrap_err().code, "argument-conflict", "{line}");
+    }
+}

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use sterna_api::{AdoptRequest, Blame, MemoryMode, Problem, Vm};
+use sterna_api::{AdoptRequest, BalloonSetting, Blame, MemoryMode, Problem, Vm};
 use sterna_engine::vmm::qemu::MemoryDevice;
 use sterna_sys::file::{HugePolicy, Kind, backing};
 
@@ -67,6 +67,7 @@ impl Daemon {
             agent,
             blocks,
             owns_ram_files: false,
+            balloon: BalloonSetting::default(),
             lifecycle: Lifecycle::Here,
             running: true,
             paging: None,

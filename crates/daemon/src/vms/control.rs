@@ -19,7 +19,7 @@ use crate::process::Identity;
 use crate::qemu::launch::log_file;
 
 /// How long QEMU, or the agent inside it, has for an answer.
-const TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connection to a QEMU.
 #[derive(Debug)]
@@ -31,7 +31,15 @@ impl Control {
     /// # Errors
     /// A [`Problem`] where nobody answers.
     pub fn connect(path: &Path) -> Result<Self, Problem> {
-        Qmp::connect(path, TIMEOUT).map(Self).map_err(|error| {
+        Self::connect_within(path, TIMEOUT)
+    }
+
+    /// Connects, where QEMU answers within so long.
+    ///
+    /// # Errors
+    /// As [`Control::connect`].
+    pub fn connect_within(path: &Path, timeout: Duration) -> Result<Self, Problem> {
+        Qmp::connect(path, timeout).map(Self).map_err(|error| {
             let mut problem = problems::qemu(format!("QEMU does not answer at {}", path.display()), &error)
                 .hint("another QMP client may hold the socket: QEMU serves one at a time");
             problem.code = "qmp-unreachable".into();
@@ -65,12 +73,20 @@ impl Control {
         self.0.execute(command, json!({}), TIMEOUT).map(drop).map_err(|error| refused(command, &error))
     }
 
-    fn share(self) -> SharedQmp {
+    /// The connection itself.
+    pub fn qmp(&mut self) -> &mut Qmp {
+        &mut self.0
+    }
+
+    /// The connection, for several to take turns on.
+    #[must_use]
+    pub fn share(self) -> SharedQmp {
         Arc::new(Mutex::new(self.0))
     }
 }
 
-fn refused(what: &str, error: &VmmError) -> Problem {
+/// What to say where QEMU did not do `what`.
+pub(super) fn refused(what: &str, error: &VmmError) -> Problem {
     match error {
         VmmError::Gone { .. } => Problem::new("qemu-gone", Blame::Qemu, error.to_string()),
         _ => problems::qemu(format!("QEMU did not do what it was asked ({what})"), error),
@@ -86,8 +102,8 @@ fn open(process: Identity) -> Result<QemuProcess, Problem> {
 ///
 /// # Errors
 /// A [`Problem`] where its QEMU has ended.
-pub fn source(record: &VmRecord, control: Control) -> Result<QemuSource, Problem> {
-    Ok(QemuSource::new(control.share(), open(record.process)?))
+pub fn source(record: &VmRecord, qmp: SharedQmp) -> Result<QemuSource, Problem> {
+    Ok(QemuSource::new(qmp, open(record.process)?))
 }
 
 /// The driver that takes a machine's devices in.

@@ -121,7 +121,7 @@ impl Daemon {
         remove_files(&dir, &record.own_files(), &self.state.logs());
     }
 
-    /// Looks after a machine's process for as long as it lives.
+    /// Looks after a machine's process for as long as it lives, and after its balloon.
     pub fn watch(self: &Arc<Self>, record: &VmRecord) {
         let (daemon, name, process) = (Arc::clone(self), record.name.clone(), record.process);
         let watch = move || {
@@ -134,6 +134,7 @@ impl Daemon {
         if let Err(error) = spawned {
             tracing::error!(vm = %record.name, %error, "cannot watch the machine's process");
         }
+        self.keep_balloon(record);
     }
 
     /// A machine's process has ended. Whoever is moving or stopping it sees that itself.

@@ -34,6 +34,9 @@ pub mod run;
 /// Taking over machines that were started by other means.
 pub mod adopt;
 
+/// Balloons.
+pub mod balloon;
+
 /// Showing machines.
 pub mod show;
 
@@ -46,6 +49,7 @@ pub mod recover;
 /// Machines that run here before all their pages are here.
 pub mod paging;
 
+use balloon::Balloons;
 use paging::{Bringer, still_arriving};
 pub use record::{Lifecycle, VmRecord};
 
@@ -58,6 +62,8 @@ pub enum Hold {
     Starting,
     /// It is being stopped.
     Stopping,
+    /// The handling of its balloon is being changed.
+    Adjusting,
     /// It is observed, to estimate what its migration would take.
     Estimating(Arc<Monitor>),
     /// It is being moved away.
@@ -111,6 +117,8 @@ pub struct Daemon {
     pub credentials: Option<Arc<Credentials>>,
     /// What all migrations away from here may send together.
     pub bandwidth: Arc<Share>,
+    /// The balloons that are looked after.
+    pub balloons: Balloons,
     table: Mutex<Table>,
     /// Held while what is known of missing pages changes.
     pages_changed: Mutex<()>,
@@ -146,8 +154,8 @@ impl Daemon {
         let jobs = Jobs::new(config.max_outgoing);
         let table = Mutex::new(HashMap::new());
         let bandwidth = Arc::new(Share::new(config.bandwidth_bytes_per_s));
-        let (metrics, pages_changed) = (Metrics::new(), Mutex::new(()));
-        Ok(Self { config, state, records, jobs, metrics, credentials, bandwidth, table, pages_changed, user })
+        let (metrics, balloons, pages_changed) = (Metrics::new(), Balloons::default(), Mutex::new(()));
+        Ok(Self { config, state, records, jobs, metrics, credentials, bandwidth, balloons, table, pages_changed, user })
     }
 
     /// The machines, to look at or change; nothing slow may happen while this is held.
@@ -278,6 +286,7 @@ fn describe(hold: &Hold) -> &'static str {
         Hold::Free => "it is busy",
         Hold::Starting => "it is being started",
         Hold::Stopping => "it is being stopped",
+        Hold::Adjusting => "its balloon is being changed",
         Hold::Estimating(_) => "it is observed for an estimate",
         Hold::Leaving(_) => "it is being moved away",
         Hold::Arriving(_) => "it is being moved here",

@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use sterna_api::MemoryMode;
+use sterna_api::{BalloonSetting, MemoryMode};
 use sterna_engine::host::{BlockFile, MigrationId};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::Layout;
@@ -58,6 +58,9 @@ pub struct VmRecord {
     pub blocks: Vec<Block>,
     /// Sterna made the RAM files: they end with the machine.
     pub owns_ram_files: bool,
+    /// How its balloon is handled; records of earlier daemons do not say.
+    #[serde(default)]
+    pub balloon: BalloonSetting,
     /// Where it is in its life here.
     pub lifecycle: Lifecycle,
     /// Whether the guest is to run once it belongs here; of interest while it comes.
@@ -168,6 +171,7 @@ impl VmRecord {
             blocks: self.blocks.iter().map(Block::spec).collect(),
             cpu: host_cpu.then(crate::qemu::cpu::describe).flatten(),
             allocated_bytes: self.allocated_bytes(),
+            balloon: self.balloon,
             running: about.running,
             from: crate::migration::outgoing::host_name(),
         }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use sterna_api::{Blame, MemoryMode, Problem, RunRequest, Vm};
+use sterna_api::{BalloonSetting, Blame, MemoryMode, Problem, RunRequest, Vm};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::PAGE_BYTES;
 
@@ -29,7 +29,11 @@ impl Daemon {
     /// A [`Problem`]; nothing is left behind but a log of what QEMU said.
     pub fn run(self: &Arc<Self>, request: &RunRequest) -> Result<Vm, Problem> {
         check_request(request)?;
-        let items = arguments::parse(&request.arguments);
+        let mut user = request.arguments.clone();
+        if request.balloon {
+            arguments::add_balloon(&mut user)?;
+        }
+        let items = arguments::parse(&user);
         arguments::check_for_run(&items)?;
         files::check_absolute(&items)?;
         let default = self.config.qemu.clone().unwrap_or_else(|| DEFAULT_NAME.into());
@@ -54,13 +58,14 @@ impl Daemon {
             qemu_path: binary.path,
             qemu_version: version(&started.about),
             machine: started.about.machine.clone(),
-            arguments: request.arguments.clone(),
+            arguments: user,
             managed_ram: true,
             process: started.process,
             qmp: qmp_socket(&dir),
             agent: agent_socket(&dir),
             blocks,
             owns_ram_files: true,
+            balloon: BalloonSetting::default(),
             lifecycle: Lifecycle::Here,
             running: true,
             paging: None,

@@ -18,7 +18,7 @@ impl Daemon {
     /// A [`Problem`] where there is none of this name.
     pub fn show(&self, name: &str) -> Result<Vm, Problem> {
         let entry = self.table().get(name).cloned().ok_or_else(|| unknown_vm(name))?;
-        Ok(describe(name, &entry))
+        Ok(self.describe(name, &entry))
     }
 
     /// The migrations under way now.
@@ -34,7 +34,12 @@ impl Daemon {
         let mut entries: Vec<(String, Entry)> =
             self.table().iter().map(|(name, entry)| (name.clone(), entry.clone())).collect();
         entries.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
-        entries.iter().map(|(name, entry)| describe(name, entry)).collect()
+        entries.iter().map(|(name, entry)| self.describe(name, entry)).collect()
+    }
+
+    fn describe(&self, name: &str, entry: &Entry) -> Vm {
+        let balloon = entry.record.as_ref().and_then(|record| self.balloons.show(record));
+        Vm { balloon, ..describe(name, entry) }
     }
 }
 
@@ -48,7 +53,9 @@ fn describe(name: &str, entry: &Entry) -> Vm {
         Hold::Free | Hold::Stopping if arriving.as_ref().is_some_and(|(arriving, _)| arriving.waiting_ms.is_some()) => {
             VmState::Running
         }
-        Hold::Free | Hold::Stopping | Hold::Starting | Hold::Estimating(_) => asked(&record.qmp, &mut note),
+        Hold::Free | Hold::Stopping | Hold::Starting | Hold::Adjusting | Hold::Estimating(_) => {
+            asked(&record.qmp, &mut note)
+        }
         Hold::Leaving(monitor) => {
             migration = Some(monitor.progress());
             VmState::MigratingOut
@@ -73,6 +80,7 @@ fn describe(name: &str, entry: &Entry) -> Vm {
         migration,
         note: note.or_else(|| arriving.as_ref().map(|(_, text)| text.clone())),
         arriving: arriving.map(|(arriving, _)| arriving),
+        balloon: None,
     }
 }
 
@@ -107,6 +115,7 @@ fn being_made(name: &str, entry: &Entry) -> Vm {
         qemu_path: String::new(),
         arguments: Vec::new(),
         migration: None,
+        balloon: None,
         note: Some(if arriving { "it is being moved here" } else { "it is being started" }.into()),
         arriving: None,
     }

@@ -487,6 +487,7 @@ pub fn spec(block: BlockSpec) -> VmSpec {
         blocks: vec![block],
         cpu: None,
         allocated_bytes: 0,
+        balloon: sterna_api::BalloonSetting::default(),
         running: true,
         from: "a".into(),
     }

@@ -56,6 +56,7 @@ fn spec() -> VmSpec {
         blocks: vec![],
         cpu: None,
         allocated_bytes: 0,
+        balloon: sterna_api::BalloonSetting::default(),
         running: true,
         from: "a".into(),
     }

@@ -1,0 +1,291 @@
+//! The thread that looks after one balloon.
+//!
+//! Each second, or each interval where that is shorter, it takes a look at the guest and does what
+//! [`Policy`](sterna_protocol::balloon::Policy) says. QEMU serves one client at a time, so every look has a connection of its own, for a
+//! millisecond or two.
+//!
+//! While the machine is being moved away the migration holds that connection. Until the switchover the thread takes turns on it:
+//!
+//! - it never waits for the connection, but leaves the look out;
+//! - it looks at the migration's phase only once it holds the connection. The migration enters the switchover before it takes the
+//!   connection for that: so either the phase is seen and the connection is given back at once, or the guest's stop is put off, while it
+//!   still runs, by what is left of a look. Within the pause nothing is asked;
+//! - each command has [`IN_BETWEEN`], not seconds.
+//!
+//! From the switchover on nothing is done here any more. What the guest was asked for travels in its device's state, the setting in the
+//! machine's description, and the destination's daemon goes on, once all of the guest's pages are there. Until then its driver can still take
+//! pages out by itself (`deflate-on-oom`).
+
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use sterna_api::balloon::{Pressure, PressureSeen};
+use sterna_api::{Balloon, BalloonMode, BalloonSetting, Phase};
+use sterna_engine::monitor::Monitor;
+use sterna_engine::vmm::VmmError;
+use sterna_engine::vmm::qemu::{BalloonDevice, BalloonLook, SharedQmp, resize};
+use sterna_engine::vmm::qmp::Qmp;
+use sterna_protocol::balloon::{Decision, Policy, Sample};
+
+use crate::process::Identity;
+use crate::vms::control::Control;
+use crate::vms::{Daemon, Hold, VmRecord};
+
+/// How often the guest is looked at, at least.
+const LOOK: Duration = Duration::from_secs(1);
+/// How long QEMU has to take a connection.
+const CONNECT: Duration = Duration::from_secs(1);
+/// How long it has for a command.
+const COMMAND: Duration = Duration::from_secs(1);
+/// The same while a migration may need the connection.
+const IN_BETWEEN: Duration = Duration::from_millis(100);
+/// Longer than this no guest can be said to have been looked at: it was busy with something else.
+const LOST_SIGHT: Duration = Duration::from_secs(3);
+
+/// What looks after one balloon.
+#[derive(Debug)]
+pub struct Keeper {
+    name: String,
+    pub(super) process: Identity,
+    setting: BalloonSetting,
+    ram_bytes: u64,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    seen: Balloon,
+    ended: bool,
+}
+
+/// How QEMU can be asked at present.
+enum Reach {
+    /// The machine is not here any more.
+    Gone,
+    /// Not at all.
+    Busy,
+    /// Over a connection of its own.
+    Own(PathBuf),
+    /// Over the connection of a migration.
+    Lent(SharedQmp, Arc<Monitor>),
+}
+
+/// What is kept from one look to the next.
+struct Course {
+    policy: Policy,
+    device: Option<BalloonDevice>,
+    looked: Instant,
+}
+
+impl Keeper {
+    pub(super) fn new(record: &VmRecord) -> Self {
+        let seen = Balloon { setting: record.balloon, ..Balloon::default() };
+        Self {
+            name: record.name.clone(),
+            process: record.process,
+            setting: record.balloon,
+            ram_bytes: record.memory_bytes,
+            state: Mutex::new(State { seen, ended: false }),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub(super) fn start(this: &Arc<Self>, daemon: &Arc<Daemon>) -> std::io::Result<()> {
+        let (keeper, daemon) = (Arc::clone(this), Arc::clone(daemon));
+        let run = move || {
+            keeper.run(&daemon);
+            let mut keepers = daemon.balloons.keepers();
+            if keepers.get(&keeper.name).is_some_and(|known| Arc::ptr_eq(known, &keeper)) {
+                keepers.remove(&keeper.name);
+            }
+        };
+        std::thread::Builder::new().name(format!("balloon-{}", this.name)).spawn(run).map(drop)
+    }
+
+    /// It asks QEMU for nothing from now on, but for what it may be asking at this moment over a connection of its own.
+    pub(super) fn end(&self) {
+        self.state().ended = true;
+        self.changed.notify_all();
+    }
+
+    /// The balloon as it was seen last.
+    pub(super) fn seen(&self) -> Balloon {
+        self.state().seen.clone()
+    }
+
+    /// Waits for the guest's first statistics, or until `limit` has passed.
+    pub(super) fn wait_for_report(&self, limit: Duration) {
+        let silent = |state: &mut State| !state.ended && state.seen.guest_free_bytes.is_none();
+        drop(self.changed.wait_timeout_while(self.state(), limit, silent));
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.state().ended
+    }
+
+    fn run(&self, daemon: &Daemon) {
+        let interval = Duration::from_millis(self.setting.interval_ms);
+        let pause = interval.min(LOOK);
+        let mut course = Course { policy: Policy::new(self.ram_bytes, interval), device: None, looked: Instant::now() };
+        while !self.has_ended() {
+            match self.reach(daemon) {
+                Reach::Gone => return,
+                Reach::Busy => course.looked = Instant::now(),
+                Reach::Own(path) => match Control::connect_within(&path, CONNECT) {
+                    Ok(mut control) => self.look(daemon, &mut course, control.qmp(), COMMAND),
+                    Err(problem) => self.note(Some(problem.message)),
+                },
+                Reach::Lent(qmp, monitor) => match qmp.try_lock() {
+                    Err(TryLockError::WouldBlock) => {}
+                    Err(TryLockError::Poisoned(poisoned)) => drop(poisoned),
+                    Ok(mut qmp) if may_share(&monitor) => self.look(daemon, &mut course, &mut qmp, IN_BETWEEN),
+                    Ok(_) => course.looked = Instant::now(),
+                },
+            }
+            let ended = |state: &mut State| !state.ended;
+            drop(self.changed.wait_timeout_while(self.state(), pause, ended));
+        }
+    }
+
+    fn reach(&self, daemon: &Daemon) -> Reach {
+        let (hold, qmp) = {
+            let table = daemon.table();
+            let Some(entry) = table.get(&self.name) else { return Reach::Gone };
+            match &entry.record {
+                // What the guest gave back now would only have to be told from what has not arrived yet, and QEMU may itself wait for a page.
+                Some(record) if record.process == self.process && record.paging.is_some() => return Reach::Busy,
+                Some(record) if record.process == self.process => (entry.hold.clone(), record.qmp.clone()),
+                _ => return Reach::Gone,
+            }
+        };
+        match hold {
+            Hold::Free | Hold::Estimating(_) => Reach::Own(qmp),
+            Hold::Leaving(monitor) => match daemon.balloons.lent().get(&self.name).cloned() {
+                Some(qmp) => Reach::Lent(qmp, monitor),
+                // It waits for its turn, for hours perhaps.
+                None if monitor.progress().phase == Phase::Queued => Reach::Own(qmp),
+                None => Reach::Busy,
+            },
+            Hold::Starting | Hold::Stopping | Hold::Adjusting | Hold::Arriving(_) | Hold::WaitingForPeer { .. } => {
+                Reach::Busy
+            }
+        }
+    }
+
+    fn look(&self, daemon: &Daemon, course: &mut Course, qmp: &mut Qmp, within: Duration) {
+        // The setting may have been changed while this waited for the connection.
+        if self.has_ended() {
+            return;
+        }
+        match self.look_and_do(daemon, course, qmp, within) {
+            Ok(()) => {}
+            // Its QEMU ends: whoever watches it does the rest.
+            Err(VmmError::Gone { .. }) => {}
+            Err(error) => {
+                course.device = None;
+                self.note(Some(error.to_string()));
+            }
+        }
+    }
+
+    fn look_and_do(
+        &self,
+        daemon: &Daemon,
+        course: &mut Course,
+        qmp: &mut Qmp,
+        within: Duration,
+    ) -> Result<(), VmmError> {
+        if course.device.is_none() {
+            course.device = BalloonDevice::find(qmp, within)?;
+            if let Some(device) = &course.device {
+                device.ask_for_reports(qmp, true, within)?;
+            }
+        }
+        let Some(device) = &course.device else {
+            self.note(Some("it has no balloon device any more".into()));
+            return Ok(());
+        };
+        let look = device.look(qmp, within)?;
+        let elapsed = std::mem::replace(&mut course.looked, Instant::now()).elapsed();
+        let asked = if self.setting.mode == BalloonMode::Auto {
+            // A guest that stands still says nothing, and needs nothing.
+            let elapsed = elapsed.min(LOST_SIGHT);
+            let sample = Sample { elapsed, guest_bytes: look.guest_bytes, report: look.report };
+            if look.running { course.policy.step(&sample) } else { Decision::Leave }
+        } else {
+            let wanted = self.setting.memory_bytes.unwrap_or(self.ram_bytes);
+            let asked_before = self.state().seen.target_bytes.is_some();
+            if asked_before { Decision::Leave } else { Decision::Resize(wanted) }
+        };
+        if let Decision::Resize(bytes) | Decision::Relieve(bytes, _) = asked {
+            resize(qmp, bytes, within)?;
+            tracing::debug!(vm = %self.name, ?asked, guest_bytes = look.guest_bytes, "balloon");
+        }
+        if let Decision::Relieve(_, what) = asked {
+            daemon.metrics.balloon_pressure(what);
+            tracing::info!(vm = %self.name, ?what, "the guest needs memory: its balloon shrinks");
+        }
+        self.show(&look, device, asked, course.policy.backs_off());
+        Ok(())
+    }
+
+    fn show(&self, look: &BalloonLook, device: &BalloonDevice, asked: Decision, backing_off: bool) {
+        let mut state = self.state();
+        let seen = &mut state.seen;
+        seen.size_bytes = self.ram_bytes.saturating_sub(look.guest_bytes);
+        seen.guest_free_bytes = look.report.and_then(|report| report.free_bytes);
+        seen.guest_available_bytes = look.report.and_then(|report| report.available_bytes);
+        seen.backing_off = backing_off;
+        (seen.deflate_on_oom, seen.free_page_reporting) = (device.deflate_on_oom, device.free_page_reporting);
+        if let Decision::Resize(bytes) | Decision::Relieve(bytes, _) = asked {
+            seen.target_bytes = Some(self.ram_bytes.saturating_sub(bytes));
+        }
+        if let Decision::Relieve(_, what) = asked {
+            seen.last_pressure = Some(now(what));
+            seen.pressures += 1;
+        }
+        drop(state);
+        self.note(remark(look, device));
+    }
+
+    fn note(&self, note: Option<String>) {
+        let mut state = self.state();
+        if let Some(text) = note.as_ref().filter(|_| state.seen.note != note) {
+            tracing::info!(vm = %self.name, "balloon: {text}");
+        }
+        state.seen.note = note;
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+/// Whether a migration is where nobody waits for its connection to QEMU.
+fn may_share(monitor: &Monitor) -> bool {
+    matches!(monitor.progress().phase, Phase::Queued | Phase::Connect | Phase::Prepare | Phase::Precopy)
+}
+
+/// What people should know of a balloon.
+fn remark(look: &BalloonLook, device: &BalloonDevice) -> Option<String> {
+    let text = match look.report {
+        None if look.running => "the guest's driver has not answered: is virtio_balloon loaded there?",
+        Some(report) if report.free_bytes.is_none() => {
+            "the guest's driver does not tell its free memory: its kernel is too old"
+        }
+        _ if !device.deflate_on_oom => {
+            "without deflate-on-oom=on at its device the guest may run out of memory before the balloon gives some back"
+        }
+        _ => return None,
+    };
+    Some(text.into())
+}
+
+fn now(what: Pressure) -> PressureSeen {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    PressureSeen { what, at_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX) }
+}
