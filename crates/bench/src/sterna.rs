@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use serde::Serialize;
 use serde_json::{Value, json};
-use sterna_api::{Estimate, MigrateOptions, Report, Status, units};
+use sterna_api::{Estimate, MigrateOptions, Report, Status, Vm, units};
 
 use crate::command::{output, show};
 use crate::error::{Context, Error, Result};
@@ -25,6 +25,14 @@ impl SternaVm {
     /// # Errors
     /// What `sterna` said.
     pub fn start(lab: &Lab, host: &str, guest: &Guest, qemu: &Path) -> Result<Self> {
+        Self::start_with(lab, host, guest, qemu, &[])
+    }
+
+    /// The same, with more of QEMU's arguments.
+    ///
+    /// # Errors
+    /// What `sterna` said.
+    pub fn start_with(lab: &Lab, host: &str, guest: &Guest, qemu: &Path, more: &[&str]) -> Result<Self> {
         let host = lab.host(host)?;
         let mut command = sterna(host)?;
         command.args([
@@ -35,7 +43,7 @@ impl SternaVm {
             "--detach",
             "--qemu",
         ]);
-        command.arg(qemu).arg("--").args(guest.arguments(lab)?);
+        command.arg(qemu).arg("--").args(guest.arguments(lab)?).args(more);
         output(&mut command)?;
         Ok(Self { name: guest.name.clone(), host: host.clone() })
     }
@@ -51,10 +59,26 @@ impl SternaVm {
     /// # Errors
     /// Where the daemon does not know the machine.
     pub fn pid(&self) -> Result<u32> {
+        self.show().map(|vm| vm.pid)
+    }
+
+    /// The machine as its daemon shows it.
+    ///
+    /// # Errors
+    /// Where the daemon does not know it.
+    pub fn show(&self) -> Result<Vm> {
         let text = output(sterna(&self.host)?.args(["show", &self.name, "--json"]))?;
-        let form = |reason: String| Error::Form { what: "sterna show --json".into(), reason };
-        let vm: Value = serde_json::from_str(&text).map_err(|error| form(error.to_string()))?;
-        vm["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok()).ok_or_else(|| form("no pid".into()))
+        let form =
+            |error: serde_json::Error| Error::Form { what: "sterna show --json".into(), reason: error.to_string() };
+        serde_json::from_str(&text).map_err(form)
+    }
+
+    /// Changes how its balloon is handled, as `sterna balloon NAME` does with these words.
+    ///
+    /// # Errors
+    /// What `sterna` said.
+    pub fn balloon(&self, words: &[&str]) -> Result<()> {
+        output(sterna(&self.host)?.args(["balloon", &self.name]).args(words)).map(drop)
     }
 
     /// What moving it would take at this rate, bytes per second, by `sterna estimate`.

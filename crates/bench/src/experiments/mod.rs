@@ -33,6 +33,9 @@ mod judge;
 /// How time grows with memory.
 pub mod scale;
 
+/// What self-ballooning costs, by its interval.
+pub mod selfballoon_interval;
+
 /// How fast pages move where no link limits them.
 pub mod throughput;
 
@@ -116,6 +119,11 @@ pub const ALL: &[Experiment] = &[
         id: "converge",
         about: "writers from 0.1 to 8 times the link: who moves them, and how long they stand still",
         run: converge::run,
+    },
+    Experiment {
+        id: "selfballoon-interval",
+        about: "a compile with self-ballooning every 10 ms to 10 s: what it costs, how soon freed memory is taken",
+        run: selfballoon_interval::run,
     },
     Experiment {
         id: "dtrack-silent",
