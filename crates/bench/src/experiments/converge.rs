@@ -4,14 +4,13 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::judge::{derive_shares, is_row, time_ms, worst};
+use super::curves::Curves;
+use super::judge::{derive_quotient, derive_shares, is_row, metric, middle, ratio, time_ms, worst};
 use super::{Case, Options, Outcome, dtrack, qemus, try_all};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::Lab;
-use crate::plot::LinePlot;
-use crate::result::{Row, Run, Target, rows, series};
-use crate::stats::median;
+use crate::result::{Run, Target, rows, series};
 use crate::trial::{Mover, Qemu};
 
 /// What the guest writes to, MiB of its 1 GiB.
@@ -26,8 +25,10 @@ const SHARES: [f64; 7] = [0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0];
 const FORCE: &str = "--mode precopy --timeout 15s --on-timeout force";
 /// One pass, then post-copy.
 const HYBRID: &str = "--mode hybrid";
-/// Sterna's rows, as on the command line.
-const STERNA: [&str; 7] = [
+/// Post-copy from the first page on.
+const POSTCOPY: &str = "--mode postcopy";
+/// Sterna's rows, as on the command line. The first decides for itself whether pages follow the guest.
+const STERNA: [&str; 8] = [
     "",
     "--mode precopy --timeout 15s",
     FORCE,
@@ -35,6 +36,7 @@ const STERNA: [&str; 7] = [
     "--mode precopy --downtime-ramp 5s",
     "--mode precopy --compress zstd --timeout 15s --on-timeout force",
     HYBRID,
+    POSTCOPY,
 ];
 const QEMU: [Method; 4] = [Method::Vanilla, Method::AutoConverge, Method::Postcopy, Method::PostcopyPreempt];
 
@@ -46,18 +48,17 @@ const TO_LIMIT: &str = "total_to_link_limit";
 pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let cases = cases(options.quick)?;
+    let newest = cases.first().map(|case| case.qemu.label.clone()).unwrap_or_default();
     let lab = Lab::up(dtrack::lab_config())?;
     let runs = try_all(&lab, &cases, repeats, |_, metrics| {
         derive_shares(&lab, metrics);
-        let share =
-            metrics.get("downtime_ms").zip(metrics.get("predicted_downtime_ms")).map(|(real, said)| real / said);
-        metrics.extend(share.map(|share| (PREDICTION.into(), share)));
+        derive_quotient(metrics, PREDICTION, "downtime_ms", "predicted_downtime_ms");
         let used_ms = metrics.get("nonzero_pages").map(|pages| pages * 4096.0 / dtrack::LINK_BYTES_PER_S as f64 * 1e3);
         let limit = metrics.get("total_ms").zip(used_ms).map(|(total, used)| total / used);
         metrics.extend(limit.map(|limit| (TO_LIMIT.into(), limit)));
     });
     plot(&runs, directory)?;
-    Ok(Outcome { targets: targets(&runs, &workloads(options.quick)), runs })
+    Ok(Outcome { targets: targets(&runs, &workloads(options.quick), &newest)?, runs })
 }
 
 /// Patterns and shares that are tried: in a short run two rates, one that pre-copy can follow and one that nothing can.
@@ -70,16 +71,16 @@ fn name(pattern: &str, share: f64) -> String {
     format!("{pattern}, {share} × link over {WORKING_SET_MIB} MiB")
 }
 
-/// Sterna's movers. A mode that this version does not have yet has no row; its targets are then not measured.
-fn movers_of_sterna(quick: bool) -> Vec<Mover> {
-    let short = ["", "--mode precopy --timeout 15s", FORCE, "--mode precopy --throttle 99", HYBRID];
-    STERNA.iter().filter(|row| !quick || short.contains(row)).filter_map(|row| dtrack::sterna(row).ok()).collect()
+/// Sterna's movers.
+fn movers_of_sterna(quick: bool) -> Result<Vec<Mover>> {
+    let short = ["", "--mode precopy --timeout 15s", FORCE, "--mode precopy --throttle 99", HYBRID, POSTCOPY];
+    STERNA.iter().filter(|row| !quick || short.contains(row)).map(|row| dtrack::sterna(row)).collect()
 }
 
 fn cases(quick: bool) -> Result<Vec<Case>> {
     let mut qemus = qemus()?;
     let newest = qemus.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
-    let mut movers: Vec<(Mover, &Qemu)> = movers_of_sterna(quick).into_iter().map(|mover| (mover, &newest)).collect();
+    let mut movers: Vec<(Mover, &Qemu)> = movers_of_sterna(quick)?.into_iter().map(|mover| (mover, &newest)).collect();
     movers.extend(dtrack::known(&newest, &QEMU)?.into_iter().map(|mover| (mover, &newest)));
     for older in qemus.iter().filter(|_| !quick) {
         movers.extend(dtrack::known(older, &[Method::Postcopy])?.into_iter().map(|mover| (mover, older)));
@@ -106,41 +107,31 @@ fn cases(quick: bool) -> Result<Vec<Case>> {
     Ok(cases)
 }
 
-fn targets(runs: &[Run], workloads: &[(&str, f64)]) -> Vec<Target> {
-    let hybrid = dtrack::sterna(HYBRID).ok();
+fn targets(runs: &[Run], workloads: &[(&str, f64)], qemu: &str) -> Result<Vec<Target>> {
+    let hybrid = dtrack::sterna(HYBRID)?;
     let names: Vec<String> = workloads.iter().map(|(pattern, share)| name(pattern, *share)).collect();
-    let of = |workload: &str, mover: &Mover, value: &dyn Fn(&Run) -> Option<f64>| {
-        let chosen =
-            runs.iter().filter(|run| is_row(run, workload, mover, "10.0") || is_row(run, workload, mover, "7.2"));
-        median(&chosen.filter_map(value).collect::<Vec<_>>())
-    };
-    let metric = |name: &'static str| move |run: &Run| run.metrics.get(name).copied();
-    let worst_hybrid = |value: &dyn Fn(&Run) -> Option<f64>| {
-        hybrid.as_ref().and_then(|hybrid| worst(names.iter().map(|workload| of(workload, hybrid, value))))
-    };
+    let worst_hybrid =
+        |name: &str| worst(names.iter().map(|workload| middle(runs, workload, &hybrid, qemu, metric(name))));
     let preempt = Mover::Qemu(Method::PostcopyPreempt, Ram::Plain);
-    let to_preempt = hybrid.as_ref().and_then(|hybrid| {
-        worst(names.iter().map(|workload| {
-            let own = |run: &Run| is_row(run, workload, hybrid, "10.0");
-            super::judge::ratio(runs, time_ms, own, |run| is_row(run, workload, &preempt, "10.0"))
-        }))
-    });
+    let to_preempt = worst(names.iter().map(|workload| {
+        let own = |run: &Run| is_row(run, workload, &hybrid, qemu);
+        ratio(runs, time_ms, own, |run| is_row(run, workload, &preempt, "10.0"))
+    }));
     // Only where the pause was one that nobody would have chosen: a guest that converged was not forced.
-    let forced = dtrack::sterna(FORCE).ok().map(|mover| mover.label());
+    let forced = dtrack::sterna(FORCE)?.label();
     let forced = |run: &Run| {
         let timed_out = run.metrics.get("total_ms").is_some_and(|ms| *ms >= 15_000.0);
-        timed_out && run.config.get("mover").and_then(|mover| mover.as_str()) == forced.as_deref()
+        timed_out && run.config.get("mover").and_then(|mover| mover.as_str()) == Some(forced.as_str())
     };
     let predictions = series(runs, PREDICTION, forced);
-    let limit_8 = worst_hybrid(&metric("downtime_ms"));
-    vec![
-        Target::at_most("hybrid: downtime by events, ms, worst row", 8.0, limit_8),
-        Target::at_most("hybrid: downtime at the meter, ms, worst row", 12.0, worst_hybrid(&metric("gap_ms"))),
-        Target::at_most("hybrid: total time ÷ (RAM in use ÷ link), worst row", 1.1, worst_hybrid(&metric(TO_LIMIT))),
+    Ok(vec![
+        Target::at_most("hybrid: downtime by events, ms, worst row", 8.0, worst_hybrid("downtime_ms")),
+        Target::at_most("hybrid: downtime at the meter, ms, worst row", 12.0, worst_hybrid("gap_ms")),
+        Target::at_most("hybrid: total time ÷ (RAM in use ÷ link), worst row", 1.1, worst_hybrid(TO_LIMIT)),
         Target::at_most("hybrid: total time ÷ QEMU 10.0's post-copy with preempt, worst row", 0.75, to_preempt),
         Target::at_most("forced: downtime ÷ predicted, most", 1.2, predictions.iter().copied().reduce(f64::max)),
         Target::at_least("forced: downtime ÷ predicted, least", 0.8, predictions.iter().copied().reduce(f64::min)),
-    ]
+    ])
 }
 
 /// Downtime and total time over the rate of writes, a line per mover, for each pattern.
@@ -148,35 +139,17 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     let rows = rows(runs);
     for pattern in PATTERNS {
         for (metric, y_label) in [("downtime_ms", "downtime, ms"), ("total_ms", "total time, ms")] {
-            let lines = lines(&rows, pattern, metric);
-            if !lines.is_empty() {
-                LinePlot {
-                    title: format!("{pattern} writes over {WORKING_SET_MIB} MiB of 1 GiB: those that ended"),
-                    x_label: "asked rate of writes ÷ link".into(),
-                    y_label: y_label.into(),
-                    lines,
-                    spans: Vec::new(),
-                }
-                .write(directory, &format!("{metric}_{pattern}"))?;
+            Curves {
+                title: format!("{pattern} writes over {WORKING_SET_MIB} MiB of 1 GiB: those that ended"),
+                x_label: "asked rate of writes ÷ link",
+                y_label,
+                metric,
+                x: &|workload| SHARES.into_iter().find(|share| workload == name(pattern, *share)),
             }
+            .write(&rows, directory, &format!("{metric}_{pattern}"))?;
         }
     }
     Ok(())
-}
-
-fn lines(rows: &[Row], pattern: &str, metric: &str) -> Vec<(String, Vec<(f64, f64)>)> {
-    let mut lines: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
-    for row in rows {
-        let word = |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default();
-        let share = SHARES.iter().find(|share| word("workload") == name(pattern, **share));
-        let (Some(share), Some(value)) = (share, row.metrics.get(metric)) else { continue };
-        let label = format!("{} (QEMU {})", word("mover"), word("qemu"));
-        match lines.iter_mut().find(|(line, _)| *line == label) {
-            Some((_, points)) => points.push((*share, value.median)),
-            None => lines.push((label, vec![(*share, value.median)])),
-        }
-    }
-    lines
 }
 
 #[cfg(test)]
@@ -196,27 +169,27 @@ mod tests {
             run(&force, &[("total_ms", 16_000.0), (PREDICTION, 1.3)]),
             run(&force, &[("total_ms", 17_000.0), (PREDICTION, 0.9)]),
         ];
-        let targets = targets(&runs, &workloads(true));
+        let targets = targets(&runs, &workloads(true), "10.0").unwrap();
         assert_eq!(targets.len(), 6, "the four of the list, and the two bounds of the prediction");
         assert_eq!((targets[4].measured, targets[4].met), (Some(1.3), false));
         assert_eq!((targets[5].measured, targets[5].met), (Some(0.9), true));
     }
 
     #[test]
-    fn a_mode_that_does_not_exist_has_targets_that_are_not_measured() {
-        let hybrid = dtrack::sterna(HYBRID).ok();
+    fn hybrid_is_judged_at_its_worst_row_and_not_at_all_where_one_is_missing() {
+        let hybrid = dtrack::sterna(HYBRID).unwrap();
         let metrics = [("downtime_ms", 7.0), ("gap_ms", 11.0), (TO_LIMIT, 1.05), ("total_ms", 3000.0)];
-        let mut runs = vec![run(&Mover::Qemu(Method::PostcopyPreempt, Ram::Plain), &[("total_ms", 4000.0)])];
-        runs.extend(hybrid.as_ref().map(|hybrid| run(hybrid, &metrics)));
-        let targets = targets(&runs, &[("random", 4.0)]);
-        let measured: Vec<_> = targets[..4].iter().map(|target| target.measured).collect();
-        let expected = [7.0, 11.0, 1.05, 0.75].map(|value| hybrid.as_ref().map(|_| value));
-        assert_eq!(measured, expected);
+        let qemu = run(&Mover::Qemu(Method::PostcopyPreempt, Ram::Plain), &[("total_ms", 4000.0)]);
+        let runs = [qemu, run(&hybrid, &metrics)];
+        let measured = |workloads: &[(&str, f64)]| -> Vec<_> {
+            targets(&runs, workloads, "10.0").unwrap()[..4].iter().map(|target| target.measured).collect()
+        };
+        assert_eq!(measured(&[("random", 4.0)]), [7.0, 11.0, 1.05, 0.75].map(Some));
+        assert_eq!(measured(&[("random", 4.0), ("random", 8.0)]), [None; 4]);
     }
 
     #[test]
-    fn every_row_of_sterna_but_the_next_issues_mode_is_one_that_the_api_takes() {
-        let missing: Vec<_> = STERNA.iter().filter(|row| dtrack::sterna(row).is_err()).collect();
-        assert!(missing.is_empty() || missing == [&HYBRID], "{missing:?}");
+    fn every_row_of_sterna_is_one_that_the_api_takes() {
+        assert_eq!(movers_of_sterna(false).unwrap().len(), STERNA.len());
     }
 }

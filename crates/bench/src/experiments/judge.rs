@@ -51,6 +51,29 @@ pub(super) fn is_row(run: &Run, workload: &str, mover: &Mover, qemu: &str) -> bo
     is(run, &[("workload", workload), ("mover", &mover.label()), ("qemu", qemu)])
 }
 
+/// The median of a value over the runs of that case by that mover, on a QEMU of that version.
+pub(super) fn middle(
+    runs: &[Run],
+    workload: &str,
+    mover: &Mover,
+    qemu: &str,
+    value: impl Fn(&Run) -> Option<f64>,
+) -> Option<f64> {
+    let chosen = runs.iter().filter(|run| is_row(run, workload, mover, qemu));
+    median(&chosen.filter_map(value).collect::<Vec<_>>())
+}
+
+/// A metric by its name, for [`middle`] and [`ratio`].
+pub(super) fn metric(name: &str) -> impl Fn(&Run) -> Option<f64> + Copy {
+    move |run| run.metrics.get(name).copied()
+}
+
+/// Adds one metric divided by another, where both are there and the second is not 0.
+pub(super) fn derive_quotient(metrics: &mut BTreeMap<String, f64>, name: &str, above: &str, below: &str) {
+    let quotient = metrics.get(above).zip(metrics.get(below).filter(|value| **value > 0.0)).map(|(a, b)| a / b);
+    metrics.extend(quotient.map(|quotient| (name.to_owned(), quotient)));
+}
+
 /// The greatest of values each of which is there; `None` where one is absent: a worst row that was not measured is not the second worst.
 pub(super) fn worst(values: impl IntoIterator<Item = Option<f64>>) -> Option<f64> {
     values.into_iter().collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::max)

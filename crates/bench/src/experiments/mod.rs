@@ -1,5 +1,11 @@
 //! Experiments: set-ups tried side by side in one lab, their rows, and the targets they are judged by.
 
+/// What migrations one after another cost a guest's work.
+pub mod back_to_back;
+
+/// A metric over what an experiment varies.
+mod curves;
+
 /// Guests that write faster than the link carries.
 pub mod converge;
 
@@ -29,6 +35,15 @@ pub mod estimate_error;
 
 /// What is derived from runs to judge them.
 mod judge;
+
+/// What post-copy does to a compile, a web server, a download and a sender.
+pub mod postcopy_apps;
+
+/// How long a guest waits for a page in post-copy.
+pub mod postcopy_latency;
+
+/// Post-copy of a sequential reader or writer, beside the other modes.
+pub mod postcopy_stress;
 
 /// How time grows with memory.
 pub mod scale;
@@ -139,6 +154,26 @@ pub const ALL: &[Experiment] = &[
         id: "dtrack-ycsb",
         about: "a guest that drives a database elsewhere: requests per second and latency during migration",
         run: dtrack_ycsb::run,
+    },
+    Experiment {
+        id: "postcopy-stress",
+        about: "a sequential reader or writer of 8 to 512 MiB, by every mode: time, downtime, pages, faults",
+        run: postcopy_stress::run,
+    },
+    Experiment {
+        id: "postcopy-latency",
+        about: "a random reader under post-copy: how long the guest waits for a page, timed by the guest",
+        run: postcopy_latency::run,
+    },
+    Experiment {
+        id: "postcopy-apps",
+        about: "a compile, a web server, a download and a sender under post-copy: faults against the working set",
+        run: postcopy_apps::run,
+    },
+    Experiment {
+        id: "back-to-back",
+        about: "migrations to and fro with pauses of 5 s under a compile and a sender: time that they add",
+        run: back_to_back::run,
     },
 ];
 

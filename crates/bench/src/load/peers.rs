@@ -36,8 +36,7 @@ impl Peers {
     /// # Errors
     /// Where a port is taken.
     pub fn start(host: &Host, count: u16, bytes_per_s: f64) -> Result<Self> {
-        let address = SocketAddr::from((host.address, PORT));
-        let mut peers = Self { address, shared: Arc::default(), threads: Vec::new() };
+        let mut peers = Self { address: Self::address_on(host.address), shared: Arc::default(), threads: Vec::new() };
         for peer in 0..count {
             let listen = || TcpListener::bind((Ipv4Addr::UNSPECIFIED, PORT + peer));
             let listener = net::inside(&host.namespace, || listen().context(|| "listening as a peer".into()))?;
@@ -46,6 +45,12 @@ impl Peers {
             peers.threads.push(std::thread::spawn(move || offer(&listener, bytes_per_s, &shared)));
         }
         Ok(peers)
+    }
+
+    /// The first peer's address on a host of this address.
+    #[must_use]
+    pub fn address_on(host: Ipv4Addr) -> SocketAddr {
+        SocketAddr::from((host, PORT))
     }
 
     /// The first peer's address.

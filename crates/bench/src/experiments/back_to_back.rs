@@ -1,0 +1,382 @@
+//! The post-copy paper's figures 7 and 8: a guest goes to and fro between two hosts with pauses of five seconds while it compiles, or sends. What it did
+//! from the first request to the end of the last pause would have taken less time without; the rest is what the migrations added.
+//!
+//! How fast it works without is looked at just before and just after, in the same guest.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::judge::{is_row, metric, ratio, worst};
+use super::{Options, Outcome, dtrack, lab_name, qemus};
+use crate::baseline::{BaselineVm, Method, Ram};
+use crate::command::wait_for;
+use crate::error::{Error, Result};
+use crate::guest::Guest;
+use crate::lab::{CLIENT, Lab, LabConfig, METER};
+use crate::load::iperf::IperfServer;
+use crate::load::now_us;
+use crate::meter::Meter;
+use crate::plot::BarPlot;
+use crate::result::{Config, Run, Target, rows, show_number};
+use crate::stats::median;
+use crate::sterna::SternaVm;
+use crate::trial::{Mover, Qemu};
+
+/// Between two migrations, as the paper's.
+const PAUSE: Duration = Duration::from_secs(5);
+/// How long a guest may take to start, on a machine that has other work too.
+const START: Duration = Duration::from_secs(90);
+/// How long it works before anything is looked at.
+const SETTLE: Duration = Duration::from_secs(3);
+/// When a migration that does not end is given up, and the series with it.
+const LIMIT: Duration = Duration::from_secs(60);
+/// The guest's RAM.
+const MEMORY_MIB: u64 = 512;
+
+const PRECOPY: &str = "--mode precopy";
+const POSTCOPY: &str = "--mode postcopy";
+const ADDED: &str = "added_s_per_migration";
+
+/// What the guest does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    Compile,
+    Send,
+}
+
+const WORK: [Work; 2] = [Work::Compile, Work::Send];
+
+impl Work {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Compile => "compile",
+            Self::Send => "iperf3",
+        }
+    }
+}
+
+/// Who moves the guest; nobody, to see how even its work is by itself.
+#[derive(Clone)]
+enum Who {
+    Nobody,
+    Mover(Mover),
+}
+
+impl Who {
+    fn label(&self) -> String {
+        match self {
+            Self::Nobody => "nobody".into(),
+            Self::Mover(mover) => mover.label(),
+        }
+    }
+}
+
+pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+    let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
+    let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
+    let series = Series {
+        migrations: if options.quick { 6 } else { 20 },
+        undisturbed: Duration::from_secs(if options.quick { 6 } else { 20 }),
+    };
+    let movers = movers(options.quick, &newest)?;
+    let lab = Lab::up(LabConfig { rate_bytes_per_s: Some(dtrack::LINK_BYTES_PER_S), ..LabConfig::pair(&lab_name()) })?;
+    let mut runs = Vec::new();
+    for repeat in 0..repeats {
+        for work in WORK {
+            for who in &movers {
+                runs.push(try_one(&lab, work, who, &newest, repeat, &series));
+            }
+        }
+    }
+    plot(&runs, directory)?;
+    Ok(Outcome { targets: targets(&runs, &newest.label)?, runs })
+}
+
+fn movers(quick: bool, newest: &Qemu) -> Result<Vec<Who>> {
+    let (sterna, methods): (&[&str], &[Method]) = if quick {
+        (&[POSTCOPY, PRECOPY], &[Method::Vanilla, Method::PurePostcopyPreempt])
+    } else {
+        let all = &[Method::Vanilla, Method::PurePostcopy, Method::PurePostcopyPreempt, Method::PostcopyPreempt];
+        (&[POSTCOPY, PRECOPY, "--mode hybrid", ""], all)
+    };
+    let mut movers = if quick { Vec::new() } else { vec![Who::Nobody] };
+    for row in sterna {
+        movers.push(Who::Mover(dtrack::sterna(row)?));
+    }
+    movers.extend(dtrack::known(newest, methods)?.into_iter().map(Who::Mover));
+    Ok(movers)
+}
+
+/// How a guest is moved again and again.
+struct Series {
+    migrations: u32,
+    /// How long it is looked at before and after.
+    undisturbed: Duration,
+}
+
+/// The guest while somebody runs it.
+enum Running {
+    Sterna(SternaVm),
+    Qemu(Box<BaselineVm>),
+}
+
+/// What one migration of a series took.
+struct Moved {
+    total_ms: f64,
+    downtime_ms: f64,
+}
+
+impl Running {
+    /// Moves it. One that is given up ends the series.
+    fn migrate(self, lab: &Lab, to: &str, mover: &Mover) -> Result<(Self, Moved)> {
+        let given_up = |vm: &str| Error::Migration {
+            vm: vm.into(),
+            status: "was given up".into(),
+            reason: format!("it had not ended after {} s", LIMIT.as_secs()),
+        };
+        match (self, mover) {
+            (Self::Sterna(mut vm), Mover::Sterna(options)) => {
+                let mut options = options.clone();
+                options.timeout_ms.get_or_insert(LIMIT.as_secs_f64() * 1e3);
+                let report = vm.migrate(lab, to, &options)?;
+                if report.status != sterna_api::Status::Completed {
+                    return Err(given_up(&report.vm));
+                }
+                let moved = Moved { total_ms: report.total_ms, downtime_ms: report.downtime_ms };
+                Ok((Self::Sterna(vm), moved))
+            }
+            (Self::Qemu(vm), Mover::Qemu(method, _)) => {
+                let (vm, report) = vm.migrate(lab, to, *method, LIMIT)?;
+                let pause = report.pause.filter(|_| !report.given_up).ok_or_else(|| given_up("guest"))?;
+                Ok((Self::Qemu(Box::new(vm)), Moved { total_ms: report.with_start_ms, downtime_ms: pause.downtime_ms }))
+            }
+            _ => Err(Error::Usage("a guest is moved by who runs it".into())),
+        }
+    }
+}
+
+/// One series. One that fails is a row too.
+fn try_one(lab: &Lab, work: Work, who: &Who, qemu: &Qemu, repeat: usize, series: &Series) -> Run {
+    let guest_name = format!("guest{repeat}");
+    let found = with_tap(lab, &guest_name, work, |guest| move_to_and_fro(lab, guest, work, who, qemu, series));
+    let (mut metrics, details) = match found {
+        Ok(metrics) => (metrics, Value::Null),
+        Err(error) => (BTreeMap::new(), json!({ "error": error.to_string() })),
+    };
+    metrics.insert("failed".into(), f64::from(u8::from(!details.is_null())));
+    let shown = |name: &str| metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
+    eprintln!(
+        "{}, {}: {} s added by each of {} migrations{}",
+        work.name(),
+        who.label(),
+        shown(ADDED),
+        series.migrations,
+        details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default()
+    );
+    let options = match who {
+        Who::Nobody => Value::Null,
+        Who::Mover(Mover::Sterna(options)) => json!(options),
+        Who::Mover(Mover::Qemu(method, ram)) => json!({ "method": method, "ram": ram, "max_bandwidth": "unlimited" }),
+    };
+    let values = [
+        ("mover", json!(who.label())),
+        ("qemu", json!(qemu.label)),
+        ("workload", json!(work.name())),
+        ("migrations", json!(series.migrations)),
+        ("memory_mib", json!(MEMORY_MIB)),
+        ("options", options),
+        ("seed", json!(1)),
+    ];
+    let config: Config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    Run { config, baseline: matches!(who, Who::Mover(Mover::Qemu(..))), repeat, metrics, details }
+}
+
+/// Does something with a guest's network device in place; device and console are gone afterwards.
+fn with_tap<T>(lab: &Lab, name: &str, work: Work, run: impl FnOnce(&Guest) -> Result<T>) -> Result<T> {
+    let client = lab.host(CLIENT)?.address;
+    let jobs = match work {
+        // A line for each unit of work.
+        Work::Compile => "builder:--interval-ms,0".to_owned(),
+        Work::Send => format!("iperf3:-c,{client},-t,86400"),
+    };
+    let mut guest = Guest::new(lab, name, 10, &jobs);
+    guest.memory_bytes = MEMORY_MIB << 20;
+    lab.create_tap(&guest.tap())?;
+    let result = run(&guest);
+    let removed = lab.delete_tap(&guest.tap());
+    // The next guest of the name must not find its words.
+    let _ = std::fs::remove_file(&guest.console);
+    let value = result?;
+    removed.map(|()| value)
+}
+
+fn move_to_and_fro(
+    lab: &Lab,
+    guest: &Guest,
+    work: Work,
+    who: &Who,
+    qemu: &Qemu,
+    series: &Series,
+) -> Result<BTreeMap<String, f64>> {
+    let meter = Meter::start(lab.host(METER)?)?;
+    let server = if work == Work::Send { Some(IperfServer::start(lab.host(CLIENT)?)?) } else { None };
+    let mut vm = match who {
+        Who::Nobody | Who::Mover(Mover::Sterna(_)) => Running::Sterna(SternaVm::start(lab, "a", guest, &qemu.path)?),
+        Who::Mover(Mover::Qemu(_, ram)) => {
+            Running::Qemu(Box::new(BaselineVm::start(lab, "a", guest, &qemu.path, *ram)?))
+        }
+    };
+    guest.wait_until_up(START)?;
+    let progress = || match &server {
+        Some(server) => {
+            let samples = server.samples();
+            let sizes = samples
+                .windows(2)
+                .map(|pair| (pair[1].at_us, pair[1].per_s * (pair[1].at_us - pair[0].at_us) as f64 / 1e6));
+            Progress::of(sizes.collect::<Vec<_>>())
+        }
+        None => Progress::of(
+            meter.lines(guest.address(), "BUILDER").iter().filter_map(|line| Some((line.at_us, line.number("kib")?))),
+        ),
+    };
+    // The first units are slower: nothing of what they need was used before.
+    wait_for("the guest's work", START, || Ok((progress().0.len() > 15).then_some(())))?;
+    std::thread::sleep(SETTLE);
+
+    let start = now_us();
+    std::thread::sleep(series.undisturbed);
+    let begin = now_us();
+    let mut moved = Vec::new();
+    for number in 0..series.migrations {
+        if let Who::Mover(mover) = who {
+            let (there, took) = vm.migrate(lab, if number % 2 == 0 { "b" } else { "a" }, mover)?;
+            vm = there;
+            moved.push(took);
+        }
+        std::thread::sleep(PAUSE);
+    }
+    let end = now_us();
+    std::thread::sleep(series.undisturbed);
+    let progress = progress();
+    drop(vm);
+    let rates = [(start, begin), (end, now_us())].map(|(from, to)| progress.rate(from, to));
+    let [Some(before), Some(after)] = rates else { return Err(Error::Usage("the guest's work stood still".into())) };
+    let took_s = (end - begin) as f64 / 1e6;
+    let done = progress.between(begin, end).ok_or_else(|| Error::Usage("the guest's work stood still".into()))?;
+    let added_s = took_s - done / ((before + after) / 2.0);
+    let mut metrics = BTreeMap::from([
+        ("series_s".to_owned(), took_s),
+        ("added_s".to_owned(), added_s),
+        (ADDED.to_owned(), added_s / f64::from(series.migrations)),
+        ("rate_before".to_owned(), before),
+        ("rate_after".to_owned(), after),
+    ]);
+    let middle = |value: fn(&Moved) -> f64| median(&moved.iter().map(value).collect::<Vec<_>>());
+    metrics.extend(middle(|moved| moved.total_ms).map(|ms| ("total_ms".to_owned(), ms)));
+    metrics.extend(middle(|moved| moved.downtime_ms).map(|ms| ("downtime_ms".to_owned(), ms)));
+    Ok(metrics)
+}
+
+/// How much was done by when: moments, microseconds since 1970, and sums, both ascending.
+struct Progress(Vec<(i64, f64)>);
+
+impl Progress {
+    /// From moments and what was done since the one before.
+    fn of(parts: impl IntoIterator<Item = (i64, f64)>) -> Self {
+        let mut sum = 0.0;
+        let add = |(at_us, part): (i64, f64)| {
+            sum += part;
+            (at_us, sum)
+        };
+        Self(parts.into_iter().map(add).collect())
+    }
+
+    /// What was done by a moment, as if evenly between two looks.
+    fn at(&self, at_us: i64) -> Option<f64> {
+        let next = self.0.partition_point(|(at, _)| *at < at_us);
+        let (before, after) = (self.0.get(next.checked_sub(1)?)?, self.0.get(next));
+        // Work goes on after the last look, but nobody knows how much.
+        let after = after.unwrap_or(before);
+        let span = (after.0 - before.0).max(1) as f64;
+        Some(before.1 + (after.1 - before.1) * ((at_us - before.0) as f64 / span).min(1.0))
+    }
+
+    fn between(&self, from_us: i64, to_us: i64) -> Option<f64> {
+        Some(self.at(to_us)? - self.at(from_us)?)
+    }
+
+    /// By the second, from the first to the last look within some time.
+    fn rate(&self, from_us: i64, to_us: i64) -> Option<f64> {
+        let inside: Vec<_> = self.0.iter().filter(|(at, _)| (from_us..=to_us).contains(at)).collect();
+        let (first, last) = (inside.first()?, inside.last()?);
+        (last.1 > first.1).then(|| (last.1 - first.1) / ((last.0 - first.0) as f64 / 1e6))
+    }
+}
+
+fn targets(runs: &[Run], qemu: &str) -> Result<Vec<Target>> {
+    let target = |name: &str, own: &str, method: Method| {
+        let (own, other) = (dtrack::sterna(own)?, Mover::Qemu(method, Ram::Plain));
+        let ratios = WORK.map(|work| {
+            let of = |mover| move |run: &Run| is_row(run, work.name(), mover, qemu);
+            ratio(runs, metric(ADDED), of(&own), of(&other))
+        });
+        Ok(Target::at_most(format!("{name}: added time ÷ QEMU's, worst work"), 0.5, worst(ratios)))
+    };
+    Ok(vec![
+        target("post-copy (QEMU's with preempt)", POSTCOPY, Method::PurePostcopyPreempt)?,
+        target("pre-copy", PRECOPY, Method::Vanilla)?,
+    ])
+}
+
+fn plot(runs: &[Run], directory: &Path) -> Result<()> {
+    let rows = rows(runs);
+    for work in WORK {
+        let bars = rows.iter().filter(|row| row.config.get("workload") == Some(&json!(work.name())));
+        let bars = bars.filter_map(|row| {
+            Some((row.config.get("mover")?.as_str()?.to_owned(), row.metrics.get(ADDED)?.median.max(0.0)))
+        });
+        BarPlot {
+            title: format!("{} in a guest that goes to and fro", work.name()),
+            label: "seconds that each migration adds".into(),
+            bars: bars.collect(),
+        }
+        .write(directory, &format!("added_{}", work.name()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample;
+    use super::*;
+
+    #[test]
+    fn work_between_two_moments_is_taken_as_even_between_two_looks() {
+        let progress = Progress::of((1..=10).map(|second| (second * 1_000_000, 4.0)));
+        assert_eq!(progress.between(2_500_000, 4_000_000), Some(6.0));
+        assert_eq!(progress.rate(2_500_000, 8_200_000), Some(4.0));
+        assert_eq!(progress.at(500_000), None, "before the first look nothing is known");
+        assert_eq!(progress.rate(9_100_000, 9_200_000), None);
+        assert_eq!(progress.at(20_000_000), Some(40.0));
+    }
+
+    #[test]
+    fn each_mode_is_judged_against_qemus_own_at_the_work_that_suffers_most() {
+        let row = |work: Work, mover: &Mover, added: f64| sample(work.name(), mover, "10.0", &[(ADDED, added)]);
+        let (post, pre) = (dtrack::sterna(POSTCOPY).unwrap(), dtrack::sterna(PRECOPY).unwrap());
+        let preempt = Mover::Qemu(Method::PurePostcopyPreempt, Ram::Plain);
+        let runs = [
+            row(Work::Compile, &post, 0.2),
+            row(Work::Compile, &preempt, 1.0),
+            row(Work::Send, &post, 0.4),
+            row(Work::Send, &preempt, 1.0),
+            row(Work::Compile, &pre, 0.1),
+            row(Work::Compile, &Mover::Qemu(Method::Vanilla, Ram::Plain), 1.0),
+        ];
+        let targets = targets(&runs, "10.0").unwrap();
+        assert_eq!(targets.iter().map(|target| target.measured).collect::<Vec<_>>(), [Some(0.4), None]);
+    }
+}

@@ -1,0 +1,66 @@
+//! A metric over what an experiment varies: a line for each mover and QEMU.
+
+use std::path::Path;
+
+use crate::error::Result;
+use crate::plot::LinePlot;
+use crate::result::Row;
+
+/// A plot of lines: what its axes are called, and how metric and workload become a point.
+pub(super) struct Curves<'a> {
+    /// Over the plot.
+    pub(super) title: String,
+    /// What is varied.
+    pub(super) x_label: &'a str,
+    /// The metric, in words.
+    pub(super) y_label: &'a str,
+    /// The metric.
+    pub(super) metric: &'a str,
+    /// Where a workload, by its name, lies; `None` for one that is not of this plot.
+    pub(super) x: &'a dyn Fn(&str) -> Option<f64>,
+}
+
+impl Curves<'_> {
+    /// Writes it, unless there is nothing to show.
+    pub(super) fn write(&self, rows: &[Row], directory: &Path, name: &str) -> Result<()> {
+        let lines = self.lines(rows);
+        if lines.is_empty() {
+            return Ok(());
+        }
+        let (title, x_label, y_label) = (self.title.clone(), self.x_label.into(), self.y_label.into());
+        LinePlot { title, x_label, y_label, lines, spans: Vec::new() }.write(directory, name)
+    }
+
+    fn lines(&self, rows: &[Row]) -> Vec<(String, Vec<(f64, f64)>)> {
+        let mut lines: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
+        for row in rows {
+            let word = |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default();
+            let (Some(x), Some(value)) = ((self.x)(word("workload")), row.metrics.get(self.metric)) else { continue };
+            let label = format!("{} (QEMU {})", word("mover"), word("qemu"));
+            match lines.iter_mut().find(|(line, _)| *line == label) {
+                Some((_, points)) => points.push((x, value.median)),
+                None => lines.push((label, vec![(x, value.median)])),
+            }
+        }
+        lines
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample;
+    use super::*;
+    use crate::baseline::{Method, Ram};
+    use crate::result::rows;
+    use crate::trial::Mover;
+
+    #[test]
+    fn each_mover_is_a_line_over_the_workloads_of_the_plot() {
+        let mover = Mover::Qemu(Method::Vanilla, Ram::Plain);
+        let runs = ["8 MiB", "16 MiB", "idle"].map(|name| sample(name, &mover, "10.0", &[("total_ms", 5.0)]));
+        let x = |name: &str| name.strip_suffix(" MiB")?.parse().ok();
+        let curves = Curves { title: String::new(), x_label: "", y_label: "", metric: "total_ms", x: &x };
+        let expected = vec![("qemu precopy (QEMU 10.0)".to_owned(), vec![(8.0, 5.0), (16.0, 5.0)])];
+        assert_eq!(curves.lines(&rows(&runs)), expected);
+    }
+}
