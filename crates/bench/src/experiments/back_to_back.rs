@@ -79,7 +79,7 @@ pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let series = Series {
         migrations: if options.quick { 6 } else { 20 },
-        undisturbed: Duration::from_secs(if options.quick { 6 } else { 20 }),
+        undisturbed: Duration::from_secs(if options.quick { 8 } else { 20 }),
     };
     let movers = movers(options.quick, &newest)?;
     let lab = Lab::up(LabConfig { rate_bytes_per_s: Some(dtrack::LINK_BYTES_PER_S), ..LabConfig::pair(&lab_name()) })?;
