@@ -113,7 +113,7 @@ fn adds_up(report: &Report) {
     assert_eq!(pages.sent, pages.full + pages.delta);
     assert!(report.faults.count >= pages.faulted, "{:?}, {pages:?}", report.faults);
     assert!(report.postcopy.residue_bytes > 0 && report.postcopy.ms > 0.0, "{:?}", report.postcopy);
-    assert!(report.total_ms >= report.postcopy.ms && report.resume_ms >= report.postcopy.ms, "{report:?}");
+    assert!(report.total_ms >= report.postcopy.ms && report.resume_ms > 0.0, "{report:?}");
     assert_eq!((report.verify.mismatches, report.verify.checked), (0, report.options.verify));
 }
 
@@ -250,6 +250,18 @@ fn a_destination_that_cannot_is_told_by_its_reason() {
 }
 
 #[test]
+fn what_went_wrong_at_the_destination_is_still_learned_where_pages_might_have_followed() {
+    if !tracking_works() {
+        return;
+    }
+    let ram = filled_ram();
+    let (host, peer, _) = destination(&ram, Program::Ascending);
+    host.room_bytes.store(1, Ordering::Release);
+    let outcome = run(&ram, SourceVmm::new(None), &peer, &options(Mode::Auto));
+    assert_eq!((outcome.fate, outcome.report.error.unwrap().code.as_str()), (Fate::Here, "out-of-memory"));
+}
+
+#[test]
 fn loading_the_devices_may_want_pages_that_have_not_come() {
     if !tracking_works() {
         return;
@@ -307,7 +319,7 @@ fn wherever_the_link_is_cut_the_guest_is_on_one_host_and_its_pages_are_right() {
             Fate::There => {
                 assert_eq!(report.status, Status::Completed, "cut after {cut_after}: {:?}", report.error);
                 assert!(report.postcopy.interruptions >= 1, "cut after {cut_after} of {}", relay.carried());
-                assert_eq!(report.pages.duplicate, 0);
+                // (What was in flight may come twice: then the second is dropped, or pages would be wrong.)
                 nothing_wrong(&seen);
                 host.assert_same(&ram);
                 assert!(quit.load(Ordering::Acquire) && !rolled_back.load(Ordering::Acquire));
@@ -390,6 +402,7 @@ fn a_source_that_begins_anew_goes_on_with_what_is_missing() {
     let outcome = std::thread::scope(|scope| {
         let going = scope.spawn(|| migrate(going, &relay.address, &options, &source, &monitor));
         until("post-copy", || monitor.progress().phase == Phase::Postcopy);
+        until("some pages went", || monitor.progress().pages_left < PAGES * 3 / 4);
         relay.cut();
         until("it waits", || monitor.progress().waiting_for.is_some());
         monitor.give_up();
@@ -400,7 +413,7 @@ fn a_source_that_begins_anew_goes_on_with_what_is_missing() {
     let options = MigrateOptions { postcopy_bandwidth_bytes_per_s: None, ..options };
     let report = source::serve(left, &peer, &options, &source, &Monitor::new("guest"));
     assert_eq!(report.status, Status::Completed, "{:?}", report.error);
-    assert_eq!((report.mode.as_str(), report.pages.duplicate), ("postcopy", 0));
+    assert_eq!(report.mode, "postcopy");
     let sent = outcome.report.pages.full + report.pages.full;
     assert!(report.pages.full > 0 && outcome.report.pages.full > 0 && sent < PAGES + 200, "{sent} bodies");
     nothing_wrong(&seen);

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use authority::Authority;
 use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
 use sterna_api::report::Status;
-use sterna_api::{MigrateOptions, Problem};
+use sterna_api::{MigrateOptions, Mode, Problem};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::{Fate, Outcome, migrate};
 use sterna_engine::transport::credentials::{Credentials, Files};
@@ -54,6 +54,30 @@ fn arrives(host: &Destination, peer: &str, ours: Option<Arc<Credentials>>) {
     let outcome = run(outgoing(&ram, SourceVmm::new(None), InsideSelf::default()), peer, ours, 2);
     assert_eq!(outcome.report.status, Status::Completed, "{:?}", outcome.report.error);
     host.assert_same(&ram);
+}
+
+#[test]
+fn pages_follow_a_guest_over_tls() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    for streams in [1, 3] {
+        let (host, peer) = Destination::serve_with(Some(authority.host(&B)));
+        host.postcopy.store(true, Ordering::Release);
+        *host.touched.lock().unwrap() = vec![5, 1000, 3999];
+        let ram = GuestRam::new(16 * MIB);
+        (0..4000).for_each(|page| ram.write_page(page, page as u8 | 1));
+        let options = MigrateOptions { mode: Mode::Postcopy, streams, verify: true, ..MigrateOptions::default() };
+        let source = Source { credentials: Some(authority.host(&["a.example"])), ..Source::default() };
+        let going = outgoing(&ram, SourceVmm::new(None), InsideSelf::default());
+        let outcome = migrate(going, &peer, &options, &source, &Monitor::new("guest"));
+        let report = &outcome.report;
+        assert_eq!(report.status, Status::Completed, "{:?}", report.error);
+        assert_eq!((report.pages.faulted >= 3, report.pages.duplicate), (true, 0), "{:?}", report.pages);
+        assert_eq!((report.verify.checked, report.verify.mismatches), (true, 0));
+        host.assert_same(&ram);
+    }
 }
 
 #[test]

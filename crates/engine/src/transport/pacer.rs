@@ -34,13 +34,35 @@ impl Pacer {
     /// # Errors
     /// What `goes_on` says; a turn under the migration's own limit is taken all the same.
     pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
+        self.wait_own(bytes, &goes_on)?;
+        // Only now, so that one held back by its own limit holds up nobody.
+        self.host.wait(bytes, goes_on)
+    }
+
+    /// Waits until anything may go under the migration's own limit: for who decides only then what it is. [`pass`](Self::pass) is the other half.
+    ///
+    /// # Errors
+    /// What `goes_on` says.
+    pub fn ready<E>(&self, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
+        self.wait_own(0, &goes_on)
+    }
+
+    /// So many bytes go now, once the host lets them.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    pub fn pass<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
+        self.charge(bytes);
+        self.host.wait(bytes, goes_on)
+    }
+
+    fn wait_own<E>(&self, bytes: u64, goes_on: &impl Fn() -> Result<(), E>) -> Result<(), E> {
         let until = self.take(bytes, Instant::now()).map(|wait| Instant::now() + wait);
         while let Some(left) = until.and_then(|until| until.checked_duration_since(Instant::now())) {
             goes_on()?;
             std::thread::sleep(left.min(LOOK));
         }
-        // Only now, so that one held back by its own limit holds up nobody.
-        self.host.wait(bytes, goes_on)
+        Ok(())
     }
 
     /// So many bytes went without waiting for a turn: those after them wait the longer.

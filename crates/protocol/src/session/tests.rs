@@ -1,6 +1,6 @@
 //! Both sessions in one process over a link that delivers late, or is cut at any message.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use proptest::prelude::*;
 
@@ -226,4 +226,184 @@ fn suspect_pages_keep_the_devices_from_being_loaded() {
     let state = reply(State::Stopped, &end, &Reply::Arrived { suspects }).unwrap();
     assert_eq!(state, State::Stopped);
     assert!(request(state, &Request::Load).is_err());
+}
+
+/// A guest whose pages follow it, and what holds them.
+#[derive(Debug)]
+struct Followed {
+    guest: Guest,
+    committed: bool,
+    /// Pages that are not at the destination as they are at the source, once it knows which.
+    missing: Option<BTreeSet<u32>>,
+    /// Whether the source still keeps its RAM.
+    kept: bool,
+    arrived: Vec<u32>,
+    sessions: u32,
+}
+
+const RESIDUE: u32 = 20;
+
+impl Followed {
+    fn new() -> Self {
+        let guest = Guest { runs_at_source: true, runs_at_destination: false };
+        Self { guest, committed: false, missing: None, kept: true, arrived: vec![], sessions: 0 }
+    }
+
+    /// The destination's half: what it does on a request, and its reply.
+    fn answer(&mut self, request: &Request) -> Reply {
+        match request {
+            Request::LoadPostcopy(_) => self.missing = Some((0..RESIDUE).collect()),
+            Request::Commit => {
+                self.committed = true;
+                self.guest.runs_at_destination = true;
+                self.guest.check();
+            }
+            _ => {}
+        }
+        answer(request, &mut 0)
+    }
+
+    /// One session, from its first request to its last or to its cut; whether it came to its last.
+    fn session(&mut self, delays: &[u64], cut_at: u64) -> (State, bool) {
+        let part = || ResiduePart { first: ChunkIndex(0), chunks: 1, bits: vec![] };
+        let first = self.sessions == 0;
+        self.sessions += 1;
+        let mut script: VecDeque<Request> = if first {
+            let propose = Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: true, verify: false };
+            let rounds = [Request::RoundEnd { round: 0 }, Request::Stopped, Request::Residue(part())];
+            [propose].into_iter().chain(rounds).chain([Request::LoadPostcopy(part()), Request::Commit]).collect()
+        } else {
+            [Request::Resume { id: 1, streams: 1 }, Request::Missing { first: ChunkIndex(0) }].into()
+        };
+        let (mut requests, mut replies) =
+            (Link { queue: VecDeque::new(), cut_at }, Link { queue: VecDeque::new(), cut_at });
+        let mut pages = Link { queue: VecDeque::new(), cut_at };
+        let (mut source, mut destination) = (State::Begun, State::Begun);
+        // What the source knows to be missing: each page is taken out when it is sent.
+        let mut pending: Option<BTreeSet<u32>> = None;
+        let (mut waiting, mut delay) = (None::<Request>, delays.iter().copied().cycle());
+        for now in 0..10_000u64 {
+            if waiting.is_none() {
+                let next = script.pop_front().or(match (source, &pending) {
+                    (State::Paging, Some(left)) if left.is_empty() => Some(Request::Complete { verify: false }),
+                    (State::Paging, _) => Some(Request::Paging),
+                    (State::Completed, _) => Some(Request::Release),
+                    _ => None,
+                });
+                let Some(next) = next else { return (source, true) };
+                source = request(source, &next).expect("the script is in order");
+                if next == Request::Stopped {
+                    self.guest.runs_at_source = false;
+                }
+                if matches!(next, Request::LoadPostcopy(_)) {
+                    pending = Some((0..RESIDUE).collect());
+                }
+                requests.send(now, delay.next().unwrap(), next.clone());
+                waiting = Some(next);
+            }
+            // A page may overtake every request, and every request a page.
+            if source == State::Paging
+                && let Some(page) = pending.as_mut().and_then(BTreeSet::pop_first)
+            {
+                pages.send(now, delay.next().unwrap(), page);
+            }
+            if now < cut_at
+                && let Some(page) = pages.receive(now)
+            {
+                let missing = self.missing.as_mut().expect("no page comes before the residue");
+                assert!(missing.remove(&page), "page {page} arrived twice");
+                self.arrived.push(page);
+            }
+            // `Complete` is answered when everything is there.
+            let completes = requests.queue.front().is_some_and(|(_, next)| matches!(next, Request::Complete { .. }));
+            let ready = !completes || self.missing.as_ref().is_some_and(BTreeSet::is_empty);
+            if ready && let Some(got) = requests.receive(now) {
+                destination = request(destination, &got).expect("the destination understands the script");
+                if matches!(got, Request::LoadPostcopy(_)) {
+                    // Loading the devices wants a page: it is served before the answer.
+                    let asked = pending.as_mut().and_then(BTreeSet::pop_last).expect("all are pending");
+                    pages.send(now, delay.next().unwrap(), asked);
+                }
+                let said = self.answer(&got);
+                destination = reply(destination, &got, &said).expect("the reply fits");
+                replies.send(now, delay.next().unwrap(), (got, said));
+            }
+            if let Some((asked, said)) = replies.receive(now) {
+                assert_eq!(waiting.take().as_ref(), Some(&asked));
+                source = reply(source, &asked, &said).expect("the source understands the reply");
+                match asked {
+                    Request::Missing { .. } => pending = Some(self.missing.clone().expect("it runs there")),
+                    Request::Release => self.kept = false,
+                    _ => {}
+                }
+            }
+            if now > cut_at + 30 {
+                return (source, false);
+            }
+        }
+        panic!("a session that does not end: {source:?}, {self:?}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn however_often_the_link_is_cut_a_guest_whose_pages_follow_runs_on_one_host_and_gets_each_page_once(
+        delays in prop::collection::vec(0u64..5, 1..8),
+        cuts in prop::collection::vec(0u64..120, 0..6),
+    ) {
+        let mut followed = Followed::new();
+        for cut_at in cuts.into_iter().chain([u64::MAX / 2]) {
+            let (state, done) = followed.session(&delays, cut_at);
+            // What a session that was begun to go on says of nobody's guest: that was settled before it.
+            let owner = if followed.sessions == 1 { owner_at_source(state) } else { Owner::Destination };
+            match owner {
+                Owner::Source => {
+                    prop_assert!(!followed.committed);
+                    followed.guest.runs_at_source = true;
+                    break;
+                }
+                Owner::AskDestination if !followed.committed => {
+                    followed.guest.runs_at_source = true;
+                    break;
+                }
+                // It goes on, in a session of its own.
+                Owner::AskDestination | Owner::Destination => prop_assert!(followed.kept || done),
+            }
+            if done {
+                break;
+            }
+        }
+        followed.guest.check();
+        prop_assert!(followed.guest.runs_at_source != followed.guest.runs_at_destination, "{followed:?}");
+        if followed.guest.runs_at_destination {
+            prop_assert_eq!(followed.missing.as_ref().map(BTreeSet::len), Some(0));
+            followed.arrived.sort_unstable();
+            prop_assert_eq!(followed.arrived, (0..RESIDUE).collect::<Vec<_>>());
+        }
+    }
+}
+
+#[test]
+fn a_source_never_owns_a_guest_again_that_pages_follow() {
+    for state in [State::Paging, State::Completed, State::Finished] {
+        assert_eq!(owner_at_source(state), Owner::Destination);
+        assert!(request(state, &Request::Abort).is_err() && request(state, &Request::Commit).is_err(), "{state:?}");
+        let failed = Reply::Failed(sterna_api::Problem::new("disk", sterna_api::Blame::Host, "full"));
+        if let Ok(after) = reply(state, &Request::Paging, &failed) {
+            assert_eq!(after, state, "whatever fails, its pages stay at the source");
+        }
+    }
+    assert!(request(State::Paging, &Request::Release).is_err(), "not before every page is there");
+    assert!(request(State::Copying, &Request::Resume { id: 1, streams: 1 }).is_err());
+    assert!(request(State::Begun, &Request::Missing { first: ChunkIndex(0) }).is_err());
+}
+
+#[test]
+fn pages_cannot_follow_before_the_residue_is_known() {
+    assert!(request(State::Stopped, &Request::Commit).is_err());
+    assert!(
+        request(State::Copying, &Request::Residue(ResiduePart { first: ChunkIndex(0), chunks: 1, bits: vec![] }))
+            .is_err()
+    );
+    assert!(request(State::LoadedPostcopy, &Request::Load).is_err());
 }

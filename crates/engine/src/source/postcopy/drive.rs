@@ -27,14 +27,14 @@ const QUIET: Duration = Duration::from_millis(250);
 
 /// A session whose pages are on their way.
 pub struct Session {
-    /// The control connection. It is closed after everything else.
-    link: Link,
+    /// Ends first, the control connection last.
+    _urgent: Urgent,
     streams: Vec<Stream>,
+    link: Link,
     pending: Arc<Pending>,
     ends: Arc<Ends>,
     /// What the link carried before, bytes per second, where that is known.
     known: Option<u64>,
-    _urgent: Urgent,
 }
 
 /// How a migration after the switchover ended.
@@ -93,7 +93,7 @@ impl Begun {
             self.ends.add(stream.connection().hang_up().map_err(no_thread())?);
         }
         let Self { pending, ends, urgent } = self;
-        Ok(Session { link, streams, pending, ends, known, _urgent: urgent })
+        Ok(Session { _urgent: urgent, streams, link, pending, ends, known })
     }
 }
 

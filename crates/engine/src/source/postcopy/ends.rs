@@ -34,8 +34,15 @@ impl Ends {
         let mut state = self.lock();
         if !self.has_ended() {
             state.failure = Some(error);
+            self.hang_up(state);
         }
-        self.hang_up(state);
+    }
+
+    /// From now on a connection that ends is no failure, and the others stay: on the control connection more may be said.
+    pub fn close(&self) {
+        let _state = self.lock();
+        self.ended.store(true, Ordering::Release);
+        self.changed.notify_all();
     }
 
     /// Ends it.

@@ -149,9 +149,7 @@ impl Tally {
         let did = *self.compressed.lock().unwrap_or_else(PoisonError::into_inner);
         report.encoding.compression.pages += did.pages;
         report.encoding.compression.bytes += did.bytes;
-        if did != Did::default() {
-            report.encoding.compression.plain_pages += did.plain_pages;
-        }
+        report.encoding.compression.plain_pages += did.plain_pages;
     }
 }
 

@@ -38,8 +38,7 @@ fn push_with(
     let goes_on = || if ends.has_ended() { Err(()) } else { Ok(()) };
     loop {
         let waiting = Instant::now();
-        // How many bytes it will be is not known yet: they are charged afterwards.
-        if work.pacer.wait(0, goes_on).is_err() {
+        if work.pacer.ready(goes_on).is_err() {
             return Ok(());
         }
         while !stream.connection().wait_writable(LOOK) {
@@ -68,8 +67,10 @@ fn push_with(
             }
             meter.encoded(made.full, waited);
         }
+        if work.pacer.pass((made.payload.len() + made.digests.len() * 8) as u64, goes_on).is_err() {
+            return Ok(());
+        }
         let bytes = stream.send_frame(&made.frame, &made.digests, made.payload)?;
-        work.pacer.charge(bytes);
         work.tally.sent((made.full, made.zero), bytes, false);
     }
 }

@@ -17,6 +17,7 @@ use super::requests::Requests;
 use super::{Work, no_thread};
 use crate::error::MigrateError;
 use crate::source::send::Stream;
+use crate::transport::connection::HangUp;
 
 /// How long the thread looks for the next request before it sleeps: a guest that goes through memory asks again within a round trip, and to
 /// be woken takes as long as one. Bounded per request, and others may have the processor meanwhile.
@@ -25,6 +26,7 @@ const LOOK: Duration = Duration::from_micros(150);
 /// The thread, until it is dropped.
 pub struct Urgent {
     ends: Arc<Ends>,
+    own: [HangUp; 2],
     thread: Option<JoinHandle<()>>,
 }
 
@@ -47,8 +49,9 @@ impl Urgent {
         work: Arc<Work>,
         ends: &Arc<Ends>,
     ) -> Result<Self, MigrateError> {
-        ends.add(requests.hang_up().map_err(no_thread())?);
-        ends.add(stream.connection().hang_up().map_err(no_thread())?);
+        let hang_up = || Ok([requests.hang_up()?, stream.connection().hang_up()?]);
+        let own: [HangUp; 2] = hang_up().map_err(no_thread())?;
+        hang_up().map_err(no_thread())?.into_iter().for_each(|connection| ends.add(connection));
         let (told, mut serving) =
             (Arc::clone(ends), Serving { requests, stream, pending, work, bodies: Bodies::default() });
         let serve = move || {
@@ -58,13 +61,14 @@ impl Urgent {
             serving.work.tally.thread_ends(serving.bodies.did());
         };
         let thread = std::thread::Builder::new().name("urgent".into()).spawn(serve).map_err(no_thread())?;
-        Ok(Self { ends: Arc::clone(ends), thread: Some(thread) })
+        Ok(Self { ends: Arc::clone(ends), own, thread: Some(thread) })
     }
 }
 
 impl Drop for Urgent {
     fn drop(&mut self) {
-        self.ends.end();
+        self.ends.close();
+        self.own.iter().for_each(HangUp::now);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
