@@ -67,7 +67,7 @@ pub struct Loaded {
     pub verify: report::Verify,
     /// Pages that are still to come, their map's bytes and what it took.
     pub residue: Option<Residue>,
-    loaded_at: Instant,
+    loaded_us: u64,
 }
 
 /// The map of what is still to come, for the report.
@@ -146,7 +146,7 @@ impl Switchover<'_> {
             device_state_ms: (saved + load_began.elapsed()).as_secs_f64() * 1e3,
             start_ms: 0.0,
         };
-        Ok(Loaded { stop: stopped.stop, downtime, verify, residue: None, loaded_at: Instant::now() })
+        Ok(Loaded { stop: stopped.stop, downtime, verify, residue: None, loaded_us: now_us() })
     }
 
     /// Stops the guest and brings its devices to the destination, and the map of the pages that are still to come. Those are `pending` from
@@ -212,7 +212,7 @@ impl Switchover<'_> {
         };
         let residue = Some(Residue { pages, bytes, took });
         let verify = report::Verify::default();
-        Ok(Loaded { stop: stopped.stop, downtime, verify, residue, loaded_at: Instant::now() })
+        Ok(Loaded { stop: stopped.stop, downtime, verify, residue, loaded_us: now_us() })
     }
 
     /// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which the guest
@@ -277,8 +277,8 @@ pub fn hand_over(
     let mut downtime = loaded.downtime;
     match link.control.ask(&Request::Commit, REPLY_TIMEOUT) {
         Ok(Reply::Running { start_us, cpu_us }) => {
-            downtime.start_ms = loaded.loaded_at.elapsed().as_secs_f64() * 1e3;
             let started = start_us.saturating_add_signed(-clock_offset_us).min(now_us());
+            downtime.start_ms = ms(started.saturating_sub(loaded.loaded_us));
             let downtime_ms = ms(started.saturating_sub(loaded.stop.0));
             Ok(HandOver::Done { downtime, downtime_ms, destination_cpu_s: cpu_us as f64 / 1e6 })
         }
