@@ -387,10 +387,6 @@ impl Session<'_> {
         }
         let mut incoming = guard.keep();
         let started = if spec.running { incoming.vmm.start() } else { Ok(EventTime(crate::source::link::now_us())) };
-        if let Some(Err(error)) = pager.as_ref().map(Pager::map_ahead) {
-            tracing::info!(%error, "pages are not mapped ahead");
-        }
-        self.host.started(self.id, incoming, pager.clone());
         let cpu = arrivals.cpu() + sterna_sys::process::thread_cpu_time();
         let reply = match started {
             Ok(start) => Reply::Running { start_us: start.0, cpu_us: cpu.as_micros() as u64 },
@@ -399,8 +395,17 @@ impl Session<'_> {
                 Reply::Failed(MigrateError::from(error).problem().guest(sterna_api::problem::Whereabouts::Paused))
             }
         };
-        self.control.answer(request, &reply)?;
-        Ok(pager)
+        let Some(pager) = pager else {
+            self.host.started(self.id, incoming, None);
+            return self.control.answer(request, &reply).map(|()| None);
+        };
+        // The guest may be waiting for a page already, and the source pushes none before it has the answer.
+        let answered = self.control.answer(request, &reply);
+        if let Err(error) = pager.map_ahead() {
+            tracing::info!(%error, "pages are not mapped ahead");
+        }
+        self.host.started(self.id, incoming, Some(Arc::clone(&pager)));
+        answered.map(|()| Some(pager))
     }
 }
 
