@@ -160,7 +160,7 @@ fn every_exit_code_means_what_it_says() {
         &["migrate", "m", "--to", "nowhere"],
         &["migrate", "m", "--to", "h:1", "--streams", "99"],
         &["migrate", "m", "--to", "h:1", "--compress", "brotli"],
-        &["migrate", "m", "--to", "h:1", "--mode", "hybrid"],
+        &["migrate", "m", "--to", "h:1", "--mode", "hybrid", "--no-postcopy"],
         &["run", "x", "--memory", "lots", "--"],
         &["run", "../x", "--memory", "64M", "--detach", "--"],
         &["run", "x", "--memory", "64M", "--detach", "--", "-m", "1G"],
