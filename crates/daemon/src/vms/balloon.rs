@@ -1,7 +1,7 @@
 //! Balloons: who decides how much memory a guest keeps, and how that is changed.
 //!
 //! The setting is part of a machine's record and travels with the machine. Where it is not *off*, a thread of its own looks after the
-//! balloon ([`keeper`]), from the daemon's start or the machine's arrival on.
+//! balloon (`keeper.rs`), from the daemon's start or the machine's arrival on.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -10,7 +10,7 @@
 //! - it looks at the migration's phase only once it holds the connection. The migration enters the switchover before it takes the
 //!   connection for that: so either the phase is seen and the connection is given back at once, or the guest's stop is put off, while it
 //!   still runs, by what is left of a look. Within the pause nothing is asked;
-//! - each command has [`IN_BETWEEN`], not seconds.
+//! - each command has a tenth of a second.
 //!
 //! From the switchover on nothing is done here any more. What the guest was asked for travels in its device's state, the setting in the
 //! machine's description, and the destination's daemon goes on, once all of the guest's pages are there. Until then its driver can still take
