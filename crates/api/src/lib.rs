@@ -33,4 +33,4 @@ pub use options::{MigrateOptions, Mode};
 pub use problem::{Blame, Problem};
 pub use progress::{Phase, Progress};
 pub use report::{Report, Status};
-pub use vm::{AdoptRequest, MemoryMode, MigrateRequest, Migration, RunRequest, Vm, VmState};
+pub use vm::{AdoptRequest, MemoryMode, MigrateRequest, Migration, ResumeRequest, RunRequest, Vm, VmState};

@@ -131,6 +131,15 @@ pub struct MigrateRequest {
     pub options: MigrateOptions,
 }
 
+/// Looks for the destination of a machine that was handed over, at once.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ResumeRequest {
+    /// Where it is now, `HOST:PORT`; where it was before where absent.
+    #[serde(default)]
+    pub to: Option<String>,
+}
+
 /// A migration, running or ended.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Migration {

@@ -10,7 +10,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use serde::Serialize;
 use sterna_api::balloon::Pressure;
-use sterna_api::{Report, Status, Vm};
+use sterna_api::{Phase, Report, Status, Vm};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StateLabel {
@@ -58,6 +58,9 @@ pub struct Metrics {
     running: Family<DirectionLabel, Gauge>,
     downtime: Histogram,
     total: Histogram,
+    missing: Gauge<u64, AtomicU64>,
+    waiting: Gauge<f64, AtomicU64>,
+    faults: Counter,
 }
 
 impl Default for Metrics {
@@ -84,6 +87,9 @@ impl Metrics {
             running: Family::default(),
             downtime: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
             total: Histogram::new(exponential_buckets(0.25, 2.0, 14)),
+            missing: Gauge::default(),
+            waiting: Gauge::default(),
+            faults: Counter::default(),
         };
         registry.register("vms", "Virtual machines of this host by state", metrics.vms.clone());
         registry.register_with_unit("vm_memory", "RAM of all machines", Unit::Bytes, metrics.memory.clone());
@@ -129,6 +135,22 @@ impl Metrics {
             Unit::Seconds,
             metrics.total.clone(),
         );
+        registry.register(
+            "postcopy_missing_pages",
+            "Pages of guests that run here which are still at other hosts",
+            metrics.missing.clone(),
+        );
+        registry.register_with_unit(
+            "postcopy_waiting",
+            "How long the guest that has waited longest for another host has waited, at either end",
+            Unit::Seconds,
+            metrics.waiting.clone(),
+        );
+        registry.register(
+            "postcopy_faults",
+            "Faults of guests moved away from here on pages that were not there yet",
+            metrics.faults.clone(),
+        );
         Self { registry, ..metrics }
     }
 
@@ -141,6 +163,7 @@ impl Metrics {
         };
         self.migrations.get_or_create(&StatusLabel { status }).inc();
         self.sent.inc_by(report.bytes_on_wire);
+        self.faults.inc_by(report.faults.count);
         if report.status == Status::Completed {
             self.downtime.observe(report.downtime_ms / 1e3);
             self.total.observe(report.total_ms / 1e3);
@@ -166,6 +189,8 @@ impl Metrics {
         self.memory.set(vms.iter().map(|vm| vm.memory_bytes).sum());
         self.allocated.set(vms.iter().map(|vm| vm.allocated_bytes).sum());
         self.ballooned.set(vms.iter().filter_map(|vm| vm.balloon.as_ref()).map(|balloon| balloon.size_bytes).sum());
+        self.missing.set(vms.iter().filter_map(|vm| vm.arriving.as_ref()).map(|arriving| arriving.missing_pages).sum());
+        self.waiting.set(vms.iter().filter_map(waiting_ms).fold(0.0, f64::max) / 1e3);
         let mut out = String::new();
         if let Err(error) = text::encode(&mut out, &self.registry) {
             tracing::error!(%error, "cannot write the metrics");
@@ -179,8 +204,17 @@ fn word(value: impl Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|value| value.as_str().map(String::from)).unwrap_or_default()
 }
 
+/// For how long a guest that runs without all its pages, here or elsewhere, has waited for the other host; nothing where it does not.
+fn waiting_ms(vm: &Vm) -> Option<f64> {
+    let leaving = vm.migration.as_ref().filter(|progress| progress.phase == Phase::Postcopy);
+    vm.arriving.as_ref().and_then(|arriving| arriving.waiting_ms).or_else(|| leaving?.waiting_ms)
+}
+
 #[cfg(test)]
 mod tests {
+    use sterna_api::vm::Arriving;
+    use sterna_api::{MemoryMode, Progress, VmState};
+
     use super::*;
 
     #[test]
@@ -202,5 +236,33 @@ mod tests {
         assert!(text.contains("sterna_migrations_total{status=\"cancelled\"} 1"), "{text}");
         assert!(text.contains("sterna_migration_sent_bytes_total 7"), "{text}");
         assert!(text.contains("sterna_migration_downtime_seconds_count 1"), "{text}");
+    }
+
+    #[test]
+    fn pages_that_guests_wait_for_are_counted_at_both_ends() {
+        let vm = |arriving, migration| Vm {
+            name: "m".into(),
+            state: VmState::Running,
+            memory_bytes: 0,
+            allocated_bytes: 0,
+            memory_mode: MemoryMode::Shared,
+            trust_group: None,
+            pid: 1,
+            qemu: String::new(),
+            qemu_path: String::new(),
+            arguments: Vec::new(),
+            migration,
+            balloon: None,
+            note: None,
+            arriving,
+        };
+        let here = |missing_pages, waiting_ms| vm(Some(Arriving { missing_pages, from: "a".into(), waiting_ms }), None);
+        let there = |phase| vm(None, Some(Progress { phase, waiting_ms: Some(9000.0), ..Progress::default() }));
+        let text = |vms: &[Vm]| Metrics::new().text(vms, Traffic::default());
+        let both = text(&[here(7, None), here(5, Some(2500.0))]);
+        assert!(both.contains("sterna_postcopy_missing_pages 12"), "{both}");
+        assert!(both.contains("sterna_postcopy_waiting_seconds 2.5"), "{both}");
+        assert!(text(&[there(Phase::Postcopy)]).contains("sterna_postcopy_waiting_seconds 9.0"));
+        assert!(text(&[there(Phase::Queued)]).contains("sterna_postcopy_waiting_seconds 0.0"), "its guest runs");
     }
 }

@@ -94,6 +94,68 @@ fn a_peer_that_committed_keeps_the_guest() {
     assert_eq!(host.ram_files(), 0);
 }
 
+/// The same, and `m`'s guest may need pages of here.
+fn handed_over_with_pages(peer: &str, end_qemu: bool) -> (Host, u32) {
+    let mut host = Host::start();
+    host.run("m");
+    let pid = host.pid_of("m");
+    host.kill_daemon();
+    if end_qemu {
+        support::end_machine(pid);
+        eventually("its QEMU ends", || !runs(pid));
+    }
+    change_record(&host, "m", |record| record["lifecycle"] = json!({ "outgoing": ID }));
+    write_stage(&host, &json!({ "handing-over": { "peer": peer, "postcopy": { "mode": "postcopy" } } }));
+    host.start_daemon();
+    (host, pid)
+}
+
+#[test]
+fn pages_that_the_guest_elsewhere_needs_stay_until_they_are_needed_no_more() {
+    if cannot_run() {
+        return;
+    }
+    // The peer's host has been restarted since: the guest that it took has ended there.
+    let mut peer = Host::start();
+    peer.stop_daemon();
+    write_stage_and_pages(&peer, &json!("committed"), &json!("coming"));
+    for end_qemu in [false, true] {
+        // Nobody answers at first.
+        let (host, pid) = handed_over_with_pages(&peer.address(), end_qemu);
+        assert_eq!(host.state_of("m"), "waiting-for-peer");
+        assert_eq!((host.ram_files(), runs(pid)), (1, !end_qemu), "its RAM may be needed, with its QEMU or without");
+        assert_eq!(host.refused("DELETE", "/v1/vms/m", &Value::Null), "vm-busy");
+        peer.start_daemon();
+        eventually("nothing is left of it", || host.names().is_empty());
+        assert!(!runs(pid));
+        assert_eq!(host.ram_files(), 0);
+        let reports = host.get("/v1/migrations")[0]["migrations"].clone();
+        assert_eq!(
+            (&reports[0]["status"], &reports[0]["error"]["guest"]),
+            (&json!("failed"), &json!("gone")),
+            "{reports}"
+        );
+        peer.stop_daemon();
+    }
+}
+
+#[test]
+fn a_guest_that_was_to_run_elsewhere_without_its_pages_and_never_did_runs_on() {
+    if cannot_run() {
+        return;
+    }
+    let peer = Host::start();
+    // Its user says where the destination is: nobody answers where it was.
+    let (host, pid) = handed_over_with_pages("127.0.0.1:1", false);
+    assert_eq!(host.state_of("m"), "waiting-for-peer");
+    assert_eq!(host.refused("POST", "/v1/vms/m/resume", &json!({ "to": "nowhere" })), "invalid-request");
+    let (status, problem) = host.ask("POST", "/v1/vms/m/resume", Some(&json!({ "to": peer.address() })));
+    assert_eq!(status, 202, "{problem}");
+    eventually("it belongs here again", || host.state_of("m") == "running");
+    assert_eq!(host.pid_of("m"), pid);
+    assert_eq!(host.refused("POST", "/v1/vms/m/resume", &json!({})), "not-migrating");
+}
+
 /// A destination whose daemon was killed while `m` came, at this stage.
 fn arriving(stage: &str) -> (Host, u32) {
     let mut host = Host::start();

@@ -133,10 +133,4 @@ pub trait SourceHost: Send + Sync {
     fn peer_now(&self, _id: MigrationId) -> Option<String> {
         None
     }
-
-    /// Whether its user gave up the pages that the guest at the destination still needs. Asked for again and again after the switchover, at
-    /// least once a second: once it is so, the migration ends, failed, with the guest at the destination.
-    fn given_up(&self, _id: MigrationId) -> bool {
-        false
-    }
 }

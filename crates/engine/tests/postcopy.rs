@@ -394,7 +394,7 @@ fn a_source_that_begins_anew_goes_on_with_what_is_missing() {
     });
     let left = Left {
         id,
-        spec: going.spec.clone(),
+        vm: going.spec.name.clone(),
         blocks: blocks.collect(),
         bandwidth: Arc::default(),
         here: sterna_api::report::Host::default(),

@@ -30,9 +30,11 @@ fn status(problem: &Problem) -> StatusCode {
     match (problem.code.as_str(), problem.blame) {
         ("unknown-vm" | "unknown-migration" | "no-such-route", _) => StatusCode::NOT_FOUND,
         ("no-such-method", _) => StatusCode::METHOD_NOT_ALLOWED,
-        ("name-taken" | "vm-busy" | "too-late" | "arriving" | "not-migrating" | "already-known" | "not-running", _) => {
-            StatusCode::CONFLICT
-        }
+        (
+            "name-taken" | "vm-busy" | "too-late" | "arriving" | "not-migrating" | "already-known" | "not-running"
+            | "still-arriving" | "serving-pages",
+            _,
+        ) => StatusCode::CONFLICT,
         ("guest-ignores-powerdown", _) => StatusCode::GATEWAY_TIMEOUT,
         (_, Blame::Request) => StatusCode::BAD_REQUEST,
         (_, Blame::Peer | Blame::Qemu | Blame::Guest) => StatusCode::BAD_GATEWAY,

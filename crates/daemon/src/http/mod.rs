@@ -46,6 +46,7 @@ use answer::Failure;
         vms::cancel,
         vms::estimate,
         balloon::set,
+        vms::resume,
         migrations::begin,
         migrations::list,
         migrations::show,
@@ -69,6 +70,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/cancel", post(vms::cancel))
         .route("/v1/vms/{name}/estimate", get(vms::estimate))
         .route("/v1/vms/{name}/balloon", put(balloon::set))
+        .route("/v1/vms/{name}/resume", post(vms::resume))
         .route("/v1/migrations", get(migrations::list).post(migrations::begin))
         .route("/v1/migrations/{id}", get(migrations::show))
         .route("/v1/watch", get(watch::watch))

@@ -7,7 +7,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde::Deserialize;
 use sterna_api::estimate::DEFAULT_DURATION_MS;
-use sterna_api::{AdoptRequest, Estimate, MigrateOptions, Problem, RunRequest, Vm};
+use sterna_api::{AdoptRequest, Estimate, MigrateOptions, Problem, ResumeRequest, RunRequest, Vm};
 use sterna_engine::monitor::Monitor;
 use utoipa::IntoParams;
 
@@ -88,7 +88,7 @@ pub async fn stop(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Cancels a virtual machine's migration; its end shows that of the migration.
+/// Cancels a virtual machine's migration; its end shows that of the migration. One whose guest runs at the destination already goes on.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/cancel",
@@ -97,6 +97,23 @@ pub async fn stop(
 )]
 pub async fn cancel(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>) -> Result<StatusCode, Failure> {
     blocking(move || daemon.cancel(&name)).await?;
+    Ok(StatusCode::ACCEPTED)
+}
+
+/// Looks at once for the destination that a virtual machine which was handed over waits for, and elsewhere where the body says so.
+#[utoipa::path(
+    post,
+    path = "/v1/vms/{name}/resume",
+    params(("name" = String, Path, description = "its name")),
+    request_body = ResumeRequest,
+    responses((status = 202, description = "it is looked for"), (status = "4XX", body = Problem))
+)]
+pub async fn resume(
+    State(daemon): State<Arc<Daemon>>,
+    Path(name): Path<String>,
+    Body(request): Body<ResumeRequest>,
+) -> Result<StatusCode, Failure> {
+    blocking(move || daemon.resume(&name, &request)).await?;
     Ok(StatusCode::ACCEPTED)
 }
 

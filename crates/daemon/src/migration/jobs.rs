@@ -56,8 +56,14 @@ impl Job {
         self.members.iter().map(|member| member.monitor.progress()).collect()
     }
 
+    /// How one of its machines' migration is seen.
+    #[must_use]
+    pub fn monitor(&self, index: usize) -> &Arc<Monitor> {
+        &self.members[index].monitor
+    }
+
     /// The last word on one of its machines.
-    fn end(&self, index: usize, daemon: &Daemon, report: Report) {
+    pub fn end(&self, index: usize, daemon: &Daemon, report: Report) {
         let member = &self.members[index];
         daemon.metrics.migration_ended(&report);
         member.monitor.update(|progress| progress.phase = Phase::Done);
@@ -111,16 +117,34 @@ impl Jobs {
         })
     }
 
-    /// Cancels all that are under way and waits until their guests are given back, or until `timeout`.
+    /// Cancels all that are under way and waits until their guests are given back, or until `timeout`. Those whose guests run elsewhere before
+    /// all their pages are there are the next daemon's to go on with.
     pub fn cancel_all(&self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
-        let running = || self.list().into_iter().filter(|job| !job.ended()).collect::<Vec<_>>();
-        running().iter().flat_map(|job| &job.members).for_each(|member| {
+        let jobs = self.list();
+        let members = || jobs.iter().flat_map(|job| &job.members);
+        members().for_each(|member| {
             member.monitor.cancel();
         });
-        while !running().is_empty() && Instant::now() < deadline {
+        let ends = |member: &Member| {
+            member.ended.load(Ordering::Acquire) || member.monitor.progress().phase == Phase::Postcopy
+        };
+        while !members().all(ends) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    /// A job for a machine that was handed over before.
+    #[must_use]
+    pub fn take_up(&self, to: &str, name: &str) -> Arc<Job> {
+        self.add(to, &[name.into()])
+    }
+
+    /// Where the migration goes that is seen so.
+    #[must_use]
+    pub fn peer_of(&self, monitor: &Arc<Monitor>) -> Option<String> {
+        let is_it = |job: &&Arc<Job>| job.members.iter().any(|member| Arc::ptr_eq(&member.monitor, monitor));
+        self.list().iter().find(is_it).map(|job| job.to.clone())
     }
 
     fn add(&self, to: &str, names: &[String]) -> Arc<Job> {
@@ -192,16 +216,15 @@ impl Daemon {
     /// A [`Problem`]: unknown, not being moved, or past the point of no return.
     pub fn cancel(&self, name: &str) -> Result<(), Problem> {
         let hold = self.table().get(name).map(|entry| entry.hold.clone()).ok_or_else(|| unknown_vm(name))?;
-        let late = || {
-            Problem::new(
-                "too-late",
-                Blame::Request,
-                format!("'{name}' has been handed over: its migration cannot be cancelled"),
-            )
+        let late = |why: &str| {
+            Err(Problem::new("too-late", Blame::Request, format!("'{name}' {why}: its migration cannot be cancelled")))
         };
         match hold {
             Hold::Leaving(monitor) | Hold::Estimating(monitor) if monitor.cancel() => Ok(()),
-            Hold::Leaving(_) | Hold::WaitingForPeer { .. } => Err(late()),
+            Hold::Leaving(monitor) if monitor.progress().phase == Phase::Postcopy => {
+                late("runs at its destination already, and the rest of its pages follow")
+            }
+            Hold::Leaving(_) | Hold::WaitingForPeer { .. } => late("has been handed over"),
             Hold::Arriving(_) => Err(Problem::new(
                 "arriving",
                 Blame::Request,
@@ -223,9 +246,17 @@ fn check_request(request: &MigrateRequest) -> Result<(), Problem> {
     if let Some(twice) = request.vms.iter().enumerate().find(|(index, name)| request.vms[..*index].contains(name)) {
         return Err(invalid(format!("'{}' is named twice", twice.1)));
     }
-    let port = request.to.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+    check_address(&request.to)
+}
+
+/// Whether a daemon can be at this address.
+///
+/// # Errors
+/// A [`Problem`] where it is not of the form `HOST:PORT`.
+pub fn check_address(address: &str) -> Result<(), Problem> {
+    let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
     if port.is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
-        return Err(invalid(format!("'{}' is not of the form HOST:PORT", request.to)));
+        return Err(invalid(format!("'{address}' is not of the form HOST:PORT")));
     }
     Ok(())
 }

@@ -18,6 +18,12 @@ pub mod estimate;
 /// Machines that were handed over while the peer fell silent.
 pub mod waiting;
 
+/// Guests that run elsewhere and still need pages of here.
+pub mod serving;
+
+/// Their destinations, looked for where their users say that they are.
+pub mod resume;
+
 /// What is checked before a machine comes here.
 pub mod prechecks;
 

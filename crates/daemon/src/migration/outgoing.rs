@@ -16,6 +16,7 @@ use sterna_engine::vmm::qemu::{Inspection, SharedQmp};
 
 use super::queue::{Ticket, Turn};
 use super::records::Stage;
+use super::serving::peer_now;
 use super::waiting;
 use crate::problems::host;
 use crate::qemu::binary;
@@ -231,7 +232,7 @@ fn prepare(daemon: &Daemon, record: &VmRecord, id: MigrationId) -> Result<(Outgo
 }
 
 /// This host, for a report.
-fn here(record: &VmRecord) -> Host {
+pub fn here(record: &VmRecord) -> Host {
     Host {
         host: host_name(),
         address: String::new(),
@@ -276,5 +277,9 @@ impl SourceHost for Here<'_> {
             .records
             .write(id, Some(self.vm), stage)
             .map_err(|error| host("cannot write down that the guest is handed over", &error))
+    }
+
+    fn peer_now(&self, id: MigrationId) -> Option<String> {
+        peer_now(self.daemon, id)
     }
 }

@@ -1,38 +1,96 @@
 //! Machines that were handed over while the peer fell silent: they must not run here until it says that they never will there.
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use sterna_engine::host::{MigrationId, Verdict};
 use sterna_engine::source::ask_verdict;
 
 use super::outgoing::belongs_here;
+use super::records::Stage;
+use super::serving::serve;
 use crate::vms::{Daemon, Hold, VmRecord, control};
 
-/// The pauses between two questions grow up to this.
+/// The first pause between two questions; each is twice as long as the one before.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// The longest.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+/// What became of a migration: asked for until the peer answers.
+#[derive(Debug)]
+pub struct Question {
+    since: Instant,
+    peer: Mutex<Asked>,
+    hurried: Condvar,
+}
+
+#[derive(Debug)]
+struct Asked {
+    peer: String,
+    at_once: bool,
+}
+
+impl Question {
+    fn new(peer: &str) -> Self {
+        let asked = Asked { peer: peer.into(), at_once: false };
+        Self { since: Instant::now(), peer: Mutex::new(asked), hurried: Condvar::new() }
+    }
+
+    /// Whom it is asked.
+    #[must_use]
+    pub fn peer(&self) -> String {
+        self.peer.lock().unwrap_or_else(PoisonError::into_inner).peer.clone()
+    }
+
+    /// For how long it has been asked.
+    #[must_use]
+    pub fn elapsed(&self) -> Duration {
+        self.since.elapsed()
+    }
+
+    /// Asks at once, and somebody else from now on where `peer` says so.
+    pub fn hurry(&self, peer: Option<&str>) {
+        let mut asked = self.peer.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.at_once = true;
+        if let Some(peer) = peer {
+            asked.peer = peer.into();
+        }
+        self.hurried.notify_all();
+    }
+
+    /// Waits before the next attempt, unless somebody is in a hurry.
+    fn pause(&self, pause: Duration) -> bool {
+        let asked = self.peer.lock().unwrap_or_else(PoisonError::into_inner);
+        let (mut asked, _) = self
+            .hurried
+            .wait_timeout_while(asked, pause, |asked| !asked.at_once)
+            .unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut asked.at_once)
+    }
+}
 
 /// Asks the peer until it answers, on a thread of its own.
 pub fn wait_for_verdict(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, peer: &str) {
+    let question = Arc::new(Question::new(peer));
     if let Some(entry) = daemon.table().get_mut(&record.name) {
-        entry.hold = Hold::WaitingForPeer { peer: peer.into() };
+        entry.hold = Hold::WaitingForPeer { verdict: Arc::clone(&question) };
     }
-    let (daemon, record, peer) = (Arc::clone(daemon), record.clone(), peer.to_string());
+    let (daemon, record) = (Arc::clone(daemon), record.clone());
     let name = format!("verdict-{}", record.name);
-    if let Err(error) = std::thread::Builder::new().name(name).spawn(move || ask(&daemon, &record, id, &peer)) {
+    if let Err(error) = std::thread::Builder::new().name(name).spawn(move || ask(&daemon, &record, id, &question)) {
         tracing::error!(%error, "cannot start the thread that asks for a verdict");
     }
 }
 
-fn ask(daemon: &Daemon, record: &VmRecord, id: MigrationId, peer: &str) {
-    let mut pause = Duration::from_millis(250);
+fn ask(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, question: &Question) {
+    let mut pause = FIRST_PAUSE;
     while still_waiting(daemon, record) {
-        match ask_verdict(id, peer, daemon.credentials.as_deref()) {
-            Ok(verdict) => return settle(daemon, record, id, verdict),
+        let peer = question.peer();
+        match ask_verdict(id, &peer, daemon.credentials.as_deref()) {
+            Ok(verdict) => return settle(daemon, record, id, verdict, &peer),
             Err(error) => {
                 tracing::debug!(vm = %record.name, peer, %error, "no verdict yet");
-                std::thread::sleep(pause);
-                pause = (pause * 2).min(LONGEST_PAUSE);
+                pause = if question.pause(pause) { FIRST_PAUSE } else { (pause * 2).min(LONGEST_PAUSE) };
             }
         }
     }
@@ -47,16 +105,22 @@ fn still_waiting(daemon: &Daemon, record: &VmRecord) -> bool {
     })
 }
 
-fn settle(daemon: &Daemon, record: &VmRecord, id: MigrationId, verdict: Verdict) {
+fn settle(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, verdict: Verdict, peer: &str) {
     tracing::info!(vm = %record.name, %id, ?verdict, "the peer has answered");
-    match verdict {
-        Verdict::Committed => {
+    match (verdict, daemon.records.stage(id)) {
+        // The guest runs there and needs pages of here: nothing of it may go.
+        (Verdict::Committed, Some(Stage::HandingOver { postcopy: Some(options), .. })) => {
+            serve(daemon, record, id, peer, *options);
+        }
+        (Verdict::Committed, _) => {
             daemon.end_qemu(record);
             daemon.forget(&record.name, record.process);
             daemon.records.remove(id);
         }
-        Verdict::Aborted => {
-            if let Err(problem) = control::give_back(record) {
+        (Verdict::Aborted, _) => {
+            if record.process.open().is_some()
+                && let Err(problem) = control::give_back(record)
+            {
                 tracing::error!(vm = %record.name, "the guest could not be given back: {}", problem.message);
                 daemon.mark(&record.name, format!("it could not be given back after a migration: {}", problem.message));
             }

@@ -4,11 +4,13 @@
 //! stays as `STATE/logs/NAME.log`.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Phase, Problem};
+use sterna_engine::monitor::Monitor;
 
 use super::control::Control;
+use super::paging::{self, Bringer};
 use super::record::VmRecord;
 use super::run::remove_files;
 use super::{Daemon, Hold};
@@ -21,22 +23,73 @@ use crate::qemu::launch::{last_lines, log_file};
 const POWERDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU has to end when it is told to.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a migration that was given up has to end.
+const GIVE_UP_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Daemon {
-    /// Stops a machine: asks the guest to switch itself off, or with `force` ends QEMU at once.
+    /// Stops a machine: asks the guest to switch itself off, or with `force` ends QEMU at once. Of a machine whose guest runs elsewhere
+    /// and still needs pages of here only `force` ends what is left.
     ///
     /// # Errors
     /// A [`Problem`]: unknown, busy, or the guest does not react.
     pub fn stop(&self, name: &str, force: bool) -> Result<(), Problem> {
+        if let Some((to, monitor)) = self.serves_pages(name) {
+            return self.give_up(name, force, &to, &monitor);
+        }
         let record = self.claim_to_stop(name, force)?;
         if force {
             self.end_qemu(&record);
         } else if let Err(problem) = self.power_down(&record) {
             self.release(name);
             self.forget_if_ended(&record);
-            return Err(problem);
+            return Err(match self.waits_for_pages(name) {
+                Some(why) => problem.hint(format!("{why}; 'sterna stop --force' ends it at once")),
+                None => problem,
+            });
         }
         self.forget(name, record.process);
+        Ok(())
+    }
+
+    /// What a machine waits for that runs here before all its pages are here, where their host is away.
+    fn waits_for_pages(&self, name: &str) -> Option<String> {
+        let (arriving, why) = self.table().get(name).and_then(paging::describe)?;
+        arriving.waiting_ms.map(|_| why)
+    }
+
+    /// Where a machine's guest runs, if it runs elsewhere and still needs pages of here, and the migration that sends them.
+    fn serves_pages(&self, name: &str) -> Option<(String, Arc<Monitor>)> {
+        let monitor = match &self.table().get(name)?.hold {
+            Hold::Leaving(monitor) => Arc::clone(monitor),
+            _ => return None,
+        };
+        let serves = monitor.progress().phase == Phase::Postcopy;
+        serves.then(|| (self.jobs.peer_of(&monitor).unwrap_or_default(), monitor))
+    }
+
+    /// Ends what is left of a machine whose guest runs elsewhere and still needs pages of here.
+    fn give_up(&self, name: &str, force: bool, to: &str, monitor: &Monitor) -> Result<(), Problem> {
+        let pages = monitor.progress().pages_left;
+        let process = self.table().get(name).and_then(|entry| entry.record.as_ref()).map(|record| record.process);
+        if !force {
+            let message = format!("'{name}' runs at {to} and needs {pages} pages that only this host has");
+            let hint = format!(
+                "stop it there. '--force' here gives them up: the guest at {to} loses its missing pages, and waits for them for ever"
+            );
+            return Err(Problem::new("serving-pages", Blame::Request, message).hint(hint));
+        }
+        tracing::warn!(vm = name, to, pages, "its user gives up the pages that its guest there still needs");
+        monitor.give_up();
+        let deadline = Instant::now() + GIVE_UP_TIMEOUT;
+        while self.table().get(name).is_some_and(|entry| entry.record.as_ref().map(|record| record.process) == process)
+        {
+            if Instant::now() > deadline {
+                let message = format!("the pages of '{name}' are given up, but its migration has not ended yet");
+                let hint = format!("'sterna show {name}' says how far it is");
+                return Err(Problem::new("still-ending", Blame::Ours, message).hint(hint));
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
         Ok(())
     }
 
@@ -49,8 +102,9 @@ impl Daemon {
         };
         match waiting {
             Some(record) if force => Ok(record),
-            Some(_) => Err(busy(name, "it was handed over to a peer that has not answered yet")
-                .hint("ask there first; 'stop --force' gives this side up")),
+            Some(_) => Err(busy(name, "it was handed over to a peer that has not answered yet").hint(
+                "ask there first; 'stop --force' gives this side up, and with it pages that the guest there may still need",
+            )),
             None => self.claim(name, Hold::Stopping),
         }
     }
@@ -91,17 +145,20 @@ impl Daemon {
 
     /// Removes a machine that ended from the list, with its files. Does nothing where the name belongs to another by now.
     pub fn forget(&self, name: &str, process: Identity) {
-        let record = {
+        let (record, pager) = {
             let mut table = self.table();
             match table.get_mut(name) {
                 Some(entry) if entry.record.as_ref().is_some_and(|record| record.process == process) => {
                     // The name stays reserved until the files are gone.
                     entry.hold = Hold::Stopping;
-                    entry.record.clone()
+                    (entry.record.clone(), entry.pager.take())
                 }
                 _ => return,
             }
         };
+        if let Some(Bringer(pager)) = pager {
+            pager.end();
+        }
         if let Some(record) = record {
             if let Some(paging) = &record.paging {
                 // Whoever still holds pages of it learns that nobody needs them.

@@ -18,6 +18,7 @@ use crate::config::Config;
 use crate::metrics::Metrics;
 use crate::migration::jobs::Jobs;
 use crate::migration::records::Records;
+use crate::migration::waiting::Question;
 use crate::problems::{busy, host, name_taken, unknown_vm};
 use crate::qemu::user::User;
 use crate::state::{StateDir, write_record};
@@ -72,8 +73,8 @@ pub enum Hold {
     Arriving(MigrationId),
     /// It was handed over, and the peer's verdict is not known: it must not run here.
     WaitingForPeer {
-        /// The destination daemon.
-        peer: String,
+        /// Asked for again and again.
+        verdict: Arc<Question>,
     },
 }
 
@@ -88,15 +89,13 @@ pub struct Entry {
     pub note: Option<String>,
     /// What brings its pages, where it runs here before all of them are here.
     pub pager: Option<Bringer>,
-    /// Its user gave the pages up that it holds for its guest elsewhere.
-    pub given_up: bool,
 }
 
 impl Entry {
     /// A machine with which this is being done.
     #[must_use]
     pub fn new(record: Option<VmRecord>, hold: Hold) -> Self {
-        Self { record, hold, note: None, pager: None, given_up: false }
+        Self { record, hold, note: None, pager: None }
     }
 }
 

@@ -5,6 +5,7 @@
 //! | here | | looked after as before; write tracking left on by an observation ends |
 //! | being moved away | nothing | it is given back: cancelled in QEMU, running again |
 //! | being moved away | handing over | it waits for the peer's verdict |
+//! | being moved away | handing over, pages to follow | the same, with or without its QEMU; where the peer has the guest, its pages are sent |
 //! | being moved here | preparing or aborted | QEMU is ended, its files removed; the verdict is *aborted* |
 //! | being moved here | committed | it belongs here: it runs, if it ran at the source |
 //! | here, or being moved here and committed; pages to come | all here | the same: its userfaultfd ends |
@@ -65,7 +66,10 @@ impl Daemon {
         if matches!(record.lifecycle, Lifecycle::Outgoing(_)) {
             release_left_over(record.process.pid);
         }
-        if !running {
+        if !running && self.holds_pages(&record) {
+            // Its guest may run elsewhere and need them: they are in its RAM files, with or without its QEMU.
+            tracing::warn!(vm = %name, "its QEMU ended while the daemon was away, its RAM is still there");
+        } else if !running {
             if let Lifecycle::Incoming(id) = record.lifecycle
                 && self.records.stage(id) != Some(Stage::Committed)
             {
@@ -86,10 +90,29 @@ impl Daemon {
         }
     }
 
+    /// Whether its guest was handed over and may still need pages that only this host has.
+    fn holds_pages(&self, record: &VmRecord) -> bool {
+        let Lifecycle::Outgoing(id) = record.lifecycle else { return false };
+        matches!(self.records.stage(id), Some(Stage::HandingOver { postcopy: Some(_), .. }))
+    }
+
     fn recover_outgoing(self: &Arc<Self>, record: &VmRecord, id: MigrationId) {
-        if let Some(Stage::HandingOver { peer, .. }) = self.records.stage(id) {
-            self.watch(record);
-            return wait_for_verdict(self, record, id, &peer);
+        match self.records.stage(id) {
+            Some(Stage::HandingOver { peer, .. }) => {
+                self.watch(record);
+                return wait_for_verdict(self, record, id, &peer);
+            }
+            None => {}
+            // Nothing that a source writes: a record that cannot be read. The guest may run elsewhere.
+            Some(stage) => {
+                tracing::error!(vm = %record.name, %id, ?stage, "it may have been handed over: it stays stopped");
+                self.mark(
+                    &record.name,
+                    "its migration's record cannot be read: it may run elsewhere, and must not run here",
+                );
+                self.watch(record);
+                return wait_for_verdict(self, record, id, "an unknown host");
+            }
         }
         if let Err(problem) = give_back(record) {
             tracing::error!(vm = %record.name, "cannot give it back: {}", problem.message);

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use sterna_api::{MemoryMode, Problem, Vm, VmState};
+use sterna_api::{MemoryMode, Phase, Problem, Vm, VmState};
 
 use super::control::{Control, vm_state};
 use super::{Daemon, Entry, Hold, arriving, paging};
@@ -57,12 +57,20 @@ fn describe(name: &str, entry: &Entry) -> Vm {
             asked(&record.qmp, &mut note)
         }
         Hold::Leaving(monitor) => {
-            migration = Some(monitor.progress());
+            let progress = monitor.progress();
+            if progress.phase == Phase::Postcopy {
+                let left = progress.pages_left;
+                note.get_or_insert(format!("it runs at its destination, {left} pages of it are still here"));
+            }
+            migration = Some(progress);
             VmState::MigratingOut
         }
         Hold::Arriving(_) => VmState::MigratingIn,
-        Hold::WaitingForPeer { peer } => {
-            note.get_or_insert(format!("handed over to {peer}, which has not said whether it runs there"));
+        Hold::WaitingForPeer { verdict } => {
+            let (peer, since) = (verdict.peer(), verdict.elapsed().as_secs());
+            note.get_or_insert(format!(
+                "handed over to {peer}, which has not said whether it runs there; waiting for {peer} for {since} s"
+            ));
             VmState::WaitingForPeer
         }
     };

@@ -283,6 +283,11 @@ impl Drop for Host {
     }
 }
 
+/// Ends a machine's QEMU, as the kernel does when memory runs out.
+pub fn end_machine(pid: u32) {
+    end_process(pid, "sterna-host-");
+}
+
 /// Ends a process, where its arguments name this test's directory: numbers are used again.
 fn end_process(pid: u32, mark: &str) {
     let arguments = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();

@@ -210,9 +210,9 @@ pub fn ask_verdict(id: MigrationId, peer: &str, credentials: Option<&Credentials
 pub struct Left {
     /// The migration.
     pub id: MigrationId,
-    /// The machine.
-    pub spec: VmSpec,
-    /// Its RAM, as it stands since the switchover, in the order of `spec.blocks`.
+    /// The machine's name.
+    pub vm: String,
+    /// Its RAM, as it stands since the switchover, in the order of its blocks.
     pub blocks: Vec<BlockFile>,
     /// What all migrations away from this host may send together.
     pub bandwidth: Arc<Share>,
@@ -225,9 +225,9 @@ pub struct Left {
 /// what was done since. Whatever the report says, the guest is not this host's any more, and what is left here is of no use.
 #[must_use]
 pub fn serve(left: Left, peer: &str, options: &MigrateOptions, host: &dyn SourceHost, monitor: &Monitor) -> Report {
-    let Left { id, spec, blocks, bandwidth, here } = left;
+    let Left { id, vm, blocks, bandwidth, here } = left;
     let cpu_before = sterna_sys::process::thread_cpu_time();
-    let mut report = Report::asked(&spec.name, options, here, peer);
+    let mut report = Report::asked(&vm, options, here, peer);
     report.mode = mode_after_switchover(options).into();
     monitor.begin();
     let _ = monitor.commit();
