@@ -62,7 +62,20 @@ impl Client {
     /// # Errors
     /// As [`Client::get`].
     pub async fn command(&self, method: Method, path: &str) -> Result<(), Failure> {
-        let answer = self.send(method, path, Bytes::new()).await?;
+        self.tell(method, path, Bytes::new()).await
+    }
+
+    /// The same with a body.
+    ///
+    /// # Errors
+    /// The daemon's problem, or that it cannot be reached.
+    pub async fn post_command(&self, path: &str, body: &impl Serialize) -> Result<(), Failure> {
+        let body = serde_json::to_vec(body).map_err(|error| Failure::host("cannot write the request", &error))?;
+        self.tell(Method::POST, path, body.into()).await
+    }
+
+    async fn tell(&self, method: Method, path: &str, body: Bytes) -> Result<(), Failure> {
+        let answer = self.send(method, path, body).await?;
         let (success, body) = self.collect(answer).await?;
         if success { Ok(()) } else { Err(self.problem(&body)) }
     }

@@ -7,7 +7,7 @@ use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 use hyper::Method;
 use sterna_api::units::show_size;
-use sterna_api::{AdoptRequest, RunRequest, Vm, VmState};
+use sterna_api::{AdoptRequest, Phase, RunRequest, Vm, VmState};
 
 use crate::arguments::{Adopt, Run};
 use crate::balloon;
@@ -136,6 +136,7 @@ pub async fn show(client: &Client, name: &str, json: bool) -> Result<ExitCode, F
         ("arguments", Some(vm.arguments.join(" "))),
         ("balloon", vm.balloon.as_ref().map(balloon::line)),
         ("migration", vm.migration.as_ref().map(line)),
+        ("waiting for", waiting_for(&vm)),
         ("note", vm.note.clone()),
     ];
     for (what, value) in rows {
@@ -147,7 +148,12 @@ pub async fn show(client: &Client, name: &str, json: bool) -> Result<ExitCode, F
 }
 
 fn where_pages_are(vm: &Vm) -> String {
+    if let Some(arriving) = &vm.arriving {
+        return format!("here, and {} still at {}", arriving.missing_pages, arriving.from);
+    }
+    let runs_there = vm.migration.as_ref().is_some_and(|progress| progress.phase == Phase::Postcopy);
     match vm.state {
+        VmState::MigratingOut if runs_there => "at the destination, where it runs, and the rest here still",
         VmState::MigratingIn => "at the source still, coming here",
         VmState::MigratingOut => "here, going to the destination",
         VmState::WaitingForPeer => "here and at the destination: the guest's own are the destination's",
@@ -156,13 +162,37 @@ fn where_pages_are(vm: &Vm) -> String {
     .into()
 }
 
+/// What a machine waits for whose pages are not all where its guest runs, and since when; nothing where both hosts are there.
+fn waiting_for(vm: &Vm) -> Option<String> {
+    let since = |ms: f64| format!("since {:.0} s ago", ms / 1e3);
+    if let Some((arriving, ms)) = vm.arriving.as_ref().and_then(|arriving| Some((arriving, arriving.waiting_ms?))) {
+        return Some(format!("{}, {}", arriving.from, since(ms)));
+    }
+    let progress = vm.migration.as_ref()?;
+    Some(format!("{}, {}", progress.waiting_for.as_ref()?, since(progress.waiting_ms?)))
+}
+
 /// Stops a machine.
 ///
 /// # Errors
 /// The daemon's problem.
 pub async fn stop(client: &Client, name: &str, force: bool) -> Result<ExitCode, Failure> {
-    client.command(Method::DELETE, &format!("/v1/vms/{}?force={force}", escape(name))).await?;
+    let path = format!("/v1/vms/{}", escape(name));
+    let vm: Option<Vm> = client.get(&path).await.ok();
+    client.command(Method::DELETE, &format!("{path}?force={force}")).await?;
     println!("{name}: stopped");
+    if let Some(arriving) = vm.as_ref().and_then(|vm| vm.arriving.as_ref()) {
+        println!(
+            "{name}: the pages that were still at {} are of no use any more: its daemon gives them up when it next asks here, \
+             and its migration has failed",
+            arriving.from
+        );
+    }
+    if vm.is_some_and(|vm| vm.migration.is_some_and(|progress| progress.phase == Phase::Postcopy)) {
+        println!(
+            "{name}: its pages here are given up; the guest at the destination lacks them, and is to be stopped there"
+        );
+    }
     Ok(ExitCode::SUCCESS)
 }
 

@@ -56,6 +56,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Balloon(wanted) => balloon::balloon(&client, &wanted).await,
         Command::Estimate(question) => estimate::estimate(&client, &question).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
+        Command::Resume { name, to } => migrate::resume(&client, &name, to).await,
         Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use hyper::Method;
 use serde_json::json;
-use sterna_api::{MigrateRequest, Migration, Report};
+use sterna_api::{MigrateRequest, Migration, Report, ResumeRequest};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::arguments::Migrate;
@@ -36,6 +36,9 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
         return Ok(ExitCode::SUCCESS);
     }
     let ended = follow(client, begun, &migrate.names, &mut interrupts).await?;
+    if !ended.ended {
+        println!("migration {} goes on; 'sterna watch' follows it", ended.id);
+    }
     let to_stdout = migrate.json.as_deref() == Some(Path::new("-"));
     for report in &ended.migrations {
         let text = table::show(report);
@@ -55,7 +58,8 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
     Ok(ExitCode::from(worst(ended.migrations.iter().map(code_of))))
 }
 
-/// Follows a migration to its end; Ctrl-C cancels it, and then is waited for the end all the same.
+/// Follows a migration to its end; Ctrl-C cancels it, and then is waited for the end all the same. Where it is too late to cancel, another
+/// Ctrl-C ends the following.
 async fn follow(
     client: &Client,
     mut migration: Migration,
@@ -64,6 +68,7 @@ async fn follow(
 ) -> Result<Migration, Failure> {
     let path = format!("/v1/migrations/{}", migration.id);
     let mut display = Display::new();
+    let mut too_late = false;
     loop {
         migration.progress.iter().for_each(|progress| display.show(progress));
         if migration.ended {
@@ -72,10 +77,22 @@ async fn follow(
         }
         tokio::select! {
             _ = interrupts.recv() => {
-                display.say("cancelling; the guest stays here");
+                if too_late {
+                    display.clear();
+                    return Ok(migration);
+                }
+                let mut cancelled = false;
                 for name in names {
-                    // One that has ended, or is past the point of no return, says so in its report.
-                    let _ = client.command(Method::POST, &format!("/v1/vms/{}/cancel", escape(name))).await;
+                    match client.command(Method::POST, &format!("/v1/vms/{}/cancel", escape(name))).await {
+                        Ok(()) => cancelled = true,
+                        Err(failure) => display.say(&failure.problem.message),
+                    }
+                }
+                if cancelled {
+                    display.say("cancelling; the guest stays here");
+                } else {
+                    too_late = true;
+                    display.say("it goes on; Ctrl-C again leaves it to the daemon");
                 }
             }
             () = tokio::time::sleep(LOOK) => {}
@@ -106,5 +123,16 @@ fn write_json(path: &Path, reports: &[Report]) -> Result<(), Failure> {
 pub async fn cancel(client: &Client, name: &str) -> Result<ExitCode, Failure> {
     client.command(Method::POST, &format!("/v1/vms/{}/cancel", escape(name))).await?;
     println!("{name}: its migration is being cancelled");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Has the destination looked for that a machine waits for.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn resume(client: &Client, name: &str, to: Option<String>) -> Result<ExitCode, Failure> {
+    let place = to.as_ref().map_or("where it was".into(), |to| format!("at {to}"));
+    client.post_command(&format!("/v1/vms/{}/resume", escape(name)), &ResumeRequest { to }).await?;
+    println!("{name}: its destination is looked for {place}; 'sterna show {name}' says how far it is");
     Ok(ExitCode::SUCCESS)
 }

@@ -112,9 +112,16 @@ fn details(progress: &Progress) -> String {
             text.push_str(&format!(", ends in {:.1} s", remaining / 1e3));
         }
     }
+    if progress.phase == Phase::Postcopy {
+        let rate = show_rate(progress.throughput_bytes_per_s);
+        text.push_str(&format!(", {} left, {} faults, {rate}", progress.pages_left, progress.faults.unwrap_or(0)));
+    }
     text.push_str(&format!(" [{:.1} s]", progress.elapsed_ms / 1e3));
     if let Some(what) = &progress.waiting_for {
         text.push_str(&format!(", waiting for {what}"));
+    }
+    if let Some(ms) = progress.waiting_ms {
+        text.push_str(&format!(" for {:.0} s", ms / 1e3));
     }
     text
 }
@@ -126,6 +133,10 @@ pub fn brief(progress: &Progress) -> String {
         let done = progress.round_pages.saturating_sub(progress.pages_left) * 100 / progress.round_pages.max(1);
         let rate = show_rate(progress.throughput_bytes_per_s);
         text.push_str(&format!(" round {}, {done} %, {rate}", progress.round));
+    }
+    if progress.phase == Phase::Postcopy {
+        let done = progress.round_pages.saturating_sub(progress.pages_left) * 100 / progress.round_pages.max(1);
+        text.push_str(&format!(", {done} %"));
     }
     match (place(progress), &progress.waiting_for) {
         (Some(place), Some(what)) => text.push_str(&format!(", {place} waiting for {what}")),
@@ -182,6 +193,23 @@ mod tests {
         };
         let ordinals = [1, 3, 4, 11, 12, 13, 21, 112].map(|number| ordinal(number).replace(" of 3", ""));
         assert_eq!(ordinals, ["1st", "3rd", "4th", "11th", "12th", "13th", "21st", "112th"]);
+    }
+
+    #[test]
+    fn pages_that_follow_a_guest_are_told_with_its_faults_and_what_is_waited_for() {
+        let mut progress = Progress {
+            vm: "db1".into(),
+            phase: Phase::Postcopy,
+            round_pages: 400,
+            pages_left: 100,
+            faults: Some(7),
+            throughput_bytes_per_s: 125_000_000,
+            ..Progress::default()
+        };
+        assert_eq!(line(&progress), "db1: runs there, pages follow, 100 left, 7 faults, 1.0 Gbit/s [0.0 s]");
+        assert_eq!(brief(&progress), "runs there, pages follow, 75 %");
+        (progress.waiting_for, progress.waiting_ms) = (Some("the destination at b:1".into()), Some(12_300.0));
+        assert!(line(&progress).ends_with("waiting for the destination at b:1 for 12 s"), "{}", line(&progress));
     }
 
     #[test]

@@ -90,6 +90,9 @@ fn numbers(report: &Report) -> String {
             table.add_row([name.into(), words.join(", ")]);
         }
     }
+    for (name, words) in postcopy(report) {
+        table.add_row([name.into(), words]);
+    }
     if report.verify.checked {
         let result = format!("{} pages compared, {} differ", report.verify.pages, report.verify.mismatches);
         table.add_row(["verify".into(), result]);
@@ -115,6 +118,50 @@ fn encoding(report: &Report) -> Vec<String> {
         words.push(format!("{:.0} % of pages sent again were in the delta cache", share * 100.0));
     }
     words
+}
+
+/// What came after the guest's start at the destination, row by row; nothing where nothing did, but why not where that was tried.
+fn postcopy(report: &Report) -> Vec<(&'static str, String)> {
+    let (after, faults, pages) = (&report.postcopy, &report.faults, &report.pages);
+    let mut rows = Vec::new();
+    if after.residue_pages > 0 || pages.faulted + pages.pushed > 0 {
+        let map = format!("a map of {} in {:.2} ms", show_size(after.residue_bytes), after.residue_ms);
+        rows.push((
+            "post-copy",
+            format!("{} pages left at the start ({map}), all there after {:.1} ms", after.residue_pages, after.ms),
+        ));
+        rows.push((
+            "pages after",
+            format!("{} asked for, {} pushed, {} came twice", pages.faulted, pages.pushed, pages.duplicate),
+        ));
+        let latency = &faults.latency_us;
+        rows.push((
+            "faults",
+            format!(
+                "{} (p50 {:.0} us, p99 {:.0} us, longest {:.0} us), {} settled there",
+                faults.count, latency.p50, latency.p99, latency.max, faults.local
+            ),
+        ));
+        if let Some(worst) = faults.blocktime_by_thread.first() {
+            rows.push((
+                "blocktime",
+                format!(
+                    "{:.1} ms of {} threads, {:.1} ms of the one that waited longest",
+                    faults.blocktime_ms,
+                    faults.blocktime_by_thread.len(),
+                    worst.ms
+                ),
+            ));
+        }
+        if after.interruptions > 0 {
+            let lost = format!("{}, {:.1} s in all", after.interruptions, after.interrupted_ms / 1e3);
+            rows.push(("interruptions", lost));
+        }
+    }
+    if let Some(reason) = &after.reason {
+        rows.push(("because", reason.clone()));
+    }
+    rows
 }
 
 /// What was done where rounds did not converge; nothing where they did.
@@ -182,6 +229,27 @@ mod tests {
         report.convergence.throttle_percent = 40;
         let text = show(&report);
         assert!(text.contains("10 pages compressed to 25 %") && text.contains("up to 40 %"), "{text}");
+    }
+
+    #[test]
+    fn what_came_after_the_start_is_told_with_its_faults() {
+        let mut report = Report { status: Status::Completed, mode: "hybrid".into(), ..Report::default() };
+        assert!(!show(&report).contains("faults"));
+        report.postcopy.residue_pages = 5000;
+        report.postcopy.interruptions = 2;
+        report.postcopy.interrupted_ms = 3100.0;
+        report.postcopy.reason = Some("the rounds made no progress".into());
+        (report.pages.faulted, report.pages.pushed) = (40, 4960);
+        report.faults.count = 40;
+        report.faults.latency_us.p99 = 812.4;
+        report.faults.blocktime_ms = 12.5;
+        report.faults.blocktime_by_thread.push(sterna_api::report::Blocktime { thread: 7, faults: 40, ms: 12.5 });
+        let text = show(&report);
+        for part in
+            ["hybrid", "5000 pages", "4960 pushed", "p99 812 us", "12.5 ms of 1 threads", "2, 3.1 s", "no progress"]
+        {
+            assert!(text.contains(part), "{part}: {text}");
+        }
     }
 
     #[test]
