@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nix::sys::socket::{setsockopt, sockopt};
 use sterna_bench::error::Context;
 use sterna_bench::lab::{Host, net};
 use sterna_protocol::hello::{HELLO_BYTES, Hello, Role};
@@ -68,6 +69,8 @@ impl Proxy {
         let bind = || TcpListener::bind("127.0.0.1:0").context(|| "binding a proxy".into());
         let listener = net::inside(&from.namespace, bind).expect("a port");
         listener.set_nonblocking(true).expect("a setting");
+        // Segments of a network's size, not of the loopback's 64 KiB: the push is paced by what comes through.
+        setsockopt(&listener, sockopt::TcpMaxSeg, &1448).expect("a setting");
         let address = listener.local_addr().expect("an address").to_string();
         let shared = Arc::new(Shared {
             trap: Mutex::new(Trap::Open),

@@ -9,8 +9,8 @@ fn fast_writer() -> Plan {
     Plan { jobs, memory_bytes: 320 << 20, ..Plan::small() }
 }
 
-/// 23 MiB/s.
-const LINK: [&str; 2] = ["--bandwidth", "24MB"];
+/// 23 MiB/s. By itself such a migration would turn into post-copy (`postcopy.rs`).
+const LINK: [&str; 4] = ["--mode", "precopy", "--bandwidth", "24MB"];
 
 fn options<'a>(more: &[&'a str]) -> Vec<&'a str> {
     [&LINK[..], more].concat()
@@ -66,8 +66,20 @@ fn a_guest_that_is_slowed_down_converges_and_a_daemon_that_dies_meanwhile_lets_i
     }
     let plan = Plan { jobs: "checker:--mib,8,--rate,4;dirtier:--mib,96,--bytes,512".into(), ..Plan::small() };
     let mut site = Site::start(&plan);
-    let slow =
-        |ceiling| ["--bandwidth", "200MB", "--downtime-limit", "100ms", "--throttle", ceiling, "--timeout", "90s"];
+    let slow = |ceiling| {
+        [
+            "--mode",
+            "precopy",
+            "--bandwidth",
+            "200MB",
+            "--downtime-limit",
+            "100ms",
+            "--throttle",
+            ceiling,
+            "--timeout",
+            "90s",
+        ]
+    };
     let pid = site.qemu_at("a").expect("it is there");
     let attempt = site.begin(None, &slow("30"));
     site.wait_for_phase(sterna_api::Phase::Precopy, |progress| progress.throttle_percent > 0);

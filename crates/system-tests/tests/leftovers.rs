@@ -69,6 +69,22 @@ fn migrations_whose_link_was_cut_leave_nothing() {
 }
 
 #[test]
+fn migrations_whose_pages_follow_leave_nothing() {
+    leaves_nothing(|site| {
+        // There and back: the site is as it was.
+        site.migrate(&["--mode", "postcopy", "--streams", "4"]);
+        let proxy = Proxy::start(site.here(), site.there());
+        proxy.hold(Point::Request("paging"));
+        let attempt = site.begin(Some(&proxy.address), &["--mode", "hybrid", "--postcopy-bandwidth", "24MB"]);
+        proxy.wait_until_held();
+        proxy.cut();
+        attempt.end().expect(0, &[]);
+        site.moved();
+        site.nothing_is_left_there();
+    });
+}
+
+#[test]
 fn refused_migrations_leave_nothing() {
     leaves_nothing(|site| {
         let own = site.here().listen();

@@ -42,7 +42,7 @@ fn three_guests_go_to_a_host_that_takes_one_at_a_time() {
     let begin =
         |name: &str, options: &[&str]| Attempt::begin(site.host("a"), name, &there, &[&["--verify"], options].concat());
     // A guest that writes as fast as it is sent: it is under way until its time is up.
-    let first = begin("g", &["--bandwidth", "8MB", "--timeout", "12s", "--on-timeout", "force"]);
+    let first = begin("g", &["--mode", "precopy", "--bandwidth", "8MB", "--timeout", "12s", "--on-timeout", "force"]);
     site.eventually("the first is on its way", || listed(&site, "g", "copying round"));
     let second = begin("h", &[]);
     site.eventually("the second waits for the other host", || listed(&site, "h", "it takes 1 at a time"));

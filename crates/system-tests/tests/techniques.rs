@@ -7,7 +7,7 @@ use sterna_system_tests::pairs::{Technique, pairwise};
 use sterna_system_tests::{needs, on_shared_site, skip_without};
 
 /// So slow that the guest's writes make rounds, and so quick that the day has room for all of them.
-const RATE: [&str; 2] = ["--bandwidth", "50MB"];
+const RATE: [&str; 4] = ["--mode", "precopy", "--bandwidth", "50MB"];
 
 /// The techniques.
 const TECHNIQUES: [Technique; 6] = [
@@ -54,7 +54,7 @@ fn every_pair_of_techniques_keeps_every_page() {
         return;
     }
     on_shared_site(|site| {
-        for words in pairwise(&TECHNIQUES) {
+        for (number, words) in pairwise(&TECHNIQUES).into_iter().enumerate() {
             let report = site.migrate(&[&RATE[..], &words].concat());
             println!(
                 "{}: {:.0} ms, {} rounds, {} MiB, {:?}",
@@ -65,7 +65,11 @@ fn every_pair_of_techniques_keeps_every_page() {
                 report.pages
             );
             did_what_it_says(&report);
-            site.checker_is_well();
+            // It counts from the guest's start: a page lost in any of them is not forgotten.
+            if number % 4 == 3 {
+                site.checker_is_well();
+            }
         }
+        site.checker_is_well();
     });
 }

@@ -2,6 +2,7 @@
 
 use sterna_bench::tools;
 use sterna_system_tests::census::{left_of_lab, ram_bytes};
+use sterna_system_tests::needs::times;
 use sterna_system_tests::{Census, Plan, Site, needs, skip_without, turn};
 
 /// How many migrations in a row: from the environment, else few enough for every day.
@@ -60,4 +61,13 @@ fn a_versioned_machine_goes_to_and_fro_between_qemu_7_2_and_10_0() {
     let qemu = [tools::qemu_7_2().unwrap(), tools::qemu_10_0().unwrap()];
     // A model that is the same in both: `max` means what each version can do.
     to_and_fro(&Plan { qemu, cpu: "qemu64".into(), ..Plan::small() }, "precopy", migrations());
+}
+
+#[test]
+fn a_guest_under_load_survives_many_hybrid_migrations_in_a_row_and_nothing_is_left_over() {
+    let _turn = turn();
+    if !skip_without(&needs::GUEST) {
+        let jobs = "checker:--mib,24,--rate,8;dirtier:--mib,48,--rate,24".into();
+        to_and_fro(&Plan { jobs, ..Plan::small() }, "hybrid", times(6, 100));
+    }
 }

@@ -1,0 +1,87 @@
+use std::time::Duration;
+
+use sterna_api::Phase;
+use sterna_bench::command::run;
+use sterna_bench::lab::net;
+use sterna_system_tests::{Kind, Point, Proxy};
+
+use crate::{SLOW, arrives, completes, lose_at, says_that_it_waits, with_guest};
+
+/// Every step from the point of no return to the last page, in the order in which they come where each is lost once.
+const STEPS: [Point; 9] = [
+    Point::Reply("commit"),
+    Point::Request("resume"),
+    Point::Reply("resume"),
+    Point::Request("missing"),
+    Point::Reply("missing"),
+    Point::Request("paging"),
+    Point::Reply("paging"),
+    Point::Request("complete"),
+    Point::Reply("complete"),
+];
+
+#[test]
+fn a_link_lost_and_restored_at_every_step_only_delays_the_pages() {
+    with_guest(|site| {
+        let proxy = Proxy::start(site.here(), site.there());
+        let attempt = site.begin(Some(&proxy.address), &[&SLOW[..], &["--streams", "4"]].concat());
+        for step in STEPS {
+            lose_at(site, &proxy, step);
+        }
+        proxy.up();
+        let report = completes(site, &attempt.end());
+        println!("{:?}", report.postcopy);
+    });
+}
+
+#[test]
+fn a_link_lost_as_the_last_words_are_said_leaves_a_guest_that_is_whole() {
+    with_guest(|site| {
+        for (last, more) in [(Point::Request("release"), "--verify"), (Point::Reply("release"), "--streams=1")] {
+            let proxy = Proxy::start(site.here(), site.there());
+            let attempt = site.begin(Some(&proxy.address), &["--mode", "hybrid", more]);
+            lose_at(site, &proxy, last);
+            proxy.up();
+            attempt.end().expect(0, &[]);
+            arrives(site);
+        }
+    });
+}
+
+#[test]
+fn a_link_lost_in_the_middle_of_a_page_or_of_a_request_loses_and_doubles_none() {
+    with_guest(|site| {
+        let proxy = Proxy::start(site.here(), site.there());
+        let attempt = site.begin(Some(&proxy.address), &[&SLOW[..], &["--verify", "--streams", "4"]].concat());
+        site.wait_for_phase(Phase::Postcopy, |_| true);
+        // Not at the end of anything: odd numbers of bytes, in either direction, while devices begin to work and later.
+        for (kind, bytes) in
+            [(Kind::Urgent, 20_011), (Kind::Pages, 500_009), (Kind::Faults, 333), (Kind::Pages, 2_000_003)]
+        {
+            proxy.down_after(kind, bytes);
+            proxy.wait_until_down();
+            println!("lost in the middle of {kind:?}");
+            std::thread::sleep(Duration::from_millis(200));
+            proxy.up();
+        }
+        let report = completes(site, &attempt.end());
+        assert!(report.verify.checked, "both daemons lived: {:?}", report.verify);
+        assert!(report.postcopy.interruptions >= 4, "{:?}", report.postcopy);
+    });
+}
+
+#[test]
+fn a_link_that_goes_dead_is_noticed_and_both_sides_say_that_they_wait() {
+    with_guest(|site| {
+        let (here, there) = site.names();
+        let switch = net::namespace(site.lab.name(), "switch");
+        let attempt = site.begin(None, &SLOW);
+        site.wait_for_phase(Phase::Postcopy, |progress| progress.bytes_on_wire > 4 << 20);
+        // No connection ends: the peer has simply become silent.
+        run("ip", &format!("-n {switch} link set port-{here} down")).unwrap();
+        says_that_it_waits(site, here);
+        says_that_it_waits(site, there);
+        run("ip", &format!("-n {switch} link set port-{here} up")).unwrap();
+        completes(site, &attempt.end());
+    });
+}
