@@ -74,8 +74,8 @@ fn migrations_whose_pages_follow_leave_nothing() {
         // There and back: the site is as it was.
         site.migrate(&["--mode", "postcopy", "--streams", "4"]);
         let proxy = Proxy::start(site.here(), site.there());
-        proxy.hold(Point::Request("paging"));
-        let attempt = site.begin(Some(&proxy.address), &["--mode", "hybrid", "--postcopy-bandwidth", "24MB"]);
+        proxy.hold(Point::Request("complete"));
+        let attempt = site.begin(Some(&proxy.address), &["--mode", "hybrid"]);
         proxy.wait_until_held();
         proxy.cut();
         attempt.end().expect(0, &[]);
