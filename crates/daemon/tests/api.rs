@@ -90,7 +90,7 @@ fn every_error_is_a_problem_with_a_fitting_status() {
         (400, "invalid-request", "POST", "/v1/migrations", r#"{"vms":["a","a"],"to":"h:1"}"#),
         (400, "invalid-request", "POST", "/v1/migrations", r#"{"vms":["a"],"to":"h"}"#),
         (400, "invalid-request", "POST", "/v1/migrations", r#"{"vms":["a"],"to":"h:1","options":{"streams":99}}"#),
-        (400, "invalid-request", "POST", "/v1/migrations", r#"{"vms":["a"],"to":"h:1","options":{"mode":"postcopy"}}"#),
+        (400, "invalid-request", "POST", "/v1/migrations", r#"{"vms":["a"],"to":"h:1","options":{"mode":"teleport"}}"#),
         (400, "no-such-process", "POST", "/v1/vms/adopt", r#"{"name":"a","pid":4194304,"qmp":"/x"}"#),
     ];
     for (status, code, method, path, body) in cases {
