@@ -101,11 +101,10 @@ fn count(pages: u64) -> String {
 #[must_use]
 pub fn describe(entry: &Entry) -> Option<(Arriving, String)> {
     let record = entry.record.as_ref()?;
-    let paging = record.paging.as_ref()?;
+    // One whose guest does not run yet, or that is only now being written down, is on its way as any other machine.
+    let paging = record.paging.as_ref().filter(|_| !matches!(entry.hold, Hold::Arriving(_)))?;
     let (missing, alone) = match &entry.pager {
         Some(Bringer(pager)) => (pager.missing(), pager.alone()),
-        // Its guest does not run yet: it is on its way as any other machine.
-        None if matches!(entry.hold, Hold::Arriving(_)) => return None,
         None => (read_map(record, paging).ok().flatten().map_or(0, |missing| missing.left()), None),
     };
     let mut text = format!("it runs here, {} still at {}", count(missing), paging.from);

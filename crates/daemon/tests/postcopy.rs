@@ -1,0 +1,118 @@
+//! Guests that run at the destination before all their pages are there, as both daemons show and keep them: also over their sudden deaths.
+
+mod support;
+
+use serde_json::{Value, json};
+use support::{Host, cannot_run, eventually, runs};
+
+/// So slowly that pages follow for some seconds: a bare machine has some 700 KiB that are not zero.
+fn slowly() -> Value {
+    json!({ "mode": "postcopy", "prepaging": "linear", "postcopy_bandwidth_bytes_per_s": 96 << 10, "streams": 1 })
+}
+
+/// A source and a destination where `m` runs while its pages still follow; the migration's number.
+fn pages_follow() -> (Host, Host, u64) {
+    let (a, b) = (Host::start(), Host::start());
+    a.run("m");
+    let id = a.migrate(&["m"], &b.address(), slowly());
+    eventually("its pages follow it", || a.get("/v1/vms/m")["migration"]["phase"] == "postcopy");
+    eventually("it belongs there", || b.get("/v1/vms/m")["arriving"].is_object());
+    (a, b, id)
+}
+
+fn missing(host: &Host) -> u64 {
+    host.get("/v1/vms/m")["arriving"]["missing_pages"].as_u64().expect("pages are missing")
+}
+
+/// `m` is whole at `b`, and nothing of it is left at `a`.
+fn whole_at(b: &Host, a: &Host) {
+    eventually("all its pages are there", || b.get("/v1/vms/m")["arriving"].is_null());
+    eventually("nothing is left at its source", || a.names().is_empty());
+    assert_eq!((a.ram_files(), b.ram_files()), (0, 1), "its RAM alone, without a map");
+    assert_eq!(b.state_of("m"), "running");
+}
+
+#[test]
+fn both_ends_say_that_pages_follow_and_let_nothing_come_between() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b, id) = pages_follow();
+    let note = b.get("/v1/vms/m")["note"].to_string();
+    assert!(note.contains("runs here") && note.contains("still at"), "{note}");
+    assert_eq!(b.refused("POST", "/v1/migrations", &json!({ "vms": ["m"], "to": "h:1" })), "still-arriving");
+    assert_eq!(a.refused("POST", "/v1/vms/m/cancel", &Value::Null), "too-late");
+    assert_eq!(a.refused("DELETE", "/v1/vms/m", &Value::Null), "serving-pages");
+    assert_eq!(b.refused("POST", "/v1/vms/m/resume", &json!({})), "not-migrating");
+    let report = &a.ended(id)[0];
+    assert_eq!((&report["status"], &report["pages"]["duplicate"]), (&json!("completed"), &json!(0)), "{report}");
+    whole_at(&b, &a);
+    // As any other machine from now on.
+    let back = b.ended(b.migrate(&["m"], &a.address(), json!({ "mode": "hybrid", "verify": true })));
+    assert_eq!((&back[0]["status"], &back[0]["verify"]["mismatches"]), (&json!("completed"), &json!(0)), "{}", back[0]);
+}
+
+#[test]
+fn a_source_daemon_that_is_killed_while_pages_follow_sends_the_rest_when_it_is_back() {
+    if cannot_run() {
+        return;
+    }
+    let (mut a, b, _) = pages_follow();
+    a.kill_daemon();
+    eventually("it says what it waits for", || b.get("/v1/vms/m")["note"].to_string().contains("waiting for"));
+    assert!(missing(&b) > 0 && b.state_of("m") == "running");
+    a.start_daemon();
+    whole_at(&b, &a);
+    let job = &a.get("/v1/migrations")[0];
+    assert_eq!(job["migrations"][0]["status"], "completed", "{job}");
+}
+
+#[test]
+fn a_destination_daemon_that_is_killed_while_pages_follow_takes_the_rest_when_it_is_back() {
+    if cannot_run() {
+        return;
+    }
+    let (a, mut b, id) = pages_follow();
+    let pid = b.pid_of("m");
+    b.kill_daemon();
+    eventually("its source says what it waits for", || {
+        a.get("/v1/vms/m")["migration"]["waiting_for"].to_string().contains(&b.address())
+    });
+    b.start_daemon();
+    assert_eq!((b.state_of("m"), b.pid_of("m")), ("running".into(), pid));
+    assert!(missing(&b) > 0);
+    let report = &a.ended(id)[0];
+    assert_eq!(report["status"], "completed", "{report}");
+    assert!(report["postcopy"]["interruptions"].as_u64() > Some(0), "{report}");
+    whole_at(&b, &a);
+}
+
+#[test]
+fn a_guest_that_is_stopped_before_its_last_page_ends_at_both_hosts() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b, id) = pages_follow();
+    let (source, destination) = (a.pid_of("m"), b.pid_of("m"));
+    assert_eq!(b.ask("DELETE", "/v1/vms/m?force=true", None).0, 204);
+    assert!(b.names().is_empty() && !runs(destination));
+    let report = &a.ended(id)[0];
+    assert_eq!((&report["status"], &report["error"]["guest"]), (&json!("failed"), &json!("gone")), "{report}");
+    eventually("nothing is left at its source", || a.names().is_empty() && !runs(source));
+    assert_eq!((a.ram_files(), b.ram_files()), (0, 0));
+}
+
+#[test]
+fn pages_that_are_given_up_at_the_source_leave_the_guest_waiting_and_it_can_be_stopped() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b, id) = pages_follow();
+    assert_eq!(a.ask("DELETE", "/v1/vms/m?force=true", None).0, 204);
+    assert!(a.names().is_empty());
+    assert_eq!(a.ram_files(), 0);
+    assert_eq!(a.ended(id)[0]["error"]["code"], "given-up");
+    eventually("it waits", || b.get("/v1/vms/m")["arriving"]["waiting_ms"].is_number());
+    assert_eq!(b.ask("DELETE", "/v1/vms/m?force=true", None).0, 204);
+    assert_eq!(b.ram_files(), 0);
+}
