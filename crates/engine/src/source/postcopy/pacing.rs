@@ -18,6 +18,9 @@ const LEAST_UNSENT: u32 = 32 << 10;
 /// At most what was measured to keep an urgent page waiting little.
 const MOST_UNSENT: u32 = 128 << 10;
 
+/// The share of a window for which there must have been something to send, for it to say what the link carries.
+const BUSY: f64 = 0.9;
+
 /// The pace of one session's push.
 #[derive(Debug)]
 pub struct Pacing {
@@ -26,6 +29,7 @@ pub struct Pacing {
     limit: Option<u64>,
     paced: u64,
     acknowledged: u64,
+    busy: Duration,
     since: Instant,
 }
 
@@ -38,8 +42,9 @@ impl Pacing {
         let sockets = streams.iter().map(|stream| stream.connection().socket().try_clone());
         let sockets = sockets.collect::<Result<_, _>>().map_err(MigrateError::host("setting the pace of the push"))?;
         let pace = Pace::new(known);
-        let mut pacing = Self { sockets, pace, limit, paced: 0, acknowledged: 0, since: Instant::now() };
-        pacing.acknowledged = pacing.look()?.0;
+        let since = Instant::now();
+        let mut pacing = Self { sockets, pace, limit, paced: 0, acknowledged: 0, busy: Duration::ZERO, since };
+        (pacing.acknowledged, pacing.busy, _) = pacing.look()?;
         pacing.set(false)?;
         Ok(pacing)
     }
@@ -58,20 +63,22 @@ impl Pacing {
         if !self.window().is_zero() {
             return Ok(());
         }
-        let (acknowledged, busy, round_trip) = self.look()?;
+        let (acknowledged, busy_time, round_trip) = self.look()?;
         let (length, delivered) = (self.since.elapsed(), acknowledged.saturating_sub(self.acknowledged));
-        (self.since, self.acknowledged) = (Instant::now(), acknowledged);
+        // A host whose processors are busy elsewhere lets its connections run dry: then the window says nothing of the link.
+        let busy = busy_time.saturating_sub(self.busy) >= length.mul_f64(BUSY) * self.sockets.len() as u32;
+        (self.since, self.acknowledged, self.busy) = (Instant::now(), acknowledged, busy_time);
         self.pace.seen(&Window { length, delivered, busy, round_trip }, self.paced);
         self.set(quiet)
     }
 
-    /// Bytes acknowledged so far, whether more waits to be sent, and the shortest round trip.
-    fn look(&self) -> Result<(u64, bool, Duration), MigrateError> {
-        let (mut acknowledged, mut busy, mut round_trip) = (0, false, Duration::MAX);
+    /// Bytes acknowledged so far, for how long there was something to send, on all connections, and the shortest round trip.
+    fn look(&self) -> Result<(u64, Duration, Duration), MigrateError> {
+        let (mut acknowledged, mut busy, mut round_trip) = (0, Duration::ZERO, Duration::MAX);
         for socket in &self.sockets {
             let info = TcpInfo::of(socket).map_err(MigrateError::kernel("looking at the pace of the push"))?;
             acknowledged += info.acknowledged_bytes;
-            busy |= info.unsent_bytes > 0;
+            busy += info.busy;
             round_trip = round_trip.min(info.round_trip_least);
         }
         Ok((acknowledged, busy, round_trip))
