@@ -3,7 +3,7 @@ use std::time::Duration;
 use sterna_api::Phase;
 use sterna_bench::command::run;
 use sterna_bench::lab::net;
-use sterna_system_tests::{Kind, Point, Proxy};
+use sterna_system_tests::{Kind, Point, Proxy, cli};
 
 use crate::{SLOW, arrives, completes, lose_at, says_that_it_waits, with_guest};
 
@@ -82,6 +82,22 @@ fn a_link_that_goes_dead_is_noticed_and_both_sides_say_that_they_wait() {
         says_that_it_waits(site, here);
         says_that_it_waits(site, there);
         run("ip", &format!("-n {switch} link set port-{here} up")).unwrap();
+        completes(site, &attempt.end());
+    });
+}
+#[test]
+fn a_destination_that_has_another_address_now_is_found_when_its_source_is_told() {
+    with_guest(|site| {
+        let (here, there) = site.names();
+        let proxy = Proxy::start(site.here(), site.there());
+        let attempt = site.begin(Some(&proxy.address), &SLOW);
+        lose_at(site, &proxy, Point::Request("paging"));
+        says_that_it_waits(site, here);
+        let (name, address) = (site.guest.name.clone(), site.host(there).listen());
+        cli::ask(site.here(), &["cancel", &name]).expect(1, &["cannot be cancelled"]);
+        // Nobody is there; then somebody who is not the one.
+        let _ = cli::ask(site.here(), &["resume", &name, "--to", "127.0.0.1:9"]);
+        cli::ask(site.here(), &["resume", &name, "--to", &address]).expect(0, &[]);
         completes(site, &attempt.end());
     });
 }

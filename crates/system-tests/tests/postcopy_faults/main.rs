@@ -44,7 +44,9 @@ pub fn says_that_it_waits(site: &Site, host: &str) {
         let vm: Value = serde_json::from_str(&answer.stdout).unwrap_or_default();
         let (leaving, arriving) = (&vm["migration"], &vm["arriving"]);
         let source = leaving["waiting_for"].is_string() && leaving["waiting_ms"].is_number();
-        source || (arriving["waiting_ms"].is_number() && arriving["missing_pages"].as_u64() > Some(0))
+        // A source that was started again has first to hear whose the guest is.
+        let asks = vm["state"] == "waiting-for-peer";
+        source || asks || (arriving["waiting_ms"].is_number() && arriving["missing_pages"].as_u64() > Some(0))
     });
     let told = site.told_at(host).to_lowercase();
     assert!(told.contains("waiting for"), "{told}");
@@ -71,4 +73,13 @@ pub fn completes(site: &mut Site, answer: &Answer) -> Report {
     assert!(postcopy.interrupted_ms <= report.total_ms, "{postcopy:?}");
     arrives(site);
     report
+}
+
+/// The command line lost its daemon, or found one that was started since; the pages are not its business.
+pub fn lost_its_daemon(answer: &Answer) {
+    if answer.code == 1 {
+        answer.expect(1, &["there is no migration", "until the daemon restarts"]);
+    } else {
+        answer.expect(5, &["daemon"]);
+    }
 }

@@ -4,7 +4,7 @@ use sterna_api::Phase;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::{Attempt, Kind, Proxy, Site};
 
-use crate::{arrives, with_guest};
+use crate::{arrives, lost_its_daemon, with_guest};
 
 /// Numbers that follow from a seed (SplitMix64).
 struct Random(u64);
@@ -38,35 +38,51 @@ enum Fault {
     LinkLost,
     LinkLostIn(Kind),
     LinkSilent,
+    SourceKilled,
     DestinationKilled,
+    BothKilled,
 }
 
-const FAULTS: [Fault; 6] = [
+const FAULTS: [Fault; 8] = [
+    Fault::SourceKilled,
     Fault::DestinationKilled,
     Fault::LinkLost,
+    Fault::BothKilled,
     Fault::LinkLostIn(Kind::Urgent),
     Fault::LinkLostIn(Kind::Pages),
     Fault::LinkLostIn(Kind::Faults),
     Fault::LinkSilent,
 ];
 
-/// Makes it happen.
-fn happen(fault: Fault, site: &mut Site, proxy: &Proxy, random: &mut Random) {
-    let (_, there) = site.names();
+/// Makes it happen. Whether the source's daemon, and with it the command line, was lost.
+fn happen(fault: Fault, site: &mut Site, proxy: &Proxy, random: &mut Random) -> bool {
+    let (here, there) = site.names();
+    let victims = match fault {
+        Fault::SourceKilled => vec![here],
+        Fault::DestinationKilled => vec![there],
+        Fault::BothKilled if random.below(2) == 0 => vec![here, there],
+        Fault::BothKilled => vec![there, here],
+        Fault::LinkLost | Fault::LinkLostIn(_) | Fault::LinkSilent => vec![],
+    };
     match fault {
         Fault::LinkLost => proxy.down(),
         Fault::LinkSilent => proxy.stall(),
         // It may be over before so much has come by: then nothing happens.
         Fault::LinkLostIn(Kind::Faults) => proxy.down_after(Kind::Faults, random.below(2_000)),
         Fault::LinkLostIn(kind) => proxy.down_after(kind, random.below(4 << 20)),
-        Fault::DestinationKilled => site.kill_daemon(there),
+        _ => {}
+    }
+    for victim in &victims {
+        site.kill_daemon(victim);
+        random.pause(300);
     }
     random.pause(1_500);
-    if matches!(fault, Fault::DestinationKilled) {
-        site.start_daemon(there);
+    for victim in &victims {
+        site.start_daemon(victim);
+        random.pause(300);
     }
-    random.pause(300);
     proxy.up();
+    victims.contains(&here)
 }
 
 #[test]
@@ -94,8 +110,14 @@ fn whatever_happens_while_pages_follow_the_guest_waits_and_arrives_whole() {
             let attempt: Attempt = site.begin(Some(&proxy.address), &words);
             site.wait_for_phase(Phase::Postcopy, |_| true);
             random.pause(if mode[1] == "postcopy" { 3_000 } else { 1_000 });
-            happen(fault, site, &proxy, &mut random);
-            attempt.end().expect(0, &[]);
+            let source_lost = happen(fault, site, &proxy, &mut random);
+            let answer = attempt.end();
+            // It may have ended before.
+            if source_lost && answer.code != 0 {
+                lost_its_daemon(&answer);
+            } else {
+                answer.expect(0, &[]);
+            }
             arrives(site);
         }
     });
