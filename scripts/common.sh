@@ -32,7 +32,7 @@ run() {
 loud() {
     local hint=$1 status=0
     shift
-    "$@" || status=$?
+    "$@" </dev/null || status=$?
     ((status == 0)) || fail "\`$*\` failed with status $status" "$hint"
 }
 
