@@ -1,14 +1,14 @@
 //! How large a guest's balloon should be: dynamic self-ballooning (post-copy paper, sections 3.3 and 4.2), decided from outside.
 //!
-//! A pure function of what the guest's driver reports: each look at the guest is a [`Sample`], each yields a [`Decision`].
+//! A pure function of what the guest's driver reports: each look at the guest is a `Sample`, each yields a `Decision`.
 //!
 //! | criterion | then |
 //! | --- | --- |
-//! | pressure: little memory available, reading from swap, waiting for files more often, out of memory, a restart, silence | the balloon shrinks at once: by half and at least by four reserves, or to nothing where memory has run out; it does not grow for [`BACK_OFF_INTERVALS`] intervals |
+//! | pressure: little memory available, reading from swap, waiting for files more often, out of memory, a restart, silence | the balloon shrinks at once: by half and at least by four reserves, or to nothing where memory has run out; it does not grow for `BACK_OFF_INTERVALS` intervals |
 //! | an interval has passed and more is free than 5 % of what would be free without the balloon | it grows until that is left (95 % of the free memory are in it) |
 //! | an interval has passed and less is available than that | it shrinks by the difference |
 //!
-//! It never leaves the guest less free than a reserve (a thirty-second of its RAM, 16 to 256 MiB), nor less RAM than [`floor_bytes`].
+//! It never leaves the guest less free than a reserve (a thirty-second of its RAM, 16 to 256 MiB), nor less RAM than `floor_bytes`.
 //!
 //! What a guest reports is older than the balloon's size, which is read beside it. Were free memory added up with a size from after it, what
 //! has just gone into the balloon would be counted twice and the guest squeezed dry. So the size must have stood still while two reports

@@ -1,4 +1,4 @@
-//! How fast the push goes: [`Pace`] decides, the kernel's `SO_MAX_PACING_RATE` holds it, and `TCP_INFO` says what came through (tcp(7), socket(7)).
+//! How fast the push goes: `Pace` decides, the kernel's `SO_MAX_PACING_RATE` holds it, and `TCP_INFO` says what came through (tcp(7), socket(7)).
 //!
 //! Few bytes wait unsent in the sockets (`TCP_NOTSENT_LOWAT`): what waits there was chosen before the latest fault.
 

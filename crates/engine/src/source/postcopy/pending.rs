@@ -2,7 +2,7 @@
 //!
 //! A page is taken out under one lock before it is sent, by whoever sends it: so it goes at most once, whether a fault asks for it, its
 //! neighbour was asked for, or the push comes by. What was taken and lost with a link is put back by asking the destination what is
-//! missing there ([`resume`](super::resume)): this set is then made anew.
+//! missing there (`resume.rs`): this set is then made anew.
 //!
 //! The races:
 //!
