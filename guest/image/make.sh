@@ -72,11 +72,11 @@ add_compiler() {
         printf '#define %s\n' "$part" STBI_NO_SIMD STBI_NO_THREAD_LOCALS >"$root/src/$file.c"
         printf '#include <%s>\n' stdint.h assert.h "stb/$file.h" >>"$root/src/$file.c"
         "$debian/usr/bin/tcc" -w -B"$tcc" -nostdinc -I"$tcc/include" -I"$debian/usr/include/x86_64-linux-gnu" \
-            -I"$debian/usr/include" -MD -MF "$root/dependencies" -c "$root/src/$file.c" -o /dev/null
+            -I"$debian/usr/include" -MD -MF "$root/dependencies" -c "$root/src/$file.c" -o "$root/object"
         while read -r file; do
             install -D -m 644 "$file" "$root/${file#"$debian"/}"
         done < <(tr ' \\' '\n\n' <"$root/dependencies" | grep "^$debian/usr/include/" | sort -u)
-        rm "$root/dependencies"
+        rm "$root/dependencies" "$root/object"
     done < <(list_sources)
 }
 
