@@ -64,6 +64,8 @@ pub struct Window {
     pub busy: bool,
     /// The least round trip seen of late.
     pub round_trip: Duration,
+    /// Bytes by which `delivered` can be wrong: an acknowledgement stands for a segment or more, and falls into this window or the next.
+    pub grain: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -157,8 +159,8 @@ impl Pace {
             State::Searching { fails } => self.searched(fails, delivered),
             State::Draining { windows: 0 | 1 } => CRUISING,
             State::Draining { windows } => State::Draining { windows: windows - 1 },
-            State::Cruising(cruise) => self.cruised(cruise, window.length, delivered, paced),
-            State::Probing => self.probed(delivered),
+            State::Cruising(cruise) => self.cruised(cruise, window, delivered, paced),
+            State::Probing => self.probed(delivered, window.grain as f64 / seconds),
         };
         self.link = self.link.max(LEAST);
     }
@@ -174,10 +176,11 @@ impl Pace {
         }
     }
 
-    fn cruised(&mut self, mut cruise: Cruise, length: Duration, delivered: f64, paced: f64) -> State {
-        self.link = self.link.max(delivered);
-        (cruise.time, cruise.windows) = (cruise.time + length, cruise.windows + 1);
-        if delivered < paced * SHORT {
+    fn cruised(&mut self, mut cruise: Cruise, window: &Window, delivered: f64, paced: f64) -> State {
+        let grain = window.grain as f64 / window.length.as_secs_f64();
+        self.link = self.link.max(delivered - grain);
+        (cruise.time, cruise.windows) = (cruise.time + window.length, cruise.windows + 1);
+        if delivered + grain < paced * SHORT {
             (cruise.short, cruise.best) = (cruise.short + 1, cruise.best.max(delivered));
             if cruise.short >= SHORT_WINDOWS {
                 // The queues are full by now, so this is what comes out of them.
@@ -190,13 +193,14 @@ impl Pace {
         if cruise.time >= CRUISE.0 && cruise.windows >= CRUISE.1 { State::Probing } else { State::Cruising(cruise) }
     }
 
-    fn probed(&mut self, delivered: f64) -> State {
-        if delivered >= self.link * PROBE_MORE {
-            self.link = delivered;
+    fn probed(&mut self, delivered: f64, grain: f64) -> State {
+        if delivered - grain >= self.link * PROBE_MORE {
+            self.link = delivered - grain;
             return State::Searching { fails: 0 };
         }
         // One window may be short because a processor was busy elsewhere.
-        self.link = if delivered > self.link { delivered } else { self.link - (self.link - delivered) * DOUBT };
+        let doubt = (self.link - delivered - grain).max(0.0) * DOUBT;
+        self.link = (self.link - doubt).max(delivered - grain);
         State::Draining { windows: 1 }
     }
 }
@@ -237,7 +241,7 @@ mod tests {
                 queued = queued.max((self.under_way - pipe).max(0.0) / self.bytes_per_s);
             }
             let length = Duration::from_secs_f64(steps as f64 * step);
-            let window = Window { length, delivered: delivered as u64, busy: true, round_trip: self.trip };
+            let window = Window { length, delivered: delivered as u64, busy: true, round_trip: self.trip, grain: 0 };
             (window, Duration::from_secs_f64(queued))
         }
     }
@@ -310,8 +314,7 @@ mod tests {
         run(&mut pace, &mut link, 1.0, false);
         let before = pace.link();
         for _ in 0..1000 {
-            let idle =
-                Window { length: pace.window(), delivered: 1000, busy: false, round_trip: Duration::from_micros(100) };
+            let idle = Window { delivered: 1000, busy: false, ..link.run(&pace, u64::MAX, false).0 };
             let paced = pace.rate(false);
             pace.seen(&idle, paced);
         }
@@ -322,7 +325,7 @@ mod tests {
     fn a_link_that_carries_nothing_for_a_while_does_not_starve_the_push_for_ever() {
         let (mut pace, mut link) = (Pace::new(None), Link::new(125e6, Duration::from_micros(100)));
         run(&mut pace, &mut link, 1.0, false);
-        let dead = Window { length: SHORTEST_WINDOW, delivered: 0, busy: true, round_trip: Duration::ZERO };
+        let dead = Window { length: SHORTEST_WINDOW, delivered: 0, busy: true, round_trip: Duration::ZERO, grain: 0 };
         for _ in 0..500 {
             let paced = pace.rate(false);
             pace.seen(&dead, paced);
@@ -331,6 +334,25 @@ mod tests {
         run(&mut pace, &mut link, 10.0, false);
         let (used, _) = run(&mut pace, &mut link, 3.0, false);
         assert!(used > 0.84, "{used:.3}");
+    }
+
+    #[test]
+    fn acknowledgements_that_come_in_lumps_do_not_talk_the_link_down() {
+        // Four connections over loopback: each segment has 64 KiB, as much as a quarter of a window.
+        let lump = 256 << 10;
+        let (mut pace, mut link) = (Pace::new(Some(24_000_000)), Link::new(24e6, Duration::from_micros(50)));
+        let (mut seconds, mut acknowledged, mut least) = (0.0, 0, u64::MAX);
+        while seconds < 10.0 {
+            let paced = pace.rate(false);
+            let (window, _) = link.run(&pace, u64::MAX, false);
+            acknowledged += window.delivered;
+            let delivered = acknowledged / lump * lump;
+            acknowledged -= delivered;
+            pace.seen(&Window { delivered, grain: lump, ..window }, paced);
+            seconds += window.length.as_secs_f64();
+            least = least.min(pace.link());
+        }
+        assert!(least > 20_000_000, "{least}");
     }
 
     #[test]

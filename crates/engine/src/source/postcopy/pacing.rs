@@ -33,6 +33,18 @@ pub struct Pacing {
     since: Instant,
 }
 
+/// What the kernel says of all connections together.
+struct Seen {
+    /// Bytes acknowledged so far.
+    acknowledged: u64,
+    /// For how long there was something to send.
+    busy_time: Duration,
+    /// The shortest round trip.
+    round_trip: Duration,
+    /// A segment of each.
+    grain: u64,
+}
+
 impl Pacing {
     /// Over these connections, at what they are known to carry, where that is known. `limit`: bytes per second that are not exceeded.
     ///
@@ -44,7 +56,8 @@ impl Pacing {
         let pace = Pace::new(known);
         let since = Instant::now();
         let mut pacing = Self { sockets, pace, limit, paced: 0, acknowledged: 0, busy: Duration::ZERO, since };
-        (pacing.acknowledged, pacing.busy, _) = pacing.look()?;
+        let Seen { acknowledged, busy_time, .. } = pacing.look()?;
+        (pacing.acknowledged, pacing.busy) = (acknowledged, busy_time);
         pacing.set(false)?;
         Ok(pacing)
     }
@@ -63,25 +76,25 @@ impl Pacing {
         if !self.window().is_zero() {
             return Ok(());
         }
-        let (acknowledged, busy_time, round_trip) = self.look()?;
+        let Seen { acknowledged, busy_time, round_trip, grain } = self.look()?;
         let (length, delivered) = (self.since.elapsed(), acknowledged.saturating_sub(self.acknowledged));
         // A host whose processors are busy elsewhere lets its connections run dry: then the window says nothing of the link.
         let busy = busy_time.saturating_sub(self.busy) >= length.mul_f64(BUSY) * self.sockets.len() as u32;
         (self.since, self.acknowledged, self.busy) = (Instant::now(), acknowledged, busy_time);
-        self.pace.seen(&Window { length, delivered, busy, round_trip }, self.paced);
+        self.pace.seen(&Window { length, delivered, busy, round_trip, grain }, self.paced);
         self.set(quiet)
     }
 
-    /// Bytes acknowledged so far, for how long there was something to send, on all connections, and the shortest round trip.
-    fn look(&self) -> Result<(u64, Duration, Duration), MigrateError> {
-        let (mut acknowledged, mut busy, mut round_trip) = (0, Duration::ZERO, Duration::MAX);
+    fn look(&self) -> Result<Seen, MigrateError> {
+        let mut seen = Seen { acknowledged: 0, busy_time: Duration::ZERO, round_trip: Duration::MAX, grain: 0 };
         for socket in &self.sockets {
             let info = TcpInfo::of(socket).map_err(MigrateError::kernel("looking at the pace of the push"))?;
-            acknowledged += info.acknowledged_bytes;
-            busy += info.busy;
-            round_trip = round_trip.min(info.round_trip_least);
+            seen.acknowledged += info.acknowledged_bytes;
+            seen.busy_time += info.busy;
+            seen.round_trip = seen.round_trip.min(info.round_trip_least);
+            seen.grain += u64::from(info.segment_bytes);
         }
-        Ok((acknowledged, busy, round_trip))
+        Ok(seen)
     }
 
     fn set(&mut self, quiet: bool) -> Result<(), MigrateError> {
