@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use sterna_api::{BalloonSetting, Blame, MemoryMode, Problem, RunRequest, Vm};
 use sterna_engine::vmm::qemu::Inspection;
@@ -19,6 +20,8 @@ use crate::qemu::binary::{Binary, DEFAULT_NAME, Version};
 use crate::qemu::files;
 use crate::qemu::launch::{self, Launch, agent_socket, log_file, qmp_socket};
 
+/// How long the agent of a QEMU that answers already may take to answer, too.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(3);
 /// The least and the most RAM of a machine, bytes.
 const MEMORY_LIMITS: std::ops::RangeInclusive<u64> = 1 << 20..=16 << 40;
 
@@ -98,8 +101,23 @@ impl Daemon {
         let process = launch::launch(&launch)?;
         cleanup.process = Some(process);
         let about = Control::connect(&qmp_socket(dir))?.inspect()?;
-        control::agent_and_addresses(&agent_socket(dir), process.pid, blocks)?;
+        wait_for_agent(dir, process, blocks)?;
         Ok(Started { process, about, cleanup })
+    }
+}
+
+/// Waits until the agent answers: its thread begins beside QEMU's own, and on a busy host QEMU may be the first to answer.
+fn wait_for_agent(dir: &Path, process: Identity, blocks: &[Block]) -> Result<(), Problem> {
+    let deadline = Instant::now() + AGENT_TIMEOUT;
+    loop {
+        match control::agent_and_addresses(&agent_socket(dir), process.pid, blocks) {
+            Err(problem)
+                if problem.code == "agent-missing" && Instant::now() < deadline && process.open().is_some() =>
+            {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            answered => return answered.map(drop),
+        }
     }
 }
 

@@ -429,8 +429,10 @@ impl Pager {
         }
         *self.source.lock().unwrap_or_else(PoisonError::into_inner) = None;
         for span in &self.spans {
-            // Wakes whoever waits. It fails only where the process is gone.
+            // It fails only where the process is gone.
             let _ = self.userfaultfd.unregister(span.clone());
+            // Unregistering wakes who waits before it is done: a thread that began to wait in between would wait for ever.
+            let _ = self.userfaultfd.wake(span.clone());
         }
         self.inside.lock().unwrap_or_else(PoisonError::into_inner).close();
     }
