@@ -68,6 +68,6 @@ fn a_guest_under_load_survives_many_hybrid_migrations_in_a_row_and_nothing_is_le
     let _turn = turn();
     if !skip_without(&needs::GUEST) {
         let jobs = "checker:--mib,24,--rate,8;dirtier:--mib,48,--rate,24".into();
-        to_and_fro(&Plan { jobs, ..Plan::small() }, "hybrid", times(6, 100));
+        to_and_fro(&Plan { jobs, ..Plan::small() }, "hybrid", times(4, 100));
     }
 }
