@@ -158,9 +158,9 @@ fn every_exit_code_means_what_it_says() {
     for usage in [
         &["migrate", "m"] as &[&str],
         &["migrate", "m", "--to", "nowhere"],
-        &["migrate", "m", "--to", "h:1", "--streams", "99"],
-        &["migrate", "m", "--to", "h:1", "--compress", "brotli"],
-        &["migrate", "m", "--to", "h:1", "--mode", "hybrid", "--no-postcopy"],
+        &["migrate", "m", "--to", "127.0.0.1:1", "--streams", "99"],
+        &["migrate", "m", "--to", "127.0.0.1:1", "--compress", "brotli"],
+        &["migrate", "m", "--to", "127.0.0.1:1", "--mode", "hybrid", "--no-postcopy"],
         &["run", "x", "--memory", "lots", "--"],
         &["run", "../x", "--memory", "64M", "--detach", "--"],
         &["run", "x", "--memory", "64M", "--detach", "--", "-m", "1G"],
