@@ -47,7 +47,7 @@ const TRIPS: [(Mode, &str, &str); 4] = [
 ];
 
 pub(super) fn run(options: &Options, _directory: &Path) -> Result<Outcome> {
-    let repeats = options.repeat.unwrap_or(if options.quick { 3 } else { 10 });
+    let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 10 });
     let qemu = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
     let mut runs = Vec::new();
