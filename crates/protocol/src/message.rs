@@ -104,6 +104,33 @@ pub enum Request {
     },
 }
 
+impl Request {
+    /// What it is called.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Propose { .. } => "propose",
+            Self::Clock => "clock",
+            Self::RoundEnd { .. } => "round-end",
+            Self::Stopped => "stopped",
+            Self::FinalRoundEnd { .. } => "final-round-end",
+            Self::ChunkDigests { .. } => "chunk-digests",
+            Self::PageDigests { .. } => "page-digests",
+            Self::Load => "load",
+            Self::Residue(_) => "residue",
+            Self::LoadPostcopy(_) => "load-postcopy",
+            Self::Paging => "paging",
+            Self::Complete { .. } => "complete",
+            Self::Release => "release",
+            Self::Resume { .. } => "resume",
+            Self::Missing { .. } => "missing",
+            Self::Commit => "commit",
+            Self::Abort => "abort",
+            Self::Verdict { .. } => "verdict",
+        }
+    }
+}
+
 /// What the destination answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Reply {

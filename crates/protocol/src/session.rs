@@ -73,30 +73,6 @@ pub struct Violation {
     pub said: &'static str,
 }
 
-/// What a request is called.
-fn name(request: &Request) -> &'static str {
-    match request {
-        Request::Propose { .. } => "propose",
-        Request::Clock => "clock",
-        Request::RoundEnd { .. } => "round end",
-        Request::Stopped => "stopped",
-        Request::FinalRoundEnd { .. } => "final round end",
-        Request::ChunkDigests { .. } => "chunk digests",
-        Request::PageDigests { .. } => "page digests",
-        Request::Load => "load",
-        Request::Residue(_) => "residue",
-        Request::LoadPostcopy(_) => "load, post-copy",
-        Request::Paging => "paging",
-        Request::Complete { .. } => "complete",
-        Request::Release => "release",
-        Request::Resume { .. } => "resume",
-        Request::Missing { .. } => "missing",
-        Request::Commit => "commit",
-        Request::Abort => "abort",
-        Request::Verdict { .. } => "verdict",
-    }
-}
-
 /// The state after a request: the source steps before it sends, the destination after it received.
 ///
 /// # Errors
@@ -119,7 +95,7 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
         (Paging, Request::Paging | Request::Missing { .. } | Request::Complete { .. }) => Ok(Paging),
         (Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. } | Request::Release) => Ok(Completed),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, Request::Abort) => Ok(Aborted),
-        _ => Err(Violation { state, said: name(request) }),
+        _ => Err(Violation { state, said: request.name() }),
     }
 }
 
@@ -159,7 +135,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }, Reply::Digests(_)) => Ok(Completed),
         (Completed, Request::Release, Reply::Released) => Ok(Finished),
         (Aborted, Request::Abort, Reply::Aborted { .. }) => Ok(Aborted),
-        _ => Err(Violation { state, said: name(request) }),
+        _ => Err(Violation { state, said: request.name() }),
     }
 }
 

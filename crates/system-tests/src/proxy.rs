@@ -277,7 +277,7 @@ fn requests(
     loop {
         let (prefix, body) = message(&mut from)?;
         let checksum = decode_prefix(prefix[..].try_into().map_err(std::io::Error::other)?).map_or(0, |(_, sum)| sum);
-        let name = decode::<Request>(&body, checksum, key).map_or("nonsense", |request| name(&request));
+        let name = decode::<Request>(&body, checksum, key).map_or("nonsense", |request| request.name());
         *lock(last) = name;
         if !shared.pass(Point::Request(name)) {
             return Ok(());
@@ -302,29 +302,6 @@ fn replies(shared: &Shared, mut from: TcpStream, to: TcpStream, last: &Mutex<&'s
         if !shared.forward(Kind::Control, &[prefix, body].concat(), &to)? {
             return Ok(());
         }
-    }
-}
-
-fn name(request: &Request) -> &'static str {
-    match request {
-        Request::Propose { .. } => "propose",
-        Request::Clock => "clock",
-        Request::RoundEnd { .. } => "round-end",
-        Request::Stopped => "stopped",
-        Request::FinalRoundEnd { .. } => "final-round-end",
-        Request::ChunkDigests { .. } => "chunk-digests",
-        Request::PageDigests { .. } => "page-digests",
-        Request::Load => "load",
-        Request::Residue(_) => "residue",
-        Request::LoadPostcopy(_) => "load-postcopy",
-        Request::Paging => "paging",
-        Request::Complete { .. } => "complete",
-        Request::Release => "release",
-        Request::Resume { .. } => "resume",
-        Request::Missing { .. } => "missing",
-        Request::Commit => "commit",
-        Request::Abort => "abort",
-        Request::Verdict { .. } => "verdict",
     }
 }
 
