@@ -9,6 +9,25 @@ pub struct PageSet(pub [u64; 4]);
 impl PageSet {
     /// No page.
     pub const EMPTY: Self = Self([0; 4]);
+    /// Its length as bytes.
+    pub const BYTES: usize = 32;
+
+    /// The set as bytes: its words, little-endian.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        for (word, to) in self.0.iter().zip(bytes.as_chunks_mut().0) {
+            *to = word.to_le_bytes();
+        }
+        bytes
+    }
+
+    /// The inverse.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        let (words, _) = bytes.as_chunks();
+        Self(std::array::from_fn(|word| u64::from_le_bytes(words[word])))
+    }
 
     /// The first `pages` pages.
     #[must_use]

@@ -9,7 +9,6 @@ use crate::pages::{PageMap, PageSet};
 
 /// The most chunks of a part: 2 MiB of sets, which fit a message whatever they hold.
 pub const MAX_PART_CHUNKS: u32 = 1 << 16;
-const SET_BYTES: usize = 32;
 
 /// A part that cannot be believed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -34,9 +33,9 @@ pub enum ResidueError {
 #[must_use]
 pub fn part(map: &PageMap, layout: &Layout, first: ChunkIndex) -> Option<ResiduePart> {
     let chunks = layout.chunks().checked_sub(first.0).filter(|left| *left > 0)?.min(MAX_PART_CHUNKS);
-    let mut sets = Vec::with_capacity(chunks as usize * SET_BYTES);
+    let mut sets = Vec::with_capacity(chunks as usize * PageSet::BYTES);
     for chunk in first.0..first.0 + chunks {
-        map.chunk(ChunkIndex(chunk)).0.iter().for_each(|word| sets.extend_from_slice(&word.to_le_bytes()));
+        sets.extend_from_slice(&map.chunk(ChunkIndex(chunk)).to_bytes());
     }
     Some(ResiduePart { first, chunks, bits: lz4_flex::block::compress(&sets) })
 }
@@ -51,21 +50,12 @@ pub fn add(part: &ResiduePart, layout: &Layout, map: &mut PageMap) -> Result<(),
     if !inside || *chunks == 0 || *chunks > MAX_PART_CHUNKS {
         return Err(ResidueError::Outside { first: first.0, chunks: *chunks });
     }
-    let mut sets = vec![0; *chunks as usize * SET_BYTES];
+    let mut sets = vec![0; *chunks as usize * PageSet::BYTES];
     let whole = lz4_flex::block::decompress_into(bits, &mut sets).is_ok_and(|bytes| bytes == sets.len());
     if !whole {
         return Err(ResidueError::Damaged);
     }
-    let sets: Vec<PageSet> = sets
-        .as_chunks::<SET_BYTES>()
-        .0
-        .iter()
-        .map(|set| {
-            PageSet(std::array::from_fn(|word| {
-                u64::from_le_bytes(*set.as_chunks().0[word..].first().expect("4 words"))
-            }))
-        })
-        .collect();
+    let sets: Vec<PageSet> = sets.as_chunks().0.iter().map(PageSet::from_bytes).collect();
     let fits = |(chunk, set): (u32, &PageSet)| {
         let pages = layout.place(ChunkIndex(chunk)).map_or(0, |place| place.pages);
         set.without(&PageSet::first(pages)).is_empty()

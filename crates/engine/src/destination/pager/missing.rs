@@ -20,7 +20,6 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 const MAGIC: &[u8; 8] = b"STPAGES1";
 const HEADER_BYTES: usize = 16;
-const SET_BYTES: usize = 32;
 
 /// The map and its file.
 #[derive(Debug)]
@@ -53,12 +52,11 @@ impl Missing {
                 "it is not the map of this machine's missing pages",
             ));
         }
-        let mut sets = vec![0; layout.chunks() as usize * SET_BYTES];
+        let mut sets = vec![0; layout.chunks() as usize * PageSet::BYTES];
         file.read_exact_at(&mut sets, HEADER_BYTES as u64)?;
         let mut pages = PageMap::empty(layout);
-        for (chunk, set) in layout.iter().zip(sets.as_chunks::<SET_BYTES>().0) {
-            let words: Vec<u64> = set.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
-            *pages.chunk_mut(chunk) = PageSet(std::array::from_fn(|word| words[word]));
+        for (chunk, set) in layout.iter().zip(sets.as_chunks().0) {
+            *pages.chunk_mut(chunk) = PageSet::from_bytes(set);
         }
         let left = pages.len();
         Ok(Some(Self { file, pages, left }))
@@ -69,7 +67,7 @@ impl Missing {
     /// # Errors
     /// No memory for the file.
     pub fn begin(&mut self, pages: PageMap, layout: &Layout) -> io::Result<()> {
-        let sets: Vec<u8> = layout.iter().flat_map(|chunk| bytes(pages.chunk(chunk))).collect();
+        let sets: Vec<u8> = layout.iter().flat_map(|chunk| pages.chunk(chunk).to_bytes()).collect();
         self.file.write_all_at(&sets, HEADER_BYTES as u64)?;
         // Last: a file without it says nothing.
         self.file.write_all_at(&Self::header(layout), 0)?;
@@ -109,7 +107,7 @@ impl Missing {
     pub fn arrived(&mut self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         let set = self.pages.chunk(chunk);
         let (rest, came) = (set.without(pages), set.and(pages).len());
-        self.file.write_all_at(&bytes(&rest), (HEADER_BYTES + chunk.index() * SET_BYTES) as u64)?;
+        self.file.write_all_at(&rest.to_bytes(), (HEADER_BYTES + chunk.index() * PageSet::BYTES) as u64)?;
         *self.pages.chunk_mut(chunk) = rest;
         self.left -= came as u64;
         Ok(())
@@ -122,14 +120,6 @@ impl Missing {
         header[12..].copy_from_slice(&1u32.to_le_bytes());
         header
     }
-}
-
-fn bytes(set: &PageSet) -> [u8; SET_BYTES] {
-    let mut bytes = [0; SET_BYTES];
-    for (word, to) in set.0.iter().zip(bytes.as_chunks_mut().0) {
-        *to = word.to_le_bytes();
-    }
-    bytes
 }
 
 #[cfg(test)]
