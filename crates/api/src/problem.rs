@@ -85,6 +85,12 @@ impl Problem {
         problem
     }
 
+    /// What it says, and its causes, in one line.
+    #[must_use]
+    pub fn with_causes(&self) -> String {
+        self.cause.iter().fold(self.message.clone(), |line, cause| line + ": " + cause)
+    }
+
     /// With a word on what to do.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {

@@ -135,8 +135,7 @@ pub fn arriving(table: &Table) -> usize {
 
 /// What is wrong with `[tls]`, and what to do, in one line.
 fn wrong_credentials(problem: &Problem) -> String {
-    let causes: String = problem.cause.iter().map(|cause| format!(": {cause}")).collect();
-    format!("[tls] cannot be used: {}{causes}; {}", problem.message, problem.hint.as_deref().unwrap_or_default())
+    format!("[tls] cannot be used: {}; {}", problem.with_causes(), problem.hint.as_deref().unwrap_or_default())
 }
 
 impl Daemon {

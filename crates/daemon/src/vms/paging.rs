@@ -210,18 +210,17 @@ impl Daemon {
     /// Nothing can bring the guest's pages: stopped, it cannot run on without them. Whoever waits for one waits on, and where the agent holds
     /// none of them back any more, it must not see the zeros in their place.
     fn hold_back(self: &Arc<Self>, record: &VmRecord, problem: &Problem) {
-        let causes: String = problem.cause.iter().map(|cause| format!(": {cause}")).collect();
+        let why = problem.with_causes();
         tracing::error!(
             vm = %record.name,
-            "ITS MISSING PAGES CANNOT BE BROUGHT, it is stopped and must not be let run: {}{causes}",
-            problem.message
+            "ITS MISSING PAGES CANNOT BE BROUGHT, it is stopped and must not be let run: {why}"
         );
         let stopped = Control::connect(&record.qmp).and_then(|mut control| control.send("stop"));
         if let Err(problem) = stopped {
             // A QEMU that waits for a missing page itself answers nobody, and its guest does not run on for long.
             tracing::error!(vm = %record.name, "nor can it be stopped: {}", problem.message);
         }
-        self.mark(&record.name, format!("stopped, its missing pages cannot be brought: {}{causes}", problem.message));
+        self.mark(&record.name, format!("stopped, its missing pages cannot be brought: {why}"));
         self.settle(&self.held_back(record, true));
     }
 
