@@ -11,6 +11,7 @@ use sterna_protocol::message::MessageError;
 use sterna_protocol::session::Violation;
 
 use crate::destination::decode::DecodeError;
+use crate::ram::RamError;
 use crate::transport::refusal::TlsError;
 use crate::vmm::VmmError;
 
@@ -130,6 +131,12 @@ pub enum MigrateError {
     /// The daemon could not write down what must not be forgotten.
     #[error("{}", .0.message)]
     Record(Problem),
+}
+
+impl From<RamError> for MigrateError {
+    fn from(error: RamError) -> Self {
+        Self::Host { doing: "mapping the guest's RAM", source: io::Error::other(error) }
+    }
 }
 
 impl MigrateError {

@@ -411,7 +411,7 @@ fn a_source_that_begins_anew_goes_on_with_what_is_missing() {
     let problem = outcome.report.error.expect("it was given up");
     assert_eq!((problem.code.as_str(), problem.guest), ("given-up", Whereabouts::Gone));
     let options = MigrateOptions { postcopy_bandwidth_bytes_per_s: None, ..options };
-    let report = source::serve(left, &peer, &options, &source, &Monitor::new("guest"));
+    let report = source::serve(left, &peer, &options, &source, &Monitor::new("guest")).unwrap();
     assert_eq!(report.status, Status::Completed, "{:?}", report.error);
     assert_eq!(report.mode, "postcopy");
     let sent = outcome.report.pages.full + report.pages.full;

@@ -55,13 +55,12 @@ fn send(
     let blocks = record.block_files(&[]).map_err(|error| host("cannot open the machine's RAM", &error))?;
     let bandwidth = Arc::clone(&daemon.bandwidth);
     let left = Left { id, vm: record.name.clone(), blocks, bandwidth, here: here(record) };
-    Ok(source::serve(left, peer, options, &Serving(daemon), monitor))
+    source::serve(left, peer, options, &Serving(daemon), monitor).map_err(|error| error.problem())
 }
 
 /// The RAM cannot be opened: what is left of the machine stays as it is, and a person has to look.
 fn failed(daemon: &Arc<Daemon>, record: &VmRecord, job: &Job, options: &MigrateOptions, problem: Problem) {
-    let causes: String = problem.cause.iter().map(|cause| format!(": {cause}")).collect();
-    let why = format!("{}{causes}", problem.message);
+    let why = problem.with_causes();
     tracing::error!(vm = %record.name, peer = job.to, "THE GUEST THERE WAITS FOR PAGES THAT CANNOT BE READ HERE: {why}");
     daemon.mark(&record.name, format!("its guest runs at {}, and its pages here cannot be read: {why}", job.to));
     let report = Report::asked(&record.name, options, here(record), &job.to);

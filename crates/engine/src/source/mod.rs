@@ -223,31 +223,29 @@ pub struct Left {
 /// Goes on with a guest that an earlier daemon handed over to `peer`, which has said that it took it: sends the pages that it misses. Blocks
 /// until all are there, the guest has ended there, or [`Monitor::give_up`]; a peer that does not answer is tried for as long. Its report is of
 /// what was done since. Whatever the report says, the guest is not this host's any more, and what is left here is of no use.
-#[must_use]
-pub fn serve(left: Left, peer: &str, options: &MigrateOptions, host: &dyn SourceHost, monitor: &Monitor) -> Report {
+///
+/// # Errors
+/// The RAM cannot be mapped: nothing was done, and what is left here is needed as before.
+pub fn serve(
+    left: Left,
+    peer: &str,
+    options: &MigrateOptions,
+    host: &dyn SourceHost,
+    monitor: &Monitor,
+) -> Result<Report, MigrateError> {
     let Left { id, vm, blocks, bandwidth, here } = left;
+    let ram = Ram::open(&blocks, Access::Read)?;
     let cpu_before = sterna_sys::process::thread_cpu_time();
     let mut report = Report::asked(&vm, options, here, peer);
     report.mode = mode_after_switchover(options).into();
     monitor.begin();
     let _ = monitor.commit();
-    match open(&blocks) {
-        Ok(ram) => {
-            report.ram.total_pages = ram.layout().pages();
-            let work = Work::new(Arc::new(ram), options, &bandwidth, 0);
-            postcopy::see_through(&Context { id, peer, options, host, monitor, work }, None, &mut report);
-        }
-        // The files outlive a daemon: somebody took them away.
-        Err(error) => report.error = Some(error.problem().guest(Whereabouts::Paused)),
-    }
+    report.ram.total_pages = ram.layout().pages();
+    let work = Work::new(Arc::new(ram), options, &bandwidth, 0);
+    postcopy::see_through(&Context { id, peer, options, host, monitor, work }, None, &mut report);
     report.source.cpu_s += (sterna_sys::process::thread_cpu_time() - cpu_before).as_secs_f64();
     monitor.enter(Phase::Done);
-    report
-}
-
-fn open(blocks: &[BlockFile]) -> Result<Ram, MigrateError> {
-    Ram::open(blocks, Access::Read)
-        .map_err(|error| MigrateError::Host { doing: "mapping the guest's RAM", source: std::io::Error::other(error) })
+    Ok(report)
 }
 
 /// What the mode was, once pages follow after the switchover.
@@ -317,7 +315,7 @@ impl Migration<'_> {
         if self.options.throttle_percent.is_some() {
             self.throttle.try_out(&vmm.processor_threads()?)?;
         }
-        let ram = Arc::new(open(blocks)?);
+        let ram = Arc::new(Ram::open(blocks, Access::Read)?);
 
         self.monitor.enter(Phase::Connect);
         let session = SessionKey { session: self.id.0, key: self.id.0 as u64, needed: needed(self.options) };

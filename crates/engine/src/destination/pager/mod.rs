@@ -146,10 +146,7 @@ impl Pager {
         let lost = |what: &'static str| {
             move || MigrateError::Host { doing: what, source: std::io::ErrorKind::NotFound.into() }
         };
-        let ram = Arc::new(Ram::open(blocks, Access::ReadWrite).map_err(|error| MigrateError::Host {
-            doing: "mapping the guest's RAM",
-            source: std::io::Error::other(error),
-        })?);
+        let ram = Arc::new(Ram::open(blocks, Access::ReadWrite)?);
         let missing = Missing::recover(missing, ram.layout())
             .map_err(MigrateError::host("reading which of the guest's pages are not here"))?
             .ok_or_else(lost("reading which of the guest's pages are not here"))?;
