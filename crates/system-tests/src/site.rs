@@ -362,6 +362,18 @@ impl Site {
         waited.unwrap_or_else(|error| panic!("{error}"));
     }
 
+    /// Waits until the guest's `dirtier` writes so many MiB a second, as fast as it should.
+    ///
+    /// # Panics
+    /// Where it never does.
+    pub fn dirtier_writes(&self, mib_per_s: u32) {
+        let pages_per_s = f64::from(mib_per_s) * 256.0;
+        self.eventually("it writes as fast as it should", || {
+            let lines = self.meter.lines(self.guest.address(), "DIRTIER");
+            lines.last().and_then(|line| line.number("writes_per_s")).is_some_and(|rate| rate > pages_per_s)
+        });
+    }
+
     /// Follows `sterna watch --json` until a migration is in this phase; `what` may ask for more.
     ///
     /// # Panics

@@ -23,10 +23,7 @@ fn a_guest_four_times_as_fast_as_the_link_ends_as_asked() {
         return;
     }
     let mut site = Site::start(&fast_writer());
-    site.eventually("it writes as fast as it should", || {
-        let lines = site.meter.lines(site.guest.address(), "DIRTIER");
-        lines.last().and_then(|line| line.number("writes_per_s")).is_some_and(|rate| rate > 80.0 * 256.0)
-    });
+    site.dirtier_writes(80);
     let answer = site.attempt(None, &options(&["--timeout", "12s", "--on-timeout", "cancel"]));
     answer.expect(3, &["writes faster", "--throttle"]);
     site.runs_on_here();

@@ -9,6 +9,14 @@ const PARTS: u64 = 16;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Histogram(BTreeMap<u16, u64>);
 
+impl FromIterator<u64> for Histogram {
+    fn from_iter<I: IntoIterator<Item = u64>>(values: I) -> Self {
+        let mut histogram = Self::default();
+        values.into_iter().for_each(|value| histogram.note(value));
+        histogram
+    }
+}
+
 impl Histogram {
     /// Counts `value` once.
     pub fn note(&mut self, value: u64) {

@@ -172,12 +172,6 @@ mod tests {
     use std::collections::BTreeMap;
     use std::net::Ipv4Addr;
 
-    fn histogram(values: impl IntoIterator<Item = u64>) -> Histogram {
-        let mut histogram = Histogram::default();
-        values.into_iter().for_each(|value| histogram.note(value));
-        histogram
-    }
-
     #[test]
     fn latencies_of_intervals_are_added_up_before_a_quantile_is_taken() {
         let line = |at_us: i64, latency: &Histogram| Line {
@@ -185,8 +179,8 @@ mod tests {
             at_us,
             text: format!("YCSB ok ops_per_s=1.0 errors=1 p99_us=5 latency={latency}"),
         };
-        let quick = histogram([1000; 990]);
-        let slow = histogram([50_000; 20]);
+        let quick = Histogram::from_iter([1000; 990]);
+        let slow = Histogram::from_iter([50_000; 20]);
         let mut trial = Trial {
             lines: vec![
                 line(9_000_000, &quick),

@@ -149,17 +149,11 @@ mod tests {
     use super::*;
     use crate::meter::Line;
 
-    fn histogram(values: impl IntoIterator<Item = u64>) -> Histogram {
-        let mut histogram = Histogram::default();
-        values.into_iter().for_each(|value| histogram.note(value));
-        histogram
-    }
-
     #[test]
     fn as_many_of_the_longest_accesses_are_waits_as_there_were_faults() {
         let line = |at_us: i64, text: String| Line { from: Ipv4Addr::LOCALHOST, at_us, text };
-        let quick = histogram([1_000; 900]);
-        let slow = histogram((1..=100).map(|value| value * 10_000));
+        let quick = Histogram::from_iter([1_000; 900]);
+        let slow = Histogram::from_iter((1..=100).map(|value| value * 10_000));
         let mut trial = Trial {
             lines: vec![
                 line(9_000_000, format!("TOUCHER ok touches=900 latency_ns={quick}")),
