@@ -120,6 +120,11 @@ pub enum MigrateError {
     /// Bodies arrived damaged though the guest was stopped.
     #[error("{0} pages arrived damaged although the guest was stopped")]
     Damaged(usize),
+    /// The VMM wrote guest RAM while it saved its devices, after the destination may have read it.
+    #[error(
+        "QEMU wrote {0} pages of the guest's RAM while it saved its devices, and the destination may have loaded them as they were before"
+    )]
+    WrittenWhileSaving(u64),
     /// Both sides differ.
     #[error("{mismatches} of {pages} pages differ between the two hosts")]
     Mismatch {
@@ -238,6 +243,9 @@ impl MigrateError {
             ),
             Self::Damaged(_) | Self::Decode(_) => {
                 ("damaged", Blame::Peer, Some("the network or a host damages data: look for the cause first"))
+            }
+            Self::WrittenWhileSaving(_) => {
+                ("written-while-saving", Blame::Qemu, Some("this machine's devices need --mode precopy"))
             }
             Self::Mismatch { .. } => {
                 ("verify-mismatch", Blame::Ours, Some("please report this with the options you used"))

@@ -22,13 +22,16 @@
 //! ```text
 //!   VMM: stop the guest, drain its I/O
 //!   Stopped ─────────────────────────────────▶ device state waits from here on
-//!   VMM: save the devices  ┐ at the same time
-//!   collect ───────────────┘
-//!   collect once more: what the VMM wrote while it saved. From here on nobody writes this RAM, and faults are served
-//!   Residue …, LoadPostcopy ─────────────────▶ pages of the residue are shown to nobody; devices loaded, with faults
-//!   hand over, on record  ┘ at the same time
+//!   collect; from here on faults are served    ┐ VMM: save the devices
+//!   Residue …, LoadPostcopy ─────────────────▶ │ pages of the residue are shown to nobody; devices loaded as they come, with faults
+//!   hand over, on record                       ┘
+//!   saved; collect once more: what the VMM wrote while it saved. Those pages must be pending still
 //!   Commit ══ the point of no return ════════▶ on record; the guest runs
 //! ```
+//!
+//! Saving and loading are the longest parts of this pause, and so they overlap. What that costs is the last look: a VMM that writes RAM while it
+//! saves (none was seen to; its I/O is drained) is found out after the destination may have loaded from the page as it was before. Where the page is
+//! still pending, nobody has seen it, and it goes as it is now; where it is not, the guest stays here.
 
 use std::time::{Duration, Instant};
 
@@ -79,6 +82,12 @@ pub struct Residue {
     pub bytes: u64,
     /// Making and sending it.
     pub took: Duration,
+}
+
+/// The request that had the devices loaded, unanswered, and the map that went with it.
+struct Left {
+    load: Request,
+    account: Residue,
 }
 
 /// What the hand-over needs to know of the migration.
@@ -169,19 +178,52 @@ impl Switchover<'_> {
         let pump = DevicePump::start(vmm.begin()?, devices)?;
         let stopped = self.stop(rounds, link, tracker, vmm)?;
         link.control.ask(&Request::Stopped, REPLY_TIMEOUT)?;
-        let device_began = Instant::now();
-        vmm.save_devices()?;
-        throttle.loosen();
-        self.monitor.update(|progress| progress.throttle_percent = 0);
+        let began = Instant::now();
+        let (saved, left) = std::thread::scope(|scope| {
+            let saving = scope.spawn(|| vmm.save_devices().and_then(|()| vmm.saved(DEVICE_TIMEOUT)));
+            throttle.loosen();
+            self.monitor.update(|progress| progress.throttle_percent = 0);
+            let left = self.leave(rounds, pending, link, tracker);
+            (saving.join(), left)
+        });
+        let left = left?;
+        saved.map_err(|_| MigrateError::Reply("the thread that saves the devices broke off"))??;
+        rounds.collect(tracker)?;
+        let seen = pending.not_in(&rounds.take_residue());
+        if seen > 0 {
+            return Err(MigrateError::WrittenWhileSaving(seen));
+        }
+        if let Some(ended) = vmm.ended() {
+            return Err(ended.into());
+        }
+        record()?;
+        pump.finish()?;
+        link.control.receive(&left.load, DEVICE_TIMEOUT)?;
+        let downtime = report::Downtime {
+            pause_ms: ms(stopped.ready.0.saturating_sub(stopped.stop.0)),
+            final_pages_ms: left.account.took.as_secs_f64() * 1e3,
+            verify_ms: 0.0,
+            device_state_ms: (began.elapsed() - left.account.took).as_secs_f64() * 1e3,
+            start_ms: 0.0,
+        };
+        let verify = report::Verify::default();
+        Ok(Loaded { stop: stopped.stop, downtime, verify, residue: Some(left.account), loaded_us: now_us() })
+    }
+
+    /// Tells the destination which pages are still to come, and has it load the devices.
+    fn leave(
+        &self,
+        rounds: &mut Rounds,
+        pending: &Pending,
+        link: &mut Link,
+        tracker: &mut dyn Tracker,
+    ) -> Result<Left, MigrateError> {
         rounds.collect(tracker)?;
         // Where no round was sent every page goes as it is now, however it was written.
         if self.direct_io && !rounds.done.is_empty() {
             rounds.collect_untracked();
         }
-        vmm.saved(DEVICE_TIMEOUT)?;
-        let saved = device_began.elapsed();
-        let map_began = Instant::now();
-        rounds.collect(tracker)?;
+        let began = Instant::now();
         let layout = rounds.ram.layout();
         let map = rounds.take_residue();
         let parts = std::iter::successors(residue::part(&map, layout, ChunkIndex(0)), |part| {
@@ -196,23 +238,7 @@ impl Switchover<'_> {
         }
         let load = Request::LoadPostcopy(last);
         link.control.send(&load)?;
-        let (took, load_began) = (map_began.elapsed(), Instant::now());
-        if let Some(ended) = vmm.ended() {
-            return Err(ended.into());
-        }
-        record()?;
-        pump.finish()?;
-        link.control.receive(&load, DEVICE_TIMEOUT)?;
-        let downtime = report::Downtime {
-            pause_ms: ms(stopped.ready.0.saturating_sub(stopped.stop.0)),
-            final_pages_ms: took.as_secs_f64() * 1e3,
-            verify_ms: 0.0,
-            device_state_ms: (saved + load_began.elapsed()).as_secs_f64() * 1e3,
-            start_ms: 0.0,
-        };
-        let residue = Some(Residue { pages, bytes, took });
-        let verify = report::Verify::default();
-        Ok(Loaded { stop: stopped.stop, downtime, verify, residue, loaded_us: now_us() })
+        Ok(Left { load, account: Residue { pages, bytes, took: began.elapsed() } })
     }
 
     /// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which the guest

@@ -140,7 +140,7 @@ pub trait Destination: Send {
     /// [`VmmError`]: [`VmmError::Migration`] or [`VmmError::Gone`] where the VMM refuses the state.
     fn loaded(&mut self, timeout: Duration) -> Result<(), VmmError>;
 
-    /// Whether the VMM still lives and answers, with the guest loaded and stopped: asked just before the guest becomes its own.
+    /// Whether the VMM still lives, with the guest loaded and stopped: asked just before the guest becomes its own, so it must not take time.
     ///
     /// # Errors
     /// [`VmmError`].

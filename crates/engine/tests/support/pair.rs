@@ -252,6 +252,8 @@ pub struct Destination {
     pub touched: Mutex<Vec<u64>>,
     /// Whether the guest has ended there, whatever is missing.
     pub guest_gone: AtomicBool,
+    /// The map of missing pages of the guest that came last.
+    missing: Mutex<Option<File>>,
     mapping: Mutex<Option<Arc<SharedMapping>>>,
     pagers: Mutex<HashMap<MigrationId, Arc<Pager>>>,
     pub running: Arc<AtomicBool>,
@@ -280,6 +282,12 @@ impl Destination {
         let serving: Arc<dyn DestinationHost> = host.clone();
         std::thread::spawn(move || sterna_engine::destination::listen::serve(&listener, &serving));
         (host, address)
+    }
+
+    /// Whether it was told which pages are to come.
+    pub fn knows_missing(&self) -> bool {
+        let length = |file: &File| file.metadata().expect("a file").len();
+        self.missing.lock().unwrap().as_ref().is_some_and(|file| length(file) > 0)
     }
 
     /// Asserts that the guest's RAM arrived.
@@ -327,6 +335,7 @@ impl DestinationHost for Destination {
             let inside = InsideSelf::default();
             inside.mappings.lock().unwrap().push(Arc::clone(&mapping));
             let missing = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
+            *self.missing.lock().unwrap() = Some(missing.try_clone().expect("a descriptor"));
             Ok(PagingMeans { inside: Box::new(inside), missing })
         });
         let vmm = DestinationVmm {

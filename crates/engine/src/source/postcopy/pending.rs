@@ -70,6 +70,13 @@ impl Pending {
         (state.left, state.pages) = (pages.len(), pages);
     }
 
+    /// How many of these pages are not pending: taken already, or never there.
+    #[must_use]
+    pub fn not_in(&self, pages: &PageMap) -> u64 {
+        let state = self.lock();
+        self.layout.iter().map(|chunk| pages.chunk(chunk).without(state.pages.chunk(chunk)).len() as u64).sum()
+    }
+
     /// How many pages nobody has taken yet.
     #[must_use]
     pub fn left(&self) -> u64 {
