@@ -177,7 +177,8 @@ fn bind(host: &Host, port: u16) -> Result<UdpSocket> {
 
 /// Takes one datagram with its sender and time of arrival; `None` where none came in time.
 fn receive(socket: &UdpSocket) -> Option<(Ipv4Addr, i64, Vec<u8>)> {
-    let mut body = [0u8; 2048];
+    // A line with a histogram may be of more than one packet.
+    let mut body = [0u8; 8192];
     let mut control = nix::cmsg_space!(nix::sys::time::TimeSpec);
     let mut parts = [IoSliceMut::new(&mut body)];
     let message = recvmsg::<SockaddrIn>(socket.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::empty()).ok()?;

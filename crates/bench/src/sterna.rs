@@ -1,22 +1,30 @@
 //! Machines that Sterna runs and moves, through its command line, as a user would.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
+use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::{Value, json};
 use sterna_api::{Estimate, MigrateOptions, Report, Status, Vm, units};
 
-use crate::command::{output, show};
-use crate::error::{Context, Error, Result};
+use crate::command::{finish_within, output_within, show};
+use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::Host;
 use crate::{Lab, tools};
+
+/// The longest that anything but a migration may take, on a machine that has other work too.
+const ANSWER: Duration = Duration::from_secs(60);
+/// The longest that a migration without a timeout may take.
+const MIGRATION: Duration = Duration::from_secs(600);
 
 /// A machine that Sterna runs.
 pub struct SternaVm {
     name: String,
     host: Host,
+    /// Where it was to go when its last migration failed: it may be there, or part of it.
+    elsewhere: Option<Box<Host>>,
 }
 
 impl SternaVm {
@@ -44,8 +52,8 @@ impl SternaVm {
             "--qemu",
         ]);
         command.arg(qemu).arg("--").args(guest.arguments(lab)?).args(more);
-        output(&mut command)?;
-        Ok(Self { name: guest.name.clone(), host: host.clone() })
+        output_within(&mut command, ANSWER)?;
+        Ok(Self { name: guest.name.clone(), host: host.clone(), elsewhere: None })
     }
 
     /// The host it is on.
@@ -67,7 +75,7 @@ impl SternaVm {
     /// # Errors
     /// Where the daemon does not know it.
     pub fn show(&self) -> Result<Vm> {
-        let text = output(sterna(&self.host)?.args(["show", &self.name, "--json"]))?;
+        let text = output_within(sterna(&self.host)?.args(["show", &self.name, "--json"]), ANSWER)?;
         let form =
             |error: serde_json::Error| Error::Form { what: "sterna show --json".into(), reason: error.to_string() };
         serde_json::from_str(&text).map_err(form)
@@ -78,7 +86,7 @@ impl SternaVm {
     /// # Errors
     /// What `sterna` said.
     pub fn balloon(&self, words: &[&str]) -> Result<()> {
-        output(sterna(&self.host)?.args(["balloon", &self.name]).args(words)).map(drop)
+        output_within(sterna(&self.host)?.args(["balloon", &self.name]).args(words), ANSWER).map(drop)
     }
 
     /// What moving it would take at this rate, bytes per second, by `sterna estimate`.
@@ -87,7 +95,8 @@ impl SternaVm {
     /// Where the daemon refuses.
     pub fn estimate(&self, bytes_per_s: u64) -> Result<Estimate> {
         let rate = format!("{bytes_per_s}B");
-        let text = output(sterna(&self.host)?.args(["estimate", &self.name, "--json", "--bandwidth", &rate]))?;
+        let words = ["estimate", &self.name, "--json", "--bandwidth", &rate];
+        let text = output_within(sterna(&self.host)?.args(words), ANSWER)?;
         let form =
             |error: serde_json::Error| Error::Form { what: "sterna estimate --json".into(), reason: error.to_string() };
         serde_json::from_str(&text).map_err(form)
@@ -99,7 +108,11 @@ impl SternaVm {
     /// [`Error::Migration`] where the report says that it failed; the machine is then still this one.
     pub fn migrate(&mut self, lab: &Lab, to: &str, options: &MigrateOptions) -> Result<Report> {
         let destination = lab.host(to)?;
+        self.elsewhere = Some(Box::new(destination.clone()));
         let report = migrate(&self.host, &self.name, &destination.listen(), options)?;
+        if report.status != Status::Failed {
+            self.elsewhere = None;
+        }
         match report.status {
             Status::Completed => self.host = destination.clone(),
             Status::Cancelled => {}
@@ -115,8 +128,10 @@ impl SternaVm {
 impl Drop for SternaVm {
     fn drop(&mut self) {
         // The lab's end would end it too; until then it must not keep processor and memory from what comes next.
-        if let Ok(mut command) = sterna(&self.host) {
-            let _ = output(command.args(["stop", &self.name, "--force"]));
+        for host in [Some(&self.host), self.elsewhere.as_deref()].into_iter().flatten() {
+            if let Ok(mut command) = sterna(host) {
+                let _ = output_within(command.args(["stop", &self.name, "--force"]), ANSWER);
+            }
         }
     }
 }
@@ -134,12 +149,14 @@ pub fn sterna(host: &Host) -> Result<Command> {
 /// Moves a machine and returns its report, whatever the end was.
 ///
 /// # Errors
-/// Where there is no report: the request itself was refused.
+/// Where there is no report: the request itself was refused; or pages that follow the guest, which no timeout ends, had not come when
+/// twice the timeout and a minute were over.
 pub fn migrate(from: &Host, name: &str, to: &str, options: &MigrateOptions) -> Result<Report> {
     let mut command = sterna(from)?;
     command.args(["migrate", name, "--to", to, "--json", "-"]).args(arguments(options));
     let shown = show(&command);
-    let output = command.stdin(Stdio::null()).output().context(|| format!("starting `{shown}`"))?;
+    let limit = options.timeout_ms.map(|ms| Duration::try_from_secs_f64(ms / 500.0).unwrap_or(MIGRATION) + ANSWER);
+    let output = finish_within(&mut command, limit.unwrap_or(MIGRATION))?;
     parse_report(&output.stdout).ok_or_else(|| Error::Command {
         command: shown,
         status: output.status.to_string(),

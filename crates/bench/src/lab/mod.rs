@@ -216,6 +216,14 @@ impl Lab {
         self.state.hosts.iter().try_for_each(|host| net::delete_tap(&self.state.name, host, tap))
     }
 
+    /// Ends every process of the hosts with a daemon except the daemons: what a trial that failed may have left.
+    pub fn end_machines(&self) {
+        let is_daemon = |id: &ProcessId| self.state.daemons.iter().any(|(_, daemon)| daemon == id);
+        let hosts = self.hosts.iter().filter(|host| self.state.hosts.contains(&host.name));
+        let left = hosts.flat_map(|host| host.group.processes());
+        left.filter(|id| !is_daemon(id)).for_each(|id| id.kill());
+    }
+
     /// Takes the lab down now, saying what went wrong where something did.
     ///
     /// # Errors
