@@ -52,6 +52,9 @@ pub struct Row {
     pub baseline: bool,
     /// What was measured.
     pub metrics: BTreeMap<String, Summary>,
+    /// Why repetitions failed that did, in their order; each reason once.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub errors: Vec<String>,
 }
 
 /// A target and what was reached.
@@ -104,11 +107,14 @@ fn same_row(one: &Run, other: &Run) -> bool {
 /// The repetitions of `first` in one row.
 fn row(first: &Run, runs: &[Run]) -> Row {
     let mut values: BTreeMap<&String, Vec<f64>> = BTreeMap::new();
-    for (name, value) in runs.iter().filter(|run| same_row(first, run)).flat_map(|run| &run.metrics) {
-        values.entry(name).or_default().push(*value);
+    let mut errors: Vec<String> = Vec::new();
+    for run in runs.iter().filter(|run| same_row(first, run)) {
+        run.metrics.iter().for_each(|(name, value)| values.entry(name).or_default().push(*value));
+        let error = run.details["error"].as_str().filter(|error| !errors.iter().any(|known| known == error));
+        errors.extend(error.map(str::to_owned));
     }
     let summaries = values.into_iter().filter_map(|(name, values)| Some((name.clone(), Summary::of(&values)?)));
-    Row { config: first.config.clone(), baseline: first.baseline, metrics: summaries.collect() }
+    Row { config: first.config.clone(), baseline: first.baseline, metrics: summaries.collect(), errors }
 }
 
 /// A metric of the runs that `chosen` picks, in order of their repetition: what pairs are made of.
@@ -129,7 +135,10 @@ impl ResultFile {
         std::fs::create_dir_all(directory).context(|| format!("making {}", directory.display()))?;
         let json = |name: &str, value: serde_json::Result<Vec<u8>>| {
             let text = value.map_err(std::io::Error::other).context(|| format!("writing {name}"))?;
-            std::fs::write(directory.join(name), text).context(|| format!("writing {}", directory.join(name).display()))
+            // Whole or not at all: an experiment may be cut short at any moment.
+            let (file, new) = (directory.join(name), directory.join(format!("{name}.new")));
+            let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, &file));
+            written.context(|| format!("writing {}", file.display()))
         };
         json("result.json", serde_json::to_vec_pretty(self))?;
         json("runs.json", serde_json::to_vec_pretty(runs))?;
@@ -169,7 +178,7 @@ impl ResultFile {
             }
         }
         text.push_str("\n\n");
-        for line in self.long_values() {
+        for line in self.long_values().into_iter().chain(self.failures()) {
             text.push_str(&line);
         }
         text.push_str("\n| target | aim | measured | met |\n| --- | --- | --- | --- |\n");
@@ -201,6 +210,17 @@ impl ResultFile {
             }
         }
         lines
+    }
+
+    /// A line for each reason for which a run failed.
+    fn failures(&self) -> Vec<String> {
+        let of = |row: &Row| {
+            let word = |name: &str| row.config.get(name).map(plain).unwrap_or_default();
+            let who = format!("{}, {}", word("mover"), word("workload"));
+            let lines = row.errors.iter().map(move |error| format!("- failed: {who}: {}\n", error.replace('\n', " ")));
+            lines.collect::<Vec<_>>()
+        };
+        self.rows.iter().flat_map(of).collect()
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::judge::{is_row, metric, ratio, worst};
-use super::{Options, Outcome, dtrack, lab_name, qemus};
+use super::{Options, Record, dtrack, lab_name, qemus};
 use crate::baseline::{BaselineVm, Method, Ram};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
@@ -18,7 +18,7 @@ use crate::guest::Guest;
 use crate::lab::{CLIENT, Lab, LabConfig, METER};
 use crate::load::iperf::IperfServer;
 use crate::load::now_us;
-use crate::meter::Meter;
+use crate::meter::{Line, Meter};
 use crate::plot::BarPlot;
 use crate::result::{Config, Run, Target, rows, show_number};
 use crate::stats::median;
@@ -74,25 +74,28 @@ impl Who {
     }
 }
 
-pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let series = Series {
-        migrations: if options.quick { 6 } else { 20 },
-        undisturbed: Duration::from_secs(if options.quick { 8 } else { 20 }),
+        migrations: if options.quick { 4 } else { 20 },
+        undisturbed: Duration::from_secs(if options.quick { 6 } else { 20 }),
     };
     let movers = movers(options.quick, &newest)?;
+    let judged = newest.label.clone();
+    record.judge(move |runs| targets(runs, &judged));
     let lab = Lab::up(LabConfig { rate_bytes_per_s: Some(dtrack::LINK_BYTES_PER_S), ..LabConfig::pair(&lab_name()) })?;
-    let mut runs = Vec::new();
     for repeat in 0..repeats {
         for work in WORK {
-            for who in &movers {
-                runs.push(try_one(&lab, work, who, &newest, repeat, &series));
+            // Forwards and backwards in turn, so that what drifts meets both sides of a pair alike.
+            let order: Vec<&Who> =
+                if repeat % 2 == 0 { movers.iter().collect() } else { movers.iter().rev().collect() };
+            for who in order {
+                record.add([try_one(&lab, work, who, &newest, repeat, &series, record)]);
             }
         }
     }
-    plot(&runs, directory)?;
-    Ok(Outcome { targets: targets(&runs, &newest.label)?, runs })
+    plot(record.runs(), record.directory())
 }
 
 fn movers(quick: bool, newest: &Qemu) -> Result<Vec<Who>> {
@@ -158,15 +161,18 @@ impl Running {
     }
 }
 
-/// One series. One that fails is a row too.
-fn try_one(lab: &Lab, work: Work, who: &Who, qemu: &Qemu, repeat: usize, series: &Series) -> Run {
-    let guest_name = format!("guest{repeat}");
-    let found = with_tap(lab, &guest_name, work, |guest| move_to_and_fro(lab, guest, work, who, qemu, series));
-    let (mut metrics, details) = match found {
-        Ok(metrics) => (metrics, Value::Null),
-        Err(error) => (BTreeMap::new(), json!({ "error": error.to_string() })),
-    };
-    metrics.insert("failed".into(), f64::from(u8::from(!details.is_null())));
+/// One series. One that fails is a row too, with what was seen until then; and so is one that is not begun because it is too late.
+fn try_one(lab: &Lab, work: Work, who: &Who, qemu: &Qemu, repeat: usize, series: &Series, record: &Record) -> Run {
+    let mut metrics = BTreeMap::new();
+    let name = record.new_guest();
+    let error = record.too_late().or_else(|| {
+        let mut run = |guest: &Guest| move_to_and_fro(lab, guest, work, who, qemu, series, &mut metrics);
+        let error = with_tap(lab, &name, work, &mut run).err()?;
+        lab.end_machines();
+        Some(error.to_string())
+    });
+    metrics.insert("failed".into(), f64::from(u8::from(error.is_some())));
+    let details = error.map_or(Value::Null, |error| json!({ "error": error }));
     let shown = |name: &str| metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
     eprintln!(
         "{}, {}: {} s added by each of {} migrations{}",
@@ -220,7 +226,8 @@ fn move_to_and_fro(
     who: &Who,
     qemu: &Qemu,
     series: &Series,
-) -> Result<BTreeMap<String, f64>> {
+    metrics: &mut BTreeMap<String, f64>,
+) -> Result<()> {
     let meter = Meter::start(lab.host(METER)?)?;
     let server = if work == Work::Send { Some(IperfServer::start(lab.host(CLIENT)?)?) } else { None };
     let mut vm = match who {
@@ -238,9 +245,7 @@ fn move_to_and_fro(
                 .map(|pair| (pair[1].at_us, pair[1].per_s * (pair[1].at_us - pair[0].at_us) as f64 / 1e6));
             Progress::of(sizes.collect::<Vec<_>>())
         }
-        None => Progress::of(
-            meter.lines(guest.address(), "BUILDER").iter().filter_map(|line| Some((line.at_us, line.number("kib")?))),
-        ),
+        None => Progress::of(compiled(&meter.lines(guest.address(), "BUILDER"))),
     };
     // The first units are slower: nothing of what they need was used before.
     wait_for("the guest's work", START, || Ok((progress().0.len() > 15).then_some(())))?;
@@ -255,6 +260,7 @@ fn move_to_and_fro(
             let (there, took) = vm.migrate(lab, if number % 2 == 0 { "b" } else { "a" }, mover)?;
             vm = there;
             moved.push(took);
+            note_moved(metrics, &moved);
         }
         std::thread::sleep(PAUSE);
     }
@@ -267,17 +273,39 @@ fn move_to_and_fro(
     let took_s = (end - begin) as f64 / 1e6;
     let done = progress.between(begin, end).ok_or_else(|| Error::Usage("the guest's work stood still".into()))?;
     let added_s = took_s - done / ((before + after) / 2.0);
-    let mut metrics = BTreeMap::from([
+    metrics.extend([
         ("series_s".to_owned(), took_s),
         ("added_s".to_owned(), added_s),
         (ADDED.to_owned(), added_s / f64::from(series.migrations)),
         ("rate_before".to_owned(), before),
         ("rate_after".to_owned(), after),
+        // What is added is told no better than this share of the series.
+        ("drift".to_owned(), (after / before - 1.0).abs()),
     ]);
+    Ok(())
+}
+
+/// What the migrations of a series took so far.
+fn note_moved(metrics: &mut BTreeMap<String, f64>, moved: &[Moved]) {
     let middle = |value: fn(&Moved) -> f64| median(&moved.iter().map(value).collect::<Vec<_>>());
+    metrics.insert("migrations_done".into(), moved.len() as f64);
     metrics.extend(middle(|moved| moved.total_ms).map(|ms| ("total_ms".to_owned(), ms)));
     metrics.extend(middle(|moved| moved.downtime_ms).map(|ms| ("downtime_ms".to_owned(), ms)));
-    Ok(metrics)
+}
+
+/// What was compiled by when, KiB, from the lines that tell of it. A line that was lost, on a link that is full perhaps, shows in the next one's total;
+/// the units that it told of count as much as the others do on average.
+fn compiled(lines: &[Line]) -> Vec<(i64, f64)> {
+    let told = |line: &Line| Some((line.at_us, line.number("units")?, line.number("kib")?, line.number("total")?));
+    let told: Vec<_> = lines.iter().filter_map(told).collect();
+    let (units, kib) = told.iter().fold((0.0, 0.0), |(units, kib), line| (units + line.1, kib + line.2));
+    let mut total_before = told.first().map_or(0.0, |(_, units, _, total)| total - units);
+    let part = |(at_us, own, own_kib, total): (i64, f64, f64, f64)| {
+        let lost = (total - total_before - own).max(0.0);
+        total_before = total.max(total_before);
+        (at_us, own_kib + lost * kib / units)
+    };
+    told.into_iter().map(part).collect()
 }
 
 /// How much was done by when: moments, microseconds since 1970, and sums, both ascending.
@@ -361,6 +389,18 @@ mod tests {
         assert_eq!(progress.at(500_000), None, "before the first look nothing is known");
         assert_eq!(progress.rate(9_100_000, 9_200_000), None);
         assert_eq!(progress.at(20_000_000), Some(40.0));
+    }
+
+    #[test]
+    fn units_whose_line_was_lost_are_counted_by_the_next_total() {
+        let line = |at_us: i64, kib: u32, total: u32| Line {
+            from: [10, 0, 0, 1].into(),
+            at_us,
+            text: format!("BUILDER ok units_per_s=1 units=1 kib={kib} bad=0 total={total}"),
+        };
+        let lines = [line(1, 10, 5), line(2, 20, 6), line(4, 30, 9)];
+        assert_eq!(compiled(&lines), [(1, 10.0), (2, 20.0), (4, 70.0)]);
+        assert_eq!(compiled(&[]), []);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::curves::Curves;
 use super::judge::{derive_quotient, derive_shares, is_row, metric, middle, ratio, time_ms, worst};
-use super::{Case, Options, Outcome, dtrack, qemus, try_all};
+use super::{Case, Options, Record, dtrack, qemus, try_all};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::Lab;
@@ -45,20 +45,21 @@ const PREDICTION: &str = "downtime_to_predicted";
 /// Total time, as a share of what the link takes for RAM in use.
 const TO_LIMIT: &str = "total_to_link_limit";
 
-pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let cases = cases(options.quick)?;
     let newest = cases.first().map(|case| case.qemu.label.clone()).unwrap_or_default();
+    let judged = workloads(options.quick);
+    record.judge(move |runs| targets(runs, &judged, &newest));
     let lab = Lab::up(dtrack::lab_config())?;
-    let runs = try_all(&lab, &cases, repeats, |_, metrics| {
+    try_all(&lab, &cases, repeats, record, |_, metrics| {
         derive_shares(&lab, metrics);
         derive_quotient(metrics, PREDICTION, "downtime_ms", "predicted_downtime_ms");
         let used_ms = metrics.get("nonzero_pages").map(|pages| pages * 4096.0 / dtrack::LINK_BYTES_PER_S as f64 * 1e3);
         let limit = metrics.get("total_ms").zip(used_ms).map(|(total, used)| total / used);
         metrics.extend(limit.map(|limit| (TO_LIMIT.into(), limit)));
     });
-    plot(&runs, directory)?;
-    Ok(Outcome { targets: targets(&runs, &workloads(options.quick), &newest)?, runs })
+    plot(record.runs(), record.directory())
 }
 
 /// Patterns and shares that are tried: in a short run two rates, one that pre-copy can follow and one that nothing can.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{derive_shares, is_row, ratio, time_ms, worst};
-use super::{Case, Options, Outcome, dtrack, qemus, try_all};
+use super::{Case, Options, Record, dtrack, qemus, try_all};
 use crate::error::{Error, Result};
 use crate::lab::Lab;
 use crate::result::{Run, Target};
@@ -19,15 +19,16 @@ const ZSTD: &str = "--compress zstd";
 /// Every store of this workload changes its page, all bytes of it.
 const NOTHING_SILENT: &str = "40 MiB/s over 384 MiB, nothing silent";
 
-pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let sizes = dtrack::sizes_mib(options);
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let qemu = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let cases = cases(sizes, options.quick, &qemu)?;
+    let (judged, quick) = (qemu, options.quick);
+    record.judge(move |runs| targets(runs, sizes, quick, &judged));
     let lab = Lab::up(dtrack::lab_config())?;
-    let runs = try_all(&lab, &cases, repeats, |_, metrics| derive_shares(&lab, metrics));
-    plot(&runs, directory)?;
-    Ok(Outcome { targets: targets(&runs, sizes, options.quick, &qemu)?, runs })
+    try_all(&lab, &cases, repeats, record, |_, metrics| derive_shares(&lab, metrics));
+    plot(record.runs(), record.directory())
 }
 
 /// Sterna with a hash and the options it is combined with.

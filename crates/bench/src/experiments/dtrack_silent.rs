@@ -15,7 +15,7 @@ use sterna_api::Report;
 use sterna_guest_programs::writer::{Changed, Pattern, Silent, Stores};
 
 use super::judge::worst;
-use super::{Case, Options, Outcome, Watch, is, lab_name, qemus, try_each};
+use super::{Case, Options, Record, Watch, is, lab_name, qemus, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{Lab, LabConfig};
@@ -41,16 +41,17 @@ const CHANGED: &str = "pages_changed";
 /// The first by the second, with what the control was sent again added to the second.
 const EXCESS: &str = "sent_again_per_changed";
 
-pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let cases = cases(options.quick, &newest)?;
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let mut runs = try_each(&lab, &cases, repeats, Watch::after(Duration::from_millis(1500)), look);
     let default = Mover::Sterna(sterna::options("")?);
-    derive(&mut runs, &default);
-    plot(&runs, directory)?;
-    Ok(Outcome { targets: targets(&runs, &default), runs })
+    let judged = default.clone();
+    record.judge(move |runs| Ok(targets(runs, &judged)));
+    try_each(&lab, &cases, repeats, Watch::after(Duration::from_millis(1500)), record, look);
+    record.derive(|runs| derive(runs, &default));
+    plot(record.runs(), record.directory())
 }
 
 fn workload(share: u32) -> String {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::judge::{derive_shares, is_row, ratio, time_ms, worst};
-use super::{Case, Options, Outcome, dtrack, is, qemus, try_all};
+use super::{Case, Options, Record, dtrack, is, qemus, try_all};
 use crate::baseline::Method;
 use crate::error::{Error, Result};
 use crate::lab::Lab;
@@ -20,16 +20,16 @@ const PLAIN: [&str; 2] = [
     "--fake-dirty off --content-hash off --hot-pages send",
 ];
 
-pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let sizes = dtrack::sizes_mib(options);
     // Filling a cache takes most of a trial: a short run has one of each, to be done in ten minutes.
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let cases = cases(sizes, options.quick)?;
-    let lab = Lab::up(dtrack::lab_config())?;
-    let runs = try_all(&lab, &cases, repeats, |_, metrics| derive_shares(&lab, metrics));
-    plot(&runs, directory)?;
     let newest = cases.first().map(|case| case.qemu.label.clone()).unwrap_or_default();
-    Ok(Outcome { targets: targets(&runs, sizes, &newest)?, runs })
+    record.judge(move |runs| targets(runs, sizes, &newest));
+    let lab = Lab::up(dtrack::lab_config())?;
+    try_all(&lab, &cases, repeats, record, |_, metrics| derive_shares(&lab, metrics));
+    plot(record.runs(), record.directory())
 }
 
 /// Sterna's rows, as on the command line; the first is the default.

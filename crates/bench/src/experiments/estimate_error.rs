@@ -1,7 +1,6 @@
 //! How far `sterna estimate` is from what the migration then takes: a guest is estimated and moved at once, at the same rate.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -9,7 +8,7 @@ use sterna_api::estimate::Way;
 use sterna_api::options::Compress;
 use sterna_api::{Estimate, MigrateOptions, Mode, Report};
 
-use super::{Options, Outcome, lab_name, qemus};
+use super::{Options, Record, lab_name, qemus};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
@@ -46,17 +45,16 @@ const TRIPS: [(Mode, &str, &str); 4] = [
     (Mode::Postcopy, "a", "postcopy"),
 ];
 
-pub(super) fn run(options: &Options, _directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 10 });
     let qemu = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let mut runs = Vec::new();
     for repeat in 0..repeats {
         for workload in WORKLOADS {
-            runs.extend(try_one(&lab, workload, &qemu, repeat));
+            record.add(try_one(&lab, workload, &qemu, repeat));
         }
     }
-    Ok(Outcome { runs, targets: Vec::new() })
+    Ok(())
 }
 
 /// One guest, there and back. A trip that fails is a row too, and the last of its guest.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sterna_api::MigrateOptions;
 
-use super::{Case, Options, Outcome, is, lab_name, qemus, try_all};
+use super::{Case, Options, Record, is, lab_name, qemus, try_all};
 use crate::baseline::{Method, Ram};
 use crate::error::Result;
 use crate::lab::{Lab, LabConfig};
@@ -61,10 +61,11 @@ const WORKLOADS: &[Workload] = &[
     Workload { name: "memcached, sets", jobs: "memcached:-m,256", ready: None, memcached: true, quick: true },
 ];
 
-pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let repeats = options.repeat.unwrap_or(if options.quick { 3 } else { 5 });
+    record.judge(|runs| Ok(targets(runs)));
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let runs = try_all(&lab, &cases(options.quick)?, repeats, |_, metrics| {
+    try_all(&lab, &cases(options.quick)?, repeats, record, |_, metrics| {
         if let (Some(wire), Some(pages)) = (metrics.get("bytes_on_wire"), metrics.get("nonzero_pages")) {
             metrics.insert(WIRE.into(), wire / (pages * 4096.0));
         }
@@ -78,8 +79,7 @@ pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
             metrics.insert(KEPT.into(), kept);
         }
     });
-    plot(&runs, directory)?;
-    Ok(Outcome { targets: targets(&runs), runs })
+    plot(record.runs(), record.directory())
 }
 
 fn cases(quick: bool) -> Result<Vec<Case>> {

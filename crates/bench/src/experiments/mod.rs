@@ -45,6 +45,9 @@ pub mod postcopy_latency;
 /// Post-copy of a sequential reader or writer, beside the other modes.
 pub mod postcopy_stress;
 
+/// What an experiment has found so far.
+mod record;
+
 /// How time grows with memory.
 pub mod scale;
 
@@ -58,7 +61,7 @@ pub mod throughput;
 mod timeline;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -67,9 +70,10 @@ use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::{self, Lab};
 use crate::load::memcached::LoadConfig;
-use crate::result::{Config, ResultFile, Run, Target, machine, rows, show_number};
+use crate::result::{Config, Run, show_number};
 use crate::tools;
 use crate::trial::{self, Mover, Qemu, Setup, Trial};
+use record::Record;
 
 /// How an experiment is to be run.
 #[derive(Debug, Clone)]
@@ -88,14 +92,8 @@ pub struct Experiment {
     pub id: &'static str,
     /// What it shows, in a line.
     pub about: &'static str,
-    /// Runs it; plots go to the directory.
-    run: fn(&Options, &Path) -> Result<Outcome>,
-}
-
-/// What an experiment found.
-struct Outcome {
-    runs: Vec<Run>,
-    targets: Vec<Target>,
+    /// Runs it, and adds each row to the record.
+    run: fn(&Options, &mut Record) -> Result<()>,
 }
 
 /// All experiments.
@@ -177,10 +175,10 @@ pub const ALL: &[Experiment] = &[
     },
 ];
 
-/// Runs an experiment and writes its results.
+/// Runs an experiment and writes its results, after each row and at the end.
 ///
 /// # Errors
-/// Where there is none of that name, or it could not run at all. Missed targets and failed runs are results, not errors.
+/// Where there is none of that name, or it could not run or not go on: the rows until then are kept. Missed targets and failed runs are results, not errors.
 pub fn run(id: &str, options: &Options) -> Result<()> {
     let known = || ALL.iter().map(|experiment| experiment.id).collect::<Vec<_>>().join(", ");
     let experiment = ALL.iter().find(|experiment| experiment.id == id);
@@ -190,12 +188,13 @@ pub fn run(id: &str, options: &Options) -> Result<()> {
     std::fs::create_dir_all(&directory)
         .map_err(|error| Error::Usage(format!("cannot make {}: {error}", directory.display())))?;
     lab::clear_orphans();
-    let Outcome { runs, targets } = (experiment.run)(options, &directory)?;
-    let result = ResultFile { experiment: id.into(), rows: rows(&runs), targets, machine: machine() };
-    result.write(&directory, &runs)?;
-    println!("{}", result.markdown());
-    println!("results: {}", directory.display());
-    Ok(())
+    let mut record = Record::new(id, directory.clone(), options.quick);
+    let ended = (experiment.run)(options, &mut record);
+    if ended.is_ok() || !record.runs().is_empty() {
+        println!("{}", record.finish()?.markdown());
+        println!("results: {}", directory.display());
+    }
+    ended
 }
 
 /// One set-up of an experiment.
@@ -232,14 +231,27 @@ impl Case {
         ];
         values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
     }
+
+    /// The row of a trial that found nothing, for that reason.
+    fn failed(&self, repeat: usize, reason: &str) -> Run {
+        let metrics = BTreeMap::from([("failed".to_owned(), 1.0)]);
+        let details = json!({ "error": reason });
+        Run { config: self.config(), baseline: self.mover.is_baseline(), repeat, metrics, details }
+    }
 }
 
 /// Tries every case `repeats` times, forwards and backwards in turn, so that what drifts meets both sides of a pair alike.
-fn try_all(lab: &Lab, cases: &[Case], repeats: usize, derive: impl Fn(&Case, &mut BTreeMap<String, f64>)) -> Vec<Run> {
-    try_each(lab, cases, repeats, Watch::after(Duration::from_millis(1500)), |case, trial| {
+fn try_all(
+    lab: &Lab,
+    cases: &[Case],
+    repeats: usize,
+    record: &mut Record,
+    derive: impl Fn(&Case, &mut BTreeMap<String, f64>),
+) {
+    try_each(lab, cases, repeats, Watch::after(Duration::from_millis(1500)), record, |case, trial| {
         derive(case, &mut trial.metrics);
         Value::Null
-    })
+    });
 }
 
 /// How long a guest is watched.
@@ -265,18 +277,23 @@ fn try_each(
     cases: &[Case],
     repeats: usize,
     watch: Watch,
+    record: &mut Record,
     look: impl Fn(&Case, &mut Trial) -> Value,
-) -> Vec<Run> {
-    let mut runs = Vec::new();
+) {
     let all = repeats * cases.len();
+    let mut tried = 0;
     for repeat in 0..repeats {
         let order: Vec<&Case> = if repeat % 2 == 0 { cases.iter().collect() } else { cases.iter().rev().collect() };
         for case in order {
-            let run = try_one(lab, case, repeat, watch, &look);
+            tried += 1;
+            let run = match record.too_late() {
+                Some(reason) => case.failed(repeat, &reason),
+                None => try_one(lab, case, &record.new_guest(), repeat, watch, &look),
+            };
             let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
             eprintln!(
                 "[{}/{all}] {} on QEMU {}, {}: {} {} ms, downtime {} ms, gap {} ms{}",
-                runs.len() + 1,
+                tried,
                 case.mover.label(),
                 case.qemu.label,
                 case.workload,
@@ -286,15 +303,21 @@ fn try_each(
                 shown("gap_ms"),
                 run.details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default()
             );
-            runs.push(run);
+            record.add([run]);
         }
     }
-    runs
 }
 
 /// One trial. One that fails is a row too: no experiment hides any.
-fn try_one(lab: &Lab, case: &Case, repeat: usize, watch: Watch, look: &impl Fn(&Case, &mut Trial) -> Value) -> Run {
-    let mut guest = Guest::new(lab, &format!("guest{repeat}"), 10, &case.jobs);
+fn try_one(
+    lab: &Lab,
+    case: &Case,
+    name: &str,
+    repeat: usize,
+    watch: Watch,
+    look: &impl Fn(&Case, &mut Trial) -> Value,
+) -> Run {
+    let mut guest = Guest::new(lab, name, 10, &case.jobs);
     guest.memory_bytes = case.memory_bytes;
     let setup = Setup {
         lab,
@@ -309,17 +332,19 @@ fn try_one(lab: &Lab, case: &Case, repeat: usize, watch: Watch, look: &impl Fn(&
         limit: case.limit,
         say: &|_| {},
     };
-    let (mut metrics, details) = match trial::run(&setup) {
+    match trial::run(&setup) {
         Ok(mut trial) => {
             let seen = look(case, &mut trial);
-            let Trial { metrics, report, load, .. } = trial;
-            (metrics, json!({ "report": report, "load": load, "seen": seen }))
+            let Trial { mut metrics, report, load, .. } = trial;
+            metrics.insert("failed".into(), 0.0);
+            let details = json!({ "report": report, "load": load, "seen": seen });
+            Run { config: case.config(), baseline: case.mover.is_baseline(), repeat, metrics, details }
         }
-        Err(error) => (BTreeMap::new(), json!({ "error": error.to_string() })),
-    };
-    let failed = details.get("error").is_some();
-    metrics.insert("failed".into(), f64::from(u8::from(failed)));
-    Run { config: case.config(), baseline: case.mover.is_baseline(), repeat, metrics, details }
+        Err(error) => {
+            lab.end_machines();
+            case.failed(repeat, &error.to_string())
+        }
+    }
 }
 
 /// The QEMUs that are here, the newest last.
@@ -379,7 +404,10 @@ mod tests {
             settle: Duration::ZERO,
             limit: trial::LIMIT,
         };
-        let runs = try_all(&lab, &[case], 2, |_, _| panic!("nothing is derived from a failed run"));
+        let directory = tempfile::tempdir().unwrap();
+        let mut record = Record::new("fail", directory.path().into(), false);
+        try_all(&lab, &[case], 2, &mut record, |_, _| panic!("nothing is derived from a failed run"));
+        let runs = record.runs();
         assert_eq!(runs.len(), 2);
         assert!(
             runs.iter()

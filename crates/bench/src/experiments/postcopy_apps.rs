@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{derive_quotient, is_row, metric, middle, ratio, worst};
-use super::{Case, Options, Outcome, Watch, dtrack, qemus, try_each};
+use super::{Case, Options, Record, Watch, dtrack, qemus, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{CLIENT, Lab, guest_address};
@@ -96,31 +96,32 @@ impl App {
     }
 }
 
-pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let mut qemus = qemus()?;
     let newest = qemus.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
+    let judged = newest.label.clone();
+    record.judge(move |runs| targets(runs, &judged));
     let lab = Lab::up(dtrack::lab_config())?;
     let client = lab.host(CLIENT)?.address;
-    let mut runs = Vec::new();
     for app in APPS {
+        let cases = cases(app, client, options.quick, &newest, &qemus)?;
         let other_side = match app.start(&lab) {
             Ok(other_side) => other_side,
             Err(error) => {
                 eprintln!("no rows of {}: {error}", app.name());
+                record.add(cases.iter().map(|case| case.failed(0, &error.to_string())));
                 continue;
             }
         };
-        let cases = cases(app, client, options.quick, &newest, &qemus)?;
         let watch = Watch { working_set: LOOK, after: Duration::from_millis(1500) };
-        runs.extend(try_each(&lab, &cases, repeats, watch, |_, trial| {
+        try_each(&lab, &cases, repeats, watch, record, |_, trial| {
             derive_quotient(&mut trial.metrics, FAULT_SHARE, NETWORK_FAULTS, WORKING_SET);
             serde_json::Value::Null
-        }));
+        });
         drop(other_side);
     }
-    plot(&runs, directory)?;
-    Ok(Outcome { targets: targets(&runs, &newest.label)?, runs })
+    plot(record.runs(), record.directory())
 }
 
 fn cases(app: App, client: Ipv4Addr, quick: bool, newest: &Qemu, older: &[Qemu]) -> Result<Vec<Case>> {
@@ -133,7 +134,8 @@ fn cases(app: App, client: Ipv4Addr, quick: bool, newest: &Qemu, older: &[Qemu])
     for row in sterna {
         movers.push((dtrack::sterna(row)?, newest));
     }
-    movers.extend(dtrack::known(newest, &QEMU)?.into_iter().map(|mover| (mover, newest)));
+    let methods: &[Method] = if quick { &[Method::Vanilla, Method::PurePostcopyPreempt] } else { &QEMU };
+    movers.extend(dtrack::known(newest, methods)?.into_iter().map(|mover| (mover, newest)));
     for qemu in older.iter().filter(|_| !quick) {
         movers.extend(dtrack::known(qemu, &[Method::PurePostcopy])?.into_iter().map(|mover| (mover, qemu)));
     }

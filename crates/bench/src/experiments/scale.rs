@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use sterna_api::MigrateOptions;
 
-use super::{Case, Options, Outcome, lab_name, qemus, try_all};
+use super::{Case, Options, Record, lab_name, qemus, try_all};
 use crate::baseline::{Method, Ram};
 use crate::error::Result;
 use crate::lab::{Lab, LabConfig};
@@ -17,18 +17,18 @@ use crate::trial::{self, Mover};
 /// Time of one scan over one GiB of RAM.
 const SCAN: &str = "scan_ms_per_gib";
 
-pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let sizes: &[u64] = if options.quick { &[1, 2, 4] } else { &[1, 2, 4, 8, 16] };
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 5 });
+    record.judge(|runs| Ok(targets(runs)));
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let runs = try_all(&lab, &cases(sizes)?, repeats, |case, metrics| {
+    try_all(&lab, &cases(sizes)?, repeats, record, |case, metrics| {
         let gib = case.memory_bytes as f64 / f64::from(1 << 30);
         if let (Some(ms), Some(scans)) = (metrics.get("scan_ms"), metrics.get("scans").filter(|scans| **scans > 0.0)) {
             metrics.insert(SCAN.into(), ms / scans / gib);
         }
     });
-    plot(&runs, directory)?;
-    Ok(Outcome { targets: targets(&runs), runs })
+    plot(record.runs(), record.directory())
 }
 
 fn cases(sizes: &[u64]) -> Result<Vec<Case>> {

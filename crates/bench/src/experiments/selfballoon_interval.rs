@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use sterna_api::Balloon;
 
-use super::{Options, Outcome, lab_name, qemus};
+use super::{Options, Record, lab_name, qemus};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
@@ -37,7 +37,7 @@ const DEVICE: [&str; 2] = ["-device", "virtio-balloon-pci,deflate-on-oom=on"];
 /// The interval that is judged for what it costs, milliseconds.
 const JUDGED_MS: u64 = 5000;
 
-pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
+pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let plan = if options.quick {
         Plan { intervals_ms: &[10, 1000, 5000], rounds: 4.0 }
     } else {
@@ -47,12 +47,12 @@ pub(super) fn run(options: &Options, directory: &Path) -> Result<Outcome> {
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 5 });
     let qemu = qemus()?.into_iter().next().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let mut runs = Vec::new();
+    record.judge(|runs| Ok(targets(runs)));
     for repeat in 0..repeats {
-        runs.extend(try_all(&lab, &plan, &qemu, repeat));
+        let runs = try_all(&lab, &plan, &qemu, repeat);
+        record.add(runs);
     }
-    plot(&runs, directory)?;
-    Ok(Outcome { targets: targets(&runs), runs })
+    plot(record.runs(), record.directory())
 }
 
 struct Plan {

@@ -1,0 +1,126 @@
+//! What an experiment has found so far. It is written after each row, so that one that is cut short keeps what it has.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::error::Result;
+use crate::result::{ResultFile, Run, Target, machine, rows};
+
+/// How long a short run begins rows: the last of them must end before ten minutes are over.
+const SHORT: Duration = Duration::from_secs(555);
+
+/// Tells the targets and what was measured from the runs so far.
+type Judge = Box<dyn Fn(&[Run]) -> Result<Vec<Target>>>;
+
+/// The runs of an experiment, and where they are written.
+pub(super) struct Record {
+    id: String,
+    directory: PathBuf,
+    runs: Vec<Run>,
+    judge: Judge,
+    /// Since when nothing is begun any more.
+    late: Option<Instant>,
+}
+
+impl Record {
+    /// Of the experiment of that name, whose results go to that directory. A short one ends in time.
+    pub(super) fn new(id: &str, directory: PathBuf, quick: bool) -> Self {
+        let late = quick.then(|| Instant::now() + SHORT);
+        Self { id: id.into(), directory, runs: Vec::new(), judge: Box::new(|_| Ok(Vec::new())), late }
+    }
+
+    /// Says how its targets are judged.
+    pub(super) fn judge(&mut self, judge: impl Fn(&[Run]) -> Result<Vec<Target>> + 'static) {
+        self.judge = Box::new(judge);
+    }
+
+    /// Where plots go.
+    pub(super) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The runs so far.
+    pub(super) fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    /// A name that no guest of an earlier row has: one that was left behind must not be in the way of the next.
+    pub(super) fn new_guest(&self) -> String {
+        format!("guest{}", self.runs.len())
+    }
+
+    /// Why no more rows are to be begun, if that is so.
+    pub(super) fn too_late(&self) -> Option<String> {
+        let late = self.late.is_some_and(|late| Instant::now() >= late);
+        late.then(|| format!("not tried: a short run begins nothing after {} s", SHORT.as_secs()))
+    }
+
+    /// Adds runs and writes all.
+    pub(super) fn add(&mut self, runs: impl IntoIterator<Item = Run>) {
+        self.runs.extend(runs);
+        self.show(&[]);
+    }
+
+    /// Writes all, and beside it runs that are still under way: they are not kept.
+    pub(super) fn show(&self, under_way: &[Run]) {
+        let runs: Vec<Run> = self.runs.iter().chain(under_way).cloned().collect();
+        // What could not be written now is written with the next row, or its failure is the experiment's.
+        if let Err(error) = self.write(&runs) {
+            eprintln!("results so far were not written: {error}");
+        }
+    }
+
+    /// Derives what needs more than one run.
+    pub(super) fn derive(&mut self, derive: impl FnOnce(&mut Vec<Run>)) {
+        derive(&mut self.runs);
+        self.show(&[]);
+    }
+
+    /// Writes all and returns it.
+    ///
+    /// # Errors
+    /// Where a file cannot be written.
+    pub(super) fn finish(&self) -> Result<ResultFile> {
+        self.write(&self.runs)
+    }
+
+    fn write(&self, runs: &[Run]) -> Result<ResultFile> {
+        let targets = (self.judge)(runs)?;
+        let result = ResultFile { experiment: self.id.clone(), rows: rows(runs), targets, machine: machine() };
+        result.write(&self.directory, runs)?;
+        Ok(result)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample;
+    use super::*;
+    use crate::baseline::{Method, Ram};
+    use crate::trial::Mover;
+
+    #[test]
+    fn each_row_is_on_disk_with_its_targets_before_the_next_begins() {
+        let directory = tempfile::tempdir().unwrap();
+        let run = || sample("idle", &Mover::Qemu(Method::Vanilla, Ram::Plain), "10.0", &[("total_ms", 5.0)]);
+        let read = || -> ResultFile {
+            serde_json::from_slice(&std::fs::read(directory.path().join("result.json")).unwrap()).unwrap()
+        };
+        let mut record = Record::new("test", directory.path().into(), true);
+        record.judge(|runs| Ok(vec![Target::at_most("runs", 1.0, Some(runs.len() as f64))]));
+        record.add([run()]);
+        assert_eq!((read().rows.len(), read().targets[0].met), (1, true));
+        record.show(&[run()]);
+        assert_eq!(read().targets[0].measured, Some(2.0));
+        assert_eq!(record.finish().unwrap().targets[0].measured, Some(1.0), "what is under way is not kept");
+        assert!(record.too_late().is_none());
+    }
+
+    #[test]
+    fn a_short_run_that_is_late_says_so_of_what_it_does_not_try() {
+        let mut record = Record::new("test", "/nonexistent".into(), true);
+        record.late = Some(Instant::now());
+        assert!(record.too_late().unwrap().contains("not tried"));
+        assert!(Record::new("test", "/nonexistent".into(), false).too_late().is_none());
+    }
+}
