@@ -2,10 +2,9 @@
 //!
 //! ```text
 //!   source                                     destination
-//!   VMM: stop the guest
+//!   VMM: stop the guest, drain its I/O
 //!   Stopped ─────────────────────────────────▶ device state waits from here on
-//!   collect what was written since; VMM: drain the guest's I/O
-//!   collect what that wrote
+//!   collect what was written since
 //!   VMM: save the devices  ┐ at the same time
 //!   the last pages ────────┴─────────────────▶ pages into RAM; when all are in place, device state into the VMM
 //!   collect once more: what the VMM wrote while it saved
@@ -21,7 +20,8 @@
 //! In post-copy no page goes in the pause, only the map of those that are still to come:
 //!
 //! ```text
-//!   stop, Stopped, collect as above
+//!   VMM: stop the guest, drain its I/O
+//!   Stopped ─────────────────────────────────▶ device state waits from here on
 //!   collect; from here on faults are served    ┐ VMM: save the devices
 //!   Residue …, LoadPostcopy ─────────────────▶ │ pages of the residue are shown to nobody; devices loaded as they come, with faults
 //!   hand over, on record                       ┘
@@ -119,10 +119,12 @@ impl Switchover<'_> {
         // Not before the stop: what the guest wrote meanwhile at its full speed would all be in the pause.
         throttle.loosen();
         self.monitor.update(|progress| progress.throttle_percent = 0);
+        link.control.send(&Request::Stopped)?;
         rounds.collect(tracker)?;
         if self.direct_io {
             rounds.collect_untracked();
         }
+        link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
         vmm.save_devices()?;
         let began = Instant::now();
         rounds.send_last(link)?;
@@ -175,6 +177,7 @@ impl Switchover<'_> {
     ) -> Result<Loaded, MigrateError> {
         let pump = DevicePump::start(vmm.begin()?, devices)?;
         let stopped = self.stop(rounds, link, tracker, vmm)?;
+        link.control.ask(&Request::Stopped, REPLY_TIMEOUT)?;
         let began = Instant::now();
         let (saved, left) = std::thread::scope(|scope| {
             let saving = scope.spawn(|| vmm.save_devices().and_then(|()| vmm.saved(DEVICE_TIMEOUT)));
@@ -238,8 +241,8 @@ impl Switchover<'_> {
         Ok(Left { load, account: Residue { pages, bytes, took: began.elapsed() } })
     }
 
-    /// Waits until the guest has stopped and its I/O is drained. The destination holds device state from then on, and all that the guest's
-    /// processors wrote is collected; what its I/O wrote is not yet.
+    /// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which the guest
+    /// runs on: then its pages go meanwhile.
     fn stop(
         &self,
         rounds: &mut Rounds,
@@ -248,31 +251,19 @@ impl Switchover<'_> {
         vmm: &mut dyn vmm::Source,
     ) -> Result<vmm::Stopped, MigrateError> {
         let deadline = Instant::now() + STOP_TIMEOUT;
-        // A VMM with memory of its own to move first (a display's) takes a while, in which the guest runs on: then its pages go meanwhile.
-        while !vmm.stopping(STOP_LOOK)? {
-            self.may_wait(deadline)?;
+        loop {
+            self.monitor.check()?;
+            if let Some(stopped) = vmm.stopped(STOP_LOOK)? {
+                return Ok(stopped);
+            }
+            if Instant::now() > deadline {
+                return Err(VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() }.into());
+            }
             if !rounds.done.is_empty() {
                 rounds.collect(tracker)?;
                 rounds.send(link, None)?;
             }
         }
-        link.control.send(&Request::Stopped)?;
-        rounds.collect(tracker)?;
-        link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
-        loop {
-            if let Some(stopped) = vmm.stopped(STOP_LOOK)? {
-                return Ok(stopped);
-            }
-            self.may_wait(deadline)?;
-        }
-    }
-
-    fn may_wait(&self, deadline: Instant) -> Result<(), MigrateError> {
-        self.monitor.check()?;
-        if Instant::now() > deadline {
-            return Err(VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() }.into());
-        }
-        Ok(())
     }
 }
 

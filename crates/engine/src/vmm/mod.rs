@@ -94,13 +94,6 @@ pub trait Source: Send {
     /// [`VmmError`]; call `rollback`.
     fn begin(&mut self) -> Result<UnixStream, VmmError>;
 
-    /// Waits until the guest's processors have stopped for the switchover; its I/O may still write its RAM, see [`stopped`](Self::stopped). False where
-    /// `timeout` passed first: ask again.
-    ///
-    /// # Errors
-    /// [`VmmError`]; call `rollback`.
-    fn stopping(&mut self, timeout: Duration) -> Result<bool, VmmError>;
-
     /// Waits until the guest is stopped and its I/O drained. `None` where `timeout` passed first: ask again.
     ///
     /// # Errors

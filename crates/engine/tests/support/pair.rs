@@ -124,7 +124,6 @@ pub struct SourceVmm {
     pub faults: Faults,
     pub rolled_back: Arc<AtomicBool>,
     pub quit: Arc<AtomicBool>,
-    stop: EventTime,
     stream: Option<UnixStream>,
 }
 
@@ -132,14 +131,7 @@ pub const DEVICE_BYTES: usize = 300_000;
 
 impl SourceVmm {
     pub fn new(writers: Option<Writers>) -> Self {
-        Self {
-            writers,
-            faults: Faults::default(),
-            rolled_back: Arc::default(),
-            quit: Arc::default(),
-            stop: EventTime(0),
-            stream: None,
-        }
+        Self { writers, faults: Faults::default(), rolled_back: Arc::default(), quit: Arc::default(), stream: None }
     }
 }
 
@@ -162,17 +154,13 @@ impl vmm::Source for SourceVmm {
         Ok(theirs)
     }
 
-    fn stopping(&mut self, _timeout: Duration) -> Result<bool, VmmError> {
-        self.stop = EventTime(now_us());
-        self.writers.iter_mut().for_each(Writers::stop);
-        Ok(true)
-    }
-
     fn stopped(&mut self, _timeout: Duration) -> Result<Option<Stopped>, VmmError> {
+        let stop = EventTime(now_us());
+        self.writers.iter_mut().for_each(Writers::stop);
         if let Some(act) = self.faults.at_stop.take() {
             act();
         }
-        Ok(Some(Stopped { stop: self.stop, ready: EventTime(now_us()) }))
+        Ok(Some(Stopped { stop, ready: EventTime(now_us()) }))
     }
 
     fn save_devices(&mut self) -> Result<(), VmmError> {
@@ -265,7 +253,7 @@ pub struct Destination {
     /// Whether the guest has ended there, whatever is missing.
     pub guest_gone: AtomicBool,
     /// The map of missing pages of the guest that came last.
-    pub missing: Mutex<Option<File>>,
+    missing: Mutex<Option<File>>,
     mapping: Mutex<Option<Arc<SharedMapping>>>,
     pagers: Mutex<HashMap<MigrationId, Arc<Pager>>>,
     pub running: Arc<AtomicBool>,
@@ -294,6 +282,12 @@ impl Destination {
         let serving: Arc<dyn DestinationHost> = host.clone();
         std::thread::spawn(move || sterna_engine::destination::listen::serve(&listener, &serving));
         (host, address)
+    }
+
+    /// Whether it was told which pages are to come.
+    pub fn knows_missing(&self) -> bool {
+        let length = |file: &File| file.metadata().expect("a file").len();
+        self.missing.lock().unwrap().as_ref().is_some_and(|file| length(file) > 0)
     }
 
     /// Asserts that the guest's RAM arrived.

@@ -30,9 +30,6 @@ const STUCK_AFTER: Duration = Duration::from_millis(20);
 /// How often QEMU's state is looked at while it calls off a migration.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// How QEMU calls a guest that it has stopped itself for its migration.
-const STOPPED_BY_QEMU: &str = "finish-migrate";
-
 /// How QEMU calls a guest that sleeps (ACPI S3).
 const SUSPENDED: &str = "suspended";
 
@@ -57,8 +54,6 @@ struct Begun {
     at: Instant,
     /// Whether QEMU was told to stop at any cost.
     forced: bool,
-    /// The latest stop of the guest.
-    stop: Option<EventTime>,
     stopped: Option<Stopped>,
     /// Our end of the stream of device state, to break it by; absent after a restart, which broke it.
     stream: Option<UnixStream>,
@@ -66,7 +61,7 @@ struct Begun {
 
 impl Begun {
     fn new(ran: bool, stream: Option<UnixStream>) -> Self {
-        Self { ran, at: Instant::now(), forced: false, stop: None, stopped: None, stream }
+        Self { ran, at: Instant::now(), forced: false, stopped: None, stream }
     }
 }
 
@@ -148,23 +143,6 @@ impl Source for QemuSource {
         Ok(stream)
     }
 
-    fn stopping(&mut self, timeout: Duration) -> Result<bool, VmmError> {
-        let begun = self.begun.as_mut().ok_or_else(not_begun)?;
-        if begun.stopped.is_some() {
-            return Ok(true);
-        }
-        let mut qmp = lock(&self.qmp);
-        if let Some(event) = qmp.wait_event(|event| event.name == "STOP", timeout)? {
-            begun.stop = Some(event.time);
-            // It may also be its user who stops it, while QEMU still has memory of its own to move.
-            if guest_status(&mut qmp)?.0 == STOPPED_BY_QEMU {
-                return Ok(true);
-            }
-        }
-        drop(qmp);
-        self.stopped(Duration::ZERO).map(|stopped| stopped.is_some())
-    }
-
     fn stopped(&mut self, timeout: Duration) -> Result<Option<Stopped>, VmmError> {
         let begun = self.begun.as_mut().ok_or_else(not_begun)?;
         if begun.stopped.is_some() {
@@ -187,8 +165,8 @@ impl Source for QemuSource {
             }
             match event {
                 Some(event) if event.migration_status() == Some("pre-switchover") => {
-                    let stop = last_stop(&mut qmp)?.or(begun.stop).unwrap_or(event.time);
-                    begun.stopped = Some(Stopped { stop, ready: event.time });
+                    begun.stopped =
+                        Some(Stopped { stop: last_stop(&mut qmp)?.unwrap_or(event.time), ready: event.time });
                     return Ok(begun.stopped);
                 }
                 Some(event) => return Err(failure(&mut qmp, event.migration_status().unwrap_or_default())),
@@ -268,7 +246,7 @@ fn call_off(qmp: &mut Qmp, stream: Option<&UnixStream>) -> Result<String, VmmErr
     loop {
         let migration = migration_status(qmp)?;
         let (guest, _) = guest_status(qmp)?;
-        let stopped_by_qemu = guest == STOPPED_BY_QEMU;
+        let stopped_by_qemu = guest == "finish-migrate";
         match migration.as_str() {
             // QEMU reports the end a moment before it decides on the guest.
             ended if has_ended(ended) => {
