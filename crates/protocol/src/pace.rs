@@ -38,10 +38,15 @@ const SEARCH_FAILS: u32 = 2;
 const MORE: f64 = 1.25;
 /// How much faster than the link a probe is.
 const PROBE: f64 = 1.25;
+/// How long a probe lasts at least. It fills queues, so it is short; but a processor that is busy elsewhere holds acknowledgements back for a
+/// millisecond or two, and what this moves from one window into the next must not look like a faster link.
+const SHORTEST_PROBE: Duration = Duration::from_millis(20);
 /// What counts as more in a probe.
 const PROBE_MORE: f64 = 1.1;
 /// The least time between two probes, and windows.
 const CRUISE: (Duration, u32) = (Duration::from_millis(500), 6);
+/// The most of both, as a multiple: each probe that shows nothing new doubles it.
+const MOST_PATIENCE: u32 = 4;
 /// The pace while queues drain, as a share of the link.
 const DRAIN: f64 = 0.5;
 /// The most windows of draining.
@@ -50,7 +55,7 @@ const MOST_DRAIN: u32 = 4;
 const SHORT_WINDOWS: u32 = 3;
 /// What counts as short.
 const SHORT: f64 = 0.93;
-/// How much a single disappointing probe takes off.
+/// How much a single probe that shows no faster link counts.
 const DOUBT: f64 = 0.25;
 
 /// What was seen in a window.
@@ -85,12 +90,12 @@ enum State {
 struct Cruise {
     time: Duration,
     windows: u32,
-    /// Windows in a row that came short of the pace, and the best of them.
+    /// Windows in a row that came short of the pace, and what came through in them, bytes per second.
     short: u32,
-    best: f64,
+    sum: f64,
 }
 
-const CRUISING: State = State::Cruising(Cruise { time: Duration::ZERO, windows: 0, short: 0, best: 0.0 });
+const CRUISING: State = State::Cruising(Cruise { time: Duration::ZERO, windows: 0, short: 0, sum: 0.0 });
 
 /// The pace, one `seen` after each window.
 #[derive(Debug, Clone)]
@@ -98,6 +103,8 @@ pub struct Pace {
     state: State,
     /// What the link carries as far as is known, bytes per second.
     link: f64,
+    /// Times the least time between probes.
+    patience: u32,
     round_trip: Duration,
 }
 
@@ -107,7 +114,7 @@ impl Pace {
     pub fn new(known: Option<u64>) -> Self {
         let link = known.map_or(FIRST_GUESS / SEARCH, |rate| (rate as f64).max(LEAST));
         let state = if known.is_some() { CRUISING } else { State::Searching { fails: 0 } };
-        Self { state, link, round_trip: Duration::ZERO }
+        Self { state, link, patience: 1, round_trip: Duration::ZERO }
     }
 
     /// The pace of the next window, bytes per second. Where no fault has come for a while (`quiet`), all of what the link is known to carry:
@@ -127,10 +134,12 @@ impl Pace {
     /// How long the next window is to be.
     #[must_use]
     pub fn window(&self) -> Duration {
-        // A probe fills queues: it is short.
-        let bytes = if self.state == State::Probing { WINDOW_BYTES / 4.0 } else { WINDOW_BYTES };
+        let (bytes, shortest) = match self.state {
+            State::Probing => (WINDOW_BYTES / 4.0, SHORTEST_PROBE),
+            _ => (WINDOW_BYTES, SHORTEST_WINDOW),
+        };
         let enough = Duration::from_secs_f64(bytes / self.rate(false) as f64);
-        enough.max(self.round_trip * WINDOW_TRIPS).clamp(SHORTEST_WINDOW, LONGEST_WINDOW)
+        enough.max(self.round_trip * WINDOW_TRIPS).clamp(shortest, LONGEST_WINDOW)
     }
 
     /// What the link carries as far as is known, bytes per second.
@@ -177,30 +186,32 @@ impl Pace {
     }
 
     fn cruised(&mut self, mut cruise: Cruise, window: &Window, delivered: f64, paced: f64) -> State {
+        // More than went cannot have come through: what seems so belongs to the window before. So only a probe finds a faster link.
         let grain = window.grain as f64 / window.length.as_secs_f64();
-        self.link = self.link.max(delivered - grain);
         (cruise.time, cruise.windows) = (cruise.time + window.length, cruise.windows + 1);
         if delivered + grain < paced * SHORT {
-            (cruise.short, cruise.best) = (cruise.short + 1, cruise.best.max(delivered));
+            (cruise.short, cruise.sum) = (cruise.short + 1, cruise.sum + delivered);
             if cruise.short >= SHORT_WINDOWS {
                 // The queues are full by now, so this is what comes out of them.
-                self.link = cruise.best;
+                self.link = cruise.sum / f64::from(SHORT_WINDOWS);
+                self.patience = 1;
                 return State::Draining { windows: MOST_DRAIN };
             }
             return State::Cruising(cruise);
         }
-        (cruise.short, cruise.best) = (0, 0.0);
-        if cruise.time >= CRUISE.0 && cruise.windows >= CRUISE.1 { State::Probing } else { State::Cruising(cruise) }
+        (cruise.short, cruise.sum) = (0, 0.0);
+        let long_enough = cruise.time >= CRUISE.0 * self.patience && cruise.windows >= CRUISE.1 * self.patience;
+        if long_enough { State::Probing } else { State::Cruising(cruise) }
     }
 
     fn probed(&mut self, delivered: f64, grain: f64) -> State {
         if delivered - grain >= self.link * PROBE_MORE {
-            self.link = delivered - grain;
+            (self.link, self.patience) = (delivered - grain, 1);
             return State::Searching { fails: 0 };
         }
-        // One window may be short because a processor was busy elsewhere.
-        let doubt = (self.link - delivered - grain).max(0.0) * DOUBT;
-        self.link = (self.link - doubt).max(delivered - grain);
+        // One window may be short because a processor was busy elsewhere, or long because one before it was short.
+        self.link += (self.link.clamp(delivered - grain, delivered + grain) - self.link) * DOUBT;
+        self.patience = (self.patience * 2).min(MOST_PATIENCE);
         State::Draining { windows: 1 }
     }
 }
@@ -353,6 +364,25 @@ mod tests {
             least = least.min(pace.link());
         }
         assert!(least > 20_000_000, "{least}");
+    }
+
+    #[test]
+    fn acknowledgements_held_up_by_a_busy_processor_do_not_make_the_link_look_faster() {
+        let (mut pace, mut link) = (Pace::new(Some(119_000_000)), Link::new(119e6, Duration::from_micros(100)));
+        let (mut seconds, mut held, mut random, mut queued) = (0.0, 0, 1u64, 0.0);
+        while seconds < 20.0 {
+            let paced = pace.rate(false);
+            let (window, queue) = link.run(&pace, u64::MAX, false);
+            // Up to two milliseconds' worth comes with the next window.
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let late = (random >> 40) * 238_000 >> 24;
+            let delivered = window.delivered + std::mem::replace(&mut held, late) - late;
+            pace.seen(&Window { delivered, ..window }, paced);
+            seconds += window.length.as_secs_f64();
+            queued += if queue > Duration::from_millis(1) { window.length.as_secs_f64() } else { 0.0 };
+        }
+        assert!(queued < 3.0, "a queue for {queued:.1} s of {seconds:.1}");
+        assert!((110_000_000..124_000_000).contains(&pace.link()), "{}", pace.link());
     }
 
     #[test]

@@ -3,7 +3,11 @@
 //! Pre-paging by bubbles (Hines and Gopalan, section III.B): the push grows both ways from the latest fault, because what is touched next
 //! is likely to be near. The paper has one pivot for the guest; here each thread that faults has one, because processors work in different
 //! places, and they take turns. A thread that faults again has moved, and so does its pivot: what was still to come around the old one is
-//! forgotten. Where a thread goes through memory in one direction, nearly all of its share lies ahead of it.
+//! forgotten.
+//!
+//! Where a thread goes through memory in one direction, nearly all of its share lies ahead of it, and goes in longer pieces: such a thread
+//! waits for the front of the push whenever it is faster than the link, and the pieces say how often. A fault elsewhere does not end a
+//! walk: a processor's interrupts and its kernel touch pages of their own meanwhile.
 //!
 //! ```text
 //!              ◀── 7 ── 5 ── 3 ── 1 ┐ fault ┌ 0 ── 2 ── 4 ── 6 ──▶      a thread that jumps
@@ -12,12 +16,16 @@
 //!
 //! Nothing is queued here: which pages go is decided when there is room for them on the wire, so there is nothing to be called back.
 
+use std::cmp::Ordering;
+
 use crate::layout::{CHUNK_PAGES, ChunkIndex, Layout, PageIndex};
 use crate::pages::{PageMap, PageSet};
 
 /// Pages of a unit, the step by which a bubble grows: what travels in one frame. Larger frames keep a fault waiting longer for a page
 /// that is on its way already.
 pub const UNIT_PAGES: usize = 16;
+/// The most pages of a frame ahead of a walk.
+pub const WALK_PAGES: usize = 128;
 /// The most pivots: of more threads than that, those that faulted last have one.
 pub const MAX_PIVOTS: usize = 16;
 /// How far a bubble grows each way, chunks: beyond 1 GiB near means nothing.
@@ -28,6 +36,8 @@ const STEP_PAGES: u64 = 512;
 const WALK: i8 = 2;
 /// A walker's bubble grows one unit back for so many in all.
 const BACK_EVERY: u32 = 8;
+/// So many faults of its thread elsewhere end a walk.
+const ASIDE: u32 = 16;
 const UNITS: u64 = (CHUNK_PAGES / UNIT_PAGES) as u64;
 
 /// The order of the push.
@@ -66,6 +76,8 @@ struct Pivot {
     /// The unit above the next one downwards.
     down: u64,
     grown: u32,
+    /// Faults of its thread elsewhere since its own last.
+    aside: u32,
 }
 
 impl Prepager {
@@ -82,16 +94,21 @@ impl Prepager {
         }
         let page = u64::from(page.chunk.0) * CHUNK_PAGES as u64 + u64::from(page.page);
         let home = (page / UNIT_PAGES as u64).min(self.units);
-        let before = self.pivots.iter().position(|pivot| pivot.thread == thread).map(|at| self.pivots.remove(at));
-        let walk = before.map_or(0, |before| before.walk_on(page));
+        let near = self.pivots.iter().position(|pivot| pivot.thread == thread && pivot.is_near(page));
+        let walk = near.map(|at| self.pivots.remove(at)).map_or(0, |before| before.walk_on(page));
+        // Of what the thread did elsewhere only a walk is kept, and where it has begun another, not that.
+        self.pivots.retain_mut(|pivot| {
+            pivot.aside += u32::from(pivot.thread == thread);
+            pivot.thread != thread || (pivot.walks() && walk.abs() < WALK && pivot.aside <= ASIDE)
+        });
         if self.pivots.len() == MAX_PIVOTS {
             self.pivots.remove(0);
         }
-        self.pivots.push(Pivot { thread, page, home, walk, up: home, down: home, grown: 0 });
+        self.pivots.push(Pivot { thread, page, home, walk, up: home, down: home, grown: 0, aside: 0 });
         self.turn = self.pivots.len() - 1;
     }
 
-    /// The pages to push next, of one chunk and at most [`UNIT_PAGES`]; `None` where nothing is pending. The caller takes them out of
+    /// The pages to push next, of one chunk and at most [`WALK_PAGES`]; `None` where nothing is pending. The caller takes them out of
     /// `pending` before it calls again: they are not offered twice.
     ///
     /// # Panics
@@ -112,13 +129,26 @@ impl Prepager {
 }
 
 impl Pivot {
-    /// The steps in one direction after a fault on `page`.
+    fn walks(&self) -> bool {
+        self.walk.abs() >= WALK
+    }
+
+    /// Whether a fault on `page` may be its thread's next step: from where it was, or at the front of what was pushed ahead of it.
+    fn is_near(&self, page: u64) -> bool {
+        let front = match self.walk {
+            WALK.. => self.up * UNIT_PAGES as u64,
+            walk if walk <= -WALK => self.down * UNIT_PAGES as u64,
+            _ => self.page,
+        };
+        page.abs_diff(self.page).min(page.abs_diff(front)) <= STEP_PAGES
+    }
+
+    /// The steps in one direction after a fault on `page`, which is near.
     fn walk_on(&self, page: u64) -> i8 {
-        match (page > self.page, page.abs_diff(self.page) <= STEP_PAGES) {
-            (_, false) => 0,
-            _ if page == self.page => self.walk,
-            (true, true) => (self.walk.max(0) + 1).min(WALK),
-            (false, true) => (self.walk.min(0) - 1).max(-WALK),
+        match page.cmp(&self.page) {
+            Ordering::Equal => self.walk,
+            Ordering::Greater => (self.walk.max(0) + 1).min(WALK),
+            Ordering::Less => (self.walk.min(0) - 1).max(-WALK),
         }
     }
 
@@ -132,11 +162,27 @@ impl Pivot {
         };
         self.grown = self.grown.wrapping_add(1);
         let (top, bottom) = ((self.home + REACH_UNITS).min(units), self.home.saturating_sub(REACH_UNITS));
-        if up_first {
-            upwards(pending, &mut self.up, top).or_else(|| downwards(pending, &mut self.down, bottom))
-        } else {
-            downwards(pending, &mut self.down, bottom).or_else(|| upwards(pending, &mut self.up, top))
+        for up in [up_first, !up_first] {
+            let found =
+                if up { upwards(pending, &mut self.up, top) } else { downwards(pending, &mut self.down, bottom) };
+            let Some((chunk, pages)) = found else { continue };
+            let ahead = self.walks() && up == (self.walk > 0);
+            return Some((chunk, if ahead { pages.or(&self.longer(pending, chunk, top, bottom)) } else { pages }));
         }
+        None
+    }
+
+    /// What is pending behind the first unit of a piece ahead of a walk, in the same chunk.
+    fn longer(&mut self, pending: &PageMap, chunk: ChunkIndex, top: u64, bottom: u64) -> PageSet {
+        let mut pages = PageSet::EMPTY;
+        for _ in 1..WALK_PAGES / UNIT_PAGES {
+            let next = if self.walk > 0 { Some(self.up) } else { self.down.checked_sub(1) };
+            let inside = |at: &u64| (bottom..top).contains(at) && chunk_of(*at) == chunk;
+            let Some(next) = next.filter(inside) else { break };
+            pages = unit(pending, next).map_or(pages, |(_, found)| pages.or(&found));
+            if self.walk > 0 { self.up = next + 1 } else { self.down = next }
+        }
+        pages
     }
 }
 
@@ -247,7 +293,7 @@ mod tests {
                 }
                 for _ in 0..pushes {
                     let Some(next) = prepager.next(&pending) else { break };
-                    prop_assert!(next.1.len() <= UNIT_PAGES);
+                    prop_assert!(next.1.len() <= WALK_PAGES);
                     take(&mut pending, next).iter().for_each(|page| assert!(missing.remove(page)));
                 }
             }
@@ -296,7 +342,39 @@ mod tests {
         let first = push(&mut prepager, &mut pending);
         // It faults on a page that is on its way: the push goes on behind what was sent.
         prepager.fault(page(first[0] + 3), 7);
-        assert_eq!(push(&mut prepager, &mut pending)[0], first[0] + 16);
+        assert_eq!(push(&mut prepager, &mut pending)[0], first.last().unwrap() + 1);
+    }
+
+    #[test]
+    fn a_walk_goes_in_long_pieces_and_is_not_ended_by_a_fault_elsewhere() {
+        for step in [20, -20_i64] {
+            let (mut pending, mut prepager) = (full(), Prepager::new(Order::Bubbles, &layout()));
+            let walk = |count: i64| (4100 + count * step) as u64;
+            (0..3).for_each(|count| prepager.fault(page(walk(count)), 7));
+            prepager.fault(page(9000), 7);
+            let pushed: Vec<_> = (0..12).map(|_| push(&mut prepager, &mut pending)).collect();
+            let (aside, walked): (Vec<_>, Vec<_>) = pushed.iter().partition(|pages| pages[0] > 8000);
+            assert!(aside.len() == 6 && aside.iter().all(|pages| pages.len() == UNIT_PAGES), "{pushed:?}");
+            let pages: usize = walked.iter().map(|pages| pages.len()).sum();
+            assert!(pages > 5 * UNIT_PAGES * 5, "{pages} pages in six pieces");
+            // It goes on at the front of what was pushed for it.
+            let front = walked
+                .iter()
+                .flat_map(|pages| pages.iter())
+                .fold(4100, |front: u64, page| if step > 0 { front.max(*page) } else { front.min(*page) });
+            prepager.fault(page(front), 7);
+            let next = push(&mut prepager, &mut pending);
+            assert!(next.len() > UNIT_PAGES && next.iter().all(|page| page.abs_diff(front) <= 256), "{next:?}");
+        }
+    }
+
+    #[test]
+    fn a_walk_that_its_thread_has_left_is_forgotten() {
+        let (mut pending, mut prepager) = (full(), Prepager::new(Order::Bubbles, &layout()));
+        (0..3).for_each(|count| prepager.fault(page(1000 + count * 20), 7));
+        (0..=u64::from(ASIDE)).for_each(|count| prepager.fault(page(3000 + count % 3 * 2500), 7));
+        let pushed: Vec<_> = (0..8).map(|_| push(&mut prepager, &mut pending)[0]).collect();
+        assert!(pushed.iter().all(|page| *page > 2500), "{pushed:?}");
     }
 
     #[test]
