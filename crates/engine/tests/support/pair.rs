@@ -253,7 +253,7 @@ pub struct Destination {
     /// Whether the guest has ended there, whatever is missing.
     pub guest_gone: AtomicBool,
     /// The map of missing pages of the guest that came last.
-    missing: Mutex<Option<File>>,
+    pub missing: Mutex<Option<File>>,
     mapping: Mutex<Option<Arc<SharedMapping>>>,
     pagers: Mutex<HashMap<MigrationId, Arc<Pager>>>,
     pub running: Arc<AtomicBool>,
@@ -282,12 +282,6 @@ impl Destination {
         let serving: Arc<dyn DestinationHost> = host.clone();
         std::thread::spawn(move || sterna_engine::destination::listen::serve(&listener, &serving));
         (host, address)
-    }
-
-    /// Whether it was told which pages are to come.
-    pub fn knows_missing(&self) -> bool {
-        let length = |file: &File| file.metadata().expect("a file").len();
-        self.missing.lock().unwrap().as_ref().is_some_and(|file| length(file) > 0)
     }
 
     /// Asserts that the guest's RAM arrived.
