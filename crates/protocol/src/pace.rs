@@ -375,7 +375,7 @@ mod tests {
             let (window, queue) = link.run(&pace, u64::MAX, false);
             // Up to two milliseconds' worth comes with the next window.
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let late = (random >> 40) * 238_000 >> 24;
+            let late = ((random >> 40) * 238_000) >> 24;
             let delivered = window.delivered + std::mem::replace(&mut held, late) - late;
             pace.seen(&Window { delivered, ..window }, paced);
             seconds += window.length.as_secs_f64();
