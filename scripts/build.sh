@@ -58,6 +58,7 @@ environment() {
         STERNA_KVM_TINY "$GUEST/kvm-tiny.bin"
     # Unset where the archive does not offer it: what needs it skips.
     [[ ! -x $QEMU_10 ]] || printf 'export STERNA_QEMU_10=%q\n' "$QEMU_10"
+    [[ ! -e $NEW_KERNEL ]] || printf 'export STERNA_NEW_KERNEL=%q\n' "$NEW_KERNEL"
 }
 
 bench() {

@@ -16,6 +16,7 @@ setup() {
     packages
     unpack_guest_packages
     unpack_qemu_10
+    unpack_new_kernel
 }
 
 rust() {
