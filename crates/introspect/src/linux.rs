@@ -1,0 +1,247 @@
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use crate::check::{Agreement, agreement};
+use crate::counters::{self, ZoneCounters};
+use crate::free::{self, Found};
+use crate::layout::Layout;
+use crate::paging::{Fault, PageTables, Virtual};
+use crate::vmcoreinfo::{self, Vmcoreinfo};
+use crate::{PAGE_BYTES, Physical, Unreadable, contents};
+
+/// How often a look is tried whose result does not agree with the guest's counters: it may have caught a guest that is busy.
+const ATTEMPTS: u32 = 4;
+
+/// Descriptions that are tried, of all that a guest's RAM holds.
+const CANDIDATES: u32 = 64;
+
+/// Where a name has its release: `struct new_utsname` has fields of 65 bytes, this is the third.
+const RELEASE: usize = 2 * 65;
+
+/// With page tables of their own for programs (`CONFIG_PAGE_TABLE_ISOLATION`) a process has two roots beside each other; in this
+/// bit of its address the programs' differs from the kernel's.
+const USER_TABLES: u64 = 1 << 12;
+
+/// Why nothing is said about a guest's free pages.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Unfit {
+    /// No description of a kernel is in its RAM: no Linux, none that supports kdump, or one that is still starting.
+    #[error("the guest's RAM holds no Linux kernel that describes itself (VMCOREINFO)")]
+    NoKernel,
+    /// A kernel was found, but its guest runs something else: it is starting, in its firmware, or was started again.
+    #[error("the guest's processors do not run the Linux {release} that its RAM holds")]
+    NotRunning {
+        /// The release that was found.
+        release: String,
+    },
+    /// Another kernel has taken the place of the one that was found: find it again.
+    #[error("the Linux {release} that was found is no longer there")]
+    Replaced {
+        /// The release that was found.
+        release: String,
+    },
+    /// The kernel does not say where something is. Other architectures than x86-64 are among those.
+    #[error("the guest's kernel does not say {what} in its VMCOREINFO")]
+    Missing {
+        /// The line that is missing.
+        what: String,
+    },
+    /// Something that cannot be.
+    #[error("the guest's memory contradicts itself: {what}")]
+    Malformed {
+        /// What it is.
+        what: String,
+    },
+    /// The kernel points to where no RAM is.
+    #[error("the guest's kernel points to where no RAM is")]
+    Unreadable(#[source] Unreadable),
+    /// Its memory is encrypted.
+    #[error("the guest's memory is encrypted")]
+    Encrypted,
+    /// The kernel checks what its free pages hold (`page_poison=1`).
+    #[error("the guest's kernel fills free pages with a pattern and checks it (page_poison)")]
+    Poisons,
+    /// The kernel looks for misuse of free pages (`debug_pagealloc=on`).
+    #[error("the guest's kernel takes free pages out of its page tables (debug_pagealloc)")]
+    Hides,
+    /// What was found is not what the kernel counts.
+    #[error(
+        "{found_pages} free pages were found and {counted_pages} are counted by the guest's kernel, which is more apart than \
+         the {allowed_pages} that a running guest explains"
+    )]
+    CountersDisagree {
+        /// Found in the memory map.
+        found_pages: u64,
+        /// Counted by the kernel.
+        counted_pages: u64,
+        /// How much they may differ.
+        allowed_pages: u64,
+    },
+}
+
+impl Unfit {
+    pub(crate) fn from_fault(fault: Fault, what: &str) -> Self {
+        match fault {
+            Fault::NotMapped => Self::Malformed { what: format!("{what}: the address is not mapped") },
+            Fault::Unreadable(error) => Self::Unreadable(error),
+        }
+    }
+
+    /// Whether another try soon may fare better: the guest is starting, or was too busy.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        matches!(self, Self::NoKernel | Self::NotRunning { .. } | Self::Replaced { .. } | Self::CountersDisagree { .. })
+    }
+}
+
+/// A Linux kernel found in a guest's RAM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Introspection {
+    note: Vmcoreinfo,
+    layout: Layout,
+}
+
+/// A guest's free pages at one look.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Look {
+    /// Guest-physical page frames, in runs: sorted, disjoint, not adjacent, inside RAM. Each was free at an instant after the look
+    /// began; it may be in use again.
+    pub free: Vec<Range<u64>>,
+    /// Pages in `free`.
+    pub free_pages: u64,
+    /// Free pages that `free` leaves out because they are too scattered.
+    pub left_out_pages: u64,
+    /// What the kernel counted itself, just after.
+    pub zones: Vec<ZoneCounters>,
+    /// How far both agree.
+    pub agreement: Agreement,
+    /// How long it took.
+    pub took: Duration,
+}
+
+impl Look {
+    /// Pages in the kernel's free lists.
+    #[must_use]
+    pub fn counted_pages(&self) -> u64 {
+        self.zones.iter().map(ZoneCounters::free_pages).fold(0, u64::saturating_add)
+    }
+}
+
+impl Introspection {
+    /// Looks for the kernel that these processors run. It reads all RAM in the worst case, so it is worth keeping.
+    ///
+    /// `processors` are the page tables of every processor that uses any, as the VMM says **now**. RAM outlives a restart of
+    /// the guest, and with it the description of a kernel that runs no more, whose free pages are somebody else's now; a
+    /// kernel is believed only where every processor's page tables map it.
+    ///
+    /// # Errors
+    /// [`Unfit`]: of the kernel that came closest.
+    pub fn find(ram: &dyn Physical, processors: &[PageTables]) -> Result<Self, Unfit> {
+        let mut closest = Unfit::NoKernel;
+        let mut left = CANDIDATES;
+        let found = vmcoreinfo::search(ram, |note| {
+            left -= 1;
+            match Self::try_from_note(ram, note, processors) {
+                Ok(found) => return Some(Some(found)),
+                // A description that makes sense came closer than one that does not.
+                Err(_) if matches!(closest, Unfit::NotRunning { .. }) => {}
+                Err(error) => closest = error,
+            }
+            // The end of the search.
+            (left == 0).then_some(None)
+        });
+        found.flatten().ok_or(closest)
+    }
+
+    fn try_from_note(ram: &dyn Physical, note: Vmcoreinfo, processors: &[PageTables]) -> Result<Self, Unfit> {
+        let layout = Layout::of(&note)?;
+        let found = Self { note, layout };
+        found.check_running(ram, processors)?;
+        Ok(found)
+    }
+
+    /// The kernel's release, as `uname -r` in the guest has it.
+    #[must_use]
+    pub fn release(&self) -> &str {
+        self.note.release()
+    }
+
+    /// Reads which pages the kernel holds free, the guest running or not. Pages in the processors' own lists, waiting to be
+    /// reused, count as used.
+    ///
+    /// For a migration: arm write tracking, ask the VMM for `processors`, then look. A page that is free at an instant after the
+    /// arming matters to nobody until it is written, and a write is seen.
+    ///
+    /// # Errors
+    /// [`Unfit`]; then nothing is known.
+    pub fn look(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<Look, Unfit> {
+        let began = Instant::now();
+        if !Vmcoreinfo::at(ram, self.note.address).is_some_and(|note| note.says_the_same(&self.note)) {
+            return Err(Unfit::Replaced { release: self.release().to_owned() });
+        }
+        self.check_running(ram, processors)?;
+        let mut attempt = 1;
+        let (found, zones, agreement) = loop {
+            match self.look_once(ram) {
+                Err(Unfit::CountersDisagree { .. }) if attempt < ATTEMPTS => attempt += 1,
+                other => break other?,
+            }
+        };
+        let left_out_pages = found.runs.left_out;
+        let free = found.runs.into_inner();
+        let mut memory = Virtual::new(ram, self.layout.tables);
+        let direct = self.direct_map(&mut memory)?;
+        contents::check(ram, &mut memory, direct, &free)?;
+        let free_pages = crate::runs::count(&free);
+        Ok(Look { free, free_pages, left_out_pages, zones, agreement, took: began.elapsed() })
+    }
+
+    fn look_once(&self, ram: &dyn Physical) -> Result<(Found, Vec<ZoneCounters>, Agreement), Unfit> {
+        let mut memory = Virtual::new(ram, self.layout.tables);
+        let before = counters::read(&mut memory, &self.layout)?;
+        let found = free::walk(ram, &mut memory, &self.layout)?;
+        let after = counters::read(&mut memory, &self.layout)?;
+        let bytes = ram.ranges().iter().map(|range| range.end.saturating_sub(range.start)).fold(0, u64::saturating_add);
+        let agreed = agreement(&before, &after, &found.blocks, bytes / PAGE_BYTES)?;
+        Ok((found, after, agreed))
+    }
+
+    /// Where the kernel maps all physical memory: the roots of its sections are known by such an address.
+    fn direct_map(&self, memory: &mut Virtual<'_>) -> Result<u64, Unfit> {
+        let roots = self.layout.sections.roots;
+        let found = memory.translate(roots).map_err(|fault| Unfit::from_fault(fault, "the list of memory sections"))?;
+        Ok(roots.wrapping_sub(found.address))
+    }
+
+    /// Whether the kernel is the one that runs. Three things have to hold: there is a processor that uses page tables at all; the
+    /// tables of each map the kernel's text to where this one has it; and the name that is there is this one's. An earlier kernel
+    /// without address randomisation may have lain in the same place, but then the later one's name is there now.
+    ///
+    /// Every processor, not just one: a kernel that was started by another (kexec) runs on the first processor, and the
+    /// others may rest with the page tables of the earlier one for ever.
+    fn check_running(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<(), Unfit> {
+        let runs = !processors.is_empty() && processors.iter().all(|tables| self.is_mapped_by(ram, *tables));
+        if runs && self.has_its_name(ram) {
+            return Ok(());
+        }
+        Err(Unfit::NotRunning { release: self.release().to_owned() })
+    }
+
+    fn is_mapped_by(&self, ram: &dyn Physical, tables: PageTables) -> bool {
+        let kernel_tables = PageTables { root: tables.root & !USER_TABLES, ..tables };
+        [tables, kernel_tables].iter().any(|tables| {
+            let mut memory = Virtual::new(ram, *tables);
+            [self.layout.text, self.layout.name].iter().all(|&address| {
+                memory.translate(address).is_ok_and(|found| found.address == self.layout.in_image(address))
+            })
+        })
+    }
+
+    fn has_its_name(&self, ram: &dyn Physical) -> bool {
+        let mut name = [0; RELEASE + 65];
+        let expected = [self.release().as_bytes(), &[0]].concat();
+        ram.read(self.layout.in_image(self.layout.name), &mut name).is_ok()
+            && name.starts_with(b"Linux\0")
+            && name[RELEASE..].starts_with(&expected)
+    }
+}

@@ -1,0 +1,57 @@
+use std::ops::Range;
+
+/// Page frames as runs: sorted, disjoint, not adjacent to each other.
+#[derive(Debug, Default)]
+pub(crate) struct Runs {
+    runs: Vec<Range<u64>>,
+    limit: usize,
+    /// Frames that were left out for want of room.
+    pub left_out: u64,
+}
+
+impl Runs {
+    /// At most so many runs. A guest whose free pages are more scattered than that has some left out.
+    pub fn new(limit: usize) -> Self {
+        Self { limit, ..Self::default() }
+    }
+
+    /// Adds frames behind all that were added before; what is not behind them is left out.
+    pub fn push(&mut self, frames: Range<u64>) {
+        if frames.is_empty() {
+            return;
+        }
+        let full = self.runs.len() >= self.limit;
+        match self.runs.last_mut() {
+            Some(last) if last.end == frames.start => last.end = frames.end,
+            Some(last) if frames.start < last.end => self.left_out += frames.end - frames.start,
+            _ if full => self.left_out += frames.end - frames.start,
+            _ => self.runs.push(frames),
+        }
+    }
+
+    pub fn into_inner(self) -> Vec<Range<u64>> {
+        self.runs
+    }
+}
+
+/// Frames in runs.
+pub(crate) fn count(runs: &[Range<u64>]) -> u64 {
+    runs.iter().map(|run| run.end.saturating_sub(run.start)).fold(0, u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_become_one_run_and_what_is_too_much_or_out_of_order_is_left_out() {
+        let mut runs = Runs::new(2);
+        for run in [0..4, 4..8, 8..8, 2..3, 16..17, 32..64, 17..20] {
+            runs.push(run);
+        }
+        assert_eq!(runs.left_out, 33);
+        let runs = runs.into_inner();
+        assert_eq!(runs, [0..8, 16..20]);
+        assert_eq!(count(&runs), 12);
+    }
+}
