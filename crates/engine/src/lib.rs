@@ -20,6 +20,9 @@ pub mod inside;
 /// A machine's RAM on this host.
 pub mod ram;
 
+/// The guest's view of it, for those who look in from outside.
+pub mod physical;
+
 /// Connections between two daemons.
 pub mod transport;
 

@@ -9,8 +9,11 @@ pub mod qmp;
 /// QEMU as a VMM.
 pub mod qemu;
 
+use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
+
+use sterna_introspect::PageTables;
 
 /// A moment by the clock of the VMM's host, microseconds since the epoch, from the VMM's own events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -23,6 +26,17 @@ pub struct Stopped {
     pub stop: EventTime,
     /// All its I/O drained, devices not yet saved.
     pub ready: EventTime,
+}
+
+/// RAM as the guest's processors see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MappedRam {
+    /// Its addresses there: whole pages, at least one.
+    pub guest_physical: Range<u64>,
+    /// The block's id, or the VMM's own name for RAM that is no block of the machine's, such as a screen's.
+    pub block: String,
+    /// Where in the block it begins, bytes: a whole page.
+    pub offset: u64,
 }
 
 /// A VMM that did not do what it was asked.
@@ -86,6 +100,23 @@ pub trait Source: Send {
     /// # Errors
     /// [`VmmError`].
     fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError>;
+
+    /// Where the guest sees RAM, in order and disjoint. Hotplug and firmware change it.
+    ///
+    /// # Errors
+    /// [`VmmError`]; refused where the VMM does not tell.
+    fn memory_map(&mut self) -> Result<Vec<MappedRam>, VmmError> {
+        Err(VmmError::Refused { command: "memory map".to_owned(), reason: "it does not tell".to_owned() })
+    }
+
+    /// The page tables of every processor that uses any, at this moment. Empty where none does, or where one is in a state that leaves in doubt what
+    /// the guest runs.
+    ///
+    /// # Errors
+    /// [`VmmError`]; refused where the VMM does not tell.
+    fn page_tables(&mut self) -> Result<Vec<PageTables>, VmmError> {
+        Err(VmmError::Refused { command: "registers".to_owned(), reason: "it does not tell".to_owned() })
+    }
 
     /// Asks the VMM to stop the guest and to have its devices ready; the stream yields the device state from now on
     /// (some of it before the guest stops) and ends with it. Whoever holds it must keep reading.

@@ -12,6 +12,12 @@ mod destination;
 /// What a running QEMU is made of.
 mod inspect;
 
+/// Where the guest sees RAM.
+mod memory_map;
+
+/// What the processors' registers say.
+mod registers;
+
 /// The guest's balloon.
 mod balloon;
 

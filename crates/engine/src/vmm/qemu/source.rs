@@ -3,14 +3,15 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use sterna_introspect::PageTables;
 
 use super::settings::{self, Settings};
 use super::{
     COMMAND_TIMEOUT, QemuProcess, SLOW_COMMAND_TIMEOUT, SharedQmp, end, failure, guest_status, has_ended, lock,
-    migration_status, pass_socket, wait_migration, withdraw_socket,
+    memory_map, migration_status, pass_socket, registers, wait_migration, withdraw_socket,
 };
 use crate::vmm::qmp::{Qmp, Version};
-use crate::vmm::{EventTime, Source, Stopped, VmmError};
+use crate::vmm::{EventTime, MappedRam, Source, Stopped, VmmError};
 
 /// The name of the descriptor in QEMU.
 const SOCKET: &str = "sterna-source";
@@ -111,6 +112,14 @@ impl Source for QemuSource {
         threads.sort_unstable();
         threads.dedup();
         Ok(threads)
+    }
+
+    fn memory_map(&mut self) -> Result<Vec<MappedRam>, VmmError> {
+        memory_map::memory_map(&mut lock(&self.qmp))
+    }
+
+    fn page_tables(&mut self) -> Result<Vec<PageTables>, VmmError> {
+        registers::page_tables(&mut lock(&self.qmp))
     }
 
     fn begin(&mut self) -> Result<UnixStream, VmmError> {

@@ -1,0 +1,163 @@
+//! A guest's RAM by the addresses that the guest uses: what looks into the guest from outside reads.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use sterna_introspect::{Physical, Unreadable};
+
+use crate::host::BlockFile;
+use crate::vmm::MappedRam;
+
+/// RAM in files that the guest's VMM maps shared, by guest-physical address. Reading neither allocates nor maps anything: a hole reads as
+/// zeros and stays one.
+#[derive(Debug)]
+pub struct GuestPhysical {
+    files: Vec<File>,
+    ranges: Vec<Range<u64>>,
+    /// For each range its block, by number, and where in it the range begins, bytes.
+    places: Vec<(usize, u64)>,
+}
+
+/// A memory map that cannot be.
+#[derive(Debug, thiserror::Error)]
+pub enum GuestPhysicalError {
+    /// It maps more of a block than there is, or some of it twice.
+    #[error("the VMM maps block '{block}' in a way that cannot be: {what}")]
+    Absurd {
+        /// The block.
+        block: String,
+        /// How.
+        what: &'static str,
+    },
+    /// None of the machine's blocks is in it.
+    #[error("the VMM maps none of the machine's RAM")]
+    Nothing,
+    /// A block's file could not be opened once more.
+    #[error("cannot duplicate the descriptor of a RAM file")]
+    File(#[source] io::Error),
+}
+
+impl GuestPhysical {
+    /// The RAM of these blocks as the VMM's map has it. What it maps besides them is left out: it is no RAM that could be moved.
+    ///
+    /// # Errors
+    /// [`GuestPhysicalError`].
+    pub fn new(map: &[MappedRam], blocks: &[BlockFile]) -> Result<Self, GuestPhysicalError> {
+        let files: Result<_, _> = blocks.iter().map(|block| block.file.try_clone()).collect();
+        let mut memory =
+            Self { files: files.map_err(GuestPhysicalError::File)?, ranges: Vec::new(), places: Vec::new() };
+        for mapped in map {
+            let Some(index) = blocks.iter().position(|block| block.spec.id == mapped.block) else { continue };
+            let absurd = |what| GuestPhysicalError::Absurd { block: mapped.block.clone(), what };
+            let Range { start, end } = mapped.guest_physical;
+            let bytes = end.checked_sub(start).ok_or_else(|| absurd("a range ends before it begins"))?;
+            let behind = mapped.offset.checked_add(bytes).filter(|&behind| behind <= blocks[index].spec.bytes);
+            let behind = behind.ok_or_else(|| absurd("a range ends behind it"))?;
+            if memory.ranges.last().is_some_and(|last| start < last.end) {
+                return Err(absurd("ranges overlap"));
+            }
+            // A frame that is free under one address may be in use under the other.
+            let twice = |(place, range): (&(usize, u64), &Range<u64>)| {
+                place.0 == index && place.1 < behind && mapped.offset < place.1 + (range.end - range.start)
+            };
+            if memory.places.iter().zip(&memory.ranges).any(twice) {
+                return Err(absurd("some of it has two addresses"));
+            }
+            memory.ranges.push(start..end);
+            memory.places.push((index, mapped.offset));
+        }
+        if memory.ranges.is_empty() { Err(GuestPhysicalError::Nothing) } else { Ok(memory) }
+    }
+
+    /// Where guest-physical addresses lie: the blocks' numbers, in the order in which they were given, and ranges of bytes in them. What is
+    /// no RAM is left out.
+    pub fn locate(&self, addresses: Range<u64>) -> impl Iterator<Item = (usize, Range<u64>)> {
+        let first = self.ranges.partition_point(|range| range.end <= addresses.start);
+        self.ranges[first..].iter().zip(&self.places[first..]).map_while(move |(range, &(block, offset))| {
+            let (start, end) = (range.start.max(addresses.start), range.end.min(addresses.end));
+            (start < end).then(|| (block, offset + (start - range.start)..offset + (end - range.start)))
+        })
+    }
+}
+
+impl Physical for GuestPhysical {
+    fn ranges(&self) -> &[Range<u64>] {
+        &self.ranges
+    }
+
+    fn read(&self, address: u64, into: &mut [u8]) -> Result<(), Unreadable> {
+        let unreadable = Unreadable { address, bytes: into.len() };
+        let end = address.checked_add(into.len() as u64).ok_or(unreadable)?;
+        let mut rest = into;
+        for (block, range) in self.locate(address..end) {
+            let (piece, after) = rest.split_at_mut((range.end - range.start) as usize);
+            self.files[block].read_exact_at(piece, range.start).map_err(|_| unreadable)?;
+            rest = after;
+        }
+        // Something in between is no RAM.
+        if rest.is_empty() { Ok(()) } else { Err(unreadable) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_protocol::spec::BlockSpec;
+
+    use super::*;
+
+    fn block(id: &str, pages: u8) -> BlockFile {
+        let file = tempfile::tempfile().expect("a file");
+        for page in 0..pages {
+            file.write_all_at(&[page; 4096], u64::from(page) * 4096).expect("room");
+        }
+        let spec = BlockSpec { id: id.into(), bytes: u64::from(pages) * 4096, page_bytes: 4096, path: String::new() };
+        BlockFile { spec, file, address: 0 }
+    }
+
+    fn mapped(guest_physical: Range<u64>, block: &str, offset: u64) -> MappedRam {
+        MappedRam { guest_physical, block: block.into(), offset }
+    }
+
+    #[test]
+    fn ram_is_read_by_the_guests_addresses_across_blocks_and_not_across_holes() {
+        let blocks = [block("low", 4), block("high", 4)];
+        let map = [
+            mapped(0..0x2000, "low", 0),
+            mapped(0x2000..0x3000, "high", 0x3000),
+            mapped(0x8000..0x9000, "vga.vram", 0),
+            mapped(0x1_0000..0x1_2000, "low", 0x2000),
+        ];
+        let memory = GuestPhysical::new(&map, &blocks).unwrap();
+        assert_eq!(memory.ranges(), [0..0x2000, 0x2000..0x3000, 0x1_0000..0x1_2000]);
+        let mut bytes = [9; 0x1002];
+        memory.read(0x1fff, &mut bytes[..2]).unwrap();
+        assert_eq!(bytes[..2], [1, 3]);
+        memory.read(0x1_0fff, &mut bytes).unwrap_err();
+        memory.read(0x1_0fff, &mut bytes[..0x1001]).unwrap();
+        assert_eq!((bytes[0], bytes[1], bytes[0x1000]), (2, 3, 3));
+        for (address, length) in
+            [(0x2fff, 2), (0x3000, 1), (0x8000, 1), (0x1_2000, 1), (u64::MAX, 1), (u64::MAX - 4, 8)]
+        {
+            assert!(memory.read(address, &mut bytes[..length]).is_err(), "{address:#x}");
+        }
+        let places: Vec<_> = memory.locate(0x1000..0x1_1000).collect();
+        assert_eq!(places, [(0, 0x1000..0x2000), (1, 0x3000..0x4000), (0, 0x2000..0x3000)]);
+    }
+
+    #[test]
+    fn maps_that_cannot_be_are_refused() {
+        let blocks = [block("ram", 4)];
+        for map in [
+            vec![],
+            vec![mapped(0..0x1000, "other", 0)],
+            vec![mapped(0..0x5000, "ram", 0)],
+            vec![mapped(0..0x1000, "ram", u64::MAX - 4095)],
+            vec![mapped(0..0x2000, "ram", 0), mapped(0x1000..0x2000, "ram", 0x3000)],
+            vec![mapped(0..0x2000, "ram", 0), mapped(0x8000..0x9000, "ram", 0x1000)],
+        ] {
+            assert!(GuestPhysical::new(&map, &blocks).is_err(), "{map:?}");
+        }
+    }
+}
