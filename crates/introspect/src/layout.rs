@@ -21,9 +21,11 @@ const MAX_NODES: u64 = 1024;
 pub(crate) struct Layout {
     /// The kernel's own page tables.
     pub tables: PageTables,
-    /// Where its text begins, and what it says of itself: virtual addresses inside its image.
+    /// Where its text begins, and `init_uts_ns` with its name: virtual addresses inside its image.
     pub text: u64,
-    pub name: u64,
+    pub uts: u64,
+    /// Where in that the name may begin.
+    pub name: [u64; 2],
     phys_base: u64,
     pub sections: SectionLayout,
     pub page: PageLayout,
@@ -99,13 +101,16 @@ impl Layout {
         // Only x86-64 has this one.
         let phys_base = note.number("phys_base")?.cast_unsigned();
         let root = image(note.symbol("swapper_pg_dir")?, phys_base);
-        let name = note.symbol("init_uts_ns")?;
-        // Before 5.11 a count of 4 bytes comes first, and nothing says so.
-        let name_offset = note.measure("OFFSET", "uts_namespace.name").unwrap_or(4);
+        // Told since 5.12. Before 5.11 a count of 4 bytes came first.
+        let name = match note.measure("OFFSET", "uts_namespace.name") {
+            Err(Unfit::Missing { .. }) => [4, 0],
+            offset => [offset?; 2],
+        };
         Ok(Self {
             tables: PageTables { root, five_levels: note.number("pgtable_l5_enabled")? != 0 },
             text: note.symbol("_stext")?,
-            name: name.checked_add(name_offset).ok_or_else(|| malformed("init_uts_ns"))?,
+            uts: note.symbol("init_uts_ns")?,
+            name,
             phys_base,
             sections: SectionLayout::of(note)?,
             page: PageLayout::of(note)?,

@@ -231,17 +231,19 @@ impl Introspection {
         let kernel_tables = PageTables { root: tables.root & !USER_TABLES, ..tables };
         [tables, kernel_tables].iter().any(|tables| {
             let mut memory = Virtual::new(ram, *tables);
-            [self.layout.text, self.layout.name].iter().all(|&address| {
+            [self.layout.text, self.layout.uts].iter().all(|&address| {
                 memory.translate(address).is_ok_and(|found| found.address == self.layout.in_image(address))
             })
         })
     }
 
     fn has_its_name(&self, ram: &dyn Physical) -> bool {
-        let mut name = [0; RELEASE + 65];
-        let expected = [self.release().as_bytes(), &[0]].concat();
-        ram.read(self.layout.in_image(self.layout.name), &mut name).is_ok()
-            && name.starts_with(b"Linux\0")
-            && name[RELEASE..].starts_with(&expected)
+        let release = [self.release().as_bytes(), &[0]].concat();
+        self.layout.name.iter().any(|&offset| {
+            let mut name = [0; RELEASE + 65];
+            ram.read(self.layout.in_image(self.layout.uts).wrapping_add(offset), &mut name).is_ok()
+                && name.starts_with(b"Linux\0")
+                && name[RELEASE..].starts_with(&release)
+        })
     }
 }
