@@ -241,7 +241,7 @@ pub struct Latency {
     pub max: f64,
 }
 
-/// The comparison of both sides in the pause.
+/// The comparison of both sides: in the pause, or where pages follow the guest, by what it first saw of each.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Verify {
@@ -249,7 +249,7 @@ pub struct Verify {
     pub checked: bool,
     /// Pages compared.
     pub pages: u64,
-    /// Pages left out because the guest holds them free.
+    /// Pages left out because the guest holds them free, or gave them back after its start at the destination and before it had seen them there.
     pub excluded_free_pages: u64,
     /// Pages that differ.
     pub mismatches: u64,

@@ -17,7 +17,8 @@ pub trait Inside: Send {
     /// Then there is nothing to close.
     fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
 
-    /// The duplicate that the VMM's process keeps, for a daemon that was started again; `None` where it keeps none.
+    /// The duplicate that the VMM's process keeps, for a daemon that was started again, and a log of discards that begins now; `None` where it
+    /// keeps none.
     ///
     /// # Errors
     /// The VMM does not answer.
@@ -68,6 +69,8 @@ impl Inside for InsideQemu {
         let kept = self.agent.take_userfaultfd();
         let kept =
             kept.map_err(|source| MigrateError::Agent { doing: "taking its userfaultfd", source: Box::new(source) })?;
+        // Without it nothing is known of discards, which is not needed for being right.
+        self.log = self.agent.discard_log().ok();
         Ok(kept.map(Userfaultfd::from))
     }
 

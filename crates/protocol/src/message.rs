@@ -9,6 +9,7 @@ use sterna_api::Problem;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::layout::{ChunkIndex, PageIndex};
+use crate::pages::PageSet;
 use crate::spec::VmSpec;
 
 /// The most bytes a message may have.
@@ -60,6 +61,11 @@ pub enum Request {
     },
     /// Digests of the pages of one chunk.
     PageDigests {
+        /// The chunk.
+        chunk: ChunkIndex,
+    },
+    /// After `Complete`: which pages of this chunk did the guest give back since its start? What it saw of them may be zeros.
+    GivenBack {
         /// The chunk.
         chunk: ChunkIndex,
     },
@@ -116,6 +122,7 @@ impl Request {
             Self::FinalRoundEnd { .. } => "final-round-end",
             Self::ChunkDigests { .. } => "chunk-digests",
             Self::PageDigests { .. } => "page-digests",
+            Self::GivenBack { .. } => "given-back",
             Self::Load => "load",
             Self::Residue(_) => "residue",
             Self::LoadPostcopy(_) => "load-postcopy",
@@ -161,6 +168,8 @@ pub enum Reply {
     Holding,
     /// To `ChunkDigests` and `PageDigests`, in order.
     Digests(Vec<u64>),
+    /// To `GivenBack`: the set's bytes (`PageSet::from_bytes`).
+    GivenBack([u8; PageSet::BYTES]),
     /// To `Load` and `LoadPostcopy`.
     Loaded,
     /// To `Residue`: the next part may come.

@@ -93,7 +93,8 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
         (LoadedPostcopy, Request::Commit) => Ok(CommittingPostcopy),
         (Begun, Request::Resume { .. }) => Ok(Begun),
         (Paging, Request::Paging | Request::Missing { .. } | Request::Complete { .. }) => Ok(Paging),
-        (Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. } | Request::Release) => Ok(Completed),
+        (Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }) => Ok(Completed),
+        (Completed, Request::GivenBack { .. } | Request::Release) => Ok(Completed),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, Request::Abort) => Ok(Aborted),
         _ => Err(Violation { state, said: request.name() }),
     }
@@ -133,6 +134,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Paging, Request::Missing { .. }, Reply::Missing(_)) => Ok(Paging),
         (Paging, Request::Complete { .. }, Reply::Completed(_)) => Ok(Completed),
         (Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }, Reply::Digests(_)) => Ok(Completed),
+        (Completed, Request::GivenBack { .. }, Reply::GivenBack(_)) => Ok(Completed),
         (Completed, Request::Release, Reply::Released) => Ok(Finished),
         (Aborted, Request::Abort, Reply::Aborted { .. }) => Ok(Aborted),
         _ => Err(Violation { state, said: request.name() }),

@@ -1,6 +1,8 @@
 //! Self-ballooning with a guest that has a driver: what it frees goes, what it needs comes back, and it can be moved meanwhile.
 
+use serde_json::json;
 use sterna_api::{Balloon, Phase, Vm};
+use sterna_bench::baseline::qmp::Qmp;
 use sterna_bench::command::wait_for;
 use sterna_bench::tools;
 use sterna_system_tests::needs::times;
@@ -127,4 +129,68 @@ fn a_guest_in_qemu_10_0_gives_and_takes_back_its_memory_the_same_way() {
     }
     let qemu = tools::qemu_10_0().expect("looked for before");
     goes_and_comes(&Plan { qemu: [qemu.clone(), qemu], ..Plan::small() });
+}
+
+/// Fills a file in memory, removes it once somebody knocks, and then fills and removes a smaller one again and again.
+fn busy() -> String {
+    let small = "f()(dd if=/dev/urandom of=/tmp/small bs=1M count=16&&rm /tmp/small&&f)";
+    let large =
+        format!("dd if=/dev/urandom of=/tmp/large bs=1M count={FILLED}&&echo FILLED&&nc -l -p {FREE}&&rm /tmp/large");
+    format!("sh:-c,{small}&&{large}&&echo FREED&&f").replace(' ', "${IFS}")
+}
+
+/// So slow that pages follow for some seconds.
+const RATE: &str = "32MB";
+
+/// Asks the guest for another size, as anybody may who reaches its QEMU, and waits until it has gone most of the way.
+fn ask(site: &Site, host: &str, bytes: u64) {
+    let socket = site.host(host).directory.join("state/vms").join(&site.guest.name).join("qmp.sock");
+    let mut qmp = Qmp::connect(&socket).expect("its QEMU");
+    let away = |qmp: &mut Qmp| {
+        qmp.execute("query-balloon", json!({})).map(|now| now["actual"].as_u64().expect("bytes").abs_diff(bytes))
+    };
+    let at_first = away(&mut qmp).expect("its size");
+    qmp.execute("balloon", json!({ "value": bytes })).expect("the balloon is asked");
+    wait_for("the guest to go most of the way", PATIENCE, || Ok((away(&mut qmp)? <= at_first / 8).then_some(())))
+        .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn a_guest_that_gives_memory_back_and_takes_it_again_before_it_has_come_is_whole() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    const RAM: u64 = 512 << 20;
+    let mut site = Site::start(&Plan {
+        memory_bytes: RAM,
+        jobs: format!("{JOBS};dirtier:--mib,48,--rate,16;{}", busy()),
+        more: ["-device", "virtio-balloon-pci,deflate-on-oom=on,free-page-reporting=on"].map(str::to_owned).to_vec(),
+        ..Plan::small()
+    });
+    says(&site, "FILLED");
+    for mode in ["postcopy", "hybrid"] {
+        let (_, there) = site.names();
+        let attempt = site.begin(None, &["--mode", mode, "--verify", "--bandwidth", RATE]);
+        site.wait_for_phase(Phase::Postcopy, |_| true);
+        if mode == "postcopy" {
+            // A balloon's driver may clear what it takes, and so wait for it first (`init_on_alloc`). What is reported free is not touched.
+            knock(&site, FREE);
+            says(&site, "FREED");
+        }
+        ask(&site, there, RAM / 2);
+        ask(&site, there, RAM);
+        let answer = attempt.end();
+        answer.expect(0, &[]);
+        let report = answer.report().expect("a report");
+        println!("{mode}: {:.0} ms of pages, {:?}", report.postcopy.ms, report.verify);
+        assert_eq!(report.mode, mode);
+        assert!(report.verify.checked && report.verify.mismatches == 0, "{:?}", report.verify);
+        if mode == "postcopy" {
+            assert!(report.verify.excluded_free_pages > 0, "nothing was given back before it had come");
+        }
+        site.moved();
+        site.nothing_is_left_there();
+        site.checker_is_well();
+    }
 }

@@ -123,6 +123,7 @@ impl Session<'_> {
                 Request::Complete { verify } => self.complete(pager, arrivals, *verify),
                 Request::ChunkDigests { first, count } => chunk_digests(pager, *first, *count),
                 Request::PageDigests { chunk } => pager.page_digests(*chunk).map(Reply::Digests),
+                Request::GivenBack { chunk } => given_back(pager, *chunk),
                 Request::Release => {
                     self.finish(pager);
                     self.control.answer(&request, &Reply::Released)?;
@@ -177,6 +178,13 @@ impl Session<'_> {
             self.host.paged(self.id);
         }
     }
+}
+
+fn given_back(pager: &Pager, chunk: ChunkIndex) -> Result<Reply, MigrateError> {
+    if chunk.0 >= pager.ram().layout().chunks() {
+        return Err(MigrateError::Reply("discards of a chunk that this machine does not have"));
+    }
+    Ok(Reply::GivenBack(pager.given_back(chunk).to_bytes()))
 }
 
 fn chunk_digests(pager: &Pager, first: ChunkIndex, count: u32) -> Result<Reply, MigrateError> {

@@ -46,7 +46,7 @@ use super::postcopy::pending::Pending;
 use super::rounds::Rounds;
 use super::throttle::Throttle;
 use super::track::Tracker;
-use super::verify;
+use super::verify::{self, Compared};
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
 use crate::transport::connection::Connection;
@@ -141,7 +141,7 @@ impl Switchover<'_> {
         }
         let saved = device_began.elapsed();
         let verify_began = Instant::now();
-        let verify = if self.verify { verify::compare(link, rounds.ram)? } else { report::Verify::default() };
+        let verify = if self.verify { Self::same(link, rounds)? } else { report::Verify::default() };
         let verify_time = verify_began.elapsed();
         if let Some(ended) = vmm.ended() {
             return Err(ended.into());
@@ -239,6 +239,15 @@ impl Switchover<'_> {
         let load = Request::LoadPostcopy(last);
         link.control.send(&load)?;
         Ok(Left { load, account: Residue { pages, bytes, took: began.elapsed() } })
+    }
+
+    /// Both sides are the same, page by page.
+    fn same(link: &mut Link, rounds: &Rounds) -> Result<report::Verify, MigrateError> {
+        let verify = verify::compare(link, rounds.ram, Compared::InThePause)?;
+        match verify.mismatches {
+            0 => Ok(verify),
+            mismatches => Err(MigrateError::Mismatch { mismatches, pages: verify.pages }),
+        }
     }
 
     /// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which the guest

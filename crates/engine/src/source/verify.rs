@@ -1,8 +1,11 @@
-//! The comparison of both sides, with the guest stopped.
+//! The comparison of both sides: in the pause, or after the last page by what the guest at the destination first saw.
+
+use std::time::Duration;
 
 use sterna_api::report::Verify;
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, Reply, Request};
+use sterna_protocol::pages::PageSet;
 
 use super::link::Link;
 use crate::error::MigrateError;
@@ -13,13 +16,27 @@ use crate::transport::control::REPLY_TIMEOUT;
 const BATCH: u32 = 16_384;
 const _: () = assert!(BATCH <= MAX_DIGEST_CHUNKS);
 
-/// Compares every page of both sides. Both compute their digests at the same time.
+/// How long the destination's VMM may take from giving a page back to having it logged: then it is asked once more.
+const LOGGED: Duration = Duration::from_millis(100);
+
+/// When both sides are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compared {
+    /// In the pause: no guest runs.
+    InThePause,
+    /// After the last page, by what the guest at the destination first saw. Where it saw zeros because it had given the page back, the page is
+    /// left out.
+    AsFirstSeen,
+}
+
+/// Compares every page of both sides. Both compute their digests at the same time. The result says how many differ.
 ///
 /// # Errors
-/// [`MigrateError::Mismatch`] where a page differs; else what went wrong on the way.
-pub fn compare(link: &mut Link, ram: &Ram) -> Result<Verify, MigrateError> {
+/// What went wrong on the way.
+pub fn compare(link: &mut Link, ram: &Ram, when: Compared) -> Result<Verify, MigrateError> {
     let digesting = || MigrateError::host("reading the guest's RAM to compare it");
-    let (chunks, mut mismatches) = (ram.layout().chunks(), 0);
+    let chunks = ram.layout().chunks();
+    let mut verify = Verify { checked: true, pages: ram.layout().pages(), ..Verify::default() };
     for first in (0..chunks).step_by(BATCH as usize) {
         let count = BATCH.min(chunks - first);
         let request = Request::ChunkDigests { first: ChunkIndex(first), count };
@@ -33,16 +50,40 @@ pub fn compare(link: &mut Link, ram: &Ram) -> Result<Verify, MigrateError> {
             let chunk = ChunkIndex(chunk);
             let ours = ram.page_digests(chunk).map_err(digesting())?;
             let theirs = digests(link.control.ask(&Request::PageDigests { chunk }, REPLY_TIMEOUT)?, ours.len())?;
-            let differing: Vec<usize> = (0..ours.len()).filter(|&page| ours[page] != theirs[page]).collect();
-            tracing::error!(chunk = chunk.0, pages = ?differing, "pages differ");
-            mismatches += differing.len() as u64;
+            let differing = (0..ours.len()).filter(|&page| ours[page] != theirs[page]).map(|page| page as u8);
+            let mut differing: PageSet = differing.collect();
+            if when == Compared::AsFirstSeen {
+                let zeros = differing.iter().filter(|page| theirs[usize::from(*page)] == 0).collect();
+                let excluded = given_back(link, chunk, &zeros)?;
+                differing = differing.without(&excluded);
+                verify.excluded_free_pages += excluded.len() as u64;
+            }
+            if !differing.is_empty() {
+                tracing::error!(chunk = chunk.0, pages = ?differing.iter().collect::<Vec<_>>(), "pages differ");
+                verify.mismatches += differing.len() as u64;
+            }
         }
     }
-    let pages = ram.layout().pages();
-    if mismatches > 0 {
-        return Err(MigrateError::Mismatch { mismatches, pages });
+    verify.pages -= verify.excluded_free_pages;
+    Ok(verify)
+}
+
+/// Those of the pages, which were zeros at the destination's guest's first sight, that it had given back.
+fn given_back(link: &mut Link, chunk: ChunkIndex, zeros: &PageSet) -> Result<PageSet, MigrateError> {
+    if zeros.is_empty() {
+        return Ok(PageSet::EMPTY);
     }
-    Ok(Verify { checked: true, pages, excluded_free_pages: 0, mismatches: 0 })
+    let mut ask = || match link.control.ask(&Request::GivenBack { chunk }, REPLY_TIMEOUT)? {
+        Reply::GivenBack(set) => Ok(PageSet::from_bytes(&set).and(zeros)),
+        _ => Err(MigrateError::Reply("another reply than which pages were given back")),
+    };
+    let known = ask()?;
+    if known == *zeros {
+        return Ok(known);
+    }
+    // A discard is logged after it was done: its thread may have been between the two.
+    std::thread::sleep(LOGGED);
+    ask()
 }
 
 fn digests(reply: Reply, expected: usize) -> Result<Vec<u64>, MigrateError> {

@@ -196,6 +196,7 @@ impl vmm::Source for SourceVmm {
 struct DestinationVmm {
     /// The guest's RAM, and the pages that loading the devices reads.
     touched: (Arc<SharedMapping>, Vec<u64>),
+    at_start: Option<GuestProgram>,
     refuse_state: bool,
     dies_when_loaded: bool,
     stream: Option<UnixStream>,
@@ -230,6 +231,9 @@ impl vmm::Destination for DestinationVmm {
     }
 
     fn start(&mut self) -> Result<EventTime, VmmError> {
+        if let Some(program) = self.at_start.take() {
+            program(Arc::clone(&self.touched.0));
+        }
         self.running.store(true, Ordering::Release);
         Ok(EventTime(now_us()))
     }
@@ -248,8 +252,14 @@ pub struct Destination {
     pub postcopy: AtomicBool,
     /// What its guest does from its start on, with its RAM.
     pub guest: Mutex<Option<GuestProgram>>,
+    /// What it does before anything else can be done with its pages.
+    pub at_start: Mutex<Option<GuestProgram>>,
     /// Pages that loading the devices reads.
     pub touched: Mutex<Vec<u64>>,
+    /// What its guest gave back, as the agent logs it.
+    pub discards: Arc<Mutex<Vec<Discard>>>,
+    /// Whether its log overflows.
+    pub overflow: Arc<AtomicBool>,
     /// Whether the guest has ended there, whatever is missing.
     pub guest_gone: AtomicBool,
     /// The map of missing pages of the guest that came last.
@@ -326,7 +336,8 @@ impl DestinationHost for Destination {
             if !self.postcopy.load(Ordering::Acquire) {
                 return Err(Problem::new("no-postcopy", Blame::Host, "this host cannot"));
             }
-            let inside = InsideSelf::default();
+            let (discards, overflow) = (Arc::clone(&self.discards), Arc::clone(&self.overflow));
+            let inside = InsideSelf { discards, overflow, ..InsideSelf::default() };
             inside.mappings.lock().unwrap().push(Arc::clone(&mapping));
             let missing = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
             *self.missing.lock().unwrap() = Some(missing.try_clone().expect("a descriptor"));
@@ -334,6 +345,7 @@ impl DestinationHost for Destination {
         });
         let vmm = DestinationVmm {
             touched: (mapping, self.touched.lock().unwrap().clone()),
+            at_start: self.at_start.lock().unwrap().take(),
             refuse_state: self.refuse_state.load(Ordering::Acquire),
             dies_when_loaded: self.dies_when_loaded.load(Ordering::Acquire),
             stream: None,

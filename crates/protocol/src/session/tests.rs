@@ -98,6 +98,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         }
         Request::FinalRoundEnd { .. } => Reply::Arrived { suspects: vec![] },
         Request::ChunkDigests { .. } | Request::PageDigests { .. } => Reply::Digests(vec![0]),
+        Request::GivenBack { .. } => Reply::GivenBack([0; 32]),
         Request::Load => Reply::Loaded,
         Request::Commit => Reply::Running { start_us: 0, cpu_us: 0 },
         Request::Abort => Reply::Aborted { problem: None },
@@ -394,6 +395,9 @@ fn a_source_never_owns_a_guest_again_that_pages_follow() {
         }
     }
     assert!(request(State::Paging, &Request::Release).is_err(), "not before every page is there");
+    let given_back = Request::GivenBack { chunk: ChunkIndex(0) };
+    assert!(request(State::Placed, &given_back).is_err(), "no guest runs there");
+    assert_eq!(reply(State::Completed, &given_back, &Reply::GivenBack([0; 32])), Ok(State::Completed));
     assert!(request(State::Copying, &Request::Resume { id: 1, streams: 1 }).is_err());
     assert!(request(State::Begun, &Request::Missing { first: ChunkIndex(0) }).is_err());
 }

@@ -10,7 +10,7 @@ use crate::error::MigrateError;
 
 impl Pager {
     /// Puts the bodies of full pages, in order, and zeros into their places, and lets the guest see them. Pages that have arrived before are left as the
-    /// guest has them now.
+    /// guest has them now; those that it gave back become holes.
     ///
     /// # Errors
     /// No memory, or the VMM has ended. What was not placed is still missing.
@@ -21,14 +21,16 @@ impl Pager {
         zero: &PageSet,
     ) -> Result<(), MigrateError> {
         let claim = Claim::take(self, chunk, &pages[0].0.or(pages[1].0).or(zero));
-        let zero = zero.and(&claim.pages);
+        // They are missing, so the guest has not written them since.
+        let unwanted = self.unwanted(chunk);
+        let zero = zero.or(&unwanted).and(&claim.pages);
         if !zero.is_empty() {
             // An earlier round may have left something there. Nobody sees the hole before the page counts as arrived.
             self.ram.punch(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
         }
         let mut shown = PageSet::EMPTY;
         for (set, bodies) in pages {
-            let own = set.and(&claim.pages);
+            let own = set.and(&claim.pages).without(&unwanted);
             let write = |pages: &PageSet, bodies: &[u8]| {
                 self.ram.write(chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))
             };

@@ -33,6 +33,9 @@ mod arrive;
 /// Pages as the guest first saw them.
 mod shown;
 
+/// Pages that the guest gives back meanwhile.
+mod given_back;
+
 use std::collections::HashMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -51,6 +54,7 @@ use sterna_sys::pagemap::{Categories, Pagemap, Scan};
 use sterna_sys::userfaultfd::{Features, Modes, Stopped, Userfaultfd};
 
 use self::account::Account;
+use self::given_back::GivenBack;
 use self::missing::Missing;
 use self::shown::Shown;
 use crate::error::MigrateError;
@@ -70,6 +74,8 @@ pub struct Pager {
     spans: Vec<Range<u64>>,
     userfaultfd: Userfaultfd,
     inside: Mutex<Box<dyn Inside>>,
+    /// Locked before `inside`.
+    given_back: Mutex<GivenBack>,
     pagemap: Pagemap,
     state: Mutex<State>,
     changed: Condvar,
@@ -175,12 +181,13 @@ impl Pager {
         missing: Missing,
         shown: Option<Shown>,
     ) -> Result<Arc<Self>, MigrateError> {
+        let files = ram.files().map_err(MigrateError::host("looking at the guest's RAM files"));
         let made = Pagemap::open(inside.pid()).map_err(MigrateError::vmm_process("opening QEMU's page tables"));
         let wake_up = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| MigrateError::host("making an event descriptor")(error.into()));
-        let (pagemap, wake_up) = match (made, wake_up) {
-            (Ok(pagemap), Ok(wake_up)) => (pagemap, wake_up),
-            (Err(error), _) | (_, Err(error)) => {
+        let (files, pagemap, wake_up) = match (files, made, wake_up) {
+            (Ok(files), Ok(pagemap), Ok(wake_up)) => (files, pagemap, wake_up),
+            (Err(error), ..) | (_, Err(error), _) | (.., Err(error)) => {
                 // With pages missing the descriptor must outlive this: another daemon may have more luck.
                 if missing.left() == 0 {
                     inside.close();
@@ -201,11 +208,13 @@ impl Pager {
             attached: false,
             missing,
         };
+        let given_back = Mutex::new(GivenBack::nothing(files, ram.layout()));
         let pager = Arc::new(Self {
             ram,
             spans,
             userfaultfd,
             inside: Mutex::new(inside),
+            given_back,
             pagemap,
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -233,6 +242,8 @@ impl Pager {
     /// No memory for the map, or the VMM has mapped pages meanwhile and does not let them go.
     pub fn begin(&self, residue: PageMap) -> Result<(), MigrateError> {
         self.unmap_early()?;
+        // Before anything is missing: whatever was given back so far says nothing of what is to come.
+        self.with_inside(|given_back, inside| given_back.begin(inside));
         let mut state = self.lock();
         state
             .missing
@@ -355,6 +366,34 @@ impl Pager {
     /// As [`Self::chunk_digest`].
     pub fn page_digests(&self, chunk: ChunkIndex) -> Result<Vec<u64>, MigrateError> {
         self.with_shown(|shown| shown.page_digests(&self.ram, chunk))
+    }
+
+    /// Pages of a chunk that the guest may have given back since its start here: what it saw of them may be zeros whatever the source has.
+    #[must_use]
+    pub fn given_back(&self, chunk: ChunkIndex) -> PageSet {
+        self.with_inside(|given_back, inside| {
+            given_back.look(inside, self.ram.layout());
+            given_back.possible(chunk, self.ram.layout())
+        })
+    }
+
+    /// Those of a chunk that are known to be given back, so that what was in them is wanted no more.
+    fn unwanted(&self, chunk: ChunkIndex) -> PageSet {
+        let given_back = self.given_back.lock().unwrap_or_else(PoisonError::into_inner);
+        if !given_back.is_due() {
+            return *given_back.known(chunk);
+        }
+        drop(given_back);
+        self.with_inside(|given_back, inside| {
+            given_back.look(inside, self.ram.layout());
+            *given_back.known(chunk)
+        })
+    }
+
+    fn with_inside<T>(&self, look: impl FnOnce(&mut GivenBack, &mut dyn Inside) -> T) -> T {
+        let mut given_back = self.given_back.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inside = self.inside.lock().unwrap_or_else(PoisonError::into_inner);
+        look(&mut given_back, inside.as_mut())
     }
 
     fn with_shown<T>(&self, look: impl FnOnce(&mut Shown) -> std::io::Result<T>) -> Result<T, MigrateError> {

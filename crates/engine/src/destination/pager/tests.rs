@@ -4,12 +4,13 @@ use std::fs::File;
 use std::sync::atomic::AtomicU64;
 
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use sterna_protocol::spec::BlockSpec;
 use sterna_sys::map::SharedMapping;
 use sterna_sys::userfaultfd::{self, Features};
 
 use super::*;
-use crate::agent::Discards;
+use crate::agent::{Discard, Discards};
 
 const PAGES: u64 = 1024;
 
@@ -27,6 +28,7 @@ fn works() -> bool {
 struct Here {
     kept: Arc<Mutex<Option<OwnedFd>>>,
     mapping: Arc<SharedMapping>,
+    log: Arc<Mutex<Vec<Discard>>>,
 }
 
 impl Inside for Here {
@@ -51,7 +53,7 @@ impl Inside for Here {
     }
 
     fn discards(&mut self) -> Discards {
-        Discards::Ranges(Vec::new())
+        Discards::Ranges(std::mem::take(&mut *self.log.lock().unwrap()))
     }
 
     fn close(&mut self) {
@@ -71,7 +73,7 @@ impl Guest {
         file.set_len(PAGES * 4096).unwrap();
         let mapping = Arc::new(SharedMapping::new(&file, PAGES * 4096, Access::ReadWrite).unwrap());
         let map = tempfile::tempfile_in("/dev/shm").unwrap();
-        Self { here: Here { kept: Arc::default(), mapping }, file, map }
+        Self { here: Here { kept: Arc::default(), mapping, log: Arc::default() }, file, map }
     }
 
     fn blocks(&self) -> Vec<BlockFile> {
@@ -91,6 +93,16 @@ impl Guest {
     /// What an earlier round has put there.
     fn round(&self, page: u64, byte: u8) {
         std::os::unix::fs::FileExt::write_all_at(&self.file, &[byte; 4096], page * 4096).unwrap();
+    }
+
+    /// The guest gives back a page, as QEMU does it and the agent logs it.
+    fn gives_back(&self, page: u64) {
+        let range = page * 4096..(page + 1) * 4096;
+        sterna_sys::file::punch(&self.file, range.clone()).unwrap();
+        self.here.mapping.dont_need(range.clone()).unwrap();
+        let file = self.file.metadata().unwrap();
+        let (device, inode) = (file.dev(), file.ino());
+        self.here.log.lock().unwrap().push(Discard { device, inode, offset: range.start, length: 4096 });
     }
 
     /// A thread of the guest that looks at a page; it says what it found.
@@ -280,6 +292,103 @@ fn both_sides_are_compared_by_what_the_guest_first_saw() {
     let seen: Vec<_> = pager.ram().layout().iter().map(|chunk| pager.chunk_digest(chunk).unwrap()).collect();
     assert_eq!(seen, expected);
     pager.end();
+}
+
+#[test]
+fn a_page_that_the_guest_gave_back_stays_a_hole_whatever_comes_for_it() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(true);
+    guest.round(1, 1);
+    pager.begin(residue(&pager, [1, 2, 3])).unwrap();
+    guest.gives_back(1);
+    guest.gives_back(2);
+    std::thread::sleep(Duration::from_millis(10));
+    // It wants one of them again, and waits for it as for any other.
+    let again = guest.looks(2);
+    waits_for(&pager, 2);
+    let both: PageSet = [1, 2, 3].into_iter().collect();
+    pager.place(at(1).chunk, [(&both, &[5; 3 * 4096]), (&PageSet::EMPTY, &[])], &PageSet::EMPTY).unwrap();
+    assert_eq!(again.join().unwrap(), [0; 16]);
+    assert_eq!(pager.missing(), 0);
+    assert!(!pager.ram().allocated_in(at(1).chunk).unwrap().contains(1), "memory for what nobody wants");
+    guest.here.mapping.copy_in(4096, &[9; 16]).unwrap();
+    arrives(&pager, 1, 6);
+    assert_eq!((guest.looks(1).join().unwrap(), guest.looks(3).join().unwrap()), ([9; 16], [5; 16]));
+    assert_eq!(pager.given_back(at(1).chunk).iter().collect::<Vec<_>>(), [1, 2]);
+    pager.end();
+}
+
+#[test]
+fn what_was_given_back_before_the_residue_was_known_is_still_to_come() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(false);
+    guest.gives_back(4);
+    pager.begin(residue(&pager, [4])).unwrap();
+    std::thread::sleep(Duration::from_millis(10));
+    arrives(&pager, 4, 3);
+    assert_eq!(guest.looks(4).join().unwrap(), [3; 16]);
+    pager.end();
+}
+
+#[test]
+fn a_page_given_back_in_part_is_brought_and_one_of_another_file_is_not_ours() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(false);
+    pager.begin(residue(&pager, [1, 2, 3])).unwrap();
+    let file = guest.file.metadata().unwrap();
+    let (device, inode) = (file.dev(), file.ino());
+    guest.here.log.lock().unwrap().extend([
+        Discard { device, inode, offset: 4096 + 512, length: 8192 },
+        Discard { device, inode: inode + 1, offset: 0, length: 1 << 20 },
+        Discard { device, inode, offset: u64::MAX - 4096, length: u64::MAX },
+        Discard { device, inode, offset: 3 * 4096, length: 4095 },
+    ]);
+    assert_eq!(pager.given_back(at(1).chunk).iter().collect::<Vec<_>>(), [2]);
+    [1, 2, 3].into_iter().for_each(|page| arrives(&pager, page, 7));
+    assert_eq!([1, 2, 3].map(|page| guest.looks(page).join().unwrap()[0]), [7, 0, 7]);
+    pager.end();
+}
+
+#[test]
+fn a_guest_that_gives_back_and_takes_again_what_is_coming_finds_nothing_but_its_own_or_zeros() {
+    if !works() {
+        return;
+    }
+    for verify in [false, true] {
+        let guest = Guest::new();
+        let pager = guest.pager(verify);
+        (0..PAGES).step_by(2).for_each(|page| guest.round(page, 1));
+        pager.begin(residue(&pager, 0..PAGES)).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| (0..PAGES).for_each(|page| arrives(&pager, page, 2)));
+            for share in 0..2 {
+                let guest = &guest;
+                scope.spawn(move || {
+                    for page in (0..PAGES).rev().skip(share).step_by(2) {
+                        let (at, mut found) = (page * 4096, [0; 16]);
+                        guest.gives_back(page);
+                        guest.here.mapping.copy_out(at..at + 16, &mut found);
+                        assert!(found == [0; 16] || found == [2; 16], "page {page}: {found:?}");
+                        guest.here.mapping.copy_in(at, &[100; 16]).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(pager.missing(), 0);
+        for page in 0..PAGES {
+            assert_eq!(guest.looks(page).join().unwrap(), [100; 16], "what the guest wrote last stays, page {page}");
+        }
+        pager.end();
+    }
 }
 
 #[test]

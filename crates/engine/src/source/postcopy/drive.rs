@@ -15,7 +15,7 @@ use super::{Context, Work, no_thread, push};
 use crate::error::MigrateError;
 use crate::source::link::Link;
 use crate::source::send::Stream;
-use crate::source::verify;
+use crate::source::verify::{self, Compared};
 use crate::transport::control::REPLY_TIMEOUT;
 
 /// How often the destination is asked how far it is.
@@ -173,12 +173,7 @@ impl Session {
         let verifiable = verify && account.verifiable;
         let done = completed.insert(Completed { account: *account, verify: Verify::default(), at });
         if verifiable {
-            done.verify = match verify::compare(&mut self.link, &context.work.ram) {
-                Err(MigrateError::Mismatch { mismatches, pages }) => {
-                    Verify { checked: true, pages, mismatches, excluded_free_pages: 0 }
-                }
-                compared => compared?,
-            };
+            done.verify = verify::compare(&mut self.link, &context.work.ram, Compared::AsFirstSeen)?;
         }
         self.link.control.ask(&Request::Release, REPLY_TIMEOUT).map(drop)
     }
