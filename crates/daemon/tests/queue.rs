@@ -119,6 +119,30 @@ fn a_gang_larger_than_every_limit_arrives() {
 }
 
 #[test]
+fn a_machine_whose_lost_destination_has_its_guest_holds_up_nobody_and_goes_on_when_that_is_back() {
+    if cannot_run() {
+        return;
+    }
+    let a = host_with("max_outgoing = 1", &["m1", "m2"]);
+    let (mut lost, free) = (Host::start(), Host::start());
+    let follow = json!({ "mode": "postcopy", "postcopy_bandwidth_bytes_per_s": 96 << 10, "streams": 1 });
+    let first = a.migrate(&["m1"], &lost.address(), follow);
+    eventually("its pages follow it", || migration(&a, "m1")["phase"] == "postcopy");
+    lost.kill_daemon();
+    let second = a.migrate(&["m2"], &free.address(), json!({}));
+    eventually("the second waits", || waits_for(&a, "m2", "other migrations of this host"));
+    all_completed(&a.ended(second));
+    assert!(waits_for(&a, "m1", &lost.address()), "{}", migration(&a, "m1"));
+    let running = |count| a.get("/metrics").to_string().contains(&format!("direction=\\\"out\\\"}} {count}"));
+    assert!(running(0), "who waits is not under way");
+    lost.start_daemon();
+    eventually("it goes on", || running(1));
+    all_completed(&a.ended(first));
+    eventually("both places are free", || running(0));
+    assert_eq!((lost.names(), free.names()), (vec!["m1".to_owned()], vec!["m2".to_owned()]));
+}
+
+#[test]
 fn a_machine_that_ends_while_it_waits_leaves_the_queue() {
     if cannot_run() {
         return;

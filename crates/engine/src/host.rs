@@ -133,4 +133,11 @@ pub trait SourceHost: Send + Sync {
     fn peer_now(&self, _id: MigrationId) -> Option<String> {
         None
     }
+
+    /// The destination has not answered for some seconds, and its guest runs there: until [`destination_back`](Self::destination_back) the
+    /// migration only waits, perhaps for long.
+    fn destination_lost(&self) {}
+
+    /// It answers again: pages go on at once.
+    fn destination_back(&self) {}
 }

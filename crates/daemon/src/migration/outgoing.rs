@@ -282,4 +282,12 @@ impl SourceHost for Here<'_> {
     fn peer_now(&self, id: MigrationId) -> Option<String> {
         peer_now(self.daemon, id)
     }
+
+    fn destination_lost(&self) {
+        self.turn.pauses();
+    }
+
+    fn destination_back(&self) {
+        self.turn.goes_on();
+    }
 }

@@ -4,8 +4,12 @@
 //! the line: meanwhile it holds none of this host's places, and those that go elsewhere pass it. So a full destination holds up
 //! nobody else, and two hosts that empty themselves into each other never wait in a circle: whoever holds a place at either end
 //! is moving. The first in line for a full destination asks again after a second or so, and at once when one of ours has ended there.
+//!
+//! One whose guest runs at a destination that is lost, and waits there for its pages, may have to wait for long: meanwhile it holds no place
+//! either. When its pages go on, they go on at once, were all places taken by now: a guest stands still for them.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -146,7 +150,7 @@ impl Ticket {
                 }
                 // There may be another free place, and the next in line has been waiting for this one to go.
                 self.queue.changed.notify_all();
-                return Some(Turn { ticket: self, full: None });
+                return Some(Turn { ticket: self, full: None, left: AtomicBool::new(false) });
             }
             let wait = line.wait(self.number, &self.to);
             let left = line.full.get(&self.to).map(|full| full.until.saturating_duration_since(now));
@@ -171,6 +175,8 @@ pub struct Turn<'a> {
     ticket: &'a Ticket,
     /// Why the destination takes no more, where it said so.
     full: Option<String>,
+    /// Whether the place is given back for the time being.
+    left: AtomicBool,
 }
 
 impl Turn<'_> {
@@ -180,6 +186,21 @@ impl Turn<'_> {
         line.waiting.remove(&self.ticket.number);
         line.full.remove(&self.ticket.to);
         self.ticket.queue.changed.notify_all();
+    }
+
+    /// Gives the place back until [`goes_on`](Self::goes_on): it moves nothing, for nobody knows how long.
+    pub fn pauses(&self) {
+        if !self.left.swap(true, Ordering::AcqRel) {
+            self.ticket.queue.lock().under_way -= 1;
+            self.ticket.queue.changed.notify_all();
+        }
+    }
+
+    /// Takes a place again, and does not wait for one.
+    pub fn goes_on(&self) {
+        if self.left.swap(false, Ordering::AcqRel) {
+            self.ticket.queue.lock().under_way += 1;
+        }
     }
 
     /// The destination takes no more at present, for this reason: back into the line, to the old place.
@@ -192,7 +213,7 @@ impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let Ticket { queue, number, to } = self.ticket;
         let mut line = queue.lock();
-        line.under_way -= 1;
+        line.under_way -= usize::from(!*self.left.get_mut());
         match self.full.take() {
             Some(why) => {
                 let pause = ASK_AGAIN + Duration::from_millis((random_u128() % JITTER_MS) as u64);
@@ -210,8 +231,6 @@ impl Drop for Turn<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use super::*;
 
     /// Whose turn it is now, without waiting for it.
@@ -279,6 +298,28 @@ mod tests {
         assert!(now(&second).is_none());
         drop(running);
         assert!(now(&second).is_some());
+    }
+
+    #[test]
+    fn who_waits_for_a_lost_destination_holds_no_place_and_goes_on_without_waiting_for_one() {
+        let queue = queue(1);
+        let [first, second, third] = ["lost", "x", "x"].map(|to| queue.join(to));
+        let waits = now(&first).unwrap();
+        waits.accepted();
+        waits.pauses();
+        waits.pauses();
+        let running = now(&second).expect("there is a place");
+        running.accepted();
+        assert_eq!(queue.counts(), Counts { waiting: 1, under_way: 1 });
+        waits.goes_on();
+        waits.goes_on();
+        assert_eq!(queue.counts().under_way, 2, "its guest stands still: it does not wait");
+        drop(running);
+        assert!(now(&third).is_none(), "its place is taken");
+        waits.pauses();
+        drop(waits);
+        assert_eq!(queue.counts().under_way, 0, "what was given back is not given back again");
+        assert!(now(&third).is_some());
     }
 
     #[test]

@@ -24,6 +24,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// How often a pause looks whether the destination is elsewhere now, or nobody waits any more.
 const LOOK: Duration = Duration::from_millis(100);
+/// A destination that has not answered for so long is lost for the time being: a daemon started anew is there sooner.
+const LOST: Duration = Duration::from_secs(3);
 /// How long it is tried to tell the destination that it has everything, once it has said so.
 const FAREWELL: Duration = Duration::from_secs(20);
 /// The destination has every page.
@@ -126,7 +128,7 @@ impl<'a> Journey<'a> {
         }
         self.interruptions += 1;
         tracing::warn!(migration = %context.id, %error, "the pages' way to the destination is lost");
-        let mut pause = FIRST_PAUSE;
+        let (mut pause, mut lost) = (FIRST_PAUSE, false);
         let result = loop {
             let peer = self.peer();
             let waiting_for = format!("the destination at {peer}: {error}");
@@ -147,8 +149,15 @@ impl<'a> Journey<'a> {
             if let Some(ended) = last_word(&error) {
                 break Err(Box::new(ended));
             }
+            if !lost && since.elapsed() >= LOST {
+                lost = true;
+                context.host.destination_lost();
+            }
             self.pause(&mut pause, &peer);
         };
+        if lost {
+            context.host.destination_back();
+        }
         self.interrupted += since.elapsed();
         context.monitor.update(|progress| (progress.waiting_for, progress.waiting_ms) = (None, None));
         if result.is_ok() {
