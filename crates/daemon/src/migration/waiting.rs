@@ -13,7 +13,11 @@ use crate::vms::{Daemon, Hold, VmRecord, control};
 
 /// The first pause between two questions; each is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
-/// The longest.
+/// The longest in the first minute: where the guest was taken it runs there, and waits for pages of here until the answer is known.
+const LONGEST_AT_FIRST: Duration = Duration::from_millis(500);
+/// How long that is so.
+const AT_FIRST: Duration = Duration::from_secs(60);
+/// The longest after it.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// What became of a migration: asked for until the peer answers.
@@ -90,12 +94,18 @@ fn ask(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, question: &Ques
             Ok(verdict) => return settle(daemon, record, id, verdict, &peer),
             Err(error) => {
                 tracing::debug!(vm = %record.name, peer, %error, "no verdict yet");
-                pause = if question.pause(pause) { FIRST_PAUSE } else { (pause * 2).min(LONGEST_PAUSE) };
+                let hurried = question.pause(pause);
+                pause = if hurried { FIRST_PAUSE } else { longer(pause, question.elapsed()) };
             }
         }
     }
     // Given up by force: then nobody needs the record.
     daemon.records.remove(id);
+}
+
+/// The pause after one of that length, where it has been asked for so long.
+fn longer(pause: Duration, asked_for: Duration) -> Duration {
+    (pause * 2).min(if asked_for < AT_FIRST { LONGEST_AT_FIRST } else { LONGEST_PAUSE })
 }
 
 fn still_waiting(daemon: &Daemon, record: &VmRecord) -> bool {
@@ -126,5 +136,24 @@ fn settle(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, verdict: Ver
             }
             belongs_here(daemon, record, id);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_that_is_back_within_a_minute_is_asked_within_half_a_second() {
+        let (mut asked_for, mut pause) = (Duration::ZERO, FIRST_PAUSE);
+        while asked_for < AT_FIRST {
+            assert!(pause <= Duration::from_millis(500), "{pause:?} after {asked_for:?}");
+            asked_for += pause;
+            pause = longer(pause, asked_for);
+        }
+        for _ in 0..6 {
+            pause = longer(pause, asked_for);
+        }
+        assert_eq!(pause, LONGEST_PAUSE, "nobody is asked twice a second for days");
     }
 }
