@@ -31,6 +31,11 @@ pub struct Report {
     pub mode: String,
     /// How it ended.
     pub status: Status,
+    /// Whether it tells of the end only: while pages followed the guest the source's daemon was started again, or it had to wait to learn that
+    /// the guest was taken; and what was done before (rounds,
+    /// downtime, pages and bytes sent until then, time) is in no report. The numbers are of what was done since, but for `faults` and
+    /// `postcopy.ms`, which the destination counts.
+    pub partial: bool,
     /// From the accepted request to the guest running at the destination with no page left at the source.
     pub total_ms: f64,
     /// From the guest's stop at the source to its start at the destination, by QEMU's own events.

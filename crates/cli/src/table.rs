@@ -15,6 +15,12 @@ pub fn text_of(table: &Table) -> String {
 /// A report for people.
 pub fn show(report: &Report) -> String {
     let mut text = match report.status {
+        Status::Completed if report.partial => format!(
+            "{}: moved to {}; this report tells of its last pages only, which took {:.2} s\n",
+            report.vm,
+            report.destination.address,
+            report.total_ms / 1e3,
+        ),
         Status::Completed => format!(
             "{}: moved to {} in {:.2} s, the guest stood still for {:.1} ms\n",
             report.vm,
@@ -42,14 +48,9 @@ pub fn failure(report: &Report) -> Option<String> {
     Some(format!("{}  guest:   {}\n", describe(&report.vm, problem), whereabouts(problem)))
 }
 
-fn numbers(report: &Report) -> String {
-    let mut table = Table::new();
-    table.load_style(NOTHING);
-    let pages = &report.pages;
+/// What it and its parts took; known of a whole migration only.
+fn times(table: &mut Table, report: &Report) {
     let downtime = &report.downtime;
-    let seconds = report.total_ms / 1e3;
-    let rate = if seconds > 0.0 { (report.bytes_on_wire as f64 / seconds) as u64 } else { 0 };
-    table.add_row(["mode".into(), report.mode.clone()]);
     table.add_row([
         "time".into(),
         format!(
@@ -72,12 +73,26 @@ fn numbers(report: &Report) -> String {
             downtime.start_ms
         ),
     ]);
+}
+
+fn numbers(report: &Report) -> String {
+    let mut table = Table::new();
+    table.load_style(NOTHING);
+    let pages = &report.pages;
+    let seconds = report.total_ms / 1e3;
+    let rate = if seconds > 0.0 { (report.bytes_on_wire as f64 / seconds) as u64 } else { 0 };
+    table.add_row(["mode".into(), report.mode.clone()]);
+    if report.partial {
+        table.add_row(["time".into(), format!("{:.1} ms for the last pages", report.total_ms)]);
+    } else {
+        times(&mut table, report);
+    }
     table.add_row([
         "on the wire".into(),
         format!("{} ({} on average)", show_size(report.bytes_on_wire), show_rate(rate)),
     ]);
-    table
-        .add_row(["RAM".into(), format!("{} pages, {} allocated", report.ram.total_pages, report.ram.allocated_pages)]);
+    let allocated = format!("{} pages, {} allocated", report.ram.total_pages, report.ram.allocated_pages);
+    table.add_row(["RAM".into(), if report.partial { format!("{} pages", report.ram.total_pages) } else { allocated }]);
     table.add_row([
         "pages".into(),
         format!(
@@ -94,7 +109,10 @@ fn numbers(report: &Report) -> String {
         table.add_row([name.into(), words]);
     }
     if report.verify.checked {
-        let result = format!("{} pages compared, {} differ", report.verify.pages, report.verify.mismatches);
+        let mut result = format!("{} pages compared, {} differ", report.verify.pages, report.verify.mismatches);
+        if report.verify.excluded_free_pages > 0 {
+            result.push_str(&format!(", {} left out that the guest gave up", report.verify.excluded_free_pages));
+        }
         table.add_row(["verify".into(), result]);
     }
     text_of(&table)
@@ -125,11 +143,13 @@ fn postcopy(report: &Report) -> Vec<(&'static str, String)> {
     let (after, faults, pages) = (&report.postcopy, &report.faults, &report.pages);
     let mut rows = Vec::new();
     if after.residue_pages > 0 || pages.faulted + pages.pushed > 0 {
-        let map = format!("a map of {} in {:.2} ms", show_size(after.residue_bytes), after.residue_ms);
-        rows.push((
-            "post-copy",
-            format!("{} pages left at the start ({map}), all there after {:.1} ms", after.residue_pages, after.ms),
-        ));
+        if !report.partial {
+            let map = format!("a map of {} in {:.2} ms", show_size(after.residue_bytes), after.residue_ms);
+            rows.push((
+                "post-copy",
+                format!("{} pages left at the start ({map}), all there after {:.1} ms", after.residue_pages, after.ms),
+            ));
+        }
         rows.push((
             "pages after",
             format!("{} asked for, {} pushed, {} came twice", pages.faulted, pages.pushed, pages.duplicate),
@@ -250,6 +270,18 @@ mod tests {
         {
             assert!(text.contains(part), "{part}: {text}");
         }
+    }
+
+    #[test]
+    fn one_that_knows_the_end_only_says_so_and_tells_no_downtime() {
+        let mut report = Report { status: Status::Completed, partial: true, total_ms: 700.0, ..Report::default() };
+        (report.pages.pushed, report.ram.total_pages) = (55, 99);
+        let text = show(&report);
+        assert!(text.contains("last pages only") && text.contains("55 pushed"), "{text}");
+        assert!(
+            !text.contains("stood still") && !text.contains("downtime") && !text.contains("at the start"),
+            "{text}"
+        );
     }
 
     #[test]

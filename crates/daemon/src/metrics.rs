@@ -164,7 +164,8 @@ impl Metrics {
         self.migrations.get_or_create(&StatusLabel { status }).inc();
         self.sent.inc_by(report.bytes_on_wire);
         self.faults.inc_by(report.faults.count);
-        if report.status == Status::Completed {
+        // One that tells of the end only knows neither.
+        if report.status == Status::Completed && !report.partial {
             self.downtime.observe(report.downtime_ms / 1e3);
             self.total.observe(report.total_ms / 1e3);
         }
@@ -227,14 +228,20 @@ mod tests {
             ..Report::default()
         });
         metrics.migration_ended(&Report { status: Status::Cancelled, bytes_on_wire: 2, ..Report::default() });
+        metrics.migration_ended(&Report {
+            status: Status::Completed,
+            partial: true,
+            bytes_on_wire: 3,
+            ..Report::default()
+        });
         metrics.balloon_pressure(Pressure::LowMemory);
         let text = metrics.text(&[], Traffic { queued: 3, outgoing: 2, incoming: 1 });
         assert!(text.contains("sterna_balloon_pressure_total{what=\"low-memory\"} 1"), "{text}");
         assert!(text.contains("sterna_migrations_queued 3"), "{text}");
         assert!(text.contains("sterna_migrations_running{direction=\"in\"} 1"), "{text}");
-        assert!(text.contains("sterna_migrations_total{status=\"completed\"} 1"), "{text}");
+        assert!(text.contains("sterna_migrations_total{status=\"completed\"} 2"), "{text}");
         assert!(text.contains("sterna_migrations_total{status=\"cancelled\"} 1"), "{text}");
-        assert!(text.contains("sterna_migration_sent_bytes_total 7"), "{text}");
+        assert!(text.contains("sterna_migration_sent_bytes_total 10"), "{text}");
         assert!(text.contains("sterna_migration_downtime_seconds_count 1"), "{text}");
     }
 

@@ -46,6 +46,7 @@ fn both_ends_say_that_pages_follow_and_let_nothing_come_between() {
     assert_eq!(b.refused("POST", "/v1/vms/m/resume", &json!({})), "not-migrating");
     let report = &a.ended(id)[0];
     assert_eq!((&report["status"], &report["pages"]["duplicate"]), (&json!("completed"), &json!(0)), "{report}");
+    assert_eq!(report["partial"], false);
     whole_at(&b, &a);
     // As any other machine from now on.
     let back = b.ended(b.migrate(&["m"], &a.address(), json!({ "mode": "hybrid", "verify": true })));
@@ -64,7 +65,8 @@ fn a_source_daemon_that_is_killed_while_pages_follow_sends_the_rest_when_it_is_b
     a.start_daemon();
     whole_at(&b, &a);
     let job = &a.get("/v1/migrations")[0];
-    assert_eq!(job["migrations"][0]["status"], "completed", "{job}");
+    let report = &job["migrations"][0];
+    assert_eq!((&report["status"], &report["partial"]), (&json!("completed"), &json!(true)), "{report}");
 }
 
 #[test]

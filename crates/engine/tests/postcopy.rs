@@ -552,6 +552,7 @@ fn a_source_that_begins_anew_goes_on_with_what_is_missing() {
     let report = source::serve(left, &peer, &options, &source, &Monitor::new("guest")).unwrap();
     assert_eq!(report.status, Status::Completed, "{:?}", report.error);
     assert_eq!(report.mode, "postcopy");
+    assert!(report.partial && !outcome.report.partial, "what came before is not in it");
     let sent = outcome.report.pages.full + report.pages.full;
     assert!(report.pages.full > 0 && outcome.report.pages.full > 0 && sent < PAGES + 200, "{sent} bodies");
     nothing_wrong(&seen);

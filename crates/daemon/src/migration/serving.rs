@@ -64,7 +64,7 @@ fn failed(daemon: &Arc<Daemon>, record: &VmRecord, job: &Job, options: &MigrateO
     tracing::error!(vm = %record.name, peer = job.to, "THE GUEST THERE WAITS FOR PAGES THAT CANNOT BE READ HERE: {why}");
     daemon.mark(&record.name, format!("its guest runs at {}, and its pages here cannot be read: {why}", job.to));
     let report = Report::asked(&record.name, options, here(record), &job.to);
-    job.end(0, daemon, Report { error: Some(problem.guest(Whereabouts::Paused)), ..report });
+    job.end(0, daemon, Report { partial: true, error: Some(problem.guest(Whereabouts::Paused)), ..report });
 }
 
 /// This host as the source of a migration that was begun earlier.

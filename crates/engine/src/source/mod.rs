@@ -221,8 +221,8 @@ pub struct Left {
 }
 
 /// Goes on with a guest that an earlier daemon handed over to `peer`, which has said that it took it: sends the pages that it misses. Blocks
-/// until all are there, the guest has ended there, or [`Monitor::give_up`]; a peer that does not answer is tried for as long. Its report is of
-/// what was done since. Whatever the report says, the guest is not this host's any more, and what is left here is of no use.
+/// until all are there, the guest has ended there, or [`Monitor::give_up`]; a peer that does not answer is tried for as long. Its report is
+/// [partial](Report::partial): of what was done since. Whatever the report says, the guest is not this host's any more, and what is left here is of no use.
 ///
 /// # Errors
 /// The RAM cannot be mapped: nothing was done, and what is left here is needed as before.
@@ -237,7 +237,7 @@ pub fn serve(
     let ram = Ram::open(&blocks, Access::Read)?;
     let cpu_before = sterna_sys::process::thread_cpu_time();
     let mut report = Report::asked(&vm, options, here, peer);
-    report.mode = mode_after_switchover(options).into();
+    (report.mode, report.partial) = (mode_after_switchover(options).into(), true);
     monitor.begin();
     let _ = monitor.commit();
     report.ram.total_pages = ram.layout().pages();
