@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use sterna_api::units::show_size;
 use sterna_api::{AdoptRequest, BalloonSetting, Blame, MemoryMode, Problem, Vm};
 use sterna_engine::vmm::qemu::MemoryDevice;
 use sterna_sys::file::{HugePolicy, Kind, backing};
@@ -142,7 +143,13 @@ fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
     match backing.kind {
         Kind::Tmpfs(policy) => warn_huge(&path, &policy),
         Kind::Hugetlbfs => {
-            return Err(refuse("huge-pages", format!("RAM block '{id}' is in huge pages, which cannot be moved yet")));
+            let why = format!(
+                "RAM block '{id}' is in huge pages of {} (hugetlbfs), and a guest's RAM can be moved in pages of 4 KiB only, in whatever mode",
+                show_size(backing.page_bytes)
+            );
+            return Err(
+                refuse("huge-pages", why).hint("start it with its RAM in a file on a tmpfs mounted with huge=never")
+            );
         }
         Kind::Memfd => return Err(unnamed()),
         Kind::Other(_) => {

@@ -11,6 +11,7 @@ use std::path::Path;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use sterna_api::units::show_size;
 use sterna_api::vm::Arriving;
 use sterna_api::{Blame, Problem};
 use sterna_engine::destination::pager::Pager;
@@ -20,7 +21,7 @@ use sterna_engine::inside::InsideQemu;
 use sterna_protocol::layout::PAGE_BYTES;
 
 use super::control::{self, Control, let_run, stop_tracking};
-use super::record::{Paging, VmRecord};
+use super::record::{Block, Paging, VmRecord};
 use super::{Daemon, Entry, Hold};
 use crate::migration::records::Pages;
 use crate::problems::host;
@@ -60,13 +61,21 @@ pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), P
         )
         .hint(lacks.join(" ")));
     }
-    if let Some(block) = record.blocks.iter().find(|block| block.page_bytes != PAGE_BYTES as u64) {
-        let why = format!("RAM block '{}' is in huge pages, which cannot come after the guest's start", block.id);
-        return Err(Problem::new("huge-pages", Blame::Request, why));
-    }
+    in_small_pages(&record.blocks)?;
     let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
     let missing = open_map(map).map_err(|error| host("cannot make the map of missing pages", &error))?;
     Ok((PagingMeans { inside: Box::new(InsideQemu::new(agent)), missing }, addresses))
+}
+
+/// Missing pages are held back and brought one by one; the kernel holds back and maps a huge page as a whole.
+fn in_small_pages(blocks: &[Block]) -> Result<(), Problem> {
+    let Some(block) = blocks.iter().find(|block| block.page_bytes != PAGE_BYTES as u64) else { return Ok(()) };
+    let why = format!(
+        "RAM block '{}' is in pages of {}, and pages can follow a guest by 4 KiB only",
+        block.id,
+        show_size(block.page_bytes)
+    );
+    Err(Problem::new("huge-pages", Blame::Request, why))
 }
 
 /// The map's file, made where it is not there; for the daemon alone.
@@ -336,5 +345,19 @@ fn remove_map(record: &VmRecord) {
         && error.kind() != io::ErrorKind::NotFound
     {
         tracing::warn!(path = %paging.map.display(), %error, "cannot remove a map of missing pages");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ram_in_huge_pages_is_named_with_its_page_size() {
+        let block = |page_bytes| Block { id: "ram0".into(), bytes: 1 << 30, page_bytes, path: "/ram".into() };
+        assert!(in_small_pages(&[block(4096), block(4096)]).is_ok());
+        let problem = in_small_pages(&[block(4096), block(2 << 20)]).unwrap_err();
+        assert_eq!((problem.code.as_str(), problem.blame), ("huge-pages", Blame::Request));
+        assert!(problem.message.contains("'ram0' is in pages of 2"), "{}", problem.message);
     }
 }
