@@ -10,6 +10,18 @@ use crate::lab::{METER, PREFIX, guest_address};
 use crate::meter;
 use crate::{Lab, tools};
 
+/// Whether a guest has a balloon, and what becomes of it before the guest is moved.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Balloon {
+    /// It has none.
+    #[default]
+    Absent,
+    /// It has one that nobody asks for anything.
+    Idle,
+    /// Sterna takes what the guest holds free (`sterna balloon --auto`) until there is no more.
+    Settled,
+}
+
 /// A guest to be started.
 #[derive(Debug, Clone)]
 pub struct Guest {
@@ -25,6 +37,8 @@ pub struct Guest {
     pub machine: String,
     /// What it runs: jobs for the image's init, separated by `;`, arguments by `,`.
     pub jobs: String,
+    /// Its balloon.
+    pub balloon: Balloon,
     /// Where its console is written.
     pub console: PathBuf,
 }
@@ -41,6 +55,7 @@ impl Guest {
             cpus: 1,
             machine: "pc-q35-7.2".into(),
             jobs: jobs.into(),
+            balloon: Balloon::Absent,
             console,
         }
     }
@@ -89,6 +104,10 @@ impl Guest {
         add("-serial", "chardev:console".into());
         add("-netdev", format!("tap,id=net0,ifname={},script=no,downscript=no", self.tap()));
         add("-device", format!("virtio-net-pci,netdev=net0,mac={mac}"));
+        if self.balloon != Balloon::Absent {
+            // No free-page reporting: nothing but the balloon takes memory.
+            add("-device", "virtio-balloon-pci,deflate-on-oom=on".into());
+        }
         Ok(arguments)
     }
 

@@ -33,14 +33,6 @@ impl SternaVm {
     /// # Errors
     /// What `sterna` said.
     pub fn start(lab: &Lab, host: &str, guest: &Guest, qemu: &Path) -> Result<Self> {
-        Self::start_with(lab, host, guest, qemu, &[])
-    }
-
-    /// The same, with more of QEMU's arguments.
-    ///
-    /// # Errors
-    /// What `sterna` said.
-    pub fn start_with(lab: &Lab, host: &str, guest: &Guest, qemu: &Path, more: &[&str]) -> Result<Self> {
         let host = lab.host(host)?;
         let mut command = sterna(host)?;
         command.args([
@@ -51,7 +43,7 @@ impl SternaVm {
             "--detach",
             "--qemu",
         ]);
-        command.arg(qemu).arg("--").args(guest.arguments(lab)?).args(more);
+        command.arg(qemu).arg("--").args(guest.arguments(lab)?);
         output_within(&mut command, ANSWER)?;
         Ok(Self { name: guest.name.clone(), host: host.clone(), elsewhere: None })
     }

@@ -22,8 +22,9 @@ use crate::trial::Qemu;
 
 /// How long anything may take, on a machine that has other work too.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How long compiling everything once may take.
-const ROUND: Duration = Duration::from_secs(60);
+/// So many times as long as it took at first, and this much more, compiling everything may take.
+const SLOWER: u32 = 4;
+const MORE: Duration = Duration::from_secs(10);
 /// How long a guest has had its memory back before it is measured without a balloon.
 const RECOVER: Duration = Duration::from_secs(4);
 /// What the guest frees at once.
@@ -32,14 +33,13 @@ const FREED_BYTES: u64 = 256 << 20;
 const REACHED: f64 = 0.9;
 /// The port of the guest's shell.
 const SHELL: u16 = 9001;
-/// The device; nothing but the balloon takes memory.
-const DEVICE: [&str; 2] = ["-device", "virtio-balloon-pci,deflate-on-oom=on"];
 /// The interval that is judged for what it costs, milliseconds.
 const JUDGED_MS: u64 = 5000;
 
 pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let plan = if options.quick {
-        Plan { intervals_ms: &[10, 1000, 5000], rounds: 4.0 }
+        // What is judged first.
+        Plan { intervals_ms: &[5000, 1000, 10], rounds: 4.0 }
     } else {
         let intervals_ms = &[10, 50, 100, 500, 1000, 2000, 4000, 5000, 7000, 10_000];
         Plan { intervals_ms, rounds: 12.0 }
@@ -49,7 +49,7 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
     record.judge(|runs| Ok(targets(runs)));
     for repeat in 0..repeats {
-        let runs = try_all(&lab, &plan, &qemu, repeat);
+        let runs = try_all(&lab, &plan, &qemu, repeat, record);
         record.add(runs);
     }
     plot(record.runs(), record.directory())
@@ -68,13 +68,17 @@ struct Compile {
     guest: Guest,
     /// How many units it compiles before it begins again.
     round: f64,
+    /// How long that took the first time.
+    first: Duration,
 }
 
-/// One guest: every interval in it, forwards or backwards. What fails is a row too, and the last of its guest.
-fn try_all(lab: &Lab, plan: &Plan, qemu: &Qemu, repeat: usize) -> Vec<Run> {
+/// One guest: every interval in it, forwards or backwards. What fails is a row too; the next are tried as long as the guest works. The rows are
+/// written as they come, all of them with what they have.
+fn try_all(lab: &Lab, plan: &Plan, qemu: &Qemu, repeat: usize, record: &Record) -> Vec<Run> {
     let mut guest =
-        Guest::new(lab, &format!("guest{repeat}"), 10, &format!("builder:--interval-ms,1;nc:-ll,-p,{SHELL},-e,sh"));
+        Guest::new(lab, &record.new_guest(), 10, &format!("builder:--interval-ms,1;nc:-ll,-p,{SHELL},-e,sh"));
     guest.memory_bytes = 1 << 30;
+    guest.balloon = crate::guest::Balloon::Idle;
     let mut order = plan.intervals_ms.to_vec();
     if repeat % 2 == 1 {
         order.reverse();
@@ -83,21 +87,18 @@ fn try_all(lab: &Lab, plan: &Plan, qemu: &Qemu, repeat: usize) -> Vec<Run> {
     let mut tried = || -> Result<()> {
         lab.create_tap(&guest.tap())?;
         let compile = Compile::start(lab, guest.clone(), qemu)?;
-        compile.costs(plan, &mut runs)?;
+        compile.costs(plan, &mut runs, record)?;
         compile.shell("killall builder")?;
-        for run in &mut runs {
-            compile.reach(run)?;
-        }
-        Ok(())
+        compile.reaches(&mut runs, record)
     };
     let failed = tried().err().map(|error| error.to_string());
+    if failed.is_some() {
+        lab.end_machines();
+    }
     let _ = lab.delete_tap(&guest.tap());
     let _ = std::fs::remove_file(&guest.console);
-    for run in &mut runs {
-        // A row that lacks a figure failed, whatever failed before it.
-        let complete = run.metrics.contains_key("slowdown") && run.metrics.contains_key("reach_ms");
-        run.metrics.insert("failed".into(), f64::from(u8::from(!complete)));
-        run.details["error"] = failed.as_ref().filter(|_| !complete).map_or(Value::Null, |error| json!(error));
+    judge(&mut runs, failed.as_deref());
+    for run in &runs {
         let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
         eprintln!(
             "every {} ms: {} slower, freed memory taken in {} intervals{}",
@@ -108,6 +109,31 @@ fn try_all(lab: &Lab, plan: &Plan, qemu: &Qemu, repeat: usize) -> Vec<Run> {
         );
     }
     runs
+}
+
+/// A row that lacks a figure failed, for its own reason or for that one.
+fn judge(runs: &mut [Run], reason: Option<&str>) {
+    for run in runs {
+        let complete = run.metrics.contains_key("slowdown") && run.metrics.contains_key("reach_ms");
+        run.metrics.insert("failed".into(), f64::from(u8::from(!complete)));
+        if let Some(reason) = reason.filter(|_| !complete) {
+            fail(run, reason);
+        }
+    }
+}
+
+/// Notes why a row lacks a figure; the first reason is the one to tell.
+fn fail(run: &mut Run, reason: &str) {
+    if run.details["error"].is_null() {
+        run.details["error"] = json!(reason);
+    }
+}
+
+/// Writes rows that are under way.
+fn show(record: &Record, runs: &[Run]) {
+    let mut runs = runs.to_vec();
+    judge(&mut runs, Some("was cut short"));
+    record.show(&runs);
 }
 
 fn row(interval_ms: u64, qemu: &Qemu, repeat: usize) -> Run {
@@ -129,7 +155,7 @@ fn interval_ms(run: &Run) -> u64 {
 impl Compile {
     fn start(lab: &Lab, guest: Guest, qemu: &Qemu) -> Result<Self> {
         let meter = Meter::start(lab.host(METER)?)?;
-        let vm = SternaVm::start_with(lab, "a", &guest, &qemu.path, &DEVICE)?;
+        let vm = SternaVm::start(lab, "a", &guest, &qemu.path)?;
         guest.wait_until_up(PATIENCE)?;
         let told = || {
             let text = guest.console_text();
@@ -137,9 +163,11 @@ impl Compile {
             Ok(units.and_then(|units| units.trim().parse::<f64>().ok()))
         };
         let round = wait_for("the compile's first words", PATIENCE, told)?;
-        let compile = Self { vm, meter, guest, round };
+        let begin = Instant::now();
+        let mut compile = Self { vm, meter, guest, round, first: Duration::ZERO };
         let again = |line: &Line| line.number("total").is_some_and(|total| total > round);
         wait_for("the compile's second round", PATIENCE, || Ok(compile.lines().iter().any(again).then_some(())))?;
+        compile.first = begin.elapsed();
         Ok(compile)
     }
 
@@ -151,7 +179,7 @@ impl Compile {
     /// Units compiled per second from now on, until all was compiled so often.
     fn rate(&self, rounds: f64) -> Result<f64> {
         let from = now_us();
-        wait_for("the compile's rounds", ROUND * rounds as u32, || {
+        wait_for("the compile's rounds", self.first * SLOWER * rounds as u32 + MORE, || {
             std::thread::sleep(Duration::from_millis(100));
             let lines: Vec<Line> = self.lines().into_iter().filter(|line| line.at_us >= from).collect();
             Ok(rate(&lines, self.round * rounds))
@@ -159,31 +187,65 @@ impl Compile {
     }
 
     /// What each interval costs: between two measurements without a balloon, so that what drifts meets both sides alike.
-    fn costs(&self, plan: &Plan, runs: &mut [Run]) -> Result<()> {
+    fn costs(&self, plan: &Plan, runs: &mut [Run], record: &Record) -> Result<()> {
         let mut without = self.rate(plan.rounds)?;
-        for run in runs {
-            let ms = interval_ms(run);
-            self.auto(ms)?;
-            // What is free goes first; what is measured is the time after that.
-            std::thread::sleep(Duration::from_millis(2 * ms).max(Duration::from_secs(6)));
-            let with = self.rate(plan.rounds)?;
-            let seen = self.balloon()?;
-            self.vm.balloon(&["--off"])?;
-            std::thread::sleep(RECOVER);
-            let after = self.rate(plan.rounds)?;
-            let off = (without + after) / 2.0;
-            let bad = self.lines().last().and_then(|line| line.number("bad")).unwrap_or(0.0);
-            let metrics = [
-                ("units_per_s_off", off),
-                ("units_per_s_on", with),
-                ("slowdown", off / with - 1.0),
-                ("drift", (after / without - 1.0).abs()),
-                ("balloon_mib", (seen.size_bytes >> 20) as f64),
-                ("pressures", seen.pressures as f64),
-                ("bad_units", bad),
-            ];
-            run.metrics.extend(metrics.map(|(name, value)| (name.to_owned(), value)));
-            without = after;
+        for at in 0..runs.len() {
+            if let Some(reason) = record.too_late() {
+                fail(&mut runs[at], &reason);
+                continue;
+            }
+            without = match self.cost(plan, &mut runs[at], without) {
+                Ok(after) => after,
+                Err(error) => {
+                    fail(&mut runs[at], &error.to_string());
+                    // Where even that fails the guest is gone, and the rows that are left with it.
+                    self.vm.balloon(&["--off"])?;
+                    std::thread::sleep(RECOVER);
+                    self.rate(plan.rounds)?
+                }
+            };
+            show(record, runs);
+        }
+        Ok(())
+    }
+
+    /// The same for one interval; returns the rate after it.
+    fn cost(&self, plan: &Plan, run: &mut Run, without: f64) -> Result<f64> {
+        let ms = interval_ms(run);
+        self.auto(ms)?;
+        // What is free goes first; what is measured is the time after that.
+        std::thread::sleep(Duration::from_millis(2 * ms).max(Duration::from_secs(6)));
+        let with = self.rate(plan.rounds)?;
+        let seen = self.balloon()?;
+        self.vm.balloon(&["--off"])?;
+        std::thread::sleep(RECOVER);
+        let after = self.rate(plan.rounds)?;
+        let off = (without + after) / 2.0;
+        let bad = self.lines().last().and_then(|line| line.number("bad")).unwrap_or(0.0);
+        let metrics = [
+            ("units_per_s_off", off),
+            ("units_per_s_on", with),
+            ("slowdown", off / with - 1.0),
+            ("drift", (after / without - 1.0).abs()),
+            ("balloon_mib", (seen.size_bytes >> 20) as f64),
+            ("pressures", seen.pressures as f64),
+            ("bad_units", bad),
+        ];
+        run.metrics.extend(metrics.map(|(name, value)| (name.to_owned(), value)));
+        Ok(after)
+    }
+
+    /// How soon freed memory is taken, at every interval.
+    fn reaches(&self, runs: &mut [Run], record: &Record) -> Result<()> {
+        for at in 0..runs.len() {
+            if let Some(reason) = record.too_late() {
+                fail(&mut runs[at], &reason);
+            } else if let Err(error) = self.reach(&mut runs[at]) {
+                fail(&mut runs[at], &error.to_string());
+                self.vm.balloon(&["--off"])?;
+                self.shell("rm -f /tmp/freed")?;
+            }
+            show(record, runs);
         }
         Ok(())
     }
