@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sterna_api::{MigrateOptions, Report, Status};
@@ -12,8 +12,8 @@ use sterna_api::{MigrateOptions, Report, Status};
 use crate::Lab;
 use crate::baseline::{BaselineReport, BaselineVm, Method, Ram};
 use crate::command::wait_for;
-use crate::error::Result;
-use crate::guest::Guest;
+use crate::error::{Error, Result};
+use crate::guest::{Balloon, Guest};
 use crate::lab::{CLIENT, METER, net};
 use crate::load::memcached::{Load, LoadConfig, LoadRecord};
 use crate::load::{mean_between, now_us};
@@ -26,6 +26,9 @@ use crate::sterna::{self, SternaVm};
 const MEMCACHED_PORT: u16 = 11211;
 /// How long a guest may take to start, on a machine that has other work too.
 const START: Duration = Duration::from_secs(90);
+/// How often a balloon that settles is adjusted; and how long it must not have changed then.
+const ADJUST: Duration = Duration::from_secs(1);
+const AT_REST: Duration = Duration::from_secs(4);
 /// When a migration that does not end is given up, where nothing else is said.
 pub const LIMIT: Duration = Duration::from_secs(90);
 
@@ -182,7 +185,11 @@ fn run_with_tap(setup: &Setup) -> Result<Trial> {
     let load = setup.load.as_ref().map(|config| Load::start(lab.host(CLIENT)?, server, config)).transpose()?;
     std::thread::sleep(setup.settle);
 
-    let mut trial = Trial { settled_us: now_us(), ..Trial::default() };
+    let mut trial = Trial::default();
+    if guest.balloon == Balloon::Settled {
+        trial.settle_balloon(&running)?;
+    }
+    trial.settled_us = now_us();
     trial.note_memory(&running, guest, setup.working_set)?;
     ram::warm((guest.memory_bytes + (256 << 20)).min(ram::available_bytes()? / 3))?;
     let before = Before::read(lab)?;
@@ -212,6 +219,25 @@ impl Trial {
 
     fn note_some(&mut self, name: &str, value: Option<f64>) {
         value.into_iter().for_each(|value| self.note(name, value));
+    }
+
+    /// Has Sterna take what the guest holds free, until its balloon does not grow any more.
+    fn settle_balloon(&mut self, running: &Running) -> Result<()> {
+        let Running::Sterna(vm) = running else {
+            return Err(Error::Usage("nobody looks after the balloon of a guest that QEMU runs by itself".into()));
+        };
+        vm.balloon(&["--auto", "--interval", &format!("{}ms", ADJUST.as_millis())])?;
+        let mut last = (0, Instant::now());
+        let bytes = wait_for("a balloon at rest", START, || {
+            std::thread::sleep(ADJUST / 4);
+            let bytes = vm.show()?.balloon.map_or(0, |balloon| balloon.size_bytes);
+            if bytes != last.0 {
+                last = (bytes, Instant::now());
+            }
+            Ok((bytes > 0 && last.1.elapsed() >= AT_REST).then_some(bytes))
+        })?;
+        self.note("balloon_mib", (bytes >> 20) as f64);
+        Ok(())
     }
 
     /// What the guest's RAM holds, where it is a file, and how much of it is in use where that is asked for.

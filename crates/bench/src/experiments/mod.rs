@@ -3,6 +3,9 @@
 /// What migrations one after another cost a guest's work.
 pub mod back_to_back;
 
+/// What self-ballooning does to migrations.
+pub mod balloon_migration;
+
 /// A metric over what an experiment varies.
 mod curves;
 
@@ -139,6 +142,11 @@ pub const ALL: &[Experiment] = &[
         run: selfballoon_interval::run,
     },
     Experiment {
+        id: "balloon-migration",
+        about: "a guest whose free memory was used, moved before and after its balloon has settled: time, bytes, pages",
+        run: balloon_migration::run,
+    },
+    Experiment {
         id: "dtrack-silent",
         about: "a writer of whose stores 0 to 95 % change nothing: pages sent again against pages changed",
         run: dtrack_silent::run,
@@ -261,12 +269,14 @@ struct Watch {
     working_set: Duration,
     /// What it does once it is moved.
     after: Duration,
+    /// Gives the guest what not every guest has.
+    fit: fn(&Case, &mut Guest),
 }
 
 impl Watch {
     /// What it does once it is moved, for so long.
     fn after(after: Duration) -> Self {
-        Self { working_set: Duration::ZERO, after }
+        Self { working_set: Duration::ZERO, after, fit: |_, _| {} }
     }
 }
 
@@ -319,6 +329,7 @@ fn try_one(
 ) -> Run {
     let mut guest = Guest::new(lab, name, 10, &case.jobs);
     guest.memory_bytes = case.memory_bytes;
+    (watch.fit)(case, &mut guest);
     let setup = Setup {
         lab,
         guest,

@@ -114,7 +114,7 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
                 continue;
             }
         };
-        let watch = Watch { working_set: LOOK, after: Duration::from_millis(1500) };
+        let watch = Watch { working_set: LOOK, ..Watch::after(Duration::from_millis(1500)) };
         try_each(&lab, &cases, repeats, watch, record, |_, trial| {
             derive_quotient(&mut trial.metrics, FAULT_SHARE, NETWORK_FAULTS, WORKING_SET);
             serde_json::Value::Null
