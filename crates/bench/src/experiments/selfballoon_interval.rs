@@ -39,7 +39,7 @@ const JUDGED_MS: u64 = 5000;
 pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let plan = if options.quick {
         // What is judged first.
-        Plan { intervals_ms: &[5000, 1000, 10], rounds: 4.0 }
+        Plan { intervals_ms: &[5000, 10], rounds: 4.0 }
     } else {
         let intervals_ms = &[10, 50, 100, 500, 1000, 2000, 4000, 5000, 7000, 10_000];
         Plan { intervals_ms, rounds: 12.0 }
