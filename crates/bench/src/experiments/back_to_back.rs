@@ -36,6 +36,9 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// The guest's RAM.
 const MEMORY_MIB: u64 = 512;
 
+/// Units that the guest compiles before it begins again, where its own word of it was lost.
+const UNITS: f64 = 13.0;
+
 const PRECOPY: &str = "--mode precopy";
 const POSTCOPY: &str = "--mode postcopy";
 const ADDED: &str = "added_s_per_migration";
@@ -237,7 +240,10 @@ fn move_to_and_fro(
         }
     };
     guest.wait_until_up(START)?;
-    let progress = || match &server {
+    let lines = || meter.lines(guest.address(), "BUILDER");
+    let ready = |line: &Line| line.text.starts_with("BUILDER ready").then(|| line.number("units"))?;
+    let compiled = || Compiled::of(&lines(), lines().iter().find_map(ready).unwrap_or(UNITS) as usize);
+    let progress = |undisturbed: &[(i64, i64)]| match &server {
         Some(server) => {
             let samples = server.samples();
             let sizes = samples
@@ -245,10 +251,11 @@ fn move_to_and_fro(
                 .map(|pair| (pair[1].at_us, pair[1].per_s * (pair[1].at_us - pair[0].at_us) as f64 / 1e6));
             Progress::of(sizes.collect::<Vec<_>>())
         }
-        None => Progress::of(compiled(&meter.lines(guest.address(), "BUILDER"))),
+        None => compiled().progress(undisturbed),
     };
     // The first units are slower: nothing of what they need was used before.
-    wait_for("the guest's work", START, || Ok((progress().0.len() > 15).then_some(())))?;
+    wait_for("the guest's work", START, || Ok((progress(&[]).0.len() > 15).then_some(())))?;
+    let settled = now_us();
     std::thread::sleep(SETTLE);
 
     let start = now_us();
@@ -266,9 +273,10 @@ fn move_to_and_fro(
     }
     let end = now_us();
     std::thread::sleep(series.undisturbed);
-    let progress = progress();
+    let last = now_us();
+    let progress = progress(&[(settled, begin), (end, last)]);
     drop(vm);
-    let rates = [(start, begin), (end, now_us())].map(|(from, to)| progress.rate(from, to));
+    let rates = [(start, begin), (end, last)].map(|(from, to)| progress.rate(from, to));
     let [Some(before), Some(after)] = rates else { return Err(Error::Usage("the guest's work stood still".into())) };
     let took_s = (end - begin) as f64 / 1e6;
     let done = progress.between(begin, end).ok_or_else(|| Error::Usage("the guest's work stood still".into()))?;
@@ -293,19 +301,48 @@ fn note_moved(metrics: &mut BTreeMap<String, f64>, moved: &[Moved]) {
     metrics.extend(middle(|moved| moved.downtime_ms).map(|ms| ("downtime_ms".to_owned(), ms)));
 }
 
-/// What was compiled by when, KiB, from the lines that tell of it. A line that was lost, on a link that is full perhaps, shows in the next one's total;
-/// the units that it told of count as much as the others do on average.
-fn compiled(lines: &[Line]) -> Vec<(i64, f64)> {
-    let told = |line: &Line| Some((line.at_us, line.number("units")?, line.number("kib")?, line.number("total")?));
-    let told: Vec<_> = lines.iter().filter_map(told).collect();
-    let (units, kib) = told.iter().fold((0.0, 0.0), |(units, kib), line| (units + line.1, kib + line.2));
-    let mut total_before = told.first().map_or(0.0, |(_, units, _, total)| total - units);
-    let part = |(at_us, own, own_kib, total): (i64, f64, f64, f64)| {
-        let lost = (total - total_before - own).max(0.0);
-        total_before = total.max(total_before);
-        (at_us, own_kib + lost * kib / units)
-    };
-    told.into_iter().map(part).collect()
+/// How long the units of a compile take a guest that is left alone, by their place in a round; and what was done by when, in such seconds: units differ,
+/// and so few are compiled in the time that is looked at that counting them would say little.
+struct Compiled {
+    /// When how many units were done, both ascending. A line that was lost, on a link that is full perhaps, is one moment less.
+    done: Vec<(i64, usize)>,
+    /// How many units there are before it begins again.
+    round: usize,
+}
+
+impl Compiled {
+    fn of(lines: &[Line], round: usize) -> Self {
+        let done = lines.iter().filter_map(|line| Some((line.at_us, line.number("total")? as usize)));
+        Self { done: done.collect(), round: round.max(1) }
+    }
+
+    /// Seconds of each unit of a round, from those that were compiled within these spans; those that were not count as much as the others do.
+    fn weights(&self, undisturbed: &[(i64, i64)]) -> Vec<f64> {
+        let mut sums = vec![(0.0, 0.0); self.round];
+        for pair in self.done.windows(2) {
+            let ((from_us, before), (to_us, after)) = (pair[0], pair[1]);
+            let inside = undisturbed.iter().any(|(from, to)| (*from..=*to).contains(&from_us) && to_us <= *to);
+            if inside && after == before + 1 {
+                let (seconds, count) = &mut sums[before % self.round];
+                *seconds += (to_us - from_us) as f64 / 1e6;
+                *count += 1.0;
+            }
+        }
+        let seen: Vec<f64> = sums.iter().filter(|(_, n)| *n > 0.0).map(|(seconds, n)| seconds / n).collect();
+        let other = seen.iter().sum::<f64>() / seen.len().max(1) as f64;
+        sums.iter().map(|(seconds, n)| if *n > 0.0 { seconds / n } else { other }).collect()
+    }
+
+    fn progress(&self, undisturbed: &[(i64, i64)]) -> Progress {
+        let weights = self.weights(undisturbed);
+        let mut before = self.done.first().map_or(0, |(_, total)| total.saturating_sub(1));
+        let part = |(at_us, total): &(i64, usize)| {
+            let part = (before..*total).map(|unit| weights[unit % self.round]).sum();
+            before = before.max(*total);
+            (*at_us, part)
+        };
+        Progress::of(self.done.iter().map(part).collect::<Vec<_>>())
+    }
 }
 
 /// How much was done by when: moments, microseconds since 1970, and sums, both ascending.
@@ -392,15 +429,22 @@ mod tests {
     }
 
     #[test]
-    fn units_whose_line_was_lost_are_counted_by_the_next_total() {
-        let line = |at_us: i64, kib: u32, total: u32| Line {
+    fn units_count_by_the_time_they_take_undisturbed_and_lost_lines_count_too() {
+        let line = |second: i64, total: u32| Line {
             from: [10, 0, 0, 1].into(),
-            at_us,
-            text: format!("BUILDER ok units_per_s=1 units=1 kib={kib} bad=0 total={total}"),
+            at_us: second * 1_000_000,
+            text: format!("BUILDER ok units_per_s=1 units=1 kib=1 bad=0 total={total}"),
         };
-        let lines = [line(1, 10, 5), line(2, 20, 6), line(4, 30, 9)];
-        assert_eq!(compiled(&lines), [(1, 10.0), (2, 20.0), (4, 70.0)]);
-        assert_eq!(compiled(&[]), []);
+        // Three units of one, two and four seconds; the line of the eighth unit is lost, and the ninth takes long.
+        let ends = [(1, 1), (3, 2), (7, 3), (8, 4), (10, 5), (14, 6), (15, 7), (40, 9), (41, 10)];
+        let lines = ends.map(|(second, total)| line(second, total));
+        let compiled = Compiled::of(&lines, 3);
+        let undisturbed = [(0, 15_000_000)];
+        assert_eq!(compiled.weights(&undisturbed), [1.0, 2.0, 4.0]);
+        let progress = compiled.progress(&undisturbed);
+        assert_eq!(progress.between(7_000_000, 15_000_000), Some(8.0));
+        assert_eq!(progress.between(15_000_000, 41_000_000), Some(7.0));
+        assert_eq!(Compiled::of(&[], 3).progress(&undisturbed).between(0, 1), None);
     }
 
     #[test]
