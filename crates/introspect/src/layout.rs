@@ -6,7 +6,7 @@ use crate::vmcoreinfo::Vmcoreinfo;
 /// Where the kernel maps itself: `__START_KERNEL_map`, the same in every x86-64 kernel.
 const KERNEL_IMAGE: u64 = 0xffff_ffff_8000_0000;
 
-/// A section of the memory map where the kernel does not say: 128 MiB, as on every x86-64 so far. It says so since 5.8.
+/// A section of the memory map where the kernel does not say, as up to 5.10: 128 MiB, on every x86-64 so far.
 const SECTION_BITS: u64 = 27;
 
 /// More orders than any configuration has (`ARCH_FORCE_MAX_ORDER`).
@@ -101,7 +101,7 @@ impl Layout {
         // Only x86-64 has this one.
         let phys_base = note.number("phys_base")?.cast_unsigned();
         let root = image(note.symbol("swapper_pg_dir")?, phys_base);
-        // Told since 5.12. Before 5.11 a count of 4 bytes came first.
+        // Not told up to 5.10, where a count of 4 bytes comes first. Kernels that have none may not tell either.
         let name = match note.measure("OFFSET", "uts_namespace.name") {
             Err(Unfit::Missing { .. }) => [4, 0],
             offset => [offset?; 2],
