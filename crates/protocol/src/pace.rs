@@ -18,8 +18,9 @@ use std::time::Duration;
 
 /// The share of the link that is used while faults come.
 pub const SHARE: f64 = 0.9;
-/// The shortest window: what a processor that is busy elsewhere delays is smaller.
-const SHORTEST_WINDOW: Duration = Duration::from_millis(10);
+/// The shortest window: what a processor that is busy elsewhere delays is smaller, and so are the ticks (4 ms) in which the kernel counts how long a
+/// connection was busy.
+const SHORTEST_WINDOW: Duration = Duration::from_millis(20);
 /// The longest.
 const LONGEST_WINDOW: Duration = Duration::from_millis(200);
 /// Bytes that make a window: some hundred acknowledgements.
@@ -38,9 +39,6 @@ const SEARCH_FAILS: u32 = 2;
 const MORE: f64 = 1.25;
 /// How much faster than the link a probe is.
 const PROBE: f64 = 1.25;
-/// How long a probe lasts at least. It fills queues, so it is short; but a processor that is busy elsewhere holds acknowledgements back for a
-/// millisecond or two, and what this moves from one window into the next must not look like a faster link.
-const SHORTEST_PROBE: Duration = Duration::from_millis(20);
 /// What counts as more in a probe.
 const PROBE_MORE: f64 = 1.1;
 /// The least time between two probes, and windows.
@@ -63,7 +61,7 @@ const DOUBT: f64 = 0.25;
 pub struct Window {
     /// Its length.
     pub length: Duration,
-    /// Bytes that the peer acknowledged in it.
+    /// Bytes that the peer acknowledged in it, of all that goes over the link.
     pub delivered: u64,
     /// Whether more was there to be sent all the time: else the window says nothing of the link.
     pub busy: bool,
@@ -134,12 +132,10 @@ impl Pace {
     /// How long the next window is to be.
     #[must_use]
     pub fn window(&self) -> Duration {
-        let (bytes, shortest) = match self.state {
-            State::Probing => (WINDOW_BYTES / 4.0, SHORTEST_PROBE),
-            _ => (WINDOW_BYTES, SHORTEST_WINDOW),
-        };
+        // A probe fills queues: it is short.
+        let bytes = if self.state == State::Probing { WINDOW_BYTES / 4.0 } else { WINDOW_BYTES };
         let enough = Duration::from_secs_f64(bytes / self.rate(false) as f64);
-        enough.max(self.round_trip * WINDOW_TRIPS).clamp(shortest, LONGEST_WINDOW)
+        enough.max(self.round_trip * WINDOW_TRIPS).clamp(SHORTEST_WINDOW, LONGEST_WINDOW)
     }
 
     /// What the link carries as far as is known, bytes per second.
@@ -148,7 +144,8 @@ impl Pace {
         self.link as u64
     }
 
-    /// Takes in a window, all of which went at `paced` bytes per second (another's limit may be below [`rate`](Self::rate)).
+    /// Takes in a window, all of which went at `paced` bytes per second, what faults asked for included (another's limit may be below
+    /// [`rate`](Self::rate)).
     pub fn seen(&mut self, window: &Window, paced: u64) {
         let seconds = window.length.as_secs_f64();
         if seconds <= 0.0 {
@@ -305,7 +302,7 @@ mod tests {
             link.bytes_per_s = bytes_per_s;
             run(&mut pace, &mut link, 2.0, false);
             let (used, queued) = run(&mut pace, &mut link, 3.0, false);
-            assert!((0.84..0.96).contains(&used) && queued < 0.15, "{bytes_per_s} B/s: {used:.3}, {queued:.3}");
+            assert!((0.84..0.96).contains(&used) && queued < 0.2, "{bytes_per_s} B/s: {used:.3}, {queued:.3}");
         }
     }
 

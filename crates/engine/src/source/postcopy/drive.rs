@@ -1,6 +1,7 @@
 //! One session of post-copy, from its first page to its last.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
@@ -22,7 +23,7 @@ use crate::transport::control::REPLY_TIMEOUT;
 const HEARTBEAT: Duration = Duration::from_millis(500);
 /// How long it may take to say so. A guest there may be waiting for a page: a link that is lost should be noticed soon.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Where no fault has come for so long, the push need not leave room for one.
+/// Where hardly a fault has come for so long, the push need not leave room for one.
 const QUIET: Duration = Duration::from_millis(250);
 
 /// A session whose pages are on their way.
@@ -120,7 +121,8 @@ impl Session {
     fn send(&mut self, context: &Context) -> Result<bool, MigrateError> {
         let Self { link, streams, pending, ends, known, .. } = self;
         let (pending, ends, work) = (&**pending, &**ends, &*context.work);
-        let mut pacing = Pacing::new(streams, *known, work.limit)?;
+        let mut pacing = Pacing::new(streams, *known, work.limit, work.tally.asked())?;
+        work.spare.store(pacing.spare(), Ordering::Relaxed);
         if let Some(meter) = &work.compression {
             meter.round_begins(streams.len(), streams.len());
         }
@@ -146,7 +148,8 @@ impl Session {
                 if context.monitor.given_up() {
                     return Ok(true);
                 }
-                pacing.step(pending.quiet_for(QUIET))?;
+                pacing.step(pending.quiet_for(QUIET), work.tally.asked())?;
+                work.spare.store(pacing.spare(), Ordering::Relaxed);
                 progress(context, &mut seen);
                 if beat.elapsed() >= HEARTBEAT {
                     ask(link, context)?;

@@ -70,6 +70,8 @@ pub struct Work {
     pub limit: Option<u64>,
     /// How hard pushed pages are compressed, where they are.
     pub compression: Option<Meter>,
+    /// What the push leaves of the link for faults, bytes per second.
+    pub spare: AtomicU64,
     /// What was done.
     pub tally: Tally,
 }
@@ -88,6 +90,7 @@ impl Work {
             pacer: Pacer::new(limit, bandwidth),
             limit,
             compression: compress.then(|| Meter::new(options.compress, options.compress_level)),
+            spare: AtomicU64::new(0),
             tally: Tally::default(),
         })
     }
@@ -107,6 +110,8 @@ pub struct Tally {
     faulted: AtomicU64,
     pushed: AtomicU64,
     bytes: AtomicU64,
+    /// Of them, those that went because of faults, neighbours among them.
+    asked_bytes: AtomicU64,
     cpu_us: AtomicU64,
     compressed: Mutex<Did>,
 }
@@ -125,6 +130,17 @@ impl Tally {
     fn thread_ends(&self, did: Did) {
         self.cpu_us.fetch_add(sterna_sys::process::thread_cpu_time().as_micros() as u64, Ordering::Relaxed);
         *self.compressed.lock().unwrap_or_else(PoisonError::into_inner) += did;
+    }
+
+    /// So many of the bytes went because of a fault.
+    fn because_of_a_fault(&self, bytes: u64) {
+        self.asked_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that went because of faults so far.
+    #[must_use]
+    pub fn asked(&self) -> u64 {
+        self.asked_bytes.load(Ordering::Relaxed)
     }
 
     /// Pages and bytes so far.

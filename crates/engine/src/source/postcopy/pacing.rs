@@ -5,7 +5,7 @@
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use sterna_protocol::pace::{Pace, Window};
+use sterna_protocol::pace::{Pace, SHARE, Window};
 use sterna_sys::socket::{TcpInfo, set_notsent_lowat, set_pacing_rate};
 
 use crate::error::MigrateError;
@@ -18,8 +18,12 @@ const LEAST_UNSENT: u32 = 32 << 10;
 /// At most what was measured to keep an urgent page waiting little.
 const MOST_UNSENT: u32 = 128 << 10;
 
-/// The share of a window for which there must have been something to send, for it to say what the link carries.
-const BUSY: f64 = 0.9;
+/// The share of a window for which there must have been something to send, for it to say what the link carries. The kernel counts in ticks.
+const BUSY: f64 = 0.75;
+/// How much the latest window counts for what faults take of the link.
+const LATEST: f64 = 0.3;
+/// The push goes on at that share of the link at least, whatever faults take.
+const LEAST_SHARE: f64 = 0.25;
 
 /// The pace of one session's push.
 #[derive(Debug)]
@@ -30,6 +34,8 @@ pub struct Pacing {
     paced: u64,
     acknowledged: u64,
     busy: Duration,
+    /// What went because faults asked for it: in all, and bytes per second of late.
+    asked: (u64, f64),
     since: Instant,
 }
 
@@ -46,16 +52,18 @@ struct Seen {
 }
 
 impl Pacing {
-    /// Over these connections, at what they are known to carry, where that is known. `limit`: bytes per second that are not exceeded.
+    /// Over these connections, at what they are known to carry, where that is known. `limit`: bytes per second that are not exceeded; `asked`: bytes that
+    /// faults have asked for so far.
     ///
     /// # Errors
     /// No descriptor left, or the kernel does not pace.
-    pub fn new(streams: &[Stream], known: Option<u64>, limit: Option<u64>) -> Result<Self, MigrateError> {
+    pub fn new(streams: &[Stream], known: Option<u64>, limit: Option<u64>, asked: u64) -> Result<Self, MigrateError> {
         let sockets = streams.iter().map(|stream| stream.connection().socket().try_clone());
         let sockets = sockets.collect::<Result<_, _>>().map_err(MigrateError::host("setting the pace of the push"))?;
         let pace = Pace::new(known);
         let since = Instant::now();
-        let mut pacing = Self { sockets, pace, limit, paced: 0, acknowledged: 0, busy: Duration::ZERO, since };
+        let (busy, asked) = (Duration::ZERO, (asked, 0.0));
+        let mut pacing = Self { sockets, pace, limit, paced: 0, acknowledged: 0, busy, asked, since };
         let Seen { acknowledged, busy_time, .. } = pacing.look()?;
         (pacing.acknowledged, pacing.busy) = (acknowledged, busy_time);
         pacing.set(false)?;
@@ -68,20 +76,31 @@ impl Pacing {
         self.pace.window().saturating_sub(self.since.elapsed())
     }
 
-    /// Takes in what came through, and sets the pace of the next window, where this one is over.
+    /// What the push leaves of the link for faults, bytes per second.
+    #[must_use]
+    pub fn spare(&self) -> u64 {
+        (self.pace.link() as f64 * (1.0 - SHARE)) as u64
+    }
+
+    /// Takes in what came through, and sets the pace of the next window, where this one is over. `asked`: bytes that faults have asked for so far.
     ///
     /// # Errors
     /// The kernel does not say, or does not pace.
-    pub fn step(&mut self, quiet: bool) -> Result<(), MigrateError> {
+    pub fn step(&mut self, quiet: bool, asked: u64) -> Result<(), MigrateError> {
         if !self.window().is_zero() {
             return Ok(());
         }
         let Seen { acknowledged, busy_time, round_trip, grain } = self.look()?;
-        let (length, delivered) = (self.since.elapsed(), acknowledged.saturating_sub(self.acknowledged));
+        let length = self.since.elapsed();
+        let new_asked = asked.saturating_sub(self.asked.0);
+        let asked_rate = new_asked as f64 / length.as_secs_f64();
+        self.asked = (asked, self.asked.1 + (asked_rate - self.asked.1) * LATEST);
+        let delivered = acknowledged.saturating_sub(self.acknowledged) + new_asked;
         // A host whose processors are busy elsewhere lets its connections run dry: then the window says nothing of the link.
         let busy = busy_time.saturating_sub(self.busy) >= length.mul_f64(BUSY) * self.sockets.len() as u32;
         (self.since, self.acknowledged, self.busy) = (Instant::now(), acknowledged, busy_time);
-        self.pace.seen(&Window { length, delivered, busy, round_trip, grain }, self.paced);
+        let paced = self.paced + asked_rate as u64;
+        self.pace.seen(&Window { length, delivered, busy, round_trip, grain }, paced);
         self.set(quiet)
     }
 
@@ -98,7 +117,10 @@ impl Pacing {
     }
 
     fn set(&mut self, quiet: bool) -> Result<(), MigrateError> {
-        let rate = self.pace.rate(quiet).min(self.limit.unwrap_or(u64::MAX));
+        // Faults have the tenth that the push leaves; what they take beyond it, the push gives up.
+        let beyond = (self.asked.1 - self.spare() as f64).max(0.0);
+        let rate = (self.pace.rate(quiet) as f64 - beyond).max(self.pace.link() as f64 * LEAST_SHARE) as u64;
+        let rate = rate.min(self.limit.unwrap_or(u64::MAX));
         if rate == self.paced {
             return Ok(());
         }

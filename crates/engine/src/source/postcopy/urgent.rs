@@ -1,9 +1,12 @@
 //! The pages that faults ask for: a thread that reads requests and answers each at once, on a connection that carries nothing else.
 //!
 //! A page that was asked for goes alone, so that the thread that waits for it waits for nothing else. Its neighbours come behind it where
-//! nobody waits for another page. It never waits for the push's pace or limits: what it sends is charged to them.
+//! nobody waits for another page and they are free on the wire: in the part of the link that the push leaves. Where faults take that part
+//! themselves, a page's neighbours would only delay the next one's. It never waits for the push's pace or limits: what it sends is charged to
+//! them.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -22,6 +25,8 @@ use crate::transport::connection::HangUp;
 /// How long the thread looks for the next request before it sleeps: a guest that goes through memory asks again within a round trip, and to
 /// be woken takes as long as one. Bounded per request, and others may have the processor meanwhile.
 const LOOK: Duration = Duration::from_micros(150);
+/// What faults may save up of their part of the link, bytes: a few pages with their neighbours.
+const SAVED: f64 = 65536.0;
 
 /// The thread, until it is dropped.
 pub struct Urgent {
@@ -36,6 +41,32 @@ struct Serving {
     pending: Arc<Pending>,
     work: Arc<Work>,
     bodies: Bodies,
+    room: Room,
+}
+
+/// What is left of faults' part of the link.
+struct Room {
+    bytes: f64,
+    at: Instant,
+}
+
+impl Room {
+    fn full() -> Self {
+        Self { bytes: SAVED, at: Instant::now() }
+    }
+
+    /// Whether something is left, of a part of so many bytes per second.
+    fn any(&mut self, part: u64) -> bool {
+        let now = Instant::now();
+        self.bytes = (self.bytes + part as f64 * (now - self.at).as_secs_f64()).min(SAVED);
+        self.at = now;
+        self.bytes > 0.0
+    }
+
+    /// So many bytes went; what goes beyond the part is owed.
+    fn spend(&mut self, bytes: u64) {
+        self.bytes = (self.bytes - bytes as f64).max(-SAVED);
+    }
 }
 
 impl Urgent {
@@ -52,8 +83,10 @@ impl Urgent {
         let hang_up = || Ok([requests.hang_up()?, stream.connection().hang_up()?]);
         let own: [HangUp; 2] = hang_up().map_err(no_thread())?;
         hang_up().map_err(no_thread())?.into_iter().for_each(|connection| ends.add(connection));
-        let (told, mut serving) =
-            (Arc::clone(ends), Serving { requests, stream, pending, work, bodies: Bodies::default() });
+        let (told, mut serving) = (
+            Arc::clone(ends),
+            Serving { requests, stream, pending, work, bodies: Bodies::default(), room: Room::full() },
+        );
         let serve = move || {
             if let Err(error) = serving.serve() {
                 told.fail(error);
@@ -80,7 +113,7 @@ impl Serving {
         while let Some(request) = self.requests.receive()? {
             if self.pending.ask(&request) {
                 self.send(request.page.chunk, &[request.page.page].into_iter().collect(), true)?;
-                if !self.requests.waiting() {
+                if !self.requests.waiting() && self.room.any(self.work.spare.load(Ordering::Relaxed)) {
                     let neighbours = self.pending.neighbours(&request);
                     if !neighbours.is_empty() {
                         self.send(request.page.chunk, &neighbours, false)?;
@@ -105,6 +138,8 @@ impl Serving {
         let bytes = self.stream.send_frame(&made.frame, &made.digests, made.payload)?;
         self.work.pacer.charge(bytes);
         self.work.tally.sent((made.full, made.zero), bytes, asked);
+        self.work.tally.because_of_a_fault(bytes);
+        self.room.spend(bytes);
         Ok(())
     }
 }
