@@ -18,14 +18,18 @@ use std::time::Duration;
 
 /// The share of the link that is used while faults come.
 pub const SHARE: f64 = 0.9;
+/// The share that is used where hardly any come. Not all: what is thought of the link may be a few percent too high, as queues that were empty take
+/// more for a while than the link, and a full queue loses packets.
+const QUIET_SHARE: f64 = 0.97;
 /// The shortest window: what a processor that is busy elsewhere delays is smaller, and so are the ticks (4 ms) in which the kernel counts how long a
 /// connection was busy.
 const SHORTEST_WINDOW: Duration = Duration::from_millis(20);
 /// The longest.
-const LONGEST_WINDOW: Duration = Duration::from_millis(200);
+const LONGEST_WINDOW: Duration = Duration::from_millis(400);
 /// Bytes that make a window: some hundred acknowledgements.
 const WINDOW_BYTES: f64 = 256.0 * 1024.0;
-/// Round trips that a window lasts at least: what is sent in it comes to be acknowledged in it.
+/// Round trips that a window lasts at least: what is sent in it comes to be acknowledged in it, also where acknowledgements queue behind what the
+/// peer's host sends.
 const WINDOW_TRIPS: u32 = 4;
 /// Where nothing is known: 256 Mbit/s.
 const FIRST_GUESS: f64 = 32e6;
@@ -53,6 +57,8 @@ const MOST_DRAIN: u32 = 4;
 const SHORT_WINDOWS: u32 = 3;
 /// What counts as short.
 const SHORT: f64 = 0.93;
+/// The link counts as slower by so much at most at a time.
+const MOST_DROP: f64 = 0.5;
 /// How much a single probe that shows no faster link counts.
 const DOUBT: f64 = 0.25;
 
@@ -65,7 +71,7 @@ pub struct Window {
     pub delivered: u64,
     /// Whether more was there to be sent all the time: else the window says nothing of the link.
     pub busy: bool,
-    /// The least round trip seen of late.
+    /// The round trip, smoothed.
     pub round_trip: Duration,
     /// Bytes by which `delivered` can be wrong: an acknowledgement stands for a segment or more, and falls into this window or the next.
     pub grain: u64,
@@ -115,14 +121,14 @@ impl Pace {
         Self { state, link, patience: 1, round_trip: Duration::ZERO }
     }
 
-    /// The pace of the next window, bytes per second. Where no fault has come for a while (`quiet`), all of what the link is known to carry:
-    /// the next fault may find a frame before it, and no queue.
+    /// The pace of the next window, bytes per second. Where hardly a fault has come for a while (`quiet`), nearly all of what the link is known to
+    /// carry: the next fault may find a frame before it, and no queue.
     #[must_use]
     pub fn rate(&self, quiet: bool) -> u64 {
         let gain = match self.state {
             State::Searching { .. } => SEARCH,
             State::Draining { .. } => DRAIN,
-            State::Cruising(_) if quiet => 1.0,
+            State::Cruising(_) if quiet => QUIET_SHARE,
             State::Cruising(_) => SHARE,
             State::Probing => PROBE,
         };
@@ -190,8 +196,9 @@ impl Pace {
             (cruise.short, cruise.sum) = (cruise.short + 1, cruise.sum + delivered);
             if cruise.short >= SHORT_WINDOWS {
                 // The queues are full by now, so this is what comes out of them.
-                self.link = cruise.sum / f64::from(SHORT_WINDOWS);
-                self.patience = 1;
+                self.link = (cruise.sum / f64::from(SHORT_WINDOWS)).max(self.link * (1.0 - MOST_DROP));
+                // Or it was the acknowledgements that came late: that shows at once when more is tried.
+                self.patience = 0;
                 return State::Draining { windows: MOST_DRAIN };
             }
             return State::Cruising(cruise);
@@ -208,7 +215,7 @@ impl Pace {
         }
         // One window may be short because a processor was busy elsewhere, or long because one before it was short.
         self.link += (self.link.clamp(delivered - grain, delivered + grain) - self.link) * DOUBT;
-        self.patience = (self.patience * 2).min(MOST_PATIENCE);
+        self.patience = (self.patience * 2).clamp(1, MOST_PATIENCE);
         State::Draining { windows: 1 }
     }
 }

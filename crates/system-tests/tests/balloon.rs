@@ -169,7 +169,7 @@ fn a_guest_that_gives_memory_back_and_takes_it_again_before_it_has_come_is_whole
         ..Plan::small()
     });
     says(&site, "FILLED");
-    for mode in ["postcopy", "hybrid"] {
+    for mode in ["postcopy", "hybrid"].into_iter().take(times(1, 2)) {
         let (_, there) = site.names();
         let attempt = site.begin(None, &["--mode", mode, "--verify", "--bandwidth", RATE]);
         site.wait_for_phase(Phase::Postcopy, |_| true);

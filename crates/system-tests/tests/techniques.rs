@@ -3,6 +3,7 @@
 
 use sterna_api::Report;
 use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty};
+use sterna_system_tests::needs::times;
 use sterna_system_tests::pairs::{Technique, pairwise};
 use sterna_system_tests::{needs, on_shared_site, skip_without};
 
@@ -54,7 +55,8 @@ fn every_pair_of_techniques_keeps_every_page() {
         return;
     }
     on_shared_site(|site| {
-        for (number, words) in pairwise(&TECHNIQUES).into_iter().enumerate() {
+        // Every second one on every day: that pages come out as they went in, whatever their encoding, is the engine's tests' business.
+        for (number, words) in pairwise(&TECHNIQUES).into_iter().step_by(times(2, 1)).enumerate() {
             let report = site.migrate(&[&RATE[..], &words].concat());
             println!(
                 "{}: {:.0} ms, {} rounds, {} MiB, {:?}",

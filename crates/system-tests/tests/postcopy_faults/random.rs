@@ -91,7 +91,7 @@ fn whatever_happens_while_pages_follow_the_guest_waits_and_arrives_whole() {
         let seed = seed();
         println!("STERNA_SEED={seed}");
         let mut random = Random(seed);
-        let (runs, mut hit) = (times(4, 30), 0);
+        let (runs, mut hit) = (times(2, 30), 0);
         // Where there are fewer runs than faults it is chance which of them have their turn.
         let first = random.of(&[0, 1, 2, 3, 4, 5, 6, 7]);
         for number in first..first + runs {

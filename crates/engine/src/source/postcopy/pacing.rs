@@ -45,7 +45,7 @@ struct Seen {
     acknowledged: u64,
     /// For how long there was something to send.
     busy_time: Duration,
-    /// The shortest round trip.
+    /// The longest round trip.
     round_trip: Duration,
     /// A segment of each.
     grain: u64,
@@ -100,17 +100,19 @@ impl Pacing {
         let busy = busy_time.saturating_sub(self.busy) >= length.mul_f64(BUSY) * self.sockets.len() as u32;
         (self.since, self.acknowledged, self.busy) = (Instant::now(), acknowledged, busy_time);
         let paced = self.paced + asked_rate as u64;
-        self.pace.seen(&Window { length, delivered, busy, round_trip, grain }, paced);
+        let window = Window { length, delivered, busy, round_trip, grain };
+        tracing::debug!(?window, paced, asked_rate, link = self.pace.link(), "a window of the push");
+        self.pace.seen(&window, paced);
         self.set(quiet)
     }
 
     fn look(&self) -> Result<Seen, MigrateError> {
-        let mut seen = Seen { acknowledged: 0, busy_time: Duration::ZERO, round_trip: Duration::MAX, grain: 0 };
+        let mut seen = Seen { acknowledged: 0, busy_time: Duration::ZERO, round_trip: Duration::ZERO, grain: 0 };
         for socket in &self.sockets {
             let info = TcpInfo::of(socket).map_err(MigrateError::kernel("looking at the pace of the push"))?;
             seen.acknowledged += info.acknowledged_bytes;
             seen.busy_time += info.busy;
-            seen.round_trip = seen.round_trip.min(info.round_trip_least);
+            seen.round_trip = seen.round_trip.max(info.round_trip);
             seen.grain += u64::from(info.segment_bytes);
         }
         Ok(seen)
