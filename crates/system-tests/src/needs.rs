@@ -29,6 +29,16 @@ pub fn times(every_day: usize, long: usize) -> usize {
     if std::env::var("STERNA_LONG").is_ok_and(|word| word == "1") { long } else { every_day }
 }
 
+/// Whether a test is left to the long proofs today; says so.
+#[must_use]
+pub fn left_to_the_proofs() -> bool {
+    let left = times(0, 1) == 0;
+    if left {
+        println!("skipped: its turn comes with STERNA_LONG=1");
+    }
+    left
+}
+
 static TURN: Mutex<()> = Mutex::new(());
 
 /// One test at a time: a guest alone keeps a processor busy, and what is measured is time.

@@ -96,7 +96,8 @@ fn cases(quick: bool) -> Result<Vec<Case>> {
                 jobs: format!(
                     "idle:--mib,{IDLE_MIB};dirtier:--mib,{WORKING_SET_MIB},--rate,{mib_per_s:.1},--pattern,{pattern}"
                 ),
-                ready: Some("DIRTIER ready"),
+                // It fills more, and so is ready last.
+                ready: Some("IDLE ready"),
                 load: None,
                 mover: mover.clone(),
                 qemu: (*qemu).clone(),
