@@ -51,8 +51,10 @@ const CRUISE: (Duration, u32) = (Duration::from_millis(500), 6);
 const MOST_PATIENCE: u32 = 4;
 /// The pace while queues drain, as a share of the link.
 const DRAIN: f64 = 0.5;
+/// What counts as more coming out of the queues than goes in: there is something in them still.
+const FULL: f64 = 1.1;
 /// The most windows of draining.
-const MOST_DRAIN: u32 = 4;
+const MOST_DRAIN: u32 = 64;
 /// Windows in a row that come short of the pace until the link counts as slower.
 const SHORT_WINDOWS: u32 = 3;
 /// What counts as short.
@@ -169,8 +171,10 @@ impl Pace {
         }
         self.state = match self.state {
             State::Searching { fails } => self.searched(fails, delivered),
-            State::Draining { windows: 0 | 1 } => CRUISING,
-            State::Draining { windows } => State::Draining { windows: windows - 1 },
+            State::Draining { windows } => {
+                let full = delivered - window.grain as f64 / seconds > paced * FULL;
+                if full && windows > 1 { State::Draining { windows: windows - 1 } } else { CRUISING }
+            }
             State::Cruising(cruise) => self.cruised(cruise, window, delivered, paced),
             State::Probing => self.probed(delivered, window.grain as f64 / seconds),
         };
@@ -309,7 +313,7 @@ mod tests {
             link.bytes_per_s = bytes_per_s;
             run(&mut pace, &mut link, 2.0, false);
             let (used, queued) = run(&mut pace, &mut link, 3.0, false);
-            assert!((0.84..0.96).contains(&used) && queued < 0.2, "{bytes_per_s} B/s: {used:.3}, {queued:.3}");
+            assert!((0.84..0.96).contains(&used) && queued < 0.15, "{bytes_per_s} B/s: {used:.3}, {queued:.3}");
         }
     }
 
