@@ -78,8 +78,6 @@ pub struct TcpInfo {
     pub round_trip: Duration,
     /// Its mean deviation.
     pub round_trip_deviation: Duration,
-    /// The least seen of late.
-    pub round_trip_least: Duration,
     /// Bytes of a segment that is sent: what one acknowledgement stands for at least.
     pub segment_bytes: u32,
     /// The congestion window, segments.
@@ -121,7 +119,6 @@ impl TcpInfo {
         Ok(Self {
             round_trip: micros(offset_of!(tcp_info, tcpi_rtt)),
             round_trip_deviation: micros(offset_of!(tcp_info, tcpi_rttvar)),
-            round_trip_least: micros(offset_of!(tcp_info, tcpi_min_rtt)),
             segment_bytes: word(offset_of!(tcp_info, tcpi_snd_mss)),
             congestion_window: word(offset_of!(tcp_info, tcpi_snd_cwnd)),
             delivery_rate: long(offset_of!(tcp_info, tcpi_delivery_rate)),

@@ -1,7 +1,6 @@
 //! One session of post-copy, from its first page to its last.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
@@ -121,8 +120,7 @@ impl Session {
     fn send(&mut self, context: &Context) -> Result<bool, MigrateError> {
         let Self { link, streams, pending, ends, known, .. } = self;
         let (pending, ends, work) = (&**pending, &**ends, &*context.work);
-        let mut pacing = Pacing::new(streams, *known, work.limit, work.tally.asked())?;
-        work.spare.store(pacing.spare(), Ordering::Relaxed);
+        let mut pacing = Pacing::new(streams, *known, work)?;
         if let Some(meter) = &work.compression {
             meter.round_begins(streams.len(), streams.len());
         }
@@ -148,8 +146,7 @@ impl Session {
                 if context.monitor.given_up() {
                     return Ok(true);
                 }
-                pacing.step(pending.quiet_for(QUIET), work.tally.asked())?;
-                work.spare.store(pacing.spare(), Ordering::Relaxed);
+                pacing.step(pending.quiet_for(QUIET))?;
                 progress(context, &mut seen);
                 if beat.elapsed() >= HEARTBEAT {
                     ask(link, context)?;

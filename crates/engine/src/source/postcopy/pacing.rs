@@ -3,11 +3,13 @@
 //! Few bytes wait unsent in the sockets (`TCP_NOTSENT_LOWAT`): what waits there was chosen before the latest fault.
 
 use std::net::TcpStream;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use sterna_protocol::pace::{Pace, SHARE, Window};
 use sterna_sys::socket::{TcpInfo, set_notsent_lowat, set_pacing_rate};
 
+use super::Work;
 use crate::error::MigrateError;
 use crate::source::send::Stream;
 
@@ -26,11 +28,10 @@ const LATEST: f64 = 0.3;
 const LEAST_SHARE: f64 = 0.25;
 
 /// The pace of one session's push.
-#[derive(Debug)]
-pub struct Pacing {
+pub struct Pacing<'a> {
+    work: &'a Work,
     sockets: Vec<TcpStream>,
     pace: Pace,
-    limit: Option<u64>,
     paced: u64,
     acknowledged: u64,
     busy: Duration,
@@ -51,19 +52,18 @@ struct Seen {
     grain: u64,
 }
 
-impl Pacing {
-    /// Over these connections, at what they are known to carry, where that is known. `limit`: bytes per second that are not exceeded; `asked`: bytes that
-    /// faults have asked for so far.
+impl<'a> Pacing<'a> {
+    /// Over these connections, at what they are known to carry, where that is known, within the limit of `work`.
     ///
     /// # Errors
     /// No descriptor left, or the kernel does not pace.
-    pub fn new(streams: &[Stream], known: Option<u64>, limit: Option<u64>, asked: u64) -> Result<Self, MigrateError> {
+    pub fn new(streams: &[Stream], known: Option<u64>, work: &'a Work) -> Result<Self, MigrateError> {
         let sockets = streams.iter().map(|stream| stream.connection().socket().try_clone());
         let sockets = sockets.collect::<Result<_, _>>().map_err(MigrateError::host("setting the pace of the push"))?;
         let pace = Pace::new(known);
         let since = Instant::now();
-        let (busy, asked) = (Duration::ZERO, (asked, 0.0));
-        let mut pacing = Self { sockets, pace, limit, paced: 0, acknowledged: 0, busy, asked, since };
+        let (busy, asked) = (Duration::ZERO, (work.tally.asked(), 0.0));
+        let mut pacing = Self { work, sockets, pace, paced: 0, acknowledged: 0, busy, asked, since };
         let Seen { acknowledged, busy_time, .. } = pacing.look()?;
         (pacing.acknowledged, pacing.busy) = (acknowledged, busy_time);
         pacing.set(false)?;
@@ -76,22 +76,17 @@ impl Pacing {
         self.pace.window().saturating_sub(self.since.elapsed())
     }
 
-    /// What the push leaves of the link for faults, bytes per second.
-    #[must_use]
-    pub fn spare(&self) -> u64 {
-        (self.pace.link() as f64 * (1.0 - SHARE)) as u64
-    }
-
-    /// Takes in what came through, and sets the pace of the next window, where this one is over. `asked`: bytes that faults have asked for so far.
+    /// Takes in what came through, and sets the pace of the next window, where this one is over.
     ///
     /// # Errors
     /// The kernel does not say, or does not pace.
-    pub fn step(&mut self, quiet: bool, asked: u64) -> Result<(), MigrateError> {
+    pub fn step(&mut self, quiet: bool) -> Result<(), MigrateError> {
         if !self.window().is_zero() {
             return Ok(());
         }
         let Seen { acknowledged, busy_time, round_trip, grain } = self.look()?;
         let length = self.since.elapsed();
+        let asked = self.work.tally.asked();
         let new_asked = asked.saturating_sub(self.asked.0);
         let asked_rate = new_asked as f64 / length.as_secs_f64();
         self.asked = (asked, self.asked.1 + (asked_rate - self.asked.1) * LATEST);
@@ -120,9 +115,12 @@ impl Pacing {
 
     fn set(&mut self, quiet: bool) -> Result<(), MigrateError> {
         // Faults have the tenth that the push leaves; what they take beyond it, the push gives up.
-        let beyond = (self.asked.1 - self.spare() as f64).max(0.0);
-        let rate = (self.pace.rate(quiet) as f64 - beyond).max(self.pace.link() as f64 * LEAST_SHARE) as u64;
-        let rate = rate.min(self.limit.unwrap_or(u64::MAX));
+        let link = self.pace.link() as f64;
+        let spare = link * (1.0 - SHARE);
+        self.work.spare.store(spare as u64, Ordering::Relaxed);
+        let beyond = (self.asked.1 - spare).max(0.0);
+        let rate = (self.pace.rate(quiet) as f64 - beyond).max(link * LEAST_SHARE) as u64;
+        let rate = rate.min(self.work.limit.unwrap_or(u64::MAX));
         if rate == self.paced {
             return Ok(());
         }
