@@ -1,8 +1,8 @@
 use std::ops::Range;
 
-use serde_json::json;
+use sterna_introspect::PAGE_BYTES;
 
-use super::COMMAND_TIMEOUT;
+use super::ask_monitor;
 use crate::vmm::qmp::Qmp;
 use crate::vmm::{MappedRam, VmmError};
 
@@ -13,16 +13,13 @@ const COMMAND: &str = "info mtree -f";
 /// management mode, differ around the firmware.
 const ADDRESS_SPACE: &str = "AS \"memory\",";
 
-const PAGE_BYTES: u64 = 4096;
-
 /// How old machine types call a block of RAM: by where its back end is in the object tree.
 const OBJECTS: &str = "/objects/";
 
 /// Asks QEMU where the guest sees RAM. Firmware moves it around below 1 MiB while it starts, hotplug adds to it.
 pub(super) fn memory_map(qmp: &mut Qmp) -> Result<Vec<MappedRam>, VmmError> {
-    let reply = qmp.execute("human-monitor-command", json!({ "command-line": COMMAND }), COMMAND_TIMEOUT)?;
     let refused = |reason: &str| VmmError::Refused { command: COMMAND.to_owned(), reason: reason.to_owned() };
-    parse(reply.as_str().ok_or_else(|| refused("its answer is no text"))?).map_err(refused)
+    parse(&ask_monitor(qmp, COMMAND)?).map_err(refused)
 }
 
 /// Reads a text as this, and takes out the lines of kind `ram`:

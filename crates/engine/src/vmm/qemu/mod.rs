@@ -72,6 +72,13 @@ fn ask(qmp: &mut Qmp, command: &str) -> Result<Value, VmmError> {
     qmp.execute(command, json!({}), COMMAND_TIMEOUT)
 }
 
+/// What the monitor for people says, where no command for programs tells it.
+fn ask_monitor(qmp: &mut Qmp, command: &str) -> Result<String, VmmError> {
+    let reply = qmp.execute("human-monitor-command", json!({ "command-line": command }), COMMAND_TIMEOUT)?;
+    let no_text = || VmmError::Refused { command: command.to_owned(), reason: "its answer is no text".to_owned() };
+    reply.as_str().map(str::to_owned).ok_or_else(no_text)
+}
+
 /// Gives QEMU one end of a new socket pair under the name given; the other is ours.
 fn pass_socket(qmp: &mut Qmp, name: &str) -> Result<UnixStream, VmmError> {
     let (ours, theirs) = UnixStream::pair()

@@ -1,7 +1,6 @@
-use serde_json::json;
 use sterna_introspect::PageTables;
 
-use super::COMMAND_TIMEOUT;
+use super::ask_monitor;
 use crate::vmm::VmmError;
 use crate::vmm::qmp::Qmp;
 
@@ -14,9 +13,7 @@ const CR4_FIVE_LEVELS: u64 = 1 << 12;
 
 /// Asks QEMU which page tables the processors use now.
 pub(super) fn page_tables(qmp: &mut Qmp) -> Result<Vec<PageTables>, VmmError> {
-    let reply = qmp.execute("human-monitor-command", json!({ "command-line": COMMAND }), COMMAND_TIMEOUT)?;
-    let none = || VmmError::Refused { command: COMMAND.to_owned(), reason: "its answer is no text".to_owned() };
-    Ok(parse(reply.as_str().ok_or_else(none)?))
+    ask_monitor(qmp, COMMAND).map(|text| parse(&text))
 }
 
 /// Reads a text with two lines as these for each processor, among others:
