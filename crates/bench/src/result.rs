@@ -57,6 +57,20 @@ pub struct Row {
     pub errors: Vec<String>,
 }
 
+impl Row {
+    /// A word of the set-up by its name; empty where it has none.
+    #[must_use]
+    pub fn word(&self, name: &str) -> &str {
+        self.config.get(name).and_then(Value::as_str).unwrap_or_default()
+    }
+
+    /// Who moved the guest, and in which QEMU: what plots call the row where the workload is said elsewhere.
+    #[must_use]
+    pub fn mover_and_qemu(&self) -> String {
+        format!("{} (QEMU {})", self.word("mover"), self.word("qemu"))
+    }
+}
+
 /// A target and what was reached.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Target {

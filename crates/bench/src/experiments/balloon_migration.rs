@@ -113,9 +113,8 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     let rows = rows(runs);
     for (metric, label) in METRICS {
         let bar = |row: &Row| {
-            let word = |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default();
-            let settled = if word("workload").ends_with(SETTLED) { SETTLED } else { "" };
-            Some((format!("{}{settled}", word("mover")), row.metrics.get(metric)?.median))
+            let settled = if row.word("workload").ends_with(SETTLED) { SETTLED } else { "" };
+            Some((format!("{}{settled}", row.word("mover")), row.metrics.get(metric)?.median))
         };
         let bars = rows.iter().filter_map(bar).collect();
         BarPlot { title: "a guest whose free memory was used".into(), label: label.into(), bars }

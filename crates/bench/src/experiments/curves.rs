@@ -34,9 +34,10 @@ impl Curves<'_> {
     fn lines(&self, rows: &[Row]) -> Vec<(String, Vec<(f64, f64)>)> {
         let mut lines: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
         for row in rows {
-            let word = |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default();
-            let (Some(x), Some(value)) = ((self.x)(word("workload")), row.metrics.get(self.metric)) else { continue };
-            let label = format!("{} (QEMU {})", word("mover"), word("qemu"));
+            let (Some(x), Some(value)) = ((self.x)(row.word("workload")), row.metrics.get(self.metric)) else {
+                continue;
+            };
+            let label = row.mover_and_qemu();
             match lines.iter_mut().find(|(line, _)| *line == label) {
                 Some((_, points)) => points.push((x, value.median)),
                 None => lines.push((label, vec![(x, value.median)])),

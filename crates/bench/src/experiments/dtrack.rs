@@ -97,8 +97,7 @@ pub(super) fn plot(
     let rows: Vec<Row> = rows(runs).into_iter().filter(chosen).collect();
     let mut lines: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
     for row in &rows {
-        let word = |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default().to_owned();
-        let label = format!("{} (QEMU {})", word("mover"), word("qemu"));
+        let label = row.mover_and_qemu();
         let gib = row.config.get("memory_mib").and_then(|value| value.as_f64()).unwrap_or_default() / 1024.0;
         let Some(total) = row.metrics.get("total_ms") else { continue };
         let point = (gib, total.median / 1e3);

@@ -90,9 +90,6 @@ fn targets(runs: &[Run], sizes_mib: &[u64], quick: bool, qemu: &Qemu) -> Result<
 
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     let vanilla = dtrack::vanilla().label();
-    let word = |row: &crate::result::Row, name: &str| {
-        row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default().to_owned()
-    };
     for (name, title, combined) in [
         ("total_time_alone", "Hashes alone", ALONE),
         ("total_time_exact", "Hashes and exact fake dirty pages", EXACT),
@@ -100,8 +97,8 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     ] {
         let movers = HASHES.iter().map(|hash| Ok(mover(hash, combined)?.label())).collect::<Result<Vec<_>>>()?;
         let chosen = |row: &crate::result::Row| {
-            let mover = word(row, "mover");
-            word(row, "workload") != NOTHING_SILENT && (mover == vanilla || movers.contains(&mover))
+            let mover = row.word("mover");
+            row.word("workload") != NOTHING_SILENT && (mover == vanilla || movers.iter().any(|known| known == mover))
         };
         dtrack::plot(runs, directory, name, title, chosen)?;
     }

@@ -202,14 +202,13 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
             None => lines.push((line.to_owned(), vec![point])),
         };
         for row in rows(runs) {
-            let word = |name: &str| row.config.get(name).and_then(Value::as_str).unwrap_or_default();
-            let Some(share) = share_of(word("workload")) else { continue };
+            let Some(share) = share_of(row.word("workload")) else { continue };
             let metric_at = |metric: &str| row.metrics.get(metric).map(|value| (f64::from(share), value.median));
-            metric_at(metric).into_iter().for_each(|point| add(word("mover"), point));
+            metric_at(metric).into_iter().for_each(|point| add(row.word("mover"), point));
             if metric == AGAIN {
                 metric_at(CHANGED)
                     .into_iter()
-                    .for_each(|point| add(&format!("really changed: {}", word("mover")), point));
+                    .for_each(|point| add(&format!("really changed: {}", row.word("mover")), point));
             }
         }
         LinePlot {

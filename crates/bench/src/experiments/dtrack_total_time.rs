@@ -113,18 +113,17 @@ fn rivals(runs: &[Run], workload: &str) -> Vec<(String, String)> {
 }
 
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
-    let mover = |row: &Row| row.config.get("mover").and_then(|value| value.as_str()).unwrap_or_default().to_owned();
     let vanilla = dtrack::vanilla().label();
-    let combined = |row: &Row| ["delta", "compress"].iter().any(|word| mover(row).contains(word));
+    let combined = |row: &Row| ["delta", "compress"].iter().any(|word| row.word("mover").contains(word));
     dtrack::plot(runs, directory, "total_time_qemu", "QEMU's own techniques, and Sterna's defaults", |row| {
-        row.baseline || mover(row) == "sterna, 1 stream"
+        row.baseline || row.word("mover") == "sterna, 1 stream"
     })?;
     dtrack::plot(runs, directory, "total_time_bare", "Fake dirty pages", |row| {
-        mover(row) == vanilla || !row.baseline && !combined(row)
+        row.word("mover") == vanilla || !row.baseline && !combined(row)
     })?;
     dtrack::plot(runs, directory, "total_time_combined", "Exact fake dirty pages, with deltas and compression", |row| {
-        let other_tracking = mover(row).contains("fake-dirty");
-        mover(row) == vanilla || !row.baseline && !other_tracking
+        let other_tracking = row.word("mover").contains("fake-dirty");
+        row.word("mover") == vanilla || !row.baseline && !other_tracking
     })
 }
 

@@ -170,12 +170,7 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
         (THROUGHPUT, "guest operations per second"),
     ] {
         let bar = |row: &Row| {
-            let word =
-                |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default().to_owned();
-            Some((
-                format!("{}: {} (QEMU {})", word("workload"), word("mover"), word("qemu")),
-                row.metrics.get(metric)?.median,
-            ))
+            Some((format!("{}: {}", row.word("workload"), row.mover_and_qemu()), row.metrics.get(metric)?.median))
         };
         let bars = rows.iter().filter_map(bar).collect();
         BarPlot { title: "1 GiB guests at 1 Gbit".into(), label: label.into(), bars }.write(directory, metric)?;

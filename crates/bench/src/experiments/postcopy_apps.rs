@@ -184,8 +184,7 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     let rows = rows(runs);
     for (metric, label, name) in METRICS {
         let bar = |row: &Row| {
-            let word = |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default();
-            let label = format!("{}: {} (QEMU {})", word("workload"), word("mover"), word("qemu"));
+            let label = format!("{}: {}", row.word("workload"), row.mover_and_qemu());
             Some((label, row.metrics.get(metric)?.median))
         };
         let bars = rows.iter().filter_map(bar).collect();

@@ -128,10 +128,7 @@ fn targets(runs: &[Run], qemu: &str) -> Result<Vec<Target>> {
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     let rows = rows(runs);
     for (metric, label, name) in [(P50, "median", "wait_p50"), (P99, "99th percentile", "wait_p99")] {
-        let bar = |row: &crate::result::Row| {
-            let word = |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default();
-            Some((format!("{} (QEMU {})", word("mover"), word("qemu")), row.metrics.get(metric)?.median))
-        };
+        let bar = |row: &crate::result::Row| Some((row.mover_and_qemu(), row.metrics.get(metric)?.median));
         let bars = rows.iter().filter_map(bar).collect();
         BarPlot {
             title: format!("{label} of waits for a page, {WORKLOAD}"),

@@ -92,11 +92,7 @@ fn judged(runs: &[Run], mover: &str, metric: &str, best: fn(f64, f64) -> f64) ->
 
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     for (metric, label) in [(SPEED, "GB/s"), (COST, "processor seconds per GiB")] {
-        let bar = |row: &crate::result::Row| {
-            let word =
-                |name: &str| row.config.get(name).and_then(|value| value.as_str()).unwrap_or_default().to_owned();
-            Some((format!("{} (QEMU {})", word("mover"), word("qemu")), row.metrics.get(metric)?.median))
-        };
+        let bar = |row: &crate::result::Row| Some((row.mover_and_qemu(), row.metrics.get(metric)?.median));
         let bars = rows(runs).iter().filter_map(bar).collect();
         BarPlot { title: "Incompressible RAM, no link limit".into(), label: label.into(), bars }
             .write(directory, metric)?;
