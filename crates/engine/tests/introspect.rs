@@ -6,7 +6,7 @@ mod linux;
 #[path = "support/machine.rs"]
 mod machine;
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use linux::{Guest, Kernel, Plan};
@@ -18,7 +18,10 @@ use sterna_introspect::{Agreement, Introspection, Look, PAGE_BYTES, Physical, Un
 use sterna_protocol::spec::BlockSpec;
 
 /// One guest at a time: a guest under TCG keeps a processor busy.
-static TURN: Mutex<()> = Mutex::new(());
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Pages that a guest may use or free between its own look and ours: it starts a process each second, and little else.
 const BETWEEN: u64 = 4096;
@@ -72,7 +75,7 @@ fn looked_at(plan: &Plan) -> Option<(Guest, Introspection, Look)> {
 
 #[test]
 fn a_guest_of_five_levels_is_seen_and_left_alone_where_its_free_pages_are_poisoned() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = turn();
     let plan =
         Plan { kernel: Kernel::Image, qemu_10: false, machine: "q35", memory_mib: 1024, cpu: "max,la57=on", words: "" };
     let Some((mut guest, found, look)) = looked_at(&plan) else { return };
@@ -86,7 +89,7 @@ fn a_guest_of_five_levels_is_seen_and_left_alone_where_its_free_pages_are_poison
 
 #[test]
 fn the_newest_kernel_with_ram_above_the_hole_is_seen() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = turn();
     let plan =
         Plan { kernel: Kernel::New, qemu_10: true, machine: "q35", memory_mib: 5120, cpu: "max,la57=off", words: "" };
     let Some((mut guest, _, look)) = looked_at(&plan) else { return };
@@ -97,7 +100,7 @@ fn the_newest_kernel_with_ram_above_the_hole_is_seen() {
 
 #[test]
 fn the_newest_kernel_with_five_levels_in_little_ram_is_seen() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = turn();
     let plan =
         Plan { kernel: Kernel::New, qemu_10: false, machine: "pc", memory_mib: 384, cpu: "max,la57=on", words: "" };
     looked_at(&plan);
@@ -105,7 +108,7 @@ fn the_newest_kernel_with_five_levels_in_little_ram_is_seen() {
 
 #[test]
 fn a_guest_that_starts_again_is_not_taken_for_the_one_before() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = turn();
     // Debian's kernel is built without what these two words ask for: it poisons nothing, and is seen as it is.
     let words = "page_poison=1 debug_pagealloc=on";
     let plan =
@@ -127,7 +130,7 @@ fn a_guest_that_starts_again_is_not_taken_for_the_one_before() {
 
 #[test]
 fn a_guest_that_allocates_and_frees_all_the_time_is_seen() {
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = turn();
     // 128 MiB of files and 64 MiB of a process, ten times a second, and compilers.
     let words = "sterna.run=watch:-t,-n,0.1,dd,if=/dev/zero,of=/tmp/x,bs=64M,count=2;builder";
     let plan =

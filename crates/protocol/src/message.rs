@@ -71,7 +71,7 @@ pub enum Request {
     },
     /// The device state is all sent: say when it is loaded.
     Load,
-    /// A part of the residue: pages that are not there, or stale, when the guest starts. The guest has stopped and its devices are saved.
+    /// A part of the residue: pages that are not there, or stale, when the guest starts. The guest has stopped; its devices may be being saved still.
     /// The parts come in order, and the last with `LoadPostcopy`.
     Residue(ResiduePart),
     /// The last part of the residue, and the device state is all sent: from now on a page of the residue is shown to the guest only once it
