@@ -9,7 +9,7 @@ use sterna_system_tests::{Kind, Point, Proxy, cli};
 use crate::{SLOW, arrives, completes, lose_at, says_that_it_waits, with_guest};
 
 /// Every step from the point of no return to the last page, in the order in which they come where each is lost once.
-const STEPS: [Point; 9] = [
+const STEPS: [Point; 8] = [
     Point::Reply("commit"),
     Point::Request("resume"),
     Point::Reply("resume"),
@@ -18,7 +18,6 @@ const STEPS: [Point; 9] = [
     Point::Request("paging"),
     Point::Reply("paging"),
     Point::Request("complete"),
-    Point::Reply("complete"),
 ];
 
 #[test]
@@ -32,6 +31,12 @@ fn a_link_lost_and_restored_at_every_step_only_delays_the_pages() {
         proxy.up();
         let report = completes(site, &attempt.end());
         println!("{:?}", report.postcopy);
+        // Where every page was there before `complete` was lost, it has not been said again: its answer is lost in a migration of its own.
+        let proxy = Proxy::start(site.here(), site.there());
+        let attempt = site.begin(Some(&proxy.address), &["--mode", "postcopy"]);
+        lose_at(site, &proxy, Point::Reply("complete"));
+        proxy.up();
+        completes(site, &attempt.end());
     });
 }
 

@@ -84,7 +84,9 @@ impl Destination for QemuDestination {
     }
 
     fn alive(&mut self) -> Result<(), VmmError> {
-        if self.process.has_ended() { Err(self.explain(VmmError::Gone { guest_off: false })) } else { Ok(()) }
+        // A process that was killed takes milliseconds to end, with so much memory to let go; it answers nothing from the first of them.
+        let answer = guest_status(&mut lock(&self.qmp));
+        answer.map(drop).map_err(|error| self.explain(error))
     }
 
     fn start(&mut self) -> Result<EventTime, VmmError> {
