@@ -29,12 +29,21 @@ fuzz_target!(|given: Given| {
         toy.lines.insert(keys[usize::from(which) % keys.len()].clone(), value);
     }
     toy.write_note();
-    for (at, word) in words {
+    let asked: Vec<(u32, u16)> = words.iter().map(|&(at, word)| (at % (FRAMES as u32 + 1024), word as u16)).collect();
+    for &(at, word) in &words {
         toy.ram.write_word((16 << 20) + u64::from(at) % (5 << 20), word);
     }
     let mut processors = toy.processors().to_vec();
     processors.extend(processor.map(|(root, five_levels)| PageTables { root, five_levels }));
     let Ok(found) = Introspection::find(&toy.ram, &processors) else { return };
+    // Whatever is asked for.
+    let wanted: Vec<_> =
+        asked.into_iter().map(|(from, pages)| u64::from(from)..u64::from(from) + u64::from(pages)).collect();
+    if let Ok(free) = found.look_around(&toy.ram, &wanted) {
+        assert!(free.is_sorted_by(|one, next| one.end < next.start));
+        assert!(free.iter().all(|run| run.start < run.end && run.end <= FRAMES));
+    }
+    let _ = found.counted_pages(&toy.ram, &processors);
     let Ok(look) = found.look(&toy.ram, &processors) else { return };
     assert!(look.free.is_sorted_by(|one, next| one.end < next.start));
     assert!(look.free.iter().all(|run| run.start < run.end && run.end <= FRAMES));

@@ -101,8 +101,9 @@ fn the_newest_kernel_with_ram_above_the_hole_is_seen() {
 #[test]
 fn the_newest_kernel_with_five_levels_in_little_ram_is_seen() {
     let _turn = turn();
+    // QEMU 7.2's TCG lets every other boot of this kernel with five levels panic.
     let plan =
-        Plan { kernel: Kernel::New, qemu_10: false, machine: "pc", memory_mib: 384, cpu: "max,la57=on", words: "" };
+        Plan { kernel: Kernel::New, qemu_10: true, machine: "pc", memory_mib: 384, cpu: "max,la57=on", words: "" };
     looked_at(&plan);
 }
 

@@ -29,7 +29,7 @@ use crate::layout::{Layout, MAX_ORDERS, PageLayout};
 use crate::linux::Unfit;
 use crate::memory_map::Sections;
 use crate::paging::{Fault, Virtual};
-use crate::runs::Runs;
+use crate::runs::{Runs, sorted};
 use crate::{PAGE_BYTES, Physical};
 
 /// Frames whose structures are copied at once: 64 KiB of 64 bytes each.
@@ -59,12 +59,46 @@ pub(crate) fn pages(blocks: &[u64]) -> u64 {
 /// # Errors
 /// [`Unfit`] where it cannot be read. Parts that are not mapped, as for memory that was taken out, hold no free pages.
 pub(crate) fn walk(ram: &dyn Physical, memory: &mut Virtual<'_>, layout: &Layout) -> Result<Found, Unfit> {
-    let frames = frames(ram);
-    // Fewer runs than a sixteenth of the frames there are: a byte for each of them at most.
-    let limit = crate::runs::count(&frames) / 16;
+    let all = frames(ram);
+    walk_frames(memory, layout, &all, limit(&all))
+}
+
+/// Walks the parts of the memory map in which the blocks lie that hold any of these frames, and yields all free blocks there. A block
+/// is aligned to its size, and none is bigger than the highest order's: so each lies in one such part.
+///
+/// # Errors
+/// As [`walk`].
+pub(crate) fn walk_around(
+    ram: &dyn Physical,
+    memory: &mut Virtual<'_>,
+    layout: &Layout,
+    wanted: &[Range<u64>],
+) -> Result<Found, Unfit> {
+    let all = frames(ram);
+    let biggest = 1_u64 << layout.page.orders.saturating_sub(1);
+    let widened = wanted.iter().filter(|run| !run.is_empty()).map(|run| {
+        let end = run.end.checked_next_multiple_of(biggest).unwrap_or(u64::MAX);
+        run.start / biggest * biggest..end
+    });
+    let mut parts = Vec::with_capacity(wanted.len());
+    for part in widened {
+        let first = all.partition_point(|range| range.end <= part.start);
+        let inside = all[first..].iter().take_while(|range| range.start < part.end);
+        parts.extend(inside.map(|range| range.start.max(part.start)..range.end.min(part.end)));
+    }
+    walk_frames(memory, layout, &sorted(parts), limit(&all))
+}
+
+/// Fewer runs than a sixteenth of the frames there are: a byte for each of them at most.
+fn limit(all: &[Range<u64>]) -> usize {
+    usize::try_from(crate::runs::count(all) / 16).unwrap_or(usize::MAX)
+}
+
+/// Walks the memory map of these frames, which are RAM, in order and disjoint. No block lies in part outside of them.
+fn walk_frames(memory: &mut Virtual<'_>, layout: &Layout, frames: &[Range<u64>], limit: usize) -> Result<Found, Unfit> {
     let mut walk = Walk {
         page: &layout.page,
-        found: Found { runs: Runs::new(usize::try_from(limit).unwrap_or(usize::MAX)), blocks: [0; MAX_ORDERS] },
+        found: Found { runs: Runs::new(limit), blocks: [0; MAX_ORDERS] },
         first: vec![0; STRETCH as usize * layout.page.bytes],
         second: vec![0; STRETCH as usize * layout.page.bytes],
         heads: Vec::with_capacity(STRETCH as usize),

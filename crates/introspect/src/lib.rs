@@ -12,6 +12,9 @@
 /// The kernel's description of itself (VMCOREINFO): finding it and looking things up in it.
 mod vmcoreinfo;
 
+/// Finding it where the kernel's image points to it.
+mod image;
+
 /// Where the kernel's structures have their fields, checked once.
 mod layout;
 
@@ -34,7 +37,7 @@ mod check;
 mod contents;
 
 /// Page frames as runs.
-mod runs;
+pub mod runs;
 
 /// The whole look at a Linux guest.
 mod linux;

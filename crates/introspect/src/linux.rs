@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 use crate::check::{Agreement, agreement};
 use crate::counters::{self, ZoneCounters};
 use crate::free::{self, Found};
+use crate::image;
 use crate::layout::Layout;
 use crate::paging::{Fault, PageTables, Virtual};
 use crate::vmcoreinfo::{self, Vmcoreinfo};
@@ -17,10 +18,6 @@ const CANDIDATES: u32 = 64;
 
 /// Where a name has its release: `struct new_utsname` has fields of 65 bytes, this is the third.
 const RELEASE: usize = 2 * 65;
-
-/// With page tables of their own for programs (`CONFIG_PAGE_TABLE_ISOLATION`) a process has two roots beside each other; in this
-/// bit of its address the programs' differs from the kernel's.
-const USER_TABLES: u64 = 1 << 12;
 
 /// Why nothing is said about a guest's free pages.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -128,7 +125,7 @@ impl Look {
 }
 
 impl Introspection {
-    /// Looks for the kernel that these processors run. It reads all RAM in the worst case, so it is worth keeping.
+    /// Looks for the kernel that these processors run: where its image points to its description, or else in all RAM. It is worth keeping.
     ///
     /// `processors` are the page tables of every processor that uses any, as the VMM says **now**. RAM outlives a restart of
     /// the guest, and with it the description of a kernel that runs no more, whose free pages are somebody else's now; a
@@ -139,7 +136,7 @@ impl Introspection {
     pub fn find(ram: &dyn Physical, processors: &[PageTables]) -> Result<Self, Unfit> {
         let mut closest = Unfit::NoKernel;
         let mut left = CANDIDATES;
-        let found = vmcoreinfo::search(ram, |note| {
+        let mut each = |note| {
             left -= 1;
             match Self::try_from_note(ram, note, processors) {
                 Ok(found) => return Some(Some(found)),
@@ -149,7 +146,12 @@ impl Introspection {
             }
             // The end of the search.
             (left == 0).then_some(None)
-        });
+        };
+        // They share the kernel's image; a program's own tables may leave it out.
+        let mut tables: Vec<_> = processors.first().into_iter().flat_map(|it| [*it, it.of_kernel()]).collect();
+        tables.dedup();
+        let pointed_to = tables.into_iter().find_map(|tables| image::pointed_to(ram, tables, &mut each));
+        let found = pointed_to.or_else(|| vmcoreinfo::search(ram, each));
         found.flatten().ok_or(closest)
     }
 
@@ -176,10 +178,7 @@ impl Introspection {
     /// [`Unfit`]; then nothing is known.
     pub fn look(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<Look, Unfit> {
         let began = Instant::now();
-        if !Vmcoreinfo::at(ram, self.note.address).is_some_and(|note| note.says_the_same(&self.note)) {
-            return Err(Unfit::Replaced { release: self.release().to_owned() });
-        }
-        self.check_running(ram, processors)?;
+        self.still_runs(ram, processors)?;
         let mut attempt = 1;
         let (found, zones, agreement) = loop {
             match self.look_once(ram) {
@@ -194,6 +193,40 @@ impl Introspection {
         contents::check(ram, &mut memory, direct, &free)?;
         let free_pages = crate::runs::count(&free);
         Ok(Look { free, free_pages, left_out_pages, zones, agreement, took: began.elapsed() })
+    }
+
+    /// Whether the kernel that was found is still there, and what `processors` run.
+    ///
+    /// # Errors
+    /// [`Unfit::Replaced`], [`Unfit::NotRunning`].
+    pub fn still_runs(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<(), Unfit> {
+        if !Vmcoreinfo::at(ram, self.note.address).is_some_and(|note| note.says_the_same(&self.note)) {
+            return Err(Unfit::Replaced { release: self.release().to_owned() });
+        }
+        self.check_running(ram, processors)
+    }
+
+    /// How many free pages the kernel counts: what [`look`](Self::look) would find about, for next to nothing.
+    ///
+    /// # Errors
+    /// [`Unfit`].
+    pub fn counted_pages(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<u64, Unfit> {
+        self.still_runs(ram, processors)?;
+        let mut memory = Virtual::new(ram, self.layout.tables);
+        let zones = counters::read(&mut memory, &self.layout)?;
+        Ok(zones.iter().map(ZoneCounters::free_pages).fold(0, u64::saturating_add))
+    }
+
+    /// Reads which of some page frames are free, where that costs less than a whole [`look`](Self::look): runs as there, of all free pages
+    /// in the blocks of the highest order around them. Nothing tells whether it is right, since the kernel counts only the whole: it
+    /// is for a kernel of which a whole look was believed. Where the guest may have been started again since, ask
+    /// [`still_runs`](Self::still_runs) before what is new here is believed.
+    ///
+    /// # Errors
+    /// [`Unfit`]; then nothing is known.
+    pub fn look_around(&self, ram: &dyn Physical, frames: &[Range<u64>]) -> Result<Vec<Range<u64>>, Unfit> {
+        let mut memory = Virtual::new(ram, self.layout.tables);
+        Ok(free::walk_around(ram, &mut memory, &self.layout, frames)?.runs.into_inner())
     }
 
     fn look_once(&self, ram: &dyn Physical) -> Result<(Found, Vec<ZoneCounters>, Agreement), Unfit> {
@@ -228,8 +261,7 @@ impl Introspection {
     }
 
     fn is_mapped_by(&self, ram: &dyn Physical, tables: PageTables) -> bool {
-        let kernel_tables = PageTables { root: tables.root & !USER_TABLES, ..tables };
-        [tables, kernel_tables].iter().any(|tables| {
+        [tables, tables.of_kernel()].iter().any(|tables| {
             let mut memory = Virtual::new(ram, *tables);
             [self.layout.text, self.layout.uts].iter().all(|&address| {
                 memory.translate(address).is_ok_and(|found| found.address == self.layout.in_image(address))

@@ -9,6 +9,10 @@ const HUGE: u64 = 1 << 7;
 /// The bits of an entry, and of CR3, that are an address.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
+/// With page tables of their own for programs (`CONFIG_PAGE_TABLE_ISOLATION`) a process has two roots beside each other; in this
+/// bit of its address the programs' differs from the kernel's.
+const USER_TABLES: u64 = 1 << 12;
+
 const TABLE_BYTES: usize = PAGE_BYTES as usize;
 
 /// Page tables as a processor has them: Intel's manual, volume 3, chapter "Paging".
@@ -18,6 +22,13 @@ pub struct PageTables {
     pub root: u64,
     /// Five levels instead of four (`CR4.LA57`).
     pub five_levels: bool,
+}
+
+impl PageTables {
+    /// The kernel's, where these are a program's own.
+    pub(crate) fn of_kernel(self) -> Self {
+        Self { root: self.root & !USER_TABLES, ..self }
+    }
 }
 
 /// What a virtual address is.

@@ -1,3 +1,5 @@
+//! Page frames as runs.
+
 use std::ops::Range;
 
 /// Page frames as runs: sorted, disjoint, not adjacent to each other.
@@ -35,8 +37,24 @@ impl Runs {
 }
 
 /// Frames in runs.
-pub(crate) fn count(runs: &[Range<u64>]) -> u64 {
+#[must_use]
+pub fn count(runs: &[Range<u64>]) -> u64 {
     runs.iter().map(|run| run.end.saturating_sub(run.start)).fold(0, u64::saturating_add)
+}
+
+/// Sorts runs and joins those that touch or overlap.
+#[must_use]
+pub fn sorted(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    runs.retain(|run| run.start < run.end);
+    runs.sort_unstable_by_key(|run| run.start);
+    let mut joined: Vec<Range<u64>> = Vec::with_capacity(runs.len());
+    for run in runs {
+        match joined.last_mut() {
+            Some(last) if run.start <= last.end => last.end = last.end.max(run.end),
+            _ => joined.push(run),
+        }
+    }
+    joined
 }
 
 #[cfg(test)]

@@ -41,6 +41,27 @@ fn free_blocks_of_every_order_are_found_exactly() {
 }
 
 #[test]
+fn a_look_around_some_frames_finds_the_blocks_they_lie_in_and_no_others() {
+    let toy = some_free();
+    let found = Introspection::find(&toy.ram, &toy.processors()).unwrap();
+    let all = found.look(&toy.ram, &toy.processors()).unwrap().free;
+    let around = |frames: &[Range<u64>]| found.look_around(&toy.ram, frames).unwrap();
+    // All RAM, and more than that; in disorder and overlapping.
+    let only = |frames: Range<u64>| around(&[frames]);
+    assert_eq!(only(0..u64::MAX), all);
+    assert_eq!(around(&[0x3000..0x4800, 0..0x3001, 0x1000..0x2000]), all);
+    // A frame in the middle of a block of 512: its first page is what tells.
+    assert_eq!(only(0x3c77..0x3c78).first(), Some(&(0x3c00..0x3e00)));
+    // A frame that is in use, with free ones around it; a stretch without any; nothing.
+    assert_eq!(only(0x1805..0x1806).first(), Some(&(0x1800..0x1802)));
+    assert_eq!(only(0x400..0x401), []);
+    assert_eq!(around(&[]), []);
+    assert_eq!(around(&[0x5000..0x6000, 7..7]), []);
+    assert_eq!(found.counted_pages(&toy.ram, &toy.processors()), Ok(3072));
+    assert!(found.counted_pages(&toy.ram, &[]).is_err());
+}
+
+#[test]
 fn what_looks_like_a_block_and_cannot_be_one_is_not_named() {
     let mut toy = some_free();
     let before = look(&toy).unwrap();
@@ -247,6 +268,12 @@ proptest! {
         }
         for (at, letter) in letters {
             toy.ram.write(NOTE + 11 + at, &[letter]);
+        }
+        if let Ok(found) = Introspection::find(&toy.ram, &toy.processors())
+            && let Ok(free) = found.look_around(&toy.ram, &[0x17ff..0x2801, 0x47f0..0x4801])
+        {
+            prop_assert!(free.is_sorted_by(|one, next| one.end < next.start));
+            prop_assert!(free.iter().all(|run| run.start < run.end && run.end <= 0x4800));
         }
         if let Ok(look) = look(&toy) {
             prop_assert!(look.free.is_sorted_by(|one, next| one.end < next.start));

@@ -34,6 +34,11 @@ impl Ram {
         }
     }
 
+    /// The pages that were written, by their frames.
+    pub fn written(&self) -> impl Iterator<Item = (u64, &[u8; PAGE_BYTES as usize])> {
+        self.pages.iter().map(|(&frame, page)| (frame, &**page))
+    }
+
     /// Writes a little-endian word.
     pub fn write_word(&mut self, address: u64, word: u64) {
         self.write(address, &word.to_le_bytes());
@@ -141,15 +146,40 @@ impl Toy {
         self.ram.write(NOTE, text.as_bytes());
     }
 
+    /// Has the kernel's image point to something, from this offset in it.
+    pub fn point_to(&mut self, offset: u64, address: u64) {
+        self.ram.write_word(KERNEL + offset % (2 << 20), DIRECT.wrapping_add(address));
+    }
+
     /// Frees a block, and counts it.
     pub fn free(&mut self, frame: u64, order: u64) {
         self.set_page(frame, BUDDY, 0, order);
+        self.count(order, 1);
+    }
+
+    /// Takes a block that was freed, and counts it no more.
+    pub fn allocate(&mut self, frame: u64, order: u64) {
+        self.set_page(frame, u32::MAX, 1, 0);
+        self.count(order, -1);
+    }
+
+    fn count(&mut self, order: u64, more: i64) {
         if let Some(blocks) = self.blocks.get_mut(order as usize) {
-            *blocks += 1;
+            *blocks = blocks.saturating_add_signed(more);
             self.ram.write_word(NODE + 64 + order * 24 + 16, *blocks);
         }
         let pages = crate::free::pages(&self.blocks);
         self.ram.write_word(NODE + 400, pages);
+    }
+
+    /// The counters of a kernel that is starting; the memory map stays.
+    pub fn forget_counts(&mut self) {
+        for (order, blocks) in (0..).zip(std::mem::take(&mut self.blocks)) {
+            if blocks > 0 {
+                self.ram.write_word(NODE + 64 + order * 24 + 16, 0);
+            }
+        }
+        self.ram.write_word(NODE + 400, 0);
     }
 
     /// What the memory map says of a page.

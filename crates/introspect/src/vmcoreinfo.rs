@@ -108,8 +108,8 @@ pub(crate) fn search<T>(ram: &dyn Physical, mut each: impl FnMut(Vmcoreinfo) -> 
     None
 }
 
-/// Where in a page the text begins, if one does.
-fn text_offset(page: &[u8]) -> Option<u64> {
+/// Where in a page the text begins, if one does; the first 64 bytes of the page tell.
+pub(crate) fn text_offset(page: &[u8]) -> Option<u64> {
     let in_note = page.get(12..NOTE_HEADER_BYTES).is_some_and(|name| name == NOTE_NAME)
         && page.get(NOTE_HEADER_BYTES..).is_some_and(|text| text.starts_with(BEGINNING));
     if page.starts_with(BEGINNING) { Some(0) } else { in_note.then_some(NOTE_HEADER_BYTES as u64) }

@@ -118,6 +118,15 @@ pub trait Source: Send {
         Err(VmmError::Refused { command: "registers".to_owned(), reason: "it does not tell".to_owned() })
     }
 
+    /// Whether the guest was reset since this was last asked, or at some time before: seen once [`page_tables`](Self::page_tables) has answered what
+    /// was asked after it.
+    ///
+    /// # Errors
+    /// [`VmmError`].
+    fn was_reset(&mut self) -> Result<bool, VmmError> {
+        Ok(false)
+    }
+
     /// Asks the VMM to stop the guest and to have its devices ready; the stream yields the device state from now on
     /// (some of it before the guest stops) and ends with it. Whoever holds it must keep reading.
     ///
@@ -171,7 +180,7 @@ pub trait Destination: Send {
     /// [`VmmError`]: [`VmmError::Migration`] or [`VmmError::Gone`] where the VMM refuses the state.
     fn loaded(&mut self, timeout: Duration) -> Result<(), VmmError>;
 
-    /// Whether the VMM still lives, with the guest loaded and stopped: asked just before the guest becomes its own, so it must not take time.
+    /// Whether the VMM still lives, with the guest loaded and stopped: asked just before the guest becomes its own, so it must not take long.
     ///
     /// # Errors
     /// [`VmmError`].

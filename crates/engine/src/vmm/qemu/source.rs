@@ -122,6 +122,16 @@ impl Source for QemuSource {
         registers::page_tables(&mut lock(&self.qmp))
     }
 
+    fn was_reset(&mut self) -> Result<bool, VmmError> {
+        let mut qmp = lock(&self.qmp);
+        let mut reset = false;
+        // QEMU tells of it before a processor runs again.
+        while qmp.wait_event(|event| event.name == "RESET", Duration::ZERO)?.is_some() {
+            reset = true;
+        }
+        Ok(reset)
+    }
+
     fn begin(&mut self) -> Result<UnixStream, VmmError> {
         if self.begun.is_some() {
             return Err(refused("a switchover of this guest is under way already".to_owned()));
