@@ -12,6 +12,11 @@
 //!                                           └────────────┴── nothing more came through ──┘
 //! ```
 //!
+//! Less than went comes through also where processors are busy with other things than sending. Then the link is free, and slower would help
+//! nobody: what is sent too much shows in the round trip, as it queues. A round trip that stays long while queues drain is not of the push's
+//! making: acknowledgements wait behind what the guest sends from its new host, say. Then TCP shares the link as it always does, and slower would
+//! only keep its window small.
+//!
 //! There is no clock here: the caller reports windows.
 
 use std::time::Duration;
@@ -31,6 +36,9 @@ const WINDOW_BYTES: f64 = 256.0 * 1024.0;
 /// Round trips that a window lasts at least: what is sent in it comes to be acknowledged in it, also where acknowledgements queue behind what the
 /// peer's host sends.
 const WINDOW_TRIPS: u32 = 4;
+/// The same for the mean deviation of round trips: an acknowledgement that comes some milliseconds earlier or later falls into another window, and
+/// such errors are to stay small beside the window.
+const WINDOW_DEVIATIONS: u32 = 32;
 /// Where nothing is known: 256 Mbit/s.
 const FIRST_GUESS: f64 = 32e6;
 /// Below that no push ends.
@@ -55,10 +63,12 @@ const DRAIN: f64 = 0.5;
 const FULL: f64 = 1.1;
 /// The most windows of draining.
 const MOST_DRAIN: u32 = 64;
-/// Windows in a row that come short of the pace until the link counts as slower.
+/// Windows in a row that come short of the pace, with a queue, until the link counts as slower.
 const SHORT_WINDOWS: u32 = 3;
 /// What counts as short.
 const SHORT: f64 = 0.93;
+/// What counts as a queue: a round trip that is so much longer than the shortest, and by a part of it.
+const QUEUE: (Duration, f64) = (Duration::from_millis(1), 0.25);
 /// The link counts as slower by so much at most at a time.
 const MOST_DROP: f64 = 0.5;
 /// How much a single probe that shows no faster link counts.
@@ -75,6 +85,12 @@ pub struct Window {
     pub busy: bool,
     /// The round trip, smoothed.
     pub round_trip: Duration,
+    /// Its mean deviation.
+    pub deviation: Duration,
+    /// The shortest round trip: one without queues.
+    pub least_trip: Duration,
+    /// Whether segments were lost.
+    pub lost: bool,
     /// Bytes by which `delivered` can be wrong: an acknowledgement stands for a segment or more, and falls into this window or the next.
     pub grain: u64,
 }
@@ -83,8 +99,8 @@ pub struct Window {
 enum State {
     /// For what the link carries, upwards.
     Searching { fails: u32 },
-    /// What was sent too much.
-    Draining { windows: u32 },
+    /// What was sent too much, for so many windows at most; where the link seemed slower, with what it was thought to carry before.
+    Draining { windows: u32, before: Option<f64> },
     /// At the share.
     Cruising(Cruise),
     /// Whether there is more.
@@ -111,7 +127,25 @@ pub struct Pace {
     link: f64,
     /// Times the least time between probes.
     patience: u32,
-    round_trip: Duration,
+    /// What the shortest window follows from: round trips, and how they vary.
+    steady: Duration,
+    /// The round trip without a queue of our own.
+    calm: Duration,
+}
+
+/// A window in bytes per second.
+struct Rates<'a> {
+    window: &'a Window,
+    delivered: f64,
+    paced: f64,
+    grain: f64,
+}
+
+impl Rates<'_> {
+    /// Whether less came through than went.
+    fn are_short(&self) -> bool {
+        self.delivered + self.grain < self.paced * SHORT
+    }
 }
 
 impl Pace {
@@ -120,7 +154,7 @@ impl Pace {
     pub fn new(known: Option<u64>) -> Self {
         let link = known.map_or(FIRST_GUESS / SEARCH, |rate| (rate as f64).max(LEAST));
         let state = if known.is_some() { CRUISING } else { State::Searching { fails: 0 } };
-        Self { state, link, patience: 1, round_trip: Duration::ZERO }
+        Self { state, link, patience: 1, steady: Duration::ZERO, calm: Duration::ZERO }
     }
 
     /// The pace of the next window, bytes per second. Where hardly a fault has come for a while (`quiet`), nearly all of what the link is known to
@@ -143,7 +177,7 @@ impl Pace {
         // A probe fills queues: it is short.
         let bytes = if self.state == State::Probing { WINDOW_BYTES / 4.0 } else { WINDOW_BYTES };
         let enough = Duration::from_secs_f64(bytes / self.rate(false) as f64);
-        enough.max(self.round_trip * WINDOW_TRIPS).clamp(SHORTEST_WINDOW, LONGEST_WINDOW)
+        enough.max(self.steady).clamp(SHORTEST_WINDOW, LONGEST_WINDOW)
     }
 
     /// What the link carries as far as is known, bytes per second.
@@ -159,8 +193,9 @@ impl Pace {
         if seconds <= 0.0 {
             return;
         }
-        self.round_trip = window.round_trip;
-        let (delivered, paced) = (window.delivered as f64 / seconds, paced as f64);
+        self.steady = (window.round_trip * WINDOW_TRIPS).max(window.deviation * WINDOW_DEVIATIONS);
+        self.calm = self.calm.min(window.round_trip).max(window.least_trip);
+        let delivered = window.delivered as f64 / seconds;
         if !window.busy {
             // There was too little to send to learn anything but this. A probe is tried again when there is more.
             self.link = self.link.max(delivered);
@@ -169,14 +204,12 @@ impl Pace {
             }
             return;
         }
+        let rates = Rates { window, delivered, paced: paced as f64, grain: window.grain as f64 / seconds };
         self.state = match self.state {
             State::Searching { fails } => self.searched(fails, delivered),
-            State::Draining { windows } => {
-                let full = delivered - window.grain as f64 / seconds > paced * FULL;
-                if full && windows > 1 { State::Draining { windows: windows - 1 } } else { CRUISING }
-            }
-            State::Cruising(cruise) => self.cruised(cruise, window, delivered, paced),
-            State::Probing => self.probed(delivered, window.grain as f64 / seconds),
+            State::Draining { windows, before } => self.drained(windows, before, &rates),
+            State::Cruising(cruise) => self.cruised(cruise, &rates),
+            State::Probing => self.probed(&rates),
         };
         self.link = self.link.max(LEAST);
     }
@@ -187,23 +220,47 @@ impl Pace {
         self.link = if more || fails + 1 >= SEARCH_FAILS { delivered } else { self.link };
         match (more, fails + 1 >= SEARCH_FAILS) {
             (true, _) => State::Searching { fails: 0 },
-            (false, true) => State::Draining { windows: MOST_DRAIN },
+            (false, true) => State::Draining { windows: MOST_DRAIN, before: None },
             (false, false) => State::Searching { fails: fails + 1 },
         }
     }
 
-    fn cruised(&mut self, mut cruise: Cruise, window: &Window, delivered: f64, paced: f64) -> State {
-        // More than went cannot have come through: what seems so belongs to the window before. So only a probe finds a faster link.
-        let grain = window.grain as f64 / window.length.as_secs_f64();
+    /// Whether what was sent waits in the network.
+    fn queued(&self, window: &Window) -> bool {
+        window.round_trip.saturating_sub(self.calm) >= QUEUE.0.max(self.calm.mul_f64(QUEUE.1))
+    }
+
+    fn drained(&mut self, windows: u32, before: Option<f64>, rates: &Rates<'_>) -> State {
+        let more = State::Draining { windows: windows.saturating_sub(1), before };
+        if rates.delivered - rates.grain > rates.paced * FULL && windows > 1 {
+            return more;
+        }
+        match before {
+            // Even that is more than goes through.
+            Some(_) if rates.are_short() && windows > 1 => {
+                self.link = rates.delivered.max(self.link * (1.0 - MOST_DROP));
+                return more;
+            }
+            // Nothing of ours is in the queues, and they are as long as before.
+            Some(before) if self.queued(rates.window) => (self.link, self.calm) = (before, rates.window.round_trip),
+            _ => {}
+        }
+        CRUISING
+    }
+
+    fn cruised(&mut self, mut cruise: Cruise, rates: &Rates<'_>) -> State {
+        let window = rates.window;
         (cruise.time, cruise.windows) = (cruise.time + window.length, cruise.windows + 1);
-        if delivered + grain < paced * SHORT {
-            (cruise.short, cruise.sum) = (cruise.short + 1, cruise.sum + delivered);
+        // More than went cannot have come through: what seems so belongs to the window before. So only a probe finds a faster link.
+        if rates.are_short() && (window.lost || self.queued(window)) {
+            (cruise.short, cruise.sum) = (cruise.short + 1, cruise.sum + rates.delivered);
             if cruise.short >= SHORT_WINDOWS {
+                let before = Some(self.link);
                 // The queues are full by now, so this is what comes out of them.
                 self.link = (cruise.sum / f64::from(SHORT_WINDOWS)).max(self.link * (1.0 - MOST_DROP));
                 // Or it was the acknowledgements that came late: that shows at once when more is tried.
                 self.patience = 0;
-                return State::Draining { windows: MOST_DRAIN };
+                return State::Draining { windows: MOST_DRAIN, before };
             }
             return State::Cruising(cruise);
         }
@@ -212,15 +269,19 @@ impl Pace {
         if long_enough { State::Probing } else { State::Cruising(cruise) }
     }
 
-    fn probed(&mut self, delivered: f64, grain: f64) -> State {
+    fn probed(&mut self, rates: &Rates<'_>) -> State {
+        let Rates { window, delivered, grain, .. } = *rates;
         if delivered - grain >= self.link * PROBE_MORE {
             (self.link, self.patience) = (delivered - grain, 1);
             return State::Searching { fails: 0 };
         }
         // One window may be short because a processor was busy elsewhere, or long because one before it was short.
-        self.link += (self.link.clamp(delivered - grain, delivered + grain) - self.link) * DOUBT;
+        let seen = self.link.clamp(delivered - grain, delivered + grain);
+        if seen > self.link || self.queued(window) {
+            self.link += (seen - self.link) * DOUBT;
+        }
         self.patience = (self.patience * 2).clamp(1, MOST_PATIENCE);
-        State::Draining { windows: 1 }
+        State::Draining { windows: 1, before: None }
     }
 }
 
@@ -238,30 +299,43 @@ mod tests {
         noise: u64,
     }
 
+    /// Up to 1 of a sequence that is always the same.
+    fn noise(state: &mut u64) -> f64 {
+        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (*state >> 40) as f64 / (1u64 << 24) as f64
+    }
+
     impl Link {
         fn new(bytes_per_s: f64, trip: Duration) -> Self {
             Self { bytes_per_s, trip, under_way: 0.0, most_under_way: 4e6, noise: 1 }
         }
 
+        fn queueing(&self) -> Duration {
+            let pipe = self.bytes_per_s * self.trip.as_secs_f64();
+            Duration::from_secs_f64((self.under_way - pipe).max(0.0) / self.bytes_per_s)
+        }
+
         /// A window at this pace; what was seen, and the longest that a packet queued.
         fn run(&mut self, pace: &Pace, limit: u64, quiet: bool) -> (Window, Duration) {
-            let (step, mut delivered, mut queued) = (1e-4, 0.0, 0.0_f64);
+            let (step, mut delivered, mut queued) = (1e-4, 0.0, Duration::ZERO);
             let paced = pace.rate(quiet).min(limit) as f64;
             let steps = (pace.window().as_secs_f64() / step).round() as u64;
-            let pipe = self.bytes_per_s * self.trip.as_secs_f64();
             for _ in 0..steps {
                 // The network's own share of the link varies by a few percent.
-                self.noise = self.noise.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                let noise = 1.0 - (self.noise >> 40) as f64 / (1u64 << 24) as f64 * 0.04;
+                let noise = 1.0 - noise(&mut self.noise) * 0.04;
                 self.under_way += (paced * step).min((self.most_under_way - self.under_way).max(0.0));
                 let out = (self.bytes_per_s * noise * step).min(self.under_way);
                 self.under_way -= out;
                 delivered += out;
-                queued = queued.max((self.under_way - pipe).max(0.0) / self.bytes_per_s);
+                queued = queued.max(self.queueing());
             }
             let length = Duration::from_secs_f64(steps as f64 * step);
-            let window = Window { length, delivered: delivered as u64, busy: true, round_trip: self.trip, grain: 0 };
-            (window, Duration::from_secs_f64(queued))
+            let (round_trip, least_trip) = (self.trip + self.queueing(), self.trip);
+            let delivered = delivered as u64;
+            let deviation = Duration::ZERO;
+            let window =
+                Window { length, delivered, busy: true, round_trip, deviation, least_trip, lost: false, grain: 0 };
+            (window, queued)
         }
     }
 
@@ -311,7 +385,7 @@ mod tests {
         run(&mut pace, &mut link, 1.0, false);
         for bytes_per_s in [12.5e6, 125e6, 60e6, 1.25e9, 100e6] {
             link.bytes_per_s = bytes_per_s;
-            run(&mut pace, &mut link, 2.0, false);
+            run(&mut pace, &mut link, 3.0, false);
             let (used, queued) = run(&mut pace, &mut link, 3.0, false);
             assert!((0.84..0.96).contains(&used) && queued < 0.15, "{bytes_per_s} B/s: {used:.3}, {queued:.3}");
         }
@@ -344,7 +418,17 @@ mod tests {
     fn a_link_that_carries_nothing_for_a_while_does_not_starve_the_push_for_ever() {
         let (mut pace, mut link) = (Pace::new(None), Link::new(125e6, Duration::from_micros(100)));
         run(&mut pace, &mut link, 1.0, false);
-        let dead = Window { length: SHORTEST_WINDOW, delivered: 0, busy: true, round_trip: Duration::ZERO, grain: 0 };
+        let trip = Duration::from_micros(100);
+        let dead = Window {
+            length: SHORTEST_WINDOW,
+            delivered: 0,
+            busy: true,
+            round_trip: trip,
+            deviation: Duration::ZERO,
+            least_trip: trip,
+            lost: true,
+            grain: 0,
+        };
         for _ in 0..500 {
             let paced = pace.rate(false);
             pace.seen(&dead, paced);
@@ -382,8 +466,7 @@ mod tests {
             let paced = pace.rate(false);
             let (window, queue) = link.run(&pace, u64::MAX, false);
             // Up to two milliseconds' worth comes with the next window.
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let late = ((random >> 40) * 238_000) >> 24;
+            let late = (noise(&mut random) * 238_000.0) as u64;
             let delivered = window.delivered + std::mem::replace(&mut held, late) - late;
             pace.seen(&Window { delivered, ..window }, paced);
             seconds += window.length.as_secs_f64();
@@ -391,6 +474,49 @@ mod tests {
         }
         assert!(queued < 3.0, "a queue for {queued:.1} s of {seconds:.1}");
         assert!((110_000_000..124_000_000).contains(&pace.link()), "{}", pace.link());
+    }
+
+    #[test]
+    fn acknowledgements_that_queue_behind_what_the_guest_sends_do_not_starve_the_push() {
+        let (mut pace, mut link) = (Pace::new(Some(119_000_000)), Link::new(119e6, Duration::from_micros(100)));
+        let (mut seconds, mut held, mut random, mut sum) = (0.0, 0, 1u64, 0);
+        while seconds < 20.0 {
+            let paced = pace.rate(false);
+            let (window, _) = link.run(&pace, u64::MAX, false);
+            sum += window.delivered;
+            // Up to ten milliseconds' worth come with the next window.
+            let late = (window.delivered as f64 / window.length.as_secs_f64() * 0.01 * noise(&mut random)) as u64;
+            let delivered = window.delivered + std::mem::replace(&mut held, late) - late;
+            let (round_trip, deviation) = (Duration::from_millis(5), Duration::from_micros(2500));
+            pace.seen(&Window { delivered, round_trip, deviation, ..window }, paced);
+            seconds += window.length.as_secs_f64();
+        }
+        let used = sum as f64 / seconds / 119e6;
+        assert!(used > 0.8, "{used:.3}");
+    }
+
+    #[test]
+    fn a_window_that_others_queues_keep_small_is_left_to_tcp() {
+        let (mut pace, mut link) = (Pace::new(Some(119_000_000)), Link::new(119e6, Duration::from_micros(100)));
+        for _ in 0..200 {
+            let paced = pace.rate(false);
+            // 270 KB on their way at most, and nine milliseconds for each.
+            let (window, _) = link.run(&pace, 30_000_000, false);
+            let (round_trip, deviation) = (Duration::from_millis(9), Duration::from_millis(1));
+            pace.seen(&Window { round_trip, deviation, ..window }, paced);
+        }
+        assert!(pace.link() > 60_000_000, "{}", pace.link());
+    }
+
+    #[test]
+    fn a_sender_that_is_slow_itself_does_not_make_the_link_look_slow() {
+        let (mut pace, mut link) = (Pace::new(Some(119_000_000)), Link::new(119e6, Duration::from_micros(100)));
+        for _ in 0..200 {
+            let paced = pace.rate(false);
+            let (window, _) = link.run(&pace, paced * 4 / 5, false);
+            pace.seen(&window, paced);
+        }
+        assert!(pace.link() > 100_000_000, "{}", pace.link());
     }
 
     #[test]

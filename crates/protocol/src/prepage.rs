@@ -7,7 +7,8 @@
 //!
 //! Where a thread goes through memory in one direction, nearly all of its share lies ahead of it, and goes in longer pieces: such a thread
 //! waits for the front of the push whenever it is faster than the link, and the pieces say how often. A fault elsewhere does not end a
-//! walk: a processor's interrupts and its kernel touch pages of their own meanwhile.
+//! walk: a processor's interrupts and its kernel touch pages of their own meanwhile, and a server that reads several files in turns walks through
+//! all of them. So a thread has several trails, of which those that are walks, and the latest, are pushed.
 //!
 //! ```text
 //!              ◀── 7 ── 5 ── 3 ── 1 ┐ fault ┌ 0 ── 2 ── 4 ── 6 ──▶      a thread that jumps
@@ -26,18 +27,22 @@ use crate::pages::{PageMap, PageSet};
 pub const UNIT_PAGES: usize = 16;
 /// The most pages of a frame ahead of a walk.
 pub const WALK_PAGES: usize = 128;
-/// The most pivots: of more threads than that, those that faulted last have one.
-pub const MAX_PIVOTS: usize = 16;
+/// The most trails that are kept of one thread.
+const TRAILS: usize = 8;
+/// The most of all threads: the latest.
+pub const MAX_PIVOTS: usize = 64;
 /// How far a bubble grows each way, chunks: beyond 1 GiB near means nothing.
 const REACH_UNITS: u64 = 1024 * UNITS;
 /// Two faults of a thread that are no farther apart may be steps of one walk, pages.
 const STEP_PAGES: u64 = 512;
+/// The same where the thread has been elsewhere since, so that jumps here and there make no walk.
+const NEAR_PAGES: u64 = 64;
 /// So many steps in one direction make a walk.
 const WALK: i8 = 2;
 /// A walker's bubble grows one unit back for so many in all.
 const BACK_EVERY: u32 = 8;
 /// So many faults of its thread elsewhere end a walk.
-const ASIDE: u32 = 16;
+const ASIDE: u32 = 32;
 const UNITS: u64 = (CHUNK_PAGES / UNIT_PAGES) as u64;
 
 /// The order of the push.
@@ -55,7 +60,7 @@ pub struct Prepager {
     order: Order,
     /// Units of the machine, those of chunks cut short included.
     units: u64,
-    /// In the order of their latest faults.
+    /// Trails of all threads, in the order of their latest faults.
     pivots: Vec<Pivot>,
     /// Whose turn it is.
     turn: usize,
@@ -63,7 +68,7 @@ pub struct Prepager {
     linear: u64,
 }
 
-/// A thread's latest fault and the bubble around it.
+/// A trail: its latest fault, and the bubble around it.
 #[derive(Debug)]
 struct Pivot {
     thread: u32,
@@ -76,7 +81,7 @@ struct Pivot {
     /// The unit above the next one downwards.
     down: u64,
     grown: u32,
-    /// Faults of its thread elsewhere since its own last.
+    /// Faults of its thread elsewhere since.
     aside: u32,
 }
 
@@ -94,15 +99,18 @@ impl Prepager {
         }
         let page = u64::from(page.chunk.0) * CHUNK_PAGES as u64 + u64::from(page.page);
         let home = (page / UNIT_PAGES as u64).min(self.units);
-        let near = self.pivots.iter().position(|pivot| pivot.thread == thread && pivot.is_near(page));
-        let walk = near.map(|at| self.pivots.remove(at)).map_or(0, |before| before.walk_on(page));
-        // Of what the thread did elsewhere only a walk is kept, and where it has begun another, not that.
+        let trails = self.pivots.iter().enumerate().filter(|(_, pivot)| pivot.thread == thread);
+        let near = trails.filter_map(|(at, pivot)| Some((pivot.distance(page)?, at))).min();
+        let walk = near.map_or(0, |(_, at)| self.pivots.remove(at).walk_on(page));
         self.pivots.retain_mut(|pivot| {
             pivot.aside += u32::from(pivot.thread == thread);
-            pivot.thread != thread || (pivot.walks() && walk.abs() < WALK && pivot.aside <= ASIDE)
+            pivot.aside <= ASIDE
         });
-        if self.pivots.len() == MAX_PIVOTS {
-            self.pivots.remove(0);
+        let mut trails = self.pivots.iter().enumerate().filter(|(_, pivot)| pivot.thread == thread);
+        let (oldest, count) = (trails.next(), 1 + trails.count());
+        let too_many = oldest.filter(|_| count >= TRAILS).map(|(at, _)| at);
+        if let Some(oldest) = too_many.or((self.pivots.len() == MAX_PIVOTS).then_some(0)) {
+            self.pivots.remove(oldest);
         }
         self.pivots.push(Pivot { thread, page, home, walk, up: home, down: home, grown: 0, aside: 0 });
         self.turn = self.pivots.len() - 1;
@@ -114,10 +122,15 @@ impl Prepager {
     /// # Panics
     /// Where `pending` is of another layout.
     pub fn next(&mut self, pending: &PageMap) -> Option<(ChunkIndex, PageSet)> {
-        while !self.pivots.is_empty() {
+        let mut dormant = 0;
+        while dormant < self.pivots.len() {
             let turn = self.turn % self.pivots.len();
+            self.turn = turn + 1;
+            if !self.pivots[turn].is_pushed() {
+                dormant += 1;
+                continue;
+            }
             if let Some(found) = self.pivots[turn].grow(pending, self.units) {
-                self.turn = turn + 1;
                 return Some(found);
             }
             // Nothing is left around it.
@@ -133,14 +146,22 @@ impl Pivot {
         self.walk.abs() >= WALK
     }
 
-    /// Whether a fault on `page` may be its thread's next step: from where it was, or at the front of what was pushed ahead of it.
-    fn is_near(&self, page: u64) -> bool {
+    /// Whether it is a walk or where its thread was last.
+    fn is_pushed(&self) -> bool {
+        self.walks() || self.aside == 0
+    }
+
+    /// How far from here a fault on `page` is, pages, where it may be the next step: from where it was, or at the front of what was pushed.
+    fn distance(&self, page: u64) -> Option<u64> {
+        let (up, down) = (self.up * UNIT_PAGES as u64, self.down * UNIT_PAGES as u64);
         let front = match self.walk {
-            WALK.. => self.up * UNIT_PAGES as u64,
-            walk if walk <= -WALK => self.down * UNIT_PAGES as u64,
-            _ => self.page,
+            WALK.. => up,
+            walk if walk <= -WALK => down,
+            _ if page > self.page => up,
+            _ => down,
         };
-        page.abs_diff(self.page).min(page.abs_diff(front)) <= STEP_PAGES
+        let distance = page.abs_diff(self.page).min(page.abs_diff(front));
+        (distance <= if self.is_pushed() { STEP_PAGES } else { NEAR_PAGES }).then_some(distance)
     }
 
     /// The steps in one direction after a fault on `page`, which is near.
@@ -365,6 +386,20 @@ mod tests {
             prepager.fault(page(front), 7);
             let next = push(&mut prepager, &mut pending);
             assert!(next.len() > UNIT_PAGES && next.iter().all(|page| page.abs_diff(front) <= 256), "{next:?}");
+        }
+    }
+
+    #[test]
+    fn a_thread_that_reads_several_files_in_turns_walks_through_all_of_them() {
+        let (mut pending, mut prepager) = (full(), Prepager::new(Order::Bubbles, &layout()));
+        let files = [512, 2048, 3584, 5120, 6656, 7936];
+        for count in 0..3 {
+            files.iter().for_each(|file| prepager.fault(page(file + count * 20), 7));
+        }
+        let pushed: Vec<_> = files.map(|_| push(&mut prepager, &mut pending)).into();
+        for file in files {
+            let of_file = pushed.iter().find(|pages| pages[0].abs_diff(file) < 100);
+            assert!(of_file.is_some_and(|pages| pages.len() > UNIT_PAGES), "{file}: {pushed:?}");
         }
     }
 

@@ -76,7 +76,9 @@ pub fn set_pacing_rate(socket: impl AsFd, rate: Option<u64>) -> Result<()> {
 pub struct TcpInfo {
     /// Smoothed round-trip time.
     pub round_trip: Duration,
-    /// Its mean deviation.
+    /// The shortest of late (`tcp_min_rtt_wlen`: minutes).
+    pub least_round_trip: Duration,
+    /// The mean deviation of the smoothed one.
     pub round_trip_deviation: Duration,
     /// Bytes of a segment that is sent: what one acknowledgement stands for at least.
     pub segment_bytes: u32,
@@ -118,6 +120,7 @@ impl TcpInfo {
         let micros = |at: usize| Duration::from_micros(word(at).into());
         Ok(Self {
             round_trip: micros(offset_of!(tcp_info, tcpi_rtt)),
+            least_round_trip: micros(offset_of!(tcp_info, tcpi_min_rtt)),
             round_trip_deviation: micros(offset_of!(tcp_info, tcpi_rttvar)),
             segment_bytes: word(offset_of!(tcp_info, tcpi_snd_mss)),
             congestion_window: word(offset_of!(tcp_info, tcpi_snd_cwnd)),

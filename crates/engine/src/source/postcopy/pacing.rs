@@ -35,19 +35,25 @@ pub struct Pacing<'a> {
     paced: u64,
     acknowledged: u64,
     busy: Duration,
+    retransmitted: u64,
     /// What went because faults asked for it: in all, and bytes per second of late.
     asked: (u64, f64),
     since: Instant,
 }
 
 /// What the kernel says of all connections together.
+#[derive(Default)]
 struct Seen {
     /// Bytes acknowledged so far.
     acknowledged: u64,
     /// For how long there was something to send.
     busy_time: Duration,
-    /// The longest round trip.
+    /// The longest round trip, the most that one varies, and the shortest that any had.
     round_trip: Duration,
+    deviation: Duration,
+    least_trip: Duration,
+    /// Segments sent again so far.
+    retransmitted: u64,
     /// A segment of each.
     grain: u64,
 }
@@ -63,9 +69,9 @@ impl<'a> Pacing<'a> {
         let pace = Pace::new(known);
         let since = Instant::now();
         let (busy, asked) = (Duration::ZERO, (work.tally.asked(), 0.0));
-        let mut pacing = Self { work, sockets, pace, paced: 0, acknowledged: 0, busy, asked, since };
-        let Seen { acknowledged, busy_time, .. } = pacing.look()?;
-        (pacing.acknowledged, pacing.busy) = (acknowledged, busy_time);
+        let mut pacing = Self { work, sockets, pace, paced: 0, acknowledged: 0, busy, retransmitted: 0, asked, since };
+        let Seen { acknowledged, busy_time, retransmitted, .. } = pacing.look()?;
+        (pacing.acknowledged, pacing.busy, pacing.retransmitted) = (acknowledged, busy_time, retransmitted);
         pacing.set(false)?;
         Ok(pacing)
     }
@@ -84,7 +90,7 @@ impl<'a> Pacing<'a> {
         if !self.window().is_zero() {
             return Ok(());
         }
-        let Seen { acknowledged, busy_time, round_trip, grain } = self.look()?;
+        let Seen { acknowledged, busy_time, round_trip, deviation, least_trip, retransmitted, grain } = self.look()?;
         let length = self.since.elapsed();
         let asked = self.work.tally.asked();
         let new_asked = asked.saturating_sub(self.asked.0);
@@ -93,21 +99,26 @@ impl<'a> Pacing<'a> {
         let delivered = acknowledged.saturating_sub(self.acknowledged) + new_asked;
         // A host whose processors are busy elsewhere lets its connections run dry: then the window says nothing of the link.
         let busy = busy_time.saturating_sub(self.busy) >= length.mul_f64(BUSY) * self.sockets.len() as u32;
-        (self.since, self.acknowledged, self.busy) = (Instant::now(), acknowledged, busy_time);
+        let lost = retransmitted > self.retransmitted;
+        (self.since, self.acknowledged, self.busy, self.retransmitted) =
+            (Instant::now(), acknowledged, busy_time, retransmitted);
         let paced = self.paced + asked_rate as u64;
-        let window = Window { length, delivered, busy, round_trip, grain };
+        let window = Window { length, delivered, busy, round_trip, deviation, least_trip, lost, grain };
         tracing::debug!(?window, paced, asked_rate, link = self.pace.link(), "a window of the push");
         self.pace.seen(&window, paced);
         self.set(quiet)
     }
 
     fn look(&self) -> Result<Seen, MigrateError> {
-        let mut seen = Seen { acknowledged: 0, busy_time: Duration::ZERO, round_trip: Duration::ZERO, grain: 0 };
+        let mut seen = Seen { least_trip: Duration::MAX, ..Seen::default() };
         for socket in &self.sockets {
             let info = TcpInfo::of(socket).map_err(MigrateError::kernel("looking at the pace of the push"))?;
             seen.acknowledged += info.acknowledged_bytes;
             seen.busy_time += info.busy;
             seen.round_trip = seen.round_trip.max(info.round_trip);
+            seen.deviation = seen.deviation.max(info.round_trip_deviation);
+            seen.least_trip = seen.least_trip.min(info.least_round_trip);
+            seen.retransmitted += u64::from(info.retransmitted);
             seen.grain += u64::from(info.segment_bytes);
         }
         Ok(seen)
