@@ -65,7 +65,9 @@ pub struct Observed {
     pub total_pages: u64,
     /// Pages that the host has given memory for.
     pub allocated_pages: u64,
-    /// Of them, the share that holds zeros only; from samples.
+    /// Of them, those that the guest holds free: they would not travel.
+    pub free_pages: u64,
+    /// Of the others, the share that holds zeros only; from samples.
     pub zero_share: f64,
     /// Of the pages written, the share of which no body would travel: written with what was there, or zeros; from samples.
     pub silent_share: f64,

@@ -106,6 +106,19 @@ pub enum Compress {
     Zstd,
 }
 
+/// How pages that the guest itself holds free are found: they do not travel, and read as zeros at the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum SkipFree {
+    /// Not at all.
+    Off,
+    /// By reading the memory map of the guest's kernel from outside, where that is a Linux and what is read agrees with what it counts.
+    #[default]
+    Vmi,
+    /// By the hints of virtio-balloon. Refused: QEMU keeps them to itself.
+    BalloonHints,
+}
+
 /// What happens to pages that were written in each of the last rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -140,6 +153,8 @@ pub struct MigrateOptions {
     pub content_hash: ContentHash,
     /// What happens to pages written in each of the last rounds.
     pub hot_pages: HotPages,
+    /// How pages that the guest holds free are found.
+    pub skip_free: SkipFree,
     /// Whether pages travel as differences.
     pub delta: Delta,
     /// The most bytes of sent pages that are kept to tell differences.
@@ -197,6 +212,7 @@ impl Default for MigrateOptions {
             fake_dirty_delay_ms: None,
             content_hash: ContentHash::Xxh3,
             hot_pages: HotPages::Hold,
+            skip_free: SkipFree::Vmi,
             delta: Delta::Off,
             delta_cache_bytes: None,
             compress: Compress::Off,
@@ -227,6 +243,11 @@ impl MigrateOptions {
             && rate < MIN_BANDWIDTH_BYTES_PER_S
         {
             return Err(format!("bandwidth is {rate} bytes/s: below 64 KiB/s no migration ends"));
+        }
+        if self.skip_free == SkipFree::BalloonHints {
+            return Err("skip-free balloon-hints cannot be had: QEMU asks the guest for these hints only while it migrates RAM itself, \
+                        and tells nobody what they were. Use skip-free vmi"
+                .into());
         }
         self.check_encoding()?;
         self.check_postcopy()?;
@@ -419,6 +440,7 @@ mod tests {
             refused(|o| (o.no_postcopy, o.postcopy_bandwidth_bytes_per_s) = (true, Some(1 << 30))).contains("after")
         );
         assert!(refused(|o| (o.mode, o.throttle_percent) = (Mode::Postcopy, Some(50))).contains("rounds"));
+        assert!(refused(|o| o.skip_free = SkipFree::BalloonHints).contains("vmi"));
     }
 
     #[test]

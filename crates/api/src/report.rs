@@ -66,6 +66,8 @@ pub struct Report {
     pub verify: Verify,
     /// What watching the guest's writes cost it.
     pub tracking: Tracking,
+    /// The looks for pages that the guest holds free.
+    pub introspection: Introspection,
     /// How pages were encoded.
     pub encoding: Encoding,
     /// What was done where rounds did not converge.
@@ -146,7 +148,7 @@ pub struct Pages {
     pub zero: u64,
     /// Pages the host never gave memory for: nothing.
     pub unallocated: u64,
-    /// Pages the guest holds free: nothing.
+    /// Pages the guest holds free: nothing, or a bit where the destination held something else than zeros.
     pub free: u64,
     /// Pages skipped because they were written again before their turn.
     pub fake_dirty_tracked: u64,
@@ -254,7 +256,7 @@ pub struct Verify {
     pub checked: bool,
     /// Pages compared.
     pub pages: u64,
-    /// Pages left out because the guest holds them free, or gave them back after its start at the destination and before it had seen them there.
+    /// Pages that differ and are left out because the guest held them free when it stopped, or gave them back after its start at the destination and before it had seen them there.
     pub excluded_free_pages: u64,
     /// Pages that differ.
     pub mismatches: u64,
@@ -278,6 +280,28 @@ pub struct Tracking {
     pub looks: u64,
     /// Time those took in all, milliseconds.
     pub look_ms: f64,
+}
+
+/// The looks at the guest's kernel for pages that it holds free.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Introspection {
+    /// Whether pages were skipped by what was seen.
+    pub used: bool,
+    /// Why not, or not to the end, where it was asked for.
+    pub reason: Option<String>,
+    /// The release of the kernel that was found.
+    pub kernel: Option<String>,
+    /// Time it took to find it, milliseconds.
+    pub find_ms: f64,
+    /// Looks, the one at the stop among them.
+    pub looks: u64,
+    /// Time they took in all, milliseconds.
+    pub look_ms: f64,
+    /// The part of it with the guest stopped.
+    pub stop_look_ms: f64,
+    /// Pages that the guest held free at the last look at all its RAM.
+    pub free_pages: u64,
 }
 
 /// How pages were encoded, and what it cost.

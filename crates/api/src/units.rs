@@ -13,6 +13,12 @@ pub struct UnitError {
     example: &'static str,
 }
 
+/// A duration in milliseconds, as reports have it.
+#[must_use]
+pub fn milliseconds(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
 /// Splits `text` into its number and its unit; `None` where the number is absent, negative or not finite.
 fn split(text: &str) -> Option<(f64, &str)> {
     let text = text.trim();

@@ -138,7 +138,10 @@ fn table(trial: &Trial, report: &Report, gap: Option<Gap>, verdict: &Verdict) ->
     row("pages sent", format!("{} in {} rounds", pages.sent, report.rounds.len()));
     row(
         "pages skipped",
-        format!("{} unallocated, {} zero, {} written again", pages.unallocated, pages.zero, pages.fake_dirty_tracked),
+        format!(
+            "{} unallocated, {} free in the guest, {} zero, {} written again",
+            pages.unallocated, pages.free, pages.zero, pages.fake_dirty_tracked
+        ),
     );
     row("compared", format!("{} pages, {} differ", report.verify.pages, report.verify.mismatches));
     row("the guest's checker", verdict.bad_pages.map_or_else(|| "silent".into(), |bad| format!("{bad} wrong pages")));

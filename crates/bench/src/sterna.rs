@@ -221,6 +221,7 @@ pub(crate) fn arguments(options: &MigrateOptions) -> Vec<String> {
     add("fake-dirty-delay", options.fake_dirty_delay_ms.map(|ms| format!("{ms}ms")));
     add("content-hash", name_unless(&options.content_hash, &default.content_hash));
     add("hot-pages", name_unless(&options.hot_pages, &default.hot_pages));
+    add("skip-free", name_unless(&options.skip_free, &default.skip_free));
     add("delta", name_unless(&options.delta, &default.delta));
     add("delta-cache", options.delta_cache_bytes.map(|bytes| bytes.to_string()));
     add("compress", name_unless(&options.compress, &default.compress));
@@ -277,6 +278,7 @@ mod tests {
             "--timeout 20000ms --on-timeout force --verify",
             "--mode hybrid --precopy-rounds 2 --prepaging linear --postcopy-bandwidth 50000000B",
             "--no-postcopy",
+            "--skip-free off",
         ] {
             assert_eq!(arguments(&options(text).unwrap()).join(" "), text);
         }

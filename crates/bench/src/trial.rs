@@ -23,7 +23,7 @@ use crate::stats::median;
 use crate::sterna::{self, SternaVm};
 
 /// Where memcached listens in a guest.
-const MEMCACHED_PORT: u16 = 11211;
+pub(crate) const MEMCACHED_PORT: u16 = 11211;
 /// How long a guest may take to start, on a machine that has other work too.
 const START: Duration = Duration::from_secs(90);
 /// How often a balloon that settles is adjusted; and how long it must not have changed then.

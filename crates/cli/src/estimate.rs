@@ -68,8 +68,9 @@ fn show(estimate: &sterna_api::Estimate) -> String {
 fn seen(observed: &Observed) -> String {
     let written = observed.written.iter().map(|point| point.pages).max().unwrap_or(0);
     format!(
-        "Seen: {} pages allocated, {:.0} % of them zeros; {} written, {:.0} % of these with what was there. It cost the guest {} write faults.\n",
+        "Seen: {} pages allocated, {} of them free in the guest, {:.0} % of the others zeros; {} written, {:.0} % of these with what was there. It cost the guest {} write faults.\n",
         observed.allocated_pages,
+        observed.free_pages,
         observed.zero_share * 1e2,
         written,
         observed.silent_share * 1e2,

@@ -1,5 +1,7 @@
 //! The commands about machines: `run`, `adopt`, `ps`, `show`, `stop`.
 
+use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -201,6 +203,18 @@ pub fn print_json(value: &impl serde::Serialize) -> Result<ExitCode, Failure> {
     let text = serde_json::to_string_pretty(value).map_err(|error| Failure::host("cannot write JSON", &error))?;
     println!("{text}");
     Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a report there as JSON; '-' is standard output.
+pub fn write_json(path: &Path, report: &impl serde::Serialize) -> Result<(), Failure> {
+    let failed =
+        |error: std::io::Error| Failure::host(format!("cannot write the report to {}", path.display()), &error);
+    let mut text = serde_json::to_vec_pretty(report).map_err(|error| failed(error.into()))?;
+    text.push(b'\n');
+    if path == Path::new("-") {
+        return std::io::stdout().write_all(&text).map_err(failed);
+    }
+    std::fs::write(path, text).map_err(failed)
 }
 
 fn state(vm: &Vm) -> String {

@@ -1,18 +1,18 @@
 //! `migrate` and `cancel`.
 
-use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use hyper::Method;
 use serde_json::json;
-use sterna_api::{MigrateRequest, Migration, Report, ResumeRequest};
+use sterna_api::{MigrateRequest, Migration, ResumeRequest};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::arguments::Migrate;
 use crate::client::{Client, escape};
 use crate::failure::{Failure, code_of, worst};
+use crate::machines::write_json;
 use crate::progress::Display;
 use crate::table;
 
@@ -53,7 +53,11 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
         }
     }
     if let Some(path) = &migrate.json {
-        write_json(path, &ended.migrations)?;
+        let value = match &ended.migrations[..] {
+            [report] => json!(report),
+            gang => json!({ "migrations": gang }),
+        };
+        write_json(path, &value)?;
     }
     Ok(ExitCode::from(worst(ended.migrations.iter().map(code_of))))
 }
@@ -99,21 +103,6 @@ async fn follow(
         }
         migration = client.get(&path).await?;
     }
-}
-
-fn write_json(path: &Path, reports: &[Report]) -> Result<(), Failure> {
-    let value = match reports {
-        [report] => json!(report),
-        gang => json!({ "migrations": gang }),
-    };
-    let failed =
-        |error: std::io::Error| Failure::host(format!("cannot write the report to {}", path.display()), &error);
-    let mut text = serde_json::to_vec_pretty(&value).map_err(|error| failed(error.into()))?;
-    text.push(b'\n');
-    if path == Path::new("-") {
-        return std::io::stdout().write_all(&text).map_err(failed);
-    }
-    std::fs::write(path, text).map_err(failed)
 }
 
 /// Cancels a machine's migration.

@@ -96,10 +96,19 @@ fn numbers(report: &Report) -> String {
     table.add_row([
         "pages".into(),
         format!(
-            "{} sent ({} as differences), {} zero, {} unallocated, {} unchanged, {} left to a later round",
-            pages.sent, pages.delta, pages.zero, pages.unallocated, pages.fake_dirty_content, pages.fake_dirty_tracked
+            "{} sent ({} as differences), {} zero, {} unallocated, {} free in the guest, {} unchanged, {} left to a later round",
+            pages.sent,
+            pages.delta,
+            pages.zero,
+            pages.unallocated,
+            pages.free,
+            pages.fake_dirty_content,
+            pages.fake_dirty_tracked
         ),
     ]);
+    if let Some(reason) = &report.introspection.reason {
+        table.add_row(["free pages".into(), format!("not skipped: {reason}")]);
+    }
     for (name, words) in [("encoding", encoding(report)), ("convergence", convergence(report))] {
         if !words.is_empty() {
             table.add_row([name.into(), words.join(", ")]);

@@ -32,5 +32,10 @@ fn start(arguments: &Arguments) -> Result<(), Box<dyn Error + Send + Sync>> {
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr)
         .init();
+    if config.test_trust_first_look {
+        tracing::warn!(
+            "test_trust_first_look is set: guests that are moved from here, or whose memory is taken, are harmed"
+        );
+    }
     serve(config)
 }

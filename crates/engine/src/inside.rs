@@ -17,6 +17,13 @@ pub trait Inside: Send {
     /// Then there is nothing to close.
     fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
 
+    /// A userfaultfd for the VMM's memory with these features of which nobody keeps a duplicate: if this daemon dies the kernel closes it, and with it
+    /// all that it held up goes on.
+    ///
+    /// # Errors
+    /// Also where the VMM's process cannot be told to forget its own. Then there is nothing to close.
+    fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
+
     /// The duplicate that the VMM's process keeps, for a daemon that was started again, and a log of discards that begins now; `None` where it
     /// keeps none.
     ///
@@ -54,21 +61,39 @@ impl InsideQemu {
     }
 }
 
-impl Inside for InsideQemu {
-    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
-        let agent = |doing| move |source: AgentError| MigrateError::Agent { doing, source: Box::new(source) };
+impl InsideQemu {
+    fn make(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
         // QEMU may be unprivileged: it makes its userfaultfd from the device that this daemon may open.
         let device = userfaultfd::open_device().ok();
         let device = device.as_ref().map(AsFd::as_fd);
-        let opened = self.agent.open_userfaultfd(device, features.bits()).map_err(agent("making a userfaultfd"))?;
-        self.log = Some(self.agent.discard_log().map_err(agent("opening the log of discards"))?);
+        let opened = self.agent.open_userfaultfd(device, features.bits()).map_err(failed("making a userfaultfd"))?;
         Ok(Userfaultfd::from(opened.descriptor))
+    }
+}
+
+/// What the agent did not do.
+fn failed(doing: &'static str) -> impl FnOnce(AgentError) -> MigrateError {
+    move |source| MigrateError::Agent { doing, source: Box::new(source) }
+}
+
+impl Inside for InsideQemu {
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        let userfaultfd = self.make(features)?;
+        self.log = Some(self.agent.discard_log().map_err(failed("opening the log of discards"))?);
+        Ok(userfaultfd)
+    }
+
+    fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        // The agent keeps a duplicate of what it makes. Nothing is registered yet, so nobody can wait for one that stays because this daemon dies in
+        // between; it is closed by the next.
+        let userfaultfd = self.make(features)?;
+        self.agent.close_userfaultfd().map_err(failed("forgetting its userfaultfd"))?;
+        Ok(userfaultfd)
     }
 
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
         let kept = self.agent.take_userfaultfd();
-        let kept =
-            kept.map_err(|source| MigrateError::Agent { doing: "taking its userfaultfd", source: Box::new(source) })?;
+        let kept = kept.map_err(failed("taking its userfaultfd"))?;
         // Without it nothing is known of discards, which is not needed for being right.
         self.log = self.agent.discard_log().ok();
         Ok(kept.map(Userfaultfd::from))
@@ -78,7 +103,7 @@ impl Inside for InsideQemu {
         let ranges: Vec<AddressRange> =
             ranges.iter().map(|range| AddressRange { address: range.start, length: range.end - range.start }).collect();
         let unmapped = self.agent.advise(Advice::DontNeed, &ranges);
-        unmapped.map_err(|source| MigrateError::Agent { doing: "unmapping guest RAM", source: Box::new(source) })
+        unmapped.map_err(failed("unmapping guest RAM"))
     }
 
     fn pid(&self) -> u32 {

@@ -80,6 +80,14 @@ impl GuestPhysical {
             (start < end).then(|| (block, offset + (start - range.start)..offset + (end - range.start)))
         })
     }
+
+    /// The inverse: where the guest sees these bytes of a block. What it does not see is left out.
+    pub fn addresses(&self, block: usize, bytes: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+        self.ranges.iter().zip(&self.places).filter_map(move |(range, &(place, offset))| {
+            let (start, end) = (bytes.start.max(offset), bytes.end.min(offset + (range.end - range.start)));
+            (place == block && start < end).then(|| range.start + (start - offset)..range.start + (end - offset))
+        })
+    }
 }
 
 impl Physical for GuestPhysical {
@@ -144,6 +152,10 @@ mod tests {
         }
         let places: Vec<_> = memory.locate(0x1000..0x1_1000).collect();
         assert_eq!(places, [(0, 0x1000..0x2000), (1, 0x3000..0x4000), (0, 0x2000..0x3000)]);
+        let addresses = |block, bytes| memory.addresses(block, bytes).collect::<Vec<_>>();
+        assert_eq!(addresses(0, 0x1000..0x3000), [0x1000..0x2000, 0x1_0000..0x1_1000]);
+        assert_eq!(addresses(1, 0..0x4000).first(), Some(&(0x2000..0x3000)));
+        assert_eq!(addresses(1, 0..0x3000), []);
     }
 
     #[test]

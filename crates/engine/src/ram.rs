@@ -1,5 +1,6 @@
 //! A machine's RAM on this host: the blocks' files, mapped, and addressed by chunk and page.
 
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -23,7 +24,7 @@ pub struct Ram {
 
 #[derive(Debug)]
 struct Block {
-    file: std::fs::File,
+    file: File,
     mapping: SharedMapping,
     address: u64,
     page_bytes: u64,
@@ -108,13 +109,7 @@ impl Ram {
     /// # Errors
     /// The file's holes cannot be read.
     pub fn allocated(&self) -> io::Result<PageMap> {
-        let mut map = PageMap::empty(&self.layout);
-        for (index, (block, spec)) in self.blocks.iter().zip(self.layout.blocks()).enumerate() {
-            for run in file::allocated_runs(&block.file, 0..spec.bytes) {
-                add_run(&mut map, &self.layout, index, run?);
-            }
-        }
-        Ok(map)
+        allocated_pages(&self.layout, self.blocks.iter().map(|block| &block.file))
     }
 
     /// Pages of a chunk that the host has given memory for.
@@ -266,6 +261,20 @@ impl Ram {
 pub fn is_zero(body: &[u8; PAGE_BYTES]) -> bool {
     let (words, _) = body.as_chunks::<64>();
     words.iter().all(|line| line.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+/// Pages that the host has given memory for, in the files of a layout's blocks, in its order.
+///
+/// # Errors
+/// A file's holes cannot be read.
+pub fn allocated_pages<'a>(layout: &Layout, files: impl IntoIterator<Item = &'a File>) -> io::Result<PageMap> {
+    let mut map = PageMap::empty(layout);
+    for (index, (file, spec)) in files.into_iter().zip(layout.blocks()).enumerate() {
+        for run in file::allocated_runs(file, 0..spec.bytes) {
+            add_run(&mut map, layout, index, run?);
+        }
+    }
+    Ok(map)
 }
 
 /// Adds the pages of a byte range of a block; what lies outside is left out.

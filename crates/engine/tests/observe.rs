@@ -16,16 +16,22 @@ use sterna_engine::monitor::Monitor;
 use sterna_engine::ram::Ram;
 use sterna_engine::source::estimate::estimate;
 use sterna_engine::source::observe::{Observation, observe};
+use sterna_protocol::layout::{ChunkIndex, PageIndex};
+use sterna_protocol::pages::PageMap;
 use sterna_sys::map::Access;
 use sterna_sys::pagemap::{Categories, Pagemap, Scan};
 
 const MIB: u64 = 1 << 20;
 const A_WHILE: Duration = Duration::from_millis(600);
+/// Pages that the guest holds free: its first.
+const FREE: u8 = 16;
 
 fn look(ram: &GuestRam, duration: Duration, monitor: &Monitor) -> Result<Observation, MigrateError> {
     let mut machine = outgoing(ram, SourceVmm::new(None), InsideSelf::default());
     let mapped = Ram::open(&machine.blocks, Access::Read).expect("the RAM's file");
-    let result = observe(&mapped, machine.tracker.as_mut(), duration, monitor);
+    let mut free = PageMap::empty(mapped.layout());
+    (0..FREE).for_each(|page| free.insert(PageIndex { chunk: ChunkIndex(0), page }));
+    let result = observe(&mapped, machine.tracker.as_mut(), &free, duration, monitor);
     // With the tracker still there: it is the observation that must end the watching.
     assert!(!watched(ram), "the guest's pages are still watched");
     result
@@ -54,7 +60,8 @@ fn the_working_set_of_writers_is_seen_with_what_it_costs_and_nothing_stays_watch
     let (writers, before) = (Writers::start(&ram, 2000..3000, Duration::ZERO), holes(&ram));
     let seen = look(&ram, A_WHILE, &Monitor::new("guest")).expect("an observation");
     drop(writers);
-    assert_eq!((seen.total_pages, seen.guest.allocated_pages), (8192, 4096));
+    assert_eq!((seen.total_pages, seen.allocated_pages), (8192, 4096));
+    assert_eq!((seen.free_pages, seen.guest.used_pages), (u64::from(FREE), 4096 - u64::from(FREE)));
     assert!((0.2..0.3).contains(&seen.guest.zero_share), "a quarter is zeros: {}", seen.guest.zero_share);
     let most = seen.written.iter().map(|(_, pages)| *pages).max();
     assert_eq!(most, Some(1000), "the writers write all of these: {:?}", seen.written);
@@ -79,7 +86,7 @@ fn a_guest_that_stands_still_writes_nothing() {
     assert_eq!((seen.write_faults, seen.guest.written.at(1e6) as u64), (0, 0));
     let empty = GuestRam::new(8 * MIB);
     let seen = look(&empty, A_WHILE, &Monitor::new("guest")).expect("an observation");
-    assert_eq!((seen.guest.allocated_pages, seen.sampled.lz4), (0, None));
+    assert_eq!((seen.allocated_pages, seen.guest.used_pages, seen.sampled.lz4), (0, 0, None));
 }
 
 #[test]
@@ -150,7 +157,8 @@ fn the_estimate_has_every_mode_and_every_compressor() {
         (Mode::Postcopy, Compress::Off),
     ];
     assert_eq!(ways, expected);
-    let bodies = 4096 * 4096;
+    let bodies = (4096 - u64::from(FREE)) * 4096;
+    assert_eq!((estimate.observed.allocated_pages, estimate.observed.free_pages), (4096, u64::from(FREE)));
     assert!((bodies..bodies + bodies / 50).contains(&estimate.ways[0].bytes_on_wire), "{:?}", estimate.ways[0]);
     assert!(estimate.ways[0].downtime_ms > 100.0 && estimate.ways[1].downtime_ms < 20.0, "{:?}", estimate.ways);
     assert!(estimate.ways[2].bytes_on_wire < bodies / 10, "{:?}", estimate.ways[2]);

@@ -135,8 +135,8 @@ fn a_guest_whose_pages_all_follow_finds_them_right_in_every_order_of_the_push() 
         let (host, peer, seen) = destination(&ram, program);
         let vmm = SourceVmm::new(None);
         let (quit, rolled_back) = (Arc::clone(&vmm.quit), Arc::clone(&vmm.rolled_back));
-        // Slow enough that faults come before the push.
-        let postcopy_bandwidth_bytes_per_s = Some(32 * MIB);
+        // Slow enough that faults come before the push, also where processors are busy.
+        let postcopy_bandwidth_bytes_per_s = Some(8 * MIB);
         let options = MigrateOptions { prepaging, streams, postcopy_bandwidth_bytes_per_s, ..options(Mode::Postcopy) };
         let outcome = run(&ram, vmm, &peer, &options);
         nothing_wrong(&seen);

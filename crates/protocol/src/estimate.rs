@@ -96,8 +96,8 @@ impl Curve {
 /// What was seen of a guest.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Guest {
-    /// Pages that the host has given memory for.
-    pub allocated_pages: u64,
+    /// Pages that the host has given memory for, without those that the guest holds free.
+    pub used_pages: u64,
     /// Share of them that hold zeros only, 0 to 1.
     pub zero_share: f64,
     /// Different pages written within a time.
@@ -171,11 +171,11 @@ pub struct Prediction {
 #[must_use]
 pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
     let mut played = Played { guest, way, terms, elapsed: terms.setup_time.as_secs_f64(), bytes: 0.0, rounds: 0 };
-    let allocated = guest.allocated_pages as f64;
+    let used = guest.used_pages as f64;
     let nonzero = 1.0 - share(guest.zero_share);
     match way.order {
-        Order::Paused => return played.stop(allocated, nonzero),
-        Order::After { rounds } => return played.follow(allocated, nonzero, rounds),
+        Order::Paused => return played.stop(used, nonzero),
+        Order::After { rounds } => return played.follow(used, nonzero, rounds),
         Order::Before => {}
     }
     let mut policy = Convergence::new(Goal {
@@ -188,7 +188,7 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
         rounds: None,
     });
     let sent = 1.0 - share(guest.silent_share);
-    let mut took = vec![played.first(allocated, nonzero)];
+    let mut took = vec![played.first(used, nonzero)];
     let mut left = guest.written.at(took[0]);
     loop {
         let decision = policy.step(&Measured {
@@ -246,11 +246,11 @@ impl Played<'_> {
         Speed { bodies_per_s: 1.0 / body, light_per_s: 1.0 / light, body_share: sent }
     }
 
-    /// The first round, over all that is allocated; its time. A page the guest writes before its turn is left out.
-    fn first(&mut self, allocated: f64, sent: f64) -> f64 {
-        let written = |seconds: f64| self.guest.written.mean(seconds) / allocated.max(1.0);
-        let left_out = self.left_out(allocated, sent, written);
-        self.round(allocated * (1.0 - left_out), sent, 0.0)
+    /// The first round, over all that is in use; its time. A page the guest writes before its turn is left out.
+    fn first(&mut self, used: f64, sent: f64) -> f64 {
+        let written = |seconds: f64| self.guest.written.mean(seconds) / used.max(1.0);
+        let left_out = self.left_out(used, sent, written);
+        self.round(used * (1.0 - left_out), sent, 0.0)
     }
 
     /// A later one, over pages that were written; its time.
@@ -285,14 +285,14 @@ impl Played<'_> {
 
     /// So many rounds; then the guest starts elsewhere, and the rest follows it. In the pause go the devices and a map of what is missing, of a bit
     /// for each page at most. How long the guest waits for single pages after it is not part of the pause, and depends on what it touches.
-    fn follow(mut self, allocated: f64, nonzero: f64, rounds: u32) -> Prediction {
-        let (mut left, mut sent) = (allocated, nonzero);
+    fn follow(mut self, used: f64, nonzero: f64, rounds: u32) -> Prediction {
+        let (mut left, mut sent) = (used, nonzero);
         for round in 0..rounds.min(MAX_ROUNDS) {
             let took = if round == 0 { self.first(left, sent) } else { self.next(left, 0.0) };
             // What a round left out as written again is among what was written.
             (left, sent) = (self.guest.written.at(took), 1.0 - share(self.guest.silent_share));
         }
-        let map_bytes = allocated / 8.0;
+        let map_bytes = used / 8.0;
         let map = map_bytes / self.terms.bytes_per_s.max(1.0) + ROUND_TRIP;
         let pause = map + self.terms.device_time.as_secs_f64();
         self.bytes += map_bytes + left * sent * self.way.bytes_per_body;

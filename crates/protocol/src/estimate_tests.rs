@@ -22,7 +22,7 @@ fn seen(curve: impl Fn(f64) -> f64) -> Vec<(f64, f64)> {
 fn at_random(pages_per_s: f64, working_set: f64) -> Guest {
     let curve = |t: f64| 1.0 - (-pages_per_s * t / working_set).exp();
     Guest {
-        allocated_pages: PAGES,
+        used_pages: PAGES,
         zero_share: 0.0,
         written: Curve::new(seen(|t| working_set * curve(t)), PAGES as f64),
         again: Curve::new(seen(curve), 1.0),

@@ -193,6 +193,13 @@ impl PageMap {
         }
     }
 
+    /// Takes out all pages of the other map, which is of the same layout.
+    pub fn take_out(&mut self, other: &Self) {
+        for (mine, theirs) in self.chunks.iter_mut().zip(&other.chunks) {
+            *mine = mine.without(theirs);
+        }
+    }
+
     /// Takes all pages out.
     pub fn clear(&mut self) {
         self.chunks.fill(PageSet::EMPTY);

@@ -71,7 +71,7 @@ pub fn ask(host: &Host, arguments: &[&str]) -> Answer {
     command(host, arguments).output().expect("sterna starts").into()
 }
 
-/// A migration under way in a `sterna` of its own.
+/// A migration, or another long command, under way in a `sterna` of its own.
 pub struct Attempt(Child);
 
 impl Attempt {
@@ -81,8 +81,17 @@ impl Attempt {
     /// Where `sterna` cannot be started.
     #[must_use]
     pub fn begin(from: &Host, name: &str, to: &str, options: &[&str]) -> Self {
-        let mut command = command(from, &["migrate", name, "--to", to, "--json", "-"]);
-        command.args(options).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Self::run(from, &[&["migrate", name, "--to", to, "--json", "-"], options].concat())
+    }
+
+    /// Begins to run a command against a host's daemon.
+    ///
+    /// # Panics
+    /// Where `sterna` cannot be started.
+    #[must_use]
+    pub fn run(host: &Host, arguments: &[&str]) -> Self {
+        let mut command = command(host, arguments);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Self(command.spawn().expect("sterna starts"))
     }
 

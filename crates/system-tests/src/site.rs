@@ -347,6 +347,38 @@ impl Site {
         assert!(line.number("writes_per_s") > Some(0.0), "it no longer writes: {line:?}");
     }
 
+    /// The guest's `churn` goes on, after this moment, and has found nothing wrong since it began.
+    ///
+    /// # Panics
+    /// Where it complains, or is not heard of.
+    pub fn churn_is_well(&self) {
+        let (from, lines) = (now_us(), || self.meter.lines(self.guest.address(), "CHURN"));
+        // What was in use at a migration has been checked by then: a file or a process does not live longer.
+        let fresh = |line: &Line| line.at_us > from + 1_500_000 && line.text.starts_with("CHURN ok");
+        let heard = wait_for("the churn's word", SILENCE, || Ok(lines().into_iter().find(fresh)));
+        let complaints = self.churn_complaints();
+        assert!(complaints.is_empty(), "{complaints:#?}");
+        let line = heard.unwrap_or_else(|error| panic!("the guest has come to harm: {error}; {:?}", lines().last()));
+        assert_eq!(line.number("bad"), Some(0.0), "{line:?}");
+    }
+
+    /// What the guest's `churn` found wrong so far.
+    #[must_use]
+    pub fn churn_complaints(&self) -> Vec<Line> {
+        let lines = self.meter.lines(self.guest.address(), "CHURN");
+        lines.into_iter().filter(|line| line.text.starts_with("CHURN BAD")).collect()
+    }
+
+    /// What the guest says of pages that it lost: its programs, or its kernel, which is as likely to have owned one.
+    #[must_use]
+    pub fn harm(&self) -> Option<String> {
+        const WORDS: [&str; 6] = ["CHURN BAD", "CHECKER BAD", "BUG:", "Oops:", "Kernel panic", "segfault"];
+        let complaint = self.churn_complaints().first().map(|line| line.text.clone());
+        let console = self.guest.console_text();
+        let told = || console.lines().find(|line| WORDS.iter().any(|word| line.contains(word)));
+        complaint.or_else(|| told().map(str::to_owned))
+    }
+
     /// Waits until something holds.
     ///
     /// # Panics
@@ -454,6 +486,11 @@ static WANTED: AtomicUsize = AtomicUsize::new(0);
 /// Runs a test on a site that it shares with the tests that wait for it: a guest's start costs more than most tests. The site goes
 /// with the last of them, and with a test that fails.
 pub fn on_shared_site(test: impl FnOnce(&mut Site)) {
+    on_shared_site_of(&Plan::small(), test);
+}
+
+/// The same with another guest, which all that share a site have to agree on.
+pub fn on_shared_site_of(plan: &Plan, test: impl FnOnce(&mut Site)) {
     struct Wanted;
     impl Drop for Wanted {
         fn drop(&mut self) {
@@ -464,7 +501,7 @@ pub fn on_shared_site(test: impl FnOnce(&mut Site)) {
     let wanted = Wanted;
     let _turn = turn();
     let mut slot = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut site = slot.take().unwrap_or_else(|| Site::start(&Plan::small()));
+    let mut site = slot.take().unwrap_or_else(|| Site::start(plan));
     test(&mut site);
     drop(wanted);
     if WANTED.load(Ordering::Acquire) > 0 {

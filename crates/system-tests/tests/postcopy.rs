@@ -8,11 +8,12 @@ use sterna_system_tests::{Plan, Site, needs, on_shared_site, skip_without, turn}
 /// So slow that the guest asks for many of its pages, and so quick that the day has room for all of them.
 const RATE: [&str; 2] = ["--bandwidth", "60MB"];
 
-const TECHNIQUES: [Technique; 4] = [
+const TECHNIQUES: [Technique; 5] = [
     ("--mode", &["postcopy", "hybrid"]),
     ("--streams", &["1", "4"]),
     ("--compress", &["off", "lz4", "zstd"]),
     ("--prepaging", &["bubble", "linear", "off"]),
+    ("--skip-free", &["vmi", "off"]),
 ];
 
 /// What every report of a migration with post-copy says.

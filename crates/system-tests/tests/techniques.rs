@@ -2,7 +2,7 @@
 //! each does what it is there for.
 
 use sterna_api::Report;
-use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty};
+use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, SkipFree};
 use sterna_system_tests::needs::times;
 use sterna_system_tests::pairs::{Technique, pairwise};
 use sterna_system_tests::{needs, on_shared_site, skip_without};
@@ -11,13 +11,14 @@ use sterna_system_tests::{needs, on_shared_site, skip_without};
 const RATE: [&str; 4] = ["--mode", "precopy", "--bandwidth", "50MB"];
 
 /// The techniques.
-const TECHNIQUES: [Technique; 6] = [
+const TECHNIQUES: [Technique; 7] = [
     ("--content-hash", &["xxh3", "off", "sha1", "md5", "murmur3", "blake3"]),
     ("--fake-dirty", &["exact", "off", "dtrack-v1", "dtrack-v2", "adaptive"]),
     ("--compress", &["off", "lz4", "zstd"]),
     ("--delta", &["off", "xbzrle"]),
     ("--hot-pages", &["hold", "send"]),
     ("--streams", &["1", "3"]),
+    ("--skip-free", &["vmi", "off"]),
 ];
 
 /// What the report must say of the techniques that were asked for.
@@ -43,6 +44,11 @@ fn did_what_it_says(report: &Report) {
         assert_eq!(pages.fake_dirty_content, 0);
     } else {
         assert!(encoding.hash_bytes_per_page >= 8, "{encoding:?}");
+    }
+    if options.skip_free == SkipFree::Off {
+        assert_eq!((pages.free, report.introspection.looks), (0, 0));
+    } else {
+        assert_eq!(report.introspection.reason, None);
     }
     assert_eq!(pages.sent, pages.full + pages.delta);
     let last = report.rounds.last().expect("the round in the pause");

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::de::DeserializeOwned;
-use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout, Prepaging};
+use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout, Prepaging, SkipFree};
 use sterna_api::units::{parse_duration, parse_rate, parse_size};
 use sterna_api::{MigrateOptions, Mode};
 
@@ -47,6 +47,10 @@ pub struct Migrate {
     /// Whether pages written in each of the last rounds are held back
     #[arg(long, default_value = "hold", value_parser = named::<HotPages>(["hold", "send"]))]
     pub hot_pages: HotPages,
+    /// How pages that the guest holds free are found; they do not travel
+    #[arg(long, value_name = "WAY", default_value = "vmi",
+        value_parser = named::<SkipFree>(["off", "vmi", "balloon-hints"]))]
+    pub skip_free: SkipFree,
     /// Whether pages sent before travel as differences
     #[arg(long, default_value = "off", value_parser = named::<Delta>(["off", "xbzrle"]))]
     pub delta: Delta,
@@ -111,6 +115,7 @@ impl Migrate {
             fake_dirty_delay_ms: self.fake_dirty_delay.map(milliseconds),
             content_hash: self.content_hash,
             hot_pages: self.hot_pages,
+            skip_free: self.skip_free,
             delta: self.delta,
             delta_cache_bytes: self.delta_cache,
             compress: self.compress,
@@ -181,6 +186,9 @@ mod tests {
         assert_eq!(options.postcopy_bandwidth_bytes_per_s, Some(125_000_000));
         for hash in ["off", "sha1", "md5", "murmur3", "xxh3", "blake3"] {
             parse(&format!("sterna migrate a --to b:1 --content-hash {hash}"));
+        }
+        for way in ["off", "vmi", "balloon-hints"] {
+            parse(&format!("sterna migrate a --to b:1 --skip-free {way}"));
         }
         let line = "sterna migrate a --to b:1 --fake-dirty dtrack-v2 --fake-dirty-delay 50ms --delta xbzrle --delta-cache 32M \
             --compress zstd --compress-level -5 --compress-threads 2 --hot-pages send --throttle 80 --downtime-ramp 2s"

@@ -10,12 +10,14 @@ use sterna_engine::error::MigrateError;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::ram::Ram;
 use sterna_engine::source::estimate::estimate;
+use sterna_engine::source::free::free_now;
 use sterna_engine::source::observe::observe;
+use sterna_protocol::pages::PageMap;
 use sterna_sys::map::Access;
 
 use super::outgoing;
 use crate::problems::{host, invalid};
-use crate::vms::{Daemon, Hold, VmRecord};
+use crate::vms::{Daemon, Hold, control};
 
 /// What is to be estimated.
 #[derive(Debug, Clone, Copy)]
@@ -36,15 +38,19 @@ impl Daemon {
     /// A [`Problem`]: an unknown or busy machine, one that cannot be moved at all, a question that cannot be.
     pub fn estimate(&self, name: &str, question: Question, monitor: &Arc<Monitor>) -> Result<Estimate, Problem> {
         question.check()?;
-        let record = self.claim(name, Hold::Estimating(Arc::clone(monitor)))?;
-        let claimed = Claimed { daemon: self, record: &record };
-        let movable = outgoing::movable(claimed.record)?;
-        // QEMU serves one client at a time, and nothing more is asked of it.
-        drop(movable.control);
+        let claimed = self.claim_for_now(name, Hold::Estimating(Arc::clone(monitor)))?;
+        let movable = outgoing::movable(&claimed.record)?;
         let ram =
             Ram::open(&movable.blocks, Access::Read).map_err(|error| host("cannot map the machine's RAM", &error))?;
+        // QEMU serves one client at a time, and nothing more is asked of it after this.
+        let mut vmm = control::source(&claimed.record, movable.control.share())?;
+        let free = free_now(&mut vmm, &movable.blocks, ram.layout()).unwrap_or_else(|reason| {
+            tracing::info!(vm = name, %reason, "the guest's free pages cannot be told");
+            PageMap::empty(ram.layout())
+        });
+        drop(vmm);
         let mut tracker = movable.tracker;
-        let seen = observe(&ram, &mut tracker, Duration::from_millis(question.duration_ms), monitor);
+        let seen = observe(&ram, &mut tracker, &free, Duration::from_millis(question.duration_ms), monitor);
         let seen = seen.map_err(|error| match error {
             MigrateError::Cancelled => {
                 Problem::new("cancelled", Blame::Request, format!("the observation of '{name}' was cancelled"))
@@ -71,18 +77,5 @@ impl Question {
             ..MigrateOptions::default()
         };
         options.check().map_err(invalid)
-    }
-}
-
-/// A machine that is claimed for an estimate: given back whatever the end.
-struct Claimed<'a> {
-    daemon: &'a Daemon,
-    record: &'a VmRecord,
-}
-
-impl Drop for Claimed<'_> {
-    fn drop(&mut self) {
-        self.daemon.release(&self.record.name);
-        self.daemon.forget_if_ended(self.record);
     }
 }

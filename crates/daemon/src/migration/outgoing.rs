@@ -167,15 +167,27 @@ pub fn belongs_here(daemon: &Daemon, record: &VmRecord, id: MigrationId) {
     daemon.forget_if_ended(record);
 }
 
+/// Whether all that writes the guest's RAM does so through QEMU's mapping.
+///
+/// # Errors
+/// A [`Problem`] that names who does not.
+pub fn check_writers(name: &str, about: &Inspection) -> Result<(), Problem> {
+    if about.foreign_writers.is_empty() {
+        return Ok(());
+    }
+    let who = about.foreign_writers.join(", ");
+    let why = format!(
+        "'{name}' cannot be moved, nor memory be taken from it: others than QEMU write its RAM, unseen ({who})"
+    );
+    Err(Problem::new("foreign-writers", Blame::Request, why)
+        .hint("use virtio devices that QEMU or the kernel's vhost serve"))
+}
+
 /// What cannot be moved at all, whatever the destination.
 fn check_movable(name: &str, about: &Inspection) -> Result<(), Problem> {
     let refuse =
         |code, why: String| Err(Problem::new(code, Blame::Request, format!("'{name}' cannot be moved: {why}")));
-    if !about.foreign_writers.is_empty() {
-        let why = format!("others than QEMU write its RAM, unseen ({})", about.foreign_writers.join(", "));
-        return refuse("foreign-writers", why)
-            .map_err(|problem| problem.hint("use virtio devices that QEMU or the kernel's vhost serve"));
-    }
+    check_writers(name, about)?;
     if !about.blockers.is_empty() {
         return refuse("qemu-blocks", about.blockers.join("; "))
             .map_err(|problem| problem.hint("QEMU itself refuses: take the device away that it names"));
@@ -225,6 +237,7 @@ fn prepare(daemon: &Daemon, record: &VmRecord, id: MigrationId) -> Result<(Outgo
         tracker: Box::new(tracker),
         throttle: Box::new(ProcessThrottle::new(record.process.pid)),
         direct_io: !about.direct_io.is_empty(),
+        trust_first_look: daemon.config.test_trust_first_look,
         bandwidth: Arc::clone(&daemon.bandwidth),
         here: here(record),
     };

@@ -221,6 +221,14 @@ impl Daemon {
         }
     }
 
+    /// The same for as long as what is returned lives.
+    ///
+    /// # Errors
+    /// As [`claim`](Self::claim).
+    pub fn claim_for_now(&self, name: &str, hold: Hold) -> Result<Claimed<'_>, Problem> {
+        Ok(Claimed { record: self.claim(name, hold)?, daemon: self })
+    }
+
     /// Gives a claimed machine back.
     pub fn release(&self, name: &str) {
         if let Some(entry) = self.table().get_mut(name) {
@@ -275,6 +283,20 @@ impl Daemon {
             Problem::new("agent-not-found", Blame::Host, "the agent library for QEMU is not on this host")
                 .hint(format!("it is looked for at {}; name another with 'agent' in sternad.toml", list.join(" and ")))
         })
+    }
+}
+
+/// A machine that is claimed: given back, whatever the end, when this is dropped.
+pub struct Claimed<'a> {
+    /// What is known of it.
+    pub record: VmRecord,
+    daemon: &'a Daemon,
+}
+
+impl Drop for Claimed<'_> {
+    fn drop(&mut self) {
+        self.daemon.release(&self.record.name);
+        self.daemon.forget_if_ended(&self.record);
     }
 }
 

@@ -65,7 +65,7 @@ pub fn estimate(vm: &str, seen: &Observation, bytes_per_s: u64, downtime_limit: 
 
 /// A body, its digest, and its parts of the frame's header and of its block's length.
 fn bytes_per_body(seen: &Observation, compressed: Option<Compressed>) -> f64 {
-    let pages_per_frame = seen.guest.allocated_pages as f64 / seen.allocated_chunks.max(1) as f64;
+    let pages_per_frame = seen.guest.used_pages as f64 / seen.chunks.max(1) as f64;
     let own = WORD_BYTES + HEADER_BYTES as f64 / pages_per_frame.max(1.0);
     match compressed {
         None => PAGE_BYTES as f64 + own,
@@ -87,7 +87,8 @@ fn observed(seen: &Observation) -> Observed {
         look_ms: seen.look_time.as_secs_f64() * 1e3,
         write_faults: seen.write_faults,
         total_pages: seen.total_pages,
-        allocated_pages: seen.guest.allocated_pages,
+        allocated_pages: seen.allocated_pages,
+        free_pages: seen.free_pages,
         zero_share: seen.guest.zero_share,
         silent_share: seen.guest.silent_share,
         written: seen.written.iter().map(|&(seconds, pages)| Point { ms: seconds * 1e3, pages }).collect(),

@@ -12,6 +12,9 @@ pub mod fake_dirty;
 /// Which of them were written in each of the last rounds.
 pub mod hot;
 
+/// Which pages the guest holds free.
+pub mod free;
+
 /// What the destination holds of each page.
 pub mod sent;
 
@@ -73,6 +76,7 @@ use sterna_protocol::session::Owner;
 use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
+use self::free::FreePages;
 use self::link::{Link, Peer};
 use self::postcopy::drive::Begun;
 use self::postcopy::{Context, Work};
@@ -109,6 +113,9 @@ pub struct Outgoing {
     pub throttle: Box<dyn Throttle>,
     /// Whether disks write into its RAM past the page tables (direct I/O).
     pub direct_io: bool,
+    /// For tests that show what the order of looking is for, and never in earnest: pages that were free once are left out for ever, whoever writes them.
+    #[doc(hidden)]
+    pub trust_first_look: bool,
     /// What all migrations away from this host may send together.
     pub bandwidth: Arc<Share>,
     /// This host, for the report.
@@ -149,7 +156,8 @@ pub fn migrate(
     host: &dyn SourceHost,
     monitor: &Monitor,
 ) -> Outcome {
-    let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, bandwidth, here } = outgoing;
+    let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, trust_first_look, bandwidth, here } =
+        outgoing;
     let report = Report::asked(&spec.name, options, here, peer);
     let mut migration = Migration {
         id,
@@ -159,6 +167,7 @@ pub fn migrate(
         host,
         monitor,
         direct_io,
+        trust_first_look,
         bandwidth,
         throttle: throttle.as_mut(),
         report,
@@ -279,6 +288,7 @@ struct Migration<'a> {
     host: &'a dyn SourceHost,
     monitor: &'a Monitor,
     direct_io: bool,
+    trust_first_look: bool,
     bandwidth: Arc<Share>,
     throttle: &'a mut dyn Throttle,
     report: Report,
@@ -320,7 +330,7 @@ impl Migration<'_> {
         self.monitor.enter(Phase::Connect);
         let session = SessionKey { session: self.id.0, key: self.id.0 as u64, needed: needed(self.options) };
         let mut link = Link::connect(self.peer, session, self.host.credentials())?;
-        let result = self.with_link(vmm, &ram, tracker, &mut link);
+        let result = self.with_link(vmm, blocks, &ram, tracker, &mut link);
         match result {
             Ok(Moved::Ended(fate)) => Ok(fate),
             Ok(Moved::Paging(work, begun)) => {
@@ -349,6 +359,7 @@ impl Migration<'_> {
     fn with_link(
         &mut self,
         vmm: &mut dyn vmm::Source,
+        blocks: &[BlockFile],
         ram: &Arc<Ram>,
         tracker: &mut dyn Tracker,
         link: &mut Link,
@@ -356,7 +367,14 @@ impl Migration<'_> {
         self.monitor.enter(Phase::Prepare);
         self.monitor.check()?;
         let (streams, may_postcopy) = (self.options.streams as u16, self.options.may_postcopy());
-        let mut peer = link.propose(self.id, self.spec, self.options, ram.layout().digest())?;
+        let stop_limit = Duration::try_from_secs_f64(self.options.downtime_limit_ms / 4e3).unwrap_or_default();
+        let mut free_pages = FreePages::new(self.options.skip_free, vmm, blocks, stop_limit);
+        // The destination starts its VMM meanwhile.
+        let proposed = std::thread::scope(|scope| {
+            scope.spawn(|| free_pages.find());
+            link.propose(self.id, self.spec, self.options, ram.layout().digest())
+        });
+        let mut peer = proposed?;
         if let Some(problem) = &peer.no_postcopy {
             if self.options.must_postcopy() {
                 // It waits for the other connections, and would not hear an `Abort`; this it notices.
@@ -374,11 +392,15 @@ impl Migration<'_> {
         let begun = work.as_ref().map(|work| Begun::new(link, work)).transpose()?;
         peer.clock_offset_us = link.compare_clocks()?;
         vmm.prepare()?;
+        if self.trust_first_look {
+            free_pages.trust_first_look();
+        }
         tracker.arm(ram)?;
 
         let pacer = Pacer::new(self.options.bandwidth_bytes_per_s, &self.bandwidth);
-        let mut rounds = Rounds::new(ram, self.monitor, streams, tracker, self.options, pacer)?;
+        let mut rounds = Rounds::new(ram, self.monitor, streams, tracker, self.options, pacer, free_pages)?;
         let allocated = rounds.everything()?;
+        rounds.skip_free(vmm);
         let total = ram.layout().pages();
         self.report.ram = sterna_api::report::RamPages { total_pages: total, allocated_pages: allocated };
         self.report.pages.unallocated = total - allocated;
@@ -429,7 +451,7 @@ impl Migration<'_> {
             (Ending::Postcopy(because), Some(begun)) => {
                 self.report.mode = mode_after_switchover(self.options).into();
                 self.report.postcopy.reason = self.reason(because);
-                let both = (&mut *rounds, &*begun.pending);
+                let both = (&mut *rounds, begun);
                 switchover.load_postcopy(both, link, tracker, vmm, self.throttle, devices, record(true))?
             }
             _ => switchover.load(rounds, link, tracker, vmm, self.throttle, devices)?,
@@ -545,6 +567,8 @@ impl Migration<'_> {
         report.pages.sent = counts.bodies();
         report.pages.zero = counts.zero;
         report.pages.unallocated += counts.unallocated;
+        report.pages.free = counts.free;
+        report.introspection = rounds.free_pages().account().clone();
         report.pages.fake_dirty_content = counts.unchanged;
         report.pages.fake_dirty_tracked = counts.again;
         report.bytes_on_wire = rounds.bytes();

@@ -37,8 +37,12 @@ pub struct Observation {
     pub sampled: Sampled,
     /// Pages of its RAM.
     pub total_pages: u64,
-    /// Chunks that have pages the host has given memory for.
-    pub allocated_chunks: u64,
+    /// Pages that the host has given memory for.
+    pub allocated_pages: u64,
+    /// Those of them that the guest holds free.
+    pub free_pages: u64,
+    /// Chunks that have pages which would travel.
+    pub chunks: u64,
     /// Different pages written since a look, by seconds.
     pub written: Vec<(f64, u64)>,
     /// How long writes were watched.
@@ -51,13 +55,14 @@ pub struct Observation {
     pub write_faults: u64,
 }
 
-/// Observes a guest for about `duration`, which `monitor` can cut short. Afterwards nothing is watched.
+/// Observes a guest for about `duration`, which `monitor` can cut short. Afterwards nothing is watched. Pages in `free` would not travel.
 ///
 /// # Errors
 /// [`MigrateError::Cancelled`], or what tracking needs is not there.
 pub fn observe(
     ram: &Ram,
     tracker: &mut dyn Tracker,
+    free: &PageMap,
     duration: Duration,
     monitor: &Monitor,
 ) -> Result<Observation, MigrateError> {
@@ -67,11 +72,13 @@ pub fn observe(
     // Only now: the guest pays nothing for what is compressed here.
     monitor.check()?;
     let allocated = ram.allocated().map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-    let sampled = sample(ram, &allocated)?;
-    let (total_pages, allocated_pages) = (ram.layout().pages(), allocated.len());
+    let mut used = allocated.clone();
+    used.take_out(free);
+    let sampled = sample(ram, &used)?;
+    let (total_pages, allocated_pages, used_pages) = (ram.layout().pages(), allocated.len(), used.len());
     Ok(Observation {
         guest: Guest {
-            allocated_pages,
+            used_pages,
             zero_share: sampled.zero_share,
             written: Curve::new(seen.written.iter().map(|(t, pages)| (*t, *pages as f64)), total_pages as f64),
             again: Curve::new(seen.again, 1.0),
@@ -79,7 +86,9 @@ pub fn observe(
         },
         sampled: Sampled { pages: sampled.pages + seen.compared, ..sampled },
         total_pages,
-        allocated_chunks: allocated.iter().count() as u64,
+        allocated_pages,
+        free_pages: allocated_pages - used_pages,
+        chunks: used.iter().count() as u64,
         written: seen.written,
         duration: seen.duration,
         looks: seen.looks,

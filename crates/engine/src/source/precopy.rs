@@ -3,6 +3,7 @@
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use sterna_api::units::milliseconds as ms;
 use sterna_api::{MigrateOptions, report};
 use sterna_protocol::convergence::{Because, Convergence, Decision, Goal, Measured};
 
@@ -60,12 +61,14 @@ pub fn precopy(
         if let Some(round) = rounds.done.last_mut() {
             round.dirty_rate_pages_per_s = dirty_rate;
         }
+        rounds.skip_free(vmm);
         let measured = Measured {
             rounds: rounds.done.len() as u32,
             elapsed: rounds.monitor.under_way(),
             pages_left: rounds.left(),
             speed: rounds.throughput.speed(),
-            device_time: DEVICE_TIME,
+            // The last look for free pages goes on while the devices are saved.
+            device_time: DEVICE_TIME.max(rounds.free_pages().stop_time()),
         };
         let decision = policy.step(&measured);
         let predicted_ms = ms(measured.predicted_downtime());
@@ -204,8 +207,4 @@ fn wait(monitor: &Monitor, until: Instant) -> Result<(), MigrateError> {
         }
         std::thread::sleep(left.min(WAIT_STEP));
     }
-}
-
-fn ms(duration: Duration) -> f64 {
-    duration.as_secs_f64() * 1e3
 }

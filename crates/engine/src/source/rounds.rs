@@ -4,21 +4,24 @@ use std::time::{Duration, Instant};
 
 use sterna_api::options::HotPages as HotPagesOption;
 use sterna_api::{MigrateOptions, report};
-use sterna_protocol::pages::PageMap;
+use sterna_introspect::PageTables;
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::throughput::{Sample, Throughput};
 
 use super::encode::Encoding;
 use super::fake_dirty::FakeDirtyPages;
+use super::free::{FreePages, Looked};
 use super::hot::HotPages;
 use super::link::Link;
 use super::select::{Counts, changed_untracked};
 use super::send::{Round, Sent, Stream, send_round};
-use super::sent::SentTable;
+use super::sent::{Last, SentTable};
 use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
 use crate::ram::Ram;
 use crate::transport::pacer::Pacer;
+use crate::vmm;
 
 /// How often pages that arrive damaged with the guest stopped are sent again.
 const REPEATS: u32 = 3;
@@ -50,6 +53,10 @@ pub struct Rounds<'a> {
     outstanding: PageMap,
     written: PageMap,
     discarded: PageMap,
+    free_pages: FreePages,
+    /// Pages that were free in the last look and were not collected since: no body of them goes, and what the destination holds there, once what is
+    /// outstanding has gone, is zeros.
+    free: PageMap,
     collected: Instant,
 }
 
@@ -65,6 +72,7 @@ impl<'a> Rounds<'a> {
         tracker: &dyn Tracker,
         options: &MigrateOptions,
         pacer: Pacer,
+        free_pages: FreePages,
     ) -> Result<Self, MigrateError> {
         let layout = ram.layout();
         Ok(Self {
@@ -83,6 +91,8 @@ impl<'a> Rounds<'a> {
             outstanding: PageMap::empty(layout),
             written: PageMap::empty(layout),
             discarded: PageMap::empty(layout),
+            free_pages,
+            free: PageMap::empty(layout),
             collected: Instant::now(),
         })
     }
@@ -111,6 +121,10 @@ impl<'a> Rounds<'a> {
         let before = tracker.cost().write_faults;
         self.written.clear();
         tracker.collect(self.ram, &mut self.written, &mut self.discarded)?;
+        // Before anything else is done with them: what was written since it was free is somebody's again.
+        if !self.free_pages.trusts_first_look() {
+            self.free.take_out(&self.written);
+        }
         self.fake_dirty.collected();
         self.hot.collected(&self.written);
         self.outstanding.add(&self.written);
@@ -119,12 +133,75 @@ impl<'a> Rounds<'a> {
         Ok(rate)
     }
 
+    /// Looks for pages that the guest holds free, where that pays, and takes them out of what is outstanding; those of which the destination holds
+    /// something else than zeros stay in it, and go as a bit. The guest runs. Called after tracking was armed, or right after a collection: only
+    /// then may what is not written afterwards be left out ([`free`](super::free)).
+    pub fn skip_free(&mut self, vmm: &mut dyn vmm::Source) {
+        let speed = self.throughput.speed();
+        match self.free_pages.look(vmm, self.ram.layout(), &self.outstanding, &speed) {
+            Looked::LeftOut => {}
+            Looked::Lost => self.nothing_is_free(),
+            Looked::Found(found) => self.leave_out(&found),
+        }
+    }
+
+    /// What [`skip_free_stopped`](Self::skip_free_stopped) needs to know of the VMM, asked when the guest has stopped.
+    pub fn processors(&self, vmm: &mut dyn vmm::Source) -> Vec<PageTables> {
+        self.free_pages.processors(vmm)
+    }
+
+    /// Looks once more, with the guest stopped and everything collected: what was left out and is not free is outstanding again, and what has
+    /// become free is left out, too.
+    pub fn skip_free_stopped(&mut self, processors: &[PageTables]) {
+        let speed = self.throughput.speed();
+        let layout = self.ram.layout();
+        match self.free_pages.look_stopped(processors, layout, &self.free, &self.outstanding, &speed) {
+            Some(found) => self.leave_out(&found),
+            None => self.nothing_is_free(),
+        }
+    }
+
+    /// Pages that are left out because the guest holds them free.
+    #[must_use]
+    pub fn free(&self) -> &PageMap {
+        &self.free
+    }
+
+    /// The looks for them.
+    #[must_use]
+    pub fn free_pages(&self) -> &FreePages {
+        &self.free_pages
+    }
+
+    /// Takes in a look that began after the last collection.
+    fn leave_out(&mut self, found: &PageMap) {
+        for chunk in self.ram.layout().iter() {
+            let (outstanding, left_out) = (*self.outstanding.chunk(chunk), *self.free.chunk(chunk));
+            // What was given back may be a hole, and is counted as that.
+            let free = found.chunk(chunk).without(self.discarded.chunk(chunk)).and(&outstanding.or(&left_out));
+            let is_zero = |page: &u8| matches!(self.sent.last(chunk, *page), Last::Never | Last::Zero);
+            let done: PageSet = free.and(&outstanding).iter().filter(is_zero).collect();
+            self.counts.free += done.len() as u64;
+            // What was left out before and is not free: whoever has it now has not written it, or the look before was misled.
+            *self.outstanding.chunk_mut(chunk) = outstanding.without(&done).or(&left_out.without(&free));
+            *self.free.chunk_mut(chunk) = free;
+        }
+    }
+
+    /// Everything that was left out is outstanding again.
+    fn nothing_is_free(&mut self) {
+        self.outstanding.add(&self.free);
+        self.free.clear();
+    }
+
     /// Adds pages that were written past every tracker, found by their content. The guest is stopped and its I/O drained.
     pub fn collect_untracked(&mut self) {
         for chunk in self.ram.layout().iter() {
             let Some(place) = self.ram.layout().place(chunk) else { continue };
             let changed =
                 changed_untracked(self.ram, &self.sent, chunk, place.pages).without(self.outstanding.chunk(chunk));
+            // A free page holds what it likes. One that was pinned after it was free has been collected since.
+            let changed = changed.without(self.free.chunk(chunk));
             self.untracked_writes += changed.len() as u64;
             self.outstanding.insert_all(chunk, &changed);
         }
@@ -164,6 +241,7 @@ impl<'a> Rounds<'a> {
             number,
             outstanding: &self.outstanding,
             discarded: &self.discarded,
+            free: &self.free,
             ram: self.ram,
             sent: &self.sent,
             pacer: &self.pacer,
@@ -191,7 +269,7 @@ impl<'a> Rounds<'a> {
             self.outstanding.insert(*suspect);
             self.sent.suspect(suspect.chunk, suspect.page);
         }
-        let light = counts.zero + counts.unallocated + counts.unchanged;
+        let light = counts.zero + counts.unallocated + counts.free + counts.unchanged;
         self.throughput.add(Sample { bodies: counts.bodies(), light, rewritten: number > 0, took });
         self.counts += counts;
         self.done.push(report::Round {

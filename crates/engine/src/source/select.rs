@@ -19,6 +19,8 @@ pub struct Counts {
     pub zero: u64,
     /// Given back by the guest: zeros at the destination from now on.
     pub unallocated: u64,
+    /// Free in the guest: nothing, or a bit where the destination held something else than zeros.
+    pub free: u64,
     /// Written with what was there already: nothing.
     pub unchanged: u64,
     /// Written again before their turn: left to the next round.
@@ -29,7 +31,7 @@ impl Counts {
     /// All pages dealt with.
     #[must_use]
     pub fn pages(&self) -> u64 {
-        self.bodies() + self.zero + self.unallocated + self.unchanged + self.again
+        self.bodies() + self.zero + self.unallocated + self.free + self.unchanged + self.again
     }
 
     /// Bodies sent, whatever their encoding.
@@ -45,6 +47,7 @@ impl std::ops::AddAssign for Counts {
         self.delta += other.delta;
         self.zero += other.zero;
         self.unallocated += other.unallocated;
+        self.free += other.free;
         self.unchanged += other.unchanged;
         self.again += other.again;
     }
@@ -60,6 +63,9 @@ pub struct Wanted {
     /// Those of them that the guest gave back since the last round: they are looked up in the file before they are touched, because
     /// reading a hole through the mapping would fill it.
     pub discarded: PageSet,
+    /// Those of them that the guest held free after they were last collected ([`free`](super::free)): zeros at the destination, whatever they
+    /// hold here.
+    pub free: PageSet,
     /// Those of them that were written again: they are left to the next round.
     pub again: PageSet,
 }
@@ -110,12 +116,15 @@ pub fn select(
     let mut body = [0; PAGE_BYTES];
     for page in pages.iter() {
         let hole = holes.contains(page);
-        if !hole {
+        let free = !hole && wanted.free.contains(page);
+        if !hole && !free {
             ram.read(chunk, page, &mut body);
         }
-        if hole || is_zero(&body) {
+        if hole || free || is_zero(&body) {
             if hole {
                 counts.unallocated += 1;
+            } else if free {
+                counts.free += 1;
             } else {
                 counts.zero += 1;
             }

@@ -36,6 +36,8 @@ pub struct Round<'a> {
     pub outstanding: &'a PageMap,
     /// Those of them that the guest gave back.
     pub discarded: &'a PageMap,
+    /// Pages that the guest held free after they were last collected.
+    pub free: &'a PageMap,
     /// The guest's RAM.
     pub ram: &'a Ram,
     /// What was sent before.
@@ -84,10 +86,13 @@ impl Round<'_> {
             return Ok(None);
         }
         let again = self.fake_dirty.map_or(Ok(PageSet::EMPTY), |found| found.again(chunk))?.and(&pages);
+        // A free page that is written again is the next collection's: it has been dealt with, whatever it becomes.
+        let free = self.free.chunk(chunk).and(&pages);
+        let again = again.without(&free);
         if !again.is_empty() {
             sent.again.push((chunk, again));
         }
-        Ok(Some(Wanted { chunk, pages, discarded: *self.discarded.chunk(chunk), again }))
+        Ok(Some(Wanted { chunk, pages, discarded: *self.discarded.chunk(chunk), free, again }))
     }
 }
 

@@ -36,13 +36,14 @@
 use std::time::{Duration, Instant};
 
 use sterna_api::report;
+use sterna_introspect::PageTables;
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::residue;
 
 use super::devices::DevicePump;
 use super::link::{Link, now_us};
-use super::postcopy::pending::Pending;
+use super::postcopy::drive::Begun;
 use super::rounds::Rounds;
 use super::throttle::Throttle;
 use super::track::Tracker;
@@ -124,9 +125,12 @@ impl Switchover<'_> {
         if self.direct_io {
             rounds.collect_untracked();
         }
+        let processors = rounds.processors(vmm);
         link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
         vmm.save_devices()?;
         let began = Instant::now();
+        // While the devices are saved: what the VMM writes meanwhile is collected below.
+        rounds.skip_free_stopped(&processors);
         rounds.send_last(link)?;
         let final_pages = began.elapsed();
         let device_began = Instant::now();
@@ -167,7 +171,7 @@ impl Switchover<'_> {
     #[allow(clippy::too_many_arguments, reason = "as `load`, with what follows")]
     pub fn load_postcopy(
         &self,
-        (rounds, pending): (&mut Rounds, &Pending),
+        (rounds, begun): (&mut Rounds, &Begun),
         link: &mut Link,
         tracker: &mut dyn Tracker,
         vmm: &mut dyn vmm::Source,
@@ -178,18 +182,21 @@ impl Switchover<'_> {
         let pump = DevicePump::start(vmm.begin()?, devices)?;
         let stopped = self.stop(rounds, link, tracker, vmm)?;
         link.control.ask(&Request::Stopped, REPLY_TIMEOUT)?;
+        let processors = rounds.processors(vmm);
         let began = Instant::now();
         let (saved, left) = std::thread::scope(|scope| {
             let saving = scope.spawn(|| vmm.save_devices().and_then(|()| vmm.saved(DEVICE_TIMEOUT)));
             throttle.loosen();
             self.monitor.update(|progress| progress.throttle_percent = 0);
-            let left = self.leave(rounds, pending, link, tracker);
+            let left = self.leave(rounds, begun, &processors, link, tracker);
             (saving.join(), left)
         });
         let left = left?;
         saved.map_err(|_| MigrateError::Reply("the thread that saves the devices broke off"))??;
         rounds.collect(tracker)?;
-        let seen = pending.not_in(&rounds.take_residue());
+        // What is still pending of them goes as it is now, free or not.
+        begun.work.set_free(rounds.free().clone());
+        let seen = begun.pending.not_in(&rounds.take_residue());
         if seen > 0 {
             return Err(MigrateError::WrittenWhileSaving(seen));
         }
@@ -214,7 +221,8 @@ impl Switchover<'_> {
     fn leave(
         &self,
         rounds: &mut Rounds,
-        pending: &Pending,
+        begun: &Begun,
+        processors: &[PageTables],
         link: &mut Link,
         tracker: &mut dyn Tracker,
     ) -> Result<Left, MigrateError> {
@@ -223,6 +231,8 @@ impl Switchover<'_> {
         if self.direct_io && !rounds.done.is_empty() {
             rounds.collect_untracked();
         }
+        // Here and not once the guest runs there: what is not in the residue is zeros to it at once.
+        rounds.skip_free_stopped(processors);
         let began = Instant::now();
         let layout = rounds.ram.layout();
         let map = rounds.take_residue();
@@ -231,7 +241,8 @@ impl Switchover<'_> {
         });
         let mut parts: Vec<_> = parts.collect();
         let (pages, bytes) = (map.len(), parts.iter().map(|part| part.bits.len() as u64).sum());
-        pending.fill(map);
+        begun.work.set_free(rounds.free().clone());
+        begun.pending.fill(map);
         let last = parts.pop().ok_or(MigrateError::Reply("a machine without RAM"))?;
         for part in parts {
             link.control.ask(&Request::Residue(part), REPLY_TIMEOUT)?;
@@ -243,7 +254,7 @@ impl Switchover<'_> {
 
     /// Both sides are the same, page by page.
     fn same(link: &mut Link, rounds: &Rounds) -> Result<report::Verify, MigrateError> {
-        let verify = verify::compare(link, rounds.ram, Compared::InThePause)?;
+        let verify = verify::compare(link, rounds.ram, Some(rounds.free()), Compared::InThePause)?;
         match verify.mismatches {
             0 => Ok(verify),
             mismatches => Err(MigrateError::Mismatch { mismatches, pages: verify.pages }),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use sterna_api::report::Verify;
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, Reply, Request};
-use sterna_protocol::pages::PageSet;
+use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::link::Link;
 use crate::error::MigrateError;
@@ -31,9 +31,12 @@ pub enum Compared {
 
 /// Compares every page of both sides. Both compute their digests at the same time. The result says how many differ.
 ///
+/// Pages in `free` may differ: the guest held them free when it stopped, and they must be zeros there. Where it is not known which those
+/// are (the daemon was started again since), every page of zeros there may be one of them.
+///
 /// # Errors
 /// What went wrong on the way.
-pub fn compare(link: &mut Link, ram: &Ram, when: Compared) -> Result<Verify, MigrateError> {
+pub fn compare(link: &mut Link, ram: &Ram, free: Option<&PageMap>, when: Compared) -> Result<Verify, MigrateError> {
     let digesting = || MigrateError::host("reading the guest's RAM to compare it");
     let chunks = ram.layout().chunks();
     let mut verify = Verify { checked: true, pages: ram.layout().pages(), ..Verify::default() };
@@ -52,8 +55,12 @@ pub fn compare(link: &mut Link, ram: &Ram, when: Compared) -> Result<Verify, Mig
             let theirs = digests(link.control.ask(&Request::PageDigests { chunk }, REPLY_TIMEOUT)?, ours.len())?;
             let differing = (0..ours.len()).filter(|&page| ours[page] != theirs[page]).map(|page| page as u8);
             let mut differing: PageSet = differing.collect();
+            let zeros: PageSet = differing.iter().filter(|page| theirs[usize::from(*page)] == 0).collect();
+            let excluded = free.map_or(zeros, |free| free.chunk(chunk).and(&zeros));
+            differing = differing.without(&excluded);
+            verify.excluded_free_pages += excluded.len() as u64;
             if when == Compared::AsFirstSeen {
-                let zeros = differing.iter().filter(|page| theirs[usize::from(*page)] == 0).collect();
+                let zeros = zeros.and(&differing);
                 let excluded = given_back(link, chunk, &zeros)?;
                 differing = differing.without(&excluded);
                 verify.excluded_free_pages += excluded.len() as u64;

@@ -211,8 +211,9 @@ fn without_the_duplicate_a_guest_finds_pages_that_it_never_wrote() {
 #[test]
 fn with_the_duplicate_a_guest_waits_for_the_next_handler_and_finds_every_page() {
     let Some([before, meanwhile, after]) = guest_after_a_kill("open", Some("take")) else { return };
-    assert!(meanwhile[0] <= before[0] && meanwhile[1] == 0, "it did not wait: {before:?} {meanwhile:?}");
-    assert!(after[0] > before[0] && after[1] == 0, "{before:?} {after:?}");
+    // The pass that it was in when it stopped may have ended with the pages that were filled.
+    assert!(meanwhile[0] <= before[0] + 1 && meanwhile[1] == 0, "it did not wait: {before:?} {meanwhile:?}");
+    assert!(after[0] > before[0] + 1 && after[1] == 0, "{before:?} {after:?}");
 }
 
 #[test]

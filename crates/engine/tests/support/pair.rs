@@ -23,7 +23,8 @@ use sterna_engine::source::link::now_us;
 use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::WriteProtect;
 use sterna_engine::transport::credentials::Credentials;
-use sterna_engine::vmm::{self, EventTime, Stopped, VmmError};
+use sterna_engine::vmm::{self, EventTime, MappedRam, Stopped, VmmError};
+use sterna_introspect::PageTables;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
 use sterna_sys::map::{Access, SharedMapping};
 use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
@@ -124,6 +125,8 @@ pub struct SourceVmm {
     pub faults: Faults,
     pub rolled_back: Arc<AtomicBool>,
     pub quit: Arc<AtomicBool>,
+    /// How large its RAM is, from address 0 on, and the page tables of its processors: what looks into a guest from outside asks for.
+    pub kernel: Option<(u64, Vec<PageTables>)>,
     stream: Option<UnixStream>,
 }
 
@@ -131,7 +134,8 @@ pub const DEVICE_BYTES: usize = 300_000;
 
 impl SourceVmm {
     pub fn new(writers: Option<Writers>) -> Self {
-        Self { writers, faults: Faults::default(), rolled_back: Arc::default(), quit: Arc::default(), stream: None }
+        let (faults, rolled_back, quit) = (Faults::default(), Arc::default(), Arc::default());
+        Self { writers, faults, rolled_back, quit, kernel: None, stream: None }
     }
 }
 
@@ -146,6 +150,16 @@ impl vmm::Source for SourceVmm {
 
     fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError> {
         Ok(self.writers.iter().map(|writers| writers.id).collect())
+    }
+
+    fn memory_map(&mut self) -> Result<Vec<MappedRam>, VmmError> {
+        let none = || VmmError::Refused { command: "memory map".into(), reason: "it has no kernel".into() };
+        let (bytes, _) = self.kernel.as_ref().ok_or_else(none)?;
+        Ok(vec![MappedRam { guest_physical: 0..*bytes, block: "ram".into(), offset: 0 }])
+    }
+
+    fn page_tables(&mut self) -> Result<Vec<PageTables>, VmmError> {
+        Ok(self.kernel.as_ref().map(|(_, tables)| tables.clone()).unwrap_or_default())
     }
 
     fn begin(&mut self) -> Result<UnixStream, VmmError> {
@@ -442,10 +456,15 @@ pub struct InsideSelf {
 }
 
 impl Inside for InsideSelf {
-    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+    fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
         let device = userfaultfd::open_device().map_err(MigrateError::kernel("opening /dev/userfaultfd"))?;
         let created = Userfaultfd::create(device).map_err(MigrateError::kernel("making a userfaultfd"))?;
         created.enable(features).map_err(MigrateError::kernel("enabling features"))?;
+        Ok(created)
+    }
+
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        let created = self.open_alone(features)?;
         let duplicate = created.as_fd().try_clone_to_owned().map_err(MigrateError::host("keeping a duplicate"))?;
         *self.kept.lock().unwrap() = Some(duplicate);
         Ok(created)
@@ -525,6 +544,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
         throttle: Box::new(ProcessThrottle::new(std::process::id())),
         tracker: Box::new(WriteProtect::new(std::process::id(), inside).expect("our own page tables")),
         direct_io: false,
+        trust_first_look: false,
         bandwidth: std::sync::Arc::default(),
         here: sterna_api::report::Host::default(),
     }

@@ -39,6 +39,10 @@ impl Inside for Here {
         Ok(made)
     }
 
+    fn open_alone(&mut self, _: Features) -> Result<Userfaultfd, MigrateError> {
+        unreachable!("a pager never asks for it")
+    }
+
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
         Ok(self.kept.lock().unwrap().as_ref().map(|kept| kept.try_clone().unwrap().into()))
     }

@@ -29,10 +29,12 @@ pub struct Made<'a> {
     pub full: u64,
     /// Pages of zeros: a bit each.
     pub zero: u64,
+    /// Pages that go as such because they are free.
+    pub free: u64,
 }
 
 impl Bodies {
-    /// The frame of some pages of a chunk.
+    /// The frame of some pages of a chunk. Those that are `free` go as zeros, whatever they hold.
     ///
     /// They are read from the file and not through the mapping: a page that the guest gave back stays a hole, and reads as the zeros it
     /// stands for.
@@ -44,8 +46,10 @@ impl Bodies {
         ram: &Ram,
         (round, chunk): (u32, ChunkIndex),
         pages: &PageSet,
+        free: &PageSet,
         method: Option<Method>,
     ) -> Result<Made<'_>, MigrateError> {
+        let (pages, free) = (&pages.without(free), pages.and(free));
         ram.load_all(chunk, pages, &mut self.bodies).map_err(MigrateError::host("reading the guest's RAM"))?;
         let (mut full, mut zero, mut digests) = (PageSet::EMPTY, PageSet::EMPTY, Vec::with_capacity(pages.len()));
         for (at, page) in pages.iter().enumerate() {
@@ -61,6 +65,7 @@ impl Bodies {
         }
         self.bodies.truncate(digests.len() * PAGE_BYTES);
         let counts = (full.len() as u64, zero.len() as u64);
+        let zero = zero.or(&free);
         let (frame, payload) = match method {
             Some(method) if !full.is_empty() => {
                 let mut blocks = Vec::with_capacity(1);
@@ -73,7 +78,7 @@ impl Bodies {
             }
             _ => (Frame::Chunk(ChunkFrame { round, chunk, full, zero }), &self.bodies),
         };
-        Ok(Made { frame, digests, payload, full: counts.0, zero: counts.1 })
+        Ok(Made { frame, digests, payload, full: counts.0, zero: counts.1, free: free.len() as u64 })
     }
 
     /// What was compressed so far.
@@ -107,14 +112,22 @@ mod tests {
         let before = ram.allocated().unwrap().len();
         let mut bodies = Bodies::default();
         for method in [None, Some(Method::Lz4), Some(Method::Plain)] {
-            let made = bodies.make(&ram, (0, ChunkIndex(0)), &pages, method).unwrap();
-            assert_eq!((made.full, made.zero), (3, 5));
+            let made = bodies.make(&ram, (0, ChunkIndex(0)), &pages, &PageSet::EMPTY, method).unwrap();
+            assert_eq!((made.full, made.zero, made.free), (3, 5, 0));
             let expected: Vec<u64> = [3u8, 4, 9].map(|byte| page_digest(&[byte; PAGE_BYTES])).into();
             assert_eq!(made.digests, expected);
             if method != Some(Method::Lz4) {
                 assert_eq!(made.payload, [[3u8; PAGE_BYTES], [4; PAGE_BYTES], [9; PAGE_BYTES]].concat());
             }
         }
+        // Free ones, whatever they hold; those that were not asked for are no matter.
+        let free: PageSet = [1, 4, 5].into_iter().collect();
+        let made = bodies.make(&ram, (0, ChunkIndex(0)), &pages, &free, None).unwrap();
+        assert_eq!((made.full, made.zero, made.free), (2, 4, 2));
+        assert_eq!(made.payload, [[3u8; PAGE_BYTES], [9; PAGE_BYTES]].concat());
+        let Frame::Chunk(frame) = made.frame else { panic!() };
+        assert_eq!(frame.full.or(&frame.zero), pages);
+        assert!(frame.zero.contains(4) && frame.full.and(&frame.zero).is_empty());
         assert_eq!(ram.allocated().unwrap().len(), before);
     }
 }

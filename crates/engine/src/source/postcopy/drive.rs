@@ -62,6 +62,8 @@ pub struct Completed {
 pub struct Begun {
     /// What is pending: nothing yet.
     pub pending: Arc<Pending>,
+    /// What the threads share.
+    pub work: Arc<Work>,
     ends: Arc<Ends>,
     urgent: Urgent,
 }
@@ -75,7 +77,7 @@ impl Begun {
         let (pending, ends) = (work.nothing_pending(), Arc::new(Ends::default()));
         ends.add(link.control.hang_up().map_err(no_thread())?);
         let urgent = Urgent::start(link.faults()?, Arc::clone(&pending), Arc::clone(work), &ends)?;
-        Ok(Self { pending, ends, urgent })
+        Ok(Self { pending, work: Arc::clone(work), ends, urgent })
     }
 
     /// Why it failed, where it did.
@@ -92,7 +94,7 @@ impl Begun {
         for stream in &streams {
             self.ends.add(stream.connection().hang_up().map_err(no_thread())?);
         }
-        let Self { pending, ends, urgent } = self;
+        let Self { pending, ends, urgent, .. } = self;
         Ok(Session { _urgent: urgent, streams, link, pending, ends, known })
     }
 }
@@ -173,7 +175,8 @@ impl Session {
         let verifiable = verify && account.verifiable;
         let done = completed.insert(Completed { account: *account, verify: Verify::default(), at });
         if verifiable {
-            done.verify = verify::compare(&mut self.link, &context.work.ram, Compared::AsFirstSeen)?;
+            let work = &context.work;
+            done.verify = verify::compare(&mut self.link, &work.ram, work.free(), Compared::AsFirstSeen)?;
         }
         self.link.control.ask(&Request::Release, REPLY_TIMEOUT).map(drop)
     }

@@ -39,12 +39,14 @@ pub mod drive;
 pub mod resume;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use sterna_api::options::{Compress, Prepaging};
+use sterna_api::options::{Compress, Prepaging, SkipFree};
 use sterna_api::report::Report;
 use sterna_api::{MigrateOptions, Phase};
+use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::pages::{PageMap, PageSet};
 
 use self::pending::Pending;
 use super::encode::Meter;
@@ -72,6 +74,9 @@ pub struct Work {
     pub compression: Option<Meter>,
     /// What the push leaves of the link for faults, bytes per second.
     pub spare: AtomicU64,
+    /// Pages that the guest held free when it stopped: they are zeros there, whatever they hold here. `None` where that is not known, because an earlier
+    /// daemon looked: then they go as they are, which is as right.
+    free: OnceLock<PageMap>,
     /// What was done.
     pub tally: Tally,
 }
@@ -83,16 +88,37 @@ impl Work {
         let limits = [options.bandwidth_bytes_per_s, options.postcopy_bandwidth_bytes_per_s];
         let limit = limits.into_iter().flatten().min();
         let compress = options.compress != Compress::Off;
+        let nothing = (options.skip_free == SkipFree::Off).then(|| PageMap::empty(ram.layout()));
+        let free = nothing.map_or_else(OnceLock::new, OnceLock::from);
         Arc::new(Self {
-            ram,
             prepaging: options.prepaging,
             round,
             pacer: Pacer::new(limit, bandwidth),
             limit,
+            free,
+            ram,
             compression: compress.then(|| Meter::new(options.compress, options.compress_level)),
             spare: AtomicU64::new(0),
             tally: Tally::default(),
         })
+    }
+
+    /// Says which pages the guest held free. Called once, before any of them can be asked for.
+    pub fn set_free(&self, free: PageMap) {
+        // Where it was said before nothing was looked for, and nothing is free.
+        let _ = self.free.set(free);
+    }
+
+    /// Those of a chunk, as far as it is known.
+    #[must_use]
+    pub fn free_in(&self, chunk: ChunkIndex) -> PageSet {
+        self.free().map_or(PageSet::EMPTY, |free| *free.chunk(chunk))
+    }
+
+    /// All of them; `None` where they are not known.
+    #[must_use]
+    pub fn free(&self) -> Option<&PageMap> {
+        self.free.get()
     }
 
     /// A set of pending pages in the order that was asked for, with none in it.
@@ -107,6 +133,7 @@ impl Work {
 pub struct Tally {
     full: AtomicU64,
     zero: AtomicU64,
+    free: AtomicU64,
     faulted: AtomicU64,
     pushed: AtomicU64,
     bytes: AtomicU64,
@@ -117,13 +144,14 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// A frame went: its pages with bodies and of zeros, its bytes, and whether a fault asked for it.
-    fn sent(&self, (full, zero): (u64, u64), bytes: u64, asked: bool) {
+    /// A frame went: its pages with bodies, of zeros and free ones, its bytes, and whether a fault asked for it.
+    fn sent(&self, (full, zero, free): (u64, u64, u64), bytes: u64, asked: bool) {
         self.full.fetch_add(full, Ordering::Relaxed);
         self.zero.fetch_add(zero, Ordering::Relaxed);
+        self.free.fetch_add(free, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         let pages = if asked { &self.faulted } else { &self.pushed };
-        pages.fetch_add(full + zero, Ordering::Relaxed);
+        pages.fetch_add(full + zero + free, Ordering::Relaxed);
     }
 
     /// A thread of its own ends, this one: its processor time, and what it compressed.
@@ -157,6 +185,7 @@ impl Tally {
         report.pages.full += full;
         report.pages.sent += full;
         report.pages.zero += get(&self.zero);
+        report.pages.free += get(&self.free);
         report.pages.faulted += get(&self.faulted);
         report.pages.pushed += get(&self.pushed);
         report.bytes_on_wire += get(&self.bytes);

@@ -1,0 +1,108 @@
+//! Guests that take and give back memory all the time are moved while what they hold free is left out.
+
+use std::time::Duration;
+
+use sterna_api::Report;
+use sterna_system_tests::needs::times;
+use sterna_system_tests::{Plan, Site, needs, on_shared_site_of, skip_without, turn};
+
+/// A checker of memory that stays, and churn beside it: half a guest's memory is taken and given back within seconds.
+fn churning() -> Plan {
+    let jobs = "checker:--mib,16,--rate,4;churn:--mib,128,--rate,32;builder".into();
+    Plan { jobs, memory_bytes: 512 << 20, cpus: 2, ..Plan::small() }
+}
+
+fn show(number: usize, report: &Report) {
+    let (pages, seen) = (&report.pages, &report.introspection);
+    println!(
+        "{number}: {}, {:.0} ms, paused {:.1} ms, {} rounds: {} sent, {} free of {} that it holds; {} looks in {:.1} ms, {:.1} of them at the stop, found in {:.1} ms; {} left out of the comparison",
+        report.mode,
+        report.total_ms,
+        report.downtime_ms,
+        report.rounds.len(),
+        pages.sent,
+        pages.free,
+        seen.free_pages,
+        seen.looks,
+        seen.look_ms,
+        seen.stop_look_ms,
+        seen.find_ms,
+        report.verify.excluded_free_pages
+    );
+}
+
+/// Moves the guest, to and fro where it is long, and asks it each time whether it lost a page.
+fn moved_whole(mode: &str) {
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    on_shared_site_of(&churning(), |site| {
+        site.churn_is_well();
+        // Before a guest was full once most of its free pages are holes anyway.
+        std::thread::sleep(Duration::from_secs(5));
+        for number in 0..times(1, 50) {
+            let report = site.migrate(&["--mode", mode, "--bandwidth", "200MB"]);
+            show(number, &report);
+            let seen = &report.introspection;
+            assert!(seen.used && seen.reason.is_none(), "{seen:?}");
+            site.churn_is_well();
+            site.checker_is_well();
+        }
+    });
+}
+
+#[test]
+fn a_guest_under_churn_is_moved_by_precopy_without_what_it_holds_free() {
+    moved_whole("precopy");
+}
+
+#[test]
+fn a_guest_under_churn_is_moved_by_hybrid_without_what_it_holds_free() {
+    moved_whole("hybrid");
+}
+
+#[test]
+fn a_guest_under_churn_is_moved_by_postcopy_without_what_it_holds_free() {
+    moved_whole("postcopy");
+}
+
+#[test]
+fn a_guest_under_churn_is_moved_by_stop_and_copy_without_what_it_holds_free() {
+    moved_whole("stop-and-copy");
+}
+
+#[test]
+fn a_guest_under_churn_is_moved_by_auto_without_what_it_holds_free() {
+    moved_whole("auto");
+}
+
+#[test]
+fn a_guest_under_churn_is_harmed_where_what_was_free_once_is_never_looked_at_again() {
+    // Shows that the tests above can fail.
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let mut site = Site::without_guest(&churning());
+    for host in ["a", "b"] {
+        std::fs::write(site.host(host).directory.join("more.toml"), "test_trust_first_look = true\n").expect("written");
+        site.kill_daemon(host);
+        site.start_daemon(host);
+    }
+    site.run(&churning());
+    std::thread::sleep(Duration::from_secs(5));
+    // What was freed last is used first: a migration in three or four meets a page that somebody has again and needs.
+    for number in 0..25 {
+        // So slow that the guest uses much of what was free before it is moved. It may be harmed so much that it stops for good.
+        let answer = site.attempt(None, &["--mode", "precopy", "--bandwidth", "50MB"]);
+        let report = answer.report().unwrap_or_else(|| panic!("no report: {answer:#?}"));
+        show(number, &report);
+        site.moved();
+        std::thread::sleep(Duration::from_secs(3));
+        if let Some(harm) = site.harm() {
+            println!("after {} migrations: {harm}", number + 1);
+            return;
+        }
+    }
+    panic!("no page was lost");
+}
