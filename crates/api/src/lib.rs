@@ -18,6 +18,9 @@ pub mod estimate;
 /// How much of its memory a guest keeps.
 pub mod balloon;
 
+/// What a guest holds free, given back to its host.
+pub mod reclaim;
+
 /// Where a running migration stands.
 pub mod progress;
 
@@ -32,5 +35,6 @@ pub use estimate::Estimate;
 pub use options::{MigrateOptions, Mode};
 pub use problem::{Blame, Problem};
 pub use progress::{Phase, Progress};
+pub use reclaim::{ReclaimMethod, ReclaimRequest, Reclaimed};
 pub use report::{Report, Status};
 pub use vm::{AdoptRequest, MemoryMode, MigrateRequest, Migration, ResumeRequest, RunRequest, Vm, VmState};

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
-use sterna_api::MemoryMode;
 use sterna_api::units::{parse_duration, parse_rate, parse_size};
+use sterna_api::{MemoryMode, ReclaimMethod};
 
 pub use self::migrate::Migrate;
 
@@ -62,7 +62,9 @@ pub enum Command {
     Estimate(Estimate),
     /// Have a guest give back the memory it does not use
     Balloon(Balloon),
-    /// Cancel a virtual machine's migration
+    /// Give back to this host what a guest holds free
+    Reclaim(Reclaim),
+    /// Cancel a virtual machine's migration, or another long command on it
     Cancel {
         /// Its name
         name: String,
@@ -151,6 +153,37 @@ pub struct Balloon {
     pub interval: Duration,
 }
 
+/// `reclaim`.
+#[derive(Debug, Args)]
+pub struct Reclaim {
+    /// The machine; it runs on
+    pub name: String,
+    /// How the guest's free memory is found
+    #[arg(long, value_enum, default_value_t = ReclaimMethodArgument::Vmi)]
+    pub method: ReclaimMethodArgument,
+    /// Write the report there as JSON, '-' for standard output
+    #[arg(long, value_name = "FILE|-")]
+    pub json: Option<PathBuf>,
+}
+
+/// `--method`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ReclaimMethodArgument {
+    /// By looking into its kernel from outside: any Linux guest
+    Vmi,
+    /// By inflating and deflating its balloon
+    Balloon,
+}
+
+impl From<ReclaimMethodArgument> for ReclaimMethod {
+    fn from(method: ReclaimMethodArgument) -> Self {
+        match method {
+            ReclaimMethodArgument::Vmi => Self::Vmi,
+            ReclaimMethodArgument::Balloon => Self::Balloon,
+        }
+    }
+}
+
 /// `estimate`.
 #[derive(Debug, Args)]
 pub struct Estimate {
@@ -200,7 +233,7 @@ mod tests {
 
     #[test]
     fn what_later_versions_bring_is_unknown_today() {
-        for line in ["sterna split a", "sterna drain --to b:1", "sterna migrate a --to b:1 --skip-free vmi"] {
+        for line in ["sterna split a", "sterna drain --to b:1"] {
             assert_eq!(parse(line).unwrap_err().exit_code(), 2, "{line}");
         }
     }
@@ -214,6 +247,17 @@ mod tests {
         for line in ["", "--auto --off", "--off --target 1G", "--target 1X", "--off --interval 1s"] {
             assert_eq!(parse(&format!("sterna balloon a {line}")).unwrap_err().exit_code(), 2, "{line}");
         }
+    }
+
+    #[test]
+    fn free_memory_is_taken_by_looking_into_the_guest_unless_its_balloon_is_asked_for() {
+        let method = |line: &str| match parse(line).map(|parsed| parsed.command) {
+            Ok(Command::Reclaim(wanted)) => Some(ReclaimMethod::from(wanted.method)),
+            _ => None,
+        };
+        assert_eq!(method("sterna reclaim a"), Some(ReclaimMethod::Vmi));
+        assert_eq!(method("sterna reclaim a --method balloon --json -"), Some(ReclaimMethod::Balloon));
+        assert_eq!(method("sterna reclaim a --method swap"), None);
     }
 
     #[test]

@@ -20,6 +20,8 @@ mod machines;
 mod migrate;
 /// Progress on a terminal and in plain lines.
 mod progress;
+/// `reclaim`.
+mod reclaim;
 /// Reports as tables.
 mod table;
 /// `watch`.
@@ -55,6 +57,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Migrate(migrate) => migrate::migrate(&client, *migrate).await,
         Command::Balloon(wanted) => balloon::balloon(&client, &wanted).await,
         Command::Estimate(question) => estimate::estimate(&client, &question).await,
+        Command::Reclaim(wanted) => reclaim::reclaim(&client, &wanted).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
         Command::Resume { name, to } => migrate::resume(&client, &name, to).await,
         Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,

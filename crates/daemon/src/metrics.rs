@@ -52,6 +52,7 @@ pub struct Metrics {
     allocated: Gauge<u64, AtomicU64>,
     ballooned: Gauge<u64, AtomicU64>,
     pressure: Family<PressureLabel, Counter>,
+    reclaimed: Counter,
     migrations: Family<StatusLabel, Counter>,
     sent: Counter,
     queued: Gauge,
@@ -81,6 +82,7 @@ impl Metrics {
             allocated: Gauge::default(),
             ballooned: Gauge::default(),
             pressure: Family::default(),
+            reclaimed: Counter::default(),
             migrations: Family::default(),
             sent: Counter::default(),
             queued: Gauge::default(),
@@ -109,6 +111,12 @@ impl Metrics {
             "balloon_pressure",
             "Balloons made smaller because their guests needed memory",
             metrics.pressure.clone(),
+        );
+        registry.register_with_unit(
+            "reclaimed",
+            "Memory that guests held free and was taken from them",
+            Unit::Bytes,
+            metrics.reclaimed.clone(),
         );
         registry.register("migrations", "Migrations away from here that have ended", metrics.migrations.clone());
         registry.register(
@@ -174,6 +182,11 @@ impl Metrics {
     /// Counts a balloon that was made smaller because its guest needed memory.
     pub fn balloon_pressure(&self, what: Pressure) {
         self.pressure.get_or_create(&PressureLabel { what: word(what) }).inc();
+    }
+
+    /// So much of a guest's free memory was taken.
+    pub fn reclaimed(&self, bytes: u64) {
+        self.reclaimed.inc_by(bytes);
     }
 
     /// The metrics as text, with these machines and migrations as they are now.

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use serde_json::json;
 use support::{Host, cannot_run};
 
-const ROUTES: [(&str, &str); 18] = [
+const ROUTES: [(&str, &str); 19] = [
     ("get", "/v1/vms"),
     ("post", "/v1/vms"),
     ("post", "/v1/vms/adopt"),
@@ -16,6 +16,7 @@ const ROUTES: [(&str, &str); 18] = [
     ("post", "/v1/vms/{name}/cancel"),
     ("get", "/v1/vms/{name}/estimate"),
     ("put", "/v1/vms/{name}/balloon"),
+    ("post", "/v1/vms/{name}/reclaim"),
     ("post", "/v1/vms/{name}/resume"),
     ("get", "/v1/migrations"),
     ("post", "/v1/migrations"),

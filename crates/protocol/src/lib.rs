@@ -46,5 +46,11 @@ pub mod throughput;
 /// How large a guest's balloon should be.
 pub mod balloon;
 
+/// How fast free memory is taken from a guest.
+pub mod reclaim;
+
+/// Which pages are used.
+pub mod usage;
+
 /// What a migration would take.
 pub mod estimate;

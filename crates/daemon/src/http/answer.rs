@@ -32,7 +32,7 @@ fn status(problem: &Problem) -> StatusCode {
         ("no-such-method", _) => StatusCode::METHOD_NOT_ALLOWED,
         (
             "name-taken" | "vm-busy" | "too-late" | "arriving" | "not-migrating" | "already-known" | "not-running"
-            | "still-arriving" | "serving-pages",
+            | "still-arriving" | "serving-pages" | "guest-unfit" | "balloon-in-use" | "balloon-silent",
             _,
         ) => StatusCode::CONFLICT,
         ("guest-ignores-powerdown", _) => StatusCode::GATEWAY_TIMEOUT,

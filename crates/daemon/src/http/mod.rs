@@ -46,6 +46,7 @@ use answer::Failure;
         vms::cancel,
         vms::estimate,
         balloon::set,
+        vms::reclaim,
         vms::resume,
         migrations::begin,
         migrations::list,
@@ -69,6 +70,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}", get(vms::show).delete(vms::stop))
         .route("/v1/vms/{name}/cancel", post(vms::cancel))
         .route("/v1/vms/{name}/estimate", get(vms::estimate))
+        .route("/v1/vms/{name}/reclaim", post(vms::reclaim))
         .route("/v1/vms/{name}/balloon", put(balloon::set))
         .route("/v1/vms/{name}/resume", post(vms::resume))
         .route("/v1/migrations", get(migrations::list).post(migrations::begin))

@@ -7,7 +7,9 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde::Deserialize;
 use sterna_api::estimate::DEFAULT_DURATION_MS;
-use sterna_api::{AdoptRequest, Estimate, MigrateOptions, Problem, ResumeRequest, RunRequest, Vm};
+use sterna_api::{
+    AdoptRequest, Estimate, MigrateOptions, Problem, ReclaimRequest, Reclaimed, ResumeRequest, RunRequest, Vm,
+};
 use sterna_engine::monitor::Monitor;
 use utoipa::IntoParams;
 
@@ -151,6 +153,25 @@ pub async fn estimate(
     let asked = Asked(Arc::new(Monitor::new(&name)));
     let monitor = Arc::clone(&asked.0);
     blocking(move || daemon.estimate(&name, question, &monitor)).await.map(Json)
+}
+
+/// Gives what a virtual machine's guest holds free back to this host; answers when it is done. The machine runs on, and cannot be moved or stopped
+/// meanwhile. A caller that goes away, or a cancel, ends it; what was taken until then stays taken.
+#[utoipa::path(
+    post,
+    path = "/v1/vms/{name}/reclaim",
+    params(("name" = String, Path, description = "its name")),
+    request_body = ReclaimRequest,
+    responses((status = 200, body = Reclaimed), (status = "4XX", body = Problem), (status = "5XX", body = Problem))
+)]
+pub async fn reclaim(
+    State(daemon): State<Arc<Daemon>>,
+    Path(name): Path<String>,
+    Body(request): Body<ReclaimRequest>,
+) -> Result<Json<Reclaimed>, Failure> {
+    let asked = Asked(Arc::new(Monitor::new(&name)));
+    let monitor = Arc::clone(&asked.0);
+    blocking(move || daemon.reclaim(&name, request.method, &monitor)).await.map(Json)
 }
 
 /// A caller that waits. One that goes away drops it.

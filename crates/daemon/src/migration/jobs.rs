@@ -210,7 +210,7 @@ impl Daemon {
         Ok(job)
     }
 
-    /// Cancels a machine's migration, or its estimate.
+    /// Cancels a machine's migration, its estimate, or the taking of its free memory.
     ///
     /// # Errors
     /// A [`Problem`]: unknown, not being moved, or past the point of no return.
@@ -220,7 +220,9 @@ impl Daemon {
             Err(Problem::new("too-late", Blame::Request, format!("'{name}' {why}: its migration cannot be cancelled")))
         };
         match hold {
-            Hold::Leaving(monitor) | Hold::Estimating(monitor) if monitor.cancel() => Ok(()),
+            Hold::Leaving(monitor) | Hold::Estimating(monitor) | Hold::Reclaiming(monitor) if monitor.cancel() => {
+                Ok(())
+            }
             Hold::Leaving(monitor) if monitor.progress().phase == Phase::Postcopy => {
                 late("runs at its destination already, and the rest of its pages follow")
             }

@@ -145,6 +145,6 @@ impl Daemon {
     }
 }
 
-fn no_device(name: &str) -> Problem {
+pub(super) fn no_device(name: &str) -> Problem {
     Problem::new("no-balloon", Blame::Request, format!("'{name}' has no balloon device")).hint(DEVICE_HINT)
 }

@@ -38,6 +38,9 @@ pub mod adopt;
 /// Balloons.
 pub mod balloon;
 
+/// Free memory of guests.
+pub mod reclaim;
+
 /// Showing machines.
 pub mod show;
 
@@ -67,6 +70,8 @@ pub enum Hold {
     Adjusting,
     /// It is observed, to estimate what its migration would take.
     Estimating(Arc<Monitor>),
+    /// What its guest holds free is being taken.
+    Reclaiming(Arc<Monitor>),
     /// It is being moved away.
     Leaving(Arc<Monitor>),
     /// It is being moved here.
@@ -308,6 +313,7 @@ fn describe(hold: &Hold) -> &'static str {
         Hold::Stopping => "it is being stopped",
         Hold::Adjusting => "its balloon is being changed",
         Hold::Estimating(_) => "it is observed for an estimate",
+        Hold::Reclaiming(_) => "the memory that its guest holds free is being taken",
         Hold::Leaving(_) => "it is being moved away",
         Hold::Arriving(_) => "it is being moved here",
         Hold::WaitingForPeer { .. } => "it was handed over to a peer that has not answered yet",

@@ -56,6 +56,11 @@ fn describe(name: &str, entry: &Entry) -> Vm {
         Hold::Free | Hold::Stopping | Hold::Starting | Hold::Adjusting | Hold::Estimating(_) => {
             asked(&record.qmp, &mut note)
         }
+        // Its QEMU serves one client at a time, and who takes its guest's free memory is one.
+        Hold::Reclaiming(_) => {
+            note.get_or_insert("the memory that its guest holds free is being taken".into());
+            VmState::Running
+        }
         Hold::Leaving(monitor) => {
             let progress = monitor.progress();
             if progress.phase == Phase::Postcopy {

@@ -12,6 +12,8 @@
 //!   still runs, by what is left of a look. Within the pause nothing is asked;
 //! - each command has a tenth of a second.
 //!
+//! While free memory is taken from the guest by looking into it the connection is shared in the same way.
+//!
 //! From the switchover on nothing is done here any more. What the guest was asked for travels in its device's state, the setting in the
 //! machine's description, and the destination's daemon goes on, once all of the guest's pages are there. Until then its driver can still take
 //! pages out by itself (`deflate-on-oom`).
@@ -170,6 +172,10 @@ impl Keeper {
                 Some(qmp) => Reach::Lent(qmp, monitor),
                 // It waits for its turn, for hours perhaps.
                 None if monitor.progress().phase == Phase::Queued => Reach::Own(qmp),
+                None => Reach::Busy,
+            },
+            Hold::Reclaiming(monitor) => match daemon.balloons.lent().get(&self.name).cloned() {
+                Some(qmp) => Reach::Lent(qmp, monitor),
                 None => Reach::Busy,
             },
             Hold::Starting | Hold::Stopping | Hold::Adjusting | Hold::Arriving(_) | Hold::WaitingForPeer { .. } => {

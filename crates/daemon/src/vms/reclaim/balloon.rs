@@ -1,0 +1,121 @@
+//! The same by the guest's balloon: it is inflated by what the guest says it holds free, and deflated again. What was in it stays without memory until
+//! the guest touches it. For comparison, and for guests that cannot be looked into.
+
+use std::time::{Duration, Instant};
+
+use sterna_api::{BalloonMode, Blame, Problem, Reclaimed};
+use sterna_engine::monitor::Monitor;
+use sterna_engine::vmm::qemu::{BalloonDevice, BalloonLook, resize};
+use sterna_engine::vmm::qmp::Qmp;
+use sterna_protocol::layout::PAGE_BYTES;
+
+use super::super::VmRecord;
+use super::super::balloon::no_device;
+use super::super::control::{Control, TIMEOUT, refused};
+
+/// How often the balloon's size is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+/// A balloon that has not moved for so long will not any more.
+const STALLED: Duration = Duration::from_secs(3);
+/// What the guest is left with of what it holds free, at least: below that its kernel begins to look for memory.
+const RESERVE_BYTES: u64 = 64 << 20;
+/// The same as a share of its RAM.
+const RESERVE_SHARE: u64 = 64;
+/// How long the guest's driver has for its first word.
+const FIRST_WORD: Duration = Duration::from_secs(3);
+
+/// Takes what the guest's driver says it holds free, less a reserve.
+///
+/// # Errors
+/// A [`Problem`]: no balloon, one that Sterna looks after already, a driver that says nothing, or the end by `monitor`. The balloon is asked to be as it was
+/// in any case.
+pub fn reclaim(record: &VmRecord, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), Problem> {
+    if record.balloon.mode != BalloonMode::Off {
+        let why = format!("the balloon of '{}' is looked after already", record.name);
+        return Err(Problem::new("balloon-in-use", Blame::Request, why)
+            .hint("'sterna balloon --off' gives it free; '--method vmi' needs none"));
+    }
+    let mut control = Control::connect(&record.qmp)?;
+    let qmp = control.qmp();
+    let device = BalloonDevice::find(qmp, TIMEOUT).map_err(|error| refused("tell its balloon", &error))?;
+    let device = device.ok_or_else(|| no_device(&record.name))?;
+    let mut balloon = Balloon { qmp, device };
+    let (former, free_bytes) = balloon.first_look(monitor)?;
+    let reserve = RESERVE_BYTES.max(record.memory_bytes / RESERVE_SHARE);
+    let wanted = free_bytes.saturating_sub(reserve);
+    account.total_pages = record.memory_bytes / PAGE_BYTES as u64;
+    account.free_pages = free_bytes / PAGE_BYTES as u64;
+    account.candidate_pages = wanted / PAGE_BYTES as u64;
+    account.allocated_before_bytes = record.allocated_bytes();
+    account.allocated_after_bytes = account.allocated_before_bytes;
+    if wanted == 0 {
+        return Ok(());
+    }
+    let inflated = balloon.resize(former - wanted.min(former), monitor);
+    // Whatever came of it, also where it was cancelled: the guest has its memory back.
+    let deflated = balloon.resize(former, &Monitor::new(&record.name));
+    account.allocated_after_bytes = record.allocated_bytes();
+    account.reclaimed_bytes = account.allocated_before_bytes.saturating_sub(account.allocated_after_bytes);
+    account.reclaimed_pages = account.reclaimed_bytes / PAGE_BYTES as u64;
+    account.put_back_pages = account.candidate_pages.saturating_sub(account.reclaimed_pages);
+    inflated.and(deflated)
+}
+
+struct Balloon<'a> {
+    qmp: &'a mut Qmp,
+    device: BalloonDevice,
+}
+
+impl Balloon<'_> {
+    /// What the guest keeps of its RAM now, and what of that it holds free, bytes.
+    fn first_look(&mut self, monitor: &Monitor) -> Result<(u64, u64), Problem> {
+        let asked = self.device.ask_for_reports(self.qmp, true, TIMEOUT);
+        asked.map_err(|error| refused("ask for the guest's statistics", &error))?;
+        let looked = self.wait_for_word(monitor);
+        let quiet = self.device.ask_for_reports(self.qmp, false, TIMEOUT);
+        quiet.map_err(|error| refused("ask for the guest's statistics no more", &error))?;
+        looked
+    }
+
+    fn wait_for_word(&mut self, monitor: &Monitor) -> Result<(u64, u64), Problem> {
+        // An earlier report may be of any age.
+        let stamp = self.look()?.report.map(|report| report.stamp);
+        let began = Instant::now();
+        loop {
+            let look = self.look()?;
+            let report = look.report.filter(|report| Some(report.stamp) != stamp);
+            if let Some(free) = report.and_then(|report| report.free_bytes) {
+                return Ok((look.guest_bytes, free));
+            }
+            if began.elapsed() > FIRST_WORD {
+                let why = "the guest's balloon driver does not say what the guest holds free";
+                return Err(Problem::new("balloon-silent", Blame::Guest, why)
+                    .hint("is virtio_balloon loaded there, and does the guest run?"));
+            }
+            pause(monitor)?;
+        }
+    }
+
+    /// Has the guest keep so much, and waits until it does, or comes no nearer.
+    fn resize(&mut self, guest_bytes: u64, monitor: &Monitor) -> Result<(), Problem> {
+        resize(self.qmp, guest_bytes, TIMEOUT).map_err(|error| refused("resize the balloon", &error))?;
+        let (mut at, mut moved) = (self.look()?.guest_bytes, Instant::now());
+        while at != guest_bytes && moved.elapsed() < STALLED {
+            pause(monitor)?;
+            let now = self.look()?.guest_bytes;
+            if now != at {
+                (at, moved) = (now, Instant::now());
+            }
+        }
+        Ok(())
+    }
+
+    fn look(&mut self) -> Result<BalloonLook, Problem> {
+        self.device.look(self.qmp, TIMEOUT).map_err(|error| refused("tell the balloon's size", &error))
+    }
+}
+
+fn pause(monitor: &Monitor) -> Result<(), Problem> {
+    std::thread::sleep(LOOK);
+    monitor.check().map_err(|error| error.problem())
+}

@@ -1,0 +1,368 @@
+//! Free memory of a guest that runs, given back to its host (`docs/design/reclaim.md` says why this way).
+//!
+//! The guest's kernel is looked into once as a whole. Of the pages that it holds free those that have memory are taken, portion by portion:
+//!
+//! 1. the portion is fenced in: nobody can write its pages ([`fence`](crate::reclaim::fence));
+//! 2. its page frames are looked at once more, and the VMM is asked which page tables the processors use;
+//! 3. where those are still of the kernel that was found, holes are punched where the pages are free, and nowhere else;
+//! 4. the portion is let go, which wakes who waits.
+//!
+//! # Why no page is lost
+//!
+//! What a page holds cannot change between 1 and 4. So a page that was free at an instant in between holds then what it held all the time, and nobody relies
+//! on that: the guest's kernel gives a page to nobody but who writes it before he reads it. Who allocates it afterwards and writes it waits, and then writes
+//! into a fresh page of zeros. Content that somebody relies on is never taken away, so there is none to be put back, and none that only this
+//! process holds.
+//!
+//! | race | why no page is lost |
+//! | --- | --- |
+//! | allocated and written between the first look and the fence | it is not free in the second look, and left alone |
+//! | allocated before the second look, and not written yet | the same |
+//! | allocated after the second look, and written | the write waits for the hole, and goes into a page of zeros |
+//! | allocated after the second look, and read | what it holds is undefined until it is written; zeros are as good |
+//! | freed between the looks | it is no candidate in this run |
+//! | cleared when it was freed (`init_on_free`) | the kernel expects zeros, and a hole reads as zeros |
+//! | the kernel checks what free pages hold (`page_poison`) | refused by [`sterna_introspect`] |
+//! | a device writes it | through the VMM's mapping: it waits as a processor does; by direct I/O that is under way: then the page has an owner and is not free; through another mapping (vhost-user, vfio): such guests are refused by the daemon |
+//! | the guest is started again, or starts another kernel, before the fence | the page tables are asked for after the fence: they are not that kernel's, or the VMM tells of the reset, or the kernel's counters are not there yet; nothing is taken |
+//! | … after the fence | what the later one writes waits; what the page held was the earlier one's, and free |
+//! | the guest gives the page back at the same time (balloon, free page reporting) | it is a hole then, and stays one |
+//! | the look is misled by a page that changed under it ([`sterna_introspect`] says how) | a block's first page would have to be free twice within some 10 µs, and what is wrongly called free must have been so in the first look and be in use since: nobody has seen it |
+//! | this process dies | the kernel lifts the fence: holes are where free pages were, and the rest is as it was |
+//!
+//! One case cannot be told apart: the same kernel, started again by kexec without a reset and without address randomisation, that lies in the same place, has
+//! set up its counters, and has not yet overwritten parts of the earlier one's memory map. Large machines fill in theirs for some hundred
+//! milliseconds after the start of the second processor. Who starts kernels so should not have memory taken meanwhile.
+//!
+//! # Who waits for whom
+//!
+//! The VMM may answer only once a thread of its own goes on that waits for a fenced page. So the question is asked by another thread, and a portion for which
+//! somebody waits is let go when it has had [`GRACE`](crate::reclaim::GRACE), with nothing more taken: what was punched out until then was rightly so. Those pages are let go
+//! first for which somebody waits.
+
+/// Page frames as runs.
+pub mod frames;
+
+/// Pages that nobody can write for a moment.
+pub mod fence;
+
+/// The VMM, asked by a thread of its own.
+mod asker;
+
+use std::num::NonZero;
+use std::ops::Range;
+use std::thread::available_parallelism;
+use std::time::{Duration, Instant};
+
+use sterna_api::problem::Problem;
+use sterna_api::units::milliseconds as ms;
+use sterna_api::{Blame, Reclaimed};
+use sterna_introspect::{Introspection, PAGE_BYTES, PageTables, Unfit};
+use sterna_protocol::layout::{Layout, LayoutError};
+use sterna_protocol::pages::PageMap;
+use sterna_protocol::reclaim::{Portion, RUN_PAGES, Rate};
+use sterna_protocol::usage::UsageMap;
+use sterna_sys::file;
+
+use self::asker::{Answer, Asker};
+use self::fence::{Fence, Patience};
+use self::frames::{Frames, Portions, both, count, sorted};
+use crate::error::MigrateError;
+use crate::host::BlockFile;
+use crate::inside::Inside;
+use crate::monitor::Monitor;
+use crate::physical::{GuestPhysical, GuestPhysicalError};
+use crate::ram::{self, add_run};
+use crate::vmm::{self, VmmError};
+
+/// How long a portion has once somebody waits for one of its pages: then it is let go, with what is not taken yet left alone.
+pub const GRACE: Duration = Duration::from_millis(2);
+/// How often it is looked whether somebody does.
+const LOOK_FOR_WAITS: Duration = Duration::from_micros(200);
+/// How long a pause may go on unasked.
+const ASK: Duration = Duration::from_millis(50);
+
+/// Why free memory could not be taken, or no more of it.
+#[derive(Debug, thiserror::Error)]
+pub enum ReclaimError {
+    /// Somebody cancelled it.
+    #[error("it was cancelled")]
+    Cancelled,
+    /// Nothing is known of the guest's free pages.
+    #[error("the guest's free pages cannot be told")]
+    Unfit(#[from] Unfit),
+    /// The VMM does not say where the guest sees its RAM, or which page tables it uses.
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// What it says cannot be.
+    #[error("where the guest sees its RAM cannot be told")]
+    Map(#[from] GuestPhysicalError),
+    /// Its RAM cannot be.
+    #[error("the guest's RAM cannot be addressed")]
+    Layout(#[from] LayoutError),
+    /// All of its RAM is in huge pages.
+    #[error("the guest's RAM is made of huge pages, which were set aside for it and are of no use to others")]
+    HugePages,
+    /// The kernel or the agent did not do what it was asked.
+    #[error(transparent)]
+    System(#[from] MigrateError),
+}
+
+impl ReclaimError {
+    /// As people and programs see it.
+    #[must_use]
+    pub fn problem(&self) -> Problem {
+        const OTHER_WAY: &str = "where the guest has a balloon, '--method balloon' does without looking into it";
+        let (code, blame, hint) = match self {
+            Self::System(error) => return error.problem(),
+            Self::Cancelled => ("cancelled", Blame::Request, None),
+            Self::Unfit(unfit) if unfit.may_pass() => {
+                ("guest-unfit", Blame::Guest, Some("it may be starting, or very busy: try again later"))
+            }
+            Self::Unfit(_) => ("guest-unfit", Blame::Guest, Some(OTHER_WAY)),
+            Self::Vmm(VmmError::Gone { .. }) => ("qemu-gone", Blame::Qemu, None),
+            Self::Vmm(_) | Self::Map(_) => ("qemu-failed", Blame::Qemu, Some(OTHER_WAY)),
+            Self::Layout(_) => ("ram-layout", Blame::Request, None),
+            Self::HugePages => ("huge-pages", Blame::Request, None),
+        };
+        let mut problem = Problem::from_error(code, blame, self);
+        problem.hint = hint.map(String::from);
+        problem
+    }
+}
+
+/// A machine whose free memory is to be taken.
+pub struct Machine<'a> {
+    /// Its VMM. What else uses its connection waits meanwhile, for a millisecond or two at a time.
+    pub vmm: &'a mut dyn vmm::Source,
+    /// A foot inside the VMM's process.
+    pub inside: &'a mut dyn Inside,
+    /// Its RAM, with addresses in the VMM's process.
+    pub blocks: &'a [BlockFile],
+    /// For tests that show what the second look is for, and never in earnest: what was free in the first look is taken, whoever has it now.
+    pub trust_first_look: bool,
+}
+
+/// Takes what a guest holds free, until `monitor` cancels it. What was done is in `account`, whatever the end.
+///
+/// # Errors
+/// [`ReclaimError`]; what was taken until then was taken rightly.
+pub fn reclaim(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), ReclaimError> {
+    let blocks = machine.blocks;
+    account.allocated_before_bytes = allocated_bytes(blocks)?;
+    let done = take(machine, monitor, account);
+    account.allocated_after_bytes = allocated_bytes(blocks)?;
+    done
+}
+
+fn take(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), ReclaimError> {
+    let Machine { vmm, inside, blocks, trust_first_look } = machine;
+    let specs: Vec<_> = blocks.iter().map(|block| block.spec.clone()).collect();
+    let layout = Layout::new(&specs)?;
+    account.total_pages = layout.pages();
+    let small: Vec<_> = blocks.iter().filter(|block| block.spec.page_bytes == PAGE_BYTES).collect();
+    if small.is_empty() {
+        return Err(ReclaimError::HugePages);
+    }
+    let memory = GuestPhysical::new(&vmm.memory_map()?, blocks)?;
+    // What was before does not matter.
+    vmm.was_reset()?;
+    let kernel = find(&memory, vmm, account)?;
+    let processors = vmm.page_tables()?;
+    let began = Instant::now();
+    let look = kernel.look(&memory, &processors);
+    note_look(account, began);
+    let look = look?;
+    account.free_pages = look.free_pages;
+    let allocated = allocated_pages(blocks, &layout)?;
+    let candidates = both(&look.free, &small_frames(&allocated, blocks, &layout, &memory));
+    account.candidate_pages = count(&candidates);
+    if candidates.is_empty() {
+        return Ok(());
+    }
+    let mut usage = UsageMap::new(allocated);
+    let spans = small.iter().map(|block| block.address..block.address + block.spec.bytes);
+    let fence = Fence::new(inside, spans.collect())?;
+    let done = std::thread::scope(|scope| {
+        let asker = Asker::start(scope, vmm);
+        let (memory, layout, fence, usage) = (&memory, &layout, &fence, &mut usage);
+        let mut taking = Taking { memory, kernel, blocks, layout, fence, asker, usage, trust_first_look, account };
+        let done = taking.take(candidates, monitor);
+        // Its thread ends once nothing can be asked any more.
+        drop(taking);
+        done
+    });
+    drop(fence);
+    account.touched_pages = usage.observe(allocated_pages(blocks, &layout)?).touched.len();
+    done
+}
+
+fn find(
+    memory: &GuestPhysical,
+    vmm: &mut dyn vmm::Source,
+    account: &mut Reclaimed,
+) -> Result<Introspection, ReclaimError> {
+    let processors = vmm.page_tables()?;
+    let began = Instant::now();
+    let found = Introspection::find(memory, &processors);
+    account.find_ms = ms(began.elapsed());
+    let found = found?;
+    account.kernel = Some(found.release().to_owned());
+    Ok(found)
+}
+
+/// What is needed from portion to portion.
+struct Taking<'a> {
+    memory: &'a GuestPhysical,
+    kernel: Introspection,
+    blocks: &'a [BlockFile],
+    layout: &'a Layout,
+    fence: &'a Fence,
+    asker: Asker,
+    usage: &'a mut UsageMap,
+    trust_first_look: bool,
+    account: &'a mut Reclaimed,
+}
+
+impl Taking<'_> {
+    fn take(&mut self, candidates: Frames, monitor: &Monitor) -> Result<(), ReclaimError> {
+        let mut portions = Portions::of(candidates);
+        let mut rate = Rate::new(available_parallelism().map_or(1, NonZero::get));
+        loop {
+            let frames = portions.next(rate.portion(), RUN_PAGES);
+            if frames.is_empty() {
+                return Ok(());
+            }
+            monitor.check().map_err(|_| ReclaimError::Cancelled)?;
+            let seen = self.portion(&frames)?;
+            let mut pause = rate.after(&seen);
+            while !pause.is_zero() {
+                let part = pause.min(ASK);
+                std::thread::sleep(part);
+                pause -= part;
+                monitor.check().map_err(|_| ReclaimError::Cancelled)?;
+            }
+        }
+    }
+
+    /// Takes what is free of these frames.
+    fn portion(&mut self, frames: &[Range<u64>]) -> Result<Portion, ReclaimError> {
+        let (fence, began) = (self.fence, Instant::now());
+        let patience = fence.patience(GRACE);
+        let (mut taken, mut only_waited) = (None, Duration::ZERO);
+        if let Some(fenced) = fence.close(self.addresses(frames), &patience)? {
+            // From here on nobody writes these frames. The question and the look may be answered in either order: both come after.
+            self.asker.ask();
+            let looked = Instant::now();
+            let free = if self.trust_first_look {
+                frames.to_vec()
+            } else {
+                both(&self.kernel.look_around(self.memory, frames)?, frames)
+            };
+            note_look(self.account, looked);
+            let asked = Instant::now();
+            let answer = self.asker.answer(|| patience.is_over());
+            only_waited = asked.elapsed();
+            taken = match answer {
+                Answer::Tables(processors) if self.still_counts(&processors, count(&free))? => {
+                    self.punch(&free, &patience)?
+                }
+                Answer::Tables(_) => Some(0),
+                Answer::TooLate => None,
+                Answer::Reset => return Err(Unfit::Replaced { release: self.kernel.release().to_owned() }.into()),
+                Answer::Failed(error) => return Err(error.into()),
+            };
+            fence.waits()?;
+            fenced.open()?;
+        }
+        let waits = fence.waits()?;
+        let longest_wait = if waits > 0 { patience.longest_wait() } else { Duration::ZERO };
+        let worked = began.elapsed().saturating_sub(only_waited);
+        self.account.portions += 1;
+        self.account.gave_way += u64::from(taken.is_none());
+        self.account.waits += waits;
+        self.account.reclaimed_pages += taken.unwrap_or(0);
+        self.account.reclaimed_bytes = self.account.reclaimed_pages * PAGE_BYTES;
+        self.account.put_back_pages += count(frames) - taken.unwrap_or(0);
+        self.account.longest_wait_ms = self.account.longest_wait_ms.max(ms(longest_wait));
+        // The answer that came too late is waited for while nobody waits for us.
+        self.asker.settle();
+        Ok(Portion { worked, waits, longest_wait })
+    }
+
+    /// Whether the kernel that was looked into is the one that these processors run, and holds so many pages free at all: one that has just been started
+    /// in the place of its like counts none yet.
+    fn still_counts(&self, processors: &[PageTables], free: u64) -> Result<bool, ReclaimError> {
+        if self.trust_first_look {
+            return Ok(true);
+        }
+        Ok(self.kernel.counted_pages(self.memory, processors)? >= free)
+    }
+
+    /// Gives these frames' memory back: holes that read as zeros. They are fenced in, and free. How many; `None` where somebody waited too long for the
+    /// first of them already.
+    fn punch(&mut self, frames: &[Range<u64>], patience: &Patience<'_>) -> Result<Option<u64>, ReclaimError> {
+        let mut taken = PageMap::empty(self.layout);
+        for (block, bytes) in self.places(frames) {
+            if patience.is_over() {
+                break;
+            }
+            let punched = file::punch(&self.blocks[block].file, bytes.clone());
+            punched.map_err(MigrateError::kernel("giving back memory of the guest's RAM"))?;
+            add_run(&mut taken, self.layout, block, bytes);
+        }
+        // Before they are let go: who touches one of them now does so after it was taken.
+        self.usage.take(&taken);
+        let pages = taken.len();
+        Ok((pages > 0 || frames.is_empty()).then_some(pages))
+    }
+
+    /// Where frames lie in the VMM's memory.
+    fn addresses(&self, frames: &[Range<u64>]) -> Vec<Range<u64>> {
+        let address = |(block, bytes): (usize, Range<u64>)| {
+            let base = self.blocks[block].address;
+            base + bytes.start..base + bytes.end
+        };
+        self.places(frames).map(address).collect()
+    }
+
+    fn places(&self, frames: &[Range<u64>]) -> impl Iterator<Item = (usize, Range<u64>)> {
+        frames.iter().flat_map(|run| self.memory.locate(run.start * PAGE_BYTES..run.end * PAGE_BYTES))
+    }
+}
+
+/// The frames of these pages, where pages are small.
+fn small_frames(pages: &PageMap, blocks: &[BlockFile], layout: &Layout, memory: &GuestPhysical) -> Frames {
+    let mut frames = Frames::new();
+    for (chunk, set) in pages.iter() {
+        let Some(place) = layout.place(chunk).filter(|place| blocks[place.block].spec.page_bytes == PAGE_BYTES) else {
+            continue;
+        };
+        for (first, length) in set.runs() {
+            let start = place.offset + first as u64 * PAGE_BYTES;
+            let addresses = memory.addresses(place.block, start..start + length as u64 * PAGE_BYTES);
+            frames.extend(addresses.map(|run| run.start / PAGE_BYTES..run.end / PAGE_BYTES));
+        }
+    }
+    sorted(frames)
+}
+
+/// The pages for which the host has given memory.
+fn allocated_pages(blocks: &[BlockFile], layout: &Layout) -> Result<PageMap, ReclaimError> {
+    let allocated = ram::allocated_pages(layout, blocks.iter().map(|block| &block.file));
+    Ok(allocated.map_err(MigrateError::host("looking for holes in the guest's RAM"))?)
+}
+
+/// Memory that the host has given these blocks, bytes.
+///
+/// # Errors
+/// A file cannot be looked at.
+pub fn allocated_bytes(blocks: &[BlockFile]) -> Result<u64, ReclaimError> {
+    let bytes = blocks.iter().map(|block| file::allocated_bytes(&block.file));
+    Ok(bytes.sum::<Result<u64, _>>().map_err(MigrateError::kernel("looking at the guest's RAM files"))?)
+}
+
+fn note_look(account: &mut Reclaimed, began: Instant) {
+    account.looks += 1;
+    account.look_ms += ms(began.elapsed());
+}

@@ -1,0 +1,401 @@
+//! Free memory given back to the host, on real mappings with a real fence: the guest is a kernel made for it, with nothing but a memory map, and what a
+//! test does to both.
+
+#[path = "support/pair.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
+mod pair;
+#[path = "support/toy.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
+mod toy;
+
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use pair::{InsideSelf, tracking_works};
+use sterna_api::Reclaimed;
+use sterna_engine::monitor::Monitor;
+use sterna_engine::reclaim::fence::Fence;
+use sterna_engine::reclaim::{Machine, ReclaimError, reclaim};
+use sterna_engine::vmm::{MappedRam, Source, Stopped, VmmError};
+use sterna_introspect::toy::NOTE;
+use sterna_introspect::{PageTables, Unfit};
+use toy::{PAGES, ToyGuest, USED};
+
+/// What a test does when the VMM is asked for page tables, which is told how often that was before.
+type AtQuestion = Box<dyn FnMut(u64) -> bool + Send>;
+
+/// A VMM that answers what is asked while memory is taken, and nothing else.
+struct Vmm {
+    guest: Arc<ToyGuest>,
+    questions: u64,
+    /// Whether the guest was reset.
+    at_question: AtQuestion,
+    reset: bool,
+}
+
+impl Vmm {
+    fn of(guest: &Arc<ToyGuest>) -> Self {
+        Self { guest: Arc::clone(guest), questions: 0, at_question: Box::new(|_| false), reset: false }
+    }
+}
+
+impl Source for Vmm {
+    fn memory_map(&mut self) -> Result<Vec<MappedRam>, VmmError> {
+        Ok(vec![MappedRam { guest_physical: 0..PAGES * 4096, block: "ram".into(), offset: 0 }])
+    }
+
+    fn page_tables(&mut self) -> Result<Vec<PageTables>, VmmError> {
+        self.reset |= (self.at_question)(self.questions);
+        self.questions += 1;
+        Ok(self.guest.processors())
+    }
+
+    fn was_reset(&mut self) -> Result<bool, VmmError> {
+        Ok(std::mem::take(&mut self.reset))
+    }
+
+    fn prepare(&mut self) -> Result<(), VmmError> {
+        unreachable!()
+    }
+
+    fn running(&mut self) -> Result<bool, VmmError> {
+        unreachable!()
+    }
+
+    fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError> {
+        unreachable!()
+    }
+
+    fn begin(&mut self) -> Result<UnixStream, VmmError> {
+        unreachable!()
+    }
+
+    fn stopped(&mut self, _: Duration) -> Result<Option<Stopped>, VmmError> {
+        unreachable!()
+    }
+
+    fn save_devices(&mut self) -> Result<(), VmmError> {
+        unreachable!()
+    }
+
+    fn saved(&mut self, _: Duration) -> Result<(), VmmError> {
+        unreachable!()
+    }
+
+    fn rollback(&mut self) -> Result<(), VmmError> {
+        unreachable!()
+    }
+
+    fn ended(&mut self) -> Option<VmmError> {
+        unreachable!()
+    }
+
+    fn quit(&mut self) {
+        unreachable!()
+    }
+}
+
+fn take_with(mut vmm: Vmm, careless: bool, monitor: &Monitor) -> (Reclaimed, Result<(), ReclaimError>) {
+    let (mut inside, mut account) = (InsideSelf::default(), Reclaimed::default());
+    let blocks = [vmm.guest.block()];
+    let machine = Machine { vmm: &mut vmm, inside: &mut inside, blocks: &blocks, trust_first_look: careless };
+    let done = reclaim(machine, monitor, &mut account);
+    assert!(inside.kept.lock().unwrap().is_none(), "nobody keeps a duplicate");
+    (account, done)
+}
+
+fn take(guest: &Arc<ToyGuest>) -> Reclaimed {
+    let (account, done) = take_with(Vmm::of(guest), false, &Monitor::new("guest"));
+    done.unwrap_or_else(|error| panic!("{error:?}: {account:?}"));
+    account
+}
+
+/// Pages of `pages` that have memory.
+fn allocated(guest: &ToyGuest, pages: Range<u64>) -> Vec<u64> {
+    let runs = sterna_sys::file::allocated_runs(&guest.ram.file, pages.start * 4096..pages.end * 4096);
+    runs.flat_map(|run| run.map(|run| run.start / 4096..run.end / 4096).expect("the file's holes")).collect()
+}
+
+/// Pages of `pages` that hold anything but `byte`; reading them gives none memory.
+fn differing(guest: &ToyGuest, pages: Range<u64>, byte: u8) -> Vec<u64> {
+    let mut body = [0; 4096];
+    let mut differs = |page: &u64| {
+        guest.ram.file.read_exact_at(&mut body, page * 4096).expect("the guest's RAM");
+        body != [byte; 4096]
+    };
+    pages.filter(|page| differs(page)).collect()
+}
+
+#[test]
+fn what_the_guest_holds_free_is_given_back_and_nothing_else() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    guest.free(0x2000..0x2c00);
+    guest.change(|toy| toy.free(0x2c10, 2));
+    let account = take(&guest);
+    assert_eq!((account.free_pages, account.candidate_pages), (3076, 3076), "{account:?}");
+    assert_eq!((account.reclaimed_pages, account.put_back_pages, account.waits), (3076, 0, 0), "{account:?}");
+    assert_eq!(account.allocated_before_bytes - account.allocated_after_bytes, 3076 * 4096);
+    assert_eq!((account.kernel.as_deref(), account.gave_way, account.touched_pages), (Some("6.18.0-toy"), 0, 0));
+    assert!(account.portions > 1 && account.looks == account.portions + 1 && account.longest_wait_ms == 0.0);
+    let left: Vec<u64> = (0x2c00..0x2c10).chain(0x2c14..0x3400).collect();
+    assert_eq!(allocated(&guest, USED), left);
+    assert_eq!(differing(&guest, 0x2c14..0x3400, 7), Vec::<u64>::new());
+    // Nothing is fenced in any more, and there is nothing left to take.
+    guest.fill(USED, 8);
+    guest.change(|toy| toy.allocate(0x2000, 10));
+    let again = take(&guest);
+    assert_eq!(again.reclaimed_pages, 2052, "what was written again although it is free is taken again: {again:?}");
+    assert_eq!(differing(&guest, 0x2000..0x2400, 8), Vec::<u64>::new());
+    assert_eq!(take(&guest).candidate_pages, 0);
+}
+
+#[test]
+fn a_guest_whose_free_pages_cannot_be_told_keeps_them() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    guest.free(0x2000..0x2c00);
+    guest.change(|toy| toy.ram.write(NOTE, &[0; 64]));
+    let (account, done) = take_with(Vmm::of(&guest), false, &Monitor::new("guest"));
+    let problem = done.unwrap_err().problem();
+    assert_eq!(problem.code, "guest-unfit");
+    assert!(problem.with_causes().contains("VMCOREINFO") && problem.hint.is_some(), "{problem:?}");
+    assert_eq!((account.reclaimed_pages, differing(&guest, USED, 7)), (0, vec![]));
+}
+
+#[test]
+fn a_guest_that_is_reset_on_the_way_loses_nothing_more() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    guest.free(0x2000..0x3400);
+    // Asked twice before the first portion.
+    let vmm = Vmm { at_question: Box::new(|questions| questions == 4), ..Vmm::of(&guest) };
+    let (account, done) = take_with(vmm, false, &Monitor::new("guest"));
+    assert!(matches!(done, Err(ReclaimError::Unfit(Unfit::Replaced { .. }))), "{done:?}");
+    assert!(account.reclaimed_pages > 0 && account.portions == 2, "{account:?}");
+    let taken = 0x2000 + account.reclaimed_pages;
+    assert_eq!(allocated(&guest, USED), (taken..0x3400).collect::<Vec<_>>());
+    assert_eq!(differing(&guest, taken..0x3400, 7), Vec::<u64>::new());
+    guest.fill(USED, 8);
+}
+
+#[test]
+fn a_kernel_that_counts_nothing_yet_is_not_believed() {
+    if !tracking_works() {
+        return;
+    }
+    // As if the same kernel had just been started in the same place: its memory map is the earlier one's.
+    let guest = ToyGuest::new();
+    guest.free(0x2000..0x2800);
+    let starting = Arc::clone(&guest);
+    let at_question = move |questions| {
+        if questions == 2 {
+            starting.change(|toy| toy.forget_counts());
+        }
+        false
+    };
+    let vmm = Vmm { at_question: Box::new(at_question), ..Vmm::of(&guest) };
+    let (account, done) = take_with(vmm, false, &Monitor::new("guest"));
+    done.unwrap();
+    assert_eq!((account.reclaimed_pages, account.put_back_pages), (0, 2048), "{account:?}");
+    assert_eq!(differing(&guest, USED, 7), Vec::<u64>::new());
+}
+
+#[test]
+fn a_cancelled_run_stops_and_what_it_took_stays_taken() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    guest.free(0x2000..0x3400);
+    let monitor = Arc::new(Monitor::new("guest"));
+    let cancelling = Arc::clone(&monitor);
+    let at_question = move |questions| {
+        if questions == 3 {
+            cancelling.cancel();
+        }
+        false
+    };
+    let vmm = Vmm { at_question: Box::new(at_question), ..Vmm::of(&guest) };
+    let (account, done) = take_with(vmm, false, &monitor);
+    assert!(matches!(done, Err(ReclaimError::Cancelled)), "{done:?}");
+    assert!((1..=4096).contains(&account.reclaimed_pages), "{account:?}");
+    assert_eq!(account.allocated_before_bytes - account.allocated_after_bytes, account.reclaimed_bytes);
+    guest.fill(USED, 8);
+}
+
+#[test]
+fn a_vmm_that_waits_for_a_fenced_page_itself_has_it_let_go() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    guest.free(0x2000..0x2400);
+    let writing = Arc::clone(&guest);
+    let at_question = move |questions| {
+        // Its answer comes only after a write to what is fenced in.
+        if questions == 2 {
+            writing.fill(0x2000..0x2001, 9);
+        }
+        false
+    };
+    let vmm = Vmm { at_question: Box::new(at_question), ..Vmm::of(&guest) };
+    let began = Instant::now();
+    let (account, done) = take_with(vmm, false, &Monitor::new("guest"));
+    done.unwrap();
+    assert!(began.elapsed() < Duration::from_secs(5), "nobody waits for the other: {account:?}");
+    assert_eq!((account.gave_way, account.waits), (1, 1), "{account:?}");
+    assert!((0.01..1000.0).contains(&account.longest_wait_ms), "{account:?}");
+    assert!(account.put_back_pages > 0 && account.reclaimed_pages > 0, "{account:?}");
+    assert_eq!(differing(&guest, 0x2000..0x2001, 9), Vec::<u64>::new());
+}
+
+#[test]
+fn a_fence_whose_owner_is_gone_holds_nobody() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    let addresses = guest.ram.mapping.addresses();
+    let mut inside = InsideSelf::default();
+    let fence = Fence::new(&mut inside, vec![addresses.clone()]).unwrap();
+    let at = addresses.start + (USED.start << 12);
+    let (page, written) = (at..at + 4096, Arc::new(AtomicBool::new(false)));
+    // Never let go: only the end of the descriptor does.
+    std::mem::forget(fence.close(vec![page], &fence.patience(Duration::MAX)).unwrap().expect("nobody waits yet"));
+    let (writing, done) = (Arc::clone(&guest), Arc::clone(&written));
+    let writer = std::thread::spawn(move || {
+        writing.fill(USED.start..USED.start + 1, 9);
+        done.store(true, Ordering::Release);
+    });
+    while fence.waits().unwrap() == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(!written.load(Ordering::Acquire), "it waits");
+    assert_eq!(differing(&guest, USED, 7), Vec::<u64>::new(), "and who reads does not");
+    fence.die();
+    writer.join().expect("it goes on");
+    assert_eq!(differing(&guest, USED.start..USED.start + 1, 9), Vec::<u64>::new());
+}
+
+/// A guest that takes small blocks, fills them, checks them, and frees them, for ever.
+struct Churn {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+    bad: Arc<AtomicU64>,
+}
+
+/// Its blocks, of eight pages.
+const BLOCKS: u64 = 640;
+
+impl Churn {
+    fn start(guest: &Arc<ToyGuest>) -> Self {
+        let mut used: Vec<Option<u8>> = (0..BLOCKS).map(|block| (block % 2 == 0).then_some(7)).collect();
+        guest
+            .change(|toy| (0..BLOCKS).filter(|block| block % 2 == 1).for_each(|block| toy.free(0x2000 + block * 8, 3)));
+        let (stop, bad) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let (stopped, found, guest) = (Arc::clone(&stop), Arc::clone(&bad), Arc::clone(guest));
+        let thread = std::thread::spawn(move || {
+            let (mut random, mut content) = (0x9e37_79b9_7f4a_7c15_u64, 0_u8);
+            while !stopped.load(Ordering::Acquire) {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let block = (random >> 33) % BLOCKS;
+                let frames = 0x2000 + block * 8..0x2008 + block * 8;
+                let owner = &mut used[block as usize];
+                *owner = match *owner {
+                    Some(byte) => {
+                        found.fetch_add(differing(&guest, frames.clone(), byte).len() as u64, Ordering::Relaxed);
+                        guest.change(|toy| toy.free(frames.start, 3));
+                        None
+                    }
+                    None => {
+                        guest.change(|toy| toy.allocate(frames.start, 3));
+                        content = content.wrapping_add(1).max(1);
+                        guest.fill(frames, content);
+                        Some(content)
+                    }
+                };
+            }
+            for (block, byte) in (0..).zip(used) {
+                let frames = 0x2000 + block * 8..0x2008 + block * 8;
+                let lost = byte.map_or(0, |byte| differing(&guest, frames, byte).len());
+                found.fetch_add(lost as u64, Ordering::Relaxed);
+            }
+        });
+        Self { stop, thread: Some(thread), bad }
+    }
+
+    /// Pages that did not hold what was written to them.
+    fn end(mut self) -> u64 {
+        self.join();
+        self.bad.load(Ordering::Relaxed)
+    }
+
+    fn join(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            assert!(thread.join().is_ok() || std::thread::panicking(), "the guest panicked");
+        }
+    }
+}
+
+impl Drop for Churn {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+/// Takes memory of a guest under churn again and again.
+fn churned(careless: bool, times: u32) -> (u64, Vec<Reclaimed>) {
+    let guest = ToyGuest::new();
+    let churn = Churn::start(&guest);
+    let mut accounts = Vec::new();
+    for _ in 0..times {
+        let (account, done) = take_with(Vmm::of(&guest), careless, &Monitor::new("guest"));
+        match done {
+            Ok(()) => accounts.push(account),
+            // The toy frees and allocates much more of its memory meanwhile than a guest can.
+            Err(ReclaimError::Unfit(Unfit::CountersDisagree { .. })) => {}
+            Err(error) => panic!("{error:?}: {account:?}"),
+        }
+    }
+    (churn.end(), accounts)
+}
+
+#[test]
+fn a_guest_that_allocates_and_frees_all_the_time_loses_no_page() {
+    if !tracking_works() {
+        return;
+    }
+    let (bad, accounts) = churned(false, 100);
+    let sum = |of: fn(&Reclaimed) -> u64| accounts.iter().map(of).sum::<u64>();
+    println!(
+        "{} runs: {} pages taken, {} put back, {} waits, {} portions let go",
+        accounts.len(),
+        sum(|account| account.reclaimed_pages),
+        sum(|account| account.put_back_pages),
+        sum(|account| account.waits),
+        sum(|account| account.gave_way)
+    );
+    assert_eq!(bad, 0);
+    assert!(sum(|account| account.reclaimed_pages) > 1000 && sum(|account| account.put_back_pages) > 0);
+}
+
+#[test]
+fn what_was_free_once_and_is_taken_without_another_look_is_lost() {
+    // Shows that the test above can fail.
+    if tracking_works() {
+        assert!((0..5).any(|_| churned(true, 100).0 > 0), "nothing was lost");
+    }
+}
