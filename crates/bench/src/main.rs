@@ -33,6 +33,9 @@ enum Command {
         /// How often each set-up is tried
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
         repeat: Option<u32>,
+        /// Only rows whose mover, QEMU and workload contain this; the others stay in the results as not tried
+        #[arg(long, value_name = "WORDS")]
+        only: Option<String>,
         /// Where the results go
         #[arg(long)]
         out: PathBuf,
@@ -55,8 +58,8 @@ fn main() -> ExitCode {
             experiments::ALL.iter().for_each(|experiment| println!("{:18} {}", experiment.id, experiment.about));
             Ok(ExitCode::SUCCESS)
         }
-        Command::Run { id, quick, repeat, out } => {
-            let options = experiments::Options { quick, repeat: repeat.map(|repeat| repeat as usize), out };
+        Command::Run { id, quick, repeat, only, out } => {
+            let options = experiments::Options { quick, repeat: repeat.map(|repeat| repeat as usize), only, out };
             experiments::run(&id, &options).map(|()| ExitCode::SUCCESS)
         }
         Command::Demo { json, out } => {

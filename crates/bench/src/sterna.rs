@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::{Value, json};
-use sterna_api::{Estimate, MigrateOptions, Report, Status, Vm, units};
+use sterna_api::{Estimate, MigrateOptions, Reclaimed, Report, Status, Vm, units};
 
 use crate::command::{finish_within, output_within, show};
 use crate::error::{Error, Result};
@@ -79,6 +79,18 @@ impl SternaVm {
     /// What `sterna` said.
     pub fn balloon(&self, words: &[&str]) -> Result<()> {
         output_within(sterna(&self.host)?.args(["balloon", &self.name]).args(words), ANSWER).map(drop)
+    }
+
+    /// Gives what its guest holds free back to the host, by `sterna reclaim --method METHOD`.
+    ///
+    /// # Errors
+    /// Where the daemon refuses, or it did not come to its end.
+    pub fn reclaim(&self, method: &str) -> Result<Reclaimed> {
+        let words = ["reclaim", &self.name, "--method", method, "--json", "-"];
+        let text = output_within(sterna(&self.host)?.args(words), MIGRATION)?;
+        let form =
+            |error: serde_json::Error| Error::Form { what: "sterna reclaim --json".into(), reason: error.to_string() };
+        serde_json::from_str(&text).map_err(form)
     }
 
     /// What moving it would take at this rate, bytes per second, by `sterna estimate`.

@@ -36,6 +36,9 @@ pub mod first_flight;
 /// How far estimates are from what migrations take.
 pub mod estimate_error;
 
+/// What it takes to give a guest's free memory back.
+pub mod fctrans_reclaim;
+
 /// What is derived from runs to judge them.
 mod judge;
 
@@ -85,6 +88,8 @@ pub struct Options {
     pub quick: bool,
     /// How often each set-up is tried; the experiment's own number where absent.
     pub repeat: Option<usize>,
+    /// Of experiments whose rows are migrations: only rows whose mover, QEMU and workload contain this are tried.
+    pub only: Option<String>,
     /// Where the directory with the results is made.
     pub out: PathBuf,
 }
@@ -113,7 +118,7 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         id: "scale",
-        about: "idle guests of 1 to 16 GiB: time against memory in use, cost of a scan",
+        about: "guests of 1 to 16 GiB, idle or with most of it used before and free: time against memory in use, cost of a scan",
         run: scale::run,
     },
     Experiment {
@@ -145,6 +150,11 @@ pub const ALL: &[Experiment] = &[
         id: "balloon-migration",
         about: "a guest whose free memory was used, moved before and after its balloon has settled: time, bytes, pages",
         run: balloon_migration::run,
+    },
+    Experiment {
+        id: "fctrans-reclaim",
+        about: "⅛ to ¾ of a guest's RAM used and freed beside a memcached, given back to the host: time, throughput",
+        run: fctrans_reclaim::run,
     },
     Experiment {
         id: "dtrack-silent",
@@ -197,6 +207,7 @@ pub fn run(id: &str, options: &Options) -> Result<()> {
         .map_err(|error| Error::Usage(format!("cannot make {}: {error}", directory.display())))?;
     lab::clear_orphans();
     let mut record = Record::new(id, directory.clone(), options.quick);
+    record.only(options.only.clone());
     let ended = (experiment.run)(options, &mut record);
     if ended.is_ok() || !record.runs().is_empty() {
         println!("{}", record.finish()?.markdown());
@@ -296,17 +307,14 @@ fn try_each(
         let order: Vec<&Case> = if repeat % 2 == 0 { cases.iter().collect() } else { cases.iter().rev().collect() };
         for case in order {
             tried += 1;
-            let run = match record.too_late() {
+            let words = format!("{} on QEMU {}, {}", case.mover.label(), case.qemu.label, case.workload);
+            let run = match record.not_tried(&words) {
                 Some(reason) => case.failed(repeat, &reason),
                 None => try_one(lab, case, &record.new_guest(), repeat, watch, &look),
             };
             let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
             eprintln!(
-                "[{}/{all}] {} on QEMU {}, {}: {} {} ms, downtime {} ms, gap {} ms{}",
-                tried,
-                case.mover.label(),
-                case.qemu.label,
-                case.workload,
+                "[{tried}/{all}] {words}: {} {} ms, downtime {} ms, gap {} ms{}",
                 if run.metrics.get("completed") == Some(&0.0) { "given up after" } else { "total" },
                 if run.metrics.contains_key("given_up_ms") { shown("given_up_ms") } else { shown("total_ms") },
                 shown("downtime_ms"),
@@ -430,7 +438,7 @@ mod tests {
 
     #[test]
     fn an_unknown_experiment_is_refused_with_the_known_ones() {
-        let options = Options { quick: true, repeat: None, out: "/nonexistent".into() };
+        let options = Options { quick: true, repeat: None, only: None, out: "/nonexistent".into() };
         let error = run("dtrack", &options).unwrap_err().to_string();
         assert!(ALL.iter().all(|experiment| error.contains(experiment.id)), "{error}");
     }

@@ -20,13 +20,20 @@ pub(super) struct Record {
     judge: Judge,
     /// Since when nothing is begun any more.
     late: Option<Instant>,
+    /// Only rows whose words contain this are tried.
+    only: Option<String>,
 }
 
 impl Record {
     /// Of the experiment of that name, whose results go to that directory. A short one ends in time.
     pub(super) fn new(id: &str, directory: PathBuf, quick: bool) -> Self {
         let late = quick.then(|| Instant::now() + SHORT);
-        Self { id: id.into(), directory, runs: Vec::new(), judge: Box::new(|_| Ok(Vec::new())), late }
+        Self { id: id.into(), directory, runs: Vec::new(), judge: Box::new(|_| Ok(Vec::new())), late, only: None }
+    }
+
+    /// Tries only rows whose words contain this, where it is given.
+    pub(super) fn only(&mut self, words: Option<String>) {
+        self.only = words;
     }
 
     /// Says how its targets are judged.
@@ -53,6 +60,12 @@ impl Record {
     pub(super) fn too_late(&self) -> Option<String> {
         let late = self.late.is_some_and(|late| Instant::now() >= late);
         late.then(|| format!("not tried: a short run begins nothing after {} s", SHORT.as_secs()))
+    }
+
+    /// Why the row of these words is not to be begun, if that is so.
+    pub(super) fn not_tried(&self, words: &str) -> Option<String> {
+        let only = self.only.as_ref().filter(|only| !words.contains(only.as_str()));
+        only.map(|only| format!("not tried: only rows with \"{only}\" were asked for")).or_else(|| self.too_late())
     }
 
     /// Adds runs and writes all.
@@ -121,6 +134,10 @@ mod tests {
         let mut record = Record::new("test", "/nonexistent".into(), true);
         record.late = Some(Instant::now());
         assert!(record.too_late().unwrap().contains("not tried"));
-        assert!(Record::new("test", "/nonexistent".into(), false).too_late().is_none());
+        let mut record = Record::new("test", "/nonexistent".into(), false);
+        assert!(record.too_late().is_none());
+        record.only(Some("hybrid".into()));
+        assert!(record.not_tried("sterna, mode hybrid, random").is_none());
+        assert!(record.not_tried("qemu precopy, random").unwrap().contains("asked for"));
     }
 }
