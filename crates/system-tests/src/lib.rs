@@ -28,4 +28,4 @@ pub use census::Census;
 pub use cli::{Answer, Attempt};
 pub use needs::{skip_without, turn};
 pub use proxy::{Kind, Point, Proxy};
-pub use site::{PATIENCE, Plan, Site, on_shared_site, on_shared_site_of};
+pub use site::{PATIENCE, Plan, Site, on_shared_site};

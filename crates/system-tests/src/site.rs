@@ -369,14 +369,19 @@ impl Site {
         lines.into_iter().filter(|line| line.text.starts_with("CHURN BAD")).collect()
     }
 
-    /// What the guest says of pages that it lost: its programs, or its kernel, which is as likely to have owned one.
+    /// What the guest says of pages that it lost: its programs, or its kernel, which is as likely to have owned one; or that it says nothing any more.
     #[must_use]
     pub fn harm(&self) -> Option<String> {
         const WORDS: [&str; 6] = ["CHURN BAD", "CHECKER BAD", "BUG:", "Oops:", "Kernel panic", "segfault"];
         let complaint = self.churn_complaints().first().map(|line| line.text.clone());
         let console = self.guest.console_text();
         let told = || console.lines().find(|line| WORDS.iter().any(|word| line.contains(word)));
-        complaint.or_else(|| told().map(str::to_owned))
+        let silent = || {
+            let last = self.meter.lines(self.guest.address(), "CHURN").last().map(|line| line.at_us);
+            let long = SILENCE.as_micros() as i64;
+            last.filter(|at_us| now_us() - at_us > long).map(|_| "its churn fell silent".to_owned())
+        };
+        complaint.or_else(|| told().map(str::to_owned)).or_else(silent)
     }
 
     /// Waits until something holds.
@@ -486,11 +491,6 @@ static WANTED: AtomicUsize = AtomicUsize::new(0);
 /// Runs a test on a site that it shares with the tests that wait for it: a guest's start costs more than most tests. The site goes
 /// with the last of them, and with a test that fails.
 pub fn on_shared_site(test: impl FnOnce(&mut Site)) {
-    on_shared_site_of(&Plan::small(), test);
-}
-
-/// The same with another guest, which all that share a site have to agree on.
-pub fn on_shared_site_of(plan: &Plan, test: impl FnOnce(&mut Site)) {
     struct Wanted;
     impl Drop for Wanted {
         fn drop(&mut self) {
@@ -501,7 +501,7 @@ pub fn on_shared_site_of(plan: &Plan, test: impl FnOnce(&mut Site)) {
     let wanted = Wanted;
     let _turn = turn();
     let mut slot = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut site = slot.take().unwrap_or_else(|| Site::start(plan));
+    let mut site = slot.take().unwrap_or_else(|| Site::start(&Plan::small()));
     test(&mut site);
     drop(wanted);
     if WANTED.load(Ordering::Acquire) > 0 {

@@ -67,12 +67,14 @@ pub fn agent() -> &'static Path {
     })
 }
 
-/// The daemon: this package's own, or built now.
+/// The daemon: this package's own, the one in the directory that `STERNA_BIN_DIR` names, or built now. (What a package builds alone has other features
+/// of its dependencies than what the workspace builds, so that is nearly everything anew.)
 fn sternad() -> &'static Path {
     static PLACE: OnceLock<PathBuf> = OnceLock::new();
-    PLACE.get_or_init(|| match option_env!("CARGO_BIN_EXE_sternad") {
-        Some(path) => path.into(),
-        None => {
+    PLACE.get_or_init(|| match (option_env!("CARGO_BIN_EXE_sternad"), std::env::var_os("STERNA_BIN_DIR")) {
+        (Some(path), _) => path.into(),
+        (None, Some(directory)) => Path::new(&directory).join("sternad"),
+        (None, None) => {
             let profile = profile_dir();
             let target = profile.parent().expect("a profile's directory lies in the target directory");
             let release: &[&str] = if profile.ends_with("release") { &["--release"] } else { &[] };

@@ -18,7 +18,7 @@ use sterna_api::{Report, Status};
 use sterna_system_tests::{Answer, Point, Proxy, Site, cli, needs, on_shared_site, skip_without};
 
 /// The push lasts for seconds, and no page is copied before.
-pub const SLOW: [&str; 4] = ["--mode", "postcopy", "--postcopy-bandwidth", "16MB"];
+pub const SLOW: [&str; 4] = ["--mode", "postcopy", "--postcopy-bandwidth", "32MB"];
 
 /// Runs a test with the guest that all of them share, where that can be had.
 pub fn with_guest(test: impl FnOnce(&mut Site)) {
