@@ -43,6 +43,10 @@ fuzz_target!(|given: Given| {
         assert!(free.is_sorted_by(|one, next| one.end < next.start));
         assert!(free.iter().all(|run| run.start < run.end && run.end <= FRAMES));
     }
+    if let Ok(cache) = found.page_cache(&toy.ram, &processors) {
+        assert!(cache.clean.is_sorted_by(|one, next| one.end < next.start));
+        assert!(cache.clean.iter().all(|run| run.start < run.end && run.end <= FRAMES));
+    }
     let _ = found.counted_pages(&toy.ram, &processors);
     let Ok(look) = found.look(&toy.ram, &processors) else { return };
     assert!(look.free.is_sorted_by(|one, next| one.end < next.start));

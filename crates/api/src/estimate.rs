@@ -67,6 +67,10 @@ pub struct Observed {
     pub allocated_pages: u64,
     /// Of them, those that the guest holds free: they would not travel.
     pub free_pages: u64,
+    /// Of the allocated pages, clean ones of the guest's page cache: its kernel could read them again, and they travel all the same. Experimental; only where
+    /// it was asked for, and can be told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub page_cache_pages: Option<u64>,
     /// Of the others, the share that holds zeros only; from samples.
     pub zero_share: f64,
     /// Of the pages written, the share of which no body would travel: written with what was there, or zeros; from samples.

@@ -198,6 +198,9 @@ pub struct Estimate {
     /// The longest pause that is accepted
     #[arg(long, value_name = "DURATION", default_value = "300ms", value_parser = parse_duration)]
     pub downtime_limit: Duration,
+    /// Count clean pages of the guest's page cache, too (experimental: they travel all the same)
+    #[arg(long)]
+    pub page_cache: bool,
     /// As JSON
     #[arg(long)]
     pub json: bool,

@@ -20,17 +20,21 @@ use crate::table::text_of;
 /// The daemon's problem.
 pub async fn estimate(client: &Client, question: &Estimate) -> Result<ExitCode, Failure> {
     let path = format!(
-        "/v1/vms/{}/estimate?bandwidth_bytes_per_s={}&duration_ms={}&downtime_limit_ms={}",
+        "/v1/vms/{}/estimate?bandwidth_bytes_per_s={}&duration_ms={}&downtime_limit_ms={}&page_cache={}",
         escape(&question.name),
         question.bandwidth,
         question.duration.as_millis(),
-        question.downtime_limit.as_secs_f64() * 1e3
+        question.downtime_limit.as_secs_f64() * 1e3,
+        question.page_cache
     );
     let estimate: sterna_api::Estimate = client.get(&path).await?;
     if question.json {
         return print_json(&estimate);
     }
     print!("{}", show(&estimate));
+    if question.page_cache {
+        print!("{}", page_cache(&estimate.observed));
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -76,6 +80,15 @@ fn seen(observed: &Observed) -> String {
         observed.silent_share * 1e2,
         observed.write_faults
     )
+}
+
+fn page_cache(observed: &Observed) -> String {
+    match observed.page_cache_pages {
+        Some(pages) => {
+            format!("{pages} pages are clean copies of what is on the guest's disks; they travel all the same.\n")
+        }
+        None => "The guest's page cache cannot be told; the daemon's log says why.\n".into(),
+    }
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ use std::ops::Range;
 
 use crate::layout::{Layout, MAX_ORDERS, PageLayout};
 use crate::linux::Unfit;
-use crate::memory_map::Sections;
+use crate::memory_map::walk_sections;
 use crate::paging::{Fault, Virtual};
 use crate::runs::{Runs, sorted};
 use crate::{PAGE_BYTES, Physical};
@@ -103,24 +103,15 @@ fn walk_frames(memory: &mut Virtual<'_>, layout: &Layout, frames: &[Range<u64>],
         second: vec![0; STRETCH as usize * layout.page.bytes],
         heads: Vec::with_capacity(STRETCH as usize),
     };
-    let mut sections = Sections::new(&layout.sections);
-    for range in frames {
-        let mut at = range.start;
-        while at < range.end {
-            let section = at / layout.sections.frames;
-            let end = range.end.min((section + 1) * layout.sections.frames);
-            // A block may go on into the next section, never beyond RAM.
-            at = match sections.map_of(memory, section)? {
-                Some(map) => walk.section(memory, map, at..end, range.end)?,
-                None => end,
-            };
-        }
-    }
+    // A block may go on into the next section, never beyond RAM.
+    walk_sections(memory, &layout.sections, frames, |memory, map, frames, limit| {
+        walk.section(memory, map, frames, limit)
+    })?;
     Ok(walk.found)
 }
 
 /// RAM by page frames; ranges that touch are one, because a block may lie across.
-fn frames(ram: &dyn Physical) -> Vec<Range<u64>> {
+pub(crate) fn frames(ram: &dyn Physical) -> Vec<Range<u64>> {
     let mut runs = Runs::new(ram.ranges().len());
     for range in ram.ranges() {
         runs.push(range.start.div_ceil(PAGE_BYTES)..range.end / PAGE_BYTES);

@@ -59,6 +59,18 @@ pub(crate) struct PageLayout {
     pub orders: u8,
 }
 
+/// What `struct page` says of a page of the page cache.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CacheLayout {
+    pub bytes: usize,
+    pub flags: usize,
+    pub mapping: usize,
+    pub compound: usize,
+    /// The flags that tell, and those of them that a clean page has.
+    pub all: u64,
+    pub set: u64,
+}
+
 /// `struct pglist_data`, its zones, and their free lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ZoneLayout {
@@ -169,6 +181,27 @@ impl PageLayout {
             private,
             buddy: buddy.ok_or_else(|| malformed("PAGE_BUDDY_MAPCOUNT_VALUE"))?,
             orders: bounded(note, "LENGTH", "zone.free_area", 1..=MAX_ORDERS)? as u8,
+        })
+    }
+}
+
+impl CacheLayout {
+    /// # Errors
+    /// [`Unfit`], where the rest may be told all the same.
+    pub fn of(note: &Vmcoreinfo) -> Result<Self, Unfit> {
+        let bytes = bounded(note, "SIZE", "page", 32..=512)?;
+        let field = |name: &str| bounded(note, "OFFSET", name, 0..=bytes - 8);
+        let bit = |name: &str, least: usize| bounded(note, "NUMBER", name, least..=63).map(|bit| 1_u64 << bit);
+        // `PG_uptodate`, `PG_dirty` and `PG_lru` follow each other in every kernel so far (`include/linux/page-flags.h`); only the last is told.
+        let (lru, in_memory) = (bit("PG_lru", 2)?, bit("PG_swapbacked", 0)?);
+        let (up_to_date, dirty) = (lru >> 2, lru >> 1);
+        Ok(Self {
+            bytes,
+            flags: field("page.flags")?,
+            mapping: field("page.mapping")?,
+            compound: field("page.compound_head")?,
+            all: lru | up_to_date | dirty | in_memory,
+            set: lru | up_to_date,
         })
     }
 }

@@ -27,6 +27,9 @@ mod memory_map;
 /// Free blocks among what is noted, also while the guest changes it.
 mod free;
 
+/// Clean pages of its page cache.
+mod cache;
+
 /// What the kernel counts itself.
 mod counters;
 
@@ -53,7 +56,7 @@ use std::ops::Range;
 
 pub use check::Agreement;
 pub use counters::ZoneCounters;
-pub use linux::{Introspection, Look, Unfit};
+pub use linux::{Introspection, Look, PageCache, Unfit};
 pub use paging::PageTables;
 
 /// Bytes of a page and of a page frame.

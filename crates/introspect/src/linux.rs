@@ -5,10 +5,10 @@ use crate::check::{Agreement, agreement};
 use crate::counters::{self, ZoneCounters};
 use crate::free::{self, Found};
 use crate::image;
-use crate::layout::Layout;
+use crate::layout::{CacheLayout, Layout};
 use crate::paging::{Fault, PageTables, Virtual};
 use crate::vmcoreinfo::{self, Vmcoreinfo};
-use crate::{PAGE_BYTES, Physical, Unreadable, contents};
+use crate::{PAGE_BYTES, Physical, Unreadable, cache, contents};
 
 /// How often a look is tried whose result does not agree with the guest's counters: it may have caught a guest that is busy.
 const ATTEMPTS: u32 = 4;
@@ -112,6 +112,19 @@ pub struct Look {
     pub zones: Vec<ZoneCounters>,
     /// How far both agree.
     pub agreement: Agreement,
+    /// How long it took.
+    pub took: Duration,
+}
+
+/// Clean pages of a guest's page cache at one look. Experimental.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageCache {
+    /// Guest-physical page frames, in runs: sorted, disjoint, not adjacent, inside RAM.
+    pub clean: Vec<Range<u64>>,
+    /// Pages in `clean`.
+    pub pages: u64,
+    /// Such pages that `clean` leaves out because they are too scattered.
+    pub left_out_pages: u64,
     /// How long it took.
     pub took: Duration,
 }
@@ -227,6 +240,22 @@ impl Introspection {
     pub fn look_around(&self, ram: &dyn Physical, frames: &[Range<u64>]) -> Result<Vec<Range<u64>>, Unfit> {
         let mut memory = Virtual::new(ram, self.layout.tables);
         Ok(free::walk_around(ram, &mut memory, &self.layout, frames)?.runs.into_inner())
+    }
+
+    /// Reads which pages are clean copies of what is on the guest's disks: its kernel could read them again. Experimental, and only to tell how many there are:
+    /// nothing is checked against what the kernel counts.
+    ///
+    /// # Errors
+    /// [`Unfit`]; then nothing is known.
+    pub fn page_cache(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<PageCache, Unfit> {
+        let began = Instant::now();
+        self.still_runs(ram, processors)?;
+        let mut memory = Virtual::new(ram, self.layout.tables);
+        let layout = CacheLayout::of(&self.note)?;
+        let runs = cache::walk(&mut memory, &self.layout.sections, &layout, &free::frames(ram))?;
+        let left_out_pages = runs.left_out;
+        let clean = runs.into_inner();
+        Ok(PageCache { pages: crate::runs::count(&clean), clean, left_out_pages, took: began.elapsed() })
     }
 
     fn look_once(&self, ram: &dyn Physical) -> Result<(Found, Vec<ZoneCounters>, Agreement), Unfit> {

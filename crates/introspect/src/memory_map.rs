@@ -1,3 +1,5 @@
+use std::ops::Range;
+
 use crate::PAGE_BYTES;
 use crate::layout::SectionLayout;
 use crate::linux::Unfit;
@@ -13,14 +15,14 @@ const IS_ONLINE: u64 = 1 << 2;
 const FLAGS: u64 = 0xfff;
 
 /// The sections of physical memory (`CONFIG_SPARSEMEM_EXTREME`, which x86-64 always has).
-pub(crate) struct Sections<'a> {
+struct Sections<'a> {
     layout: &'a SectionLayout,
     /// The root that was read last, by number; sections come in order.
     root: Option<(u64, Option<Box<[u8]>>)>,
 }
 
 impl<'a> Sections<'a> {
-    pub fn new(layout: &'a SectionLayout) -> Self {
+    fn new(layout: &'a SectionLayout) -> Self {
         Self { layout, root: None }
     }
 
@@ -28,7 +30,7 @@ impl<'a> Sections<'a> {
     ///
     /// # Errors
     /// [`Unfit`] where the section's entry cannot be read.
-    pub fn map_of(&mut self, memory: &mut Virtual<'_>, section: u64) -> Result<Option<u64>, Unfit> {
+    fn map_of(&mut self, memory: &mut Virtual<'_>, section: u64) -> Result<Option<u64>, Unfit> {
         let number = section / self.layout.per_root;
         if number >= self.layout.root_count {
             return Ok(None);
@@ -43,6 +45,33 @@ impl<'a> Sections<'a> {
         let usable = entry & HAS_MAP != 0 && entry & IS_ONLINE != 0;
         Ok(usable.then_some(entry & !FLAGS))
     }
+}
+
+/// Calls `each` with the memory map of these frames, which are RAM, in order and disjoint: the virtual address that frame 0's structure would have,
+/// frames of one section, and the end of the RAM they lie in. It answers up to where it looked, at those frames' end or behind it. Parts that have no map,
+/// as for memory that was taken out, are left out.
+///
+/// # Errors
+/// [`Unfit`] where a section's entry cannot be read, and what `each` fails with.
+pub(crate) fn walk_sections(
+    memory: &mut Virtual<'_>,
+    layout: &SectionLayout,
+    frames: &[Range<u64>],
+    mut each: impl FnMut(&mut Virtual<'_>, u64, Range<u64>, u64) -> Result<u64, Unfit>,
+) -> Result<(), Unfit> {
+    let mut sections = Sections::new(layout);
+    for range in frames {
+        let mut at = range.start;
+        while at < range.end {
+            let section = at / layout.frames;
+            let end = range.end.min((section + 1) * layout.frames);
+            at = match sections.map_of(memory, section)? {
+                Some(map) => each(memory, map, at..end, range.end)?,
+                None => end,
+            };
+        }
+    }
+    Ok(())
 }
 
 fn read_root(layout: &SectionLayout, memory: &mut Virtual<'_>, number: u64) -> Result<Option<Box<[u8]>>, Unfit> {

@@ -190,6 +190,19 @@ impl Toy {
         self.ram.write(page + 52, &refcount.to_le_bytes());
     }
 
+    /// What the memory map says of a page's use: flags, what it is a copy of, and of which folio it is.
+    pub fn set_use(&mut self, frame: u64, flags: u64, mapping: u64, compound: u64) {
+        for (word, value) in [(0, flags), (8, compound), (24, mapping)] {
+            self.ram.write_word(MAP + frame * 64 + word, value);
+        }
+    }
+
+    /// Where the kernel sees what it notes about a page.
+    #[must_use]
+    pub fn structure_of(frame: u64) -> u64 {
+        VMEMMAP + frame * 64
+    }
+
     /// The entry of the only section.
     pub fn set_section(&mut self, flags: u64) {
         self.ram.write_word(SECTION_ROOT, VMEMMAP | flags);
@@ -244,6 +257,11 @@ fn lines() -> BTreeMap<String, String> {
         ("OFFSET(mem_section.section_mem_map)", "0".to_owned()),
         ("NUMBER(SECTION_SIZE_BITS)", "27".to_owned()),
         ("SIZE(page)", "64".to_owned()),
+        ("OFFSET(page.flags)", "0".to_owned()),
+        ("OFFSET(page.compound_head)", "8".to_owned()),
+        ("OFFSET(page.mapping)", "24".to_owned()),
+        ("NUMBER(PG_lru)", "5".to_owned()),
+        ("NUMBER(PG_swapbacked)", "19".to_owned()),
         ("OFFSET(page._mapcount)", "48".to_owned()),
         ("OFFSET(page._refcount)", "52".to_owned()),
         ("OFFSET(page.private)", "40".to_owned()),

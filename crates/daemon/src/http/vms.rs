@@ -130,6 +130,9 @@ pub struct EstimateQuery {
     duration_ms: Option<u64>,
     /// The longest pause its users accept, milliseconds.
     downtime_limit_ms: Option<f64>,
+    /// Whether clean pages of the guest's page cache are counted, too. Experimental.
+    #[serde(default)]
+    page_cache: bool,
 }
 
 /// What a migration of a virtual machine would take now; it is observed for a while, runs on, and cannot be moved or stopped meanwhile.
@@ -149,6 +152,7 @@ pub async fn estimate(
         bandwidth_bytes_per_s: query.bandwidth_bytes_per_s,
         duration_ms: query.duration_ms.unwrap_or(DEFAULT_DURATION_MS),
         downtime_limit_ms: query.downtime_limit_ms.unwrap_or_else(|| MigrateOptions::default().downtime_limit_ms),
+        page_cache: query.page_cache,
     };
     let asked = Asked(Arc::new(Monitor::new(&name)));
     let monitor = Arc::clone(&asked.0);

@@ -10,7 +10,7 @@ use sterna_engine::error::MigrateError;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::ram::Ram;
 use sterna_engine::source::estimate::estimate;
-use sterna_engine::source::free::free_now;
+use sterna_engine::source::free::{free_now, page_cache_now};
 use sterna_engine::source::observe::observe;
 use sterna_protocol::pages::PageMap;
 use sterna_sys::map::Access;
@@ -28,6 +28,8 @@ pub struct Question {
     pub duration_ms: u64,
     /// The longest pause accepted, milliseconds.
     pub downtime_limit_ms: f64,
+    /// Whether to look for clean pages of the guest's page cache.
+    pub page_cache: bool,
 }
 
 impl Daemon {
@@ -48,7 +50,12 @@ impl Daemon {
             tracing::info!(vm = name, %reason, "the guest's free pages cannot be told");
             PageMap::empty(ram.layout())
         });
+        let cached = question.page_cache.then(|| page_cache_now(&mut vmm, &movable.blocks, ram.layout()));
         drop(vmm);
+        let cached = cached.and_then(|cached| {
+            let not_told = |reason| tracing::info!(vm = name, %reason, "the guest's page cache cannot be told");
+            cached.map_err(not_told).ok()
+        });
         let mut tracker = movable.tracker;
         let seen = observe(&ram, &mut tracker, &free, Duration::from_millis(question.duration_ms), monitor);
         let seen = seen.map_err(|error| match error {
@@ -58,7 +65,14 @@ impl Daemon {
             error => error.problem(),
         })?;
         let limit = Duration::from_secs_f64(question.downtime_limit_ms / 1e3);
-        Ok(estimate(name, &seen, question.bandwidth_bytes_per_s, limit))
+        let mut estimate = estimate(name, &seen, question.bandwidth_bytes_per_s, limit);
+        if let Some(mut cached) = cached {
+            let allocated =
+                ram.allocated().map_err(|error| host("cannot look for holes in the machine's RAM", &error))?;
+            cached.keep(&allocated);
+            estimate.observed.page_cache_pages = Some(cached.len());
+        }
+        Ok(estimate)
     }
 }
 

@@ -89,6 +89,7 @@ fn observed(seen: &Observation) -> Observed {
         total_pages: seen.total_pages,
         allocated_pages: seen.allocated_pages,
         free_pages: seen.free_pages,
+        page_cache_pages: None,
         zero_share: seen.guest.zero_share,
         silent_share: seen.guest.silent_share,
         written: seen.written.iter().map(|&(seconds, pages)| Point { ms: seconds * 1e3, pages }).collect(),

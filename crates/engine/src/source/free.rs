@@ -293,6 +293,20 @@ pub fn free_now(vmm: &mut dyn vmm::Source, blocks: &[BlockFile], layout: &Layout
     Ok(memory.pages(layout, &look.free))
 }
 
+/// Clean pages of a guest's page cache, in the same way: its kernel could read them again. Experimental; they travel all the same.
+///
+/// # Errors
+/// Why that cannot be told.
+pub fn page_cache_now(
+    vmm: &mut dyn vmm::Source,
+    blocks: &[BlockFile],
+    layout: &Layout,
+) -> Result<PageMap, Box<dyn Error>> {
+    let Asked { memory, processors } = Asked::ask(vmm, blocks)?;
+    let cache = Introspection::find(&memory, &processors)?.page_cache(&memory, &processors)?;
+    Ok(memory.pages(layout, &cache.clean))
+}
+
 impl Asked {
     fn ask(vmm: &mut dyn vmm::Source, blocks: &[BlockFile]) -> Result<Self, Box<dyn Error>> {
         let memory = GuestPhysical::new(&vmm.memory_map()?, blocks)?;
