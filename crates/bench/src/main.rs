@@ -33,9 +33,9 @@ enum Command {
         /// How often each set-up is tried
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
         repeat: Option<u32>,
-        /// Only rows whose mover, QEMU and workload contain this; the others stay in the results as not tried
+        /// Only rows whose mover, QEMU and workload contain this, or what another `--only` asks for; the others stay in the results as not tried
         #[arg(long, value_name = "WORDS")]
-        only: Option<String>,
+        only: Vec<String>,
         /// Where the results go
         #[arg(long)]
         out: PathBuf,

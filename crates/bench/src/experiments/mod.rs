@@ -88,8 +88,8 @@ pub struct Options {
     pub quick: bool,
     /// How often each set-up is tried; the experiment's own number where absent.
     pub repeat: Option<usize>,
-    /// Of experiments whose rows are migrations: only rows whose mover, QEMU and workload contain this are tried.
-    pub only: Option<String>,
+    /// Of experiments whose rows are migrations: only rows whose mover, QEMU and workload contain one of these are tried; all, where there are none.
+    pub only: Vec<String>,
     /// Where the directory with the results is made.
     pub out: PathBuf,
 }
@@ -438,7 +438,7 @@ mod tests {
 
     #[test]
     fn an_unknown_experiment_is_refused_with_the_known_ones() {
-        let options = Options { quick: true, repeat: None, only: None, out: "/nonexistent".into() };
+        let options = Options { quick: true, repeat: None, only: Vec::new(), out: "/nonexistent".into() };
         let error = run("dtrack", &options).unwrap_err().to_string();
         assert!(ALL.iter().all(|experiment| error.contains(experiment.id)), "{error}");
     }

@@ -21,18 +21,18 @@ pub(super) struct Record {
     /// Since when nothing is begun any more.
     late: Option<Instant>,
     /// Only rows whose words contain this are tried.
-    only: Option<String>,
+    only: Vec<String>,
 }
 
 impl Record {
     /// Of the experiment of that name, whose results go to that directory. A short one ends in time.
     pub(super) fn new(id: &str, directory: PathBuf, quick: bool) -> Self {
         let late = quick.then(|| Instant::now() + SHORT);
-        Self { id: id.into(), directory, runs: Vec::new(), judge: Box::new(|_| Ok(Vec::new())), late, only: None }
+        Self { id: id.into(), directory, runs: Vec::new(), judge: Box::new(|_| Ok(Vec::new())), late, only: Vec::new() }
     }
 
-    /// Tries only rows whose words contain this, where it is given.
-    pub(super) fn only(&mut self, words: Option<String>) {
+    /// Tries only rows whose words contain one of these, where there are some.
+    pub(super) fn only(&mut self, words: Vec<String>) {
         self.only = words;
     }
 
@@ -64,8 +64,10 @@ impl Record {
 
     /// Why the row of these words is not to be begun, if that is so.
     pub(super) fn not_tried(&self, words: &str) -> Option<String> {
-        let only = self.only.as_ref().filter(|only| !words.contains(only.as_str()));
-        only.map(|only| format!("not tried: only rows with \"{only}\" were asked for")).or_else(|| self.too_late())
+        if !self.only.is_empty() && !self.only.iter().any(|only| words.contains(only.as_str())) {
+            return Some(format!("not tried: only rows with \"{}\" were asked for", self.only.join("\" or \"")));
+        }
+        self.too_late()
     }
 
     /// Adds runs and writes all.
@@ -136,7 +138,7 @@ mod tests {
         assert!(record.too_late().unwrap().contains("not tried"));
         let mut record = Record::new("test", "/nonexistent".into(), false);
         assert!(record.too_late().is_none());
-        record.only(Some("hybrid".into()));
+        record.only(vec!["hybrid".into(), "off".into()]);
         assert!(record.not_tried("sterna, mode hybrid, random").is_none());
         assert!(record.not_tried("qemu precopy, random").unwrap().contains("asked for"));
     }
