@@ -1,5 +1,7 @@
 //! Free memory is taken from guests that allocate and free it all the time.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use sterna_api::{Reclaimed, Status};
@@ -145,13 +147,23 @@ fn a_daemon_killed_while_it_takes_memory_harms_and_holds_nobody() {
     site.migrate(&[]);
 }
 
+/// What the guest keeps of its memory by QEMU's word, bytes; `None` where QEMU talks to somebody else.
+fn kept(site: &Site) -> Option<u64> {
+    let socket = site.here().directory.join("state/vms").join(&site.guest.name).join("qmp.sock");
+    let mut stream = UnixStream::connect(socket).ok()?;
+    stream.set_read_timeout(Some(Duration::from_millis(500))).ok()?;
+    stream.write_all(b"{\"execute\":\"qmp_capabilities\"}{\"execute\":\"query-balloon\"}").ok()?;
+    let mut lines = BufReader::new(stream).lines().map_while(Result::ok);
+    lines.find_map(|line| serde_json::from_str::<serde_json::Value>(&line).ok()?["return"]["actual"].as_u64())
+}
+
 #[test]
 fn a_guest_with_a_balloon_gives_its_free_memory_back_either_way() {
     let _turn = turn();
     if skip_without(&needs::GUEST) {
         return;
     }
-    let site = Site::start(&Plan {
+    let mut site = Site::start(&Plan {
         more: ["-device", "virtio-balloon-pci,deflate-on-oom=on"].map(str::to_owned).to_vec(),
         memory_bytes: 512 << 20,
         jobs: "checker:--mib,16,--rate,4;sh:-c,dd${IFS}if=/dev/zero${IFS}of=/tmp/file${IFS}bs=1M${IFS}count=160&&rm${IFS}/tmp/file&&echo${IFS}FREED&&sleep${IFS}10000".into(),
@@ -185,6 +197,17 @@ fn a_guest_with_a_balloon_gives_its_free_memory_back_either_way() {
     let cancelled = running.end();
     cancelled.expect(3, &["cancelled"]);
     assert_eq!(report(&cancelled).status, Status::Cancelled);
+
+    // A daemon that dies meanwhile: the next one gives it back.
+    let running = Attempt::run(site.here(), &["reclaim", &name, "--method", "balloon", "--json", "-"]);
+    site.eventually("it is being taken", || site.told_at("a").contains("is being taken"));
+    std::thread::sleep(Duration::from_secs(2));
+    site.kill_daemon("a");
+    running.end().expect(5, &[]);
+    let left = kept(&site).expect("QEMU talks to nobody else");
+    assert!(left < 480 << 20, "{left}");
+    site.start_daemon("a");
+    site.eventually("the guest has it back", || kept(&site) == Some(512 << 20));
 
     // A balloon that is looked after takes turns with a look from outside, and is not used for anything else.
     cli::ask(site.here(), &["balloon", &name, "--auto", "--interval", "200ms"]).expect(0, &[]);

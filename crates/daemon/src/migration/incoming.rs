@@ -159,6 +159,7 @@ impl Destination {
             balloon: spec.balloon,
             lifecycle: Lifecycle::Incoming(id),
             running: spec.running,
+            kept_before: None,
             paging: None,
         };
         let paging = postcopy.then(|| {

@@ -71,6 +71,7 @@ impl Daemon {
             balloon: BalloonSetting::default(),
             lifecycle: Lifecycle::Here,
             running: true,
+            kept_before: None,
             paging: None,
         };
         std::fs::create_dir_all(self.state.vm(&record.name))

@@ -13,7 +13,7 @@ use crate::migration::outgoing;
 use crate::problems::host;
 
 /// By the guest's balloon.
-mod balloon;
+pub mod balloon;
 
 impl Daemon {
     /// Takes what a machine's guest holds free. Blocks until all is taken; `monitor` can end it before. A run that had begun is always reported on: how
@@ -26,7 +26,7 @@ impl Daemon {
         let mut account = Reclaimed { vm: name.into(), method, ..Reclaimed::default() };
         let done = match method {
             ReclaimMethod::Vmi => self.reclaim_by_vmi(&claimed.record, monitor, &mut account),
-            ReclaimMethod::Balloon => balloon::reclaim(&claimed.record, monitor, &mut account),
+            ReclaimMethod::Balloon => balloon::reclaim(self, &claimed.record, monitor, &mut account),
         };
         account.ms = monitor.elapsed().as_secs_f64() * 1e3;
         match done {

@@ -61,6 +61,9 @@ pub struct VmRecord {
     /// How its balloon is handled; records of earlier daemons do not say.
     #[serde(default)]
     pub balloon: BalloonSetting,
+    /// What its guest kept, bytes, before its balloon was inflated for a while: a daemon that finds this lets the guest have it back.
+    #[serde(default)]
+    pub kept_before: Option<u64>,
     /// Where it is in its life here.
     pub lifecycle: Lifecycle,
     /// Whether the guest is to run once it belongs here; of interest while it comes.

@@ -2,7 +2,7 @@
 //!
 //! | record says | migration's record says | then |
 //! | --- | --- | --- |
-//! | here | | looked after as before; write tracking left on by an observation ends |
+//! | here | | looked after as before; write tracking left on by an observation ends, a balloon inflated for a while is deflated |
 //! | being moved away | nothing | it is given back: cancelled in QEMU, running again |
 //! | being moved away | handing over | it waits for the peer's verdict |
 //! | being moved away | handing over, pages to follow | the same, with or without its QEMU; where the peer has the guest, its pages are sent |
@@ -23,6 +23,7 @@ use sterna_engine::host::MigrationId;
 use sterna_engine::source::throttle::release_left_over;
 
 use super::control::{Control, give_back, let_run, stop_tracking};
+use super::reclaim::balloon::deflate_left_over;
 use super::record::{Lifecycle, VmRecord};
 use super::run::remove_files;
 use super::{Daemon, Entry, Hold};
@@ -81,9 +82,9 @@ impl Daemon {
         match record.lifecycle {
             Lifecycle::Here if record.paging.is_some() => self.recover_paging(&record, false),
             Lifecycle::Here => {
-                // The daemon may have died while it observed the machine.
+                // The daemon may have died while it observed the machine, or took memory from its guest.
                 stop_tracking(&record);
-                self.settle(&record);
+                self.settle(&deflate_left_over(record));
             }
             Lifecycle::Outgoing(id) => self.recover_outgoing(&record, id),
             Lifecycle::Incoming(id) => self.recover_incoming(&record, id),

@@ -9,9 +9,10 @@ use sterna_engine::vmm::qemu::{BalloonDevice, BalloonLook, resize};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_protocol::layout::PAGE_BYTES;
 
-use super::super::VmRecord;
 use super::super::balloon::no_device;
 use super::super::control::{Control, TIMEOUT, refused};
+use super::super::{Daemon, VmRecord};
+use crate::problems::host;
 
 /// How often the balloon's size is looked at.
 const LOOK: Duration = Duration::from_millis(20);
@@ -29,7 +30,7 @@ const FIRST_WORD: Duration = Duration::from_secs(3);
 /// # Errors
 /// A [`Problem`]: no balloon, one that Sterna looks after already, a driver that says nothing, or the end by `monitor`. The balloon is asked to be as it was
 /// in any case.
-pub fn reclaim(record: &VmRecord, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), Problem> {
+pub fn reclaim(daemon: &Daemon, record: &VmRecord, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), Problem> {
     if record.balloon.mode != BalloonMode::Off {
         let why = format!("the balloon of '{}' is looked after already", record.name);
         return Err(Problem::new("balloon-in-use", Blame::Request, why)
@@ -51,14 +52,36 @@ pub fn reclaim(record: &VmRecord, monitor: &Monitor, account: &mut Reclaimed) ->
     if wanted == 0 {
         return Ok(());
     }
+    // On record first: should this daemon die, the next one deflates the balloon.
+    let inflating = VmRecord { kept_before: Some(former), ..record.clone() };
+    daemon.store(&inflating).map_err(|error| host("cannot write the machine's record", &error))?;
     let inflated = balloon.resize(former - wanted.min(former), monitor);
     // Whatever came of it, also where it was cancelled: the guest has its memory back.
     let deflated = balloon.resize(former, &Monitor::new(&record.name));
+    daemon.try_store(record);
     account.allocated_after_bytes = record.allocated_bytes();
     account.reclaimed_bytes = account.allocated_before_bytes.saturating_sub(account.allocated_after_bytes);
     account.reclaimed_pages = account.reclaimed_bytes / PAGE_BYTES as u64;
     account.put_back_pages = account.candidate_pages.saturating_sub(account.reclaimed_pages);
     inflated.and(deflated)
+}
+
+/// Lets a guest have back what an earlier daemon took by its balloon; the record without that.
+#[must_use]
+pub fn deflate_left_over(mut record: VmRecord) -> VmRecord {
+    if let Some(former) = record.kept_before.take() {
+        let asked = Control::connect(&record.qmp).and_then(|mut control| {
+            resize(control.qmp(), former, TIMEOUT).map_err(|error| refused("resize the balloon", &error))
+        });
+        match asked {
+            Ok(()) => tracing::info!(vm = %record.name, "its balloon was left inflated and is deflated"),
+            Err(problem) => {
+                tracing::error!(vm = %record.name, problem = %problem.message, "its balloon cannot be deflated");
+                record.kept_before = Some(former);
+            }
+        }
+    }
+    record
 }
 
 struct Balloon<'a> {
