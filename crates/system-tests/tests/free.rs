@@ -40,8 +40,8 @@ fn a_guest_under_churn_is_moved_in_every_mode_without_what_it_holds_free() {
     let mut site = Site::start(&churning());
     // Before a guest was full once most of its free pages are holes anyway.
     std::thread::sleep(Duration::from_secs(5));
-    for mode in ["precopy", "hybrid", "postcopy", "stop-and-copy", "auto"] {
-        for number in 0..times(1, 50) {
+    for number in 0..times(1, 50) {
+        for mode in ["precopy", "hybrid", "postcopy", "stop-and-copy", "auto"] {
             let report = site.migrate(&["--mode", mode, "--bandwidth", "200MB"]);
             show(number, &report);
             let seen = &report.introspection;
