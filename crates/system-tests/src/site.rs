@@ -67,6 +67,16 @@ impl Plan {
             memory_limit_bytes: None,
         }
     }
+
+    /// A checker of memory that stays, and churn beside it: half a guest's memory is taken and given back within seconds.
+    ///
+    /// # Panics
+    /// As [`Plan::small`].
+    #[must_use]
+    pub fn churning() -> Self {
+        let jobs = "checker:--mib,16,--rate,4;churn:--mib,128,--rate,32;builder".into();
+        Self { jobs, memory_bytes: 512 << 20, cpus: 2, ..Self::small() }
+    }
 }
 
 /// Two hosts `a` and `b` without a limit on their link, and a guest that began on `a`.
@@ -444,6 +454,16 @@ impl Site {
             let _ = child.kill();
             let _ = child.wait();
         }
+    }
+
+    /// Starts the daemon of a host anew, with more lines in its configuration.
+    ///
+    /// # Panics
+    /// Where they cannot be written, or it does not come up.
+    pub fn configure(&mut self, host: &str, lines: &str) {
+        std::fs::write(self.host(host).directory.join("more.toml"), format!("{lines}\n")).expect("a configuration");
+        self.kill_daemon(host);
+        self.start_daemon(host);
     }
 
     /// Kills the daemon of a host with -9.

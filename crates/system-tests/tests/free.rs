@@ -6,12 +6,6 @@ use sterna_api::Report;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
 
-/// A checker of memory that stays, and churn beside it: half a guest's memory is taken and given back within seconds.
-fn churning() -> Plan {
-    let jobs = "checker:--mib,16,--rate,4;churn:--mib,128,--rate,32;builder".into();
-    Plan { jobs, memory_bytes: 512 << 20, cpus: 2, ..Plan::small() }
-}
-
 fn show(number: usize, report: &Report) {
     let (pages, seen) = (&report.pages, &report.introspection);
     println!(
@@ -37,7 +31,7 @@ fn a_guest_under_churn_is_moved_in_every_mode_without_what_it_holds_free() {
     if skip_without(&needs::GUEST) {
         return;
     }
-    let mut site = Site::start(&churning());
+    let mut site = Site::start(&Plan::churning());
     // Before a guest was full once most of its free pages are holes anyway.
     std::thread::sleep(Duration::from_secs(5));
     for number in 0..times(1, 50) {
@@ -59,13 +53,11 @@ fn a_guest_under_churn_is_harmed_where_what_was_free_once_is_never_looked_at_aga
     if skip_without(&needs::GUEST) {
         return;
     }
-    let mut site = Site::without_guest(&churning());
+    let mut site = Site::without_guest(&Plan::churning());
     for host in ["a", "b"] {
-        std::fs::write(site.host(host).directory.join("more.toml"), "test_trust_first_look = true\n").expect("written");
-        site.kill_daemon(host);
-        site.start_daemon(host);
+        site.configure(host, "test_trust_first_look = true");
     }
-    site.run(&churning());
+    site.run(&Plan::churning());
     std::thread::sleep(Duration::from_secs(5));
     // What was freed last is used first: a migration in three or four meets a page that somebody has again and needs.
     for number in 0..25 {

@@ -23,9 +23,7 @@ fn three_guests_go_to_a_host_that_takes_one_at_a_time() {
     let plan = Plan::small();
     let mut site = Site::without_guest(&plan);
     for (host, limit) in [("a", "max_outgoing = 2"), ("b", "max_incoming = 1")] {
-        std::fs::write(site.host(host).directory.join("more.toml"), limit).expect("a configuration");
-        site.kill_daemon(host);
-        site.start_daemon(host);
+        site.configure(host, limit);
     }
     site.run(&plan);
     let mut guests = vec![site.guest.clone()];

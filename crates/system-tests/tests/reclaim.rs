@@ -9,12 +9,6 @@ use sterna_system_tests::cli::{self, Answer, Attempt};
 use sterna_system_tests::needs::{left_to_the_proofs, times};
 use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
 
-/// A checker of memory that stays, and churn beside it: half a guest's memory is taken and given back within seconds.
-fn churning() -> Plan {
-    let jobs = "checker:--mib,16,--rate,4;churn:--mib,128,--rate,32;builder".into();
-    Plan { jobs, memory_bytes: 512 << 20, cpus: 2, ..Plan::small() }
-}
-
 fn reclaim(site: &Site, options: &[&str]) -> Answer {
     cli::ask(site.here(), &[&["reclaim", &site.guest.name, "--json", "-"], options].concat())
 }
@@ -54,7 +48,7 @@ fn a_guest_under_churn_loses_no_page_while_its_free_memory_is_taken_all_the_time
     if skip_without(&needs::GUEST) {
         return;
     }
-    let mut site = Site::start(&churning());
+    let mut site = Site::start(&Plan::churning());
     site.churn_is_well();
     let (began, mut sum, mut checked) = (Instant::now(), Sum::default(), Instant::now());
     while began.elapsed() < Duration::from_secs(times(20, 600) as u64) {
@@ -91,11 +85,9 @@ fn a_guest_under_churn_is_harmed_where_memory_is_taken_without_a_second_look() {
     if left_to_the_proofs() || skip_without(&needs::GUEST) {
         return;
     }
-    let mut site = Site::without_guest(&churning());
-    std::fs::write(site.host("a").directory.join("more.toml"), "test_trust_first_look = true\n").expect("written");
-    site.kill_daemon("a");
-    site.start_daemon("a");
-    site.run(&churning());
+    let mut site = Site::without_guest(&Plan::churning());
+    site.configure("a", "test_trust_first_look = true");
+    site.run(&Plan::churning());
     std::thread::sleep(Duration::from_secs(5));
     let (began, mut runs) = (Instant::now(), 0);
     while began.elapsed() < Duration::from_secs(180) {
@@ -116,7 +108,7 @@ fn a_daemon_killed_while_it_takes_memory_harms_and_holds_nobody() {
     if skip_without(&needs::GUEST) {
         return;
     }
-    let mut site = Site::start(&churning());
+    let mut site = Site::start(&Plan::churning());
     site.churn_is_well();
     let mut cut_off = 0;
     for number in 0..times(5, 60) {
