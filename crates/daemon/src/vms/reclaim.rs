@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use sterna_api::units::milliseconds;
 use sterna_api::{Problem, ReclaimMethod, Reclaimed, Status};
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::monitor::Monitor;
@@ -28,7 +29,7 @@ impl Daemon {
             ReclaimMethod::Vmi => self.reclaim_by_vmi(&claimed.record, monitor, &mut account),
             ReclaimMethod::Balloon => balloon::reclaim(self, &claimed.record, monitor, &mut account),
         };
-        account.ms = monitor.elapsed().as_secs_f64() * 1e3;
+        account.ms = milliseconds(monitor.elapsed());
         match done {
             Ok(()) => account.status = Status::Completed,
             Err(problem) if problem.code == "cancelled" => {

@@ -58,7 +58,9 @@ pub fn reclaim(daemon: &Daemon, record: &VmRecord, monitor: &Monitor, account: &
     let inflated = balloon.resize(former - wanted.min(former), monitor);
     // Whatever came of it, also where it was cancelled: the guest has its memory back.
     let deflated = balloon.resize(former, &Monitor::new(&record.name));
-    daemon.try_store(record);
+    if deflated.is_ok() {
+        daemon.try_store(record);
+    }
     account.allocated_after_bytes = record.allocated_bytes();
     account.reclaimed_bytes = account.allocated_before_bytes.saturating_sub(account.allocated_after_bytes);
     account.reclaimed_pages = account.reclaimed_bytes / PAGE_BYTES as u64;
