@@ -136,6 +136,25 @@ impl Guest {
     }
 }
 
+/// Does something while the network devices of these guests are in place on every host. Devices and consoles are gone afterwards: the next guest of a name must
+/// not find its words.
+///
+/// # Errors
+/// What went wrong with it, or else with a device.
+pub fn plugged<T>(lab: &Lab, guests: &[Guest], run: impl FnOnce() -> Result<T>) -> Result<T> {
+    let mut made = Vec::new();
+    let mut plug = |guest: &'_ Guest| {
+        lab.create_tap(&guest.tap())?;
+        made.push(guest.tap());
+        Ok(())
+    };
+    let result = guests.iter().try_for_each(&mut plug).and_then(|()| run());
+    let removed = made.iter().map(|tap| lab.delete_tap(tap)).fold(Ok(()), Result::and);
+    guests.iter().for_each(|guest| drop(std::fs::remove_file(&guest.console)));
+    let value = result?;
+    removed.map(|()| value)
+}
+
 fn path_argument(path: &Path) -> String {
     path.display().to_string()
 }

@@ -13,7 +13,7 @@ use crate::Lab;
 use crate::baseline::{BaselineReport, BaselineVm, Method, Ram};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
-use crate::guest::{Balloon, Guest};
+use crate::guest::{Balloon, Guest, plugged};
 use crate::lab::{CLIENT, METER, net};
 use crate::load::memcached::{Load, LoadConfig, LoadRecord};
 use crate::load::{mean_between, now_us};
@@ -62,6 +62,15 @@ impl Mover {
             }
             Self::Qemu(method, Ram::Plain) => format!("qemu {}", method.label()),
             Self::Qemu(method, Ram::SharedFile) => format!("qemu {}, shared file", method.label()),
+        }
+    }
+
+    /// Its options, for a row's set-up.
+    #[must_use]
+    pub fn options(&self) -> Value {
+        match self {
+            Self::Sterna(options) => json!(options),
+            Self::Qemu(method, ram) => json!({ "method": method, "ram": ram, "max_bandwidth": "unlimited" }),
         }
     }
 
@@ -158,17 +167,14 @@ impl Before {
 /// # Errors
 /// Where the guest does not start or the migration fails.
 pub fn run(setup: &Setup) -> Result<Trial> {
-    let Setup { lab, guest, .. } = setup;
-    lab.create_tap(&guest.tap())?;
-    let result = run_with_tap(setup);
-    let removed = lab.delete_tap(&guest.tap());
-    // The console belongs to this trial: the next guest of the name must not find its words.
-    let _ = std::fs::remove_file(&guest.console);
-    let trial = result?;
-    removed.map(|()| trial)
+    plugged(setup.lab, std::slice::from_ref(&setup.guest), || run_plugged(setup))
 }
 
-fn run_with_tap(setup: &Setup) -> Result<Trial> {
+/// The same where the guest's network device is in place.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_plugged(setup: &Setup) -> Result<Trial> {
     let Setup { lab, guest, qemu, .. } = setup;
     let meter = Meter::start(lab.host(METER)?)?;
     (setup.say)(&format!("starting guest {} on host a: {}", guest.name, guest.jobs));

@@ -10,17 +10,18 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::judge::{is_row, metric, ratio, worst};
-use super::{Options, Record, dtrack, lab_name, qemus};
+use super::runner::{Attempt, Row, Site, done, figure, try_all};
+use super::{Options, Record, movers, qemus};
 use crate::baseline::{BaselineVm, Method, Ram};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
-use crate::lab::{CLIENT, Lab, LabConfig, METER};
+use crate::lab::{CLIENT, Lab, METER};
 use crate::load::iperf::IperfServer;
 use crate::load::now_us;
 use crate::meter::{Line, Meter};
 use crate::plot::BarPlot;
-use crate::result::{Config, Run, Target, rows, show_number};
+use crate::result::{Config, Run, Target, rows};
 use crate::stats::median;
 use crate::sterna::SternaVm;
 use crate::trial::{Mover, Qemu};
@@ -84,24 +85,17 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
         migrations: if options.quick { 4 } else { 20 },
         undisturbed: Duration::from_secs(if options.quick { 6 } else { 20 }),
     };
-    let movers = movers(options.quick, &newest)?;
+    let movers = of_all(options.quick, &newest)?;
     let judged = newest.label.clone();
     record.judge(move |runs| targets(runs, &judged));
-    let lab = Lab::up(LabConfig { rate_bytes_per_s: Some(dtrack::LINK_BYTES_PER_S), ..LabConfig::pair(&lab_name()) })?;
-    for repeat in 0..repeats {
-        for work in WORK {
-            // Forwards and backwards in turn, so that what drifts meets both sides of a pair alike.
-            let order: Vec<&Who> =
-                if repeat % 2 == 0 { movers.iter().collect() } else { movers.iter().rev().collect() };
-            for who in order {
-                record.add([try_one(&lab, work, who, &newest, repeat, &series, record)]);
-            }
-        }
-    }
+    let lab = Lab::up(movers::lab_config())?;
+    let attempt = |work, who: &Who| ToAndFro { work, who: who.clone(), qemu: newest.clone(), series };
+    let attempts: Vec<_> = WORK.into_iter().flat_map(|work| movers.iter().map(move |who| attempt(work, who))).collect();
+    try_all(&lab, &attempts, repeats, record);
     plot(record.runs(), record.directory())
 }
 
-fn movers(quick: bool, newest: &Qemu) -> Result<Vec<Who>> {
+fn of_all(quick: bool, newest: &Qemu) -> Result<Vec<Who>> {
     let (sterna, methods): (&[&str], &[Method]) = if quick {
         (&[POSTCOPY, PRECOPY], &[Method::Vanilla, Method::PurePostcopyPreempt])
     } else {
@@ -110,13 +104,14 @@ fn movers(quick: bool, newest: &Qemu) -> Result<Vec<Who>> {
     };
     let mut movers = if quick { Vec::new() } else { vec![Who::Nobody] };
     for row in sterna {
-        movers.push(Who::Mover(dtrack::sterna(row)?));
+        movers.push(Who::Mover(movers::sterna(row)?));
     }
-    movers.extend(dtrack::known(newest, methods)?.into_iter().map(Who::Mover));
+    movers.extend(movers::known(newest, methods)?.into_iter().map(Who::Mover));
     Ok(movers)
 }
 
 /// How a guest is moved again and again.
+#[derive(Debug, Clone, Copy)]
 struct Series {
     migrations: u32,
     /// How long it is looked at before and after.
@@ -164,133 +159,128 @@ impl Running {
     }
 }
 
-/// One series. One that fails is a row too, with what was seen until then; and so is one that is not begun because it is too late.
-fn try_one(lab: &Lab, work: Work, who: &Who, qemu: &Qemu, repeat: usize, series: &Series, record: &Record) -> Run {
-    let mut metrics = BTreeMap::new();
-    let name = record.new_guest();
-    let error = record.too_late().or_else(|| {
-        let mut run = |guest: &Guest| move_to_and_fro(lab, guest, work, who, qemu, series, &mut metrics);
-        let error = with_tap(lab, &name, work, &mut run).err()?;
-        lab.end_machines();
-        Some(error.to_string())
-    });
-    metrics.insert("failed".into(), f64::from(u8::from(error.is_some())));
-    let details = error.map_or(Value::Null, |error| json!({ "error": error }));
-    let shown = |name: &str| metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
-    eprintln!(
-        "{}, {}: {} s added by each of {} migrations{}",
-        work.name(),
-        who.label(),
-        shown(ADDED),
-        series.migrations,
-        details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default()
-    );
-    let options = match who {
-        Who::Nobody => Value::Null,
-        Who::Mover(Mover::Sterna(options)) => json!(options),
-        Who::Mover(Mover::Qemu(method, ram)) => json!({ "method": method, "ram": ram, "max_bandwidth": "unlimited" }),
-    };
-    let values = [
-        ("mover", json!(who.label())),
-        ("qemu", json!(qemu.label)),
-        ("workload", json!(work.name())),
-        ("migrations", json!(series.migrations)),
-        ("memory_mib", json!(MEMORY_MIB)),
-        ("options", options),
-        ("seed", json!(1)),
-    ];
-    let config: Config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-    Run { config, baseline: matches!(who, Who::Mover(Mover::Qemu(..))), repeat, metrics, details }
-}
-
-/// Does something with a guest's network device in place; device and console are gone afterwards.
-fn with_tap<T>(lab: &Lab, name: &str, work: Work, run: impl FnOnce(&Guest) -> Result<T>) -> Result<T> {
-    let client = lab.host(CLIENT)?.address;
-    let jobs = match work {
-        // A line for each unit of work.
-        Work::Compile => "builder:--interval-ms,0".to_owned(),
-        Work::Send => format!("iperf3:-c,{client},-t,86400"),
-    };
-    let mut guest = Guest::new(lab, name, 10, &jobs);
-    guest.memory_bytes = MEMORY_MIB << 20;
-    lab.create_tap(&guest.tap())?;
-    let result = run(&guest);
-    let removed = lab.delete_tap(&guest.tap());
-    // The next guest of the name must not find its words.
-    let _ = std::fs::remove_file(&guest.console);
-    let value = result?;
-    removed.map(|()| value)
-}
-
-fn move_to_and_fro(
-    lab: &Lab,
-    guest: &Guest,
+/// One series.
+struct ToAndFro {
     work: Work,
-    who: &Who,
-    qemu: &Qemu,
-    series: &Series,
-    metrics: &mut BTreeMap<String, f64>,
-) -> Result<()> {
-    let meter = Meter::start(lab.host(METER)?)?;
-    let server = if work == Work::Send { Some(IperfServer::start(lab.host(CLIENT)?)?) } else { None };
-    let mut vm = match who {
-        Who::Nobody | Who::Mover(Mover::Sterna(_)) => Running::Sterna(SternaVm::start(lab, "a", guest, &qemu.path)?),
-        Who::Mover(Mover::Qemu(_, ram)) => {
-            Running::Qemu(Box::new(BaselineVm::start(lab, "a", guest, &qemu.path, *ram)?))
-        }
-    };
-    guest.wait_until_up(START)?;
-    let lines = || meter.lines(guest.address(), "BUILDER");
-    let ready = |line: &Line| line.text.starts_with("BUILDER ready").then(|| line.number("units"))?;
-    let compiled = || Compiled::of(&lines(), lines().iter().find_map(ready).unwrap_or(UNITS) as usize);
-    let progress = |undisturbed: &[(i64, i64)]| match &server {
-        Some(server) => {
-            let samples = server.samples();
-            let sizes = samples
-                .windows(2)
-                .map(|pair| (pair[1].at_us, pair[1].per_s * (pair[1].at_us - pair[0].at_us) as f64 / 1e6));
-            Progress::of(sizes.collect::<Vec<_>>())
-        }
-        None => compiled().progress(undisturbed),
-    };
-    // The first units are slower: nothing of what they need was used before.
-    wait_for("the guest's work", START, || Ok((progress(&[]).0.len() > 15).then_some(())))?;
-    let settled = now_us();
-    std::thread::sleep(SETTLE);
+    who: Who,
+    qemu: Qemu,
+    series: Series,
+}
 
-    let start = now_us();
-    std::thread::sleep(series.undisturbed);
-    let begin = now_us();
-    let mut moved = Vec::new();
-    for number in 0..series.migrations {
-        if let Who::Mover(mover) = who {
-            let (there, took) = vm.migrate(lab, if number % 2 == 0 { "b" } else { "a" }, mover)?;
-            vm = there;
-            moved.push(took);
-            note_moved(metrics, &moved);
-        }
-        std::thread::sleep(PAUSE);
+impl Attempt for ToAndFro {
+    fn rows(&self) -> Vec<Row> {
+        let options = match &self.who {
+            Who::Nobody => Value::Null,
+            Who::Mover(mover) => mover.options(),
+        };
+        let values = [
+            ("mover", json!(self.who.label())),
+            ("qemu", json!(self.qemu.label)),
+            ("workload", json!(self.work.name())),
+            ("migrations", json!(self.series.migrations)),
+            ("memory_mib", json!(MEMORY_MIB)),
+            ("options", options),
+            ("seed", json!(1)),
+        ];
+        let config: Config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        let words = format!("{} on QEMU {}, {}", self.who.label(), self.qemu.label, self.work.name());
+        vec![Row { words, config, baseline: matches!(self.who, Who::Mover(Mover::Qemu(..))) }]
     }
-    let end = now_us();
-    std::thread::sleep(series.undisturbed);
-    let last = now_us();
-    let progress = progress(&[(settled, begin), (end, last)]);
-    drop(vm);
-    let rates = [(start, begin), (end, last)].map(|(from, to)| progress.rate(from, to));
-    let [Some(before), Some(after)] = rates else { return Err(Error::Usage("the guest's work stood still".into())) };
-    let took_s = (end - begin) as f64 / 1e6;
-    let done = progress.between(begin, end).ok_or_else(|| Error::Usage("the guest's work stood still".into()))?;
-    let added_s = took_s - done / ((before + after) / 2.0);
-    metrics.extend([
-        ("series_s".to_owned(), took_s),
-        ("added_s".to_owned(), added_s),
-        (ADDED.to_owned(), added_s / f64::from(series.migrations)),
-        ("rate_before".to_owned(), before),
-        ("rate_after".to_owned(), after),
-        // What is added is told no better than this share of the series.
-        ("drift".to_owned(), (after / before - 1.0).abs()),
-    ]);
-    Ok(())
+
+    fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
+        let client = lab.host(CLIENT).map(|host| host.address.to_string()).unwrap_or_default();
+        let jobs = match self.work {
+            // A line for each unit of work.
+            Work::Compile => "builder:--interval-ms,0".to_owned(),
+            Work::Send => format!("iperf3:-c,{client},-t,86400"),
+        };
+        let mut guest = Guest::new(lab, name, 10, &jobs);
+        guest.memory_bytes = MEMORY_MIB << 20;
+        vec![guest]
+    }
+
+    fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
+        for run in runs {
+            self.move_to_and_fro(site.lab, site.guest()?, &mut run.metrics)?;
+            done(run);
+        }
+        Ok(())
+    }
+
+    fn tell(&self, run: &Run) -> String {
+        format!("{} s added by each of {} migrations", figure(run, ADDED), self.series.migrations)
+    }
+}
+
+impl ToAndFro {
+    /// Fills in the metrics as it goes: of a series that breaks off, what was seen until then is kept.
+    fn move_to_and_fro(&self, lab: &Lab, guest: &Guest, metrics: &mut BTreeMap<String, f64>) -> Result<()> {
+        let Self { work, who, qemu, series } = self;
+        let meter = Meter::start(lab.host(METER)?)?;
+        let server = if *work == Work::Send { Some(IperfServer::start(lab.host(CLIENT)?)?) } else { None };
+        let mut vm = match who {
+            Who::Nobody | Who::Mover(Mover::Sterna(_)) => {
+                Running::Sterna(SternaVm::start(lab, "a", guest, &qemu.path)?)
+            }
+            Who::Mover(Mover::Qemu(_, ram)) => {
+                Running::Qemu(Box::new(BaselineVm::start(lab, "a", guest, &qemu.path, *ram)?))
+            }
+        };
+        guest.wait_until_up(START)?;
+        let lines = || meter.lines(guest.address(), "BUILDER");
+        let ready = |line: &Line| line.text.starts_with("BUILDER ready").then(|| line.number("units"))?;
+        let compiled = || Compiled::of(&lines(), lines().iter().find_map(ready).unwrap_or(UNITS) as usize);
+        let progress = |undisturbed: &[(i64, i64)]| match &server {
+            Some(server) => {
+                let samples = server.samples();
+                let sizes = samples
+                    .windows(2)
+                    .map(|pair| (pair[1].at_us, pair[1].per_s * (pair[1].at_us - pair[0].at_us) as f64 / 1e6));
+                Progress::of(sizes.collect::<Vec<_>>())
+            }
+            None => compiled().progress(undisturbed),
+        };
+        // The first units are slower: nothing of what they need was used before.
+        wait_for("the guest's work", START, || Ok((progress(&[]).0.len() > 15).then_some(())))?;
+        let settled = now_us();
+        std::thread::sleep(SETTLE);
+
+        let start = now_us();
+        std::thread::sleep(series.undisturbed);
+        let begin = now_us();
+        let mut moved = Vec::new();
+        for number in 0..series.migrations {
+            if let Who::Mover(mover) = who {
+                let (there, took) = vm.migrate(lab, if number % 2 == 0 { "b" } else { "a" }, mover)?;
+                vm = there;
+                moved.push(took);
+                note_moved(metrics, &moved);
+            }
+            std::thread::sleep(PAUSE);
+        }
+        let end = now_us();
+        std::thread::sleep(series.undisturbed);
+        let last = now_us();
+        let progress = progress(&[(settled, begin), (end, last)]);
+        drop(vm);
+        let rates = [(start, begin), (end, last)].map(|(from, to)| progress.rate(from, to));
+        let [Some(before), Some(after)] = rates else {
+            return Err(Error::Usage("the guest's work stood still".into()));
+        };
+        let took_s = (end - begin) as f64 / 1e6;
+        let done = progress.between(begin, end).ok_or_else(|| Error::Usage("the guest's work stood still".into()))?;
+        let added_s = took_s - done / ((before + after) / 2.0);
+        metrics.extend([
+            ("series_s".to_owned(), took_s),
+            ("added_s".to_owned(), added_s),
+            (ADDED.to_owned(), added_s / f64::from(series.migrations)),
+            ("rate_before".to_owned(), before),
+            ("rate_after".to_owned(), after),
+            // What is added is told no better than this share of the series.
+            ("drift".to_owned(), (after / before - 1.0).abs()),
+        ]);
+        Ok(())
+    }
 }
 
 /// What the migrations of a series took so far.
@@ -383,7 +373,7 @@ impl Progress {
 
 fn targets(runs: &[Run], qemu: &str) -> Result<Vec<Target>> {
     let target = |name: &str, own: &str, method: Method| {
-        let (own, other) = (dtrack::sterna(own)?, Mover::Qemu(method, Ram::Plain));
+        let (own, other) = (movers::sterna(own)?, Mover::Qemu(method, Ram::Plain));
         let ratios = WORK.map(|work| {
             let of = |mover| move |run: &Run| is_row(run, work.name(), mover, qemu);
             ratio(runs, metric(ADDED), of(&own), of(&other))
@@ -450,7 +440,7 @@ mod tests {
     #[test]
     fn each_mode_is_judged_against_qemus_own_at_the_work_that_suffers_most() {
         let row = |work: Work, mover: &Mover, added: f64| sample(work.name(), mover, "10.0", &[(ADDED, added)]);
-        let (post, pre) = (dtrack::sterna(POSTCOPY).unwrap(), dtrack::sterna(PRECOPY).unwrap());
+        let (post, pre) = (movers::sterna(POSTCOPY).unwrap(), movers::sterna(PRECOPY).unwrap());
         let preempt = Mover::Qemu(Method::PurePostcopyPreempt, Ram::Plain);
         let runs = [
             row(Work::Compile, &post, 0.2),

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{derive_quotient, is_row, metric, ratio, time_ms};
-use super::{Case, Options, Record, Watch, dtrack, qemus, try_each};
+use super::{Case, Options, Record, Watch, movers, qemus, try_each};
 use crate::baseline::Method;
 use crate::error::{Error, Result};
 use crate::guest::{Balloon, Guest};
@@ -51,8 +51,8 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let sizes = Sizes::of(options.quick);
     let cases = cases(sizes, &newest)?;
     record.judge(move |runs| targets(runs, sizes, &newest.label));
-    let lab = Lab::up(dtrack::lab_config())?;
-    let watch = Watch { fit, ..Watch::after(Duration::from_millis(1500)) };
+    let lab = Lab::up(movers::lab_config())?;
+    let watch = Watch { fit, ..Watch::default() };
     try_each(&lab, &cases, repeats, watch, record, |_, trial| {
         derive_quotient(&mut trial.metrics, SENT_TO_NONZERO, "pages_sent", "nonzero_pages");
         serde_json::Value::Null
@@ -82,9 +82,9 @@ fn cases(sizes: Sizes, qemu: &Qemu) -> Result<Vec<Case>> {
     };
     let mut cases = Vec::new();
     for (mode, method) in MODES {
-        let own = dtrack::sterna(mode)?;
+        let own = movers::sterna(mode)?;
         cases.extend([case(own.clone(), false), case(own, true)]);
-        cases.extend(dtrack::known(qemu, &[method])?.into_iter().map(|mover| case(mover, false)));
+        cases.extend(movers::known(qemu, &[method])?.into_iter().map(|mover| case(mover, false)));
     }
     Ok(cases)
 }
@@ -94,7 +94,7 @@ fn targets(runs: &[Run], sizes: Sizes, qemu: &str) -> Result<Vec<Target>> {
     let (before, after) = (sizes.workload(false), sizes.workload(true));
     let mut targets = Vec::new();
     for (mode, _) in MODES {
-        let mover = dtrack::sterna(mode)?;
+        let mover = movers::sterna(mode)?;
         let to_before = |value: &dyn Fn(&Run) -> Option<f64>| {
             ratio(runs, value, |run| is_row(run, &after, &mover, qemu), |run| is_row(run, &before, &mover, qemu))
         };
@@ -134,7 +134,7 @@ mod tests {
     fn a_guest_is_judged_against_itself_without_the_balloon_and_by_the_same_mode() {
         let sizes = Sizes::of(true);
         let run = |mode: &str, settled: bool, ms: f64, bytes: f64| {
-            let mover = dtrack::sterna(mode).unwrap();
+            let mover = movers::sterna(mode).unwrap();
             let metrics = [("total_ms", ms), ("bytes_on_wire", bytes), ("pages_sent", bytes / 4096.0)];
             sample(&sizes.workload(settled), &mover, "10.0", &metrics)
         };

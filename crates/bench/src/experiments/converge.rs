@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::curves::Curves;
 use super::judge::{derive_quotient, derive_shares, is_row, metric, middle, ratio, time_ms, worst};
-use super::{Case, Options, Record, dtrack, qemus, try_all};
+use super::{Case, Options, Record, movers, qemus, try_all};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::Lab;
@@ -51,11 +51,11 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let newest = cases.first().map(|case| case.qemu.label.clone()).unwrap_or_default();
     let judged = workloads(options.quick);
     record.judge(move |runs| targets(runs, &judged, &newest));
-    let lab = Lab::up(dtrack::lab_config())?;
+    let lab = Lab::up(movers::lab_config())?;
     try_all(&lab, &cases, repeats, record, |_, metrics| {
         derive_shares(&lab, metrics);
         derive_quotient(metrics, PREDICTION, "downtime_ms", "predicted_downtime_ms");
-        let used_ms = metrics.get("nonzero_pages").map(|pages| pages * 4096.0 / dtrack::LINK_BYTES_PER_S as f64 * 1e3);
+        let used_ms = metrics.get("nonzero_pages").map(|pages| pages * 4096.0 / movers::LINK_BYTES_PER_S as f64 * 1e3);
         let limit = metrics.get("total_ms").zip(used_ms).map(|(total, used)| total / used);
         metrics.extend(limit.map(|limit| (TO_LIMIT.into(), limit)));
     });
@@ -75,20 +75,20 @@ fn name(pattern: &str, share: f64) -> String {
 /// Sterna's movers.
 fn movers_of_sterna(quick: bool) -> Result<Vec<Mover>> {
     let short = ["", "--mode precopy --timeout 15s", FORCE, "--mode precopy --throttle 99", HYBRID, POSTCOPY];
-    STERNA.iter().filter(|row| !quick || short.contains(row)).map(|row| dtrack::sterna(row)).collect()
+    STERNA.iter().filter(|row| !quick || short.contains(row)).map(|row| movers::sterna(row)).collect()
 }
 
 fn cases(quick: bool) -> Result<Vec<Case>> {
     let mut qemus = qemus()?;
     let newest = qemus.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let mut movers: Vec<(Mover, &Qemu)> = movers_of_sterna(quick)?.into_iter().map(|mover| (mover, &newest)).collect();
-    movers.extend(dtrack::known(&newest, &QEMU)?.into_iter().map(|mover| (mover, &newest)));
+    movers.extend(movers::known(&newest, &QEMU)?.into_iter().map(|mover| (mover, &newest)));
     for older in qemus.iter().filter(|_| !quick) {
-        movers.extend(dtrack::known(older, &[Method::Postcopy])?.into_iter().map(|mover| (mover, older)));
+        movers.extend(movers::known(older, &[Method::Postcopy])?.into_iter().map(|mover| (mover, older)));
     }
     let mut cases = Vec::new();
     for (pattern, share) in workloads(quick) {
-        let mib_per_s = share * dtrack::LINK_BYTES_PER_S as f64 / f64::from(1 << 20);
+        let mib_per_s = share * movers::LINK_BYTES_PER_S as f64 / f64::from(1 << 20);
         for (mover, qemu) in &movers {
             cases.push(Case {
                 workload: name(pattern, share),
@@ -110,7 +110,7 @@ fn cases(quick: bool) -> Result<Vec<Case>> {
 }
 
 fn targets(runs: &[Run], workloads: &[(&str, f64)], qemu: &str) -> Result<Vec<Target>> {
-    let hybrid = dtrack::sterna(HYBRID)?;
+    let hybrid = movers::sterna(HYBRID)?;
     let names: Vec<String> = workloads.iter().map(|(pattern, share)| name(pattern, *share)).collect();
     let worst_hybrid =
         |name: &str| worst(names.iter().map(|workload| middle(runs, workload, &hybrid, qemu, metric(name))));
@@ -120,7 +120,7 @@ fn targets(runs: &[Run], workloads: &[(&str, f64)], qemu: &str) -> Result<Vec<Ta
         ratio(runs, time_ms, own, |run| is_row(run, workload, &preempt, "10.0"))
     }));
     // Only where the pause was one that nobody would have chosen: a guest that converged was not forced.
-    let forced = dtrack::sterna(FORCE)?.label();
+    let forced = movers::sterna(FORCE)?.label();
     let forced = |run: &Run| {
         let timed_out = run.metrics.get("total_ms").is_some_and(|ms| *ms >= 15_000.0);
         timed_out && run.config.get("mover").and_then(|mover| mover.as_str()) == Some(forced.as_str())
@@ -165,7 +165,7 @@ mod tests {
 
     #[test]
     fn only_guests_that_were_forced_judge_the_prediction() {
-        let force = dtrack::sterna(FORCE).unwrap();
+        let force = movers::sterna(FORCE).unwrap();
         let runs = [
             run(&force, &[("total_ms", 3_000.0), (PREDICTION, 5.0)]),
             run(&force, &[("total_ms", 16_000.0), (PREDICTION, 1.3)]),
@@ -179,7 +179,7 @@ mod tests {
 
     #[test]
     fn hybrid_is_judged_at_its_worst_row_and_not_at_all_where_one_is_missing() {
-        let hybrid = dtrack::sterna(HYBRID).unwrap();
+        let hybrid = movers::sterna(HYBRID).unwrap();
         let metrics = [("downtime_ms", 7.0), ("gap_ms", 11.0), (TO_LIMIT, 1.05), ("total_ms", 3000.0)];
         let qemu = run(&Mover::Qemu(Method::PostcopyPreempt, Ram::Plain), &[("total_ms", 4000.0)]);
         let runs = [qemu, run(&hybrid, &metrics)];

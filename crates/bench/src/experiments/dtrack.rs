@@ -1,20 +1,16 @@
-//! What the experiments after D-Track have in common: a memcached that fills the guest, sets all over it, and who moves it.
+//! What the experiments after D-Track have in common: a memcached that fills the guest, and sets all over it.
 
 use std::path::Path;
 use std::time::Duration;
 
+use super::movers::LINK_BYTES_PER_S;
 use super::{Case, Options};
-use crate::baseline::{Method, Ram, qemu};
 use crate::error::Result;
-use crate::lab::LabConfig;
 use crate::load::memcached::LoadConfig;
 use crate::plot::{BarPlot, LinePlot};
 use crate::result::{Row, Run, rows};
-use crate::sterna;
 use crate::trial::{LIMIT, Mover, Qemu};
 
-/// The link of both hosts, bytes per second.
-pub(super) const LINK_BYTES_PER_S: u64 = 125_000_000;
 /// Sets per second over the whole cache. Each writes about SET_PAGES different pages (the item, its neighbours' links, the table), so that the guest
 /// writes about half of what the link carries; what it was is in each row.
 const SETS_PER_S: f64 = 3000.0;
@@ -23,37 +19,9 @@ const CACHE_PERCENT: u64 = 90;
 const BESIDE_MIB: u64 = 220;
 const SEED: u64 = 14;
 
-/// Sterna with options as on its command line.
-pub(super) fn sterna(options: &str) -> Result<Mover> {
-    Ok(Mover::Sterna(sterna::options(options)?))
-}
-
-/// QEMU by itself, RAM as most users have it.
-pub(super) fn vanilla() -> Mover {
-    Mover::Qemu(Method::Vanilla, Ram::Plain)
-}
-
 /// The RAM sizes of the paper that fit here, MiB.
 pub(super) fn sizes_mib(options: &Options) -> &'static [u64] {
     if options.quick { &[1024] } else { &[1024, 2048, 4096, 8192] }
-}
-
-/// The lab's two hosts.
-pub(super) fn lab_config() -> LabConfig {
-    LabConfig { rate_bytes_per_s: Some(LINK_BYTES_PER_S), ..LabConfig::pair(&super::lab_name()) }
-}
-
-/// The methods of `wanted` that this QEMU has. Which are missing is said.
-pub(super) fn known(qemu: &Qemu, wanted: &[Method]) -> Result<Vec<Mover>> {
-    let known = qemu::capabilities(&qemu.path)?;
-    let has = |method: &&Method| {
-        let absent = method.capabilities().iter().find(|name| !known.iter().any(|known| known == *name));
-        absent
-            .into_iter()
-            .for_each(|name| eprintln!("no row {} with QEMU {}: it has no {name}", method.label(), qemu.label));
-        absent.is_none()
-    };
-    Ok(wanted.iter().filter(has).map(|method| Mover::Qemu(*method, Ram::Plain)).collect())
 }
 
 /// The guest of the paper's section 6.4: memcached has 90 % of RAM, all of it full, and clients do nothing but set.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{derive_shares, is_row, ratio, time_ms, worst};
-use super::{Case, Options, Record, dtrack, qemus, try_all};
+use super::{Case, Options, Record, dtrack, movers, qemus, try_all};
 use crate::error::{Error, Result};
 use crate::lab::Lab;
 use crate::result::{Run, Target};
@@ -26,14 +26,14 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let cases = cases(sizes, options.quick, &qemu)?;
     let (judged, quick) = (qemu, options.quick);
     record.judge(move |runs| targets(runs, sizes, quick, &judged));
-    let lab = Lab::up(dtrack::lab_config())?;
+    let lab = Lab::up(movers::lab_config())?;
     try_all(&lab, &cases, repeats, record, |_, metrics| derive_shares(&lab, metrics));
     plot(record.runs(), record.directory())
 }
 
 /// Sterna with a hash and the options it is combined with.
 fn mover(hash: &str, combined: &str) -> Result<Mover> {
-    dtrack::sterna(&format!("--content-hash {hash} {combined}"))
+    movers::sterna(&format!("--content-hash {hash} {combined}"))
 }
 
 /// A short run combines the paper's hash and the default one only.
@@ -46,7 +46,7 @@ fn combinations(quick: bool) -> Vec<(&'static str, &'static str)> {
 fn cases(sizes_mib: &[u64], quick: bool, qemu: &Qemu) -> Result<Vec<Case>> {
     let mut cases = Vec::new();
     for mib in sizes_mib {
-        cases.push(dtrack::memcached(*mib, dtrack::vanilla(), qemu));
+        cases.push(dtrack::memcached(*mib, movers::vanilla(), qemu));
         for (hash, combined) in combinations(quick) {
             cases.push(dtrack::memcached(*mib, mover(hash, combined)?, qemu));
         }
@@ -79,7 +79,7 @@ fn targets(runs: &[Run], sizes_mib: &[u64], quick: bool, qemu: &Qemu) -> Result<
     let mut to_vanilla = Vec::new();
     for (hash, combined) in combinations(quick).into_iter().filter(|(hash, _)| *hash != "off") {
         let own = mover(hash, combined)?;
-        to_vanilla.extend(sizes_mib.iter().map(|mib| between(&dtrack::workload(*mib), &own, &dtrack::vanilla())));
+        to_vanilla.extend(sizes_mib.iter().map(|mib| between(&dtrack::workload(*mib), &own, &movers::vanilla())));
     }
     let xxh3 = between(NOTHING_SILENT, &mover("xxh3", ALONE)?, &mover("off", ALONE)?);
     Ok(vec![
@@ -89,7 +89,7 @@ fn targets(runs: &[Run], sizes_mib: &[u64], quick: bool, qemu: &Qemu) -> Result<
 }
 
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
-    let vanilla = dtrack::vanilla().label();
+    let vanilla = movers::vanilla().label();
     for (name, title, combined) in [
         ("total_time_alone", "Hashes alone", ALONE),
         ("total_time_exact", "Hashes and exact fake dirty pages", EXACT),
@@ -125,7 +125,7 @@ mod tests {
         };
         let memcached = dtrack::workload(1024);
         let mut runs = vec![
-            run(&memcached, &dtrack::vanilla(), 1000.0),
+            run(&memcached, &movers::vanilla(), 1000.0),
             run(NOTHING_SILENT, &mover("off", ALONE).unwrap(), 1000.0),
             run(NOTHING_SILENT, &mover("xxh3", ALONE).unwrap(), 1005.0),
         ];

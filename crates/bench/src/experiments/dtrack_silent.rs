@@ -49,7 +49,7 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let default = Mover::Sterna(sterna::options("")?);
     let judged = default.clone();
     record.judge(move |runs| Ok(targets(runs, &judged)));
-    try_each(&lab, &cases, repeats, Watch::after(Duration::from_millis(1500)), record, look);
+    try_each(&lab, &cases, repeats, Watch::default(), record, look);
     record.derive(|runs| derive(runs, &default));
     plot(record.runs(), record.directory())
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::judge::{derive_shares, is_row, ratio, time_ms, worst};
-use super::{Case, Options, Record, dtrack, is, qemus, try_all};
+use super::{Case, Options, Record, dtrack, is, movers, qemus, try_all};
 use crate::baseline::Method;
 use crate::error::{Error, Result};
 use crate::lab::Lab;
@@ -29,7 +29,7 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let cases = cases(sizes, options.quick)?;
     let newest = cases.first().map(|case| case.qemu.label.clone()).unwrap_or_default();
     record.judge(move |runs| targets(runs, sizes, &newest));
-    let lab = Lab::up(dtrack::lab_config())?;
+    let lab = Lab::up(movers::lab_config())?;
     try_all(&lab, &cases, repeats, record, |_, metrics| derive_shares(&lab, metrics));
     plot(record.runs(), record.directory())
 }
@@ -57,15 +57,15 @@ fn cases(sizes_mib: &[u64], quick: bool) -> Result<Vec<Case>> {
     let own = [Method::Vanilla, Method::Xbzrle(64), Method::MultifdZstd(2), Method::AutoConverge];
     let mut cases = Vec::new();
     for mib in sizes_mib {
-        for mover in dtrack::known(&newest, &own)? {
+        for mover in movers::known(&newest, &own)? {
             cases.push(dtrack::memcached(*mib, mover, &newest));
         }
         for options in rows_of_sterna(quick) {
-            cases.push(dtrack::memcached(*mib, dtrack::sterna(&options)?, &newest));
+            cases.push(dtrack::memcached(*mib, movers::sterna(&options)?, &newest));
         }
         // What newer versions have dropped.
         for older in qemus.iter().filter(|_| !quick) {
-            for mover in dtrack::known(older, &[Method::Vanilla, Method::Compress(2)])? {
+            for mover in movers::known(older, &[Method::Vanilla, Method::Compress(2)])? {
                 cases.push(dtrack::memcached(*mib, mover, older));
             }
         }
@@ -75,7 +75,7 @@ fn cases(sizes_mib: &[u64], quick: bool) -> Result<Vec<Case>> {
 
 fn targets(runs: &[Run], sizes_mib: &[u64], newest: &str) -> Result<Vec<Target>> {
     let to_vanilla = |options: &str| -> Result<Option<f64>> {
-        let (own, vanilla) = (dtrack::sterna(options)?, dtrack::vanilla());
+        let (own, vanilla) = (movers::sterna(options)?, movers::vanilla());
         Ok(worst(sizes_mib.iter().map(|mib| {
             let workload = dtrack::workload(*mib);
             let (own, vanilla) = (&own, &vanilla);
@@ -87,7 +87,7 @@ fn targets(runs: &[Run], sizes_mib: &[u64], newest: &str) -> Result<Vec<Target>>
             )
         })))
     };
-    let (default, without) = (dtrack::sterna("")?, dtrack::sterna(WITHOUT_SKIPPING)?);
+    let (default, without) = (movers::sterna("")?, movers::sterna(WITHOUT_SKIPPING)?);
     let to_without = worst(sizes_mib.iter().map(|mib| {
         let workload = dtrack::workload(*mib);
         let of = |mover| {
@@ -96,7 +96,7 @@ fn targets(runs: &[Run], sizes_mib: &[u64], newest: &str) -> Result<Vec<Target>>
         };
         ratio(runs, time_ms, of(&default), of(&without))
     }));
-    let zstd = dtrack::sterna(ZSTD)?;
+    let zstd = movers::sterna(ZSTD)?;
     let to_every_qemu = worst(sizes_mib.iter().flat_map(|mib| {
         let workload = dtrack::workload(*mib);
         let zstd = &zstd;
@@ -126,7 +126,7 @@ fn rivals(runs: &[Run], workload: &str) -> Vec<(String, String)> {
 }
 
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
-    let vanilla = dtrack::vanilla().label();
+    let vanilla = movers::vanilla().label();
     let combined = |row: &Row| ["delta", "compress"].iter().any(|word| row.word("mover").contains(word));
     dtrack::plot(runs, directory, "total_time_qemu", "QEMU's own techniques, and Sterna's defaults", |row| {
         row.baseline || row.word("mover") == "sterna, 1 stream"
@@ -154,7 +154,7 @@ mod tests {
     fn every_row_of_the_experiment_is_a_different_one_and_the_first_is_the_default() {
         for quick in [true, false] {
             let movers: Vec<String> =
-                rows_of_sterna(quick).iter().map(|row| dtrack::sterna(row).unwrap().label()).collect();
+                rows_of_sterna(quick).iter().map(|row| movers::sterna(row).unwrap().label()).collect();
             assert_eq!(movers[0], "sterna, 1 stream");
             assert!(movers.iter().enumerate().all(|(at, mover)| !movers[..at].contains(mover)), "{movers:?}");
             assert_eq!(movers.len(), if quick { 8 } else { 19 });
@@ -163,15 +163,15 @@ mod tests {
 
     #[test]
     fn the_worst_size_is_judged_and_a_baseline_that_was_given_up_counts_what_it_was_tried() {
-        let (default, zstd) = (dtrack::sterna("").unwrap(), dtrack::sterna(ZSTD).unwrap());
+        let (default, zstd) = (movers::sterna("").unwrap(), movers::sterna(ZSTD).unwrap());
         let compress = Mover::Qemu(Method::Compress(2), crate::baseline::Ram::Plain);
         let runs = [
-            run(&dtrack::vanilla(), 1024, "10.0", "total_ms", 1000.0),
+            run(&movers::vanilla(), 1024, "10.0", "total_ms", 1000.0),
             run(&default, 1024, "10.0", "total_ms", 500.0),
-            run(&dtrack::sterna(WITHOUT_SKIPPING).unwrap(), 1024, "10.0", "total_ms", 400.0),
-            run(&dtrack::sterna(WITHOUT_SKIPPING).unwrap(), 2048, "10.0", "total_ms", 6300.0),
+            run(&movers::sterna(WITHOUT_SKIPPING).unwrap(), 1024, "10.0", "total_ms", 400.0),
+            run(&movers::sterna(WITHOUT_SKIPPING).unwrap(), 2048, "10.0", "total_ms", 6300.0),
             run(&zstd, 1024, "10.0", "total_ms", 300.0),
-            run(&dtrack::vanilla(), 2048, "10.0", "given_up_ms", 9000.0),
+            run(&movers::vanilla(), 2048, "10.0", "given_up_ms", 9000.0),
             run(&default, 2048, "10.0", "total_ms", 6300.0),
             run(&zstd, 2048, "10.0", "total_ms", 900.0),
             run(&compress, 2048, "7.2", "total_ms", 600.0),

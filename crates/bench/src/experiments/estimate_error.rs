@@ -3,18 +3,19 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::json;
 use sterna_api::estimate::Way;
 use sterna_api::options::Compress;
 use sterna_api::{Estimate, MigrateOptions, Mode, Report};
 
+use super::runner::{Attempt, Row, Site, done, figure, try_all};
 use super::{Options, Record, lab_name, qemus};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
 use crate::ram;
-use crate::result::{Config, Run, show_number};
+use crate::result::{Config, Run};
 use crate::sterna::SternaVm;
 use crate::trial::Qemu;
 
@@ -37,68 +38,81 @@ const WORKLOADS: &[Workload] = &[
     ("hot spot, 50 MiB/s over 128 MiB", "dirtier:--mib,128,--rate,50,--pattern,hot-spot", Some("DIRTIER ready")),
 ];
 
-/// Each guest goes to and fro by each mode in turn.
-const TRIPS: [(Mode, &str, &str); 4] = [
-    (Mode::Precopy, "b", "precopy"),
-    (Mode::StopAndCopy, "a", "stop-and-copy"),
-    (Mode::Hybrid, "b", "hybrid"),
-    (Mode::Postcopy, "a", "postcopy"),
+/// Each guest is moved by each mode in turn, to the host where it is not.
+const TRIPS: [(Mode, &str); 4] = [
+    (Mode::Precopy, "precopy"),
+    (Mode::StopAndCopy, "stop-and-copy"),
+    (Mode::Hybrid, "hybrid"),
+    (Mode::Postcopy, "postcopy"),
 ];
 
 pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 10 });
     let qemu = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    for repeat in 0..repeats {
-        for workload in WORKLOADS {
-            record.add(try_one(&lab, workload, &qemu, repeat));
-        }
-    }
+    let attempts: Vec<_> = WORKLOADS.iter().map(|workload| Trips { workload, qemu: qemu.clone() }).collect();
+    try_all(&lab, &attempts, repeats, record);
     Ok(())
 }
 
-/// One guest, there and back. A trip that fails is a row too, and the last of its guest.
-fn try_one(lab: &Lab, workload: &Workload, qemu: &Qemu, repeat: usize) -> Vec<Run> {
-    let mut guest = Guest::new(lab, &format!("guest{repeat}"), 10, workload.1);
-    guest.memory_bytes = 1 << 30;
-    let mut runs = Vec::new();
-    let mut tell = |mode: &str, found: Result<(Estimate, Report)>| {
-        let run = row(workload, qemu, mode, repeat, found);
-        let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
-        eprintln!(
-            "{}, {mode}: total {} ms, {} were estimated; downtime {} ms, {} were estimated{}",
-            workload.0,
-            shown("total_ms"),
-            shown("estimated_total_ms"),
-            shown("downtime_ms"),
-            shown("estimated_downtime_ms"),
-            run.details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default()
-        );
-        runs.push(run);
-    };
-    if let Err(error) = lab.create_tap(&guest.tap()) {
-        tell(TRIPS[0].2, Err(error));
-        return runs;
+/// One guest, estimated and moved by each mode. A trip that fails is the last of its guest.
+struct Trips {
+    workload: &'static Workload,
+    qemu: Qemu,
+}
+
+impl Attempt for Trips {
+    fn rows(&self) -> Vec<Row> {
+        let (name, jobs, _) = self.workload;
+        let row = |(_, mode): (Mode, &str)| {
+            let values = [
+                ("mover", json!("sterna")),
+                ("qemu", json!(self.qemu.label)),
+                ("workload", json!(name)),
+                ("mode", json!(mode)),
+                ("bandwidth_bytes_per_s", json!(BYTES_PER_S)),
+                ("memory_mib", json!(1024)),
+                ("jobs", json!(jobs)),
+                ("seed", json!(1)),
+            ];
+            let config: Config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+            Row { words: format!("sterna, {mode} on QEMU {}, {name}", self.qemu.label), config, baseline: false }
+        };
+        TRIPS.map(row).into()
     }
-    match start(lab, &guest, workload, qemu) {
-        Err(error) => tell(TRIPS[0].2, Err(error)),
-        Ok(mut vm) => {
-            for (mode, to, name) in TRIPS {
-                let found = estimate_and_move(lab, &mut vm, &guest, mode, to);
-                let failed = found.is_err();
-                tell(name, found);
-                if failed {
-                    break;
-                }
+
+    fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
+        let mut guest = Guest::new(lab, name, 10, self.workload.1);
+        guest.memory_bytes = 1 << 30;
+        vec![guest]
+    }
+
+    fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
+        let guest = site.guest()?;
+        let mut vm = start(site.lab, guest, self.workload, &self.qemu)?;
+        for at in site.order() {
+            let run = &mut runs[at];
+            if !site.is_due(at, run) {
+                continue;
             }
+            let (mode, name) = TRIPS[at];
+            let to = if vm.host().name == "a" { "b" } else { "a" };
+            let (estimate, report) = estimate_and_move(site.lab, &mut vm, guest, mode, to)?;
+            let way = estimate.ways.iter().find(|way| json!(way.mode) == name && way.compress == Compress::Off);
+            run.metrics.extend(way.map(|way| errors(way, &report)).unwrap_or_default());
+            run.details = json!({ "estimate": estimate, "report": report });
+            done(run);
         }
+        Ok(())
     }
-    if let Err(error) = lab.delete_tap(&guest.tap()) {
-        eprintln!("the guest's network device stays: {error}");
+
+    fn tell(&self, run: &Run) -> String {
+        let names = ["total_ms", "estimated_total_ms", "downtime_ms", "estimated_downtime_ms"];
+        let [total, estimated_total, downtime, estimated_downtime] = names.map(|name| figure(run, name));
+        format!(
+            "total {total} ms, {estimated_total} were estimated; downtime {downtime} ms, {estimated_downtime} were estimated"
+        )
     }
-    // The next guest of the name must not find its words.
-    let _ = std::fs::remove_file(&guest.console);
-    runs
 }
 
 fn start(lab: &Lab, guest: &Guest, workload: &Workload, qemu: &Qemu) -> Result<SternaVm> {
@@ -127,29 +141,6 @@ fn estimate_and_move(lab: &Lab, vm: &mut SternaVm, guest: &Guest, mode: Mode, to
     // What a guest does just after its start elsewhere is not what it does.
     std::thread::sleep(SETTLE);
     Ok((estimate, report))
-}
-
-fn row((name, jobs, _): &Workload, qemu: &Qemu, mode: &str, repeat: usize, found: Result<(Estimate, Report)>) -> Run {
-    let values = [
-        ("mover", json!("sterna")),
-        ("qemu", json!(qemu.label)),
-        ("workload", json!(name)),
-        ("mode", json!(mode)),
-        ("bandwidth_bytes_per_s", json!(BYTES_PER_S)),
-        ("memory_mib", json!(1024)),
-        ("jobs", json!(jobs)),
-        ("seed", json!(1)),
-    ];
-    let config: Config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-    let (mut metrics, details) = match found {
-        Ok((estimate, report)) => {
-            let way = estimate.ways.iter().find(|way| json!(way.mode) == mode && way.compress == Compress::Off);
-            (way.map(|way| errors(way, &report)).unwrap_or_default(), json!({ "estimate": estimate, "report": report }))
-        }
-        Err(error) => (BTreeMap::new(), json!({ "error": error.to_string() })),
-    };
-    metrics.insert("failed".into(), f64::from(u8::from(details.get("error").is_some_and(Value::is_string))));
-    Run { config, baseline: false, repeat, metrics, details }
 }
 
 /// What was estimated, what it took, and by which share the estimate was too high.

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use sterna_api::ReclaimMethod;
 
 use super::judge::{KEPT, ratio, worst};
+use super::runner::{Attempt, Row, Site, done, figure, try_all};
 use super::{Options, Record, is, lab_name, qemus};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
@@ -17,7 +18,7 @@ use crate::guest::{Balloon, Guest};
 use crate::lab::{CLIENT, Lab, LabConfig};
 use crate::load::memcached::{Load, LoadConfig};
 use crate::plot::LinePlot;
-use crate::result::{Config, Run, Target, show_number};
+use crate::result::{Config, Run, Target};
 use crate::sterna::SternaVm;
 use crate::trial::{MEMCACHED_PORT, Qemu};
 
@@ -40,94 +41,70 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
     let judged = eighths.to_vec();
     record.judge(move |runs| Ok(targets(runs, &judged)));
-    for repeat in 0..repeats {
-        let mut cases: Vec<Case> = eighths
-            .iter()
-            .flat_map(|&eighths| METHODS.map(|(method, _)| Case { method, memory_mib, eighths, qemu: qemu.clone() }))
-            .collect();
-        // What drifts meets both methods alike.
-        if repeat % 2 == 1 {
-            cases.reverse();
-        }
-        for case in &cases {
-            let run = match record.too_late() {
-                Some(reason) => case.failed(repeat, &reason),
-                None => case.tried(&lab, &record.new_guest(), repeat),
-            };
-            let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
-            eprintln!(
-                "{}/8 of {} MiB by {}: {} MiB in {} ms, throughput kept {}{}",
-                case.eighths,
-                case.memory_mib,
-                case.word(),
-                shown("reclaimed_mib"),
-                shown("reclaim_ms"),
-                shown(KEPT),
-                run.details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default()
-            );
-            record.add([run]);
-        }
-    }
+    let share = |&eighths: &u64| METHODS.map(|(method, _)| Taking { method, memory_mib, eighths, qemu: qemu.clone() });
+    let attempts: Vec<Taking> = eighths.iter().flat_map(share).collect();
+    try_all(&lab, &attempts, repeats, record);
     plot(record.runs(), record.directory())
 }
 
-/// One set-up.
-struct Case {
+/// Memory of a fresh guest, taken once.
+struct Taking {
     method: ReclaimMethod,
     memory_mib: u64,
     eighths: u64,
     qemu: Qemu,
 }
 
-impl Case {
+impl Attempt for Taking {
+    fn rows(&self) -> Vec<Row> {
+        let workload = format!("memcached of {CACHE_MIB} MiB, one set in ten requests of 1 KiB, 4 clients");
+        let Self { memory_mib, eighths, .. } = self;
+        let words = format!("{} on QEMU {}, {eighths}/8 of {memory_mib} MiB, {workload}", self.word(), self.qemu.label);
+        let values = [
+            ("method", json!(self.word())),
+            ("qemu", json!(self.qemu.label)),
+            ("workload", json!(workload)),
+            ("memory_mib", json!(memory_mib)),
+            (EIGHTHS, json!(eighths)),
+            ("freed_mib", json!(self.freed_mib())),
+            ("seed", json!(SEED)),
+        ];
+        let config: Config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        vec![Row { words, config, baseline: self.method == ReclaimMethod::Balloon }]
+    }
+
+    fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
+        let freed_mib = self.freed_mib();
+        let jobs = format!("memcached:-m,{CACHE_MIB},-t,2;toucher:--mib,1,--rate,1,--freed-mib,{freed_mib}");
+        let mut guest = Guest::new(lab, name, 10, &jobs);
+        guest.memory_bytes = self.memory_mib << 20;
+        guest.balloon = Balloon::Idle;
+        vec![guest]
+    }
+
+    fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
+        for run in runs {
+            let (metrics, details) = self.take(site.lab, site.guest()?)?;
+            run.metrics.extend(metrics);
+            run.details = details;
+            done(run);
+        }
+        Ok(())
+    }
+
+    fn tell(&self, run: &Run) -> String {
+        let [mib, ms, kept] = ["reclaimed_mib", "reclaim_ms", KEPT].map(|name| figure(run, name));
+        format!("{mib} MiB in {ms} ms, throughput kept {kept}")
+    }
+}
+
+impl Taking {
     fn word(&self) -> &'static str {
         METHODS.iter().find(|(method, _)| *method == self.method).map_or("", |(_, word)| word)
     }
 
     fn freed_mib(&self) -> u64 {
         self.memory_mib * self.eighths / 8
-    }
-
-    fn config(&self) -> Config {
-        let values = [
-            ("method", json!(self.word())),
-            ("qemu", json!(self.qemu.label)),
-            ("workload", json!(format!("memcached of {CACHE_MIB} MiB, one set in ten requests of 1 KiB, 4 clients"))),
-            ("memory_mib", json!(self.memory_mib)),
-            (EIGHTHS, json!(self.eighths)),
-            ("freed_mib", json!(self.freed_mib())),
-            ("seed", json!(SEED)),
-        ];
-        values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
-    }
-
-    fn run(&self, repeat: usize, metrics: BTreeMap<String, f64>, details: Value) -> Run {
-        Run { config: self.config(), baseline: self.method == ReclaimMethod::Balloon, repeat, metrics, details }
-    }
-
-    fn failed(&self, repeat: usize, reason: &str) -> Run {
-        self.run(repeat, BTreeMap::from([("failed".into(), 1.0)]), json!({ "error": reason }))
-    }
-
-    fn tried(&self, lab: &Lab, name: &str, repeat: usize) -> Run {
-        let mut guest = Guest::new(
-            lab,
-            name,
-            10,
-            &format!("memcached:-m,{CACHE_MIB},-t,2;toucher:--mib,1,--rate,1,--freed-mib,{}", self.freed_mib()),
-        );
-        guest.memory_bytes = self.memory_mib << 20;
-        guest.balloon = Balloon::Idle;
-        let tried = lab.create_tap(&guest.tap()).and_then(|()| self.take(lab, &guest));
-        if tried.is_err() {
-            lab.end_machines();
-        }
-        let _ = lab.delete_tap(&guest.tap());
-        let _ = std::fs::remove_file(&guest.console);
-        match tried {
-            Ok((metrics, details)) => self.run(repeat, metrics, details),
-            Err(error) => self.failed(repeat, &error.to_string()),
-        }
     }
 
     fn take(&self, lab: &Lab, guest: &Guest) -> Result<(BTreeMap<String, f64>, Value)> {
@@ -160,7 +137,6 @@ impl Case {
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let reclaimed_mib = mib(done.reclaimed_bytes);
         let metrics = [
-            ("failed", 0.0),
             ("reclaim_ms", done.ms),
             ("reclaimed_mib", reclaimed_mib),
             ("reclaim_ms_per_gib", done.ms / reclaimed_mib * 1024.0),
@@ -236,9 +212,10 @@ mod tests {
 
     fn run(method: ReclaimMethod, eighths: u64, repeat: usize, ms: f64, kept: f64) -> Run {
         let qemu = Qemu { label: "7.2".into(), path: "/nonexistent".into() };
-        let case = Case { method, memory_mib: 2048, eighths, qemu };
-        let metrics = [("reclaim_ms".to_owned(), ms), (KEPT.to_owned(), kept)];
-        case.run(repeat, metrics.into_iter().collect(), Value::Null)
+        let taking = Taking { method, memory_mib: 2048, eighths, qemu };
+        let Row { config, baseline, .. } = taking.rows().remove(0);
+        let metrics = [("reclaim_ms".to_owned(), ms), (KEPT.to_owned(), kept)].into_iter().collect();
+        Run { config, baseline, repeat, metrics, details: Value::Null }
     }
 
     #[test]

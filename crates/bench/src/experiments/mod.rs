@@ -12,6 +12,9 @@ mod curves;
 /// Guests that write faster than the link carries.
 pub mod converge;
 
+/// The commonest row: one guest, moved once.
+mod case;
+
 /// What the experiments after D-Track have in common.
 mod dtrack;
 
@@ -42,6 +45,9 @@ pub mod fctrans_reclaim;
 /// What is derived from runs to judge them.
 mod judge;
 
+/// Who moves the guests, and over which link.
+mod movers;
+
 /// What post-copy does to a compile, a web server, a download and a sender.
 pub mod postcopy_apps;
 
@@ -53,6 +59,9 @@ pub mod postcopy_stress;
 
 /// What an experiment has found so far.
 mod record;
+
+/// The one way in which experiments try their rows.
+mod runner;
 
 /// How time grows with memory.
 pub mod scale;
@@ -66,19 +75,16 @@ pub mod throughput;
 /// What a guest reports of its own work, before, during and after its migration.
 mod timeline;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::Duration;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::error::{Error, Result};
-use crate::guest::Guest;
-use crate::lab::{self, Lab};
-use crate::load::memcached::LoadConfig;
-use crate::result::{Config, Run, show_number};
+use crate::lab;
+use crate::result::Run;
 use crate::tools;
-use crate::trial::{self, Mover, Qemu, Setup, Trial};
+use crate::trial::Qemu;
+use case::{Case, Watch, try_all, try_each};
 use record::Record;
 
 /// How an experiment is to be run.
@@ -88,7 +94,7 @@ pub struct Options {
     pub quick: bool,
     /// How often each set-up is tried; the experiment's own number where absent.
     pub repeat: Option<usize>,
-    /// Of experiments whose rows are migrations: only rows whose mover, QEMU and workload contain one of these are tried; all, where there are none.
+    /// Only rows whose words (mover, QEMU, workload) contain one of these are tried; all, where there are none.
     pub only: Vec<String>,
     /// Where the directory with the results is made.
     pub out: PathBuf,
@@ -216,156 +222,6 @@ pub fn run(id: &str, options: &Options) -> Result<()> {
     ended
 }
 
-/// One set-up of an experiment.
-struct Case {
-    /// What the guest does, in words.
-    workload: String,
-    memory_bytes: u64,
-    jobs: String,
-    /// The line by which the guest says that its memory is filled.
-    ready: Option<&'static str>,
-    load: Option<LoadConfig>,
-    mover: Mover,
-    qemu: Qemu,
-    settle: Duration,
-    /// When a migration that does not end is given up.
-    limit: Duration,
-}
-
-impl Case {
-    fn config(&self) -> Config {
-        let options = match &self.mover {
-            Mover::Sterna(options) => json!(options),
-            Mover::Qemu(method, ram) => json!({ "method": method, "ram": ram, "max_bandwidth": "unlimited" }),
-        };
-        let seed = self.load.as_ref().map_or(1, |load| load.seed);
-        let values = [
-            ("mover", json!(self.mover.label())),
-            ("qemu", json!(self.qemu.label)),
-            ("workload", json!(self.workload)),
-            ("memory_mib", json!(self.memory_bytes >> 20)),
-            ("jobs", json!(self.jobs)),
-            ("options", options),
-            ("seed", json!(seed)),
-        ];
-        values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
-    }
-
-    /// The row of a trial that found nothing, for that reason.
-    fn failed(&self, repeat: usize, reason: &str) -> Run {
-        let metrics = BTreeMap::from([("failed".to_owned(), 1.0)]);
-        let details = json!({ "error": reason });
-        Run { config: self.config(), baseline: self.mover.is_baseline(), repeat, metrics, details }
-    }
-}
-
-/// Tries every case `repeats` times, forwards and backwards in turn, so that what drifts meets both sides of a pair alike.
-fn try_all(
-    lab: &Lab,
-    cases: &[Case],
-    repeats: usize,
-    record: &mut Record,
-    derive: impl Fn(&Case, &mut BTreeMap<String, f64>),
-) {
-    try_each(lab, cases, repeats, Watch::after(Duration::from_millis(1500)), record, |case, trial| {
-        derive(case, &mut trial.metrics);
-        Value::Null
-    });
-}
-
-/// How long a guest is watched.
-#[derive(Clone, Copy)]
-struct Watch {
-    /// Its working set, before it is moved; zero for not at all.
-    working_set: Duration,
-    /// What it does once it is moved.
-    after: Duration,
-    /// Gives the guest what not every guest has.
-    fit: fn(&Case, &mut Guest),
-}
-
-impl Watch {
-    /// What it does once it is moved, for so long.
-    fn after(after: Duration) -> Self {
-        Self { working_set: Duration::ZERO, after, fit: |_, _| {} }
-    }
-}
-
-/// The same, watching the guest for longer. `look` sees all of a trial that did not fail: it adds to the metrics, and
-/// what it returns is kept among the run's details as `seen`.
-fn try_each(
-    lab: &Lab,
-    cases: &[Case],
-    repeats: usize,
-    watch: Watch,
-    record: &mut Record,
-    look: impl Fn(&Case, &mut Trial) -> Value,
-) {
-    let all = repeats * cases.len();
-    let mut tried = 0;
-    for repeat in 0..repeats {
-        let order: Vec<&Case> = if repeat % 2 == 0 { cases.iter().collect() } else { cases.iter().rev().collect() };
-        for case in order {
-            tried += 1;
-            let words = format!("{} on QEMU {}, {}", case.mover.label(), case.qemu.label, case.workload);
-            let run = match record.not_tried(&words) {
-                Some(reason) => case.failed(repeat, &reason),
-                None => try_one(lab, case, &record.new_guest(), repeat, watch, &look),
-            };
-            let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
-            eprintln!(
-                "[{tried}/{all}] {words}: {} {} ms, downtime {} ms, gap {} ms{}",
-                if run.metrics.get("completed") == Some(&0.0) { "given up after" } else { "total" },
-                if run.metrics.contains_key("given_up_ms") { shown("given_up_ms") } else { shown("total_ms") },
-                shown("downtime_ms"),
-                shown("gap_ms"),
-                run.details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default()
-            );
-            record.add([run]);
-        }
-    }
-}
-
-/// One trial. One that fails is a row too: no experiment hides any.
-fn try_one(
-    lab: &Lab,
-    case: &Case,
-    name: &str,
-    repeat: usize,
-    watch: Watch,
-    look: &impl Fn(&Case, &mut Trial) -> Value,
-) -> Run {
-    let mut guest = Guest::new(lab, name, 10, &case.jobs);
-    guest.memory_bytes = case.memory_bytes;
-    (watch.fit)(case, &mut guest);
-    let setup = Setup {
-        lab,
-        guest,
-        ready: case.ready,
-        mover: &case.mover,
-        qemu: &case.qemu,
-        load: case.load.clone(),
-        settle: case.settle,
-        working_set: watch.working_set,
-        after: watch.after,
-        limit: case.limit,
-        say: &|_| {},
-    };
-    match trial::run(&setup) {
-        Ok(mut trial) => {
-            let seen = look(case, &mut trial);
-            let Trial { mut metrics, report, load, .. } = trial;
-            metrics.insert("failed".into(), 0.0);
-            let details = json!({ "report": report, "load": load, "seen": seen });
-            Run { config: case.config(), baseline: case.mover.is_baseline(), repeat, metrics, details }
-        }
-        Err(error) => {
-            lab.end_machines();
-            case.failed(repeat, &error.to_string())
-        }
-    }
-}
-
 /// The QEMUs that are here, the newest last.
 fn qemus() -> Result<Vec<Qemu>> {
     let mut found = vec![Qemu { label: "7.2".into(), path: tools::qemu_7_2()? }];
@@ -388,7 +244,7 @@ fn is(run: &Run, values: &[(&str, &str)]) -> bool {
 
 /// A first run of a row, for tests of what is derived from runs.
 #[cfg(test)]
-fn sample(workload: &str, mover: &Mover, qemu: &str, metrics: &[(&str, f64)]) -> Run {
+fn sample(workload: &str, mover: &crate::trial::Mover, qemu: &str, metrics: &[(&str, f64)]) -> Run {
     let config = [("workload", workload), ("mover", &mover.label()), ("qemu", qemu)];
     Run {
         config: config.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect(),
@@ -402,39 +258,6 @@ fn sample(workload: &str, mover: &Mover, qemu: &str, metrics: &[(&str, f64)]) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::LabConfig;
-    use crate::baseline::{Method, Ram};
-
-    #[test]
-    fn a_trial_that_fails_is_a_row_with_its_reason_and_leaves_the_lab_usable() {
-        if !nix::unistd::Uid::effective().is_root() {
-            return eprintln!("skipped: a lab needs root");
-        }
-        let lab =
-            Lab::up(LabConfig { daemons: false, ..LabConfig::pair(&format!("fail{}", std::process::id())) }).unwrap();
-        let case = Case {
-            workload: "idle".into(),
-            memory_bytes: 1 << 30,
-            jobs: "idle".into(),
-            ready: None,
-            load: None,
-            mover: Mover::Qemu(Method::Vanilla, Ram::SharedFile),
-            qemu: Qemu { label: "none".into(), path: "/nonexistent".into() },
-            settle: Duration::ZERO,
-            limit: trial::LIMIT,
-        };
-        let directory = tempfile::tempdir().unwrap();
-        let mut record = Record::new("fail", directory.path().into(), false);
-        try_all(&lab, &[case], 2, &mut record, |_, _| panic!("nothing is derived from a failed run"));
-        let runs = record.runs();
-        assert_eq!(runs.len(), 2);
-        assert!(
-            runs.iter()
-                .all(|run| run.metrics["failed"] == 1.0
-                    && run.details["error"].as_str().unwrap().contains("nonexistent"))
-        );
-        lab.create_tap("tap10").unwrap();
-    }
 
     #[test]
     fn an_unknown_experiment_is_refused_with_the_known_ones() {

@@ -5,8 +5,9 @@ use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::Duration;
 
+use super::case::give_up;
 use super::judge::{derive_quotient, is_row, metric, middle, ratio, worst};
-use super::{Case, Options, Record, Watch, dtrack, qemus, try_each};
+use super::{Case, Options, Record, Watch, movers, qemus, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{CLIENT, Lab, guest_address};
@@ -102,7 +103,7 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let newest = qemus.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let judged = newest.label.clone();
     record.judge(move |runs| targets(runs, &judged));
-    let lab = Lab::up(dtrack::lab_config())?;
+    let lab = Lab::up(movers::lab_config())?;
     let client = lab.host(CLIENT)?.address;
     for app in APPS {
         let cases = cases(app, client, options.quick, &newest, &qemus)?;
@@ -110,11 +111,11 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
             Ok(other_side) => other_side,
             Err(error) => {
                 eprintln!("no rows of {}: {error}", app.name());
-                record.add(cases.iter().map(|case| case.failed(0, &error.to_string())));
+                give_up(&cases, &error.to_string(), record);
                 continue;
             }
         };
-        let watch = Watch { working_set: LOOK, ..Watch::after(Duration::from_millis(1500)) };
+        let watch = Watch { working_set: LOOK, ..Watch::default() };
         try_each(&lab, &cases, repeats, watch, record, |_, trial| {
             derive_quotient(&mut trial.metrics, FAULT_SHARE, NETWORK_FAULTS, WORKING_SET);
             serde_json::Value::Null
@@ -132,12 +133,12 @@ fn cases(app: App, client: Ipv4Addr, quick: bool, newest: &Qemu, older: &[Qemu])
     };
     let mut movers: Vec<(Mover, &Qemu)> = Vec::new();
     for row in sterna {
-        movers.push((dtrack::sterna(row)?, newest));
+        movers.push((movers::sterna(row)?, newest));
     }
     let methods: &[Method] = if quick { &[Method::Vanilla, Method::PurePostcopyPreempt] } else { &QEMU };
-    movers.extend(dtrack::known(newest, methods)?.into_iter().map(|mover| (mover, newest)));
+    movers.extend(movers::known(newest, methods)?.into_iter().map(|mover| (mover, newest)));
     for qemu in older.iter().filter(|_| !quick) {
-        movers.extend(dtrack::known(qemu, &[Method::PurePostcopy])?.into_iter().map(|mover| (mover, qemu)));
+        movers.extend(movers::known(qemu, &[Method::PurePostcopy])?.into_iter().map(|mover| (mover, qemu)));
     }
     let (jobs, ready) = app.jobs(client, &Peers::address_on(client).to_string());
     let case = |(mover, qemu): (Mover, &Qemu)| Case {
@@ -156,7 +157,7 @@ fn cases(app: App, client: Ipv4Addr, quick: bool, newest: &Qemu, older: &[Qemu])
 }
 
 fn targets(runs: &[Run], qemu: &str) -> Result<Vec<Target>> {
-    let own = dtrack::sterna(POSTCOPY)?;
+    let own = movers::sterna(POSTCOPY)?;
     let preempt = Mover::Qemu(Method::PurePostcopyPreempt, Ram::Plain);
     let share = |large: bool| {
         let apps = APPS.into_iter().filter(|app| app.is_large() == large);
@@ -200,7 +201,7 @@ mod tests {
 
     #[test]
     fn an_application_that_could_not_be_had_leaves_its_targets_unmeasured() {
-        let own = dtrack::sterna(POSTCOPY).unwrap();
+        let own = movers::sterna(POSTCOPY).unwrap();
         let qemu = Mover::Qemu(Method::PurePostcopyPreempt, Ram::Plain);
         let mut runs = Vec::new();
         for (app, faults) in APPS.into_iter().zip([10.0, 20.0, 30.0, 40.0]) {

@@ -11,7 +11,7 @@ use std::time::Duration;
 use sterna_guest_programs::histogram::Histogram;
 
 use super::judge::{is_row, metric, ratio};
-use super::{Case, Options, Record, Watch, dtrack, qemus, try_each};
+use super::{Case, Options, Record, Watch, movers, qemus, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::Lab;
@@ -44,8 +44,8 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let newest = qemus.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let cases = cases(options.quick, &newest, &qemus)?;
     record.judge(move |runs| targets(runs, &newest.label));
-    let lab = Lab::up(dtrack::lab_config())?;
-    try_each(&lab, &cases, repeats, Watch::after(Duration::from_millis(1500)), record, |_, trial| {
+    let lab = Lab::up(movers::lab_config())?;
+    try_each(&lab, &cases, repeats, Watch::default(), record, |_, trial| {
         look(trial);
         serde_json::Value::Null
     });
@@ -56,11 +56,11 @@ fn cases(quick: bool, newest: &Qemu, older: &[Qemu]) -> Result<Vec<Case>> {
     let mut movers: Vec<(Mover, &Qemu)> = Vec::new();
     // Without a push the reader gets its pages one by one, which takes more than a minute.
     for row in STERNA.into_iter().filter(|row| !quick || !row.contains("prepaging")) {
-        movers.push((dtrack::sterna(row)?, newest));
+        movers.push((movers::sterna(row)?, newest));
     }
-    movers.extend(dtrack::known(newest, &QEMU)?.into_iter().map(|mover| (mover, newest)));
+    movers.extend(movers::known(newest, &QEMU)?.into_iter().map(|mover| (mover, newest)));
     for qemu in older.iter().filter(|_| !quick) {
-        movers.extend(dtrack::known(qemu, &[Method::PurePostcopy])?.into_iter().map(|mover| (mover, qemu)));
+        movers.extend(movers::known(qemu, &[Method::PurePostcopy])?.into_iter().map(|mover| (mover, qemu)));
     }
     let case = |(mover, qemu): (Mover, &Qemu)| Case {
         workload: WORKLOAD.into(),
@@ -111,7 +111,7 @@ fn longest(histogram: &Histogram, count: f64, quantile: f64) -> Option<f64> {
 }
 
 fn targets(runs: &[Run], qemu: &str) -> Result<Vec<Target>> {
-    let own = dtrack::sterna(POSTCOPY)?;
+    let own = movers::sterna(POSTCOPY)?;
     let preempt = Mover::Qemu(Method::PurePostcopyPreempt, Ram::Plain);
     let target = |name: &str, value: &str| {
         let measured = ratio(

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::curves::Curves;
 use super::judge::{derive_quotient, is_row, metric, middle, ratio, time_ms, worst};
-use super::{Case, Options, Record, dtrack, qemus, try_all};
+use super::{Case, Options, Record, movers, qemus, try_all};
 use crate::baseline::Method;
 use crate::error::{Error, Result};
 use crate::lab::Lab;
@@ -96,7 +96,7 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let cases = cases(&workloads, options.quick, &newest, &qemus)?;
     let judged = workloads.clone();
     record.judge(move |runs| targets(runs, &judged, &newest.label));
-    let lab = Lab::up(dtrack::lab_config())?;
+    let lab = Lab::up(movers::lab_config())?;
     try_all(&lab, &cases, repeats, record, |case, metrics| {
         let workload = workloads.iter().find(|workload| workload.name() == case.workload);
         let share = workload.and_then(|workload| Some(metrics.get(NETWORK_FAULTS)? / workload.pages()));
@@ -126,27 +126,27 @@ fn cases(workloads: &[Workload], quick: bool, newest: &Qemu, older: &[Qemu]) -> 
             });
         };
         for row in STERNA.iter().filter(|row| !quick || workload.is_quick(Some(row), None)) {
-            add(dtrack::sterna(row)?, newest);
+            add(movers::sterna(row)?, newest);
         }
         for row in WITHOUT_SKIPPING.iter().filter(|_| workload.freed_mib > 0) {
-            add(dtrack::sterna(row)?, newest);
+            add(movers::sterna(row)?, newest);
         }
         let methods: Vec<Method> =
             QEMU.into_iter().filter(|method| !quick || workload.is_quick(None, Some(*method))).collect();
-        dtrack::known(newest, &methods)?.into_iter().for_each(|mover| add(mover, newest));
+        movers::known(newest, &methods)?.into_iter().for_each(|mover| add(mover, newest));
         for qemu in older.iter().filter(|_| !quick) {
-            dtrack::known(qemu, &[Method::PurePostcopy])?.into_iter().for_each(|mover| add(mover, qemu));
+            movers::known(qemu, &[Method::PurePostcopy])?.into_iter().for_each(|mover| add(mover, qemu));
         }
     }
     Ok(cases)
 }
 
 fn targets(runs: &[Run], workloads: &[Workload], qemu: &str) -> Result<Vec<Target>> {
-    let (postcopy, stopped) = (dtrack::sterna(POSTCOPY)?, dtrack::sterna(STOP_AND_COPY)?);
+    let (postcopy, stopped) = (movers::sterna(POSTCOPY)?, movers::sterna(STOP_AND_COPY)?);
     let worst_of = |name: &str| {
         worst(workloads.iter().map(|workload| middle(runs, &workload.name(), &postcopy, qemu, metric(name))))
     };
-    let [_, everything] = WITHOUT_SKIPPING.map(dtrack::sterna);
+    let [_, everything] = WITHOUT_SKIPPING.map(movers::sterna);
     let everything = everything?;
     // Where free pages are skipped fewer than the pages that held anything are needed: those rows show less.
     let sent = worst(workloads.iter().map(|workload| {
@@ -204,7 +204,7 @@ mod tests {
     #[test]
     fn every_target_is_judged_at_the_worst_workload() {
         let two = [workloads(true)[0], workloads(true)[3]];
-        let (postcopy, stopped) = (dtrack::sterna(POSTCOPY).unwrap(), dtrack::sterna(STOP_AND_COPY).unwrap());
+        let (postcopy, stopped) = (movers::sterna(POSTCOPY).unwrap(), movers::sterna(STOP_AND_COPY).unwrap());
         let run = |workload: &Workload, mover: &Mover, total: f64, faults: f64| {
             let metrics = [
                 ("total_ms", total),
@@ -220,7 +220,7 @@ mod tests {
             run(&two[0], &stopped, 1000.0, 0.0),
             run(&two[0], &postcopy, 1010.0, 0.005),
             run(&two[1], &stopped, 1000.0, 0.0),
-            run(&two[1], &dtrack::sterna(WITHOUT_SKIPPING[1]).unwrap(), 5000.0, 0.5),
+            run(&two[1], &movers::sterna(WITHOUT_SKIPPING[1]).unwrap(), 5000.0, 0.5),
             run(&two[1], &postcopy, 1100.0, 0.02),
         ];
         let measured = |runs: &[Run]| -> Vec<_> {
@@ -241,7 +241,7 @@ mod tests {
         let cases = cases(&workloads(true), true, &installed, &[]).unwrap();
         for workload in workloads(true) {
             let has = |row: &str| {
-                let label = dtrack::sterna(row).unwrap().label();
+                let label = movers::sterna(row).unwrap().label();
                 cases.iter().any(|case| case.workload == workload.name() && case.mover.label() == label)
             };
             assert!(has(POSTCOPY) && has(STOP_AND_COPY), "{workload:?}");

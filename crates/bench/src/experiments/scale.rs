@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{is_row, metric, ratio, time_ms, worst};
-use super::{Case, Options, Record, dtrack, lab_name, qemus, try_all};
+use super::{Case, Options, Record, lab_name, movers, qemus, try_all};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{Lab, LabConfig};
@@ -112,7 +112,7 @@ fn cases(sizes: &Sizes, qemu: &Qemu) -> Result<Vec<Case>> {
     for (past, sizes) in [(Past::Idle, sizes.idle), (Past::Used, sizes.used)] {
         for gib in sizes {
             for options in STERNA {
-                cases.push(case(past, *gib, dtrack::sterna(options)?));
+                cases.push(case(past, *gib, movers::sterna(options)?));
             }
             cases.push(case(past, *gib, vanilla()));
         }
@@ -133,7 +133,7 @@ fn points(rows: &[Row], mover: &Mover) -> Vec<(f64, f64, f64)> {
 
 fn targets(runs: &[Run], sizes: &Sizes, qemu: &str) -> Result<Vec<Target>> {
     let rows = rows(runs);
-    let (default, without) = (dtrack::sterna(STERNA[0])?, dtrack::sterna(STERNA[1])?);
+    let (default, without) = (movers::sterna(STERNA[0])?, movers::sterna(STERNA[1])?);
     let points = points(&rows, &default);
     let fit = line(&points.iter().map(|(_, used, ms)| (*used, *ms)).collect::<Vec<_>>());
     // What a MiB in use costs must not depend on how much RAM lies around it.
@@ -188,7 +188,7 @@ fn is_used(run: &Run) -> bool {
 
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     let rows = rows(runs);
-    let lines = [("sterna", dtrack::sterna(STERNA[0])?), ("qemu", vanilla())].map(|(name, mover)| {
+    let lines = [("sterna", movers::sterna(STERNA[0])?), ("qemu", vanilla())].map(|(name, mover)| {
         let seconds = points(&rows, &mover).iter().map(|(gib, _, ms)| (*gib, ms / 1e3)).collect();
         (name.to_owned(), seconds)
     });
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn what_travels_of_a_guest_that_freed_most_of_its_ram_is_judged_by_one_that_never_used_it() {
         let sizes = Sizes { idle: &[4], used: &[4] };
-        let [default, without] = STERNA.map(|options| dtrack::sterna(options).unwrap());
+        let [default, without] = STERNA.map(|options| movers::sterna(options).unwrap());
         let run = |past: Past, mover: &Mover, ms: f64, pages: f64| {
             let metrics = [("total_ms", ms), (WIRE, pages), ("nonzero_pages", 40_000.0)];
             sample(&past.workload(4), mover, "10.0", &metrics)

@@ -1,12 +1,12 @@
 //! The post-copy paper's figure 11: what self-ballooning costs a compile in the guest, by its interval, and how soon freed memory is taken.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sterna_api::Balloon;
 
+use super::runner::{Attempt, Row, Site, done, fail, figure, try_all};
 use super::{Options, Record, lab_name, qemus};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::lab::{Lab, LabConfig, METER};
 use crate::load::now_us;
 use crate::meter::{Line, Meter};
 use crate::plot::LinePlot;
-use crate::result::{Config, Run, Target, show_number};
+use crate::result::{Config, Run, Target};
 use crate::stats::median;
 use crate::sterna::SternaVm;
 use crate::trial::Qemu;
@@ -37,28 +37,51 @@ const SHELL: u16 = 9001;
 const JUDGED_MS: u64 = 5000;
 
 pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
-    let plan = if options.quick {
-        // What is judged first.
-        Plan { intervals_ms: &[5000, 10], rounds: 4.0 }
+    // What is judged comes first in a short run.
+    let (intervals_ms, rounds): (&[u64], f64) = if options.quick {
+        (&[5000, 10], 4.0)
     } else {
-        let intervals_ms = &[10, 50, 100, 500, 1000, 2000, 4000, 5000, 7000, 10_000];
-        Plan { intervals_ms, rounds: 12.0 }
+        (&[10, 50, 100, 500, 1000, 2000, 4000, 5000, 7000, 10_000], 12.0)
     };
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 5 });
     let qemu = qemus()?.into_iter().next().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let lab = Lab::up(LabConfig::pair(&lab_name()))?;
     record.judge(|runs| Ok(targets(runs)));
-    for repeat in 0..repeats {
-        let runs = try_all(&lab, &plan, &qemu, repeat, record);
-        record.add(runs);
-    }
+    try_all(&lab, &[Intervals { intervals_ms, rounds, qemu }], repeats, record);
     plot(record.runs(), record.directory())
 }
 
-struct Plan {
+/// One guest: every interval in it.
+struct Intervals {
     intervals_ms: &'static [u64],
     /// How often all is compiled, with and without a balloon.
     rounds: f64,
+    qemu: Qemu,
+}
+
+impl Attempt for Intervals {
+    fn rows(&self) -> Vec<Row> {
+        self.intervals_ms.iter().map(|interval_ms| row(*interval_ms, &self.qemu)).collect()
+    }
+
+    fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
+        let mut guest = Guest::new(lab, name, 10, &format!("builder:--interval-ms,1;nc:-ll,-p,{SHELL},-e,sh"));
+        guest.memory_bytes = 1 << 30;
+        guest.balloon = crate::guest::Balloon::Idle;
+        vec![guest]
+    }
+
+    fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
+        let compile = Compile::start(site.lab, site.guest()?.clone(), &self.qemu)?;
+        compile.costs(self.rounds, site, runs)?;
+        compile.shell("killall builder")?;
+        compile.reaches(site, runs)
+    }
+
+    fn tell(&self, run: &Run) -> String {
+        let [slowdown, reach] = ["slowdown", "reach_intervals"].map(|name| figure(run, name));
+        format!("{slowdown} slower, freed memory taken in {reach} intervals")
+    }
 }
 
 /// A guest that compiles, and obeys a shell.
@@ -72,80 +95,17 @@ struct Compile {
     first: Duration,
 }
 
-/// One guest: every interval in it, forwards or backwards. What fails is a row too; the next are tried as long as the guest works. The rows are
-/// written as they come, all of them with what they have.
-fn try_all(lab: &Lab, plan: &Plan, qemu: &Qemu, repeat: usize, record: &Record) -> Vec<Run> {
-    let mut guest =
-        Guest::new(lab, &record.new_guest(), 10, &format!("builder:--interval-ms,1;nc:-ll,-p,{SHELL},-e,sh"));
-    guest.memory_bytes = 1 << 30;
-    guest.balloon = crate::guest::Balloon::Idle;
-    let mut order = plan.intervals_ms.to_vec();
-    if repeat % 2 == 1 {
-        order.reverse();
-    }
-    let mut runs: Vec<Run> = order.iter().map(|interval_ms| row(*interval_ms, qemu, repeat)).collect();
-    let mut tried = || -> Result<()> {
-        lab.create_tap(&guest.tap())?;
-        let compile = Compile::start(lab, guest.clone(), qemu)?;
-        compile.costs(plan, &mut runs, record)?;
-        compile.shell("killall builder")?;
-        compile.reaches(&mut runs, record)
-    };
-    let failed = tried().err().map(|error| error.to_string());
-    if failed.is_some() {
-        lab.end_machines();
-    }
-    let _ = lab.delete_tap(&guest.tap());
-    let _ = std::fs::remove_file(&guest.console);
-    judge(&mut runs, failed.as_deref());
-    for run in &runs {
-        let shown = |name: &str| run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value));
-        eprintln!(
-            "every {} ms: {} slower, freed memory taken in {} intervals{}",
-            run.config["interval_ms"],
-            shown("slowdown"),
-            shown("reach_intervals"),
-            run.details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default()
-        );
-    }
-    runs
-}
-
-/// A row that lacks a figure failed, for its own reason or for that one.
-fn judge(runs: &mut [Run], reason: Option<&str>) {
-    for run in runs {
-        let complete = run.metrics.contains_key("slowdown") && run.metrics.contains_key("reach_ms");
-        run.metrics.insert("failed".into(), f64::from(u8::from(!complete)));
-        if let Some(reason) = reason.filter(|_| !complete) {
-            fail(run, reason);
-        }
-    }
-}
-
-/// Notes why a row lacks a figure; the first reason is the one to tell.
-fn fail(run: &mut Run, reason: &str) {
-    if run.details["error"].is_null() {
-        run.details["error"] = json!(reason);
-    }
-}
-
-/// Writes rows that are under way.
-fn show(record: &Record, runs: &[Run]) {
-    let mut runs = runs.to_vec();
-    judge(&mut runs, Some("was cut short"));
-    record.show(&runs);
-}
-
-fn row(interval_ms: u64, qemu: &Qemu, repeat: usize) -> Run {
-    let config = [
+fn row(interval_ms: u64, qemu: &Qemu) -> Row {
+    let workload = "a C compiler, 1 GiB";
+    let values = [
         ("interval_ms", json!(interval_ms)),
         ("qemu", json!(qemu.label)),
-        ("workload", json!("a C compiler, 1 GiB")),
+        ("workload", json!(workload)),
         ("memory_mib", json!(1024)),
         ("seed", json!(1)),
     ];
-    let config: Config = config.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-    Run { config, baseline: false, repeat, metrics: BTreeMap::new(), details: json!({}) }
+    let config: Config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    Row { words: format!("every {interval_ms} ms on QEMU {}, {workload}", qemu.label), config, baseline: false }
 }
 
 fn interval_ms(run: &Run) -> u64 {
@@ -187,39 +147,38 @@ impl Compile {
     }
 
     /// What each interval costs: between two measurements without a balloon, so that what drifts meets both sides alike.
-    fn costs(&self, plan: &Plan, runs: &mut [Run], record: &Record) -> Result<()> {
-        let mut without = self.rate(plan.rounds)?;
-        for at in 0..runs.len() {
-            if let Some(reason) = record.too_late() {
-                fail(&mut runs[at], &reason);
+    fn costs(&self, rounds: f64, site: &Site, runs: &mut [Run]) -> Result<()> {
+        let mut without = self.rate(rounds)?;
+        for at in site.order() {
+            if !site.is_due(at, &mut runs[at]) {
                 continue;
             }
-            without = match self.cost(plan, &mut runs[at], without) {
+            without = match self.cost(rounds, &mut runs[at], without) {
                 Ok(after) => after,
                 Err(error) => {
                     fail(&mut runs[at], &error.to_string());
                     // Where even that fails the guest is gone, and the rows that are left with it.
                     self.vm.balloon(&["--off"])?;
                     std::thread::sleep(RECOVER);
-                    self.rate(plan.rounds)?
+                    self.rate(rounds)?
                 }
             };
-            show(record, runs);
+            site.show(runs);
         }
         Ok(())
     }
 
     /// The same for one interval; returns the rate after it.
-    fn cost(&self, plan: &Plan, run: &mut Run, without: f64) -> Result<f64> {
+    fn cost(&self, rounds: f64, run: &mut Run, without: f64) -> Result<f64> {
         let ms = interval_ms(run);
         self.auto(ms)?;
         // What is free goes first; what is measured is the time after that.
         std::thread::sleep(Duration::from_millis(2 * ms).max(Duration::from_secs(6)));
-        let with = self.rate(plan.rounds)?;
+        let with = self.rate(rounds)?;
         let seen = self.balloon()?;
         self.vm.balloon(&["--off"])?;
         std::thread::sleep(RECOVER);
-        let after = self.rate(plan.rounds)?;
+        let after = self.rate(rounds)?;
         let off = (without + after) / 2.0;
         let bad = self.lines().last().and_then(|line| line.number("bad")).unwrap_or(0.0);
         let metrics = [
@@ -236,16 +195,20 @@ impl Compile {
     }
 
     /// How soon freed memory is taken, at every interval.
-    fn reaches(&self, runs: &mut [Run], record: &Record) -> Result<()> {
-        for at in 0..runs.len() {
-            if let Some(reason) = record.too_late() {
-                fail(&mut runs[at], &reason);
-            } else if let Err(error) = self.reach(&mut runs[at]) {
-                fail(&mut runs[at], &error.to_string());
-                self.vm.balloon(&["--off"])?;
-                self.shell("rm -f /tmp/freed")?;
+    fn reaches(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
+        for at in site.order() {
+            if !site.is_due(at, &mut runs[at]) {
+                continue;
             }
-            show(record, runs);
+            match self.reach(&mut runs[at]) {
+                Ok(()) => done(&mut runs[at]),
+                Err(error) => {
+                    fail(&mut runs[at], &error.to_string());
+                    self.vm.balloon(&["--off"])?;
+                    self.shell("rm -f /tmp/freed")?;
+                }
+            }
+            site.show(runs);
         }
         Ok(())
     }
@@ -363,9 +326,8 @@ mod tests {
     fn five_seconds_are_judged_by_the_median_and_a_figure_that_is_missing_is_missed() {
         let qemu = Qemu { label: "7.2".into(), path: "/nonexistent".into() };
         let run = |ms: u64, repeat: usize, slowdown: f64| {
-            let mut run = row(ms, &qemu, repeat);
-            run.metrics.insert("slowdown".into(), slowdown);
-            run
+            let metrics = std::collections::BTreeMap::from([("slowdown".to_owned(), slowdown)]);
+            Run { config: row(ms, &qemu).config, baseline: false, repeat, metrics, details: json!({}) }
         };
         let runs = [run(10, 0, 0.5), run(5000, 0, 0.004), run(5000, 1, 0.02), run(5000, 2, 0.006)];
         let [cost, reach] = targets(&runs).try_into().unwrap();
