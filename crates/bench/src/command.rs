@@ -89,6 +89,9 @@ pub fn show(command: &Command) -> String {
     text
 }
 
+/// Ends a wait that is hopeless, and nothing else: no result depends on it, however slow the machine.
+pub const PATIENCE: Duration = Duration::from_secs(300);
+
 /// Asks `ready` again every 5 ms until it returns a value.
 ///
 /// # Errors

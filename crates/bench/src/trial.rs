@@ -11,7 +11,7 @@ use sterna_api::{MigrateOptions, Report, Status};
 
 use crate::Lab;
 use crate::baseline::{BaselineReport, BaselineVm, Method, Ram};
-use crate::command::wait_for;
+use crate::command::{PATIENCE, wait_for};
 use crate::error::{Error, Result};
 use crate::guest::{Balloon, Guest, plugged};
 use crate::lab::{CLIENT, METER, net};
@@ -25,7 +25,7 @@ use crate::sterna::{self, SternaVm};
 /// Where memcached listens in a guest.
 pub(crate) const MEMCACHED_PORT: u16 = 11211;
 /// How long a guest may take to start, on a machine that has other work too.
-const START: Duration = Duration::from_secs(90);
+const START: Duration = PATIENCE;
 /// How often a balloon that settles is adjusted; and how long it must not have changed then.
 const ADJUST: Duration = Duration::from_secs(1);
 const AT_REST: Duration = Duration::from_secs(4);

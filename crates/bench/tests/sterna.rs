@@ -41,7 +41,7 @@ fn sternas_migration_is_measured_as_qemus_own_is_and_the_guest_is_unharmed() {
     let metric = |name: &str| *trial.metrics.get(name).unwrap_or_else(|| panic!("no {name} in {:?}", trial.metrics));
     assert!(metric("link_bytes") > 0.95 * metric("bytes_on_wire"), "what the report says went over the link did");
     assert!(metric("gap_ms") + 1.0 > metric("downtime_ms") * 0.9, "{:?}", trial.metrics);
-    assert!(metric("requests_per_s_before") > 10.0);
+    assert!(metric("requests_per_s_before") > 0.0);
     let after = trial.checker.iter().filter(|line| line.at_us > trial.end_us);
     assert_eq!(after.filter_map(|line| line.number("bad")).next_back(), Some(0.0), "{:?}", trial.checker);
     let name = lab.name().to_owned();

@@ -3,10 +3,8 @@
 
 mod support;
 
-use std::time::Duration;
-
 use sterna_bench::baseline::{BaselineVm, Ram};
-use sterna_bench::command::wait_for;
+use sterna_bench::command::{PATIENCE, wait_for};
 use sterna_bench::lab::{CLIENT, METER, net};
 use sterna_bench::load::iperf::IperfServer;
 use sterna_bench::load::peers::Peers;
@@ -23,7 +21,7 @@ fn lines(meter: &Meter, guest: &Guest, program: &str, key: &str, count: usize) -
         let lines: Vec<Line> = lines.into_iter().filter(|line| line.number(key).is_some()).collect();
         Ok((lines.len() >= count).then_some(lines))
     };
-    wait_for(&format!("{key} of {program}"), Duration::from_secs(90), told)
+    wait_for(&format!("{key} of {program}"), PATIENCE, told)
         .unwrap_or_else(|error| panic!("{error}; the console: {}", guest.console_text()))
 }
 
@@ -70,7 +68,7 @@ fn a_guest_works_with_a_database_on_another_host_which_leaves_nothing() {
     let meter = Meter::start(lab.host(METER).unwrap()).unwrap();
     let vm = BaselineVm::start(&lab, "a", &guest, &tools::qemu_7_2().unwrap(), Ram::Plain).unwrap();
     let sum = |lines: &[Line], key: &str| lines.iter().filter_map(|line| line.number(key)).sum::<f64>();
-    let work = wait_for("requests of the guest", Duration::from_secs(90), || {
+    let work = wait_for("requests of the guest", PATIENCE, || {
         let lines = meter.lines(guest.address(), "YCSB");
         Ok((sum(&lines, "reads") + sum(&lines, "updates") > 200.0).then_some(lines))
     });
@@ -122,13 +120,13 @@ fn a_guest_touches_builds_downloads_serves_and_sends_and_no_load_outlives_its_ow
     assert!(builds.iter().all(well), "{builds:?}");
     let downloads = lines(&meter, &guest, "DOWNLOADER", "total", 4);
     assert!(downloads.iter().all(well), "{downloads:?}");
-    let work = wait_for("pieces and packets", Duration::from_secs(60), || {
+    let work = wait_for("pieces and packets", PATIENCE, || {
         let sent = iperf.samples().iter().filter(|sample| sample.per_s > 1e4).count();
         Ok((peers.pieces() > 100 && sent > 8).then_some(()))
     });
     work.unwrap_or_else(|error| panic!("{error}; {} pieces; the console: {}", peers.pieces(), guest.console_text()));
     let sent = net::link_bytes(lab.name(), "a").unwrap().0;
-    wait_for("what the web server sends", Duration::from_secs(30), || {
+    wait_for("what the web server sends", PATIENCE, || {
         // More than all else together sends in that time.
         Ok((net::link_bytes(lab.name(), "a").unwrap().0 > sent + (8 << 20)).then_some(()))
     })

@@ -106,12 +106,19 @@ fn ctrl_c_leaves_the_machine_of_an_attached_run_running() {
         .spawn()
         .expect("the command line starts");
     eventually("it runs", || host.state_of("m") == "running");
-    // It says so before it listens for the key; a moment later it does.
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    // It says so before it listens for the key.
+    eventually("it listens for the key", || listens_for_the_key(&child));
     interrupt(&child);
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success() && text(&output.stdout).contains("runs on"), "{}", text(&output.stdout));
     assert_eq!(host.state_of("m"), "running");
+}
+
+/// Whether SIGINT is caught (`SigCgt` in `proc_pid_status(5)`), and not the end of it.
+fn listens_for_the_key(child: &std::process::Child) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+    let caught = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigCgt:")?.trim(), 16).ok());
+    caught.is_some_and(|signals| signals & (1 << (rustix::process::Signal::INT.as_raw() - 1)) != 0)
 }
 
 fn interrupt(child: &std::process::Child) {
@@ -181,8 +188,7 @@ fn a_cancelled_migration_ends_with_3_by_command_and_by_ctrl_c() {
         return;
     }
     let (a, b) = (Host::start(), Host::start());
-    run(&a, "m");
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    a.run_full("m");
     for by_key in [false, true] {
         let child = Command::new(env!("CARGO_BIN_EXE_sterna"))
             .args(["--api", &a.api(), "migrate", "m", "--to", &b.address(), "--bandwidth", "96KB"])
@@ -209,8 +215,7 @@ fn a_machine_that_is_gone_ends_its_migration_with_4() {
         return;
     }
     let (a, b) = (Host::start(), Host::start());
-    run(&a, "m");
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    a.run_full("m");
     let pid = a.pid_of("m");
     let child = Command::new(env!("CARGO_BIN_EXE_sterna"))
         .args(["--api", &a.api(), "migrate", "m", "--to", &b.address(), "--bandwidth", "96KB"])
@@ -231,19 +236,24 @@ fn watch_follows_a_migration_to_its_end() {
     if cannot_run() {
         return;
     }
-    let (a, b) = (Host::start(), Host::start());
-    run(&a, "m");
-    std::thread::sleep(std::time::Duration::from_millis(500));
-    let watch = Command::new(env!("CARGO_BIN_EXE_sterna"))
+    let (a, b) = (Host::configured("bandwidth = '800Kbit'"), Host::start());
+    a.run_full("m");
+    let id = a.migrate(&["m"], &b.address(), json!({}));
+    let mut watch = Command::new(env!("CARGO_BIN_EXE_sterna"))
         .args(["--api", &a.api(), "watch", "m", "--json"])
         .stdout(std::process::Stdio::piped())
         .spawn()
         .expect("the command line starts");
-    std::thread::sleep(std::time::Duration::from_millis(200));
-    let id = a.migrate(&["m"], &b.address(), json!({ "bandwidth_bytes_per_s": 400_000 }));
+    let (mut lines, stdout) = (Vec::<Value>::new(), watch.stdout.take().unwrap());
+    for line in std::io::BufRead::lines(std::io::BufReader::new(stdout)) {
+        lines.push(serde_json::from_str(&line.unwrap()).unwrap());
+        if lines.last().unwrap()["phase"] == "precopy" {
+            // It is watched: now it may come to its end.
+            a.hurry();
+        }
+    }
+    assert!(watch.wait().unwrap().success());
     assert_eq!(a.ended(id)[0]["status"], "completed");
-    let output = watch.wait_with_output().unwrap();
-    let lines: Vec<Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert!(lines.iter().any(|line| line["phase"] == "precopy"), "{lines:?}");
     assert_eq!(lines.last().unwrap()["phase"], "done");
     assert!(lines.iter().all(|line| line["vm"] == "m"));

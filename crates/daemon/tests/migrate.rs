@@ -111,8 +111,7 @@ fn while_a_machine_moves_it_can_only_be_cancelled() {
         return;
     }
     let (a, b) = (Host::start(), Host::start());
-    a.run("m");
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    a.run_full("m");
     let id = a.migrate(&["m"], &b.address(), slow());
     eventually("it is on its way", || moving(&a, "m"));
     assert_eq!(a.state_of("m"), "migrating-out");
@@ -138,9 +137,8 @@ fn more_migrations_than_allowed_wait_their_turn() {
         return;
     }
     let (a, b) = (Host::configured("max_outgoing = 1"), Host::start());
-    a.run("m1");
+    a.run_full("m1");
     a.run("m2");
-    std::thread::sleep(std::time::Duration::from_millis(500));
     let first = a.migrate(&["m1"], &b.address(), slow());
     eventually("the first is on its way", || moving(&a, "m1"));
     let second = a.migrate(&["m2"], &b.address(), json!({}));
@@ -159,8 +157,7 @@ fn a_source_daemon_killed_under_way_finds_the_guest_running_and_moves_it_later()
         return;
     }
     let (mut a, b) = (Host::start(), Host::start());
-    a.run("m");
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    a.run_full("m");
     a.migrate(&["m"], &b.address(), slow());
     eventually("it is on its way", || moving(&a, "m"));
     let pid = a.pid_of("m");
@@ -178,8 +175,7 @@ fn a_destination_daemon_killed_under_way_clears_up_when_it_comes_back() {
         return;
     }
     let (a, mut b) = (Host::start(), Host::start());
-    a.run("m");
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    a.run_full("m");
     let id = a.migrate(&["m"], &b.address(), slow());
     eventually("it is on its way", || moving(&a, "m"));
     let stranded = b.pid_of("m");
@@ -200,8 +196,7 @@ fn a_daemon_told_to_end_gives_back_what_is_on_its_way() {
         return;
     }
     let (mut a, b) = (Host::start(), Host::start());
-    a.run("m");
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    a.run_full("m");
     a.migrate(&["m"], &b.address(), slow());
     eventually("it is on its way", || moving(&a, "m"));
     assert!(a.stop_daemon().success());

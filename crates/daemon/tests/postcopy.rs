@@ -5,16 +5,13 @@ mod support;
 use serde_json::{Value, json};
 use support::{Host, cannot_run, eventually, runs};
 
-/// So slowly that pages follow for some seconds: a bare machine has some 700 KiB that are not zero.
-fn slowly() -> Value {
-    json!({ "mode": "postcopy", "prepaging": "linear", "postcopy_bandwidth_bytes_per_s": 96 << 10, "streams": 1 })
-}
-
-/// A source and a destination where `m` runs while its pages still follow; the migration's number.
+/// A source and a destination where `m` runs while its pages still follow, for as long as the source does not [hurry](Host::hurry); the
+/// migration's number.
 fn pages_follow() -> (Host, Host, u64) {
-    let (a, b) = (Host::start(), Host::start());
-    a.run("m");
-    let id = a.migrate(&["m"], &b.address(), slowly());
+    let (a, b) = (Host::configured("bandwidth = '800Kbit'"), Host::start());
+    a.run_full("m");
+    let slowly = json!({ "mode": "postcopy", "prepaging": "linear", "streams": 1 });
+    let id = a.migrate(&["m"], &b.address(), slowly);
     eventually("its pages follow it", || a.get("/v1/vms/m")["migration"]["phase"] == "postcopy");
     eventually("it belongs there", || b.get("/v1/vms/m")["arriving"].is_object());
     (a, b, id)
@@ -44,6 +41,7 @@ fn both_ends_say_that_pages_follow_and_let_nothing_come_between() {
     assert_eq!(a.refused("POST", "/v1/vms/m/cancel", &Value::Null), "too-late");
     assert_eq!(a.refused("DELETE", "/v1/vms/m", &Value::Null), "serving-pages");
     assert_eq!(b.refused("POST", "/v1/vms/m/resume", &json!({})), "not-migrating");
+    a.hurry();
     let report = &a.ended(id)[0];
     assert_eq!((&report["status"], &report["pages"]["duplicate"]), (&json!("completed"), &json!(0)), "{report}");
     assert_eq!(report["partial"], false);
@@ -63,6 +61,7 @@ fn a_source_daemon_that_is_killed_while_pages_follow_sends_the_rest_when_it_is_b
     eventually("it says what it waits for", || b.get("/v1/vms/m")["note"].to_string().contains("waiting for"));
     assert!(missing(&b) > 0 && b.state_of("m") == "running");
     a.start_daemon();
+    a.hurry();
     whole_at(&b, &a);
     let job = &a.get("/v1/migrations")[0];
     let report = &job["migrations"][0];
@@ -83,6 +82,7 @@ fn a_destination_daemon_that_is_killed_while_pages_follow_takes_the_rest_when_it
     b.start_daemon();
     assert_eq!((b.state_of("m"), b.pid_of("m")), ("running".into(), pid));
     assert!(missing(&b) > 0);
+    a.hurry();
     let report = &a.ended(id)[0];
     assert_eq!(report["status"], "completed", "{report}");
     assert!(report["postcopy"]["interruptions"].as_u64() > Some(0), "{report}");

@@ -26,11 +26,11 @@ fn cancel(host: &Host, name: &str) {
     assert_eq!(host.ask("POST", &format!("/v1/vms/{name}/cancel"), None).0, 202);
 }
 
-/// With machines whose firmware has had its time.
+/// With machines, of which the first is [full](Host::run_full).
 fn host_with(config: &str, names: &[&str]) -> Host {
     let host = Host::configured(config);
-    names.iter().for_each(|name| drop(host.run(name)));
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    names.iter().take(1).for_each(|name| host.run_full(name));
+    names.iter().skip(1).for_each(|name| drop(host.run(name)));
     host
 }
 
@@ -123,12 +123,13 @@ fn a_machine_whose_lost_destination_has_its_guest_holds_up_nobody_and_goes_on_wh
     if cannot_run() {
         return;
     }
-    let a = host_with("max_outgoing = 1", &["m1", "m2"]);
+    let a = host_with("max_outgoing = 1\nbandwidth = '800Kbit'", &["m1", "m2"]);
     let (mut lost, free) = (Host::start(), Host::start());
-    let follow = json!({ "mode": "postcopy", "postcopy_bandwidth_bytes_per_s": 96 << 10, "streams": 1 });
+    let follow = json!({ "mode": "postcopy", "streams": 1 });
     let first = a.migrate(&["m1"], &lost.address(), follow);
     eventually("its pages follow it", || migration(&a, "m1")["phase"] == "postcopy");
     lost.kill_daemon();
+    a.hurry();
     let second = a.migrate(&["m2"], &free.address(), json!({}));
     eventually("the second waits", || waits_for(&a, "m2", "other migrations of this host"));
     all_completed(&a.ended(second));

@@ -283,6 +283,7 @@ fn a_guest_that_allocates_and_frees_all_the_time_arrives_whole() {
 fn what_is_left_out_for_ever_because_it_was_free_once_is_lost() {
     // Shows that the test above can fail.
     if tracking_works() {
-        assert!((0..5).any(|_| !churned(Mode::Precopy, true).0.is_empty()), "nothing was lost");
+        // Whether it meets such a page is chance.
+        assert!((0..100).any(|_| !churned(Mode::Precopy, true).0.is_empty()), "nothing was lost");
     }
 }

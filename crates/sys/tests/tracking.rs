@@ -12,7 +12,7 @@ use sterna_sys::userfaultfd::Modes;
 
 mod support;
 use support::vmm::{Vmm, track};
-use support::{Ram, Tracker, ram_file, skip, userfaultfd};
+use support::{PATIENCE, Ram, Tracker, ram_file, skip, userfaultfd};
 
 const PAGES: u64 = 64;
 
@@ -197,7 +197,7 @@ fn scanning_a_process_that_has_ended_is_an_error_and_not_a_process_without_write
     pagemap.written_and_arm(vmm.addresses.clone(), &mut Vec::new()).unwrap();
     vmm.poke(5, 1);
     vmm.pidfd.kill().unwrap();
-    assert!(vmm.pidfd.wait(Duration::from_secs(10)).unwrap());
+    assert!(vmm.pidfd.wait(PATIENCE).unwrap());
     let error = pagemap.written_and_arm(vmm.addresses.clone(), &mut Vec::new()).unwrap_err();
     assert_eq!(error.errno(), Some(libc::ESRCH));
     pagemap.entries(vmm.addresses.clone(), &mut Vec::new()).unwrap_err();
@@ -261,6 +261,7 @@ fn scanning_and_copying_under_writers_loses_no_write() {
             view.copy_out(range.clone(), &mut copy[range.start as usize..range.end as usize]);
             copied += 1;
         }
+        copied
     };
     std::thread::scope(|scope| {
         for seed in [0x9E37_79B9_7F4A_7C15u64, 0xD1B5_4A32_D192_ED03] {
@@ -277,8 +278,11 @@ fn scanning_and_copying_under_writers_loses_no_write() {
                 }
             });
         }
+        // For a while, and until the writers had their turn.
         let start = Instant::now();
-        while start.elapsed() < Duration::from_secs(2) {
+        while start.elapsed() < Duration::from_secs(2)
+            || (round(&mut tracker) <= 2 * PAGES && start.elapsed() < PATIENCE)
+        {
             round(&mut tracker);
         }
         stop.store(true, Ordering::Relaxed);

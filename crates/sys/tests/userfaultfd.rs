@@ -9,7 +9,7 @@ use sterna_sys::userfaultfd::{Event, Fault, Features, Filled, Ioctls, Modes, Sto
 
 mod support;
 use support::vmm::Vmm;
-use support::{Ram, ram_file, skip, userfaultfd};
+use support::{PATIENCE, Ram, ram_file, skip, userfaultfd};
 
 const PAGES: u64 = 16;
 
@@ -25,7 +25,7 @@ fn start(file: &std::fs::File, private: bool, modes: Modes) -> (Vmm, Userfaultfd
 
 fn next_fault(uffd: &Userfaultfd) -> Fault {
     let mut events = [const { Event::Unknown }; 4];
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + PATIENCE;
     while Instant::now() < deadline {
         match uffd.read_events(&mut events).unwrap() {
             0 => std::thread::sleep(Duration::from_millis(1)),

@@ -34,8 +34,7 @@ impl Census {
     /// Where the host has no daemon.
     #[must_use]
     pub fn of(site: &Site, host: &str) -> Self {
-        let daemons = &site.lab.state().daemons;
-        let daemon = daemons.iter().find(|(name, _)| name == host).map(|(_, id)| id.pid).expect("a daemon");
+        let daemon = site.daemon_at(host);
         let host = site.host(host);
         Self {
             programs: programs(host, daemon),

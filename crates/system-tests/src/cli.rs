@@ -1,5 +1,7 @@
 //! `sterna`, with its exit status.
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Output, Stdio};
 
 use nix::sys::signal::{Signal, kill};
@@ -71,6 +73,22 @@ pub fn ask(host: &Host, arguments: &[&str]) -> Answer {
     command(host, arguments).output().expect("sterna starts").into()
 }
 
+/// What all migrations away from a host may send together from now on, bytes a second; `None` without limit. It holds one under way for as long as
+/// a test likes, and then lets it go.
+///
+/// # Panics
+/// Where its daemon does not take it.
+pub fn limit_bandwidth(host: &Host, bytes_per_s: Option<u64>) {
+    let api = host.api();
+    let mut stream = UnixStream::connect(api.strip_prefix("unix:").unwrap_or(&api)).expect("the daemon listens");
+    let body = serde_json::json!({ "bandwidth_bytes_per_s": bytes_per_s }).to_string();
+    let head = "PUT /v1/host/bandwidth HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json";
+    write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len()).expect("a request");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+}
+
 /// A migration, or another long command, under way in a `sterna` of its own.
 pub struct Attempt(Child);
 
@@ -102,6 +120,11 @@ impl Attempt {
     pub fn interrupt(&self) {
         let pid = i32::try_from(self.0.id()).expect("a process id");
         kill(Pid::from_raw(pid), Signal::SIGINT).expect("it still runs");
+    }
+
+    /// Whether it has ended.
+    pub fn has_ended(&mut self) -> bool {
+        self.0.try_wait().is_ok_and(|status| status.is_some())
     }
 
     /// Waits for its end.

@@ -28,4 +28,5 @@ pub use census::Census;
 pub use cli::{Answer, Attempt};
 pub use needs::{skip_without, turn};
 pub use proxy::{Kind, Point, Proxy};
-pub use site::{PATIENCE, Plan, Site, on_shared_site};
+pub use site::{Plan, Site, on_shared_site};
+pub use sterna_bench::command::PATIENCE;

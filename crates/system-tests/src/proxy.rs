@@ -118,6 +118,12 @@ impl Proxy {
         assert_eq!(*trap, Trap::Holding, "the message never came by");
     }
 
+    /// Whether the message is here.
+    #[must_use]
+    pub fn is_holding(&self) -> bool {
+        *lock(&self.shared.trap) == Trap::Holding
+    }
+
     /// Lets the held message go on its way.
     pub fn release(&self) {
         self.shared.set(Trap::Open);

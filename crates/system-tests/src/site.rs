@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use sterna_api::{Phase, Progress, Report, Status};
-use sterna_bench::command::wait_for;
+use sterna_bench::command::{PATIENCE, wait_for};
 use sterna_bench::lab::{Host, METER};
 use sterna_bench::load::now_us;
 use sterna_bench::meter::{Line, Meter, delivery};
@@ -19,10 +19,8 @@ use sterna_bench::{Guest, Lab, LabConfig, tools};
 use crate::cli::{self, Answer, Attempt};
 use crate::needs::turn;
 
-/// How long anything may take, on a machine that has other work too.
-pub const PATIENCE: Duration = Duration::from_secs(60);
-/// A guest that is not heard of for so long after a migration has come to harm.
-const SILENCE: Duration = Duration::from_secs(15);
+/// A guest of whose memory a test takes pages on purpose, and that is not heard of for so long, has come to harm.
+const SILENCE: Duration = Duration::from_secs(30);
 
 /// The guest of most tests: small, and it never stops writing.
 pub const JOBS: &str = "checker:--mib,24,--rate,8";
@@ -114,7 +112,7 @@ impl Site {
         cli::ask(self.here(), &words).expect(0, &[]);
         // A microvm under TCG has been seen to hang before its kernel's first word where other guests took both cores. Booting is not what
         // is tested: it gets a second chance, once.
-        if plan.machine.starts_with("microvm") && self.guest.wait_until_up(PATIENCE / 2).is_err() {
+        if plan.machine.starts_with("microvm") && self.guest.wait_until_up(PATIENCE / 5).is_err() {
             println!("the guest did not boot: starting it again");
             cli::ask(self.here(), &["stop", &self.guest.name, "--force"]).expect(0, &[]);
             self.eventually("it is gone", || self.state_at(self.here) == "none");
@@ -278,6 +276,16 @@ impl Site {
         vm["state"].as_str().unwrap_or("none").into()
     }
 
+    /// The daemon's process on a host.
+    ///
+    /// # Panics
+    /// Where it has none.
+    #[must_use]
+    pub fn daemon_at(&self, host: &str) -> u32 {
+        let daemons = &self.lab.state().daemons;
+        daemons.iter().find(|(name, _)| name == host).map(|(_, id)| id.pid).expect("a daemon")
+    }
+
     /// QEMU's process on a host, where it has one.
     #[must_use]
     pub fn qemu_at(&self, host: &str) -> Option<u32> {
@@ -329,7 +337,7 @@ impl Site {
     pub fn is_heard_of(&self) {
         let from = now_us();
         let beats = || self.meter.arrivals(self.guest.address()).last().is_some_and(|arrival| arrival.at_us > from);
-        wait_for("a heartbeat", SILENCE, || Ok(beats().then_some(()))).unwrap_or_else(|error| panic!("{error}"));
+        wait_for("a heartbeat", PATIENCE, || Ok(beats().then_some(()))).unwrap_or_else(|error| panic!("{error}"));
     }
 
     /// The guest has never run on two hosts: no heartbeat has come twice.
@@ -347,11 +355,17 @@ impl Site {
     /// Where it complains, or is not heard of.
     pub fn checker_is_well(&self) {
         let (from, lines) = (now_us(), || self.meter.lines(self.guest.address(), "CHECKER"));
-        // It looks at every page twice a second: a report that is older than that says nothing of this moment.
-        let fresh = |line: &Line| line.at_us > from + 600_000 && line.text.starts_with("CHECKER ok");
-        let heard = wait_for("the checker's word", SILENCE, || Ok(lines().into_iter().find(fresh)));
-        let complaints: Vec<Line> = lines().into_iter().filter(|line| line.text.starts_with("CHECKER BAD")).collect();
-        assert!(complaints.is_empty(), "{complaints:#?}");
+        // It looks at every page twice a second, or as often as it can: a report that is older than that says nothing of this moment.
+        let sweep_us = |line: &Line| (line.number("sweep_ms").unwrap_or(0.0) * 1e3) as i64;
+        let fresh = |line: &Line| {
+            line.text.starts_with("CHECKER ok") && line.at_us > from + 100_000 + sweep_us(line).max(500_000)
+        };
+        let heard = wait_for("the checker's word", PATIENCE, || {
+            let lines = lines();
+            let complaints: Vec<&Line> = lines.iter().filter(|line| line.text.starts_with("CHECKER BAD")).collect();
+            assert!(complaints.is_empty(), "{complaints:#?}");
+            Ok(lines.into_iter().find(fresh))
+        });
         let line = heard.unwrap_or_else(|error| panic!("the guest has come to harm: {error}; {:?}", lines().last()));
         assert_eq!(line.number("bad"), Some(0.0), "{line:?}");
         assert!(line.number("writes_per_s") > Some(0.0), "it no longer writes: {line:?}");
@@ -365,7 +379,7 @@ impl Site {
         let (from, lines) = (now_us(), || self.meter.lines(self.guest.address(), "CHURN"));
         // What was in use at a migration has been checked by then: a file or a process does not live longer.
         let fresh = |line: &Line| line.at_us > from + 1_500_000 && line.text.starts_with("CHURN ok");
-        let heard = wait_for("the churn's word", SILENCE, || Ok(lines().into_iter().find(fresh)));
+        let heard = wait_for("the churn's word", PATIENCE, || Ok(lines().into_iter().find(fresh)));
         let complaints = self.churn_complaints();
         assert!(complaints.is_empty(), "{complaints:#?}");
         let line = heard.unwrap_or_else(|error| panic!("the guest has come to harm: {error}; {:?}", lines().last()));
@@ -399,7 +413,7 @@ impl Site {
     /// # Panics
     /// Where it never does.
     pub fn eventually(&self, what: &str, mut holds: impl FnMut() -> bool) {
-        let waited = wait_for(what, PATIENCE / 2, || {
+        let waited = wait_for(what, PATIENCE, || {
             let holds = holds();
             if !holds {
                 std::thread::sleep(Duration::from_millis(30));

@@ -68,9 +68,13 @@ fn goes_and_comes(plan: &Plan) {
     assert!(at_first.deflate_on_oom && !at_first.free_page_reporting && at_first.note.is_none(), "{at_first:?}");
 
     // Freed while the machine is on its way: the balloon grows during the rounds, under tracking.
-    let attempt = site.begin(None, &["--mode", "precopy", "--verify", "--bandwidth", "12MB"]);
-    site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 4 << 20);
+    // For as long as that takes it is held back.
+    cli::limit_bandwidth(site.here(), Some(4 << 20));
+    let attempt = site.begin(None, &["--mode", "precopy", "--verify"]);
+    site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 20);
     knock(&site, FREE);
+    site.eventually("the balloon grows", || balloon(&site).size_bytes > at_first.size_bytes + (FILLED << 18));
+    cli::limit_bandwidth(site.here(), None);
     let answer = attempt.end();
     answer.expect(0, &[]);
     let report = answer.report().expect("a report");
@@ -139,8 +143,8 @@ fn busy() -> String {
     format!("sh:-c,{small}&&{large}&&echo FREED&&f").replace(' ', "${IFS}")
 }
 
-/// So slow that pages follow for some seconds.
-const RATE: &str = "32MB";
+/// So slow that pages follow until a test lets them go, bytes a second.
+const RATE: u64 = 16 << 20;
 
 /// Asks the guest for another size, as anybody may who reaches its QEMU, and waits until it has gone most of the way.
 fn ask(site: &Site, host: &str, bytes: u64) {
@@ -171,7 +175,8 @@ fn a_guest_that_gives_memory_back_and_takes_it_again_before_it_has_come_is_whole
     says(&site, "FILLED");
     for mode in ["postcopy", "hybrid"].into_iter().take(times(1, 2)) {
         let (_, there) = site.names();
-        let attempt = site.begin(None, &["--mode", mode, "--verify", "--bandwidth", RATE]);
+        cli::limit_bandwidth(site.here(), Some(RATE));
+        let attempt = site.begin(None, &["--mode", mode, "--verify"]);
         site.wait_for_phase(Phase::Postcopy, |_| true);
         if mode == "postcopy" {
             // A balloon's driver may clear what it takes, and so wait for it first (`init_on_alloc`). What is reported free is not touched.
@@ -180,6 +185,7 @@ fn a_guest_that_gives_memory_back_and_takes_it_again_before_it_has_come_is_whole
         }
         ask(&site, there, RAM / 2);
         ask(&site, there, RAM);
+        cli::limit_bandwidth(site.here(), None);
         let answer = attempt.end();
         answer.expect(0, &[]);
         let report = answer.report().expect("a report");

@@ -60,7 +60,7 @@ fn a_guest_under_churn_is_harmed_where_what_was_free_once_is_never_looked_at_aga
     site.run(&Plan::churning());
     std::thread::sleep(Duration::from_secs(5));
     // What was freed last is used first: a migration in three or four meets a page that somebody has again and needs.
-    for number in 0..25 {
+    for number in 0..100 {
         // So slow that the guest uses much of what was free before it is moved. It may be harmed so much that it stops for good.
         let answer = site.attempt(None, &["--mode", "precopy", "--bandwidth", "50MB"]);
         let report = answer.report().unwrap_or_else(|| panic!("no report: {answer:#?}"));

@@ -3,7 +3,7 @@
 use sterna_api::Phase;
 use sterna_system_tests::census::{left_of_lab, ram_bytes};
 use sterna_system_tests::needs::left_to_the_proofs;
-use sterna_system_tests::{Census, Plan, Point, Proxy, Site, cli, needs, on_shared_site, skip_without, turn};
+use sterna_system_tests::{Census, PATIENCE, Plan, Point, Proxy, Site, cli, needs, on_shared_site, skip_without, turn};
 
 /// What `look` sees once it has not changed for a second: what ended a moment ago may take another to go.
 fn settled<T: PartialEq>(look: impl Fn() -> T) -> T {
@@ -31,10 +31,9 @@ fn leaves_nothing(work: impl Fn(&mut Site)) {
         for _ in 0..3 {
             work(site);
         }
-        println!("{before:#?}");
         let mut after = census(site);
         let start = std::time::Instant::now();
-        while after != before && start.elapsed().as_secs() < 20 {
+        while after != before && start.elapsed() < PATIENCE {
             std::thread::sleep(std::time::Duration::from_millis(100));
             after = census(site);
         }

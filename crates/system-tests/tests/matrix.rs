@@ -70,11 +70,11 @@ fn moves(when: Turn, from: Qemu, to: Qemu, machine: &str, cpus: u32, memory_byte
 fn ask(site: &Site, port: u16, words: &str, lines: usize) -> Vec<String> {
     let address = SocketAddr::from((site.guest.address(), port));
     let connect =
-        || TcpStream::connect_timeout(&address, Duration::from_secs(2)).context(|| format!("reaching {address}"));
+        || TcpStream::connect_timeout(&address, Duration::from_secs(10)).context(|| format!("reaching {address}"));
     let namespace = site.host(CLIENT).namespace.clone();
     let what = format!("the server at {address}");
     let mut stream = wait_for(&what, PATIENCE, || Ok(net::inside(&namespace, connect).ok())).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.write_all(words.as_bytes()).unwrap();
     BufReader::new(stream).lines().take(lines).map(Result::unwrap).collect()
 }

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::method::Method;
 use super::qmp::{Qmp, event_us};
 use crate::Lab;
-use crate::command::wait_for;
+use crate::command::{PATIENCE, wait_for};
 use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
 use crate::lab::Host;
@@ -19,7 +19,7 @@ use crate::lab::Host;
 /// The port of the first destination; each machine adds its number.
 const PORT: u16 = 4400;
 /// How long a migration that was given up may take to give the guest back.
-const CANCEL: Duration = Duration::from_secs(30);
+const CANCEL: Duration = PATIENCE;
 /// How often a migration is asked whether its first pass over RAM is done.
 const POLL: Duration = Duration::from_millis(20);
 
@@ -174,9 +174,8 @@ impl BaselineVm {
             let reason = query["error-desc"].as_str().unwrap_or("QEMU gave no reason").to_owned();
             return Err(Error::Migration { vm: self.guest.name.clone(), status: "failed".into(), reason });
         }
-        let resume = destination
-            .qmp
-            .wait_for_event("the guest's start", Duration::from_secs(10), |event| event["event"] == "RESUME")?;
+        let resume =
+            destination.qmp.wait_for_event("the guest's start", PATIENCE, |event| event["event"] == "RESUME")?;
         let with_start_ms = begin.elapsed().as_secs_f64() * 1e3;
         let blocktime_ms = match method.postcopy_after_pass() {
             Some(_) => destination.qmp.execute("query-migrate", json!({}))?["postcopy-blocktime"].as_f64(),
@@ -249,7 +248,7 @@ impl BaselineVm {
 
     /// `query-migrate` of an ended migration. QEMU says that it has ended a moment before it works out how long it took.
     fn query_ended(&mut self) -> Result<Value> {
-        wait_for("the total time of QEMU's migration", Duration::from_secs(5), || {
+        wait_for("the total time of QEMU's migration", PATIENCE, || {
             let query = self.qmp.execute("query-migrate", json!({}))?;
             let is_known = query["status"] != "completed" || query["total-time"].as_f64().is_some_and(|ms| ms > 0.0);
             Ok(is_known.then_some(query))
@@ -306,7 +305,7 @@ struct Reaped(Option<Child>);
 impl Reaped {
     /// Waits until the process has made `socket`, or has ended.
     fn wait_for(&mut self, socket: &Path) -> Result<()> {
-        wait_for(&format!("QEMU's monitor {}", socket.display()), Duration::from_secs(10), || {
+        wait_for(&format!("QEMU's monitor {}", socket.display()), PATIENCE, || {
             let ended = self.0.as_mut().and_then(|child| child.try_wait().ok().flatten());
             match ended {
                 Some(status) => Err(Error::Usage(format!("QEMU ended at once ({status})"))),

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::command::wait_for;
+use crate::command::{PATIENCE, wait_for};
 use crate::error::{Context, Error, Result};
 
 /// The longest a command may take to answer.
-const ANSWER: Duration = Duration::from_secs(30);
+const ANSWER: Duration = PATIENCE;
 
 /// A connection to QEMU's monitor.
 pub struct Qmp {
@@ -29,7 +29,7 @@ impl Qmp {
     /// # Errors
     /// Where QEMU does not open it, or does not greet.
     pub fn connect(socket: &Path) -> Result<Self> {
-        let stream = wait_for(&format!("QEMU's monitor {}", socket.display()), Duration::from_secs(10), || {
+        let stream = wait_for(&format!("QEMU's monitor {}", socket.display()), PATIENCE, || {
             Ok(UnixStream::connect(socket).ok())
         })?;
         let mut qmp = Self {
@@ -167,7 +167,7 @@ mod tests {
         let (qmp, _directory) = monitor(&[GREETING, &event("STOP", 5), r#"{"return":{}}"#, &event("RESUME", 9)]);
         let mut qmp = qmp.unwrap();
         assert_eq!(qmp.version(), "7.2.22");
-        let resume = qmp.wait_for_event("RESUME", Duration::from_secs(1), |event| event["event"] == "RESUME").unwrap();
+        let resume = qmp.wait_for_event("RESUME", PATIENCE, |event| event["event"] == "RESUME").unwrap();
         assert_eq!(event_us(&resume), Some(1_000_009));
         assert_eq!(event_us(&qmp.take_event("STOP").unwrap()), Some(1_000_005));
         assert!(qmp.take_event("STOP").is_none());

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::state::make_all;
-use crate::command::wait_for;
+use crate::command::{PATIENCE, wait_for};
 use crate::error::{Context, Error, Result};
 use crate::process::ProcessId;
 
@@ -137,14 +137,14 @@ impl Group {
     /// Where something in it would not end.
     pub fn remove(&self) -> Result<()> {
         // A process can fork between the look and the signal: look until nobody is left.
-        wait_for(&format!("the end of every process in {}", self.name.display()), Duration::from_secs(20), || {
+        wait_for(&format!("the end of every process in {}", self.name.display()), PATIENCE, || {
             let left = self.processes();
             left.iter().for_each(ProcessId::kill);
             Ok(left.is_empty().then_some(()))
         })?;
         for directory in self.directories().iter().filter(|directory| directory.exists()) {
             // The kernel lets go of the last process a moment after it has ended.
-            wait_for(&format!("removal of {}", directory.display()), Duration::from_secs(5), || {
+            wait_for(&format!("removal of {}", directory.display()), PATIENCE, || {
                 Ok(std::fs::remove_dir(directory).is_ok().then_some(()))
             })?;
         }

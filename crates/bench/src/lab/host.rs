@@ -3,11 +3,10 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
 use super::cgroup::Group;
 use super::net;
-use crate::command::{output, show, wait_for};
+use crate::command::{PATIENCE, output, show, wait_for};
 use crate::error::{Context, Error, Result};
 use crate::tools;
 
@@ -102,7 +101,7 @@ impl Host {
         command.args(["--log", &std::env::var("STERNA_LOG").unwrap_or_else(|_| "info".into())]);
         let mut child = self.spawn(&mut command, "sternad")?;
         let socket = self.socket();
-        let answers = wait_for("the daemon's answer", Duration::from_secs(10), || {
+        let answers = wait_for("the daemon's answer", PATIENCE, || {
             if let Some(status) = child.try_wait().context(|| "waiting for the daemon".into())? {
                 return Err(Error::Usage(format!(
                     "the daemon of host {} ended at once ({status}){}",

@@ -11,12 +11,12 @@ use serde::Serialize;
 
 use super::values::{Random, Values};
 use super::{Sample, now_us};
-use crate::command::wait_for;
+use crate::command::{PATIENCE, wait_for};
 use crate::error::{Context, Error, Result};
 use crate::lab::{Host, net};
 
 /// How long memcached may take to listen.
-const START: Duration = Duration::from_secs(20);
+const START: Duration = PATIENCE;
 /// How often throughput is looked at.
 pub const SAMPLE: Duration = Duration::from_millis(100);
 

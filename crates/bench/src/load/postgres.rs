@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, User};
 
-use crate::command::{output, wait_for};
+use crate::command::{PATIENCE, output, wait_for};
 use crate::error::{Context, Error, Result};
 use crate::lab::{Host, PREFIX};
 use crate::tools;
@@ -22,7 +22,7 @@ const PORT: u16 = 5432;
 /// The user that it runs as: it refuses to be root.
 const USER: &str = "postgres";
 /// How long it may take to start, on a machine that has other work too.
-const START: Duration = Duration::from_secs(30);
+const START: Duration = PATIENCE;
 /// How long it may take to end; what is left then is killed.
 const END: Duration = Duration::from_secs(5);
 

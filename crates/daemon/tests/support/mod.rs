@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// How long anything may take.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+/// Ends a wait that is hopeless, and nothing else: no result depends on it, however slow the machine.
+pub const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A machine with firmware and nothing else: it runs for ever.
 pub const BARE: [&str; 8] = ["-machine", "q35", "-accel", "tcg", "-display", "none", "-vga", "none"];
@@ -194,7 +194,7 @@ impl Host {
 
     pub fn ask_raw(&self, method: &str, path: &str, body: &str) -> (u16, Value) {
         let mut stream = UnixStream::connect(self.socket()).expect("the daemon listens");
-        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
         let head =
             format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n");
         // In one piece: an answer may come, and the connection end, before all of a body was read.
@@ -228,6 +228,30 @@ impl Host {
         let (status, vm) = self.ask("POST", "/v1/vms", Some(&run_request(name, &BARE)));
         assert_eq!(status, 201, "{vm}\n{}", self.log());
         vm
+    }
+
+    /// Starts a bare machine whose RAM is so full that at a low rate it is under way for as long as a test takes on any machine: 16 MiB, of
+    /// which no page compresses. (What firmware writes is little, and takes the time it takes.)
+    pub fn run_full(&self, name: &str) {
+        self.run(name);
+        let files = std::fs::read_dir(self.state().join("ram")).expect("RAM files").flatten();
+        let of_it = |file: &std::fs::DirEntry| file.file_name().to_string_lossy().starts_with(&format!("{name}-"));
+        let path = files.filter(of_it).map(|file| file.path()).next().expect("its RAM");
+        let mut state = 1_u64;
+        let noise = |_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 56) as u8
+        };
+        let bytes: Vec<u8> = (0..16 << 20).map(noise).collect();
+        let ram = std::fs::File::options().write(true).open(path).expect("its RAM");
+        std::os::unix::fs::FileExt::write_all_at(&ram, &bytes, 32 << 20).expect("room");
+    }
+
+    /// From now on, until its daemon is started anew, migrations away from this host go as fast as they can.
+    pub fn hurry(&self) {
+        let (status, answer) =
+            self.ask("PUT", "/v1/host/bandwidth", Some(&json!({ "bandwidth_bytes_per_s": Value::Null })));
+        assert_eq!(status, 200, "{answer}");
     }
 
     pub fn names(&self) -> Vec<String> {

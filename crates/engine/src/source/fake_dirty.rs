@@ -270,9 +270,10 @@ mod tests {
 
     /// Waits until the thread has seen it.
     fn eventually(mut seen: impl FnMut() -> bool) {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        // Ends a hopeless wait, and nothing else.
+        let deadline = Instant::now() + Duration::from_secs(300);
         while !seen() {
-            assert!(Instant::now() < deadline, "it was not seen in 20 s");
+            assert!(Instant::now() < deadline, "it was never seen");
             std::thread::sleep(Duration::from_millis(1));
         }
     }

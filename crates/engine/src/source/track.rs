@@ -237,6 +237,12 @@ mod tests {
     #[test]
     fn a_process_that_has_ended_is_said_to_have_ended_and_not_the_kernel_to_have_failed() {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        // Its parent may go on before the child has left the parent's memory (`vfork`): a page map opened then is that of this process, which
+        // has not ended. So QEMU's is opened only when it has answered.
+        let program = || std::fs::read_link(format!("/proc/{}/exe", child.id())).ok();
+        while program() == std::env::current_exe().ok() {
+            std::thread::yield_now();
+        }
         let watch = WrittenPages { pagemap: Arc::new(Pagemap::open(child.id()).unwrap()), spans: Vec::new() };
         child.kill().unwrap();
         child.wait().unwrap();

@@ -12,7 +12,7 @@ use sterna_engine::agent::{Agent, AgentError};
 use tempfile::TempDir;
 
 /// How long anything here may take.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The library: the one that `STERNA_AGENT_SO` names, or built now.
 pub fn library() -> &'static Path {

@@ -9,7 +9,7 @@ use sterna_engine::agent::AgentError;
 use sterna_sys::pagemap::Pagemap;
 use sterna_sys::userfaultfd::{Features, Modes, Userfaultfd};
 
-use crate::fixture::{Start, cannot_run, device, with_each_qemu};
+use crate::fixture::{Start, cannot_run, device, eventually, with_each_qemu};
 
 const PAGE: usize = 4096;
 
@@ -32,7 +32,9 @@ fn every_page_that_the_running_machine_changes_is_tracked() {
         let ram = qemu.dir.path().join("ram");
         let before = std::fs::read(&ram).expect("RAM");
         qemu.qmp("cont", json!({}));
-        std::thread::sleep(Duration::from_millis(500));
+        eventually("the firmware writes RAM", || (std::fs::read(&ram).expect("RAM") != before).then_some(()));
+        // And some more.
+        std::thread::sleep(Duration::from_millis(300));
         qemu.qmp("stop", json!({}));
         let after = std::fs::read(&ram).expect("RAM");
         pagemap.written_and_arm(extent.clone(), &mut regions).expect("look");

@@ -15,7 +15,7 @@ use sterna_engine::vmm::qmp::Qmp;
 use tempfile::TempDir;
 
 /// Long enough for anything that is not broken, on a busy machine.
-pub const LONG: Duration = Duration::from_secs(30);
+pub const LONG: Duration = Duration::from_secs(300);
 
 /// RAM of a machine, bytes.
 pub const RAM_BYTES: u64 = 64 << 20;

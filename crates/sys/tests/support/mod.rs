@@ -5,6 +5,7 @@
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use sterna_sys::PAGE_BYTES;
@@ -13,6 +14,9 @@ use sterna_sys::userfaultfd::{Features, Modes, Userfaultfd, open_device};
 
 /// A process that plays the VMM.
 pub mod vmm;
+
+/// Ends a wait that is hopeless, and nothing else: no result depends on it, however slow the machine.
+pub const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Prints why and returns `true` where this kernel cannot do what the tests are about.
 pub fn skip() -> bool {

@@ -10,8 +10,6 @@ mod daemons;
 mod handover;
 /// The link is lost and restored.
 mod link;
-/// Faults at random moments.
-mod random;
 
 use serde_json::Value;
 use sterna_api::{Report, Status};

@@ -1,0 +1,80 @@
+//! What a daemon finds in its state directory when it starts: the records of machines and of migrations, with fields replaced, left out, or added.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::value::RawValue;
+use sterna_daemon::migration::records::MigrationRecord;
+use sterna_daemon::vms::record::VmRecord;
+
+/// Which field, and what stands there instead; nothing where that is no JSON.
+type Changes = Vec<(u8, String)>;
+
+/// A record as a daemon writes it, one field after another: as text, because numbers may be wider than a reader's.
+type Fields = &'static [(&'static str, &'static str)];
+
+const MACHINE: Fields = &[
+    ("name", r#""vm""#),
+    ("memory_bytes", "67108864"),
+    ("memory_mode", r#""shared""#),
+    ("trust_group", "null"),
+    ("qemu_path", r#""/usr/bin/qemu-system-x86_64""#),
+    ("qemu_version", "[7,2,22]"),
+    ("machine", r#""pc-q35-7.2""#),
+    ("arguments", r#"["-machine","q35"]"#),
+    ("managed_ram", "true"),
+    ("process", r#"{"pid":4711,"start_ticks":12,"boot":340282366920938463463374607431768211455}"#),
+    ("qmp", r#""/var/lib/sterna/vms/vm/qmp.sock""#),
+    ("agent", r#""/var/lib/sterna/vms/vm/agent.sock""#),
+    ("blocks", r#"[{"id":"ram","path":"/var/lib/sterna/ram/vm-1","bytes":67108864,"page_bytes":4096}]"#),
+    ("owns_ram_files", "true"),
+    ("balloon", r#"{"mode":"auto","interval_ms":1000,"memory_bytes":null}"#),
+    ("lifecycle", r#"{"incoming":7}"#),
+    ("running", "true"),
+    ("kept_before", "null"),
+    ("paging", "null"),
+];
+
+const MIGRATION: Fields = &[
+    ("id", "340282366920938463463374607431768211455"),
+    ("vm", r#""vm""#),
+    ("stage", r#"{"handing-over":{"peer":"10.0.0.2:7700","postcopy":{"mode":"postcopy","streams":4}}}"#),
+    ("at_s", "1700000000"),
+    ("boot", "340282366920938463463374607431768211455"),
+    ("from", "null"),
+    ("pages", r#""coming""#),
+];
+
+fuzz_target!(|given: (Changes, Changes, Vec<u8>)| {
+    let (machine, migration, bytes) = given;
+    for text in [bytes, changed(MACHINE, &machine)] {
+        if let Some(record) = read::<VmRecord>(&text) {
+            let _ = (record.layout(), record.own_files());
+        }
+    }
+    let _ = read::<MigrationRecord>(&changed(MIGRATION, &migration));
+});
+
+fn changed(fields: Fields, changes: &Changes) -> Vec<u8> {
+    let mut fields: Vec<(&str, &str)> = fields.to_vec();
+    for (which, value) in changes {
+        // One in two is left out where the value is no JSON, so that defaults have their turn, too.
+        let at = usize::from(*which) % fields.len();
+        match serde_json::from_str::<&RawValue>(value) {
+            Ok(value) => fields[at].1 = value.get(),
+            Err(_) if which % 2 == 0 && fields.len() > 1 => drop(fields.remove(at)),
+            Err(_) => {}
+        }
+    }
+    let fields: Vec<String> = fields.iter().map(|(name, value)| format!("\"{name}\":{value}")).collect();
+    format!("{{{}}}", fields.join(",")).into_bytes()
+}
+
+/// What was understood is written and understood in the same way again: or a restart would make another machine of it.
+fn read<T: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug>(text: &[u8]) -> Option<T> {
+    let record: T = serde_json::from_slice(text).ok()?;
+    let again = serde_json::to_vec_pretty(&record).expect("what was understood can be said");
+    assert_eq!(serde_json::from_slice::<T>(&again).expect("our own record"), record);
+    Some(record)
+}
