@@ -15,7 +15,7 @@ use sterna_api::{Blame, Problem};
 
 use super::user::User;
 use crate::problems::host;
-use crate::process::Identity;
+use crate::process::{Identity, restore_file_limit};
 
 /// How long QEMU has until its QMP socket answers.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
@@ -86,6 +86,7 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
     unsafe {
         command.pre_exec(move || {
             setsid()?;
+            restore_file_limit()?;
             let Some(user) = &user else { return Ok(()) };
             become_user(user)
         });
