@@ -5,11 +5,18 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
+use rustix::process::{
+    Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, pidfd_open, pidfd_send_signal,
+    setrlimit, waitid,
+};
 use serde::{Deserialize, Serialize};
+
+/// How long to wait before it is looked again where the host cannot tell whether a process runs.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// A process that is or was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,14 +38,46 @@ impl Identity {
         Ok(Self { pid, start_ticks: start_ticks(pid)?, boot: boot_id()? })
     }
 
-    /// A handle on the process, where it still runs (a zombie does not).
+    /// A handle on the process, where it still runs (a zombie does not). `None` is certain: whoever hears it removes the machine's RAM. Where
+    /// the host cannot tell now, for want of a descriptor or of memory, this waits until it can.
     #[must_use]
     pub fn open(&self) -> Option<Handle> {
-        let pid = Pid::from_raw(i32::try_from(self.pid).ok()?)?;
-        let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        let mut told = false;
+        loop {
+            match self.look() {
+                Ok(handle) => return handle,
+                Err(error) => {
+                    if !std::mem::replace(&mut told, true) {
+                        tracing::error!(pid = self.pid, %error, "cannot tell whether a process runs: waiting until it can be told");
+                    }
+                    std::thread::sleep(LOOK_AGAIN);
+                }
+            }
+        }
+    }
+
+    /// The same; an error where it cannot be told.
+    fn look(&self) -> io::Result<Option<Handle>> {
+        let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
+        // None of this boot's processes is one of another boot.
+        if boot_id()? != self.boot {
+            return Ok(None);
+        }
+        let gone = |error: &io::Error| {
+            let errno = error.raw_os_error().map(rustix::io::Errno::from_raw_os_error);
+            // EINVAL: the number is that of a thread of another process by now.
+            matches!(errno, Some(rustix::io::Errno::SRCH | rustix::io::Errno::NOENT | rustix::io::Errno::INVAL))
+        };
+        let fd = match pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from) {
+            Err(error) if gone(&error) => return Ok(None),
+            other => other?,
+        };
         // Looked at after opening: should the number have been reused in between, the start time tells.
         let handle = Handle { fd, pid: self.pid };
-        (Self::of(self.pid).ok().as_ref() == Some(self) && !handle.has_ended()).then_some(handle)
+        match start_ticks(self.pid) {
+            Err(error) if gone(&error) => Ok(None),
+            other => Ok((other? == self.start_ticks && !handle.has_ended()).then_some(handle)),
+        }
     }
 }
 
@@ -86,6 +125,29 @@ impl Handle {
         if pidfd_send_signal(&self.fd, Signal::KILL).is_ok() && !self.wait(Some(Duration::from_secs(10))) {
             tracing::warn!(pid = self.pid, "the process does not end: the kernel keeps it");
         }
+    }
+}
+
+/// The limit of open files that this process was started with.
+static FILE_LIMIT: OnceLock<Rlimit> = OnceLock::new();
+
+/// Lets this process open as many files as it may: each machine takes some. What it starts gets the limit back with [`restore_file_limit`].
+pub fn raise_file_limit() {
+    let before = *FILE_LIMIT.get_or_init(|| getrlimit(Resource::Nofile));
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: before.maximum, ..before }) {
+        tracing::warn!(%error, "the limit of open files stays as it was");
+    }
+}
+
+/// Gives the calling process the limit of open files with which this daemon was started: programs that use `select` rely on a low one. For
+/// a child between fork and exec: nothing but a system call.
+///
+/// # Errors
+/// The kernel refuses.
+pub fn restore_file_limit() -> io::Result<()> {
+    match FILE_LIMIT.get() {
+        Some(before) => Ok(setrlimit(Resource::Nofile, *before)?),
+        None => Ok(()),
     }
 }
 
@@ -159,6 +221,31 @@ mod tests {
         assert!(handle.has_ended());
         assert!(identity.open().is_none());
         assert!(child.wait().is_err(), "it was reaped");
+    }
+
+    /// Failed while whatever went wrong counted as the process's end: its machine's RAM was then removed.
+    #[test]
+    fn a_process_that_cannot_be_looked_at_now_is_waited_for_and_not_taken_for_one_that_ended() {
+        let identity = Identity::of(std::process::id()).unwrap();
+        // A process of its own: the limit is the whole process's.
+        let own = "a_process_that_cannot_be_looked_at_now_is_waited_for_and_not_taken_for_one_that_ended";
+        if std::env::var_os("STERNA_TEST_FEW_FILES").is_none() {
+            let test = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", &format!("process::tests::{own}")])
+                .env("STERNA_TEST_FEW_FILES", "1")
+                .status();
+            return assert!(test.unwrap().success());
+        }
+        let before = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(0), maximum: before.maximum }).unwrap();
+        assert!(identity.look().is_err());
+        std::thread::scope(|scope| {
+            let looks = scope.spawn(|| identity.open().is_some());
+            std::thread::sleep(LOOK_AGAIN * 2);
+            assert!(!looks.is_finished());
+            setrlimit(Resource::Nofile, before).unwrap();
+            assert!(looks.join().unwrap(), "it runs");
+        });
     }
 
     #[test]

@@ -14,6 +14,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::config::Config;
 use crate::http::router;
 use crate::migration::listener::listen;
+use crate::process::raise_file_limit;
 use crate::vms::Daemon;
 
 /// How long requests that wait for something have when the daemon ends.
@@ -27,6 +28,7 @@ const GIVE_BACK: Duration = Duration::from_secs(10);
 /// # Errors
 /// What it cannot work without, with its causes.
 pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
+    raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let daemon = Arc::new(Daemon::new(config)?);
     for lack in sterna_sys::probe::missing() {

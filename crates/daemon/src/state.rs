@@ -3,28 +3,35 @@
 //! ```text
 //! STATE/lock                one daemon per directory
 //! STATE/ram/                a tmpfs of our own: RAM files, NAME-RANDOM
-//! STATE/vms/NAME/vm.json    the machine's record; beside it qmp.sock, agent.sock, qemu.log
+//! STATE/vms/NAME/vm.json    the machine's record; beside it qemu.log
+//! STATE/vms/NAME/run/       of QEMU's user: qmp.sock, agent.sock
 //! STATE/logs/NAME.log       what the last QEMU of that name said before it ended
 //! STATE/migrations/ID.json  what became of a migration, as far as the other end may ask
 //! ```
+//!
+//! All of it is root's, and only root can write there, but for `run/`: what a QEMU that its guest has taken over could change is neither
+//! believed nor written to.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
-use std::os::unix::fs::DirBuilderExt;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use sterna_sys::mount::{Tmpfs, mounted_at, unmount};
 
 use crate::room;
+
+// Records, and whom they may come from.
+mod record_file;
+
+pub use record_file::{Outlives, read_record, remove_half_written, replace_record, take_directory, write_record};
 
 /// The state directory, locked for as long as this lives.
 #[derive(Debug)]
 pub struct StateDir {
     root: PathBuf,
-    _lock: File,
+    _locks: [File; 2],
 }
 
 /// A state directory that cannot be used.
@@ -64,20 +71,20 @@ impl StateDir {
             move |source| StateError::Io { path, source }
         };
         make_dir(root, 0o755).map_err(io_error(root))?;
-        let lock_path = root.join("lock");
-        let lock =
-            File::options().create(true).truncate(false).write(true).open(&lock_path).map_err(io_error(&lock_path))?;
-        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(StateError::Locked(root.into())),
-            other => other.map_err(|error| io_error(&lock_path)(error.into()))?,
-        }
-        let state = Self { root: root.into(), _lock: lock };
+        // The directory itself may be named by a link: whoever starts the daemon says which it is.
+        fs::canonicalize(root).and_then(|root| take_directory(&root)).map_err(io_error(root))?;
+        let locks = lock(root)?;
+        let state = Self { root: root.into(), _locks: locks };
         for (dir, mode) in
             [(state.ram(), 0o755), (state.vms(), 0o755), (state.logs(), 0o750), (state.migrations(), 0o700)]
         {
             make_dir(&dir, mode).map_err(io_error(&dir))?;
+            take_directory(&dir).map_err(io_error(&dir))?;
         }
+        remove_half_written(&state.migrations());
         state.mount_ram()?;
+        // What lies on it, and not only below it: somebody else may have mounted it.
+        take_directory(&state.ram()).map_err(io_error(&state.ram()))?;
         Ok(state)
     }
 
@@ -97,6 +104,18 @@ impl StateDir {
     #[must_use]
     pub fn vm(&self, name: &str) -> PathBuf {
         self.vms().join(name)
+    }
+
+    /// Makes a new machine's directory: root's, and others may pass through it to what is theirs.
+    ///
+    /// # Errors
+    /// It is there already; what the file system says.
+    pub fn make_vm(&self, name: &str) -> io::Result<PathBuf> {
+        let dir = self.vm(name);
+        fs::DirBuilder::new().mode(0o755).create(&dir)?;
+        // Whatever the daemon's umask is.
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o755))?;
+        Ok(dir)
     }
 
     /// Where the logs of machines that ended lie.
@@ -136,55 +155,29 @@ impl StateDir {
     }
 }
 
+/// Takes the locks of a state directory: its own, which is there whatever its path is, and whoever removes what is in it; and that of a
+/// file in it, which daemons before 1.1 know.
+fn lock(root: &Path) -> Result<[File; 2], StateError> {
+    let path = root.join("lock");
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
+        .open(&path);
+    let lock = |path: &Path, opened: io::Result<File>| {
+        let io_error = |source| StateError::Io { path: path.into(), source };
+        let opened = opened.map_err(io_error)?;
+        match flock(&opened, FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(StateError::Locked(root.into())),
+            other => other.map(|()| opened).map_err(|error| io_error(error.into())),
+        }
+    };
+    Ok([lock(root, File::open(root))?, lock(&path, file)?])
+}
+
 fn make_dir(path: &Path, mode: u32) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(path)
-}
-
-/// What a record must outlive.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outlives {
-    /// The daemon alone: where the host goes down, what the record is about ends too.
-    Daemon,
-    /// The host.
-    Host,
-}
-
-/// Writes `value` as JSON so that after a crash at any moment the file holds either the old or the new value, and outlives the
-/// host.
-///
-/// # Errors
-/// As [`replace_record`].
-pub fn write_record<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
-    replace_record(path, value, Outlives::Host)
-}
-
-/// Writes `value` as JSON so that after a crash of what it outlives the file holds either the old or the new value.
-///
-/// # Errors
-/// What the file system says; the old value then stands.
-pub fn replace_record<T: Serialize>(path: &Path, value: &T, outlives: Outlives) -> io::Result<()> {
-    let dir = path.parent().ok_or_else(|| io::Error::other("a record needs a directory"))?;
-    let new = path.with_extension("json.new");
-    let mut file = File::create(&new)?;
-    file.write_all(&serde_json::to_vec_pretty(value)?)?;
-    if outlives == Outlives::Daemon {
-        return fs::rename(&new, path);
-    }
-    file.sync_all()?;
-    fs::rename(&new, path)?;
-    File::open(dir)?.sync_all()
-}
-
-/// Reads a record; `None` where there is no such file.
-///
-/// # Errors
-/// What the file system says, or what is wrong with its JSON.
-pub fn read_record<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
-    match fs::read(path) {
-        Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error),
-    }
 }
 
 #[cfg(test)]
@@ -210,15 +203,21 @@ mod tests {
         assert!(mounted_at(&again.ram()).unwrap().is_none());
     }
 
+    /// Failed while the lock was that of the file alone: the second daemon removed what the first had just made.
     #[test]
-    fn a_record_is_replaced_whole() {
+    fn neither_a_link_nor_another_lock_file_lets_a_second_daemon_in() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("vm.json");
-        assert_eq!(read_record::<u32>(&path).unwrap(), None);
-        write_record(&path, &7u32).unwrap();
-        write_record(&path, &8u32).unwrap();
-        assert_eq!(read_record::<u32>(&path).unwrap(), Some(8));
-        fs::write(&path, "{").unwrap();
-        assert!(read_record::<u32>(&path).is_err());
+        let (root, link) = (dir.path().join("state"), dir.path().join("link"));
+        fs::create_dir(&root).unwrap();
+        let first = lock(&root).unwrap();
+        std::os::unix::fs::symlink(&root, &link).unwrap();
+        assert!(matches!(lock(&link), Err(StateError::Locked(_))));
+        fs::remove_file(root.join("lock")).unwrap();
+        assert!(matches!(lock(&root), Err(StateError::Locked(_))));
+        drop(first);
+        // A daemon before 1.1 knows of the file alone.
+        let old = File::create(root.join("lock")).unwrap();
+        flock(&old, FlockOperation::NonBlockingLockExclusive).unwrap();
+        assert!(matches!(lock(&root), Err(StateError::Locked(_))));
     }
 }

@@ -23,6 +23,8 @@ pub mod mount;
 pub mod mountinfo;
 // What a process has mapped, page by page: which pages were written, and arming the next look.
 pub mod pagemap;
+// Paths that others can change.
+pub mod path;
 // What this kernel can do, found out once.
 pub mod probe;
 // Other processes: their identity, mappings and end.

@@ -148,7 +148,7 @@ const RATE: u64 = 16 << 20;
 
 /// Asks the guest for another size, as anybody may who reaches its QEMU, and waits until it has gone most of the way.
 fn ask(site: &Site, host: &str, bytes: u64) {
-    let socket = site.host(host).directory.join("state/vms").join(&site.guest.name).join("qmp.sock");
+    let socket = site.host(host).directory.join("state/vms").join(&site.guest.name).join("run/qmp.sock");
     let mut qmp = Qmp::connect(&socket).expect("its QEMU");
     let away = |qmp: &mut Qmp| {
         qmp.execute("query-balloon", json!({})).map(|now| now["actual"].as_u64().expect("bytes").abs_diff(bytes))

@@ -144,7 +144,7 @@ fn a_daemon_killed_while_it_takes_memory_harms_and_holds_nobody() {
 
 /// What the guest keeps of its memory by QEMU's word, bytes; `None` where QEMU talks to somebody else.
 fn kept(site: &Site) -> Option<u64> {
-    let socket = site.here().directory.join("state/vms").join(&site.guest.name).join("qmp.sock");
+    let socket = site.here().directory.join("state/vms").join(&site.guest.name).join("run/qmp.sock");
     let mut stream = UnixStream::connect(socket).ok()?;
     stream.set_read_timeout(Some(Duration::from_millis(500))).ok()?;
     stream.write_all(b"{\"execute\":\"qmp_capabilities\"}{\"execute\":\"query-balloon\"}").ok()?;

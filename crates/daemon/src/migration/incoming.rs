@@ -129,18 +129,13 @@ impl Destination {
         let blocks: Vec<Block> = spec
             .blocks
             .iter()
-            .map(|block| Block {
-                id: block.id.clone(),
-                bytes: block.bytes,
-                page_bytes: block.page_bytes,
-                path: daemon.new_ram_path(&spec.name),
-            })
+            .map(|block| Block::new(&block.id, block.bytes, block.page_bytes, &daemon.new_ram_path(&spec.name)))
             .collect();
         let managed = spec.managed_ram.then(|| (spec.memory_bytes, blocks[0].path.as_path()));
         let additions = Additions { name: &spec.name, qmp: &qmp_socket(&dir), ram: managed };
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
         let all = arguments::for_incoming(&items, &additions, &spec.machine, &files);
-        let mut started = daemon.start(&binary.path, &all, &dir, &blocks)?;
+        let mut started = daemon.start(&binary.path, &all, &spec.name, blocks)?;
         let mut record = VmRecord {
             name: spec.name.clone(),
             memory_bytes: spec.memory_bytes,
@@ -154,7 +149,7 @@ impl Destination {
             process: started.process,
             qmp: qmp_socket(&dir),
             agent: agent_socket(&dir),
-            blocks,
+            blocks: started.blocks.clone(),
             owns_ram_files: true,
             balloon: spec.balloon,
             lifecycle: Lifecycle::Incoming(id),

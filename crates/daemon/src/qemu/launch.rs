@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chown};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chown, fchown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -12,13 +12,17 @@ use rustix::process::{Gid, Uid, setsid};
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use sterna_api::problem::Whereabouts;
 use sterna_api::{Blame, Problem};
+use sterna_sys::path::{connect, open_regular};
 
 use super::user::User;
 use crate::problems::host;
-use crate::process::Identity;
+use crate::process::{Identity, restore_file_limit};
 
 /// How long QEMU has until its QMP socket answers.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How much of the end of QEMU's log is looked at, bytes.
+const LAST_BYTES: u64 = 4096;
 
 /// The environment variable that tells the agent its socket.
 pub const AGENT_SOCKET_VARIABLE: &str = "STERNA_AGENT_SOCKET";
@@ -30,7 +34,7 @@ pub struct Launch<'a> {
     pub binary: &'a Path,
     /// All its arguments.
     pub arguments: &'a [String],
-    /// The machine's directory, made if it is not there.
+    /// The machine's directory, root's: QEMU writes in `run/` below it, which is made.
     pub dir: &'a Path,
     /// RAM files, made so that QEMU's user owns them.
     pub ram_files: &'a [(PathBuf, u64)],
@@ -40,19 +44,25 @@ pub struct Launch<'a> {
     pub user: Option<&'a User>,
 }
 
-/// QMP's socket in a machine's directory.
+/// Where QEMU makes its sockets: all of a machine's directory that is its user's.
+#[must_use]
+pub fn run_dir(dir: &Path) -> PathBuf {
+    dir.join("run")
+}
+
+/// QMP's socket of a machine with this directory.
 #[must_use]
 pub fn qmp_socket(dir: &Path) -> PathBuf {
-    dir.join("qmp.sock")
+    run_dir(dir).join("qmp.sock")
 }
 
-/// The agent's socket in a machine's directory.
+/// The agent's socket of a machine with this directory.
 #[must_use]
 pub fn agent_socket(dir: &Path) -> PathBuf {
-    dir.join("agent.sock")
+    run_dir(dir).join("agent.sock")
 }
 
-/// QEMU's output in a machine's directory.
+/// QEMU's output in a machine's directory: root's file, of which QEMU has the descriptor alone.
 #[must_use]
 pub fn log_file(dir: &Path) -> PathBuf {
     dir.join("qemu.log")
@@ -61,11 +71,11 @@ pub fn log_file(dir: &Path) -> PathBuf {
 /// Starts QEMU and waits until its QMP socket takes connections.
 ///
 /// # Errors
-/// A [`Problem`] with QEMU's last words where it ends; the RAM files and the directory then are the caller's to remove.
+/// A [`Problem`] with QEMU's last words where it ends; the RAM files and what is in the directory then are the caller's to remove.
 pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
     make_files(launch).map_err(|error| host("cannot make the machine's files", &error))?;
     let log = File::options()
-        .create(true)
+        .create_new(true)
         .append(true)
         .mode(0o640)
         .open(log_file(launch.dir))
@@ -86,6 +96,7 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
     unsafe {
         command.pre_exec(move || {
             setsid()?;
+            restore_file_limit()?;
             let Some(user) = &user else { return Ok(()) };
             become_user(user)
         });
@@ -109,16 +120,18 @@ fn become_user(user: &User) -> io::Result<()> {
 }
 
 fn make_files(launch: &Launch<'_>) -> io::Result<()> {
-    fs::DirBuilder::new().recursive(true).mode(0o750).create(launch.dir)?;
-    let own = |path: &Path| match launch.user {
-        Some(user) => chown(path, Some(user.uid), Some(user.gid)),
-        None => Ok(()),
-    };
-    own(launch.dir)?;
+    let owner = launch.user.map(|user| (user.uid, user.gid));
+    let run = run_dir(launch.dir);
+    fs::DirBuilder::new().mode(0o750).create(&run)?;
+    if let Some((uid, gid)) = owner {
+        chown(&run, Some(uid), Some(gid))?;
+    }
     for (path, bytes) in launch.ram_files {
         let file = File::options().create_new(true).read(true).write(true).mode(0o600).open(path)?;
         file.set_len(*bytes)?;
-        own(path)?;
+        if let Some((uid, gid)) = owner {
+            fchown(&file, Some(uid), Some(gid))?;
+        }
     }
     Ok(())
 }
@@ -132,7 +145,7 @@ fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Probl
             return Err(failed(format!("QEMU ended at once ({status})"), launch));
         }
         // Connecting is the only proof that somebody listens: the file can be there before.
-        if let Ok(stream) = std::os::unix::net::UnixStream::connect(&qmp) {
+        if let Ok(stream) = connect(&qmp) {
             drop(stream);
             return identity.map_err(|error| host("cannot look at QEMU's process", &error));
         }
@@ -154,15 +167,15 @@ fn failed(message: String, launch: &Launch<'_>) -> Problem {
     problem.hint("QEMU's own words are above; the arguments are passed on as they were given")
 }
 
-/// The last lines of a log.
+/// The last lines of a log; none where something else than a file is in its place.
 #[must_use]
 pub fn last_lines(path: &Path, count: usize) -> Vec<String> {
     let read = || -> io::Result<String> {
-        let mut file = File::open(path)?;
+        let mut file = open_regular(path)?;
         let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(4096)))?;
+        file.seek(SeekFrom::Start(length.saturating_sub(LAST_BYTES)))?;
         let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes)?;
+        file.take(LAST_BYTES).read_to_end(&mut bytes)?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     };
     let text = read().unwrap_or_default();

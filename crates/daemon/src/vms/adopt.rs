@@ -4,17 +4,18 @@
 //! file system whose pages the kernel cannot watch.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use sterna_api::units::show_size;
 use sterna_api::{AdoptRequest, BalloonSetting, Blame, MemoryMode, Problem, Vm};
 use sterna_engine::vmm::qemu::MemoryDevice;
 use sterna_sys::file::{HugePolicy, Kind, backing};
+use sterna_sys::path::Root;
 
 use super::control::{self, Control};
 use super::record::{Block, Lifecycle, VmRecord};
-use super::run::version;
-use super::{Daemon, Hold};
+use super::run::{directory_problem, remove_files, version};
+use super::{Daemon, Hold, shares_ram};
 use crate::problems::{check_name, host, invalid};
 use crate::process::{self, Identity};
 use crate::qemu::binary::{OLDEST, show};
@@ -74,12 +75,24 @@ impl Daemon {
             kept_before: None,
             paging: None,
         };
-        std::fs::create_dir_all(self.state.vm(&record.name))
-            .map_err(|error| host("cannot make the machine's directory", &error))?;
-        reservation.keep(&record, Hold::Free)?;
+        // One after the other: of two that are given the same RAM the second is refused.
+        let _alone = self.adopting.lock().unwrap_or_else(PoisonError::into_inner);
+        self.check_ram_is_nobodys(&record)?;
+        let dir = self.state.vm(&record.name);
+        self.state.make_vm(&record.name).map_err(|error| directory_problem(&dir, &error))?;
+        if let Err(problem) = reservation.keep(&record, Hold::Free) {
+            remove_files(&dir, &[], &self.state.logs());
+            return Err(problem);
+        }
         self.watch(&record);
         tracing::info!(vm = %record.name, pid = request.pid, "adopted");
         self.show(&record.name)
+    }
+
+    /// A file that is another machine's RAM is not this one's, whatever its QEMU says: who moves this one would read and write that one's.
+    fn check_ram_is_nobodys(&self, record: &VmRecord) -> Result<(), Problem> {
+        let Some(owner) = shares_ram(&self.table(), record) else { return Ok(()) };
+        Err(refuse("ram-of-another", format!("its RAM is the RAM of '{owner}'")))
     }
 
     fn check_not_ours(&self, identity: Identity) -> Result<(), Problem> {
@@ -131,15 +144,16 @@ fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
         );
     }
     let path = PathBuf::from(backend.path.clone().unwrap_or_default());
-    let block = |page_bytes| Block { id: id.clone(), bytes: backend.size_bytes, page_bytes, path: path.clone() };
+    let mut block = Block::new(id, backend.size_bytes, 0, &path);
     let unnamed = || {
         let why = format!("the file of RAM block '{id}' ({}) has no name that can be opened", path.display());
         refuse("unnamed-ram", why).hint("mem-path must name a file, not a directory")
     };
-    if !path.is_absolute() || !super::record::seen_from(pid, &path).is_file() {
+    if !path.is_absolute() {
         return Err(unnamed());
     }
-    let file = block(0).open(pid).map_err(|_| unnamed())?;
+    let look = |root: Root| root.find(&path)?.open(false);
+    let file = Root::of(pid).and_then(look).map_err(|_| unnamed())?;
     let backing = backing(&file).map_err(|error| host(format!("cannot look at {}", path.display()), &error))?;
     match backing.kind {
         Kind::Tmpfs(policy) => warn_huge(&path, &policy),
@@ -161,7 +175,13 @@ fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
             return Err(refuse("disk-ram", why).hint("put it on a tmpfs mounted with huge=never"));
         }
     }
-    Ok(block(backing.page_bytes))
+    block.page_bytes = backing.page_bytes;
+    block.recall_mapped(pid, false).map_err(|error| {
+        let mut problem = refuse("ram-not-mapped", format!("the file of RAM block '{id}' is not what it has mapped"));
+        problem.cause = vec![error.to_string()];
+        problem
+    })?;
+    Ok(block)
 }
 
 fn warn_huge(path: &Path, policy: &HugePolicy) {

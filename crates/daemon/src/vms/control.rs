@@ -1,7 +1,6 @@
 //! What is asked of a machine's QEMU outside of migrations, each time over a connection of its own: QEMU serves one client at a
 //! time, and the socket must be free for a migration, or for the user of an adopted machine.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -12,8 +11,10 @@ use sterna_engine::agent::Agent;
 use sterna_engine::vmm::qemu::{ErrorLog, Inspection, QemuDestination, QemuProcess, QemuSource, SharedQmp, inspect};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_engine::vmm::{Destination, Source, VmmError};
+use sterna_sys::process::maps;
 
-use super::record::{Block, VmRecord, seen_from};
+use super::backing::stretches;
+use super::record::{Block, VmRecord};
 use crate::problems;
 use crate::process::Identity;
 use crate::qemu::launch::log_file;
@@ -156,7 +157,7 @@ pub fn vm_state(status: &str) -> VmState {
     if status == "running" { VmState::Running } else { VmState::Paused }
 }
 
-/// The agent inside QEMU, with the address of every RAM block.
+/// The agent inside QEMU, with the address of every RAM block: where the kernel says that QEMU has mapped the file on record.
 ///
 /// # Errors
 /// A [`Problem`] where it does not answer, or does not know the RAM.
@@ -177,19 +178,24 @@ pub fn agent_and_addresses(socket: &Path, pid: u32, blocks: &[Block]) -> Result<
             format!("the agent lost sight of {lost} RAM blocks: QEMU has too many"),
         ));
     }
+    let maps = maps(pid).map_err(|error| problems::host("cannot look at QEMU's memory", &error))?;
+    let lies = |block: &Block, why: &str| {
+        let message = format!("the agent does not see RAM block '{}' ({}){why}", block.id, block.path.display());
+        Problem::new("agent-ram", Blame::Qemu, message)
+    };
     let address = |block: &Block| {
-        let file = std::fs::metadata(seen_from(pid, &block.path))
-            .map_err(|error| problems::host(format!("cannot look at {}", block.path.display()), &error))?;
-        let mapping = known.iter().find(|mapping| {
-            mapping.inode == file.ino()
-                && mapping.device == file.dev()
-                && mapping.offset == 0
-                && mapping.length >= block.bytes
-        });
-        mapping.map(|mapping| mapping.address).ok_or_else(|| {
-            let why = format!("the agent does not see RAM block '{}' ({})", block.id, block.path.display());
-            Problem::new("agent-ram", Blame::Ours, why)
-        })
+        let file = block.file().map_err(|error| problems::host("cannot tell the machine's RAM", &error))?;
+        // Where the file is mapped is the kernel's word. The agent's is that it sees what QEMU discards there.
+        let mapped = stretches(&maps, file);
+        let mapped = mapped.iter().filter(|stretch| stretch.length >= block.bytes).map(|stretch| stretch.address);
+        let seen = |address: &u64| {
+            known.iter().any(|seen| seen.address == *address && seen.offset == 0 && seen.length >= block.bytes)
+        };
+        let mut mapped = mapped.peekable();
+        if mapped.peek().is_none() {
+            return Err(lies(block, ", and QEMU has not mapped it"));
+        }
+        mapped.find(seen).ok_or_else(|| lies(block, ""))
     };
     let addresses = blocks.iter().map(address).collect::<Result<_, _>>()?;
     Ok((agent, addresses))

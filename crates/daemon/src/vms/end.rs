@@ -3,7 +3,7 @@
 //! When a guest switches itself off or its QEMU dies, the machine leaves the list: its RAM file and directory go, what QEMU said last
 //! stays as `STATE/logs/NAME.log`.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_api::{Blame, Phase, Problem};
@@ -145,13 +145,13 @@ impl Daemon {
 
     /// Removes a machine that ended from the list, with its files. Does nothing where the name belongs to another by now.
     pub fn forget(&self, name: &str, process: Identity) {
-        let (record, pager) = {
+        let (record, pager, writing) = {
             let mut table = self.table();
             match table.get_mut(name) {
                 Some(entry) if entry.record.as_ref().is_some_and(|record| record.process == process) => {
                     // The name stays reserved until the files are gone.
                     entry.hold = Hold::Stopping;
-                    (entry.record.clone(), entry.pager.take())
+                    (entry.record.clone(), entry.pager.take(), Arc::clone(&entry.writing))
                 }
                 _ => return,
             }
@@ -159,6 +159,8 @@ impl Daemon {
         if let Some(Bringer(pager)) = pager {
             pager.end();
         }
+        // Whoever writes its record now writes none into the directory of the next of its name.
+        let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(record) = record {
             if let Some(paging) = &record.paging {
                 // Whoever still holds pages of it learns that nobody needs them.

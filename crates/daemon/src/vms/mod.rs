@@ -26,6 +26,9 @@ use crate::state::{StateDir, write_record};
 /// A machine's durable record.
 pub mod record;
 
+/// The files that hold machines' RAM.
+pub mod backing;
+
 /// What is asked of a machine's QEMU.
 pub mod control;
 
@@ -46,6 +49,9 @@ pub mod show;
 
 /// Stopping machines, and what happens when one ends.
 pub mod end;
+
+/// Reading machines' records.
+pub mod load;
 
 /// What a restarted daemon finds, and makes of it.
 pub mod recover;
@@ -94,13 +100,15 @@ pub struct Entry {
     pub note: Option<String>,
     /// What brings its pages, where it runs here before all of them are here.
     pub pager: Option<Bringer>,
+    /// Held while its record is written.
+    writing: Arc<Mutex<()>>,
 }
 
 impl Entry {
     /// A machine with which this is being done.
     #[must_use]
     pub fn new(record: Option<VmRecord>, hold: Hold) -> Self {
-        Self { record, hold, note: None, pager: None }
+        Self { record, hold, note: None, pager: None, writing: Arc::default() }
     }
 }
 
@@ -126,6 +134,8 @@ pub struct Daemon {
     table: Mutex<Table>,
     /// Held while what is known of missing pages changes.
     pages_changed: Mutex<()>,
+    /// Held while a machine is taken over.
+    adopting: Mutex<()>,
     user: Option<User>,
 }
 
@@ -136,6 +146,15 @@ pub type Table = HashMap<String, Entry>;
 #[must_use]
 pub fn arriving(table: &Table) -> usize {
     table.values().filter(|entry| matches!(entry.hold, Hold::Arriving(_))).count()
+}
+
+/// The machine of the table, another than this one, that has RAM in a file of this one's. Some day machines may share files that none of
+/// them writes: those are for this to let pass.
+#[must_use]
+pub fn shares_ram(table: &Table, record: &VmRecord) -> Option<String> {
+    let others = table.values().filter_map(|entry| entry.record.as_ref()).filter(|other| other.name != record.name);
+    let shares = |other: &&VmRecord| other.backings().any(|a| record.backings().any(|b| a.file() == b.file()));
+    others.into_iter().find(shares).map(|other| other.name.clone())
 }
 
 /// What is wrong with `[tls]`, and what to do, in one line.
@@ -157,8 +176,20 @@ impl Daemon {
         let jobs = Jobs::new(config.max_outgoing);
         let table = Mutex::new(HashMap::new());
         let bandwidth = Arc::new(Share::new(config.bandwidth_bytes_per_s));
-        let (metrics, balloons, pages_changed) = (Metrics::new(), Balloons::default(), Mutex::new(()));
-        Ok(Self { config, state, records, jobs, metrics, credentials, bandwidth, balloons, table, pages_changed, user })
+        Ok(Self {
+            config,
+            state,
+            records,
+            jobs,
+            metrics: Metrics::new(),
+            credentials,
+            bandwidth,
+            balloons: Balloons::default(),
+            table,
+            pages_changed: Mutex::new(()),
+            adopting: Mutex::new(()),
+            user,
+        })
     }
 
     /// The machines, to look at or change; nothing slow may happen while this is held.
@@ -246,6 +277,14 @@ impl Daemon {
     /// # Errors
     /// Where the disk refuses; the table then is unchanged.
     pub fn store(&self, record: &VmRecord) -> io::Result<()> {
+        let gone = || io::Error::other("the machine is not on the list any more");
+        let writing = self.table().get(&record.name).map(|entry| Arc::clone(&entry.writing)).ok_or_else(gone)?;
+        // What is written last is what is in the table; and nothing is written while the machine's directory goes.
+        let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_same = |entry: &Entry| entry.record.as_ref().is_none_or(|known| known.process == record.process);
+        if !self.table().get(&record.name).is_some_and(is_same) {
+            return Err(gone());
+        }
         write_record(&self.state.vm(&record.name).join("vm.json"), record)?;
         if let Some(entry) = self.table().get_mut(&record.name) {
             entry.record = Some(record.clone());
@@ -253,11 +292,20 @@ impl Daemon {
         Ok(())
     }
 
-    /// The same, where nothing but the log can be told of a failure: a daemon started anew finds out again.
-    pub fn try_store(&self, record: &VmRecord) {
-        if let Err(error) = self.store(record) {
+    /// The same, where nothing but the log can be told of a failure; whether it is on disk. In the table it stands either way, and goes to disk with
+    /// whatever is written next; a daemon started anew finds out again.
+    pub fn try_store(&self, record: &VmRecord) -> bool {
+        let stored = self.store(record);
+        if let Err(error) = &stored {
             tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+            let mut table = self.table();
+            let is_same = |known: &VmRecord| known.process == record.process;
+            let known = table.get_mut(&record.name).and_then(|entry| entry.record.as_mut());
+            if let Some(known) = known.filter(|known| is_same(known)) {
+                *known = record.clone();
+            }
         }
+        stored.is_ok()
     }
 
     /// The user QEMU runs as.

@@ -304,8 +304,10 @@ impl Daemon {
         if let Some(entry) = self.table().get_mut(&record.name).filter(|entry| is(entry, record)) {
             entry.pager = None;
         }
-        self.try_store(&whole);
-        remove_map(record);
+        // Where the disk is full the record says still that pages are to come, and only an empty map tells the next daemon that none are.
+        if self.try_store(&whole) {
+            remove_map(record);
+        }
         whole
     }
 
@@ -354,7 +356,7 @@ mod tests {
 
     #[test]
     fn ram_in_huge_pages_is_named_with_its_page_size() {
-        let block = |page_bytes| Block { id: "ram0".into(), bytes: 1 << 30, page_bytes, path: "/ram".into() };
+        let block = |page_bytes| Block::new("ram0", 1 << 30, page_bytes, Path::new("/ram"));
         assert!(in_small_pages(&[block(4096), block(4096)]).is_ok());
         let problem = in_small_pages(&[block(4096), block(2 << 20)]).unwrap_err();
         assert_eq!((problem.code.as_str(), problem.blame), ("huge-pages", Blame::Request));

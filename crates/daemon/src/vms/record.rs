@@ -1,9 +1,7 @@
 //! A machine's durable record: all that a restarted daemon needs to look after it again.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use sterna_api::{BalloonSetting, MemoryMode};
@@ -12,6 +10,8 @@ use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
 
+use super::backing::OwnFile;
+pub use super::backing::{Backing, Block};
 use crate::process::Identity;
 use crate::qemu::binary::Version;
 
@@ -87,50 +87,6 @@ pub struct Paging {
     pub held_back: bool,
 }
 
-/// One RAM block.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Block {
-    /// The back end's id in QEMU.
-    pub id: String,
-    /// Size.
-    pub bytes: u64,
-    /// Page size of the file's backing.
-    pub page_bytes: u64,
-    /// The file, as QEMU's process sees it.
-    pub path: PathBuf,
-}
-
-impl Block {
-    /// The block as its destination must know it.
-    fn spec(&self) -> BlockSpec {
-        let path = self.path.display().to_string();
-        BlockSpec { id: self.id.clone(), bytes: self.bytes, page_bytes: self.page_bytes, path }
-    }
-
-    /// Opens the file for reading and writing through QEMU's root: its mounts may differ from the daemon's.
-    ///
-    /// # Errors
-    /// Where it is gone, or of another size.
-    pub fn open(&self, pid: u32) -> io::Result<File> {
-        self.open_at(&seen_from(pid, &self.path))
-    }
-
-    fn open_at(&self, path: &Path) -> io::Result<File> {
-        let file = File::options().read(true).write(true).open(path)?;
-        let length = file.metadata()?.len();
-        if length < self.bytes {
-            return Err(io::Error::other(format!("{} has {length} bytes, not {}", self.path.display(), self.bytes)));
-        }
-        Ok(file)
-    }
-}
-
-/// A path of a process's own view of the file system.
-#[must_use]
-pub fn seen_from(pid: u32, path: &Path) -> PathBuf {
-    PathBuf::from(format!("/proc/{pid}/root{}", path.display()))
-}
-
 impl VmRecord {
     /// How its RAM is laid out.
     ///
@@ -141,20 +97,28 @@ impl VmRecord {
         Layout::new(&blocks).map_err(io::Error::other)
     }
 
+    /// The files that hold its RAM.
+    pub fn backings(&self) -> impl Iterator<Item = &Backing> {
+        self.blocks.iter().flat_map(|block| &block.backings)
+    }
+
     /// The files in memory that end with the machine.
     #[must_use]
-    pub fn own_files(&self) -> Vec<PathBuf> {
-        let ram = self.blocks.iter().filter(|_| self.owns_ram_files).map(|block| block.path.clone());
-        ram.chain(self.paging.iter().map(|paging| paging.map.clone())).collect()
+    pub fn own_files(&self) -> Vec<OwnFile> {
+        let made = self.blocks.iter().filter(|_| self.owns_ram_files);
+        let ram = made.flat_map(|block| {
+            // Of a record that does not say which files these were, nothing but the name is known.
+            let unknown = block.backings.is_empty().then(|| OwnFile { path: block.path.clone(), file: None });
+            let owned = block.backings.iter().filter(|backing| backing.owned);
+            owned.map(|backing| OwnFile { path: backing.path.clone(), file: Some(backing.file()) }).chain(unknown)
+        });
+        ram.chain(self.paging.iter().map(|paging| OwnFile { path: paging.map.clone(), file: None })).collect()
     }
 
     /// RAM the host has given memory for, bytes.
     #[must_use]
     pub fn allocated_bytes(&self) -> u64 {
-        let allocated = |block: &Block| {
-            std::fs::metadata(seen_from(self.process.pid, &block.path)).map(|meta| meta.blocks() * 512).unwrap_or(0)
-        };
-        self.blocks.iter().map(allocated).sum()
+        self.blocks.iter().map(|block| block.allocated_bytes(self.process.pid)).sum()
     }
 
     /// The machine as its destination must know it; `about`: as its QEMU is now.
@@ -191,7 +155,7 @@ impl VmRecord {
             let address = addresses.get(index).copied().unwrap_or(0);
             let file = match &process {
                 Some(_) => block.open(self.process.pid),
-                None => block.open_at(&block.path),
+                None => block.open_here(),
             };
             Ok(BlockFile { file: file?, address, spec: block.spec() })
         };

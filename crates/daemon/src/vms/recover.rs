@@ -12,7 +12,8 @@
 //! | the same | some are still to come | the agent's userfaultfd and the map of missing pages are taken over; it runs, and waits for its source |
 //! | the same, and they cannot be taken over | some are still to come | it is stopped, and its userfaultfd stays open: pages would read as zeros |
 //!
-//! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished.
+//! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. One whose record cannot be
+//! used ([`load`](super::load)) is left alone, with all that may be its.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -21,16 +22,19 @@ use std::time::Duration;
 
 use sterna_engine::host::MigrationId;
 use sterna_engine::source::throttle::release_left_over;
+use sterna_sys::file::FileId;
+use sterna_sys::path::Place;
 
+use super::backing::Backing;
 use super::control::{Control, give_back, let_run, stop_tracking};
+use super::load::Found;
 use super::reclaim::balloon::deflate_left_over;
 use super::record::{Lifecycle, VmRecord};
 use super::run::remove_files;
-use super::{Daemon, Entry, Hold};
+use super::{Daemon, Entry, Hold, shares_ram};
 use crate::migration::records::Stage;
 use crate::migration::waiting::wait_for_verdict;
 use crate::qemu::launch::qmp_socket;
-use crate::state::read_record;
 
 impl Daemon {
     /// Takes up what an earlier daemon left in the state directory.
@@ -38,23 +42,22 @@ impl Daemon {
     /// # Errors
     /// Where the directory cannot be read.
     pub fn recover(self: &Arc<Self>) -> std::io::Result<()> {
-        let mut all_read = true;
-        for entry in std::fs::read_dir(self.state.vms())? {
-            let dir = entry?.path();
-            match read_record::<VmRecord>(&dir.join("vm.json")) {
-                Ok(Some(record)) => self.recover_machine(record),
-                Ok(None) => self.clear_unfinished(&dir),
-                // Left alone: whatever it was, nobody can tell any more.
-                Err(error) => {
-                    all_read = false;
-                    tracing::error!(dir = %dir.display(), %error, "cannot read a machine's record");
-                }
-            }
+        let Found { records, unfinished, mut unread } = self.read_machines()?;
+        for dir in unfinished {
+            self.clear_unfinished(&dir);
         }
-        if all_read {
+        for record in records {
+            if let Some(owner) = shares_ram(&self.table(), &record) {
+                tracing::error!(vm = %record.name, owner, "its RAM is another machine's by their records: it is not looked after");
+                unread.push(record.name);
+                continue;
+            }
+            self.recover_machine(record);
+        }
+        if unread.is_empty() {
             self.forget_pages_of_nobody();
         }
-        self.remove_stray_ram();
+        self.remove_stray_ram(&unread);
         Ok(())
     }
 
@@ -154,23 +157,45 @@ impl Daemon {
     /// A start that was never finished: its QEMU, if there is one, belongs to nobody.
     fn clear_unfinished(&self, dir: &std::path::Path) {
         tracing::warn!(dir = %dir.display(), "removing a machine whose start was never finished");
-        if let Ok(mut control) = Control::connect(&qmp_socket(dir)) {
-            let _ = control.send("quit");
-            std::thread::sleep(Duration::from_millis(100));
+        // Daemons before 1.1 had the socket beside the record.
+        for socket in [qmp_socket(dir), dir.join("qmp.sock")] {
+            if let Ok(mut control) = Control::connect(&socket) {
+                let _ = control.send("quit");
+                std::thread::sleep(Duration::from_millis(100));
+            }
         }
         remove_files(dir, &[], &self.state.logs());
     }
 
-    /// RAM files of no machine.
-    fn remove_stray_ram(&self) {
-        let known: HashSet<PathBuf> =
-            self.table().values().filter_map(|entry| entry.record.as_ref()).flat_map(VmRecord::own_files).collect();
+    /// Removes RAM files of no machine: those that are on no record, neither by what they are nor by their name, and do not begin with
+    /// the name of a machine whose record is `unread`.
+    fn remove_stray_ram(&self, unread: &[String]) {
+        let (paths, files) = {
+            let table = self.table();
+            let records = || table.values().filter_map(|entry| entry.record.as_ref());
+            let paths: HashSet<PathBuf> = records().flat_map(VmRecord::own_files).map(|file| file.path).collect();
+            let files: HashSet<FileId> = records().flat_map(VmRecord::backings).map(Backing::file).collect();
+            (paths, files)
+        };
         for entry in std::fs::read_dir(self.state.ram()).into_iter().flatten().flatten() {
             let path = entry.path();
-            if !known.contains(&path) {
-                tracing::warn!(path = %path.display(), "removing a RAM file of no machine");
-                let _ = std::fs::remove_file(&path);
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let may_be_of =
+                |machine: &String| name.strip_prefix(machine.as_str()).is_some_and(|rest| rest.starts_with('-'));
+            let stray = match Place::at(&path).and_then(|place| place.id()) {
+                Ok(file) => !paths.contains(&path) && !files.contains(&file),
+                // What cannot be looked at is not known to be nobody's.
+                Err(_) => false,
+            };
+            if !stray {
+                continue;
             }
+            if let Some(machine) = unread.iter().find(|machine| may_be_of(machine)) {
+                tracing::warn!(path = %path.display(), machine, "left alone: it may be RAM of a machine whose record cannot be used");
+                continue;
+            }
+            tracing::warn!(path = %path.display(), "removing a RAM file of no machine");
+            let _ = std::fs::remove_file(&path);
         }
     }
 }

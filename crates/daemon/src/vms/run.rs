@@ -1,6 +1,7 @@
 //! Starting machines: `run`, and the start of one that comes from another host.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,11 +10,12 @@ use sterna_api::{BalloonSetting, Blame, MemoryMode, Problem, RunRequest, Vm};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::PAGE_BYTES;
 
+use super::backing::OwnFile;
 use super::control::{self, Control};
 use super::record::{Block, Lifecycle, VmRecord};
 use super::{Daemon, Hold};
 use crate::config::{SOCKET_PATH_BYTES, check_socket_path};
-use crate::problems::{check_name, invalid};
+use crate::problems::{check_name, host, invalid};
 use crate::process::Identity;
 use crate::qemu::arguments::{self, Additions, RAM_ID};
 use crate::qemu::binary::{Binary, DEFAULT_NAME, Version};
@@ -46,13 +48,8 @@ impl Daemon {
         let ram = self.new_ram_path(&request.name);
         let additions =
             Additions { name: &request.name, qmp: &qmp_socket(&dir), ram: Some((request.memory_bytes, &ram)) };
-        let blocks = vec![Block {
-            id: RAM_ID.into(),
-            bytes: request.memory_bytes,
-            page_bytes: PAGE_BYTES as u64,
-            path: ram.clone(),
-        }];
-        let started = self.start(&binary.path, &arguments::for_run(&items, &additions), &dir, &blocks)?;
+        let blocks = vec![Block::new(RAM_ID, request.memory_bytes, PAGE_BYTES as u64, &ram)];
+        let started = self.start(&binary.path, &arguments::for_run(&items, &additions), &request.name, blocks)?;
         let record = VmRecord {
             name: request.name.clone(),
             memory_bytes: request.memory_bytes,
@@ -66,7 +63,7 @@ impl Daemon {
             process: started.process,
             qmp: qmp_socket(&dir),
             agent: agent_socket(&dir),
-            blocks,
+            blocks: started.blocks.clone(),
             owns_ram_files: true,
             balloon: BalloonSetting::default(),
             lifecycle: Lifecycle::Here,
@@ -81,11 +78,18 @@ impl Daemon {
         self.show(&record.name)
     }
 
-    /// Starts QEMU with files of its own and looks at what came up.
+    /// Starts QEMU with files of its own, these RAM blocks among them, and looks at what came up.
     ///
     /// # Errors
     /// A [`Problem`]; QEMU and its files are gone then.
-    pub fn start(&self, binary: &Path, arguments: &[String], dir: &Path, blocks: &[Block]) -> Result<Started, Problem> {
+    pub fn start(
+        &self,
+        binary: &Path,
+        arguments: &[String],
+        name: &str,
+        mut blocks: Vec<Block>,
+    ) -> Result<Started, Problem> {
+        let dir = &self.state.vm(name);
         for socket in [qmp_socket(dir), agent_socket(dir)] {
             check_socket_path("the machine's socket", &socket).map_err(|error| {
                 let mut problem = invalid(error.to_string())
@@ -96,15 +100,30 @@ impl Daemon {
         }
         let agent = self.agent_library()?;
         let ram_files: Vec<(PathBuf, u64)> = blocks.iter().map(|block| (block.path.clone(), block.bytes)).collect();
-        let files = ram_files.iter().map(|(path, _)| path.clone()).collect();
+        let files = ram_files.iter().map(|(path, _)| OwnFile { path: path.clone(), file: None }).collect();
+        self.state.make_vm(name).map_err(|error| directory_problem(dir, &error))?;
         let mut cleanup = Cleanup { process: None, files, dir: dir.into(), logs: self.state.logs(), armed: true };
         let launch = Launch { binary, arguments, dir, ram_files: &ram_files, agent: &agent, user: self.user() };
         let process = launch::launch(&launch)?;
         cleanup.process = Some(process);
+        // The directory is root's: what has these names now is what was made above.
+        for block in &mut blocks {
+            block.recall_here().map_err(|error| host("cannot look at the machine's RAM", &error))?;
+        }
         let about = Control::connect(&qmp_socket(dir))?.inspect()?;
-        wait_for_agent(dir, process, blocks)?;
-        Ok(Started { process, about, cleanup })
+        wait_for_agent(dir, process, &blocks)?;
+        Ok(Started { process, about, blocks, cleanup })
     }
+}
+
+/// A machine's directory that cannot be made.
+pub(super) fn directory_problem(dir: &Path, error: &io::Error) -> Problem {
+    if error.kind() != io::ErrorKind::AlreadyExists {
+        return host("cannot make the machine's directory", error);
+    }
+    let message = format!("{} is there already, and nobody knows what became of its machine", dir.display());
+    Problem::new("name-taken", Blame::Request, message)
+        .hint("the daemon's log says why its record cannot be used. Choose another name; or end its QEMU, and remove the directory")
 }
 
 /// Waits until the agent answers: its thread begins beside QEMU's own, and on a busy host QEMU may be the first to answer.
@@ -151,13 +170,15 @@ pub struct Started {
     pub process: Identity,
     /// What it says of itself.
     pub about: Inspection,
+    /// Its RAM, with the files that hold it.
+    pub blocks: Vec<Block>,
     cleanup: Cleanup,
 }
 
 impl Started {
     /// A file of the machine that is to be gone with it.
     pub fn with_file(&mut self, path: &Path) {
-        self.cleanup.files.push(path.into());
+        self.cleanup.files.push(OwnFile { path: path.into(), file: None });
     }
 
     /// The machine stays: its record is written.
@@ -169,7 +190,7 @@ impl Started {
 #[derive(Debug)]
 struct Cleanup {
     process: Option<Identity>,
-    files: Vec<PathBuf>,
+    files: Vec<OwnFile>,
     dir: PathBuf,
     logs: PathBuf,
     armed: bool,
@@ -188,22 +209,20 @@ impl Drop for Cleanup {
 }
 
 /// Removes what a machine leaves behind. What its QEMU said last is kept as `STATE/logs/NAME.log`, until the next of that name ends.
-pub fn remove_files(dir: &Path, ram_files: &[PathBuf], logs: &Path) {
+pub fn remove_files(dir: &Path, ram_files: &[OwnFile], logs: &Path) {
     for file in ram_files {
-        if let Err(error) = fs::remove_file(file)
-            && error.kind() != std::io::ErrorKind::NotFound
-        {
-            tracing::warn!(path = %file.display(), %error, "cannot remove a RAM file");
+        if let Err(error) = file.remove() {
+            tracing::warn!(path = %file.path.display(), %error, "cannot remove a RAM file");
         }
     }
     let log = log_file(dir);
     if let Some(name) = dir.file_name()
-        && fs::metadata(&log).is_ok_and(|meta| meta.len() > 0)
+        && fs::symlink_metadata(&log).is_ok_and(|about| about.is_file() && about.len() > 0)
     {
         let _ = fs::rename(&log, logs.join(format!("{}.log", name.to_string_lossy())));
     }
     if let Err(error) = fs::remove_dir_all(dir)
-        && error.kind() != std::io::ErrorKind::NotFound
+        && error.kind() != io::ErrorKind::NotFound
     {
         tracing::warn!(path = %dir.display(), %error, "cannot remove a machine's directory");
     }

@@ -117,32 +117,63 @@ impl Host {
         Self::with(agent, "")
     }
 
+    /// With a state directory that was made before the daemon starts.
+    pub fn on(config: &str, make: impl FnOnce(&Path)) -> Self {
+        Self::made(agent(), config, make)
+    }
+
     fn with(agent: &Path, config: &str) -> Self {
+        Self::made(agent, config, |_| ())
+    }
+
+    fn made(agent: &Path, config: &str, make: impl FnOnce(&Path)) -> Self {
         let dir = tempfile::Builder::new().prefix("sterna-host-").tempdir().expect("a directory");
         // The port is free now; another process could take it, but hardly within the moment.
         let free = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let port = free.local_addr().expect("an address").port();
         drop(free);
         let mut host = Self { dir, daemon: None, port, config: format!("agent = {agent:?}\n{config}\n") };
+        make(&host.state());
         host.start_daemon();
         host
     }
 
-    pub fn start_daemon(&mut self) {
-        assert!(self.daemon.is_none(), "it runs already");
+    /// The daemon's command, with its log.
+    fn command(&self, state: &Path, api: &str) -> Command {
         let config = self.path("sternad.toml");
         std::fs::write(&config, &self.config).expect("a configuration");
-        let log = std::fs::File::options().create(true).append(true).open(self.path("sternad.log")).expect("a log");
-        let child = Command::new(sternad())
-            .arg("--config")
-            .arg(config)
-            .arg("--state-dir")
-            .arg(self.state())
-            .args(["--api", &self.api(), "--listen", &self.address(), "--log", "debug"])
-            .stderr(log)
-            .spawn()
-            .expect("the daemon starts");
-        self.daemon = Some(child);
+        let mut command = Command::new(sternad());
+        command.arg("--config").arg(config).arg("--state-dir").arg(state);
+        command.args(["--api", api, "--listen", &self.address(), "--log", "debug"]);
+        command
+    }
+
+    fn log_file(&self) -> std::fs::File {
+        std::fs::File::options().create(true).append(true).open(self.path("sternad.log")).expect("a log")
+    }
+
+    /// What a second daemon on this state directory says before it ends.
+    pub fn second_daemon(&self, state: &Path) -> std::process::Output {
+        let api = format!("unix:{}", self.path("second.sock").display());
+        self.command(state, &api).output().expect("it starts and ends")
+    }
+
+    /// Starts a daemon that may open so many files, and does not wait for it.
+    pub fn start_daemon_with_few_files(&mut self, files: u64) {
+        let command = self.command(&self.state(), &self.api());
+        let child = Command::new("prlimit")
+            .arg(format!("--nofile={files}:{files}"))
+            .arg(command.get_program())
+            .args(command.get_args())
+            .stderr(self.log_file())
+            .spawn();
+        self.daemon = Some(child.expect("prlimit starts the daemon"));
+    }
+
+    pub fn start_daemon(&mut self) {
+        assert!(self.daemon.is_none(), "it runs already");
+        let child = self.command(&self.state(), &self.api()).stderr(self.log_file()).spawn();
+        self.daemon = Some(child.expect("the daemon starts"));
         let socket = self.socket();
         eventually("the daemon answers", || UnixStream::connect(&socket).is_ok());
     }
@@ -305,7 +336,10 @@ impl Drop for Host {
                 end_process(pid as u32, &self.dir.path().display().to_string());
             }
         }
-        let _ = rustix::mount::unmount(self.state().join("ram"), rustix::mount::UnmountFlags::DETACH);
+        // The directory itself where a test mounted one.
+        for mounted in [self.state().join("ram"), self.state()] {
+            let _ = rustix::mount::unmount(mounted, rustix::mount::UnmountFlags::DETACH);
+        }
     }
 }
 

@@ -13,6 +13,7 @@ use rustix::net::{
 };
 use sterna_agent_protocol::message::{Operation, ReplyHeader, RequestHeader, Status};
 use sterna_agent_protocol::{MAGIC, MAX_MESSAGE_BYTES, VERSION};
+use sterna_sys::path::Root;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::AgentError;
@@ -43,12 +44,14 @@ pub(super) struct Reply {
 
 impl Exchange {
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, AgentError> {
+        let place = Root::own().and_then(|root| root.find(path));
+        let place = place.map_err(|error| AgentError::NotThere { path: path.to_owned(), source: error.into() })?;
         let connected = || -> rustix::io::Result<(OwnedFd, Peer)> {
             let socket =
                 rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
             sockopt::set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
             sockopt::set_socket_timeout(&socket, Timeout::Recv, Some(timeout))?;
-            rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+            rustix::net::connect(&socket, &SocketAddrUnix::new(place.itself())?)?;
             let credentials = sockopt::socket_peercred(&socket)?;
             let peer = Peer { pid: credentials.pid.as_raw_nonzero().get(), uid: credentials.uid.as_raw() };
             Ok((socket, peer))

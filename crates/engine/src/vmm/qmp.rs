@@ -60,7 +60,7 @@ impl Qmp {
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, VmmError> {
         let deadline = Instant::now() + timeout;
         let stream = loop {
-            match UnixStream::connect(path) {
+            match sterna_sys::path::connect(path) {
                 Ok(stream) => break stream,
                 Err(source) if Instant::now() < deadline && not_there_yet(&source) => {
                     std::thread::sleep(Duration::from_millis(5));

@@ -1,6 +1,7 @@
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
+
+use sterna_sys::path::open_regular;
 
 /// How far back from the log's end is looked, bytes.
 const TAIL_BYTES: u64 = 4096;
@@ -18,13 +19,13 @@ pub struct ErrorLog {
 impl ErrorLog {
     /// Watches what is written to `path` from now on. The file need not exist yet.
     pub fn new(path: PathBuf) -> Self {
-        let start = std::fs::metadata(&path).map_or(0, |metadata| metadata.len());
+        let start = open_regular(&path).ok().and_then(|file| file.metadata().ok()).map_or(0, |about| about.len());
         Self { path, start }
     }
 
     /// The last lines written since [`ErrorLog::new`], in one; `None` where there are none.
     pub fn last_lines(&self) -> Option<String> {
-        let mut file = File::open(&self.path).ok()?;
+        let mut file = open_regular(&self.path).ok()?;
         let length = file.metadata().ok()?.len();
         let from = self.start.max(length.saturating_sub(TAIL_BYTES));
         file.seek(SeekFrom::Start(from)).ok()?;
@@ -52,6 +53,21 @@ mod tests {
         assert_eq!(log.last_lines(), None);
         std::fs::write(&path, "old\nfirst \x1b[31m\n\nlast\n").unwrap();
         assert_eq!(log.last_lines().as_deref(), Some("first  [31m; last"));
+    }
+
+    /// Fails without [`open_regular`]: the first lines of a file that only root may read are quoted, and the pipe is waited for.
+    #[test]
+    fn a_link_or_a_pipe_in_the_logs_place_says_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let (secret, path) = (directory.path().join("secret"), directory.path().join("qemu.log"));
+        std::fs::write(&secret, "").unwrap();
+        std::os::unix::fs::symlink(&secret, &path).unwrap();
+        let log = ErrorLog::new(path.clone());
+        std::fs::write(&secret, "root:x\n").unwrap();
+        assert_eq!(log.last_lines(), None);
+        std::fs::remove_file(&path).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        assert_eq!((ErrorLog::new(path).last_lines(), log.last_lines()), (None, None));
     }
 
     #[test]
