@@ -11,7 +11,7 @@ use sterna_protocol::message::MessageError;
 use sterna_protocol::session::Violation;
 
 use crate::destination::decode::DecodeError;
-use crate::ram::RamError;
+use crate::ram::{RamError, RamFault};
 use crate::transport::refusal::TlsError;
 use crate::vmm::VmmError;
 
@@ -93,6 +93,9 @@ pub enum MigrateError {
         #[source]
         source: io::Error,
     },
+    /// RAM of the guest that was there is not any more.
+    #[error("the guest's RAM is lost")]
+    Ram(#[source] RamFault),
     /// No memory here for the guest's.
     #[error("this host has no memory left for the guest ({room_bytes} bytes, kept as a reserve)")]
     OutOfMemory {
@@ -140,7 +143,13 @@ pub enum MigrateError {
 
 impl From<RamError> for MigrateError {
     fn from(error: RamError) -> Self {
-        Self::Host { doing: "mapping the guest's RAM", source: io::Error::other(error) }
+        match error {
+            RamError::Layout(error) => Self::Layout(error),
+            RamError::Fault(fault) => Self::Ram(fault),
+            error @ RamError::Map { .. } => {
+                Self::Host { doing: "mapping the guest's RAM", source: io::Error::other(error) }
+            }
+        }
     }
 }
 
@@ -150,9 +159,12 @@ impl MigrateError {
         move |source| Self::Link { doing, source }
     }
 
-    /// A kernel error while doing something.
+    /// A kernel error while doing something. Where it is about RAM that is lost, that.
     pub fn host(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::Host { doing, source }
+        move |source| match RamFault::of(&source) {
+            Some(fault) => Self::Ram(fault.clone()),
+            None => Self::Host { doing, source },
+        }
     }
 
     /// A kernel error that says itself what was asked, while doing something.
@@ -223,6 +235,16 @@ impl MigrateError {
                 Some("was QEMU started with libsterna_agent.so, and does its socket exist?"),
             ),
             Self::Host { .. } => ("host-failed", Blame::Host, None),
+            Self::Ram(RamFault::CutShort { .. }) => (
+                "ram-cut-short",
+                Blame::Qemu,
+                Some(
+                    "only QEMU may change the size of this file: a guest that did has lost its memory, or its QEMU is not what it should be",
+                ),
+            ),
+            Self::Ram(RamFault::NoMemory { .. }) => {
+                ("ram-full", Blame::Host, Some("make room in the file system of the guest's RAM files, then try again"))
+            }
             Self::OutOfMemory { .. } => {
                 ("out-of-memory", Blame::Host, Some("make room at the destination, or choose another"))
             }
