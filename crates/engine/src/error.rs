@@ -10,8 +10,9 @@ use sterna_protocol::layout::LayoutError;
 use sterna_protocol::message::MessageError;
 use sterna_protocol::session::Violation;
 
+use crate::agent::AgentError;
 use crate::destination::decode::DecodeError;
-use crate::ram::RamError;
+use crate::ram::{RamError, RamFault};
 use crate::transport::refusal::TlsError;
 use crate::vmm::VmmError;
 
@@ -21,7 +22,7 @@ pub enum MigrateError {
     /// Somebody cancelled it.
     #[error("the migration was cancelled")]
     Cancelled,
-    /// The options cannot be.
+    /// The options are invalid.
     #[error("{0}")]
     Options(String),
     /// The peer could not be reached.
@@ -49,10 +50,10 @@ pub enum MigrateError {
     #[error(transparent)]
     Hello(#[from] HelloError),
     /// The peer sent a message that makes no sense.
-    #[error("the peer sent a message that cannot be")]
+    #[error("the peer sent an invalid message")]
     Message(#[from] MessageError),
-    /// The peer sent a frame that cannot be.
-    #[error("the peer sent a frame that cannot be")]
+    /// The peer sent a frame that makes no sense.
+    #[error("the peer sent an invalid frame")]
     Frame(#[from] FrameError),
     /// The peer sent pages that cannot be had from what it sent: whatever the cause, they would not be the guest's.
     #[error("the peer sent pages that cannot be believed")]
@@ -60,9 +61,15 @@ pub enum MigrateError {
     /// The peer spoke out of turn.
     #[error("the peer spoke out of turn")]
     Violation(#[from] Violation),
-    /// The peer's reply is of the right kind and wrong.
-    #[error("the peer's reply cannot be: {0}")]
+    /// The peer's reply is not what was asked for.
+    #[error("the peer's reply is invalid: {0}")]
     Reply(&'static str),
+    /// The peer asks for what it cannot have.
+    #[error("the peer's request is invalid: {0}")]
+    Request(&'static str),
+    /// This daemon did not do its part.
+    #[error("Sterna itself failed: {0}")]
+    Bug(&'static str),
     /// The peer said no, or failed.
     #[error("{}", .0.message)]
     Peer(Problem),
@@ -93,6 +100,9 @@ pub enum MigrateError {
         #[source]
         source: io::Error,
     },
+    /// RAM of the guest that was there is not any more.
+    #[error("the guest's RAM is lost")]
+    Ram(#[source] RamFault),
     /// No memory here for the guest's.
     #[error("this host has no memory left for the guest ({room_bytes} bytes, kept as a reserve)")]
     OutOfMemory {
@@ -140,7 +150,31 @@ pub enum MigrateError {
 
 impl From<RamError> for MigrateError {
     fn from(error: RamError) -> Self {
-        Self::Host { doing: "mapping the guest's RAM", source: io::Error::other(error) }
+        match error {
+            RamError::Layout(error) => Self::Layout(error),
+            RamError::Fault(fault) => Self::Ram(fault),
+            error @ RamError::Map { .. } => {
+                Self::Host { doing: "mapping the guest's RAM", source: io::Error::other(error) }
+            }
+        }
+    }
+}
+
+const AGENT_HINT: &str = "was QEMU started with libsterna_agent.so, and does its socket exist?";
+
+/// Who is to blame for what the agent did not do, and what to do.
+fn agent_culprit(error: &AgentError) -> (Blame, &'static str) {
+    match error {
+        AgentError::Silent { .. } | AgentError::Connection { .. } => {
+            (Blame::Qemu, "does this QEMU still run? One that stands still, or is being debugged, does not answer")
+        }
+        AgentError::Malformed { .. } => {
+            (Blame::Qemu, "what answers inside this QEMU is not Sterna's agent: look who has taken it over")
+        }
+        AgentError::Version { .. } => (Blame::Request, "restart QEMU with this daemon's agent"),
+        // What its kernel said is part of the message.
+        AgentError::Refused { .. } => (Blame::Qemu, "QEMU's log may say more"),
+        AgentError::NotThere { .. } => (Blame::Request, AGENT_HINT),
     }
 }
 
@@ -150,9 +184,12 @@ impl MigrateError {
         move |source| Self::Link { doing, source }
     }
 
-    /// A kernel error while doing something.
+    /// A kernel error while doing something. Where it is about RAM that is lost, that.
     pub fn host(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::Host { doing, source }
+        move |source| match RamFault::of(&source) {
+            Some(fault) => Self::Ram(fault.clone()),
+            None => Self::Host { doing, source },
+        }
     }
 
     /// A kernel error that says itself what was asked, while doing something.
@@ -160,10 +197,14 @@ impl MigrateError {
         move |source| Self::Host { doing, source: source.into() }
     }
 
-    /// A kernel error about the VMM's process: where the kernel knows no such process any more, the VMM has ended.
+    /// A kernel error about the VMM's process: where the kernel knows no such process any more, the VMM has ended; where it knows no such memory there, or
+    /// finds it in use for something else, the VMM has changed its mappings.
     pub fn vmm_process(doing: &'static str) -> impl FnOnce(sterna_sys::Error) -> Self {
         move |source| match source.errno() {
             Some(libc::ESRCH) => Self::Vmm(VmmError::Gone { guest_off: false }),
+            Some(libc::ENOENT | libc::EINVAL | libc::EBUSY) => {
+                Self::Vmm(VmmError::Mappings { doing, source: source.into() })
+            }
             _ => Self::Host { doing, source: source.into() },
         }
     }
@@ -208,21 +249,31 @@ impl MigrateError {
                 ("not-sterna", Blame::Peer, Some("the address must be that of sternad's --listen"))
             }
             Self::Hello(_) => ("peer-version", Blame::Peer, Some("bring both hosts to the same version of Sterna")),
-            Self::Message(_) | Self::Frame(_) | Self::Violation(_) | Self::Reply(_) => (
+            Self::Message(_) | Self::Frame(_) | Self::Violation(_) | Self::Reply(_) | Self::Request(_) => (
                 "peer-protocol",
                 Blame::Peer,
                 Some("the peer or the network between damages what is sent; nothing of it was used"),
             ),
+            Self::Bug(_) => ("internal", Blame::Ours, Some("please report this with the daemon's log")),
             Self::Layout(_) => ("ram-layout", Blame::Request, None),
             Self::Vmm(VmmError::Gone { guest_off: true }) => ("guest-off", Blame::Guest, None),
             Self::Vmm(VmmError::Gone { guest_off: false }) => ("qemu-gone", Blame::Qemu, Some("its log says why")),
             Self::Vmm(_) => ("qemu-failed", Blame::Qemu, Some("QEMU's log on both hosts may say more")),
-            Self::Agent { .. } => (
-                "agent-failed",
-                Blame::Ours,
-                Some("was QEMU started with libsterna_agent.so, and does its socket exist?"),
-            ),
+            Self::Agent { source, .. } => {
+                let (blame, hint) = source.downcast_ref().map_or((Blame::Ours, AGENT_HINT), agent_culprit);
+                ("agent-failed", blame, Some(hint))
+            }
             Self::Host { .. } => ("host-failed", Blame::Host, None),
+            Self::Ram(RamFault::CutShort { .. }) => (
+                "ram-cut-short",
+                Blame::Qemu,
+                Some(
+                    "only QEMU may change the size of this file: a guest that did has lost its memory, or its QEMU is not what it should be",
+                ),
+            ),
+            Self::Ram(RamFault::NoMemory { .. }) => {
+                ("ram-full", Blame::Host, Some("make room in the file system of the guest's RAM files, then try again"))
+            }
             Self::OutOfMemory { .. } => {
                 ("out-of-memory", Blame::Host, Some("make room at the destination, or choose another"))
             }
@@ -254,5 +305,42 @@ impl MigrateError {
         let mut problem = Problem::from_error(code, blame, self);
         problem.hint = hint.map(String::from);
         problem
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_agent_protocol::message::Operation;
+
+    use super::*;
+
+    /// Before, a panic of ours, a machine without RAM and what a *source* asked wrongly were "the peer's reply", and an agent that fell silent was our fault.
+    #[test]
+    fn each_failure_names_who_is_at_fault() {
+        let agent = |source| MigrateError::Agent { doing: "asking", source: Box::new(source) };
+        let silent = AgentError::Silent { operation: Operation::Hello, timeout: std::time::Duration::from_secs(5) };
+        let refused = |errno| {
+            let kernel = sterna_sys::pagemap::Pagemap::open(u32::MAX).expect_err("there is no such process");
+            assert_eq!(kernel.errno(), Some(errno));
+            MigrateError::vmm_process("looking")(kernel)
+        };
+        let cut_short = RamFault::CutShort { id: "ram".into(), file_bytes: 1, bytes: 2 };
+        let full = RamFault::NoMemory { id: "ram".into() };
+        for (error, code, blame) in [
+            (MigrateError::Reply("another"), "peer-protocol", Blame::Peer),
+            (MigrateError::Request("another"), "peer-protocol", Blame::Peer),
+            (MigrateError::Bug("a thread broke off"), "internal", Blame::Ours),
+            (LayoutError::Blocks(0).into(), "ram-layout", Blame::Request),
+            (agent(silent), "agent-failed", Blame::Qemu),
+            (agent(AgentError::Malformed { what: "a reply" }), "agent-failed", Blame::Qemu),
+            (agent(AgentError::Version { theirs: 9 }), "agent-failed", Blame::Request),
+            (refused(libc::ENOENT), "qemu-failed", Blame::Qemu),
+            (MigrateError::host("reading")(io::Error::other(cut_short)), "ram-cut-short", Blame::Qemu),
+            (MigrateError::host("reading")(io::Error::other(full)), "ram-full", Blame::Host),
+            (MigrateError::host("reading")(io::ErrorKind::UnexpectedEof.into()), "host-failed", Blame::Host),
+        ] {
+            let problem = error.problem();
+            assert_eq!((problem.code.as_str(), problem.blame), (code, blame), "{error:?}");
+        }
     }
 }

@@ -24,6 +24,7 @@ pub struct Ram {
 
 #[derive(Debug)]
 struct Block {
+    id: String,
     file: File,
     mapping: SharedMapping,
     address: u64,
@@ -33,7 +34,7 @@ struct Block {
 /// RAM that could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum RamError {
-    /// Its blocks cannot be.
+    /// Its blocks are invalid.
     #[error(transparent)]
     Layout(#[from] LayoutError),
     /// A file could not be mapped.
@@ -46,15 +47,37 @@ pub enum RamError {
         source: io::Error,
     },
     /// A file is smaller than its block.
-    #[error("the file of RAM block '{id}' has {file_bytes} bytes, the block {bytes}")]
-    Short {
+    #[error(transparent)]
+    Fault(#[from] RamFault),
+}
+
+/// RAM that was there and is not any more. The [`io::Error`]s of this module carry it where it is so ([`RamFault::of`]).
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum RamFault {
+    /// Who runs the guest took it away: nobody else has the file open.
+    #[error("QEMU has cut the file of RAM block '{id}' short: it has {file_bytes} bytes, the block {bytes}")]
+    CutShort {
         /// The block.
         id: String,
-        /// The file's size.
+        /// What is left.
         file_bytes: u64,
         /// The block's size.
         bytes: u64,
     },
+    /// A page that the guest gave back was to be read, and there was no memory to read it into.
+    #[error("the file system of RAM block '{id}' has no memory left for its pages")]
+    NoMemory {
+        /// The block.
+        id: String,
+    },
+}
+
+impl RamFault {
+    /// What an error of this module says of the RAM itself.
+    #[must_use]
+    pub fn of(error: &io::Error) -> Option<&Self> {
+        error.get_ref()?.downcast_ref()
+    }
 }
 
 impl Ram {
@@ -71,10 +94,11 @@ impl Ram {
             let file = file.try_clone().map_err(map)?;
             let file_bytes = file.metadata().map_err(map)?.len();
             if file_bytes < spec.bytes {
-                return Err(RamError::Short { id: spec.id.clone(), file_bytes, bytes: spec.bytes });
+                return Err(RamFault::CutShort { id: spec.id.clone(), file_bytes, bytes: spec.bytes }.into());
             }
             let mapping = SharedMapping::new(&file, spec.bytes, access).map_err(|error| map(error.into()))?;
-            blocks.push(Block { file, mapping, address: *address, page_bytes: spec.page_bytes });
+            let (id, address, page_bytes) = (spec.id.clone(), *address, spec.page_bytes);
+            blocks.push(Block { id, file, mapping, address, page_bytes });
         }
         Ok(Self { layout, blocks })
     }
@@ -96,6 +120,30 @@ impl Ram {
     /// A file cannot be looked at.
     pub fn files(&self) -> io::Result<Vec<(u64, u64)>> {
         self.blocks.iter().map(|block| block.file.metadata().map(|file| (file.dev(), file.ino()))).collect()
+    }
+
+    /// Makes sure that no page was lost since the files were opened: what was read until now is what the guest had. To be asked where
+    /// something is built on what was read, because a file that was cut short looks like one of holes.
+    ///
+    /// # Errors
+    /// [`RamFault`].
+    pub fn intact(&self) -> io::Result<()> {
+        self.blocks.iter().try_for_each(|block| {
+            let broken = block.mapping.is_broken() || block.file.metadata()?.len() < block.mapping.bytes();
+            if broken { Err(block.fault()) } else { Ok(()) }
+        })
+    }
+
+    /// Why the kernel could not read a page of this chunk.
+    #[must_use]
+    pub fn lost(&self, chunk: ChunkIndex) -> io::Error {
+        let none = || io::Error::from(io::ErrorKind::UnexpectedEof);
+        self.layout.place(chunk).map_or_else(none, |place| self.blocks[place.block].fault())
+    }
+
+    /// What a failed read of the file means.
+    fn read_failed(&self, chunk: ChunkIndex, error: io::Error) -> io::Error {
+        if error.kind() == io::ErrorKind::UnexpectedEof { self.lost(chunk) } else { error }
     }
 
     /// Whether writes are seen by pages larger than 4,096 bytes there.
@@ -130,30 +178,34 @@ impl Ram {
 
     /// Copies a page out, as it is now; a guest that writes it meanwhile makes it dirty.
     ///
+    /// # Errors
+    /// [`RamFault`]: from the first page on that could not be had no page is read any more, whichever it is.
+    ///
     /// # Panics
     /// Where the page is not in the layout.
-    pub fn read(&self, chunk: ChunkIndex, page: u8, body: &mut [u8; PAGE_BYTES]) {
+    pub fn read(&self, chunk: ChunkIndex, page: u8, body: &mut [u8; PAGE_BYTES]) -> io::Result<()> {
         let (block, offset) = self.locate(chunk, usize::from(page));
         block.mapping.copy_out(offset..offset + PAGE_BYTES as u64, body);
+        if block.mapping.is_broken() { Err(block.fault()) } else { Ok(()) }
     }
 
     /// Copies a page out by reading the file: no page table is filled for it, and a hole reads as zeros and stays one (reading a hole through
     /// the mapping would give it memory, or where none is left a signal).
     ///
     /// # Errors
-    /// The file cannot be read.
+    /// [`RamFault`], or the file cannot be read.
     ///
     /// # Panics
     /// Where the page is not in the layout.
     pub fn load(&self, chunk: ChunkIndex, page: u8, body: &mut [u8; PAGE_BYTES]) -> io::Result<()> {
         let (block, offset) = self.locate(chunk, usize::from(page));
-        block.file.read_exact_at(body, offset)
+        block.file.read_exact_at(body, offset).map_err(|error| self.read_failed(chunk, error))
     }
 
     /// Copies pages out as [`load`](Self::load) does, in order, into `bodies`, which is cleared first.
     ///
     /// # Errors
-    /// The file cannot be read.
+    /// [`RamFault`], or the file cannot be read.
     ///
     /// # Panics
     /// Where a page is not in the layout.
@@ -162,13 +214,13 @@ impl Ram {
         let mut rest = bodies.as_mut_slice();
         for (block, range) in self.runs(chunk, pages) {
             let (run, after) = rest.split_at_mut((range.end - range.start) as usize);
-            block.file.read_exact_at(run, range.start)?;
+            block.file.read_exact_at(run, range.start).map_err(|error| self.read_failed(chunk, error))?;
             rest = after;
         }
         Ok(())
     }
 
-    /// The memory of these pages, run by run, to send from.
+    /// The memory of these pages, run by run, to send from. What was sent is what was there if the RAM [is intact](Self::intact) afterwards.
     ///
     /// # Panics
     /// Where a page is not in the layout.
@@ -216,7 +268,7 @@ impl Ram {
     /// A digest of a chunk's pages as they are, holes as zeros; both sides compute the same where their RAM is the same.
     ///
     /// # Errors
-    /// The file's holes cannot be read.
+    /// As [`page_digests`](Self::page_digests).
     pub fn chunk_digest(&self, chunk: ChunkIndex) -> io::Result<u64> {
         let mut hash = Xxh3::new();
         self.page_digests(chunk)?.iter().for_each(|digest| hash.update(&digest.to_le_bytes()));
@@ -226,18 +278,20 @@ impl Ram {
     /// A digest of each page of a chunk; 0 for zeros and holes.
     ///
     /// # Errors
-    /// The file's holes cannot be read.
+    /// [`RamFault`], or the file's holes cannot be read.
     pub fn page_digests(&self, chunk: ChunkIndex) -> io::Result<Vec<u64>> {
         let pages = self.layout.place(chunk).map_or(0, |place| place.pages);
         let allocated = self.allocated_in(chunk)?;
         let mut body = [0; PAGE_BYTES];
         let mut digests = vec![0; pages];
         for page in allocated.iter() {
-            self.read(chunk, page, &mut body);
+            self.read(chunk, page, &mut body)?;
             if !is_zero(&body) {
                 digests[usize::from(page)] = page_digest(&body);
             }
         }
+        // A file that was cut short has holes only.
+        self.intact()?;
         Ok(digests)
     }
 
@@ -253,6 +307,18 @@ impl Ram {
         let place = self.layout.place(chunk).expect("a chunk of this layout");
         assert!(page < place.pages, "page {page} of chunk {} is not in the layout", chunk.0);
         (&self.blocks[place.block], place.offset + (page * PAGE_BYTES) as u64)
+    }
+}
+
+impl Block {
+    /// Why a page of it could not be had. By the file's length: an access to a page that is not behind its end fails only where there is no memory.
+    fn fault(&self) -> io::Error {
+        let (id, bytes) = (self.id.clone(), self.mapping.bytes());
+        match self.file.metadata().map(|file| file.len()) {
+            Ok(file_bytes) if file_bytes < bytes => io::Error::other(RamFault::CutShort { id, file_bytes, bytes }),
+            Ok(_) => io::Error::other(RamFault::NoMemory { id }),
+            Err(error) => error,
+        }
     }
 }
 

@@ -140,3 +140,52 @@ proptest! {
         prop_assert!(began.elapsed() < LONG / 2);
     }
 }
+
+/// A QEMU that speaks faster than anybody listens: whoever has no time (left) takes in some of it, not all, or it would never end. Seen to fail: each of these
+/// calls took all of it.
+#[test]
+fn a_flood_holds_nobody_longer_than_its_time() {
+    const FLOOD: u64 = 10_000;
+    type Call = fn(&mut Qmp) -> bool;
+    let calls: [(&str, Call); 4] = [
+        ("execute", |qmp| qmp.execute("ask", json!({}), Duration::ZERO).is_err()),
+        ("wait_event", |qmp| matches!(qmp.wait_event(|event| event.name == "NEVER", Duration::ZERO), Ok(None))),
+        ("drop_events", |qmp| qmp.drop_events().is_ok()),
+        ("ended", |qmp| qmp.ended().is_none()),
+    ];
+    for (name, call) in calls {
+        let (go, wait) = std::sync::mpsc::channel();
+        let (mut qmp, peer) = peer(move |stream| {
+            if rustix::net::sockopt::set_socket_send_buffer_size_force(&*stream, 64 << 20).is_err() {
+                return go.send(false).unwrap();
+            }
+            let flood: String = (0..FLOOD).map(|n| format!("{}\n", event("SPAM", json!({ "n": n })))).collect();
+            stream.write_all(flood.as_bytes()).unwrap();
+            go.send(true).unwrap();
+            // Open until the other end is done.
+            let _ = std::io::copy(stream, &mut std::io::sink());
+        });
+        if !wait.recv().unwrap() {
+            return println!("skipped: needs root, for a large socket buffer");
+        }
+        assert!(call(&mut qmp), "{name}");
+        // What it took in is in the queue, or dropped; the last is still to come.
+        qmp.drop_events().unwrap();
+        let next = qmp.wait_event(|_| true, SHORT).unwrap().map(|event| event.data["n"].as_u64().unwrap());
+        assert!(next.is_some_and(|next| next < FLOOD - 1), "{name}: all of it was taken in, {next:?} is next");
+        drop(qmp);
+        peer.join().unwrap();
+    }
+}
+
+/// Seen to fail: they were kept, a thousand of them.
+#[test]
+fn an_event_as_long_as_no_qemu_sends_ends_the_connection() {
+    let (mut qmp, peer) = peer(|stream| {
+        let _ = writeln!(stream, "{}", event("LONG", json!({ "text": "x".repeat(1 << 20) })));
+    });
+    let ended = qmp.wait_event(|_| true, LONG);
+    assert!(matches!(ended, Err(VmmError::Connection { .. })), "{ended:?}");
+    drop(qmp);
+    peer.join().unwrap();
+}

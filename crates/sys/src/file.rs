@@ -177,8 +177,17 @@ pub fn backing(file: impl AsFd) -> Result<Backing> {
         other => Kind::Other(other),
     };
     // hugetlbfs shows the size of its pages as its block size; elsewhere the block size says nothing of memory.
-    let page_bytes = if magic == HUGETLBFS { statfs.f_bsize as u64 } else { PAGE_BYTES };
-    Ok(Backing { kind, page_bytes })
+    Ok(Backing { kind, page_bytes: page_bytes_of(&statfs) })
+}
+
+/// The size of the pages in which a mapping of the file is made.
+pub(crate) fn page_bytes(file: impl AsFd) -> Result<u64> {
+    let statfs = rustix::fs::fstatfs(file).map_err(|error| Error::new("look at a RAM file's file system", error))?;
+    Ok(page_bytes_of(&statfs))
+}
+
+fn page_bytes_of(statfs: &rustix::fs::StatFs) -> u64 {
+    if statfs.f_type as u64 == HUGETLBFS { statfs.f_bsize as u64 } else { PAGE_BYTES }
 }
 
 fn is_memfd(file: BorrowedFd<'_>) -> Result<bool> {

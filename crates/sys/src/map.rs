@@ -5,9 +5,9 @@
 //! comes out is a copy that nobody changes, of which each word is one that was there. Bodies in bulk do not pass here at all: the kernel
 //! moves them between the mapping and a socket ([`SharedMapping::outgoing`], [`SharedMapping::incoming`]).
 //!
-//! A direct access to a hole allocates a page, and where the file system or the cgroup has none left the kernel kills with `SIGBUS`.
-//! So read only where the file is allocated, and write only what [`SharedMapping::populate_write`] has allocated or let the
-//! kernel write, which reports an error.
+//! A direct access to a hole allocates a page. So read only where the file is allocated, and write only what [`SharedMapping::populate_write`]
+//! has allocated or let the kernel write, which reports an error. Where the file system has no memory left for a hole, or the file was cut short
+//! meanwhile, an access finds zeros and the mapping is [broken](SharedMapping::is_broken) from then on: ask after each look.
 
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -26,6 +26,10 @@ type Word = u64;
 
 const WORD: usize = size_of::<Word>();
 
+// What becomes of an access to a page that cannot be had.
+mod fault;
+use fault::Slot;
+
 /// Whether the mapping is for reading only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
@@ -41,6 +45,7 @@ pub struct SharedMapping {
     base: NonNull<u8>,
     bytes: usize,
     access: Access,
+    slot: &'static Slot,
 }
 
 // SAFETY: it owns its mapping, which is valid on every thread; accesses are volatile words or the kernel's, never references.
@@ -53,7 +58,7 @@ impl SharedMapping {
     ///
     /// # Errors
     /// `EACCES`: the file is not open for that; `EINVAL`: `bytes` is 0 or no multiple of the file's page size; `ENOMEM`: no address
-    /// space left.
+    /// space left; `ENFILE`: too many are mapped.
     pub fn new(file: impl AsFd, bytes: u64, access: Access) -> Result<Self> {
         let failed = |error: std::io::Error| Error::new("map a RAM file", error);
         let bytes = usize::try_from(bytes).map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
@@ -61,11 +66,26 @@ impl SharedMapping {
             Access::Read => ProtFlags::READ,
             Access::ReadWrite => ProtFlags::READ | ProtFlags::WRITE,
         };
+        let page_bytes = crate::file::page_bytes(&file)? as usize;
         // SAFETY: the kernel chooses an address where nothing is mapped.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) }
             .map_err(|error| failed(error.into()))?;
         let base = NonNull::new(base.cast()).ok_or_else(|| failed(std::io::ErrorKind::OutOfMemory.into()))?;
-        Ok(Self { base, bytes, access })
+        match Slot::take(base, bytes, page_bytes) {
+            Ok(slot) => Ok(Self { base, bytes, access, slot }),
+            Err(error) => {
+                // SAFETY: it was mapped just now, and nobody knows of it.
+                let _ = unsafe { rustix::mm::munmap(base.as_ptr().cast(), bytes) };
+                Err(failed(error))
+            }
+        }
+    }
+
+    /// Whether an access met a page that could not be had, ever: the file was cut short, or there is no memory to fill a hole. What was read is of no
+    /// use then, and nothing is read or written any more. Whoever reads asks this afterwards; the kernel, which moves bodies by itself, reports `EFAULT`
+    /// instead, but only of a page that no access has met before.
+    pub fn is_broken(&self) -> bool {
+        self.slot.broken()
     }
 
     /// Its first byte. What is behind it changes at any time: no reference to it may be made.
@@ -105,7 +125,7 @@ impl SharedMapping {
         unsafe { Incoming::new(at, bytes) }
     }
 
-    /// Whether all of `range` was zero when it was looked at. Both ends are multiples of 128.
+    /// Whether all of `range` was zero when it was looked at, or the mapping [is broken](Self::is_broken). Both ends are multiples of 128.
     ///
     /// # Panics
     /// If `range` is not within the mapping, or not so aligned.
@@ -113,6 +133,9 @@ impl SharedMapping {
         const STEP: usize = 8 * WORD;
         let (at, bytes) = self.within(range);
         assert!((at as usize).is_multiple_of(WORD) && bytes.is_multiple_of(STEP), "the zero test takes whole steps");
+        if self.is_broken() {
+            return true;
+        }
         (0..bytes / STEP).all(|step| {
             let at = at.wrapping_add(step * STEP).cast::<Word>();
             // SAFETY: eight aligned words within the mapping.
@@ -121,7 +144,8 @@ impl SharedMapping {
         })
     }
 
-    /// Copies `range` as it is now into `out`, of the same length. Both ends of `range` are multiples of 16.
+    /// Copies `range` as it is now into `out`, of the same length. Both ends of `range` are multiples of 16. Where the mapping
+    /// [is broken](Self::is_broken), zeros.
     ///
     /// # Panics
     /// If `range` is not within the mapping, not so aligned, or not as long as `out`.
@@ -129,6 +153,9 @@ impl SharedMapping {
         let (from, bytes) = self.within(range);
         assert_eq!(bytes, out.len(), "as much is copied as there is room for");
         assert!((from as usize).is_multiple_of(WORD) && bytes.is_multiple_of(WORD), "copies take whole words");
+        if self.is_broken() {
+            return out.fill(0);
+        }
         // SAFETY: `from` is within the mapping, and as long as `out`.
         unsafe { copy_changing(from, out) }
     }
@@ -150,7 +177,7 @@ impl SharedMapping {
     /// Copies `bytes` to `offset`, whole words. The memory is allocated first, so running out of it is an error.
     ///
     /// # Errors
-    /// As [`Self::populate_write`].
+    /// As [`Self::populate_write`]; `EFAULT`: the mapping [is broken](Self::is_broken).
     ///
     /// # Panics
     /// As [`Self::copy_out`], or if the mapping is not writable.
@@ -160,13 +187,14 @@ impl SharedMapping {
         let (to, length) = self.within(range.clone());
         assert!((to as usize).is_multiple_of(WORD) && length.is_multiple_of(WORD), "copies take whole words");
         let page = crate::PAGE_BYTES;
+        self.unbroken("write guest memory")?;
         self.populate_write(range.start / page * page..(range.end.div_ceil(page) * page).min(self.bytes()))?;
         let (from, to) = (bytes.as_ptr().cast::<Word>(), to.cast::<Word>());
         for index in 0..length / WORD {
             // SAFETY: `to` is aligned and within the mapping, `from` within `bytes`, wherever that is aligned.
             unsafe { to.add(index).write_volatile(from.add(index).read_unaligned()) }
         }
-        Ok(())
+        self.unbroken("write guest memory")
     }
 
     /// Allocates the pages of `range` and maps them writable (`MADV_POPULATE_WRITE`); what they hold stays.
@@ -197,6 +225,11 @@ impl SharedMapping {
         self.advise(range, Advice::LinuxDontNeed, "unmap guest memory")
     }
 
+    fn unbroken(&self, doing: &'static str) -> Result<()> {
+        let fault = || Err(Error::new(doing, std::io::Error::from_raw_os_error(libc::EFAULT)));
+        if self.is_broken() { fault() } else { Ok(()) }
+    }
+
     fn advise(&self, range: Range<u64>, advice: Advice, doing: &'static str) -> Result<()> {
         let (at, bytes) = self.within(range);
         // SAFETY: the range is of this mapping, whose contents no advice used here changes: it is shared, and the file keeps them.
@@ -216,6 +249,7 @@ impl SharedMapping {
 
 impl Drop for SharedMapping {
     fn drop(&mut self) {
+        self.slot.give_back();
         // SAFETY: the mapping is of exactly this extent, and everything that points into it borrows from `self`.
         let result = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
         debug_assert!(result.is_ok(), "unmapping a mapping of one's own succeeds");

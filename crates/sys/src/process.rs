@@ -8,6 +8,8 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::file::FileId;
 
+// Waking a thread of this process.
+mod interrupt;
 // What a process has mapped.
 mod maps;
 // A handle on a process that never means another.
@@ -15,6 +17,7 @@ mod pidfd;
 // Processor time and faults.
 mod usage;
 
+pub use interrupt::interrupt;
 pub use maps::{Mapping, Permissions, maps, parse_maps};
 pub use pidfd::Pidfd;
 pub use usage::{Usage, process_cpu_time, thread_cpu_time, usage};

@@ -262,13 +262,22 @@ impl Userfaultfd {
         self.ioctl(abi::UFFDIO_WAKE, &mut kernel_range(&range), "wake threads that wait for a userfaultfd")
     }
 
-    /// Reads what has happened, as many events as are there and `events` has room for, and returns how many; 0 where nothing has
-    /// and the descriptor does not block.
+    /// Reads what has happened, as many events as are there and `events` has room for, and returns how many; 0 where nothing has. It does not wait,
+    /// whatever another process made of the descriptor's flags; with a kernel older than 6.10 such a process may make it wait.
     ///
     /// # Errors
     /// What reading says; `EINVAL`: [`Self::enable`] was never called.
     pub fn read_events(&self, events: &mut [Event]) -> Result<usize> {
         event::read(self.as_fd(), events)
+    }
+
+    /// Undoes what another process may have made of the descriptor: on one that blocks, `poll(2)` reports an error at once and for ever.
+    ///
+    /// # Errors
+    /// None is known.
+    pub fn unblock(&self) -> Result<()> {
+        let set = rustix::io::ioctl_fionbio(&self.fd, true);
+        set.map_err(|error| Error::new("make a userfaultfd non-blocking", error))
     }
 
     fn ioctl<T>(&self, request: Opcode, arg: &mut T, doing: &'static str) -> Result<()> {

@@ -5,9 +5,13 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use crate::error::MigrateError;
 use crate::transport::connection::{Connection, HangUp};
+
+/// How long the source has to close its side once the VMM has all of the state. It has nothing left to send.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Carries the devices' state into the VMM on a thread of its own, but not while it is held.
 pub struct HeldDevices {
@@ -80,14 +84,35 @@ impl HeldDevices {
     /// Waits until all of it is in the VMM, which has loaded it. A VMM that closes its side early says why itself.
     ///
     /// # Errors
-    /// The link broke.
+    /// The link broke, or the source does not end what it sends: then it is hung up on.
     pub fn finish(&self) -> Result<(), MigrateError> {
+        self.finish_within(CLOSE_TIMEOUT)
+    }
+
+    fn finish_within(&self, timeout: Duration) -> Result<(), MigrateError> {
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match thread.map(JoinHandle::join) {
+        let deadline = Instant::now() + timeout;
+        let mut late = false;
+        while let Some(thread) = &thread
+            && !thread.is_finished()
+        {
+            if !late && Instant::now() > deadline {
+                late = true;
+                self.from.now();
+                let _ = self.to.shutdown(Shutdown::Both);
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        let ended = thread.map(JoinHandle::join);
+        if late {
+            let source = std::io::ErrorKind::TimedOut.into();
+            return Err(MigrateError::Link { doing: "waiting for the end of the devices' state", source });
+        }
+        match ended {
             Some(Ok(Err(error))) if error.kind() != std::io::ErrorKind::BrokenPipe => {
                 Err(MigrateError::Link { doing: "receiving the devices' state", source: error })
             }
-            Some(Err(_)) => Err(MigrateError::Reply("the devices' state was not carried")),
+            Some(Err(_)) => Err(MigrateError::Bug("the thread that carries the devices' state broke off")),
             _ => Ok(()),
         }
     }
@@ -103,5 +128,28 @@ impl Drop for HeldDevices {
             self.release();
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    /// Seen to fail: it waited for as long as the source lived, and with it the session, the VMM and a place for incoming machines.
+    #[test]
+    fn a_source_that_never_closes_its_side_is_hung_up_on_once_the_state_is_loaded() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (vmm, ours) = UnixStream::pair().unwrap();
+        let held = HeldDevices::start(Connection::plain(listener.accept().unwrap().0), ours).unwrap();
+        source.write_all(b"state").unwrap();
+        let mut state = [0; 5];
+        (&vmm).read_exact(&mut state).unwrap();
+        assert_eq!(&state, b"state");
+        let error = held.finish_within(Duration::from_millis(50)).unwrap_err();
+        assert!(matches!(error, MigrateError::Link { .. }), "{error:?}");
+        assert_eq!(source.read(&mut [0]).unwrap(), 0, "hung up");
     }
 }

@@ -75,7 +75,7 @@ fn take(stream: TcpStream, sessions: &Sessions, host: &dyn DestinationHost) -> R
         };
         return calls
             .and_then(|calls| calls.send((hello.role, stream)).ok())
-            .ok_or(MigrateError::Reply("a connection of a session that does not wait for one"));
+            .ok_or(MigrateError::Request("a connection of a session that does not wait for one"));
     }
     let (sender, received) = channel();
     // A second control connection of the same session asks for a verdict: it must not take the first one's calls.

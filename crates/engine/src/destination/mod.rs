@@ -123,7 +123,7 @@ impl Session<'_> {
                 };
                 return self.control.answer(&request, &reply);
             }
-            _ => return Err(MigrateError::Reply("a session begins with a proposal")),
+            _ => return Err(MigrateError::Request("a session begins with a proposal")),
         };
         let (incoming, ram) = match self.prepare(spec, postcopy) {
             Ok(prepared) => prepared,
@@ -153,19 +153,16 @@ impl Session<'_> {
                 .zip(&spec.blocks)
                 .all(|(ours, theirs)| ours.spec.id == theirs.id && ours.spec.bytes == theirs.bytes);
         let ram = if same {
-            Ram::open(&incoming.blocks, Access::ReadWrite).map_err(|error| error.to_string())
+            Ram::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
         } else {
-            Err("its RAM blocks differ from those proposed".into())
+            let why = "the guest's RAM as it was made here is not what was proposed";
+            Err(Problem::new("ram-layout", sterna_api::Blame::Ours, why))
         };
         match ram {
             Ok(ram) => Ok((incoming, Arc::new(ram))),
-            Err(why) => {
+            Err(problem) => {
                 self.host.abort(self.id, Some(incoming));
-                Err(Problem::new(
-                    "ram-layout",
-                    sterna_api::Blame::Host,
-                    format!("the guest's RAM could not be made here: {why}"),
-                ))
+                Err(problem)
             }
         }
     }
@@ -233,7 +230,8 @@ impl Session<'_> {
     /// The session's connections, and the way of the devices' state into the VMM.
     fn set_up(&mut self, guard: &mut Guard, streams: u16) -> Result<(Connections, HeldDevices), MigrateError> {
         let mut connections = self.connections(streams, true, guard.pager.is_some())?;
-        let devices = connections.devices.take().ok_or(MigrateError::Reply("no connection for the devices"))?;
+        let devices =
+            connections.devices.take().ok_or(MigrateError::Bug("the devices' connection was not waited for"))?;
         let vmm_stream = guard.incoming_mut().vmm.prepare()?;
         Ok((connections, HeldDevices::start(devices, vmm_stream)?))
     }
@@ -253,7 +251,7 @@ impl Session<'_> {
             match self.calls.recv_timeout(CONNECT_LOOK) {
                 Ok((role, stream)) => match wanted.iter().position(|wanted| *wanted == role) {
                     Some(index) if came[index].is_none() => came[index] = Some(stream),
-                    _ => return Err(MigrateError::Reply("a connection that this session does not have")),
+                    _ => return Err(MigrateError::Request("a connection that this session does not have")),
                 },
                 // A source that is gone calls no more; until this session ends, its next attempt finds the name taken.
                 Err(_) if Instant::now() > deadline || !self.control.alive() => return Err(late()),
@@ -348,7 +346,7 @@ impl Session<'_> {
             Request::ChunkDigests { first, count } => {
                 let end = u64::from(first.0) + u64::from(*count);
                 if *count > MAX_DIGEST_CHUNKS || end > u64::from(ram.layout().chunks()) {
-                    return Err(MigrateError::Reply("digests of chunks that this machine does not have"));
+                    return Err(MigrateError::Request("digests of chunks that this machine does not have"));
                 }
                 let digests =
                     (first.0..end as u32).map(|chunk| ram.chunk_digest(ChunkIndex(chunk))).collect::<Result<_, _>>();
@@ -362,7 +360,7 @@ impl Session<'_> {
                 held.finish()?;
                 Ok(Reply::Loaded)
             }
-            _ => Err(MigrateError::Reply("a request that does not belong here")),
+            _ => Err(MigrateError::Request("a request that does not belong here")),
         }
     }
 

@@ -55,8 +55,8 @@ impl Drop for SourceOf<'_> {
 /// Adds a part of the residue; it comes from the peer.
 pub(super) fn note_part(part: &ResiduePart, ram: &Ram, residue: &mut PageMap) -> Result<(), MigrateError> {
     residue::add(part, ram.layout(), residue).map_err(|error| {
-        tracing::warn!(%error, "the residue cannot be");
-        MigrateError::Reply("a map of pages that this machine cannot have")
+        tracing::warn!(%error, "the residue is invalid");
+        MigrateError::Request("a map of pages that this machine cannot have")
     })
 }
 
@@ -70,7 +70,7 @@ impl Session<'_> {
         source: &mut Option<SourceOf>,
     ) -> Result<(), MigrateError> {
         let (Some(pager), Some(source)) = (guard.pager.clone(), source) else {
-            return Err(MigrateError::Reply("pages that follow the guest were not agreed on"));
+            return Err(MigrateError::Request("pages that follow the guest were not agreed on"));
         };
         pager.begin(residue)?;
         source.attach();
@@ -91,7 +91,7 @@ impl Session<'_> {
         let mut connections = self.connections(streams, false, true)?;
         let hang_up = self.hang_up(&connections)?;
         let Some((requests, urgent)) = connections.faults.take() else {
-            return Err(MigrateError::Reply("no connection for faults"));
+            return Err(MigrateError::Bug("the faults' connection was not waited for"));
         };
         let arrivals = Arrivals::new(streams);
         let placer = Placer::new(&ram, self.host, Some(&pager));
@@ -119,7 +119,7 @@ impl Session<'_> {
                 Request::Paging => Ok(Reply::Paging { missing: pager.missing(), faults: pager.fault_count() }),
                 Request::Missing { first } => residue::part(&pager.missing_pages(), pager.ram().layout(), *first)
                     .map(Reply::Missing)
-                    .ok_or(MigrateError::Reply("missing pages of chunks that this machine does not have")),
+                    .ok_or(MigrateError::Request("missing pages of chunks that this machine does not have")),
                 Request::Complete { verify } => self.complete(pager, arrivals, *verify),
                 Request::ChunkDigests { first, count } => chunk_digests(pager, *first, *count),
                 Request::PageDigests { chunk } => pager.page_digests(*chunk).map(Reply::Digests),
@@ -129,7 +129,7 @@ impl Session<'_> {
                     self.control.answer(&request, &Reply::Released)?;
                     return Ok(());
                 }
-                _ => Err(MigrateError::Reply("a request that does not belong here")),
+                _ => Err(MigrateError::Request("a request that does not belong here")),
             };
             match reply {
                 Ok(reply) => self.control.answer(&request, &reply)?,
@@ -182,7 +182,7 @@ impl Session<'_> {
 
 fn given_back(pager: &Pager, chunk: ChunkIndex) -> Result<Reply, MigrateError> {
     if chunk.0 >= pager.ram().layout().chunks() {
-        return Err(MigrateError::Reply("discards of a chunk that this machine does not have"));
+        return Err(MigrateError::Request("discards of a chunk that this machine does not have"));
     }
     Ok(Reply::GivenBack(pager.given_back(chunk).to_bytes()))
 }
@@ -190,7 +190,7 @@ fn given_back(pager: &Pager, chunk: ChunkIndex) -> Result<Reply, MigrateError> {
 fn chunk_digests(pager: &Pager, first: ChunkIndex, count: u32) -> Result<Reply, MigrateError> {
     let end = u64::from(first.0) + u64::from(count);
     if count > MAX_DIGEST_CHUNKS || end > u64::from(pager.ram().layout().chunks()) {
-        return Err(MigrateError::Reply("digests of chunks that this machine does not have"));
+        return Err(MigrateError::Request("digests of chunks that this machine does not have"));
     }
     let digests = (first.0..end as u32).map(|chunk| pager.chunk_digest(ChunkIndex(chunk))).collect::<Result<_, _>>();
     digests.map(Reply::Digests)

@@ -65,7 +65,8 @@ impl<'a> Placer<'a> {
             if !wrong.is_empty() {
                 return Err(MigrateError::Damaged(wrong.len()));
             }
-            return pager.place(frame.chunk, [(&frame.full, bodies), (&PageSet::EMPTY, &[])], &frame.zero);
+            let pages = [(&frame.full, bodies), (&PageSet::EMPTY, &[][..])];
+            return self.page_in(pager, frame.chunk, pages, &frame.zero);
         }
         self.put(frame.chunk, &frame.zero, [(&frame.full, bodies)], &wrong)
     }
@@ -78,9 +79,33 @@ impl<'a> Placer<'a> {
     pub fn place_packed(&self, frame: &PackedFrame, bodies: &[u8]) -> Result<(), MigrateError> {
         let (full, delta) = bodies.split_at(frame.full.len() * PAGE_BYTES);
         if let Some(pager) = self.begun_pager() {
-            return pager.place(frame.chunk, [(&frame.full, full), (&frame.delta, delta)], &frame.zero);
+            return self.page_in(pager, frame.chunk, [(&frame.full, full), (&frame.delta, delta)], &frame.zero);
         }
         self.put(frame.chunk, &frame.zero, [(&frame.full, full), (&frame.delta, delta)], &PageSet::EMPTY)
+    }
+
+    /// Gives pages to a guest that runs here. Where there is no room they are missing still, and their faults wait: the source comes again.
+    fn page_in(
+        &self,
+        pager: &Pager,
+        chunk: ChunkIndex,
+        pages: [(&PageSet, &[u8]); 2],
+        zero: &PageSet,
+    ) -> Result<(), MigrateError> {
+        self.ensure_room(pages.iter().map(|(_, bodies)| bodies.len() as u64).sum())?;
+        pager.place(chunk, pages, zero).map_err(|error| self.placing(error))
+    }
+
+    /// What an error of placing pages is: one of many, or a host that is full.
+    fn placing(&self, error: MigrateError) -> MigrateError {
+        match error {
+            MigrateError::Host { source, .. }
+                if matches!(source.kind(), ErrorKind::StorageFull | ErrorKind::OutOfMemory) =>
+            {
+                MigrateError::OutOfMemory { room_bytes: self.host.room_bytes() }
+            }
+            error => error,
+        }
     }
 
     /// Puts pages and their bodies, and zeros, into a chunk; notes which of them are not what they should be.
@@ -97,12 +122,8 @@ impl<'a> Placer<'a> {
         }
         let mut placed = *zero;
         for (set, bodies) in pages {
-            self.ram.write(chunk, set, bodies).map_err(|source| match source.kind() {
-                ErrorKind::StorageFull | ErrorKind::OutOfMemory => {
-                    MigrateError::OutOfMemory { room_bytes: self.host.room_bytes() }
-                }
-                _ => MigrateError::Host { doing: "writing the guest's RAM", source },
-            })?;
+            let written = self.ram.write(chunk, set, bodies).map_err(MigrateError::host("writing the guest's RAM"));
+            written.map_err(|error| self.placing(error))?;
             placed = placed.or(set);
         }
         let mut suspects = self.lock();

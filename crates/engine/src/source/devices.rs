@@ -46,7 +46,7 @@ impl DevicePump {
     pub fn finish(mut self) -> Result<u64, MigrateError> {
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => result.map_err(MigrateError::link("sending the devices' state")),
-            _ => Err(MigrateError::Reply("the devices' state was not carried")),
+            _ => Err(MigrateError::Bug("the thread that carries the devices' state broke off")),
         }
     }
 }

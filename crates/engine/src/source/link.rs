@@ -147,7 +147,7 @@ impl Link {
             };
             // A part of no chunks is refused: this comes to an end.
             residue::add(&part, layout, &mut map)
-                .map_err(|_| MigrateError::Reply("a part of the missing pages that cannot be"))?;
+                .map_err(|_| MigrateError::Reply("a part of the missing pages that is invalid"))?;
             first += part.chunks;
         }
         Ok(map)

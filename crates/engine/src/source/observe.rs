@@ -234,6 +234,6 @@ fn digest(ram: &Ram, page: PageIndex) -> Result<u64, MigrateError> {
         return Ok(ZEROS);
     }
     let mut body = [0; PAGE_BYTES];
-    ram.read(page.chunk, page.page, &mut body);
+    ram.read(page.chunk, page.page, &mut body).map_err(MigrateError::host("reading the guest's RAM"))?;
     Ok(if is_zero(&body) { ZEROS } else { page_digest(&body) })
 }

@@ -104,7 +104,13 @@ impl<'a> Rounds<'a> {
     /// The RAM files' holes cannot be read.
     pub fn everything(&mut self) -> Result<u64, MigrateError> {
         self.outstanding = self.ram.allocated().map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+        self.intact()?;
         Ok(self.outstanding.len())
+    }
+
+    /// The RAM is all there: what looks like a hole is one, and what was read is what the guest had.
+    fn intact(&self) -> Result<(), MigrateError> {
+        self.ram.intact().map_err(MigrateError::host("reading the guest's RAM"))
     }
 
     /// Pages outstanding.
@@ -121,6 +127,8 @@ impl<'a> Rounds<'a> {
         let before = tracker.cost().write_faults;
         self.written.clear();
         tracker.collect(self.ram, &mut self.written, &mut self.discarded)?;
+        // Here and at each round's end: the last collection of a migration comes when all was read.
+        self.intact()?;
         // Before anything else is done with them: what was written since it was free is somebody's again.
         if !self.free_pages.trusts_first_look() {
             self.free.take_out(&self.written);
@@ -251,6 +259,7 @@ impl<'a> Rounds<'a> {
             monitor: self.monitor,
         };
         let Sent { counts, again, unsent } = send_round(&mut self.streams, &round)?;
+        self.intact()?;
         let suspects = link.round_end(number, last)?;
         let took = began.elapsed();
         let hot_pages = held.len();

@@ -47,13 +47,13 @@ pub struct Compressed {
 /// looked is filled with zeros again, as if the guest had read it.)
 ///
 /// # Errors
-/// A compressor fails, for want of memory.
+/// A compressor fails, for want of memory; or the RAM is not there any more.
 pub fn sample(ram: &Ram, allocated: &PageMap) -> Result<Sampled, MigrateError> {
     let mut body = [0; PAGE_BYTES];
     let began = Instant::now();
     let (mut singles, mut zeros) = (0, 0);
     for page in choose(ram.layout(), allocated, SINGLE_PAGES, 1).iter().flat_map(pages_of) {
-        ram.read(page.chunk, page.page, &mut body);
+        ram.read(page.chunk, page.page, &mut body).map_err(MigrateError::host("reading the guest's RAM"))?;
         singles += 1;
         if is_zero(&body) {
             zeros += 1;
@@ -76,7 +76,7 @@ pub fn sample(ram: &Ram, allocated: &PageMap) -> Result<Sampled, MigrateError> {
     for group in choose(ram.layout(), allocated, BLOCKS, BLOCK_PAGES) {
         block.clear();
         for page in pages_of(&group) {
-            ram.read(page.chunk, page.page, &mut body);
+            ram.read(page.chunk, page.page, &mut body).map_err(MigrateError::host("reading the guest's RAM"))?;
             sampled.pages += 1;
             if !is_zero(&body) {
                 block.extend_from_slice(&body);

@@ -92,7 +92,7 @@ pub struct Selected {
 /// kernel when it is sent; a write in between makes the page dirty (it is watched), so it goes again.
 ///
 /// # Errors
-/// The file's holes cannot be read.
+/// The file's holes cannot be read, or [`RamFault`](crate::ram::RamFault).
 pub fn select(
     ram: &Ram,
     sent: &SentTable,
@@ -118,7 +118,7 @@ pub fn select(
         let hole = holes.contains(page);
         let free = !hole && wanted.free.contains(page);
         if !hole && !free {
-            ram.read(chunk, page, &mut body);
+            ram.read(chunk, page, &mut body)?;
         }
         if hole || free || is_zero(&body) {
             if hole {
@@ -170,7 +170,10 @@ pub fn changed_untracked(ram: &Ram, sent: &SentTable, chunk: ChunkIndex, pages: 
                 // Neither allocated when the migration began nor written since: a page that was pinned would be allocated.
                 return false;
             }
-            ram.read(chunk, page, &mut body);
+            if ram.read(chunk, page, &mut body).is_err() {
+                // It is lost: the round that is to send it says so.
+                return true;
+            }
             match last {
                 Last::Zero => !is_zero(&body),
                 _ => is_zero(&body) || !sent.holds(chunk, page, page_digest(&body)),

@@ -121,12 +121,16 @@ impl Stream {
                 let frame = ChunkFrame { round: round.number, chunk, full: selected.full, zero: selected.zero };
                 round.pacer.wait((frame.body_bytes() + selected.digests.len() * 8) as u64, || round.monitor.check())?;
                 let bodies = round.ram.outgoing(chunk, &frame.full);
-                self.write(&Frame::Chunk(frame), &selected.digests, bodies)?;
+                let sent = self.write(&Frame::Chunk(frame), &selected.digests, bodies);
+                sent.map_err(|error| match error {
+                    SendError::Memory => MigrateError::host("reading the guest's RAM")(round.ram.lost(chunk)),
+                    error => failed(error),
+                })?;
             }
             sent.counts += selected.counts;
             round.monitor.sent(selected.counts.pages(), self.bytes - before);
         }
-        self.write(&Frame::RoundEnd { round: round.number }, &[], Vec::new())?;
+        self.write(&Frame::RoundEnd { round: round.number }, &[], Vec::new()).map_err(failed)?;
         Ok(sent)
     }
 
@@ -135,12 +139,12 @@ impl Stream {
         while let Some(Encoded { frame, digests, payload, pages }) = queue.take() {
             round.pacer.wait((payload.len() + digests.len() * 8) as u64, || round.monitor.check())?;
             let before = self.bytes;
-            self.write(&frame, &digests, vec![Outgoing::from(payload.as_slice())])?;
+            self.write(&frame, &digests, vec![Outgoing::from(payload.as_slice())]).map_err(failed)?;
             round.monitor.sent(pages, self.bytes - before);
             round.encoding.give_back(payload);
         }
         if queue.complete() {
-            self.write(&Frame::RoundEnd { round: round.number }, &[], Vec::new())?;
+            self.write(&Frame::RoundEnd { round: round.number }, &[], Vec::new()).map_err(failed)?;
         }
         Ok(())
     }
@@ -151,7 +155,7 @@ impl Stream {
     /// The link broke.
     pub fn send_frame(&mut self, frame: &Frame, digests: &[u64], payload: &[u8]) -> Result<u64, MigrateError> {
         let before = self.bytes;
-        self.write(frame, digests, vec![Outgoing::from(payload)])?;
+        self.write(frame, digests, vec![Outgoing::from(payload)]).map_err(failed)?;
         Ok(self.bytes - before)
     }
 
@@ -167,20 +171,20 @@ impl Stream {
     }
 
     /// Writes a frame: its header and digests from here, its bodies straight from the guest's RAM or from where they were encoded.
-    fn write(&mut self, frame: &Frame, digests: &[u64], bodies: Vec<Outgoing>) -> Result<(), MigrateError> {
+    fn write(&mut self, frame: &Frame, digests: &[u64], bodies: Vec<Outgoing>) -> Result<(), SendError> {
         let head = self.writer.head(frame, digests);
         let mut vectors = vec![Outgoing::from(head.as_slice())];
         vectors.extend(bodies);
         let bytes: usize = vectors.iter().map(Outgoing::bytes).sum();
-        self.connection.send(&mut vectors).map_err(|error| match error {
-            SendError::Memory => {
-                MigrateError::Host { doing: "reading the guest's RAM", source: std::io::Error::other(error) }
-            }
-            link => MigrateError::Link { doing: "sending pages", source: std::io::Error::other(link) },
-        })?;
+        self.connection.send(&mut vectors)?;
         self.bytes += bytes as u64;
         Ok(())
     }
+}
+
+/// Sending from memory of this process failed: it is the link.
+fn failed(error: SendError) -> MigrateError {
+    MigrateError::Link { doing: "sending pages", source: std::io::Error::other(error) }
 }
 
 /// Sends a round over all connections, and returns when all of it is handed to the kernel.

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 
 use sterna_api::report;
 use sterna_introspect::PageTables;
-use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::layout::{ChunkIndex, LayoutError};
 use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::residue;
 
@@ -192,7 +192,7 @@ impl Switchover<'_> {
             (saving.join(), left)
         });
         let left = left?;
-        saved.map_err(|_| MigrateError::Reply("the thread that saves the devices broke off"))??;
+        saved.map_err(|_| MigrateError::Bug("the thread that saves the devices broke off"))??;
         rounds.collect(tracker)?;
         // What is still pending of them goes as it is now, free or not.
         begun.work.set_free(rounds.free().clone());
@@ -243,7 +243,7 @@ impl Switchover<'_> {
         let (pages, bytes) = (map.len(), parts.iter().map(|part| part.bits.len() as u64).sum());
         begun.work.set_free(rounds.free().clone());
         begun.pending.fill(map);
-        let last = parts.pop().ok_or(MigrateError::Reply("a machine without RAM"))?;
+        let last = parts.pop().ok_or(LayoutError::Blocks(0))?;
         for part in parts {
             link.control.ask(&Request::Residue(part), REPLY_TIMEOUT)?;
         }

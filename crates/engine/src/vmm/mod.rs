@@ -62,6 +62,15 @@ pub enum VmmError {
         /// The guest powered itself off.
         guest_off: bool,
     },
+    /// The VMM's mappings are not what they should be.
+    #[error("QEMU's mappings of its guest's RAM are not what they should be: {doing} failed")]
+    Mappings {
+        /// What was being done.
+        doing: &'static str,
+        /// What the kernel said.
+        #[source]
+        source: std::io::Error,
+    },
     /// The VMM said nothing for too long.
     #[error("QEMU did not answer '{waiting_for}' within {seconds} s")]
     Silent {

@@ -25,6 +25,9 @@ use crate::vmm::VmmError;
 /// How many events wait at most; the oldest go first. A guest can cause some kinds as often as it likes.
 const MAX_EVENTS: usize = 1024;
 
+/// How much is taken in once the time is over, messages: what had been said by then, of a QEMU that speaks without end.
+const MAX_LATE: usize = 2 * MAX_EVENTS;
+
 /// How many bytes are read at once.
 const READ_BYTES: usize = 64 << 10;
 
@@ -89,15 +92,15 @@ impl Qmp {
             guest_off: false,
             ended: None,
         };
-        let deadline = Instant::now() + timeout;
+        let mut patience = Patience::until(Instant::now() + timeout);
         loop {
-            match qmp.receive(deadline, doing)? {
+            match qmp.receive(patience.deadline, doing)? {
                 Some(Message::Greeting(version)) => {
                     qmp.version = version;
                     break;
                 }
-                Some(_) => {}
-                None => return Err(silent(doing, timeout)),
+                Some(_) if !patience.is_over() => {}
+                _ => return Err(silent(doing, timeout)),
             }
         }
         qmp.execute("qmp_capabilities", json!({}), timeout)?;
@@ -141,14 +144,14 @@ impl Qmp {
         mut wanted: impl FnMut(&Event) -> bool,
         timeout: Duration,
     ) -> Result<Option<Event>, VmmError> {
-        let deadline = Instant::now() + timeout;
+        let mut patience = Patience::until(Instant::now() + timeout);
         let mut seen = 0;
         loop {
             if let Some(at) = (seen..self.events.len()).find(|&at| wanted(&self.events[at])) {
                 return Ok(self.events.remove(at));
             }
             seen = self.events.len();
-            if self.receive(deadline, "waiting for an event")?.is_none() {
+            if patience.is_over() || self.receive(patience.deadline, "waiting for an event")?.is_none() {
                 return Ok(None);
             }
             // The queue drops its oldest event when it is full.
@@ -191,8 +194,8 @@ impl Qmp {
     }
 
     fn take_in(&mut self) -> Result<(), VmmError> {
-        let now = Instant::now();
-        while self.receive(now, "listening for events")?.is_some() {}
+        let mut patience = Patience::until(Instant::now());
+        while self.receive(patience.deadline, "listening for events")?.is_some() && !patience.is_over() {}
         Ok(())
     }
 
@@ -209,15 +212,16 @@ impl Qmp {
         let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
         line.push('\n');
         self.send(line.as_bytes(), fd, deadline, timeout, command)?;
+        let mut patience = Patience::until(deadline);
         loop {
             match self.receive(deadline, command)? {
                 Some(Message::Return { id: answered, value }) if answered == Some(id) => return Ok(value),
                 Some(Message::Error { id: answered, reason }) if answered == Some(id) => {
                     return Err(VmmError::Refused { command: command.to_owned(), reason });
                 }
-                // An answer that came too late for an earlier command.
-                Some(_) => {}
-                None => return Err(silent(command, timeout)),
+                // An answer that came too late for an earlier command, or an event.
+                Some(_) if !patience.is_over() => {}
+                _ => return Err(silent(command, timeout)),
             }
         }
     }
@@ -326,6 +330,24 @@ impl Qmp {
                 VmmError::Connection { doing: doing.to_owned(), source: error.unwrap_or_else(|| kind.into()) }
             }
         }
+    }
+}
+
+/// How long somebody listens. To what was said in time also afterwards, but not for as long as somebody speaks.
+struct Patience {
+    deadline: Instant,
+    late: usize,
+}
+
+impl Patience {
+    fn until(deadline: Instant) -> Self {
+        Self { deadline, late: 0 }
+    }
+
+    /// Asked once for each message.
+    fn is_over(&mut self) -> bool {
+        self.late += usize::from(Instant::now() >= self.deadline);
+        self.late > MAX_LATE
     }
 }
 

@@ -1,9 +1,11 @@
 //! The events of a userfaultfd, read as bytes and taken apart.
 
+use std::io::IoSliceMut;
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 
 use linux_raw_sys::general as raw;
+use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::error::{Error, Result};
 
@@ -59,13 +61,11 @@ pub(super) fn read(fd: BorrowedFd<'_>, events: &mut [Event]) -> Result<usize> {
     if room.is_empty() {
         return Ok(0);
     }
-    let read = loop {
-        match rustix::io::read(fd, &mut *room) {
-            Ok(read) => break read,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(rustix::io::Errno::AGAIN) => return Ok(0),
-            Err(error) => return Err(Error::new("read the events of a userfaultfd", error)),
-        }
+    let read = match read_now(fd, room) {
+        Ok(read) => read,
+        // Interrupted: whoever interrupts wants its thread to look at something else.
+        Err(Errno::AGAIN | Errno::INTR) => return Ok(0),
+        Err(error) => return Err(Error::new("read the events of a userfaultfd", error)),
     };
     let messages = room[..read].chunks_exact(MESSAGE_BYTES);
     let count = messages.len();
@@ -73,6 +73,20 @@ pub(super) fn read(fd: BorrowedFd<'_>, events: &mut [Event]) -> Result<usize> {
         *event = decode(message);
     }
     Ok(count)
+}
+
+/// Reads without waiting. The descriptor's flags cannot be relied on: they belong to whoever shares it, and a process in its guest's hands may clear
+/// `O_NONBLOCK` at any moment. Since 6.10 the kernel lets a read say for itself that it does not wait. Before that the flag is set first, and who reads must
+/// be prepared to wait all the same.
+fn read_now(fd: BorrowedFd<'_>, room: &mut [u8]) -> rustix::io::Result<usize> {
+    // The position -1 is the file's own: it has none.
+    match rustix::io::preadv2(fd, &mut [IoSliceMut::new(room)], u64::MAX, ReadWriteFlags::NOWAIT) {
+        Err(Errno::OPNOTSUPP) => {
+            rustix::io::ioctl_fionbio(fd, true)?;
+            rustix::io::read(fd, room)
+        }
+        read => read,
+    }
 }
 
 fn decode(message: &[u8]) -> Event {

@@ -33,15 +33,20 @@ const RETRY: Duration = Duration::from_millis(10);
 pub(super) fn serve(pager: &Pager) {
     let mut events: Vec<Event> = std::iter::repeat_with(Event::default).take(BATCH).collect();
     let mut looking = Looking::begin();
+    let mut failing = false;
     while !pager.ended.load(Ordering::Acquire) {
         let read = match pager.userfaultfd.read_events(&mut events) {
             Ok(read) => read,
             Err(error) => {
-                tracing::error!(%error, "cannot read the guest's faults");
+                if !failing {
+                    tracing::error!(%error, "cannot read the guest's faults");
+                }
+                failing = true;
                 std::thread::sleep(RETRY);
                 continue;
             }
         };
+        failing = false;
         if read == 0 {
             looking.wait(pager);
             continue;
@@ -66,6 +71,7 @@ pub(super) fn serve(pager: &Pager) {
 fn take(pager: &Pager, fault: &Fault, now: Instant) -> Result<(), MigrateError> {
     let address = fault.address & !0xfff;
     let Some(page) = pager.page_at(address) else { return pager.wake(address) };
+    let settling = pager.settling.lock().unwrap_or_else(PoisonError::into_inner);
     let first = {
         let mut state = pager.lock();
         if !state.missing.contains(page.chunk, page.page) {
@@ -80,6 +86,10 @@ fn take(pager: &Pager, fault: &Fault, now: Instant) -> Result<(), MigrateError> 
             Some(first)
         }
     };
+    if first.is_some() {
+        // The way to the source may be slow.
+        drop(settling);
+    }
     match first {
         Some(true) => {
             let mut source = pager.source.lock().unwrap_or_else(PoisonError::into_inner);
@@ -143,6 +153,12 @@ impl Looking {
         ];
         // An interrupted wait looks once more.
         let _ = poll(&mut ready, None);
+        if ready[0].revents().contains(PollFlags::ERR) {
+            // QEMU shares the descriptor and has made it block, on which nobody can wait. It may do so again at once: it costs no more than its own guest's
+            // faults some time.
+            let _ = pager.userfaultfd.unblock();
+            std::thread::sleep(RETRY);
+        }
         self.last_look = Instant::now();
     }
 }

@@ -37,6 +37,7 @@ mod shown;
 mod given_back;
 
 use std::collections::HashMap;
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -62,11 +63,16 @@ use crate::host::{BlockFile, PagingMeans};
 use crate::inside::Inside;
 use crate::ram::Ram;
 use crate::transport::connection::{Connection, HangUp};
+use crate::vmm::VmmError;
 
 /// What post-copy needs of the kernel.
 const FEATURES: Features = Features::MISSING_SHMEM.union(Features::MINOR_SHMEM).union(Features::THREAD_ID);
 /// A source that has said nothing for so long is not there: it says something twice a second.
 const SILENCE: Duration = Duration::from_secs(3);
+/// How long the VMM may be about to change its mappings: it takes moments, but for one in its guest's hands.
+const CHANGING: Duration = Duration::from_secs(5);
+/// How long the threads here have to end.
+const END: Duration = Duration::from_secs(5);
 
 /// Brings the pages of one guest that runs here before all of them are here. It has threads of its own until [`end`](Self::end).
 pub struct Pager {
@@ -81,6 +87,9 @@ pub struct Pager {
     changed: Condvar,
     source: Mutex<Option<Source>>,
     account: Mutex<Account>,
+    /// Held while a page that is not missing is mapped for a fault, and while pages become missing: what was current when it was looked at is not
+    /// mapped once it is stale.
+    settling: Mutex<()>,
     ended: AtomicBool,
     wake_up: OwnedFd,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -220,6 +229,7 @@ impl Pager {
             changed: Condvar::new(),
             source: Mutex::new(None),
             account: Mutex::default(),
+            settling: Mutex::default(),
             ended: AtomicBool::new(false),
             wake_up,
             threads: Mutex::default(),
@@ -241,6 +251,7 @@ impl Pager {
     /// # Errors
     /// No memory for the map, or the VMM has mapped pages meanwhile and does not let them go.
     pub fn begin(&self, residue: PageMap) -> Result<(), MigrateError> {
+        let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
         self.unmap_early()?;
         // Before anything is missing: whatever was given back so far says nothing of what is to come.
         self.with_inside(|given_back, inside| given_back.begin(inside));
@@ -398,7 +409,7 @@ impl Pager {
 
     fn with_shown<T>(&self, look: impl FnOnce(&mut Shown) -> std::io::Result<T>) -> Result<T, MigrateError> {
         let mut state = self.lock();
-        let shown = state.shown.as_mut().ok_or(MigrateError::Reply("digests that were not agreed on"))?;
+        let shown = state.shown.as_mut().ok_or(MigrateError::Request("digests that were not agreed on"))?;
         look(shown).map_err(MigrateError::host("reading the guest's RAM to compare it"))
     }
 
@@ -459,9 +470,22 @@ impl Pager {
         }
         let _ = rustix::io::write(&self.wake_up, &1u64.to_ne_bytes());
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let deadline = Instant::now() + END;
         for thread in threads {
-            // A panic in one of them is a bug, and was reported; the guest needs the rest of this all the more.
-            let _ = thread.join();
+            // With a kernel older than 6.10 the VMM can make it wait in `read(2)`, again and again.
+            while !thread.is_finished() && Instant::now() < deadline {
+                sterna_sys::process::interrupt(&thread);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if thread.is_finished() {
+                // A panic in one of them is a bug, and was reported; the guest needs the rest of this all the more.
+                let _ = thread.join();
+            } else {
+                tracing::error!(
+                    thread = thread.thread().name(),
+                    "does not end: QEMU keeps it waiting; it is left behind"
+                );
+            }
         }
         *self.source.lock().unwrap_or_else(PoisonError::into_inner) = None;
         for span in &self.spans {
@@ -493,6 +517,7 @@ impl Pager {
         let failed = || MigrateError::vmm_process("mapping pages that have arrived");
         // One page at a time once the kernel has found a hole: it does not say where.
         let mut step = range.end - range.start;
+        let mut changing = None;
         while range.start < range.end {
             let next = range.start..(range.start + step).min(range.end);
             match self.userfaultfd.continue_(next.clone()) {
@@ -504,7 +529,7 @@ impl Pager {
                             self.wake(range.start)?;
                             range.start += PAGE_BYTES as u64;
                         }
-                        Some(Stopped::MappingsChange) => std::thread::yield_now(),
+                        Some(Stopped::MappingsChange) => self.wait_for_mappings(&mut changing)?,
                     }
                 }
                 Err(error) if error.errno() == Some(libc::EFAULT) => {
@@ -535,6 +560,7 @@ impl Pager {
         } else {
             drop(state);
         }
+        let mut changing = None;
         loop {
             let filled = self.userfaultfd.zeropage(range.clone());
             let filled = filled.map_err(MigrateError::vmm_process("giving the guest a page of zeros"))?;
@@ -542,9 +568,22 @@ impl Pager {
                 None => return Ok(()),
                 // The file has it by now: the next fault says so.
                 Some(Stopped::AlreadyThere) => return self.wake(range.start),
-                Some(Stopped::MappingsChange) => std::thread::yield_now(),
+                Some(Stopped::MappingsChange) => self.wait_for_mappings(&mut changing)?,
             }
         }
+    }
+
+    /// The VMM is changing its mappings. `since` when, it says for whoever asks again and again.
+    fn wait_for_mappings(&self, since: &mut Option<Instant>) -> Result<(), MigrateError> {
+        if self.ended.load(Ordering::Acquire) || since.get_or_insert_with(Instant::now).elapsed() > CHANGING {
+            return Err(VmmError::Mappings {
+                doing: "mapping pages that have arrived",
+                source: ErrorKind::TimedOut.into(),
+            }
+            .into());
+        }
+        std::thread::yield_now();
+        Ok(())
     }
 
     fn wake(&self, address: u64) -> Result<(), MigrateError> {

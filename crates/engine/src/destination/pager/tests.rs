@@ -442,3 +442,9 @@ fn pages_mapped_ahead_faulted_and_arriving_at_once_are_all_right() {
         }
     }
 }
+
+/// A VMM in its guest's hands.
+mod hostile;
+
+/// A host without memory for the pages that come.
+mod full;

@@ -79,7 +79,7 @@ impl Requests {
         };
         let (length, checksum) = message::decode_prefix(*prefix)?;
         if length > MAX_REQUEST_BYTES {
-            return Err(MigrateError::Reply("a request for a page that is too long to be one"));
+            return Err(MigrateError::Request("a request for a page that is too long to be one"));
         }
         let Some(body) = rest.get(..length) else { return Ok(None) };
         let request = message::decode(body, checksum, self.key)?;

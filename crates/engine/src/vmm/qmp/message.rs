@@ -7,6 +7,9 @@ use crate::vmm::EventTime;
 /// The longest line taken from QEMU, bytes. Its longest known reply, the schema, is under 1 MiB.
 pub const MAX_LINE_BYTES: usize = 16 << 20;
 
+/// The longest line of an event, bytes: they are kept until somebody asks for them. QEMU's are some hundred.
+const MAX_EVENT_BYTES: usize = 16 << 10;
+
 /// QEMU's version: major, minor, micro.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version(pub u32, pub u32, pub u32);
@@ -64,6 +67,9 @@ pub enum DecodeError {
     /// Longer than [`MAX_LINE_BYTES`].
     #[error("a line of QMP is longer than {MAX_LINE_BYTES} bytes")]
     TooLong,
+    /// An event longer than 16 KiB.
+    #[error("an event of QMP is longer than {MAX_EVENT_BYTES} bytes")]
+    LongEvent,
     /// Not JSON.
     #[error("a line of QMP is not JSON: {0}")]
     Json(String),
@@ -89,6 +95,9 @@ impl Message {
             return Ok(Self::Greeting(version));
         }
         if let Some(Value::String(name)) = object.remove("event") {
+            if line.len() > MAX_EVENT_BYTES {
+                return Err(DecodeError::LongEvent);
+            }
             let time = event_time(&object).ok_or(DecodeError::Unknown)?;
             return Ok(Self::Event(Event { name, time, data: object.remove("data").unwrap_or_default() }));
         }

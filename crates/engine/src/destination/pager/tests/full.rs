@@ -1,0 +1,102 @@
+//! Pages that follow their guest to a host that has no memory left for them.
+
+use sterna_api::{Blame, Problem};
+use sterna_protocol::frame::{ChunkFrame, page_digest};
+use sterna_protocol::spec::VmSpec;
+use sterna_sys::mount::Tmpfs;
+
+use super::*;
+use crate::destination::place::Placer;
+use crate::host::{DestinationHost, Incoming, MigrationId, Verdict};
+
+/// A host with so much room; nothing else is asked of it.
+struct Room(u64);
+
+impl DestinationHost for Room {
+    fn prepare(&self, _: MigrationId, _: &VmSpec, _: Option<&str>, _: bool) -> Result<Incoming, Problem> {
+        unreachable!()
+    }
+    fn room_bytes(&self) -> u64 {
+        self.0
+    }
+    fn commit(&self, _: MigrationId, _: bool) -> Result<(), Problem> {
+        unreachable!()
+    }
+    fn started(&self, _: MigrationId, _: Incoming, _: Option<Arc<Pager>>) {
+        unreachable!()
+    }
+    fn pager(&self, _: MigrationId, _: Option<&str>) -> Result<Arc<Pager>, Problem> {
+        unreachable!()
+    }
+    fn paged(&self, _: MigrationId) {
+        unreachable!()
+    }
+    fn abort(&self, _: MigrationId, _: Option<Incoming>) {
+        unreachable!()
+    }
+    fn verdict(&self, _: MigrationId, _: Option<&str>) -> Result<Verdict, Problem> {
+        unreachable!()
+    }
+}
+
+/// Page 3 comes to a guest that runs and misses it.
+fn page_comes(pager: &Pager, host: &Room) -> Result<(), MigrateError> {
+    let placer = Placer::new(pager.ram(), host, Some(pager));
+    let only: PageSet = [3].into_iter().collect();
+    let frame = ChunkFrame { round: 0, chunk: ChunkIndex(0), full: only, zero: PageSet::EMPTY };
+    placer.place(&frame, &[page_digest(&[8; 4096])], &[8; 4096])
+}
+
+/// Seen to fail: the page was placed, and the reserve used up.
+#[test]
+fn the_reserve_is_kept_while_pages_follow_too_and_what_was_refused_may_come_again() {
+    if !works() {
+        return;
+    }
+    let guest = Guest::new();
+    let pager = guest.pager(false);
+    pager.begin(residue(&pager, [3])).unwrap();
+    let looks = guest.looks(3);
+    waits_for(&pager, 3);
+    let refused = page_comes(&pager, &Room(1 << 20)).unwrap_err();
+    assert!(matches!(refused, MigrateError::OutOfMemory { room_bytes: 0x10_0000 }), "{refused:?}");
+    assert_eq!(pager.missing(), 1);
+    page_comes(&pager, &Room(u64::MAX)).unwrap();
+    assert_eq!(looks.join().unwrap(), [8; 16]);
+    pager.end();
+}
+
+/// Unmounts when dropped.
+struct Mount(std::path::PathBuf);
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
+    }
+}
+
+/// Seen to fail: "host-failed", without a word of memory.
+#[test]
+fn a_full_ram_file_system_is_said_to_be_full_while_pages_follow_too() {
+    if !works() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    Tmpfs { size_bytes: Some(4096), mode: 0o700 }.mount(directory.path()).unwrap();
+    let _mount = Mount(directory.path().to_owned());
+    let mut guest = Guest::new();
+    let mut options = File::options();
+    guest.file = options.read(true).write(true).create_new(true).open(directory.path().join("ram")).unwrap();
+    guest.file.set_len(PAGES * 4096).unwrap();
+    guest.here.mapping = Arc::new(SharedMapping::new(&guest.file, PAGES * 4096, Access::ReadWrite).unwrap());
+    std::fs::write(directory.path().join("ballast"), [1]).unwrap();
+    let pager = guest.pager(false);
+    pager.begin(residue(&pager, [3])).unwrap();
+    let problem = page_comes(&pager, &Room(u64::MAX)).unwrap_err().problem();
+    assert_eq!((problem.code.as_str(), problem.blame), ("out-of-memory", Blame::Host), "{problem:?}");
+    assert_eq!(pager.missing(), 1);
+    std::fs::remove_file(directory.path().join("ballast")).unwrap();
+    page_comes(&pager, &Room(u64::MAX)).unwrap();
+    assert_eq!(guest.looks(3).join().unwrap(), [8; 16]);
+    pager.end();
+}
