@@ -123,7 +123,7 @@ impl Switchover<'_> {
         link.control.send(&Request::Stopped)?;
         rounds.collect(tracker)?;
         if self.direct_io {
-            rounds.collect_untracked();
+            rounds.collect_untracked()?;
         }
         let processors = rounds.processors(vmm);
         link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
@@ -229,7 +229,7 @@ impl Switchover<'_> {
         rounds.collect(tracker)?;
         // Where no round was sent every page goes as it is now, however it was written.
         if self.direct_io && !rounds.done.is_empty() {
-            rounds.collect_untracked();
+            rounds.collect_untracked()?;
         }
         // Here and not once the guest runs there: what is not in the residue is zeros to it at once.
         rounds.skip_free_stopped(processors);
