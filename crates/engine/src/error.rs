@@ -295,9 +295,11 @@ impl MigrateError {
             Self::Damaged(_) | Self::Decode(_) => {
                 ("damaged", Blame::Peer, Some("the network or a host damages data: look for the cause first"))
             }
-            Self::WrittenWhileSaving(_) => {
-                ("written-while-saving", Blame::Qemu, Some("this machine's devices need --mode precopy"))
-            }
+            Self::WrittenWhileSaving(_) => (
+                "written-while-saving",
+                Blame::Qemu,
+                Some("try again; where it happens each time, please report which devices the machine has"),
+            ),
             Self::Mismatch { .. } => {
                 ("verify-mismatch", Blame::Ours, Some("please report this with the options you used"))
             }

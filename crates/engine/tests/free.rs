@@ -125,6 +125,44 @@ fn what_was_sent_and_is_free_at_the_stop_is_zeros_there() {
     }
 }
 
+/// A page that a round has sent is free when the guest stops, so it is to go as zeros; then the VMM writes it while it saves its devices. Seen to fail
+/// while only what was said first of the free pages counted: it went as zeros, and the comparison left it out.
+#[test]
+fn a_free_page_that_the_vmm_writes_while_it_saves_its_devices_goes_as_it_is_then() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = Guest::new();
+    guest.free(0x2000..0x2400);
+    let (host, peer) = Destination::serve();
+    host.postcopy.store(true, Ordering::Release);
+    let freeing = Arc::clone(&guest);
+    let mut vmm = guest.vmm(move || {
+        freeing.fill(0x2800..0x2c00, 9);
+        freeing.free(0x2800..0x2c00);
+    });
+    let (writing, at) = (Arc::clone(&guest), Arc::clone(&host));
+    vmm.faults.while_saving = Some(Box::new(move || {
+        let knows = || at.missing.lock().unwrap().as_ref().is_some_and(|file| file.metadata().unwrap().len() > 0);
+        while !knows() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        writing.fill(0x2900..0x2901, 7);
+    }));
+    let options = MigrateOptions {
+        mode: Mode::Hybrid,
+        verify: true,
+        bandwidth_bytes_per_s: Some(40_000_000),
+        ..MigrateOptions::default()
+    };
+    let going = outgoing(&guest.ram, vmm, InsideSelf::default());
+    let report = migrate(going, &peer, &options, &Source::default(), &Monitor::new("guest")).report;
+    assert_eq!(report.status, Status::Completed, "{:?}", report.error);
+    assert_eq!(report.verify.excluded_free_pages, 2047, "{report:#?}");
+    let free = (0x2000..0x2400).chain(0x2800..0x2c00).filter(|page| *page != 0x2900);
+    assert_eq!(guest.differing(&host), free.collect::<Vec<_>>());
+}
+
 #[test]
 fn what_is_used_again_after_the_look_is_sent_whether_it_was_written_or_not() {
     if !tracking_works() {

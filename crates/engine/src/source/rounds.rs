@@ -203,16 +203,23 @@ impl<'a> Rounds<'a> {
     }
 
     /// Adds pages that were written past every tracker, found by their content. The guest is stopped and its I/O drained.
-    pub fn collect_untracked(&mut self) {
+    ///
+    /// A free page holds what it likes, so those are not looked at. Nor is any the target of I/O that lands unseen: whoever has I/O under way holds
+    /// its page from before it is pinned until after the I/O, and to pin it is a write fault, which takes it out of the free ones at the next
+    /// collection. A look that was misled about that is made again with the guest stopped, after this ([`skip_free_stopped`](Self::skip_free_stopped)),
+    /// and what is not free then goes.
+    ///
+    /// # Errors
+    /// The RAM files' holes cannot be read.
+    pub fn collect_untracked(&mut self) -> Result<(), MigrateError> {
         for chunk in self.ram.layout().iter() {
-            let Some(place) = self.ram.layout().place(chunk) else { continue };
-            let changed =
-                changed_untracked(self.ram, &self.sent, chunk, place.pages).without(self.outstanding.chunk(chunk));
-            // A free page holds what it likes. One that was pinned after it was free has been collected since.
-            let changed = changed.without(self.free.chunk(chunk));
+            let known = self.outstanding.chunk(chunk).or(self.free.chunk(chunk));
+            let changed = changed_untracked(self.ram, &self.sent, chunk, &known)
+                .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
             self.untracked_writes += changed.len() as u64;
             self.outstanding.insert_all(chunk, &changed);
         }
+        Ok(())
     }
 
     /// Sends what is outstanding while the guest runs, and waits until it has arrived. Pages whose bodies the guest changed on

@@ -158,26 +158,31 @@ pub fn select(
     Ok(Selected { full, zero, digests, held, counts })
 }
 
-/// Pages of a chunk whose content is not what was last sent, though nobody reported a write. For guests whose disks write into
-/// RAM past the page tables (direct I/O): such a write can land after its page was armed again, and is seen by nothing else.
-pub fn changed_untracked(ram: &Ram, sent: &SentTable, chunk: ChunkIndex, pages: usize) -> PageSet {
+/// Pages of a chunk whose content is not what the destination holds, though nobody reported a write; those in `known` are not looked at. For guests
+/// into whose RAM somebody writes past the page tables (a disk by direct I/O, say): such a write can land after its page was armed again, and is seen
+/// by nothing else. The guest is stopped and its I/O drained.
+///
+/// Of a page that was never sent the destination holds zeros, so there zeros are what it is compared with, as where zeros were sent: it may
+/// have been outstanding and read while the write was still under way. So no page is left out because of where it has been, and it does not matter
+/// when it was pinned, armed, collected, held back or given back. What has no memory is zeros, and is not touched.
+///
+/// # Errors
+/// The file's holes cannot be read.
+pub fn changed_untracked(ram: &Ram, sent: &SentTable, chunk: ChunkIndex, known: &PageSet) -> std::io::Result<PageSet> {
+    let pages = ram.layout().place(chunk).map_or(0, |place| place.pages);
+    let allocated = ram.allocated_in(chunk)?;
     let mut body = [0; PAGE_BYTES];
-    (0..pages)
-        .map(|page| page as u8)
-        .filter(|&page| {
-            let last = sent.last(chunk, page);
-            if last == Last::Never {
-                // Neither allocated when the migration began nor written since: a page that was pinned would be allocated.
-                return false;
-            }
-            if ram.read(chunk, page, &mut body).is_err() {
-                // It is lost: the round that is to send it says so.
-                return true;
-            }
-            match last {
-                Last::Zero => !is_zero(&body),
-                _ => is_zero(&body) || !sent.holds(chunk, page, page_digest(&body)),
-            }
-        })
-        .collect()
+    let changed = |page: &u8| {
+        let last = sent.last(chunk, *page);
+        let empty = matches!(last, Last::Never | Last::Zero);
+        if !allocated.contains(*page) {
+            return !empty;
+        }
+        if ram.read(chunk, *page, &mut body).is_err() {
+            // It is lost: the round that is to send it says so.
+            return true;
+        }
+        if empty { !is_zero(&body) } else { is_zero(&body) || !sent.holds(chunk, *page, page_digest(&body)) }
+    };
+    Ok(PageSet::first(pages).without(known).iter().filter(changed).collect())
 }

@@ -7,7 +7,7 @@
 //!   collect what was written since
 //!   VMM: save the devices  ┐ at the same time
 //!   the last pages ────────┴─────────────────▶ pages into RAM; when all are in place, device state into the VMM
-//!   collect once more: what the VMM wrote while it saved
+//!   collect once more: what the VMM wrote while it saved. There must be none
 //!   (verify)
 //!   Load ────────────────────────────────────▶ devices loaded; the guest is stopped
 //!   hand over, on record
@@ -15,7 +15,9 @@
 //! ```
 //!
 //! The devices' loading reads guest RAM (virtio's rings), so device state is held back at the destination until the last pages are
-//! in place; saving them does not wait for the pages, which hides the shorter of the two times.
+//! in place; saving them does not wait for the pages, which hides the shorter of the two times. Nor does the loading wait for the last look: a VMM
+//! that writes RAM while it saves (none was seen to; its I/O is drained) is found out after the destination may have loaded from the page as it was
+//! before, and the guest stays here. To hold the state back until `Load` would make every pause longer by the loading.
 //!
 //! In post-copy no page goes in the pause, only the map of those that are still to come:
 //!
@@ -30,7 +32,7 @@
 //! ```
 //!
 //! Saving and loading are the longest parts of this pause, and so they overlap. What that costs is the last look: a VMM that writes RAM while it
-//! saves (none was seen to; its I/O is drained) is found out after the destination may have loaded from the page as it was before. Where the page is
+//! saves is found out after the destination may have loaded from the page as it was before. Where the page is
 //! still pending, nobody has seen it, and it goes as it is now; where it is not, the guest stays here.
 
 use std::time::{Duration, Instant};
@@ -123,7 +125,7 @@ impl Switchover<'_> {
         link.control.send(&Request::Stopped)?;
         rounds.collect(tracker)?;
         if self.direct_io {
-            rounds.collect_untracked();
+            rounds.collect_untracked()?;
         }
         let processors = rounds.processors(vmm);
         link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
@@ -136,12 +138,12 @@ impl Switchover<'_> {
         let device_began = Instant::now();
         vmm.saved(DEVICE_TIMEOUT)?;
         pump.finish()?;
-        // Nothing writes RAM any more: the guest is stopped, its I/O drained, its devices saved. What was written since the last look
-        // is sent; in the runs seen there was none.
+        // Nothing writes RAM any more: the guest is stopped, its I/O drained, its devices saved. What was written since the last look comes too
+        // late: the destination lets go of the devices' state once the last pages are in place, and may have loaded it from these as they were. In
+        // the runs seen there was none.
         rounds.collect(tracker)?;
         if rounds.left() > 0 {
-            tracing::info!(pages = rounds.left(), "pages written while the devices were saved");
-            rounds.send_last(link)?;
+            return Err(MigrateError::WrittenWhileSaving(rounds.left()));
         }
         let saved = device_began.elapsed();
         let verify_began = Instant::now();
@@ -194,7 +196,8 @@ impl Switchover<'_> {
         let left = left?;
         saved.map_err(|_| MigrateError::Bug("the thread that saves the devices broke off"))??;
         rounds.collect(tracker)?;
-        // What is still pending of them goes as it is now, free or not.
+        // What is still pending of them goes as it is now, free or not. Said before it is looked which are pending: what was taken as free by then is
+        // not pending, and fails the switchover.
         begun.work.set_free(rounds.free().clone());
         let seen = begun.pending.not_in(&rounds.take_residue());
         if seen > 0 {
@@ -229,7 +232,7 @@ impl Switchover<'_> {
         rounds.collect(tracker)?;
         // Where no round was sent every page goes as it is now, however it was written.
         if self.direct_io && !rounds.done.is_empty() {
-            rounds.collect_untracked();
+            rounds.collect_untracked()?;
         }
         // Here and not once the guest runs there: what is not in the residue is zeros to it at once.
         rounds.skip_free_stopped(processors);

@@ -116,6 +116,8 @@ impl Drop for Writers {
 pub struct Faults {
     pub at_stop: Option<Box<dyn FnOnce() + Send>>,
     pub while_saving: Option<Box<dyn FnOnce() + Send>>,
+    /// Before it says that it has saved them.
+    pub before_saved: Option<Box<dyn FnOnce() + Send>>,
     pub switched_off: Arc<AtomicBool>,
 }
 
@@ -189,6 +191,9 @@ impl vmm::Source for SourceVmm {
     }
 
     fn saved(&mut self, _timeout: Duration) -> Result<(), VmmError> {
+        if let Some(act) = self.faults.before_saved.take() {
+            act();
+        }
         Ok(())
     }
 
@@ -213,26 +218,38 @@ struct DestinationVmm {
     at_start: Option<GuestProgram>,
     refuse_state: bool,
     dies_when_loaded: bool,
-    stream: Option<UnixStream>,
+    /// Loads the devices as their state comes, as QEMU does; the state.
+    loading: Option<JoinHandle<Vec<u8>>>,
+    loaded_from: Arc<Mutex<Vec<u8>>>,
     running: Arc<AtomicBool>,
 }
 
 impl vmm::Destination for DestinationVmm {
     fn prepare(&mut self) -> Result<UnixStream, VmmError> {
-        let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
-        self.stream = Some(ours);
+        let (mut ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+        let (mapping, pages) = (Arc::clone(&self.touched.0), self.touched.1.clone());
+        let loaded_from = Arc::clone(&self.loaded_from);
+        self.loading = Some(std::thread::spawn(move || {
+            let mut state = Vec::new();
+            // A session that ends early leaves it cut short.
+            let _ = ours.read_to_end(&mut state);
+            if state.len() == DEVICE_BYTES {
+                for page in pages {
+                    // Where it has not arrived this waits for it.
+                    let mut bytes = [0; 16];
+                    mapping.copy_out(page * 4096..page * 4096 + 16, &mut bytes);
+                    loaded_from.lock().unwrap().push(bytes[0]);
+                }
+            }
+            state
+        }));
         Ok(theirs)
     }
 
     fn loaded(&mut self, _timeout: Duration) -> Result<(), VmmError> {
-        let mut state = Vec::new();
-        self.stream.take().expect("prepared").read_to_end(&mut state).expect("the state arrives");
+        let state = self.loading.take().expect("prepared").join().expect("the state arrives");
         if state != [7; DEVICE_BYTES] {
             return Err(VmmError::Migration { reason: "the state is cut short".into() });
-        }
-        for page in &self.touched.1 {
-            // Where it has not arrived this waits for it.
-            self.touched.0.copy_out(page * 4096..page * 4096 + 16, &mut [0; 16]);
         }
         if self.refuse_state {
             return Err(VmmError::Migration { reason: "unknown section".into() });
@@ -270,6 +287,8 @@ pub struct Destination {
     pub at_start: Mutex<Option<GuestProgram>>,
     /// Pages that loading the devices reads.
     pub touched: Mutex<Vec<u64>>,
+    /// What it found in them, the first byte of each.
+    pub loaded_from: Arc<Mutex<Vec<u8>>>,
     /// What its guest gave back, as the agent logs it.
     pub discards: Arc<Mutex<Vec<Discard>>>,
     /// Whether its log overflows.
@@ -362,7 +381,8 @@ impl DestinationHost for Destination {
             at_start: self.at_start.lock().unwrap().take(),
             refuse_state: self.refuse_state.load(Ordering::Acquire),
             dies_when_loaded: self.dies_when_loaded.load(Ordering::Acquire),
-            stream: None,
+            loading: None,
+            loaded_from: Arc::clone(&self.loaded_from),
             running: Arc::clone(&self.running),
         };
         Ok(Incoming {

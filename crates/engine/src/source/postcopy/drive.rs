@@ -176,7 +176,7 @@ impl Session {
         let done = completed.insert(Completed { account: *account, verify: Verify::default(), at });
         if verifiable {
             let work = &context.work;
-            done.verify = verify::compare(&mut self.link, &work.ram, work.free(), Compared::AsFirstSeen)?;
+            done.verify = verify::compare(&mut self.link, &work.ram, work.free().as_deref(), Compared::AsFirstSeen)?;
         }
         self.link.control.ask(&Request::Release, REPLY_TIMEOUT).map(drop)
     }

@@ -39,7 +39,7 @@ pub mod drive;
 pub mod resume;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use sterna_api::options::{Compress, Prepaging, SkipFree};
@@ -76,7 +76,7 @@ pub struct Work {
     pub spare: AtomicU64,
     /// Pages that the guest held free when it stopped: they are zeros there, whatever they hold here. `None` where that is not known, because an earlier
     /// daemon looked: then they go as they are, which is as right.
-    free: OnceLock<PageMap>,
+    free: Mutex<Option<Arc<PageMap>>>,
     /// What was done.
     pub tally: Tally,
 }
@@ -88,14 +88,13 @@ impl Work {
         let limits = [options.bandwidth_bytes_per_s, options.postcopy_bandwidth_bytes_per_s];
         let limit = limits.into_iter().flatten().min();
         let compress = options.compress != Compress::Off;
-        let nothing = (options.skip_free == SkipFree::Off).then(|| PageMap::empty(ram.layout()));
-        let free = nothing.map_or_else(OnceLock::new, OnceLock::from);
+        let nothing = (options.skip_free == SkipFree::Off).then(|| Arc::new(PageMap::empty(ram.layout())));
         Arc::new(Self {
             prepaging: options.prepaging,
             round,
             pacer: Pacer::new(limit, bandwidth),
             limit,
-            free,
+            free: Mutex::new(nothing),
             ram,
             compression: compress.then(|| Meter::new(options.compress, options.compress_level)),
             spare: AtomicU64::new(0),
@@ -103,10 +102,10 @@ impl Work {
         })
     }
 
-    /// Says which pages the guest held free. Called once, before any of them can be asked for.
+    /// Says which pages the guest held free: before any of them can be asked for, and again where the VMM wrote some of them while it saved its
+    /// devices. What was taken to be sent in between went as was said before: whoever says it again looks which pages those are.
     pub fn set_free(&self, free: PageMap) {
-        // Where it was said before nothing was looked for, and nothing is free.
-        let _ = self.free.set(free);
+        *self.free.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(free));
     }
 
     /// Those of a chunk, as far as it is known.
@@ -117,8 +116,8 @@ impl Work {
 
     /// All of them; `None` where they are not known.
     #[must_use]
-    pub fn free(&self) -> Option<&PageMap> {
-        self.free.get()
+    pub fn free(&self) -> Option<Arc<PageMap>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// A set of pending pages in the order that was asked for, with none in it.
