@@ -36,6 +36,17 @@ pub enum Whereabouts {
     Gone,
 }
 
+/// The most characters of one text of somebody else's.
+const MAX_WORDS: usize = 2_000;
+/// The most causes.
+const MAX_CAUSES: usize = 16;
+
+/// A text of somebody else's, as far as it is kept and shown.
+#[must_use]
+pub fn words(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' { ' ' } else { c }).take(MAX_WORDS).collect()
+}
+
 /// What failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Problem {
@@ -91,6 +102,19 @@ impl Problem {
         self.cause.iter().fold(self.message.clone(), |line, cause| line + ": " + cause)
     }
 
+    /// As somebody else said it, so far as it is kept and shown: in words, and not more of them than people read. A message may be megabytes long, is
+    /// repeated in every migration that waits for the same host, and would be read by terminals.
+    #[must_use]
+    pub fn from_outside(self) -> Self {
+        Self {
+            code: words(&self.code),
+            message: words(&self.message),
+            cause: self.cause.iter().take(MAX_CAUSES).map(|cause| words(cause)).collect(),
+            hint: self.hint.as_deref().map(words),
+            ..self
+        }
+    }
+
     /// With a word on what to do.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
@@ -103,5 +127,23 @@ impl Problem {
     pub fn guest(mut self, guest: Whereabouts) -> Self {
         self.guest = guest;
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn somebody_elses_words_are_words_and_few() {
+        let long = "x".repeat(1 << 20);
+        let theirs = Problem {
+            cause: vec![long.clone(); 1000],
+            ..Problem::new(&long, Blame::Host, "it takes\u{1b}[2J 1\nat a time").hint(long.as_str())
+        };
+        let kept = theirs.from_outside();
+        assert_eq!(kept.message, "it takes [2J 1\nat a time");
+        let bytes = serde_json::to_vec(&kept).unwrap().len();
+        assert!(bytes < 20 * (MAX_WORDS + 100), "{bytes}");
     }
 }

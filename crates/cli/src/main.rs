@@ -59,7 +59,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Estimate(question) => estimate::estimate(&client, &question).await,
         Command::Reclaim(wanted) => reclaim::reclaim(&client, &wanted).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
-        Command::Resume { name, to } => migrate::resume(&client, &name, to).await,
+        Command::Resume { name, to, fenced } => migrate::resume(&client, &name, to, fenced).await,
         Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,
     }
 }

@@ -119,9 +119,18 @@ pub async fn cancel(client: &Client, name: &str) -> Result<ExitCode, Failure> {
 ///
 /// # Errors
 /// The daemon's problem.
-pub async fn resume(client: &Client, name: &str, to: Option<String>) -> Result<ExitCode, Failure> {
-    let place = to.as_ref().map_or("where it was".into(), |to| format!("at {to}"));
-    client.post_command(&format!("/v1/vms/{}/resume", escape(name)), &ResumeRequest { to }).await?;
-    println!("{name}: its destination is looked for {place}; 'sterna show {name}' says how far it is");
+pub async fn resume(
+    client: &Client,
+    name: &str,
+    to: Option<String>,
+    fenced: Option<String>,
+) -> Result<ExitCode, Failure> {
+    let what = match (&to, &fenced) {
+        (_, Some(host)) => format!("it is let run here, by your word that {host} is off for good"),
+        (Some(to), None) => format!("its destination is looked for at {to}"),
+        (None, None) => "what it waits for is tried at once".into(),
+    };
+    client.post_command(&format!("/v1/vms/{}/resume", escape(name)), &ResumeRequest { to, fenced }).await?;
+    println!("{name}: {what}; 'sterna show {name}' says how far it is");
     Ok(ExitCode::SUCCESS)
 }

@@ -8,6 +8,9 @@ pub mod config;
 /// The state directory: lock, RAM file system, durable records.
 pub mod state;
 
+/// Who this daemon is to others.
+pub mod identity;
+
 /// Processes by identity, not by number alone.
 pub mod process;
 

@@ -12,6 +12,7 @@ use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::config::Config;
+use crate::http::caller::Caller;
 use crate::http::router;
 use crate::migration::listener::listen;
 use crate::process::raise_file_limit;
@@ -52,7 +53,7 @@ async fn serve_api(daemon: &Arc<Daemon>) -> Result<(), Box<dyn Error + Send + Sy
     let mut terminate = signal(SignalKind::terminate())?;
     tracing::info!(api = %daemon.config.api.display(), state = %daemon.config.state_dir.display(), "ready");
     tokio::select! {
-        served = axum::serve(socket, router(Arc::clone(daemon))) => served?,
+        served = axum::serve(socket, router(Arc::clone(daemon)).into_make_service_with_connect_info::<Caller>()) => served?,
         _ = terminate.recv() => {}
         interrupted = tokio::signal::ctrl_c() => interrupted?,
     }

@@ -71,7 +71,10 @@ fn a_peer_that_never_committed_gives_the_guest_back() {
     if cannot_run() {
         return;
     }
-    let peer = Host::start();
+    let mut peer = Host::start();
+    peer.stop_daemon();
+    write_stage(&peer, &json!("aborted"));
+    peer.start_daemon();
     let (host, pid) = handed_over(&peer.address());
     eventually("it belongs here again", || host.state_of("m") == "running");
     assert_eq!(host.pid_of("m"), pid);
@@ -144,7 +147,10 @@ fn a_guest_that_was_to_run_elsewhere_without_its_pages_and_never_did_runs_on() {
     if cannot_run() {
         return;
     }
-    let peer = Host::start();
+    let mut peer = Host::start();
+    peer.stop_daemon();
+    write_stage(&peer, &json!("aborted"));
+    peer.start_daemon();
     // Its user says where the destination is: nobody answers where it was.
     let (host, pid) = handed_over_with_pages("127.0.0.1:1", false);
     assert_eq!(host.state_of("m"), "waiting-for-peer");

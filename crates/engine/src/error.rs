@@ -12,6 +12,7 @@ use sterna_protocol::session::Violation;
 
 use crate::agent::AgentError;
 use crate::destination::decode::DecodeError;
+use crate::host::DaemonId;
 use crate::ram::{RamError, RamFault};
 use crate::transport::refusal::TlsError;
 use crate::vmm::VmmError;
@@ -70,6 +71,17 @@ pub enum MigrateError {
     /// This daemon did not do its part.
     #[error("Sterna itself failed: {0}")]
     Bug(&'static str),
+    /// The daemon that answers is not the one that has the migration on record: nothing it says of it counts.
+    #[error(
+        "another daemon answers there than the one that accepted the guest ({})",
+        .answers.map_or("too old to say who it is".into(), |id| format!("it is {id}, and the guest went to {meant}"))
+    )]
+    AnotherDaemon {
+        /// Which is meant.
+        meant: DaemonId,
+        /// Which answers; `None` where it is too old to say.
+        answers: Option<DaemonId>,
+    },
     /// The peer said no, or failed.
     #[error("{}", .0.message)]
     Peer(Problem),
@@ -248,6 +260,13 @@ impl MigrateError {
             Self::Hello(HelloError::Stranger) => {
                 ("not-sterna", Blame::Peer, Some("the address must be that of sternad's --listen"))
             }
+            Self::AnotherDaemon { .. } => (
+                "another-daemon",
+                Blame::Request,
+                Some(
+                    "say where the daemon is that accepted it, with the state directory it had: 'sterna resume NAME --to HOST:PORT'",
+                ),
+            ),
             Self::Hello(_) => ("peer-version", Blame::Peer, Some("bring both hosts to the same version of Sterna")),
             Self::Message(_) | Self::Frame(_) | Self::Violation(_) | Self::Reply(_) | Self::Request(_) => (
                 "peer-protocol",

@@ -21,6 +21,17 @@ impl std::fmt::Display for MigrationId {
     }
 }
 
+/// A daemon, or rather its state directory: drawn at random once. What it has on record only it can answer for, wherever it is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct DaemonId(pub u128);
+
+impl std::fmt::Display for DaemonId {
+    /// The first third: enough to tell two apart by eye.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:010x}", self.0 >> 88)
+    }
+}
+
 /// A RAM block of a machine on this host.
 #[derive(Debug)]
 pub struct BlockFile {
@@ -64,6 +75,9 @@ pub enum Verdict {
 
 /// The daemon at the destination.
 pub trait DestinationHost: Send + Sync {
+    /// Who it is.
+    fn identity(&self) -> DaemonId;
+
     /// What calls are encrypted with; without it they are taken plain, and with it never.
     fn credentials(&self) -> Option<Arc<Credentials>> {
         None
@@ -95,7 +109,8 @@ pub trait DestinationHost: Send + Sync {
     /// before this daemon was started, too.
     ///
     /// # Errors
-    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`), or the migration is another daemon's.
+    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`: only where that is on record), the migration is another
+    /// daemon's, or nothing is known of it.
     fn pager(&self, id: MigrationId, from: Option<&str>) -> Result<Arc<Pager>, Problem>;
 
     /// Every page is here: the source is needed no more.
@@ -104,10 +119,10 @@ pub trait DestinationHost: Send + Sync {
     /// It never runs here: ends the VMM, removes its files, and remembers [`Verdict::Aborted`].
     fn abort(&self, id: MigrationId, incoming: Option<Incoming>);
 
-    /// What became of a migration, for the daemon that asks. One never heard of is [`Verdict::Aborted`] from then on: the answer binds.
+    /// What became of a migration, for the daemon that asks. The answer binds, and where it is [`Verdict::Aborted`] the VMM has ended.
     ///
     /// # Errors
-    /// A [`Problem`] where the migration is another daemon's: nothing is settled by such a question.
+    /// A [`Problem`] where the migration is another daemon's, or was never heard of: nothing is settled by such a question, and nothing kept.
     fn verdict(&self, id: MigrationId, from: Option<&str>) -> Result<Verdict, Problem>;
 }
 
@@ -124,10 +139,17 @@ pub trait SourceHost: Send + Sync {
     /// Records that the guest may run at `peer` from now on, whatever happens here. Must survive the daemon's sudden death.
     /// Called just before the commit message is sent: until the peer's [`Verdict`] is known the guest must not run here. With `postcopy` this
     /// host's RAM holds pages that the guest there still needs, until the migration has ended: also a daemon started anew must serve them.
+    /// `daemon` is who accepted the guest, where it could say so: from now on only its word counts.
     ///
     /// # Errors
     /// A [`Problem`]; then nothing was sent and the guest is given back.
-    fn handing_over(&self, id: MigrationId, peer: &str, postcopy: bool) -> Result<(), Problem>;
+    fn handing_over(
+        &self,
+        id: MigrationId,
+        peer: &str,
+        daemon: Option<DaemonId>,
+        postcopy: bool,
+    ) -> Result<(), Problem>;
 
     /// Where the destination is to be found now, if its user said that it is elsewhere than where the migration began.
     fn peer_now(&self, _id: MigrationId) -> Option<String> {

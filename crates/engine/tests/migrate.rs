@@ -519,6 +519,7 @@ fn a_link_cut_at_any_byte_leaves_the_guest_on_exactly_one_host() {
             Fate::Here => assert!(rolled_back.load(Ordering::Acquire) && !runs_there, "cut at {limit}"),
             Fate::There => assert!(quit.load(Ordering::Acquire) && runs_there, "cut at {limit}"),
             Fate::NotYet => panic!("cut at {limit}: nobody was full"),
+            Fate::NotGivenBack => panic!("cut at {limit}: its VMM never refuses"),
             // Stopped here until the destination is asked on a link that works.
             Fate::Unknown => {
                 assert!(

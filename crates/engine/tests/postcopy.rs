@@ -20,7 +20,7 @@ use sterna_api::problem::Whereabouts;
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Mode, Phase, Report};
 use sterna_engine::agent::Discard;
-use sterna_engine::host::SourceHost;
+use sterna_engine::host::{DaemonId, SourceHost};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::{self, Fate, Left, Outcome, migrate};
 use sterna_sys::map::{Access, SharedMapping};
@@ -535,6 +535,7 @@ fn a_source_that_begins_anew_goes_on_with_what_is_missing() {
     let left = Left {
         id,
         vm: going.spec.name.clone(),
+        daemon: Some(DaemonId(0)),
         blocks: blocks.collect(),
         bandwidth: Arc::default(),
         here: sterna_api::report::Host::default(),

@@ -17,7 +17,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Bytes of a hello.
 pub const HELLO_BYTES: usize = 64;
 /// The version this code speaks.
-pub const VERSION: Version = Version { major: 1, minor: 0 };
+pub const VERSION: Version = Version { major: 1, minor: 1 };
+/// The first minor whose daemons say who they are ([`Request::Identify`](crate::message::Request::Identify)).
+pub const KNOWS_IDENTITIES: Version = Version { major: 1, minor: 1 };
 const MAGIC: [u8; 8] = *b"STERNA\r\n";
 
 /// What a daemon can do beyond the version's base.
@@ -281,6 +283,13 @@ mod tests {
         let expected = Ok((Version { major: VERSION.major, minor: 0 }, Features(0b001)));
         assert_eq!(old.agree(&new), expected);
         assert_eq!(new.agree(&old), expected);
+    }
+
+    #[test]
+    fn only_daemons_that_both_know_identities_speak_of_them() {
+        let (old, new) = (hello(0, 0, 0), hello(VERSION.minor, 0, 0));
+        assert!(old.agree(&new).unwrap().0 < KNOWS_IDENTITIES && new.agree(&old).unwrap().0 < KNOWS_IDENTITIES);
+        assert!(new.agree(&new).unwrap().0 >= KNOWS_IDENTITIES);
     }
 
     #[test]

@@ -108,6 +108,8 @@ pub enum Request {
         /// Which.
         id: u128,
     },
+    /// Who are you? Since 1.1, and the first request of its connection: what follows is said only to whom the source means.
+    Identify,
 }
 
 impl Request {
@@ -134,6 +136,7 @@ impl Request {
             Self::Commit => "commit",
             Self::Abort => "abort",
             Self::Verdict { .. } => "verdict",
+            Self::Identify => "identify",
         }
     }
 }
@@ -211,6 +214,11 @@ pub enum Reply {
     },
     /// It cannot be done.
     Failed(Problem),
+    /// To `Identify`.
+    Identity {
+        /// The daemon that answers: drawn at random once for each state directory. Only it can tell what became of a migration that it accepted.
+        identity: u128,
+    },
 }
 
 /// A part of a map of pages: those of `chunks` chunks from `first` on. [`residue`](crate::residue) makes and reads it.
@@ -324,6 +332,17 @@ mod tests {
     fn a_message_arrives_as_it_was_sent() {
         let reply = Reply::Arrived { suspects: vec![PageIndex { chunk: ChunkIndex(5), page: 6 }] };
         assert_eq!(read(&encode(&reply, 3).unwrap(), 3), Ok(reply));
+    }
+
+    /// A daemon of 1.0 reads what a daemon of 1.1 says to it: the kinds that it knows have kept their numbers.
+    #[test]
+    fn what_came_with_1_1_stands_behind_all_that_was_there_before() {
+        let kind = |bytes: Vec<u8>| bytes[PREFIX_BYTES];
+        assert_eq!(kind(encode(&Request::Verdict { id: 0 }, 0).unwrap()), 18);
+        assert_eq!(kind(encode(&Request::Identify, 0).unwrap()), 19);
+        let failed = Reply::Failed(Problem::new("x", sterna_api::Blame::Host, "y"));
+        assert_eq!(kind(encode(&failed, 0).unwrap()), 16);
+        assert_eq!(kind(encode(&Reply::Identity { identity: 0 }, 0).unwrap()), 17);
     }
 
     #[test]

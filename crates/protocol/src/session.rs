@@ -80,7 +80,7 @@ pub struct Violation {
 pub fn request(state: State, request: &Request) -> Result<State, Violation> {
     use State::*;
     match (state, request) {
-        (Begun, Request::Propose { .. }) => Ok(Begun),
+        (Begun, Request::Identify | Request::Propose { .. }) => Ok(Begun),
         (Begun | Copying, Request::Clock) => Ok(state),
         (Copying, Request::RoundEnd { .. }) => Ok(Copying),
         (Copying, Request::Stopped) => Ok(Stopped),
@@ -112,6 +112,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         // Whatever is wrong with the pages or the comparison: the guest is the destination's, and its pages stay at the source.
         (Paging | Completed, _, Reply::Failed(_)) => Ok(state),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
+        (Begun, Request::Identify, Reply::Identity { .. }) => Ok(Begun),
         (Begun, Request::Propose { .. }, Reply::Accepted { .. }) => Ok(Copying),
         (Begun | Copying, Request::Clock, Reply::Clock { .. }) => Ok(state),
         (Copying, Request::RoundEnd { .. }, Reply::Arrived { .. }) => Ok(Copying),

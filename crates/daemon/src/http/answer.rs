@@ -31,8 +31,20 @@ fn status(problem: &Problem) -> StatusCode {
         ("unknown-vm" | "unknown-migration" | "no-such-route", _) => StatusCode::NOT_FOUND,
         ("no-such-method", _) => StatusCode::METHOD_NOT_ALLOWED,
         (
-            "name-taken" | "vm-busy" | "too-late" | "arriving" | "not-migrating" | "already-known" | "not-running"
-            | "still-arriving" | "serving-pages" | "guest-unfit" | "balloon-in-use" | "balloon-silent",
+            "name-taken"
+            | "vm-busy"
+            | "too-late"
+            | "arriving"
+            | "not-migrating"
+            | "already-known"
+            | "not-running"
+            | "still-arriving"
+            | "serving-pages"
+            | "runs-there"
+            | "not-its-destination"
+            | "guest-unfit"
+            | "balloon-in-use"
+            | "balloon-silent",
             _,
         ) => StatusCode::CONFLICT,
         ("guest-ignores-powerdown", _) => StatusCode::GATEWAY_TIMEOUT,

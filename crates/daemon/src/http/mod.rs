@@ -13,6 +13,9 @@ use crate::vms::Daemon;
 /// Problems as answers.
 pub mod answer;
 
+/// Who calls.
+pub mod caller;
+
 /// Machines.
 pub mod vms;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{ConnectInfo, State};
 use axum::http::StatusCode;
 use serde::Deserialize;
 use sterna_api::estimate::DEFAULT_DURATION_MS;
@@ -14,6 +14,7 @@ use sterna_engine::monitor::Monitor;
 use utoipa::IntoParams;
 
 use super::answer::{Body, Failure, Path, Query, blocking};
+use super::caller::Caller;
 use crate::migration::estimate::Question;
 use crate::vms::Daemon;
 
@@ -102,7 +103,8 @@ pub async fn cancel(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>)
     Ok(StatusCode::ACCEPTED)
 }
 
-/// Looks at once for the destination that a virtual machine which was handed over waits for, and elsewhere where the body says so.
+/// Looks at once for the destination that a virtual machine which was handed over waits for, and elsewhere where the body says so; or lets it run here,
+/// where the body says that its destination is off for good. One that stays here after a migration and does not run yet is tried at once.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/resume",
@@ -112,10 +114,11 @@ pub async fn cancel(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>)
 )]
 pub async fn resume(
     State(daemon): State<Arc<Daemon>>,
+    ConnectInfo(caller): ConnectInfo<Caller>,
     Path(name): Path<String>,
     Body(request): Body<ResumeRequest>,
 ) -> Result<StatusCode, Failure> {
-    blocking(move || daemon.resume(&name, &request)).await?;
+    blocking(move || daemon.resume(&name, &request, caller)).await?;
     Ok(StatusCode::ACCEPTED)
 }
 

@@ -1,46 +1,51 @@
 //! Machines that come here: this host as the destination.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use sterna_api::{Blame, MemoryMode, Problem};
 use sterna_engine::destination::pager::Pager;
-use sterna_engine::host::{DestinationHost, Incoming, MigrationId, Verdict};
+use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::spec::VmSpec;
 
 use super::prechecks;
+use super::records::NoVerdict;
 use crate::problems::host;
-use crate::qemu::arguments::{self, Additions};
-use crate::qemu::binary;
+use crate::qemu::arguments::{self, Additions, Item};
+use crate::qemu::binary::{self, Binary};
 use crate::qemu::launch::{agent_socket, qmp_socket};
 use crate::room;
 use crate::vms::control;
 use crate::vms::record::{Block, Paging};
 use crate::vms::run::version;
-use crate::vms::{Daemon, Hold, Lifecycle, VmRecord, paging};
+use crate::vms::{Daemon, Hold, Lifecycle, Reservation, VmRecord, paging};
 
 /// This host as a destination.
 #[derive(Debug, Clone)]
 pub struct Destination(pub Arc<Daemon>);
 
 impl DestinationHost for Destination {
+    fn identity(&self) -> DaemonId {
+        self.0.identity
+    }
+
     fn credentials(&self) -> Option<Arc<Credentials>> {
         self.0.credentials.clone()
     }
 
     fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem> {
         if self.0.records.stage(id).is_some() {
-            return Err(Problem::new("stale-migration", Blame::Peer, format!("migration {id} has ended here before")));
+            return Err(stale(id));
         }
         self.start(id, spec, from, postcopy).inspect_err(|problem| {
             if problem.code == Problem::TOO_MANY_INCOMING {
                 // Nothing was begun, and its source asks again under another number: there is nothing to remember.
                 return tracing::debug!(vm = %spec.name, %id, "put off: {}", problem.message);
             }
-            // The source learns of it by this very answer; the verdict is for the case that the answer gets lost.
-            self.0.records.verdict(id);
+            // The source learns of it by this very answer. One that does not get it was never told yes, and never asks: nothing is kept.
             tracing::info!(vm = %spec.name, %id, code = problem.code, "refused: {}", problem.message);
         })
     }
@@ -67,7 +72,7 @@ impl DestinationHost for Destination {
 
     fn pager(&self, id: MigrationId, from: Option<&str>) -> Result<Arc<Pager>, Problem> {
         if !self.0.records.may_ask(id, from) {
-            return Err(another_daemons(id, from));
+            return Err(no_verdict(id, from, NoVerdict::AnotherDaemons));
         }
         self.0.pager_of(id)
     }
@@ -77,7 +82,7 @@ impl DestinationHost for Destination {
     }
 
     fn abort(&self, id: MigrationId, incoming: Option<Incoming>) {
-        let verdict = self.0.records.verdict(id);
+        let verdict = self.0.records.abort(id);
         let Some(record) = self.arriving(id) else { return };
         if verdict == Verdict::Committed {
             tracing::error!(vm = %record.name, %id, "asked to abort what is committed: the guest stays");
@@ -95,14 +100,41 @@ impl DestinationHost for Destination {
     }
 
     fn verdict(&self, id: MigrationId, from: Option<&str>) -> Result<Verdict, Problem> {
-        self.0.records.verdict_for(id, from).ok_or_else(|| another_daemons(id, from))
+        let verdict = self.0.records.verdict_for(id, from).map_err(|why| no_verdict(id, from, why))?;
+        if verdict == Verdict::Aborted {
+            self.end_arriving(id)?;
+        }
+        Ok(verdict)
     }
 }
 
-fn another_daemons(id: MigrationId, asks: Option<&str>) -> Problem {
-    tracing::warn!(%id, asks = asks.unwrap_or("somebody without a certificate"), "asked for another daemon's migration");
-    Problem::new("tls-not-yours", Blame::Request, format!("migration {id} was begun by another daemon"))
-        .hint("give this host's certificate the first DNS name that it had when the migration began")
+/// Something by this number is on record.
+fn stale(id: MigrationId) -> Problem {
+    Problem::new("stale-migration", Blame::Peer, format!("migration {id} has ended here before"))
+}
+
+/// Why a daemon that asks learns nothing of a migration.
+pub fn no_verdict(id: MigrationId, asks: Option<&str>, why: NoVerdict) -> Problem {
+    let asks = asks.unwrap_or("somebody without a certificate");
+    tracing::warn!(%id, asks, ?why, "asked for a migration and told nothing");
+    match why {
+        NoVerdict::AnotherDaemons => {
+            Problem::new("tls-not-yours", Blame::Request, format!("migration {id} was begun by another daemon"))
+                .hint("give this host's certificate the first DNS name that it had when the migration began")
+        }
+        NoVerdict::BegunHere => {
+            let message = format!("the daemon that answers there is the source of migration {id}, not its destination");
+            Problem::new("not-yours", Blame::Request, message)
+                .hint("say where the destination is: 'sterna resume NAME --to HOST:PORT'")
+        }
+        NoVerdict::Unknown => {
+            let message = format!("the daemon that answers there has never heard of migration {id}");
+            Problem::new("not-known-here", Blame::Request, message).hint(
+                "is it the right host, and has its daemon the state directory it had? Where its records are lost nobody can tell by asking: \
+                 look with your own eyes whether the guest runs there",
+            )
+        }
+    }
 }
 
 /// A host's name by its own word, as far as people may be shown it.
@@ -120,11 +152,23 @@ impl Destination {
         daemon.check_incoming(&daemon.table())?;
         let binary = prechecks::check(spec, &items, daemon.config.qemu.as_deref(), room_bytes)?;
         let reservation = daemon.reserve_arriving(&spec.name, id)?;
-        daemon
-            .records
-            .prepare(id, &spec.name, from)
-            .map_err(|error| host("the destination cannot write the migration's record", &error))?;
+        daemon.records.prepare(id, &spec.name, from).map_err(|error| match error.kind() {
+            ErrorKind::AlreadyExists => stale(id),
+            _ => host("the destination cannot write the migration's record", &error),
+        })?;
+        self.start_qemu(id, spec, postcopy, &items, binary, reservation).inspect_err(|_| daemon.records.refused(id))
+    }
 
+    fn start_qemu(
+        &self,
+        id: MigrationId,
+        spec: &VmSpec,
+        postcopy: bool,
+        items: &[Item],
+        binary: Binary,
+        reservation: Reservation,
+    ) -> Result<Incoming, Problem> {
+        let daemon = &self.0;
         let dir = daemon.state.vm(&spec.name);
         let blocks: Vec<Block> = spec
             .blocks
@@ -134,7 +178,7 @@ impl Destination {
         let managed = spec.managed_ram.then(|| (spec.memory_bytes, blocks[0].path.as_path()));
         let additions = Additions { name: &spec.name, qmp: &qmp_socket(&dir), ram: managed };
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
-        let all = arguments::for_incoming(&items, &additions, &spec.machine, &files);
+        let all = arguments::for_incoming(items, &additions, &spec.machine, &files);
         let mut started = daemon.start(&binary.path, &all, &spec.name, blocks)?;
         let mut record = VmRecord {
             name: spec.name.clone(),
@@ -179,6 +223,26 @@ impl Destination {
             qemu_version: binary::show(record.qemu_version),
             paging,
         })
+    }
+
+    /// Ends a machine on its way here that its source is about to let run: both lock the guest's disks. (The session, which may wait for a source that
+    /// is gone, sees its end.)
+    ///
+    /// # Errors
+    /// It does not end: then the source must not be told yet that it may.
+    fn end_arriving(&self, id: MigrationId) -> Result<(), Problem> {
+        let Some(record) = self.arriving(id) else { return Ok(()) };
+        if let Some(process) = record.process.open() {
+            process.kill();
+            if !process.has_ended() {
+                let message =
+                    format!("the QEMU of '{}' at the destination does not end: its kernel keeps it", record.name);
+                return Err(Problem::new("still-ending", Blame::Host, message)
+                    .hint("it waits for a device or for storage there; asked again, it says when it has ended"));
+            }
+        }
+        self.0.forget(&record.name, record.process);
+        Ok(())
     }
 
     /// Memory that machines on their way here will still need, and those that run here before all their pages are here: a machine promised to

@@ -181,7 +181,11 @@ impl Daemon {
             match self.claim(name, Hold::Leaving(Arc::clone(&member.monitor))) {
                 Ok(record) => claimed.push(record),
                 Err(problem) => {
-                    claimed.iter().for_each(|record| self.release(&record.name));
+                    for record in &claimed {
+                        self.release(&record.name);
+                        // While it was claimed nobody took note of its end.
+                        self.forget_if_ended(record);
+                    }
                     self.jobs.drop_job(job.id);
                     return Err(problem);
                 }

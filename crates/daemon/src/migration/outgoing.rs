@@ -1,11 +1,12 @@
 //! One machine's way from its claim to its end here.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::report::Host;
 use sterna_api::{Blame, MigrateOptions, Problem, Report, Status};
-use sterna_engine::host::{BlockFile, MigrationId, SourceHost};
+use sterna_engine::host::{BlockFile, DaemonId, MigrationId, SourceHost};
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::throttle::ProcessThrottle;
@@ -17,11 +18,14 @@ use sterna_engine::vmm::qemu::{Inspection, SharedQmp};
 use super::queue::{Ticket, Turn};
 use super::records::Stage;
 use super::serving::peer_now;
-use super::waiting;
+use super::{rollback, waiting};
 use crate::problems::host;
 use crate::qemu::binary;
 use crate::vms::control::{self, Control};
 use crate::vms::{Daemon, Lifecycle, VmRecord, random_u128};
+
+/// How long a QEMU whose connection has ended may take to end itself.
+const ENDING: Duration = Duration::from_secs(2);
 
 /// Moves a claimed machine to `peer` when its turn has come, and settles where it belongs afterwards. Blocks until then.
 pub fn drive(
@@ -150,14 +154,33 @@ fn attempt(
             daemon.forget(&record.name, record.process);
             daemon.records.remove(id);
         }
+        Fate::NotGivenBack => not_given_back(daemon, &leaving, id, &mut outcome.report),
         Fate::Unknown => waiting::wait_for_verdict(daemon, &leaving, id, peer),
     }
     tracing::info!(vm = %record.name, %id, fate = ?outcome.fate, "migration ended");
     Attempt::Ended(Box::new(outcome.report))
 }
 
+/// The guest stays here, and its QEMU has not let it run yet.
+fn not_given_back(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, report: &mut Report) {
+    let Some(problem) = &mut report.error else { return rollback::give_back(daemon, record, id, None) };
+    let said_to_be_gone = problem.guest == Whereabouts::Gone;
+    // A process that is ending takes a moment.
+    let gone = record.process.open().is_none_or(|process| said_to_be_gone && process.wait(Some(ENDING)));
+    if gone {
+        problem.guest = Whereabouts::Gone;
+        return belongs_here(daemon, record, id);
+    }
+    problem.guest = Whereabouts::Paused;
+    problem.hint = Some(format!(
+        "it is stopped here and let run as soon as its QEMU does that; 'sterna show {}' says how far it is",
+        record.name
+    ));
+    rollback::give_back(daemon, record, id, Some(problem.cause.last().cloned().unwrap_or_default()));
+}
+
 /// The guest belongs here again (or still): as it was before.
-pub fn belongs_here(daemon: &Daemon, record: &VmRecord, id: MigrationId) {
+fn belongs_here(daemon: &Daemon, record: &VmRecord, id: MigrationId) {
     let here = VmRecord { lifecycle: Lifecycle::Here, ..record.clone() };
     if let Err(error) = daemon.store(&here) {
         tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
@@ -283,9 +306,15 @@ impl SourceHost for Here<'_> {
         self.daemon.credentials.clone()
     }
 
-    fn handing_over(&self, id: MigrationId, peer: &str, postcopy: bool) -> Result<(), Problem> {
+    fn handing_over(
+        &self,
+        id: MigrationId,
+        peer: &str,
+        daemon: Option<DaemonId>,
+        postcopy: bool,
+    ) -> Result<(), Problem> {
         let postcopy = postcopy.then(|| Box::new(self.options.clone()));
-        let stage = Stage::HandingOver { peer: peer.into(), postcopy };
+        let stage = Stage::HandingOver { peer: peer.into(), postcopy, daemon };
         self.daemon
             .records
             .write(id, Some(self.vm), stage)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::{MigrateOptions, Problem, Report};
-use sterna_engine::host::{MigrationId, SourceHost};
+use sterna_engine::host::{DaemonId, MigrationId, SourceHost};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::{self, Left};
 use sterna_engine::transport::credentials::Credentials;
@@ -13,6 +13,7 @@ use sterna_engine::transport::credentials::Credentials;
 use super::jobs::Job;
 use super::outgoing::here;
 use super::records::Stage;
+use super::waiting::accepted_by;
 use crate::problems::host;
 use crate::vms::{Daemon, Hold, VmRecord};
 
@@ -54,7 +55,8 @@ fn send(
 ) -> Result<Report, Problem> {
     let blocks = record.block_files(&[]).map_err(|error| host("cannot open the machine's RAM", &error))?;
     let bandwidth = Arc::clone(&daemon.bandwidth);
-    let left = Left { id, vm: record.name.clone(), blocks, bandwidth, here: here(record) };
+    let vm = record.name.clone();
+    let left = Left { id, vm, daemon: accepted_by(daemon, id), blocks, bandwidth, here: here(record) };
     source::serve(left, peer, options, &Serving(daemon), monitor).map_err(|error| error.problem())
 }
 
@@ -78,7 +80,13 @@ impl SourceHost for Serving<'_> {
     fn accepted(&self) {}
 
     /// It is on record already, or this would not be.
-    fn handing_over(&self, _id: MigrationId, _peer: &str, _postcopy: bool) -> Result<(), Problem> {
+    fn handing_over(
+        &self,
+        _id: MigrationId,
+        _peer: &str,
+        _daemon: Option<DaemonId>,
+        _postcopy: bool,
+    ) -> Result<(), Problem> {
         Ok(())
     }
 

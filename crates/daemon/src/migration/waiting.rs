@@ -1,18 +1,19 @@
 //! Machines that were handed over while the peer fell silent: they must not run here until it says that they never will there.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_engine::host::{MigrationId, Verdict};
+use sterna_api::Problem;
+use sterna_engine::host::{DaemonId, MigrationId, Verdict};
 use sterna_engine::source::ask_verdict;
 
-use super::outgoing::belongs_here;
 use super::records::Stage;
+use super::rollback::give_back;
 use super::serving::serve;
-use crate::vms::{Daemon, Hold, VmRecord, control};
+use crate::vms::{Daemon, Entry, Hold, VmRecord};
 
 /// The first pause between two questions; each is twice as long as the one before.
-const FIRST_PAUSE: Duration = Duration::from_millis(250);
+pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(250);
 /// The longest in the first minute: where the guest was taken it runs there, and waits for pages of here until the answer is known.
 const LONGEST_AT_FIRST: Duration = Duration::from_millis(500);
 /// How long that is so.
@@ -31,30 +32,49 @@ pub struct Question {
 #[derive(Debug)]
 struct Asked {
     peer: String,
+    /// Why the last answer settled nothing.
+    answer: Option<String>,
     at_once: bool,
 }
 
 impl Question {
     fn new(peer: &str) -> Self {
-        let asked = Asked { peer: peer.into(), at_once: false };
+        let asked = Asked { peer: peer.into(), answer: None, at_once: false };
         Self { since: Instant::now(), peer: Mutex::new(asked), hurried: Condvar::new() }
     }
 
     /// Whom it is asked.
     #[must_use]
     pub fn peer(&self) -> String {
-        self.peer.lock().unwrap_or_else(PoisonError::into_inner).peer.clone()
+        self.lock().peer.clone()
     }
 
-    /// For how long it has been asked.
+    /// What is waited for, for how long, and what came of the last question, for people.
     #[must_use]
-    pub fn elapsed(&self) -> Duration {
-        self.since.elapsed()
+    pub fn show(&self) -> String {
+        let asked = self.lock();
+        let (peer, seconds) = (&asked.peer, self.since.elapsed().as_secs());
+        let answer = asked.answer.as_ref().map_or(String::new(), |answer| format!(". When last asked: {answer}"));
+        format!(
+            "handed over to {peer}, which has not said whether it runs there; waiting for {peer} for {seconds} s{answer}"
+        )
+    }
+
+    /// Notes why an answer settles nothing; whether it is another one than before.
+    fn answered(&self, answer: String) -> bool {
+        let mut asked = self.lock();
+        let changed = asked.answer.as_ref() != Some(&answer);
+        asked.answer = Some(answer);
+        changed
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Asked> {
+        self.peer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Asks at once, and somebody else from now on where `peer` says so.
     pub fn hurry(&self, peer: Option<&str>) {
-        let mut asked = self.peer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut asked = self.lock();
         asked.at_once = true;
         if let Some(peer) = peer {
             asked.peer = peer.into();
@@ -64,10 +84,9 @@ impl Question {
 
     /// Waits before the next attempt, unless somebody is in a hurry.
     fn pause(&self, pause: Duration) -> bool {
-        let asked = self.peer.lock().unwrap_or_else(PoisonError::into_inner);
         let (mut asked, _) = self
             .hurried
-            .wait_timeout_while(asked, pause, |asked| !asked.at_once)
+            .wait_timeout_while(self.lock(), pause, |asked| !asked.at_once)
             .unwrap_or_else(PoisonError::into_inner);
         std::mem::take(&mut asked.at_once)
     }
@@ -90,32 +109,65 @@ fn ask(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, question: &Ques
     let mut pause = FIRST_PAUSE;
     while still_waiting(daemon, record) {
         let peer = question.peer();
-        match ask_verdict(id, &peer, daemon.credentials.as_deref()) {
-            Ok(verdict) => return settle(daemon, record, id, verdict, &peer),
+        match ask_verdict(id, &peer, accepted_by(daemon, id), daemon.credentials.as_deref()) {
+            Ok(verdict) if settle(daemon, record, id, verdict, &peer) => return,
+            // A person was quicker.
+            Ok(_) => {}
             Err(error) => {
-                tracing::debug!(vm = %record.name, peer, %error, "no verdict yet");
+                let answer = in_words(&error.problem());
+                if question.answered(answer.clone()) {
+                    tracing::warn!(vm = %record.name, peer, "no verdict yet: {answer}");
+                }
                 let hurried = question.pause(pause);
-                pause = if hurried { FIRST_PAUSE } else { longer(pause, question.elapsed()) };
+                pause = if hurried { FIRST_PAUSE } else { longer(pause, question.since.elapsed()) };
             }
         }
     }
-    // Given up by force: then nobody needs the record.
+    // Given up by force, or let run here by a person's word: then nobody needs the record.
     daemon.records.remove(id);
 }
 
-/// The pause after one of that length, where it has been asked for so long.
-fn longer(pause: Duration, asked_for: Duration) -> Duration {
+/// Which daemon took the guest, where that is known.
+pub fn accepted_by(daemon: &Daemon, id: MigrationId) -> Option<DaemonId> {
+    match daemon.records.stage(id) {
+        Some(Stage::HandingOver { daemon, .. }) => daemon,
+        _ => None,
+    }
+}
+
+/// A problem and what to do about it, in a line.
+fn in_words(problem: &Problem) -> String {
+    let hint = problem.hint.as_ref().map_or(String::new(), |hint| format!(" ({hint})"));
+    format!("{}{hint}", problem.with_causes())
+}
+
+/// The pause after one of that length, where it has been tried for so long.
+pub(super) fn longer(pause: Duration, asked_for: Duration) -> Duration {
     (pause * 2).min(if asked_for < AT_FIRST { LONGEST_AT_FIRST } else { LONGEST_PAUSE })
 }
 
 fn still_waiting(daemon: &Daemon, record: &VmRecord) -> bool {
-    daemon.table().get(&record.name).is_some_and(|entry| {
-        matches!(entry.hold, Hold::WaitingForPeer { .. })
-            && entry.record.as_ref().is_some_and(|known| known.process == record.process)
-    })
+    daemon.table().get(&record.name).is_some_and(|entry| waits(entry, record))
 }
 
-fn settle(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, verdict: Verdict, peer: &str) {
+fn waits(entry: &Entry, record: &VmRecord) -> bool {
+    matches!(entry.hold, Hold::WaitingForPeer { .. })
+        && entry.record.as_ref().is_some_and(|known| known.process == record.process)
+}
+
+/// Ends the waiting, for one alone: the peer's answer and a person's word may come at the same moment, and say different things. Whether it was
+/// this one.
+pub fn decide(daemon: &Daemon, record: &VmRecord) -> bool {
+    let mut table = daemon.table();
+    let entry = table.get_mut(&record.name).filter(|entry| waits(entry, record));
+    entry.map(|entry| entry.hold = Hold::Stopping).is_some()
+}
+
+/// Does what the peer's answer says; `false` where somebody has decided otherwise before it came.
+fn settle(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, verdict: Verdict, peer: &str) -> bool {
+    if !decide(daemon, record) {
+        return false;
+    }
     tracing::info!(vm = %record.name, %id, ?verdict, "the peer has answered");
     match (verdict, daemon.records.stage(id)) {
         // The guest runs there and needs pages of here: nothing of it may go.
@@ -127,16 +179,9 @@ fn settle(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, verdict: Ver
             daemon.forget(&record.name, record.process);
             daemon.records.remove(id);
         }
-        (Verdict::Aborted, _) => {
-            if record.process.open().is_some()
-                && let Err(problem) = control::give_back(record)
-            {
-                tracing::error!(vm = %record.name, "the guest could not be given back: {}", problem.message);
-                daemon.mark(&record.name, format!("it could not be given back after a migration: {}", problem.message));
-            }
-            belongs_here(daemon, record, id);
-        }
+        (Verdict::Aborted, _) => give_back(daemon, record, id, None),
     }
+    true
 }
 
 #[cfg(test)]

@@ -113,7 +113,8 @@ pub fn source(record: &VmRecord, qmp: SharedQmp) -> Result<QemuSource, Problem> 
 /// A [`Problem`] where its QEMU does not answer.
 pub fn destination(record: &VmRecord, dir: &Path) -> Result<QemuDestination, Problem> {
     let control = Control::connect(&record.qmp)?;
-    Ok(QemuDestination::new(control.share(), open(record.process)?, Some(ErrorLog::new(log_file(dir)))))
+    let driver = QemuDestination::new(control.share(), open(record.process)?, Some(ErrorLog::new(log_file(dir))));
+    Ok(if record.running { driver } else { driver.staying_paused() })
 }
 
 /// Gives a guest back whose migration ended without its driver: calls off what QEMU has under way, stops the tracking, and lets

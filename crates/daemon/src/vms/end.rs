@@ -95,13 +95,18 @@ impl Daemon {
 
     /// A machine whose peer never answers can be given up by force: that is the user's decision alone.
     fn claim_to_stop(&self, name: &str, force: bool) -> Result<VmRecord, Problem> {
-        let waiting = {
+        let (waiting, stays) = {
             let table = self.table();
             let entry = table.get(name).ok_or_else(|| unknown_vm(name))?;
-            matches!(entry.hold, Hold::WaitingForPeer { .. }).then(|| entry.record.clone()).flatten()
+            let stays = matches!(entry.hold, Hold::GivingBack(_));
+            let waits = matches!(entry.hold, Hold::WaitingForPeer { .. });
+            ((waits || stays).then(|| entry.record.clone()).flatten(), stays)
         };
         match waiting {
             Some(record) if force => Ok(record),
+            Some(_) if stays => Err(busy(name, "it is being given back after a migration").hint(format!(
+                "'sterna show {name}' says why that has not worked yet; 'stop --force' ends the guest as it is"
+            ))),
             Some(_) => Err(busy(name, "it was handed over to a peer that has not answered yet").hint(
                 "ask there first; 'stop --force' gives this side up, and with it pages that the guest there may still need",
             )),

@@ -9,15 +9,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use sterna_api::{Blame, Problem};
-use sterna_engine::host::MigrationId;
+use sterna_engine::host::{DaemonId, MigrationId};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::transport::share::Share;
 
 use crate::config::Config;
+use crate::identity;
 use crate::metrics::Metrics;
 use crate::migration::jobs::Jobs;
 use crate::migration::records::Records;
+use crate::migration::rollback::GivingBack;
 use crate::migration::waiting::Question;
 use crate::problems::{busy, host, name_taken, unknown_vm};
 use crate::qemu::user::User;
@@ -87,6 +89,8 @@ pub enum Hold {
         /// Asked for again and again.
         verdict: Arc<Question>,
     },
+    /// It stays here after a migration, and its QEMU has not let it run yet.
+    GivingBack(Arc<GivingBack>),
 }
 
 /// A machine in the table.
@@ -119,6 +123,8 @@ pub struct Daemon {
     pub config: Config,
     /// What outlives the daemon.
     pub state: StateDir,
+    /// Who it is to other daemons.
+    pub identity: DaemonId,
     /// What became of migrations.
     pub records: Records,
     /// The migrations this host began.
@@ -169,6 +175,7 @@ impl Daemon {
     /// What cannot be used, with its causes.
     pub fn new(config: Config) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let state = StateDir::open(&config.state_dir)?;
+        let identity = identity::load_or_make(&config.state_dir)?;
         let records = Records::load(&state.migrations())?;
         let user = config.qemu_user.as_deref().map(User::find).transpose()?;
         let credentials = config.tls.clone().map(|files| Credentials::load(files).map(Arc::new)).transpose();
@@ -176,17 +183,19 @@ impl Daemon {
         let jobs = Jobs::new(config.max_outgoing);
         let table = Mutex::new(HashMap::new());
         let bandwidth = Arc::new(Share::new(config.bandwidth_bytes_per_s));
+        let (metrics, balloons, pages_changed) = (Metrics::new(), Balloons::default(), Mutex::new(()));
         Ok(Self {
             config,
             state,
+            identity,
             records,
             jobs,
-            metrics: Metrics::new(),
+            metrics,
             credentials,
             bandwidth,
-            balloons: Balloons::default(),
+            balloons,
             table,
-            pages_changed: Mutex::new(()),
+            pages_changed,
             adopting: Mutex::new(()),
             user,
         })
@@ -364,6 +373,7 @@ fn describe(hold: &Hold) -> &'static str {
         Hold::Reclaiming(_) => "the memory that its guest holds free is being taken",
         Hold::Leaving(_) => "it is being moved away",
         Hold::Arriving(_) => "it is being moved here",
+        Hold::GivingBack(_) => "it is being given back after a migration",
         Hold::WaitingForPeer { .. } => "it was handed over to a peer that has not answered yet",
     }
 }

@@ -23,7 +23,8 @@ use sterna_protocol::layout::PAGE_BYTES;
 use super::control::{self, Control, let_run, stop_tracking};
 use super::record::{Block, Paging, VmRecord};
 use super::{Daemon, Entry, Hold};
-use crate::migration::records::Pages;
+use crate::migration::incoming::no_verdict;
+use crate::migration::records::{NoVerdict, Pages, Stage};
 use crate::problems::host;
 
 /// How often it is tried to let a guest run whose QEMU does not answer.
@@ -143,18 +144,24 @@ impl Daemon {
     /// What brings the pages of the guest of this migration. Where an earlier attempt to take its pages over failed, another is made.
     ///
     /// # Errors
-    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`), does not run yet (`not-yet`), or nothing can bring
-    /// its pages at present (`paging-lost`).
+    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`), does not run yet (`not-yet`), nothing can bring
+    /// its pages at present (`paging-lost`), or the migration is not known, or no migration to here.
     pub fn pager_of(self: &Arc<Self>, id: MigrationId) -> Result<Arc<Pager>, Problem> {
         let problem = |code, message: &str| Err(Problem::new(code, Blame::Peer, message));
         // One at a time: a second attempt would take the same userfaultfd over.
         let _alone = self.alone_with_pages();
         let Some(entry) = self.with_pages_of(id) else {
-            return match self.records.pages(id) {
-                Some(Pages::Here) => problem("paged", "all pages of the guest are here"),
+            // Whoever holds the rest of its pages gives them up when it is told that the guest has ended: only who knows may say so.
+            return match (self.records.pages(id), self.records.stage(id)) {
+                (Some(Pages::Here), _) => problem("paged", "all pages of the guest are here"),
+                (Some(Pages::Gone), _) => problem("guest-gone", "the guest has ended at the destination"),
                 // Its record could not be read: that is no reason to say that it has ended.
-                Some(Pages::Coming) => problem("paging-lost", "the guest cannot be found at the destination"),
-                Some(Pages::Gone) | None => problem("guest-gone", "the guest has ended at the destination"),
+                (Some(Pages::Coming), _) => problem("paging-lost", "the guest cannot be found at the destination"),
+                (None, Some(Stage::HandingOver { .. })) => Err(no_verdict(id, None, NoVerdict::BegunHere)),
+                (None, Some(_)) => {
+                    problem("paging-lost", "the destination's record does not say what became of the guest's pages")
+                }
+                (None, None) => Err(no_verdict(id, None, NoVerdict::Unknown)),
             };
         };
         match (entry.pager, entry.record) {

@@ -3,7 +3,7 @@
 //! | record says | migration's record says | then |
 //! | --- | --- | --- |
 //! | here | | looked after as before; write tracking left on by an observation ends, a balloon inflated for a while is deflated |
-//! | being moved away | nothing | it is given back: cancelled in QEMU, running again |
+//! | being moved away | nothing | it is given back: cancelled in QEMU, running again; tried until it works |
 //! | being moved away | handing over | it waits for the peer's verdict |
 //! | being moved away | handing over, pages to follow | the same, with or without its QEMU; where the peer has the guest, its pages are sent |
 //! | being moved here | preparing or aborted | QEMU is ended, its files removed; the verdict is *aborted* |
@@ -33,6 +33,7 @@ use super::record::{Lifecycle, VmRecord};
 use super::run::remove_files;
 use super::{Daemon, Entry, Hold, shares_ram};
 use crate::migration::records::Stage;
+use crate::migration::rollback;
 use crate::migration::waiting::wait_for_verdict;
 use crate::qemu::launch::qmp_socket;
 
@@ -77,7 +78,7 @@ impl Daemon {
             if let Lifecycle::Incoming(id) = record.lifecycle
                 && self.records.stage(id) != Some(Stage::Committed)
             {
-                self.records.verdict(id);
+                self.records.abort(id);
             }
             tracing::warn!(vm = %name, "its QEMU ended while the daemon was away");
             return self.forget(&name, record.process);
@@ -119,8 +120,8 @@ impl Daemon {
             }
         }
         if let Err(problem) = give_back(record) {
-            tracing::error!(vm = %record.name, "cannot give it back: {}", problem.message);
-            self.mark(&record.name, format!("it could not be given back after a migration: {}", problem.message));
+            self.watch(record);
+            return rollback::give_back(self, record, id, Some(problem.with_causes()));
         }
         self.settle(record);
     }
@@ -136,7 +137,7 @@ impl Daemon {
             }
             return self.settle(record);
         }
-        self.records.verdict(id);
+        self.records.abort(id);
         if let Some(process) = record.process.open() {
             process.kill();
         }

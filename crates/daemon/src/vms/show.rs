@@ -71,11 +71,12 @@ fn describe(name: &str, entry: &Entry) -> Vm {
             VmState::MigratingOut
         }
         Hold::Arriving(_) => VmState::MigratingIn,
+        Hold::GivingBack(giving) => {
+            note.get_or_insert(giving.show());
+            VmState::GivingBack
+        }
         Hold::WaitingForPeer { verdict } => {
-            let (peer, since) = (verdict.peer(), verdict.elapsed().as_secs());
-            note.get_or_insert(format!(
-                "handed over to {peer}, which has not said whether it runs there; waiting for {peer} for {since} s"
-            ));
+            note.get_or_insert(verdict.show());
             VmState::WaitingForPeer
         }
     };

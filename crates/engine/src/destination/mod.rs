@@ -106,7 +106,11 @@ pub(crate) fn serve_session(
 
 impl Session<'_> {
     fn run(&mut self) -> Result<(), MigrateError> {
-        let request = self.control.next_request()?;
+        let mut request = self.control.next_request()?;
+        if request == Request::Identify {
+            self.control.answer(&request, &Reply::Identity { identity: self.host.identity().0 })?;
+            request = self.control.next_request()?;
+        }
         let (spec, streams, verify, postcopy) = match &request {
             Request::Propose { id, spec, streams, postcopy, verify }
                 if *id == self.id.0 && (1..=MAX_STREAMS).contains(streams) =>

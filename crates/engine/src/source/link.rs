@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use sterna_api::problem::words;
 use sterna_api::{MigrateOptions, Problem};
 use sterna_protocol::hello::Role;
 use sterna_protocol::layout::{ChunkIndex, Layout, PageIndex};
@@ -14,7 +15,7 @@ use sterna_protocol::spec::VmSpec;
 use super::postcopy::requests::Requests;
 use super::send::Stream;
 use crate::error::MigrateError;
-use crate::host::MigrationId;
+use crate::host::{DaemonId, MigrationId};
 use crate::transport::connection::Connection;
 use crate::transport::control::{Asking, REPLY_TIMEOUT};
 use crate::transport::credentials::Credentials;
@@ -38,6 +39,8 @@ pub struct Peer {
     pub clock_offset_us: i64,
     /// Why the guest cannot run there before all its pages are there, where that was proposed.
     pub no_postcopy: Option<Problem>,
+    /// Who it is, where it is not too old to say so.
+    pub identity: Option<DaemonId>,
 }
 
 /// The connection that founds the session; nothing is agreed yet.
@@ -74,6 +77,7 @@ impl Link {
         options: &MigrateOptions,
         layout: u64,
     ) -> Result<Peer, MigrateError> {
+        let identity = self.control.identify()?;
         let request = Request::Propose {
             id: id.0,
             spec: Box::new(spec.clone()),
@@ -91,7 +95,9 @@ impl Link {
         if theirs != layout {
             return Err(MigrateError::Reply("the destination lays out the guest's RAM differently"));
         }
-        Ok(Peer { host, qemu, sterna, clock_offset_us: 0, no_postcopy })
+        let [host, qemu, sterna] = [host, qemu, sterna].map(|text| words(&text));
+        let no_postcopy = no_postcopy.map(Problem::from_outside);
+        Ok(Peer { host, qemu, sterna, clock_offset_us: 0, no_postcopy, identity })
     }
 
     /// A connection that carries pages.
@@ -119,11 +125,18 @@ impl Link {
         Ok((requests, Stream::new(self.call(Role::Urgent)?, self.session.key)))
     }
 
-    /// Goes on with a migration whose guest runs there already.
+    /// Goes on with a migration whose guest runs there already; only with the daemon that took it, where that is known.
     ///
     /// # Errors
     /// [`MigrateError::Peer`] where no page is missing there any more, or the guest has ended; else what went wrong on the way.
-    pub fn resume(&mut self, id: MigrationId, streams: u16, layout: u64) -> Result<(), MigrateError> {
+    pub fn resume(
+        &mut self,
+        id: MigrationId,
+        daemon: Option<DaemonId>,
+        streams: u16,
+        layout: u64,
+    ) -> Result<(), MigrateError> {
+        self.control.expect(daemon)?;
         let request = Request::Resume { id: id.0, streams };
         match self.control.ask(&request, PREPARE_TIMEOUT)? {
             Reply::Resumed { layout: theirs } if theirs == layout => Ok(()),

@@ -87,7 +87,7 @@ use self::switchover::{HandOver, Switchover};
 use self::throttle::Throttle;
 use self::track::Tracker;
 use crate::error::MigrateError;
-use crate::host::{BlockFile, MigrationId, SourceHost, Verdict};
+use crate::host::{BlockFile, DaemonId, MigrationId, SourceHost, Verdict};
 use crate::monitor::Monitor;
 use crate::ram::Ram;
 use crate::transport::connection::Connection;
@@ -134,6 +134,8 @@ pub enum Fate {
     /// It was given away and nobody answers: stopped here until [`ask_verdict`] tells. Where it tells [`Verdict::Aborted`],
     /// `vmm.rollback()` lets it run on here.
     Unknown,
+    /// At the source, where it does not run yet: `vmm.rollback()` failed, and is to be tried again until it works.
+    NotGivenBack,
 }
 
 /// A migration that has ended.
@@ -144,6 +146,8 @@ pub struct Outcome {
     pub vmm: Box<dyn vmm::Source>,
     /// Where the guest is.
     pub fate: Fate,
+    /// Which daemon accepted it, where it got that far and that one could say so.
+    pub daemon: Option<DaemonId>,
 }
 
 /// Moves a machine to `peer`. Blocks until it has ended; meanwhile `monitor` shows where it stands, and cancels it. The options' time
@@ -166,6 +170,7 @@ pub fn migrate(
         options,
         host,
         monitor,
+        daemon: None,
         direct_io,
         trust_first_look,
         bandwidth,
@@ -201,17 +206,22 @@ pub fn migrate(
     }
     migration.report.source.cpu_s += (sterna_sys::process::thread_cpu_time() - migration.cpu_before).as_secs_f64();
     monitor.enter(if fate == Fate::NotYet { Phase::Queued } else { Phase::Done });
-    Outcome { report: migration.report, vmm, fate }
+    Outcome { report: migration.report, vmm, fate, daemon: migration.daemon }
 }
 
-/// Asks a peer what became of a migration.
+/// Asks a peer what became of a migration; only the daemon that accepted it, where that is known.
 ///
 /// # Errors
-/// The peer does not answer: ask again later.
-pub fn ask_verdict(id: MigrationId, peer: &str, credentials: Option<&Credentials>) -> Result<Verdict, MigrateError> {
+/// The peer does not answer, is [another daemon](MigrateError::AnotherDaemon), or knows nothing of it: nothing is settled, ask again later.
+pub fn ask_verdict(
+    id: MigrationId,
+    peer: &str,
+    daemon: Option<DaemonId>,
+    credentials: Option<&Credentials>,
+) -> Result<Verdict, MigrateError> {
     let session = SessionKey { session: id.0, key: id.0 as u64, needed: Features::NONE };
     let stream = call(peer, session, Role::Control, credentials)?;
-    let committed = control::ask_verdict(stream, session.key, id.0)?;
+    let committed = control::ask_verdict(stream, session.key, id.0, daemon)?;
     Ok(if committed { Verdict::Committed } else { Verdict::Aborted })
 }
 
@@ -221,6 +231,8 @@ pub struct Left {
     pub id: MigrationId,
     /// The machine's name.
     pub vm: String,
+    /// Which daemon took the guest, where that is known.
+    pub daemon: Option<DaemonId>,
     /// Its RAM, as it stands since the switchover, in the order of its blocks.
     pub blocks: Vec<BlockFile>,
     /// What all migrations away from this host may send together.
@@ -242,7 +254,7 @@ pub fn serve(
     host: &dyn SourceHost,
     monitor: &Monitor,
 ) -> Result<Report, MigrateError> {
-    let Left { id, vm, blocks, bandwidth, here } = left;
+    let Left { id, vm, daemon, blocks, bandwidth, here } = left;
     let ram = Ram::open(&blocks, Access::Read)?;
     let cpu_before = sterna_sys::process::thread_cpu_time();
     let mut report = Report::asked(&vm, options, here, peer);
@@ -251,7 +263,7 @@ pub fn serve(
     let _ = monitor.commit();
     report.ram.total_pages = ram.layout().pages();
     let work = Work::new(Arc::new(ram), options, &bandwidth, 0);
-    postcopy::see_through(&Context { id, peer, options, host, monitor, work }, None, &mut report);
+    postcopy::see_through(&Context { id, peer, daemon, options, host, monitor, work }, None, &mut report);
     report.source.cpu_s += (sterna_sys::process::thread_cpu_time() - cpu_before).as_secs_f64();
     monitor.enter(Phase::Done);
     Ok(report)
@@ -287,6 +299,8 @@ struct Migration<'a> {
     options: &'a MigrateOptions,
     host: &'a dyn SourceHost,
     monitor: &'a Monitor,
+    /// Who accepted it, once somebody has.
+    daemon: Option<DaemonId>,
     direct_io: bool,
     trust_first_look: bool,
     bandwidth: Arc<Share>,
@@ -336,8 +350,8 @@ impl Migration<'_> {
             Ok(Moved::Paging(work, begun)) => {
                 // Where they do not stand, or not any more, new ones are made.
                 let session = begun.and_then(|(begun, streams, known)| begun.session(link, streams, known).ok());
-                let Self { id, peer, options, host, monitor, .. } = *self;
-                let context = Context { id, peer, options, host, monitor, work };
+                let Self { id, peer, daemon, options, host, monitor, .. } = *self;
+                let context = Context { id, peer, daemon, options, host, monitor, work };
                 postcopy::see_through(&context, session, &mut self.report);
                 Ok(Fate::There)
             }
@@ -384,6 +398,7 @@ impl Migration<'_> {
             self.report.postcopy.reason = Some(format!("not after the switchover: {}", problem.message));
         }
         self.host.accepted();
+        self.daemon = peer.identity;
         self.describe(&peer);
         let streams = (0..streams).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
         let devices = link.devices()?;
@@ -444,8 +459,8 @@ impl Migration<'_> {
             ending = precopy::precopy(rounds, link, tracker, vmm, self.options, postcopy, brake)?;
         }
         self.monitor.enter(Phase::Switchover);
-        let Self { id, peer: address, host, monitor, .. } = *self;
-        let record = |postcopy| move || host.handing_over(id, address, postcopy).map_err(MigrateError::Record);
+        let Self { id, peer: address, daemon, host, monitor, .. } = *self;
+        let record = |postcopy| move || host.handing_over(id, address, daemon, postcopy).map_err(MigrateError::Record);
         let switchover = Switchover { verify: self.options.verify, direct_io: self.direct_io, monitor };
         let loaded = match (ending, begun) {
             (Ending::Postcopy(because), Some(begun)) => {
@@ -504,7 +519,7 @@ impl Migration<'_> {
         self.monitor
             .update(|progress| progress.waiting_for = Some("the destination's word on who has the guest".into()));
         loop {
-            match ask_verdict(self.id, self.peer, self.host.credentials().as_deref()) {
+            match ask_verdict(self.id, self.peer, self.daemon, self.host.credentials().as_deref()) {
                 Ok(Verdict::Aborted) => return Err(lost),
                 Ok(Verdict::Committed) => {
                     // Where the destination itself said what is wrong, the guest is its own and does not run there.
@@ -541,15 +556,20 @@ impl Migration<'_> {
                 sterna_api::report::Verify { checked: true, pages, mismatches, excluded_free_pages: 0 };
         }
         let mut problem = error.problem_at_source();
-        if let Err(rollback) = vmm.rollback() {
-            problem = problem.guest(match rollback {
-                vmm::VmmError::Gone { .. } => Whereabouts::Gone,
-                _ => Whereabouts::Paused,
-            });
-            problem.cause.push(format!("and the guest could not be given back: {rollback}"));
-        }
+        let fate = match vmm.rollback() {
+            Ok(()) => Fate::Here,
+            Err(rollback) => {
+                problem.cause.push(format!("and the guest could not be given back: {rollback}"));
+                problem = problem.guest(match rollback {
+                    VmmError::Gone { .. } => Whereabouts::Gone,
+                    _ => Whereabouts::Paused,
+                });
+                // Also where its connection ended: whether the VMM has, its process says.
+                Fate::NotGivenBack
+            }
+        };
         self.report.error = Some(problem);
-        Fate::Here
+        fate
     }
 
     fn describe(&mut self, peer: &Peer) {

@@ -8,16 +8,21 @@ use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use sterna_protocol::hello::{VERSION, Version};
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::socket::{SendError, send_all};
 
 use super::tls::Session;
+
+/// What is spoken until both ends have agreed.
+const OLDEST: Version = Version { major: VERSION.major, minor: 0 };
 
 /// A connection that has exchanged hellos, or is about to.
 #[derive(Debug)]
 pub struct Connection {
     socket: TcpStream,
     tls: Option<Box<Session>>,
+    version: Version,
 }
 
 /// Ends a connection from another thread.
@@ -28,12 +33,23 @@ impl Connection {
     /// On a socket, as it is.
     #[must_use]
     pub fn plain(socket: TcpStream) -> Self {
-        Self { socket, tls: None }
+        Self { socket, tls: None, version: OLDEST }
     }
 
     /// On a socket that is encrypted by now.
     pub(super) fn encrypted(socket: TcpStream, tls: Session) -> Self {
-        Self { socket, tls: Some(Box::new(tls)) }
+        Self { socket, tls: Some(Box::new(tls)), version: OLDEST }
+    }
+
+    /// The version that both ends speak.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// Both have said what they speak.
+    pub(super) fn agree_on(&mut self, version: Version) {
+        self.version = version;
     }
 
     /// Who the peer is, by its certificate; `None` on a plain connection.

@@ -5,11 +5,13 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use sterna_protocol::hello::KNOWS_IDENTITIES;
 use sterna_protocol::message::{self, PREFIX_BYTES, Reply, Request};
 use sterna_protocol::session::{self, Owner, State};
 
 use super::connection::{Connection, HangUp};
 use crate::error::MigrateError;
+use crate::host::DaemonId;
 
 /// How long a reply may take where nothing else is said.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -79,7 +81,7 @@ impl Asking {
         let reply = self.messages.receive(Some(timeout))?;
         self.state = session::reply(self.state, request, &reply)?;
         match reply {
-            Reply::Failed(problem) => Err(MigrateError::Peer(problem)),
+            Reply::Failed(problem) => Err(MigrateError::Peer(problem.from_outside())),
             reply => Ok(reply),
         }
     }
@@ -92,6 +94,29 @@ impl Asking {
         self.messages.stream.hang_up()
     }
 
+    /// Asks who the peer is; `None` where it is too old to say. The first question of a connection.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn identify(&mut self) -> Result<Option<DaemonId>, MigrateError> {
+        if self.messages.stream.version() < KNOWS_IDENTITIES {
+            return Ok(None);
+        }
+        identity_of(self.ask(&Request::Identify, REPLY_TIMEOUT)?).map(Some)
+    }
+
+    /// Goes on only where the peer is this daemon, or nobody knows which one is meant.
+    ///
+    /// # Errors
+    /// [`MigrateError::AnotherDaemon`]; else as [`ask`](Self::ask).
+    pub fn expect(&mut self, meant: Option<DaemonId>) -> Result<(), MigrateError> {
+        let Some(meant) = meant else { return Ok(()) };
+        match self.identify()? {
+            Some(answers) if answers == meant => Ok(()),
+            answers => Err(MigrateError::AnotherDaemon { meant, answers }),
+        }
+    }
+
     /// Whom the guest belongs to if nothing more can be said.
     #[must_use]
     pub fn owner(&self) -> Owner {
@@ -101,7 +126,7 @@ impl Asking {
     /// Tells the peer to forget the migration; what had gone wrong there, where something had.
     pub fn abort(&mut self) -> Option<sterna_api::Problem> {
         match self.ask(&Request::Abort, Duration::from_secs(5)) {
-            Ok(Reply::Aborted { problem }) => problem,
+            Ok(Reply::Aborted { problem }) => problem.map(sterna_api::Problem::from_outside),
             // An earlier request may still be unanswered: its failure is the one to know.
             Err(MigrateError::Peer(problem)) => Some(problem),
             _ => None,
@@ -173,16 +198,26 @@ impl Answering {
     }
 }
 
-/// Asks one question that needs no session: what became of a migration.
+/// Asks one question that needs no session: what became of a migration. With `of`, only that daemon is asked.
 ///
 /// # Errors
-/// What went wrong on the way.
-pub fn ask_verdict(stream: Connection, key: u64, id: u128) -> Result<bool, MigrateError> {
-    let mut messages = Messages { stream, key };
+/// [`MigrateError::AnotherDaemon`], [`MigrateError::Peer`] where it knows nothing of it or will not say; else what went wrong on the way.
+pub fn ask_verdict(stream: Connection, key: u64, id: u128, of: Option<DaemonId>) -> Result<bool, MigrateError> {
+    let mut asking = Asking::new(stream, key);
+    asking.expect(of)?;
+    // In no order of a session's: it founds none.
+    let mut messages = asking.messages;
     messages.send(&Request::Verdict { id })?;
     match messages.receive(Some(REPLY_TIMEOUT))? {
         Reply::Verdict { committed } => Ok(committed),
-        Reply::Failed(problem) => Err(MigrateError::Peer(problem)),
+        Reply::Failed(problem) => Err(MigrateError::Peer(problem.from_outside())),
         _ => Err(MigrateError::Reply("another reply than the verdict that was asked for")),
+    }
+}
+
+fn identity_of(reply: Reply) -> Result<DaemonId, MigrateError> {
+    match reply {
+        Reply::Identity { identity } => Ok(DaemonId(identity)),
+        _ => Err(MigrateError::Reply("another reply than the identity that was asked for")),
     }
 }

@@ -109,7 +109,8 @@ fn greet(mut stream: Connection, session: SessionKey, role: Role) -> Result<Conn
         read_hello(&mut stream)
     };
     let theirs = { exchange }().map_err(refused_or("agreeing on a version with the peer"))?;
-    ours.agree(&Hello::decode(&theirs)?)?;
+    let (version, _) = ours.agree(&Hello::decode(&theirs)?)?;
+    stream.agree_on(version);
     prepare(stream.socket(), STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
     Ok(stream)
 }
@@ -160,7 +161,8 @@ fn answer_hello(mut stream: Connection, needed: Features) -> Result<(Connection,
         return Err(TlsError::CallerEncrypted.into());
     }
     let theirs = theirs?;
-    ours.agree(&theirs)?;
+    let (version, _) = ours.agree(&theirs)?;
+    stream.agree_on(version);
     prepare(stream.socket(), STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
     Ok((stream, theirs))
 }

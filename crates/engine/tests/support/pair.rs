@@ -16,7 +16,9 @@ use sterna_api::{Blame, Problem};
 use sterna_engine::agent::{Discard, Discards};
 use sterna_engine::destination::pager::Pager;
 use sterna_engine::error::MigrateError;
-use sterna_engine::host::{BlockFile, DestinationHost, Incoming, MigrationId, PagingMeans, SourceHost, Verdict};
+use sterna_engine::host::{
+    BlockFile, DaemonId, DestinationHost, Incoming, MigrationId, PagingMeans, SourceHost, Verdict,
+};
 use sterna_engine::inside::Inside;
 use sterna_engine::source::Outgoing;
 use sterna_engine::source::link::now_us;
@@ -126,6 +128,8 @@ pub struct SourceVmm {
     pub writers: Option<Writers>,
     pub faults: Faults,
     pub rolled_back: Arc<AtomicBool>,
+    /// How often it still refuses to be rolled back.
+    pub refuse_rollback: Arc<AtomicU64>,
     pub quit: Arc<AtomicBool>,
     /// How large its RAM is, from address 0 on, and the page tables of its processors: what looks into a guest from outside asks for.
     pub kernel: Option<(u64, Vec<PageTables>)>,
@@ -137,7 +141,7 @@ pub const DEVICE_BYTES: usize = 300_000;
 impl SourceVmm {
     pub fn new(writers: Option<Writers>) -> Self {
         let (faults, rolled_back, quit) = (Faults::default(), Arc::default(), Arc::default());
-        Self { writers, faults, rolled_back, quit, kernel: None, stream: None }
+        Self { writers, faults, rolled_back, refuse_rollback: Arc::default(), quit, kernel: None, stream: None }
     }
 }
 
@@ -198,6 +202,10 @@ impl vmm::Source for SourceVmm {
     }
 
     fn rollback(&mut self) -> Result<(), VmmError> {
+        let less = |times: u64| times.checked_sub(1);
+        if self.refuse_rollback.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).is_ok() {
+            return Err(VmmError::Silent { waiting_for: "cont".into(), seconds: 1 });
+        }
         self.stream = None;
         self.rolled_back.store(true, Ordering::Release);
         Ok(())
@@ -307,6 +315,8 @@ pub struct Destination {
     pub fail_commit: AtomicBool,
     pub room_bytes: AtomicU64,
     pub credentials: Option<Arc<Credentials>>,
+    /// Who it says it is.
+    pub identity: AtomicU64,
     verdicts: Mutex<HashMap<MigrationId, Verdict>>,
 }
 
@@ -343,6 +353,10 @@ impl Destination {
 }
 
 impl DestinationHost for Destination {
+    fn identity(&self) -> DaemonId {
+        DaemonId(self.identity.load(Ordering::Acquire).into())
+    }
+
     fn credentials(&self) -> Option<Arc<Credentials>> {
         self.credentials.clone()
     }
@@ -443,6 +457,8 @@ impl DestinationHost for Destination {
 #[derive(Default)]
 pub struct Source {
     pub handed_over: AtomicBool,
+    /// To whom.
+    pub handed_to: Mutex<Option<DaemonId>>,
     /// Where its user says that the destination is now.
     pub peer_now: Mutex<Option<String>>,
     pub credentials: Option<Arc<Credentials>>,
@@ -459,8 +475,15 @@ impl SourceHost for Source {
         self.peer_now.lock().unwrap().clone()
     }
 
-    fn handing_over(&self, _id: MigrationId, _peer: &str, _postcopy: bool) -> Result<(), Problem> {
+    fn handing_over(
+        &self,
+        _id: MigrationId,
+        _peer: &str,
+        daemon: Option<DaemonId>,
+        _postcopy: bool,
+    ) -> Result<(), Problem> {
         self.handed_over.store(true, Ordering::Release);
+        *self.handed_to.lock().unwrap() = daemon;
         Ok(())
     }
 }

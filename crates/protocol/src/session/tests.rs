@@ -65,6 +65,7 @@ fn spec() -> VmSpec {
 /// What a source says from beginning to end, with some suspect pages on the way.
 fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
     let mut script = vec![
+        Request::Identify,
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
     ];
@@ -89,6 +90,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
             layout: 0,
             no_postcopy: None,
         },
+        Request::Identify => Reply::Identity { identity: 1 },
         Request::Clock => Reply::Clock { now_us: 0 },
         Request::Stopped => Reply::Holding,
         Request::RoundEnd { .. } => Reply::Arrived { suspects: vec![] },

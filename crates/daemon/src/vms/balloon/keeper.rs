@@ -178,9 +178,8 @@ impl Keeper {
                 Some(qmp) => Reach::Lent(qmp, monitor),
                 None => Reach::Busy,
             },
-            Hold::Starting | Hold::Stopping | Hold::Adjusting | Hold::Arriving(_) | Hold::WaitingForPeer { .. } => {
-                Reach::Busy
-            }
+            Hold::Starting | Hold::Stopping | Hold::Adjusting => Reach::Busy,
+            Hold::Arriving(_) | Hold::WaitingForPeer { .. } | Hold::GivingBack(_) => Reach::Busy,
         }
     }
 

@@ -52,7 +52,7 @@ use self::pending::Pending;
 use super::encode::Meter;
 use super::encode::compress::Did;
 use crate::error::MigrateError;
-use crate::host::{MigrationId, SourceHost};
+use crate::host::{DaemonId, MigrationId, SourceHost};
 use crate::monitor::Monitor;
 use crate::ram::Ram;
 use crate::transport::pacer::Pacer;
@@ -203,6 +203,8 @@ pub struct Context<'a> {
     pub id: MigrationId,
     /// Where the destination was when it began.
     pub peer: &'a str,
+    /// Which daemon took the guest, where that is known: the pages go to no other.
+    pub daemon: Option<DaemonId>,
     /// How it is to be done.
     pub options: &'a MigrateOptions,
     /// The daemon.

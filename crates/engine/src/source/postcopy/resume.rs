@@ -168,13 +168,13 @@ impl<'a> Journey<'a> {
 
     /// One attempt: a new session with what is missing there pending.
     fn attempt(&self, peer: &str) -> Result<Session, MigrateError> {
-        let Context { id, options, host, monitor, work, .. } = self.context;
+        let Context { id, daemon, options, host, monitor, work, .. } = self.context;
         let random = random();
         let needed = crate::source::needed(options).and(Features::POSTCOPY);
         let key = SessionKey { session: random, key: (random >> 64) as u64, needed };
         let mut link = Link::connect(peer, key, host.credentials())?;
         let streams = options.streams as u16;
-        link.resume(*id, streams, work.ram.layout().digest())?;
+        link.resume(*id, *daemon, streams, work.ram.layout().digest())?;
         let streams = (0..streams).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
         let begun = Begun::new(&link, work)?;
         let missing = link.missing(work.ram.layout())?;

@@ -27,12 +27,19 @@ pub struct QemuDestination {
     qmp: SharedQmp,
     process: QemuProcess,
     log: Option<ErrorLog>,
+    stays_paused: bool,
 }
 
 impl QemuDestination {
     /// Drives the QEMU at the other end of `qmp`, whose process is `process` and whose standard error goes to `log`.
     pub fn new(qmp: SharedQmp, process: QemuProcess, log: Option<ErrorLog>) -> Self {
-        Self { qmp, process, log }
+        Self { qmp, process, log, stays_paused: false }
+    }
+
+    /// Its guest was paused by its user, and is not let run when it has come.
+    #[must_use]
+    pub fn staying_paused(self) -> Self {
+        Self { stays_paused: true, ..self }
     }
 
     /// `error` with QEMU's last words, where it left some: then it says why it failed rather than that it is gone.
@@ -53,7 +60,7 @@ impl QemuDestination {
 impl Destination for QemuDestination {
     fn prepare(&mut self) -> Result<UnixStream, VmmError> {
         let mut qmp = lock(&self.qmp);
-        Settings::for_destination(&mut qmp)?;
+        Settings::for_destination(&mut qmp, self.stays_paused)?;
         qmp.drop_events()?;
         let stream = pass_socket(&mut qmp, SOCKET)?;
         let mut incoming = json!({ "uri": format!("fd:{SOCKET}") });

@@ -7,6 +7,10 @@ use crate::vmm::qmp::Qmp;
 /// What both ends need: QEMU leaves RAM in shared files alone, and says by events how far it is.
 const BOTH: &[&str] = &["x-ignore-shared", "events"];
 
+/// What the destination needs besides: it takes its disks, and their locks, when its guest is let run and not when its devices are loaded. Until
+/// then the source may let its own guest run on.
+const AT_DESTINATION: &[&str] = &["x-ignore-shared", "events", "late-block-activate"];
+
 /// What the source needs besides: it stops the guest and waits there for Sterna.
 const AT_SOURCE: &[&str] = &["x-ignore-shared", "events", "pause-before-switchover"];
 
@@ -47,9 +51,10 @@ impl Settings {
         Ok(former)
     }
 
-    /// Sets what the destination needs, which nobody puts back: there is no migration before this one.
-    pub(super) fn for_destination(qmp: &mut Qmp) -> Result<(), VmmError> {
-        set_capabilities(qmp, BOTH)?;
+    /// Sets what the destination needs, which nobody puts back: there is no migration before this one. A guest that `stays_paused` is not let run, and
+    /// its disks would stay as they came: a QEMU before 10.0 aborts when such a guest is moved on. So it takes them when the devices are loaded.
+    pub(super) fn for_destination(qmp: &mut Qmp, stays_paused: bool) -> Result<(), VmmError> {
+        set_capabilities(qmp, if stays_paused { BOTH } else { AT_DESTINATION })?;
         // Here, too: a destination reads a description, and waits for it, unless it is told that there is none.
         suppress_description(qmp);
         Ok(())

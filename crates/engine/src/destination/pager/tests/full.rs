@@ -7,12 +7,15 @@ use sterna_sys::mount::Tmpfs;
 
 use super::*;
 use crate::destination::place::Placer;
-use crate::host::{DestinationHost, Incoming, MigrationId, Verdict};
+use crate::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 
 /// A host with so much room; nothing else is asked of it.
 struct Room(u64);
 
 impl DestinationHost for Room {
+    fn identity(&self) -> DaemonId {
+        DaemonId(0)
+    }
     fn prepare(&self, _: MigrationId, _: &VmSpec, _: Option<&str>, _: bool) -> Result<Incoming, Problem> {
         unreachable!()
     }
