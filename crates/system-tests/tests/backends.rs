@@ -3,7 +3,6 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
 
 use sterna_api::Phase;
 use sterna_bench::command::{run, wait_for};
@@ -191,8 +190,8 @@ fn a_disk_read_by_direct_io_through_the_migration_arrives_in_ram() {
     }
 }
 
-/// Says a QMP command on a connection of its own.
-fn qmp(stream: &mut BufReader<UnixStream>, command: &str) {
+/// Says a QMP command on a connection of its own; the answer.
+fn qmp(stream: &mut BufReader<UnixStream>, command: &str) -> serde_json::Value {
     stream.get_mut().write_all(command.as_bytes()).unwrap();
     let mut line = String::new();
     while !line.contains("\"return\"") {
@@ -200,6 +199,7 @@ fn qmp(stream: &mut BufReader<UnixStream>, command: &str) {
         assert!(stream.read_line(&mut line).unwrap() > 0, "QEMU hung up");
         assert!(!line.contains("\"error\""), "{line}");
     }
+    serde_json::from_str(&line).unwrap()
 }
 
 #[test]
@@ -215,17 +215,25 @@ fn a_balloon_that_takes_and_gives_back_memory_through_the_migration_leaves_both_
     let mut site = Site::start(&Plan { more, ..Plan::small() });
     let mut second = BufReader::new(UnixStream::connect(&path).unwrap());
     qmp(&mut second, "{\"execute\":\"qmp_capabilities\"}");
-    let mut size = |mib: u64| {
+    let mut size = |mib: u64, done: fn(u64) -> bool| {
         let bytes = mib << 20;
         qmp(&mut second, &format!("{{\"execute\":\"balloon\",\"arguments\":{{\"value\":{bytes}}}}}"));
+        wait_for("the balloon", PATIENCE, || {
+            let answer = qmp(&mut second, "{\"execute\":\"query-balloon\"}");
+            let actual = answer["return"]["actual"].as_u64().expect("its size");
+            Ok(done(actual >> 20).then_some(()))
+        })
+        .unwrap();
     };
-    let attempt = site.begin(None, &["--verify", "--bandwidth", "16MB"]);
+    // Held back until the balloon has done both.
+    cli::limit_bandwidth(site.here(), Some(2 << 20));
+    let attempt = site.begin(None, &["--verify"]);
     // Taken after tracking began, given back in part before it ends: what was taken must read as zeros there, what was given back and
     // written again must travel.
-    site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 4 << 20);
-    size(160);
-    std::thread::sleep(Duration::from_secs(1));
-    size(200);
+    site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 20);
+    size(160, |actual| actual < 180);
+    size(200, |actual| actual > 190);
+    cli::limit_bandwidth(site.here(), None);
     let answer = attempt.end();
     answer.expect(0, &[]);
     let report = answer.report().unwrap();

@@ -47,8 +47,7 @@ fn a_migration_cancelled_while_the_devices_are_loaded_leaves_the_guest() {
 #[test]
 fn a_migration_cancelled_in_a_slow_round_ends_at_once() {
     with_guest(|site| {
-        // A round of minutes.
-        let attempt = site.begin(None, &["--bandwidth", "1MB"]);
+        let attempt = site.begin(None, &["--bandwidth", SLOW]);
         site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 18);
         cli::ask(site.here(), &["cancel", &site.guest.name]).expect(0, &[]);
         let answer = attempt.end();

@@ -64,7 +64,7 @@ fn a_link_that_goes_dead_in_precopy_is_noticed_and_the_guest_runs_on() {
         let switch = net::namespace(site.lab.name(), "switch");
         let (_, there) = site.names();
         let attempt = site.begin(None, &["--bandwidth", SLOW]);
-        site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 20);
+        site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 18);
         run("ip", &format!("-n {switch} link set port-{there} down")).unwrap();
         // No connection ends: the peer has simply become silent.
         let answer = attempt.end();

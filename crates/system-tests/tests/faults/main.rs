@@ -20,8 +20,8 @@ mod requests;
 
 use sterna_system_tests::{Site, needs, on_shared_site, skip_without};
 
-/// Slow enough that pre-copy lasts for seconds.
-pub const SLOW: &str = "8MB";
+/// So slow that pre-copy lasts for minutes.
+pub const SLOW: &str = "1MB";
 
 /// Runs a test with the guest that all of them share, where that can be had.
 pub fn with_guest(test: impl FnOnce(&mut Site)) {

@@ -64,7 +64,9 @@ fn a_link_lost_in_the_middle_of_a_page_or_of_a_request_loses_and_doubles_none() 
     }
     with_guest(|site| {
         let proxy = Proxy::start(site.here(), site.there());
-        let attempt = site.begin(Some(&proxy.address), &[&SLOW[..], &["--verify", "--streams", "4"]].concat());
+        // Held back, so that there is more to come than will be lost.
+        cli::limit_bandwidth(site.here(), Some(4 << 20));
+        let attempt = site.begin(Some(&proxy.address), &["--mode", "postcopy", "--verify", "--streams", "4"]);
         site.wait_for_phase(Phase::Postcopy, |_| true);
         // Not at the end of anything: odd numbers of bytes, in either direction, while devices begin to work and later.
         for (kind, bytes) in
@@ -76,6 +78,7 @@ fn a_link_lost_in_the_middle_of_a_page_or_of_a_request_loses_and_doubles_none() 
             std::thread::sleep(Duration::from_millis(200));
             proxy.up();
         }
+        cli::limit_bandwidth(site.here(), None);
         let report = completes(site, &attempt.end());
         assert!(report.verify.checked, "both daemons lived: {:?}", report.verify);
         assert!(report.postcopy.interruptions >= 4, "{:?}", report.postcopy);
@@ -87,13 +90,15 @@ fn a_link_that_goes_dead_is_noticed_and_both_sides_say_that_they_wait() {
     with_guest(|site| {
         let (here, there) = site.names();
         let switch = net::namespace(site.lab.name(), "switch");
-        let attempt = site.begin(None, &SLOW);
-        site.wait_for_phase(Phase::Postcopy, |progress| progress.bytes_on_wire > 4 << 20);
+        cli::limit_bandwidth(site.here(), Some(4 << 20));
+        let attempt = site.begin(None, &["--mode", "postcopy"]);
+        site.wait_for_phase(Phase::Postcopy, |progress| progress.bytes_on_wire > 1 << 20);
         // No connection ends: the peer has simply become silent.
         run("ip", &format!("-n {switch} link set port-{here} down")).unwrap();
         says_that_it_waits(site, here);
         says_that_it_waits(site, there);
         run("ip", &format!("-n {switch} link set port-{here} up")).unwrap();
+        cli::limit_bandwidth(site.here(), None);
         completes(site, &attempt.end());
     });
 }

@@ -59,7 +59,10 @@ impl Dice {
         words.extend(["--compress", random.of(&["off", "off", "lz4", "zstd"])]);
         // So slow that the fault finds it under way, so quick that rounds get somewhere.
         words.extend(["--bandwidth", "100MB"]);
-        if ["postcopy", "hybrid", "auto"].contains(&mode) {
+        if fault == Fault::DestinationQemuKilled && mode == "auto" {
+            // Where it is killed must be before the point of no return: that is another message in post-copy.
+            words.push("--no-postcopy");
+        } else if ["postcopy", "hybrid", "auto"].contains(&mode) {
             words.extend(["--postcopy-bandwidth", random.of(&["24MB", "60MB"])]);
         }
         if mode == "precopy" {
@@ -67,10 +70,6 @@ impl Dice {
         }
         if random.below(2) == 0 {
             words.push("--verify");
-        }
-        if fault == Fault::DestinationQemuKilled && mode == "auto" {
-            // Where it is killed must be before the point of no return: that is another message in post-copy.
-            words.push("--no-postcopy");
         }
         let moment = Moment::throw(fault, mode, usual(mode), random);
         Self { fault, mode, words, moment }
@@ -164,7 +163,8 @@ fn whatever_happens_at_any_moment_the_guest_is_whole_on_one_host_and_reads_what_
     let first = number_in("STERNA_RANDOM_FIRST").unwrap_or(Random(seed).below((FAULTS.len() * MODES.len()) as u64));
     println!("STERNA_SEED={seed} STERNA_RANDOM={runs} STERNA_RANDOM_FIRST={first}");
     let disk = Disk::new();
-    let jobs = format!("{JOBS};{}", disk.job());
+    // The last word is the kernel's: it clears what is freed, so that a page which the disk is read into was zeros a moment ago.
+    let jobs = format!("{JOBS};{} init_on_free=1", disk.job());
     let mut site = Site::start(&Plan { jobs, more: disk.arguments(), memory_bytes: 320 << 20, ..Plan::small() });
     disk.is_read_as_it_is(&site);
     let mut usual = std::collections::BTreeMap::<&str, u64>::new();
