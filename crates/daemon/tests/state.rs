@@ -86,7 +86,7 @@ fn without_field(text: String, field: &str) -> String {
     format!("{before}{}", &text[end..])
 }
 
-/// Makes of a machine that runs what a daemon before 1.1 left: sockets beside the record, all of it QEMU's user's, no word on its RAM files.
+/// Makes of a machine that runs what an earlier daemon left: sockets beside the record, all of it QEMU's user's, no word on its RAM files.
 fn make_old(host: &Host, name: &str) {
     let dir = dir_of(host, name);
     for socket in ["qmp.sock", "agent.sock"] {
@@ -176,7 +176,7 @@ fn an_unreadable_record_costs_no_ram() {
     assert_eq!(host.state_of("a"), "running");
 }
 
-/// Made by hand: what a daemon before 1.1 left while its guests ran.
+/// Made by hand: what an earlier daemon left while its guests ran.
 #[test]
 fn a_machine_of_an_older_daemon_is_taken_over_and_can_be_moved() {
     if cannot_run() || cannot_run_as_nobody() {
@@ -190,7 +190,7 @@ fn a_machine_of_an_older_daemon_is_taken_over_and_can_be_moved() {
     host.start_daemon();
     assert_eq!((host.state_of("m"), host.pid_of("m")), ("running".into(), pid), "{}", host.log());
     let about = fs::metadata(&dir).unwrap();
-    assert_eq!((about.uid(), about.mode() & 0o7777), (0, 0o755));
+    assert_eq!((about.uid(), about.gid(), about.mode() & 0o7777), (0, 0, 0o750));
     let record = fs::read_to_string(dir.join("vm.json")).unwrap();
     let inode = fs::metadata(ram_of(&host, "m")).unwrap().ino();
     assert!(record.contains(&format!("\"inode\": {inode}")), "{record}");
@@ -216,7 +216,8 @@ fn a_pipe_or_a_link_in_the_place_of_qemus_log_is_not_read() {
         let log = dir_of(&host, "m").join("qemu.log");
         fs::remove_file(&log).unwrap();
         put(&log);
-        assert_eq!(host.ask("DELETE", "/v1/vms/m?force=true", None).0, 204);
+        let status = host.ask("DELETE", "/v1/vms/m?force=true", None).0;
+        assert_eq!(status, 204);
         assert!(host.names().is_empty() && !dir_of(&host, "m").exists());
         assert!(fs::symlink_metadata(host.state().join("logs/m.log")).is_err(), "it is not kept for a log");
         assert!(!host.log().contains("root:secret"));

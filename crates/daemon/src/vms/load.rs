@@ -65,7 +65,7 @@ fn check_ram_is_nobodys(owners: &HashMap<FileId, String>, record: VmRecord) -> i
 }
 
 fn load(dir: &Path, name: &str) -> io::Result<Option<VmRecord>> {
-    // Daemons before 1.1 gave it to QEMU's user. From here on only root changes what lies in it, so that what is read now stays what was
+    // Earlier daemons gave it to QEMU's user. From here on only root changes what lies in it, so that what is read now stays what was
     // read. A file of root's that its user had moved here from another machine's directory is told by the name in it; an old one of the
     // same machine's cannot be told, and says what was true of it once.
     take_directory(dir)?;

@@ -151,7 +151,7 @@ impl Daemon {
     /// A start that was never finished: its QEMU, if there is one, belongs to nobody.
     fn clear_unfinished(&self, dir: &std::path::Path) {
         tracing::warn!(dir = %dir.display(), "removing a machine whose start was never finished");
-        // Daemons before 1.1 had the socket beside the record.
+        // Earlier daemons had the socket beside the record.
         for socket in [qmp_socket(dir), dir.join("qmp.sock")] {
             if let Ok(mut control) = Control::connect(&socket) {
                 let _ = control.send("quit");
