@@ -14,6 +14,9 @@ pub mod identity;
 /// Processes by identity, not by number alone.
 pub mod process;
 
+/// The same for several machines at a time.
+pub mod several;
+
 /// How much memory this host can still give.
 pub mod room;
 

@@ -156,7 +156,7 @@ impl StateDir {
 }
 
 /// Takes the locks of a state directory: its own, which is there whatever its path is, and whoever removes what is in it; and that of a
-/// file in it, which daemons before 1.1 know.
+/// file in it, which earlier daemons know.
 fn lock(root: &Path) -> Result<[File; 2], StateError> {
     let path = root.join("lock");
     let file = File::options()
@@ -215,7 +215,7 @@ mod tests {
         fs::remove_file(root.join("lock")).unwrap();
         assert!(matches!(lock(&root), Err(StateError::Locked(_))));
         drop(first);
-        // A daemon before 1.1 knows of the file alone.
+        // An earlier daemon knows of the file alone.
         let old = File::create(root.join("lock")).unwrap();
         flock(&old, FlockOperation::NonBlockingLockExclusive).unwrap();
         assert!(matches!(lock(&root), Err(StateError::Locked(_))));

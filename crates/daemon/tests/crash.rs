@@ -203,7 +203,11 @@ fn a_guest_that_was_not_committed_never_runs_at_the_destination() {
 
 /// A destination whose daemon was killed while `m` ran there and so many of its first pages were still to come.
 fn without_all_pages(missing: usize) -> (Host, u32) {
-    let mut host = Host::start();
+    without_all_pages_on(Host::start(), missing, |_| ())
+}
+
+/// The same on this host; `before`: what is done before its daemon starts again.
+fn without_all_pages_on(mut host: Host, missing: usize, before: impl FnOnce(&Host)) -> (Host, u32) {
     host.run("m");
     let pid = host.pid_of("m");
     host.kill_daemon();
@@ -218,8 +222,31 @@ fn without_all_pages(missing: usize) -> (Host, u32) {
         record["paging"] = json!({ "id": ID, "from": "the-source", "map": map });
     });
     write_stage_and_pages(&host, &json!("committed"), &json!("coming"));
+    before(&host);
     host.start_daemon();
     (host, pid)
+}
+
+/// Failed before: the map of missing pages was removed though nothing could be written down, the daemon after that missed it, and the guest was
+/// stopped for ever.
+#[test]
+fn a_guest_whose_last_page_came_when_the_disk_was_full_runs_on_after_every_restart() {
+    if cannot_run() {
+        return;
+    }
+    let filling = |host: &Host| host.state().join("filling");
+    let (mut host, pid) = without_all_pages_on(support::small_host(), 0, |host| support::fill(&filling(host)));
+    for full in [true, true, false, false] {
+        assert_eq!((host.state_of("m"), host.pid_of("m")), ("running".into(), pid), "{}", host.log());
+        assert!(host.get("/v1/vms/m")["note"].is_null());
+        host.kill_daemon();
+        if !full {
+            let _ = std::fs::remove_file(filling(&host));
+        }
+        host.start_daemon();
+    }
+    assert_eq!(host.ram_files(), 1, "its RAM without a map");
+    assert!(migration_record(&host).contains(r#""pages": "here""#));
 }
 
 fn block_spec(block: &Value) -> BlockSpec {

@@ -98,8 +98,8 @@ pub fn read_record<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
     Ok(Some(serde_json::from_slice(&bytes)?))
 }
 
-/// Makes a directory root's own, so that nobody else can change what lies in it. One that belongs to somebody else is taken over: daemons
-/// before 1.1 gave a machine's directory to QEMU's user.
+/// Makes a directory root's own, so that nobody else can change what lies in it. One that belongs to somebody else is taken over:
+/// earlier daemons gave a machine's directory to QEMU's user.
 ///
 /// # Errors
 /// It is not there, or no directory, or cannot be taken over.
@@ -109,13 +109,14 @@ pub fn take_directory(path: &Path) -> io::Result<()> {
     let dir = open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
     let about = rustix::fs::fstat(&dir)?;
     let own = geteuid();
+    let narrower = Mode::from_raw_mode(about.st_mode & 0o755);
     if ![0, own.as_raw()].contains(&about.st_uid) {
         tracing::info!(path = %path.display(), from = about.st_uid, "taking a directory over from another user");
         fchown(&dir, Some(Uid::from_raw(own.as_raw())), Some(Gid::from_raw(rustix::process::getegid().as_raw())))?;
-        fchmod(&dir, Mode::from_raw_mode(0o755))?;
+        fchmod(&dir, narrower)?;
     } else if about.st_mode & 0o022 != 0 {
         tracing::warn!(path = %path.display(), "others could write in this directory of the daemon's: they cannot any more");
-        fchmod(&dir, Mode::from_raw_mode(about.st_mode & 0o755))?;
+        fchmod(&dir, narrower)?;
     }
     Ok(())
 }

@@ -46,7 +46,7 @@ pub struct Block {
     pub page_bytes: u64,
     /// The file that QEMU was given, as its process sees it.
     pub path: PathBuf,
-    /// The files that hold its pages: the one that QEMU was given comes first. Records of daemons before 1.1 do not say.
+    /// The files that hold its pages: the one that QEMU was given comes first. Records of earlier daemons do not say.
     #[serde(default)]
     pub backings: Vec<Backing>,
 }

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use serde_json::json;
 use sterna_api::{Blame, Problem, VmState};
-use sterna_engine::agent::Agent;
+use sterna_engine::agent::{Agent, AgentBlock};
 use sterna_engine::vmm::qemu::{ErrorLog, Inspection, QemuDestination, QemuProcess, QemuSource, SharedQmp, inspect};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_engine::vmm::{Destination, Source, VmmError};
-use sterna_sys::process::maps;
+use sterna_sys::process::{Mapping, maps};
 
 use super::backing::stretches;
 use super::record::{Block, VmRecord};
@@ -180,24 +180,72 @@ pub fn agent_and_addresses(socket: &Path, pid: u32, blocks: &[Block]) -> Result<
         ));
     }
     let maps = maps(pid).map_err(|error| problems::host("cannot look at QEMU's memory", &error))?;
-    let lies = |block: &Block, why: &str| {
-        let message = format!("the agent does not see RAM block '{}' ({}){why}", block.id, block.path.display());
-        Problem::new("agent-ram", Blame::Qemu, message)
-    };
-    let address = |block: &Block| {
-        let file = block.file().map_err(|error| problems::host("cannot tell the machine's RAM", &error))?;
-        // Where the file is mapped is the kernel's word. The agent's is that it sees what QEMU discards there.
-        let mapped = stretches(&maps, file);
-        let mapped = mapped.iter().filter(|stretch| stretch.length >= block.bytes).map(|stretch| stretch.address);
-        let seen = |address: &u64| {
-            known.iter().any(|seen| seen.address == *address && seen.offset == 0 && seen.length >= block.bytes)
-        };
-        let mut mapped = mapped.peekable();
-        if mapped.peek().is_none() {
-            return Err(lies(block, ", and QEMU has not mapped it"));
-        }
-        mapped.find(seen).ok_or_else(|| lies(block, ""))
-    };
-    let addresses = blocks.iter().map(address).collect::<Result<_, _>>()?;
+    let addresses = blocks.iter().map(|block| address_of(block, &maps, &known)).collect::<Result<_, _>>()?;
     Ok((agent, addresses))
+}
+
+/// Where a RAM block is. Where the file on record is mapped is the kernel's word; the agent's is that it sees what QEMU discards there.
+fn address_of(block: &Block, maps: &[Mapping], known: &[AgentBlock]) -> Result<u64, Problem> {
+    let file = block.file().map_err(|error| problems::host("cannot tell the machine's RAM", &error))?;
+    let mut mapped = stretches(maps, file).into_iter().filter(|stretch| stretch.length >= block.bytes).peekable();
+    let named = format!("RAM block '{}' ({})", block.id, block.path.display());
+    if mapped.peek().is_none() {
+        return Err(Problem::new("agent-ram", Blame::Qemu, format!("QEMU has not mapped {named}")));
+    }
+    let seen = |address: u64| {
+        known.iter().any(|seen| seen.address == address && seen.offset == 0 && seen.length >= block.bytes)
+    };
+    let address = mapped.map(|stretch| stretch.address).find(|address| seen(*address));
+    address.ok_or_else(|| Problem::new("agent-ram", Blame::Ours, format!("the agent does not see {named}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_engine::agent::Sharing;
+    use sterna_sys::process::parse_maps;
+
+    use super::super::backing::Backing;
+    use super::*;
+
+    fn said(address: u64, inode: u64) -> AgentBlock {
+        AgentBlock {
+            address,
+            length: 0x4000,
+            offset: 0,
+            device: 0x1f,
+            inode,
+            page_size: 4096,
+            sharing: Sharing::Shared,
+            backing: sterna_engine::agent::Backing::Unknown,
+        }
+    }
+
+    /// Failed while a block was where the agent said that its inode is: an agent that names another guest's file, or any address, was believed.
+    #[test]
+    fn an_agent_that_lies_about_ram_is_not_believed() {
+        let maps = parse_maps(
+            b"7f0000000000-7f0000004000 rw-s 00000000 00:1f 77 /ram\n\
+            7f0000010000-7f0000014000 rw-s 00000000 00:1f 78 /other\n\
+            7f0000020000-7f0000024000 rw-s 00000000 00:1f 77 /ram\n",
+        );
+        let mut block = Block::new("ram", 0x4000, 4096, Path::new("/ram"));
+        let code = |result: Result<u64, Problem>| result.unwrap_err().code;
+        assert_eq!(
+            code(address_of(&block, &maps, &[said(0x7f00_0000_0000, 77)])),
+            "host-error",
+            "nothing is on record"
+        );
+        let on_record = |inode| Backing { path: "/ram".into(), device: (0, 0x1f), inode, owned: true };
+        block.backings = vec![on_record(77)];
+        for lie in [0x7f00_0001_0000, 0x7f00_0003_0000, 0] {
+            assert_eq!(code(address_of(&block, &maps, &[said(lie, 77)])), "agent-ram", "{lie:x}");
+        }
+        assert_eq!(address_of(&block, &maps, &[said(0x7f00_0002_0000, 77)]).unwrap(), 0x7f00_0002_0000);
+        block.backings = vec![on_record(79)];
+        assert_eq!(
+            code(address_of(&block, &maps, &[said(0x7f00_0003_0000, 79)])),
+            "agent-ram",
+            "it is not mapped at all"
+        );
+    }
 }

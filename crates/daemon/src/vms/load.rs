@@ -1,7 +1,10 @@
 //! Reading machines' records at the daemon's start: those of older daemons too, and none that another may have written.
 
+use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
+
+use sterna_sys::file::FileId;
 
 use super::Daemon;
 use super::record::VmRecord;
@@ -25,11 +28,19 @@ impl Daemon {
     /// Where the directory cannot be read. One record that cannot be used is logged, and costs nothing but the daemon's care for its machine.
     pub fn read_machines(&self) -> io::Result<Found> {
         let mut found = Found::default();
+        let mut owners: HashMap<FileId, String> = HashMap::new();
         for entry in std::fs::read_dir(self.state.vms())? {
             let dir = entry?.path();
             let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            match load(&dir, &name) {
-                Ok(Some(record)) => found.records.push(record),
+            let loaded = load(&dir, &name).and_then(|record| match record {
+                Some(record) => check_ram_is_nobodys(&owners, record).map(Some),
+                None => Ok(None),
+            });
+            match loaded {
+                Ok(Some(record)) => {
+                    owners.extend(record.backings().map(|backing| (backing.file(), name.clone())));
+                    found.records.push(record);
+                }
                 Ok(None) => found.unfinished.push(dir),
                 Err(error) => {
                     tracing::error!(
@@ -44,8 +55,17 @@ impl Daemon {
     }
 }
 
+/// Of two machines with one file for their RAM, by their records, at most one can be right.
+fn check_ram_is_nobodys(owners: &HashMap<FileId, String>, record: VmRecord) -> io::Result<VmRecord> {
+    let owner = record.backings().find_map(|backing| owners.get(&backing.file()));
+    match owner {
+        None => Ok(record),
+        Some(owner) => Err(io::Error::new(io::ErrorKind::InvalidData, format!("its RAM is the RAM of '{owner}'"))),
+    }
+}
+
 fn load(dir: &Path, name: &str) -> io::Result<Option<VmRecord>> {
-    // Daemons before 1.1 gave it to QEMU's user. From here on only root changes what lies in it, so that what is read now stays what was
+    // Earlier daemons gave it to QEMU's user. From here on only root changes what lies in it, so that what is read now stays what was
     // read. A file of root's that its user had moved here from another machine's directory is told by the name in it; an old one of the
     // same machine's cannot be told, and says what was true of it once.
     take_directory(dir)?;

@@ -31,11 +31,12 @@ use super::load::Found;
 use super::reclaim::balloon::deflate_left_over;
 use super::record::{Lifecycle, VmRecord};
 use super::run::remove_files;
-use super::{Daemon, Entry, Hold, shares_ram};
+use super::{Daemon, Entry, Hold};
 use crate::migration::records::Stage;
 use crate::migration::rollback;
 use crate::migration::waiting::wait_for_verdict;
 use crate::qemu::launch::qmp_socket;
+use crate::several;
 
 impl Daemon {
     /// Takes up what an earlier daemon left in the state directory.
@@ -43,22 +44,15 @@ impl Daemon {
     /// # Errors
     /// Where the directory cannot be read.
     pub fn recover(self: &Arc<Self>) -> std::io::Result<()> {
-        let Found { records, unfinished, mut unread } = self.read_machines()?;
-        for dir in unfinished {
-            self.clear_unfinished(&dir);
-        }
-        for record in records {
-            if let Some(owner) = shares_ram(&self.table(), &record) {
-                tracing::error!(vm = %record.name, owner, "its RAM is another machine's by their records: it is not looked after");
-                unread.push(record.name);
-                continue;
-            }
-            self.recover_machine(record);
-        }
+        let Found { records, unfinished, unread } = self.read_machines()?;
+        several::map(unfinished, |dir| self.clear_unfinished(&dir));
+        // As the disk has them: what is not written down any more because the disk is full is still needed by the next daemon.
+        let named = records.iter().flat_map(VmRecord::own_files).map(|file| file.path).collect();
+        several::map(records, |record| self.recover_machine(record));
         if unread.is_empty() {
             self.forget_pages_of_nobody();
         }
-        self.remove_stray_ram(&unread);
+        self.remove_stray_ram(&named, &unread);
         Ok(())
     }
 
@@ -158,7 +152,7 @@ impl Daemon {
     /// A start that was never finished: its QEMU, if there is one, belongs to nobody.
     fn clear_unfinished(&self, dir: &std::path::Path) {
         tracing::warn!(dir = %dir.display(), "removing a machine whose start was never finished");
-        // Daemons before 1.1 had the socket beside the record.
+        // Earlier daemons had the socket beside the record.
         for socket in [qmp_socket(dir), dir.join("qmp.sock")] {
             if let Ok(mut control) = Control::connect(&socket) {
                 let _ = control.send("quit");
@@ -168,15 +162,13 @@ impl Daemon {
         remove_files(dir, &[], &self.state.logs());
     }
 
-    /// Removes RAM files of no machine: those that are on no record, neither by what they are nor by their name, and do not begin with
-    /// the name of a machine whose record is `unread`.
-    fn remove_stray_ram(&self, unread: &[String]) {
-        let (paths, files) = {
+    /// Removes RAM files of no machine: those that are on no record, neither by what they are nor by their name (`named`), and do not begin
+    /// with the name of a machine whose record is `unread`.
+    fn remove_stray_ram(&self, named: &HashSet<PathBuf>, unread: &[String]) {
+        let files: HashSet<FileId> = {
             let table = self.table();
-            let records = || table.values().filter_map(|entry| entry.record.as_ref());
-            let paths: HashSet<PathBuf> = records().flat_map(VmRecord::own_files).map(|file| file.path).collect();
-            let files: HashSet<FileId> = records().flat_map(VmRecord::backings).map(Backing::file).collect();
-            (paths, files)
+            let records = table.values().filter_map(|entry| entry.record.as_ref());
+            records.flat_map(VmRecord::backings).map(Backing::file).collect()
         };
         for entry in std::fs::read_dir(self.state.ram()).into_iter().flatten().flatten() {
             let path = entry.path();
@@ -184,7 +176,7 @@ impl Daemon {
             let may_be_of =
                 |machine: &String| name.strip_prefix(machine.as_str()).is_some_and(|rest| rest.starts_with('-'));
             let stray = match Place::at(&path).and_then(|place| place.id()) {
-                Ok(file) => !paths.contains(&path) && !files.contains(&file),
+                Ok(file) => !named.contains(&path) && !files.contains(&file),
                 // What cannot be looked at is not known to be nobody's.
                 Err(_) => false,
             };

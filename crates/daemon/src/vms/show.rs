@@ -10,6 +10,7 @@ use crate::metrics::Traffic;
 use crate::migration::queue::Counts;
 use crate::problems::unknown_vm;
 use crate::qemu::binary;
+use crate::several;
 
 impl Daemon {
     /// One machine.
@@ -34,7 +35,7 @@ impl Daemon {
         let mut entries: Vec<(String, Entry)> =
             self.table().iter().map(|(name, entry)| (name.clone(), entry.clone())).collect();
         entries.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
-        entries.iter().map(|(name, entry)| self.describe(name, entry)).collect()
+        several::map(entries, |(name, entry)| self.describe(&name, &entry))
     }
 
     fn describe(&self, name: &str, entry: &Entry) -> Vm {

@@ -343,6 +343,23 @@ impl Drop for Host {
     }
 }
 
+/// A host whose state directory is a file system of one MiB.
+pub fn small_host() -> Host {
+    Host::on("", |state| {
+        std::fs::create_dir(state).expect("a directory");
+        let mount =
+            Command::new("mount").args(["-t", "tmpfs", "-o", "size=1m,mode=755", "sterna-test"]).arg(state).status();
+        assert!(mount.expect("mount runs").success(), "a file system");
+    })
+}
+
+/// Fills a file system to the last byte.
+pub fn fill(path: &Path) {
+    let mut file = std::fs::File::create(path).expect("a file");
+    let error = std::io::copy(&mut std::io::repeat(1), &mut file).expect_err("it has an end");
+    assert_eq!(error.kind(), std::io::ErrorKind::StorageFull);
+}
+
 /// Ends a machine's QEMU, as the kernel does when memory runs out.
 pub fn end_machine(pid: u32) {
     end_process(pid, "sterna-host-");
