@@ -17,7 +17,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Bytes of a hello.
 pub const HELLO_BYTES: usize = 64;
 /// The version this code speaks.
-pub const VERSION: Version = Version { major: 1, minor: 0 };
+pub const VERSION: Version = Version { major: 1, minor: 1 };
 const MAGIC: [u8; 8] = *b"STERNA\r\n";
 
 /// What a daemon can do beyond the version's base.

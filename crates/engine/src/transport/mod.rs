@@ -28,7 +28,7 @@ use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, HelloError, Role, VERSION};
+use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, HelloError, Role, VERSION, Version};
 
 use self::connection::Connection;
 use self::credentials::Credentials;
@@ -64,7 +64,7 @@ fn hello(session: SessionKey, role: Role) -> Hello {
     }
 }
 
-/// Calls the peer, encrypts the connection where there are credentials, and exchanges hellos.
+/// Calls the peer, encrypts the connection where there are credentials, and exchanges hellos. The connection, and the version that both speak.
 ///
 /// # Errors
 /// [`MigrateError::Unreachable`], [`MigrateError::Tls`], [`MigrateError::Link`], [`MigrateError::Hello`].
@@ -73,7 +73,7 @@ pub fn call(
     session: SessionKey,
     role: Role,
     credentials: Option<&Credentials>,
-) -> Result<Connection, MigrateError> {
+) -> Result<(Connection, Version), MigrateError> {
     let unreachable = |source| MigrateError::Unreachable { peer: peer.into(), source };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in peer.to_socket_addrs().map_err(unreachable)? {
@@ -101,7 +101,7 @@ fn host_of(peer: &str) -> &str {
     host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
 }
 
-fn greet(mut stream: Connection, session: SessionKey, role: Role) -> Result<Connection, MigrateError> {
+fn greet(mut stream: Connection, session: SessionKey, role: Role) -> Result<(Connection, Version), MigrateError> {
     let ours = hello(session, role);
     let exchange = || -> io::Result<[u8; HELLO_BYTES]> {
         prepare(stream.socket(), HELLO_TIMEOUT)?;
@@ -109,9 +109,9 @@ fn greet(mut stream: Connection, session: SessionKey, role: Role) -> Result<Conn
         read_hello(&mut stream)
     };
     let theirs = { exchange }().map_err(refused_or("agreeing on a version with the peer"))?;
-    ours.agree(&Hello::decode(&theirs)?)?;
+    let (version, _) = ours.agree(&Hello::decode(&theirs)?)?;
     prepare(stream.socket(), STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
-    Ok(stream)
+    Ok((stream, version))
 }
 
 /// A listener refuses a caller's certificate when the caller believes the handshake done: it says so instead of its hello.
