@@ -400,7 +400,6 @@ impl Migration<'_> {
         let pacer = Pacer::new(self.options.bandwidth_bytes_per_s, &self.bandwidth);
         let mut rounds = Rounds::new(ram, self.monitor, streams, tracker, self.options, pacer, free_pages)?;
         rounds.untracked = self.direct_io;
-        rounds.look_for_untracked(vmm)?;
         let allocated = rounds.everything()?;
         rounds.skip_free(vmm);
         let total = ram.layout().pages();

@@ -54,11 +54,11 @@ pub fn precopy(
     let mut policy = Convergence::new(goal);
     let mut at_least = Duration::ZERO;
     loop {
+        rounds.look_for_untracked(vmm)?;
         let began = Instant::now();
         watched(vmm, rounds.monitor, || rounds.send(link, until))?;
         wait(rounds.monitor, began + at_least)?;
         let dirty_rate = rounds.collect(tracker)?;
-        rounds.look_for_untracked(vmm)?;
         if let Some(round) = rounds.done.last_mut() {
             round.dirty_rate_pages_per_s = dirty_rate;
         }

@@ -122,7 +122,6 @@ impl Switchover<'_> {
         self.monitor.update(|progress| progress.throttle_percent = 0);
         link.control.send(&Request::Stopped)?;
         rounds.collect(tracker)?;
-        rounds.look_for_untracked(vmm)?;
         rounds.collect_untracked()?;
         let processors = rounds.processors(vmm);
         link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
@@ -182,9 +181,6 @@ impl Switchover<'_> {
         let stopped = self.stop(rounds, link, tracker, vmm)?;
         link.control.ask(&Request::Stopped, REPLY_TIMEOUT)?;
         let processors = rounds.processors(vmm);
-        if !rounds.done.is_empty() {
-            rounds.look_for_untracked(vmm)?;
-        }
         let began = Instant::now();
         let (saved, left) = std::thread::scope(|scope| {
             let saving = scope.spawn(|| vmm.save_devices().and_then(|()| vmm.saved(DEVICE_TIMEOUT)));

@@ -128,7 +128,7 @@ pub trait Source: Send {
     }
 
     /// Whether somebody writes the guest's RAM past the VMM's page tables now, or may: then content tells what was written. Where it is so at any look,
-    /// it is so for the whole migration. Looked after each collection, because what has a page mapped or pinned over a collection is found by it.
+    /// it is so for the whole migration.
     ///
     /// # Errors
     /// [`VmmError`]; refused where content would not tell, either.
