@@ -9,7 +9,7 @@ use sterna_engine::host::BlockFile;
 use sterna_engine::ram::Ram;
 use sterna_fuzz::sealed_memory;
 use sterna_protocol::frame::packed::{Block, Codec, PackedFrame};
-use sterna_protocol::frame::page_digest;
+use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::spec::BlockSpec;
@@ -17,7 +17,7 @@ use sterna_sys::map::Access;
 
 thread_local! {
     /// As a connection has them: kept from one frame to the next.
-    static RECEIVER: RefCell<(Decoder, Ram)> = RefCell::new((Decoder::default(), ram()));
+    static RECEIVER: RefCell<(Decoder, Ram)> = RefCell::new((Decoder::new(Digester::UNSEEDED), ram()));
 }
 
 fuzz_target!(|bytes: &[u8]| {
@@ -34,7 +34,7 @@ fuzz_target!(|bytes: &[u8]| {
     let frame = PackedFrame { round: 0, chunk: ChunkIndex(0), full, delta, zero: none, blocks };
     RECEIVER.with_borrow_mut(|(decoder, ram)| {
         // Ones are what RAM holds, so that some input fits its digests: differences that change nothing.
-        let digests = vec![page_digest(&[1; PAGE_BYTES]); pages];
+        let digests = vec![Digester::UNSEEDED.page(&[1; PAGE_BYTES]); pages];
         if let Ok(bodies) = decoder.decode(&frame, &digests, &payload, ram) {
             assert!(bodies.len() == pages * PAGE_BYTES && bodies.iter().all(|byte| *byte == 1));
         }

@@ -5,13 +5,12 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use sterna_protocol::frame::page_digest;
+use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, LayoutError, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::file;
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::map::{Access, SharedMapping};
-use xxhash_rust::xxh3::Xxh3;
 
 use crate::host::BlockFile;
 
@@ -269,17 +268,15 @@ impl Ram {
     ///
     /// # Errors
     /// As [`page_digests`](Self::page_digests).
-    pub fn chunk_digest(&self, chunk: ChunkIndex) -> io::Result<u64> {
-        let mut hash = Xxh3::new();
-        self.page_digests(chunk)?.iter().for_each(|digest| hash.update(&digest.to_le_bytes()));
-        Ok(hash.digest())
+    pub fn chunk_digest(&self, chunk: ChunkIndex, digester: Digester) -> io::Result<u64> {
+        Ok(digester.pages(&self.page_digests(chunk, digester)?))
     }
 
     /// A digest of each page of a chunk; 0 for zeros and holes.
     ///
     /// # Errors
     /// [`RamFault`], or the file's holes cannot be read.
-    pub fn page_digests(&self, chunk: ChunkIndex) -> io::Result<Vec<u64>> {
+    pub fn page_digests(&self, chunk: ChunkIndex, digester: Digester) -> io::Result<Vec<u64>> {
         let pages = self.layout.place(chunk).map_or(0, |place| place.pages);
         let allocated = self.allocated_in(chunk)?;
         let mut body = [0; PAGE_BYTES];
@@ -287,7 +284,7 @@ impl Ram {
         for page in allocated.iter() {
             self.read(chunk, page, &mut body)?;
             if !is_zero(&body) {
-                digests[usize::from(page)] = page_digest(&body);
+                digests[usize::from(page)] = digester.page(&body);
             }
         }
         // A file that was cut short has holes only.

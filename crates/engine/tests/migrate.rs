@@ -202,22 +202,33 @@ fn without_the_log_of_discards_the_comparison_catches_the_stale_pages() {
     }
 }
 
+/// Who says that RAM is written past the page tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Told {
+    Nobody,
+    /// What is known before the migration.
+    Before,
+    /// The VMM, when it is asked while pages go.
+    WhenAsked,
+}
+
 /// Fills 2,000 pages with 5, one of them with `before`, and writes that one past the page tables (through another mapping of the file, as
 /// direct I/O does) when the guest stops.
-fn untracked_write(mode: Mode, before: u8, direct_io: bool) -> Outcome {
+fn untracked_write(mode: Mode, before: u8, told: Told) -> Outcome {
     let (host, peer) = Destination::serve();
     host.postcopy.store(true, Ordering::Release);
     let ram = GuestRam::new(8 * MIB);
     (0..2000).for_each(|page| ram.write_page(page, if page == 77 { before } else { 5 }));
     let file = ram.file.try_clone().unwrap();
     let mut vmm = SourceVmm::new(None);
+    vmm.faults.writes_untracked = told == Told::WhenAsked;
     vmm.faults.at_stop = Some(Box::new(move || {
         std::os::unix::fs::FileExt::write_all_at(&file, &[8; 4096], 77 * 4096).unwrap();
     }));
     let mut outgoing = outgoing(&ram, vmm, InsideSelf::default());
-    outgoing.direct_io = direct_io;
+    outgoing.direct_io = told == Told::Before;
     let outcome = run(outgoing, &peer, &MigrateOptions { mode, ..verified(1) });
-    if direct_io {
+    if told != Told::Nobody {
         host.assert_same(&ram);
     }
     outcome
@@ -226,9 +237,9 @@ fn untracked_write(mode: Mode, before: u8, direct_io: bool) -> Outcome {
 #[test]
 fn a_write_past_the_page_tables_is_found_by_content() {
     if tracking_works() {
-        let report = untracked_write(Mode::Precopy, 5, true).report;
+        let report = untracked_write(Mode::Precopy, 5, Told::Before).report;
         assert_eq!((report.status, report.tracking.untracked_writes), (Status::Completed, 1));
-        let missed = untracked_write(Mode::Precopy, 5, false);
+        let missed = untracked_write(Mode::Precopy, 5, Told::Nobody);
         assert_eq!(code(&missed), "verify-mismatch", "the test would pass without the handling");
     }
 }
@@ -239,14 +250,25 @@ fn a_write_past_the_page_tables_is_found_by_content() {
 fn a_write_past_the_page_tables_into_a_page_of_zeros_is_found_by_content() {
     if tracking_works() {
         for mode in [Mode::Precopy, Mode::Hybrid] {
-            let report = untracked_write(mode, 0, true).report;
+            let report = untracked_write(mode, 0, Told::Before).report;
             assert_eq!((report.status, report.tracking.untracked_writes), (Status::Completed, 1), "{mode:?}");
         }
         for mode in [Mode::Postcopy, Mode::StopAndCopy] {
-            let report = untracked_write(mode, 0, true).report;
+            let report = untracked_write(mode, 0, Told::Before).report;
             assert_eq!((report.status, report.verify.mismatches), (Status::Completed, 0), "{mode:?}");
         }
-        assert_eq!(code(&untracked_write(Mode::Precopy, 0, false)), "verify-mismatch");
+        assert_eq!(code(&untracked_write(Mode::Precopy, 0, Told::Nobody)), "verify-mismatch");
+    }
+}
+
+/// A disk that came, or began to do direct I/O, while pages went. Seen to fail, a page differing, while that was asked for once, before the first.
+#[test]
+fn a_writer_past_the_page_tables_that_comes_while_pages_go_is_found() {
+    if tracking_works() {
+        for mode in [Mode::Precopy, Mode::Hybrid] {
+            let report = untracked_write(mode, 5, Told::WhenAsked).report;
+            assert_eq!((report.status, report.tracking.untracked_writes), (Status::Completed, 1), "{mode:?}");
+        }
     }
 }
 

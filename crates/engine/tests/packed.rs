@@ -15,8 +15,8 @@ use pair::Destination;
 use sterna_api::{Blame, Problem};
 use sterna_engine::host::{DestinationHost, MigrationId, Verdict};
 use sterna_protocol::frame::packed::{Block, Codec, PackedFrame};
-use sterna_protocol::frame::{Frame, FrameWriter, page_digest};
-use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, Role, VERSION};
+use sterna_protocol::frame::{Digester, Frame, FrameWriter};
+use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, Role, VERSION, Version};
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::message::{PREFIX_BYTES, Reply, Request, decode, decode_prefix, encode};
 use sterna_protocol::pages::PageSet;
@@ -47,7 +47,9 @@ impl Peer {
         let id = u128::from(NEXT.fetch_add(1, Ordering::Relaxed)) << 64 | 0xbad;
         let dial = |role| {
             let mut stream = TcpStream::connect(address).expect("it listens");
-            let hello = Hello { version: VERSION, role, features, needed: Features::NONE, session: id, key: KEY };
+            // One of before digests were seeded.
+            let version = Version { minor: 0, ..VERSION };
+            let hello = Hello { version, role, features, needed: Features::NONE, session: id, key: KEY };
             stream.write_all(&hello.encode()).expect("a hello goes out");
             stream.read_exact(&mut [0; HELLO_BYTES]).expect("and is answered");
             stream
@@ -122,7 +124,7 @@ fn whole(codec: Codec, pages: &[Page], encoded: &[u8]) -> (PackedFrame, Vec<u64>
     let (delta, zero) = (PageSet::EMPTY, PageSet::EMPTY);
     let blocks = vec![block(codec, pages.len(), encoded)];
     let frame = PackedFrame { round: 0, chunk: ChunkIndex(1), full, delta, zero, blocks };
-    (frame, pages.iter().map(|page| page_digest(page)).collect())
+    (frame, pages.iter().map(|page| Digester::UNSEEDED.page(&page[..])).collect())
 }
 
 /// A frame of chunk 1 with page 10 as a difference.
@@ -168,7 +170,7 @@ fn pages_arrive_in_every_encoding() {
         zero: PageSet::EMPTY,
         blocks: encoded.iter().map(|(codec, pages, bytes)| block(*codec, *pages, bytes)).collect(),
     };
-    let digests: Vec<u64> = pages.iter().map(|page| page_digest(page)).collect();
+    let digests: Vec<u64> = pages.iter().map(|page| Digester::UNSEEDED.page(&page[..])).collect();
     peer.send(&first, &digests, &encoded.iter().flat_map(|(_, _, bytes)| bytes.clone()).collect::<Vec<u8>>());
     // Then differences to them and to a hole, between whole pages, and zeros in the place of one.
     let mut changed = pages[0];
@@ -184,7 +186,8 @@ fn pages_arrive_in_every_encoding() {
         blocks: vec![block(Codec::Plain, 1, &fresh), block(Codec::Xbzrle, 3, &differences)],
         ..first
     };
-    let digests: Vec<u64> = [&fresh, &changed, &filled, &pages[2]].map(|page| page_digest(page)).to_vec();
+    let digests: Vec<u64> =
+        [&fresh, &changed, &filled, &pages[2]].map(|page| Digester::UNSEEDED.page(&page[..])).to_vec();
     peer.send(&second, &digests, &[&fresh[..], &differences].concat());
     assert_eq!(peer.end_round(), Reply::Arrived { suspects: vec![] });
     for at in 0..256 {

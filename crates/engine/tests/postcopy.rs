@@ -5,6 +5,7 @@
 mod pair;
 
 #[path = "support/relay.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
 mod relay;
 
 use std::os::unix::fs::MetadataExt;

@@ -63,6 +63,92 @@ fn what_cannot_be_moved_is_found() {
     }
 }
 
+/// Whether a disk of QEMU's writes past the page tables is told by the file that it has open, and by whose that is. The flag of its nodes, which was all that
+/// was looked at, and once, says nothing of a file on FUSE.
+#[test]
+fn disks_that_write_past_the_page_tables_are_found_whenever_they_come() {
+    for binary in binaries() {
+        let (disk, directory) = (Disk::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+        std::fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let file = directory.path().join("medium");
+        std::fs::write(&file, [1; 65536]).unwrap();
+        let config = Config::new("q35");
+        let from = Machine::source(&binary, &config, &disk);
+        let mut source = from.as_source();
+        assert!(!source.writes_untracked().unwrap(), "a raw disk of its page cache");
+        assert!(!inspect(&mut from.qmp.lock().unwrap()).unwrap().may_nest, "TCG writes through QEMU's page tables");
+        let add = |name: &str, path: &std::path::Path, direct: bool| {
+            let cache = json!({ "direct": direct });
+            let node =
+                json!({ "driver": "file", "node-name": name, "filename": path, "read-only": true, "cache": cache });
+            from.execute("blockdev-add", node);
+        };
+        let began = std::time::Instant::now();
+        (0..100).for_each(|_| assert!(!source.writes_untracked().unwrap()));
+        println!("{:?} a look", began.elapsed() / 100);
+        add("copied", &file, false);
+        assert!(!source.writes_untracked().unwrap());
+        add("direct", &file, true);
+        assert!(source.writes_untracked().unwrap(), "a medium that came later");
+        from.execute("blockdev-del", json!({ "node-name": "direct" }));
+        assert!(!source.writes_untracked().unwrap());
+        // QEMU has nothing but a file on FUSE, and its node says nothing of it.
+        let Some(fuse) = Fuse::mount(&file, directory.path()) else { continue };
+        add("fuse", &fuse.point, false);
+        assert_eq!(inspect(&mut from.qmp.lock().unwrap()).unwrap().direct_io, Vec::<String>::new());
+        assert!(source.writes_untracked().unwrap(), "a file on FUSE");
+        from.execute("blockdev-del", json!({ "node-name": "fuse" }));
+    }
+}
+
+/// A file served by FUSE.
+struct Fuse {
+    server: std::process::Child,
+    point: std::path::PathBuf,
+}
+
+impl Fuse {
+    /// Serves what `file` holds; `None`, and says so, where that cannot be.
+    fn mount(file: &std::path::Path, directory: &std::path::Path) -> Option<Self> {
+        let point = directory.join("served");
+        std::fs::write(&point, "").unwrap();
+        let kind = || {
+            let mounts = sterna_sys::mountinfo::mounts().unwrap();
+            mounts.into_iter().rev().find(|mount| mount.point == point).map(|mount| mount.kind)
+        };
+        let server = std::process::Command::new("qemu-storage-daemon")
+            .args(["--blockdev", &format!("driver=file,node-name=f,read-only=on,filename={}", file.display())])
+            .args(["--export", &format!("type=fuse,id=e,node-name=f,mountpoint={},allow-other=on", point.display())])
+            .stderr(std::process::Stdio::null())
+            .spawn();
+        let Ok(mut server) = server else {
+            println!("skipped: no qemu-storage-daemon to serve a file with");
+            return None;
+        };
+        let deadline = std::time::Instant::now() + LONG;
+        while kind().is_none() {
+            if server.try_wait().unwrap().is_some() || std::time::Instant::now() > deadline {
+                println!("skipped: nothing serves a file by FUSE here");
+                let _ = server.kill();
+                let _ = server.wait();
+                return None;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        assert!(kind().is_some_and(|kind| kind.starts_with("fuse")), "{:?}", kind());
+        std::fs::set_permissions(&point, std::os::unix::fs::PermissionsExt::from_mode(0o444)).unwrap();
+        Some(Self { server, point })
+    }
+}
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        let _ = sterna_sys::mount::unmount(&self.point);
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
 #[test]
 fn replies_of_any_length_arrive_whole() {
     for binary in binaries() {

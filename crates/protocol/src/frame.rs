@@ -5,7 +5,7 @@
 //!   +-------+----+----+-------+-------+-------+------------------------+------------------------+---------------+----------+
 //!   | STRF  |kind| 0  | words | round | chunk | full: 256 bits         | zero: 256 bits         | sequence      | checksum |
 //!   +-------+----+----+-------+-------+-------+------------------------+------------------------+---------------+----------+
-//!   then, for a chunk frame: a digest (XXH3-64) for each full page, in order, 8 bytes each · the bodies, 4,096 bytes each
+//!   then, for a chunk frame: a digest ([`Digester`]) for each full page, in order, 8 bytes each · the bodies, 4,096 bytes each
 //!         for a packed frame: `words` words of 8 bytes · the blocks (packed.rs)
 //! ```
 //!
@@ -22,12 +22,12 @@
 /// Blocks of encoded pages.
 pub mod packed;
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use self::packed::{MAX_WORDS, PackedFrame};
-use crate::hello::Features;
+use crate::hello::{Features, Version};
 use crate::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use crate::pages::PageSet;
 
@@ -35,6 +35,8 @@ use crate::pages::PageSet;
 pub const HEADER_BYTES: usize = 96;
 const CHECKED_BYTES: usize = HEADER_BYTES - 8;
 const MAGIC: [u8; 4] = *b"STRF";
+/// The minor version since which digests are seeded.
+const SEEDED_SINCE: u16 = 1;
 const KIND_CHUNK: u8 = 1;
 const KIND_ROUND_END: u8 = 2;
 const KIND_CLOSE: u8 = 3;
@@ -135,10 +137,39 @@ pub enum FrameError {
     Contradiction(u32),
 }
 
-/// The digest of a page's body.
-#[must_use]
-pub fn page_digest(body: &[u8]) -> u64 {
-    xxh3_64(body)
+/// How the pages of one migration are digested: by XXH3-64 with a seed that no guest knows.
+///
+/// Who knows how pages are digested can make two of them with the same digest, with XXH3 by hand. Inside a guest that may be anybody who has the say
+/// over one page (an uploaded file, in the page cache): the second would count as unchanged, also to the comparison of both sides, and the guest would go
+/// back to the first by being moved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Digester {
+    seed: u64,
+}
+
+impl Digester {
+    /// Without a seed: as peers of version 1.0 digest.
+    pub const UNSEEDED: Self = Self { seed: 0 };
+
+    /// As both sides of a migration do who speak this version; the seed is the lower half of its number, in whichever session.
+    #[must_use]
+    pub fn of(version: Version, migration: u128) -> Self {
+        if version.minor < SEEDED_SINCE { Self::UNSEEDED } else { Self { seed: migration as u64 } }
+    }
+
+    /// The digest of a page's body.
+    #[must_use]
+    pub fn page(self, body: &[u8]) -> u64 {
+        xxh3_64_with_seed(body, self.seed)
+    }
+
+    /// The digest of several pages' digests.
+    #[must_use]
+    pub fn pages(self, digests: &[u64]) -> u64 {
+        let mut hash = Xxh3::with_seed(self.seed);
+        digests.iter().for_each(|digest| hash.update(&digest.to_le_bytes()));
+        hash.digest()
+    }
 }
 
 /// Writes the headers of one connection.

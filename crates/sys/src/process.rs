@@ -12,11 +12,14 @@ use crate::file::FileId;
 mod interrupt;
 // What a process has mapped.
 mod maps;
+// What files a process has open.
+mod files;
 // A handle on a process that never means another.
 mod pidfd;
 // Processor time and faults.
 mod usage;
 
+pub use files::{OpenFile, open_files};
 pub use interrupt::interrupt;
 pub use maps::{Mapping, Permissions, maps, parse_maps};
 pub use pidfd::Pidfd;

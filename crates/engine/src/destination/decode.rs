@@ -7,8 +7,8 @@
 //! the guest runs, a chunk always rides the same connection, and a connection's frames are decoded and placed one after the other. Where the two
 //! sides disagree all the same, the page's digest does not fit.
 
+use sterna_protocol::frame::Digester;
 use sterna_protocol::frame::packed::{Codec, PackedFrame};
-use sterna_protocol::frame::page_digest;
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::xbzrle::{self, DeltaError};
 use zstd::bulk::Decompressor;
@@ -55,8 +55,8 @@ pub enum DecodeError {
 }
 
 /// Decodes the packed frames of one connection.
-#[derive(Default)]
 pub struct Decoder {
+    digester: Digester,
     bodies: Vec<u8>,
     zstd: Decompressor<'static>,
 }
@@ -68,6 +68,12 @@ impl std::fmt::Debug for Decoder {
 }
 
 impl Decoder {
+    /// For pages that were digested so.
+    #[must_use]
+    pub fn new(digester: Digester) -> Self {
+        Self { digester, bodies: Vec::new(), zstd: Decompressor::default() }
+    }
+
     /// The bodies of [`PackedFrame::pages`], one after another. `payload` and `digests` are as long as the frame says; it fits the layout of
     /// `ram`, whose pages differences are against. Nothing is placed.
     ///
@@ -101,7 +107,7 @@ impl Decoder {
             (rest, payload, ahead) = (onward, later, others);
         }
         for ((page, digest), body) in pages.iter().zip(digests).zip(bodies.chunks_exact(PAGE_BYTES)) {
-            if page_digest(body) != *digest {
+            if self.digester.page(body) != *digest {
                 let (chunk, page) = (frame.chunk, *page);
                 return Err(DecodeError::Digest { chunk, page, delta: frame.delta.contains(page) }.into());
             }
@@ -174,14 +180,15 @@ mod tests {
         let mut block = Vec::new();
         assert!(xbzrle::push(&[1; PAGE_BYTES], &new, &mut block, 64));
         let frame = frame(Codec::Xbzrle, 1, block.len());
-        let mut decoder = Decoder::default();
-        assert_eq!(decoder.decode(&frame, &[page_digest(&new)], &block, &ram).expect("it fits"), new);
+        let mut decoder = Decoder::new(Digester::UNSEEDED);
+        assert_eq!(decoder.decode(&frame, &[Digester::UNSEEDED.page(&new)], &block, &ram).expect("it fits"), new);
         let mut here = [0; PAGE_BYTES];
         ram.load(ChunkIndex(0), 0, &mut here).expect("RAM");
         assert_eq!(here, [1; PAGE_BYTES]);
         // To other content, the same difference makes another page.
         ram.write(ChunkIndex(0), &PageSet::first(1), &[2; PAGE_BYTES]).expect("room");
-        let error = decoder.decode(&frame, &[page_digest(&new)], &block, &ram).expect_err("it does not fit");
+        let error =
+            decoder.decode(&frame, &[Digester::UNSEEDED.page(&new)], &block, &ram).expect_err("it does not fit");
         assert!(matches!(error, MigrateError::Decode(DecodeError::Digest { page: 0, delta: true, .. })), "{error:?}");
     }
 
@@ -199,7 +206,7 @@ mod tests {
                 _ => {}
             }
             let digests = vec![12345; pages];
-            let (mut decoder, frame) = (Decoder::default(), frame(codec, pages, payload.len()));
+            let (mut decoder, frame) = (Decoder::new(Digester::UNSEEDED), frame(codec, pages, payload.len()));
             let result = decoder.decode(&frame, &digests, &payload, &ram());
             prop_assert!(matches!(result, Err(MigrateError::Decode(_))));
         }

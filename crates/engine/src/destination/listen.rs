@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use sterna_protocol::hello::{Features, Role};
 
-use super::{Call, serve_session};
+use super::{Agreed, Call, serve_session};
 use crate::error::MigrateError;
 use crate::host::DestinationHost;
 use crate::transport::control::Answering;
@@ -88,7 +88,8 @@ fn take(stream: TcpStream, sessions: &Sessions, host: &dyn DestinationHost) -> R
         vacant
     };
     let _founded = founded.then(|| Founded { sessions: Arc::clone(sessions), session: hello.session });
-    serve_session(key, hello.features.common(Features::KNOWN), Answering::new(stream, key.key), received, host);
+    let agreed = Agreed { version: stream.version(), features: hello.features.common(Features::KNOWN) };
+    serve_session(key, agreed, Answering::new(stream, key.key), received, host);
     Ok(())
 }
 

@@ -26,8 +26,8 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
-use sterna_protocol::frame::FrameReader;
-use sterna_protocol::hello::{Features, Role};
+use sterna_protocol::frame::{Digester, FrameReader};
+use sterna_protocol::hello::{Features, Role, Version};
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, MAX_SUSPECTS, Reply, Request};
 use sterna_protocol::pages::PageMap;
@@ -61,6 +61,15 @@ const MAX_STREAMS: u16 = sterna_api::options::MAX_STREAMS as u16;
 /// A connection of a session, as the listener hands it on.
 pub(crate) type Call = (Role, Connection);
 
+/// What both sides of a session agreed on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Agreed {
+    /// The version that both speak.
+    pub version: Version,
+    /// What both can do.
+    pub features: Features,
+}
+
 /// A session's connections but the control connection.
 struct Connections {
     /// Those that carry pages, in order.
@@ -84,7 +93,7 @@ impl Connections {
 struct Session<'a> {
     id: MigrationId,
     key: SessionKey,
-    agreed: Features,
+    agreed: Agreed,
     host: &'a dyn DestinationHost,
     control: Answering,
     calls: Receiver<Call>,
@@ -93,7 +102,7 @@ struct Session<'a> {
 /// Serves one migration on its control connection, from the first request to the last.
 pub(crate) fn serve_session(
     key: SessionKey,
-    agreed: Features,
+    agreed: Agreed,
     control: Answering,
     calls: Receiver<Call>,
     host: &dyn DestinationHost,
@@ -115,7 +124,7 @@ impl Session<'_> {
             Request::Propose { id, spec, streams, postcopy, verify }
                 if *id == self.id.0 && (1..=MAX_STREAMS).contains(streams) =>
             {
-                (spec, *streams, *verify, *postcopy && self.agreed.contains(Features::POSTCOPY))
+                (spec, *streams, *verify, *postcopy && self.agreed.features.contains(Features::POSTCOPY))
             }
             Request::Resume { id, streams } if (1..=MAX_STREAMS).contains(streams) => {
                 return self.resume(MigrationId(*id), *streams, &request);
@@ -134,7 +143,7 @@ impl Session<'_> {
             Err(problem) => return self.control.answer(&request, &Reply::Failed(problem)),
         };
         let mut guard = Guard { host: self.host, id: self.id, incoming: Some(incoming), pager: None };
-        let no_postcopy = guard.open_pager(&ram, verify);
+        let no_postcopy = guard.open_pager(&ram, verify.then(|| self.digester()));
         let accepted = Reply::Accepted {
             host: hostname(),
             qemu: guard.incoming_mut().qemu_version.clone(),
@@ -189,7 +198,7 @@ impl Session<'_> {
         let source = pager.as_deref().zip(requests);
         let source = source.map(|(pager, requests)| SourceOf::new(pager, requests, self.key.key, hang_up));
         let arrivals = Arrivals::new(streams);
-        let placer = Placer::new(ram, self.host, pager.as_deref());
+        let placer = Placer::new(ram, self.host, pager.as_deref(), self.digester());
         self.with_receivers(connections.pages, urgent, &placer, &arrivals, |session| {
             let result = session.converse(&mut guard, spec, &placer, &arrivals, &held, source);
             if let Err(error) = &result {
@@ -198,6 +207,11 @@ impl Session<'_> {
             }
             result
         })
+    }
+
+    /// How both sides digest the migration's pages.
+    fn digester(&self) -> Digester {
+        Digester::of(self.agreed.version, self.id.0)
     }
 
     /// What ends the session's connections from elsewhere, the control connection among them.
@@ -224,7 +238,7 @@ impl Session<'_> {
             // They read until their connection is shut down.
             let _hang_up = hang_up;
             for (index, stream) in pages.iter_mut().enumerate() {
-                let reader = FrameReader::new(self.key.key, self.agreed);
+                let reader = FrameReader::new(self.key.key, self.agreed.features);
                 scope.spawn(move || receive::receive(index, stream, reader, placer, arrivals));
             }
             work(self)
@@ -352,12 +366,13 @@ impl Session<'_> {
                 if *count > MAX_DIGEST_CHUNKS || end > u64::from(ram.layout().chunks()) {
                     return Err(MigrateError::Request("digests of chunks that this machine does not have"));
                 }
-                let digests =
-                    (first.0..end as u32).map(|chunk| ram.chunk_digest(ChunkIndex(chunk))).collect::<Result<_, _>>();
+                let digests = (first.0..end as u32).map(|chunk| ram.chunk_digest(ChunkIndex(chunk), placer.digester()));
+                let digests = digests.collect::<Result<_, _>>();
                 Ok(Reply::Digests(digests.map_err(MigrateError::host("reading the guest's RAM to compare it"))?))
             }
             Request::PageDigests { chunk } => Ok(Reply::Digests(
-                ram.page_digests(*chunk).map_err(MigrateError::host("reading the guest's RAM to compare it"))?,
+                ram.page_digests(*chunk, placer.digester())
+                    .map_err(MigrateError::host("reading the guest's RAM to compare it"))?,
             )),
             Request::Load => {
                 guard.incoming_mut().vmm.loaded(LOAD_TIMEOUT)?;
@@ -439,7 +454,7 @@ impl Guard<'_> {
     }
 
     /// Makes ready for a guest that runs before all its pages are here, where that was asked for; why it cannot be, where it cannot.
-    fn open_pager(&mut self, ram: &Arc<Ram>, verify: bool) -> Option<Problem> {
+    fn open_pager(&mut self, ram: &Arc<Ram>, verify: Option<Digester>) -> Option<Problem> {
         let opened = match self.incoming_mut().paging.take()? {
             Ok(means) => Pager::open(Arc::clone(ram), means, verify).map_err(|error| error.problem()),
             Err(problem) => Err(problem),

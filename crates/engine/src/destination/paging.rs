@@ -94,7 +94,7 @@ impl Session<'_> {
             return Err(MigrateError::Bug("the faults' connection was not waited for"));
         };
         let arrivals = Arrivals::new(streams);
-        let placer = Placer::new(&ram, self.host, Some(&pager));
+        let placer = Placer::new(&ram, self.host, Some(&pager), self.digester());
         let mut source = SourceOf::new(&pager, requests, self.key.key, hang_up);
         self.with_receivers(connections.pages, Some(urgent), &placer, &arrivals, |session| {
             source.attach();
@@ -163,7 +163,8 @@ impl Session<'_> {
             took_us: pager.took().as_micros() as u64,
             duplicate: pager.duplicate(),
             faults: pager.faults(),
-            verifiable: pager.verifiable(),
+            // A source that digests otherwise than the one before (it is of another version) would find every page another.
+            verifiable: pager.digester() == Some(self.digester()),
         };
         if !(verify && account.verifiable) {
             self.finish(pager);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sterna_protocol::frame::packed::PackedFrame;
-use sterna_protocol::frame::{ChunkFrame, page_digest};
+use sterna_protocol::frame::{ChunkFrame, Digester};
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
@@ -24,6 +24,7 @@ pub struct Placer<'a> {
     ram: &'a Ram,
     host: &'a dyn DestinationHost,
     pager: Option<&'a Pager>,
+    digester: Digester,
     placed_bytes: AtomicU64,
     suspects: Mutex<PageMap>,
 }
@@ -31,8 +32,15 @@ pub struct Placer<'a> {
 impl<'a> Placer<'a> {
     /// Into RAM that is holes all over. With a pager that has begun, pages are the guest's as soon as they are in their place.
     #[must_use]
-    pub fn new(ram: &'a Ram, host: &'a dyn DestinationHost, pager: Option<&'a Pager>) -> Self {
-        Self { ram, host, pager, placed_bytes: AtomicU64::new(0), suspects: Mutex::new(PageMap::empty(ram.layout())) }
+    pub fn new(ram: &'a Ram, host: &'a dyn DestinationHost, pager: Option<&'a Pager>, digester: Digester) -> Self {
+        let (placed_bytes, suspects) = (AtomicU64::new(0), Mutex::new(PageMap::empty(ram.layout())));
+        Self { ram, host, pager, digester, placed_bytes, suspects }
+    }
+
+    /// How the pages are digested.
+    #[must_use]
+    pub fn digester(&self) -> Digester {
+        self.digester
     }
 
     /// The RAM that pages are put into.
@@ -57,7 +65,7 @@ impl<'a> Placer<'a> {
             .full
             .iter()
             .zip(bodies.chunks_exact(PAGE_BYTES).zip(digests))
-            .filter(|(_, (body, digest))| page_digest(body) != **digest)
+            .filter(|(_, (body, digest))| self.digester.page(body) != **digest)
             .map(|(page, _)| page)
             .collect();
         if let Some(pager) = self.begun_pager() {

@@ -134,7 +134,7 @@ fn frames(
     };
     // A chunk fits the processor's cache: what is read here was just received.
     let mut buffer = vec![0; CHUNK_BYTES];
-    let mut decoder = Decoder::default();
+    let mut decoder = Decoder::new(placer.digester());
     loop {
         let mut header = [0; HEADER_BYTES];
         match stream.read(&mut header).map_err(MigrateError::link("receiving pages"))? {

@@ -5,9 +5,11 @@
 //! [`SentTable`](crate::source::sent::SentTable) has it. This is the table for the others.
 //!
 //! **Collisions.** A page left out wrongly is lost to the destination. By accident that takes 2^128 tries with the hashes of this table
-//! (2^64 with XXH3: with 10^9 pages compared, one chance in 10^10). A guest that *makes* collisions, as is easy for MD5 and XXH3,
-//! damages its own memory only: every guest has a table of its own, and nothing is taken from one guest's for another's. `--verify`
-//! compares by XXH3 and so finds those of the others.
+//! (2^64 with XXH3: with 10^9 pages compared, one chance in 10^10). Who *makes* collisions, as is easy for MD5 and XXH3, can only harm
+//! the guest that he is in: every guest has a table of its own, and nothing is taken from one guest's for another's. That may be one user of
+//! the guest against the others, so XXH3, the default, is seeded with what no guest knows
+//! ([`Digester`](sterna_protocol::frame::Digester)); the other hashes are those of D-Track's comparison, as they are. `--verify` compares by
+//! seeded XXH3, too, and so finds their collisions.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

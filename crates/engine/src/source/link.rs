@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sterna_api::problem::words;
 use sterna_api::{MigrateOptions, Problem};
+use sterna_protocol::frame::Digester;
 use sterna_protocol::hello::Role;
 use sterna_protocol::layout::{ChunkIndex, Layout, PageIndex};
 use sterna_protocol::message::{Reply, Request};
@@ -48,22 +49,32 @@ pub struct Link {
     session: SessionKey,
     address: String,
     credentials: Option<Arc<Credentials>>,
+    /// How both sides digest the migration's pages.
+    digester: Digester,
     /// Requests and replies.
     pub control: Asking,
 }
 
 impl Link {
-    /// Reaches the destination and agrees on version and features.
+    /// Reaches the destination and agrees on version and features, for this migration.
     ///
     /// # Errors
     /// [`MigrateError`].
     pub fn connect(
         address: &str,
+        id: MigrationId,
         session: SessionKey,
         credentials: Option<Arc<Credentials>>,
     ) -> Result<Self, MigrateError> {
         let stream = call(address, session, Role::Control, credentials.as_deref())?;
-        Ok(Self { session, address: address.into(), credentials, control: Asking::new(stream, session.key) })
+        let (digester, control) = (Digester::of(stream.version(), id.0), Asking::new(stream, session.key));
+        Ok(Self { session, address: address.into(), credentials, digester, control })
+    }
+
+    /// How both sides digest the migration's pages.
+    #[must_use]
+    pub fn digester(&self) -> Digester {
+        self.digester
     }
 
     /// Proposes the machine; what the destination says of itself.
@@ -105,7 +116,7 @@ impl Link {
     /// # Errors
     /// [`MigrateError`].
     pub fn stream(&self, index: u16) -> Result<Stream, MigrateError> {
-        Ok(Stream::new(self.call(Role::Pages(index))?, self.session.key))
+        Ok(Stream::new(self.call(Role::Pages(index))?, self.session.key, self.digester))
     }
 
     /// The connection that carries the devices' state.
@@ -122,7 +133,7 @@ impl Link {
     /// [`MigrateError`].
     pub fn faults(&self) -> Result<(Requests, Stream), MigrateError> {
         let requests = Requests::new(self.call(Role::Faults)?, self.session.key)?;
-        Ok((requests, Stream::new(self.call(Role::Urgent)?, self.session.key)))
+        Ok((requests, Stream::new(self.call(Role::Urgent)?, self.session.key, self.digester)))
     }
 
     /// Goes on with a migration whose guest runs there already; only with the daemon that took it, where that is known.

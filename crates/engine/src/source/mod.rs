@@ -111,7 +111,7 @@ pub struct Outgoing {
     pub tracker: Box<dyn Tracker>,
     /// What slows it down where that is asked for; [`throttle::ProcessThrottle`] for QEMU.
     pub throttle: Box<dyn Throttle>,
-    /// Whether disks write into its RAM past the page tables (direct I/O).
+    /// Whether it is known that disks write into its RAM past the page tables (direct I/O); the VMM is asked again while its pages go.
     pub direct_io: bool,
     /// For tests that show what the order of looking is for, and never in earnest: pages that were free once are left out for ever, whoever writes them.
     #[doc(hidden)]
@@ -343,7 +343,7 @@ impl Migration<'_> {
 
         self.monitor.enter(Phase::Connect);
         let session = SessionKey { session: self.id.0, key: self.id.0 as u64, needed: needed(self.options) };
-        let mut link = Link::connect(self.peer, session, self.host.credentials())?;
+        let mut link = Link::connect(self.peer, self.id, session, self.host.credentials())?;
         let result = self.with_link(vmm, blocks, &ram, tracker, &mut link);
         match result {
             Ok(Moved::Ended(fate)) => Ok(fate),
@@ -414,6 +414,7 @@ impl Migration<'_> {
 
         let pacer = Pacer::new(self.options.bandwidth_bytes_per_s, &self.bandwidth);
         let mut rounds = Rounds::new(ram, self.monitor, streams, tracker, self.options, pacer, free_pages)?;
+        rounds.untracked = self.direct_io;
         let allocated = rounds.everything()?;
         rounds.skip_free(vmm);
         let total = ram.layout().pages();
@@ -461,7 +462,7 @@ impl Migration<'_> {
         self.monitor.enter(Phase::Switchover);
         let Self { id, peer: address, daemon, host, monitor, .. } = *self;
         let record = |postcopy| move || host.handing_over(id, address, daemon, postcopy).map_err(MigrateError::Record);
-        let switchover = Switchover { verify: self.options.verify, direct_io: self.direct_io, monitor };
+        let switchover = Switchover { verify: self.options.verify, monitor };
         let loaded = match (ending, begun) {
             (Ending::Postcopy(because), Some(begun)) => {
                 self.report.mode = mode_after_switchover(self.options).into();

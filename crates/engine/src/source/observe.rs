@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_protocol::estimate::{Curve, Guest};
-use sterna_protocol::frame::page_digest;
+use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::PageMap;
 
@@ -235,5 +235,5 @@ fn digest(ram: &Ram, page: PageIndex) -> Result<u64, MigrateError> {
     }
     let mut body = [0; PAGE_BYTES];
     ram.read(page.chunk, page.page, &mut body).map_err(MigrateError::host("reading the guest's RAM"))?;
-    Ok(if is_zero(&body) { ZEROS } else { page_digest(&body) })
+    Ok(if is_zero(&body) { ZEROS } else { Digester::UNSEEDED.page(&body) })
 }

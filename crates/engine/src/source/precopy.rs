@@ -54,6 +54,7 @@ pub fn precopy(
     let mut policy = Convergence::new(goal);
     let mut at_least = Duration::ZERO;
     loop {
+        rounds.look_for_untracked(vmm)?;
         let began = Instant::now();
         watched(vmm, rounds.monitor, || rounds.send(link, until))?;
         wait(rounds.monitor, began + at_least)?;

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use sterna_api::options::HotPages as HotPagesOption;
 use sterna_api::{MigrateOptions, report};
 use sterna_introspect::PageTables;
+use sterna_protocol::frame::Digester;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::throughput::{Sample, Throughput};
 
@@ -21,7 +22,7 @@ use crate::error::MigrateError;
 use crate::monitor::Monitor;
 use crate::ram::Ram;
 use crate::transport::pacer::Pacer;
-use crate::vmm;
+use crate::vmm::{self, VmmError};
 
 /// How often pages that arrive damaged with the guest stopped are sent again.
 const REPEATS: u32 = 3;
@@ -43,6 +44,8 @@ pub struct Rounds<'a> {
     pub counts: Counts,
     /// Pages found changed though nobody saw the write.
     pub untracked_writes: u64,
+    /// Whether somebody writes RAM past the page tables, or may.
+    pub untracked: bool,
     /// How quickly pages went.
     pub throughput: Throughput,
     pacer: Pacer,
@@ -75,6 +78,8 @@ impl<'a> Rounds<'a> {
         free_pages: FreePages,
     ) -> Result<Self, MigrateError> {
         let layout = ram.layout();
+        // All connections of a session have the same.
+        let digester = streams.first().map_or(Digester::UNSEEDED, Stream::digester);
         Ok(Self {
             ram,
             monitor,
@@ -82,9 +87,10 @@ impl<'a> Rounds<'a> {
             done: Vec::new(),
             counts: Counts::default(),
             untracked_writes: 0,
+            untracked: false,
             throughput: Throughput::default(),
             pacer,
-            sent: SentTable::new(layout),
+            sent: SentTable::new(layout, digester),
             fake_dirty: FakeDirtyPages::new(options, layout, tracker.watch())?,
             encoding: Encoding::new(options, layout),
             hot: HotPages::new(layout, options.hot_pages == HotPagesOption::Hold),
@@ -202,7 +208,28 @@ impl<'a> Rounds<'a> {
         self.free.clear();
     }
 
-    /// Adds pages that were written past every tracker, found by their content. The guest is stopped and its I/O drained.
+    /// Asks who writes RAM past the page tables, where nobody was known to: again and again, as a medium can be changed, and a guest begin to run guests
+    /// of its own, while its pages go. Called between a collection and the reading of what it yielded, before each round.
+    ///
+    /// That is where whoever matters is found, and the pause need not wait for an answer. A write is missed where its page was mapped or pinned (which
+    /// is a write that is seen) before a collection, and it lands after the page was read in the round that follows. So its writer is there over the time
+    /// in between. One that comes after the last round's look pins what the last collection yields, and lands before that is read: with the guest stopped
+    /// and its I/O drained.
+    ///
+    /// # Errors
+    /// As [`writes_untracked`](vmm::Source::writes_untracked).
+    pub fn look_for_untracked(&mut self, vmm: &mut dyn vmm::Source) -> Result<(), MigrateError> {
+        if !self.untracked {
+            self.untracked = match vmm.writes_untracked() {
+                // Its main loop stands still behind a disk, say. That is no reason to end: it may be so.
+                Err(VmmError::Silent { .. }) => true,
+                told => told?,
+            };
+        }
+        Ok(())
+    }
+
+    /// Adds pages that were written past every tracker, found by their content, where somebody writes so. The guest is stopped and its I/O drained.
     ///
     /// A free page holds what it likes, so those are not looked at. Nor is any the target of I/O that lands unseen: whoever has I/O under way holds
     /// its page from before it is pinned until after the I/O, and to pin it is a write fault, which takes it out of the free ones at the next
@@ -212,6 +239,9 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// The RAM files' holes cannot be read.
     pub fn collect_untracked(&mut self) -> Result<(), MigrateError> {
+        if !self.untracked {
+            return Ok(());
+        }
         for chunk in self.ram.layout().iter() {
             let known = self.outstanding.chunk(chunk).or(self.free.chunk(chunk));
             let changed = changed_untracked(self.ram, &self.sent, chunk, &known)

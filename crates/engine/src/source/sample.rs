@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use sterna_protocol::frame::page_digest;
+use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
@@ -58,7 +58,7 @@ pub fn sample(ram: &Ram, allocated: &PageMap) -> Result<Sampled, MigrateError> {
         if is_zero(&body) {
             zeros += 1;
         } else {
-            std::hint::black_box(page_digest(&body));
+            std::hint::black_box(Digester::UNSEEDED.page(&body));
         }
     }
     let time_per_page = began.elapsed() / singles.max(1);

@@ -1,6 +1,5 @@
 //! What of a chunk travels: the decision about each page, and nothing else.
 
-use sterna_protocol::frame::page_digest;
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
@@ -141,7 +140,7 @@ pub fn select(
             counts.unchanged += 1;
             continue;
         }
-        let digest = page_digest(&body);
+        let digest = sent.digest(&body);
         if by_digest && sent.holds(chunk, page, digest) {
             counts.unchanged += 1;
             continue;
@@ -182,7 +181,7 @@ pub fn changed_untracked(ram: &Ram, sent: &SentTable, chunk: ChunkIndex, known: 
             // It is lost: the round that is to send it says so.
             return true;
         }
-        if empty { !is_zero(&body) } else { is_zero(&body) || !sent.holds(chunk, *page, page_digest(&body)) }
+        if empty { !is_zero(&body) } else { is_zero(&body) || !sent.holds(chunk, *page, sent.digest(&body)) }
     };
     Ok(PageSet::first(pages).without(known).iter().filter(changed).collect())
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use sterna_protocol::frame::{ChunkFrame, Frame, FrameWriter};
+use sterna_protocol::frame::{ChunkFrame, Digester, Frame, FrameWriter};
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::iovec::Outgoing;
@@ -24,6 +24,7 @@ use crate::transport::pacer::Pacer;
 pub struct Stream {
     connection: Connection,
     writer: FrameWriter,
+    digester: Digester,
     bytes: u64,
     cpu: Duration,
 }
@@ -99,8 +100,14 @@ impl Round<'_> {
 impl Stream {
     /// On a connection that has exchanged hellos.
     #[must_use]
-    pub fn new(connection: Connection, key: u64) -> Self {
-        Self { connection, writer: FrameWriter::new(key), bytes: 0, cpu: Duration::ZERO }
+    pub fn new(connection: Connection, key: u64, digester: Digester) -> Self {
+        Self { connection, writer: FrameWriter::new(key), digester, bytes: 0, cpu: Duration::ZERO }
+    }
+
+    /// How its pages are digested.
+    #[must_use]
+    pub fn digester(&self) -> Digester {
+        self.digester
     }
 
     /// Bytes sent so far, and processor time the sending threads took (the caller's own excluded).

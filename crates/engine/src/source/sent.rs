@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout};
+use sterna_protocol::frame::Digester;
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 
 const NEVER: u64 = 0;
 const ZERO: u64 = 1;
@@ -25,13 +26,20 @@ pub enum Last {
 #[derive(Debug)]
 pub struct SentTable {
     pages: Vec<AtomicU64>,
+    digester: Digester,
 }
 
 impl SentTable {
     /// Nothing sent yet.
     #[must_use]
-    pub fn new(layout: &Layout) -> Self {
-        Self { pages: (0..layout.chunks() as usize * CHUNK_PAGES).map(|_| AtomicU64::new(NEVER)).collect() }
+    pub fn new(layout: &Layout, digester: Digester) -> Self {
+        Self { pages: (0..layout.chunks() as usize * CHUNK_PAGES).map(|_| AtomicU64::new(NEVER)).collect(), digester }
+    }
+
+    /// A body's digest, as this table and the destination have it.
+    #[must_use]
+    pub fn digest(&self, body: &[u8; PAGE_BYTES]) -> u64 {
+        self.digester.page(body)
     }
 
     /// What was last sent of a page.

@@ -97,8 +97,6 @@ struct Left {
 pub struct Switchover<'a> {
     /// Whether to compare both sides.
     pub verify: bool,
-    /// Whether the guest's disks write into RAM past the page tables.
-    pub direct_io: bool,
     /// Progress and cancelling.
     pub monitor: &'a Monitor,
 }
@@ -124,9 +122,7 @@ impl Switchover<'_> {
         self.monitor.update(|progress| progress.throttle_percent = 0);
         link.control.send(&Request::Stopped)?;
         rounds.collect(tracker)?;
-        if self.direct_io {
-            rounds.collect_untracked()?;
-        }
+        rounds.collect_untracked()?;
         let processors = rounds.processors(vmm);
         link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
         vmm.save_devices()?;
@@ -231,7 +227,7 @@ impl Switchover<'_> {
     ) -> Result<Left, MigrateError> {
         rounds.collect(tracker)?;
         // Where no round was sent every page goes as it is now, however it was written.
-        if self.direct_io && !rounds.done.is_empty() {
+        if !rounds.done.is_empty() {
             rounds.collect_untracked()?;
         }
         // Here and not once the guest runs there: what is not in the residue is zeros to it at once.
@@ -284,6 +280,7 @@ impl Switchover<'_> {
             }
             if !rounds.done.is_empty() {
                 rounds.collect(tracker)?;
+                rounds.look_for_untracked(vmm)?;
                 rounds.send(link, None)?;
             }
         }

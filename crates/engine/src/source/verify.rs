@@ -37,6 +37,7 @@ pub enum Compared {
 /// # Errors
 /// What went wrong on the way.
 pub fn compare(link: &mut Link, ram: &Ram, free: Option<&PageMap>, when: Compared) -> Result<Verify, MigrateError> {
+    let digester = link.digester();
     let digesting = || MigrateError::host("reading the guest's RAM to compare it");
     let chunks = ram.layout().chunks();
     let mut verify = Verify { checked: true, pages: ram.layout().pages(), ..Verify::default() };
@@ -45,13 +46,13 @@ pub fn compare(link: &mut Link, ram: &Ram, free: Option<&PageMap>, when: Compare
         let request = Request::ChunkDigests { first: ChunkIndex(first), count };
         link.control.send(&request)?;
         let ours: Vec<u64> = (first..first + count)
-            .map(|chunk| ram.chunk_digest(ChunkIndex(chunk)))
+            .map(|chunk| ram.chunk_digest(ChunkIndex(chunk), digester))
             .collect::<Result<_, _>>()
             .map_err(digesting())?;
         let theirs = digests(link.control.receive(&request, REPLY_TIMEOUT)?, ours.len())?;
         for (chunk, _) in (first..).zip(ours.iter().zip(&theirs)).filter(|(_, (ours, theirs))| ours != theirs) {
             let chunk = ChunkIndex(chunk);
-            let ours = ram.page_digests(chunk).map_err(digesting())?;
+            let ours = ram.page_digests(chunk, digester).map_err(digesting())?;
             let theirs = digests(link.control.ask(&Request::PageDigests { chunk }, REPLY_TIMEOUT)?, ours.len())?;
             let differing = (0..ours.len()).filter(|&page| ours[page] != theirs[page]).map(|page| page as u8);
             let mut differing: PageSet = differing.collect();

@@ -136,6 +136,15 @@ pub trait Source: Send {
         Ok(false)
     }
 
+    /// Whether somebody writes the guest's RAM past the VMM's page tables now, or may: then content tells what was written. Where it is so at any look,
+    /// it is so for the whole migration.
+    ///
+    /// # Errors
+    /// [`VmmError`]; refused where content would not tell, either.
+    fn writes_untracked(&mut self) -> Result<bool, VmmError> {
+        Ok(false)
+    }
+
     /// Asks the VMM to stop the guest and to have its devices ready; the stream yields the device state from now on
     /// (some of it before the guest stops) and ends with it. Whoever holds it must keep reading.
     ///

@@ -121,6 +121,8 @@ pub struct Faults {
     /// Before it says that it has saved them.
     pub before_saved: Option<Box<dyn FnOnce() + Send>>,
     pub switched_off: Arc<AtomicBool>,
+    /// Whether it says that somebody writes RAM past the page tables, when it is asked.
+    pub writes_untracked: bool,
 }
 
 /// A source "VMM": its guest is the writers, its devices 300,000 bytes.
@@ -166,6 +168,10 @@ impl vmm::Source for SourceVmm {
 
     fn page_tables(&mut self) -> Result<Vec<PageTables>, VmmError> {
         Ok(self.kernel.as_ref().map(|(_, tables)| tables.clone()).unwrap_or_default())
+    }
+
+    fn writes_untracked(&mut self) -> Result<bool, VmmError> {
+        Ok(self.faults.writes_untracked)
     }
 
     fn begin(&mut self) -> Result<UnixStream, VmmError> {

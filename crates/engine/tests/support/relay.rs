@@ -15,6 +15,8 @@ struct Shared {
     open: AtomicBool,
     /// Bytes, both ways, after which it cuts itself once.
     cut_after: AtomicU64,
+    /// The minor version that both sides are told the other has.
+    minor: Option<u16>,
     carried: AtomicU64,
     sockets: Mutex<Vec<TcpStream>>,
 }
@@ -22,11 +24,21 @@ struct Shared {
 impl Relay {
     /// To this address; it cuts itself after so many bytes, and carries again at once.
     pub fn to(destination: &str, cut_after: u64) -> Self {
+        Self::carrying(destination, cut_after, None)
+    }
+
+    /// To this address, as if both sides spoke no more than this minor version.
+    pub fn to_older(destination: &str, cut_after: u64, minor: u16) -> Self {
+        Self::carrying(destination, cut_after, Some(minor))
+    }
+
+    fn carrying(destination: &str, cut_after: u64, minor: Option<u16>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let shared = Arc::new(Shared {
             open: AtomicBool::new(true),
             cut_after: AtomicU64::new(cut_after),
+            minor,
             carried: AtomicU64::new(0),
             sockets: Mutex::default(),
         });
@@ -70,6 +82,14 @@ impl Relay {
 impl Shared {
     fn carry(&self, mut from: TcpStream, mut to: TcpStream) {
         let mut buffer = vec![0; 16 << 10];
+        if let Some(minor) = self.minor {
+            // Where it lies in a hello, which every connection begins with, both ways.
+            let mut hello = [0; 64];
+            if from.read_exact(&mut hello).is_ok() {
+                hello[10..12].copy_from_slice(&minor.to_le_bytes());
+                let _ = to.write_all(&hello);
+            }
+        }
         while let Ok(read @ 1..) = from.read(&mut buffer) {
             let before = self.carried.fetch_add(read as u64, Ordering::Relaxed);
             let cut_after = self.cut_after.load(Ordering::Acquire);

@@ -47,6 +47,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::EventfdFlags;
 use sterna_api::report::Faults;
+use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
 use sterna_protocol::message::{self, PageRequest};
 use sterna_protocol::pages::{PageMap, PageSet};
@@ -131,11 +132,11 @@ struct Source {
 
 impl Pager {
     /// Makes ready: from now on the VMM maps no page of its guest's RAM but here. Nothing is missing yet. With `verify` the guest's first sight of
-    /// each page is noted.
+    /// each page is noted, digested so.
     ///
     /// # Errors
     /// The kernel or the VMM cannot do it: then nothing is registered.
-    pub fn open(ram: Arc<Ram>, means: PagingMeans, verify: bool) -> Result<Arc<Self>, MigrateError> {
+    pub fn open(ram: Arc<Ram>, means: PagingMeans, verify: Option<Digester>) -> Result<Arc<Self>, MigrateError> {
         let PagingMeans { mut inside, missing } = means;
         let userfaultfd = inside.open(FEATURES)?;
         let spans: Vec<_> = ram.spans().collect();
@@ -147,7 +148,7 @@ impl Pager {
             }
         }
         let missing = Missing::none(missing, ram.layout());
-        let shown = verify.then(|| Shown::nothing(ram.layout()));
+        let shown = verify.map(|digester| Shown::nothing(ram.layout(), digester));
         Self::start(ram, spans, userfaultfd, inside, missing, shown)
     }
 
@@ -357,10 +358,10 @@ impl Pager {
         state.begun_at.map_or(Duration::ZERO, |began| state.last.unwrap_or_else(Instant::now) - began)
     }
 
-    /// Whether the guest's first sight of every page is known.
+    /// How the guest's first sight of every page was digested; `None` where it is not known.
     #[must_use]
-    pub fn verifiable(&self) -> bool {
-        self.lock().shown.is_some()
+    pub fn digester(&self) -> Option<Digester> {
+        self.lock().shown.as_ref().map(|shown| shown.digester)
     }
 
     /// The digest of a chunk as the guest first saw its pages, as [`Ram::chunk_digest`].

@@ -2,10 +2,9 @@
 
 use std::io;
 
-use sterna_protocol::frame::page_digest;
+use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
-use xxhash_rust::xxh3::Xxh3;
 
 use crate::ram::{Ram, is_zero};
 
@@ -14,12 +13,13 @@ use crate::ram::{Ram, is_zero};
 pub(super) struct Shown {
     known: PageMap,
     digests: Vec<u64>,
+    pub(super) digester: Digester,
 }
 
 impl Shown {
     /// The guest has seen nothing.
-    pub(super) fn nothing(layout: &Layout) -> Self {
-        Self { known: PageMap::empty(layout), digests: vec![0; layout.chunks() as usize * CHUNK_PAGES] }
+    pub(super) fn nothing(layout: &Layout, digester: Digester) -> Self {
+        Self { known: PageMap::empty(layout), digests: vec![0; layout.chunks() as usize * CHUNK_PAGES], digester }
     }
 
     /// Notes these pages as they are in the file now; not those that were noted before. Until this returns the guest must not see them.
@@ -27,7 +27,7 @@ impl Shown {
         let mut body = [0; PAGE_BYTES];
         for page in pages.without(self.known.chunk(chunk)).iter() {
             ram.load(chunk, page, &mut body)?;
-            let digest = if is_zero(&body) { 0 } else { page_digest(&body) };
+            let digest = if is_zero(&body) { 0 } else { self.digester.page(&body) };
             self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = digest;
         }
         self.known.insert_all(chunk, pages);
@@ -47,8 +47,6 @@ impl Shown {
 
     /// A digest of all of them, as [`Ram::chunk_digest`].
     pub(super) fn chunk_digest(&mut self, ram: &Ram, chunk: ChunkIndex) -> io::Result<u64> {
-        let mut hash = Xxh3::new();
-        self.page_digests(ram, chunk)?.iter().for_each(|digest| hash.update(&digest.to_le_bytes()));
-        Ok(hash.digest())
+        Ok(self.digester.pages(&self.page_digests(ram, chunk)?))
     }
 }

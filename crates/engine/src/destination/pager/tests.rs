@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicU64;
 
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
+use sterna_protocol::frame::Digester;
 use sterna_protocol::spec::BlockSpec;
 use sterna_sys::map::SharedMapping;
 use sterna_sys::userfaultfd::{self, Features};
@@ -91,7 +92,7 @@ impl Guest {
 
     fn pager(&self, verify: bool) -> Arc<Pager> {
         let ram = Arc::new(Ram::open(&self.blocks(), Access::ReadWrite).unwrap());
-        Pager::open(ram, self.means(), verify).unwrap()
+        Pager::open(ram, self.means(), verify.then_some(Digester::UNSEEDED)).unwrap()
     }
 
     /// What an earlier round has put there.
@@ -233,7 +234,7 @@ fn another_daemon_goes_on_where_the_last_one_died_and_the_guest_only_waits() {
 
     let pager = Pager::recover(&guest.blocks(), guest.means()).unwrap();
     assert_eq!(pager.missing(), 2);
-    assert!(pager.alone().is_some() && !pager.verifiable());
+    assert!(pager.alone().is_some() && pager.digester().is_none());
     waits_for(&pager, 1);
     waits_for(&pager, 3);
     arrives(&pager, 1, 4);
@@ -287,7 +288,7 @@ fn both_sides_are_compared_by_what_the_guest_first_saw() {
         let source = Guest::new();
         [(1, 1), (2, 2), (5, 3), (300, 1)].into_iter().for_each(|(page, byte)| source.round(page, byte));
         let ram = Ram::open(&source.blocks(), Access::Read).unwrap();
-        ram.layout().iter().map(|chunk| ram.chunk_digest(chunk).unwrap()).collect::<Vec<_>>()
+        ram.layout().iter().map(|chunk| ram.chunk_digest(chunk, Digester::UNSEEDED).unwrap()).collect::<Vec<_>>()
     };
     arrives(&pager, 2, 2);
     arrives(&pager, 5, 3);

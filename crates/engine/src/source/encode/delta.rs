@@ -171,7 +171,7 @@ impl Shard {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use sterna_protocol::frame::page_digest;
+    use sterna_protocol::frame::Digester;
 
     use super::*;
 
@@ -195,7 +195,7 @@ mod tests {
         fn send(&mut self, page: u64, body: &Page) {
             let (chunk, page_in_chunk) = (ChunkIndex((page / 256) as u32), (page % 256) as u8);
             let held = self.held.get(&page).copied().flatten();
-            let digest = page_digest(body);
+            let digest = Digester::UNSEEDED.page(body);
             let sending = Sending { round: self.round, chunk, page: page_in_chunk, held, body, digest };
             let mut block = Vec::new();
             let there = self.there.entry(page).or_insert([0; PAGE_BYTES]);

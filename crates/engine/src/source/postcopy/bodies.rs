@@ -1,7 +1,7 @@
 //! Pages as they travel after the switchover: the source's guest stands still, so what is read is what is digested and sent.
 
 use sterna_protocol::frame::packed::PackedFrame;
-use sterna_protocol::frame::{ChunkFrame, Frame, page_digest};
+use sterna_protocol::frame::{ChunkFrame, Digester, Frame};
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
@@ -10,8 +10,8 @@ use crate::ram::{Ram, is_zero};
 use crate::source::encode::compress::{Compressor, Method};
 
 /// Makes frames for one thread.
-#[derive(Default)]
 pub struct Bodies {
+    digester: Digester,
     bodies: Vec<u8>,
     payload: Vec<u8>,
     compressor: Compressor,
@@ -34,6 +34,12 @@ pub struct Made<'a> {
 }
 
 impl Bodies {
+    /// That digests its pages so.
+    #[must_use]
+    pub fn new(digester: Digester) -> Self {
+        Self { digester, bodies: Vec::new(), payload: Vec::new(), compressor: Compressor::default() }
+    }
+
     /// The frame of some pages of a chunk. Those that are `free` go as zeros, whatever they hold.
     ///
     /// They are read from the file and not through the mapping: a page that the guest gave back stays a hole, and reads as the zeros it
@@ -59,7 +65,7 @@ impl Bodies {
                 zero.insert(page);
                 continue;
             }
-            digests.push(page_digest(body));
+            digests.push(self.digester.page(body));
             full.insert(page);
             self.bodies.copy_within(from..from + PAGE_BYTES, (digests.len() - 1) * PAGE_BYTES);
         }
@@ -110,11 +116,11 @@ mod tests {
         let ram = Ram::open(&[BlockFile { spec, file, address: 0 }], Access::Read).unwrap();
         let pages: PageSet = (3..11).collect();
         let before = ram.allocated().unwrap().len();
-        let mut bodies = Bodies::default();
+        let mut bodies = Bodies::new(Digester::UNSEEDED);
         for method in [None, Some(Method::Lz4), Some(Method::Plain)] {
             let made = bodies.make(&ram, (0, ChunkIndex(0)), &pages, &PageSet::EMPTY, method).unwrap();
             assert_eq!((made.full, made.zero, made.free), (3, 5, 0));
-            let expected: Vec<u64> = [3u8, 4, 9].map(|byte| page_digest(&[byte; PAGE_BYTES])).into();
+            let expected: Vec<u64> = [3u8, 4, 9].map(|byte| Digester::UNSEEDED.page(&[byte; PAGE_BYTES])).into();
             assert_eq!(made.digests, expected);
             if method != Some(Method::Lz4) {
                 assert_eq!(made.payload, [[3u8; PAGE_BYTES], [4; PAGE_BYTES], [9; PAGE_BYTES]].concat());

@@ -22,7 +22,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// # Errors
 /// The link broke, or this host's kernel failed.
 pub fn push(stream: &mut Stream, pending: &Pending, work: &Work, ends: &Ends) -> Result<(), MigrateError> {
-    let mut bodies = Bodies::default();
+    let mut bodies = Bodies::new(stream.digester());
     let pushed = push_with(&mut bodies, stream, pending, work, ends);
     work.tally.thread_ends(bodies.did());
     pushed

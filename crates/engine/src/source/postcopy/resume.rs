@@ -172,7 +172,7 @@ impl<'a> Journey<'a> {
         let random = random();
         let needed = crate::source::needed(options).and(Features::POSTCOPY);
         let key = SessionKey { session: random, key: (random >> 64) as u64, needed };
-        let mut link = Link::connect(peer, key, host.credentials())?;
+        let mut link = Link::connect(peer, *id, key, host.credentials())?;
         let streams = options.streams as u16;
         link.resume(*id, *daemon, streams, work.ram.layout().digest())?;
         let streams = (0..streams).map(|index| link.stream(index)).collect::<Result<_, _>>()?;

@@ -85,7 +85,7 @@ impl Urgent {
         hang_up().map_err(no_thread())?.into_iter().for_each(|connection| ends.add(connection));
         let (told, mut serving) = (
             Arc::clone(ends),
-            Serving { requests, stream, pending, work, bodies: Bodies::default(), room: Room::full() },
+            Serving { bodies: Bodies::new(stream.digester()), requests, stream, pending, work, room: Room::full() },
         );
         let serve = move || {
             if let Err(error) = serving.serve() {

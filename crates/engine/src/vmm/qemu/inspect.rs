@@ -1,6 +1,6 @@
 use serde_json::{Value, json};
 
-use super::{COMMAND_TIMEOUT, ask, guest_status};
+use super::{COMMAND_TIMEOUT, ask, guest_status, past};
 use crate::vmm::VmmError;
 use crate::vmm::qmp::{Qmp, Version};
 
@@ -26,9 +26,11 @@ pub struct Inspection {
     pub ram_bytes: u64,
     /// Every memory back end, those that QEMU made itself for a plain `-m` among them.
     pub memory_devices: Vec<MemoryDevice>,
-    /// Block nodes that read and write guest RAM by direct I/O.
+    /// Block nodes and devices that write guest RAM by direct I/O, or may.
     pub direct_io: Vec<String>,
-    /// Devices and network back ends through which others than QEMU write guest RAM (vfio, vhost-user, vDPA, ivshmem), by type.
+    /// Whether the guest may run guests of its own, whose processors KVM lets write into pages that it keeps mapped.
+    pub may_nest: bool,
+    /// Devices, network back ends and block nodes through which others than QEMU write guest RAM (vfio, vhost-user, vDPA, ivshmem, `nvme://`), by type.
     pub foreign_writers: Vec<String>,
     /// Why QEMU itself refuses to migrate this guest.
     pub blockers: Vec<String>,
@@ -84,8 +86,12 @@ pub fn inspect(qmp: &mut Qmp) -> Result<Inspection, VmmError> {
     let machine = property(qmp, "/machine", "type")?.unwrap_or_default();
     let size = optional(qmp, "query-memory-size-summary", json!({}))?;
     let bytes = |name: &str| size[name].as_u64().unwrap_or(0);
-    let mut foreign_writers = foreign_devices(qmp)?;
+    let devices = devices(qmp)?;
+    let (foreign_nodes, mut direct_io) = block_nodes(qmp)?;
+    direct_io.extend(devices.iter().filter(|kind| past::passes_through(kind)).cloned());
+    let mut foreign_writers: Vec<String> = devices.into_iter().filter(|kind| past::is_foreign(kind)).collect();
     foreign_writers.extend(foreign_networks(qmp)?);
+    foreign_writers.extend(foreign_nodes);
     let blockers = strings(&ask(qmp, "query-migrate")?["blocked-reasons"]);
     Ok(Inspection {
         version: qmp.version(),
@@ -96,7 +102,8 @@ pub fn inspect(qmp: &mut Qmp) -> Result<Inspection, VmmError> {
         cpu: cpu(qmp)?,
         ram_bytes: bytes("base-memory").saturating_add(bytes("plugged-memory")),
         memory_devices: memory_devices(qmp)?,
-        direct_io: direct_io(qmp)?,
+        direct_io,
+        may_nest: may_nest(qmp)?,
         foreign_writers,
         blockers,
     })
@@ -134,19 +141,35 @@ fn memory_devices(qmp: &mut Qmp) -> Result<Vec<MemoryDevice>, VmmError> {
     Ok(devices)
 }
 
-fn direct_io(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
-    let nodes = optional(qmp, "query-named-block-nodes", json!({ "flat": true }))?;
-    let direct = items(&nodes).iter().filter(|node| node["cache"]["direct"].as_bool() == Some(true));
-    Ok(direct.map(|node| node["node-name"].as_str().unwrap_or("?").to_owned()).collect())
+/// Whether the guest has virtualization that KVM serves: while a guest of it runs, KVM keeps some of its pages mapped, which the processor then writes by
+/// physical address (Intel's virtual APIC page and posted interrupts, AMD's backing page). TCG writes all through QEMU's page tables.
+pub(super) fn may_nest(qmp: &mut Qmp) -> Result<bool, VmmError> {
+    if accelerator(qmp)? == "tcg" {
+        return Ok(false);
+    }
+    let cpus = optional(qmp, "query-cpus-fast", json!({}))?;
+    let Some(path) = cpus[0]["qom-path"].as_str() else { return Ok(false) };
+    for feature in ["vmx", "svm"] {
+        if optional(qmp, "qom-get", json!({ "path": path, "property": feature }))?.as_bool() == Some(true) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
-fn foreign_devices(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
+/// Block nodes that are foreign writers, and those that do direct I/O or may.
+pub(super) fn block_nodes(qmp: &mut Qmp) -> Result<(Vec<String>, Vec<String>), VmmError> {
+    Ok(past::nodes(&optional(qmp, "query-named-block-nodes", json!({ "flat": true }))?))
+}
+
+/// The types of the devices that were asked for.
+fn devices(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
     let mut found = Vec::new();
     for path in DEVICE_PATHS {
         let children = optional(qmp, "qom-list", json!({ "path": path }))?;
         let kinds = items(&children).iter().filter_map(|child| child["type"].as_str());
         let devices = kinds.filter_map(|kind| kind.strip_prefix("child<")?.strip_suffix('>'));
-        found.extend(devices.filter(|device| is_foreign(device)).map(str::to_owned));
+        found.extend(devices.map(str::to_owned));
     }
     Ok(found)
 }
@@ -156,12 +179,7 @@ fn foreign_networks(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
     let list = optional(qmp, "human-monitor-command", json!({ "command-line": "info network" }))?;
     let kinds = list.as_str().unwrap_or_default().split(',').filter_map(|part| part.trim().strip_prefix("type="));
     let kinds = kinds.filter_map(|kind| kind.split_whitespace().next());
-    Ok(kinds.filter(|kind| is_foreign(kind)).map(str::to_owned).collect())
-}
-
-/// vhost in the kernel is not among them: it writes through QEMU's own page tables.
-fn is_foreign(kind: &str) -> bool {
-    ["vfio-", "vhost-user", "vhost-vdpa", "ivshmem", "x-vfio-user"].iter().any(|prefix| kind.starts_with(prefix))
+    Ok(kinds.filter(|kind| past::is_foreign(kind)).map(str::to_owned).collect())
 }
 
 /// An object's property that is a text; `None` where it has none of that name.

@@ -12,6 +12,9 @@ mod destination;
 /// What a running QEMU is made of.
 mod inspect;
 
+/// Who writes guest RAM past the page tables.
+mod past;
+
 /// Where the guest sees RAM.
 mod memory_map;
 

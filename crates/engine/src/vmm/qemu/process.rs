@@ -1,5 +1,5 @@
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,6 +17,12 @@ impl QemuProcess {
     pub fn open(pid: u32) -> io::Result<Self> {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
         Ok(Self(pidfd_open(pid, PidfdFlags::empty())?))
+    }
+
+    /// Its number; `None` where it has ended.
+    pub fn pid(&self) -> Option<u32> {
+        let about = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", self.0.as_raw_fd())).ok()?;
+        about.lines().find_map(|line| line.strip_prefix("Pid:"))?.trim().parse().ok()
     }
 
     /// Waits until the process has ended; false where `timeout` passed first.

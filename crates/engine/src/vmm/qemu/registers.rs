@@ -10,10 +10,30 @@ const COMMAND: &str = "info registers -a";
 /// Bits of control registers (Intel's manual, volume 3, "Control registers"): paging is on; it has five levels.
 const CR0_PAGING: u64 = 1 << 31;
 const CR4_FIVE_LEVELS: u64 = 1 << 12;
+/// The guest is, or was made ready to be, a hypervisor itself: Intel's VMX is on; AMD's SVM is (`EFER`, its manual, volume 2).
+const CR4_VMX: u64 = 1 << 13;
+const EFER_SVM: u64 = 1 << 12;
 
 /// Asks QEMU which page tables the processors use now.
 pub(super) fn page_tables(qmp: &mut Qmp) -> Result<Vec<PageTables>, VmmError> {
     ask_monitor(qmp, COMMAND).map(|text| parse(&text))
+}
+
+/// Asks QEMU whether any processor has virtualization switched on, as it is while guests of the guest run, and so while KVM keeps pages mapped for them.
+pub(super) fn nests(qmp: &mut Qmp) -> Result<bool, VmmError> {
+    ask_monitor(qmp, COMMAND).map(|text| parse_nests(&text))
+}
+
+/// Reads the same text, and one more line for each processor: `EFER=0000000000000d01`. Where a processor's registers are not told, it may be so.
+fn parse_nests(text: &str) -> bool {
+    let bits = |name: &str, bit: u64| -> Vec<Option<bool>> {
+        let words = text.split_whitespace().filter_map(|word| word.strip_prefix(name));
+        words.map(|word| u64::from_str_radix(word, 16).ok().map(|value| value & bit != 0)).collect()
+    };
+    let headings = text.lines().filter(|line| line.trim().starts_with("CPU#")).count();
+    let (vmx, svm) = (bits("CR4=", CR4_VMX), bits("EFER=", EFER_SVM));
+    let told = headings > 0 && vmx.len() == headings && svm.len() == headings;
+    !told || vmx.iter().chain(&svm).any(|bit| *bit != Some(false))
 }
 
 /// Reads a text with two lines as these for each processor, among others:
@@ -62,6 +82,20 @@ mod tests {
         let five = |root| PageTables { root, five_levels: true };
         assert_eq!(parse(include_str!("recorded/registers-7.2.txt")), [five(0x184_4000), five(0x184_2000)]);
         assert_eq!(parse(include_str!("recorded/registers-10.0.txt")), [four(0x1_0140_2000), four(0x1_009f_8000)]);
+    }
+
+    #[test]
+    fn a_processor_that_has_virtualization_on_is_found_and_one_that_is_not_told_may_have() {
+        let plain = include_str!("recorded/registers-7.2.txt");
+        assert!(!parse_nests(plain) && !parse_nests(include_str!("recorded/registers-10.0.txt")));
+        // The second processor's: what Linux's KVM sets on Intel, and on AMD.
+        let last = plain.rfind("CR4=00751eb0").unwrap();
+        assert!(parse_nests(&format!("{}CR4=00753eb0{}", &plain[..last], &plain[last + 12..])));
+        let last = plain.rfind("EFER=0000000000000d01").unwrap();
+        assert!(parse_nests(&format!("{}EFER=0000000000001d01{}", &plain[..last], &plain[last + 21..])));
+        for text in ["", "CPU#0\r\n", "CPU#0\r\nCR0=1 CR4=20\r\n", "CPU#0\r\nCR0=1 CR4=x\r\nEFER=0\r\n"] {
+            assert!(parse_nests(text), "{text}");
+        }
     }
 
     #[test]

@@ -7,8 +7,8 @@ use sterna_introspect::PageTables;
 
 use super::settings::{self, Settings};
 use super::{
-    COMMAND_TIMEOUT, QemuProcess, SLOW_COMMAND_TIMEOUT, SharedQmp, end, failure, guest_status, has_ended, lock,
-    memory_map, migration_status, pass_socket, registers, wait_migration, withdraw_socket,
+    COMMAND_TIMEOUT, QemuProcess, SLOW_COMMAND_TIMEOUT, SharedQmp, end, failure, guest_status, has_ended, inspect,
+    lock, memory_map, migration_status, pass_socket, past, registers, wait_migration, withdraw_socket,
 };
 use crate::vmm::qmp::{Qmp, Version};
 use crate::vmm::{EventTime, MappedRam, Source, Stopped, VmmError};
@@ -46,6 +46,8 @@ pub struct QemuSource {
     former: Option<Settings>,
     /// The switchover under way.
     begun: Option<Begun>,
+    /// Whether the guest may run guests of its own; `None` before it was asked.
+    may_nest: Option<bool>,
 }
 
 #[derive(Debug)]
@@ -69,13 +71,13 @@ impl Begun {
 impl QemuSource {
     /// Drives the QEMU at the other end of `qmp`, whose process is `process`.
     pub fn new(qmp: SharedQmp, process: QemuProcess) -> Self {
-        Self { qmp, process, former: None, begun: None }
+        Self { qmp, process, former: None, begun: None, may_nest: None }
     }
 
     /// Drives a QEMU whose daemon died amid a switchover. `rollback` calls that off, and lets the guest run where `ran` says
     /// that it did. Only for a guest that is certain not to run elsewhere.
     pub fn recover(qmp: SharedQmp, process: QemuProcess, ran: bool) -> Self {
-        Self { qmp, process, former: None, begun: Some(Begun::new(ran, None)) }
+        Self { qmp, process, former: None, begun: Some(Begun::new(ran, None)), may_nest: None }
     }
 }
 
@@ -130,6 +132,26 @@ impl Source for QemuSource {
             reset = true;
         }
         Ok(reset)
+    }
+
+    fn writes_untracked(&mut self) -> Result<bool, VmmError> {
+        let mut qmp = lock(&self.qmp);
+        let (foreign, direct) = inspect::block_nodes(&mut qmp)?;
+        if !foreign.is_empty() {
+            return Err(refused(format!("others than QEMU write its RAM, unseen ({})", foreign.join(", "))));
+        }
+        if !direct.is_empty() {
+            return Ok(true);
+        }
+        let may_nest = match self.may_nest {
+            Some(may_nest) => may_nest,
+            None => *self.may_nest.insert(inspect::may_nest(&mut qmp)?),
+        };
+        if may_nest && registers::nests(&mut qmp)? {
+            return Ok(true);
+        }
+        let files = self.process.pid().and_then(|pid| sterna_sys::process::open_files(pid).ok());
+        Ok(files.is_none_or(|files| !past::files(&files).is_empty()))
     }
 
     fn begin(&mut self) -> Result<UnixStream, VmmError> {
