@@ -15,7 +15,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+    SocketType, recv, sendmsg,
+};
 use serde_json::{Value, json};
 
 pub use message::{DecodeError, Event, LineBuffer, MAX_LINE_BYTES, Message, Version};
@@ -60,10 +63,14 @@ impl Qmp {
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, VmmError> {
         let deadline = Instant::now() + timeout;
         let stream = loop {
-            match UnixStream::connect(path) {
+            match connect(path) {
                 Ok(stream) => break stream,
                 Err(source) if Instant::now() < deadline && not_there_yet(&source) => {
                     std::thread::sleep(Duration::from_millis(5));
+                }
+                // A QEMU that hangs takes nobody in.
+                Err(source) if source.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(silent("QMP connection", timeout));
                 }
                 Err(source) => {
                     return Err(VmmError::Connection { doing: format!("connecting to {}", path.display()), source });
@@ -343,6 +350,14 @@ fn wait_until(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Instant) -> bool {
             Ok(_) | Err(_) => return true,
         }
     }
+}
+
+/// Connects without waiting for a place in the listener's queue, for which there is no limit: a QEMU that hangs would hold its callers for ever.
+fn connect(path: &Path) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(UnixStream::from(socket))
 }
 
 fn not_there_yet(error: &io::Error) -> bool {
