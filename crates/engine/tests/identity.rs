@@ -1,6 +1,7 @@
 //! Who took the guest: what daemons of both minor versions say of themselves, and whom a source believes.
 
 #[path = "support/pair.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 
 use std::io::{Read, Write};
