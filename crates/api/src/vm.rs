@@ -33,8 +33,8 @@ pub enum VmState {
     MigratingIn,
     /// It was handed over, and the peer has not yet said that it runs: it must not run here.
     WaitingForPeer,
-    /// It stays here after a migration and is stopped, because its QEMU has not let it run yet: that is tried until it works.
-    GivingBack,
+    /// It is this host's after a migration and stopped, because its QEMU has not let it run yet: that is tried until it works.
+    Resuming,
     /// Its QEMU ended or cannot be reached.
     Lost,
 }

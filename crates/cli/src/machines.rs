@@ -159,7 +159,7 @@ fn where_pages_are(vm: &Vm) -> String {
         VmState::MigratingIn => "at the source still, coming here",
         VmState::MigratingOut => "here, going to the destination",
         VmState::WaitingForPeer => "here and at the destination: the guest's own are the destination's",
-        VmState::Running | VmState::Paused | VmState::GivingBack | VmState::Lost => "here",
+        VmState::Running | VmState::Paused | VmState::Resuming | VmState::Lost => "here",
     }
     .into()
 }

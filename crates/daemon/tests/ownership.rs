@@ -5,10 +5,11 @@ mod support;
 
 use std::time::{Duration, Instant};
 
+use rustix::fs::{FlockOperation, fcntl_lock};
 use serde_json::{Value, json};
 use sterna_engine::host::{MigrationId, Verdict};
 use sterna_engine::source::ask_verdict;
-use support::{Host, cannot_run, eventually, runs};
+use support::{BARE, Host, cannot_run, eventually, run_request, runs};
 
 /// The migration's number.
 const ID: u64 = 7;
@@ -92,7 +93,7 @@ fn a_guest_whose_qemu_hangs_at_the_switchover_runs_on_by_itself_when_it_goes_on(
             a.kill_daemon();
             a.start_daemon();
         }
-        assert_eq!(a.state_of("m"), "giving-back", "{}", note(&a));
+        assert_eq!(a.state_of("m"), "resuming", "{}", note(&a));
         assert!(note(&a).contains("being given back"), "{}", note(&a));
         assert!(a.get("/v1/vms")[0]["note"].as_str().unwrap().contains("being given back"), "`ps` says so, too");
         assert_eq!(a.refused("DELETE", "/v1/vms/m", &Value::Null), "vm-busy");
@@ -124,7 +125,7 @@ fn a_guest_that_is_being_given_back_can_be_given_up() {
     std::fs::write(&path, text.replace(r#""here""#, &format!(r#"{{ "outgoing": {ID} }}"#))).unwrap();
     signal(pid, rustix::process::Signal::STOP);
     host.start_daemon();
-    assert_eq!(host.state_of("m"), "giving-back");
+    assert_eq!(host.state_of("m"), "resuming");
     let (status, problem) = host.ask("DELETE", "/v1/vms/m?force=true", None);
     assert_eq!(status, 204, "{problem}");
     assert!(host.names().is_empty() && !runs(pid));
@@ -283,4 +284,90 @@ fn questions_from_outside_leave_nothing_behind() {
         assert_eq!(error.problem().code, "not-known-here");
     }
     assert!(std::fs::read_dir(host.state().join("migrations")).unwrap().next().is_none());
+}
+
+/// It was `paused` for ever: the guest belonged there, and nobody let it run. (Seen so.)
+#[test]
+fn a_guest_whose_disk_is_held_up_runs_where_it_belongs_as_soon_as_it_is_free() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::start(), Host::start());
+    let disk = a.path("disk");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let drive = format!("file={},format=raw,if=virtio", disk.display());
+    let (status, vm) = a.ask("POST", "/v1/vms", Some(&run_request("m", &[&BARE[..], &["-drive", &drive]].concat())));
+    assert_eq!(status, 201, "{vm}");
+    let id = a.migrate(&["m"], &b.address(), json!({ "bandwidth_bytes_per_s": 96 << 10 }));
+    eventually("it is on its way", || a.get("/v1/vms/m")["migration"]["phase"] == "precopy");
+    let pid = b.pid_of("m");
+    // As a storage server does that has not noticed yet that the source has let go: whoever wants to write the disk now is refused.
+    let held = std::fs::File::open(&disk).unwrap();
+    fcntl_lock(&held, FlockOperation::NonBlockingLockShared).expect("both read it at most");
+    let report = &a.ended(id)[0];
+    assert!(report["error"].to_string().contains("lock"), "{}", report["error"]);
+    eventually("it is the destination's alone", || a.names().is_empty());
+    drop(held);
+    eventually("it runs", || b.state_of("m") == "running");
+    assert_eq!(b.pid_of("m"), pid);
+}
+
+/// It was let run once and never again, and whoever connected to its QEMU then waited for ever. (Seen so: no request about it was answered.)
+#[test]
+fn a_committed_guest_whose_qemu_hangs_when_its_daemon_comes_back_runs_when_it_goes_on() {
+    if cannot_run() {
+        return;
+    }
+    let mut host = Host::start();
+    let (status, vm) = host.ask("POST", "/v1/vms", Some(&run_request("m", &[&BARE[..], &["-S"]].concat())));
+    assert_eq!(status, 201, "{vm}");
+    let pid = host.pid_of("m");
+    host.kill_daemon();
+    let path = host.state().join("vms/m/vm.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let text = text.replace(r#""here""#, &format!(r#"{{ "incoming": {ID} }}"#));
+    std::fs::write(&path, text.replace(r#""running": false"#, r#""running": true"#)).unwrap();
+    write_stage(&host, r#""committed""#);
+    signal(pid, rustix::process::Signal::STOP);
+    for _ in 0..2 {
+        host.start_daemon();
+        assert_eq!(host.state_of("m"), "resuming", "{}", note(&host));
+        assert!(note(&host).contains("it came here and is stopped"), "{}", note(&host));
+        assert_eq!(host.refused("POST", "/v1/migrations", &json!({ "vms": ["m"], "to": "h:1" })), "vm-busy");
+        host.kill_daemon();
+    }
+    host.start_daemon();
+    signal(pid, rustix::process::Signal::CONT);
+    patiently("it runs", || host.state_of("m") == "running");
+    assert_eq!(host.pid_of("m"), pid);
+}
+
+#[test]
+fn many_requests_for_the_same_machines_at_once_move_each_machine_once() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::start(), Host::start());
+    a.run("m1");
+    a.run("m2");
+    let gangs = [["m1", "m2"], ["m2", "m1"]];
+    let accepted: Vec<u64> = std::thread::scope(|scope| {
+        let ask = |turn: usize| {
+            let (a, b) = (&a, &b);
+            move || {
+                let request = json!({ "vms": gangs[turn % 2], "to": b.address() });
+                let (status, answer) = a.ask("POST", "/v1/migrations", Some(&request));
+                assert!(status == 202 || answer["code"] == "vm-busy" || answer["code"] == "unknown-vm", "{answer}");
+                answer["id"].as_u64()
+            }
+        };
+        let asked: Vec<_> = (0..12).map(|turn| scope.spawn(ask(turn))).collect();
+        asked.into_iter().filter_map(|asked| asked.join().unwrap()).collect()
+    });
+    assert!(accepted.len() <= 1, "{accepted:?}");
+    // Two that take from each other what they need may both be refused; then nothing of it is left.
+    let id = accepted.first().copied().unwrap_or_else(|| a.migrate(&["m1", "m2"], &b.address(), json!({})));
+    let reports = a.ended(id);
+    assert!(reports.len() == 2 && reports.iter().all(|report| report["status"] == "completed"), "{reports:?}");
+    assert_eq!((a.names().len(), b.names()), (0, vec!["m1".to_owned(), "m2".to_owned()]));
 }

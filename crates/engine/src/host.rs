@@ -101,9 +101,9 @@ pub trait DestinationHost: Send + Sync {
     /// A [`Problem`]; then the guest must not run here and the migration is aborted.
     fn commit(&self, id: MigrationId, postcopy: bool) -> Result<(), Problem>;
 
-    /// The guest runs here: from now on the daemon looks after it as after any other. Gives the VMM back. Where pages are still to
-    /// come, `pager` brings them: the host keeps it until [`paged`](Self::paged).
-    fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>);
+    /// The guest belongs here: from now on the daemon looks after it as after any other. Gives the VMM back. Where pages are still to
+    /// come, `pager` brings them: the host keeps it until [`paged`](Self::paged). Where it was to run and does not, `failed` says why.
+    fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>, failed: Option<&Problem>);
 
     /// What brings the pages of a guest that runs here before all of them are here, for the daemon that asks; of a migration that was begun
     /// before this daemon was started, too.

@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::{Value, json};
 use sterna_engine::vmm::VmmError;
 use sterna_engine::vmm::qmp::Qmp;
@@ -76,6 +77,26 @@ fn a_peer_that_does_not_greet_is_given_up_in_time() {
     let began = Instant::now();
     assert!(matches!(Qmp::new(ours, SHORT), Err(VmmError::Silent { .. })));
     assert!(began.elapsed() < LONG);
+}
+
+/// It waited for ever, with whoever asked: a daemon that was started beside a QEMU that hangs did not come up. (Seen so.)
+#[test]
+fn a_qemu_that_takes_nobody_in_is_given_up_in_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp.sock");
+    let kind = (AddressFamily::UNIX, SocketType::STREAM);
+    let listener = rustix::net::socket(kind.0, kind.1, None).unwrap();
+    let address = SocketAddrUnix::new(&path).unwrap();
+    rustix::net::bind(&listener, &address).unwrap();
+    rustix::net::listen(&listener, 1).unwrap();
+    // As QEMU: so many may wait before they are taken in.
+    let waiting: Vec<_> = std::iter::from_fn(|| {
+        let socket = rustix::net::socket_with(kind.0, kind.1, SocketFlags::NONBLOCK, None).unwrap();
+        rustix::net::connect(&socket, &address).ok().map(|()| socket)
+    })
+    .collect();
+    assert!(!waiting.is_empty());
+    assert!(matches!(Qmp::connect(&path, SHORT), Err(VmmError::Silent { .. })));
 }
 
 #[test]

@@ -61,12 +61,12 @@ impl DestinationHost for Destination {
             .map_err(|error| host("the destination cannot write down that the guest is its own", &error))
     }
 
-    fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>) {
+    fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>, failed: Option<&Problem>) {
         // Its connection to QEMU ends: from now on each question makes its own.
         drop(incoming);
         if let Some(record) = self.arriving(id) {
             tracing::info!(vm = %record.name, %id, "it belongs here now");
-            self.0.take_in(&record, pager);
+            self.0.take_in(&record, pager, failed);
         }
     }
 

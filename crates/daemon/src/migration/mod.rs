@@ -18,8 +18,8 @@ pub mod estimate;
 /// Machines that were handed over while the peer fell silent.
 pub mod waiting;
 
-/// Guests that stay here after all and do not run yet.
-pub mod rollback;
+/// Guests that are this host's after a migration and do not run yet.
+pub mod resuming;
 
 /// Guests that run elsewhere and still need pages of here.
 pub mod serving;

@@ -18,7 +18,7 @@ use sterna_engine::vmm::qemu::{Inspection, SharedQmp};
 use super::queue::{Ticket, Turn};
 use super::records::Stage;
 use super::serving::peer_now;
-use super::{rollback, waiting};
+use super::{resuming, waiting};
 use crate::problems::host;
 use crate::qemu::binary;
 use crate::vms::control::{self, Control};
@@ -163,7 +163,7 @@ fn attempt(
 
 /// The guest stays here, and its QEMU has not let it run yet.
 fn not_given_back(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, report: &mut Report) {
-    let Some(problem) = &mut report.error else { return rollback::give_back(daemon, record, id, None) };
+    let Some(problem) = &mut report.error else { return resuming::give_back(daemon, record, id, None) };
     let said_to_be_gone = problem.guest == Whereabouts::Gone;
     // A process that is ending takes a moment.
     let gone = record.process.open().is_none_or(|process| said_to_be_gone && process.wait(Some(ENDING)));
@@ -176,7 +176,7 @@ fn not_given_back(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, repo
         "it is stopped here and let run as soon as its QEMU does that; 'sterna show {}' says how far it is",
         record.name
     ));
-    rollback::give_back(daemon, record, id, Some(problem.cause.last().cloned().unwrap_or_default()));
+    resuming::give_back(daemon, record, id, Some(problem.cause.last().cloned().unwrap_or_default()));
 }
 
 /// The guest belongs here again (or still): as it was before.

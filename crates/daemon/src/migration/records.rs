@@ -299,7 +299,13 @@ impl Records {
 
     fn remove_from(&self, table: &mut Table, id: MigrationId) {
         table.records.remove(&id);
-        let _ = std::fs::remove_file(self.path(id));
+        let path = self.path(id);
+        // In memory it is gone all the same. The next daemon finds it and asks again, or remembers a verdict more.
+        if let Err(error) = std::fs::remove_file(&path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::error!(path = %path.display(), %error, "cannot remove a migration's record");
+        }
     }
 
     /// Forgets the verdicts that are too many, those first that were written first. What a source still needs pages of stays, and so does what this

@@ -7,7 +7,7 @@ use sterna_engine::host::MigrationId;
 
 use super::jobs::check_address;
 use super::records::Stage;
-use super::rollback::give_back;
+use super::resuming::give_back;
 use super::waiting::{Question, decide};
 use crate::http::caller::Caller;
 use crate::problems::{host, invalid, unknown_vm};
@@ -28,11 +28,11 @@ impl Daemon {
             }
         }
         let entry = self.table().get(name).cloned().ok_or_else(|| unknown_vm(name))?;
-        if let Hold::GivingBack(giving) = &entry.hold
+        if let Hold::Resuming(resuming) = &entry.hold
             && request.to.is_none()
             && request.fenced.is_none()
         {
-            giving.hurry();
+            resuming.hurry();
             return Ok(());
         }
         let serves = match &entry.hold {

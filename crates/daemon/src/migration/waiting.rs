@@ -8,7 +8,7 @@ use sterna_engine::host::{DaemonId, MigrationId, Verdict};
 use sterna_engine::source::ask_verdict;
 
 use super::records::Stage;
-use super::rollback::give_back;
+use super::resuming::give_back;
 use super::serving::serve;
 use crate::vms::{Daemon, Entry, Hold, VmRecord};
 

@@ -98,13 +98,13 @@ impl Daemon {
         let (waiting, stays) = {
             let table = self.table();
             let entry = table.get(name).ok_or_else(|| unknown_vm(name))?;
-            let stays = matches!(entry.hold, Hold::GivingBack(_));
+            let stays = matches!(entry.hold, Hold::Resuming(_));
             let waits = matches!(entry.hold, Hold::WaitingForPeer { .. });
             ((waits || stays).then(|| entry.record.clone()).flatten(), stays)
         };
         match waiting {
             Some(record) if force => Ok(record),
-            Some(_) if stays => Err(busy(name, "it is being given back after a migration").hint(format!(
+            Some(_) if stays => Err(busy(name, "it is stopped after a migration, and being let run").hint(format!(
                 "'sterna show {name}' says why that has not worked yet; 'stop --force' ends the guest as it is"
             ))),
             Some(_) => Err(busy(name, "it was handed over to a peer that has not answered yet").hint(

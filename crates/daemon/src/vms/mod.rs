@@ -19,7 +19,7 @@ use crate::identity;
 use crate::metrics::Metrics;
 use crate::migration::jobs::Jobs;
 use crate::migration::records::Records;
-use crate::migration::rollback::GivingBack;
+use crate::migration::resuming::Resuming;
 use crate::migration::waiting::Question;
 use crate::problems::{busy, host, name_taken, unknown_vm};
 use crate::qemu::user::User;
@@ -89,8 +89,8 @@ pub enum Hold {
         /// Asked for again and again.
         verdict: Arc<Question>,
     },
-    /// It stays here after a migration, and its QEMU has not let it run yet.
-    GivingBack(Arc<GivingBack>),
+    /// It is this host's after a migration, and its QEMU has not let it run yet.
+    Resuming(Arc<Resuming>),
 }
 
 /// A machine in the table.
@@ -373,7 +373,7 @@ fn describe(hold: &Hold) -> &'static str {
         Hold::Reclaiming(_) => "the memory that its guest holds free is being taken",
         Hold::Leaving(_) => "it is being moved away",
         Hold::Arriving(_) => "it is being moved here",
-        Hold::GivingBack(_) => "it is being given back after a migration",
+        Hold::Resuming(_) => "it is stopped after a migration, and being let run",
         Hold::WaitingForPeer { .. } => "it was handed over to a peer that has not answered yet",
     }
 }

@@ -22,9 +22,10 @@ use sterna_protocol::layout::PAGE_BYTES;
 
 use super::control::{self, Control, let_run, stop_tracking};
 use super::record::{Block, Paging, VmRecord};
-use super::{Daemon, Entry, Hold};
+use super::{Daemon, Entry, Hold, Lifecycle};
 use crate::migration::incoming::no_verdict;
 use crate::migration::records::{NoVerdict, Pages, Stage};
+use crate::migration::resuming;
 use crate::problems::host;
 
 /// How often it is tried to let a guest run whose QEMU does not answer.
@@ -126,16 +127,25 @@ pub fn describe(entry: &Entry) -> Option<(Arriving, String)> {
 }
 
 impl Daemon {
-    /// A guest runs here from now on; `pager` brings the pages that are still to come, where some are.
-    pub fn take_in(self: &Arc<Self>, record: &VmRecord, pager: Option<Arc<Pager>>) {
+    /// A guest belongs here from now on, and runs, or has `failed` to; `pager` brings the pages that are still to come, where some are.
+    pub fn take_in(self: &Arc<Self>, record: &VmRecord, pager: Option<Arc<Pager>>, failed: Option<&Problem>) {
         match pager {
             Some(pager) => {
                 tracing::info!(vm = %record.name, missing = pager.missing(), "it runs here before all its pages are here");
                 self.keep_pager(&record.name, pager);
-                self.settle(record);
+                let record = if failed.is_some() { self.held_back(record, true) } else { record.clone() };
+                self.settle(&record);
+                self.run_if_held_back(&record);
             }
             None => {
-                self.settle(&VmRecord { paging: None, ..record.clone() });
+                let whole = VmRecord { paging: None, ..record.clone() };
+                match failed {
+                    None => self.settle(&whole),
+                    Some(problem) => {
+                        self.watch(&whole);
+                        resuming::let_run(self, &whole, problem.with_causes());
+                    }
+                }
                 remove_map(record);
             }
         }
@@ -275,9 +285,18 @@ impl Daemon {
         let run = move || {
             let dir = daemon.state.vm(&record.name);
             while record.process.open().is_some() {
-                match let_run(&record, &dir) {
-                    Ok(()) => return daemon.runs_again(&record),
-                    Err(problem) => tracing::warn!(vm = %record.name, "it cannot be let run yet: {}", problem.message),
+                // Nobody else is at it meanwhile. Once all its pages are here it can be moved on, stopped as it is, and must not be let run
+                // here when it has gone.
+                if let Ok(claimed) = daemon.claim_for_now(&record.name, Hold::Stopping) {
+                    if claimed.record.process != record.process || claimed.record.lifecycle != Lifecycle::Here {
+                        return;
+                    }
+                    match let_run(&record, &dir) {
+                        Ok(()) => return daemon.runs_again(&record),
+                        Err(problem) => {
+                            tracing::warn!(vm = %record.name, "it cannot be let run yet: {}", problem.message);
+                        }
+                    }
                 }
                 std::thread::sleep(RUN_AGAIN);
             }

@@ -7,7 +7,7 @@
 //! | being moved away | handing over | it waits for the peer's verdict |
 //! | being moved away | handing over, pages to follow | the same, with or without its QEMU; where the peer has the guest, its pages are sent |
 //! | being moved here | preparing or aborted | QEMU is ended, its files removed; the verdict is *aborted* |
-//! | being moved here | committed | it belongs here: it runs, if it ran at the source |
+//! | being moved here | committed | it belongs here: it runs, if it ran at the source; tried until it works |
 //! | here, or being moved here and committed; pages to come | all here | the same: its userfaultfd ends |
 //! | the same | some are still to come | the agent's userfaultfd and the map of missing pages are taken over; it runs, and waits for its source |
 //! | the same, and they cannot be taken over | some are still to come | it is stopped, and its userfaultfd stays open: pages would read as zeros |
@@ -33,7 +33,7 @@ use super::record::{Lifecycle, VmRecord};
 use super::run::remove_files;
 use super::{Daemon, Entry, Hold};
 use crate::migration::records::Stage;
-use crate::migration::rollback;
+use crate::migration::resuming;
 use crate::migration::waiting::wait_for_verdict;
 use crate::qemu::launch::qmp_socket;
 use crate::several;
@@ -115,7 +115,7 @@ impl Daemon {
         }
         if let Err(problem) = give_back(record) {
             self.watch(record);
-            return rollback::give_back(self, record, id, Some(problem.with_causes()));
+            return resuming::give_back(self, record, id, Some(problem.with_causes()));
         }
         self.settle(record);
     }
@@ -127,7 +127,8 @@ impl Daemon {
             }
             if let Err(problem) = let_run(record, &self.state.vm(&record.name)) {
                 tracing::error!(vm = %record.name, "cannot let it run: {}", problem.message);
-                self.mark(&record.name, format!("it was moved here and does not run: {}", problem.message));
+                self.watch(record);
+                return resuming::let_run(self, record, problem.with_causes());
             }
             return self.settle(record);
         }

@@ -72,9 +72,9 @@ fn describe(name: &str, entry: &Entry) -> Vm {
             VmState::MigratingOut
         }
         Hold::Arriving(_) => VmState::MigratingIn,
-        Hold::GivingBack(giving) => {
-            note.get_or_insert(giving.show());
-            VmState::GivingBack
+        Hold::Resuming(resuming) => {
+            note.get_or_insert(resuming.show());
+            VmState::Resuming
         }
         Hold::WaitingForPeer { verdict } => {
             note.get_or_insert(verdict.show());

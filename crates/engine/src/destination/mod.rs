@@ -412,8 +412,9 @@ impl Session<'_> {
                 Reply::Failed(MigrateError::from(error).problem().guest(sterna_api::problem::Whereabouts::Paused))
             }
         };
+        let failed = if let Reply::Failed(problem) = &reply { Some(problem) } else { None };
         let Some(pager) = pager else {
-            self.host.started(self.id, incoming, None);
+            self.host.started(self.id, incoming, None, failed);
             return self.control.answer(request, &reply).map(|()| None);
         };
         // The guest may be waiting for a page already, and the source pushes none before it has the answer.
@@ -421,7 +422,7 @@ impl Session<'_> {
         if let Err(error) = pager.map_ahead() {
             tracing::info!(%error, "pages are not mapped ahead");
         }
-        self.host.started(self.id, incoming, Some(Arc::clone(&pager)));
+        self.host.started(self.id, incoming, Some(Arc::clone(&pager)), failed);
         answered.map(|()| Some(pager))
     }
 }

@@ -68,6 +68,10 @@ impl Qmp {
                 Err(source) if Instant::now() < deadline && not_there_yet(&source) => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
+                // A QEMU that hangs takes nobody in.
+                Err(source) if source.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(silent("QMP connection", timeout));
+                }
                 Err(source) => {
                     return Err(VmmError::Connection { doing: format!("connecting to {}", path.display()), source });
                 }

@@ -427,7 +427,7 @@ impl DestinationHost for Destination {
         }
     }
 
-    fn started(&self, id: MigrationId, _incoming: Incoming, pager: Option<Arc<Pager>>) {
+    fn started(&self, id: MigrationId, _incoming: Incoming, pager: Option<Arc<Pager>>, _failed: Option<&Problem>) {
         if let Some(pager) = pager {
             self.pagers.lock().unwrap().insert(id, pager);
         }

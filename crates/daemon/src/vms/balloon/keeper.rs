@@ -179,7 +179,7 @@ impl Keeper {
                 None => Reach::Busy,
             },
             Hold::Starting | Hold::Stopping | Hold::Adjusting => Reach::Busy,
-            Hold::Arriving(_) | Hold::WaitingForPeer { .. } | Hold::GivingBack(_) => Reach::Busy,
+            Hold::Arriving(_) | Hold::WaitingForPeer { .. } | Hold::Resuming(_) => Reach::Busy,
         }
     }
 
