@@ -261,10 +261,10 @@ fn a_session_is_its_founders_alone() {
     let (_host, peer) = Destination::serve_with(Some(authority.host(&B)));
     let (a, c) = (authority.host(&["a.example"]), authority.host(&["c.example"]));
     let session = SessionKey { session: 77, key: 78, needed: Features::NONE };
-    let (mut control, _) = call(&peer, session, Role::Control, Some(&a)).unwrap();
-    let (mut intruder, _) = call(&peer, session, Role::Pages(0), Some(&c)).unwrap();
+    let mut control = call(&peer, session, Role::Control, Some(&a)).unwrap();
+    let mut intruder = call(&peer, session, Role::Pages(0), Some(&c)).unwrap();
     assert_eq!(intruder.read(&mut [0]).ok(), Some(0), "it is hung up on");
-    let (mut own, _) = call(&peer, session, Role::Pages(0), Some(&a)).unwrap();
+    let mut own = call(&peer, session, Role::Pages(0), Some(&a)).unwrap();
     std::thread::sleep(Duration::from_millis(100));
     assert!(own.alive() && control.alive() && !intruder.alive());
 }

@@ -1,7 +1,7 @@
 //! Pages that follow their guest to a host that has no memory left for them.
 
 use sterna_api::{Blame, Problem};
-use sterna_protocol::frame::{ChunkFrame, page_digest};
+use sterna_protocol::frame::{ChunkFrame, Digester};
 use sterna_protocol::spec::VmSpec;
 use sterna_sys::mount::Tmpfs;
 
@@ -25,7 +25,7 @@ impl DestinationHost for Room {
     fn commit(&self, _: MigrationId, _: bool) -> Result<(), Problem> {
         unreachable!()
     }
-    fn started(&self, _: MigrationId, _: Incoming, _: Option<Arc<Pager>>) {
+    fn started(&self, _: MigrationId, _: Incoming, _: Option<Arc<Pager>>, _: Option<&Problem>) {
         unreachable!()
     }
     fn pager(&self, _: MigrationId, _: Option<&str>) -> Result<Arc<Pager>, Problem> {
@@ -44,10 +44,10 @@ impl DestinationHost for Room {
 
 /// Page 3 comes to a guest that runs and misses it.
 fn page_comes(pager: &Pager, host: &Room) -> Result<(), MigrateError> {
-    let placer = Placer::new(pager.ram(), host, Some(pager));
+    let placer = Placer::new(pager.ram(), host, Some(pager), Digester::UNSEEDED);
     let only: PageSet = [3].into_iter().collect();
     let frame = ChunkFrame { round: 0, chunk: ChunkIndex(0), full: only, zero: PageSet::EMPTY };
-    placer.place(&frame, &[page_digest(&[8; 4096])], &[8; 4096])
+    placer.place(&frame, &[Digester::UNSEEDED.page(&[8; 4096])], &[8; 4096])
 }
 
 /// Seen to fail: the page was placed, and the reserve used up.
