@@ -99,7 +99,7 @@ mod tests {
         for path in ["vm.json", "run/x", "run/other/x", "run/other/deep/x"] {
             fs::write(dir.join(path), "x").unwrap();
         }
-        let mut at = open(CWD, &dir.join("run")).unwrap();
+        let mut at = open(CWD, dir.join("run")).unwrap();
         for _ in 0..3_000 {
             mkdirat(&at, "d", Mode::RWXU).unwrap();
             at = open(&at, "d").unwrap();
