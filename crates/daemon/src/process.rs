@@ -38,8 +38,9 @@ impl Identity {
         Ok(Self { pid, start_ticks: start_ticks(pid)?, boot: boot_id()? })
     }
 
-    /// A handle on the process, where it still runs (a zombie does not). `None` is certain: whoever hears it removes the machine's RAM. Where
-    /// the host cannot tell now, for want of a descriptor or of memory, this waits until it can.
+    /// A handle on the process, where it still runs (a zombie does not). `None` is certain: whoever hears it removes
+    /// the machine's RAM. Where the host cannot tell now, for want of a descriptor or of memory, this waits until it
+    /// can.
     #[must_use]
     pub fn open(&self) -> Option<Handle> {
         let mut told = false;
@@ -131,7 +132,8 @@ impl Handle {
 /// The limit of open files that this process was started with.
 static FILE_LIMIT: OnceLock<Rlimit> = OnceLock::new();
 
-/// Lets this process open as many files as it may: each machine takes some. What it starts gets the limit back with [`restore_file_limit`].
+/// Lets this process open as many files as it may: each machine takes some. What it starts gets the limit back with
+/// [`restore_file_limit`].
 pub fn raise_file_limit() {
     let before = *FILE_LIMIT.get_or_init(|| getrlimit(Resource::Nofile));
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: before.maximum, ..before }) {
@@ -139,8 +141,8 @@ pub fn raise_file_limit() {
     }
 }
 
-/// Gives the calling process the limit of open files with which this daemon was started: programs that use `select` rely on a low one. For
-/// a child between fork and exec: nothing but a system call.
+/// Gives the calling process the limit of open files with which this daemon was started: programs that use `select`
+/// rely on a low one. For a child between fork and exec: nothing but a system call.
 ///
 /// # Errors
 /// The kernel refuses.

@@ -9,8 +9,8 @@
 //! STATE/migrations/ID.json  what became of a migration, as far as the other end may ask
 //! ```
 //!
-//! All of it is root's, and only root can write there, but for `run/`: what a QEMU that its guest has taken over could change is neither
-//! believed nor written to.
+//! All of it is root's, and only root can write there, but for `run/`: what a QEMU that its guest has taken over
+//! could change is neither believed nor written to.
 
 use std::fs::{self, File};
 use std::io;
@@ -24,8 +24,11 @@ use crate::room;
 
 // Records, and whom they may come from.
 mod record_file;
+// Removing what others had a part in.
+mod remove;
 
 pub use record_file::{Outlives, read_record, remove_half_written, replace_record, take_directory, write_record};
+pub use remove::remove_directory;
 
 /// The state directory, locked for as long as this lives.
 #[derive(Debug)]
@@ -155,8 +158,8 @@ impl StateDir {
     }
 }
 
-/// Takes the locks of a state directory: its own, which is there whatever its path is, and whoever removes what is in it; and that of a
-/// file in it, which earlier daemons know.
+/// Takes the locks of a state directory: its own, which is there whatever its path is, and whoever removes what is in
+/// it; and that of a file in it, which earlier daemons know.
 fn lock(root: &Path) -> Result<[File; 2], StateError> {
     let path = root.join("lock");
     let file = File::options()

@@ -227,8 +227,8 @@ fn without_all_pages_on(mut host: Host, missing: usize, before: impl FnOnce(&Hos
     (host, pid)
 }
 
-/// Failed before: the map of missing pages was removed though nothing could be written down, the daemon after that missed it, and the guest was
-/// stopped for ever.
+/// Failed before: the map of missing pages was removed though nothing could be written down, the daemon after that
+/// missed it, and the guest was stopped for ever.
 #[test]
 fn a_guest_whose_last_page_came_when_the_disk_was_full_runs_on_after_every_restart() {
     if cannot_run() {

@@ -1,5 +1,6 @@
-//! The state directory against those who may not write there: a QEMU that its guest has taken over, a disk that is full, records that are
-//! damaged. "Failed before" says what the daemon did while a machine's directory was its QEMU's user's.
+//! The state directory against those who may not write there: a QEMU that its guest has taken over, a disk that is
+//! full, records that are damaged. "Failed before" says what the daemon did while a machine's directory was its
+//! QEMU's user's.
 
 mod support;
 
@@ -86,7 +87,8 @@ fn without_field(text: String, field: &str) -> String {
     format!("{before}{}", &text[end..])
 }
 
-/// Makes of a machine that runs what an earlier daemon left: sockets beside the record, all of it QEMU's user's, no word on its RAM files.
+/// Makes of a machine that runs what an earlier daemon left: sockets beside the record, all of it QEMU's user's, no
+/// word on its RAM files.
 fn make_old(host: &Host, name: &str) {
     let dir = dir_of(host, name);
     for socket in ["qmp.sock", "agent.sock"] {
@@ -200,7 +202,8 @@ fn a_machine_of_an_older_daemon_is_taken_over_and_can_be_moved() {
     assert_eq!((host.ram_files(), dir.exists()), (0, false));
 }
 
-/// Failed before: the pipe was waited for with the machine's name taken for ever; the link's target was in the daemon's log.
+/// Failed before: the pipe was waited for with the machine's name taken for ever; the link's target was in the
+/// daemon's log.
 #[test]
 fn a_pipe_or_a_link_in_the_place_of_qemus_log_is_not_read() {
     if cannot_run() {
@@ -419,7 +422,8 @@ fn qemus_that_do_not_answer_hold_each_other_up_neither_at_a_start_nor_in_a_list(
     }
 }
 
-/// Failed before, with twelve files: each machine counted as one that had ended, and its RAM was removed while its guest ran.
+/// Failed before, with twelve files: each machine counted as one that had ended, and its RAM was removed while its
+/// guest ran.
 #[test]
 fn a_daemon_that_may_open_few_files_takes_no_machine_for_one_that_ended() {
     if cannot_run() {
@@ -431,7 +435,8 @@ fn a_daemon_that_may_open_few_files_takes_no_machine_for_one_that_ended() {
         host.run(name);
     }
     host.kill_daemon();
-    // Too few to begin with, too few for the machines, enough. How far the daemon gets in that time does not matter: it must not do harm.
+    // Too few to begin with, too few for the machines, enough. How far the daemon gets in that time does not matter:
+    // it must not do harm.
     for files in [8, 10, 12, 14, 16, 20] {
         host.start_daemon_with_few_files(files);
         std::thread::sleep(Duration::from_millis(400));

@@ -1,4 +1,5 @@
-//! Paths that others can change: no link of another user is followed on the way, and nothing is opened before it is known what it is.
+//! Paths that others can change: no link of another user is followed on the way, and nothing is opened before it is
+//! known what it is.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -44,8 +45,8 @@ impl Root {
         opened.map(Self).map_err(|error| Error::new(format!("look at {path}"), error))
     }
 
-    /// What `path` names below this root. A symbolic link is followed where root or this process's user made it, in a directory of theirs;
-    /// an absolute one, and `..`, do not lead out of the root.
+    /// What `path` names below this root. A symbolic link is followed where root or this process's user made it, in a
+    /// directory of theirs; an absolute one, and `..`, do not lead out of the root.
     ///
     /// # Errors
     /// `ENOENT`, `ENOTDIR`; `ELOOP` for a link that another user made.
@@ -54,7 +55,8 @@ impl Root {
     }
 
     fn walk(&self, path: &Path) -> rustix::io::Result<Place> {
-        // Each directory on the way: `..` goes back to the one it was reached from, wherever that has been moved to since.
+        // Each directory on the way: `..` goes back to the one it was reached from, wherever that has been moved to
+        // since.
         let mut trail = vec![rustix::io::fcntl_dupfd_cloexec(&self.0, 0)?];
         let mut pending = reversed(path);
         let mut links = 0;
@@ -172,8 +174,8 @@ pub fn open_regular(path: &Path) -> Result<File> {
     Place::at(path)?.open(false)
 }
 
-/// Connects to the stream socket that `path` names, without waiting: the connection is non-blocking. No link of another user is followed:
-/// the way may lead through directories of the one who listens.
+/// Connects to the stream socket that `path` names, without waiting: the connection is non-blocking. No link of
+/// another user is followed: the way may lead through directories of the one who listens.
 ///
 /// # Errors
 /// As [`Root::find`]; nobody listens there; `EAGAIN` where as many wait as the listener lets wait.

@@ -71,7 +71,8 @@ pub fn log_file(dir: &Path) -> PathBuf {
 /// Starts QEMU and waits until its QMP socket takes connections.
 ///
 /// # Errors
-/// A [`Problem`] with QEMU's last words where it ends; the RAM files and what is in the directory then are the caller's to remove.
+/// A [`Problem`] with QEMU's last words where it ends; the RAM files and what is in the directory then are the
+/// caller's to remove.
 pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
     make_files(launch).map_err(|error| host("cannot make the machine's files", &error))?;
     let log = File::options()

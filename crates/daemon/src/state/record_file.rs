@@ -24,8 +24,8 @@ pub enum Outlives {
     Host,
 }
 
-/// Writes `value` as JSON so that after a crash at any moment the file holds either the old or the new value, and outlives the
-/// host.
+/// Writes `value` as JSON so that after a crash at any moment the file holds either the old or the new value, and
+/// outlives the host.
 ///
 /// # Errors
 /// As [`replace_record`].
@@ -33,8 +33,8 @@ pub fn write_record<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
     replace_record(path, value, Outlives::Host)
 }
 
-/// Writes `value` as JSON so that after a crash of what it outlives the file holds either the old or the new value. Where several write
-/// one record at the same time, it holds what one of them wrote, whole.
+/// Writes `value` as JSON so that after a crash of what it outlives the file holds either the old or the new value.
+/// Where several write one record at the same time, it holds what one of them wrote, whole.
 ///
 /// # Errors
 /// What the file system says; the old value then stands, and nothing is left of the new one.
@@ -75,7 +75,8 @@ pub fn remove_half_written(dir: &Path) {
 /// Reads a record; `None` where there is no such file.
 ///
 /// # Errors
-/// What the file system says, what is wrong with its JSON, or that another than root, or than the daemon's own user, may have written it.
+/// What the file system says, what is wrong with its JSON, or that another than root, or than the daemon's own user,
+/// may have written it.
 pub fn read_record<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
     let file = match open_regular(path).map_err(io::Error::from) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -98,8 +99,8 @@ pub fn read_record<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
     Ok(Some(serde_json::from_slice(&bytes)?))
 }
 
-/// Makes a directory root's own, so that nobody else can change what lies in it. One that belongs to somebody else is taken over:
-/// earlier daemons gave a machine's directory to QEMU's user.
+/// Makes a directory root's own, so that nobody else can change what lies in it. One that belongs to somebody else is
+/// taken over: earlier daemons gave a machine's directory to QEMU's user.
 ///
 /// # Errors
 /// It is not there, or no directory, or cannot be taken over.

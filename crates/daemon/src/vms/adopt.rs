@@ -89,7 +89,8 @@ impl Daemon {
         self.show(&record.name)
     }
 
-    /// A file that is another machine's RAM is not this one's, whatever its QEMU says: who moves this one would read and write that one's.
+    /// A file that is another machine's RAM is not this one's, whatever its QEMU says: who moves this one would read
+    /// and write that one's.
     fn check_ram_is_nobodys(&self, record: &VmRecord) -> Result<(), Problem> {
         let Some(owner) = shares_ram(&self.table(), record) else { return Ok(()) };
         Err(refuse("ram-of-another", format!("its RAM is the RAM of '{owner}'")))

@@ -1,8 +1,8 @@
 //! The files that hold guests' RAM: which they are is on record, and nothing else is ever taken for them.
 //!
-//! QEMU, or its user, may put something else in the place of a file that it owns: a link to another guest's RAM, a device. So a path only
-//! says where to look. What is there is used where it is the file on record (device and inode), is opened after that was seen and not
-//! before, and no link of another user is followed on the way.
+//! QEMU, or its user, may put something else in the place of a file that it owns: a link to another guest's RAM, a
+//! device. So a path only says where to look. What is there is used where it is the file on record (device and
+//! inode), is opened after that was seen and not before, and no link of another user is followed on the way.
 
 use std::fs::{self, File};
 use std::io;
@@ -74,7 +74,8 @@ impl Block {
         Ok(())
     }
 
-    /// Notes which file it is that has its path where QEMU sees it, and that QEMU has mapped by the kernel's word; `owned`: it ends with the machine.
+    /// Notes which file it is that has its path where QEMU sees it, and that QEMU has mapped by the kernel's word;
+    /// `owned`: it ends with the machine.
     ///
     /// # Errors
     /// It is not there, or QEMU has mapped another.
@@ -154,7 +155,8 @@ pub struct Stretch {
     pub length: u64,
 }
 
-/// Where `file` is mapped from its start on. The kernel lists a stretch in pieces where advice or a userfaultfd was given for a part of it.
+/// Where `file` is mapped from its start on. The kernel lists a stretch in pieces where advice or a userfaultfd was
+/// given for a part of it.
 #[must_use]
 pub fn stretches(maps: &[Mapping], file: FileId) -> Vec<Stretch> {
     let mut found: Vec<Stretch> = Vec::new();

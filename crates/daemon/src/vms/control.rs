@@ -158,7 +158,8 @@ pub fn vm_state(status: &str) -> VmState {
     if status == "running" { VmState::Running } else { VmState::Paused }
 }
 
-/// The agent inside QEMU, with the address of every RAM block: where the kernel says that QEMU has mapped the file on record.
+/// The agent inside QEMU, with the address of every RAM block: where the kernel says that QEMU has mapped the file on
+/// record.
 ///
 /// # Errors
 /// A [`Problem`] where it does not answer, or does not know the RAM.
@@ -184,7 +185,8 @@ pub fn agent_and_addresses(socket: &Path, pid: u32, blocks: &[Block]) -> Result<
     Ok((agent, addresses))
 }
 
-/// Where a RAM block is. Where the file on record is mapped is the kernel's word; the agent's is that it sees what QEMU discards there.
+/// Where a RAM block is. Where the file on record is mapped is the kernel's word; the agent's is that it sees what
+/// QEMU discards there.
 fn address_of(block: &Block, maps: &[Mapping], known: &[AgentBlock]) -> Result<u64, Problem> {
     let file = block.file().map_err(|error| problems::host("cannot tell the machine's RAM", &error))?;
     let mut mapped = stretches(maps, file).into_iter().filter(|stretch| stretch.length >= block.bytes).peekable();
@@ -220,7 +222,8 @@ mod tests {
         }
     }
 
-    /// Failed while a block was where the agent said that its inode is: an agent that names another guest's file, or any address, was believed.
+    /// Failed while a block was where the agent said that its inode is: an agent that names another guest's file, or
+    /// any address, was believed.
     #[test]
     fn an_agent_that_lies_about_ram_is_not_believed() {
         let maps = parse_maps(

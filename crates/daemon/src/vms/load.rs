@@ -17,7 +17,8 @@ pub struct Found {
     pub records: Vec<VmRecord>,
     /// Directories without a record.
     pub unfinished: Vec<PathBuf>,
-    /// The names of machines whose record cannot be used: whatever is theirs is left alone, for nobody can tell what it is any more.
+    /// The names of machines whose record cannot be used: whatever is theirs is left alone, for nobody can tell what
+    /// it is any more.
     pub unread: Vec<String>,
 }
 
@@ -25,7 +26,8 @@ impl Daemon {
     /// Reads all machines' records.
     ///
     /// # Errors
-    /// Where the directory cannot be read. One record that cannot be used is logged, and costs nothing but the daemon's care for its machine.
+    /// Where the directory cannot be read. One record that cannot be used is logged, and costs nothing but the
+    /// daemon's care for its machine.
     pub fn read_machines(&self) -> io::Result<Found> {
         let mut found = Found::default();
         let mut owners: HashMap<FileId, String> = HashMap::new();
@@ -65,9 +67,9 @@ fn check_ram_is_nobodys(owners: &HashMap<FileId, String>, record: VmRecord) -> i
 }
 
 fn load(dir: &Path, name: &str) -> io::Result<Option<VmRecord>> {
-    // Earlier daemons gave it to QEMU's user. From here on only root changes what lies in it, so that what is read now stays what was
-    // read. A file of root's that its user had moved here from another machine's directory is told by the name in it; an old one of the
-    // same machine's cannot be told, and says what was true of it once.
+    // Earlier daemons gave it to QEMU's user. From here on only root changes what lies in it, so that what is read
+    // now stays what was read. A file of root's that its user had moved here from another machine's directory is told
+    // by the name in it; an old one of the same machine's cannot be told, and says what was true of it once.
     take_directory(dir)?;
     remove_half_written(dir);
     let path = dir.join("vm.json");
@@ -83,8 +85,9 @@ fn load(dir: &Path, name: &str) -> io::Result<Option<VmRecord>> {
     Ok(Some(record))
 }
 
-/// Completes the record of an older daemon, which does not say which files hold the machine's RAM; whether it says so now. Where its QEMU runs, they
-/// are those that it has mapped. Where that has ended, Sterna's own still have their names in a directory of root's.
+/// Completes the record of an older daemon, which does not say which files hold the machine's RAM; whether it says so
+/// now. Where its QEMU runs, they are those that it has mapped. Where that has ended, Sterna's own still have their
+/// names in a directory of root's.
 fn recall_ram(record: &mut VmRecord) -> bool {
     let (running, owned) = (record.process.open().is_some(), record.owns_ram_files);
     let mut changed = false;

@@ -154,8 +154,8 @@ pub fn arriving(table: &Table) -> usize {
     table.values().filter(|entry| matches!(entry.hold, Hold::Arriving(_))).count()
 }
 
-/// The machine of the table, another than this one, that has RAM in a file of this one's. Some day machines may share files that none of
-/// them writes: those are for this to let pass.
+/// The machine of the table, another than this one, that has RAM in a file of this one's. Some day machines may share
+/// files that none of them writes: those are for this to let pass.
 #[must_use]
 pub fn shares_ram(table: &Table, record: &VmRecord) -> Option<String> {
     let others = table.values().filter_map(|entry| entry.record.as_ref()).filter(|other| other.name != record.name);
@@ -301,8 +301,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// The same, where nothing but the log can be told of a failure; whether it is on disk. In the table it stands either way, and goes to disk with
-    /// whatever is written next; a daemon started anew finds out again.
+    /// The same, where nothing but the log can be told of a failure; whether it is on disk. In the table it stands
+    /// either way, and goes to disk with whatever is written next; a daemon started anew finds out again.
     pub fn try_store(&self, record: &VmRecord) -> bool {
         let stored = self.store(record);
         if let Err(error) = &stored {

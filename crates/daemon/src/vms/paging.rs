@@ -330,7 +330,8 @@ impl Daemon {
         if let Some(entry) = self.table().get_mut(&record.name).filter(|entry| is(entry, record)) {
             entry.pager = None;
         }
-        // Where the disk is full the record says still that pages are to come, and only an empty map tells the next daemon that none are.
+        // Where the disk is full the record says still that pages are to come, and only an empty map tells the next
+        // daemon that none are.
         if self.try_store(&whole) {
             remove_map(record);
         }

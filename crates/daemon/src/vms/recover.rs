@@ -12,8 +12,8 @@
 //! | the same | some are still to come | the agent's userfaultfd and the map of missing pages are taken over; it runs, and waits for its source |
 //! | the same, and they cannot be taken over | some are still to come | it is stopped, and its userfaultfd stays open: pages would read as zeros |
 //!
-//! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. One whose record cannot be
-//! used ([`load`](super::load)) is left alone, with all that may be its.
+//! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. One
+//! whose record cannot be used ([`load`](super::load)) is left alone, with all that may be its.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -46,7 +46,8 @@ impl Daemon {
     pub fn recover(self: &Arc<Self>) -> std::io::Result<()> {
         let Found { records, unfinished, unread } = self.read_machines()?;
         several::map(unfinished, |dir| self.clear_unfinished(&dir));
-        // As the disk has them: what is not written down any more because the disk is full is still needed by the next daemon.
+        // As the disk has them: what is not written down any more because the disk is full is still needed by the
+        // next daemon.
         let named = records.iter().flat_map(VmRecord::own_files).map(|file| file.path).collect();
         several::map(records, |record| self.recover_machine(record));
         if unread.is_empty() {
@@ -163,8 +164,8 @@ impl Daemon {
         remove_files(dir, &[], &self.state.logs());
     }
 
-    /// Removes RAM files of no machine: those that are on no record, neither by what they are nor by their name (`named`), and do not begin
-    /// with the name of a machine whose record is `unread`.
+    /// Removes RAM files of no machine: those that are on no record, neither by what they are nor by their name
+    /// (`named`), and do not begin with the name of a machine whose record is `unread`.
     fn remove_stray_ram(&self, named: &HashSet<PathBuf>, unread: &[String]) {
         let files: HashSet<FileId> = {
             let table = self.table();

@@ -21,6 +21,7 @@ use crate::qemu::arguments::{self, Additions, RAM_ID};
 use crate::qemu::binary::{Binary, DEFAULT_NAME, Version};
 use crate::qemu::files;
 use crate::qemu::launch::{self, Launch, agent_socket, log_file, qmp_socket};
+use crate::state::remove_directory;
 
 /// How long the agent of a QEMU that answers already may take to answer, too.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(3);
@@ -221,7 +222,7 @@ pub fn remove_files(dir: &Path, ram_files: &[OwnFile], logs: &Path) {
     {
         let _ = fs::rename(&log, logs.join(format!("{}.log", name.to_string_lossy())));
     }
-    if let Err(error) = fs::remove_dir_all(dir)
+    if let Err(error) = remove_directory(dir)
         && error.kind() != io::ErrorKind::NotFound
     {
         tracing::warn!(path = %dir.display(), %error, "cannot remove a machine's directory");

@@ -55,7 +55,8 @@ mod tests {
         assert_eq!(log.last_lines().as_deref(), Some("first  [31m; last"));
     }
 
-    /// Fails without [`open_regular`]: the first lines of a file that only root may read are quoted, and the pipe is waited for.
+    /// Fails without [`open_regular`]: the first lines of a file that only root may read are quoted, and the pipe is
+    /// waited for.
     #[test]
     fn a_link_or_a_pipe_in_the_logs_place_says_nothing() {
         let directory = tempfile::tempdir().unwrap();
