@@ -131,7 +131,12 @@ fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mod
             wait_for("the disk to be read", PATIENCE, || Ok((said(&site, "READ").len() > before + 2).then_some(())))
                 .unwrap();
             let report = site.migrate(&["--mode", mode]);
-            println!("{number}, {mode}: {} ms, {:?}", report.total_ms, report.tracking);
+            let (total_ms, setup_ms, paused_ms) = (report.total_ms, report.setup_ms, report.downtime_ms);
+            let found = report.tracking.untracked_writes;
+            println!(
+                "{number}, {mode}: {total_ms:.0} ms, set-up {setup_ms:.0}, paused {paused_ms:.0}, {found} found, {:?}",
+                report.postcopy
+            );
             site.checker_is_well();
         }
         if !said(&site, "DISK ").is_empty() {
