@@ -258,3 +258,20 @@ fn watch_follows_a_migration_to_its_end() {
     assert_eq!(lines.last().unwrap()["phase"], "done");
     assert!(lines.iter().all(|line| line["vm"] == "m"));
 }
+
+#[test]
+fn a_persons_word_that_a_host_is_off_is_taken_with_its_risks_in_the_help_alone() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    run(&host, "m");
+    let (help, _) = expect(&host, 0, &["resume", "--help"]);
+    let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in ["TWO GUESTS WRITE THE SAME DISKS", "ahead of the memory", "logs who said so"] {
+        assert!(help.contains(words), "{help}");
+    }
+    expect(&host, 2, &["resume", "m", "--fenced", "b", "--to", "b:1"]);
+    let (_, err) = expect(&host, 1, &["resume", "m", "--fenced", "b"]);
+    assert!(err.contains("has not been handed over"), "{err}");
+}
