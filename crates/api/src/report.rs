@@ -199,6 +199,7 @@ pub struct Faults {
     /// Faults on pages that were there already, or hold zeros: settled at the destination.
     pub local: u64,
     /// How long threads of QEMU waited for pages from the source, all together, milliseconds.
+    #[serde(deserialize_with = "finite")]
     pub blocktime_ms: f64,
     /// The same for each of them that waited, longest first.
     pub blocktime_by_thread: Vec<Blocktime>,
@@ -213,6 +214,7 @@ pub struct Blocktime {
     /// Its faults.
     pub faults: u64,
     /// How long it waited, milliseconds.
+    #[serde(deserialize_with = "finite")]
     pub ms: f64,
 }
 
@@ -241,11 +243,19 @@ pub struct Postcopy {
 #[serde(default)]
 pub struct Latency {
     /// The median.
+    #[serde(deserialize_with = "finite")]
     pub p50: f64,
     /// The 99th percentile.
+    #[serde(deserialize_with = "finite")]
     pub p99: f64,
     /// The longest.
+    #[serde(deserialize_with = "finite")]
     pub max: f64,
+}
+
+/// A measure that another daemon tells: what is no number counts as none. JSON would say `null`, and nobody could read the report.
+fn finite<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    f64::deserialize(from).map(|measure| if measure.is_finite() { measure } else { 0.0 })
 }
 
 /// The comparison of both sides: in the pause, or where pages follow the guest, by what it first saw of each.

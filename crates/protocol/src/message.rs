@@ -345,6 +345,22 @@ mod tests {
         assert_eq!(kind(encode(&Reply::Identity { identity: 0 }, 0).unwrap()), 17);
     }
 
+    /// Found by the fuzz target `message`; failed with NaN that the JSON of the report could not hold.
+    #[test]
+    fn a_measure_that_is_no_number_is_none_in_the_report() {
+        use sterna_api::report::{Blocktime, Faults, Latency};
+        let latency_us = Latency { p50: 1.5, p99: f64::INFINITY, max: f64::NAN };
+        let blocktime_by_thread = vec![Blocktime { ms: f64::NEG_INFINITY, ..Blocktime::default() }];
+        let faults = Faults { latency_us, blocktime_ms: f64::NAN, blocktime_by_thread, ..Faults::default() };
+        let account = PostcopyAccount { faults, ..PostcopyAccount::default() };
+        let Reply::Completed(account) = read(&encode(&Reply::Completed(Box::new(account)), 3).unwrap(), 3).unwrap()
+        else {
+            panic!("another reply")
+        };
+        assert_eq!(account.faults.latency_us, Latency { p50: 1.5, p99: 0.0, max: 0.0 });
+        assert_eq!((account.faults.blocktime_ms, account.faults.blocktime_by_thread[0].ms), (0.0, 0.0));
+    }
+
     #[test]
     fn a_problem_survives_the_way() {
         let problem = Problem::new("out-of-memory", sterna_api::Blame::Host, "no room").hint("make room");

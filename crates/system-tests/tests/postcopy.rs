@@ -32,7 +32,8 @@ fn makes_sense(report: &Report) {
     assert!(faults.blocktime_ms > 0.0 && of_threads <= faults.blocktime_ms * 1.01, "{faults:?}");
     // The guest did not wait for the pages that followed it.
     assert!(report.downtime_ms > 0.0 && report.downtime.final_pages_ms < postcopy.ms, "{report:#?}");
-    assert!(postcopy.ms > 0.0 && report.resume_ms <= report.total_ms, "{report:#?}");
+    // What comes after the last page, such as QEMU's end, is not in the total; on a slow machine it takes seconds.
+    assert!(0.0 < postcopy.ms && postcopy.ms <= report.total_ms * 1.01 && report.resume_ms > 0.0, "{report:#?}");
     assert_eq!(pages.sent, pages.full + pages.delta);
     assert!(report.bytes_on_wire > 0);
 }
