@@ -40,8 +40,15 @@ impl Control {
     /// As [`Control::connect`].
     pub fn connect_within(path: &Path, timeout: Duration) -> Result<Self, Problem> {
         Qmp::connect(path, timeout).map(Self).map_err(|error| {
-            let mut problem = problems::qemu(format!("QEMU does not answer at {}", path.display()), &error)
-                .hint("another QMP client may hold the socket: QEMU serves one at a time");
+            let hint = match &error {
+                // It takes connections, and greets nobody.
+                VmmError::Silent { .. } => {
+                    "another QMP client may hold the socket, as QEMU serves one at a time; or QEMU stands still"
+                }
+                VmmError::Gone { .. } => "it closed the connection: it has ended, or is about to; its log says why",
+                _ => "does a QEMU listen there? Its log may say more",
+            };
+            let mut problem = problems::qemu(format!("QEMU does not answer at {}", path.display()), &error).hint(hint);
             problem.code = "qmp-unreachable".into();
             problem
         })
@@ -167,6 +174,13 @@ pub fn agent_and_addresses(socket: &Path, pid: u32, blocks: &[Block]) -> Result<
         problem.code = "agent-missing".into();
         problem
     })?;
+    // The path comes from QEMU's environment, or from its directory: what listens there may be another's.
+    let peer = agent.peer().pid;
+    if u32::try_from(peer) != Ok(pid) {
+        let why = format!("what listens at {} is process {peer}, and QEMU is {pid}", socket.display());
+        return Err(Problem::new("agent-foreign", Blame::Qemu, why)
+            .hint("each QEMU needs a STERNA_AGENT_SOCKET of its own; is it the right process number?"));
+    }
     let known = agent.blocks().map_err(|error| problems::host("the agent does not tell the RAM blocks", &error))?;
     let lost =
         agent.hello().map_err(|error| problems::host("the agent does not introduce itself", &error))?.blocks_lost;

@@ -1,6 +1,7 @@
 //! Showing machines: what the table knows, and what QEMU says when asked.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use sterna_api::{MemoryMode, Phase, Problem, Vm, VmState};
 
@@ -10,6 +11,9 @@ use crate::metrics::Traffic;
 use crate::migration::queue::Counts;
 use crate::problems::unknown_vm;
 use crate::qemu::binary;
+
+/// How many QEMUs are asked at a time.
+const ASKERS: usize = 32;
 
 impl Daemon {
     /// One machine.
@@ -34,7 +38,27 @@ impl Daemon {
         let mut entries: Vec<(String, Entry)> =
             self.table().iter().map(|(name, entry)| (name.clone(), entry.clone())).collect();
         entries.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
-        entries.iter().map(|(name, entry)| self.describe(name, entry)).collect()
+        // Side by side: a QEMU that stands still has seconds to answer, and nobody else's list or metrics may wait for each of them in turn.
+        let next = AtomicUsize::new(0);
+        let describe = || -> Vec<(usize, Vm)> {
+            let mine = std::iter::from_fn(|| {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                entries.get(index).map(|(name, entry)| (index, self.describe(name, entry)))
+            });
+            mine.collect()
+        };
+        let mut described = std::thread::scope(|scope| {
+            let others: Vec<_> = (1..ASKERS.min(entries.len()))
+                .map_while(|_| std::thread::Builder::new().name("list".into()).spawn_scoped(scope, describe).ok())
+                .collect();
+            let mut described = describe();
+            for other in others {
+                described.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            }
+            described
+        });
+        described.sort_unstable_by_key(|(index, _)| *index);
+        described.into_iter().map(|(_, vm)| vm).collect()
     }
 
     fn describe(&self, name: &str, entry: &Entry) -> Vm {
