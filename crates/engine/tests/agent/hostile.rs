@@ -183,6 +183,9 @@ fn machine(program: &Program, vmm: SourceVmm, address: impl FnOnce(u64) -> u64) 
     machine
 }
 
+/// Where the agent says that RAM is, which is at this address.
+type Lie = fn(u64) -> u64;
+
 /// Moves it, in bounded time.
 fn moved(machine: sterna_engine::source::Outgoing, peer: &str, mode: Mode) -> Outcome {
     let (say, outcome) = std::sync::mpsc::channel();
@@ -283,7 +286,7 @@ fn an_agent_that_lies_about_where_its_ram_is_harms_its_own_guest_only() {
         return;
     }
     // Where half of it is, half of the writes are seen: then that guest alone arrives stale.
-    let lies: [(&str, bool, fn(u64) -> u64); 4] = [
+    let lies: [(&str, bool, Lie); 4] = [
         ("where nothing is", false, |_| 0x1_0000),
         ("the kernel's", false, |_| 0xffff_8000_0000_0000),
         ("the end of all addresses", false, |_| u64::MAX - RAM_BYTES - 0xfff),
@@ -319,7 +322,8 @@ fn a_fence_whose_userfaultfd_blocks_keeps_nobody_waiting() {
     std::thread::spawn(move || {
         let patience = fence.patience(Duration::from_millis(10));
         let range = ram.mapping.addresses();
-        let fenced = fence.close(vec![range.start..range.start + 8192], &patience).unwrap().expect("nobody waits");
+        let (fenced_in, rest) = (range.start..range.start + 8192, range.start + 8192..range.end);
+        let fenced = fence.close(vec![fenced_in, rest], &patience).unwrap().expect("nobody waits");
         let waits = fence.waits().unwrap();
         fenced.open().unwrap();
         say.send(waits).unwrap();
