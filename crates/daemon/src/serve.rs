@@ -8,8 +8,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::extract::ConnectInfo;
+use axum::{Extension, Router};
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Semaphore;
 
 use crate::config::Config;
 use crate::http::caller::Caller;
@@ -17,6 +23,14 @@ use crate::http::router;
 use crate::migration::listener::listen;
 use crate::process::raise_file_limit;
 use crate::vms::Daemon;
+
+/// Connections to the API at a time; who comes then waits until one has ended. Each may hold a descriptor, a thread and some memory, all of which the machines'
+/// migrations need.
+const CONNECTIONS: usize = 256;
+/// How long a request's head may take; and how long a connection may be idle between two.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long nobody is let in where no descriptor is left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long requests that wait for something have when the daemon ends.
 const GRACE: Duration = Duration::from_secs(1);
@@ -50,15 +64,41 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
 
 async fn serve_api(daemon: &Arc<Daemon>) -> Result<(), Box<dyn Error + Send + Sync>> {
     let socket = bind(&daemon.config.api)?;
+    let router = router(Arc::clone(daemon));
     let mut terminate = signal(SignalKind::terminate())?;
     tracing::info!(api = %daemon.config.api.display(), state = %daemon.config.state_dir.display(), "ready");
     tokio::select! {
-        served = axum::serve(socket, router(Arc::clone(daemon)).into_make_service_with_connect_info::<Caller>()) => served?,
+        () = serve_connections(&socket, &router) => {}
         _ = terminate.recv() => {}
         interrupted = tokio::signal::ctrl_c() => interrupted?,
     }
     tracing::info!("ending; the machines run on");
     Ok(())
+}
+
+/// Serves whoever comes, for ever. Who asks slowly, or never to the end, is given up: `axum::serve` waits for ever, and takes in as many as there are descriptors.
+async fn serve_connections(socket: &UnixListener, router: &Router) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    loop {
+        let place = Arc::clone(&places).acquire_owned().await;
+        let stream = match socket.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "cannot take a call of the API");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let caller = Extension(ConnectInfo(Caller::of(&stream)));
+        let service = TowerToHyperService::new(router.clone().layer(caller));
+        tokio::spawn(async move {
+            let mut protocol = http1::Builder::new();
+            protocol.timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
+            // Its end is the caller's business.
+            let _ = protocol.serve_connection(TokioIo::new(stream), service).await;
+            drop(place);
+        });
+    }
 }
 
 /// Makes the API's socket, for root alone. One that a dead daemon left is replaced; a living one's is not.

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 /// How many at a time.
-const THREADS: usize = 16;
+const THREADS: usize = 32;
 
 /// What `make` makes of each item, in their order.
 pub fn map<T: Send, R: Send>(items: Vec<T>, make: impl Fn(T) -> R + Sync) -> Vec<R> {

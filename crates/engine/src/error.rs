@@ -172,24 +172,6 @@ impl From<RamError> for MigrateError {
     }
 }
 
-const AGENT_HINT: &str = "was QEMU started with libsterna_agent.so, and does its socket exist?";
-
-/// Who is to blame for what the agent did not do, and what to do.
-fn agent_culprit(error: &AgentError) -> (Blame, &'static str) {
-    match error {
-        AgentError::Silent { .. } | AgentError::Connection { .. } => {
-            (Blame::Qemu, "does this QEMU still run? One that stands still, or is being debugged, does not answer")
-        }
-        AgentError::Malformed { .. } => {
-            (Blame::Qemu, "what answers inside this QEMU is not Sterna's agent: look who has taken it over")
-        }
-        AgentError::Version { .. } => (Blame::Request, "restart QEMU with this daemon's agent"),
-        // What its kernel said is part of the message.
-        AgentError::Refused { .. } => (Blame::Qemu, "QEMU's log may say more"),
-        AgentError::NotThere { .. } => (Blame::Request, AGENT_HINT),
-    }
-}
-
 impl MigrateError {
     /// A link error while doing something.
     pub fn link(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
@@ -279,7 +261,8 @@ impl MigrateError {
             Self::Vmm(VmmError::Gone { guest_off: false }) => ("qemu-gone", Blame::Qemu, Some("its log says why")),
             Self::Vmm(_) => ("qemu-failed", Blame::Qemu, Some("QEMU's log on both hosts may say more")),
             Self::Agent { source, .. } => {
-                let (blame, hint) = source.downcast_ref().map_or((Blame::Ours, AGENT_HINT), agent_culprit);
+                let (blame, hint) =
+                    source.downcast_ref().map_or((Blame::Ours, "the daemon's log may say more"), AgentError::culprit);
                 ("agent-failed", blame, Some(hint))
             }
             Self::Host { .. } => ("host-failed", Blame::Host, None),

@@ -289,6 +289,50 @@ fn a_renewed_certificate_is_used_from_the_next_call_on() {
     arrives(&host, &peer, Some(a));
 }
 
+/// Half-written, of two pairs, empty, gone, and good again, while guests are moved: each call finds a pair that works. (Guards what was found right.)
+#[test]
+fn certificates_that_change_under_way_fail_no_migration() {
+    if !tracking_works() {
+        return;
+    }
+    let authority = Authority::new();
+    let files = authority.files(&B, (2020, 2120));
+    let (host, peer) = Destination::serve_with(Some(Arc::new(Credentials::load(files.clone()).unwrap())));
+    let a = authority.host(&["a.example"]);
+    let read = |files: &Files| {
+        (std::fs::read_to_string(&files.certificate).unwrap(), std::fs::read_to_string(&files.key).unwrap())
+    };
+    let pairs = [read(&files), read(&authority.files(&B, (2020, 2120)))];
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let changing = scope.spawn(|| {
+            let (mut changes, mut at) = (0u64, 0);
+            while !stop.load(Ordering::Acquire) {
+                at = 1 - at;
+                let (certificate, key) = &pairs[at];
+                for text in [&certificate[..certificate.len() / 2], "", &pairs[1 - at].0, certificate] {
+                    std::fs::write(&files.certificate, text).unwrap();
+                    std::thread::yield_now();
+                }
+                for text in [&key[..key.len() / 2], key] {
+                    authority::write_key(&files.key, text);
+                    std::thread::yield_now();
+                }
+                let _ = std::fs::remove_file(&files.certificate);
+                std::fs::write(&files.certificate, certificate).unwrap();
+                changes += 1;
+            }
+            changes
+        });
+        for _ in 0..10 {
+            arrives(&host, &peer, Some(Arc::clone(&a)));
+        }
+        stop.store(true, Ordering::Release);
+        assert!(changing.join().unwrap() > 0);
+    });
+    arrives(&host, &peer, Some(a));
+}
+
 #[test]
 fn credentials_that_cannot_work_are_refused_at_the_start_with_the_file_at_fault() {
     let authority = Authority::new();

@@ -1,5 +1,7 @@
 //! Problems as answers: the status code follows from code and blame.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::extract::{FromRequest, FromRequestParts, Request};
 use axum::http::StatusCode;
@@ -54,6 +56,9 @@ fn status(problem: &Problem) -> StatusCode {
     }
 }
 
+/// How long a request's body may take.
+const BODY_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// A JSON body; what is wrong with one is told as a [`Problem`].
 #[derive(Debug)]
 pub struct Body<T>(pub T);
@@ -62,9 +67,13 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
     type Rejection = Failure;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Failure> {
-        match Json::<T>::from_request(request, state).await {
-            Ok(Json(value)) => Ok(Self(value)),
-            Err(rejection) => Err(Failure(invalid(rejection.body_text()))),
+        match tokio::time::timeout(BODY_TIMEOUT, Json::<T>::from_request(request, state)).await {
+            Ok(Ok(Json(value))) => Ok(Self(value)),
+            Ok(Err(rejection)) => Err(Failure(invalid(rejection.body_text()))),
+            Err(_) => {
+                let message = format!("the request's body did not come within {} s", BODY_TIMEOUT.as_secs());
+                Err(Failure(invalid(message)))
+            }
         }
     }
 }

@@ -1,8 +1,6 @@
 //! Who calls: what is done on a person's word is logged with it.
 
-use axum::extract::connect_info::Connected;
-use axum::serve::IncomingStream;
-use tokio::net::UnixListener;
+use tokio::net::UnixStream;
 
 /// The process at the other end of the API's socket, by the kernel's word.
 #[derive(Debug, Clone, Copy)]
@@ -11,9 +9,11 @@ pub struct Caller {
     who: Option<(u32, i32)>,
 }
 
-impl Connected<IncomingStream<'_, UnixListener>> for Caller {
-    fn connect_info(stream: IncomingStream<'_, UnixListener>) -> Self {
-        let credentials = stream.io().peer_cred().ok();
+impl Caller {
+    /// Who is at the other end.
+    #[must_use]
+    pub fn of(stream: &UnixStream) -> Self {
+        let credentials = stream.peer_cred().ok();
         Self { who: credentials.map(|credentials| (credentials.uid(), credentials.pid().unwrap_or_default())) }
     }
 }

@@ -162,6 +162,17 @@ fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Probl
     }
 }
 
+/// How long a QEMU that closes its connections has to end.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Why a QEMU that was just started does not answer any more, where that is because it has ended: its own last words. It opens its QMP socket before
+/// it has made its memory and its display.
+#[must_use]
+pub fn ended(launch: &Launch<'_>, process: Identity) -> Option<Problem> {
+    let ended = process.open().is_none_or(|handle| handle.wait(Some(END_TIMEOUT)));
+    ended.then(|| failed("QEMU ended while it started".into(), launch))
+}
+
 fn failed(message: String, launch: &Launch<'_>) -> Problem {
     let mut problem = Problem::new("qemu-failed", Blame::Qemu, message).guest(Whereabouts::Gone);
     problem.cause = last_lines(&log_file(launch.dir), 5);

@@ -47,7 +47,7 @@ impl Daemon {
         let mut blocks = devices.map(|device| block(device, request.pid)).collect::<Result<Vec<_>, _>>()?;
         blocks.sort_unstable_by(|a, b| a.id.cmp(&b.id));
         let memory_bytes = about.ram_bytes;
-        if blocks.iter().map(|block| block.bytes).sum::<u64>() < memory_bytes {
+        if blocks.iter().fold(0u64, |sum, block| sum.saturating_add(block.bytes)) < memory_bytes {
             return Err(refuse("anonymous-ram", "part of its RAM has no back end of its own".into()).hint(BACKEND_HINT));
         }
         drop(control);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use sterna_api::{Blame, Problem, VmState};
-use sterna_engine::agent::{Agent, AgentBlock};
+use sterna_engine::agent::{Agent, AgentBlock, AgentError};
 use sterna_engine::vmm::qemu::{ErrorLog, Inspection, QemuDestination, QemuProcess, QemuSource, SharedQmp, inspect};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_engine::vmm::{Destination, Source, VmmError};
@@ -41,8 +41,15 @@ impl Control {
     /// As [`Control::connect`].
     pub fn connect_within(path: &Path, timeout: Duration) -> Result<Self, Problem> {
         Qmp::connect(path, timeout).map(Self).map_err(|error| {
-            let mut problem = problems::qemu(format!("QEMU does not answer at {}", path.display()), &error)
-                .hint("another QMP client may hold the socket: QEMU serves one at a time");
+            let hint = match &error {
+                // It takes connections, and greets nobody.
+                VmmError::Silent { .. } => {
+                    "another QMP client may hold the socket, as QEMU serves one at a time; or QEMU stands still"
+                }
+                VmmError::Gone { .. } => "it closed the connection: it has ended, or is about to; its log says why",
+                _ => "does a QEMU listen there? Its log may say more",
+            };
+            let mut problem = problems::qemu(format!("QEMU does not answer at {}", path.display()), &error).hint(hint);
             problem.code = "qmp-unreachable".into();
             problem
         })
@@ -89,7 +96,8 @@ impl Control {
 /// What to say where QEMU did not do `what`.
 pub(super) fn refused(what: &str, error: &VmmError) -> Problem {
     match error {
-        VmmError::Gone { .. } => Problem::new("qemu-gone", Blame::Qemu, error.to_string()),
+        VmmError::Gone { guest_off: true } => Problem::new("guest-off", Blame::Guest, error.to_string()),
+        VmmError::Gone { guest_off: false } => Problem::new("qemu-gone", Blame::Qemu, error.to_string()),
         _ => problems::qemu(format!("QEMU did not do what it was asked ({what})"), error),
     }
 }
@@ -158,21 +166,32 @@ pub fn vm_state(status: &str) -> VmState {
     if status == "running" { VmState::Running } else { VmState::Paused }
 }
 
+/// What the agent did not do.
+fn agent_failed(code: &str, what: &str, error: &AgentError) -> Problem {
+    let (blame, hint) = error.culprit();
+    let mut problem = problems::host(what, error).hint(hint);
+    (problem.code, problem.blame) = (code.into(), blame);
+    problem
+}
+
 /// The agent inside QEMU, with the address of every RAM block: where the kernel says that QEMU has mapped the file on
 /// record.
 ///
 /// # Errors
 /// A [`Problem`] where it does not answer, or does not know the RAM.
 pub fn agent_and_addresses(socket: &Path, pid: u32, blocks: &[Block]) -> Result<(Agent, Vec<u64>), Problem> {
-    let mut agent = Agent::connect(socket, TIMEOUT).map_err(|error| {
-        let mut problem = problems::host("the agent inside QEMU does not answer", &error)
-            .hint("QEMU must be started with LD_PRELOAD=…/libsterna_agent.so and STERNA_AGENT_SOCKET=PATH");
-        problem.code = "agent-missing".into();
-        problem
-    })?;
-    let known = agent.blocks().map_err(|error| problems::host("the agent does not tell the RAM blocks", &error))?;
-    let lost =
-        agent.hello().map_err(|error| problems::host("the agent does not introduce itself", &error))?.blocks_lost;
+    let mut agent = Agent::connect(socket, TIMEOUT)
+        .map_err(|error| agent_failed("agent-missing", "the agent inside QEMU does not answer", &error))?;
+    // The path comes from QEMU's environment, or from its directory: what listens there may be another's.
+    let peer = agent.peer().pid;
+    if u32::try_from(peer) != Ok(pid) {
+        let why = format!("what listens at {} is process {peer}, and QEMU is {pid}", socket.display());
+        return Err(Problem::new("agent-foreign", Blame::Qemu, why)
+            .hint("each QEMU needs a STERNA_AGENT_SOCKET of its own; is it the right process number?"));
+    }
+    let failed = |what| move |error| agent_failed("agent-failed", what, &error);
+    let known = agent.blocks().map_err(failed("the agent does not tell the RAM blocks"))?;
+    let lost = agent.hello().map_err(failed("the agent does not introduce itself"))?.blocks_lost;
     if lost > 0 {
         return Err(Problem::new(
             "agent-ram",

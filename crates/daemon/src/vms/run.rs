@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use sterna_api::problem::Whereabouts;
+use sterna_api::units::show_size;
 use sterna_api::{BalloonSetting, Blame, MemoryMode, Problem, RunRequest, Vm};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::PAGE_BYTES;
@@ -21,6 +23,7 @@ use crate::qemu::arguments::{self, Additions, RAM_ID};
 use crate::qemu::binary::{Binary, DEFAULT_NAME, Version};
 use crate::qemu::files;
 use crate::qemu::launch::{self, Launch, agent_socket, log_file, qmp_socket};
+use crate::room;
 use crate::state::remove_directory;
 
 /// How long the agent of a QEMU that answers already may take to answer, too.
@@ -111,8 +114,10 @@ impl Daemon {
         for block in &mut blocks {
             block.recall_here().map_err(|error| host("cannot look at the machine's RAM", &error))?;
         }
-        let about = Control::connect(&qmp_socket(dir))?.inspect()?;
-        wait_for_agent(dir, process, &blocks)?;
+        let asked = Control::connect(&qmp_socket(dir)).and_then(|mut control| control.inspect());
+        let answered = asked.and_then(|about| wait_for_agent(dir, process, &blocks).map(|()| about));
+        // Whatever it is that did not answer: where QEMU has ended, its own words say why.
+        let about = answered.map_err(|problem| launch::ended(&launch, process).unwrap_or(problem))?;
         Ok(Started { process, about, blocks, cleanup })
     }
 }
@@ -155,8 +160,19 @@ fn check_request(request: &RunRequest) -> Result<(), Problem> {
             .hint("use --memory-mode shared"));
     }
     if !MEMORY_LIMITS.contains(&request.memory_bytes) || !request.memory_bytes.is_multiple_of(PAGE_BYTES as u64) {
-        return Err(invalid(format!("{} bytes of memory cannot be", request.memory_bytes))
+        return Err(invalid(format!("{} bytes of memory are no size of a machine", request.memory_bytes))
             .hint("between 1M and 16T, a multiple of 4096 bytes"));
+    }
+    let total = room::total_bytes();
+    if request.memory_bytes > total {
+        let (asked, total) = (show_size(request.memory_bytes), show_size(total));
+        return Err(Problem::new(
+            "too-much-memory",
+            Blame::Request,
+            format!("a machine of {asked} is asked for, and this host has {total} of memory"),
+        )
+        .guest(Whereabouts::Gone)
+        .hint("give it less, or run it on a host that has more"));
     }
     if let Some(text) = request.arguments.iter().find(|argument| argument.contains('\0')) {
         return Err(invalid(format!("the argument {text:?} contains a zero byte")));

@@ -193,6 +193,10 @@ impl Host {
         daemon.wait().expect("it ends")
     }
 
+    pub fn daemon_pid(&self) -> u32 {
+        self.daemon.as_ref().expect("it runs").id()
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }

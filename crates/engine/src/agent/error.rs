@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use sterna_agent_protocol::VERSION;
 use sterna_agent_protocol::message::{Operation, Status};
+use sterna_api::Blame;
 
 /// A request to the library inside QEMU that failed.
 #[derive(Debug, thiserror::Error)]
@@ -68,6 +69,26 @@ pub enum AgentError {
 }
 
 impl AgentError {
+    /// Who is to blame, and what to do.
+    #[must_use]
+    pub fn culprit(&self) -> (Blame, &'static str) {
+        match self {
+            Self::NotThere { .. } => (
+                Blame::Request,
+                "QEMU must be started with LD_PRELOAD=…/libsterna_agent.so and STERNA_AGENT_SOCKET=PATH",
+            ),
+            Self::Silent { .. } | Self::Connection { .. } => {
+                (Blame::Qemu, "does this QEMU still run? One that stands still, or is being debugged, does not answer")
+            }
+            Self::Malformed { .. } => {
+                (Blame::Qemu, "what answers inside this QEMU is not Sterna's agent: look who has taken it over")
+            }
+            Self::Version { .. } => (Blame::Request, "restart QEMU with this daemon's agent"),
+            // What its kernel said is part of the message.
+            Self::Refused { .. } => (Blame::Qemu, "QEMU's log may say more"),
+        }
+    }
+
     /// Counts the failed item from the beginning of all batches.
     pub(super) fn counted_from(self, start: usize) -> Self {
         match self {

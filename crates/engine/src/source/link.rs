@@ -181,13 +181,20 @@ impl Link {
         call(&self.address, self.session, role, self.credentials.as_deref())
     }
 
-    /// Waits until all of a round has arrived; the pages to send again.
+    /// Waits until all of a round has arrived, for as long as the destination takes any of it in, which `taken_bytes` counts; the pages to send again.
     ///
     /// # Errors
     /// [`MigrateError`].
-    pub fn round_end(&mut self, round: u32, last: bool) -> Result<Vec<PageIndex>, MigrateError> {
+    pub fn round_end(
+        &mut self,
+        round: u32,
+        last: bool,
+        taken_bytes: impl Fn() -> u64,
+    ) -> Result<Vec<PageIndex>, MigrateError> {
         let request = if last { Request::FinalRoundEnd { round } } else { Request::RoundEnd { round } };
-        match self.control.ask(&request, REPLY_TIMEOUT)? {
+        self.control.send(&request)?;
+        self.control.wait(REPLY_TIMEOUT, taken_bytes)?;
+        match self.control.receive(&request, REPLY_TIMEOUT)? {
             Reply::Arrived { suspects } => Ok(suspects),
             _ => Err(MigrateError::Reply("another reply than the arrival of a round")),
         }

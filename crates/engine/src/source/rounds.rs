@@ -297,7 +297,8 @@ impl<'a> Rounds<'a> {
         };
         let Sent { counts, again, unsent } = send_round(&mut self.streams, &round)?;
         self.intact()?;
-        let suspects = link.round_end(number, last)?;
+        let taken_bytes = || self.streams.iter().map(Stream::taken_bytes).sum();
+        let suspects = link.round_end(number, last, taken_bytes)?;
         let took = began.elapsed();
         let hot_pages = held.len();
         // What is held back or left out keeps its mark as discarded: it is still to be looked up before it is touched.

@@ -6,7 +6,7 @@ use sterna_protocol::frame::{ChunkFrame, Digester, Frame, FrameWriter};
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::iovec::Outgoing;
-use sterna_sys::socket::SendError;
+use sterna_sys::socket::{SendError, TcpInfo};
 
 use super::encode::{Encoded, Encoding};
 use super::fake_dirty::FakeDirtyPages;
@@ -164,6 +164,12 @@ impl Stream {
         let before = self.bytes;
         self.write(frame, digests, vec![Outgoing::from(payload)]).map_err(failed)?;
         Ok(self.bytes - before)
+    }
+
+    /// Bytes that the destination's kernel has taken.
+    #[must_use]
+    pub fn taken_bytes(&self) -> u64 {
+        TcpInfo::of(self.connection.socket()).map_or(0, |info| info.acknowledged_bytes)
     }
 
     /// Its connection, for its settings and to wait for it.

@@ -117,6 +117,12 @@ impl Connection {
         self.tls.as_deref_mut().is_some_and(Session::has_read) || ready(&self.socket, PollFlags::IN, Duration::ZERO)
     }
 
+    /// Waits until a read would not have to wait; `false` where it would for so long.
+    #[must_use]
+    pub fn wait_readable(&mut self, timeout: Duration) -> bool {
+        self.tls.as_deref_mut().is_some_and(Session::has_read) || ready(&self.socket, PollFlags::IN, timeout)
+    }
+
     /// Waits until there is room to send; `false` where there was none for so long. What a socket counts as room is its own setting.
     #[must_use]
     pub fn wait_writable(&self, timeout: Duration) -> bool {

@@ -1,7 +1,7 @@
 //! The control connection: one request at a time, one reply to each.
 
 use std::io::{Read, Write};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -15,6 +15,11 @@ use crate::host::DaemonId;
 
 /// How long a reply may take where nothing else is said.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How often it is looked whether there is progress.
+const LOOK: Duration = Duration::from_millis(100);
+/// What counts as progress, bytes: a peer that takes less in the time of a reply stands still.
+const PROGRESS_BYTES: u64 = 64 << 10;
 
 /// A stream of messages.
 #[derive(Debug)]
@@ -84,6 +89,24 @@ impl Asking {
             Reply::Failed(problem) => Err(MigrateError::Peer(problem.from_outside())),
             reply => Ok(reply),
         }
+    }
+
+    /// Between [`send`](Self::send) and [`receive`](Self::receive): waits until the answer begins to come, for as long as the peer takes in what was sent on other
+    /// connections, which `taken_bytes` counts. A slow link needs its time for what lies in the sockets' buffers.
+    ///
+    /// # Errors
+    /// Neither an answer nor progress for `stall`.
+    pub fn wait(&mut self, stall: Duration, taken_bytes: impl Fn() -> u64) -> Result<(), MigrateError> {
+        let (mut seen, mut since) = (taken_bytes(), Instant::now());
+        while !self.messages.stream.wait_readable(LOOK) {
+            let taken = taken_bytes();
+            if taken >= seen.saturating_add(PROGRESS_BYTES) {
+                (seen, since) = (taken, Instant::now());
+            } else if since.elapsed() > stall {
+                return Err(MigrateError::link("waiting for pages to arrive")(std::io::ErrorKind::TimedOut.into()));
+            }
+        }
+        Ok(())
     }
 
     /// What ends the connection from another thread: whoever waits for an answer wakes.
@@ -219,5 +242,36 @@ fn identity_of(reply: Reply) -> Result<DaemonId, MigrateError> {
     match reply {
         Reply::Identity { identity } => Ok(DaemonId(identity)),
         _ => Err(MigrateError::Reply("another reply than the identity that was asked for")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    /// Before, 30 s were the limit for a round's end, however slow the link and however much of it still lay in the sockets' buffers.
+    #[test]
+    fn an_answer_is_waited_for_as_long_as_there_is_progress_and_no_longer() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut asking = Asking::new(Connection::plain(TcpStream::connect(listener.local_addr().unwrap()).unwrap()), 1);
+        let mut peer = listener.accept().unwrap().0;
+        let stall = 3 * LOOK;
+        let taken = Cell::new(0);
+        let error = asking.wait(stall, || taken.replace(taken.get() + 1)).unwrap_err();
+        assert!(matches!(error, MigrateError::Link { .. }), "a byte at a time is no progress: {error:?}");
+        let looks = Cell::new(0);
+        let slow = || {
+            looks.set(looks.get() + 1);
+            if looks.get() == 20 {
+                peer.write_all(&[0]).unwrap();
+            }
+            looks.get() * PROGRESS_BYTES
+        };
+        let slow = std::cell::RefCell::new(slow);
+        asking.wait(stall, || slow.borrow_mut()()).unwrap();
+        assert!(looks.get() >= 20);
     }
 }

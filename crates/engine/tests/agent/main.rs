@@ -29,3 +29,11 @@ mod duplicate;
 
 /// Advising and remapping.
 mod remap;
+
+/// Both ends of a migration, for the hostile.
+#[path = "../support/pair.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
+mod pair;
+
+/// Agents, and processes around them, that are in their guest's hands.
+mod hostile;

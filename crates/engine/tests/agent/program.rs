@@ -115,6 +115,25 @@ fn do_as_told() {
                 // SAFETY: nothing refers to the mapping.
                 unsafe { libc::munmap((address + number(1)) as *mut _, number(2) as usize) }.to_string()
             }
+            "truncate" => file.set_len(number(1)).map_or_else(|error| error.to_string(), |()| "0".to_owned()),
+            // What it does to every userfaultfd that it has: how many there are.
+            "block" | "close" => {
+                let descriptors = std::fs::read_dir("/proc/self/fd").expect("proc is mounted");
+                let own = descriptors.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+                let userfaultfds = own.filter(|fd| {
+                    std::fs::read_link(format!("/proc/self/fd/{fd}"))
+                        .is_ok_and(|link| link.as_os_str() == "anon_inode:[userfaultfd]")
+                });
+                let found: Vec<i32> = userfaultfds.collect();
+                for fd in &found {
+                    // SAFETY: flags of a descriptor that the library keeps, or its end: the library must live with both.
+                    let done = unsafe {
+                        if words[0] == "block" { libc::fcntl(*fd, libc::F_SETFL, 0) } else { libc::close(*fd) }
+                    };
+                    assert_eq!(done, 0);
+                }
+                found.len().to_string()
+            }
             // So many threads share so many pages, and each reads its own in turn: how many are not as [`word_of`] has them.
             "check" => {
                 let (threads, pages) = (number(1), number(2));
