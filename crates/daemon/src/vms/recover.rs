@@ -13,7 +13,7 @@
 //! | the same, and they cannot be taken over | some are still to come | it is stopped, and its userfaultfd stays open: pages would read as zeros |
 //!
 //! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. One
-//! whose record cannot be used ([`load`](super::load)) is left alone, with all that may be its.
+//! whose record cannot be used ([`load`](crate::vms::load)) is left alone, with all that may be its.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
