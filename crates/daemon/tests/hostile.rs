@@ -4,11 +4,11 @@ mod support;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use serde_json::json;
-use support::{Host, Stranger, agent, cannot_run, eventually};
+use support::{Host, Stranger, agent, cannot_run, eventually, qemu};
 
 /// Longer than anything here takes, on any machine.
 const FOR_EVER: Duration = Duration::from_secs(180);
@@ -87,13 +87,18 @@ fn heads_and_bodies_without_end_are_refused_and_hundreds_of_requests_at_once_are
     });
 }
 
-/// A process that is no QEMU, with what QEMU would have in its environment.
+/// A process that has another's agent socket in its environment, as if it were its own.
 struct Impostor(Child);
 
 impl Impostor {
-    fn start(agent_socket: &std::path::Path) -> Self {
-        let child = Command::new("sleep").arg("600").env("STERNA_AGENT_SOCKET", agent_socket).spawn().unwrap();
-        Self(child)
+    fn sleeps(agent_socket: &std::path::Path) -> Self {
+        let mut sleep = Command::new("sleep");
+        sleep.arg("600");
+        Self::start(agent_socket, sleep)
+    }
+
+    fn start(agent_socket: &std::path::Path, mut program: Command) -> Self {
+        Self(program.env("STERNA_AGENT_SOCKET", agent_socket).stdin(Stdio::null()).spawn().unwrap())
     }
 }
 
@@ -137,7 +142,7 @@ fn a_qemu_that_misbehaves_at_its_qmp_socket_is_not_adopted_and_keeps_nobody_out(
         return;
     }
     let host = Host::start();
-    let impostor = Impostor::start(&host.path("nobody.sock"));
+    let impostor = Impostor::sleeps(&host.path("nobody.sock"));
     for (name, misdeed) in MISDEEDS {
         let qmp = host.path("misdeed.sock");
         let _ = std::fs::remove_file(&qmp);
@@ -176,9 +181,17 @@ fn a_process_that_is_not_the_one_behind_the_agents_socket_is_not_adopted() {
     let stranger = Stranger::start(&host.path(""), &arguments, agent().exists());
     let agent_socket = host.path("stranger-agent.sock");
     eventually("the agent listens", || agent_socket.exists());
-    let impostor = Impostor::start(&agent_socket);
-    let request = json!({ "name": "a", "pid": impostor.0.id(), "qmp": stranger.qmp });
-    assert_eq!(host.refused("POST", "/v1/vms/adopt", &request), "agent-foreign");
+    let request = |impostor: &Impostor| json!({ "name": "a", "pid": impostor.0.id(), "qmp": stranger.qmp });
+    let idle = Impostor::sleeps(&agent_socket);
+    assert_eq!(host.refused("POST", "/v1/vms/adopt", &request(&idle)), "ram-not-mapped");
+    // Not even where it has the same RAM.
+    let mut other = Command::new(qemu());
+    other.args(&arguments).arg("-S");
+    let other = Impostor::start(&agent_socket, other);
+    let file = ram.path().join("ram");
+    let maps = || sterna_sys::process::maps(other.0.id()).unwrap_or_default();
+    eventually("it has mapped the RAM", || maps().iter().any(|mapping| mapping.path.as_ref() == Some(&file)));
+    assert_eq!(host.refused("POST", "/v1/vms/adopt", &request(&other)), "agent-foreign");
     let (status, vm) = host.ask("POST", "/v1/vms/adopt", Some(&stranger.request("a")));
     assert_eq!(status, 201, "{vm}");
 }

@@ -65,7 +65,8 @@ fn the_working_set_of_writers_is_seen_with_what_it_costs_and_nothing_stays_watch
     assert!((0.2..0.3).contains(&seen.guest.zero_share), "a quarter is zeros: {}", seen.guest.zero_share);
     let most = seen.written.iter().map(|(_, pages)| *pages).max();
     assert_eq!(most, Some(1000), "the writers write all of these: {:?}", seen.written);
-    assert!(seen.guest.again.at(0.3) > 0.9 && seen.guest.silent_share < 0.1, "{seen:?}");
+    // When the looks come depends on the machine: in all of the time each page is written again.
+    assert!(seen.guest.again.at(A_WHILE.as_secs_f64()) > 0.9 && seen.guest.silent_share < 0.1, "{seen:?}");
     assert!((1000..=3000).contains(&seen.write_faults), "a fault for each page and half: {}", seen.write_faults);
     assert!(seen.looks > 5 && seen.duration >= A_WHILE);
     assert!(seen.sampled.pages <= 4096, "few pages are read: {}", seen.sampled.pages);

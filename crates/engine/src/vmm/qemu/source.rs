@@ -58,13 +58,15 @@ struct Begun {
     /// Whether QEMU was told to stop at any cost.
     forced: bool,
     stopped: Option<Stopped>,
+    /// Whether QEMU was told to save its devices: it may be about to, whatever state it says it is in.
+    saving: bool,
     /// Our end of the stream of device state, to break it by; absent after a restart, which broke it.
     stream: Option<UnixStream>,
 }
 
 impl Begun {
     fn new(ran: bool, stream: Option<UnixStream>) -> Self {
-        Self { ran, at: Instant::now(), forced: false, stopped: None, stream }
+        Self { ran, at: Instant::now(), forced: false, stopped: None, saving: false, stream }
     }
 }
 
@@ -218,9 +220,9 @@ impl Source for QemuSource {
     }
 
     fn save_devices(&mut self) -> Result<(), VmmError> {
-        if self.begun.as_ref().is_none_or(|begun| begun.stopped.is_none()) {
-            return Err(not_begun());
-        }
+        let begun = self.begun.as_mut().filter(|begun| begun.stopped.is_some()).ok_or_else(not_begun)?;
+        // Noted first: a command without an answer in time may have had its effect all the same.
+        begun.saving = true;
         let state = json!({ "state": "pre-switchover" });
         lock(&self.qmp).execute("migrate-continue", state, COMMAND_TIMEOUT).map(drop)
     }
@@ -240,7 +242,7 @@ impl Source for QemuSource {
     fn rollback(&mut self) -> Result<(), VmmError> {
         let mut qmp = lock(&self.qmp);
         if let Some(begun) = &self.begun {
-            let status = call_off(&mut qmp, begun.stream.as_ref())?;
+            let status = call_off(&mut qmp, begun)?;
             give_back(&mut qmp, &status, begun.ran)?;
             // Where QEMU never came to use it.
             withdraw_socket(&mut qmp, SOCKET);
@@ -276,14 +278,16 @@ fn last_stop(qmp: &mut Qmp) -> Result<Option<EventTime>, VmmError> {
 /// It races with the migration's own end: whichever comes first, the state afterwards is one that `give_back` knows. Three
 /// more races are QEMU's own:
 /// - A `migrate_cancel` that meets a QEMU saving its devices: 7.2 can then let the guest run with its disks still given away,
-///   and aborts at the guest's next write or the next migration. So in that state the stream is broken instead, and QEMU's
-///   own handling of the error takes the disks back.
+///   and aborts at the guest's next write or the next migration (`!(bs->open_flags & BDRV_O_INACTIVE)`). So in that state the stream is
+///   broken instead, and QEMU's own handling of the error takes the disks back. A QEMU that was told to save may still say
+///   `pre-switchover`, and save by the time that a cancel comes: so that counts as saving, too.
 /// - A `migrate_cancel` just before `pre-switchover`: 7.2 stays `cancelling`, its guest stopped, and waits for the
 ///   `migrate-continue` of a pause that it never announced.
 /// - The same in later versions: `pre-switchover` overwrites `cancelling`, and the cancel is lost. So it is said again.
-fn call_off(qmp: &mut Qmp, stream: Option<&UnixStream>) -> Result<String, VmmError> {
+fn call_off(qmp: &mut Qmp, begun: &Begun) -> Result<String, VmmError> {
     let began = Instant::now();
     let mut kick_at = began + STUCK_AFTER;
+    let may_save = |migration: &str| migration == "device" || begun.saving && migration == "pre-switchover";
     loop {
         let migration = migration_status(qmp)?;
         let (guest, _) = guest_status(qmp)?;
@@ -303,8 +307,8 @@ fn call_off(qmp: &mut Qmp, stream: Option<&UnixStream>) -> Result<String, VmmErr
                     kick_at = Instant::now() + STUCK_AFTER;
                 }
             }
-            "device" if began.elapsed() < SAVING_TIMEOUT => {
-                if let Some(stream) = stream {
+            migration if may_save(migration) && began.elapsed() < SAVING_TIMEOUT => {
+                if let Some(stream) = &begun.stream {
                     let _ = stream.shutdown(Shutdown::Both);
                 }
             }
