@@ -229,7 +229,12 @@ impl Drop for Qemu {
 
 /// Connects once the library listens.
 pub fn connect(socket: &Path) -> Agent {
-    eventually("the agent's socket", || match Agent::connect(socket, PATIENCE) {
+    connect_within(socket, PATIENCE)
+}
+
+/// The same; each answer may take so long.
+pub fn connect_within(socket: &Path, answer: Duration) -> Agent {
+    eventually("the agent's socket", || match Agent::connect(socket, answer) {
         Ok(agent) => Some(agent),
         Err(AgentError::NotThere { .. }) => None,
         Err(error) => panic!("{error}"),

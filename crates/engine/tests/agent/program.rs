@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
 use sterna_engine::agent::Agent;
 use tempfile::TempDir;
@@ -13,6 +14,9 @@ use crate::fixture;
 
 /// Set to the RAM file's path in the program.
 const ROLE: &str = "STERNA_TEST_RAM_FILE";
+
+/// How long its agent has for an answer, as the daemon's: it is made to stand still, too.
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// Bytes of the RAM file.
 pub const RAM_BYTES: u64 = 64 << 20;
@@ -60,7 +64,7 @@ impl Program {
 
     /// Connects to the library in it.
     pub fn agent(&self) -> Agent {
-        fixture::connect(&self.dir.path().join("agent"))
+        fixture::connect_within(&self.dir.path().join("agent"), ANSWER)
     }
 
     /// The process.
