@@ -54,6 +54,12 @@ pub mod postcopy;
 /// The comparison of both sides.
 pub mod verify;
 
+/// The guest stays, or nobody knows yet where it is.
+mod rollback;
+
+/// What a migration writes into its report.
+mod account;
+
 /// A short look at a guest that runs on.
 pub mod observe;
 
@@ -64,10 +70,9 @@ pub mod sample;
 pub mod estimate;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use sterna_api::options::{Compress, Delta};
-use sterna_api::problem::Whereabouts;
 use sterna_api::report::{Host, Report, Status};
 use sterna_api::{MigrateOptions, Mode, Phase};
 use sterna_protocol::convergence::Because;
@@ -499,116 +504,5 @@ impl Migration<'_> {
                 fate => Ok(After::Ended(fate)),
             },
         }
-    }
-
-    /// Why pages follow after the switchover, where that was not what was asked for.
-    fn reason(&self, because: Because) -> Option<String> {
-        let limit_ms = self.report.convergence.downtime_limit_ms;
-        match because {
-            Because::Asked => None,
-            Because::Stalled => Some(format!("the rounds did not come down to a pause of {limit_ms:.0} ms")),
-            Because::TimedOut => {
-                let seconds = self.options.timeout_ms.unwrap_or_default() / 1e3;
-                Some(format!("the rounds did not come down to a pause of {limit_ms:.0} ms within {seconds:.0} s"))
-            }
-        }
-    }
-
-    /// The guest was given away and the answer did not come: asks until it is known, for a while.
-    fn find_out(&mut self, lost: MigrateError) -> Result<Fate, MigrateError> {
-        let deadline = Instant::now() + Duration::from_secs(3);
-        self.monitor
-            .update(|progress| progress.waiting_for = Some("the destination's word on who has the guest".into()));
-        loop {
-            match ask_verdict(self.id, self.peer, self.daemon, self.host.credentials().as_deref()) {
-                Ok(Verdict::Aborted) => return Err(lost),
-                Ok(Verdict::Committed) => {
-                    // Where the destination itself said what is wrong, the guest is its own and does not run there.
-                    match lost {
-                        MigrateError::Peer(problem) => self.report.error = Some(problem),
-                        _ => self.report.status = Status::Completed,
-                    }
-                    return Ok(Fate::There);
-                }
-                Err(error) if Instant::now() > deadline => {
-                    let mut problem = lost.problem_at_source().guest(Whereabouts::Paused);
-                    problem.cause.push(error.to_string());
-                    problem.hint = Some(format!(
-                        "the guest is stopped here until {} answers; bring its daemon back, and it goes on by itself",
-                        self.peer
-                    ));
-                    self.report.error = Some(problem);
-                    return Ok(Fate::Unknown);
-                }
-                Err(_) => std::thread::sleep(Duration::from_millis(200)),
-            }
-        }
-    }
-
-    /// Lets the guest run on here, and writes down why.
-    fn give_back(&mut self, vmm: &mut dyn vmm::Source, error: &MigrateError) -> Fate {
-        tracing::warn!(vm = self.spec.name, %error, "migration failed, the guest stays");
-        self.monitor.enter(Phase::Rollback);
-        // A time limit that says to cancel is a cancellation asked for in advance.
-        let cancelled = matches!(error, MigrateError::Cancelled | MigrateError::NotConverging { .. });
-        self.report.status = if cancelled { Status::Cancelled } else { Status::Failed };
-        if let MigrateError::Mismatch { mismatches, pages } = *error {
-            self.report.verify =
-                sterna_api::report::Verify { checked: true, pages, mismatches, excluded_free_pages: 0 };
-        }
-        let mut problem = error.problem_at_source();
-        let fate = match vmm.rollback() {
-            Ok(()) => Fate::Here,
-            Err(rollback) => {
-                problem.cause.push(format!("and the guest could not be given back: {rollback}"));
-                problem = problem.guest(match rollback {
-                    VmmError::Gone { .. } => Whereabouts::Gone,
-                    _ => Whereabouts::Paused,
-                });
-                // Also where its connection ended: whether the VMM has, its process says.
-                Fate::NotGivenBack
-            }
-        };
-        self.report.error = Some(problem);
-        fate
-    }
-
-    fn describe(&mut self, peer: &Peer) {
-        let destination = &mut self.report.destination;
-        destination.host.clone_from(&peer.host);
-        destination.qemu.clone_from(&peer.qemu);
-        destination.sterna.clone_from(&peer.sterna);
-    }
-
-    /// Writes the rounds into the report.
-    fn tally(&mut self, rounds: &Rounds) {
-        let (report, counts) = (&mut self.report, rounds.counts);
-        report.pages.full = counts.full;
-        report.pages.delta = counts.delta;
-        report.pages.sent = counts.bodies();
-        report.pages.zero = counts.zero;
-        report.pages.unallocated += counts.unallocated;
-        report.pages.free = counts.free;
-        report.introspection = rounds.free_pages().account().clone();
-        report.pages.fake_dirty_content = counts.unchanged;
-        report.pages.fake_dirty_tracked = counts.again;
-        report.bytes_on_wire = rounds.bytes();
-        report.bytes_raw = counts.bodies() * 4096;
-        report.encoding = rounds.encoding();
-        report.rounds.clone_from(&rounds.done);
-        report.tracking.untracked_writes = rounds.untracked_writes;
-        let (looks, look_time) = rounds.looks();
-        (report.tracking.looks, report.tracking.look_ms) = (looks, look_time.as_secs_f64() * 1e3);
-        report.source.cpu_s = rounds.cpu().as_secs_f64();
-    }
-
-    /// Writes what tracking cost into the report.
-    fn account(&mut self, tracker: &dyn Tracker) {
-        let cost = tracker.cost();
-        let tracking = &mut self.report.tracking;
-        tracking.scans = cost.scans;
-        tracking.scan_ms = cost.scan_time.as_secs_f64() * 1e3;
-        tracking.write_faults = cost.write_faults;
-        tracking.discarded_pages = cost.discarded_pages;
     }
 }
