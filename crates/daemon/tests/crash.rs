@@ -6,7 +6,7 @@ mod support;
 use std::fs::File;
 
 use serde_json::{Value, json};
-use sterna_engine::destination::pager::missing::Missing;
+use sterna_engine::paging::missing::Missing;
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::spec::BlockSpec;

@@ -1,13 +1,12 @@
 //! What the engine needs of the daemon it runs in: machines started and ended, and a memory that outlives a crash.
 
-use std::fs::File;
 use std::sync::Arc;
 
 use sterna_api::Problem;
-use sterna_protocol::spec::{BlockSpec, VmSpec};
+use sterna_protocol::spec::VmSpec;
 
-use crate::destination::pager::Pager;
-use crate::inside::Inside;
+use crate::memory::BlockFile;
+use crate::paging::{Pager, PagingMeans};
 use crate::transport::credentials::Credentials;
 use crate::vmm;
 
@@ -32,17 +31,6 @@ impl std::fmt::Display for DaemonId {
     }
 }
 
-/// A RAM block of a machine on this host.
-#[derive(Debug)]
-pub struct BlockFile {
-    /// Its id, size and page size.
-    pub spec: BlockSpec,
-    /// Its backing file, open for reading and writing.
-    pub file: File,
-    /// Where the VMM maps it; 0 at a destination whose guest runs only when all its pages are there.
-    pub address: u64,
-}
-
 /// A machine prepared to receive.
 pub struct Incoming {
     /// Its VMM, started, waiting for device state.
@@ -53,15 +41,6 @@ pub struct Incoming {
     pub qemu_version: String,
     /// What it takes to let the guest run before all its pages are there, or why that cannot be; `None` where it was not asked for.
     pub paging: Option<Result<PagingMeans, Problem>>,
-}
-
-/// What it takes to let a guest run before all its pages are there.
-pub struct PagingMeans {
-    /// A foot inside the VMM's process.
-    pub inside: Box<dyn Inside>,
-    /// A file in memory, empty, or as an earlier daemon left it: the map of the pages that are not here. It outlives this daemon, so that
-    /// another can go on with the guest.
-    pub missing: File,
 }
 
 /// What the destination's daemon knows of a migration: the answer to a source that lost its connection.

@@ -17,11 +17,11 @@ pub mod agent;
 /// A foot inside the VMM's process.
 pub mod inside;
 
-/// A machine's RAM on this host.
-pub mod ram;
+/// A machine's RAM on this host, by chunk and page, and as the guest addresses it.
+pub mod memory;
 
-/// The guest's view of it, for those who look in from outside.
-pub mod physical;
+/// Pages that come after the guest's start.
+pub mod paging;
 
 /// Connections between two daemons.
 pub mod transport;

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use linux::{Guest, Kernel, Plan};
 use machine::{Config, Disk, LONG, Machine, binaries};
-use sterna_engine::host::BlockFile;
-use sterna_engine::physical::GuestPhysical;
+use sterna_engine::memory::BlockFile;
+use sterna_engine::memory::physical::GuestPhysical;
 use sterna_engine::vmm::Source;
 use sterna_introspect::{Agreement, Introspection, Look, PAGE_BYTES, Physical, Unfit};
 use sterna_protocol::spec::BlockSpec;

@@ -528,7 +528,7 @@ fn a_source_that_begins_anew_goes_on_with_what_is_missing() {
     let options = MigrateOptions { postcopy_bandwidth_bytes_per_s: Some(8 * MIB), ..options(Mode::Postcopy) };
     let going = outgoing(&ram, SourceVmm::new(None), InsideSelf::default());
     let id = going.id;
-    let blocks = going.blocks.iter().map(|block| sterna_engine::host::BlockFile {
+    let blocks = going.blocks.iter().map(|block| sterna_engine::memory::BlockFile {
         spec: block.spec.clone(),
         file: block.file.try_clone().unwrap(),
         address: block.address,

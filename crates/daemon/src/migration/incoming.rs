@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use sterna_api::{Blame, MemoryMode, Problem};
-use sterna_engine::destination::pager::Pager;
 use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
+use sterna_engine::paging::Pager;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::spec::VmSpec;

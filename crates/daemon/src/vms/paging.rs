@@ -14,10 +14,10 @@ use std::time::Duration;
 use sterna_api::units::show_size;
 use sterna_api::vm::Arriving;
 use sterna_api::{Blame, Problem};
-use sterna_engine::destination::pager::Pager;
-use sterna_engine::destination::pager::missing::Missing;
-use sterna_engine::host::{MigrationId, PagingMeans};
+use sterna_engine::host::MigrationId;
 use sterna_engine::inside::InsideQemu;
+use sterna_engine::paging::missing::Missing;
+use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_protocol::layout::PAGE_BYTES;
 
 use super::control::{self, Control, let_run, stop_tracking};

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use sterna_api::{BalloonSetting, MemoryMode};
-use sterna_engine::host::{BlockFile, MigrationId};
+use sterna_engine::host::MigrationId;
+use sterna_engine::memory::BlockFile;
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::spec::{BlockSpec, VmSpec};

@@ -14,7 +14,7 @@ use sterna_protocol::xbzrle::{self, DeltaError};
 use zstd::bulk::Decompressor;
 
 use crate::error::MigrateError;
-use crate::ram::Ram;
+use crate::memory::Ram;
 
 /// Pages that cannot be had from what arrived, though the frame around them is whole: the sender is at fault, or what lies between.
 #[derive(Debug, thiserror::Error)]
@@ -154,7 +154,7 @@ mod tests {
     use sterna_sys::map::Access;
 
     use super::*;
-    use crate::host::BlockFile;
+    use crate::memory::BlockFile;
 
     /// RAM of one chunk whose page 0 holds ones.
     fn ram() -> Ram {

@@ -12,9 +12,6 @@ pub mod decode;
 /// Pages into RAM.
 pub mod place;
 
-/// Pages that come after the guest's start.
-pub mod pager;
-
 /// What is said while they come.
 mod paging;
 
@@ -35,13 +32,13 @@ use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
 use self::devices::HeldDevices;
-use self::pager::Pager;
 use self::paging::{SourceOf, note_part};
 use self::place::Placer;
 use self::receive::Arrivals;
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming, MigrationId, Verdict};
-use crate::ram::Ram;
+use crate::memory::Ram;
+use crate::paging::Pager;
 use crate::transport::SessionKey;
 use crate::transport::connection::{Connection, HangUp};
 use crate::transport::control::Answering;
@@ -341,7 +338,7 @@ impl Session<'_> {
     ) -> Result<Reply, MigrateError> {
         let ram = placer.ram();
         match request {
-            Request::Clock => Ok(Reply::Clock { now_us: crate::source::link::now_us() }),
+            Request::Clock => Ok(Reply::Clock { now_us: crate::transport::clock::now_us() }),
             Request::RoundEnd { round } => {
                 arrivals.wait(*round, ARRIVAL_TIMEOUT)?;
                 Ok(Reply::Arrived { suspects: suspects(placer) })
@@ -403,7 +400,8 @@ impl Session<'_> {
             return Err(MigrateError::Record(problem));
         }
         let mut incoming = guard.keep();
-        let started = if spec.running { incoming.vmm.start() } else { Ok(EventTime(crate::source::link::now_us())) };
+        let started =
+            if spec.running { incoming.vmm.start() } else { Ok(EventTime(crate::transport::clock::now_us())) };
         let cpu = arrivals.cpu() + sterna_sys::process::thread_cpu_time();
         let reply = match started {
             Ok(start) => Reply::Running { start_us: start.0, cpu_us: cpu.as_micros() as u64 },

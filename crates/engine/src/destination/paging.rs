@@ -10,13 +10,13 @@ use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 
 use super::devices::HeldDevices;
-use super::pager::Pager;
 use super::place::Placer;
 use super::receive::Arrivals;
 use super::{ARRIVAL_TIMEOUT, Guard, LOAD_TIMEOUT, Session};
 use crate::error::MigrateError;
 use crate::host::MigrationId;
-use crate::ram::Ram;
+use crate::memory::Ram;
+use crate::paging::Pager;
 use crate::transport::connection::{Connection, HangUp};
 
 /// How often a wait for pages looks whether their way here has broken.

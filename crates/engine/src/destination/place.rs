@@ -9,10 +9,10 @@ use sterna_protocol::frame::{ChunkFrame, Digester};
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
-use super::pager::Pager;
 use crate::error::MigrateError;
 use crate::host::DestinationHost;
-use crate::ram::Ram;
+use crate::memory::Ram;
+use crate::paging::Pager;
 
 /// Memory kept for the host: what is less is refused before the kernel has to kill somebody.
 const RESERVE_BYTES: u64 = 64 << 20;

@@ -68,11 +68,11 @@ use self::asker::{Answer, Asker};
 use self::fence::{Fence, Patience};
 use self::frames::{Frames, Portions, both, count, sorted};
 use crate::error::MigrateError;
-use crate::host::BlockFile;
 use crate::inside::Inside;
+use crate::memory::BlockFile;
+use crate::memory::physical::{GuestPhysical, GuestPhysicalError};
+use crate::memory::{self, add_run};
 use crate::monitor::Monitor;
-use crate::physical::{GuestPhysical, GuestPhysicalError};
-use crate::ram::{self, add_run};
 use crate::vmm::{self, VmmError};
 
 /// How long a portion has once somebody waits for one of its pages: then it is let go, with what is not taken yet left alone.
@@ -349,7 +349,7 @@ fn small_frames(pages: &PageMap, blocks: &[BlockFile], layout: &Layout, memory: 
 
 /// The pages for which the host has given memory.
 fn allocated_pages(blocks: &[BlockFile], layout: &Layout) -> Result<PageMap, ReclaimError> {
-    let allocated = ram::allocated_pages(layout, blocks.iter().map(|block| &block.file));
+    let allocated = memory::allocated_pages(layout, blocks.iter().map(|block| &block.file));
     Ok(allocated.map_err(MigrateError::host("looking for holes in the guest's RAM"))?)
 }
 

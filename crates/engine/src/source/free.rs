@@ -37,9 +37,9 @@ use sterna_protocol::layout::Layout;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::throughput::Speed;
 
-use crate::host::BlockFile;
-use crate::physical::GuestPhysical;
-use crate::ram::add_run;
+use crate::memory::BlockFile;
+use crate::memory::add_run;
+use crate::memory::physical::GuestPhysical;
 use crate::vmm;
 
 /// Looks stop where the last one found a smaller share of what was outstanding.

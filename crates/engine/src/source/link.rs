@@ -1,7 +1,7 @@
 //! The source's connections to the destination.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use sterna_api::problem::words;
 use sterna_api::{MigrateOptions, Problem};
@@ -17,6 +17,7 @@ use super::postcopy::requests::Requests;
 use super::send::Stream;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId};
+use crate::transport::clock::now_us;
 use crate::transport::connection::Connection;
 use crate::transport::control::{Asking, REPLY_TIMEOUT};
 use crate::transport::credentials::Credentials;
@@ -217,10 +218,4 @@ impl Link {
         }
         Ok(best.1)
     }
-}
-
-/// Microseconds since the epoch, by this host's clock.
-#[must_use]
-pub fn now_us() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }

@@ -18,8 +18,8 @@ use sterna_protocol::pages::PageMap;
 use super::sample::{Sampled, choose, pages_of, sample};
 use super::track::{Tracker, Watch};
 use crate::error::MigrateError;
+use crate::memory::{Ram, is_zero};
 use crate::monitor::Monitor;
-use crate::ram::{Ram, is_zero};
 
 /// When to look, milliseconds after watching begins anew.
 const LOOKS_MS: [u64; 11] = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000];

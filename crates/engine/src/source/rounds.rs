@@ -19,8 +19,8 @@ use super::send::{Round, Sent, Stream, send_round};
 use super::sent::{Last, SentTable};
 use super::track::Tracker;
 use crate::error::MigrateError;
+use crate::memory::Ram;
 use crate::monitor::Monitor;
-use crate::ram::Ram;
 use crate::transport::pacer::Pacer;
 use crate::vmm::{self, VmmError};
 

@@ -8,7 +8,7 @@ use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::error::MigrateError;
-use crate::ram::{Ram, is_zero};
+use crate::memory::{Ram, is_zero};
 
 /// Single pages whose content is looked at: a share of half the pages is known to two hundredths, nineteen times in twenty.
 pub const SINGLE_PAGES: usize = 2048;

@@ -5,7 +5,7 @@ use sterna_protocol::pages::PageSet;
 
 use super::content::Content;
 use super::sent::{Last, SentTable};
-use crate::ram::{Ram, is_zero};
+use crate::memory::{Ram, is_zero};
 
 /// Where the pages of a round went: each is in exactly one of the counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -91,7 +91,7 @@ pub struct Selected {
 /// kernel when it is sent; a write in between makes the page dirty (it is watched), so it goes again.
 ///
 /// # Errors
-/// The file's holes cannot be read, or [`RamFault`](crate::ram::RamFault).
+/// The file's holes cannot be read, or [`RamFault`](crate::memory::RamFault).
 pub fn select(
     ram: &Ram,
     sent: &SentTable,

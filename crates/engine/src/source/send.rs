@@ -14,8 +14,8 @@ use super::pipeline::{self, Queue};
 use super::select::{Counts, Wanted, select};
 use super::sent::SentTable;
 use crate::error::MigrateError;
+use crate::memory::Ram;
 use crate::monitor::Monitor;
-use crate::ram::Ram;
 use crate::transport::connection::Connection;
 use crate::transport::pacer::Pacer;
 

@@ -44,7 +44,7 @@ use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::residue;
 
 use super::devices::DevicePump;
-use super::link::{Link, now_us};
+use super::link::Link;
 use super::postcopy::drive::Begun;
 use super::rounds::Rounds;
 use super::throttle::Throttle;
@@ -52,6 +52,7 @@ use super::track::Tracker;
 use super::verify::{self, Compared};
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
+use crate::transport::clock::now_us;
 use crate::transport::connection::Connection;
 use crate::transport::control::REPLY_TIMEOUT;
 use crate::vmm::{self, EventTime, VmmError};

@@ -13,7 +13,7 @@ use sterna_sys::userfaultfd::{Features, Modes, Userfaultfd};
 use crate::agent::Discards;
 use crate::error::MigrateError;
 use crate::inside::Inside;
-use crate::ram::{Ram, add_run};
+use crate::memory::{Ram, add_run};
 
 /// What tracking has cost so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]

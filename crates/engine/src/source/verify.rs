@@ -9,7 +9,7 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::link::Link;
 use crate::error::MigrateError;
-use crate::ram::Ram;
+use crate::memory::Ram;
 use crate::transport::control::REPLY_TIMEOUT;
 
 /// Chunks compared per request: 16 GiB, a fraction of a second on each side.

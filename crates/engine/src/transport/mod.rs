@@ -24,6 +24,9 @@ pub mod share;
 /// Whose turn it is, and when.
 mod fair;
 
+/// The clock that both sides compare.
+pub mod clock;
+
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};

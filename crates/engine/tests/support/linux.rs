@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use sterna_engine::host::BlockFile;
-use sterna_engine::physical::GuestPhysical;
+use sterna_engine::memory::BlockFile;
+use sterna_engine::memory::physical::GuestPhysical;
 use sterna_engine::vmm::Source;
 use sterna_engine::vmm::qemu::{QemuProcess, QemuSource, SharedQmp};
 use sterna_engine::vmm::qmp::Qmp;

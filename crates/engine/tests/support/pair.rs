@@ -14,16 +14,15 @@ use std::time::Duration;
 
 use sterna_api::{Blame, Problem};
 use sterna_engine::agent::{Discard, Discards};
-use sterna_engine::destination::pager::Pager;
 use sterna_engine::error::MigrateError;
-use sterna_engine::host::{
-    BlockFile, DaemonId, DestinationHost, Incoming, MigrationId, PagingMeans, SourceHost, Verdict,
-};
+use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, SourceHost, Verdict};
 use sterna_engine::inside::Inside;
+use sterna_engine::memory::BlockFile;
+use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_engine::source::Outgoing;
-use sterna_engine::source::link::now_us;
 use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::WriteProtect;
+use sterna_engine::transport::clock::now_us;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::{self, EventTime, MappedRam, Stopped, VmmError};
 use sterna_introspect::PageTables;

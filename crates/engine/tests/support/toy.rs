@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use sterna_engine::host::BlockFile;
+use sterna_engine::memory::BlockFile;
 use sterna_introspect::PageTables;
 use sterna_introspect::toy::Toy;
 

@@ -6,7 +6,7 @@ use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
 use crate::error::MigrateError;
-use crate::ram::{Ram, is_zero};
+use crate::memory::{Ram, is_zero};
 use crate::source::encode::compress::{Compressor, Method};
 
 /// Makes frames for one thread.
@@ -102,7 +102,7 @@ mod tests {
     use sterna_sys::map::Access;
 
     use super::*;
-    use crate::host::BlockFile;
+    use crate::memory::BlockFile;
 
     #[test]
     fn zeros_and_holes_are_bits_and_a_hole_stays_one() {

@@ -53,8 +53,8 @@ use super::encode::Meter;
 use super::encode::compress::Did;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
+use crate::memory::Ram;
 use crate::monitor::Monitor;
-use crate::ram::Ram;
 use crate::transport::pacer::Pacer;
 use crate::transport::share::Share;
 

@@ -6,7 +6,7 @@ use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 
-use crate::ram::{Ram, is_zero};
+use crate::memory::{Ram, is_zero};
 
 /// A digest for each page: 8 bytes a page, and a bit.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 
 use sterna_introspect::{Physical, Unreadable};
 
-use crate::host::BlockFile;
+use crate::memory::BlockFile;
 use crate::vmm::MappedRam;
 
 /// RAM in files that the guest's VMM maps shared, by guest-physical address. Reading neither allocates nor maps anything: a hole reads as

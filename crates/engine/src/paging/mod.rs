@@ -40,6 +40,7 @@ mod shown;
 mod given_back;
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -62,9 +63,8 @@ use self::given_back::GivenBack;
 use self::missing::Missing;
 use self::shown::Shown;
 use crate::error::MigrateError;
-use crate::host::{BlockFile, PagingMeans};
 use crate::inside::Inside;
-use crate::ram::Ram;
+use crate::memory::{BlockFile, Ram};
 use crate::transport::connection::{Connection, HangUp};
 
 /// What post-copy needs of the kernel.
@@ -73,6 +73,15 @@ const FEATURES: Features = Features::MISSING_SHMEM.union(Features::MINOR_SHMEM).
 const SILENCE: Duration = Duration::from_secs(3);
 /// How long the threads here have to end.
 const END: Duration = Duration::from_secs(5);
+
+/// What it takes to let a guest run before all its pages are there.
+pub struct PagingMeans {
+    /// A foot inside the VMM's process.
+    pub inside: Box<dyn Inside>,
+    /// A file in memory, empty, or as an earlier daemon left it: the map of the pages that are not here. It outlives this daemon, so that
+    /// another can go on with the guest.
+    pub missing: File,
+}
 
 /// Brings the pages of one guest that runs here before all of them are here. It has threads of its own until [`end`](Self::end).
 pub struct Pager {

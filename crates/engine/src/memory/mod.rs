@@ -1,5 +1,8 @@
 //! A machine's RAM on this host: the blocks' files, mapped, and addressed by chunk and page.
 
+/// The guest's view of it, for those who look in from outside.
+pub mod physical;
+
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -8,11 +11,21 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, LayoutError, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::spec::BlockSpec;
 use sterna_sys::file;
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::map::{Access, SharedMapping};
 
-use crate::host::BlockFile;
+/// A RAM block of a machine on this host.
+#[derive(Debug)]
+pub struct BlockFile {
+    /// Its id, size and page size.
+    pub spec: BlockSpec,
+    /// Its backing file, open for reading and writing.
+    pub file: File,
+    /// Where the VMM maps it; 0 at a destination whose guest runs only when all its pages are there.
+    pub address: u64,
+}
 
 /// A machine's RAM, mapped shared: what is read here is what the guest wrote, and what is written here the guest reads.
 #[derive(Debug)]

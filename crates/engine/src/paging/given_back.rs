@@ -22,7 +22,7 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::agent::{Discard, Discards};
 use crate::inside::Inside;
-use crate::ram::add_run;
+use crate::memory::add_run;
 
 /// How often the log is read while pages arrive: late enough to cost nothing beside them, early enough that it does not overflow.
 const LOOK: Duration = Duration::from_millis(5);
