@@ -17,8 +17,8 @@ use crate::guest::{Balloon, Guest, plugged};
 use crate::lab::{CLIENT, METER, net};
 use crate::load::memcached::{Load, LoadConfig, LoadRecord};
 use crate::load::{mean_between, now_us};
-use crate::memory;
 use crate::meter::{self, Arrival, Line, Meter};
+use crate::ram;
 use crate::stats::median;
 use crate::sterna::{self, SternaVm};
 

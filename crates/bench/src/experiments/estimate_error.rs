@@ -14,7 +14,7 @@ use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
-use crate::memory;
+use crate::ram;
 use crate::result::{Config, Run};
 use crate::sterna::SternaVm;
 use crate::trial::Qemu;
