@@ -7,14 +7,13 @@
 
 use std::time::{Duration, Instant};
 
-use sterna_api::problem::Whereabouts;
-use sterna_api::report::{Report, Status};
-use sterna_api::{Blame, Problem};
 use sterna_protocol::hello::Features;
 
 use super::Context;
 use super::drive::{Begun, Completed, Ended, Session};
 use crate::error::MigrateError;
+use crate::source::account::Account;
+use crate::source::connect::needed;
 use crate::source::link::Link;
 use crate::transport::SessionKey;
 
@@ -48,46 +47,11 @@ impl<'a> Journey<'a> {
     }
 
     /// Goes to the end, from a session that stands or from none, and writes into the report what became of it.
-    pub fn go(mut self, first: Option<Session>, report: &mut Report) {
+    pub fn go(mut self, first: Option<Session>, account: &mut Account) {
         let mut completed = None;
         let ended = self.until_the_end(first, &mut completed);
-        report.postcopy.interruptions += self.interruptions;
-        report.postcopy.interrupted_ms += self.interrupted.as_secs_f64() * 1e3;
-        let monitor = self.context.monitor;
-        let elapsed_ms = monitor.elapsed().as_secs_f64() * 1e3;
-        report.total_ms = elapsed_ms;
-        match ended {
-            Ended::Paged(completed) => {
-                // It may have been said before that the guest does not run there.
-                report.status = if report.error.is_none() { Status::Completed } else { Status::Failed };
-                let Some(Completed { account, verify, at }) = completed else { return };
-                report.total_ms = elapsed_ms - at.elapsed().as_secs_f64() * 1e3;
-                report.postcopy.ms = account.took_us as f64 / 1e3;
-                report.faults = account.faults;
-                report.pages.duplicate = account.duplicate;
-                report.destination.cpu_s += account.cpu_us as f64 / 1e6;
-                if verify.mismatches > 0 {
-                    let differ = MigrateError::Mismatch { mismatches: verify.mismatches, pages: verify.pages };
-                    (report.status, report.error) =
-                        (Status::Failed, Some(differ.problem().guest(Whereabouts::Destination)));
-                }
-                report.verify = verify;
-            }
-            Ended::Gone(problem) => {
-                report.status = Status::Failed;
-                let message =
-                    format!("the guest ended at the destination before all its pages were there: {}", problem.message);
-                report.error = Some(Problem { message, ..problem }.guest(Whereabouts::Gone));
-            }
-            Ended::GivenUp => {
-                report.status = Status::Failed;
-                let message =
-                    format!("the migration was given up while {} pages were still here", monitor.progress().pages_left);
-                let problem = Problem::new("given-up", Blame::Request, message).guest(Whereabouts::Gone);
-                report.error =
-                    Some(problem.hint("the guest at the destination waits for them for ever: stop it there"));
-            }
-        }
+        account.interrupted(self.interruptions, self.interrupted);
+        account.followed(ended);
     }
 
     fn until_the_end(&mut self, first: Option<Session>, completed: &mut Option<Completed>) -> Ended {
@@ -170,7 +134,7 @@ impl<'a> Journey<'a> {
     fn attempt(&self, peer: &str) -> Result<Session, MigrateError> {
         let Context { id, daemon, options, host, monitor, work, .. } = self.context;
         let random = random();
-        let needed = crate::source::needed(options).and(Features::POSTCOPY);
+        let needed = needed(options).and(Features::POSTCOPY);
         let key = SessionKey { session: random, key: (random >> 64) as u64, needed };
         let mut link = Link::connect(peer, *id, key, host.credentials())?;
         let streams = options.streams as u16;
