@@ -9,10 +9,11 @@ use sterna_protocol::message::{MAX_DIGEST_CHUNKS, PostcopyAccount, Reply, Reques
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 
-use super::devices::HeldDevices;
+use super::Session;
+use super::connect::Connections;
+use super::landing::ARRIVAL_TIMEOUT;
 use super::place::Placer;
 use super::receive::Arrivals;
-use super::{ARRIVAL_TIMEOUT, Guard, LOAD_TIMEOUT, Session};
 use crate::error::MigrateError;
 use crate::host::MigrationId;
 use crate::memory::Ram;
@@ -37,7 +38,7 @@ impl<'a> SourceOf<'a> {
     }
 
     /// From now on it is asked for what is waited for.
-    fn attach(&mut self) {
+    pub(super) fn attach(&mut self) {
         if let Some((requests, hang_up)) = self.waiting.take() {
             self.number = Some(self.pager.attach(requests, self.key, hang_up));
         }
@@ -61,24 +62,6 @@ pub(super) fn note_part(part: &ResiduePart, ram: &Ram, residue: &mut PageMap) ->
 }
 
 impl Session<'_> {
-    /// The residue is known: loads the devices, whose loading may itself want pages.
-    pub(super) fn load_postcopy(
-        &self,
-        guard: &mut Guard,
-        residue: PageMap,
-        held: &HeldDevices,
-        source: &mut Option<SourceOf>,
-    ) -> Result<(), MigrateError> {
-        let (Some(pager), Some(source)) = (guard.pager.clone(), source) else {
-            return Err(MigrateError::Request("pages that follow the guest were not agreed on"));
-        };
-        pager.begin(residue)?;
-        source.attach();
-        held.release();
-        guard.incoming_mut().vmm.loaded(LOAD_TIMEOUT)?;
-        held.finish()
-    }
-
     /// Goes on with a guest whose source was lost and is there again.
     pub(super) fn resume(&mut self, id: MigrationId, streams: u16, request: &Request) -> Result<(), MigrateError> {
         let pager = match self.host.pager(id, self.control.peer()) {
@@ -88,8 +71,8 @@ impl Session<'_> {
         self.id = id;
         let ram = Arc::clone(pager.ram());
         self.control.answer(request, &Reply::Resumed { layout: ram.layout().digest() })?;
-        let mut connections = self.connections(streams, false, true)?;
-        let hang_up = self.hang_up(&connections)?;
+        let mut connections = Connections::wait(self, streams, false, true)?;
+        let hang_up = connections.hang_up(self)?;
         let Some((requests, urgent)) = connections.faults.take() else {
             return Err(MigrateError::Bug("the faults' connection was not waited for"));
         };
