@@ -37,7 +37,8 @@ use self::place::Placer;
 use self::receive::Arrivals;
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming, MigrationId, Verdict};
-use crate::memory::Ram;
+use crate::memory::Memory;
+use crate::memory::shared::SharedMemory;
 use crate::paging::Pager;
 use crate::transport::SessionKey;
 use crate::transport::connection::{Connection, HangUp};
@@ -149,11 +150,11 @@ impl Session<'_> {
             no_postcopy,
         };
         self.control.answer(&request, &accepted)?;
-        self.receive(guard, &ram, spec, streams)
+        self.receive(guard, ram.as_ref(), spec, streams)
     }
 
     /// Checks, starts the VMM, and maps its RAM.
-    fn prepare(&self, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, Arc<Ram>), Problem> {
+    fn prepare(&self, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, Arc<dyn Memory>), Problem> {
         sterna_protocol::layout::Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
         let incoming = self.host.prepare(self.id, spec, self.control.peer(), postcopy)?;
         let same = incoming.blocks.len() == spec.blocks.len()
@@ -163,7 +164,7 @@ impl Session<'_> {
                 .zip(&spec.blocks)
                 .all(|(ours, theirs)| ours.spec.id == theirs.id && ours.spec.bytes == theirs.bytes);
         let ram = if same {
-            Ram::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
+            SharedMemory::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
         } else {
             let why = "the guest's RAM as it was made here is not what was proposed";
             Err(Problem::new("ram-layout", sterna_api::Blame::Ours, why))
@@ -178,7 +179,7 @@ impl Session<'_> {
     }
 
     /// Everything between the accepted proposal and the end, with the receivers at work.
-    fn receive(&mut self, mut guard: Guard, ram: &Ram, spec: &VmSpec, streams: u16) -> Result<(), MigrateError> {
+    fn receive(&mut self, mut guard: Guard, ram: &dyn Memory, spec: &VmSpec, streams: u16) -> Result<(), MigrateError> {
         let (mut connections, held) = match self.set_up(&mut guard, streams) {
             Ok(set_up) => set_up,
             Err(error) => {
@@ -453,7 +454,7 @@ impl Guard<'_> {
     }
 
     /// Makes ready for a guest that runs before all its pages are here, where that was asked for; why it cannot be, where it cannot.
-    fn open_pager(&mut self, ram: &Arc<Ram>, verify: Option<Digester>) -> Option<Problem> {
+    fn open_pager(&mut self, ram: &Arc<dyn Memory>, verify: Option<Digester>) -> Option<Problem> {
         let opened = match self.incoming_mut().paging.take()? {
             Ok(means) => Pager::open(Arc::clone(ram), means, verify).map_err(|error| error.problem()),
             Err(problem) => Err(problem),

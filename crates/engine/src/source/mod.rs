@@ -24,6 +24,9 @@ pub mod content;
 /// What of a chunk travels.
 pub mod select;
 
+/// Copies of pages' bodies, in memory that is used again.
+pub mod copies;
+
 /// How it travels: differences, compressed, or as it is.
 pub mod encode;
 
@@ -94,7 +97,8 @@ use self::track::Tracker;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost, Verdict};
 use crate::memory::BlockFile;
-use crate::memory::Ram;
+use crate::memory::Memory;
+use crate::memory::shared::SharedMemory;
 use crate::monitor::Monitor;
 use crate::transport::connection::Connection;
 use crate::transport::credentials::Credentials;
@@ -261,7 +265,7 @@ pub fn serve(
     monitor: &Monitor,
 ) -> Result<Report, MigrateError> {
     let Left { id, vm, daemon, blocks, bandwidth, here } = left;
-    let ram = Ram::open(&blocks, Access::Read)?;
+    let ram = SharedMemory::open(&blocks, Access::Read)?;
     let cpu_before = sterna_sys::process::thread_cpu_time();
     let mut report = Report::asked(&vm, options, here, peer);
     (report.mode, report.partial) = (mode_after_switchover(options).into(), true);
@@ -345,12 +349,12 @@ impl Migration<'_> {
         if self.options.throttle_percent.is_some() {
             self.throttle.try_out(&vmm.processor_threads()?)?;
         }
-        let ram = Arc::new(Ram::open(blocks, Access::Read)?);
+        let ram: Arc<dyn Memory> = Arc::new(SharedMemory::open(blocks, Access::Read)?);
 
         self.monitor.enter(Phase::Connect);
         let session = SessionKey { session: self.id.0, key: self.id.0 as u64, needed: needed(self.options) };
         let mut link = Link::connect(self.peer, self.id, session, self.host.credentials())?;
-        let result = self.with_link(vmm, blocks, &ram, tracker, &mut link);
+        let result = self.with_link(vmm, &ram, tracker, &mut link);
         match result {
             Ok(Moved::Ended(fate)) => Ok(fate),
             Ok(Moved::Paging(work, begun)) => {
@@ -379,8 +383,7 @@ impl Migration<'_> {
     fn with_link(
         &mut self,
         vmm: &mut dyn vmm::Source,
-        blocks: &[BlockFile],
-        ram: &Arc<Ram>,
+        ram: &Arc<dyn Memory>,
         tracker: &mut dyn Tracker,
         link: &mut Link,
     ) -> Result<Moved, MigrateError> {
@@ -388,7 +391,7 @@ impl Migration<'_> {
         self.monitor.check()?;
         let (streams, may_postcopy) = (self.options.streams as u16, self.options.may_postcopy());
         let stop_limit = Duration::try_from_secs_f64(self.options.downtime_limit_ms / 4e3).unwrap_or_default();
-        let mut free_pages = FreePages::new(self.options.skip_free, vmm, blocks, stop_limit);
+        let mut free_pages = FreePages::new(self.options.skip_free, vmm, ram, stop_limit);
         // The destination starts its VMM meanwhile.
         let proposed = std::thread::scope(|scope| {
             scope.spawn(|| free_pages.find());
@@ -416,10 +419,10 @@ impl Migration<'_> {
         if self.trust_first_look {
             free_pages.trust_first_look();
         }
-        tracker.arm(ram)?;
+        tracker.arm(ram.as_ref())?;
 
         let pacer = Pacer::new(self.options.bandwidth_bytes_per_s, &self.bandwidth);
-        let mut rounds = Rounds::new(ram, self.monitor, streams, tracker, self.options, pacer, free_pages)?;
+        let mut rounds = Rounds::new(ram.as_ref(), self.monitor, streams, tracker, self.options, pacer, free_pages)?;
         rounds.untracked = self.direct_io;
         let allocated = rounds.everything()?;
         rounds.skip_free(vmm);
