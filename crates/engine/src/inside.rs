@@ -31,11 +31,12 @@ pub trait Inside: Send {
     /// The VMM does not answer.
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError>;
 
-    /// Takes these addresses of guest RAM out of the VMM's page tables; the files keep their contents.
+    /// Gives the kernel advice about these addresses of guest RAM, in the VMM's name. What an advice does to a page
+    /// depends on the kind of memory, so it is [`Memory`](crate::memory::Memory) that chooses it.
     ///
     /// # Errors
     /// The VMM does not answer, or they are no RAM of its guest.
-    fn unmap(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError>;
+    fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError>;
 
     /// The VMM's process.
     fn pid(&self) -> u32;
@@ -99,11 +100,10 @@ impl Inside for InsideQemu {
         Ok(kept.map(Userfaultfd::from))
     }
 
-    fn unmap(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+    fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
         let ranges: Vec<AddressRange> =
             ranges.iter().map(|range| AddressRange { address: range.start, length: range.end - range.start }).collect();
-        let unmapped = self.agent.advise(Advice::DontNeed, &ranges);
-        unmapped.map_err(failed("unmapping guest RAM"))
+        self.agent.advise(advice, &ranges).map_err(failed("advising the kernel about guest RAM"))
     }
 
     fn pid(&self) -> u32 {

@@ -14,7 +14,7 @@ use sterna_protocol::xbzrle::{self, DeltaError};
 use zstd::bulk::Decompressor;
 
 use crate::error::MigrateError;
-use crate::memory::Ram;
+use crate::memory::Memory;
 
 /// Pages that cannot be had from what arrived, though the frame around them is whole: the sender is at fault, or what lies between.
 #[derive(Debug, thiserror::Error)]
@@ -84,7 +84,7 @@ impl Decoder {
         frame: &PackedFrame,
         digests: &[u64],
         payload: &[u8],
-        ram: &Ram,
+        ram: &dyn Memory,
     ) -> Result<&[u8], MigrateError> {
         let bytes = (frame.full.len() + frame.delta.len()) * PAGE_BYTES;
         // Grows to a chunk at most, and stays: what earlier frames left there is overwritten before it is looked at.
@@ -131,11 +131,17 @@ fn unpack(zstd: &mut Decompressor<'static>, codec: Codec, encoded: &[u8], into: 
 }
 
 /// Makes pages of what RAM holds of them and a block of differences.
-fn apply(chunk: ChunkIndex, pages: &[u8], mut encoded: &[u8], into: &mut [u8], ram: &Ram) -> Result<(), MigrateError> {
+fn apply(
+    chunk: ChunkIndex,
+    pages: &[u8],
+    mut encoded: &[u8],
+    into: &mut [u8],
+    ram: &dyn Memory,
+) -> Result<(), MigrateError> {
     for (&page, body) in pages.iter().zip(into.as_chunks_mut().0) {
         let wrong = |why| DecodeError::Delta { chunk, page, why };
         let delta = xbzrle::take(&mut encoded).map_err(wrong)?;
-        ram.load(chunk, page, body).map_err(MigrateError::host("reading the guest's RAM"))?;
+        ram.load(chunk, &[page].into_iter().collect(), body).map_err(MigrateError::host("reading the guest's RAM"))?;
         xbzrle::decode(body, delta).map_err(wrong)?;
     }
     if !encoded.is_empty() {
@@ -155,13 +161,14 @@ mod tests {
 
     use super::*;
     use crate::memory::BlockFile;
+    use crate::memory::shared::SharedMemory;
 
     /// RAM of one chunk whose page 0 holds ones.
-    fn ram() -> Ram {
+    fn ram() -> SharedMemory {
         let file = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
         file.set_len(1 << 20).expect("room for the file");
         let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
-        let ram = Ram::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).expect("a mapping");
+        let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).expect("a mapping");
         ram.write(ChunkIndex(0), &PageSet::first(1), &[1; PAGE_BYTES]).expect("room");
         ram
     }
@@ -183,7 +190,7 @@ mod tests {
         let mut decoder = Decoder::new(Digester::UNSEEDED);
         assert_eq!(decoder.decode(&frame, &[Digester::UNSEEDED.page(&new)], &block, &ram).expect("it fits"), new);
         let mut here = [0; PAGE_BYTES];
-        ram.load(ChunkIndex(0), 0, &mut here).expect("RAM");
+        ram.load(ChunkIndex(0), &[0].into_iter().collect(), &mut here).expect("RAM");
         assert_eq!(here, [1; PAGE_BYTES]);
         // To other content, the same difference makes another page.
         ram.write(ChunkIndex(0), &PageSet::first(1), &[2; PAGE_BYTES]).expect("room");

@@ -6,7 +6,7 @@ use sterna_api::Problem;
 use sterna_protocol::frame::Digester;
 
 use crate::host::{DestinationHost, Incoming, MigrationId};
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::paging::Pager;
 
 /// The machine, aborted when this is dropped before it is [kept](Self::keep).
@@ -36,7 +36,7 @@ impl<'a> Guard<'a> {
     }
 
     /// Makes ready for a guest that runs before all its pages are here, where that was asked for; why that is impossible, where it is.
-    pub(super) fn open_pager(&mut self, ram: &Arc<Ram>, verify: Option<Digester>) -> Option<Problem> {
+    pub(super) fn open_pager(&mut self, ram: &Arc<dyn Memory>, verify: Option<Digester>) -> Option<Problem> {
         let opened = match self.incoming().paging.take()? {
             Ok(means) => Pager::open(Arc::clone(ram), means, verify).map_err(|error| error.problem()),
             Err(problem) => Err(problem),

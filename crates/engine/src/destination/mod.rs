@@ -106,7 +106,7 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
     let source = pager.as_deref().zip(requests);
     let source = source.map(|(pager, requests)| SourceOf::new(pager, requests, session.key.key, hang_up));
     let arrivals = Arrivals::new(proposal.streams);
-    let placer = Placer::new(&ram, session.host, pager.as_deref(), session.digester());
+    let placer = Placer::new(ram.as_ref(), session.host, pager.as_deref(), session.digester());
     session.with_receivers(connections.pages, urgent, &placer, &arrivals, |session| {
         let (spec, guard) = (&proposal.spec, &mut guard);
         let mut landing = Landing { session, guard, spec, placer: &placer, arrivals: &arrivals, held: &held, source };

@@ -16,7 +16,7 @@ use super::place::Placer;
 use super::receive::Arrivals;
 use crate::error::MigrateError;
 use crate::host::MigrationId;
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::paging::Pager;
 use crate::transport::connection::{Connection, HangUp};
 
@@ -54,7 +54,7 @@ impl Drop for SourceOf<'_> {
 }
 
 /// Adds a part of the residue; it comes from the peer.
-pub(super) fn note_part(part: &ResiduePart, ram: &Ram, residue: &mut PageMap) -> Result<(), MigrateError> {
+pub(super) fn note_part(part: &ResiduePart, ram: &dyn Memory, residue: &mut PageMap) -> Result<(), MigrateError> {
     residue::add(part, ram.layout(), residue).map_err(|error| {
         tracing::warn!(%error, "the residue is invalid");
         MigrateError::Request("a map of pages that this machine cannot have")
@@ -77,7 +77,7 @@ impl Session<'_> {
             return Err(MigrateError::Bug("the faults' connection was not waited for"));
         };
         let arrivals = Arrivals::new(streams);
-        let placer = Placer::new(&ram, self.host, Some(&pager), self.digester());
+        let placer = Placer::new(ram.as_ref(), self.host, Some(&pager), self.digester());
         let mut source = SourceOf::new(&pager, requests, self.key.key, hang_up);
         self.with_receivers(connections.pages, Some(urgent), &placer, &arrivals, |session| {
             source.attach();

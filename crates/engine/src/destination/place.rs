@@ -11,7 +11,7 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::error::MigrateError;
 use crate::host::DestinationHost;
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::paging::Pager;
 
 /// Memory kept for the host: what is less is refused before the kernel has to kill somebody.
@@ -21,7 +21,7 @@ const LOOK_EVERY_BYTES: u64 = 32 << 20;
 
 /// Puts pages in their place; shared by all connections, which have chunks of their own.
 pub struct Placer<'a> {
-    ram: &'a Ram,
+    ram: &'a dyn Memory,
     host: &'a dyn DestinationHost,
     pager: Option<&'a Pager>,
     digester: Digester,
@@ -32,7 +32,12 @@ pub struct Placer<'a> {
 impl<'a> Placer<'a> {
     /// Into RAM that is holes all over. With a pager that has begun, pages are the guest's as soon as they are in their place.
     #[must_use]
-    pub fn new(ram: &'a Ram, host: &'a dyn DestinationHost, pager: Option<&'a Pager>, digester: Digester) -> Self {
+    pub fn new(
+        ram: &'a dyn Memory,
+        host: &'a dyn DestinationHost,
+        pager: Option<&'a Pager>,
+        digester: Digester,
+    ) -> Self {
         let (placed_bytes, suspects) = (AtomicU64::new(0), Mutex::new(PageMap::empty(ram.layout())));
         Self { ram, host, pager, digester, placed_bytes, suspects }
     }
@@ -45,7 +50,7 @@ impl<'a> Placer<'a> {
 
     /// The RAM that pages are put into.
     #[must_use]
-    pub fn ram(&self) -> &Ram {
+    pub fn ram(&self) -> &dyn Memory {
         self.ram
     }
 
@@ -126,7 +131,7 @@ impl<'a> Placer<'a> {
     ) -> Result<(), MigrateError> {
         self.ensure_room(pages.iter().map(|(_, bodies)| bodies.len() as u64).sum())?;
         if !zero.is_empty() {
-            self.ram.punch(chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
+            self.ram.discard(chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
         }
         let mut placed = *zero;
         for (set, bodies) in pages {

@@ -14,14 +14,15 @@ use super::devices::HeldDevices;
 use super::guard::Guard;
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming};
-use crate::memory::Ram;
+use crate::memory::Memory;
+use crate::memory::shared::SharedMemory;
 
 /// A machine that waits for its pages.
 pub(super) struct Prepared<'a> {
     /// The machine: given back where this ends early.
     pub(super) guard: Guard<'a>,
     /// Its RAM.
-    pub(super) ram: Arc<Ram>,
+    pub(super) ram: Arc<dyn Memory>,
     /// The connections that bring its pages.
     pub(super) connections: Connections,
     /// The devices' state on its way into the VMM.
@@ -69,7 +70,7 @@ fn refuse<T>(session: &mut Session, request: &Request, problem: Problem) -> Resu
 }
 
 /// Checks, starts the VMM, and maps its RAM.
-fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, Arc<Ram>), Problem> {
+fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, Arc<dyn Memory>), Problem> {
     Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
     let incoming = session.host.prepare(session.id, spec, session.control.peer(), postcopy)?;
     let same = incoming.blocks.len() == spec.blocks.len()
@@ -79,7 +80,7 @@ fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, 
             .zip(&spec.blocks)
             .all(|(ours, theirs)| ours.spec.id == theirs.id && ours.spec.bytes == theirs.bytes);
     let ram = if same {
-        Ram::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
+        SharedMemory::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
     } else {
         let why = "the guest's RAM as it was made here is not what was proposed";
         Err(Problem::new("ram-layout", Blame::Ours, why))

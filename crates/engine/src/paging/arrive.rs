@@ -26,7 +26,7 @@ impl Pager {
         let zero = zero.or(&unwanted).and(&claim.pages);
         if !zero.is_empty() {
             // An earlier round may have left something there. Nobody sees the hole before the page counts as arrived.
-            self.ram.punch(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
+            self.ram.discard(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
         }
         let mut shown = PageSet::EMPTY;
         for (set, bodies) in pages {

@@ -30,7 +30,8 @@ impl Pager {
             mapped |= !regions.is_empty();
         }
         if mapped {
-            self.inside.lock().unwrap_or_else(PoisonError::into_inner).unmap(&self.spans)?;
+            let mut inside = self.inside.lock().unwrap_or_else(PoisonError::into_inner);
+            self.ram.drop_mappings(inside.as_mut(), &self.spans)?;
         }
         Ok(())
     }
@@ -65,7 +66,9 @@ impl Pager {
         let mut state = self.lock();
         if let Some(shown) = &mut state.shown {
             // Under the lock until it is mapped: afterwards the guest may write it, and nobody may take that for what it first saw.
-            shown.note(&self.ram, chunk, pages).map_err(MigrateError::host("reading the guest's RAM to compare it"))?;
+            shown
+                .note(self.ram.as_ref(), chunk, pages)
+                .map_err(MigrateError::host("reading the guest's RAM to compare it"))?;
             return self.map(chunk, pages);
         }
         drop(state);
@@ -83,7 +86,7 @@ impl Pager {
         let mut changing = None;
         while range.start < range.end {
             let next = range.start..(range.start + step).min(range.end);
-            match self.userfaultfd.continue_(next.clone()) {
+            match self.ram.map_written(&self.userfaultfd, next.clone()) {
                 Ok(filled) => {
                     range.start += filled.bytes;
                     match filled.stopped {
@@ -118,14 +121,14 @@ impl Pager {
         let mut state = self.lock();
         if let Some(shown) = &mut state.shown {
             shown
-                .note(&self.ram, page.chunk, &only)
+                .note(self.ram.as_ref(), page.chunk, &only)
                 .map_err(MigrateError::host("reading the guest's RAM to compare it"))?;
         } else {
             drop(state);
         }
         let mut changing = None;
         loop {
-            let filled = self.userfaultfd.zeropage(range.clone());
+            let filled = self.ram.map_zeros(&self.userfaultfd, range.clone());
             let filled = filled.map_err(MigrateError::vmm_process("giving the guest a page of zeros"))?;
             match filled.stopped {
                 None => return Ok(()),

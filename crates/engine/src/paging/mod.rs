@@ -64,7 +64,8 @@ use self::missing::Missing;
 use self::shown::Shown;
 use crate::error::MigrateError;
 use crate::inside::Inside;
-use crate::memory::{BlockFile, Ram};
+use crate::memory::shared::SharedMemory;
+use crate::memory::{BlockFile, Memory};
 use crate::transport::connection::{Connection, HangUp};
 
 /// What post-copy needs of the kernel.
@@ -85,7 +86,7 @@ pub struct PagingMeans {
 
 /// Brings the pages of one guest that runs here before all of them are here. It has threads of its own until [`end`](Self::end).
 pub struct Pager {
-    ram: Arc<Ram>,
+    ram: Arc<dyn Memory>,
     spans: Vec<Range<u64>>,
     userfaultfd: Userfaultfd,
     inside: Mutex<Box<dyn Inside>>,
@@ -144,10 +145,10 @@ impl Pager {
     ///
     /// # Errors
     /// The kernel or the VMM cannot do it: then nothing is registered.
-    pub fn open(ram: Arc<Ram>, means: PagingMeans, verify: Option<Digester>) -> Result<Arc<Self>, MigrateError> {
+    pub fn open(ram: Arc<dyn Memory>, means: PagingMeans, verify: Option<Digester>) -> Result<Arc<Self>, MigrateError> {
         let PagingMeans { mut inside, missing } = means;
         let userfaultfd = inside.open(FEATURES)?;
-        let spans: Vec<_> = ram.spans().collect();
+        let spans = ram.spans();
         for span in &spans {
             let registered = userfaultfd.register(span.clone(), Modes::MISSING | Modes::MINOR);
             if let Err(error) = registered {
@@ -170,12 +171,12 @@ impl Pager {
         let lost = |what: &'static str| {
             move || MigrateError::Host { doing: what, source: std::io::ErrorKind::NotFound.into() }
         };
-        let ram = Arc::new(Ram::open(blocks, Access::ReadWrite)?);
+        let ram = Arc::new(SharedMemory::open(blocks, Access::ReadWrite)?);
         let missing = Missing::recover(missing, ram.layout())
             .map_err(MigrateError::host("reading which of the guest's pages are not here"))?
             .ok_or_else(lost("reading which of the guest's pages are not here"))?;
         let userfaultfd = inside.reopen()?.ok_or_else(lost("taking the userfaultfd that QEMU keeps"))?;
-        let spans: Vec<_> = ram.spans().collect();
+        let spans = ram.spans();
         let pager = Self::start(ram, spans, userfaultfd, inside, missing, None)?;
         {
             let mut state = pager.lock();
@@ -192,7 +193,7 @@ impl Pager {
     }
 
     fn start(
-        ram: Arc<Ram>,
+        ram: Arc<dyn Memory>,
         spans: Vec<Range<u64>>,
         userfaultfd: Userfaultfd,
         mut inside: Box<dyn Inside>,
@@ -331,20 +332,20 @@ impl Pager {
         self.lock().shown.as_ref().map(|shown| shown.digester)
     }
 
-    /// The digest of a chunk as the guest first saw its pages, as [`Ram::chunk_digest`].
+    /// The digest of a chunk as the guest first saw its pages, as [`Memory::chunk_digest`].
     ///
     /// # Errors
     /// That is not known, or RAM cannot be read.
     pub fn chunk_digest(&self, chunk: ChunkIndex) -> Result<u64, MigrateError> {
-        self.with_shown(|shown| shown.chunk_digest(&self.ram, chunk))
+        self.with_shown(|shown| shown.chunk_digest(self.ram.as_ref(), chunk))
     }
 
-    /// The digests of a chunk's pages as the guest first saw them, as [`Ram::page_digests`].
+    /// The digests of a chunk's pages as the guest first saw them, as [`Memory::page_digests`].
     ///
     /// # Errors
     /// As [`Self::chunk_digest`].
     pub fn page_digests(&self, chunk: ChunkIndex) -> Result<Vec<u64>, MigrateError> {
-        self.with_shown(|shown| shown.page_digests(&self.ram, chunk))
+        self.with_shown(|shown| shown.page_digests(self.ram.as_ref(), chunk))
     }
 
     /// Pages of a chunk that the guest may have given back since its start here: what it saw of them may be zeros whatever the source has.
@@ -383,7 +384,7 @@ impl Pager {
 
     /// The RAM that pages come into.
     #[must_use]
-    pub fn ram(&self) -> &Arc<Ram> {
+    pub fn ram(&self) -> &Arc<dyn Memory> {
         &self.ram
     }
 

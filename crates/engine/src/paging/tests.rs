@@ -11,7 +11,7 @@ use sterna_sys::map::SharedMapping;
 use sterna_sys::userfaultfd::{self, Features};
 
 use super::*;
-use crate::agent::{Discard, Discards};
+use crate::agent::{Advice, Discard, Discards};
 
 const PAGES: u64 = 1024;
 
@@ -48,7 +48,7 @@ impl Inside for Here {
         Ok(self.kept.lock().unwrap().as_ref().map(|kept| kept.try_clone().unwrap().into()))
     }
 
-    fn unmap(&mut self, _: &[Range<u64>]) -> Result<(), MigrateError> {
+    fn advise(&mut self, _: Advice, _: &[Range<u64>]) -> Result<(), MigrateError> {
         self.mapping.dont_need(0..self.mapping.bytes()).unwrap();
         Ok(())
     }
@@ -91,7 +91,7 @@ impl Guest {
     }
 
     fn pager(&self, verify: bool) -> Arc<Pager> {
-        let ram = Arc::new(Ram::open(&self.blocks(), Access::ReadWrite).unwrap());
+        let ram = Arc::new(SharedMemory::open(&self.blocks(), Access::ReadWrite).unwrap());
         Pager::open(ram, self.means(), verify.then_some(Digester::UNSEEDED)).unwrap()
     }
 
@@ -287,7 +287,7 @@ fn both_sides_are_compared_by_what_the_guest_first_saw() {
     let expected = {
         let source = Guest::new();
         [(1, 1), (2, 2), (5, 3), (300, 1)].into_iter().for_each(|(page, byte)| source.round(page, byte));
-        let ram = Ram::open(&source.blocks(), Access::Read).unwrap();
+        let ram = SharedMemory::open(&source.blocks(), Access::Read).unwrap();
         ram.layout().iter().map(|chunk| ram.chunk_digest(chunk, Digester::UNSEEDED).unwrap()).collect::<Vec<_>>()
     };
     arrives(&pager, 2, 2);

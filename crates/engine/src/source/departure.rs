@@ -11,7 +11,8 @@ use super::throttle::Throttle;
 use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
-use crate::memory::{BlockFile, Ram};
+use crate::memory::shared::SharedMemory;
+use crate::memory::{BlockFile, Memory};
 use crate::monitor::Monitor;
 use crate::transport::share::Share;
 use crate::vmm;
@@ -55,12 +56,12 @@ impl Departure<'_> {
     ///
     /// # Errors
     /// The options contradict each other, the guest cannot be slowed down as they ask, or its RAM cannot be mapped.
-    pub fn check(&mut self) -> Result<Arc<Ram>, MigrateError> {
+    pub fn check(&mut self) -> Result<Arc<dyn Memory>, MigrateError> {
         self.options.check().map_err(MigrateError::Options)?;
         if self.options.throttle_percent.is_some() {
             self.throttle.try_out(&self.vmm.processor_threads()?)?;
         }
-        Ok(Arc::new(Ram::open(self.blocks, Access::Read)?))
+        Ok(Arc::new(SharedMemory::open(self.blocks, Access::Read)?))
     }
 
     /// Puts on record that the guest may run at the destination from now on.

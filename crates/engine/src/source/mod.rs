@@ -40,6 +40,9 @@ pub mod content;
 /// Selection: what of a chunk travels.
 pub mod select;
 
+/// Copies of pages' bodies, in memory that is used again.
+pub mod copies;
+
 /// Encoding: differences, compressed, or as it is.
 pub mod encode;
 
@@ -105,7 +108,7 @@ use self::throttle::Throttle;
 use self::track::Tracker;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
-use crate::memory::{BlockFile, Ram};
+use crate::memory::{BlockFile, Memory};
 use crate::monitor::Monitor;
 use crate::transport::share::Share;
 use crate::vmm;
@@ -218,7 +221,7 @@ fn depart(departure: &mut Departure) -> Result<Fate, MigrateError> {
 }
 
 /// Those of the phases in which the guest is still here.
-fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<Ram>) -> Result<Gone, MigrateError> {
+fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> Result<Gone, MigrateError> {
     let mut prepared = prepare::prepare(departure, link, ram)?;
     let switched = precopy::precopy(departure, link, &mut prepared)
         .and_then(|ending| switchover::switchover(departure, link, &mut prepared, ending));

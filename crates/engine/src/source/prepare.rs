@@ -12,7 +12,7 @@ use super::postcopy::Work;
 use super::postcopy::drive::Begun;
 use super::rounds::Rounds;
 use crate::error::MigrateError;
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::transport::connection::Connection;
 use crate::transport::pacer::Pacer;
 
@@ -46,14 +46,14 @@ impl Prepared<'_> {
 pub fn prepare<'a, 'd: 'a>(
     departure: &mut Departure<'d>,
     link: &mut Link,
-    ram: &'a Arc<Ram>,
+    ram: &'a Arc<dyn Memory>,
 ) -> Result<Prepared<'a>, MigrateError> {
     let monitor = departure.monitor;
     monitor.enter(Phase::Prepare);
     monitor.check()?;
     let options = departure.options;
     let stop_limit = Duration::try_from_secs_f64(options.downtime_limit_ms / 4e3).unwrap_or_default();
-    let mut free_pages = FreePages::new(options.skip_free, departure.vmm, departure.blocks, stop_limit);
+    let mut free_pages = FreePages::new(options.skip_free, departure.vmm, ram, stop_limit);
     // The destination starts its VMM meanwhile.
     let proposed = std::thread::scope(|scope| {
         scope.spawn(|| free_pages.find());
@@ -71,10 +71,10 @@ pub fn prepare<'a, 'd: 'a>(
     if departure.trust_first_look {
         free_pages.trust_first_look();
     }
-    departure.tracker.arm(ram)?;
+    departure.tracker.arm(ram.as_ref())?;
 
     let pacer = Pacer::new(options.bandwidth_bytes_per_s, &departure.bandwidth);
-    let mut rounds = Rounds::new(ram, monitor, streams, departure.tracker, options, pacer, free_pages)?;
+    let mut rounds = Rounds::new(ram.as_ref(), monitor, streams, departure.tracker, options, pacer, free_pages)?;
     rounds.untracked = departure.direct_io;
     let allocated = rounds.everything()?;
     rounds.skip_free(departure.vmm);

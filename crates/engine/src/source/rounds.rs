@@ -19,7 +19,7 @@ use super::send::{Round, Sent, Stream, send_round};
 use super::sent::{Last, SentTable};
 use super::track::Tracker;
 use crate::error::MigrateError;
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::monitor::Monitor;
 use crate::transport::pacer::Pacer;
 use crate::vmm::{self, VmmError};
@@ -33,7 +33,7 @@ const MEASURABLE_BYTES: u64 = 4 << 20;
 /// The pages on their way, over all rounds.
 pub struct Rounds<'a> {
     /// The guest's RAM.
-    pub ram: &'a Ram,
+    pub ram: &'a dyn Memory,
     /// Progress and cancelling.
     pub monitor: &'a Monitor,
     /// The connections that carry pages.
@@ -69,7 +69,7 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// No thread left.
     pub fn new(
-        ram: &'a Ram,
+        ram: &'a dyn Memory,
         monitor: &'a Monitor,
         streams: Vec<Stream>,
         tracker: &dyn Tracker,

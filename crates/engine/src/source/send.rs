@@ -8,13 +8,14 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::socket::{SendError, TcpInfo};
 
+use super::copies::Copies;
 use super::encode::{Encoded, Encoding};
 use super::fake_dirty::FakeDirtyPages;
 use super::pipeline::{self, Queue};
-use super::select::{Counts, Wanted, select};
+use super::select::{Counts, Keep, Wanted, select};
 use super::sent::SentTable;
 use crate::error::MigrateError;
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::monitor::Monitor;
 use crate::transport::connection::Connection;
 use crate::transport::pacer::Pacer;
@@ -40,7 +41,7 @@ pub struct Round<'a> {
     /// Pages that the guest held free after they were last collected.
     pub free: &'a PageMap,
     /// The guest's RAM.
-    pub ram: &'a Ram,
+    pub ram: &'a dyn Memory,
     /// What was sent before.
     pub sent: &'a SentTable,
     /// The bandwidth limit.
@@ -118,16 +119,20 @@ impl Stream {
 
     /// Sends this connection's share of a round: always the same chunks, so that what is sent later of a page arrives later.
     fn send(&mut self, round: &Round, own: impl Fn(ChunkIndex) -> bool) -> Result<Sent, MigrateError> {
-        let mut sent = Sent::default();
+        let (mut sent, mut copies) = (Sent::default(), Copies::default());
         for (chunk, pages) in round.outstanding.iter().filter(|(chunk, _)| own(*chunk)) {
             let Some(wanted) = round.wanted(chunk, *pages, &mut sent)? else { continue };
-            let selected = select(round.ram, round.sent, round.encoding.content(), &wanted, None)
+            let copied = round.ram.in_place(chunk, &PageSet::EMPTY).is_none();
+            let keep = if copied { Keep::Full } else { Keep::Nothing };
+            copies.clear();
+            let selected = select(round.ram, round.sent, round.encoding.content(), &wanted, (&mut copies, keep))
                 .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
             let before = self.bytes;
             if !selected.full.is_empty() || !selected.zero.is_empty() {
                 let frame = ChunkFrame { round: round.number, chunk, full: selected.full, zero: selected.zero };
                 round.pacer.wait((frame.body_bytes() + selected.digests.len() * 8) as u64, || round.monitor.check())?;
-                let bodies = round.ram.outgoing(chunk, &frame.full);
+                let in_place = round.ram.in_place(chunk, &frame.full);
+                let bodies = in_place.unwrap_or_else(|| vec![Outgoing::from(copies.bodies())]);
                 let sent = self.write(&Frame::Chunk(frame), &selected.digests, bodies);
                 sent.map_err(|error| match error {
                     SendError::Memory => MigrateError::host("reading the guest's RAM")(round.ram.lost(chunk)),

@@ -11,7 +11,8 @@ use super::account::{Account, mode_after_switchover};
 use super::postcopy::{self, Context, Work};
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
-use crate::memory::{BlockFile, Ram};
+use crate::memory::shared::SharedMemory;
+use crate::memory::{BlockFile, Memory};
 use crate::monitor::Monitor;
 use crate::transport::share::Share;
 
@@ -46,7 +47,7 @@ pub fn serve(
     monitor: &Monitor,
 ) -> Result<Report, MigrateError> {
     let Left { id, vm, daemon, blocks, bandwidth, here } = left;
-    let ram = Ram::open(&blocks, Access::Read)?;
+    let ram = SharedMemory::open(&blocks, Access::Read)?;
     let mut report = Report::asked(&vm, options, here, peer);
     (report.mode, report.partial) = (mode_after_switchover(options).into(), true);
     report.ram.total_pages = ram.layout().pages();

@@ -13,7 +13,7 @@ use sterna_sys::userfaultfd::{Features, Modes, Userfaultfd};
 use crate::agent::Discards;
 use crate::error::MigrateError;
 use crate::inside::Inside;
-use crate::memory::{Ram, add_run};
+use crate::memory::{Memory, add_run};
 
 /// What tracking has cost so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -34,7 +34,7 @@ pub trait Tracker: Send {
     ///
     /// # Errors
     /// Then nothing is watched.
-    fn arm(&mut self, ram: &Ram) -> Result<(), MigrateError>;
+    fn arm(&mut self, ram: &dyn Memory) -> Result<(), MigrateError>;
 
     /// Adds the pages written, and those given back, since the last call (or since `arm`), and watches them again.
     ///
@@ -42,7 +42,8 @@ pub trait Tracker: Send {
     ///
     /// # Errors
     /// The migration cannot go on: writes may have been lost.
-    fn collect(&mut self, ram: &Ram, written: &mut PageMap, discarded: &mut PageMap) -> Result<(), MigrateError>;
+    fn collect(&mut self, ram: &dyn Memory, written: &mut PageMap, discarded: &mut PageMap)
+    -> Result<(), MigrateError>;
 
     /// A way to look at what is written, for as long as this watches; `None` where it does not, or cannot be looked at.
     fn watch(&self) -> Option<Arc<dyn Watch>>;
@@ -102,12 +103,12 @@ impl<I: Inside> WriteProtect<I> {
 }
 
 impl<I: Inside> Tracker for WriteProtect<I> {
-    fn arm(&mut self, ram: &Ram) -> Result<(), MigrateError> {
+    fn arm(&mut self, ram: &dyn Memory) -> Result<(), MigrateError> {
         self.disarm();
         let files = ram.files().map_err(MigrateError::host("looking at the guest's RAM files"))?;
         let userfaultfd =
             self.inside.open(Features::WP_ASYNC | Features::WP_UNPOPULATED | Features::WP_HUGETLBFS_SHMEM)?;
-        let armed = self.armed.insert(Armed { userfaultfd, spans: ram.spans().collect(), files });
+        let armed = self.armed.insert(Armed { userfaultfd, spans: ram.spans(), files });
         for span in &armed.spans {
             let registered = armed.userfaultfd.register(span.clone(), Modes::WP);
             registered.map_err(MigrateError::vmm_process("registering the guest's RAM for write tracking"))?;
@@ -119,7 +120,12 @@ impl<I: Inside> Tracker for WriteProtect<I> {
         Ok(())
     }
 
-    fn collect(&mut self, ram: &Ram, written: &mut PageMap, discarded: &mut PageMap) -> Result<(), MigrateError> {
+    fn collect(
+        &mut self,
+        ram: &dyn Memory,
+        written: &mut PageMap,
+        discarded: &mut PageMap,
+    ) -> Result<(), MigrateError> {
         let Some(armed) = &self.armed else { return Ok(()) };
         let began = Instant::now();
         for (block, span) in armed.spans.iter().enumerate() {

@@ -15,7 +15,7 @@ use sterna_agent_protocol::message::{Operation, ReplyHeader, RequestHeader};
 use sterna_agent_protocol::{MAGIC, MAX_MESSAGE_BYTES, VERSION};
 use sterna_api::report::Status;
 use sterna_api::{Blame, MigrateOptions, Mode};
-use sterna_engine::agent::{Agent, AgentError};
+use sterna_engine::agent::{Advice, Agent, AgentError};
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::memory::BlockFile;
 use sterna_engine::monitor::Monitor;
@@ -359,8 +359,12 @@ impl sterna_engine::inside::Inside for Kept {
         self.inside.reopen()
     }
 
-    fn unmap(&mut self, ranges: &[std::ops::Range<u64>]) -> Result<(), sterna_engine::error::MigrateError> {
-        self.inside.unmap(ranges)
+    fn advise(
+        &mut self,
+        advice: Advice,
+        ranges: &[std::ops::Range<u64>],
+    ) -> Result<(), sterna_engine::error::MigrateError> {
+        self.inside.advise(advice, ranges)
     }
 
     fn pid(&self) -> u32 {

@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use sterna_api::{Blame, Problem};
-use sterna_engine::agent::{Discard, Discards};
+use sterna_engine::agent::{Advice, Discard, Discards};
 use sterna_engine::error::MigrateError;
 use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, SourceHost, Verdict};
 use sterna_engine::inside::Inside;
@@ -524,7 +524,7 @@ impl Inside for InsideSelf {
         Ok(duplicate.map_err(MigrateError::host("keeping a duplicate"))?.map(Userfaultfd::from))
     }
 
-    fn unmap(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+    fn advise(&mut self, _: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
         let mappings = self.mappings.lock().unwrap();
         for range in ranges {
             let mapping = mappings.iter().find(|mapping| mapping.addresses() == *range).expect("a guest's mapping");

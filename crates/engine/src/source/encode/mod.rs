@@ -24,14 +24,15 @@ use sterna_api::options::{Compress, Delta};
 use sterna_api::{MigrateOptions, report};
 use sterna_protocol::frame::packed::{Block, Codec, PackedFrame};
 use sterna_protocol::frame::{ChunkFrame, Frame};
-use sterna_protocol::layout::{CHUNK_BYTES, CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout};
 use sterna_protocol::pages::PageSet;
 
 use self::compress::{Compressor, Did};
 use self::delta::{DeltaCache, Sending};
 pub use self::meter::Meter;
 use super::content::Content;
-use super::select::{Counts, Selected, Wanted, select};
+use super::copies::Copies;
+use super::select::{Counts, Keep, Selected, Wanted, select};
 use super::send::Round;
 use super::sent::Last;
 use crate::error::MigrateError;
@@ -162,18 +163,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Encodes for one thread at a time.
+#[derive(Default)]
 pub struct Encoder {
-    /// Pages that travel whole, as they were copied.
-    whole: Vec<u8>,
+    /// Pages that travel whole.
+    whole: Copies,
     differences: Vec<u8>,
     compressor: Compressor,
-}
-
-impl Default for Encoder {
-    fn default() -> Self {
-        let (whole, differences) = (Vec::with_capacity(CHUNK_BYTES), Vec::new());
-        Self { whole, differences, compressor: Compressor::default() }
-    }
 }
 
 impl Encoder {
@@ -184,7 +179,7 @@ impl Encoder {
     pub fn encode(&mut self, round: &Round, wanted: &Wanted) -> Result<(Counts, Option<Encoded>), MigrateError> {
         let encoding = round.encoding;
         self.whole.clear();
-        let selected = select(round.ram, round.sent, &encoding.content, wanted, Some(&mut self.whole))
+        let selected = select(round.ram, round.sent, &encoding.content, wanted, (&mut self.whole, Keep::Full))
             .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
         let Selected { full, zero, digests, held, mut counts } = selected;
         let (number, chunk, pages) = (round.number, wanted.chunk, counts.pages());
@@ -194,7 +189,7 @@ impl Encoder {
         let mut payload = encoding.payload();
         if encoding.delta.is_none() && encoding.compression.is_none() {
             // Only the hashing was wanted elsewhere.
-            std::mem::swap(&mut payload, &mut self.whole);
+            self.whole.exchange(&mut payload);
             let frame = Frame::Chunk(ChunkFrame { round: number, chunk, full, zero });
             return Ok((counts, Some(Encoded { frame, digests, payload, pages })));
         }
@@ -207,7 +202,7 @@ impl Encoder {
         let mut blocks = Vec::with_capacity(CHUNK_PAGES / 16 + 1);
         let method = encoding.compression.as_ref().map_or(compress::Method::Plain, Meter::method);
         self.compressor
-            .encode(method, &self.whole, &mut blocks, &mut payload)
+            .encode(method, self.whole.bodies(), &mut blocks, &mut payload)
             .map_err(MigrateError::host("compressing the guest's pages"))?;
         if !delta.is_empty() {
             blocks.push(Block {
@@ -232,26 +227,23 @@ impl Encoder {
         held: &[Last],
     ) -> (PageSet, Vec<u64>) {
         self.differences.clear();
-        let (mut delta, mut whole) = (PageSet::EMPTY, 0);
+        let (mut delta, differences) = (PageSet::EMPTY, &mut self.differences);
         let (mut of_whole, mut of_delta) = (Vec::with_capacity(digests.len()), Vec::new());
-        for (at, page) in full.iter().enumerate() {
-            let from = at * PAGE_BYTES;
-            let body = self.whole[from..].first_chunk().expect("a body was copied for each full page");
+        let mut pages = full.iter();
+        self.whole.take_out(|at, body| {
+            let page = pages.next().expect("a body was copied for each full page");
             let held = match held[at] {
                 Last::Content(digest) => Some(digest),
                 Last::Never | Last::Zero | Last::Unknown => None,
             };
             let sending = Sending { round, chunk, page, held, body, digest: super::sent::stored(digests[at]) };
-            if cache.encode(&sending, &mut self.differences) {
+            let differs = cache.encode(&sending, differences);
+            if differs {
                 delta.insert(page);
-                of_delta.push(digests[at]);
-            } else {
-                self.whole.copy_within(from..from + PAGE_BYTES, whole);
-                whole += PAGE_BYTES;
-                of_whole.push(digests[at]);
             }
-        }
-        self.whole.truncate(whole);
+            if differs { &mut of_delta } else { &mut of_whole }.push(digests[at]);
+            differs
+        });
         of_whole.extend(of_delta);
         (delta, of_whole)
     }

@@ -2,17 +2,18 @@
 
 use sterna_protocol::frame::packed::PackedFrame;
 use sterna_protocol::frame::{ChunkFrame, Digester, Frame};
-use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
+use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::PageSet;
 
 use crate::error::MigrateError;
-use crate::memory::{Ram, is_zero};
+use crate::memory::{Memory, is_zero};
+use crate::source::copies::Copies;
 use crate::source::encode::compress::{Compressor, Method};
 
 /// Makes frames for one thread.
 pub struct Bodies {
     digester: Digester,
-    bodies: Vec<u8>,
+    copies: Copies,
     payload: Vec<u8>,
     compressor: Compressor,
 }
@@ -37,7 +38,7 @@ impl Bodies {
     /// That digests its pages so.
     #[must_use]
     pub fn new(digester: Digester) -> Self {
-        Self { digester, bodies: Vec::new(), payload: Vec::new(), compressor: Compressor::default() }
+        Self { digester, copies: Copies::default(), payload: Vec::new(), compressor: Compressor::default() }
     }
 
     /// The frame of some pages of a chunk. Those that are `free` go as zeros, whatever they hold.
@@ -49,27 +50,29 @@ impl Bodies {
     /// The file cannot be read, or no memory for a compressor.
     pub fn make(
         &mut self,
-        ram: &Ram,
+        ram: &dyn Memory,
         (round, chunk): (u32, ChunkIndex),
         pages: &PageSet,
         free: &PageSet,
         method: Option<Method>,
     ) -> Result<Made<'_>, MigrateError> {
         let (pages, free) = (&pages.without(free), pages.and(free));
-        ram.load_all(chunk, pages, &mut self.bodies).map_err(MigrateError::host("reading the guest's RAM"))?;
+        self.copies.clear();
+        let read = ram.load(chunk, pages, self.copies.room(pages.len()));
+        read.map_err(MigrateError::host("reading the guest's RAM"))?;
         let (mut full, mut zero, mut digests) = (PageSet::EMPTY, PageSet::EMPTY, Vec::with_capacity(pages.len()));
-        for (at, page) in pages.iter().enumerate() {
-            let from = at * PAGE_BYTES;
-            let body = self.bodies[from..].first_chunk().expect("a body was read for each page");
+        let mut places = Vec::with_capacity(pages.len());
+        for (place, page) in pages.iter().enumerate() {
+            let body = self.copies.beyond(place);
             if is_zero(body) {
                 zero.insert(page);
                 continue;
             }
             digests.push(self.digester.page(body));
             full.insert(page);
-            self.bodies.copy_within(from..from + PAGE_BYTES, (digests.len() - 1) * PAGE_BYTES);
+            places.push(place);
         }
-        self.bodies.truncate(digests.len() * PAGE_BYTES);
+        self.copies.keep(places);
         let counts = (full.len() as u64, zero.len() as u64);
         let zero = zero.or(&free);
         let (frame, payload) = match method {
@@ -77,12 +80,12 @@ impl Bodies {
                 let mut blocks = Vec::with_capacity(1);
                 self.payload.clear();
                 self.compressor
-                    .encode(method, &self.bodies, &mut blocks, &mut self.payload)
+                    .encode(method, self.copies.bodies(), &mut blocks, &mut self.payload)
                     .map_err(MigrateError::host("compressing the guest's pages"))?;
                 let delta = PageSet::EMPTY;
-                (Frame::Packed(PackedFrame { round, chunk, full, delta, zero, blocks }), &self.payload)
+                (Frame::Packed(PackedFrame { round, chunk, full, delta, zero, blocks }), self.payload.as_slice())
             }
-            _ => (Frame::Chunk(ChunkFrame { round, chunk, full, zero }), &self.bodies),
+            _ => (Frame::Chunk(ChunkFrame { round, chunk, full, zero }), self.copies.bodies()),
         };
         Ok(Made { frame, digests, payload, full: counts.0, zero: counts.1, free: free.len() as u64 })
     }
@@ -98,11 +101,13 @@ impl Bodies {
 mod tests {
     use std::os::unix::fs::FileExt;
 
+    use sterna_protocol::layout::PAGE_BYTES;
     use sterna_protocol::spec::BlockSpec;
     use sterna_sys::map::Access;
 
     use super::*;
     use crate::memory::BlockFile;
+    use crate::memory::shared::SharedMemory;
 
     #[test]
     fn zeros_and_holes_are_bits_and_a_hole_stays_one() {
@@ -113,7 +118,7 @@ mod tests {
         }
         file.write_all_at(&[0; PAGE_BYTES], 5 * 4096).unwrap();
         let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
-        let ram = Ram::open(&[BlockFile { spec, file, address: 0 }], Access::Read).unwrap();
+        let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0 }], Access::Read).unwrap();
         let pages: PageSet = (3..11).collect();
         let before = ram.allocated().unwrap().len();
         let mut bodies = Bodies::new(Digester::UNSEEDED);

@@ -176,7 +176,8 @@ impl Session {
         let done = completed.insert(Completed { account: *account, verify: Verify::default(), at });
         if verifiable {
             let work = &context.work;
-            done.verify = verify::compare(&mut self.link, &work.ram, work.free().as_deref(), Compared::AsFirstSeen)?;
+            done.verify =
+                verify::compare(&mut self.link, work.ram.as_ref(), work.free().as_deref(), Compared::AsFirstSeen)?;
         }
         self.link.control.ask(&Request::Release, REPLY_TIMEOUT).map(drop)
     }

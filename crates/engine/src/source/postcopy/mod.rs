@@ -59,7 +59,7 @@ use super::prepare::Prepared;
 use super::send::Stream;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::monitor::Monitor;
 use crate::transport::pacer::Pacer;
 use crate::transport::share::Share;
@@ -67,7 +67,7 @@ use crate::transport::share::Share;
 /// What all threads of a migration's post-copy share, over all its sessions.
 pub struct Work {
     /// The guest's RAM, which stands still from the switchover on.
-    pub ram: Arc<Ram>,
+    pub ram: Arc<dyn Memory>,
     /// The order of the push.
     pub prepaging: Prepaging,
     /// The number that frames carry as their round.
@@ -90,7 +90,7 @@ pub struct Work {
 impl Work {
     /// Nothing done yet.
     #[must_use]
-    pub fn new(ram: Arc<Ram>, options: &MigrateOptions, bandwidth: &Arc<Share>, round: u32) -> Arc<Self> {
+    pub fn new(ram: Arc<dyn Memory>, options: &MigrateOptions, bandwidth: &Arc<Share>, round: u32) -> Arc<Self> {
         let limits = [options.bandwidth_bytes_per_s, options.postcopy_bandwidth_bytes_per_s];
         let limit = limits.into_iter().flatten().min();
         let compress = options.compress != Compress::Off;

@@ -59,7 +59,7 @@ fn push_with(
         };
         let (waited, encoding) = (waiting.elapsed(), Instant::now());
         let method = work.compression.as_ref().map(|meter| meter.method());
-        let made = bodies.make(&work.ram, (work.round, chunk), &pages, &work.free_in(chunk), method)?;
+        let made = bodies.make(work.ram.as_ref(), (work.round, chunk), &pages, &work.free_in(chunk), method)?;
         if let Some(meter) = &work.compression {
             // A connection that ran dry while its next frame was encoded waited for the processor.
             if TcpInfo::of(stream.connection().socket()).is_ok_and(|info| info.unsent_bytes == 0) {

@@ -134,8 +134,13 @@ impl Serving {
 
     fn send(&mut self, chunk: ChunkIndex, pages: &PageSet, asked: bool) -> Result<(), MigrateError> {
         // Not compressed: that would take longer than to send it.
-        let made =
-            self.bodies.make(&self.work.ram, (self.work.round, chunk), pages, &self.work.free_in(chunk), None)?;
+        let made = self.bodies.make(
+            self.work.ram.as_ref(),
+            (self.work.round, chunk),
+            pages,
+            &self.work.free_in(chunk),
+            None,
+        )?;
         let bytes = self.stream.send_frame(&made.frame, &made.digests, made.payload)?;
         self.work.pacer.charge(bytes);
         self.work.tally.sent((made.full, made.zero, made.free), bytes, asked);
