@@ -8,6 +8,7 @@
 use std::time::{Duration, Instant};
 
 use sterna_protocol::hello::Features;
+use sterna_protocol::retry::{Failed, Retry};
 
 use super::Context;
 use super::drive::{Begun, Completed, Ended, Session};
@@ -17,16 +18,8 @@ use crate::source::connect::needed;
 use crate::source::link::Link;
 use crate::transport::SessionKey;
 
-/// The first pause between two attempts; each is twice as long as the one before.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// The longest.
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// How often a pause looks whether the destination is elsewhere now, or nobody waits any more.
 const LOOK: Duration = Duration::from_millis(100);
-/// A destination that has not answered for so long is lost for the time being: a daemon started anew is there sooner.
-const LOST: Duration = Duration::from_secs(3);
-/// How long it is tried to tell the destination that it has everything, once it has said so.
-const FAREWELL: Duration = Duration::from_secs(20);
 /// The destination has every page.
 const PAGED: &str = "paged";
 /// The guest has ended there.
@@ -92,7 +85,7 @@ impl<'a> Journey<'a> {
         }
         self.interruptions += 1;
         tracing::warn!(migration = %context.id, %error, "the pages' way to the destination is lost");
-        let (mut pause, mut lost) = (FIRST_PAUSE, false);
+        let mut retry = Retry::new(all_there);
         let result = loop {
             let peer = self.peer();
             let waiting_for = format!("the destination at {peer}: {error}");
@@ -103,7 +96,7 @@ impl<'a> Journey<'a> {
             if context.monitor.given_up() {
                 break Err(Box::new(Ended::GivenUp));
             }
-            if all_there && since.elapsed() > FAREWELL {
+            if !retry.goes_on(since.elapsed()) {
                 break Err(Box::new(Ended::Paged(None)));
             }
             match self.attempt(&peer) {
@@ -113,13 +106,13 @@ impl<'a> Journey<'a> {
             if let Some(ended) = last_word(&error) {
                 break Err(Box::new(ended));
             }
-            if !lost && since.elapsed() >= LOST {
-                lost = true;
+            let Failed { pause, newly_lost } = retry.failed(since.elapsed());
+            if newly_lost {
                 context.host.destination_lost();
             }
-            self.pause(&mut pause, &peer);
+            self.pause(pause, &peer);
         };
-        if lost {
+        if retry.lost() {
             context.host.destination_back();
         }
         self.interrupted += since.elapsed();
@@ -153,9 +146,8 @@ impl<'a> Journey<'a> {
     }
 
     /// Waits before the next attempt; not when there is news.
-    fn pause(&self, pause: &mut Duration, peer: &str) {
-        let until = Instant::now() + *pause;
-        *pause = (*pause * 2).min(LONGEST_PAUSE);
+    fn pause(&self, pause: Duration, peer: &str) {
+        let until = Instant::now() + pause;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.context.monitor.given_up() || self.peer() != peer {
