@@ -30,13 +30,22 @@ pub mod copies;
 /// How it travels: differences, compressed, or as it is.
 pub mod encode;
 
-/// The threads that encode, and their queues to those that send.
-pub mod pipeline;
+/// Outbound: what of a chunk goes on its way, ready to be sent.
+pub mod outbound;
 
-/// The connections that carry pages.
-pub mod send;
+/// Streams: the connections that carry pages.
+pub mod stream;
 
-/// Rounds of pages.
+/// Route: which of them a chunk takes.
+pub mod route;
+
+/// Queues between the threads that encode and those that send.
+mod queue;
+
+/// One round, and its threads.
+pub mod round;
+
+/// Rounds of pages, one after the other.
 pub mod rounds;
 
 /// Rounds while the guest runs.
@@ -90,7 +99,7 @@ use self::postcopy::drive::Begun;
 use self::postcopy::{Context, Work};
 use self::precopy::{Brake, Ending};
 use self::rounds::Rounds;
-use self::send::Stream;
+use self::stream::Stream;
 use self::switchover::{HandOver, Switchover};
 use self::throttle::Throttle;
 use self::track::Tracker;
