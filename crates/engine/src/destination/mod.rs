@@ -9,6 +9,9 @@ pub mod receive;
 /// Pages out of blocks of their own encodings.
 pub mod decode;
 
+/// Arrivals: pages off the wire that are not in their place yet.
+pub mod arrival;
+
 /// Pages into RAM.
 pub mod place;
 
