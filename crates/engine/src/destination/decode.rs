@@ -1,11 +1,12 @@
-//! The pages of a packed frame, out of their blocks: a buffer of bodies, each checked against its digest before any is placed.
+//! The pages of a packed frame, out of their blocks: a buffer of bodies, each checked against its digest before any is
+//! placed.
 //!
-//! Memory for each connection is bounded whatever the peer sends: the bodies of one chunk, a page, and Zstandard's context (some 160 KiB:
-//! frames are decompressed in one step into a buffer of known size, so no window is kept).
+//! Memory for each connection is bounded whatever the peer sends: the bodies of one chunk, a page, and Zstandard's
+//! context (some 160 KiB: frames are decompressed in one step into a buffer of known size, so no window is kept).
 //!
-//! A difference is against what RAM holds here. That is what the source thinks it is: nobody but the placing of pages writes this RAM before
-//! the guest runs, a chunk always rides the same connection, and a connection's frames are decoded and placed one after the other. Where the two
-//! sides disagree all the same, the page's digest does not fit.
+//! A difference is against what RAM holds here. That is what the source thinks it is: nobody but the placing of pages
+//! writes this RAM before the guest runs, a chunk always rides the same connection, and a connection's frames are
+//! decoded and placed one after the other. Where the two sides disagree all the same, the page's digest does not fit.
 
 use sterna_protocol::frame::Digester;
 use sterna_protocol::frame::packed::{Codec, PackedFrame};
@@ -16,7 +17,8 @@ use zstd::bulk::Decompressor;
 use crate::error::MigrateError;
 use crate::memory::Memory;
 
-/// Pages that cannot be had from what arrived, though the frame around them is whole: the sender is at fault, or what lies between.
+/// Pages that cannot be had from what arrived, though the frame around them is whole: the sender is at fault, or what
+/// lies between.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
     /// A block that is none, or has another number of bytes than its pages.
@@ -74,8 +76,8 @@ impl Decoder {
         Self { digester, bodies: Vec::new(), zstd: Decompressor::default() }
     }
 
-    /// The bodies of [`PackedFrame::pages`], one after another. `payload` and `digests` are as long as the frame says; it fits the layout of
-    /// `ram`, whose pages differences are against. Nothing is placed.
+    /// The bodies of [`PackedFrame::pages`], one after another. `payload` and `digests` are as long as the frame says;
+    /// it fits the layout of `ram`, whose pages differences are against. Nothing is placed.
     ///
     /// # Errors
     /// [`MigrateError::Decode`], or RAM cannot be read.

@@ -6,21 +6,18 @@ use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::PageSet;
 
 use super::{Pager, Waiter};
+use crate::destination::arrival::Arrival;
 use crate::error::MigrateError;
 
 impl Pager {
-    /// Puts the bodies of full pages, in order, and zeros into their places, and lets the guest see them. Pages that have arrived before are left as the
-    /// guest has them now; those that it gave back become holes.
+    /// Puts bodies and zeros into their places, and lets the guest see them. Pages that have arrived before are left as
+    /// the guest has them now; those that it gave back become holes.
     ///
     /// # Errors
     /// No memory, or the VMM has ended. What was not placed is still missing.
-    pub(crate) fn place(
-        &self,
-        chunk: ChunkIndex,
-        pages: [(&PageSet, &[u8]); 2],
-        zero: &PageSet,
-    ) -> Result<(), MigrateError> {
-        let claim = Claim::take(self, chunk, &pages[0].0.or(pages[1].0).or(zero));
+    pub(crate) fn place(&self, arrival: &Arrival) -> Result<(), MigrateError> {
+        let Arrival { chunk, bodies, zero, .. } = *arrival;
+        let claim = Claim::take(self, chunk, &arrival.pages());
         // They are missing, so the guest has not written them since.
         let unwanted = self.unwanted(chunk);
         let zero = zero.or(&unwanted).and(&claim.pages);
@@ -29,7 +26,7 @@ impl Pager {
             self.ram.discard(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
         }
         let mut shown = PageSet::EMPTY;
-        for (set, bodies) in pages {
+        for (set, bodies) in bodies {
             let own = set.and(&claim.pages).without(&unwanted);
             let write = |pages: &PageSet, bodies: &[u8]| {
                 self.ram.write(chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))

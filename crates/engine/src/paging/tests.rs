@@ -12,6 +12,7 @@ use sterna_sys::userfaultfd::{self, Features};
 
 use super::*;
 use crate::agent::{Advice, Discard, Discards};
+use crate::destination::arrival::Arrival;
 
 const PAGES: u64 = 1024;
 
@@ -132,8 +133,14 @@ fn residue(pager: &Pager, pages: impl IntoIterator<Item = u64>) -> PageMap {
 }
 
 fn arrives(pager: &Pager, page: u64, byte: u8) {
-    let only: PageSet = [at(page).page].into_iter().collect();
-    pager.place(at(page).chunk, [(&only, &[byte; 4096]), (&PageSet::EMPTY, &[])], &PageSet::EMPTY).unwrap();
+    come(pager, at(page).chunk, (&[at(page).page], &[byte; 4096]), &[]);
+}
+
+/// Pages come with their bodies, and pages of zeros.
+fn come(pager: &Pager, chunk: ChunkIndex, (pages, bodies): (&[u8], &[u8]), zero: &[u8]) {
+    let set = |pages: &[u8]| pages.iter().copied().collect::<PageSet>();
+    let bodies = [(set(pages), bodies)];
+    pager.place(&Arrival { chunk, bodies: &bodies, zero: set(zero), suspect: PageSet::EMPTY }).unwrap();
 }
 
 fn waits_for(pager: &Pager, page: u64) {
@@ -160,7 +167,7 @@ fn the_guest_waits_for_what_is_missing_and_sees_neither_zeros_nor_what_an_earlie
     assert_eq!((pager.missing(), pager.fault_count()), (3, 3));
     arrives(&pager, 3, 2);
     arrives(&pager, 7, 3);
-    pager.place(at(8).chunk, [(&PageSet::EMPTY, &[]); 2], &[8].into_iter().collect()).unwrap();
+    come(&pager, at(8).chunk, (&[], &[]), &[8]);
     assert_eq!(stale.join().unwrap(), [2; 16]);
     assert_eq!(hole.join().unwrap(), [3; 16]);
     assert_eq!(zero.join().unwrap(), [0; 16]);
@@ -180,7 +187,7 @@ fn a_page_that_was_stale_and_is_zeros_now_is_zeros_for_the_guest() {
     let pager = guest.pager(false);
     guest.round(9, 1);
     pager.begin(residue(&pager, [9])).unwrap();
-    pager.place(at(9).chunk, [(&PageSet::EMPTY, &[]); 2], &[9].into_iter().collect()).unwrap();
+    come(&pager, at(9).chunk, (&[], &[]), &[9]);
     assert_eq!(guest.looks(9).join().unwrap(), [0; 16]);
     pager.end();
 }
@@ -196,9 +203,8 @@ fn a_body_that_comes_twice_does_not_undo_what_the_guest_wrote() {
     arrives(&pager, 2, 1);
     guest.here.mapping.copy_in(2 * 4096, &[9; 16]).unwrap();
     // With another beside it that is new.
-    let both: PageSet = [2, 3].into_iter().collect();
-    pager.place(at(2).chunk, [(&both, &[5; 8192]), (&PageSet::EMPTY, &[])], &PageSet::EMPTY).unwrap();
-    pager.place(at(2).chunk, [(&PageSet::EMPTY, &[]); 2], &both).unwrap();
+    come(&pager, at(2).chunk, (&[2, 3], &[5; 8192]), &[]);
+    come(&pager, at(2).chunk, (&[], &[]), &[2, 3]);
     assert_eq!(guest.looks(2).join().unwrap(), [9; 16]);
     assert_eq!(guest.looks(3).join().unwrap(), [5; 16]);
     // A page that was never missing is the guest's, too.
@@ -314,8 +320,7 @@ fn a_page_that_the_guest_gave_back_stays_a_hole_whatever_comes_for_it() {
     // It wants one of them again, and waits for it as for any other.
     let again = guest.looks(2);
     waits_for(&pager, 2);
-    let both: PageSet = [1, 2, 3].into_iter().collect();
-    pager.place(at(1).chunk, [(&both, &[5; 3 * 4096]), (&PageSet::EMPTY, &[])], &PageSet::EMPTY).unwrap();
+    come(&pager, at(1).chunk, (&[1, 2, 3], &[5; 3 * 4096]), &[]);
     assert_eq!(again.join().unwrap(), [0; 16]);
     assert_eq!(pager.missing(), 0);
     assert!(!pager.ram().allocated_in(at(1).chunk).unwrap().contains(1), "memory for what nobody wants");

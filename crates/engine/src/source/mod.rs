@@ -46,11 +46,20 @@ pub mod copies;
 /// Encoding: differences, compressed, or as it is.
 pub mod encode;
 
-/// The threads that encode, and their queues to those that send.
-pub mod pipeline;
+/// Outbound: what of a chunk goes on its way, ready to be sent.
+pub mod outbound;
 
-/// The connections that carry pages.
-pub mod send;
+/// Streams: the connections that carry pages.
+pub mod stream;
+
+/// Route: which of them a chunk takes.
+pub mod route;
+
+/// Queues between the threads that encode and those that send.
+mod queue;
+
+/// One round, and its threads.
+pub mod round;
 
 /// Throttling: processor time taken away from the guest.
 pub mod throttle;

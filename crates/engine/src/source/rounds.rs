@@ -14,9 +14,11 @@ use super::fake_dirty::FakeDirtyPages;
 use super::free::{FreePages, Looked};
 use super::hot::HotPages;
 use super::link::Link;
+use super::outbound::Making;
+use super::round::{Round, Sent, send_round};
 use super::select::{Counts, changed_untracked};
-use super::send::{Round, Sent, Stream, send_round};
 use super::sent::{Last, SentTable};
+use super::stream::Stream;
 use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::memory::Memory;
@@ -283,15 +285,12 @@ impl<'a> Rounds<'a> {
         self.monitor.begin_round(number, dirty_pages);
         let (began, before) = (Instant::now(), self.bytes());
         let round = Round {
-            number,
+            making: Making { round: number, ram: self.ram, sent: &self.sent, encoding: &self.encoding },
             outstanding: &self.outstanding,
             discarded: &self.discarded,
             free: &self.free,
-            ram: self.ram,
-            sent: &self.sent,
             pacer: &self.pacer,
             fake_dirty: (!last).then_some(&self.fake_dirty),
-            encoding: &self.encoding,
             until,
             monitor: self.monitor,
         };

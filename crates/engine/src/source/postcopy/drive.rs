@@ -14,7 +14,7 @@ use super::urgent::Urgent;
 use super::{Context, Work, no_thread, push};
 use crate::error::MigrateError;
 use crate::source::link::Link;
-use crate::source::send::Stream;
+use crate::source::stream::Stream;
 use crate::source::verify::{self, Compared};
 use crate::transport::control::REPLY_TIMEOUT;
 

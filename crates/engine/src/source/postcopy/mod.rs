@@ -56,7 +56,8 @@ use super::encode::Meter;
 use super::encode::compress::Did;
 use super::link::Link;
 use super::prepare::Prepared;
-use super::send::Stream;
+use super::select::Counts;
+use super::stream::Stream;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
 use crate::memory::Memory;
@@ -149,14 +150,14 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// A frame went: its pages with bodies, of zeros and free ones, its bytes, and whether a fault asked for it.
-    fn sent(&self, (full, zero, free): (u64, u64, u64), bytes: u64, asked: bool) {
-        self.full.fetch_add(full, Ordering::Relaxed);
-        self.zero.fetch_add(zero, Ordering::Relaxed);
-        self.free.fetch_add(free, Ordering::Relaxed);
+    /// A frame went: where its pages went, its bytes, and whether a fault asked for it.
+    fn sent(&self, counts: &Counts, bytes: u64, asked: bool) {
+        self.full.fetch_add(counts.full, Ordering::Relaxed);
+        self.zero.fetch_add(counts.zero, Ordering::Relaxed);
+        self.free.fetch_add(counts.free, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         let pages = if asked { &self.faulted } else { &self.pushed };
-        pages.fetch_add(full + zero + free, Ordering::Relaxed);
+        pages.fetch_add(counts.pages(), Ordering::Relaxed);
     }
 
     /// A thread of its own ends, this one: its processor time, and what it compressed.
