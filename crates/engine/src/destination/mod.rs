@@ -12,6 +12,9 @@ pub mod decode;
 /// Pages into RAM.
 pub mod place;
 
+/// A guest's source, attached to the pager as the supplier of its pages.
+mod attachment;
+
 /// What is said while they come.
 mod paging;
 
@@ -31,8 +34,9 @@ use sterna_protocol::pages::PageMap;
 use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
+use self::attachment::SourceOf;
 use self::devices::HeldDevices;
-use self::paging::{SourceOf, note_part};
+use self::paging::note_part;
 use self::place::Placer;
 use self::receive::Arrivals;
 use crate::error::MigrateError;
@@ -302,7 +306,7 @@ impl Session<'_> {
                 }
                 Request::Commit => {
                     let pager = self.commit(guard, spec, &request, arrivals)?;
-                    return pager.map_or(Ok(()), |pager| self.page_in(&pager, arrivals));
+                    return pager.map_or(Ok(()), |pager| self.page_in(&pager, source.as_ref(), arrivals));
                 }
                 Request::Residue(part) => note_part(part, ram, &mut residue).map(|()| Reply::Noted),
                 Request::LoadPostcopy(part) => note_part(part, ram, &mut residue)

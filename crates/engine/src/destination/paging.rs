@@ -9,6 +9,7 @@ use sterna_protocol::message::{MAX_DIGEST_CHUNKS, PostcopyAccount, Reply, Reques
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 
+use super::attachment::SourceOf;
 use super::devices::HeldDevices;
 use super::place::Placer;
 use super::receive::Arrivals;
@@ -17,40 +18,9 @@ use crate::error::MigrateError;
 use crate::host::MigrationId;
 use crate::memory::Ram;
 use crate::paging::Pager;
-use crate::transport::connection::{Connection, HangUp};
 
 /// How often a wait for pages looks whether their way here has broken.
 const LOOK: Duration = Duration::from_millis(50);
-
-/// The source of a guest's pages, from the moment it is asked for the first until the session ends.
-pub(super) struct SourceOf<'a> {
-    pager: &'a Pager,
-    key: u64,
-    waiting: Option<(Connection, Vec<HangUp>)>,
-    number: Option<u64>,
-}
-
-impl<'a> SourceOf<'a> {
-    /// There, and not asked yet. `hang_up` ends all its connections: when it comes again by others, these are dead.
-    pub(super) fn new(pager: &'a Pager, requests: Connection, key: u64, hang_up: Vec<HangUp>) -> Self {
-        Self { pager, key, waiting: Some((requests, hang_up)), number: None }
-    }
-
-    /// From now on it is asked for what is waited for.
-    fn attach(&mut self) {
-        if let Some((requests, hang_up)) = self.waiting.take() {
-            self.number = Some(self.pager.attach(requests, self.key, hang_up));
-        }
-    }
-}
-
-impl Drop for SourceOf<'_> {
-    fn drop(&mut self) {
-        if let Some(number) = self.number {
-            self.pager.detach(number);
-        }
-    }
-}
 
 /// Adds a part of the residue; it comes from the peer.
 pub(super) fn note_part(part: &ResiduePart, ram: &Ram, residue: &mut PageMap) -> Result<(), MigrateError> {
@@ -99,22 +69,34 @@ impl Session<'_> {
         self.with_receivers(connections.pages, Some(urgent), &placer, &arrivals, |session| {
             source.attach();
             tracing::info!(migration = %id, missing = pager.missing(), "the source of the guest's pages is there again");
-            session.page_in(&pager, &arrivals)
+            session.page_in(&pager, Some(&source), &arrivals)
         })
     }
 
     /// Answers requests until the source is not needed any more. Whatever breaks, the pager goes on: the source comes again.
-    pub(super) fn page_in(&mut self, pager: &Arc<Pager>, arrivals: &Arrivals) -> Result<(), MigrateError> {
-        let result = self.page_in_requests(pager, arrivals);
+    pub(super) fn page_in(
+        &mut self,
+        pager: &Arc<Pager>,
+        source: Option<&SourceOf>,
+        arrivals: &Arrivals,
+    ) -> Result<(), MigrateError> {
+        let result = self.page_in_requests(pager, source, arrivals);
         // A source lost after its last page is not waited for.
         self.finish(pager);
         result
     }
 
-    fn page_in_requests(&mut self, pager: &Arc<Pager>, arrivals: &Arrivals) -> Result<(), MigrateError> {
+    fn page_in_requests(
+        &mut self,
+        pager: &Arc<Pager>,
+        source: Option<&SourceOf>,
+        arrivals: &Arrivals,
+    ) -> Result<(), MigrateError> {
         loop {
             let request = self.control.next_request()?;
-            pager.heard();
+            if let Some(source) = source {
+                source.heard();
+            }
             let reply = match &request {
                 Request::Paging => Ok(Reply::Paging { missing: pager.missing(), faults: pager.fault_count() }),
                 Request::Missing { first } => residue::part(&pager.missing_pages(), pager.ram().layout(), *first)

@@ -2,7 +2,7 @@
 //!
 //! The guest's kernel is looked into once as a whole. Of the pages that it holds free those that have memory are taken, portion by portion:
 //!
-//! 1. the portion is fenced in: nobody can write its pages ([`fence`](crate::reclaim::fence));
+//! 1. the portion is fenced in: nobody can write its pages ([`fence`](crate::faults::fence));
 //! 2. its page frames are looked at once more, and the VMM is asked which page tables the processors use;
 //! 3. where those are still of the kernel that was found, holes are punched where the pages are free, and nowhere else;
 //! 4. the portion is let go, which wakes who waits.
@@ -43,14 +43,12 @@
 /// Page frames as runs.
 pub mod frames;
 
-/// Pages that nobody can write for a moment.
-pub mod fence;
-
 /// The VMM, asked by a thread of its own.
 mod asker;
 
 use std::num::NonZero;
 use std::ops::Range;
+use std::sync::Arc;
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
@@ -65,10 +63,10 @@ use sterna_protocol::usage::UsageMap;
 use sterna_sys::file;
 
 use self::asker::{Answer, Asker};
-use self::fence::{Fence, Patience};
 use self::frames::{Frames, Portions, both, count, sorted};
 use crate::error::MigrateError;
-use crate::inside::Inside;
+use crate::faults::GuestFaults;
+use crate::faults::fence::{Fence, Patience};
 use crate::memory::BlockFile;
 use crate::memory::physical::{GuestPhysical, GuestPhysicalError};
 use crate::memory::{self, add_run};
@@ -135,8 +133,8 @@ impl ReclaimError {
 pub struct Machine<'a> {
     /// Its VMM. What else uses its connection waits meanwhile, for a millisecond or two at a time.
     pub vmm: &'a mut dyn vmm::Source,
-    /// A foot inside the VMM's process.
-    pub inside: &'a mut dyn Inside,
+    /// The faults of its RAM: whoever else wants to know of them shares this.
+    pub faults: Arc<GuestFaults>,
     /// Its RAM, with addresses in the VMM's process.
     pub blocks: &'a [BlockFile],
     /// For tests that show what the second look is for, and never in earnest: what was free in the first look is taken, whoever has it now.
@@ -156,7 +154,7 @@ pub fn reclaim(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed)
 }
 
 fn take(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), ReclaimError> {
-    let Machine { vmm, inside, blocks, trust_first_look } = machine;
+    let Machine { vmm, faults, blocks, trust_first_look } = machine;
     let specs: Vec<_> = blocks.iter().map(|block| block.spec.clone()).collect();
     let layout = Layout::new(&specs)?;
     account.total_pages = layout.pages();
@@ -182,7 +180,7 @@ fn take(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed) -> Res
     }
     let mut usage = UsageMap::new(allocated);
     let spans = small.iter().map(|block| block.address..block.address + block.spec.bytes);
-    let fence = Fence::new(inside, spans.collect())?;
+    let fence = Fence::new(faults, spans.collect())?;
     let done = std::thread::scope(|scope| {
         let asker = Asker::start(scope, vmm);
         let (memory, layout, fence, usage) = (&memory, &layout, &fence, &mut usage);
@@ -307,7 +305,9 @@ impl Taking<'_> {
             if patience.is_over() {
                 break;
             }
-            let punched = file::punch(&self.blocks[block].file, bytes.clone());
+            let base = self.blocks[block].address;
+            let punch = || file::punch(&self.blocks[block].file, bytes.clone());
+            let punched = self.fence.taking(base + bytes.start..base + bytes.end, punch);
             punched.map_err(MigrateError::kernel("giving back memory of the guest's RAM"))?;
             add_run(&mut taken, self.layout, block, bytes);
         }

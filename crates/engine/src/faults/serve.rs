@@ -1,20 +1,19 @@
-//! Faults, one after the other, on a thread of their own.
+//! Events of a guest's userfaultfd, read one after the other by a thread of their own.
 //!
 //! Reading a fault late costs the guest: waking a sleeping thread takes longer than everything else here. So after a fault the thread keeps looking
 //! for a while before it sleeps, as faults come in bursts; and as it takes a processor meanwhile, that perhaps the guest needs, only for
 //! so long, and only a share of the time.
 
 use std::os::fd::AsFd;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use sterna_protocol::message::PageRequest;
-use sterna_protocol::pages::PageSet;
+use sterna_protocol::layout::PAGE_BYTES;
 use sterna_sys::userfaultfd::{Event, Fault};
 
-use super::{Pager, Waiter, ask};
+use super::{Settler, Userfault};
 use crate::error::MigrateError;
 use crate::vmm::VmmError;
 
@@ -24,18 +23,73 @@ const BATCH: usize = 64;
 const KEEP_LOOKING: Duration = Duration::from_micros(50);
 /// The share of the time that it may spend so.
 const LOOKING_SHARE: f64 = 0.2;
-/// Neighbours of a current page that are mapped with it.
-const NEIGHBOURS: usize = 31;
+/// Pages behind a current one that are mapped with it.
+const NEIGHBOURS: u64 = 31;
 /// How long the guest waits before it tries again what could not be done for it.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// Serves faults until the pager ends.
-pub(super) fn serve(pager: &Pager) {
+impl Userfault {
+    /// Begins to read events, where that has not begun.
+    ///
+    /// # Errors
+    /// No thread left.
+    pub(super) fn read(self: &Arc<Self>) -> Result<(), MigrateError> {
+        let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        if reader.is_none() && !self.ended.load(Ordering::Acquire) {
+            let this = Arc::clone(self);
+            let spawned = std::thread::Builder::new().name("faults".into()).spawn(move || serve(&this));
+            *reader = Some(spawned.map_err(MigrateError::host("starting a thread for the guest's faults"))?);
+        }
+        Ok(())
+    }
+
+    fn take(&self, fault: &Fault, now: Instant) -> Result<(), MigrateError> {
+        let address = page_of(fault);
+        let Some(span) = self.spans.iter().find(|span| span.contains(&address)) else { return self.wake(address) };
+        if self.closed().note(address) {
+            return Ok(());
+        }
+        let settler = match &self.users().settler {
+            Settler::Nobody => None,
+            Settler::Somebody(settler) => Some(settler.upgrade()),
+        };
+        let settled = match settler {
+            Some(Some(settler)) => settler.settle(fault, address, now)?,
+            // Only it knows whether the page is current.
+            Some(None) => return Ok(()),
+            None if fault.minor => {
+                // Up to the first that is there already or a hole. The thread runs after the first page; what lies behind it will be wanted next.
+                let page = address + PAGE_BYTES as u64;
+                let shown = self.show(address..page)?;
+                let behind = page..span.end.min(page + NEIGHBOURS * PAGE_BYTES as u64);
+                let closed = self.closed();
+                let open = closed.first_open(&behind);
+                if open.start == behind.start && !open.is_empty() && !self.arm_what_returns.load(Ordering::Acquire) {
+                    let _ = self.descriptor.continue_(open);
+                }
+                shown
+            }
+            None => self.show_zero(address)?,
+        };
+        if !settled {
+            // Fenced in since it was looked at: the fence must know that somebody waits.
+            self.closed().note(address);
+        }
+        Ok(())
+    }
+}
+
+fn page_of(fault: &Fault) -> u64 {
+    fault.address / PAGE_BYTES as u64 * PAGE_BYTES as u64
+}
+
+/// Serves faults until the userfaultfd ends.
+fn serve(userfault: &Userfault) {
     let mut events: Vec<Event> = std::iter::repeat_with(Event::default).take(BATCH).collect();
     let mut looking = Looking::begin();
     let mut failing = false;
-    while !pager.ended.load(Ordering::Acquire) {
-        let read = match pager.userfaultfd.read_events(&mut events) {
+    while !userfault.ended.load(Ordering::Acquire) {
+        let read = match userfault.descriptor.read_events(&mut events) {
             Ok(read) => read,
             Err(error) => {
                 if !failing {
@@ -48,73 +102,23 @@ pub(super) fn serve(pager: &Pager) {
         };
         failing = false;
         if read == 0 {
-            looking.wait(pager);
+            looking.wait(userfault);
             continue;
         }
         let now = Instant::now();
         for event in &events[..read] {
             let Event::Fault(fault) = event else { continue };
-            if let Err(error) = take(pager, fault, now) {
+            if let Err(error) = userfault.take(fault, now) {
                 if matches!(error, MigrateError::Vmm(VmmError::Gone { .. })) {
                     continue;
                 }
                 // No memory, most likely. Its thread is woken and faults again: so it is tried until it can be done.
                 tracing::warn!(%error, "a page cannot be given to the guest: trying again");
                 std::thread::sleep(RETRY);
-                let _ = pager.wake(fault.address & !0xfff);
+                let _ = userfault.wake(page_of(fault));
             }
         }
         looking.found();
-    }
-}
-
-fn take(pager: &Pager, fault: &Fault, now: Instant) -> Result<(), MigrateError> {
-    let address = fault.address & !0xfff;
-    let Some(page) = pager.page_at(address) else { return pager.wake(address) };
-    let settling = pager.settling.lock().unwrap_or_else(PoisonError::into_inner);
-    let first = {
-        let mut state = pager.lock();
-        if !state.missing.contains(page.chunk, page.page) {
-            None
-        } else {
-            let waiters = state.waiting.entry(page).or_default();
-            let first = waiters.is_empty();
-            // A thread that a signal took out of its waiting faults anew: it has waited since the first time.
-            if waiters.iter().all(|waiter| waiter.thread != fault.thread) {
-                waiters.push(Waiter { thread: fault.thread, since: now });
-            }
-            Some(first)
-        }
-    };
-    if first.is_some() {
-        // The way to the source may be slow.
-        drop(settling);
-    }
-    match first {
-        Some(true) => {
-            let mut source = pager.source.lock().unwrap_or_else(PoisonError::into_inner);
-            ask(&mut source, PageRequest { page, thread: fault.thread });
-            Ok(())
-        }
-        Some(false) => Ok(()),
-        None => {
-            pager.account().local();
-            if !fault.minor {
-                return pager.show_zero(page);
-            }
-            let mut only = PageSet::EMPTY;
-            only.insert(page.page);
-            pager.show(page.chunk, &only)?;
-            // The thread runs already; what lies behind it will be wanted next.
-            let mut behind = PageSet::EMPTY;
-            behind.insert_run(usize::from(page.page) + 1, NEIGHBOURS);
-            let there = pager
-                .ram
-                .allocated_in(page.chunk)
-                .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-            let current = behind.and(&there).without(pager.lock().missing.chunk(page.chunk));
-            pager.show(page.chunk, &current)
-        }
     }
 }
 
@@ -139,7 +143,7 @@ impl Looking {
     }
 
     /// Returns when there may be something to read.
-    fn wait(&mut self, pager: &Pager) {
+    fn wait(&mut self, userfault: &Userfault) {
         let now = Instant::now();
         let affordable = self.spent.as_secs_f64() <= LOOKING_SHARE * (now - self.began).as_secs_f64();
         if now - self.last_fault < KEEP_LOOKING && affordable {
@@ -148,15 +152,15 @@ impl Looking {
             return std::hint::spin_loop();
         }
         let mut ready = [
-            PollFd::from_borrowed_fd(pager.userfaultfd.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(pager.wake_up.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(userfault.descriptor.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(userfault.wake_up.as_fd(), PollFlags::IN),
         ];
         // An interrupted wait looks once more.
         let _ = poll(&mut ready, None);
         if ready[0].revents().contains(PollFlags::ERR) {
             // QEMU shares the descriptor and has made it block, on which nobody can wait. It may do so again at once: it costs no more than its own guest's
             // faults some time.
-            let _ = pager.userfaultfd.unblock();
+            let _ = userfault.descriptor.unblock();
             std::thread::sleep(RETRY);
         }
         self.last_look = Instant::now();
