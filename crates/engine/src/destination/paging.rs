@@ -1,4 +1,5 @@
-//! What is said while the rest of a guest's pages follows it here: from the residue in the pause to the last page, and again after every break.
+//! What is said while the rest of a guest's pages follows it here: from the residue in the pause to the last page, and
+//! again after every break.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -73,7 +74,8 @@ impl Session<'_> {
         })
     }
 
-    /// Answers requests until the source is not needed any more. Whatever breaks, the pager goes on: the source comes again.
+    /// Answers requests until the source is not needed any more. Whatever breaks, the pager goes on: the source comes
+    /// again.
     pub(super) fn page_in(
         &mut self,
         pager: &Arc<Pager>,
@@ -123,7 +125,8 @@ impl Session<'_> {
         }
     }
 
-    /// Waits for the last page. Where nothing is compared afterwards that is the end: the source may be lost from now on.
+    /// Waits for the last page. Where nothing is compared afterwards that is the end: the source may be lost from now
+    /// on.
     fn complete(&self, pager: &Arc<Pager>, arrivals: &Arrivals, verify: bool) -> Result<Reply, MigrateError> {
         let (mut seen, mut since) = (arrivals.frames(), Instant::now());
         while !pager.wait(LOOK) {
@@ -145,7 +148,8 @@ impl Session<'_> {
             took_us: pager.took().as_micros() as u64,
             duplicate: pager.duplicate(),
             faults: pager.faults(),
-            // A source that digests otherwise than the one before (it is of another version) would find every page another.
+            // A source that digests otherwise than the one before (it is of another version) would find every page
+            // another.
             verifiable: pager.digester() == Some(self.digester()),
         };
         if !(verify && account.verifiable) {

@@ -1,19 +1,24 @@
 //! Guest RAM that nobody can write for a moment.
 //!
-//! A write to a fenced page waits in the kernel until the page is let go, whoever writes through the VMM's mapping: the guest's processors under TCG and KVM,
-//! the VMM's device emulation, the kernel for it (vhost, `read(2)` into guest RAM, direct I/O that begins now). There are two ways of it, of which the fence
-//! takes for each portion the one that is possible:
+//! A write to a fenced page waits in the kernel until the page is let go, whoever writes through the VMM's mapping: the
+//! guest's processors under TCG and KVM, the VMM's device emulation, the kernel for it (vhost, `read(2)` into guest
+//! RAM, direct I/O that begins now). There are two ways of it, of which the fence takes for each portion the one that
+//! is possible:
 //!
-//! | way | when | how | reads | when this process dies |
-//! | --- | --- | --- | --- | --- |
-//! | protect | nobody else has the RAM registered | synchronous write protection, by a userfaultfd of its own | do not wait | the kernel closes the descriptor, lifts the protection and wakes who waits |
-//! | take out | writes are tracked, or pages are held back | the pages are dropped from the VMM's page tables, and mapped by nobody | wait as well | with tracking the same; where pages are held back whoever waits waits for the next daemon, which maps them |
+//! * **Protect**, where nobody else has the RAM registered: synchronous write protection, by a userfaultfd of its own.
+//!   Reads do not wait. When this process dies the kernel closes the descriptor, lifts the protection and wakes who
+//!   waits.
+//! * **Take out**, where writes are tracked or pages are held back: the pages are dropped from the VMM's page tables, and
+//!   mapped by nobody. Reads wait as well. When this process dies it is the same with tracking; where pages are held
+//!   back whoever waits waits for the next daemon, which maps them.
 //!
-//! Not held up are writes through other mappings of the file, of which the daemon refuses guests, and direct I/O that is under way: a page that it writes
-//! belongs to somebody, so it is not free. It holds the page itself, not its mapping, so that neither a protection nor taking out reaches it, and no page
-//! table tells. Whoever takes pages that may be in use needs to know more (`docs/design/faults.md`).
+//! Not held up are writes through other mappings of the file, of which the daemon refuses guests, and direct I/O that
+//! is under way: a page that it writes belongs to somebody, so it is not free. It holds the page itself, not its
+//! mapping, so that neither a protection nor taking out reaches it, and no page table tells. Whoever takes pages that
+//! may be in use needs to know more (`docs/design/faults.md`).
 //!
-//! **A page that was taken out comes back unarmed**: where writes are tracked it counts as written, so that nothing written to it before is lost.
+//! **A page that was taken out comes back unarmed**: where writes are tracked it counts as written, so that nothing
+//! written to it before is lost.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -50,17 +55,17 @@ impl Fence {
     /// # Errors
     /// The VMM's process cannot make a userfaultfd, or somebody else has registered its RAM. Nothing is fenced then.
     pub fn new(faults: Arc<GuestFaults>, spans: Vec<Range<u64>>) -> Result<Self, MigrateError> {
-        let fence = Self { faults, spans, way: RefCell::new(Way::Protect), waits: RefCell::default() };
-        *fence.way.borrow_mut() = fence.find_way(false)?;
-        Ok(fence)
+        let way = find_way(&faults, &spans, false)?;
+        Ok(Self { faults, spans, way: RefCell::new(way), waits: RefCell::default() })
     }
 
-    /// Fences these addresses in: once this returns, nobody writes there until they are let go. `None` where `patience` was over before all of them were.
+    /// Fences these addresses in: once this returns, nobody writes there until they are let go. `None` where `patience`
+    /// was over before all of them were.
     ///
     /// # Errors
     /// The VMM's process has ended, for one. Nothing is fenced then.
     pub fn close(&self, ranges: Vec<Range<u64>>, patience: &Patience<'_>) -> Result<Option<Fenced<'_>>, MigrateError> {
-        *self.way.borrow_mut() = self.find_way(true)?;
+        *self.way.borrow_mut() = find_way(&self.faults, &self.spans, true)?;
         // Before the first is fenced: dropped, it lets all of them go.
         let fenced = Fenced { fence: self, ranges };
         match &*self.way.borrow() {
@@ -86,33 +91,8 @@ impl Fence {
         Ok(Some(fenced))
     }
 
-    /// The way of the next portion; with `close` it is fenced in so until [`Fenced`] is dropped.
-    fn find_way(&self, close: bool) -> Result<Way, MigrateError> {
-        let mut owner = self.faults.owner();
-        match &mut *owner {
-            Owner::Users(userfault) => {
-                userfault.join(&self.spans, close)?;
-                return Ok(Way::TakeOut(Arc::clone(userfault)));
-            }
-            Owner::Fence { closed, .. } => *closed = close,
-            Owner::Nobody => {
-                let features = Features::PAGEFAULT_FLAG_WP | Features::WP_HUGETLBFS_SHMEM;
-                let userfaultfd = self.faults.inside().open_alone(features)?;
-                let registered =
-                    self.spans.iter().try_for_each(|span| userfaultfd.register(span.clone(), Modes::WP).map(drop));
-                let spans = self.spans.clone();
-                *owner = Owner::Fence { userfaultfd, spans, closed: close };
-                if let Err(error) = registered {
-                    give_up(std::mem::replace(&mut *owner, Owner::Nobody));
-                    return Err(MigrateError::vmm_process("registering the guest's RAM")(error));
-                }
-            }
-        }
-        Ok(Way::Protect)
-    }
-
-    /// Does something to pages that are fenced in, at this address: makes holes of them. Where writes are tracked they count as given back from then
-    /// on; a collection sees either none of it or all.
+    /// Does something to pages that are fenced in, at this address: makes holes of them. Where writes are tracked they
+    /// count as given back from then on; a collection sees either none of it or all.
     ///
     /// # Errors
     /// What `take` says; then they are as they were.
@@ -130,7 +110,8 @@ impl Fence {
         Patience { fence: self, grace, since: Instant::now(), quiet: Cell::new(Instant::now()) }
     }
 
-    /// How many accesses have waited since [`patience`](Self::patience). One that was let go before this is asked may not have been seen.
+    /// How many accesses have waited since [`patience`](Self::patience). One that was let go before this is asked may
+    /// not have been seen.
     ///
     /// # Errors
     /// The descriptor cannot be read.
@@ -192,6 +173,30 @@ impl Drop for Fence {
     }
 }
 
+/// The way of the next portion; with `close` it is fenced in so until [`Fenced`] is dropped.
+fn find_way(faults: &GuestFaults, spans: &[Range<u64>], close: bool) -> Result<Way, MigrateError> {
+    let mut owner = faults.owner();
+    match &mut *owner {
+        Owner::Users(userfault) => {
+            userfault.join(spans, close)?;
+            return Ok(Way::TakeOut(Arc::clone(userfault)));
+        }
+        Owner::Fence { closed, .. } if close && !*closed => *closed = true,
+        Owner::Fence { .. } => return Err(MigrateError::Bug("the guest's RAM is fenced in by somebody else")),
+        Owner::Nobody => {
+            let features = Features::PAGEFAULT_FLAG_WP | Features::WP_HUGETLBFS_SHMEM;
+            let userfaultfd = faults.inside().open_alone(features)?;
+            let registered = spans.iter().try_for_each(|span| userfaultfd.register(span.clone(), Modes::WP).map(drop));
+            *owner = Owner::Fence { userfaultfd, spans: spans.to_vec(), closed: close };
+            if let Err(error) = registered {
+                give_up(std::mem::replace(&mut *owner, Owner::Nobody));
+                return Err(MigrateError::vmm_process("registering the guest's RAM")(error));
+            }
+        }
+    }
+    Ok(Way::Protect)
+}
+
 /// How long somebody may wait for a portion.
 pub struct Patience<'a> {
     fence: &'a Fence,
@@ -226,8 +231,8 @@ pub struct Fenced<'a> {
     ranges: Vec<Range<u64>>,
 }
 
-/// What lies so near to each other is let go by one call, bytes: what is in between is not fenced in, and stays as it is. Each call interrupts the
-/// processors that run the VMM, which costs more than to pass over some page tables.
+/// What lies so near to each other is let go by one call, bytes: what is in between is not fenced in, and stays as it
+/// is. Each call interrupts the processors that run the VMM, which costs more than to pass over some page tables.
 const NEAR: u64 = 4 << 20;
 
 impl Fenced<'_> {
@@ -294,11 +299,15 @@ impl GuestFaults {
 }
 
 impl Userfault {
-    /// A fence wants to take pages of these spans out; with `close` the userfaultfd stays until it has let its portion go.
+    /// A fence wants to take pages of these spans out; with `close` the userfaultfd stays until it has let its portion
+    /// go.
     fn join(self: &Arc<Self>, spans: &[Range<u64>], close: bool) -> Result<(), MigrateError> {
         if !sterna_sys::probe::kernel().userfaultfd.contains(User::Fence.features()) {
             let doing = "fencing guest RAM in while its writes are watched";
             return Err(MigrateError::Host { doing, source: std::io::ErrorKind::Unsupported.into() });
+        }
+        if !spans.iter().all(|span| self.spans.contains(span)) {
+            return Err(MigrateError::Bug("RAM is to be fenced in that is not registered"));
         }
         self.widen(User::Fence, spans)?;
         self.read()?;

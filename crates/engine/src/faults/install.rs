@@ -1,7 +1,7 @@
 //! Pages mapped into the guest, and who waits for them woken.
 //!
-//! A page comes back *unarmed*: where writes are tracked it counts as written from then on. Armed, it would hide what was written to it between
-//! the last collection and the moment it was taken out of the page tables.
+//! A page comes back *unarmed*: where writes are tracked it counts as written from then on. Armed, it would hide what
+//! was written to it between the last collection and the moment it was taken out of the page tables.
 
 use std::io::ErrorKind;
 use std::ops::Range;
@@ -20,8 +20,8 @@ const PAGE: u64 = PAGE_BYTES as u64;
 const CHANGING: Duration = Duration::from_secs(5);
 
 impl Userfault {
-    /// Maps pages that the file holds and wakes who waits for them. Holes among them stay: an access finds zeros. What is fenced in stays out; whether
-    /// there was nothing of that.
+    /// Maps pages that the file holds and wakes who waits for them. Holes among them stay: an access finds zeros. What
+    /// is fenced in stays out; whether there was nothing of that.
     ///
     /// # Errors
     /// No memory, or the VMM has ended, or changes its mappings all the time.
@@ -62,7 +62,8 @@ impl Userfault {
                     if next.end - next.start > PAGE {
                         step = PAGE;
                     } else {
-                        // A hole: zeros, or the guest gave the page back. Whoever waits finds that out by another fault.
+                        // A hole: zeros, or the guest gave the page back. Whoever waits finds that out by another
+                        // fault.
                         self.wake(range.start)?;
                         range.start += PAGE;
                     }
@@ -73,7 +74,8 @@ impl Userfault {
         Ok(all)
     }
 
-    /// Maps a page of zeros where the file has a hole, and wakes who waits for it; not where it is fenced in. Whether that was not so.
+    /// Maps a page of zeros where the file has a hole, and wakes who waits for it; not where it is fenced in. Whether
+    /// that was not so.
     ///
     /// # Errors
     /// As [`show`](Self::show).
@@ -105,7 +107,8 @@ impl Userfault {
         woken.map_err(MigrateError::vmm_process("waking a thread of the guest"))
     }
 
-    /// From now on nobody waits for a VMM that is changing its mappings: what cannot be mapped is given up, or tried again by its next fault.
+    /// From now on nobody waits for a VMM that is changing its mappings: what cannot be mapped is given up, or tried
+    /// again by its next fault.
     pub fn hurry(&self) {
         self.impatient.store(true, Ordering::Release);
     }

@@ -1,25 +1,28 @@
-//! The faults of one guest's RAM: the only place where its userfaultfd is made, registered, read and closed (`docs/design/faults.md`).
+//! The faults of one guest's RAM: the only place where its userfaultfd is made, registered, read and closed
+//! (`docs/design/faults.md`).
 //!
-//! A mapping can be registered with one userfaultfd at a time, and a userfaultfd is told once what it can do. So whoever wants to know of accesses to a
-//! guest's RAM is a user of the one that is open, and whoever comes first opens it:
+//! A mapping can be registered with one userfaultfd at a time, and a userfaultfd is told once what it can do. So
+//! whoever wants to know of accesses to a guest's RAM is a user of the one that is open, and whoever comes first opens
+//! it:
 //!
-//! | user | what it wants | the agent keeps a duplicate |
-//! | --- | --- | --- |
-//! | [`User::Tracking`] | writes noted, nobody waits (`WP_ASYNC`) | no |
-//! | [`User::Paging`] | accesses to what is not mapped wait until it is known to be current | yes: without it they would find zeros when the daemon dies |
-//! | [`User::Fence`], beside one of them | accesses to some pages wait for a moment | as its neighbour has it |
+//! * [`User::Tracking`] wants writes noted, and nobody waits (`WP_ASYNC`). The agent keeps no duplicate.
+//! * [`User::Paging`] wants accesses to what is not mapped to wait until it is known to be current. The agent keeps a
+//!   duplicate: without it they would find zeros when the daemon dies.
+//! * [`User::Fence`], beside one of them, wants accesses to some pages to wait for a moment. It leaves the duplicate to
+//!   its neighbour.
 //!
-//! A fence that is alone has a userfaultfd of its own, for a write protection that holds writers up: that, and a tracking that does not, exclude
-//! each other in one userfaultfd. It steps back when a user comes.
+//! A fence that is alone has a userfaultfd of its own, for a write protection that holds writers up: that, and a
+//! tracking that does not, exclude each other in one userfaultfd. It steps back when a user comes.
 //!
-//! | race | handled |
-//! | --- | --- |
-//! | a page is mapped while it is fenced in | who maps looks and maps under a lock that the fence takes to mark the page: it is mapped before, and taken out by the fence, or not at all |
-//! | a fault is read before the fence and settled after it was marked | it is not mapped, which the reader is told, and notes the wait |
-//! | the fence is opened while a fault of it is read | who waits is woken after the mark has gone, and faults again |
-//! | a user ends while a portion is fenced in | the userfaultfd stays until the portion is let go |
-//! | a user begins while a fence that is alone has a portion | the fence is told, lets it go, and the user registers then |
-//! | unregistering wakes who waits before it is done | who began to wait in between is woken afterwards |
+//! # Races
+//! * A page is mapped while it is fenced in: who maps looks and maps under a lock that the fence takes to mark the page.
+//!   It is mapped before, and taken out by the fence, or not at all.
+//! * A fault is read before the fence and settled after the page was marked: it is not mapped, which the reader is told,
+//!   and notes the wait.
+//! * The fence is opened while a fault of it is read: who waits is woken after the mark has gone, and faults again.
+//! * A user ends while a portion is fenced in: the userfaultfd stays until the portion is let go.
+//! * A user begins while a fence that is alone has a portion: the fence is told, lets it go, and the user registers then.
+//! * Unregistering wakes who waits before it is done: who began to wait in between is woken afterwards.
 
 /// Pages that are mapped, and who waits for them woken.
 mod install;
@@ -76,7 +79,8 @@ impl User {
 
 /// Who settles the faults on pages that are not fenced in.
 pub trait Settle: Send + Sync {
-    /// A thread of the VMM waits for the page at this address since `now`, or a moment before. Whether it waits no more.
+    /// A thread of the VMM waits for the page at this address since `now`, or a moment before. Whether it waits no
+    /// more.
     ///
     /// # Errors
     /// It waits still: it is woken after a while, and faults again.
@@ -132,8 +136,9 @@ impl GuestFaults {
     pub fn begin(&self, user: User, spans: Vec<Range<u64>>) -> Result<Arc<Userfault>, MigrateError> {
         let mut owner = self.owner_alone();
         if let Owner::Users(_) = &*owner {
-            // Tracking would need a duplicate that outlives paging, and paging one that is not there: nobody does both yet.
-            return Err(MigrateError::Bug("the guest's RAM is registered for something else"));
+            // Tracking would need a duplicate that outlives paging, and paging one that is not there: nobody does both
+            // yet.
+            return Err(MigrateError::Bug("the guest's RAM is registered for something else already"));
         }
         give_up(std::mem::replace(&mut *owner, Owner::Nobody));
         let descriptor = {
@@ -175,7 +180,8 @@ impl GuestFaults {
         Ok(Some(userfault))
     }
 
-    /// A user wants to know nothing more. Where it was the last the RAM is as any process's, and who waits goes on. More than once does nothing.
+    /// A user wants to know nothing more. Where it was the last the RAM is as any process's, and who waits goes on.
+    /// More than once does nothing.
     pub fn end(&self, user: User) {
         let mut owner = self.owner();
         let Owner::Users(userfault) = &*owner else { return };
@@ -197,7 +203,8 @@ impl GuestFaults {
         }
     }
 
-    /// For tests that show what it is for, and never in earnest: from now on pages that come back are armed, whatever was written to them before.
+    /// For tests that show what it is for, and never in earnest: from now on pages that come back are armed, whatever
+    /// was written to them before.
     #[doc(hidden)]
     pub fn arm_what_returns(&self) {
         if let Owner::Users(userfault) = &*self.owner() {
@@ -240,7 +247,8 @@ pub struct Userfault {
     users: Mutex<Users>,
     /// Locked for reading while a page is mapped.
     closed: RwLock<Closed>,
-    /// What this daemon took of the guest's RAM while its writes are tracked, by addresses, since that was last asked for.
+    /// What this daemon took of the guest's RAM while its writes are tracked, by addresses, since that was last asked
+    /// for.
     holes: Mutex<Vec<Range<u64>>>,
     ended: AtomicBool,
     wake_up: OwnedFd,

@@ -1,8 +1,8 @@
 //! Events of a guest's userfaultfd, read one after the other by a thread of their own.
 //!
-//! Reading a fault late costs the guest: waking a sleeping thread takes longer than everything else here. So after a fault the thread keeps looking
-//! for a while before it sleeps, as faults come in bursts; and as it takes a processor meanwhile, that perhaps the guest needs, only for
-//! so long, and only a share of the time.
+//! Reading a fault late costs the guest: waking a sleeping thread takes longer than everything else here. So after a
+//! fault the thread keeps looking for a while before it sleeps, as faults come in bursts; and as it takes a processor
+//! meanwhile, that perhaps the guest needs, only for so long, and only a share of the time.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
@@ -23,8 +23,6 @@ const BATCH: usize = 64;
 const KEEP_LOOKING: Duration = Duration::from_micros(50);
 /// The share of the time that it may spend so.
 const LOOKING_SHARE: f64 = 0.2;
-/// Pages behind a current one that are mapped with it.
-const NEIGHBOURS: u64 = 31;
 /// How long the guest waits before it tries again what could not be done for it.
 const RETRY: Duration = Duration::from_millis(10);
 
@@ -45,7 +43,9 @@ impl Userfault {
 
     fn take(&self, fault: &Fault, now: Instant) -> Result<(), MigrateError> {
         let address = page_of(fault);
-        let Some(span) = self.spans.iter().find(|span| span.contains(&address)) else { return self.wake(address) };
+        if !self.spans.iter().any(|span| span.contains(&address)) {
+            return self.wake(address);
+        }
         if self.closed().note(address) {
             return Ok(());
         }
@@ -57,18 +57,8 @@ impl Userfault {
             Some(Some(settler)) => settler.settle(fault, address, now)?,
             // Only it knows whether the page is current.
             Some(None) => return Ok(()),
-            None if fault.minor => {
-                // Up to the first that is there already or a hole. The thread runs after the first page; what lies behind it will be wanted next.
-                let page = address + PAGE_BYTES as u64;
-                let shown = self.show(address..page)?;
-                let behind = page..span.end.min(page + NEIGHBOURS * PAGE_BYTES as u64);
-                let closed = self.closed();
-                let open = closed.first_open(&behind);
-                if open.start == behind.start && !open.is_empty() && !self.arm_what_returns.load(Ordering::Acquire) {
-                    let _ = self.descriptor.continue_(open);
-                }
-                shown
-            }
+            // It alone: what lies behind it would count as written as well.
+            None if fault.minor => self.show(address..address + PAGE_BYTES as u64)?,
             None => self.show_zero(address)?,
         };
         if !settled {
@@ -158,8 +148,8 @@ impl Looking {
         // An interrupted wait looks once more.
         let _ = poll(&mut ready, None);
         if ready[0].revents().contains(PollFlags::ERR) {
-            // QEMU shares the descriptor and has made it block, on which nobody can wait. It may do so again at once: it costs no more than its own guest's
-            // faults some time.
+            // QEMU shares the descriptor and has made it block, on which nobody can wait. It may do so again at once:
+            // it costs no more than its own guest's faults some time.
             let _ = userfault.descriptor.unblock();
             std::thread::sleep(RETRY);
         }

@@ -19,7 +19,8 @@ impl Pager {
         self.lock().shown.as_ref().map(|shown| shown.digester)
     }
 
-    /// The digest of a chunk as the guest first saw its pages, as [`Ram::chunk_digest`](crate::memory::Ram::chunk_digest).
+    /// The digest of a chunk as the guest first saw its pages, as
+    /// [`Ram::chunk_digest`](crate::memory::Ram::chunk_digest).
     ///
     /// # Errors
     /// That is not known, or RAM cannot be read.
@@ -27,7 +28,8 @@ impl Pager {
         self.with_shown(|shown| shown.chunk_digest(&self.ram, chunk))
     }
 
-    /// The digests of a chunk's pages as the guest first saw them, as [`Ram::page_digests`](crate::memory::Ram::page_digests).
+    /// The digests of a chunk's pages as the guest first saw them, as
+    /// [`Ram::page_digests`](crate::memory::Ram::page_digests).
     ///
     /// # Errors
     /// As [`Self::chunk_digest`].
@@ -35,7 +37,8 @@ impl Pager {
         self.with_shown(|shown| shown.page_digests(&self.ram, chunk))
     }
 
-    /// Pages of a chunk that the guest may have given back since its start here: what it saw of them may be zeros whatever the source has.
+    /// Pages of a chunk that the guest may have given back since its start here: what it saw of them may be zeros
+    /// whatever the source has.
     #[must_use]
     pub fn given_back(&self, chunk: ChunkIndex) -> PageSet {
         self.with_inside(|given_back, inside| {

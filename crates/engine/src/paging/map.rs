@@ -12,8 +12,8 @@ use super::Pager;
 use crate::error::MigrateError;
 
 impl Pager {
-    /// Takes out what the VMM has mapped before its devices are loaded (where its memory is preallocated, for one): a stale page among it
-    /// would raise no fault.
+    /// Takes out what the VMM has mapped before its devices are loaded (where its memory is preallocated, for one): a
+    /// stale page among it would raise no fault.
     pub(super) fn unmap_early(&self) -> Result<(), MigrateError> {
         let mut regions = Vec::new();
         let mut mapped = false;
@@ -53,11 +53,13 @@ impl Pager {
         Ok(())
     }
 
-    /// Maps pages of a chunk that are current, and wakes who waits for them. Holes among them stay: an access finds zeros. Whether none was fenced in.
+    /// Maps pages of a chunk that are current, and wakes who waits for them. Holes among them stay: an access finds
+    /// zeros. Whether none was fenced in.
     pub(super) fn show(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<bool, MigrateError> {
         let mut state = self.lock();
         if let Some(shown) = &mut state.shown {
-            // Under the lock until it is mapped: afterwards the guest may write it, and nobody may take that for what it first saw.
+            // Under the lock until it is mapped: afterwards the guest may write it, and nobody may take that for what
+            // it first saw.
             shown.note(&self.ram, chunk, pages).map_err(MigrateError::host("reading the guest's RAM to compare it"))?;
             return self.map(chunk, pages);
         }

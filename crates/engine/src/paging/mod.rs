@@ -1,9 +1,9 @@
 //! Pages that come after the guest's start: what its faults find, what arrives, and the account of both.
 //!
-//! One mechanism for pages that are not here and for those that are stale. The guest's RAM is registered for missing and minor faults
-//! before the VMM first touches it, so nothing is mapped that was not mapped here. A body that arrives is written into the RAM *file*, and
-//! only then mapped (`UFFDIO_CONTINUE`), which wakes who waits for it. So a guest never sees half a page, a page of an earlier round, or
-//! zeros in place of a page that is still to come:
+//! One mechanism for pages that are not here and for those that are stale. The guest's RAM is registered for missing
+//! and minor faults before the VMM first touches it, so nothing is mapped that was not mapped here. A body that arrives
+//! is written into the RAM *file*, and only then mapped (`UFFDIO_CONTINUE`), which wakes who waits for it. So a guest
+//! never sees half a page, a page of an earlier round, or zeros in place of a page that is still to come:
 //!
 //! | the page | the guest's access | what happens |
 //! | --- | --- | --- |
@@ -11,10 +11,10 @@
 //! | current, in the file | a minor fault | mapped at once, with its neighbours |
 //! | current, a hole | a missing fault | a page of zeros |
 //!
-//! Two threads may work on the same page: the fault thread and those that receive. Which of them maps a page does not matter, as it is
-//! mapped only when it is not missing, and it is missing until its content is in the file; the second finds it there (`EEXIST`) and wakes
-//! who waits. Two connections that carry the same page are told apart by a claim, under the lock: the second body is dropped, as the
-//! guest may have written the page since the first.
+//! Two threads may work on the same page: the fault thread and those that receive. Which of them maps a page does not
+//! matter, as it is mapped only when it is not missing, and it is missing until its content is in the file; the second
+//! finds it there (`EEXIST`) and wakes who waits. Two connections that carry the same page are told apart by a claim,
+//! under the lock: the second body is dropped, as the guest may have written the page since the first.
 //!
 //! Kernel's documentation: `Documentation/admin-guide/mm/userfaultfd.rst`.
 
@@ -73,12 +73,13 @@ use crate::memory::{BlockFile, Ram};
 pub struct PagingMeans {
     /// A foot inside the VMM's process.
     pub inside: Box<dyn Inside>,
-    /// A file in memory, empty, or as an earlier daemon left it: the map of the pages that are not here. It outlives this daemon, so that
-    /// another can go on with the guest.
+    /// A file in memory, empty, or as an earlier daemon left it: the map of the pages that are not here. It outlives
+    /// this daemon, so that another can go on with the guest.
     pub missing: File,
 }
 
-/// Brings the pages of one guest that runs here before all of them are here. It has threads of its own until [`end`](Self::end).
+/// Brings the pages of one guest that runs here before all of them are here. It has threads of its own until
+/// [`end`](Self::end).
 pub struct Pager {
     ram: Arc<Ram>,
     faults: Arc<GuestFaults>,
@@ -91,8 +92,8 @@ pub struct Pager {
     /// One at a time asks the supplier. Locked before `state`.
     asking: Mutex<()>,
     account: Mutex<Account>,
-    /// Held while a page that is not missing is mapped for a fault, and while pages become missing: what was current when it was looked at is not
-    /// mapped once it is stale.
+    /// Held while a page that is not missing is mapped for a fault, and while pages become missing: what was current
+    /// when it was looked at is not mapped once it is stale.
     settling: Mutex<()>,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -125,8 +126,8 @@ struct Waiter {
 }
 
 impl Pager {
-    /// Makes ready: from now on the VMM maps no page of its guest's RAM but here. Nothing is missing yet. With `verify` the guest's first sight of
-    /// each page is noted, digested so.
+    /// Makes ready: from now on the VMM maps no page of its guest's RAM but here. Nothing is missing yet. With `verify`
+    /// the guest's first sight of each page is noted, digested so.
     ///
     /// # Errors
     /// The kernel or the VMM cannot do it: then nothing is registered.
@@ -141,8 +142,8 @@ impl Pager {
     /// Goes on with a guest that an earlier daemon let run. Faulting threads wait until a source is there again.
     ///
     /// # Errors
-    /// What an earlier daemon left cannot be read, or the VMM keeps no userfaultfd. Then the guest's pages cannot be brought, and it must not be
-    /// let run on.
+    /// What an earlier daemon left cannot be read, or the VMM keeps no userfaultfd. Then the guest's pages cannot be
+    /// brought, and it must not be let run on.
     pub fn recover(blocks: &[BlockFile], means: PagingMeans) -> Result<Arc<Self>, MigrateError> {
         let PagingMeans { inside, missing } = means;
         let lost = |what: &'static str| {
@@ -299,8 +300,9 @@ impl Pager {
         waited.unwrap_or_else(PoisonError::into_inner).0.whereabouts.away() == 0
     }
 
-    /// Ends it: threads end, the RAM is as any process's. Only where every page is here, the guest has ended, or it never ran: what is missing
-    /// reads as zeros or as an earlier round's content from now on. More than once does nothing.
+    /// Ends it: threads end, the RAM is as any process's. Only where every page is here, the guest has ended, or it
+    /// never ran: what is missing reads as zeros or as an earlier round's content from now on. More than once does
+    /// nothing.
     pub fn end(&self) {
         if self.ended.swap(true, Ordering::AcqRel) {
             return;

@@ -1,7 +1,8 @@
 //! Suppliers: who brings pages that are not here, when they are asked for.
 //!
-//! The pager knows where its pages are and who waits for them; how they are asked for, and how they come, is the supplier's. In post-copy there is one
-//! supplier, the guest's source, which comes and goes with its connections and ends with the last page. Pages wait for whoever comes next.
+//! The pager knows where its pages are and who waits for them; how they are asked for, and how they come, is the
+//! supplier's. In post-copy there is one supplier, the guest's source, which comes and goes with its connections and
+//! ends with the last page. Pages wait for whoever comes next.
 
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,7 +16,8 @@ const SILENCE: Duration = Duration::from_secs(3);
 
 /// Who brings pages that are not here.
 pub trait Supplier: Send + Sync {
-    /// Asks for a page that this thread of the VMM waits for. Where the way there is lost the page goes on waiting: the next supplier is asked for it.
+    /// Asks for a page that this thread of the VMM waits for. Where the way there is lost the page goes on waiting: the
+    /// next supplier is asked for it.
     fn ask(&self, page: PageIndex, thread: u32);
 
     /// When it said something last.

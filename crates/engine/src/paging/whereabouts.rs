@@ -1,8 +1,8 @@
 //! Whereabouts: where each page of a machine is, in a file that outlives the daemon.
 //!
-//! A page is *here* (its content is in the RAM file), *at a holder* (another host has it; in post-copy the source), or *nowhere* (never used, or
-//! reclaimed: it reads as zeros and has no content). The map says which pages are away, and by the chunk who holds them. Which of the others are nowhere it
-//! need not say: those are the RAM file's holes.
+//! A page is *here* (its content is in the RAM file), *at a holder* (another host has it; in post-copy the source), or
+//! *nowhere* (never used, or reclaimed: it reads as zeros and has no content). The map says which pages are away, and
+//! by the chunk who holds them. Which of the others are nowhere it need not say: those are the RAM file's holes.
 //!
 //! ```text
 //!   0          8        12      16         24          28        32                      32 + 40 × chunks
@@ -17,12 +17,13 @@
 //!               +--------------------------+--------+---------+
 //! ```
 //!
-//! The last character of the first word is the version. Version 1 had a header of 16 bytes (`STPAGES1`, chunks, begun) and entries of 32, without a
-//! holder: it is still read, and a map that was begun so goes on so, because a map that is rewritten while it is in use could be lost half way.
+//! The last character of the first word is the version. Version 1 had a header of 16 bytes (`STPAGES1`, chunks, begun)
+//! and entries of 32, without a holder: it is still read, and a map that was begun so goes on so, because a map that is
+//! rewritten while it is in use could be lost half way.
 //!
-//! The file lies in memory (tmpfs): what is written there is there for the next daemon however this one ends. A page's bit is cleared only
-//! after its content is in the RAM file, so a daemon killed between the two asks for the page once more, and never takes a stale page for
-//! a current one. Numbers are little-endian.
+//! The file lies in memory (tmpfs): what is written there is there for the next daemon however this one ends. A page's
+//! bit is cleared only after its content is in the RAM file, so a daemon killed between the two asks for the page once
+//! more, and never takes a stale page for a current one. Numbers are little-endian.
 
 use std::fs::File;
 use std::io;

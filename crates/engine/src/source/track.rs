@@ -69,12 +69,12 @@ pub trait Watch: Send + Sync + Debug {
     fn written(&self, ram: &Layout, written: &mut PageMap) -> Result<(), MigrateError>;
 }
 
-/// Watches by write-protecting pages asynchronously (userfaultfd's `WP_ASYNC`) and reading the page tables of the VMM's process
-/// (`PAGEMAP_SCAN`): the kernel's `Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst`.
+/// Watches by write-protecting pages asynchronously (userfaultfd's `WP_ASYNC`) and reading the page tables of the VMM's
+/// process (`PAGEMAP_SCAN`): the kernel's `Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst`.
 ///
-/// What this does not see: writes through other mappings of the RAM (the daemon refuses such guests), writes into pages that were
-/// pinned before they were armed ([`changed_untracked`](super::select::changed_untracked)), and pages given back, which keep their
-/// mark: those the agent logs.
+/// What this does not see: writes through other mappings of the RAM (the daemon refuses such guests), writes into pages
+/// that were pinned before they were armed ([`changed_untracked`](super::select::changed_untracked)), and pages given
+/// back, which keep their mark: those the agent logs.
 pub struct WriteProtect {
     faults: Arc<GuestFaults>,
     pagemap: Arc<Pagemap>,
@@ -116,7 +116,8 @@ impl Tracker for WriteProtect {
         let spans: Vec<_> = ram.spans().collect();
         let userfault = self.faults.begin(User::Tracking, spans.clone())?;
         self.armed = Some(Armed { userfault, spans, files });
-        // The first scan arms every page, holes included. What it finds is not used: the caller sends all that is allocated.
+        // The first scan arms every page, holes included. What it finds is not used: the caller sends all that is
+        // allocated.
         let (mut all, mut given_back) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
         self.collect(ram, &mut all, &mut given_back)?;
         self.cost.write_faults = 0;
@@ -247,8 +248,8 @@ mod tests {
     #[test]
     fn a_process_that_has_ended_is_said_to_have_ended_and_not_the_kernel_to_have_failed() {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
-        // Its parent may go on before the child has left the parent's memory (`vfork`): a page map opened then is that of this process, which
-        // has not ended. So QEMU's is opened only when it has answered.
+        // Its parent may go on before the child has left the parent's memory (`vfork`): a page map opened then is that
+        // of this process, which has not ended. So QEMU's is opened only when it has answered.
         let program = || std::fs::read_link(format!("/proc/{}/exe", child.id())).ok();
         while program() == std::env::current_exe().ok() {
             std::thread::yield_now();
