@@ -21,6 +21,9 @@ pub mod inside;
 /// A machine's RAM on this host, by chunk and page, and as the guest addresses it.
 pub mod memory;
 
+/// The faults of a guest's RAM: its one userfaultfd, and pages fenced in.
+pub mod faults;
+
 /// Pages that come after the guest's start.
 pub mod paging;
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use sterna_api::units::milliseconds;
 use sterna_api::{Problem, ReclaimMethod, Reclaimed, Status};
+use sterna_engine::faults::GuestFaults;
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::reclaim::Machine;
@@ -55,7 +56,7 @@ impl Daemon {
         let _lent = self.balloons.lend(&record.name, qmp);
         let machine = Machine {
             vmm: &mut vmm,
-            inside: &mut InsideQemu::new(agent),
+            faults: GuestFaults::of(InsideQemu::new(agent)),
             blocks: &blocks,
             trust_first_look: self.config.test_trust_first_look,
         };

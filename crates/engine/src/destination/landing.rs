@@ -6,9 +6,9 @@ use sterna_protocol::message::{MAX_SUSPECTS, Reply, Request};
 use sterna_protocol::spec::VmSpec;
 
 use super::Session;
+use super::attachment::SourceOf;
 use super::devices::HeldDevices;
 use super::guard::Guard;
-use super::paging::SourceOf;
 use super::place::Placer;
 use super::receive::Arrivals;
 use crate::error::MigrateError;

@@ -37,6 +37,9 @@ mod switchover;
 /// Device state on its way into the VMM, held back until the last pages are in place.
 pub mod devices;
 
+/// A guest's source, attached to the pager as the supplier of its pages.
+mod attachment;
+
 /// Phases *postcopy* and *finish*: the rest of the pages follows.
 mod paging;
 
@@ -45,9 +48,9 @@ use std::sync::mpsc::Receiver;
 use sterna_protocol::frame::{Digester, FrameReader};
 use sterna_protocol::hello::{Features, Role, Version};
 
+use self::attachment::SourceOf;
 use self::connect::Proposal;
 use self::landing::Landing;
-use self::paging::SourceOf;
 use self::place::Placer;
 use self::prepare::Prepared;
 use self::receive::Arrivals;
@@ -113,9 +116,10 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
     session.with_receivers(connections.pages, urgent, &placer, &arrivals, |session| {
         let (spec, guard) = (&proposal.spec, &mut guard);
         let mut landing = Landing { session, guard, spec, placer: &placer, arrivals: &arrivals, held: &held, source };
-        let result = precopy::precopy(&mut landing)
-            .and_then(|()| switchover::switchover(&mut landing))
-            .and_then(|pager| pager.map_or(Ok(()), |pager| landing.session.page_in(&pager, &arrivals)));
+        let result =
+            precopy::precopy(&mut landing).and_then(|()| switchover::switchover(&mut landing)).and_then(|pager| {
+                pager.map_or(Ok(()), |pager| landing.session.page_in(&pager, landing.source.as_ref(), &arrivals))
+            });
         if let Err(error) = &result {
             // The source may be busy sending: it asks why when its connection fails.
             arrivals.fail(error.problem());

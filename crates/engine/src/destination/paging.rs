@@ -1,4 +1,5 @@
-//! What is said while the rest of a guest's pages follows it here: from the residue in the pause to the last page, and again after every break.
+//! What is said while the rest of a guest's pages follows it here: from the residue in the pause to the last page, and
+//! again after every break.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,6 +11,7 @@ use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 
 use super::Session;
+use super::attachment::SourceOf;
 use super::connect::Connections;
 use super::landing::ARRIVAL_TIMEOUT;
 use super::place::Placer;
@@ -18,40 +20,9 @@ use crate::error::MigrateError;
 use crate::host::MigrationId;
 use crate::memory::Memory;
 use crate::paging::Pager;
-use crate::transport::connection::{Connection, HangUp};
 
 /// How often a wait for pages looks whether their way here has broken.
 const LOOK: Duration = Duration::from_millis(50);
-
-/// The source of a guest's pages, from the moment it is asked for the first until the session ends.
-pub(super) struct SourceOf<'a> {
-    pager: &'a Pager,
-    key: u64,
-    waiting: Option<(Connection, Vec<HangUp>)>,
-    number: Option<u64>,
-}
-
-impl<'a> SourceOf<'a> {
-    /// There, and not asked yet. `hang_up` ends all its connections: when it comes again by others, these are dead.
-    pub(super) fn new(pager: &'a Pager, requests: Connection, key: u64, hang_up: Vec<HangUp>) -> Self {
-        Self { pager, key, waiting: Some((requests, hang_up)), number: None }
-    }
-
-    /// From now on it is asked for what is waited for.
-    pub(super) fn attach(&mut self) {
-        if let Some((requests, hang_up)) = self.waiting.take() {
-            self.number = Some(self.pager.attach(requests, self.key, hang_up));
-        }
-    }
-}
-
-impl Drop for SourceOf<'_> {
-    fn drop(&mut self) {
-        if let Some(number) = self.number {
-            self.pager.detach(number);
-        }
-    }
-}
 
 /// Adds a part of the residue; it comes from the peer.
 pub(super) fn note_part(part: &ResiduePart, ram: &dyn Memory, residue: &mut PageMap) -> Result<(), MigrateError> {
@@ -82,22 +53,35 @@ impl Session<'_> {
         self.with_receivers(connections.pages, Some(urgent), &placer, &arrivals, |session| {
             source.attach();
             tracing::info!(migration = %id, missing = pager.missing(), "the source of the guest's pages is there again");
-            session.page_in(&pager, &arrivals)
+            session.page_in(&pager, Some(&source), &arrivals)
         })
     }
 
-    /// Answers requests until the source is not needed any more. Whatever breaks, the pager goes on: the source comes again.
-    pub(super) fn page_in(&mut self, pager: &Arc<Pager>, arrivals: &Arrivals) -> Result<(), MigrateError> {
-        let result = self.page_in_requests(pager, arrivals);
+    /// Answers requests until the source is not needed any more. Whatever breaks, the pager goes on: the source comes
+    /// again.
+    pub(super) fn page_in(
+        &mut self,
+        pager: &Arc<Pager>,
+        source: Option<&SourceOf>,
+        arrivals: &Arrivals,
+    ) -> Result<(), MigrateError> {
+        let result = self.page_in_requests(pager, source, arrivals);
         // A source lost after its last page is not waited for.
         self.finish(pager);
         result
     }
 
-    fn page_in_requests(&mut self, pager: &Arc<Pager>, arrivals: &Arrivals) -> Result<(), MigrateError> {
+    fn page_in_requests(
+        &mut self,
+        pager: &Arc<Pager>,
+        source: Option<&SourceOf>,
+        arrivals: &Arrivals,
+    ) -> Result<(), MigrateError> {
         loop {
             let request = self.control.next_request()?;
-            pager.heard();
+            if let Some(source) = source {
+                source.heard();
+            }
             let reply = match &request {
                 Request::Paging => Ok(Reply::Paging { missing: pager.missing(), faults: pager.fault_count() }),
                 Request::Missing { first } => residue::part(&pager.missing_pages(), pager.ram().layout(), *first)
@@ -124,7 +108,8 @@ impl Session<'_> {
         }
     }
 
-    /// Waits for the last page. Where nothing is compared afterwards that is the end: the source may be lost from now on.
+    /// Waits for the last page. Where nothing is compared afterwards that is the end: the source may be lost from now
+    /// on.
     fn complete(&self, pager: &Arc<Pager>, arrivals: &Arrivals, verify: bool) -> Result<Reply, MigrateError> {
         let (mut seen, mut since) = (arrivals.frames(), Instant::now());
         while !pager.wait(LOOK) {
@@ -146,7 +131,8 @@ impl Session<'_> {
             took_us: pager.took().as_micros() as u64,
             duplicate: pager.duplicate(),
             faults: pager.faults(),
-            // A source that digests otherwise than the one before (it is of another version) would find every page another.
+            // A source that digests otherwise than the one before (it is of another version) would find every page
+            // another.
             verifiable: pager.digester() == Some(self.digester()),
         };
         if !(verify && account.verifiable) {

@@ -111,6 +111,10 @@ impl Inside for InsideHere {
         self.open(features)
     }
 
+    fn log_discards(&mut self) -> Result<(), MigrateError> {
+        Ok(())
+    }
+
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
         Ok(None)
     }
@@ -139,7 +143,7 @@ impl Inside for InsideHere {
 
 /// Everything that leaves what pages hold as it is.
 fn disturb(memory: &dyn Memory, inside: &mut dyn Inside) {
-    memory.drop_mappings(inside, &memory.spans()).unwrap();
+    memory.mappings().drop_mappings(inside, &memory.spans()).unwrap();
     memory.intact().unwrap();
     memory.files().unwrap();
     memory.allocated().unwrap();
@@ -197,7 +201,7 @@ fn what_the_guest_wrote_is_read_in_every_way_and_what_is_written_the_guest_reads
             let (chunk, only) = page.place(memory);
             memory.write(chunk, &only, &[77; PAGE_BYTES]).unwrap();
             assert_eq!(guest.read_page(page), [77; PAGE_BYTES]);
-            memory.drop_mappings(inside.as_mut(), &memory.spans()).unwrap();
+            memory.mappings().drop_mappings(inside.as_mut(), &memory.spans()).unwrap();
             assert_eq!(guest.read_page(page), [77; PAGE_BYTES]);
         }
     }
@@ -343,11 +347,11 @@ fn pages_that_a_guest_waits_for_are_mapped_as_they_were_written_and_holes_as_zer
         let (held, empty) = std::thread::scope(|scope| {
             let held = scope.spawn(|| guest.read_page(Page::new(0, 2)));
             let empty = scope.spawn(|| guest.read_page(Page::new(0, 3)));
-            let zeros = memory.map_zeros(&faults, page(3)).unwrap();
-            let written = memory.map_written(&faults, page(2)).unwrap();
+            let zeros = memory.mappings().map_zeros(&faults, page(3)).unwrap();
+            let written = memory.mappings().map_written(&faults, page(2)).unwrap();
             assert_eq!((zeros.bytes, written.bytes), (4096, 4096));
             // Where it is a hole, that is told.
-            assert_eq!(memory.map_written(&faults, page(5)).unwrap_err().errno(), Some(libc::EFAULT));
+            assert_eq!(memory.mappings().map_written(&faults, page(5)).unwrap_err().errno(), Some(libc::EFAULT));
             (held.join().unwrap(), empty.join().unwrap())
         });
         assert_eq!((held, empty), ([8; PAGE_BYTES], [0; PAGE_BYTES]));
@@ -373,7 +377,7 @@ proptest! {
                     0 => guest.write_page(page, byte),
                     1 => memory.write(chunk, &only, &[byte; PAGE_BYTES]).unwrap(),
                     2 => memory.discard(chunk, &only).unwrap(),
-                    3 => memory.drop_mappings(inside.as_mut(), &memory.spans()).unwrap(),
+                    3 => memory.mappings().drop_mappings(inside.as_mut(), &memory.spans()).unwrap(),
                     _ => disturb(memory, inside.as_mut()),
                 }
                 match step {

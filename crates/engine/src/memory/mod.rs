@@ -139,26 +139,8 @@ pub trait Memory: Debug + Send + Sync {
     /// The kernel refuses.
     fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()>;
 
-    /// Takes these addresses out of the VMM's page tables, so that the next access to each page of them faults where
-    /// faults are waited for. What the pages hold stays.
-    ///
-    /// # Errors
-    /// The VMM does not answer, or they are no RAM of its guest.
-    fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError>;
-
-    /// Maps what was [written](Self::write) to pages that the VMM has not mapped, at addresses that are registered for
-    /// faults, and wakes who waits for them. How far it got is in the result.
-    ///
-    /// # Errors
-    /// `EFAULT`: a page without content is in the way.
-    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled>;
-
-    /// Maps pages of zeros that the VMM has not mapped and that have no content, as [`map_written`](Self::map_written)
-    /// does.
-    ///
-    /// # Errors
-    /// No memory is left, for one.
-    fn map_zeros(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled>;
+    /// How pages of this kind of memory come into the VMM's page tables, and out of them.
+    fn mappings(&self) -> &'static dyn Mappings;
 
     /// A digest of a chunk's pages as they are; both sides compute the same where their RAM is the same.
     ///
@@ -185,6 +167,30 @@ pub trait Memory: Debug + Send + Sync {
         self.intact()?;
         Ok(digests)
     }
+}
+
+/// How pages of one kind of memory come into the VMM's page tables, and out of them.
+pub trait Mappings: Debug + Send + Sync {
+    /// Takes these addresses out of the VMM's page tables, so that the next access to each page of them faults where
+    /// faults are waited for. What the pages hold stays.
+    ///
+    /// # Errors
+    /// The VMM does not answer, or they are no RAM of its guest.
+    fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError>;
+
+    /// Maps what was [written](Memory::write) to pages that the VMM has not mapped, at addresses that are registered for
+    /// faults, and wakes who waits for them. How far it got is in the result.
+    ///
+    /// # Errors
+    /// `EFAULT`: a page without content is in the way.
+    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled>;
+
+    /// Maps pages of zeros that the VMM has not mapped and that have no content, as [`map_written`](Self::map_written)
+    /// does.
+    ///
+    /// # Errors
+    /// No memory is left, for one.
+    fn map_zeros(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled>;
 }
 
 /// Pages that are read at a time where each is only looked at: enough that a call for each batch costs little, and so

@@ -16,7 +16,7 @@ use sterna_sys::map::{Access, SharedMapping};
 use sterna_sys::userfaultfd::{Filled, Userfaultfd};
 
 use super::fault::{RamError, RamFault};
-use super::{BlockFile, Memory, add_run};
+use super::{BlockFile, Mappings, Memory, add_run};
 use crate::agent::Advice;
 use crate::error::MigrateError;
 use crate::inside::Inside;
@@ -199,6 +199,16 @@ impl Memory for SharedMemory {
         Ok(())
     }
 
+    fn mappings(&self) -> &'static dyn Mappings {
+        &SharedMappings
+    }
+}
+
+/// Pages that the VMM maps out of a shared file: they are in the file whether it maps them or not.
+#[derive(Debug, Clone, Copy)]
+pub struct SharedMappings;
+
+impl Mappings for SharedMappings {
     /// By `MADV_DONTNEED`, which in a shared mapping touches page tables alone.
     fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError> {
         inside.advise(Advice::DontNeed, addresses)

@@ -69,7 +69,7 @@ struct Claim<'a> {
 impl<'a> Claim<'a> {
     fn take(pager: &'a Pager, chunk: ChunkIndex, wanted: &PageSet) -> Self {
         let mut state = pager.lock();
-        let pages = wanted.and(state.missing.chunk(chunk)).without(state.claimed.chunk(chunk));
+        let pages = wanted.and(state.whereabouts.away_in(chunk)).without(state.claimed.chunk(chunk));
         state.duplicate += wanted.without(&pages).len() as u64;
         state.claimed.insert_all(chunk, &pages);
         Self { pager, chunk, pages }
@@ -78,7 +78,7 @@ impl<'a> Claim<'a> {
     /// They are in the file: those of them that somebody waits for.
     fn arrived(&self) -> Result<Vec<(PageIndex, Vec<Waiter>)>, MigrateError> {
         let mut state = self.pager.lock();
-        let noted = state.missing.arrived(self.chunk, &self.pages);
+        let noted = state.whereabouts.arrived(self.chunk, &self.pages);
         noted.map_err(MigrateError::host("writing down which pages have arrived"))?;
         let mut waited = Vec::new();
         if !state.waiting.is_empty() {
@@ -86,7 +86,7 @@ impl<'a> Claim<'a> {
                 waited.extend(state.waiting.remove(&page).map(|waiters| (page, waiters)));
             }
         }
-        if state.missing.left() == 0 {
+        if state.whereabouts.away() == 0 {
             state.last = Some(Instant::now());
             self.pager.changed.notify_all();
         }

@@ -1,14 +1,17 @@
 //! The pager on real mappings: this process is the VMM too, its threads the guest, and the "source" puts pages in by hand.
 
 use std::fs::File;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::AtomicU64;
 
-use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
 use sterna_protocol::frame::Digester;
+use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::pages::PageSet;
 use sterna_protocol::spec::BlockSpec;
 use sterna_sys::map::SharedMapping;
-use sterna_sys::userfaultfd::{self, Features};
+use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 
 use super::*;
 use crate::agent::{Advice, Discard, Discards};
@@ -45,12 +48,17 @@ impl Inside for Here {
         unreachable!("a pager never asks for it")
     }
 
+    fn log_discards(&mut self) -> Result<(), MigrateError> {
+        Ok(())
+    }
+
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
         Ok(self.kept.lock().unwrap().as_ref().map(|kept| kept.try_clone().unwrap().into()))
     }
 
-    fn advise(&mut self, _: Advice, _: &[Range<u64>]) -> Result<(), MigrateError> {
-        self.mapping.dont_need(0..self.mapping.bytes()).unwrap();
+    fn advise(&mut self, _: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        let base = self.mapping.addresses().start;
+        ranges.iter().for_each(|range| self.mapping.dont_need(range.start - base..range.end - base).unwrap());
         Ok(())
     }
 
@@ -228,11 +236,7 @@ fn another_daemon_goes_on_where_the_last_one_died_and_the_guest_only_waits() {
     let waiting = guest.looks(1);
     waits_for(&pager, 1);
     // It dies: its thread reads no more, and nothing is unregistered.
-    pager.ended.store(true, Ordering::Release);
-    rustix::io::write(&pager.wake_up, &1u64.to_ne_bytes()).unwrap();
-    for thread in std::mem::take(&mut *pager.threads.lock().unwrap()) {
-        thread.join().unwrap();
-    }
+    pager.userfault.die();
     drop(pager);
     let also = guest.looks(3);
     std::thread::sleep(Duration::from_millis(20));
@@ -454,3 +458,6 @@ mod hostile;
 
 /// A host without memory for the pages that come.
 mod full;
+
+/// Pages that are fenced in while others follow.
+mod fenced;

@@ -2,7 +2,7 @@
 //!
 //! The guest's kernel is looked into once as a whole. Of the pages that it holds free those that have memory are taken, portion by portion:
 //!
-//! 1. the portion is fenced in: nobody can write its pages ([`fence`](crate::reclaim::fence));
+//! 1. the portion is fenced in: nobody can write its pages ([`fence`](crate::faults::fence));
 //! 2. its page frames are looked at once more, and the VMM is asked which page tables the processors use;
 //! 3. where those are still of the kernel that was found, holes are punched where the pages are free, and nowhere else;
 //! 4. the portion is let go, which wakes who waits.
@@ -43,9 +43,6 @@
 /// Page frames as runs.
 pub mod frames;
 
-/// Pages that nobody can write for a moment.
-pub mod fence;
-
 /// The VMM, asked by a thread of its own.
 mod asker;
 
@@ -59,17 +56,17 @@ use sterna_api::problem::Problem;
 use sterna_api::units::milliseconds as ms;
 use sterna_api::{Blame, Reclaimed};
 use sterna_introspect::{Introspection, PAGE_BYTES, PageTables, Unfit};
-use sterna_protocol::layout::LayoutError;
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::layout::{ChunkIndex, LayoutError};
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::reclaim::{Portion, RUN_PAGES, Rate};
 use sterna_protocol::usage::UsageMap;
 use sterna_sys::map::Access;
 
 use self::asker::{Answer, Asker};
-use self::fence::{Fence, Patience};
 use self::frames::{Frames, Portions, both, count, sorted};
 use crate::error::MigrateError;
-use crate::inside::Inside;
+use crate::faults::GuestFaults;
+use crate::faults::fence::{Fence, Patience};
 use crate::memory::fault::RamError;
 use crate::memory::physical::{GuestPhysical, GuestPhysicalError};
 use crate::memory::shared::SharedMemory;
@@ -137,8 +134,8 @@ impl ReclaimError {
 pub struct Machine<'a> {
     /// Its VMM. What else uses its connection waits meanwhile, for a millisecond or two at a time.
     pub vmm: &'a mut dyn vmm::Source,
-    /// A foot inside the VMM's process.
-    pub inside: &'a mut dyn Inside,
+    /// The faults of its RAM: whoever else wants to know of them shares this.
+    pub faults: Arc<GuestFaults>,
     /// Its RAM, with addresses in the VMM's process.
     pub blocks: &'a [BlockFile],
     /// For tests that show what the second look is for, and never in earnest: what was free in the first look is taken, whoever has it now.
@@ -167,7 +164,7 @@ fn take(
     monitor: &Monitor,
     account: &mut Reclaimed,
 ) -> Result<(), ReclaimError> {
-    let Machine { vmm, inside, trust_first_look, .. } = machine;
+    let Machine { vmm, faults, trust_first_look, .. } = machine;
     account.total_pages = ram.layout().pages();
     let blocks = ram.spans().into_iter().zip(ram.layout().blocks());
     let small: Vec<_> = blocks.filter(|(_, block)| block.page_bytes == PAGE_BYTES).map(|(span, _)| span).collect();
@@ -191,7 +188,7 @@ fn take(
         return Ok(());
     }
     let mut usage = UsageMap::new(allocated);
-    let fence = Fence::new(inside, small)?;
+    let fence = Fence::new(faults, small)?;
     let done = std::thread::scope(|scope| {
         let asker = Asker::start(scope, vmm);
         let (memory, ram, fence, usage) = (&memory, ram.as_ref(), &fence, &mut usage);
@@ -316,7 +313,8 @@ impl Taking<'_> {
             if patience.is_over() {
                 break;
             }
-            let discarded = self.ram.discard(chunk, &pages);
+            // Noted in one with what is taken: a collection of written pages sees either none of it or all.
+            let discarded = self.fence.taking(self.addresses_in(chunk, &pages), || self.ram.discard(chunk, &pages));
             discarded.map_err(MigrateError::host("giving back memory of the guest's RAM"))?;
             taken.insert_all(chunk, &pages);
         }
@@ -324,6 +322,15 @@ impl Taking<'_> {
         self.usage.take(&taken);
         let pages = taken.len();
         Ok((pages > 0 || frames.is_empty()).then_some(pages))
+    }
+
+    /// Where a run of a chunk's pages lies in the VMM's memory.
+    fn addresses_in(&self, chunk: ChunkIndex, pages: &PageSet) -> Range<u64> {
+        let Some((place, (first, length))) = self.ram.layout().place(chunk).zip(pages.runs().next()) else {
+            return 0..0;
+        };
+        let start = self.ram.spans()[place.block].start + place.offset + first as u64 * PAGE_BYTES;
+        start..start + length as u64 * PAGE_BYTES
     }
 
     /// Where frames lie in the VMM's memory.
