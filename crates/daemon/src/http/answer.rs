@@ -8,7 +8,7 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::{IntoResponse, Response};
 use serde::de::DeserializeOwned;
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 
 use crate::problems::invalid;
 
@@ -28,31 +28,121 @@ impl IntoResponse for Failure {
     }
 }
 
+/// The status of a problem. What a code of its own does not decide follows from whose fault it is; a new code has to be put
+/// into one of the two.
 fn status(problem: &Problem) -> StatusCode {
-    match (problem.code.as_str(), problem.blame) {
-        ("unknown-vm" | "unknown-migration" | "no-such-route", _) => StatusCode::NOT_FOUND,
-        ("no-such-method", _) => StatusCode::METHOD_NOT_ALLOWED,
-        (
-            "name-taken"
-            | "vm-busy"
-            | "too-late"
-            | "arriving"
-            | "not-migrating"
-            | "already-known"
-            | "not-running"
-            | "still-arriving"
-            | "serving-pages"
-            | "runs-there"
-            | "not-its-destination"
-            | "guest-unfit"
-            | "balloon-in-use"
-            | "balloon-silent",
-            _,
-        ) => StatusCode::CONFLICT,
-        ("guest-ignores-powerdown", _) => StatusCode::GATEWAY_TIMEOUT,
-        (_, Blame::Request) => StatusCode::BAD_REQUEST,
-        (_, Blame::Peer | Blame::Qemu | Blame::Guest) => StatusCode::BAD_GATEWAY,
-        (_, Blame::Host | Blame::Ours) => StatusCode::INTERNAL_SERVER_ERROR,
+    match &problem.code {
+        Code::UnknownVm | Code::UnknownMigration | Code::NoSuchRoute => StatusCode::NOT_FOUND,
+        Code::NoSuchMethod => StatusCode::METHOD_NOT_ALLOWED,
+        Code::NameTaken
+        | Code::VmBusy
+        | Code::TooLate
+        | Code::Arriving
+        | Code::NotMigrating
+        | Code::AlreadyKnown
+        | Code::NotRunning
+        | Code::StillArriving
+        | Code::ServingPages
+        | Code::RunsThere
+        | Code::NotItsDestination
+        | Code::GuestUnfit
+        | Code::BalloonInUse
+        | Code::BalloonSilent => StatusCode::CONFLICT,
+        Code::GuestIgnoresPowerdown => StatusCode::GATEWAY_TIMEOUT,
+        Code::InvalidRequest
+        | Code::InvalidName
+        | Code::Usage
+        | Code::BadOptions
+        | Code::ArgumentConflict
+        | Code::RelativePath
+        | Code::PathTooLong
+        | Code::NoSuchProcess
+        | Code::StillEnding
+        | Code::Cancelled
+        | Code::GivenUp
+        | Code::PrivateMemory
+        | Code::TooMuchMemory
+        | Code::QemuTooOld
+        | Code::NotQemu
+        | Code::QemuNotFound
+        | Code::AnonymousRam
+        | Code::MemfdRam
+        | Code::PrivateRam
+        | Code::UnnamedRam
+        | Code::DiskRam
+        | Code::HugePages
+        | Code::RamNotMapped
+        | Code::RamOfAnother
+        | Code::ImmovableRam
+        | Code::HotpluggedMemory
+        | Code::RamLayout
+        | Code::ForeignWriters
+        | Code::QemuBlocks
+        | Code::MachineType
+        | Code::QemuVersion
+        | Code::CpuModel
+        | Code::FileMissing
+        | Code::OutOfMemory
+        | Code::Balloon
+        | Code::NoBalloon
+        | Code::QemuGone
+        | Code::QemuError
+        | Code::QemuFailed
+        | Code::QmpUnreachable
+        | Code::GuestOff
+        | Code::GuestGone
+        | Code::AgentMissing
+        | Code::AgentNotFound
+        | Code::AgentForeign
+        | Code::AgentRam
+        | Code::AgentFailed
+        | Code::HostError
+        | Code::HostFailed
+        | Code::RamCutShort
+        | Code::RamFull
+        | Code::CannotThrottle
+        | Code::NoPostcopy
+        | Code::Internal
+        | Code::PeerUnreachable
+        | Code::LinkFailed
+        | Code::NotSterna
+        | Code::PeerVersion
+        | Code::PeerProtocol
+        | Code::Damaged
+        | Code::AnotherDaemon
+        | Code::TooManyIncoming
+        | Code::StaleMigration
+        | Code::NotYours
+        | Code::NotKnownHere
+        | Code::NotConverging
+        | Code::WrittenWhileSaving
+        | Code::VerifyMismatch
+        | Code::Paged
+        | Code::NotYet
+        | Code::PagingLost
+        | Code::PagesMissing
+        | Code::TlsFiles
+        | Code::TlsKeyExposed
+        | Code::TlsUntrusted
+        | Code::TlsDate
+        | Code::TlsName
+        | Code::TlsCertificate
+        | Code::TlsNotAllowed
+        | Code::TlsRefused
+        | Code::TlsMixed
+        | Code::TlsNotYours
+        | Code::TlsFailed
+        | Code::DaemonUnreachable
+        | Code::DaemonAnswer
+        | Code::Other(_) => by_blame(problem.blame),
+    }
+}
+
+fn by_blame(blame: Blame) -> StatusCode {
+    match blame {
+        Blame::Request => StatusCode::BAD_REQUEST,
+        Blame::Peer | Blame::Qemu | Blame::Guest => StatusCode::BAD_GATEWAY,
+        Blame::Host | Blame::Ours => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }
 
@@ -118,7 +208,7 @@ pub async fn blocking<T: Send + 'static>(
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result.map_err(Failure),
         Err(error) => {
-            Err(Failure(Problem::new("internal", Blame::Ours, format!("the request came to nothing: {error}"))))
+            Err(Failure(Problem::new(Code::Internal, Blame::Ours, format!("the request came to nothing: {error}"))))
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::Router;
 use axum::http::{Method, Uri};
 use axum::routing::{get, post, put};
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use utoipa::OpenApi;
 
 use crate::vms::Daemon;
@@ -90,11 +90,12 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
 
 async fn no_route(uri: Uri) -> Failure {
     Failure(
-        Problem::new("no-such-route", Blame::Request, format!("there is no {}", uri.path())).hint("see /openapi.json"),
+        Problem::new(Code::NoSuchRoute, Blame::Request, format!("there is no {}", uri.path()))
+            .hint("see /openapi.json"),
     )
 }
 
 async fn no_method(method: Method, uri: Uri) -> Failure {
     let what = format!("{} has no {method}", uri.path());
-    Failure(Problem::new("no-such-method", Blame::Request, what).hint("see /openapi.json"))
+    Failure(Problem::new(Code::NoSuchMethod, Blame::Request, what).hint("see /openapi.json"))
 }

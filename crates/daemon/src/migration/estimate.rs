@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use sterna_api::estimate::{MAX_DURATION_MS, MIN_DURATION_MS};
 use sterna_api::options::MigrateOptions;
-use sterna_api::{Blame, Estimate, Problem};
+use sterna_api::{Blame, Code, Estimate, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::memory::Ram;
 use sterna_engine::monitor::Monitor;
@@ -60,7 +60,7 @@ impl Daemon {
         let seen = observe(&ram, &mut tracker, &free, Duration::from_millis(question.duration_ms), monitor);
         let seen = seen.map_err(|error| match error {
             MigrateError::Cancelled => {
-                Problem::new("cancelled", Blame::Request, format!("the observation of '{name}' was cancelled"))
+                Problem::new(Code::Cancelled, Blame::Request, format!("the observation of '{name}' was cancelled"))
             }
             error => error.problem(),
         })?;

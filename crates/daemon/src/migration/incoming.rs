@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use sterna_api::{Blame, MemoryMode, Problem};
+use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::paging::Pager;
 use sterna_engine::transport::credentials::Credentials;
@@ -41,12 +41,12 @@ impl DestinationHost for Destination {
             return Err(stale(id));
         }
         self.start(id, spec, from, postcopy).inspect_err(|problem| {
-            if problem.code == Problem::TOO_MANY_INCOMING {
+            if problem.code == Code::TooManyIncoming {
                 // Nothing was begun, and its source asks again under another number: there is nothing to remember.
                 return tracing::debug!(vm = %spec.name, %id, "put off: {}", problem.message);
             }
             // The source learns of it by this very answer. One that does not get it was never told yes, and never asks: nothing is kept.
-            tracing::info!(vm = %spec.name, %id, code = problem.code, "refused: {}", problem.message);
+            tracing::info!(vm = %spec.name, %id, code = %problem.code, "refused: {}", problem.message);
         })
     }
 
@@ -110,7 +110,7 @@ impl DestinationHost for Destination {
 
 /// Something by this number is on record.
 fn stale(id: MigrationId) -> Problem {
-    Problem::new("stale-migration", Blame::Peer, format!("migration {id} has ended here before"))
+    Problem::new(Code::StaleMigration, Blame::Peer, format!("migration {id} has ended here before"))
 }
 
 /// Why a daemon that asks learns nothing of a migration.
@@ -119,17 +119,17 @@ pub fn no_verdict(id: MigrationId, asks: Option<&str>, why: NoVerdict) -> Proble
     tracing::warn!(%id, asks, ?why, "asked for a migration and told nothing");
     match why {
         NoVerdict::AnotherDaemons => {
-            Problem::new("tls-not-yours", Blame::Request, format!("migration {id} was begun by another daemon"))
+            Problem::new(Code::TlsNotYours, Blame::Request, format!("migration {id} was begun by another daemon"))
                 .hint("give this host's certificate the first DNS name that it had when the migration began")
         }
         NoVerdict::BegunHere => {
             let message = format!("the daemon that answers there is the source of migration {id}, not its destination");
-            Problem::new("not-yours", Blame::Request, message)
+            Problem::new(Code::NotYours, Blame::Request, message)
                 .hint("say where the destination is: 'sterna resume NAME --to HOST:PORT'")
         }
         NoVerdict::Unknown => {
             let message = format!("the daemon that answers there has never heard of migration {id}");
-            Problem::new("not-known-here", Blame::Request, message).hint(
+            Problem::new(Code::NotKnownHere, Blame::Request, message).hint(
                 "is it the right host, and has its daemon the state directory it had? Where its records are lost nobody can tell by asking: \
                  look with your own eyes whether the guest runs there",
             )
@@ -237,7 +237,7 @@ impl Destination {
             if !process.has_ended() {
                 let message =
                     format!("the QEMU of '{}' at the destination does not end: its kernel keeps it", record.name);
-                return Err(Problem::new("still-ending", Blame::Host, message)
+                return Err(Problem::new(Code::StillEnding, Blame::Host, message)
                     .hint("it waits for a device or for storage there; asked again, it says when it has ended"));
             }
         }

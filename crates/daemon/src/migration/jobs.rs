@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_api::{Blame, MigrateRequest, Migration, Phase, Problem, Progress, Report, Status};
+use sterna_api::{Blame, Code, MigrateRequest, Migration, Phase, Problem, Progress, Report, Status};
 use sterna_engine::monitor::Monitor;
 
 use super::outgoing;
@@ -112,7 +112,7 @@ impl Jobs {
     /// A [`Problem`] where there is none of this number.
     pub fn get(&self, id: u64) -> Result<Arc<Job>, Problem> {
         lock(&self.table).jobs.iter().find(|job| job.id == id).cloned().ok_or_else(|| {
-            Problem::new("unknown-migration", Blame::Request, format!("there is no migration {id}"))
+            Problem::new(Code::UnknownMigration, Blame::Request, format!("there is no migration {id}"))
                 .hint(format!("the last {KEEP} are remembered until the daemon restarts"))
         })
     }
@@ -221,7 +221,11 @@ impl Daemon {
     pub fn cancel(&self, name: &str) -> Result<(), Problem> {
         let hold = self.table().get(name).map(|entry| entry.hold.clone()).ok_or_else(|| unknown_vm(name))?;
         let late = |why: &str| {
-            Err(Problem::new("too-late", Blame::Request, format!("'{name}' {why}: its migration cannot be cancelled")))
+            Err(Problem::new(
+                Code::TooLate,
+                Blame::Request,
+                format!("'{name}' {why}: its migration cannot be cancelled"),
+            ))
         };
         match hold {
             Hold::Leaving(monitor) | Hold::Estimating(monitor) | Hold::Reclaiming(monitor) if monitor.cancel() => {
@@ -232,11 +236,11 @@ impl Daemon {
             }
             Hold::Leaving(_) | Hold::WaitingForPeer { .. } => late("has been handed over"),
             Hold::Arriving(_) => Err(Problem::new(
-                "arriving",
+                Code::Arriving,
                 Blame::Request,
                 format!("'{name}' is being moved here: its migration is its source's to cancel"),
             )),
-            _ => Err(Problem::new("not-migrating", Blame::Request, format!("'{name}' is not being moved"))),
+            _ => Err(Problem::new(Code::NotMigrating, Blame::Request, format!("'{name}' is not being moved"))),
         }
     }
 }

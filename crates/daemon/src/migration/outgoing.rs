@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::report::Host;
-use sterna_api::{Blame, MigrateOptions, Problem, Report, Status};
+use sterna_api::{Blame, Code, MigrateOptions, Problem, Report, Status};
 use sterna_engine::host::{DaemonId, MigrationId, SourceHost};
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::memory::BlockFile;
@@ -53,9 +53,9 @@ pub fn drive(
             no_longer_waiting(monitor);
             let (problem, status) = if alive() {
                 let message = "the migration was cancelled before its turn came";
-                (Problem::new("cancelled", Blame::Request, message), Status::Cancelled)
+                (Problem::new(Code::Cancelled, Blame::Request, message), Status::Cancelled)
             } else {
-                let problem = Problem::new("qemu-gone", Blame::Qemu, "its QEMU ended before its turn came");
+                let problem = Problem::new(Code::QemuGone, Blame::Qemu, "its QEMU ended before its turn came");
                 (problem.guest(Whereabouts::Gone), Status::Failed)
             };
             return refused(daemon, record, peer, options, monitor, problem, status);
@@ -203,7 +203,7 @@ pub fn check_writers(name: &str, about: &Inspection) -> Result<(), Problem> {
     let why = format!(
         "'{name}' cannot be moved, nor memory be taken from it: others than QEMU write its RAM, unseen ({who})"
     );
-    Err(Problem::new("foreign-writers", Blame::Request, why)
+    Err(Problem::new(Code::ForeignWriters, Blame::Request, why)
         .hint("use virtio devices that QEMU or the kernel's vhost serve"))
 }
 
@@ -213,12 +213,12 @@ fn check_movable(name: &str, about: &Inspection) -> Result<(), Problem> {
         |code, why: String| Err(Problem::new(code, Blame::Request, format!("'{name}' cannot be moved: {why}")));
     check_writers(name, about)?;
     if !about.blockers.is_empty() {
-        return refuse("qemu-blocks", about.blockers.join("; "))
+        return refuse(Code::QemuBlocks, about.blockers.join("; "))
             .map_err(|problem| problem.hint("QEMU itself refuses: take the device away that it names"));
     }
     let immovable = about.immovable_ram();
     if !immovable.is_empty() {
-        return refuse("immovable-ram", format!("RAM that is no shared named file: {}", immovable.join(", ")));
+        return refuse(Code::ImmovableRam, format!("RAM that is no shared named file: {}", immovable.join(", ")));
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use sterna_api::{Blame, Phase, Problem, ResumeRequest};
+use sterna_api::{Blame, Code, Phase, Problem, ResumeRequest};
 use sterna_engine::host::MigrationId;
 
 use super::jobs::check_address;
@@ -85,12 +85,12 @@ impl Daemon {
         let known = matches!(self.records.stage(id), Some(Stage::HandingOver { .. }));
         if known && fenced != peer && fenced != host_of(&peer) {
             let message = format!("'{name}' was handed over to {peer}, not to {fenced}");
-            return Err(Problem::new("not-its-destination", Blame::Request, message)
+            return Err(Problem::new(Code::NotItsDestination, Blame::Request, message)
                 .hint("name the host that is off: the one that this machine went to"));
         }
         if record.process.open().is_none() {
             let message = format!("the QEMU of '{name}' has ended: there is nothing left that could run here");
-            return Err(Problem::new("qemu-gone", Blame::Qemu, message));
+            return Err(Problem::new(Code::QemuGone, Blame::Qemu, message));
         }
         // The peer's answer may come at this moment; whichever is first counts, and the other is told.
         if !decide(self, record) {
@@ -112,11 +112,11 @@ fn host_of(address: &str) -> &str {
 
 fn runs_there(name: &str) -> Problem {
     let message = format!("'{name}' is known to run at its destination since it was handed over: it must not run here");
-    Problem::new("runs-there", Blame::Request, message).hint(format!(
+    Problem::new(Code::RunsThere, Blame::Request, message).hint(format!(
         "its disks are ahead of the memory here by all that it did there. Where it is lost with that host, 'sterna stop {name} --force' ends what is left"
     ))
 }
 
 fn nothing_to_resume(why: String) -> Problem {
-    Problem::new("not-migrating", Blame::Request, why)
+    Problem::new(Code::NotMigrating, Blame::Request, why)
 }

@@ -11,7 +11,7 @@
 
 use std::path::{Path, PathBuf};
 
-use sterna_api::Problem;
+use sterna_api::{Code, Problem};
 
 use crate::problems::invalid;
 
@@ -203,7 +203,7 @@ pub fn add_balloon(arguments: &mut Vec<String>) -> Result<(), Problem> {
 
 fn conflict(item: &Item, reason: &str) -> Problem {
     let mut problem = invalid(format!("QEMU's '-{}' cannot be given to 'run': {reason}", item.option));
-    problem.code = "argument-conflict".into();
+    problem.code = Code::ArgumentConflict;
     problem
 }
 

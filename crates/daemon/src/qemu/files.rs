@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use sterna_api::Problem;
+use sterna_api::{Code, Problem};
 
 use super::arguments::Item;
 use crate::problems::invalid;
@@ -74,7 +74,7 @@ pub fn check_absolute(items: &[Item]) -> Result<(), Problem> {
             let path = file.path.display();
             let mut problem = invalid(format!("'{path}' (-{}) is a relative path", file.option))
                 .hint("give the whole path: QEMU starts in another directory, and later on other hosts");
-            problem.code = "relative-path".into();
+            problem.code = Code::RelativePath;
             Err(problem)
         }
     }

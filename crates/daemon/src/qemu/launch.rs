@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Gid, Uid, setsid};
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use sterna_api::problem::Whereabouts;
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_sys::path::{connect, open_regular};
 
 use super::user::User;
@@ -174,7 +174,7 @@ pub fn ended(launch: &Launch<'_>, process: Identity) -> Option<Problem> {
 }
 
 fn failed(message: String, launch: &Launch<'_>) -> Problem {
-    let mut problem = Problem::new("qemu-failed", Blame::Qemu, message).guest(Whereabouts::Gone);
+    let mut problem = Problem::new(Code::QemuFailed, Blame::Qemu, message).guest(Whereabouts::Gone);
     problem.cause = last_lines(&log_file(launch.dir), 5);
     problem.hint("QEMU's own words are above; the arguments are passed on as they were given")
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 
 use sterna_api::units::show_size;
-use sterna_api::{AdoptRequest, BalloonSetting, Blame, MemoryMode, Problem, Vm};
+use sterna_api::{AdoptRequest, BalloonSetting, Blame, Code, MemoryMode, Problem, Vm};
 use sterna_engine::vmm::qemu::MemoryDevice;
 use sterna_sys::file::{HugePolicy, Kind, backing};
 use sterna_sys::path::Root;
@@ -30,7 +30,7 @@ impl Daemon {
         check_name(&request.name)?;
         let identity = Identity::of(request.pid).map_err(|_| {
             let mut problem = invalid(format!("there is no process {}", request.pid));
-            problem.code = "no-such-process".into();
+            problem.code = Code::NoSuchProcess;
             problem
         })?;
         self.check_not_ours(identity)?;
@@ -40,7 +40,7 @@ impl Daemon {
         let mut control = Control::connect(&qmp)?;
         let about = control.inspect()?;
         if version(&about) < OLDEST {
-            return Err(refuse("qemu-too-old", format!("it is QEMU {}", show(version(&about))))
+            return Err(refuse(Code::QemuTooOld, format!("it is QEMU {}", show(version(&about))))
                 .hint(format!("Sterna needs QEMU {} or later", show(OLDEST))));
         }
         let devices = about.memory_devices.iter();
@@ -48,7 +48,9 @@ impl Daemon {
         blocks.sort_unstable_by(|a, b| a.id.cmp(&b.id));
         let memory_bytes = about.ram_bytes;
         if blocks.iter().fold(0u64, |sum, block| sum.saturating_add(block.bytes)) < memory_bytes {
-            return Err(refuse("anonymous-ram", "part of its RAM has no back end of its own".into()).hint(BACKEND_HINT));
+            return Err(
+                refuse(Code::AnonymousRam, "part of its RAM has no back end of its own".into()).hint(BACKEND_HINT)
+            );
         }
         drop(control);
         control::agent_and_addresses(&agent, request.pid, &blocks)?;
@@ -93,7 +95,7 @@ impl Daemon {
     /// and write that one's.
     fn check_ram_is_nobodys(&self, record: &VmRecord) -> Result<(), Problem> {
         let Some(owner) = shares_ram(&self.table(), record) else { return Ok(()) };
-        Err(refuse("ram-of-another", format!("its RAM is the RAM of '{owner}'")))
+        Err(refuse(Code::RamOfAnother, format!("its RAM is the RAM of '{owner}'")))
     }
 
     fn check_not_ours(&self, identity: Identity) -> Result<(), Problem> {
@@ -103,7 +105,7 @@ impl Daemon {
             None => Ok(()),
             Some(record) => {
                 let mut problem = invalid(format!("process {} is '{}' already", identity.pid, record.name));
-                problem.code = "already-known".into();
+                problem.code = Code::AlreadyKnown;
                 Err(problem)
             }
         }
@@ -112,7 +114,7 @@ impl Daemon {
 
 const BACKEND_HINT: &str = "start it with -object memory-backend-file,id=ram,size=…,mem-path=/a/tmpfs/file,share=on -machine memory-backend=ram";
 
-fn refuse(code: &str, why: String) -> Problem {
+fn refuse(code: Code, why: String) -> Problem {
     Problem::new(code, Blame::Request, format!("this QEMU cannot be adopted: {why}"))
 }
 
@@ -120,7 +122,7 @@ fn refuse(code: &str, why: String) -> Problem {
 fn agent_of(pid: u32) -> Result<PathBuf, Problem> {
     let environment = process::environment(pid).map_err(|error| host("cannot look at QEMU's environment", &error))?;
     environment.get(AGENT_SOCKET_VARIABLE).map(PathBuf::from).ok_or_else(|| {
-        refuse("agent-missing", "the agent is not loaded".into())
+        refuse(Code::AgentMissing, "the agent is not loaded".into())
             .hint("start QEMU with LD_PRELOAD=…/libsterna_agent.so and STERNA_AGENT_SOCKET=PATH in its environment")
     })
 }
@@ -132,23 +134,22 @@ fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
         "memory-backend-file" => {}
         "memory-backend-memfd" => {
             let why = format!("RAM block '{id}' is a memfd: QEMU itself would send it from version 8.1 on");
-            return Err(refuse("memfd-ram", why).hint(BACKEND_HINT));
+            return Err(refuse(Code::MemfdRam, why).hint(BACKEND_HINT));
         }
         _ => {
             let why = format!("RAM block '{id}' is anonymous memory, which no other process can read");
-            return Err(refuse("anonymous-ram", why).hint(BACKEND_HINT));
+            return Err(refuse(Code::AnonymousRam, why).hint(BACKEND_HINT));
         }
     }
     if !backend.share {
-        return Err(
-            refuse("private-ram", format!("RAM block '{id}' is mapped privately")).hint("add share=on to its back end")
-        );
+        return Err(refuse(Code::PrivateRam, format!("RAM block '{id}' is mapped privately"))
+            .hint("add share=on to its back end"));
     }
     let path = PathBuf::from(backend.path.clone().unwrap_or_default());
     let mut block = Block::new(id, backend.size_bytes, 0, &path);
     let unnamed = || {
         let why = format!("the file of RAM block '{id}' ({}) has no name that can be opened", path.display());
-        refuse("unnamed-ram", why).hint("mem-path must name a file, not a directory")
+        refuse(Code::UnnamedRam, why).hint("mem-path must name a file, not a directory")
     };
     if !path.is_absolute() {
         return Err(unnamed());
@@ -164,7 +165,7 @@ fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
                 show_size(backing.page_bytes)
             );
             return Err(
-                refuse("huge-pages", why).hint("start it with its RAM in a file on a tmpfs mounted with huge=never")
+                refuse(Code::HugePages, why).hint("start it with its RAM in a file on a tmpfs mounted with huge=never")
             );
         }
         Kind::Memfd => return Err(unnamed()),
@@ -173,12 +174,12 @@ fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
                 "the file of RAM block '{id}' ({}) is not on a tmpfs: its pages cannot be watched in full",
                 path.display()
             );
-            return Err(refuse("disk-ram", why).hint("put it on a tmpfs mounted with huge=never"));
+            return Err(refuse(Code::DiskRam, why).hint("put it on a tmpfs mounted with huge=never"));
         }
     }
     block.page_bytes = backing.page_bytes;
     block.recall_mapped(pid, false).map_err(|error| {
-        let mut problem = refuse("ram-not-mapped", format!("the file of RAM block '{id}' is not what it has mapped"));
+        let mut problem = refuse(Code::RamNotMapped, format!("the file of RAM block '{id}' is not what it has mapped"));
         problem.cause = vec![error.to_string()];
         problem
     })?;

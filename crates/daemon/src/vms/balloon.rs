@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use sterna_api::{Balloon, BalloonMode, BalloonSetting, Blame, Problem, Vm};
+use sterna_api::{Balloon, BalloonMode, BalloonSetting, Blame, Code, Problem, Vm};
 use sterna_engine::vmm::qemu::{BalloonDevice, SharedQmp, resize};
 
 use self::keeper::Keeper;
@@ -146,5 +146,5 @@ impl Daemon {
 }
 
 pub(super) fn no_device(name: &str) -> Problem {
-    Problem::new("no-balloon", Blame::Request, format!("'{name}' has no balloon device")).hint(DEVICE_HINT)
+    Problem::new(Code::NoBalloon, Blame::Request, format!("'{name}' has no balloon device")).hint(DEVICE_HINT)
 }

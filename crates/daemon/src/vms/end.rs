@@ -6,7 +6,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_api::{Blame, Phase, Problem};
+use sterna_api::{Blame, Code, Phase, Problem};
 use sterna_engine::monitor::Monitor;
 
 use super::control::Control;
@@ -76,7 +76,7 @@ impl Daemon {
             let hint = format!(
                 "stop it there. '--force' here gives them up: the guest at {to} loses its missing pages, and waits for them for ever"
             );
-            return Err(Problem::new("serving-pages", Blame::Request, message).hint(hint));
+            return Err(Problem::new(Code::ServingPages, Blame::Request, message).hint(hint));
         }
         tracing::warn!(vm = name, to, pages, "its user gives up the pages that its guest there still needs");
         monitor.give_up();
@@ -86,7 +86,7 @@ impl Daemon {
             if Instant::now() > deadline {
                 let message = format!("the pages of '{name}' are given up, but its migration has not ended yet");
                 let hint = format!("'sterna show {name}' says how far it is");
-                return Err(Problem::new("still-ending", Blame::Ours, message).hint(hint));
+                return Err(Problem::new(Code::StillEnding, Blame::Ours, message).hint(hint));
             }
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -120,7 +120,7 @@ impl Daemon {
         let status = control.status()?;
         if status != "running" {
             return Err(Problem::new(
-                "not-running",
+                Code::NotRunning,
                 Blame::Guest,
                 format!("'{}' cannot switch itself off: QEMU says '{status}'", record.name),
             )
@@ -132,7 +132,7 @@ impl Daemon {
         }
         let seconds = POWERDOWN_TIMEOUT.as_secs();
         Err(Problem::new(
-            "guest-ignores-powerdown",
+            Code::GuestIgnoresPowerdown,
             Blame::Guest,
             format!("'{}' did not switch itself off within {seconds} s", record.name),
         )

@@ -8,7 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_engine::host::{DaemonId, MigrationId};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::transport::credentials::Credentials;
@@ -241,7 +241,7 @@ impl Daemon {
         if arriving(table) < limit {
             return Ok(());
         }
-        Err(Problem::new(Problem::TOO_MANY_INCOMING, Blame::Host, format!("it takes {limit} at a time")))
+        Err(Problem::new(Code::TooManyIncoming, Blame::Host, format!("it takes {limit} at a time")))
     }
 
     /// Claims a machine that nobody else is busy with. One whose pages are not all here can be stopped and nothing else.
@@ -342,7 +342,7 @@ impl Daemon {
         };
         places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
             let list: Vec<String> = places.iter().map(|path| path.display().to_string()).collect();
-            Problem::new("agent-not-found", Blame::Host, "the agent library for QEMU is not on this host")
+            Problem::new(Code::AgentNotFound, Blame::Host, "the agent library for QEMU is not on this host")
                 .hint(format!("it is looked for at {}; name another with 'agent' in sternad.toml", list.join(" and ")))
         })
     }

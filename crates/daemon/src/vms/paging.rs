@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use sterna_api::units::show_size;
 use sterna_api::vm::Arriving;
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_engine::host::MigrationId;
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::paging::missing::Missing;
@@ -57,7 +57,7 @@ pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), P
     let lacks = sterna_sys::probe::missing_for_postcopy();
     if !lacks.is_empty() {
         return Err(Problem::new(
-            "no-postcopy",
+            Code::NoPostcopy,
             Blame::Host,
             "the destination's kernel cannot hold missing pages back",
         )
@@ -77,7 +77,7 @@ fn in_small_pages(blocks: &[Block]) -> Result<(), Problem> {
         block.id,
         show_size(block.page_bytes)
     );
-    Err(Problem::new("huge-pages", Blame::Request, why))
+    Err(Problem::new(Code::HugePages, Blame::Request, why))
 }
 
 /// The map's file, made where it is not there; for the daemon alone.
@@ -101,7 +101,7 @@ pub fn still_arriving(name: &str, paging: &Paging, bringer: Option<&Bringer>) ->
     let message = format!("'{name}' cannot do that now: it runs here, {pages} still at {}", paging.from);
     let hint =
         format!("wait until they are here; 'sterna show {name}' says how many are missing, and what it waits for");
-    Problem::new("still-arriving", Blame::Request, message).hint(hint)
+    Problem::new(Code::StillArriving, Blame::Request, message).hint(hint)
 }
 
 fn count(pages: u64) -> String {
@@ -163,13 +163,13 @@ impl Daemon {
         let Some(entry) = self.with_pages_of(id) else {
             // Whoever holds the rest of its pages gives them up when it is told that the guest has ended: only who knows may say so.
             return match (self.records.pages(id), self.records.stage(id)) {
-                (Some(Pages::Here), _) => problem("paged", "all pages of the guest are here"),
-                (Some(Pages::Gone), _) => problem("guest-gone", "the guest has ended at the destination"),
+                (Some(Pages::Here), _) => problem(Code::Paged, "all pages of the guest are here"),
+                (Some(Pages::Gone), _) => problem(Code::GuestGone, "the guest has ended at the destination"),
                 // Its record could not be read: that is no reason to say that it has ended.
-                (Some(Pages::Coming), _) => problem("paging-lost", "the guest cannot be found at the destination"),
+                (Some(Pages::Coming), _) => problem(Code::PagingLost, "the guest cannot be found at the destination"),
                 (None, Some(Stage::HandingOver { .. })) => Err(no_verdict(id, None, NoVerdict::BegunHere)),
                 (None, Some(_)) => {
-                    problem("paging-lost", "the destination's record does not say what became of the guest's pages")
+                    problem(Code::PagingLost, "the destination's record does not say what became of the guest's pages")
                 }
                 (None, None) => Err(no_verdict(id, None, NoVerdict::Unknown)),
             };
@@ -187,10 +187,10 @@ impl Daemon {
                     self.has_all(&record);
                     stop_tracking(&record);
                     self.run_if_held_back(&record);
-                    problem("paged", "all pages of the guest are here")
+                    problem(Code::Paged, "all pages of the guest are here")
                 }
             },
-            _ => problem("not-yet", "the guest does not run at the destination yet"),
+            _ => problem(Code::NotYet, "the guest does not run at the destination yet"),
         }
     }
 
@@ -261,7 +261,7 @@ impl Daemon {
         match map {
             None if pages == Some(Pages::Coming) => {
                 let message = format!("the map of missing pages ({}) is gone", paging.map.display());
-                return Err(Problem::new("paging-lost", Blame::Host, message));
+                return Err(Problem::new(Code::PagingLost, Blame::Host, message));
             }
             Some(map) if map.left() > 0 => {}
             _ => return Ok(Found::All),
@@ -270,7 +270,7 @@ impl Daemon {
         let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
         Pager::recover(&blocks, means).map(Found::Some).map_err(|error| {
             let mut problem = error.problem();
-            problem.code = "paging-lost".into();
+            problem.code = Code::PagingLost;
             problem
         })
     }

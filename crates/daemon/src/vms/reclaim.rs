@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use sterna_api::units::milliseconds;
-use sterna_api::{Problem, ReclaimMethod, Reclaimed, Status};
+use sterna_api::{Code, Problem, ReclaimMethod, Reclaimed, Status};
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::reclaim::Machine;
@@ -32,7 +32,7 @@ impl Daemon {
         account.ms = milliseconds(monitor.elapsed());
         match done {
             Ok(()) => account.status = Status::Completed,
-            Err(problem) if problem.code == "cancelled" => {
+            Err(problem) if problem.code == Code::Cancelled => {
                 (account.status, account.error) = (Status::Cancelled, Some(problem));
             }
             // It never began.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::show_size;
-use sterna_api::{BalloonSetting, Blame, MemoryMode, Problem, RunRequest, Vm};
+use sterna_api::{BalloonSetting, Blame, Code, MemoryMode, Problem, RunRequest, Vm};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::PAGE_BYTES;
 
@@ -98,7 +98,7 @@ impl Daemon {
             check_socket_path("the machine's socket", &socket).map_err(|error| {
                 let mut problem = invalid(error.to_string())
                     .hint(format!("a shorter name or --state-dir: sockets may have {SOCKET_PATH_BYTES} bytes"));
-                problem.code = "path-too-long".into();
+                problem.code = Code::PathTooLong;
                 problem
             })?;
         }
@@ -128,7 +128,7 @@ pub(super) fn directory_problem(dir: &Path, error: &io::Error) -> Problem {
         return host("cannot make the machine's directory", error);
     }
     let message = format!("{} is there already, and nobody knows what became of its machine", dir.display());
-    Problem::new("name-taken", Blame::Request, message)
+    Problem::new(Code::NameTaken, Blame::Request, message)
         .hint("the daemon's log says why its record cannot be used. Choose another name; or end its QEMU, and remove the directory")
 }
 
@@ -138,7 +138,7 @@ fn wait_for_agent(dir: &Path, process: Identity, blocks: &[Block]) -> Result<(),
     loop {
         match control::agent_and_addresses(&agent_socket(dir), process.pid, blocks) {
             Err(problem)
-                if problem.code == "agent-missing" && Instant::now() < deadline && process.open().is_some() =>
+                if problem.code == Code::AgentMissing && Instant::now() < deadline && process.open().is_some() =>
             {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -156,7 +156,7 @@ pub fn version(about: &Inspection) -> Version {
 fn check_request(request: &RunRequest) -> Result<(), Problem> {
     check_name(&request.name)?;
     if request.memory_mode == MemoryMode::Private {
-        return Err(Problem::new("private-memory", Blame::Request, "memory mode 'private' cannot be moved yet")
+        return Err(Problem::new(Code::PrivateMemory, Blame::Request, "memory mode 'private' cannot be moved yet")
             .hint("use --memory-mode shared"));
     }
     if !MEMORY_LIMITS.contains(&request.memory_bytes) || !request.memory_bytes.is_multiple_of(PAGE_BYTES as u64) {
@@ -167,7 +167,7 @@ fn check_request(request: &RunRequest) -> Result<(), Problem> {
     if request.memory_bytes > total {
         let (asked, total) = (show_size(request.memory_bytes), show_size(total));
         return Err(Problem::new(
-            "too-much-memory",
+            Code::TooMuchMemory,
             Blame::Request,
             format!("a machine of {asked} is asked for, and this host has {total} of memory"),
         )

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use sterna_api::{BalloonMode, Blame, Problem, Reclaimed};
+use sterna_api::{BalloonMode, Blame, Code, Problem, Reclaimed};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::vmm::qemu::{BalloonDevice, BalloonLook, resize};
 use sterna_engine::vmm::qmp::Qmp;
@@ -33,7 +33,7 @@ const FIRST_WORD: Duration = Duration::from_secs(3);
 pub fn reclaim(daemon: &Daemon, record: &VmRecord, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), Problem> {
     if record.balloon.mode != BalloonMode::Off {
         let why = format!("the balloon of '{}' is looked after already", record.name);
-        return Err(Problem::new("balloon-in-use", Blame::Request, why)
+        return Err(Problem::new(Code::BalloonInUse, Blame::Request, why)
             .hint("'sterna balloon --off' gives it free; '--method vmi' needs none"));
     }
     let mut control = Control::connect(&record.qmp)?;
@@ -114,7 +114,7 @@ impl Balloon<'_> {
             }
             if began.elapsed() > FIRST_WORD {
                 let why = "the guest's balloon driver does not say what the guest holds free";
-                return Err(Problem::new("balloon-silent", Blame::Guest, why)
+                return Err(Problem::new(Code::BalloonSilent, Blame::Guest, why)
                     .hint("is virtio_balloon loaded there, and does the guest run?"));
             }
             pause(monitor)?;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::report::{Report, Status};
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::hello::Features;
 
 use super::Context;
@@ -28,10 +28,6 @@ const LOOK: Duration = Duration::from_millis(100);
 const LOST: Duration = Duration::from_secs(3);
 /// How long it is tried to tell the destination that it has everything, once it has said so.
 const FAREWELL: Duration = Duration::from_secs(20);
-/// The destination has every page.
-const PAGED: &str = "paged";
-/// The guest has ended there.
-const GUEST_GONE: &str = "guest-gone";
 
 /// The way from the switchover to the last page.
 pub struct Journey<'a> {
@@ -205,8 +201,8 @@ impl<'a> Journey<'a> {
 /// What a destination says that ends it.
 fn last_word(error: &MigrateError) -> Option<Ended> {
     match error {
-        MigrateError::Peer(problem) if problem.code == PAGED => Some(Ended::Paged(None)),
-        MigrateError::Peer(problem) if problem.code == GUEST_GONE => Some(Ended::Gone(problem.clone())),
+        MigrateError::Peer(problem) if problem.code == Code::Paged => Some(Ended::Paged(None)),
+        MigrateError::Peer(problem) if problem.code == Code::GuestGone => Some(Ended::Gone(problem.clone())),
         _ => None,
     }
 }
