@@ -142,7 +142,7 @@ impl Session<'_> {
         let mut guard = Guard { host: self.host, id: self.id, incoming: Some(incoming), pager: None };
         let no_postcopy = guard.open_pager(&ram, verify.then(|| self.digester()));
         let accepted = Reply::Accepted {
-            host: hostname(),
+            host: sterna_sys::host::name(),
             qemu: guard.incoming_mut().qemu_version.clone(),
             sterna: env!("CARGO_PKG_VERSION").into(),
             layout: ram.layout().digest(),
@@ -428,10 +428,6 @@ impl Session<'_> {
 /// Pages to send again, as many as one reply names.
 fn suspects(placer: &Placer) -> Vec<PageIndex> {
     placer.suspects(MAX_SUSPECTS)
-}
-
-fn hostname() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 /// A machine that never ran here, until it is kept: whatever ends the session gives it back.

@@ -165,7 +165,8 @@ impl<'a> Journey<'a> {
     /// One attempt: a new session with what is missing there pending.
     fn attempt(&self, peer: &str) -> Result<Session, MigrateError> {
         let Context { id, daemon, options, host, monitor, work, .. } = self.context;
-        let random = random();
+        // Not to be guessed by who was not told.
+        let random = sterna_sys::host::random_u128();
         let needed = crate::source::needed(options).and(Features::POSTCOPY);
         let key = SessionKey { session: random, key: (random >> 64) as u64, needed };
         let mut link = Link::connect(peer, *id, key, host.credentials())?;
@@ -204,15 +205,5 @@ fn last_word(error: &MigrateError) -> Option<Ended> {
         MigrateError::Peer(problem) if problem.code == Code::Paged => Some(Ended::Paged(None)),
         MigrateError::Peer(problem) if problem.code == Code::GuestGone => Some(Ended::Gone(problem.clone())),
         _ => None,
-    }
-}
-
-/// A session's number and key: not to be guessed by who was not told.
-fn random() -> u128 {
-    let mut bytes = [0u8; 16];
-    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
-        Ok(16) => u128::from_le_bytes(bytes),
-        // Requests of up to 256 bytes are never cut short, and every kernel Sterna runs on has the call.
-        other => unreachable!("the kernel gives no random numbers: {other:?}"),
     }
 }
