@@ -4,11 +4,26 @@ use std::fmt::{self, Display};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Declares the codes: the name in this program, and the word that programs see.
+/// Of what kind a failure is, as a client of HTTP has to know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// What was asked for is not there.
+    Absent,
+    /// That cannot be done with what was asked for.
+    Method,
+    /// The request is right, and what it is about is in another state than it takes.
+    Conflict,
+    /// Somebody did not answer in time.
+    Late,
+    /// It is as whose fault it is says.
+    ByBlame,
+}
+
+/// Declares the codes: the name in this program, the kind, and the word that programs see.
 macro_rules! codes {
-    ($($(#[$doc:meta])+ $name:ident = $word:literal,)+) => {
-        /// A stable word for programs. JSON and the protocol carry it as text; a word of another version of Sterna survives as
-        /// [`Code::Other`].
+    ($($(#[$doc:meta])+ $name:ident: $kind:ident = $word:literal,)+) => {
+        /// A stable word for programs. JSON and the protocol carry it as text; a word of another version of Sterna
+        /// survives as [`Code::Other`].
         #[derive(Debug, Clone, PartialEq, Eq, Hash)]
         pub enum Code {
             $($(#[$doc])+ $name,)+
@@ -29,6 +44,15 @@ macro_rules! codes {
                 }
             }
 
+            /// Of what kind the failure is.
+            #[must_use]
+            pub fn kind(&self) -> Kind {
+                match self {
+                    $(Self::$name => Kind::$kind,)+
+                    Self::Other(_) => Kind::ByBlame,
+                }
+            }
+
             fn known(word: &str) -> Option<Self> {
                 match word {
                     $($word => Some(Self::$name),)+
@@ -42,229 +66,229 @@ macro_rules! codes {
 codes! {
     // Requests.
     /// The request contradicts itself or the rules.
-    InvalidRequest = "invalid-request",
+    InvalidRequest: ByBlame = "invalid-request",
     /// The name is none that a machine can have.
-    InvalidName = "invalid-name",
+    InvalidName: ByBlame = "invalid-name",
     /// The command line is wrong.
-    Usage = "usage",
+    Usage: ByBlame = "usage",
     /// The options contradict each other.
-    BadOptions = "bad-options",
+    BadOptions: ByBlame = "bad-options",
     /// An argument for QEMU is one that Sterna gives itself.
-    ArgumentConflict = "argument-conflict",
+    ArgumentConflict: ByBlame = "argument-conflict",
     /// An argument for QEMU names a file by a relative path.
-    RelativePath = "relative-path",
+    RelativePath: ByBlame = "relative-path",
     /// A path of the machine is too long for a socket.
-    PathTooLong = "path-too-long",
+    PathTooLong: ByBlame = "path-too-long",
     /// The API has no such path.
-    NoSuchRoute = "no-such-route",
+    NoSuchRoute: Absent = "no-such-route",
     /// The API's path has no such method.
-    NoSuchMethod = "no-such-method",
+    NoSuchMethod: Method = "no-such-method",
     /// There is no machine of this name.
-    UnknownVm = "unknown-vm",
+    UnknownVm: Absent = "unknown-vm",
     /// There is no migration of this number.
-    UnknownMigration = "unknown-migration",
+    UnknownMigration: Absent = "unknown-migration",
     /// There is no process of this number.
-    NoSuchProcess = "no-such-process",
+    NoSuchProcess: ByBlame = "no-such-process",
     /// The name is taken.
-    NameTaken = "name-taken",
+    NameTaken: Conflict = "name-taken",
     /// The process is a machine of this host already.
-    AlreadyKnown = "already-known",
+    AlreadyKnown: Conflict = "already-known",
     /// The machine is busy with something else.
-    VmBusy = "vm-busy",
+    VmBusy: Conflict = "vm-busy",
     /// The migration is past the point of no return.
-    TooLate = "too-late",
+    TooLate: Conflict = "too-late",
     /// The machine is being moved here.
-    Arriving = "arriving",
+    Arriving: Conflict = "arriving",
     /// The machine is not being moved.
-    NotMigrating = "not-migrating",
+    NotMigrating: Conflict = "not-migrating",
     /// The guest does not run, so it cannot switch itself off.
-    NotRunning = "not-running",
+    NotRunning: Conflict = "not-running",
     /// Pages of the machine are still to come.
-    StillArriving = "still-arriving",
+    StillArriving: Conflict = "still-arriving",
     /// The machine's guest runs elsewhere and needs pages of here.
-    ServingPages = "serving-pages",
+    ServingPages: Conflict = "serving-pages",
     /// What was asked for has begun and not ended yet.
-    StillEnding = "still-ending",
+    StillEnding: ByBlame = "still-ending",
     /// The guest is known to run at its destination.
-    RunsThere = "runs-there",
+    RunsThere: Conflict = "runs-there",
     /// The host that is said to be off is not the machine's destination.
-    NotItsDestination = "not-its-destination",
+    NotItsDestination: Conflict = "not-its-destination",
     /// It was cancelled.
-    Cancelled = "cancelled",
+    Cancelled: ByBlame = "cancelled",
     /// The pages of a guest that runs elsewhere were given up.
-    GivenUp = "given-up",
+    GivenUp: ByBlame = "given-up",
     /// The guest did not react to the power button.
-    GuestIgnoresPowerdown = "guest-ignores-powerdown",
+    GuestIgnoresPowerdown: Late = "guest-ignores-powerdown",
 
     // Machines that cannot be run, adopted or moved.
     /// Private memory cannot be moved.
-    PrivateMemory = "private-memory",
+    PrivateMemory: ByBlame = "private-memory",
     /// The machine asks for more memory than the host has.
-    TooMuchMemory = "too-much-memory",
+    TooMuchMemory: ByBlame = "too-much-memory",
     /// QEMU is older than Sterna supports.
-    QemuTooOld = "qemu-too-old",
+    QemuTooOld: ByBlame = "qemu-too-old",
     /// The program is not QEMU.
-    NotQemu = "not-qemu",
+    NotQemu: ByBlame = "not-qemu",
     /// QEMU is not on this host.
-    QemuNotFound = "qemu-not-found",
+    QemuNotFound: ByBlame = "qemu-not-found",
     /// Part of the RAM is in no file.
-    AnonymousRam = "anonymous-ram",
+    AnonymousRam: ByBlame = "anonymous-ram",
     /// The RAM is a memfd.
-    MemfdRam = "memfd-ram",
+    MemfdRam: ByBlame = "memfd-ram",
     /// The RAM is mapped privately.
-    PrivateRam = "private-ram",
+    PrivateRam: ByBlame = "private-ram",
     /// The RAM's file has no name that can be opened.
-    UnnamedRam = "unnamed-ram",
+    UnnamedRam: ByBlame = "unnamed-ram",
     /// The RAM's file is on no tmpfs.
-    DiskRam = "disk-ram",
+    DiskRam: ByBlame = "disk-ram",
     /// The RAM is in huge pages.
-    HugePages = "huge-pages",
+    HugePages: ByBlame = "huge-pages",
     /// QEMU has mapped another file than the one it names.
-    RamNotMapped = "ram-not-mapped",
+    RamNotMapped: ByBlame = "ram-not-mapped",
     /// The RAM is another machine's.
-    RamOfAnother = "ram-of-another",
+    RamOfAnother: ByBlame = "ram-of-another",
     /// Some RAM is no shared named file.
-    ImmovableRam = "immovable-ram",
+    ImmovableRam: ByBlame = "immovable-ram",
     /// A RAM block was plugged in while the machine ran.
-    HotpluggedMemory = "hotplugged-memory",
+    HotpluggedMemory: ByBlame = "hotplugged-memory",
     /// The RAM blocks contradict each other, or the machine.
-    RamLayout = "ram-layout",
+    RamLayout: ByBlame = "ram-layout",
     /// Others than QEMU write the guest's RAM.
-    ForeignWriters = "foreign-writers",
+    ForeignWriters: ByBlame = "foreign-writers",
     /// QEMU itself refuses to migrate.
-    QemuBlocks = "qemu-blocks",
+    QemuBlocks: ByBlame = "qemu-blocks",
     /// The destination does not offer the machine type.
-    MachineType = "machine-type",
+    MachineType: ByBlame = "machine-type",
     /// The destination's QEMU is too old for the machine.
-    QemuVersion = "qemu-version",
+    QemuVersion: ByBlame = "qemu-version",
     /// The destination's processor cannot stand in for the source's.
-    CpuModel = "cpu-model",
+    CpuModel: ByBlame = "cpu-model",
     /// The destination lacks a file of the machine.
-    FileMissing = "file-missing",
+    FileMissing: ByBlame = "file-missing",
     /// Memory is short.
-    OutOfMemory = "out-of-memory",
+    OutOfMemory: ByBlame = "out-of-memory",
 
     // Balloons, and memory that guests hold free.
     /// The balloon's setting contradicts the machine.
-    Balloon = "balloon",
+    Balloon: ByBlame = "balloon",
     /// The machine has no balloon device.
-    NoBalloon = "no-balloon",
+    NoBalloon: ByBlame = "no-balloon",
     /// The balloon is looked after already.
-    BalloonInUse = "balloon-in-use",
+    BalloonInUse: Conflict = "balloon-in-use",
     /// The guest's balloon driver says nothing.
-    BalloonSilent = "balloon-silent",
+    BalloonSilent: Conflict = "balloon-silent",
     /// The guest's kernel cannot be looked into.
-    GuestUnfit = "guest-unfit",
+    GuestUnfit: Conflict = "guest-unfit",
 
     // QEMU, the agent inside it, and the guest.
     /// QEMU has ended.
-    QemuGone = "qemu-gone",
+    QemuGone: ByBlame = "qemu-gone",
     /// QEMU did not do what it was asked.
-    QemuError = "qemu-error",
+    QemuError: ByBlame = "qemu-error",
     /// QEMU failed while the machine was being moved.
-    QemuFailed = "qemu-failed",
+    QemuFailed: ByBlame = "qemu-failed",
     /// QEMU does not answer.
-    QmpUnreachable = "qmp-unreachable",
+    QmpUnreachable: ByBlame = "qmp-unreachable",
     /// The guest has switched itself off.
-    GuestOff = "guest-off",
+    GuestOff: ByBlame = "guest-off",
     /// The guest has ended at the destination.
-    GuestGone = "guest-gone",
+    GuestGone: ByBlame = "guest-gone",
     /// The agent does not answer.
-    AgentMissing = "agent-missing",
+    AgentMissing: ByBlame = "agent-missing",
     /// The agent's library is not on this host.
-    AgentNotFound = "agent-not-found",
+    AgentNotFound: ByBlame = "agent-not-found",
     /// What answers in the agent's place is another process.
-    AgentForeign = "agent-foreign",
+    AgentForeign: ByBlame = "agent-foreign",
     /// The agent does not see the machine's RAM.
-    AgentRam = "agent-ram",
+    AgentRam: ByBlame = "agent-ram",
     /// The agent did not do what it was asked.
-    AgentFailed = "agent-failed",
+    AgentFailed: ByBlame = "agent-failed",
 
     // This host.
     /// A file, memory or the kernel of this host failed.
-    HostError = "host-error",
+    HostError: ByBlame = "host-error",
     /// The kernel failed while a machine was being moved.
-    HostFailed = "host-failed",
+    HostFailed: ByBlame = "host-failed",
     /// A RAM file was cut short.
-    RamCutShort = "ram-cut-short",
+    RamCutShort: ByBlame = "ram-cut-short",
     /// The RAM's file system is full.
-    RamFull = "ram-full",
+    RamFull: ByBlame = "ram-full",
     /// The guest's processors cannot be slowed down here.
-    CannotThrottle = "cannot-throttle",
+    CannotThrottle: ByBlame = "cannot-throttle",
     /// The kernel cannot hold missing pages back.
-    NoPostcopy = "no-postcopy",
+    NoPostcopy: ByBlame = "no-postcopy",
     /// Sterna itself failed.
-    Internal = "internal",
+    Internal: ByBlame = "internal",
 
     // The peer, and the link to it.
     /// The peer cannot be reached.
-    PeerUnreachable = "peer-unreachable",
+    PeerUnreachable: ByBlame = "peer-unreachable",
     /// The link to the peer broke off.
-    LinkFailed = "link-failed",
+    LinkFailed: ByBlame = "link-failed",
     /// What answers is no Sterna.
-    NotSterna = "not-sterna",
+    NotSterna: ByBlame = "not-sterna",
     /// The peer's version does not fit.
-    PeerVersion = "peer-version",
+    PeerVersion: ByBlame = "peer-version",
     /// The peer broke the protocol.
-    PeerProtocol = "peer-protocol",
+    PeerProtocol: ByBlame = "peer-protocol",
     /// What came from the peer was damaged.
-    Damaged = "damaged",
+    Damaged: ByBlame = "damaged",
     /// Another daemon than the one that accepted the guest.
-    AnotherDaemon = "another-daemon",
+    AnotherDaemon: ByBlame = "another-daemon",
     /// The destination takes in as many machines as it may: the same proposal can succeed later.
-    TooManyIncoming = "too-many-incoming",
+    TooManyIncoming: ByBlame = "too-many-incoming",
     /// The migration has ended there before.
-    StaleMigration = "stale-migration",
+    StaleMigration: ByBlame = "stale-migration",
     /// The daemon that answers is the migration's source.
-    NotYours = "not-yours",
+    NotYours: ByBlame = "not-yours",
     /// The daemon that answers has never heard of the migration.
-    NotKnownHere = "not-known-here",
+    NotKnownHere: ByBlame = "not-known-here",
     /// Rounds of pages do not come to an end.
-    NotConverging = "not-converging",
+    NotConverging: ByBlame = "not-converging",
     /// The guest wrote while its devices were being saved.
-    WrittenWhileSaving = "written-while-saving",
+    WrittenWhileSaving: ByBlame = "written-while-saving",
     /// A page differs between source and destination.
-    VerifyMismatch = "verify-mismatch",
+    VerifyMismatch: ByBlame = "verify-mismatch",
 
     // Pages that follow their guest.
     /// All pages are at the destination.
-    Paged = "paged",
+    Paged: ByBlame = "paged",
     /// The guest does not run at the destination yet.
-    NotYet = "not-yet",
+    NotYet: ByBlame = "not-yet",
     /// Nothing can bring the guest's pages.
-    PagingLost = "paging-lost",
+    PagingLost: ByBlame = "paging-lost",
     /// Pages are missing at the destination that the source has sent.
-    PagesMissing = "pages-missing",
+    PagesMissing: ByBlame = "pages-missing",
 
     // Encryption.
     /// Certificate, key or authority cannot be used.
-    TlsFiles = "tls-files",
+    TlsFiles: ByBlame = "tls-files",
     /// Others can read the key.
-    TlsKeyExposed = "tls-key-exposed",
+    TlsKeyExposed: ByBlame = "tls-key-exposed",
     /// The peer's certificate is of no known authority.
-    TlsUntrusted = "tls-untrusted",
+    TlsUntrusted: ByBlame = "tls-untrusted",
     /// The peer's certificate is not valid now.
-    TlsDate = "tls-date",
+    TlsDate: ByBlame = "tls-date",
     /// The peer's certificate has another name.
-    TlsName = "tls-name",
+    TlsName: ByBlame = "tls-name",
     /// The peer's certificate is missing or unusable.
-    TlsCertificate = "tls-certificate",
+    TlsCertificate: ByBlame = "tls-certificate",
     /// The peer is not allowed.
-    TlsNotAllowed = "tls-not-allowed",
+    TlsNotAllowed: ByBlame = "tls-not-allowed",
     /// The peer refuses this host's certificate.
-    TlsRefused = "tls-refused",
+    TlsRefused: ByBlame = "tls-refused",
     /// One side encrypts and the other does not.
-    TlsMixed = "tls-mixed",
+    TlsMixed: ByBlame = "tls-mixed",
     /// The migration was begun by another daemon.
-    TlsNotYours = "tls-not-yours",
+    TlsNotYours: ByBlame = "tls-not-yours",
     /// Encryption failed.
-    TlsFailed = "tls-failed",
+    TlsFailed: ByBlame = "tls-failed",
 
     // The command line's own.
     /// The daemon cannot be reached.
-    DaemonUnreachable = "daemon-unreachable",
+    DaemonUnreachable: ByBlame = "daemon-unreachable",
     /// The daemon's answer cannot be read.
-    DaemonAnswer = "daemon-answer",
+    DaemonAnswer: ByBlame = "daemon-answer",
 }
 
 impl From<&str> for Code {

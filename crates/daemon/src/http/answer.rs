@@ -8,6 +8,7 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::{IntoResponse, Response};
 use serde::de::DeserializeOwned;
+use sterna_api::code::Kind;
 use sterna_api::{Blame, Code, Problem};
 
 use crate::problems::invalid;
@@ -28,113 +29,13 @@ impl IntoResponse for Failure {
     }
 }
 
-/// The status of a problem. What a code of its own does not decide follows from whose fault it is; a new code has to be put
-/// into one of the two.
 fn status(problem: &Problem) -> StatusCode {
-    match &problem.code {
-        Code::UnknownVm | Code::UnknownMigration | Code::NoSuchRoute => StatusCode::NOT_FOUND,
-        Code::NoSuchMethod => StatusCode::METHOD_NOT_ALLOWED,
-        Code::NameTaken
-        | Code::VmBusy
-        | Code::TooLate
-        | Code::Arriving
-        | Code::NotMigrating
-        | Code::AlreadyKnown
-        | Code::NotRunning
-        | Code::StillArriving
-        | Code::ServingPages
-        | Code::RunsThere
-        | Code::NotItsDestination
-        | Code::GuestUnfit
-        | Code::BalloonInUse
-        | Code::BalloonSilent => StatusCode::CONFLICT,
-        Code::GuestIgnoresPowerdown => StatusCode::GATEWAY_TIMEOUT,
-        Code::InvalidRequest
-        | Code::InvalidName
-        | Code::Usage
-        | Code::BadOptions
-        | Code::ArgumentConflict
-        | Code::RelativePath
-        | Code::PathTooLong
-        | Code::NoSuchProcess
-        | Code::StillEnding
-        | Code::Cancelled
-        | Code::GivenUp
-        | Code::PrivateMemory
-        | Code::TooMuchMemory
-        | Code::QemuTooOld
-        | Code::NotQemu
-        | Code::QemuNotFound
-        | Code::AnonymousRam
-        | Code::MemfdRam
-        | Code::PrivateRam
-        | Code::UnnamedRam
-        | Code::DiskRam
-        | Code::HugePages
-        | Code::RamNotMapped
-        | Code::RamOfAnother
-        | Code::ImmovableRam
-        | Code::HotpluggedMemory
-        | Code::RamLayout
-        | Code::ForeignWriters
-        | Code::QemuBlocks
-        | Code::MachineType
-        | Code::QemuVersion
-        | Code::CpuModel
-        | Code::FileMissing
-        | Code::OutOfMemory
-        | Code::Balloon
-        | Code::NoBalloon
-        | Code::QemuGone
-        | Code::QemuError
-        | Code::QemuFailed
-        | Code::QmpUnreachable
-        | Code::GuestOff
-        | Code::GuestGone
-        | Code::AgentMissing
-        | Code::AgentNotFound
-        | Code::AgentForeign
-        | Code::AgentRam
-        | Code::AgentFailed
-        | Code::HostError
-        | Code::HostFailed
-        | Code::RamCutShort
-        | Code::RamFull
-        | Code::CannotThrottle
-        | Code::NoPostcopy
-        | Code::Internal
-        | Code::PeerUnreachable
-        | Code::LinkFailed
-        | Code::NotSterna
-        | Code::PeerVersion
-        | Code::PeerProtocol
-        | Code::Damaged
-        | Code::AnotherDaemon
-        | Code::TooManyIncoming
-        | Code::StaleMigration
-        | Code::NotYours
-        | Code::NotKnownHere
-        | Code::NotConverging
-        | Code::WrittenWhileSaving
-        | Code::VerifyMismatch
-        | Code::Paged
-        | Code::NotYet
-        | Code::PagingLost
-        | Code::PagesMissing
-        | Code::TlsFiles
-        | Code::TlsKeyExposed
-        | Code::TlsUntrusted
-        | Code::TlsDate
-        | Code::TlsName
-        | Code::TlsCertificate
-        | Code::TlsNotAllowed
-        | Code::TlsRefused
-        | Code::TlsMixed
-        | Code::TlsNotYours
-        | Code::TlsFailed
-        | Code::DaemonUnreachable
-        | Code::DaemonAnswer
-        | Code::Other(_) => by_blame(problem.blame),
+    match problem.code.kind() {
+        Kind::Absent => StatusCode::NOT_FOUND,
+        Kind::Method => StatusCode::METHOD_NOT_ALLOWED,
+        Kind::Conflict => StatusCode::CONFLICT,
+        Kind::Late => StatusCode::GATEWAY_TIMEOUT,
+        Kind::ByBlame => by_blame(problem.blame),
     }
 }
 
