@@ -90,8 +90,9 @@ fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
     Ok(())
 }
 
-/// The configured QEMU, else the one of the same path where it is root's alone, else the one of the same name on PATH. The path is the
-/// peer's word, and what lies there is started by root to ask for its version: nothing that others could have put there.
+/// The configured QEMU, else the one of the same path where it is root's alone, else the one of the same name on PATH.
+/// The path is the peer's word, and what lies there is started by root to ask for its version: nothing that others
+/// could have put there.
 fn find_qemu(spec: &VmSpec, preferred: Option<&Path>) -> Result<Binary, Problem> {
     if let Some(path) = preferred {
         return Binary::find(path);
@@ -103,8 +104,8 @@ fn find_qemu(spec: &VmSpec, preferred: Option<&Path>) -> Result<Binary, Problem>
     Binary::find(Path::new(same.file_name().unwrap_or(DEFAULT_NAME.as_ref())))
 }
 
-/// Whether a program, and every directory on the way to it, can be changed by root only. (In a sticky directory, such as `/tmp`, others cannot
-/// replace what is root's.)
+/// Whether a program, and every directory on the way to it, can be changed by root only. (In a sticky directory, such
+/// as `/tmp`, others cannot replace what is root's.)
 fn roots_alone(path: &Path) -> bool {
     const WRITABLE_BY_OTHERS: u32 = 0o022;
     const STICKY: u32 = 0o1000;
@@ -117,7 +118,8 @@ fn roots_alone(path: &Path) -> bool {
     path.canonicalize().is_ok_and(|path| path.is_file() && path.ancestors().all(alone))
 }
 
-/// A versioned machine type is the same machine in every QEMU that offers it; another one is bound to its QEMU's version.
+/// A versioned machine type is the same machine in every QEMU that offers it; another one is bound to its QEMU's
+/// version.
 fn check_qemu(spec: &VmSpec, binary: &Binary) -> Result<(), Problem> {
     let path = binary.path.display();
     if !binary.offers(&spec.machine) {

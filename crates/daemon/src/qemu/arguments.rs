@@ -7,7 +7,8 @@
 //! | `-qmp`, `-qmp-pretty`, `-mon` | adopted machine at a destination | they belong to whoever started it; Sterna adds its own |
 //! | `-incoming`, `-S` | adopted machine at a destination | they said how it came to the source |
 //!
-//! The machine type is made exact at a destination (`q35` becomes `pc-q35-7.2`): an alias means another machine in another QEMU.
+//! The machine type is made exact at a destination (`q35` becomes `pc-q35-7.2`): an alias means another machine in
+//! another QEMU.
 
 use std::path::{Path, PathBuf};
 

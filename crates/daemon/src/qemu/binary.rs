@@ -64,7 +64,8 @@ impl Binary {
         self.machines.iter().any(|name| name == machine)
     }
 
-    /// Asks the program itself, or remembers what it said: asking takes tens of milliseconds, and a guest waits to be moved.
+    /// Asks the program itself, or remembers what it said: asking takes tens of milliseconds, and a guest waits to be
+    /// moved.
     fn ask(path: &Path) -> Result<Self, Problem> {
         static ASKED: Mutex<BTreeMap<Identity, Binary>> = Mutex::new(BTreeMap::new());
         let asked = || ASKED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,8 +83,8 @@ impl Binary {
     }
 }
 
-/// A file that was not replaced since: its path, device, inode and time of change. (A wrapper script around a replaced QEMU goes unnoticed;
-/// then QEMU itself refuses what it does not offer.)
+/// A file that was not replaced since: its path, device, inode and time of change. (A wrapper script around a replaced
+/// QEMU goes unnoticed; then QEMU itself refuses what it does not offer.)
 type Identity = (PathBuf, u64, u64, i64, i64);
 
 /// Writes a version as people do.

@@ -1,5 +1,5 @@
-//! Which files QEMU's arguments name: they must be absolute, for QEMU starts in other directories and on other hosts, and must
-//! exist at the destination.
+//! Which files QEMU's arguments name: they must be absolute, for QEMU starts in other directories and on other hosts,
+//! and must exist at the destination.
 
 use std::path::{Path, PathBuf};
 
@@ -17,8 +17,8 @@ pub struct Named {
     pub path: PathBuf,
 }
 
-/// The files that the arguments name and that must be there when QEMU starts. Names that QEMU looks up in its own directories
-/// (`-bios bios.bin`) and images behind a protocol (`nbd:…`) are no files here.
+/// The files that the arguments name and that must be there when QEMU starts. Names that QEMU looks up in its own
+/// directories (`-bios bios.bin`) and images behind a protocol (`nbd:…`) are no files here.
 #[must_use]
 pub fn named(items: &[Item]) -> Vec<Named> {
     let mut files = Vec::new();

@@ -1,4 +1,5 @@
-//! Starts QEMU so that it outlives the daemon: its own session, its output in a file, nothing of the daemon's inherited.
+//! Starts QEMU so that it outlives the daemon: its own session, its output in a file, nothing of the daemon's
+//! inherited.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -92,8 +93,8 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
         .stdout(stdout)
         .stderr(stderr);
     let user = launch.user.cloned();
-    // SAFETY: between fork and exec only system calls that touch no memory but the child's own stack and what was allocated before;
-    // none of them takes a lock or allocates.
+    // SAFETY: between fork and exec only system calls that touch no memory but the child's own stack and what was
+    // allocated before; none of them takes a lock or allocates.
     unsafe {
         command.pre_exec(move || {
             setsid()?;
@@ -165,8 +166,8 @@ fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Probl
 /// How long a QEMU that closes its connections has to end.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Why a QEMU that was just started does not answer any more, where that is because it has ended: its own last words. It opens its QMP socket before
-/// it has made its memory and its display.
+/// Why a QEMU that was just started does not answer any more, where that is because it has ended: its own last words.
+/// It opens its QMP socket before it has made its memory and its display.
 #[must_use]
 pub fn ended(launch: &Launch<'_>, process: Identity) -> Option<Problem> {
     let ended = process.open().is_none_or(|handle| handle.wait(Some(END_TIMEOUT)));
