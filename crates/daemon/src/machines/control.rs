@@ -1,5 +1,5 @@
-//! What is asked of a machine's QEMU outside of migrations, each time over a connection of its own: QEMU serves one client at a
-//! time, and the socket must be free for a migration, or for the user of an adopted machine.
+//! What is asked of a machine's QEMU outside of migrations, each time over a connection of its own: QEMU serves one
+//! client at a time, and the socket must be free for a migration, or for the user of an adopted machine.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -13,14 +13,16 @@ use sterna_engine::vmm::qmp::Qmp;
 use sterna_engine::vmm::{Destination, Source, VmmError};
 use sterna_sys::process::{Mapping, maps};
 
-use super::backing::stretches;
-use super::record::{Block, VmRecord};
+use super::backing::{Block, stretches};
+use super::record::VmRecord;
 use crate::problems;
 use crate::process::Identity;
 use crate::qemu::launch::log_file;
 
 /// How long QEMU, or the agent inside it, has for an answer.
-pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
+pub const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long QEMU has to end when it is told to.
+const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connection to a QEMU.
 #[derive(Debug)]
@@ -94,7 +96,7 @@ impl Control {
 }
 
 /// What to say where QEMU did not do `what`.
-pub(super) fn refused(what: &str, error: &VmmError) -> Problem {
+pub fn refused(what: &str, error: &VmmError) -> Problem {
     match error {
         VmmError::Gone { guest_off: true } => Problem::new(Code::GuestOff, Blame::Guest, error.to_string()),
         VmmError::Gone { guest_off: false } => Problem::new(Code::QemuGone, Blame::Qemu, error.to_string()),
@@ -125,8 +127,8 @@ pub fn destination(record: &VmRecord, dir: &Path) -> Result<QemuDestination, Pro
     Ok(if record.running { driver } else { driver.staying_paused() })
 }
 
-/// Gives a guest back whose migration ended without its driver: calls off what QEMU has under way, stops the tracking, and lets
-/// the guest run if it ran before. Only for a guest that is certain not to run elsewhere.
+/// Gives a guest back whose migration ended without its driver: calls off what QEMU has under way, stops the tracking,
+/// and lets the guest run if it ran before. Only for a guest that is certain not to run elsewhere.
 ///
 /// # Errors
 /// A [`Problem`]; the guest is stopped then.
@@ -158,6 +160,15 @@ pub fn let_run(record: &VmRecord, dir: &Path) -> Result<(), Problem> {
     }
     let mut driver = QemuDestination::new(control.share(), open(record.process)?, Some(ErrorLog::new(log_file(dir))));
     driver.start().map(drop).map_err(|error| refused("let the guest run", &error))
+}
+
+/// Ends a machine's QEMU: told to, then killed.
+pub fn end_qemu(record: &VmRecord) {
+    let Some(process) = record.process.open() else { return };
+    let told = Control::connect(&record.qmp).and_then(|mut control| control.send("quit"));
+    if told.is_err() || !process.wait(Some(QUIT_TIMEOUT)) {
+        process.kill();
+    }
 }
 
 /// The API's state for QEMU's.
