@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 use sterna_daemon::migration::records::MigrationRecord;
-use sterna_daemon::vms::record::VmRecord;
+use sterna_daemon::machines::record::VmRecord;
 
 /// Which field, and what stands there instead; nothing where that is no JSON.
 type Changes = Vec<(u8, String)>;

@@ -30,7 +30,11 @@ pub mod vm;
 /// What failed, whose fault it is, and what to do.
 pub mod problem;
 
+/// What a problem is called by programs.
+pub mod code;
+
 pub use balloon::{Balloon, BalloonMode, BalloonSetting};
+pub use code::Code;
 pub use estimate::Estimate;
 pub use options::{MigrateOptions, Mode};
 pub use problem::{Blame, Problem};

@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::code::Code;
+
 /// Whose fault a failure is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -51,7 +53,8 @@ pub fn words(text: &str) -> String {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Problem {
     /// A stable word for programs: `unknown-vm`, `peer-unreachable`, `out-of-memory`, …
-    pub code: String,
+    #[schema(value_type = String)]
+    pub code: Code,
     /// Whose fault.
     pub blame: Blame,
     /// What failed, in a sentence.
@@ -68,12 +71,9 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// The code of a destination that takes in as many machines as it may: the same proposal can succeed later.
-    pub const TOO_MANY_INCOMING: &str = "too-many-incoming";
-
     /// A problem with its code, blame and sentence.
     #[must_use]
-    pub fn new(code: &str, blame: Blame, message: impl Into<String>) -> Self {
+    pub fn new(code: impl Into<Code>, blame: Blame, message: impl Into<String>) -> Self {
         Self {
             code: code.into(),
             blame,
@@ -86,7 +86,7 @@ impl Problem {
 
     /// The same, from an error with its chain of sources.
     #[must_use]
-    pub fn from_error(code: &str, blame: Blame, error: &dyn std::error::Error) -> Self {
+    pub fn from_error(code: impl Into<Code>, blame: Blame, error: &dyn std::error::Error) -> Self {
         let mut problem = Self::new(code, blame, error.to_string());
         let mut source = error.source();
         while let Some(cause) = source {
@@ -107,7 +107,10 @@ impl Problem {
     #[must_use]
     pub fn from_outside(self) -> Self {
         Self {
-            code: words(&self.code),
+            code: match self.code {
+                Code::Other(word) => Code::Other(words(&word)),
+                known => known,
+            },
             message: words(&self.message),
             cause: self.cause.iter().take(MAX_CAUSES).map(|cause| words(cause)).collect(),
             hint: self.hint.as_deref().map(words),
@@ -139,7 +142,7 @@ mod tests {
         let long = "x".repeat(1 << 20);
         let theirs = Problem {
             cause: vec![long.clone(); 1000],
-            ..Problem::new(&long, Blame::Host, "it takes\u{1b}[2J 1\nat a time").hint(long.as_str())
+            ..Problem::new(long.as_str(), Blame::Host, "it takes\u{1b}[2J 1\nat a time").hint(long.as_str())
         };
         let kept = theirs.from_outside();
         assert_eq!(kept.message, "it takes [2J 1\nat a time");

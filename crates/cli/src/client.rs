@@ -8,7 +8,7 @@ use hyper::{Method, Request, Response};
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use tokio::net::UnixStream;
 
 use crate::failure::{Failure, UNREACHABLE};
@@ -128,7 +128,7 @@ impl Client {
     }
 
     fn unreachable(&self, error: &dyn std::error::Error) -> Failure {
-        let mut problem = Problem::from_error("daemon-unreachable", Blame::Host, error)
+        let mut problem = Problem::from_error(Code::DaemonUnreachable, Blame::Host, error)
             .hint("is sternad running, and are you root? another socket: --api unix:PATH");
         let cause =
             std::mem::replace(&mut problem.message, format!("cannot reach the daemon at {}", self.socket.display()));
@@ -137,7 +137,7 @@ impl Client {
     }
 
     fn nonsense(&self, error: &dyn std::error::Error) -> Failure {
-        let mut problem = Problem::from_error("daemon-answer", Blame::Ours, error)
+        let mut problem = Problem::from_error(Code::DaemonAnswer, Blame::Ours, error)
             .hint("are sterna and sternad of the same version?");
         let cause = std::mem::replace(&mut problem.message, "the daemon's answer is not understood".into());
         problem.cause.insert(0, cause);

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use sterna_api::problem::Whereabouts;
-use sterna_api::{Blame, Problem, Report, Status};
+use sterna_api::{Blame, Code, Problem, Report, Status};
 
 /// Failed; the machine runs on at the source.
 pub const FAILED: u8 = 1;
@@ -27,8 +27,8 @@ pub struct Failure {
 
 impl From<Problem> for Failure {
     fn from(problem: Problem) -> Self {
-        let code = match problem.code.as_str() {
-            "invalid-request" | "invalid-name" | "argument-conflict" | "relative-path" => USAGE,
+        let code = match problem.code {
+            Code::InvalidRequest | Code::InvalidName | Code::ArgumentConflict | Code::RelativePath => USAGE,
             _ => FAILED,
         };
         Self { problem: Box::new(problem), code }
@@ -38,12 +38,12 @@ impl From<Problem> for Failure {
 impl Failure {
     /// A wrong argument.
     pub fn usage(message: impl Into<String>) -> Self {
-        Self { problem: Box::new(Problem::new("usage", Blame::Request, message)), code: USAGE }
+        Self { problem: Box::new(Problem::new(Code::Usage, Blame::Request, message)), code: USAGE }
     }
 
     /// Something of this host that did not work.
     pub fn host(doing: impl Into<String>, error: &dyn std::error::Error) -> Self {
-        let mut problem = Problem::from_error("host-error", Blame::Host, error);
+        let mut problem = Problem::from_error(Code::HostError, Blame::Host, error);
         problem.cause.insert(0, std::mem::replace(&mut problem.message, doing.into()));
         Self { problem: Box::new(problem), code: FAILED }
     }
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn a_problem_is_told_with_fault_cause_and_hint() {
-        let mut problem = Problem::new("peer-unreachable", Blame::Peer, "cannot reach b:1").hint("is it on?");
+        let mut problem = Problem::new(Code::PeerUnreachable, Blame::Peer, "cannot reach b:1").hint("is it on?");
         problem.cause.push("connection refused".into());
         let text = describe("sterna", &problem);
         for part in ["cannot reach b:1", "the peer", "peer-unreachable", "connection refused", "is it on?"] {

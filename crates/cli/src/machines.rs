@@ -9,7 +9,7 @@ use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 use hyper::Method;
 use sterna_api::units::show_size;
-use sterna_api::{AdoptRequest, Phase, RunRequest, Vm, VmState};
+use sterna_api::{AdoptRequest, Code, Phase, RunRequest, Vm, VmState};
 
 use crate::arguments::{Adopt, Run};
 use crate::balloon;
@@ -60,7 +60,7 @@ async fn follow(client: &Client, mut vm: Vm) -> Result<ExitCode, Failure> {
         }
         let now: Vm = match client.get(&path).await {
             Ok(now) => now,
-            Err(failure) if failure.problem.code == "unknown-vm" => {
+            Err(failure) if failure.problem.code == Code::UnknownVm => {
                 println!("{}: is not on this host any more", vm.name);
                 return Ok(ExitCode::SUCCESS);
             }

@@ -1,5 +1,5 @@
-//! Who this daemon is to others: a number of its state directory's own, drawn once. Whoever was told it by the daemon that took its guest
-//! believes nobody else on what became of it.
+//! Who this daemon is to others: a number of its state directory's own, drawn once. Whoever was told it by the daemon
+//! that took its guest believes nobody else on what became of it.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -8,13 +8,13 @@ use std::path::Path;
 
 use sterna_engine::host::DaemonId;
 
-use crate::vms::random_u128;
+use sterna_sys::host::random_u128;
 
 /// The identity of this state directory: from its file `identity`, which is made where there is none.
 ///
 /// # Errors
-/// The file cannot be read or made, or holds something else: another identity in its place would make every daemon that waits for this one's word
-/// wait for ever, so none is drawn.
+/// The file cannot be read or made, or holds something else: another identity in its place would make every daemon that
+/// waits for this one's word wait for ever, so none is drawn.
 pub fn load_or_make(state: &Path) -> io::Result<DaemonId> {
     let path = state.join("identity");
     match fs::read_to_string(&path) {

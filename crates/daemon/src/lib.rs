@@ -1,6 +1,7 @@
 //! `sternad`: the virtual machines of one host, their migrations, and the API.
 //!
-//! Everything that must outlive the daemon is a file of its state directory; everything else can be asked of QEMU again.
+//! Everything that must outlive the daemon is a file of its state directory; everything else can be asked of QEMU
+//! again.
 
 /// The configuration file and the command line.
 pub mod config;
@@ -23,14 +24,44 @@ pub mod room;
 /// QEMU's arguments, its binary, and how it is started.
 pub mod qemu;
 
-/// The machines of this host: run, adopt, show, stop, and what a restart finds.
-pub mod vms;
+/// The machines of this host: the table of them, their records, and how each is reached.
+pub mod machines;
+
+/// Balloons.
+pub mod balloon;
+
+/// Looking after machines that belong here.
+pub mod care;
+
+/// Starting machines.
+pub mod run;
+
+/// Taking over machines that were started by other means.
+pub mod adopt;
+
+/// Free memory of guests.
+pub mod reclaim;
 
 /// Migrations: the jobs that drive them, and this host's part at either end.
 pub mod migration;
 
+/// Stopping machines.
+pub mod stop;
+
+/// Showing machines.
+pub mod show;
+
+/// What a restarted daemon finds, and makes of it.
+pub mod recover;
+
+/// The daemon's parts, put together.
+pub mod daemon;
+
 /// The API on its socket.
 pub mod http;
+
+/// Who calls the API.
+pub mod caller;
 
 /// What the daemon counts.
 pub mod metrics;

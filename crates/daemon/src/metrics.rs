@@ -218,7 +218,8 @@ fn word(value: impl Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|value| value.as_str().map(String::from)).unwrap_or_default()
 }
 
-/// For how long a guest that runs without all its pages, here or elsewhere, has waited for the other host; nothing where it does not.
+/// For how long a guest that runs without all its pages, here or elsewhere, has waited for the other host; nothing
+/// where it does not.
 fn waiting_ms(vm: &Vm) -> Option<f64> {
     let leaving = vm.migration.as_ref().filter(|progress| progress.phase == Phase::Postcopy);
     vm.arriving.as_ref().and_then(|arriving| arriving.waiting_ms).or_else(|| leaving?.waiting_ms)

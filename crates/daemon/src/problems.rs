@@ -3,39 +3,39 @@
 use std::fmt::Display;
 
 use sterna_api::problem::Whereabouts;
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 
 /// No machine of this name.
 #[must_use]
 pub fn unknown_vm(name: &str) -> Problem {
-    Problem::new("unknown-vm", Blame::Request, format!("there is no virtual machine '{name}' on this host"))
+    Problem::new(Code::UnknownVm, Blame::Request, format!("there is no virtual machine '{name}' on this host"))
         .hint("'sterna ps' lists them")
 }
 
 /// A name that is taken.
 #[must_use]
 pub fn name_taken(name: &str) -> Problem {
-    Problem::new("name-taken", Blame::Request, format!("there already is a virtual machine '{name}' on this host"))
+    Problem::new(Code::NameTaken, Blame::Request, format!("there already is a virtual machine '{name}' on this host"))
         .hint("choose another name, or stop the other machine")
 }
 
 /// A machine that is busy with something else.
 #[must_use]
 pub fn busy(name: &str, with: &str) -> Problem {
-    Problem::new("vm-busy", Blame::Request, format!("'{name}' cannot do that now: {with}"))
+    Problem::new(Code::VmBusy, Blame::Request, format!("'{name}' cannot do that now: {with}"))
         .hint("wait until that has ended, or 'sterna cancel' it")
 }
 
 /// A request that contradicts itself or the rules.
 #[must_use]
 pub fn invalid(message: impl Into<String>) -> Problem {
-    Problem::new("invalid-request", Blame::Request, message).guest(Whereabouts::Gone)
+    Problem::new(Code::InvalidRequest, Blame::Request, message).guest(Whereabouts::Gone)
 }
 
 /// This host failed us: files, memory, kernel.
 #[must_use]
 pub fn host(doing: impl Into<String>, error: &dyn std::error::Error) -> Problem {
-    let mut problem = Problem::new("host-error", Blame::Host, doing);
+    let mut problem = Problem::new(Code::HostError, Blame::Host, doing);
     let mut cause = Some(error);
     while let Some(error) = cause {
         problem.cause.push(error.to_string());
@@ -48,7 +48,7 @@ pub fn host(doing: impl Into<String>, error: &dyn std::error::Error) -> Problem 
 #[must_use]
 pub fn qemu(doing: impl Into<String>, error: &dyn std::error::Error) -> Problem {
     let mut problem = host(doing, error);
-    problem.code = "qemu-error".into();
+    problem.code = Code::QemuError;
     problem.blame = Blame::Qemu;
     problem
 }
@@ -59,7 +59,7 @@ pub fn qemu(doing: impl Into<String>, error: &dyn std::error::Error) -> Problem 
 /// A [`Problem`] with the rule that the name breaks.
 pub fn check_name(name: &str) -> Result<(), Problem> {
     let wrong = |why: &dyn Display| {
-        Err(Problem::new("invalid-name", Blame::Request, format!("'{name}' cannot be a machine's name: {why}"))
+        Err(Problem::new(Code::InvalidName, Blame::Request, format!("'{name}' cannot be a machine's name: {why}"))
             .hint("letters, digits, '.', '_' and '-', at most 64, the first a letter or digit"))
     };
     if name.is_empty() || name.len() > 64 {

@@ -17,15 +17,15 @@ use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 
+use crate::caller::Caller;
 use crate::config::Config;
-use crate::http::caller::Caller;
+use crate::daemon::Daemon;
 use crate::http::router;
 use crate::migration::listener::listen;
 use crate::process::raise_file_limit;
-use crate::vms::Daemon;
 
-/// Connections to the API at a time; who comes then waits until one has ended. Each may hold a descriptor, a thread and some memory, all of which the machines'
-/// migrations need.
+/// Connections to the API at a time; who comes then waits until one has ended. Each may hold a descriptor, a thread and
+/// some memory, all of which the machines' migrations need.
 const CONNECTIONS: usize = 256;
 /// How long a request's head may take; and how long a connection may be idle between two.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
@@ -35,7 +35,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long requests that wait for something have when the daemon ends.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// How long guests on their way have to be given back when the daemon ends. The next daemon finishes what does not get done.
+/// How long guests on their way have to be given back when the daemon ends. The next daemon finishes what does not get
+/// done.
 const GIVE_BACK: Duration = Duration::from_secs(10);
 
 /// Runs the daemon until it is told to end.
@@ -49,14 +50,14 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     for lack in sterna_sys::probe::missing() {
         tracing::warn!("no machine can be moved away from this host: {lack}");
     }
-    daemon.recover()?;
-    listen(&daemon).map_err(|error| {
+    daemon.recovery().recover()?;
+    listen(daemon.config.listen.as_deref(), &daemon.destination).map_err(|error| {
         let address = daemon.config.listen.clone().unwrap_or_default();
         format!("cannot listen on {address}: {error}")
     })?;
     let result = runtime.block_on(serve_api(&daemon));
     runtime.shutdown_timeout(GRACE);
-    daemon.jobs.cancel_all(GIVE_BACK);
+    daemon.jobs().cancel_all(GIVE_BACK);
     let _ = fs::remove_file(&daemon.config.api);
     daemon.state.unmount_if_empty();
     result
@@ -76,7 +77,8 @@ async fn serve_api(daemon: &Arc<Daemon>) -> Result<(), Box<dyn Error + Send + Sy
     Ok(())
 }
 
-/// Serves whoever comes, for ever. Who asks slowly, or never to the end, is given up: `axum::serve` waits for ever, and takes in as many as there are descriptors.
+/// Serves whoever comes, for ever. Who asks slowly, or never to the end, is given up: `axum::serve` waits for ever, and
+/// takes in as many as there are descriptors.
 async fn serve_connections(socket: &UnixListener, router: &Router) {
     let places = Arc::new(Semaphore::new(CONNECTIONS));
     loop {

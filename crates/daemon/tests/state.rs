@@ -56,7 +56,7 @@ fn store(host: &Host) -> u16 {
 }
 
 fn rand() -> u64 {
-    sterna_daemon::vms::random_u128() as u64
+    sterna_sys::host::random_u128() as u64
 }
 
 fn dir_of(host: &Host, name: &str) -> PathBuf {

@@ -8,9 +8,9 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
-use sterna_api::MigrateOptions;
 use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout};
 use sterna_api::report::{Report, Status};
+use sterna_api::{Code, MigrateOptions};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::{Fate, Outcome, migrate};
 
@@ -177,7 +177,7 @@ fn a_guest_that_forges_a_hash_is_found_out_by_the_comparison_and_stays() {
     }
     let forged = collide(ContentHash::Md5);
     assert_eq!(forged.fate, Fate::Here, "the page was taken for unchanged");
-    assert_eq!(forged.report.error.map(|problem| problem.code).as_deref(), Some("verify-mismatch"));
+    assert_eq!(forged.report.error.map(|problem| problem.code), Some(Code::VerifyMismatch));
     assert_eq!((forged.report.verify.mismatches, forged.report.pages.fake_dirty_content), (1, 1));
     for strong in [ContentHash::Sha1, ContentHash::Blake3, ContentHash::Xxh3, ContentHash::Off] {
         assert_eq!(collide(strong).report.error, None, "{strong:?}");
@@ -229,7 +229,7 @@ fn a_destination_that_fails_ends_the_threads_and_the_guest_stays() {
         let outgoing = outgoing(&ram, SourceVmm::new(None), InsideSelf::default());
         let outcome = migrate(outgoing, &peer, &options, &Source::default(), &Monitor::new("guest"));
         assert_eq!((outcome.report.status, outcome.fate), (Status::Failed, Fate::Here));
-        assert_eq!(outcome.report.error.map(|problem| problem.code).as_deref(), Some("out-of-memory"));
+        assert_eq!(outcome.report.error.map(|problem| problem.code), Some(Code::OutOfMemory));
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
 use sterna_api::options::OnTimeout;
 use sterna_api::report::Status;
-use sterna_api::{Blame, MigrateOptions, Mode, Problem};
+use sterna_api::{Blame, Code, MigrateOptions, Mode, Problem};
 use sterna_engine::agent::Discard;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::{Fate, Outcome, migrate};
@@ -311,9 +311,9 @@ fn a_failed_attempt_leaves_the_guest_here_and_the_next_succeeds() {
     *host.refuse.lock().unwrap() = Some(Problem::new("name-taken", Blame::Request, "there is a 'guest' here"));
     let (refused, rolled_back) = attempt(&verified(1));
     assert_eq!((code(&refused), refused.fate, rolled_back), ("name-taken", Fate::Here, true));
-    *host.refuse.lock().unwrap() = Some(Problem::new(Problem::TOO_MANY_INCOMING, Blame::Host, "it takes 1 at a time"));
+    *host.refuse.lock().unwrap() = Some(Problem::new(Code::TooManyIncoming, Blame::Host, "it takes 1 at a time"));
     let (refused, rolled_back) = attempt(&verified(1));
-    assert_eq!((code(&refused), refused.fate, rolled_back), (Problem::TOO_MANY_INCOMING, Fate::NotYet, false));
+    assert_eq!((code(&refused), refused.fate, rolled_back), ("too-many-incoming", Fate::NotYet, false));
     *host.refuse.lock().unwrap() = None;
 
     host.refuse_state.store(true, Ordering::Release);

@@ -9,6 +9,8 @@ mod abi;
 mod error;
 // Files that back guest RAM: holes, punching, what file system they lie on.
 pub mod file;
+// This host's name, and random numbers.
+pub mod host;
 // Pools of huge pages on this host.
 pub mod huge;
 // Memory for the kernel to read from or write to, without a Rust reference to it.

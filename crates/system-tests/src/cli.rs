@@ -41,7 +41,7 @@ impl Answer {
     /// The code of the problem, as the report names it.
     #[must_use]
     pub fn problem(&self) -> String {
-        self.report().and_then(|report| report.error).map(|problem| problem.code).unwrap_or_default()
+        self.report().and_then(|report| report.error).map(|problem| problem.code.to_string()).unwrap_or_default()
     }
 
     /// It ended with `code` and told a person all of `words`.

@@ -7,31 +7,26 @@ use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use sterna_api::vm::Version;
-use utoipa::OpenApi;
+use sterna_sys::host;
 
-use super::Document;
 use super::answer::{Failure, blocking};
-use crate::vms::Daemon;
+use crate::daemon::Daemon;
+use crate::show;
 
 /// Who answers here.
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = Version)))]
 pub async fn version(State(daemon): State<Arc<Daemon>>) -> Json<Version> {
-    Json(Version {
-        sterna: env!("CARGO_PKG_VERSION").into(),
-        host: crate::migration::outgoing::host_name(),
-        listen: daemon.config.listen.clone(),
-    })
+    Json(Version { sterna: env!("CARGO_PKG_VERSION").into(), host: host::name(), listen: daemon.config.listen.clone() })
 }
 
 /// Metrics for Prometheus.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, body = String, content_type = "text/plain")))]
 pub async fn metrics(State(daemon): State<Arc<Daemon>>) -> Result<impl IntoResponse, Failure> {
-    let text = blocking(move || Ok(daemon.metrics.text(&daemon.list(), daemon.traffic()))).await?;
+    let text = blocking(move || Ok(text(&daemon))).await?;
     Ok(([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text))
 }
 
-/// This API's description.
-#[utoipa::path(get, path = "/openapi.json", responses((status = 200, body = serde_json::Value)))]
-pub async fn openapi() -> Json<utoipa::openapi::OpenApi> {
-    Json(Document::openapi())
+fn text(daemon: &Daemon) -> String {
+    let traffic = show::traffic(&daemon.machines, &daemon.jobs().queue);
+    daemon.metrics.text(&show::list(&daemon.machines, &daemon.balloons), traffic)
 }

@@ -8,7 +8,8 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::{IntoResponse, Response};
 use serde::de::DeserializeOwned;
-use sterna_api::{Blame, Problem};
+use sterna_api::code::Kind;
+use sterna_api::{Blame, Code, Problem};
 
 use crate::problems::invalid;
 
@@ -29,30 +30,20 @@ impl IntoResponse for Failure {
 }
 
 fn status(problem: &Problem) -> StatusCode {
-    match (problem.code.as_str(), problem.blame) {
-        ("unknown-vm" | "unknown-migration" | "no-such-route", _) => StatusCode::NOT_FOUND,
-        ("no-such-method", _) => StatusCode::METHOD_NOT_ALLOWED,
-        (
-            "name-taken"
-            | "vm-busy"
-            | "too-late"
-            | "arriving"
-            | "not-migrating"
-            | "already-known"
-            | "not-running"
-            | "still-arriving"
-            | "serving-pages"
-            | "runs-there"
-            | "not-its-destination"
-            | "guest-unfit"
-            | "balloon-in-use"
-            | "balloon-silent",
-            _,
-        ) => StatusCode::CONFLICT,
-        ("guest-ignores-powerdown", _) => StatusCode::GATEWAY_TIMEOUT,
-        (_, Blame::Request) => StatusCode::BAD_REQUEST,
-        (_, Blame::Peer | Blame::Qemu | Blame::Guest) => StatusCode::BAD_GATEWAY,
-        (_, Blame::Host | Blame::Ours) => StatusCode::INTERNAL_SERVER_ERROR,
+    match problem.code.kind() {
+        Kind::Absent => StatusCode::NOT_FOUND,
+        Kind::Method => StatusCode::METHOD_NOT_ALLOWED,
+        Kind::Conflict => StatusCode::CONFLICT,
+        Kind::Late => StatusCode::GATEWAY_TIMEOUT,
+        Kind::ByBlame => by_blame(problem.blame),
+    }
+}
+
+fn by_blame(blame: Blame) -> StatusCode {
+    match blame {
+        Blame::Request => StatusCode::BAD_REQUEST,
+        Blame::Peer | Blame::Qemu | Blame::Guest => StatusCode::BAD_GATEWAY,
+        Blame::Host | Blame::Ours => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }
 
@@ -118,7 +109,7 @@ pub async fn blocking<T: Send + 'static>(
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result.map_err(Failure),
         Err(error) => {
-            Err(Failure(Problem::new("internal", Blame::Ours, format!("the request came to nothing: {error}"))))
+            Err(Failure(Problem::new(Code::Internal, Blame::Ours, format!("the request came to nothing: {error}"))))
         }
     }
 }

@@ -7,7 +7,8 @@ use axum::extract::State;
 use sterna_api::{BalloonSetting, Problem, Vm};
 
 use super::answer::{Body, Failure, Path, blocking};
-use crate::vms::Daemon;
+use crate::daemon::Daemon;
+use crate::show::show;
 
 /// Changes how a virtual machine's balloon is handled. It outlives the daemon and travels with the machine.
 #[utoipa::path(
@@ -22,5 +23,10 @@ pub async fn set(
     Path(name): Path<String>,
     Body(setting): Body<BalloonSetting>,
 ) -> Result<Json<Vm>, Failure> {
-    blocking(move || daemon.set_balloon(&name, setting)).await.map(Json)
+    blocking(move || {
+        daemon.balloons.set(&name, setting)?;
+        show(&daemon.machines, &daemon.balloons, &name)
+    })
+    .await
+    .map(Json)
 }

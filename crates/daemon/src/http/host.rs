@@ -9,13 +9,13 @@ use sterna_api::options::MIN_BANDWIDTH_BYTES_PER_S;
 use sterna_api::vm::HostBandwidth;
 
 use super::answer::{Body, Failure};
+use crate::daemon::Daemon;
 use crate::problems::invalid;
-use crate::vms::Daemon;
 
 /// What all migrations away from this host may send together.
 #[utoipa::path(get, path = "/v1/host/bandwidth", responses((status = 200, body = HostBandwidth)))]
 pub async fn bandwidth(State(daemon): State<Arc<Daemon>>) -> Json<HostBandwidth> {
-    Json(HostBandwidth { bandwidth_bytes_per_s: daemon.bandwidth.rate() })
+    Json(HostBandwidth { bandwidth_bytes_per_s: daemon.departures.bandwidth.rate() })
 }
 
 /// Changes it, for migrations under way too, until the daemon restarts: then the configuration holds again.
@@ -34,7 +34,7 @@ pub async fn set_bandwidth(
     {
         return Err(Failure(invalid(format!("bandwidth is {rate} bytes/s: below 64 KiB/s no migration ends"))));
     }
-    daemon.bandwidth.set_rate(wanted.bandwidth_bytes_per_s);
+    daemon.departures.bandwidth.set_rate(wanted.bandwidth_bytes_per_s);
     tracing::info!(bytes_per_s = wanted.bandwidth_bytes_per_s, "the host's bandwidth was changed");
     Ok(Json(wanted))
 }

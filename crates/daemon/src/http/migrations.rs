@@ -8,7 +8,8 @@ use axum::http::StatusCode;
 use sterna_api::{MigrateRequest, Migration, Problem};
 
 use super::answer::{Body, Failure, Path, blocking};
-use crate::vms::Daemon;
+use crate::daemon::Daemon;
+use crate::migration::gang::migrate;
 
 /// Moves virtual machines to another host; answers at once.
 #[utoipa::path(
@@ -21,14 +22,14 @@ pub async fn begin(
     State(daemon): State<Arc<Daemon>>,
     Body(request): Body<MigrateRequest>,
 ) -> Result<(StatusCode, Json<Migration>), Failure> {
-    let job = blocking(move || daemon.migrate(&request)).await?;
+    let job = blocking(move || migrate(&daemon.departures, &request)).await?;
     Ok((StatusCode::ACCEPTED, Json(job.show())))
 }
 
 /// The migrations under way, and the last that ended.
 #[utoipa::path(get, path = "/v1/migrations", responses((status = 200, body = Vec<Migration>)))]
 pub async fn list(State(daemon): State<Arc<Daemon>>) -> Json<Vec<Migration>> {
-    Json(daemon.jobs.list().iter().map(|job| job.show()).collect())
+    Json(daemon.jobs().list().iter().map(|job| job.show()).collect())
 }
 
 /// One migration.
@@ -39,5 +40,5 @@ pub async fn list(State(daemon): State<Arc<Daemon>>) -> Json<Vec<Migration>> {
     responses((status = 200, body = Migration), (status = 404, body = Problem))
 )]
 pub async fn show(State(daemon): State<Arc<Daemon>>, Path(id): Path<u64>) -> Result<Json<Migration>, Failure> {
-    Ok(Json(daemon.jobs.get(id)?.show()))
+    Ok(Json(daemon.jobs().get(id)?.show()))
 }

@@ -1,20 +1,17 @@
-//! The API: HTTP/1.1 with JSON on a unix socket. Every handler is a few lines; the work is [`Daemon`](crate::vms::Daemon)'s.
+//! The API: HTTP/1.1 with JSON on a unix socket. Every handler is a few lines; the work is
+//! [`Daemon`](crate::daemon::Daemon)'s.
 
 use std::sync::Arc;
 
 use axum::Router;
 use axum::http::{Method, Uri};
 use axum::routing::{get, post, put};
-use sterna_api::{Blame, Problem};
-use utoipa::OpenApi;
+use sterna_api::{Blame, Code, Problem};
 
-use crate::vms::Daemon;
+use crate::daemon::Daemon;
 
 /// Problems as answers.
 pub mod answer;
-
-/// Who calls.
-pub mod caller;
 
 /// Machines.
 pub mod vms;
@@ -31,39 +28,13 @@ pub mod watch;
 /// What holds for the host as a whole.
 pub mod host;
 
-/// The daemon itself: version, metrics, this document.
+/// The daemon itself: version and metrics.
 pub mod about;
 
-use answer::Failure;
-
 /// The API's description.
-#[derive(OpenApi)]
-#[openapi(
-    info(title = "Sterna", description = "Virtual machines of one host, and their live migration."),
-    paths(
-        vms::list,
-        vms::run,
-        vms::adopt,
-        vms::show,
-        vms::stop,
-        vms::cancel,
-        vms::estimate,
-        balloon::set,
-        vms::reclaim,
-        vms::resume,
-        migrations::begin,
-        migrations::list,
-        migrations::show,
-        watch::watch,
-        host::bandwidth,
-        host::set_bandwidth,
-        about::version,
-        about::metrics,
-        about::openapi,
-    ),
-    components(schemas(Problem))
-)]
-pub struct Document;
+pub mod document;
+
+use answer::Failure;
 
 /// The routes.
 pub fn router(daemon: Arc<Daemon>) -> Router {
@@ -82,7 +53,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/host/bandwidth", get(host::bandwidth).put(host::set_bandwidth))
         .route("/v1/version", get(about::version))
         .route("/metrics", get(about::metrics))
-        .route("/openapi.json", get(about::openapi))
+        .route("/openapi.json", get(document::openapi))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .with_state(daemon)
@@ -90,11 +61,12 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
 
 async fn no_route(uri: Uri) -> Failure {
     Failure(
-        Problem::new("no-such-route", Blame::Request, format!("there is no {}", uri.path())).hint("see /openapi.json"),
+        Problem::new(Code::NoSuchRoute, Blame::Request, format!("there is no {}", uri.path()))
+            .hint("see /openapi.json"),
     )
 }
 
 async fn no_method(method: Method, uri: Uri) -> Failure {
     let what = format!("{} has no {method}", uri.path());
-    Failure(Problem::new("no-such-method", Blame::Request, what).hint("see /openapi.json"))
+    Failure(Problem::new(Code::NoSuchMethod, Blame::Request, what).hint("see /openapi.json"))
 }

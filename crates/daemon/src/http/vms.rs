@@ -14,14 +14,16 @@ use sterna_engine::monitor::Monitor;
 use utoipa::IntoParams;
 
 use super::answer::{Body, Failure, Path, Query, blocking};
-use super::caller::Caller;
-use crate::migration::estimate::Question;
-use crate::vms::Daemon;
+use crate::caller::Caller;
+use crate::daemon::Daemon;
+use crate::migration::estimate::{self, Question};
+use crate::migration::resume;
+use crate::{run, show, stop};
 
 /// The virtual machines of this host.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<Vm>)))]
 pub async fn list(State(daemon): State<Arc<Daemon>>) -> Result<Json<Vec<Vm>>, Failure> {
-    blocking(move || Ok(daemon.list())).await.map(Json)
+    blocking(move || Ok(show::list(&daemon.machines, &daemon.balloons))).await.map(Json)
 }
 
 /// Starts a virtual machine.
@@ -35,7 +37,11 @@ pub async fn run(
     State(daemon): State<Arc<Daemon>>,
     Body(request): Body<RunRequest>,
 ) -> Result<(StatusCode, Json<Vm>), Failure> {
-    let vm = blocking(move || daemon.run(&request)).await?;
+    let vm = blocking(move || {
+        run::run(&daemon.care, &daemon.launcher, daemon.config.qemu.as_deref(), &request)?;
+        show::show(&daemon.machines, &daemon.balloons, &request.name)
+    })
+    .await?;
     Ok((StatusCode::CREATED, Json(vm)))
 }
 
@@ -50,7 +56,11 @@ pub async fn adopt(
     State(daemon): State<Arc<Daemon>>,
     Body(request): Body<AdoptRequest>,
 ) -> Result<(StatusCode, Json<Vm>), Failure> {
-    let vm = blocking(move || daemon.adopt(&request)).await?;
+    let vm = blocking(move || {
+        daemon.adoptions.adopt(&request)?;
+        show::show(&daemon.machines, &daemon.balloons, &request.name)
+    })
+    .await?;
     Ok((StatusCode::CREATED, Json(vm)))
 }
 
@@ -62,7 +72,7 @@ pub async fn adopt(
     responses((status = 200, body = Vm), (status = 404, body = Problem))
 )]
 pub async fn show(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>) -> Result<Json<Vm>, Failure> {
-    blocking(move || daemon.show(&name)).await.map(Json)
+    blocking(move || show::show(&daemon.machines, &daemon.balloons, &name)).await.map(Json)
 }
 
 /// How to stop.
@@ -87,7 +97,7 @@ pub async fn stop(
     Path(name): Path<String>,
     Query(query): Query<StopQuery>,
 ) -> Result<StatusCode, Failure> {
-    blocking(move || daemon.stop(&name, query.force)).await?;
+    blocking(move || stop::stop(&daemon.machines, &name, query.force)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -99,7 +109,7 @@ pub async fn stop(
     responses((status = 202, description = "it will be cancelled"), (status = "4XX", body = Problem))
 )]
 pub async fn cancel(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>) -> Result<StatusCode, Failure> {
-    blocking(move || daemon.cancel(&name)).await?;
+    blocking(move || daemon.machines.cancel(&name)).await?;
     Ok(StatusCode::ACCEPTED)
 }
 
@@ -118,7 +128,7 @@ pub async fn resume(
     Path(name): Path<String>,
     Body(request): Body<ResumeRequest>,
 ) -> Result<StatusCode, Failure> {
-    blocking(move || daemon.resume(&name, &request, caller)).await?;
+    blocking(move || resume::resume(&daemon.departures, &name, &request, caller)).await?;
     Ok(StatusCode::ACCEPTED)
 }
 
@@ -159,7 +169,7 @@ pub async fn estimate(
     };
     let asked = Asked(Arc::new(Monitor::new(&name)));
     let monitor = Arc::clone(&asked.0);
-    blocking(move || daemon.estimate(&name, question, &monitor)).await.map(Json)
+    blocking(move || estimate::estimate(&daemon.machines, &name, question, &monitor)).await.map(Json)
 }
 
 /// Gives what a virtual machine's guest holds free back to this host; answers when it is done. The machine runs on, and cannot be moved or stopped
@@ -178,7 +188,7 @@ pub async fn reclaim(
 ) -> Result<Json<Reclaimed>, Failure> {
     let asked = Asked(Arc::new(Monitor::new(&name)));
     let monitor = Arc::clone(&asked.0);
-    blocking(move || daemon.reclaim(&name, request.method, &monitor)).await.map(Json)
+    blocking(move || daemon.reclaim().reclaim(&name, request.method, &monitor)).await.map(Json)
 }
 
 /// A caller that waits. One that goes away drops it.

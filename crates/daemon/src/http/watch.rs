@@ -15,8 +15,8 @@ use sterna_api::{Phase, Problem, Progress};
 use utoipa::IntoParams;
 
 use super::answer::{Failure, Query};
+use crate::daemon::Daemon;
 use crate::problems::unknown_vm;
-use crate::vms::Daemon;
 
 /// How often migrations are looked at.
 const TICK: Duration = Duration::from_millis(100);
@@ -44,7 +44,7 @@ pub async fn watch(
     Query(query): Query<WatchQuery>,
 ) -> Result<impl IntoResponse, Failure> {
     if let Some(name) = &query.vm
-        && !daemon.table().contains_key(name)
+        && !daemon.machines.table().contains_key(name)
     {
         return Err(Failure(unknown_vm(name)));
     }
@@ -73,7 +73,7 @@ impl Watcher {
                 return Some(lines.into());
             }
             tokio::time::sleep(TICK).await;
-            let gone = self.vm.as_ref().is_some_and(|name| !self.daemon.table().contains_key(name));
+            let gone = self.vm.as_ref().is_some_and(|name| !self.daemon.machines.table().contains_key(name));
             // A moved machine leaves the table before the last word on its migration.
             self.ended |= gone && self.seen.values().all(|(progress, _)| progress.phase == Phase::Done);
         }
@@ -82,7 +82,7 @@ impl Watcher {
 
     fn look(&mut self) -> String {
         let mut lines = String::new();
-        for job in self.daemon.jobs.list() {
+        for job in self.daemon.jobs().list() {
             for progress in job.progress() {
                 if self.vm.as_ref().is_some_and(|name| *name != progress.vm) {
                     continue;

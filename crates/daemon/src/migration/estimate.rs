@@ -5,20 +5,23 @@ use std::time::Duration;
 
 use sterna_api::estimate::{MAX_DURATION_MS, MIN_DURATION_MS};
 use sterna_api::options::MigrateOptions;
-use sterna_api::{Blame, Estimate, Problem};
+use sterna_api::{Blame, Code, Estimate, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::memory::Memory;
 use sterna_engine::memory::shared::SharedMemory;
 use sterna_engine::monitor::Monitor;
-use sterna_engine::source::estimate::estimate;
+use sterna_engine::source::estimate::estimate as played_through;
 use sterna_engine::source::free::{free_now, page_cache_now};
 use sterna_engine::source::observe::observe;
 use sterna_protocol::pages::PageMap;
 use sterna_sys::map::Access;
 
-use super::outgoing;
+use crate::machines::claim::Claimed;
+use crate::machines::control;
+use crate::machines::hold::{Activity, Connection, Hold, cancel};
+use crate::machines::reach::movable;
+use crate::machines::table::Machines;
 use crate::problems::{host, invalid};
-use crate::vms::{Daemon, Hold, control};
 
 /// What is to be estimated.
 #[derive(Debug, Clone, Copy)]
@@ -33,48 +36,68 @@ pub struct Question {
     pub page_cache: bool,
 }
 
-impl Daemon {
-    /// Estimates a machine's migration. Blocks for the observation's time; `monitor` can cut it short. No migration of the machine begins
-    /// meanwhile: two cannot watch one machine's writes.
-    ///
-    /// # Errors
-    /// A [`Problem`]: an unknown or busy machine, one that cannot be moved at all, a question that cannot be.
-    pub fn estimate(&self, name: &str, question: Question, monitor: &Arc<Monitor>) -> Result<Estimate, Problem> {
-        question.check()?;
-        let claimed = self.claim_for_now(name, Hold::Estimating(Arc::clone(monitor)))?;
-        let movable = outgoing::movable(&claimed.record)?;
-        let ram = SharedMemory::open(&movable.blocks, Access::Read);
-        let ram: Arc<dyn Memory> = Arc::new(ram.map_err(|error| host("cannot map the machine's RAM", &error))?);
-        // QEMU serves one client at a time, and nothing more is asked of it after this.
-        let mut vmm = control::source(&claimed.record, movable.control.share())?;
-        let free = free_now(&mut vmm, &ram).unwrap_or_else(|reason| {
-            tracing::info!(vm = name, %reason, "the guest's free pages cannot be told");
-            PageMap::empty(ram.layout())
-        });
-        let cached = question.page_cache.then(|| page_cache_now(&mut vmm, &ram));
-        drop(vmm);
-        let cached = cached.and_then(|cached| {
-            let not_told = |reason| tracing::info!(vm = name, %reason, "the guest's page cache cannot be told");
-            cached.map_err(not_told).ok()
-        });
-        let mut tracker = movable.tracker;
-        let seen = observe(ram.as_ref(), &mut tracker, &free, Duration::from_millis(question.duration_ms), monitor);
-        let seen = seen.map_err(|error| match error {
-            MigrateError::Cancelled => {
-                Problem::new("cancelled", Blame::Request, format!("the observation of '{name}' was cancelled"))
-            }
-            error => error.problem(),
-        })?;
-        let limit = Duration::from_secs_f64(question.downtime_limit_ms / 1e3);
-        let mut estimate = estimate(name, &seen, question.bandwidth_bytes_per_s, limit);
-        if let Some(mut cached) = cached {
-            let allocated =
-                ram.allocated().map_err(|error| host("cannot look for holes in the machine's RAM", &error))?;
-            cached.keep(&allocated);
-            estimate.observed.page_cache_pages = Some(cached.len());
-        }
-        Ok(estimate)
+/// It is observed, to estimate what its migration would take.
+#[derive(Debug)]
+struct Estimating(Arc<Monitor>);
+
+impl Activity for Estimating {
+    fn describe(&self) -> &'static str {
+        "it is observed for an estimate"
     }
+
+    fn cancel(&self, name: &str) -> Result<(), Problem> {
+        cancel(&self.0, name)
+    }
+
+    fn connection(&self) -> Connection {
+        Connection::Free
+    }
+}
+
+/// Estimates a machine's migration. Blocks for the observation's time; `monitor` can cut it short. No migration of the
+/// machine begins meanwhile: two cannot watch one machine's writes.
+///
+/// # Errors
+/// A [`Problem`]: an unknown or busy machine, one that cannot be moved at all, a question that is invalid.
+pub fn estimate(
+    machines: &Machines,
+    name: &str,
+    question: Question,
+    monitor: &Arc<Monitor>,
+) -> Result<Estimate, Problem> {
+    question.check()?;
+    let claimed = Claimed::new(machines, name, Hold::busy(Estimating(Arc::clone(monitor))))?;
+    let movable = movable(&claimed.record)?;
+    let ram = SharedMemory::open(&movable.blocks, Access::Read);
+    let ram: Arc<dyn Memory> = Arc::new(ram.map_err(|error| host("cannot map the machine's RAM", &error))?);
+    // QEMU serves one client at a time, and nothing more is asked of it after this.
+    let mut vmm = control::source(&claimed.record, movable.control.share())?;
+    let free = free_now(&mut vmm, &ram).unwrap_or_else(|reason| {
+        tracing::info!(vm = name, %reason, "the guest's free pages cannot be told");
+        PageMap::empty(ram.layout())
+    });
+    let cached = question.page_cache.then(|| page_cache_now(&mut vmm, &ram));
+    drop(vmm);
+    let cached = cached.and_then(|cached| {
+        let not_told = |reason| tracing::info!(vm = name, %reason, "the guest's page cache cannot be told");
+        cached.map_err(not_told).ok()
+    });
+    let mut tracker = movable.tracker;
+    let seen = observe(ram.as_ref(), &mut tracker, &free, Duration::from_millis(question.duration_ms), monitor);
+    let seen = seen.map_err(|error| match error {
+        MigrateError::Cancelled => {
+            Problem::new(Code::Cancelled, Blame::Request, format!("the observation of '{name}' was cancelled"))
+        }
+        error => error.problem(),
+    })?;
+    let limit = Duration::from_secs_f64(question.downtime_limit_ms / 1e3);
+    let mut estimate = played_through(name, &seen, question.bandwidth_bytes_per_s, limit);
+    if let Some(mut cached) = cached {
+        let allocated = ram.allocated().map_err(|error| host("cannot look for holes in the machine's RAM", &error))?;
+        cached.keep(&allocated);
+        estimate.observed.page_cache_pages = Some(cached.len());
+    }
+    Ok(estimate)
 }
 
 impl Question {

@@ -4,59 +4,82 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use sterna_api::{Blame, MemoryMode, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::paging::Pager;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::spec::VmSpec;
 
+use super::arriving::{Arriving, check_incoming};
+use super::no_verdict::no_verdict;
+use super::paging::{self, Pages};
 use super::prechecks;
-use super::records::NoVerdict;
+use super::records::{NoVerdict, Records};
+use crate::care::Care;
+use crate::machines::backing::Block;
+use crate::machines::claim::Reservation;
+use crate::machines::control;
+use crate::machines::hold::Hold;
+use crate::machines::record::{Lifecycle, Memory, Paging, VmRecord};
+use crate::machines::start::Launcher;
 use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
-use crate::qemu::launch::{agent_socket, qmp_socket};
+use crate::qemu::launch::qmp_socket;
 use crate::room;
-use crate::vms::control;
-use crate::vms::record::{Block, Paging};
-use crate::vms::run::version;
-use crate::vms::{Daemon, Hold, Lifecycle, Reservation, VmRecord, paging};
 
 /// This host as a destination.
 #[derive(Debug, Clone)]
-pub struct Destination(pub Arc<Daemon>);
+pub struct Destination {
+    /// Who it is to sources.
+    pub identity: DaemonId,
+    /// What connections to other daemons are encrypted with, where they are.
+    pub credentials: Option<Arc<Credentials>>,
+    /// Its machines, and who looks after them.
+    pub care: Care,
+    /// What became of migrations.
+    pub records: Arc<Records>,
+    /// What starts machines.
+    pub launcher: Arc<Launcher>,
+    /// Pages that come after their guest.
+    pub pages: Arc<Pages>,
+    /// How many machines may be on their way here at a time.
+    pub max_incoming: usize,
+    /// The QEMU of the configuration.
+    pub qemu: Option<PathBuf>,
+}
 
 impl DestinationHost for Destination {
     fn identity(&self) -> DaemonId {
-        self.0.identity
+        self.identity
     }
 
     fn credentials(&self) -> Option<Arc<Credentials>> {
-        self.0.credentials.clone()
+        self.credentials.clone()
     }
 
     fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem> {
-        if self.0.records.stage(id).is_some() {
+        if self.records.stage(id).is_some() {
             return Err(stale(id));
         }
         self.start(id, spec, from, postcopy).inspect_err(|problem| {
-            if problem.code == Problem::TOO_MANY_INCOMING {
+            if problem.code == Code::TooManyIncoming {
                 // Nothing was begun, and its source asks again under another number: there is nothing to remember.
                 return tracing::debug!(vm = %spec.name, %id, "put off: {}", problem.message);
             }
-            // The source learns of it by this very answer. One that does not get it was never told yes, and never asks: nothing is kept.
-            tracing::info!(vm = %spec.name, %id, code = problem.code, "refused: {}", problem.message);
+            // The source learns of it by this very answer. One that does not get it was never told yes, and never asks:
+            // nothing is kept.
+            tracing::info!(vm = %spec.name, %id, code = %problem.code, "refused: {}", problem.message);
         })
     }
 
     fn room_bytes(&self) -> u64 {
-        room::room_bytes(&self.0.state.ram())
+        room::room_bytes(&self.launcher.state.ram())
     }
 
     fn commit(&self, id: MigrationId, postcopy: bool) -> Result<(), Problem> {
-        self.0
-            .records
+        self.records
             .commit(id, postcopy)
             .map_err(|error| host("the destination cannot write down that the guest is its own", &error))
     }
@@ -66,28 +89,28 @@ impl DestinationHost for Destination {
         drop(incoming);
         if let Some(record) = self.arriving(id) {
             tracing::info!(vm = %record.name, %id, "it belongs here now");
-            self.0.take_in(&record, pager, failed);
+            self.pages.take_in(&record, pager, failed);
         }
     }
 
     fn pager(&self, id: MigrationId, from: Option<&str>) -> Result<Arc<Pager>, Problem> {
-        if !self.0.records.may_ask(id, from) {
+        if !self.records.may_ask(id, from) {
             return Err(no_verdict(id, from, NoVerdict::AnotherDaemons));
         }
-        self.0.pager_of(id)
+        self.pages.pager_of(id)
     }
 
     fn paged(&self, id: MigrationId) {
-        self.0.paged(id);
+        self.pages.paged(id);
     }
 
     fn abort(&self, id: MigrationId, incoming: Option<Incoming>) {
-        let verdict = self.0.records.abort(id);
+        let verdict = self.records.abort(id);
         let Some(record) = self.arriving(id) else { return };
         if verdict == Verdict::Committed {
             tracing::error!(vm = %record.name, %id, "asked to abort what is committed: the guest stays");
             drop(incoming);
-            return self.0.settle(&record);
+            return self.care.settle(&record);
         }
         if let Some(mut incoming) = incoming {
             incoming.vmm.quit();
@@ -95,12 +118,12 @@ impl DestinationHost for Destination {
         if let Some(process) = record.process.open() {
             process.kill();
         }
-        self.0.forget(&record.name, record.process);
+        self.care.machines.forget(&record.name, record.process);
         tracing::info!(vm = %record.name, %id, "aborted, nothing is left of it here");
     }
 
     fn verdict(&self, id: MigrationId, from: Option<&str>) -> Result<Verdict, Problem> {
-        let verdict = self.0.records.verdict_for(id, from).map_err(|why| no_verdict(id, from, why))?;
+        let verdict = self.records.verdict_for(id, from).map_err(|why| no_verdict(id, from, why))?;
         if verdict == Verdict::Aborted {
             self.end_arriving(id)?;
         }
@@ -110,31 +133,7 @@ impl DestinationHost for Destination {
 
 /// Something by this number is on record.
 fn stale(id: MigrationId) -> Problem {
-    Problem::new("stale-migration", Blame::Peer, format!("migration {id} has ended here before"))
-}
-
-/// Why a daemon that asks learns nothing of a migration.
-pub fn no_verdict(id: MigrationId, asks: Option<&str>, why: NoVerdict) -> Problem {
-    let asks = asks.unwrap_or("somebody without a certificate");
-    tracing::warn!(%id, asks, ?why, "asked for a migration and told nothing");
-    match why {
-        NoVerdict::AnotherDaemons => {
-            Problem::new("tls-not-yours", Blame::Request, format!("migration {id} was begun by another daemon"))
-                .hint("give this host's certificate the first DNS name that it had when the migration began")
-        }
-        NoVerdict::BegunHere => {
-            let message = format!("the daemon that answers there is the source of migration {id}, not its destination");
-            Problem::new("not-yours", Blame::Request, message)
-                .hint("say where the destination is: 'sterna resume NAME --to HOST:PORT'")
-        }
-        NoVerdict::Unknown => {
-            let message = format!("the daemon that answers there has never heard of migration {id}");
-            Problem::new("not-known-here", Blame::Request, message).hint(
-                "is it the right host, and has its daemon the state directory it had? Where its records are lost nobody can tell by asking: \
-                 look with your own eyes whether the guest runs there",
-            )
-        }
-    }
+    Problem::new(Code::StaleMigration, Blame::Peer, format!("migration {id} has ended here before"))
 }
 
 /// A host's name by its own word, as far as people may be shown it.
@@ -145,18 +144,19 @@ fn name_of(host: &str) -> String {
 
 impl Destination {
     fn start(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem> {
-        let daemon = &self.0;
         let items = arguments::parse(&spec.arguments);
         let room_bytes = self.room_bytes().saturating_sub(self.promised_bytes());
+        let machines = &self.care.machines;
         // Before anything costs something: those that are put off ask every second.
-        daemon.check_incoming(&daemon.table())?;
-        let binary = prechecks::check(spec, &items, daemon.config.qemu.as_deref(), room_bytes)?;
-        let reservation = daemon.reserve_arriving(&spec.name, id)?;
-        daemon.records.prepare(id, &spec.name, from).map_err(|error| match error.kind() {
+        check_incoming(&machines.table(), self.max_incoming)?;
+        let binary = prechecks::check(spec, &items, self.qemu.as_deref(), room_bytes)?;
+        let has_room = |table: &_| check_incoming(table, self.max_incoming);
+        let reservation = Reservation::new(machines, &spec.name, Hold::busy(Arriving(id)), has_room)?;
+        self.records.prepare(id, &spec.name, from).map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists => stale(id),
             _ => host("the destination cannot write the migration's record", &error),
         })?;
-        self.start_qemu(id, spec, postcopy, &items, binary, reservation).inspect_err(|_| daemon.records.refused(id))
+        self.start_qemu(id, spec, postcopy, &items, binary, reservation).inspect_err(|_| self.records.refused(id))
     }
 
     fn start_qemu(
@@ -168,41 +168,31 @@ impl Destination {
         binary: Binary,
         reservation: Reservation,
     ) -> Result<Incoming, Problem> {
-        let daemon = &self.0;
-        let dir = daemon.state.vm(&spec.name);
+        let dir = self.care.machines.dir(&spec.name);
         let blocks: Vec<Block> = spec
             .blocks
             .iter()
-            .map(|block| Block::new(&block.id, block.bytes, block.page_bytes, &daemon.new_ram_path(&spec.name)))
+            .map(|block| {
+                let path = self.launcher.new_ram_path(&spec.name);
+                Block::new(&block.id, block.bytes, block.page_bytes, &path)
+            })
             .collect();
         let managed = spec.managed_ram.then(|| (spec.memory_bytes, blocks[0].path.as_path()));
         let additions = Additions { name: &spec.name, qmp: &qmp_socket(&dir), ram: managed };
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
         let all = arguments::for_incoming(items, &additions, &spec.machine, &files);
-        let mut started = daemon.start(&binary.path, &all, &spec.name, blocks)?;
+        let mut started = self.launcher.start(&binary.path, &all, &spec.name, blocks)?;
+        let memory =
+            Memory { bytes: spec.memory_bytes, blocks: started.blocks.clone(), managed: spec.managed_ram, owned: true };
         let mut record = VmRecord {
-            name: spec.name.clone(),
-            memory_bytes: spec.memory_bytes,
-            memory_mode: MemoryMode::Shared,
             trust_group: spec.trust_group.clone(),
-            qemu_path: binary.path,
-            qemu_version: version(&started.about),
-            machine: started.about.machine.clone(),
-            arguments: spec.arguments.clone(),
-            managed_ram: spec.managed_ram,
-            process: started.process,
-            qmp: qmp_socket(&dir),
-            agent: agent_socket(&dir),
-            blocks: started.blocks.clone(),
-            owns_ram_files: true,
             balloon: spec.balloon,
             lifecycle: Lifecycle::Incoming(id),
             running: spec.running,
-            kept_before: None,
-            paging: None,
+            ..VmRecord::new(&spec.name, spec.arguments.clone(), started.qemu(binary.path), memory)
         };
         let paging = postcopy.then(|| {
-            let map = daemon.new_ram_path(&spec.name);
+            let map = self.launcher.new_ram_path(&spec.name);
             started.with_file(&map);
             let (means, addresses) = paging::means(&record, &map)?;
             record.paging = Some(Paging { id, from: name_of(&spec.from), map, held_back: false });
@@ -215,7 +205,7 @@ impl Destination {
         };
         let block_files = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
         let vmm = control::destination(&record, &dir)?;
-        reservation.keep(&record, Hold::Arriving(id))?;
+        reservation.keep(&record, Hold::busy(Arriving(id)))?;
         started.keep();
         Ok(Incoming {
             vmm: Box::new(vmm),
@@ -225,8 +215,8 @@ impl Destination {
         })
     }
 
-    /// Ends a machine on its way here that its source is about to let run: both lock the guest's disks. (The session, which may wait for a source that
-    /// is gone, sees its end.)
+    /// Ends a machine on its way here that its source is about to let run: both lock the guest's disks. (The session,
+    /// which may wait for a source that is gone, sees its end.)
     ///
     /// # Errors
     /// It does not end: then the source must not be told yet that it may.
@@ -237,20 +227,20 @@ impl Destination {
             if !process.has_ended() {
                 let message =
                     format!("the QEMU of '{}' at the destination does not end: its kernel keeps it", record.name);
-                return Err(Problem::new("still-ending", Blame::Host, message)
+                return Err(Problem::new(Code::StillEnding, Blame::Host, message)
                     .hint("it waits for a device or for storage there; asked again, it says when it has ended"));
             }
         }
-        self.0.forget(&record.name, record.process);
+        self.care.machines.forget(&record.name, record.process);
         Ok(())
     }
 
-    /// Memory that machines on their way here will still need, and those that run here before all their pages are here: a machine promised to
-    /// arrive must not starve for a later one.
+    /// Memory that machines on their way here will still need, and those that run here before all their pages are here:
+    /// a machine promised to arrive must not starve for a later one.
     fn promised_bytes(&self) -> u64 {
         let (arriving, missing): (Vec<VmRecord>, u64) = {
-            let table = self.0.table();
-            let entries = table.values().filter(|entry| matches!(entry.hold, Hold::Arriving(_)));
+            let table = self.care.machines.table();
+            let entries = table.values().filter(|entry| entry.hold.is::<Arriving>());
             let missing = table.values().filter_map(|entry| entry.pager.as_ref());
             (entries.filter_map(|entry| entry.record.clone()).collect(), missing.map(|pager| pager.0.missing()).sum())
         };
@@ -259,8 +249,9 @@ impl Destination {
     }
 
     fn arriving(&self, id: MigrationId) -> Option<VmRecord> {
-        let table = self.0.table();
-        let entry = table.values().find(|entry| matches!(entry.hold, Hold::Arriving(other) if other == id))?;
+        let table = self.care.machines.table();
+        let entry =
+            table.values().find(|entry| entry.hold.activity::<Arriving>().is_some_and(|arriving| arriving.0 == id))?;
         entry.record.clone()
     }
 }

@@ -1,24 +1,21 @@
-//! The migrations this host began: accepted, queued, driven, and remembered for a while.
+//! The migrations this host began, as they are seen: from the moment they are accepted, and for a while after their
+//! end.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_api::{Blame, MigrateRequest, Migration, Phase, Problem, Progress, Report, Status};
+use sterna_api::{Blame, Code, Migration, Phase, Problem, Progress, Report};
 use sterna_engine::monitor::Monitor;
 
-use super::outgoing;
 use super::queue::Queue;
-use crate::problems::{host, invalid, unknown_vm};
-use crate::vms::{Daemon, Hold, VmRecord};
+use crate::metrics::Metrics;
 
 /// Ended migrations that are remembered.
 const KEEP: usize = 100;
-/// The most machines of one gang.
-const MAX_GANG: usize = 256;
 
-/// A migration: one machine, or a gang moved together.
+/// A migration as it is seen: of one machine, or of a gang that is moved together.
 #[derive(Debug)]
 pub struct Job {
     /// Its number on this host.
@@ -63,9 +60,9 @@ impl Job {
     }
 
     /// The last word on one of its machines.
-    pub fn end(&self, index: usize, daemon: &Daemon, report: Report) {
+    pub fn end(&self, index: usize, metrics: &Metrics, report: Report) {
         let member = &self.members[index];
-        daemon.metrics.migration_ended(&report);
+        metrics.migration_ended(&report);
         member.monitor.update(|progress| progress.phase = Phase::Done);
         *lock(&member.report) = Some(report);
         member.ended.store(true, Ordering::Release);
@@ -112,13 +109,13 @@ impl Jobs {
     /// A [`Problem`] where there is none of this number.
     pub fn get(&self, id: u64) -> Result<Arc<Job>, Problem> {
         lock(&self.table).jobs.iter().find(|job| job.id == id).cloned().ok_or_else(|| {
-            Problem::new("unknown-migration", Blame::Request, format!("there is no migration {id}"))
+            Problem::new(Code::UnknownMigration, Blame::Request, format!("there is no migration {id}"))
                 .hint(format!("the last {KEEP} are remembered until the daemon restarts"))
         })
     }
 
-    /// Cancels all that are under way and waits until their guests are given back, or until `timeout`. Those whose guests run elsewhere before
-    /// all their pages are there are the next daemon's to go on with.
+    /// Cancels all that are under way and waits until their guests are given back, or until `timeout`. Those whose
+    /// guests run elsewhere before all their pages are there are the next daemon's to go on with.
     pub fn cancel_all(&self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
         let jobs = self.list();
@@ -134,20 +131,9 @@ impl Jobs {
         }
     }
 
-    /// A job for a machine that was handed over before.
+    /// A new job, of the machines of these names.
     #[must_use]
-    pub fn take_up(&self, to: &str, name: &str) -> Arc<Job> {
-        self.add(to, &[name.into()])
-    }
-
-    /// Where the migration goes that is seen so.
-    #[must_use]
-    pub fn peer_of(&self, monitor: &Arc<Monitor>) -> Option<String> {
-        let is_it = |job: &&Arc<Job>| job.members.iter().any(|member| Arc::ptr_eq(&member.monitor, monitor));
-        self.list().iter().find(is_it).map(|job| job.to.clone())
-    }
-
-    fn add(&self, to: &str, names: &[String]) -> Arc<Job> {
+    pub fn add(&self, to: &str, names: &[String]) -> Arc<Job> {
         let mut table = lock(&self.table);
         let member = |name: &String| Member {
             monitor: Arc::new(Monitor::new(name)),
@@ -163,108 +149,10 @@ impl Jobs {
         job
     }
 
-    fn drop_job(&self, id: u64) {
+    /// Forgets a job that was not begun.
+    pub fn drop_job(&self, id: u64) {
         lock(&self.table).jobs.retain(|job| job.id != id);
     }
-}
-
-impl Daemon {
-    /// Begins a migration. Every machine is claimed, or none is.
-    ///
-    /// # Errors
-    /// A [`Problem`]: an unknown or busy machine, options that cannot be.
-    pub fn migrate(self: &Arc<Self>, request: &MigrateRequest) -> Result<Arc<Job>, Problem> {
-        check_request(request)?;
-        let job = self.jobs.add(&request.to, &request.vms);
-        let mut claimed: Vec<VmRecord> = Vec::new();
-        for (name, member) in request.vms.iter().zip(&job.members) {
-            match self.claim(name, Hold::Leaving(Arc::clone(&member.monitor))) {
-                Ok(record) => claimed.push(record),
-                Err(problem) => {
-                    for record in &claimed {
-                        self.release(&record.name);
-                        // While it was claimed nobody took note of its end.
-                        self.forget_if_ended(record);
-                    }
-                    self.jobs.drop_job(job.id);
-                    return Err(problem);
-                }
-            }
-        }
-        for (index, record) in claimed.into_iter().enumerate() {
-            let (daemon, to_drive, options) = (Arc::clone(self), Arc::clone(&job), request.options.clone());
-            // In the order of the request, whichever thread is the first.
-            let ticket = self.jobs.queue.join(&request.to);
-            let leaving = record.clone();
-            let drive = move || {
-                let monitor = &to_drive.members[index].monitor;
-                let report = outgoing::drive(&daemon, &leaving, &to_drive.to, &options, monitor, &ticket);
-                drop(ticket);
-                to_drive.end(index, &daemon, report);
-            };
-            let spawned = std::thread::Builder::new().name(format!("move-{}", record.name)).spawn(drive);
-            if let Err(error) = spawned {
-                let problem = host("cannot start a migration's thread", &error);
-                let monitor = &job.members[index].monitor;
-                let report =
-                    outgoing::refused(self, &record, &job.to, &request.options, monitor, problem, Status::Failed);
-                job.end(index, self, report);
-            }
-        }
-        Ok(job)
-    }
-
-    /// Cancels a machine's migration, its estimate, or the taking of its free memory.
-    ///
-    /// # Errors
-    /// A [`Problem`]: unknown, not being moved, or past the point of no return.
-    pub fn cancel(&self, name: &str) -> Result<(), Problem> {
-        let hold = self.table().get(name).map(|entry| entry.hold.clone()).ok_or_else(|| unknown_vm(name))?;
-        let late = |why: &str| {
-            Err(Problem::new("too-late", Blame::Request, format!("'{name}' {why}: its migration cannot be cancelled")))
-        };
-        match hold {
-            Hold::Leaving(monitor) | Hold::Estimating(monitor) | Hold::Reclaiming(monitor) if monitor.cancel() => {
-                Ok(())
-            }
-            Hold::Leaving(monitor) if monitor.progress().phase == Phase::Postcopy => {
-                late("runs at its destination already, and the rest of its pages follow")
-            }
-            Hold::Leaving(_) | Hold::WaitingForPeer { .. } => late("has been handed over"),
-            Hold::Arriving(_) => Err(Problem::new(
-                "arriving",
-                Blame::Request,
-                format!("'{name}' is being moved here: its migration is its source's to cancel"),
-            )),
-            _ => Err(Problem::new("not-migrating", Blame::Request, format!("'{name}' is not being moved"))),
-        }
-    }
-}
-
-fn check_request(request: &MigrateRequest) -> Result<(), Problem> {
-    request.options.check().map_err(invalid)?;
-    if request.vms.is_empty() || request.vms.len() > MAX_GANG {
-        return Err(invalid(format!(
-            "{} machines cannot be moved together: between 1 and {MAX_GANG}",
-            request.vms.len()
-        )));
-    }
-    if let Some(twice) = request.vms.iter().enumerate().find(|(index, name)| request.vms[..*index].contains(name)) {
-        return Err(invalid(format!("'{}' is named twice", twice.1)));
-    }
-    check_address(&request.to)
-}
-
-/// Whether a daemon can be at this address.
-///
-/// # Errors
-/// A [`Problem`] where it is not of the form `HOST:PORT`.
-pub fn check_address(address: &str) -> Result<(), Problem> {
-    let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
-    if port.is_none_or(|(_, port)| port.parse::<u16>().is_err()) {
-        return Err(invalid(format!("'{address}' is not of the form HOST:PORT")));
-    }
-    Ok(())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

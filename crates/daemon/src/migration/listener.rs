@@ -7,17 +7,16 @@ use sterna_engine::destination::listen::serve;
 use sterna_engine::host::DestinationHost;
 
 use super::incoming::Destination;
-use crate::vms::Daemon;
 
-/// Takes calls on the configured address from now on, on threads of its own. Does nothing where none is configured.
+/// Takes calls on `address` from now on, on threads of its own. Does nothing where there is none.
 ///
 /// # Errors
 /// Where the address cannot be had.
-pub fn listen(daemon: &Arc<Daemon>) -> std::io::Result<()> {
-    let Some(address) = &daemon.config.listen else { return Ok(()) };
+pub fn listen(address: Option<&str>, destination: &Destination) -> std::io::Result<()> {
+    let Some(address) = address else { return Ok(()) };
     let listener = TcpListener::bind(address)?;
     let address = listener.local_addr()?;
-    let encrypted = daemon.credentials.is_some();
+    let encrypted = destination.credentials.is_some();
     tracing::info!(%address, encrypted, "listening for other daemons");
     if !encrypted && !address.ip().is_loopback() {
         tracing::warn!(
@@ -26,7 +25,7 @@ pub fn listen(daemon: &Arc<Daemon>) -> std::io::Result<()> {
              set [tls] in sternad.toml, or let only hosts reach it"
         );
     }
-    let host: Arc<dyn DestinationHost> = Arc::new(Destination(Arc::clone(daemon)));
+    let host: Arc<dyn DestinationHost> = Arc::new(destination.clone());
     std::thread::Builder::new().name("listener".into()).spawn(move || serve(&listener, &host))?;
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::show_size;
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::spec::VmSpec;
 
@@ -33,13 +33,13 @@ pub fn check(spec: &VmSpec, items: &[Item], preferred: Option<&Path>, room_bytes
     Ok(binary)
 }
 
-fn refuse(code: &str, blame: Blame, message: String) -> Problem {
+fn refuse(code: Code, blame: Blame, message: String) -> Problem {
     Problem::new(code, blame, message).guest(Whereabouts::Source)
 }
 
 fn check_balloon(spec: &VmSpec) -> Result<(), Problem> {
     let wrong =
-        |why| refuse("balloon", Blame::Peer, format!("the balloon of '{}' cannot be handled: {why}", spec.name));
+        |why| refuse(Code::Balloon, Blame::Peer, format!("the balloon of '{}' cannot be handled: {why}", spec.name));
     spec.balloon.check(spec.memory_bytes).map_err(wrong)
 }
 
@@ -47,18 +47,18 @@ fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
     let name = &spec.name;
     if spec.private {
         return Err(refuse(
-            "private-memory",
+            Code::PrivateMemory,
             Blame::Request,
             format!("'{name}' has private memory, which cannot be moved yet"),
         ));
     }
     if spec.blocks.is_empty() {
-        return Err(refuse("ram-layout", Blame::Peer, format!("'{name}' has no RAM")));
+        return Err(refuse(Code::RamLayout, Blame::Peer, format!("'{name}' has no RAM")));
     }
     for block in &spec.blocks {
         if block.page_bytes != PAGE_BYTES as u64 {
             return Err(refuse(
-                "huge-pages",
+                Code::HugePages,
                 Blame::Host,
                 format!(
                     "RAM block '{}' is in pages of {}: this host offers pages of 4 KiB only",
@@ -70,7 +70,7 @@ fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
         let known = if spec.managed_ram { block.id == RAM_ID } else { arguments::names_ram_file(items, &block.id) };
         if !known {
             return Err(refuse(
-                "hotplugged-memory",
+                Code::HotpluggedMemory,
                 Blame::Request,
                 format!("RAM block '{}' was plugged in while '{name}' ran: its arguments do not make it", block.id),
             )
@@ -79,7 +79,7 @@ fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
     }
     if spec.managed_ram && (spec.blocks.len() != 1 || spec.blocks[0].bytes != spec.memory_bytes) {
         return Err(refuse(
-            "ram-layout",
+            Code::RamLayout,
             Blame::Peer,
             format!("the RAM blocks of '{name}' are not the RAM it was started with"),
         ));
@@ -90,8 +90,9 @@ fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
     Ok(())
 }
 
-/// The configured QEMU, else the one of the same path where it is root's alone, else the one of the same name on PATH. The path is the
-/// peer's word, and what lies there is started by root to ask for its version: nothing that others could have put there.
+/// The configured QEMU, else the one of the same path where it is root's alone, else the one of the same name on PATH.
+/// The path is the peer's word, and what lies there is started by root to ask for its version: nothing that others
+/// could have put there.
 fn find_qemu(spec: &VmSpec, preferred: Option<&Path>) -> Result<Binary, Problem> {
     if let Some(path) = preferred {
         return Binary::find(path);
@@ -103,8 +104,8 @@ fn find_qemu(spec: &VmSpec, preferred: Option<&Path>) -> Result<Binary, Problem>
     Binary::find(Path::new(same.file_name().unwrap_or(DEFAULT_NAME.as_ref())))
 }
 
-/// Whether a program, and every directory on the way to it, can be changed by root only. (In a sticky directory, such as `/tmp`, others cannot
-/// replace what is root's.)
+/// Whether a program, and every directory on the way to it, can be changed by root only. (In a sticky directory, such
+/// as `/tmp`, others cannot replace what is root's.)
 fn roots_alone(path: &Path) -> bool {
     const WRITABLE_BY_OTHERS: u32 = 0o022;
     const STICKY: u32 = 0o1000;
@@ -117,12 +118,13 @@ fn roots_alone(path: &Path) -> bool {
     path.canonicalize().is_ok_and(|path| path.is_file() && path.ancestors().all(alone))
 }
 
-/// A versioned machine type is the same machine in every QEMU that offers it; another one is bound to its QEMU's version.
+/// A versioned machine type is the same machine in every QEMU that offers it; another one is bound to its QEMU's
+/// version.
 fn check_qemu(spec: &VmSpec, binary: &Binary) -> Result<(), Problem> {
     let path = binary.path.display();
     if !binary.offers(&spec.machine) {
         return Err(refuse(
-            "machine-type",
+            Code::MachineType,
             Blame::Host,
             format!("{path} (QEMU {}) does not offer the machine type '{}'", show(binary.version), spec.machine),
         )
@@ -132,7 +134,7 @@ fn check_qemu(spec: &VmSpec, binary: &Binary) -> Result<(), Problem> {
     let versioned = spec.machine.contains('-');
     if !versioned && (here.0, here.1) < (wanted.0, wanted.1) {
         return Err(refuse(
-            "qemu-version",
+            Code::QemuVersion,
             Blame::Host,
             format!(
                 "{path} is QEMU {}, older than the source's {}, and machine type '{}' has no version",
@@ -155,7 +157,7 @@ fn check_cpu(spec: &VmSpec) -> Result<(), Problem> {
     match why {
         None => Ok(()),
         Some(why) => Err(refuse(
-            "cpu-model",
+            Code::CpuModel,
             Blame::Host,
             format!("this host's processor cannot stand in for the one '{}' was given: {why}", spec.name),
         )
@@ -167,7 +169,7 @@ fn check_files(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
     match files::missing(items) {
         None => Ok(()),
         Some(file) => Err(refuse(
-            "file-missing",
+            Code::FileMissing,
             Blame::Host,
             format!("'{}' needs {} (-{}), which is not on this host", spec.name, file.path.display(), file.option),
         )
@@ -179,7 +181,7 @@ fn check_room(spec: &VmSpec, room_bytes: u64) -> Result<(), Problem> {
     let needed = spec.allocated_bytes.saturating_add(MARGIN_BYTES);
     if needed > room_bytes {
         return Err(refuse(
-            "out-of-memory",
+            Code::OutOfMemory,
             Blame::Host,
             format!(
                 "'{}' needs {} now, this host has room for {}",

@@ -30,7 +30,7 @@ fn code(change: impl FnOnce(&mut VmSpec), room_bytes: u64) -> Option<String> {
     let mut spec = spec()?;
     change(&mut spec);
     let items = arguments::parse(&spec.arguments);
-    Some(check(&spec, &items, None, room_bytes).map_or_else(|problem| problem.code, |_| "fine".into()))
+    Some(check(&spec, &items, None, room_bytes).map_or_else(|problem| problem.code.to_string(), |_| "fine".into()))
 }
 
 #[test]

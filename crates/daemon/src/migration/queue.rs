@@ -1,19 +1,21 @@
 //! The migrations of this host that wait for their turn: first come, first served.
 //!
-//! So many are under way at one time. One whose destination takes in as many machines as it may steps back and keeps its place in
-//! the line: meanwhile it holds none of this host's places, and those that go elsewhere pass it. So a full destination holds up
-//! nobody else, and two hosts that empty themselves into each other never wait in a circle: whoever holds a place at either end
-//! is moving. The first in line for a full destination asks again after a second or so, and at once when one of ours has ended there.
+//! So many are under way at one time. One whose destination takes in as many machines as it may steps back and keeps
+//! its place in the line: meanwhile it holds none of this host's places, and those that go elsewhere pass it. So a full
+//! destination holds up nobody else, and two hosts that empty themselves into each other never wait in a circle:
+//! whoever holds a place at either end is moving. The first in line for a full destination asks again after a second or
+//! so, and at once when one of ours has ended there.
 //!
-//! One whose guest runs at a destination that is lost, and waits there for its pages, may have to wait for long: meanwhile it holds no place
-//! either. When its pages go on, they go on at once, were all places taken by now: a guest stands still for them.
+//! One whose guest runs at a destination that is lost, and waits there for its pages, may have to wait for long:
+//! meanwhile it holds no place either. When its pages go on, they go on at once, were all places taken by now: a guest
+//! stands still for them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::vms::random_u128;
+use sterna_sys::host::random_u128;
 
 /// How long a wait may go on unasked.
 const LOOK: Duration = Duration::from_millis(200);

@@ -1,6 +1,7 @@
 //! What became of migrations: durable, because the other end's decision rests on it.
 //!
-//! A record of the source says that the guest may run elsewhere; one of the destination is the verdict the source may ask for.
+//! A record of the source says that the guest may run elsewhere; one of the destination is the verdict the source may
+//! ask for.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,10 +13,12 @@ use serde::{Deserialize, Serialize};
 use sterna_api::MigrateOptions;
 use sterna_engine::host::{DaemonId, MigrationId, Verdict};
 
+use crate::machines::record::VmRecord;
 use crate::process::boot_id;
 use crate::state::{Outlives, read_record, replace_record};
 
-/// At most so many aborted migrations are remembered. Whoever may send machines here can end as many as it likes before they arrive.
+/// At most so many aborted migrations are remembered. Whoever may send machines here can end as many as it likes before
+/// they arrive.
 const KEEP_ABORTED: usize = 10_000;
 /// At most so many committed ones whose pages are all here, of 200 bytes each. Each was a guest that ran here.
 const KEEP_COMMITTED: usize = 100_000;
@@ -31,7 +34,8 @@ pub enum Stage {
         /// The migration's options, where the guest there still needs pages of here.
         #[serde(default)]
         postcopy: Option<Box<MigrateOptions>>,
-        /// Which daemon accepted the guest, wherever that is to be found: nobody else's word counts. `None` where it was too old to say.
+        /// Which daemon accepted the guest, wherever that is to be found: nobody else's word counts. `None` where it
+        /// was too old to say.
         #[serde(default)]
         daemon: Option<DaemonId>,
     },
@@ -93,8 +97,9 @@ pub enum NoVerdict {
 
 /// All records of this host.
 ///
-/// What is forgotten, because there are too many, is answered as what was never heard of; and who asks waits on then. So to forget is never to
-/// give a guest a second life, and a bound on how much is remembered costs a person's time at worst.
+/// What is forgotten, because there are too many, is answered as what was never heard of; and who asks waits on then.
+/// So to forget is never to give a guest a second life, and a bound on how much is remembered costs a person's time at
+/// worst.
 #[derive(Debug)]
 pub struct Records {
     dir: PathBuf,
@@ -128,7 +133,8 @@ impl Records {
                 Ok(None) => {}
                 Err(error) => {
                     tracing::error!(path = %path.display(), %error, "cannot read a migration's record");
-                    // A host that went down can leave a commit's record torn: nobody may take that for a guest that never came.
+                    // A host that went down can leave a commit's record torn: nobody may take that for a guest that
+                    // never came.
                     if let Some(id) = path.file_stem().and_then(|stem| u128::from_str_radix(stem.to_str()?, 16).ok()) {
                         let id = MigrationId(id);
                         let torn = MigrationRecord {
@@ -158,6 +164,31 @@ impl Records {
         self.lock().records.get(&id).map(|record| record.stage.clone())
     }
 
+    /// Which daemon took the guest that was handed over, where that is known.
+    #[must_use]
+    pub fn accepted_by(&self, id: MigrationId) -> Option<DaemonId> {
+        match self.stage(id) {
+            Some(Stage::HandingOver { daemon, .. }) => daemon,
+            _ => None,
+        }
+    }
+
+    /// Where the destination of a guest that was handed over is to be found.
+    #[must_use]
+    pub fn peer_now(&self, id: MigrationId) -> Option<String> {
+        match self.stage(id) {
+            Some(Stage::HandingOver { peer, .. }) => Some(peer),
+            _ => None,
+        }
+    }
+
+    /// A machine has ended here. Whoever still holds pages of it learns that nobody needs them.
+    pub fn machine_ended(&self, machine: &VmRecord) {
+        if let Some(paging) = &machine.paging {
+            self.pages_are(paging.id, Pages::Gone);
+        }
+    }
+
     /// Writes a stage down.
     ///
     /// # Errors
@@ -169,10 +200,12 @@ impl Records {
         self.put(&mut table, MigrationRecord { from, ..record })
     }
 
-    /// Writes down that a machine comes here, and from whom. Every migration of which anything is remembered here as a destination passes by here.
+    /// Writes down that a machine comes here, and from whom. Every migration of which anything is remembered here as a
+    /// destination passes by here.
     ///
     /// # Errors
-    /// As [`write`](Self::write); [`AlreadyExists`](io::ErrorKind::AlreadyExists) where anything is on record by that number.
+    /// As [`write`](Self::write); [`AlreadyExists`](io::ErrorKind::AlreadyExists) where anything is on record by that
+    /// number.
     pub fn prepare(&self, id: MigrationId, vm: &str, from: Option<&str>) -> io::Result<()> {
         let mut table = self.lock();
         if table.records.contains_key(&id) {
@@ -183,8 +216,8 @@ impl Records {
         self.put(&mut table, MigrationRecord { from: from.map(String::from), ..record })
     }
 
-    /// Forgets a machine that was refused after all, before its source was told yes: a source that was not told yes never asks. Where somebody asked
-    /// all the same, the answer stays.
+    /// Forgets a machine that was refused after all, before its source was told yes: a source that was not told yes
+    /// never asks. Where somebody asked all the same, the answer stays.
     pub fn refused(&self, id: MigrationId) {
         let mut table = self.lock();
         if table.records.get(&id).is_some_and(|record| record.stage == Stage::Preparing) {
@@ -192,8 +225,8 @@ impl Records {
         }
     }
 
-    /// Moves from [`Stage::Preparing`] to [`Stage::Committed`]: only where nobody was told before that it was aborted. With `postcopy`
-    /// pages are still to come.
+    /// Moves from [`Stage::Preparing`] to [`Stage::Committed`]: only where nobody was told before that it was aborted.
+    /// With `postcopy` pages are still to come.
     ///
     /// # Errors
     /// Where it is not being prepared (any more), or could not be written.
@@ -212,7 +245,8 @@ impl Records {
         }
     }
 
-    /// What has become of the pages that were to come after the guest's start; `None` where none were, or nobody can tell any more.
+    /// What has become of the pages that were to come after the guest's start; `None` where none were, or nobody can
+    /// tell any more.
     #[must_use]
     pub fn pages(&self, id: MigrationId) -> Option<Pages> {
         let table = self.lock();
@@ -240,7 +274,8 @@ impl Records {
         }
     }
 
-    /// Whether the daemon that asks may know of a migration: the one that began it, or any where that showed no certificate.
+    /// Whether the daemon that asks may know of a migration: the one that began it, or any where that showed no
+    /// certificate.
     #[must_use]
     pub fn may_ask(&self, id: MigrationId, asks: Option<&str>) -> bool {
         may_ask(&self.lock(), id, asks)
@@ -262,7 +297,8 @@ impl Records {
         Ok(self.settle(&mut table, id))
     }
 
-    /// Ends a migration to here for good, unless it is committed: which of both. Of one that is not on record nothing is remembered.
+    /// Ends a migration to here for good, unless it is committed: which of both. Of one that is not on record nothing
+    /// is remembered.
     pub fn abort(&self, id: MigrationId) -> Verdict {
         self.settle(&mut self.lock(), id)
     }
@@ -271,8 +307,8 @@ impl Records {
         let Some(record) = table.records.get(&id).cloned() else { return Verdict::Aborted };
         match &record.stage {
             Stage::Committed => return Verdict::Committed,
-            // The host went down while the guest was on its way: it may have run here, and what it did then is out in the world. It went
-            // down with the host; letting it run again from before would be a second life.
+            // The host went down while the guest was on its way: it may have run here, and what it did then is out in
+            // the world. It went down with the host; letting it run again from before would be a second life.
             Stage::Preparing if self.went_down(&record) => return Verdict::Committed,
             Stage::Preparing => {}
             // Said before; or a source's, whose own record is not this migration's end here.
@@ -308,8 +344,8 @@ impl Records {
         }
     }
 
-    /// Forgets the verdicts that are too many, those first that were written first. What a source still needs pages of stays, and so does what this
-    /// host waits for itself.
+    /// Forgets the verdicts that are too many, those first that were written first. What a source still needs pages of
+    /// stays, and so does what this host waits for itself.
     fn prune(&self, table: &mut Table, aborted: usize, committed: usize) {
         for (stage, keep) in [(Stage::Aborted, aborted), (Stage::Committed, committed)] {
             let done = |record: &&MigrationRecord| record.stage == stage && record.pages != Some(Pages::Coming);
@@ -331,8 +367,9 @@ impl Records {
 
     fn put(&self, table: &mut Table, record: MigrationRecord) -> io::Result<()> {
         let record = MigrationRecord { at_s: now_s(), number: table.next, boot: self.boot, ..record };
-        // What is written while the guest is stopped outlives the daemon only, because a disk takes its time. When the source's host goes
-        // down, so does the guest that must not run there; and that a guest was on its way here outlives the host, see `verdict`.
+        // What is written while the guest is stopped outlives the daemon only, because a disk takes its time. When the
+        // source's host goes down, so does the guest that must not run there; and that a guest was on its way here
+        // outlives the host, see `verdict`.
         let outlives = match record.stage {
             Stage::HandingOver { .. } | Stage::Committed => Outlives::Daemon,
             Stage::Preparing | Stage::Aborted => Outlives::Host,

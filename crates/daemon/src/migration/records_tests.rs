@@ -38,7 +38,8 @@ fn only_the_daemon_it_is_from_learns_a_migrations_verdict() {
     assert_eq!(again.verdict_for(ID, Some("a.example")), Ok(Verdict::Committed));
 }
 
-/// A file with two fsyncs for each, for ever, before: 10,000 files, and an answer that could not be told from a real one.
+/// A file with two fsyncs for each, for ever, before: 10,000 files, and an answer that could not be told from a real
+/// one.
 #[test]
 fn questions_about_migrations_never_heard_of_settle_nothing_and_cost_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -52,8 +53,8 @@ fn questions_about_migrations_never_heard_of_settle_nothing_and_cost_nothing() {
     assert!(records.commit(ID, false).is_err(), "what was never prepared is never committed");
 }
 
-/// It was overwritten with *aborted* before, by anybody's question, and the answer said so: the source's QEMU could be ended while the guest needed its
-/// pages, or let run while the guest ran elsewhere.
+/// It was overwritten with *aborted* before, by anybody's question, and the answer said so: the source's QEMU could be
+/// ended while the guest needed its pages, or let run while the guest ran elsewhere.
 #[test]
 fn a_sources_own_record_is_no_verdict_and_nobodys_question_touches_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -108,8 +109,8 @@ fn a_torn_record_is_not_taken_for_a_guest_that_never_came() {
     assert_eq!(Records::load(dir.path()).unwrap().verdict_for(ID, None), Ok(Verdict::Committed));
 }
 
-/// By age and the clock, and *committed* like *aborted*, before: a clock that jumped, or a peer that had many machines refused, made this host forget
-/// that a guest runs here, and say *aborted* of it.
+/// By age and the clock, and *committed* like *aborted*, before: a clock that jumped, or a peer that had many machines
+/// refused, made this host forget that a guest runs here, and say *aborted* of it.
 #[test]
 fn too_many_verdicts_go_by_their_order_and_what_somebody_waits_for_stays() {
     let dir = tempfile::tempdir().unwrap();
@@ -126,7 +127,8 @@ fn too_many_verdicts_go_by_their_order_and_what_somebody_waits_for_stays() {
     records.prepare(MigrationId(7), "vm", None).unwrap();
     records.prune(&mut records.lock(), 1, 1);
     let left: Vec<u128> = (0..8).filter(|id| records.stage(MigrationId(*id)).is_some()).collect();
-    // The committed one whose pages are still to come; the last committed and the last aborted one; those that are not decided.
+    // The committed one whose pages are still to come; the last committed and the last aborted one; those that are not
+    // decided.
     assert_eq!(left, [0, 4, 5, 6, 7]);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 5);
     let again = Records::load(dir.path()).unwrap();

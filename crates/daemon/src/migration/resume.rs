@@ -1,108 +1,108 @@
 //! A source that has lost its destination is told where it is now.
 
-use std::sync::Arc;
-
-use sterna_api::{Blame, Phase, Problem, ResumeRequest};
+use sterna_api::{Blame, Code, Phase, Problem, ResumeRequest};
 use sterna_engine::host::MigrationId;
 
-use super::jobs::check_address;
+use super::address::check_address;
+use super::departures::Departures;
+use super::leaving::Leaving;
 use super::records::Stage;
-use super::resuming::give_back;
+use super::resuming::{Resuming, give_back};
 use super::waiting::{Question, decide};
-use crate::http::caller::Caller;
-use crate::problems::{host, invalid, unknown_vm};
-use crate::vms::{Daemon, Hold, Lifecycle, VmRecord};
+use crate::caller::Caller;
+use crate::machines::record::{Lifecycle, VmRecord};
+use crate::problems::{host, invalid};
 
-impl Daemon {
-    /// Looks at once for the destination that a machine of here waits for, and elsewhere than before where `request` says so: that outlives
-    /// this daemon. (One that serves pages looks every two seconds anyway, and at once when the address changes.) Or tries at once to let one run that
-    /// stays here, or lets it run here by the caller's word.
-    ///
-    /// # Errors
-    /// A [`Problem`]: unknown, nothing to be resumed, refused, or it cannot be written down.
-    pub fn resume(self: &Arc<Self>, name: &str, request: &ResumeRequest, caller: Caller) -> Result<(), Problem> {
-        if let Some(to) = &request.to {
-            check_address(to)?;
-            if request.fenced.is_some() {
-                return Err(invalid("a destination is either somewhere else now or off for good"));
-            }
+/// Looks at once for the destination that a machine of here waits for, and elsewhere than before where `request` says
+/// so: that outlives this daemon. (One that serves pages looks every two seconds anyway, and at once when the address
+/// changes.) Or tries at once to let one run that stays here, or lets it run here by the caller's word.
+///
+/// # Errors
+/// A [`Problem`]: unknown, nothing to be resumed, refused, or it cannot be written down.
+pub fn resume(departures: &Departures, name: &str, request: &ResumeRequest, caller: Caller) -> Result<(), Problem> {
+    let Departures { machines, records, .. } = departures;
+    if let Some(to) = &request.to {
+        check_address(to)?;
+        if request.fenced.is_some() {
+            return Err(invalid("a destination is either somewhere else now or off for good"));
         }
-        let entry = self.table().get(name).cloned().ok_or_else(|| unknown_vm(name))?;
-        if let Hold::Resuming(resuming) = &entry.hold
-            && request.to.is_none()
-            && request.fenced.is_none()
-        {
-            resuming.hurry();
-            return Ok(());
-        }
-        let serves = match &entry.hold {
-            Hold::WaitingForPeer { .. } => true,
-            Hold::Leaving(monitor) => monitor.progress().phase == Phase::Postcopy,
-            _ => false,
-        };
-        let lifecycle = entry.record.as_ref().map(|record| record.lifecycle);
-        let id = match lifecycle {
-            Some(Lifecycle::Outgoing(id)) if serves => id,
-            _ if entry.pager.is_some() => {
-                return Err(nothing_to_resume(format!("'{name}' runs here, and its source looks for this host"))
-                    .hint(format!("at its source: 'sterna resume {name} --to HOST:PORT'")));
-            }
-            _ => return Err(nothing_to_resume(format!("'{name}' has not been handed over to another host"))),
-        };
-        if let (Some(host), Some(record)) = (&request.fenced, &entry.record) {
-            return match &entry.hold {
-                Hold::WaitingForPeer { verdict } => self.fenced(record, id, host, verdict, caller),
-                _ => Err(runs_there(name)),
-            };
-        }
-        if let Some(to) = &request.to {
-            let Some(Stage::HandingOver { postcopy, daemon, .. }) = self.records.stage(id) else {
-                return Err(nothing_to_resume(format!("the migration of '{name}' has just ended")));
-            };
-            self.records
-                .write(id, Some(name), Stage::HandingOver { peer: to.clone(), postcopy, daemon })
-                .map_err(|error| host("cannot write down where the destination is", &error))?;
-            tracing::info!(vm = name, %id, to, "its destination is said to be there now");
-        }
-        if let Hold::WaitingForPeer { verdict } = &entry.hold {
-            verdict.hurry(request.to.as_deref());
-        }
-        Ok(())
     }
+    let entry = machines.entry(name)?;
+    if let Some(resuming) = entry.hold.activity::<Resuming>()
+        && request.to.is_none()
+        && request.fenced.is_none()
+    {
+        resuming.hurry();
+        return Ok(());
+    }
+    let question: Option<&Question> = entry.hold.activity();
+    let leaving: Option<&Leaving> = entry.hold.activity();
+    let serves = leaving.is_some_and(|leaving| leaving.monitor.progress().phase == Phase::Postcopy);
+    let lifecycle = entry.record.as_ref().map(|record| record.lifecycle);
+    let id = match lifecycle {
+        Some(Lifecycle::Outgoing(id)) if serves || question.is_some() => id,
+        _ if entry.pager.is_some() => {
+            return Err(nothing_to_resume(format!("'{name}' runs here, and its source looks for this host"))
+                .hint(format!("at its source: 'sterna resume {name} --to HOST:PORT'")));
+        }
+        _ => return Err(nothing_to_resume(format!("'{name}' has not been handed over to another host"))),
+    };
+    if let (Some(host), Some(record)) = (&request.fenced, &entry.record) {
+        return match question {
+            Some(question) => fenced(departures, record, id, host, question, caller),
+            None => Err(runs_there(name)),
+        };
+    }
+    if let Some(to) = &request.to {
+        let Some(Stage::HandingOver { postcopy, daemon, .. }) = records.stage(id) else {
+            return Err(nothing_to_resume(format!("the migration of '{name}' has just ended")));
+        };
+        records
+            .write(id, Some(name), Stage::HandingOver { peer: to.clone(), postcopy, daemon })
+            .map_err(|error| host("cannot write down where the destination is", &error))?;
+        tracing::info!(vm = name, %id, to, "its destination is said to be there now");
+    }
+    if let Some(question) = question {
+        question.hurry(request.to.as_deref());
+    }
+    Ok(())
+}
 
-    /// A person says that the destination is off for good: the guest runs on here, as it was when it was handed over. Its RAM here is whole, also where
-    /// pages were to follow it: they are read from here, and nothing is taken away before the last has come.
-    fn fenced(
-        self: &Arc<Self>,
-        record: &VmRecord,
-        id: MigrationId,
-        fenced: &str,
-        question: &Question,
-        caller: Caller,
-    ) -> Result<(), Problem> {
-        let (name, peer) = (&record.name, question.peer());
-        // Where its migration's record cannot be read nobody knows the name.
-        let known = matches!(self.records.stage(id), Some(Stage::HandingOver { .. }));
-        if known && fenced != peer && fenced != host_of(&peer) {
-            let message = format!("'{name}' was handed over to {peer}, not to {fenced}");
-            return Err(Problem::new("not-its-destination", Blame::Request, message)
-                .hint("name the host that is off: the one that this machine went to"));
-        }
-        if record.process.open().is_none() {
-            let message = format!("the QEMU of '{name}' has ended: there is nothing left that could run here");
-            return Err(Problem::new("qemu-gone", Blame::Qemu, message));
-        }
-        // The peer's answer may come at this moment; whichever is first counts, and the other is told.
-        if !decide(self, record) {
-            return Err(nothing_to_resume(format!("the destination of '{name}' has just answered")));
-        }
-        tracing::warn!(
-            vm = %name, %id, peer, fenced, %caller,
-            "IT IS LET RUN HERE BY A PERSON'S WORD that its destination is off for good; if that host still runs, two guests write its disks"
-        );
-        give_back(self, record, id, None);
-        Ok(())
+/// A person says that the destination is off for good: the guest runs on here, as it was when it was handed over. Its
+/// RAM here is whole, also where pages were to follow it: they are read from here, and nothing is taken away before the
+/// last has come.
+fn fenced(
+    departures: &Departures,
+    record: &VmRecord,
+    id: MigrationId,
+    fenced: &str,
+    question: &Question,
+    caller: Caller,
+) -> Result<(), Problem> {
+    let Departures { machines, records, .. } = departures;
+    let (name, peer) = (&record.name, question.peer());
+    // Where its migration's record cannot be read nobody knows the name.
+    let known = matches!(records.stage(id), Some(Stage::HandingOver { .. }));
+    if known && fenced != peer && fenced != host_of(&peer) {
+        let message = format!("'{name}' was handed over to {peer}, not to {fenced}");
+        return Err(Problem::new(Code::NotItsDestination, Blame::Request, message)
+            .hint("name the host that is off: the one that this machine went to"));
     }
+    if record.process.open().is_none() {
+        let message = format!("the QEMU of '{name}' has ended: there is nothing left that could run here");
+        return Err(Problem::new(Code::QemuGone, Blame::Qemu, message));
+    }
+    // The peer's answer may come at this moment; whichever is first counts, and the other is told.
+    if !decide(machines, record) {
+        return Err(nothing_to_resume(format!("the destination of '{name}' has just answered")));
+    }
+    tracing::warn!(
+        vm = %name, %id, peer, fenced, %caller,
+        "IT IS LET RUN HERE BY A PERSON'S WORD that its destination is off for good; if that host still runs, two \
+         guests write its disks"
+    );
+    give_back(machines, records, record, id, None);
+    Ok(())
 }
 
 /// The host of an address.
@@ -112,11 +112,12 @@ fn host_of(address: &str) -> &str {
 
 fn runs_there(name: &str) -> Problem {
     let message = format!("'{name}' is known to run at its destination since it was handed over: it must not run here");
-    Problem::new("runs-there", Blame::Request, message).hint(format!(
-        "its disks are ahead of the memory here by all that it did there. Where it is lost with that host, 'sterna stop {name} --force' ends what is left"
+    Problem::new(Code::RunsThere, Blame::Request, message).hint(format!(
+        "its disks are ahead of the memory here by all that it did there. Where it is lost with that host, 'sterna \
+         stop {name} --force' ends what is left"
     ))
 }
 
 fn nothing_to_resume(why: String) -> Problem {
-    Problem::new("not-migrating", Blame::Request, why)
+    Problem::new(Code::NotMigrating, Blame::Request, why)
 }

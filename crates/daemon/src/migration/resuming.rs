@@ -1,19 +1,25 @@
-//! Guests that are this host's after a migration and do not run yet, because their QEMU has not done what it takes: at the source after a migration that
-//! failed, at the destination after one that was committed. It is tried until it works or a person gives up.
+//! Guests that are this host's after a migration and do not run yet, because their QEMU has not done what it takes: at
+//! the source after a migration that failed, at the destination after one that was committed. It is tried until it
+//! works or a person gives up.
 //!
-//! Storage that hangs, a disk's lock that the other side has not let go of yet, a QEMU that answers too late: most of what stands in the way passes. The next
-//! daemon goes on with it (`vms/recover.rs`): at the source the machine's record says *being moved away* and its migration has none, at the
-//! destination it says *being moved here* and its migration is committed. Meanwhile nobody else can begin anything with the machine: what is let
-//! run by mistake after it has gone elsewhere would run twice.
+//! Storage that hangs, a disk's lock that the other side has not let go of yet, a QEMU that answers too late: most of
+//! what stands in the way passes. The next daemon goes on with it (`recover.rs`): at the source the machine's record
+//! says *being moved away* and its migration has none, at the destination it says *being moved here* and its migration
+//! is committed. Meanwhile nobody else can begin anything with the machine: what is let run by mistake after it has
+//! gone elsewhere would run twice.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_api::Problem;
+use sterna_api::{Problem, VmState};
 use sterna_engine::host::MigrationId;
 
-use super::waiting::{FIRST_PAUSE, longer};
-use crate::vms::{Daemon, Hold, Lifecycle, VmRecord, control};
+use super::pauses::{FIRST_PAUSE, longer};
+use super::records::Records;
+use crate::machines::control;
+use crate::machines::hold::{Activity, Hold, Shown};
+use crate::machines::record::{Lifecycle, VmRecord};
+use crate::machines::table::{Entry, Machines};
 
 /// A guest on its way to running here.
 #[derive(Debug)]
@@ -41,8 +47,7 @@ struct Tried {
 
 impl Resuming {
     /// What is being done, why it is not done yet, and for how long, for people.
-    #[must_use]
-    pub fn show(&self) -> String {
+    fn tell(&self) -> String {
         let what = match self.what {
             What::GiveBack => "stopped, being given back after a migration",
             What::LetRun => "it came here and is stopped, being let run",
@@ -66,10 +71,10 @@ impl Resuming {
         std::mem::take(&mut tried.at_once)
     }
 
-    fn attempt(&self, daemon: &Daemon, record: &VmRecord) -> Result<(), Problem> {
+    fn attempt(&self, machines: &Machines, record: &VmRecord) -> Result<(), Problem> {
         match self.what {
             What::GiveBack => control::give_back(record),
-            What::LetRun => control::let_run(record, &daemon.state.vm(&record.name)),
+            What::LetRun => control::let_run(record, &machines.dir(&record.name)),
         }
     }
 
@@ -78,37 +83,52 @@ impl Resuming {
     }
 }
 
-/// Lets a guest run on here that is certain not to run elsewhere, as soon as its QEMU does what that takes. `failed` is why an attempt has failed that was
-/// made already.
-pub fn give_back(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, failed: Option<String>) {
+/// The guest is this host's after a migration, and its QEMU has not let it run yet.
+impl Activity for Resuming {
+    fn describe(&self) -> &'static str {
+        "it is stopped after a migration, and being let run"
+    }
+
+    fn show(&self) -> Shown {
+        Shown::As { state: VmState::Resuming, note: Some(self.tell()), progress: None }
+    }
+}
+
+/// Lets a guest run on here that is certain not to run elsewhere, as soon as its QEMU does what that takes. `failed` is
+/// why an attempt has failed that was made already.
+pub fn give_back(
+    machines: &Arc<Machines>,
+    records: &Records,
+    record: &VmRecord,
+    id: MigrationId,
+    failed: Option<String>,
+) {
     // From here on a daemon that is started anew gives it back, too.
-    daemon.records.remove(id);
-    begin(daemon, record, What::GiveBack, failed);
+    records.remove(id);
+    begin(machines, record, What::GiveBack, failed);
 }
 
 /// Lets a guest run that has come here for good, as soon as its QEMU does that: it has `failed` once.
-pub fn let_run(daemon: &Arc<Daemon>, record: &VmRecord, failed: String) {
-    begin(daemon, record, What::LetRun, Some(failed));
+pub fn let_run(machines: &Arc<Machines>, record: &VmRecord, failed: String) {
+    begin(machines, record, What::LetRun, Some(failed));
 }
 
-fn begin(daemon: &Arc<Daemon>, record: &VmRecord, what: What, why: Option<String>) {
+fn begin(machines: &Arc<Machines>, record: &VmRecord, what: What, why: Option<String>) {
     let tried = Mutex::new(Tried { why, at_once: false });
     let resuming = Arc::new(Resuming { what, since: Instant::now(), tried, hurried: Condvar::new() });
-    if let Some(entry) = daemon.table().get_mut(&record.name) {
-        entry.hold = Hold::Resuming(Arc::clone(&resuming));
-    }
-    let (daemon, record) = (Arc::clone(daemon), record.clone());
+    machines.hold(&record.name, Hold::shared(&resuming));
+    let (machines, record) = (Arc::clone(machines), record.clone());
     let name = format!("run-{}", record.name);
-    let spawned = std::thread::Builder::new().name(name).spawn(move || try_on(&daemon, &record, &resuming));
+    let spawned = std::thread::Builder::new().name(name).spawn(move || try_on(&machines, &record, &resuming));
     if let Err(error) = spawned {
         tracing::error!(%error, "cannot start the thread that lets a guest run: the next daemon does");
     }
 }
 
-fn try_on(daemon: &Daemon, record: &VmRecord, resuming: &Resuming) {
+fn try_on(machines: &Machines, record: &VmRecord, resuming: &Resuming) {
     let mut pause = FIRST_PAUSE;
     let mut wait = resuming.lock().why.is_some();
-    while is_resuming(daemon, record) {
+    while is_resuming(machines, record) {
         if wait {
             let hurried = resuming.pause(pause);
             pause = if hurried { FIRST_PAUSE } else { longer(pause, resuming.since.elapsed()) };
@@ -116,12 +136,15 @@ fn try_on(daemon: &Daemon, record: &VmRecord, resuming: &Resuming) {
             continue;
         }
         if record.process.open().is_none() {
-            return belongs_here(daemon, record);
+            return belongs_here(machines, record);
         }
-        match resuming.attempt(daemon, record) {
+        match resuming.attempt(machines, record) {
             Ok(()) => {
-                tracing::info!(vm = %record.name, after_s = resuming.since.elapsed().as_secs(), "it runs here after its migration");
-                return belongs_here(daemon, record);
+                tracing::info!(
+                    vm = %record.name, after_s = resuming.since.elapsed().as_secs(),
+                    "it runs here after its migration"
+                );
+                return belongs_here(machines, record);
             }
             Err(problem) => {
                 let why = problem.with_causes();
@@ -134,18 +157,16 @@ fn try_on(daemon: &Daemon, record: &VmRecord, resuming: &Resuming) {
 }
 
 /// Whether nobody has given it up meanwhile.
-fn is_resuming(daemon: &Daemon, record: &VmRecord) -> bool {
-    daemon.table().get(&record.name).is_some_and(|entry| {
-        matches!(entry.hold, Hold::Resuming(_))
-            && entry.record.as_ref().is_some_and(|known| known.process == record.process)
-    })
+fn is_resuming(machines: &Machines, record: &VmRecord) -> bool {
+    let resuming = |entry: &Entry| entry.hold.is::<Resuming>() && entry.is(record);
+    machines.table().get(&record.name).is_some_and(resuming)
 }
 
 /// As any other machine, unless somebody ends it at this very moment.
-fn belongs_here(daemon: &Daemon, record: &VmRecord) {
-    daemon.try_store(&VmRecord { lifecycle: Lifecycle::Here, ..record.clone() });
-    if is_resuming(daemon, record) {
-        daemon.release(&record.name);
+fn belongs_here(machines: &Machines, record: &VmRecord) {
+    machines.try_store(&VmRecord { lifecycle: Lifecycle::Here, ..record.clone() });
+    if is_resuming(machines, record) {
+        machines.release(&record.name);
     }
-    daemon.forget_if_ended(record);
+    machines.forget_if_ended(record);
 }

@@ -1,25 +1,23 @@
-//! Machines that were handed over while the peer fell silent: they must not run here until it says that they never will there.
+//! Machines that were handed over while the peer fell silent: they must not run here until it says that they never will
+//! there.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_api::Problem;
-use sterna_engine::host::{DaemonId, MigrationId, Verdict};
+use sterna_api::{Problem, VmState};
+use sterna_engine::host::{MigrationId, Verdict};
 use sterna_engine::source::ask_verdict;
 
+use super::departures::Departures;
+use super::leaving::{HANDED_OVER, too_late};
+use super::pauses::{FIRST_PAUSE, longer};
 use super::records::Stage;
 use super::resuming::give_back;
 use super::serving::serve;
-use crate::vms::{Daemon, Entry, Hold, VmRecord};
-
-/// The first pause between two questions; each is twice as long as the one before.
-pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(250);
-/// The longest in the first minute: where the guest was taken it runs there, and waits for pages of here until the answer is known.
-const LONGEST_AT_FIRST: Duration = Duration::from_millis(500);
-/// How long that is so.
-const AT_FIRST: Duration = Duration::from_secs(60);
-/// The longest after it.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+use crate::machines::control::end_qemu;
+use crate::machines::hold::{Activity, Hold, Shown};
+use crate::machines::record::VmRecord;
+use crate::machines::table::{Entry, Machines};
 
 /// What became of a migration: asked for until the peer answers.
 #[derive(Debug)]
@@ -50,13 +48,13 @@ impl Question {
     }
 
     /// What is waited for, for how long, and what came of the last question, for people.
-    #[must_use]
-    pub fn show(&self) -> String {
+    fn tell(&self) -> String {
         let asked = self.lock();
         let (peer, seconds) = (&asked.peer, self.since.elapsed().as_secs());
         let answer = asked.answer.as_ref().map_or(String::new(), |answer| format!(". When last asked: {answer}"));
         format!(
-            "handed over to {peer}, which has not said whether it runs there; waiting for {peer} for {seconds} s{answer}"
+            "handed over to {peer}, which has not said whether it runs there; waiting for {peer} for {seconds} \
+             s{answer}"
         )
     }
 
@@ -92,25 +90,39 @@ impl Question {
     }
 }
 
-/// Asks the peer until it answers, on a thread of its own.
-pub fn wait_for_verdict(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, peer: &str) {
-    let question = Arc::new(Question::new(peer));
-    if let Some(entry) = daemon.table().get_mut(&record.name) {
-        entry.hold = Hold::WaitingForPeer { verdict: Arc::clone(&question) };
+/// The machine was handed over, and the peer's verdict is not known: it must not run here.
+impl Activity for Question {
+    fn describe(&self) -> &'static str {
+        "it was handed over to a peer that has not answered yet"
     }
-    let (daemon, record) = (Arc::clone(daemon), record.clone());
+
+    fn cancel(&self, name: &str) -> Result<(), Problem> {
+        Err(too_late(name, HANDED_OVER))
+    }
+
+    fn show(&self) -> Shown {
+        Shown::As { state: VmState::WaitingForPeer, note: Some(self.tell()), progress: None }
+    }
+}
+
+/// Asks the peer until it answers, on a thread of its own.
+pub fn wait_for_verdict(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, peer: &str) {
+    let question = Arc::new(Question::new(peer));
+    departures.machines.hold(&record.name, Hold::shared(&question));
+    let (departures, record) = (Arc::clone(departures), record.clone());
     let name = format!("verdict-{}", record.name);
-    if let Err(error) = std::thread::Builder::new().name(name).spawn(move || ask(&daemon, &record, id, &question)) {
+    if let Err(error) = std::thread::Builder::new().name(name).spawn(move || ask(&departures, &record, id, &question)) {
         tracing::error!(%error, "cannot start the thread that asks for a verdict");
     }
 }
 
-fn ask(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, question: &Question) {
+fn ask(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, question: &Question) {
+    let Departures { machines, records, .. } = &**departures;
     let mut pause = FIRST_PAUSE;
-    while still_waiting(daemon, record) {
+    while still_waiting(machines, record) {
         let peer = question.peer();
-        match ask_verdict(id, &peer, accepted_by(daemon, id), daemon.credentials.as_deref()) {
-            Ok(verdict) if settle(daemon, record, id, verdict, &peer) => return,
+        match ask_verdict(id, &peer, records.accepted_by(id), departures.credentials.as_deref()) {
+            Ok(verdict) if settle(departures, record, id, verdict, &peer) => return,
             // A person was quicker.
             Ok(_) => {}
             Err(error) => {
@@ -124,15 +136,7 @@ fn ask(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, question: &Ques
         }
     }
     // Given up by force, or let run here by a person's word: then nobody needs the record.
-    daemon.records.remove(id);
-}
-
-/// Which daemon took the guest, where that is known.
-pub fn accepted_by(daemon: &Daemon, id: MigrationId) -> Option<DaemonId> {
-    match daemon.records.stage(id) {
-        Some(Stage::HandingOver { daemon, .. }) => daemon,
-        _ => None,
-    }
+    records.remove(id);
 }
 
 /// A problem and what to do about it, in a line.
@@ -141,64 +145,40 @@ fn in_words(problem: &Problem) -> String {
     format!("{}{hint}", problem.with_causes())
 }
 
-/// The pause after one of that length, where it has been tried for so long.
-pub(super) fn longer(pause: Duration, asked_for: Duration) -> Duration {
-    (pause * 2).min(if asked_for < AT_FIRST { LONGEST_AT_FIRST } else { LONGEST_PAUSE })
-}
-
-fn still_waiting(daemon: &Daemon, record: &VmRecord) -> bool {
-    daemon.table().get(&record.name).is_some_and(|entry| waits(entry, record))
+fn still_waiting(machines: &Machines, record: &VmRecord) -> bool {
+    machines.table().get(&record.name).is_some_and(|entry| waits(entry, record))
 }
 
 fn waits(entry: &Entry, record: &VmRecord) -> bool {
-    matches!(entry.hold, Hold::WaitingForPeer { .. })
-        && entry.record.as_ref().is_some_and(|known| known.process == record.process)
+    entry.hold.is::<Question>() && entry.is(record)
 }
 
-/// Ends the waiting, for one alone: the peer's answer and a person's word may come at the same moment, and say different things. Whether it was
-/// this one.
-pub fn decide(daemon: &Daemon, record: &VmRecord) -> bool {
-    let mut table = daemon.table();
+/// Ends the waiting, for one alone: the peer's answer and a person's word may come at the same moment, and say
+/// different things. Whether it was this one.
+pub fn decide(machines: &Machines, record: &VmRecord) -> bool {
+    let mut table = machines.table();
     let entry = table.get_mut(&record.name).filter(|entry| waits(entry, record));
     entry.map(|entry| entry.hold = Hold::Stopping).is_some()
 }
 
 /// Does what the peer's answer says; `false` where somebody has decided otherwise before it came.
-fn settle(daemon: &Arc<Daemon>, record: &VmRecord, id: MigrationId, verdict: Verdict, peer: &str) -> bool {
-    if !decide(daemon, record) {
+fn settle(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, verdict: Verdict, peer: &str) -> bool {
+    let Departures { machines, records, .. } = &**departures;
+    if !decide(machines, record) {
         return false;
     }
     tracing::info!(vm = %record.name, %id, ?verdict, "the peer has answered");
-    match (verdict, daemon.records.stage(id)) {
+    match (verdict, records.stage(id)) {
         // The guest runs there and needs pages of here: nothing of it may go.
         (Verdict::Committed, Some(Stage::HandingOver { postcopy: Some(options), .. })) => {
-            serve(daemon, record, id, peer, *options);
+            serve(departures, record, id, peer, *options);
         }
         (Verdict::Committed, _) => {
-            daemon.end_qemu(record);
-            daemon.forget(&record.name, record.process);
-            daemon.records.remove(id);
+            end_qemu(record);
+            machines.forget(&record.name, record.process);
+            records.remove(id);
         }
-        (Verdict::Aborted, _) => give_back(daemon, record, id, None),
+        (Verdict::Aborted, _) => give_back(machines, records, record, id, None),
     }
     true
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_peer_that_is_back_within_a_minute_is_asked_within_half_a_second() {
-        let (mut asked_for, mut pause) = (Duration::ZERO, FIRST_PAUSE);
-        while asked_for < AT_FIRST {
-            assert!(pause <= Duration::from_millis(500), "{pause:?} after {asked_for:?}");
-            asked_for += pause;
-            pause = longer(pause, asked_for);
-        }
-        for _ in 0..6 {
-            pause = longer(pause, asked_for);
-        }
-        assert_eq!(pause, LONGEST_PAUSE, "nobody is asked twice a second for days");
-    }
 }

@@ -7,11 +7,12 @@
 //! | `-qmp`, `-qmp-pretty`, `-mon` | adopted machine at a destination | they belong to whoever started it; Sterna adds its own |
 //! | `-incoming`, `-S` | adopted machine at a destination | they said how it came to the source |
 //!
-//! The machine type is made exact at a destination (`q35` becomes `pc-q35-7.2`): an alias means another machine in another QEMU.
+//! The machine type is made exact at a destination (`q35` becomes `pc-q35-7.2`): an alias means another machine in
+//! another QEMU.
 
 use std::path::{Path, PathBuf};
 
-use sterna_api::Problem;
+use sterna_api::{Code, Problem};
 
 use crate::problems::invalid;
 
@@ -203,7 +204,7 @@ pub fn add_balloon(arguments: &mut Vec<String>) -> Result<(), Problem> {
 
 fn conflict(item: &Item, reason: &str) -> Problem {
     let mut problem = invalid(format!("QEMU's '-{}' cannot be given to 'run': {reason}", item.option));
-    problem.code = "argument-conflict".into();
+    problem.code = Code::ArgumentConflict;
     problem
 }
 

@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_engine::vmm::qemu::{BinaryError, binary_version, machine_types};
 use sterna_engine::vmm::qmp::Version as Version3;
 
@@ -39,7 +39,7 @@ impl Binary {
     pub fn find(name: &Path) -> Result<Self, Problem> {
         let Some(path) = locate(name) else {
             return Err(Problem::new(
-                "qemu-not-found",
+                Code::QemuNotFound,
                 Blame::Host,
                 format!("there is no QEMU '{}' on this host", name.display()),
             )
@@ -49,7 +49,7 @@ impl Binary {
         let version = binary.version;
         if version < OLDEST {
             return Err(Problem::new(
-                "qemu-too-old",
+                Code::QemuTooOld,
                 Blame::Host,
                 format!("{} is QEMU {}", path.display(), show(version)),
             )
@@ -64,7 +64,8 @@ impl Binary {
         self.machines.iter().any(|name| name == machine)
     }
 
-    /// Asks the program itself, or remembers what it said: asking takes tens of milliseconds, and a guest waits to be moved.
+    /// Asks the program itself, or remembers what it said: asking takes tens of milliseconds, and a guest waits to be
+    /// moved.
     fn ask(path: &Path) -> Result<Self, Problem> {
         static ASKED: Mutex<BTreeMap<Identity, Binary>> = Mutex::new(BTreeMap::new());
         let asked = || ASKED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,8 +83,8 @@ impl Binary {
     }
 }
 
-/// A file that was not replaced since: its path, device, inode and time of change. (A wrapper script around a replaced QEMU goes unnoticed;
-/// then QEMU itself refuses what it does not offer.)
+/// A file that was not replaced since: its path, device, inode and time of change. (A wrapper script around a replaced
+/// QEMU goes unnoticed; then QEMU itself refuses what it does not offer.)
 type Identity = (PathBuf, u64, u64, i64, i64);
 
 /// Writes a version as people do.
@@ -102,7 +103,7 @@ fn locate(name: &Path) -> Option<PathBuf> {
 }
 
 fn not_qemu(error: &BinaryError) -> Problem {
-    Problem::from_error("not-qemu", Blame::Host, error)
+    Problem::from_error(Code::NotQemu, Blame::Host, error)
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
-//! Which files QEMU's arguments name: they must be absolute, for QEMU starts in other directories and on other hosts, and must
-//! exist at the destination.
+//! Which files QEMU's arguments name: they must be absolute, for QEMU starts in other directories and on other hosts,
+//! and must exist at the destination.
 
 use std::path::{Path, PathBuf};
 
-use sterna_api::Problem;
+use sterna_api::{Code, Problem};
 
 use super::arguments::Item;
 use crate::problems::invalid;
@@ -17,8 +17,8 @@ pub struct Named {
     pub path: PathBuf,
 }
 
-/// The files that the arguments name and that must be there when QEMU starts. Names that QEMU looks up in its own directories
-/// (`-bios bios.bin`) and images behind a protocol (`nbd:…`) are no files here.
+/// The files that the arguments name and that must be there when QEMU starts. Names that QEMU looks up in its own
+/// directories (`-bios bios.bin`) and images behind a protocol (`nbd:…`) are no files here.
 #[must_use]
 pub fn named(items: &[Item]) -> Vec<Named> {
     let mut files = Vec::new();
@@ -74,7 +74,7 @@ pub fn check_absolute(items: &[Item]) -> Result<(), Problem> {
             let path = file.path.display();
             let mut problem = invalid(format!("'{path}' (-{}) is a relative path", file.option))
                 .hint("give the whole path: QEMU starts in another directory, and later on other hosts");
-            problem.code = "relative-path".into();
+            problem.code = Code::RelativePath;
             Err(problem)
         }
     }

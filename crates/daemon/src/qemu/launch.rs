@@ -1,4 +1,5 @@
-//! Starts QEMU so that it outlives the daemon: its own session, its output in a file, nothing of the daemon's inherited.
+//! Starts QEMU so that it outlives the daemon: its own session, its output in a file, nothing of the daemon's
+//! inherited.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Gid, Uid, setsid};
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use sterna_api::problem::Whereabouts;
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_sys::path::{connect, open_regular};
 
 use super::user::User;
@@ -92,8 +93,8 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
         .stdout(stdout)
         .stderr(stderr);
     let user = launch.user.cloned();
-    // SAFETY: between fork and exec only system calls that touch no memory but the child's own stack and what was allocated before;
-    // none of them takes a lock or allocates.
+    // SAFETY: between fork and exec only system calls that touch no memory but the child's own stack and what was
+    // allocated before; none of them takes a lock or allocates.
     unsafe {
         command.pre_exec(move || {
             setsid()?;
@@ -165,8 +166,8 @@ fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Probl
 /// How long a QEMU that closes its connections has to end.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Why a QEMU that was just started does not answer any more, where that is because it has ended: its own last words. It opens its QMP socket before
-/// it has made its memory and its display.
+/// Why a QEMU that was just started does not answer any more, where that is because it has ended: its own last words.
+/// It opens its QMP socket before it has made its memory and its display.
 #[must_use]
 pub fn ended(launch: &Launch<'_>, process: Identity) -> Option<Problem> {
     let ended = process.open().is_none_or(|handle| handle.wait(Some(END_TIMEOUT)));
@@ -174,7 +175,7 @@ pub fn ended(launch: &Launch<'_>, process: Identity) -> Option<Problem> {
 }
 
 fn failed(message: String, launch: &Launch<'_>) -> Problem {
-    let mut problem = Problem::new("qemu-failed", Blame::Qemu, message).guest(Whereabouts::Gone);
+    let mut problem = Problem::new(Code::QemuFailed, Blame::Qemu, message).guest(Whereabouts::Gone);
     problem.cause = last_lines(&log_file(launch.dir), 5);
     problem.hint("QEMU's own words are above; the arguments are passed on as they were given")
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sterna_sys::path::open_regular;
 
-use crate::vms::random_u128;
+use sterna_sys::host::random_u128;
 
 /// The longest record that is read, bytes.
 const MAX_RECORD_BYTES: u64 = 16 << 20;

@@ -8,7 +8,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, Dir, Gid, Mode, OFlags, Uid, fchmod, fchown, openat, renameat, unlinkat};
 use rustix::io::Errno;
 
-use crate::vms::random_u128;
+use sterna_sys::host::random_u128;
 
 /// Removes a directory of root's with all that is in it. No link is followed. Directories in directories are moved up
 /// before they are emptied: however deep they are nested, this takes no deep stack and no more than a few

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::layout::Layout;
 use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::spec::VmSpec;
@@ -46,7 +46,7 @@ pub(super) fn prepare<'a>(
     let mut guard = Guard::new(host, session.id, incoming);
     let no_postcopy = guard.open_pager(&ram, verify.then(|| session.digester()));
     let accepted = Reply::Accepted {
-        host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+        host: sterna_sys::host::name(),
         qemu: guard.incoming().qemu_version.clone(),
         sterna: env!("CARGO_PKG_VERSION").into(),
         layout: ram.layout().digest(),
@@ -83,7 +83,7 @@ fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, 
         SharedMemory::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
     } else {
         let why = "the guest's RAM as it was made here is not what was proposed";
-        Err(Problem::new("ram-layout", Blame::Ours, why))
+        Err(Problem::new(Code::RamLayout, Blame::Ours, why))
     };
     match ram {
         Ok(ram) => Ok((incoming, Arc::new(ram))),

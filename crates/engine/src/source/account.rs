@@ -5,7 +5,7 @@ use std::time::Duration;
 use sterna_api::problem::Whereabouts;
 use sterna_api::report::{self, RamPages, Report, Status, Verify};
 use sterna_api::units::milliseconds as ms;
-use sterna_api::{Blame, MigrateOptions, Mode, Problem};
+use sterna_api::{Blame, Code, MigrateOptions, Mode, Problem};
 use sterna_protocol::convergence::Because;
 use sterna_protocol::layout::PAGE_BYTES;
 
@@ -193,7 +193,7 @@ impl<'a> Account<'a> {
                 report.status = Status::Failed;
                 let left = self.monitor.progress().pages_left;
                 let message = format!("the migration was given up while {left} pages were still here");
-                let problem = Problem::new("given-up", Blame::Request, message).guest(Whereabouts::Gone);
+                let problem = Problem::new(Code::GivenUp, Blame::Request, message).guest(Whereabouts::Gone);
                 report.error =
                     Some(problem.hint("the guest at the destination waits for them for ever: stop it there"));
             }

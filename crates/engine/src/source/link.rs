@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_api::problem::words;
-use sterna_api::{MigrateOptions, Problem};
+use sterna_api::{Code, MigrateOptions, Problem};
 use sterna_protocol::frame::Digester;
 use sterna_protocol::hello::Role;
 use sterna_protocol::layout::{ChunkIndex, Layout, PageIndex};
@@ -98,7 +98,7 @@ impl Link {
             verify: options.verify,
         };
         let reply = self.control.ask(&request, PREPARE_TIMEOUT).map_err(|error| match error {
-            MigrateError::Peer(problem) if problem.code == Problem::TOO_MANY_INCOMING => MigrateError::Busy(problem),
+            MigrateError::Peer(problem) if problem.code == Code::TooManyIncoming => MigrateError::Busy(problem),
             other => other,
         })?;
         let Reply::Accepted { host, qemu, sterna, layout: theirs, no_postcopy } = reply else {

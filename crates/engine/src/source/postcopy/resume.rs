@@ -7,6 +7,7 @@
 
 use std::time::{Duration, Instant};
 
+use sterna_api::Code;
 use sterna_protocol::hello::Features;
 use sterna_protocol::retry::{Failed, Retry};
 
@@ -20,10 +21,6 @@ use crate::transport::SessionKey;
 
 /// How often a pause looks whether the destination is elsewhere now, or nobody waits any more.
 const LOOK: Duration = Duration::from_millis(100);
-/// The destination has every page.
-const PAGED: &str = "paged";
-/// The guest has ended there.
-const GUEST_GONE: &str = "guest-gone";
 
 /// The way from the switchover to the last page.
 pub struct Journey<'a> {
@@ -126,7 +123,8 @@ impl<'a> Journey<'a> {
     /// One attempt: a new session with what is missing there pending.
     fn attempt(&self, peer: &str) -> Result<Session, MigrateError> {
         let Context { id, daemon, options, host, monitor, work, .. } = self.context;
-        let random = random();
+        // Not to be guessed by who was not told.
+        let random = sterna_sys::host::random_u128();
         let needed = needed(options).and(Features::POSTCOPY);
         let key = SessionKey { session: random, key: (random >> 64) as u64, needed };
         let mut link = Link::connect(peer, *id, key, host.credentials())?;
@@ -161,18 +159,8 @@ impl<'a> Journey<'a> {
 /// What a destination says that ends it.
 fn last_word(error: &MigrateError) -> Option<Ended> {
     match error {
-        MigrateError::Peer(problem) if problem.code == PAGED => Some(Ended::Paged(None)),
-        MigrateError::Peer(problem) if problem.code == GUEST_GONE => Some(Ended::Gone(problem.clone())),
+        MigrateError::Peer(problem) if problem.code == Code::Paged => Some(Ended::Paged(None)),
+        MigrateError::Peer(problem) if problem.code == Code::GuestGone => Some(Ended::Gone(problem.clone())),
         _ => None,
-    }
-}
-
-/// A session's number and key: not to be guessed by who was not told.
-fn random() -> u128 {
-    let mut bytes = [0u8; 16];
-    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
-        Ok(16) => u128::from_le_bytes(bytes),
-        // Requests of up to 256 bytes are never cut short, and every kernel Sterna runs on has the call.
-        other => unreachable!("the kernel gives no random numbers: {other:?}"),
     }
 }

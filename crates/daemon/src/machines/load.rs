@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use sterna_sys::file::FileId;
 
-use super::Daemon;
 use super::record::VmRecord;
 use crate::state::{read_record, remove_half_written, take_directory, write_record};
 
@@ -22,39 +21,37 @@ pub struct Found {
     pub unread: Vec<String>,
 }
 
-impl Daemon {
-    /// Reads all machines' records.
-    ///
-    /// # Errors
-    /// Where the directory cannot be read. One record that cannot be used is logged, and costs nothing but the
-    /// daemon's care for its machine.
-    pub fn read_machines(&self) -> io::Result<Found> {
-        let mut found = Found::default();
-        let mut owners: HashMap<FileId, String> = HashMap::new();
-        for entry in std::fs::read_dir(self.state.vms())? {
-            let dir = entry?.path();
-            let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            let loaded = load(&dir, &name).and_then(|record| match record {
-                Some(record) => check_ram_is_nobodys(&owners, record).map(Some),
-                None => Ok(None),
-            });
-            match loaded {
-                Ok(Some(record)) => {
-                    owners.extend(record.backings().map(|backing| (backing.file(), name.clone())));
-                    found.records.push(record);
-                }
-                Ok(None) => found.unfinished.push(dir),
-                Err(error) => {
-                    tracing::error!(
-                        dir = %dir.display(), %error,
-                        "cannot use a machine's record: it is not looked after, and nothing of it is removed"
-                    );
-                    found.unread.push(name);
-                }
+/// Reads all machines' records, below `vms`.
+///
+/// # Errors
+/// Where the directory cannot be read. One record that cannot be used is logged, and costs nothing but the
+/// daemon's care for its machine.
+pub fn read_machines(vms: &Path) -> io::Result<Found> {
+    let mut found = Found::default();
+    let mut owners: HashMap<FileId, String> = HashMap::new();
+    for entry in std::fs::read_dir(vms)? {
+        let dir = entry?.path();
+        let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let loaded = load(&dir, &name).and_then(|record| match record {
+            Some(record) => check_ram_is_nobodys(&owners, record).map(Some),
+            None => Ok(None),
+        });
+        match loaded {
+            Ok(Some(record)) => {
+                owners.extend(record.backings().map(|backing| (backing.file(), name.clone())));
+                found.records.push(record);
+            }
+            Ok(None) => found.unfinished.push(dir),
+            Err(error) => {
+                tracing::error!(
+                    dir = %dir.display(), %error,
+                    "cannot use a machine's record: it is not looked after, and nothing of it is removed"
+                );
+                found.unread.push(name);
             }
         }
-        Ok(found)
     }
+    Ok(found)
 }
 
 /// Of two machines with one file for their RAM, by their records, at most one can be right.

@@ -13,7 +13,7 @@
 //! | the same, and they cannot be taken over | some are still to come | it is stopped, and its userfaultfd stays open: pages would read as zeros |
 //!
 //! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. One
-//! whose record cannot be used ([`load`](crate::vms::load)) is left alone, with all that may be its.
+//! whose record cannot be used ([`load`](crate::machines::load)) is left alone, with all that may be its.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -25,42 +25,68 @@ use sterna_engine::source::throttle::release_left_over;
 use sterna_sys::file::FileId;
 use sterna_sys::path::Place;
 
-use super::backing::Backing;
-use super::control::{Control, give_back, let_run, stop_tracking};
-use super::load::Found;
-use super::reclaim::balloon::deflate_left_over;
-use super::record::{Lifecycle, VmRecord};
-use super::run::remove_files;
-use super::{Daemon, Entry, Hold};
-use crate::migration::records::Stage;
+use crate::care::Care;
+use crate::machines::backing::Backing;
+use crate::machines::control::{Control, give_back, let_run, stop_tracking};
+use crate::machines::files::remove_files;
+use crate::machines::hold::Hold;
+use crate::machines::load::{Found, read_machines};
+use crate::machines::record::{Lifecycle, VmRecord};
+use crate::machines::table::{Entry, Machines};
+use crate::migration::departures::Departures;
+use crate::migration::paging::Pages;
+use crate::migration::records::{Records, Stage};
 use crate::migration::resuming;
 use crate::migration::waiting::wait_for_verdict;
 use crate::qemu::launch::qmp_socket;
+use crate::reclaim::by_balloon::deflate_left_over;
 use crate::several;
+use crate::state::StateDir;
 
-impl Daemon {
+/// What it takes to take up what an earlier daemon left.
+#[derive(Debug)]
+pub struct Recovery<'a> {
+    /// The state directory.
+    pub state: &'a StateDir,
+    /// The machines, and who looks after them.
+    pub care: &'a Care,
+    /// Pages that come after their guest.
+    pub pages: &'a Arc<Pages>,
+    /// This host as a source.
+    pub departures: &'a Arc<Departures>,
+}
+
+impl Recovery<'_> {
+    fn machines(&self) -> &Arc<Machines> {
+        &self.care.machines
+    }
+
+    fn records(&self) -> &Records {
+        &self.departures.records
+    }
+
     /// Takes up what an earlier daemon left in the state directory.
     ///
     /// # Errors
     /// Where the directory cannot be read.
-    pub fn recover(self: &Arc<Self>) -> std::io::Result<()> {
-        let Found { records, unfinished, unread } = self.read_machines()?;
+    pub fn recover(&self) -> std::io::Result<()> {
+        let Found { records, unfinished, unread } = read_machines(&self.state.vms())?;
         several::map(unfinished, |dir| self.clear_unfinished(&dir));
         // As the disk has them: what is not written down any more because the disk is full is still needed by the
         // next daemon.
         let named = records.iter().flat_map(VmRecord::own_files).map(|file| file.path).collect();
         several::map(records, |record| self.recover_machine(record));
         if unread.is_empty() {
-            self.forget_pages_of_nobody();
+            self.pages.forget_pages_of_nobody();
         }
         self.remove_stray_ram(&named, &unread);
         Ok(())
     }
 
-    fn recover_machine(self: &Arc<Self>, record: VmRecord) {
+    fn recover_machine(&self, record: VmRecord) {
         let name = record.name.clone();
         let running = record.process.open().is_some();
-        self.table().insert(name.clone(), Entry::new(Some(record.clone()), Hold::Stopping));
+        self.machines().table().insert(name.clone(), Entry::new(Some(record.clone()), Hold::Stopping));
         tracing::info!(vm = %name, running, lifecycle = ?record.lifecycle, "found");
         // A guest that is slowed down must not stay so; nor must the group of one that is gone.
         if matches!(record.lifecycle, Lifecycle::Outgoing(_)) {
@@ -71,19 +97,19 @@ impl Daemon {
             tracing::warn!(vm = %name, "its QEMU ended while the daemon was away, its RAM is still there");
         } else if !running {
             if let Lifecycle::Incoming(id) = record.lifecycle
-                && self.records.stage(id) != Some(Stage::Committed)
+                && self.records().stage(id) != Some(Stage::Committed)
             {
-                self.records.abort(id);
+                self.records().abort(id);
             }
             tracing::warn!(vm = %name, "its QEMU ended while the daemon was away");
-            return self.forget(&name, record.process);
+            return self.machines().forget(&name, record.process);
         }
         match record.lifecycle {
-            Lifecycle::Here if record.paging.is_some() => self.recover_paging(&record, false),
+            Lifecycle::Here if record.paging.is_some() => self.pages.recover(&record, false),
             Lifecycle::Here => {
                 // The daemon may have died while it observed the machine, or took memory from its guest.
                 stop_tracking(&record);
-                self.settle(&deflate_left_over(record));
+                self.care.settle(&deflate_left_over(record));
             }
             Lifecycle::Outgoing(id) => self.recover_outgoing(&record, id),
             Lifecycle::Incoming(id) => self.recover_incoming(&record, id),
@@ -93,62 +119,51 @@ impl Daemon {
     /// Whether its guest was handed over and may still need pages that only this host has.
     fn holds_pages(&self, record: &VmRecord) -> bool {
         let Lifecycle::Outgoing(id) = record.lifecycle else { return false };
-        matches!(self.records.stage(id), Some(Stage::HandingOver { postcopy: Some(_), .. }))
+        matches!(self.records().stage(id), Some(Stage::HandingOver { postcopy: Some(_), .. }))
     }
 
-    fn recover_outgoing(self: &Arc<Self>, record: &VmRecord, id: MigrationId) {
-        match self.records.stage(id) {
+    fn recover_outgoing(&self, record: &VmRecord, id: MigrationId) {
+        match self.records().stage(id) {
             Some(Stage::HandingOver { peer, .. }) => {
-                self.watch(record);
-                return wait_for_verdict(self, record, id, &peer);
+                self.care.watch(record);
+                return wait_for_verdict(self.departures, record, id, &peer);
             }
             None => {}
             // Nothing that a source writes: a record that cannot be read. The guest may run elsewhere.
             Some(stage) => {
                 tracing::error!(vm = %record.name, %id, ?stage, "it may have been handed over: it stays stopped");
-                self.mark(
+                self.machines().mark(
                     &record.name,
                     "its migration's record cannot be read: it may run elsewhere, and must not run here",
                 );
-                self.watch(record);
-                return wait_for_verdict(self, record, id, "an unknown host");
+                self.care.watch(record);
+                return wait_for_verdict(self.departures, record, id, "an unknown host");
             }
         }
         if let Err(problem) = give_back(record) {
-            self.watch(record);
-            return resuming::give_back(self, record, id, Some(problem.with_causes()));
+            self.care.watch(record);
+            return resuming::give_back(self.machines(), self.records(), record, id, Some(problem.with_causes()));
         }
-        self.settle(record);
+        self.care.settle(record);
     }
 
-    fn recover_incoming(self: &Arc<Self>, record: &VmRecord, id: MigrationId) {
-        if self.records.stage(id) == Some(Stage::Committed) {
+    fn recover_incoming(&self, record: &VmRecord, id: MigrationId) {
+        if self.records().stage(id) == Some(Stage::Committed) {
             if record.paging.is_some() {
-                return self.recover_paging(record, true);
+                return self.pages.recover(record, true);
             }
             if let Err(problem) = let_run(record, &self.state.vm(&record.name)) {
                 tracing::error!(vm = %record.name, "cannot let it run: {}", problem.message);
-                self.watch(record);
-                return resuming::let_run(self, record, problem.with_causes());
+                self.care.watch(record);
+                return resuming::let_run(self.machines(), record, problem.with_causes());
             }
-            return self.settle(record);
+            return self.care.settle(record);
         }
-        self.records.abort(id);
+        self.records().abort(id);
         if let Some(process) = record.process.open() {
             process.kill();
         }
-        self.forget(&record.name, record.process);
-    }
-
-    /// The machine belongs here and nobody is busy with it.
-    pub fn settle(self: &Arc<Self>, record: &VmRecord) {
-        let here = VmRecord { lifecycle: Lifecycle::Here, ..record.clone() };
-        let known = self.table().get(&record.name).and_then(|entry| entry.record.clone());
-        if known.as_ref() != Some(&here) {
-            self.try_store(&here);
-        }
-        self.release(&record.name);
-        self.watch(&here);
+        self.machines().forget(&record.name, record.process);
     }
 
     /// A start that was never finished: its QEMU, if there is one, belongs to nobody.
@@ -168,7 +183,7 @@ impl Daemon {
     /// (`named`), and do not begin with the name of a machine whose record is `unread`.
     fn remove_stray_ram(&self, named: &HashSet<PathBuf>, unread: &[String]) {
         let files: HashSet<FileId> = {
-            let table = self.table();
+            let table = self.machines().table();
             let records = table.values().filter_map(|entry| entry.record.as_ref());
             records.flat_map(VmRecord::backings).map(Backing::file).collect()
         };
@@ -186,7 +201,10 @@ impl Daemon {
                 continue;
             }
             if let Some(machine) = unread.iter().find(|machine| may_be_of(machine)) {
-                tracing::warn!(path = %path.display(), machine, "left alone: it may be RAM of a machine whose record cannot be used");
+                tracing::warn!(
+                    path = %path.display(), machine,
+                    "left alone: it may be RAM of a machine whose record cannot be used"
+                );
                 continue;
             }
             tracing::warn!(path = %path.display(), "removing a RAM file of no machine");

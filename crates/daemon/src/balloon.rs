@@ -1,20 +1,26 @@
 //! Balloons: who decides how much memory a guest keeps, and how that is changed.
 //!
-//! The setting is part of a machine's record and travels with the machine. Where it is not *off*, a thread of its own looks after the
-//! balloon (`keeper.rs`), from the daemon's start or the machine's arrival on.
+//! The setting is part of a machine's record and travels with the machine. Where it is not *off*, a thread of its own
+//! looks after the balloon (`keeper.rs`), from the daemon's start or the machine's arrival on.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use sterna_api::{Balloon, BalloonMode, BalloonSetting, Blame, Problem, Vm};
-use sterna_engine::vmm::qemu::{BalloonDevice, SharedQmp, resize};
+use sterna_api::{Balloon, BalloonMode, BalloonSetting, Blame, Code, Problem};
+use sterna_engine::vmm::qemu::{BalloonDevice, resize};
 
 use self::keeper::Keeper;
-use super::control::{Control, TIMEOUT, refused};
-use super::record::VmRecord;
-use super::{Daemon, Hold};
+use self::lending::Lending;
+use crate::machines::control::{Control, TIMEOUT, refused};
+use crate::machines::hold::{Activity, Hold};
+use crate::machines::record::VmRecord;
+use crate::machines::table::Machines;
+use crate::metrics::Metrics;
 use crate::problems::{host, invalid};
+
+/// Connections to QEMU that are lent.
+pub mod lending;
 
 /// The thread that looks after one balloon.
 mod keeper;
@@ -26,32 +32,30 @@ const FIRST_LOOK: Duration = Duration::from_secs(2);
 const DEVICE_HINT: &str = "start it with 'sterna run --balloon', or with \
     '-device virtio-balloon-pci,deflate-on-oom=on,free-page-reporting=on' (on a microvm virtio-balloon-device) in QEMU's arguments";
 
-/// The balloons that are looked after.
-#[derive(Debug, Default)]
-pub struct Balloons {
-    keepers: Mutex<HashMap<String, Arc<Keeper>>>,
-    /// Connections to QEMU that migrations hold, by the machine's name.
-    lent: Mutex<HashMap<String, SharedQmp>>,
-}
-
-/// A migration's connection to QEMU that the balloon's thread may take turns on, until this is dropped.
+/// The handling of its balloon is being changed.
 #[derive(Debug)]
-pub struct Lent<'a> {
-    balloons: &'a Balloons,
-    name: &'a str,
-}
+struct Adjusting;
 
-impl Drop for Lent<'_> {
-    fn drop(&mut self) {
-        self.balloons.lent().remove(self.name);
+impl Activity for Adjusting {
+    fn describe(&self) -> &'static str {
+        "its balloon is being changed"
     }
 }
 
+/// The balloons that are looked after.
+#[derive(Debug)]
+pub struct Balloons {
+    machines: Arc<Machines>,
+    metrics: Arc<Metrics>,
+    lending: Arc<Lending>,
+    keepers: Mutex<HashMap<String, Arc<Keeper>>>,
+}
+
 impl Balloons {
-    /// Lets the balloon's thread use a migration's connection: QEMU serves one client at a time.
-    pub fn lend<'a>(&'a self, name: &'a str, qmp: SharedQmp) -> Lent<'a> {
-        self.lent().insert(name.into(), qmp);
-        Lent { balloons: self, name }
+    /// None yet, of these machines.
+    #[must_use]
+    pub fn new(machines: Arc<Machines>, metrics: Arc<Metrics>, lending: Arc<Lending>) -> Self {
+        Self { machines, metrics, lending, keepers: Mutex::default() }
     }
 
     /// A machine's balloon as it was seen last, where Sterna looks after it.
@@ -67,44 +71,34 @@ impl Balloons {
         ))
     }
 
-    fn lent(&self) -> MutexGuard<'_, HashMap<String, SharedQmp>> {
-        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn keepers(&self) -> MutexGuard<'_, HashMap<String, Arc<Keeper>>> {
-        self.keepers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Daemon {
     /// Changes how a machine's balloon is handled. With *off* the guest gets all of its memory back.
     ///
     /// # Errors
-    /// A [`Problem`]: unknown, busy, a setting that cannot be, no balloon device, or QEMU does not answer. Then all is as it was.
-    pub fn set_balloon(self: &Arc<Self>, name: &str, setting: BalloonSetting) -> Result<Vm, Problem> {
-        let record = self.claim(name, Hold::Adjusting)?;
-        let changed = self.change_balloon(&record, setting);
-        self.release(name);
-        self.forget_if_ended(&record);
+    /// A [`Problem`]: unknown, busy, a setting that is invalid, no balloon device, or QEMU does not answer. Then all is
+    /// as it was.
+    pub fn set(self: &Arc<Self>, name: &str, setting: BalloonSetting) -> Result<(), Problem> {
+        let record = self.machines.claim(name, Hold::busy(Adjusting))?;
+        let changed = self.change(&record, setting);
+        self.machines.give_back(&record);
         match changed {
             Ok(changed) => {
                 tracing::info!(vm = name, ?setting, "balloon");
-                if let Some(keeper) = self.keep_balloon(&changed) {
+                if let Some(keeper) = self.keep(&changed) {
                     keeper.wait_for_report(FIRST_LOOK);
                 }
-                self.show(name)
+                Ok(())
             }
             Err(problem) => {
-                self.keep_balloon(&record);
+                self.keep(&record);
                 Err(problem)
             }
         }
     }
 
-    fn change_balloon(&self, record: &VmRecord, setting: BalloonSetting) -> Result<VmRecord, Problem> {
+    fn change(&self, record: &VmRecord, setting: BalloonSetting) -> Result<VmRecord, Problem> {
         setting.check(record.memory_bytes).map_err(invalid)?;
         // From here on it asks for nothing more: should it hold the connection now, ours waits for its end.
-        if let Some(keeper) = self.balloons.keepers().remove(&record.name) {
+        if let Some(keeper) = self.keepers().remove(&record.name) {
             keeper.end();
         }
         let mut control = Control::connect(&record.qmp)?;
@@ -122,29 +116,48 @@ impl Daemon {
             (Some(_), BalloonMode::Auto | BalloonMode::Target) => {}
         }
         let changed = VmRecord { balloon: setting, ..record.clone() };
-        self.store(&changed).map_err(|error| host("cannot write the machine's record", &error))?;
+        self.machines.store(&changed).map_err(|error| host("cannot write the machine's record", &error))?;
         Ok(changed)
     }
 
     /// Has a machine's balloon looked after from now on, where that is asked for.
-    pub(super) fn keep_balloon(self: &Arc<Self>, record: &VmRecord) -> Option<Arc<Keeper>> {
+    pub fn keep(self: &Arc<Self>, record: &VmRecord) -> Option<Arc<Keeper>> {
         if record.balloon.mode == BalloonMode::Off {
             return None;
         }
-        let mut keepers = self.balloons.keepers();
+        let mut keepers = self.keepers();
         if let Some(keeper) = keepers.get(&record.name).filter(|keeper| keeper.process == record.process) {
             return Some(Arc::clone(keeper));
         }
         let keeper = Arc::new(Keeper::new(record));
-        if let Err(error) = Keeper::start(&keeper, self) {
+        if let Err(error) = self.start(&keeper) {
             tracing::error!(vm = %record.name, %error, "nobody looks after the machine's balloon");
             return None;
         }
         keepers.insert(record.name.clone(), Arc::clone(&keeper));
         Some(keeper)
     }
+
+    fn start(self: &Arc<Self>, keeper: &Arc<Keeper>) -> std::io::Result<()> {
+        let (balloons, keeper) = (Arc::clone(self), Arc::clone(keeper));
+        let name = format!("balloon-{}", keeper.name);
+        let run = move || {
+            keeper.run(&balloons.machines, &balloons.lending, &balloons.metrics);
+            let mut keepers = balloons.keepers();
+            if keepers.get(&keeper.name).is_some_and(|known| Arc::ptr_eq(known, &keeper)) {
+                keepers.remove(&keeper.name);
+            }
+        };
+        std::thread::Builder::new().name(name).spawn(run).map(drop)
+    }
+
+    fn keepers(&self) -> MutexGuard<'_, HashMap<String, Arc<Keeper>>> {
+        self.keepers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-pub(super) fn no_device(name: &str) -> Problem {
-    Problem::new("no-balloon", Blame::Request, format!("'{name}' has no balloon device")).hint(DEVICE_HINT)
+/// A machine without a balloon device.
+#[must_use]
+pub fn no_device(name: &str) -> Problem {
+    Problem::new(Code::NoBalloon, Blame::Request, format!("'{name}' has no balloon device")).hint(DEVICE_HINT)
 }

@@ -1,26 +1,28 @@
-//! What is asked of a machine's QEMU outside of migrations, each time over a connection of its own: QEMU serves one client at a
-//! time, and the socket must be free for a migration, or for the user of an adopted machine.
+//! What is asked of a machine's QEMU outside of migrations, each time over a connection of its own: QEMU serves one
+//! client at a time, and the socket must be free for a migration, or for the user of an adopted machine.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde_json::json;
-use sterna_api::{Blame, Problem, VmState};
+use sterna_api::{Blame, Code, Problem, VmState};
 use sterna_engine::agent::{Agent, AgentBlock, AgentError};
 use sterna_engine::vmm::qemu::{ErrorLog, Inspection, QemuDestination, QemuProcess, QemuSource, SharedQmp, inspect};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_engine::vmm::{Destination, Source, VmmError};
 use sterna_sys::process::{Mapping, maps};
 
-use super::backing::stretches;
-use super::record::{Block, VmRecord};
+use super::backing::{Block, stretches};
+use super::record::VmRecord;
 use crate::problems;
 use crate::process::Identity;
 use crate::qemu::launch::log_file;
 
 /// How long QEMU, or the agent inside it, has for an answer.
-pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
+pub const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long QEMU has to end when it is told to.
+const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connection to a QEMU.
 #[derive(Debug)]
@@ -50,7 +52,7 @@ impl Control {
                 _ => "does a QEMU listen there? Its log may say more",
             };
             let mut problem = problems::qemu(format!("QEMU does not answer at {}", path.display()), &error).hint(hint);
-            problem.code = "qmp-unreachable".into();
+            problem.code = Code::QmpUnreachable;
             problem
         })
     }
@@ -94,16 +96,16 @@ impl Control {
 }
 
 /// What to say where QEMU did not do `what`.
-pub(super) fn refused(what: &str, error: &VmmError) -> Problem {
+pub fn refused(what: &str, error: &VmmError) -> Problem {
     match error {
-        VmmError::Gone { guest_off: true } => Problem::new("guest-off", Blame::Guest, error.to_string()),
-        VmmError::Gone { guest_off: false } => Problem::new("qemu-gone", Blame::Qemu, error.to_string()),
+        VmmError::Gone { guest_off: true } => Problem::new(Code::GuestOff, Blame::Guest, error.to_string()),
+        VmmError::Gone { guest_off: false } => Problem::new(Code::QemuGone, Blame::Qemu, error.to_string()),
         _ => problems::qemu(format!("QEMU did not do what it was asked ({what})"), error),
     }
 }
 
 fn open(process: Identity) -> Result<QemuProcess, Problem> {
-    let handle = process.open().ok_or_else(|| Problem::new("qemu-gone", Blame::Qemu, "QEMU has ended"))?;
+    let handle = process.open().ok_or_else(|| Problem::new(Code::QemuGone, Blame::Qemu, "QEMU has ended"))?;
     Ok(QemuProcess::from(handle.into_fd()))
 }
 
@@ -125,8 +127,8 @@ pub fn destination(record: &VmRecord, dir: &Path) -> Result<QemuDestination, Pro
     Ok(if record.running { driver } else { driver.staying_paused() })
 }
 
-/// Gives a guest back whose migration ended without its driver: calls off what QEMU has under way, stops the tracking, and lets
-/// the guest run if it ran before. Only for a guest that is certain not to run elsewhere.
+/// Gives a guest back whose migration ended without its driver: calls off what QEMU has under way, stops the tracking,
+/// and lets the guest run if it ran before. Only for a guest that is certain not to run elsewhere.
 ///
 /// # Errors
 /// A [`Problem`]; the guest is stopped then.
@@ -160,6 +162,15 @@ pub fn let_run(record: &VmRecord, dir: &Path) -> Result<(), Problem> {
     driver.start().map(drop).map_err(|error| refused("let the guest run", &error))
 }
 
+/// Ends a machine's QEMU: told to, then killed.
+pub fn end_qemu(record: &VmRecord) {
+    let Some(process) = record.process.open() else { return };
+    let told = Control::connect(&record.qmp).and_then(|mut control| control.send("quit"));
+    if told.is_err() || !process.wait(Some(QUIT_TIMEOUT)) {
+        process.kill();
+    }
+}
+
 /// The API's state for QEMU's.
 #[must_use]
 pub fn vm_state(status: &str) -> VmState {
@@ -167,10 +178,10 @@ pub fn vm_state(status: &str) -> VmState {
 }
 
 /// What the agent did not do.
-fn agent_failed(code: &str, what: &str, error: &AgentError) -> Problem {
+fn agent_failed(code: Code, what: &str, error: &AgentError) -> Problem {
     let (blame, hint) = error.culprit();
     let mut problem = problems::host(what, error).hint(hint);
-    (problem.code, problem.blame) = (code.into(), blame);
+    (problem.code, problem.blame) = (code, blame);
     problem
 }
 
@@ -181,20 +192,20 @@ fn agent_failed(code: &str, what: &str, error: &AgentError) -> Problem {
 /// A [`Problem`] where it does not answer, or does not know the RAM.
 pub fn agent_and_addresses(socket: &Path, pid: u32, blocks: &[Block]) -> Result<(Agent, Vec<u64>), Problem> {
     let mut agent = Agent::connect(socket, TIMEOUT)
-        .map_err(|error| agent_failed("agent-missing", "the agent inside QEMU does not answer", &error))?;
+        .map_err(|error| agent_failed(Code::AgentMissing, "the agent inside QEMU does not answer", &error))?;
     // The path comes from QEMU's environment, or from its directory: what listens there may be another's.
     let peer = agent.peer().pid;
     if u32::try_from(peer) != Ok(pid) {
         let why = format!("what listens at {} is process {peer}, and QEMU is {pid}", socket.display());
-        return Err(Problem::new("agent-foreign", Blame::Qemu, why)
+        return Err(Problem::new(Code::AgentForeign, Blame::Qemu, why)
             .hint("each QEMU needs a STERNA_AGENT_SOCKET of its own; is it the right process number?"));
     }
-    let failed = |what| move |error| agent_failed("agent-failed", what, &error);
+    let failed = |what| move |error| agent_failed(Code::AgentFailed, what, &error);
     let known = agent.blocks().map_err(failed("the agent does not tell the RAM blocks"))?;
     let lost = agent.hello().map_err(failed("the agent does not introduce itself"))?.blocks_lost;
     if lost > 0 {
         return Err(Problem::new(
-            "agent-ram",
+            Code::AgentRam,
             Blame::Ours,
             format!("the agent lost sight of {lost} RAM blocks: QEMU has too many"),
         ));
@@ -211,13 +222,13 @@ fn address_of(block: &Block, maps: &[Mapping], known: &[AgentBlock]) -> Result<u
     let mut mapped = stretches(maps, file).into_iter().filter(|stretch| stretch.length >= block.bytes).peekable();
     let named = format!("RAM block '{}' ({})", block.id, block.path.display());
     if mapped.peek().is_none() {
-        return Err(Problem::new("agent-ram", Blame::Qemu, format!("QEMU has not mapped {named}")));
+        return Err(Problem::new(Code::AgentRam, Blame::Qemu, format!("QEMU has not mapped {named}")));
     }
     let seen = |address: u64| {
         known.iter().any(|seen| seen.address == address && seen.offset == 0 && seen.length >= block.bytes)
     };
     let address = mapped.map(|stretch| stretch.address).find(|address| seen(*address));
-    address.ok_or_else(|| Problem::new("agent-ram", Blame::Ours, format!("the agent does not see {named}")))
+    address.ok_or_else(|| Problem::new(Code::AgentRam, Blame::Ours, format!("the agent does not see {named}")))
 }
 
 #[cfg(test)]

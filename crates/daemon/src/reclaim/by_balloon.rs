@@ -1,17 +1,18 @@
-//! The same by the guest's balloon: it is inflated by what the guest says it holds free, and deflated again. What was in it stays without memory until
-//! the guest touches it. For comparison, and for guests that cannot be looked into.
+//! The same by the guest's balloon: it is inflated by what the guest says it holds free, and deflated again. What was
+//! in it stays without memory until the guest touches it. For comparison, and for guests that cannot be looked into.
 
 use std::time::{Duration, Instant};
 
-use sterna_api::{BalloonMode, Blame, Problem, Reclaimed};
+use sterna_api::{BalloonMode, Blame, Code, Problem, Reclaimed};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::vmm::qemu::{BalloonDevice, BalloonLook, resize};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_protocol::layout::PAGE_BYTES;
 
-use super::super::balloon::no_device;
-use super::super::control::{Control, TIMEOUT, refused};
-use super::super::{Daemon, VmRecord};
+use crate::balloon::no_device;
+use crate::machines::control::{Control, TIMEOUT, refused};
+use crate::machines::record::VmRecord;
+use crate::machines::table::Machines;
 use crate::problems::host;
 
 /// How often the balloon's size is looked at.
@@ -28,12 +29,17 @@ const FIRST_WORD: Duration = Duration::from_secs(3);
 /// Takes what the guest's driver says it holds free, less a reserve.
 ///
 /// # Errors
-/// A [`Problem`]: no balloon, one that Sterna looks after already, a driver that says nothing, or the end by `monitor`. The balloon is asked to be as it was
-/// in any case.
-pub fn reclaim(daemon: &Daemon, record: &VmRecord, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), Problem> {
+/// A [`Problem`]: no balloon, one that Sterna looks after already, a driver that says nothing, or the end by `monitor`.
+/// The balloon is asked to be as it was in any case.
+pub fn reclaim(
+    machines: &Machines,
+    record: &VmRecord,
+    monitor: &Monitor,
+    account: &mut Reclaimed,
+) -> Result<(), Problem> {
     if record.balloon.mode != BalloonMode::Off {
         let why = format!("the balloon of '{}' is looked after already", record.name);
-        return Err(Problem::new("balloon-in-use", Blame::Request, why)
+        return Err(Problem::new(Code::BalloonInUse, Blame::Request, why)
             .hint("'sterna balloon --off' gives it free; '--method vmi' needs none"));
     }
     let mut control = Control::connect(&record.qmp)?;
@@ -54,12 +60,12 @@ pub fn reclaim(daemon: &Daemon, record: &VmRecord, monitor: &Monitor, account: &
     }
     // On record first: should this daemon die, the next one deflates the balloon.
     let inflating = VmRecord { kept_before: Some(former), ..record.clone() };
-    daemon.store(&inflating).map_err(|error| host("cannot write the machine's record", &error))?;
+    machines.store(&inflating).map_err(|error| host("cannot write the machine's record", &error))?;
     let inflated = balloon.resize(former - wanted.min(former), monitor);
     // Whatever came of it, also where it was cancelled: the guest has its memory back.
     let deflated = balloon.resize(former, &Monitor::new(&record.name));
     if deflated.is_ok() {
-        daemon.try_store(record);
+        machines.try_store(record);
     }
     account.allocated_after_bytes = record.allocated_bytes();
     account.reclaimed_bytes = account.allocated_before_bytes.saturating_sub(account.allocated_after_bytes);
@@ -114,7 +120,7 @@ impl Balloon<'_> {
             }
             if began.elapsed() > FIRST_WORD {
                 let why = "the guest's balloon driver does not say what the guest holds free";
-                return Err(Problem::new("balloon-silent", Blame::Guest, why)
+                return Err(Problem::new(Code::BalloonSilent, Blame::Guest, why)
                     .hint("is virtio_balloon loaded there, and does the guest run?"));
             }
             pause(monitor)?;

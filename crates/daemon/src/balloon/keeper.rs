@@ -1,22 +1,23 @@
 //! The thread that looks after one balloon.
 //!
 //! Each second, or each interval where that is shorter, it takes a look at the guest and does what
-//! [`Policy`](sterna_protocol::balloon::Policy) says. QEMU serves one client at a time, so every look has a connection of its own, for a
-//! millisecond or two.
+//! [`Policy`](sterna_protocol::balloon::Policy) says. QEMU serves one client at a time, so every look has a connection
+//! of its own, for a millisecond or two.
 //!
-//! While the machine is being moved away the migration holds that connection. Until the switchover the thread takes turns on it:
+//! While the machine is being moved away the migration holds that connection. Until the switchover the thread takes
+//! turns on it:
 //!
 //! - it never waits for the connection, but leaves the look out;
-//! - it looks at the migration's phase only once it holds the connection. The migration enters the switchover before it takes the
-//!   connection for that: so either the phase is seen and the connection is given back at once, or the guest's stop is put off, while it
-//!   still runs, by what is left of a look. Within the pause nothing is asked;
+//! - it looks at the migration's phase only once it holds the connection. The migration enters the switchover before it
+//!   takes the connection for that: so either the phase is seen and the connection is given back at once, or the
+//!   guest's stop is put off, while it still runs, by what is left of a look. Within the pause nothing is asked;
 //! - each command has a tenth of a second.
 //!
 //! While free memory is taken from the guest by looking into it the connection is shared in the same way.
 //!
-//! From the switchover on nothing is done here any more. What the guest was asked for travels in its device's state, the setting in the
-//! machine's description, and the destination's daemon goes on, once all of the guest's pages are there. Until then its driver can still take
-//! pages out by itself (`deflate-on-oom`).
+//! From the switchover on nothing is done here any more. What the guest was asked for travels in its device's state,
+//! the setting in the machine's description, and the destination's daemon goes on, once all of the guest's pages are
+//! there. Until then its driver can still take pages out by itself (`deflate-on-oom`).
 
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -30,9 +31,13 @@ use sterna_engine::vmm::qemu::{BalloonDevice, BalloonLook, SharedQmp, resize};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_protocol::balloon::{Decision, Policy, Sample};
 
+use super::lending::Lending;
+use crate::machines::control::Control;
+use crate::machines::hold::{Connection, Hold};
+use crate::machines::record::VmRecord;
+use crate::machines::table::Machines;
+use crate::metrics::Metrics;
 use crate::process::Identity;
-use crate::vms::control::Control;
-use crate::vms::{Daemon, Hold, VmRecord};
 
 /// How often the guest is looked at, at least.
 const LOOK: Duration = Duration::from_secs(1);
@@ -48,7 +53,7 @@ const LOST_SIGHT: Duration = Duration::from_secs(3);
 /// What looks after one balloon.
 #[derive(Debug)]
 pub struct Keeper {
-    name: String,
+    pub(super) name: String,
     pub(super) process: Identity,
     setting: BalloonSetting,
     ram_bytes: u64,
@@ -94,18 +99,6 @@ impl Keeper {
         }
     }
 
-    pub(super) fn start(this: &Arc<Self>, daemon: &Arc<Daemon>) -> std::io::Result<()> {
-        let (keeper, daemon) = (Arc::clone(this), Arc::clone(daemon));
-        let run = move || {
-            keeper.run(&daemon);
-            let mut keepers = daemon.balloons.keepers();
-            if keepers.get(&keeper.name).is_some_and(|known| Arc::ptr_eq(known, &keeper)) {
-                keepers.remove(&keeper.name);
-            }
-        };
-        std::thread::Builder::new().name(format!("balloon-{}", this.name)).spawn(run).map(drop)
-    }
-
     /// It asks QEMU for nothing from now on, but for what it may be asking at this moment over a connection of its own.
     pub(super) fn end(&self) {
         self.state().ended = true;
@@ -131,22 +124,22 @@ impl Keeper {
         self.state().ended
     }
 
-    fn run(&self, daemon: &Daemon) {
+    pub(super) fn run(&self, machines: &Machines, lending: &Lending, metrics: &Metrics) {
         let interval = Duration::from_millis(self.setting.interval_ms);
         let pause = interval.min(LOOK);
         let mut course = Course { policy: Policy::new(self.ram_bytes, interval), device: None, looked: Instant::now() };
         while !self.has_ended() {
-            match self.reach(daemon) {
+            match self.reach(machines, lending) {
                 Reach::Gone => return,
                 Reach::Busy => course.looked = Instant::now(),
                 Reach::Own(path) => match Control::connect_within(&path, CONNECT) {
-                    Ok(mut control) => self.look(daemon, &mut course, control.qmp(), COMMAND),
+                    Ok(mut control) => self.look(metrics, &mut course, control.qmp(), COMMAND),
                     Err(problem) => self.note(Some(problem.message)),
                 },
                 Reach::Lent(qmp, monitor) => match qmp.try_lock() {
                     Err(TryLockError::WouldBlock) => {}
                     Err(TryLockError::Poisoned(poisoned)) => drop(poisoned),
-                    Ok(mut qmp) if may_share(&monitor) => self.look(daemon, &mut course, &mut qmp, IN_BETWEEN),
+                    Ok(mut qmp) if may_share(&monitor) => self.look(metrics, &mut course, &mut qmp, IN_BETWEEN),
                     Ok(_) => course.looked = Instant::now(),
                 },
             }
@@ -155,40 +148,38 @@ impl Keeper {
         }
     }
 
-    fn reach(&self, daemon: &Daemon) -> Reach {
+    fn reach(&self, machines: &Machines, lending: &Lending) -> Reach {
         let (hold, qmp) = {
-            let table = daemon.table();
+            let table = machines.table();
             let Some(entry) = table.get(&self.name) else { return Reach::Gone };
             match &entry.record {
-                // What the guest gave back now would only have to be told from what has not arrived yet, and QEMU may itself wait for a page.
+                // What the guest gave back now would only have to be told from what has not arrived yet, and QEMU may
+                // itself wait for a page.
                 Some(record) if record.process == self.process && record.paging.is_some() => return Reach::Busy,
                 Some(record) if record.process == self.process => (entry.hold.clone(), record.qmp.clone()),
                 _ => return Reach::Gone,
             }
         };
+        // Before the activity is asked for its phase: it enters the next one first, and takes its connection away then.
+        let lent = lending.of(&self.name);
         match hold {
-            Hold::Free | Hold::Estimating(_) => Reach::Own(qmp),
-            Hold::Leaving(monitor) => match daemon.balloons.lent().get(&self.name).cloned() {
-                Some(qmp) => Reach::Lent(qmp, monitor),
-                // It waits for its turn, for hours perhaps.
-                None if monitor.progress().phase == Phase::Queued => Reach::Own(qmp),
-                None => Reach::Busy,
+            Hold::Free => Reach::Own(qmp),
+            Hold::Starting | Hold::Stopping => Reach::Busy,
+            Hold::Busy(activity) => match (activity.connection(), lent) {
+                (Connection::Free, _) => Reach::Own(qmp),
+                (Connection::Lent { by, .. }, Some(lent)) => Reach::Lent(lent, by),
+                (Connection::Lent { free_unless_lent: true, .. }, None) => Reach::Own(qmp),
+                (Connection::Lent { .. }, None) | (Connection::Taken, _) => Reach::Busy,
             },
-            Hold::Reclaiming(monitor) => match daemon.balloons.lent().get(&self.name).cloned() {
-                Some(qmp) => Reach::Lent(qmp, monitor),
-                None => Reach::Busy,
-            },
-            Hold::Starting | Hold::Stopping | Hold::Adjusting => Reach::Busy,
-            Hold::Arriving(_) | Hold::WaitingForPeer { .. } | Hold::Resuming(_) => Reach::Busy,
         }
     }
 
-    fn look(&self, daemon: &Daemon, course: &mut Course, qmp: &mut Qmp, within: Duration) {
+    fn look(&self, metrics: &Metrics, course: &mut Course, qmp: &mut Qmp, within: Duration) {
         // The setting may have been changed while this waited for the connection.
         if self.has_ended() {
             return;
         }
-        match self.look_and_do(daemon, course, qmp, within) {
+        match self.look_and_do(metrics, course, qmp, within) {
             Ok(()) => {}
             // Its QEMU ends: whoever watches it does the rest.
             Err(VmmError::Gone { .. }) => {}
@@ -201,7 +192,7 @@ impl Keeper {
 
     fn look_and_do(
         &self,
-        daemon: &Daemon,
+        metrics: &Metrics,
         course: &mut Course,
         qmp: &mut Qmp,
         within: Duration,
@@ -233,7 +224,7 @@ impl Keeper {
             tracing::debug!(vm = %self.name, ?asked, guest_bytes = look.guest_bytes, "balloon");
         }
         if let Decision::Relieve(_, what) = asked {
-            daemon.metrics.balloon_pressure(what);
+            metrics.balloon_pressure(what);
             tracing::info!(vm = %self.name, ?what, "the guest needs memory: its balloon shrinks");
         }
         self.show(&look, device, asked, course.policy.backs_off());

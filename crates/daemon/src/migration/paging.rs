@@ -1,45 +1,42 @@
 //! Machines that run here before all their pages are here.
 //!
-//! The agent inside QEMU keeps the userfaultfd that holds missing pages back; were it closed, they would read as zeros. So from the moment
-//! a guest may run without them until the last is here, nothing here closes it, nobody else tracks the machine's writes, and a daemon
-//! started anew takes the userfaultfd and the map of missing pages over before it lets anything run.
+//! The agent inside QEMU keeps the userfaultfd that holds missing pages back; were it closed, they would read as zeros.
+//! So from the moment a guest may run without them until the last is here, nothing here closes it, nobody else tracks
+//! the machine's writes, and a daemon started anew takes the userfaultfd and the map of missing pages over before it
+//! lets anything run.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use sterna_api::units::show_size;
-use sterna_api::vm::Arriving;
-use sterna_api::{Blame, Problem};
+use sterna_api::vm;
+use sterna_api::{Blame, Code, Problem};
 use sterna_engine::host::MigrationId;
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_protocol::layout::PAGE_BYTES;
 
-use super::control::{self, Control, let_run, stop_tracking};
-use super::record::{Block, Paging, VmRecord};
-use super::{Daemon, Entry, Hold, Lifecycle};
-use crate::migration::incoming::no_verdict;
-use crate::migration::records::{NoVerdict, Pages, Stage};
-use crate::migration::resuming;
+use super::arriving::Arriving;
+use super::no_verdict::no_verdict;
+use super::records::{self, NoVerdict, Records, Stage};
+use super::resuming;
+use crate::care::Care;
+use crate::machines::backing::Block;
+use crate::machines::claim::Claimed;
+use crate::machines::control::{self, Control, let_run, stop_tracking};
+use crate::machines::hold::Hold;
+use crate::machines::missing::{Bringer, count};
+use crate::machines::record::{Lifecycle, Paging, VmRecord};
+use crate::machines::table::Entry;
 use crate::problems::host;
 
 /// How often it is tried to let a guest run whose QEMU does not answer.
 const RUN_AGAIN: Duration = Duration::from_secs(1);
-
-/// What brings the pages of a guest that runs here before all of them are here.
-#[derive(Clone)]
-pub struct Bringer(pub Arc<Pager>);
-
-impl std::fmt::Debug for Bringer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} pages are missing", self.0.missing())
-    }
-}
 
 /// What an earlier daemon left of a guest's pages.
 enum Found {
@@ -49,7 +46,8 @@ enum Found {
     Some(Arc<Pager>),
 }
 
-/// What it takes to let a guest run before all its pages are here, with the addresses of its RAM blocks; or why that cannot be.
+/// What it takes to let a guest run before all its pages are here, with the addresses of its RAM blocks; or why that
+/// cannot be.
 ///
 /// # Errors
 /// A [`Problem`]: this kernel, the machine's RAM, its agent.
@@ -57,7 +55,7 @@ pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), P
     let lacks = sterna_sys::probe::missing_for_postcopy();
     if !lacks.is_empty() {
         return Err(Problem::new(
-            "no-postcopy",
+            Code::NoPostcopy,
             Blame::Host,
             "the destination's kernel cannot hold missing pages back",
         )
@@ -77,7 +75,7 @@ fn in_small_pages(blocks: &[Block]) -> Result<(), Problem> {
         block.id,
         show_size(block.page_bytes)
     );
-    Err(Problem::new("huge-pages", Blame::Request, why))
+    Err(Problem::new(Code::HugePages, Blame::Request, why))
 }
 
 /// The map's file, made where it is not there; for the daemon alone.
@@ -94,26 +92,12 @@ fn read_map(record: &VmRecord, paging: &Paging) -> io::Result<Option<Whereabouts
     Whereabouts::recover(file, &record.layout()?)
 }
 
-/// A request that has to wait until all pages of a machine are here.
-#[must_use]
-pub fn still_arriving(name: &str, paging: &Paging, bringer: Option<&Bringer>) -> Problem {
-    let pages = bringer.map_or("pages of it are".into(), |bringer| count(bringer.0.missing()));
-    let message = format!("'{name}' cannot do that now: it runs here, {pages} still at {}", paging.from);
-    let hint =
-        format!("wait until they are here; 'sterna show {name}' says how many are missing, and what it waits for");
-    Problem::new("still-arriving", Blame::Request, message).hint(hint)
-}
-
-fn count(pages: u64) -> String {
-    if pages == 1 { "1 page of it is".into() } else { format!("{pages} pages of it are") }
-}
-
 /// How far a machine is whose pages are not all here, and the same for people; nothing of any other machine.
 #[must_use]
-pub fn describe(entry: &Entry) -> Option<(Arriving, String)> {
+pub fn describe(entry: &Entry) -> Option<(vm::Arriving, String)> {
     let record = entry.record.as_ref()?;
     // One whose guest does not run yet, or that is only now being written down, is on its way as any other machine.
-    let paging = record.paging.as_ref().filter(|_| !matches!(entry.hold, Hold::Arriving(_)))?;
+    let paging = record.paging.as_ref().filter(|_| !entry.hold.is::<Arriving>())?;
     let (missing, alone) = match &entry.pager {
         Some(Bringer(pager)) => (pager.missing(), pager.alone()),
         None => (read_map(record, paging).ok().flatten().map_or(0, |map| map.away()), None),
@@ -123,27 +107,46 @@ pub fn describe(entry: &Entry) -> Option<(Arriving, String)> {
         text.push_str(&format!("; waiting for {} for {} s", paging.from, alone.as_secs()));
     }
     let waiting_ms = alone.map(|alone| alone.as_secs_f64() * 1e3);
-    Some((Arriving { missing_pages: missing, from: paging.from.clone(), waiting_ms }, text))
+    Some((vm::Arriving { missing_pages: missing, from: paging.from.clone(), waiting_ms }, text))
 }
 
-impl Daemon {
-    /// A guest belongs here from now on, and runs, or has `failed` to; `pager` brings the pages that are still to come, where some are.
+/// Pages that come after their guest.
+#[derive(Debug)]
+pub struct Pages {
+    care: Care,
+    records: Arc<Records>,
+    /// Held while what is known of missing pages changes.
+    changed: Mutex<()>,
+}
+
+impl Pages {
+    /// With the machines of this host, and what became of migrations.
+    #[must_use]
+    pub fn new(care: Care, records: Arc<Records>) -> Self {
+        Self { care, records, changed: Mutex::new(()) }
+    }
+
+    /// A guest belongs here from now on, and runs, or has `failed` to; `pager` brings the pages that are still to come,
+    /// where some are.
     pub fn take_in(self: &Arc<Self>, record: &VmRecord, pager: Option<Arc<Pager>>, failed: Option<&Problem>) {
         match pager {
             Some(pager) => {
-                tracing::info!(vm = %record.name, missing = pager.missing(), "it runs here before all its pages are here");
+                tracing::info!(
+                    vm = %record.name, missing = pager.missing(),
+                    "it runs here before all its pages are here"
+                );
                 self.keep_pager(&record.name, pager);
                 let record = if failed.is_some() { self.held_back(record, true) } else { record.clone() };
-                self.settle(&record);
+                self.care.settle(&record);
                 self.run_if_held_back(&record);
             }
             None => {
                 let whole = VmRecord { paging: None, ..record.clone() };
                 match failed {
-                    None => self.settle(&whole),
+                    None => self.care.settle(&whole),
                     Some(problem) => {
-                        self.watch(&whole);
-                        resuming::let_run(self, &whole, problem.with_causes());
+                        self.care.watch(&whole);
+                        resuming::let_run(&self.care.machines, &whole, problem.with_causes());
                     }
                 }
                 remove_map(record);
@@ -151,32 +154,36 @@ impl Daemon {
         }
     }
 
-    /// What brings the pages of the guest of this migration. Where an earlier attempt to take its pages over failed, another is made.
+    /// What brings the pages of the guest of this migration. Where an earlier attempt to take its pages over failed,
+    /// another is made.
     ///
     /// # Errors
-    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`), does not run yet (`not-yet`), nothing can bring
-    /// its pages at present (`paging-lost`), or the migration is not known, or no migration to here.
+    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`), does not run yet (`not-yet`),
+    /// nothing can bring its pages at present (`paging-lost`), or the migration is not known, or no migration to here.
     pub fn pager_of(self: &Arc<Self>, id: MigrationId) -> Result<Arc<Pager>, Problem> {
         let problem = |code, message: &str| Err(Problem::new(code, Blame::Peer, message));
         // One at a time: a second attempt would take the same userfaultfd over.
         let _alone = self.alone_with_pages();
         let Some(entry) = self.with_pages_of(id) else {
-            // Whoever holds the rest of its pages gives them up when it is told that the guest has ended: only who knows may say so.
+            // Whoever holds the rest of its pages gives them up when it is told that the guest has ended: only who
+            // knows may say so.
             return match (self.records.pages(id), self.records.stage(id)) {
-                (Some(Pages::Here), _) => problem("paged", "all pages of the guest are here"),
-                (Some(Pages::Gone), _) => problem("guest-gone", "the guest has ended at the destination"),
+                (Some(records::Pages::Here), _) => problem(Code::Paged, "all pages of the guest are here"),
+                (Some(records::Pages::Gone), _) => problem(Code::GuestGone, "the guest has ended at the destination"),
                 // Its record could not be read: that is no reason to say that it has ended.
-                (Some(Pages::Coming), _) => problem("paging-lost", "the guest cannot be found at the destination"),
+                (Some(records::Pages::Coming), _) => {
+                    problem(Code::PagingLost, "the guest cannot be found at the destination")
+                }
                 (None, Some(Stage::HandingOver { .. })) => Err(no_verdict(id, None, NoVerdict::BegunHere)),
                 (None, Some(_)) => {
-                    problem("paging-lost", "the destination's record does not say what became of the guest's pages")
+                    problem(Code::PagingLost, "the destination's record does not say what became of the guest's pages")
                 }
                 (None, None) => Err(no_verdict(id, None, NoVerdict::Unknown)),
             };
         };
         match (entry.pager, entry.record) {
             (Some(Bringer(pager)), _) => Ok(pager),
-            (None, Some(record)) if !matches!(entry.hold, Hold::Arriving(_)) => match self.take_over(&record)? {
+            (None, Some(record)) if !entry.hold.is::<Arriving>() => match self.take_over(&record)? {
                 Found::Some(pager) => {
                     tracing::info!(vm = %record.name, %id, "its pages can be brought after all");
                     self.keep_pager(&record.name, Arc::clone(&pager));
@@ -187,17 +194,17 @@ impl Daemon {
                     self.has_all(&record);
                     stop_tracking(&record);
                     self.run_if_held_back(&record);
-                    problem("paged", "all pages of the guest are here")
+                    problem(Code::Paged, "all pages of the guest are here")
                 }
             },
-            _ => problem("not-yet", "the guest does not run at the destination yet"),
+            _ => problem(Code::NotYet, "the guest does not run at the destination yet"),
         }
     }
 
     /// Whoever holds pages of guests that are not here any more need hold them no longer.
     pub fn forget_pages_of_nobody(&self) {
         for id in self.records.coming().into_iter().filter(|id| self.with_pages_of(*id).is_none()) {
-            self.records.pages_are(id, Pages::Gone);
+            self.records.pages_are(id, records::Pages::Gone);
         }
     }
 
@@ -209,32 +216,38 @@ impl Daemon {
         self.has_all(&record);
     }
 
-    /// Looks after a machine that an earlier daemon let run before all its pages were here; `run`: whether it is still to be let run.
-    pub fn recover_paging(self: &Arc<Self>, record: &VmRecord, run: bool) {
+    /// Looks after a machine that an earlier daemon let run before all its pages were here; `run`: whether it is still
+    /// to be let run.
+    pub fn recover(self: &Arc<Self>, record: &VmRecord, run: bool) {
         let run = run || record.paging.as_ref().is_some_and(|paging| paging.held_back);
         match self.take_over(record) {
             Ok(Found::Some(pager)) => {
-                tracing::info!(vm = %record.name, missing = pager.missing(), "its pages are still to come: it waits for its source");
+                tracing::info!(
+                    vm = %record.name, missing = pager.missing(),
+                    "its pages are still to come: it waits for its source"
+                );
                 self.keep_pager(&record.name, pager);
                 let record = self.held_back(record, run);
-                self.settle(&record);
+                self.care.settle(&record);
                 self.run_if_held_back(&record);
             }
             Ok(Found::All) => {
                 let record = self.has_all(record);
                 // With every page in the file there is nothing left to hold back.
                 stop_tracking(&record);
-                if run && let Err(problem) = let_run(&record, &self.state.vm(&record.name)) {
-                    self.mark(&record.name, format!("it was moved here and does not run: {}", problem.message));
+                if run && let Err(problem) = let_run(&record, &self.care.machines.dir(&record.name)) {
+                    self.care
+                        .machines
+                        .mark(&record.name, format!("it was moved here and does not run: {}", problem.message));
                 }
-                self.settle(&record);
+                self.care.settle(&record);
             }
             Err(problem) => self.hold_back(record, &problem),
         }
     }
 
-    /// Nothing can bring the guest's pages: stopped, it cannot run on without them. Whoever waits for one waits on, and where the agent holds
-    /// none of them back any more, it must not see the zeros in their place.
+    /// Nothing can bring the guest's pages: stopped, it cannot run on without them. Whoever waits for one waits on, and
+    /// where the agent holds none of them back any more, it must not see the zeros in their place.
     fn hold_back(self: &Arc<Self>, record: &VmRecord, problem: &Problem) {
         let why = problem.with_causes();
         tracing::error!(
@@ -246,22 +259,22 @@ impl Daemon {
             // A QEMU that waits for a missing page itself answers nobody, and its guest does not run on for long.
             tracing::error!(vm = %record.name, "nor can it be stopped: {}", problem.message);
         }
-        self.mark(&record.name, format!("stopped, its missing pages cannot be brought: {why}"));
-        self.settle(&self.held_back(record, true));
+        self.care.machines.mark(&record.name, format!("stopped, its missing pages cannot be brought: {why}"));
+        self.care.settle(&self.held_back(record, true));
     }
 
     /// Takes the userfaultfd and the map of missing pages over.
     fn take_over(&self, record: &VmRecord) -> Result<Found, Problem> {
         let Some(paging) = &record.paging else { return Ok(Found::All) };
         let pages = self.records.pages(paging.id);
-        if pages == Some(Pages::Here) {
+        if pages == Some(records::Pages::Here) {
             return Ok(Found::All);
         }
         let map = read_map(record, paging).map_err(|error| host("cannot read the map of missing pages", &error))?;
         match map {
-            None if pages == Some(Pages::Coming) => {
+            None if pages == Some(records::Pages::Coming) => {
                 let message = format!("the map of missing pages ({}) is gone", paging.map.display());
-                return Err(Problem::new("paging-lost", Blame::Host, message));
+                return Err(Problem::new(Code::PagingLost, Blame::Host, message));
             }
             Some(map) if map.away() > 0 => {}
             _ => return Ok(Found::All),
@@ -270,7 +283,7 @@ impl Daemon {
         let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
         Pager::recover(&blocks, means).map(Found::Some).map_err(|error| {
             let mut problem = error.problem();
-            problem.code = "paging-lost".into();
+            problem.code = Code::PagingLost;
             problem
         })
     }
@@ -280,19 +293,20 @@ impl Daemon {
         if !record.paging.as_ref().is_some_and(|paging| paging.held_back) {
             return;
         }
-        let (daemon, record) = (Arc::clone(self), record.clone());
+        let (pages, record) = (Arc::clone(self), record.clone());
         let name = format!("run-{}", record.name);
         let run = move || {
-            let dir = daemon.state.vm(&record.name);
+            let machines = &pages.care.machines;
+            let dir = machines.dir(&record.name);
             while record.process.open().is_some() {
-                // Nobody else is at it meanwhile. Once all its pages are here it can be moved on, stopped as it is, and must not be let run
-                // here when it has gone.
-                if let Ok(claimed) = daemon.claim_for_now(&record.name, Hold::Stopping) {
+                // Nobody else is at it meanwhile. Once all its pages are here it can be moved on, stopped as it is, and
+                // must not be let run here when it has gone.
+                if let Ok(claimed) = Claimed::new(machines, &record.name, Hold::Stopping) {
                     if claimed.record.process != record.process || claimed.record.lifecycle != Lifecycle::Here {
                         return;
                     }
                     match let_run(&record, &dir) {
-                        Ok(()) => return daemon.runs_again(&record),
+                        Ok(()) => return pages.runs_again(&record),
                         Err(problem) => {
                             tracing::warn!(vm = %record.name, "it cannot be let run yet: {}", problem.message);
                         }
@@ -309,30 +323,30 @@ impl Daemon {
     fn runs_again(&self, record: &VmRecord) {
         let _alone = self.alone_with_pages();
         let now = {
-            let mut table = self.table();
-            let entry = table.get_mut(&record.name).filter(|entry| is(entry, record));
+            let mut table = self.care.machines.table();
+            let entry = table.get_mut(&record.name).filter(|entry| entry.is(record));
             entry.and_then(|entry| {
                 entry.note = None;
                 entry.record.clone()
             })
         };
         if let Some(now) = now {
-            self.try_store(&self.held_back(&now, false));
+            self.care.machines.try_store(&self.held_back(&now, false));
         }
     }
 
     /// The machine is as any other from now on.
     fn has_all(&self, record: &VmRecord) -> VmRecord {
         if let Some(paging) = &record.paging {
-            self.records.pages_are(paging.id, Pages::Here);
+            self.records.pages_are(paging.id, records::Pages::Here);
         }
         let whole = VmRecord { paging: None, ..record.clone() };
-        if let Some(entry) = self.table().get_mut(&record.name).filter(|entry| is(entry, record)) {
+        if let Some(entry) = self.care.machines.table().get_mut(&record.name).filter(|entry| entry.is(record)) {
             entry.pager = None;
         }
         // Where the disk is full the record says still that pages are to come, and only an empty map tells the next
         // daemon that none are.
-        if self.try_store(&whole) {
+        if self.care.machines.try_store(&whole) {
             remove_map(record);
         }
         whole
@@ -344,14 +358,14 @@ impl Daemon {
     }
 
     fn keep_pager(&self, name: &str, pager: Arc<Pager>) {
-        if let Some(entry) = self.table().get_mut(name) {
+        if let Some(entry) = self.care.machines.table().get_mut(name) {
             entry.pager = Some(Bringer(pager));
         }
     }
 
-    /// One at a time changes what is known of missing pages.
+    /// Serialises changes to what is known of missing pages.
     fn alone_with_pages(&self) -> MutexGuard<'_, ()> {
-        self.pages_changed.lock().unwrap_or_else(PoisonError::into_inner)
+        self.changed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The machine whose pages this migration brings.
@@ -359,13 +373,8 @@ impl Daemon {
         let brings = |entry: &&Entry| {
             entry.record.as_ref().and_then(|record| record.paging.as_ref()).is_some_and(|paging| paging.id == id)
         };
-        self.table().values().find(brings).cloned()
+        self.care.machines.table().values().find(brings).cloned()
     }
-}
-
-/// Whether the table still speaks of the same machine: its name may be another's by now.
-fn is(entry: &Entry, record: &VmRecord) -> bool {
-    entry.record.as_ref().is_some_and(|known| known.process == record.process)
 }
 
 fn remove_map(record: &VmRecord) {

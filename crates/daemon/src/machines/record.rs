@@ -4,17 +4,18 @@ use std::io;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use sterna_api::report::Host;
 use sterna_api::{BalloonSetting, MemoryMode};
 use sterna_engine::host::MigrationId;
 use sterna_engine::memory::BlockFile;
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
+use sterna_sys::host;
 
-use super::backing::OwnFile;
-pub use super::backing::{Backing, Block};
+use super::backing::{Backing, Block, OwnFile};
 use crate::process::Identity;
-use crate::qemu::binary::Version;
+use crate::qemu::binary::{self, Version};
 
 /// Where a machine is in its life on this host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,7 +63,8 @@ pub struct VmRecord {
     /// How its balloon is handled; records of earlier daemons do not say.
     #[serde(default)]
     pub balloon: BalloonSetting,
-    /// What its guest kept, bytes, before its balloon was inflated for a while: a daemon that finds this lets the guest have it back.
+    /// What its guest kept, bytes, before its balloon was inflated for a while: a daemon that finds this lets the guest
+    /// have it back.
     #[serde(default)]
     pub kept_before: Option<u64>,
     /// Where it is in its life here.
@@ -81,14 +83,87 @@ pub struct Paging {
     pub id: MigrationId,
     /// The host they are at, by its own word.
     pub from: String,
-    /// Which of them are missing: a file in memory, so that a daemon started anew goes on. Empty until the guest was to run without them.
+    /// Which of them are missing: a file in memory, so that a daemon started anew goes on. Empty until the guest was to
+    /// run without them.
     pub map: PathBuf,
     /// The guest was stopped here because nothing could bring its pages: it is to run once something can.
     #[serde(default)]
     pub held_back: bool,
 }
 
+/// A QEMU that runs, as the record of its machine begins with it.
+#[derive(Debug)]
+pub struct Running<'a> {
+    /// Its process.
+    pub process: Identity,
+    /// Its binary.
+    pub path: PathBuf,
+    /// What it says of itself.
+    pub about: &'a Inspection,
+    /// Its QMP socket.
+    pub qmp: PathBuf,
+    /// The agent's socket.
+    pub agent: PathBuf,
+}
+
+/// The RAM that a machine was started with.
+#[derive(Debug)]
+pub struct Memory {
+    /// Its size.
+    pub bytes: u64,
+    /// What it is made of.
+    pub blocks: Vec<Block>,
+    /// Sterna added the back end itself.
+    pub managed: bool,
+    /// Sterna made the files.
+    pub owned: bool,
+}
+
+/// The version of a running QEMU.
+#[must_use]
+pub fn version(about: &Inspection) -> Version {
+    (about.version.0, about.version.1, about.version.2)
+}
+
 impl VmRecord {
+    /// A machine that runs and belongs here, with nothing said of its balloon, its trust group and pages to come.
+    #[must_use]
+    pub fn new(name: &str, arguments: Vec<String>, qemu: Running<'_>, memory: Memory) -> Self {
+        Self {
+            name: name.into(),
+            memory_bytes: memory.bytes,
+            memory_mode: MemoryMode::Shared,
+            trust_group: None,
+            qemu_path: qemu.path,
+            qemu_version: version(qemu.about),
+            machine: qemu.about.machine.clone(),
+            arguments,
+            managed_ram: memory.managed,
+            process: qemu.process,
+            qmp: qemu.qmp,
+            agent: qemu.agent,
+            blocks: memory.blocks,
+            owns_ram_files: memory.owned,
+            balloon: BalloonSetting::default(),
+            kept_before: None,
+            lifecycle: Lifecycle::Here,
+            running: true,
+            paging: None,
+        }
+    }
+
+    /// This host with the machine's QEMU, as reports name it.
+    #[must_use]
+    pub fn here(&self) -> Host {
+        Host {
+            host: host::name(),
+            address: String::new(),
+            sterna: env!("CARGO_PKG_VERSION").into(),
+            qemu: binary::show(self.qemu_version),
+            cpu_s: 0.0,
+        }
+    }
+
     /// How its RAM is laid out.
     ///
     /// # Errors
@@ -141,12 +216,12 @@ impl VmRecord {
             allocated_bytes: self.allocated_bytes(),
             balloon: self.balloon,
             running: about.running,
-            from: crate::migration::outgoing::host_name(),
+            from: host::name(),
         }
     }
 
-    /// The RAM blocks with their files open; `addresses` in QEMU in the same order, or none. Where QEMU has ended its RAM is still in its
-    /// files: they are opened by the paths they have here.
+    /// The RAM blocks with their files open; `addresses` in QEMU in the same order, or none. Where QEMU has ended its
+    /// RAM is still in its files: they are opened by the paths they have here.
     ///
     /// # Errors
     /// Where a file is gone.

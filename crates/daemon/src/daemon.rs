@@ -1,0 +1,126 @@
+//! The daemon: its parts, and how they are put together. Each part names what it may touch; nothing but the API sees
+//! all of them.
+
+use std::sync::Arc;
+
+use sterna_api::Problem;
+use sterna_engine::transport::credentials::Credentials;
+use sterna_engine::transport::share::Share;
+
+use crate::adopt::Adoptions;
+use crate::balloon::Balloons;
+use crate::balloon::lending::Lending;
+use crate::care::Care;
+use crate::config::Config;
+use crate::identity;
+use crate::machines::start::Launcher;
+use crate::machines::table::Machines;
+use crate::metrics::Metrics;
+use crate::migration::departures::Departures;
+use crate::migration::incoming::Destination;
+use crate::migration::jobs::Jobs;
+use crate::migration::paging::Pages;
+use crate::migration::records::Records;
+use crate::qemu::user::User;
+use crate::reclaim::Reclaim;
+use crate::recover::Recovery;
+use crate::state::StateDir;
+
+/// The daemon: everything a request needs.
+#[derive(Debug)]
+pub struct Daemon {
+    /// The configuration.
+    pub config: Config,
+    /// What outlives the daemon.
+    pub state: Arc<StateDir>,
+    /// The machines.
+    pub machines: Arc<Machines>,
+    /// Their balloons.
+    pub balloons: Arc<Balloons>,
+    /// What looks after them.
+    pub care: Care,
+    /// What starts them.
+    pub launcher: Arc<Launcher>,
+    /// What takes them over.
+    pub adoptions: Adoptions,
+    /// This host as a source.
+    pub departures: Arc<Departures>,
+    /// This host as a destination.
+    pub destination: Destination,
+    /// What is counted.
+    pub metrics: Arc<Metrics>,
+}
+
+impl Daemon {
+    /// Prepares the state directory; machines are found by [`Daemon::recovery`].
+    ///
+    /// # Errors
+    /// What cannot be used, with its causes.
+    pub fn new(config: Config) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+        let state = Arc::new(StateDir::open(&config.state_dir)?);
+        let identity = identity::load_or_make(&config.state_dir)?;
+        let records = Arc::new(Records::load(&state.migrations())?);
+        let user = config.qemu_user.as_deref().map(User::find).transpose()?;
+        let credentials = config.tls.clone().map(|files| Credentials::load(files).map(Arc::new)).transpose();
+        let credentials = credentials.map_err(|error| wrong_credentials(&error.problem()))?;
+        let (metrics, lending) = (Arc::new(Metrics::new()), Arc::new(Lending::default()));
+        let forgotten = {
+            let records = Arc::clone(&records);
+            move |record: &_| records.machine_ended(record)
+        };
+        let machines = Arc::new(Machines::new(Arc::clone(&state), forgotten));
+        let balloons = Arc::new(Balloons::new(Arc::clone(&machines), Arc::clone(&metrics), Arc::clone(&lending)));
+        let care = Care { machines: Arc::clone(&machines), balloons: Arc::clone(&balloons) };
+        let launcher = Arc::new(Launcher { state: Arc::clone(&state), agent: config.agent.clone(), user });
+        let departures = Arc::new(Departures {
+            machines: Arc::clone(&machines),
+            records: Arc::clone(&records),
+            jobs: Arc::new(Jobs::new(config.max_outgoing)),
+            metrics: Arc::clone(&metrics),
+            lending,
+            credentials: credentials.clone(),
+            bandwidth: Arc::new(Share::new(config.bandwidth_bytes_per_s)),
+            trust_first_look: config.test_trust_first_look,
+        });
+        let destination = Destination {
+            identity,
+            credentials,
+            care: care.clone(),
+            pages: Arc::new(Pages::new(care.clone(), Arc::clone(&records))),
+            records,
+            launcher: Arc::clone(&launcher),
+            max_incoming: config.max_incoming,
+            qemu: config.qemu.clone(),
+        };
+        let adoptions = Adoptions::new(care.clone(), Arc::clone(&state));
+        Ok(Self { config, state, machines, balloons, care, launcher, adoptions, departures, destination, metrics })
+    }
+
+    /// What takes up what an earlier daemon left in the state directory.
+    #[must_use]
+    pub fn recovery(&self) -> Recovery<'_> {
+        Recovery { state: &self.state, care: &self.care, pages: &self.destination.pages, departures: &self.departures }
+    }
+
+    /// What takes memory that guests hold free.
+    #[must_use]
+    pub fn reclaim(&self) -> Reclaim<'_> {
+        Reclaim {
+            machines: &self.machines,
+            lending: &self.departures.lending,
+            metrics: &self.metrics,
+            trust_first_look: self.config.test_trust_first_look,
+        }
+    }
+
+    /// The migrations that this host began.
+    #[must_use]
+    pub fn jobs(&self) -> &Jobs {
+        &self.departures.jobs
+    }
+}
+
+/// What is wrong with `[tls]`, and what to do, in one line.
+fn wrong_credentials(problem: &Problem) -> String {
+    format!("[tls] cannot be used: {}; {}", problem.with_causes(), problem.hint.as_deref().unwrap_or_default())
+}

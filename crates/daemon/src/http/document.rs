@@ -1,0 +1,42 @@
+//! The API's description, of all its routes.
+
+use axum::Json;
+use sterna_api::Problem;
+use utoipa::OpenApi;
+
+use super::{about, balloon, host, migrations, vms, watch};
+
+/// The API's description.
+#[derive(OpenApi)]
+#[openapi(
+    info(title = "Sterna", description = "Virtual machines of one host, and their live migration."),
+    paths(
+        vms::list,
+        vms::run,
+        vms::adopt,
+        vms::show,
+        vms::stop,
+        vms::cancel,
+        vms::estimate,
+        balloon::set,
+        vms::reclaim,
+        vms::resume,
+        migrations::begin,
+        migrations::list,
+        migrations::show,
+        watch::watch,
+        host::bandwidth,
+        host::set_bandwidth,
+        about::version,
+        about::metrics,
+        openapi,
+    ),
+    components(schemas(Problem))
+)]
+pub struct Document;
+
+/// This API's description.
+#[utoipa::path(get, path = "/openapi.json", tag = "about", responses((status = 200, body = serde_json::Value)))]
+pub async fn openapi() -> Json<utoipa::openapi::OpenApi> {
+    Json(Document::openapi())
+}

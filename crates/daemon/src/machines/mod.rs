@@ -1,0 +1,40 @@
+//! The machines of this host: the table of them, what is on record of each, and how each is reached.
+//!
+//! Nothing here knows of migrations, balloons or requests. What a machine is busy with says for itself what it is
+//! ([`hold::Activity`]).
+
+/// The files that hold machines' RAM.
+pub mod backing;
+
+/// A machine's durable record.
+pub mod record;
+
+/// What is being done with a machine.
+pub mod hold;
+
+/// Pages of a machine that are still to come.
+pub mod missing;
+
+/// What a machine leaves behind.
+pub mod files;
+
+/// The table of machines.
+pub mod table;
+
+/// A machine or a name that is claimed for a while.
+pub mod claim;
+
+/// The thread that waits for a machine's end.
+pub mod watch;
+
+/// What is asked of a machine's QEMU.
+pub mod control;
+
+/// What it takes to move a machine, or to take memory from it: QEMU, agent and RAM.
+pub mod reach;
+
+/// Starting a machine's QEMU.
+pub mod start;
+
+/// Reading machines' records.
+pub mod load;

@@ -1,0 +1,70 @@
+//! What it takes to move a machine, or to take memory from it: its QEMU and its agent answer, its RAM is open, and all
+//! that writes the RAM can be watched.
+
+use sterna_api::{Blame, Code, Problem};
+use sterna_engine::inside::InsideQemu;
+use sterna_engine::memory::BlockFile;
+use sterna_engine::source::track::WriteProtect;
+use sterna_engine::vmm::qemu::Inspection;
+
+use super::control::{self, Control};
+use super::record::VmRecord;
+use crate::problems::host;
+
+/// Whether all that writes the guest's RAM does so through QEMU's mapping.
+///
+/// # Errors
+/// A [`Problem`] that names who does not.
+pub fn check_writers(name: &str, about: &Inspection) -> Result<(), Problem> {
+    if about.foreign_writers.is_empty() {
+        return Ok(());
+    }
+    let who = about.foreign_writers.join(", ");
+    let why = format!(
+        "'{name}' cannot be moved, nor memory be taken from it: others than QEMU write its RAM, unseen ({who})"
+    );
+    Err(Problem::new(Code::ForeignWriters, Blame::Request, why)
+        .hint("use virtio devices that QEMU or the kernel's vhost serve"))
+}
+
+/// What cannot be moved at all, whatever the destination.
+fn check_movable(name: &str, about: &Inspection) -> Result<(), Problem> {
+    let refuse =
+        |code, why: String| Err(Problem::new(code, Blame::Request, format!("'{name}' cannot be moved: {why}")));
+    check_writers(name, about)?;
+    if !about.blockers.is_empty() {
+        return refuse(Code::QemuBlocks, about.blockers.join("; "))
+            .map_err(|problem| problem.hint("QEMU itself refuses: take the device away that it names"));
+    }
+    let immovable = about.immovable_ram();
+    if !immovable.is_empty() {
+        return refuse(Code::ImmovableRam, format!("RAM that is no shared named file: {}", immovable.join(", ")));
+    }
+    Ok(())
+}
+
+/// A machine that can be moved: its QEMU and its RAM, and what watches its writes.
+pub struct Movable {
+    /// The connection to its QEMU.
+    pub control: Control,
+    /// What it is made of.
+    pub about: Inspection,
+    /// Its RAM.
+    pub blocks: Vec<BlockFile>,
+    /// What watches its writes.
+    pub tracker: WriteProtect,
+}
+
+/// Reaches a machine's QEMU and agent, and checks that it can be moved at all.
+///
+/// # Errors
+/// A [`Problem`]: what does not answer, or why it cannot be moved.
+pub fn movable(record: &VmRecord) -> Result<Movable, Problem> {
+    let mut control = Control::connect(&record.qmp)?;
+    let about = control.inspect()?;
+    check_movable(&record.name, &about)?;
+    let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
+    let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
+    let tracker = WriteProtect::new(record.process.pid, InsideQemu::new(agent)).map_err(|error| error.problem())?;
+    Ok(Movable { control, about, blocks, tracker })
+}

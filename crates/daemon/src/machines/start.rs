@@ -1,0 +1,167 @@
+//! Starting a machine's QEMU: of one that is run here, and of one that comes from another host.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sterna_api::{Blame, Code, Problem};
+use sterna_engine::vmm::qemu::Inspection;
+use sterna_sys::host;
+
+use super::backing::{Block, OwnFile};
+use super::control::{self, Control};
+use super::files::{directory_problem, remove_files};
+use super::record::Running;
+use crate::config::{SOCKET_PATH_BYTES, check_socket_path};
+use crate::problems::{self, invalid};
+use crate::process::Identity;
+use crate::qemu::launch::{self, Launch, agent_socket, qmp_socket};
+use crate::qemu::user::User;
+use crate::state::StateDir;
+
+/// How long the agent of a QEMU that answers already may take to answer, too.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// What starts the machines' QEMUs.
+#[derive(Debug)]
+pub struct Launcher {
+    /// Where the machines' files go.
+    pub state: Arc<StateDir>,
+    /// The library inside QEMU, where the configuration names it.
+    pub agent: Option<PathBuf>,
+    /// Whom QEMU runs as, where it is not root.
+    pub user: Option<User>,
+}
+
+impl Launcher {
+    /// Starts QEMU with files of its own, these RAM blocks among them, and looks at what came up.
+    ///
+    /// # Errors
+    /// A [`Problem`]; QEMU and its files are gone then.
+    pub fn start(
+        &self,
+        binary: &Path,
+        arguments: &[String],
+        name: &str,
+        mut blocks: Vec<Block>,
+    ) -> Result<Started, Problem> {
+        let dir = &self.state.vm(name);
+        for socket in [qmp_socket(dir), agent_socket(dir)] {
+            check_socket_path("the machine's socket", &socket).map_err(|error| {
+                let mut problem = invalid(error.to_string())
+                    .hint(format!("a shorter name or --state-dir: sockets may have {SOCKET_PATH_BYTES} bytes"));
+                problem.code = Code::PathTooLong;
+                problem
+            })?;
+        }
+        let agent = self.agent_library()?;
+        let ram_files: Vec<(PathBuf, u64)> = blocks.iter().map(|block| (block.path.clone(), block.bytes)).collect();
+        let files = ram_files.iter().map(|(path, _)| OwnFile { path: path.clone(), file: None }).collect();
+        self.state.make_vm(name).map_err(|error| directory_problem(dir, &error))?;
+        let mut cleanup = Cleanup { process: None, files, dir: dir.into(), logs: self.state.logs(), armed: true };
+        let launch = Launch { binary, arguments, dir, ram_files: &ram_files, agent: &agent, user: self.user.as_ref() };
+        let process = launch::launch(&launch)?;
+        cleanup.process = Some(process);
+        // The directory is root's: what has these names now is what was made above.
+        for block in &mut blocks {
+            block.recall_here().map_err(|error| problems::host("cannot look at the machine's RAM", &error))?;
+        }
+        let asked = Control::connect(&qmp_socket(dir)).and_then(|mut control| control.inspect());
+        let answered = asked.and_then(|about| wait_for_agent(dir, process, &blocks).map(|()| about));
+        // Whatever it is that did not answer: where QEMU has ended, its own words say why.
+        let about = answered.map_err(|problem| launch::ended(&launch, process).unwrap_or(problem))?;
+        Ok(Started { process, about, blocks, cleanup })
+    }
+
+    /// A new RAM file's path.
+    #[must_use]
+    pub fn new_ram_path(&self, name: &str) -> PathBuf {
+        self.state.ram().join(format!("{name}-{:08x}", host::random_u128() as u32))
+    }
+
+    /// The library inside QEMU: where the configuration says, else beside the daemon, else where packages put it.
+    ///
+    /// # Errors
+    /// A [`Problem`] where it is nowhere.
+    fn agent_library(&self) -> Result<PathBuf, Problem> {
+        const NAME: &str = "libsterna_agent.so";
+        let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join(NAME)));
+        let places = match &self.agent {
+            Some(path) => vec![path.clone()],
+            None => beside.into_iter().chain([Path::new("/usr/lib/sterna").join(NAME)]).collect(),
+        };
+        places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
+            let list: Vec<String> = places.iter().map(|path| path.display().to_string()).collect();
+            Problem::new(Code::AgentNotFound, Blame::Host, "the agent library for QEMU is not on this host")
+                .hint(format!("it is looked for at {}; name another with 'agent' in sternad.toml", list.join(" and ")))
+        })
+    }
+}
+
+/// Waits until the agent answers: its thread begins beside QEMU's own, and on a busy host QEMU may be the first to
+/// answer.
+fn wait_for_agent(dir: &Path, process: Identity, blocks: &[Block]) -> Result<(), Problem> {
+    let deadline = Instant::now() + AGENT_TIMEOUT;
+    loop {
+        match control::agent_and_addresses(&agent_socket(dir), process.pid, blocks) {
+            Err(problem)
+                if problem.code == Code::AgentMissing && Instant::now() < deadline && process.open().is_some() =>
+            {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            answered => return answered.map(drop),
+        }
+    }
+}
+
+/// A QEMU that was just started. Dropped without [`Started::keep`], it and its files are gone.
+#[derive(Debug)]
+pub struct Started {
+    /// Its process.
+    pub process: Identity,
+    /// What it says of itself.
+    pub about: Inspection,
+    /// Its RAM, with the files that hold it.
+    pub blocks: Vec<Block>,
+    cleanup: Cleanup,
+}
+
+impl Started {
+    /// The running QEMU, with its binary's path, as the machine's record begins with it.
+    #[must_use]
+    pub fn qemu(&self, path: PathBuf) -> Running<'_> {
+        let dir = &self.cleanup.dir;
+        Running { process: self.process, path, about: &self.about, qmp: qmp_socket(dir), agent: agent_socket(dir) }
+    }
+
+    /// A file of the machine that is to be gone with it.
+    pub fn with_file(&mut self, path: &Path) {
+        self.cleanup.files.push(OwnFile { path: path.into(), file: None });
+    }
+
+    /// The machine stays: its record is written.
+    pub fn keep(mut self) {
+        self.cleanup.armed = false;
+    }
+}
+
+#[derive(Debug)]
+struct Cleanup {
+    process: Option<Identity>,
+    files: Vec<OwnFile>,
+    dir: PathBuf,
+    logs: PathBuf,
+    armed: bool,
+}
+
+impl Drop for Cleanup {
+    fn drop(&mut self) {
+        if !self.armed {
+            return;
+        }
+        if let Some(process) = self.process.and_then(|process| process.open()) {
+            process.kill();
+        }
+        remove_files(&self.dir, &self.files, &self.logs);
+    }
+}

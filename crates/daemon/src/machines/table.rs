@@ -1,0 +1,252 @@
+//! The table of this host's machines.
+//!
+//! One table holds them all. Whoever begins something with a machine claims it first ([`Hold`]); nothing slow happens
+//! under the table's lock.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use sterna_api::Problem;
+
+use super::files::remove_files;
+use super::hold::Hold;
+use super::missing::{Bringer, still_arriving};
+use super::record::VmRecord;
+use crate::problems::{busy, unknown_vm};
+use crate::process::Identity;
+use crate::qemu::launch::{last_lines, log_file};
+use crate::state::{StateDir, write_record};
+
+/// A machine in the table.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    /// What is known of it; nothing while it is being started.
+    pub record: Option<VmRecord>,
+    /// What is being done with it.
+    pub hold: Hold,
+    /// More on it, for people.
+    pub note: Option<String>,
+    /// What brings its pages, where it runs here before all of them are here.
+    pub pager: Option<Bringer>,
+    /// Held while its record is written.
+    writing: Arc<Mutex<()>>,
+}
+
+impl Entry {
+    /// A machine with which this is being done.
+    #[must_use]
+    pub fn new(record: Option<VmRecord>, hold: Hold) -> Self {
+        Self { record, hold, note: None, pager: None, writing: Arc::default() }
+    }
+
+    /// Whether this is still the machine of the record: its name may be another's by now.
+    #[must_use]
+    pub fn is(&self, record: &VmRecord) -> bool {
+        self.runs_as(record.process)
+    }
+
+    fn runs_as(&self, process: Identity) -> bool {
+        self.record.as_ref().is_some_and(|known| known.process == process)
+    }
+}
+
+/// The machines, by name.
+pub type Table = HashMap<String, Entry>;
+
+/// The machine of the table, another than this one, that has RAM in a file of this one's. Some day machines may share
+/// files that none of them writes: those are for this to let pass.
+#[must_use]
+pub fn shares_ram(table: &Table, record: &VmRecord) -> Option<String> {
+    let others = table.values().filter_map(|entry| entry.record.as_ref()).filter(|other| other.name != record.name);
+    let shares = |other: &&VmRecord| other.backings().any(|a| record.backings().any(|b| a.file() == b.file()));
+    others.into_iter().find(shares).map(|other| other.name.clone())
+}
+
+/// The machines of this host.
+pub struct Machines {
+    state: Arc<StateDir>,
+    table: Mutex<Table>,
+    forgotten: Box<dyn Fn(&VmRecord) + Send + Sync>,
+}
+
+impl fmt::Debug for Machines {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Machines").field("table", &self.table).finish_non_exhaustive()
+    }
+}
+
+impl Machines {
+    /// No machines yet. `forgotten` hears of each machine that leaves the table because it has ended, before its files
+    /// go.
+    #[must_use]
+    pub fn new(state: Arc<StateDir>, forgotten: impl Fn(&VmRecord) + Send + Sync + 'static) -> Self {
+        Self { state, table: Mutex::default(), forgotten: Box::new(forgotten) }
+    }
+
+    /// The machines, to look at or change; nothing slow may happen while this is held.
+    pub fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A machine's directory.
+    #[must_use]
+    pub fn dir(&self, name: &str) -> PathBuf {
+        self.state.vm(name)
+    }
+
+    /// What is known of a machine at this moment.
+    ///
+    /// # Errors
+    /// A [`Problem`] where there is none of this name.
+    pub fn entry(&self, name: &str) -> Result<Entry, Problem> {
+        self.table().get(name).cloned().ok_or_else(|| unknown_vm(name))
+    }
+
+    /// Claims a machine that nobody else is busy with. One whose pages are not all here can be stopped and nothing
+    /// else.
+    ///
+    /// # Errors
+    /// A [`Problem`]: unknown, or busy and with what.
+    pub fn claim(&self, name: &str, hold: Hold) -> Result<VmRecord, Problem> {
+        let mut table = self.table();
+        let entry = table.get_mut(name).ok_or_else(|| unknown_vm(name))?;
+        match (&entry.hold, &entry.record) {
+            (Hold::Free, Some(record)) => {
+                if let Some(paging) = &record.paging
+                    && !matches!(hold, Hold::Stopping)
+                {
+                    return Err(still_arriving(name, paging, entry.pager.as_ref()));
+                }
+                let record = record.clone();
+                entry.hold = hold;
+                Ok(record)
+            }
+            (hold, _) => Err(busy(name, hold.describe())),
+        }
+    }
+
+    /// Has something else be done with a machine that is claimed already.
+    pub fn hold(&self, name: &str, hold: Hold) {
+        if let Some(entry) = self.table().get_mut(name) {
+            entry.hold = hold;
+        }
+    }
+
+    /// Gives a claimed machine back.
+    pub fn release(&self, name: &str) {
+        self.hold(name, Hold::Free);
+    }
+
+    /// Gives a claimed machine back. Its process may have ended meanwhile, seen by nobody: then it is forgotten.
+    pub fn give_back(&self, record: &VmRecord) {
+        self.release(&record.name);
+        self.forget_if_ended(record);
+    }
+
+    /// Cancels what is being done with a machine: its migration, its estimate, or the taking of its free memory.
+    ///
+    /// # Errors
+    /// A [`Problem`]: unknown, nothing to cancel, or past the point of no return.
+    pub fn cancel(&self, name: &str) -> Result<(), Problem> {
+        let hold = self.entry(name)?.hold;
+        hold.cancel(name)
+    }
+
+    /// Writes a machine's record, to disk and then into the table.
+    ///
+    /// # Errors
+    /// Where the disk refuses; the table then is unchanged.
+    pub fn store(&self, record: &VmRecord) -> io::Result<()> {
+        let gone = || io::Error::other("the machine is not on the list any more");
+        let writing = self.table().get(&record.name).map(|entry| Arc::clone(&entry.writing)).ok_or_else(gone)?;
+        // What is written last is what is in the table; and nothing is written while the machine's directory goes.
+        let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_same = |entry: &Entry| entry.record.as_ref().is_none_or(|known| known.process == record.process);
+        if !self.table().get(&record.name).is_some_and(is_same) {
+            return Err(gone());
+        }
+        write_record(&self.dir(&record.name).join("vm.json"), record)?;
+        if let Some(entry) = self.table().get_mut(&record.name) {
+            entry.record = Some(record.clone());
+        }
+        Ok(())
+    }
+
+    /// Writes a machine's record, where nothing but the log can be told of a failure; whether it is on disk. In the
+    /// table it stands either way, and goes to disk with whatever is written next; a daemon started anew finds out
+    /// again.
+    pub fn try_store(&self, record: &VmRecord) -> bool {
+        let stored = self.store(record);
+        if let Err(error) = &stored {
+            tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+            let mut table = self.table();
+            let is_same = |known: &VmRecord| known.process == record.process;
+            let known = table.get_mut(&record.name).and_then(|entry| entry.record.as_mut());
+            if let Some(known) = known.filter(|known| is_same(known)) {
+                *known = record.clone();
+            }
+        }
+        stored.is_ok()
+    }
+
+    /// Gives up what cannot be looked after any more, for a reason that people should see.
+    pub fn mark(&self, name: &str, note: impl Into<String>) {
+        if let Some(entry) = self.table().get_mut(name) {
+            entry.note = Some(note.into());
+        }
+    }
+
+    /// Removes a machine that ended from the list, with its files. Does nothing where the name belongs to another by
+    /// now.
+    pub fn forget(&self, name: &str, process: Identity) {
+        let (record, pager, writing) = {
+            let mut table = self.table();
+            match table.get_mut(name) {
+                Some(entry) if entry.runs_as(process) => {
+                    // The name stays reserved until the files are gone.
+                    entry.hold = Hold::Stopping;
+                    (entry.record.clone(), entry.pager.take(), Arc::clone(&entry.writing))
+                }
+                _ => return,
+            }
+        };
+        if let Some(Bringer(pager)) = pager {
+            pager.end();
+        }
+        // Whoever writes its record now writes none into the directory of the next of its name.
+        let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(record) = record {
+            (self.forgotten)(&record);
+            self.remove_files_of(&record);
+        }
+        self.table().remove(name);
+    }
+
+    fn remove_files_of(&self, record: &VmRecord) {
+        let dir = self.dir(&record.name);
+        for line in last_lines(&log_file(&dir), 3) {
+            tracing::info!(vm = %record.name, "QEMU said: {line}");
+        }
+        remove_files(&dir, &record.own_files(), &self.state.logs());
+    }
+
+    /// A machine's process has ended. Whoever is moving or stopping it sees that itself.
+    pub fn ended(&self, name: &str, process: Identity) {
+        let free =
+            self.table().get(name).is_some_and(|entry| entry.runs_as(process) && matches!(entry.hold, Hold::Free));
+        if free {
+            tracing::info!(vm = name, pid = process.pid, "QEMU has ended");
+            self.forget(name, process);
+        }
+    }
+
+    /// After a claim was released: the process may have ended meanwhile, seen by nobody.
+    pub fn forget_if_ended(&self, record: &VmRecord) {
+        if record.process.open().is_none() {
+            self.ended(&record.name, record.process);
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! Machines that are moved together: claimed all or none, and driven to their ends side by side.
+//!
+//! A migration of one machine is a gang of one. Each member waits for its turn and is moved on a thread of its own, and
+//! may end otherwise than the others. What members share belongs to [`Gang`].
+
+use std::sync::Arc;
+
+use sterna_api::{MigrateOptions, MigrateRequest, Problem, Status};
+
+use super::address::check_address;
+use super::departures::Departures;
+use super::jobs::Job;
+use super::leaving::Leaving;
+use super::outgoing::Mover;
+use super::queue::Ticket;
+use crate::machines::hold::Hold;
+use crate::machines::record::VmRecord;
+use crate::problems::{host, invalid};
+
+/// The most machines of one gang.
+const MAX_GANG: usize = 256;
+
+/// Claimed machines on their way to one destination.
+#[derive(Debug)]
+pub struct Gang {
+    departures: Arc<Departures>,
+    /// How their migration is seen, member by member in the same order.
+    job: Arc<Job>,
+    options: MigrateOptions,
+    members: Vec<VmRecord>,
+}
+
+/// Begins a migration. Every machine is claimed, or none is.
+///
+/// # Errors
+/// A [`Problem`]: an unknown or busy machine, options or an address that are invalid.
+pub fn migrate(departures: &Arc<Departures>, request: &MigrateRequest) -> Result<Arc<Job>, Problem> {
+    check_request(request)?;
+    let gang = Arc::new(Gang::claim(departures, request)?);
+    gang.depart();
+    Ok(Arc::clone(&gang.job))
+}
+
+impl Gang {
+    fn claim(departures: &Arc<Departures>, request: &MigrateRequest) -> Result<Self, Problem> {
+        let machines = &departures.machines;
+        let job = departures.jobs.add(&request.to, &request.vms);
+        let mut members: Vec<VmRecord> = Vec::new();
+        for (index, name) in request.vms.iter().enumerate() {
+            let leaving = Leaving { monitor: Arc::clone(job.monitor(index)), to: request.to.clone() };
+            match machines.claim(name, Hold::busy(leaving)) {
+                Ok(record) => members.push(record),
+                Err(problem) => {
+                    for record in &members {
+                        // While it was claimed nobody took note of its end.
+                        machines.give_back(record);
+                    }
+                    departures.jobs.drop_job(job.id);
+                    return Err(problem);
+                }
+            }
+        }
+        Ok(Self { departures: Arc::clone(departures), job, options: request.options.clone(), members })
+    }
+
+    /// Has all members driven, each on a thread of its own.
+    fn depart(self: &Arc<Self>) {
+        for (index, record) in self.members.iter().enumerate() {
+            let gang = Arc::clone(self);
+            // In the order of the request, whichever thread is the first.
+            let ticket = self.departures.jobs.queue.join(&self.job.to);
+            let drive = move || gang.drive(index, ticket);
+            let spawned = std::thread::Builder::new().name(format!("move-{}", record.name)).spawn(drive);
+            if let Err(error) = spawned {
+                let problem = host("cannot start a migration's thread", &error);
+                let report = self.mover(index).refused(problem, Status::Failed);
+                self.job.end(index, &self.departures.metrics, report);
+            }
+        }
+    }
+
+    /// Drives one member to its end.
+    fn drive(&self, index: usize, ticket: Ticket) {
+        let report = self.mover(index).drive(&ticket);
+        drop(ticket);
+        self.job.end(index, &self.departures.metrics, report);
+    }
+
+    fn mover(&self, index: usize) -> Mover<'_> {
+        Mover {
+            departures: &self.departures,
+            record: &self.members[index],
+            peer: &self.job.to,
+            options: &self.options,
+            monitor: self.job.monitor(index),
+        }
+    }
+}
+
+fn check_request(request: &MigrateRequest) -> Result<(), Problem> {
+    request.options.check().map_err(invalid)?;
+    if request.vms.is_empty() || request.vms.len() > MAX_GANG {
+        return Err(invalid(format!(
+            "{} machines cannot be moved together: between 1 and {MAX_GANG}",
+            request.vms.len()
+        )));
+    }
+    if let Some(twice) = request.vms.iter().enumerate().find(|(index, name)| request.vms[..*index].contains(name)) {
+        return Err(invalid(format!("'{}' is named twice", twice.1)));
+    }
+    check_address(&request.to)
+}

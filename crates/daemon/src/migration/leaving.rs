@@ -1,0 +1,59 @@
+//! A machine that is being moved away, for all who want something else of it.
+
+use std::sync::Arc;
+
+use sterna_api::{Blame, Code, Phase, Problem, VmState};
+use sterna_engine::monitor::Monitor;
+
+use crate::machines::hold::{Activity, Connection, Shown};
+
+/// It is being moved away.
+#[derive(Debug)]
+pub struct Leaving {
+    /// How its migration is seen.
+    pub monitor: Arc<Monitor>,
+    /// Where it goes.
+    pub to: String,
+}
+
+impl Activity for Leaving {
+    fn describe(&self) -> &'static str {
+        "it is being moved away"
+    }
+
+    fn cancel(&self, name: &str) -> Result<(), Problem> {
+        if self.monitor.cancel() {
+            return Ok(());
+        }
+        Err(too_late(
+            name,
+            match self.monitor.progress().phase {
+                Phase::Postcopy => "runs at its destination already, and the rest of its pages follow",
+                _ => HANDED_OVER,
+            },
+        ))
+    }
+
+    fn show(&self) -> Shown {
+        let progress = self.monitor.progress();
+        let left = progress.pages_left;
+        let note = (progress.phase == Phase::Postcopy)
+            .then(|| format!("it runs at its destination, {left} pages of it are still here"));
+        Shown::As { state: VmState::MigratingOut, note, progress: Some(progress) }
+    }
+
+    fn connection(&self) -> Connection {
+        // In the line it waits for its turn, for hours perhaps.
+        let free_unless_lent = self.monitor.progress().phase == Phase::Queued;
+        Connection::Lent { by: Arc::clone(&self.monitor), free_unless_lent }
+    }
+}
+
+/// Why a machine's migration is past being cancelled.
+pub const HANDED_OVER: &str = "has been handed over";
+
+/// A migration that is past the point of no return.
+#[must_use]
+pub fn too_late(name: &str, why: &str) -> Problem {
+    Problem::new(Code::TooLate, Blame::Request, format!("'{name}' {why}: its migration cannot be cancelled"))
+}

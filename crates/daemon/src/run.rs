@@ -1,0 +1,85 @@
+//! Starting machines: `run`.
+
+use std::path::Path;
+
+use sterna_api::problem::Whereabouts;
+use sterna_api::units::show_size;
+use sterna_api::{Blame, Code, MemoryMode, Problem, RunRequest};
+use sterna_protocol::layout::PAGE_BYTES;
+
+use crate::care::Care;
+use crate::machines::backing::Block;
+use crate::machines::claim::Reservation;
+use crate::machines::hold::Hold;
+use crate::machines::record::{Memory, VmRecord};
+use crate::machines::start::Launcher;
+use crate::problems::{check_name, invalid};
+use crate::qemu::arguments::{self, Additions, RAM_ID};
+use crate::qemu::binary::{Binary, DEFAULT_NAME};
+use crate::qemu::files;
+use crate::qemu::launch::qmp_socket;
+use crate::room;
+
+/// The least and the most RAM of a machine, bytes.
+const MEMORY_LIMITS: std::ops::RangeInclusive<u64> = 1 << 20..=16 << 40;
+
+/// Starts a machine, with the QEMU of the configuration (`qemu`) where the request names none.
+///
+/// # Errors
+/// A [`Problem`]; nothing is left behind but a log of what QEMU said.
+pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunRequest) -> Result<(), Problem> {
+    check_request(request)?;
+    let mut user = request.arguments.clone();
+    if request.balloon {
+        arguments::add_balloon(&mut user)?;
+    }
+    let items = arguments::parse(&user);
+    arguments::check_for_run(&items)?;
+    files::check_absolute(&items)?;
+    let default = qemu.unwrap_or(Path::new(DEFAULT_NAME));
+    let binary = Binary::find(request.qemu.as_ref().map_or(default, Path::new))?;
+    let reservation = Reservation::starting(&care.machines, &request.name)?;
+    let ram = launcher.new_ram_path(&request.name);
+    let qmp = qmp_socket(&care.machines.dir(&request.name));
+    let additions = Additions { name: &request.name, qmp: &qmp, ram: Some((request.memory_bytes, &ram)) };
+    let blocks = vec![Block::new(RAM_ID, request.memory_bytes, PAGE_BYTES as u64, &ram)];
+    let started = launcher.start(&binary.path, &arguments::for_run(&items, &additions), &request.name, blocks)?;
+    let memory = Memory { bytes: request.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };
+    let record = VmRecord {
+        memory_mode: request.memory_mode,
+        trust_group: request.trust_group.clone(),
+        ..VmRecord::new(&request.name, user, started.qemu(binary.path), memory)
+    };
+    reservation.keep(&record, Hold::Free)?;
+    started.keep();
+    care.watch(&record);
+    tracing::info!(vm = %record.name, pid = record.process.pid, "started");
+    Ok(())
+}
+
+fn check_request(request: &RunRequest) -> Result<(), Problem> {
+    check_name(&request.name)?;
+    if request.memory_mode == MemoryMode::Private {
+        return Err(Problem::new(Code::PrivateMemory, Blame::Request, "memory mode 'private' cannot be moved yet")
+            .hint("use --memory-mode shared"));
+    }
+    if !MEMORY_LIMITS.contains(&request.memory_bytes) || !request.memory_bytes.is_multiple_of(PAGE_BYTES as u64) {
+        return Err(invalid(format!("{} bytes of memory are no size of a machine", request.memory_bytes))
+            .hint("between 1M and 16T, a multiple of 4096 bytes"));
+    }
+    let total = room::total_bytes();
+    if request.memory_bytes > total {
+        let (asked, total) = (show_size(request.memory_bytes), show_size(total));
+        return Err(Problem::new(
+            Code::TooMuchMemory,
+            Blame::Request,
+            format!("a machine of {asked} is asked for, and this host has {total} of memory"),
+        )
+        .guest(Whereabouts::Gone)
+        .hint("give it less, or run it on a host that has more"));
+    }
+    if let Some(text) = request.arguments.iter().find(|argument| argument.contains('\0')) {
+        return Err(invalid(format!("the argument {text:?} contains a zero byte")));
+    }
+    Ok(())
+}

@@ -1,0 +1,115 @@
+//! Showing machines: what the table knows, and what QEMU says when asked.
+
+use std::path::Path;
+
+use sterna_api::{MemoryMode, Problem, Vm, VmState};
+
+use crate::balloon::Balloons;
+use crate::machines::control::{Control, vm_state};
+use crate::machines::hold::{Hold, Shown};
+use crate::machines::table::{Entry, Machines};
+use crate::metrics::Traffic;
+use crate::migration::arriving::{Arriving, arriving};
+use crate::migration::paging;
+use crate::migration::queue::{Counts, Queue};
+use crate::qemu::binary;
+use crate::several;
+
+/// One machine.
+///
+/// # Errors
+/// A [`Problem`] where there is none of this name.
+pub fn show(machines: &Machines, balloons: &Balloons, name: &str) -> Result<Vm, Problem> {
+    Ok(describe(balloons, name, &machines.entry(name)?))
+}
+
+/// All machines, by name.
+#[must_use]
+pub fn list(machines: &Machines, balloons: &Balloons) -> Vec<Vm> {
+    let mut entries: Vec<(String, Entry)> =
+        machines.table().iter().map(|(name, entry)| (name.clone(), entry.clone())).collect();
+    entries.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
+    several::map(entries, |(name, entry)| describe(balloons, &name, &entry))
+}
+
+/// The migrations under way now.
+#[must_use]
+pub fn traffic(machines: &Machines, queue: &Queue) -> Traffic {
+    let Counts { waiting, under_way } = queue.counts();
+    Traffic { queued: waiting, outgoing: under_way, incoming: arriving(&machines.table()) }
+}
+
+fn describe(balloons: &Balloons, name: &str, entry: &Entry) -> Vm {
+    let Some(record) = &entry.record else { return being_made(name, entry) };
+    let mut note = entry.note.clone();
+    let mut migration = None;
+    let arriving = paging::describe(entry);
+    // Its QEMU may itself wait for a page, and answers nobody then.
+    let waits = arriving.as_ref().is_some_and(|(arriving, _)| arriving.waiting_ms.is_some());
+    let shown = match &entry.hold {
+        Hold::Free | Hold::Stopping if waits => Shown::state(VmState::Running),
+        Hold::Free | Hold::Stopping | Hold::Starting => Shown::Asked,
+        Hold::Busy(activity) => activity.show(),
+    };
+    let state = match shown {
+        Shown::Asked => asked(&record.qmp, &mut note),
+        Shown::As { state, note: more, progress } => {
+            note = note.or(more);
+            migration = progress;
+            state
+        }
+    };
+    Vm {
+        name: name.into(),
+        state,
+        memory_bytes: record.memory_bytes,
+        allocated_bytes: record.allocated_bytes(),
+        memory_mode: record.memory_mode,
+        trust_group: record.trust_group.clone(),
+        pid: record.process.pid,
+        qemu: binary::show(record.qemu_version),
+        qemu_path: record.qemu_path.display().to_string(),
+        arguments: record.arguments.clone(),
+        migration,
+        note: note.or_else(|| arriving.as_ref().map(|(_, text)| text.clone())),
+        arriving: arriving.map(|(arriving, _)| arriving),
+        balloon: balloons.show(record),
+    }
+}
+
+fn asked(qmp: &Path, note: &mut Option<String>) -> VmState {
+    match Control::connect(qmp).and_then(|mut control| control.status()) {
+        Ok(status) => {
+            let state = vm_state(&status);
+            if state == VmState::Paused && status != "paused" {
+                note.get_or_insert(format!("QEMU says '{status}'"));
+            }
+            state
+        }
+        Err(problem) => {
+            let cause = problem.cause.first().map_or(String::new(), |cause| format!(": {cause}"));
+            note.get_or_insert(format!("{}{cause}", problem.message));
+            VmState::Lost
+        }
+    }
+}
+
+fn being_made(name: &str, entry: &Entry) -> Vm {
+    let arriving = entry.hold.is::<Arriving>();
+    Vm {
+        name: name.into(),
+        state: if arriving { VmState::MigratingIn } else { VmState::Paused },
+        memory_bytes: 0,
+        allocated_bytes: 0,
+        memory_mode: MemoryMode::Shared,
+        trust_group: None,
+        pid: 0,
+        qemu: String::new(),
+        qemu_path: String::new(),
+        arguments: Vec::new(),
+        migration: None,
+        balloon: None,
+        note: Some(if arriving { "it is being moved here" } else { "it is being started" }.into()),
+        arriving: None,
+    }
+}
