@@ -6,10 +6,13 @@ pub mod link;
 /// Which pages the guest wrote.
 pub mod track;
 
-/// Which of them were written again before their turn.
+/// Skips: reasons to leave outstanding pages to a later round.
+pub mod skip;
+
+/// Fake dirty pages: written again before their turn.
 pub mod fake_dirty;
 
-/// Which of them were written in each of the last rounds.
+/// Hot pages: written in each of the last rounds.
 pub mod hot;
 
 /// Which pages the guest holds free.

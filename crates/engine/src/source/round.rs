@@ -31,11 +31,11 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::socket::SendError;
 
 use super::encode::Encoder;
-use super::fake_dirty::FakeDirtyPages;
 use super::outbound::{Making, Outbound};
 use super::queue::{Inlet, Queue, queue};
 use super::route::Route;
 use super::select::{Counts, Wanted};
+use super::skip::Skips;
 use super::stream::{Stream, link_broke};
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
@@ -53,8 +53,8 @@ pub struct Round<'a> {
     pub free: &'a PageMap,
     /// The bandwidth limit.
     pub pacer: &'a Pacer,
-    /// Finds the pages that were written again before their turn; absent where the guest has stopped.
-    pub fake_dirty: Option<&'a FakeDirtyPages>,
+    /// Reasons to leave pages to a later round; absent where the guest has stopped.
+    pub skips: Option<&'a Skips>,
     /// When the round ends, sent or not, where there is such a moment.
     pub until: Option<Instant>,
     /// Progress and cancelling.
@@ -271,14 +271,14 @@ impl Round<'_> {
     /// `sent` what is not.
     ///
     /// # Errors
-    /// As [`FakeDirtyPages::again`], or [`MigrateError::Cancelled`].
+    /// As [`Skips::before_turn`], or [`MigrateError::Cancelled`].
     fn wanted(&self, chunk: ChunkIndex, pages: PageSet, sent: &mut Sent) -> Result<Option<Wanted>, MigrateError> {
         self.monitor.check()?;
         if self.until.is_some_and(|until| Instant::now() >= until) {
             sent.unsent.push((chunk, pages));
             return Ok(None);
         }
-        let again = self.fake_dirty.map_or(Ok(PageSet::EMPTY), |found| found.again(chunk))?.and(&pages);
+        let again = self.skips.map_or(Ok(PageSet::EMPTY), |skips| skips.before_turn(chunk))?.and(&pages);
         // A free page that is written again is the next collection's: it has been dealt with, whatever it becomes.
         let free = self.free.chunk(chunk).and(&pages);
         let again = again.without(&free);

@@ -18,6 +18,7 @@ use super::outbound::Making;
 use super::round::{Round, Sent, send_round};
 use super::select::{Counts, changed_untracked};
 use super::sent::{Last, SentTable};
+use super::skip::Skips;
 use super::stream::Stream;
 use super::track::Tracker;
 use crate::error::MigrateError;
@@ -52,15 +53,14 @@ pub struct Rounds<'a> {
     pub throughput: Throughput,
     pacer: Pacer,
     sent: SentTable,
-    fake_dirty: FakeDirtyPages,
+    skips: Skips,
     encoding: Encoding,
-    hot: HotPages,
     outstanding: PageMap,
     written: PageMap,
     discarded: PageMap,
     free_pages: FreePages,
-    /// Pages that were free in the last look and were not collected since: no body of them goes, and what the destination holds there, once what is
-    /// outstanding has gone, is zeros.
+    /// Pages that were free in the last look and were not collected since: no body of them goes, and what the
+    /// destination holds there, once what is outstanding has gone, is zeros.
     free: PageMap,
     collected: Instant,
 }
@@ -82,6 +82,8 @@ impl<'a> Rounds<'a> {
         let layout = ram.layout();
         // All connections of a session have the same.
         let digester = streams.first().map_or(Digester::UNSEEDED, Stream::digester);
+        let hot = HotPages::new(layout, options.hot_pages == HotPagesOption::Hold);
+        let fake_dirty = FakeDirtyPages::new(options, layout, tracker.watch())?;
         Ok(Self {
             ram,
             monitor,
@@ -93,9 +95,8 @@ impl<'a> Rounds<'a> {
             throughput: Throughput::default(),
             pacer,
             sent: SentTable::new(layout, digester),
-            fake_dirty: FakeDirtyPages::new(options, layout, tracker.watch())?,
+            skips: Skips::of(vec![Box::new(hot), Box::new(fake_dirty)]),
             encoding: Encoding::new(options, layout),
-            hot: HotPages::new(layout, options.hot_pages == HotPagesOption::Hold),
             outstanding: PageMap::empty(layout),
             written: PageMap::empty(layout),
             discarded: PageMap::empty(layout),
@@ -105,8 +106,8 @@ impl<'a> Rounds<'a> {
         })
     }
 
-    /// Makes every allocated page outstanding; how many. The rest reads as zeros at the destination already. Called after tracking
-    /// is armed: a page allocated after the look is written, and so comes with the next collection.
+    /// Makes every allocated page outstanding; how many. The rest reads as zeros at the destination already. Called
+    /// after tracking is armed: a page allocated after the look is written, and so comes with the next collection.
     ///
     /// # Errors
     /// The RAM files' holes cannot be read.
@@ -141,17 +142,17 @@ impl<'a> Rounds<'a> {
         if !self.free_pages.trusts_first_look() {
             self.free.take_out(&self.written);
         }
-        self.fake_dirty.collected();
-        self.hot.collected(&self.written);
+        self.skips.collected(&self.written);
         self.outstanding.add(&self.written);
         let rate = (tracker.cost().write_faults - before) as f64 / self.collected.elapsed().as_secs_f64().max(1e-6);
         self.collected = Instant::now();
         Ok(rate)
     }
 
-    /// Looks for pages that the guest holds free, where that pays, and takes them out of what is outstanding; those of which the destination holds
-    /// something else than zeros stay in it, and go as a bit. The guest runs. Called after tracking was armed, or right after a collection: only
-    /// then may what is not written afterwards be left out ([`free`](super::free)).
+    /// Looks for pages that the guest holds free, where that pays, and takes them out of what is outstanding; those of
+    /// which the destination holds something else than zeros stay in it, and go as a bit. The guest runs. Called after
+    /// tracking was armed, or right after a collection: only then may what is not written afterwards be left out
+    /// ([`free`](super::free)).
     pub fn skip_free(&mut self, vmm: &mut dyn vmm::Source) {
         let speed = self.throughput.speed();
         match self.free_pages.look(vmm, self.ram.layout(), &self.outstanding, &speed) {
@@ -166,8 +167,8 @@ impl<'a> Rounds<'a> {
         self.free_pages.processors(vmm)
     }
 
-    /// Looks once more, with the guest stopped and everything collected: what was left out and is not free is outstanding again, and what has
-    /// become free is left out, too.
+    /// Looks once more, with the guest stopped and everything collected: what was left out and is not free is
+    /// outstanding again, and what has become free is left out, too.
     pub fn skip_free_stopped(&mut self, processors: &[PageTables]) {
         let speed = self.throughput.speed();
         let layout = self.ram.layout();
@@ -198,7 +199,8 @@ impl<'a> Rounds<'a> {
             let is_zero = |page: &u8| matches!(self.sent.last(chunk, *page), Last::Never | Last::Zero);
             let done: PageSet = free.and(&outstanding).iter().filter(is_zero).collect();
             self.counts.free += done.len() as u64;
-            // What was left out before and is not free: whoever has it now has not written it, or the look before was misled.
+            // What was left out before and is not free: whoever has it now has not written it, or the look before was
+            // misled.
             *self.outstanding.chunk_mut(chunk) = outstanding.without(&done).or(&left_out.without(&free));
             *self.free.chunk_mut(chunk) = free;
         }
@@ -210,13 +212,15 @@ impl<'a> Rounds<'a> {
         self.free.clear();
     }
 
-    /// Asks who writes RAM past the page tables, where nobody was known to: again and again, as a medium can be changed, and a guest begin to run guests
-    /// of its own, while its pages go. Called between a collection and the reading of what it yielded, before each round.
+    /// Asks who writes RAM past the page tables, where nobody was known to: again and again, as a medium can be
+    /// changed, and a guest begin to run guests of its own, while its pages go. Called between a collection and the
+    /// reading of what it yielded, before each round.
     ///
-    /// That is where whoever matters is found, and the pause need not wait for an answer. A write is missed where its page was mapped or pinned (which
-    /// is a write that is seen) before a collection, and it lands after the page was read in the round that follows. So its writer is there over the time
-    /// in between. One that comes after the last round's look pins what the last collection yields, and lands before that is read: with the guest stopped
-    /// and its I/O drained.
+    /// That is where whoever matters is found, and the pause need not wait for an answer. A write is missed where its
+    /// page was mapped or pinned (which is a write that is seen) before a collection, and it lands after the page was
+    /// read in the round that follows. So its writer is there over the time in between. One that comes after the last
+    /// round's look pins what the last collection yields, and lands before that is read: with the guest stopped and its
+    /// I/O drained.
     ///
     /// # Errors
     /// As [`writes_untracked`](vmm::Source::writes_untracked).
@@ -231,12 +235,14 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// Adds pages that were written past every tracker, found by their content, where somebody writes so. The guest is stopped and its I/O drained.
+    /// Adds pages that were written past every tracker, found by their content, where somebody writes so. The guest is
+    /// stopped and its I/O drained.
     ///
-    /// A free page holds what it likes, so those are not looked at. Nor is any the target of I/O that lands unseen: whoever has I/O under way holds
-    /// its page from before it is pinned until after the I/O, and to pin it is a write fault, which takes it out of the free ones at the next
-    /// collection. A look that was misled about that is made again with the guest stopped, after this ([`skip_free_stopped`](Self::skip_free_stopped)),
-    /// and what is not free then goes.
+    /// A free page holds what it likes, so those are not looked at. Nor is any the target of I/O that lands unseen:
+    /// whoever has I/O under way holds its page from before it is pinned until after the I/O, and to pin it is a write
+    /// fault, which takes it out of the free ones at the next collection. A look that was misled about that is made
+    /// again with the guest stopped, after this ([`skip_free_stopped`](Self::skip_free_stopped)), and what is not free
+    /// then goes.
     ///
     /// # Errors
     /// The RAM files' holes cannot be read.
@@ -254,8 +260,9 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// Sends what is outstanding while the guest runs, and waits until it has arrived. Pages whose bodies the guest changed on
-    /// their way are outstanding again, and so are those whose turn has not come at the moment `until`, where one is given.
+    /// Sends what is outstanding while the guest runs, and waits until it has arrived. Pages whose bodies the guest
+    /// changed on their way are outstanding again, and so are those whose turn has not come at the moment `until`,
+    /// where one is given.
     ///
     /// # Errors
     /// What went wrong on the way, or [`MigrateError::Cancelled`].
@@ -280,7 +287,8 @@ impl<'a> Rounds<'a> {
 
     fn round(&mut self, link: &mut Link, last: bool, until: Option<Instant>) -> Result<usize, MigrateError> {
         // With the guest stopped everything goes: nothing is held back, nothing is left to a next round.
-        let held = if last { PageMap::empty(self.ram.layout()) } else { self.hold_hot() };
+        let layout = self.ram.layout();
+        let held = if last { PageMap::empty(layout) } else { self.skips.hold(layout, &mut self.outstanding) };
         let (number, dirty_pages) = (self.done.len() as u32, self.outstanding.len());
         self.monitor.begin_round(number, dirty_pages);
         let (began, before) = (Instant::now(), self.bytes());
@@ -290,7 +298,7 @@ impl<'a> Rounds<'a> {
             discarded: &self.discarded,
             free: &self.free,
             pacer: &self.pacer,
-            fake_dirty: (!last).then_some(&self.fake_dirty),
+            skips: (!last).then_some(&self.skips),
             until,
             monitor: self.monitor,
         };
@@ -331,7 +339,8 @@ impl<'a> Rounds<'a> {
         Ok(suspects.len())
     }
 
-    /// Takes out what is outstanding, for others to send: the destination holds no page of it as it is here. The guest is stopped.
+    /// Takes out what is outstanding, for others to send: the destination holds no page of it as it is here. The guest
+    /// is stopped.
     pub fn take_residue(&mut self) -> PageMap {
         std::mem::replace(&mut self.outstanding, PageMap::empty(self.ram.layout()))
     }
@@ -343,22 +352,10 @@ impl<'a> Rounds<'a> {
         measurable.map(|round| (round.bytes_on_wire as f64 / round.ms * 1e3) as u64).max()
     }
 
-    /// Takes the hot pages out of what is outstanding, and yields them.
-    fn hold_hot(&mut self) -> PageMap {
-        let mut held = PageMap::empty(self.ram.layout());
-        for chunk in self.ram.layout().iter() {
-            let outstanding = self.outstanding.chunk_mut(chunk);
-            let hot = outstanding.and(&self.hot.in_chunk(chunk));
-            *outstanding = outstanding.without(&hot);
-            *held.chunk_mut(chunk) = hot;
-        }
-        held
-    }
-
-    /// How many looks for pages written again there were, and the time they took.
+    /// How many looks it took to know what to skip, and the time they took.
     #[must_use]
     pub fn looks(&self) -> (u64, Duration) {
-        self.fake_dirty.cost()
+        self.skips.looks()
     }
 
     /// Bytes of frames sent on all connections.
