@@ -253,4 +253,7 @@ pub fn pages_of(layout: &Layout, block: usize, run: Range<u64>) -> impl Iterator
 }
 
 #[cfg(test)]
+pub mod not_in_place;
+
+#[cfg(test)]
 mod generic_tests;

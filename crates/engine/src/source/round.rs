@@ -121,9 +121,9 @@ fn fan_out<'a>(streams: &mut [Stream], round: &'a Round<'a>, encoders: usize) ->
         // From here on they are the encoders' alone: when the last of these ends, so do the queues.
         drop(inlets);
         let mut shares = streams.iter_mut().zip(queues).enumerate().map(|(index, (stream, queue))| {
-            let own = outstanding().filter(move |(chunk, _)| route.of(*chunk) == index);
-            let own = Makes { round, chunks: own, encoder: Encoder::default(), sent: Sent::default() };
-            (stream, if encoders > 0 { Supply::Queue(queue) } else { Supply::Own(own) })
+            let chunks = outstanding().filter(move |(chunk, _)| route.of(*chunk) == index);
+            let own = || Makes { round, chunks, encoder: Encoder::default(), sent: Sent::default() };
+            (stream, if encoders > 0 { Supply::Queue(queue) } else { Supply::Own(Box::new(own())) })
         });
         let first = shares.next();
         let mut others = Vec::new();
@@ -182,7 +182,7 @@ fn send<'a>(
 /// Where a sender has its frames from.
 enum Supply<'a, C> {
     /// It makes them itself.
-    Own(Makes<'a, C>),
+    Own(Box<Makes<'a, C>>),
     /// Others make them.
     Queue(Queue<'a>),
 }
