@@ -15,8 +15,11 @@ pub mod fake_dirty;
 /// Hot pages: written in each of the last rounds.
 pub mod hot;
 
-/// Which pages the guest holds free.
+/// Free pages: which pages the guest holds for nobody.
 pub mod free;
+
+/// Free pages that are left out of rounds, from one look to the next.
+pub mod left_out;
 
 /// What the destination holds of each page.
 pub mod sent;

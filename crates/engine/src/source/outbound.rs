@@ -1,10 +1,11 @@
 //! Outbound: what of a chunk goes on its way, and how. Made here for all who send: rounds, the push after the
 //! switchover, and the pages that faults ask for.
 //!
-//! Which pages go has been decided before ([`Selected`]): in rounds by [`select`](super::select), afterwards by
-//! [`bodies`](super::postcopy). What is left is the same for all: bodies straight from the guest's RAM, or copies of
-//! them as they are, or copies encoded; and the frame that says so. A page that goes as a reference to another page's
-//! content would be one more set beside the full ones, the differences and the zeros.
+//! Which pages go has been decided before ([`Selected`](crate::source::select::Selected)): in rounds by
+//! [`select`](crate::source::select), afterwards by [`bodies`](crate::source::postcopy). What is left is the same for
+//! all: bodies straight from the guest's RAM, or copies of them as they are, or copies encoded; and the frame that says
+//! so. A page that goes as a reference to another page's content would be one more set beside the full ones, the
+//! differences and the zeros.
 
 use sterna_protocol::frame::packed::PackedFrame;
 use sterna_protocol::frame::{ChunkFrame, Frame};

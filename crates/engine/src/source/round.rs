@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Which thread encodes a chunk does not matter: it is alone with it, and the frame goes into the queue of the
-//! connection that the chunk takes ([`Route`]). So order is kept where it counts: a chunk goes once in a round, and
-//! always by the same connection.
+//! connection that the chunk takes ([`Route`](crate::source::route::Route)). So order is kept where it counts: a chunk
+//! goes once in a round, and always by the same connection.
 //!
 //! **Memory.** A queue holds two frames of at most a chunk, and a sender and an encoder have one in hand each:
 //! (encoders + 3 × connections) MiB.

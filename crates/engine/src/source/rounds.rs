@@ -6,18 +6,19 @@ use sterna_api::options::HotPages as HotPagesOption;
 use sterna_api::{MigrateOptions, report};
 use sterna_introspect::PageTables;
 use sterna_protocol::frame::Digester;
-use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::pages::PageMap;
 use sterna_protocol::throughput::{Sample, Throughput};
 
 use super::encode::Encoding;
 use super::fake_dirty::FakeDirtyPages;
-use super::free::{FreePages, Looked};
+use super::free::FreePages;
 use super::hot::HotPages;
+use super::left_out::{Going, LeftOut};
 use super::link::Link;
 use super::outbound::Making;
 use super::round::{Round, Sent, send_round};
 use super::select::{Counts, changed_untracked};
-use super::sent::{Last, SentTable};
+use super::sent::SentTable;
 use super::skip::Skips;
 use super::stream::Stream;
 use super::track::Tracker;
@@ -58,10 +59,7 @@ pub struct Rounds<'a> {
     outstanding: PageMap,
     written: PageMap,
     discarded: PageMap,
-    free_pages: FreePages,
-    /// Pages that were free in the last look and were not collected since: no body of them goes, and what the
-    /// destination holds there, once what is outstanding has gone, is zeros.
-    free: PageMap,
+    left_out: LeftOut,
     collected: Instant,
 }
 
@@ -100,8 +98,7 @@ impl<'a> Rounds<'a> {
             outstanding: PageMap::empty(layout),
             written: PageMap::empty(layout),
             discarded: PageMap::empty(layout),
-            free_pages,
-            free: PageMap::empty(layout),
+            left_out: LeftOut::none(free_pages, layout),
             collected: Instant::now(),
         })
     }
@@ -138,10 +135,8 @@ impl<'a> Rounds<'a> {
         tracker.collect(self.ram, &mut self.written, &mut self.discarded)?;
         // Here and at each round's end: the last collection of a migration comes when all was read.
         self.intact()?;
-        // Before anything else is done with them: what was written since it was free is somebody's again.
-        if !self.free_pages.trusts_first_look() {
-            self.free.take_out(&self.written);
-        }
+        // Before anything else is done with them.
+        self.left_out.collected(&self.written);
         self.skips.collected(&self.written);
         self.outstanding.add(&self.written);
         let rate = (tracker.cost().write_faults - before) as f64 / self.collected.elapsed().as_secs_f64().max(1e-6);
@@ -149,67 +144,41 @@ impl<'a> Rounds<'a> {
         Ok(rate)
     }
 
-    /// Looks for pages that the guest holds free, where that pays, and takes them out of what is outstanding; those of
-    /// which the destination holds something else than zeros stay in it, and go as a bit. The guest runs. Called after
-    /// tracking was armed, or right after a collection: only then may what is not written afterwards be left out
-    /// ([`free`](super::free)).
+    /// Looks for pages that the guest holds free ([`LeftOut::look`]). The guest runs. Called after tracking was armed, or
+    /// right after a collection.
     pub fn skip_free(&mut self, vmm: &mut dyn vmm::Source) {
-        let speed = self.throughput.speed();
-        match self.free_pages.look(vmm, self.ram.layout(), &self.outstanding, &speed) {
-            Looked::LeftOut => {}
-            Looked::Lost => self.nothing_is_free(),
-            Looked::Found(found) => self.leave_out(&found),
-        }
+        let (left_out, going) = self.free_and_going();
+        let dealt_with = left_out.look(vmm, going);
+        self.counts.free += dealt_with;
     }
 
     /// What [`skip_free_stopped`](Self::skip_free_stopped) needs to know of the VMM, asked when the guest has stopped.
     pub fn processors(&self, vmm: &mut dyn vmm::Source) -> Vec<PageTables> {
-        self.free_pages.processors(vmm)
+        self.left_out.looks().processors(vmm)
     }
 
-    /// Looks once more, with the guest stopped and everything collected: what was left out and is not free is
-    /// outstanding again, and what has become free is left out, too.
+    /// Looks once more, with the guest stopped and everything collected ([`LeftOut::look_stopped`]).
     pub fn skip_free_stopped(&mut self, processors: &[PageTables]) {
-        let speed = self.throughput.speed();
-        let layout = self.ram.layout();
-        match self.free_pages.look_stopped(processors, layout, &self.free, &self.outstanding, &speed) {
-            Some(found) => self.leave_out(&found),
-            None => self.nothing_is_free(),
-        }
+        let (left_out, going) = self.free_and_going();
+        let dealt_with = left_out.look_stopped(processors, going);
+        self.counts.free += dealt_with;
+    }
+
+    fn free_and_going(&mut self) -> (&mut LeftOut, Going<'_>) {
+        let Self { left_out, outstanding, discarded, sent, ram, throughput, .. } = self;
+        (left_out, Going { outstanding, discarded, sent, layout: ram.layout(), speed: throughput.speed() })
     }
 
     /// Pages that are left out because the guest holds them free.
     #[must_use]
     pub fn free(&self) -> &PageMap {
-        &self.free
+        self.left_out.pages()
     }
 
     /// The looks for them.
     #[must_use]
     pub fn free_pages(&self) -> &FreePages {
-        &self.free_pages
-    }
-
-    /// Takes in a look that began after the last collection.
-    fn leave_out(&mut self, found: &PageMap) {
-        for chunk in self.ram.layout().iter() {
-            let (outstanding, left_out) = (*self.outstanding.chunk(chunk), *self.free.chunk(chunk));
-            // What was given back may be a hole, and is counted as that.
-            let free = found.chunk(chunk).without(self.discarded.chunk(chunk)).and(&outstanding.or(&left_out));
-            let is_zero = |page: &u8| matches!(self.sent.last(chunk, *page), Last::Never | Last::Zero);
-            let done: PageSet = free.and(&outstanding).iter().filter(is_zero).collect();
-            self.counts.free += done.len() as u64;
-            // What was left out before and is not free: whoever has it now has not written it, or the look before was
-            // misled.
-            *self.outstanding.chunk_mut(chunk) = outstanding.without(&done).or(&left_out.without(&free));
-            *self.free.chunk_mut(chunk) = free;
-        }
-    }
-
-    /// Everything that was left out is outstanding again.
-    fn nothing_is_free(&mut self) {
-        self.outstanding.add(&self.free);
-        self.free.clear();
+        self.left_out.looks()
     }
 
     /// Asks who writes RAM past the page tables, where nobody was known to: again and again, as a medium can be
@@ -251,7 +220,7 @@ impl<'a> Rounds<'a> {
             return Ok(());
         }
         for chunk in self.ram.layout().iter() {
-            let known = self.outstanding.chunk(chunk).or(self.free.chunk(chunk));
+            let known = self.outstanding.chunk(chunk).or(self.free().chunk(chunk));
             let changed = changed_untracked(self.ram, &self.sent, chunk, &known)
                 .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
             self.untracked_writes += changed.len() as u64;
@@ -296,7 +265,7 @@ impl<'a> Rounds<'a> {
             making: Making { round: number, ram: self.ram, sent: &self.sent, encoding: &self.encoding },
             outstanding: &self.outstanding,
             discarded: &self.discarded,
-            free: &self.free,
+            free: self.left_out.pages(),
             pacer: &self.pacer,
             skips: (!last).then_some(&self.skips),
             until,

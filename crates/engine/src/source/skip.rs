@@ -6,9 +6,9 @@
 //! that is wrong sends a page in vain, or later than it could have gone.
 //!
 //! A new reason is a file with an implementation, a line in [`Rounds::new`], and a counter in the report. Not skips are
-//! what a round deals with for good: free pages, which go as zeros ([`free`](super::free)), and pages whose content the
-//! destination has ([`content`](super::content)). Those are decided by [`select`](super::select), page by page, and do
-//! not come again.
+//! what a round deals with for good: free pages, which go as zeros ([`free`](crate::source::free)), and pages whose
+//! content the destination has ([`content`](crate::source::content)). Those are decided by
+//! [`select`](crate::source::select), page by page, and do not come again.
 //!
 //! [`Rounds`]: crate::source::rounds::Rounds
 //! [`Rounds::new`]: crate::source::rounds::Rounds::new
