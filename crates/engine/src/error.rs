@@ -11,7 +11,7 @@ use sterna_protocol::message::MessageError;
 use sterna_protocol::session::Violation;
 
 use crate::agent::AgentError;
-use crate::destination::decode::DecodeError;
+use crate::destination::undecodable::DecodeError;
 use crate::host::DaemonId;
 use crate::memory::fault::{RamError, RamFault};
 use crate::transport::refusal::TlsError;

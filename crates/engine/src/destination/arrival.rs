@@ -1,8 +1,8 @@
 //! Arrival: pages of a chunk as they came off the wire, checked, and not in their place yet.
 //!
 //! Every frame becomes one, whatever its kind, and there is one way from here to the guest's RAM
-//! ([`place`](super::place)). A page comes with a body or is zeros. One that comes as a reference to content that is
-//! here already would be a third set beside these.
+//! ([`place`](crate::destination::place)). A page comes with a body or is zeros. One that comes as a reference to
+//! content that is here already would be a third set beside these.
 
 use sterna_protocol::frame::{ChunkFrame, Digester};
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};

@@ -11,50 +11,12 @@
 use sterna_protocol::frame::Digester;
 use sterna_protocol::frame::packed::{Codec, PackedFrame};
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
-use sterna_protocol::xbzrle::{self, DeltaError};
+use sterna_protocol::xbzrle;
 use zstd::bulk::Decompressor;
 
+use super::undecodable::DecodeError;
 use crate::error::MigrateError;
 use crate::memory::Memory;
-
-/// Pages that cannot be had from what arrived, though the frame around them is whole: the sender is at fault, or what
-/// lies between.
-#[derive(Debug, thiserror::Error)]
-pub enum DecodeError {
-    /// A block that is none, or has another number of bytes than its pages.
-    #[error("the block that begins with page {page} of chunk {} cannot be decoded: {why}", .chunk.0)]
-    Block {
-        /// The chunk.
-        chunk: ChunkIndex,
-        /// The block's first page.
-        page: u8,
-        /// What the codec says.
-        why: String,
-    },
-    /// A difference that is none.
-    #[error("page {page} of chunk {} cannot be made from what is here: {why}", .chunk.0)]
-    Delta {
-        /// The chunk.
-        chunk: ChunkIndex,
-        /// The page.
-        page: u8,
-        /// What is wrong with it.
-        why: DeltaError,
-    },
-    /// A page that is not what its sender digested.
-    #[error(
-        "page {page} of chunk {} is not what its digest says{}",
-        .chunk.0, if *.delta { ": it came as a difference, perhaps to other content than is here" } else { "" }
-    )]
-    Digest {
-        /// The chunk.
-        chunk: ChunkIndex,
-        /// The page.
-        page: u8,
-        /// Whether it came as a difference.
-        delta: bool,
-    },
-}
 
 /// Decodes the packed frames of one connection.
 pub struct Decoder {

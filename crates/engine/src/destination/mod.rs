@@ -25,6 +25,9 @@ pub mod receive;
 /// Decoding: pages out of blocks of their own encodings.
 pub mod decode;
 
+/// Pages that cannot be made of what arrived.
+pub mod undecodable;
+
 /// Arrivals: pages off the wire that are not in their place yet.
 pub mod arrival;
 

@@ -10,6 +10,7 @@ use proptest::prelude::*;
 use sterna_sys::map::{Access, SharedMapping};
 use sterna_sys::userfaultfd::{self, Features};
 
+use super::not_in_place::NotInPlace;
 use super::shared::SharedMemory;
 use super::*;
 use crate::agent::{Advice, Discards};
@@ -21,24 +22,33 @@ const BLOCKS: [u64; 2] = [300, 20];
 struct Rig {
     memory: Arc<dyn Memory>,
     inside: Box<dyn Inside>,
-    guest: Guest,
+    guest: Box<dyn Guest>,
 }
 
 /// What the guest does, by block and byte.
-struct Guest {
-    write: Box<dyn Fn(usize, u64, &[u8]) + Send + Sync>,
-    read: Box<dyn Fn(usize, u64, &mut [u8]) + Send + Sync>,
-}
+trait Guest: Send + Sync {
+    fn write(&self, block: usize, offset: u64, bytes: &[u8]);
 
-impl Guest {
+    fn read(&self, block: usize, offset: u64, bytes: &mut [u8]);
+
     fn write_page(&self, page: Page, byte: u8) {
-        (self.write)(page.block, page.offset(), &[byte; PAGE_BYTES]);
+        self.write(page.block, page.offset(), &[byte; PAGE_BYTES]);
     }
 
     fn read_page(&self, page: Page) -> [u8; PAGE_BYTES] {
         let mut body = [0; PAGE_BYTES];
-        (self.read)(page.block, page.offset(), &mut body);
+        self.read(page.block, page.offset(), &mut body);
         body
+    }
+}
+
+impl Guest for Arc<Vec<SharedMapping>> {
+    fn write(&self, block: usize, offset: u64, bytes: &[u8]) {
+        self[block].copy_in(offset, bytes).expect("room");
+    }
+
+    fn read(&self, block: usize, offset: u64, bytes: &mut [u8]) {
+        self[block].copy_out(offset..offset + bytes.len() as u64, bytes);
     }
 }
 
@@ -71,10 +81,10 @@ impl Page {
 
 /// Every kind of memory that there is.
 fn rigs() -> Vec<Rig> {
-    vec![shared()]
+    vec![shared(|memory| Arc::new(memory)), shared(|memory| Arc::new(NotInPlace(memory)))]
 }
 
-fn shared() -> Rig {
+fn shared(kind: fn(SharedMemory) -> Arc<dyn Memory>) -> Rig {
     let files: Vec<_> = BLOCKS.iter().map(|_| tempfile::tempfile_in("/dev/shm").expect("a file")).collect();
     let mut mappings = Vec::new();
     for (file, pages) in files.iter().zip(BLOCKS) {
@@ -87,14 +97,10 @@ fn shared() -> Rig {
         BlockFile { spec, file, address: mapping.addresses().start }
     });
     let blocks: Vec<_> = blocks.collect();
-    let memory = Arc::new(SharedMemory::open(&blocks, Access::ReadWrite).expect("RAM"));
+    let memory = kind(SharedMemory::open(&blocks, Access::ReadWrite).expect("RAM"));
     let mappings = Arc::new(mappings);
-    let (reads, inside) = (Arc::clone(&mappings), Box::new(InsideHere(Arc::clone(&mappings))));
-    let guest = Guest {
-        write: Box::new(move |block, offset, bytes| mappings[block].copy_in(offset, bytes).expect("room")),
-        read: Box::new(move |block, offset, out| reads[block].copy_out(offset..offset + out.len() as u64, out)),
-    };
-    Rig { memory, inside, guest }
+    let inside = Box::new(InsideHere(Arc::clone(&mappings)));
+    Rig { memory, inside, guest: Box::new(mappings) }
 }
 
 /// This process as the VMM, whose RAM these mappings are.
@@ -302,10 +308,10 @@ fn no_page_is_lost_by_any_call_that_is_not_a_discard_of_it_while_the_guest_keeps
                 while turn < 8 || !done.load(Ordering::Acquire) {
                     for page in &of_guest {
                         let mut found = [0; 16];
-                        (guest.read)(page.block, page.offset(), &mut found);
+                        guest.read(page.block, page.offset(), &mut found);
                         let found = u128::from_le_bytes(found);
                         assert_eq!(found, u128::from(turn), "{page:?} was lost");
-                        (guest.write)(page.block, page.offset(), &(found + 1).to_le_bytes());
+                        guest.write(page.block, page.offset(), &(found + 1).to_le_bytes());
                     }
                     turn += 1;
                 }

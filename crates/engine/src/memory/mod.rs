@@ -1,8 +1,8 @@
-//! A machine's RAM on this host, addressed by chunk and page: what every kind of guest memory can do ([`Memory`]), and
-//! what is common to all.
+//! A machine's RAM on this host, addressed by chunk and page: what every kind of guest memory can do
+//! ([`Memory`](crate::memory::Memory)), and what is common to all.
 //!
-//! Whatever reads, writes or gives back a guest's pages does it through [`Memory`], so that a second kind of memory is
-//! a second implementation and nothing else (`docs/design/memory.md`).
+//! Whatever reads, writes or gives back a guest's pages does it through [`Memory`](crate::memory::Memory), so that a
+//! second kind of memory is a second implementation and nothing else (`docs/design/memory.md`).
 
 /// RAM in files that the VMM maps shared.
 pub mod shared;
@@ -257,6 +257,9 @@ pub fn pages_of(layout: &Layout, block: usize, run: Range<u64>) -> impl Iterator
         Some((first.chunk, pages))
     })
 }
+
+#[cfg(test)]
+pub mod not_in_place;
 
 #[cfg(test)]
 mod generic_tests;

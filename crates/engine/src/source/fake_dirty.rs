@@ -1,13 +1,15 @@
-//! Pages that were written again before their turn (tracked fake dirty pages): what is sent of them now is sent in vain.
+//! Pages that were written again before their turn (tracked fake dirty pages): what is sent of them now is sent in
+//! vain.
 //!
-//! D-Track (sections 4.3 and 5.2) keeps a second bitmap that a thread brings up to date while a round is sent, and leaves out of the
-//! round what is set there. Here nothing has to be brought up to date: a look into the page tables ([`Watch`]) says what is written
-//! now, so `exact` looks at each chunk just before it is read. The paper's variants, with a thread and a map, are there to compare.
+//! D-Track (sections 4.3 and 5.2) keeps a second bitmap that a thread brings up to date while a round is sent, and
+//! leaves out of the round what is set there. Here nothing has to be brought up to date: a look into the page tables
+//! ([`Watch`]) says what is written now, so `exact` looks at each chunk just before it is read. The paper's variants,
+//! with a thread and a map, are there to compare.
 //!
 //! Why this loses no write, whatever a look says: a page left out of a round is outstanding in the next ([`Rounds`]
-//! puts it back itself and does not rely on the tracker to report it again), and the round with the guest stopped leaves nothing out.
-//! A look that comes too early misses a write, and the page is sent in vain; a look that is out of date leaves out a page that could
-//! have gone. Neither is wrong.
+//! puts it back itself and does not rely on the tracker to report it again), and the round with the guest stopped
+//! leaves nothing out. A look that comes too early misses a write, and the page is sent in vain; a look that is out of
+//! date leaves out a page that could have gone. Neither is wrong.
 //!
 //! [`Rounds`]: crate::source::rounds::Rounds
 //! [`Watch`]: crate::source::track::Watch
@@ -22,6 +24,7 @@ use sterna_api::options::{DEFAULT_FAKE_DIRTY_DELAY_MS, FakeDirty};
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 
+use super::skip::Skip;
 use super::track::Watch;
 use crate::error::MigrateError;
 
@@ -66,7 +69,7 @@ impl Cost {
 }
 
 impl FakeDirtyPages {
-    /// As the options ask; where there is nothing to look with, nothing is found.
+    /// A search as the options ask for it. Where there is nothing to look with, nothing is found.
     ///
     /// # Errors
     /// No thread left.
@@ -87,12 +90,18 @@ impl FakeDirtyPages {
         };
         Ok(Self { layout: layout.clone(), way, cost })
     }
+}
+
+impl Skip for FakeDirtyPages {
+    /// Forgets what is known.
+    fn collected(&mut self, _: &PageMap) {
+        if let Way::Followed(follower) = &self.way {
+            follower.forget();
+        }
+    }
 
     /// Pages of a chunk that were written since they were last collected, as far as it is known.
-    ///
-    /// # Errors
-    /// The VMM's process has ended, for one.
-    pub fn again(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
+    fn before_turn(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
         match &self.way {
             Way::Off => Ok(PageSet::EMPTY),
             Way::Exact(watch) => self.cost.look(|| watch.written_in(&self.layout, chunk)).0,
@@ -100,16 +109,7 @@ impl FakeDirtyPages {
         }
     }
 
-    /// Forgets what is known: every page has just been collected, and is watched anew.
-    pub fn collected(&self) {
-        if let Way::Followed(follower) = &self.way {
-            follower.forget();
-        }
-    }
-
-    /// How many looks there were, and the time they took.
-    #[must_use]
-    pub fn cost(&self) -> (u64, Duration) {
+    fn looks(&self) -> (u64, Duration) {
         let nanoseconds = Duration::from_nanos(self.cost.nanoseconds.load(Ordering::Relaxed));
         (self.cost.looks.load(Ordering::Relaxed), nanoseconds)
     }
@@ -281,35 +281,35 @@ mod tests {
     #[test]
     fn exact_sees_a_write_at_the_next_look() {
         let (told, pages) = pages(FakeDirty::Exact);
-        assert!(pages.again(ChunkIndex(1)).unwrap().is_empty());
+        assert!(pages.before_turn(ChunkIndex(1)).unwrap().is_empty());
         told.set(&[(1, 7)]);
-        assert!(pages.again(ChunkIndex(1)).unwrap().contains(7));
-        assert!(pages.again(ChunkIndex(0)).unwrap().is_empty());
-        assert_eq!(pages.cost().0, 3);
+        assert!(pages.before_turn(ChunkIndex(1)).unwrap().contains(7));
+        assert!(pages.before_turn(ChunkIndex(0)).unwrap().is_empty());
+        assert_eq!(pages.looks().0, 3);
     }
 
     #[test]
     fn the_threads_see_a_write_after_a_while_and_forget_it_when_it_is_collected() {
         for variant in [FakeDirty::DtrackV1, FakeDirty::DtrackV2, FakeDirty::Adaptive] {
-            let (told, pages) = pages(variant);
+            let (told, mut pages) = pages(variant);
             told.set(&[(2, 9)]);
-            eventually(|| pages.again(ChunkIndex(2)).unwrap().contains(9));
+            eventually(|| pages.before_turn(ChunkIndex(2)).unwrap().contains(9));
             told.set(&[]);
-            pages.collected();
-            assert!(pages.again(ChunkIndex(2)).unwrap().is_empty(), "{variant:?}");
+            pages.collected(&PageMap::empty(&layout()));
+            assert!(pages.before_turn(ChunkIndex(2)).unwrap().is_empty(), "{variant:?}");
         }
     }
 
     #[test]
     fn a_look_that_began_before_a_collection_says_nothing_after_it() {
-        let (told, pages) = pages(FakeDirty::DtrackV1);
+        let (told, mut pages) = pages(FakeDirty::DtrackV1);
         for _ in 0..200 {
             told.set(&[(3, 1)]);
-            eventually(|| pages.again(ChunkIndex(3)).unwrap().contains(1));
+            eventually(|| pages.before_turn(ChunkIndex(3)).unwrap().contains(1));
             // The page is collected: from now on it is not written, whatever a look under way has seen.
             told.set(&[]);
-            pages.collected();
-            assert!(pages.again(ChunkIndex(3)).unwrap().is_empty());
+            pages.collected(&PageMap::empty(&layout()));
+            assert!(pages.before_turn(ChunkIndex(3)).unwrap().is_empty());
         }
     }
 
@@ -317,9 +317,9 @@ mod tests {
     fn off_and_a_tracker_that_cannot_be_looked_at_find_nothing() {
         let (told, pages) = pages(FakeDirty::Off);
         told.set(&[(0, 0)]);
-        assert!(pages.again(ChunkIndex(0)).unwrap().is_empty());
+        assert!(pages.before_turn(ChunkIndex(0)).unwrap().is_empty());
         let blind = FakeDirtyPages::new(&MigrateOptions::default(), &layout(), None).unwrap();
-        assert!(blind.again(ChunkIndex(0)).unwrap().is_empty());
+        assert!(blind.before_turn(ChunkIndex(0)).unwrap().is_empty());
     }
 
     #[test]

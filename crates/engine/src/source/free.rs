@@ -10,7 +10,7 @@
 //!   expects zeros; zeros are what the destination has. To clear the page was the write that made it outstanding.)
 //! - It is written after that instant. The page was armed before, so the next collection yields it, it is taken for free no more, and it goes like any other.
 //!
-//! Every collection therefore takes what it yields out of the set of free pages ([`Rounds::collect`](crate::source::rounds::Rounds::collect)), before anything else
+//! Every collection therefore takes what it yields out of the set of free pages ([`LeftOut::collected`](crate::source::left_out::LeftOut::collected)), before anything else
 //! is done with it.
 //!
 //! | race | why no page is lost |

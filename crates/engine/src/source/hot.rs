@@ -1,8 +1,10 @@
-//! Hot pages: those that the guest wrote in each of the last rounds (the writable working set). They are held back until they cool down
-//! or the guest has stopped, so that rounds carry what stays sent.
+//! Hot pages: those that the guest wrote in each of the last rounds (the writable working set). They are held back
+//! until they cool down or the guest has stopped, so that rounds carry what stays sent.
 
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
+
+use super::skip::Skip;
 
 /// Which pages are hot. A page is hot when each of the last three collections yielded it.
 #[derive(Debug)]
@@ -13,23 +15,23 @@ pub struct HotPages {
 }
 
 impl HotPages {
-    /// None yet; where it does not hold there never are any.
+    /// A set with no page in it. Where nothing is to be held it stays empty.
     #[must_use]
     pub fn new(layout: &Layout, holds: bool) -> Self {
         Self { last: std::array::from_fn(|_| PageMap::empty(layout)), holds }
     }
+}
 
-    /// Takes in what a collection yielded.
-    pub fn collected(&mut self, written: &PageMap) {
+impl Skip for HotPages {
+    fn collected(&mut self, written: &PageMap) {
         if self.holds {
             self.last.rotate_right(1);
             self.last[0].clone_from(written);
         }
     }
 
-    /// The hot pages of a chunk.
-    #[must_use]
-    pub fn in_chunk(&self, chunk: ChunkIndex) -> PageSet {
+    /// The hot pages of a chunk. They are no part of a round: only a collection changes what is hot.
+    fn before_round(&self, chunk: ChunkIndex) -> PageSet {
         let [first, second, third] = &self.last;
         first.chunk(chunk).and(second.chunk(chunk)).and(third.chunk(chunk))
     }
@@ -55,7 +57,7 @@ mod tests {
     #[test]
     fn a_page_is_hot_when_it_was_written_in_each_of_three_rounds_and_cools_down_when_it_was_not() {
         let mut hot = HotPages::new(&layout(), true);
-        let holds = |hot: &HotPages| hot.in_chunk(ChunkIndex(0)).iter().collect::<Vec<_>>();
+        let holds = |hot: &HotPages| hot.before_round(ChunkIndex(0)).iter().collect::<Vec<_>>();
         hot.collected(&map(&[1, 2, 3]));
         hot.collected(&map(&[1, 2]));
         assert!(holds(&hot).is_empty());
@@ -71,6 +73,6 @@ mod tests {
     fn where_nothing_is_held_nothing_is_hot() {
         let mut hot = HotPages::new(&layout(), false);
         (0..5).for_each(|_| hot.collected(&map(&[1])));
-        assert!(hot.in_chunk(ChunkIndex(0)).is_empty());
+        assert!(hot.before_round(ChunkIndex(0)).is_empty());
     }
 }

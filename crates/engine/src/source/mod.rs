@@ -22,14 +22,20 @@ pub mod rounds;
 /// Written pages, by write tracking.
 pub mod track;
 
+/// Skips: reasons to leave outstanding pages to a later round.
+pub mod skip;
+
 /// Fake dirty pages: written again before their turn.
 pub mod fake_dirty;
 
 /// Hot pages: written in each of the last rounds.
 pub mod hot;
 
-/// Free pages: those that the guest holds free.
+/// Free pages: those that the guest holds for nobody.
 pub mod free;
+
+/// Free pages that are left out of rounds, from one look to the next.
+pub mod left_out;
 
 /// Sent pages: what the destination holds of each.
 pub mod sent;

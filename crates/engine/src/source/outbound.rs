@@ -1,10 +1,11 @@
 //! Outbound: what of a chunk goes on its way, and how. Made here for all who send: rounds, the push after the
 //! switchover, and the pages that faults ask for.
 //!
-//! Which pages go has been decided before ([`Selected`]): in rounds by [`select`](super::select), afterwards by
-//! [`bodies`](super::postcopy). What is left is the same for all: bodies straight from the guest's RAM, or copies of
-//! them as they are, or copies encoded; and the frame that says so. A page that goes as a reference to another page's
-//! content would be one more set beside the full ones, the differences and the zeros.
+//! Which pages go has been decided before ([`Selected`](crate::source::select::Selected)): in rounds by
+//! [`select`](crate::source::select), afterwards by [`bodies`](crate::source::postcopy). What is left is the same for
+//! all: bodies straight from the guest's RAM, or copies of them as they are, or copies encoded; and the frame that says
+//! so. A page that goes as a reference to another page's content would be one more set beside the full ones, the
+//! differences and the zeros.
 
 use sterna_protocol::frame::packed::PackedFrame;
 use sterna_protocol::frame::{ChunkFrame, Frame};
@@ -98,7 +99,7 @@ impl<'a> Making<'a> {
         let keep = if straight { Keep::Nothing } else { Keep::Full };
         let copies = encoder.copies();
         copies.clear();
-        let selected = select(ram, self.sent, encoding.content(), wanted, (copies, keep))
+        let selected = select(ram, self.sent, encoding.content(), wanted, copies, keep)
             .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
         if selected.full.is_empty() && selected.zero.is_empty() {
             return Ok((selected.counts, None));
@@ -153,5 +154,100 @@ impl<'a> Outbound<'a> {
     fn plain((round, chunk): (u32, ChunkIndex), selected: Selected, payload: Payload<'a>) -> Self {
         let Selected { full, zero, digests, counts, .. } = selected;
         Self { chunk, frame: Frame::Chunk(ChunkFrame { round, chunk, full, zero }), digests, payload, counts }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_api::MigrateOptions;
+    use sterna_api::options::Compress;
+    use sterna_protocol::frame::Digester;
+    use sterna_protocol::layout::PAGE_BYTES;
+    use sterna_protocol::spec::BlockSpec;
+    use sterna_sys::map::Access;
+
+    use super::*;
+    use crate::memory::BlockFile;
+    use crate::memory::not_in_place::NotInPlace;
+    use crate::memory::shared::SharedMemory;
+
+    /// Pages 3, 4 and 9 hold their numbers, page 5 zeros; all are wanted, and so is a hole.
+    fn ram() -> SharedMemory {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(1 << 20).unwrap();
+        let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
+        let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).unwrap();
+        for page in [3, 4, 9] {
+            ram.write(ChunkIndex(0), &[page].into_iter().collect(), &[page; PAGE_BYTES]).unwrap();
+        }
+        ram.write(ChunkIndex(0), &[5].into_iter().collect(), &[0; PAGE_BYTES]).unwrap();
+        ram
+    }
+
+    fn wanted() -> Wanted {
+        let pages: PageSet = [3, 4, 5, 9, 77].into_iter().collect();
+        let discarded = [77].into_iter().collect();
+        Wanted { chunk: ChunkIndex(0), pages, discarded, free: PageSet::EMPTY, again: PageSet::EMPTY }
+    }
+
+    fn made<'a>(ram: &'a dyn Memory, sent: &'a SentTable, encoding: &'a Encoding) -> Outbound<'a> {
+        let making = Making { round: 7, ram, sent, encoding };
+        let (counts, outbound) = making.outbound(&mut Encoder::default(), &wanted()).unwrap();
+        let outbound = outbound.expect("three pages go");
+        assert_eq!((counts, counts.full, counts.zero, counts.unallocated), (outbound.counts, 3, 1, 1));
+        outbound
+    }
+
+    fn bytes(outbound: &Outbound) -> Vec<u8> {
+        let mut vectors = Vec::new();
+        outbound.payload.add_to(&mut vectors);
+        let mut out = vec![0; outbound.payload.bytes()];
+        let (rest, _) = sterna_sys::iovec::copy_out(&mut vectors, &mut out);
+        assert!(rest.is_empty());
+        out
+    }
+
+    #[test]
+    fn bodies_go_from_where_they_are_only_where_the_memory_lets_them_and_else_what_was_digested_goes() {
+        let (ram, copied) = (ram(), NotInPlace(ram()));
+        let tables = [(); 2].map(|()| SentTable::new(ram.layout(), Digester::UNSEEDED));
+        let encoding = Encoding::new(&MigrateOptions::default(), ram.layout());
+        assert!(encoding.is_straight());
+        let straight = made(&ram, &tables[0], &encoding);
+        let buffered = made(&copied, &tables[1], &encoding);
+        assert_eq!((&straight.frame, &straight.digests), (&buffered.frame, &buffered.digests));
+        assert_eq!(bytes(&straight), [[3; PAGE_BYTES], [4; PAGE_BYTES], [9; PAGE_BYTES]].concat());
+        assert_eq!(bytes(&straight), bytes(&buffered));
+        assert_eq!(straight.bytes(), 3 * (PAGE_BYTES as u64 + 8));
+        // The guest writes before it is sent: what is sent in place is suspect then, and a copy never is.
+        for ram in [&ram as &dyn Memory, &copied] {
+            ram.write(ChunkIndex(0), &[4].into_iter().collect(), &[1; PAGE_BYTES]).unwrap();
+        }
+        let fits = |outbound: &Outbound| {
+            let sent = bytes(outbound);
+            let digests: Vec<_> = sent.chunks(PAGE_BYTES).map(|body| Digester::UNSEEDED.page(body)).collect();
+            digests == outbound.digests
+        };
+        assert!(!fits(&straight) && fits(&buffered));
+        assert!(straight.payload.into_buffer().is_none() && buffered.payload.into_buffer().is_some());
+    }
+
+    #[test]
+    fn encoded_pages_are_a_packed_frame_and_zeros_alone_an_ordinary_one() {
+        let ram = ram();
+        let options = MigrateOptions { compress: Compress::Lz4, ..MigrateOptions::default() };
+        let (encoding, sent) =
+            (Encoding::new(&options, ram.layout()), SentTable::new(ram.layout(), Digester::UNSEEDED));
+        let outbound = made(&ram, &sent, &encoding);
+        let Frame::Packed(frame) = &outbound.frame else { panic!("{:?}", outbound.frame) };
+        assert_eq!((frame.full.len(), frame.delta.len(), outbound.digests.len()), (3, 0, 3));
+        assert!(outbound.payload.bytes() < PAGE_BYTES);
+        ram.discard(ChunkIndex(0), &wanted().pages).unwrap();
+        let making = Making { round: 8, ram: &ram, sent: &sent, encoding: &encoding };
+        let discarded = wanted().pages;
+        let (counts, outbound) = making.outbound(&mut Encoder::default(), &Wanted { discarded, ..wanted() }).unwrap();
+        let outbound = outbound.expect("the destination holds something else");
+        let Frame::Chunk(frame) = &outbound.frame else { panic!("{:?}", outbound.frame) };
+        assert_eq!((counts.unallocated, frame.zero.len(), outbound.payload.bytes()), (5, 3, 0));
     }
 }

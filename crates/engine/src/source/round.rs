@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Which thread encodes a chunk does not matter: it is alone with it, and the frame goes into the queue of the
-//! connection that the chunk takes ([`Route`]). So order is kept where it counts: a chunk goes once in a round, and
-//! always by the same connection.
+//! connection that the chunk takes ([`Route`](crate::source::route::Route)). So order is kept where it counts: a chunk
+//! goes once in a round, and always by the same connection.
 //!
 //! **Memory.** A queue holds two frames of at most a chunk, and a sender and an encoder have one in hand each:
 //! (encoders + 3 × connections) MiB.
@@ -31,11 +31,11 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::socket::SendError;
 
 use super::encode::Encoder;
-use super::fake_dirty::FakeDirtyPages;
 use super::outbound::{Making, Outbound};
 use super::queue::{Inlet, Queue, queue};
 use super::route::Route;
 use super::select::{Counts, Wanted};
+use super::skip::Skips;
 use super::stream::{Stream, link_broke};
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
@@ -53,8 +53,8 @@ pub struct Round<'a> {
     pub free: &'a PageMap,
     /// The bandwidth limit.
     pub pacer: &'a Pacer,
-    /// Finds the pages that were written again before their turn; absent where the guest has stopped.
-    pub fake_dirty: Option<&'a FakeDirtyPages>,
+    /// Reasons to leave pages to a later round; absent where the guest has stopped.
+    pub skips: Option<&'a Skips>,
     /// When the round ends, sent or not, where there is such a moment.
     pub until: Option<Instant>,
     /// Progress and cancelling.
@@ -121,9 +121,9 @@ fn fan_out<'a>(streams: &mut [Stream], round: &'a Round<'a>, encoders: usize) ->
         // From here on they are the encoders' alone: when the last of these ends, so do the queues.
         drop(inlets);
         let mut shares = streams.iter_mut().zip(queues).enumerate().map(|(index, (stream, queue))| {
-            let own = outstanding().filter(move |(chunk, _)| route.of(*chunk) == index);
-            let own = Makes { round, chunks: own, encoder: Encoder::default(), sent: Sent::default() };
-            (stream, if encoders > 0 { Supply::Queue(queue) } else { Supply::Own(own) })
+            let chunks = outstanding().filter(move |(chunk, _)| route.of(*chunk) == index);
+            let own = || Makes { round, chunks, encoder: Encoder::default(), sent: Sent::default() };
+            (stream, if encoders > 0 { Supply::Queue(queue) } else { Supply::Own(Box::new(own())) })
         });
         let first = shares.next();
         let mut others = Vec::new();
@@ -182,7 +182,7 @@ fn send<'a>(
 /// Where a sender has its frames from.
 enum Supply<'a, C> {
     /// It makes them itself.
-    Own(Makes<'a, C>),
+    Own(Box<Makes<'a, C>>),
     /// Others make them.
     Queue(Queue<'a>),
 }
@@ -271,14 +271,14 @@ impl Round<'_> {
     /// `sent` what is not.
     ///
     /// # Errors
-    /// As [`FakeDirtyPages::again`], or [`MigrateError::Cancelled`].
+    /// As [`Skips::before_turn`], or [`MigrateError::Cancelled`].
     fn wanted(&self, chunk: ChunkIndex, pages: PageSet, sent: &mut Sent) -> Result<Option<Wanted>, MigrateError> {
         self.monitor.check()?;
         if self.until.is_some_and(|until| Instant::now() >= until) {
             sent.unsent.push((chunk, pages));
             return Ok(None);
         }
-        let again = self.fake_dirty.map_or(Ok(PageSet::EMPTY), |found| found.again(chunk))?.and(&pages);
+        let again = self.skips.map_or(Ok(PageSet::EMPTY), |skips| skips.before_turn(chunk))?.and(&pages);
         // A free page that is written again is the next collection's: it has been dealt with, whatever it becomes.
         let free = self.free.chunk(chunk).and(&pages);
         let again = again.without(&free);

@@ -6,18 +6,20 @@ use sterna_api::options::HotPages as HotPagesOption;
 use sterna_api::{MigrateOptions, report};
 use sterna_introspect::PageTables;
 use sterna_protocol::frame::Digester;
-use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::pages::PageMap;
 use sterna_protocol::throughput::{Sample, Throughput};
 
 use super::encode::Encoding;
 use super::fake_dirty::FakeDirtyPages;
-use super::free::{FreePages, Looked};
+use super::free::FreePages;
 use super::hot::HotPages;
+use super::left_out::{Going, LeftOut};
 use super::link::Link;
 use super::outbound::Making;
 use super::round::{Round, Sent, send_round};
 use super::select::{Counts, changed_untracked};
-use super::sent::{Last, SentTable};
+use super::sent::SentTable;
+use super::skip::Skips;
 use super::stream::Stream;
 use super::track::Tracker;
 use crate::error::MigrateError;
@@ -52,16 +54,12 @@ pub struct Rounds<'a> {
     pub throughput: Throughput,
     pacer: Pacer,
     sent: SentTable,
-    fake_dirty: FakeDirtyPages,
+    skips: Skips,
     encoding: Encoding,
-    hot: HotPages,
     outstanding: PageMap,
     written: PageMap,
     discarded: PageMap,
-    free_pages: FreePages,
-    /// Pages that were free in the last look and were not collected since: no body of them goes, and what the destination holds there, once what is
-    /// outstanding has gone, is zeros.
-    free: PageMap,
+    left_out: LeftOut,
     collected: Instant,
 }
 
@@ -82,6 +80,8 @@ impl<'a> Rounds<'a> {
         let layout = ram.layout();
         // All connections of a session have the same.
         let digester = streams.first().map_or(Digester::UNSEEDED, Stream::digester);
+        let hot = HotPages::new(layout, options.hot_pages == HotPagesOption::Hold);
+        let fake_dirty = FakeDirtyPages::new(options, layout, tracker.watch())?;
         Ok(Self {
             ram,
             monitor,
@@ -93,20 +93,18 @@ impl<'a> Rounds<'a> {
             throughput: Throughput::default(),
             pacer,
             sent: SentTable::new(layout, digester),
-            fake_dirty: FakeDirtyPages::new(options, layout, tracker.watch())?,
+            skips: Skips::of(vec![Box::new(hot), Box::new(fake_dirty)]),
             encoding: Encoding::new(options, layout),
-            hot: HotPages::new(layout, options.hot_pages == HotPagesOption::Hold),
             outstanding: PageMap::empty(layout),
             written: PageMap::empty(layout),
             discarded: PageMap::empty(layout),
-            free_pages,
-            free: PageMap::empty(layout),
+            left_out: LeftOut::none(free_pages, layout),
             collected: Instant::now(),
         })
     }
 
-    /// Makes every allocated page outstanding; how many. The rest reads as zeros at the destination already. Called after tracking
-    /// is armed: a page allocated after the look is written, and so comes with the next collection.
+    /// Makes every allocated page outstanding; how many. The rest reads as zeros at the destination already. Called
+    /// after tracking is armed: a page allocated after the look is written, and so comes with the next collection.
     ///
     /// # Errors
     /// The RAM files' holes cannot be read.
@@ -137,86 +135,61 @@ impl<'a> Rounds<'a> {
         tracker.collect(self.ram, &mut self.written, &mut self.discarded)?;
         // Here and at each round's end: the last collection of a migration comes when all was read.
         self.intact()?;
-        // Before anything else is done with them: what was written since it was free is somebody's again.
-        if !self.free_pages.trusts_first_look() {
-            self.free.take_out(&self.written);
-        }
-        self.fake_dirty.collected();
-        self.hot.collected(&self.written);
+        // Before anything else is done with them.
+        self.left_out.collected(&self.written);
+        self.skips.collected(&self.written);
         self.outstanding.add(&self.written);
         let rate = (tracker.cost().write_faults - before) as f64 / self.collected.elapsed().as_secs_f64().max(1e-6);
         self.collected = Instant::now();
         Ok(rate)
     }
 
-    /// Looks for pages that the guest holds free, where that pays, and takes them out of what is outstanding; those of which the destination holds
-    /// something else than zeros stay in it, and go as a bit. The guest runs. Called after tracking was armed, or right after a collection: only
-    /// then may what is not written afterwards be left out ([`free`](super::free)).
+    /// Looks for pages that the guest holds free ([`LeftOut::look`]). The guest runs. Called after tracking was armed, or
+    /// right after a collection.
     pub fn skip_free(&mut self, vmm: &mut dyn vmm::Source) {
-        let speed = self.throughput.speed();
-        match self.free_pages.look(vmm, self.ram.layout(), &self.outstanding, &speed) {
-            Looked::LeftOut => {}
-            Looked::Lost => self.nothing_is_free(),
-            Looked::Found(found) => self.leave_out(&found),
-        }
+        let (left_out, going) = self.free_and_going();
+        let dealt_with = left_out.look(vmm, going);
+        self.counts.free += dealt_with;
     }
 
     /// What [`skip_free_stopped`](Self::skip_free_stopped) needs to know of the VMM, asked when the guest has stopped.
     pub fn processors(&self, vmm: &mut dyn vmm::Source) -> Vec<PageTables> {
-        self.free_pages.processors(vmm)
+        self.left_out.looks().processors(vmm)
     }
 
-    /// Looks once more, with the guest stopped and everything collected: what was left out and is not free is outstanding again, and what has
-    /// become free is left out, too.
+    /// Looks once more, with the guest stopped and everything collected ([`LeftOut::look_stopped`]).
     pub fn skip_free_stopped(&mut self, processors: &[PageTables]) {
-        let speed = self.throughput.speed();
-        let layout = self.ram.layout();
-        match self.free_pages.look_stopped(processors, layout, &self.free, &self.outstanding, &speed) {
-            Some(found) => self.leave_out(&found),
-            None => self.nothing_is_free(),
-        }
+        let (left_out, going) = self.free_and_going();
+        let dealt_with = left_out.look_stopped(processors, going);
+        self.counts.free += dealt_with;
+    }
+
+    fn free_and_going(&mut self) -> (&mut LeftOut, Going<'_>) {
+        let Self { left_out, outstanding, discarded, sent, ram, throughput, .. } = self;
+        (left_out, Going { outstanding, discarded, sent, layout: ram.layout(), speed: throughput.speed() })
     }
 
     /// Pages that are left out because the guest holds them free.
     #[must_use]
     pub fn free(&self) -> &PageMap {
-        &self.free
+        self.left_out.pages()
     }
 
     /// The looks for them.
     #[must_use]
     pub fn free_pages(&self) -> &FreePages {
-        &self.free_pages
+        self.left_out.looks()
     }
 
-    /// Takes in a look that began after the last collection.
-    fn leave_out(&mut self, found: &PageMap) {
-        for chunk in self.ram.layout().iter() {
-            let (outstanding, left_out) = (*self.outstanding.chunk(chunk), *self.free.chunk(chunk));
-            // What was given back may be a hole, and is counted as that.
-            let free = found.chunk(chunk).without(self.discarded.chunk(chunk)).and(&outstanding.or(&left_out));
-            let is_zero = |page: &u8| matches!(self.sent.last(chunk, *page), Last::Never | Last::Zero);
-            let done: PageSet = free.and(&outstanding).iter().filter(is_zero).collect();
-            self.counts.free += done.len() as u64;
-            // What was left out before and is not free: whoever has it now has not written it, or the look before was misled.
-            *self.outstanding.chunk_mut(chunk) = outstanding.without(&done).or(&left_out.without(&free));
-            *self.free.chunk_mut(chunk) = free;
-        }
-    }
-
-    /// Everything that was left out is outstanding again.
-    fn nothing_is_free(&mut self) {
-        self.outstanding.add(&self.free);
-        self.free.clear();
-    }
-
-    /// Asks who writes RAM past the page tables, where nobody was known to: again and again, as a medium can be changed, and a guest begin to run guests
-    /// of its own, while its pages go. Called between a collection and the reading of what it yielded, before each round.
+    /// Asks who writes RAM past the page tables, where nobody was known to: again and again, as a medium can be
+    /// changed, and a guest begin to run guests of its own, while its pages go. Called between a collection and the
+    /// reading of what it yielded, before each round.
     ///
-    /// That is where whoever matters is found, and the pause need not wait for an answer. A write is missed where its page was mapped or pinned (which
-    /// is a write that is seen) before a collection, and it lands after the page was read in the round that follows. So its writer is there over the time
-    /// in between. One that comes after the last round's look pins what the last collection yields, and lands before that is read: with the guest stopped
-    /// and its I/O drained.
+    /// That is where whoever matters is found, and the pause need not wait for an answer. A write is missed where its
+    /// page was mapped or pinned (which is a write that is seen) before a collection, and it lands after the page was
+    /// read in the round that follows. So its writer is there over the time in between. One that comes after the last
+    /// round's look pins what the last collection yields, and lands before that is read: with the guest stopped and its
+    /// I/O drained.
     ///
     /// # Errors
     /// As [`writes_untracked`](vmm::Source::writes_untracked).
@@ -231,12 +204,14 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// Adds pages that were written past every tracker, found by their content, where somebody writes so. The guest is stopped and its I/O drained.
+    /// Adds pages that were written past every tracker, found by their content, where somebody writes so. The guest is
+    /// stopped and its I/O drained.
     ///
-    /// A free page holds what it likes, so those are not looked at. Nor is any the target of I/O that lands unseen: whoever has I/O under way holds
-    /// its page from before it is pinned until after the I/O, and to pin it is a write fault, which takes it out of the free ones at the next
-    /// collection. A look that was misled about that is made again with the guest stopped, after this ([`skip_free_stopped`](Self::skip_free_stopped)),
-    /// and what is not free then goes.
+    /// A free page holds what it likes, so those are not looked at. Nor is any the target of I/O that lands unseen:
+    /// whoever has I/O under way holds its page from before it is pinned until after the I/O, and to pin it is a write
+    /// fault, which takes it out of the free ones at the next collection. A look that was misled about that is made
+    /// again with the guest stopped, after this ([`skip_free_stopped`](Self::skip_free_stopped)), and what is not free
+    /// then goes.
     ///
     /// # Errors
     /// The RAM files' holes cannot be read.
@@ -245,7 +220,7 @@ impl<'a> Rounds<'a> {
             return Ok(());
         }
         for chunk in self.ram.layout().iter() {
-            let known = self.outstanding.chunk(chunk).or(self.free.chunk(chunk));
+            let known = self.outstanding.chunk(chunk).or(self.free().chunk(chunk));
             let changed = changed_untracked(self.ram, &self.sent, chunk, &known)
                 .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
             self.untracked_writes += changed.len() as u64;
@@ -254,8 +229,9 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// Sends what is outstanding while the guest runs, and waits until it has arrived. Pages whose bodies the guest changed on
-    /// their way are outstanding again, and so are those whose turn has not come at the moment `until`, where one is given.
+    /// Sends what is outstanding while the guest runs, and waits until it has arrived. Pages whose bodies the guest
+    /// changed on their way are outstanding again, and so are those whose turn has not come at the moment `until`,
+    /// where one is given.
     ///
     /// # Errors
     /// What went wrong on the way, or [`MigrateError::Cancelled`].
@@ -280,7 +256,8 @@ impl<'a> Rounds<'a> {
 
     fn round(&mut self, link: &mut Link, last: bool, until: Option<Instant>) -> Result<usize, MigrateError> {
         // With the guest stopped everything goes: nothing is held back, nothing is left to a next round.
-        let held = if last { PageMap::empty(self.ram.layout()) } else { self.hold_hot() };
+        let layout = self.ram.layout();
+        let held = if last { PageMap::empty(layout) } else { self.skips.hold(layout, &mut self.outstanding) };
         let (number, dirty_pages) = (self.done.len() as u32, self.outstanding.len());
         self.monitor.begin_round(number, dirty_pages);
         let (began, before) = (Instant::now(), self.bytes());
@@ -288,9 +265,9 @@ impl<'a> Rounds<'a> {
             making: Making { round: number, ram: self.ram, sent: &self.sent, encoding: &self.encoding },
             outstanding: &self.outstanding,
             discarded: &self.discarded,
-            free: &self.free,
+            free: self.left_out.pages(),
             pacer: &self.pacer,
-            fake_dirty: (!last).then_some(&self.fake_dirty),
+            skips: (!last).then_some(&self.skips),
             until,
             monitor: self.monitor,
         };
@@ -331,7 +308,8 @@ impl<'a> Rounds<'a> {
         Ok(suspects.len())
     }
 
-    /// Takes out what is outstanding, for others to send: the destination holds no page of it as it is here. The guest is stopped.
+    /// Takes out what is outstanding, for others to send: the destination holds no page of it as it is here. The guest
+    /// is stopped.
     pub fn take_residue(&mut self) -> PageMap {
         std::mem::replace(&mut self.outstanding, PageMap::empty(self.ram.layout()))
     }
@@ -343,22 +321,10 @@ impl<'a> Rounds<'a> {
         measurable.map(|round| (round.bytes_on_wire as f64 / round.ms * 1e3) as u64).max()
     }
 
-    /// Takes the hot pages out of what is outstanding, and yields them.
-    fn hold_hot(&mut self) -> PageMap {
-        let mut held = PageMap::empty(self.ram.layout());
-        for chunk in self.ram.layout().iter() {
-            let outstanding = self.outstanding.chunk_mut(chunk);
-            let hot = outstanding.and(&self.hot.in_chunk(chunk));
-            *outstanding = outstanding.without(&hot);
-            *held.chunk_mut(chunk) = hot;
-        }
-        held
-    }
-
-    /// How many looks for pages written again there were, and the time they took.
+    /// How many looks it took to know what to skip, and the time they took.
     #[must_use]
     pub fn looks(&self) -> (u64, Duration) {
-        self.fake_dirty.cost()
+        self.skips.looks()
     }
 
     /// Bytes of frames sent on all connections.

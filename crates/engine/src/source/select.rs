@@ -107,7 +107,8 @@ pub fn select(
     sent: &SentTable,
     content: &Content,
     wanted: &Wanted,
-    (copies, keep): (&mut Copies, Keep),
+    copies: &mut Copies,
+    keep: Keep,
 ) -> std::io::Result<Selected> {
     let chunk = wanted.chunk;
     let again = wanted.pages.and(&wanted.again);

@@ -1,0 +1,92 @@
+//! Memory whose bodies must be copied before they are sent, for tests: shared memory that says so.
+
+use std::io;
+use std::ops::Range;
+
+use sterna_protocol::layout::{ChunkIndex, Layout};
+use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_sys::iovec::Outgoing;
+use sterna_sys::userfaultfd::{Filled, Userfaultfd};
+
+use super::Memory;
+use super::shared::SharedMemory;
+use crate::error::MigrateError;
+use crate::inside::Inside;
+
+/// All as it is with what it is made of, but for [`in_place`](Memory::in_place).
+#[derive(Debug)]
+pub struct NotInPlace(pub SharedMemory);
+
+impl Memory for NotInPlace {
+    fn in_place(&self, _: ChunkIndex, _: &PageSet) -> Option<Vec<Outgoing<'_>>> {
+        None
+    }
+
+    fn layout(&self) -> &Layout {
+        self.0.layout()
+    }
+
+    fn spans(&self) -> Vec<Range<u64>> {
+        self.0.spans()
+    }
+
+    fn files(&self) -> io::Result<Vec<(u64, u64)>> {
+        self.0.files()
+    }
+
+    fn intact(&self) -> io::Result<()> {
+        self.0.intact()
+    }
+
+    fn lost(&self, chunk: ChunkIndex) -> io::Error {
+        self.0.lost(chunk)
+    }
+
+    fn tracked_coarsely(&self, chunk: ChunkIndex) -> bool {
+        self.0.tracked_coarsely(chunk)
+    }
+
+    fn allocated(&self) -> io::Result<PageMap> {
+        self.0.allocated()
+    }
+
+    fn allocated_in(&self, chunk: ChunkIndex) -> io::Result<PageSet> {
+        self.0.allocated_in(chunk)
+    }
+
+    fn allocated_bytes(&self) -> io::Result<u64> {
+        self.0.allocated_bytes()
+    }
+
+    fn read(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()> {
+        self.0.read(chunk, pages, bodies)
+    }
+
+    fn load(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()> {
+        self.0.load(chunk, pages, bodies)
+    }
+
+    fn load_bytes(&self, block: usize, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.0.load_bytes(block, offset, bytes)
+    }
+
+    fn write(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) -> io::Result<()> {
+        self.0.write(chunk, pages, bodies)
+    }
+
+    fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        self.0.discard(chunk, pages)
+    }
+
+    fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError> {
+        self.0.drop_mappings(inside, addresses)
+    }
+
+    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
+        self.0.map_written(faults, addresses)
+    }
+
+    fn map_zeros(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
+        self.0.map_zeros(faults, addresses)
+    }
+}
