@@ -5,8 +5,7 @@ use std::cell::RefCell;
 
 use libfuzzer_sys::fuzz_target;
 use sterna_engine::destination::decode::Decoder;
-use sterna_engine::host::BlockFile;
-use sterna_engine::ram::Ram;
+use sterna_engine::memory::{BlockFile, Ram};
 use sterna_fuzz::sealed_memory;
 use sterna_protocol::frame::packed::{Block, Codec, PackedFrame};
 use sterna_protocol::frame::Digester;
