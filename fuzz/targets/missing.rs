@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use libfuzzer_sys::fuzz_target;
-use sterna_engine::paging::missing::Missing;
+use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::spec::BlockSpec;
@@ -14,18 +14,18 @@ fuzz_target!(|given: (u16, Vec<(u16, u8)>)| {
     let (length, bytes) = given;
     let block = BlockSpec { id: "ram".into(), bytes: 3 << 20, page_bytes: 4096, path: String::new() };
     let layout = Layout::new(&[block]).expect("a layout");
-    // Its beginning is what this machine's map begins with.
+    // Its beginning is what this machine's map begins with; where a byte makes it one of the earlier version, that is read.
     let whole = memory();
-    Missing::none(whole.try_clone().expect("a descriptor"), &layout)
+    Whereabouts::all_here(whole.try_clone().expect("a descriptor"), &layout)
         .begin(PageMap::empty(&layout), &layout)
         .expect("room");
     for (at, byte) in bytes {
         whole.write_all_at(&[byte], u64::from(at)).expect("room");
     }
     whole.set_len(u64::from(length)).expect("room");
-    if let Ok(Some(missing)) = Missing::recover(whole, &layout) {
-        let counted: usize = layout.iter().map(|chunk| missing.chunk(chunk).len()).sum();
-        assert_eq!(missing.left(), counted as u64);
+    if let Ok(Some(found)) = Whereabouts::recover(whole, &layout) {
+        let counted: usize = layout.iter().map(|chunk| found.away_in(chunk).len()).sum();
+        assert_eq!(found.away(), counted as u64);
     }
 });
 

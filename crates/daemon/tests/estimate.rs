@@ -4,8 +4,12 @@ mod support;
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use serde_json::json;
+use sterna_engine::agent::Agent;
+use sterna_engine::inside::{Inside, InsideQemu};
+use sterna_sys::userfaultfd::{Features, Modes};
 use support::{Host, cannot_run, eventually};
 
 fn question(duration_ms: u64) -> String {
@@ -121,8 +125,22 @@ fn a_daemon_that_ends_or_dies_meanwhile_leaves_nothing_watched() {
     eventually("it is observed again", || watched(pid));
     host.kill_daemon();
     drop(caller);
+    eventually("its death ends it: nobody else has the descriptor", || !watched(pid));
+    watched_by_an_earlier_version(&host);
     assert!(watched(pid), "the agent keeps the descriptor: else this test shows nothing");
     host.start_daemon();
     eventually("the next daemon ends it", || !watched(pid));
     assert_eq!(host.state_of("m"), "running");
+}
+
+/// Leaves what a daemon of before left that died while it tracked: there the agent kept a duplicate.
+fn watched_by_an_earlier_version(host: &Host) {
+    let agent = host.state().join("vms/m/run/agent.sock");
+    let mut agent = Agent::connect(&agent, Duration::from_secs(60)).expect("the agent answers");
+    let blocks = agent.blocks().expect("its guest's RAM");
+    let userfaultfd = InsideQemu::new(agent).open(Features::TRACKING).expect("a userfaultfd");
+    for block in blocks {
+        let all = block.address..block.address + block.length;
+        userfaultfd.register(all, Modes::WP).expect("nobody else has it");
+    }
 }

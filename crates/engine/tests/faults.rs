@@ -11,6 +11,7 @@ mod taking;
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod toy;
 
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -46,6 +47,12 @@ fn wait_until(mut it: impl FnMut() -> bool) {
         assert!(began.elapsed() < FOR_EVER, "it never came");
         std::thread::sleep(Duration::from_micros(200));
     }
+}
+
+fn first_page(ram: &GuestRam) -> Vec<Range<u64>> {
+    let start = ram.mapping.addresses().start;
+    let page = start..start + 4096;
+    vec![page]
 }
 
 /// The other side of a migration: what was collected is copied, and nothing else.
@@ -296,8 +303,7 @@ fn who_waits_to_track_ends_the_patience_with_a_portion_that_nobody_else_waits_fo
     let faults = faults_with(&ram);
     let fence = Fence::new(Arc::clone(&faults), vec![ram.mapping.addresses()]).unwrap();
     let patience = fence.patience(Duration::ZERO);
-    let start = ram.mapping.addresses().start;
-    let fenced = fence.close(vec![start..start + 4096], &patience).unwrap().expect("nobody waits");
+    let fenced = fence.close(first_page(&ram), &patience).unwrap().expect("nobody waits");
     assert!(!patience.is_over());
     let (asking, spans) = (Arc::clone(&faults), vec![ram.mapping.addresses()]);
     let begun = std::thread::spawn(move || asking.begin(User::Tracking, spans, &SharedMappings).map(drop));
@@ -308,7 +314,7 @@ fn who_waits_to_track_ends_the_patience_with_a_portion_that_nobody_else_waits_fo
     // The next portion stands beside it: reads wait as well.
     let patience = fence.patience(FOR_EVER);
     ram.write_page(0, 7);
-    let fenced = fence.close(vec![start..start + 4096], &patience).unwrap().expect("nobody waits");
+    let fenced = fence.close(first_page(&ram), &patience).unwrap().expect("nobody waits");
     let mapping = Arc::clone(&ram.mapping);
     let looks = std::thread::spawn(move || {
         let mut found = [0; 16];
@@ -324,7 +330,7 @@ fn who_waits_to_track_ends_the_patience_with_a_portion_that_nobody_else_waits_fo
     assert_eq!(looks.join().unwrap(), [7; 16]);
     // And it is alone again.
     let patience = fence.patience(FOR_EVER);
-    let fenced = fence.close(vec![start..start + 4096], &patience).unwrap().expect("nobody waits");
+    let fenced = fence.close(first_page(&ram), &patience).unwrap().expect("nobody waits");
     let mut found = [0; 16];
     ram.mapping.copy_out(0..16, &mut found);
     assert_eq!(found, [7; 16], "who reads does not wait");
@@ -341,9 +347,8 @@ fn a_fence_beside_a_tracker_whose_daemon_dies_holds_nobody() {
     let faults = faults_with(&ram);
     let copy = Copy::begin(&ram, &faults);
     let fence = Fence::new(Arc::clone(&faults), vec![ram.mapping.addresses()]).unwrap();
-    let start = ram.mapping.addresses().start;
     // Never let go: only the end of the descriptor does.
-    std::mem::forget(fence.close(vec![start..start + 4096], &fence.patience(FOR_EVER)).unwrap().expect("nobody waits"));
+    std::mem::forget(fence.close(first_page(&ram), &fence.patience(FOR_EVER)).unwrap().expect("nobody waits"));
     let mapping = Arc::clone(&ram.mapping);
     let writes = std::thread::spawn(move || mapping.copy_in(0, &[9; 16]).unwrap());
     wait_until(|| fence.waits().unwrap() == 1);

@@ -118,7 +118,7 @@ impl GuestFaults {
         Self::boxed(Box::new(inside))
     }
 
-    /// The same.
+    /// As [`of`](Self::of), of whatever kind the process is.
     #[must_use]
     pub fn boxed(inside: Box<dyn Inside>) -> Arc<Self> {
         let (inside, owner) = (Mutex::new(inside), Mutex::new(Owner::Nobody));
@@ -185,6 +185,9 @@ impl GuestFaults {
         mappings: &'static dyn Mappings,
     ) -> Result<Option<Arc<Userfault>>, MigrateError> {
         let mut owner = self.owner_alone();
+        if !matches!(&*owner, Owner::Nobody) {
+            return Err(MigrateError::Bug("the guest's RAM is registered for something already"));
+        }
         let Some(descriptor) = self.inside().reopen()? else { return Ok(None) };
         let userfault = Arc::new(Userfault::new(descriptor, (spans, mappings), User::Paging, User::Paging.modes())?);
         *owner = Owner::Users(Arc::clone(&userfault));
@@ -282,8 +285,8 @@ struct Users {
 enum Settler {
     /// Every page is current: it is mapped as it is.
     Nobody,
-    /// This one. Where it is gone without having ended, who waits waits on.
-    Somebody(Weak<dyn Settle>),
+    /// This one. Where it is still to come, or is gone without having ended, who waits waits on.
+    Somebody(Option<Weak<dyn Settle>>),
 }
 
 /// Pages that nobody may map.
@@ -304,7 +307,8 @@ impl Userfault {
     ) -> Result<Self, MigrateError> {
         let wake_up = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| MigrateError::host("making an event descriptor")(error.into()))?;
-        let users = Users { present: vec![user], modes: vec![modes; spans.len()], settler: Settler::Nobody };
+        let settler = if user == User::Paging { Settler::Somebody(None) } else { Settler::Nobody };
+        let users = Users { present: vec![user], modes: vec![modes; spans.len()], settler };
         Ok(Self {
             descriptor,
             spans,
@@ -341,13 +345,15 @@ impl Userfault {
         Ok(())
     }
 
-    /// Begins to read faults, and has this one settle them.
+    /// Begins to read faults, and has this one settle them, those that were read before among them.
     ///
     /// # Errors
     /// No thread left.
     pub fn settled_by(self: &Arc<Self>, settler: Weak<dyn Settle>) -> Result<(), MigrateError> {
-        self.users().settler = Settler::Somebody(settler);
-        self.read()
+        self.users().settler = Settler::Somebody(Some(settler));
+        self.read()?;
+        // Where a fence has had faults read before, nobody has settled them.
+        self.wake_all()
     }
 
     /// Wakes whoever waits: what is not settled is raised again.

@@ -6,7 +6,7 @@
 
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -51,7 +51,7 @@ impl Userfault {
         }
         let settler = match &self.users().settler {
             Settler::Nobody => None,
-            Settler::Somebody(settler) => Some(settler.upgrade()),
+            Settler::Somebody(settler) => Some(settler.as_ref().and_then(Weak::upgrade)),
         };
         let settled = match settler {
             Some(Some(settler)) => settler.settle(fault, address, now)?,

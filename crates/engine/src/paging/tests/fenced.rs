@@ -4,8 +4,11 @@ use super::*;
 use crate::faults::fence::Fence;
 
 impl Guest {
-    fn address(&self, page: u64) -> u64 {
-        self.here.mapping.addresses().start + page * 4096
+    /// The addresses of a run of pages, as the fence takes them.
+    fn run(&self, pages: Range<u64>) -> Vec<Range<u64>> {
+        let base = self.here.mapping.addresses().start;
+        let run = base + pages.start * 4096..base + pages.end * 4096;
+        vec![run]
     }
 
     fn writes(&self, page: u64, byte: u8) -> JoinHandle<()> {
@@ -33,7 +36,7 @@ fn what_is_fenced_in_stays_as_it_is_while_pages_arrive_and_are_mapped_ahead() {
         assert_eq!(guest.looks(1).join().unwrap(), [1; 16]);
         let fence = Fence::new(Arc::clone(&pager.faults), vec![guest.here.mapping.addresses()]).unwrap();
         let patience = fence.patience(Duration::from_secs(60));
-        let fenced = fence.close(vec![guest.address(1)..guest.address(5)], &patience).unwrap().expect("nobody waits");
+        let fenced = fence.close(guest.run(1..5), &patience).unwrap().expect("nobody waits");
         // One that is current, a stale one, a hole, and one behind the fence.
         let (mapped, stale, hole, open) = (guest.writes(1, 9), guest.looks(2), guest.looks(4), guest.looks(5));
         assert_eq!(open.join().unwrap(), [1; 16]);
@@ -67,7 +70,7 @@ fn a_page_that_is_away_and_fenced_in_is_asked_for_once_it_is_let_go() {
     pager.begin(residue(&pager, [2])).unwrap();
     let fence = Fence::new(Arc::clone(&pager.faults), vec![guest.here.mapping.addresses()]).unwrap();
     let patience = fence.patience(Duration::from_secs(60));
-    let fenced = fence.close(vec![guest.address(2)..guest.address(3)], &patience).unwrap().expect("nobody waits");
+    let fenced = fence.close(guest.run(2..3), &patience).unwrap().expect("nobody waits");
     let looks = guest.looks(2);
     wait_until(|| fence.waits().unwrap() == 1);
     assert_eq!(pager.fault_count(), 0);
@@ -89,7 +92,7 @@ fn a_pager_that_ends_while_pages_are_fenced_in_leaves_them_so_until_they_are_let
     pager.begin(residue(&pager, [])).unwrap();
     let fence = Fence::new(Arc::clone(&pager.faults), vec![guest.here.mapping.addresses()]).unwrap();
     let patience = fence.patience(Duration::from_secs(60));
-    let fenced = fence.close(vec![guest.address(1)..guest.address(2)], &patience).unwrap().expect("nobody waits");
+    let fenced = fence.close(guest.run(1..2), &patience).unwrap().expect("nobody waits");
     pager.end();
     let write = guest.writes(1, 9);
     wait_until(|| fence.waits().unwrap() == 1);
