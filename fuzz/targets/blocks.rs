@@ -5,8 +5,8 @@ use std::cell::RefCell;
 
 use libfuzzer_sys::fuzz_target;
 use sterna_engine::destination::decode::Decoder;
-use sterna_engine::host::BlockFile;
-use sterna_engine::ram::Ram;
+use sterna_engine::memory::BlockFile;
+use sterna_engine::memory::shared::SharedMemory;
 use sterna_fuzz::sealed_memory;
 use sterna_protocol::frame::packed::{Block, Codec, PackedFrame};
 use sterna_protocol::frame::Digester;
@@ -17,7 +17,7 @@ use sterna_sys::map::Access;
 
 thread_local! {
     /// As a connection has them: kept from one frame to the next.
-    static RECEIVER: RefCell<(Decoder, Ram)> = RefCell::new((Decoder::new(Digester::UNSEEDED), ram()));
+    static RECEIVER: RefCell<(Decoder, SharedMemory)> = RefCell::new((Decoder::new(Digester::UNSEEDED), ram()));
 }
 
 fuzz_target!(|bytes: &[u8]| {
@@ -42,8 +42,8 @@ fuzz_target!(|bytes: &[u8]| {
 });
 
 /// RAM of one chunk of ones.
-fn ram() -> Ram {
+fn ram() -> SharedMemory {
     let spec = BlockSpec { id: "ram".into(), bytes: CHUNK_BYTES as u64, page_bytes: 4096, path: String::new() };
     let file = sealed_memory(&vec![1; CHUNK_BYTES], CHUNK_BYTES as u64).into();
-    Ram::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).expect("RAM")
+    SharedMemory::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).expect("RAM")
 }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use libfuzzer_sys::fuzz_target;
-use sterna_engine::destination::pager::missing::Missing;
+use sterna_engine::paging::missing::Missing;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::spec::BlockSpec;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use sterna_api::units::milliseconds;
 use sterna_api::{Code, Problem, ReclaimMethod, Reclaimed, Status, VmState};
+use sterna_engine::faults::GuestFaults;
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::reclaim::Machine;
@@ -100,7 +101,7 @@ impl Reclaim<'_> {
         let _lent = self.lending.lend(&record.name, qmp);
         let machine = Machine {
             vmm: &mut vmm,
-            inside: &mut InsideQemu::new(agent),
+            faults: GuestFaults::of(InsideQemu::new(agent)),
             blocks: &blocks,
             trust_first_look: self.trust_first_look,
         };

@@ -6,7 +6,7 @@ mod support;
 use std::fs::File;
 
 use serde_json::{Value, json};
-use sterna_engine::paging::missing::Missing;
+use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::spec::BlockSpec;
@@ -218,7 +218,7 @@ fn without_all_pages_on(mut host: Host, missing: usize, before: impl FnOnce(&Hos
         let file = File::options().read(true).write(true).create_new(true).open(&map).unwrap();
         let mut pages = PageMap::empty(&layout);
         pages.insert_all(ChunkIndex(0), &PageSet::first(missing));
-        Missing::none(file, &layout).begin(pages, &layout).unwrap();
+        Whereabouts::all_here(file, &layout).begin(pages, &layout).unwrap();
         record["paging"] = json!({ "id": ID, "from": "the-source", "map": map });
     });
     write_stage_and_pages(&host, &json!("committed"), &json!("coming"));

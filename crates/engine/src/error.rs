@@ -13,7 +13,7 @@ use sterna_protocol::session::Violation;
 use crate::agent::AgentError;
 use crate::destination::decode::DecodeError;
 use crate::host::DaemonId;
-use crate::memory::{RamError, RamFault};
+use crate::memory::fault::{RamError, RamFault};
 use crate::transport::refusal::TlsError;
 use crate::vmm::VmmError;
 

@@ -10,32 +10,40 @@ use crate::error::MigrateError;
 
 /// What only the VMM's own process can do: at the source for tracking, at the destination for faults.
 pub trait Inside: Send {
-    /// A userfaultfd for the VMM's memory with these features, and a log of discards that begins now. The VMM's process keeps a duplicate of
-    /// it: faulting threads wait, whatever becomes of this daemon.
+    /// A userfaultfd for the VMM's memory with these features, and a log of discards that begins now. The VMM's process
+    /// keeps a duplicate of it: faulting threads wait, whatever becomes of this daemon.
+    /// [`GuestFaults`](crate::faults::GuestFaults) alone opens one.
     ///
     /// # Errors
     /// Then there is nothing to close.
     fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
 
-    /// A userfaultfd for the VMM's memory with these features of which nobody keeps a duplicate: if this daemon dies the kernel closes it, and with it
-    /// all that it held up goes on.
+    /// A userfaultfd for the VMM's memory with these features of which nobody keeps a duplicate: if this daemon dies
+    /// the kernel closes it, and with it all that it held up goes on.
     ///
     /// # Errors
     /// Also where the VMM's process cannot be told to forget its own. Then there is nothing to close.
     fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
 
-    /// The duplicate that the VMM's process keeps, for a daemon that was started again, and a log of discards that begins now; `None` where it
-    /// keeps none.
+    /// A log of discards that begins now.
+    ///
+    /// # Errors
+    /// The VMM's process does not hand it out.
+    fn log_discards(&mut self) -> Result<(), MigrateError>;
+
+    /// The duplicate that the VMM's process keeps, for a daemon that was started again, and a log of discards that
+    /// begins now; `None` where it keeps none.
     ///
     /// # Errors
     /// The VMM does not answer.
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError>;
 
-    /// Takes these addresses of guest RAM out of the VMM's page tables; the files keep their contents.
+    /// Gives the kernel advice about these addresses of guest RAM, in the VMM's name. What an advice does to a page
+    /// depends on the kind of memory, so it is [`Memory`](crate::memory::Memory) that chooses it.
     ///
     /// # Errors
     /// The VMM does not answer, or they are no RAM of its guest.
-    fn unmap(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError>;
+    fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError>;
 
     /// The VMM's process.
     fn pid(&self) -> u32;
@@ -79,16 +87,21 @@ fn failed(doing: &'static str) -> impl FnOnce(AgentError) -> MigrateError {
 impl Inside for InsideQemu {
     fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
         let userfaultfd = self.make(features)?;
-        self.log = Some(self.agent.discard_log().map_err(failed("opening the log of discards"))?);
+        self.log_discards()?;
         Ok(userfaultfd)
     }
 
     fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
-        // The agent keeps a duplicate of what it makes. Nothing is registered yet, so nobody can wait for one that stays because this daemon dies in
-        // between; it is closed by the next.
+        // The agent keeps a duplicate of what it makes. Nothing is registered yet, so nobody can wait for one that
+        // stays because this daemon dies in between; it is closed by the next.
         let userfaultfd = self.make(features)?;
         self.agent.close_userfaultfd().map_err(failed("forgetting its userfaultfd"))?;
         Ok(userfaultfd)
+    }
+
+    fn log_discards(&mut self) -> Result<(), MigrateError> {
+        self.log = Some(self.agent.discard_log().map_err(failed("opening the log of discards"))?);
+        Ok(())
     }
 
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
@@ -99,11 +112,10 @@ impl Inside for InsideQemu {
         Ok(kept.map(Userfaultfd::from))
     }
 
-    fn unmap(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+    fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
         let ranges: Vec<AddressRange> =
             ranges.iter().map(|range| AddressRange { address: range.start, length: range.end - range.start }).collect();
-        let unmapped = self.agent.advise(Advice::DontNeed, &ranges);
-        unmapped.map_err(failed("unmapping guest RAM"))
+        self.agent.advise(advice, &ranges).map_err(failed("advising the kernel about guest RAM"))
     }
 
     fn pid(&self) -> u32 {

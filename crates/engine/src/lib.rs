@@ -2,8 +2,9 @@
 //!
 //! Knows no QEMU beyond [`vmm`]: another VMM is another implementation of its two traits.
 //!
-//! A page's way: [`source::track`] → [`source::select`] → [`source::send`] → [`transport`] → [`destination::receive`] →
-//! [`destination::place`]. The phases, one flat list on each side: [`source`] and [`destination`].
+//! A page's way: [`source::track`] → [`source::select`] → [`source::outbound`] → [`source::stream`] → [`transport`] →
+//! [`destination::receive`] → [`destination::arrival`] → [`destination::place`]. The phases, one flat list on each side:
+//! [`source`] and [`destination`].
 
 /// "Pause, resume, device state": what the engine needs of a VMM.
 pub mod vmm;
@@ -19,6 +20,9 @@ pub mod inside;
 
 /// A machine's RAM on this host, by chunk and page, and as the guest addresses it.
 pub mod memory;
+
+/// The faults of a guest's RAM: its one userfaultfd, and pages fenced in.
+pub mod faults;
 
 /// Pages that come after the guest's start.
 pub mod paging;

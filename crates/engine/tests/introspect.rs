@@ -6,16 +6,18 @@ mod linux;
 #[path = "support/machine.rs"]
 mod machine;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use linux::{Guest, Kernel, Plan};
 use machine::{Config, Disk, LONG, Machine, binaries};
 use sterna_engine::memory::BlockFile;
 use sterna_engine::memory::physical::GuestPhysical;
+use sterna_engine::memory::shared::SharedMemory;
 use sterna_engine::vmm::Source;
 use sterna_introspect::{Agreement, Introspection, Look, PAGE_BYTES, Physical, Unfit};
 use sterna_protocol::spec::BlockSpec;
+use sterna_sys::map::Access;
 
 /// One guest at a time: a guest under TCG keeps a processor busy.
 fn turn() -> MutexGuard<'static, ()> {
@@ -162,7 +164,9 @@ fn a_guest_that_is_no_linux_is_told_as_such() {
         let mut source = machine.as_source();
         let map = source.memory_map().expect("a map");
         let spec = BlockSpec { id: "ram".into(), bytes: machine::RAM_BYTES, page_bytes: 4096, path: String::new() };
-        let memory = GuestPhysical::new(&map, &[BlockFile { spec, file: machine.ram(), address: 0 }]).expect("RAM");
+        let block = BlockFile { spec, file: machine.ram(), address: 0 };
+        let ram = SharedMemory::open(&[block], Access::Read).expect("a mapping");
+        let memory = GuestPhysical::new(&map, Arc::new(ram)).expect("RAM");
         assert_eq!(memory.ranges().last().map(|range| range.end), Some(machine::RAM_BYTES));
         let processors = source.page_tables().expect("registers");
         // A boot sector.

@@ -12,7 +12,8 @@ use pair::{GuestRam, InsideSelf, SourceVmm, Writers, outgoing, tracking_works};
 use sterna_api::Mode;
 use sterna_api::options::Compress;
 use sterna_engine::error::MigrateError;
-use sterna_engine::memory::Ram;
+use sterna_engine::memory::Memory;
+use sterna_engine::memory::shared::SharedMemory;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::estimate::estimate;
 use sterna_engine::source::observe::{Observation, observe};
@@ -28,7 +29,7 @@ const FREE: u8 = 16;
 
 fn look(ram: &GuestRam, duration: Duration, monitor: &Monitor) -> Result<Observation, MigrateError> {
     let mut machine = outgoing(ram, SourceVmm::new(None), InsideSelf::default());
-    let mapped = Ram::open(&machine.blocks, Access::Read).expect("the RAM's file");
+    let mapped = SharedMemory::open(&machine.blocks, Access::Read).expect("the RAM's file");
     let mut free = PageMap::empty(mapped.layout());
     (0..FREE).for_each(|page| free.insert(PageIndex { chunk: ChunkIndex(0), page }));
     let result = observe(&mapped, machine.tracker.as_mut(), &free, duration, monitor);

@@ -4,108 +4,32 @@
 #[path = "support/pair.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
+#[path = "support/taking.rs"]
+mod taking;
 #[path = "support/toy.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod toy;
 
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pair::{InsideSelf, tracking_works};
 use sterna_api::Reclaimed;
+use sterna_engine::faults::GuestFaults;
+use sterna_engine::faults::fence::Fence;
 use sterna_engine::monitor::Monitor;
-use sterna_engine::reclaim::fence::Fence;
-use sterna_engine::reclaim::{Machine, ReclaimError, reclaim};
-use sterna_engine::vmm::{MappedRam, Source, Stopped, VmmError};
+use sterna_engine::reclaim::ReclaimError;
+use sterna_introspect::Unfit;
 use sterna_introspect::toy::NOTE;
-use sterna_introspect::{PageTables, Unfit};
-use toy::{PAGES, ToyGuest, USED};
-
-/// What a test does when the VMM is asked for page tables, which is told how often that was before.
-type AtQuestion = Box<dyn FnMut(u64) -> bool + Send>;
-
-/// A VMM that answers what is asked while memory is taken, and nothing else.
-struct Vmm {
-    guest: Arc<ToyGuest>,
-    questions: u64,
-    /// Whether the guest was reset.
-    at_question: AtQuestion,
-    reset: bool,
-}
-
-impl Vmm {
-    fn of(guest: &Arc<ToyGuest>) -> Self {
-        Self { guest: Arc::clone(guest), questions: 0, at_question: Box::new(|_| false), reset: false }
-    }
-}
-
-impl Source for Vmm {
-    fn memory_map(&mut self) -> Result<Vec<MappedRam>, VmmError> {
-        Ok(vec![MappedRam { guest_physical: 0..PAGES * 4096, block: "ram".into(), offset: 0 }])
-    }
-
-    fn page_tables(&mut self) -> Result<Vec<PageTables>, VmmError> {
-        self.reset |= (self.at_question)(self.questions);
-        self.questions += 1;
-        Ok(self.guest.processors())
-    }
-
-    fn was_reset(&mut self) -> Result<bool, VmmError> {
-        Ok(std::mem::take(&mut self.reset))
-    }
-
-    fn prepare(&mut self) -> Result<(), VmmError> {
-        unreachable!()
-    }
-
-    fn running(&mut self) -> Result<bool, VmmError> {
-        unreachable!()
-    }
-
-    fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError> {
-        unreachable!()
-    }
-
-    fn begin(&mut self) -> Result<UnixStream, VmmError> {
-        unreachable!()
-    }
-
-    fn stopped(&mut self, _: Duration) -> Result<Option<Stopped>, VmmError> {
-        unreachable!()
-    }
-
-    fn save_devices(&mut self) -> Result<(), VmmError> {
-        unreachable!()
-    }
-
-    fn saved(&mut self, _: Duration) -> Result<(), VmmError> {
-        unreachable!()
-    }
-
-    fn rollback(&mut self) -> Result<(), VmmError> {
-        unreachable!()
-    }
-
-    fn ended(&mut self) -> Option<VmmError> {
-        unreachable!()
-    }
-
-    fn quit(&mut self) {
-        unreachable!()
-    }
-}
+use taking::{Churn, Vmm, differing, faults_of, take_beside};
+use toy::{ToyGuest, USED};
 
 fn take_with(mut vmm: Vmm, careless: bool, monitor: &Monitor) -> (Reclaimed, Result<(), ReclaimError>) {
-    let (mut inside, mut account) = (InsideSelf::default(), Reclaimed::default());
-    let blocks = [vmm.guest.block()];
-    let machine = Machine { vmm: &mut vmm, inside: &mut inside, blocks: &blocks, trust_first_look: careless };
-    let done = reclaim(machine, monitor, &mut account);
-    assert!(inside.kept.lock().unwrap().is_none(), "nobody keeps a duplicate");
+    let (faults, kept) = faults_of(&vmm.guest);
+    let (account, done) = take_beside(&faults, &mut vmm, careless, monitor);
+    assert!(kept.lock().unwrap().is_none(), "nobody keeps a duplicate");
     (account, done)
 }
 
@@ -119,16 +43,6 @@ fn take(guest: &Arc<ToyGuest>) -> Reclaimed {
 fn allocated(guest: &ToyGuest, pages: Range<u64>) -> Vec<u64> {
     let runs = sterna_sys::file::allocated_runs(&guest.ram.file, pages.start * 4096..pages.end * 4096);
     runs.flat_map(|run| run.map(|run| run.start / 4096..run.end / 4096).expect("the file's holes")).collect()
-}
-
-/// Pages of `pages` that hold anything but `byte`; reading them gives none memory.
-fn differing(guest: &ToyGuest, pages: Range<u64>, byte: u8) -> Vec<u64> {
-    let mut body = [0; 4096];
-    let mut differs = |page: &u64| {
-        guest.ram.file.read_exact_at(&mut body, page * 4096).expect("the guest's RAM");
-        body != [byte; 4096]
-    };
-    pages.filter(|page| differs(page)).collect()
 }
 
 #[test]
@@ -267,8 +181,7 @@ fn a_fence_whose_owner_is_gone_holds_nobody() {
     }
     let guest = ToyGuest::new();
     let addresses = guest.ram.mapping.addresses();
-    let mut inside = InsideSelf::default();
-    let fence = Fence::new(&mut inside, vec![addresses.clone()]).unwrap();
+    let fence = Fence::new(GuestFaults::of(InsideSelf::default()), vec![addresses.clone()]).unwrap();
     let at = addresses.start + (USED.start << 12);
     let (page, written) = (at..at + 4096, Arc::new(AtomicBool::new(false)));
     // Never let go: only the end of the descriptor does.
@@ -286,73 +199,6 @@ fn a_fence_whose_owner_is_gone_holds_nobody() {
     fence.die();
     writer.join().expect("it goes on");
     assert_eq!(differing(&guest, USED.start..USED.start + 1, 9), Vec::<u64>::new());
-}
-
-/// A guest that takes small blocks, fills them, checks them, and frees them, for ever.
-struct Churn {
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-    bad: Arc<AtomicU64>,
-}
-
-/// Its blocks, of eight pages.
-const BLOCKS: u64 = 640;
-
-impl Churn {
-    fn start(guest: &Arc<ToyGuest>) -> Self {
-        let mut used: Vec<Option<u8>> = (0..BLOCKS).map(|block| (block % 2 == 0).then_some(7)).collect();
-        guest
-            .change(|toy| (0..BLOCKS).filter(|block| block % 2 == 1).for_each(|block| toy.free(0x2000 + block * 8, 3)));
-        let (stop, bad) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let (stopped, found, guest) = (Arc::clone(&stop), Arc::clone(&bad), Arc::clone(guest));
-        let thread = std::thread::spawn(move || {
-            let (mut random, mut content) = (0x9e37_79b9_7f4a_7c15_u64, 0_u8);
-            while !stopped.load(Ordering::Acquire) {
-                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                let block = (random >> 33) % BLOCKS;
-                let frames = 0x2000 + block * 8..0x2008 + block * 8;
-                let owner = &mut used[block as usize];
-                *owner = match *owner {
-                    Some(byte) => {
-                        found.fetch_add(differing(&guest, frames.clone(), byte).len() as u64, Ordering::Relaxed);
-                        guest.change(|toy| toy.free(frames.start, 3));
-                        None
-                    }
-                    None => {
-                        guest.change(|toy| toy.allocate(frames.start, 3));
-                        content = content.wrapping_add(1).max(1);
-                        guest.fill(frames, content);
-                        Some(content)
-                    }
-                };
-            }
-            for (block, byte) in (0..).zip(used) {
-                let frames = 0x2000 + block * 8..0x2008 + block * 8;
-                let lost = byte.map_or(0, |byte| differing(&guest, frames, byte).len());
-                found.fetch_add(lost as u64, Ordering::Relaxed);
-            }
-        });
-        Self { stop, thread: Some(thread), bad }
-    }
-
-    /// Pages that did not hold what was written to them.
-    fn end(mut self) -> u64 {
-        self.join();
-        self.bad.load(Ordering::Relaxed)
-    }
-
-    fn join(&mut self) {
-        self.stop.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take() {
-            assert!(thread.join().is_ok() || std::thread::panicking(), "the guest panicked");
-        }
-    }
-}
-
-impl Drop for Churn {
-    fn drop(&mut self) {
-        self.join();
-    }
 }
 
 /// Takes memory of a guest under churn again and again.

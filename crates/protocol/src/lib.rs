@@ -37,6 +37,9 @@ pub mod prepage;
 /// How fast to push, so that faults overtake.
 pub mod pace;
 
+/// When a lost destination is tried again.
+pub mod retry;
+
 /// When to stop the guest.
 pub mod convergence;
 

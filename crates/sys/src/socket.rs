@@ -11,7 +11,10 @@ mod descriptors;
 mod tcp;
 
 pub use descriptors::{receive_with_descriptors, send_with_descriptors};
-pub use tcp::{Keepalive, TcpInfo, set_keepalive, set_nodelay, set_notsent_lowat, set_pacing_rate, set_user_timeout};
+pub use tcp::{
+    Keepalive, TcpInfo, set_keepalive, set_loss_timers, set_nodelay, set_notsent_lowat, set_pacing_rate,
+    set_user_timeout,
+};
 
 /// Vectors that one call takes (`UIO_MAXIOV`).
 pub const VECTORS_PER_CALL: usize = 1024;

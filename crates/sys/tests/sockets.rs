@@ -13,7 +13,8 @@ use sterna_sys::iovec::{Incoming, Outgoing};
 use sterna_sys::map::{Access, SharedMapping};
 use sterna_sys::socket::{
     Keepalive, ReceiveError, SendError, TcpInfo, VECTORS_PER_CALL, receive_exact, receive_with_descriptors, send_all,
-    send_with_descriptors, set_keepalive, set_nodelay, set_notsent_lowat, set_pacing_rate, set_user_timeout,
+    send_with_descriptors, set_keepalive, set_loss_timers, set_nodelay, set_notsent_lowat, set_pacing_rate,
+    set_user_timeout,
 };
 
 mod support;
@@ -168,6 +169,28 @@ fn tcp_takes_every_setting_and_reports_the_connection() {
 
     let (unix, _) = UnixStream::pair().unwrap();
     assert!(TcpInfo::of(&unix).is_err() && set_nodelay(&unix, true).is_err());
+}
+
+/// The kernel's word for it is its own timeout for this connection (`tcpi_rto`): after some exchanges, far below the 200 ms that are
+/// the least without it.
+#[test]
+fn a_lost_message_is_sent_again_sooner_where_the_kernel_lets_us_say_so() {
+    let (mut ours, mut theirs) = connection();
+    if !set_loss_timers(&ours, Duration::from_millis(20), Duration::from_millis(5)).unwrap() {
+        println!("skipped: this kernel (before 6.15) has no TCP_RTO_MIN_US");
+        return;
+    }
+    for _ in 0..200 {
+        ours.write_all(&[1]).unwrap();
+        theirs.read_exact(&mut [0]).unwrap();
+        theirs.write_all(&[2]).unwrap();
+        ours.read_exact(&mut [0]).unwrap();
+    }
+    let after = |socket: &TcpStream| TcpInfo::of(socket).unwrap().retransmit_after;
+    assert!(after(&ours) < Duration::from_millis(100), "{:?}", after(&ours));
+    assert!(after(&theirs) >= Duration::from_millis(200), "{:?}", after(&theirs));
+    let (unix, _) = UnixStream::pair().unwrap();
+    assert!(set_loss_timers(&unix, Duration::from_millis(20), Duration::from_millis(5)).is_err());
 }
 
 #[test]

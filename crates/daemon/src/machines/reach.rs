@@ -52,7 +52,7 @@ pub struct Movable {
     /// Its RAM.
     pub blocks: Vec<BlockFile>,
     /// What watches its writes.
-    pub tracker: WriteProtect<InsideQemu>,
+    pub tracker: WriteProtect,
 }
 
 /// Reaches a machine's QEMU and agent, and checks that it can be moved at all.

@@ -7,7 +7,8 @@ use sterna_api::estimate::{MAX_DURATION_MS, MIN_DURATION_MS};
 use sterna_api::options::MigrateOptions;
 use sterna_api::{Blame, Code, Estimate, Problem};
 use sterna_engine::error::MigrateError;
-use sterna_engine::memory::Ram;
+use sterna_engine::memory::Memory;
+use sterna_engine::memory::shared::SharedMemory;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::estimate::estimate as played_through;
 use sterna_engine::source::free::{free_now, page_cache_now};
@@ -67,21 +68,22 @@ pub fn estimate(
     question.check()?;
     let claimed = Claimed::new(machines, name, Hold::busy(Estimating(Arc::clone(monitor))))?;
     let movable = movable(&claimed.record)?;
-    let ram = Ram::open(&movable.blocks, Access::Read).map_err(|error| host("cannot map the machine's RAM", &error))?;
+    let ram = SharedMemory::open(&movable.blocks, Access::Read);
+    let ram: Arc<dyn Memory> = Arc::new(ram.map_err(|error| host("cannot map the machine's RAM", &error))?);
     // QEMU serves one client at a time, and nothing more is asked of it after this.
     let mut vmm = control::source(&claimed.record, movable.control.share())?;
-    let free = free_now(&mut vmm, &movable.blocks, ram.layout()).unwrap_or_else(|reason| {
+    let free = free_now(&mut vmm, &ram).unwrap_or_else(|reason| {
         tracing::info!(vm = name, %reason, "the guest's free pages cannot be told");
         PageMap::empty(ram.layout())
     });
-    let cached = question.page_cache.then(|| page_cache_now(&mut vmm, &movable.blocks, ram.layout()));
+    let cached = question.page_cache.then(|| page_cache_now(&mut vmm, &ram));
     drop(vmm);
     let cached = cached.and_then(|cached| {
         let not_told = |reason| tracing::info!(vm = name, %reason, "the guest's page cache cannot be told");
         cached.map_err(not_told).ok()
     });
     let mut tracker = movable.tracker;
-    let seen = observe(&ram, &mut tracker, &free, Duration::from_millis(question.duration_ms), monitor);
+    let seen = observe(ram.as_ref(), &mut tracker, &free, Duration::from_millis(question.duration_ms), monitor);
     let seen = seen.map_err(|error| match error {
         MigrateError::Cancelled => {
             Problem::new(Code::Cancelled, Blame::Request, format!("the observation of '{name}' was cancelled"))

@@ -17,7 +17,7 @@ use sterna_api::vm;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::host::MigrationId;
 use sterna_engine::inside::InsideQemu;
-use sterna_engine::paging::missing::Missing;
+use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_protocol::layout::PAGE_BYTES;
 
@@ -84,12 +84,12 @@ fn open_map(path: &Path) -> io::Result<File> {
 }
 
 /// Which pages an earlier daemon left missing; `None` where the guest was never let run before they were here.
-fn read_map(record: &VmRecord, paging: &Paging) -> io::Result<Option<Missing>> {
+fn read_map(record: &VmRecord, paging: &Paging) -> io::Result<Option<Whereabouts>> {
     let file = match File::options().read(true).write(true).open(&paging.map) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other?,
     };
-    Missing::recover(file, &record.layout()?)
+    Whereabouts::recover(file, &record.layout()?)
 }
 
 /// How far a machine is whose pages are not all here, and the same for people; nothing of any other machine.
@@ -100,7 +100,7 @@ pub fn describe(entry: &Entry) -> Option<(vm::Arriving, String)> {
     let paging = record.paging.as_ref().filter(|_| !entry.hold.is::<Arriving>())?;
     let (missing, alone) = match &entry.pager {
         Some(Bringer(pager)) => (pager.missing(), pager.alone()),
-        None => (read_map(record, paging).ok().flatten().map_or(0, |missing| missing.left()), None),
+        None => (read_map(record, paging).ok().flatten().map_or(0, |map| map.away()), None),
     };
     let mut text = format!("it runs here, {} still at {}", count(missing), paging.from);
     if let Some(alone) = alone {
@@ -276,7 +276,7 @@ impl Pages {
                 let message = format!("the map of missing pages ({}) is gone", paging.map.display());
                 return Err(Problem::new(Code::PagingLost, Blame::Host, message));
             }
-            Some(map) if map.left() > 0 => {}
+            Some(map) if map.away() > 0 => {}
             _ => return Ok(Found::All),
         }
         let (means, addresses) = means(record, &paging.map)?;

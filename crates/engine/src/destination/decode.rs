@@ -1,11 +1,12 @@
-//! The pages of a packed frame, out of their blocks: a buffer of bodies, each checked against its digest before any is placed.
+//! The pages of a packed frame, out of their blocks: a buffer of bodies, each checked against its digest before any is
+//! placed.
 //!
-//! Memory for each connection is bounded whatever the peer sends: the bodies of one chunk, a page, and Zstandard's context (some 160 KiB:
-//! frames are decompressed in one step into a buffer of known size, so no window is kept).
+//! Memory for each connection is bounded whatever the peer sends: the bodies of one chunk, a page, and Zstandard's
+//! context (some 160 KiB: frames are decompressed in one step into a buffer of known size, so no window is kept).
 //!
-//! A difference is against what RAM holds here. That is what the source thinks it is: nobody but the placing of pages writes this RAM before
-//! the guest runs, a chunk always rides the same connection, and a connection's frames are decoded and placed one after the other. Where the two
-//! sides disagree all the same, the page's digest does not fit.
+//! A difference is against what RAM holds here. That is what the source thinks it is: nobody but the placing of pages
+//! writes this RAM before the guest runs, a chunk always rides the same connection, and a connection's frames are
+//! decoded and placed one after the other. Where the two sides disagree all the same, the page's digest does not fit.
 
 use sterna_protocol::frame::Digester;
 use sterna_protocol::frame::packed::{Codec, PackedFrame};
@@ -14,9 +15,10 @@ use sterna_protocol::xbzrle::{self, DeltaError};
 use zstd::bulk::Decompressor;
 
 use crate::error::MigrateError;
-use crate::memory::Ram;
+use crate::memory::Memory;
 
-/// Pages that cannot be had from what arrived, though the frame around them is whole: the sender is at fault, or what lies between.
+/// Pages that cannot be had from what arrived, though the frame around them is whole: the sender is at fault, or what
+/// lies between.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
     /// A block that is none, or has another number of bytes than its pages.
@@ -74,8 +76,8 @@ impl Decoder {
         Self { digester, bodies: Vec::new(), zstd: Decompressor::default() }
     }
 
-    /// The bodies of [`PackedFrame::pages`], one after another. `payload` and `digests` are as long as the frame says; it fits the layout of
-    /// `ram`, whose pages differences are against. Nothing is placed.
+    /// The bodies of [`PackedFrame::pages`], one after another. `payload` and `digests` are as long as the frame says;
+    /// it fits the layout of `ram`, whose pages differences are against. Nothing is placed.
     ///
     /// # Errors
     /// [`MigrateError::Decode`], or RAM cannot be read.
@@ -84,7 +86,7 @@ impl Decoder {
         frame: &PackedFrame,
         digests: &[u64],
         payload: &[u8],
-        ram: &Ram,
+        ram: &dyn Memory,
     ) -> Result<&[u8], MigrateError> {
         let bytes = (frame.full.len() + frame.delta.len()) * PAGE_BYTES;
         // Grows to a chunk at most, and stays: what earlier frames left there is overwritten before it is looked at.
@@ -131,11 +133,17 @@ fn unpack(zstd: &mut Decompressor<'static>, codec: Codec, encoded: &[u8], into: 
 }
 
 /// Makes pages of what RAM holds of them and a block of differences.
-fn apply(chunk: ChunkIndex, pages: &[u8], mut encoded: &[u8], into: &mut [u8], ram: &Ram) -> Result<(), MigrateError> {
+fn apply(
+    chunk: ChunkIndex,
+    pages: &[u8],
+    mut encoded: &[u8],
+    into: &mut [u8],
+    ram: &dyn Memory,
+) -> Result<(), MigrateError> {
     for (&page, body) in pages.iter().zip(into.as_chunks_mut().0) {
         let wrong = |why| DecodeError::Delta { chunk, page, why };
         let delta = xbzrle::take(&mut encoded).map_err(wrong)?;
-        ram.load(chunk, page, body).map_err(MigrateError::host("reading the guest's RAM"))?;
+        ram.load(chunk, &[page].into_iter().collect(), body).map_err(MigrateError::host("reading the guest's RAM"))?;
         xbzrle::decode(body, delta).map_err(wrong)?;
     }
     if !encoded.is_empty() {
@@ -155,13 +163,14 @@ mod tests {
 
     use super::*;
     use crate::memory::BlockFile;
+    use crate::memory::shared::SharedMemory;
 
     /// RAM of one chunk whose page 0 holds ones.
-    fn ram() -> Ram {
+    fn ram() -> SharedMemory {
         let file = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
         file.set_len(1 << 20).expect("room for the file");
         let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
-        let ram = Ram::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).expect("a mapping");
+        let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).expect("a mapping");
         ram.write(ChunkIndex(0), &PageSet::first(1), &[1; PAGE_BYTES]).expect("room");
         ram
     }
@@ -183,7 +192,7 @@ mod tests {
         let mut decoder = Decoder::new(Digester::UNSEEDED);
         assert_eq!(decoder.decode(&frame, &[Digester::UNSEEDED.page(&new)], &block, &ram).expect("it fits"), new);
         let mut here = [0; PAGE_BYTES];
-        ram.load(ChunkIndex(0), 0, &mut here).expect("RAM");
+        ram.load(ChunkIndex(0), &[0].into_iter().collect(), &mut here).expect("RAM");
         assert_eq!(here, [1; PAGE_BYTES]);
         // To other content, the same difference makes another page.
         ram.write(ChunkIndex(0), &PageSet::first(1), &[2; PAGE_BYTES]).expect("room");

@@ -1,4 +1,5 @@
-//! What is said while the rest of a guest's pages follows it here: from the residue in the pause to the last page, and again after every break.
+//! What is said while the rest of a guest's pages follows it here: from the residue in the pause to the last page, and
+//! again after every break.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,51 +10,22 @@ use sterna_protocol::message::{MAX_DIGEST_CHUNKS, PostcopyAccount, Reply, Reques
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 
-use super::devices::HeldDevices;
+use super::Session;
+use super::attachment::SourceOf;
+use super::connect::Connections;
+use super::landing::ARRIVAL_TIMEOUT;
 use super::place::Placer;
 use super::receive::Arrivals;
-use super::{ARRIVAL_TIMEOUT, Guard, LOAD_TIMEOUT, Session};
 use crate::error::MigrateError;
 use crate::host::MigrationId;
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::paging::Pager;
-use crate::transport::connection::{Connection, HangUp};
 
 /// How often a wait for pages looks whether their way here has broken.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// The source of a guest's pages, from the moment it is asked for the first until the session ends.
-pub(super) struct SourceOf<'a> {
-    pager: &'a Pager,
-    key: u64,
-    waiting: Option<(Connection, Vec<HangUp>)>,
-    number: Option<u64>,
-}
-
-impl<'a> SourceOf<'a> {
-    /// There, and not asked yet. `hang_up` ends all its connections: when it comes again by others, these are dead.
-    pub(super) fn new(pager: &'a Pager, requests: Connection, key: u64, hang_up: Vec<HangUp>) -> Self {
-        Self { pager, key, waiting: Some((requests, hang_up)), number: None }
-    }
-
-    /// From now on it is asked for what is waited for.
-    fn attach(&mut self) {
-        if let Some((requests, hang_up)) = self.waiting.take() {
-            self.number = Some(self.pager.attach(requests, self.key, hang_up));
-        }
-    }
-}
-
-impl Drop for SourceOf<'_> {
-    fn drop(&mut self) {
-        if let Some(number) = self.number {
-            self.pager.detach(number);
-        }
-    }
-}
-
 /// Adds a part of the residue; it comes from the peer.
-pub(super) fn note_part(part: &ResiduePart, ram: &Ram, residue: &mut PageMap) -> Result<(), MigrateError> {
+pub(super) fn note_part(part: &ResiduePart, ram: &dyn Memory, residue: &mut PageMap) -> Result<(), MigrateError> {
     residue::add(part, ram.layout(), residue).map_err(|error| {
         tracing::warn!(%error, "the residue is invalid");
         MigrateError::Request("a map of pages that this machine cannot have")
@@ -61,24 +33,6 @@ pub(super) fn note_part(part: &ResiduePart, ram: &Ram, residue: &mut PageMap) ->
 }
 
 impl Session<'_> {
-    /// The residue is known: loads the devices, whose loading may itself want pages.
-    pub(super) fn load_postcopy(
-        &self,
-        guard: &mut Guard,
-        residue: PageMap,
-        held: &HeldDevices,
-        source: &mut Option<SourceOf>,
-    ) -> Result<(), MigrateError> {
-        let (Some(pager), Some(source)) = (guard.pager.clone(), source) else {
-            return Err(MigrateError::Request("pages that follow the guest were not agreed on"));
-        };
-        pager.begin(residue)?;
-        source.attach();
-        held.release();
-        guard.incoming_mut().vmm.loaded(LOAD_TIMEOUT)?;
-        held.finish()
-    }
-
     /// Goes on with a guest whose source was lost and is there again.
     pub(super) fn resume(&mut self, id: MigrationId, streams: u16, request: &Request) -> Result<(), MigrateError> {
         let pager = match self.host.pager(id, self.control.peer()) {
@@ -88,33 +42,46 @@ impl Session<'_> {
         self.id = id;
         let ram = Arc::clone(pager.ram());
         self.control.answer(request, &Reply::Resumed { layout: ram.layout().digest() })?;
-        let mut connections = self.connections(streams, false, true)?;
-        let hang_up = self.hang_up(&connections)?;
+        let mut connections = Connections::wait(self, streams, false, true)?;
+        let hang_up = connections.hang_up(self)?;
         let Some((requests, urgent)) = connections.faults.take() else {
             return Err(MigrateError::Bug("the faults' connection was not waited for"));
         };
         let arrivals = Arrivals::new(streams);
-        let placer = Placer::new(&ram, self.host, Some(&pager), self.digester());
+        let placer = Placer::new(ram.as_ref(), self.host, Some(&pager), self.digester());
         let mut source = SourceOf::new(&pager, requests, self.key.key, hang_up);
         self.with_receivers(connections.pages, Some(urgent), &placer, &arrivals, |session| {
             source.attach();
             tracing::info!(migration = %id, missing = pager.missing(), "the source of the guest's pages is there again");
-            session.page_in(&pager, &arrivals)
+            session.page_in(&pager, Some(&source), &arrivals)
         })
     }
 
-    /// Answers requests until the source is not needed any more. Whatever breaks, the pager goes on: the source comes again.
-    pub(super) fn page_in(&mut self, pager: &Arc<Pager>, arrivals: &Arrivals) -> Result<(), MigrateError> {
-        let result = self.page_in_requests(pager, arrivals);
+    /// Answers requests until the source is not needed any more. Whatever breaks, the pager goes on: the source comes
+    /// again.
+    pub(super) fn page_in(
+        &mut self,
+        pager: &Arc<Pager>,
+        source: Option<&SourceOf>,
+        arrivals: &Arrivals,
+    ) -> Result<(), MigrateError> {
+        let result = self.page_in_requests(pager, source, arrivals);
         // A source lost after its last page is not waited for.
         self.finish(pager);
         result
     }
 
-    fn page_in_requests(&mut self, pager: &Arc<Pager>, arrivals: &Arrivals) -> Result<(), MigrateError> {
+    fn page_in_requests(
+        &mut self,
+        pager: &Arc<Pager>,
+        source: Option<&SourceOf>,
+        arrivals: &Arrivals,
+    ) -> Result<(), MigrateError> {
         loop {
             let request = self.control.next_request()?;
-            pager.heard();
+            if let Some(source) = source {
+                source.heard();
+            }
             let reply = match &request {
                 Request::Paging => Ok(Reply::Paging { missing: pager.missing(), faults: pager.fault_count() }),
                 Request::Missing { first } => residue::part(&pager.missing_pages(), pager.ram().layout(), *first)
@@ -141,7 +108,8 @@ impl Session<'_> {
         }
     }
 
-    /// Waits for the last page. Where nothing is compared afterwards that is the end: the source may be lost from now on.
+    /// Waits for the last page. Where nothing is compared afterwards that is the end: the source may be lost from now
+    /// on.
     fn complete(&self, pager: &Arc<Pager>, arrivals: &Arrivals, verify: bool) -> Result<Reply, MigrateError> {
         let (mut seen, mut since) = (arrivals.frames(), Instant::now());
         while !pager.wait(LOOK) {
@@ -163,7 +131,8 @@ impl Session<'_> {
             took_us: pager.took().as_micros() as u64,
             duplicate: pager.duplicate(),
             faults: pager.faults(),
-            // A source that digests otherwise than the one before (it is of another version) would find every page another.
+            // A source that digests otherwise than the one before (it is of another version) would find every page
+            // another.
             verifiable: pager.digester() == Some(self.digester()),
         };
         if !(verify && account.verifiable) {

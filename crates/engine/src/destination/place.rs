@@ -4,14 +4,14 @@ use std::io::ErrorKind;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use sterna_protocol::frame::packed::PackedFrame;
-use sterna_protocol::frame::{ChunkFrame, Digester};
-use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
-use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::frame::Digester;
+use sterna_protocol::layout::{Layout, PageIndex};
+use sterna_protocol::pages::PageMap;
 
+use super::arrival::Arrival;
 use crate::error::MigrateError;
 use crate::host::DestinationHost;
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::paging::Pager;
 
 /// Memory kept for the host: what is less is refused before the kernel has to kill somebody.
@@ -21,7 +21,7 @@ const LOOK_EVERY_BYTES: u64 = 32 << 20;
 
 /// Puts pages in their place; shared by all connections, which have chunks of their own.
 pub struct Placer<'a> {
-    ram: &'a Ram,
+    ram: &'a dyn Memory,
     host: &'a dyn DestinationHost,
     pager: Option<&'a Pager>,
     digester: Digester,
@@ -29,10 +29,41 @@ pub struct Placer<'a> {
     suspects: Mutex<PageMap>,
 }
 
+/// Where pages are put.
+enum Target<'a> {
+    /// Into the RAM of a guest that does not run yet.
+    Still(&'a dyn Memory),
+    /// Before one that does.
+    Running(&'a Pager),
+}
+
+impl Target<'_> {
+    fn put(&self, arrival: &Arrival) -> Result<(), MigrateError> {
+        match self {
+            Self::Running(pager) => pager.place(arrival),
+            Self::Still(ram) => {
+                let Arrival { chunk, bodies, zero, .. } = arrival;
+                if !zero.is_empty() {
+                    ram.discard(*chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
+                }
+                bodies.iter().try_for_each(|(pages, bodies)| {
+                    ram.write(*chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))
+                })
+            }
+        }
+    }
+}
+
 impl<'a> Placer<'a> {
-    /// Into RAM that is holes all over. With a pager that has begun, pages are the guest's as soon as they are in their place.
+    /// Into RAM that is holes all over. With a pager that has begun, pages are the guest's as soon as they are in their
+    /// place.
     #[must_use]
-    pub fn new(ram: &'a Ram, host: &'a dyn DestinationHost, pager: Option<&'a Pager>, digester: Digester) -> Self {
+    pub fn new(
+        ram: &'a dyn Memory,
+        host: &'a dyn DestinationHost,
+        pager: Option<&'a Pager>,
+        digester: Digester,
+    ) -> Self {
         let (placed_bytes, suspects) = (AtomicU64::new(0), Mutex::new(PageMap::empty(ram.layout())));
         Self { ram, host, pager, digester, placed_bytes, suspects }
     }
@@ -45,7 +76,7 @@ impl<'a> Placer<'a> {
 
     /// The RAM that pages are put into.
     #[must_use]
-    pub fn ram(&self) -> &Ram {
+    pub fn ram(&self) -> &dyn Memory {
         self.ram
     }
 
@@ -55,53 +86,27 @@ impl<'a> Placer<'a> {
         self.ram.layout()
     }
 
-    /// Puts a frame's bodies into RAM, and makes its zero pages holes. The frame fits the layout, and there are as many bodies and digests
-    /// as it has full pages. A body that is not what was digested is placed all the same, and noted: the page comes again.
+    /// Puts pages in their place; of a guest that runs already, it sees them then. What fits the layout is placed.
+    ///
+    /// Before the guest runs a body that is not what was digested is placed all the same, and noted: the page comes
+    /// again. Afterwards it is refused: the source's guest stands still, so what is not what was digested was damaged
+    /// on its way; it is missing still, and comes again. So is what there was no room for, and its faults wait.
     ///
     /// # Errors
-    /// [`MigrateError::OutOfMemory`], or what the kernel refused.
-    pub fn place(&self, frame: &ChunkFrame, digests: &[u64], bodies: &[u8]) -> Result<(), MigrateError> {
-        let wrong: PageSet = frame
-            .full
-            .iter()
-            .zip(bodies.chunks_exact(PAGE_BYTES).zip(digests))
-            .filter(|(_, (body, digest))| self.digester.page(body) != **digest)
-            .map(|(page, _)| page)
-            .collect();
-        if let Some(pager) = self.begun_pager() {
-            // The source's guest stands still: what is not what was digested was damaged on its way. It is missing still, and comes again.
-            if !wrong.is_empty() {
-                return Err(MigrateError::Damaged(wrong.len()));
-            }
-            let pages = [(&frame.full, bodies), (&PageSet::EMPTY, &[][..])];
-            return self.page_in(pager, frame.chunk, pages, &frame.zero);
+    /// [`MigrateError::OutOfMemory`], [`MigrateError::Damaged`], or what the kernel refused.
+    pub fn place(&self, arrival: &Arrival) -> Result<(), MigrateError> {
+        let target = self.target();
+        if matches!(target, Target::Running(_)) && !arrival.suspect.is_empty() {
+            return Err(MigrateError::Damaged(arrival.suspect.len()));
         }
-        self.put(frame.chunk, &frame.zero, [(&frame.full, bodies)], &wrong)
-    }
-
-    /// Puts the bodies of a packed frame into RAM, those of its full pages and then those of its differences, which are checked already; and
-    /// makes its zero pages holes. The frame fits the layout.
-    ///
-    /// # Errors
-    /// As [`Placer::place`].
-    pub fn place_packed(&self, frame: &PackedFrame, bodies: &[u8]) -> Result<(), MigrateError> {
-        let (full, delta) = bodies.split_at(frame.full.len() * PAGE_BYTES);
-        if let Some(pager) = self.begun_pager() {
-            return self.page_in(pager, frame.chunk, [(&frame.full, full), (&frame.delta, delta)], &frame.zero);
+        self.ensure_room(arrival.body_bytes())?;
+        target.put(arrival).map_err(|error| self.placing(error))?;
+        if matches!(target, Target::Still(_)) {
+            let mut suspects = self.lock();
+            let suspects = suspects.chunk_mut(arrival.chunk);
+            *suspects = suspects.without(&arrival.pages()).or(&arrival.suspect);
         }
-        self.put(frame.chunk, &frame.zero, [(&frame.full, full), (&frame.delta, delta)], &PageSet::EMPTY)
-    }
-
-    /// Gives pages to a guest that runs here. Where there is no room they are missing still, and their faults wait: the source comes again.
-    fn page_in(
-        &self,
-        pager: &Pager,
-        chunk: ChunkIndex,
-        pages: [(&PageSet, &[u8]); 2],
-        zero: &PageSet,
-    ) -> Result<(), MigrateError> {
-        self.ensure_room(pages.iter().map(|(_, bodies)| bodies.len() as u64).sum())?;
-        pager.place(chunk, pages, zero).map_err(|error| self.placing(error))
+        Ok(())
     }
 
     /// What an error of placing pages is: one of many, or a host that is full.
@@ -116,30 +121,6 @@ impl<'a> Placer<'a> {
         }
     }
 
-    /// Puts pages and their bodies, and zeros, into a chunk; notes which of them are not what they should be.
-    fn put<const N: usize>(
-        &self,
-        chunk: ChunkIndex,
-        zero: &PageSet,
-        pages: [(&PageSet, &[u8]); N],
-        wrong: &PageSet,
-    ) -> Result<(), MigrateError> {
-        self.ensure_room(pages.iter().map(|(_, bodies)| bodies.len() as u64).sum())?;
-        if !zero.is_empty() {
-            self.ram.punch(chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
-        }
-        let mut placed = *zero;
-        for (set, bodies) in pages {
-            let written = self.ram.write(chunk, set, bodies).map_err(MigrateError::host("writing the guest's RAM"));
-            written.map_err(|error| self.placing(error))?;
-            placed = placed.or(set);
-        }
-        let mut suspects = self.lock();
-        let suspects = suspects.chunk_mut(chunk);
-        *suspects = suspects.without(&placed).or(wrong);
-        Ok(())
-    }
-
     /// Pages to send again, at most so many.
     #[must_use]
     pub fn suspects(&self, most: usize) -> Vec<PageIndex> {
@@ -151,8 +132,8 @@ impl<'a> Placer<'a> {
             .collect()
     }
 
-    fn begun_pager(&self) -> Option<&Pager> {
-        self.pager.filter(|pager| pager.begun())
+    fn target(&self) -> Target<'_> {
+        self.pager.filter(|pager| pager.begun()).map_or(Target::Still(self.ram), Target::Running)
     }
 
     fn ensure_room(&self, bytes: u64) -> Result<(), MigrateError> {

@@ -6,8 +6,10 @@ use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
 use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
-use sterna_protocol::layout::CHUNK_BYTES;
+use sterna_protocol::layout::{CHUNK_BYTES, PAGE_BYTES};
+use sterna_protocol::pages::PageSet;
 
+use super::arrival::Arrival;
 use super::decode::Decoder;
 use super::place::Placer;
 use crate::error::MigrateError;
@@ -110,7 +112,8 @@ impl Arrivals {
     }
 }
 
-/// Receives on one connection until it is closed. A failure is noted, and the connection shut down so that the source sees it.
+/// Receives on one connection until it is closed. A failure is noted, and the connection shut down so that the source
+/// sees it.
 pub fn receive(index: usize, stream: &mut Connection, reader: FrameReader, placer: &Placer, arrivals: &Arrivals) {
     if let Err(error) = frames(index, stream, reader, placer, arrivals) {
         arrivals.fail(error.problem());
@@ -151,7 +154,8 @@ fn frames(
             Frame::Chunk(frame) => {
                 let bodies = &mut buffer[..frame.body_bytes()];
                 stream.read_exact(bodies).map_err(MigrateError::link("receiving pages"))?;
-                placer.place(&frame, digests, bodies)?;
+                let bodies = [(frame.full, &*bodies)];
+                placer.place(&Arrival::plain(&frame, digests, placer.digester(), &bodies))?;
                 arrivals.frame(since_counted());
             }
             Frame::Packed(frame) => {
@@ -163,7 +167,10 @@ fn frames(
                 let payload = &mut buffer[..bytes];
                 stream.read_exact(payload).map_err(MigrateError::link("receiving pages"))?;
                 let bodies = decoder.decode(&frame, digests, payload, placer.ram())?;
-                placer.place_packed(&frame, bodies)?;
+                let (full, delta) = bodies.split_at(frame.full.len() * PAGE_BYTES);
+                // Each body was checked against its digest as it was decoded.
+                let (bodies, suspect) = ([(frame.full, full), (frame.delta, delta)], PageSet::EMPTY);
+                placer.place(&Arrival { chunk: frame.chunk, bodies: &bodies, zero: frame.zero, suspect })?;
                 arrivals.frame(since_counted());
             }
             Frame::RoundEnd { round } => arrivals.ended(index, round, since_counted()),

@@ -1,20 +1,18 @@
 //! A guest's RAM by the addresses that the guest uses: what looks into the guest from outside reads.
 
-use std::fs::File;
-use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
 use sterna_introspect::{Physical, Unreadable};
 
-use crate::memory::BlockFile;
+use super::Memory;
 use crate::vmm::MappedRam;
 
-/// RAM in files that the guest's VMM maps shared, by guest-physical address. Reading neither allocates nor maps anything: a hole reads as
-/// zeros and stays one.
+/// A machine's RAM by guest-physical address. Reading touches nothing ([`Memory::load`]): a page without content reads
+/// as zeros and stays without.
 #[derive(Debug)]
 pub struct GuestPhysical {
-    files: Vec<File>,
+    ram: Arc<dyn Memory>,
     ranges: Vec<Range<u64>>,
     /// For each range its block, by number, and where in it the range begins, bytes.
     places: Vec<(usize, u64)>,
@@ -34,26 +32,22 @@ pub enum GuestPhysicalError {
     /// None of the machine's blocks is in it.
     #[error("the VMM maps none of the machine's RAM")]
     Nothing,
-    /// A block's file could not be opened once more.
-    #[error("cannot duplicate the descriptor of a RAM file")]
-    File(#[source] io::Error),
 }
 
 impl GuestPhysical {
-    /// The RAM of these blocks as the VMM's map has it. What it maps besides them is left out: it is no RAM that could be moved.
+    /// This RAM as the VMM's map has it. What it maps besides them is left out: it is no RAM that could be moved.
     ///
     /// # Errors
     /// [`GuestPhysicalError`].
-    pub fn new(map: &[MappedRam], blocks: &[BlockFile]) -> Result<Self, GuestPhysicalError> {
-        let files: Result<_, _> = blocks.iter().map(|block| block.file.try_clone()).collect();
-        let mut memory =
-            Self { files: files.map_err(GuestPhysicalError::File)?, ranges: Vec::new(), places: Vec::new() };
+    pub fn new(map: &[MappedRam], ram: Arc<dyn Memory>) -> Result<Self, GuestPhysicalError> {
+        let mut memory = Self { ram: Arc::clone(&ram), ranges: Vec::new(), places: Vec::new() };
         for mapped in map {
-            let Some(index) = blocks.iter().position(|block| block.spec.id == mapped.block) else { continue };
+            let mut blocks = ram.layout().blocks().enumerate();
+            let Some((index, block)) = blocks.find(|(_, block)| block.id == mapped.block) else { continue };
             let absurd = |what| GuestPhysicalError::Absurd { block: mapped.block.clone(), what };
             let Range { start, end } = mapped.guest_physical;
             let bytes = end.checked_sub(start).ok_or_else(|| absurd("a range ends before it begins"))?;
-            let behind = mapped.offset.checked_add(bytes).filter(|&behind| behind <= blocks[index].spec.bytes);
+            let behind = mapped.offset.checked_add(bytes).filter(|&behind| behind <= block.bytes);
             let behind = behind.ok_or_else(|| absurd("a range ends behind it"))?;
             if memory.ranges.last().is_some_and(|last| start < last.end) {
                 return Err(absurd("ranges overlap"));
@@ -71,8 +65,8 @@ impl GuestPhysical {
         if memory.ranges.is_empty() { Err(GuestPhysicalError::Nothing) } else { Ok(memory) }
     }
 
-    /// Where guest-physical addresses lie: the blocks' numbers, in the order in which they were given, and ranges of bytes in them. What is
-    /// no RAM is left out.
+    /// Where guest-physical addresses lie: the blocks' numbers, in the layout's order, and ranges of bytes in them.
+    /// What is no RAM is left out.
     pub fn locate(&self, addresses: Range<u64>) -> impl Iterator<Item = (usize, Range<u64>)> {
         let first = self.ranges.partition_point(|range| range.end <= addresses.start);
         self.ranges[first..].iter().zip(&self.places[first..]).map_while(move |(range, &(block, offset))| {
@@ -101,7 +95,7 @@ impl Physical for GuestPhysical {
         let mut rest = into;
         for (block, range) in self.locate(address..end) {
             let (piece, after) = rest.split_at_mut((range.end - range.start) as usize);
-            self.files[block].read_exact_at(piece, range.start).map_err(|_| unreadable)?;
+            self.ram.load_bytes(block, range.start, piece).map_err(|_| unreadable)?;
             rest = after;
         }
         // Something in between is no RAM.
@@ -111,9 +105,18 @@ impl Physical for GuestPhysical {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use sterna_protocol::spec::BlockSpec;
+    use sterna_sys::map::Access;
 
     use super::*;
+    use crate::memory::BlockFile;
+    use crate::memory::shared::SharedMemory;
+
+    fn ram(blocks: &[BlockFile]) -> Arc<dyn Memory> {
+        Arc::new(SharedMemory::open(blocks, Access::Read).expect("a mapping"))
+    }
 
     fn block(id: &str, pages: u8) -> BlockFile {
         let file = tempfile::tempfile().expect("a file");
@@ -130,14 +133,14 @@ mod tests {
 
     #[test]
     fn ram_is_read_by_the_guests_addresses_across_blocks_and_not_across_holes() {
-        let blocks = [block("low", 4), block("high", 4)];
+        let ram = ram(&[block("low", 4), block("high", 4)]);
         let map = [
             mapped(0..0x2000, "low", 0),
             mapped(0x2000..0x3000, "high", 0x3000),
             mapped(0x8000..0x9000, "vga.vram", 0),
             mapped(0x1_0000..0x1_2000, "low", 0x2000),
         ];
-        let memory = GuestPhysical::new(&map, &blocks).unwrap();
+        let memory = GuestPhysical::new(&map, ram).unwrap();
         assert_eq!(memory.ranges(), [0..0x2000, 0x2000..0x3000, 0x1_0000..0x1_2000]);
         let mut bytes = [9; 0x1002];
         memory.read(0x1fff, &mut bytes[..2]).unwrap();
@@ -160,7 +163,7 @@ mod tests {
 
     #[test]
     fn maps_that_cannot_be_are_refused() {
-        let blocks = [block("ram", 4)];
+        let ram = ram(&[block("ram", 4)]);
         for map in [
             vec![],
             vec![mapped(0..0x1000, "other", 0)],
@@ -169,7 +172,7 @@ mod tests {
             vec![mapped(0..0x2000, "ram", 0), mapped(0x1000..0x2000, "ram", 0x3000)],
             vec![mapped(0..0x2000, "ram", 0), mapped(0x8000..0x9000, "ram", 0x1000)],
         ] {
-            assert!(GuestPhysical::new(&map, &blocks).is_err(), "{map:?}");
+            assert!(GuestPhysical::new(&map, Arc::clone(&ram)).is_err(), "{map:?}");
         }
     }
 }

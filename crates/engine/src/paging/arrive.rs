@@ -6,30 +6,27 @@ use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::PageSet;
 
 use super::{Pager, Waiter};
+use crate::destination::arrival::Arrival;
 use crate::error::MigrateError;
 
 impl Pager {
-    /// Puts the bodies of full pages, in order, and zeros into their places, and lets the guest see them. Pages that have arrived before are left as the
-    /// guest has them now; those that it gave back become holes.
+    /// Puts bodies and zeros into their places, and lets the guest see them. Pages that have arrived before are left as
+    /// the guest has them now; those that it gave back become holes.
     ///
     /// # Errors
     /// No memory, or the VMM has ended. What was not placed is still missing.
-    pub(crate) fn place(
-        &self,
-        chunk: ChunkIndex,
-        pages: [(&PageSet, &[u8]); 2],
-        zero: &PageSet,
-    ) -> Result<(), MigrateError> {
-        let claim = Claim::take(self, chunk, &pages[0].0.or(pages[1].0).or(zero));
+    pub(crate) fn place(&self, arrival: &Arrival) -> Result<(), MigrateError> {
+        let Arrival { chunk, bodies, zero, .. } = *arrival;
+        let claim = Claim::take(self, chunk, &arrival.pages());
         // They are missing, so the guest has not written them since.
         let unwanted = self.unwanted(chunk);
         let zero = zero.or(&unwanted).and(&claim.pages);
         if !zero.is_empty() {
             // An earlier round may have left something there. Nobody sees the hole before the page counts as arrived.
-            self.ram.punch(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
+            self.ram.discard(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
         }
         let mut shown = PageSet::EMPTY;
-        for (set, bodies) in pages {
+        for (set, bodies) in bodies {
             let own = set.and(&claim.pages).without(&unwanted);
             let write = |pages: &PageSet, bodies: &[u8]| {
                 self.ram.write(chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))
@@ -72,7 +69,7 @@ struct Claim<'a> {
 impl<'a> Claim<'a> {
     fn take(pager: &'a Pager, chunk: ChunkIndex, wanted: &PageSet) -> Self {
         let mut state = pager.lock();
-        let pages = wanted.and(state.missing.chunk(chunk)).without(state.claimed.chunk(chunk));
+        let pages = wanted.and(state.whereabouts.away_in(chunk)).without(state.claimed.chunk(chunk));
         state.duplicate += wanted.without(&pages).len() as u64;
         state.claimed.insert_all(chunk, &pages);
         Self { pager, chunk, pages }
@@ -81,7 +78,7 @@ impl<'a> Claim<'a> {
     /// They are in the file: those of them that somebody waits for.
     fn arrived(&self) -> Result<Vec<(PageIndex, Vec<Waiter>)>, MigrateError> {
         let mut state = self.pager.lock();
-        let noted = state.missing.arrived(self.chunk, &self.pages);
+        let noted = state.whereabouts.arrived(self.chunk, &self.pages);
         noted.map_err(MigrateError::host("writing down which pages have arrived"))?;
         let mut waited = Vec::new();
         if !state.waiting.is_empty() {
@@ -89,7 +86,7 @@ impl<'a> Claim<'a> {
                 waited.extend(state.waiting.remove(&page).map(|waiters| (page, waiters)));
             }
         }
-        if state.missing.left() == 0 {
+        if state.whereabouts.away() == 0 {
             state.last = Some(Instant::now());
             self.pager.changed.notify_all();
         }

@@ -1,12 +1,13 @@
-//! Pages as the guest first saw them, to be compared with the source's, which stand still: the guest here writes them from then on.
+//! Pages as the guest first saw them, to be compared with the source's, which stand still: the guest here writes them
+//! from then on.
 
 use std::io;
 
 use sterna_protocol::frame::Digester;
-use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 
-use crate::memory::{Ram, is_zero};
+use crate::memory::{Memory, for_each_body, is_zero};
 
 /// A digest for each page: 8 bytes a page, and a bit.
 #[derive(Debug)]
@@ -22,21 +23,22 @@ impl Shown {
         Self { known: PageMap::empty(layout), digests: vec![0; layout.chunks() as usize * CHUNK_PAGES], digester }
     }
 
-    /// Notes these pages as they are in the file now; not those that were noted before. Until this returns the guest must not see them.
-    pub(super) fn note(&mut self, ram: &Ram, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
-        let mut body = [0; PAGE_BYTES];
-        for page in pages.without(self.known.chunk(chunk)).iter() {
-            ram.load(chunk, page, &mut body)?;
-            let digest = if is_zero(&body) { 0 } else { self.digester.page(&body) };
+    /// Notes these pages as they are in the file now; not those that were noted before. Until this returns the guest
+    /// must not see them.
+    pub(super) fn note(&mut self, ram: &dyn Memory, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        let new = pages.without(self.known.chunk(chunk));
+        let load = |pages: &PageSet, bodies: &mut [u8]| ram.load(chunk, pages, bodies);
+        for_each_body(&new, load, |page, body| {
+            let digest = if is_zero(body) { 0 } else { self.digester.page(body) };
             self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = digest;
-        }
+        })?;
         self.known.insert_all(chunk, pages);
         Ok(())
     }
 
-    /// The digests of a chunk's pages, 0 for zeros, as [`Ram::page_digests`] has them: as the guest first saw them, or as they are where it has
-    /// not seen them.
-    pub(super) fn page_digests(&mut self, ram: &Ram, chunk: ChunkIndex) -> io::Result<Vec<u64>> {
+    /// The digests of a chunk's pages, 0 for zeros, as [`Memory::page_digests`] has them: as the guest first saw them,
+    /// or as they are where it has not seen them.
+    pub(super) fn page_digests(&mut self, ram: &dyn Memory, chunk: ChunkIndex) -> io::Result<Vec<u64>> {
         let pages = ram.layout().place(chunk).map_or(0, |place| place.pages);
         let first = chunk.index() * CHUNK_PAGES;
         // What is not allocated and was never seen is zeros.
@@ -45,8 +47,8 @@ impl Shown {
         Ok(self.digests.get(first..first + pages).unwrap_or_default().to_vec())
     }
 
-    /// A digest of all of them, as [`Ram::chunk_digest`].
-    pub(super) fn chunk_digest(&mut self, ram: &Ram, chunk: ChunkIndex) -> io::Result<u64> {
+    /// A digest of all of them, as [`Memory::chunk_digest`].
+    pub(super) fn chunk_digest(&mut self, ram: &dyn Memory, chunk: ChunkIndex) -> io::Result<u64> {
         Ok(self.digester.pages(&self.page_digests(ram, chunk)?))
     }
 }

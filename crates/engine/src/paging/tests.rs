@@ -1,17 +1,21 @@
 //! The pager on real mappings: this process is the VMM too, its threads the guest, and the "source" puts pages in by hand.
 
 use std::fs::File;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::AtomicU64;
 
-use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
 use sterna_protocol::frame::Digester;
+use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::pages::PageSet;
 use sterna_protocol::spec::BlockSpec;
 use sterna_sys::map::SharedMapping;
-use sterna_sys::userfaultfd::{self, Features};
+use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 
 use super::*;
-use crate::agent::{Discard, Discards};
+use crate::agent::{Advice, Discard, Discards};
+use crate::destination::arrival::Arrival;
 
 const PAGES: u64 = 1024;
 
@@ -44,12 +48,17 @@ impl Inside for Here {
         unreachable!("a pager never asks for it")
     }
 
+    fn log_discards(&mut self) -> Result<(), MigrateError> {
+        Ok(())
+    }
+
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
         Ok(self.kept.lock().unwrap().as_ref().map(|kept| kept.try_clone().unwrap().into()))
     }
 
-    fn unmap(&mut self, _: &[Range<u64>]) -> Result<(), MigrateError> {
-        self.mapping.dont_need(0..self.mapping.bytes()).unwrap();
+    fn advise(&mut self, _: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        let base = self.mapping.addresses().start;
+        ranges.iter().for_each(|range| self.mapping.dont_need(range.start - base..range.end - base).unwrap());
         Ok(())
     }
 
@@ -91,7 +100,7 @@ impl Guest {
     }
 
     fn pager(&self, verify: bool) -> Arc<Pager> {
-        let ram = Arc::new(Ram::open(&self.blocks(), Access::ReadWrite).unwrap());
+        let ram = Arc::new(SharedMemory::open(&self.blocks(), Access::ReadWrite).unwrap());
         Pager::open(ram, self.means(), verify.then_some(Digester::UNSEEDED)).unwrap()
     }
 
@@ -132,8 +141,14 @@ fn residue(pager: &Pager, pages: impl IntoIterator<Item = u64>) -> PageMap {
 }
 
 fn arrives(pager: &Pager, page: u64, byte: u8) {
-    let only: PageSet = [at(page).page].into_iter().collect();
-    pager.place(at(page).chunk, [(&only, &[byte; 4096]), (&PageSet::EMPTY, &[])], &PageSet::EMPTY).unwrap();
+    come(pager, at(page).chunk, (&[at(page).page], &[byte; 4096]), &[]);
+}
+
+/// Pages come with their bodies, and pages of zeros.
+fn come(pager: &Pager, chunk: ChunkIndex, (pages, bodies): (&[u8], &[u8]), zero: &[u8]) {
+    let set = |pages: &[u8]| pages.iter().copied().collect::<PageSet>();
+    let bodies = [(set(pages), bodies)];
+    pager.place(&Arrival { chunk, bodies: &bodies, zero: set(zero), suspect: PageSet::EMPTY }).unwrap();
 }
 
 fn waits_for(pager: &Pager, page: u64) {
@@ -160,7 +175,7 @@ fn the_guest_waits_for_what_is_missing_and_sees_neither_zeros_nor_what_an_earlie
     assert_eq!((pager.missing(), pager.fault_count()), (3, 3));
     arrives(&pager, 3, 2);
     arrives(&pager, 7, 3);
-    pager.place(at(8).chunk, [(&PageSet::EMPTY, &[]); 2], &[8].into_iter().collect()).unwrap();
+    come(&pager, at(8).chunk, (&[], &[]), &[8]);
     assert_eq!(stale.join().unwrap(), [2; 16]);
     assert_eq!(hole.join().unwrap(), [3; 16]);
     assert_eq!(zero.join().unwrap(), [0; 16]);
@@ -180,7 +195,7 @@ fn a_page_that_was_stale_and_is_zeros_now_is_zeros_for_the_guest() {
     let pager = guest.pager(false);
     guest.round(9, 1);
     pager.begin(residue(&pager, [9])).unwrap();
-    pager.place(at(9).chunk, [(&PageSet::EMPTY, &[]); 2], &[9].into_iter().collect()).unwrap();
+    come(&pager, at(9).chunk, (&[], &[]), &[9]);
     assert_eq!(guest.looks(9).join().unwrap(), [0; 16]);
     pager.end();
 }
@@ -196,9 +211,8 @@ fn a_body_that_comes_twice_does_not_undo_what_the_guest_wrote() {
     arrives(&pager, 2, 1);
     guest.here.mapping.copy_in(2 * 4096, &[9; 16]).unwrap();
     // With another beside it that is new.
-    let both: PageSet = [2, 3].into_iter().collect();
-    pager.place(at(2).chunk, [(&both, &[5; 8192]), (&PageSet::EMPTY, &[])], &PageSet::EMPTY).unwrap();
-    pager.place(at(2).chunk, [(&PageSet::EMPTY, &[]); 2], &both).unwrap();
+    come(&pager, at(2).chunk, (&[2, 3], &[5; 8192]), &[]);
+    come(&pager, at(2).chunk, (&[], &[]), &[2, 3]);
     assert_eq!(guest.looks(2).join().unwrap(), [9; 16]);
     assert_eq!(guest.looks(3).join().unwrap(), [5; 16]);
     // A page that was never missing is the guest's, too.
@@ -222,11 +236,7 @@ fn another_daemon_goes_on_where_the_last_one_died_and_the_guest_only_waits() {
     let waiting = guest.looks(1);
     waits_for(&pager, 1);
     // It dies: its thread reads no more, and nothing is unregistered.
-    pager.ended.store(true, Ordering::Release);
-    rustix::io::write(&pager.wake_up, &1u64.to_ne_bytes()).unwrap();
-    for thread in std::mem::take(&mut *pager.threads.lock().unwrap()) {
-        thread.join().unwrap();
-    }
+    pager.userfault.die();
     drop(pager);
     let also = guest.looks(3);
     std::thread::sleep(Duration::from_millis(20));
@@ -287,7 +297,7 @@ fn both_sides_are_compared_by_what_the_guest_first_saw() {
     let expected = {
         let source = Guest::new();
         [(1, 1), (2, 2), (5, 3), (300, 1)].into_iter().for_each(|(page, byte)| source.round(page, byte));
-        let ram = Ram::open(&source.blocks(), Access::Read).unwrap();
+        let ram = SharedMemory::open(&source.blocks(), Access::Read).unwrap();
         ram.layout().iter().map(|chunk| ram.chunk_digest(chunk, Digester::UNSEEDED).unwrap()).collect::<Vec<_>>()
     };
     arrives(&pager, 2, 2);
@@ -314,8 +324,7 @@ fn a_page_that_the_guest_gave_back_stays_a_hole_whatever_comes_for_it() {
     // It wants one of them again, and waits for it as for any other.
     let again = guest.looks(2);
     waits_for(&pager, 2);
-    let both: PageSet = [1, 2, 3].into_iter().collect();
-    pager.place(at(1).chunk, [(&both, &[5; 3 * 4096]), (&PageSet::EMPTY, &[])], &PageSet::EMPTY).unwrap();
+    come(&pager, at(1).chunk, (&[1, 2, 3], &[5; 3 * 4096]), &[]);
     assert_eq!(again.join().unwrap(), [0; 16]);
     assert_eq!(pager.missing(), 0);
     assert!(!pager.ram().allocated_in(at(1).chunk).unwrap().contains(1), "memory for what nobody wants");
@@ -449,3 +458,6 @@ mod hostile;
 
 /// A host without memory for the pages that come.
 mod full;
+
+/// Pages that are fenced in while others follow.
+mod fenced;

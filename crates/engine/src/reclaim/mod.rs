@@ -2,7 +2,7 @@
 //!
 //! The guest's kernel is looked into once as a whole. Of the pages that it holds free those that have memory are taken, portion by portion:
 //!
-//! 1. the portion is fenced in: nobody can write its pages ([`fence`](crate::reclaim::fence));
+//! 1. the portion is fenced in: nobody can write its pages ([`fence`](crate::faults::fence));
 //! 2. its page frames are looked at once more, and the VMM is asked which page tables the processors use;
 //! 3. where those are still of the kernel that was found, holes are punched where the pages are free, and nowhere else;
 //! 4. the portion is let go, which wakes who waits.
@@ -43,14 +43,12 @@
 /// Page frames as runs.
 pub mod frames;
 
-/// Pages that nobody can write for a moment.
-pub mod fence;
-
 /// The VMM, asked by a thread of its own.
 mod asker;
 
 use std::num::NonZero;
 use std::ops::Range;
+use std::sync::Arc;
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
@@ -58,20 +56,21 @@ use sterna_api::problem::Problem;
 use sterna_api::units::milliseconds as ms;
 use sterna_api::{Blame, Reclaimed};
 use sterna_introspect::{Introspection, PAGE_BYTES, PageTables, Unfit};
-use sterna_protocol::layout::{Layout, LayoutError};
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::layout::{ChunkIndex, LayoutError};
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::reclaim::{Portion, RUN_PAGES, Rate};
 use sterna_protocol::usage::UsageMap;
-use sterna_sys::file;
+use sterna_sys::map::Access;
 
 use self::asker::{Answer, Asker};
-use self::fence::{Fence, Patience};
 use self::frames::{Frames, Portions, both, count, sorted};
 use crate::error::MigrateError;
-use crate::inside::Inside;
-use crate::memory::BlockFile;
+use crate::faults::GuestFaults;
+use crate::faults::fence::{Fence, Patience};
+use crate::memory::fault::RamError;
 use crate::memory::physical::{GuestPhysical, GuestPhysicalError};
-use crate::memory::{self, add_run};
+use crate::memory::shared::SharedMemory;
+use crate::memory::{BlockFile, Memory, pages_of};
 use crate::monitor::Monitor;
 use crate::vmm::{self, VmmError};
 
@@ -135,8 +134,8 @@ impl ReclaimError {
 pub struct Machine<'a> {
     /// Its VMM. What else uses its connection waits meanwhile, for a millisecond or two at a time.
     pub vmm: &'a mut dyn vmm::Source,
-    /// A foot inside the VMM's process.
-    pub inside: &'a mut dyn Inside,
+    /// The faults of its RAM: whoever else wants to know of them shares this.
+    pub faults: Arc<GuestFaults>,
     /// Its RAM, with addresses in the VMM's process.
     pub blocks: &'a [BlockFile],
     /// For tests that show what the second look is for, and never in earnest: what was free in the first look is taken, whoever has it now.
@@ -148,23 +147,31 @@ pub struct Machine<'a> {
 /// # Errors
 /// [`ReclaimError`]; what was taken until then was taken rightly.
 pub fn reclaim(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), ReclaimError> {
-    let blocks = machine.blocks;
-    account.allocated_before_bytes = allocated_bytes(blocks)?;
-    let done = take(machine, monitor, account);
-    account.allocated_after_bytes = allocated_bytes(blocks)?;
+    let ram = SharedMemory::open(machine.blocks, Access::Read).map_err(|error| match error {
+        RamError::Layout(error) => ReclaimError::Layout(error),
+        error => ReclaimError::System(error.into()),
+    })?;
+    let ram: Arc<dyn Memory> = Arc::new(ram);
+    account.allocated_before_bytes = allocated_bytes(ram.as_ref())?;
+    let done = take(machine, &ram, monitor, account);
+    account.allocated_after_bytes = allocated_bytes(ram.as_ref())?;
     done
 }
 
-fn take(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), ReclaimError> {
-    let Machine { vmm, inside, blocks, trust_first_look } = machine;
-    let specs: Vec<_> = blocks.iter().map(|block| block.spec.clone()).collect();
-    let layout = Layout::new(&specs)?;
-    account.total_pages = layout.pages();
-    let small: Vec<_> = blocks.iter().filter(|block| block.spec.page_bytes == PAGE_BYTES).collect();
+fn take(
+    machine: Machine<'_>,
+    ram: &Arc<dyn Memory>,
+    monitor: &Monitor,
+    account: &mut Reclaimed,
+) -> Result<(), ReclaimError> {
+    let Machine { vmm, faults, trust_first_look, .. } = machine;
+    account.total_pages = ram.layout().pages();
+    let blocks = ram.spans().into_iter().zip(ram.layout().blocks());
+    let small: Vec<_> = blocks.filter(|(_, block)| block.page_bytes == PAGE_BYTES).map(|(span, _)| span).collect();
     if small.is_empty() {
         return Err(ReclaimError::HugePages);
     }
-    let memory = GuestPhysical::new(&vmm.memory_map()?, blocks)?;
+    let memory = GuestPhysical::new(&vmm.memory_map()?, Arc::clone(ram))?;
     // What was before does not matter.
     vmm.was_reset()?;
     let kernel = find(&memory, vmm, account)?;
@@ -174,26 +181,25 @@ fn take(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed) -> Res
     note_look(account, began);
     let look = look?;
     account.free_pages = look.free_pages;
-    let allocated = allocated_pages(blocks, &layout)?;
-    let candidates = both(&look.free, &small_frames(&allocated, blocks, &layout, &memory));
+    let allocated = allocated_pages(ram.as_ref())?;
+    let candidates = both(&look.free, &small_frames(&allocated, ram.as_ref(), &memory));
     account.candidate_pages = count(&candidates);
     if candidates.is_empty() {
         return Ok(());
     }
     let mut usage = UsageMap::new(allocated);
-    let spans = small.iter().map(|block| block.address..block.address + block.spec.bytes);
-    let fence = Fence::new(inside, spans.collect())?;
+    let fence = Fence::new(faults, small)?;
     let done = std::thread::scope(|scope| {
         let asker = Asker::start(scope, vmm);
-        let (memory, layout, fence, usage) = (&memory, &layout, &fence, &mut usage);
-        let mut taking = Taking { memory, kernel, blocks, layout, fence, asker, usage, trust_first_look, account };
+        let (memory, ram, fence, usage) = (&memory, ram.as_ref(), &fence, &mut usage);
+        let mut taking = Taking { memory, kernel, ram, fence, asker, usage, trust_first_look, account };
         let done = taking.take(candidates, monitor);
         // Its thread ends once nothing can be asked any more.
         drop(taking);
         done
     });
     drop(fence);
-    account.touched_pages = usage.observe(allocated_pages(blocks, &layout)?).touched.len();
+    account.touched_pages = usage.observe(allocated_pages(ram.as_ref())?).touched.len();
     done
 }
 
@@ -215,8 +221,7 @@ fn find(
 struct Taking<'a> {
     memory: &'a GuestPhysical,
     kernel: Introspection,
-    blocks: &'a [BlockFile],
-    layout: &'a Layout,
+    ram: &'a dyn Memory,
     fence: &'a Fence,
     asker: Asker,
     usage: &'a mut UsageMap,
@@ -302,14 +307,16 @@ impl Taking<'_> {
     /// Gives these frames' memory back: holes that read as zeros. They are fenced in, and free. How many; `None` where somebody waited too long for the
     /// first of them already.
     fn punch(&mut self, frames: &[Range<u64>], patience: &Patience<'_>) -> Result<Option<u64>, ReclaimError> {
-        let mut taken = PageMap::empty(self.layout);
-        for (block, bytes) in self.places(frames) {
+        let mut taken = PageMap::empty(self.ram.layout());
+        let places = self.places(frames);
+        for (chunk, pages) in places.flat_map(|(block, bytes)| pages_of(self.ram.layout(), block, bytes)) {
             if patience.is_over() {
                 break;
             }
-            let punched = file::punch(&self.blocks[block].file, bytes.clone());
-            punched.map_err(MigrateError::kernel("giving back memory of the guest's RAM"))?;
-            add_run(&mut taken, self.layout, block, bytes);
+            // Noted in one with what is taken: a collection of written pages sees either none of it or all.
+            let discarded = self.fence.taking(self.addresses_in(chunk, &pages), || self.ram.discard(chunk, &pages));
+            discarded.map_err(MigrateError::host("giving back memory of the guest's RAM"))?;
+            taken.insert_all(chunk, &pages);
         }
         // Before they are let go: who touches one of them now does so after it was taken.
         self.usage.take(&taken);
@@ -317,10 +324,20 @@ impl Taking<'_> {
         Ok((pages > 0 || frames.is_empty()).then_some(pages))
     }
 
+    /// Where a run of a chunk's pages lies in the VMM's memory.
+    fn addresses_in(&self, chunk: ChunkIndex, pages: &PageSet) -> Range<u64> {
+        let Some((place, (first, length))) = self.ram.layout().place(chunk).zip(pages.runs().next()) else {
+            return 0..0;
+        };
+        let start = self.ram.spans()[place.block].start + place.offset + first as u64 * PAGE_BYTES;
+        start..start + length as u64 * PAGE_BYTES
+    }
+
     /// Where frames lie in the VMM's memory.
     fn addresses(&self, frames: &[Range<u64>]) -> Vec<Range<u64>> {
+        let spans = self.ram.spans();
         let address = |(block, bytes): (usize, Range<u64>)| {
-            let base = self.blocks[block].address;
+            let base = spans[block].start;
             base + bytes.start..base + bytes.end
         };
         self.places(frames).map(address).collect()
@@ -332,12 +349,10 @@ impl Taking<'_> {
 }
 
 /// The frames of these pages, where pages are small.
-fn small_frames(pages: &PageMap, blocks: &[BlockFile], layout: &Layout, memory: &GuestPhysical) -> Frames {
+fn small_frames(pages: &PageMap, ram: &dyn Memory, memory: &GuestPhysical) -> Frames {
     let mut frames = Frames::new();
-    for (chunk, set) in pages.iter() {
-        let Some(place) = layout.place(chunk).filter(|place| blocks[place.block].spec.page_bytes == PAGE_BYTES) else {
-            continue;
-        };
+    for (chunk, set) in pages.iter().filter(|(chunk, _)| !ram.tracked_coarsely(*chunk)) {
+        let Some(place) = ram.layout().place(chunk) else { continue };
         for (first, length) in set.runs() {
             let start = place.offset + first as u64 * PAGE_BYTES;
             let addresses = memory.addresses(place.block, start..start + length as u64 * PAGE_BYTES);
@@ -348,18 +363,13 @@ fn small_frames(pages: &PageMap, blocks: &[BlockFile], layout: &Layout, memory: 
 }
 
 /// The pages for which the host has given memory.
-fn allocated_pages(blocks: &[BlockFile], layout: &Layout) -> Result<PageMap, ReclaimError> {
-    let allocated = memory::allocated_pages(layout, blocks.iter().map(|block| &block.file));
-    Ok(allocated.map_err(MigrateError::host("looking for holes in the guest's RAM"))?)
+fn allocated_pages(ram: &dyn Memory) -> Result<PageMap, ReclaimError> {
+    Ok(ram.allocated().map_err(MigrateError::host("looking for holes in the guest's RAM"))?)
 }
 
-/// Memory that the host has given these blocks, bytes.
-///
-/// # Errors
-/// A file cannot be looked at.
-pub fn allocated_bytes(blocks: &[BlockFile]) -> Result<u64, ReclaimError> {
-    let bytes = blocks.iter().map(|block| file::allocated_bytes(&block.file));
-    Ok(bytes.sum::<Result<u64, _>>().map_err(MigrateError::kernel("looking at the guest's RAM files"))?)
+/// Memory that the host has given for this RAM, bytes.
+fn allocated_bytes(ram: &dyn Memory) -> Result<u64, ReclaimError> {
+    Ok(ram.allocated_bytes().map_err(MigrateError::host("looking at the guest's RAM files"))?)
 }
 
 fn note_look(account: &mut Reclaimed, began: Instant) {

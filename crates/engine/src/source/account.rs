@@ -1,23 +1,72 @@
-//! What a migration writes into its report.
+//! What a migration did, written into its report: nobody else writes there.
 
+use std::time::Duration;
+
+use sterna_api::problem::Whereabouts;
+use sterna_api::report::{self, RamPages, Report, Status, Verify};
+use sterna_api::units::milliseconds as ms;
+use sterna_api::{Blame, Code, MigrateOptions, Mode, Problem};
 use sterna_protocol::convergence::Because;
+use sterna_protocol::layout::PAGE_BYTES;
 
-use super::Migration;
 use super::link::Peer;
+use super::postcopy::Tally;
+use super::postcopy::drive::{Completed, Ended};
 use super::rounds::Rounds;
+use super::switchover::Loaded;
 use super::track::Tracker;
+use crate::error::MigrateError;
+use crate::monitor::Monitor;
 
-impl Migration<'_> {
-    /// Writes who the destination is into the report.
-    pub(super) fn describe(&mut self, peer: &Peer) {
+/// A migration's report while it is written.
+pub struct Account<'a> {
+    /// The report so far.
+    pub report: Report,
+    monitor: &'a Monitor,
+    /// Processor time of this thread when the migration began.
+    cpu_before: Duration,
+    /// When the guest ran at the destination, milliseconds since the request was accepted.
+    started_ms: f64,
+}
+
+impl<'a> Account<'a> {
+    /// The account of a migration that begins now, on this thread.
+    #[must_use]
+    pub fn new(report: Report, monitor: &'a Monitor) -> Self {
+        Self { report, monitor, cpu_before: sterna_sys::process::thread_cpu_time(), started_ms: 0.0 }
+    }
+
+    fn elapsed_ms(&self) -> f64 {
+        ms(self.monitor.elapsed())
+    }
+
+    /// The migration's turn has come.
+    pub fn begun(&mut self) {
+        self.report.queued_ms = self.elapsed_ms();
+    }
+
+    /// What the destination said of itself.
+    pub fn destination(&mut self, peer: &Peer) {
         let destination = &mut self.report.destination;
         destination.host.clone_from(&peer.host);
         destination.qemu.clone_from(&peer.qemu);
         destination.sterna.clone_from(&peer.sterna);
     }
 
-    /// Writes the rounds into the report.
-    pub(super) fn tally(&mut self, rounds: &Rounds) {
+    /// The destination says why no page may follow the guest.
+    pub fn no_postcopy(&mut self, problem: &Problem) {
+        self.report.postcopy.reason = Some(format!("not after the switchover: {}", problem.message));
+    }
+
+    /// The first round can begin: the RAM's pages, and those of them that are allocated.
+    pub fn prepared(&mut self, total_pages: u64, allocated_pages: u64) {
+        self.report.ram = RamPages { total_pages, allocated_pages };
+        self.report.pages.unallocated = total_pages - allocated_pages;
+        self.report.setup_ms = self.elapsed_ms();
+    }
+
+    /// What the rounds did.
+    pub fn rounds(&mut self, rounds: &Rounds) {
         let (report, counts) = (&mut self.report, rounds.counts);
         report.pages.full = counts.full;
         report.pages.delta = counts.delta;
@@ -29,34 +78,152 @@ impl Migration<'_> {
         report.pages.fake_dirty_content = counts.unchanged;
         report.pages.fake_dirty_tracked = counts.again;
         report.bytes_on_wire = rounds.bytes();
-        report.bytes_raw = counts.bodies() * 4096;
+        report.bytes_raw = counts.bodies() * PAGE_BYTES as u64;
         report.encoding = rounds.encoding();
         report.rounds.clone_from(&rounds.done);
         report.tracking.untracked_writes = rounds.untracked_writes;
         let (looks, look_time) = rounds.looks();
-        (report.tracking.looks, report.tracking.look_ms) = (looks, look_time.as_secs_f64() * 1e3);
+        (report.tracking.looks, report.tracking.look_ms) = (looks, ms(look_time));
         report.source.cpu_s = rounds.cpu().as_secs_f64();
     }
 
-    /// Writes what tracking cost into the report.
-    pub(super) fn account(&mut self, tracker: &dyn Tracker) {
+    /// What tracking cost.
+    pub fn tracked(&mut self, tracker: &dyn Tracker) {
         let cost = tracker.cost();
         let tracking = &mut self.report.tracking;
         tracking.scans = cost.scans;
-        tracking.scan_ms = cost.scan_time.as_secs_f64() * 1e3;
+        tracking.scan_ms = ms(cost.scan_time);
         tracking.write_faults = cost.write_faults;
         tracking.discarded_pages = cost.discarded_pages;
     }
-    /// Why pages follow after the switchover, where that was not what was asked for.
-    pub(super) fn reason(&self, because: Because) -> Option<String> {
+
+    /// Pages follow after the switchover, and why, where that was not what was asked for.
+    pub fn postcopy(&mut self, because: Because, options: &MigrateOptions) {
+        self.report.mode = mode_after_switchover(options).into();
         let limit_ms = self.report.convergence.downtime_limit_ms;
-        match because {
+        self.report.postcopy.reason = match because {
             Because::Asked => None,
             Because::Stalled => Some(format!("the rounds did not come down to a pause of {limit_ms:.0} ms")),
             Because::TimedOut => {
-                let seconds = self.options.timeout_ms.unwrap_or_default() / 1e3;
+                let seconds = options.timeout_ms.unwrap_or_default() / 1e3;
                 Some(format!("the rounds did not come down to a pause of {limit_ms:.0} ms within {seconds:.0} s"))
+            }
+        };
+    }
+
+    /// The devices are loaded at the destination.
+    pub fn loaded(&mut self, loaded: &Loaded) {
+        self.report.verify = loaded.verify.clone();
+        if let Some(residue) = loaded.residue {
+            self.report.postcopy.residue_pages = residue.pages;
+            self.report.postcopy.residue_bytes = residue.bytes;
+            self.report.postcopy.residue_ms = ms(residue.took);
+        }
+    }
+
+    /// The guest was given away, and there is an answer or none.
+    pub fn answered(&mut self) {
+        self.started_ms = self.elapsed_ms();
+        self.report.total_ms = self.started_ms;
+    }
+
+    /// The guest runs at the destination since `started_us`, by this host's clock; a machine that was stopped has no downtime.
+    pub fn started(&mut self, loaded: &Loaded, started_us: u64, cpu_us: u64, running: bool) {
+        let since = |us: u64| started_us.saturating_sub(us) as f64 / 1e3;
+        self.report.downtime = report::Downtime { start_ms: since(loaded.loaded_us), ..loaded.downtime.clone() };
+        self.report.downtime_ms = if running { since(loaded.stop.0) } else { 0.0 };
+        self.report.destination.cpu_s = cpu_us as f64 / 1e6;
+    }
+
+    /// The migration did what was asked for.
+    pub fn completed(&mut self) {
+        self.report.status = Status::Completed;
+    }
+
+    /// What went wrong.
+    pub fn failed(&mut self, problem: Problem) {
+        self.report.error = Some(problem);
+    }
+
+    /// The guest stays here.
+    pub fn rolled_back(&mut self, error: &MigrateError) {
+        // A time limit that says to cancel is a cancellation asked for in advance.
+        let cancelled = matches!(error, MigrateError::Cancelled | MigrateError::NotConverging { .. });
+        self.report.status = if cancelled { Status::Cancelled } else { Status::Failed };
+        if let MigrateError::Mismatch { mismatches, pages } = *error {
+            self.report.verify = Verify { checked: true, pages, mismatches, excluded_free_pages: 0 };
+        }
+    }
+
+    /// The way to the destination was lost so often, for so long in all.
+    pub fn interrupted(&mut self, times: u32, time: Duration) {
+        self.report.postcopy.interruptions += times;
+        self.report.postcopy.interrupted_ms += ms(time);
+    }
+
+    /// How the migration ended after the switchover.
+    pub fn followed(&mut self, ended: Ended) {
+        let elapsed_ms = self.elapsed_ms();
+        let report = &mut self.report;
+        report.total_ms = elapsed_ms;
+        match ended {
+            Ended::Paged(completed) => {
+                // It may have been said before that the guest does not run there.
+                report.status = if report.error.is_none() { Status::Completed } else { Status::Failed };
+                let Some(Completed { account, verify, at }) = completed else { return };
+                report.total_ms = elapsed_ms - ms(at.elapsed());
+                report.postcopy.ms = account.took_us as f64 / 1e3;
+                report.faults = account.faults;
+                report.pages.duplicate = account.duplicate;
+                report.destination.cpu_s += account.cpu_us as f64 / 1e6;
+                if verify.mismatches > 0 {
+                    let differ = MigrateError::Mismatch { mismatches: verify.mismatches, pages: verify.pages };
+                    (report.status, report.error) =
+                        (Status::Failed, Some(differ.problem().guest(Whereabouts::Destination)));
+                }
+                report.verify = verify;
+            }
+            Ended::Gone(problem) => {
+                report.status = Status::Failed;
+                let message =
+                    format!("the guest ended at the destination before all its pages were there: {}", problem.message);
+                report.error = Some(Problem { message, ..problem }.guest(Whereabouts::Gone));
+            }
+            Ended::GivenUp => {
+                report.status = Status::Failed;
+                let left = self.monitor.progress().pages_left;
+                let message = format!("the migration was given up while {left} pages were still here");
+                let problem = Problem::new(Code::GivenUp, Blame::Request, message).guest(Whereabouts::Gone);
+                report.error =
+                    Some(problem.hint("the guest at the destination waits for them for ever: stop it there"));
             }
         }
     }
+
+    /// What was sent after the switchover.
+    pub fn pages_after_switchover(&mut self, tally: &Tally) {
+        tally.write(&mut self.report);
+    }
+
+    /// The migration has ended, and this thread does nothing more for it.
+    pub fn finish(&mut self) {
+        let elapsed_ms = self.elapsed_ms();
+        if self.report.status == Status::Completed {
+            self.report.resume_ms = elapsed_ms - self.started_ms;
+        } else {
+            self.report.total_ms = elapsed_ms;
+        }
+        self.thread_ends();
+    }
+
+    /// Adds the processor time of this thread.
+    pub fn thread_ends(&mut self) {
+        let took = sterna_sys::process::thread_cpu_time() - self.cpu_before;
+        self.report.source.cpu_s += took.as_secs_f64();
+    }
+}
+
+/// What the mode was, once pages follow after the switchover.
+pub fn mode_after_switchover(options: &MigrateOptions) -> &'static str {
+    if options.mode == Mode::Postcopy { "postcopy" } else { "hybrid" }
 }

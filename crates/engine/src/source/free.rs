@@ -27,6 +27,7 @@
 //! the beginning does not fit its destination, and the migration fails with the guest here.
 
 use std::error::Error;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_api::options::SkipFree;
@@ -37,9 +38,8 @@ use sterna_protocol::layout::Layout;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::throughput::Speed;
 
-use crate::memory::BlockFile;
-use crate::memory::add_run;
 use crate::memory::physical::GuestPhysical;
+use crate::memory::{Memory, add_run};
 use crate::vmm;
 
 /// Looks stop where the last one found a smaller share of what was outstanding.
@@ -87,7 +87,7 @@ pub enum Looked {
 
 impl FreePages {
     /// As it was asked for. `stop_limit`: how much of the pause the last look may take at most. The kernel is not found yet.
-    pub fn new(skip_free: SkipFree, vmm: &mut dyn vmm::Source, blocks: &[BlockFile], stop_limit: Duration) -> Self {
+    pub fn new(skip_free: SkipFree, vmm: &mut dyn vmm::Source, ram: &Arc<dyn Memory>, stop_limit: Duration) -> Self {
         let mut free = Self {
             asked: None,
             eye: None,
@@ -99,7 +99,7 @@ impl FreePages {
             trusts_first_look: false,
         };
         if skip_free == SkipFree::Vmi {
-            match Asked::ask(vmm, blocks) {
+            match Asked::ask(vmm, ram) {
                 Ok(asked) => free.asked = Some(asked),
                 Err(error) => free.account.reason = Some(reason(&*error)),
             }
@@ -287,29 +287,25 @@ impl FreePages {
 ///
 /// # Errors
 /// Why that cannot be told.
-pub fn free_now(vmm: &mut dyn vmm::Source, blocks: &[BlockFile], layout: &Layout) -> Result<PageMap, Box<dyn Error>> {
-    let Asked { memory, processors } = Asked::ask(vmm, blocks)?;
+pub fn free_now(vmm: &mut dyn vmm::Source, ram: &Arc<dyn Memory>) -> Result<PageMap, Box<dyn Error>> {
+    let Asked { memory, processors } = Asked::ask(vmm, ram)?;
     let look = Introspection::find(&memory, &processors)?.look(&memory, &processors)?;
-    Ok(memory.pages(layout, &look.free))
+    Ok(memory.pages(ram.layout(), &look.free))
 }
 
 /// Clean pages of a guest's page cache, in the same way: its kernel could read them again. Experimental; they travel all the same.
 ///
 /// # Errors
 /// Why that cannot be told.
-pub fn page_cache_now(
-    vmm: &mut dyn vmm::Source,
-    blocks: &[BlockFile],
-    layout: &Layout,
-) -> Result<PageMap, Box<dyn Error>> {
-    let Asked { memory, processors } = Asked::ask(vmm, blocks)?;
+pub fn page_cache_now(vmm: &mut dyn vmm::Source, ram: &Arc<dyn Memory>) -> Result<PageMap, Box<dyn Error>> {
+    let Asked { memory, processors } = Asked::ask(vmm, ram)?;
     let cache = Introspection::find(&memory, &processors)?.page_cache(&memory, &processors)?;
-    Ok(memory.pages(layout, &cache.clean))
+    Ok(memory.pages(ram.layout(), &cache.clean))
 }
 
 impl Asked {
-    fn ask(vmm: &mut dyn vmm::Source, blocks: &[BlockFile]) -> Result<Self, Box<dyn Error>> {
-        let memory = GuestPhysical::new(&vmm.memory_map()?, blocks)?;
+    fn ask(vmm: &mut dyn vmm::Source, ram: &Arc<dyn Memory>) -> Result<Self, Box<dyn Error>> {
+        let memory = GuestPhysical::new(&vmm.memory_map()?, Arc::clone(ram))?;
         Ok(Self { memory, processors: vmm.page_tables()? })
     }
 }

@@ -14,7 +14,7 @@ use sterna_protocol::residue;
 use sterna_protocol::spec::VmSpec;
 
 use super::postcopy::requests::Requests;
-use super::send::Stream;
+use super::stream::Stream;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId};
 use crate::transport::clock::now_us;

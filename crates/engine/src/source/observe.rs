@@ -18,7 +18,7 @@ use sterna_protocol::pages::PageMap;
 use super::sample::{Sampled, choose, pages_of, sample};
 use super::track::{Tracker, Watch};
 use crate::error::MigrateError;
-use crate::memory::{Ram, is_zero};
+use crate::memory::{Memory, is_zero};
 use crate::monitor::Monitor;
 
 /// When to look, milliseconds after watching begins anew.
@@ -60,7 +60,7 @@ pub struct Observation {
 /// # Errors
 /// [`MigrateError::Cancelled`], or what tracking needs is not there.
 pub fn observe(
-    ram: &Ram,
+    ram: &dyn Memory,
     tracker: &mut dyn Tracker,
     free: &PageMap,
     duration: Duration,
@@ -109,7 +109,12 @@ struct Seen {
     write_faults: u64,
 }
 
-fn watch(ram: &Ram, tracker: &mut dyn Tracker, duration: Duration, monitor: &Monitor) -> Result<Seen, MigrateError> {
+fn watch(
+    ram: &dyn Memory,
+    tracker: &mut dyn Tracker,
+    duration: Duration,
+    monitor: &Monitor,
+) -> Result<Seen, MigrateError> {
     tracker.arm(ram)?;
     let armed = tracker.cost();
     let mut looker = Looker { ram, watch: tracker.watch(), monitor, looks: 0, look_time: Duration::ZERO };
@@ -175,7 +180,7 @@ impl Look {
 
 /// Looks without changing anything.
 struct Looker<'a> {
-    ram: &'a Ram,
+    ram: &'a dyn Memory,
     watch: Option<Arc<dyn Watch>>,
     monitor: &'a Monitor,
     looks: u64,
@@ -212,7 +217,7 @@ impl Looker<'_> {
     }
 }
 
-fn collect(ram: &Ram, tracker: &mut dyn Tracker) -> Result<PageMap, MigrateError> {
+fn collect(ram: &dyn Memory, tracker: &mut dyn Tracker) -> Result<PageMap, MigrateError> {
     let (mut written, mut discarded) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
     tracker.collect(ram, &mut written, &mut discarded)?;
     Ok(written)
@@ -222,18 +227,19 @@ fn collect(ram: &Ram, tracker: &mut dyn Tracker) -> Result<PageMap, MigrateError
 const ZEROS: u64 = 0;
 
 /// Digests of some of these pages.
-fn digests(ram: &Ram, pages: &PageMap) -> Result<Vec<(PageIndex, u64)>, MigrateError> {
+fn digests(ram: &dyn Memory, pages: &PageMap) -> Result<Vec<(PageIndex, u64)>, MigrateError> {
     let chosen = choose(ram.layout(), pages, COMPARED_PAGES, 1);
     chosen.iter().flat_map(pages_of).map(|page| Ok((page, digest(ram, page)?))).collect()
 }
 
 /// A page's digest. One that was given back is not touched: reading a hole would fill it.
-fn digest(ram: &Ram, page: PageIndex) -> Result<u64, MigrateError> {
+fn digest(ram: &dyn Memory, page: PageIndex) -> Result<u64, MigrateError> {
     let allocated = ram.allocated_in(page.chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
     if !allocated.contains(page.page) {
         return Ok(ZEROS);
     }
     let mut body = [0; PAGE_BYTES];
-    ram.read(page.chunk, page.page, &mut body).map_err(MigrateError::host("reading the guest's RAM"))?;
+    ram.read(page.chunk, &[page.page].into_iter().collect(), &mut body)
+        .map_err(MigrateError::host("reading the guest's RAM"))?;
     Ok(if is_zero(&body) { ZEROS } else { Digester::UNSEEDED.page(&body) })
 }

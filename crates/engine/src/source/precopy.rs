@@ -1,16 +1,16 @@
-//! Rounds while the guest runs, until a short pause is to be expected.
+//! Phase *precopy*: rounds while the guest runs, until a short pause is to be expected.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use sterna_api::units::milliseconds as ms;
-use sterna_api::{MigrateOptions, report};
+use sterna_api::{MigrateOptions, Mode, Phase, report};
 use sterna_protocol::convergence::{Because, Convergence, Decision, Goal, Measured};
 
+use super::departure::Departure;
 use super::link::Link;
-use super::rounds::Rounds;
+use super::prepare::Prepared;
 use super::throttle::Throttle;
-use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
 use crate::vmm::{self, VmmError};
@@ -21,7 +21,7 @@ pub const DEVICE_TIME: Duration = Duration::from_millis(6);
 const ENDED_LOOK: Duration = Duration::from_millis(100);
 /// How often it is looked whether the guest has other processors' threads than those that are slowed down.
 const THREADS_LOOK: Duration = Duration::from_secs(1);
-/// How long a wait between two rounds is deaf to a cancellation.
+/// How often a wait between two rounds checks for cancellation.
 const WAIT_STEP: Duration = Duration::from_millis(10);
 
 /// How rounds end.
@@ -33,39 +33,42 @@ pub enum Ending {
     Postcopy(Because),
 }
 
-/// Sends rounds until [`Convergence`] says to stop the guest. The first has been made outstanding. What was done to make it converge
-/// is on `brake`'s account, also where it fails. `postcopy`: whether the rest may follow after the switchover.
+/// Sends rounds until [`Convergence`] says to stop the guest; none where the options want none. The first has been made
+/// outstanding. What was done to make it converge is in the account, also where it fails.
 ///
 /// # Errors
 /// What went wrong on the way, [`MigrateError::NotConverging`] or [`MigrateError::Cancelled`].
-pub fn precopy(
-    rounds: &mut Rounds,
-    link: &mut Link,
-    tracker: &mut dyn Tracker,
-    vmm: &mut dyn vmm::Source,
-    options: &MigrateOptions,
-    postcopy: bool,
-    mut brake: Brake,
-) -> Result<Ending, MigrateError> {
-    let options = options.resolved();
-    let goal = goal(&options, postcopy);
+pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepared) -> Result<Ending, MigrateError> {
+    let options = departure.options.resolved();
+    if options.mode == Mode::Postcopy {
+        return Ok(Ending::Postcopy(Because::Asked));
+    }
+    if !options.has_rounds() {
+        return Ok(Ending::Switchover);
+    }
+    let Departure { vmm, tracker, throttle, monitor, account, .. } = departure;
+    let (vmm, rounds) = (&mut **vmm, &mut prepared.rounds);
+    monitor.enter(Phase::Precopy);
+    // `precopy` with `--on-timeout postcopy` waits for the time to be up.
+    let goal = goal(&options, prepared.begun.is_some() && options.mode != Mode::Precopy);
     let until =
-        goal.timeout.and_then(|timeout| Instant::now().checked_add(timeout.saturating_sub(rounds.monitor.under_way())));
+        goal.timeout.and_then(|timeout| Instant::now().checked_add(timeout.saturating_sub(monitor.under_way())));
+    let mut brake = Brake::new(&mut **throttle, monitor, &mut account.report.convergence);
     let mut policy = Convergence::new(goal);
     let mut at_least = Duration::ZERO;
     loop {
         rounds.look_for_untracked(vmm)?;
         let began = Instant::now();
-        watched(vmm, rounds.monitor, || rounds.send(link, until))?;
-        wait(rounds.monitor, began + at_least)?;
-        let dirty_rate = rounds.collect(tracker)?;
+        watched(vmm, monitor, || rounds.send(link, until))?;
+        wait(monitor, began + at_least)?;
+        let dirty_rate = rounds.collect(*tracker)?;
         if let Some(round) = rounds.done.last_mut() {
             round.dirty_rate_pages_per_s = dirty_rate;
         }
         rounds.skip_free(vmm);
         let measured = Measured {
             rounds: rounds.done.len() as u32,
-            elapsed: rounds.monitor.under_way(),
+            elapsed: monitor.under_way(),
             pages_left: rounds.left(),
             speed: rounds.throughput.speed(),
             // The last look for free pages goes on while the devices are saved.
@@ -75,7 +78,7 @@ pub fn precopy(
         let predicted_ms = ms(measured.predicted_downtime());
         brake.account.stalls = policy.stalls();
         brake.account.downtime_limit_ms = ms(policy.limit());
-        rounds.monitor.update(|progress| {
+        monitor.update(|progress| {
             progress.dirty_rate_pages_per_s = dirty_rate;
             progress.predicted_downtime_ms = Some(predicted_ms);
         });

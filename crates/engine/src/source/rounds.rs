@@ -14,12 +14,14 @@ use super::fake_dirty::FakeDirtyPages;
 use super::free::{FreePages, Looked};
 use super::hot::HotPages;
 use super::link::Link;
+use super::outbound::Making;
+use super::round::{Round, Sent, send_round};
 use super::select::{Counts, changed_untracked};
-use super::send::{Round, Sent, Stream, send_round};
 use super::sent::{Last, SentTable};
+use super::stream::Stream;
 use super::track::Tracker;
 use crate::error::MigrateError;
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::monitor::Monitor;
 use crate::transport::pacer::Pacer;
 use crate::vmm::{self, VmmError};
@@ -33,7 +35,7 @@ const MEASURABLE_BYTES: u64 = 4 << 20;
 /// The pages on their way, over all rounds.
 pub struct Rounds<'a> {
     /// The guest's RAM.
-    pub ram: &'a Ram,
+    pub ram: &'a dyn Memory,
     /// Progress and cancelling.
     pub monitor: &'a Monitor,
     /// The connections that carry pages.
@@ -69,7 +71,7 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// No thread left.
     pub fn new(
-        ram: &'a Ram,
+        ram: &'a dyn Memory,
         monitor: &'a Monitor,
         streams: Vec<Stream>,
         tracker: &dyn Tracker,
@@ -283,15 +285,12 @@ impl<'a> Rounds<'a> {
         self.monitor.begin_round(number, dirty_pages);
         let (began, before) = (Instant::now(), self.bytes());
         let round = Round {
-            number,
+            making: Making { round: number, ram: self.ram, sent: &self.sent, encoding: &self.encoding },
             outstanding: &self.outstanding,
             discarded: &self.discarded,
             free: &self.free,
-            ram: self.ram,
-            sent: &self.sent,
             pacer: &self.pacer,
             fake_dirty: (!last).then_some(&self.fake_dirty),
-            encoding: &self.encoding,
             until,
             monitor: self.monitor,
         };

@@ -1,5 +1,5 @@
-//! Samples of a guest's pages: how many hold zeros, how well they compress, what dealing with one takes. At most a few thousand pages are
-//! read, whatever the guest's size.
+//! Samples of a guest's pages: how many hold zeros, how well they compress, what dealing with one takes. At most a few
+//! thousand pages are read, whatever the guest's size.
 
 use std::time::{Duration, Instant};
 
@@ -8,9 +8,10 @@ use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::error::MigrateError;
-use crate::memory::{Ram, is_zero};
+use crate::memory::{Memory, for_each_body, is_zero};
 
-/// Single pages whose content is looked at: a share of half the pages is known to two hundredths, nineteen times in twenty.
+/// Single pages whose content is looked at: a share of half the pages is known to two hundredths, nineteen times in
+/// twenty.
 pub const SINGLE_PAGES: usize = 2048;
 /// Pages compressed together, as an encoder does.
 pub const BLOCK_PAGES: usize = 16;
@@ -43,23 +44,27 @@ pub struct Compressed {
     pub time_per_page: Duration,
 }
 
-/// Samples the content of these pages, which must be allocated: reading a hole fills it. (One that the guest gives back after the caller
-/// looked is filled with zeros again, as if the guest had read it.)
+/// Samples the content of these pages, which must be allocated: reading a hole fills it. (One that the guest gives back
+/// after the caller looked is filled with zeros again, as if the guest had read it.)
 ///
 /// # Errors
 /// A compressor fails, for want of memory; or the RAM is not there any more.
-pub fn sample(ram: &Ram, allocated: &PageMap) -> Result<Sampled, MigrateError> {
-    let mut body = [0; PAGE_BYTES];
+pub fn sample(ram: &dyn Memory, allocated: &PageMap) -> Result<Sampled, MigrateError> {
     let began = Instant::now();
     let (mut singles, mut zeros) = (0, 0);
-    for page in choose(ram.layout(), allocated, SINGLE_PAGES, 1).iter().flat_map(pages_of) {
-        ram.read(page.chunk, page.page, &mut body).map_err(MigrateError::host("reading the guest's RAM"))?;
-        singles += 1;
-        if is_zero(&body) {
-            zeros += 1;
-        } else {
-            std::hint::black_box(Digester::UNSEEDED.page(&body));
-        }
+    let read = |group: &(ChunkIndex, PageSet), look: &mut dyn FnMut(&[u8; PAGE_BYTES])| {
+        let read = |pages: &PageSet, bodies: &mut [u8]| ram.read(group.0, pages, bodies);
+        for_each_body(&group.1, read, |_, body| look(body)).map_err(MigrateError::host("reading the guest's RAM"))
+    };
+    for page in choose(ram.layout(), allocated, SINGLE_PAGES, 1) {
+        read(&page, &mut |body| {
+            singles += 1;
+            if is_zero(body) {
+                zeros += 1;
+            } else {
+                std::hint::black_box(Digester::UNSEEDED.page(body));
+            }
+        })?;
     }
     let time_per_page = began.elapsed() / singles.max(1);
     let mut sampled = Sampled {
@@ -75,13 +80,12 @@ pub fn sample(ram: &Ram, allocated: &PageMap) -> Result<Sampled, MigrateError> {
     let mut output = Vec::with_capacity(lz4_flex::block::get_maximum_output_size(BLOCK_PAGES * PAGE_BYTES));
     for group in choose(ram.layout(), allocated, BLOCKS, BLOCK_PAGES) {
         block.clear();
-        for page in pages_of(&group) {
-            ram.read(page.chunk, page.page, &mut body).map_err(MigrateError::host("reading the guest's RAM"))?;
+        read(&group, &mut |body| {
             sampled.pages += 1;
-            if !is_zero(&body) {
-                block.extend_from_slice(&body);
+            if !is_zero(body) {
+                block.extend_from_slice(body);
             }
-        }
+        })?;
         if block.is_empty() {
             continue;
         }
@@ -126,8 +130,9 @@ impl Tally {
     }
 }
 
-/// Up to `count` groups of `size` neighbouring pages that have pages of the map, with those pages, evenly over all such groups. From each
-/// stretch one is drawn by a generator that always begins alike, so that no period of the guest's memory meets a period of ours.
+/// Up to `count` groups of `size` neighbouring pages that have pages of the map, with those pages, evenly over all such
+/// groups. From each stretch one is drawn by a generator that always begins alike, so that no period of the guest's
+/// memory meets a period of ours.
 pub fn choose(layout: &Layout, map: &PageMap, count: usize, size: usize) -> Vec<(ChunkIndex, PageSet)> {
     let groups = || {
         map.iter()

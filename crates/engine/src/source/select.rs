@@ -3,9 +3,10 @@
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
-use super::content::Content;
+use super::content::{ChunkHashes, Content};
+use super::copies::Copies;
 use super::sent::{Last, SentTable};
-use crate::memory::{Ram, is_zero};
+use crate::memory::{BATCH_PAGES, Memory, for_each_body, is_zero, take_batch};
 
 /// Where the pages of a round went: each is in exactly one of the counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -59,18 +60,18 @@ pub struct Wanted {
     pub chunk: ChunkIndex,
     /// The pages to decide about.
     pub pages: PageSet,
-    /// Those of them that the guest gave back since the last round: they are looked up in the file before they are touched, because
-    /// reading a hole through the mapping would fill it.
+    /// Those of them that the guest gave back since the last round: they are looked up in the file before they are
+    /// touched, because reading a hole through the mapping would fill it.
     pub discarded: PageSet,
-    /// Those of them that the guest held free after they were last collected ([`free`](super::free)): zeros at the destination, whatever they
-    /// hold here.
+    /// Those of them that the guest held free after they were last collected ([`free`](super::free)): zeros at the
+    /// destination, whatever they hold here.
     pub free: PageSet,
     /// Those of them that were written again: they are left to the next round.
     pub again: PageSet,
 }
 
 /// What of one chunk travels.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Selected {
     /// Pages whose bodies travel.
     pub full: PageSet,
@@ -84,104 +85,147 @@ pub struct Selected {
     pub counts: Counts,
 }
 
-/// Decides about the wanted pages of a chunk. `content` says how pages whose content is what was last sent are found; they are left out.
-/// Where `copies` is given, the body of each full page is appended to it, in order: those are the bytes that were digested.
+/// What becomes of the bodies on which was decided.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// None is kept: the kernel reads them again when they are sent.
+    Nothing,
+    /// The full pages' are kept, in order.
+    Full,
+}
+
+/// Decides about the wanted pages of a chunk. `content` says how pages whose content is what was last sent are found;
+/// they are left out. The bodies that are kept, those bytes that were digested, are behind what `copies` held.
 ///
-/// Every page is read once, so that all decisions about it are about the same content. Without copies the body is read again by the
-/// kernel when it is sent; a write in between makes the page dirty (it is watched), so it goes again.
+/// Every page is read once, so that all decisions about it are about the same content. Where none is kept the body is
+/// read again by the kernel when it is sent; a write in between makes the page dirty (it is watched), so it goes again.
 ///
 /// # Errors
-/// The file's holes cannot be read, or [`RamFault`](crate::memory::RamFault).
+/// The file's holes cannot be read, or [`RamFault`](crate::memory::fault::RamFault).
 pub fn select(
-    ram: &Ram,
+    ram: &dyn Memory,
     sent: &SentTable,
     content: &Content,
     wanted: &Wanted,
-    mut copies: Option<&mut Vec<u8>>,
+    (copies, keep): (&mut Copies, Keep),
 ) -> std::io::Result<Selected> {
     let chunk = wanted.chunk;
     let again = wanted.pages.and(&wanted.again);
     let pages = wanted.pages.without(&again);
-    let mut counts = Counts { again: again.len() as u64, ..Counts::default() };
-    let (mut full, mut zero) = (PageSet::EMPTY, PageSet::EMPTY);
-    let (mut digests, mut held) = (Vec::with_capacity(pages.len()), Vec::with_capacity(pages.len()));
     let discarded = pages.and(&wanted.discarded);
     let holes = if discarded.is_empty() { discarded } else { discarded.without(&ram.allocated_in(chunk)?) };
-    let (by_digest, mut hashes) = match content {
-        Content::Off => (ram.tracked_coarsely(chunk), None),
-        Content::Digest => (true, None),
-        Content::Hashes(table) => (false, Some(table.chunk(chunk))),
+    let free = pages.and(&wanted.free).without(&holes);
+    let by_digest = match content {
+        Content::Off => ram.tracked_coarsely(chunk),
+        Content::Digest => true,
+        Content::Hashes(_) => false,
     };
-    let mut body = [0; PAGE_BYTES];
-    for page in pages.iter() {
-        let hole = holes.contains(page);
-        let free = !hole && wanted.free.contains(page);
-        if !hole && !free {
-            ram.read(chunk, page, &mut body)?;
-        }
-        if hole || free || is_zero(&body) {
-            if hole {
-                counts.unallocated += 1;
-            } else if free {
-                counts.free += 1;
-            } else {
-                counts.zero += 1;
-            }
-            if !matches!(sent.last(chunk, page), Last::Never | Last::Zero) {
-                zero.insert(page);
-                sent.zero(chunk, page);
-            }
-            continue;
-        }
-        let last = sent.last(chunk, page);
-        // The hash says what was sent; only where that has arrived, as far as is known, is it what the destination holds.
-        let unchanged = hashes.as_mut().is_some_and(|hashes| hashes.replace(page, &body));
-        if unchanged && matches!(last, Last::Content(_)) {
-            counts.unchanged += 1;
-            continue;
-        }
-        let digest = sent.digest(&body);
-        if by_digest && sent.holds(chunk, page, digest) {
-            counts.unchanged += 1;
-            continue;
-        }
-        counts.full += 1;
-        held.push(last);
-        full.insert(page);
-        digests.push(digest);
-        sent.content(chunk, page, digest);
-        if let Some(copies) = &mut copies {
-            copies.extend_from_slice(&body);
+    let hashes = if let Content::Hashes(table) = content { Some(table.chunk(chunk)) } else { None };
+    let mut left = pages.without(&holes).without(&free);
+    let (digests, held) = (Vec::with_capacity(left.len()), Vec::with_capacity(left.len()));
+    let selected = Selected { digests, held, ..Selected::default() };
+    let mut deciding = Deciding { sent, chunk, by_digest, hashes, selected };
+    for page in holes.or(&free).iter() {
+        deciding.zero(page);
+    }
+    while !left.is_empty() {
+        let batch = take_batch(&mut left, BATCH_PAGES);
+        ram.read(chunk, &batch, copies.room(batch.len()))?;
+        let travels = |(place, page): &(usize, u8)| deciding.body(*page, copies.beyond(*place));
+        let full: Vec<_> = batch.iter().enumerate().filter(travels).map(|(place, _)| place).collect();
+        if keep == Keep::Full {
+            copies.keep(full);
         }
     }
-    Ok(Selected { full, zero, digests, held, counts })
+    let mut selected = deciding.selected;
+    selected.counts.again = again.len() as u64;
+    selected.counts.unallocated = holes.len() as u64;
+    selected.counts.free = free.len() as u64;
+    Ok(selected)
 }
 
-/// Pages of a chunk whose content is not what the destination holds, though nobody reported a write; those in `known` are not looked at. For guests
-/// into whose RAM somebody writes past the page tables (a disk by direct I/O, say): such a write can land after its page was armed again, and is seen
-/// by nothing else. The guest is stopped and its I/O drained.
+/// Where the pages of a chunk go, one after another.
+struct Deciding<'a> {
+    sent: &'a SentTable,
+    chunk: ChunkIndex,
+    by_digest: bool,
+    hashes: Option<ChunkHashes<'a>>,
+    selected: Selected,
+}
+
+impl Deciding<'_> {
+    /// Zeros at the destination from now on: a bit, or nothing where it holds zeros already.
+    fn zero(&mut self, page: u8) {
+        if !matches!(self.sent.last(self.chunk, page), Last::Never | Last::Zero) {
+            self.selected.zero.insert(page);
+            self.sent.zero(self.chunk, page);
+        }
+    }
+
+    /// Whether a page that holds this travels whole.
+    fn body(&mut self, page: u8, body: &[u8; PAGE_BYTES]) -> bool {
+        let (sent, chunk, selected) = (self.sent, self.chunk, &mut self.selected);
+        if is_zero(body) {
+            selected.counts.zero += 1;
+            self.zero(page);
+            return false;
+        }
+        let last = sent.last(chunk, page);
+        // The hash says what was sent; only where that has arrived, as far as is known, is it what the destination
+        // holds.
+        let unchanged = self.hashes.as_mut().is_some_and(|hashes| hashes.replace(page, body));
+        if unchanged && matches!(last, Last::Content(_)) {
+            selected.counts.unchanged += 1;
+            return false;
+        }
+        let digest = sent.digest(body);
+        if self.by_digest && sent.holds(chunk, page, digest) {
+            selected.counts.unchanged += 1;
+            return false;
+        }
+        selected.counts.full += 1;
+        selected.held.push(last);
+        selected.full.insert(page);
+        selected.digests.push(digest);
+        sent.content(chunk, page, digest);
+        true
+    }
+}
+
+/// Pages of a chunk whose content is not what the destination holds, though nobody reported a write; those in `known`
+/// are not looked at. For guests into whose RAM somebody writes past the page tables (a disk by direct I/O, say): such
+/// a write can land after its page was armed again, and is seen by nothing else. The guest is stopped and its I/O
+/// drained.
 ///
-/// Of a page that was never sent the destination holds zeros, so there zeros are what it is compared with, as where zeros were sent: it may
-/// have been outstanding and read while the write was still under way. So no page is left out because of where it has been, and it does not matter
-/// when it was pinned, armed, collected, held back or given back. What has no memory is zeros, and is not touched.
+/// Of a page that was never sent the destination holds zeros, so there zeros are what it is compared with, as where
+/// zeros were sent: it may have been outstanding and read while the write was still under way. So no page is left out
+/// because of where it has been, and it does not matter when it was pinned, armed, collected, held back or given back.
+/// What has no memory is zeros, and is not touched.
 ///
 /// # Errors
 /// The file's holes cannot be read.
-pub fn changed_untracked(ram: &Ram, sent: &SentTable, chunk: ChunkIndex, known: &PageSet) -> std::io::Result<PageSet> {
-    let pages = ram.layout().place(chunk).map_or(0, |place| place.pages);
-    let allocated = ram.allocated_in(chunk)?;
-    let mut body = [0; PAGE_BYTES];
-    let changed = |page: &u8| {
-        let last = sent.last(chunk, *page);
-        let empty = matches!(last, Last::Never | Last::Zero);
-        if !allocated.contains(*page) {
-            return !empty;
-        }
-        if ram.read(chunk, *page, &mut body).is_err() {
-            // It is lost: the round that is to send it says so.
-            return true;
-        }
-        if empty { !is_zero(&body) } else { is_zero(&body) || !sent.holds(chunk, *page, sent.digest(&body)) }
-    };
-    Ok(PageSet::first(pages).without(known).iter().filter(changed).collect())
+pub fn changed_untracked(
+    ram: &dyn Memory,
+    sent: &SentTable,
+    chunk: ChunkIndex,
+    known: &PageSet,
+) -> std::io::Result<PageSet> {
+    let pages = PageSet::first(ram.layout().place(chunk).map_or(0, |place| place.pages)).without(known);
+    let there = pages.and(&ram.allocated_in(chunk)?);
+    let empty = |page: u8| matches!(sent.last(chunk, page), Last::Never | Last::Zero);
+    let mut changed: PageSet = pages.without(&there).iter().filter(|page| !empty(*page)).collect();
+    let mut left = there;
+    let read = for_each_body(
+        &there,
+        |batch, bodies| ram.read(chunk, batch, bodies),
+        |page, body| {
+            left.remove(page);
+            let zero = is_zero(body);
+            if if empty(page) { !zero } else { zero || !sent.holds(chunk, page, sent.digest(body)) } {
+                changed.insert(page);
+            }
+        },
+    );
+    // What is lost counts as changed: the round that is to send it says so.
+    Ok(if read.is_ok() { changed } else { changed.or(&left) })
 }

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::pagemap::{Pagemap, Region};
-use sterna_sys::userfaultfd::{Features, Modes, Userfaultfd};
 
 use crate::agent::Discards;
 use crate::error::MigrateError;
+use crate::faults::{GuestFaults, User, Userfault};
 use crate::inside::Inside;
-use crate::memory::{Ram, add_run};
+use crate::memory::{Memory, add_run};
 
 /// What tracking has cost so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -34,7 +34,7 @@ pub trait Tracker: Send {
     ///
     /// # Errors
     /// Then nothing is watched.
-    fn arm(&mut self, ram: &Ram) -> Result<(), MigrateError>;
+    fn arm(&mut self, ram: &dyn Memory) -> Result<(), MigrateError>;
 
     /// Adds the pages written, and those given back, since the last call (or since `arm`), and watches them again.
     ///
@@ -42,7 +42,8 @@ pub trait Tracker: Send {
     ///
     /// # Errors
     /// The migration cannot go on: writes may have been lost.
-    fn collect(&mut self, ram: &Ram, written: &mut PageMap, discarded: &mut PageMap) -> Result<(), MigrateError>;
+    fn collect(&mut self, ram: &dyn Memory, written: &mut PageMap, discarded: &mut PageMap)
+    -> Result<(), MigrateError>;
 
     /// A way to look at what is written, for as long as this watches; `None` where it does not, or cannot be looked at.
     fn watch(&self) -> Option<Arc<dyn Watch>>;
@@ -69,14 +70,14 @@ pub trait Watch: Send + Sync + Debug {
     fn written(&self, ram: &Layout, written: &mut PageMap) -> Result<(), MigrateError>;
 }
 
-/// Watches by write-protecting pages asynchronously (userfaultfd's `WP_ASYNC`) and reading the page tables of the VMM's process
-/// (`PAGEMAP_SCAN`): the kernel's `Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst`.
+/// Watches by write-protecting pages asynchronously (userfaultfd's `WP_ASYNC`) and reading the page tables of the VMM's
+/// process (`PAGEMAP_SCAN`): the kernel's `Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst`.
 ///
-/// What this does not see: writes through other mappings of the RAM (the daemon refuses such guests), writes into pages that were
-/// pinned before they were armed ([`changed_untracked`](super::select::changed_untracked)), and pages given back, which keep their
-/// mark: those the agent logs.
-pub struct WriteProtect<I: Inside> {
-    inside: I,
+/// What this does not see: writes through other mappings of the RAM (the daemon refuses such guests), writes into pages
+/// that were pinned before they were armed ([`changed_untracked`](super::select::changed_untracked)), and pages given
+/// back, which keep their mark: those the agent logs.
+pub struct WriteProtect {
+    faults: Arc<GuestFaults>,
     pagemap: Arc<Pagemap>,
     armed: Option<Armed>,
     regions: Vec<Region>,
@@ -84,42 +85,52 @@ pub struct WriteProtect<I: Inside> {
 }
 
 struct Armed {
-    userfaultfd: Userfaultfd,
+    userfault: Arc<Userfault>,
     spans: Vec<Range<u64>>,
     /// Device and inode of each block's file.
     files: Vec<(u64, u64)>,
 }
 
-impl<I: Inside> WriteProtect<I> {
+impl WriteProtect {
     /// For the VMM's process, with a foot inside it.
     ///
     /// # Errors
     /// The process's page tables cannot be opened.
-    pub fn new(pid: u32, inside: I) -> Result<Self, MigrateError> {
+    pub fn new(pid: u32, inside: impl Inside + 'static) -> Result<Self, MigrateError> {
+        Self::of(pid, GuestFaults::of(inside))
+    }
+
+    /// For the VMM's process, beside others who want to know of accesses to its guest's RAM.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of(pid: u32, faults: Arc<GuestFaults>) -> Result<Self, MigrateError> {
         let pagemap = Pagemap::open(pid).map_err(MigrateError::vmm_process("opening QEMU's page tables"))?;
-        Ok(Self { inside, pagemap: Arc::new(pagemap), armed: None, regions: Vec::new(), cost: Cost::default() })
+        Ok(Self { faults, pagemap: Arc::new(pagemap), armed: None, regions: Vec::new(), cost: Cost::default() })
     }
 }
 
-impl<I: Inside> Tracker for WriteProtect<I> {
-    fn arm(&mut self, ram: &Ram) -> Result<(), MigrateError> {
+impl Tracker for WriteProtect {
+    fn arm(&mut self, ram: &dyn Memory) -> Result<(), MigrateError> {
         self.disarm();
         let files = ram.files().map_err(MigrateError::host("looking at the guest's RAM files"))?;
-        let userfaultfd =
-            self.inside.open(Features::WP_ASYNC | Features::WP_UNPOPULATED | Features::WP_HUGETLBFS_SHMEM)?;
-        let armed = self.armed.insert(Armed { userfaultfd, spans: ram.spans().collect(), files });
-        for span in &armed.spans {
-            let registered = armed.userfaultfd.register(span.clone(), Modes::WP);
-            registered.map_err(MigrateError::vmm_process("registering the guest's RAM for write tracking"))?;
-        }
-        // The first scan arms every page, holes included. What it finds is not used: the caller sends all that is allocated.
+        let spans = ram.spans();
+        let userfault = self.faults.begin(User::Tracking, spans.clone(), ram.mappings())?;
+        self.armed = Some(Armed { userfault, spans, files });
+        // The first scan arms every page, holes included. What it finds is not used: the caller sends all that is
+        // allocated.
         let (mut all, mut given_back) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
         self.collect(ram, &mut all, &mut given_back)?;
         self.cost.write_faults = 0;
         Ok(())
     }
 
-    fn collect(&mut self, ram: &Ram, written: &mut PageMap, discarded: &mut PageMap) -> Result<(), MigrateError> {
+    fn collect(
+        &mut self,
+        ram: &dyn Memory,
+        written: &mut PageMap,
+        discarded: &mut PageMap,
+    ) -> Result<(), MigrateError> {
         let Some(armed) = &self.armed else { return Ok(()) };
         let began = Instant::now();
         for (block, span) in armed.spans.iter().enumerate() {
@@ -135,7 +146,8 @@ impl<I: Inside> Tracker for WriteProtect<I> {
         self.cost.scan_time += began.elapsed();
         // Discards after the scan: a page written and then given back is in both, and whether it is a hole decides.
         let before = discarded.len();
-        match self.inside.discards() {
+        let logged = self.faults.inside().discards();
+        match logged {
             Discards::Ranges(ranges) => {
                 for range in ranges {
                     if let Some(block) = armed.files.iter().position(|file| *file == (range.device, range.inode)) {
@@ -155,6 +167,13 @@ impl<I: Inside> Tracker for WriteProtect<I> {
                 }
             }
         }
+        // What this daemon took: it is in no log.
+        for hole in armed.userfault.take_holes() {
+            let block = armed.spans.iter().position(|span| span.contains(&hole.start));
+            if let Some((block, span)) = block.and_then(|block| Some((block, armed.spans.get(block)?))) {
+                add_run(discarded, ram.layout(), block, hole.start - span.start..hole.end - span.start);
+            }
+        }
         self.cost.discarded_pages += discarded.len() - before;
         written.add(discarded);
         Ok(())
@@ -166,12 +185,10 @@ impl<I: Inside> Tracker for WriteProtect<I> {
     }
 
     fn disarm(&mut self) {
-        let Some(armed) = self.armed.take() else { return };
-        for span in &armed.spans {
-            // Unregistering clears every mark. It fails only where the process is gone, and the marks with it.
-            let _ = armed.userfaultfd.unregister(span.clone());
+        if self.armed.take().is_some() {
+            // It clears every mark.
+            self.faults.end(User::Tracking);
         }
-        self.inside.close();
     }
 
     fn cost(&self) -> Cost {
@@ -221,7 +238,7 @@ impl Watch for WrittenPages {
     }
 }
 
-impl<I: Inside> Drop for WriteProtect<I> {
+impl Drop for WriteProtect {
     fn drop(&mut self) {
         self.disarm();
     }
@@ -237,8 +254,8 @@ mod tests {
     #[test]
     fn a_process_that_has_ended_is_said_to_have_ended_and_not_the_kernel_to_have_failed() {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
-        // Its parent may go on before the child has left the parent's memory (`vfork`): a page map opened then is that of this process, which
-        // has not ended. So QEMU's is opened only when it has answered.
+        // Its parent may go on before the child has left the parent's memory (`vfork`): a page map opened then is that
+        // of this process, which has not ended. So QEMU's is opened only when it has answered.
         let program = || std::fs::read_link(format!("/proc/{}/exe", child.id())).ok();
         while program() == std::env::current_exe().ok() {
             std::thread::yield_now();

@@ -9,7 +9,7 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::link::Link;
 use crate::error::MigrateError;
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::transport::control::REPLY_TIMEOUT;
 
 /// Chunks compared per request: 16 GiB, a fraction of a second on each side.
@@ -36,7 +36,12 @@ pub enum Compared {
 ///
 /// # Errors
 /// What went wrong on the way.
-pub fn compare(link: &mut Link, ram: &Ram, free: Option<&PageMap>, when: Compared) -> Result<Verify, MigrateError> {
+pub fn compare(
+    link: &mut Link,
+    ram: &dyn Memory,
+    free: Option<&PageMap>,
+    when: Compared,
+) -> Result<Verify, MigrateError> {
     let digester = link.digester();
     let digesting = || MigrateError::host("reading the guest's RAM to compare it");
     let chunks = ram.layout().chunks();

@@ -15,11 +15,12 @@ use sterna_agent_protocol::message::{Operation, ReplyHeader, RequestHeader};
 use sterna_agent_protocol::{MAGIC, MAX_MESSAGE_BYTES, VERSION};
 use sterna_api::report::Status;
 use sterna_api::{Blame, MigrateOptions, Mode};
-use sterna_engine::agent::{Agent, AgentError};
+use sterna_engine::agent::{Advice, Agent, AgentError};
+use sterna_engine::faults::GuestFaults;
+use sterna_engine::faults::fence::Fence;
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::memory::BlockFile;
 use sterna_engine::monitor::Monitor;
-use sterna_engine::reclaim::fence::Fence;
 use sterna_engine::source::track::WriteProtect;
 use sterna_engine::source::{Fate, Outcome, migrate};
 use zerocopy::{FromBytes, IntoBytes};
@@ -315,9 +316,10 @@ fn a_fence_whose_userfaultfd_blocks_keeps_nobody_waiting() {
         return;
     }
     let ram = GuestRam::new(1 << 20);
-    let mut inside = Kept::default();
-    let fence = Fence::new(&mut inside, vec![ram.mapping.addresses()]).expect("a fence");
-    rustix::io::ioctl_fionbio(inside.kept.as_ref().unwrap(), false).unwrap();
+    let inside = Kept::default();
+    let kept = Arc::clone(&inside.kept);
+    let fence = Fence::new(GuestFaults::of(inside), vec![ram.mapping.addresses()]).expect("a fence");
+    rustix::io::ioctl_fionbio(kept.lock().unwrap().as_ref().unwrap(), false).unwrap();
     let (say, done) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         let patience = fence.patience(Duration::from_millis(10));
@@ -335,7 +337,7 @@ fn a_fence_whose_userfaultfd_blocks_keeps_nobody_waiting() {
 #[derive(Default)]
 struct Kept {
     inside: InsideSelf,
-    kept: Option<OwnedFd>,
+    kept: Arc<Mutex<Option<OwnedFd>>>,
 }
 
 impl sterna_engine::inside::Inside for Kept {
@@ -351,16 +353,24 @@ impl sterna_engine::inside::Inside for Kept {
         features: sterna_sys::userfaultfd::Features,
     ) -> Result<sterna_sys::userfaultfd::Userfaultfd, sterna_engine::error::MigrateError> {
         let made = self.inside.open_alone(features)?;
-        self.kept = Some(made.as_fd().try_clone_to_owned().expect("a descriptor"));
+        *self.kept.lock().unwrap() = Some(made.as_fd().try_clone_to_owned().expect("a descriptor"));
         Ok(made)
+    }
+
+    fn log_discards(&mut self) -> Result<(), sterna_engine::error::MigrateError> {
+        self.inside.log_discards()
     }
 
     fn reopen(&mut self) -> Result<Option<sterna_sys::userfaultfd::Userfaultfd>, sterna_engine::error::MigrateError> {
         self.inside.reopen()
     }
 
-    fn unmap(&mut self, ranges: &[std::ops::Range<u64>]) -> Result<(), sterna_engine::error::MigrateError> {
-        self.inside.unmap(ranges)
+    fn advise(
+        &mut self,
+        advice: Advice,
+        ranges: &[std::ops::Range<u64>],
+    ) -> Result<(), sterna_engine::error::MigrateError> {
+        self.inside.advise(advice, ranges)
     }
 
     fn pid(&self) -> u32 {

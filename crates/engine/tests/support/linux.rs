@@ -13,11 +13,13 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use sterna_engine::memory::BlockFile;
 use sterna_engine::memory::physical::GuestPhysical;
+use sterna_engine::memory::shared::SharedMemory;
 use sterna_engine::vmm::Source;
 use sterna_engine::vmm::qemu::{QemuProcess, QemuSource, SharedQmp};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_introspect::PageTables;
 use sterna_protocol::spec::BlockSpec;
+use sterna_sys::map::Access;
 use tempfile::TempDir;
 
 /// How long a guest that starts may say nothing on its console.
@@ -172,7 +174,9 @@ impl Guest {
     pub fn memory(&mut self) -> GuestPhysical {
         let spec = BlockSpec { id: "ram".into(), bytes: self.memory_bytes, page_bytes: 4096, path: String::new() };
         let map = self.source.memory_map().expect("a map of its RAM");
-        GuestPhysical::new(&map, &[BlockFile { spec, file: self.ram(), address: 0 }]).expect("a map of its RAM")
+        let block = BlockFile { spec, file: self.ram(), address: 0 };
+        let ram = SharedMemory::open(&[block], Access::Read).expect("a mapping");
+        GuestPhysical::new(&map, Arc::new(ram)).expect("a map of its RAM")
     }
 
     /// The page tables of its processors, now.

@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use sterna_api::{Blame, Problem};
-use sterna_engine::agent::{Discard, Discards};
+use sterna_engine::agent::{Advice, Discard, Discards};
 use sterna_engine::error::MigrateError;
 use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, SourceHost, Verdict};
 use sterna_engine::inside::Inside;
@@ -504,6 +504,10 @@ pub struct InsideSelf {
 }
 
 impl Inside for InsideSelf {
+    fn log_discards(&mut self) -> Result<(), MigrateError> {
+        Ok(())
+    }
+
     fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
         let device = userfaultfd::open_device().map_err(MigrateError::kernel("opening /dev/userfaultfd"))?;
         let created = Userfaultfd::create(device).map_err(MigrateError::kernel("making a userfaultfd"))?;
@@ -524,11 +528,14 @@ impl Inside for InsideSelf {
         Ok(duplicate.map_err(MigrateError::host("keeping a duplicate"))?.map(Userfaultfd::from))
     }
 
-    fn unmap(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+    fn advise(&mut self, _: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
         let mappings = self.mappings.lock().unwrap();
         for range in ranges {
-            let mapping = mappings.iter().find(|mapping| mapping.addresses() == *range).expect("a guest's mapping");
-            mapping.dont_need(0..mapping.bytes()).map_err(MigrateError::kernel("unmapping guest RAM"))?;
+            let of_range = |mapping: &&Arc<SharedMapping>| mapping.addresses().contains(&range.start);
+            let mapping = mappings.iter().find(of_range).expect("a guest's mapping");
+            let base = mapping.addresses().start;
+            let unmapped = mapping.dont_need(range.start - base..range.end - base);
+            unmapped.map_err(MigrateError::kernel("unmapping guest RAM"))?;
         }
         Ok(())
     }

@@ -71,6 +71,27 @@ pub fn set_pacing_rate(socket: impl AsFd, rate: Option<u64>) -> Result<()> {
         .map_err(|error| Error::new("set a connection's rate", error))
 }
 
+/// `TCP_RTO_MIN_US` and `TCP_DELACK_MAX_US` of `include/uapi/linux/tcp.h`, Linux 6.15 and later.
+const TCP_RTO_MIN_US: i32 = 45;
+const TCP_DELACK_MAX_US: i32 = 46;
+
+/// Sends a lost segment again once it was not acknowledged for `retransmit` longer than usual (the kernel's default is 200 ms), and
+/// acknowledges what comes within `acknowledge` (by default 40 ms and more). Where a message is one segment, nothing but this time
+/// tells the kernel that it was lost. The kernel rounds both to its ticks. `false` where it knows neither option.
+///
+/// # Errors
+/// Not a TCP socket, or times that are longer than the defaults.
+pub fn set_loss_timers(socket: impl AsFd, retransmit: Duration, acknowledge: Duration) -> Result<bool> {
+    let set = |name, time: Duration| {
+        let micros = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+        match set_option(socket.as_fd(), libc::IPPROTO_TCP, name, micros) {
+            Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => Ok(false),
+            set => set.map(|()| true).map_err(|error| Error::new("set a connection's timers for loss", error)),
+        }
+    };
+    Ok(set(TCP_RTO_MIN_US, retransmit)? & set(TCP_DELACK_MAX_US, acknowledge)?)
+}
+
 /// What the kernel knows of a TCP connection (`TCP_INFO`). A field that an older kernel does not report is zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TcpInfo {
@@ -80,6 +101,8 @@ pub struct TcpInfo {
     pub least_round_trip: Duration,
     /// The mean deviation of the smoothed one.
     pub round_trip_deviation: Duration,
+    /// How long a segment may stay unacknowledged before it is sent again.
+    pub retransmit_after: Duration,
     /// Bytes of a segment that is sent: what one acknowledgement stands for at least.
     pub segment_bytes: u32,
     /// The congestion window, segments.
@@ -122,6 +145,7 @@ impl TcpInfo {
             round_trip: micros(offset_of!(tcp_info, tcpi_rtt)),
             least_round_trip: micros(offset_of!(tcp_info, tcpi_min_rtt)),
             round_trip_deviation: micros(offset_of!(tcp_info, tcpi_rttvar)),
+            retransmit_after: micros(offset_of!(tcp_info, tcpi_rto)),
             segment_bytes: word(offset_of!(tcp_info, tcpi_snd_mss)),
             congestion_window: word(offset_of!(tcp_info, tcpi_snd_cwnd)),
             delivery_rate: long(offset_of!(tcp_info, tcpi_delivery_rate)),

@@ -44,10 +44,11 @@ impl DestinationHost for Room {
 
 /// Page 3 comes to a guest that runs and misses it.
 fn page_comes(pager: &Pager, host: &Room) -> Result<(), MigrateError> {
-    let placer = Placer::new(pager.ram(), host, Some(pager), Digester::UNSEEDED);
+    let placer = Placer::new(pager.ram().as_ref(), host, Some(pager), Digester::UNSEEDED);
     let only: PageSet = [3].into_iter().collect();
     let frame = ChunkFrame { round: 0, chunk: ChunkIndex(0), full: only, zero: PageSet::EMPTY };
-    placer.place(&frame, &[Digester::UNSEEDED.page(&[8; 4096])], &[8; 4096])
+    let digests = [Digester::UNSEEDED.page(&[8; 4096])];
+    placer.place(&Arrival::plain(&frame, &digests, Digester::UNSEEDED, &[(only, &[8; 4096])]))
 }
 
 /// Seen to fail: the page was placed, and the reserve used up.

@@ -1,10 +1,12 @@
-//! Pages compressed, up to 16 together: 64 KiB compress a tenth better than single pages and in less time, and beyond it little is gained.
+//! Pages compressed, up to 16 together: 64 KiB compress a tenth better than single pages and in less time, and beyond
+//! it little is gained.
 
 use sterna_protocol::frame::packed::{Block, Codec, MAX_BLOCK_PAGES};
 use sterna_protocol::layout::PAGE_BYTES;
 use zstd::zstd_safe::ResetDirective;
 
-/// A block must become smaller than this share of itself, or it is sent as it is: decompressing costs the destination something.
+/// A block must become smaller than this share of itself, or it is sent as it is: decompressing costs the destination
+/// something.
 const WORTH: (usize, usize) = (15, 16);
 /// Blocks that did not shrink in a row, after which the next are not tried.
 const MISSES: u32 = 4;
@@ -53,7 +55,8 @@ impl std::ops::AddAssign for Did {
     }
 }
 
-/// Compresses for one thread. What the compressors need is kept from block to block: making it anew for each costs half as much again.
+/// Compresses for one thread. What the compressors need is kept from block to block: making it anew for each costs half
+/// as much again.
 pub struct Compressor {
     zstd: Option<zstd::bulk::Compressor<'static>>,
     zstd_level: i32,

@@ -1,20 +1,22 @@
 //! Pages as differences to what was last sent of them, from a bounded cache of what that was.
 //!
 //! **What is kept.** A page enters the cache when it is sent for the second time. Its first sending says nothing about whether it will be
-//! written: in the first round that is all of the guest's memory, and it would push everything else out. Where the cache is full, a page
-//! takes the place of one that was not sent in this round or the last; where there is none such, it stays out. A working set larger than
-//! the cache is thus hit in part; replacing the oldest would replace each page just before its turn comes, and hit nothing.
+//! written: in the first round that is all of the guest's memory, and it would push everything else out. Where the
+//! cache is full, a page takes the place of one that was not sent in this round or the last; where there is none such,
+//! it stays out. A working set larger than the cache is thus hit in part; replacing the oldest would replace each page
+//! just before its turn comes, and hit nothing.
 //!
 //! **Why the destination can apply it.** A difference is told to exactly what the destination holds, because
 //! - an entry is replaced whenever its page is sent, whatever way, and holds the very copy that was encoded;
 //! - what was sent of a page in one round has arrived and is in place before the next round begins, and a chunk keeps its connection; a
 //!   page goes once in a round;
 //! - an entry is used only where [`SentTable`](crate::source::sent::SentTable) says that the destination holds content of the entry's
-//!   digest. So a page that was zeros or given back in between, one that arrived *suspect*, and one that was sent past the cache are sent
-//!   whole, and nobody has to tell the cache;
+//! digest. So a page that was zeros or given back in between, one that arrived *suspect*, and one that was sent past
+//! the cache are sent whole, and nobody has to tell the cache;
 //! - a frame that fails, fails the migration, and the next one begins with nothing sent.
 //!
-//! Were all that wrong, the destination would find it: it checks every page's digest after decoding it and before it is placed.
+//! Were all that wrong, the destination would find it: it checks every page's digest after decoding it and before it is
+//! placed.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -25,8 +27,8 @@ use sterna_protocol::xbzrle::{self, Page};
 
 /// What is longer is hardly shorter than the page, and costs the destination more: the page goes whole.
 const MOST_DELTA_BYTES: usize = PAGE_BYTES * 3 / 4;
-/// Neighbouring pages that share a shard. A chunk's pages are spread over many shards: hot pages often lie together, and threads that
-/// encode neighbouring chunks should not meet.
+/// Neighbouring pages that share a shard. A chunk's pages are spread over many shards: hot pages often lie together,
+/// and threads that encode neighbouring chunks should not meet.
 const NEIGHBOURS: u64 = 16;
 /// The most shards; more than any number of threads, so that two rarely want the same.
 const MAX_SHARDS: u64 = 64;
@@ -89,8 +91,8 @@ impl DeltaCache {
         Self { shards: (0..shards).map(|_| Mutex::new(Shard::new(capacity))).collect() }
     }
 
-    /// Appends the page to a block of differences, and keeps what is sent. `false`, and nothing is appended, where it must go whole:
-    /// what the destination holds is not in the cache, or differs too much.
+    /// Appends the page to a block of differences, and keeps what is sent. `false`, and nothing is appended, where it
+    /// must go whole: what the destination holds is not in the cache, or differs too much.
     pub fn encode(&self, sending: &Sending, block: &mut Vec<u8>) -> bool {
         let page = sending.chunk.index() as u64 * CHUNK_PAGES as u64 + u64::from(sending.page);
         let shard = &self.shards[(page / NEIGHBOURS % self.shards.len() as u64) as usize];
@@ -177,7 +179,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Both ends of a page's way, without what lies between: what the source knows of the destination, and what that holds.
+    /// Both ends of a page's way, without what lies between: what the source knows of the destination, and what that
+    /// holds.
     struct Ends {
         cache: DeltaCache,
         round: u32,

@@ -1,10 +1,10 @@
 //! How hard to compress, where nobody asked for a level: as hard as leaves the link busy.
 //!
-//! The threads that encode and those that send wait for each other at a short queue, and who waits says what is scarce: senders wait
-//! where the processor is the bottleneck, encoders where the link is. So the rule goes down a step in the first case and up in the
-//! second. Two things keep it from being fooled. A step down is not always quicker (what shrinks to a tenth may well be worth a processor
-//! that is busy), so a step that was tried and moved fewer pages per second is not tried again for a while. And a window in which
-//! neither waits for long changes nothing.
+//! The threads that encode and those that send wait for each other at a short queue, and who waits says what is scarce:
+//! senders wait where the processor is the bottleneck, encoders where the link is. So the rule goes down a step in the
+//! first case and up in the second. Two things keep it from being fooled. A step down is not always quicker (what
+//! shrinks to a tenth may well be worth a processor that is busy), so a step that was tried and moved fewer pages per
+//! second is not tried again for a while. And a window in which neither waits for long changes nothing.
 
 use std::time::Duration;
 

@@ -1,9 +1,10 @@
 //! How the pages of a chunk travel: as differences to what the destination holds, compressed, or as they are.
 //!
-//! Bodies that go as they are and are hashed quickly go straight from the guest's RAM to the socket and never come here
-//! ([`send`](crate::source::send)). Where anything dearer is asked for, a thread of the [`pipeline`](crate::source::pipeline) takes the chunk: it copies
-//! each page once and decides on it ([`select`](crate::source::select)), and what it copied is what it hashes, digests, encodes and sends. So whatever the guest writes
-//! meanwhile, a body fits its digest, and the destination takes one that does not for damage.
+//! Bodies that go as they are and are hashed quickly go straight from the guest's RAM to the socket and are never
+//! encoded. Where anything dearer is asked for, a thread of the [`round`](crate::source::round) takes the chunk: it
+//! copies each page once and decides on it ([`select`](crate::source::select)), and what it copied is what it hashes,
+//! digests, encodes and sends. So whatever the guest writes meanwhile, a body fits its digest, and the destination
+//! takes one that does not for damage.
 
 /// Pages compressed.
 pub mod compress;
@@ -17,24 +18,23 @@ pub mod level;
 /// The level in use, and what it is chosen by.
 mod meter;
 
+use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use sterna_api::options::{Compress, Delta};
 use sterna_api::{MigrateOptions, report};
-use sterna_protocol::frame::packed::{Block, Codec, PackedFrame};
-use sterna_protocol::frame::{ChunkFrame, Frame};
-use sterna_protocol::layout::{CHUNK_BYTES, CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
+use sterna_protocol::frame::packed::{Block, Codec};
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout};
 use sterna_protocol::pages::PageSet;
 
-use self::compress::{Compressor, Did};
+use self::compress::{Compressor, Did, Method};
 use self::delta::{DeltaCache, Sending};
 pub use self::meter::Meter;
 use super::content::Content;
-use super::select::{Counts, Selected, Wanted, select};
-use super::send::Round;
+use super::copies::Copies;
+use super::select::Selected;
 use super::sent::Last;
-use crate::error::MigrateError;
 
 /// The most threads that encode where no number is asked for: more rarely find a link that keeps them busy.
 const MOST_THREADS: usize = 4;
@@ -52,21 +52,17 @@ pub struct Encoding {
     cpu: Mutex<Duration>,
 }
 
-/// What of a chunk travels, ready to be sent.
-#[derive(Debug)]
-pub struct Encoded {
-    /// The frame.
-    pub frame: Frame,
-    /// The digests of its bodies.
-    pub digests: Vec<u64>,
-    /// What follows: bodies or blocks.
-    pub payload: Vec<u8>,
-    /// Pages dealt with, also those that do not travel.
-    pub pages: u64,
+/// How copies are encoded.
+#[derive(Clone, Copy)]
+pub struct Packing<'a> {
+    /// What differences are made against, where they are.
+    pub delta: Option<&'a DeltaCache>,
+    /// How what travels whole is compressed.
+    pub method: Method,
 }
 
 impl Encoding {
-    /// As the options ask.
+    /// An encoding as the options ask for it.
     #[must_use]
     pub fn new(options: &MigrateOptions, layout: &Layout) -> Self {
         let options = options.resolved();
@@ -92,6 +88,20 @@ impl Encoding {
     #[must_use]
     pub fn threads(&self) -> usize {
         self.threads
+    }
+
+    /// Whether bodies go as they are, and no thread is needed to hash them.
+    #[must_use]
+    pub fn is_straight(&self) -> bool {
+        self.threads == 0
+    }
+
+    /// How copies are encoded now; `None` where they go as they are.
+    #[must_use]
+    pub fn packing(&self) -> Option<Packing<'_>> {
+        let (delta, meter) = (self.delta.as_ref(), self.compression.as_ref());
+        let method = meter.map_or(Method::Plain, Meter::method);
+        (delta.is_some() || meter.is_some()).then_some(Packing { delta, method })
     }
 
     /// How pages whose content is what was last sent are found.
@@ -132,7 +142,7 @@ impl Encoding {
     #[must_use]
     pub fn report(&self) -> report::Encoding {
         let mut did = Did::default();
-        lock(&self.idle).iter().for_each(|encoder| did += encoder.compressor.did());
+        lock(&self.idle).iter().for_each(|encoder| did += encoder.did());
         report::Encoding {
             hash_bytes_per_page: self.content.bytes_per_page(),
             threads: self.threads as u32,
@@ -149,11 +159,9 @@ impl Encoding {
         }
     }
 
-    /// Memory for a payload, empty.
-    fn payload(&self) -> Vec<u8> {
-        let mut payload = lock(&self.payloads).pop().unwrap_or_default();
-        payload.clear();
-        payload
+    /// Memory for a payload, whatever it holds.
+    pub(super) fn payload(&self) -> Vec<u8> {
+        lock(&self.payloads).pop().unwrap_or_default()
     }
 }
 
@@ -161,98 +169,79 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Encodes for one thread at a time.
+/// Copies and encodes for one thread at a time.
+#[derive(Default)]
 pub struct Encoder {
-    /// Pages that travel whole, as they were copied.
-    whole: Vec<u8>,
+    /// Pages that travel whole.
+    whole: Copies,
     differences: Vec<u8>,
     compressor: Compressor,
 }
 
-impl Default for Encoder {
-    fn default() -> Self {
-        let (whole, differences) = (Vec::with_capacity(CHUNK_BYTES), Vec::new());
-        Self { whole, differences, compressor: Compressor::default() }
-    }
-}
-
 impl Encoder {
-    /// Decides about the wanted pages of a chunk and encodes those that travel; where the pages went, and the frame where there is one.
+    /// The copies that will be encoded.
+    pub fn copies(&mut self) -> &mut Copies {
+        &mut self.whole
+    }
+
+    /// Encodes the copies that are kept, which are of the full pages, and adds the blocks' bytes to `payload`; which
+    /// of them travel as differences, and the blocks. The digests are put into the order of the bodies.
     ///
     /// # Errors
-    /// As [`select`], or no memory for a compressor.
-    pub fn encode(&mut self, round: &Round, wanted: &Wanted) -> Result<(Counts, Option<Encoded>), MigrateError> {
-        let encoding = round.encoding;
-        self.whole.clear();
-        let selected = select(round.ram, round.sent, &encoding.content, wanted, Some(&mut self.whole))
-            .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-        let Selected { full, zero, digests, held, mut counts } = selected;
-        let (number, chunk, pages) = (round.number, wanted.chunk, counts.pages());
-        if full.is_empty() && zero.is_empty() {
-            return Ok((counts, None));
-        }
-        let mut payload = encoding.payload();
-        if encoding.delta.is_none() && encoding.compression.is_none() {
-            // Only the hashing was wanted elsewhere.
-            std::mem::swap(&mut payload, &mut self.whole);
-            let frame = Frame::Chunk(ChunkFrame { round: number, chunk, full, zero });
-            return Ok((counts, Some(Encoded { frame, digests, payload, pages })));
-        }
-        let (delta, digests) = match &encoding.delta {
-            Some(cache) => self.differences(cache, (number, chunk), &full, &digests, &held),
-            None => (PageSet::EMPTY, digests),
-        };
-        counts.full -= delta.len() as u64;
-        counts.delta += delta.len() as u64;
+    /// No memory for a compressor.
+    pub fn pack(
+        &mut self,
+        Packing { delta, method }: Packing,
+        at: (u32, ChunkIndex),
+        selected: &mut Selected,
+        payload: &mut Vec<u8>,
+    ) -> io::Result<(PageSet, Vec<Block>)> {
+        let differ = delta.map_or(PageSet::EMPTY, |cache| self.take_differences(cache, at, selected));
         let mut blocks = Vec::with_capacity(CHUNK_PAGES / 16 + 1);
-        let method = encoding.compression.as_ref().map_or(compress::Method::Plain, Meter::method);
-        self.compressor
-            .encode(method, &self.whole, &mut blocks, &mut payload)
-            .map_err(MigrateError::host("compressing the guest's pages"))?;
-        if !delta.is_empty() {
-            blocks.push(Block {
-                codec: Codec::Xbzrle,
-                pages: delta.len() as u16,
-                bytes: self.differences.len() as u32,
-            });
+        self.compressor.encode(method, self.whole.bodies(), &mut blocks, payload)?;
+        if !differ.is_empty() {
+            let (pages, bytes) = (differ.len() as u16, self.differences.len() as u32);
+            blocks.push(Block { codec: Codec::Xbzrle, pages, bytes });
             payload.extend_from_slice(&self.differences);
         }
-        let frame =
-            Frame::Packed(PackedFrame { round: number, chunk, full: full.without(&delta), delta, zero, blocks });
-        Ok((counts, Some(Encoded { frame, digests, payload, pages })))
+        Ok((differ, blocks))
     }
 
-    /// Takes the pages that travel as differences out of those that travel whole; which they are, and all digests in their new order.
-    fn differences(
+    /// What was compressed so far.
+    #[must_use]
+    pub fn did(&self) -> Did {
+        self.compressor.did()
+    }
+
+    /// Takes the pages that travel as differences out of those that travel whole, and puts the digests into their new
+    /// order; which pages they are.
+    fn take_differences(
         &mut self,
         cache: &DeltaCache,
         (round, chunk): (u32, ChunkIndex),
-        full: &PageSet,
-        digests: &[u64],
-        held: &[Last],
-    ) -> (PageSet, Vec<u64>) {
+        selected: &mut Selected,
+    ) -> PageSet {
         self.differences.clear();
-        let (mut delta, mut whole) = (PageSet::EMPTY, 0);
+        let Selected { full, digests, held, .. } = selected;
+        let (mut delta, differences) = (PageSet::EMPTY, &mut self.differences);
         let (mut of_whole, mut of_delta) = (Vec::with_capacity(digests.len()), Vec::new());
-        for (at, page) in full.iter().enumerate() {
-            let from = at * PAGE_BYTES;
-            let body = self.whole[from..].first_chunk().expect("a body was copied for each full page");
+        let mut pages = full.iter();
+        self.whole.take_out(|at, body| {
+            let page = pages.next().expect("a body was copied for each full page");
             let held = match held[at] {
                 Last::Content(digest) => Some(digest),
                 Last::Never | Last::Zero | Last::Unknown => None,
             };
             let sending = Sending { round, chunk, page, held, body, digest: super::sent::stored(digests[at]) };
-            if cache.encode(&sending, &mut self.differences) {
+            let differs = cache.encode(&sending, differences);
+            if differs {
                 delta.insert(page);
-                of_delta.push(digests[at]);
-            } else {
-                self.whole.copy_within(from..from + PAGE_BYTES, whole);
-                whole += PAGE_BYTES;
-                of_whole.push(digests[at]);
             }
-        }
-        self.whole.truncate(whole);
+            if differs { &mut of_delta } else { &mut of_whole }.push(digests[at]);
+            differs
+        });
         of_whole.extend(of_delta);
-        (delta, of_whole)
+        *digests = of_whole;
+        delta
     }
 }

@@ -14,7 +14,7 @@ use super::urgent::Urgent;
 use super::{Context, Work, no_thread, push};
 use crate::error::MigrateError;
 use crate::source::link::Link;
-use crate::source::send::Stream;
+use crate::source::stream::Stream;
 use crate::source::verify::{self, Compared};
 use crate::transport::control::REPLY_TIMEOUT;
 
@@ -176,7 +176,8 @@ impl Session {
         let done = completed.insert(Completed { account: *account, verify: Verify::default(), at });
         if verifiable {
             let work = &context.work;
-            done.verify = verify::compare(&mut self.link, &work.ram, work.free().as_deref(), Compared::AsFirstSeen)?;
+            done.verify =
+                verify::compare(&mut self.link, work.ram.as_ref(), work.free().as_deref(), Compared::AsFirstSeen)?;
         }
         self.link.control.ask(&Request::Release, REPLY_TIMEOUT).map(drop)
     }

@@ -1,4 +1,4 @@
-//! The guest runs at the destination, and the rest of its pages follow.
+//! Phase *postcopy*: the guest runs at the destination, and the rest of its pages follow.
 //!
 //! ```text
 //!   faults connection  ──▶ urgent: asked for ─┐
@@ -45,15 +45,22 @@ use std::time::Duration;
 use sterna_api::options::{Compress, Prepaging, SkipFree};
 use sterna_api::report::Report;
 use sterna_api::{MigrateOptions, Phase};
-use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 
+use self::drive::Begun;
 use self::pending::Pending;
+use super::account::Account;
+use super::departure::Departure;
 use super::encode::Meter;
 use super::encode::compress::Did;
+use super::link::Link;
+use super::prepare::Prepared;
+use super::select::Counts;
+use super::stream::Stream;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
-use crate::memory::Ram;
+use crate::memory::Memory;
 use crate::monitor::Monitor;
 use crate::transport::pacer::Pacer;
 use crate::transport::share::Share;
@@ -61,7 +68,7 @@ use crate::transport::share::Share;
 /// What all threads of a migration's post-copy share, over all its sessions.
 pub struct Work {
     /// The guest's RAM, which stands still from the switchover on.
-    pub ram: Arc<Ram>,
+    pub ram: Arc<dyn Memory>,
     /// The order of the push.
     pub prepaging: Prepaging,
     /// The number that frames carry as their round.
@@ -84,7 +91,7 @@ pub struct Work {
 impl Work {
     /// Nothing done yet.
     #[must_use]
-    pub fn new(ram: Arc<Ram>, options: &MigrateOptions, bandwidth: &Arc<Share>, round: u32) -> Arc<Self> {
+    pub fn new(ram: Arc<dyn Memory>, options: &MigrateOptions, bandwidth: &Arc<Share>, round: u32) -> Arc<Self> {
         let limits = [options.bandwidth_bytes_per_s, options.postcopy_bandwidth_bytes_per_s];
         let limit = limits.into_iter().flatten().min();
         let compress = options.compress != Compress::Off;
@@ -143,14 +150,14 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// A frame went: its pages with bodies, of zeros and free ones, its bytes, and whether a fault asked for it.
-    fn sent(&self, (full, zero, free): (u64, u64, u64), bytes: u64, asked: bool) {
-        self.full.fetch_add(full, Ordering::Relaxed);
-        self.zero.fetch_add(zero, Ordering::Relaxed);
-        self.free.fetch_add(free, Ordering::Relaxed);
+    /// A frame went: where its pages went, its bytes, and whether a fault asked for it.
+    fn sent(&self, counts: &Counts, bytes: u64, asked: bool) {
+        self.full.fetch_add(counts.full, Ordering::Relaxed);
+        self.zero.fetch_add(counts.zero, Ordering::Relaxed);
+        self.free.fetch_add(counts.free, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         let pages = if asked { &self.faulted } else { &self.pushed };
-        pages.fetch_add(full + zero + free, Ordering::Relaxed);
+        pages.fetch_add(counts.pages(), Ordering::Relaxed);
     }
 
     /// A thread of its own ends, this one: its processor time, and what it compressed.
@@ -178,7 +185,7 @@ impl Tally {
     }
 
     /// Adds it to a report.
-    fn write(&self, report: &mut Report) {
+    pub(super) fn write(&self, report: &mut Report) {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let full = get(&self.full);
         report.pages.full += full;
@@ -188,7 +195,7 @@ impl Tally {
         report.pages.faulted += get(&self.faulted);
         report.pages.pushed += get(&self.pushed);
         report.bytes_on_wire += get(&self.bytes);
-        report.bytes_raw += full * 4096;
+        report.bytes_raw += full * PAGE_BYTES as u64;
         report.source.cpu_s += Duration::from_micros(get(&self.cpu_us)).as_secs_f64();
         let did = *self.compressed.lock().unwrap_or_else(PoisonError::into_inner);
         report.encoding.compression.pages += did.pages;
@@ -215,11 +222,48 @@ pub struct Context<'a> {
     pub work: Arc<Work>,
 }
 
+/// What the switchover leaves to post-copy.
+pub struct Handed {
+    work: Arc<Work>,
+    /// The connections that stand, with what serves faults on one of them.
+    standing: Option<Standing>,
+}
+
+struct Standing {
+    begun: Begun,
+    streams: Vec<Stream>,
+    /// What the link carried before, bytes per second, where that is known.
+    known: Option<u64>,
+}
+
+impl Handed {
+    /// From a machine whose guest has gone; `stands` is whether the session's connections still do.
+    ///
+    /// # Panics
+    /// It was not agreed that pages follow the guest. No error: an error would let the guest run on here.
+    pub fn new(prepared: Prepared, stands: bool) -> Self {
+        let Prepared { mut rounds, begun, .. } = prepared;
+        let begun = begun.expect("pages follow only where that was agreed");
+        let (work, known) = (Arc::clone(&begun.work), rounds.fastest());
+        let streams = std::mem::take(&mut rounds.streams);
+        Self { work, standing: stands.then_some(Standing { begun, streams, known }) }
+    }
+}
+
+/// Sends the rest of the pages after the guest, over the connections that stand, and where they do not, or not any more, over new
+/// ones, until all are there.
+pub fn postcopy(departure: &mut Departure, link: Link, handed: Handed) {
+    let Handed { work, standing } = handed;
+    let session = standing.and_then(|Standing { begun, streams, known }| begun.session(link, streams, known).ok());
+    let Departure { id, peer, daemon, options, host, monitor, .. } = *departure;
+    see_through(&Context { id, peer, daemon, options, host, monitor, work }, session, &mut departure.account);
+}
+
 /// Sees it through, from a session that stands or from none, and writes into the report what became of it.
-pub fn see_through(context: &Context, first: Option<drive::Session>, report: &mut Report) {
+pub fn see_through(context: &Context, first: Option<drive::Session>, account: &mut Account) {
     context.monitor.enter(Phase::Postcopy);
-    resume::Journey::new(context).go(first, report);
-    context.work.tally.write(report);
+    resume::Journey::new(context).go(first, account);
+    account.pages_after_switchover(&context.work.tally);
 }
 
 /// A thread of a post-copy session.

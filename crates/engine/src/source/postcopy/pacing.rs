@@ -11,7 +11,7 @@ use sterna_sys::socket::{TcpInfo, set_notsent_lowat, set_pacing_rate};
 
 use super::Work;
 use crate::error::MigrateError;
-use crate::source::send::Stream;
+use crate::source::stream::Stream;
 
 /// What may wait unsent is what goes in this time.
 const UNSENT: Duration = Duration::from_millis(1);

@@ -1,7 +1,7 @@
 //! The pages that nobody asked for yet, one thread per connection.
 //!
-//! What goes next is decided as late as can be: when the connection has room. So a fault moves what is pushed at once, and a page that is
-//! asked for while it is on its way waits for a frame or two.
+//! What goes next is decided as late as can be: when the connection has room. So a fault moves what is pushed at once,
+//! and a page that is asked for while it is on its way waits for a frame or two.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use super::bodies::Bodies;
 use super::ends::Ends;
 use super::pending::{Next, Pending};
 use crate::error::MigrateError;
-use crate::source::send::Stream;
+use crate::source::stream::{Stream, link_broke};
 
 /// How long a wait may go on unasked.
 const LOOK: Duration = Duration::from_millis(50);
@@ -59,18 +59,19 @@ fn push_with(
         };
         let (waited, encoding) = (waiting.elapsed(), Instant::now());
         let method = work.compression.as_ref().map(|meter| meter.method());
-        let made = bodies.make(&work.ram, (work.round, chunk), &pages, &work.free_in(chunk), method)?;
+        let made = bodies.make(work.ram.as_ref(), (work.round, chunk), &pages, &work.free_in(chunk), method)?;
         if let Some(meter) = &work.compression {
             // A connection that ran dry while its next frame was encoded waited for the processor.
             if TcpInfo::of(stream.connection().socket()).is_ok_and(|info| info.unsent_bytes == 0) {
                 meter.sender_waited(encoding.elapsed());
             }
-            meter.encoded(made.full, waited);
+            meter.encoded(made.counts.full, waited);
         }
-        if work.pacer.pass((made.payload.len() + made.digests.len() * 8) as u64, goes_on).is_err() {
+        if work.pacer.pass(made.bytes(), goes_on).is_err() {
             return Ok(());
         }
-        let bytes = stream.send_frame(&made.frame, &made.digests, made.payload)?;
-        work.tally.sent((made.full, made.zero, made.free), bytes, false);
+        let bytes = stream.send(&made).map_err(link_broke)?;
+        work.tally.sent(&made.counts, bytes, false);
+        bodies.give_back(made);
     }
 }

@@ -7,27 +7,20 @@
 
 use std::time::{Duration, Instant};
 
-use sterna_api::problem::Whereabouts;
-use sterna_api::report::{Report, Status};
-use sterna_api::{Blame, Code, Problem};
+use sterna_api::Code;
 use sterna_protocol::hello::Features;
+use sterna_protocol::retry::{Failed, Retry};
 
 use super::Context;
 use super::drive::{Begun, Completed, Ended, Session};
 use crate::error::MigrateError;
+use crate::source::account::Account;
+use crate::source::connect::needed;
 use crate::source::link::Link;
 use crate::transport::SessionKey;
 
-/// The first pause between two attempts; each is twice as long as the one before.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// The longest.
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// How often a pause looks whether the destination is elsewhere now, or nobody waits any more.
 const LOOK: Duration = Duration::from_millis(100);
-/// A destination that has not answered for so long is lost for the time being: a daemon started anew is there sooner.
-const LOST: Duration = Duration::from_secs(3);
-/// How long it is tried to tell the destination that it has everything, once it has said so.
-const FAREWELL: Duration = Duration::from_secs(20);
 
 /// The way from the switchover to the last page.
 pub struct Journey<'a> {
@@ -44,46 +37,11 @@ impl<'a> Journey<'a> {
     }
 
     /// Goes to the end, from a session that stands or from none, and writes into the report what became of it.
-    pub fn go(mut self, first: Option<Session>, report: &mut Report) {
+    pub fn go(mut self, first: Option<Session>, account: &mut Account) {
         let mut completed = None;
         let ended = self.until_the_end(first, &mut completed);
-        report.postcopy.interruptions += self.interruptions;
-        report.postcopy.interrupted_ms += self.interrupted.as_secs_f64() * 1e3;
-        let monitor = self.context.monitor;
-        let elapsed_ms = monitor.elapsed().as_secs_f64() * 1e3;
-        report.total_ms = elapsed_ms;
-        match ended {
-            Ended::Paged(completed) => {
-                // It may have been said before that the guest does not run there.
-                report.status = if report.error.is_none() { Status::Completed } else { Status::Failed };
-                let Some(Completed { account, verify, at }) = completed else { return };
-                report.total_ms = elapsed_ms - at.elapsed().as_secs_f64() * 1e3;
-                report.postcopy.ms = account.took_us as f64 / 1e3;
-                report.faults = account.faults;
-                report.pages.duplicate = account.duplicate;
-                report.destination.cpu_s += account.cpu_us as f64 / 1e6;
-                if verify.mismatches > 0 {
-                    let differ = MigrateError::Mismatch { mismatches: verify.mismatches, pages: verify.pages };
-                    (report.status, report.error) =
-                        (Status::Failed, Some(differ.problem().guest(Whereabouts::Destination)));
-                }
-                report.verify = verify;
-            }
-            Ended::Gone(problem) => {
-                report.status = Status::Failed;
-                let message =
-                    format!("the guest ended at the destination before all its pages were there: {}", problem.message);
-                report.error = Some(Problem { message, ..problem }.guest(Whereabouts::Gone));
-            }
-            Ended::GivenUp => {
-                report.status = Status::Failed;
-                let message =
-                    format!("the migration was given up while {} pages were still here", monitor.progress().pages_left);
-                let problem = Problem::new("given-up", Blame::Request, message).guest(Whereabouts::Gone);
-                report.error =
-                    Some(problem.hint("the guest at the destination waits for them for ever: stop it there"));
-            }
-        }
+        account.interrupted(self.interruptions, self.interrupted);
+        account.followed(ended);
     }
 
     fn until_the_end(&mut self, first: Option<Session>, completed: &mut Option<Completed>) -> Ended {
@@ -124,7 +82,7 @@ impl<'a> Journey<'a> {
         }
         self.interruptions += 1;
         tracing::warn!(migration = %context.id, %error, "the pages' way to the destination is lost");
-        let (mut pause, mut lost) = (FIRST_PAUSE, false);
+        let mut retry = Retry::new(all_there);
         let result = loop {
             let peer = self.peer();
             let waiting_for = format!("the destination at {peer}: {error}");
@@ -135,7 +93,7 @@ impl<'a> Journey<'a> {
             if context.monitor.given_up() {
                 break Err(Box::new(Ended::GivenUp));
             }
-            if all_there && since.elapsed() > FAREWELL {
+            if !retry.goes_on(since.elapsed()) {
                 break Err(Box::new(Ended::Paged(None)));
             }
             match self.attempt(&peer) {
@@ -145,13 +103,13 @@ impl<'a> Journey<'a> {
             if let Some(ended) = last_word(&error) {
                 break Err(Box::new(ended));
             }
-            if !lost && since.elapsed() >= LOST {
-                lost = true;
+            let Failed { pause, newly_lost } = retry.failed(since.elapsed());
+            if newly_lost {
                 context.host.destination_lost();
             }
-            self.pause(&mut pause, &peer);
+            self.pause(pause, &peer);
         };
-        if lost {
+        if retry.lost() {
             context.host.destination_back();
         }
         self.interrupted += since.elapsed();
@@ -167,7 +125,7 @@ impl<'a> Journey<'a> {
         let Context { id, daemon, options, host, monitor, work, .. } = self.context;
         // Not to be guessed by who was not told.
         let random = sterna_sys::host::random_u128();
-        let needed = crate::source::needed(options).and(Features::POSTCOPY);
+        let needed = needed(options).and(Features::POSTCOPY);
         let key = SessionKey { session: random, key: (random >> 64) as u64, needed };
         let mut link = Link::connect(peer, *id, key, host.credentials())?;
         let streams = options.streams as u16;
@@ -186,9 +144,8 @@ impl<'a> Journey<'a> {
     }
 
     /// Waits before the next attempt; not when there is news.
-    fn pause(&self, pause: &mut Duration, peer: &str) {
-        let until = Instant::now() + *pause;
-        *pause = (*pause * 2).min(LONGEST_PAUSE);
+    fn pause(&self, pause: Duration, peer: &str) {
+        let until = Instant::now() + pause;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || self.context.monitor.given_up() || self.peer() != peer {

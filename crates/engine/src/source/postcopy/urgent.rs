@@ -1,9 +1,10 @@
-//! The pages that faults ask for: a thread that reads requests and answers each at once, on a connection that carries nothing else.
+//! The pages that faults ask for: a thread that reads requests and answers each at once, on a connection that carries
+//! nothing else.
 //!
-//! A page that was asked for goes alone, so that the thread that waits for it waits for nothing else. Its neighbours come behind it where
-//! nobody waits for another page and they are free on the wire: in the part of the link that the push leaves. Where faults take that part
-//! themselves, a page's neighbours would only delay the next one's. It never waits for the push's pace or limits: what it sends is charged to
-//! them.
+//! A page that was asked for goes alone, so that the thread that waits for it waits for nothing else. Its neighbours
+//! come behind it where nobody waits for another page and they are free on the wire: in the part of the link that the
+//! push leaves. Where faults take that part themselves, a page's neighbours would only delay the next one's. It never
+//! waits for the push's pace or limits: what it sends is charged to them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,11 +20,12 @@ use super::pending::Pending;
 use super::requests::Requests;
 use super::{Work, no_thread};
 use crate::error::MigrateError;
-use crate::source::send::Stream;
+use crate::source::stream::{Stream, link_broke};
 use crate::transport::connection::HangUp;
 
-/// How long the thread looks for the next request before it sleeps: a guest that goes through memory asks again within a round trip, and to
-/// be woken takes as long as one. Bounded per request, and others may have the processor meanwhile.
+/// How long the thread looks for the next request before it sleeps: a guest that goes through memory asks again within
+/// a round trip, and to be woken takes as long as one. Bounded per request, and others may have the processor
+/// meanwhile.
 const LOOK: Duration = Duration::from_micros(150);
 /// What faults may save up of their part of the link, bytes: a few pages with their neighbours.
 const SAVED: f64 = 65536.0;
@@ -134,11 +136,17 @@ impl Serving {
 
     fn send(&mut self, chunk: ChunkIndex, pages: &PageSet, asked: bool) -> Result<(), MigrateError> {
         // Not compressed: that would take longer than to send it.
-        let made =
-            self.bodies.make(&self.work.ram, (self.work.round, chunk), pages, &self.work.free_in(chunk), None)?;
-        let bytes = self.stream.send_frame(&made.frame, &made.digests, made.payload)?;
+        let made = self.bodies.make(
+            self.work.ram.as_ref(),
+            (self.work.round, chunk),
+            pages,
+            &self.work.free_in(chunk),
+            None,
+        )?;
+        let bytes = self.stream.send(&made).map_err(link_broke)?;
         self.work.pacer.charge(bytes);
-        self.work.tally.sent((made.full, made.zero, made.free), bytes, asked);
+        self.work.tally.sent(&made.counts, bytes, asked);
+        self.bodies.give_back(made);
         self.work.tally.because_of_a_fault(bytes);
         self.room.spend(bytes);
         Ok(())

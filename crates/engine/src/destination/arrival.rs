@@ -1,0 +1,51 @@
+//! Arrival: pages of a chunk as they came off the wire, checked, and not in their place yet.
+//!
+//! Every frame becomes one, whatever its kind, and there is one way from here to the guest's RAM
+//! ([`place`](super::place)). A page comes with a body or is zeros. One that comes as a reference to content that is
+//! here already would be a third set beside these.
+
+use sterna_protocol::frame::{ChunkFrame, Digester};
+use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
+use sterna_protocol::pages::PageSet;
+
+/// Pages of a chunk, to be placed.
+#[derive(Debug, Clone, Copy)]
+pub struct Arrival<'a> {
+    /// The chunk.
+    pub chunk: ChunkIndex,
+    /// Sets of pages, each with their bodies, one after another. No page is in two of them.
+    pub bodies: &'a [(PageSet, &'a [u8])],
+    /// Pages that become zeros.
+    pub zero: PageSet,
+    /// Those of the pages with bodies whose body is not what the source digested.
+    pub suspect: PageSet,
+}
+
+impl<'a> Arrival<'a> {
+    /// A frame's pages, whose bodies travelled as they are. The frame fits the layout, and there are as many bodies and
+    /// digests as it has full pages.
+    #[must_use]
+    pub fn plain(
+        frame: &ChunkFrame,
+        digests: &[u64],
+        digester: Digester,
+        bodies: &'a [(PageSet, &'a [u8]); 1],
+    ) -> Self {
+        let [(full, each)] = bodies;
+        let each = each.chunks_exact(PAGE_BYTES).zip(digests);
+        let wrong = full.iter().zip(each).filter(|(_, (body, digest))| digester.page(body) != **digest);
+        Self { chunk: frame.chunk, bodies, zero: frame.zero, suspect: wrong.map(|(page, _)| page).collect() }
+    }
+
+    /// All its pages.
+    #[must_use]
+    pub fn pages(&self) -> PageSet {
+        self.bodies.iter().fold(self.zero, |all, (pages, _)| all.or(pages))
+    }
+
+    /// Bytes of its bodies.
+    #[must_use]
+    pub fn body_bytes(&self) -> u64 {
+        self.bodies.iter().map(|(_, bodies)| bodies.len() as u64).sum()
+    }
+}

@@ -1,0 +1,119 @@
+//! Phase *connect*: what a source wants of this daemon, and the connections of its session.
+
+use std::time::{Duration, Instant};
+
+use sterna_protocol::hello::{Features, Role};
+use sterna_protocol::message::{Reply, Request};
+use sterna_protocol::spec::VmSpec;
+
+use super::Session;
+use crate::error::MigrateError;
+use crate::host::{MigrationId, Verdict};
+use crate::transport::connection::{Connection, HangUp};
+
+/// How long the session's other connections may take to come after the proposal was accepted.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often it is looked meanwhile whether the source is still there.
+const CONNECT_LOOK: Duration = Duration::from_millis(100);
+/// The most connections a session may have for its pages.
+const MAX_STREAMS: u16 = sterna_api::options::MAX_STREAMS as u16;
+
+/// A machine that a source wants to move here.
+pub(super) struct Proposal {
+    /// The request, to be answered.
+    pub(super) request: Request,
+    /// The machine.
+    pub(super) spec: VmSpec,
+    /// Connections for its pages.
+    pub(super) streams: u16,
+    /// Whether both sides are to be compared.
+    pub(super) verify: bool,
+    /// Whether the guest may come to run before all its pages are here.
+    pub(super) postcopy: bool,
+}
+
+/// Takes the first requests: answers who this daemon is and what became of a migration, resumes one, or returns what is proposed.
+///
+/// # Errors
+/// The link broke, or the session does not begin as it should.
+pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, MigrateError> {
+    let mut request = session.control.next_request()?;
+    if request == Request::Identify {
+        session.control.answer(&request, &Reply::Identity { identity: session.host.identity().0 })?;
+        request = session.control.next_request()?;
+    }
+    match &request {
+        Request::Propose { id, spec, streams, postcopy, verify }
+            if *id == session.id.0 && (1..=MAX_STREAMS).contains(streams) =>
+        {
+            let postcopy = *postcopy && session.agreed.features.contains(Features::POSTCOPY);
+            let (spec, streams, verify) = ((**spec).clone(), *streams, *verify);
+            Ok(Some(Proposal { request, spec, streams, verify, postcopy }))
+        }
+        Request::Resume { id, streams } if (1..=MAX_STREAMS).contains(streams) => {
+            session.resume(MigrationId(*id), *streams, &request).map(|()| None)
+        }
+        Request::Verdict { id } => {
+            let reply = match session.host.verdict(MigrationId(*id), session.control.peer()) {
+                Ok(verdict) => Reply::Verdict { committed: verdict == Verdict::Committed },
+                Err(problem) => Reply::Failed(problem),
+            };
+            session.control.answer(&request, &reply).map(|()| None)
+        }
+        _ => Err(MigrateError::Request("a session begins with a proposal")),
+    }
+}
+
+/// A session's connections but the control connection.
+pub(super) struct Connections {
+    /// Those that carry pages, in order.
+    pub(super) pages: Vec<Connection>,
+    /// The devices' one, where the guest is still to come.
+    pub(super) devices: Option<Connection>,
+    /// Where pages are asked for, and where those come: where the guest may run before all its pages are here.
+    pub(super) faults: Option<(Connection, Connection)>,
+}
+
+impl Connections {
+    /// Waits for the connections of a session.
+    ///
+    /// # Errors
+    /// They do not come, the source has gone, or another connection comes.
+    pub(super) fn wait(session: &mut Session, streams: u16, devices: bool, faults: bool) -> Result<Self, MigrateError> {
+        let late = || MigrateError::Link {
+            doing: "waiting for the session's connections",
+            source: std::io::ErrorKind::TimedOut.into(),
+        };
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
+        let mut wanted: Vec<Role> = (0..streams).map(Role::Pages).collect();
+        wanted.extend(devices.then_some(Role::Devices));
+        wanted.extend(faults.then_some([Role::Faults, Role::Urgent]).into_iter().flatten());
+        let mut came: Vec<Option<Connection>> = wanted.iter().map(|_| None).collect();
+        while came.iter().any(Option::is_none) {
+            match session.calls.recv_timeout(CONNECT_LOOK) {
+                Ok((role, stream)) => match wanted.iter().position(|wanted| *wanted == role) {
+                    Some(index) if came[index].is_none() => came[index] = Some(stream),
+                    _ => return Err(MigrateError::Request("a connection that this session does not have")),
+                },
+                // A source that is gone calls no more; until this session ends, its next attempt finds the name taken.
+                Err(_) if Instant::now() > deadline || !session.control.alive() => return Err(late()),
+                Err(_) => {}
+            }
+        }
+        let mut came = came.into_iter().flatten();
+        let pages = came.by_ref().take(usize::from(streams)).collect();
+        let devices = if devices { came.next() } else { None };
+        Ok(Self { pages, devices, faults: came.next().zip(came.next()) })
+    }
+
+    /// What ends all of them from elsewhere, and the session's control connection with them.
+    ///
+    /// # Errors
+    /// No descriptor left.
+    pub(super) fn hang_up(&self, session: &Session) -> Result<Vec<HangUp>, MigrateError> {
+        let faults = self.faults.iter().flat_map(|(requests, urgent)| [requests, urgent]);
+        let all = self.pages.iter().chain(&self.devices).chain(faults).map(Connection::hang_up);
+        let all = all.chain(std::iter::once_with(|| session.control.hang_up()));
+        all.collect::<Result<_, _>>().map_err(MigrateError::host("setting up the pages' way into RAM"))
+    }
+}

@@ -1,0 +1,68 @@
+//! A machine that never ran here, until it does: whatever ends the session gives it back.
+
+use std::sync::Arc;
+
+use sterna_api::Problem;
+use sterna_protocol::frame::Digester;
+
+use crate::host::{DestinationHost, Incoming, MigrationId};
+use crate::memory::Memory;
+use crate::paging::Pager;
+
+/// The machine, aborted when this is dropped before it is [kept](Self::keep).
+pub(super) struct Guard<'a> {
+    host: &'a dyn DestinationHost,
+    id: MigrationId,
+    incoming: Option<Incoming>,
+    /// What brings pages that follow the guest, where that is possible.
+    pub(super) pager: Option<Arc<Pager>>,
+}
+
+impl<'a> Guard<'a> {
+    /// For a machine whose VMM waits for device state.
+    pub(super) fn new(host: &'a dyn DestinationHost, id: MigrationId, incoming: Incoming) -> Self {
+        Self { host, id, incoming: Some(incoming), pager: None }
+    }
+
+    /// The machine.
+    pub(super) fn incoming(&mut self) -> &mut Incoming {
+        self.incoming.as_mut().expect("kept only at the very end")
+    }
+
+    /// The machine, which is not given back any more.
+    pub(super) fn keep(&mut self) -> Incoming {
+        self.pager = None;
+        self.incoming.take().expect("kept only once")
+    }
+
+    /// Makes ready for a guest that runs before all its pages are here, where that was asked for; why that is impossible, where it is.
+    pub(super) fn open_pager(&mut self, ram: &Arc<dyn Memory>, verify: Option<Digester>) -> Option<Problem> {
+        let opened = match self.incoming().paging.take()? {
+            Ok(means) => Pager::open(Arc::clone(ram), means, verify).map_err(|error| error.problem()),
+            Err(problem) => Err(problem),
+        };
+        opened.map(|pager| self.pager = Some(pager)).err()
+    }
+
+    /// No page follows the guest: from now on its RAM is as any process's.
+    pub(super) fn end_pager(&mut self) {
+        if let Some(pager) = self.pager.take() {
+            pager.end();
+        }
+    }
+
+    /// Gives the machine back: it never runs here.
+    pub(super) fn end(&mut self) {
+        // First: a VMM that waits for a page cannot end by itself. It may read what it likes now, its guest never runs.
+        self.end_pager();
+        if let Some(incoming) = self.incoming.take() {
+            self.host.abort(self.id, Some(incoming));
+        }
+    }
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}

@@ -1,0 +1,76 @@
+//! A machine whose pages arrive: what the phases of the destination work with until the guest runs here.
+
+use std::time::Duration;
+
+use sterna_protocol::message::{MAX_SUSPECTS, Reply, Request};
+use sterna_protocol::spec::VmSpec;
+
+use super::Session;
+use super::attachment::SourceOf;
+use super::devices::HeldDevices;
+use super::guard::Guard;
+use super::place::Placer;
+use super::receive::Arrivals;
+use crate::error::MigrateError;
+
+/// How long the pages of a round may take to arrive after the source has sent them all, without one arriving.
+pub(super) const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// A machine on its way here, with receivers at work.
+pub(super) struct Landing<'a, 'h> {
+    /// The control connection and who asks.
+    pub(super) session: &'a mut Session<'h>,
+    /// The machine: given back where anything fails.
+    pub(super) guard: &'a mut Guard<'h>,
+    /// The machine as it was proposed.
+    pub(super) spec: &'a VmSpec,
+    /// What puts its pages in their place.
+    pub(super) placer: &'a Placer<'a>,
+    /// What has arrived.
+    pub(super) arrivals: &'a Arrivals,
+    /// The devices' state on its way into the VMM.
+    pub(super) held: &'a HeldDevices,
+    /// The source of pages that follow the guest, where that was agreed.
+    pub(super) source: Option<SourceOf<'a>>,
+}
+
+impl Landing<'_, '_> {
+    /// The next request. [`Request::Abort`] is answered here.
+    ///
+    /// # Errors
+    /// The link broke, or [`MigrateError::Cancelled`].
+    pub(super) fn next_request(&mut self) -> Result<Request, MigrateError> {
+        let request = self.session.control.next_request()?;
+        if request != Request::Abort {
+            return Ok(request);
+        }
+        // The VMM ends before the source lets its own run on: both lock the guest's disks.
+        self.guard.end();
+        self.session.control.answer(&request, &Reply::Aborted { problem: self.arrivals.failure() })?;
+        Err(MigrateError::Cancelled)
+    }
+
+    /// Answers a request; a failure ends the migration, and the machine is given back first.
+    ///
+    /// # Errors
+    /// The failure, or the link broke.
+    pub(super) fn answer(&mut self, request: &Request, reply: Result<Reply, MigrateError>) -> Result<(), MigrateError> {
+        match reply {
+            Ok(reply) => self.session.control.answer(request, &reply),
+            Err(error) => {
+                self.guard.end();
+                self.session.control.answer(request, &Reply::Failed(error.problem()))?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for a round's pages: those to send again.
+    ///
+    /// # Errors
+    /// They do not come, or could not be placed.
+    pub(super) fn arrived(&self, round: u32) -> Result<Reply, MigrateError> {
+        self.arrivals.wait(round, ARRIVAL_TIMEOUT)?;
+        Ok(Reply::Arrived { suspects: self.placer.suspects(MAX_SUSPECTS) })
+    }
+}

@@ -1,0 +1,103 @@
+//! Phase *prepare*: the machine is checked, its VMM is started, its RAM is mapped.
+
+use std::sync::Arc;
+
+use sterna_api::{Blame, Code, Problem};
+use sterna_protocol::layout::Layout;
+use sterna_protocol::message::{Reply, Request};
+use sterna_protocol::spec::VmSpec;
+use sterna_sys::map::Access;
+
+use super::Session;
+use super::connect::{Connections, Proposal};
+use super::devices::HeldDevices;
+use super::guard::Guard;
+use crate::error::MigrateError;
+use crate::host::{DestinationHost, Incoming};
+use crate::memory::Memory;
+use crate::memory::shared::SharedMemory;
+
+/// A machine that waits for its pages.
+pub(super) struct Prepared<'a> {
+    /// The machine: given back where this ends early.
+    pub(super) guard: Guard<'a>,
+    /// Its RAM.
+    pub(super) ram: Arc<dyn Memory>,
+    /// The connections that bring its pages.
+    pub(super) connections: Connections,
+    /// The devices' state on its way into the VMM.
+    pub(super) held: HeldDevices,
+}
+
+/// Prepares the machine, says so, and waits for the session's other connections; `None` where the machine is refused.
+///
+/// # Errors
+/// The link broke, or what the machine needs is not there. The source has been told.
+pub(super) fn prepare<'a>(
+    session: &mut Session,
+    host: &'a dyn DestinationHost,
+    proposal: &Proposal,
+) -> Result<Option<Prepared<'a>>, MigrateError> {
+    let Proposal { request, spec, streams, verify, postcopy } = proposal;
+    let (incoming, ram) = match start(session, spec, *postcopy) {
+        Ok(started) => started,
+        Err(problem) => return refuse(session, request, problem),
+    };
+    let mut guard = Guard::new(host, session.id, incoming);
+    let no_postcopy = guard.open_pager(&ram, verify.then(|| session.digester()));
+    let accepted = Reply::Accepted {
+        host: sterna_sys::host::name(),
+        qemu: guard.incoming().qemu_version.clone(),
+        sterna: env!("CARGO_PKG_VERSION").into(),
+        layout: ram.layout().digest(),
+        no_postcopy,
+    };
+    session.control.answer(request, &accepted)?;
+    match set_up(session, &mut guard, *streams) {
+        Ok((connections, held)) => Ok(Some(Prepared { guard, ram, connections, held })),
+        Err(error) => {
+            // The source has been told yes: it learns of this by the answer to whatever it asks next.
+            guard.end();
+            let request = session.control.next_request()?;
+            session.control.answer(&request, &Reply::Failed(error.problem()))?;
+            Err(error)
+        }
+    }
+}
+
+fn refuse<T>(session: &mut Session, request: &Request, problem: Problem) -> Result<Option<T>, MigrateError> {
+    session.control.answer(request, &Reply::Failed(problem)).map(|()| None)
+}
+
+/// Checks, starts the VMM, and maps its RAM.
+fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, Arc<dyn Memory>), Problem> {
+    Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
+    let incoming = session.host.prepare(session.id, spec, session.control.peer(), postcopy)?;
+    let same = incoming.blocks.len() == spec.blocks.len()
+        && incoming
+            .blocks
+            .iter()
+            .zip(&spec.blocks)
+            .all(|(ours, theirs)| ours.spec.id == theirs.id && ours.spec.bytes == theirs.bytes);
+    let ram = if same {
+        SharedMemory::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
+    } else {
+        let why = "the guest's RAM as it was made here is not what was proposed";
+        Err(Problem::new(Code::RamLayout, Blame::Ours, why))
+    };
+    match ram {
+        Ok(ram) => Ok((incoming, Arc::new(ram))),
+        Err(problem) => {
+            session.host.abort(session.id, Some(incoming));
+            Err(problem)
+        }
+    }
+}
+
+/// The session's connections, and the way of the devices' state into the VMM.
+fn set_up(session: &mut Session, guard: &mut Guard, streams: u16) -> Result<(Connections, HeldDevices), MigrateError> {
+    let mut connections = Connections::wait(session, streams, true, guard.pager.is_some())?;
+    let devices = connections.devices.take().ok_or(MigrateError::Bug("the devices' connection was not waited for"))?;
+    let vmm_stream = guard.incoming().vmm.prepare()?;
+    Ok((connections, HeldDevices::start(devices, vmm_stream)?))
+}

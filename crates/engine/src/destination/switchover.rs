@@ -1,0 +1,126 @@
+//! Phase *switchover*: the guest is stopped at the source; its last pages, or their map, and its devices arrive; it runs here.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_api::problem::Whereabouts;
+use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::message::{MAX_DIGEST_CHUNKS, Reply, Request};
+use sterna_protocol::pages::PageMap;
+
+use super::landing::Landing;
+use super::paging::note_part;
+use crate::error::MigrateError;
+use crate::paging::Pager;
+use crate::transport::clock::now_us;
+use crate::vmm::EventTime;
+
+/// How long the VMM may take to load its devices.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Answers requests until the guest runs here; what brings the pages that are still to come, where some are.
+///
+/// # Errors
+/// As [`precopy`](super::precopy::precopy); from the commit on the guest is ours, and an error only means that the source does
+/// not know it yet.
+pub(super) fn switchover(landing: &mut Landing) -> Result<Option<Arc<Pager>>, MigrateError> {
+    let mut residue = PageMap::empty(landing.placer.layout());
+    loop {
+        let request = landing.next_request()?;
+        let reply = match &request {
+            Request::FinalRoundEnd { round } => last_pages(landing, *round),
+            Request::ChunkDigests { first, count } => chunk_digests(landing, *first, *count),
+            Request::PageDigests { chunk } => page_digests(landing, *chunk),
+            Request::Load => load(landing),
+            Request::Residue(part) => note_part(part, landing.placer.ram(), &mut residue).map(|()| Reply::Noted),
+            Request::LoadPostcopy(part) => note_part(part, landing.placer.ram(), &mut residue).and_then(|()| {
+                let residue = std::mem::replace(&mut residue, PageMap::empty(landing.placer.layout()));
+                load_postcopy(landing, residue)
+            }),
+            Request::Commit => return commit(landing, &request),
+            _ => Err(MigrateError::Request("a request that does not belong here")),
+        };
+        landing.answer(&request, reply)?;
+    }
+}
+
+/// The last pages before the guest's start here; the device state goes on once all of them are in place.
+fn last_pages(landing: &mut Landing, round: u32) -> Result<Reply, MigrateError> {
+    let reply = landing.arrived(round)?;
+    if matches!(&reply, Reply::Arrived { suspects } if suspects.is_empty()) {
+        landing.held.release();
+        // Every page is here: from now on the guest's RAM is as any process's. Beside the loading of the devices, whose faults
+        // wait no longer than this takes.
+        landing.guard.end_pager();
+    }
+    Ok(reply)
+}
+
+fn load(landing: &mut Landing) -> Result<Reply, MigrateError> {
+    landing.guard.incoming().vmm.loaded(LOAD_TIMEOUT)?;
+    landing.held.finish()?;
+    Ok(Reply::Loaded)
+}
+
+/// The residue is known: loads the devices, whose loading may itself want pages.
+fn load_postcopy(landing: &mut Landing, residue: PageMap) -> Result<Reply, MigrateError> {
+    let (Some(pager), Some(source)) = (&landing.guard.pager, &mut landing.source) else {
+        return Err(MigrateError::Request("pages that follow the guest were not agreed on"));
+    };
+    pager.begin(residue)?;
+    source.attach();
+    landing.held.release();
+    load(landing)
+}
+
+fn chunk_digests(landing: &Landing, first: ChunkIndex, count: u32) -> Result<Reply, MigrateError> {
+    let (ram, digester) = (landing.placer.ram(), landing.placer.digester());
+    let end = u64::from(first.0) + u64::from(count);
+    if count > MAX_DIGEST_CHUNKS || end > u64::from(ram.layout().chunks()) {
+        return Err(MigrateError::Request("digests of chunks that this machine does not have"));
+    }
+    let digests = (first.0..end as u32).map(|chunk| ram.chunk_digest(ChunkIndex(chunk), digester));
+    let digests = digests.collect::<Result<_, _>>();
+    digests.map(Reply::Digests).map_err(MigrateError::host("reading the guest's RAM to compare it"))
+}
+
+fn page_digests(landing: &Landing, chunk: ChunkIndex) -> Result<Reply, MigrateError> {
+    let digests = landing.placer.ram().page_digests(chunk, landing.placer.digester());
+    digests.map(Reply::Digests).map_err(MigrateError::host("reading the guest's RAM to compare it"))
+}
+
+/// The guest is ours: the point of no return at the destination. It is on record before the guest runs, so that whatever happens
+/// to this daemon or to the link from here on, the answer to the source is the same. What brings the pages that are still to come,
+/// where some are.
+fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>, MigrateError> {
+    let Landing { session, guard, spec, arrivals, .. } = landing;
+    let pager = guard.pager.clone();
+    // It may have died since it said that it was loaded: then the guest must stay where it is. (Between this look and the record
+    // it can still die; that is a QEMU that dies in its first millisecond, and no look can be late enough.)
+    let alive = guard.incoming().vmm.alive().map_err(|error| MigrateError::from(error).problem());
+    if let Err(problem) = alive.and_then(|()| session.host.commit(session.id, pager.is_some())) {
+        guard.end();
+        session.control.answer(request, &Reply::Failed(problem.clone()))?;
+        return Err(MigrateError::Record(problem));
+    }
+    let mut incoming = guard.keep();
+    let started = if spec.running { incoming.vmm.start() } else { Ok(EventTime(now_us())) };
+    let cpu = arrivals.cpu() + sterna_sys::process::thread_cpu_time();
+    let reply = match started {
+        Ok(start) => Reply::Running { start_us: start.0, cpu_us: cpu.as_micros() as u64 },
+        // It is ours all the same: the daemon looks after it.
+        Err(error) => Reply::Failed(MigrateError::from(error).problem().guest(Whereabouts::Paused)),
+    };
+    let failed = if let Reply::Failed(problem) = &reply { Some(problem) } else { None };
+    let Some(pager) = pager else {
+        session.host.started(session.id, incoming, None, failed);
+        return session.control.answer(request, &reply).map(|()| None);
+    };
+    // The guest may be waiting for a page already, and the source pushes none before it has the answer.
+    let answered = session.control.answer(request, &reply);
+    if let Err(error) = pager.map_ahead() {
+        tracing::info!(%error, "pages are not mapped ahead");
+    }
+    session.host.started(session.id, incoming, Some(Arc::clone(&pager)), failed);
+    answered.map(|()| Some(pager))
+}

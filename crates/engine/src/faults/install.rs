@@ -1,0 +1,128 @@
+//! Pages mapped into the guest, and who waits for them woken.
+//!
+//! A page comes back *unarmed*: where writes are tracked it counts as written from then on. Armed, it would hide what
+//! was written to it between the last collection and the moment it was taken out of the page tables.
+
+use std::io::ErrorKind;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use sterna_protocol::layout::PAGE_BYTES;
+use sterna_sys::userfaultfd::Stopped;
+
+use super::Userfault;
+use crate::error::MigrateError;
+use crate::vmm::VmmError;
+
+const PAGE: u64 = PAGE_BYTES as u64;
+/// How long the VMM may be about to change its mappings: it takes moments, but for one in its guest's hands.
+const CHANGING: Duration = Duration::from_secs(5);
+
+impl Userfault {
+    /// Maps pages that the file holds and wakes who waits for them. Holes among them stay: an access finds zeros. What
+    /// is fenced in stays out; whether there was nothing of that.
+    ///
+    /// # Errors
+    /// No memory, or the VMM has ended, or changes its mappings all the time.
+    pub fn show(&self, mut range: Range<u64>) -> Result<bool, MigrateError> {
+        let mut all = true;
+        let failed = || MigrateError::vmm_process("mapping pages that have arrived");
+        // One page at a time once the kernel has found a hole: it does not say where.
+        let mut step = range.end - range.start;
+        let mut changing = None;
+        while range.start < range.end {
+            // Held until they are mapped: the fence marks what it takes out first.
+            let closed = self.closed();
+            let open = closed.first_open(&range);
+            let next = open.start..(open.start + step).min(open.end);
+            all &= next.start == range.start;
+            range.start = next.start;
+            if next.is_empty() {
+                break;
+            }
+            let done = self.mappings.map_written(&self.descriptor, next.clone());
+            if self.arm_what_returns.load(Ordering::Acquire) {
+                let _ = self.descriptor.write_protect(next.clone(), true);
+            }
+            drop(closed);
+            match done {
+                Ok(filled) => {
+                    range.start += filled.bytes;
+                    match filled.stopped {
+                        None => {}
+                        Some(Stopped::AlreadyThere) => {
+                            self.wake(range.start)?;
+                            range.start += PAGE;
+                        }
+                        Some(Stopped::MappingsChange) => self.wait_for_mappings(&mut changing)?,
+                    }
+                }
+                Err(error) if error.errno() == Some(libc::EFAULT) => {
+                    if next.end - next.start > PAGE {
+                        step = PAGE;
+                    } else {
+                        // A hole: zeros, or the guest gave the page back. Whoever waits finds that out by another
+                        // fault.
+                        self.wake(range.start)?;
+                        range.start += PAGE;
+                    }
+                }
+                Err(error) => return Err(failed()(error)),
+            }
+        }
+        Ok(all)
+    }
+
+    /// Maps a page of zeros where the file has a hole, and wakes who waits for it; not where it is fenced in. Whether
+    /// that was not so.
+    ///
+    /// # Errors
+    /// As [`show`](Self::show).
+    pub fn show_zero(&self, address: u64) -> Result<bool, MigrateError> {
+        let mut changing = None;
+        loop {
+            let closed = self.closed();
+            if closed.contains(address) {
+                return Ok(false);
+            }
+            let filled = self.mappings.map_zeros(&self.descriptor, address..address + PAGE);
+            drop(closed);
+            let filled = filled.map_err(MigrateError::vmm_process("giving the guest a page of zeros"))?;
+            match filled.stopped {
+                None => return Ok(true),
+                // The file has it by now: the next fault says so.
+                Some(Stopped::AlreadyThere) => return self.wake(address).map(|()| true),
+                Some(Stopped::MappingsChange) => self.wait_for_mappings(&mut changing)?,
+            }
+        }
+    }
+
+    /// Wakes who waits for a page: the fault is raised again.
+    ///
+    /// # Errors
+    /// None is known.
+    pub fn wake(&self, address: u64) -> Result<(), MigrateError> {
+        let woken = self.descriptor.wake(address..address + PAGE);
+        woken.map_err(MigrateError::vmm_process("waking a thread of the guest"))
+    }
+
+    /// From now on nobody waits for a VMM that is changing its mappings: what cannot be mapped is given up, or tried
+    /// again by its next fault.
+    pub fn hurry(&self) {
+        self.impatient.store(true, Ordering::Release);
+    }
+
+    /// The VMM is changing its mappings. `since` when, it says for whoever asks again and again.
+    fn wait_for_mappings(&self, since: &mut Option<Instant>) -> Result<(), MigrateError> {
+        if self.impatient.load(Ordering::Acquire) || since.get_or_insert_with(Instant::now).elapsed() > CHANGING {
+            return Err(VmmError::Mappings {
+                doing: "mapping pages that have arrived",
+                source: ErrorKind::TimedOut.into(),
+            }
+            .into());
+        }
+        std::thread::yield_now();
+        Ok(())
+    }
+}

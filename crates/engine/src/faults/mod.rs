@@ -1,0 +1,470 @@
+//! The faults of one guest's RAM: the only place where its userfaultfd is made, registered, read and closed
+//! (`docs/design/faults.md`).
+//!
+//! A mapping can be registered with one userfaultfd at a time, and a userfaultfd is told once what it can do. So
+//! whoever wants to know of accesses to a guest's RAM is a user of the one that is open, and whoever comes first opens
+//! it:
+//!
+//! * [`User::Tracking`] wants writes noted, and nobody waits (`WP_ASYNC`). The agent keeps no duplicate.
+//! * [`User::Paging`] wants accesses to what is not mapped to wait until it is known to be current. The agent keeps a
+//!   duplicate: without it they would find zeros when the daemon dies.
+//! * [`User::Fence`], beside one of them, wants accesses to some pages to wait for a moment. It leaves the duplicate to
+//!   its neighbour.
+//!
+//! A fence that is alone has a userfaultfd of its own, for a write protection that holds writers up: that, and a
+//! tracking that does not, exclude each other in one userfaultfd. It steps back when a user comes.
+//!
+//! # Races
+//! * A page is mapped while it is fenced in: who maps looks and maps under a lock that the fence takes to mark the page.
+//!   It is mapped before, and taken out by the fence, or not at all.
+//! * A fault is read before the fence and settled after the page was marked: it is not mapped, which the reader is told,
+//!   and notes the wait.
+//! * The fence is opened while a fault of it is read: who waits is woken after the mark has gone, and faults again.
+//! * A user ends while a portion is fenced in: the userfaultfd stays until the portion is let go.
+//! * A user begins while a fence that is alone has a portion: the fence is told, lets it go, and the user registers then.
+//! * Unregistering wakes who waits before it is done: who began to wait in between is woken afterwards.
+
+/// Pages that are mapped, and who waits for them woken.
+mod install;
+
+/// Events, read by one thread.
+mod serve;
+
+/// Pages that nobody can write for a moment.
+pub mod fence;
+
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::EventfdFlags;
+use sterna_sys::userfaultfd::{Fault, Features, Modes, Userfaultfd};
+
+use crate::error::MigrateError;
+use crate::inside::Inside;
+use crate::memory::Mappings;
+
+/// How long the reader has to end.
+const END: Duration = Duration::from_secs(5);
+
+/// Who wants to know of accesses to a guest's RAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum User {
+    /// Which pages are written.
+    Tracking,
+    /// Pages are held back until they are here.
+    Paging,
+    /// Some pages are held for a moment.
+    Fence,
+}
+
+impl User {
+    /// What it needs of the kernel.
+    fn features(self) -> Features {
+        match self {
+            Self::Tracking => Features::TRACKING,
+            Self::Paging | Self::Fence => Features::PAGING,
+        }
+    }
+
+    fn modes(self) -> Modes {
+        match self {
+            Self::Tracking => Modes::WP,
+            Self::Paging | Self::Fence => Modes::MISSING | Modes::MINOR,
+        }
+    }
+}
+
+/// Who settles the faults on pages that are not fenced in.
+pub trait Settle: Send + Sync {
+    /// A thread of the VMM waits for the page at this address since `now`, or a moment before. Whether it waits no
+    /// more.
+    ///
+    /// # Errors
+    /// It waits still: it is woken after a while, and faults again.
+    fn settle(&self, fault: &Fault, address: u64, now: Instant) -> Result<bool, MigrateError>;
+}
+
+/// The faults of one guest's RAM.
+pub struct GuestFaults {
+    inside: Mutex<Box<dyn Inside>>,
+    owner: Mutex<Owner>,
+    /// A fence that nobody stands beside has let its portion go.
+    let_go: Condvar,
+    /// How many wait for that.
+    wanted: AtomicUsize,
+}
+
+/// Who has the RAM registered.
+enum Owner {
+    Nobody,
+    /// A fence, alone: see [`fence`].
+    Fence {
+        userfaultfd: Userfaultfd,
+        spans: Vec<Range<u64>>,
+        /// A portion is fenced in.
+        closed: bool,
+    },
+    Users(Arc<Userfault>),
+}
+
+impl GuestFaults {
+    /// Of the guest of the VMM in whose process this is. Nothing is registered yet.
+    #[must_use]
+    pub fn of(inside: impl Inside + 'static) -> Arc<Self> {
+        Self::boxed(Box::new(inside))
+    }
+
+    /// The same.
+    #[must_use]
+    pub fn boxed(inside: Box<dyn Inside>) -> Arc<Self> {
+        let (inside, owner) = (Mutex::new(inside), Mutex::new(Owner::Nobody));
+        Arc::new(Self { inside, owner, let_go: Condvar::new(), wanted: AtomicUsize::new(0) })
+    }
+
+    /// What only the VMM's own process can do. Whoever has it may have to wait for that process.
+    pub fn inside(&self) -> MutexGuard<'_, Box<dyn Inside>> {
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Registers all RAM for a user, at these addresses of the VMM's, whose pages are mapped in this way. The log of
+    /// discards begins with it.
+    ///
+    /// # Errors
+    /// The kernel or the VMM cannot do it; then nothing has changed for those who were there before.
+    pub fn begin(
+        &self,
+        user: User,
+        spans: Vec<Range<u64>>,
+        mappings: &'static dyn Mappings,
+    ) -> Result<Arc<Userfault>, MigrateError> {
+        let mut owner = self.owner_alone();
+        if let Owner::Users(_) = &*owner {
+            // Tracking would need a duplicate that outlives paging, and paging one that is not there: nobody does both
+            // yet.
+            return Err(MigrateError::Bug("the guest's RAM is registered for something else already"));
+        }
+        give_up(std::mem::replace(&mut *owner, Owner::Nobody));
+        let descriptor = {
+            let mut inside = self.inside();
+            let features =
+                user.features() | (Features::TRACKING | Features::PAGING) & sterna_sys::probe::kernel().userfaultfd;
+            if user == User::Paging {
+                inside.open(features)?
+            } else {
+                let descriptor = inside.open_alone(features)?;
+                inside.log_discards()?;
+                descriptor
+            }
+        };
+        let begun = Userfault::new(descriptor, (spans, mappings), user, Modes::empty())
+            .and_then(|userfault| userfault.widen(user, &userfault.spans).map(|()| userfault));
+        match begun {
+            Ok(userfault) => {
+                let userfault = Arc::new(userfault);
+                *owner = Owner::Users(Arc::clone(&userfault));
+                Ok(userfault)
+            }
+            Err(error) => {
+                self.inside().close();
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes over what an earlier daemon held pages back with; `None` where the VMM's process keeps nothing.
+    ///
+    /// # Errors
+    /// The VMM does not answer, or this daemon lacks what it takes. What is kept stays: another may have more luck.
+    pub fn resume_paging(
+        &self,
+        spans: Vec<Range<u64>>,
+        mappings: &'static dyn Mappings,
+    ) -> Result<Option<Arc<Userfault>>, MigrateError> {
+        let mut owner = self.owner_alone();
+        let Some(descriptor) = self.inside().reopen()? else { return Ok(None) };
+        let userfault = Arc::new(Userfault::new(descriptor, (spans, mappings), User::Paging, User::Paging.modes())?);
+        *owner = Owner::Users(Arc::clone(&userfault));
+        Ok(Some(userfault))
+    }
+
+    /// A user wants to know nothing more. Where it was the last the RAM is as any process's, and who waits goes on.
+    /// More than once does nothing.
+    pub fn end(&self, user: User) {
+        let mut owner = self.owner();
+        let Owner::Users(userfault) = &*owner else { return };
+        let last = {
+            let mut users = userfault.users();
+            users.present.retain(|present| *present != user);
+            if user == User::Paging {
+                users.settler = Settler::Nobody;
+            }
+            users.present.is_empty()
+        };
+        if last {
+            let userfault = Arc::clone(userfault);
+            *owner = Owner::Nobody;
+            userfault.close_down();
+            self.inside().close();
+            drop(owner);
+            self.let_go.notify_all();
+        }
+    }
+
+    /// For tests that show what it is for, and never in earnest: from now on pages that come back are armed, whatever
+    /// was written to them before.
+    #[doc(hidden)]
+    pub fn arm_what_returns(&self) {
+        if let Owner::Users(userfault) = &*self.owner() {
+            userfault.arm_what_returns.store(true, Ordering::Release);
+        }
+    }
+
+    fn owner(&self) -> MutexGuard<'_, Owner> {
+        self.owner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same once no fence that nobody stands beside has a portion fenced in.
+    fn owner_alone(&self) -> MutexGuard<'_, Owner> {
+        self.wanted.fetch_add(1, Ordering::AcqRel);
+        let closed = |owner: &mut Owner| match owner {
+            Owner::Nobody => false,
+            Owner::Fence { closed, .. } => *closed,
+            Owner::Users(userfault) => userfault.users().present == [User::Fence],
+        };
+        let owner = self.let_go.wait_while(self.owner(), closed).unwrap_or_else(PoisonError::into_inner);
+        self.wanted.fetch_sub(1, Ordering::AcqRel);
+        owner
+    }
+}
+
+/// Unregisters what a fence has for itself: that lifts every protection.
+fn give_up(owner: Owner) {
+    if let Owner::Fence { userfaultfd, spans, .. } = owner {
+        for span in spans {
+            // It fails only where the process is gone, and where it was never registered.
+            let _ = userfaultfd.unregister(span);
+        }
+    }
+}
+
+/// A guest's userfaultfd while it is open.
+pub struct Userfault {
+    descriptor: Userfaultfd,
+    spans: Vec<Range<u64>>,
+    mappings: &'static dyn Mappings,
+    users: Mutex<Users>,
+    /// Locked for reading while a page is mapped.
+    closed: RwLock<Closed>,
+    /// What this daemon took of the guest's RAM while its writes are tracked, by addresses, since that was last asked
+    /// for.
+    holes: Mutex<Vec<Range<u64>>>,
+    ended: AtomicBool,
+    wake_up: OwnedFd,
+    reader: Mutex<Option<JoinHandle<()>>>,
+    impatient: AtomicBool,
+    /// See [`GuestFaults::arm_what_returns`].
+    arm_what_returns: AtomicBool,
+}
+
+/// Who uses it, and for what it is registered so far.
+struct Users {
+    present: Vec<User>,
+    /// For each span.
+    modes: Vec<Modes>,
+    settler: Settler,
+}
+
+/// Who settles what is not fenced in.
+enum Settler {
+    /// Every page is current: it is mapped as it is.
+    Nobody,
+    /// This one. Where it is gone without having ended, who waits waits on.
+    Somebody(Weak<dyn Settle>),
+}
+
+/// Pages that nobody may map.
+#[derive(Debug, Default)]
+struct Closed {
+    /// Sorted, disjoint.
+    ranges: Vec<Range<u64>>,
+    /// Where somebody waits for one of them.
+    waits: Mutex<Vec<u64>>,
+}
+
+impl Userfault {
+    fn new(
+        descriptor: Userfaultfd,
+        (spans, mappings): (Vec<Range<u64>>, &'static dyn Mappings),
+        user: User,
+        modes: Modes,
+    ) -> Result<Self, MigrateError> {
+        let wake_up = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| MigrateError::host("making an event descriptor")(error.into()))?;
+        let users = Users { present: vec![user], modes: vec![modes; spans.len()], settler: Settler::Nobody };
+        Ok(Self {
+            descriptor,
+            spans,
+            mappings,
+            users: Mutex::new(users),
+            closed: RwLock::default(),
+            holes: Mutex::default(),
+            ended: AtomicBool::new(false),
+            wake_up,
+            reader: Mutex::default(),
+            impatient: AtomicBool::new(false),
+            arm_what_returns: AtomicBool::new(false),
+        })
+    }
+
+    /// Where the VMM has its guest's RAM.
+    #[must_use]
+    pub fn spans(&self) -> &[Range<u64>] {
+        &self.spans
+    }
+
+    /// Registers those of the spans that are among these for what a user wants as well.
+    fn widen(&self, user: User, spans: &[Range<u64>]) -> Result<(), MigrateError> {
+        let mut users = self.users();
+        for (span, registered) in self.spans.iter().zip(&mut users.modes).filter(|(span, _)| spans.contains(span)) {
+            let wanted = *registered | user.modes();
+            if wanted != *registered {
+                // Of what is registered already the kernel adds the modes, and keeps every mark.
+                let done = self.descriptor.register(span.clone(), wanted);
+                done.map_err(MigrateError::vmm_process("registering the guest's RAM"))?;
+                *registered = wanted;
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins to read faults, and has this one settle them.
+    ///
+    /// # Errors
+    /// No thread left.
+    pub fn settled_by(self: &Arc<Self>, settler: Weak<dyn Settle>) -> Result<(), MigrateError> {
+        self.users().settler = Settler::Somebody(settler);
+        self.read()
+    }
+
+    /// Wakes whoever waits: what is not settled is raised again.
+    ///
+    /// # Errors
+    /// None is known.
+    pub fn wake_all(&self) -> Result<(), MigrateError> {
+        let woken = self.spans.iter().try_for_each(|span| self.descriptor.wake(span.clone()));
+        woken.map_err(MigrateError::vmm_process("waking the guest's waiting threads"))
+    }
+
+    /// What [`Fence::taking`](fence::Fence::taking) made holes since this was last asked, by addresses.
+    pub(crate) fn take_holes(&self) -> Vec<Range<u64>> {
+        std::mem::take(&mut *self.holes.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// For tests, the end as it is when this process dies: nothing is read any more, and nothing else is done.
+    #[doc(hidden)]
+    pub fn die(&self) {
+        self.end_reader();
+    }
+
+    fn close_down(&self) {
+        self.end_reader();
+        for span in &self.spans {
+            // Unregistering clears every mark. It fails only where the process is gone, and the marks with it.
+            let _ = self.descriptor.unregister(span.clone());
+            // It wakes who waits before it is done: a thread that began to wait in between would wait for ever.
+            let _ = self.descriptor.wake(span.clone());
+        }
+    }
+
+    fn end_reader(&self) {
+        self.ended.store(true, Ordering::Release);
+        self.hurry();
+        let _ = rustix::io::write(&self.wake_up, &1u64.to_ne_bytes());
+        let thread = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            join(thread);
+        }
+    }
+
+    fn users(&self) -> MutexGuard<'_, Users> {
+        self.users.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn closed(&self) -> RwLockReadGuard<'_, Closed> {
+        self.closed.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Waits for the end of a thread that serves a guest's faults, which the VMM may keep from it.
+pub(crate) fn join(thread: JoinHandle<()>) {
+    let deadline = Instant::now() + END;
+    // With a kernel older than 6.10 the VMM can make it wait in `read(2)`, again and again.
+    while !thread.is_finished() && Instant::now() < deadline {
+        sterna_sys::process::interrupt(&thread);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    if thread.is_finished() {
+        // A panic in one of them is a bug, and was reported; the guest needs the rest of this all the more.
+        let _ = thread.join();
+    } else {
+        tracing::error!(thread = thread.thread().name(), "does not end: QEMU keeps it waiting; it is left behind");
+    }
+}
+
+impl Closed {
+    fn contains(&self, address: u64) -> bool {
+        let at = self.ranges.partition_point(|closed| closed.end <= address);
+        self.ranges.get(at).is_some_and(|closed| closed.contains(&address))
+    }
+
+    /// The first run of a range that is not closed; nothing, at its end, where all of it is.
+    fn first_open(&self, range: &Range<u64>) -> Range<u64> {
+        let mut start = range.start;
+        for closed in &self.ranges[self.ranges.partition_point(|closed| closed.end <= start)..] {
+            if closed.start > start {
+                return start..range.end.min(closed.start);
+            }
+            start = closed.end.min(range.end);
+            if start == range.end {
+                break;
+            }
+        }
+        start..range.end
+    }
+
+    /// Whether the page at this address is closed; who waits for it is noted.
+    fn note(&self, address: u64) -> bool {
+        let closed = self.contains(address);
+        if closed {
+            self.waits.lock().unwrap_or_else(PoisonError::into_inner).push(address);
+        }
+        closed
+    }
+}
+
+impl std::fmt::Debug for GuestFaults {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GuestFaults").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_closed_is_left_out_of_every_run() {
+        let closed = Closed { ranges: vec![10..20, 20..30, 50..60], waits: Mutex::default() };
+        let open = |range: Range<u64>| closed.first_open(&range);
+        assert_eq!((open(0..10), open(0..100), open(0..5)), (0..10, 0..10, 0..5));
+        assert_eq!((open(10..100), open(15..25), open(10..30)), (30..50, 25..25, 30..30));
+        assert_eq!((open(55..100), open(60..70), open(30..50)), (60..100, 60..70, 30..50));
+        assert!(closed.contains(10) && closed.contains(29) && !closed.contains(30) && !closed.contains(9));
+        assert!(closed.note(55) && !closed.note(60));
+        assert_eq!(*closed.waits.lock().unwrap(), [55]);
+    }
+}

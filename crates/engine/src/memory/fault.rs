@@ -1,0 +1,55 @@
+//! What can be wrong with a machine's RAM.
+
+use std::io;
+
+use sterna_protocol::layout::LayoutError;
+
+/// RAM that could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum RamError {
+    /// Its blocks are invalid.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// A file could not be mapped.
+    #[error("cannot map RAM block '{id}'")]
+    Map {
+        /// The block.
+        id: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A file is smaller than its block.
+    #[error(transparent)]
+    Fault(#[from] RamFault),
+}
+
+/// RAM that was there and is not any more. The [`io::Error`]s of [`Memory`](super::Memory) carry it where it is so
+/// ([`RamFault::of`]).
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum RamFault {
+    /// Who runs the guest took it away: nobody else has the file open.
+    #[error("QEMU has cut the file of RAM block '{id}' short: it has {file_bytes} bytes, the block {bytes}")]
+    CutShort {
+        /// The block.
+        id: String,
+        /// What is left.
+        file_bytes: u64,
+        /// The block's size.
+        bytes: u64,
+    },
+    /// A page that the guest gave back was to be read, and there was no memory to read it into.
+    #[error("the file system of RAM block '{id}' has no memory left for its pages")]
+    NoMemory {
+        /// The block.
+        id: String,
+    },
+}
+
+impl RamFault {
+    /// What an error of [`Memory`](super::Memory) says of the RAM itself.
+    #[must_use]
+    pub fn of(error: &io::Error) -> Option<&Self> {
+        error.get_ref()?.downcast_ref()
+    }
+}

@@ -1,0 +1,239 @@
+//! RAM in files that the VMM maps shared: the same files are mapped here.
+//!
+//! A page has content where its file is no hole. Content belongs to the file and to no process's page tables: the VMM's
+//! may be emptied at any time ([`drop_mappings`](Memory::drop_mappings)), and the RAM outlives the VMM.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
+use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_sys::file;
+use sterna_sys::iovec::Outgoing;
+use sterna_sys::map::{Access, SharedMapping};
+use sterna_sys::userfaultfd::{Filled, Userfaultfd};
+
+use super::fault::{RamError, RamFault};
+use super::{BlockFile, Mappings, Memory, add_run};
+use crate::agent::Advice;
+use crate::error::MigrateError;
+use crate::inside::Inside;
+
+/// A machine's RAM in files, mapped shared.
+#[derive(Debug)]
+pub struct SharedMemory {
+    layout: Layout,
+    blocks: Vec<Block>,
+}
+
+#[derive(Debug)]
+struct Block {
+    id: String,
+    file: File,
+    mapping: SharedMapping,
+    address: u64,
+    page_bytes: u64,
+}
+
+impl SharedMemory {
+    /// Maps the blocks. The files must be open for reading and writing, whatever the `access` of the mapping.
+    ///
+    /// # Errors
+    /// [`RamError`].
+    pub fn open(files: &[BlockFile], access: Access) -> Result<Self, RamError> {
+        let specs: Vec<_> = files.iter().map(|block| block.spec.clone()).collect();
+        let layout = Layout::new(&specs)?;
+        let mut blocks = Vec::with_capacity(files.len());
+        for BlockFile { spec, file, address } in files {
+            let map = |source| RamError::Map { id: spec.id.clone(), source };
+            let file = file.try_clone().map_err(map)?;
+            let file_bytes = file.metadata().map_err(map)?.len();
+            if file_bytes < spec.bytes {
+                return Err(RamFault::CutShort { id: spec.id.clone(), file_bytes, bytes: spec.bytes }.into());
+            }
+            let mapping = SharedMapping::new(&file, spec.bytes, access).map_err(|error| map(error.into()))?;
+            let (id, address, page_bytes) = (spec.id.clone(), *address, spec.page_bytes);
+            blocks.push(Block { id, file, mapping, address, page_bytes });
+        }
+        Ok(Self { layout, blocks })
+    }
+
+    /// What a failed read of the file means.
+    fn read_failed(&self, chunk: ChunkIndex, error: io::Error) -> io::Error {
+        if error.kind() == io::ErrorKind::UnexpectedEof { self.lost(chunk) } else { error }
+    }
+
+    /// The runs of these pages: their block, and the range of its bytes.
+    fn runs(&self, chunk: ChunkIndex, pages: &PageSet) -> impl Iterator<Item = (&Block, Range<u64>)> {
+        pages.runs().map(move |(start, length)| {
+            let place = self.layout.place(chunk).expect("a chunk of this layout");
+            assert!(start + length <= place.pages, "page {start} of chunk {} is not in the layout", chunk.0);
+            let offset = place.offset + (start * PAGE_BYTES) as u64;
+            (&self.blocks[place.block], offset..offset + (length * PAGE_BYTES) as u64)
+        })
+    }
+
+    /// The runs of these pages, each with its part of `bodies`.
+    fn runs_into<'a>(
+        &self,
+        chunk: ChunkIndex,
+        pages: &PageSet,
+        bodies: &'a mut [u8],
+    ) -> impl Iterator<Item = (&Block, Range<u64>, &'a mut [u8])> {
+        assert_eq!(bodies.len(), pages.len() * PAGE_BYTES, "room for exactly these pages");
+        let mut rest = bodies;
+        self.runs(chunk, pages).map(move |(block, range)| {
+            let (run, after) = std::mem::take(&mut rest).split_at_mut((range.end - range.start) as usize);
+            rest = after;
+            (block, range, run)
+        })
+    }
+}
+
+impl Memory for SharedMemory {
+    fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    fn spans(&self) -> Vec<Range<u64>> {
+        let blocks = self.blocks.iter().zip(self.layout.blocks());
+        blocks.map(|(block, spec)| block.address..block.address + spec.bytes).collect()
+    }
+
+    fn files(&self) -> io::Result<Vec<(u64, u64)>> {
+        self.blocks.iter().map(|block| block.file.metadata().map(|file| (file.dev(), file.ino()))).collect()
+    }
+
+    fn intact(&self) -> io::Result<()> {
+        self.blocks.iter().try_for_each(|block| {
+            let broken = block.mapping.is_broken() || block.file.metadata()?.len() < block.mapping.bytes();
+            if broken { Err(block.fault()) } else { Ok(()) }
+        })
+    }
+
+    fn lost(&self, chunk: ChunkIndex) -> io::Error {
+        let none = || io::Error::from(io::ErrorKind::UnexpectedEof);
+        self.layout.place(chunk).map_or_else(none, |place| self.blocks[place.block].fault())
+    }
+
+    fn tracked_coarsely(&self, chunk: ChunkIndex) -> bool {
+        self.layout.place(chunk).is_some_and(|place| self.blocks[place.block].page_bytes > PAGE_BYTES as u64)
+    }
+
+    fn allocated(&self) -> io::Result<PageMap> {
+        let mut map = PageMap::empty(&self.layout);
+        for (index, (block, spec)) in self.blocks.iter().zip(self.layout.blocks()).enumerate() {
+            for run in file::allocated_runs(&block.file, 0..spec.bytes) {
+                add_run(&mut map, &self.layout, index, run?);
+            }
+        }
+        Ok(map)
+    }
+
+    fn allocated_in(&self, chunk: ChunkIndex) -> io::Result<PageSet> {
+        let Some(place) = self.layout.place(chunk) else { return Ok(PageSet::EMPTY) };
+        let range = place.offset..place.offset + (place.pages * PAGE_BYTES) as u64;
+        let mut set = PageSet::EMPTY;
+        for run in file::allocated_runs(&self.blocks[place.block].file, range) {
+            let run = run?;
+            let start = (run.start - place.offset) as usize / PAGE_BYTES;
+            set.insert_run(start, (run.end - place.offset).div_ceil(PAGE_BYTES as u64) as usize - start);
+        }
+        Ok(set)
+    }
+
+    fn allocated_bytes(&self) -> io::Result<u64> {
+        let bytes = self.blocks.iter().map(|block| file::allocated_bytes(&block.file));
+        Ok(bytes.sum::<Result<u64, _>>()?)
+    }
+
+    fn read(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()> {
+        for (block, range, run) in self.runs_into(chunk, pages, bodies) {
+            block.mapping.copy_out(range, run);
+            if block.mapping.is_broken() {
+                return Err(block.fault());
+            }
+        }
+        Ok(())
+    }
+
+    /// By reading the file: no page table is filled for it.
+    fn load(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()> {
+        for (block, range, run) in self.runs_into(chunk, pages, bodies) {
+            block.file.read_exact_at(run, range.start).map_err(|error| self.read_failed(chunk, error))?;
+        }
+        Ok(())
+    }
+
+    fn load_bytes(&self, block: usize, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.blocks[block].file.read_exact_at(bytes, offset)
+    }
+
+    fn in_place(&self, chunk: ChunkIndex, pages: &PageSet) -> Option<Vec<Outgoing<'_>>> {
+        Some(self.runs(chunk, pages).map(|(block, range)| block.mapping.outgoing(range)).collect())
+    }
+
+    /// Through the file, not the mapping: a page that had no memory yet is filled as it is allocated, without a fault
+    /// and without being cleared first (`docs/design/receiving.md`).
+    fn write(&self, chunk: ChunkIndex, pages: &PageSet, mut bodies: &[u8]) -> io::Result<()> {
+        for (block, range) in self.runs(chunk, pages) {
+            let (run, rest) = bodies.split_at((range.end - range.start) as usize);
+            if block.page_bytes == PAGE_BYTES as u64 {
+                file::write_at(&block.file, range.start, run)?;
+            } else {
+                // hugetlbfs has no write(2).
+                block.mapping.copy_in(range.start, run)?;
+            }
+            bodies = rest;
+        }
+        Ok(())
+    }
+
+    /// By punching holes.
+    fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        for (block, range) in self.runs(chunk, pages) {
+            file::punch(&block.file, range)?;
+        }
+        Ok(())
+    }
+
+    fn mappings(&self) -> &'static dyn Mappings {
+        &SharedMappings
+    }
+}
+
+/// Pages that the VMM maps out of a shared file: they are in the file whether it maps them or not.
+#[derive(Debug, Clone, Copy)]
+pub struct SharedMappings;
+
+impl Mappings for SharedMappings {
+    /// By `MADV_DONTNEED`, which in a shared mapping touches page tables alone.
+    fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError> {
+        inside.advise(Advice::DontNeed, addresses)
+    }
+
+    /// What the file holds is mapped (`UFFDIO_CONTINUE`).
+    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
+        faults.continue_(addresses)
+    }
+
+    /// The file gets a page of zeros for each.
+    fn map_zeros(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
+        faults.zeropage(addresses)
+    }
+}
+
+impl Block {
+    /// Why a page of it could not be had. By the file's length: an access to a page that is not behind its end fails
+    /// only where there is no memory.
+    fn fault(&self) -> io::Error {
+        let (id, bytes) = (self.id.clone(), self.mapping.bytes());
+        match self.file.metadata().map(|file| file.len()) {
+            Ok(file_bytes) if file_bytes < bytes => io::Error::other(RamFault::CutShort { id, file_bytes, bytes }),
+            Ok(_) => io::Error::other(RamFault::NoMemory { id }),
+            Err(error) => error,
+        }
+    }
+}

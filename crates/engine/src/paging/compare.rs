@@ -1,0 +1,73 @@
+//! Comparison of both sides' pages after the last has come, and what the guest gave back until then.
+
+use std::sync::PoisonError;
+
+use sterna_protocol::frame::Digester;
+use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::pages::PageSet;
+
+use super::Pager;
+use super::given_back::GivenBack;
+use super::shown::Shown;
+use crate::error::MigrateError;
+use crate::inside::Inside;
+
+impl Pager {
+    /// How the guest's first sight of every page was digested; `None` where it is not known.
+    #[must_use]
+    pub fn digester(&self) -> Option<Digester> {
+        self.lock().shown.as_ref().map(|shown| shown.digester)
+    }
+
+    /// The digest of a chunk as the guest first saw its pages, as
+    /// [`Memory::chunk_digest`](crate::memory::Ram::chunk_digest).
+    ///
+    /// # Errors
+    /// That is not known, or RAM cannot be read.
+    pub fn chunk_digest(&self, chunk: ChunkIndex) -> Result<u64, MigrateError> {
+        self.with_shown(|shown| shown.chunk_digest(self.ram.as_ref(), chunk))
+    }
+
+    /// The digests of a chunk's pages as the guest first saw them, as
+    /// [`Memory::page_digests`](crate::memory::Ram::page_digests).
+    ///
+    /// # Errors
+    /// As [`Self::chunk_digest`].
+    pub fn page_digests(&self, chunk: ChunkIndex) -> Result<Vec<u64>, MigrateError> {
+        self.with_shown(|shown| shown.page_digests(self.ram.as_ref(), chunk))
+    }
+
+    /// Pages of a chunk that the guest may have given back since its start here: what it saw of them may be zeros
+    /// whatever the source has.
+    #[must_use]
+    pub fn given_back(&self, chunk: ChunkIndex) -> PageSet {
+        self.with_inside(|given_back, inside| {
+            given_back.look(inside, self.ram.layout());
+            given_back.possible(chunk, self.ram.layout())
+        })
+    }
+
+    /// Those of a chunk that are known to be given back, so that what was in them is wanted no more.
+    pub(super) fn unwanted(&self, chunk: ChunkIndex) -> PageSet {
+        let given_back = self.given_back.lock().unwrap_or_else(PoisonError::into_inner);
+        if !given_back.is_due() {
+            return *given_back.known(chunk);
+        }
+        drop(given_back);
+        self.with_inside(|given_back, inside| {
+            given_back.look(inside, self.ram.layout());
+            *given_back.known(chunk)
+        })
+    }
+
+    pub(super) fn with_inside<T>(&self, look: impl FnOnce(&mut GivenBack, &mut dyn Inside) -> T) -> T {
+        let mut given_back = self.given_back.lock().unwrap_or_else(PoisonError::into_inner);
+        look(&mut given_back, self.faults.inside().as_mut())
+    }
+
+    fn with_shown<T>(&self, look: impl FnOnce(&mut Shown) -> std::io::Result<T>) -> Result<T, MigrateError> {
+        let mut state = self.lock();
+        let shown = state.shown.as_mut().ok_or(MigrateError::Request("digests that were not agreed on"))?;
+        look(shown).map_err(MigrateError::host("reading the guest's RAM to compare it"))
+    }
+}

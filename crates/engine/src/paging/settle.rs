@@ -1,0 +1,71 @@
+//! Faults, settled one after the other: asked for where the page is away, mapped where it is current.
+
+use std::sync::PoisonError;
+use std::time::Instant;
+
+use sterna_protocol::pages::PageSet;
+use sterna_sys::userfaultfd::Fault;
+
+use super::{Pager, Waiter};
+use crate::error::MigrateError;
+use crate::faults::Settle;
+
+/// Neighbours of a current page that are mapped with it.
+const NEIGHBOURS: usize = 31;
+
+impl Settle for Pager {
+    fn settle(&self, fault: &Fault, address: u64, now: Instant) -> Result<bool, MigrateError> {
+        settle(self, fault, address, now)
+    }
+}
+
+fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bool, MigrateError> {
+    let Some(page) = pager.page_at(address) else {
+        return pager.userfault.wake(address).map(|()| true);
+    };
+    let settling = pager.settling.lock().unwrap_or_else(PoisonError::into_inner);
+    let first = {
+        let mut state = pager.lock();
+        if !state.whereabouts.is_away(page.chunk, page.page) {
+            None
+        } else {
+            let waiters = state.waiting.entry(page).or_default();
+            let first = waiters.is_empty();
+            // A thread that a signal took out of its waiting faults anew: it has waited since the first time.
+            if waiters.iter().all(|waiter| waiter.thread != fault.thread) {
+                waiters.push(Waiter { thread: fault.thread, since: now });
+            }
+            Some(first)
+        }
+    };
+    if first.is_some() {
+        // The way to the supplier may be slow.
+        drop(settling);
+    }
+    match first {
+        Some(true) => {
+            pager.ask(page, fault.thread);
+            Ok(false)
+        }
+        Some(false) => Ok(false),
+        None => {
+            pager.account().local();
+            if !fault.minor {
+                return pager.show_zero(page);
+            }
+            let mut only = PageSet::EMPTY;
+            only.insert(page.page);
+            let shown = pager.show(page.chunk, &only)?;
+            // The thread runs already; what lies behind it will be wanted next.
+            let mut behind = PageSet::EMPTY;
+            behind.insert_run(usize::from(page.page) + 1, NEIGHBOURS);
+            let there = pager
+                .ram
+                .allocated_in(page.chunk)
+                .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+            let current = behind.and(&there).without(pager.lock().whereabouts.away_in(page.chunk));
+            pager.show(page.chunk, &current)?;
+            Ok(shown)
+        }
+    }
+}

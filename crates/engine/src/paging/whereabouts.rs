@@ -1,0 +1,274 @@
+//! Whereabouts: where each page of a machine is, in a file that outlives the daemon.
+//!
+//! A page is *here* (its content is in the RAM file), *at a holder* (another host has it; in post-copy the source), or
+//! *nowhere* (never used, or reclaimed: it reads as zeros and has no content). The map says which pages are away, and
+//! by the chunk who holds them. Which of the others are nowhere it need not say: those are the RAM file's holes.
+//!
+//! ```text
+//!   0          8        12      16         24          28        32                      32 + 40 × chunks
+//!   +----------+--------+-------+----------+-----------+---------+-----------------------+
+//!   | STPAGES2 | chunks | begun | layout's | entry's   | nothing | an entry a chunk      |
+//!   |          |        |       | digest   | bytes, 40 |         |                       |
+//!   +----------+--------+-------+----------+-----------+---------+-----------------------+
+//!
+//!   an entry:   0                          32       33        40
+//!               +--------------------------+--------+---------+
+//!               | the pages that are away  | holder | nothing |
+//!               +--------------------------+--------+---------+
+//! ```
+//!
+//! The last character of the first word is the version. Version 1 had a header of 16 bytes (`STPAGES1`, chunks, begun)
+//! and entries of 32, without a holder: it is still read, and a map that was begun so goes on so, because a map that is
+//! rewritten while it is in use could be lost half way.
+//!
+//! The file lies in memory (tmpfs): what is written there is there for the next daemon however this one ends. A page's
+//! bit is cleared only after its content is in the RAM file, so a daemon killed between the two asks for the page once
+//! more, and never takes a stale page for a current one. Numbers are little-endian.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use sterna_protocol::layout::{ChunkIndex, Layout};
+use sterna_protocol::pages::{PageMap, PageSet};
+
+/// The holder of all pages that are away in post-copy: the source. 0 is nobody.
+const SOURCE: u8 = 1;
+
+/// A version of the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Format {
+    magic: &'static [u8; 8],
+    header_bytes: usize,
+    entry_bytes: usize,
+}
+
+const V1: Format = Format { magic: b"STPAGES1", header_bytes: 16, entry_bytes: PageSet::BYTES };
+const V2: Format = Format { magic: b"STPAGES2", header_bytes: 32, entry_bytes: PageSet::BYTES + 8 };
+
+impl Format {
+    /// The header of a map that says something.
+    fn header(self, layout: &Layout) -> Vec<u8> {
+        let mut header = vec![0; self.header_bytes];
+        header[..8].copy_from_slice(self.magic);
+        header[8..12].copy_from_slice(&layout.chunks().to_le_bytes());
+        header[12..16].copy_from_slice(&1u32.to_le_bytes());
+        if self == V2 {
+            header[16..24].copy_from_slice(&layout.digest().to_le_bytes());
+            header[24..28].copy_from_slice(&(self.entry_bytes as u32).to_le_bytes());
+        }
+        header
+    }
+
+    /// A chunk's entry.
+    fn entry(self, away: &PageSet) -> Vec<u8> {
+        let mut entry = vec![0; self.entry_bytes];
+        entry[..PageSet::BYTES].copy_from_slice(&away.to_bytes());
+        if self == V2 && !away.is_empty() {
+            entry[PageSet::BYTES] = SOURCE;
+        }
+        entry
+    }
+
+    /// The pages of a chunk that its entry says are away; `None` where it names a holder that nobody knows.
+    fn away(self, entry: &[u8]) -> Option<PageSet> {
+        let (set, rest) = entry.split_first_chunk()?;
+        let away = PageSet::from_bytes(set);
+        let known = self == V1 || away.is_empty() || rest.first() == Some(&SOURCE);
+        known.then_some(away)
+    }
+}
+
+/// The map and its file.
+#[derive(Debug)]
+pub struct Whereabouts {
+    file: File,
+    format: Format,
+    pages: PageMap,
+    away: u64,
+}
+
+impl Whereabouts {
+    /// No page is away, and the file says nothing yet.
+    #[must_use]
+    pub fn all_here(file: File, layout: &Layout) -> Self {
+        Self { file, format: V2, pages: PageMap::empty(layout), away: 0 }
+    }
+
+    /// What an earlier daemon left; `None` where the guest was never let run before its pages were here.
+    ///
+    /// # Errors
+    /// The file cannot be read, is of another machine, or of a later version.
+    pub fn recover(file: File, layout: &Layout) -> io::Result<Option<Self>> {
+        let invalid = |why| io::Error::new(io::ErrorKind::InvalidData, why);
+        if file.metadata()?.len() == 0 {
+            return Ok(None);
+        }
+        let mut magic = [0; 8];
+        file.read_exact_at(&mut magic, 0)?;
+        let format = [V1, V2].into_iter().find(|format| *format.magic == magic);
+        let format = format.ok_or_else(|| invalid("it is no map of missing pages that this version reads"))?;
+        let mut header = vec![0; format.header_bytes];
+        file.read_exact_at(&mut header, 0)?;
+        if header != format.header(layout) {
+            return Err(invalid("it is not the map of this machine's missing pages"));
+        }
+        let mut entries = vec![0; layout.chunks() as usize * format.entry_bytes];
+        file.read_exact_at(&mut entries, format.header_bytes as u64)?;
+        let mut pages = PageMap::empty(layout);
+        for (chunk, entry) in layout.iter().zip(entries.chunks_exact(format.entry_bytes)) {
+            let away = format.away(entry).ok_or_else(|| invalid("it names a holder of pages that is not known"))?;
+            *pages.chunk_mut(chunk) = away;
+        }
+        let away = pages.len();
+        Ok(Some(Self { file, format, pages, away }))
+    }
+
+    /// From now on these pages are at the source, and all others are not away.
+    ///
+    /// # Errors
+    /// No memory for the file.
+    pub fn begin(&mut self, pages: PageMap, layout: &Layout) -> io::Result<()> {
+        self.format = V2;
+        let entries: Vec<u8> = layout.iter().flat_map(|chunk| V2.entry(pages.chunk(chunk))).collect();
+        self.file.write_all_at(&entries, V2.header_bytes as u64)?;
+        // Last: a file without it says nothing.
+        self.file.write_all_at(&V2.header(layout), 0)?;
+        self.away = pages.len();
+        self.pages = pages;
+        Ok(())
+    }
+
+    /// Whether the page is away.
+    #[must_use]
+    pub fn is_away(&self, chunk: ChunkIndex, page: u8) -> bool {
+        self.pages.chunk(chunk).contains(page)
+    }
+
+    /// The pages of a chunk that are away.
+    #[must_use]
+    pub fn away_in(&self, chunk: ChunkIndex) -> &PageSet {
+        self.pages.chunk(chunk)
+    }
+
+    /// All pages that are away.
+    #[must_use]
+    pub fn pages_away(&self) -> &PageMap {
+        &self.pages
+    }
+
+    /// How many pages are away.
+    #[must_use]
+    pub fn away(&self) -> u64 {
+        self.away
+    }
+
+    /// These pages are here: their content is in the RAM file.
+    ///
+    /// # Errors
+    /// The file cannot be written; then they count as away still.
+    pub fn arrived(&mut self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        let set = self.pages.chunk(chunk);
+        let (rest, came) = (set.without(pages), set.and(pages).len());
+        let at = self.format.header_bytes + chunk.index() * self.format.entry_bytes;
+        self.file.write_all_at(&rest.to_bytes(), at as u64)?;
+        *self.pages.chunk_mut(chunk) = rest;
+        self.away -= came as u64;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_protocol::spec::BlockSpec;
+
+    use super::*;
+
+    fn layout(bytes: u64) -> Layout {
+        Layout::new(&[BlockSpec { id: "ram".into(), bytes, page_bytes: 4096, path: String::new() }]).unwrap()
+    }
+
+    fn some_pages(layout: &Layout) -> PageMap {
+        let mut pages = PageMap::empty(layout);
+        pages.insert_all(ChunkIndex(2), &PageSet::first(10));
+        pages.insert_all(ChunkIndex(7), &PageSet::first(256));
+        pages
+    }
+
+    /// The file as version 1 wrote it.
+    fn version_1(layout: &Layout, pages: &PageMap) -> File {
+        let file = tempfile::tempfile().unwrap();
+        let mut bytes = b"STPAGES1".to_vec();
+        bytes.extend(layout.chunks().to_le_bytes());
+        bytes.extend(1u32.to_le_bytes());
+        layout.iter().for_each(|chunk| bytes.extend(pages.chunk(chunk).to_bytes()));
+        file.write_all_at(&bytes, 0).unwrap();
+        file
+    }
+
+    #[test]
+    fn another_daemon_finds_what_the_last_one_left() {
+        let (layout, file) = (layout(8 << 20), tempfile::tempfile().unwrap());
+        assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).unwrap().is_none());
+        let mut known = Whereabouts::all_here(file.try_clone().unwrap(), &layout);
+        known.begin(some_pages(&layout), &layout).unwrap();
+        known.arrived(ChunkIndex(2), &PageSet::first(4)).unwrap();
+        known.arrived(ChunkIndex(2), &PageSet::first(5)).unwrap();
+        assert_eq!(known.away(), 5 + 256);
+        let mut found = Whereabouts::recover(file.try_clone().unwrap(), &layout).unwrap().unwrap();
+        assert_eq!((found.pages_away(), found.away()), (known.pages_away(), 261));
+        assert!(!found.is_away(ChunkIndex(2), 4) && found.is_away(ChunkIndex(2), 5));
+        // To the last page of all, and of a chunk.
+        found.arrived(ChunkIndex(7), &PageSet::first(256)).unwrap();
+        found.arrived(ChunkIndex(2), &PageSet::first(10)).unwrap();
+        assert_eq!(Whereabouts::recover(file, &layout).unwrap().unwrap().away(), 0);
+    }
+
+    #[test]
+    fn a_map_that_an_earlier_version_began_is_gone_on_with() {
+        let layout = layout(8 << 20);
+        let file = version_1(&layout, &some_pages(&layout));
+        let mut found = Whereabouts::recover(file.try_clone().unwrap(), &layout).unwrap().unwrap();
+        assert_eq!((found.pages_away(), found.away()), (&some_pages(&layout), 266));
+        found.arrived(ChunkIndex(2), &PageSet::first(9)).unwrap();
+        found.arrived(ChunkIndex(7), &PageSet::first(256)).unwrap();
+        // By this version, and byte by byte as the earlier one would have it: it may come back.
+        let again = Whereabouts::recover(file.try_clone().unwrap(), &layout).unwrap().unwrap();
+        assert_eq!((again.away(), again.is_away(ChunkIndex(2), 9)), (1, true));
+        let mut left = PageMap::empty(&layout);
+        left.insert_all(ChunkIndex(2), &[9].into_iter().collect());
+        let bytes = |file: File| {
+            let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
+            file.read_exact_at(&mut bytes, 0).unwrap();
+            bytes
+        };
+        assert_eq!(bytes(file), bytes(version_1(&layout, &left)));
+    }
+
+    #[test]
+    fn a_map_of_another_machine_or_cut_short_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        let small = layout(8 << 20);
+        Whereabouts::all_here(file.try_clone().unwrap(), &small).begin(PageMap::empty(&small), &small).unwrap();
+        assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout(16 << 20)).is_err());
+        file.set_len(100).unwrap();
+        assert!(Whereabouts::recover(file, &small).is_err());
+    }
+
+    #[test]
+    fn a_holder_or_a_version_that_is_not_known_is_refused() {
+        let layout = layout(8 << 20);
+        let file = tempfile::tempfile().unwrap();
+        Whereabouts::all_here(file.try_clone().unwrap(), &layout).begin(some_pages(&layout), &layout).unwrap();
+        let holder_of = |chunk: u64| 32 + 40 * chunk + 32;
+        // Of a chunk that has no page away it says nothing.
+        file.write_all_at(&[9], holder_of(1)).unwrap();
+        assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_ok());
+        file.write_all_at(&[9], holder_of(2)).unwrap();
+        assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_err());
+        file.write_all_at(&[1], holder_of(2)).unwrap();
+        assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_ok());
+        file.write_all_at(b"STPAGES3", 0).unwrap();
+        assert!(Whereabouts::recover(file, &layout).is_err());
+    }
+}

@@ -1,0 +1,112 @@
+//! The point of no return at the source: the guest is given away, and what became of it is asked for until it is known.
+
+use std::time::{Duration, Instant};
+
+use sterna_api::problem::Whereabouts;
+use sterna_protocol::hello::{Features, Role};
+use sterna_protocol::message::{Reply, Request};
+
+use super::Fate;
+use super::departure::Departure;
+use super::link::Link;
+use super::switchover::{Loaded, Switched};
+use crate::error::MigrateError;
+use crate::host::{DaemonId, MigrationId, Verdict};
+use crate::transport::clock::now_us;
+use crate::transport::control::{self, REPLY_TIMEOUT};
+use crate::transport::credentials::Credentials;
+use crate::transport::{SessionKey, call};
+
+/// How long it is asked at once who has the guest; later the daemon asks.
+const ASK_FOR: Duration = Duration::from_secs(3);
+/// The pause between two questions.
+const ASK_AGAIN: Duration = Duration::from_millis(200);
+
+/// Gives the guest away.
+///
+/// Before the message goes it is on record that it may have gone, and it can no longer be cancelled. After that the guest may run here
+/// again only when the destination says that it never ran there.
+///
+/// # Errors
+/// The guest is still the source's: nothing was sent, or the destination has said that it never ran there.
+pub fn commit(
+    departure: &mut Departure,
+    link: &mut Link,
+    loaded: &Loaded,
+    clock_offset_us: i64,
+) -> Result<Switched, MigrateError> {
+    departure.monitor.commit()?;
+    // In post-copy the record was made while the devices were loaded.
+    if loaded.residue.is_none() {
+        departure.record(false)?;
+    }
+    let reply = link.control.ask(&Request::Commit, REPLY_TIMEOUT);
+    departure.account.answered();
+    let lost = match reply {
+        Ok(Reply::Running { start_us, cpu_us }) => {
+            let started_us = start_us.saturating_add_signed(-clock_offset_us).min(now_us());
+            departure.account.started(loaded, started_us, cpu_us, departure.spec.running);
+            if loaded.residue.is_some() {
+                return Ok(Switched::Postcopy { stands: true });
+            }
+            departure.account.completed();
+            return Ok(Switched::Ended(Fate::There));
+        }
+        Ok(_) => MigrateError::Reply("another reply than that the guest runs"),
+        Err(error) => error,
+    };
+    match find_out(departure, lost)? {
+        Fate::There if loaded.residue.is_some() => Ok(Switched::Postcopy { stands: false }),
+        fate => Ok(Switched::Ended(fate)),
+    }
+}
+
+/// Asks who has the guest, of which it is not known whether the destination took it, for a while.
+fn find_out(departure: &mut Departure, lost: MigrateError) -> Result<Fate, MigrateError> {
+    let deadline = Instant::now() + ASK_FOR;
+    departure
+        .monitor
+        .update(|progress| progress.waiting_for = Some("the destination's word on who has the guest".into()));
+    loop {
+        let credentials = departure.host.credentials();
+        match ask_verdict(departure.id, departure.peer, departure.daemon, credentials.as_deref()) {
+            Ok(Verdict::Aborted) => return Err(lost),
+            Ok(Verdict::Committed) => {
+                // Where the destination itself said what is wrong, the guest is its own and does not run there.
+                match lost {
+                    MigrateError::Peer(problem) => departure.account.failed(problem),
+                    _ => departure.account.completed(),
+                }
+                return Ok(Fate::There);
+            }
+            Err(error) if Instant::now() > deadline => {
+                let mut problem = lost.problem_at_source().guest(Whereabouts::Paused);
+                problem.cause.push(error.to_string());
+                problem.hint = Some(format!(
+                    "the guest is stopped here until {} answers; bring its daemon back, and it goes on by itself",
+                    departure.peer
+                ));
+                departure.account.failed(problem);
+                return Ok(Fate::Unknown);
+            }
+            Err(_) => std::thread::sleep(ASK_AGAIN),
+        }
+    }
+}
+
+/// Asks a peer what became of a migration; only the daemon that accepted it, where that is known.
+///
+/// # Errors
+/// The peer does not answer, is [another daemon](MigrateError::AnotherDaemon), or knows nothing of it: nothing is settled,
+/// ask again later.
+pub fn ask_verdict(
+    id: MigrationId,
+    peer: &str,
+    daemon: Option<DaemonId>,
+    credentials: Option<&Credentials>,
+) -> Result<Verdict, MigrateError> {
+    let session = SessionKey { session: id.0, key: id.0 as u64, needed: Features::NONE };
+    let stream = call(peer, session, Role::Control, credentials)?;
+    let committed = control::ask_verdict(stream, session.key, id.0, daemon)?;
+    Ok(if committed { Verdict::Committed } else { Verdict::Aborted })
+}

@@ -1,0 +1,81 @@
+//! One guest on its way out: what every phase of the source works with.
+
+use std::sync::Arc;
+
+use sterna_api::MigrateOptions;
+use sterna_protocol::spec::VmSpec;
+use sterna_sys::map::Access;
+
+use super::account::Account;
+use super::throttle::Throttle;
+use super::track::Tracker;
+use crate::error::MigrateError;
+use crate::host::{DaemonId, MigrationId, SourceHost};
+use crate::memory::shared::SharedMemory;
+use crate::memory::{BlockFile, Memory};
+use crate::monitor::Monitor;
+use crate::transport::share::Share;
+use crate::vmm;
+
+/// A machine that leaves this host, from the connection to the last page.
+pub struct Departure<'a> {
+    /// The migration.
+    pub id: MigrationId,
+    /// The machine, as the destination is told.
+    pub spec: &'a VmSpec,
+    /// Its VMM.
+    pub vmm: &'a mut dyn vmm::Source,
+    /// Its RAM, in the order of `spec.blocks`.
+    pub blocks: &'a [BlockFile],
+    /// What watches its writes.
+    pub tracker: &'a mut dyn Tracker,
+    /// What slows it down.
+    pub throttle: &'a mut dyn Throttle,
+    /// Whether it is known that disks write into its RAM past the page tables.
+    pub direct_io: bool,
+    /// As [`Outgoing::trust_first_look`](super::Outgoing::trust_first_look).
+    pub trust_first_look: bool,
+    /// What all migrations away from this host may send together.
+    pub bandwidth: Arc<Share>,
+    /// Where the destination is.
+    pub peer: &'a str,
+    /// The daemon that accepted the machine, once one has.
+    pub daemon: Option<DaemonId>,
+    /// How the machine is to be moved.
+    pub options: &'a MigrateOptions,
+    /// The daemon here.
+    pub host: &'a dyn SourceHost,
+    /// Progress and cancelling.
+    pub monitor: &'a Monitor,
+    /// What the migration did, for its report.
+    pub account: Account<'a>,
+}
+
+impl Departure<'_> {
+    /// Checks what can be checked before anything is asked of the destination, and maps the machine's RAM.
+    ///
+    /// # Errors
+    /// The options contradict each other, the guest cannot be slowed down as they ask, or its RAM cannot be mapped.
+    pub fn check(&mut self) -> Result<Arc<dyn Memory>, MigrateError> {
+        self.options.check().map_err(MigrateError::Options)?;
+        if self.options.throttle_percent.is_some() {
+            self.throttle.try_out(&self.vmm.processor_threads()?)?;
+        }
+        Ok(Arc::new(SharedMemory::open(self.blocks, Access::Read)?))
+    }
+
+    /// Puts on record that the guest may run at the destination from now on.
+    ///
+    /// # Errors
+    /// [`MigrateError::Record`]: then the destination must not be told.
+    pub fn record(&self, postcopy: bool) -> Result<(), MigrateError> {
+        self.host.handing_over(self.id, self.peer, self.daemon, postcopy).map_err(MigrateError::Record)
+    }
+
+    /// Ends what the guest pays for: slowing down and write tracking.
+    pub fn let_go(&mut self) {
+        self.throttle.loosen();
+        self.tracker.disarm();
+        self.account.tracked(self.tracker);
+    }
+}

@@ -1,0 +1,17 @@
+//! Phase *finish*: the source's VMM ends where the guest has left it, and the report is closed.
+
+use sterna_api::Phase;
+
+use super::Fate;
+use super::departure::Departure;
+
+/// Ends the migration here; `fate` is where the guest is.
+pub fn finish(departure: &mut Departure, fate: Fate) {
+    if fate == Fate::There {
+        departure.monitor.enter(Phase::Finish);
+        departure.vmm.quit();
+    }
+    departure.throttle.release();
+    departure.account.finish();
+    departure.monitor.enter(if fate == Fate::NotYet { Phase::Queued } else { Phase::Done });
+}

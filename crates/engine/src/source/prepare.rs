@@ -1,0 +1,99 @@
+//! Phase *prepare*: the destination accepts the machine and starts its VMM; tracking is armed; the first pages are known.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_api::Phase;
+
+use super::departure::Departure;
+use super::free::FreePages;
+use super::link::{Link, Peer};
+use super::postcopy::Work;
+use super::postcopy::drive::Begun;
+use super::rounds::Rounds;
+use crate::error::MigrateError;
+use crate::memory::Memory;
+use crate::transport::connection::Connection;
+use crate::transport::pacer::Pacer;
+
+/// A machine whose first round can begin.
+pub struct Prepared<'a> {
+    /// Its pages; those that are allocated are outstanding.
+    pub rounds: Rounds<'a>,
+    /// The connection that carries the devices' state, until the switchover takes it.
+    pub devices: Option<Connection>,
+    /// What serves faults once the guest runs at the destination; `None` where no page may follow it.
+    pub begun: Option<Begun>,
+    /// The destination's clock minus ours, microseconds.
+    pub clock_offset_us: i64,
+}
+
+impl Prepared<'_> {
+    /// The reason for an error: where faults could not be served, that ended everything else.
+    pub fn reason(&self, error: MigrateError) -> MigrateError {
+        let failure = self.begun.as_ref().and_then(Begun::failure);
+        match (error, failure) {
+            (MigrateError::Link { .. }, Some(failure)) => failure,
+            (error, _) => error,
+        }
+    }
+}
+
+/// Proposes the machine, opens the session's other connections, sets up the VMM's migration and arms tracking.
+///
+/// # Errors
+/// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it does so for now, or what went wrong here.
+pub fn prepare<'a, 'd: 'a>(
+    departure: &mut Departure<'d>,
+    link: &mut Link,
+    ram: &'a Arc<dyn Memory>,
+) -> Result<Prepared<'a>, MigrateError> {
+    let monitor = departure.monitor;
+    monitor.enter(Phase::Prepare);
+    monitor.check()?;
+    let options = departure.options;
+    let stop_limit = Duration::try_from_secs_f64(options.downtime_limit_ms / 4e3).unwrap_or_default();
+    let mut free_pages = FreePages::new(options.skip_free, departure.vmm, ram, stop_limit);
+    // The destination starts its VMM meanwhile.
+    let proposed = std::thread::scope(|scope| {
+        scope.spawn(|| free_pages.find());
+        link.propose(departure.id, departure.spec, options, ram.layout().digest())
+    });
+    let peer = proposed?;
+    agree(departure, link, &peer)?;
+    let streams = (0..options.streams as u16).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
+    let devices = Some(link.devices()?);
+    let begun = (options.may_postcopy() && peer.no_postcopy.is_none())
+        .then(|| Begun::new(link, &Work::new(Arc::clone(ram), options, &departure.bandwidth, 0)))
+        .transpose()?;
+    let clock_offset_us = link.compare_clocks()?;
+    departure.vmm.prepare()?;
+    if departure.trust_first_look {
+        free_pages.trust_first_look();
+    }
+    departure.tracker.arm(ram.as_ref())?;
+
+    let pacer = Pacer::new(options.bandwidth_bytes_per_s, &departure.bandwidth);
+    let mut rounds = Rounds::new(ram.as_ref(), monitor, streams, departure.tracker, options, pacer, free_pages)?;
+    rounds.untracked = departure.direct_io;
+    let allocated = rounds.everything()?;
+    rounds.skip_free(departure.vmm);
+    departure.account.prepared(ram.layout().pages(), allocated);
+    Ok(Prepared { rounds, devices, begun, clock_offset_us })
+}
+
+/// Takes in what the destination said: it has accepted the machine, perhaps not for every mode.
+fn agree(departure: &mut Departure, link: &Link, peer: &Peer) -> Result<(), MigrateError> {
+    if let Some(problem) = &peer.no_postcopy {
+        if departure.options.must_postcopy() {
+            // It waits for the other connections, and would not hear an `Abort`; this it notices.
+            link.control.hang_up().map_err(MigrateError::host("hanging up"))?.now();
+            return Err(MigrateError::Peer(problem.clone()));
+        }
+        departure.account.no_postcopy(problem);
+    }
+    departure.host.accepted();
+    departure.daemon = peer.identity;
+    departure.account.destination(peer);
+    Ok(())
+}

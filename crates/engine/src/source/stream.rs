@@ -1,0 +1,92 @@
+//! Stream: one connection that carries pages.
+
+use std::time::Duration;
+
+use sterna_protocol::frame::{Digester, Frame, FrameWriter};
+use sterna_sys::iovec::Outgoing;
+use sterna_sys::socket::{SendError, TcpInfo};
+
+use super::outbound::{Outbound, Payload};
+use crate::error::MigrateError;
+use crate::transport::connection::Connection;
+
+/// One connection that carries pages.
+#[derive(Debug)]
+pub struct Stream {
+    connection: Connection,
+    writer: FrameWriter,
+    digester: Digester,
+    bytes: u64,
+    cpu: Duration,
+}
+
+impl Stream {
+    /// On a connection that has exchanged hellos.
+    #[must_use]
+    pub fn new(connection: Connection, key: u64, digester: Digester) -> Self {
+        Self { connection, writer: FrameWriter::new(key), digester, bytes: 0, cpu: Duration::ZERO }
+    }
+
+    /// How its pages are digested.
+    #[must_use]
+    pub fn digester(&self) -> Digester {
+        self.digester
+    }
+
+    /// Bytes sent so far, and processor time the sending threads took (the caller's own excluded).
+    #[must_use]
+    pub fn cost(&self) -> (u64, Duration) {
+        (self.bytes, self.cpu)
+    }
+
+    /// Sends what goes of a chunk; its bytes, frame and all.
+    ///
+    /// # Errors
+    /// The link broke; [`SendError::Memory`]: what was to be sent from where it is could not be read.
+    pub fn send(&mut self, outbound: &Outbound) -> Result<u64, SendError> {
+        self.write(&outbound.frame, &outbound.digests, Some(&outbound.payload))
+    }
+
+    /// Says that this connection's share of a round has been sent.
+    ///
+    /// # Errors
+    /// The link broke.
+    pub fn end_round(&mut self, round: u32) -> Result<(), MigrateError> {
+        self.write(&Frame::RoundEnd { round }, &[], None).map(drop).map_err(link_broke)
+    }
+
+    /// Bytes that the destination's kernel has taken.
+    #[must_use]
+    pub fn taken_bytes(&self) -> u64 {
+        TcpInfo::of(self.connection.socket()).map_or(0, |info| info.acknowledged_bytes)
+    }
+
+    /// Its connection, for its settings and to wait for it.
+    #[must_use]
+    pub fn connection(&self) -> &Connection {
+        &self.connection
+    }
+
+    /// Notes the processor time of a thread of its own that ends now.
+    pub(super) fn thread_ends(&mut self) {
+        self.cpu += sterna_sys::process::thread_cpu_time();
+    }
+
+    /// Writes a frame: its header and digests from here, its payload straight from where it is. The bytes of all.
+    fn write(&mut self, frame: &Frame, digests: &[u64], payload: Option<&Payload>) -> Result<u64, SendError> {
+        let head = self.writer.head(frame, digests);
+        let mut vectors = vec![Outgoing::from(head.as_slice())];
+        if let Some(payload) = payload {
+            payload.add_to(&mut vectors);
+        }
+        let bytes: usize = vectors.iter().map(Outgoing::bytes).sum();
+        self.connection.send(&mut vectors)?;
+        self.bytes += bytes as u64;
+        Ok(bytes as u64)
+    }
+}
+
+/// What a failure to send memory of this process is: the link's.
+pub fn link_broke(error: SendError) -> MigrateError {
+    MigrateError::Link { doing: "sending pages", source: std::io::Error::other(error) }
+}

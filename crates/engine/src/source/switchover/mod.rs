@@ -1,0 +1,196 @@
+//! Phase *switchover*: the guest stops here and is loaded there.
+//!
+//! ```text
+//!   source                                     destination
+//!   VMM: stop the guest, drain its I/O
+//!   Stopped ─────────────────────────────────▶ device state waits from here on
+//!   collect what was written since
+//!   VMM: save the devices  ┐ at the same time
+//!   the last pages ────────┴─────────────────▶ pages into RAM; when all are in place, device state into the VMM
+//!   collect once more: what the VMM wrote while it saved. There must be none
+//!   (verify)
+//!   Load ────────────────────────────────────▶ devices loaded; the guest is stopped
+//!   hand over, on record
+//!   Commit ══ the point of no return ════════▶ on record; the guest runs
+//! ```
+//!
+//! The devices' loading reads guest RAM (virtio's rings), so device state is held back at the destination until the last pages are
+//! in place; saving them does not wait for the pages, which hides the shorter of the two times. Nor does the loading wait for the last look: a VMM
+//! that writes RAM while it saves (none was seen to; its I/O is drained) is found out after the destination may have loaded from the page as it was
+//! before, and the guest stays here. To hold the state back until `Load` would make every pause longer by the loading.
+
+/// With pages still to come: their map goes in the pause.
+mod residue;
+
+use std::time::{Duration, Instant};
+
+use sterna_api::units::milliseconds as ms;
+use sterna_api::{Phase, report};
+use sterna_protocol::message::Request;
+
+pub use self::residue::Residue;
+use super::Fate;
+use super::commit::commit;
+use super::departure::Departure;
+use super::devices::DevicePump;
+use super::link::Link;
+use super::precopy::Ending;
+use super::prepare::Prepared;
+use super::rounds::Rounds;
+use super::verify::{self, Compared};
+use crate::error::MigrateError;
+use crate::transport::clock::now_us;
+use crate::transport::connection::Connection;
+use crate::transport::control::REPLY_TIMEOUT;
+use crate::vmm::{self, EventTime, VmmError};
+
+/// How long the VMM may take to stop the guest: a disk may take its time to drain.
+const STOP_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the VMM may take to save or to load its devices.
+const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long one look for the stop takes; where it takes longer, another round goes meanwhile.
+const STOP_LOOK: Duration = Duration::from_millis(20);
+
+/// A guest that is stopped, with its devices at the destination, and its RAM or the map of what is to come of it: one word lets it
+/// run there.
+pub struct Loaded {
+    /// When it stopped, by the VMM's event.
+    pub stop: EventTime,
+    /// The parts of the downtime so far.
+    pub downtime: report::Downtime,
+    /// The comparison of both sides.
+    pub verify: report::Verify,
+    /// Pages that are still to come, their map's bytes and what it took.
+    pub residue: Option<Residue>,
+    /// When the destination had loaded the devices, by this host's clock, microseconds.
+    pub loaded_us: u64,
+}
+
+/// How the switchover ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Switched {
+    /// Nothing follows.
+    Ended(Fate),
+    /// The guest runs at the destination and misses pages.
+    Postcopy {
+        /// Whether the connections to bring them still stand.
+        stands: bool,
+    },
+}
+
+/// Stops the guest, brings its devices and its last pages (or the map of those that are still to come) to the destination, and
+/// gives it away.
+///
+/// # Errors
+/// The guest is still the source's, stopped or not: what went wrong on the way, or [`MigrateError::Cancelled`].
+pub fn switchover(
+    departure: &mut Departure,
+    link: &mut Link,
+    prepared: &mut Prepared,
+    ending: Ending,
+) -> Result<Switched, MigrateError> {
+    departure.monitor.enter(Phase::Switchover);
+    let devices = prepared.devices.take().ok_or(MigrateError::Bug("the devices' connection was taken before"))?;
+    let loaded = match (ending, &prepared.begun) {
+        (Ending::Postcopy(because), Some(begun)) => {
+            departure.account.postcopy(because, departure.options);
+            residue::load(departure, link, (&mut prepared.rounds, begun), devices)?
+        }
+        _ => load(departure, link, &mut prepared.rounds, devices)?,
+    };
+    departure.account.loaded(&loaded);
+    commit(departure, link, &loaded, prepared.clock_offset_us)
+}
+
+/// Stops the guest and brings the rest of it to the destination.
+fn load(
+    departure: &mut Departure,
+    link: &mut Link,
+    rounds: &mut Rounds,
+    devices: Connection,
+) -> Result<Loaded, MigrateError> {
+    let pump = DevicePump::start(departure.vmm.begin()?, devices)?;
+    let stopped = stop(departure, link, rounds)?;
+    // Not before the stop: what the guest wrote meanwhile at its full speed would all be in the pause.
+    loosen(departure);
+    let Departure { vmm, tracker, options, .. } = departure;
+    let vmm = &mut **vmm;
+    link.control.send(&Request::Stopped)?;
+    rounds.collect(*tracker)?;
+    rounds.collect_untracked()?;
+    let processors = rounds.processors(vmm);
+    link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
+    vmm.save_devices()?;
+    let began = Instant::now();
+    // While the devices are saved: what the VMM writes meanwhile is collected below.
+    rounds.skip_free_stopped(&processors);
+    rounds.send_last(link)?;
+    let final_pages = began.elapsed();
+    let device_began = Instant::now();
+    vmm.saved(DEVICE_TIMEOUT)?;
+    pump.finish()?;
+    // Nothing writes RAM any more: the guest is stopped, its I/O drained, its devices saved. What was written since the last look
+    // comes too late: the destination lets go of the devices' state once the last pages are in place, and may have loaded it from
+    // these as they were. In the runs seen there was none.
+    rounds.collect(*tracker)?;
+    if rounds.left() > 0 {
+        return Err(MigrateError::WrittenWhileSaving(rounds.left()));
+    }
+    let saved = device_began.elapsed();
+    let verify_began = Instant::now();
+    let verify = if options.verify { same(link, rounds)? } else { report::Verify::default() };
+    let verify_time = verify_began.elapsed();
+    if let Some(ended) = vmm.ended() {
+        return Err(ended.into());
+    }
+    let load_began = Instant::now();
+    link.control.ask(&Request::Load, DEVICE_TIMEOUT)?;
+    let downtime = report::Downtime {
+        pause_ms: pause_ms(&stopped),
+        final_pages_ms: ms(final_pages),
+        verify_ms: ms(verify_time),
+        device_state_ms: ms(saved + load_began.elapsed()),
+        start_ms: 0.0,
+    };
+    Ok(Loaded { stop: stopped.stop, downtime, verify, residue: None, loaded_us: now_us() })
+}
+
+/// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which the guest
+/// runs on: then its pages go meanwhile.
+fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Rounds) -> Result<vmm::Stopped, MigrateError> {
+    let deadline = Instant::now() + STOP_TIMEOUT;
+    loop {
+        departure.monitor.check()?;
+        if let Some(stopped) = departure.vmm.stopped(STOP_LOOK)? {
+            return Ok(stopped);
+        }
+        if Instant::now() > deadline {
+            return Err(VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() }.into());
+        }
+        if !rounds.done.is_empty() {
+            rounds.collect(departure.tracker)?;
+            rounds.look_for_untracked(departure.vmm)?;
+            rounds.send(link, None)?;
+        }
+    }
+}
+
+/// Gives the guest its processor time back.
+fn loosen(departure: &mut Departure) {
+    departure.throttle.loosen();
+    departure.monitor.update(|progress| progress.throttle_percent = 0);
+}
+
+/// From the stop to the moment when the VMM had drained its I/O, milliseconds.
+fn pause_ms(stopped: &vmm::Stopped) -> f64 {
+    stopped.ready.0.saturating_sub(stopped.stop.0) as f64 / 1e3
+}
+
+/// Compares both sides, page by page.
+fn same(link: &mut Link, rounds: &Rounds) -> Result<report::Verify, MigrateError> {
+    let verify = verify::compare(link, rounds.ram, Some(rounds.free()), Compared::InThePause)?;
+    match verify.mismatches {
+        0 => Ok(verify),
+        mismatches => Err(MigrateError::Mismatch { mismatches, pages: verify.pages }),
+    }
+}

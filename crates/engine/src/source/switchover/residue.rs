@@ -1,0 +1,139 @@
+//! In post-copy no page goes in the pause, only the map of those that are still to come:
+//!
+//! ```text
+//!   VMM: stop the guest, drain its I/O
+//!   Stopped ─────────────────────────────────▶ device state waits from here on
+//!   collect; from here on faults are served    ┐ VMM: save the devices
+//!   Residue …, LoadPostcopy ─────────────────▶ │ pages of the residue are shown to nobody; devices loaded as they come, with faults
+//!   hand over, on record                       ┘
+//!   saved; collect once more: what the VMM wrote while it saved. Those pages must be pending still
+//!   Commit ══ the point of no return ════════▶ on record; the guest runs
+//! ```
+//!
+//! Saving and loading are the longest parts of this pause, and so they overlap. What that costs is the last look: a VMM that writes RAM while it
+//! saves is found out after the destination may have loaded from the page as it was before. Where the page is
+//! still pending, nobody has seen it, and it goes as it is now; where it is not, the guest stays here.
+
+use std::time::{Duration, Instant};
+
+use sterna_api::report;
+use sterna_api::units::milliseconds as ms;
+use sterna_introspect::PageTables;
+use sterna_protocol::layout::{ChunkIndex, LayoutError};
+use sterna_protocol::message::Request;
+use sterna_protocol::residue;
+
+use super::{DEVICE_TIMEOUT, Loaded, pause_ms, stop};
+use crate::error::MigrateError;
+use crate::source::departure::Departure;
+use crate::source::devices::DevicePump;
+use crate::source::link::Link;
+use crate::source::postcopy::drive::Begun;
+use crate::source::rounds::Rounds;
+use crate::source::track::Tracker;
+use crate::transport::clock::now_us;
+use crate::transport::connection::Connection;
+use crate::transport::control::REPLY_TIMEOUT;
+
+/// The map of what is still to come, for the report.
+#[derive(Debug, Clone, Copy)]
+pub struct Residue {
+    /// Its pages.
+    pub pages: u64,
+    /// Its bytes.
+    pub bytes: u64,
+    /// The time for making and sending it.
+    pub took: Duration,
+}
+
+/// The request that had the devices loaded, unanswered, and the map that went with it.
+struct Asked {
+    load: Request,
+    residue: Residue,
+}
+
+/// Stops the guest and brings its devices to the destination, and the map of the pages that are still to come. Those are `pending`
+/// from the moment on when the destination may ask for one: before its devices are loaded. When all that is left to do is to wait
+/// for that, it is put on record that the guest may run there.
+///
+/// # Errors
+/// What went wrong on the way, or [`MigrateError::Cancelled`].
+pub(super) fn load(
+    departure: &mut Departure,
+    link: &mut Link,
+    (rounds, begun): (&mut Rounds, &Begun),
+    devices: Connection,
+) -> Result<Loaded, MigrateError> {
+    let pump = DevicePump::start(departure.vmm.begin()?, devices)?;
+    let stopped = stop(departure, link, rounds)?;
+    link.control.ask(&Request::Stopped, REPLY_TIMEOUT)?;
+    let processors = rounds.processors(departure.vmm);
+    let began = Instant::now();
+    let Departure { vmm, tracker, throttle, monitor, .. } = departure;
+    let (saved, asked) = std::thread::scope(|scope| {
+        let saving = scope.spawn(|| vmm.save_devices().and_then(|()| vmm.saved(DEVICE_TIMEOUT)));
+        throttle.loosen();
+        monitor.update(|progress| progress.throttle_percent = 0);
+        let asked = leave(rounds, begun, &processors, link, *tracker);
+        (saving.join(), asked)
+    });
+    let asked = asked?;
+    saved.map_err(|_| MigrateError::Bug("the thread that saves the devices broke off"))??;
+    rounds.collect(*tracker)?;
+    // What is still pending of them goes as it is now, free or not. Said before it is looked which are pending: what was taken as
+    // free by then is not pending, and fails the switchover.
+    begun.work.set_free(rounds.free().clone());
+    let seen = begun.pending.not_in(&rounds.take_residue());
+    if seen > 0 {
+        return Err(MigrateError::WrittenWhileSaving(seen));
+    }
+    if let Some(ended) = vmm.ended() {
+        return Err(ended.into());
+    }
+    departure.record(true)?;
+    pump.finish()?;
+    link.control.receive(&asked.load, DEVICE_TIMEOUT)?;
+    let downtime = report::Downtime {
+        pause_ms: pause_ms(&stopped),
+        final_pages_ms: ms(asked.residue.took),
+        verify_ms: 0.0,
+        device_state_ms: ms(began.elapsed() - asked.residue.took),
+        start_ms: 0.0,
+    };
+    let verify = report::Verify::default();
+    Ok(Loaded { stop: stopped.stop, downtime, verify, residue: Some(asked.residue), loaded_us: now_us() })
+}
+
+/// Tells the destination which pages are still to come, and has it load the devices.
+fn leave(
+    rounds: &mut Rounds,
+    begun: &Begun,
+    processors: &[PageTables],
+    link: &mut Link,
+    tracker: &mut dyn Tracker,
+) -> Result<Asked, MigrateError> {
+    rounds.collect(tracker)?;
+    // Where no round was sent every page goes as it is now, however it was written.
+    if !rounds.done.is_empty() {
+        rounds.collect_untracked()?;
+    }
+    // Here and not once the guest runs there: what is not in the residue is zeros to it at once.
+    rounds.skip_free_stopped(processors);
+    let began = Instant::now();
+    let layout = rounds.ram.layout();
+    let map = rounds.take_residue();
+    let parts = std::iter::successors(residue::part(&map, layout, ChunkIndex(0)), |part| {
+        residue::part(&map, layout, ChunkIndex(part.first.0 + part.chunks))
+    });
+    let mut parts: Vec<_> = parts.collect();
+    let (pages, bytes) = (map.len(), parts.iter().map(|part| part.bits.len() as u64).sum());
+    begun.work.set_free(rounds.free().clone());
+    begun.pending.fill(map);
+    let last = parts.pop().ok_or(LayoutError::Blocks(0))?;
+    for part in parts {
+        link.control.ask(&Request::Residue(part), REPLY_TIMEOUT)?;
+    }
+    let load = Request::LoadPostcopy(last);
+    link.control.send(&load)?;
+    Ok(Asked { load, residue: Residue { pages, bytes, took: began.elapsed() } })
+}
