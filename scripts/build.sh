@@ -61,8 +61,18 @@ environment() {
     [[ ! -e $NEW_KERNEL ]] || printf 'export STERNA_NEW_KERNEL=%q\n' "$NEW_KERNEL"
 }
 
+# Which accelerator the guests of this command have: as STERNA_ACCEL says, else (`auto`) as trying it says, which is done
+# once for each boot of the host and kept in build/.
+accelerator() {
+    step 'which accelerator guests have here'
+    STERNA_ACCEL=$("$TARGET/release/sterna-bench" accelerator) ||
+        fail 'it could not be told which accelerator to use' 'STERNA_ACCEL=tcg works everywhere'
+    export STERNA_ACCEL
+}
+
 bench() {
     eval "$(environment)"
+    case ${1:-} in demo | run) [[ " $*" == *' --accel'* ]] || accelerator ;; esac
     "$TARGET/release/sterna-bench" "$@"
 }
 
@@ -99,6 +109,7 @@ run_tests() {
     local log=$BUILD/log/test.log status=0
     lint
     eval "$(environment)"
+    accelerator
     step "running the tests (all of their output: ${log#"$ROOT/"})"
     mkdir -p "$LOG"
     # The agent has no standard library to be tested with: the engine's tests load it into a QEMU.

@@ -73,20 +73,13 @@ pub struct Problem {
 impl Problem {
     /// A problem with its code, blame and sentence.
     #[must_use]
-    pub fn new(code: impl Into<Code>, blame: Blame, message: impl Into<String>) -> Self {
-        Self {
-            code: code.into(),
-            blame,
-            message: message.into(),
-            cause: Vec::new(),
-            hint: None,
-            guest: Whereabouts::Source,
-        }
+    pub fn new(code: Code, blame: Blame, message: impl Into<String>) -> Self {
+        Self { code, blame, message: message.into(), cause: Vec::new(), hint: None, guest: Whereabouts::Source }
     }
 
     /// The same, from an error with its chain of sources.
     #[must_use]
-    pub fn from_error(code: impl Into<Code>, blame: Blame, error: &dyn std::error::Error) -> Self {
+    pub fn from_error(code: Code, blame: Blame, error: &dyn std::error::Error) -> Self {
         let mut problem = Self::new(code, blame, error.to_string());
         let mut source = error.source();
         while let Some(cause) = source {
@@ -142,7 +135,7 @@ mod tests {
         let long = "x".repeat(1 << 20);
         let theirs = Problem {
             cause: vec![long.clone(); 1000],
-            ..Problem::new(long.as_str(), Blame::Host, "it takes\u{1b}[2J 1\nat a time").hint(long.as_str())
+            ..Problem::new(long.as_str().into(), Blame::Host, "it takes\u{1b}[2J 1\nat a time").hint(long.as_str())
         };
         let kept = theirs.from_outside();
         assert_eq!(kept.message, "it takes [2J 1\nat a time");

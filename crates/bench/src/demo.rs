@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use sterna_api::units::{show_rate, show_size};
 use sterna_api::{MigrateOptions, Report};
 
+use crate::accelerator;
 use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
 use crate::lab::{self, Lab, LabConfig};
@@ -116,6 +117,7 @@ fn table(trial: &Trial, report: &Report, gap: Option<Gap>, verdict: &Verdict) ->
             report.mode
         ),
     );
+    row("accelerator", accelerator::chosen().name().into());
     row("total time", format!("{} (setup {})", ms(report.total_ms), ms(report.setup_ms)));
     row("downtime, by QEMU's events", ms(report.downtime_ms));
     row(
@@ -174,6 +176,7 @@ fn document(trial: &Trial, report: &Report, gap: Option<Gap>, verdict: &Verdict)
     document["migrations"] = json!([report]);
     document["meter"] = json!({ "gap": gap, "gap_before_ms": trial.metrics.get("gap_before_ms") });
     document["checker"] = json!({ "bad_pages": verdict.bad_pages });
+    document["accelerator"] = json!(accelerator::chosen().name());
     document["metrics"] = json!(trial.metrics);
     document["complaints"] = json!(verdict.complaints);
     document

@@ -4,6 +4,7 @@ use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::accelerator::{self, Accelerator};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::lab::{METER, PREFIX, guest_address};
@@ -33,6 +34,10 @@ pub struct Guest {
     pub memory_bytes: u64,
     /// Virtual processors.
     pub cpus: u32,
+    /// What runs them.
+    pub accelerator: Accelerator,
+    /// Their model, such as `max` or `host`.
+    pub cpu: String,
     /// Machine type, such as `q35` or `pc-q35-7.2`.
     pub machine: String,
     /// What it runs: jobs for the image's init, separated by `;`, arguments by `,`.
@@ -48,11 +53,14 @@ impl Guest {
     #[must_use]
     pub fn new(lab: &Lab, name: &str, number: u8, jobs: &str) -> Self {
         let console = crate::lab::state::directory(lab.name()).join(format!("{name}.console"));
+        let accelerator = accelerator::chosen();
         Self {
             name: name.into(),
             number,
             memory_bytes: 1 << 30,
             cpus: 1,
+            accelerator,
+            cpu: accelerator.richest_cpu().into(),
             machine: "pc-q35-7.2".into(),
             jobs: jobs.into(),
             balloon: Balloon::Absent,
@@ -91,10 +99,10 @@ impl Guest {
         // A destination that writes to the same file must not cut off what the source wrote.
         let console = format!("file,id=console,path={},append=on", path_argument(&self.console).replace(',', ",,"));
         let mut arguments: Vec<String> =
-            ["-accel", "tcg,thread=multi", "-cpu", "max", "-nodefaults", "-display", "none", "-no-user-config"]
-                .map(str::to_owned)
-                .to_vec();
+            ["-nodefaults", "-display", "none", "-no-user-config"].map(str::to_owned).to_vec();
         let mut add = |option: &str, value: String| arguments.extend([option.to_owned(), value]);
+        add("-accel", self.accelerator.argument().into());
+        add("-cpu", self.cpu.clone());
         add("-machine", self.machine.clone());
         add("-smp", self.cpus.to_string());
         add("-kernel", kernel);
@@ -136,8 +144,8 @@ impl Guest {
     }
 }
 
-/// Does something while the network devices of these guests are in place on every host. Devices and consoles are gone afterwards: the next guest of a name must
-/// not find its words.
+/// Does something while the network devices of these guests are in place on every host. Devices and consoles are gone
+/// afterwards: the next guest of a name must not find its words.
 ///
 /// # Errors
 /// What went wrong with it, or else with a device.

@@ -1,6 +1,9 @@
 //! Sterna's lab and experiments: hosts on one machine, load, a meter that measures from outside, QEMU's own migration
 //! as the baseline, and the experiments that compare the two.
 
+/// What runs guests' processors.
+pub mod accelerator;
+
 /// QEMU's own migration.
 pub mod baseline;
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use sterna_bench::accelerator::{self, Choice};
 use sterna_bench::{demo, experiments};
 
 /// The subcommands of `lab`.
@@ -12,6 +13,9 @@ mod lab_command;
 #[derive(Parser)]
 #[command(name = "sterna-bench", version, about = "Sterna's lab, experiments and demo")]
 struct Arguments {
+    /// What runs guests' processors; auto boots a Linux guest under KVM once, to see whether it comes up
+    #[arg(long, global = true, value_name = "WHICH", env = accelerator::VARIABLE, default_value = "auto")]
+    accel: Choice,
     #[command(subcommand)]
     command: Command,
 }
@@ -23,6 +27,8 @@ enum Command {
     Lab(lab_command::LabCommand),
     /// The experiments
     List,
+    /// Say what runs guests' processors here: `tcg` or `kvm`, and on standard error why
+    Accelerator,
     /// Run an experiment: result.json, runs.json, table.md and plots in DIR/ID
     Run {
         /// Which; `list` shows them
@@ -52,18 +58,21 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let result = match Arguments::parse().command {
+    let Arguments { accel, command } = Arguments::parse();
+    let result = match command {
         Command::Lab(command) => lab_command::run(command),
         Command::List => {
             experiments::ALL.iter().for_each(|experiment| println!("{:18} {}", experiment.id, experiment.about));
             Ok(ExitCode::SUCCESS)
         }
+        Command::Accelerator => which(accel),
         Command::Run { id, quick, repeat, only, out } => {
             let options = experiments::Options { quick, repeat: repeat.map(|repeat| repeat as usize), only, out };
-            experiments::run(&id, &options).map(|()| ExitCode::SUCCESS)
+            accelerator::choose(accel).and_then(|_| experiments::run(&id, &options)).map(|()| ExitCode::SUCCESS)
         }
         Command::Demo { json, out } => {
-            demo::run(json.as_deref(), &out).map(|good| if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+            let good = accelerator::choose(accel).and_then(|_| demo::run(json.as_deref(), &out));
+            good.map(|good| if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
     };
     match result {
@@ -73,4 +82,14 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints which accelerator is used here, and why.
+fn which(accel: Choice) -> sterna_bench::Result<ExitCode> {
+    match accel {
+        Choice::Auto => eprintln!("{}", accelerator::tried(&accelerator::cache())?.show()),
+        Choice::Tcg | Choice::Kvm => eprintln!("{}: as was asked for", accelerator::choose(accel)?.name()),
+    }
+    println!("{}", accelerator::choose(accel)?.name());
+    Ok(ExitCode::SUCCESS)
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::accelerator::{self, Accelerator};
 use crate::error::{Context, Result};
 use crate::stats::Summary;
 
@@ -177,7 +178,11 @@ impl ResultFile {
                 }
             });
         }
-        let mut text = format!("# {}\n\n|", self.experiment);
+        let mut text = format!("# {}\n\n", self.experiment);
+        if let Some(accelerator) = self.machine["accelerator"].as_str() {
+            text.push_str(&format!("accelerator: {accelerator}\n\n"));
+        }
+        text.push('|');
         let titles = configs.iter().chain(&metrics);
         titles.clone().for_each(|title| text.push_str(&format!(" {title} |")));
         text.push_str("\n|");
@@ -280,6 +285,7 @@ pub fn machine() -> Value {
         "cpu_model": model,
         "memory_bytes": memory.map(|kib| kib * 1024),
         "kvm": std::fs::File::options().read(true).write(true).open("/dev/kvm").is_ok(),
+        "accelerator": accelerator::settled().map(Accelerator::name),
         "sterna": env!("CARGO_PKG_VERSION"),
     })
 }
@@ -323,6 +329,15 @@ mod tests {
         let runs = [run("qemu", true, 1, 7.0), run("sterna", false, 0, 2.0), run("qemu", true, 0, 5.0)];
         assert_eq!(rows(&runs).len(), 2);
         assert_eq!(series(&runs, "total_ms", |run| run.baseline), [5.0, 7.0]);
+    }
+
+    #[test]
+    fn the_table_says_what_ran_the_guests_where_that_is_known() {
+        let of =
+            |accelerator: Value| ResultFile { machine: serde_json::json!({ "accelerator": accelerator }), ..file() };
+        assert!(of("kvm".into()).markdown().contains("\naccelerator: kvm\n"));
+        assert!(!of(Value::Null).markdown().contains("accelerator"));
+        assert!(machine().as_object().unwrap().contains_key("accelerator"));
     }
 
     #[test]

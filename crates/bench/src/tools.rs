@@ -115,6 +115,8 @@ fn beside(name: &str) -> PathBuf {
     above.join(name)
 }
 
-fn repository(path: &str) -> PathBuf {
+/// A path in the repository.
+#[must_use]
+pub fn repository(path: &str) -> PathBuf {
     Path::new(REPOSITORY).join(path)
 }

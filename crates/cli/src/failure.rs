@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     fn report(status: Status, guest: Whereabouts) -> Report {
-        let error = (status != Status::Completed).then(|| Problem::new("x", Blame::Ours, "x").guest(guest));
+        let error = (status != Status::Completed).then(|| Problem::new("x".into(), Blame::Ours, "x").guest(guest));
         Report { status, error, ..Report::default() }
     }
 

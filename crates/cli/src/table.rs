@@ -296,7 +296,7 @@ mod tests {
     #[test]
     fn a_failed_one_says_where_the_guest_is() {
         let report =
-            Report { vm: "db1".into(), error: Some(Problem::new("x", Blame::Peer, "no")), ..Report::default() };
+            Report { vm: "db1".into(), error: Some(Problem::new("x".into(), Blame::Peer, "no")), ..Report::default() };
         assert!(failure(&report).unwrap().contains("stays at the source"));
     }
 }

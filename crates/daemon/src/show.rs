@@ -55,7 +55,7 @@ fn describe(balloons: &Balloons, name: &str, entry: &Entry) -> Vm {
         Shown::Asked => asked(&record.qmp, &mut note),
         Shown::As { state, note: more, progress } => {
             note = note.or(more);
-            migration = progress;
+            migration = progress.map(|progress| *progress);
             state
         }
     };

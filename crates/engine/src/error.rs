@@ -3,7 +3,7 @@
 use std::io;
 
 use sterna_api::problem::Whereabouts;
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::frame::FrameError;
 use sterna_protocol::hello::{Features, HelloError};
 use sterna_protocol::layout::LayoutError;
@@ -223,64 +223,68 @@ impl MigrateError {
     pub fn problem(&self) -> Problem {
         let (code, blame, hint) = match self {
             Self::Peer(problem) | Self::Busy(problem) | Self::Record(problem) => return problem.clone(),
-            Self::Cancelled => ("cancelled", Blame::Request, None),
-            Self::Options(_) => ("bad-options", Blame::Request, None),
-            Self::Unreachable { .. } => {
-                ("peer-unreachable", Blame::Peer, Some("is sternad running there with --listen, and is the port open?"))
-            }
+            Self::Cancelled => (Code::Cancelled, Blame::Request, None),
+            Self::Options(_) => (Code::BadOptions, Blame::Request, None),
+            Self::Unreachable { .. } => (
+                Code::PeerUnreachable,
+                Blame::Peer,
+                Some("is sternad running there with --listen, and is the port open?"),
+            ),
             Self::Link { .. } => {
-                ("link-failed", Blame::Peer, Some("look at the network between the hosts, then try again"))
+                (Code::LinkFailed, Blame::Peer, Some("look at the network between the hosts, then try again"))
             }
             Self::Tls(error) => return error.problem(),
             Self::Hello(HelloError::Features { features, theirs: true }) if features.0 & Features::TLS.0 != 0 => (
-                "tls-mixed",
+                Code::TlsMixed,
                 Blame::Peer,
                 Some(
                     "give this daemon a [tls] section in its sternad.toml, with a certificate of the peer's authority",
                 ),
             ),
             Self::Hello(HelloError::Stranger) => {
-                ("not-sterna", Blame::Peer, Some("the address must be that of sternad's --listen"))
+                (Code::NotSterna, Blame::Peer, Some("the address must be that of sternad's --listen"))
             }
             Self::AnotherDaemon { .. } => (
-                "another-daemon",
+                Code::AnotherDaemon,
                 Blame::Request,
                 Some(
                     "say where the daemon is that accepted it, with the state directory it had: 'sterna resume NAME --to HOST:PORT'",
                 ),
             ),
-            Self::Hello(_) => ("peer-version", Blame::Peer, Some("bring both hosts to the same version of Sterna")),
+            Self::Hello(_) => (Code::PeerVersion, Blame::Peer, Some("bring both hosts to the same version of Sterna")),
             Self::Message(_) | Self::Frame(_) | Self::Violation(_) | Self::Reply(_) | Self::Request(_) => (
-                "peer-protocol",
+                Code::PeerProtocol,
                 Blame::Peer,
                 Some("the peer or the network between damages what is sent; nothing of it was used"),
             ),
-            Self::Bug(_) => ("internal", Blame::Ours, Some("please report this with the daemon's log")),
-            Self::Layout(_) => ("ram-layout", Blame::Request, None),
-            Self::Vmm(VmmError::Gone { guest_off: true }) => ("guest-off", Blame::Guest, None),
-            Self::Vmm(VmmError::Gone { guest_off: false }) => ("qemu-gone", Blame::Qemu, Some("its log says why")),
-            Self::Vmm(_) => ("qemu-failed", Blame::Qemu, Some("QEMU's log on both hosts may say more")),
+            Self::Bug(_) => (Code::Internal, Blame::Ours, Some("please report this with the daemon's log")),
+            Self::Layout(_) => (Code::RamLayout, Blame::Request, None),
+            Self::Vmm(VmmError::Gone { guest_off: true }) => (Code::GuestOff, Blame::Guest, None),
+            Self::Vmm(VmmError::Gone { guest_off: false }) => (Code::QemuGone, Blame::Qemu, Some("its log says why")),
+            Self::Vmm(_) => (Code::QemuFailed, Blame::Qemu, Some("QEMU's log on both hosts may say more")),
             Self::Agent { source, .. } => {
                 let (blame, hint) =
                     source.downcast_ref().map_or((Blame::Ours, "the daemon's log may say more"), AgentError::culprit);
-                ("agent-failed", blame, Some(hint))
+                (Code::AgentFailed, blame, Some(hint))
             }
-            Self::Host { .. } => ("host-failed", Blame::Host, None),
+            Self::Host { .. } => (Code::HostFailed, Blame::Host, None),
             Self::Ram(RamFault::CutShort { .. }) => (
-                "ram-cut-short",
+                Code::RamCutShort,
                 Blame::Qemu,
                 Some(
                     "only QEMU may change the size of this file: a guest that did has lost its memory, or its QEMU is not what it should be",
                 ),
             ),
-            Self::Ram(RamFault::NoMemory { .. }) => {
-                ("ram-full", Blame::Host, Some("make room in the file system of the guest's RAM files, then try again"))
-            }
+            Self::Ram(RamFault::NoMemory { .. }) => (
+                Code::RamFull,
+                Blame::Host,
+                Some("make room in the file system of the guest's RAM files, then try again"),
+            ),
             Self::OutOfMemory { .. } => {
-                ("out-of-memory", Blame::Host, Some("make room at the destination, or choose another"))
+                (Code::OutOfMemory, Blame::Host, Some("make room at the destination, or choose another"))
             }
             Self::NotConverging { .. } => (
-                "not-converging",
+                Code::NotConverging,
                 Blame::Guest,
                 Some(
                     "allow a longer pause (--downtime-limit, --downtime-ramp), slow the guest down (--throttle), send less \
@@ -288,22 +292,22 @@ impl MigrateError {
                 ),
             ),
             Self::Throttle(_) => (
-                "cannot-throttle",
+                Code::CannotThrottle,
                 Blame::Host,
                 Some(
                     "migrate without --throttle, or let the daemon make control groups with the cpu controller (systemd: Delegate=cpu)",
                 ),
             ),
             Self::Damaged(_) | Self::Decode(_) => {
-                ("damaged", Blame::Peer, Some("the network or a host damages data: look for the cause first"))
+                (Code::Damaged, Blame::Peer, Some("the network or a host damages data: look for the cause first"))
             }
             Self::WrittenWhileSaving(_) => (
-                "written-while-saving",
+                Code::WrittenWhileSaving,
                 Blame::Qemu,
                 Some("try again; where it happens each time, please report which devices the machine has"),
             ),
             Self::Mismatch { .. } => {
-                ("verify-mismatch", Blame::Ours, Some("please report this with the options you used"))
+                (Code::VerifyMismatch, Blame::Ours, Some("please report this with the options you used"))
             }
         };
         let mut problem = Problem::from_error(code, blame, self);

@@ -308,7 +308,7 @@ fn a_failed_attempt_leaves_the_guest_here_and_the_next_succeeds() {
         let outcome = run(outgoing(&ram, vmm, InsideSelf::default()), &peer, options);
         (outcome, rolled_back.load(Ordering::Acquire))
     };
-    *host.refuse.lock().unwrap() = Some(Problem::new("name-taken", Blame::Request, "there is a 'guest' here"));
+    *host.refuse.lock().unwrap() = Some(Problem::new("name-taken".into(), Blame::Request, "there is a 'guest' here"));
     let (refused, rolled_back) = attempt(&verified(1));
     assert_eq!((code(&refused), refused.fate, rolled_back), ("name-taken", Fate::Here, true));
     *host.refuse.lock().unwrap() = Some(Problem::new(Code::TooManyIncoming, Blame::Host, "it takes 1 at a time"));

@@ -340,7 +340,7 @@ mod tests {
         let kind = |bytes: Vec<u8>| bytes[PREFIX_BYTES];
         assert_eq!(kind(encode(&Request::Verdict { id: 0 }, 0).unwrap()), 18);
         assert_eq!(kind(encode(&Request::Identify, 0).unwrap()), 19);
-        let failed = Reply::Failed(Problem::new("x", sterna_api::Blame::Host, "y"));
+        let failed = Reply::Failed(Problem::new("x".into(), sterna_api::Blame::Host, "y"));
         assert_eq!(kind(encode(&failed, 0).unwrap()), 16);
         assert_eq!(kind(encode(&Reply::Identity { identity: 0 }, 0).unwrap()), 17);
     }
@@ -363,7 +363,7 @@ mod tests {
 
     #[test]
     fn a_problem_survives_the_way() {
-        let problem = Problem::new("out-of-memory", sterna_api::Blame::Host, "no room").hint("make room");
+        let problem = Problem::new("out-of-memory".into(), sterna_api::Blame::Host, "no room").hint("make room");
         assert_eq!(read(&encode(&Reply::Failed(problem.clone()), 3).unwrap(), 3), Ok(Reply::Failed(problem)));
     }
 

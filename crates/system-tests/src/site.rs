@@ -36,8 +36,8 @@ pub struct Plan {
     pub cpus: u32,
     /// Its machine type.
     pub machine: String,
-    /// Its processor model.
-    pub cpu: String,
+    /// Its processor model, where it is not the richest that there is.
+    pub cpu: Option<String>,
     /// What it runs.
     pub jobs: String,
     /// More of QEMU's arguments.
@@ -59,7 +59,7 @@ impl Plan {
             memory_bytes: 256 << 20,
             cpus: 1,
             machine: "pc-q35-7.2".into(),
-            cpu: "max".into(),
+            cpu: None,
             jobs: JOBS.into(),
             more: Vec::new(),
             memory_limit_bytes: None,
@@ -141,6 +141,9 @@ impl Site {
         guest.memory_bytes = plan.memory_bytes;
         guest.cpus = plan.cpus;
         guest.machine.clone_from(&plan.machine);
+        if let Some(cpu) = &plan.cpu {
+            guest.cpu.clone_from(cpu);
+        }
         lab.create_tap(&guest.tap()).expect("a tap");
         let meter = Meter::start(lab.host(METER).expect("a meter")).expect("a meter");
         Self { lab, meter, guest, here: "a", watcher: None }
@@ -153,12 +156,8 @@ impl Site {
     #[must_use]
     pub fn qemu_words(&self, plan: &Plan) -> Vec<String> {
         let micro = plan.machine.starts_with("microvm");
-        let word = |word: String| match word.as_str() {
-            "max" => plan.cpu.clone(),
-            // A microvm has no PCI.
-            _ if micro => word.replace("virtio-net-pci", "virtio-net-device"),
-            _ => word,
-        };
+        // A microvm has no PCI.
+        let word = |word: String| if micro { word.replace("virtio-net-pci", "virtio-net-device") } else { word };
         let words = self.guest.arguments(&self.lab).expect("the guest's image");
         words.into_iter().map(word).chain(plan.more.clone()).collect()
     }

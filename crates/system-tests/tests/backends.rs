@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use sterna_api::Phase;
+use sterna_bench::accelerator;
 use sterna_bench::command::{run, wait_for};
 use sterna_system_tests::stranger::Stranger;
 use sterna_system_tests::{PATIENCE, Plan, Site, cli, needs, skip_without, turn};
@@ -16,7 +17,8 @@ fn tmpfs() -> tempfile::TempDir {
 
 /// A machine with firmware only, and this back end.
 fn bare(backend: Option<&str>) -> Vec<String> {
-    let words = ["-accel", "tcg", "-display", "none", "-vga", "none", "-nodefaults", "-m", "64M"];
+    let words =
+        ["-accel", accelerator::chosen().name(), "-display", "none", "-vga", "none", "-nodefaults", "-m", "64M"];
     let mut words = words.map(str::to_owned).to_vec();
     words.push("-machine".into());
     words.push(backend.map_or("q35", |_| "q35,memory-backend=ram").into());

@@ -60,7 +60,7 @@ fn a_versioned_machine_goes_to_and_fro_between_qemu_7_2_and_10_0() {
     }
     let qemu = [tools::qemu_7_2().unwrap(), tools::qemu_10_0().unwrap()];
     // A model that is the same in both: `max` means what each version can do.
-    to_and_fro(&Plan { qemu, cpu: "qemu64".into(), ..Plan::small() }, "precopy", migrations());
+    to_and_fro(&Plan { qemu, cpu: Some("qemu64".into()), ..Plan::small() }, "precopy", migrations());
 }
 
 #[test]

@@ -105,7 +105,7 @@ pub enum Shown {
         /// With this note, where nothing else is noted of the machine.
         note: Option<String>,
         /// With this migration.
-        progress: Option<Progress>,
+        progress: Option<Box<Progress>>,
     },
 }
 

@@ -39,7 +39,7 @@ impl Activity for Leaving {
         let left = progress.pages_left;
         let note = (progress.phase == Phase::Postcopy)
             .then(|| format!("it runs at its destination, {left} pages of it are still here"));
-        Shown::As { state: VmState::MigratingOut, note, progress: Some(progress) }
+        Shown::As { state: VmState::MigratingOut, note, progress: Some(Box::new(progress)) }
     }
 
     fn connection(&self) -> Connection {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, PostcopyAccount, Reply, Request, ResiduePart};
 use sterna_protocol::pages::PageMap;
@@ -120,7 +120,7 @@ impl Session<'_> {
                 (seen, since) = (arrivals.frames(), Instant::now());
             } else if since.elapsed() > ARRIVAL_TIMEOUT {
                 return Err(MigrateError::Peer(Problem::new(
-                    "pages-missing",
+                    Code::PagesMissing,
                     Blame::Peer,
                     format!("the source says that all pages are sent, and {} have not come", pager.missing()),
                 )));

@@ -54,7 +54,7 @@ use std::time::{Duration, Instant};
 
 use sterna_api::problem::Problem;
 use sterna_api::units::milliseconds as ms;
-use sterna_api::{Blame, Reclaimed};
+use sterna_api::{Blame, Code, Reclaimed};
 use sterna_introspect::{Introspection, PAGE_BYTES, PageTables, Unfit};
 use sterna_protocol::layout::{ChunkIndex, LayoutError};
 use sterna_protocol::pages::{PageMap, PageSet};
@@ -114,15 +114,15 @@ impl ReclaimError {
         const OTHER_WAY: &str = "where the guest has a balloon, '--method balloon' does without looking into it";
         let (code, blame, hint) = match self {
             Self::System(error) => return error.problem(),
-            Self::Cancelled => ("cancelled", Blame::Request, None),
+            Self::Cancelled => (Code::Cancelled, Blame::Request, None),
             Self::Unfit(unfit) if unfit.may_pass() => {
-                ("guest-unfit", Blame::Guest, Some("it may be starting, or very busy: try again later"))
+                (Code::GuestUnfit, Blame::Guest, Some("it may be starting, or very busy: try again later"))
             }
-            Self::Unfit(_) => ("guest-unfit", Blame::Guest, Some(OTHER_WAY)),
-            Self::Vmm(VmmError::Gone { .. }) => ("qemu-gone", Blame::Qemu, None),
-            Self::Vmm(_) | Self::Map(_) => ("qemu-failed", Blame::Qemu, Some(OTHER_WAY)),
-            Self::Layout(_) => ("ram-layout", Blame::Request, None),
-            Self::HugePages => ("huge-pages", Blame::Request, None),
+            Self::Unfit(_) => (Code::GuestUnfit, Blame::Guest, Some(OTHER_WAY)),
+            Self::Vmm(VmmError::Gone { .. }) => (Code::QemuGone, Blame::Qemu, None),
+            Self::Vmm(_) | Self::Map(_) => (Code::QemuFailed, Blame::Qemu, Some(OTHER_WAY)),
+            Self::Layout(_) => (Code::RamLayout, Blame::Request, None),
+            Self::HugePages => (Code::HugePages, Blame::Request, None),
         };
         let mut problem = Problem::from_error(code, blame, self);
         problem.hint = hint.map(String::from);

@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use sterna_api::options::SkipFree;
 use sterna_api::units::milliseconds as ms;
-use sterna_api::{Blame, Problem, report};
+use sterna_api::{Blame, Code, Problem, report};
 use sterna_introspect::{Introspection, PAGE_BYTES, PageTables, Unfit};
 use sterna_protocol::layout::Layout;
 use sterna_protocol::pages::{PageMap, PageSet};
@@ -337,7 +337,7 @@ impl GuestPhysical {
 
 /// An error with what caused it.
 fn reason(error: &dyn Error) -> String {
-    Problem::from_error("guest-unfit", Blame::Guest, error).with_causes()
+    Problem::from_error(Code::GuestUnfit, Blame::Guest, error).with_causes()
 }
 
 #[cfg(test)]

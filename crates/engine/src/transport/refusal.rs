@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use rustls::{AlertDescription, CertificateError, InvalidMessage};
-use sterna_api::{Blame, Problem};
+use sterna_api::{Blame, Code, Problem};
 
 /// An encrypted connection that did not come about.
 #[derive(Debug, thiserror::Error)]
@@ -152,52 +152,58 @@ impl TlsError {
     pub fn problem(&self) -> Problem {
         let (code, blame, hint) = match self {
             Self::Read { .. } | Self::Content { .. } => {
-                ("tls-files", Blame::Host, "set certificate, key and authority in [tls] of sternad.toml".to_string())
+                (Code::TlsFiles, Blame::Host, "set certificate, key and authority in [tls] of sternad.toml".to_string())
             }
-            Self::Exposed { path, .. } => ("tls-key-exposed", Blame::Host, format!("chmod 600 {}", path.display())),
+            Self::Exposed { path, .. } => (Code::TlsKeyExposed, Blame::Host, format!("chmod 600 {}", path.display())),
             Self::Own { .. } => {
-                ("tls-files", Blame::Host, "make this host's certificate anew (docs/operating.md)".into())
+                (Code::TlsFiles, Blame::Host, "make this host's certificate anew (docs/operating.md)".into())
             }
-            Self::Host(_) => ("bad-options", Blame::Request, "give --to a host's name or address, and a port".into()),
-            Self::Authority { .. } => {
-                ("tls-untrusted", Blame::Peer, "one authority must have signed the certificates of both hosts".into())
+            Self::Host(_) => {
+                (Code::BadOptions, Blame::Request, "give --to a host's name or address, and a port".into())
             }
+            Self::Authority { .. } => (
+                Code::TlsUntrusted,
+                Blame::Peer,
+                "one authority must have signed the certificates of both hosts".into(),
+            ),
             Self::Date { .. } => {
-                ("tls-date", Blame::Peer, "renew the peer's certificate, and compare both hosts' clocks".into())
+                (Code::TlsDate, Blame::Peer, "renew the peer's certificate, and compare both hosts' clocks".into())
             }
             Self::Name { .. } => (
-                "tls-name",
+                Code::TlsName,
                 Blame::Peer,
                 "call it by a name or address of its certificate, or make the certificate for this one too".into(),
             ),
             Self::Missing | Self::Nameless | Self::Certificate(_) => {
-                ("tls-certificate", Blame::Peer, "make the peer's certificate anew (docs/operating.md)".into())
+                (Code::TlsCertificate, Blame::Peer, "make the peer's certificate anew (docs/operating.md)".into())
             }
-            Self::NotAllowed { .. } => ("tls-not-allowed", Blame::Peer, "add its name to peers in [tls]".into()),
+            Self::NotAllowed { .. } => (Code::TlsNotAllowed, Blame::Peer, "add its name to peers in [tls]".into()),
             Self::Refused(AlertDescription::AccessDenied) => (
-                "tls-refused",
+                Code::TlsRefused,
                 Blame::Request,
                 "add the first DNS name of this host's certificate to peers in [tls] there".into(),
             ),
             Self::Refused(_) => (
-                "tls-refused",
+                Code::TlsRefused,
                 Blame::Host,
                 "look at this host's certificate; the log of the peer's daemon says more".into(),
             ),
             Self::PeerPlain => (
-                "tls-mixed",
+                Code::TlsMixed,
                 Blame::Peer,
                 "give the peer a [tls] section too; is the address that of its --listen?".into(),
             ),
             Self::CallerPlain | Self::CallerEncrypted => {
-                ("tls-mixed", Blame::Peer, "give both daemons a [tls] section, or neither".into())
+                (Code::TlsMixed, Blame::Peer, "give both daemons a [tls] section, or neither".into())
             }
             Self::Intruder { .. } => {
-                ("tls-not-yours", Blame::Peer, "only the daemon that began a migration may go on with it".into())
+                (Code::TlsNotYours, Blame::Peer, "only the daemon that began a migration may go on with it".into())
             }
-            Self::Other(_) => {
-                ("tls-failed", Blame::Peer, "look at the network between the hosts, and at both daemons' logs".into())
-            }
+            Self::Other(_) => (
+                Code::TlsFailed,
+                Blame::Peer,
+                "look at the network between the hosts, and at both daemons' logs".into(),
+            ),
         };
         Problem::from_error(code, blame, self).hint(hint)
     }

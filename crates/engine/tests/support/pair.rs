@@ -386,7 +386,7 @@ impl DestinationHost for Destination {
         let address = mapping.addresses().start;
         let paging = postcopy.then(|| {
             if !self.postcopy.load(Ordering::Acquire) {
-                return Err(Problem::new("no-postcopy", Blame::Host, "this host cannot"));
+                return Err(Problem::new("no-postcopy".into(), Blame::Host, "this host cannot"));
             }
             let (discards, overflow) = (Arc::clone(&self.discards), Arc::clone(&self.overflow));
             let inside = InsideSelf { discards, overflow, ..InsideSelf::default() };
@@ -418,11 +418,11 @@ impl DestinationHost for Destination {
 
     fn commit(&self, id: MigrationId, _postcopy: bool) -> Result<(), Problem> {
         if self.fail_commit.load(Ordering::Acquire) {
-            return Err(Problem::new("disk-full", Blame::Host, "the record could not be written"));
+            return Err(Problem::new("disk-full".into(), Blame::Host, "the record could not be written"));
         }
         match *self.verdicts.lock().unwrap().entry(id).or_insert(Verdict::Committed) {
             Verdict::Committed => Ok(()),
-            Verdict::Aborted => Err(Problem::new("aborted", Blame::Ours, "aborted before")),
+            Verdict::Aborted => Err(Problem::new("aborted".into(), Blame::Ours, "aborted before")),
         }
     }
 
@@ -438,10 +438,10 @@ impl DestinationHost for Destination {
 
     fn pager(&self, id: MigrationId, _from: Option<&str>) -> Result<Arc<Pager>, Problem> {
         if self.guest_gone.load(Ordering::Acquire) {
-            return Err(Problem::new("guest-gone", Blame::Guest, "it switched itself off"));
+            return Err(Problem::new("guest-gone".into(), Blame::Guest, "it switched itself off"));
         }
         let pager = self.pagers.lock().unwrap().get(&id).cloned();
-        pager.ok_or_else(|| Problem::new("paged", Blame::Peer, "no page is still to come"))
+        pager.ok_or_else(|| Problem::new("paged".into(), Blame::Peer, "no page is still to come"))
     }
 
     fn paged(&self, id: MigrationId) {

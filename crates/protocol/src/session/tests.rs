@@ -141,7 +141,11 @@ fn migrate(rounds: u32, suspects: u32, delays: &[u64], cut_at: u64, disk_fails: 
             let mut said = answer(&got, &mut suspects_left);
             if got == Request::Commit {
                 if disk_fails {
-                    said = Reply::Failed(sterna_api::Problem::new("disk", sterna_api::Blame::Host, "the disk is full"));
+                    said = Reply::Failed(sterna_api::Problem::new(
+                        "disk".into(),
+                        sterna_api::Blame::Host,
+                        "the disk is full",
+                    ));
                 } else {
                     committed = true;
                     guest.runs_at_destination = true;
@@ -391,7 +395,7 @@ fn a_source_never_owns_a_guest_again_that_pages_follow() {
     for state in [State::Paging, State::Completed, State::Finished] {
         assert_eq!(owner_at_source(state), Owner::Destination);
         assert!(request(state, &Request::Abort).is_err() && request(state, &Request::Commit).is_err(), "{state:?}");
-        let failed = Reply::Failed(sterna_api::Problem::new("disk", sterna_api::Blame::Host, "full"));
+        let failed = Reply::Failed(sterna_api::Problem::new("disk".into(), sterna_api::Blame::Host, "full"));
         if let Ok(after) = reply(state, &Request::Paging, &failed) {
             assert_eq!(after, state, "whatever fails, its pages stay at the source");
         }

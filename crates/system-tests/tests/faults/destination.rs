@@ -1,5 +1,6 @@
 use std::path::{Path, PathBuf};
 
+use sterna_bench::accelerator;
 use sterna_bench::process::ProcessId;
 use sterna_system_tests::{Point, Proxy, Site, cli};
 
@@ -58,8 +59,9 @@ fn a_destination_qemu_that_refuses_the_devices_leaves_the_guest() {
 fn a_machine_of_the_same_name_at_the_destination_stays_and_the_guest_too() {
     with_guest(|site| {
         let name = site.guest.name.clone();
-        let run =
-            ["run", &name, "--memory", "32M", "--detach", "--", "-accel", "tcg", "-display", "none", "-vga", "none"];
+        let accelerator = accelerator::chosen().name();
+        let run = ["run", &name, "--memory", "32M", "--detach", "--", "-accel", accelerator];
+        let run = [&run[..], &["-display", "none", "-vga", "none"]].concat();
         cli::ask(site.there(), &run).expect(0, &[]);
         site.attempt(None, &[]).expect(1, &[&name, "destination"]);
         let (_, there) = site.names();
