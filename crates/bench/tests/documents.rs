@@ -49,6 +49,26 @@ fn every_test_that_a_document_names_exists() {
     assert!(named > 5, "only {named} tests were named");
 }
 
+/// The walks through the code are rows of a number, a file and functions: the functions are in the file.
+#[test]
+fn every_function_on_a_walk_through_the_code_is_where_the_walk_says() {
+    for (document, most) in [("life-of-a-page.md", 12), ("life-of-a-fault.md", 10), ("life-of-a-request.md", 10)] {
+        let path = root().join("docs").join(document);
+        let text = read(&path);
+        let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
+        let steps: Vec<_> = rows.iter().filter(|row| row.len() == 6 && row[1].parse::<u32>().is_ok()).collect();
+        assert!((5..=most).contains(&steps.len()), "{document}: {} files", steps.len());
+        for step in steps {
+            let file = links(step[2]).next().expect("a link to a file");
+            let source = read(&path.with_file_name("").join(file));
+            for function in step[3].split('`').filter(|word| !word.trim_matches([',', ' ']).is_empty()) {
+                let there = [format!("fn {function}("), format!("fn {function}<")];
+                assert!(there.iter().any(|start| source.contains(start)), "{document}: no {function} in {file}");
+            }
+        }
+    }
+}
+
 /// Test names are sentences: that tells them from other words between backticks. Metrics are the exception.
 fn is_sentence(word: &str) -> bool {
     let metric = word.starts_with("sterna_");

@@ -1,5 +1,5 @@
-//! The destination's side of a migration, phase by phase: [`connect`] → [`prepare`] → [`precopy`] → [`switchover`] → postcopy →
-//! finish ([`paging`]); what fails before the commit gives the machine back ([`guard`]).
+//! The destination's side of a migration, phase by phase: [`connect`] → [`prepare`] → [`precopy`] → [`switchover`] → [`postcopy`] →
+//! finish ([`postcopy`]); what fails before the commit gives the machine back ([`guard`]).
 
 /// Calls, brought together to sessions.
 pub mod listen;
@@ -44,7 +44,7 @@ pub mod devices;
 mod attachment;
 
 /// Phases *postcopy* and *finish*: the rest of the pages follows.
-mod paging;
+mod postcopy;
 
 use std::sync::mpsc::Receiver;
 

@@ -9,7 +9,7 @@ use sterna_protocol::message::{MAX_DIGEST_CHUNKS, Reply, Request};
 use sterna_protocol::pages::PageMap;
 
 use super::landing::Landing;
-use super::paging::note_part;
+use super::postcopy::note_part;
 use crate::error::MigrateError;
 use crate::paging::Pager;
 use crate::transport::clock::now_us;
