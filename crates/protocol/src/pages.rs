@@ -112,15 +112,21 @@ impl PageSet {
 
     /// The runs of neighbouring pages in order, as first page and length.
     pub fn runs(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let mut pages = self.iter().map(usize::from).peekable();
+        let (set, mut from) = (*self, 0);
         std::iter::from_fn(move || {
-            let start = pages.next()?;
-            let mut length = 1;
-            while pages.next_if_eq(&(start + length)).is_some() {
-                length += 1;
-            }
-            Some((start, length))
+            let start = set.first_from(from, true);
+            from = set.first_from(start, false);
+            (start < CHUNK_PAGES).then(|| (start, from - start))
         })
+    }
+
+    /// The first page from one on that is in the set, or that is not; [`CHUNK_PAGES`] where there is none.
+    fn first_from(&self, from: usize, present: bool) -> usize {
+        let word = |index: usize| if present { self.0[index] } else { !self.0[index] };
+        let behind = |index: usize| if index == from / 64 { u64::MAX << (from % 64) } else { u64::MAX };
+        let words = (from / 64..4).map(|index| (index, word(index) & behind(index)));
+        let mut found = words.filter(|(_, word)| *word != 0);
+        found.next().map_or(CHUNK_PAGES, |(index, word)| index * 64 + word.trailing_zeros() as usize)
     }
 }
 

@@ -193,15 +193,19 @@ pub trait Mappings: Debug + Send + Sync {
     fn map_zeros(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled>;
 }
 
-/// Pages that are read at a time where each is only looked at: enough that a call for each batch costs little, and so
-/// few that their bodies stay in the processor's nearest caches.
-pub const BATCH_PAGES: usize = 16;
+/// The most pages that are read at a time where each is only looked at: few enough that their bodies stay in the
+/// processor's nearest cache.
+pub const BATCH_PAGES: usize = 4;
 
-/// The first so many pages are taken out of `pages`.
-pub fn take_batch(pages: &mut PageSet, most: usize) -> PageSet {
-    let batch: PageSet = pages.iter().take(most).collect();
-    *pages = pages.without(&batch);
-    batch
+/// The pages in batches of at most [`BATCH_PAGES`]: those that lie together.
+pub fn batches(pages: &PageSet) -> impl Iterator<Item = PageSet> + use<> {
+    let pages = *pages;
+    let batches = (0..CHUNK_PAGES).step_by(BATCH_PAGES).map(move |first| {
+        let mut batch = PageSet::EMPTY;
+        batch.insert_run(first, BATCH_PAGES);
+        batch.and(&pages)
+    });
+    batches.filter(|batch| !batch.is_empty())
 }
 
 /// Shows the bodies of these pages one after another. They are read by `read`, which is given a batch of them and room
@@ -215,9 +219,7 @@ pub fn for_each_body(
     mut show: impl FnMut(u8, &[u8; PAGE_BYTES]),
 ) -> io::Result<()> {
     let mut bodies = vec![0; pages.len().min(BATCH_PAGES) * PAGE_BYTES];
-    let mut left = *pages;
-    while !left.is_empty() {
-        let batch = take_batch(&mut left, BATCH_PAGES);
+    for batch in batches(pages) {
         let bodies = &mut bodies[..batch.len() * PAGE_BYTES];
         read(&batch, bodies)?;
         batch.iter().zip(bodies.as_chunks().0).for_each(|(page, body)| show(page, body));

@@ -6,12 +6,9 @@ use std::ops::Range;
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::iovec::Outgoing;
-use sterna_sys::userfaultfd::{Filled, Userfaultfd};
 
-use super::Memory;
 use super::shared::SharedMemory;
-use crate::error::MigrateError;
-use crate::inside::Inside;
+use super::{Mappings, Memory};
 
 /// All as it is with what it is made of, but for [`in_place`](Memory::in_place).
 #[derive(Debug)]
@@ -78,15 +75,7 @@ impl Memory for NotInPlace {
         self.0.discard(chunk, pages)
     }
 
-    fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError> {
-        self.0.drop_mappings(inside, addresses)
-    }
-
-    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
-        self.0.map_written(faults, addresses)
-    }
-
-    fn map_zeros(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
-        self.0.map_zeros(faults, addresses)
+    fn mappings(&self) -> &'static dyn Mappings {
+        self.0.mappings()
     }
 }

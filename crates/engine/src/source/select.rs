@@ -6,7 +6,7 @@ use sterna_protocol::pages::PageSet;
 use super::content::{ChunkHashes, Content};
 use super::copies::Copies;
 use super::sent::{Last, SentTable};
-use crate::memory::{BATCH_PAGES, Memory, for_each_body, is_zero, take_batch};
+use crate::memory::{BATCH_PAGES, Memory, batches, for_each_body, is_zero};
 
 /// Where the pages of a round went: each is in exactly one of the counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -122,20 +122,24 @@ pub fn select(
         Content::Hashes(_) => false,
     };
     let hashes = if let Content::Hashes(table) = content { Some(table.chunk(chunk)) } else { None };
-    let mut left = pages.without(&holes).without(&free);
+    let left = pages.without(&holes).without(&free);
     let (digests, held) = (Vec::with_capacity(left.len()), Vec::with_capacity(left.len()));
     let selected = Selected { digests, held, ..Selected::default() };
     let mut deciding = Deciding { sent, chunk, by_digest, hashes, selected };
     for page in holes.or(&free).iter() {
         deciding.zero(page);
     }
-    while !left.is_empty() {
-        let batch = take_batch(&mut left, BATCH_PAGES);
+    for batch in batches(&left) {
         ram.read(chunk, &batch, copies.room(batch.len()))?;
-        let travels = |(place, page): &(usize, u8)| deciding.body(*page, copies.beyond(*place));
-        let full: Vec<_> = batch.iter().enumerate().filter(travels).map(|(place, _)| place).collect();
+        let (mut full, mut count) = ([0; BATCH_PAGES], 0);
+        for (place, page) in batch.iter().enumerate() {
+            if deciding.body(page, copies.beyond(place)) {
+                full[count] = place;
+                count += 1;
+            }
+        }
         if keep == Keep::Full {
-            copies.keep(full);
+            copies.keep(full[..count].iter().copied());
         }
     }
     let mut selected = deciding.selected;
