@@ -1,7 +1,7 @@
 //! The machines of this host: the table of them, what is on record of each, and how each is reached.
 //!
 //! Nothing here knows of migrations, balloons or requests. What a machine is busy with says for itself what it is
-//! ([`hold::Activity`]).
+//! ([`Activity`](crate::machines::hold::Activity)).
 
 /// The files that hold machines' RAM.
 pub mod backing;

@@ -1,6 +1,6 @@
 //! The table of this host's machines.
 //!
-//! One table holds them all. Whoever begins something with a machine claims it first ([`Hold`]); nothing slow happens
+//! One table holds them all. Whoever begins something with a machine claims it first (`Hold`); nothing slow happens
 //! under the table's lock.
 
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! Machines that are moved together: claimed all or none, and driven to their ends side by side.
 //!
 //! A migration of one machine is a gang of one. Each member waits for its turn and is moved on a thread of its own, and
-//! may end otherwise than the others. What members share belongs to [`Gang`].
+//! may end otherwise than the others. What members share belongs to `Gang`.
 
 use std::sync::Arc;
 
