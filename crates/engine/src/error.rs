@@ -12,7 +12,7 @@ use sterna_protocol::session::Violation;
 
 use crate::agent::AgentError;
 use crate::destination::undecodable::DecodeError;
-use crate::host::DaemonId;
+use crate::id::DaemonId;
 use crate::memory::fault::{RamError, RamFault};
 use crate::transport::refusal::TlsError;
 use crate::vmm::VmmError;

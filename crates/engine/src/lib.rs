@@ -9,6 +9,9 @@
 /// "Pause, resume, device state": what the engine needs of a VMM.
 pub mod vmm;
 
+/// The numbers of migrations and daemons.
+pub mod id;
+
 /// What the engine needs of the daemon it runs in.
 pub mod host;
 

@@ -6,7 +6,7 @@ use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::spec::VmSpec;
 
-use super::Session;
+use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::{MigrationId, Verdict};
 use crate::transport::connection::{Connection, HangUp};

@@ -5,12 +5,12 @@ use std::time::Duration;
 use sterna_protocol::message::{MAX_SUSPECTS, Reply, Request};
 use sterna_protocol::spec::VmSpec;
 
-use super::Session;
 use super::attachment::SourceOf;
 use super::devices::HeldDevices;
 use super::guard::Guard;
 use super::place::Placer;
 use super::receive::Arrivals;
+use super::session::Session;
 use crate::error::MigrateError;
 
 /// How long the pages of a round may take to arrive after the source has sent them all, without one arriving.

@@ -4,6 +4,9 @@
 /// Calls, brought together to sessions.
 pub mod listen;
 
+/// A session with a source.
+mod session;
+
 /// Phase *connect*: what a source wants, and its connections.
 mod connect;
 
@@ -48,42 +51,18 @@ mod postcopy;
 
 use std::sync::mpsc::Receiver;
 
-use sterna_protocol::frame::{Digester, FrameReader};
-use sterna_protocol::hello::{Features, Role, Version};
-
 use self::attachment::SourceOf;
 use self::connect::Proposal;
 use self::landing::Landing;
 use self::place::Placer;
 use self::prepare::Prepared;
 use self::receive::Arrivals;
+use self::session::Session;
+pub(crate) use self::session::{Agreed, Call};
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, MigrationId};
 use crate::transport::SessionKey;
-use crate::transport::connection::{Connection, HangUp};
 use crate::transport::control::Answering;
-
-/// A connection of a session, as the listener hands it on.
-pub(crate) type Call = (Role, Connection);
-
-/// What both sides of a session agreed on.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Agreed {
-    /// The version that both speak.
-    pub version: Version,
-    /// What both can do.
-    pub features: Features,
-}
-
-/// One migration's session with its source.
-struct Session<'a> {
-    id: MigrationId,
-    key: SessionKey,
-    agreed: Agreed,
-    host: &'a dyn DestinationHost,
-    control: Answering,
-    calls: Receiver<Call>,
-}
 
 /// Serves one migration on its control connection, from the first request to the last.
 pub(crate) fn serve_session(
@@ -129,44 +108,4 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
         }
         result
     })
-}
-
-impl Session<'_> {
-    /// How both sides digest the migration's pages.
-    fn digester(&self) -> Digester {
-        Digester::of(self.agreed.version, self.id.0)
-    }
-
-    /// Does `work` while a thread for each connection takes pages in. Whatever ends the work ends them.
-    fn with_receivers(
-        &mut self,
-        mut pages: Vec<Connection>,
-        urgent: Option<Connection>,
-        placer: &Placer,
-        arrivals: &Arrivals,
-        work: impl FnOnce(&mut Self) -> Result<(), MigrateError>,
-    ) -> Result<(), MigrateError> {
-        // Last: it is in no round, and no number of a round's connection is its own.
-        pages.extend(urgent);
-        let hang_up = pages.iter().map(Connection::hang_up).collect::<Result<_, _>>();
-        let hang_up = HangUpAll(hang_up.map_err(MigrateError::host("setting up the pages' way into RAM"))?);
-        std::thread::scope(|scope| {
-            // They read until their connection is shut down.
-            let _hang_up = hang_up;
-            for (index, stream) in pages.iter_mut().enumerate() {
-                let reader = FrameReader::new(self.key.key, self.agreed.features);
-                scope.spawn(move || receive::receive(index, stream, reader, placer, arrivals));
-            }
-            work(self)
-        })
-    }
-}
-
-/// Connections that end when this is dropped, which wakes whoever reads them.
-struct HangUpAll(Vec<HangUp>);
-
-impl Drop for HangUpAll {
-    fn drop(&mut self) {
-        self.0.iter().for_each(HangUp::now);
-    }
 }

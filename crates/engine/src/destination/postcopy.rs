@@ -10,12 +10,12 @@ use sterna_protocol::message::{MAX_DIGEST_CHUNKS, PostcopyAccount, Reply, Reques
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 
-use super::Session;
 use super::attachment::SourceOf;
 use super::connect::Connections;
 use super::landing::ARRIVAL_TIMEOUT;
 use super::place::Placer;
 use super::receive::Arrivals;
+use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::MigrationId;
 use crate::memory::Memory;

@@ -8,10 +8,10 @@ use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
-use super::Session;
 use super::connect::{Connections, Proposal};
 use super::devices::HeldDevices;
 use super::guard::Guard;
+use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming};
 use crate::memory::Memory;

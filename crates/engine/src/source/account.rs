@@ -10,10 +10,10 @@ use sterna_protocol::convergence::Because;
 use sterna_protocol::layout::PAGE_BYTES;
 
 use super::link::Peer;
-use super::postcopy::Tally;
-use super::postcopy::drive::{Completed, Ended};
+use super::loaded::Loaded;
+use super::postcopy::ended::{Completed, Ended};
+use super::postcopy::tally::Tally;
 use super::rounds::Rounds;
-use super::switchover::Loaded;
 use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::monitor::Monitor;

@@ -6,10 +6,10 @@ use sterna_api::problem::Whereabouts;
 use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::message::{Reply, Request};
 
-use super::Fate;
 use super::departure::Departure;
+use super::fate::Fate;
 use super::link::Link;
-use super::switchover::{Loaded, Switched};
+use super::loaded::Loaded;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, Verdict};
 use crate::transport::clock::now_us;
@@ -21,6 +21,18 @@ use crate::transport::{SessionKey, call};
 const ASK_FOR: Duration = Duration::from_secs(3);
 /// The pause between two questions.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
+
+/// How giving the guest away ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Given {
+    /// Nothing follows.
+    Ended(Fate),
+    /// The guest runs at the destination and misses pages.
+    Postcopy {
+        /// Whether the connections to bring them still stand.
+        stands: bool,
+    },
+}
 
 /// Gives the guest away.
 ///
@@ -34,7 +46,7 @@ pub fn commit(
     link: &mut Link,
     loaded: &Loaded,
     clock_offset_us: i64,
-) -> Result<Switched, MigrateError> {
+) -> Result<Given, MigrateError> {
     departure.monitor.commit()?;
     // In post-copy the record was made while the devices were loaded.
     if loaded.residue.is_none() {
@@ -47,17 +59,17 @@ pub fn commit(
             let started_us = start_us.saturating_add_signed(-clock_offset_us).min(now_us());
             departure.account.started(loaded, started_us, cpu_us, departure.spec.running);
             if loaded.residue.is_some() {
-                return Ok(Switched::Postcopy { stands: true });
+                return Ok(Given::Postcopy { stands: true });
             }
             departure.account.completed();
-            return Ok(Switched::Ended(Fate::There));
+            return Ok(Given::Ended(Fate::There));
         }
         Ok(_) => MigrateError::Reply("another reply than that the guest runs"),
         Err(error) => error,
     };
     match find_out(departure, lost)? {
-        Fate::There if loaded.residue.is_some() => Ok(Switched::Postcopy { stands: false }),
-        fate => Ok(Switched::Ended(fate)),
+        Fate::There if loaded.residue.is_some() => Ok(Given::Postcopy { stands: false }),
+        fate => Ok(Given::Ended(fate)),
     }
 }
 

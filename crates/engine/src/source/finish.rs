@@ -2,8 +2,8 @@
 
 use sterna_api::Phase;
 
-use super::Fate;
 use super::departure::Departure;
+use super::fate::Fate;
 
 /// Ends the migration here; `fate` is where the guest is.
 pub fn finish(departure: &mut Departure, fate: Fate) {

@@ -73,6 +73,9 @@ pub mod throttle;
 /// Phase *switchover*: the guest stops here and is loaded there.
 pub mod switchover;
 
+/// A guest whose devices are loaded at the destination.
+pub mod loaded;
+
 /// The devices' state on its way.
 pub mod devices;
 
@@ -81,6 +84,9 @@ pub mod verify;
 
 /// The point of no return.
 pub mod commit;
+
+/// Where the guest is in the end.
+pub mod fate;
 
 /// Phase *postcopy*: the rest of the pages follows.
 pub mod postcopy;
@@ -113,12 +119,14 @@ use sterna_api::report::{Host, Report};
 use sterna_protocol::spec::VmSpec;
 
 use self::account::Account;
+use self::commit::Given;
 pub use self::commit::ask_verdict;
 use self::departure::Departure;
+pub use self::fate::Fate;
 use self::link::Link;
 use self::postcopy::Handed;
+use self::prepare::Prepared;
 pub use self::serve::{Left, serve};
-use self::switchover::Switched;
 use self::throttle::Throttle;
 use self::track::Tracker;
 use crate::error::MigrateError;
@@ -151,22 +159,6 @@ pub struct Outgoing {
     pub bandwidth: Arc<Share>,
     /// This host, for the report.
     pub here: Host,
-}
-
-/// Where the guest is when a migration has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
-    /// At the source, as it was before.
-    Here,
-    /// At the source, untouched: the destination takes in as many machines as it may, and can be asked again later.
-    NotYet,
-    /// At the destination; the source's VMM has ended.
-    There,
-    /// It was given away and nobody answers: stopped here until [`ask_verdict`] tells. Where it tells [`Verdict::Aborted`],
-    /// `vmm.rollback()` lets it run on here.
-    Unknown,
-    /// At the source, where it does not run yet: `vmm.rollback()` failed, and is to be tried again until it works.
-    NotGivenBack,
 }
 
 /// A migration that has ended.
@@ -238,12 +230,16 @@ fn depart(departure: &mut Departure) -> Result<Fate, MigrateError> {
 /// Those of the phases in which the guest is still here.
 fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> Result<Gone, MigrateError> {
     let mut prepared = prepare::prepare(departure, link, ram)?;
-    let switched = precopy::precopy(departure, link, &mut prepared)
-        .and_then(|ending| switchover::switchover(departure, link, &mut prepared, ending));
+    let given = precopy::precopy(departure, link, &mut prepared)
+        .and_then(|ending| switchover::switchover(departure, link, &mut prepared, ending))
+        .and_then(|loaded| commit::commit(departure, link, &loaded, prepared.clock_offset_us));
     departure.account.rounds(&prepared.rounds);
-    match switched {
-        Ok(Switched::Ended(fate)) => Ok(Gone::Ended(fate)),
-        Ok(Switched::Postcopy { stands }) => Ok(Gone::Paging(Box::new(Handed::new(prepared, stands)))),
+    match given {
+        Ok(Given::Ended(fate)) => Ok(Gone::Ended(fate)),
+        Ok(Given::Postcopy { stands }) => {
+            let Prepared { mut rounds, begun, .. } = prepared;
+            Ok(Gone::Paging(Box::new(Handed::new(begun, &mut rounds, stands))))
+        }
         Err(error) => Err(prepared.reason(error)),
     }
 }

@@ -4,8 +4,8 @@ use sterna_api::Phase;
 use sterna_api::problem::Whereabouts;
 use sterna_protocol::session::Owner;
 
-use super::Fate;
 use super::departure::Departure;
+use super::fate::Fate;
 use super::link::Link;
 use crate::error::MigrateError;
 use crate::vmm::VmmError;

@@ -8,7 +8,8 @@ use sterna_api::report::{Host, Report};
 use sterna_sys::map::Access;
 
 use super::account::{Account, mode_after_switchover};
-use super::postcopy::{self, Context, Work};
+use super::postcopy;
+use super::postcopy::work::{Context, Work};
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
 use crate::memory::shared::SharedMemory;

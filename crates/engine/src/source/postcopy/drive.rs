@@ -3,15 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_api::Problem;
 use sterna_api::report::Verify;
-use sterna_protocol::message::{PostcopyAccount, Reply, Request};
+use sterna_protocol::message::{Reply, Request};
 
+use super::ended::Completed;
 use super::ends::Ends;
 use super::pacing::Pacing;
 use super::pending::Pending;
+use super::push;
 use super::urgent::Urgent;
-use super::{Context, Work, no_thread, push};
+use super::work::{Context, Work, no_thread};
 use crate::error::MigrateError;
 use crate::source::link::Link;
 use crate::source::stream::Stream;
@@ -35,27 +36,6 @@ pub struct Session {
     ends: Arc<Ends>,
     /// What the link carried before, bytes per second, where that is known.
     known: Option<u64>,
-}
-
-/// How a migration after the switchover ended.
-pub enum Ended {
-    /// Every page is there.
-    Paged(Option<Completed>),
-    /// The guest has ended there.
-    Gone(Problem),
-    /// Somebody gave it up.
-    GivenUp,
-}
-
-/// What was learned when the last page was there.
-#[derive(Debug)]
-pub struct Completed {
-    /// What the destination saw.
-    pub account: PostcopyAccount,
-    /// The comparison of both sides.
-    pub verify: Verify,
-    /// When the last page was there.
-    pub at: Instant,
 }
 
 /// The connections of a session and the thread that serves faults, before the first page is due.

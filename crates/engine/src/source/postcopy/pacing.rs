@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use sterna_protocol::pace::{Pace, SHARE, Window};
 use sterna_sys::socket::{TcpInfo, set_notsent_lowat, set_pacing_rate};
 
-use super::Work;
+use super::work::Work;
 use crate::error::MigrateError;
 use crate::source::stream::Stream;
 

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use sterna_sys::socket::TcpInfo;
 
-use super::Work;
 use super::bodies::Bodies;
 use super::ends::Ends;
 use super::pending::{Next, Pending};
+use super::work::Work;
 use crate::error::MigrateError;
 use crate::source::stream::{Stream, link_broke};
 

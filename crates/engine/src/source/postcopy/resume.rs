@@ -11,8 +11,9 @@ use sterna_api::Code;
 use sterna_protocol::hello::Features;
 use sterna_protocol::retry::{Failed, Retry};
 
-use super::Context;
-use super::drive::{Begun, Completed, Ended, Session};
+use super::drive::{Begun, Session};
+use super::ended::{Completed, Ended};
+use super::work::Context;
 use crate::error::MigrateError;
 use crate::source::account::Account;
 use crate::source::connect::needed;

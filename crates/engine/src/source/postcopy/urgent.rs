@@ -18,7 +18,7 @@ use super::bodies::Bodies;
 use super::ends::Ends;
 use super::pending::Pending;
 use super::requests::Requests;
-use super::{Work, no_thread};
+use super::work::{Work, no_thread};
 use crate::error::MigrateError;
 use crate::source::stream::{Stream, link_broke};
 use crate::transport::connection::HangUp;

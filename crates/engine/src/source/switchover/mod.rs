@@ -19,21 +19,23 @@
 //! that writes RAM while it saves (none was seen to; its I/O is drained) is found out after the destination may have loaded from the page as it was
 //! before, and the guest stays here. To hold the state back until `Load` would make every pause longer by the loading.
 
+/// The guest stops.
+mod stop;
+
 /// With pages still to come: their map goes in the pause.
 mod residue;
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sterna_api::units::milliseconds as ms;
 use sterna_api::{Phase, report};
 use sterna_protocol::message::Request;
 
-pub use self::residue::Residue;
-use super::Fate;
-use super::commit::commit;
+use self::stop::{DEVICE_TIMEOUT, pause_ms, stop};
 use super::departure::Departure;
 use super::devices::DevicePump;
 use super::link::Link;
+use super::loaded::Loaded;
 use super::precopy::Ending;
 use super::prepare::Prepared;
 use super::rounds::Rounds;
@@ -42,44 +44,8 @@ use crate::error::MigrateError;
 use crate::transport::clock::now_us;
 use crate::transport::connection::Connection;
 use crate::transport::control::REPLY_TIMEOUT;
-use crate::vmm::{self, EventTime, VmmError};
 
-/// How long the VMM may take to stop the guest: a disk may take its time to drain.
-const STOP_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the VMM may take to save or to load its devices.
-const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long one look for the stop takes; where it takes longer, another round goes meanwhile.
-const STOP_LOOK: Duration = Duration::from_millis(20);
-
-/// A guest that is stopped, with its devices at the destination, and its RAM or the map of what is to come of it: one word lets it
-/// run there.
-pub struct Loaded {
-    /// When it stopped, by the VMM's event.
-    pub stop: EventTime,
-    /// The parts of the downtime so far.
-    pub downtime: report::Downtime,
-    /// The comparison of both sides.
-    pub verify: report::Verify,
-    /// Pages that are still to come, their map's bytes and what it took.
-    pub residue: Option<Residue>,
-    /// When the destination had loaded the devices, by this host's clock, microseconds.
-    pub loaded_us: u64,
-}
-
-/// How the switchover ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Switched {
-    /// Nothing follows.
-    Ended(Fate),
-    /// The guest runs at the destination and misses pages.
-    Postcopy {
-        /// Whether the connections to bring them still stand.
-        stands: bool,
-    },
-}
-
-/// Stops the guest, brings its devices and its last pages (or the map of those that are still to come) to the destination, and
-/// gives it away.
+/// Stops the guest, and brings its devices and its last pages (or the map of those that are still to come) to the destination.
 ///
 /// # Errors
 /// The guest is still the source's, stopped or not: what went wrong on the way, or [`MigrateError::Cancelled`].
@@ -88,7 +54,7 @@ pub fn switchover(
     link: &mut Link,
     prepared: &mut Prepared,
     ending: Ending,
-) -> Result<Switched, MigrateError> {
+) -> Result<Loaded, MigrateError> {
     departure.monitor.enter(Phase::Switchover);
     let devices = prepared.devices.take().ok_or(MigrateError::Bug("the devices' connection was taken before"))?;
     let loaded = match (ending, &prepared.begun) {
@@ -99,7 +65,7 @@ pub fn switchover(
         _ => load(departure, link, &mut prepared.rounds, devices)?,
     };
     departure.account.loaded(&loaded);
-    commit(departure, link, &loaded, prepared.clock_offset_us)
+    Ok(loaded)
 }
 
 /// Stops the guest and brings the rest of it to the destination.
@@ -155,35 +121,10 @@ fn load(
     Ok(Loaded { stop: stopped.stop, downtime, verify, residue: None, loaded_us: now_us() })
 }
 
-/// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which the guest
-/// runs on: then its pages go meanwhile.
-fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Rounds) -> Result<vmm::Stopped, MigrateError> {
-    let deadline = Instant::now() + STOP_TIMEOUT;
-    loop {
-        departure.monitor.check()?;
-        if let Some(stopped) = departure.vmm.stopped(STOP_LOOK)? {
-            return Ok(stopped);
-        }
-        if Instant::now() > deadline {
-            return Err(VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() }.into());
-        }
-        if !rounds.done.is_empty() {
-            rounds.collect(departure.tracker)?;
-            rounds.look_for_untracked(departure.vmm)?;
-            rounds.send(link, None)?;
-        }
-    }
-}
-
 /// Gives the guest its processor time back.
 fn loosen(departure: &mut Departure) {
     departure.throttle.loosen();
     departure.monitor.update(|progress| progress.throttle_percent = 0);
-}
-
-/// From the stop to the moment when the VMM had drained its I/O, milliseconds.
-fn pause_ms(stopped: &vmm::Stopped) -> f64 {
-    stopped.ready.0.saturating_sub(stopped.stop.0) as f64 / 1e3
 }
 
 /// Compares both sides, page by page.

@@ -14,7 +14,7 @@
 //! saves is found out after the destination may have loaded from the page as it was before. Where the page is
 //! still pending, nobody has seen it, and it goes as it is now; where it is not, the guest stays here.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sterna_api::report;
 use sterna_api::units::milliseconds as ms;
@@ -23,28 +23,18 @@ use sterna_protocol::layout::{ChunkIndex, LayoutError};
 use sterna_protocol::message::Request;
 use sterna_protocol::residue;
 
-use super::{DEVICE_TIMEOUT, Loaded, pause_ms, stop};
+use super::stop::{DEVICE_TIMEOUT, pause_ms, stop};
 use crate::error::MigrateError;
 use crate::source::departure::Departure;
 use crate::source::devices::DevicePump;
 use crate::source::link::Link;
+use crate::source::loaded::{Loaded, Residue};
 use crate::source::postcopy::drive::Begun;
 use crate::source::rounds::Rounds;
 use crate::source::track::Tracker;
 use crate::transport::clock::now_us;
 use crate::transport::connection::Connection;
 use crate::transport::control::REPLY_TIMEOUT;
-
-/// The map of what is still to come, for the report.
-#[derive(Debug, Clone, Copy)]
-pub struct Residue {
-    /// Its pages.
-    pub pages: u64,
-    /// Its bytes.
-    pub bytes: u64,
-    /// The time for making and sending it.
-    pub took: Duration,
-}
 
 /// The request that had the devices loaded, unanswered, and the map that went with it.
 struct Asked {

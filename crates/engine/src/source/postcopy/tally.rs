@@ -1,0 +1,81 @@
+//! What all threads of a migration did after the switchover.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use sterna_api::report::Report;
+use sterna_protocol::layout::PAGE_BYTES;
+
+use crate::source::encode::compress::Did;
+use crate::source::select::Counts;
+
+/// What was done, by all threads.
+#[derive(Debug, Default)]
+pub struct Tally {
+    full: AtomicU64,
+    zero: AtomicU64,
+    free: AtomicU64,
+    faulted: AtomicU64,
+    pushed: AtomicU64,
+    bytes: AtomicU64,
+    /// Of them, those that went because of faults, neighbours among them.
+    asked_bytes: AtomicU64,
+    cpu_us: AtomicU64,
+    compressed: Mutex<Did>,
+}
+
+impl Tally {
+    /// A frame went: where its pages went, its bytes, and whether a fault asked for it.
+    pub(super) fn sent(&self, counts: &Counts, bytes: u64, asked: bool) {
+        self.full.fetch_add(counts.full, Ordering::Relaxed);
+        self.zero.fetch_add(counts.zero, Ordering::Relaxed);
+        self.free.fetch_add(counts.free, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        let pages = if asked { &self.faulted } else { &self.pushed };
+        pages.fetch_add(counts.pages(), Ordering::Relaxed);
+    }
+
+    /// A thread of its own ends, this one: its processor time, and what it compressed.
+    pub(super) fn thread_ends(&self, did: Did) {
+        self.cpu_us.fetch_add(sterna_sys::process::thread_cpu_time().as_micros() as u64, Ordering::Relaxed);
+        *self.compressed.lock().unwrap_or_else(PoisonError::into_inner) += did;
+    }
+
+    /// So many of the bytes went because of a fault.
+    pub(super) fn because_of_a_fault(&self, bytes: u64) {
+        self.asked_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that went because of faults so far.
+    #[must_use]
+    pub fn asked(&self) -> u64 {
+        self.asked_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Pages and bytes so far.
+    #[must_use]
+    pub fn so_far(&self) -> (u64, u64) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (get(&self.faulted) + get(&self.pushed), get(&self.bytes))
+    }
+
+    /// Adds it to a report.
+    pub(in crate::source) fn write(&self, report: &mut Report) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let full = get(&self.full);
+        report.pages.full += full;
+        report.pages.sent += full;
+        report.pages.zero += get(&self.zero);
+        report.pages.free += get(&self.free);
+        report.pages.faulted += get(&self.faulted);
+        report.pages.pushed += get(&self.pushed);
+        report.bytes_on_wire += get(&self.bytes);
+        report.bytes_raw += full * PAGE_BYTES as u64;
+        report.source.cpu_s += Duration::from_micros(get(&self.cpu_us)).as_secs_f64();
+        let did = *self.compressed.lock().unwrap_or_else(PoisonError::into_inner);
+        report.encoding.compression.pages += did.pages;
+        report.encoding.compression.bytes += did.bytes;
+        report.encoding.compression.plain_pages += did.plain_pages;
+    }
+}

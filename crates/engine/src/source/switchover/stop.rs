@@ -1,0 +1,41 @@
+//! The guest's stop at the source.
+
+use std::time::{Duration, Instant};
+
+use crate::error::MigrateError;
+use crate::source::departure::Departure;
+use crate::source::link::Link;
+use crate::source::rounds::Rounds;
+use crate::vmm::{Stopped, VmmError};
+
+/// How long the VMM may take to stop the guest: a disk may take its time to drain.
+const STOP_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the VMM may take to save or to load its devices.
+pub(super) const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long one look for the stop takes; where it takes longer, another round goes meanwhile.
+const STOP_LOOK: Duration = Duration::from_millis(20);
+
+/// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which the guest
+/// runs on: then its pages go meanwhile.
+pub(super) fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Rounds) -> Result<Stopped, MigrateError> {
+    let deadline = Instant::now() + STOP_TIMEOUT;
+    loop {
+        departure.monitor.check()?;
+        if let Some(stopped) = departure.vmm.stopped(STOP_LOOK)? {
+            return Ok(stopped);
+        }
+        if Instant::now() > deadline {
+            return Err(VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() }.into());
+        }
+        if !rounds.done.is_empty() {
+            rounds.collect(departure.tracker)?;
+            rounds.look_for_untracked(departure.vmm)?;
+            rounds.send(link, None)?;
+        }
+    }
+}
+
+/// From the stop to the moment when the VMM had drained its I/O, milliseconds.
+pub(super) fn pause_ms(stopped: &Stopped) -> f64 {
+    stopped.ready.0.saturating_sub(stopped.stop.0) as f64 / 1e3
+}
