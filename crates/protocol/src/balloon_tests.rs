@@ -275,7 +275,8 @@ fn short_intervals_take_no_report_for_a_newer_one() {
     };
     assert_eq!((step(1, RAM), step(2, RAM)), (Decision::Leave, Decision::Leave));
     let Decision::Resize(kept) = step(3, RAM) else { panic!("two reports with this balloon") };
-    // The guest has done it; for a second its report is still the old one, in which all that is in the balloon now was free.
+    // The guest has done it; for a second its report is still the old one, in which all that is in the balloon now was
+    // free.
     for _ in 0..100 {
         assert_eq!(step(3, kept), Decision::Leave);
     }
