@@ -136,8 +136,8 @@ impl Guest {
     }
 }
 
-/// Does something while the network devices of these guests are in place on every host. Devices and consoles are gone afterwards: the next guest of a name must
-/// not find its words.
+/// Does something while the network devices of these guests are in place on every host. Devices and consoles are gone
+/// afterwards: the next guest of a name must not find its words.
 ///
 /// # Errors
 /// What went wrong with it, or else with a device.
