@@ -47,7 +47,7 @@ pub(crate) struct SectionLayout {
     pub frames: u64,
 }
 
-/// `struct page`.
+/// `struct page`: the fields that tell a free block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PageLayout {
     pub bytes: usize,

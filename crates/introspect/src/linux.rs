@@ -212,7 +212,7 @@ impl Introspection {
     /// Checks that the kernel that was found is still there, and is what `processors` run.
     ///
     /// # Errors
-    /// [`Unfit::Replaced`], [`Unfit::NotRunning`].
+    /// [`Unfit::Replaced`] or [`Unfit::NotRunning`] where one of these does not hold.
     pub fn still_runs(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<(), Unfit> {
         if !Vmcoreinfo::at(ram, self.note.address).is_some_and(|note| note.says_the_same(&self.note)) {
             return Err(Unfit::Replaced { release: self.release().to_owned() });

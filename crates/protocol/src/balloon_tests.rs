@@ -49,7 +49,7 @@ impl Guest {
         self.ram - self.used - self.cache - self.balloon
     }
 
-    /// Its programs now use so much: first what is free is taken, then caches, then the driver gives pages back.
+    /// Sets what its programs use now. Free memory is taken first, then caches; then the driver gives pages back.
     fn uses(&mut self, bytes: u64) {
         if bytes > self.used {
             let mut missing = (bytes - self.used).saturating_sub(self.free());

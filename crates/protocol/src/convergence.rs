@@ -28,7 +28,7 @@ pub struct Goal {
 /// Measurements up to the end of a round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Measured {
-    /// Rounds done.
+    /// The number of rounds done.
     pub rounds: u32,
     /// The time since the migration began.
     pub elapsed: Duration,

@@ -26,7 +26,7 @@ fn measured(rounds: u32, elapsed_ms: u64, pages_left: u64) -> Measured {
     }
 }
 
-/// Pages that a guest writes at random, at so many writes per second.
+/// Pages that a guest writes at random, and its writes per second.
 #[derive(Clone, Copy)]
 struct Region {
     pages: f64,

@@ -72,7 +72,7 @@ pub enum Frame {
     Packed(PackedFrame),
     /// This connection has sent all that it sends in this round.
     RoundEnd {
-        /// The round.
+        /// The round's number.
         round: u32,
     },
     /// The connection ends: no frame follows.
@@ -82,9 +82,9 @@ pub enum Frame {
 /// Pages of one chunk, as they are in this round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkFrame {
-    /// The round.
+    /// The round's number.
     pub round: u32,
-    /// The chunk.
+    /// The chunk of the pages.
     pub chunk: ChunkIndex,
     /// Pages whose bodies follow.
     pub full: PageSet,

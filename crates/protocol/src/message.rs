@@ -30,7 +30,7 @@ pub enum Request {
     Propose {
         /// The migration's number, drawn at random.
         id: u128,
-        /// The machine.
+        /// The machine to move.
         spec: Box<VmSpec>,
         /// How many connections will carry pages.
         streams: u16,
@@ -45,14 +45,14 @@ pub enum Request {
     Clock,
     /// Says that all connections have sent all of this round.
     RoundEnd {
-        /// The round.
+        /// The round's number.
         round: u32,
     },
     /// Says that the guest has stopped: from now on device state must wait until the last pages are in place.
     Stopped,
     /// As `RoundEnd`, with the guest stopped: where no page is suspect, the devices may be loaded from now on.
     FinalRoundEnd {
-        /// The round.
+        /// The round's number.
         round: u32,
     },
     /// Asks for digests of these chunks, for the comparison of both sides.
@@ -64,13 +64,13 @@ pub enum Request {
     },
     /// Asks for digests of the pages of one chunk.
     PageDigests {
-        /// The chunk.
+        /// The chunk that is asked about.
         chunk: ChunkIndex,
     },
     /// After `Complete`: asks which pages of this chunk the guest discarded since its start. The guest may have seen
     /// zeros in them.
     GivenBack {
-        /// The chunk.
+        /// The chunk that is asked about.
         chunk: ChunkIndex,
     },
     /// Says that all of the device state is sent. The reply comes when it is loaded.
@@ -78,8 +78,8 @@ pub enum Request {
     /// A part of the residue: pages that are not there, or stale, when the guest starts. The guest has stopped, and its
     /// devices may still be being saved. The parts come in order; the last comes with `LoadPostcopy`.
     Residue(ResiduePart),
-    /// The last part of the residue, when all of the device state is sent. From now on a page of the residue is shown
-    /// to the guest only once it has arrived. The reply comes when the devices are loaded.
+    /// The last part of the residue. From now on the devices are loaded as their state comes, and a page of the residue
+    /// is shown to the guest only once it has arrived. The reply comes when the devices are loaded.
     LoadPostcopy(ResiduePart),
     /// The point of no return: gives the guest to the destination.
     Commit,
@@ -97,7 +97,7 @@ pub enum Request {
     /// Says that the source is back after a lost link or a restart, and goes on with the pages. It is the first request
     /// of a new session, after `Identify`.
     Resume {
-        /// The migration.
+        /// The migration's number.
         id: u128,
         /// How many connections will carry pages.
         streams: u16,
@@ -311,7 +311,7 @@ pub fn decode_prefix(prefix: [u8; PREFIX_BYTES]) -> Result<(usize, u64), Message
 /// The message in `body`.
 ///
 /// # Errors
-/// [`MessageError::Checksum`], [`MessageError::Nonsense`].
+/// [`MessageError::Checksum`] where the message was damaged, [`MessageError::Nonsense`] where it cannot be decoded.
 pub fn decode<M: DeserializeOwned>(body: &[u8], checksum: u64, key: u64) -> Result<M, MessageError> {
     if xxh3_64_with_seed(body, key) != checksum {
         return Err(MessageError::Checksum);

@@ -295,7 +295,7 @@ impl Pace {
 mod tests {
     use super::*;
 
-    /// A link with a queue, and a sender that keeps at most so much on its way.
+    /// A link with a queue, and a sender that keeps a limited number of bytes on their way.
     struct Link {
         bytes_per_s: f64,
         trip: Duration,
@@ -345,7 +345,7 @@ mod tests {
         }
     }
 
-    /// Goes on for so long; what was used of the link, and the share of the time with a queue of more than a
+    /// Goes on for `seconds`. Returns the used share of the link, and the share of the time with a queue of more than a
     /// millisecond.
     fn run(pace: &mut Pace, link: &mut Link, seconds: f64, quiet: bool) -> (f64, f64) {
         let (mut time, mut delivered, mut queued) = (0.0, 0.0, 0.0);

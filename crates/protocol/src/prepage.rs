@@ -50,9 +50,9 @@ const UNITS: u64 = (CHUNK_PAGES / UNIT_PAGES) as u64;
 /// The order of the push.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// By address.
+    /// Pages go by address.
     Linear,
-    /// Around the latest faults, then by address.
+    /// Pages around the latest faults go first, then all others by address.
     Bubbles,
 }
 
@@ -296,7 +296,7 @@ mod tests {
         fn every_pending_page_is_pushed_once_whatever_faults_come(
             bubbles: bool,
             sets in prop::collection::vec(any::<[u64; 4]>(), CHUNKS as usize),
-            // A fault before every so many pushes: its page (also of chunks that the machine does not have), its
+            // A fault before every few pushes: its page (also of chunks that the machine does not have), its
             // thread.
             faults in prop::collection::vec((0u64..u64::from(CHUNKS) * 256 + 5000, 0u32..40, 0usize..8), 0..200),
         ) {

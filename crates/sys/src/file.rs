@@ -10,9 +10,9 @@ use crate::PAGE_BYTES;
 use crate::error::{Error, Result};
 use crate::mountinfo;
 
-/// `TMPFS_MAGIC`.
+/// The magic number of tmpfs (`TMPFS_MAGIC`).
 const TMPFS: u64 = linux_raw_sys::general::TMPFS_MAGIC as u64;
-/// `HUGETLBFS_MAGIC`.
+/// The magic number of hugetlbfs (`HUGETLBFS_MAGIC`).
 const HUGETLBFS: u64 = linux_raw_sys::general::HUGETLBFS_MAGIC as u64;
 
 /// The stretches of `range` for which the file holds content, ascending. Reading any other part yields zeros.

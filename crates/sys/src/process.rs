@@ -28,7 +28,7 @@ pub use usage::{Usage, process_cpu_time, thread_cpu_time, usage};
 /// A process, by number and moment of birth: the number alone may be given to another once it has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Identity {
-    /// Its number.
+    /// The process's number.
     pub pid: u32,
     /// The time of its start, clock ticks since the host's start.
     pub start_time: u64,
@@ -127,7 +127,7 @@ fn read(pid: u32, file: &str) -> Result<Vec<u8>> {
 /// A process that maps a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapper {
-    /// Its number.
+    /// The process's number.
     pub pid: u32,
     /// Its short name.
     pub comm: String,

@@ -104,9 +104,9 @@ impl Block {
 /// damage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedFrame {
-    /// The round.
+    /// The round's number.
     pub round: u32,
-    /// The chunk.
+    /// The chunk of the pages.
     pub chunk: ChunkIndex,
     /// Pages that come whole.
     pub full: PageSet,
