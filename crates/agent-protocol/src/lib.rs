@@ -1,8 +1,9 @@
-//! What the daemon and the library inside QEMU say to each other, typed once.
+//! The messages between the daemon and the library inside QEMU, typed once.
 //!
-//! One packet of a `SOCK_SEQPACKET` unix socket is one message: a header, then a body, at most [`MAX_MESSAGE_BYTES`], with at most
-//! one descriptor beside it. Every request gets exactly one reply. Integers are little-endian; structs have no padding.
-//! The daemon asks, the library answers; it never speaks first. Discards are not sent: they stand in a shared [`log`].
+//! One packet of a `SOCK_SEQPACKET` unix socket is one message: a header, then a body, at most [`MAX_MESSAGE_BYTES`],
+//! with at most one descriptor beside it. Every request gets exactly one reply. Integers are little-endian; structs
+//! have no padding. The daemon asks and the library answers; the library never speaks first. Discards are not sent:
+//! they are in a shared [`log`].
 
 #![cfg_attr(not(test), no_std)]
 
@@ -15,7 +16,7 @@ pub mod message;
 /// The log of discards: memory that the library writes and the daemon reads.
 pub mod log;
 
-/// Begins every message: "STRA".
+/// The beginning of every message: "STRA".
 pub const MAGIC: u32 = u32::from_le_bytes(*b"STRA");
 
 /// The version of messages and log. The headers and [`message::Operation::Hello`] stay as they are in every version.
@@ -27,12 +28,13 @@ pub const MAX_MESSAGE_BYTES: usize = 64 * 1024;
 /// Environment variable: path of the unix socket where the library listens. Without it the library does nothing.
 pub const SOCKET_VARIABLE: &str = "STERNA_AGENT_SOCKET";
 
-/// Environment variable: file name of the program the library is meant for. Without it: any whose name contains "qemu". In other
-/// programs (a wrapper that starts QEMU) the library does nothing and lets the environment pass on.
+/// Environment variable: file name of the program that the library is meant for. Without it the library is meant for
+/// any whose name contains "qemu". In other programs (a wrapper that starts QEMU) the library does nothing and lets the
+/// environment pass on.
 pub const PROGRAM_VARIABLE: &str = "STERNA_AGENT_PROGRAM";
 
-/// RAM blocks the library can keep; more are counted in [`message::HelloReply::blocks_lost`].
+/// The most RAM blocks that the library can keep; further ones are counted in [`message::HelloReply::blocks_lost`].
 pub const MAX_BLOCKS: usize = 64;
 
-/// File mappings shorter than this are no guest RAM, bytes.
+/// The least length of a file mapping that counts as guest RAM, bytes.
 pub const MIN_BLOCK_BYTES: u64 = 1 << 20;

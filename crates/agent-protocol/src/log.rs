@@ -1,23 +1,24 @@
-//! The log of discards: a ring in a sealed memfd. QEMU's threads append, the daemon reads; nobody waits for anybody.
+//! The log of discards: a ring in a sealed memfd. QEMU's threads append, the daemon reads, and neither waits for the
+//! other.
 //!
-//! A discard is logged *after* it was done. So once the guest is stopped and QEMU's main loop is idle, every discard is both done
-//! and logged; logged before, it could be read while the old content still stands there.
+//! A discard is logged *after* it was done. So once the guest is stopped and QEMU's main loop is idle, every discard is
+//! both done and logged. If it were logged first, the entry could be read while the old content is still there.
 //!
-//! Appending: take the next number from `head`, claim the slot `number % CAPACITY`, fill it in, publish it. The oldest entries are
-//! overwritten. A reader that comes too late sees it by the distance between `head` and its own position, and must then take every
-//! page as discarded. So it must if `lost` has changed.
+//! Appending: take the next number from `head`, claim the slot `number % CAPACITY`, fill it in, publish it. The oldest
+//! entries are overwritten. A reader that comes too late notices it by the distance between `head` and its own
+//! position. It must then take every page as discarded, and likewise if `lost` has changed.
 //!
-//! A slot's `sequence` is even when it can be read and odd while a thread fills it in: `published` and `claimed`. A thread that
-//! finds its slot claimed by a thread a whole lap behind does not wait; it counts its entry as lost.
+//! A slot's `sequence` is even when it can be read and odd while a thread fills it in: `published` and `claimed`. A
+//! thread whose slot is still claimed by a thread a whole lap behind does not wait; it counts its own entry as lost.
 
 use core::sync::atomic::{AtomicU64, Ordering, fence};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Begins the log: "STRNDSCL".
+/// The beginning of the log: "STRNDSCL".
 pub const LOG_MAGIC: u64 = u64::from_le_bytes(*b"STRNDSCL");
 
-/// Entries kept. A balloon discards page by page: this is 256 MiB of them.
+/// The number of entries that are kept. A balloon discards page by page: this many pages are 256 MiB.
 pub const CAPACITY: u64 = 1 << 16;
 
 /// A part of a RAM file whose content may be gone.
@@ -27,13 +28,13 @@ pub struct Discard {
     pub device: u64,
     /// The file's inode.
     pub inode: u64,
-    /// Where in the file it begins, bytes.
+    /// The offset in the file at which it begins, bytes.
     pub offset: u64,
-    /// Bytes.
+    /// The length, bytes.
     pub length: u64,
 }
 
-/// The log as it stands in the memfd, for the one who writes it.
+/// The log in the memfd, for its writer.
 #[repr(C)]
 pub struct Log {
     magic: AtomicU64,
@@ -55,7 +56,7 @@ struct Slot {
     length: AtomicU64,
 }
 
-/// The log's first bytes, for the one who reads it.
+/// The log's first bytes, for its reader.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct LogHeader {
@@ -67,15 +68,15 @@ pub struct LogHeader {
     pub head: u64,
     /// Entries lost so far.
     pub lost: u64,
-    /// 0.
+    /// Reserved: 0.
     pub reserved: [u64; 4],
 }
 
-/// One entry, for the one who reads it. They follow the [`LogHeader`].
+/// One entry, for the log's reader. Entries follow the [`LogHeader`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct LogEntry {
-    /// [`published`] of the entry's number, or older, or odd: then it must not be read.
+    /// [`published`] of the entry's number. If it is older or odd, the entry must not be read.
     pub sequence: u64,
     /// As in [`Discard`].
     pub device: u64,
@@ -92,26 +93,27 @@ const _: () = {
     assert!(size_of::<Slot>() == size_of::<LogEntry>());
 };
 
-/// What a slot's `sequence` is once entry `number` can be read.
+/// The value of a slot's `sequence` once entry `number` can be read.
 #[must_use]
 pub const fn published(number: u64) -> u64 {
     number.wrapping_add(1).wrapping_mul(2)
 }
 
-/// What a slot's `sequence` is while entry `number` is filled in.
+/// The value of a slot's `sequence` while entry `number` is filled in.
 #[must_use]
 pub const fn claimed(number: u64) -> u64 {
     published(number).wrapping_sub(1)
 }
 
 impl Log {
-    /// Makes zeroed memory a log.
+    /// Turns zeroed memory into a log.
     pub fn initialise(&self) {
         self.capacity.store(CAPACITY, Ordering::Relaxed);
         self.magic.store(LOG_MAGIC, Ordering::Release);
     }
 
-    /// Appends an entry. Any thread, any moment (also a signal handler that interrupted another call); never waits.
+    /// Appends an entry. Any thread may call it at any moment, also a signal handler that interrupted another call. It
+    /// never waits.
     pub fn append(&self, discard: Discard) {
         let number = self.head.fetch_add(1, Ordering::AcqRel);
         let Some(slot) = self.slots.get((number % CAPACITY) as usize) else { return };
@@ -123,7 +125,7 @@ impl Log {
             self.lost.fetch_add(1, Ordering::Release);
             return;
         }
-        // The fields must not appear before the claim that makes a reader turn away from them.
+        // The fields must not become visible before the claim that makes a reader ignore them.
         fence(Ordering::Release);
         slot.device.store(discard.device, Ordering::Relaxed);
         slot.inode.store(discard.inode, Ordering::Relaxed);
@@ -139,7 +141,8 @@ mod tests {
 
     fn new_log() -> Box<Log> {
         let words = vec![0u64; size_of::<Log>() / 8].into_boxed_slice();
-        // SAFETY: Log consists of u64 atomics only, has the boxed slice's size and alignment, and all-zero is valid for it.
+        // SAFETY: Log consists of u64 atomics only, has the boxed slice's size and alignment, and all-zero is valid for
+        // it.
         let log = unsafe { Box::from_raw(Box::into_raw(words).cast::<Log>()) };
         log.initialise();
         log

@@ -1,4 +1,4 @@
-//! Requests and replies: every struct as it stands in a packet.
+//! Requests and replies: every struct as it is in a packet.
 
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -9,26 +9,27 @@ pub const PATH_BYTES: usize = 256;
 /// The most items in one [`AdviseRequest`] or [`MapRequest`].
 pub const MAX_ITEMS: usize = 2048;
 
-/// What is asked. The numbers are the wire's.
+/// The operations that the daemon can ask for. Their numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Operation {
-    /// Who are you? Empty → [`HelloReply`].
+    /// Asks for the library's state. Empty → [`HelloReply`].
     Hello = 1,
-    /// Which RAM blocks are mapped? Empty → [`Block`]s.
+    /// Asks which RAM blocks are mapped. Empty → [`Block`]s.
     Blocks = 2,
-    /// Make a userfaultfd and keep a duplicate. [`OpenRequest`], with `/dev/userfaultfd` open or without → [`OpenReply`] with it.
-    /// Refused with [`Status::AlreadyOpen`] where one is kept: closing the last descriptor would let missing pages read as zero.
+    /// Makes a userfaultfd and keeps a duplicate. [`OpenRequest`], with `/dev/userfaultfd` open or without →
+    /// [`OpenReply`] with it. It is refused with [`Status::AlreadyOpen`] where one is kept: closing the last descriptor
+    /// would let missing pages read as zero.
     OpenUserfaultfd = 3,
-    /// Give the kept userfaultfd again. Empty → empty, with it, or [`Status::NotOpen`].
+    /// Passes the kept userfaultfd again. Empty → empty, with it, or [`Status::NotOpen`].
     TakeUserfaultfd = 4,
-    /// Drop the kept duplicate. Empty → empty, also where there is none.
+    /// Drops the kept duplicate. Empty → empty, also where there is none.
     CloseUserfaultfd = 5,
-    /// Advise the kernel about guest RAM. [`AdviseRequest`], [`Range`]s → empty.
+    /// Advises the kernel about guest RAM. [`AdviseRequest`], [`Range`]s → empty.
     Advise = 6,
-    /// Map the file passed along over guest RAM. [`MapRequest`], [`Run`]s → empty.
+    /// Maps the file that is passed along over guest RAM. [`MapRequest`], [`Run`]s → empty.
     Map = 7,
-    /// Give the discard log. Empty → empty, with its memory.
+    /// Passes the log of discards. Empty → empty, with its memory.
     DiscardLog = 8,
 }
 
@@ -50,13 +51,13 @@ impl Operation {
     }
 }
 
-/// How a request ended. The numbers are the wire's.
+/// The ways a request ends. Their numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Status {
-    /// Done.
+    /// The request was carried out.
     Done = 0,
-    /// The request is not what its operation asks for.
+    /// The request has not the form that its operation needs.
     Malformed = 1,
     /// The request has another version; the reply's header tells the library's.
     Version = 2,
@@ -64,9 +65,10 @@ pub enum Status {
     Unknown = 3,
     /// The system refused; [`ReplyHeader::errno`] says why. Items before [`ReplyHeader::item`] are done.
     System = 4,
-    /// Item [`ReplyHeader::item`] does not lie inside one RAM block, or not on its page borders. Items before it are done.
+    /// Item [`ReplyHeader::item`] does not lie inside one RAM block, or not at the borders of its pages. Items before
+    /// it are done.
     OutsideRam = 5,
-    /// A userfaultfd is kept already: take it or close it first.
+    /// A userfaultfd is kept already: the daemon must take or close it first.
     AlreadyOpen = 6,
     /// No userfaultfd is kept.
     NotOpen = 7,
@@ -100,9 +102,9 @@ pub struct RequestHeader {
     pub version: U16,
     /// An [`Operation`].
     pub operation: U16,
-    /// Returned in the reply.
+    /// A number that the reply returns.
     pub sequence: U32,
-    /// Of the body, bytes.
+    /// The body's length, bytes.
     pub length: U32,
 }
 
@@ -114,23 +116,23 @@ pub struct ReplyHeader {
     pub magic: U32,
     /// The library's [`crate::VERSION`].
     pub version: U16,
-    /// As asked.
+    /// The request's operation.
     pub operation: U16,
-    /// As asked.
+    /// The request's sequence number.
     pub sequence: U32,
-    /// Of the body, bytes; 0 unless [`Status::Done`].
+    /// The body's length, bytes; 0 unless [`Status::Done`].
     pub length: U32,
     /// A [`Status`].
     pub status: U32,
-    /// Why, where the status is [`Status::System`]; otherwise 0.
+    /// The system's error number where the status is [`Status::System`]; otherwise 0.
     pub errno: U32,
-    /// Which item failed, counted from 0.
+    /// The item that failed, counted from 0.
     pub item: U32,
-    /// 0.
+    /// Reserved: 0.
     pub reserved: U32,
 }
 
-/// Answers [`Operation::Hello`].
+/// The reply to [`Operation::Hello`].
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct HelloReply {
@@ -138,11 +140,12 @@ pub struct HelloReply {
     pub pid: U32,
     /// RAM blocks mapped now.
     pub blocks: U32,
-    /// RAM blocks that found no room in the table, ever. Not 0: the list is incomplete and the guest cannot be moved.
+    /// The number of RAM blocks that ever found no room in the table. If it is not 0, the list is incomplete and the
+    /// guest cannot be moved.
     pub blocks_lost: U64,
     /// 1 where a userfaultfd is kept, else 0.
     pub userfaultfd: U32,
-    /// 0.
+    /// Reserved: 0.
     pub reserved: U32,
 }
 
@@ -150,11 +153,11 @@ pub struct HelloReply {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Block {
-    /// Where QEMU maps it.
+    /// The address at which QEMU maps it.
     pub address: U64,
-    /// Bytes.
+    /// The length, bytes.
     pub length: U64,
-    /// Where in the file it begins, bytes.
+    /// The offset in the file at which it begins, bytes.
     pub offset: U64,
     /// The file's device (`st_dev`).
     pub device: U64,
@@ -166,11 +169,11 @@ pub struct Block {
     pub flags: U32,
     /// The path's length, which may be more than [`PATH_BYTES`].
     pub path_length: U32,
-    /// What `/proc/self/fd` says the file's name is: "/memfd:…" for a memfd, "… (deleted)" for a file without a name.
+    /// The file's name, as `/proc/self/fd` shows it: "/memfd:…" for a memfd, "… (deleted)" for a file without a name.
     pub path: [u8; PATH_BYTES],
 }
 
-/// Asks with [`Operation::OpenUserfaultfd`].
+/// The request of [`Operation::OpenUserfaultfd`].
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct OpenRequest {
@@ -178,7 +181,7 @@ pub struct OpenRequest {
     pub features: U64,
 }
 
-/// Answers [`Operation::OpenUserfaultfd`].
+/// The reply to [`Operation::OpenUserfaultfd`].
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct OpenReply {
@@ -188,7 +191,7 @@ pub struct OpenReply {
     pub ioctls: U64,
 }
 
-/// What [`Operation::Advise`] can tell the kernel. The numbers are the wire's.
+/// The advice that [`Operation::Advise`] can give the kernel. Their numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Advice {
@@ -228,13 +231,13 @@ impl Advice {
     }
 }
 
-/// Asks with [`Operation::Advise`]; up to [`MAX_ITEMS`] [`Range`]s follow.
+/// The request of [`Operation::Advise`]; up to [`MAX_ITEMS`] [`Range`]s follow.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct AdviseRequest {
     /// An [`Advice`].
     pub advice: U32,
-    /// How many ranges follow.
+    /// The number of ranges that follow.
     pub count: U32,
 }
 
@@ -242,13 +245,13 @@ pub struct AdviseRequest {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Range {
-    /// Where it begins, on a border of the block's pages.
+    /// The address at which it begins, at the border of a page of the block.
     pub address: U64,
-    /// Bytes, whole pages of the block, not 0.
+    /// The length, bytes: whole pages of the block, not 0.
     pub length: U64,
 }
 
-/// How [`Operation::Map`] maps. The numbers are the wire's.
+/// The ways in which [`Operation::Map`] maps. Their numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Sharing {
@@ -270,13 +273,13 @@ impl Sharing {
     }
 }
 
-/// Asks with [`Operation::Map`], the file beside it; up to [`MAX_ITEMS`] [`Run`]s follow.
+/// The request of [`Operation::Map`], the file beside it; up to [`MAX_ITEMS`] [`Run`]s follow.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct MapRequest {
     /// A [`Sharing`].
     pub sharing: U32,
-    /// How many runs follow.
+    /// The number of runs that follow.
     pub count: U32,
 }
 
@@ -284,11 +287,11 @@ pub struct MapRequest {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Run {
-    /// Where it begins, on a border of the block's pages.
+    /// The address at which it begins, at the border of a page of the block.
     pub address: U64,
-    /// Bytes, whole pages of the block, not 0.
+    /// The length, bytes: whole pages of the block, not 0.
     pub length: U64,
-    /// Where in the file it begins, bytes.
+    /// The offset in the file at which it begins, bytes.
     pub offset: U64,
 }
 

@@ -1,8 +1,8 @@
-//! Which guest RAM is mapped where.
+//! The table of RAM blocks: which guest RAM is mapped where.
 //!
-//! A fixed table that any thread reads and writes without a lock. Each slot has a version, odd while it is written; a reader takes
-//! what it read only if the version was even and did not change meanwhile. QEMU never maps and unmaps the same addresses in two
-//! threads at once, so a slot's change needs no more order than that.
+//! It is a fixed table that any thread reads and writes without a lock. Each slot has a version, which is odd while the
+//! slot is written. A reader uses what it read only if the version was even and did not change meanwhile. QEMU never
+//! maps and unmaps the same addresses in two threads at once, so a slot's change needs no more order than that.
 
 use core::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -22,7 +22,7 @@ const LENGTH: usize = core::mem::offset_of!(Block, length) / 8;
 /// Attempts before a slot that keeps changing counts as lost. A write takes well under a microsecond.
 const ATTEMPTS: usize = 1000;
 
-/// The table.
+/// The table of RAM blocks.
 pub struct Blocks {
     slots: [Slot; MAX_BLOCKS],
     lost: AtomicU64,
@@ -39,13 +39,13 @@ impl Slot {
         Self { version: AtomicU64::new(0), words: [const { AtomicU64::new(0) }; WORDS] }
     }
 
-    /// Where the slot's block lies, a guess: it may change at any moment.
+    /// The addresses of the slot's block. They are a guess, because the slot may change at any moment.
     fn extent(&self) -> (u64, u64) {
         let address = self.words[ADDRESS].load(Ordering::Relaxed);
         (address, address.saturating_add(self.words[LENGTH].load(Ordering::Relaxed)))
     }
 
-    /// What the slot holds. `None` where it is empty.
+    /// The slot's block; `None` where it is empty.
     fn read(&self) -> Option<Block> {
         for _ in 0..ATTEMPTS {
             let before = self.version.load(Ordering::Acquire);
@@ -63,7 +63,7 @@ impl Slot {
         None
     }
 
-    /// Replaces what the slot holds if `wanted` agrees with it. Whether it did.
+    /// Replaces the slot's block if `wanted` accepts it, and says whether it did.
     fn replace(&self, wanted: impl Fn(&Block) -> bool, with: &Block) -> bool {
         for _ in 0..ATTEMPTS {
             let before = self.version.load(Ordering::Acquire);
@@ -73,7 +73,7 @@ impl Slot {
                 raw::yield_now();
                 continue;
             }
-            // The words must not appear before the odd version that makes a reader turn away from them.
+            // The words must not become visible before the odd version that makes a reader ignore them.
             fence(Ordering::Release);
             let mut words = [0u64; WORDS];
             for (word, shared) in words.iter_mut().zip(&self.words) {
@@ -98,7 +98,7 @@ impl Blocks {
         Self { slots: [const { Slot::new() }; MAX_BLOCKS], lost: AtomicU64::new(0) }
     }
 
-    /// Adds a block. Where there is no room it is counted.
+    /// Adds a block. Where there is no room, the block is counted as lost.
     pub fn add(&self, block: &Block) {
         let empty = |held: &Block| held.length.get() == 0;
         if !self.slots.iter().any(|slot| slot.extent() == (0, 0) && slot.replace(empty, block)) {
@@ -106,7 +106,7 @@ impl Blocks {
         }
     }
 
-    /// Takes out every part of a block that lies within the addresses. Whether there was one.
+    /// Removes every part of a block that lies within the addresses, and says whether there was one.
     pub fn remove(&self, address: u64, length: u64) -> bool {
         let end = address.saturating_add(length);
         let mut found = false;
@@ -137,7 +137,7 @@ impl Blocks {
         found
     }
 
-    /// Every block.
+    /// All blocks.
     pub fn all(&self) -> impl Iterator<Item = Block> + '_ {
         self.slots.iter().filter(|slot| slot.extent() != (0, 0)).filter_map(Slot::read)
     }
@@ -157,7 +157,7 @@ impl Blocks {
         })
     }
 
-    /// Blocks that found no room, ever.
+    /// The number of blocks that ever found no room.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
     }

@@ -10,10 +10,10 @@ use sterna_agent_protocol::message::Block;
 use crate::blocks::BLOCKS;
 use crate::raw::{self, Fd, errno};
 
-/// The log, mapped for ever; null until the server has made it. A discard before that precedes every daemon.
+/// The log, which stays mapped; null until the server has made it. A discard before that comes before any daemon.
 static LOG: AtomicPtr<Log> = AtomicPtr::new(ptr::null_mut());
 
-/// The log's memfd, open for ever; -1 until the server has made it.
+/// The log's memfd, which stays open; -1 until the server has made it.
 static MEMORY: AtomicI32 = AtomicI32::new(-1);
 
 /// Whether some guest RAM was mapped private on the daemon's request: `MADV_DONTNEED` loses what is written there.
@@ -28,7 +28,7 @@ pub fn create_log() -> Result<(), c_int> {
     if unsafe { libc::ftruncate(memory.number(), size_of::<Log>() as off_t) } != 0 {
         return Err(errno());
     }
-    // The daemon takes nothing whose size can change under it.
+    // The daemon accepts no memory whose size can still change.
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     // SAFETY: touches no memory of ours.
     if unsafe { libc::fcntl(memory.number(), libc::F_ADD_SEALS, seals) } != 0 {
@@ -54,12 +54,12 @@ pub fn log_memory() -> Option<c_int> {
     Some(MEMORY.load(Ordering::Relaxed)).filter(|number| *number >= 0)
 }
 
-/// From now on private guest RAM is to be expected.
+/// Says that guest RAM may be mapped private from now on.
 pub fn expect_private_pages() {
     PRIVATE_PAGES.store(true, Ordering::Relaxed);
 }
 
-/// Logs what a successful `madvise` has discarded.
+/// Logs the pages that a successful `madvise` has discarded.
 pub fn after_madvise(address: u64, length: u64, advice: c_int) {
     let Some(log) = log() else { return };
     let only_private = match advice {
@@ -76,7 +76,7 @@ pub fn after_madvise(address: u64, length: u64, advice: c_int) {
     }
 }
 
-/// Logs what a successful `fallocate` has discarded.
+/// Logs the pages that a successful `fallocate` has discarded.
 pub fn after_fallocate(fd: c_int, mode: c_int, offset: off_t, length: off_t) {
     let Some(log) = log() else { return };
     if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) == 0 {
@@ -98,7 +98,7 @@ pub fn after_fallocate(fd: c_int, mode: c_int, offset: off_t, length: off_t) {
     }
 }
 
-/// Not in every libc.
+/// `MADV_DONTNEED_LOCKED`, which not every libc has.
 const MADV_DONTNEED_LOCKED: c_int = 24;
 
 fn log() -> Option<&'static Log> {

@@ -1,4 +1,4 @@
-//! What runs when the library is loaded.
+//! The code that runs when the library is loaded.
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +8,7 @@ use sterna_agent_protocol::{PROGRAM_VARIABLE, SOCKET_VARIABLE};
 
 use crate::server;
 
-/// Whether this process is the one that was meant. Set once, before `main`.
+/// Whether the library is meant for this process. Set once, before `main`.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
 
 /// Whether the hooks have anything to do.
@@ -21,14 +21,14 @@ pub fn is_active() -> bool {
 #[unsafe(link_section = ".init_array")]
 static ON_LOAD: extern "C" fn() = on_load;
 
-/// Decides whether this process is meant, and keeps the library out of its children.
+/// Decides whether the library is meant for this process, and keeps it out of the process's children.
 extern "C" fn on_load() {
     let Some(socket) = variable(SOCKET_VARIABLE) else { return };
     if !is_meant() || !server::set_socket_path(socket) {
         return;
     }
     leave_preload();
-    // The daemon's socket is nothing that QEMU's helpers need to know.
+    // QEMU's helpers do not need to know the socket.
     unset(SOCKET_VARIABLE);
     unset(PROGRAM_VARIABLE);
     ACTIVE.store(true, Ordering::Release);
@@ -47,7 +47,7 @@ fn is_meant() -> bool {
     }
 }
 
-/// Takes this library, and only it, out of `LD_PRELOAD`.
+/// Removes this library, and only it, from `LD_PRELOAD`.
 fn leave_preload() {
     const NAME: &CStr = c"LD_PRELOAD";
     let Some(mine) = own_path() else { return unset("LD_PRELOAD") };
@@ -67,8 +67,8 @@ fn leave_preload() {
     }
 }
 
-/// Copies the entries of an `LD_PRELOAD` list that do not name the library at `mine` into `kept`, with a zero at the end.
-/// Their length; `None` where they do not fit.
+/// Copies the entries of an `LD_PRELOAD` list that do not name the library at `mine` into `kept`, with a zero at the
+/// end. Returns their length; `None` where they do not fit.
 fn without_entry(list: &[u8], mine: &[u8], kept: &mut [u8]) -> Option<usize> {
     let mut length = 0;
     for entry in list.split(|byte| matches!(byte, b' ' | b':')) {
@@ -99,7 +99,7 @@ fn own_path() -> Option<&'static [u8]> {
     Some(unsafe { CStr::from_ptr(info.dli_fname) }.to_bytes())
 }
 
-/// What follows the last slash.
+/// The part of a path behind the last slash.
 fn file_name(path: &[u8]) -> &[u8] {
     path.rsplit(|byte| *byte == b'/').next().unwrap_or(path)
 }

@@ -1,8 +1,8 @@
 //! The libc functions that QEMU calls through this library.
 //!
-//! Each makes the real call and then notes what it meant for guest RAM; `errno` is what the real call left. Not interposed, because they
-//! take nothing away from guest RAM: `posix_fallocate` (allocates), `posix_madvise` (libc ignores its DONTNEED), `mremap` (QEMU
-//! does not move RAM).
+//! Each makes the real call and then notes what that meant for guest RAM; `errno` stays as the real call left it. Some
+//! functions are not interposed, because they take nothing from guest RAM: `posix_fallocate` (allocates),
+//! `posix_madvise` (libc ignores its DONTNEED), `mremap` (QEMU does not move RAM).
 
 use libc::{c_int, c_void, off_t};
 use sterna_agent_protocol::MIN_BLOCK_BYTES;
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn mmap64(
 /// As `munmap(2)`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn munmap(address: *mut c_void, length: usize) -> c_int {
-    // The kernel refuses an address that is no page's; then nothing goes.
+    // The kernel refuses an address that is not at the border of a page, and then unmaps nothing.
     if entry::is_active() && (address as u64).is_multiple_of(SMALLEST_PAGE) {
         remap::before_unmap(address as u64, whole_pages(length));
     }
@@ -85,7 +85,7 @@ pub unsafe extern "C" fn munmap(address: *mut c_void, length: usize) -> c_int {
 pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_int) -> c_int {
     // SAFETY: the caller's promise.
     let result = unsafe { raw::madvise(address, length, advice) };
-    // A call that failed may have come halfway.
+    // A failed call may have done a part of its work.
     if entry::is_active() && length > 0 {
         let _keep = KeepErrno::new();
         discards::after_madvise(address as u64, whole_pages(length), advice);
@@ -110,15 +110,15 @@ pub extern "C" fn fallocate64(fd: c_int, mode: c_int, offset: off_t, length: off
     fallocate(fd, mode, offset, length)
 }
 
-/// Every page size is a multiple of it.
+/// The smallest page: every page size is a multiple of it.
 const SMALLEST_PAGE: u64 = 4096;
 
-/// As the kernel takes a length.
+/// A length rounded up to whole pages, as the kernel does it.
 fn whole_pages(length: usize) -> u64 {
     (length as u64).checked_next_multiple_of(SMALLEST_PAGE).unwrap_or(u64::MAX)
 }
 
-/// The block, if the file lies on tmpfs or hugetlbfs.
+/// The block of a mapping, if its file lies on tmpfs or hugetlbfs.
 fn guest_ram(address: u64, length: u64, flags: c_int, fd: c_int, offset: u64) -> Option<Block> {
     // SAFETY: all-zero is valid for both.
     let (mut system, mut status): (libc::statfs, libc::stat) = unsafe { core::mem::zeroed() };
@@ -143,13 +143,13 @@ fn guest_ram(address: u64, length: u64, flags: c_int, fd: c_int, offset: u64) ->
     })
 }
 
-/// What the kernel calls the file: the first bytes of it, and its whole length as far as `PATH_MAX`.
+/// The kernel's name of the file: its first bytes, and its whole length up to `PATH_MAX`.
 fn path_of(fd: c_int) -> ([u8; PATH_BYTES], u32) {
     const BEFORE: &[u8] = b"/proc/self/fd/";
     let mut link = [0u8; 32];
     let mut end = link.len() - 1;
     let mut rest = fd.unsigned_abs();
-    // At most ten digits, before them the directory, after them a zero.
+    // The number has at most ten digits. The directory is before them, and a zero after them.
     while let Some(digit) = end.checked_sub(1).and_then(|place| link.get_mut(place)) {
         *digit = b'0' + (rest % 10) as u8;
         end -= 1;

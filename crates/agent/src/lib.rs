@@ -1,8 +1,8 @@
 //! `libsterna_agent.so`: loaded into QEMU by `LD_PRELOAD` for what only QEMU's own process can do.
 //!
-//! It notes where guest RAM is mapped and what QEMU discards of it, and answers the daemon on a unix socket. A guest in somebody
-//! else's house: no allocation, no waiting in QEMU's threads, no unwinding, no exit, and nothing at all without
-//! [`SOCKET_VARIABLE`](sterna_agent_protocol::SOCKET_VARIABLE).
+//! It notes where guest RAM is mapped and what QEMU discards of it, and answers the daemon on a unix socket. Because
+//! the process is QEMU's, the library does not allocate, wait in QEMU's threads, unwind or exit, and does nothing at
+//! all without [`SOCKET_VARIABLE`](sterna_agent_protocol::SOCKET_VARIABLE).
 
 #![cfg_attr(not(test), no_std)]
 #![cfg_attr(
@@ -10,13 +10,13 @@
     allow(dead_code, reason = "nothing is exported to the test program: it would interpose the program's own")
 )]
 
-/// What runs when the library is loaded.
+/// The code that runs when the library is loaded.
 mod entry;
 
 /// The libc functions that QEMU calls through this library.
 mod hooks;
 
-/// Which guest RAM is mapped where.
+/// The table of RAM blocks: which guest RAM is mapped where.
 mod blocks;
 
 /// The log of discards.
@@ -28,7 +28,7 @@ mod server;
 /// Changing guest RAM's mapping while QEMU may be unmapping it.
 mod remap;
 
-/// What the daemon can ask for.
+/// The requests of the daemon.
 mod requests;
 
 /// Packets with a descriptor beside them.
@@ -40,7 +40,7 @@ mod userfaultfd;
 /// System calls past libc's wrappers, `errno`, descriptors.
 mod raw;
 
-/// Nothing here panics on purpose. Were it to happen, the thread must not go on; QEMU must.
+/// Ends the thread that panics, so that QEMU goes on. Nothing here panics on purpose.
 #[cfg(not(test))]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {

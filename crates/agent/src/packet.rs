@@ -10,17 +10,17 @@ const DESCRIPTOR_BYTES: u32 = size_of::<c_int>() as u32;
 #[repr(C, align(8))]
 struct Control([u8; 64]);
 
-/// What came.
+/// A packet that was received.
 pub struct Received {
-    /// Its bytes; 0 where the peer has closed.
+    /// The number of its bytes; 0 where the peer has closed.
     pub length: usize,
     /// The descriptor beside it.
     pub descriptor: Option<Fd>,
-    /// Some of it did not fit: it is not a message of ours.
+    /// Whether a part of it did not fit. Then it is no message of this protocol.
     pub cut: bool,
 }
 
-/// Takes one packet, without waiting. The error is an `errno`.
+/// Receives one packet, without waiting. The error is an `errno`.
 pub fn receive(socket: &Fd, buffer: &mut [u8]) -> Result<Received, c_int> {
     let mut control = Control([0; 64]);
     let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
@@ -60,7 +60,7 @@ fn descriptor_in(message: &libc::msghdr) -> Option<Fd> {
     Fd::from_call(number.into()).ok()
 }
 
-/// Gives one packet, without waiting: a peer that does not read loses its connection. The error is an `errno`.
+/// Sends one packet, without waiting: a peer that does not read loses its connection. The error is an `errno`.
 pub fn send(socket: &Fd, header: &[u8], body: &[u8], descriptor: Option<c_int>) -> Result<(), c_int> {
     let mut control = Control([0; 64]);
     let mut parts =

@@ -1,10 +1,11 @@
 //! System calls past libc's wrappers, `errno`, descriptors.
 //!
-//! The hooks stand in for libc's functions, so they cannot call them; and a direct call works before any other library is ready.
+//! The hooks replace libc's functions, so they cannot call these. Also, a direct call works before any other library is
+//! ready.
 
 use libc::{c_int, c_long, c_void, off_t};
 
-/// `mmap`, as the kernel knows it. Sets `errno`.
+/// `mmap`, called directly. Sets `errno`.
 ///
 /// # Safety
 /// As `mmap(2)`.
@@ -20,7 +21,7 @@ pub unsafe fn mmap(
     unsafe { libc::syscall(libc::SYS_mmap, address, length, protection, flags, fd, offset) as *mut c_void }
 }
 
-/// `munmap`, as the kernel knows it. Sets `errno`.
+/// `munmap`, called directly. Sets `errno`.
 ///
 /// # Safety
 /// As `munmap(2)`.
@@ -29,7 +30,7 @@ pub unsafe fn munmap(address: *mut c_void, length: usize) -> c_int {
     unsafe { libc::syscall(libc::SYS_munmap, address, length) as c_int }
 }
 
-/// `madvise`, as the kernel knows it. Sets `errno`.
+/// `madvise`, called directly. Sets `errno`.
 ///
 /// # Safety
 /// As `madvise(2)`.
@@ -38,7 +39,7 @@ pub unsafe fn madvise(address: *mut c_void, length: usize, advice: c_int) -> c_i
     unsafe { libc::syscall(libc::SYS_madvise, address, length, advice) as c_int }
 }
 
-/// `fallocate`, as the kernel knows it. Sets `errno`.
+/// `fallocate`, called directly. Sets `errno`.
 pub fn fallocate(fd: c_int, mode: c_int, offset: off_t, length: off_t) -> c_int {
     // SAFETY: touches no memory of ours.
     unsafe { libc::syscall(libc::SYS_fallocate, fd, mode, offset, length) as c_int }
@@ -50,11 +51,11 @@ pub fn errno() -> c_int {
     unsafe { *libc::__errno_location() }
 }
 
-/// Puts `errno` back when dropped: what a hook does after the real call must not show.
+/// Restores `errno` when dropped: the caller must not notice what a hook does after the real call.
 pub struct KeepErrno(c_int);
 
 impl KeepErrno {
-    /// Notes `errno` as it is.
+    /// Keeps the present `errno`.
     pub fn new() -> Self {
         Self(errno())
     }
@@ -71,12 +72,12 @@ impl Drop for KeepErrno {
 pub struct Fd(c_int);
 
 impl Fd {
-    /// Takes over what a system call returned; negative is an error, whose `errno` comes back.
+    /// Takes over the descriptor that a system call returned. A negative result is an error, whose `errno` is returned.
     pub fn from_call(result: c_long) -> Result<Self, c_int> {
         if result < 0 { Err(errno()) } else { Ok(Self(result as c_int)) }
     }
 
-    /// The number.
+    /// The descriptor's number.
     pub fn number(&self) -> c_int {
         self.0
     }
@@ -89,25 +90,25 @@ impl Drop for Fd {
     }
 }
 
-/// The process.
+/// The process's number.
 pub fn process_id() -> c_int {
     // SAFETY: always succeeds.
     unsafe { libc::getpid() }
 }
 
-/// The calling thread, as the kernel numbers it.
+/// The kernel's number of the calling thread.
 pub fn thread_id() -> c_int {
     // SAFETY: always succeeds.
     unsafe { libc::syscall(libc::SYS_gettid) as c_int }
 }
 
-/// Lets others run.
+/// Lets other threads run.
 pub fn yield_now() {
     // SAFETY: always succeeds.
     unsafe { libc::sched_yield() };
 }
 
-/// Sleeps.
+/// Sleeps for this time.
 pub fn sleep_ms(milliseconds: u32) {
     let time = libc::timespec {
         tv_sec: libc::time_t::from(milliseconds / 1000),
@@ -117,7 +118,7 @@ pub fn sleep_ms(milliseconds: u32) {
     unsafe { libc::nanosleep(&time, core::ptr::null_mut()) };
 }
 
-/// Ends the calling thread and nothing else.
+/// Ends only the calling thread.
 #[cfg(not(test))]
 pub fn end_thread() -> ! {
     loop {
@@ -126,7 +127,7 @@ pub fn end_thread() -> ! {
     }
 }
 
-/// One line on standard error: what failed, and the `errno`.
+/// Writes one line to standard error: what failed, and the `errno`.
 pub fn complain(what: &str, errno: c_int) {
     let mut digits = [b'0'; 10];
     let mut rest = errno.unsigned_abs();

@@ -1,8 +1,8 @@
 //! Changing guest RAM's mapping on the daemon's request, while QEMU may be unmapping it.
 //!
-//! The server says that it is at work, then looks the block up; QEMU's thread takes the block out, then looks whether the server is
-//! at work. With a full fence between the two steps on both sides at least one sees the other: either the server finds no block, or
-//! QEMU's thread waits for that one system call, as the kernel's own lock would make it wait.
+//! The server says that it is at work, then looks the block up; QEMU's thread removes the block, then looks whether the
+//! server is at work. With a full fence between the two steps on both sides at least one sees the other: either the
+//! server finds no block, or QEMU's thread waits for that one system call, as the kernel's own lock would make it wait.
 
 use core::sync::atomic::{AtomicBool, Ordering, fence};
 
@@ -14,8 +14,8 @@ use crate::raw;
 /// Whether the server changes a mapping now.
 static AT_WORK: AtomicBool = AtomicBool::new(false);
 
-/// Does `work` while the addresses, which must lie within one block and on its page borders, stay mapped. `None` if they do not.
-/// The server's thread only.
+/// Does `work` while the addresses stay mapped. They must lie within one block and at the borders of its pages; `None`
+/// if they do not. Only the server's thread may call this.
 pub fn within_block<R>(address: u64, length: u64, work: impl FnOnce(&Block) -> R) -> Option<R> {
     AT_WORK.store(true, Ordering::SeqCst);
     fence(Ordering::SeqCst);
@@ -24,7 +24,7 @@ pub fn within_block<R>(address: u64, length: u64, work: impl FnOnce(&Block) -> R
     result
 }
 
-/// Takes RAM out of the table just before QEMU unmaps it, and lets the server finish what it does there.
+/// Removes RAM from the table just before QEMU unmaps it, and lets the server finish its work there.
 pub fn before_unmap(address: u64, length: u64) {
     if !BLOCKS.remove(address, length) {
         return;

@@ -1,4 +1,4 @@
-//! What the daemon can ask for.
+//! The requests of the daemon.
 
 use libc::{c_int, c_void, off_t};
 use sterna_agent_protocol::message::{
@@ -12,10 +12,11 @@ use crate::blocks::BLOCKS;
 use crate::raw::{self, Fd, errno};
 use crate::{discards, remap, userfaultfd};
 
-/// What is kept between requests.
+/// The state that is kept between requests.
 #[derive(Default)]
 pub struct Requests {
-    /// While it is open, faulting threads wait for a daemon that died instead of reading zeros.
+    /// The kept userfaultfd. While it is open, faulting threads wait for the next daemon after one has died, and do not
+    /// read zeros.
     userfaultfd: Option<Fd>,
 }
 
@@ -25,7 +26,7 @@ struct Answer {
     descriptor: Option<c_int>,
 }
 
-/// Why there is no [`Answer`].
+/// The reason why there is no [`Answer`].
 struct Refusal {
     status: Status,
     errno: c_int,
@@ -49,8 +50,8 @@ type Outcome = Result<Answer, Refusal>;
 const EMPTY: Answer = Answer { length: 0, descriptor: None };
 
 impl Requests {
-    /// Carries out the request in `packet`. The reply's body is put into `body`, its length is in the header. `None` where the packet
-    /// is not a request at all: whoever sent it is no daemon.
+    /// Carries out the request in `packet`. The reply's body is put into `body`, and its length is in the header.
+    /// `None` where the packet is no request at all, so its sender is no daemon.
     pub fn carry_out(
         &mut self,
         packet: &[u8],
@@ -163,7 +164,8 @@ fn advise(rest: &[u8]) -> Outcome {
     };
     for (item, range) in items::<Range>(rest, request.count.get())?.iter().enumerate() {
         change(item, range.address.get(), range.length.get(), |address, length| {
-            // SAFETY: the addresses are guest RAM for as long as the call takes; what becomes of its pages is the daemon's business.
+            // SAFETY: the addresses are guest RAM for as long as the call takes; the daemon answers for what becomes of
+            // its pages.
             unsafe { raw::madvise(address, length, advice) == 0 }
         })?;
     }
@@ -185,12 +187,14 @@ fn map(rest: &[u8], file: Option<Fd>) -> Outcome {
         let offset = off_t::try_from(run.offset.get()).map_err(|_| Status::Malformed)?;
         change(item, run.address.get(), run.length.get(), |address, length| {
             let flags = sharing | libc::MAP_FIXED;
-            // SAFETY: the addresses are guest RAM for as long as the call takes; what stands there is the daemon's business.
+            // SAFETY: the addresses are guest RAM for as long as the call takes; the daemon answers for what is mapped
+            // there.
             let mapped = unsafe { raw::mmap(address, length, protection, flags, file.number(), offset) };
             if mapped == libc::MAP_FAILED {
                 return false;
             }
-            // QEMU asks for this for all guest RAM, and the new mapping does not have it. Best effort, as there.
+            // QEMU asks for this for all guest RAM, and the new mapping does not have it. A failure is ignored, as in
+            // QEMU.
             // SAFETY: as above.
             unsafe { raw::madvise(address, length, libc::MADV_DONTFORK) };
             true
@@ -208,7 +212,7 @@ fn items<T: FromBytes + Immutable + KnownLayout + Unaligned>(rest: &[u8], count:
     Ok(items)
 }
 
-/// Does one item of a batch by `call`, which says whether the system agreed.
+/// Does one item of a batch by `call`, which says whether the system call succeeded.
 fn change(
     item: usize,
     address: u64,

@@ -1,7 +1,7 @@
 //! The thread that serves the socket.
 //!
-//! It starts when the first guest RAM is mapped, not when the library is loaded: `-daemonize` forks in between, and a thread does not
-//! survive that. It takes no lock that QEMU's threads take, and sleeps until a daemon speaks.
+//! It starts when the first guest RAM is mapped, not when the library is loaded: `-daemonize` forks in between, and a
+//! thread does not survive that. It takes no lock that QEMU's threads take, and sleeps until a daemon speaks.
 
 use core::mem::MaybeUninit;
 use core::ptr;
@@ -20,10 +20,11 @@ use crate::requests::Requests;
 /// Longest path of a socket, without the zero at its end.
 const PATH_BYTES: usize = 107;
 
-/// Connections at a time. One more, and the oldest goes: a daemon that hangs must not keep the next one out.
+/// The most connections at one time. A further one replaces the oldest, so that a daemon that hangs does not keep the
+/// next one out.
 const CONNECTIONS: usize = 4;
 
-/// Two messages, their handling, and what libc keeps on a thread's stack.
+/// The thread's stack: room for two messages, their handling, and what libc keeps there.
 const STACK_BYTES: usize = 512 * 1024;
 
 static SOCKET_PATH: [AtomicU8; PATH_BYTES] = [const { AtomicU8::new(0) }; PATH_BYTES];
@@ -34,7 +35,7 @@ static STARTED_IN: AtomicI32 = AtomicI32::new(0);
 /// The server's thread, for the panic handler.
 static THREAD: AtomicI32 = AtomicI32::new(0);
 
-/// Notes where to listen. Whether the path is short enough.
+/// Keeps the path to listen at, and says whether it is short enough.
 pub fn set_socket_path(path: &[u8]) -> bool {
     if path.len() > PATH_BYTES {
         raw::complain("the socket's path is too long", libc::ENAMETOOLONG);
@@ -51,7 +52,7 @@ pub fn is_this_thread() -> bool {
     THREAD.load(Ordering::Relaxed) == raw::thread_id()
 }
 
-/// Starts the server, once a process.
+/// Starts the server, once in each process.
 pub fn start() {
     let (process, before) = (raw::process_id(), STARTED_IN.load(Ordering::Acquire));
     let first =
@@ -70,7 +71,8 @@ fn spawn() -> Result<(), c_int> {
     let mut signals = MaybeUninit::uninit();
     let mut before = MaybeUninit::uninit();
     let mut thread = 0;
-    // SAFETY: each value is initialised by the call before its use, and outlives the calls. The thread's function is 'static.
+    // SAFETY: each value is initialised by the call before its use, and outlives the calls. The thread's function is
+    // 'static.
     unsafe {
         check(libc::pthread_attr_init(attributes.as_mut_ptr()))?;
         libc::pthread_attr_setstacksize(attributes.as_mut_ptr(), STACK_BYTES);
@@ -84,7 +86,7 @@ fn spawn() -> Result<(), c_int> {
     }
 }
 
-/// Pthread functions return their error.
+/// Turns the result of a pthread function, which returns its error, into a `Result`.
 fn check(result: c_int) -> Result<(), c_int> {
     if result == 0 { Ok(()) } else { Err(result) }
 }
@@ -114,7 +116,7 @@ fn listen() -> Result<Fd, c_int> {
     let socket = Fd::from_call(unsafe { libc::socket(libc::AF_UNIX, kind, 0) }.into())?;
     remove_stale(&address);
     // SAFETY: `address` is a sockaddr_un whose path ends with a zero.
-    // The mode of the socket before `bind` is the file's mode from its first moment; the umask, QEMU's, stays alone.
+    // The mode of the socket before `bind` is the file's mode from its first moment; QEMU's umask stays unchanged.
     let listening = unsafe {
         libc::fchmod(socket.number(), 0o600) == 0
             && libc::bind(socket.number(), (&raw const address).cast(), size_of::<sockaddr_un>() as socklen_t) == 0
@@ -123,7 +125,7 @@ fn listen() -> Result<Fd, c_int> {
     if listening { Ok(socket) } else { Err(errno()) }
 }
 
-/// Removes the socket that an earlier process left, and nothing else.
+/// Removes the socket that an earlier process left, and no other file.
 fn remove_stale(address: &sockaddr_un) {
     // SAFETY: all-zero is a valid stat; the path ends with a zero.
     unsafe {
@@ -134,7 +136,7 @@ fn remove_stale(address: &sockaddr_un) {
     }
 }
 
-/// A daemon's connection, and when it came in the order of connections.
+/// A daemon's connection, and its place in the order of connections.
 struct Connection {
     socket: Fd,
     order: u64,
@@ -174,14 +176,15 @@ fn serve(listener: &Fd) {
     }
 }
 
-/// Takes a connection of root's or of this process's own user.
+/// Accepts a connection of root or of this process's own user.
 fn accept(listener: &Fd) -> Option<Fd> {
     // SAFETY: asks for no address.
     let accepted = unsafe {
         libc::accept4(listener.number(), ptr::null_mut(), ptr::null_mut(), libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK)
     };
     let Ok(socket) = Fd::from_call(accepted.into()) else {
-        // Out of descriptors, say: the connection stays in the queue, and trying again at once would burn the CPU.
+        // For example, no descriptor is left: the connection stays in the queue, and trying again at once would waste
+        // processor time.
         raw::sleep_ms(100);
         return None;
     };
@@ -197,7 +200,7 @@ fn accept(listener: &Fd) -> Option<Fd> {
     (known == 0 && (peer.uid == 0 || peer.uid == own)).then_some(socket)
 }
 
-/// Takes one request and answers it. Whether the connection is worth keeping.
+/// Takes one request and answers it. Returns whether to keep the connection.
 fn answer(requests: &mut Requests, socket: &Fd) -> bool {
     let mut packet = [0u8; MAX_MESSAGE_BYTES];
     let received = match packet::receive(socket, &mut packet) {

@@ -22,16 +22,16 @@ struct ApiArguments {
 
 /// A userfaultfd of this process.
 pub struct Opened {
-    /// Itself.
+    /// The userfaultfd's descriptor.
     pub descriptor: Fd,
-    /// The features the kernel has.
+    /// The features that the kernel has.
     pub features: u64,
-    /// The `ioctl`s the kernel offers.
+    /// The `ioctl`s that the kernel offers.
     pub ioctls: u64,
 }
 
-/// Makes one with these features. `device` is `/dev/userfaultfd`, opened by somebody who may; without it the system call is tried,
-/// which asks for privilege. The error is an `errno`.
+/// Makes a userfaultfd with these features. `device` is `/dev/userfaultfd`, opened by a process that may do so. Without
+/// it the system call is tried, which needs privilege. The error is an `errno`.
 pub fn open(device: Option<&Fd>, features: u64) -> Result<Opened, c_int> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
     let result = match device {

@@ -85,7 +85,7 @@ impl Verdict {
             complaints.push(format!("{} pages differ between source and destination", report.verify.mismatches));
         }
         match bad_pages {
-            None => complaints.push("the guest's checker was not heard of after the migration".into()),
+            None => complaints.push("the guest's checker sent nothing after the migration".into()),
             Some(0) => {}
             Some(bad) => complaints.push(format!("the guest's checker found {bad} wrong pages")),
         }

@@ -9,9 +9,9 @@ pub enum Error {
     /// The operating system refused something.
     #[error("{what}")]
     Io {
-        /// What was tried.
+        /// What was being done.
         what: String,
-        /// Why it failed.
+        /// The reason.
         source: std::io::Error,
     },
     /// A program ended with a failure.
@@ -21,15 +21,15 @@ pub enum Error {
         command: String,
         /// Its exit status.
         status: String,
-        /// What it said.
+        /// What it wrote to standard error.
         stderr: String,
     },
     /// A file or program that the work needs is absent.
     #[error("{what} is not at {}: run `./x build`, or set {variable}", .path.display())]
     Missing {
-        /// What it is.
+        /// What the file is.
         what: &'static str,
-        /// Where it was looked for.
+        /// The path at which it was looked for.
         path: PathBuf,
         /// The environment variable that names another place.
         variable: &'static str,
@@ -39,7 +39,7 @@ pub enum Error {
     Timeout {
         /// What was waited for.
         what: String,
-        /// How long.
+        /// The time for which it was waited for.
         limit: Duration,
         /// What was seen instead; begins with punctuation, or empty.
         detail: String,
@@ -49,26 +49,26 @@ pub enum Error {
     Qmp {
         /// The QMP command.
         command: String,
-        /// QEMU's words.
+        /// QEMU's error message.
         reason: String,
     },
     /// A migration did not complete.
-    #[error("migration of {vm} {status}: {reason}")]
+    #[error("the migration of {vm} {status}: {reason}")]
     Migration {
         /// The machine.
         vm: String,
         /// `failed` or `cancelled`.
         status: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// A request that makes no sense.
+    /// A request that is invalid.
     #[error("{0}")]
     Usage(String),
-    /// A program's output that was not of the agreed form.
+    /// A program's output has not the agreed form.
     #[error("{what}: {reason}")]
     Form {
-        /// Whose output.
+        /// The program whose output it is.
         what: String,
         /// What is wrong with it.
         reason: String,

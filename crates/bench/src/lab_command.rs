@@ -10,18 +10,18 @@ use sterna_api::units::{parse_rate, parse_size, show_rate, show_size};
 use sterna_bench::error::{Context, Error, Result};
 use sterna_bench::lab::{self, Lab, LabConfig, state};
 
-/// What to do with a lab.
+/// The subcommands for labs.
 #[derive(Subcommand)]
 pub enum LabCommand {
-    /// Bring a lab up; it stays until `down`
+    /// Bring a lab up; it stays up until `down`
     Up {
-        /// Its name: small letters and digits
+        /// The lab's name: small letters and digits
         #[arg(long, default_value = "lab")]
         name: String,
         /// Hosts with a daemon, separated by commas
         #[arg(long, default_value = "a,b", value_delimiter = ',')]
         hosts: Vec<String>,
-        /// Rate of each host's link both ways, such as 1Gbit; `unlimited` for no limit
+        /// Rate of each host's link in both directions, such as 1Gbit; `unlimited` for no limit
         #[arg(long, default_value = "1Gbit")]
         rate: String,
         /// Memory limit of each host, such as 4G; none by default
@@ -31,18 +31,18 @@ pub enum LabCommand {
         #[arg(long)]
         no_daemons: bool,
     },
-    /// Take a lab down with everything in it; fine where it is down already
+    /// Take a lab down with everything in it; succeeds where the lab is down already
     Down {
-        /// Its name
+        /// The lab's name
         #[arg(long, default_value = "lab", conflicts_with = "all")]
         name: String,
-        /// Every lab that no living process owns
+        /// Take down every lab that no living process owns
         #[arg(long)]
         all: bool,
     },
     /// Run a command on a host of the lab
     Exec {
-        /// The lab
+        /// The lab's name
         #[arg(long, default_value = "lab")]
         name: String,
         /// The host: a, b, …, client, meter
@@ -55,7 +55,7 @@ pub enum LabCommand {
     Status,
 }
 
-/// Does it.
+/// Carries out the command.
 ///
 /// # Errors
 /// What went wrong, for people.
@@ -84,7 +84,7 @@ pub fn run(command: LabCommand) -> Result<ExitCode> {
                 match Lab::open(&name) {
                     Ok(lab) => show(&lab),
                     Err(_) => println!(
-                        "lab {name}: not complete; `sterna-bench lab down --name {name}` removes what is there"
+                        "lab {name} is incomplete; `sterna-bench lab down --name {name}` removes what is there"
                     ),
                 }
             }

@@ -22,36 +22,38 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Hosts on this machine: namespaces joined by a switch, with link rate, memory limit and a daemon each
+    /// Manage labs of hosts on this machine: namespaces joined by a switch, each with a link rate, a memory limit and a
+    /// daemon
     #[command(subcommand)]
     Lab(lab_command::LabCommand),
-    /// The experiments
+    /// List the experiments
     List,
     /// Say what runs guests' processors here: `tcg` or `kvm`, and on standard error why
     Accelerator,
     /// Run an experiment: result.json, runs.json, table.md and plots in DIR/ID
     Run {
-        /// Which; `list` shows them
+        /// The experiment's name; `list` shows all names
         id: String,
-        /// Fewer and smaller set-ups: at most 10 minutes on two cores
+        /// Try fewer and smaller set-ups: at most 10 minutes on two cores
         #[arg(long)]
         quick: bool,
-        /// How often each set-up is tried
+        /// Number of tries of each set-up
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
         repeat: Option<u32>,
-        /// Only rows whose mover, QEMU and workload contain this, or what another `--only` asks for; the others stay in the results as not tried
+        /// Try only rows whose mover, QEMU and workload contain WORDS; may be given several times. The results list the
+        /// other rows as not tried
         #[arg(long, value_name = "WORDS")]
         only: Vec<String>,
-        /// Where the results go
+        /// Directory for the results
         #[arg(long)]
         out: PathBuf,
     },
     /// Move a busy guest between two hosts and show what happened
     Demo {
-        /// Also write the report, as JSON
+        /// Also write the report to this file, as JSON
         #[arg(long)]
         json: Option<PathBuf>,
-        /// Where the plots go
+        /// Directory for the plots
         #[arg(long, default_value = "build/demo")]
         out: PathBuf,
     },

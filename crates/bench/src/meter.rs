@@ -1,7 +1,7 @@
 //! The meter: what guests' heartbeats look like from outside.
 //!
-//! Guests send a numbered datagram every millisecond. The kernel stamps each on arrival, so that a meter which is itself
-//! kept waiting for a processor still measures the guest and not itself.
+//! Guests send a numbered datagram every millisecond. The kernel stamps each on arrival, so that a meter which is
+//! itself kept waiting for a processor still measures the guest and not itself.
 
 use std::io::IoSliceMut;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};

@@ -45,8 +45,8 @@ pub fn file_of(pid: u32, memory_bytes: u64) -> Result<PathBuf> {
         .ok_or_else(|| Error::Usage(format!("process {pid} maps no file of {memory_bytes} bytes")))
 }
 
-/// Pages of a guest's RAM that are touched within `time`: its working set. QEMU's process is looked at, whose page tables note what was touched; where
-/// they map huge pages, each counts whole.
+/// Pages of a guest's RAM that are touched within `time`: its working set. QEMU's process is looked at, whose page
+/// tables note what was touched; where they map huge pages, each counts whole.
 ///
 /// # Errors
 /// Where the kernel does not say.
@@ -60,7 +60,7 @@ pub fn working_set(pid: u32, memory_bytes: u64, time: Duration) -> Result<u64> {
         .ok_or_else(|| Error::Usage(format!("process {pid} maps no {memory_bytes} bytes in one piece")))
 }
 
-/// The pages referenced in the largest mapping of at least so many bytes, of `/proc/PID/smaps`.
+/// The pages referenced in the largest mapping of at least the given size, from `/proc/PID/smaps`.
 fn referenced_pages(smaps: &str, memory_bytes: u64) -> Option<u64> {
     let kib = |line: &str, key: &str| line.strip_prefix(key)?.split_ascii_whitespace().next()?.parse::<u64>().ok();
     let (mut size, mut largest) = (0, None);
@@ -86,9 +86,9 @@ pub fn available_bytes() -> Result<u64> {
     kib.map(|kib| kib << 10).ok_or_else(|| Error::Usage("/proc/meminfo has no MemAvailable".into()))
 }
 
-/// Has this machine touch so much memory, twice over, and gives it back: where the machine is itself a virtual one, memory that was idle for a while has
-/// gone back to *its* host, and the first touch costs ten times the later ones (seen: 3.0 s against 0.4 s per GiB). Whoever is measured
-/// first would pay for all.
+/// Touches this much memory of this machine, twice over, and gives it back: where the machine is itself a virtual one,
+/// memory that was idle for a while has gone back to *its* host, and the first touch costs ten times the later ones
+/// (seen: 3.0 s against 0.4 s per GiB). Whoever is measured first would pay for all.
 ///
 /// # Errors
 /// There is not as much.

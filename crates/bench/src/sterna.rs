@@ -106,7 +106,8 @@ impl SternaVm {
         serde_json::from_str(&text).map_err(form)
     }
 
-    /// Moves it to another host of the lab. A migration that was cancelled, by its timeout perhaps, is reported as such: the guest is where it was.
+    /// Moves it to another host of the lab. A migration that was cancelled, by its timeout perhaps, is reported as
+    /// such: the guest is where it was.
     ///
     /// # Errors
     /// [`Error::Migration`] where the report says that it failed; the machine is then still this one.
@@ -153,8 +154,8 @@ pub fn sterna(host: &Host) -> Result<Command> {
 /// Moves a machine and returns its report, whatever the end was.
 ///
 /// # Errors
-/// Where there is no report: the request itself was refused; or pages that follow the guest, which no timeout ends, had not come when
-/// twice the timeout and a minute were over.
+/// Where there is no report: the request itself was refused; or pages that follow the guest, which no timeout ends, had
+/// not come when twice the timeout and a minute were over.
 pub fn migrate(from: &Host, name: &str, to: &str, options: &MigrateOptions) -> Result<Report> {
     let mut command = sterna(from)?;
     command.args(["migrate", name, "--to", to, "--json", "-"]).args(arguments(options));
@@ -180,7 +181,7 @@ fn parse_report(text: &[u8]) -> Option<Report> {
 /// # Errors
 /// [`Error::Usage`] where an option or a value is unknown, or options contradict each other.
 pub fn options(text: &str) -> Result<MigrateOptions> {
-    let usage = |reason: String| Error::Usage(format!("'{text}' are no options of a migration: {reason}"));
+    let usage = |reason: String| Error::Usage(format!("'{text}' is no valid list of a migration's options: {reason}"));
     let mut words = text.split_ascii_whitespace();
     let mut fields = serde_json::Map::new();
     while let Some(word) = words.next() {

@@ -32,12 +32,13 @@ const AT_REST: Duration = Duration::from_secs(4);
 /// When a migration that does not end is given up, where nothing else is said.
 pub const LIMIT: Duration = Duration::from_secs(90);
 
-/// Faults of a guest on pages that had to come from the source: as Sterna's report counts them, or QEMU's `postcopy-requests`.
+/// Faults of a guest on pages that had to come from the source: as Sterna's report counts them, or QEMU's
+/// `postcopy-requests`.
 pub const NETWORK_FAULTS: &str = "network_faults";
 /// Pages that the guest touched within the time that was asked for, just before it was moved.
 pub const WORKING_SET: &str = "working_set_pages";
-/// How long the guest's threads waited for such pages, milliseconds: added up over them by Sterna; where all processors waited at once by QEMU. With
-/// one processor both are the same.
+/// How long the guest's threads waited for such pages, milliseconds: added up over them by Sterna; where all processors
+/// waited at once by QEMU. With one processor both are the same.
 pub const BLOCKTIME: &str = "blocktime_ms";
 
 /// Who moves the guest.
@@ -96,7 +97,8 @@ pub struct Setup<'a> {
     pub lab: &'a Lab,
     /// The guest.
     pub guest: Guest,
-    /// The line's beginning by which a program of the guest says that its memory is filled, where one is to be waited for.
+    /// The line's beginning by which a program of the guest says that its memory is filled, where one is to be waited
+    /// for.
     pub ready: Option<&'static str>,
     /// Who moves it.
     pub mover: &'a Mover,
@@ -125,7 +127,8 @@ pub struct Trial {
     pub report: Value,
     /// Sterna's report, where it was Sterna.
     pub sterna: Option<Report>,
-    /// Until when the guest was left alone, microseconds since 1970: then its RAM was counted and this machine's touched.
+    /// Until when the guest was left alone, microseconds since 1970: then its RAM was counted and this machine's
+    /// touched.
     pub settled_us: i64,
     /// When the request was made, microseconds since 1970.
     pub begin_us: i64,
@@ -230,7 +233,7 @@ impl Trial {
     /// Has Sterna take what the guest holds free, until its balloon does not grow any more.
     fn settle_balloon(&mut self, running: &Running) -> Result<()> {
         let Running::Sterna(vm) = running else {
-            return Err(Error::Usage("nobody looks after the balloon of a guest that QEMU runs by itself".into()));
+            return Err(Error::Usage("a guest that runs without Sterna has no balloon that Sterna adjusts".into()));
         };
         vm.balloon(&["--auto", "--interval", &format!("{}ms", ADJUST.as_millis())])?;
         let mut last = (0, Instant::now());

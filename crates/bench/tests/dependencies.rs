@@ -1,4 +1,5 @@
-//! Dependencies between the crates point one way: the diagram of `ARCHITECTURE.md` says which, and nothing else is there.
+//! Dependencies between the crates point one way: the diagram of `ARCHITECTURE.md` says which, and nothing else is
+//! there.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! The image has the programs that experiments run in guests, and a guest tells the meter how they do. Needs root, QEMU, the
-//! guest's image and PostgreSQL.
+//! The image has the programs that experiments run in guests, and a guest tells the meter how they do. Needs root,
+//! QEMU, the guest's image and PostgreSQL.
 
 mod support;
 

@@ -1,7 +1,8 @@
 //! Looks at an image of a guest's RAM again and again and prints how long that takes.
 //!
-//! usage: `look RAM-FILE CR3 LEVELS [GUEST-PHYSICAL-START-END@OFFSET …]`, numbers in hexadecimal. RAM is the whole file from address 0
-//! on where nothing else is said. CR3 and the depth of the page tables are what `info registers` of QEMU's monitor says.
+//! usage: `look RAM-FILE CR3 LEVELS [GUEST-PHYSICAL-START-END@OFFSET …]`, numbers in hexadecimal. RAM is the whole file
+//! from address 0 on where nothing else is said. CR3 and the depth of the page tables are what `info registers` of
+//! QEMU's monitor says.
 
 use std::fs::File;
 use std::ops::Range;

@@ -1,8 +1,9 @@
 //! Clean pages of the guest's page cache: copies of what is on its disks, which its kernel could read again.
 //!
-//! Experimental: they are named, and nothing leaves them out. A page counts where its flags say that it is up to date, not dirty, in the lists of pages that
-//! can be given up, and backed by a file that is not memory itself; `mapping` points to what it is a copy of. All is read once, in whatever order:
-//! what a guest that runs changes meanwhile may be seen in part. Pages that are just being written back are taken for clean.
+//! Experimental: they are named, and nothing leaves them out. A page counts where its flags say that it is up to date,
+//! not dirty, in the lists of pages that can be given up, and backed by a file that is not memory itself; `mapping`
+//! points to what it is a copy of. Everything is read once, in any order: changes that a running guest makes meanwhile
+//! may be seen in part. Pages that are just being written back count as clean.
 
 use std::ops::Range;
 
@@ -16,13 +17,13 @@ use crate::runs::Runs;
 const STRETCH: u64 = 1024;
 const PROBE: u64 = 64;
 
-/// What `mapping` says in its lowest bits of pages that no file backs (`PAGE_MAPPING_FLAGS`).
+/// The lowest bits of `mapping`, which are set for pages that no file backs (`PAGE_MAPPING_FLAGS`).
 const NO_FILE: u64 = 3;
 
 /// Walks the memory map of these frames, which are RAM, in order and disjoint.
 ///
 /// # Errors
-/// [`Unfit`] where it cannot be read.
+/// [`Unfit`] where the memory map cannot be read.
 pub(crate) fn walk(
     memory: &mut Virtual<'_>,
     sections: &SectionLayout,
@@ -39,7 +40,7 @@ pub(crate) fn walk(
         while at < frames.end {
             let end = frames.end.min(at + step);
             let copy = &mut copy[..(end - at) as usize * layout.bytes];
-            // The entry of a section is the map's beginning less that of its frames, so the sum may wrap.
+            // The entry of a section is the map's beginning less the offset of its first frame, so the sum may wrap.
             let address = |frame: u64| map.wrapping_add(frame.wrapping_mul(layout.bytes as u64));
             match memory.read(address(at), copy) {
                 Ok(()) => {
@@ -57,7 +58,7 @@ pub(crate) fn walk(
                     (at, step) = (end, STRETCH);
                 }
                 Err(Fault::NotMapped) if step == PROBE => at = end,
-                // Some of it may be mapped.
+                // A part of the stretch may be mapped.
                 Err(Fault::NotMapped) => step = PROBE,
                 Err(Fault::Unreadable(error)) => return Err(Unfit::Unreadable(error)),
             }

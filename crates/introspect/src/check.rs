@@ -3,24 +3,24 @@ use crate::free::{Blocks, pages};
 use crate::layout::MAX_ORDERS;
 use crate::linux::Unfit;
 
-/// How a look agrees with what the kernel counts itself.
+/// The agreement of a look with what the kernel counts itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Agreement {
-    /// Every block of every order is in the free lists, and nothing changed during the look: so it is with a guest that is
-    /// stopped, unless it was stopped in the middle of moving a block.
+    /// Every block of every order is in the free lists, and nothing changed during the look. This holds for a stopped
+    /// guest, unless it was stopped while it moved a block.
     Exact,
-    /// As far as a guest explains that runs.
+    /// The difference is one that a running guest explains.
     Within {
-        /// Free pages found less or more than the kernel counted at either end of the look.
+        /// The number of free pages by which the look differs from what the kernel counted at either end of it.
         difference_pages: u64,
-        /// What was allowed.
+        /// The largest difference that was allowed.
         allowed_pages: u64,
     },
 }
 
-/// What a guest may allocate and free again between two reads of its counters without their showing it: a sixty-fourth of its
-/// pages, which at 10 ms for each GiB is 1.6 GiB a second, and some more for small ones. A structure that is read wrongly shows no free
-/// pages at all, or wild numbers of them.
+/// The pages that a guest may allocate and free again between two reads of its counters without changing them: a
+/// sixty-fourth of its pages, which at 10 ms for each GiB is 1.6 GiB a second, and some more for small guests. A
+/// structure that is read wrongly shows no free pages at all, or absurd numbers of them.
 fn allowed_pages(ram_pages: u64) -> u64 {
     ram_pages / 64 + 256
 }
@@ -28,7 +28,8 @@ fn allowed_pages(ram_pages: u64) -> u64 {
 /// Compares what was found with the kernel's counters before and after.
 ///
 /// # Errors
-/// [`Unfit::CountersDisagree`] where that is not what a running guest explains; [`Unfit::Malformed`] for counters that cannot be.
+/// [`Unfit::CountersDisagree`] where a running guest does not explain the difference; [`Unfit::Malformed`] for invalid
+/// counters.
 pub(crate) fn agreement(
     before: &[ZoneCounters],
     after: &[ZoneCounters],
@@ -55,7 +56,7 @@ pub(crate) fn agreement(
         }
         Agreement::Within { difference_pages, allowed_pages }
     };
-    // The other counter is kept by other code, from whose view the lists were read rightly, too.
+    // Other code of the kernel keeps the other counter, so it confirms that the lists were read rightly.
     let counted = after.iter().map(|zone| zone.nr_free_pages).fold(0_i64, i64::saturating_add);
     let (counted, allowed_pages) = (u64::try_from(counted).unwrap_or(0), allowed_pages(ram_pages));
     if counted.abs_diff(pages(&now)) > allowed_pages {

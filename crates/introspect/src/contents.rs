@@ -1,13 +1,13 @@
-//! A kernel may rely on what its free pages hold. It is asked for by a word of its command line, which one kernel keeps here and
-//! another there; but it shows in the pages themselves, from the first to the last, because it can be switched on at boot only and
-//! then holds for every page that becomes free:
+//! A kernel may rely on what its free pages hold. A word of its command line asks for that, and kernels keep the
+//! command line in different places. But it shows in the pages themselves, in every one, because it can be switched on
+//! at boot only and then holds for every page that becomes free:
 //!
-//! - `page_poison=1` fills each page with a byte when it is freed and checks it when it is allocated (`mm/page_poison.c`). Zeros in
-//!   place of that would be reported as corrupted memory. Without the kernel's support (`CONFIG_PAGE_POISONING`) the word has no effect,
-//!   and is not heeded here either.
-//! - `debug_pagealloc=on` takes free pages out of the kernel's page tables (`CONFIG_DEBUG_PAGEALLOC`). Their contents do not
-//!   matter then; but such a kernel looks for misuse of free memory, and is left alone.
-//! - `init_on_free=1` fills them with zeros and relies on it: zeros are just what a page reads as that was not sent.
+//! - `page_poison=1` fills each page with a byte when it is freed and checks it when it is allocated
+//!   (`mm/page_poison.c`). Zeros in place of that would be reported as corrupted memory. Without the kernel's support
+//!   (`CONFIG_PAGE_POISONING`) the word has no effect, and is ignored here, too.
+//! - `debug_pagealloc=on` takes free pages out of the kernel's page tables (`CONFIG_DEBUG_PAGEALLOC`). Their contents
+//!   do not matter then; but such a kernel looks for misuse of free memory, and is left alone.
+//! - `init_on_free=1` fills them with zeros and relies on it: a page that was not sent reads as zeros.
 
 use std::ops::Range;
 
@@ -24,11 +24,11 @@ const SAMPLES: u64 = 32;
 
 /// Looks at some of the free pages. `direct` is where the kernel maps physical memory.
 ///
-/// A few may be allocated, and written, between the walk and this; so what half of them show counts. A guest most of whose free
-/// pages happen to be filled with the poison's byte is taken for one that poisons: that costs time, and no page.
+/// A few may be allocated, and written, between the walk and this check, so half of them decide. A guest most of whose
+/// free pages happen to be filled with the poison's byte counts as one that poisons: that costs time, and no page.
 ///
 /// # Errors
-/// [`Unfit::Poisons`], [`Unfit::Hides`].
+/// [`Unfit::Poisons`] or [`Unfit::Hides`] where the kernel relies on its free pages.
 pub(crate) fn check(
     ram: &dyn Physical,
     memory: &mut Virtual<'_>,
@@ -54,7 +54,7 @@ pub(crate) fn check(
     }
 }
 
-/// Frames out of the runs, each as far from the next as from the one before.
+/// Frames out of the runs, at even distances.
 fn samples(free: &[Range<u64>]) -> Vec<u64> {
     let total = count(free);
     let wanted = SAMPLES.min(total);

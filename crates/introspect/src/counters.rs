@@ -5,7 +5,7 @@ use crate::paging::{Fault, Virtual};
 /// More zones than a node can have (`MAX_NR_ZONES`).
 const MAX_ZONES: u32 = 8;
 
-/// What the guest's kernel counts in one of its zones.
+/// The counters of one of the guest's zones.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ZoneCounters {
     /// The node's number.
@@ -16,8 +16,8 @@ pub struct ZoneCounters {
     pub spanned_pages: u64,
     /// Free blocks, by their order.
     pub free_blocks: Vec<u64>,
-    /// The zone's counter `NR_FREE_PAGES`. Each processor holds back up to 125 pages of changes to it, and pages that are
-    /// isolated, to be taken out, do not count in it.
+    /// The zone's counter `NR_FREE_PAGES`. Each processor holds back up to 125 pages of changes to it, and pages that
+    /// are isolated, to be taken out, do not count in it.
     pub nr_free_pages: i64,
 }
 
@@ -32,7 +32,7 @@ impl ZoneCounters {
 /// Reads the counters of all zones that have any page.
 ///
 /// # Errors
-/// [`Unfit`] where they cannot be read, or are none.
+/// [`Unfit`] where the counters cannot be read, or there are none.
 pub(crate) fn read(memory: &mut Virtual<'_>, layout: &Layout) -> Result<Vec<ZoneCounters>, Unfit> {
     let mut counters = Vec::new();
     let unreadable = |fault| Unfit::from_fault(fault, "the kernel's zones");

@@ -1,27 +1,28 @@
 //! # Reading while the guest writes
 //!
-//! A free block is known by its first page: `_mapcount` holds a value that no other page has, and `private` the block's order.
-//! The kernel changes both under the zone's lock, which we do not take. It writes the order before it marks the page, and removes
-//! the mark before it takes the order away, so while a page is marked its order is right; and a page stays marked until the block
-//! is allocated, or becomes part of a bigger one, which is free as well.
+//! A free block is known by its first page: `_mapcount` holds a value that no other page has, and `private` the block's
+//! order. The kernel changes both under the zone's lock, which we do not take. It writes the order before it marks the
+//! page, and removes the mark before it takes the order away, so while a page is marked its order is right; and a page
+//! stays marked until the block is allocated, or becomes part of a bigger one, which is free as well.
 //!
-//! We cannot read both words at one instant. Read one after the other, the mark may belong to one time that the page was free and the
-//! order to another, or to an owner in between, who keeps numbers of its own in `private`: a single page would be taken for a
-//! block of a thousand. So every stretch of the memory map is copied twice, and a block counts only where both copies show
-//! the mark, no user, and the same order. Let m1, o1 be what the first copy shows, m2, o2 what the second does; all are read after the
-//! look began, and both of the first before both of the second.
+//! We cannot read both words at one instant. If they are read one after the other, the mark may belong to one time that
+//! the page was free, and the order to another time, or to an owner in between, who keeps numbers of its own in
+//! `private`: a single page would count as a block of a thousand. So every stretch of the memory map is copied twice,
+//! and a block counts only where both copies show the mark, no user, and the same order. Let m1, o1 be mark and order
+//! in the first copy, and m2, o2 those in the second. All are read after the look began, and both of the first before
+//! both of the second.
 //!
-//! - The page was marked at m1 and at m2. Where it was so without a break in between, the order read in between, o1 or o2,
-//!   is the block's, and the block was free at that instant.
-//! - Where it was allocated in between, and freed again: where o1 or o2 was read while the page was marked, or just before it
-//!   was marked the second time, it is the order of one of the two blocks, and that block was free at m1 or m2.
-//! - There remains a page whose owner before m1 and whose owner between m1 and m2 both kept the same small number in `private`, and that
-//!   was free for a moment twice within one stretch (some 10 µs). Such a number must also be an order that fits the page's
-//!   place. Nobody has seen it; and whoever skips pages by a look must look again with the guest stopped before it lets the guest
-//!   run elsewhere, when nothing changes and what is shown is exact.
+//! - The page was marked at m1 and at m2. If it was marked without a break in between, the order that was read in
+//!   between, o1 or o2, is the block's, and the block was free at that instant.
+//! - If it was allocated in between, and freed again: where o1 or o2 was read while the page was marked, or just before
+//!   it was marked the second time, it is the order of one of the two blocks, and that block was free at m1 or m2.
+//! - There remains a page whose owner before m1 and whose owner between m1 and m2 both kept the same small number in
+//!   `private`, and that was free for a moment twice within one stretch (some 10 µs). Such a number must also be an
+//!   order that fits the page's place. This case was never seen. Also, whoever skips pages by a look must look again
+//!   with the guest stopped before the guest runs elsewhere: then nothing changes, and the look is exact.
 //!
-//! What a look names is thus free at an instant after it began. It may be used by the time the look ends: whoever relies on it must
-//! have armed write tracking before, and sends what is written afterwards.
+//! So each page that a look names was free at an instant after the look began. It may be in use by the time the look
+//! ends: whoever relies on the look must have armed write tracking before, and sends what is written afterwards.
 
 use std::ops::Range;
 
@@ -35,13 +36,14 @@ use crate::{PAGE_BYTES, Physical};
 /// Frames whose structures are copied at once: 64 KiB of 64 bytes each.
 const STRETCH: u64 = 1024;
 
-/// The same where the block before went on up to here: what follows is likely to be free, too, and only its first page matters.
+/// Frames that are copied where a block ends just before: what follows is likely to be free, too, and only its first
+/// page matters.
 const PROBE: u64 = 64;
 
 /// Free blocks by their order.
 pub(crate) type Blocks = [u64; MAX_ORDERS];
 
-/// What a walk over the memory map found.
+/// The result of a walk over the memory map.
 #[derive(Debug)]
 pub(crate) struct Found {
     pub runs: Runs,
@@ -57,14 +59,15 @@ pub(crate) fn pages(blocks: &[u64]) -> u64 {
 /// Walks the memory map of all RAM.
 ///
 /// # Errors
-/// [`Unfit`] where it cannot be read. Parts that are not mapped, as for memory that was taken out, hold no free pages.
+/// [`Unfit`] where the memory map cannot be read. Parts that are not mapped, as for memory that was removed, hold no
+/// free pages.
 pub(crate) fn walk(ram: &dyn Physical, memory: &mut Virtual<'_>, layout: &Layout) -> Result<Found, Unfit> {
     let all = frames(ram);
     walk_frames(memory, layout, &all, limit(&all))
 }
 
-/// Walks the parts of the memory map in which the blocks lie that hold any of these frames, and yields all free blocks there. A block
-/// is aligned to its size, and none is bigger than the highest order's: so each lies in one such part.
+/// Walks those parts of the memory map whose blocks hold any of these frames, and yields all free blocks there. A block
+/// is aligned to its size, and none is bigger than the highest order's, so each lies in one such part.
 ///
 /// # Errors
 /// As [`walk`].
@@ -89,7 +92,7 @@ pub(crate) fn walk_around(
     walk_frames(memory, layout, &sorted(parts), limit(&all))
 }
 
-/// Fewer runs than a sixteenth of the frames there are: a byte for each of them at most.
+/// The most runs of a look: a sixteenth of the number of frames, so that runs take at most a byte for each frame.
 fn limit(all: &[Range<u64>]) -> usize {
     usize::try_from(crate::runs::count(all) / 16).unwrap_or(usize::MAX)
 }
@@ -110,7 +113,7 @@ fn walk_frames(memory: &mut Virtual<'_>, layout: &Layout, frames: &[Range<u64>],
     Ok(walk.found)
 }
 
-/// RAM by page frames; ranges that touch are one, because a block may lie across.
+/// RAM as page frames. Ranges that touch are joined, because a block may lie across them.
 pub(crate) fn frames(ram: &dyn Physical) -> Vec<Range<u64>> {
     let mut runs = Runs::new(ram.ranges().len());
     for range in ram.ranges() {
@@ -129,8 +132,8 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Walks the frames of one section, whose blocks all end before `limit`. Returns where it stopped, at the section's end or
-    /// behind it.
+    /// Walks the frames of one section, whose blocks all end before `limit`. Returns where it stopped, at the section's
+    /// end or behind it.
     fn section(&mut self, memory: &mut Virtual<'_>, map: u64, frames: Range<u64>, limit: u64) -> Result<u64, Unfit> {
         let mut at = frames.start;
         let mut small = false;
@@ -142,7 +145,7 @@ impl Walk<'_> {
                     at = behind.max(end);
                 }
                 Err(Fault::NotMapped) if small => at = end,
-                // Some of it may be mapped.
+                // A part of the stretch may be mapped.
                 Err(Fault::NotMapped) => small = true,
                 Err(Fault::Unreadable(error)) => return Err(Unfit::Unreadable(error)),
             }
@@ -157,7 +160,7 @@ impl Walk<'_> {
         let count = (frames.end - frames.start) as usize;
         let address = |index: usize| {
             let offset = (frames.start + index as u64).checked_mul(bytes as u64);
-            // The entry of a section is the map's beginning less that of its frames, so the sum may wrap.
+            // The entry of a section is the map's beginning less the offset of its first frame, so the sum may wrap.
             offset.map(|offset| map.wrapping_add(offset)).ok_or(Fault::NotMapped)
         };
         memory.read(address(0)?, &mut self.first[..count * bytes])?;
@@ -184,7 +187,7 @@ impl Walk<'_> {
     }
 }
 
-/// Whether a block of this order can begin there: aligned to its size, and inside RAM.
+/// Whether a block of this order may begin there: it is aligned to its size, and inside RAM.
 fn fits(start: u64, index: usize, order: u8, limit: u64) -> bool {
     let frame = start + index as u64;
     let size = 1_u64 << order;
@@ -192,11 +195,12 @@ fn fits(start: u64, index: usize, order: u8, limit: u64) -> bool {
 }
 
 impl PageLayout {
-    /// The order of the free block whose first page is this one of a copy; `None` where none begins here. Less than [`MAX_ORDERS`].
+    /// The order of the free block that begins with this page of a copy, less than [`MAX_ORDERS`]; `None` where none
+    /// begins here.
     fn head(&self, copy: &[u8], index: usize) -> Option<u8> {
         let page = copy.get(index * self.bytes..)?;
         let word = |offset: usize| Some(u32::from_le_bytes(*page.get(offset..)?.first_chunk()?));
-        // Most pages end here.
+        // Most pages are ruled out here.
         if word(self.mapcount)? != self.buddy || word(self.refcount)? != 0 {
             return None;
         }

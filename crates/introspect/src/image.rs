@@ -4,25 +4,26 @@ use crate::paging::{PageTables, Virtual};
 use crate::vmcoreinfo::{Vmcoreinfo, text_offset};
 use crate::{PAGE_BYTES, Physical};
 
-/// Where every kernel maps its image, wherever in it that lies (`__START_KERNEL_map`, `KERNEL_IMAGE_SIZE`; `Documentation/arch/x86/x86_64/mm.rst`).
+/// The addresses in which every kernel maps its image (`__START_KERNEL_map`, `KERNEL_IMAGE_SIZE`;
+/// `Documentation/arch/x86/x86_64/mm.rst`).
 const IMAGE: Range<u64> = 0xffff_ffff_8000_0000..0xffff_ffff_c000_0000;
 
-/// The lowest address of the kernel's with five levels of tables.
+/// The kernel's lowest address with five levels of tables.
 const HIGH: u64 = 0xff00_0000_0000_0000;
 
-/// More of an image is not read: those of distributions have 30 to 80 MiB.
+/// The most bytes of an image that are read: those of distributions have 30 to 80 MiB.
 const LARGEST: u64 = 256 << 20;
 
-/// More of what may be pointers is not followed: in 6.1 it comes after 15,000 words that look like some.
+/// The most words that are followed as pointers: in 6.1 the right one comes after 15,000 words that look like pointers.
 const POINTERS: u32 = 1 << 16;
 
-/// What is read at once.
+/// The bytes that are read at once.
 const STRIDE: usize = 2 << 20;
 
 /// Calls `each` for every description that the kernel's image points to, by these page tables, until it returns `Some`.
 ///
-/// The description lies in a page of its own anywhere in RAM, and the kernel keeps a pointer to it among its variables (`vmcoreinfo_data`, and
-/// `vmcoreinfo_note` to the other copy). So an image is read, not all RAM, however much of that there is.
+/// The description lies in a page of its own anywhere in RAM, and the kernel keeps a pointer to it among its variables
+/// (`vmcoreinfo_data`, and `vmcoreinfo_note` to the other copy). So only an image is read, however large RAM is.
 pub(crate) fn pointed_to<T>(
     ram: &dyn Physical,
     tables: PageTables,

@@ -3,10 +3,11 @@ use crate::linux::Unfit;
 use crate::paging::PageTables;
 use crate::vmcoreinfo::Vmcoreinfo;
 
-/// Where the kernel maps itself: `__START_KERNEL_map`, the same in every x86-64 kernel.
+/// The address at which the kernel maps itself: `__START_KERNEL_map`, the same in every x86-64 kernel.
 const KERNEL_IMAGE: u64 = 0xffff_ffff_8000_0000;
 
-/// A section of the memory map where the kernel does not say, as up to 5.10: 128 MiB, on every x86-64 so far.
+/// The size of a section of the memory map where the kernel does not say it, as up to 5.10: 128 MiB, on every x86-64 so
+/// far.
 const SECTION_BITS: u64 = 27;
 
 /// More orders than any configuration has (`ARCH_FORCE_MAX_ORDER`).
@@ -15,16 +16,16 @@ pub(crate) const MAX_ORDERS: usize = 20;
 /// More nodes than a kernel can be configured for (`NODES_SHIFT` is 10 at most).
 const MAX_NODES: u64 = 1024;
 
-/// Where a kernel keeps what is read of it. Every field lies inside its structure, every size is bounded: the rest of the crate
-/// relies on that.
+/// The layout of a kernel: where it keeps what is read of it. Every field lies inside its structure, and every size is
+/// bounded: the rest of the crate relies on that.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// The kernel's own page tables.
     pub tables: PageTables,
-    /// Where its text begins, and `init_uts_ns` with its name: virtual addresses inside its image.
+    /// The beginning of its text, and `init_uts_ns` with its name: virtual addresses inside its image.
     pub text: u64,
     pub uts: u64,
-    /// Where in that the name may begin.
+    /// The offsets in `init_uts_ns` at which the name may begin.
     pub name: [u64; 2],
     phys_base: u64,
     pub sections: SectionLayout,
@@ -35,10 +36,10 @@ pub(crate) struct Layout {
 /// `struct mem_section`: roots of one page each, whose entries say where a section's part of the memory map lies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SectionLayout {
-    /// The array of roots, and how many.
+    /// The array of roots, and their number.
     pub roots: u64,
     pub root_count: u64,
-    /// Bytes of an entry, where in it the map is, entries in a root.
+    /// Bytes of an entry, the offset of the map in it, entries in a root.
     pub bytes: u64,
     pub map: u64,
     pub per_root: u64,
@@ -46,7 +47,7 @@ pub(crate) struct SectionLayout {
     pub frames: u64,
 }
 
-/// `struct page`.
+/// `struct page`: the fields that tell a free block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PageLayout {
     pub bytes: usize,
@@ -55,18 +56,18 @@ pub(crate) struct PageLayout {
     pub private: usize,
     /// What `_mapcount` holds in the first page of a free block.
     pub buddy: u32,
-    /// Orders there are: a block's is less.
+    /// The number of orders: a block's order is less.
     pub orders: u8,
 }
 
-/// What `struct page` says of a page of the page cache.
+/// The fields of `struct page` that describe a page of the page cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CacheLayout {
     pub bytes: usize,
     pub flags: usize,
     pub mapping: usize,
     pub compound: usize,
-    /// The flags that tell, and those of them that a clean page has.
+    /// The flags that are looked at, and those of them that a clean page has.
     pub all: u64,
     pub set: u64,
 }
@@ -74,13 +75,13 @@ pub(crate) struct CacheLayout {
 /// `struct pglist_data`, its zones, and their free lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ZoneLayout {
-    /// Where the nodes are.
+    /// The place of the nodes.
     pub nodes: Nodes,
-    /// In a node: its zones, and how many it has.
+    /// In a node: the offsets of its zones, and of their number.
     pub zones: u64,
     pub zone_count: u64,
-    /// In a zone: its size, its free areas, one of them, where in that its number of blocks is, its counter of free pages,
-    /// and how many frames it spans.
+    /// In a zone: its size, the offset of its free areas, the size of one area, the offset of the number of blocks in
+    /// an area, the offsets of the counter of free pages and of the number of frames that the zone spans.
     pub bytes: usize,
     pub areas: usize,
     pub area_bytes: usize,
@@ -89,12 +90,12 @@ pub(crate) struct ZoneLayout {
     pub spanned: usize,
 }
 
-/// Where `struct pglist_data` lie.
+/// The places of `struct pglist_data`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Nodes {
-    /// An array of so many pointers, null where there is no node.
+    /// An array at this address with this number of pointers, null where there is no node.
     Array(u64, u64),
-    /// The only one, in a kernel that knows no others.
+    /// The address of the only node, in a kernel that knows no others.
     One(u64),
 }
 
@@ -102,7 +103,7 @@ impl Layout {
     /// Reads and checks what a kernel says of itself.
     ///
     /// # Errors
-    /// [`Unfit`].
+    /// [`Unfit`] where something is missing or invalid.
     pub fn of(note: &Vmcoreinfo) -> Result<Self, Unfit> {
         if note.value("PAGESIZE").is_none_or(|bytes| bytes.parse() != Ok(PAGE_BYTES)) {
             return Err(malformed("PAGESIZE"));
@@ -110,10 +111,11 @@ impl Layout {
         if note.number("sme_mask").is_ok_and(|mask| mask != 0) {
             return Err(Unfit::Encrypted);
         }
-        // Only x86-64 has this one.
+        // Only x86-64 has this line.
         let phys_base = note.number("phys_base")?.cast_unsigned();
         let root = image(note.symbol("swapper_pg_dir")?, phys_base);
-        // Not told up to 5.10, where a count of 4 bytes comes first. Kernels that have none may not tell either.
+        // Kernels up to 5.10 do not tell it, and have a count of 4 bytes first. Kernels without that count may not tell
+        // it either.
         let name = match note.measure("OFFSET", "uts_namespace.name") {
             Err(Unfit::Missing { .. }) => [4, 0],
             offset => [offset?; 2],
@@ -130,13 +132,15 @@ impl Layout {
         })
     }
 
-    /// Where something of the kernel's image lies, guest-physical. Nonsense for other addresses, but a number all the same.
+    /// The guest-physical address of an address in the kernel's image. For other addresses the result is meaningless,
+    /// but does not panic.
     pub fn in_image(&self, address: u64) -> u64 {
         image(address, self.phys_base)
     }
 }
 
-/// `__pa_symbol`. Wraps on purpose: a kernel that was loaded below where it was linked has a base that is negative.
+/// `__pa_symbol`. It wraps on purpose: a kernel that was loaded below the address for which it was linked has a
+/// negative base.
 fn image(address: u64, phys_base: u64) -> u64 {
     address.wrapping_sub(KERNEL_IMAGE).wrapping_add(phys_base)
 }
@@ -172,7 +176,7 @@ impl PageLayout {
         let buddy = note.number("PAGE_BUDDY_MAPCOUNT_VALUE")?;
         // 32 bits, signed or not.
         let buddy = i32::try_from(buddy).map(i32::cast_unsigned).or_else(|_| u32::try_from(buddy));
-        // A page that nothing is said about holds -1.
+        // A page in no special state holds -1.
         let buddy = buddy.ok().filter(|&value| value != u32::MAX && value != 0);
         Ok(Self {
             bytes,
@@ -187,12 +191,13 @@ impl PageLayout {
 
 impl CacheLayout {
     /// # Errors
-    /// [`Unfit`], where the rest may be told all the same.
+    /// [`Unfit`]; the other layouts may be known all the same.
     pub fn of(note: &Vmcoreinfo) -> Result<Self, Unfit> {
         let bytes = bounded(note, "SIZE", "page", 32..=512)?;
         let field = |name: &str| bounded(note, "OFFSET", name, 0..=bytes - 8);
         let bit = |name: &str, least: usize| bounded(note, "NUMBER", name, least..=63).map(|bit| 1_u64 << bit);
-        // `PG_uptodate`, `PG_dirty` and `PG_lru` follow each other in every kernel so far (`include/linux/page-flags.h`); only the last is told.
+        // `PG_uptodate`, `PG_dirty` and `PG_lru` follow each other in every kernel so far
+        // (`include/linux/page-flags.h`); the kernel tells only the last.
         let (lru, in_memory) = (bit("PG_lru", 2)?, bit("PG_swapbacked", 0)?);
         let (up_to_date, dirty) = (lru >> 2, lru >> 1);
         Ok(Self {
@@ -242,7 +247,7 @@ impl ZoneLayout {
     }
 }
 
-/// A measure that has to lie in these bounds.
+/// Reads a measure that has to lie in these bounds.
 fn bounded(note: &Vmcoreinfo, kind: &str, name: &str, bounds: std::ops::RangeInclusive<usize>) -> Result<usize, Unfit> {
     let value = note.measure(kind, name)? as usize;
     if bounds.contains(&value) { Ok(value) } else { Err(malformed(&format!("{kind}({name})"))) }

@@ -1,42 +1,43 @@
-//! Which pages of a running Linux guest its own kernel holds free, seen from outside.
+//! Free pages of a running Linux guest: those that its own kernel holds free, seen from outside.
 //!
-//! The guest knows nothing of it and runs on. [`Introspection::find`] looks for the kernel in its RAM, once;
-//! [`Introspection::look`] then reads the kernel's memory map and yields [`Look`]: the free pages, checked against what the
-//! kernel itself counts. `docs/design/introspection.md` says what is read, which races there are and why they do no harm.
+//! The guest does not notice and runs on. [`Introspection::find`] looks for the kernel in its RAM, once;
+//! [`Introspection::look`] then reads the kernel's memory map and yields [`Look`]: the free pages, checked against what
+//! the kernel itself counts. `docs/design/introspection.md` says what is read, which races there are and why they do no
+//! harm.
 //!
-//! Everything that is read is the guest's to choose. Nothing here panics, loops without bound or allocates by a number that the
-//! guest names; at worst a guest loses pages that it calls free itself.
+//! The guest chooses everything that is read. Nothing here panics, loops without bound or allocates by a number that
+//! the guest names. At worst a guest loses pages that it calls free itself.
 
 #![forbid(unsafe_code)]
 
 /// The kernel's description of itself (VMCOREINFO): finding it and looking things up in it.
 mod vmcoreinfo;
 
-/// Finding it where the kernel's image points to it.
+/// The kernel's image, which points to that description.
 mod image;
 
-/// Where the kernel's structures have their fields, checked once.
+/// Layouts of the kernel's structures, checked once.
 mod layout;
 
 /// Page tables of four and five levels.
 mod paging;
 
-/// From a page frame to what the kernel notes about it.
+/// The memory map: what the kernel notes about each page frame.
 mod memory_map;
 
-/// Free blocks among what is noted, also while the guest changes it.
+/// Free blocks in the memory map, also while the guest changes it.
 mod free;
 
-/// Clean pages of its page cache.
+/// Clean pages of the guest's page cache.
 mod cache;
 
-/// What the kernel counts itself.
+/// Counters that the kernel keeps itself.
 mod counters;
 
-/// Whether what was found agrees with that.
+/// The check that the pages found agree with those counters.
 mod check;
 
-/// What free pages hold: whether the guest relies on it.
+/// Contents of free pages: whether the guest relies on them.
 mod contents;
 
 /// Page frames as runs.
@@ -78,7 +79,7 @@ pub trait Physical {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{bytes} bytes at guest-physical address {address:#x} cannot be read as RAM")]
 pub struct Unreadable {
-    /// Guest-physical.
+    /// The guest-physical address.
     pub address: u64,
     /// How much was to be read.
     pub bytes: usize,

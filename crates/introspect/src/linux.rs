@@ -10,49 +10,49 @@ use crate::paging::{Fault, PageTables, Virtual};
 use crate::vmcoreinfo::{self, Vmcoreinfo};
 use crate::{PAGE_BYTES, Physical, Unreadable, cache, contents};
 
-/// How often a look is tried whose result does not agree with the guest's counters: it may have caught a guest that is busy.
+/// The tries of a look whose result does not agree with the guest's counters: the guest may have been busy.
 const ATTEMPTS: u32 = 4;
 
 /// Descriptions that are tried, of all that a guest's RAM holds.
 const CANDIDATES: u32 = 64;
 
-/// Where a name has its release: `struct new_utsname` has fields of 65 bytes, this is the third.
+/// The offset of the release in a name: `struct new_utsname` has fields of 65 bytes, and the release is the third.
 const RELEASE: usize = 2 * 65;
 
-/// Why nothing is said about a guest's free pages.
+/// The reason why nothing is known about a guest's free pages.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unfit {
-    /// No description of a kernel is in its RAM: no Linux, none that supports kdump, or one that is still starting.
+    /// The guest's RAM holds no description of a kernel: it is no Linux, does not support kdump, or is still starting.
     #[error("the guest's RAM holds no Linux kernel that describes itself (VMCOREINFO)")]
     NoKernel,
-    /// A kernel was found, but its guest runs something else: it is starting, in its firmware, or was started again.
+    /// A kernel was found, but the guest runs something else: it is starting, in its firmware, or was restarted.
     #[error("the guest's processors do not run the Linux {release} that its RAM holds")]
     NotRunning {
         /// The release that was found.
         release: String,
     },
-    /// Another kernel has taken the place of the one that was found: find it again.
+    /// Another kernel has taken the place of the one that was found: the caller must find it again.
     #[error("the Linux {release} that was found is no longer there")]
     Replaced {
         /// The release that was found.
         release: String,
     },
-    /// The kernel does not say where something is. Other architectures than x86-64 are among those.
+    /// The kernel does not say where something is. Kernels of other architectures than x86-64 are among these.
     #[error("the guest's kernel does not say {what} in its VMCOREINFO")]
     Missing {
         /// The line that is missing.
         what: String,
     },
-    /// Something that cannot be.
+    /// Something in the kernel's structures is invalid.
     #[error("the guest's memory contradicts itself: {what}")]
     Malformed {
-        /// What it is.
+        /// What is invalid.
         what: String,
     },
-    /// The kernel points to where no RAM is.
-    #[error("the guest's kernel points to where no RAM is")]
+    /// The kernel points to an address without RAM.
+    #[error("the guest's kernel points to an address without RAM")]
     Unreadable(#[source] Unreadable),
-    /// Its memory is encrypted.
+    /// The guest's memory is encrypted.
     #[error("the guest's memory is encrypted")]
     Encrypted,
     /// The kernel checks what its free pages hold (`page_poison=1`).
@@ -61,17 +61,17 @@ pub enum Unfit {
     /// The kernel looks for misuse of free pages (`debug_pagealloc=on`).
     #[error("the guest's kernel takes free pages out of its page tables (debug_pagealloc)")]
     Hides,
-    /// What was found is not what the kernel counts.
+    /// The free pages that were found are not as many as the kernel counts.
     #[error(
-        "{found_pages} free pages were found and {counted_pages} are counted by the guest's kernel, which is more apart than \
-         the {allowed_pages} that a running guest explains"
+        "{found_pages} free pages were found and the guest's kernel counts {counted_pages}: a running guest explains a \
+         difference of {allowed_pages} at most"
     )]
     CountersDisagree {
-        /// Found in the memory map.
+        /// Pages found in the memory map.
         found_pages: u64,
-        /// Counted by the kernel.
+        /// Pages counted by the kernel.
         counted_pages: u64,
-        /// How much they may differ.
+        /// The largest difference that is allowed.
         allowed_pages: u64,
     },
 }
@@ -84,7 +84,7 @@ impl Unfit {
         }
     }
 
-    /// Whether another try soon may fare better: the guest is starting, or was too busy.
+    /// Whether another try soon may succeed: the guest is starting, or was too busy.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         matches!(self, Self::NoKernel | Self::NotRunning { .. } | Self::Replaced { .. } | Self::CountersDisagree { .. })
@@ -101,16 +101,16 @@ pub struct Introspection {
 /// A guest's free pages at one look.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Look {
-    /// Guest-physical page frames, in runs: sorted, disjoint, not adjacent, inside RAM. Each was free at an instant after the look
-    /// began; it may be in use again.
+    /// Guest-physical page frames, in runs: sorted, disjoint, not adjacent, inside RAM. Each was free at an instant
+    /// after the look began; it may be in use again.
     pub free: Vec<Range<u64>>,
     /// Pages in `free`.
     pub free_pages: u64,
     /// Free pages that `free` leaves out because they are too scattered.
     pub left_out_pages: u64,
-    /// What the kernel counted itself, just after.
+    /// The kernel's own counters just after the look.
     pub zones: Vec<ZoneCounters>,
-    /// How far both agree.
+    /// How well both agree.
     pub agreement: Agreement,
     /// How long it took.
     pub took: Duration,
@@ -123,7 +123,7 @@ pub struct PageCache {
     pub clean: Vec<Range<u64>>,
     /// Pages in `clean`.
     pub pages: u64,
-    /// Such pages that `clean` leaves out because they are too scattered.
+    /// Clean pages that `clean` leaves out because they are too scattered.
     pub left_out_pages: u64,
     /// How long it took.
     pub took: Duration,
@@ -138,11 +138,12 @@ impl Look {
 }
 
 impl Introspection {
-    /// Looks for the kernel that these processors run: where its image points to its description, or else in all RAM. It is worth keeping.
+    /// Looks for the kernel that these processors run: where its image points to its description, or else in all RAM.
+    /// Callers keep the result.
     ///
-    /// `processors` are the page tables of every processor that uses any, as the VMM says **now**. RAM outlives a restart of
-    /// the guest, and with it the description of a kernel that runs no more, whose free pages are somebody else's now; a
-    /// kernel is believed only where every processor's page tables map it.
+    /// `processors` are the page tables of every processor that uses any, as the VMM says **now**. RAM outlives a
+    /// restart of the guest, and so does the description of a kernel that no longer runs, whose free pages may be in
+    /// use now. So a kernel is believed only where every processor's page tables map it.
     ///
     /// # Errors
     /// [`Unfit`]: of the kernel that came closest.
@@ -153,14 +154,14 @@ impl Introspection {
             left -= 1;
             match Self::try_from_note(ram, note, processors) {
                 Ok(found) => return Some(Some(found)),
-                // A description that makes sense came closer than one that does not.
+                // A valid description came closer than an invalid one.
                 Err(_) if matches!(closest, Unfit::NotRunning { .. }) => {}
                 Err(error) => closest = error,
             }
             // The end of the search.
             (left == 0).then_some(None)
         };
-        // They share the kernel's image; a program's own tables may leave it out.
+        // All tables share the kernel's image; a program's own tables may leave it out.
         let mut tables: Vec<_> = processors.first().into_iter().flat_map(|it| [*it, it.of_kernel()]).collect();
         tables.dedup();
         let pointed_to = tables.into_iter().find_map(|tables| image::pointed_to(ram, tables, &mut each));
@@ -181,11 +182,11 @@ impl Introspection {
         self.note.release()
     }
 
-    /// Reads which pages the kernel holds free, the guest running or not. Pages in the processors' own lists, waiting to be
-    /// reused, count as used.
+    /// Reads which pages the kernel holds free, whether the guest runs or not. Pages in the processors' own lists,
+    /// waiting to be reused, count as used.
     ///
-    /// For a migration: arm write tracking, ask the VMM for `processors`, then look. A page that is free at an instant after the
-    /// arming matters to nobody until it is written, and a write is seen.
+    /// For a migration: arm write tracking, ask the VMM for `processors`, then look. A page that is free at an instant
+    /// after the arming matters to nobody until it is written, and a write is seen.
     ///
     /// # Errors
     /// [`Unfit`]; then nothing is known.
@@ -208,10 +209,10 @@ impl Introspection {
         Ok(Look { free, free_pages, left_out_pages, zones, agreement, took: began.elapsed() })
     }
 
-    /// Whether the kernel that was found is still there, and what `processors` run.
+    /// Checks that the kernel that was found is still there, and is what `processors` run.
     ///
     /// # Errors
-    /// [`Unfit::Replaced`], [`Unfit::NotRunning`].
+    /// [`Unfit::Replaced`] or [`Unfit::NotRunning`] where one of these does not hold.
     pub fn still_runs(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<(), Unfit> {
         if !Vmcoreinfo::at(ram, self.note.address).is_some_and(|note| note.says_the_same(&self.note)) {
             return Err(Unfit::Replaced { release: self.release().to_owned() });
@@ -219,10 +220,11 @@ impl Introspection {
         self.check_running(ram, processors)
     }
 
-    /// How many free pages the kernel counts: what [`look`](Self::look) would find about, for next to nothing.
+    /// The number of free pages that the kernel counts: about what [`look`](Self::look) would find, for next to
+    /// nothing.
     ///
     /// # Errors
-    /// [`Unfit`].
+    /// [`Unfit`]; then nothing is known.
     pub fn counted_pages(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<u64, Unfit> {
         self.still_runs(ram, processors)?;
         let mut memory = Virtual::new(ram, self.layout.tables);
@@ -230,10 +232,11 @@ impl Introspection {
         Ok(zones.iter().map(ZoneCounters::free_pages).fold(0, u64::saturating_add))
     }
 
-    /// Reads which of some page frames are free, where that costs less than a whole [`look`](Self::look): runs as there, of all free pages
-    /// in the blocks of the highest order around them. Nothing tells whether it is right, since the kernel counts only the whole: it
-    /// is for a kernel of which a whole look was believed. Where the guest may have been started again since, ask
-    /// [`still_runs`](Self::still_runs) before what is new here is believed.
+    /// Reads which of some page frames are free, where that costs less than a whole [`look`](Self::look): it yields
+    /// runs, as a look does, of all free pages in the blocks of the highest order around the frames. Nothing tells
+    /// whether the result is right, since the kernel counts only the whole. So use it for a kernel of which a whole
+    /// look was believed. Where the guest may have been restarted since, call [`still_runs`](Self::still_runs) before
+    /// believing pages that are new here.
     ///
     /// # Errors
     /// [`Unfit`]; then nothing is known.
@@ -242,8 +245,8 @@ impl Introspection {
         Ok(free::walk_around(ram, &mut memory, &self.layout, frames)?.runs.into_inner())
     }
 
-    /// Reads which pages are clean copies of what is on the guest's disks: its kernel could read them again. Experimental, and only to tell how many there are:
-    /// nothing is checked against what the kernel counts.
+    /// Reads which pages are clean copies of what is on the guest's disks, which its kernel could read again. This is
+    /// experimental, and good only for counting: nothing is checked against what the kernel counts.
     ///
     /// # Errors
     /// [`Unfit`]; then nothing is known.
@@ -268,19 +271,20 @@ impl Introspection {
         Ok((found, after, agreed))
     }
 
-    /// Where the kernel maps all physical memory: the roots of its sections are known by such an address.
+    /// The address at which the kernel maps all physical memory: it names the roots of its sections by such addresses.
     fn direct_map(&self, memory: &mut Virtual<'_>) -> Result<u64, Unfit> {
         let roots = self.layout.sections.roots;
         let found = memory.translate(roots).map_err(|fault| Unfit::from_fault(fault, "the list of memory sections"))?;
         Ok(roots.wrapping_sub(found.address))
     }
 
-    /// Whether the kernel is the one that runs. Three things have to hold: there is a processor that uses page tables at all; the
-    /// tables of each map the kernel's text to where this one has it; and the name that is there is this one's. An earlier kernel
-    /// without address randomisation may have lain in the same place, but then the later one's name is there now.
+    /// Checks that the kernel is the one that runs. Three things have to hold: some processor uses page tables at all;
+    /// the tables of each such processor map the kernel's text to where this one has it; and the name at that place is
+    /// this kernel's. An earlier kernel without address randomisation may have lain in the same place, but then the
+    /// later one's name is there now.
     ///
-    /// Every processor, not just one: a kernel that was started by another (kexec) runs on the first processor, and the
-    /// others may rest with the page tables of the earlier one for ever.
+    /// Every processor is checked, not just one: a kernel that was started by another (kexec) runs on the first
+    /// processor, and the others may keep the page tables of the earlier kernel for ever.
     fn check_running(&self, ram: &dyn Physical, processors: &[PageTables]) -> Result<(), Unfit> {
         let runs = !processors.is_empty() && processors.iter().all(|tables| self.is_mapped_by(ram, *tables));
         if runs && self.has_its_name(ram) {

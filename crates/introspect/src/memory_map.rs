@@ -5,13 +5,13 @@ use crate::layout::SectionLayout;
 use crate::linux::Unfit;
 use crate::paging::{Fault, Virtual};
 
-/// What a section's entry says in its lowest bits (`include/linux/mmzone.h`): it has a memory map, and its pages are in use by
-/// the kernel. The map of a section that is not online was never written.
+/// The lowest bits of a section's entry (`include/linux/mmzone.h`): the section has a memory map, and the kernel uses
+/// its pages. The map of a section that is not online was never written.
 const HAS_MAP: u64 = 1 << 1;
 const IS_ONLINE: u64 = 1 << 2;
 
-/// Bits of the entry that are no address. Six are flags today; a map begins on a page at least, whatever a page's structure is
-/// big, because a section has many thousands of them.
+/// Bits of the entry that are no address. Six are flags today. A map begins at the border of a page at least, whatever
+/// the size of a page's structure, because a section has many thousands of them.
 const FLAGS: u64 = 0xfff;
 
 /// The sections of physical memory (`CONFIG_SPARSEMEM_EXTREME`, which x86-64 always has).
@@ -26,7 +26,8 @@ impl<'a> Sections<'a> {
         Self { layout, root: None }
     }
 
-    /// The virtual address that frame 0's structure would have, for the frames of this section; `None` where it has no map.
+    /// The virtual address that frame 0's structure would have, for the frames of this section; `None` where it has no
+    /// map.
     ///
     /// # Errors
     /// [`Unfit`] where the section's entry cannot be read.
@@ -47,9 +48,10 @@ impl<'a> Sections<'a> {
     }
 }
 
-/// Calls `each` with the memory map of these frames, which are RAM, in order and disjoint: the virtual address that frame 0's structure would have,
-/// frames of one section, and the end of the RAM they lie in. It answers up to where it looked, at those frames' end or behind it. Parts that have no map,
-/// as for memory that was taken out, are left out.
+/// Calls `each` with the memory map of these frames, which are RAM, in order and disjoint: the virtual address that
+/// frame 0's structure would have, frames of one section, and the end of the RAM they lie in. `each` returns the frame
+/// up to which it looked, at the end of those frames or behind it. Parts that have no map, as for memory that was
+/// removed, are left out.
 ///
 /// # Errors
 /// [`Unfit`] where a section's entry cannot be read, and what `each` fails with.

@@ -1,46 +1,46 @@
 use crate::{PAGE_BYTES, Physical, Unreadable};
 
-/// An entry that translates anything at all.
+/// The bit of an entry that translates anything at all.
 const PRESENT: u64 = 1;
 
-/// An entry of the second or third level that is a leaf of 2 MiB or 1 GiB.
+/// The bit of an entry of the second or third level that is a leaf of 2 MiB or 1 GiB.
 const HUGE: u64 = 1 << 7;
 
 /// The bits of an entry, and of CR3, that are an address.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// With page tables of their own for programs (`CONFIG_PAGE_TABLE_ISOLATION`) a process has two roots beside each other; in this
-/// bit of its address the programs' differs from the kernel's.
+/// Where programs have page tables of their own (`CONFIG_PAGE_TABLE_ISOLATION`), a process has two roots beside each
+/// other. The addresses of the program's root and the kernel's root differ in this bit.
 const USER_TABLES: u64 = 1 << 12;
 
 const TABLE_BYTES: usize = PAGE_BYTES as usize;
 
-/// Page tables as a processor has them: Intel's manual, volume 3, chapter "Paging".
+/// A processor's page tables: Intel's manual, volume 3, chapter "Paging".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageTables {
-    /// CR3 as it is; bits that are no address are ignored.
+    /// The whole of CR3; bits that are no address are ignored.
     pub root: u64,
     /// Five levels instead of four (`CR4.LA57`).
     pub five_levels: bool,
 }
 
 impl PageTables {
-    /// The kernel's, where these are a program's own.
+    /// The kernel's tables, where these are a program's own.
     pub(crate) fn of_kernel(self) -> Self {
         Self { root: self.root & !USER_TABLES, ..self }
     }
 }
 
-/// What a virtual address is.
+/// The translation of a virtual address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Translated {
-    /// Guest-physical.
+    /// The guest-physical address.
     pub address: u64,
-    /// How far the same translation holds from here on, at least one byte.
+    /// The bytes from here on for which the same translation holds, at least one.
     pub bytes: u64,
 }
 
-/// Why virtual memory could not be read.
+/// The reason why virtual memory could not be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// The address is not mapped.
@@ -55,13 +55,13 @@ impl From<Unreadable> for Fault {
     }
 }
 
-/// The guest's memory as these tables map it, for one look: of each level it keeps the table that was used last, so that
-/// addresses in order cost next to nothing. The guest may change its tables meanwhile, and a stale table says what was mapped
-/// there when it was read.
+/// The guest's memory as these tables map it, for one look. It keeps the table of each level that was used last, so
+/// that addresses in order cost next to nothing. The guest may change its tables meanwhile; a kept table shows what was
+/// mapped when it was read.
 pub(crate) struct Virtual<'a> {
     ram: &'a dyn Physical,
     tables: PageTables,
-    /// By level: where the table lies and what it holds.
+    /// By level: the address and the content of the table that was used last.
     kept: [Option<(u64, Box<[u8; TABLE_BYTES]>)>; 5],
 }
 
@@ -70,10 +70,10 @@ impl<'a> Virtual<'a> {
         Self { ram, tables, kept: Default::default() }
     }
 
-    /// Where a virtual address lies.
+    /// Translates a virtual address.
     ///
     /// # Errors
-    /// [`Fault`].
+    /// [`Fault`] where nothing is mapped, or a table lies outside of RAM.
     pub fn translate(&mut self, address: u64) -> Result<Translated, Fault> {
         let levels: usize = if self.tables.five_levels { 5 } else { 4 };
         let unused = 64 - (12 + 9 * levels as u32);
@@ -117,7 +117,7 @@ impl<'a> Virtual<'a> {
     /// Reads a little-endian word.
     ///
     /// # Errors
-    /// [`Fault`].
+    /// [`Fault`] as for [`Self::read`].
     pub fn word(&mut self, address: u64) -> Result<u64, Fault> {
         let mut bytes = [0; 8];
         self.read(address, &mut bytes)?;

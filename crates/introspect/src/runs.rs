@@ -7,17 +7,17 @@ use std::ops::Range;
 pub(crate) struct Runs {
     runs: Vec<Range<u64>>,
     limit: usize,
-    /// Frames that were left out for want of room.
+    /// Frames that were left out because there was no room for their run.
     pub left_out: u64,
 }
 
 impl Runs {
-    /// At most so many runs. A guest whose free pages are more scattered than that has some left out.
+    /// Room for at most `limit` runs. Where a guest's free pages are more scattered than that, some are left out.
     pub fn new(limit: usize) -> Self {
         Self { limit, ..Self::default() }
     }
 
-    /// Adds frames behind all that were added before; what is not behind them is left out.
+    /// Adds frames behind all that were added before; frames that are not behind them are left out.
     pub fn push(&mut self, frames: Range<u64>) {
         if frames.is_empty() {
             return;
@@ -36,7 +36,7 @@ impl Runs {
     }
 }
 
-/// Frames in runs.
+/// The number of frames in these runs.
 #[must_use]
 pub fn count(runs: &[Range<u64>]) -> u64 {
     runs.iter().map(|run| run.end.saturating_sub(run.start)).fold(0, u64::saturating_add)

@@ -316,7 +316,10 @@ proptest! {
         for (at, word) in words {
             toy.ram.write_word((16 << 20) + at, word);
         }
-        let likely = [0, 1, 0x63, u64::MAX, 0xe3, 0x100_1063, 0xffff_8880_0100_0000, 0xffff_ffff_8100_0000, 1 << 63, 0xf, 0xfff, 0x7ff_f063];
+        let likely = [
+            0, 1, 0x63, u64::MAX, 0xe3, 0x100_1063, 0xffff_8880_0100_0000, 0xffff_ffff_8100_0000,
+            1 << 63, 0xf, 0xfff, 0x7ff_f063,
+        ];
         for (at, which) in structures {
             toy.ram.write_word((16 << 20) + 8 * at, likely[which]);
         }

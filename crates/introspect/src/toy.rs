@@ -12,7 +12,7 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// So many bytes from address 0 on, less what is no whole page.
+    /// RAM of `bytes` bytes from address 0 on, less a part that is no whole page.
     #[must_use]
     pub fn new(bytes: u64) -> Self {
         Self::with_ranges(std::iter::once(0..bytes / PAGE_BYTES * PAGE_BYTES).collect())

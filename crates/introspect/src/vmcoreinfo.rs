@@ -3,7 +3,7 @@ use std::ops::Range;
 use crate::linux::Unfit;
 use crate::{PAGE_BYTES, Physical, Unreadable};
 
-/// How the text begins.
+/// The beginning of the text.
 const BEGINNING: &[u8] = b"OSRELEASE=";
 
 /// The ELF note around the second copy: sizes of name and text, type 0, the name, padded to four bytes.
@@ -13,20 +13,20 @@ const NOTE_HEADER_BYTES: usize = 12 + NOTE_NAME.len();
 /// The longest text that is read. Kernels give it a page, recent ones may give it several (`VMCOREINFO_BYTES`).
 const MAX_BYTES: usize = 16 << 10;
 
-/// What is read at once on the search.
+/// The bytes that the search reads at once.
 const STRIDE: usize = 1 << 20;
 
 /// A kernel's description of itself for those who read its memory after a crash (`kernel/vmcore_info.c`, before 6.9 in
 /// `kernel/crash_core.c`; x86's part in `arch/x86/kernel/`). It is complete once the kernel has its first processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Vmcoreinfo {
-    /// Where it lies, guest-physical.
+    /// Its guest-physical address.
     pub address: u64,
     text: String,
 }
 
 impl Vmcoreinfo {
-    /// What stands at this address; `None` where that is no description.
+    /// The description at this address; `None` where there is none.
     pub fn at(ram: &dyn Physical, address: u64) -> Option<Self> {
         let mut bytes = vec![0; MAX_BYTES];
         let read = read_as_far_as_possible(ram, address, &mut bytes);
@@ -38,7 +38,7 @@ impl Vmcoreinfo {
         Some(Self { address, text })
     }
 
-    /// Whether both say the same, wherever they lie.
+    /// Whether both have the same text, wherever they lie.
     pub fn says_the_same(&self, other: &Self) -> bool {
         self.text == other.text
     }
@@ -61,7 +61,7 @@ impl Vmcoreinfo {
         value.map(u64::from).map_err(|_| self.malformed(kind, name))
     }
 
-    /// A number. Kernels write some that are not negative as if they were, and the other way round.
+    /// A number. Kernels write some positive numbers as negative ones, and the other way round.
     pub fn number(&self, name: &str) -> Result<i64, Unfit> {
         let value = self.required("NUMBER", name)?;
         let unsigned = || value.parse::<u64>().map(u64::cast_signed);
@@ -83,8 +83,8 @@ impl Vmcoreinfo {
     }
 }
 
-/// Calls `each` for every description in RAM until it returns `Some`. Each kernel has two: a page that begins with the text
-/// and one that begins with an ELF note of it. A guest that was started again may hold those of earlier kernels, too.
+/// Calls `each` for every description in RAM until it returns `Some`. Each kernel has two: a page that begins with the
+/// text and one that begins with an ELF note of it. A restarted guest may also hold those of earlier kernels.
 pub(crate) fn search<T>(ram: &dyn Physical, mut each: impl FnMut(Vmcoreinfo) -> Option<T>) -> Option<T> {
     let mut buffer = vec![0; STRIDE];
     for range in ram.ranges() {
@@ -92,7 +92,7 @@ pub(crate) fn search<T>(ram: &dyn Physical, mut each: impl FnMut(Vmcoreinfo) -> 
         while address < range.end {
             let bytes = usize::try_from(range.end - address).map_or(STRIDE, |left| left.min(STRIDE));
             let piece = &mut buffer[..bytes];
-            // What cannot be read holds nothing that could be used.
+            // Memory that cannot be read holds no description that could be used.
             if ram.read(address, piece).is_ok() {
                 for (index, page) in piece.chunks(PAGE_BYTES as usize).enumerate() {
                     let Some(offset) = text_offset(page) else { continue };
@@ -108,7 +108,7 @@ pub(crate) fn search<T>(ram: &dyn Physical, mut each: impl FnMut(Vmcoreinfo) -> 
     None
 }
 
-/// Where in a page the text begins, if one does; the first 64 bytes of the page tell.
+/// The offset in a page at which a text begins, if one does; the first 64 bytes of the page tell.
 pub(crate) fn text_offset(page: &[u8]) -> Option<u64> {
     let in_note = page.get(12..NOTE_HEADER_BYTES).is_some_and(|name| name == NOTE_NAME)
         && page.get(NOTE_HEADER_BYTES..).is_some_and(|text| text.starts_with(BEGINNING));

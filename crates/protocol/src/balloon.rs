@@ -1,50 +1,55 @@
-//! How large a guest's balloon should be: dynamic self-ballooning (post-copy paper, sections 3.3 and 4.2), decided from outside.
+//! How large a guest's balloon should be: dynamic self-ballooning (post-copy paper, sections 3.3 and 4.2), decided from
+//! outside.
 //!
-//! A pure function of what the guest's driver reports: each look at the guest is a `Sample`, each yields a `Decision`.
+//! The policy is a pure function of what the guest's driver reports: each look at the guest is a `Sample` and yields a
+//! `Decision`.
 //!
-//! | criterion | then |
-//! | --- | --- |
-//! | pressure: little memory available, reading from swap, waiting for files more often, out of memory, a restart, silence | the balloon shrinks at once: by half and at least by four reserves, or to nothing where memory has run out; it does not grow for `BACK_OFF_INTERVALS` intervals |
-//! | an interval has passed and more is free than 5 % of what would be free without the balloon | it grows until that is left (95 % of the free memory are in it) |
-//! | an interval has passed and less is available than that | it shrinks by the difference |
+//! - **Pressure** (little memory available, reading from swap, waiting for files more often, out of memory, a restart,
+//!   silence): the balloon shrinks at once, by half and at least by four reserves, or to nothing where memory has run
+//!   out. It does not grow for `BACK_OFF_INTERVALS` intervals.
+//! - **An interval has passed, and more is free than 5 % of what would be free without the balloon**: the balloon grows
+//!   until that share is left (95 % of the free memory are in it).
+//! - **An interval has passed, and less is available than that share**: the balloon shrinks by the difference.
 //!
-//! It never leaves the guest less free than a reserve (a thirty-second of its RAM, 16 to 256 MiB), nor less RAM than `floor_bytes`.
+//! The balloon never leaves the guest less free than a reserve (a thirty-second of its RAM, 16 to 256 MiB), nor less
+//! RAM than `floor_bytes`.
 //!
-//! What a guest reports is older than the balloon's size, which is read beside it. Were free memory added up with a size from after it, what
-//! has just gone into the balloon would be counted twice and the guest squeezed dry. So the size must have stood still while two reports
-//! arrived: the second was asked for after the first had come, and so tells of the guest as it is with this balloon.
+//! What a guest reports is older than the balloon's size, which is read beside it. If free memory were added to a size
+//! from after the report, the pages that have just gone into the balloon would be counted twice, and the guest would
+//! run out of memory. So the size must have stood still while two reports arrived: the second was asked for after the
+//! first had come, so it describes the guest with this balloon.
 
 use std::time::Duration;
 
 use sterna_api::balloon::Pressure;
 
-/// For how many intervals the balloon does not grow after pressure.
+/// The number of intervals in which the balloon does not grow after pressure.
 pub const BACK_OFF_INTERVALS: u32 = 10;
-/// What is left of the free memory, as a divisor: 5 %.
+/// The share of the free memory that is left to the guest, as a divisor: 5 %.
 const KEPT_DIVISOR: u64 = 20;
-/// After so long without a report the guest's driver is taken for stuck.
+/// A guest's driver that sends no report for this time counts as stuck.
 const SILENCE: Duration = Duration::from_secs(10);
-/// Reading back so much from swap in a second is pressure, bytes.
+/// Swap-in rate that counts as pressure, bytes per second.
 const SWAP_IN_PER_S: f64 = 64.0 * 1024.0;
-/// So many waits for pages of files in a second can be pressure.
+/// Waits for pages of files per second that can be pressure.
 const MAJOR_FAULTS_PER_S: f64 = 50.0;
-/// Where they are that much more than usual.
+/// They are pressure where they exceed the usual rate by this factor.
 const RISING: f64 = 2.0;
-/// How much the newest rate weighs in what is usual.
+/// The weight of the newest rate in the usual rate.
 const NEWEST: f64 = 0.2;
 /// Reports that must have come since the balloon's size changed.
 const SETTLED_REPORTS: u32 = 2;
 
 const MIB: u64 = 1 << 20;
 
-/// What the guest's driver reports. What it does not know is absent.
+/// A report of the guest's driver. Values that the driver does not know are absent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Report {
-    /// When it arrived, in any unit that grows from one report to the next.
+    /// The time of its arrival, in any unit that grows from one report to the next.
     pub stamp: u64,
-    /// Used for nothing, bytes.
+    /// Memory that is used for nothing, bytes.
     pub free_bytes: Option<u64>,
-    /// What could be allocated without pain, bytes.
+    /// Memory that could be allocated without swapping, bytes.
     pub available_bytes: Option<u64>,
     /// Read back from swap since the guest's start, bytes.
     pub swapped_in_bytes: Option<u64>,
@@ -57,7 +62,7 @@ pub struct Report {
 /// One look at a guest that runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sample {
-    /// Since the look before, as far as the guest ran.
+    /// The time since the look before, as far as the guest ran.
     pub elapsed: Duration,
     /// Its RAM without the balloon, bytes; read after the report.
     pub guest_bytes: u64,
@@ -65,58 +70,58 @@ pub struct Sample {
     pub report: Option<Report>,
 }
 
-/// What to do.
+/// What to do with the balloon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
-    /// Nothing.
+    /// Leave the balloon as it is.
     Leave,
-    /// Ask the guest to keep so much, bytes.
+    /// Ask the guest to keep this many bytes.
     Resize(u64),
     /// The same, at once, because it needs memory.
     Relieve(u64, Pressure),
 }
 
-/// What is decided, and what was seen before.
+/// The policy's state: the last decision, and what was seen before.
 #[derive(Debug, Clone)]
 pub struct Policy {
     ram_bytes: u64,
     interval: Duration,
-    /// Since the balloon was last looked over.
+    /// The time since the balloon was last adjusted or left as it is.
     waited: Duration,
-    /// For how long it does not grow.
+    /// The time for which it does not grow.
     back_off: Duration,
     /// What the guest was last asked to keep, bytes.
     asked: Option<u64>,
     before: Option<Sample>,
-    /// Since the last report arrived.
+    /// The time since the last report arrived.
     quiet: Duration,
     /// Reports since the size changed.
     settled: u32,
-    /// Reports since memory was last given back for want of it.
+    /// Reports since memory was last given back because the guest needed it.
     relieved: u32,
     /// Waits for files in a second, as a sliding mean.
     usual_faults: f64,
 }
 
-/// The least a guest is left with, bytes: an eighth of its RAM and 64 MiB.
+/// The least RAM that a guest keeps, bytes: an eighth of its RAM, and 64 MiB.
 #[must_use]
 pub fn floor_bytes(ram_bytes: u64) -> u64 {
     (ram_bytes / 8).max(64 * MIB).min(ram_bytes)
 }
 
-/// What a guest always has free, bytes.
+/// The memory that a guest always has free, bytes.
 fn reserve_bytes(ram_bytes: u64) -> u64 {
     (ram_bytes / 32).clamp(16 * MIB, 256 * MIB)
 }
 
 impl Policy {
-    /// For a guest with so much RAM, looked over so often.
+    /// A policy for a guest with `ram_bytes` of RAM, whose balloon is adjusted every `interval`.
     #[must_use]
     pub fn new(ram_bytes: u64, interval: Duration) -> Self {
         Self {
             ram_bytes,
             interval,
-            // What is free now need not wait.
+            // Memory that is free now need not wait for an interval.
             waited: interval,
             back_off: Duration::ZERO,
             asked: None,
@@ -160,7 +165,8 @@ impl Policy {
         self.adjust(now)
     }
 
-    /// `since_report`: between the last report and the one before, where it has just come.
+    /// The guest's pressure. `since_report` is the time between the last report and the one before, where the last has
+    /// just come.
     fn pressure(&mut self, before: Option<&Sample>, now: &Sample, since_report: Option<Duration>) -> Option<Pressure> {
         let report = now.report?;
         let earlier = before.and_then(|before| before.report).unwrap_or(report);
@@ -170,7 +176,7 @@ impl Policy {
             return Some(Pressure::Restart);
         }
         let rose = |then: Option<u64>, now: Option<u64>| now.unwrap_or(0).saturating_sub(then.or(now).unwrap_or(0));
-        // Nobody asked it to shrink: the driver gave pages back in its kernel's need.
+        // Nobody asked the balloon to shrink: the driver gave pages back because its kernel needed them.
         let by_itself = before
             .zip(self.asked)
             .is_some_and(|(before, asked)| asked <= before.guest_bytes && now.guest_bytes > before.guest_bytes);
@@ -195,7 +201,7 @@ impl Policy {
             }
         }
         let low = report.available_bytes.or(report.free_bytes)? < reserve_bytes(self.ram_bytes) / 2;
-        // Before what was given back last shows in the reports, they say nothing new.
+        // The reports say nothing new before they show the memory that was given back last.
         (low && self.relieved >= SETTLED_REPORTS && self.is_inflated(now)).then_some(Pressure::LowMemory)
     }
 
@@ -230,7 +236,7 @@ impl Policy {
         // Caches are not taken: the guest would have to read again what they hold.
         let spare = free.min(available).min(now.guest_bytes);
         let kept = (balloon.saturating_add(spare) / KEPT_DIVISOR).max(reserve_bytes(self.ram_bytes));
-        // So that the balloon does not tremble with every page.
+        // The balloon does not follow every page.
         let band = (self.ram_bytes / 256).max(MIB);
         let wanted = if spare > kept {
             let least = floor_bytes(self.ram_bytes).min(now.guest_bytes);

@@ -49,7 +49,7 @@ impl Guest {
         self.ram - self.used - self.cache - self.balloon
     }
 
-    /// Its programs now use so much: first what is free is taken, then caches, then the driver gives pages back.
+    /// Sets what its programs use now. Free memory is taken first, then caches; then the driver gives pages back.
     fn uses(&mut self, bytes: u64) {
         if bytes > self.used {
             let mut missing = (bytes - self.used).saturating_sub(self.free());
@@ -275,7 +275,8 @@ fn short_intervals_take_no_report_for_a_newer_one() {
     };
     assert_eq!((step(1, RAM), step(2, RAM)), (Decision::Leave, Decision::Leave));
     let Decision::Resize(kept) = step(3, RAM) else { panic!("two reports with this balloon") };
-    // The guest has done it; for a second its report is still the old one, in which all that is in the balloon now was free.
+    // The guest has done it; for a second its report is still the old one, in which all that is in the balloon now was
+    // free.
     for _ in 0..100 {
         assert_eq!(step(3, kept), Decision::Leave);
     }

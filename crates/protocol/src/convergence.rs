@@ -6,7 +6,7 @@ use sterna_api::options::OnTimeout;
 
 use crate::throughput::Speed;
 
-/// What the user asked for.
+/// The limits that the user asked for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Goal {
     /// The longest pause.
@@ -17,32 +17,32 @@ pub struct Goal {
     pub throttle_percent: Option<u8>,
     /// When to stop trying; never where `None`.
     pub timeout: Option<Duration>,
-    /// What to do then.
+    /// What to do when the timeout has passed.
     pub on_timeout: OnTimeout,
     /// Whether the rest of the pages may follow after the switchover, where rounds do not reach the limit.
     pub postcopy: bool,
-    /// Rounds after which it is to follow, whatever they reached; none where `None`.
+    /// The number of rounds after which the other pages follow, whatever the rounds reached; none where `None`.
     pub rounds: Option<u32>,
 }
 
-/// What was measured up to the end of a round.
+/// Measurements up to the end of a round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Measured {
-    /// Rounds done.
+    /// The number of rounds done.
     pub rounds: u32,
-    /// Since the migration began.
+    /// The time since the migration began.
     pub elapsed: Duration,
-    /// Pages to deal with if the guest stopped now: those held back as hot and those skipped because they were written again are
-    /// among them.
+    /// Pages that would have to be sent if the guest stopped now, with those held back as hot and those skipped because
+    /// they were written again.
     pub pages_left: u64,
-    /// How quickly they would go.
+    /// The speed at which they would go.
     pub speed: Speed,
-    /// What the devices took, or are expected to take.
+    /// The time that the devices took, or are expected to take.
     pub device_time: Duration,
 }
 
 impl Measured {
-    /// The pause to expect if the guest stopped now: the pages left by what was measured, and the devices.
+    /// The pause to expect if the guest stopped now: for the pages left, at the measured speed, and for the devices.
     #[must_use]
     pub fn predicted_downtime(&self) -> Duration {
         self.speed.time_for(self.pages_left) + self.device_time
@@ -52,28 +52,29 @@ impl Measured {
 /// What to do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
-    /// Another round, which takes at least so long, counted to the moment when what was written is collected.
+    /// Another round. It takes at least `at_least`, up to the moment when written pages are collected.
     Round {
-        /// Not zero where rounds move little and nothing improves: a stalled migration must not spin looking and arming.
+        /// Not zero where rounds move little and nothing improves: a stalled migration must not spin looking and
+        /// arming.
         at_least: Duration,
     },
-    /// Take so much of the guest's processor time away, percent, then another round.
+    /// Take this share of the guest's processor time away, then do another round.
     Throttle {
-        /// Above what was taken before, at most the ceiling.
+        /// Percent; more than was taken before, and at most the ceiling.
         percent: u8,
     },
     /// Stop the guest.
     Switchover,
-    /// Stop the guest, and send what is left once it runs at the destination.
+    /// Stop the guest, and send the pages that are left once it runs at the destination.
     Postcopy(Because),
-    /// It does not converge, and the time is up.
+    /// Give up: the rounds do not converge, and the time is up.
     GiveUp,
 }
 
 /// Why the rest of the pages follows after the switchover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Because {
-    /// That was asked for, after so many rounds.
+    /// The user asked for it, after a number of rounds.
     Asked,
     /// Rounds did not come nearer to the limit, and nothing else was left to try.
     Stalled,
@@ -81,43 +82,46 @@ pub enum Because {
     TimedOut,
 }
 
-/// Rounds beyond which a pause below the limit is not made still shorter.
+/// The most rounds in which a pause that is below the limit is made still shorter.
 pub const MAX_POLISHING_ROUNDS: u32 = 30;
 /// A pause below this is not made shorter by another round: the devices take as long.
 pub const SHORT_ENOUGH: Duration = Duration::from_millis(2);
-/// A shorter pause by less than this share is no progress.
+/// The share by which the pause must get shorter to count as progress.
 pub const WORTHWHILE: f64 = 0.1;
-/// Rounds without progress that make a stall. One that meets a burst of writes is made up for by the next; after a third it is no burst.
+/// Rounds without progress that make a stall. The round after a burst of writes makes up for it; after a third such
+/// round it is no burst.
 pub const STALL_ROUNDS: u32 = 3;
-/// Rounds without progress that make a stall where the one before led to a step: the round after it ran under the step from its beginning
-/// to its end, and shows whether it was enough.
+/// Rounds without progress that make a stall where the one before led to a step: the round after it ran under the step
+/// from its beginning to its end, and shows whether it was enough.
 pub const STEP_ROUNDS: u32 = 1;
-/// Time without progress that makes a stall. Short rounds show nothing but the scheduler's moods.
+/// Time without progress that makes a stall. Short rounds show only how the scheduler behaved.
 pub const STALL_TIME: Duration = Duration::from_secs(2);
 /// The least time of a round where nothing improves.
 pub const STALLED_ROUND: Duration = Duration::from_millis(50);
-/// The first step of throttling, percent. Below, a guest above the link's rate hardly notices.
+/// The first step of throttling, percent. A smaller one hardly slows a guest that writes faster than the link carries.
 pub const FIRST_THROTTLE: u8 = 20;
 /// Each further step, percent.
 pub const MORE_THROTTLE: u8 = 10;
 
-/// The policy, one `step` after each round. It has no clock: what it is told is all it knows.
+/// The policy, with one `step` after each round. It has no clock, and knows only what it is told.
 ///
 /// 1. Nothing is left: stop the guest, whatever the devices take.
-/// 2. The predicted pause is within the accepted limit: stop it, unless another round is likely to make the pause shorter still
-///    (the last one did, by [`WORTHWHILE`]), the pages take longer than [`SHORT_ENOUGH`], and neither the time nor
-///    [`MAX_POLISHING_ROUNDS`] are up.
-/// 3. The time is up: what was asked for then. Or the rounds asked for are done: the rest follows in post-copy.
-/// 4. A stall: the best predicted pause is no shorter, by [`WORTHWHILE`], for [`STALL_ROUNDS`] rounds (or [`STEP_ROUNDS`]) and
-///    [`STALL_TIME`]. Progress counts and not time: a large guest on a slow link may take hours and converge. Each stall leads to one
-///    step, while there are any:
-///    - the accepted limit is doubled until it holds the shortest pause seen, or is at the ramp's ceiling (a limit that would not hold it
-///      would change nothing);
+/// 2. The predicted pause is within the accepted limit: stop it, unless another round is likely to make the pause
+///    shorter still (the last one did, by [`WORTHWHILE`]), the pages take longer than [`SHORT_ENOUGH`], and neither the
+///    time nor [`MAX_POLISHING_ROUNDS`] are up.
+/// 3. The time is up: do what the user asked for in this case. Or the rounds that the user asked for are done: the rest
+///    follows in post-copy.
+/// 4. A stall: the best predicted pause is no shorter, by [`WORTHWHILE`], for [`STALL_ROUNDS`] rounds (or
+///    [`STEP_ROUNDS`]) and [`STALL_TIME`]. Progress counts and not time: a large guest on a slow link may take hours
+///    and converge. Each stall leads to one step, while steps are left:
+///    - the accepted limit is doubled until the shortest pause seen is within it, or until it is at the ramp's ceiling
+///      (a limit below that pause would change nothing);
 ///    - then the guest is throttled by [`FIRST_THROTTLE`], then by [`MORE_THROTTLE`] more each time, up to its ceiling.
 ///
-///    After that the rest follows in post-copy where that is allowed; else it goes on until the time is up. What came before a stall is no measure for what follows: a guest that became busier
-///    is compared with itself as it is now.
-/// 5. Else another round.
+///    After that the rest follows in post-copy where that is allowed; else the rounds go on until the time is up.
+///    Pauses from before a stall are no measure for later ones: a guest that became busier is compared with itself as
+///    it is now.
+/// 5. Else do another round.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Convergence {
     goal: Goal,
@@ -145,7 +149,7 @@ impl Window {
 }
 
 impl Convergence {
-    /// Nothing measured yet.
+    /// A policy that has measured nothing yet.
     #[must_use]
     pub fn new(goal: Goal) -> Self {
         Self {
@@ -160,13 +164,13 @@ impl Convergence {
         }
     }
 
-    /// The pause that is accepted by now.
+    /// The pause that is accepted now.
     #[must_use]
     pub fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// How much of the guest's processor time it wants taken away, percent.
+    /// The share of the guest's processor time that it wants taken away, percent.
     #[must_use]
     pub fn throttle_percent(&self) -> u8 {
         self.throttle
@@ -178,7 +182,7 @@ impl Convergence {
         self.previous
     }
 
-    /// How often the rounds made no progress for a while.
+    /// The number of stalls so far.
     #[must_use]
     pub fn stalls(&self) -> u32 {
         self.stalls
@@ -222,7 +226,7 @@ impl Convergence {
         }
     }
 
-    /// Whether there was no progress for a while.
+    /// Whether there has been no progress for a while.
     fn has_stalled(&mut self, measured: &Measured, predicted: Duration) -> bool {
         self.window.shortest = self.window.shortest.min(predicted);
         if is_shorter(predicted, self.best) {
@@ -235,7 +239,7 @@ impl Convergence {
             && measured.elapsed.saturating_sub(self.window.at) >= STALL_TIME
     }
 
-    /// Takes the next step, where there is one.
+    /// Takes the next step, if one is left.
     fn stall(&mut self, measured: &Measured, predicted: Duration) -> Decision {
         self.stalls = self.stalls.saturating_add(1);
         self.stepped = true;

@@ -26,7 +26,7 @@ fn measured(rounds: u32, elapsed_ms: u64, pages_left: u64) -> Measured {
     }
 }
 
-/// Pages that a guest writes at random, at so many writes per second.
+/// Pages that a guest writes at random, and its writes per second.
 #[derive(Clone, Copy)]
 struct Region {
     pages: f64,
@@ -67,7 +67,8 @@ impl Simulation {
         Self { guest, skips: true, link: LINK }
     }
 
-    /// Sends `dirty` pages of each region, which were collected just now; bodies sent, seconds, and what is dirty afterwards.
+    /// Sends `dirty` pages of each region, which were collected just now; bodies sent, seconds, and what is dirty
+    /// afterwards.
     fn round(&self, dirty: &[f64], awake: f64, at_least: f64) -> (f64, f64, Vec<f64>) {
         const STEPS: f64 = 64.0;
         let (mut bodies, mut time, mut sent) = (0.0, 0.0, Vec::new());
@@ -82,7 +83,8 @@ impl Simulation {
             sent.push((rate, region.pages - dirty, *dirty));
         }
         let time = time.max(at_least).max(1e-4);
-        // A page of the round is dirty afterwards if it was written at any time since: as a write before its turn or behind it.
+        // A page of the round is dirty afterwards if it was written at any time since: as a write before its turn or
+        // behind it.
         let after = sent.iter().map(|(rate, clean, dirty)| (clean + dirty) * (1.0 - (-rate * time).exp())).collect();
         (bodies, time, after)
     }

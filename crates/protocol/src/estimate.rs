@@ -1,8 +1,8 @@
-//! What a migration would take: rounds played through on what was seen of a guest, without moving a page.
+//! Estimates of a migration: its rounds are played through on what was seen of a guest, without moving a page.
 //!
-//! The guest is its working-set curve: how many different pages it writes within a time. A round that takes so long leaves so many pages
-//! for the next, which is all that pre-copy's rounds depend on. What is counted on one look at a guest is true as long as the guest goes on
-//! as it did; a guest that changes what it does makes every estimate wrong.
+//! The guest is its working-set curve: how many different pages it writes within a time. The time of a round
+//! gives the number of pages for the next one, and pre-copy's rounds depend on nothing else. Counts of one look at a
+//! guest hold as long as the guest goes on as it did; a guest that changes what it does makes every estimate wrong.
 
 use std::time::Duration;
 
@@ -13,15 +13,17 @@ use crate::throughput::Speed;
 
 /// A round's announcement and the answer that it has arrived, seconds: no round is shorter.
 const ROUND_TRIP: f64 = 0.001;
-/// No estimate plays more rounds than this.
+/// The most rounds that an estimate plays.
 const MAX_ROUNDS: u32 = 10_000;
-/// A page is held back as hot when each of so many collections yielded it: the round after them is the first to hold any.
+/// A page is held back as hot when each of this many collections yielded it: the round after them is the first to hold
+/// any.
 const HOT_AFTER_ROUNDS: usize = 3;
 
-/// Something that grows with time, in straight lines between what was seen, and beyond as it grew last.
+/// A curve: a value that grows with time, in straight lines between the points that were seen.
 ///
-/// Beyond what was seen it goes on as a geometric series of the growth in the last two quarters: for pages written at random over a working
-/// set, whose curve is an exponential, that is exact; for pages written one after another it is a straight line.
+/// Beyond the last point it goes on as a geometric series of the growth in the last two quarters. That is exact for
+/// pages written at random over a working set, whose curve is an exponential. For pages written one after another it is
+/// a straight line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Curve {
     /// Seconds and value, both ascending, from (0, 0) on.
@@ -33,8 +35,8 @@ pub struct Curve {
 }
 
 impl Curve {
-    /// Through these points (seconds since the start, and the value), and never above `ceiling`. What is no number, lies before 0 or falls
-    /// is put right: a value holds until a larger one is seen.
+    /// A curve through these points (seconds since the start, and the value) that never exceeds `ceiling`. Points that
+    /// are no numbers, lie before 0 or fall are corrected: a value holds until a larger one is seen.
     #[must_use]
     pub fn new(points: impl IntoIterator<Item = (f64, f64)>, ceiling: f64) -> Self {
         let ceiling = if ceiling.is_nan() { 0.0 } else { ceiling.max(0.0) };
@@ -59,7 +61,7 @@ impl Curve {
         curve
     }
 
-    /// The value so many seconds after the start.
+    /// The value at this many seconds after the start.
     #[must_use]
     pub fn at(&self, seconds: f64) -> f64 {
         let (end, last) = self.points[self.points.len() - 1];
@@ -76,7 +78,7 @@ impl Curve {
         (last + self.growth * sum).min(self.ceiling).max(last)
     }
 
-    /// The value on average over the first so many seconds.
+    /// The mean value over this many seconds from the start.
     fn mean(&self, seconds: f64) -> f64 {
         const PARTS: u32 = 32;
         (0..PARTS).map(|part| self.at(seconds * (f64::from(part) + 0.5) / f64::from(PARTS))).sum::<f64>()
@@ -102,9 +104,9 @@ pub struct Guest {
     pub zero_share: f64,
     /// Different pages written within a time.
     pub written: Curve,
-    /// Of the pages written in a while, the share that is written again within a time after it, 0 to 1.
+    /// The share of the pages written in a while that is written again within a time after it, 0 to 1.
     pub again: Curve,
-    /// Of the pages written, the share of which no body travels: what is there is what was there, or zeros. 0 to 1.
+    /// The share of the pages written that need no body, because they hold what they held before, or zeros. 0 to 1.
     pub silent_share: f64,
 }
 
@@ -115,59 +117,61 @@ pub enum Order {
     Paused,
     /// In rounds while the guest runs at the source, the rest in the pause.
     Before,
-    /// In so many rounds while the guest runs at the source, none in the pause, the rest while it runs at the destination.
+    /// In `rounds` rounds while the guest runs at the source, none in the pause, the rest while it runs at the
+    /// destination.
     After {
-        /// How many; 0 where none goes before.
+        /// The number of rounds; 0 where no page goes before.
         rounds: u32,
     },
 }
 
-/// A way to move it.
+/// A way to move the guest.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Way {
     /// When pages travel.
     pub order: Order,
     /// Bytes on the wire for each body, everything that travels with it included.
     pub bytes_per_body: f64,
-    /// What the host takes for a page apart from the link, seconds: reading, digesting, encoding.
+    /// The host's time for a page, without the link, seconds: reading, digesting, encoding.
     pub seconds_per_page: f64,
-    /// Whether pages written again before their turn are left out of a round, and pages written in each of the last rounds are held back.
+    /// Whether pages written again before their turn are left out of a round, and pages written in each of the last
+    /// rounds are held back.
     pub skips_rewritten: bool,
 }
 
-/// What it has to keep to.
+/// The conditions of a migration.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Terms {
     /// What the link carries, bytes per second.
     pub bytes_per_s: f64,
     /// The longest pause.
     pub downtime_limit: Duration,
-    /// What the devices take in the pause.
+    /// The time that the devices take in the pause.
     pub device_time: Duration,
-    /// What comes before the first page: reaching the destination and starting its VMM.
+    /// The time before the first page: reaching the destination and starting its VMM.
     pub setup_time: Duration,
 }
 
-/// What it would take.
+/// The estimate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Prediction {
     /// From the request until the guest runs at the destination and no page is left at the source.
     pub total: Duration,
     /// From the guest's stop to its start there.
     pub downtime: Duration,
-    /// Bytes of frames.
+    /// Bytes of frames on the wire.
     pub bytes_on_wire: u64,
     /// Rounds, the one in the pause included where there is one.
     pub rounds: u32,
-    /// Whether the pause is within the limit. Where not, the rest are the figures of a guest that is stopped as soon as further rounds make
-    /// the pause no shorter.
+    /// Whether the pause is within the limit. If not, the other figures are those of a guest that is stopped as soon as
+    /// further rounds make the pause no shorter.
     pub reaches_limit: bool,
 }
 
 /// Plays a migration through.
 ///
-/// It is stopped when [`Convergence`] stops it, which decides about real rounds too; or, where the pause does not come within the limit, at the
-/// first stall.
+/// It is stopped when [`Convergence`] stops it, which decides about real rounds too; or, where the pause does not come
+/// within the limit, at the first stall.
 #[must_use]
 pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
     let mut played = Played { guest, way, terms, elapsed: terms.setup_time.as_secs_f64(), bytes: 0.0, rounds: 0 };
@@ -209,7 +213,7 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
     }
 }
 
-/// Of the pages the last collection yielded, the share that the ones before it yielded too.
+/// The share of the last collection's pages that the collections before it yielded too.
 fn hot_share(again: &Curve, took: &[f64]) -> f64 {
     if took.len() < HOT_AFTER_ROUNDS {
         0.0
@@ -233,13 +237,13 @@ struct Played<'a> {
 }
 
 impl Played<'_> {
-    /// Seconds that so many pages take, of which this share travels as bodies.
+    /// The seconds that `pages` pages take, of which the share `sent` travels as bodies.
     fn time(&self, pages: f64, sent: f64) -> f64 {
         (pages * sent * self.way.bytes_per_body / self.terms.bytes_per_s.max(1.0))
             .max(pages * self.way.seconds_per_page)
     }
 
-    /// How quickly written pages go, of which this share travels as bodies.
+    /// The speed of written pages, of which the share `sent` travels as bodies.
     fn speed(&self, sent: f64) -> Speed {
         let light = self.way.seconds_per_page.max(1e-9);
         let body = (self.way.bytes_per_body / self.terms.bytes_per_s.max(1.0)).max(light);
@@ -253,15 +257,16 @@ impl Played<'_> {
         self.round(used * (1.0 - left_out), sent, 0.0)
     }
 
-    /// A later one, over pages that were written; its time.
+    /// A later round, over pages that were written; its time.
     fn next(&mut self, pages: f64, least: f64) -> f64 {
         let sent = 1.0 - share(self.guest.silent_share);
         let left_out = self.left_out(pages, sent, |seconds| self.guest.again.mean(seconds));
         self.round(pages * (1.0 - left_out), sent, least)
     }
 
-    /// The share of a round's pages that is written again before its turn, where `again` is that share for a round of so many seconds. The
-    /// more is left out the shorter the round, and the shorter the round the less is left out: one length fits.
+    /// The share of a round's pages that is written again before its turn, where `again` gives that share for a round
+    /// of some seconds. The more pages are left out, the shorter the round; and the shorter the round, the fewer are
+    /// left out. So exactly one length fits.
     fn left_out(&self, pages: f64, sent: f64, again: impl Fn(f64) -> f64) -> f64 {
         if !self.way.skips_rewritten {
             return 0.0;
@@ -283,13 +288,14 @@ impl Played<'_> {
         took
     }
 
-    /// So many rounds; then the guest starts elsewhere, and the rest follows it. In the pause go the devices and a map of what is missing, of a bit
-    /// for each page at most. How long the guest waits for single pages after it is not part of the pause, and depends on what it touches.
+    /// Plays `rounds` rounds; then the guest starts at the destination, and the other pages follow it. The devices go
+    /// in the pause, and the map of missing pages, which has at most a bit for each page. How long the guest then waits
+    /// for single pages is not part of the pause, and depends on what it touches.
     fn follow(mut self, used: f64, nonzero: f64, rounds: u32) -> Prediction {
         let (mut left, mut sent) = (used, nonzero);
         for round in 0..rounds.min(MAX_ROUNDS) {
             let took = if round == 0 { self.first(left, sent) } else { self.next(left, 0.0) };
-            // What a round left out as written again is among what was written.
+            // Pages that a round left out as written again are among the written pages.
             (left, sent) = (self.guest.written.at(took), 1.0 - share(self.guest.silent_share));
         }
         let map_bytes = used / 8.0;
@@ -305,7 +311,7 @@ impl Played<'_> {
         }
     }
 
-    /// The last one, with the guest stopped.
+    /// The last round, with the guest stopped.
     fn stop(mut self, pages: f64, sent: f64) -> Prediction {
         let pause = self.time(pages, sent) + self.terms.device_time.as_secs_f64();
         self.bytes += pages * sent * self.way.bytes_per_body;
@@ -319,7 +325,7 @@ impl Played<'_> {
     }
 }
 
-/// So many seconds, a billion at most: more than thirty years.
+/// A duration of this many seconds, at most a billion, which is more than thirty years.
 fn duration(seconds: f64) -> Duration {
     Duration::from_secs_f64(if seconds.is_nan() { 1e9 } else { seconds.clamp(0.0, 1e9) })
 }

@@ -146,14 +146,23 @@ fn nonsense_is_no_panic() {
 
 proptest! {
     #[test]
-    fn curves_never_fall(points in prop::collection::vec((0.0..5.0f64, 0.0..1e5f64), 0..20), a in 0.0..100.0f64, b in 0.0..100.0f64) {
+    fn curves_never_fall(
+        points in prop::collection::vec((0.0..5.0f64, 0.0..1e5f64), 0..20),
+        a in 0.0..100.0f64,
+        b in 0.0..100.0f64,
+    ) {
         let curve = Curve::new(points, 5e4);
         prop_assert!(curve.at(a.min(b)) <= curve.at(a.max(b)) + 1e-6);
         prop_assert!(curve.at(b) <= 5e4);
     }
 
     #[test]
-    fn more_bandwidth_is_never_slower_in_stop_and_copy(rate in 1e6..1e9f64, more in 1.0..10.0f64, zero in 0.0..1.0f64, cost in 0.0..1e-4f64) {
+    fn more_bandwidth_is_never_slower_in_stop_and_copy(
+        rate in 1e6..1e9f64,
+        more in 1.0..10.0f64,
+        zero in 0.0..1.0f64,
+        cost in 0.0..1e-4f64,
+    ) {
         let guest = Guest { zero_share: zero, ..in_line(100.0) };
         let way = Way { order: Order::Paused, seconds_per_page: cost, ..LIVE };
         let at = |bytes_per_s| predict(&guest, &way, &Terms { bytes_per_s, ..TERMS });
@@ -161,7 +170,12 @@ proptest! {
     }
 
     #[test]
-    fn more_bandwidth_never_loses_the_limit(rate in 1e6..1e9f64, more in 1.0..10.0f64, pages_per_s in 1.0..1e6f64, set in 100.0..1e5f64) {
+    fn more_bandwidth_never_loses_the_limit(
+        rate in 1e6..1e9f64,
+        more in 1.0..10.0f64,
+        pages_per_s in 1.0..1e6f64,
+        set in 100.0..1e5f64,
+    ) {
         let guest = at_random(pages_per_s, set);
         let at = |bytes_per_s| predict(&guest, &LIVE, &Terms { bytes_per_s, ..TERMS }).reaches_limit;
         prop_assert!(!at(rate) || at(rate * more));
@@ -176,13 +190,16 @@ proptest! {
 
     #[test]
     fn a_quieter_guest_never_loses_the_limit(rate in 1e6..1e9f64, pages_per_s in 1.0..1e5f64, more in 1.0..10.0f64) {
-        let at = |pages_per_s| predict(&in_line(pages_per_s), &LIVE, &Terms { bytes_per_s: rate, ..TERMS }).reaches_limit;
+        let terms = Terms { bytes_per_s: rate, ..TERMS };
+        let at = |pages_per_s| predict(&in_line(pages_per_s), &LIVE, &terms).reaches_limit;
         prop_assert!(!at(pages_per_s * more) || at(pages_per_s));
     }
 
     #[test]
     fn smaller_bodies_never_make_the_pause_of_stop_and_copy_longer(rate in 1e6..1e9f64, ratio in 0.01..1.0f64) {
-        let at = |ratio: f64| predict(&in_line(9.0), &Way { order: Order::Paused, bytes_per_body: BODY * ratio, ..LIVE }, &Terms { bytes_per_s: rate, ..TERMS });
+        let terms = Terms { bytes_per_s: rate, ..TERMS };
+        let way = |ratio: f64| Way { order: Order::Paused, bytes_per_body: BODY * ratio, ..LIVE };
+        let at = |ratio: f64| predict(&in_line(9.0), &way(ratio), &terms);
         prop_assert!(at(ratio).downtime <= at(1.0).downtime);
     }
 }

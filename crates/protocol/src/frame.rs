@@ -1,23 +1,26 @@
 //! Frames on the connections that carry pages.
 //!
 //! ```text
-//!   0       4    5    6       8       12      16                       48                       80              88         96
-//!   +-------+----+----+-------+-------+-------+------------------------+------------------------+---------------+----------+
-//!   | STRF  |kind| 0  | words | round | chunk | full: 256 bits         | zero: 256 bits         | sequence      | checksum |
-//!   +-------+----+----+-------+-------+-------+------------------------+------------------------+---------------+----------+
-//!   then, for a chunk frame: a digest ([`Digester`]) for each full page, in order, 8 bytes each · the bodies, 4,096 bytes each
+//!   0      4    5   6       8       12      16                     48                     80             88         96
+//!   +------+----+---+-------+-------+-------+----------------------+----------------------+--------------+----------+
+//!   | STRF |kind| 0 | words | round | chunk | full: 256 bits       | zero: 256 bits       | sequence     | checksum |
+//!   +------+----+---+-------+-------+-------+----------------------+----------------------+--------------+----------+
+//!   then, for a chunk frame: a digest ([`Digester`]) for each full page, in order, 8 bytes each
+//!                            · the bodies, 4,096 bytes each
 //!         for a packed frame: `words` words of 8 bytes · the blocks (packed.rs)
 //! ```
 //!
-//! All numbers are little-endian. `words` is 0 but in a packed frame. The checksum (XXH3-64, seeded with the session's key) covers the
-//! header before it and the words after it, so a frame out of place, cut or changed is found before a byte of it is used. `sequence`
-//! counts the frames of a connection from 0.
+//! All numbers are little-endian. `words` is 0 except in a packed frame. The checksum (XXH3-64, seeded with the
+//! session's key) covers the header before it and the words after it, so a frame that is out of place, cut or changed
+//! is found before a byte of it is used. `sequence` counts the frames of a connection from 0.
 //!
-//! The bodies of a chunk frame go from guest RAM to the socket and from the socket to guest RAM, while the guest may be writing the page: then the body is
-//! not what was digested. The receiver notes such a page as *suspect*; the write made it dirty, so it comes again. A page still
-//! suspect when a round ends is asked for again, and one that is suspect three times over with the guest stopped fails the migration.
+//! The bodies of a chunk frame go from guest RAM to the socket and from the socket to guest RAM, while the guest may be
+//! writing the page. Then the body does not fit its digest. The receiver notes such a page as *suspect*; the write made
+//! it dirty, so it comes again. A page that is still suspect when a round ends is asked for again. A page that is
+//! suspect three times in a row with the guest stopped fails the migration.
 //!
-//! A packed frame holds copies: a page of it that does not fit its digest was damaged, or its sender is at fault, and fails the migration.
+//! A packed frame holds copies. A page of it that does not fit its digest was damaged, or its sender is at fault; it
+//! fails the migration.
 
 /// Blocks of encoded pages.
 pub mod packed;
@@ -60,28 +63,28 @@ struct Raw {
 
 const _: () = assert!(size_of::<Raw>() == HEADER_BYTES);
 
-/// What a frame says.
+/// A frame: its kind, and what its header and words say.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Frame {
     /// Pages of a chunk.
     Chunk(ChunkFrame),
     /// Pages of a chunk in blocks.
     Packed(PackedFrame),
-    /// This connection has sent all it sends in this round.
+    /// This connection has sent all that it sends in this round.
     RoundEnd {
-        /// The round.
+        /// The round's number.
         round: u32,
     },
-    /// Nothing more comes.
+    /// The connection ends: no frame follows.
     Close,
 }
 
 /// Pages of one chunk, as they are in this round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkFrame {
-    /// The round.
+    /// The round's number.
     pub round: u32,
-    /// The chunk.
+    /// The chunk of the pages.
     pub chunk: ChunkIndex,
     /// Pages whose bodies follow.
     pub full: PageSet,
@@ -97,21 +100,21 @@ impl ChunkFrame {
     }
 }
 
-/// A frame that must not be believed.
+/// A frame that is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    /// It does not begin as a frame does.
-    #[error("the stream does not carry frames where one must begin")]
+    /// It does not begin with the magic of a frame.
+    #[error("no frame begins where one must begin")]
     Magic,
-    /// Header or words are not what was sent.
+    /// Header or words differ from what was sent.
     #[error("frame {0} arrived damaged: its checksum does not fit")]
     Checksum(u64),
     /// A frame is missing, or came twice.
     #[error("frame {got} arrived where frame {expected} must come")]
     Sequence {
-        /// The one that must come.
+        /// The number of the frame that must come.
         expected: u64,
-        /// The one that came.
+        /// The number of the frame that came.
         got: u64,
     },
     /// A kind that this version does not know and did not agree to.
@@ -121,7 +124,7 @@ pub enum FrameError {
     #[error("frame with {0} words behind its header: at most {MAX_WORDS} are allowed")]
     Words(u16),
     /// A kind or an encoding that both sides did not agree on.
-    #[error("frame that needs what was not agreed on: {0}")]
+    #[error("frame that needs a feature which was not agreed on: {0}")]
     NotAgreed(Features),
     /// An encoding that this version does not know.
     #[error("block of unknown encoding {0}")]
@@ -132,26 +135,28 @@ pub enum FrameError {
     /// Pages that the machine does not have.
     #[error("frame for pages of chunk {0} that this machine does not have")]
     Outside(u32),
-    /// A page that is to be two of zero, full and a difference, or a frame without pages.
+    /// A page is in more than one of the sets zero, full and delta, or the frame has no pages.
     #[error("frame for chunk {0} contradicts itself")]
     Contradiction(u32),
 }
 
 /// How the pages of one migration are digested: by XXH3-64 with a seed that no guest knows.
 ///
-/// Who knows how pages are digested can make two of them with the same digest, with XXH3 by hand. Inside a guest that may be anybody who has the say
-/// over one page (an uploaded file, in the page cache): the second would count as unchanged, also to the comparison of both sides, and the guest would go
-/// back to the first by being moved.
+/// Whoever knows how pages are digested can make two contents with the same digest; with XXH3 this takes no computing
+/// power. Inside a guest anybody who controls one page can do it, for example by an uploaded file in the page cache.
+/// The second content would count as unchanged, also in the comparison of both sides, and the moved guest would have
+/// the first content again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Digester {
     seed: u64,
 }
 
 impl Digester {
-    /// Without a seed: as peers of version 1.0 digest.
+    /// Digests without a seed, as peers of version 1.0 make them.
     pub const UNSEEDED: Self = Self { seed: 0 };
 
-    /// As both sides of a migration do who speak this version; the seed is the lower half of its number, in whichever session.
+    /// The digester of a migration whose sides both speak this version. The seed is the lower half of the migration's
+    /// number, in all its sessions.
     #[must_use]
     pub fn of(version: Version, migration: u128) -> Self {
         if version.minor < SEEDED_SINCE { Self::UNSEEDED } else { Self { seed: migration as u64 } }
@@ -180,14 +185,14 @@ pub struct FrameWriter {
 }
 
 impl FrameWriter {
-    /// For a connection of the session with this key.
+    /// A writer for a connection of the session with this key.
     #[must_use]
     pub fn new(key: u64) -> Self {
         Self { key, sequence: 0 }
     }
 
-    /// What the next frame begins with, all that its checksum covers: header and words. Its bodies or blocks follow. `digests` are those of its
-    /// bodies: of a chunk frame's full pages, of a packed frame's [`PackedFrame::pages`].
+    /// The beginning of the next frame, which its checksum covers: header and words. Its bodies or blocks follow.
+    /// `digests` are those of its bodies: of a chunk frame's full pages, or of a packed frame's [`PackedFrame::pages`].
     #[must_use]
     pub fn head(&mut self, frame: &Frame, digests: &[u64]) -> Vec<u8> {
         let none = PageSet::EMPTY;
@@ -229,7 +234,7 @@ fn checksum(key: u64, raw: &Raw, words: &[u64]) -> u64 {
     hash.digest()
 }
 
-/// Reads the headers of one connection: total, and nothing is believed before its checksum fits.
+/// Reads the headers of one connection. Reading is total, and nothing is believed before its checksum fits.
 #[derive(Debug)]
 pub struct FrameReader {
     key: u64,
@@ -237,7 +242,7 @@ pub struct FrameReader {
     sequence: u64,
 }
 
-/// A header that was read, its words not yet: the frame is not to be acted on before [`FrameReader::accept`].
+/// A header whose words are not read yet: nobody may act on the frame before [`FrameReader::accept`].
 #[derive(Debug)]
 pub struct Pending {
     raw: Raw,
@@ -245,7 +250,7 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// How many words of 8 bytes follow the header: at most [`MAX_WORDS`].
+    /// The number of words of 8 bytes that follow the header, at most [`MAX_WORDS`].
     #[must_use]
     pub fn words(&self) -> usize {
         self.words
@@ -253,7 +258,7 @@ impl Pending {
 }
 
 impl FrameReader {
-    /// For a connection of the session with this key, whose sides agreed on these features.
+    /// A reader for a connection of the session with this key, whose sides agreed on these features.
     #[must_use]
     pub fn new(key: u64, agreed: Features) -> Self {
         Self { key, agreed, sequence: 0 }
@@ -282,7 +287,7 @@ impl FrameReader {
     /// Takes the words and yields the frame, checked against the machine's layout, and the digests of its bodies.
     ///
     /// # Errors
-    /// [`FrameError`]: the connection is of no use any more.
+    /// [`FrameError`]: the connection is useless from then on.
     pub fn accept<'w>(
         &mut self,
         pending: &Pending,
@@ -363,7 +368,8 @@ mod tests {
 
         #[test]
         fn any_changed_byte_is_found(at in 0usize..HEADER_BYTES + 3 * 8, flip in 1u8..) {
-            let frame = Frame::Chunk(ChunkFrame { round: 1, chunk: ChunkIndex(2), full: PageSet::first(3), zero: PageSet::EMPTY });
+            let (chunk, full) = (ChunkIndex(2), PageSet::first(3));
+            let frame = Frame::Chunk(ChunkFrame { round: 1, chunk, full, zero: PageSet::EMPTY });
             let mut head = FrameWriter::new(9).head(&frame, &[1, 2, 3]);
             head[at] ^= flip;
             prop_assert!(read(&mut reader(9), &head).is_err());

@@ -1,14 +1,15 @@
 //! The first bytes of every connection: who is there, which version, which features.
 //!
-//! The caller sends a `Hello` and the listener answers with one. The first 12 bytes, magic and version, never change, so that two
-//! daemons of whatever age can tell each other why they do not understand each other. Majors must be equal; the lower minor and the
-//! features both have are used; a feature one side *needs* and the other lacks ends the connection.
+//! The caller sends a `Hello` and the listener answers with one. The first 12 bytes, magic and version, never change,
+//! so that two daemons of any age can tell each other why they do not understand each other. Majors must be equal. The
+//! lower minor and the features that both have are used. A feature that one side *needs* and the other lacks ends the
+//! connection.
 //!
 //! ```text
-//!   0           8       10      12     13   14       16               24               32        48         56        64
-//!   +-----------+-------+-------+------+----+--------+----------------+----------------+---------+----------+---------+
-//!   | STERNA\r\n| major | minor | role | 0  | index  | features       | needed         | session | key      | 0       |
-//!   +-----------+-------+-------+------+----+--------+----------------+----------------+---------+----------+---------+
+//!   0           8       10      12     13  14      16             24             32        48        56       64
+//!   +-----------+-------+-------+------+---+-------+--------------+--------------+---------+---------+--------+
+//!   | STERNA\r\n| major | minor | role | 0 | index | features     | needed       | session | key     | 0      |
+//!   +-----------+-------+-------+------+---+-------+--------------+--------------+---------+---------+--------+
 //! ```
 
 use zerocopy::little_endian::{U16, U64, U128};
@@ -18,7 +19,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub const HELLO_BYTES: usize = 64;
 /// The version this code speaks.
 pub const VERSION: Version = Version { major: 1, minor: 1 };
-/// The first minor whose daemons say who they are ([`Request::Identify`](crate::message::Request::Identify)).
+/// The first version whose daemons say who they are ([`Request::Identify`](crate::message::Request::Identify)).
 pub const KNOWS_IDENTITIES: Version = Version { major: 1, minor: 1 };
 const MAGIC: [u8; 8] = *b"STERNA\r\n";
 
@@ -31,17 +32,18 @@ impl Features {
     pub const NONE: Self = Self(0);
     /// It reads packed frames: bodies in blocks of their own encodings.
     pub const PACKED: Self = Self(1 << 0);
-    /// Of those, differences to what was sent before.
+    /// It reads packed frames with differences to what was sent before.
     pub const XBZRLE: Self = Self(1 << 1);
-    /// Of those, LZ4.
+    /// It reads packed frames with LZ4.
     pub const LZ4: Self = Self(1 << 2);
-    /// Of those, Zstandard.
+    /// It reads packed frames with Zstandard.
     pub const ZSTD: Self = Self(1 << 3);
     /// It lets a guest run before all its pages are there, or serves the pages of one that does.
     pub const POSTCOPY: Self = Self(1 << 4);
-    /// Nobody announces it: a listener that takes encrypted calls only needs it of one that came plain.
+    /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
+    /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
-    /// All that this code knows.
+    /// All features that this code knows.
     pub const KNOWN: Self = Self(0b1_1111);
     const NAMES: [(Self, &'static str); 6] = [
         (Self::PACKED, "packed frames"),
@@ -52,25 +54,25 @@ impl Features {
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 
-    /// These and those.
+    /// The features of either set.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// These but not those.
+    /// The features of this set that are not in the other.
     #[must_use]
     pub const fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
 
-    /// What is among both.
+    /// The features of both sets.
     #[must_use]
     pub const fn common(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
-    /// Whether all of those are among these.
+    /// Whether this set has all features of the other.
     #[must_use]
     pub const fn contains(self, other: Self) -> bool {
         other.0 & !self.0 == 0
@@ -78,7 +80,7 @@ impl Features {
 }
 
 impl std::fmt::Display for Features {
-    /// By the names of the options that ask for them; by number where there is none.
+    /// Names features by the options that ask for them, and by their numbers where there is no option.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let known =
             Self::NAMES.iter().filter(|(feature, _)| self.0 & feature.0 != 0).map(|(_, name)| (*name).to_string());
@@ -112,7 +114,8 @@ pub enum Role {
     Pages(u16),
     /// The devices' state.
     Devices,
-    /// [`PageRequest`](crate::message::PageRequest)s: the one connection on which the destination speaks and the source listens.
+    /// [`PageRequest`](crate::message::PageRequest)s: the one connection on which the destination speaks and the source
+    /// listens.
     Faults,
     /// Page frames that were asked for: they overtake all others.
     Urgent,
@@ -156,10 +159,10 @@ const _: () = assert!(size_of::<Raw>() == HELLO_BYTES);
 /// Why a connection was not accepted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HelloError {
-    /// Something else listens or calls there.
+    /// The peer is not Sterna.
     #[error("the peer does not speak Sterna's protocol")]
     Stranger,
-    /// Its major is another.
+    /// The peer speaks another major version.
     #[error("the peer speaks version {theirs} of the protocol, this daemon {ours}")]
     Version {
         /// What this code speaks.
@@ -167,21 +170,25 @@ pub enum HelloError {
         /// What the peer speaks.
         theirs: Version,
     },
-    /// It lacks, or needs, something.
-    #[error("the peer {} what {}: {features}", if *.theirs { "needs" } else { "lacks" }, if *.theirs { "this daemon lacks" } else { "this migration needs" })]
+    /// One side needs features that the other lacks.
+    #[error(
+        "the peer {} what {}: {features}",
+        if *.theirs { "needs" } else { "lacks" },
+        if *.theirs { "this daemon lacks" } else { "this migration needs" }
+    )]
     Features {
-        /// Which.
+        /// The features.
         features: Features,
-        /// Whether the peer needs them (else it lacks them).
+        /// Whether the peer needs them. If not, the peer lacks them.
         theirs: bool,
     },
-    /// A role this code does not know.
+    /// A role that this code does not know.
     #[error("connection of unknown role {0}")]
     Role(u8),
 }
 
 impl Hello {
-    /// The bytes to send.
+    /// Encodes the hello.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let (role, index) = match self.role {
@@ -207,7 +214,7 @@ impl Hello {
         zerocopy::transmute!(raw)
     }
 
-    /// Reads what the peer sent.
+    /// Decodes the peer's hello.
     ///
     /// # Errors
     /// [`HelloError::Stranger`], [`HelloError::Version`], [`HelloError::Role`].

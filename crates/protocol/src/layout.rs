@@ -1,7 +1,7 @@
 //! Pages, chunks, and how a machine's RAM blocks lie behind one another.
 //!
-//! A page is 4,096 bytes, a chunk 256 pages. Every block begins at a chunk of its own, so that a chunk belongs to one block and a
-//! chunk's number says all: frames, bitmaps and the work of a connection are in chunks.
+//! A page is 4,096 bytes, a chunk 256 pages. Every block begins at a chunk of its own, so that a chunk belongs to one
+//! block, and a chunk's number is enough: frames, bitmaps and the work of a connection are in chunks.
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
@@ -34,7 +34,7 @@ impl ChunkIndex {
 /// A page of the machine's RAM: its chunk and its place in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PageIndex {
-    /// The chunk.
+    /// The chunk of the page.
     pub chunk: ChunkIndex,
     /// The page in the chunk.
     pub page: u8,
@@ -47,11 +47,11 @@ pub struct Place {
     pub block: usize,
     /// Offset in the block, bytes.
     pub offset: u64,
-    /// Pages of it that exist: 256 but for the last chunk of a block.
+    /// Pages of it that exist: 256, except in the last chunk of a block.
     pub pages: usize,
 }
 
-/// A layout that cannot be.
+/// A layout that is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     /// Too many or no blocks.
@@ -60,17 +60,17 @@ pub enum LayoutError {
     /// A size that is not a positive multiple of the page size.
     #[error("RAM block '{id}' of {bytes} bytes is not a whole number of its pages of {page_bytes} bytes")]
     Size {
-        /// The block.
+        /// The block's id.
         id: String,
-        /// Its size.
+        /// The block's size.
         bytes: u64,
-        /// Its page size.
+        /// The block's page size.
         page_bytes: u64,
     },
-    /// Two blocks of one name.
+    /// Two blocks have one name.
     #[error("two RAM blocks are called '{0}'")]
     Twice(String),
-    /// More than [`MAX_CHUNKS`].
+    /// The blocks have more than [`MAX_CHUNKS`] chunks.
     #[error("more than {} TiB of RAM", MAX_CHUNKS >> 20)]
     TooLarge,
 }
@@ -118,7 +118,7 @@ impl Layout {
         Ok(Self { blocks, chunks: first as u32 })
     }
 
-    /// How many chunks there are.
+    /// The number of chunks.
     #[must_use]
     pub fn chunks(&self) -> u32 {
         self.chunks
@@ -129,7 +129,7 @@ impl Layout {
         (0..self.chunks).map(ChunkIndex)
     }
 
-    /// How many pages there are.
+    /// The number of pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.blocks.iter().map(|block| block.spec.bytes / PAGE_BYTES as u64).sum()
@@ -154,7 +154,7 @@ impl Layout {
         Some(Place { block, offset, pages })
     }
 
-    /// The page at a byte offset of a block; `None` outside.
+    /// The page at a byte offset of a block; `None` outside the block.
     #[must_use]
     pub fn page_at(&self, block: usize, offset: u64) -> Option<PageIndex> {
         let Block { spec, first, .. } = self.blocks.get(block)?;
@@ -165,7 +165,7 @@ impl Layout {
         Some(PageIndex { chunk: ChunkIndex(chunk), page: (offset / PAGE_BYTES as u64 % CHUNK_PAGES as u64) as u8 })
     }
 
-    /// A digest of ids, sizes and page sizes: equal at both ends or the migration is refused.
+    /// A digest of ids, sizes and page sizes. Where both ends differ in it, the migration is refused.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut hash = Xxh3::new();

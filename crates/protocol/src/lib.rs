@@ -25,35 +25,35 @@ pub mod frame;
 /// Differences between two states of a page.
 pub mod xbzrle;
 
-/// What may be said when, and who owns the guest when the link is lost.
+/// Sessions: which message may come when, and who owns the guest when the link is lost.
 pub mod session;
 
-/// Maps of pages on their way.
+/// The residue: maps of pages that the destination lacks.
 pub mod residue;
 
-/// The order of the push after the switchover.
+/// Pre-paging: the order of the push after the switchover.
 pub mod prepage;
 
-/// How fast to push, so that faults overtake.
+/// The pace of the push, at which faults overtake it.
 pub mod pace;
 
 /// When a lost destination is tried again.
 pub mod retry;
 
-/// When to stop the guest.
+/// Convergence: when to stop the guest.
 pub mod convergence;
 
-/// How quickly pages go.
+/// The speed of pages, from the rounds so far.
 pub mod throughput;
 
-/// How large a guest's balloon should be.
+/// Self-ballooning: how large a guest's balloon should be.
 pub mod balloon;
 
-/// How fast free memory is taken from a guest.
+/// Reclaim: how fast free memory is taken from a guest.
 pub mod reclaim;
 
-/// Which pages are used.
+/// The map of pages that are used.
 pub mod usage;
 
-/// What a migration would take.
+/// Estimates of what a migration would take.
 pub mod estimate;

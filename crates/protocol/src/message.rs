@@ -1,7 +1,8 @@
 //! Requests of the source and replies of the destination, on the control connection.
 //!
-//! Each request gets one reply, in order; `Reply::Failed` can stand for any. A message is a 4-byte length (little-endian, at most
-//! `MAX_MESSAGE_BYTES`), an 8-byte checksum (XXH3-64 seeded with the session's key) and the message in postcard's form.
+//! Each request gets one reply, in order; `Reply::Failed` can stand for any. A message is a 4-byte length
+//! (little-endian, at most `MAX_MESSAGE_BYTES`), an 8-byte checksum (XXH3-64 seeded with the session's key) and the
+//! message in postcard's form.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -16,104 +17,108 @@ use crate::spec::VmSpec;
 pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
 /// Bytes before a message: its length and its checksum.
 pub const PREFIX_BYTES: usize = 12;
-/// The most suspect pages one reply names; the rest are named in the next.
+/// The most suspect pages that one reply names; the next reply names the others.
 pub const MAX_SUSPECTS: usize = 65_536;
 /// The most chunks one request may ask digests of.
 pub const MAX_DIGEST_CHUNKS: u32 = 65_536;
 
-/// What the source asks, in the order it may ask (`docs/protocol.md`).
+/// Requests of the source, in the order in which they may come (`docs/protocol.md`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Request {
-    /// Would you take this machine? The destination checks, starts its VMM, and waits for the connections.
+    /// Asks whether the destination takes this machine. The destination checks, starts its VMM, and waits for the
+    /// connections.
     Propose {
-        /// The migration, drawn at random.
+        /// The migration's number, drawn at random.
         id: u128,
-        /// The machine.
+        /// The machine to move.
         spec: Box<VmSpec>,
         /// How many connections will carry pages.
         streams: u16,
-        /// Whether the guest may run there before all its pages are there. Then the session has the roles `Faults` and `Urgent` as well, unless
-        /// the destination says that it cannot.
+        /// Whether the guest may run there before all its pages are there. Then the session also has the roles `Faults`
+        /// and `Urgent`, unless the destination says that it cannot do so.
         postcopy: bool,
-        /// Both sides will be compared: after the switchover that takes digests of pages as the guest first saw them.
+        /// Whether both sides will be compared. After the switchover this needs digests of pages as the guest first saw
+        /// them.
         verify: bool,
     },
-    /// What time is it?
+    /// Asks for the destination's time.
     Clock,
-    /// All connections have sent all of this round.
+    /// Says that all connections have sent all of this round.
     RoundEnd {
-        /// The round.
+        /// The round's number.
         round: u32,
     },
-    /// The guest has stopped: device state must wait from now on until the last pages are in place.
+    /// Says that the guest has stopped: from now on device state must wait until the last pages are in place.
     Stopped,
-    /// As `RoundEnd`, and the guest is stopped: where nothing is suspect, the devices may be loaded from now on.
+    /// As `RoundEnd`, with the guest stopped: where no page is suspect, the devices may be loaded from now on.
     FinalRoundEnd {
-        /// The round.
+        /// The round's number.
         round: u32,
     },
-    /// Digests of these chunks, for the comparison of both sides.
+    /// Asks for digests of these chunks, for the comparison of both sides.
     ChunkDigests {
-        /// The first.
+        /// The first chunk.
         first: ChunkIndex,
-        /// How many, at most [`MAX_DIGEST_CHUNKS`].
+        /// The number of chunks, at most [`MAX_DIGEST_CHUNKS`].
         count: u32,
     },
-    /// Digests of the pages of one chunk.
+    /// Asks for digests of the pages of one chunk.
     PageDigests {
-        /// The chunk.
+        /// The chunk that is asked about.
         chunk: ChunkIndex,
     },
-    /// After `Complete`: which pages of this chunk did the guest give back since its start? What it saw of them may be zeros.
+    /// After `Complete`: asks which pages of this chunk the guest discarded since its start. The guest may have seen
+    /// zeros in them.
     GivenBack {
-        /// The chunk.
+        /// The chunk that is asked about.
         chunk: ChunkIndex,
     },
-    /// The device state is all sent: say when it is loaded.
+    /// Says that all of the device state is sent. The reply comes when it is loaded.
     Load,
-    /// A part of the residue: pages that are not there, or stale, when the guest starts. The guest has stopped; its devices may be being saved still.
-    /// The parts come in order, and the last with `LoadPostcopy`.
+    /// A part of the residue: pages that are not there, or stale, when the guest starts. The guest has stopped, and its
+    /// devices may still be being saved. The parts come in order; the last comes with `LoadPostcopy`.
     Residue(ResiduePart),
-    /// The last part of the residue, and the device state is all sent: from now on a page of the residue is shown to the guest only once it
-    /// has arrived. Say when the devices are loaded.
+    /// The last part of the residue. From now on the devices are loaded as their state comes, and a page of the residue
+    /// is shown to the guest only once it has arrived. The reply comes when the devices are loaded.
     LoadPostcopy(ResiduePart),
-    /// The guest is yours. The point of no return.
+    /// The point of no return: gives the guest to the destination.
     Commit,
-    /// It ended: forget it. The guest stays with the source.
+    /// Ends the migration. The guest stays with the source, and the destination forgets it.
     Abort,
-    /// After the switchover, now and then: are you there, and how far?
+    /// After the switchover, now and then: asks whether the destination is there, and how far it is.
     Paging,
-    /// After the switchover: every page of the residue is sent. Say when all of it is there.
+    /// After the switchover: says that every page of the residue is sent. The reply comes when all of them are there.
     Complete {
-        /// Both sides are to be compared afterwards: the digests asked for are those of the pages as the guest first saw them.
+        /// Whether both sides are to be compared afterwards, by digests of the pages as the guest first saw them.
         verify: bool,
     },
-    /// After `Complete`: nothing more is asked for.
+    /// After `Complete`: says that the source asks for nothing more.
     Release,
-    /// The source is there again after a lost link or a restart, and goes on with the pages; the first request of a new control connection,
-    /// in the session of old.
+    /// Says that the source is back after a lost link or a restart, and goes on with the pages. It is the first request
+    /// of a new session, after `Identify`.
     Resume {
-        /// The migration.
+        /// The migration's number.
         id: u128,
         /// How many connections will carry pages.
         streams: u16,
     },
-    /// After `Resume`: which pages from this chunk on are still missing?
+    /// After `Resume`: asks which pages from this chunk on are still missing.
     Missing {
         /// The first chunk.
         first: ChunkIndex,
     },
-    /// What became of a migration? Asked on a connection of its own.
+    /// Asks what became of a migration, on a connection of its own.
     Verdict {
-        /// Which.
+        /// The migration's number.
         id: u128,
     },
-    /// Who are you? Since 1.1, and the first request of its connection: what follows is said only to whom the source means.
+    /// Asks who the destination is. Since 1.1 this is the first request of its connection: the source goes on only with
+    /// the daemon that it means.
     Identify,
 }
 
 impl Request {
-    /// What it is called.
+    /// The request's name, for messages.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -141,10 +146,10 @@ impl Request {
     }
 }
 
-/// What the destination answers.
+/// Replies of the destination.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Reply {
-    /// To `Propose`: yes.
+    /// To `Propose`: the destination takes the machine.
     Accepted {
         /// The destination's name.
         host: String,
@@ -152,32 +157,32 @@ pub enum Reply {
         qemu: String,
         /// Its Sterna's version.
         sterna: String,
-        /// The digest of the RAM layout it made.
+        /// The digest of the RAM layout that it made.
         layout: u64,
-        /// Why the guest cannot run there before all its pages are there, where that was proposed.
+        /// The reason why the guest cannot run there before all its pages are there, where that was proposed.
         no_postcopy: Option<Problem>,
     },
-    /// To `Clock`: microseconds since the epoch.
+    /// To `Clock`: the destination's time.
     Clock {
-        /// The time.
+        /// Microseconds since the epoch.
         now_us: u64,
     },
     /// To `RoundEnd` and `FinalRoundEnd`: all of it arrived.
     Arrived {
-        /// Pages whose bodies were not what their digests say: send them again.
+        /// Pages whose bodies did not fit their digests. The source sends them again.
         suspects: Vec<PageIndex>,
     },
-    /// To `Stopped`: device state waits.
+    /// To `Stopped`: device state waits from now on.
     Holding,
     /// To `ChunkDigests` and `PageDigests`, in order.
     Digests(Vec<u64>),
     /// To `GivenBack`: the set's bytes (`PageSet::from_bytes`).
     GivenBack([u8; PageSet::BYTES]),
-    /// To `Load` and `LoadPostcopy`.
+    /// To `Load` and `LoadPostcopy`: the devices are loaded.
     Loaded,
     /// To `Residue`: the next part may come.
     Noted,
-    /// To `Paging`.
+    /// To `Paging`: how far the destination is.
     Paging {
         /// Pages still missing.
         missing: u64,
@@ -186,14 +191,14 @@ pub enum Reply {
     },
     /// To `Complete`: every page is there.
     Completed(Box<PostcopyAccount>),
-    /// To `Release`.
+    /// To `Release`: the destination has ended its side.
     Released,
-    /// To `Resume`: go on.
+    /// To `Resume`: the source may go on.
     Resumed {
-        /// The digest of its RAM layout.
+        /// The digest of the machine's RAM layout.
         layout: u64,
     },
-    /// To `Missing`.
+    /// To `Missing`: a part of the map of missing pages.
     Missing(ResiduePart),
     /// To `Commit`: the guest runs (or stays paused, as its user had it).
     Running {
@@ -202,33 +207,35 @@ pub enum Reply {
         /// Processor time the migration took at the destination, microseconds.
         cpu_us: u64,
     },
-    /// To `Abort`: forgotten.
+    /// To `Abort`: the destination has forgotten the migration.
     Aborted {
-        /// What had gone wrong at the destination, where something had.
+        /// What went wrong at the destination, if anything did.
         problem: Option<Problem>,
     },
-    /// To `Verdict`.
+    /// To `Verdict`: what became of the migration.
     Verdict {
-        /// The guest belongs to the destination; else it never ran there and never will.
+        /// Whether the guest belongs to the destination. If not, it never ran there and never will.
         committed: bool,
     },
-    /// It cannot be done.
+    /// To any request: the destination could not do it.
     Failed(Problem),
-    /// To `Identify`.
+    /// To `Identify`: who the destination is.
     Identity {
-        /// The daemon that answers: drawn at random once for each state directory. Only it can tell what became of a migration that it accepted.
+        /// The identity of the daemon that answers, drawn at random once for each state directory. Only this daemon can
+        /// tell what became of a migration that it accepted.
         identity: u128,
     },
 }
 
-/// A part of a map of pages: those of `chunks` chunks from `first` on. [`residue`](crate::residue) makes and reads it.
+/// A part of a map of pages: the pages of `chunks` chunks from `first` on. [`residue`](crate::residue) makes and reads
+/// it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResiduePart {
     /// The first chunk.
     pub first: ChunkIndex,
-    /// How many.
+    /// The number of chunks.
     pub chunks: u32,
-    /// Their sets, compressed.
+    /// The sets of their pages, compressed.
     pub bits: Vec<u8>,
 }
 
@@ -241,17 +248,18 @@ pub struct PostcopyAccount {
     pub took_us: u64,
     /// Pages that arrived though they had arrived before.
     pub duplicate: u64,
-    /// The faults.
+    /// What the guest's faults cost.
     pub faults: sterna_api::report::Faults,
-    /// Whether the comparison can be made: not where the daemon was started again meanwhile.
+    /// Whether the comparison is possible. It is not where the daemon was restarted meanwhile.
     pub verifiable: bool,
 }
 
-/// A fault at the destination asks for a page: on the connection of role [`Faults`](crate::hello::Role::Faults), one after the other,
-/// each as a message is (prefix and body), without a reply but the page.
+/// A page request: a fault at the destination asks for a page. It travels on the connection of role
+/// [`Faults`](crate::hello::Role::Faults), in the form of a message (prefix and body). The page itself is the only
+/// reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PageRequest {
-    /// The page.
+    /// The page that the guest touched.
     pub page: PageIndex,
     /// The thread of the VMM that waits.
     pub thread: u32,
@@ -263,10 +271,10 @@ pub enum MessageError {
     /// Longer than any message.
     #[error("a message of {0} bytes: at most {MAX_MESSAGE_BYTES} are allowed")]
     Length(usize),
-    /// It is not what was sent.
+    /// It differs from what was sent.
     #[error("a message arrived damaged: its checksum does not fit")]
     Checksum,
-    /// It is whole and makes no sense.
+    /// It arrived whole, and this version cannot decode it.
     #[error("a message that this version does not understand: {0}")]
     Nonsense(String),
 }
@@ -274,7 +282,7 @@ pub enum MessageError {
 /// The bytes of a message, prefix included.
 ///
 /// # Errors
-/// [`MessageError::Length`] where it would be too long.
+/// [`MessageError::Length`] where the message would be too long.
 pub fn encode<M: Serialize>(message: &M, key: u64) -> Result<Vec<u8>, MessageError> {
     let body = postcard::to_stdvec(message).map_err(|error| MessageError::Nonsense(error.to_string()))?;
     if body.len() > MAX_MESSAGE_BYTES {
@@ -287,7 +295,7 @@ pub fn encode<M: Serialize>(message: &M, key: u64) -> Result<Vec<u8>, MessageErr
     Ok(bytes)
 }
 
-/// How many bytes follow a prefix, and their checksum.
+/// The number of bytes that follow a prefix, and their checksum.
 ///
 /// # Errors
 /// [`MessageError::Length`]: before anything is allocated.
@@ -303,7 +311,7 @@ pub fn decode_prefix(prefix: [u8; PREFIX_BYTES]) -> Result<(usize, u64), Message
 /// The message in `body`.
 ///
 /// # Errors
-/// [`MessageError::Checksum`], [`MessageError::Nonsense`].
+/// [`MessageError::Checksum`] where the message was damaged, [`MessageError::Nonsense`] where it cannot be decoded.
 pub fn decode<M: DeserializeOwned>(body: &[u8], checksum: u64, key: u64) -> Result<M, MessageError> {
     if xxh3_64_with_seed(body, key) != checksum {
         return Err(MessageError::Checksum);

@@ -1,9 +1,11 @@
-//! How fast to push after the switchover: about nine tenths of what the link carries, so that a page a fault waits for finds the wire free.
+//! How fast to push after the switchover: about nine tenths of what the link carries, so that a page that a fault waits
+//! for finds the wire free.
 //!
-//! Beside a push that fills the link, an urgent page waits behind everything in the network's queues: 1 to 14 ms on 1 Gbit/s, against 0.04 ms
-//! beside one at nine tenths. Nobody says what the link carries, so it is measured, much as BBR does (Cardwell et al., 2016): what the peer
-//! acknowledged in a window of time, while there was more to send, is what the link carried. At nine tenths that shows nothing new, so now
-//! and then a short window tries more.
+//! Beside a push that fills the link, an urgent page waits behind everything in the network's queues: 1 to 14 ms on 1
+//! Gbit/s, against 0.04 ms beside one at nine tenths. Nobody says what the link carries, so it is measured, much as BBR
+//! does (Cardwell et al., 2016): while there was more to send, the bytes that the peer acknowledged in a window of time
+//! are what the link carried. At nine tenths of the link that shows nothing new, so now and then a short window tries
+//! more.
 //!
 //! ```text
 //!   Searching ──no more came through──▶ Draining ──▶ Cruising ──now and then──▶ Probing ─┐
@@ -12,10 +14,11 @@
 //!                                           └────────────┴── nothing more came through ──┘
 //! ```
 //!
-//! Less than went comes through also where processors are busy with other things than sending. Then the link is free, and slower would help
-//! nobody: what is sent too much shows in the round trip, as it queues. A round trip that stays long while queues drain is not of the push's
-//! making: acknowledgements wait behind what the guest sends from its new host, say. Then TCP shares the link as it always does, and slower would
-//! only keep its window small.
+//! Fewer bytes than were paced may also come through where processors are busy with other things than sending. Then the
+//! link is free, and a slower push helps nobody. Bytes that exceed the link show in the round trip, because they queue.
+//! A round trip that stays long while queues drain is not caused by the push: acknowledgements wait, for example behind
+//! what the guest sends from its new host. Then TCP shares the link as it always does, and a slower push would only
+//! keep its window small.
 //!
 //! There is no clock here: the caller reports windows.
 
@@ -23,65 +26,65 @@ use std::time::Duration;
 
 /// The share of the link that is used while faults come.
 pub const SHARE: f64 = 0.9;
-/// The share that is used where hardly any come. Not all: what is thought of the link may be a few percent too high, as queues that were empty take
-/// more for a while than the link, and a full queue loses packets.
+/// The share that is used where hardly any faults come. It is less than 1, because the estimate of the link may be a
+/// few percent too high: queues that were empty take more than the link for a while, and a full queue loses packets.
 const QUIET_SHARE: f64 = 0.97;
-/// The shortest window: what a processor that is busy elsewhere delays is smaller, and so are the ticks (4 ms) in which the kernel counts how long a
-/// connection was busy.
+/// The shortest window. The delays of a processor that is busy elsewhere are smaller, and so are the ticks (4 ms) in
+/// which the kernel counts how long a connection was busy.
 const SHORTEST_WINDOW: Duration = Duration::from_millis(20);
-/// The longest.
+/// The longest window.
 const LONGEST_WINDOW: Duration = Duration::from_millis(400);
 /// Bytes that make a window: some hundred acknowledgements.
 const WINDOW_BYTES: f64 = 256.0 * 1024.0;
-/// Round trips that a window lasts at least: what is sent in it comes to be acknowledged in it, also where acknowledgements queue behind what the
-/// peer's host sends.
+/// The least number of round trips in a window. Bytes that are sent in a window are then acknowledged in it, even where
+/// acknowledgements queue behind what the peer's host sends.
 const WINDOW_TRIPS: u32 = 4;
-/// The same for the mean deviation of round trips: an acknowledgement that comes some milliseconds earlier or later falls into another window, and
-/// such errors are to stay small beside the window.
+/// The least length of a window in mean deviations of the round trip. An acknowledgement that comes some milliseconds
+/// earlier or later falls into another window, and such errors must stay small beside the window.
 const WINDOW_DEVIATIONS: u32 = 32;
-/// Where nothing is known: 256 Mbit/s.
+/// The rate that a link is assumed to carry where nothing is known: 256 Mbit/s.
 const FIRST_GUESS: f64 = 32e6;
-/// Below that no push ends.
+/// The least pace, bytes per second: below it a push would never end.
 const LEAST: f64 = 64.0 * 1024.0;
-/// How much faster each window of a search is.
+/// The factor by which each window of a search is faster than the last.
 const SEARCH: f64 = 2.0;
-/// Windows of a search in which no more comes through, until it is over.
+/// Windows without more coming through that end a search.
 const SEARCH_FAILS: u32 = 2;
-/// What counts as more in a search.
+/// The factor that counts as more in a search.
 const MORE: f64 = 1.25;
-/// How much faster than the link a probe is.
+/// The factor by which a probe is faster than the link.
 const PROBE: f64 = 1.25;
-/// What counts as more in a probe.
+/// The factor that counts as more in a probe.
 const PROBE_MORE: f64 = 1.1;
-/// The least time between two probes, and windows.
+/// The least time and the least number of windows between two probes.
 const CRUISE: (Duration, u32) = (Duration::from_millis(500), 6);
-/// The most of both, as a multiple: each probe that shows nothing new doubles it.
+/// The largest multiple of both. Each probe that shows nothing new doubles the multiple.
 const MOST_PATIENCE: u32 = 4;
 /// The pace while queues drain, as a share of the link.
 const DRAIN: f64 = 0.5;
-/// What counts as more coming out of the queues than goes in: there is something in them still.
+/// The factor that counts as more coming out of the queues than goes in: something is in them still.
 const FULL: f64 = 1.1;
 /// The most windows of draining.
 const MOST_DRAIN: u32 = 64;
 /// Windows in a row that come short of the pace, with a queue, until the link counts as slower.
 const SHORT_WINDOWS: u32 = 3;
-/// What counts as short.
+/// The share of the pace below which a window is short.
 const SHORT: f64 = 0.93;
-/// What counts as a queue: a round trip that is so much longer than the shortest, and by a part of it.
+/// A round trip shows a queue where it exceeds the shortest by this time, and by this share of it.
 const QUEUE: (Duration, f64) = (Duration::from_millis(1), 0.25);
-/// The link counts as slower by so much at most at a time.
+/// The largest share by which the link counts as slower at one time.
 const MOST_DROP: f64 = 0.5;
-/// How much a single probe that shows no faster link counts.
+/// The weight of a single probe that shows no faster link.
 const DOUBT: f64 = 0.25;
 
-/// What was seen in a window.
+/// A window: what was seen in a time of pushing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Window {
-    /// Its length.
+    /// The window's length.
     pub length: Duration,
     /// Bytes that the peer acknowledged in it, of all that goes over the link.
     pub delivered: u64,
-    /// Whether more was there to be sent all the time: else the window says nothing of the link.
+    /// Whether there was more to send all the time. If not, the window says nothing about the link.
     pub busy: bool,
     /// The round trip, smoothed.
     pub round_trip: Duration,
@@ -91,19 +94,21 @@ pub struct Window {
     pub least_trip: Duration,
     /// Whether segments were lost.
     pub lost: bool,
-    /// Bytes by which `delivered` can be wrong: an acknowledgement stands for a segment or more, and falls into this window or the next.
+    /// Bytes by which `delivered` can be wrong: an acknowledgement stands for a segment or more, and falls into this
+    /// window or the next.
     pub grain: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum State {
-    /// For what the link carries, upwards.
+    /// Searches upwards for what the link carries.
     Searching { fails: u32 },
-    /// What was sent too much, for so many windows at most; where the link seemed slower, with what it was thought to carry before.
+    /// Drains the queues for `windows` windows at most. Where the link seemed slower, `before` is the rate that it was
+    /// assumed to carry before.
     Draining { windows: u32, before: Option<f64> },
-    /// At the share.
+    /// Goes at the share.
     Cruising(Cruise),
-    /// Whether there is more.
+    /// Tries whether the link carries more.
     Probing,
 }
 
@@ -119,15 +124,15 @@ struct Cruise {
 
 const CRUISING: State = State::Cruising(Cruise { time: Duration::ZERO, windows: 0, short: 0, sum: 0.0 });
 
-/// The pace, one `seen` after each window.
+/// The pace. The caller reports each window by `seen`.
 #[derive(Debug, Clone)]
 pub struct Pace {
     state: State,
     /// What the link carries as far as is known, bytes per second.
     link: f64,
-    /// Times the least time between probes.
+    /// The multiple of the least time between probes.
     patience: u32,
-    /// What the shortest window follows from: round trips, and how they vary.
+    /// The least window that round trips and their deviation allow.
     steady: Duration,
     /// The round trip without a queue of our own.
     calm: Duration,
@@ -149,7 +154,7 @@ impl Rates<'_> {
 }
 
 impl Pace {
-    /// With what the link carried before, bytes per second, where that is known.
+    /// A pace that begins with what the link carried before, bytes per second, where that is known.
     #[must_use]
     pub fn new(known: Option<u64>) -> Self {
         let link = known.map_or(FIRST_GUESS / SEARCH, |rate| (rate as f64).max(LEAST));
@@ -157,8 +162,8 @@ impl Pace {
         Self { state, link, patience: 1, steady: Duration::ZERO, calm: Duration::ZERO }
     }
 
-    /// The pace of the next window, bytes per second. Where hardly a fault has come for a while (`quiet`), nearly all of what the link is known to
-    /// carry: the next fault may find a frame before it, and no queue.
+    /// The pace of the next window, bytes per second. Where hardly any fault has come for a while (`quiet`), it is
+    /// nearly all that the link is known to carry: the next fault may then wait for one frame, but for no queue.
     #[must_use]
     pub fn rate(&self, quiet: bool) -> u64 {
         let gain = match self.state {
@@ -171,7 +176,7 @@ impl Pace {
         (self.link * gain).max(LEAST) as u64
     }
 
-    /// How long the next window is to be.
+    /// The length of the next window.
     #[must_use]
     pub fn window(&self) -> Duration {
         // A probe fills queues: it is short.
@@ -186,8 +191,8 @@ impl Pace {
         self.link as u64
     }
 
-    /// Takes in a window, all of which went at `paced` bytes per second, what faults asked for included (another's limit may be below
-    /// [`rate`](Self::rate)).
+    /// Takes in a window, all of which went at `paced` bytes per second, what faults asked for included (another's
+    /// limit may be below [`rate`](Self::rate)).
     pub fn seen(&mut self, window: &Window, paced: u64) {
         let seconds = window.length.as_secs_f64();
         if seconds <= 0.0 {
@@ -197,7 +202,7 @@ impl Pace {
         self.calm = self.calm.min(window.round_trip).max(window.least_trip);
         let delivered = window.delivered as f64 / seconds;
         if !window.busy {
-            // There was too little to send to learn anything but this. A probe is tried again when there is more.
+            // There was too little to send to learn more than this. A probe is tried again when there is more to send.
             self.link = self.link.max(delivered);
             if matches!(self.state, State::Draining { .. }) {
                 self.state = CRUISING;
@@ -216,7 +221,7 @@ impl Pace {
 
     fn searched(&mut self, fails: u32, delivered: f64) -> State {
         let more = delivered >= self.link * MORE;
-        // Also downwards: the guess may have been too high.
+        // The rate may also fall here: the guess may have been too high.
         self.link = if more || fails + 1 >= SEARCH_FAILS { delivered } else { self.link };
         match (more, fails + 1 >= SEARCH_FAILS) {
             (true, _) => State::Searching { fails: 0 },
@@ -236,12 +241,12 @@ impl Pace {
             return more;
         }
         match before {
-            // Even that is more than goes through.
+            // Even this pace is more than goes through.
             Some(_) if rates.are_short() && windows > 1 => {
                 self.link = rates.delivered.max(self.link * (1.0 - MOST_DROP));
                 return more;
             }
-            // Nothing of ours is in the queues, and they are as long as before.
+            // None of our bytes are in the queues, and the queues are as long as before.
             Some(before) if self.queued(rates.window) => (self.link, self.calm) = (before, rates.window.round_trip),
             _ => {}
         }
@@ -251,14 +256,15 @@ impl Pace {
     fn cruised(&mut self, mut cruise: Cruise, rates: &Rates<'_>) -> State {
         let window = rates.window;
         (cruise.time, cruise.windows) = (cruise.time + window.length, cruise.windows + 1);
-        // More than went cannot have come through: what seems so belongs to the window before. So only a probe finds a faster link.
+        // No more can come through than was sent: a surplus belongs to the window before. So only a probe finds a
+        // faster link.
         if rates.are_short() && (window.lost || self.queued(window)) {
             (cruise.short, cruise.sum) = (cruise.short + 1, cruise.sum + rates.delivered);
             if cruise.short >= SHORT_WINDOWS {
                 let before = Some(self.link);
-                // The queues are full by now, so this is what comes out of them.
+                // The queues are full by now, so this rate is what comes out of them.
                 self.link = (cruise.sum / f64::from(SHORT_WINDOWS)).max(self.link * (1.0 - MOST_DROP));
-                // Or it was the acknowledgements that came late: that shows at once when more is tried.
+                // Or only the acknowledgements came late: the next probe shows that at once.
                 self.patience = 0;
                 return State::Draining { windows: MOST_DRAIN, before };
             }
@@ -289,7 +295,7 @@ impl Pace {
 mod tests {
     use super::*;
 
-    /// A link with a queue, and a sender that keeps at most so much on its way.
+    /// A link with a queue, and a sender that keeps a limited number of bytes on their way.
     struct Link {
         bytes_per_s: f64,
         trip: Duration,
@@ -339,7 +345,8 @@ mod tests {
         }
     }
 
-    /// Goes on for so long; what was used of the link, and the share of the time with a queue of more than a millisecond.
+    /// Goes on for `seconds`. Returns the used share of the link, and the share of the time with a queue of more than a
+    /// millisecond.
     fn run(pace: &mut Pace, link: &mut Link, seconds: f64, quiet: bool) -> (f64, f64) {
         let (mut time, mut delivered, mut queued) = (0.0, 0.0, 0.0);
         while time < seconds {

@@ -7,9 +7,9 @@ use crate::layout::{CHUNK_PAGES, ChunkIndex, Layout, PageIndex};
 pub struct PageSet(pub [u64; 4]);
 
 impl PageSet {
-    /// No page.
+    /// The empty set.
     pub const EMPTY: Self = Self([0; 4]);
-    /// Its length as bytes.
+    /// The length of a set as bytes.
     pub const BYTES: usize = 32;
 
     /// The set as bytes: its words, little-endian.
@@ -22,14 +22,14 @@ impl PageSet {
         bytes
     }
 
-    /// The inverse.
+    /// The set with these bytes, as [`to_bytes`](Self::to_bytes) makes them.
     #[must_use]
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         let (words, _) = bytes.as_chunks();
         Self(std::array::from_fn(|word| u64::from_le_bytes(words[word])))
     }
 
-    /// The first `pages` pages.
+    /// The set of the first `pages` pages.
     #[must_use]
     pub fn first(pages: usize) -> Self {
         let mut set = Self::EMPTY;
@@ -54,7 +54,7 @@ impl PageSet {
         }
     }
 
-    /// Takes a page out.
+    /// Removes a page.
     pub fn remove(&mut self, page: u8) {
         self.0[usize::from(page) / 64] &= !(1 << (page % 64));
     }
@@ -65,31 +65,31 @@ impl PageSet {
         self.0[usize::from(page) / 64] >> (page % 64) & 1 == 1
     }
 
-    /// How many pages.
+    /// The number of pages.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.iter().map(|word| word.count_ones() as usize).sum()
     }
 
-    /// Whether there are none.
+    /// Whether there are no pages.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0 == [0; 4]
     }
 
-    /// Pages in either.
+    /// The pages in either set.
     #[must_use]
     pub fn or(&self, other: &Self) -> Self {
         Self(std::array::from_fn(|i| self.0[i] | other.0[i]))
     }
 
-    /// Pages in both.
+    /// The pages in both sets.
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {
         Self(std::array::from_fn(|i| self.0[i] & other.0[i]))
     }
 
-    /// Pages in this and not in the other.
+    /// The pages in this set and not in the other.
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {
         Self(std::array::from_fn(|i| self.0[i] & !other.0[i]))
@@ -145,7 +145,7 @@ pub struct PageMap {
 }
 
 impl PageMap {
-    /// No page of a machine with this layout.
+    /// An empty map for a machine with this layout.
     #[must_use]
     pub fn empty(layout: &Layout) -> Self {
         Self { chunks: vec![PageSet::EMPTY; layout.chunks() as usize] }
@@ -192,32 +192,32 @@ impl PageMap {
         }
     }
 
-    /// Takes out all pages that are not in the other map, which is of the same layout.
+    /// Removes all pages that are not in the other map, which is of the same layout.
     pub fn keep(&mut self, other: &Self) {
         for (mine, theirs) in self.chunks.iter_mut().zip(&other.chunks) {
             *mine = mine.and(theirs);
         }
     }
 
-    /// Takes out all pages of the other map, which is of the same layout.
+    /// Removes all pages of the other map, which is of the same layout.
     pub fn take_out(&mut self, other: &Self) {
         for (mine, theirs) in self.chunks.iter_mut().zip(&other.chunks) {
             *mine = mine.without(theirs);
         }
     }
 
-    /// Takes all pages out.
+    /// Removes all pages.
     pub fn clear(&mut self) {
         self.chunks.fill(PageSet::EMPTY);
     }
 
-    /// How many pages.
+    /// The number of pages.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.chunks.iter().map(|set| set.len() as u64).sum()
     }
 
-    /// Whether there are none.
+    /// Whether there are no pages.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.chunks.iter().all(PageSet::is_empty)
@@ -241,7 +241,8 @@ mod tests {
             let set: PageSet = pages.iter().copied().collect();
             prop_assert_eq!(set.len(), pages.len());
             prop_assert_eq!(set.iter().collect::<Vec<_>>(), pages.iter().copied().collect::<Vec<_>>());
-            let from_runs: Vec<u8> = set.runs().flat_map(|(start, length)| start..start + length).map(|p| p as u8).collect();
+            let in_runs = set.runs().flat_map(|(start, length)| start..start + length);
+            let from_runs: Vec<u8> = in_runs.map(|page| page as u8).collect();
             prop_assert_eq!(from_runs, pages.iter().copied().collect::<Vec<_>>());
         }
 

@@ -1,56 +1,58 @@
 //! The order in which pages are pushed after the switchover, beside those that faults ask for.
 //!
-//! Pre-paging by bubbles (Hines and Gopalan, section III.B): the push grows both ways from the latest fault, because what is touched next
-//! is likely to be near. The paper has one pivot for the guest; here each thread that faults has one, because processors work in different
-//! places, and they take turns. A thread that faults again has moved, and so does its pivot: what was still to come around the old one is
-//! forgotten.
+//! Pre-paging by bubbles (Hines and Gopalan, section III.B): the push grows both ways from the latest fault, because
+//! what is touched next is likely to be near. The paper has one pivot for the guest; here each thread that faults has
+//! one, because processors work in different places, and they take turns. A thread that faults again has moved, and so
+//! does its pivot: the pages that were still to come around the old pivot are forgotten.
 //!
-//! Where a thread goes through memory in one direction, nearly all of its share lies ahead of it, and goes in longer pieces: such a thread
-//! waits for the front of the push whenever it is faster than the link, and the pieces say how often. A fault elsewhere does not end a
-//! walk: a processor's interrupts and its kernel touch pages of their own meanwhile, and a server that reads several files in turns walks through
-//! all of them. So a thread has several trails, of which those that are walks, and the latest, are pushed.
+//! Where a thread goes through memory in one direction, nearly all of its share lies ahead of it, and goes in longer
+//! pieces: such a thread waits for the front of the push whenever it is faster than the link, and the size of the
+//! pieces decides how often. A fault elsewhere does not end a walk: a processor's interrupts and its kernel touch pages
+//! of their own meanwhile, and a server that reads several files in turns walks through all of them. So a thread has
+//! several trails, of which those that are walks, and the latest, are pushed.
 //!
 //! ```text
 //!              ◀── 7 ── 5 ── 3 ── 1 ┐ fault ┌ 0 ── 2 ── 4 ── 6 ──▶      a thread that jumps
 //!                           ◀── 7 ──┤ fault ├ 0 ─ 1 ─ 2 ─ 3 ─ 4 ─▶      one that ascends
 //! ```
 //!
-//! Nothing is queued here: which pages go is decided when there is room for them on the wire, so there is nothing to be called back.
+//! Nothing is queued here: the pages are chosen when there is room for them on the wire, so nothing has to be called
+//! back.
 
 use std::cmp::Ordering;
 
 use crate::layout::{CHUNK_PAGES, ChunkIndex, Layout, PageIndex};
 use crate::pages::{PageMap, PageSet};
 
-/// Pages of a unit, the step by which a bubble grows: what travels in one frame. Larger frames keep a fault waiting longer for a page
-/// that is on its way already.
+/// Pages of a unit, the step by which a bubble grows: what travels in one frame. Larger frames keep a fault waiting
+/// longer for a page that is on its way already.
 pub const UNIT_PAGES: usize = 16;
 /// The most pages of a frame ahead of a walk.
 pub const WALK_PAGES: usize = 128;
 /// The most trails that are kept of one thread.
 const TRAILS: usize = 8;
-/// The most of all threads: the latest.
+/// The most trails that are kept of all threads: the latest ones.
 pub const MAX_PIVOTS: usize = 64;
-/// How far a bubble grows each way, chunks: beyond 1 GiB near means nothing.
+/// The units that a bubble grows each way, at most: a page more than 1 GiB away is not near.
 const REACH_UNITS: u64 = 1024 * UNITS;
-/// Two faults of a thread that are no farther apart may be steps of one walk, pages.
+/// The largest distance of two faults of a thread that may be steps of one walk, pages.
 const STEP_PAGES: u64 = 512;
 /// The same where the thread has been elsewhere since, so that jumps here and there make no walk.
 const NEAR_PAGES: u64 = 64;
-/// So many steps in one direction make a walk.
+/// Steps in one direction that make a walk.
 const WALK: i8 = 2;
-/// A walker's bubble grows one unit back for so many in all.
+/// A walker's bubble grows one unit back in each this many units.
 const BACK_EVERY: u32 = 8;
-/// So many faults of its thread elsewhere end a walk.
+/// Faults of its thread elsewhere that end a walk.
 const ASIDE: u32 = 32;
 const UNITS: u64 = (CHUNK_PAGES / UNIT_PAGES) as u64;
 
 /// The order of the push.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// By address.
+    /// Pages go by address.
     Linear,
-    /// Around the latest faults, then by address.
+    /// Pages around the latest faults go first, then all others by address.
     Bubbles,
 }
 
@@ -74,7 +76,7 @@ struct Pivot {
     thread: u32,
     page: u64,
     home: u64,
-    /// Steps in one direction so far: upwards where positive.
+    /// Steps in one direction so far; upwards where positive.
     walk: i8,
     /// The next unit upwards.
     up: u64,
@@ -86,13 +88,14 @@ struct Pivot {
 }
 
 impl Prepager {
-    /// For a machine of this layout; no fault yet.
+    /// A prepager for a machine of this layout, without a fault yet.
     #[must_use]
     pub fn new(order: Order, layout: &Layout) -> Self {
         Self { order, units: u64::from(layout.chunks()) * UNITS, pivots: Vec::new(), turn: 0, linear: 0 }
     }
 
-    /// A thread has faulted on a page, whether that is still to be sent or not. Its bubble begins anew, and is the next to grow.
+    /// Takes in a fault of a thread on a page, whether the page is pending or not. The thread's bubble begins anew, and
+    /// is the next to grow.
     pub fn fault(&mut self, page: PageIndex, thread: u32) {
         if self.order == Order::Linear {
             return;
@@ -116,8 +119,8 @@ impl Prepager {
         self.turn = self.pivots.len() - 1;
     }
 
-    /// The pages to push next, of one chunk and at most [`WALK_PAGES`]; `None` where nothing is pending. The caller takes them out of
-    /// `pending` before it calls again: they are not offered twice.
+    /// The pages to push next, of one chunk and at most [`WALK_PAGES`]; `None` where nothing is pending. The caller
+    /// takes them out of `pending` before it calls again: they are not offered twice.
     ///
     /// # Panics
     /// Where `pending` is of another layout.
@@ -133,7 +136,7 @@ impl Prepager {
             if let Some(found) = self.pivots[turn].grow(pending, self.units) {
                 return Some(found);
             }
-            // Nothing is left around it.
+            // Nothing is pending around it.
             self.pivots.remove(turn);
             self.turn = turn;
         }
@@ -146,12 +149,13 @@ impl Pivot {
         self.walk.abs() >= WALK
     }
 
-    /// Whether it is a walk or where its thread was last.
+    /// Whether it is pushed: it is a walk, or its thread was here last.
     fn is_pushed(&self) -> bool {
         self.walks() || self.aside == 0
     }
 
-    /// How far from here a fault on `page` is, pages, where it may be the next step: from where it was, or at the front of what was pushed.
+    /// The distance of a fault on `page`, pages, where it may be the next step: from the last fault, or from the front
+    /// of the push.
     fn distance(&self, page: u64) -> Option<u64> {
         let (up, down) = (self.up * UNIT_PAGES as u64, self.down * UNIT_PAGES as u64);
         let front = match self.walk {
@@ -193,7 +197,7 @@ impl Pivot {
         None
     }
 
-    /// What is pending behind the first unit of a piece ahead of a walk, in the same chunk.
+    /// The pending pages behind the first unit of a piece ahead of a walk, in the same chunk.
     fn longer(&mut self, pending: &PageMap, chunk: ChunkIndex, top: u64, bottom: u64) -> PageSet {
         let mut pages = PageSet::EMPTY;
         for _ in 1..WALK_PAGES / UNIT_PAGES {
@@ -223,7 +227,7 @@ fn upwards(pending: &PageMap, at: &mut u64, end: u64) -> Option<(ChunkIndex, Pag
     None
 }
 
-/// The same downwards: the first below `at`, which is moved to it.
+/// The first unit below `at` with anything pending; `at` is moved to it.
 fn downwards(pending: &PageMap, at: &mut u64, end: u64) -> Option<(ChunkIndex, PageSet)> {
     while *at > end {
         *at -= 1;
@@ -238,7 +242,7 @@ fn downwards(pending: &PageMap, at: &mut u64, end: u64) -> Option<(ChunkIndex, P
     None
 }
 
-/// What is pending of a unit.
+/// The pending pages of a unit.
 fn unit(pending: &PageMap, unit: u64) -> Option<(ChunkIndex, PageSet)> {
     let mut pages = PageSet::EMPTY;
     pages.insert_run((unit % UNITS) as usize * UNIT_PAGES, UNIT_PAGES);
@@ -292,7 +296,8 @@ mod tests {
         fn every_pending_page_is_pushed_once_whatever_faults_come(
             bubbles: bool,
             sets in prop::collection::vec(any::<[u64; 4]>(), CHUNKS as usize),
-            // A fault before every so many pushes: its page (also of chunks that the machine does not have), its thread.
+            // A fault before every few pushes: its page (also of chunks that the machine does not have), its
+            // thread.
             faults in prop::collection::vec((0u64..u64::from(CHUNKS) * 256 + 5000, 0u32..40, 0usize..8), 0..200),
         ) {
             let (layout, mut pending) = (layout(), full());
@@ -301,7 +306,9 @@ mod tests {
             }
             let mut missing: std::collections::BTreeSet<u64> = layout
                 .iter()
-                .flat_map(|chunk| pending.chunk(chunk).iter().map(move |page| u64::from(chunk.0) * 256 + u64::from(page)))
+                .flat_map(|chunk| {
+                    pending.chunk(chunk).iter().map(move |page| u64::from(chunk.0) * 256 + u64::from(page))
+                })
                 .collect();
             let mut prepager = Prepager::new(if bubbles { Order::Bubbles } else { Order::Linear }, &layout);
             for (at, thread, pushes) in faults {
@@ -335,7 +342,8 @@ mod tests {
             // Both sides grow alike until one reaches an end.
             let reach = pushes.div_ceil(2) * UNIT_PAGES as u64;
             for near in at.saturating_sub(reach - UNIT_PAGES as u64).max(reach)..at.min(28 * 256 - reach) {
-                prop_assert!(pushed.contains(&near) || near.abs_diff(at) + 2 * UNIT_PAGES as u64 > reach, "{near} of {at}");
+                let beyond = near.abs_diff(at) + 2 * UNIT_PAGES as u64 > reach;
+                prop_assert!(pushed.contains(&near) || beyond, "{near} of {at}");
             }
         }
     }

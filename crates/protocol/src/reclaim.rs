@@ -1,13 +1,14 @@
-//! How fast free memory is taken from a guest that runs: in portions, with pauses between.
+//! The pace at which free memory is taken from a running guest: in portions, with pauses between them.
 //!
-//! While a portion is taken its pages cannot be written, so a guest that allocates one of them waits until the portion is done with. What
-//! that may cost is bounded by rule, whatever the guest does:
+//! While a portion is taken its pages are write-protected, so a guest that allocates one of them waits until the
+//! portion is done. Rules bound what that may cost, whatever the guest does:
 //!
-//! | what | bound | by |
-//! | --- | --- | --- |
-//! | one wait | [`LONG_WORK`](crate::reclaim::LONG_WORK), about | portions shrink whose work takes longer, or for which somebody waits; who waits is waited for no longer than for that work |
-//! | all waits together | [`WAIT_SHARE`](crate::reclaim::WAIT_SHARE) of the time | the pause after a portion follows from the waits seen in it |
-//! | the host's work beside the guest | [`WORK_SHARE`](crate::reclaim::WORK_SHARE) of its processors | the pause after a portion is a multiple of the work on it |
+//! - **One wait** is bounded by about [`LONG_WORK`](crate::reclaim::LONG_WORK). The next portion is smaller where the
+//!   work on a portion took longer, or where somebody waited for it; nobody waits longer than that work takes.
+//! - **All waits together** take [`WAIT_SHARE`](crate::reclaim::WAIT_SHARE) of the time: the pause after a portion
+//!   follows from the waits seen in it.
+//! - **The work beside the guest** takes [`WORK_SHARE`](crate::reclaim::WORK_SHARE) of the host's processors: the pause
+//!   after a portion is a multiple of the work on it.
 //!
 //! There is no clock here: the caller says how long things took.
 
@@ -15,32 +16,32 @@ use std::time::Duration;
 
 /// Pages of the smallest portion.
 pub const LEAST_PAGES: u64 = 128;
-/// Pages of the largest: 16 MiB.
+/// Pages of the largest portion: 16 MiB.
 pub const MOST_PAGES: u64 = 4096;
-/// Pages of the first.
+/// Pages of the first portion.
 pub const FIRST_PAGES: u64 = 512;
-/// What a run of pages costs beside its pages, in pages: each is protected, given back and let go by calls of its own.
+/// The cost of a run beside its pages, in pages: each run is protected, discarded and released by calls of its own.
 pub const RUN_PAGES: u64 = 16;
-/// A portion on which there was more work is followed by a smaller one.
+/// The most work on a portion; a portion with more work is followed by a smaller one.
 pub const LONG_WORK: Duration = Duration::from_millis(8);
-/// What all waits together may take of the time.
+/// The share of the time that all waits together may take.
 pub const WAIT_SHARE: f64 = 0.05;
-/// What the work may take of all of the host's processors. With all of them at work for guests that is what the guests lose; with many processors
-/// one of them does the work, and rests still.
+/// The share of all of the host's processors that the work may take. Where all of them work for guests, the guests lose
+/// this share. With many processors one of them does the work, and still rests.
 pub const WORK_SHARE: f64 = 0.08;
-/// The least pause after a portion, in times of the work on it.
+/// The least pause after a portion, as a multiple of the work on it.
 pub const LEAST_REST: f64 = 0.5;
 /// The longest pause.
 pub const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// What was seen of a portion.
+/// A portion: what was seen of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Portion {
-    /// What was done about it, without what was only waited for.
+    /// The time of the work on it, without waiting.
     pub worked: Duration,
-    /// How many writes waited for it.
+    /// The number of writes that waited for it.
     pub waits: u64,
-    /// None of them longer than this.
+    /// The longest of these waits.
     pub longest_wait: Duration,
 }
 
@@ -48,25 +49,25 @@ pub struct Portion {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rate {
     pages: u64,
-    /// Pause after a portion, in times of the work on it.
+    /// The pause after a portion, as a multiple of the work on it.
     rest: f64,
 }
 
 impl Rate {
-    /// On a host with so many processors.
+    /// A pace for a host with this many processors.
     #[must_use]
     pub fn new(processors: usize) -> Self {
         let rest = 1.0 / (WORK_SHARE * processors.max(1) as f64) - 1.0;
         Self { pages: FIRST_PAGES, rest: rest.max(LEAST_REST) }
     }
 
-    /// How large the next portion may be: pages, each run of them counting [`RUN_PAGES`] more.
+    /// The largest size of the next portion: pages, where each run counts [`RUN_PAGES`] more.
     #[must_use]
     pub fn portion(&self) -> u64 {
         self.pages
     }
 
-    /// Takes in what was seen of a portion; how long to pause before the next.
+    /// Takes in what was seen of a portion, and says how long to pause before the next.
     pub fn after(&mut self, portion: &Portion) -> Duration {
         let smaller = portion.waits > 0 || portion.worked > LONG_WORK;
         self.pages = if smaller { self.pages / 2 } else { self.pages * 2 }.clamp(LEAST_PAGES, MOST_PAGES);
@@ -84,7 +85,8 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// A guest on a simulated clock: a portion takes 1 ms and 1 µs a page, and each page has the chance to be wanted meanwhile.
+    /// A guest on a simulated clock: a portion takes 1 ms and 1 µs a page, and each page has the chance to be wanted
+    /// meanwhile.
     struct Guest {
         rate: Rate,
         now: Duration,

@@ -1,7 +1,8 @@
-//! Maps of pages on their way: what is not at the destination, or stale there, when the guest starts.
+//! Parts of the residue: the map of pages that are not at the destination, or stale there, when the guest starts.
 //!
-//! A part holds the sets of consecutive chunks, 32 bytes each, compressed by LZ4: 32 KiB a GiB of RAM before, and next to nothing after
-//! where large areas are alike. Parts are bounded, so that a map of any machine fits into messages.
+//! A part holds the sets of consecutive chunks, 32 bytes each, compressed by LZ4. For each GiB of RAM this is 32 KiB
+//! before compression, and next to nothing after it where large areas are alike. Parts are bounded, so that a map of
+//! any machine fits into messages.
 
 use crate::layout::{ChunkIndex, Layout};
 use crate::message::ResiduePart;
@@ -10,15 +11,15 @@ use crate::pages::{PageMap, PageSet};
 /// The most chunks of a part: 2 MiB of sets, which fit a message whatever they hold.
 pub const MAX_PART_CHUNKS: u32 = 1 << 16;
 
-/// A part that cannot be believed.
+/// A part that is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ResidueError {
-    /// It is of chunks that the machine does not have, or of none.
+    /// It has chunks that the machine does not have, or no chunks.
     #[error("a part of a map of pages for {chunks} chunks from {first} on, which this machine does not have")]
     Outside {
         /// The first chunk.
         first: u32,
-        /// How many.
+        /// The number of chunks.
         chunks: u32,
     },
     /// Its bits do not make up its chunks.
@@ -29,7 +30,7 @@ pub enum ResidueError {
     Pages(u32),
 }
 
-/// The part of `map` that begins at `first`: [`MAX_PART_CHUNKS`] chunks or what there is. `None` past the end.
+/// The part of `map` that begins at `first`: [`MAX_PART_CHUNKS`] chunks, or as many as follow. `None` past the end.
 #[must_use]
 pub fn part(map: &PageMap, layout: &Layout, first: ChunkIndex) -> Option<ResiduePart> {
     let chunks = layout.chunks().checked_sub(first.0).filter(|left| *left > 0)?.min(MAX_PART_CHUNKS);

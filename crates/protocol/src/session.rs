@@ -1,7 +1,7 @@
-//! What may be said when, and who owns the guest when the link is lost: one state machine for each side.
+//! Which message may come when, and who owns the guest when the link is lost: one state machine for each side.
 //!
-//! Both are `step(state, event) -> state`, without time or I/O. The drivers step them before they send and after they receive, so an
-//! order that is not in these tables never reaches a guest.
+//! Both are `step(state, event) -> state`, without time or I/O. The drivers step them before they send and after they
+//! receive, so an order that is not in these tables never reaches a guest.
 //!
 //! ```text
 //!   source        Begun ──Propose/Accepted──▶ Copying ──Stopped/Holding──▶ Stopped ──FinalRoundEnd/Arrived──▶ Placed
@@ -11,48 +11,49 @@
 //!   after a break Begun ──Resume/Resumed──▶ Paging
 //! ```
 //!
-//! In post-copy the destination owns the guest from `Commit` on, as ever, and the source still holds pages of it: until `Completed` it
-//! keeps them and serves them, whatever breaks, and never lets the guest run.
+//! In post-copy, too, the destination owns the guest from `Commit` on. The source still holds pages of it: until
+//! `Completed` it keeps them and serves them, whatever breaks, and never lets the guest run.
 //!
-//! Why the point of no return is `Commit` and not the VMM's own switchover: up to it the destination holds a guest that is loaded and
-//! does not run, and the source holds one that is stopped and can be let run again; so every failure before it, a refused device
-//! state included, leaves the guest at the source. From the sending of `Commit` on the source cannot know whether it arrived: it
-//! must ask ([`Request::Verdict`](crate::message::Request::Verdict)), and the answer binds the destination for ever.
+//! The point of no return is `Commit` and not the VMM's own switchover. Up to `Commit` the destination holds a guest
+//! that is loaded and does not run, and the source holds one that is stopped and can be let run again. So every failure
+//! before it, also a refused device state, leaves the guest at the source. Once the source has sent `Commit`, it cannot
+//! know whether the message arrived: it must ask ([`Request::Verdict`](crate::message::Request::Verdict)), and the
+//! answer binds the destination for ever.
 
 use crate::message::{Reply, Request};
 
-/// Where a session stands, at either side.
+/// The state of a session, at either side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum State {
-    /// Nothing is agreed.
+    /// Nothing is agreed yet.
     Begun,
     /// The destination waits; pages travel in rounds while the guest runs.
     Copying,
     /// The guest is stopped at the source; the last pages travel.
     Stopped,
-    /// The destination's RAM is the source's.
+    /// The destination's RAM equals the source's.
     Placed,
     /// The destination's devices are loaded; its guest is stopped.
     Loaded,
-    /// `Commit` was sent and the answer is not known (at the destination: it was received).
+    /// `Commit` was sent, and the answer is not known yet. At the destination: `Commit` was received.
     Committing,
     /// The guest runs at the destination.
     HandedOver,
-    /// The destination's devices are loaded and it knows which pages are still to come; its guest is stopped.
+    /// The destination's devices are loaded, and it knows which pages are missing; its guest is stopped.
     LoadedPostcopy,
-    /// As `Committing`, with pages still to come.
+    /// As `Committing`, with pages missing.
     CommittingPostcopy,
-    /// The guest runs at the destination, the rest of its pages follow.
+    /// The guest runs at the destination, and the missing pages follow.
     Paging,
-    /// All of them are there.
+    /// All missing pages have arrived.
     Completed,
-    /// The source is not needed any more.
+    /// The source is no longer needed.
     Finished,
-    /// It ended before the point of no return.
+    /// The session ended before the point of no return.
     Aborted,
 }
 
-/// Whom the guest belongs to.
+/// The side that the guest belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Owner {
     /// The source may let it run; the destination must not.
@@ -63,20 +64,20 @@ pub enum Owner {
     Destination,
 }
 
-/// Something said out of turn.
+/// A message out of turn.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{said}' does not belong where the session is {state:?}")]
 pub struct Violation {
     /// Where the session stood.
     pub state: State,
-    /// What was said.
+    /// The name of the message.
     pub said: &'static str,
 }
 
 /// The state after a request: the source steps before it sends, the destination after it received.
 ///
 /// # Errors
-/// [`Violation`]: the source has a bug, or the destination's peer is not one.
+/// [`Violation`]: the source has a bug, or the destination's peer is no source.
 pub fn request(state: State, request: &Request) -> Result<State, Violation> {
     use State::*;
     match (state, request) {
@@ -107,9 +108,10 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
 pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Violation> {
     use State::*;
     match (state, request, reply) {
-        // Once the commit is received only its outcome counts, and it is asked for by `Verdict`.
+        // Once `Commit` is received only its outcome counts, and the source asks for it by `Verdict`.
         (Committing | CommittingPostcopy, Request::Commit, Reply::Failed(_)) => Ok(state),
-        // Whatever is wrong with the pages or the comparison: the guest is the destination's, and its pages stay at the source.
+        // Whatever is wrong with the pages or the comparison, the guest is the destination's, and its pages stay at the
+        // source.
         (Paging | Completed, _, Reply::Failed(_)) => Ok(state),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
         (Begun, Request::Identify, Reply::Identity { .. }) => Ok(Begun),
@@ -122,7 +124,8 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
             Ok(state)
         }
         (Stopped | Placed, Request::FinalRoundEnd { .. }, Reply::Arrived { .. }) => Ok(Stopped),
-        // Damaged on the way with the guest stopped and the devices loaded: what is loaded cannot be trusted.
+        // A page was damaged on its way, with the guest stopped and the devices loaded: the loaded state is not
+        // trustworthy.
         (Loaded, Request::FinalRoundEnd { .. }, Reply::Arrived { .. }) => Ok(Aborted),
         (Placed | Loaded, Request::ChunkDigests { .. } | Request::PageDigests { .. }, Reply::Digests(_)) => Ok(state),
         (Placed, Request::Load, Reply::Loaded) => Ok(Loaded),
@@ -158,8 +161,8 @@ pub fn owner_at_source(state: State) -> Owner {
     }
 }
 
-/// Whom the guest belongs to, seen from the destination, when nothing more can be said on this connection. `committed` is whether the
-/// commit was recorded.
+/// Whom the guest belongs to, seen from the destination, when nothing more can be said on this connection. `committed`
+/// is whether the commit was recorded.
 #[must_use]
 pub fn owner_at_destination(state: State, committed: bool) -> Owner {
     match state {

@@ -35,8 +35,8 @@ pub struct VmSpec {
     pub machine: String,
     /// The arguments as the user gave them, without what Sterna adds.
     pub arguments: Vec<String>,
-    /// Sterna added the RAM back end itself (`run`), so the destination adds it again; else (`adopt`) the arguments name
-    /// the back ends, and the destination puts its own paths in place of each block's `path`.
+    /// Sterna added the RAM back end itself (`run`), so the destination adds it again; else (`adopt`) the arguments
+    /// name the back ends, and the destination puts its own paths in place of each block's `path`.
     pub managed_ram: bool,
     /// The RAM blocks, in the order of their ids.
     pub blocks: Vec<BlockSpec>,

@@ -1,45 +1,48 @@
-//! How quickly pages go, from the rounds so far, and how long the rest would take.
+//! The speed of pages, from the rounds so far, and the time that the rest would take.
 
 use std::time::Duration;
 
-/// A round that sends fewer bodies says little of the link: delays of the network and of threads outweigh the sending.
+/// The least number of bodies in a round that measures the link. In a smaller round the delays of the network and of
+/// threads outweigh the sending.
 pub const MEASURABLE_PAGES: u64 = 1024;
-/// What a link is taken to carry before anything was measured: a tenth of 1 Gbit/s.
+/// The speed that a link is assumed to have before anything was measured: a tenth of 1 Gbit/s.
 const UNKNOWN_BODIES_PER_S: f64 = 3_000.0;
-/// How quickly pages without a body are taken to go before that was measured: reading and digesting one takes about 1 µs.
+/// The speed that pages without a body are assumed to have before it was measured: reading and digesting one takes
+/// about 1 µs.
 const UNKNOWN_LIGHT_PER_S: f64 = 1e6;
-/// Pages without a body are timed in rounds where they are so many times the bodies.
+/// Pages without a body are timed in rounds that have this many times as many of them as bodies.
 const MOSTLY_LIGHT: u64 = 16;
-/// Rounds are forgotten by half for each so much time spent sending since: links and guests change.
+/// The time of sending after which a round counts half, because links and guests change.
 const HALF_LIFE: Duration = Duration::from_secs(5);
 
-/// What one round did.
+/// The figures of one round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sample {
     /// Pages that went as a body, whatever its encoding.
     pub bodies: u64,
     /// Pages that were read and needed no body: zeros, holes, unchanged.
     pub light: u64,
-    /// Whether all these pages were written since tracking was armed (not: the first round, which sends everything).
+    /// Whether all these pages were written since tracking was armed. This is false for the first round, which sends
+    /// everything.
     pub rewritten: bool,
-    /// From its beginning until all of it had arrived. (When the last byte was handed to the kernel says nothing: the sockets'
-    /// buffers hold megabytes.)
+    /// The time from the round's beginning until all of it had arrived. (The time until the last byte was handed to the
+    /// kernel says nothing: the sockets' buffers hold megabytes.)
     pub took: Duration,
 }
 
-/// How quickly pages go.
+/// The speed of pages.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Speed {
     /// Pages with a body, per second.
     pub bodies_per_s: f64,
-    /// Pages without one, per second.
+    /// Pages without a body, per second.
     pub light_per_s: f64,
-    /// The share of the pages written meanwhile that needs a body, 0 to 1.
+    /// The share of the pages written during a round that needs a body, 0 to 1.
     pub body_share: f64,
 }
 
 impl Speed {
-    /// How long so many pages take.
+    /// The time that this many pages take.
     #[must_use]
     pub fn time_for(&self, pages: u64) -> Duration {
         if pages == 0 {
@@ -52,10 +55,10 @@ impl Speed {
     }
 }
 
-/// Accumulates rounds.
+/// The speed over all rounds so far; older rounds count less.
 ///
-/// Rounds below [`MEASURABLE_PAGES`] count only as long as there was none above, so that a guest whose pages are nearly all skipped
-/// still has a figure.
+/// Rounds below [`MEASURABLE_PAGES`] count only as long as there was none above, so that a guest whose pages are nearly
+/// all skipped still has a figure.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Throughput {
     large: Sum,
@@ -90,7 +93,7 @@ struct Mix {
     all: f64,
 }
 
-/// How much of what was known still counts after so many seconds of sending.
+/// The weight of earlier rounds after this many seconds of sending.
 fn remembered(seconds: f64) -> f64 {
     (-seconds / HALF_LIFE.as_secs_f64()).exp2()
 }
@@ -116,7 +119,7 @@ impl Throughput {
         }
     }
 
-    /// How quickly pages go, by all rounds so far. Pages written since count as bodies until rounds have shown otherwise.
+    /// The speed by all rounds so far. Pages written since count as bodies until rounds have shown otherwise.
     #[must_use]
     pub fn speed(&self) -> Speed {
         let Mix { bodies, all } = self.rewritten;

@@ -1,27 +1,31 @@
 //! Which pages of a machine are used, kept current from one moment on.
 //!
-//! A page is *used* once somebody has touched it, and *unused* again once its memory was taken because the guest held it free. An unused page has no
-//! content anywhere: it reads as zeros, need not be sent, and takes no memory on any host.
+//! A page is *used* once somebody has touched it, and *unused* again once its memory was taken because the guest held
+//! it free. An unused page has no content anywhere: it reads as zeros, need not be sent, and takes no memory on any
+//! host.
 //!
 //! # Invariants
-//! 1. Every page of the machine is used or unused, never both, and what is no page of it is neither.
-//! 2. The last thing that happened to a page decides: touched → used, taken → unused. Things happen to a page in the order in which they took effect in its
-//!    RAM: who takes a page tells it here before a writer who waited for the taking goes on, so that his touch comes after.
-//! 3. A first touch is told once: until the page is taken again the others tell nothing new.
-//! 4. As many pages are used as were touched first less those that were taken.
+//! 1. Every page of the machine is used or unused, never both. Anything that is no page of it is neither.
+//! 2. The last thing that happened to a page decides: touched → used, taken → unused. Events of a page come in the
+//!    order in which they took effect in its RAM: whoever takes a page tells it here before a writer that waited for
+//!    the taking goes on, so the writer's touch comes after.
+//! 3. A first touch is told once: until the page is taken again, further touches tell nothing new.
+//! 4. The number of used pages is that of first touches less that of takings.
 //!
-//! # Where it comes from
-//! A machine on one host needs nobody to tell: its RAM file's allocation is the truth. A page has memory in the file from its first touch until it is
-//! punched out, so the map is what `SEEK_DATA` says ([`observe`](crate::usage::UsageMap::observe)). A touch that falls between two observations is seen by the second;
-//! one that fell between a taking and its being seen cannot be told from no taking at all, and need not be.
+//! # Where the map comes from
+//! For a machine on one host nobody needs to report touches: its RAM file's allocation is the truth. A page has memory
+//! in the file from its first touch until it is punched out, so the map is what `SEEK_DATA` says
+//! ([`observe`](crate::usage::UsageMap::observe)). A touch that falls between two observations is seen by the second. A
+//! touch between a taking and the next observation looks as if there was no taking at all, which does no harm.
 //!
-//! A machine that is split over hosts has pages whose memory is elsewhere, which are holes here and used. There the first touch is a fault on a
-//! missing page ([`touch`](crate::usage::UsageMap::touch)), the taking is told by who takes ([`take`](crate::usage::UsageMap::take)), and both happen under a lock of the page's chunk.
+//! A machine that is split over hosts has pages whose memory is elsewhere, which are holes here and used. There the
+//! first touch is a fault on a missing page ([`touch`](crate::usage::UsageMap::touch)), the taking is told by whoever
+//! takes the page ([`take`](crate::usage::UsageMap::take)), and both happen under a lock of the page's chunk.
 
 use crate::layout::PageIndex;
 use crate::pages::PageMap;
 
-/// Which pages of a machine are used.
+/// A map of the pages of a machine that are used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UsageMap {
     used: PageMap,
@@ -30,23 +34,23 @@ pub struct UsageMap {
 /// What an observation showed that was not known before.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seen {
-    /// Pages that were unused and are used.
+    /// Pages that were unused and are used now.
     pub touched: PageMap,
-    /// Pages that were used and are unused.
+    /// Pages that were used and are unused now.
     pub taken: PageMap,
 }
 
 impl UsageMap {
-    /// With these pages used and no others.
+    /// A map with these pages used and no others.
     #[must_use]
     pub fn new(used: PageMap) -> Self {
         Self { used }
     }
 
-    /// Somebody touches a page; whether that is its first touch.
+    /// Records that somebody touches a page, and says whether that is its first touch.
     ///
     /// # Panics
-    /// Where the page's chunk is none of the machine's.
+    /// Where the machine has no such chunk.
     pub fn touch(&mut self, page: PageIndex) -> bool {
         let set = self.used.chunk_mut(page.chunk);
         let first = !set.contains(page.page);
@@ -54,7 +58,7 @@ impl UsageMap {
         first
     }
 
-    /// The memory of these pages was taken, because the guest held them free.
+    /// Records that the memory of these pages was taken, because the guest held them free.
     pub fn take(&mut self, pages: &PageMap) {
         self.used.take_out(pages);
     }
@@ -123,7 +127,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_last_thing_that_happened_to_a_page_decides(first in prop::collection::btree_set(0..PAGES, 0..40), steps in steps()) {
+        fn the_last_thing_that_happened_to_a_page_decides(
+            first in prop::collection::btree_set(0..PAGES, 0..40),
+            steps in steps(),
+        ) {
             let mut usage = UsageMap::new(map(&first));
             let mut model = first;
             let (mut touched, mut taken) = (model.len() as u64, 0);

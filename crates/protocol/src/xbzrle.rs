@@ -1,38 +1,40 @@
 //! Differences between two states of a page: runs of bytes that stayed, and the bytes that did not.
 //!
 //! ```text
-//!   delta := ( stayed: LEB128 · changed: LEB128 · `changed` bytes )*        from the page's first byte on; what is left over stayed
+//!   delta := ( stayed: LEB128 · changed: LEB128 · `changed` bytes )*   from the page's first byte on; the rest stayed
 //! ```
 //!
-//! The idea is XBZRLE's (Svärd et al., VEE 2011; QEMU's `docs/devel/migration/`), the code is our own. There is one way to write a run: lengths
-//! take as few bytes as they can, `changed` is at least 1, and `stayed` too but for the first. So nothing is empty, nothing follows
-//! the last change, and the empty delta is a page that did not change.
+//! The idea is XBZRLE's (Svärd et al., VEE 2011; QEMU's `docs/devel/migration/`), the code is our own. There is one way
+//! to write a run: lengths take as few bytes as possible; `changed` is at least 1, and so is `stayed`, except in the
+//! first run. So no run is empty, nothing follows the last change, and the empty delta is a page that did not change.
 
 use crate::layout::PAGE_BYTES;
 
-/// The most bytes a delta may have: a longer one is worth less than the page.
+/// The most bytes of a delta: a longer one is worth less than the page.
 pub const MAX_DELTA_BYTES: usize = PAGE_BYTES;
-/// Bytes that stayed between two changes and are sent as changed: the two lengths that would say so take as much.
+/// The least number of bytes between two changes that are written as stayed. Fewer are sent as changed, because the two
+/// lengths would take as many bytes.
 const MIN_STAYED: usize = 3;
 
-/// A page.
+/// The bytes of a page.
 pub type Page = [u8; PAGE_BYTES];
 
-/// A delta that must not be believed.
+/// A delta that is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum DeltaError {
     /// It ends in the middle of a run.
     #[error("a difference is cut short")]
     Short,
-    /// A length that is not written as it must be.
-    #[error("a difference has a length that cannot be")]
+    /// A length is not written in the one valid way.
+    #[error("a difference has an invalid length")]
     Length,
-    /// It changes what lies beyond the page.
+    /// It changes bytes beyond the page.
     #[error("a difference reaches beyond its page")]
     Beyond,
 }
 
-/// Appends what makes `new` of `old` to `delta`. `false`, and nothing is appended, where that takes more than `limit` bytes.
+/// Appends to `delta` what turns `old` into `new`. `false`, and nothing is appended, where that takes more than `limit`
+/// bytes.
 pub fn encode(old: &Page, new: &Page, delta: &mut Vec<u8>, limit: usize) -> bool {
     let before = delta.len();
     let (mut at, mut changed) = (0, next_change(old, new, 0));
@@ -72,8 +74,8 @@ pub fn decode(page: &mut Page, mut delta: &[u8]) -> Result<(), DeltaError> {
     Ok(())
 }
 
-/// Appends a page's delta to a block of them: its length in two bytes, and itself. `false`, and nothing is appended, where the delta takes
-/// more than `limit` bytes or more than [`MAX_DELTA_BYTES`].
+/// Appends a page's delta to a block of them: its length in two bytes, and itself. `false`, and nothing is appended,
+/// where the delta takes more than `limit` bytes or more than [`MAX_DELTA_BYTES`].
 pub fn push(old: &Page, new: &Page, block: &mut Vec<u8>, limit: usize) -> bool {
     let before = block.len();
     block.extend_from_slice(&[0; 2]);
@@ -103,7 +105,7 @@ pub fn take<'b>(block: &mut &'b [u8]) -> Result<&'b [u8], DeltaError> {
 
 /// The first byte from `at` on that differs; the page's length where none does.
 fn next_change(old: &Page, new: &Page, mut at: usize) -> usize {
-    // What stayed is most of the page: a cache line at a time, which the compiler makes vector instructions of.
+    // Most of the page stayed: a cache line at a time, which the compiler turns into vector instructions.
     while let (Some(a), Some(b)) = (old[at..].first_chunk::<64>(), new[at..].first_chunk::<64>())
         && a == b
     {
@@ -120,7 +122,7 @@ fn next_change(old: &Page, new: &Page, mut at: usize) -> usize {
     PAGE_BYTES
 }
 
-/// The end of the change that begins at `at`: behind it at least [`MIN_STAYED`] bytes stayed, or all.
+/// The end of the change that begins at `at`: at least [`MIN_STAYED`] bytes behind it stayed, or all of them.
 fn end_of_change(old: &Page, new: &Page, mut at: usize) -> usize {
     loop {
         at = next_same(old, new, at + 1);
@@ -138,7 +140,7 @@ fn next_same(old: &Page, new: &Page, mut at: usize) -> usize {
     const HIGH: u64 = u64::from_ne_bytes([0x80; 8]);
     while at < PAGE_BYTES {
         match difference(old, new, at) {
-            // The lowest byte that is 0 has the lowest bit that is left; bits above it may be wrong, they do not matter.
+            // The lowest byte that is 0 has the lowest bit that is left; bits above it may be wrong, and do not matter.
             Some(bits) => match bits.wrapping_sub(LOW) & !bits & HIGH {
                 0 => at += 8,
                 zeros => return at + zeros.trailing_zeros() as usize / 8,
@@ -165,7 +167,7 @@ fn push_length(delta: &mut Vec<u8>, length: usize) {
     }
 }
 
-/// A length of one or two bytes: more than any page needs.
+/// Takes a length of one or two bytes, which is enough for any page.
 fn take_length(delta: &mut &[u8]) -> Result<usize, DeltaError> {
     let (&low, rest) = delta.split_first().ok_or(DeltaError::Short)?;
     *delta = rest;
@@ -224,10 +226,14 @@ mod tests {
         }
 
         #[test]
-        fn pages_that_have_nothing_in_common_arrive(old in prop::collection::vec(any::<u8>(), PAGE_BYTES), new in prop::collection::vec(any::<u8>(), PAGE_BYTES)) {
+        fn pages_that_have_nothing_in_common_arrive(
+            old in prop::collection::vec(any::<u8>(), PAGE_BYTES),
+            new in prop::collection::vec(any::<u8>(), PAGE_BYTES),
+        ) {
             let (old, new) = (page(&old), page(&new));
             let delta = delta(&old, &new);
-            prop_assert!(delta.len() <= PAGE_BYTES + 3, "no page grows by more than its first lengths: {}", delta.len());
+            let length = delta.len();
+            prop_assert!(length <= PAGE_BYTES + 3, "no page grows by more than its first lengths: {length}");
             let mut page = old;
             prop_assert_eq!(decode(&mut page, &delta), Ok(()));
             prop_assert!(page == new);

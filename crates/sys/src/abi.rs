@@ -1,8 +1,8 @@
-//! Structures and ioctl numbers of the kernel's interface, checked when compiled.
+//! Structures and ioctl numbers of the kernel's interface, checked at compile time.
 //!
-//! The structures come from `linux-raw-sys`, generated from the kernel's own headers. The numbers are computed with the kernel's
-//! `_IOWR` formula from group, number and size of the structure, and compared with the numbers that the headers yield: a structure
-//! of a wrong size does not compile.
+//! The structures come from `linux-raw-sys`, generated from the kernel's own headers. The numbers are computed with the
+//! kernel's `_IOWR` formula from group, number and size of the structure, and compared with the numbers that the
+//! headers yield: a structure of a wrong size does not compile.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -27,9 +27,9 @@ pub(crate) const UFFDIO_WRITEPROTECT: Opcode =
 pub(crate) const UFFDIO_CONTINUE: Opcode = opcode::read_write::<uffdio_continue>(UFFD, general::_UFFDIO_CONTINUE as u8);
 /// `uffdio_writeprotect.mode`: protect, not lift. (Not among the generated constants.)
 pub(crate) const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1;
-/// On `/dev/userfaultfd`: a new userfaultfd; the argument is its open flags, not a pointer.
+/// An ioctl of `/dev/userfaultfd`: makes a new userfaultfd. Its argument is the open flags, not a pointer.
 pub(crate) const USERFAULTFD_IOC_NEW: Opcode = opcode::none(UFFD, 0);
-/// On `/proc/PID/pagemap`.
+/// An ioctl of `/proc/PID/pagemap`: a scan for pages by category.
 pub(crate) const PAGEMAP_SCAN: Opcode = opcode::read_write::<pm_scan_arg>(b'f', 16);
 
 const _: () = {
@@ -41,7 +41,8 @@ const _: () = {
     assert!(UFFDIO_ZEROPAGE == numbers::UFFDIO_ZEROPAGE);
     assert!(UFFDIO_WRITEPROTECT == numbers::UFFDIO_WRITEPROTECT);
     assert!(UFFDIO_CONTINUE == numbers::UFFDIO_CONTINUE);
-    // The headers' generator leaves these two out: the formula's result on the architectures with the common encoding.
+    // The headers' generator leaves these two out. These are the formula's results on architectures with the common
+    // encoding.
     assert!(USERFAULTFD_IOC_NEW == 0xAA00);
     assert!(PAGEMAP_SCAN == 0xC060_6610);
     // Sizes that reach the kernel other than through an ioctl number.
@@ -49,10 +50,11 @@ const _: () = {
     assert!(size_of::<page_region>() == 24);
 };
 
-/// `ioctl(2)` with a pointer argument; its result.
+/// Calls `ioctl(2)` with a pointer argument, and returns its result.
 ///
 /// # Safety
-/// `request` is an ioctl of `fd` whose argument is a `T`, and what `arg` points to is valid for what the kernel does with it.
+/// `request` is an ioctl of `fd` whose argument is a `T`, and what `arg` points to is valid for what the kernel does
+/// with it.
 pub(crate) unsafe fn ioctl<T>(fd: BorrowedFd<'_>, request: Opcode, arg: &mut T) -> io::Result<u32> {
     // SAFETY: `arg` is a live, exclusive reference to the type that `request` takes; the rest is the caller's promise.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), request as libc::Ioctl, std::ptr::from_mut(arg)) };

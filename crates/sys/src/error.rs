@@ -5,7 +5,7 @@ use std::io;
 
 /// A call to the kernel that failed.
 ///
-/// Displays as what was being done; why is its [source](std::error::Error::source).
+/// It displays what was being done; the reason is its [source](std::error::Error::source).
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {doing}")]
 pub struct Error {
@@ -13,7 +13,7 @@ pub struct Error {
     source: io::Error,
 }
 
-/// What most functions of this crate return.
+/// The result of most functions of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
@@ -22,7 +22,7 @@ impl Error {
         Self { doing: doing.into(), source: source.into() }
     }
 
-    /// What a file said that this crate does not understand.
+    /// An error for a file's content that this crate does not understand.
     pub(crate) fn malformed(doing: impl Into<Cow<'static, str>>, what: impl Into<String>) -> Self {
         Self::new(doing, io::Error::new(io::ErrorKind::InvalidData, what.into()))
     }

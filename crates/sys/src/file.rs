@@ -1,4 +1,4 @@
-//! Files that back guest RAM: holes, punching, what file system they lie on.
+//! Files that back guest RAM: their holes, punching, their file systems.
 
 use std::io;
 use std::ops::Range;
@@ -10,16 +10,16 @@ use crate::PAGE_BYTES;
 use crate::error::{Error, Result};
 use crate::mountinfo;
 
-/// `TMPFS_MAGIC`.
+/// The magic number of tmpfs (`TMPFS_MAGIC`).
 const TMPFS: u64 = linux_raw_sys::general::TMPFS_MAGIC as u64;
-/// `HUGETLBFS_MAGIC`.
+/// The magic number of hugetlbfs (`HUGETLBFS_MAGIC`).
 const HUGETLBFS: u64 = linux_raw_sys::general::HUGETLBFS_MAGIC as u64;
 
 /// The stretches of `range` for which the file holds content, ascending. Reading any other part yields zeros.
 ///
-/// On tmpfs they are exact to the page, and a page that was allocated and never touched is not among them. On hugetlbfs the kernel
-/// knows no holes: the whole file is one stretch. The file may change meanwhile: a page that is written after the iterator has passed
-/// it is missed.
+/// On tmpfs they are exact to the page, and a page that was allocated and never touched is not among them. On hugetlbfs
+/// the kernel knows no holes: the whole file is one stretch. The file may change meanwhile: a page that is written
+/// after the iterator has passed it is missed.
 pub fn allocated_runs<F: AsFd>(file: &F, range: Range<u64>) -> AllocatedRuns<'_> {
     AllocatedRuns { file: file.as_fd(), at: range.start, end: range.end }
 }
@@ -49,7 +49,8 @@ impl AllocatedRuns<'_> {
         let Some(start) = self.seek(SeekFrom::Data(self.at))?.filter(|&start| start < self.end) else {
             return Ok(None);
         };
-        // A run that is punched or cut off right now is a run to its first page still: the reader finds zeros.
+        // A run that is punched or cut off at this moment still counts with its first page: the reader finds zeros
+        // there.
         let end = self.seek(SeekFrom::Hole(start))?.unwrap_or(start).max(start + 1).min(self.end);
         self.at = end;
         Ok(Some(start..end))
@@ -68,10 +69,10 @@ impl Iterator for AllocatedRuns<'_> {
     }
 }
 
-/// Gives the memory of `range` back; it reads as zeros from now on. The file's length stays.
+/// Discards the memory of `range`, which reads as zeros from now on. The file's length stays.
 ///
 /// # Errors
-/// The file system cannot, or the file is not open for writing.
+/// The file system does not support it, or the file is not open for writing.
 pub fn punch(file: impl AsFd, range: Range<u64>) -> Result<()> {
     fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, range, "give back memory of a RAM file")
 }
@@ -136,11 +137,11 @@ pub enum HugePolicy {
     WithinSize,
     /// Huge pages where the process asked for them.
     Advise,
-    /// It cannot be seen: the mount is not of this mount namespace, or it is the kernel's own (a memfd).
+    /// The policy is unknown: the mount is not of this mount namespace, or it is the kernel's own (a memfd).
     Unknown,
 }
 
-/// What kind of file backs the memory.
+/// The kind of file that backs the memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
     /// A file on a tmpfs.
@@ -153,7 +154,7 @@ pub enum Kind {
     Other(u64),
 }
 
-/// Where a RAM file lies.
+/// The backing of a RAM file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Backing {
     /// The kind of file.
@@ -162,7 +163,7 @@ pub struct Backing {
     pub page_bytes: u64,
 }
 
-/// Where a RAM file lies.
+/// Says where a RAM file lies.
 ///
 /// # Errors
 /// `fstatfs` failed, or `/proc` is not mounted.
@@ -211,7 +212,7 @@ fn huge_policy(file: BorrowedFd<'_>) -> Result<HugePolicy> {
     })
 }
 
-/// What the file's file system can still hold, bytes; `None` for a tmpfs without a limit.
+/// The bytes that the file's file system can still hold; `None` for a tmpfs without a limit.
 ///
 /// # Errors
 /// `fstatvfs` failed.
@@ -220,7 +221,8 @@ pub fn free_bytes(file: impl AsFd) -> Result<Option<u64>> {
     Ok((statvfs.f_blocks != 0).then(|| statvfs.f_bavail.saturating_mul(statvfs.f_frsize)))
 }
 
-/// Writes `bytes` at `offset`, into a hole too: where memory runs out this is an error and not a signal. Not for hugetlbfs.
+/// Writes `bytes` at `offset`, which may be a hole. Where memory runs out, this is an error and not a signal. It does
+/// not work on hugetlbfs.
 ///
 /// # Errors
 /// `ENOSPC`, `ENOMEM`: there is no memory left.

@@ -13,14 +13,14 @@ pub struct Pool {
     pub total: u64,
     /// Pages nobody uses.
     pub free: u64,
-    /// Of the free ones, those promised to mappings that exist.
+    /// Free pages that are promised to existing mappings.
     pub reserved: u64,
     /// Pages that the kernel may add to the pool when it runs out.
     pub overcommit: u64,
 }
 
 impl Pool {
-    /// Bytes that a new mapping can get for certain.
+    /// The bytes that a new mapping is certain to get.
     pub fn available_bytes(&self) -> u64 {
         self.free.saturating_sub(self.reserved).saturating_mul(self.page_bytes)
     }

@@ -1,7 +1,7 @@
 //! Memory for the kernel to read from or write to, without a Rust reference to it.
 //!
-//! A guest writes to its RAM at any time, so neither `&[u8]` nor `IoSlice` may point there. These have the layout of `struct iovec`
-//! and hold the lifetime only.
+//! A guest writes to its RAM at any time, so neither `&[u8]` nor `IoSlice` may point there. These have the layout of
+//! `struct iovec` and hold the lifetime only.
 
 use std::marker::PhantomData;
 
@@ -16,9 +16,9 @@ pub struct Outgoing<'a>(libc::iovec, PhantomData<&'a ()>);
 #[repr(transparent)]
 pub struct Incoming<'a>(libc::iovec, PhantomData<&'a mut ()>);
 
-// SAFETY: an address and a length; what they stand for is valid on every thread for 'a, and read volatile only.
+// SAFETY: an address and a length; the memory behind it is valid on every thread for 'a, and read volatile only.
 unsafe impl Send for Outgoing<'_> {}
-// SAFETY: an address and a length that nothing here dereferences; what they stand for is valid on every thread for 'a.
+// SAFETY: an address and a length that nothing here dereferences; the memory behind it is valid on every thread for 'a.
 unsafe impl Send for Incoming<'_> {}
 
 impl Outgoing<'_> {
@@ -28,7 +28,7 @@ impl Outgoing<'_> {
         Self(libc::iovec { iov_base: base.cast_mut().cast(), iov_len: bytes }, PhantomData)
     }
 
-    /// Its length, bytes.
+    /// The length, bytes.
     pub fn bytes(&self) -> usize {
         self.0.iov_len
     }
@@ -48,7 +48,7 @@ impl Incoming<'_> {
         Self(libc::iovec { iov_base: base.cast(), iov_len: bytes }, PhantomData)
     }
 
-    /// Its length, bytes.
+    /// The length, bytes.
     pub fn bytes(&self) -> usize {
         self.0.iov_len
     }
@@ -79,7 +79,7 @@ impl IoVector for Incoming<'_> {
     }
 }
 
-/// Takes the first `bytes` away, which have been transferred, and with them every vector that is empty.
+/// Removes the first `bytes`, which have been transferred, and with them every vector that is empty.
 pub(crate) fn advance<V: IoVector>(mut vectors: &mut [V], mut bytes: usize) -> &mut [V] {
     while let Some((first, _)) = vectors.split_first_mut() {
         let vector = first.vector();
@@ -94,10 +94,12 @@ pub(crate) fn advance<V: IoVector>(mut vectors: &mut [V], mut bytes: usize) -> &
     vectors
 }
 
-/// Copies as much of `vectors`, in order, as there is room for in `out`; what is left of them, and how many bytes were copied.
+/// Copies as much of `vectors`, in order, as `out` has room for. Returns the vectors that are left, and the number of
+/// bytes copied.
 ///
-/// For what the kernel cannot send straight from guest RAM: a guest may write meanwhile, so each word of the copy is one that was there, and
-/// the copy stays as it is. Reads memory directly, with what that means for holes ([`crate::map`]).
+/// It serves where the kernel cannot send straight from guest RAM. A guest may write meanwhile, so each word of the
+/// copy was in memory at some moment, and the copy stays as it is. It reads memory directly, with the consequences for
+/// holes that [`crate::map`] describes.
 pub fn copy_out<'v, 'a>(mut vectors: &'v mut [Outgoing<'a>], out: &mut [u8]) -> (&'v mut [Outgoing<'a>], usize) {
     let mut copied = 0;
     while let Some(first) = vectors.first()

@@ -1,13 +1,13 @@
-//! Everything that Sterna's daemon asks of the kernel: each `unsafe`, each ioctl number, each file of `/proc` and `/sys`.
+//! The daemon's interface to the kernel: each `unsafe`, each ioctl number, each file of `/proc` and `/sys`.
 //!
-//! Addresses are `u64`, stretches of addresses or of a file `Range<u64>` in bytes, and unless said otherwise both ends are multiples
-//! of [`PAGE_BYTES`]. Nothing here decides anything about a migration.
+//! Addresses are `u64`. Ranges of addresses or of a file are `Range<u64>` in bytes; both ends are multiples of
+//! [`PAGE_BYTES`], unless documented otherwise. Nothing here decides anything about a migration.
 
-// Structures and ioctl numbers of the kernel's interface, checked when compiled.
+// Structures and ioctl numbers of the kernel's interface, checked at compile time.
 mod abi;
 // One error type: what was being done, and what the kernel said.
 mod error;
-// Files that back guest RAM: holes, punching, what file system they lie on.
+// Files that back guest RAM: their holes, punching, their file systems.
 pub mod file;
 // This host's name, and random numbers.
 pub mod host;
@@ -21,13 +21,13 @@ pub mod map;
 pub mod memory;
 // Mounting a tmpfs for RAM files.
 pub mod mount;
-// What is mounted where.
+// The mounts of this host.
 pub mod mountinfo;
-// What a process has mapped, page by page: which pages were written, and arming the next look.
+// The page map of a process: which pages were written, and arming them again.
 pub mod pagemap;
 // Paths that others can change.
 pub mod path;
-// What this kernel can do, found out once.
+// Features of this kernel, found out once.
 pub mod probe;
 // Other processes: their identity, mappings and end.
 pub mod process;

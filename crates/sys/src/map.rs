@@ -1,13 +1,15 @@
 //! A RAM file mapped into this process while a guest writes to it.
 //!
-//! The guest, in another process, changes this memory at any time, so it is never lent as `&[u8]`: the compiler may read a slice
-//! twice and rely on seeing the same. Every access here is a volatile read or write of a machine word, each done exactly once; what
-//! comes out is a copy that nobody changes, of which each word is one that was there. Bodies in bulk do not pass here at all: the kernel
-//! moves them between the mapping and a socket ([`SharedMapping::outgoing`], [`SharedMapping::incoming`]).
+//! The guest, in another process, changes this memory at any time, so it is never lent as `&[u8]`: the compiler may
+//! read a slice twice and rely on seeing the same bytes. Every access here is a volatile read or write of a machine
+//! word, each done exactly once. The result is a copy that nobody changes, and each of its words was in the memory at
+//! some moment. Bodies in bulk do not pass here at all: the kernel moves them between the mapping and a socket
+//! ([`SharedMapping::outgoing`], [`SharedMapping::incoming`]).
 //!
-//! A direct access to a hole allocates a page. So read only where the file is allocated, and write only what [`SharedMapping::populate_write`]
-//! has allocated or let the kernel write, which reports an error. Where the file system has no memory left for a hole, or the file was cut short
-//! meanwhile, an access finds zeros and the mapping is [broken](SharedMapping::is_broken) from then on: ask after each look.
+//! A direct access to a hole allocates a page. So read only where the file is allocated, and write only what
+//! [`SharedMapping::populate_write`] has allocated or let the kernel write, which reports an error. Where the file
+//! system has no memory left for a hole, or the file was cut short meanwhile, an access finds zeros, and the mapping is
+//! [broken](SharedMapping::is_broken) from then on: check that after each access.
 
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -26,14 +28,14 @@ type Word = u64;
 
 const WORD: usize = size_of::<Word>();
 
-// What becomes of an access to a page that cannot be had.
+// Accesses to a page for which there is no file content or no memory.
 mod fault;
 use fault::Slot;
 
-/// Whether the mapping is for reading only.
+/// The accesses that a mapping allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Reading.
+    /// Reading only.
     Read,
     /// Reading and writing.
     ReadWrite,
@@ -48,17 +50,18 @@ pub struct SharedMapping {
     slot: &'static Slot,
 }
 
-// SAFETY: it owns its mapping, which is valid on every thread; accesses are volatile words or the kernel's, never references.
+// SAFETY: it owns its mapping, which is valid on every thread; accesses are volatile words or the kernel's, never
+// references.
 unsafe impl Send for SharedMapping {}
-// SAFETY: as above: whoever else writes there, another thread or the guest, no access assumes that the memory stays as it is.
+// SAFETY: as above: another thread or the guest may write there, and no access assumes that the memory stays as it is.
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
     /// Maps the first `bytes` of `file`. Nothing is read or allocated.
     ///
     /// # Errors
-    /// `EACCES`: the file is not open for that; `EINVAL`: `bytes` is 0 or no multiple of the file's page size; `ENOMEM`: no address
-    /// space left; `ENFILE`: too many are mapped.
+    /// `EACCES`: the file is not open for that; `EINVAL`: `bytes` is 0 or no multiple of the file's page size;
+    /// `ENOMEM`: no address space left; `ENFILE`: too many are mapped.
     pub fn new(file: impl AsFd, bytes: u64, access: Access) -> Result<Self> {
         let failed = |error: std::io::Error| Error::new("map a RAM file", error);
         let bytes = usize::try_from(bytes).map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
@@ -74,21 +77,22 @@ impl SharedMapping {
         match Slot::take(base, bytes, page_bytes) {
             Ok(slot) => Ok(Self { base, bytes, access, slot }),
             Err(error) => {
-                // SAFETY: it was mapped just now, and nobody knows of it.
+                // SAFETY: it was mapped just now, and nobody else knows it.
                 let _ = unsafe { rustix::mm::munmap(base.as_ptr().cast(), bytes) };
                 Err(failed(error))
             }
         }
     }
 
-    /// Whether an access met a page that could not be had, ever: the file was cut short, or there is no memory to fill a hole. What was read is of no
-    /// use then, and nothing is read or written any more. Whoever reads asks this afterwards; the kernel, which moves bodies by itself, reports `EFAULT`
-    /// instead, but only of a page that no access has met before.
+    /// Whether any access ever met a page without content or memory: the file was cut short, or no memory was left to
+    /// fill a hole. Then the bytes that were read are useless, and nothing more is read or written. Whoever reads
+    /// checks this afterwards. The kernel, which moves bodies by itself, reports `EFAULT` instead, but only for a page
+    /// that no access has met before.
     pub fn is_broken(&self) -> bool {
         self.slot.broken()
     }
 
-    /// Its first byte. What is behind it changes at any time: no reference to it may be made.
+    /// The mapping's first byte. The memory behind it changes at any time, so no reference to it may be made.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base.as_ptr()
     }
@@ -117,7 +121,7 @@ impl SharedMapping {
     /// Memory of the guest for the kernel to write.
     ///
     /// # Panics
-    /// As an index into a slice: if `range` is not within the mapping. Also if the mapping is not writable.
+    /// As an index into a slice: if `range` is not within the mapping. It also panics if the mapping is not writable.
     pub fn incoming(&self, range: Range<u64>) -> Incoming<'_> {
         assert_eq!(self.access, Access::ReadWrite, "a mapping for reading takes nothing in");
         let (at, bytes) = self.within(range);
@@ -125,7 +129,8 @@ impl SharedMapping {
         unsafe { Incoming::new(at, bytes) }
     }
 
-    /// Whether all of `range` was zero when it was looked at, or the mapping [is broken](Self::is_broken). Both ends are multiples of 128.
+    /// Whether all of `range` was zero when it was read, or the mapping [is broken](Self::is_broken). Both ends are
+    /// multiples of 128.
     ///
     /// # Panics
     /// If `range` is not within the mapping, or not so aligned.
@@ -144,8 +149,8 @@ impl SharedMapping {
         })
     }
 
-    /// Copies `range` as it is now into `out`, of the same length. Both ends of `range` are multiples of 16. Where the mapping
-    /// [is broken](Self::is_broken), zeros.
+    /// Copies `range` as it is now into `out`, of the same length. Both ends of `range` are multiples of 16. Where the
+    /// mapping [is broken](Self::is_broken), zeros.
     ///
     /// # Panics
     /// If `range` is not within the mapping, not so aligned, or not as long as `out`.
@@ -197,11 +202,11 @@ impl SharedMapping {
         self.unbroken("write guest memory")
     }
 
-    /// Allocates the pages of `range` and maps them writable (`MADV_POPULATE_WRITE`); what they hold stays.
+    /// Allocates the pages of `range` and maps them writable (`MADV_POPULATE_WRITE`); their content stays.
     ///
     /// # Errors
-    /// `EFAULT`, `ENOMEM`: the file system, the cgroup or the host has no memory left; `EINVAL`: the mapping is not writable, or the kernel is
-    /// older than 5.14.
+    /// `EFAULT`, `ENOMEM`: the file system, the cgroup or the host has no memory left; `EINVAL`: the mapping is not
+    /// writable, or the kernel is older than 5.14.
     ///
     /// # Panics
     /// If `range` is not within the mapping.
@@ -214,7 +219,7 @@ impl SharedMapping {
         }
     }
 
-    /// Takes the pages of `range` out of this process's page table (`MADV_DONTNEED`); the file keeps them.
+    /// Removes the pages of `range` from this process's page table (`MADV_DONTNEED`); the file keeps them.
     ///
     /// # Errors
     /// `EINVAL`: the range is locked or not aligned to pages.
@@ -232,7 +237,8 @@ impl SharedMapping {
 
     fn advise(&self, range: Range<u64>, advice: Advice, doing: &'static str) -> Result<()> {
         let (at, bytes) = self.within(range);
-        // SAFETY: the range is of this mapping, whose contents no advice used here changes: it is shared, and the file keeps them.
+        // SAFETY: the range is of this mapping. No advice that is used here changes its contents: it is shared, and the
+        // file keeps them.
         unsafe { rustix::mm::madvise(at.cast(), bytes, advice) }.map_err(|error| Error::new(doing, error))
     }
 

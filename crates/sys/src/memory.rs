@@ -1,7 +1,8 @@
-//! How much memory this process can still get.
+//! Memory that this process can still get.
 //!
-//! Memory received into a RAM file is charged to the cgroup of the process that first touches it: the daemon's. So the least of what
-//! the host has and what each limit above this process leaves. An estimate: others take memory at the same time.
+//! Memory that is received into a RAM file is charged to the cgroup of the process that first touches it, which is the
+//! daemon. So the room is the least of what the host has and what each limit above this process leaves. It is an
+//! estimate, because others take memory at the same time.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,8 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::mountinfo::{self, Mount};
 
-/// A cgroup's limit at or above this is none: version 1 shows the largest number of pages that a signed word can count.
+/// A cgroup's limit at or above this value means no limit: version 1 shows the largest number of pages that a signed
+/// word can count.
 const NO_LIMIT: u64 = 1 << 62;
 
 /// What sets the limit.
@@ -24,9 +26,9 @@ pub enum LimitedBy {
 /// Memory that this process can still get.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Room {
-    /// How much, bytes.
+    /// The memory, bytes.
     pub bytes: u64,
-    /// What stands in the way of more.
+    /// The limit that allows no more.
     pub limited_by: LimitedBy,
 }
 
@@ -89,8 +91,8 @@ pub fn parse_cgroups(text: &str) -> Vec<(Version, PathBuf)> {
     text.lines().filter_map(cgroup).collect()
 }
 
-/// Where this process's cgroup of the mount's hierarchy is to be found, if it is one that limits memory. A cgroup that lies outside
-/// what is mounted (in a container) is represented by the mount's root.
+/// The directory of this process's cgroup in the mount's hierarchy, if that hierarchy limits memory. A cgroup that lies
+/// outside what is mounted (in a container) is represented by the mount's root.
 fn own_directory(mount: &Mount, cgroups: &[(Version, PathBuf)]) -> Option<(Version, PathBuf)> {
     let version = match mount.kind.as_str() {
         "cgroup2" => Version::V2,
@@ -113,8 +115,8 @@ fn room_of(directory: &Path, version: Version) -> Option<u64> {
     parse_room(&limit, &usage, &read("memory.stat").unwrap_or_default(), version)
 }
 
-/// What a cgroup's limit leaves, bytes, from the contents of its files; `None` where it has no limit. Cached file pages not used of
-/// late are counted as room: the kernel gives them up first.
+/// What a cgroup's limit leaves, bytes, from the contents of its files; `None` where it has no limit. Cached file pages
+/// that were not used lately count as room, because the kernel gives them up first.
 pub fn parse_room(limit: &str, usage: &str, stat: &str, version: Version) -> Option<u64> {
     // "max" is no number, and no limit.
     let limit = limit.trim().parse::<u64>().ok().filter(|&limit| limit < NO_LIMIT)?;

@@ -8,10 +8,10 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use crate::error::{Error, Result};
 use crate::mountinfo::{self, Mount};
 
-/// A tmpfs to be mounted. It never uses huge pages: one write would mark 2 MiB as written.
+/// A tmpfs to mount. It never uses huge pages, because one write would then mark 2 MiB as written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tmpfs {
-    /// Its limit, bytes; `None`: the kernel's default, half of the host's memory.
+    /// Its limit, bytes; `None` means the kernel's default, half of the host's memory.
     pub size_bytes: Option<u64>,
     /// Permissions of its root directory.
     pub mode: u32,
@@ -35,7 +35,7 @@ impl Tmpfs {
     }
 }
 
-/// Takes the uppermost mount at `directory` away.
+/// Removes the uppermost mount at `directory`.
 ///
 /// # Errors
 /// `EBUSY`: a file there is open or mapped; `EINVAL`: nothing is mounted there.
@@ -44,7 +44,7 @@ pub fn unmount(directory: &Path) -> Result<()> {
         .map_err(|error| Error::new(format!("unmount {}", directory.display()), error))
 }
 
-/// What is mounted at `directory` itself (not above it), if anything.
+/// The mount at `directory` itself (not above it), if there is one.
 ///
 /// # Errors
 /// `directory` does not exist, or `/proc` is not mounted.

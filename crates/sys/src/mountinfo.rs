@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// One mount.
+/// A mount: one line of `mountinfo`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
     /// Its number, as `statx` reports it.
@@ -15,7 +15,7 @@ pub struct Mount {
     pub device: (u32, u32),
     /// The directory of the file system that is the mount's root.
     pub root: PathBuf,
-    /// Where it is mounted.
+    /// The directory at which it is mounted.
     pub point: PathBuf,
     /// The file system's type: `tmpfs`, `cgroup2`, …
     pub kind: String,
@@ -36,7 +36,8 @@ impl Mount {
     }
 }
 
-/// All mounts of this thread's mount namespace, in the order of mounting: of two at one place the later hides the earlier.
+/// All mounts of this thread's mount namespace, in the order of mounting. Of two mounts at one place the later hides
+/// the earlier.
 ///
 /// # Errors
 /// `/proc` is not mounted.
@@ -76,7 +77,7 @@ fn number(field: &[u8]) -> Option<u64> {
     std::str::from_utf8(field).ok()?.parse().ok()
 }
 
-/// Undoes `\040` and its like, by which the kernel keeps a line's fields apart.
+/// Undoes `\040` and similar escapes, by which the kernel keeps a line's fields apart.
 pub(crate) fn unescape(field: &[u8]) -> OsString {
     let mut plain = Vec::with_capacity(field.len());
     let mut rest = field;

@@ -1,8 +1,9 @@
-//! What a process has mapped, page by page: which pages were written, and arming the next look.
+//! The page map of a process: which pages were written, and arming them again.
 //!
-//! `PAGEMAP_SCAN` on `/proc/PID/pagemap` (kernel's `Documentation/admin-guide/mm/pagemap.rst`). It works on any process that the
-//! caller may trace. What it does not see: writes through another mapping of the same file, writes into pages that were pinned
-//! before arming (direct I/O in flight, registered buffers), and discards (the mark of an armed page outlives them).
+//! This is `PAGEMAP_SCAN` on `/proc/PID/pagemap` (kernel's `Documentation/admin-guide/mm/pagemap.rst`). It works on any
+//! process that the caller may trace. It does not see writes through another mapping of the same file, writes into
+//! pages that were pinned before arming (direct I/O in flight, registered buffers), and discards (the mark of an armed
+//! page outlives them).
 
 use std::fs::File;
 use std::ops::Range;
@@ -15,16 +16,17 @@ use crate::PAGE_BYTES;
 use crate::abi;
 use crate::error::{Error, Result};
 
-/// Runs of pages that one call of the kernel can return: 1.5 MiB of buffer. A scan with more to say takes several calls.
+/// Runs of pages that one call of the kernel can return: 1.5 MiB of buffer. A scan with more to say takes several
+/// calls.
 pub const REGIONS_PER_CALL: usize = 64 * 1024;
 
 bitflags::bitflags! {
-    /// What is true of a page (`PAGE_IS_*`).
+    /// The categories of a page (`PAGE_IS_*`).
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub struct Categories: u64 {
         /// Its mapping is registered for asynchronous write protection.
         const TRACKED = raw::PAGE_IS_WPALLOWED as u64;
-        /// Written since it was armed, or never armed: true of every unarmed page, there or not.
+        /// Written since it was armed, or never armed: true of every unarmed page, whether it is there or not.
         const WRITTEN = raw::PAGE_IS_WRITTEN as u64;
         /// Of a file or of shared memory, not anonymous.
         const FILE = raw::PAGE_IS_FILE as u64;
@@ -47,29 +49,29 @@ bitflags::bitflags! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Region {
-    /// First byte.
+    /// The first byte.
     pub start: u64,
-    /// Byte behind the last.
+    /// The byte behind the last.
     pub end: u64,
-    /// What is true of them, of the categories that [`Scan::report`] asked for.
+    /// Their categories, among those that [`Scan::report`] asks for.
     pub categories: Categories,
 }
 
 const _: () = assert!(size_of::<Region>() == size_of::<abi::page_region>());
 
 impl Region {
-    /// Its addresses.
+    /// The addresses of the run.
     pub fn range(&self) -> Range<u64> {
         self.start..self.end
     }
 
-    /// How many pages.
+    /// The number of pages.
     pub fn pages(&self) -> u64 {
         (self.end - self.start) / PAGE_BYTES
     }
 }
 
-/// What to look for and what to do with it.
+/// A scan: the pages to look for, and what to do with them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scan {
     /// Pages of which all of these are true …
@@ -78,14 +80,15 @@ pub struct Scan {
     pub any: Categories,
     /// … where each of these counts as true when it is false.
     pub inverted: Categories,
-    /// What the regions say of them; regions are split where it differs.
+    /// The categories that the regions report; regions are split where these differ.
     pub report: Categories,
-    /// Arm every page found, in the same step: a write after it is found by the next scan, a write before it was found by this.
+    /// Arm every page found, in the same step: a write after it is found by the next scan, a write before it was found
+    /// by this.
     pub arm: bool,
 }
 
 impl Scan {
-    /// Pages of which all of `categories` are true, and these reported.
+    /// A scan for pages of which all of `categories` are true; it reports these.
     pub const fn of(categories: Categories) -> Self {
         Self {
             all: categories,
@@ -96,26 +99,27 @@ impl Scan {
         }
     }
 
-    /// The same pages, and of them `report`.
+    /// The same scan, which reports `report`.
     pub const fn reporting(self, report: Categories) -> Self {
         Self { report, ..self }
     }
 
-    /// The same, and arms what it finds.
+    /// The same scan, which also arms the pages that it finds.
     pub const fn arming(self) -> Self {
         Self { arm: true, ..self }
     }
 }
 
-/// `/proc/PID/pagemap` of a process. It stays with the process's memory: after `execve` or exit it never shows another's.
+/// `/proc/PID/pagemap` of a process. It stays with the process's memory: after `execve` or exit it never shows
+/// another's.
 #[derive(Debug)]
 pub struct Pagemap {
     file: File,
 }
 
 impl Pagemap {
-    /// Of another process: of the memory that it has now. A child that was just spawned may not have left its parent's (`vfork`); wait for
-    /// something that only the new program does.
+    /// The page map of another process, for the memory that it has now. A child that was just spawned may not have left
+    /// its parent's memory yet (`vfork`): wait for something that only the new program does.
     ///
     /// # Errors
     /// No such process, or this one may not trace it.
@@ -123,7 +127,7 @@ impl Pagemap {
         Self::open_path(format!("/proc/{pid}/pagemap"))
     }
 
-    /// Of this process.
+    /// The page map of this process.
     ///
     /// # Errors
     /// `/proc` is not mounted.
@@ -138,13 +142,14 @@ impl Pagemap {
         }
     }
 
-    /// Pages of `range` that match, in ascending order, into `regions` (emptied first; its capacity grows to one region per page of
-    /// the range, at most [`REGIONS_PER_CALL`], so use one again and again). Addresses where nothing is mapped are passed over.
+    /// Pages of `range` that match, in ascending order, into `regions` (emptied first; its capacity grows to one region
+    /// per page of the range, at most [`REGIONS_PER_CALL`], so reuse one vector). Addresses where nothing is mapped are
+    /// passed over.
     ///
     /// # Errors
-    /// `EPERM` when arming: part of the range is not registered for asynchronous write protection. `ESRCH`: the process has ended.
-    /// `EINTR`: this thread is being killed. After an error of an arming scan some pages may have been armed and not returned:
-    /// tracking must begin anew.
+    /// `EPERM` when arming: part of the range is not registered for asynchronous write protection. `ESRCH`: the process
+    /// has ended. `EINTR`: this thread is being killed. After an error of an arming scan some pages may have been armed
+    /// and not returned: tracking must begin anew.
     pub fn scan(&self, range: Range<u64>, scan: Scan, regions: &mut Vec<Region>) -> Result<()> {
         regions.clear();
         let mut at = range.start;
@@ -154,7 +159,7 @@ impl Pagemap {
             let free = regions.spare_capacity_mut();
             let mut arg = abi::pm_scan_arg {
                 size: size_of::<abi::pm_scan_arg>() as u64,
-                // Without the check, parts that are not registered would be passed over in silence.
+                // Without the check, unregistered parts would be passed over silently.
                 flags: if scan.arm { u64::from(raw::PM_SCAN_WP_MATCHING | raw::PM_SCAN_CHECK_WPASYNC) } else { 0 },
                 start: at,
                 end: range.end,
@@ -167,15 +172,16 @@ impl Pagemap {
                 category_anyof_mask: scan.any.bits(),
                 return_mask: scan.report.bits(),
             };
-            // SAFETY: `vec` points to room for `vec_len` regions, which live in `regions` until the call returns; `arg` is what
-            // PAGEMAP_SCAN takes, and a file that is no pagemap refuses the number.
+            // SAFETY: `vec` points to room for `vec_len` regions, which live in `regions` until the call returns; `arg`
+            // is what PAGEMAP_SCAN takes, and a file that is no pagemap refuses the number.
             let found = unsafe { abi::ioctl(self.file.as_fd(), abi::PAGEMAP_SCAN, &mut arg) }
                 .map_err(|error| Error::new("scan the page map of a process", error))?;
-            // SAFETY: the kernel has initialised `found` regions, no more than there was room for; any bit pattern is a `Region`.
+            // SAFETY: the kernel has initialised `found` regions, no more than there was room for; any bit pattern is a
+            // `Region`.
             unsafe { regions.set_len(known + found as usize) };
             join_at(regions, known);
             if arg.walk_end <= at {
-                // It cannot be: a full buffer holds at least one page. But never loop on it.
+                // This does not happen, because a full buffer holds at least one page. But never loop on it.
                 return Err(Error::malformed("scan the page map of a process", "the kernel made no progress"));
             }
             at = arg.walk_end;
@@ -183,9 +189,9 @@ impl Pagemap {
         self.is_of_memory_that_lives()
     }
 
-    /// That a process's memory was still there. Some kernels (seen: 6.18) scan the memory of one that has ended as if nothing were mapped, which
-    /// reads as nothing written; a read of its page map ends at once there. Memory does not come back: what lives after a scan lived
-    /// throughout.
+    /// Checks that the process's memory is still there. Some kernels (seen: 6.18) scan the memory of an ended process
+    /// as if nothing were mapped, which looks as if nothing was written. There a read of the page map ends at once.
+    /// Memory does not come back: memory that lives after a scan lived throughout it.
     fn is_of_memory_that_lives(&self) -> Result<()> {
         let doing = "scan the page map of a process";
         match self.file.read_at(&mut [0; 8], 0) {
@@ -195,7 +201,8 @@ impl Pagemap {
         }
     }
 
-    /// Pages written since they were last armed, armed again in the same step. Pages never armed count as written, holes too.
+    /// Pages written since they were last armed, armed again in the same step. Pages never armed count as written,
+    /// holes too.
     ///
     /// # Errors
     /// As [`Self::scan`].
@@ -211,7 +218,8 @@ impl Pagemap {
         self.scan(range, Scan::of(Categories::WRITTEN), regions)
     }
 
-    /// What the page map says of each page of `range`, into `entries` (emptied first). Costs about 30 ns a page.
+    /// Reads the page map's entry of each page of `range` into `entries` (emptied first). This costs about 30 ns a
+    /// page.
     ///
     /// # Errors
     /// The range is not of this process's address space, or the process has ended.
@@ -235,7 +243,7 @@ impl Pagemap {
     }
 }
 
-/// Where one call's last region and the next one's first are of one kind and touch, makes one of them.
+/// Joins one call's last region and the next call's first, where they are of one kind and touch.
 fn join_at(regions: &mut Vec<Region>, seam: usize) {
     let Some([before, after]) = seam.checked_sub(1).and_then(|first| regions.get(first..=seam)) else { return };
     if before.end == after.start && before.categories == after.categories {
@@ -251,32 +259,32 @@ pub struct Entry(pub u64);
 impl Entry {
     const PFN: u64 = (1 << 55) - 1;
 
-    /// Mapped.
+    /// Whether the page is mapped.
     pub fn present(self) -> bool {
         self.0 & (1 << 63) != 0
     }
 
-    /// Swapped out, or a write-protected hole.
+    /// Whether it is swapped out, or a write-protected hole.
     pub fn swapped(self) -> bool {
         self.0 & (1 << 62) != 0
     }
 
-    /// Of a file or of shared memory.
+    /// Whether it is of a file or of shared memory.
     pub fn file(self) -> bool {
         self.0 & (1 << 61) != 0
     }
 
-    /// Write-protected by a userfaultfd.
+    /// Whether a userfaultfd write-protects it.
     pub fn protected(self) -> bool {
         self.0 & (1 << 57) != 0
     }
 
-    /// Mapped here and nowhere else.
+    /// Whether it is mapped here and nowhere else.
     pub fn exclusive(self) -> bool {
         self.0 & (1 << 56) != 0
     }
 
-    /// The frame it is mapped to, where it is and the reader has `CAP_SYS_ADMIN`.
+    /// The page frame that it is mapped to, if it is mapped and the reader has `CAP_SYS_ADMIN`.
     pub fn frame(self) -> Option<u64> {
         let frame = self.0 & Self::PFN;
         (self.present() && frame != 0).then_some(frame)

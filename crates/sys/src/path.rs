@@ -1,5 +1,5 @@
-//! Paths that others can change: no link of another user is followed on the way, and nothing is opened before it is
-//! known what it is.
+//! Paths that others can change: no link of another user is followed on the way, and a file is opened only when its
+//! kind is known.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -15,7 +15,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use crate::error::{Error, Result};
 use crate::file::{self, FileId};
 
-/// As many links as the kernel follows in one path.
+/// The most links that are followed in one path, as in the kernel.
 const MAX_LINKS: usize = 40;
 
 /// The directory that a path begins at.
@@ -26,7 +26,7 @@ impl Root {
     /// This process's own root.
     ///
     /// # Errors
-    /// It may not be looked at.
+    /// This process may not look at it.
     pub fn own() -> Result<Self> {
         Self::at("/".into())
     }
@@ -45,8 +45,8 @@ impl Root {
         opened.map(Self).map_err(|error| Error::new(format!("look at {path}"), error))
     }
 
-    /// What `path` names below this root. A symbolic link is followed where root or this process's user made it, in a
-    /// directory of theirs; an absolute one, and `..`, do not lead out of the root.
+    /// Finds what `path` names below this root. A symbolic link is followed where root or this process's user made it,
+    /// in a directory of theirs. An absolute link and `..` do not lead out of the root.
     ///
     /// # Errors
     /// `ENOENT`, `ENOTDIR`; `ELOOP` for a link that another user made.
@@ -55,8 +55,8 @@ impl Root {
     }
 
     fn walk(&self, path: &Path) -> rustix::io::Result<Place> {
-        // Each directory on the way: `..` goes back to the one it was reached from, wherever that has been moved to
-        // since.
+        // The directories on the way: `..` goes back to the one from which this one was reached, even if that has been
+        // moved since.
         let mut trail = vec![rustix::io::fcntl_dupfd_cloexec(&self.0, 0)?];
         let mut pending = reversed(path);
         let mut links = 0;
@@ -100,17 +100,17 @@ fn reversed(path: &Path) -> Vec<OsString> {
     names.rev().map(OsStr::to_os_string).collect()
 }
 
-/// Whether root or this process's user owns it.
+/// Whether root or this process's user owns the file.
 fn ours(stat: &Stat) -> bool {
     stat.st_uid == 0 || stat.st_uid == rustix::process::geteuid().as_raw()
 }
 
-/// A name itself, a link too; nothing is opened by it, so that no device, pipe or server notices.
+/// Opens a name itself, even if it is a link. The file behind it is not opened, so no device, pipe or server notices.
 fn open_itself(directory: impl AsFd, name: impl rustix::path::Arg) -> rustix::io::Result<OwnedFd> {
     rustix::fs::openat(directory, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Something in a file system, whatever becomes of its name.
+/// A place in a file system, which stays the same whatever happens to its name.
 #[derive(Debug)]
 pub struct Place(OwnedFd);
 
@@ -121,7 +121,7 @@ impl AsFd for Place {
 }
 
 impl Place {
-    /// What `path` names itself: a link there is not followed.
+    /// The place that `path` itself names: a link there is not followed.
     ///
     /// # Errors
     /// `ENOENT` and the like.
@@ -130,7 +130,7 @@ impl Place {
         found.map(Self).map_err(|error| Error::new(format!("look at {}", path.display()), error))
     }
 
-    /// What the kernel knows of it.
+    /// The result of `fstat`.
     ///
     /// # Errors
     /// `fstat` failed.
@@ -138,7 +138,7 @@ impl Place {
         rustix::fs::fstat(&self.0).map_err(|error| Error::new("look at a file", error))
     }
 
-    /// Its identity.
+    /// The file's identity.
     ///
     /// # Errors
     /// `fstat` failed.
@@ -149,7 +149,7 @@ impl Place {
     /// Opens the regular file that this is, for reading, and for writing where `write` is set.
     ///
     /// # Errors
-    /// It is something else, or may not be opened.
+    /// It is no regular file, or may not be opened.
     pub fn open(&self, write: bool) -> Result<File> {
         if FileType::from_raw_mode(self.stat()?.st_mode) != FileType::RegularFile {
             return Err(Error::malformed("open a file", "it is no regular file"));
@@ -159,26 +159,26 @@ impl Place {
         opened.map(File::from).map_err(|error| Error::new("open a file", error))
     }
 
-    /// A path that leads here for as long as this lives, in this process: for calls that take nothing else.
+    /// A path that leads here in this process as long as this lives, for calls that take only paths.
     #[must_use]
     pub fn itself(&self) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
     }
 }
 
-/// Opens a regular file for reading, and nothing else: a link is not followed, a pipe not waited for.
+/// Opens a regular file for reading, and no other kind of file: a link is not followed, and a pipe is not waited for.
 ///
 /// # Errors
-/// It is not there, or something else.
+/// There is no file, or it is no regular one.
 pub fn open_regular(path: &Path) -> Result<File> {
     Place::at(path)?.open(false)
 }
 
 /// Connects to the stream socket that `path` names, without waiting: the connection is non-blocking. No link of
-/// another user is followed: the way may lead through directories of the one who listens.
+/// another user is followed: the path may lead through directories of the listener's user.
 ///
 /// # Errors
-/// As [`Root::find`]; nobody listens there; `EAGAIN` where as many wait as the listener lets wait.
+/// As [`Root::find`]; nobody listens there; `EAGAIN` where the listener's queue is full.
 pub fn connect(path: &Path) -> std::io::Result<UnixStream> {
     let place = Root::own()?.find(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

@@ -1,4 +1,4 @@
-//! What this kernel can do, found out once.
+//! Features of this kernel, found out once.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -11,38 +11,40 @@ use crate::map::{Access, SharedMapping};
 use crate::pagemap::{Categories, Pagemap, Scan};
 use crate::userfaultfd::{self, Features, Modes, Stopped, Userfaultfd};
 
-/// What this kernel, and what it lets this process do.
+/// This kernel, and what it lets this process do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kernel {
     /// Its version, as `uname -r` prints it.
     pub release: String,
     /// Size of a page, bytes.
     pub page_bytes: u64,
-    /// `/dev/userfaultfd` can be opened; else why not.
+    /// Whether `/dev/userfaultfd` can be opened, or the reason why not.
     pub userfaultfd_device: std::result::Result<(), String>,
-    /// What a userfaultfd offers; nothing where none can be made.
+    /// The features of a userfaultfd; none where no userfaultfd can be made.
     pub userfaultfd: Features,
-    /// `PAGEMAP_SCAN` works; else why not.
+    /// Whether `PAGEMAP_SCAN` works, or the reason why not.
     pub pagemap_scan: std::result::Result<(), String>,
-    /// Writes to shared memory are tracked to the page, tried out; else why not.
+    /// Whether writes to shared memory are tracked to the page, as a trial shows, or the reason why not.
     pub write_tracking: std::result::Result<(), String>,
-    /// Pages of shared memory are held back until they are known to be current, tried out; else why not.
+    /// Whether pages of shared memory are held back until they are known to be current, as a trial shows, or the reason
+    /// why not.
     pub paging: std::result::Result<(), String>,
 }
 
-/// What this kernel can do. The first call finds out (below a millisecond), later ones remember.
+/// The features of this kernel. The first call finds them out (in less than a millisecond), and later calls remember
+/// them.
 pub fn kernel() -> &'static Kernel {
     static KERNEL: OnceLock<Kernel> = OnceLock::new();
     KERNEL.get_or_init(probe)
 }
 
-/// What pre-copy in shared memory mode needs and this host does not have, a sentence each that says what to do.
+/// The features that pre-copy in shared memory mode needs and this host lacks. Each is a sentence that says what to do.
 pub fn missing() -> Vec<String> {
     missing_of(kernel())
 }
 
-/// What a guest needs at its destination to run there before all its pages are there, and this host does not have, a sentence each that says
-/// what to do.
+/// The features that a guest needs at its destination to run before all its pages are there, and that this host lacks.
+/// Each is a sentence that says what to do.
 pub fn missing_for_postcopy() -> Vec<String> {
     missing_for_postcopy_of(kernel())
 }
@@ -84,7 +86,7 @@ fn missing_of(kernel: &Kernel) -> Vec<String> {
     }
     if let Err(why) = &kernel.userfaultfd_device {
         missing.push(no_device(why, release));
-        // All that follows would have this one reason.
+        // Everything below would fail for this same reason.
         return missing;
     }
     let features = Features::TRACKING.difference(kernel.userfaultfd);
@@ -119,7 +121,7 @@ fn probe() -> Kernel {
     };
     let device = userfaultfd::open_device();
     let features = match &device {
-        // A userfaultfd that is asked for nothing says what it offers.
+        // A userfaultfd that is asked for no features says what it offers.
         Ok(device) => Userfaultfd::create(device).and_then(|uffd| uffd.enable(Features::empty())),
         Err(_) => Ok(Features::empty()),
     };
@@ -144,7 +146,7 @@ fn try_scan() -> Result<()> {
     pagemap.scan(here..here + PAGE_BYTES, Scan::of(Categories::PRESENT), &mut Vec::new())
 }
 
-/// Arms four pages of shared memory, writes to one, and looks whether it is the one that is found.
+/// Arms four pages of shared memory, writes to one, and checks that exactly this page is found.
 fn try_tracking() -> Result<bool> {
     const PAGES: u64 = 4;
     let failed = |error: rustix::io::Errno| crate::Error::new("make a memory file", error);
@@ -163,8 +165,8 @@ fn try_tracking() -> Result<bool> {
     Ok(matches!(regions[..], [region] if region.range() == (written..written + PAGE_BYTES)))
 }
 
-/// Registers two pages of shared memory for missing and minor faults, one in the file and one not, and lets both in. A page that is mapped
-/// before that would have been seen by a guest while it was stale.
+/// Registers two pages of shared memory for missing and minor faults, one in the file and one not, and maps both. If a
+/// page were mapped before that, a guest would have seen it while it was stale.
 fn try_paging() -> Result<bool> {
     let failed = |error: rustix::io::Errno| crate::Error::new("make a memory file", error);
     let file = rustix::fs::memfd_create("probe", MemfdFlags::CLOEXEC).map_err(failed)?;

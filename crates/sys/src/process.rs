@@ -10,11 +10,11 @@ use crate::file::FileId;
 
 // Waking a thread of this process.
 mod interrupt;
-// What a process has mapped.
+// The mappings of a process.
 mod maps;
-// What files a process has open.
+// The open files of a process.
 mod files;
-// A handle on a process that never means another.
+// A handle on a process, which never refers to another.
 mod pidfd;
 // Processor time and faults.
 mod usage;
@@ -28,14 +28,14 @@ pub use usage::{Usage, process_cpu_time, thread_cpu_time, usage};
 /// A process, by number and moment of birth: the number alone may be given to another once it has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Identity {
-    /// Its number.
+    /// The process's number.
     pub pid: u32,
-    /// When it started, clock ticks since the host's start.
+    /// The time of its start, clock ticks since the host's start.
     pub start_time: u64,
 }
 
 impl Identity {
-    /// Of the process that has this number now.
+    /// The identity of the process that has this number now.
     ///
     /// # Errors
     /// No such process.
@@ -43,13 +43,14 @@ impl Identity {
         Ok(Self { pid, start_time: start_time(pid)? })
     }
 
-    /// Whether that very process still exists, if only as a zombie.
+    /// Whether this very process still exists, if only as a zombie.
     pub fn exists(&self) -> bool {
         start_time(self.pid).is_ok_and(|start_time| start_time == self.start_time)
     }
 }
 
-/// When a process started, clock ticks since the host's start. Together with its number it identifies the process until the host restarts.
+/// The time when a process started, clock ticks since the host's start. Together with the number it identifies the
+/// process until the host restarts.
 ///
 /// # Errors
 /// No such process.
@@ -83,8 +84,8 @@ fn parse_stat_field(text: &[u8], number: usize) -> Option<u64> {
     fields.split_ascii_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
 }
 
-/// A process's arguments, the program's name first. Empty for a kernel thread, a zombie, and for a moment after a process was
-/// started. The process can change them.
+/// A process's arguments, the program's name first. Empty for a kernel thread, a zombie, and for a moment after a
+/// process was started. The process can change them.
 ///
 /// # Errors
 /// No such process.
@@ -105,7 +106,7 @@ pub fn environ(pid: u32) -> Result<Vec<(OsString, OsString)>> {
     Ok(pairs.collect())
 }
 
-/// A process's short name. Not to be trusted: the process can change it.
+/// A process's short name. It is not trustworthy, because the process can change it.
 ///
 /// # Errors
 /// No such process.
@@ -126,14 +127,14 @@ fn read(pid: u32, file: &str) -> Result<Vec<u8>> {
 /// A process that maps a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapper {
-    /// Its number.
+    /// The process's number.
     pub pid: u32,
     /// Its short name.
     pub comm: String,
 }
 
-/// Every process that maps `file`, this one too. A process that ends meanwhile is left out; so is one that this process may
-/// not look into.
+/// Every process that maps `file`, this one too. A process that ends meanwhile is left out; so is one that this process
+/// may not look into.
 ///
 /// # Errors
 /// `/proc` is not mounted.

@@ -1,8 +1,8 @@
-//! Less processor time for some threads of a process: a cgroup of their own, below the one they are in, with a CPU quota
-//! (kernel's `Documentation/scheduler/sched-bwc.rst`).
+//! Less processor time for some threads of a process: a cgroup of their own, below the one they are in, with a CPU
+//! quota (kernel's `Documentation/scheduler/sched-bwc.rst`).
 //!
-//! Where a thread came from needs no record: the group is a child of that one, and its name says whose it is. So whatever limits are
-//! set above still hold, and after a crash the threads find back.
+//! No record says where a thread came from: our group is a child of the thread's own group, and its name says whose it
+//! is. So limits that are set above still hold, and after a crash the threads can be put back.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,16 +13,16 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::mountinfo::{self, Mount};
 
-/// In each such stretch a thread gets its share: short, so that it stutters finely.
+/// The period in which a thread gets its share. It is short, so that the thread pauses often and briefly.
 const PERIOD_US: u64 = 20_000;
 /// The kernel's least quota.
 const LEAST_QUOTA_US: u64 = 1_000;
 /// The kernel's longest period.
 const LONGEST_PERIOD_US: u64 = 1_000_000;
-/// How often a group that the kernel has not let go of yet is removed again.
+/// The tries to remove a group that the kernel still holds.
 const REMOVALS: u32 = 50;
 
-/// A quota on the processor time of threads of one process. Ends, best effort, when dropped.
+/// A quota on the processor time of threads of one process. Dropping it ends the quota, as far as possible.
 #[derive(Debug)]
 pub struct CpuQuota {
     pid: u32,
@@ -39,7 +39,7 @@ enum Version {
 }
 
 impl Version {
-    /// The file of a group that lists its threads, and takes them in.
+    /// The file of a group that lists its threads, and by which threads are moved into it.
     fn threads(self) -> &'static str {
         match self {
             Self::V1 => "tasks",
@@ -48,7 +48,7 @@ impl Version {
     }
 }
 
-/// One group of ours.
+/// A group that this quota made.
 #[derive(Debug, Clone, Copy)]
 struct Group {
     version: Version,
@@ -56,7 +56,7 @@ struct Group {
     passed_on: bool,
 }
 
-/// Where a thread is.
+/// The place of a thread: its group.
 #[derive(Debug)]
 struct Place {
     version: Version,
@@ -64,15 +64,16 @@ struct Place {
 }
 
 impl CpuQuota {
-    /// For threads of this process. Nothing is changed yet.
+    /// A quota for threads of the process `pid`. Nothing is changed yet.
     pub fn of(pid: u32) -> Self {
         Self { pid, groups: BTreeMap::new() }
     }
 
-    /// Whether a quota can be set here: makes the groups that these threads would get, with a quota, and removes them.
+    /// Tries whether a quota can be set here: makes the groups that these threads would get, with a quota, and removes
+    /// them.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason why no quota can be set.
     pub fn try_out(&mut self, threads: &[u32]) -> Result<()> {
         let made = self.places(threads).and_then(|places| {
             places.into_iter().try_for_each(|(origin, (version, threads))| {
@@ -84,9 +85,9 @@ impl CpuQuota {
         made.and(removed)
     }
 
-    /// Leaves these threads `percent` of the processor time that they could use, together where they share a group. Other threads of
-    /// the process are as they were, also those that these have started meanwhile. What is no thread of the process (any more) is
-    /// passed over: whoever names threads cannot reach another process's.
+    /// Leaves these threads `percent` of the processor time that they could use, together where they share a group.
+    /// Other threads of the process stay as they were, also those that these have started meanwhile. Numbers that are
+    /// no threads of the process (any more) are passed over, so nobody can name another process's threads.
     ///
     /// # Errors
     /// The kernel refuses, or none of these is a thread of the process. Some may be limited already.
@@ -111,8 +112,8 @@ impl CpuQuota {
         Ok(())
     }
 
-    /// Takes the limit away at once. The threads stay in their groups, which [`lift`](Self::lift) removes: moving a thread can take
-    /// the kernel tens of milliseconds.
+    /// Takes the limit away at once. The threads stay in their groups, which [`lift`](Self::lift) removes: moving a
+    /// thread can take the kernel tens of milliseconds.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -123,11 +124,11 @@ impl CpuQuota {
         })
     }
 
-    /// Ends the limit: threads go back to where they were, groups are removed. Also what an earlier one of this process left behind,
-    /// whoever made it. That there is nothing is no error.
+    /// Ends the limit: threads go back to where they were, and groups are removed. This also removes what an earlier
+    /// quota of this process left behind, whoever made it. Finding nothing is no error.
     ///
     /// # Errors
-    /// What could not be undone; the rest is.
+    /// The part that could not be undone; the other parts are undone.
     pub fn lift(&mut self) -> Result<()> {
         let mut result = self.loosen();
         let mut groups = std::mem::take(&mut self.groups);
@@ -167,7 +168,8 @@ impl CpuQuota {
         Ok(places)
     }
 
-    /// Groups of ours that exist: where threads of the process are, and beside this process, in case that one is gone.
+    /// Groups of ours that exist: where threads of the process are, and beside this process, in case the other process
+    /// is gone.
     fn left_behind(&self) -> Vec<Place> {
         let Ok(mounts) = mountinfo::mounts() else { return Vec::new() };
         let threads = fs::read_dir(format!("/proc/{}/task", self.pid)).into_iter().flatten().flatten();
@@ -195,7 +197,8 @@ impl CpuQuota {
         if version == Version::V2 {
             let kind = group.join("cgroup.type");
             if read(&kind)?.trim() != "threaded" {
-                // Refused where the group above has other groups with processes of their own, or passes on other controllers.
+                // Refused where the group above has other groups with processes of their own, or passes on other
+                // controllers.
                 write(&kind, "threaded")?;
             }
             if !group.join("cpu.max").exists() {
@@ -219,7 +222,7 @@ impl Drop for CpuQuota {
 fn dissolve(group: &Path, Group { version, passed_on }: Group) -> Result<()> {
     let Some(origin) = group.parent() else { return Ok(()) };
     for attempt in 1.. {
-        // A thread can start another one between the look and its move: look again until nobody is left.
+        // A thread can start another one between the listing and its own move: list again until no thread is left.
         for thread in list(group, version).unwrap_or_default() {
             move_to(origin, version, thread)?;
         }
@@ -256,20 +259,21 @@ fn set_quota(group: &Path, version: Version, share: f64) -> Result<()> {
     }
 }
 
-/// Quota and period, microseconds, that come to `share` processors. The period is longer where the quota would be too small.
+/// Quota and period, microseconds, that come to `share` processors. The period is longer where the quota would be too
+/// small.
 fn quota_and_period(share: f64) -> (u64, u64) {
     let share = share.max(LEAST_QUOTA_US as f64 / LONGEST_PERIOD_US as f64);
     let period = PERIOD_US.max((LEAST_QUOTA_US as f64 / share).ceil() as u64).min(LONGEST_PERIOD_US);
     (((share * period as f64) as u64).max(LEAST_QUOTA_US), period)
 }
 
-/// How many processors a group may use by its own limit and those above; without end where there is none.
+/// The number of processors that a group may use by its own limit and those above; infinite where there is no limit.
 fn room(group: &Path, version: Version) -> f64 {
     let limit = |group: &Path| -> Option<f64> {
         let number = |text: &str| text.trim().parse::<f64>().ok().filter(|&number| number > 0.0);
         match version {
             Version::V1 => {
-                // -1 is none.
+                // -1 means no limit.
                 let quota = number(&fs::read_to_string(group.join("cpu.cfs_quota_us")).ok()?)?;
                 Some(quota / number(&fs::read_to_string(group.join("cpu.cfs_period_us")).ok()?)?)
             }
@@ -296,13 +300,14 @@ fn move_to(group: &Path, version: Version, thread: u32) -> Result<()> {
     }
 }
 
-/// Where the thread or process whose `cgroup` file this is has the cpu controller.
+/// The place of the cpu controller for the thread or process whose `cgroup` file this is.
 fn place_of(mounts: &[Mount], file: impl AsRef<Path>) -> Result<Place> {
     let text = read(file.as_ref())?;
     find(mounts, &text).map_err(|why| Error::malformed("find the cgroup that has the cpu controller", why))
 }
 
-/// The directory of the cgroup that `text`, as `/proc/PID/cgroup` has it, names for the cpu controller; why not, where there is none.
+/// The directory of the cgroup that `text`, as `/proc/PID/cgroup` has it, names for the cpu controller; or the reason
+/// why there is none.
 fn find(mounts: &[Mount], text: &str) -> std::result::Result<Place, &'static str> {
     let path_of = |wanted: &dyn Fn(&str, &str) -> bool| {
         text.lines().find_map(|line| {

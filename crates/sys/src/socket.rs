@@ -7,7 +7,7 @@ use crate::iovec::{Incoming, Outgoing, advance};
 
 // Descriptors over a unix socket.
 mod descriptors;
-// TCP's settings and what it knows of a connection.
+// TCP's settings, and the kernel's figures of a connection.
 mod tcp;
 
 pub use descriptors::{receive_with_descriptors, send_with_descriptors};
@@ -19,10 +19,10 @@ pub use tcp::{
 /// Vectors that one call takes (`UIO_MAXIOV`).
 pub const VECTORS_PER_CALL: usize = 1024;
 
-/// Sending that failed.
+/// The reason why sending failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
-    /// Nothing moved for as long as the socket's timeout allows.
+    /// The peer took no bytes for the time of the socket's timeout.
     #[error("the peer took nothing for too long")]
     TimedOut,
     /// The memory to send cannot be read: the file was cut off, or no memory is left to fill a hole.
@@ -33,7 +33,7 @@ pub enum SendError {
     Connection(#[source] io::Error),
 }
 
-/// Receiving that failed.
+/// The reason why receiving failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReceiveError {
     /// The peer has ended the connection.
@@ -42,11 +42,11 @@ pub enum ReceiveError {
         /// Bytes that should have come.
         missing_bytes: u64,
     },
-    /// Nothing came for as long as the socket's timeout allows.
+    /// No bytes came for the time of the socket's timeout.
     #[error("the peer sent nothing for too long")]
     TimedOut,
-    /// The memory to receive into cannot be had: file system, cgroup or host have none left. What came before it is written; the
-    /// connection is out of step and of no more use.
+    /// There is no memory to receive into: file system, cgroup or host have none left. The bytes before that are
+    /// written. The connection is out of step and useless.
     #[error("no memory is left for guest memory")]
     Memory,
     /// The connection is gone.
@@ -54,7 +54,7 @@ pub enum ReceiveError {
     Connection(#[source] io::Error),
 }
 
-/// Sends all of `vectors`, in order. They are used up.
+/// Sends all of `vectors`, in order, and consumes them.
 ///
 /// # Errors
 /// [`SendError`]; part may have been sent. A peer that is gone is an error, not a signal.
@@ -78,7 +78,7 @@ pub fn send_all(socket: impl AsFd, mut vectors: &mut [Outgoing<'_>]) -> Result<(
     Ok(())
 }
 
-/// Fills all of `vectors`, in order. They are used up.
+/// Fills all of `vectors`, in order, and consumes them.
 ///
 /// # Errors
 /// [`ReceiveError`]; part may have been filled.
@@ -87,7 +87,8 @@ pub fn receive_exact(socket: impl AsFd, mut vectors: &mut [Incoming<'_>]) -> Res
     while !vectors.is_empty() {
         let batch = vectors.len().min(VECTORS_PER_CALL);
         let mut message = header(vectors.as_mut_ptr().cast(), batch);
-        // SAFETY: `Incoming` has the layout of `struct iovec`; each is writable for as long as it lives, and nobody else's.
+        // SAFETY: `Incoming` has the layout of `struct iovec`; each is writable for as long as it lives, and nobody
+        // else's.
         let received = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, libc::MSG_WAITALL) };
         match usize::try_from(received) {
             Ok(0) => {
@@ -114,7 +115,7 @@ fn header(vectors: *mut libc::iovec, count: usize) -> libc::msghdr {
     message
 }
 
-/// `setsockopt(2)` with an integer of the kernel's choice of width.
+/// `setsockopt(2)` with an integer of the width that the kernel expects.
 fn set_option<T: Copy>(socket: BorrowedFd<'_>, level: i32, name: i32, value: T) -> io::Result<()> {
     // SAFETY: the kernel reads `size_of::<T>()` bytes of `value`.
     let result = unsafe {

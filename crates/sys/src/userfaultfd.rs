@@ -1,7 +1,7 @@
-//! userfaultfd: write tracking now, faults on missing and stale pages for post-copy.
+//! userfaultfd: write tracking, and faults on missing and stale pages for post-copy.
 //!
-//! Kernel's documentation: `Documentation/admin-guide/mm/userfaultfd.rst`. The descriptor belongs to the process that made it (the
-//! agent inside the VMM): every range here is of that process's addresses, whoever calls.
+//! Kernel's documentation: `Documentation/admin-guide/mm/userfaultfd.rst`. The descriptor belongs to the process that
+//! made it (the agent inside the VMM): every range here is of that process's addresses, whoever calls.
 
 use std::fs::File;
 use std::io;
@@ -19,7 +19,7 @@ mod event;
 pub use event::{Event, Fault};
 
 bitflags::bitflags! {
-    /// What a userfaultfd can be asked to do (`UFFD_FEATURE_*`).
+    /// Features of a userfaultfd (`UFFD_FEATURE_*`).
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub struct Features: u64 {
         /// Faults on write-protected pages are told apart.
@@ -56,11 +56,11 @@ bitflags::bitflags! {
         const WP_ASYNC = raw::UFFD_FEATURE_WP_ASYNC as u64;
         /// Pages moved within the process.
         const MOVE = raw::UFFD_FEATURE_MOVE as u64;
-        /// What write tracking of guest RAM needs.
+        /// The features that write tracking of guest RAM needs.
         const TRACKING = Self::WP_ASYNC.bits() | Self::WP_UNPOPULATED.bits() | Self::WP_HUGETLBFS_SHMEM.bits();
-        /// What it takes to let a guest run before all its pages are there.
+        /// The features that a guest needs to run before all its pages are there.
         const PAGING = Self::MISSING_SHMEM.bits() | Self::MINOR_SHMEM.bits() | Self::THREAD_ID.bits();
-        // A kernel newer than this list offers more.
+        // A newer kernel offers features that are not in this list.
         const _ = !0;
     }
 
@@ -75,7 +75,7 @@ bitflags::bitflags! {
         const MINOR = raw::UFFDIO_REGISTER_MODE_MINOR as u64;
     }
 
-    /// What can be done with a registered range.
+    /// The calls that a registered range allows.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub struct Ioctls: u64 {
         /// [`Userfaultfd::wake`].
@@ -88,21 +88,21 @@ bitflags::bitflags! {
         const WRITE_PROTECT = 1 << raw::_UFFDIO_WRITEPROTECT;
         /// [`Userfaultfd::continue_`].
         const CONTINUE = 1 << raw::_UFFDIO_CONTINUE;
-        // Others that a newer kernel offers.
+        // A newer kernel offers calls that are not in this list.
         const _ = !0;
     }
 }
 
-/// How far a call that fills a range came.
+/// The result of a call that fills a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Filled {
     /// Bytes filled, from the start of the range on.
     pub bytes: u64,
-    /// Why it ended before the end of the range.
+    /// The reason why it ended before the end of the range.
     pub stopped: Option<Stopped>,
 }
 
-/// Why a call that fills a range ended early.
+/// The reason why a call that fills a range ended early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stopped {
     /// The next page is there already.
@@ -118,7 +118,7 @@ pub struct Userfaultfd {
 }
 
 impl From<OwnedFd> for Userfaultfd {
-    /// `fd` is a userfaultfd; on anything else every call fails.
+    /// Takes `fd`, which must be a userfaultfd; on anything else every call fails.
     fn from(fd: OwnedFd) -> Self {
         Self { fd }
     }
@@ -136,7 +136,8 @@ impl From<Userfaultfd> for OwnedFd {
     }
 }
 
-/// Opens `/dev/userfaultfd`. A process that is handed the descriptor can make userfaultfds for itself without privilege.
+/// Opens `/dev/userfaultfd`. A process that is handed the descriptor can make userfaultfds for itself without
+/// privilege.
 ///
 /// # Errors
 /// The kernel has no such device (before 6.1) or this process may not open it.
@@ -149,8 +150,8 @@ pub fn open_device() -> Result<File> {
 }
 
 impl Userfaultfd {
-    /// A new userfaultfd of this process from [`open_device`]'s descriptor. [`Self::enable`] must come next. Reading events does
-    /// not block.
+    /// A new userfaultfd of this process from [`open_device`]'s descriptor. [`Self::enable`] must come next. Reading
+    /// events does not block.
     ///
     /// # Errors
     /// `device` is not `/dev/userfaultfd`, or no descriptor is left.
@@ -165,20 +166,21 @@ impl Userfaultfd {
         Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
     }
 
-    /// The handshake, once for each userfaultfd and before anything else; returns all that the kernel offers.
+    /// Does the handshake, once for each userfaultfd and before anything else; returns all features that the kernel
+    /// offers.
     ///
     /// # Errors
-    /// The kernel lacks one of `features` (`EINVAL`), or it was done before (`EINVAL` as well).
+    /// `EINVAL`: the kernel lacks one of `features`, or the handshake was done before.
     pub fn enable(&self, features: Features) -> Result<Features> {
         let mut api = abi::uffdio_api { api: u64::from(raw::UFFD_API), features: features.bits(), ioctls: 0 };
         self.ioctl(abi::UFFDIO_API, &mut api, "enable the features of a userfaultfd")?;
         Ok(Features::from_bits_retain(api.features))
     }
 
-    /// Faults of the given modes in `range` belong to this userfaultfd from now on.
+    /// Registers `range`: from now on its faults of these modes come to this userfaultfd.
     ///
     /// # Errors
-    /// `EINVAL`: the range is not one of mappings that can do this; `EPERM`: a shared mapping of a file opened read-only;
+    /// `EINVAL`: the range has mappings that do not support this; `EPERM`: a shared mapping of a file opened read-only;
     /// `EBUSY`: another userfaultfd has it; `ENOMEM`: too many mappings (`vm.max_map_count`).
     pub fn register(&self, range: Range<u64>, modes: Modes) -> Result<Ioctls> {
         let mut register = abi::uffdio_register { range: kernel_range(&range), mode: modes.bits(), ioctls: 0 };
@@ -186,7 +188,7 @@ impl Userfaultfd {
         Ok(Ioctls::from_bits_retain(register.ioctls))
     }
 
-    /// Gives `range` up: wakes who waits there, clears every write protection and marker.
+    /// Gives `range` up: wakes the threads that wait there, and clears every write protection and marker.
     ///
     /// # Errors
     /// The range holds mappings that cannot be registered.
@@ -194,8 +196,8 @@ impl Userfaultfd {
         self.ioctl(abi::UFFDIO_UNREGISTER, &mut kernel_range(&range), "unregister memory from a userfaultfd")
     }
 
-    /// Fills missing pages from `destination` on with `pages`, whole pages, and wakes who waits for them. With `protect` they are
-    /// write-protected (tracked) from the start.
+    /// Fills missing pages from `destination` on with `pages`, whole pages, and wakes the threads that wait for them.
+    /// With `protect` they are write-protected (tracked) from the start.
     ///
     /// # Errors
     /// `ENOENT`: nothing is mapped or registered there; `ENOSPC`, `ENOMEM`: no memory; `ESRCH`: the process has ended.
@@ -210,14 +212,16 @@ impl Userfaultfd {
                 mode: if protect { u64::from(raw::UFFDIO_COPY_MODE_WP) } else { 0 },
                 copy: 0,
             };
-            // SAFETY: the kernel reads `from`, which outlives the call; it writes to memory registered with this userfaultfd only.
+            // SAFETY: the kernel reads `from`, which outlives the call; it writes to memory registered with this
+            // userfaultfd only.
             let result = unsafe { abi::ioctl(self.as_fd(), abi::UFFDIO_COPY, &mut copy) };
             (copy.copy, result)
         })
     }
 
-    /// Fills missing pages with zeros. On a shared mapping this takes memory as any page does. On a private one it takes none,
-    /// and a page that carries a write-protection marker counts as there already: [`Self::copy`] zeros then.
+    /// Fills missing pages with zeros. On a shared mapping this takes memory as any page does. On a private one it
+    /// takes none, and a page that carries a write-protection marker counts as there already: [`Self::copy`] zeros
+    /// then.
     ///
     /// # Errors
     /// As [`Self::copy`].
@@ -230,7 +234,7 @@ impl Userfaultfd {
         })
     }
 
-    /// Maps pages that the file holds already (registered [`Modes::MINOR`]) and wakes who waits for them.
+    /// Maps pages that the file holds already (registered [`Modes::MINOR`]) and wakes the threads that wait for them.
     ///
     /// # Errors
     /// As [`Self::copy`]; `EFAULT`: the file has a hole there.
@@ -243,18 +247,18 @@ impl Userfaultfd {
         })
     }
 
-    /// Write-protects `range`, or lifts the protection and wakes who waits to write.
+    /// Write-protects `range`, or lifts the protection and wakes the threads that wait to write.
     ///
     /// # Errors
-    /// `ENOENT`: the range is not wholly registered [`Modes::WP`]; `EAGAIN`: the process is changing its mappings, nothing was
-    /// done; `ESRCH`: the process has ended.
+    /// `ENOENT`: the range is not wholly registered [`Modes::WP`]; `EAGAIN`: the process is changing its mappings,
+    /// nothing was done; `ESRCH`: the process has ended.
     pub fn write_protect(&self, range: Range<u64>, protect: bool) -> Result<()> {
         let mode = if protect { abi::UFFDIO_WRITEPROTECT_MODE_WP } else { 0 };
         let mut call = abi::uffdio_writeprotect { range: kernel_range(&range), mode };
         self.ioctl(abi::UFFDIO_WRITEPROTECT, &mut call, "write-protect memory through a userfaultfd")
     }
 
-    /// Wakes the threads that wait for a fault in `range`; where it is not resolved it is raised again.
+    /// Wakes the threads that wait for a fault in `range`; a fault that is not resolved is raised again.
     ///
     /// # Errors
     /// `EINVAL`: not a range of addresses.
@@ -262,16 +266,18 @@ impl Userfaultfd {
         self.ioctl(abi::UFFDIO_WAKE, &mut kernel_range(&range), "wake threads that wait for a userfaultfd")
     }
 
-    /// Reads what has happened, as many events as are there and `events` has room for, and returns how many; 0 where nothing has. It does not wait,
-    /// whatever another process made of the descriptor's flags; with a kernel older than 6.10 such a process may make it wait.
+    /// Reads the events that are there, as many as `events` has room for, and returns their number. It does not wait,
+    /// whatever flags another process gave the descriptor; but with a kernel older than 6.10 such a process may make it
+    /// wait.
     ///
     /// # Errors
-    /// What reading says; `EINVAL`: [`Self::enable`] was never called.
+    /// The read failed; `EINVAL`: [`Self::enable`] was never called.
     pub fn read_events(&self, events: &mut [Event]) -> Result<usize> {
         event::read(self.as_fd(), events)
     }
 
-    /// Undoes what another process may have made of the descriptor: on one that blocks, `poll(2)` reports an error at once and for ever.
+    /// Makes the descriptor non-blocking again, whatever another process did to it: on a blocking one, `poll(2)`
+    /// reports an error at once and for ever.
     ///
     /// # Errors
     /// None is known.
@@ -281,14 +287,14 @@ impl Userfaultfd {
     }
 
     fn ioctl<T>(&self, request: Opcode, arg: &mut T, doing: &'static str) -> Result<()> {
-        // SAFETY: called with plain structures of addresses in the userfaultfd's process that the kernel checks against what is
-        // registered; it reads and writes no memory of ours but `arg`.
+        // SAFETY: called with plain structures of addresses in the userfaultfd's process that the kernel checks against
+        // what is registered; of our memory it reads and writes only `arg`.
         unsafe { abi::ioctl(self.as_fd(), request, arg) }.map(drop).map_err(|error| Error::new(doing, error))
     }
 }
 
-/// Repeats `call` with the rest of `range` until the kernel says why it stops. `call` returns the structure's field for the bytes
-/// done (or a negated error number) and the ioctl's result.
+/// Repeats `call` with the rest of `range` until the kernel says why it stops. `call` returns the structure's field for
+/// the bytes done (or a negated error number) and the ioctl's result.
 fn fill(
     range: Range<u64>,
     doing: &'static str,
@@ -300,7 +306,7 @@ fn fill(
         let (done, result) = call(at..range.end);
         match result.map_err(|error| (error.raw_os_error(), error)) {
             Ok(_) => at = range.end,
-            // After a partial success the ioctl says EAGAIN; why it stopped there shows in the next call.
+            // After a partial success the ioctl says EAGAIN; the next call shows why it stopped there.
             Err((Some(libc::EAGAIN), _)) if done > 0 => at += done.unsigned_abs(),
             Err((Some(libc::EAGAIN), _)) => stopped = Some(Stopped::MappingsChange),
             Err((Some(libc::EEXIST), _)) => stopped = Some(Stopped::AlreadyThere),

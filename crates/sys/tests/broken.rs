@@ -1,4 +1,5 @@
-//! Mapped files whose pages cannot be had. Before there was a handler each of these tests ended with "signal: 7, SIGBUS".
+//! Mapped files that lack content or memory for a page. Before there was a handler each of these tests ended with
+//! "signal: 7, SIGBUS".
 
 use std::fs::File;
 use std::os::unix::process::ExitStatusExt;

@@ -1,4 +1,5 @@
-//! What the kernel writes about others is read without a panic, whatever names they chose. Fuzz targets go on where these end.
+//! What the kernel writes about others is read without a panic, whatever names they chose. Fuzz targets go on where
+//! these end.
 
 use std::path::Path;
 
@@ -16,7 +17,11 @@ proptest! {
     }
 
     #[test]
-    fn a_mapped_files_name_survives_whatever_it_is(name in "/[^\n\\\\]{1,40}", start in 1u64..1 << 40, pages in 1u64..1 << 20) {
+    fn a_mapped_files_name_survives_whatever_it_is(
+        name in "/[^\n\\\\]{1,40}",
+        start in 1u64..1 << 40,
+        pages in 1u64..1 << 20,
+    ) {
         prop_assume!(!name.ends_with(" (deleted)"));
         let end = start + pages * 4096;
         let maps = parse_maps(format!("{start:x}-{end:x} rw-s 00000000 00:1f 77 {name}\n").as_bytes());

@@ -1,4 +1,5 @@
-//! Direct I/O into guest RAM: seen while a page is pinned by the transfer itself, not seen where it was pinned before arming.
+//! Direct I/O into guest RAM: seen while a page is pinned by the transfer itself, not seen where it was pinned before
+//! arming.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;

@@ -22,8 +22,8 @@ impl Sleeper {
         let mut command = Command::new("sleep");
         command.args(["600", "0"]).env("STERNA_TEST", "a=b").stdin(Stdio::null());
         let child = Self(command.spawn().expect("a child"));
-        // Its parent goes on while the child is still in its memory (`vfork`), and so shows its arguments and environment; then before the
-        // kernel has laid out the child's own arguments, and after them its environment.
+        // Its parent goes on while the child is still in its memory (`vfork`), and so shows its arguments and
+        // environment; then before the kernel has laid out the child's own arguments, and after them its environment.
         let deadline = Instant::now() + PATIENCE;
         let own = |(name, _): &(_, _)| name == OsStr::new("STERNA_TEST");
         while !process::environ(child.0.id()).expect("it lives").iter().any(own) {

@@ -30,7 +30,8 @@ fn page(page: u64) -> std::ops::Range<u64> {
     page * PAGE_BYTES..(page + 1) * PAGE_BYTES
 }
 
-/// Every other page, in more vectors than one call takes and more bytes than a socket's buffer holds, headers in between.
+/// Every other page, in more vectors than one call takes and more bytes than a socket's buffer holds, headers in
+/// between.
 #[test]
 fn pages_go_from_one_guest_to_another_through_a_socket() {
     const PAGES: u64 = 2 * VECTORS_PER_CALL as u64 + 10;
@@ -171,8 +172,8 @@ fn tcp_takes_every_setting_and_reports_the_connection() {
     assert!(TcpInfo::of(&unix).is_err() && set_nodelay(&unix, true).is_err());
 }
 
-/// The kernel's word for it is its own timeout for this connection (`tcpi_rto`): after some exchanges, far below the 200 ms that are
-/// the least without it.
+/// The kernel's word for it is its own timeout for this connection (`tcpi_rto`): after some exchanges, far below the
+/// 200 ms that are the least without it.
 #[test]
 fn a_lost_message_is_sent_again_sooner_where_the_kernel_lets_us_say_so() {
     let (mut ours, mut theirs) = connection();

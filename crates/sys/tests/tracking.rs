@@ -240,8 +240,8 @@ fn discarding_an_armed_page_is_not_seen() {
     assert_eq!(tracker.written(), [0], "still armed: a write after the discard is seen");
 }
 
-/// Threads write all over a RAM file while it is scanned and copied, page by page, through a second mapping: after a last scan
-/// without writers both are the same.
+/// Threads write all over a RAM file while it is scanned and copied, page by page, through a second mapping: after a
+/// last scan without writers both are the same.
 #[test]
 fn scanning_and_copying_under_writers_loses_no_write() {
     if skip() {

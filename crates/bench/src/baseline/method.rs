@@ -9,7 +9,8 @@ use crate::error::Result;
 /// "No limit": far above every link here, and what every version accepts.
 const UNLIMITED_BYTES_PER_S: u64 = 100_000_000_000;
 
-/// The longest downtime limit that QEMU takes, milliseconds: the guest is stopped as soon as there is a guess at the link's rate.
+/// The longest downtime limit that QEMU takes, milliseconds: the guest is stopped as soon as there is a guess at the
+/// link's rate.
 const LONGEST_DOWNTIME_MS: u64 = 2_000_000;
 
 /// How QEMU moves it. What is not named here is QEMU's default: a downtime limit of 300 ms, compression of level 1.
@@ -18,13 +19,13 @@ const LONGEST_DOWNTIME_MS: u64 = 2_000_000;
 pub enum Method {
     /// Pre-copy over one connection.
     Vanilla,
-    /// Pre-copy over so many connections.
+    /// Pre-copy over this number of connections.
     Multifd(u8),
     /// The same, compressed by zstd.
     MultifdZstd(u8),
-    /// Pre-copy that sends differences, with a cache of so many MiB.
+    /// Pre-copy that sends differences, with a cache of this size in MiB.
     Xbzrle(u16),
-    /// Pre-copy compressed by zlib, with so many threads; QEMU had it up to 9.0.
+    /// Pre-copy compressed by zlib, with this number of threads; QEMU had it up to 9.0.
     Compress(u8),
     /// Pre-copy that takes the processor away from a guest that writes too fast.
     AutoConverge,

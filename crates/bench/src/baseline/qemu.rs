@@ -40,7 +40,8 @@ pub struct BaselineReport {
     pub qemu: String,
     /// `total-time` of `query-migrate`: without the destination's start.
     pub total_ms: f64,
-    /// From the command to the completed migration, as we saw it; the destination's start is included. Until it was given up, where it was.
+    /// From the command to the completed migration, as we saw it; the destination's start is included. Until it was
+    /// given up, where it was.
     pub with_start_ms: f64,
     /// `ram.transferred` of `query-migrate`.
     pub bytes_on_wire: u64,
@@ -48,8 +49,8 @@ pub struct BaselineReport {
     pub given_up: bool,
     /// The guest's pause; absent where it never paused: it then runs on at the source.
     pub pause: Option<Pause>,
-    /// How long the guest's processors waited for pages after the switchover, milliseconds, as the destination counted it: time in which all of
-    /// them did at once. Absent without post-copy.
+    /// How long the guest's processors waited for pages after the switchover, milliseconds, as the destination counted
+    /// it: time in which all of them did at once. Absent without post-copy.
     pub blocktime_ms: Option<f64>,
     /// The whole of the source's `query-migrate`, as it was at the end or when it was given up.
     pub query_migrate: Value,
@@ -113,7 +114,7 @@ impl BaselineVm {
         let mut child = Reaped(Some(host.spawn(&mut command, &stem)?));
         let qmp = child.wait_for(&socket).and_then(|()| Qmp::connect(&socket));
         let qmp = qmp.map_err(|error| explain(error, host, &stem))?;
-        let child = child.0.take().ok_or_else(|| Error::Usage("QEMU is gone".into()))?;
+        let child = child.0.take().ok_or_else(|| Error::Usage("QEMU has ended".into()))?;
         Ok(Self {
             guest: guest.clone(),
             binary: binary.into(),
@@ -138,11 +139,12 @@ impl BaselineVm {
         self.qmp.version()
     }
 
-    /// Starts a second QEMU on `to` and lets the first move the guest there. Returns the QEMU that has the guest afterwards; the other is ended.
+    /// Starts a second QEMU on `to` and lets the first move the guest there. Returns the QEMU that has the guest
+    /// afterwards; the other is ended.
     ///
-    /// A migration that has not ended after `limit` is given up. The first QEMU then has the guest; or the second, where pages were already
-    /// following a guest that runs there. That cannot be cancelled, and such a guest waits for ever for what has not come: it is good for nothing
-    /// but being dropped.
+    /// A migration that has not ended after `limit` is given up. The first QEMU then has the guest; or the second,
+    /// where pages were already following a guest that runs there. That cannot be cancelled, and such a guest waits for
+    /// ever for what has not come: it is good for nothing but being dropped.
     ///
     /// # Errors
     /// Where QEMU refuses or the migration fails; this machine is then gone.
@@ -188,7 +190,7 @@ impl BaselineVm {
 
     /// The guest's pause, from the source's STOP to this event of the destination.
     fn pause(&mut self, resume: &Value, query: &Value) -> Result<Pause> {
-        let form = || Error::Form { what: "QMP".into(), reason: "an event without time".into() };
+        let form = || Error::Form { what: "QMP".into(), reason: "an event has no time".into() };
         let stop_us = self.qmp.take_event("STOP").as_ref().and_then(event_us).ok_or_else(form)?;
         let resume_us = event_us(resume).ok_or_else(form)?;
         let (downtime_ms, own_downtime_ms) = ((resume_us - stop_us) as f64 / 1e3, query["downtime"].as_f64());
@@ -246,7 +248,8 @@ impl BaselineVm {
         Ok((self, report))
     }
 
-    /// `query-migrate` of an ended migration. QEMU says that it has ended a moment before it works out how long it took.
+    /// `query-migrate` of an ended migration. QEMU says that it has ended a moment before it works out how long it
+    /// took.
     fn query_ended(&mut self) -> Result<Value> {
         wait_for("the total time of QEMU's migration", PATIENCE, || {
             let query = self.qmp.execute("query-migrate", json!({}))?;

@@ -1,5 +1,6 @@
-//! The post-copy paper's figures 7 and 8: a guest goes to and fro between two hosts with pauses of five seconds while it compiles, or sends. What it did
-//! from the first request to the end of the last pause would have taken less time without; the rest is what the migrations added.
+//! The post-copy paper's figures 7 and 8: a guest moves back and forth between two hosts with pauses of five seconds
+//! while it compiles, or sends. What it did from the first request to the end of the last pause would have taken less
+//! time without; the rest is what the migrations added.
 //!
 //! How fast it works without is looked at just before and just after, in the same guest.
 
@@ -154,7 +155,7 @@ impl Running {
                 let pause = report.pause.filter(|_| !report.given_up).ok_or_else(|| given_up("guest"))?;
                 Ok((Self::Qemu(Box::new(vm)), Moved { total_ms: report.with_start_ms, downtime_ms: pause.downtime_ms }))
             }
-            _ => Err(Error::Usage("a guest is moved by who runs it".into())),
+            _ => Err(Error::Usage("a guest can be moved only by the program that runs it".into())),
         }
     }
 }
@@ -291,10 +292,12 @@ fn note_moved(metrics: &mut BTreeMap<String, f64>, moved: &[Moved]) {
     metrics.extend(middle(|moved| moved.downtime_ms).map(|ms| ("downtime_ms".to_owned(), ms)));
 }
 
-/// How long the units of a compile take a guest that is left alone, by their place in a round; and what was done by when, in such seconds: units differ,
-/// and so few are compiled in the time that is looked at that counting them would say little.
+/// How long the units of a compile take a guest that is left alone, by their place in a round; and what was done by
+/// when, in such seconds: units differ, and so few are compiled in the time that is looked at that counting them would
+/// say little.
 struct Compiled {
-    /// When how many units were done, both ascending. A line that was lost, on a link that is full perhaps, is one moment less.
+    /// When how many units were done, both ascending. A line that was lost, on a link that is full perhaps, is one
+    /// moment less.
     done: Vec<(i64, usize)>,
     /// How many units there are before it begins again.
     round: usize,
@@ -306,7 +309,8 @@ impl Compiled {
         Self { done: done.collect(), round: round.max(1) }
     }
 
-    /// Seconds of each unit of a round, from those that were compiled within these spans; those that were not count as much as the others do.
+    /// Seconds of each unit of a round, from those that were compiled within these spans; those that were not count as
+    /// much as the others do.
     fn weights(&self, undisturbed: &[(i64, i64)]) -> Vec<f64> {
         let mut sums = vec![(0.0, 0.0); self.round];
         for pair in self.done.windows(2) {
@@ -394,7 +398,7 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
             Some((row.config.get("mover")?.as_str()?.to_owned(), row.metrics.get(ADDED)?.median.max(0.0)))
         });
         BarPlot {
-            title: format!("{} in a guest that goes to and fro", work.name()),
+            title: format!("{} in a guest that moves back and forth", work.name()),
             label: "seconds that each migration adds".into(),
             bars: bars.collect(),
         }

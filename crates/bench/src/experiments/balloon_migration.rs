@@ -1,5 +1,6 @@
-//! What self-ballooning does to migrations: a guest that has used most of its RAM and given it back to its own kernel, whose free memory is full of what
-//! it held, is moved before and after Sterna has taken that memory. QEMU's own migration of the same guest stands beside it.
+//! What self-ballooning does to migrations: a guest that has used most of its RAM and given it back to its own kernel,
+//! whose free memory is full of what it held, is moved before and after Sterna has taken that memory. QEMU's own
+//! migration of the same guest stands beside it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,7 +20,8 @@ const WORKING_SET_MIB: u64 = 64;
 const RATE_MIB: u64 = 8;
 /// The end of the name of a guest whose balloon has settled.
 const SETTLED: &str = ", balloon settled before";
-/// Sterna's rows, as on the command line, each with QEMU's way that is like it. What is free and not in the balloon is not skipped: this is about the balloon.
+/// Sterna's rows, as on the command line, each with QEMU's way that is like it. What is free and not in the balloon is
+/// not skipped: this is about the balloon.
 const MODES: [(&str, Method); 2] = [
     ("--mode precopy --skip-free off", Method::Vanilla),
     ("--mode postcopy --skip-free off", Method::PurePostcopyPreempt),

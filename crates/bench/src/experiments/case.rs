@@ -85,7 +85,8 @@ impl Default for Watch {
     }
 }
 
-/// A case, how it is watched, and who looks at the trial: `look` adds to the metrics, and what it returns is kept among the run's details as `seen`.
+/// A case, how it is watched, and who looks at the trial: `look` adds to the metrics, and what it returns is kept among
+/// the run's details as `seen`.
 struct Watched<'a, L> {
     case: &'a Case,
     watch: Watch,

@@ -1,5 +1,5 @@
-//! Guests that write from a tenth to eight times what the link carries: who moves them, how long they stand still, and what becomes of those
-//! that cannot be moved as asked.
+//! Guests that write from a tenth to eight times what the link carries: who moves them, how long they stand still, and
+//! what becomes of those that cannot be moved as asked.
 
 use std::path::Path;
 use std::time::Duration;

@@ -11,10 +11,11 @@ use crate::plot::{BarPlot, LinePlot};
 use crate::result::{Row, Run, rows};
 use crate::trial::{LIMIT, Mover, Qemu};
 
-/// Sets per second over the whole cache. Each writes about SET_PAGES different pages (the item, its neighbours' links, the table), so that the guest
-/// writes about half of what the link carries; what it was is in each row.
+/// Sets per second over the whole cache. Each writes about SET_PAGES different pages (the item, its neighbours' links,
+/// the table), so that the guest writes about half of what the link carries; what it was is in each row.
 const SETS_PER_S: f64 = 3000.0;
-/// The share of RAM that is memcached's, percent; less where that would not leave the guest's kernel and memcached's own tables what they need.
+/// The share of RAM that is memcached's, percent; less where that would not leave the guest's kernel and memcached's
+/// own tables what they need.
 const CACHE_PERCENT: u64 = 90;
 const BESIDE_MIB: u64 = 220;
 const SEED: u64 = 14;
@@ -54,7 +55,8 @@ fn limit(memory_mib: u64) -> Duration {
     LIMIT.max(Duration::from_secs(4 * (memory_mib << 20) / LINK_BYTES_PER_S))
 }
 
-/// Plots total times as the paper does: over the size of RAM, or as bars where there is one size. Only movers that `chosen` accepts.
+/// Plots total times as the paper does: over the size of RAM, or as bars where there is one size. Only movers that
+/// `chosen` accepts.
 pub(super) fn plot(
     runs: &[Run],
     directory: &Path,

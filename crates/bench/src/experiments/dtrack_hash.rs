@@ -1,4 +1,5 @@
-//! D-Track's figures 8 and 11 to 13: what telling silent stores by a hash of the content costs, by hash, alone and combined.
+//! D-Track's figures 8 and 11 to 13: what telling silent stores by a hash of the content costs, by hash, alone and
+//! combined.
 
 use std::path::Path;
 use std::time::Duration;

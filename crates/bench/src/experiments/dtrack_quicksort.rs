@@ -1,5 +1,5 @@
-//! D-Track's figures 15 and 16, tables 2 and 3: what a guest that sorts loses to its migration, by every way in which pages that are
-//! written again are found.
+//! D-Track's figures 15 and 16, tables 2 and 3: what a guest that sorts loses to its migration, by every way in which
+//! pages that are written again are found.
 
 use std::path::Path;
 use std::time::Duration;

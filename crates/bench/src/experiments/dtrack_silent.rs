@@ -1,11 +1,12 @@
-//! D-Track's section 2.2.1: stores that write what is there already make pages dirty that are not. A writer does so with a share of
-//! its pages; which pages are sent again?
+//! D-Track's section 2.2.1: stores that write what is there already make pages dirty that are not. A writer does so
+//! with a share of its pages; which pages are sent again?
 //!
-//! How many pages had to be sent again is known without asking who sends them. The writer's silent pages and its changing ones are
-//! disjoint, its stores are the same in every run, and its lines tell how many it has done: so the pages that it really changed
-//! in each round's time can be counted by doing the same once more. A page that changed in a round's time has to be sent at most once
-//! because of it, whatever round that is; their sum over all rounds, plus what an otherwise equal guest without a writer is sent again
-//! (the kernel's own pages, and those of its other programs), is the bound that a mover is judged by.
+//! How many pages had to be sent again is known without asking who sends them. The writer's silent pages and its
+//! changing ones are disjoint, its stores are the same in every run, and its lines tell how many it has done: so the
+//! pages that it really changed in each round's time can be counted by doing the same once more. A page that changed in
+//! a round's time has to be sent at most once because of it, whatever round that is; their sum over all rounds, plus
+//! what an otherwise equal guest without a writer is sent again (the kernel's own pages, and those of its other
+//! programs), is the bound that a mover is judged by.
 
 use std::path::Path;
 use std::time::Duration;
@@ -97,8 +98,9 @@ fn share_of(workload: &str) -> Option<u32> {
 /// Counts what was sent again, and what had to be.
 fn look(case: &Case, trial: &mut Trial) -> Value {
     let Some(report) = &trial.sterna else { return Value::Null };
-    // A page's first sending is not one of these, in whatever round it is: one that was written again before its turn in the first round
-    // goes for the first time in a later one. All that is not zeros when the migration begins goes once; what becomes so later counts here.
+    // A page's first sending is not one of these, in whatever round it is: one that was written again before its turn
+    // in the first round goes for the first time in a later one. All that is not zeros when the migration begins goes
+    // once; what becomes so later counts here.
     let again = trial.metrics.get("nonzero_pages").map(|once| (report.pages.sent as f64 - once).max(0.0));
     let silent: u64 = report.pages.fake_dirty_content;
     let gap = meter::longest_gap(&trial.arrivals, trial.begin_us, trial.end_us + 1_000_000);
@@ -135,12 +137,13 @@ fn written(lines: &[Line]) -> Vec<Sample> {
     own.filter_map(|line| Some(Sample { at_us: line.at_us, per_s: line.number("total")? })).collect()
 }
 
-/// How many it had done at a moment: as many as the line before says, and as it went on at that speed, but no more than the line after
-/// says. `None` for a moment that no two lines enclose.
+/// How many it had done at a moment: as many as the line before says, and as it went on at that speed, but no more than
+/// the line after says. `None` for a moment that no two lines enclose.
 fn written_at(written: &[Sample], at_us: i64) -> Option<u64> {
     let after = written.iter().position(|sample| sample.at_us >= at_us).filter(|after| *after >= 1)?;
     let (last, next) = (written[after - 1], written[after]);
-    // A line may be lost, and the guest may have stood still between these two: the speed is that of the lines before, where there are any.
+    // A line may be lost, and the guest may have stood still between these two: the speed is that of the lines before,
+    // where there are any.
     let (one, other) = if after >= 2 { (written[after - 2], last) } else { (last, next) };
     let speed = (other.per_s - one.per_s) / (other.at_us - one.at_us).max(1) as f64;
     Some((last.per_s + speed * (at_us - last.at_us) as f64).min(next.per_s) as u64)

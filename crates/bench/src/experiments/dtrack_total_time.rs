@@ -1,4 +1,5 @@
-//! D-Track's figure 14 and table 1: how long a guest takes to move whose memory is a cache under sets, by every technique alone and combined.
+//! D-Track's figure 14 and table 1: how long a guest takes to move whose memory is a cache under sets, by every
+//! technique alone and combined.
 
 use std::path::Path;
 

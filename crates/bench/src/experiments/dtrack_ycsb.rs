@@ -1,8 +1,8 @@
-//! D-Track's figure 17: what a guest that drives a database on another machine notices of its migration. The guest runs YCSB's
-//! workload A against the PostgreSQL of the `client`.
+//! D-Track's figure 17: what a guest that drives a database on another machine notices of its migration. The guest runs
+//! YCSB's workload A against the PostgreSQL of the `client`.
 //!
-//! Latencies are the guest's own, as in the paper: its clock stands still in the pause, so that the requests of that moment, one for
-//! each connection, seem as quick as others. What the pause is shows in `gap_ms`.
+//! Latencies are the guest's own, as in the paper: its clock stands still in the pause, so that the requests of that
+//! moment, one for each connection, seem as quick as others. What the pause is shows in `gap_ms`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -67,7 +67,8 @@ fn cases(sizes_mib: &[u64], postgres: &Postgres, qemu: &Qemu) -> Result<Vec<Case
         for (options, _) in TRACKING {
             movers.push(Mover::Sterna(sterna::options(options)?));
         }
-        // The client itself is small: what lies idle beside it makes the migration last as long as the size of RAM says.
+        // The client itself is small: what lies idle beside it makes the migration last as long as the size of RAM
+        // says.
         let idle = mib / 2;
         cases.extend(movers.into_iter().map(|mover| Case {
             workload: workload(*mib),

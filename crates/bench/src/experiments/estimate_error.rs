@@ -1,4 +1,5 @@
-//! How far `sterna estimate` is from what the migration then takes: a guest is estimated and moved at once, at the same rate.
+//! How far `sterna estimate` is from what the migration then takes: a guest is estimated and moved at once, at the same
+//! rate.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

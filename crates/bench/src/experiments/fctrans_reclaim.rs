@@ -1,5 +1,5 @@
-//! FCtrans' figures 7 and 8: the free memory of a guest whose memcached is at work is given back to the host, by looking into its kernel from outside and by its
-//! balloon: how long it takes, and what the clients notice.
+//! FCtrans' figures 7 and 8: the free memory of a guest whose memcached is at work is given back to the host, by
+//! looking into its kernel from outside and by its balloon: how long it takes, and what the clients notice.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -133,7 +133,7 @@ impl Taking {
         })?;
         let after = rate(&mut idle)?;
         let seen = load.finish();
-        let done = done.ok_or_else(|| Error::Usage("nothing was taken".into()))?;
+        let done = done.ok_or_else(|| Error::Usage("no memory was taken".into()))?;
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let reclaimed_mib = mib(done.reclaimed_bytes);
         let metrics = [

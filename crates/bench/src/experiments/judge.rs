@@ -25,8 +25,8 @@ pub(super) fn derive_shares(lab: &Lab, metrics: &mut BTreeMap<String, f64>) {
     metrics.extend(share.map(|share| (DIRTY_SHARE.into(), share)));
 }
 
-/// How long a run took. One that was given up took at least as long as it was tried: a ratio to it is one it does not flatter, for all have
-/// the same limit.
+/// How long a run took. One that was given up took at least as long as it was tried: a ratio to it is one it does not
+/// flatter, for all have the same limit.
 pub(super) fn time_ms(run: &Run) -> Option<f64> {
     run.metrics.get("total_ms").or_else(|| run.metrics.get("given_up_ms")).copied()
 }
@@ -74,7 +74,8 @@ pub(super) fn derive_quotient(metrics: &mut BTreeMap<String, f64>, name: &str, a
     metrics.extend(quotient.map(|quotient| (name.to_owned(), quotient)));
 }
 
-/// The greatest of values each of which is there; `None` where one is absent: a worst row that was not measured is not the second worst.
+/// The greatest of values each of which is there; `None` where one is absent: a worst row that was not measured is not
+/// the second worst.
 pub(super) fn worst(values: impl IntoIterator<Item = Option<f64>>) -> Option<f64> {
     values.into_iter().collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::max)
 }

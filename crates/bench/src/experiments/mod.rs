@@ -87,7 +87,7 @@ use crate::trial::Qemu;
 use case::{Case, Watch, try_all, try_each};
 use record::Record;
 
-/// How an experiment is to be run.
+/// Options of a run of an experiment.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Fewer and smaller set-ups.
@@ -100,9 +100,9 @@ pub struct Options {
     pub out: PathBuf,
 }
 
-/// An experiment.
+/// An experiment: its name, and the function that runs it.
 pub struct Experiment {
-    /// Its name.
+    /// The experiment's name.
     pub id: &'static str,
     /// What it shows, in a line.
     pub about: &'static str,
@@ -124,7 +124,7 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         id: "scale",
-        about: "guests of 1 to 16 GiB, idle or with most of it used before and free: time against memory in use, cost of a scan",
+        about: "guests of 1 to 16 GiB, idle or with RAM used and freed before: time by memory in use, cost of a scan",
         run: scale::run,
     },
     Experiment {
@@ -134,22 +134,22 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         id: "dtrack-total-time",
-        about: "a cache under sets in 90 % of RAM: total time by every technique, alone and combined",
+        about: "a cache in 90 % of RAM, under sets: total time by every technique, alone and combined",
         run: dtrack_total_time::run,
     },
     Experiment {
         id: "dtrack-hash",
-        about: "silent stores told by each hash, alone and combined: what the hash costs",
+        about: "silent stores found by each hash, alone and combined: what the hash costs",
         run: dtrack_hash::run,
     },
     Experiment {
         id: "converge",
-        about: "writers from 0.1 to 8 times the link: who moves them, and how long they stand still",
+        about: "writers at 0.1 to 8 times the link's rate: who moves them, and how long they are stopped",
         run: converge::run,
     },
     Experiment {
         id: "selfballoon-interval",
-        about: "a compile with self-ballooning every 10 ms to 10 s: what it costs, how soon freed memory is taken",
+        about: "a compile with self-ballooning every 10 ms to 10 s: what it costs, and how soon freed memory is taken",
         run: selfballoon_interval::run,
     },
     Experiment {
@@ -159,12 +159,12 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         id: "fctrans-reclaim",
-        about: "⅛ to ¾ of a guest's RAM used and freed beside a memcached, given back to the host: time, throughput",
+        about: "⅛ to ¾ of a guest's RAM, used and freed beside a memcached, goes back to the host: time, throughput",
         run: fctrans_reclaim::run,
     },
     Experiment {
         id: "dtrack-silent",
-        about: "a writer of whose stores 0 to 95 % change nothing: pages sent again against pages changed",
+        about: "a writer with 0 to 95 % of silent stores: pages sent again against pages changed",
         run: dtrack_silent::run,
     },
     Experiment {
@@ -179,7 +179,7 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         id: "postcopy-stress",
-        about: "a sequential reader or writer of 8 to 512 MiB, by every mode: time, downtime, pages, faults",
+        about: "a sequential reader or writer of 8 to 512 MiB, in every mode: time, downtime, pages, faults",
         run: postcopy_stress::run,
     },
     Experiment {
@@ -194,7 +194,7 @@ pub const ALL: &[Experiment] = &[
     },
     Experiment {
         id: "back-to-back",
-        about: "migrations to and fro with pauses of 5 s under a compile and a sender: time that they add",
+        about: "migrations back and forth with pauses of 5 s, under a compile and a sender: the time that they add",
         run: back_to_back::run,
     },
 ];
@@ -202,12 +202,13 @@ pub const ALL: &[Experiment] = &[
 /// Runs an experiment and writes its results, after each row and at the end.
 ///
 /// # Errors
-/// Where there is none of that name, or it could not run or not go on: the rows until then are kept. Missed targets and failed runs are results, not errors.
+/// Where there is none of that name, or it could not run or not go on: the rows until then are kept. Missed targets and
+/// failed runs are results, not errors.
 pub fn run(id: &str, options: &Options) -> Result<()> {
     let known = || ALL.iter().map(|experiment| experiment.id).collect::<Vec<_>>().join(", ");
     let experiment = ALL.iter().find(|experiment| experiment.id == id);
-    let experiment =
-        experiment.ok_or_else(|| Error::Usage(format!("there is no experiment {id}: there are {}", known())))?;
+    let experiment = experiment
+        .ok_or_else(|| Error::Usage(format!("there is no experiment {id}; the experiments are {}", known())))?;
     let directory = options.out.join(id);
     std::fs::create_dir_all(&directory)
         .map_err(|error| Error::Usage(format!("cannot make {}: {error}", directory.display())))?;

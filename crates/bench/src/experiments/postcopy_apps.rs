@@ -1,5 +1,6 @@
-//! The post-copy paper's figures 12 to 15: a compile, a web server, a download from many peers and a sender in guests of 512 MiB. How many of the pages
-//! in use the guest has to wait for is judged against its working set, which is looked at just before it is moved.
+//! The post-copy paper's figures 12 to 15: a compile, a web server, a download from many peers and a sender in guests
+//! of 512 MiB. How many of the pages in use the guest has to wait for is judged against its working set, which is
+//! looked at just before it is moved.
 
 use std::net::Ipv4Addr;
 use std::path::Path;

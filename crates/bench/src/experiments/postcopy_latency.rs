@@ -1,9 +1,9 @@
-//! How long a guest waits for a page in post-copy, whoever moves it, as the guest itself sees it: a program that reads pages of a working set at random
-//! times each access.
+//! How long a guest waits for a page in post-copy, whoever moves it, as the guest itself sees it: a program that reads
+//! pages of a working set at random times each access.
 //!
-//! A mover says how many faults had to wait for the network. The guest's so many longest accesses are taken for those: what else is slow
-//! in a guest (its timer, a processor that others have) is then counted for all movers alike, and so are faults that a mover answers quickly. Waits of the
-//! pause are not seen: the guest's clock stands still meanwhile.
+//! A mover says how many faults had to wait for the network. The guest's so many longest accesses are taken for those:
+//! what else is slow in a guest (its timer, a processor that others have) is then counted for all movers alike, and so
+//! are faults that a mover answers quickly. Waits of the pause are not seen: the guest's clock stands still meanwhile.
 
 use std::path::Path;
 use std::time::Duration;
@@ -104,7 +104,7 @@ fn look(trial: &mut Trial) {
     trial.metrics.insert("accesses".into(), accesses);
 }
 
-/// A quantile of the `count` longest values; `None` where there are none, or not so many values.
+/// A quantile of the `count` longest values; `None` where `count` is 0, or there are fewer values.
 fn longest(histogram: &Histogram, count: f64, quantile: f64) -> Option<f64> {
     let share = count / histogram.count() as f64;
     (share > 0.0 && share <= 1.0).then(|| histogram.quantile(1.0 - share * (1.0 - quantile)))?

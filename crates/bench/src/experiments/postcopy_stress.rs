@@ -1,5 +1,6 @@
-//! The post-copy paper's figures 4 to 6 and table 2: a guest of 2 GiB that reads or writes a working set again and again, one page after another,
-//! moved by every mode; the rest of its memory is free, and in some rows was used before.
+//! The post-copy paper's figures 4 to 6 and table 2: a guest of 2 GiB that reads or writes a working set again and
+//! again, one page after another, moved by every mode; the rest of its memory is free, and in some rows was used
+//! before.
 
 use std::path::Path;
 use std::time::Duration;
@@ -68,8 +69,8 @@ impl Workload {
     fn is_quick(&self, sterna: Option<&str>, method: Option<Method>) -> bool {
         let needed = sterna.is_some_and(|row| [POSTCOPY, STOP_AND_COPY].contains(&row))
             || method == Some(Method::PurePostcopyPreempt);
-        // What differs between modes shows with the larger writer; with the others, what the targets need. Where nothing is pushed beside
-        // faults the writer is not done in the time that a short run has for it.
+        // What differs between modes shows with the larger writer; with the others, what the targets need. Where
+        // nothing is pushed beside faults the writer is not done in the time that a short run has for it.
         needed
             || self.access == "write"
                 && self.mib == 256

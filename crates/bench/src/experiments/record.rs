@@ -59,7 +59,7 @@ impl Record {
     /// Why no more rows are to be begun, if that is so.
     pub(super) fn too_late(&self) -> Option<String> {
         let late = self.late.is_some_and(|late| Instant::now() >= late);
-        late.then(|| format!("not tried: a short run begins nothing after {} s", SHORT.as_secs()))
+        late.then(|| format!("not tried: a short run begins no row after {} s", SHORT.as_secs()))
     }
 
     /// Why the row of these words is not to be begun, if that is so.
@@ -81,7 +81,7 @@ impl Record {
         let runs: Vec<Run> = self.runs.iter().chain(under_way).cloned().collect();
         // What could not be written now is written with the next row, or its failure is the experiment's.
         if let Err(error) = self.write(&runs) {
-            eprintln!("results so far were not written: {error}");
+            eprintln!("the results so far could not be written: {error}");
         }
     }
 

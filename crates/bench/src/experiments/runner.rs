@@ -1,5 +1,5 @@
-//! The one way in which experiments try their rows: order, `--only`, time limits, the guests' devices, failures and what is printed are the same
-//! everywhere.
+//! The one way in which experiments try their rows: order, `--only`, time limits, the guests' devices, failures and
+//! what is printed are the same everywhere.
 
 use std::collections::BTreeMap;
 
@@ -42,10 +42,12 @@ pub(super) trait Attempt {
     /// Its rows.
     fn rows(&self) -> Vec<Row>;
 
-    /// Its guests, fresh ones of names that begin with `name`. The runner makes and removes their network devices and consoles.
+    /// Its guests, fresh ones of names that begin with `name`. The runner makes and removes their network devices and
+    /// consoles.
     fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest>;
 
-    /// Tries the rows. Each of them ends with [`done`] or [`fail`]; one that has neither when this returns failed for the reason that is returned.
+    /// Tries the rows. Each of them ends with [`done`] or [`fail`]; one that has neither when this returns failed for
+    /// the reason that is returned.
     ///
     /// # Errors
     /// Why it could not go on. What was measured until then is kept.
@@ -73,7 +75,7 @@ impl Site<'_> {
     /// # Errors
     /// The attempt named none.
     pub(super) fn guest(&self) -> Result<&Guest> {
-        self.guests.first().ok_or_else(|| Error::Usage("an attempt without a guest".into()))
+        self.guests.first().ok_or_else(|| Error::Usage("the attempt has no guest".into()))
     }
 
     /// The rows' places, forwards and backwards in turn.
@@ -125,8 +127,8 @@ pub(super) fn figure(run: &Run, name: &str) -> String {
     run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value))
 }
 
-/// Tries every attempt `repeats` times, forwards and backwards in turn, so that what drifts meets both sides of a pair alike. A row that fails, or is not
-/// tried, is a row too: no experiment hides any.
+/// Tries every attempt `repeats` times, forwards and backwards in turn, so that what drifts meets both sides of a pair
+/// alike. A row that fails, or is not tried, is a row too: no experiment hides any.
 pub(super) fn try_all<A: Attempt>(lab: &Lab, attempts: &[A], repeats: usize, record: &mut Record) {
     let all = repeats * attempts.iter().map(|attempt| attempt.rows().len()).sum::<usize>();
     let mut tried = 0;

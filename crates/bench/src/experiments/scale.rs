@@ -1,5 +1,5 @@
-//! How time grows with memory: idle guests of one to sixteen GiB, and guests that have used three quarters of their RAM and given it back to their own
-//! kernel. With and without skipping what the guest holds free.
+//! How time grows with memory: idle guests of one to sixteen GiB, and guests that have used three quarters of their RAM
+//! and given it back to their own kernel. With and without skipping what the guest holds free.
 
 use std::path::Path;
 use std::time::Duration;
@@ -21,7 +21,7 @@ const WIRE: &str = "pages_on_wire";
 /// Sterna as it is, and without what is new here.
 const STERNA: [&str; 2] = ["", "--skip-free off"];
 
-/// What a guest of so many GiB did before.
+/// What a guest of a given size in GiB did before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Past {
     Idle,
@@ -56,7 +56,8 @@ impl Past {
 /// Sizes in GiB.
 struct Sizes {
     idle: &'static [u64],
-    /// Those of guests whose RAM is full: two of them have to fit here at once, and QEMU has to move one within the limit.
+    /// Those of guests whose RAM is full: two of them have to fit here at once, and QEMU has to move one within the
+    /// limit.
     used: &'static [u64],
 }
 

@@ -1,4 +1,5 @@
-//! The post-copy paper's figure 11: what self-ballooning costs a compile in the guest, by its interval, and how soon freed memory is taken.
+//! The post-copy paper's figure 11: what self-ballooning costs a compile in the guest, by its interval, and how soon
+//! freed memory is taken.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -146,7 +147,8 @@ impl Compile {
         })
     }
 
-    /// What each interval costs: between two measurements without a balloon, so that what drifts meets both sides alike.
+    /// What each interval costs: between two measurements without a balloon, so that what drifts meets both sides
+    /// alike.
     fn costs(&self, rounds: f64, site: &Site, runs: &mut [Run]) -> Result<()> {
         let mut without = self.rate(rounds)?;
         for at in site.order() {
@@ -258,7 +260,8 @@ impl Compile {
     }
 }
 
-/// Units per second from the first of these lines until so many more are done: whole rounds, for the sources differ. Each unit is told.
+/// Units per second from the first of these lines until so many more are done: whole rounds, for the sources differ.
+/// Each unit is told.
 fn rate(lines: &[Line], units: f64) -> Option<f64> {
     let first = lines.first()?;
     let since = |line: &Line| Some(line.number("total")? - first.number("total")?);

@@ -23,8 +23,9 @@ pub(super) fn samples(lines: &[Line], program: &str, key: &str) -> Vec<Sample> {
     own.filter_map(|line| Some(Sample { at_us: line.at_us, per_s: line.number(key)? })).collect()
 }
 
-/// Adds the mean rate while the guest was left alone, while it was moved, and once it was, as `KEY_before`, `_during` and `_after`;
-/// and `KEY_kept`, what was left of the first. Returns the samples in seconds since the request, and how long it took, for [`plot`].
+/// Adds the mean rate while the guest was left alone, while it was moved, and once it was, as `KEY_before`, `_during`
+/// and `_after`; and `KEY_kept`, what was left of the first. Returns the samples in seconds since the request, and how
+/// long it took, for [`plot`].
 pub(super) fn note(trial: &mut Trial, program: &str, key: &str) -> Value {
     let samples = samples(&trial.lines, program, key);
     let (begin, end) = (trial.begin_us, trial.end_us);

@@ -43,7 +43,8 @@ impl Host {
 
     /// A command that will run on this host: in its namespace and control group.
     ///
-    /// `ip netns exec` would also give it mounts of its own, and a restarted daemon would not see those of the one before.
+    /// `ip netns exec` would also give it mounts of its own, and a restarted daemon would not see those of the one
+    /// before.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut join = String::from("set -e; ");
         for entrance in self.group.entrances() {
@@ -114,7 +115,8 @@ impl Host {
         answers.map(|()| child)
     }
 
-    /// Writes the daemon's configuration file: what every daemon of a lab needs, and what `more.toml` in the host's directory adds to it.
+    /// Writes the daemon's configuration file: what every daemon of a lab needs, and what `more.toml` in the host's
+    /// directory adds to it.
     fn configure(&self, qemu: Option<&Path>) -> Result<PathBuf> {
         let file = self.directory.join("sternad.toml");
         let mut text = format!("agent = {:?}\n", tools::agent()?);

@@ -38,7 +38,8 @@ pub struct LabConfig {
     pub name: String,
     /// Hosts that have a daemon.
     pub hosts: Vec<String>,
-    /// Rate of each host's link both ways, bytes per second; unlimited where absent. `client` and `meter` are not limited.
+    /// Rate of each host's link both ways, bytes per second; unlimited where absent. `client` and `meter` are not
+    /// limited.
     pub rate_bytes_per_s: Option<u64>,
     /// Memory limit of each host with a daemon, bytes.
     pub memory_limit_bytes: Option<u64>,
@@ -197,10 +198,11 @@ impl Lab {
         self.hosts
             .iter()
             .find(|host| host.name == name)
-            .ok_or_else(|| Error::Usage(format!("there is no host {name}: there are {}", known())))
+            .ok_or_else(|| Error::Usage(format!("there is no host {name}; the hosts are {}", known())))
     }
 
-    /// Makes the tap of a guest on every host with a daemon, under the same name: a guest's arguments are the same everywhere.
+    /// Makes the tap of a guest on every host with a daemon, under the same name: a guest's arguments are the same
+    /// everywhere.
     ///
     /// # Errors
     /// Where a tap of that name exists.
@@ -250,20 +252,21 @@ impl Drop for Lab {
         if self.owned {
             let name = self.state.name.clone();
             if let Err(error) = self.reap_after(|| down(&name)) {
-                eprintln!("lab {name} was not taken down whole: {error}; run `sterna-bench lab down --name {name}`");
+                eprintln!("lab {name} was taken down only in part: {error}; run `sterna-bench lab down --name {name}`");
             }
         }
     }
 }
 
-/// Takes a lab down, whatever state it is in: its processes, mounts, namespaces, control groups and files. No lab of that name is no error.
+/// Takes a lab down, whatever state it is in: its processes, mounts, namespaces, control groups and files. No lab of
+/// that name is no error.
 ///
 /// # Errors
 /// The first thing that would not go; a second attempt continues there.
 pub fn down(name: &str) -> Result<()> {
     // The claim proves the name's form; a path from a name like `..` must never be erased.
     if !name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit()) || name.is_empty() {
-        return Err(Error::Usage(format!("'{name}' cannot name a lab")));
+        return Err(Error::Usage(format!("'{name}' is no valid name of a lab")));
     }
     cgroup::remove_all(name)?;
     net::delete_all(name)?;

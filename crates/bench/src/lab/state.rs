@@ -83,7 +83,7 @@ pub fn claim(name: &str) -> Result<PathBuf> {
         || name.len() > 24
         || !name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit())
     {
-        return Err(Error::Usage(format!("'{name}' cannot name a lab: use 1 to 24 small letters and digits")));
+        return Err(Error::Usage(format!("'{name}' is no valid name of a lab: use 1 to 24 small letters and digits")));
     }
     let directory = directory(name);
     make_all(Path::new(ROOT))?;

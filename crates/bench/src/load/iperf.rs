@@ -1,4 +1,4 @@
-//! A server for the iperf3 of a guest, which sends as fast as it can. What arrived is looked at every so often.
+//! A server for the iperf3 of a guest, which sends as fast as it can. What arrived is looked at in intervals.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};

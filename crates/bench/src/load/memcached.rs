@@ -45,8 +45,8 @@ pub struct LoadConfig {
 
 /// Requests sent at once while a cache is filled.
 const FILL_BATCH: usize = 512;
-/// Items of 1,024 bytes with keys of up to ten letters that fit into a MiB of memcached's memory: its chunks for them are 1,184 bytes. A
-/// few less, so that a full cache evicts nothing.
+/// Items of 1,024 bytes with keys of up to ten letters that fit into a MiB of memcached's memory: its chunks for them
+/// are 1,184 bytes. A few less, so that a full cache evicts nothing.
 const ITEMS_PER_MIB: u32 = 870;
 
 impl LoadConfig {
@@ -258,7 +258,7 @@ fn talk(stream: TcpStream, config: &LoadConfig, shared: &Shared, random: &mut Ra
 fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> Result<()> {
     line.clear();
     let read = reader.read_until(b'\n', line).context(|| "reading from memcached".into())?;
-    if read == 0 { Err(form("it closed the connection")) } else { Ok(()) }
+    if read == 0 { Err(form("the server closed the connection")) } else { Ok(()) }
 }
 
 fn read_stored(reader: &mut impl BufRead, line: &mut Vec<u8>) -> Result<()> {
@@ -278,7 +278,7 @@ fn read_value(reader: &mut impl BufRead, line: &mut Vec<u8>, value_bytes: usize)
     line.resize(value_bytes + 2, 0);
     reader.read_exact(line).context(|| "reading a value from memcached".into())?;
     read_line(reader, line)?;
-    if line.starts_with(b"END") { Ok(()) } else { Err(form("a value of another length")) }
+    if line.starts_with(b"END") { Ok(()) } else { Err(form("a value has another length")) }
 }
 
 fn form(reason: &str) -> Error {

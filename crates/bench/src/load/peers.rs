@@ -1,4 +1,5 @@
-//! Peers that offer the pieces of a file, for a guest's `downloader`: a stand-in for a many-peer download whose every piece can be checked.
+//! Peers that offer the pieces of a file, for a guest's `downloader`: a stand-in for a many-peer download whose every
+//! piece can be checked.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -31,7 +32,7 @@ struct Shared {
 }
 
 impl Peers {
-    /// So many peers on a host, each of which sends no more than so many bytes a second.
+    /// Starts `count` peers on a host, each of which sends at most `bytes_per_s` bytes a second.
     ///
     /// # Errors
     /// Where a port is taken.

@@ -1,7 +1,7 @@
 //! A PostgreSQL on a host of the lab, for a guest that works with a database elsewhere.
 //!
-//! It is the distribution's, run beside whatever clusters the machine has: as its own user, with data, sockets and shared memory
-//! that nobody else sees and that go with it.
+//! It is the distribution's, run beside whatever clusters the machine has: as its own user, with data, sockets and
+//! shared memory that nobody else sees and that go with it.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::chown;
@@ -26,8 +26,8 @@ const START: Duration = PATIENCE;
 /// How long it may take to end; what is left then is killed.
 const END: Duration = Duration::from_secs(5);
 
-/// For short trials whose data nobody needs afterwards: no disk is waited for, and nothing runs beside the requests. Dynamic shared
-/// memory is files among the data, so that it goes with them whatever happens.
+/// For short trials whose data nobody needs afterwards: no disk is waited for, and nothing runs beside the requests.
+/// Dynamic shared memory is files among the data, so that it goes with them whatever happens.
 const SETTINGS: [&str; 13] = [
     "fsync=off",
     "synchronous_commit=off",
@@ -82,7 +82,8 @@ impl Postgres {
         SocketAddr::from((self.host.address, PORT))
     }
 
-    /// Makes YCSB's table anew, of `rows` rows of 1 KiB. Half of each page stays free, so that updates find room without a vacuum.
+    /// Makes YCSB's table anew, of `rows` rows of 1 KiB. Half of each page stays free, so that updates find room
+    /// without a vacuum.
     ///
     /// # Errors
     /// What PostgreSQL said.
@@ -115,7 +116,7 @@ impl Postgres {
     fn make_cluster(&self) -> Result<()> {
         let user = User::from_name(USER).context(|| format!("looking for the user {USER}"))?;
         let user =
-            user.ok_or_else(|| Error::Usage(format!("there is no user {USER}: is PostgreSQL installed whole?")))?;
+            user.ok_or_else(|| Error::Usage(format!("there is no user {USER}: is PostgreSQL installed completely?")))?;
         std::fs::create_dir(&self.directory).context(|| format!("making {}", self.directory.display()))?;
         chown(&self.directory, Some(user.uid.as_raw()), Some(user.gid.as_raw()))
             .context(|| format!("giving {} to {USER}", self.directory.display()))?;
@@ -127,8 +128,8 @@ impl Postgres {
         std::fs::write(&file, network).context(|| format!("writing {}", file.display()))
     }
 
-    /// One of its programs as its own user, on the host. System V's shared memory, which PostgreSQL marks its data with, is of a
-    /// namespace that ends with it: a server that is killed leaves none behind.
+    /// One of its programs as its own user, on the host. System V's shared memory, which PostgreSQL marks its data
+    /// with, is of a namespace that ends with it: a server that is killed leaves none behind.
     fn as_user(&self, program: &str) -> Command {
         let mut command = self.host.command("unshare");
         let (user, group) = (format!("--reuid={USER}"), format!("--regid={USER}"));

@@ -12,13 +12,13 @@ pub enum Values {
     /// Noise: what is compressed or encrypted already.
     #[default]
     Noise,
-    /// What caches hold. Of 20 values 11 are records (names of fields, numbers, words), 5 are text, 4 are noise: half of the values' bytes or
-    /// so is redundant, within a page and across pages.
+    /// What caches hold. Of 20 values 11 are records (names of fields, numbers, words), 5 are text, 4 are noise: half
+    /// of the values' bytes or so is redundant, within a page and across pages.
     Mixed,
 }
 
 impl Values {
-    /// Appends a value of so many bytes.
+    /// Appends a value of this many bytes.
     pub fn append(self, into: &mut Vec<u8>, bytes: usize, random: &mut Random) {
         let end = into.len() + bytes;
         match (self, random.next() % 20) {

@@ -19,7 +19,8 @@ pub struct WebClients {
 }
 
 impl WebClients {
-    /// From a host of the lab, for the files `0` to `FILES - 1` of the web server at `guest`, now and whenever one is there.
+    /// From a host of the lab, for the files `0` to `FILES - 1` of the web server at `guest`, now and whenever one is
+    /// there.
     ///
     /// # Errors
     /// Where wrk is not installed or does not start.

@@ -8,9 +8,10 @@
 //!   +----------+--------------------------------------------+---------------------------+------------------------
 //! ```
 //!
-//! The header's `reserved2` says how many words of 8 bytes lie between header and payload; the checksum covers them. The blocks hold the
-//! pages of `full` in ascending order (plain or compressed, up to 16 pages together), then those of `delta` (differences, `xbzrle.rs`).
-//! Digests are of the pages, not of their encodings: what is placed is what was digested, whatever lay between.
+//! The header's `words` says how many words of 8 bytes lie between header and payload; the checksum covers them. The
+//! blocks hold the pages of `full` in ascending order (plain or compressed, up to 16 pages together), then those of
+//! `delta` (differences, `xbzrle.rs`). Digests are of the pages, not of their encodings: they cover what is placed,
+//! whatever encoding lay between.
 
 use super::FrameError;
 use crate::hello::Features;
@@ -26,11 +27,11 @@ pub const MAX_WORDS: usize = DELTA_WORDS + 2 * CHUNK_PAGES;
 pub const MAX_PAYLOAD_BYTES: usize = CHUNK_PAGES * (2 + MAX_DELTA_BYTES);
 const DELTA_WORDS: usize = 4;
 
-/// How the pages of a block are encoded.
+/// The encoding of a block's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Codec {
-    /// As they are.
+    /// The pages' bytes, unchanged.
     Plain = 0,
     /// One LZ4 block (no frame, no length).
     Lz4 = 1,
@@ -41,7 +42,7 @@ pub enum Codec {
 }
 
 impl Codec {
-    /// The codec of this number; `None` where there is none.
+    /// The codec with this number; `None` where there is none.
     #[must_use]
     pub const fn new(number: u8) -> Option<Self> {
         match number {
@@ -53,7 +54,7 @@ impl Codec {
         }
     }
 
-    /// What both sides must have agreed to.
+    /// The features on which both sides must have agreed.
     #[must_use]
     pub const fn features(self) -> Features {
         match self {
@@ -68,11 +69,11 @@ impl Codec {
 /// Some pages of a packed frame, encoded together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Block {
-    /// How.
+    /// Their encoding.
     pub codec: Codec,
-    /// How many pages: the next ones of the frame.
+    /// The number of pages: the next ones of the frame.
     pub pages: u16,
-    /// How many bytes they take in the payload.
+    /// The bytes that they take in the payload.
     pub bytes: u32,
 }
 
@@ -81,7 +82,7 @@ impl Block {
         self.codec as u64 | u64::from(self.pages) << 8 | u64::from(self.bytes) << 24
     }
 
-    /// The block that a word describes, where the word can be one: bounds that need nothing but the block.
+    /// The block that a word describes, where the word is valid by itself.
     fn from_word(word: u64, chunk: ChunkIndex) -> Result<Self, FrameError> {
         let codec = Codec::new(word as u8).ok_or(FrameError::Codec(word as u8))?;
         let block = Self { codec, pages: (word >> 8) as u16, bytes: (word >> 24) as u32 };
@@ -99,12 +100,13 @@ impl Block {
     }
 }
 
-/// Pages of one chunk, as they were when they were encoded: copies, so that a body which does not fit its digest is damage.
+/// Pages of one chunk, as they were when they were encoded: copies, so that a body which does not fit its digest is
+/// damage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedFrame {
-    /// The round.
+    /// The round's number.
     pub round: u32,
-    /// The chunk.
+    /// The chunk of the pages.
     pub chunk: ChunkIndex,
     /// Pages that come whole.
     pub full: PageSet,
@@ -123,7 +125,8 @@ impl PackedFrame {
         self.blocks.iter().map(|block| block.bytes as usize).sum()
     }
 
-    /// The pages in the order in which digests and blocks have them: those that come whole, then those that come as differences.
+    /// The pages in the order in which digests and blocks have them: those that come whole, then those that come as
+    /// differences.
     pub fn pages(&self) -> impl Iterator<Item = u8> + use<> {
         self.full.iter().chain(self.delta.iter())
     }
@@ -138,8 +141,8 @@ impl PackedFrame {
         words
     }
 
-    /// The frame that header and words describe, and its digests; `pages` are those that the chunk has. Nothing in it contradicts anything
-    /// else, and its payload has at most [`MAX_PAYLOAD_BYTES`].
+    /// The frame that header and words describe, and its digests; `pages` are those that the chunk has. Nothing in it
+    /// contradicts anything else, and its payload has at most [`MAX_PAYLOAD_BYTES`].
     pub(super) fn read<'w>(
         (round, chunk): (u32, ChunkIndex),
         (full, zero): (PageSet, PageSet),

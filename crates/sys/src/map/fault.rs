@@ -1,15 +1,18 @@
-//! Mapped files of which another process takes the end away.
+//! The handler for mapped files that another process cuts short.
 //!
-//! Whoever has a RAM file open for writing may cut it short, and an access behind its end kills with `SIGBUS`; so does an access to a hole where
-//! the file system has no memory left to fill it. One guest must not end the process that moves all others: the handler here knows
-//! the mappings of this crate, notes of which one a page could not be had, and puts a page of zeros in its place, so that the access goes on. Whoever reads
-//! asks the mapping afterwards ([`Slot::broken`]): what it read is of no use then.
+//! Whoever has a RAM file open for writing may cut it short, and an access behind the end then kills the process with
+//! `SIGBUS`. So does an access to a hole where the file system has no memory left to fill it. One guest must not end
+//! the process that moves all others. So the handler here knows the mappings of this crate, notes which one lacks a
+//! page, and puts a page of zeros in its place, so that the access goes on. Whoever reads asks the mapping afterwards
+//! ([`Slot::broken`]): if it is broken, the bytes that were read are useless.
 //!
-//! Everything else is handed on: the standard library has a handler that finds overflows of the stack, and the default ends the process.
+//! Every other signal is passed on: the standard library has a handler that finds overflows of the stack, and the
+//! default ends the process.
 //!
-//! **In a signal handler** nothing may wait or allocate. The mappings are in a table of fixed size; each row has a version, odd while it changes. The row of
-//! the mapping that is being accessed does not change, because who accesses it borrows it; a row that changes meanwhile is another's, and
-//! passed over. System calls that the handler makes do not touch `errno`.
+//! **In a signal handler** nothing may wait or allocate. The mappings are in a table of fixed size; each row has a
+//! version, which is odd while the row changes. The row of the mapping that is being accessed does not change, because
+//! the thread that accesses it borrows it. A row that changes meanwhile belongs to another mapping, and is passed over.
+//! System calls that the handler makes do not touch `errno`.
 
 use std::io;
 use std::ops::Range;
@@ -19,12 +22,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Mappings at once. Each migration has one for each RAM block.
+/// The most mappings at one time. Each migration has one for each RAM block.
 const SLOTS: usize = 4096;
 
 static TABLE: [Slot; SLOTS] = [const { Slot::free() }; SLOTS];
 
-/// What was there before; asked for whatever is not ours.
+/// The handler that was there before. It gets every signal that is not ours.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// A row of the table.
@@ -68,18 +71,18 @@ impl Slot {
         Ok(slot)
     }
 
-    /// Forgets the mapping: before it is unmapped, as somebody else's may come to lie there.
+    /// Forgets the mapping. This comes before the unmapping, because another mapping may then get the same addresses.
     pub(super) fn give_back(&self) {
         self.change(0..0, 0);
         self.taken.store(false, Ordering::Release);
     }
 
-    /// Whether a page of it could not be had, ever.
+    /// Whether a page of the mapping was ever without content or memory.
     pub(super) fn broken(&self) -> bool {
         self.broken.load(Ordering::Acquire)
     }
 
-    /// Only by who has taken it.
+    /// Changes the row; only for the owner of the row.
     fn change(&self, range: Range<usize>, page_bytes: usize) {
         let version = self.version.load(Ordering::Relaxed);
         self.version.store(version.wrapping_add(1), Ordering::Relaxed);
@@ -111,7 +114,7 @@ fn install() -> io::Result<()> {
         ours.sa_sigaction = handle as extern "C" fn(_, _, _) as usize;
         // On the stack that the standard library gives each thread for signals: its own handler needs it.
         ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        // SAFETY: asks only.
+        // SAFETY: this call only reads the current action.
         if unsafe { libc::sigaction(libc::SIGBUS, std::ptr::null(), &raw mut before) } != 0 {
             return Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL));
         }
@@ -127,12 +130,13 @@ fn install() -> io::Result<()> {
 }
 
 extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel hands a valid `siginfo_t` to a handler with SA_SIGINFO. A signal that a process sent has another code, and no address.
+    // SAFETY: the kernel hands a valid `siginfo_t` to a handler with SA_SIGINFO. A signal that a process sent has
+    // another code, and no address.
     let fault = unsafe { ((*info).si_code == BUS_ADRERR).then(|| (*info).si_addr() as usize) };
     let mended = fault.is_some_and(|address| {
         let found = TABLE.iter().find_map(|slot| slot.page_at(address).map(|page| (slot, page)));
         found.is_some_and(|(slot, page)| {
-            // Before there are zeros that somebody could read.
+            // The mark comes before the zeros, so that nobody reads zeros without it.
             slot.broken.store(true, Ordering::SeqCst);
             put_zeros(page)
         })
@@ -142,7 +146,7 @@ extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
     }
 }
 
-/// There is no such address, physically: behind the file's end, or no memory for it.
+/// The code of `SIGBUS` for an address behind the file's end, or without memory.
 const BUS_ADRERR: i32 = 2;
 
 /// Maps memory of our own over a page of a mapping of this crate.
@@ -150,17 +154,19 @@ fn put_zeros(page: Range<usize>) -> bool {
     let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     let bytes = page.end - page.start;
-    // SAFETY: a whole page of a mapping of this crate, which nobody has references into, is replaced; a thread that accesses it goes on with zeros.
+    // SAFETY: a whole page of a mapping of this crate, which nobody has references into, is replaced; a thread that
+    // accesses it goes on with zeros.
     unsafe { rustix::mm::mmap_anonymous(page.start as *mut libc::c_void, bytes, protection, flags) }.is_ok()
 }
 
-/// Does what would have been done without us.
+/// Passes the signal on to the handler that was there before.
 fn hand_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let before = BEFORE.get();
     let handler = before.map_or(libc::SIG_DFL, |before| before.sa_sigaction);
     if handler == libc::SIG_IGN || handler == libc::SIG_DFL {
-        // SAFETY: all zero is the default action. Back from here, the access is tried again, and ends the process. (A signal that was sent is lost, as the
-        // standard library's handler loses it; the next ends the process.)
+        // SAFETY: all zero is the default action. After the return the access is tried again, and ends the process. (A
+        // signal that was sent by a process is lost, as the standard library's handler loses it; the next one ends the
+        // process.)
         unsafe {
             let default: libc::sigaction = std::mem::zeroed();
             libc::sigaction(signal, &raw const default, std::ptr::null_mut());

@@ -1,4 +1,4 @@
-//! What files a process has open (`/proc/PID/fd` and `fdinfo`).
+//! The open files of a process (`/proc/PID/fd` and `fdinfo`).
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -19,8 +19,8 @@ pub struct OpenFile {
     pub file_system: Option<String>,
 }
 
-/// The files that a process has open by a name; sockets, pipes and their like are not among them. No file is touched: whoever serves its file system
-/// need not answer.
+/// The files that a process has open by a name; sockets, pipes and their like are not among them. No file is touched,
+/// so this works even if the server of its file system does not answer.
 ///
 /// # Errors
 /// No such process, or this one may not look into it.
@@ -31,7 +31,8 @@ pub fn open_files(pid: u32) -> Result<Vec<OpenFile>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(&directory).map_err(failed)? {
         let entry = entry.map_err(failed)?;
-        // Closed since it was listed: whoever has it now is listed under its own number, or opened it since.
+        // It was closed since it was listed. If the file is open under another number, it is listed there, or was
+        // opened since.
         let Ok(path) = std::fs::read_link(entry.path()) else { continue };
         if !path.as_os_str().as_bytes().starts_with(b"/") {
             continue;

@@ -4,16 +4,17 @@ use std::os::unix::thread::JoinHandleExt;
 use std::sync::Once;
 use std::thread::JoinHandle;
 
-/// Ignored where it is not handled, and used by nothing here.
+/// A signal that is ignored where it is not handled, and that nothing else here uses.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
-/// Interrupts the system call in which a thread waits, if it does: it returns `EINTR`. One that is about to begin is not interrupted, so this is called until it
-/// has done what it should.
+/// Interrupts the system call in which a thread waits, if it waits: the call returns `EINTR`. A call that is about to
+/// begin is not interrupted, so the caller repeats this until the thread has reacted.
 pub fn interrupt<T>(thread: &JoinHandle<T>) {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
         extern "C" fn nothing(_: libc::c_int) {}
-        // SAFETY: all zero is a valid `struct sigaction`; without SA_RESTART, so that calls are not begun anew. The handler does nothing.
+        // SAFETY: all zero is a valid `struct sigaction`. It has no SA_RESTART, so that calls are not restarted. The
+        // handler does nothing.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = nothing as extern "C" fn(_) as usize;

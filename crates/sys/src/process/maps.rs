@@ -1,4 +1,4 @@
-//! What a process has mapped (`/proc/PID/maps`).
+//! The mappings of a process (`/proc/PID/maps`).
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -7,37 +7,37 @@ use crate::error::Result;
 use crate::file::FileId;
 use crate::mountinfo::unescape;
 
-/// What a process may do with a mapping.
+/// The permissions of a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permissions {
-    /// Read.
+    /// The process may read it.
     pub read: bool,
-    /// Write.
+    /// The process may write it.
     pub write: bool,
-    /// Execute.
+    /// The process may execute it.
     pub execute: bool,
-    /// What it writes, others see (`MAP_SHARED`).
+    /// Others see what it writes (`MAP_SHARED`).
     pub shared: bool,
 }
 
-/// A stretch of a process's addresses that is mapped alike.
+/// A mapping: a range of a process's addresses that is mapped alike.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapping {
-    /// Its addresses.
+    /// The addresses.
     pub range: Range<u64>,
-    /// What may be done with it.
+    /// The mapping's permissions.
     pub permissions: Permissions,
-    /// Where in the file it starts, bytes.
+    /// The offset in the file at which it starts, bytes.
     pub offset: u64,
     /// The file; `None` for anonymous memory.
     pub file: Option<FileId>,
     /// The file's path as the process's mount namespace has it, or a name in square brackets.
     pub path: Option<PathBuf>,
-    /// The file has no name any more.
+    /// Whether the file no longer has a name.
     pub deleted: bool,
 }
 
-/// What a process has mapped, in order of the addresses. Empty for a kernel thread and a zombie.
+/// The mappings of a process, in the order of their addresses. Empty for a kernel thread and a zombie.
 ///
 /// # Errors
 /// No such process, or this one may not trace it.

@@ -1,4 +1,4 @@
-//! A handle on a process that never means another.
+//! A handle on a process, which never refers to another.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ pub struct Pidfd {
 }
 
 impl AsFd for Pidfd {
-    /// Readable once the process has ended.
+    /// The descriptor, which is readable once the process has ended.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -35,12 +35,13 @@ impl Pidfd {
         Ok(Self { fd, pid })
     }
 
-    /// Its number.
+    /// The process's number.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Waits until it has ended, `timeout` at most; whether it has. A child stays a zombie until its parent collects it.
+    /// Waits until the process has ended, `timeout` at most, and says whether it has. A child stays a zombie until its
+    /// parent collects it.
     ///
     /// # Errors
     /// Waiting is not possible.
@@ -57,7 +58,7 @@ impl Pidfd {
         }
     }
 
-    /// Whether it has ended.
+    /// Whether the process has ended.
     ///
     /// # Errors
     /// As [`Self::wait`].
@@ -65,18 +66,18 @@ impl Pidfd {
         self.wait(Duration::ZERO)
     }
 
-    /// Asks it to end (`SIGTERM`). That it has ended already is no error.
+    /// Asks the process to end (`SIGTERM`). If it has ended already, this is no error.
     ///
     /// # Errors
-    /// This process may not.
+    /// This process may not send it signals.
     pub fn terminate(&self) -> Result<()> {
         self.signal(Signal::TERM)
     }
 
-    /// Ends it (`SIGKILL`). That it has ended already is no error.
+    /// Ends the process (`SIGKILL`). If it has ended already, this is no error.
     ///
     /// # Errors
-    /// This process may not.
+    /// This process may not send it signals.
     pub fn kill(&self) -> Result<()> {
         self.signal(Signal::KILL)
     }

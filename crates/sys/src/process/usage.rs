@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, Timespec, clock_gettime};
 
-/// Processor time of this process, all its threads, also those that have ended.
+/// Processor time of all threads of this process, also of those that have ended.
 pub fn process_cpu_time() -> Duration {
     duration(clock_gettime(ClockId::ProcessCPUTime))
 }
@@ -18,7 +18,7 @@ fn duration(time: Timespec) -> Duration {
     Duration::try_from(time).unwrap_or_default()
 }
 
-/// What this process has used.
+/// The resources that this process has used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
     /// Processor time in its own code.
@@ -33,7 +33,7 @@ pub struct Usage {
     pub resident_most_bytes: u64,
 }
 
-/// What this process has used (`getrusage`).
+/// The resources that this process has used (`getrusage`).
 pub fn usage() -> Usage {
     // SAFETY: all zero is a valid `struct rusage`.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };

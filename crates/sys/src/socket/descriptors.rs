@@ -33,7 +33,7 @@ pub fn send_with_descriptors(socket: impl AsFd, bytes: &[u8], descriptors: &[Bor
         match rustix::net::sendmsg(&socket, &[IoSlice::new(rest)], &mut control, SendFlags::NOSIGNAL) {
             Ok(sent) => {
                 rest = &rest[sent..];
-                // They went with the first byte; the rest goes without.
+                // The descriptors went with the first byte; the other bytes go without them.
                 control.clear();
             }
             Err(rustix::io::Errno::INTR) => {}
@@ -43,7 +43,8 @@ pub fn send_with_descriptors(socket: impl AsFd, bytes: &[u8], descriptors: &[Bor
     Ok(())
 }
 
-/// Receives once into `buffer`: how many bytes (0: the peer has closed) and what descriptors came with them, close-on-exec.
+/// Receives once into `buffer`. Returns the number of bytes (0: the peer has closed) and the descriptors that came with
+/// them, close-on-exec.
 ///
 /// # Errors
 /// The connection is gone; `EMSGSIZE`: descriptors were lost, because this process has too many open.

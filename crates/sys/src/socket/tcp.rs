@@ -1,4 +1,4 @@
-//! TCP's settings and what it knows of a connection.
+//! TCP's settings, and the kernel's figures of a connection.
 
 use std::io;
 use std::mem::offset_of;
@@ -10,7 +10,8 @@ use linux_raw_sys::net::tcp_info;
 use super::set_option;
 use crate::error::{Error, Result};
 
-/// How long sent bytes may stay unacknowledged before the connection is given up; zero: the kernel's default (minutes).
+/// Sets how long sent bytes may stay unacknowledged before the connection is given up; zero means the kernel's default
+/// (minutes).
 ///
 /// # Errors
 /// Not a TCP socket.
@@ -20,7 +21,7 @@ pub fn set_user_timeout(socket: impl AsFd, timeout: Duration) -> Result<()> {
         .map_err(|error| Error::new("set a connection's user timeout", error))
 }
 
-/// When an idle connection is probed, and given up.
+/// The times at which an idle connection is probed and given up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Keepalive {
     /// Idle time before the first probe; whole seconds.
@@ -44,7 +45,7 @@ pub fn set_keepalive(socket: impl AsFd, keepalive: Keepalive) -> Result<()> {
         .map_err(|error| Error::new("set a connection's keepalive", error))
 }
 
-/// Small messages go at once.
+/// Sets whether small messages go at once.
 ///
 /// # Errors
 /// Not a TCP socket.
@@ -53,7 +54,7 @@ pub fn set_nodelay(socket: impl AsFd, nodelay: bool) -> Result<()> {
         .map_err(|error| Error::new("set a connection's no-delay option", error))
 }
 
-/// Bytes that may wait unsent in the kernel before the socket counts as full.
+/// Sets the number of bytes that may wait unsent in the kernel before the socket counts as full.
 ///
 /// # Errors
 /// Not a TCP socket.
@@ -62,7 +63,7 @@ pub fn set_notsent_lowat(socket: impl AsFd, bytes: u32) -> Result<()> {
         .map_err(|error| Error::new("set a connection's limit of unsent bytes", error))
 }
 
-/// The most that the kernel sends on this connection, bytes a second; `None`: as much as it can.
+/// Sets the most bytes a second that the kernel sends on this connection; `None` means as many as it can.
 ///
 /// # Errors
 /// Not a socket, or a kernel before 4.20 and a rate above 4 GiB/s.
@@ -75,9 +76,10 @@ pub fn set_pacing_rate(socket: impl AsFd, rate: Option<u64>) -> Result<()> {
 const TCP_RTO_MIN_US: i32 = 45;
 const TCP_DELACK_MAX_US: i32 = 46;
 
-/// Sends a lost segment again once it was not acknowledged for `retransmit` longer than usual (the kernel's default is 200 ms), and
-/// acknowledges what comes within `acknowledge` (by default 40 ms and more). Where a message is one segment, nothing but this time
-/// tells the kernel that it was lost. The kernel rounds both to its ticks. `false` where it knows neither option.
+/// Sets the timers for lost segments. A segment is sent again once it was not acknowledged for `retransmit` longer than
+/// usual (the kernel's default is 200 ms), and what comes is acknowledged within `acknowledge` (by default 40 ms and
+/// more). Where a message is one segment, only this time tells the kernel that it was lost. The kernel rounds both to
+/// its ticks. `false` where it knows neither option.
 ///
 /// # Errors
 /// Not a TCP socket, or times that are longer than the defaults.
@@ -92,18 +94,18 @@ pub fn set_loss_timers(socket: impl AsFd, retransmit: Duration, acknowledge: Dur
     Ok(set(TCP_RTO_MIN_US, retransmit)? & set(TCP_DELACK_MAX_US, acknowledge)?)
 }
 
-/// What the kernel knows of a TCP connection (`TCP_INFO`). A field that an older kernel does not report is zero.
+/// The kernel's figures of a TCP connection (`TCP_INFO`). A field that an older kernel does not report is zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TcpInfo {
     /// Smoothed round-trip time.
     pub round_trip: Duration,
-    /// The shortest of late (`tcp_min_rtt_wlen`: minutes).
+    /// The shortest recent round-trip time (`tcp_min_rtt_wlen`: minutes).
     pub least_round_trip: Duration,
-    /// The mean deviation of the smoothed one.
+    /// The mean deviation of the smoothed round-trip time.
     pub round_trip_deviation: Duration,
-    /// How long a segment may stay unacknowledged before it is sent again.
+    /// The time that a segment may stay unacknowledged before it is sent again.
     pub retransmit_after: Duration,
-    /// Bytes of a segment that is sent: what one acknowledgement stands for at least.
+    /// Bytes of a segment that is sent; one acknowledgement stands for at least this many.
     pub segment_bytes: u32,
     /// The congestion window, segments.
     pub congestion_window: u32,
@@ -122,7 +124,7 @@ pub struct TcpInfo {
 }
 
 impl TcpInfo {
-    /// Asks the kernel.
+    /// Asks the kernel for the figures of `socket`.
     ///
     /// # Errors
     /// Not a TCP socket.

@@ -1,4 +1,4 @@
-//! The events of a userfaultfd, read as bytes and taken apart.
+//! The events of a userfaultfd, read as bytes and decoded.
 
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -14,22 +14,22 @@ const MESSAGE_BYTES: usize = size_of::<crate::abi::uffd_msg>();
 /// Messages read by one call.
 const BATCH: usize = 64;
 
-/// An access that waits.
+/// A fault: an access that waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
-    /// Where, in the faulting process; the page's first byte unless `EXACT_ADDRESS` was enabled.
+    /// The address in the faulting process; the page's first byte, unless `EXACT_ADDRESS` was enabled.
     pub address: u64,
-    /// Which thread; 0 unless `THREAD_ID` was enabled, or where it is not of this PID namespace.
+    /// The thread that waits; 0 unless `THREAD_ID` was enabled, or where the thread is not of this PID namespace.
     pub thread: u32,
-    /// It wants to write.
+    /// Whether the access is a write.
     pub write: bool,
-    /// It wants to write to a write-protected page.
+    /// Whether it is a write to a write-protected page.
     pub protected: bool,
-    /// The page is in the file, only not mapped.
+    /// Whether the page is in the file and only not mapped.
     pub minor: bool,
 }
 
-/// What a userfaultfd tells.
+/// An event of a userfaultfd.
 #[derive(Debug, Default)]
 pub enum Event {
     /// A thread waits for a page.
@@ -38,9 +38,9 @@ pub enum Event {
     Fork(OwnedFd),
     /// A mapping has moved.
     Remap {
-        /// Where it was.
+        /// The old address.
         from: u64,
-        /// Where it is.
+        /// The new address.
         to: u64,
         /// Its length, bytes.
         bytes: u64,
@@ -63,7 +63,7 @@ pub(super) fn read(fd: BorrowedFd<'_>, events: &mut [Event]) -> Result<usize> {
     }
     let read = match read_now(fd, room) {
         Ok(read) => read,
-        // Interrupted: whoever interrupts wants its thread to look at something else.
+        // Interrupted: whoever interrupts the thread wants it to look at something else.
         Err(Errno::AGAIN | Errno::INTR) => return Ok(0),
         Err(error) => return Err(Error::new("read the events of a userfaultfd", error)),
     };
@@ -75,9 +75,9 @@ pub(super) fn read(fd: BorrowedFd<'_>, events: &mut [Event]) -> Result<usize> {
     Ok(count)
 }
 
-/// Reads without waiting. The descriptor's flags cannot be relied on: they belong to whoever shares it, and a process in its guest's hands may clear
-/// `O_NONBLOCK` at any moment. Since 6.10 the kernel lets a read say for itself that it does not wait. Before that the flag is set first, and who reads must
-/// be prepared to wait all the same.
+/// Reads without waiting. The descriptor's flags are unreliable: every process that shares it may change them, and one
+/// in its guest's hands may clear `O_NONBLOCK` at any moment. Since 6.10 a single read can ask not to wait. With an
+/// older kernel the flag is set first, and the caller must be prepared to wait all the same.
 fn read_now(fd: BorrowedFd<'_>, room: &mut [u8]) -> rustix::io::Result<usize> {
     // The position -1 is the file's own: it has none.
     match rustix::io::preadv2(fd, &mut [IoSliceMut::new(room)], u64::MAX, ReadWriteFlags::NOWAIT) {

@@ -22,11 +22,12 @@ pub struct Vmm {
 }
 
 impl Vmm {
-    /// Starts it with the mapping that `map` makes in it. Its userfaultfd has had no handshake and nothing is registered.
+    /// Starts it with the mapping that `map` makes in it. Its userfaultfd has had no handshake and nothing is
+    /// registered.
     pub fn start(map: impl FnOnce() -> Ram) -> (Self, Userfaultfd) {
         let (ours, theirs) = UnixStream::pair().expect("a socket pair");
-        // SAFETY: the child uses nothing that another thread could hold locked but the allocator, which the C library keeps usable
-        // over a fork, and leaves by `_exit`.
+        // SAFETY: the child uses nothing that another thread could hold locked but the allocator, which the C library
+        // keeps usable over a fork, and leaves by `_exit`.
         let pid = unsafe { libc::fork() };
         assert!(pid >= 0, "a new process");
         if pid == 0 {

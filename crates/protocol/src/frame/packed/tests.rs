@@ -97,7 +97,8 @@ proptest! {
     ) {
         let pages = PageSet::first(256);
         let words = [&delta[..], &words].concat();
-        let read = PackedFrame::read((0, ChunkIndex(0)), (PageSet(full), PageSet(zero)), &words, &pages, Features::KNOWN);
+        let sets = (PageSet(full), PageSet(zero));
+        let read = PackedFrame::read((0, ChunkIndex(0)), sets, &words, &pages, Features::KNOWN);
         if let Ok((frame, digests)) = read {
             prop_assert_eq!(digests.len(), frame.full.len() + frame.delta.len());
             prop_assert!(frame.payload_bytes() <= MAX_PAYLOAD_BYTES);
