@@ -10,7 +10,8 @@ use sterna_introspect::{Introspection, PageTables, Physical};
 /// Frames of the toy's RAM.
 const FRAMES: u64 = 72 << 8;
 
-/// Lines replaced (which one, by what), words written (where among structures and memory map, what), page tables of a processor.
+/// Lines replaced (which one, by what), words written (where among structures and memory map, what), page tables of a
+/// processor.
 type Given = (Vec<(u8, String)>, Vec<(u32, u64)>, Option<(u64, bool)>);
 
 static TOY: LazyLock<Toy> = LazyLock::new(|| {

@@ -14,7 +14,8 @@ fuzz_target!(|given: (u16, Vec<(u16, u8)>)| {
     let (length, bytes) = given;
     let block = BlockSpec { id: "ram".into(), bytes: 3 << 20, page_bytes: 4096, path: String::new() };
     let layout = Layout::new(&[block]).expect("a layout");
-    // Its beginning is what this machine's map begins with; where a byte makes it one of the earlier version, that is read.
+    // Its beginning is what this machine's map begins with; where a byte makes it one of the earlier version, that is
+    // read.
     let whole = memory();
     Whereabouts::all_here(whole.try_clone().expect("a descriptor"), &layout)
         .begin(PageMap::empty(&layout), &layout)

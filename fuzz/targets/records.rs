@@ -1,4 +1,5 @@
-//! What a daemon finds in its state directory when it starts: the records of machines and of migrations, with fields replaced, left out, or added.
+//! What a daemon finds in its state directory when it starts: the records of machines and of migrations, with fields
+//! replaced, left out, or added.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// How often the balloon is adjusted where nobody says otherwise, milliseconds: what the post-copy paper found right (its figure 11).
+/// How often the balloon is adjusted where nobody says otherwise, milliseconds: what the post-copy paper found right
+/// (its figure 11).
 pub const DEFAULT_INTERVAL_MS: u64 = 5_000;
 /// The shortest interval, milliseconds.
 pub const MIN_INTERVAL_MS: u64 = 10;

@@ -36,16 +36,18 @@ pub struct Way {
     pub mode: Mode,
     /// How bodies would be compressed.
     pub compress: Compress,
-    /// From the request until the guest runs at the destination and no page is left at the source, as a report's `total_ms`.
+    /// From the request until the guest runs at the destination and no page is left at the source, as a report's
+    /// `total_ms`.
     pub total_ms: f64,
-    /// How long the guest would be stopped, as a report's `downtime_ms`. Waits for single pages after it, in hybrid and post-copy, are not part of it.
+    /// How long the guest would be stopped, as a report's `downtime_ms`. Waits for single pages after it, in hybrid and
+    /// post-copy, are not part of it.
     pub downtime_ms: f64,
     /// Bytes of frames, as a report's `bytes_on_wire`.
     pub bytes_on_wire: u64,
     /// Rounds, the one in the pause included where there is one.
     pub rounds: u32,
-    /// Whether the pause is within the limit. Where it is not, the other figures are those of a guest that is stopped as soon as more rounds make
-    /// the pause no shorter; left to itself the migration would go on until its timeout.
+    /// Whether the pause is within the limit. Where it is not, the other figures are those of a guest that is stopped
+    /// as soon as more rounds make the pause no shorter; left to itself the migration would go on until its timeout.
     pub reaches_downtime_limit: bool,
 }
 
@@ -67,13 +69,14 @@ pub struct Observed {
     pub allocated_pages: u64,
     /// Of them, those that the guest holds free: they would not travel.
     pub free_pages: u64,
-    /// Of the allocated pages, clean ones of the guest's page cache: its kernel could read them again, and they travel all the same. Experimental; only where
-    /// it was asked for, and can be told.
+    /// Of the allocated pages, clean ones of the guest's page cache: its kernel could read them again, and they travel
+    /// all the same. Experimental; only where it was asked for, and can be told.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub page_cache_pages: Option<u64>,
     /// Of the others, the share that holds zeros only; from samples.
     pub zero_share: f64,
-    /// Of the pages written, the share of which no body would travel: written with what was there, or zeros; from samples.
+    /// Of the pages written, the share of which no body would travel: written with what was there, or zeros; from
+    /// samples.
     pub silent_share: f64,
     /// Different pages written within a time since a look.
     pub written: Vec<Point>,

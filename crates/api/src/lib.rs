@@ -1,7 +1,7 @@
 //! Request and report types of the daemon's API, shared by the daemon, the command line and the experiments.
 //!
-//! Everything here is plain data with a JSON form, which `/openapi.json` of a daemon describes. Scripts rely on it: fields are added, never
-//! renamed or dropped.
+//! Everything here is plain data with a JSON form, which `/openapi.json` of a daemon describes. Scripts rely on it:
+//! fields are added, never renamed or dropped.
 
 /// Sizes, rates and durations as people write them: `4G`, `1Gbit`, `300ms`.
 pub mod units;

@@ -112,7 +112,8 @@ pub enum Compress {
 pub enum SkipFree {
     /// Not at all.
     Off,
-    /// By reading the memory map of the guest's kernel from outside, where that is a Linux and what is read agrees with what it counts.
+    /// By reading the memory map of the guest's kernel from outside, where that is a Linux and what is read agrees with
+    /// what it counts.
     #[default]
     Vmi,
     /// By the hints of virtio-balloon. Refused: QEMU keeps them to itself.
@@ -142,8 +143,8 @@ pub struct MigrateOptions {
     pub precopy_rounds: Option<u32>,
     /// The order of the push after the switchover.
     pub prepaging: Prepaging,
-    /// Limit on what is pushed after the switchover, bytes per second; absent: about nine tenths of what the link carries, so that faults
-    /// overtake it.
+    /// Limit on what is pushed after the switchover, bytes per second; absent: about nine tenths of what the link
+    /// carries, so that faults overtake it.
     pub postcopy_bandwidth_bytes_per_s: Option<u64>,
     /// How pages written again before their turn are found.
     pub fake_dirty: FakeDirty,
@@ -173,7 +174,8 @@ pub struct MigrateOptions {
     pub downtime_limit_ms: f64,
     /// The longest pause accepted where rounds do not reach the limit: each stall raises the limit a step, up to this.
     pub downtime_ramp_ms: Option<f64>,
-    /// The most of the guest's processor time that is taken away where rounds do not converge, percent; none where absent.
+    /// The most of the guest's processor time that is taken away where rounds do not converge, percent; none where
+    /// absent.
     pub throttle_percent: Option<u8>,
     /// When to give up converging, milliseconds from the start; never where absent.
     pub timeout_ms: Option<f64>,
@@ -231,7 +233,8 @@ impl Default for MigrateOptions {
 }
 
 impl MigrateOptions {
-    /// Says what is wrong with these options, or nothing. Options that contradict each other are wrong: none is ignored in silence.
+    /// Says what is wrong with these options, or nothing. Options that contradict each other are wrong: none is ignored
+    /// in silence.
     ///
     /// # Errors
     /// A sentence that names the option and what it may be.

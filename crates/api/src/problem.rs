@@ -95,8 +95,9 @@ impl Problem {
         self.cause.iter().fold(self.message.clone(), |line, cause| line + ": " + cause)
     }
 
-    /// As somebody else said it, so far as it is kept and shown: in words, and not more of them than people read. A message may be megabytes long, is
-    /// repeated in every migration that waits for the same host, and would be read by terminals.
+    /// As somebody else said it, so far as it is kept and shown: in words, and not more of them than people read. A
+    /// message may be megabytes long, is repeated in every migration that waits for the same host, and would be read by
+    /// terminals.
     #[must_use]
     pub fn from_outside(self) -> Self {
         Self {

@@ -62,7 +62,8 @@ pub struct Progress {
     pub waiting_ms: Option<f64>,
     /// Pages that faults at the destination have asked for; absent before the switchover.
     pub faults: Option<u64>,
-    /// Its place among the migrations that wait for their turn on this host, from 1; absent where it does not wait for one.
+    /// Its place among the migrations that wait for their turn on this host, from 1; absent where it does not wait for
+    /// one.
     pub queue_place: Option<u32>,
     /// How many wait, this one included; absent likewise.
     pub queue_length: Option<u32>,

@@ -48,7 +48,8 @@ pub struct Reclaimed {
     pub reclaimed_pages: u64,
     /// The same in bytes.
     pub reclaimed_bytes: u64,
-    /// Candidates that were left with the guest because they were not free any more, or because it wanted to write while they were looked at.
+    /// Candidates that were left with the guest because they were not free any more, or because it wanted to write
+    /// while they were looked at.
     pub put_back_pages: u64,
     /// Pages that the guest began to use meanwhile, of those taken and of others that had no memory.
     pub touched_pages: u64,

@@ -31,10 +31,10 @@ pub struct Report {
     pub mode: String,
     /// How it ended.
     pub status: Status,
-    /// Whether it tells of the end only: while pages followed the guest the source's daemon was started again, or it had to wait to learn that
-    /// the guest was taken; and what was done before (rounds,
-    /// downtime, pages and bytes sent until then, time) is in no report. The numbers are of what was done since, but for `faults` and
-    /// `postcopy.ms`, which the destination counts.
+    /// Whether it tells of the end only: while pages followed the guest the source's daemon was started again, or it
+    /// had to wait to learn that the guest was taken; and what was done before (rounds,
+    /// downtime, pages and bytes sent until then, time) is in no report. The numbers are of what was done since, but
+    /// for `faults` and `postcopy.ms`, which the destination counts.
     pub partial: bool,
     /// From the accepted request to the guest running at the destination with no page left at the source.
     pub total_ms: f64,
@@ -50,7 +50,8 @@ pub struct Report {
     pub downtime: Downtime,
     /// The guest's RAM.
     pub ram: RamPages,
-    /// Where every page of every round went; each is in exactly one of the counters but `sent`, `faulted`, `pushed` and `duplicate`.
+    /// Where every page of every round went; each is in exactly one of the counters but `sent`, `faulted`, `pushed` and
+    /// `duplicate`.
     pub pages: Pages,
     /// Bytes of frames, headers included, on all connections.
     pub bytes_on_wire: u64,
@@ -222,7 +223,8 @@ pub struct Blocktime {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Postcopy {
-    /// Why pages went after the switchover though pre-copy was tried first, or why they did not though that was allowed.
+    /// Why pages went after the switchover though pre-copy was tried first, or why they did not though that was
+    /// allowed.
     pub reason: Option<String>,
     /// Pages that were not at the destination, or stale there, when the guest started.
     pub residue_pages: u64,
@@ -253,7 +255,8 @@ pub struct Latency {
     pub max: f64,
 }
 
-/// A measure that another daemon tells: what is no number counts as none. JSON would say `null`, and nobody could read the report.
+/// A measure that another daemon tells: what is no number counts as none. JSON would say `null`, and nobody could read
+/// the report.
 fn finite<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     f64::deserialize(from).map(|measure| if measure.is_finite() { measure } else { 0.0 })
 }
@@ -266,7 +269,8 @@ pub struct Verify {
     pub checked: bool,
     /// Pages compared.
     pub pages: u64,
-    /// Pages that differ and are left out because the guest held them free when it stopped, or gave them back after its start at the destination and before it had seen them there.
+    /// Pages that differ and are left out because the guest held them free when it stopped, or gave them back after its
+    /// start at the destination and before it had seen them there.
     pub excluded_free_pages: u64,
     /// Pages that differ.
     pub mismatches: u64,
@@ -368,7 +372,8 @@ pub struct Convergence {
     pub stalls: u32,
     /// The pause that was accepted in the end, milliseconds.
     pub downtime_limit_ms: f64,
-    /// The pause that was predicted when the guest was stopped, milliseconds; absent where it was not stopped or no round was sent before.
+    /// The pause that was predicted when the guest was stopped, milliseconds; absent where it was not stopped or no
+    /// round was sent before.
     pub predicted_downtime_ms: Option<f64>,
     /// The most of the guest's processor time that was taken away, percent.
     pub throttle_percent: u8,

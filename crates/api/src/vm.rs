@@ -33,7 +33,8 @@ pub enum VmState {
     MigratingIn,
     /// It was handed over, and the peer has not yet said that it runs: it must not run here.
     WaitingForPeer,
-    /// It is this host's after a migration and stopped, because its QEMU has not let it run yet: that is tried until it works.
+    /// It is this host's after a migration and stopped, because its QEMU has not let it run yet: that is tried until it
+    /// works.
     Resuming,
     /// Its QEMU ended or cannot be reached.
     Lost,
@@ -140,9 +141,9 @@ pub struct ResumeRequest {
     /// Where it is now, `HOST:PORT`; where it was before where absent.
     #[serde(default)]
     pub to: Option<String>,
-    /// A person's word that this host, the destination, is off and stays off: the guest is let run here, from its memory as it was when it was
-    /// handed over. `HOST` or `HOST:PORT`, as `show` names it. Where that host still runs, two guests write one disk; where the guest ran there, its
-    /// disk is ahead of its memory.
+    /// A person's word that this host, the destination, is off and stays off: the guest is let run here, from its
+    /// memory as it was when it was handed over. `HOST` or `HOST:PORT`, as `show` names it. Where that host still runs,
+    /// two guests write one disk; where the guest ran there, its disk is ahead of its memory.
     #[serde(default)]
     pub fenced: Option<String>,
 }

@@ -69,6 +69,21 @@ fn every_function_on_a_walk_through_the_code_is_where_the_walk_says() {
     }
 }
 
+/// A text in the code, a message above all, stays in one line, so that it can be searched for.
+#[test]
+fn no_line_of_code_is_wider_than_120_columns_but_for_its_texts() {
+    let mut sources = Vec::new();
+    ["crates", "fuzz/targets"].iter().for_each(|dir| files(&root().join(dir), &mut sources));
+    assert!(sources.len() > 300, "only {} files", sources.len());
+    let mut wide = Vec::new();
+    for path in sources {
+        let text = read(&path);
+        let lines = text.lines().enumerate().filter(|(_, line)| line.chars().count() > 120 && !line.contains('"'));
+        wide.extend(lines.map(|(number, _)| format!("{}:{}", path.display(), number + 1)));
+    }
+    assert!(wide.is_empty(), "{wide:#?}");
+}
+
 /// Test names are sentences: that tells them from other words between backticks. Metrics are the exception.
 fn is_sentence(word: &str) -> bool {
     let metric = word.starts_with("sterna_");
@@ -93,12 +108,19 @@ fn headings(text: &str) -> HashSet<String> {
 }
 
 fn gather(dir: &Path, sources: &mut String) {
+    let mut paths = Vec::new();
+    files(dir, &mut paths);
+    paths.iter().for_each(|path| sources.push_str(&read(path)));
+}
+
+/// The sources below a directory.
+fn files(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(dir).expect("a directory of sources") {
         let path = entry.expect("an entry").path();
         if path.is_dir() {
-            gather(&path, sources);
+            files(&path, found);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
-            sources.push_str(&read(&path));
+            found.push(path);
         }
     }
 }

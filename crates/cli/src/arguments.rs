@@ -78,10 +78,11 @@ pub enum Command {
         to: Option<String>,
         /// Your word that the destination is off for good: run the machine here (dangerous)
         ///
-        /// Only for a machine whose destination has been switched off, or restarted, before it could say whether the machine runs there. A host
-        /// that cannot be reached is not off. If it still runs, TWO GUESTS WRITE THE SAME DISKS and destroy them. And if the machine ran there
-        /// before that host went off, its disks are ahead of the memory here by all that it did there: file systems and databases may
-        /// be damaged, and what others were told there is forgotten. The daemon logs who said so.
+        /// Only for a machine whose destination has been switched off, or restarted, before it could say whether the
+        /// machine runs there. A host that cannot be reached is not off. If it still runs, TWO GUESTS WRITE THE SAME
+        /// DISKS and destroy them. And if the machine ran there before that host went off, its disks are ahead of the
+        /// memory here by all that it did there: file systems and databases may be damaged, and what others were told
+        /// there is forgotten. The daemon logs who said so.
         #[arg(long, value_name = "HOST", conflicts_with = "to")]
         fenced: Option<String>,
     },

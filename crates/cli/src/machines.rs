@@ -164,7 +164,8 @@ fn where_pages_are(vm: &Vm) -> String {
     .into()
 }
 
-/// What a machine waits for whose pages are not all where its guest runs, and since when; nothing where both hosts are there.
+/// What a machine waits for whose pages are not all where its guest runs, and since when; nothing where both hosts are
+/// there.
 fn waiting_for(vm: &Vm) -> Option<String> {
     let since = |ms: f64| format!("since {:.0} s ago", ms / 1e3);
     if let Some((arriving, ms)) = vm.arriving.as_ref().and_then(|arriving| Some((arriving, arriving.waiting_ms?))) {

@@ -27,7 +27,8 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
     let options = migrate.options();
     options.check().map_err(Failure::usage)?;
     let request = MigrateRequest { vms: migrate.names.clone(), to: migrate.to.clone(), options };
-    // Heard from before it begins to after it has ended: a Ctrl-C that comes while the daemon is asked must not be lost.
+    // Heard from before it begins to after it has ended: a Ctrl-C that comes while the daemon is asked must not be
+    // lost.
     let mut interrupts =
         signal(SignalKind::interrupt()).map_err(|error| Failure::host("cannot hear Ctrl-C", &error))?;
     let begun: Migration = client.post("/v1/migrations", &request).await?;
@@ -62,8 +63,8 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
     Ok(ExitCode::from(worst(ended.migrations.iter().map(code_of))))
 }
 
-/// Follows a migration to its end; Ctrl-C cancels it, and then is waited for the end all the same. Where it is too late to cancel, another
-/// Ctrl-C ends the following.
+/// Follows a migration to its end; Ctrl-C cancels it, and then is waited for the end all the same. Where it is too late
+/// to cancel, another Ctrl-C ends the following.
 async fn follow(
     client: &Client,
     mut migration: Migration,

@@ -16,7 +16,8 @@ use crate::failure::{CANCELLED, FAILED, Failure, describe};
 use crate::machines::write_json;
 use crate::table::text_of;
 
-/// Has the daemon take what the guest holds free, and shows what came of it. Ctrl-C ends it; then is waited for the end all the same.
+/// Has the daemon take what the guest holds free, and shows what came of it. Ctrl-C ends it; then is waited for the end
+/// all the same.
 ///
 /// # Errors
 /// The daemon's problem.

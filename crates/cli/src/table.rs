@@ -147,7 +147,8 @@ fn encoding(report: &Report) -> Vec<String> {
     words
 }
 
-/// What came after the guest's start at the destination, row by row; nothing where nothing did, but why not where that was tried.
+/// What came after the guest's start at the destination, row by row; nothing where nothing did, but why not where that
+/// was tried.
 fn postcopy(report: &Report) -> Vec<(&'static str, String)> {
     let (after, faults, pages) = (&report.postcopy, &report.faults, &report.pages);
     let mut rows = Vec::new();

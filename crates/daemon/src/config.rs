@@ -32,7 +32,8 @@ pub struct Arguments {
     /// How much to log: error, warn, info, debug, trace, or a filter as `sterna_engine=debug`
     #[arg(long, value_name = "LEVEL")]
     pub log: Option<String>,
-    /// What all migrations away from this host may send together, as 1Gbit or 100MB; they share it evenly [default: no limit]
+    /// What all migrations away from this host may send together, as 1Gbit or 100MB; they share it evenly
+    /// [default: no limit]
     #[arg(long, value_name = "RATE")]
     pub bandwidth: Option<String>,
 }
@@ -98,7 +99,8 @@ pub struct Config {
     pub max_incoming: usize,
     /// What connections to other daemons are encrypted with; they are plain where absent.
     pub tls: Option<Files>,
-    /// For tests alone, which show with it what looking twice for free pages is for: guests that are moved, or whose memory is taken, are harmed.
+    /// For tests alone, which show with it what looking twice for free pages is for: guests that are moved, or whose
+    /// memory is taken, are harmed.
     pub test_trust_first_look: bool,
 }
 

@@ -1,16 +1,20 @@
 //! What a restarted daemon finds, and makes of it.
 //!
-//! | record says | migration's record says | then |
-//! | --- | --- | --- |
-//! | here | | looked after as before; write tracking left on by an observation ends, a balloon inflated for a while is deflated |
-//! | being moved away | nothing | it is given back: cancelled in QEMU, running again; tried until it works |
-//! | being moved away | handing over | it waits for the peer's verdict |
-//! | being moved away | handing over, pages to follow | the same, with or without its QEMU; where the peer has the guest, its pages are sent |
-//! | being moved here | preparing or aborted | QEMU is ended, its files removed; the verdict is *aborted* |
-//! | being moved here | committed | it belongs here: it runs, if it ran at the source; tried until it works |
-//! | here, or being moved here and committed; pages to come | all here | the same: its userfaultfd ends |
-//! | the same | some are still to come | the agent's userfaultfd and the map of missing pages are taken over; it runs, and waits for its source |
-//! | the same, and they cannot be taken over | some are still to come | it is stopped, and its userfaultfd stays open: pages would read as zeros |
+//! By what the machine's record says, and its migration's:
+//!
+//! * **here**: looked after as before; write tracking left on by an observation ends, a balloon inflated for a while is
+//!   deflated
+//! * **being moved away; nothing**: it is given back: cancelled in QEMU, running again; tried until it works
+//! * **being moved away; handing over**: it waits for the peer's verdict
+//! * **being moved away; handing over, pages to follow**: the same, with or without its QEMU; where the peer has the
+//!   guest, its pages are sent
+//! * **being moved here; preparing or aborted**: QEMU is ended, its files removed; the verdict is *aborted*
+//! * **being moved here; committed**: it belongs here: it runs, if it ran at the source; tried until it works
+//! * **here, or being moved here and committed; pages to come; all here**: the same: its userfaultfd ends
+//! * **the same; some are still to come**: the agent's userfaultfd and the map of missing pages are taken over; it
+//!   runs, and waits for its source
+//! * **the same, and they cannot be taken over; some are still to come**: it is stopped, and its userfaultfd stays
+//!   open: pages would read as zeros
 //!
 //! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. One
 //! whose record cannot be used ([`load`](crate::machines::load)) is left alone, with all that may be its.

@@ -1,4 +1,5 @@
-//! Balloons: the setting, who refuses it and why, and what outlives what. The guests here have no driver; `system-tests` has some.
+//! Balloons: the setting, who refuses it and why, and what outlives what. The guests here have no driver;
+//! `system-tests` has some.
 
 mod support;
 

@@ -1,5 +1,5 @@
-//! What a restarted daemon makes of a migration that its predecessor died in, at the point of no return: the records are put as a
-//! daemon leaves them that is killed there.
+//! What a restarted daemon makes of a migration that its predecessor died in, at the point of no return: the records
+//! are put as a daemon leaves them that is killed there.
 
 mod support;
 

@@ -21,8 +21,8 @@ fn more_memory_than_the_host_has_is_refused_by_what_the_host_has() {
     assert!(host.names().is_empty());
 }
 
-/// A display that is not there, a device whose network does not exist: QEMU opens its QMP socket, and ends some moments later. Seen to
-/// fail: "QEMU does not answer", with the hint that another client may hold the socket.
+/// A display that is not there, a device whose network does not exist: QEMU opens its QMP socket, and ends some moments
+/// later. Seen to fail: "QEMU does not answer", with the hint that another client may hold the socket.
 #[test]
 fn a_qemu_that_ends_while_it_starts_has_the_last_word() {
     if cannot_run() {

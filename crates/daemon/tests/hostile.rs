@@ -166,7 +166,8 @@ fn a_qemu_that_misbehaves_at_its_qmp_socket_is_not_adopted_and_keeps_nobody_out(
     }
 }
 
-/// A number that is no QEMU's, with another QEMU's QMP and agent sockets. Seen to fail: it was adopted, and would have been stopped and forgotten with that process.
+/// A number that is no QEMU's, with another QEMU's QMP and agent sockets. Seen to fail: it was adopted, and would have
+/// been stopped and forgotten with that process.
 #[test]
 fn a_process_that_is_not_the_one_behind_the_agents_socket_is_not_adopted() {
     if cannot_run() {

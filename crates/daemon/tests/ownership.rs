@@ -1,5 +1,6 @@
-//! Who has a guest, and who may say so: daemons that are asked what they do not know, QEMUs that do not let a guest run when they should, and a person's
-//! word. The records of a source are put as a daemon leaves them that is killed just before its last word.
+//! Who has a guest, and who may say so: daemons that are asked what they do not know, QEMUs that do not let a guest run
+//! when they should, and a person's word. The records of a source are put as a daemon leaves them that is killed just
+//! before its last word.
 
 mod support;
 
@@ -36,7 +37,8 @@ fn write_stage(host: &Host, stage: &str) {
     std::fs::write(host.state().join(format!("migrations/{ID:032x}.json")), record).unwrap();
 }
 
-/// A source whose daemon was killed after it had handed `m` over to the daemon of this identity, which it looks for at `peer`.
+/// A source whose daemon was killed after it had handed `m` over to the daemon of this identity, which it looks for at
+/// `peer`.
 fn handed_over(peer: &str, daemon: u128) -> (Host, u32) {
     let mut host = Host::start();
     host.run("m");
@@ -65,8 +67,8 @@ fn signal(pid: u32, signal: rustix::process::Signal) {
     rustix::process::kill_process(pid, signal).expect("it runs");
 }
 
-/// A daemon that gave up once its first rollback had failed left the guest standing still for ever, and took it for one that belongs here: `lost` as long
-/// as its QEMU hung, then `paused`. (Seen so.)
+/// A daemon that gave up once its first rollback had failed left the guest standing still for ever, and took it for one
+/// that belongs here: `lost` as long as its QEMU hung, then `paused`. (Seen so.)
 #[test]
 fn a_guest_whose_qemu_hangs_at_the_switchover_runs_on_by_itself_when_it_goes_on() {
     if cannot_run() {
@@ -220,8 +222,8 @@ fn a_person_may_say_that_the_destination_is_off_for_good_and_it_is_logged_who_di
     assert_eq!(a.refused("POST", "/v1/vms/m/resume", &fenced("127.0.0.1")), "not-migrating");
 }
 
-/// It was told that the guest had ended, by a daemon that had never seen it, and gave the only copy of its missing pages up. (Seen so: nothing was left
-/// of the machine.)
+/// It was told that the guest had ended, by a daemon that had never seen it, and gave the only copy of its missing
+/// pages up. (Seen so: nothing was left of the machine.)
 #[test]
 fn pages_that_follow_a_guest_go_to_nobody_else_and_are_kept_whatever_others_say() {
     if cannot_run() {
@@ -301,7 +303,8 @@ fn a_guest_whose_disk_is_held_up_runs_where_it_belongs_as_soon_as_it_is_free() {
     let id = a.migrate(&["m"], &b.address(), json!({ "bandwidth_bytes_per_s": 96 << 10 }));
     eventually("it is on its way", || a.get("/v1/vms/m")["migration"]["phase"] == "precopy");
     let pid = b.pid_of("m");
-    // As a storage server does that has not noticed yet that the source has let go: whoever wants to write the disk now is refused.
+    // As a storage server does that has not noticed yet that the source has let go: whoever wants to write the disk now
+    // is refused.
     let held = std::fs::File::open(&disk).unwrap();
     fcntl_lock(&held, FlockOperation::NonBlockingLockShared).expect("both read it at most");
     let report = &a.ended(id)[0];
@@ -312,7 +315,8 @@ fn a_guest_whose_disk_is_held_up_runs_where_it_belongs_as_soon_as_it_is_free() {
     assert_eq!(b.pid_of("m"), pid);
 }
 
-/// It was let run once and never again, and whoever connected to its QEMU then waited for ever. (Seen so: no request about it was answered.)
+/// It was let run once and never again, and whoever connected to its QEMU then waited for ever. (Seen so: no request
+/// about it was answered.)
 #[test]
 fn a_committed_guest_whose_qemu_hangs_when_its_daemon_comes_back_runs_when_it_goes_on() {
     if cannot_run() {

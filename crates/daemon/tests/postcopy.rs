@@ -1,12 +1,13 @@
-//! Guests that run at the destination before all their pages are there, as both daemons show and keep them: also over their sudden deaths.
+//! Guests that run at the destination before all their pages are there, as both daemons show and keep them: also over
+//! their sudden deaths.
 
 mod support;
 
 use serde_json::{Value, json};
 use support::{Host, cannot_run, eventually, runs};
 
-/// A source and a destination where `m` runs while its pages still follow, for as long as the source does not [hurry](Host::hurry); the
-/// migration's number.
+/// A source and a destination where `m` runs while its pages still follow, for as long as the source does not
+/// [hurry](Host::hurry); the migration's number.
 fn pages_follow() -> (Host, Host, u64) {
     let (a, b) = (Host::configured("bandwidth = '800Kbit'"), Host::start());
     a.run_full("m");

@@ -1,5 +1,5 @@
-//! Free memory, as the daemon refuses to take it: of machines that cannot be looked into, and for requests that cannot be. `system-tests` has guests of
-//! which some is taken.
+//! Free memory, as the daemon refuses to take it: of machines that cannot be looked into, and for requests that cannot
+//! be. `system-tests` has guests of which some is taken.
 
 mod support;
 

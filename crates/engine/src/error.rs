@@ -191,8 +191,8 @@ impl MigrateError {
         move |source| Self::Host { doing, source: source.into() }
     }
 
-    /// A kernel error about the VMM's process: where the kernel knows no such process any more, the VMM has ended; where it knows no such memory there, or
-    /// finds it in use for something else, the VMM has changed its mappings.
+    /// A kernel error about the VMM's process: where the kernel knows no such process any more, the VMM has ended;
+    /// where it knows no such memory there, or finds it in use for something else, the VMM has changed its mappings.
     pub fn vmm_process(doing: &'static str) -> impl FnOnce(sterna_sys::Error) -> Self {
         move |source| match source.errno() {
             Some(libc::ESRCH) => Self::Vmm(VmmError::Gone { guest_off: false }),
@@ -203,8 +203,8 @@ impl MigrateError {
         }
     }
 
-    /// The problem of a source that still has the guest, or had it: what the peer reports happened at the destination, and says nothing
-    /// of the guest here.
+    /// The problem of a source that still has the guest, or had it: what the peer reports happened at the destination,
+    /// and says nothing of the guest here.
     #[must_use]
     pub fn problem_at_source(&self) -> Problem {
         let problem = self.problem();
@@ -322,7 +322,8 @@ mod tests {
 
     use super::*;
 
-    /// Before, a panic of ours, a machine without RAM and what a *source* asked wrongly were "the peer's reply", and an agent that fell silent was our fault.
+    /// Before, a panic of ours, a machine without RAM and what a *source* asked wrongly were "the peer's reply", and an
+    /// agent that fell silent was our fault.
     #[test]
     fn each_failure_names_who_is_at_fault() {
         let agent = |source| MigrateError::Agent { doing: "asking", source: Box::new(source) };

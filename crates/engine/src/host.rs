@@ -19,7 +19,8 @@ pub struct Incoming {
     pub blocks: Vec<BlockFile>,
     /// The VMM's version.
     pub qemu_version: String,
-    /// What it takes to let the guest run before all its pages are there, or why that cannot be; `None` where it was not asked for.
+    /// What it takes to let the guest run before all its pages are there, or why that cannot be; `None` where it was
+    /// not asked for.
     pub paging: Option<Result<PagingMeans, Problem>>,
 }
 
@@ -42,8 +43,9 @@ pub trait DestinationHost: Send + Sync {
         None
     }
 
-    /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the daemon that sends it, by
-    /// its certificate. With `postcopy` the guest may come to run before all its pages are here: [`Incoming::paging`].
+    /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the
+    /// daemon that sends it, by its certificate. With `postcopy` the guest may come to run before all its pages are
+    /// here: [`Incoming::paging`].
     ///
     /// # Errors
     /// A [`Problem`] that says what is missing here; nothing is left behind.
@@ -52,24 +54,26 @@ pub trait DestinationHost: Send + Sync {
     /// How much more memory this host can give before it runs out, bytes.
     fn room_bytes(&self) -> u64;
 
-    /// Records that the guest belongs here now. Called before it runs, and must survive the daemon's sudden death. The point of
-    /// no return: after `Ok` the verdict is [`Verdict::Committed`] for ever. With `postcopy` pages are still to come, and must come also
-    /// after this daemon's sudden death: until [`paged`](Self::paged) the agent's userfaultfd must stay open.
+    /// Records that the guest belongs here now. Called before it runs, and must survive the daemon's sudden death. The
+    /// point of no return: after `Ok` the verdict is [`Verdict::Committed`] for ever. With `postcopy` pages are still
+    /// to come, and must come also after this daemon's sudden death: until [`paged`](Self::paged) the agent's
+    /// userfaultfd must stay open.
     ///
     /// # Errors
     /// A [`Problem`]; then the guest must not run here and the migration is aborted.
     fn commit(&self, id: MigrationId, postcopy: bool) -> Result<(), Problem>;
 
-    /// The guest belongs here: from now on the daemon looks after it as after any other. Gives the VMM back. Where pages are still to
-    /// come, `pager` brings them: the host keeps it until [`paged`](Self::paged). Where it was to run and does not, `failed` says why.
+    /// The guest belongs here: from now on the daemon looks after it as after any other. Gives the VMM back. Where
+    /// pages are still to come, `pager` brings them: the host keeps it until [`paged`](Self::paged). Where it was to
+    /// run and does not, `failed` says why.
     fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>, failed: Option<&Problem>);
 
-    /// What brings the pages of a guest that runs here before all of them are here, for the daemon that asks; of a migration that was begun
-    /// before this daemon was started, too.
+    /// What brings the pages of a guest that runs here before all of them are here, for the daemon that asks; of a
+    /// migration that was begun before this daemon was started, too.
     ///
     /// # Errors
-    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`: only where that is on record), the migration is another
-    /// daemon's, or nothing is known of it.
+    /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`: only where that is on record),
+    /// the migration is another daemon's, or nothing is known of it.
     fn pager(&self, id: MigrationId, from: Option<&str>) -> Result<Arc<Pager>, Problem>;
 
     /// Every page is here: the source is needed no more.
@@ -78,10 +82,12 @@ pub trait DestinationHost: Send + Sync {
     /// It never runs here: ends the VMM, removes its files, and remembers [`Verdict::Aborted`].
     fn abort(&self, id: MigrationId, incoming: Option<Incoming>);
 
-    /// What became of a migration, for the daemon that asks. The answer binds, and where it is [`Verdict::Aborted`] the VMM has ended.
+    /// What became of a migration, for the daemon that asks. The answer binds, and where it is [`Verdict::Aborted`] the
+    /// VMM has ended.
     ///
     /// # Errors
-    /// A [`Problem`] where the migration is another daemon's, or was never heard of: nothing is settled by such a question, and nothing kept.
+    /// A [`Problem`] where the migration is another daemon's, or was never heard of: nothing is settled by such a
+    /// question, and nothing kept.
     fn verdict(&self, id: MigrationId, from: Option<&str>) -> Result<Verdict, Problem>;
 }
 
@@ -95,10 +101,11 @@ pub trait SourceHost: Send + Sync {
     /// The destination has accepted the machine: the migration waits for its turn no more.
     fn accepted(&self);
 
-    /// Records that the guest may run at `peer` from now on, whatever happens here. Must survive the daemon's sudden death.
-    /// Called just before the commit message is sent: until the peer's [`Verdict`] is known the guest must not run here. With `postcopy` this
-    /// host's RAM holds pages that the guest there still needs, until the migration has ended: also a daemon started anew must serve them.
-    /// `daemon` is who accepted the guest, where it could say so: from now on only its word counts.
+    /// Records that the guest may run at `peer` from now on, whatever happens here. Must survive the daemon's sudden
+    /// death. Called just before the commit message is sent: until the peer's [`Verdict`] is known the guest must not
+    /// run here. With `postcopy` this host's RAM holds pages that the guest there still needs, until the migration has
+    /// ended: also a daemon started anew must serve them. `daemon` is who accepted the guest, where it could say so:
+    /// from now on only its word counts.
     ///
     /// # Errors
     /// A [`Problem`]; then nothing was sent and the guest is given back.
@@ -115,8 +122,8 @@ pub trait SourceHost: Send + Sync {
         None
     }
 
-    /// The destination has not answered for some seconds, and its guest runs there: until [`destination_back`](Self::destination_back) the
-    /// migration only waits, perhaps for long.
+    /// The destination has not answered for some seconds, and its guest runs there: until
+    /// [`destination_back`](Self::destination_back) the migration only waits, perhaps for long.
     fn destination_lost(&self) {}
 
     /// It answers again: pages go on at once.

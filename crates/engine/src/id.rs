@@ -10,7 +10,8 @@ impl std::fmt::Display for MigrationId {
     }
 }
 
-/// A daemon, or rather its state directory: drawn at random once. What it has on record only it can answer for, wherever it is reached.
+/// A daemon, or rather its state directory: drawn at random once. What it has on record only it can answer for,
+/// wherever it is reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct DaemonId(pub u128);
 

@@ -3,8 +3,8 @@
 //! Knows no QEMU beyond [`vmm`]: another VMM is another implementation of its two traits.
 //!
 //! A page's way: [`source::track`] → [`source::select`] → [`source::outbound`] → [`source::stream`] → [`transport`] →
-//! [`destination::receive`] → [`destination::arrival`] → [`destination::place`]. The phases, one flat list on each side:
-//! [`source`] and [`destination`].
+//! [`destination::receive`] → [`destination::arrival`] → [`destination::place`]. The phases, one flat list on each
+//! side: [`source`] and [`destination`].
 
 /// "Pause, resume, device state": what the engine needs of a VMM.
 pub mod vmm;

@@ -116,8 +116,8 @@ impl Monitor {
         if ends { Err(MigrateError::Cancelled) } else { Ok(()) }
     }
 
-    /// Ends a migration that is past the point of no return and waits for its destination: the guest there loses the pages that are still
-    /// here. Nothing but a user who knows that asks for it.
+    /// Ends a migration that is past the point of no return and waits for its destination: the guest there loses the
+    /// pages that are still here. Nothing but a user who knows that asks for it.
     pub fn give_up(&self) {
         self.given_up.store(true, Ordering::Release);
         self.update(|_| {});
@@ -128,7 +128,8 @@ impl Monitor {
         self.given_up.load(Ordering::Acquire)
     }
 
-    /// Ends what others are doing for this migration at their next [`check`](Self::check). Whoever calls this knows the reason.
+    /// Ends what others are doing for this migration at their next [`check`](Self::check). Whoever calls this knows the
+    /// reason.
     pub(crate) fn interrupt(&self) {
         self.interrupted.store(true, Ordering::Release);
     }

@@ -1,5 +1,5 @@
-//! Guests that do not converge, and migrations that are to end all the same. How it is decided is tested with the policy, on a
-//! simulated guest and link; here the decisions are carried out.
+//! Guests that do not converge, and migrations that are to end all the same. How it is decided is tested with the
+//! policy, on a simulated guest and link; here the decisions are carried out.
 
 #[path = "support/pair.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
@@ -57,7 +57,8 @@ fn the_time_is_up_in_the_middle_of_a_round_too() {
     assert_eq!(round.dirty_pages, round.sent_pages + round.skipped_pages, "what was not sent counts nowhere");
 }
 
-/// Stops a guest by force in the middle of a round; it loses no page. What the last pages took, as a share of what was predicted.
+/// Stops a guest by force in the middle of a round; it loses no page. What the last pages took, as a share of what was
+/// predicted.
 fn forced_stop(streams: u32) -> f64 {
     let (host, peer) = Destination::serve();
     let ram = full_ram();
@@ -85,8 +86,8 @@ fn a_forced_stop_in_the_middle_of_a_round_loses_no_page_and_takes_about_as_long_
         return;
     }
     for streams in [1, 3] {
-        // What the machine has to do besides may come between a prediction and what it is about; not each time. How exact it is on a quiet
-        // machine, an experiment shows.
+        // What the machine has to do besides may come between a prediction and what it is about; not each time. How
+        // exact it is on a quiet machine, an experiment shows.
         let fits = |share: f64| (0.5..2.0).contains(&share);
         assert!((0..10).any(|_| fits(forced_stop(streams))), "never about as long as predicted");
     }
@@ -114,7 +115,8 @@ fn a_limit_that_may_grow_ends_what_stalls_above_it() {
     host.assert_same(&ram);
 }
 
-/// Slows a guest down that writes too fast all the same, until the time is up; `None` where that was so short that it has hardly begun.
+/// Slows a guest down that writes too fast all the same, until the time is up; `None` where that was so short that it
+/// has hardly begun.
 fn slowed_down_in_vain(timeout_ms: f64) -> Option<()> {
     let ram = full_ram();
     let writers = Writers::start(&ram, 0..PAGES * 3 / 4, Duration::ZERO);

@@ -24,8 +24,8 @@ use sterna_protocol::hello::{VERSION, Version};
 const BYTES: u64 = 8 << 20;
 /// A version that digests without a seed.
 const UNSEEDED_MINOR: u16 = 0;
-/// Where XXH3's own secret begins, and goes on for the second stripe: a half that equals its half of the secret makes a product of zero, whatever the other
-/// half is, and the other halves are then only added up.
+/// Where XXH3's own secret begins, and goes on for the second stripe: a half that equals its half of the secret makes a
+/// product of zero, whatever the other half is, and the other halves are then only added up.
 const SECRET: [[u8; 4]; 2] = [[0xb8, 0xfe, 0x6c, 0x39], [0x7c, 0x01, 0x81, 0x2c]];
 
 /// A page that has the digest of every other `part`, without a seed.
@@ -43,7 +43,8 @@ fn move_with(ram: &GuestRam, vmm: SourceVmm, peer: &str, options: &MigrateOption
     migrate(going, peer, options, &Source::default(), &Monitor::new("guest")).report
 }
 
-/// Moves a guest that has one of two such pages when it is sent and the other when it stops; whether it has that at the destination.
+/// Moves a guest that has one of two such pages when it is sent and the other when it stops; whether it has that at the
+/// destination.
 fn arrives(older: bool) -> bool {
     let (host, peer) = Destination::serve();
     let relay = older.then(|| Relay::to_older(&peer, u64::MAX, UNSEEDED_MINOR));
@@ -74,7 +75,8 @@ fn two_pages_have_one_digest_without_a_seed_and_two_with_any() {
     assert_eq!(Digester::of(older, 0xbad), Digester::UNSEEDED);
 }
 
-/// Seen to fail while digests had no seed: the guest went back to the page that was sent first, and the comparison of both sides found nothing.
+/// Seen to fail while digests had no seed: the guest went back to the page that was sent first, and the comparison of
+/// both sides found nothing.
 #[test]
 fn a_page_made_to_have_the_digest_of_what_was_sent_is_sent() {
     if tracking_works() {
@@ -121,7 +123,8 @@ fn a_guest_moves_between_a_version_that_seeds_and_one_that_does_not_in_every_way
     }
 }
 
-/// A daemon of another version takes over while pages follow: it may digest otherwise than the one that the guest's first sight was noted with.
+/// A daemon of another version takes over while pages follow: it may digest otherwise than the one that the guest's
+/// first sight was noted with.
 #[test]
 fn a_session_that_digests_otherwise_than_the_one_before_is_not_compared_with_it() {
     if !tracking_works() {

@@ -1,4 +1,5 @@
-//! Encoded pages from end to end, in one process: every hash, compressor and delta, on several connections, under a guest that writes on.
+//! Encoded pages from end to end, in one process: every hash, compressor and delta, on several connections, under a
+//! guest that writes on.
 
 #[path = "support/pair.rs"]
 mod pair;
@@ -137,7 +138,8 @@ fn a_page_written_with_what_was_there_is_left_out_where_that_is_asked_for() {
     }
 }
 
-/// Two different blocks of 128 bytes with the same MD5 (Wang, Feng, Lai and Yu, 2004); so pages that go on alike have, too.
+/// Two different blocks of 128 bytes with the same MD5 (Wang, Feng, Lai and Yu, 2004); so pages that go on alike have,
+/// too.
 const COLLIDING: [&str; 2] = [
     "d131dd02c5e6eec4693d9a0698aff95c2fcab58712467eab4004583eb8fb7f8955ad340609f4b30283e488832571415a085125e8f7cdc99fd91dbdf280373c5b\
      d8823e3156348f5bae6dacd436c919c6dd53e2b487da03fd02396306d248cda0e99f33420f577ee8ce54b67080a80d1ec69821bcb6a8839396f9652b6ff72a70",

@@ -1,5 +1,5 @@
-//! What a migration leaves out of its rounds, and that nothing is lost by it: guests of threads that keep writing, with every way to
-//! find fake dirty pages.
+//! What a migration leaves out of its rounds, and that nothing is lost by it: guests of threads that keep writing, with
+//! every way to find fake dirty pages.
 
 #[path = "support/pair.rs"]
 mod pair;

@@ -1,5 +1,5 @@
-//! Pages that the guest holds free, on real mappings with real write tracking: the guest is a kernel made for it, with nothing but a memory map, and
-//! what a test does to both.
+//! Pages that the guest holds free, on real mappings with real write tracking: the guest is a kernel made for it, with
+//! nothing but a memory map, and what a test does to both.
 
 #[path = "support/pair.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
@@ -125,8 +125,9 @@ fn what_was_sent_and_is_free_at_the_stop_is_zeros_there() {
     }
 }
 
-/// A page that a round has sent is free when the guest stops, so it is to go as zeros; then the VMM writes it while it saves its devices. Seen to fail
-/// while only what was said first of the free pages counted: it went as zeros, and the comparison left it out.
+/// A page that a round has sent is free when the guest stops, so it is to go as zeros; then the VMM writes it while it
+/// saves its devices. Seen to fail while only what was said first of the free pages counted: it went as zeros, and the
+/// comparison left it out.
 #[test]
 fn a_free_page_that_the_vmm_writes_while_it_saves_its_devices_goes_as_it_is_then() {
     if !tracking_works() {

@@ -1,5 +1,5 @@
-//! QEMUs that are in their guests' hands: what they do to their own RAM and descriptors costs their own guest, is said to be their doing, and
-//! leaves this process and every other guest alone.
+//! QEMUs that are in their guests' hands: what they do to their own RAM and descriptors costs their own guest, is said
+//! to be their doing, and leaves this process and every other guest alone.
 
 #[path = "support/pair.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
@@ -82,7 +82,8 @@ fn a_qemu_that_cuts_its_ram_file_short_costs_its_own_guest_a_migration() {
     another_guest_is_moved();
 }
 
-/// What is behind the end looks like a hole: nothing is read there. Seen to fail without the look at the file's length: the migration succeeded, with zeros.
+/// What is behind the end looks like a hole: nothing is read there. Seen to fail without the look at the file's length:
+/// the migration succeeded, with zeros.
 #[test]
 fn a_file_that_was_cut_short_is_not_taken_for_one_of_holes() {
     if !tracking_works() {
@@ -124,8 +125,9 @@ fn a_destination_whose_qemu_cuts_its_ram_file_short_blames_it() {
     another_guest_is_moved();
 }
 
-/// A page that the guest gave back between the collection and its reading, on a file system that is full: it cannot be filled to be read. Nobody in QEMU is to
-/// blame. Seen to fail: with the handler taken out the process ends with "signal: 7, SIGBUS".
+/// A page that the guest gave back between the collection and its reading, on a file system that is full: it cannot be
+/// filled to be read. Nobody in QEMU is to blame. Seen to fail: with the handler taken out the process ends with
+/// "signal: 7, SIGBUS".
 #[test]
 fn a_full_ram_file_system_is_the_hosts_fault() {
     if !tracking_works() {

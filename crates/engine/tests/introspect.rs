@@ -1,5 +1,5 @@
-//! Free pages of real kernels, seen from outside: as many as the guest counts itself. Needs QEMU, the guest image, and a newer
-//! kernel; says what it skips.
+//! Free pages of real kernels, seen from outside: as many as the guest counts itself. Needs QEMU, the guest image, and
+//! a newer kernel; says what it skips.
 
 #[path = "support/linux.rs"]
 mod linux;
@@ -28,8 +28,8 @@ fn turn() -> MutexGuard<'static, ()> {
 /// Pages that a guest may use or free between its own look and ours: it starts a process each second, and little else.
 const BETWEEN: u64 = 4096;
 
-/// A look at a guest that is stopped. What each processor has not added to the counter yet, and a stop in the middle of freeing a
-/// page, take another try.
+/// A look at a guest that is stopped. What each processor has not added to the counter yet, and a stop in the middle of
+/// freeing a page, take another try.
 #[track_caller]
 fn exact(guest: &mut Guest, found: &Introspection) -> Look {
     for _ in 0..200 {

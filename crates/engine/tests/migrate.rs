@@ -1,5 +1,5 @@
-//! A whole migration in one process: real sockets, real mappings, real write tracking, a guest of threads that keep writing.
-//! What needs a VMM is in `qemu_driver.rs`; what needs hosts is in the whole-system tests.
+//! A whole migration in one process: real sockets, real mappings, real write tracking, a guest of threads that keep
+//! writing. What needs a VMM is in `qemu_driver.rs`; what needs hosts is in the whole-system tests.
 
 #[path = "support/pair.rs"]
 mod pair;
@@ -120,8 +120,9 @@ fn a_hole_that_is_filled_after_arming_is_sent() {
     host.assert_same(&ram);
 }
 
-/// The destination loads the devices as soon as the last pages are in place, so a page that the VMM writes while it saves them comes after they were
-/// loaded from what it was before. Seen to fail while such a page was sent all the same: the migration completed.
+/// The destination loads the devices as soon as the last pages are in place, so a page that the VMM writes while it
+/// saves them comes after they were loaded from what it was before. Seen to fail while such a page was sent all the
+/// same: the migration completed.
 #[test]
 fn a_page_the_vmm_writes_while_it_saves_its_devices_keeps_the_guest_here() {
     if !tracking_works() {
@@ -148,7 +149,8 @@ fn a_page_the_vmm_writes_while_it_saves_its_devices_keeps_the_guest_here() {
     assert!(rolled_back.load(Ordering::Acquire) && !host.running.load(Ordering::Acquire));
 }
 
-/// Gives pages 10..20 back when the guest stops, logged as `discards` and `overflow` say; the error where the migration failed.
+/// Gives pages 10..20 back when the guest stops, logged as `discards` and `overflow` say; the error where the migration
+/// failed.
 fn discard_at_stop(log: bool, overflow: bool) -> Option<Problem> {
     let (host, peer) = Destination::serve();
     let ram = GuestRam::new(8 * MIB);
@@ -212,8 +214,8 @@ enum Told {
     WhenAsked,
 }
 
-/// Fills 2,000 pages with 5, one of them with `before`, and writes that one past the page tables (through another mapping of the file, as
-/// direct I/O does) when the guest stops.
+/// Fills 2,000 pages with 5, one of them with `before`, and writes that one past the page tables (through another
+/// mapping of the file, as direct I/O does) when the guest stops.
 fn untracked_write(mode: Mode, before: u8, told: Told) -> Outcome {
     let (host, peer) = Destination::serve();
     host.postcopy.store(true, Ordering::Release);
@@ -244,8 +246,9 @@ fn a_write_past_the_page_tables_is_found_by_content() {
     }
 }
 
-/// A guest that reads a file into memory it has never used: its disk's direct I/O is still under way when the page goes, as zeros, and lands after
-/// it. Failed with `verify-mismatch` while only pages that had been sent were compared: zeros that nobody had sent before were not.
+/// A guest that reads a file into memory it has never used: its disk's direct I/O is still under way when the page
+/// goes, as zeros, and lands after it. Failed with `verify-mismatch` while only pages that had been sent were compared:
+/// zeros that nobody had sent before were not.
 #[test]
 fn a_write_past_the_page_tables_into_a_page_of_zeros_is_found_by_content() {
     if tracking_works() {
@@ -261,7 +264,8 @@ fn a_write_past_the_page_tables_into_a_page_of_zeros_is_found_by_content() {
     }
 }
 
-/// A disk that came, or began to do direct I/O, while pages went. Seen to fail, a page differing, while that was asked for once, before the first.
+/// A disk that came, or began to do direct I/O, while pages went. Seen to fail, a page differing, while that was asked
+/// for once, before the first.
 #[test]
 fn a_writer_past_the_page_tables_that_comes_while_pages_go_is_found() {
     if tracking_works() {
@@ -272,7 +276,8 @@ fn a_writer_past_the_page_tables_that_comes_while_pages_go_is_found() {
     }
 }
 
-/// A page that had no memory when the migration began and that no look has ever named, either: whatever wrote it, it is not zeros.
+/// A page that had no memory when the migration began and that no look has ever named, either: whatever wrote it, it is
+/// not zeros.
 #[test]
 fn a_hole_that_is_filled_past_the_page_tables_is_found_by_content() {
     if !tracking_works() {
@@ -558,8 +563,8 @@ fn a_link_cut_at_any_byte_leaves_the_guest_on_exactly_one_host() {
     }
 }
 
-/// Passes bytes on to `to`, and flips one bit of the byte at `at`, counted over all that comes from the source in order; `pages_only`
-/// counts the connections that carry pages alone.
+/// Passes bytes on to `to`, and flips one bit of the byte at `at`, counted over all that comes from the source in
+/// order; `pages_only` counts the connections that carry pages alone.
 fn damaging_proxy(to: String, at: u64, pages_only: bool) -> String {
     const ROLE_AT: usize = 12;
     const PAGES: u8 = 2;

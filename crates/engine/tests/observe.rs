@@ -1,4 +1,5 @@
-//! A short look at a guest of threads, with real mappings and real write tracking: what is seen, and that nothing stays behind.
+//! A short look at a guest of threads, with real mappings and real write tracking: what is seen, and that nothing stays
+//! behind.
 
 #[path = "support/pair.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]

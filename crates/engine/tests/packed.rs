@@ -81,8 +81,8 @@ impl Peer {
         ask(&mut self.control, &Request::RoundEnd { round: 0 })
     }
 
-    /// Asserts that the destination gave the migration up at once, that no guest runs there, and that the next one finds its place; what it
-    /// said was wrong.
+    /// Asserts that the destination gave the migration up at once, that no guest runs there, and that the next one
+    /// finds its place; what it said was wrong.
     fn refused(mut self, host: &Arc<Destination>) -> Problem {
         let asked = Instant::now();
         let reply = self.end_round();

@@ -54,7 +54,8 @@ fn options(mode: Mode) -> MigrateOptions {
     MigrateOptions { mode, verify: true, ..MigrateOptions::default() }
 }
 
-/// A destination that can, whose guest looks at every page of its RAM, in an order of its own, and says what it found wrong.
+/// A destination that can, whose guest looks at every page of its RAM, in an order of its own, and says what it found
+/// wrong.
 fn destination(ram: &GuestRam, program: Program) -> (Arc<Destination>, String, Receiver<Vec<u64>>) {
     let (host, peer) = Destination::serve();
     host.postcopy.store(true, Ordering::Release);

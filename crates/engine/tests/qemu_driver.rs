@@ -1,4 +1,5 @@
-//! The switchover of real QEMUs, driven through the two traits, in all that can go wrong. Needs QEMU; says what it skips.
+//! The switchover of real QEMUs, driven through the two traits, in all that can go wrong. Needs QEMU; says what it
+//! skips.
 
 #[path = "support/machine.rs"]
 mod machine;
@@ -278,7 +279,8 @@ fn a_guest_that_its_user_paused_stays_paused_and_moves() {
     }
 }
 
-/// With a destination that takes its disks when it has loaded the devices, the first rollback is refused: QEMU gets no lock on the disk. (Seen so.)
+/// With a destination that takes its disks when it has loaded the devices, the first rollback is refused: QEMU gets no
+/// lock on the disk. (Seen so.)
 #[test]
 fn a_destination_that_has_loaded_the_devices_holds_no_disk_and_the_source_may_run_on() {
     for binary in binaries() {
@@ -303,8 +305,8 @@ fn a_destination_that_has_loaded_the_devices_holds_no_disk_and_the_source_may_ru
     }
 }
 
-/// A guest that nobody lets run keeps its disks as they came. QEMU 7.2 aborts when such a one is moved on, so those of a paused guest are taken at once.
-/// (Without that: "Assertion `!(bs->open_flags & BDRV_O_INACTIVE)' failed".)
+/// A guest that nobody lets run keeps its disks as they came. QEMU 7.2 aborts when such a one is moved on, so those of
+/// a paused guest are taken at once. (Without that: "Assertion `!(bs->open_flags & BDRV_O_INACTIVE)' failed".)
 #[test]
 fn a_guest_that_stays_paused_can_be_moved_on_and_on() {
     for binary in binaries() {

@@ -63,8 +63,8 @@ fn what_cannot_be_moved_is_found() {
     }
 }
 
-/// Whether a disk of QEMU's writes past the page tables is told by the file that it has open, and by whose that is. The flag of its nodes, which was all that
-/// was looked at, and once, says nothing of a file on FUSE.
+/// Whether a disk of QEMU's writes past the page tables is told by the file that it has open, and by whose that is. The
+/// flag of its nodes, which was all that was looked at, and once, says nothing of a file on FUSE.
 #[test]
 fn disks_that_write_past_the_page_tables_are_found_whenever_they_come() {
     for binary in binaries() {

@@ -79,7 +79,8 @@ fn a_peer_that_does_not_greet_is_given_up_in_time() {
     assert!(began.elapsed() < LONG);
 }
 
-/// It waited for ever, with whoever asked: a daemon that was started beside a QEMU that hangs did not come up. (Seen so.)
+/// It waited for ever, with whoever asked: a daemon that was started beside a QEMU that hangs did not come up. (Seen
+/// so.)
 #[test]
 fn a_qemu_that_takes_nobody_in_is_given_up_in_time() {
     let dir = tempfile::tempdir().unwrap();
@@ -162,8 +163,8 @@ proptest! {
     }
 }
 
-/// A QEMU that speaks faster than anybody listens: whoever has no time (left) takes in some of it, not all, or it would never end. Seen to fail: each of these
-/// calls took all of it.
+/// A QEMU that speaks faster than anybody listens: whoever has no time (left) takes in some of it, not all, or it would
+/// never end. Seen to fail: each of these calls took all of it.
 #[test]
 fn a_flood_holds_nobody_longer_than_its_time() {
     const FLOOD: u64 = 10_000;

@@ -1,5 +1,5 @@
-//! Free memory given back to the host, on real mappings with a real fence: the guest is a kernel made for it, with nothing but a memory map, and what a
-//! test does to both.
+//! Free memory given back to the host, on real mappings with a real fence: the guest is a kernel made for it, with
+//! nothing but a memory map, and what a test does to both.
 
 #[path = "support/pair.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]

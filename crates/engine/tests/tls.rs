@@ -230,7 +230,8 @@ fn callers_that_babble_or_stall_before_the_handshake_hold_nobody_up() {
     let authority = Authority::new();
     let (host, peer) = Destination::serve_with(Some(authority.host(&B)));
     let mut held = Vec::new();
-    // Nothing; the beginning of a handshake, and no more; a handshake that cannot be; a record that cannot be; no handshake.
+    // Nothing; the beginning of a handshake, and no more; a handshake that cannot be; a record that cannot be; no
+    // handshake.
     for bytes in
         [&b""[..], &[22, 3, 1, 2, 0, 1], &[22; 4000], &[22, 3, 1, 255, 255, 1], &b"GET / HTTP/1.1\r\n\r\n".repeat(9)]
     {
@@ -289,7 +290,8 @@ fn a_renewed_certificate_is_used_from_the_next_call_on() {
     arrives(&host, &peer, Some(a));
 }
 
-/// Half-written, of two pairs, empty, gone, and good again, while guests are moved: each call finds a pair that works. (Guards what was found right.)
+/// Half-written, of two pairs, empty, gone, and good again, while guests are moved: each call finds a pair that works.
+/// (Guards what was found right.)
 #[test]
 fn certificates_that_change_under_way_fail_no_migration() {
     if !tracking_works() {
@@ -358,7 +360,8 @@ fn credentials_that_cannot_work_are_refused_at_the_start_with_the_file_at_fault(
     assert!(code(authority.files(&["127.0.0.1"], (2020, 2120))).1.contains("no DNS name"));
 }
 
-/// Passes bytes on to `to`, and flips one bit of the byte at `at`, counted over all that comes from the source in order.
+/// Passes bytes on to `to`, and flips one bit of the byte at `at`, counted over all that comes from the source in
+/// order.
 fn damaging_proxy(to: String, at: u64) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();

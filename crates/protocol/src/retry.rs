@@ -1,8 +1,8 @@
 //! When a destination that was lost after the switchover is tried again, and when it counts as lost.
 //!
-//! The guest there waits for pages that only the source has, so it is tried for ever: soon at first, because most breaks
-//! are short, and every other second later. Where the destination has every page already, only the farewell is missing,
-//! and that is given up after a while.
+//! The guest there waits for pages that only the source has, so it is tried for ever: soon at first, because most
+//! breaks are short, and every other second later. Where the destination has every page already, only the farewell is
+//! missing, and that is given up after a while.
 
 use std::time::Duration;
 

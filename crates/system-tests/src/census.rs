@@ -17,7 +17,8 @@ pub struct Census {
     pub descriptors: BTreeMap<String, usize>,
     /// Descriptors of userfaultfds of the daemon and of QEMU, whose agent keeps one while it is needed.
     pub userfaultfds: usize,
-    /// The daemon's threads, but for those of its asynchronous runtime's pool, which come with requests and go some seconds later.
+    /// The daemon's threads, but for those of its asynchronous runtime's pool, which come with requests and go some
+    /// seconds later.
     pub threads: usize,
     /// RAM files and machines' directories.
     pub files: usize,

@@ -73,8 +73,8 @@ pub fn ask(host: &Host, arguments: &[&str]) -> Answer {
     command(host, arguments).output().expect("sterna starts").into()
 }
 
-/// What all migrations away from a host may send together from now on, bytes a second; `None` without limit. It holds one under way for as long as
-/// a test likes, and then lets it go.
+/// What all migrations away from a host may send together from now on, bytes a second; `None` without limit. It holds
+/// one under way for as long as a test likes, and then lets it go.
 ///
 /// # Panics
 /// Where its daemon does not take it.

@@ -1,5 +1,5 @@
-//! Whole-system tests: real daemons, real QEMUs and a Linux guest that checks its own memory, in a lab of two hosts. Everything is
-//! done through the command line, as its users do, and judged from outside.
+//! Whole-system tests: real daemons, real QEMUs and a Linux guest that checks its own memory, in a lab of two hosts.
+//! Everything is done through the command line, as its users do, and judged from outside.
 //!
 //! What these tests share is here; the tests themselves are in `tests/`, a program a subject.
 

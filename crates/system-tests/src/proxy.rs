@@ -1,6 +1,6 @@
-//! A wire with somebody on it: a proxy between two daemons that knows their protocol. It holds one chosen message back for as long
-//! as a test likes, so that a fault hits the moment that the test means; it cuts every connection, also in the middle of a message, and lets
-//! new ones pass or not; it falls silent; it damages devices' state.
+//! A wire with somebody on it: a proxy between two daemons that knows their protocol. It holds one chosen message back
+//! for as long as a test likes, so that a fault hits the moment that the test means; it cuts every connection, also in
+//! the middle of a message, and lets new ones pass or not; it falls silent; it damages devices' state.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -150,8 +150,8 @@ impl Proxy {
         self.shared.gate.set(State::Open);
     }
 
-    /// The link goes [`down`](Self::down) by itself once so many bytes more have passed on connections of this kind, wherever in a message that
-    /// is.
+    /// The link goes [`down`](Self::down) by itself once so many bytes more have passed on connections of this kind,
+    /// wherever in a message that is.
     pub fn down_after(&self, kind: Kind, bytes: u64) {
         self.shared.gate.limit(kind, bytes);
     }

@@ -66,7 +66,8 @@ impl Plan {
         }
     }
 
-    /// A checker of memory that stays, and churn beside it: half a guest's memory is taken and given back within seconds.
+    /// A checker of memory that stays, and churn beside it: half a guest's memory is taken and given back within
+    /// seconds.
     ///
     /// # Panics
     /// As [`Plan::small`].
@@ -110,8 +111,8 @@ impl Site {
         let words = self.run_words(plan);
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         cli::ask(self.here(), &words).expect(0, &[]);
-        // A microvm under TCG has been seen to hang before its kernel's first word where other guests took both cores. Booting is not what
-        // is tested: it gets a second chance, once.
+        // A microvm under TCG has been seen to hang before its kernel's first word where other guests took both cores.
+        // Booting is not what is tested: it gets a second chance, once.
         if plan.machine.starts_with("microvm") && self.guest.wait_until_up(PATIENCE / 5).is_err() {
             println!("the guest did not boot: starting it again");
             cli::ask(self.here(), &["stop", &self.guest.name, "--force"]).expect(0, &[]);
@@ -241,12 +242,14 @@ impl Site {
         report
     }
 
-    /// After a fault: the guest runs on where it was, the other host has nothing of it, the next attempt succeeds, and it was never harmed.
+    /// After a fault: the guest runs on where it was, the other host has nothing of it, the next attempt succeeds, and
+    /// it was never harmed.
     ///
     /// # Panics
     /// Where it is not so.
     pub fn a_second_attempt_succeeds(&mut self) {
-        // The checker's last word is on all that ever happened; waiting for it twice would take a second more for each fault.
+        // The checker's last word is on all that ever happened; waiting for it twice would take a second more for each
+        // fault.
         self.is_heard_of();
         self.belongs_here();
         self.migrate(&[]);
@@ -354,7 +357,8 @@ impl Site {
     /// Where it complains, or is not heard of.
     pub fn checker_is_well(&self) {
         let (from, lines) = (now_us(), || self.meter.lines(self.guest.address(), "CHECKER"));
-        // It looks at every page twice a second, or as often as it can: a report that is older than that says nothing of this moment.
+        // It looks at every page twice a second, or as often as it can: a report that is older than that says nothing
+        // of this moment.
         let sweep_us = |line: &Line| (line.number("sweep_ms").unwrap_or(0.0) * 1e3) as i64;
         let fresh = |line: &Line| {
             line.text.starts_with("CHECKER ok") && line.at_us > from + 100_000 + sweep_us(line).max(500_000)
@@ -392,7 +396,8 @@ impl Site {
         lines.into_iter().filter(|line| line.text.starts_with("CHURN BAD")).collect()
     }
 
-    /// What the guest says of pages that it lost: its programs, or its kernel, which is as likely to have owned one; or that it says nothing any more.
+    /// What the guest says of pages that it lost: its programs, or its kernel, which is as likely to have owned one; or
+    /// that it says nothing any more.
     #[must_use]
     pub fn harm(&self) -> Option<String> {
         const WORDS: [&str; 6] = ["CHURN BAD", "CHECKER BAD", "BUG:", "Oops:", "Kernel panic", "segfault"];
@@ -521,8 +526,8 @@ pub fn files(host: &Host) -> Vec<PathBuf> {
 static SHARED: Mutex<Option<Site>> = Mutex::new(None);
 static WANTED: AtomicUsize = AtomicUsize::new(0);
 
-/// Runs a test on a site that it shares with the tests that wait for it: a guest's start costs more than most tests. The site goes
-/// with the last of them, and with a test that fails.
+/// Runs a test on a site that it shares with the tests that wait for it: a guest's start costs more than most tests.
+/// The site goes with the last of them, and with a test that fails.
 pub fn on_shared_site(test: impl FnOnce(&mut Site)) {
     struct Wanted;
     impl Drop for Wanted {

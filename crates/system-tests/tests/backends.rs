@@ -1,4 +1,5 @@
-//! RAM back ends that can and cannot be moved, and what writes guest RAM in ways of its own: disks with direct I/O, balloons.
+//! RAM back ends that can and cannot be moved, and what writes guest RAM in ways of its own: disks with direct I/O,
+//! balloons.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -130,7 +131,8 @@ fn a_machine_with_several_blocks_of_ram_moves_to_and_fro() {
     }
 }
 
-/// What the guest's kernel holds of its disks, by its own count; nothing else of it is a clean copy of a file, as its other files lie in memory alone.
+/// What the guest's kernel holds of its disks, by its own count; nothing else of it is a clean copy of a file, as its
+/// other files lie in memory alone.
 fn clean_copies_of_the_disk_are_counted_from_outside(site: &Site) {
     let console = site.guest.console_text();
     let said = console.lines().find_map(|line| line.split_once("Buffers:")?.1.split_whitespace().next()?.parse().ok());
@@ -162,7 +164,8 @@ fn a_disk_read_by_direct_io_through_the_migration_arrives_in_ram() {
         (seed >> 56) as u8
     };
     std::fs::write(&disk, (0..DISK_BYTES).map(noise).collect::<Vec<u8>>()).unwrap();
-    // The whole of it through the guest's cache, which lasts as long as somebody has it open; then again and again past it, and what of it has arrived.
+    // The whole of it through the guest's cache, which lasts as long as somebody has it open; then again and again past
+    // it, and what of it has arrived.
     let mut text = "exec 3</dev/vda\ndd if=/dev/vda of=/dev/null bs=1M 2>/dev/null\ngrep Buffers: /proc/meminfo\nwhile :; do\ndd if=/dev/vda of=/tmp/copy bs=1M iflag=direct 2>/dev/null\nmd5sum </tmp/copy | sed 's/^/DISK /'\ndone\n"
         .to_owned();
     text.push_str(&"\n".repeat(512 - text.len() % 512));
@@ -230,8 +233,8 @@ fn a_balloon_that_takes_and_gives_back_memory_through_the_migration_leaves_both_
     // Held back until the balloon has done both.
     cli::limit_bandwidth(site.here(), Some(2 << 20));
     let attempt = site.begin(None, &["--verify"]);
-    // Taken after tracking began, given back in part before it ends: what was taken must read as zeros there, what was given back and
-    // written again must travel.
+    // Taken after tracking began, given back in part before it ends: what was taken must read as zeros there, what was
+    // given back and written again must travel.
     site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 20);
     size(160, |actual| actual < 180);
     size(200, |actual| actual > 190);

@@ -1,4 +1,5 @@
-//! Self-ballooning with a guest that has a driver: what it frees goes, what it needs comes back, and it can be moved meanwhile.
+//! Self-ballooning with a guest that has a driver: what it frees goes, what it needs comes back, and it can be moved
+//! meanwhile.
 
 use serde_json::json;
 use sterna_api::{Balloon, Phase, Vm};
@@ -15,7 +16,8 @@ const FILLED: u64 = 160;
 const FREE: u16 = 9001;
 const FILL: u16 = 9002;
 
-/// Fills a file in memory; removes it once somebody knocks; fills it once more. A job has no blanks, commas or semicolons.
+/// Fills a file in memory; removes it once somebody knocks; fills it once more. A job has no blanks, commas or
+/// semicolons.
 fn script() -> String {
     let fill = format!("dd if=/dev/urandom of=/tmp/file bs=1M count={FILLED}");
     let wait = |port: u16| format!("nc -l -p {port}");
@@ -179,7 +181,8 @@ fn a_guest_that_gives_memory_back_and_takes_it_again_before_it_has_come_is_whole
         let attempt = site.begin(None, &["--mode", mode, "--verify"]);
         site.wait_for_phase(Phase::Postcopy, |_| true);
         if mode == "postcopy" {
-            // A balloon's driver may clear what it takes, and so wait for it first (`init_on_alloc`). What is reported free is not touched.
+            // A balloon's driver may clear what it takes, and so wait for it first (`init_on_alloc`). What is reported
+            // free is not touched.
             knock(&site, FREE);
             says(&site, "FREED");
         }

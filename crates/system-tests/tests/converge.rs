@@ -3,7 +3,8 @@
 use sterna_api::report::Report;
 use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
 
-/// A guest that writes four times the rate of `LINK` over most of its RAM: a little of each page, so that a slow processor can.
+/// A guest that writes four times the rate of `LINK` over most of its RAM: a little of each page, so that a slow
+/// processor can.
 fn fast_writer() -> Plan {
     let jobs = "checker:--mib,8,--rate,4;dirtier:--mib,192,--rate,92,--bytes,256".into();
     Plan { jobs, memory_bytes: 320 << 20, ..Plan::small() }
@@ -66,7 +67,8 @@ fn a_guest_that_is_slowed_down_converges_and_a_daemon_that_dies_meanwhile_lets_i
     }
     let plan = Plan { jobs: "checker:--mib,8,--rate,4;dirtier:--mib,96,--bytes,512".into(), ..Plan::small() };
     let mut site = Site::start(&plan);
-    // A twentieth of what the guest writes here: on no machine does it converge before it is slowed down, and on each it does then.
+    // A twentieth of what the guest writes here: on no machine does it converge before it is slowed down, and on each
+    // it does then.
     let written =
         || site.meter.lines(site.guest.address(), "DIRTIER").last().and_then(|line| line.number("writes_per_s"));
     site.eventually("it tells how fast it writes", || written().is_some_and(|rate| rate > 0.0));

@@ -74,7 +74,8 @@ impl Drop for Slow {
     }
 }
 
-/// What the guest does: reads all of the disk into memory that it has never used, several parts beside each other, says what it has, forgets it, and so on.
+/// What the guest does: reads all of the disk into memory that it has never used, several parts beside each other, says
+/// what it has, forgets it, and so on.
 fn script() -> String {
     let mut text = format!(
         "exec 3</dev/vda\npart() {{\ni=0\nwhile [ $i -lt {PART_MIB} ]; do\n\
@@ -93,8 +94,9 @@ fn said(site: &Site, word: &str) -> Vec<String> {
     whole.lines().filter_map(|line| line.trim().strip_prefix(word)).map(str::to_owned).collect()
 }
 
-/// Reads wait for long, their pages pinned and zeros, in a guest that has never used its memory: what lands after a page went is found all the same, in
-/// every mode. While only pages that had been sent were compared, each of `auto`, `precopy` and `hybrid` lost some 200 pages, every time.
+/// Reads wait for long, their pages pinned and zeros, in a guest that has never used its memory: what lands after a
+/// page went is found all the same, in every mode. While only pages that had been sent were compared, each of `auto`,
+/// `precopy` and `hybrid` lost some 200 pages, every time.
 #[test]
 fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mode() {
     let _turn = turn();

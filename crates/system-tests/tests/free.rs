@@ -61,7 +61,8 @@ fn a_guest_under_churn_is_harmed_where_what_was_free_once_is_never_looked_at_aga
     std::thread::sleep(Duration::from_secs(5));
     // What was freed last is used first: a migration in three or four meets a page that somebody has again and needs.
     for number in 0..100 {
-        // So slow that the guest uses much of what was free before it is moved. It may be harmed so much that it stops for good.
+        // So slow that the guest uses much of what was free before it is moved. It may be harmed so much that it stops
+        // for good.
         let answer = site.attempt(None, &["--mode", "precopy", "--bandwidth", "50MB"]);
         let report = answer.report().unwrap_or_else(|| panic!("no report: {answer:#?}"));
         show(number, &report);

@@ -1,4 +1,5 @@
-//! Several guests at once: more than the hosts take at a time, all of them arrive whole, and whoever waits can be seen and called off.
+//! Several guests at once: more than the hosts take at a time, all of them arrive whole, and whoever waits can be seen
+//! and called off.
 
 use sterna_api::{Status, Vm};
 use sterna_system_tests::{Attempt, Plan, Site, cli, needs, skip_without, turn};

@@ -1,5 +1,5 @@
-//! A busy guest in every kind of machine: versions of QEMU, machine types, processors, sizes of RAM. Each property meets each other
-//! one at least once, not all of them together.
+//! A busy guest in every kind of machine: versions of QEMU, machine types, processors, sizes of RAM. Each property
+//! meets each other one at least once, not all of them together.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -23,7 +23,8 @@ enum Qemu {
 }
 use Qemu::{New, Old};
 
-/// Every version, machine, size and way between versions has its turn every day; all of them together with `STERNA_LONG=1`.
+/// Every version, machine, size and way between versions has its turn every day; all of them together with
+/// `STERNA_LONG=1`.
 #[derive(Clone, Copy, PartialEq)]
 enum Turn {
     EveryDay,

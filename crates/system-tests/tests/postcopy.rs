@@ -1,4 +1,5 @@
-//! Guests whose pages follow them: each mode with post-copy in it, on a real guest that checks each page it wrote, and what the report says.
+//! Guests whose pages follow them: each mode with post-copy in it, on a real guest that checks each page it wrote, and
+//! what the report says.
 
 use sterna_api::Report;
 use sterna_system_tests::needs::times;

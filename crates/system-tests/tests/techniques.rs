@@ -1,5 +1,5 @@
-//! Every technique of pre-copy with every other, on a real guest that checks each page it wrote: no combination loses a write, and
-//! each does what it is there for.
+//! Every technique of pre-copy with every other, on a real guest that checks each page it wrote: no combination loses a
+//! write, and each does what it is there for.
 
 use sterna_api::Report;
 use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, SkipFree};
@@ -61,7 +61,8 @@ fn every_pair_of_techniques_keeps_every_page() {
         return;
     }
     on_shared_site(|site| {
-        // Every third one on every day: that pages come out as they went in, whatever their encoding, is the engine's tests' business.
+        // Every third one on every day: that pages come out as they went in, whatever their encoding, is the engine's
+        // tests' business.
         for (number, words) in pairwise(&TECHNIQUES).into_iter().step_by(times(3, 1)).enumerate() {
             let report = site.migrate(&[&RATE[..], &words].concat());
             println!(

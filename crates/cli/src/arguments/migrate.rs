@@ -19,8 +19,8 @@ pub struct Migrate {
     /// The destination daemon
     #[arg(long, value_name = "HOST:PORT")]
     pub to: String,
-    /// How to move: pages before the guest starts there (precopy), after (postcopy), some rounds before and the rest after (hybrid), precopy while
-    /// it pays and then the rest after (auto), or everything in the pause (stop-and-copy)
+    /// How to move: pages before the guest starts there (precopy), after (postcopy), some rounds before and the rest
+    /// after (hybrid), precopy while it pays and then the rest after (auto), or everything in the pause (stop-and-copy)
     #[arg(long, default_value = "auto",
         value_parser = named::<Mode>(["auto", "precopy", "postcopy", "hybrid", "stop-and-copy"]))]
     pub mode: Mode,
@@ -81,13 +81,15 @@ pub struct Migrate {
     /// Where rounds do not reach the limit, accept longer pauses step by step, up to this [default: no]
     #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
     pub downtime_ramp: Option<Duration>,
-    /// Where rounds do not converge, take the guest's processor time away step by step, up to so many percent [default: no]
+    /// Where rounds do not converge, take the guest's processor time away step by step, up to so many percent
+    /// [default: no]
     #[arg(long, value_name = "PERCENT")]
     pub throttle: Option<u8>,
     /// When to give up converging [default: never]
     #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
     pub timeout: Option<Duration>,
-    /// What to do then: give up, switch over whatever the pause will be, or let the rest of the pages follow [default: cancel]
+    /// What to do then: give up, switch over whatever the pause will be, or let the rest of the pages follow
+    /// [default: cancel]
     #[arg(long, requires = "timeout", value_parser = named::<OnTimeout>(["cancel", "force", "postcopy"]))]
     pub on_timeout: Option<OnTimeout>,
     /// Compare every page of both sides in the pause

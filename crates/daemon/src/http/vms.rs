@@ -101,7 +101,8 @@ pub async fn stop(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Cancels a virtual machine's migration; its end shows that of the migration. One whose guest runs at the destination already goes on.
+/// Cancels a virtual machine's migration; its end shows that of the migration. One whose guest runs at the destination
+/// already goes on.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/cancel",
@@ -113,8 +114,9 @@ pub async fn cancel(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>)
     Ok(StatusCode::ACCEPTED)
 }
 
-/// Looks at once for the destination that a virtual machine which was handed over waits for, and elsewhere where the body says so; or lets it run here,
-/// where the body says that its destination is off for good. One that stays here after a migration and does not run yet is tried at once.
+/// Looks at once for the destination that a virtual machine which was handed over waits for, and elsewhere where the
+/// body says so; or lets it run here, where the body says that its destination is off for good. One that stays here
+/// after a migration and does not run yet is tried at once.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/resume",
@@ -148,8 +150,8 @@ pub struct EstimateQuery {
     page_cache: bool,
 }
 
-/// What a migration of a virtual machine would take now; it is observed for a while, runs on, and cannot be moved or stopped meanwhile.
-/// A caller that goes away, or a cancel, ends the observation.
+/// What a migration of a virtual machine would take now; it is observed for a while, runs on, and cannot be moved or
+/// stopped meanwhile. A caller that goes away, or a cancel, ends the observation.
 #[utoipa::path(
     get,
     path = "/v1/vms/{name}/estimate",
@@ -172,8 +174,9 @@ pub async fn estimate(
     blocking(move || estimate::estimate(&daemon.machines, &name, question, &monitor)).await.map(Json)
 }
 
-/// Gives what a virtual machine's guest holds free back to this host; answers when it is done. The machine runs on, and cannot be moved or stopped
-/// meanwhile. A caller that goes away, or a cancel, ends it; what was taken until then stays taken.
+/// Gives what a virtual machine's guest holds free back to this host; answers when it is done. The machine runs on, and
+/// cannot be moved or stopped meanwhile. A caller that goes away, or a cancel, ends it; what was taken until then stays
+/// taken.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/reclaim",

@@ -140,8 +140,8 @@ pub fn give_back(record: &VmRecord) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Closes the userfaultfd that the agent keeps: of pages that are all here by now, or of write tracking that a daemon of an
-/// earlier version left on.
+/// Closes the userfaultfd that the agent keeps: of pages that are all here by now, or of write tracking that a daemon
+/// of an earlier version left on.
 pub fn stop_tracking(record: &VmRecord) {
     let closed = Agent::connect(&record.agent, TIMEOUT).and_then(|mut agent| agent.close_userfaultfd());
     if let Err(error) = closed {

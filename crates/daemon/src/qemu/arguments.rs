@@ -1,11 +1,12 @@
 //! The user's QEMU arguments: read, checked, and completed with RAM back end, QMP and what a destination needs.
 //!
-//! | dropped | when | why |
-//! | --- | --- | --- |
-//! | `-daemonize` | always | Sterna starts QEMU in the background itself and must know its process |
-//! | `-pidfile` | at a destination | the source's QEMU may still hold the same file |
-//! | `-qmp`, `-qmp-pretty`, `-mon` | adopted machine at a destination | they belong to whoever started it; Sterna adds its own |
-//! | `-incoming`, `-S` | adopted machine at a destination | they said how it came to the source |
+//! Dropped arguments, when, and why:
+//!
+//! * **`-daemonize`; always**: Sterna starts QEMU in the background itself and must know its process
+//! * **`-pidfile`; at a destination**: the source's QEMU may still hold the same file
+//! * **`-qmp`, `-qmp-pretty`, `-mon`; adopted machine at a destination**: they belong to whoever started it; Sterna
+//!   adds its own
+//! * **`-incoming`, `-S`; adopted machine at a destination**: they said how it came to the source
 //!
 //! The machine type is made exact at a destination (`q35` becomes `pc-q35-7.2`): an alias means another machine in
 //! another QEMU.

@@ -1,4 +1,5 @@
-//! A host for tests: a daemon of its own in a directory of its own, machines without a guest system, nothing left behind.
+//! A host for tests: a daemon of its own in a directory of its own, machines without a guest system, nothing left
+//! behind.
 #![allow(dead_code, missing_docs, reason = "each test program uses a part of it")]
 
 use std::io::{Read, Write};
@@ -67,8 +68,9 @@ pub fn agent() -> &'static Path {
     })
 }
 
-/// The daemon: this package's own, the one in the directory that `STERNA_BIN_DIR` names, or built now. (What a package builds alone has other features
-/// of its dependencies than what the workspace builds, so that is nearly everything anew.)
+/// The daemon: this package's own, the one in the directory that `STERNA_BIN_DIR` names, or built now. (What a package
+/// builds alone has other features of its dependencies than what the workspace builds, so that is nearly everything
+/// anew.)
 fn sternad() -> &'static Path {
     static PLACE: OnceLock<PathBuf> = OnceLock::new();
     PLACE.get_or_init(|| match (option_env!("CARGO_BIN_EXE_sternad"), std::env::var_os("STERNA_BIN_DIR")) {
@@ -265,8 +267,8 @@ impl Host {
         vm
     }
 
-    /// Starts a bare machine whose RAM is so full that at a low rate it is under way for as long as a test takes on any machine: 16 MiB, of
-    /// which no page compresses. (What firmware writes is little, and takes the time it takes.)
+    /// Starts a bare machine whose RAM is so full that at a low rate it is under way for as long as a test takes on any
+    /// machine: 16 MiB, of which no page compresses. (What firmware writes is little, and takes the time it takes.)
     pub fn run_full(&self, name: &str) {
         self.run(name);
         let files = std::fs::read_dir(self.state().join("ram")).expect("RAM files").flatten();

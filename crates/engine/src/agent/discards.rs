@@ -19,7 +19,8 @@ const BETWEEN_LOOKS: Duration = Duration::from_micros(100);
 /// What may have been discarded since the last look.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Discards {
-    /// These parts of files, not necessarily RAM of this guest, not necessarily on page borders: round outwards, clip to the block.
+    /// These parts of files, not necessarily RAM of this guest, not necessarily on page borders: round outwards, clip
+    /// to the block.
     Ranges(Vec<Discard>),
     /// The log does not say: any page of any block.
     Everything,
@@ -51,8 +52,8 @@ impl DiscardLog {
         Some(log)
     }
 
-    /// What was discarded since the last call, or since the log was got. Once the guest is stopped and QEMU's pending I/O is done,
-    /// nothing that happened before the call is missing.
+    /// What was discarded since the last call, or since the log was got. Once the guest is stopped and QEMU's pending
+    /// I/O is done, nothing that happened before the call is missing.
     pub fn drain(&mut self) -> Discards {
         for look in 0..LOOKS {
             if look > 0 {
@@ -64,7 +65,8 @@ impl DiscardLog {
                 Ok(Look::Lost) | Err(_) => break,
             }
         }
-        // An entry not yet visible is of a discard already done: forgetting the entry is safe once everything counts as discarded.
+        // An entry not yet visible is of a discard already done: forgetting the entry is safe once everything counts as
+        // discarded.
         if let Ok(header) = self.header() {
             (self.next, self.lost) = (header.head, header.lost);
         }

@@ -1,7 +1,8 @@
 //! The client of the library inside QEMU.
 //!
-//! QEMU may be in its guest's hands, and the library with it: every reply is parsed as hostile and has a time limit. A wrong address
-//! of a RAM block leads to QEMU's own page tables and to nobody else's memory: that guest alone is harmed by it.
+//! QEMU may be in its guest's hands, and the library with it: every reply is parsed as hostile and has a time limit. A
+//! wrong address of a RAM block leads to QEMU's own page tables and to nobody else's memory: that guest alone is harmed
+//! by it.
 
 /// Why a request failed.
 mod error;
@@ -73,7 +74,8 @@ pub struct MapRun {
     pub offset: u64,
 }
 
-/// A connection to the library inside one QEMU. After any error but [`AgentError::Refused`] it is of no more use: connect again.
+/// A connection to the library inside one QEMU. After any error but [`AgentError::Refused`] it is of no more use:
+/// connect again.
 #[derive(Debug)]
 pub struct Agent {
     exchange: Exchange,
@@ -122,8 +124,9 @@ impl Agent {
         blocks.iter().map(|block| AgentBlock::parse(block).ok_or_else(|| self.malformed("a RAM block"))).collect()
     }
 
-    /// Makes a userfaultfd with these features (`UFFD_FEATURE_*`); the library keeps a duplicate until told otherwise, so that
-    /// faulting threads wait if this process dies. `device` is `/dev/userfaultfd`, opened; without it QEMU needs privilege.
+    /// Makes a userfaultfd with these features (`UFFD_FEATURE_*`); the library keeps a duplicate until told otherwise,
+    /// so that faulting threads wait if this process dies. `device` is `/dev/userfaultfd`, opened; without it QEMU
+    /// needs privilege.
     ///
     /// # Errors
     /// [`AgentError::Refused`] with [`Status::AlreadyOpen`] where one is kept: take that, or close it.
@@ -139,7 +142,8 @@ impl Agent {
         Ok(OpenedUserfaultfd { descriptor: self.userfaultfd_in(reply)?, features: opened.features.get() })
     }
 
-    /// The userfaultfd that the library keeps, once more: for a daemon that was started again. `None` where it keeps none.
+    /// The userfaultfd that the library keeps, once more: for a daemon that was started again. `None` where it keeps
+    /// none.
     ///
     /// # Errors
     /// [`AgentError`].
@@ -151,8 +155,8 @@ impl Agent {
         }
     }
 
-    /// Lets the library drop its duplicate. Once no other is open the kernel forgets the registrations, and pages still missing
-    /// read as zero.
+    /// Lets the library drop its duplicate. Once no other is open the kernel forgets the registrations, and pages still
+    /// missing read as zero.
     ///
     /// # Errors
     /// [`AgentError`].
@@ -192,8 +196,8 @@ impl Agent {
         })
     }
 
-    /// The log of discards, from now on. Get it before arming tracking: a discard keeps a page's write protection, so tracking alone
-    /// does not see it.
+    /// The log of discards, from now on. Get it before arming tracking: a discard keeps a page's write protection, so
+    /// tracking alone does not see it.
     ///
     /// # Errors
     /// [`AgentError`].
@@ -215,7 +219,8 @@ impl Agent {
         Ok(())
     }
 
-    /// The reply's descriptor, if it is what it should be: reads and ioctls on another kind of file could wait for ever.
+    /// The reply's descriptor, if it is what it should be: reads and ioctls on another kind of file could wait for
+    /// ever.
     fn userfaultfd_in(&self, reply: Reply) -> Result<OwnedFd, AgentError> {
         reply.descriptor.filter(exchange::is_userfaultfd).ok_or_else(|| self.malformed("its userfaultfd"))
     }

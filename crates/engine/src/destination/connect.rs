@@ -32,7 +32,8 @@ pub(super) struct Proposal {
     pub(super) postcopy: bool,
 }
 
-/// Takes the first requests: answers who this daemon is and what became of a migration, resumes one, or returns what is proposed.
+/// Takes the first requests: answers who this daemon is and what became of a migration, resumes one, or returns what is
+/// proposed.
 ///
 /// # Errors
 /// The link broke, or the session does not begin as it should.

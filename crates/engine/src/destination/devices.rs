@@ -55,7 +55,8 @@ impl HeldDevices {
             let mut buffer = vec![0; 256 << 10];
             let mut carry = || loop {
                 let read = from.read(&mut buffer)?;
-                // After the reading: what was read once the guest had stopped must wait, also where the reading began before.
+                // After the reading: what was read once the guest had stopped must wait, also where the reading began
+                // before.
                 waiting.wait_open();
                 if read == 0 {
                     return Ok(());
@@ -137,7 +138,8 @@ mod tests {
 
     use super::*;
 
-    /// Seen to fail: it waited for as long as the source lived, and with it the session, the VMM and a place for incoming machines.
+    /// Seen to fail: it waited for as long as the source lived, and with it the session, the VMM and a place for
+    /// incoming machines.
     #[test]
     fn a_source_that_never_closes_its_side_is_hung_up_on_once_the_state_is_loaded() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

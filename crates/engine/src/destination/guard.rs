@@ -35,7 +35,8 @@ impl<'a> Guard<'a> {
         self.incoming.take().expect("kept only once")
     }
 
-    /// Makes ready for a guest that runs before all its pages are here, where that was asked for; why that is impossible, where it is.
+    /// Makes ready for a guest that runs before all its pages are here, where that was asked for; why that is
+    /// impossible, where it is.
     pub(super) fn open_pager(&mut self, ram: &Arc<dyn Memory>, verify: Option<Digester>) -> Option<Problem> {
         let opened = match self.incoming().paging.take()? {
             Ok(means) => Pager::open(Arc::clone(ram), means, verify).map_err(|error| error.problem()),

@@ -9,7 +9,8 @@ use crate::transport::clock::now_us;
 /// Answers requests until the guest has stopped at the source.
 ///
 /// # Errors
-/// The link broke, the source aborted, or pages could not be placed. The source has been told, and the machine is given back.
+/// The link broke, the source aborted, or pages could not be placed. The source has been told, and the machine is given
+/// back.
 pub(super) fn precopy(landing: &mut Landing) -> Result<(), MigrateError> {
     loop {
         let request = landing.next_request()?;

@@ -1,4 +1,5 @@
-//! Phase *switchover*: the guest is stopped at the source; its last pages, or their map, and its devices arrive; it runs here.
+//! Phase *switchover*: the guest is stopped at the source; its last pages, or their map, and its devices arrive; it
+//! runs here.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,8 +22,8 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// Answers requests until the guest runs here; what brings the pages that are still to come, where some are.
 ///
 /// # Errors
-/// As [`precopy`](super::precopy::precopy); from the commit on the guest is ours, and an error only means that the source does
-/// not know it yet.
+/// As [`precopy`](super::precopy::precopy); from the commit on the guest is ours, and an error only means that the
+/// source does not know it yet.
 pub(super) fn switchover(landing: &mut Landing) -> Result<Option<Arc<Pager>>, MigrateError> {
     let mut residue = PageMap::empty(landing.placer.layout());
     loop {
@@ -49,8 +50,8 @@ fn last_pages(landing: &mut Landing, round: u32) -> Result<Reply, MigrateError> 
     let reply = landing.arrived(round)?;
     if matches!(&reply, Reply::Arrived { suspects } if suspects.is_empty()) {
         landing.held.release();
-        // Every page is here: from now on the guest's RAM is as any process's. Beside the loading of the devices, whose faults
-        // wait no longer than this takes.
+        // Every page is here: from now on the guest's RAM is as any process's. Beside the loading of the devices, whose
+        // faults wait no longer than this takes.
         landing.guard.end_pager();
     }
     Ok(reply)
@@ -89,14 +90,14 @@ fn page_digests(landing: &Landing, chunk: ChunkIndex) -> Result<Reply, MigrateEr
     digests.map(Reply::Digests).map_err(MigrateError::host("reading the guest's RAM to compare it"))
 }
 
-/// The guest is ours: the point of no return at the destination. It is on record before the guest runs, so that whatever happens
-/// to this daemon or to the link from here on, the answer to the source is the same. What brings the pages that are still to come,
-/// where some are.
+/// The guest is ours: the point of no return at the destination. It is on record before the guest runs, so that
+/// whatever happens to this daemon or to the link from here on, the answer to the source is the same. What brings the
+/// pages that are still to come, where some are.
 fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>, MigrateError> {
     let Landing { session, guard, spec, arrivals, .. } = landing;
     let pager = guard.pager.clone();
-    // It may have died since it said that it was loaded: then the guest must stay where it is. (Between this look and the record
-    // it can still die; that is a QEMU that dies in its first millisecond, and no look can be late enough.)
+    // It may have died since it said that it was loaded: then the guest must stay where it is. (Between this look and
+    // the record it can still die; that is a QEMU that dies in its first millisecond, and no look can be late enough.)
     let alive = guard.incoming().vmm.alive().map_err(|error| MigrateError::from(error).problem());
     if let Err(problem) = alive.and_then(|()| session.host.commit(session.id, pager.is_some())) {
         guard.end();

@@ -8,9 +8,9 @@
 //! * **Protect**, where nobody else has the RAM registered: synchronous write protection, by a userfaultfd of its own.
 //!   Reads do not wait. When this process dies the kernel closes the descriptor, lifts the protection and wakes who
 //!   waits.
-//! * **Take out**, where writes are tracked or pages are held back: the pages are dropped from the VMM's page tables, and
-//!   mapped by nobody. Reads wait as well. When this process dies it is the same with tracking; where pages are held
-//!   back whoever waits waits for the next daemon, which maps them.
+//! * **Take out**, where writes are tracked or pages are held back: the pages are dropped from the VMM's page tables,
+//!   and mapped by nobody. Reads wait as well. When this process dies it is the same with tracking; where pages are
+//!   held back whoever waits waits for the next daemon, which maps them.
 //!
 //! Not held up are writes through other mappings of the file, of which the daemon refuses guests, and direct I/O that
 //! is under way: a page that it writes belongs to somebody, so it is not free. It holds the page itself, not its

@@ -15,13 +15,14 @@
 //! tracking that does not, exclude each other in one userfaultfd. It steps back when a user comes.
 //!
 //! # Races
-//! * A page is mapped while it is fenced in: who maps looks and maps under a lock that the fence takes to mark the page.
-//!   It is mapped before, and taken out by the fence, or not at all.
-//! * A fault is read before the fence and settled after the page was marked: it is not mapped, which the reader is told,
-//!   and notes the wait.
+//! * A page is mapped while it is fenced in: who maps looks and maps under a lock that the fence takes to mark the
+//!   page. It is mapped before, and taken out by the fence, or not at all.
+//! * A fault is read before the fence and settled after the page was marked: it is not mapped, which the reader is
+//!   told, and notes the wait.
 //! * The fence is opened while a fault of it is read: who waits is woken after the mark has gone, and faults again.
 //! * A user ends while a portion is fenced in: the userfaultfd stays until the portion is let go.
-//! * A user begins while a fence that is alone has a portion: the fence is told, lets it go, and the user registers then.
+//! * A user begins while a fence that is alone has a portion: the fence is told, lets it go, and the user registers
+//!   then.
 //! * Unregistering wakes who waits before it is done: who began to wait in between is woken afterwards.
 
 /// Pages that are mapped, and who waits for them woken.

@@ -178,8 +178,8 @@ pub trait Mappings: Debug + Send + Sync {
     /// The VMM does not answer, or they are no RAM of its guest.
     fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError>;
 
-    /// Maps what was [written](Memory::write) to pages that the VMM has not mapped, at addresses that are registered for
-    /// faults, and wakes who waits for them. How far it got is in the result.
+    /// Maps what was [written](Memory::write) to pages that the VMM has not mapped, at addresses that are registered
+    /// for faults, and wakes who waits for them. How far it got is in the result.
     ///
     /// # Errors
     /// `EFAULT`: a page without content is in the way.

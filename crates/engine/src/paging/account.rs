@@ -32,7 +32,8 @@ impl Default for Account {
 }
 
 impl Account {
-    /// A thread waited so long for a page from the source: from the moment its fault was read to the moment the page was mapped.
+    /// A thread waited so long for a page from the source: from the moment its fault was read to the moment the page
+    /// was mapped.
     pub fn came(&mut self, thread: u32, waited: Duration) {
         self.latencies.saturating_record((waited.as_micros() as u64).max(1));
         self.blocked += waited;

@@ -1,19 +1,26 @@
 //! Pages that the guest gives back (balloon, free-page reporting, virtio-mem) while others are still to come.
 //!
-//! QEMU punches such a page out of its file and out of its page tables; the agent logs it afterwards. The guest has promised not to need what it
-//! held, so at its next access it may find zeros or what it held before, as it would where the host had left the page alone (virtio 1.2,
-//! 5.5.6). What it may not find is anything else, and once it has written the page anew nothing may undo that:
+//! QEMU punches such a page out of its file and out of its page tables; the agent logs it afterwards. The guest has
+//! promised not to need what it held, so at its next access it may find zeros or what it held before, as it would where
+//! the host had left the page alone (virtio 1.2, 5.5.6). What it may not find is anything else, and once it has written
+//! the page anew nothing may undo that:
 //!
-//! | given back | what happens |
-//! | --- | --- |
-//! | while it is missing | it stays missing: no page that was not mapped here was ever written here. A body that comes after the log was read is dropped, and the page is a hole that has arrived; without that the host would give memory for content that nobody wants |
-//! | while its body is written, or before that is mapped | the body stays, or there is a hole: `UFFDIO_CONTINUE` finds none, who waits is woken, faults again, and gets zeros |
-//! | and touched again while it is missing | the access waits and is asked for as any other; what the guest writes then comes after the body |
-//! | and rewritten, then its body comes (once more) | it could be written only after it had arrived, and what has arrived is missing no more: the body finds no claim |
-//! | while it is current and not mapped yet | a hole: the guest gets zeros, which differ from what the source has: the comparison leaves it out |
+//! What happens to a page that is given back:
 //!
-//! Only whole pages count, and only what was logged after the residue was known: a discard of before then says nothing of a page that is to come.
-//! Where the log overflowed nothing is dropped.
+//! * **while it is missing**: it stays missing: no page that was not mapped here was ever written here. A body that
+//!   comes after the log was read is dropped, and the page is a hole that has arrived; without that the host would give
+//!   memory for content that nobody wants
+//! * **while its body is written, or before that is mapped**: the body stays, or there is a hole: `UFFDIO_CONTINUE`
+//!   finds none, who waits is woken, faults again, and gets zeros
+//! * **and touched again while it is missing**: the access waits and is asked for as any other; what the guest writes
+//!   then comes after the body
+//! * **and rewritten, then its body comes (once more)**: it could be written only after it had arrived, and what has
+//!   arrived is missing no more: the body finds no claim
+//! * **while it is current and not mapped yet**: a hole: the guest gets zeros, which differ from what the source has:
+//!   the comparison leaves it out
+//!
+//! Only whole pages count, and only what was logged after the residue was known: a discard of before then says nothing
+//! of a page that is to come. Where the log overflowed nothing is dropped.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +31,8 @@ use crate::agent::{Discard, Discards};
 use crate::inside::Inside;
 use crate::memory::add_run;
 
-/// How often the log is read while pages arrive: late enough to cost nothing beside them, early enough that it does not overflow.
+/// How often the log is read while pages arrive: late enough to cost nothing beside them, early enough that it does not
+/// overflow.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// What has been given back since the guest's start here.

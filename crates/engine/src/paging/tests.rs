@@ -1,4 +1,5 @@
-//! The pager on real mappings: this process is the VMM too, its threads the guest, and the "source" puts pages in by hand.
+//! The pager on real mappings: this process is the VMM too, its threads the guest, and the "source" puts pages in by
+//! hand.
 
 use std::fs::File;
 use std::ops::Range;

@@ -39,7 +39,8 @@ impl Portions {
         Self { left: frames }
     }
 
-    /// The next of them, as many as `limit` allows where each run counts `run_pages` more than its frames; one at least, nothing at the end.
+    /// The next of them, as many as `limit` allows where each run counts `run_pages` more than its frames; one at
+    /// least, nothing at the end.
     pub fn next(&mut self, limit: u64, run_pages: u64) -> Frames {
         let (mut portion, mut room) = (Frames::new(), limit.max(run_pages + 1));
         while room > run_pages

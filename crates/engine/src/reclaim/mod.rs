@@ -1,6 +1,7 @@
 //! Free memory of a guest that runs, given back to its host (`docs/design/reclaim.md` says why this way).
 //!
-//! The guest's kernel is looked into once as a whole. Of the pages that it holds free those that have memory are taken, portion by portion:
+//! The guest's kernel is looked into once as a whole. Of the pages that it holds free those that have memory are taken,
+//! portion by portion:
 //!
 //! 1. the portion is fenced in: nobody can write its pages ([`fence`](crate::faults::fence));
 //! 2. its page frames are looked at once more, and the VMM is asked which page tables the processors use;
@@ -9,36 +10,45 @@
 //!
 //! # Why no page is lost
 //!
-//! What a page holds cannot change between 1 and 4. So a page that was free at an instant in between holds then what it held all the time, and nobody relies
-//! on that: the guest's kernel gives a page to nobody but who writes it before he reads it. Who allocates it afterwards and writes it waits, and then writes
-//! into a fresh page of zeros. Content that somebody relies on is never taken away, so there is none to be put back, and none that only this
-//! process holds.
+//! What a page holds cannot change between 1 and 4. So a page that was free at an instant in between holds then what it
+//! held all the time, and nobody relies on that: the guest's kernel gives a page to nobody but who writes it before he
+//! reads it. Who allocates it afterwards and writes it waits, and then writes into a fresh page of zeros. Content that
+//! somebody relies on is never taken away, so there is none to be put back, and none that only this process holds.
 //!
-//! | race | why no page is lost |
-//! | --- | --- |
-//! | allocated and written between the first look and the fence | it is not free in the second look, and left alone |
-//! | allocated before the second look, and not written yet | the same |
-//! | allocated after the second look, and written | the write waits for the hole, and goes into a page of zeros |
-//! | allocated after the second look, and read | what it holds is undefined until it is written; zeros are as good |
-//! | freed between the looks | it is no candidate in this run |
-//! | cleared when it was freed (`init_on_free`) | the kernel expects zeros, and a hole reads as zeros |
-//! | the kernel checks what free pages hold (`page_poison`) | refused by [`sterna_introspect`] |
-//! | a device writes it | through the VMM's mapping: it waits as a processor does; by direct I/O that is under way: then the page has an owner and is not free; through another mapping (vhost-user, vfio): such guests are refused by the daemon |
-//! | the guest is started again, or starts another kernel, before the fence | the page tables are asked for after the fence: they are not that kernel's, or the VMM tells of the reset, or the kernel's counters are not there yet; nothing is taken |
-//! | … after the fence | what the later one writes waits; what the page held was the earlier one's, and free |
-//! | the guest gives the page back at the same time (balloon, free page reporting) | it is a hole then, and stays one |
-//! | the look is misled by a page that changed under it ([`sterna_introspect`] says how) | a block's first page would have to be free twice within some 10 µs, and what is wrongly called free must have been so in the first look and be in use since: nobody has seen it |
-//! | this process dies | the kernel lifts the fence: holes are where free pages were, and the rest is as it was |
+//! For each race, why no page is lost:
 //!
-//! One case cannot be told apart: the same kernel, started again by kexec without a reset and without address randomisation, that lies in the same place, has
-//! set up its counters, and has not yet overwritten parts of the earlier one's memory map. Large machines fill in theirs for some hundred
-//! milliseconds after the start of the second processor. Who starts kernels so should not have memory taken meanwhile.
+//! * **allocated and written between the first look and the fence**: it is not free in the second look, and left alone
+//! * **allocated before the second look, and not written yet**: the same
+//! * **allocated after the second look, and written**: the write waits for the hole, and goes into a page of zeros
+//! * **allocated after the second look, and read**: what it holds is undefined until it is written; zeros are as good
+//! * **freed between the looks**: it is no candidate in this run
+//! * **cleared when it was freed (`init_on_free`)**: the kernel expects zeros, and a hole reads as zeros
+//! * **the kernel checks what free pages hold (`page_poison`)**: refused by [`sterna_introspect`]
+//! * **a device writes it**: through the VMM's mapping: it waits as a processor does; by direct I/O that is under way:
+//!   then the page has an owner and is not free; through another mapping (vhost-user, vfio): such guests are refused by
+//!   the daemon
+//! * **the guest is started again, or starts another kernel, before the fence**: the page tables are asked for after
+//!   the fence: they are not that kernel's, or the VMM tells of the reset, or the kernel's counters are not there yet;
+//!   nothing is taken
+//! * **… after the fence**: what the later one writes waits; what the page held was the earlier one's, and free
+//! * **the guest gives the page back at the same time (balloon, free page reporting)**: it is a hole then, and stays
+//!   one
+//! * **the look is misled by a page that changed under it ([`sterna_introspect`] says how)**: a block's first page
+//!   would have to be free twice within some 10 µs, and what is wrongly called free must have been so in the first look
+//!   and be in use since: nobody has seen it
+//! * **this process dies**: the kernel lifts the fence: holes are where free pages were, and the rest is as it was
+//!
+//! One case cannot be told apart: the same kernel, started again by kexec without a reset and without address
+//! randomisation, that lies in the same place, has set up its counters, and has not yet overwritten parts of the
+//! earlier one's memory map. Large machines fill in theirs for some hundred milliseconds after the start of the second
+//! processor. Who starts kernels so should not have memory taken meanwhile.
 //!
 //! # Who waits for whom
 //!
-//! The VMM may answer only once a thread of its own goes on that waits for a fenced page. So the question is asked by another thread, and a portion for which
-//! somebody waits is let go when it has had [`GRACE`](crate::reclaim::GRACE), with nothing more taken: what was punched out until then was rightly so. Those pages are let go
-//! first for which somebody waits.
+//! The VMM may answer only once a thread of its own goes on that waits for a fenced page. So the question is asked by
+//! another thread, and a portion for which somebody waits is let go when it has had [`GRACE`](crate::reclaim::GRACE),
+//! with nothing more taken: what was punched out until then was rightly so. Those pages are let go first for which
+//! somebody waits.
 
 /// Page frames as runs.
 pub mod frames;
@@ -74,7 +84,8 @@ use crate::memory::{BlockFile, Memory, pages_of};
 use crate::monitor::Monitor;
 use crate::vmm::{self, VmmError};
 
-/// How long a portion has once somebody waits for one of its pages: then it is let go, with what is not taken yet left alone.
+/// How long a portion has once somebody waits for one of its pages: then it is let go, with what is not taken yet left
+/// alone.
 pub const GRACE: Duration = Duration::from_millis(2);
 /// How often it is looked whether somebody does.
 const LOOK_FOR_WAITS: Duration = Duration::from_micros(200);
@@ -138,7 +149,8 @@ pub struct Machine<'a> {
     pub faults: Arc<GuestFaults>,
     /// Its RAM, with addresses in the VMM's process.
     pub blocks: &'a [BlockFile],
-    /// For tests that show what the second look is for, and never in earnest: what was free in the first look is taken, whoever has it now.
+    /// For tests that show what the second look is for, and never in earnest: what was free in the first look is taken,
+    /// whoever has it now.
     pub trust_first_look: bool,
 }
 
@@ -256,7 +268,8 @@ impl Taking<'_> {
         let patience = fence.patience(GRACE);
         let (mut taken, mut only_waited) = (None, Duration::ZERO);
         if let Some(fenced) = fence.close(self.addresses(frames), &patience)? {
-            // From here on nobody writes these frames. The question and the look may be answered in either order: both come after.
+            // From here on nobody writes these frames. The question and the look may be answered in either order: both
+            // come after.
             self.asker.ask();
             let looked = Instant::now();
             let free = if self.trust_first_look {
@@ -295,8 +308,8 @@ impl Taking<'_> {
         Ok(Portion { worked, waits, longest_wait })
     }
 
-    /// Whether the kernel that was looked into is the one that these processors run, and holds so many pages free at all: one that has just been started
-    /// in the place of its like counts none yet.
+    /// Whether the kernel that was looked into is the one that these processors run, and holds so many pages free at
+    /// all: one that has just been started in the place of its like counts none yet.
     fn still_counts(&self, processors: &[PageTables], free: u64) -> Result<bool, ReclaimError> {
         if self.trust_first_look {
             return Ok(true);
@@ -304,8 +317,8 @@ impl Taking<'_> {
         Ok(self.kernel.counted_pages(self.memory, processors)? >= free)
     }
 
-    /// Gives these frames' memory back: holes that read as zeros. They are fenced in, and free. How many; `None` where somebody waited too long for the
-    /// first of them already.
+    /// Gives these frames' memory back: holes that read as zeros. They are fenced in, and free. How many; `None` where
+    /// somebody waited too long for the first of them already.
     fn punch(&mut self, frames: &[Range<u64>], patience: &Patience<'_>) -> Result<Option<u64>, ReclaimError> {
         let mut taken = PageMap::empty(self.ram.layout());
         let places = self.places(frames);

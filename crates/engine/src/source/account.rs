@@ -127,7 +127,8 @@ impl<'a> Account<'a> {
         self.report.total_ms = self.started_ms;
     }
 
-    /// The guest runs at the destination since `started_us`, by this host's clock; a machine that was stopped has no downtime.
+    /// The guest runs at the destination since `started_us`, by this host's clock; a machine that was stopped has no
+    /// downtime.
     pub fn started(&mut self, loaded: &Loaded, started_us: u64, cpu_us: u64, running: bool) {
         let since = |us: u64| started_us.saturating_sub(us) as f64 / 1e3;
         self.report.downtime = report::Downtime { start_ms: since(loaded.loaded_us), ..loaded.downtime.clone() };

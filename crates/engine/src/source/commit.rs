@@ -36,8 +36,8 @@ pub enum Given {
 
 /// Gives the guest away.
 ///
-/// Before the message goes it is on record that it may have gone, and it can no longer be cancelled. After that the guest may run here
-/// again only when the destination says that it never ran there.
+/// Before the message goes it is on record that it may have gone, and it can no longer be cancelled. After that the
+/// guest may run here again only when the destination says that it never ran there.
 ///
 /// # Errors
 /// The guest is still the source's: nothing was sent, or the destination has said that it never ran there.
@@ -109,8 +109,8 @@ fn find_out(departure: &mut Departure, lost: MigrateError) -> Result<Fate, Migra
 /// Asks a peer what became of a migration; only the daemon that accepted it, where that is known.
 ///
 /// # Errors
-/// The peer does not answer, is [another daemon](MigrateError::AnotherDaemon), or knows nothing of it: nothing is settled,
-/// ask again later.
+/// The peer does not answer, is [another daemon](MigrateError::AnotherDaemon), or knows nothing of it: nothing is
+/// settled, ask again later.
 pub fn ask_verdict(
     id: MigrationId,
     peer: &str,

@@ -1,15 +1,16 @@
-//! Pages written with what was there already (silent stores, "content fake dirty" pages): a hash of what was last sent tells them.
+//! Pages written with what was there already (silent stores, "content fake dirty" pages): a hash of what was last sent
+//! tells them.
 //!
-//! D-Track's HBFDP keeps a SHA-1 of each page and pays for it in the thread that sends. Here the hashes that are slow are computed by
-//! the threads that encode, and XXH3 costs nothing more: it is the digest that travels with every body anyway, and
-//! [`SentTable`](crate::source::sent::SentTable) has it. This is the table for the others.
+//! D-Track's HBFDP keeps a SHA-1 of each page and pays for it in the thread that sends. Here the hashes that are slow
+//! are computed by the threads that encode, and XXH3 costs nothing more: it is the digest that travels with every body
+//! anyway, and [`SentTable`](crate::source::sent::SentTable) has it. This is the table for the others.
 //!
-//! **Collisions.** A page left out wrongly is lost to the destination. By accident that takes 2^128 tries with the hashes of this table
-//! (2^64 with XXH3: with 10^9 pages compared, one chance in 10^10). Who *makes* collisions, as is easy for MD5 and XXH3, can only harm
-//! the guest that he is in: every guest has a table of its own, and nothing is taken from one guest's for another's. That may be one user of
-//! the guest against the others, so XXH3, the default, is seeded with what no guest knows
-//! ([`Digester`](sterna_protocol::frame::Digester)); the other hashes are those of D-Track's comparison, as they are. `--verify` compares by
-//! seeded XXH3, too, and so finds their collisions.
+//! **Collisions.** A page left out wrongly is lost to the destination. By accident that takes 2^128 tries with the
+//! hashes of this table (2^64 with XXH3: with 10^9 pages compared, one chance in 10^10). Who *makes* collisions, as is
+//! easy for MD5 and XXH3, can only harm the guest that he is in: every guest has a table of its own, and nothing is
+//! taken from one guest's for another's. That may be one user of the guest against the others, so XXH3, the default, is
+//! seeded with what no guest knows ([`Digester`](sterna_protocol::frame::Digester)); the other hashes are those of
+//! D-Track's comparison, as they are. `--verify` compares by seeded XXH3, too, and so finds their collisions.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -17,8 +18,9 @@ use sha1::Digest;
 use sterna_api::options::ContentHash;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 
-/// Bytes of a hash that are kept: all of MD5's and MurmurHash3's, the first of SHA-1's 20 and BLAKE3's 32. Whoever can collide 128 of
-/// their bits on purpose collides with himself, and by accident 128 are as good as 256; the table stays at 4 KiB a chunk.
+/// Bytes of a hash that are kept: all of MD5's and MurmurHash3's, the first of SHA-1's 20 and BLAKE3's 32. Whoever can
+/// collide 128 of their bits on purpose collides with himself, and by accident 128 are as good as 256; the table stays
+/// at 4 KiB a chunk.
 pub const HASH_BYTES: usize = 16;
 
 /// A hash, as far as it is kept.
@@ -57,7 +59,8 @@ impl Content {
     }
 }
 
-/// Hashes of what was last sent of every page: 16 bytes for each page of every chunk of which anything was ever sent (4 MiB per GiB).
+/// Hashes of what was last sent of every page: 16 bytes for each page of every chunk of which anything was ever sent (4
+/// MiB per GiB).
 ///
 /// It says what the content was and nothing about whether it arrived: whether the destination holds it is in
 /// [`SentTable`](super::sent::SentTable), which is asked first.

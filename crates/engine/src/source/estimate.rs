@@ -1,5 +1,6 @@
-//! What a migration would take, by a short look at the guest: each mode that there is, and for pre-copy the compressors. `auto` is no way of its own:
-//! it is pre-copy where that reaches the limit, and close to hybrid where not.
+//! What a migration would take, by a short look at the guest: each mode that there is, and for pre-copy the
+//! compressors. `auto` is no way of its own: it is pre-copy where that reaches the limit, and close to hybrid where
+//! not.
 
 use std::time::Duration;
 
@@ -14,8 +15,8 @@ use super::observe::Observation;
 use super::precopy::DEVICE_TIME;
 use super::sample::{BLOCK_PAGES, Compressed};
 
-/// What reaching the destination and starting its VMM is taken to need. An assumption: the destination is not asked, and hosts differ (the report's
-/// `setup_ms` says what it took).
+/// What reaching the destination and starting its VMM is taken to need. An assumption: the destination is not asked,
+/// and hosts differ (the report's `setup_ms` says what it took).
 const SETUP_TIME: Duration = Duration::from_millis(150);
 /// Bytes of a page's digest in a frame, and of a compressed block's length.
 const WORD_BYTES: f64 = 8.0;

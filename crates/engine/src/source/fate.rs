@@ -9,8 +9,8 @@ pub enum Fate {
     NotYet,
     /// At the destination; the source's VMM has ended.
     There,
-    /// It was given away and nobody answers: stopped here until [`ask_verdict`](super::commit::ask_verdict) tells. Where it tells [`Verdict::Aborted`](crate::host::Verdict::Aborted),
-    /// `vmm.rollback()` lets it run on here.
+    /// It was given away and nobody answers: stopped here until [`ask_verdict`](super::commit::ask_verdict) tells.
+    /// Where it tells [`Verdict::Aborted`](crate::host::Verdict::Aborted), `vmm.rollback()` lets it run on here.
     Unknown,
     /// At the source, where it does not run yet: `vmm.rollback()` failed, and is to be tried again until it works.
     NotGivenBack,

@@ -1,30 +1,38 @@
-//! Pages that the guest holds free: they need not travel. Found by looking into the guest's kernel from outside (`docs/design/introspection.md`).
+//! Pages that the guest holds free: they need not travel. Found by looking into the guest's kernel from outside
+//! (`docs/design/introspection.md`).
 //!
 //! # Why no page is lost
 //!
-//! The order is all of it. **Tracking is armed (or pages are collected, which arms them again), and only then is looked.** What a look names was free
-//! at an instant after it began. So each page of it has one of two fates:
+//! The order is all of it. **Tracking is armed (or pages are collected, which arms them again), and only then is
+//! looked.** What a look names was free at an instant after it began. So each page of it has one of two fates:
 //!
-//! - Nobody writes it after that instant. Then nobody relies on what it holds: what the guest's kernel gives to somebody it has cleared first, which
-//!   is a write, or it is for somebody who writes before he reads. It does not matter what the destination has there. (A kernel with `init_on_free`
-//!   expects zeros; zeros are what the destination has. To clear the page was the write that made it outstanding.)
-//! - It is written after that instant. The page was armed before, so the next collection yields it, it is taken for free no more, and it goes like any other.
+//! - Nobody writes it after that instant. Then nobody relies on what it holds: what the guest's kernel gives to
+//!   somebody it has cleared first, which is a write, or it is for somebody who writes before he reads. It does not
+//!   matter what the destination has there. (A kernel with `init_on_free` expects zeros; zeros are what the destination
+//!   has. To clear the page was the write that made it outstanding.)
+//! - It is written after that instant. The page was armed before, so the next collection yields it, it is taken for
+//!   free no more, and it goes like any other.
 //!
-//! Every collection therefore takes what it yields out of the set of free pages ([`LeftOut::collected`](crate::source::left_out::LeftOut::collected)), before anything else
-//! is done with it.
+//! Every collection therefore takes what it yields out of the set of free pages
+//! ([`LeftOut::collected`](crate::source::left_out::LeftOut::collected)), before anything else is done with it.
 //!
-//! | race | why no page is lost |
-//! | --- | --- |
-//! | written between the collection and the look | it was armed: the next collection yields it |
-//! | free at the look, written before its turn in the round | left out of the round, and yielded by the next collection |
-//! | free in the last look while the guest runs, written until it stops | yielded by the collection at the stop |
-//! | sent before, freed, and free in the look | the destination holds what it was: it is told zeros, a bit |
-//! | a look is misled by a page that changed under it ([`sterna_introspect`] says how) | all that is left out is looked at once more with the guest stopped, and what is not free then is sent |
-//! | direct I/O writes it past the page tables | the page is somebody's from before the I/O until after it, so it is not free in between; to pin it is a write fault, which is seen |
-//! | the guest starts another kernel | pages that were free in the earlier one matter to the later one once it has written them |
+//! For each race, why no page is lost:
 //!
-//! The map from the guest's addresses to blocks is asked for once. RAM that is plugged in or out moves no other RAM; a machine that has other RAM than at
-//! the beginning does not fit its destination, and the migration fails with the guest here.
+//! * **written between the collection and the look**: it was armed: the next collection yields it
+//! * **free at the look, written before its turn in the round**: left out of the round, and yielded by the next
+//!   collection
+//! * **free in the last look while the guest runs, written until it stops**: yielded by the collection at the stop
+//! * **sent before, freed, and free in the look**: the destination holds what it was: it is told zeros, a bit
+//! * **a look is misled by a page that changed under it ([`sterna_introspect`] says how)**: all that is left out is
+//!   looked at once more with the guest stopped, and what is not free then is sent
+//! * **direct I/O writes it past the page tables**: the page is somebody's from before the I/O until after it, so it is
+//!   not free in between; to pin it is a write fault, which is seen
+//! * **the guest starts another kernel**: pages that were free in the earlier one matter to the later one once it has
+//!   written them
+//!
+//! The map from the guest's addresses to blocks is asked for once. RAM that is plugged in or out moves no other RAM; a
+//! machine that has other RAM than at the beginning does not fit its destination, and the migration fails with the
+//! guest here.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -47,7 +55,8 @@ const LEAST_SHARE: f64 = 0.01;
 /// With the guest stopped, pages are looked at whose sending would take so many times as long.
 const CLEARLY: u32 = 2;
 
-/// Looks for free pages over one migration. Where it cannot, or not any more, nothing is skipped and the account says why.
+/// Looks for free pages over one migration. Where it cannot, or not any more, nothing is skipped and the account says
+/// why.
 pub struct FreePages {
     asked: Option<Asked>,
     eye: Option<Eye>,
@@ -86,7 +95,8 @@ pub enum Looked {
 }
 
 impl FreePages {
-    /// As it was asked for. `stop_limit`: how much of the pause the last look may take at most. The kernel is not found yet.
+    /// As it was asked for. `stop_limit`: how much of the pause the last look may take at most. The kernel is not found
+    /// yet.
     pub fn new(skip_free: SkipFree, vmm: &mut dyn vmm::Source, ram: &Arc<dyn Memory>, stop_limit: Duration) -> Self {
         let mut free = Self {
             asked: None,
@@ -107,7 +117,8 @@ impl FreePages {
         free
     }
 
-    /// Finds the kernel, which may take a while, and so goes on while the destination prepares. Each look asks whether it is still the one that runs.
+    /// Finds the kernel, which may take a while, and so goes on while the destination prepares. Each look asks whether
+    /// it is still the one that runs.
     pub fn find(&mut self) {
         let Some(Asked { memory, processors }) = self.asked.take() else { return };
         let began = Instant::now();
@@ -137,7 +148,8 @@ impl FreePages {
         self.trusts_first_look
     }
 
-    /// Looks at a guest that runs, after all pages were armed or collected. `outstanding`: how many pages it could save.
+    /// Looks at a guest that runs, after all pages were armed or collected. `outstanding`: how many pages it could
+    /// save.
     pub fn look(&mut self, vmm: &mut dyn vmm::Source, layout: &Layout, outstanding: &PageMap, speed: &Speed) -> Looked {
         let pages = outstanding.len();
         let again = self.trusts_first_look && self.share.is_some();
@@ -166,8 +178,8 @@ impl FreePages {
         }
     }
 
-    /// The page tables that the guest's processors use, for [`look_stopped`](Self::look_stopped); none where nothing will be looked at, or the VMM does
-    /// not tell.
+    /// The page tables that the guest's processors use, for [`look_stopped`](Self::look_stopped); none where nothing
+    /// will be looked at, or the VMM does not tell.
     pub fn processors(&self, vmm: &mut dyn vmm::Source) -> Vec<PageTables> {
         if self.eye.is_none() || self.share.is_none() {
             return Vec::new();
@@ -175,8 +187,8 @@ impl FreePages {
         vmm.page_tables().unwrap_or_default()
     }
 
-    /// Looks at a guest that is stopped, after the last collection: which of the pages that are left out are free, and where it pays, which of the
-    /// others. `None` where that cannot be told.
+    /// Looks at a guest that is stopped, after the last collection: which of the pages that are left out are free, and
+    /// where it pays, which of the others. `None` where that cannot be told.
     pub fn look_stopped(
         &mut self,
         processors: &[PageTables],
@@ -207,7 +219,8 @@ impl FreePages {
                 None
             }
         };
-        // What was free before in a kernel that runs no more need not travel; what seems free in it now may be another's.
+        // What was free before in a kernel that runs no more need not travel; what seems free in it now may be
+        // another's.
         if let Some(found) = found.as_mut().filter(|_| !runs) {
             found.keep(left_out);
         }
@@ -262,8 +275,8 @@ impl FreePages {
         Ok(Some(memory.pages(layout, &look.free)))
     }
 
-    /// Estimates what it takes to look at these pages again. A chunk that is free as a whole costs next to nothing: its blocks are big. Where the others are
-    /// too many for the pause, they are not taken for free.
+    /// Estimates what it takes to look at these pages again. A chunk that is free as a whole costs next to nothing: its
+    /// blocks are big. Where the others are too many for the pause, they are not taken for free.
     fn expect_stop(&mut self, layout: &Layout, found: &mut PageMap) {
         let is_whole = |found: &PageMap, chunk| {
             let pages = layout.place(chunk).map_or(0, |place| place.pages);
@@ -293,7 +306,8 @@ pub fn free_now(vmm: &mut dyn vmm::Source, ram: &Arc<dyn Memory>) -> Result<Page
     Ok(memory.pages(ram.layout(), &look.free))
 }
 
-/// Clean pages of a guest's page cache, in the same way: its kernel could read them again. Experimental; they travel all the same.
+/// Clean pages of a guest's page cache, in the same way: its kernel could read them again. Experimental; they travel
+/// all the same.
 ///
 /// # Errors
 /// Why that cannot be told.

@@ -140,7 +140,8 @@ impl Link {
     /// Goes on with a migration whose guest runs there already; only with the daemon that took it, where that is known.
     ///
     /// # Errors
-    /// [`MigrateError::Peer`] where no page is missing there any more, or the guest has ended; else what went wrong on the way.
+    /// [`MigrateError::Peer`] where no page is missing there any more, or the guest has ended; else what went wrong on
+    /// the way.
     pub fn resume(
         &mut self,
         id: MigrationId,
@@ -182,7 +183,8 @@ impl Link {
         call(&self.address, self.session, role, self.credentials.as_deref())
     }
 
-    /// Waits until all of a round has arrived, for as long as the destination takes any of it in, which `taken_bytes` counts; the pages to send again.
+    /// Waits until all of a round has arrived, for as long as the destination takes any of it in, which `taken_bytes`
+    /// counts; the pages to send again.
     ///
     /// # Errors
     /// [`MigrateError`].

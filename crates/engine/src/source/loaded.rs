@@ -6,8 +6,8 @@ use sterna_api::report;
 
 use crate::vmm::EventTime;
 
-/// A guest that is stopped, with its devices at the destination, and its RAM or the map of what is to come of it: one word lets it
-/// run there.
+/// A guest that is stopped, with its devices at the destination, and its RAM or the map of what is to come of it: one
+/// word lets it run there.
 pub struct Loaded {
     /// When it stopped, by the VMM's event.
     pub stop: EventTime,

@@ -1,5 +1,5 @@
-//! The source's side of a migration, phase by phase: [`connect`] → [`prepare`] → [`precopy`] → [`switchover`] → [`postcopy`] →
-//! [`finish`], and from each of the first four, [`rollback`].
+//! The source's side of a migration, phase by phase: [`connect`] → [`prepare`] → [`precopy`] → [`switchover`] →
+//! [`postcopy`] → [`finish`], and from each of the first four, [`rollback`].
 
 /// What every phase works with.
 pub mod departure;
@@ -150,9 +150,11 @@ pub struct Outgoing {
     pub tracker: Box<dyn Tracker>,
     /// What slows it down where that is asked for; [`throttle::ProcessThrottle`] for QEMU.
     pub throttle: Box<dyn Throttle>,
-    /// Whether it is known that disks write into its RAM past the page tables (direct I/O); the VMM is asked again while its pages go.
+    /// Whether it is known that disks write into its RAM past the page tables (direct I/O); the VMM is asked again
+    /// while its pages go.
     pub direct_io: bool,
-    /// For tests that show what the order of looking is for, and never in earnest: pages that were free once are left out for ever, whoever writes them.
+    /// For tests that show what the order of looking is for, and never in earnest: pages that were free once are left
+    /// out for ever, whoever writes them.
     #[doc(hidden)]
     pub trust_first_look: bool,
     /// What all migrations away from this host may send together.
@@ -173,8 +175,8 @@ pub struct Outcome {
     pub daemon: Option<DaemonId>,
 }
 
-/// Moves a machine to `peer`. Blocks until it has ended; meanwhile `monitor` shows where it stands, and cancels it. The options'
-/// time limit counts from here.
+/// Moves a machine to `peer`. Blocks until it has ended; meanwhile `monitor` shows where it stands, and cancels it. The
+/// options' time limit counts from here.
 #[must_use]
 pub fn migrate(
     outgoing: Outgoing,
@@ -183,8 +185,8 @@ pub fn migrate(
     host: &dyn SourceHost,
     monitor: &Monitor,
 ) -> Outcome {
-    let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, trust_first_look, bandwidth, here } =
-        outgoing;
+    let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, trust_first_look, .. } = outgoing;
+    let Outgoing { bandwidth, here, .. } = outgoing;
     let mut account = Account::new(Report::asked(&spec.name, options, here, peer), monitor);
     monitor.begin();
     account.begun();

@@ -1,11 +1,12 @@
 //! A short look at a guest that runs on: how many pages it writes in which time, and what they hold.
 //!
-//! The observation has two halves. In each, looks that change nothing ([`Watch`](crate::source::track::Watch)) show the working set grow; between them the pages written
-//! are collected and watched anew, so that the second half shows how many of the first half's pages are written *again*, and both together
-//! the working set over the whole time. What it costs the guest is a write fault for each page that it writes in a half.
+//! The observation has two halves. In each, looks that change nothing ([`Watch`](crate::source::track::Watch)) show the
+//! working set grow; between them the pages written are collected and watched anew, so that the second half shows how
+//! many of the first half's pages are written *again*, and both together the working set over the whole time. What it
+//! costs the guest is a write fault for each page that it writes in a half.
 //!
-//! Nothing that is sent depends on what is seen here, so no write has to be seen: a look that misses one makes an estimate a little
-//! wrong. Watching always ends with the observation, whatever its end.
+//! Nothing that is sent depends on what is seen here, so no write has to be seen: a look that misses one makes an
+//! estimate a little wrong. Watching always ends with the observation, whatever its end.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -55,7 +56,8 @@ pub struct Observation {
     pub write_faults: u64,
 }
 
-/// Observes a guest for about `duration`, which `monitor` can cut short. Afterwards nothing is watched. Pages in `free` would not travel.
+/// Observes a guest for about `duration`, which `monitor` can cut short. Afterwards nothing is watched. Pages in `free`
+/// would not travel.
 ///
 /// # Errors
 /// [`MigrateError::Cancelled`], or what tracking needs is not there.
@@ -188,7 +190,8 @@ struct Looker<'a> {
 }
 
 impl Looker<'_> {
-    /// Looks at growing intervals until so long after `since`, and returns at the end of that time. What was written `before` is told apart.
+    /// Looks at growing intervals until so long after `since`, and returns at the end of that time. What was written
+    /// `before` is told apart.
     fn looks(&mut self, since: Instant, duration: Duration, before: &PageMap) -> Result<Vec<Look>, MigrateError> {
         let mut looks = Vec::new();
         // One that would come shortly before the collection at the end shows nothing more.

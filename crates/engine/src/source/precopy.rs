@@ -123,8 +123,8 @@ impl<'a> Brake<'a> {
         Self { throttle, monitor, account, set: None, failure: None }
     }
 
-    /// Slows the guest down. It worked when it was tried at the beginning: where it does not now, the migration goes on without, and
-    /// says so should it not converge.
+    /// Slows the guest down. It worked when it was tried at the beginning: where it does not now, the migration goes on
+    /// without, and says so should it not converge.
     fn set(&mut self, percent: u8, vmm: &mut dyn vmm::Source) {
         self.set = Some((percent, Instant::now()));
         let done = vmm.processor_threads().map_err(MigrateError::from);
@@ -174,8 +174,8 @@ fn goal(options: &MigrateOptions, postcopy: bool) -> Goal {
     }
 }
 
-/// Does `work`, which checks with the monitor, and meanwhile looks after the VMM: a round can take minutes, and a guest that switched
-/// itself off in its first second needs no more of it.
+/// Does `work`, which checks with the monitor, and meanwhile looks after the VMM: a round can take minutes, and a guest
+/// that switched itself off in its first second needs no more of it.
 fn watched(
     vmm: &mut dyn vmm::Source,
     monitor: &Monitor,

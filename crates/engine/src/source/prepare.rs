@@ -1,4 +1,5 @@
-//! Phase *prepare*: the destination accepts the machine and starts its VMM; tracking is armed; the first pages are known.
+//! Phase *prepare*: the destination accepts the machine and starts its VMM; tracking is armed; the first pages are
+//! known.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,7 +43,8 @@ impl Prepared<'_> {
 /// Proposes the machine, opens the session's other connections, sets up the VMM's migration and arms tracking.
 ///
 /// # Errors
-/// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it does so for now, or what went wrong here.
+/// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it does so for now, or what went
+/// wrong here.
 pub fn prepare<'a, 'd: 'a>(
     departure: &mut Departure<'d>,
     link: &mut Link,

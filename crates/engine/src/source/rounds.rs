@@ -144,8 +144,8 @@ impl<'a> Rounds<'a> {
         Ok(rate)
     }
 
-    /// Looks for pages that the guest holds free ([`LeftOut::look`]). The guest runs. Called after tracking was armed, or
-    /// right after a collection.
+    /// Looks for pages that the guest holds free ([`LeftOut::look`]). The guest runs. Called after tracking was armed,
+    /// or right after a collection.
     pub fn skip_free(&mut self, vmm: &mut dyn vmm::Source) {
         let (left_out, going) = self.free_and_going();
         let dealt_with = left_out.look(vmm, going);

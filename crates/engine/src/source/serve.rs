@@ -33,10 +33,10 @@ pub struct Left {
     pub here: Host,
 }
 
-/// Goes on with a guest that an earlier daemon handed over to `peer`, which has said that it took it: sends the pages that it
-/// misses. Blocks until all are there, the guest has ended there, or [`Monitor::give_up`]; a peer that does not answer is tried
-/// for as long. Its report is [partial](Report::partial): of what was done since. Whatever the report says, the guest is not this
-/// host's any more, and what is left here is of no use.
+/// Goes on with a guest that an earlier daemon handed over to `peer`, which has said that it took it: sends the pages
+/// that it misses. Blocks until all are there, the guest has ended there, or [`Monitor::give_up`]; a peer that does not
+/// answer is tried for as long. Its report is [partial](Report::partial): of what was done since. Whatever the report
+/// says, the guest is not this host's any more, and what is left here is of no use.
 ///
 /// # Errors
 /// The RAM cannot be mapped: nothing was done, and what is left here is needed as before.

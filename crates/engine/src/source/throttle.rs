@@ -4,8 +4,8 @@ use sterna_sys::quota::CpuQuota;
 
 use crate::error::MigrateError;
 
-/// What can slow a guest down by its virtual processors' threads. The VMM's other threads keep their time: device emulation and the
-/// VMM's control connection go on.
+/// What can slow a guest down by its virtual processors' threads. The VMM's other threads keep their time: device
+/// emulation and the VMM's control connection go on.
 pub trait Throttle: Send {
     /// Whether these threads could be slowed down. Nothing of the trial stays.
     ///
@@ -13,15 +13,15 @@ pub trait Throttle: Send {
     /// [`MigrateError::Throttle`] with the reason why not.
     fn try_out(&mut self, threads: &[u32]) -> Result<(), MigrateError>;
 
-    /// Takes `percent` of their processor time away from now on, from exactly these threads. Called again when virtual processors
-    /// may have come or gone.
+    /// Takes `percent` of their processor time away from now on, from exactly these threads. Called again when virtual
+    /// processors may have come or gone.
     ///
     /// # Errors
     /// [`MigrateError::Throttle`].
     fn set(&mut self, percent: u8, threads: &[u32]) -> Result<(), MigrateError>;
 
-    /// Gives the guest all of its time back, quickly: it is called while the guest is stopped. What remains to be cleared up,
-    /// [`release`](Self::release) does.
+    /// Gives the guest all of its time back, quickly: it is called while the guest is stopped. What remains to be
+    /// cleared up, [`release`](Self::release) does.
     fn loosen(&mut self);
 
     /// As if there never had been a throttle.

@@ -24,15 +24,15 @@ const LOGGED: Duration = Duration::from_millis(100);
 pub enum Compared {
     /// In the pause: no guest runs.
     InThePause,
-    /// After the last page, by what the guest at the destination first saw. Where it saw zeros because it had given the page back, the page is
-    /// left out.
+    /// After the last page, by what the guest at the destination first saw. Where it saw zeros because it had given the
+    /// page back, the page is left out.
     AsFirstSeen,
 }
 
 /// Compares every page of both sides. Both compute their digests at the same time. The result says how many differ.
 ///
-/// Pages in `free` may differ: the guest held them free when it stopped, and they must be zeros there. Where it is not known which those
-/// are (the daemon was started again since), every page of zeros there may be one of them.
+/// Pages in `free` may differ: the guest held them free when it stopped, and they must be zeros there. Where it is not
+/// known which those are (the daemon was started again since), every page of zeros there may be one of them.
 ///
 /// # Errors
 /// What went wrong on the way.

@@ -1,7 +1,7 @@
 //! One connection to another daemon, plain or encrypted.
 //!
-//! A connection belongs to one thread at a time: control connections ask and answer in turn, the others have one direction. Whoever has to
-//! end it from elsewhere holds its [`HangUp`](crate::transport::connection::HangUp).
+//! A connection belongs to one thread at a time: control connections ask and answer in turn, the others have one
+//! direction. Whoever has to end it from elsewhere holds its [`HangUp`](crate::transport::connection::HangUp).
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -64,8 +64,8 @@ impl Connection {
         &self.socket
     }
 
-    /// Sends all of `vectors`, in order; they are used up. On a plain connection guest RAM goes to the socket by the kernel, straight from
-    /// where it is; to be encrypted it is copied once.
+    /// Sends all of `vectors`, in order; they are used up. On a plain connection guest RAM goes to the socket by the
+    /// kernel, straight from where it is; to be encrypted it is copied once.
     ///
     /// # Errors
     /// As [`send_all`]; part may have been sent.
@@ -123,7 +123,8 @@ impl Connection {
         self.tls.as_deref_mut().is_some_and(Session::has_read) || ready(&self.socket, PollFlags::IN, timeout)
     }
 
-    /// Waits until there is room to send; `false` where there was none for so long. What a socket counts as room is its own setting.
+    /// Waits until there is room to send; `false` where there was none for so long. What a socket counts as room is its
+    /// own setting.
     #[must_use]
     pub fn wait_writable(&self, timeout: Duration) -> bool {
         ready(&self.socket, PollFlags::OUT, timeout)
@@ -159,8 +160,8 @@ impl HangUp {
 }
 
 impl Drop for Connection {
-    /// Tells the peer that this is the end and no accident, where that needs no waiting. Where it was ended on purpose before, the peer is
-    /// left with the accident.
+    /// Tells the peer that this is the end and no accident, where that needs no waiting. Where it was ended on purpose
+    /// before, the peer is left with the accident.
     fn drop(&mut self) {
         if let Some(tls) = &mut self.tls
             && self.socket.set_nonblocking(true).is_ok()

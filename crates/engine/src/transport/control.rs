@@ -91,8 +91,9 @@ impl Asking {
         }
     }
 
-    /// Between [`send`](Self::send) and [`receive`](Self::receive): waits until the answer begins to come, for as long as the peer takes in what was sent on other
-    /// connections, which `taken_bytes` counts. A slow link needs its time for what lies in the sockets' buffers.
+    /// Between [`send`](Self::send) and [`receive`](Self::receive): waits until the answer begins to come, for as long
+    /// as the peer takes in what was sent on other connections, which `taken_bytes` counts. A slow link needs its time
+    /// for what lies in the sockets' buffers.
     ///
     /// # Errors
     /// Neither an answer nor progress for `stall`.
@@ -224,7 +225,8 @@ impl Answering {
 /// Asks one question that needs no session: what became of a migration. With `of`, only that daemon is asked.
 ///
 /// # Errors
-/// [`MigrateError::AnotherDaemon`], [`MigrateError::Peer`] where it knows nothing of it or will not say; else what went wrong on the way.
+/// [`MigrateError::AnotherDaemon`], [`MigrateError::Peer`] where it knows nothing of it or will not say; else what went
+/// wrong on the way.
 pub fn ask_verdict(stream: Connection, key: u64, id: u128, of: Option<DaemonId>) -> Result<bool, MigrateError> {
     let mut asking = Asking::new(stream, key);
     asking.expect(of)?;
@@ -252,7 +254,8 @@ mod tests {
 
     use super::*;
 
-    /// Before, 30 s were the limit for a round's end, however slow the link and however much of it still lay in the sockets' buffers.
+    /// Before, 30 s were the limit for a round's end, however slow the link and however much of it still lay in the
+    /// sockets' buffers.
     #[test]
     fn an_answer_is_waited_for_as_long_as_there_is_progress_and_no_longer() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -1,7 +1,8 @@
-//! Who this daemon is to others, and whom it believes: certificate, key and authority, read again when their files change.
+//! Who this daemon is to others, and whom it believes: certificate, key and authority, read again when their files
+//! change.
 //!
-//! A daemon's identity is the first DNS name of its certificate. It outlives the certificate: a renewed one of the same name is the same
-//! daemon.
+//! A daemon's identity is the first DNS name of its certificate. It outlives the certificate: a renewed one of the same
+//! name is the same daemon.
 
 use std::fs::{File, Metadata};
 use std::io::Read;
@@ -74,8 +75,9 @@ impl Credentials {
         Ok(Self { files, current: Mutex::new(Loaded { stamps, configs }) })
     }
 
-    /// What to call or answer with now. Files that have changed are read again; where they cannot be used (a certificate that is new already
-    /// while its key is not yet, for one) the old ones stay in force until they change once more.
+    /// What to call or answer with now. Files that have changed are read again; where they cannot be used (a
+    /// certificate that is new already while its key is not yet, for one) the old ones stay in force until they change
+    /// once more.
     pub(super) fn current(&self) -> Arc<Configs> {
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         // Before the files are read: what changes meanwhile is found changed by the next call.
@@ -145,7 +147,8 @@ fn read(files: &Files) -> Result<Configs, TlsError> {
         .with_root_certificates(roots)
         .with_client_auth_cert(chain.clone(), key.clone_key())
         .map_err(known)?;
-    // No session is resumed: a call must show that it is who it is, today. And nobody reads what a listener would send of its own accord.
+    // No session is resumed: a call must show that it is who it is, today. And nobody reads what a listener would send
+    // of its own accord.
     client.resumption = Resumption::disabled();
     let peers = files.peers.iter().map(|name| name.to_ascii_lowercase()).collect();
     let mut server = ServerConfig::builder_with_provider(provider)

@@ -1,13 +1,13 @@
-//! Whose turn it is on a link that several migrations share, and when: start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair
-//! Queueing", SIGCOMM 1996), paced to the link's rate. No thread and no clock of its own.
+//! Whose turn it is on a link that several migrations share, and when: start-time fair queueing (Goyal, Vin, Cheng:
+//! "Start-time Fair Queueing", SIGCOMM 1996), paced to the link's rate. No thread and no clock of its own.
 //!
-//! Each flow (a migration, however many connections it has) counts the bytes it was given. The next turn is that of the flow with the
-//! lowest count among those that wait, and the count of the flow served last is the common clock: a flow that begins to wait
-//! starts there, so that one that was idle or late neither catches up on the past nor waits for it. Nobody is waited for: what a flow
-//! does not take goes to the others.
+//! Each flow (a migration, however many connections it has) counts the bytes it was given. The next turn is that of the
+//! flow with the lowest count among those that wait, and the count of the flow served last is the common clock: a flow
+//! that begins to wait starts there, so that one that was idle or late neither catches up on the past nor waits for it.
+//! Nobody is waited for: what a flow does not take goes to the others.
 //!
-//! A hurried flow's guest is stopped and waits for its last pages: it goes before the others, except that these get a turn of theirs
-//! after every 16 MiB, so that no number of pauses starves anybody.
+//! A hurried flow's guest is stopped and waits for its last pages: it goes before the others, except that these get a
+//! turn of theirs after every 16 MiB, so that no number of pauses starves anybody.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -70,7 +70,8 @@ impl Turns {
         self.bytes_per_s
     }
 
-    /// Another rate from now on. What was given at the old one is forgotten, so that a wait at a crawl ends with the crawl.
+    /// Another rate from now on. What was given at the old one is forgotten, so that a wait at a crawl ends with the
+    /// crawl.
     pub fn set_rate(&mut self, bytes_per_s: Option<u64>) {
         self.bytes_per_s = bytes_per_s;
         self.due = None;

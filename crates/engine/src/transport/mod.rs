@@ -40,8 +40,9 @@ use self::refusal::TlsError;
 use self::tls::{HANDSHAKE_RECORD, Session};
 use crate::error::MigrateError;
 
-/// How much longer than usual an acknowledgement may take before a segment counts as lost. Most messages are one segment, behind
-/// which nothing comes that would tell the kernel of the loss sooner, and in the pause each of them costs the guest this time.
+/// How much longer than usual an acknowledgement may take before a segment counts as lost. Most messages are one
+/// segment, behind which nothing comes that would tell the kernel of the loss sooner, and in the pause each of them
+/// costs the guest this time.
 const RETRANSMIT: Duration = Duration::from_millis(20);
 /// How long the kernel may keep an acknowledgement back: well below [`RETRANSMIT`] of the peer.
 const ACKNOWLEDGE: Duration = Duration::from_millis(5);
@@ -124,7 +125,8 @@ fn greet(mut stream: Connection, session: SessionKey, role: Role) -> Result<Conn
     Ok(stream)
 }
 
-/// A listener refuses a caller's certificate when the caller believes the handshake done: it says so instead of its hello.
+/// A listener refuses a caller's certificate when the caller believes the handshake done: it says so instead of its
+/// hello.
 fn refused_or(doing: &'static str) -> impl FnOnce(io::Error) -> MigrateError {
     move |error| match error.downcast::<rustls::Error>() {
         Ok(rustls::Error::AlertReceived(alert)) => TlsError::Refused(alert).into(),
@@ -133,7 +135,8 @@ fn refused_or(doing: &'static str) -> impl FnOnce(io::Error) -> MigrateError {
     }
 }
 
-/// Takes a call: encrypts it where there are credentials, takes the caller's hello and answers it. The connection, and what the caller wants.
+/// Takes a call: encrypts it where there are credentials, takes the caller's hello and answers it. The connection, and
+/// what the caller wants.
 ///
 /// # Errors
 /// As [`call`].

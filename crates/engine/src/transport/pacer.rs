@@ -39,7 +39,8 @@ impl Pacer {
         self.host.wait(bytes, goes_on)
     }
 
-    /// Waits until anything may go under the migration's own limit: for who decides only then what it is. [`pass`](Self::pass) is the other half.
+    /// Waits until anything may go under the migration's own limit: for who decides only then what it is.
+    /// [`pass`](Self::pass) is the other half.
     ///
     /// # Errors
     /// What `goes_on` says.

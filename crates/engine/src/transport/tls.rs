@@ -43,8 +43,8 @@ impl Session {
     /// As the caller of `host`, whose certificate must be for it.
     ///
     /// # Errors
-    /// [`MigrateError::Tls`] where one does not trust the other as far as the caller can tell (a listener that refuses the caller says so by
-    /// the first read), [`MigrateError::Link`].
+    /// [`MigrateError::Tls`] where one does not trust the other as far as the caller can tell (a listener that refuses
+    /// the caller says so by the first read), [`MigrateError::Link`].
     pub fn call(socket: &TcpStream, credentials: &Credentials, host: &str) -> Result<Self, MigrateError> {
         let configs = credentials.current();
         let name = ServerName::try_from(host.to_owned()).map_err(|_| TlsError::Host(host.into()))?;
@@ -71,8 +71,8 @@ impl Session {
         Ok(session)
     }
 
-    /// Within [`HELLO_TIMEOUT`] in all, however slowly the peer sends. TLS bounds what it keeps of a handshake (64 KiB a message), and
-    /// nothing else is allocated before the peer is known.
+    /// Within [`HELLO_TIMEOUT`] in all, however slowly the peer sends. TLS bounds what it keeps of a handshake (64 KiB
+    /// a message), and nothing else is allocated before the peer is known.
     fn shake_hands(mut socket: &TcpStream, mut tls: rustls::Connection, peer: String) -> Result<Self, Failed> {
         tls.set_buffer_limit(Some(BUFFER_LIMIT));
         let deadline = Instant::now() + HELLO_TIMEOUT;
@@ -160,7 +160,8 @@ impl Session {
         Ok(())
     }
 
-    /// Sends all of `vectors`. Guest RAM is copied first: encrypting reads its input more than once, and the guest may write meanwhile.
+    /// Sends all of `vectors`. Guest RAM is copied first: encrypting reads its input more than once, and the guest may
+    /// write meanwhile.
     pub fn send(&mut self, socket: &TcpStream, mut vectors: &mut [Outgoing<'_>]) -> Result<(), SendError> {
         let mut copy = std::mem::take(&mut self.copy);
         copy.resize(WRITE_BYTES, 0);
@@ -199,7 +200,8 @@ impl Session {
     }
 }
 
-/// Lets a refused caller read why: where a socket is closed with bytes unread, the kernel throws away what was to be said.
+/// Lets a refused caller read why: where a socket is closed with bytes unread, the kernel throws away what was to be
+/// said.
 fn let_read(socket: &TcpStream) {
     let second = std::time::Duration::from_secs(1);
     if socket.shutdown(std::net::Shutdown::Write).is_ok() && socket.set_read_timeout(Some(second)).is_ok() {

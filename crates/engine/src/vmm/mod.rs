@@ -1,7 +1,7 @@
 //! "Pause, resume, device state": what the engine needs of a VMM, one trait for each end.
 //!
-//! The order at the source is `prepare` → `begin` → `stopped` → `save_devices` → `saved`, and `rollback` from anywhere in
-//! between; at the destination `prepare` → `loaded` → `start`, and `quit` from anywhere. Memory never passes here.
+//! The order at the source is `prepare` → `begin` → `stopped` → `save_devices` → `saved`, and `rollback` from anywhere
+//! in between; at the destination `prepare` → `loaded` → `start`, and `quit` from anywhere. Memory never passes here.
 
 /// A client of QEMU's control protocol.
 pub mod qmp;
@@ -118,8 +118,8 @@ pub trait Source: Send {
         Err(VmmError::Refused { command: "memory map".to_owned(), reason: "it does not tell".to_owned() })
     }
 
-    /// The page tables of every processor that uses any, at this moment. Empty where none does, or where one is in a state that leaves in doubt what
-    /// the guest runs.
+    /// The page tables of every processor that uses any, at this moment. Empty where none does, or where one is in a
+    /// state that leaves in doubt what the guest runs.
     ///
     /// # Errors
     /// [`VmmError`]; refused where the VMM does not tell.
@@ -127,8 +127,8 @@ pub trait Source: Send {
         Err(VmmError::Refused { command: "registers".to_owned(), reason: "it does not tell".to_owned() })
     }
 
-    /// Whether the guest was reset since this was last asked, or at some time before: seen once [`page_tables`](Self::page_tables) has answered what
-    /// was asked after it.
+    /// Whether the guest was reset since this was last asked, or at some time before: seen once
+    /// [`page_tables`](Self::page_tables) has answered what was asked after it.
     ///
     /// # Errors
     /// [`VmmError`].
@@ -136,8 +136,8 @@ pub trait Source: Send {
         Ok(false)
     }
 
-    /// Whether somebody writes the guest's RAM past the VMM's page tables now, or may: then content tells what was written. Where it is so at any look,
-    /// it is so for the whole migration.
+    /// Whether somebody writes the guest's RAM past the VMM's page tables now, or may: then content tells what was
+    /// written. Where it is so at any look, it is so for the whole migration.
     ///
     /// # Errors
     /// [`VmmError`]; refused where content would not tell, either.
@@ -170,8 +170,8 @@ pub trait Source: Send {
     /// [`VmmError`]; call `rollback`.
     fn saved(&mut self, timeout: Duration) -> Result<(), VmmError>;
 
-    /// Gives the guest back: cancels what was begun, waits until the VMM is idle again, and lets the guest run if it ran
-    /// when `begin` was called. Does nothing where nothing was begun. A later migration can succeed.
+    /// Gives the guest back: cancels what was begun, waits until the VMM is idle again, and lets the guest run if it
+    /// ran when `begin` was called. Does nothing where nothing was begun. A later migration can succeed.
     ///
     /// # Errors
     /// [`VmmError`]; then the guest is stopped or gone.
@@ -186,7 +186,8 @@ pub trait Source: Send {
 
 /// The VMM at the destination, started so that it waits for device state and does not run the guest by itself.
 pub trait Destination: Send {
-    /// Makes the VMM listen for device state and returns the stream to write it to; shut down its writing side at the end.
+    /// Makes the VMM listen for device state and returns the stream to write it to; shut down its writing side at the
+    /// end.
     ///
     /// # Errors
     /// [`VmmError`].
@@ -198,7 +199,8 @@ pub trait Destination: Send {
     /// [`VmmError`]: [`VmmError::Migration`] or [`VmmError::Gone`] where the VMM refuses the state.
     fn loaded(&mut self, timeout: Duration) -> Result<(), VmmError>;
 
-    /// Whether the VMM still lives, with the guest loaded and stopped: asked just before the guest becomes its own, so it must not take long.
+    /// Whether the VMM still lives, with the guest loaded and stopped: asked just before the guest becomes its own, so
+    /// it must not take long.
     ///
     /// # Errors
     /// [`VmmError`].

@@ -1,7 +1,8 @@
 //! A synchronous QMP client: commands with a time limit, and the events between them in a queue.
 //!
-//! QEMU may die, hang or be replaced by something else at any moment, so every wait is bounded, and after the first broken
-//! line the connection only says that it is broken. A lost connection can be made anew: QEMU greets the next client.
+//! QEMU may die, hang or be replaced by something else at any moment, so every wait is bounded, and after the first
+//! broken line the connection only says that it is broken. A lost connection can be made anew: QEMU greets the next
+//! client.
 
 mod message;
 
@@ -55,11 +56,12 @@ enum Ended {
 }
 
 impl Qmp {
-    /// Connects to QEMU's socket, trying again while nobody listens there yet, and makes the connection ready for commands.
+    /// Connects to QEMU's socket, trying again while nobody listens there yet, and makes the connection ready for
+    /// commands.
     ///
     /// # Errors
-    /// [`VmmError::Connection`] or [`VmmError::Silent`] where no QEMU answers within `timeout`. QEMU serves one client at a time:
-    /// where another one is connected it is silent.
+    /// [`VmmError::Connection`] or [`VmmError::Silent`] where no QEMU answers within `timeout`. QEMU serves one client
+    /// at a time: where another one is connected it is silent.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, VmmError> {
         let deadline = Instant::now() + timeout;
         let stream = loop {
@@ -119,8 +121,8 @@ impl Qmp {
     /// Runs a command and returns its result. Pass `json!({})` where it takes no arguments.
     ///
     /// # Errors
-    /// [`VmmError::Refused`] with QEMU's own words; [`VmmError::Silent`] after `timeout`, and the late answer is dropped when it
-    /// comes; [`VmmError::Gone`] and [`VmmError::Connection`] for ever once the connection has ended.
+    /// [`VmmError::Refused`] with QEMU's own words; [`VmmError::Silent`] after `timeout`, and the late answer is
+    /// dropped when it comes; [`VmmError::Gone`] and [`VmmError::Connection`] for ever once the connection has ended.
     pub fn execute(&mut self, command: &str, arguments: Value, timeout: Duration) -> Result<Value, VmmError> {
         self.command(command, arguments, None, timeout)
     }

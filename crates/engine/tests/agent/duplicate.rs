@@ -1,5 +1,6 @@
-//! What becomes of threads that wait for pages when whoever fills them is killed: with the library's duplicate of the userfaultfd they
-//! wait for the next one; without it they read zeros. The threads are a program's that knows what it must read, and a guest's processor.
+//! What becomes of threads that wait for pages when whoever fills them is killed: with the library's duplicate of the
+//! userfaultfd they wait for the next one; without it they read zeros. The threads are a program's that knows what it
+//! must read, and a guest's processor.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
@@ -104,8 +105,8 @@ impl Drop for KillUnlessDone {
     }
 }
 
-/// Lets the program read its pages through a handler that leaves each thread's next page unfilled and is then killed; `then` is told the
-/// pages that were left, and whether the program is through. How many pages the program found bad.
+/// Lets the program read its pages through a handler that leaves each thread's next page unfilled and is then killed;
+/// `then` is told the pages that were left, and whether the program is through. How many pages the program found bad.
 fn bad_pages_after_a_kill(
     way: &str,
     then: impl FnOnce(&Path, &BTreeSet<u64>, &dyn Fn() -> bool) -> Option<Handler>,
@@ -163,8 +164,9 @@ fn counters(ram: &Path) -> [u32; 2] {
     [0, 4].map(|at| u32::from_le_bytes(words[at..at + 4].try_into().expect("four bytes")))
 }
 
-/// Takes a guest's pages away in mid-work, lets it run on through a handler that is killed with the guest waiting, and says how the guest
-/// stands when it has waited or run on for a while; then the handler `next` goes on, where there is one, and how it stands then.
+/// Takes a guest's pages away in mid-work, lets it run on through a handler that is killed with the guest waiting, and
+/// says how the guest stands when it has waited or run on for a while; then the handler `next` goes on, where there is
+/// one, and how it stands then.
 fn guest_after_a_kill(way: &str, next: Option<&str>) -> Option<[[u32; 2]; 3]> {
     if cannot_run() {
         return None;

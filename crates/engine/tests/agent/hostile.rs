@@ -1,5 +1,5 @@
-//! Agents, and processes around them, that are in their guest's hands: each misdeed costs its own guest at most its migration, in bounded time, and the next guest
-//! is moved as if nothing had been.
+//! Agents, and processes around them, that are in their guest's hands: each misdeed costs its own guest at most its
+//! migration, in bounded time, and the next guest is moved as if nothing had been.
 
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -110,7 +110,8 @@ fn with_descriptor(socket: &OwnedFd, request: &RequestHeader, descriptor: impl A
     let _ = rustix::net::sendmsg(socket, &[std::io::IoSlice::new(&packet)], &mut control, SendFlags::NOSIGNAL);
 }
 
-/// A pipe that nobody writes, so that reading it would wait for ever; a file that ends; a log that its owner may cut short.
+/// A pipe that nobody writes, so that reading it would wait for ever; a file that ends; a log that its owner may cut
+/// short.
 const MISDEEDS: [(&str, Misdeed); 11] = [
     ("stops answering", |_, _| {}),
     ("hangs up", |socket, _| {

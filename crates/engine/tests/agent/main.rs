@@ -1,7 +1,7 @@
 //! The library inside a real QEMU (and inside a plain program), asked by the daemon's client.
 //!
-//! No guest runs in most of these: QEMU stands before its first instruction. Needs root, /dev/userfaultfd and qemu-system-x86_64;
-//! where one is absent a test says so and passes.
+//! No guest runs in most of these: QEMU stands before its first instruction. Needs root, /dev/userfaultfd and
+//! qemu-system-x86_64; where one is absent a test says so and passes.
 
 /// Building the library, and a QEMU or a program with it inside.
 mod fixture;

@@ -1,5 +1,5 @@
-//! The program that some tests run in QEMU's place: this same program, told by an environment variable to map RAM and do as it is
-//! told, a line at a time. It calls libc as QEMU does, through the dynamic linker.
+//! The program that some tests run in QEMU's place: this same program, told by an environment variable to map RAM and
+//! do as it is told, a line at a time. It calls libc as QEMU does, through the dynamic linker.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
@@ -130,7 +130,8 @@ fn do_as_told() {
                 });
                 let found: Vec<i32> = userfaultfds.collect();
                 for fd in &found {
-                    // SAFETY: flags of a descriptor that the library keeps, or its end: the library must live with both.
+                    // SAFETY: flags of a descriptor that the library keeps, or its end: the library must live with
+                    // both.
                     let done = unsafe {
                         if words[0] == "block" { libc::fcntl(*fd, libc::F_SETFL, 0) } else { libc::close(*fd) }
                     };
@@ -138,13 +139,18 @@ fn do_as_told() {
                 }
                 found.len().to_string()
             }
-            // So many threads share so many pages, and each reads its own in turn: how many are not as [`word_of`] has them.
+            // So many threads share so many pages, and each reads its own in turn: how many are not as [`word_of`] has
+            // them.
             "check" => {
                 let (threads, pages) = (number(1), number(2));
                 let part = |thread: u64| (thread * pages / threads)..((thread + 1) * pages / threads);
                 let is_bad = |page: &u64| {
-                    // SAFETY: within the mapping, which stays; aligned; whoever fills the page does so before it can be read.
-                    (0..PAGE / 8).any(|index| unsafe { ((address + page * PAGE) as *const u64).add(index as usize).read_volatile() } != word_of(*page))
+                    // SAFETY: within the mapping, which stays; aligned; whoever fills the page does so before it can be
+                    // read.
+                    let word = |index: u64| unsafe {
+                        ((address + page * PAGE) as *const u64).add(index as usize).read_volatile()
+                    };
+                    (0..PAGE / 8).any(|index| word(index) != word_of(*page))
                 };
                 let bad: usize = std::thread::scope(|scope| {
                     let readers: Vec<_> =

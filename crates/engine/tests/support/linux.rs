@@ -94,7 +94,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// A guest that has started its jobs and told how many pages it has free; `None`, said why, where something is missing.
+    /// A guest that has started its jobs and told how many pages it has free; `None`, said why, where something is
+    /// missing.
     pub fn boot(plan: &Plan) -> Option<Self> {
         for _ in 0..BOOTS {
             let guest = Self::start(plan, &binary(plan)?, BOOT)?;

@@ -80,7 +80,8 @@ impl Config {
     }
 }
 
-/// Where the boot sector's code lies in the firmware that takes its place on `microvm`, and its reset vector: a jump there.
+/// Where the boot sector's code lies in the firmware that takes its place on `microvm`, and its reset vector: a jump
+/// there.
 const FIRMWARE_CODE: usize = 0xff00;
 const RESET_VECTOR: (usize, [u8; 3]) = (0xfff0, [0xe9, 0x0d, 0xff]);
 

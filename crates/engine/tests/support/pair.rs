@@ -1,4 +1,5 @@
-//! Both ends of a migration in one process, with real sockets, real mappings, real write tracking, and a "guest" of threads.
+//! Both ends of a migration in one process, with real sockets, real mappings, real write tracking, and a "guest" of
+//! threads.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -132,7 +133,8 @@ pub struct SourceVmm {
     /// How often it still refuses to be rolled back.
     pub refuse_rollback: Arc<AtomicU64>,
     pub quit: Arc<AtomicBool>,
-    /// How large its RAM is, from address 0 on, and the page tables of its processors: what looks into a guest from outside asks for.
+    /// How large its RAM is, from address 0 on, and the page tables of its processors: what looks into a guest from
+    /// outside asks for.
     pub kernel: Option<(u64, Vec<PageTables>)>,
     stream: Option<UnixStream>,
 }

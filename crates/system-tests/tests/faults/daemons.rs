@@ -9,8 +9,8 @@ enum Daemon {
     Destination,
 }
 
-/// Kills a daemon with -9 while a message is held back, which is then lost with the link. The guest must be on the source's host
-/// afterwards, or on the destination's where `moves`.
+/// Kills a daemon with -9 while a message is held back, which is then lost with the link. The guest must be on the
+/// source's host afterwards, or on the destination's where `moves`.
 fn killed_at(daemon: Daemon, point: Point, moves: bool) {
     with_guest(|site| {
         let (here, there) = site.names();

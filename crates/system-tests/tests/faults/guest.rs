@@ -8,7 +8,8 @@ use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
 /// So slow that the guest ends in the first round, however long it takes.
 const RATE: &str = "1MB";
 
-/// Ends the guest while it is on its way: a guest of its own, as it does not come back. Then another of its name takes its place.
+/// Ends the guest while it is on its way: a guest of its own, as it does not come back. Then another of its name takes
+/// its place.
 fn ended_on_the_way(end: impl FnOnce(&Site, &mut UnixStream), words: &[&str]) {
     if skip_without(&needs::GUEST) {
         return;

@@ -1,5 +1,5 @@
-//! Faults, each at a named moment. Whatever happens, the guest runs on exactly one host with every page it wrote, a person is told
-//! what happened, and the next attempt succeeds (`docs/failure.md`).
+//! Faults, each at a named moment. Whatever happens, the guest runs on exactly one host with every page it wrote, a
+//! person is told what happened, and the next attempt succeeds (`docs/failure.md`).
 //!
 //! All tests of this program share one guest, one after the other: each leaves it at work, wherever it then is.
 

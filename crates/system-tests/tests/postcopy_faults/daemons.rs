@@ -10,7 +10,8 @@ enum Daemon {
     Both,
 }
 
-/// Kills daemons with -9 at each of the points in turn, and starts them again. The guest waits meanwhile, and arrives whole.
+/// Kills daemons with -9 at each of the points in turn, and starts them again. The guest waits meanwhile, and arrives
+/// whole.
 fn killed_at_each_of(daemon: Daemon, points: &[Point], options: &[&str]) {
     with_guest(|site| {
         let (here, there) = site.names();

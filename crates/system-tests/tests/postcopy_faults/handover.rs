@@ -11,7 +11,8 @@ enum Fault {
     Destination,
 }
 
-/// Lets something go wrong at a point before the guest is handed over: it runs on where it was, and the other host has nothing of it.
+/// Lets something go wrong at a point before the guest is handed over: it runs on where it was, and the other host has
+/// nothing of it.
 fn before(fault: Fault, point: Point) {
     with_guest(|site| {
         let (here, there) = site.names();

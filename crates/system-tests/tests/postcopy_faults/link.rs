@@ -31,7 +31,8 @@ fn a_link_lost_and_restored_at_every_step_only_delays_the_pages() {
         proxy.up();
         let report = completes(site, &attempt.end());
         println!("{:?}", report.postcopy);
-        // Where every page was there before `complete` was lost, it has not been said again: its answer is lost in a migration of its own.
+        // Where every page was there before `complete` was lost, it has not been said again: its answer is lost in a
+        // migration of its own.
         let proxy = Proxy::start(site.here(), site.there());
         let attempt = site.begin(Some(&proxy.address), &["--mode", "postcopy"]);
         lose_at(site, &proxy, Point::Reply("complete"));

@@ -1,6 +1,6 @@
-//! Faults while a guest's pages follow it. Up to the point of no return the guest runs on at the source; from then on it runs at the
-//! destination, waits where it touches a page that is not there, and every page arrives, however often hosts lose each other
-//! (`docs/failure.md`).
+//! Faults while a guest's pages follow it. Up to the point of no return the guest runs on at the source; from then on
+//! it runs at the destination, waits where it touches a page that is not there, and every page arrives, however often
+//! hosts lose each other (`docs/failure.md`).
 //!
 //! All tests of this program share one guest, one after the other: each leaves it at work, wherever it then is.
 
@@ -50,7 +50,8 @@ pub fn says_that_it_waits(site: &Site, host: &str) {
     assert!(told.contains("waiting for"), "{told}");
 }
 
-/// The guest belongs to the other host, wholly: it runs there with all of its pages, and the host that it left has nothing of it.
+/// The guest belongs to the other host, wholly: it runs there with all of its pages, and the host that it left has
+/// nothing of it.
 pub fn arrives(site: &mut Site) {
     site.moved();
     site.nothing_is_left_there();

@@ -6,8 +6,8 @@ use sterna_system_tests::{PATIENCE, Site};
 /// Bytes of the disk. No byte of it is zero: how much of a wrong read is zeros tells what was lost.
 const BYTES: usize = 24 << 20;
 
-/// Reads the disk over and over: what is left of it in the page cache, then from the disk into the page cache, and past it. Each read is one line
-/// with its sum; a wrong one also says how many bytes are not zeros.
+/// Reads the disk over and over: what is left of it in the page cache, then from the disk into the page cache, and past
+/// it. Each read is one line with its sum; a wrong one also says how many bytes are not zeros.
 const SCRIPT: &str = r#"exec 3</dev/vda
 look() {
     set -- "$1" "$2" $(md5sum <"$2")

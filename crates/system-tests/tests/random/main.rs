@@ -1,6 +1,6 @@
-//! Migrations in every mode, each with a fault of a random kind at a random moment, of a guest that checks its own memory and reads a disk by
-//! direct I/O all the time. Whatever happens, the guest ends up on exactly one host with every page, reads what its disk holds, and
-//! leaves nothing on the other.
+//! Migrations in every mode, each with a fault of a random kind at a random moment, of a guest that checks its own
+//! memory and reads a disk by direct I/O all the time. Whatever happens, the guest ends up on exactly one host with
+//! every page, reads what its disk holds, and leaves nothing on the other.
 
 /// A disk that the guest reads all the time.
 mod disk;
@@ -163,7 +163,8 @@ fn whatever_happens_at_any_moment_the_guest_is_whole_on_one_host_and_reads_what_
     let first = number_in("STERNA_RANDOM_FIRST").unwrap_or(Random(seed).below((FAULTS.len() * MODES.len()) as u64));
     println!("STERNA_SEED={seed} STERNA_RANDOM={runs} STERNA_RANDOM_FIRST={first}");
     let disk = Disk::new();
-    // The last word is the kernel's: it clears what is freed, so that a page which the disk is read into was zeros a moment ago.
+    // The last word is the kernel's: it clears what is freed, so that a page which the disk is read into was zeros a
+    // moment ago.
     let jobs = format!("{JOBS};{} init_on_free=1", disk.job());
     let mut site = Site::start(&Plan { jobs, more: disk.arguments(), memory_bytes: 320 << 20, ..Plan::small() });
     disk.is_read_as_it_is(&site);

@@ -65,8 +65,8 @@ fn a_vmm_that_makes_its_userfaultfd_block_keeps_nobody_waiting() {
     drop(hostile);
 }
 
-/// The fault thread has found a page current when the residue comes and says that it is missing. Seen to fail without the lock, in most of these rounds: the page of
-/// the earlier round was mapped after `begin`, and the guest read it.
+/// The fault thread has found a page current when the residue comes and says that it is missing. Seen to fail without
+/// the lock, in most of these rounds: the page of the earlier round was mapped after `begin`, and the guest read it.
 #[test]
 fn a_page_that_becomes_missing_while_it_is_mapped_for_a_fault_is_not_seen_stale() {
     if !works() {

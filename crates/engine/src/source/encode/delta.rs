@@ -1,16 +1,17 @@
 //! Pages as differences to what was last sent of them, from a bounded cache of what that was.
 //!
-//! **What is kept.** A page enters the cache when it is sent for the second time. Its first sending says nothing about whether it will be
-//! written: in the first round that is all of the guest's memory, and it would push everything else out. Where the
-//! cache is full, a page takes the place of one that was not sent in this round or the last; where there is none such,
-//! it stays out. A working set larger than the cache is thus hit in part; replacing the oldest would replace each page
-//! just before its turn comes, and hit nothing.
+//! **What is kept.** A page enters the cache when it is sent for the second time. Its first sending says nothing about
+//! whether it will be written: in the first round that is all of the guest's memory, and it would push everything else
+//! out. Where the cache is full, a page takes the place of one that was not sent in this round or the last; where there
+//! is none such, it stays out. A working set larger than the cache is thus hit in part; replacing the oldest would
+//! replace each page just before its turn comes, and hit nothing.
 //!
 //! **Why the destination can apply it.** A difference is told to exactly what the destination holds, because
 //! - an entry is replaced whenever its page is sent, whatever way, and holds the very copy that was encoded;
-//! - what was sent of a page in one round has arrived and is in place before the next round begins, and a chunk keeps its connection; a
-//!   page goes once in a round;
-//! - an entry is used only where [`SentTable`](crate::source::sent::SentTable) says that the destination holds content of the entry's
+//! - what was sent of a page in one round has arrived and is in place before the next round begins, and a chunk keeps
+//!   its connection; a page goes once in a round;
+//! - an entry is used only where [`SentTable`](crate::source::sent::SentTable) says that the destination holds content
+//!   of the entry's
 //! digest. So a page that was zeros or given back in between, one that arrived *suspect*, and one that was sent past
 //! the cache are sent whole, and nobody has to tell the cache;
 //! - a frame that fails, fails the migration, and the next one begins with nothing sent.

@@ -80,7 +80,8 @@ impl Begun {
 }
 
 impl Session {
-    /// Sends every page that is pending, and sees that all are there. `completed` keeps what was learned then, should the link break after it.
+    /// Sends every page that is pending, and sees that all are there. `completed` keeps what was learned then, should
+    /// the link break after it.
     ///
     /// # Errors
     /// The session broke; the destination may still miss pages.

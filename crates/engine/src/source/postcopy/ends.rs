@@ -38,7 +38,8 @@ impl Ends {
         }
     }
 
-    /// From now on a connection that ends is no failure, and the others stay: on the control connection more may be said.
+    /// From now on a connection that ends is no failure, and the others stay: on the control connection more may be
+    /// said.
     pub fn close(&self) {
         let _state = self.lock();
         self.ended.store(true, Ordering::Release);

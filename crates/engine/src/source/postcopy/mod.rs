@@ -2,14 +2,15 @@
 //!
 //! ```text
 //!   faults connection  ──▶ urgent: asked for ─┐
-//!                                             ├─ pending: each page is taken once ── frames ──▶ urgent, pages(i) connections
+//!                                             ├─ pending: each page is taken once ── frames ──▶ urgent and pages(i)
 //!   pacing ──▶ push, one per connection ──────┘
 //!   control            ◀─▶ drive: heartbeat, Complete, verify, Release
 //!   whatever breaks    ──▶ everything is hung up; resume: connect anew, ask what is missing, go on
 //! ```
 //!
-//! The source's guest never runs again, and its RAM stands still: what is read here is what the guest wrote last. So a page needs no second
-//! look, only to arrive; and where a link or a daemon fails nothing is lost but time, as long as this RAM and the destination live.
+//! The source's guest never runs again, and its RAM stands still: what is read here is what the guest wrote last. So a
+//! page needs no second look, only to arrive; and where a link or a daemon fails nothing is lost but time, as long as
+//! this RAM and the destination live.
 
 /// Which pages are still here and not there.
 pub mod pending;
@@ -74,7 +75,8 @@ struct Standing {
 }
 
 impl Handed {
-    /// From the rounds of a machine whose guest has gone, and what serves its faults; `stands` is whether the session's connections still do.
+    /// From the rounds of a machine whose guest has gone, and what serves its faults; `stands` is whether the session's
+    /// connections still do.
     ///
     /// # Panics
     /// It was not agreed that pages follow the guest. No error: an error would let the guest run on here.
@@ -86,8 +88,8 @@ impl Handed {
     }
 }
 
-/// Sends the rest of the pages after the guest, over the connections that stand, and where they do not, or not any more, over new
-/// ones, until all are there.
+/// Sends the rest of the pages after the guest, over the connections that stand, and where they do not, or not any
+/// more, over new ones, until all are there.
 pub fn postcopy(departure: &mut Departure, link: Link, handed: Handed) {
     let Handed { work, standing } = handed;
     let session = standing.and_then(|Standing { begun, streams, known }| begun.session(link, streams, known).ok());

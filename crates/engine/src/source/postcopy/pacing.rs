@@ -1,4 +1,5 @@
-//! How fast the push goes: `Pace` decides, the kernel's `SO_MAX_PACING_RATE` holds it, and `TCP_INFO` says what came through (tcp(7), socket(7)).
+//! How fast the push goes: `Pace` decides, the kernel's `SO_MAX_PACING_RATE` holds it, and `TCP_INFO` says what came
+//! through (tcp(7), socket(7)).
 //!
 //! Few bytes wait unsent in the sockets (`TCP_NOTSENT_LOWAT`): what waits there was chosen before the latest fault.
 
@@ -20,7 +21,8 @@ const LEAST_UNSENT: u32 = 32 << 10;
 /// At most what was measured to keep an urgent page waiting little.
 const MOST_UNSENT: u32 = 128 << 10;
 
-/// The share of a window for which there must have been something to send, for it to say what the link carries. The kernel counts in ticks.
+/// The share of a window for which there must have been something to send, for it to say what the link carries. The
+/// kernel counts in ticks.
 const BUSY: f64 = 0.75;
 /// How much the latest window counts for what faults take of the link.
 const LATEST: f64 = 0.3;
@@ -97,7 +99,8 @@ impl<'a> Pacing<'a> {
         let asked_rate = new_asked as f64 / length.as_secs_f64();
         self.asked = (asked, self.asked.1 + (asked_rate - self.asked.1) * LATEST);
         let delivered = acknowledged.saturating_sub(self.acknowledged) + new_asked;
-        // A host whose processors are busy elsewhere lets its connections run dry: then the window says nothing of the link.
+        // A host whose processors are busy elsewhere lets its connections run dry: then the window says nothing of the
+        // link.
         let busy = busy_time.saturating_sub(self.busy) >= length.mul_f64(BUSY) * self.sockets.len() as u32;
         let lost = retransmitted > self.retransmitted;
         (self.since, self.acknowledged, self.busy, self.retransmitted) =

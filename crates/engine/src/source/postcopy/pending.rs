@@ -1,17 +1,18 @@
 //! The pages that are still here and not there, shared by those that send them.
 //!
-//! A page is taken out under one lock before it is sent, by whoever sends it: so it goes at most once, whether a fault asks for it, its
-//! neighbour was asked for, or the push comes by. What was taken and lost with a link is put back by asking the destination what is
-//! missing there (`resume.rs`): this set is then made anew.
+//! A page is taken out under one lock before it is sent, by whoever sends it: so it goes at most once, whether a fault
+//! asks for it, its neighbour was asked for, or the push comes by. What was taken and lost with a link is put back by
+//! asking the destination what is missing there (`resume.rs`): this set is then made anew.
 //!
-//! The races:
+//! The races, and why nothing is lost and nothing goes twice:
 //!
-//! | race | why nothing is lost and nothing goes twice |
-//! | --- | --- |
-//! | a fault asks for a page that the push has just taken | it is on its way, and nothing more is done than to move the pivot there; where it does not arrive the link is broken, and the set is made anew |
-//! | the push wants the neighbours of a fault that takes them at the same time | the lock: one of both has them |
-//! | a fault comes before the answer to `LoadPostcopy`, because loading the devices reads guest RAM | the set is filled before that request is sent |
-//! | a request for a page that was never to be sent, or that the machine does not have | it is not in the set: nothing is sent |
+//! * **a fault asks for a page that the push has just taken**: it is on its way, and nothing more is done than to move
+//!   the pivot there; where it does not arrive the link is broken, and the set is made anew
+//! * **the push wants the neighbours of a fault that takes them at the same time**: the lock: one of both has them
+//! * **a fault comes before the answer to `LoadPostcopy`, because loading the devices reads guest RAM**: the set is
+//!   filled before that request is sent
+//! * **a request for a page that was never to be sent, or that the machine does not have**: it is not in the set:
+//!   nothing is sent
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -88,8 +89,8 @@ impl Pending {
         self.lock().left
     }
 
-    /// Whether hardly a fault had to wait for its page to be sent in so long. One that finds its page on its way does not count: the sooner the
-    /// push goes, the sooner it comes.
+    /// Whether hardly a fault had to wait for its page to be sent in so long. One that finds its page on its way does
+    /// not count: the sooner the push goes, the sooner it comes.
     #[must_use]
     pub fn quiet_for(&self, time: Duration) -> bool {
         let state = self.lock();

@@ -27,7 +27,8 @@ impl Requests {
     /// # Errors
     /// The connection is gone.
     pub fn new(connection: Connection, key: u64) -> Result<Self, MigrateError> {
-        // A guest may touch nothing that is missing for as long as it likes; whether its host lives, the control connection says.
+        // A guest may touch nothing that is missing for as long as it likes; whether its host lives, the control
+        // connection says.
         connection.set_read_timeout(None).map_err(MigrateError::link("waiting for requests for pages"))?;
         Ok(Self { connection, key, buffer: Vec::with_capacity(READ_BYTES), read: 0 })
     }

@@ -1,9 +1,10 @@
 //! Over lost links and restarts, until every page is there.
 //!
-//! After the switchover there is no way back: the guest runs at the destination, or waits there for a page that only this host has. So
-//! whatever breaks, everything is hung up, and a new session is begun, as often as it takes. It has a number and a key of its own, and begins
-//! with [`Request::Resume`](sterna_protocol::message::Request::Resume): the destination says which pages it misses, and those go. What was
-//! under way when the link broke is among them where it did not arrive.
+//! After the switchover there is no way back: the guest runs at the destination, or waits there for a page that only
+//! this host has. So whatever breaks, everything is hung up, and a new session is begun, as often as it takes. It has a
+//! number and a key of its own, and begins with [`Request::Resume`](sterna_protocol::message::Request::Resume): the
+//! destination says which pages it misses, and those go. What was under way when the link broke is among them where it
+//! did not arrive.
 
 use std::time::{Duration, Instant};
 

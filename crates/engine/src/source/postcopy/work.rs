@@ -34,8 +34,8 @@ pub struct Work {
     pub compression: Option<Meter>,
     /// What the push leaves of the link for faults, bytes per second.
     pub spare: AtomicU64,
-    /// Pages that the guest held free when it stopped: they are zeros there, whatever they hold here. `None` where that is not known, because an earlier
-    /// daemon looked: then they go as they are, which is as right.
+    /// Pages that the guest held free when it stopped: they are zeros there, whatever they hold here. `None` where that
+    /// is not known, because an earlier daemon looked: then they go as they are, which is as right.
     free: Mutex<Option<Arc<PageMap>>>,
     /// What was done.
     pub tally: Tally,
@@ -62,8 +62,9 @@ impl Work {
         })
     }
 
-    /// Says which pages the guest held free: before any of them can be asked for, and again where the VMM wrote some of them while it saved its
-    /// devices. What was taken to be sent in between went as was said before: whoever says it again looks which pages those are.
+    /// Says which pages the guest held free: before any of them can be asked for, and again where the VMM wrote some of
+    /// them while it saved its devices. What was taken to be sent in between went as was said before: whoever says it
+    /// again looks which pages those are.
     pub fn set_free(&self, free: PageMap) {
         *self.free.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(free));
     }

@@ -14,10 +14,11 @@
 //!   Commit ══ the point of no return ════════▶ on record; the guest runs
 //! ```
 //!
-//! The devices' loading reads guest RAM (virtio's rings), so device state is held back at the destination until the last pages are
-//! in place; saving them does not wait for the pages, which hides the shorter of the two times. Nor does the loading wait for the last look: a VMM
-//! that writes RAM while it saves (none was seen to; its I/O is drained) is found out after the destination may have loaded from the page as it was
-//! before, and the guest stays here. To hold the state back until `Load` would make every pause longer by the loading.
+//! The devices' loading reads guest RAM (virtio's rings), so device state is held back at the destination until the
+//! last pages are in place; saving them does not wait for the pages, which hides the shorter of the two times. Nor does
+//! the loading wait for the last look: a VMM that writes RAM while it saves (none was seen to; its I/O is drained) is
+//! found out after the destination may have loaded from the page as it was before, and the guest stays here. To hold
+//! the state back until `Load` would make every pause longer by the loading.
 
 /// The guest stops.
 mod stop;
@@ -45,7 +46,8 @@ use crate::transport::clock::now_us;
 use crate::transport::connection::Connection;
 use crate::transport::control::REPLY_TIMEOUT;
 
-/// Stops the guest, and brings its devices and its last pages (or the map of those that are still to come) to the destination.
+/// Stops the guest, and brings its devices and its last pages (or the map of those that are still to come) to the
+/// destination.
 ///
 /// # Errors
 /// The guest is still the source's, stopped or not: what went wrong on the way, or [`MigrateError::Cancelled`].
@@ -95,9 +97,9 @@ fn load(
     let device_began = Instant::now();
     vmm.saved(DEVICE_TIMEOUT)?;
     pump.finish()?;
-    // Nothing writes RAM any more: the guest is stopped, its I/O drained, its devices saved. What was written since the last look
-    // comes too late: the destination lets go of the devices' state once the last pages are in place, and may have loaded it from
-    // these as they were. In the runs seen there was none.
+    // Nothing writes RAM any more: the guest is stopped, its I/O drained, its devices saved. What was written since the
+    // last look comes too late: the destination lets go of the devices' state once the last pages are in place, and may
+    // have loaded it from these as they were. In the runs seen there was none.
     rounds.collect(*tracker)?;
     if rounds.left() > 0 {
         return Err(MigrateError::WrittenWhileSaving(rounds.left()));

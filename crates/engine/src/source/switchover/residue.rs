@@ -4,15 +4,16 @@
 //!   VMM: stop the guest, drain its I/O
 //!   Stopped ─────────────────────────────────▶ device state waits from here on
 //!   collect; from here on faults are served    ┐ VMM: save the devices
-//!   Residue …, LoadPostcopy ─────────────────▶ │ pages of the residue are shown to nobody; devices loaded as they come, with faults
+//!   Residue …, LoadPostcopy ─────────────────▶ │ none of the residue is shown; devices loaded as they come
 //!   hand over, on record                       ┘
 //!   saved; collect once more: what the VMM wrote while it saved. Those pages must be pending still
 //!   Commit ══ the point of no return ════════▶ on record; the guest runs
 //! ```
 //!
-//! Saving and loading are the longest parts of this pause, and so they overlap. What that costs is the last look: a VMM that writes RAM while it
-//! saves is found out after the destination may have loaded from the page as it was before. Where the page is
-//! still pending, nobody has seen it, and it goes as it is now; where it is not, the guest stays here.
+//! Saving and loading are the longest parts of this pause, and so they overlap. What that costs is the last look: a VMM
+//! that writes RAM while it saves is found out after the destination may have loaded from the page as it was before.
+//! Where the page is still pending, nobody has seen it, and it goes as it is now; where it is not, the guest stays
+//! here.
 
 use std::time::Instant;
 
@@ -42,9 +43,9 @@ struct Asked {
     residue: Residue,
 }
 
-/// Stops the guest and brings its devices to the destination, and the map of the pages that are still to come. Those are `pending`
-/// from the moment on when the destination may ask for one: before its devices are loaded. When all that is left to do is to wait
-/// for that, it is put on record that the guest may run there.
+/// Stops the guest and brings its devices to the destination, and the map of the pages that are still to come. Those
+/// are `pending` from the moment on when the destination may ask for one: before its devices are loaded. When all that
+/// is left to do is to wait for that, it is put on record that the guest may run there.
 ///
 /// # Errors
 /// What went wrong on the way, or [`MigrateError::Cancelled`].
@@ -70,8 +71,8 @@ pub(super) fn load(
     let asked = asked?;
     saved.map_err(|_| MigrateError::Bug("the thread that saves the devices broke off"))??;
     rounds.collect(*tracker)?;
-    // What is still pending of them goes as it is now, free or not. Said before it is looked which are pending: what was taken as
-    // free by then is not pending, and fails the switchover.
+    // What is still pending of them goes as it is now, free or not. Said before it is looked which are pending: what
+    // was taken as free by then is not pending, and fails the switchover.
     begun.work.set_free(rounds.free().clone());
     let seen = begun.pending.not_in(&rounds.take_residue());
     if seen > 0 {

@@ -15,8 +15,8 @@ pub(super) const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long one look for the stop takes; where it takes longer, another round goes meanwhile.
 const STOP_LOOK: Duration = Duration::from_millis(20);
 
-/// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which the guest
-/// runs on: then its pages go meanwhile.
+/// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which
+/// the guest runs on: then its pages go meanwhile.
 pub(super) fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Rounds) -> Result<Stopped, MigrateError> {
     let deadline = Instant::now() + STOP_TIMEOUT;
     loop {

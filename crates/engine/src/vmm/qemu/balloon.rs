@@ -7,7 +7,8 @@ use super::inspect::DEVICE_PATHS;
 use crate::vmm::VmmError;
 use crate::vmm::qmp::Qmp;
 
-/// How often the guest's driver is asked for its statistics, seconds: the least QEMU knows. It stamps them in whole seconds, too.
+/// How often the guest's driver is asked for its statistics, seconds: the least QEMU knows. It stamps them in whole
+/// seconds, too.
 const POLL_S: u64 = 1;
 
 /// A guest's balloon device (virtio-balloon), over whatever bus.

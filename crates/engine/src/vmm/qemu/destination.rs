@@ -91,7 +91,8 @@ impl Destination for QemuDestination {
     }
 
     fn alive(&mut self) -> Result<(), VmmError> {
-        // A process that was killed takes milliseconds to end, with so much memory to let go; it answers nothing from the first of them.
+        // A process that was killed takes milliseconds to end, with so much memory to let go; it answers nothing from
+        // the first of them.
         let answer = guest_status(&mut lock(&self.qmp));
         answer.map(drop).map_err(|error| self.explain(error))
     }

@@ -30,7 +30,8 @@ pub struct Inspection {
     pub direct_io: Vec<String>,
     /// Whether the guest may run guests of its own, whose processors KVM lets write into pages that it keeps mapped.
     pub may_nest: bool,
-    /// Devices, network back ends and block nodes through which others than QEMU write guest RAM (vfio, vhost-user, vDPA, ivshmem, `nvme://`), by type.
+    /// Devices, network back ends and block nodes through which others than QEMU write guest RAM (vfio, vhost-user,
+    /// vDPA, ivshmem, `nvme://`), by type.
     pub foreign_writers: Vec<String>,
     /// Why QEMU itself refuses to migrate this guest.
     pub blockers: Vec<String>,
@@ -59,8 +60,8 @@ impl MemoryDevice {
 }
 
 impl Inspection {
-    /// Guest RAM that Sterna cannot move, as names for people: back ends that are no shared named files, and RAM that has no
-    /// back end at all.
+    /// Guest RAM that Sterna cannot move, as names for people: back ends that are no shared named files, and RAM that
+    /// has no back end at all.
     pub fn immovable_ram(&self) -> Vec<String> {
         let backed: u64 = self.memory_devices.iter().map(|device| device.size_bytes).fold(0, u64::saturating_add);
         let others = self.memory_devices.iter().filter(|device| !device.is_movable());
@@ -141,8 +142,9 @@ fn memory_devices(qmp: &mut Qmp) -> Result<Vec<MemoryDevice>, VmmError> {
     Ok(devices)
 }
 
-/// Whether the guest has virtualization that KVM serves: while a guest of it runs, KVM keeps some of its pages mapped, which the processor then writes by
-/// physical address (Intel's virtual APIC page and posted interrupts, AMD's backing page). TCG writes all through QEMU's page tables.
+/// Whether the guest has virtualization that KVM serves: while a guest of it runs, KVM keeps some of its pages mapped,
+/// which the processor then writes by physical address (Intel's virtual APIC page and posted interrupts, AMD's backing
+/// page). TCG writes all through QEMU's page tables.
 pub(super) fn may_nest(qmp: &mut Qmp) -> Result<bool, VmmError> {
     if accelerator(qmp)? == "tcg" {
         return Ok(false);

@@ -33,8 +33,8 @@ pub(super) fn memory_map(qmp: &mut Qmp) -> Result<Vec<MappedRam>, VmmError> {
 ///   00000000000c0000-00000000000cafff (prio 0, rom): ram @00000000000c0000
 ///   0000000100000000-00000001bfffffff (prio 0, ram): ram @0000000080000000 KVM
 /// ```
-/// A block's name follows, the offset in it where that is not 0, and the name of an accelerator that knows of it. What the guest
-/// can only read (`rom`) is left out: nothing there is anybody's to use.
+/// A block's name follows, the offset in it where that is not 0, and the name of an accelerator that knows of it. What
+/// the guest can only read (`rom`) is left out: nothing there is anybody's to use.
 fn parse(text: &str) -> Result<Vec<MappedRam>, &'static str> {
     let mut ranges: Vec<MappedRam> = Vec::new();
     for line in view(text).ok_or("it shows no view of the guest's memory")? {

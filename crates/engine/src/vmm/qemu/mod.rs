@@ -1,7 +1,8 @@
 //! QEMU 7.2 and later as a VMM: its own migration moves the devices, and Sterna everything in files of RAM.
 //!
-//! Device state passes through a socket pair: one end goes to QEMU over its QMP connection (`getfd`), so that no path, no
-//! permission and no right to open sockets is needed, and a QEMU confined to its own user and `-sandbox` works like any other.
+//! Device state passes through a socket pair: one end goes to QEMU over its QMP connection (`getfd`), so that no path,
+//! no permission and no right to open sockets is needed, and a QEMU confined to its own user and `-sandbox` works like
+//! any other.
 
 /// The VMM at the source.
 mod source;
@@ -57,7 +58,8 @@ use super::qmp::{Event, Qmp};
 /// A QMP connection that the daemon and a migration take turns on: QEMU serves only one client.
 pub type SharedQmp = Arc<Mutex<Qmp>>;
 
-/// How long QEMU may take for a command that only asks or sets something. Its main loop can stand still behind disk I/O.
+/// How long QEMU may take for a command that only asks or sets something. Its main loop can stand still behind disk
+/// I/O.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long QEMU may take to resume a guest or to give it back: it opens and flushes its disks on the way.

@@ -1,12 +1,14 @@
 //! Who writes guest RAM past the page tables of QEMU's process, told by what it is.
 //!
-//! Most of what a device reads for its guest the kernel, or QEMU itself, copies into RAM through QEMU's page tables, where write tracking sees it.
-//! Two kinds do not:
+//! Most of what a device reads for its guest the kernel, or QEMU itself, copies into RAM through QEMU's page tables,
+//! where write tracking sees it. Two kinds do not:
 //!
-//! - **Foreign writers** have all of RAM mapped or pinned for as long as they live (VFIO, vhost-user, vDPA, drivers with registered memory). Nothing
-//!   that Sterna does to pages of the file reaches them, at either end: such guests are refused.
-//! - **Direct I/O** pins a page for one request. To pin it is a write fault, which is seen; what lands later is not. QEMU drains its requests when it
-//!   stops the guest, and then content tells ([`changed_untracked`](crate::source::select::changed_untracked)).
+//! - **Foreign writers** have all of RAM mapped or pinned for as long as they live (VFIO, vhost-user, vDPA, drivers
+//!   with registered memory). Nothing that Sterna does to pages of the file reaches them, at either end: such guests
+//!   are refused.
+//! - **Direct I/O** pins a page for one request. To pin it is a write fault, which is seen; what lands later is not.
+//!   QEMU drains its requests when it stops the guest, and then content tells
+//!   ([`changed_untracked`](crate::source::select::changed_untracked)).
 //!
 //! A name that is on no list here counts as direct I/O: it costs time in the pause, and no page.
 
@@ -15,8 +17,8 @@ use std::path::Path;
 use serde_json::Value;
 use sterna_sys::process::OpenFile;
 
-/// Devices and network back ends that have RAM mapped or pinned for themselves: their types begin so. Of vhost in the kernel these alone; `vhost-net` and
-/// `vhost-vsock` copy, by the addresses of QEMU's process.
+/// Devices and network back ends that have RAM mapped or pinned for themselves: their types begin so. Of vhost in the
+/// kernel these alone; `vhost-net` and `vhost-vsock` copy, by the addresses of QEMU's process.
 const FOREIGN: [&str; 7] = ["vfio-", "vhost-user", "vhost-vdpa", "vhost-scsi", "ivshmem", "x-vfio-user", "x-pci-proxy"];
 
 /// Block drivers that map guest RAM for a device or register it with the kernel: QEMU's own for NVMe, and libblkio's.
@@ -25,11 +27,12 @@ const FOREIGN_DRIVERS: [&str; 5] =
 /// The one left of them that its name alone does not name.
 const FOREIGN_DRIVER_PREFIX: &str = "virtio-blk-";
 
-/// Devices that pass SCSI commands through to the host's: the kernel pins what they read into (`SG_IO`), whatever the cache mode.
+/// Devices that pass SCSI commands through to the host's: the kernel pins what they read into (`SG_IO`), whatever the
+/// cache mode.
 const PASSING_THROUGH: [&str; 2] = ["scsi-block", "scsi-generic"];
 
-/// Block drivers that do no I/O of their own, or whose I/O is copied: formats and filters; those that have an open file, which is looked at itself;
-/// those that receive from a socket. Which are not here may be anything.
+/// Block drivers that do no I/O of their own, or whose I/O is copied: formats and filters; those that have an open
+/// file, which is looked at itself; those that receive from a socket. Which are not here may be anything.
 const COPYING_DRIVERS: [&str; 42] = [
     "backup-top",
     "blkdebug",
@@ -75,8 +78,9 @@ const COPYING_DRIVERS: [&str; 42] = [
     "vvfat",
 ];
 
-/// File systems that copy what is read through the page cache unless a file is opened for direct I/O. Not here, because they may do direct I/O by
-/// themselves: FUSE (as a server or the mount asks), ZFS (`direct=always`), CIFS (`cache=none`), NFS, Ceph, 9p; and overlays of whatever.
+/// File systems that copy what is read through the page cache unless a file is opened for direct I/O. Not here, because
+/// they may do direct I/O by themselves: FUSE (as a server or the mount asks), ZFS (`direct=always`), CIFS
+/// (`cache=none`), NFS, Ceph, 9p; and overlays of whatever.
 const COPYING_FILE_SYSTEMS: [&str; 16] = [
     "bfs",
     "btrfs",
@@ -118,8 +122,8 @@ pub(super) fn is_foreign(kind: &str) -> bool {
     FOREIGN.iter().any(|prefix| kind.starts_with(prefix))
 }
 
-/// Of block nodes, as `query-named-block-nodes` lists them: those that are foreign writers, with their driver, and those that do direct I/O or whose
-/// driver nobody knows.
+/// Of block nodes, as `query-named-block-nodes` lists them: those that are foreign writers, with their driver, and
+/// those that do direct I/O or whose driver nobody knows.
 pub(super) fn nodes(nodes: &Value) -> (Vec<String>, Vec<String>) {
     let (mut foreign, mut direct) = (Vec::new(), Vec::new());
     for node in nodes.as_array().into_iter().flatten() {
@@ -140,8 +144,9 @@ pub(super) fn passes_through(kind: &str) -> bool {
     PASSING_THROUGH.contains(&kind)
 }
 
-/// Of the files that QEMU has open: those through which something is, or may be, read into guest RAM by direct I/O. It is the kernel's word, so it holds
-/// for what QEMU does not tell, too: a medium just changed, a descriptor that was passed.
+/// Of the files that QEMU has open: those through which something is, or may be, read into guest RAM by direct I/O. It
+/// is the kernel's word, so it holds for what QEMU does not tell, too: a medium just changed, a descriptor that was
+/// passed.
 pub(super) fn files(files: &[OpenFile]) -> Vec<String> {
     let suspect = |file: &&OpenFile| {
         let is = |prefixes: &[&str]| {
@@ -172,13 +177,15 @@ mod tests {
 
     use super::*;
 
-    /// As QEMU 7.2 and 10.0 answer, of which only these fields matter; `nvme`, libblkio's drivers and the last are put in by hand.
+    /// As QEMU 7.2 and 10.0 answer, of which only these fields matter; `nvme`, libblkio's drivers and the last are put
+    /// in by hand.
     fn node(name: &str, driver: &str, direct: bool) -> Value {
         let cache = json!({ "no-flush": false, "direct": direct, "writeback": true });
         json!({ "node-name": name, "drv": driver, "cache": cache, "file": "/var/disk", "ro": false })
     }
 
-    /// By `cache.direct` alone, which was all that was looked at before, two of them were told, and one of those as what it is not.
+    /// By `cache.direct` alone, which was all that was looked at before, two of them were told, and one of those as
+    /// what it is not.
     #[test]
     fn block_nodes_are_told_by_what_they_are() {
         let list = json!([

@@ -10,7 +10,8 @@ const COMMAND: &str = "info registers -a";
 /// Bits of control registers (Intel's manual, volume 3, "Control registers"): paging is on; it has five levels.
 const CR0_PAGING: u64 = 1 << 31;
 const CR4_FIVE_LEVELS: u64 = 1 << 12;
-/// The guest is, or was made ready to be, a hypervisor itself: Intel's VMX is on; AMD's SVM is (`EFER`, its manual, volume 2).
+/// The guest is, or was made ready to be, a hypervisor itself: Intel's VMX is on; AMD's SVM is (`EFER`, its manual,
+/// volume 2).
 const CR4_VMX: u64 = 1 << 13;
 const EFER_SVM: u64 = 1 << 12;
 
@@ -19,12 +20,14 @@ pub(super) fn page_tables(qmp: &mut Qmp) -> Result<Vec<PageTables>, VmmError> {
     ask_monitor(qmp, COMMAND).map(|text| parse(&text))
 }
 
-/// Asks QEMU whether any processor has virtualization switched on, as it is while guests of the guest run, and so while KVM keeps pages mapped for them.
+/// Asks QEMU whether any processor has virtualization switched on, as it is while guests of the guest run, and so while
+/// KVM keeps pages mapped for them.
 pub(super) fn nests(qmp: &mut Qmp) -> Result<bool, VmmError> {
     ask_monitor(qmp, COMMAND).map(|text| parse_nests(&text))
 }
 
-/// Reads the same text, and one more line for each processor: `EFER=0000000000000d01`. Where a processor's registers are not told, it may be so.
+/// Reads the same text, and one more line for each processor: `EFER=0000000000000d01`. Where a processor's registers
+/// are not told, it may be so.
 fn parse_nests(text: &str) -> bool {
     let bits = |name: &str, bit: u64| -> Vec<Option<bool>> {
         let words = text.split_whitespace().filter_map(|word| word.strip_prefix(name));
@@ -41,9 +44,9 @@ fn parse_nests(text: &str) -> bool {
 /// CPU#0
 /// CR0=80050033 CR2=000000001dfe5c88 CR3=0000000001844000 CR4=00751eb0
 /// ```
-/// A processor that was reset and never had page tables since is left out: it waits for the others to start it. One that
-/// had some and does without now runs something that nobody knows (firmware in system management mode, a kernel that is just being
-/// replaced), and then none of them is told.
+/// A processor that was reset and never had page tables since is left out: it waits for the others to start it. One
+/// that had some and does without now runs something that nobody knows (firmware in system management mode, a kernel
+/// that is just being replaced), and then none of them is told.
 fn parse(text: &str) -> Vec<PageTables> {
     let mut processors = Vec::new();
     let mut headings = 0;

@@ -7,8 +7,8 @@ use crate::vmm::qmp::Qmp;
 /// What both ends need: QEMU leaves RAM in shared files alone, and says by events how far it is.
 const BOTH: &[&str] = &["x-ignore-shared", "events"];
 
-/// What the destination needs besides: it takes its disks, and their locks, when its guest is let run and not when its devices are loaded. Until
-/// then the source may let its own guest run on.
+/// What the destination needs besides: it takes its disks, and their locks, when its guest is let run and not when its
+/// devices are loaded. Until then the source may let its own guest run on.
 const AT_DESTINATION: &[&str] = &["x-ignore-shared", "events", "late-block-activate"];
 
 /// What the source needs besides: it stops the guest and waits there for Sterna.
@@ -23,8 +23,9 @@ const DOWNTIME_LIMIT_MS: u64 = 300;
 /// The largest that QEMU accepts, ms: whatever is left, stop now.
 const MAX_DOWNTIME_LIMIT_MS: u64 = 2_000_000;
 
-/// Where the machine says whether its device state ends in a description of itself: for tools that take a stream apart, several times
-/// the state's own bytes, written and read with the guest stopped. QEMU's own post-copy leaves it out, too.
+/// Where the machine says whether its device state ends in a description of itself: for tools that take a stream apart,
+/// several times the state's own bytes, written and read with the guest stopped. QEMU's own post-copy leaves it out,
+/// too.
 const DESCRIPTION: (&str, &str) = ("/machine", "suppress-vmdesc");
 
 /// QEMU's migration settings as they were, to be put back when a switchover is called off.
@@ -51,8 +52,9 @@ impl Settings {
         Ok(former)
     }
 
-    /// Sets what the destination needs, which nobody puts back: there is no migration before this one. A guest that `stays_paused` is not let run, and
-    /// its disks would stay as they came: a QEMU before 10.0 aborts when such a guest is moved on. So it takes them when the devices are loaded.
+    /// Sets what the destination needs, which nobody puts back: there is no migration before this one. A guest that
+    /// `stays_paused` is not let run, and its disks would stay as they came: a QEMU before 10.0 aborts when such a
+    /// guest is moved on. So it takes them when the devices are loaded.
     pub(super) fn for_destination(qmp: &mut Qmp, stays_paused: bool) -> Result<(), VmmError> {
         set_capabilities(qmp, if stays_paused { BOTH } else { AT_DESTINATION })?;
         // Here, too: a destination reads a description, and waits for it, unless it is told that there is none.
@@ -75,7 +77,8 @@ impl Settings {
     }
 }
 
-/// Leaves the description out. How it had been; `None` where the machine cannot do without, which costs some of the pause and no more.
+/// Leaves the description out. How it had been; `None` where the machine cannot do without, which costs some of the
+/// pause and no more.
 fn suppress_description(qmp: &mut Qmp) -> Option<bool> {
     let (path, property) = DESCRIPTION;
     let former =
@@ -88,14 +91,15 @@ fn set_description(qmp: &mut Qmp, suppressed: bool) -> Result<Value, VmmError> {
     qmp.execute("qom-set", json!({ "path": path, "property": property, "value": suppressed }), COMMAND_TIMEOUT)
 }
 
-/// Has QEMU stop the guest now, whatever is left of its small blocks. For a guest that writes its video RAM without pause.
+/// Has QEMU stop the guest now, whatever is left of its small blocks. For a guest that writes its video RAM without
+/// pause.
 pub(super) fn stop_at_any_cost(qmp: &mut Qmp) -> Result<(), VmmError> {
     let arguments = json!({ "downtime-limit": MAX_DOWNTIME_LIMIT_MS });
     qmp.execute("migrate-set-parameters", arguments, COMMAND_TIMEOUT).map(drop)
 }
 
-/// Switches on the capabilities wanted and every other off: one left on by somebody (multifd, a return path, …) changes the
-/// stream. Returns how those that were changed had been.
+/// Switches on the capabilities wanted and every other off: one left on by somebody (multifd, a return path, …) changes
+/// the stream. Returns how those that were changed had been.
 fn set_capabilities(qmp: &mut Qmp, wanted: &[&str]) -> Result<Vec<Value>, VmmError> {
     let reply = ask(qmp, "query-migrate-capabilities")?;
     let known: Vec<(&str, bool)> = reply

@@ -76,8 +76,8 @@ impl QemuSource {
         Self { qmp, process, former: None, begun: None, may_nest: None }
     }
 
-    /// Drives a QEMU whose daemon died amid a switchover. `rollback` calls that off, and lets the guest run where `ran` says
-    /// that it did. Only for a guest that is certain not to run elsewhere.
+    /// Drives a QEMU whose daemon died amid a switchover. `rollback` calls that off, and lets the guest run where `ran`
+    /// says that it did. Only for a guest that is certain not to run elsewhere.
     pub fn recover(qmp: SharedQmp, process: QemuProcess, ran: bool) -> Self {
         Self { qmp, process, former: None, begun: Some(Begun::new(ran, None)), may_nest: None }
     }
@@ -275,12 +275,13 @@ fn last_stop(qmp: &mut Qmp) -> Result<Option<EventTime>, VmmError> {
 
 /// Ends QEMU's migration and waits until QEMU has dealt with its end. Returns the guest's state.
 ///
-/// It races with the migration's own end: whichever comes first, the state afterwards is one that `give_back` knows. Three
-/// more races are QEMU's own:
-/// - A `migrate_cancel` that meets a QEMU saving its devices: 7.2 can then let the guest run with its disks still given away,
-///   and aborts at the guest's next write or the next migration (`!(bs->open_flags & BDRV_O_INACTIVE)`). So in that state the stream is
-///   broken instead, and QEMU's own handling of the error takes the disks back. A QEMU that was told to save may still say
-///   `pre-switchover`, and save by the time that a cancel comes: so that counts as saving, too.
+/// It races with the migration's own end: whichever comes first, the state afterwards is one that `give_back` knows.
+/// Three more races are QEMU's own:
+/// - A `migrate_cancel` that meets a QEMU saving its devices: 7.2 can then let the guest run with its disks still given
+///   away, and aborts at the guest's next write or the next migration (`!(bs->open_flags & BDRV_O_INACTIVE)`). So in
+///   that state the stream is broken instead, and QEMU's own handling of the error takes the disks back. A QEMU that
+///   was told to save may still say `pre-switchover`, and save by the time that a cancel comes: so that counts as
+///   saving, too.
 /// - A `migrate_cancel` just before `pre-switchover`: 7.2 stays `cancelling`, its guest stopped, and waits for the
 ///   `migrate-continue` of a pause that it never announced.
 /// - The same in later versions: `pre-switchover` overwrites `cancelling`, and the cancel is lost. So it is said again.
@@ -301,7 +302,8 @@ fn call_off(qmp: &mut Qmp, begun: &Begun) -> Result<String, VmmError> {
             }
             "cancelling" => {
                 if stopped_by_qemu && Instant::now() >= kick_at {
-                    // Refused where it has moved on; one wake-up too many does no harm, the next pause begins by eating it.
+                    // Refused where it has moved on; one wake-up too many does no harm, the next pause begins by eating
+                    // it.
                     tracing::debug!("waking a cancelled migration that waits in its pause");
                     let _ = qmp.execute("migrate-continue", json!({ "state": "cancelling" }), COMMAND_TIMEOUT);
                     kick_at = Instant::now() + STUCK_AFTER;
@@ -331,8 +333,8 @@ fn give_back(qmp: &mut Qmp, status: &str, ran: bool) -> Result<(), VmmError> {
         ("paused" | "postmigrate" | "prelaunch", true) => {
             qmp.execute("cont", json!({}), SLOW_COMMAND_TIMEOUT)?;
         }
-        // QEMU refuses to migrate a guest from `postmigrate`, and only running leads out of it: a paused guest lives for the
-        // fraction of a millisecond between these two.
+        // QEMU refuses to migrate a guest from `postmigrate`, and only running leads out of it: a paused guest lives
+        // for the fraction of a millisecond between these two.
         ("postmigrate", false) => {
             qmp.execute("cont", json!({}), SLOW_COMMAND_TIMEOUT)?;
             qmp.execute("stop", json!({}), SLOW_COMMAND_TIMEOUT)?;

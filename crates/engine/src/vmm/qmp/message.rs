@@ -215,7 +215,9 @@ mod tests {
         }
 
         #[test]
-        fn any_damage_to_a_message_gives_a_message_or_an_error(at in 0usize..120, byte in any::<u8>(), cut in 0usize..120) {
+        fn any_damage_to_a_message_gives_a_message_or_an_error(
+            at in 0usize..120, byte in any::<u8>(), cut in 0usize..120,
+        ) {
             let mut line = br#"{"timestamp": {"seconds": 12, "microseconds": 34}, "event": "MIGRATION", "data": {"status": "active"}}"#.to_vec();
             let length = line.len();
             line[at % length] = byte;
