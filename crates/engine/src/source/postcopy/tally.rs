@@ -61,7 +61,7 @@ impl Tally {
     }
 
     /// Adds it to a report.
-    pub(in crate::source) fn write(&self, report: &mut Report) {
+    pub(crate) fn write(&self, report: &mut Report) {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let full = get(&self.full);
         report.pages.full += full;
