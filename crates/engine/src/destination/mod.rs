@@ -1,5 +1,5 @@
-//! The destination's side of a migration, phase by phase: [`connect`] → [`prepare`] → [`precopy`] → [`switchover`] →
-//! [`postcopy`] → finish ([`postcopy`]); what fails before the commit gives the machine back ([`guard`]).
+//! The destination's side of a migration, phase by phase: `connect` → `prepare` → `precopy` → `switchover` →
+//! `postcopy` → finish (`postcopy`); what fails before the commit gives the machine back (`guard`).
 
 /// Calls, brought together to sessions.
 pub mod listen;

@@ -5,10 +5,10 @@
 //! whoever wants to know of accesses to a guest's RAM is a user of the one that is open, and whoever comes first opens
 //! it:
 //!
-//! * [`User::Tracking`] wants writes noted, and nobody waits (`WP_ASYNC`). The agent keeps no duplicate.
-//! * [`User::Paging`] wants accesses to what is not mapped to wait until it is known to be current. The agent keeps a
+//! * `User::Tracking` wants writes noted, and nobody waits (`WP_ASYNC`). The agent keeps no duplicate.
+//! * `User::Paging` wants accesses to what is not mapped to wait until it is known to be current. The agent keeps a
 //!   duplicate: without it they would find zeros when the daemon dies.
-//! * [`User::Fence`], beside one of them, wants accesses to some pages to wait for a moment. It leaves the duplicate to
+//! * `User::Fence`, beside one of them, wants accesses to some pages to wait for a moment. It leaves the duplicate to
 //!   its neighbour.
 //!
 //! A fence that is alone has a userfaultfd of its own, for a write protection that holds writers up: that, and a

@@ -20,7 +20,7 @@ impl Pager {
     }
 
     /// The digest of a chunk as the guest first saw its pages, as
-    /// [`Memory::chunk_digest`](crate::memory::Ram::chunk_digest).
+    /// [`Memory::chunk_digest`](crate::memory::Memory::chunk_digest).
     ///
     /// # Errors
     /// That is not known, or RAM cannot be read.
@@ -29,7 +29,7 @@ impl Pager {
     }
 
     /// The digests of a chunk's pages as the guest first saw them, as
-    /// [`Memory::page_digests`](crate::memory::Ram::page_digests).
+    /// [`Memory::page_digests`](crate::memory::Memory::page_digests).
     ///
     /// # Errors
     /// As [`Self::chunk_digest`].

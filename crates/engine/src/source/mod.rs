@@ -1,5 +1,5 @@
-//! The source's side of a migration, phase by phase: [`connect`] → [`prepare`] → [`precopy`] → [`switchover`] →
-//! [`postcopy`] → [`finish`], and from each of the first four, [`rollback`].
+//! The source's side of a migration, phase by phase: `connect` → `prepare` → `precopy` → `switchover` →
+//! `postcopy` → `finish`, and from each of the first four, `rollback`.
 
 /// What every phase works with.
 pub mod departure;
