@@ -1,7 +1,8 @@
 //! RAM in files that the VMM maps shared: the same files are mapped here.
 //!
 //! A page has content where its file is no hole. Content belongs to the file and to no process's page tables: the VMM's
-//! may be emptied at any time ([`drop_mappings`](crate::memory::Mappings::drop_mappings)), and the RAM outlives the VMM.
+//! may be emptied at any time ([`drop_mappings`](crate::memory::Mappings::drop_mappings)), and the RAM outlives the
+//! VMM.
 
 use std::fs::File;
 use std::io;
