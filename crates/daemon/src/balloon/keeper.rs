@@ -39,6 +39,8 @@ use crate::machines::table::Machines;
 use crate::metrics::Metrics;
 use crate::process::Identity;
 
+/// A page, in which balloons are counted.
+const PAGE_BYTES: u64 = sterna_protocol::layout::PAGE_BYTES as u64;
 /// How often the guest is looked at, at least.
 const LOOK: Duration = Duration::from_secs(1);
 /// How long QEMU has to take a connection.
@@ -240,7 +242,8 @@ impl Keeper {
         seen.backing_off = backing_off;
         (seen.deflate_on_oom, seen.free_page_reporting) = (device.deflate_on_oom, device.free_page_reporting);
         if let Decision::Resize(bytes) | Decision::Relieve(bytes, _) = asked {
-            seen.target_bytes = Some(self.ram_bytes.saturating_sub(bytes));
+            // In whole pages, as QEMU asks the guest for them: else the balloon never has this size.
+            seen.target_bytes = Some(self.ram_bytes.saturating_sub(bytes) / PAGE_BYTES * PAGE_BYTES);
         }
         if let Decision::Relieve(_, what) = asked {
             seen.last_pressure = Some(now(what));
