@@ -176,6 +176,8 @@ fn try_one<A: Attempt>(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
     use crate::lab::LabConfig;
 
@@ -220,7 +222,9 @@ mod tests {
             eprintln!("skipped: a lab needs root");
             return None;
         }
-        let name = format!("run{}", std::process::id());
+        // The tests of one process run beside each other.
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("run{}n{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let lab = Lab::up(LabConfig { daemons: false, ..LabConfig::pair(&name) }).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let mut record = Record::new("two", directory.path().into(), false);

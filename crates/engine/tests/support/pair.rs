@@ -587,8 +587,8 @@ pub fn spec(block: BlockSpec) -> VmSpec {
 /// A machine of one block, to be moved by `migrate`.
 pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing {
     static NEXT: AtomicU64 = AtomicU64::new(1);
-    // The lower half seeds the digests, and is drawn at random in earnest. A small number is a weak seed: of some, pages
-    // that were made to have one digest without a seed still have it.
+    // The lower half seeds the digests, and is drawn at random in earnest. A small number is a weak seed: of some,
+    // pages that were made to have one digest without a seed still have it.
     let seed = u64::from(std::process::id()).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let id = u128::from(NEXT.fetch_add(1, Ordering::Relaxed)) << 64 | u128::from(seed);
     let block = block(ram.bytes);
