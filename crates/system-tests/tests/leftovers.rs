@@ -114,12 +114,12 @@ fn a_machine_that_is_stopped_leaves_nothing_on_any_host_it_was_on() {
     for host in ["a", "b"] {
         site.eventually("it is gone", || site.qemu_at(host).is_none() && site.state_at(host) == "none");
         // What ended a moment ago may take another to go.
-        let only_the_daemon = [("sternad".to_owned(), 1)].into();
+        let only_the_daemon = || [("sternad".to_owned(), 1)].into();
         let left = || {
             let census = Census::of(&site, host);
             (census.files, ram_bytes(site.host(host)), census.programs)
         };
-        site.eventually("nothing of it is left", || left() == (0, 0, only_the_daemon.clone()));
+        site.eventually("nothing of it is left", || left() == (0, 0, only_the_daemon()));
     }
 }
 
