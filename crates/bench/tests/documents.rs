@@ -69,14 +69,21 @@ fn every_function_on_a_walk_through_the_code_is_where_the_walk_says() {
     }
 }
 
+/// A file has one concern: one that grows beyond this has two.
+#[test]
+fn no_source_file_is_longer_than_500_lines() {
+    let lines = |path: &PathBuf| read(path).lines().count();
+    let counted = sources(&["crates", "fuzz/targets", "guest"]).into_iter().map(|path| (lines(&path), path));
+    let long: Vec<String> =
+        counted.filter(|(lines, _)| *lines > 500).map(|(lines, path)| format!("{}: {lines}", path.display())).collect();
+    assert!(long.is_empty(), "{long:#?}");
+}
+
 /// A text in the code, a message above all, stays in one line, so that it can be searched for.
 #[test]
 fn no_line_of_code_is_wider_than_120_columns_but_for_its_texts() {
-    let mut sources = Vec::new();
-    ["crates", "fuzz/targets"].iter().for_each(|dir| files(&root().join(dir), &mut sources));
-    assert!(sources.len() > 300, "only {} files", sources.len());
     let mut wide = Vec::new();
-    for path in sources {
+    for path in sources(&["crates", "fuzz/targets"]) {
         let text = read(&path);
         let lines = text.lines().enumerate().filter(|(_, line)| line.chars().count() > 120 && !line.contains('"'));
         wide.extend(lines.map(|(number, _)| format!("{}:{}", path.display(), number + 1)));
@@ -105,6 +112,14 @@ fn headings(text: &str) -> HashSet<String> {
         kept.map(|c| if c == ' ' { '-' } else { c }).collect()
     };
     text.lines().filter(|line| line.starts_with('#')).map(anchor).collect()
+}
+
+/// The code below these directories.
+fn sources(dirs: &[&str]) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    dirs.iter().for_each(|dir| files(&root().join(dir), &mut found));
+    assert!(found.len() > 300, "only {} files", found.len());
+    found
 }
 
 fn gather(dir: &Path, sources: &mut String) {

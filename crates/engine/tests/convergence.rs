@@ -1,7 +1,7 @@
 //! Guests that do not converge, and migrations that are to end all the same. How it is decided is tested with the
 //! policy, on a simulated guest and link; here the decisions are carried out.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 
@@ -9,7 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
+use pair::destination::Destination;
+use pair::guest::{GuestRam, Writers};
+use pair::inside::InsideSelf;
+use pair::source::{Source, SourceVmm};
+use pair::{outgoing, tracking_works};
 use sterna_api::options::{HotPages, OnTimeout};
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Phase};

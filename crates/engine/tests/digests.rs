@@ -1,6 +1,6 @@
 //! Pages that somebody made to have the same digest, and peers that digest without a seed.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 #[path = "support/relay.rs"]
@@ -11,7 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
+use pair::destination::Destination;
+use pair::guest::{GuestRam, Writers};
+use pair::inside::InsideSelf;
+use pair::source::{Source, SourceVmm};
+use pair::{outgoing, tracking_works};
 use relay::Relay;
 use sterna_api::options::{Compress, Delta};
 use sterna_api::report::{Report, Status};

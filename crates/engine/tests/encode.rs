@@ -1,14 +1,18 @@
 //! Encoded pages from end to end, in one process: every hash, compressor and delta, on several connections, under a
 //! guest that writes on.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 mod pair;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
+use pair::destination::Destination;
+use pair::guest::{GuestRam, Writers};
+use pair::inside::InsideSelf;
+use pair::source::{Source, SourceVmm};
+use pair::{outgoing, tracking_works};
 use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout};
 use sterna_api::report::{Report, Status};
 use sterna_api::{Code, MigrateOptions};

@@ -1,13 +1,17 @@
 //! What a migration leaves out of its rounds, and that nothing is lost by it: guests of threads that keep writing, with
 //! every way to find fake dirty pages.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 mod pair;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
+use pair::destination::Destination;
+use pair::guest::{GuestRam, Writers};
+use pair::inside::InsideSelf;
+use pair::source::{Source, SourceVmm};
+use pair::{outgoing, tracking_works};
 use sterna_api::options::{ContentHash, FakeDirty, HotPages};
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Report};

@@ -1,7 +1,7 @@
 //! Those who want to know of accesses to a guest's RAM, beside each other: tracking, a fence, free memory taken, on
 //! real mappings with writers that go on.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 #[path = "support/taking.rs"]
@@ -18,7 +18,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use pair::{Destination, GuestRam, InsideSelf, SourceVmm, Writers, block, outgoing, tracking_works};
+use pair::destination::Destination;
+use pair::guest::{GuestRam, Writers};
+use pair::inside::InsideSelf;
+use pair::source::{Source, SourceVmm};
+use pair::{block, outgoing, tracking_works};
 use sterna_api::options::SkipFree;
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Mode, Reclaimed};
@@ -421,7 +425,7 @@ fn a_guest_that_is_moved_while_its_free_memory_is_taken_arrives_whole() {
             precopy_rounds: (mode == Mode::Hybrid).then_some(4),
             ..MigrateOptions::default()
         };
-        let outcome = migrate(going, &peer, &options, &pair::Source::default(), &Monitor::new("guest"));
+        let outcome = migrate(going, &peer, &options, &Source::default(), &Monitor::new("guest"));
         let (accounts, bad) = said.recv_timeout(FOR_EVER).expect("the guest was stopped");
         say("moved", &accounts);
         let report = &outcome.report;

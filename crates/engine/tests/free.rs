@@ -1,7 +1,7 @@
 //! Pages that the guest holds free, on real mappings with real write tracking: the guest is a kernel made for it, with
 //! nothing but a memory map, and what a test does to both.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 #[path = "support/toy.rs"]
@@ -14,7 +14,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use pair::{Destination, InsideSelf, Source, SourceVmm, outgoing, tracking_works};
+use pair::destination::Destination;
+use pair::inside::InsideSelf;
+use pair::source::{Source, SourceVmm};
+use pair::{outgoing, tracking_works};
 use sterna_api::options::SkipFree;
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Mode, Report};

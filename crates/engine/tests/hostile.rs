@@ -1,7 +1,7 @@
 //! QEMUs that are in their guests' hands: what they do to their own RAM and descriptors costs their own guest, is said
 //! to be their doing, and leaves this process and every other guest alone.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 
@@ -10,7 +10,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, outgoing, tracking_works};
+use pair::destination::Destination;
+use pair::guest::GuestRam;
+use pair::inside::InsideSelf;
+use pair::source::{Source, SourceVmm};
+use pair::{outgoing, tracking_works};
 use sterna_api::options::Compress;
 use sterna_api::report::Status;
 use sterna_api::{Blame, MigrateOptions, Mode, Problem};

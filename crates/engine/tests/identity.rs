@@ -1,6 +1,6 @@
 //! Who took the guest: what daemons of both minor versions say of themselves, and whom a source believes.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 
@@ -8,7 +8,11 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
 
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, outgoing, tracking_works};
+use pair::destination::Destination;
+use pair::guest::GuestRam;
+use pair::inside::InsideSelf;
+use pair::source::{Source, SourceVmm};
+use pair::{outgoing, tracking_works};
 use sterna_api::MigrateOptions;
 use sterna_api::report::Status;
 use sterna_engine::error::MigrateError;

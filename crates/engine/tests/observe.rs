@@ -1,7 +1,7 @@
 //! A short look at a guest of threads, with real mappings and real write tracking: what is seen, and that nothing stays
 //! behind.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses a part of it")]
 mod pair;
 
@@ -9,7 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use pair::{GuestRam, InsideSelf, SourceVmm, Writers, outgoing, tracking_works};
+use pair::guest::{GuestRam, Writers};
+use pair::inside::InsideSelf;
+use pair::source::SourceVmm;
+use pair::{outgoing, tracking_works};
 use sterna_api::Mode;
 use sterna_api::options::Compress;
 use sterna_engine::error::MigrateError;

@@ -1,6 +1,6 @@
 //! Packed frames at a real destination, from a peer that says what it likes.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use pair::Destination;
+use pair::destination::Destination;
 use sterna_api::{Blame, Problem};
 use sterna_engine::host::{DestinationHost, MigrationId, Verdict};
 use sterna_protocol::frame::packed::{Block, Codec, PackedFrame};

@@ -1,7 +1,7 @@
 //! Free memory given back to the host, on real mappings with a real fence: the guest is a kernel made for it, with
 //! nothing but a memory map, and what a test does to both.
 
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 #[path = "support/taking.rs"]
@@ -15,7 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use pair::{InsideSelf, tracking_works};
+use pair::inside::InsideSelf;
+use pair::tracking_works;
 use sterna_api::Reclaimed;
 use sterna_engine::faults::GuestFaults;
 use sterna_engine::faults::fence::Fence;

@@ -2,7 +2,7 @@
 
 #[path = "support/authority.rs"]
 mod authority;
-#[path = "support/pair.rs"]
+#[path = "support/pair/mod.rs"]
 mod pair;
 
 use std::io::{Read, Write};
@@ -13,7 +13,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use authority::Authority;
-use pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, Writers, outgoing, tracking_works};
+use pair::destination::Destination;
+use pair::guest::{GuestRam, Writers};
+use pair::inside::InsideSelf;
+use pair::source::{Source, SourceVmm};
+use pair::{outgoing, tracking_works};
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Mode, Problem};
 use sterna_engine::monitor::Monitor;

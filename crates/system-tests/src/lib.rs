@@ -21,12 +21,20 @@ pub mod proxy;
 /// A QEMU that somebody else started.
 pub mod stranger;
 
+/// What hosts and a guest are to be like.
+pub mod plan;
+
 /// Two hosts and a guest under watch.
 pub mod site;
+
+/// A site that several tests use, one after the other.
+pub mod shared;
 
 pub use census::Census;
 pub use cli::{Answer, Attempt};
 pub use needs::{skip_without, turn};
+pub use plan::Plan;
 pub use proxy::{Kind, Point, Proxy};
-pub use site::{Plan, Site, on_shared_site};
+pub use shared::on_shared_site;
+pub use site::Site;
 pub use sterna_bench::command::PATIENCE;

@@ -4,7 +4,6 @@ use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -14,69 +13,13 @@ use sterna_bench::lab::{Host, METER};
 use sterna_bench::load::now_us;
 use sterna_bench::meter::{Line, Meter, delivery};
 use sterna_bench::sterna::sterna;
-use sterna_bench::{Guest, Lab, LabConfig, tools};
+use sterna_bench::{Guest, Lab, LabConfig};
 
 use crate::cli::{self, Answer, Attempt};
-use crate::needs::turn;
+use crate::plan::Plan;
 
 /// A guest of whose memory a test takes pages on purpose, and that is not heard of for so long, has come to harm.
 const SILENCE: Duration = Duration::from_secs(30);
-
-/// The guest of most tests: small, and it never stops writing.
-pub const JOBS: &str = "checker:--mib,24,--rate,8";
-
-/// What a site is to be like.
-#[derive(Debug, Clone)]
-pub struct Plan {
-    /// QEMU of host `a`, and of host `b`.
-    pub qemu: [PathBuf; 2],
-    /// The guest's RAM, bytes.
-    pub memory_bytes: u64,
-    /// Its virtual processors.
-    pub cpus: u32,
-    /// Its machine type.
-    pub machine: String,
-    /// Its processor model, where it is not the richest that there is.
-    pub cpu: Option<String>,
-    /// What it runs.
-    pub jobs: String,
-    /// More of QEMU's arguments.
-    pub more: Vec<String>,
-    /// Memory limit of each host, bytes.
-    pub memory_limit_bytes: Option<u64>,
-}
-
-impl Plan {
-    /// 256 MiB, one processor, `pc-q35-7.2` in QEMU 7.2 on both hosts.
-    ///
-    /// # Panics
-    /// Where QEMU is absent.
-    #[must_use]
-    pub fn small() -> Self {
-        let qemu = tools::qemu_7_2().expect("looked for before");
-        Self {
-            qemu: [qemu.clone(), qemu],
-            memory_bytes: 256 << 20,
-            cpus: 1,
-            machine: "pc-q35-7.2".into(),
-            cpu: None,
-            jobs: JOBS.into(),
-            more: Vec::new(),
-            memory_limit_bytes: None,
-        }
-    }
-
-    /// A checker of memory that stays, and churn beside it: half a guest's memory is taken and given back within
-    /// seconds.
-    ///
-    /// # Panics
-    /// As [`Plan::small`].
-    #[must_use]
-    pub fn churning() -> Self {
-        let jobs = "checker:--mib,16,--rate,4;churn:--mib,128,--rate,32;builder".into();
-        Self { jobs, memory_bytes: 512 << 20, cpus: 2, ..Self::small() }
-    }
-}
 
 /// Two hosts `a` and `b` without a limit on their link, and a guest that began on `a`.
 pub struct Site {
@@ -521,28 +464,4 @@ pub fn files(host: &Host) -> Vec<PathBuf> {
     let list =
         |name: &str| std::fs::read_dir(state.join(name)).into_iter().flatten().flatten().map(|entry| entry.path());
     list("ram").chain(list("vms")).collect()
-}
-
-static SHARED: Mutex<Option<Site>> = Mutex::new(None);
-static WANTED: AtomicUsize = AtomicUsize::new(0);
-
-/// Runs a test on a site that it shares with the tests that wait for it: a guest's start costs more than most tests.
-/// The site goes with the last of them, and with a test that fails.
-pub fn on_shared_site(test: impl FnOnce(&mut Site)) {
-    struct Wanted;
-    impl Drop for Wanted {
-        fn drop(&mut self) {
-            WANTED.fetch_sub(1, Ordering::AcqRel);
-        }
-    }
-    WANTED.fetch_add(1, Ordering::AcqRel);
-    let wanted = Wanted;
-    let _turn = turn();
-    let mut slot = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut site = slot.take().unwrap_or_else(|| Site::start(&Plan::small()));
-    test(&mut site);
-    drop(wanted);
-    if WANTED.load(Ordering::Acquire) > 0 {
-        *slot = Some(site);
-    }
 }

@@ -172,7 +172,7 @@ fn a_disk_read_by_direct_io_through_the_migration_arrives_in_ram() {
     std::fs::write(&script, text).unwrap();
     let drive = |path: &Path, more: &str| format!("file={},format=raw,if=virtio,{more}", path.display());
     let more = ["-drive".into(), drive(&disk, "cache=none,aio=native"), "-drive".into(), drive(&script, "readonly=on")];
-    let jobs = format!("{};sh:/dev/vdb", sterna_system_tests::site::JOBS);
+    let jobs = format!("{};sh:/dev/vdb", sterna_system_tests::plan::JOBS);
     let mut site = Site::start(&Plan { jobs, more: more.to_vec(), ..Plan::small() });
     let sum = run("md5sum", &disk.display().to_string()).unwrap();
     let sum = sum.split(' ').next().unwrap().to_owned();

@@ -7,7 +7,7 @@ use sterna_bench::baseline::qmp::Qmp;
 use sterna_bench::command::wait_for;
 use sterna_bench::tools;
 use sterna_system_tests::needs::{left_to_the_proofs, times};
-use sterna_system_tests::site::JOBS;
+use sterna_system_tests::plan::JOBS;
 use sterna_system_tests::{PATIENCE, Plan, Site, cli, needs, skip_without, turn};
 
 /// What the guest fills and frees, MiB.

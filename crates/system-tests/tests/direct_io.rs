@@ -122,7 +122,7 @@ fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mod
     };
     let drive = |path: &Path, more: &str| format!("file={},format=raw,if=virtio,{more}", path.display());
     let more = ["-drive".into(), drive(&disk, "cache=none,aio=native"), "-drive".into(), drive(&orders, "readonly=on")];
-    let jobs = format!("{};sh:/dev/vdb", sterna_system_tests::site::JOBS);
+    let jobs = format!("{};sh:/dev/vdb", sterna_system_tests::plan::JOBS);
     for number in 0..times(1, 4) {
         let plan = Plan { jobs: jobs.clone(), more: more.to_vec(), memory_bytes: 512 << 20, ..Plan::small() };
         let mut site = Site::without_guest(&plan);

@@ -16,7 +16,7 @@ use sterna_agent_protocol::{MAGIC, MAX_MESSAGE_BYTES, VERSION};
 use sterna_sys::path::Root;
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::AgentError;
+use super::error::AgentError;
 
 /// The process behind a socket, when it began to listen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

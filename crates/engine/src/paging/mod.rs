@@ -301,6 +301,57 @@ impl Pager {
         waited.unwrap_or_else(PoisonError::into_inner).0.whereabouts.away() == 0
     }
 
+    /// A supplier is there: it is asked for what is waited for, and whoever was there before is hung up on.
+    pub(crate) fn attach(&self, supplier: &Arc<dyn Supplier>) {
+        // First: who asks on a way that takes nothing any more keeps the others from asking.
+        let before = self.lock().supplier.clone();
+        if let Some(before) = before {
+            before.hang_up();
+        }
+        // A fault that comes meanwhile either is among those that wait, or asks afterwards.
+        let _asking = self.asking();
+        let (before, waiting) = {
+            let mut state = self.lock();
+            let pages = state.waiting.iter().filter_map(|(page, waiters)| Some((*page, waiters.first()?.thread)));
+            let waiting: Vec<_> = pages.collect();
+            (state.supplier.replace(Arc::clone(supplier)), waiting)
+        };
+        if let Some(before) = before {
+            before.hang_up();
+        }
+        for (page, thread) in waiting {
+            supplier.ask(page, thread);
+        }
+    }
+
+    /// This supplier has gone, if it is still the one.
+    pub(crate) fn detach(&self, supplier: &Arc<dyn Supplier>) {
+        let mut state = self.lock();
+        if state.supplier.as_ref().is_some_and(|current| Arc::ptr_eq(current, supplier)) {
+            (state.supplier, state.heard) = (None, supplier.heard());
+        }
+    }
+
+    /// Asks for a page, where somebody is there to bring it.
+    fn ask(&self, page: PageIndex, thread: u32) {
+        let _asking = self.asking();
+        let supplier = self.lock().supplier.clone();
+        if let Some(supplier) = supplier {
+            supplier.ask(page, thread);
+        }
+    }
+
+    /// For how long there has been no supplier to bring pages; `None` where there is one, or nothing is missing.
+    #[must_use]
+    pub fn alone(&self) -> Option<Duration> {
+        let state = self.lock();
+        let (heard, alive) = match &state.supplier {
+            Some(supplier) => (supplier.heard(), supplier.alive()),
+            None => (state.heard, false),
+        };
+        (state.begun && state.whereabouts.away() > 0 && !alive).then(|| heard.elapsed())
+    }
+
     /// Ends it: threads end, the RAM is as any process's. Only where every page is here, the guest has ended, or it
     /// never ran: what is missing reads as zeros or as an earlier round's content from now on. More than once does
     /// nothing.
@@ -321,6 +372,11 @@ impl Pager {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One at a time asks, on a way that may be slow. Locked before the state.
+    fn asking(&self) -> MutexGuard<'_, ()> {
+        self.asking.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn account(&self) -> MutexGuard<'_, Account> {

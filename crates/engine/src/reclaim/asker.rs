@@ -2,11 +2,14 @@
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::Scope;
+use std::time::Duration;
 
 use sterna_introspect::PageTables;
 
-use super::LOOK_FOR_WAITS;
 use crate::vmm::{self, VmmError};
+
+/// How often it is looked whether somebody waits for a page while the VMM has not answered.
+const LOOK_FOR_WAITS: Duration = Duration::from_micros(200);
 
 /// What the VMM said.
 pub enum Answer {

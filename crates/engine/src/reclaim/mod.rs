@@ -87,8 +87,6 @@ use crate::vmm::{self, VmmError};
 /// How long a portion has once somebody waits for one of its pages: then it is let go, with what is not taken yet left
 /// alone.
 pub const GRACE: Duration = Duration::from_millis(2);
-/// How often it is looked whether somebody does.
-const LOOK_FOR_WAITS: Duration = Duration::from_micros(200);
 /// How long a pause may go on unasked.
 const ASK: Duration = Duration::from_millis(50);
 

@@ -3,6 +3,9 @@
 /// One connection.
 pub mod connection;
 
+/// A socket's timeouts.
+mod socket;
+
 /// TLS 1.3 over a socket.
 mod tls;
 
@@ -29,27 +32,16 @@ pub mod clock;
 
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, HelloError, Role, VERSION};
-use sterna_sys::socket::set_loss_timers;
 
 use self::connection::Connection;
 use self::credentials::Credentials;
 use self::refusal::TlsError;
+use self::socket::{HELLO_TIMEOUT, STALL_TIMEOUT, prepare};
 use self::tls::{HANDSHAKE_RECORD, Session};
 use crate::error::MigrateError;
-
-/// How much longer than usual an acknowledgement may take before a segment counts as lost. Most messages are one
-/// segment, behind which nothing comes that would tell the kernel of the loss sooner, and in the pause each of them
-/// costs the guest this time.
-const RETRANSMIT: Duration = Duration::from_millis(20);
-/// How long the kernel may keep an acknowledgement back: well below [`RETRANSMIT`] of the peer.
-const ACKNOWLEDGE: Duration = Duration::from_millis(5);
-/// How long the peer may take to answer a hello, and to be reached at all.
-pub const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a connection may make no progress before it is given up: a peer that is alive reads and answers.
-pub const STALL_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// What both sides agreed on, and what names their session.
 #[derive(Debug, Clone, Copy)]
@@ -194,20 +186,4 @@ fn read_hello(stream: &mut Connection) -> io::Result<[u8; HELLO_BYTES]> {
         }
     }
     Ok(bytes)
-}
-
-/// Sets the timeouts of a connection: no read or write may stall for longer, and a dead host is noticed.
-fn prepare(stream: &TcpStream, timeout: Duration) -> io::Result<()> {
-    stream.set_nodelay(true)?;
-    // An older kernel has its own: a message that is lost alone then costs a fifth of a second, in the pause too.
-    set_loss_timers(stream, RETRANSMIT, ACKNOWLEDGE)?;
-    stream.set_read_timeout(Some(timeout))?;
-    stream.set_write_timeout(Some(timeout))?;
-    let socket = socket2::SockRef::from(stream);
-    socket.set_tcp_user_timeout(Some(STALL_TIMEOUT))?;
-    let keepalive = socket2::TcpKeepalive::new()
-        .with_time(Duration::from_secs(5))
-        .with_interval(Duration::from_secs(2))
-        .with_retries(4);
-    socket.set_tcp_keepalive(&keepalive)
 }

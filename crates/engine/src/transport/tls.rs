@@ -11,9 +11,9 @@ use rustls::{ClientConnection, ServerConnection};
 use sterna_sys::iovec::{Outgoing, copy_out};
 use sterna_sys::socket::SendError;
 
-use super::HELLO_TIMEOUT;
 use super::credentials::{Credentials, identity};
 use super::refusal::TlsError;
+use super::socket::HELLO_TIMEOUT;
 use crate::error::MigrateError;
 
 /// Bytes encrypted at one time: they fit the processor's cache.

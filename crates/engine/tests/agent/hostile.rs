@@ -26,7 +26,11 @@ use sterna_engine::source::{Fate, Outcome, migrate};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::fixture::{cannot_run, scratch};
-use crate::pair::{Destination, GuestRam, InsideSelf, Source, SourceVmm, outgoing};
+use crate::pair::destination::Destination;
+use crate::pair::guest::GuestRam;
+use crate::pair::inside::InsideSelf;
+use crate::pair::outgoing;
+use crate::pair::source::{Source, SourceVmm};
 use crate::program::{Program, RAM_BYTES};
 
 /// What the daemon waits for an answer here.

@@ -31,7 +31,7 @@ mod duplicate;
 mod remap;
 
 /// Both ends of a migration, for the hostile.
-#[path = "../support/pair.rs"]
+#[path = "../support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 

@@ -16,7 +16,7 @@ use sterna_engine::reclaim::{Machine, ReclaimError, reclaim};
 use sterna_engine::vmm::{MappedRam, Source, Stopped, VmmError};
 use sterna_introspect::PageTables;
 
-use crate::pair::InsideSelf;
+use crate::pair::inside::InsideSelf;
 use crate::toy::{PAGES, ToyGuest};
 
 /// What a test does when the VMM is asked for page tables, which is told how often that was before.

@@ -7,7 +7,8 @@ use sterna_engine::memory::BlockFile;
 use sterna_introspect::PageTables;
 use sterna_introspect::toy::Toy;
 
-use crate::pair::{GuestRam, block};
+use crate::pair::block;
+use crate::pair::guest::GuestRam;
 
 /// RAM of the toy, pages; its kernel lies below the pages that tests use.
 pub const PAGES: u64 = 72 << 8;

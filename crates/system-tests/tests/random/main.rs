@@ -10,7 +10,7 @@ mod fault;
 use sterna_api::Status;
 use sterna_system_tests::census::ram_bytes;
 use sterna_system_tests::needs::times;
-use sterna_system_tests::site::JOBS;
+use sterna_system_tests::plan::JOBS;
 use sterna_system_tests::{Census, Plan, Proxy, Site, needs, skip_without, turn};
 
 use disk::Disk;

@@ -4,11 +4,11 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::json;
 
+use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, SharedQmp, guest_status, lock};
+use super::log::ErrorLog;
+use super::migration::{failure, pass_socket, wait_migration, withdraw_socket};
+use super::process::QemuProcess;
 use super::settings::Settings;
-use super::{
-    COMMAND_TIMEOUT, ErrorLog, QemuProcess, SLOW_COMMAND_TIMEOUT, SharedQmp, end, failure, guest_status, lock,
-    pass_socket, wait_migration, withdraw_socket,
-};
 use crate::vmm::qmp::{Qmp, Version};
 use crate::vmm::{Destination, EventTime, VmmError};
 
@@ -118,7 +118,7 @@ impl Destination for QemuDestination {
     }
 
     fn quit(&mut self) {
-        end(&self.qmp, &self.process);
+        self.process.end(&self.qmp);
     }
 }
 

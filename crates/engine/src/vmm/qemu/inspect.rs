@@ -1,6 +1,7 @@
 use serde_json::{Value, json};
 
-use super::{COMMAND_TIMEOUT, ask, guest_status, past};
+use super::commands::{COMMAND_TIMEOUT, ask, guest_status};
+use super::past;
 use crate::vmm::VmmError;
 use crate::vmm::qmp::{Qmp, Version};
 

@@ -2,7 +2,7 @@ use std::ops::Range;
 
 use sterna_introspect::PAGE_BYTES;
 
-use super::ask_monitor;
+use super::commands::ask_monitor;
 use crate::vmm::qmp::Qmp;
 use crate::vmm::{MappedRam, VmmError};
 

@@ -4,6 +4,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde_json::json;
+
+use super::commands::{SLOW_COMMAND_TIMEOUT, SharedQmp, lock};
+
+/// How long QEMU has to end by itself once asked to.
+const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A QEMU process, held by descriptor: another process that gets the same number later is never taken for it.
 #[derive(Debug)]
@@ -43,6 +49,18 @@ impl QemuProcess {
     /// Whether the process has ended.
     pub fn has_ended(&self) -> bool {
         self.wait(Duration::ZERO)
+    }
+
+    /// Ends QEMU: asks it first, then kills it; returns when the process is gone.
+    pub(super) fn end(&self, qmp: &SharedQmp) {
+        let _ = lock(qmp).execute("quit", json!({}), QUIT_TIMEOUT);
+        if !self.wait(QUIT_TIMEOUT) {
+            tracing::warn!("QEMU did not end when asked: killing it");
+            self.kill();
+            if !self.wait(SLOW_COMMAND_TIMEOUT) {
+                tracing::error!("QEMU was killed and is still there: it hangs in the kernel");
+            }
+        }
     }
 
     /// Ends the process at once. Does nothing where it has ended already.

@@ -1,6 +1,6 @@
 use sterna_introspect::PageTables;
 
-use super::ask_monitor;
+use super::commands::ask_monitor;
 use crate::vmm::VmmError;
 use crate::vmm::qmp::Qmp;
 

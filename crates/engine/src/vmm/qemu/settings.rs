@@ -1,6 +1,6 @@
 use serde_json::{Value, json};
 
-use super::{COMMAND_TIMEOUT, ask};
+use super::commands::{COMMAND_TIMEOUT, ask};
 use crate::vmm::VmmError;
 use crate::vmm::qmp::Qmp;
 

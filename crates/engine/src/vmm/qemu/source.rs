@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use sterna_introspect::PageTables;
 
+use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, SharedQmp, guest_status, lock};
+use super::migration::{failure, has_ended, migration_status, pass_socket, wait_migration, withdraw_socket};
+use super::process::QemuProcess;
 use super::settings::{self, Settings};
-use super::{
-    COMMAND_TIMEOUT, QemuProcess, SLOW_COMMAND_TIMEOUT, SharedQmp, end, failure, guest_status, has_ended, inspect,
-    lock, memory_map, migration_status, pass_socket, past, registers, wait_migration, withdraw_socket,
-};
+use super::{inspect, memory_map, past, registers};
 use crate::vmm::qmp::{Qmp, Version};
 use crate::vmm::{EventTime, MappedRam, Source, Stopped, VmmError};
 
@@ -260,7 +260,7 @@ impl Source for QemuSource {
     }
 
     fn quit(&mut self) {
-        end(&self.qmp, &self.process);
+        self.process.end(&self.qmp);
     }
 }
 

@@ -1,0 +1,43 @@
+//! Commands that several parts of the driver give QEMU, and the connection that they go over.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::vmm::VmmError;
+use crate::vmm::qmp::Qmp;
+
+/// A QMP connection that the daemon and a migration take turns on: QEMU serves only one client.
+pub type SharedQmp = Arc<Mutex<Qmp>>;
+
+/// How long QEMU may take for a command that only asks or sets something. Its main loop can stand still behind disk
+/// I/O.
+pub(super) const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long QEMU may take to resume a guest or to give it back: it opens and flushes its disks on the way.
+pub(super) const SLOW_COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A broken-off command leaves the connection as it was, so one whose holder panicked is still of use.
+pub(super) fn lock(qmp: &SharedQmp) -> MutexGuard<'_, Qmp> {
+    qmp.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs a command that has no arguments.
+pub(super) fn ask(qmp: &mut Qmp, command: &str) -> Result<Value, VmmError> {
+    qmp.execute(command, json!({}), COMMAND_TIMEOUT)
+}
+
+/// What the monitor for people says, where no command for programs tells it.
+pub(super) fn ask_monitor(qmp: &mut Qmp, command: &str) -> Result<String, VmmError> {
+    let reply = qmp.execute("human-monitor-command", json!({ "command-line": command }), COMMAND_TIMEOUT)?;
+    let no_text = || VmmError::Refused { command: command.to_owned(), reason: "its answer is no text".to_owned() };
+    reply.as_str().map(str::to_owned).ok_or_else(no_text)
+}
+
+/// QEMU's state of the guest, by its own name, and whether virtual processors run.
+pub(super) fn guest_status(qmp: &mut Qmp) -> Result<(String, bool), VmmError> {
+    let reply = ask(qmp, "query-status")?;
+    let status = reply["status"].as_str().unwrap_or("unknown").to_owned();
+    Ok((status, reply["running"].as_bool().unwrap_or(false)))
+}

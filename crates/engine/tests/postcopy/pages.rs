@@ -1,0 +1,164 @@
+//! Which pages follow, and when they are used.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use sterna_api::options::{Compress, OnTimeout, Prepaging};
+use sterna_api::report::Status;
+use sterna_api::{MigrateOptions, Mode};
+use sterna_engine::monitor::Monitor;
+use sterna_engine::source::{Fate, migrate};
+
+use crate::fixture::{
+    MIB, PAGES, Program, SPARSE, adds_up, destination, filled_ram, nothing_wrong, options, run, until,
+};
+use crate::pair::destination::Destination;
+use crate::pair::guest::Writers;
+use crate::pair::inside::InsideSelf;
+use crate::pair::source::{Source, SourceVmm};
+use crate::pair::{outgoing, tracking_works};
+
+#[test]
+fn a_guest_whose_pages_all_follow_finds_them_right_in_every_order_of_the_push() {
+    if !tracking_works() {
+        return;
+    }
+    for (prepaging, streams, program) in [
+        (Prepaging::Bubble, 1, Program::Ascending),
+        (Prepaging::Bubble, 4, Program::Scattered),
+        (Prepaging::Linear, 3, Program::Scattered),
+        (Prepaging::Off, 1, Program::Scattered),
+    ] {
+        let ram = filled_ram();
+        let (host, peer, seen) = destination(&ram, program);
+        let vmm = SourceVmm::new(None);
+        let (quit, rolled_back) = (Arc::clone(&vmm.quit), Arc::clone(&vmm.rolled_back));
+        // Slow enough that faults come before the push, also where processors are busy.
+        let postcopy_bandwidth_bytes_per_s = Some(8 * MIB);
+        let options = MigrateOptions { prepaging, streams, postcopy_bandwidth_bytes_per_s, ..options(Mode::Postcopy) };
+        let outcome = run(&ram, vmm, &peer, &options);
+        nothing_wrong(&seen);
+        adds_up(&outcome.report);
+        assert_eq!((outcome.fate, outcome.report.mode.as_str()), (Fate::There, "postcopy"));
+        assert!(quit.load(Ordering::Acquire) && !rolled_back.load(Ordering::Acquire));
+        let report = &outcome.report;
+        assert!(report.rounds.is_empty() && report.pages.faulted > 0, "{:?}", report.pages);
+        let allocated = PAGES - PAGES / SPARSE;
+        assert_eq!(report.postcopy.residue_pages, allocated);
+        assert_eq!((report.pages.zero, report.pages.full), (PAGES / SPARSE, allocated - PAGES / SPARSE));
+        host.assert_same(&ram);
+    }
+}
+
+#[test]
+fn what_the_guest_writes_until_it_stops_follows_it() {
+    if !tracking_works() {
+        return;
+    }
+    for (precopy_rounds, direct_io) in [(1, false), (3, false), (2, true)] {
+        let ram = filled_ram();
+        let (host, peer, seen) = destination(&ram, Program::Scattered);
+        let writers = Writers::start(&ram, 0..PAGES / 2, Duration::ZERO);
+        let options = MigrateOptions { precopy_rounds: Some(precopy_rounds), streams: 2, ..options(Mode::Hybrid) };
+        let mut going = outgoing(&ram, SourceVmm::new(Some(writers)), InsideSelf::default());
+        going.direct_io = direct_io;
+        let outcome = migrate(going, &peer, &options, &Source::default(), &Monitor::new("guest"));
+        nothing_wrong(&seen);
+        adds_up(&outcome.report);
+        assert_eq!(outcome.report.mode, "hybrid");
+        assert_eq!(outcome.report.rounds.len(), precopy_rounds as usize);
+        assert!(outcome.report.postcopy.residue_pages > 0);
+        assert_eq!(outcome.report.postcopy.reason, None, "it was asked for");
+        host.assert_same(&ram);
+    }
+}
+
+#[test]
+fn a_guest_with_nothing_left_to_send_is_handed_over_all_the_same() {
+    if !tracking_works() {
+        return;
+    }
+    let ram = filled_ram();
+    let (host, peer, seen) = destination(&ram, Program::Ascending);
+    let outcome = run(&ram, SourceVmm::new(None), &peer, &options(Mode::Hybrid));
+    nothing_wrong(&seen);
+    assert_eq!((outcome.report.status, outcome.report.postcopy.residue_pages), (Status::Completed, 0));
+    host.assert_same(&ram);
+}
+
+#[test]
+fn rounds_that_do_not_come_down_turn_into_post_copy() {
+    if !tracking_works() {
+        return;
+    }
+    for (mode, timeout_ms, on_timeout) in
+        [(Mode::Auto, None, OnTimeout::Cancel), (Mode::Precopy, Some(1500.0), OnTimeout::Postcopy)]
+    {
+        let ram = filled_ram();
+        let (host, peer, seen) = destination(&ram, Program::Scattered);
+        let writers = Writers::start(&ram, 0..PAGES, Duration::ZERO);
+        let options = MigrateOptions {
+            bandwidth_bytes_per_s: Some(24 * MIB),
+            downtime_limit_ms: 50.0,
+            timeout_ms,
+            on_timeout,
+            ..options(mode)
+        };
+        let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &options);
+        nothing_wrong(&seen);
+        adds_up(&outcome.report);
+        assert_eq!(outcome.report.mode, "hybrid");
+        let reason = outcome.report.postcopy.reason.expect("it was not asked for");
+        assert!(reason.contains("a pause of 50 ms"), "{reason}");
+        host.assert_same(&ram);
+    }
+}
+
+#[test]
+fn pushed_pages_are_compressed() {
+    if !tracking_works() {
+        return;
+    }
+    for compress in [Compress::Lz4, Compress::Zstd] {
+        let ram = filled_ram();
+        let (host, peer, seen) = destination(&ram, Program::Scattered);
+        let options = MigrateOptions { compress, streams: 2, ..options(Mode::Postcopy) };
+        let outcome = run(&ram, SourceVmm::new(None), &peer, &options);
+        nothing_wrong(&seen);
+        adds_up(&outcome.report);
+        assert!(outcome.report.encoding.compression.pages > 0, "{:?}", outcome.report.encoding);
+        host.assert_same(&ram);
+    }
+}
+
+#[test]
+fn a_destination_that_cannot_is_told_by_its_reason() {
+    if !tracking_works() {
+        return;
+    }
+    let ram = filled_ram();
+    let (host, peer) = Destination::serve();
+    let outcome = run(&ram, SourceVmm::new(None), &peer, &options(Mode::Auto));
+    assert_eq!((outcome.report.status, outcome.report.mode.as_str()), (Status::Completed, "precopy"));
+    assert!(outcome.report.postcopy.reason.unwrap().contains("this host cannot"));
+    host.assert_same(&ram);
+    let vmm = SourceVmm::new(None);
+    let quit = Arc::clone(&vmm.quit);
+    let outcome = run(&ram, vmm, &peer, &options(Mode::Postcopy));
+    assert_eq!((outcome.fate, outcome.report.error.unwrap().code.as_str()), (Fate::Here, "no-postcopy"));
+    assert!(!quit.load(Ordering::Acquire));
+    until("the destination forgets it", || host.aborted.load(Ordering::Acquire));
+}
+
+#[test]
+fn what_went_wrong_at_the_destination_is_still_learned_where_pages_might_have_followed() {
+    if !tracking_works() {
+        return;
+    }
+    let ram = filled_ram();
+    let (host, peer, _) = destination(&ram, Program::Ascending);
+    host.room_bytes.store(1, Ordering::Release);
+    let outcome = run(&ram, SourceVmm::new(None), &peer, &options(Mode::Auto));
+    assert_eq!((outcome.fate, outcome.report.error.unwrap().code.as_str()), (Fate::Here, "out-of-memory"));
+}

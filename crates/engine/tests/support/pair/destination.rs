@@ -1,0 +1,259 @@
+//! The destination of a migration: a VMM that loads the devices, and a daemon that keeps what it received.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use sterna_api::{Blame, Problem};
+use sterna_engine::agent::Discard;
+use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
+use sterna_engine::memory::BlockFile;
+use sterna_engine::paging::{Pager, PagingMeans};
+use sterna_engine::transport::clock::now_us;
+use sterna_engine::transport::credentials::Credentials;
+use sterna_engine::vmm::{self, EventTime, VmmError};
+use sterna_protocol::spec::VmSpec;
+use sterna_sys::map::{Access, SharedMapping};
+
+use super::guest::GuestRam;
+use super::inside::InsideSelf;
+use super::source::DEVICE_BYTES;
+
+struct DestinationVmm {
+    /// The guest's RAM, and the pages that loading the devices reads.
+    touched: (Arc<SharedMapping>, Vec<u64>),
+    at_start: Option<GuestProgram>,
+    refuse_state: bool,
+    dies_when_loaded: bool,
+    /// Loads the devices as their state comes, as QEMU does; the state.
+    loading: Option<JoinHandle<Vec<u8>>>,
+    loaded_from: Arc<Mutex<Vec<u8>>>,
+    running: Arc<AtomicBool>,
+}
+
+impl vmm::Destination for DestinationVmm {
+    fn prepare(&mut self) -> Result<UnixStream, VmmError> {
+        let (mut ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+        let (mapping, pages) = (Arc::clone(&self.touched.0), self.touched.1.clone());
+        let loaded_from = Arc::clone(&self.loaded_from);
+        self.loading = Some(std::thread::spawn(move || {
+            let mut state = Vec::new();
+            // A session that ends early leaves it cut short.
+            let _ = ours.read_to_end(&mut state);
+            if state.len() == DEVICE_BYTES {
+                for page in pages {
+                    // Where it has not arrived this waits for it.
+                    let mut bytes = [0; 16];
+                    mapping.copy_out(page * 4096..page * 4096 + 16, &mut bytes);
+                    loaded_from.lock().unwrap().push(bytes[0]);
+                }
+            }
+            state
+        }));
+        Ok(theirs)
+    }
+
+    fn loaded(&mut self, _timeout: Duration) -> Result<(), VmmError> {
+        let state = self.loading.take().expect("prepared").join().expect("the state arrives");
+        if state != [7; DEVICE_BYTES] {
+            return Err(VmmError::Migration { reason: "the state is cut short".into() });
+        }
+        if self.refuse_state {
+            return Err(VmmError::Migration { reason: "unknown section".into() });
+        }
+        Ok(())
+    }
+
+    fn alive(&mut self) -> Result<(), VmmError> {
+        if self.dies_when_loaded { Err(VmmError::Gone { guest_off: false }) } else { Ok(()) }
+    }
+
+    fn start(&mut self) -> Result<EventTime, VmmError> {
+        if let Some(program) = self.at_start.take() {
+            program(Arc::clone(&self.touched.0));
+        }
+        self.running.store(true, Ordering::Release);
+        Ok(EventTime(now_us()))
+    }
+
+    fn quit(&mut self) {}
+}
+
+/// What a guest does at the destination.
+pub type GuestProgram = Box<dyn FnOnce(Arc<SharedMapping>) + Send>;
+
+/// A destination "daemon" that keeps what it received.
+#[derive(Default)]
+pub struct Destination {
+    pub ram: Mutex<Option<File>>,
+    /// Whether its guests may run before all their pages are there.
+    pub postcopy: AtomicBool,
+    /// What its guest does from its start on, with its RAM.
+    pub guest: Mutex<Option<GuestProgram>>,
+    /// What it does before anything else can be done with its pages.
+    pub at_start: Mutex<Option<GuestProgram>>,
+    /// Pages that loading the devices reads.
+    pub touched: Mutex<Vec<u64>>,
+    /// What it found in them, the first byte of each.
+    pub loaded_from: Arc<Mutex<Vec<u8>>>,
+    /// What its guest gave back, as the agent logs it.
+    pub discards: Arc<Mutex<Vec<Discard>>>,
+    /// Whether its log overflows.
+    pub overflow: Arc<AtomicBool>,
+    /// Whether the guest has ended there, whatever is missing.
+    pub guest_gone: AtomicBool,
+    /// The map of missing pages of the guest that came last.
+    pub missing: Mutex<Option<File>>,
+    mapping: Mutex<Option<Arc<SharedMapping>>>,
+    pagers: Mutex<HashMap<MigrationId, Arc<Pager>>>,
+    pub running: Arc<AtomicBool>,
+    pub aborted: AtomicBool,
+    pub refuse: Mutex<Option<Problem>>,
+    pub refuse_state: AtomicBool,
+    pub dies_when_loaded: AtomicBool,
+    pub fail_commit: AtomicBool,
+    pub room_bytes: AtomicU64,
+    pub credentials: Option<Arc<Credentials>>,
+    /// Who it says it is.
+    pub identity: AtomicU64,
+    verdicts: Mutex<HashMap<MigrationId, Verdict>>,
+}
+
+impl Destination {
+    pub fn serve() -> (Arc<Self>, String) {
+        Self::serve_with(None)
+    }
+
+    /// Takes calls that are encrypted with these.
+    pub fn serve_with(credentials: Option<Arc<Credentials>>) -> (Arc<Self>, String) {
+        // Shown where a test fails.
+        let _ = tracing_subscriber::fmt().with_test_writer().with_max_level(tracing::Level::DEBUG).try_init();
+        let host = Arc::new(Self { room_bytes: AtomicU64::new(u64::MAX), credentials, ..Self::default() });
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let serving: Arc<dyn DestinationHost> = host.clone();
+        std::thread::spawn(move || sterna_engine::destination::listen::serve(&listener, &serving));
+        (host, address)
+    }
+
+    /// Asserts that the guest's RAM arrived.
+    pub fn assert_same(&self, ram: &GuestRam) {
+        let guard = self.ram.lock().unwrap();
+        let theirs =
+            SharedMapping::new(guard.as_ref().expect("a guest came"), ram.bytes, Access::Read).expect("a mapping");
+        let (mut here, mut there) = ([0; 4096], [0; 4096]);
+        for page in 0..ram.bytes / 4096 {
+            let range = page * 4096..(page + 1) * 4096;
+            ram.mapping.copy_out(range.clone(), &mut here);
+            theirs.copy_out(range, &mut there);
+            assert!(here == there, "page {page} differs");
+        }
+    }
+}
+
+impl DestinationHost for Destination {
+    fn identity(&self) -> DaemonId {
+        DaemonId(self.identity.load(Ordering::Acquire).into())
+    }
+
+    fn credentials(&self) -> Option<Arc<Credentials>> {
+        self.credentials.clone()
+    }
+
+    fn prepare(
+        &self,
+        _id: MigrationId,
+        spec: &VmSpec,
+        _from: Option<&str>,
+        postcopy: bool,
+    ) -> Result<Incoming, Problem> {
+        if let Some(problem) = self.refuse.lock().unwrap().clone() {
+            return Err(problem);
+        }
+        self.aborted.store(false, Ordering::Release);
+        let file = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
+        file.set_len(spec.blocks[0].bytes).expect("room for the file");
+        *self.ram.lock().unwrap() = Some(file.try_clone().expect("a descriptor"));
+        let mapping = SharedMapping::new(&file, spec.blocks[0].bytes, Access::ReadWrite).expect("a mapping");
+        let mapping = Arc::new(mapping);
+        *self.mapping.lock().unwrap() = Some(Arc::clone(&mapping));
+        let address = mapping.addresses().start;
+        let paging = postcopy.then(|| {
+            if !self.postcopy.load(Ordering::Acquire) {
+                return Err(Problem::new("no-postcopy".into(), Blame::Host, "this host cannot"));
+            }
+            let (discards, overflow) = (Arc::clone(&self.discards), Arc::clone(&self.overflow));
+            let inside = InsideSelf { discards, overflow, ..InsideSelf::default() };
+            inside.mappings.lock().unwrap().push(Arc::clone(&mapping));
+            let missing = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
+            *self.missing.lock().unwrap() = Some(missing.try_clone().expect("a descriptor"));
+            Ok(PagingMeans { inside: Box::new(inside), missing })
+        });
+        let vmm = DestinationVmm {
+            touched: (mapping, self.touched.lock().unwrap().clone()),
+            at_start: self.at_start.lock().unwrap().take(),
+            refuse_state: self.refuse_state.load(Ordering::Acquire),
+            dies_when_loaded: self.dies_when_loaded.load(Ordering::Acquire),
+            loading: None,
+            loaded_from: Arc::clone(&self.loaded_from),
+            running: Arc::clone(&self.running),
+        };
+        Ok(Incoming {
+            vmm: Box::new(vmm),
+            blocks: vec![BlockFile { spec: spec.blocks[0].clone(), file, address }],
+            qemu_version: "none".into(),
+            paging,
+        })
+    }
+
+    fn room_bytes(&self) -> u64 {
+        self.room_bytes.load(Ordering::Acquire)
+    }
+
+    fn commit(&self, id: MigrationId, _postcopy: bool) -> Result<(), Problem> {
+        if self.fail_commit.load(Ordering::Acquire) {
+            return Err(Problem::new("disk-full".into(), Blame::Host, "the record could not be written"));
+        }
+        match *self.verdicts.lock().unwrap().entry(id).or_insert(Verdict::Committed) {
+            Verdict::Committed => Ok(()),
+            Verdict::Aborted => Err(Problem::new("aborted".into(), Blame::Ours, "aborted before")),
+        }
+    }
+
+    fn started(&self, id: MigrationId, _incoming: Incoming, pager: Option<Arc<Pager>>, _failed: Option<&Problem>) {
+        if let Some(pager) = pager {
+            self.pagers.lock().unwrap().insert(id, pager);
+        }
+        if let Some(program) = self.guest.lock().unwrap().take() {
+            let mapping = self.mapping.lock().unwrap().clone().expect("prepared");
+            std::thread::spawn(move || program(mapping));
+        }
+    }
+
+    fn pager(&self, id: MigrationId, _from: Option<&str>) -> Result<Arc<Pager>, Problem> {
+        if self.guest_gone.load(Ordering::Acquire) {
+            return Err(Problem::new("guest-gone".into(), Blame::Guest, "it switched itself off"));
+        }
+        let pager = self.pagers.lock().unwrap().get(&id).cloned();
+        pager.ok_or_else(|| Problem::new("paged".into(), Blame::Peer, "no page is still to come"))
+    }
+
+    fn paged(&self, id: MigrationId) {
+        self.pagers.lock().unwrap().remove(&id);
+    }
+
+    fn abort(&self, id: MigrationId, _incoming: Option<Incoming>) {
+        self.verdicts.lock().unwrap().insert(id, Verdict::Aborted);
+        self.aborted.store(true, Ordering::Release);
+    }
+
+    fn verdict(&self, id: MigrationId, _from: Option<&str>) -> Result<Verdict, Problem> {
+        Ok(*self.verdicts.lock().unwrap().entry(id).or_insert(Verdict::Aborted))
+    }
+}
