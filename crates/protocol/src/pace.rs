@@ -24,8 +24,11 @@
 
 use std::time::Duration;
 
+/// When windows end, and what faults take of the pace.
+pub mod push;
+
 /// The share of the link that is used while faults come.
-pub const SHARE: f64 = 0.9;
+const SHARE: f64 = 0.9;
 /// The share that is used where hardly any faults come. It is less than 1, because the estimate of the link may be a
 /// few percent too high: queues that were empty take more than the link for a while, and a full queue loses packets.
 const QUIET_SHARE: f64 = 0.97;

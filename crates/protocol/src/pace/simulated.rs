@@ -7,7 +7,7 @@ use super::{Pace, Window};
 /// A link with a queue, and a sender that keeps a limited number of bytes on their way.
 pub(super) struct Link {
     pub bytes_per_s: f64,
-    trip: Duration,
+    pub trip: Duration,
     /// Sent and not acknowledged.
     under_way: f64,
     most_under_way: f64,
