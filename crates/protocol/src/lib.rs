@@ -40,6 +40,9 @@ pub mod pace;
 /// When a lost destination is tried again.
 pub mod retry;
 
+/// When a peer that is waited for stands still.
+pub mod stall;
+
 /// Convergence: when to stop the guest.
 pub mod convergence;
 
