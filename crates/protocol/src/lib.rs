@@ -37,6 +37,9 @@ pub mod prepage;
 /// The pace of the push, at which faults overtake it.
 pub mod pace;
 
+/// Signs of life while pages follow their guest.
+pub mod heartbeat;
+
 /// When a lost destination is tried again.
 pub mod retry;
 

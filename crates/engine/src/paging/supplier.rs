@@ -7,12 +7,10 @@
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use sterna_protocol::heartbeat;
 use sterna_protocol::layout::PageIndex;
 
 use super::Pager;
-
-/// A supplier that has said nothing for so long is not there: it says something twice a second.
-const SILENCE: Duration = Duration::from_secs(3);
 
 /// Who brings pages that are not here.
 pub trait Supplier: Send + Sync {
@@ -22,11 +20,6 @@ pub trait Supplier: Send + Sync {
 
     /// When it said something last.
     fn heard(&self) -> Instant;
-
-    /// Whether it is there, as far as one can tell.
-    fn alive(&self) -> bool {
-        self.heard().elapsed() <= SILENCE
-    }
 
     /// Ends all its connections, from elsewhere: whoever waits for one of them wakes.
     fn hang_up(&self);
@@ -80,11 +73,9 @@ impl Pager {
     #[must_use]
     pub fn alone(&self) -> Option<Duration> {
         let state = self.lock();
-        let (heard, alive) = match &state.supplier {
-            Some(supplier) => (supplier.heard(), supplier.alive()),
-            None => (state.heard, false),
-        };
-        (state.begun && state.whereabouts.away() > 0 && !alive).then(|| heard.elapsed())
+        let heard = state.supplier.as_ref().map_or(state.heard, |supplier| supplier.heard());
+        let alone = heartbeat::alone(heard.elapsed(), state.supplier.is_some());
+        alone.filter(|_| state.begun && state.whereabouts.away() > 0)
     }
 
     /// One at a time asks, on a way that may be slow. Locked before the state.
