@@ -127,7 +127,7 @@ impl Session {
                 if context.monitor.given_up() {
                     return Ok(true);
                 }
-                pacing.step(pending.quiet_for(QUIET))?;
+                pacing.step(pending.quiet_for(QUIET, Instant::now()))?;
                 progress(context, &mut seen);
                 if heartbeat.is_due(began.elapsed()) {
                     ask(link, context)?;
