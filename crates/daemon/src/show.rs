@@ -10,8 +10,9 @@ use crate::machines::hold::{Hold, Shown};
 use crate::machines::table::{Entry, Machines};
 use crate::metrics::Traffic;
 use crate::migration::arriving::{Arriving, arriving};
+use crate::migration::line::Counts;
 use crate::migration::paging;
-use crate::migration::queue::{Counts, Queue};
+use crate::migration::queue::Queue;
 use crate::qemu::binary;
 use crate::several;
 

@@ -37,8 +37,14 @@ pub mod prepage;
 /// The pace of the push, at which faults overtake it.
 pub mod pace;
 
+/// Signs of life while pages follow their guest.
+pub mod heartbeat;
+
 /// When a lost destination is tried again.
 pub mod retry;
+
+/// When a peer that is waited for stands still.
+pub mod stall;
 
 /// Convergence: when to stop the guest.
 pub mod convergence;

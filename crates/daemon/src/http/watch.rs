@@ -88,15 +88,8 @@ impl Watcher {
                     continue;
                 }
                 let key = (job.id, progress.vm.clone());
-                let news = match self.seen.get(&key) {
-                    // What had ended before anybody watched is no news.
-                    None => progress.phase != Phase::Done,
-                    Some((old, _)) if old.phase == Phase::Done => false,
-                    Some((old, at)) => {
-                        (old.phase, old.round) != (progress.phase, progress.round) || at.elapsed() >= PULSE
-                    }
-                };
-                if !news {
+                let said = self.seen.get(&key).map(|(old, at)| (old, at.elapsed()));
+                if !is_news(&progress, said) {
                     continue;
                 }
                 if let Ok(line) = serde_json::to_string(&progress) {
@@ -108,5 +101,47 @@ impl Watcher {
             }
         }
         lines
+    }
+}
+
+/// Whether there is a line to say, where the last one was `said` so long ago.
+fn is_news(progress: &Progress, said: Option<(&Progress, Duration)>) -> bool {
+    match said {
+        // What had ended before anybody watched is no news.
+        None => progress.phase != Phase::Done,
+        Some((old, _)) if old.phase == Phase::Done => false,
+        Some((old, ago)) => (old.phase, old.round) != (progress.phase, progress.round) || ago >= PULSE,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn progress(phase: Phase, round: u32) -> Progress {
+        Progress { phase, round, ..Progress::default() }
+    }
+
+    #[test]
+    fn a_line_comes_when_something_changes_and_else_once_a_pulse() {
+        let old = progress(Phase::Precopy, 1);
+        let moment = Duration::from_nanos(1);
+        assert!(is_news(&old, None));
+        assert!(!is_news(&old, Some((&old, Duration::ZERO))), "the clock stands still");
+        assert!(!is_news(&old, Some((&old, PULSE - moment))));
+        assert!(is_news(&old, Some((&old, PULSE))));
+        assert!(is_news(&old, Some((&old, PULSE * 86_400))), "the clock has jumped");
+        for new in [progress(Phase::Precopy, 2), progress(Phase::Switchover, 1), progress(Phase::Done, 1)] {
+            assert!(is_news(&new, Some((&old, Duration::ZERO))), "{new:?}");
+        }
+        let sent = Progress { bytes_on_wire: 1 << 30, ..old.clone() };
+        assert!(!is_news(&sent, Some((&old, PULSE - moment))), "bytes alone wait for the pulse");
+    }
+
+    #[test]
+    fn an_end_is_said_once_and_not_at_all_where_nobody_watched_before() {
+        let done = progress(Phase::Done, 3);
+        assert!(!is_news(&done, None));
+        assert!(!is_news(&done, Some((&done, PULSE * 10))));
     }
 }

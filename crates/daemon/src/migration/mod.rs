@@ -15,7 +15,10 @@ pub mod pauses;
 /// The migrations this host began, as they are seen.
 pub mod jobs;
 
-/// Those of them that wait for their turn.
+/// Whose turn it is among those that wait for one.
+pub mod line;
+
+/// Migrations that wait for their turn.
 pub mod queue;
 
 /// What it takes to move machines away.

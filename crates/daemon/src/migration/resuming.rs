@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use sterna_api::{Problem, VmState};
 use sterna_engine::host::MigrationId;
 
-use super::pauses::{FIRST_PAUSE, longer};
+use super::pauses::Pauses;
 use super::records::Records;
 use crate::machines::control;
 use crate::machines::hold::{Activity, Hold, Shown};
@@ -126,12 +126,12 @@ fn begin(machines: &Arc<Machines>, record: &VmRecord, what: What, why: Option<St
 }
 
 fn try_on(machines: &Machines, record: &VmRecord, resuming: &Resuming) {
-    let mut pause = FIRST_PAUSE;
+    let mut pauses = Pauses::default();
     let mut wait = resuming.lock().why.is_some();
     while is_resuming(machines, record) {
         if wait {
-            let hurried = resuming.pause(pause);
-            pause = if hurried { FIRST_PAUSE } else { longer(pause, resuming.since.elapsed()) };
+            let hurried = resuming.pause(pauses.next());
+            pauses.over(hurried, resuming.since.elapsed());
             wait = false;
             continue;
         }

@@ -10,7 +10,7 @@ use sterna_engine::source::ask_verdict;
 
 use super::departures::Departures;
 use super::leaving::{HANDED_OVER, too_late};
-use super::pauses::{FIRST_PAUSE, longer};
+use super::pauses::Pauses;
 use super::records::Stage;
 use super::resuming::give_back;
 use super::serving::serve;
@@ -118,7 +118,7 @@ pub fn wait_for_verdict(departures: &Arc<Departures>, record: &VmRecord, id: Mig
 
 fn ask(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, question: &Question) {
     let Departures { machines, records, .. } = &**departures;
-    let mut pause = FIRST_PAUSE;
+    let mut pauses = Pauses::default();
     while still_waiting(machines, record) {
         let peer = question.peer();
         match ask_verdict(id, &peer, records.accepted_by(id), departures.credentials.as_deref()) {
@@ -130,8 +130,8 @@ fn ask(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, questio
                 if question.answered(answer.clone()) {
                     tracing::warn!(vm = %record.name, peer, "no verdict yet: {answer}");
                 }
-                let hurried = question.pause(pause);
-                pause = if hurried { FIRST_PAUSE } else { longer(pause, question.since.elapsed()) };
+                let hurried = question.pause(pauses.next());
+                pauses.over(hurried, question.since.elapsed());
             }
         }
     }

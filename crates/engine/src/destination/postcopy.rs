@@ -9,6 +9,7 @@ use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, PostcopyAccount, Reply, Request, ResiduePart};
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
+use sterna_protocol::stall::Stall;
 
 use super::attachment::SourceOf;
 use super::connect::Connections;
@@ -111,14 +112,13 @@ impl Session<'_> {
     /// Waits for the last page. Where nothing is compared afterwards that is the end: the source may be lost from now
     /// on.
     fn complete(&self, pager: &Arc<Pager>, arrivals: &Arrivals, verify: bool) -> Result<Reply, MigrateError> {
-        let (mut seen, mut since) = (arrivals.frames(), Instant::now());
+        let began = Instant::now();
+        let mut stall = Stall::new(1, ARRIVAL_TIMEOUT, arrivals.frames(), Duration::ZERO);
         while !pager.wait(LOOK) {
             if let Some(problem) = arrivals.failure() {
                 return Err(MigrateError::Peer(problem));
             }
-            if arrivals.frames() != seen {
-                (seen, since) = (arrivals.frames(), Instant::now());
-            } else if since.elapsed() > ARRIVAL_TIMEOUT {
+            if stall.is_over(arrivals.frames(), began.elapsed()) {
                 return Err(MigrateError::Peer(Problem::new(
                     Code::PagesMissing,
                     Blame::Peer,

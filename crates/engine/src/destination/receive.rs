@@ -8,6 +8,7 @@ use sterna_api::Problem;
 use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
 use sterna_protocol::layout::{CHUNK_BYTES, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
+use sterna_protocol::stall::Stall;
 
 use super::arrival::Arrival;
 use super::decode::Decoder;
@@ -46,7 +47,8 @@ impl Arrivals {
     /// What went wrong on any, or no frame for `stall`.
     pub fn wait(&self, round: u32, stall: Duration) -> Result<(), MigrateError> {
         let mut state = self.lock();
-        let (mut seen, mut since) = (state.frames, Instant::now());
+        let began = Instant::now();
+        let mut standing = Stall::new(1, stall, state.frames, Duration::ZERO);
         loop {
             if let Some(problem) = &state.failure {
                 return Err(MigrateError::Peer(problem.clone()));
@@ -54,9 +56,7 @@ impl Arrivals {
             if state.rounds.iter().all(|ended| *ended >= Some(round)) {
                 return Ok(());
             }
-            if state.frames != seen {
-                (seen, since) = (state.frames, Instant::now());
-            } else if since.elapsed() > stall {
+            if standing.is_over(state.frames, began.elapsed()) {
                 return Err(MigrateError::Link {
                     doing: "waiting for pages",
                     source: std::io::ErrorKind::TimedOut.into(),

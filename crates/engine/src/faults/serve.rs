@@ -76,7 +76,7 @@ fn page_of(fault: &Fault) -> u64 {
 /// Serves faults until the userfaultfd ends.
 fn serve(userfault: &Userfault) {
     let mut events: Vec<Event> = std::iter::repeat_with(Event::default).take(BATCH).collect();
-    let mut looking = Looking::begin();
+    let mut looking = Looking::begin(Instant::now());
     let mut failing = false;
     while !userfault.ended.load(Ordering::Acquire) {
         let read = match userfault.descriptor.read_events(&mut events) {
@@ -92,7 +92,12 @@ fn serve(userfault: &Userfault) {
         };
         failing = false;
         if read == 0 {
-            looking.wait(userfault);
+            if looking.goes_on(Instant::now()) {
+                std::hint::spin_loop();
+            } else {
+                sleep(userfault);
+                looking.woken(Instant::now());
+            }
             continue;
         }
         let now = Instant::now();
@@ -108,11 +113,27 @@ fn serve(userfault: &Userfault) {
                 let _ = userfault.wake(page_of(fault));
             }
         }
-        looking.found();
+        looking.found(Instant::now());
     }
 }
 
-/// How the thread waits for the next fault.
+/// Returns when there may be something to read.
+fn sleep(userfault: &Userfault) {
+    let mut ready = [
+        PollFd::from_borrowed_fd(userfault.descriptor.as_fd(), PollFlags::IN),
+        PollFd::from_borrowed_fd(userfault.wake_up.as_fd(), PollFlags::IN),
+    ];
+    // An interrupted wait looks once more.
+    let _ = poll(&mut ready, None);
+    if ready[0].revents().contains(PollFlags::ERR) {
+        // QEMU shares the descriptor and has made it block, on which nobody can wait. It may do so again at once: it
+        // costs no more than its own guest's faults some time.
+        let _ = userfault.descriptor.unblock();
+        std::thread::sleep(RETRY);
+    }
+}
+
+/// How the thread waits for the next fault: whether it looks on or sleeps.
 struct Looking {
     began: Instant,
     /// Time spent looking without finding.
@@ -122,37 +143,101 @@ struct Looking {
 }
 
 impl Looking {
-    fn begin() -> Self {
-        let now = Instant::now();
+    fn begin(now: Instant) -> Self {
         Self { began: now, spent: Duration::ZERO, last_fault: now, last_look: now }
     }
 
-    fn found(&mut self) {
-        self.last_fault = Instant::now();
-        self.last_look = self.last_fault;
+    /// There were faults to read.
+    fn found(&mut self, now: Instant) {
+        self.last_fault = now;
+        self.last_look = now;
     }
 
-    /// Returns when there may be something to read.
-    fn wait(&mut self, userfault: &Userfault) {
-        let now = Instant::now();
-        let affordable = self.spent.as_secs_f64() <= LOOKING_SHARE * (now - self.began).as_secs_f64();
-        if now - self.last_fault < KEEP_LOOKING && affordable {
-            self.spent += now - self.last_look;
+    /// It has slept, which cost nothing.
+    fn woken(&mut self, now: Instant) {
+        self.last_look = now;
+    }
+
+    /// Whether it looks once more, where there was nothing to read.
+    fn goes_on(&mut self, now: Instant) -> bool {
+        let since = |earlier: Instant| now.saturating_duration_since(earlier);
+        let affordable = self.spent.as_secs_f64() <= LOOKING_SHARE * since(self.began).as_secs_f64();
+        let goes_on = since(self.last_fault) < KEEP_LOOKING && affordable;
+        if goes_on {
+            self.spent += since(self.last_look);
             self.last_look = now;
-            return std::hint::spin_loop();
         }
-        let mut ready = [
-            PollFd::from_borrowed_fd(userfault.descriptor.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(userfault.wake_up.as_fd(), PollFlags::IN),
-        ];
-        // An interrupted wait looks once more.
-        let _ = poll(&mut ready, None);
-        if ready[0].revents().contains(PollFlags::ERR) {
-            // QEMU shares the descriptor and has made it block, on which nobody can wait. It may do so again at once:
-            // it costs no more than its own guest's faults some time.
-            let _ = userfault.descriptor.unblock();
-            std::thread::sleep(RETRY);
+        goes_on
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const US: Duration = Duration::from_micros(1);
+
+    /// A thread on a simulated clock, which looks every microsecond; each fault comes `apart` from the one before, for
+    /// a second. What share of the time it spent looking, and what share of the faults came while it looked.
+    fn simulate(apart: Duration) -> (f64, f64) {
+        let start = Instant::now();
+        let (mut now, mut looking) = (start, Looking::begin(start));
+        let (mut next, mut looked, mut faults, mut at_once) = (start + apart, Duration::ZERO, 0, 0);
+        let end = start + Duration::from_secs(1);
+        while next < end {
+            if looking.goes_on(now) {
+                (now, looked) = (now + US, looked + US);
+                at_once += u32::from(now >= next);
+            } else {
+                now = now.max(next);
+                looking.woken(now);
+            }
+            if now >= next {
+                looking.found(now);
+                (next, faults) = (now + apart, faults + 1);
+            }
         }
-        self.last_look = Instant::now();
+        (looked.as_secs_f64(), f64::from(at_once) / f64::from(faults))
+    }
+
+    #[test]
+    fn faults_that_come_seldom_cost_a_look_of_their_own_each() {
+        let (looked, at_once) = simulate(Duration::from_millis(10));
+        assert!((0.004..0.0055).contains(&looked), "{looked}");
+        assert!(at_once < 0.01, "{at_once}");
+    }
+
+    #[test]
+    fn however_often_faults_come_no_more_than_a_share_of_the_time_is_spent_looking_in_vain() {
+        for apart in [40, 60, 100, 200] {
+            let (looked, _) = simulate(US * apart);
+            // What was looked at last before a fault was not in vain.
+            let share = LOOKING_SHARE + 1.0 / f64::from(apart) + 0.01;
+            assert!(looked <= share, "{looked} of the time, {apart} us apart");
+        }
+    }
+
+    #[test]
+    fn faults_of_a_burst_are_seen_at_once_after_a_quiet_time() {
+        let start = Instant::now();
+        let mut looking = Looking::begin(start);
+        let later = start + Duration::from_secs(1);
+        looking.woken(later);
+        for fault in 0..100 {
+            let now = later + US * 20 * fault;
+            looking.found(now);
+            assert!((0..20).all(|us| looking.goes_on(now + US * us)), "fault {fault}");
+        }
+    }
+
+    #[test]
+    fn it_sleeps_when_its_time_is_over_and_where_the_clock_stands_still_looks_on() {
+        let start = Instant::now();
+        let (mut looking, later) = (Looking::begin(start), start + Duration::from_secs(1));
+        looking.found(later);
+        assert!((0..1000).all(|_| looking.goes_on(later)));
+        assert!(looking.goes_on(later + KEEP_LOOKING - US));
+        assert!(!looking.goes_on(later + KEEP_LOOKING), "the end in the same instant");
+        assert!(!looking.goes_on(later + Duration::from_secs(3600)), "the clock has jumped");
     }
 }

@@ -54,6 +54,7 @@ use std::time::{Duration, Instant};
 
 use sterna_api::report::Faults;
 use sterna_protocol::frame::Digester;
+use sterna_protocol::heartbeat;
 use sterna_protocol::layout::PageIndex;
 use sterna_protocol::pages::PageMap;
 use sterna_sys::map::Access;
@@ -345,11 +346,9 @@ impl Pager {
     #[must_use]
     pub fn alone(&self) -> Option<Duration> {
         let state = self.lock();
-        let (heard, alive) = match &state.supplier {
-            Some(supplier) => (supplier.heard(), supplier.alive()),
-            None => (state.heard, false),
-        };
-        (state.begun && state.whereabouts.away() > 0 && !alive).then(|| heard.elapsed())
+        let heard = state.supplier.as_ref().map_or(state.heard, |supplier| supplier.heard());
+        let alone = heartbeat::alone(heard.elapsed(), state.supplier.is_some());
+        alone.filter(|_| state.begun && state.whereabouts.away() > 0)
     }
 
     /// Ends it: threads end, the RAM is as any process's. Only where every page is here, the guest has ended, or it

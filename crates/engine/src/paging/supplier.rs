@@ -4,12 +4,9 @@
 //! supplier's. In post-copy there is one supplier, the guest's source, which comes and goes with its connections and
 //! ends with the last page. Pages wait for whoever comes next.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sterna_protocol::layout::PageIndex;
-
-/// A supplier that has said nothing for so long is not there: it says something twice a second.
-const SILENCE: Duration = Duration::from_secs(3);
 
 /// Who brings pages that are not here.
 pub trait Supplier: Send + Sync {
@@ -19,11 +16,6 @@ pub trait Supplier: Send + Sync {
 
     /// When it said something last.
     fn heard(&self) -> Instant;
-
-    /// Whether it is there, as far as one can tell.
-    fn alive(&self) -> bool {
-        self.heard().elapsed() <= SILENCE
-    }
 
     /// Ends all its connections, from elsewhere: whoever waits for one of them wakes.
     fn hang_up(&self);

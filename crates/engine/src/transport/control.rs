@@ -8,6 +8,7 @@ use serde::de::DeserializeOwned;
 use sterna_protocol::hello::KNOWS_IDENTITIES;
 use sterna_protocol::message::{self, PREFIX_BYTES, Reply, Request};
 use sterna_protocol::session::{self, Owner, State};
+use sterna_protocol::stall::Stall;
 
 use super::connection::{Connection, HangUp};
 use crate::error::MigrateError;
@@ -98,12 +99,10 @@ impl Asking {
     /// # Errors
     /// Neither an answer nor progress for `stall`.
     pub fn wait(&mut self, stall: Duration, taken_bytes: impl Fn() -> u64) -> Result<(), MigrateError> {
-        let (mut seen, mut since) = (taken_bytes(), Instant::now());
+        let began = Instant::now();
+        let mut stall = Stall::new(PROGRESS_BYTES, stall, taken_bytes(), Duration::ZERO);
         while !self.messages.stream.wait_readable(LOOK) {
-            let taken = taken_bytes();
-            if taken >= seen.saturating_add(PROGRESS_BYTES) {
-                (seen, since) = (taken, Instant::now());
-            } else if since.elapsed() > stall {
+            if stall.is_over(taken_bytes(), began.elapsed()) {
                 return Err(MigrateError::link("waiting for pages to arrive")(std::io::ErrorKind::TimedOut.into()));
             }
         }
@@ -268,13 +267,13 @@ mod tests {
         let looks = Cell::new(0);
         let slow = || {
             looks.set(looks.get() + 1);
-            if looks.get() == 20 {
+            if looks.get() == 8 {
                 peer.write_all(&[0]).unwrap();
             }
             looks.get() * PROGRESS_BYTES
         };
         let slow = std::cell::RefCell::new(slow);
         asking.wait(stall, || slow.borrow_mut()()).unwrap();
-        assert!(looks.get() >= 20);
+        assert!(looks.get() >= 8);
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_api::report::Verify;
+use sterna_protocol::heartbeat::{ANSWER_TIMEOUT, Heartbeat};
 use sterna_protocol::message::{Reply, Request};
 
 use super::ended::Completed;
@@ -19,10 +20,6 @@ use crate::source::stream::Stream;
 use crate::source::verify::{self, Compared};
 use crate::transport::control::REPLY_TIMEOUT;
 
-/// How often the destination is asked how far it is.
-const HEARTBEAT: Duration = Duration::from_millis(500);
-/// How long it may take to say so. A guest there may be waiting for a page: a link that is lost should be noticed soon.
-const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Where hardly a fault has come for so long, the push need not leave room for one.
 const QUIET: Duration = Duration::from_millis(250);
 
@@ -120,20 +117,21 @@ impl Session {
                 let thread = std::thread::Builder::new().name("push".into()).spawn_scoped(scope, push);
                 pushes.push(thread.map_err(no_thread())?);
             }
-            let (mut beat, mut seen) = (Instant::now(), work.tally.so_far());
+            let (began, mut seen) = (Instant::now(), work.tally.so_far());
+            let mut heartbeat = Heartbeat::new(Duration::ZERO);
             while pushes.iter().any(|push| !push.is_finished()) {
-                ends.wait(pacing.window().min(HEARTBEAT));
+                ends.wait(Heartbeat::sleep(pacing.window()));
                 if let Some(error) = ends.failure() {
                     return Err(error);
                 }
                 if context.monitor.given_up() {
                     return Ok(true);
                 }
-                pacing.step(pending.quiet_for(QUIET))?;
+                pacing.step(pending.quiet_for(QUIET, Instant::now()))?;
                 progress(context, &mut seen);
-                if beat.elapsed() >= HEARTBEAT {
+                if heartbeat.is_due(began.elapsed()) {
                     ask(link, context)?;
-                    beat = Instant::now();
+                    heartbeat.answered(began.elapsed());
                 }
             }
             if let Some(error) = ends.failure() {
@@ -173,7 +171,7 @@ fn progress(context: &Context, seen: &mut (u64, u64)) {
 
 /// Asks the destination how far it is.
 fn ask(link: &mut Link, context: &Context) -> Result<(), MigrateError> {
-    match link.control.ask(&Request::Paging, HEARTBEAT_TIMEOUT)? {
+    match link.control.ask(&Request::Paging, ANSWER_TIMEOUT)? {
         Reply::Paging { faults, .. } => {
             context.monitor.update(|progress| progress.faults = Some(faults));
             Ok(())

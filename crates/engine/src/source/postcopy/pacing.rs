@@ -1,4 +1,4 @@
-//! How fast the push goes: `Pace` decides, the kernel's `SO_MAX_PACING_RATE` holds it, and `TCP_INFO` says what came
+//! How fast the push goes: `Push` decides, the kernel's `SO_MAX_PACING_RATE` holds it, and `TCP_INFO` says what came
 //! through (tcp(7), socket(7)).
 //!
 //! Few bytes wait unsent in the sockets (`TCP_NOTSENT_LOWAT`): what waits there was chosen before the latest fault.
@@ -7,57 +7,20 @@ use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use sterna_protocol::pace::{Pace, SHARE, Window};
+use sterna_protocol::pace::push::{Counted, Ended, Push, Setting};
 use sterna_sys::socket::{TcpInfo, set_notsent_lowat, set_pacing_rate};
 
 use super::work::Work;
 use crate::error::MigrateError;
 use crate::source::stream::Stream;
 
-/// What may wait unsent is what goes in this time.
-const UNSENT: Duration = Duration::from_millis(1);
-/// At least two frames' headers and half their bodies, so that the connection does not run dry.
-const LEAST_UNSENT: u32 = 32 << 10;
-/// At most what was measured to keep an urgent page waiting little.
-const MOST_UNSENT: u32 = 128 << 10;
-
-/// The share of a window for which there must have been something to send, for it to say what the link carries. The
-/// kernel counts in ticks.
-const BUSY: f64 = 0.75;
-/// How much the latest window counts for what faults take of the link.
-const LATEST: f64 = 0.3;
-/// The push goes on at that share of the link at least, whatever faults take.
-const LEAST_SHARE: f64 = 0.25;
-
 /// The pace of one session's push.
 pub struct Pacing<'a> {
     work: &'a Work,
     sockets: Vec<TcpStream>,
-    pace: Pace,
-    paced: u64,
-    acknowledged: u64,
-    busy: Duration,
-    retransmitted: u64,
-    /// What went because faults asked for it: in all, and bytes per second of late.
-    asked: (u64, f64),
-    since: Instant,
-}
-
-/// What the kernel says of all connections together.
-#[derive(Default)]
-struct Seen {
-    /// Bytes acknowledged so far.
-    acknowledged: u64,
-    /// For how long there was something to send.
-    busy_time: Duration,
-    /// The longest round trip, the most that one varies, and the shortest that any had.
-    round_trip: Duration,
-    deviation: Duration,
-    least_trip: Duration,
-    /// Segments sent again so far.
-    retransmitted: u64,
-    /// A segment of each.
-    grain: u64,
+    push: Push,
+    /// From here the push's time is counted.
+    began: Instant,
 }
 
 impl<'a> Pacing<'a> {
@@ -67,13 +30,11 @@ impl<'a> Pacing<'a> {
     /// No descriptor left, or the kernel does not pace.
     pub fn new(streams: &[Stream], known: Option<u64>, work: &'a Work) -> Result<Self, MigrateError> {
         let sockets = streams.iter().map(|stream| stream.connection().socket().try_clone());
-        let sockets = sockets.collect::<Result<_, _>>().map_err(MigrateError::host("setting the pace of the push"))?;
-        let pace = Pace::new(known);
-        let since = Instant::now();
-        let (busy, asked) = (Duration::ZERO, (work.tally.asked(), 0.0));
-        let mut pacing = Self { work, sockets, pace, paced: 0, acknowledged: 0, busy, retransmitted: 0, asked, since };
-        let Seen { acknowledged, busy_time, retransmitted, .. } = pacing.look()?;
-        (pacing.acknowledged, pacing.busy, pacing.retransmitted) = (acknowledged, busy_time, retransmitted);
+        let sockets: Vec<_> =
+            sockets.collect::<Result<_, _>>().map_err(MigrateError::host("setting the pace of the push"))?;
+        let (began, counted) = (Instant::now(), look(&sockets, work)?);
+        let push = Push::new(known, work.limit, sockets.len() as u32, Duration::ZERO, &counted);
+        let mut pacing = Self { work, sockets, push, began };
         pacing.set(false)?;
         Ok(pacing)
     }
@@ -81,7 +42,7 @@ impl<'a> Pacing<'a> {
     /// How long until the next [`step`](Self::step).
     #[must_use]
     pub fn window(&self) -> Duration {
-        self.pace.window().saturating_sub(self.since.elapsed())
+        self.push.left(self.began.elapsed())
     }
 
     /// Takes in what came through, and sets the pace of the next window, where this one is over.
@@ -92,60 +53,36 @@ impl<'a> Pacing<'a> {
         if !self.window().is_zero() {
             return Ok(());
         }
-        let Seen { acknowledged, busy_time, round_trip, deviation, least_trip, retransmitted, grain } = self.look()?;
-        let length = self.since.elapsed();
-        let asked = self.work.tally.asked();
-        let new_asked = asked.saturating_sub(self.asked.0);
-        let asked_rate = new_asked as f64 / length.as_secs_f64();
-        self.asked = (asked, self.asked.1 + (asked_rate - self.asked.1) * LATEST);
-        let delivered = acknowledged.saturating_sub(self.acknowledged) + new_asked;
-        // A host whose processors are busy elsewhere lets its connections run dry: then the window says nothing of the
-        // link.
-        let busy = busy_time.saturating_sub(self.busy) >= length.mul_f64(BUSY) * self.sockets.len() as u32;
-        let lost = retransmitted > self.retransmitted;
-        (self.since, self.acknowledged, self.busy, self.retransmitted) =
-            (Instant::now(), acknowledged, busy_time, retransmitted);
-        let paced = self.paced + asked_rate as u64;
-        let window = Window { length, delivered, busy, round_trip, deviation, least_trip, lost, grain };
-        tracing::debug!(?window, paced, asked_rate, link = self.pace.link(), "a window of the push");
-        self.pace.seen(&window, paced);
+        let (counted, link) = (look(&self.sockets, self.work)?, self.push.link());
+        let Ended { window, paced, asked_rate } = self.push.ends(self.began.elapsed(), &counted);
+        tracing::debug!(?window, paced, asked_rate, link, "a window of the push");
         self.set(quiet)
     }
 
-    fn look(&self) -> Result<Seen, MigrateError> {
-        let mut seen = Seen { least_trip: Duration::MAX, ..Seen::default() };
-        for socket in &self.sockets {
-            let info = TcpInfo::of(socket).map_err(MigrateError::kernel("looking at the pace of the push"))?;
-            seen.acknowledged += info.acknowledged_bytes;
-            seen.busy_time += info.busy;
-            seen.round_trip = seen.round_trip.max(info.round_trip);
-            seen.deviation = seen.deviation.max(info.round_trip_deviation);
-            seen.least_trip = seen.least_trip.min(info.least_round_trip);
-            seen.retransmitted += u64::from(info.retransmitted);
-            seen.grain += u64::from(info.segment_bytes);
-        }
-        Ok(seen)
-    }
-
     fn set(&mut self, quiet: bool) -> Result<(), MigrateError> {
-        // Faults have the tenth that the push leaves; what they take beyond it, the push gives up.
-        let link = self.pace.link() as f64;
-        let spare = link * (1.0 - SHARE);
-        self.work.spare.store(spare as u64, Ordering::Relaxed);
-        let beyond = (self.asked.1 - spare).max(0.0);
-        let rate = (self.pace.rate(quiet) as f64 - beyond).max(link * LEAST_SHARE) as u64;
-        let rate = rate.min(self.work.limit.unwrap_or(u64::MAX));
-        if rate == self.paced {
-            return Ok(());
-        }
-        self.paced = rate;
-        let each = rate / self.sockets.len().max(1) as u64;
-        let unsent = (each as f64 * UNSENT.as_secs_f64()) as u32;
+        self.work.spare.store(self.push.spare(), Ordering::Relaxed);
+        let Some(Setting { bytes_per_s, unsent }) = self.push.set(quiet) else { return Ok(()) };
         for socket in &self.sockets {
-            set_pacing_rate(socket, Some(each)).map_err(MigrateError::kernel("setting the pace of the push"))?;
-            set_notsent_lowat(socket, unsent.clamp(LEAST_UNSENT, MOST_UNSENT))
-                .map_err(MigrateError::kernel("setting the pace of the push"))?;
+            set_pacing_rate(socket, Some(bytes_per_s)).map_err(MigrateError::kernel("setting the pace of the push"))?;
+            set_notsent_lowat(socket, unsent).map_err(MigrateError::kernel("setting the pace of the push"))?;
         }
         Ok(())
     }
+}
+
+/// What the kernel has counted of all connections, and what faults have asked for.
+fn look(sockets: &[TcpStream], work: &Work) -> Result<Counted, MigrateError> {
+    let mut counted = Counted { least_trip: Duration::MAX, ..Counted::default() };
+    for socket in sockets {
+        let info = TcpInfo::of(socket).map_err(MigrateError::kernel("looking at the pace of the push"))?;
+        counted.acknowledged += info.acknowledged_bytes;
+        counted.busy += info.busy;
+        counted.round_trip = counted.round_trip.max(info.round_trip);
+        counted.deviation = counted.deviation.max(info.round_trip_deviation);
+        counted.least_trip = counted.least_trip.min(info.least_round_trip);
+        counted.retransmitted += u64::from(info.retransmitted);
+        counted.grain += u64::from(info.segment_bytes);
+    }
+    counted.asked = work.tally.asked();
+    Ok(counted)
 }

@@ -89,23 +89,24 @@ impl Pending {
         self.lock().left
     }
 
-    /// Whether hardly a fault had to wait for its page to be sent in so long. One that finds its page on its way does
-    /// not count: the sooner the push goes, the sooner it comes.
+    /// Whether hardly a fault had to wait for its page to be sent in the time before `now`. One that finds its page on
+    /// its way does not count: the sooner the push goes, the sooner it comes.
     #[must_use]
-    pub fn quiet_for(&self, time: Duration) -> bool {
+    pub fn quiet_for(&self, time: Duration, now: Instant) -> bool {
         let state = self.lock();
-        state.served.len() < FEW || state.served.front().is_none_or(|first| first.elapsed() >= time)
+        let waited = |first: &Instant| now.saturating_duration_since(*first);
+        state.served.len() < FEW || state.served.front().is_none_or(|first| waited(first) >= time)
     }
 
-    /// A fault asks for a page: whether it is the caller's to send. The peer may ask for anything.
+    /// A fault asks for a page at `now`: whether it is the caller's to send. The peer may ask for anything.
     #[must_use]
-    pub fn ask(&self, request: &PageRequest) -> bool {
+    pub fn ask(&self, request: &PageRequest, now: Instant) -> bool {
         let page = request.page;
         if self.layout.place(page.chunk).is_none_or(|place| usize::from(page.page) >= place.pages) {
             return false;
         }
         let mut state = self.lock();
-        state.asked = Some(Instant::now());
+        state.asked = Some(now);
         state.prepager.fault(page, request.thread);
         let pending = state.pages.chunk(page.chunk).contains(page.page);
         if pending {
@@ -113,7 +114,7 @@ impl Pending {
             if state.served.len() == FEW {
                 state.served.pop_front();
             }
-            state.served.push_back(Instant::now());
+            state.served.push_back(now);
         }
         pending
     }
@@ -129,15 +130,15 @@ impl Pending {
         pages
     }
 
-    /// What to push now.
+    /// What to push at `now`.
     #[must_use]
-    pub fn next(&self) -> Next {
+    pub fn next(&self, now: Instant) -> Next {
         let mut state = self.lock();
         if state.left == 0 {
             return Next::End;
         }
         if self.holds
-            && let Some(left) = state.asked.and_then(|asked| HOLD.checked_sub(asked.elapsed()))
+            && let Some(left) = state.asked.and_then(|asked| HOLD.checked_sub(now.saturating_duration_since(asked)))
         {
             return Next::Wait(left);
         }
@@ -200,14 +201,14 @@ mod tests {
                     for _ in 0..20_000 {
                         random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
                         let asked = request(random % 11_000);
-                        if pending.ask(&asked) {
+                        if pending.ask(&asked, Instant::now()) {
                             took(asked.page.chunk, [asked.page.page].into_iter().collect());
                             took(asked.page.chunk, pending.neighbours(&asked));
                         }
                     }
                 });
                 scope.spawn(move || {
-                    while let Next::Send(chunk, pages) = pending.next() {
+                    while let Next::Send(chunk, pages) = pending.next(Instant::now()) {
                         took(chunk, pages);
                     }
                 });
@@ -219,33 +220,74 @@ mod tests {
 
     #[test]
     fn pages_that_the_machine_does_not_have_are_not_sent() {
-        let pending = pending(Prepaging::Bubble);
+        let (pending, now) = (pending(Prepaging::Bubble), Instant::now());
         for page in [10_242, 11_000, 256 * 41, u32::MAX] {
-            assert!(!pending.ask(&request(page)), "{page}");
+            assert!(!pending.ask(&request(page), now), "{page}");
         }
-        assert!(pending.ask(&request(10_241)));
-        assert!(!pending.ask(&request(10_241)), "a page goes once");
+        assert!(pending.ask(&request(10_241), now));
+        assert!(!pending.ask(&request(10_241), now), "a page goes once");
         assert_eq!(pending.left(), 10_241);
     }
 
     #[test]
     fn neighbours_are_those_behind_the_page_and_end_where_one_is_on_its_way() {
-        let pending = pending(Prepaging::Linear);
-        assert!(pending.ask(&request(105)) && pending.ask(&request(100)));
+        let (pending, now) = (pending(Prepaging::Linear), Instant::now());
+        assert!(pending.ask(&request(105), now) && pending.ask(&request(100), now));
         assert_eq!(pending.neighbours(&request(100)).iter().collect::<Vec<_>>(), [101, 102, 103, 104]);
         assert_eq!(pending.neighbours(&request(105)).iter().collect::<Vec<_>>(), (106..113).collect::<Vec<_>>());
-        assert!(pending.ask(&request(254)));
+        assert!(pending.ask(&request(254), now));
         assert_eq!(pending.neighbours(&request(254)).iter().collect::<Vec<_>>(), [255], "no further than the chunk");
         assert!(pending.neighbours(&request(255)).is_empty());
     }
 
     #[test]
     fn without_pre_paging_the_push_waits_after_a_fault() {
-        let pending = pending(Prepaging::Off);
-        assert!(matches!(pending.next(), Next::Send(..)));
-        assert!(pending.ask(&request(5000)));
-        assert!(matches!(pending.next(), Next::Wait(_)));
-        std::thread::sleep(HOLD);
-        assert!(matches!(pending.next(), Next::Send(..)));
+        let (pending, start) = (pending(Prepaging::Off), Instant::now());
+        let instant = Duration::from_nanos(1);
+        assert!(matches!(pending.next(start), Next::Send(..)), "no fault has come");
+        assert!(pending.ask(&request(5000), start));
+        assert_eq!(pending.next(start), Next::Wait(HOLD));
+        assert_eq!(pending.next(start - instant), Next::Wait(HOLD), "a push that looked at the clock before the fault");
+        assert_eq!(pending.next(start + HOLD - instant), Next::Wait(instant));
+        assert!(matches!(pending.next(start + HOLD + instant), Next::Send(..)));
+    }
+
+    #[test]
+    fn a_fault_during_the_wait_of_the_push_prolongs_it_even_where_its_page_is_on_its_way() {
+        let (pending, start) = (pending(Prepaging::Off), Instant::now());
+        assert!(pending.ask(&request(5000), start));
+        assert!(!pending.ask(&request(5000), start + HOLD / 2));
+        assert_eq!(pending.next(start + HOLD), Next::Wait(HOLD / 2));
+        assert!(matches!(pending.next(start + HOLD * 2), Next::Send(..)));
+    }
+
+    #[test]
+    fn with_pre_paging_the_push_never_waits() {
+        for prepaging in [Prepaging::Bubble, Prepaging::Linear] {
+            let (pending, start) = (pending(prepaging), Instant::now());
+            assert!(pending.ask(&request(5000), start));
+            assert!(matches!(pending.next(start), Next::Send(..)));
+        }
+    }
+
+    #[test]
+    fn it_is_quiet_where_fewer_than_a_few_faults_came_within_the_time() {
+        let (pending, start) = (pending(Prepaging::Bubble), Instant::now());
+        let (time, ms) = (Duration::from_millis(250), Duration::from_millis(1));
+        for fault in 0..FEW as u32 {
+            assert!(pending.quiet_for(time, start + ms * fault), "{fault} faults are fewer");
+            assert!(pending.ask(&request(fault * 300), start + ms * fault));
+        }
+        let last = start + ms * (FEW as u32 - 1);
+        assert!(!pending.quiet_for(time, last));
+        assert!(!pending.quiet_for(time, start - ms), "the clock was looked at before the faults");
+        assert!(!pending.quiet_for(time, start + time - Duration::from_nanos(1)));
+        assert!(pending.quiet_for(time, start + time), "the first of them is as long ago");
+        for _ in 0..100 {
+            assert!(!pending.ask(&request(0), start + time));
+        }
+        assert!(pending.quiet_for(time, start + time), "none of these had to wait for its page to be sent");
+        assert!(pending.ask(&request(9000), start + time));
+        assert!(!pending.quiet_for(time, start + time), "the second is not");
     }
 }

@@ -46,7 +46,7 @@ fn push_with(
                 return Ok(());
             }
         }
-        let (chunk, pages) = match pending.next() {
+        let (chunk, pages) = match pending.next(Instant::now()) {
             Next::Send(chunk, pages) => (chunk, pages),
             Next::Wait(time) => {
                 ends.wait_quietly(time);

@@ -53,14 +53,14 @@ struct Room {
 }
 
 impl Room {
-    fn full() -> Self {
-        Self { bytes: SAVED, at: Instant::now() }
+    fn full(now: Instant) -> Self {
+        Self { bytes: SAVED, at: now }
     }
 
-    /// Whether something is left, of a part of so many bytes per second.
-    fn any(&mut self, part: u64) -> bool {
-        let now = Instant::now();
-        self.bytes = (self.bytes + part as f64 * (now - self.at).as_secs_f64()).min(SAVED);
+    /// Whether something is left at `now`, of a part of so many bytes per second.
+    fn any(&mut self, part: u64, now: Instant) -> bool {
+        let time = now.saturating_duration_since(self.at);
+        self.bytes = (self.bytes + part as f64 * time.as_secs_f64()).min(SAVED);
         self.at = now;
         self.bytes > 0.0
     }
@@ -87,7 +87,14 @@ impl Urgent {
         hang_up().map_err(no_thread())?.into_iter().for_each(|connection| ends.add(connection));
         let (told, mut serving) = (
             Arc::clone(ends),
-            Serving { bodies: Bodies::new(stream.digester()), requests, stream, pending, work, room: Room::full() },
+            Serving {
+                bodies: Bodies::new(stream.digester()),
+                requests,
+                stream,
+                pending,
+                work,
+                room: Room::full(Instant::now()),
+            },
         );
         let serve = move || {
             if let Err(error) = serving.serve() {
@@ -113,9 +120,10 @@ impl Drop for Urgent {
 impl Serving {
     fn serve(&mut self) -> Result<(), MigrateError> {
         while let Some(request) = self.requests.receive()? {
-            if self.pending.ask(&request) {
+            if self.pending.ask(&request, Instant::now()) {
                 self.send(request.page.chunk, &[request.page.page].into_iter().collect(), true)?;
-                if !self.requests.waiting() && self.room.any(self.work.spare.load(Ordering::Relaxed)) {
+                let spare = self.work.spare.load(Ordering::Relaxed);
+                if !self.requests.waiting() && self.room.any(spare, Instant::now()) {
                     let neighbours = self.pending.neighbours(&request);
                     if !neighbours.is_empty() {
                         self.send(request.page.chunk, &neighbours, false)?;
@@ -150,5 +158,57 @@ impl Serving {
         self.work.tally.because_of_a_fault(bytes);
         self.room.spend(bytes);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PART: u64 = 10_000_000;
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn what_faults_take_of_their_part_over_time_is_the_part() {
+        let start = Instant::now();
+        let (mut room, mut bytes) = (Room::full(start), 0);
+        for ms in 0..10_000 {
+            while room.any(PART, start + MS * ms) {
+                room.spend(8 * 4096);
+                bytes += 8 * 4096;
+            }
+        }
+        let rate = bytes as f64 / 10.0;
+        assert!((0.98..1.02).contains(&(rate / PART as f64)), "{rate} B/s of {PART}");
+    }
+
+    #[test]
+    fn what_was_saved_is_a_few_pages_however_long_nothing_was_asked_for() {
+        let start = Instant::now();
+        let mut room = Room::full(start);
+        let tomorrow = start + Duration::from_secs(86_400);
+        assert!(room.any(PART, tomorrow));
+        room.spend(SAVED as u64);
+        assert!(!room.any(PART, tomorrow), "the clock stands still");
+        assert!(room.any(PART, tomorrow + MS));
+    }
+
+    #[test]
+    fn faults_that_took_more_owe_it_and_never_more_than_could_be_saved() {
+        let start = Instant::now();
+        let mut room = Room::full(start);
+        room.spend(1 << 30);
+        let owed = Duration::from_secs_f64(SAVED / PART as f64);
+        assert!(!room.any(PART, start + owed - MS));
+        assert!(room.any(PART, start + owed + MS));
+    }
+
+    #[test]
+    fn without_a_part_there_is_nothing_but_what_was_saved() {
+        let start = Instant::now();
+        let mut room = Room::full(start);
+        assert!(room.any(0, start));
+        room.spend(SAVED as u64);
+        assert!(!room.any(0, start + Duration::from_secs(86_400)));
     }
 }
