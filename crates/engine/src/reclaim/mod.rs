@@ -36,6 +36,8 @@
 //! * **the look is misled by a page that changed under it ([`sterna_introspect`] says how)**: a block's first page
 //!   would have to be free twice within some 10 µs, and what is wrongly called free must have been so in the first look
 //!   and be in use since: nobody has seen it
+//! * **the guest is being moved**: what is taken counts as given back, and the migration seals the RAM before it stops
+//!   the guest ([`GuestFaults::seal`]), so nothing is taken after its last look
 //! * **this process dies**: the kernel lifts the fence: holes are where free pages were, and the rest is as it was
 //!
 //! One case cannot be told apart: the same kernel, started again by kexec without a reset and without address
@@ -98,6 +100,9 @@ pub enum ReclaimError {
     /// Somebody cancelled it.
     #[error("it was cancelled")]
     Cancelled,
+    /// A migration stops the guest.
+    #[error("the guest is about to run elsewhere")]
+    Leaving,
     /// Nothing is known of the guest's free pages.
     #[error("the guest's free pages cannot be told")]
     Unfit(#[from] Unfit),
@@ -126,6 +131,7 @@ impl ReclaimError {
         let (code, blame, hint) = match self {
             Self::System(error) => return error.problem(),
             Self::Cancelled => (Code::Cancelled, Blame::Request, None),
+            Self::Leaving => (Code::VmBusy, Blame::Request, Some("what the guest holds free can be taken where it runs")),
             Self::Unfit(unfit) if unfit.may_pass() => {
                 (Code::GuestUnfit, Blame::Guest, Some("it may be starting, or very busy: try again later"))
             }
@@ -251,6 +257,9 @@ impl Taking<'_> {
                 return Ok(());
             }
             monitor.check().map_err(|_| ReclaimError::Cancelled)?;
+            if self.fence.is_sealed() {
+                return Err(ReclaimError::Leaving);
+            }
             let seen = self.portion(&frames)?;
             let mut pause = rate.after(&seen);
             while !pause.is_zero() {
