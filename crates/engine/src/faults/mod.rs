@@ -291,8 +291,7 @@ pub struct Userfault {
     users: Mutex<Users>,
     /// Locked for reading while a page is mapped.
     closed: RwLock<Closed>,
-    /// What this daemon took of the guest's RAM while its writes are tracked, by addresses, since that was last asked
-    /// for.
+    /// What this daemon took of the guest's RAM, by addresses, since that was last asked for.
     holes: Mutex<Vec<Range<u64>>>,
     ended: AtomicBool,
     wake_up: OwnedFd,
@@ -394,9 +393,15 @@ impl Userfault {
         woken.map_err(MigrateError::vmm_process("waking the guest's waiting threads"))
     }
 
-    /// What [`Fence::taking`](fence::Fence::taking) made holes since this was last asked, by addresses.
-    pub(crate) fn take_holes(&self) -> Vec<Range<u64>> {
-        std::mem::take(&mut *self.holes.lock().unwrap_or_else(PoisonError::into_inner))
+    /// What [`Fence::taking`](fence::Fence::taking) made holes since this was last asked: each the number of a span and
+    /// bytes from its beginning.
+    pub(crate) fn take_holes(&self) -> Vec<(usize, Range<u64>)> {
+        let holes = std::mem::take(&mut *self.holes.lock().unwrap_or_else(PoisonError::into_inner));
+        let place = |hole: Range<u64>| {
+            let (at, span) = self.spans.iter().enumerate().find(|(_, span)| span.contains(&hole.start))?;
+            Some((at, hole.start - span.start..hole.end - span.start))
+        };
+        holes.into_iter().filter_map(place).collect()
     }
 
     /// For tests, the end as it is when this process dies: nothing is read any more, and nothing else is done.

@@ -174,11 +174,8 @@ impl Tracker for WriteProtect {
             }
         }
         // What this daemon took: it is in no log.
-        for hole in armed.userfault.take_holes() {
-            let block = armed.spans.iter().position(|span| span.contains(&hole.start));
-            if let Some((block, span)) = block.and_then(|block| Some((block, armed.spans.get(block)?))) {
-                add_run(discarded, ram.layout(), block, hole.start - span.start..hole.end - span.start);
-            }
+        for (block, hole) in armed.userfault.take_holes() {
+            add_run(discarded, ram.layout(), block, hole);
         }
         self.cost.discarded_pages += discarded.len() - before;
         written.add(discarded);
