@@ -103,6 +103,7 @@ impl Reclaim<'_> {
             vmm: &mut vmm,
             faults: GuestFaults::of(InsideQemu::new(agent)),
             blocks: &blocks,
+            away: None,
             trust_first_look: self.trust_first_look,
         };
         sterna_engine::reclaim::reclaim(machine, monitor, account).map_err(|error| error.problem())

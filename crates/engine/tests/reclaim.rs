@@ -11,6 +11,7 @@ mod taking;
 mod toy;
 
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -18,13 +19,20 @@ use std::time::Duration;
 use pair::inside::InsideSelf;
 use pair::tracking_works;
 use sterna_api::Reclaimed;
+use sterna_engine::destination::arrival::Arrival;
 use sterna_engine::faults::GuestFaults;
 use sterna_engine::faults::fence::Fence;
+use sterna_engine::memory::Memory;
+use sterna_engine::memory::shared::SharedMemory;
 use sterna_engine::monitor::Monitor;
+use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_engine::reclaim::ReclaimError;
 use sterna_introspect::Unfit;
 use sterna_introspect::toy::NOTE;
-use taking::{Churn, Vmm, differing, faults_of, take_beside};
+use sterna_protocol::layout::{ChunkIndex, PageIndex};
+use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_sys::map::Access;
+use taking::{Churn, Vmm, differing, faults_of, take_beside, take_but_for};
 use toy::{ToyGuest, USED};
 
 fn take_with(mut vmm: Vmm, careless: bool, monitor: &Monitor) -> (Reclaimed, Result<(), ReclaimError>) {
@@ -244,4 +252,128 @@ fn what_was_free_once_and_is_taken_without_another_look_is_lost() {
     if tracking_works() {
         assert!((0..5).any(|_| churned(true, 100).0 > 0), "nothing was lost");
     }
+}
+
+/// The guest runs on here, and these pages are still to come: what its RAM has in their place is stale.
+fn arriving(guest: &ToyGuest, away: impl Iterator<Item = u64>) -> Arc<Pager> {
+    let inside = InsideSelf::default();
+    inside.mappings.lock().unwrap().push(Arc::clone(&guest.ram.mapping));
+    guest.ram.mapping.dont_need(0..guest.ram.bytes).unwrap();
+    let ram = Arc::new(SharedMemory::open(&[guest.block()], Access::ReadWrite).unwrap());
+    let mut residue = PageMap::empty(ram.layout());
+    for page in away {
+        guest.ram.file.write_all_at(&[0xee; 4096], page * 4096).unwrap();
+        residue.insert(at(page));
+    }
+    let missing = tempfile::tempfile_in("/dev/shm").unwrap();
+    let pager = Pager::open(ram, PagingMeans { inside: Box::new(inside), missing }, None).unwrap();
+    pager.begin(residue).unwrap();
+    pager
+}
+
+fn at(page: u64) -> PageIndex {
+    PageIndex { chunk: ChunkIndex((page / 256) as u32), page: (page % 256) as u8 }
+}
+
+/// The bodies of these pages of a chunk come, each filled with `byte`.
+fn come(pager: &Pager, chunk: ChunkIndex, pages: PageSet, byte: u8) {
+    let bodies = vec![byte; pages.len() * 4096];
+    let arrival = Arrival { chunk, bodies: &[(pages, &bodies)], zero: PageSet::EMPTY, suspect: PageSet::EMPTY };
+    pager.place(&arrival).unwrap();
+}
+
+/// Takes memory of a guest that runs before all its pages are here.
+fn take_while_arriving(guest: &Arc<ToyGuest>, pager: &Pager) -> (Reclaimed, Result<(), ReclaimError>) {
+    let (mut vmm, monitor) = (Vmm::of(guest), Monitor::new("guest"));
+    take_but_for(pager.guest_faults(), &mut vmm, Some(pager.missing_pages()), false, &monitor)
+}
+
+#[test]
+fn of_a_guest_whose_pages_follow_it_only_what_is_here_is_taken() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    guest.free(0x2000..0x2c00);
+    let pager = arriving(&guest, (0x2010..0x2020).chain(0x2d00..0x2d10));
+    let (account, done) = take_while_arriving(&guest, &pager);
+    done.unwrap();
+    assert_eq!((account.free_pages, account.candidate_pages, account.reclaimed_pages), (3072, 3056, 3056));
+    assert_eq!(allocated(&guest, 0x2000..0x2c00), (0x2010..0x2020).collect::<Vec<_>>());
+    assert_eq!(pager.missing(), 32);
+    let sees = |page: u64| {
+        let mapping = Arc::clone(&guest.ram.mapping);
+        std::thread::spawn(move || {
+            let mut body = [1; 4096];
+            mapping.copy_out(page * 4096..(page + 1) * 4096, &mut body);
+            body
+        })
+    };
+    assert_eq!(sees(0x2000).join().unwrap(), [0; 4096], "what was taken is zeros, and nobody is asked for it");
+    let (free, used) = (sees(0x2010), sees(0x2d00));
+    while pager.fault_count() < 2 {
+        std::thread::yield_now();
+    }
+    // Both sides are compared without what was taken.
+    assert_eq!(pager.given_back(at(0x2000).chunk).without(pager.missing_pages().chunk(at(0x2000).chunk)).len(), 240);
+    for page in [0x2010, 0x2d00] {
+        let chunk = at(page).chunk;
+        come(&pager, chunk, *pager.missing_pages().chunk(chunk), 9);
+    }
+    assert_eq!((free.join().unwrap(), used.join().unwrap()), ([9; 4096], [9; 4096]));
+    assert_eq!(pager.missing(), 0);
+    pager.end();
+}
+
+#[test]
+fn nothing_is_taken_of_a_guest_whose_kernel_is_still_to_come() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    guest.free(0x2000..0x2c00);
+    let pager = arriving(&guest, 0..0x2000);
+    let (account, done) = take_while_arriving(&guest, &pager);
+    assert!(matches!(done, Err(ReclaimError::Arriving)), "{done:?}");
+    assert_eq!((account.reclaimed_pages, pager.missing(), pager.fault_count()), (0, 0x2000, 0));
+    pager.end();
+}
+
+#[test]
+fn free_memory_is_taken_while_pages_come_and_the_guest_writes_and_no_page_is_lost() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    let pager = arriving(&guest, USED.step_by(3));
+    let churn = Churn::start(&guest);
+    let stop = Arc::new(AtomicBool::new(false));
+    let taking = {
+        let (guest, pager, stop) = (Arc::clone(&guest), Arc::clone(&pager), Arc::clone(&stop));
+        std::thread::spawn(move || {
+            let mut taken = 0;
+            while !stop.load(Ordering::Acquire) || taken == 0 {
+                let (account, done) = take_while_arriving(&guest, &pager);
+                taken += account.reclaimed_pages;
+                // The toy frees and allocates much more of its memory meanwhile than a guest can.
+                let churns = matches!(done, Err(ReclaimError::Unfit(Unfit::CountersDisagree { .. })));
+                assert!(done.is_ok() || churns, "{done:?}: {account:?}");
+            }
+            taken
+        })
+    };
+    for chunk in at(USED.start).chunk.0..=at(USED.end - 1).chunk.0 {
+        let chunk = ChunkIndex(chunk);
+        let missing = *pager.missing_pages().chunk(chunk);
+        for page in missing.iter() {
+            let mut one = PageSet::EMPTY;
+            one.insert(page);
+            come(&pager, chunk, one, 7);
+            std::thread::sleep(Duration::from_micros(500));
+        }
+    }
+    stop.store(true, Ordering::Release);
+    assert!(taking.join().unwrap() > 0);
+    assert_eq!((churn.end(), pager.missing()), (0, 0), "the guest lost pages");
+    pager.end();
 }

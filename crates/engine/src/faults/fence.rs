@@ -60,7 +60,7 @@ impl Fence {
     }
 
     /// Fences these addresses in: once this returns, nobody writes there until they are let go. `None` where `patience`
-    /// was over before all of them were.
+    /// was over before all of them were, or where the RAM [is sealed](Self::is_sealed).
     ///
     /// # Errors
     /// The VMM's process has ended, for one. Nothing is fenced then.
@@ -68,6 +68,9 @@ impl Fence {
         *self.way.borrow_mut() = find_way(&self.faults, &self.spans, true)?;
         // Before the first is fenced: dropped, it lets all of them go.
         let fenced = Fenced { fence: self, ranges };
+        if self.is_sealed() {
+            return Ok(None);
+        }
         match &*self.way.borrow() {
             Way::Protect => {
                 for range in &fenced.ranges {
@@ -89,6 +92,12 @@ impl Fence {
             }
         }
         Ok(Some(fenced))
+    }
+
+    /// Whether nothing can be fenced in any more, for as long as somebody keeps the RAM
+    /// [sealed](GuestFaults::seal).
+    pub fn is_sealed(&self) -> bool {
+        self.faults.seals.load(Ordering::Acquire) > 0
     }
 
     /// Does something to pages that are fenced in, at this address: makes holes of them. Where writes are tracked they

@@ -23,6 +23,8 @@
 //! * A user ends while a portion is fenced in: the userfaultfd stays until the portion is let go.
 //! * A user begins while a fence that is alone has a portion: the fence is told, lets it go, and the user registers
 //!   then.
+//! * Memory is taken while the last writes of a guest that is being moved are collected: the RAM is sealed before, and
+//!   no fence has a portion then.
 //! * Unregistering wakes who waits before it is done: who began to wait in between is woken afterwards.
 
 /// Pages that are mapped, and who waits for them woken.
@@ -93,10 +95,12 @@ pub trait Settle: Send + Sync {
 pub struct GuestFaults {
     inside: Mutex<Box<dyn Inside>>,
     owner: Mutex<Owner>,
-    /// A fence that nobody stands beside has let its portion go.
+    /// A fence has let its portion go.
     let_go: Condvar,
     /// How many wait for that.
     wanted: AtomicUsize,
+    /// How many keep every fence from taking a portion: see [`GuestFaults::seal`].
+    seals: AtomicUsize,
 }
 
 /// Who has the RAM registered.
@@ -123,7 +127,8 @@ impl GuestFaults {
     #[must_use]
     pub fn boxed(inside: Box<dyn Inside>) -> Arc<Self> {
         let (inside, owner) = (Mutex::new(inside), Mutex::new(Owner::Nobody));
-        Arc::new(Self { inside, owner, let_go: Condvar::new(), wanted: AtomicUsize::new(0) })
+        let (wanted, seals) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Arc::new(Self { inside, owner, let_go: Condvar::new(), wanted, seals })
     }
 
     /// What only the VMM's own process can do. Whoever has it may have to wait for that process.
@@ -142,7 +147,7 @@ impl GuestFaults {
         spans: Vec<Range<u64>>,
         mappings: &'static dyn Mappings,
     ) -> Result<Arc<Userfault>, MigrateError> {
-        let mut owner = self.owner_alone();
+        let mut owner = self.owner_without_portion();
         if let Owner::Users(_) = &*owner {
             // Tracking would need a duplicate that outlives paging, and paging one that is not there: nobody does both
             // yet.
@@ -185,7 +190,7 @@ impl GuestFaults {
         spans: Vec<Range<u64>>,
         mappings: &'static dyn Mappings,
     ) -> Result<Option<Arc<Userfault>>, MigrateError> {
-        let mut owner = self.owner_alone();
+        let mut owner = self.owner_without_portion();
         if !matches!(&*owner, Owner::Nobody) {
             return Err(MigrateError::Bug("the guest's RAM is registered for something already"));
         }
@@ -213,9 +218,21 @@ impl GuestFaults {
             *owner = Owner::Nobody;
             userfault.close_down();
             self.inside().close();
-            drop(owner);
-            self.let_go.notify_all();
         }
+        drop(owner);
+        self.let_go.notify_all();
+    }
+
+    /// Ends every fence, until the seal is dropped: none has a portion when this returns, and none takes another. A
+    /// portion at hand is let go as for anybody who waits.
+    ///
+    /// What is taken of a guest after its writes were collected for the last time is in no map: a copy of it would keep
+    /// what was there before. So a migration seals the guest's RAM before it stops the guest.
+    pub fn seal(self: &Arc<Self>) -> Seal {
+        // A fence looks for the seal once it has its portion. So either it sees it, or its portion is seen here.
+        self.seals.fetch_add(1, Ordering::AcqRel);
+        drop(self.owner_without_portion());
+        Seal(Arc::clone(self))
     }
 
     /// For tests that show what it is for, and never in earnest: from now on pages that come back are armed, whatever
@@ -231,17 +248,28 @@ impl GuestFaults {
         self.owner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The same once no fence that nobody stands beside has a portion fenced in.
-    fn owner_alone(&self) -> MutexGuard<'_, Owner> {
+    /// The same once no fence has a portion.
+    fn owner_without_portion(&self) -> MutexGuard<'_, Owner> {
         self.wanted.fetch_add(1, Ordering::AcqRel);
-        let closed = |owner: &mut Owner| match owner {
+        let has_portion = |owner: &mut Owner| match owner {
             Owner::Nobody => false,
             Owner::Fence { closed, .. } => *closed,
-            Owner::Users(userfault) => userfault.users().present == [User::Fence],
+            Owner::Users(userfault) => userfault.users().present.contains(&User::Fence),
         };
-        let owner = self.let_go.wait_while(self.owner(), closed).unwrap_or_else(PoisonError::into_inner);
+        let owner = self.let_go.wait_while(self.owner(), has_portion).unwrap_or_else(PoisonError::into_inner);
         self.wanted.fetch_sub(1, Ordering::AcqRel);
         owner
+    }
+}
+
+/// No fence takes a portion of a guest's RAM until this is dropped.
+#[must_use = "the seal is lifted when it is dropped"]
+#[derive(Debug)]
+pub struct Seal(Arc<GuestFaults>);
+
+impl Drop for Seal {
+    fn drop(&mut self) {
+        self.0.seals.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -263,8 +291,7 @@ pub struct Userfault {
     users: Mutex<Users>,
     /// Locked for reading while a page is mapped.
     closed: RwLock<Closed>,
-    /// What this daemon took of the guest's RAM while its writes are tracked, by addresses, since that was last asked
-    /// for.
+    /// What this daemon took of the guest's RAM, by addresses, since that was last asked for.
     holes: Mutex<Vec<Range<u64>>>,
     ended: AtomicBool,
     wake_up: OwnedFd,
@@ -366,9 +393,15 @@ impl Userfault {
         woken.map_err(MigrateError::vmm_process("waking the guest's waiting threads"))
     }
 
-    /// What [`Fence::taking`](fence::Fence::taking) made holes since this was last asked, by addresses.
-    pub(crate) fn take_holes(&self) -> Vec<Range<u64>> {
-        std::mem::take(&mut *self.holes.lock().unwrap_or_else(PoisonError::into_inner))
+    /// What [`Fence::taking`](fence::Fence::taking) made holes since this was last asked: each the number of a span and
+    /// bytes from its beginning.
+    pub(crate) fn take_holes(&self) -> Vec<(usize, Range<u64>)> {
+        let holes = std::mem::take(&mut *self.holes.lock().unwrap_or_else(PoisonError::into_inner));
+        let place = |hole: Range<u64>| {
+            let (at, span) = self.spans.iter().enumerate().find(|(_, span)| span.contains(&hole.start))?;
+            Some((at, hole.start - span.start..hole.end - span.start))
+        };
+        holes.into_iter().filter_map(place).collect()
     }
 
     /// For tests, the end as it is when this process dies: nothing is read any more, and nothing else is done.

@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use sterna_introspect::{Physical, Unreadable};
+use sterna_protocol::pages::PageMap;
 
-use super::Memory;
+use super::{Memory, pages_of};
 use crate::vmm::MappedRam;
 
 /// A machine's RAM by guest-physical address. Reading touches nothing ([`Memory::load`]): a page without content reads
@@ -16,6 +17,7 @@ pub struct GuestPhysical {
     ranges: Vec<Range<u64>>,
     /// For each range its block, by number, and where in it the range begins, bytes.
     places: Vec<(usize, u64)>,
+    away: Option<PageMap>,
 }
 
 /// A memory map that cannot be.
@@ -40,7 +42,7 @@ impl GuestPhysical {
     /// # Errors
     /// [`GuestPhysicalError`].
     pub fn new(map: &[MappedRam], ram: Arc<dyn Memory>) -> Result<Self, GuestPhysicalError> {
-        let mut memory = Self { ram: Arc::clone(&ram), ranges: Vec::new(), places: Vec::new() };
+        let mut memory = Self { ram: Arc::clone(&ram), ranges: Vec::new(), places: Vec::new(), away: None };
         for mapped in map {
             let mut blocks = ram.layout().blocks().enumerate();
             let Some((index, block)) = blocks.find(|(_, block)| block.id == mapped.block) else { continue };
@@ -63,6 +65,19 @@ impl GuestPhysical {
             memory.places.push((index, mapped.offset));
         }
         if memory.ranges.is_empty() { Err(GuestPhysicalError::Nothing) } else { Ok(memory) }
+    }
+
+    /// The same, of a guest of which these pages are not here: the RAM has something else in their place, which nobody
+    /// may take for theirs. They stay unreadable when they have come.
+    #[must_use]
+    pub fn without(self, away: PageMap) -> Self {
+        Self { away: Some(away), ..self }
+    }
+
+    /// Whether one of these bytes of a block is of a page that is not here.
+    fn is_away(&self, block: usize, bytes: Range<u64>) -> bool {
+        let Some(away) = &self.away else { return false };
+        pages_of(self.ram.layout(), block, bytes).any(|(chunk, pages)| !pages.and(away.chunk(chunk)).is_empty())
     }
 
     /// Where guest-physical addresses lie: the blocks' numbers, in the layout's order, and ranges of bytes in them.
@@ -95,6 +110,9 @@ impl Physical for GuestPhysical {
         let mut rest = into;
         for (block, range) in self.locate(address..end) {
             let (piece, after) = rest.split_at_mut((range.end - range.start) as usize);
+            if self.is_away(block, range.clone()) {
+                return Err(unreadable);
+            }
             self.ram.load_bytes(block, range.start, piece).map_err(|_| unreadable)?;
             rest = after;
         }

@@ -15,7 +15,7 @@ impl Pager {
     ///
     /// # Errors
     /// No memory, or the VMM has ended. What was not placed is still missing.
-    pub(crate) fn place(&self, arrival: &Arrival) -> Result<(), MigrateError> {
+    pub fn place(&self, arrival: &Arrival) -> Result<(), MigrateError> {
         let Arrival { chunk, bodies, zero, .. } = *arrival;
         let claim = Claim::take(self, chunk, &arrival.pages());
         // They are missing, so the guest has not written them since.

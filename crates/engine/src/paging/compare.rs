@@ -42,7 +42,7 @@ impl Pager {
     #[must_use]
     pub fn given_back(&self, chunk: ChunkIndex) -> PageSet {
         self.with_inside(|given_back, inside| {
-            given_back.look(inside, self.ram.layout());
+            self.look(given_back, inside);
             given_back.possible(chunk, self.ram.layout())
         })
     }
@@ -55,9 +55,14 @@ impl Pager {
         }
         drop(given_back);
         self.with_inside(|given_back, inside| {
-            given_back.look(inside, self.ram.layout());
+            self.look(given_back, inside);
             *given_back.known(chunk)
         })
+    }
+
+    fn look(&self, given_back: &mut GivenBack, inside: &mut dyn Inside) {
+        given_back.look(inside, self.ram.layout());
+        given_back.taken(self.userfault.take_holes(), self.ram.layout());
     }
 
     pub(super) fn with_inside<T>(&self, look: impl FnOnce(&mut GivenBack, &mut dyn Inside) -> T) -> T {

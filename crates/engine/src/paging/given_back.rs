@@ -19,9 +19,13 @@
 //! * **while it is current and not mapped yet**: a hole: the guest gets zeros, which differ from what the source has:
 //!   the comparison leaves it out
 //!
+//! The same holds for what this daemon takes of a guest's free memory while pages are to come; of pages that are away
+//! it takes none.
+//!
 //! Only whole pages count, and only what was logged after the residue was known: a discard of before then says nothing
 //! of a page that is to come. Where the log overflowed nothing is dropped.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
@@ -70,6 +74,11 @@ impl GivenBack {
             Discards::Everything => self.any = true,
         }
         self.looked = Instant::now();
+    }
+
+    /// Notes what this daemon took itself, which is in no log: the guest held it free.
+    pub(super) fn taken(&mut self, holes: Vec<(usize, Range<u64>)>, layout: &Layout) {
+        holes.into_iter().for_each(|(block, bytes)| add_run(&mut self.pages, layout, block, bytes));
     }
 
     fn add(&mut self, range: &Discard, layout: &Layout) {

@@ -264,6 +264,12 @@ impl Pager {
         self.lock().whereabouts.pages_away().clone()
     }
 
+    /// The owner of the guest's userfaultfd, for whoever else wants to know of accesses to its RAM.
+    #[must_use]
+    pub fn guest_faults(&self) -> &Arc<GuestFaults> {
+        &self.faults
+    }
+
     /// Faults that asked for pages and got them, those that were settled here, and what they took.
     #[must_use]
     pub fn faults(&self) -> Faults {

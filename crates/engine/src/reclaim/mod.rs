@@ -36,6 +36,10 @@
 //! * **the look is misled by a page that changed under it ([`sterna_introspect`] says how)**: a block's first page
 //!   would have to be free twice within some 10 µs, and what is wrongly called free must have been so in the first look
 //!   and be in use since: nobody has seen it
+//! * **the guest is being moved**: what is taken counts as given back, and the migration seals the RAM before it stops
+//!   the guest ([`GuestFaults::seal`]), so nothing is taken after its last look
+//! * **the guest runs before all its pages are here**: what is away is neither read nor taken; a page that comes in the
+//!   meantime is left alone in this run. What was taken is here, so nothing is asked of the source: it reads as zeros
 //! * **this process dies**: the kernel lifts the fence: holes are where free pages were, and the rest is as it was
 //!
 //! One case cannot be told apart: the same kernel, started again by kexec without a reset and without address
@@ -96,6 +100,12 @@ pub enum ReclaimError {
     /// Somebody cancelled it.
     #[error("it was cancelled")]
     Cancelled,
+    /// A migration stops the guest.
+    #[error("the guest is about to run elsewhere")]
+    Leaving,
+    /// A page in which the guest's kernel says what is free is not here yet.
+    #[error("the pages that tell what the guest holds free are not all here yet")]
+    Arriving,
     /// Nothing is known of the guest's free pages.
     #[error("the guest's free pages cannot be told")]
     Unfit(#[from] Unfit),
@@ -124,6 +134,12 @@ impl ReclaimError {
         let (code, blame, hint) = match self {
             Self::System(error) => return error.problem(),
             Self::Cancelled => (Code::Cancelled, Blame::Request, None),
+            Self::Leaving => {
+                (Code::VmBusy, Blame::Request, Some("what the guest holds free can be taken where it runs"))
+            }
+            Self::Arriving => {
+                (Code::GuestUnfit, Blame::Request, Some("try again when all pages of the guest are here"))
+            }
             Self::Unfit(unfit) if unfit.may_pass() => {
                 (Code::GuestUnfit, Blame::Guest, Some("it may be starting, or very busy: try again later"))
             }
@@ -147,6 +163,8 @@ pub struct Machine<'a> {
     pub faults: Arc<GuestFaults>,
     /// Its RAM, with addresses in the VMM's process.
     pub blocks: &'a [BlockFile],
+    /// Pages that are not here yet, where the guest runs before all of them are. Nothing of them is looked at or taken.
+    pub away: Option<PageMap>,
     /// For tests that show what the second look is for, and never in earnest: what was free in the first look is taken,
     /// whoever has it now.
     pub trust_first_look: bool,
@@ -163,7 +181,11 @@ pub fn reclaim(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed)
     })?;
     let ram: Arc<dyn Memory> = Arc::new(ram);
     account.allocated_before_bytes = allocated_bytes(ram.as_ref())?;
-    let done = take(machine, &ram, monitor, account);
+    let arriving = machine.away.is_some();
+    let done = take(machine, &ram, monitor, account).map_err(|error| match error {
+        ReclaimError::Unfit(Unfit::Unreadable(_) | Unfit::NoKernel) if arriving => ReclaimError::Arriving,
+        error => error,
+    });
     account.allocated_after_bytes = allocated_bytes(ram.as_ref())?;
     done
 }
@@ -174,14 +196,17 @@ fn take(
     monitor: &Monitor,
     account: &mut Reclaimed,
 ) -> Result<(), ReclaimError> {
-    let Machine { vmm, faults, trust_first_look, .. } = machine;
+    let Machine { vmm, faults, away, trust_first_look, .. } = machine;
     account.total_pages = ram.layout().pages();
     let blocks = ram.spans().into_iter().zip(ram.layout().blocks());
     let small: Vec<_> = blocks.filter(|(_, block)| block.page_bytes == PAGE_BYTES).map(|(span, _)| span).collect();
     if small.is_empty() {
         return Err(ReclaimError::HugePages);
     }
-    let memory = GuestPhysical::new(&vmm.memory_map()?, Arc::clone(ram))?;
+    let mut memory = GuestPhysical::new(&vmm.memory_map()?, Arc::clone(ram))?;
+    if let Some(away) = &away {
+        memory = memory.without(away.clone());
+    }
     // What was before does not matter.
     vmm.was_reset()?;
     let kernel = find(&memory, vmm, account)?;
@@ -192,7 +217,12 @@ fn take(
     let look = look?;
     account.free_pages = look.free_pages;
     let allocated = allocated_pages(ram.as_ref())?;
-    let candidates = both(&look.free, &small_frames(&allocated, ram.as_ref(), &memory));
+    // Of a page that is away there may be an earlier round's body, which the one to come replaces.
+    let mut here = allocated.clone();
+    if let Some(away) = &away {
+        here.take_out(away);
+    }
+    let candidates = both(&look.free, &small_frames(&here, ram.as_ref(), &memory));
     account.candidate_pages = count(&candidates);
     if candidates.is_empty() {
         return Ok(());
@@ -249,6 +279,9 @@ impl Taking<'_> {
                 return Ok(());
             }
             monitor.check().map_err(|_| ReclaimError::Cancelled)?;
+            if self.fence.is_sealed() {
+                return Err(ReclaimError::Leaving);
+            }
             let seen = self.portion(&frames)?;
             let mut pause = rate.after(&seen);
             while !pause.is_zero() {

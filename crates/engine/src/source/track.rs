@@ -11,7 +11,7 @@ use sterna_sys::pagemap::{Pagemap, Region};
 
 use crate::agent::Discards;
 use crate::error::MigrateError;
-use crate::faults::{GuestFaults, User, Userfault};
+use crate::faults::{GuestFaults, Seal, User, Userfault};
 use crate::inside::Inside;
 use crate::memory::{Memory, add_run};
 
@@ -48,6 +48,10 @@ pub trait Tracker: Send {
     /// A way to look at what is written, for as long as this watches; `None` where it does not, or cannot be looked at.
     fn watch(&self) -> Option<Arc<dyn Watch>>;
 
+    /// Ends what this process takes of the guest's memory, and lets nothing more be taken until this tracker is
+    /// dropped: what is taken after the last call of [`collect`](Self::collect) would be in no map.
+    fn seal(&mut self);
+
     /// Ends watching; the guest pays nothing more. May be called whenever, and more than once.
     fn disarm(&mut self);
 
@@ -80,6 +84,7 @@ pub struct WriteProtect {
     faults: Arc<GuestFaults>,
     pagemap: Arc<Pagemap>,
     armed: Option<Armed>,
+    seal: Option<Seal>,
     regions: Vec<Region>,
     cost: Cost,
 }
@@ -106,7 +111,8 @@ impl WriteProtect {
     /// As [`new`](Self::new).
     pub fn of(pid: u32, faults: Arc<GuestFaults>) -> Result<Self, MigrateError> {
         let pagemap = Pagemap::open(pid).map_err(MigrateError::vmm_process("opening QEMU's page tables"))?;
-        Ok(Self { faults, pagemap: Arc::new(pagemap), armed: None, regions: Vec::new(), cost: Cost::default() })
+        let pagemap = Arc::new(pagemap);
+        Ok(Self { faults, pagemap, armed: None, seal: None, regions: Vec::new(), cost: Cost::default() })
     }
 }
 
@@ -168,11 +174,8 @@ impl Tracker for WriteProtect {
             }
         }
         // What this daemon took: it is in no log.
-        for hole in armed.userfault.take_holes() {
-            let block = armed.spans.iter().position(|span| span.contains(&hole.start));
-            if let Some((block, span)) = block.and_then(|block| Some((block, armed.spans.get(block)?))) {
-                add_run(discarded, ram.layout(), block, hole.start - span.start..hole.end - span.start);
-            }
+        for (block, hole) in armed.userfault.take_holes() {
+            add_run(discarded, ram.layout(), block, hole);
         }
         self.cost.discarded_pages += discarded.len() - before;
         written.add(discarded);
@@ -182,6 +185,10 @@ impl Tracker for WriteProtect {
     fn watch(&self) -> Option<Arc<dyn Watch>> {
         let spans = self.armed.as_ref()?.spans.clone();
         Some(Arc::new(WrittenPages { pagemap: Arc::clone(&self.pagemap), spans }))
+    }
+
+    fn seal(&mut self) {
+        self.seal.get_or_insert_with(|| self.faults.seal());
     }
 
     fn disarm(&mut self) {

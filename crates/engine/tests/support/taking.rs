@@ -15,6 +15,7 @@ use sterna_engine::monitor::Monitor;
 use sterna_engine::reclaim::{Machine, ReclaimError, reclaim};
 use sterna_engine::vmm::{MappedRam, Source, Stopped, VmmError};
 use sterna_introspect::PageTables;
+use sterna_protocol::pages::PageMap;
 
 use crate::pair::inside::InsideSelf;
 use crate::toy::{PAGES, ToyGuest};
@@ -100,8 +101,19 @@ pub fn take_beside(
     careless: bool,
     monitor: &Monitor,
 ) -> (Reclaimed, Result<(), ReclaimError>) {
+    take_but_for(faults, vmm, None, careless, monitor)
+}
+
+/// The same of a guest some of whose pages are away.
+pub fn take_but_for(
+    faults: &Arc<GuestFaults>,
+    vmm: &mut Vmm,
+    away: Option<PageMap>,
+    careless: bool,
+    monitor: &Monitor,
+) -> (Reclaimed, Result<(), ReclaimError>) {
     let (blocks, mut account) = ([vmm.guest.block()], Reclaimed::default());
-    let machine = Machine { vmm, faults: Arc::clone(faults), blocks: &blocks, trust_first_look: careless };
+    let machine = Machine { vmm, faults: Arc::clone(faults), blocks: &blocks, away, trust_first_look: careless };
     let done = reclaim(machine, monitor, &mut account);
     (account, done)
 }
@@ -122,6 +134,16 @@ pub fn differing(guest: &ToyGuest, pages: Range<u64>, byte: u8) -> Vec<u64> {
         body != [byte; 4096]
     };
     pages.filter(|page| differs(page)).collect()
+}
+
+/// Pages of `pages` in which the guest itself sees anything but `byte`.
+fn seen_otherwise(guest: &ToyGuest, pages: Range<u64>, byte: u8) -> u64 {
+    let mut body = [0; 4096];
+    let mut differs = |page: &u64| {
+        guest.ram.mapping.copy_out(page * 4096..(page + 1) * 4096, &mut body);
+        body != [byte; 4096]
+    };
+    pages.filter(|page| differs(page)).count() as u64
 }
 
 /// A guest that takes small blocks, fills them, checks them, and frees them, for ever.
@@ -150,7 +172,7 @@ impl Churn {
                 let owner = &mut used[block as usize];
                 *owner = match *owner {
                     Some(byte) => {
-                        found.fetch_add(differing(&guest, frames.clone(), byte).len() as u64, Ordering::Relaxed);
+                        found.fetch_add(seen_otherwise(&guest, frames.clone(), byte), Ordering::Relaxed);
                         guest.change(|toy| toy.free(frames.start, 3));
                         None
                     }
@@ -164,8 +186,8 @@ impl Churn {
             }
             for (block, byte) in (0..).zip(used) {
                 let frames = 0x2000 + block * 8..0x2008 + block * 8;
-                let lost = byte.map_or(0, |byte| differing(&guest, frames, byte).len());
-                found.fetch_add(lost as u64, Ordering::Relaxed);
+                let lost = byte.map_or(0, |byte| seen_otherwise(&guest, frames, byte));
+                found.fetch_add(lost, Ordering::Relaxed);
             }
         });
         Self { stop, thread: Some(thread), bad }

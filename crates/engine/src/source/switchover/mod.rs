@@ -58,6 +58,8 @@ pub fn switchover(
     ending: Ending,
 ) -> Result<Loaded, MigrateError> {
     departure.monitor.enter(Phase::Switchover);
+    // While the guest runs: a portion at hand takes its time to be let go.
+    departure.tracker.seal();
     let devices = prepared.devices.take().ok_or(MigrateError::Bug("the devices' connection was taken before"))?;
     let loaded = match (ending, &prepared.begun) {
         (Ending::Postcopy(because), Some(begun)) => {
