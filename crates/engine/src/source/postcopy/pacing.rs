@@ -1,7 +1,7 @@
-//! How fast the push goes: `Pace` decides, the kernel's `SO_MAX_PACING_RATE` holds it, and `TCP_INFO` says what came
-//! through (tcp(7), socket(7)).
+//! The pace of the push: `Pace` decides, the kernel's `SO_MAX_PACING_RATE` enforces it, and `TCP_INFO` says how much
+//! came through (tcp(7), socket(7)).
 //!
-//! Few bytes wait unsent in the sockets (`TCP_NOTSENT_LOWAT`): what waits there was chosen before the latest fault.
+//! Few bytes wait unsent in the sockets (`TCP_NOTSENT_LOWAT`), because they were chosen before the latest fault.
 
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
@@ -14,19 +14,20 @@ use super::work::Work;
 use crate::error::MigrateError;
 use crate::source::stream::Stream;
 
-/// What may wait unsent is what goes in this time.
+/// The bytes that may wait unsent are those that go in this time.
 const UNSENT: Duration = Duration::from_millis(1);
-/// At least two frames' headers and half their bodies, so that the connection does not run dry.
+/// The fewest bytes that may wait unsent: two frames' headers and half their bodies, so that the connection does not
+/// run dry.
 const LEAST_UNSENT: u32 = 32 << 10;
-/// At most what was measured to keep an urgent page waiting little.
+/// The most bytes that may wait unsent: by measurement, an urgent page waits little behind them.
 const MOST_UNSENT: u32 = 128 << 10;
 
-/// The share of a window for which there must have been something to send, for it to say what the link carries. The
-/// kernel counts in ticks.
+/// The share of a window during which a connection must have had bytes to send, so that the window tells the link's
+/// speed. The kernel counts in ticks.
 const BUSY: f64 = 0.75;
-/// How much the latest window counts for what faults take of the link.
+/// The weight of the latest window in the link's share that faults take.
 const LATEST: f64 = 0.3;
-/// The push goes on at that share of the link at least, whatever faults take.
+/// The least share of the link that the push keeps, whatever faults take.
 const LEAST_SHARE: f64 = 0.25;
 
 /// The pace of one session's push.
@@ -38,30 +39,30 @@ pub struct Pacing<'a> {
     acknowledged: u64,
     busy: Duration,
     retransmitted: u64,
-    /// What went because faults asked for it: in all, and bytes per second of late.
+    /// The bytes of requested pages: in all, and per second of late.
     asked: (u64, f64),
     since: Instant,
 }
 
-/// What the kernel says of all connections together.
+/// The kernel's figures for all connections together.
 #[derive(Default)]
 struct Seen {
     /// Bytes acknowledged so far.
     acknowledged: u64,
-    /// For how long there was something to send.
+    /// How long there were bytes to send.
     busy_time: Duration,
-    /// The longest round trip, the most that one varies, and the shortest that any had.
+    /// The longest round trip, the largest variation of one, and the shortest round trip of any.
     round_trip: Duration,
     deviation: Duration,
     least_trip: Duration,
     /// Segments sent again so far.
     retransmitted: u64,
-    /// A segment of each.
+    /// The sum of one segment of each connection.
     grain: u64,
 }
 
 impl<'a> Pacing<'a> {
-    /// Over these connections, at what they are known to carry, where that is known, within the limit of `work`.
+    /// The pace over these connections, within the limit of `work`. It begins at their known speed, where there is one.
     ///
     /// # Errors
     /// No descriptor left, or the kernel does not pace.
@@ -84,10 +85,10 @@ impl<'a> Pacing<'a> {
         self.pace.window().saturating_sub(self.since.elapsed())
     }
 
-    /// Takes in what came through, and sets the pace of the next window, where this one is over.
+    /// Counts what came through, and sets the pace of the next window where this one is over.
     ///
     /// # Errors
-    /// The kernel does not say, or does not pace.
+    /// The kernel gives no figures, or does not pace.
     pub fn step(&mut self, quiet: bool) -> Result<(), MigrateError> {
         if !self.window().is_zero() {
             return Ok(());
@@ -99,8 +100,8 @@ impl<'a> Pacing<'a> {
         let asked_rate = new_asked as f64 / length.as_secs_f64();
         self.asked = (asked, self.asked.1 + (asked_rate - self.asked.1) * LATEST);
         let delivered = acknowledged.saturating_sub(self.acknowledged) + new_asked;
-        // A host whose processors are busy elsewhere lets its connections run dry: then the window says nothing of the
-        // link.
+        // A host whose processors are busy elsewhere lets its connections run dry: then the window says nothing about
+        // the link.
         let busy = busy_time.saturating_sub(self.busy) >= length.mul_f64(BUSY) * self.sockets.len() as u32;
         let lost = retransmitted > self.retransmitted;
         (self.since, self.acknowledged, self.busy, self.retransmitted) =
@@ -128,7 +129,7 @@ impl<'a> Pacing<'a> {
     }
 
     fn set(&mut self, quiet: bool) -> Result<(), MigrateError> {
-        // Faults have the tenth that the push leaves; what they take beyond it, the push gives up.
+        // Faults have the tenth that the push leaves; the push gives up what they take beyond it.
         let link = self.pace.link() as f64;
         let spare = link * (1.0 - SHARE);
         self.work.spare.store(spare as u64, Ordering::Relaxed);
