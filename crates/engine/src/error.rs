@@ -179,7 +179,7 @@ impl MigrateError {
         move |source| Self::Link { doing, source }
     }
 
-    /// Turns a kernel's error during an operation into this error: [`Self::RamLost`] where the guest's RAM is lost.
+    /// Turns a kernel's error during an operation into this error: [`Self::Ram`] where the guest's RAM is lost.
     pub fn host(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| match RamFault::of(&source) {
             Some(fault) => Self::Ram(fault.clone()),

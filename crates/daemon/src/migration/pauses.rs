@@ -1,18 +1,18 @@
-//! How long is waited between two attempts at what has to work in the end.
+//! Pauses between two attempts at work that must succeed in the end.
 
 use std::time::Duration;
 
 /// The first pause between two attempts; each is twice as long as the one before.
 pub const FIRST_PAUSE: Duration = Duration::from_millis(250);
-/// The longest in the first minute: where the guest was taken it runs there, and waits for pages of here until the
+/// The longest pause in the first minute: a guest that was taken runs there, and waits for pages from here until the
 /// answer is known.
 const LONGEST_AT_FIRST: Duration = Duration::from_millis(500);
-/// How long that is so.
+/// How long that limit is in force.
 const AT_FIRST: Duration = Duration::from_secs(60);
-/// The longest after it.
+/// The longest pause afterwards.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
-/// The pause after one of that length, where it has been tried for so long.
+/// The pause after one of this length, when the attempts have gone on for this long.
 #[must_use]
 pub fn longer(pause: Duration, tried_for: Duration) -> Duration {
     (pause * 2).min(if tried_for < AT_FIRST { LONGEST_AT_FIRST } else { LONGEST_PAUSE })
