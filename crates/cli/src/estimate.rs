@@ -14,7 +14,7 @@ use crate::failure::Failure;
 use crate::machines::{print_json, word};
 use crate::table::text_of;
 
-/// Has the daemon observe the machine, and shows what each way of moving it would take.
+/// Makes the daemon observe the machine, and shows the estimate of each way of moving it.
 ///
 /// # Errors
 /// The daemon's problem.

@@ -44,7 +44,7 @@ pub fn stop(machines: &Machines, name: &str, force: bool) -> Result<(), Problem>
     Ok(())
 }
 
-/// The host that a machine with missing pages waits for, where that host is away.
+/// Why a machine with missing pages waits, where their host is away.
 fn waits_for_pages(machines: &Machines, name: &str) -> Option<String> {
     let (arriving, why) = machines.table().get(name).and_then(paging::describe)?;
     arriving.waiting_ms.map(|_| why)
