@@ -87,7 +87,7 @@ fn page_cache(observed: &Observed) -> String {
         Some(pages) => {
             format!("{pages} pages are clean copies of what is on the guest's disks; they travel all the same.\n")
         }
-        None => "The guest's page cache cannot be told; the daemon's log says why.\n".into(),
+        None => "The guest's page cache is unknown; the daemon's log says why.\n".into(),
     }
 }
 

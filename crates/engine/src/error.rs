@@ -58,7 +58,7 @@ pub enum MigrateError {
     Frame(#[from] FrameError),
     /// The peer sent encoded pages that cannot be decoded, or whose digests do not fit: they would not be the guest's
     /// pages.
-    #[error("the peer sent pages that cannot be believed")]
+    #[error("the peer sent invalid pages")]
     Decode(#[from] DecodeError),
     /// The peer spoke out of turn.
     #[error("the peer spoke out of turn")]
@@ -250,7 +250,7 @@ impl MigrateError {
                 Code::AnotherDaemon,
                 Blame::Request,
                 Some(
-                    "say where the daemon is that accepted it, with the state directory it had: 'sterna resume NAME --to HOST:PORT'",
+                    "give the address of the daemon that accepted the guest, with its former state directory: 'sterna resume NAME --to HOST:PORT'",
                 ),
             ),
             Self::Hello(_) => (Code::PeerVersion, Blame::Peer, Some("bring both hosts to the same version of Sterna")),
@@ -274,7 +274,7 @@ impl MigrateError {
                 Code::RamCutShort,
                 Blame::Qemu,
                 Some(
-                    "only QEMU may change the size of this file: a guest that did has lost its memory, or its QEMU is not what it should be",
+                    "only QEMU can change the size of this file, and no QEMU does so by itself: look who has taken control of it",
                 ),
             ),
             Self::Ram(RamFault::NoMemory { .. }) => (

@@ -109,7 +109,7 @@ pub async fn blocking<T: Send + 'static>(
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result.map_err(Failure),
         Err(error) => {
-            Err(Failure(Problem::new(Code::Internal, Blame::Ours, format!("the request came to nothing: {error}"))))
+            Err(Failure(Problem::new(Code::Internal, Blame::Ours, format!("the request broke off: {error}"))))
         }
     }
 }

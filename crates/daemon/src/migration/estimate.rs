@@ -73,13 +73,13 @@ pub fn estimate(
     // QEMU serves one client at a time, and it is asked for nothing more after this.
     let mut vmm = control::source(&claimed.record, movable.control.share())?;
     let free = free_now(&mut vmm, &ram).unwrap_or_else(|reason| {
-        tracing::info!(vm = name, %reason, "the guest's free pages cannot be told");
+        tracing::info!(vm = name, %reason, "the guest's free pages are unknown");
         PageMap::empty(ram.layout())
     });
     let cached = question.page_cache.then(|| page_cache_now(&mut vmm, &ram));
     drop(vmm);
     let cached = cached.and_then(|cached| {
-        let not_told = |reason| tracing::info!(vm = name, %reason, "the guest's page cache cannot be told");
+        let not_told = |reason| tracing::info!(vm = name, %reason, "the guest's page cache is unknown");
         cached.map_err(not_told).ok()
     });
     let mut tracker = movable.tracker;

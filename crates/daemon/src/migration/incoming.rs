@@ -108,7 +108,7 @@ impl DestinationHost for Destination {
         let verdict = self.records.abort(id);
         let Some(record) = self.arriving(id) else { return };
         if verdict == Verdict::Committed {
-            tracing::error!(vm = %record.name, %id, "asked to abort what is committed: the guest stays");
+            tracing::error!(vm = %record.name, %id, "asked to abort a committed migration: the guest stays");
             drop(incoming);
             return self.care.settle(&record);
         }

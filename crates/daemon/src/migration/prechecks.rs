@@ -152,7 +152,7 @@ fn check_cpu(spec: &VmSpec) -> Result<(), Problem> {
     let Some(wanted) = &spec.cpu else { return Ok(()) };
     let why = match cpu::describe() {
         Some(here) => cpu::lacks(wanted, &here),
-        None => Some("it cannot be told what it offers".into()),
+        None => Some("the daemon cannot read what it offers".into()),
     };
     match why {
         None => Ok(()),

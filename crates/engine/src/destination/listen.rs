@@ -51,7 +51,7 @@ pub fn serve(listener: &TcpListener, host: &Arc<dyn DestinationHost>) {
         let spawned = std::thread::Builder::new().name("incoming".into()).spawn(move || {
             let _place = place;
             if let Err(error) = take(stream, &sessions, host.as_ref()) {
-                tracing::info!(%error, "a call came to nothing");
+                tracing::info!(%error, "a call failed");
             }
         });
         if let Err(error) = spawned {

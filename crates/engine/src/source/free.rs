@@ -135,7 +135,7 @@ impl FreePages {
     }
 
     fn cannot(&mut self, error: &(dyn Error + 'static)) {
-        tracing::info!(%error, "the guest's free pages cannot be told");
+        tracing::info!(%error, "the guest's free pages are unknown");
         self.account.reason = Some(reason(error));
     }
 

@@ -69,7 +69,7 @@ pub enum TlsError {
     #[error("the caller shows no certificate")]
     Missing,
     /// The caller's certificate names nobody.
-    #[error("the caller's certificate has no DNS name, and so says of nobody who calls")]
+    #[error("the caller's certificate has no DNS name, which would say who calls")]
     Nameless,
     /// The caller is not on the list.
     #[error("'{name}' is not among the peers that may call here")]
