@@ -85,7 +85,7 @@ impl Accelerator {
 pub enum Verdict {
     /// A Linux guest came up.
     Boots {
-        /// After so long, milliseconds.
+        /// The time until it was up, milliseconds.
         after_ms: u64,
     },
     /// It did not come up in time, and was ended.

@@ -39,7 +39,7 @@ pub mod source;
 /// The destination's side of a migration.
 pub mod destination;
 
-/// Free memory of a guest that runs, given back to its host.
+/// Reclaim: the free memory of a guest that runs is given back to its host.
 pub mod reclaim;
 
 /// What others see of a running migration, and their way to cancel it.

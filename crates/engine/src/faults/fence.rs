@@ -5,12 +5,12 @@
 //! RAM, direct I/O that begins now). There are two ways to fence, and for each portion the fence takes the one that is
 //! possible:
 //!
-//! * ***Protect**, where nobody else has the RAM registered: synchronous write protection, by a userfaultfd of its own.
+//! * **Protect**, where nobody else has the RAM registered: synchronous write protection, by a userfaultfd of its own.
 //!   Reads do not wait. When this process dies, the kernel closes the descriptor, lifts the protection and wakes the
 //!   threads that wait.
-//! * ***Take out**, where writes are tracked or pages are held back: the pages are dropped from the VMM's page tables,
-//!   and nobody maps them. Reads wait as well. When this process dies, the kernel wakes the threads that wait, as
-//!   above, beside tracking; where pages are held back, they wait for the next daemon, which maps the pages.
+//! * **Take out**, where writes are tracked or pages are held back: the pages are dropped from the VMM's page tables,
+//!   and nobody maps them. Reads wait as well. When this process dies while writes are tracked, it is the same as
+//!   above; where pages are held back, the threads wait for the next daemon, which maps the pages.
 //!
 //! A fence does not hold up two kinds of writes. Writes through other mappings of the file: the daemon refuses guests
 //! that have some. Direct I/O that is under way: a page that it writes belongs to somebody, so it is not free. Direct

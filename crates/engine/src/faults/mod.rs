@@ -101,7 +101,7 @@ pub struct GuestFaults {
     wanted: AtomicUsize,
 }
 
-/// Who has the RAM registered.
+/// The owner of the registration of the RAM.
 enum Owner {
     Nobody,
     /// A fence, alone: see [`fence`].

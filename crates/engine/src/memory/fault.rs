@@ -38,7 +38,7 @@ pub enum RamFault {
         /// The block's size.
         bytes: u64,
     },
-    /// A page that the guest gave back was to be read, and there was no memory to read it into.
+    /// A discarded page was read, and no memory was left for it.
     #[error("the file system of RAM block '{id}' has no memory left for its pages")]
     NoMemory {
         /// The block.

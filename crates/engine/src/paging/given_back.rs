@@ -12,11 +12,11 @@
 //!   memory for content that nobody wants
 //! * **while its body is written, or before that is mapped**: the body stays, or there is a hole: then
 //!   `UFFDIO_CONTINUE` finds no page, and the thread that waits is woken, faults again, and gets zeros
-//! * ***and touched again while it is missing**: the access waits, and the page is requested as any other; the guest's
+//! * **and touched again while it is missing**: the access waits, and the page is requested as any other; the guest's
 //!   write comes after the body
-//! * ***and rewritten, then its body comes (once more)**: the guest could write it only after it had arrived. It is not
+//! * **and rewritten, then its body comes (once more)**: the guest could write it only after it had arrived. It is not
 //!   missing any more, so the body gets no claim
-//! * ***while it is current and not mapped yet**: the file has a hole. The guest gets zeros, which differ from the
+//! * **while it is current and not mapped yet**: the file has a hole. The guest gets zeros, which differ from the
 //!   source's page: the comparison leaves it out
 //!
 //! Only whole pages count, and only discards that were logged after the residue was known: an earlier discard says

@@ -22,7 +22,7 @@
 //! * **free at the look, written before its turn in the round**: left out of the round, and yielded by the next
 //!   collection
 //! * **free in the last look while the guest runs, written until it stops**: yielded by the collection at the stop
-//! * ***sent before, freed, and free in the look**: the destination holds the old content: the page is sent as zeros, a
+//! * **sent before, freed, and free in the look**: the destination holds the old content: the page is sent as zeros, a
 //!   bit
 //! * **a look is misled by a page that changed under it ([`sterna_introspect`] says how)**: with the guest stopped, all
 //!   pages that are left out are looked at once more, and those that are not free then are sent

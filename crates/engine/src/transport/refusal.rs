@@ -106,7 +106,7 @@ pub enum TlsError {
 /// What a peer's alert means.
 fn refusal(alert: AlertDescription) -> String {
     match alert {
-        // The second where the authority has the name of ours and another key.
+        // The second alert comes where the authority has the name of ours and another key.
         AlertDescription::UnknownCA | AlertDescription::DecryptError => {
             "it is not signed by the authority there".into()
         }
