@@ -1,10 +1,10 @@
-//! How much of its memory a guest is to keep, and what it does with the rest.
+//! Balloons: how much of its memory a guest keeps, and what it does with the rest.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// How often the balloon is adjusted where nobody says otherwise, milliseconds: what the post-copy paper found right
-/// (its figure 11).
+/// How often the balloon is adjusted by default, milliseconds: the best interval in the post-copy paper (its figure
+/// 11).
 pub const DEFAULT_INTERVAL_MS: u64 = 5_000;
 /// The shortest interval, milliseconds.
 pub const MIN_INTERVAL_MS: u64 = 10;
@@ -15,10 +15,10 @@ pub const MAX_INTERVAL_MS: u64 = 3_600_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BalloonMode {
-    /// Not Sterna: it leaves the balloon alone.
+    /// Not Sterna, which leaves the balloon alone.
     #[default]
     Off,
-    /// It follows what the guest holds free.
+    /// The guest's free memory: the balloon follows it.
     Auto,
     /// The user: the guest keeps `memory_bytes`.
     Target,
@@ -30,10 +30,10 @@ pub enum BalloonMode {
 pub struct BalloonSetting {
     /// Who decides.
     pub mode: BalloonMode,
-    /// How often the balloon is adjusted, milliseconds; of interest with `auto`.
+    /// How often the balloon is adjusted, milliseconds; used with `auto` only.
     #[serde(default = "default_interval")]
     pub interval_ms: u64,
-    /// What the guest keeps, bytes; with `target` alone.
+    /// The memory that the guest keeps, bytes; with `target` only.
     #[serde(default)]
     pub memory_bytes: Option<u64>,
 }
@@ -49,7 +49,7 @@ impl Default for BalloonSetting {
 }
 
 impl BalloonSetting {
-    /// Whether it contradicts itself or the machine, whose RAM is `ram_bytes`.
+    /// Checks that the setting contradicts neither itself nor the machine, whose RAM is `ram_bytes`.
     ///
     /// # Errors
     /// What is wrong, for people.
@@ -73,26 +73,27 @@ impl BalloonSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pressure {
-    /// Little is left that could be allocated without pain.
+    /// Little memory is left that could be allocated easily.
     LowMemory,
-    /// It reads back from its swap.
+    /// It reads pages back from its swap.
     SwapIn,
-    /// It waits for pages of files more often than before: they were given up for want of memory.
+    /// It waits for pages of files more often than before: it gave them up because memory was short.
     MajorFaults,
     /// It ran out: its driver took pages out of the balloon by itself, or its kernel ended a process.
     OutOfMemory,
-    /// It started anew.
+    /// It restarted.
     Restart,
-    /// Its driver has said nothing for a while, though the guest runs: it may be too busy looking for memory.
+    /// Its driver has reported nothing for a while, although the guest runs: the guest may be too busy with the search
+    /// for memory.
     Silent,
 }
 
 /// A moment of pressure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PressureSeen {
-    /// What it was.
+    /// The sign of pressure.
     pub what: Pressure,
-    /// When, milliseconds since 1970 by the host's clock.
+    /// The time, milliseconds since 1970 by the host's clock.
     pub at_ms: u64,
 }
 
@@ -103,21 +104,21 @@ pub struct Balloon {
     pub setting: BalloonSetting,
     /// What the guest has put into it, bytes.
     pub size_bytes: u64,
-    /// What it was last asked to put into it, bytes; nothing where it was not asked since the daemon's start.
+    /// What the guest was last asked to put into it, bytes; absent where it was not asked since the daemon's start.
     pub target_bytes: Option<u64>,
-    /// What the guest uses for nothing, bytes.
+    /// The guest's memory that it uses for nothing, bytes.
     pub guest_free_bytes: Option<u64>,
-    /// What it could allocate without pain, caches included, bytes.
+    /// The memory that it could allocate easily, caches included, bytes.
     pub guest_available_bytes: Option<u64>,
-    /// When memory was last given back for want of it.
+    /// The last time when the guest got memory back because it was short.
     pub last_pressure: Option<PressureSeen>,
-    /// How often that was since the daemon's start or the machine's arrival.
+    /// How often that has happened since the daemon's start or the machine's arrival.
     pub pressures: u64,
     /// Whether the balloon does not grow for a while, because of pressure.
     pub backing_off: bool,
     /// Whether the guest's driver may take pages out by itself before its kernel ends processes (`deflate-on-oom`).
     pub deflate_on_oom: bool,
-    /// Whether the guest may give back what it holds free in large pieces without being asked (`free-page-reporting`).
+    /// Whether the guest may discard large free pieces of memory without being asked (`free-page-reporting`).
     pub free_page_reporting: bool,
     /// Why nothing is done, or what should be better, for people.
     pub note: Option<String>,

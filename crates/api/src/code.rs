@@ -1,21 +1,21 @@
-//! What a problem is called by programs.
+//! Codes: the words for problems that programs use.
 
 use std::fmt::{self, Display};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Of what kind a failure is, as a client of HTTP has to know it.
+/// The kind of a failure, as a client of HTTP has to know it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// What was asked for is not there.
+    /// The object of the request does not exist.
     Absent,
-    /// That cannot be done with what was asked for.
+    /// The object of the request has no such method.
     Method,
-    /// The request is right, and what it is about is in another state than it takes.
+    /// The request is valid, but its object is in another state than it needs.
     Conflict,
     /// Somebody did not answer in time.
     Late,
-    /// It is as whose fault it is says.
+    /// The blame decides.
     ByBlame,
 }
 
@@ -44,7 +44,7 @@ macro_rules! codes {
                 }
             }
 
-            /// Of what kind the failure is.
+            /// The kind of the failure.
             #[must_use]
             pub fn kind(&self) -> Kind {
                 match self {
@@ -105,15 +105,15 @@ codes! {
     NotRunning: Conflict = "not-running",
     /// Pages of the machine are still to come.
     StillArriving: Conflict = "still-arriving",
-    /// The machine's guest runs elsewhere and needs pages of here.
+    /// The machine's guest runs elsewhere and needs pages from here.
     ServingPages: Conflict = "serving-pages",
-    /// What was asked for has begun and not ended yet.
+    /// The requested work has begun and not ended yet.
     StillEnding: ByBlame = "still-ending",
     /// The guest is known to run at its destination.
     RunsThere: Conflict = "runs-there",
     /// The host that is said to be off is not the machine's destination.
     NotItsDestination: Conflict = "not-its-destination",
-    /// It was cancelled.
+    /// The work was cancelled.
     Cancelled: ByBlame = "cancelled",
     /// The pages of a guest that runs elsewhere were given up.
     GivenUp: ByBlame = "given-up",
@@ -197,7 +197,7 @@ codes! {
     AgentMissing: ByBlame = "agent-missing",
     /// The agent's library is not on this host.
     AgentNotFound: ByBlame = "agent-not-found",
-    /// What answers in the agent's place is another process.
+    /// Another process answers in the agent's place.
     AgentForeign: ByBlame = "agent-foreign",
     /// The agent does not see the machine's RAM.
     AgentRam: ByBlame = "agent-ram",
@@ -225,17 +225,17 @@ codes! {
     PeerUnreachable: ByBlame = "peer-unreachable",
     /// The link to the peer broke off.
     LinkFailed: ByBlame = "link-failed",
-    /// What answers is no Sterna.
+    /// The program that answers is not Sterna.
     NotSterna: ByBlame = "not-sterna",
     /// The peer's version does not fit.
     PeerVersion: ByBlame = "peer-version",
     /// The peer broke the protocol.
     PeerProtocol: ByBlame = "peer-protocol",
-    /// What came from the peer was damaged.
+    /// Data from the peer was damaged.
     Damaged: ByBlame = "damaged",
-    /// Another daemon than the one that accepted the guest.
+    /// The daemon that answers is not the one that accepted the guest.
     AnotherDaemon: ByBlame = "another-daemon",
-    /// The destination takes in as many machines as it may: the same proposal can succeed later.
+    /// The destination receives as many machines as it may already: the same proposal can succeed later.
     TooManyIncoming: ByBlame = "too-many-incoming",
     /// The migration has ended there before.
     StaleMigration: ByBlame = "stale-migration",
@@ -243,7 +243,7 @@ codes! {
     NotYours: ByBlame = "not-yours",
     /// The daemon that answers has never heard of the migration.
     NotKnownHere: ByBlame = "not-known-here",
-    /// Rounds of pages do not come to an end.
+    /// The rounds of pages do not converge.
     NotConverging: ByBlame = "not-converging",
     /// The guest wrote while its devices were being saved.
     WrittenWhileSaving: ByBlame = "written-while-saving",
@@ -257,15 +257,15 @@ codes! {
     NotYet: ByBlame = "not-yet",
     /// Nothing can bring the guest's pages.
     PagingLost: ByBlame = "paging-lost",
-    /// Pages are missing at the destination that the source has sent.
+    /// Pages that the source has sent are missing at the destination.
     PagesMissing: ByBlame = "pages-missing",
 
     // Encryption.
-    /// Certificate, key or authority cannot be used.
+    /// The certificate, the key or the authority is unusable.
     TlsFiles: ByBlame = "tls-files",
     /// Others can read the key.
     TlsKeyExposed: ByBlame = "tls-key-exposed",
-    /// The peer's certificate is of no known authority.
+    /// The peer's certificate is not signed by the known authority.
     TlsUntrusted: ByBlame = "tls-untrusted",
     /// The peer's certificate is not valid now.
     TlsDate: ByBlame = "tls-date",

@@ -6,31 +6,31 @@
 /// Sizes, rates and durations as people write them: `4G`, `1Gbit`, `300ms`.
 pub mod units;
 
-/// How a migration is to be done.
+/// The options of a migration.
 pub mod options;
 
-/// What a migration did.
+/// The report of a migration.
 pub mod report;
 
-/// What a migration would take.
+/// The estimate of a migration.
 pub mod estimate;
 
-/// How much of its memory a guest keeps.
+/// Balloons: how much of its memory a guest keeps.
 pub mod balloon;
 
-/// What a guest holds free, given back to its host.
+/// Reclaim: a guest's free memory is given back to its host.
 pub mod reclaim;
 
-/// Where a running migration stands.
+/// The progress of a running migration.
 pub mod progress;
 
 /// Virtual machines as the daemon shows them, and the requests that make and end them.
 pub mod vm;
 
-/// What failed, whose fault it is, and what to do.
+/// Problems: what failed, whose fault it is, and what to do.
 pub mod problem;
 
-/// What a problem is called by programs.
+/// Codes: the words for problems that programs use.
 pub mod code;
 
 pub use balloon::{Balloon, BalloonMode, BalloonSetting};

@@ -1,4 +1,4 @@
-//! How a migration is to be done. Absent fields mean the default that the contract names.
+//! The options of a migration. Absent fields mean the default that the contract names.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -16,7 +16,7 @@ pub enum Mode {
     Postcopy,
     /// Some rounds of pre-copy, then the devices, then the pages that are left.
     Hybrid,
-    /// Everything in the pause.
+    /// All pages go in the pause.
     StopAndCopy,
 }
 
@@ -27,30 +27,30 @@ pub enum OnTimeout {
     /// Give up; the guest runs on at the source.
     #[default]
     Cancel,
-    /// Switch over whatever the pause will be.
+    /// Switch over, however long the pause will be.
     Force,
     /// Switch over at once and send the pages that are left after it.
     Postcopy,
 }
 
-/// In which order pages are pushed after the switchover, beside those that faults ask for.
+/// The order in which pages are pushed after the switchover, beside those that faults ask for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Prepaging {
-    /// None: pages go when a fault asks for them, and are pushed only while no fault does.
+    /// No order: pages go when a fault asks for them, and are pushed only while no fault does.
     Off,
-    /// By their addresses, whatever faults ask for.
+    /// In the order of their addresses, whatever faults ask for.
     Linear,
     /// In bubbles around the latest faults, one for each virtual processor.
     #[default]
     Bubble,
 }
 
-/// How pages that were written again before their turn are found; they wait for the next round.
+/// The search for tracked fake dirty pages, which were written again before their turn; they wait for the next round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum FakeDirty {
-    /// Not at all.
+    /// Off.
     Off,
     /// A thread looks again and again, as in D-Track.
     DtrackV1,
@@ -63,11 +63,12 @@ pub enum FakeDirty {
     Exact,
 }
 
-/// How pages that were written with what was there already are found (silent stores): by a hash of what was last sent.
+/// The search for content fake dirty pages, whose writes changed nothing (silent stores): by a hash of what was last
+/// sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ContentHash {
-    /// Not at all.
+    /// Off.
     Off,
     /// SHA-1, as in the papers.
     Sha1,
@@ -82,14 +83,14 @@ pub enum ContentHash {
     Blake3,
 }
 
-/// Whether pages that were sent before travel as a difference to what was sent.
+/// Whether pages that were sent before travel as deltas to what was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Delta {
-    /// Whole.
+    /// They travel whole.
     #[default]
     Off,
-    /// As runs of bytes that differ, against a bounded cache of what was sent.
+    /// They travel as runs of bytes that differ, against a bounded cache of what was sent.
     Xbzrle,
 }
 
@@ -97,7 +98,7 @@ pub enum Delta {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Compress {
-    /// Not at all.
+    /// Off.
     #[default]
     Off,
     /// LZ4: quick.
@@ -106,17 +107,17 @@ pub enum Compress {
     Zstd,
 }
 
-/// How pages that the guest itself holds free are found: they do not travel, and read as zeros at the destination.
+/// The search for pages that the guest itself holds free: they do not travel, and read as zeros at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum SkipFree {
-    /// Not at all.
+    /// Off.
     Off,
-    /// By reading the memory map of the guest's kernel from outside, where that is a Linux and what is read agrees with
-    /// what it counts.
+    /// Introspection: the memory map of the guest's kernel is read from outside, where the kernel is a Linux and the
+    /// map agrees with its counters.
     #[default]
     Vmi,
-    /// By the hints of virtio-balloon. Refused: QEMU keeps them to itself.
+    /// The hints of virtio-balloon. Refused: QEMU keeps them to itself.
     BalloonHints,
 }
 
@@ -143,26 +144,26 @@ pub struct MigrateOptions {
     pub precopy_rounds: Option<u32>,
     /// The order of the push after the switchover.
     pub prepaging: Prepaging,
-    /// Limit on what is pushed after the switchover, bytes per second; absent: about nine tenths of what the link
-    /// carries, so that faults overtake it.
+    /// Limit on the push after the switchover, bytes per second; absent: about nine tenths of what the link carries, so
+    /// that faults overtake the push.
     pub postcopy_bandwidth_bytes_per_s: Option<u64>,
-    /// How pages written again before their turn are found.
+    /// The search for pages written again before their turn.
     pub fake_dirty: FakeDirty,
     /// `dtrack-v2`'s delay between two looks, milliseconds.
     pub fake_dirty_delay_ms: Option<f64>,
-    /// How pages written with what was there already are found.
+    /// The search for pages whose writes changed nothing.
     pub content_hash: ContentHash,
-    /// What happens to pages written in each of the last rounds.
+    /// What happens to hot pages, written in each of the last rounds.
     pub hot_pages: HotPages,
-    /// How pages that the guest holds free are found.
+    /// The search for pages that the guest holds free.
     pub skip_free: SkipFree,
-    /// Whether pages travel as differences.
+    /// Whether pages travel as deltas.
     pub delta: Delta,
-    /// The most bytes of sent pages that are kept to tell differences.
+    /// The most bytes of sent pages that are kept for deltas.
     pub delta_cache_bytes: Option<u64>,
     /// How bodies are compressed.
     pub compress: Compress,
-    /// The compressor's level; absent: as high as leaves the link busy.
+    /// The compressor's level; absent: the highest that keeps the link busy.
     pub compress_level: Option<i32>,
     /// Threads that encode pages beside those that send them.
     pub compress_threads: Option<u32>,
@@ -177,9 +178,9 @@ pub struct MigrateOptions {
     /// The most of the guest's processor time that is taken away where rounds do not converge, percent; none where
     /// absent.
     pub throttle_percent: Option<u8>,
-    /// When to give up converging, milliseconds from the start; never where absent.
+    /// The time after which the rounds must have converged, milliseconds from the start; no limit where absent.
     pub timeout_ms: Option<f64>,
-    /// What to do then.
+    /// What to do after that time.
     pub on_timeout: OnTimeout,
     /// Compare every page of both sides in the pause.
     pub verify: bool,
@@ -187,7 +188,7 @@ pub struct MigrateOptions {
 
 /// The lowest bandwidth, bytes per second: below it no migration ends.
 pub const MIN_BANDWIDTH_BYTES_PER_S: u64 = 64 * 1024;
-/// `hybrid`'s rounds where none are asked for.
+/// The default number of `hybrid`'s rounds.
 pub const DEFAULT_PRECOPY_ROUNDS: u32 = 1;
 /// The most rounds that may be asked for.
 pub const MAX_PRECOPY_ROUNDS: u32 = 1000;
@@ -195,9 +196,9 @@ pub const MAX_PRECOPY_ROUNDS: u32 = 1000;
 pub const MAX_STREAMS: u32 = 16;
 /// The most threads that may encode one migration's pages.
 pub const MAX_COMPRESS_THREADS: u32 = 64;
-/// The delta cache's size where none is asked for, as QEMU's.
+/// The default size of the delta cache, as QEMU's.
 pub const DEFAULT_DELTA_CACHE_BYTES: u64 = 64 << 20;
-/// `dtrack-v2`'s delay where none is asked for.
+/// The default of `dtrack-v2`'s delay.
 pub const DEFAULT_FAKE_DIRTY_DELAY_MS: f64 = 100.0;
 /// The most processor time that may be taken from a guest, percent.
 pub const MAX_THROTTLE_PERCENT: u8 = 99;
@@ -233,8 +234,7 @@ impl Default for MigrateOptions {
 }
 
 impl MigrateOptions {
-    /// Says what is wrong with these options, or nothing. Options that contradict each other are wrong: none is ignored
-    /// in silence.
+    /// Checks these options. Options that contradict each other are wrong: none is ignored in silence.
     ///
     /// # Errors
     /// A sentence that names the option and what it may be.
@@ -263,7 +263,7 @@ impl MigrateOptions {
         self.must_postcopy() || (self.mode == Mode::Auto && !self.no_postcopy)
     }
 
-    /// Whether that was asked for, so that a host that cannot do it is no place to go.
+    /// Whether the options insist on that, so that a destination that cannot do it must refuse.
     #[must_use]
     pub fn must_postcopy(&self) -> bool {
         matches!(self.mode, Mode::Postcopy | Mode::Hybrid) || self.on_timeout == OnTimeout::Postcopy
@@ -376,7 +376,7 @@ impl MigrateOptions {
         !matches!(self.mode, Mode::StopAndCopy | Mode::Postcopy)
     }
 
-    /// The same with what follows from the mode and from other options written in, for the report.
+    /// The options with the values that follow from the mode and from other options, for the report.
     #[must_use]
     pub fn resolved(&self) -> Self {
         let mut options = self.clone();

@@ -38,28 +38,28 @@ pub enum Whereabouts {
     Gone,
 }
 
-/// The most characters of one text of somebody else's.
+/// The most characters that are kept of a text from outside.
 const MAX_WORDS: usize = 2_000;
-/// The most causes.
+/// The most causes that are kept from outside.
 const MAX_CAUSES: usize = 16;
 
-/// A text of somebody else's, as far as it is kept and shown.
+/// A text from outside, reduced to what is kept and shown.
 #[must_use]
 pub fn words(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { ' ' } else { c }).take(MAX_WORDS).collect()
 }
 
-/// What failed.
+/// A failure.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Problem {
     /// A stable word for programs: `unknown-vm`, `peer-unreachable`, `out-of-memory`, …
     #[schema(value_type = String)]
     pub code: Code,
-    /// Whose fault.
+    /// Whose fault it is.
     pub blame: Blame,
     /// What failed, in a sentence.
     pub message: String,
-    /// Why, from the outside in.
+    /// The causes, from the outermost to the innermost.
     #[serde(default)]
     pub cause: Vec<String>,
     /// What to do.
@@ -77,7 +77,7 @@ impl Problem {
         Self { code, blame, message: message.into(), cause: Vec::new(), hint: None, guest: Whereabouts::Source }
     }
 
-    /// The same, from an error with its chain of sources.
+    /// A problem made of an error with its chain of sources.
     #[must_use]
     pub fn from_error(code: Code, blame: Blame, error: &dyn std::error::Error) -> Self {
         let mut problem = Self::new(code, blame, error.to_string());
@@ -89,15 +89,15 @@ impl Problem {
         problem
     }
 
-    /// What it says, and its causes, in one line.
+    /// The message and its causes, in one line.
     #[must_use]
     pub fn with_causes(&self) -> String {
         self.cause.iter().fold(self.message.clone(), |line, cause| line + ": " + cause)
     }
 
-    /// As somebody else said it, so far as it is kept and shown: in words, and not more of them than people read. A
-    /// message may be megabytes long, is repeated in every migration that waits for the same host, and would be read by
-    /// terminals.
+    /// A problem from outside, reduced to what is kept and shown: printable text that is not longer than people read. A
+    /// message may be megabytes long, is repeated in every migration that waits for the same host, and terminals would
+    /// interpret it.
     #[must_use]
     pub fn from_outside(self) -> Self {
         Self {
@@ -112,14 +112,14 @@ impl Problem {
         }
     }
 
-    /// With a word on what to do.
+    /// The problem with a hint what to do.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 
-    /// With where the guest is.
+    /// The problem with the guest's whereabouts.
     #[must_use]
     pub fn guest(mut self, guest: Whereabouts) -> Self {
         self.guest = guest;

@@ -1,4 +1,4 @@
-//! Where a running migration stands: one line of `sterna watch --json`.
+//! The progress of a running migration: one line of `sterna watch --json`.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -24,11 +24,11 @@ pub enum Phase {
     Finish,
     /// Undoing what was begun.
     Rollback,
-    /// It ended.
+    /// The migration has ended.
     Done,
 }
 
-/// Where a migration stands now.
+/// The progress of a migration now.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Progress {
@@ -40,31 +40,31 @@ pub struct Progress {
     pub round: u32,
     /// Pages left to send in this round.
     pub pages_left: u64,
-    /// Pages this round began with.
+    /// Pages that this round began with.
     pub round_pages: u64,
     /// Bytes sent so far.
     pub bytes_on_wire: u64,
-    /// Measured over the last second or so.
+    /// The rate of sending, measured over about the last second.
     pub throughput_bytes_per_s: u64,
     /// How fast the guest writes fresh pages.
     pub dirty_rate_pages_per_s: f64,
-    /// Time since the request was accepted.
+    /// Time since the request was accepted, milliseconds.
     pub elapsed_ms: f64,
-    /// When it should end, from now; absent while it cannot be told.
+    /// The time until it should end, milliseconds; absent while it is unknown.
     pub remaining_ms: Option<f64>,
-    /// What the pause would be if it came now; absent before the first round.
+    /// The pause if it came now, milliseconds; absent before the first round.
     pub predicted_downtime_ms: Option<f64>,
     /// How much of the guest's processor time is taken away, percent.
     pub throttle_percent: u8,
-    /// A word on what it waits for, where it waits.
+    /// What it waits for, if it waits.
     pub waiting_for: Option<String>,
-    /// For how long it has waited for that, milliseconds; absent where that is not known.
+    /// How long it has waited for that, milliseconds; absent where that is unknown.
     pub waiting_ms: Option<f64>,
     /// Pages that faults at the destination have asked for; absent before the switchover.
     pub faults: Option<u64>,
     /// Its place among the migrations that wait for their turn on this host, from 1; absent where it does not wait for
     /// one.
     pub queue_place: Option<u32>,
-    /// How many wait, this one included; absent likewise.
+    /// The number of migrations that wait, including this one; absent likewise.
     pub queue_length: Option<u32>,
 }

@@ -1,4 +1,4 @@
-//! What a migration did: the object `--json` writes, one per virtual machine.
+//! The report of a migration: the object that `--json` writes, one per virtual machine.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -31,41 +31,43 @@ pub struct Report {
     pub mode: String,
     /// How it ended.
     pub status: Status,
-    /// Whether it tells of the end only: while pages followed the guest the source's daemon was started again, or it
-    /// had to wait to learn that the guest was taken; and what was done before (rounds,
-    /// downtime, pages and bytes sent until then, time) is in no report. The numbers are of what was done since, but
-    /// for `faults` and `postcopy.ms`, which the destination counts.
+    /// Whether it covers the end only. Then the source's daemon was restarted while pages followed the guest, or it had
+    /// to wait to learn that the guest was taken, and no report has what was done before (rounds, downtime, pages and
+    /// bytes sent until then, time). The numbers cover what was done since, except `faults` and `postcopy.ms`, which
+    /// the destination counts.
     pub partial: bool,
-    /// From the accepted request to the guest running at the destination with no page left at the source.
+    /// The time from the accepted request until the guest runs at the destination and no page is left at the source,
+    /// milliseconds.
     pub total_ms: f64,
-    /// From the guest's stop at the source to its start at the destination, by QEMU's own events.
+    /// The time from the guest's stop at the source to its start at the destination, by QEMU's own events,
+    /// milliseconds.
     pub downtime_ms: f64,
-    /// From the accepted request to the first page sent.
+    /// The time from the accepted request to the first page sent, milliseconds.
     pub setup_ms: f64,
-    /// The part of it in which the migration waited for its turn.
+    /// The part of it in which the migration waited for its turn, milliseconds.
     pub queued_ms: f64,
-    /// From the guest's start at the destination to the end of the migration.
+    /// The time from the guest's start at the destination to the end of the migration, milliseconds.
     pub resume_ms: f64,
-    /// What the downtime was spent on.
+    /// The parts of the downtime.
     pub downtime: Downtime,
     /// The guest's RAM.
     pub ram: RamPages,
-    /// Where every page of every round went; each is in exactly one of the counters but `sent`, `faulted`, `pushed` and
-    /// `duplicate`.
+    /// Where every page of every round went. Each is in exactly one of the counters other than `sent`, `faulted`,
+    /// `pushed` and `duplicate`.
     pub pages: Pages,
     /// Bytes of frames, headers included, on all connections.
     pub bytes_on_wire: u64,
-    /// What the page bodies would have weighed uncompressed.
+    /// The bytes of the page bodies without encoding.
     pub bytes_raw: u64,
     /// One entry per round, the last in the pause.
     pub rounds: Vec<Round>,
     /// Page faults over the network (post-copy).
     pub faults: Faults,
-    /// What came after the switchover.
+    /// The pages that went after the switchover.
     pub postcopy: Postcopy,
-    /// The comparison of both sides.
+    /// The comparison of both sides' pages.
     pub verify: Verify,
-    /// What watching the guest's writes cost it.
+    /// The cost of watching the guest's writes.
     pub tracking: Tracking,
     /// The looks for pages that the guest holds free.
     pub introspection: Introspection,
@@ -79,7 +81,7 @@ pub struct Report {
     pub source: Host,
     /// The destination host.
     pub destination: Host,
-    /// What went wrong, where something did.
+    /// The failure, if there was one.
     pub error: Option<Problem>,
 }
 
@@ -87,7 +89,7 @@ impl Report {
     /// The version of the report's form.
     pub const SCHEMA: u32 = 1;
 
-    /// Of a migration of which nothing is known yet but what was asked for.
+    /// The report of a migration of which only the request is known yet.
     #[must_use]
     pub fn asked(vm: &str, options: &MigrateOptions, source: Host, peer: &str) -> Self {
         let options = options.resolved();
@@ -117,7 +119,7 @@ pub struct Downtime {
     pub pause_ms: f64,
     /// The last pages.
     pub final_pages_ms: f64,
-    /// Comparing both sides, where it was asked for.
+    /// Comparing both sides' pages, where it was asked for.
     pub verify_ms: f64,
     /// Saving, moving and loading the devices' state.
     pub device_state_ms: f64,
@@ -129,9 +131,9 @@ pub struct Downtime {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct RamPages {
-    /// All of it.
+    /// All pages.
     pub total_pages: u64,
-    /// What the host had given it memory for when the migration began.
+    /// Pages that the host had given memory for when the migration began.
     pub allocated_pages: u64,
 }
 
@@ -139,17 +141,17 @@ pub struct RamPages {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Pages {
-    /// Page bodies sent, whatever their encoding (full + delta).
+    /// Page bodies sent, in any encoding (full + delta).
     pub sent: u64,
     /// Bodies sent whole.
     pub full: u64,
-    /// Bodies sent as a difference.
+    /// Bodies sent as deltas.
     pub delta: u64,
     /// Pages of zeros: a bit each.
     pub zero: u64,
-    /// Pages the host never gave memory for: nothing.
+    /// Unallocated pages: nothing is sent.
     pub unallocated: u64,
-    /// Pages the guest holds free: nothing, or a bit where the destination held something else than zeros.
+    /// Pages that the guest holds free: nothing is sent, or a bit where the destination held something else than zeros.
     pub free: u64,
     /// Pages skipped because they were written again before their turn.
     pub fake_dirty_tracked: u64,
@@ -175,13 +177,13 @@ pub struct Round {
     pub dirty_pages: u64,
     /// Bodies it sent.
     pub sent_pages: u64,
-    /// Pages it skipped, for whatever reason; pages held back as hot are not among them.
+    /// Pages that it skipped, for any reason; pages held back as hot are not among them.
     pub skipped_pages: u64,
     /// Pages written in each of the last rounds, which it held back.
     pub hot_pages: u64,
     /// Bytes of its frames.
     pub bytes_on_wire: u64,
-    /// How long it took.
+    /// How long it took, milliseconds.
     pub ms: f64,
     /// How fast the guest wrote fresh pages meanwhile.
     pub dirty_rate_pages_per_s: f64,
@@ -191,18 +193,18 @@ pub struct Round {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Faults {
-    /// How many.
+    /// The number of faults.
     pub count: u64,
     /// How long they took.
     pub latency_us: Latency,
-    /// How many took 2^i to 2^(i+1) microseconds.
+    /// The number of faults that took 2^i to 2^(i+1) microseconds.
     pub histogram_log2_us: Vec<u64>,
-    /// Faults on pages that were there already, or hold zeros: settled at the destination.
+    /// Faults on pages that were there already, or hold zeros: they were settled at the destination.
     pub local: u64,
     /// How long threads of QEMU waited for pages from the source, all together, milliseconds.
     #[serde(deserialize_with = "finite")]
     pub blocktime_ms: f64,
-    /// The same for each of them that waited, longest first.
+    /// The same for each thread that waited, longest first.
     pub blocktime_by_thread: Vec<Blocktime>,
 }
 
@@ -219,24 +221,24 @@ pub struct Blocktime {
     pub ms: f64,
 }
 
-/// What came after the switchover.
+/// The pages that went after the switchover.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Postcopy {
-    /// Why pages went after the switchover though pre-copy was tried first, or why they did not though that was
+    /// Why pages went after the switchover although pre-copy was tried first, or why none did although that was
     /// allowed.
     pub reason: Option<String>,
     /// Pages that were not at the destination, or stale there, when the guest started.
     pub residue_pages: u64,
-    /// Bytes of the map that named them.
+    /// Bytes of the residue's map.
     pub residue_bytes: u64,
-    /// Time the map took in the pause: making it and sending it, milliseconds.
+    /// Time for making and sending the map in the pause, milliseconds.
     pub residue_ms: f64,
     /// Time until the last of them was there, from the start of the guest, milliseconds.
     pub ms: f64,
     /// How often the two hosts lost each other meanwhile.
     pub interruptions: u32,
-    /// For how long in all, milliseconds.
+    /// How long these interruptions took in all, milliseconds.
     pub interrupted_ms: f64,
 }
 
@@ -255,13 +257,13 @@ pub struct Latency {
     pub max: f64,
 }
 
-/// A measure that another daemon tells: what is no number counts as none. JSON would say `null`, and nobody could read
-/// the report.
+/// Reads a measure from another daemon: one that is not finite counts as 0. JSON would say `null`, and nobody could
+/// read the report.
 fn finite<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     f64::deserialize(from).map(|measure| if measure.is_finite() { measure } else { 0.0 })
 }
 
-/// The comparison of both sides: in the pause, or where pages follow the guest, by what it first saw of each.
+/// The comparison of both sides' pages: in the pause, or where pages follow the guest, as it first saw each of them.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Verify {
@@ -269,7 +271,7 @@ pub struct Verify {
     pub checked: bool,
     /// Pages compared.
     pub pages: u64,
-    /// Pages that differ and are left out because the guest held them free when it stopped, or gave them back after its
+    /// Pages that differ and are left out because the guest held them free when it stopped, or discarded them after its
     /// start at the destination and before it had seen them there.
     pub excluded_free_pages: u64,
     /// Pages that differ.
@@ -286,13 +288,13 @@ pub struct Tracking {
     pub scan_ms: f64,
     /// Write faults the guest took because of tracking: one per page and round.
     pub write_faults: u64,
-    /// Pages found changed by content though no tracker saw the write (direct I/O).
+    /// Pages found changed by content although no tracker saw the write (direct I/O).
     pub untracked_writes: u64,
-    /// Pages the guest gave back while they were watched (balloon, virtio-mem).
+    /// Pages that the guest discarded while they were watched (balloon, virtio-mem).
     pub discarded_pages: u64,
     /// Looks for pages written again before their turn.
     pub looks: u64,
-    /// Time those took in all, milliseconds.
+    /// Time that those looks took in all, milliseconds.
     pub look_ms: f64,
 }
 
@@ -300,15 +302,15 @@ pub struct Tracking {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Introspection {
-    /// Whether pages were skipped by what was seen.
+    /// Whether pages were skipped because of the looks.
     pub used: bool,
-    /// Why not, or not to the end, where it was asked for.
+    /// Why none were skipped, or not to the end, where it was asked for.
     pub reason: Option<String>,
     /// The release of the kernel that was found.
     pub kernel: Option<String>,
     /// Time it took to find it, milliseconds.
     pub find_ms: f64,
-    /// Looks, the one at the stop among them.
+    /// Looks, including the one at the stop.
     pub looks: u64,
     /// Time they took in all, milliseconds.
     pub look_ms: f64,
@@ -328,13 +330,13 @@ pub struct Encoding {
     pub threads: u32,
     /// Their processor time, seconds; it is part of the source's.
     pub cpu_s: f64,
-    /// Differences.
+    /// Deltas.
     pub delta: DeltaUse,
     /// Compression.
     pub compression: Compression,
 }
 
-/// What telling differences did.
+/// The work of the delta cache.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct DeltaUse {
@@ -344,19 +346,19 @@ pub struct DeltaUse {
     pub hits: u64,
     /// Pages sent again whose last content was not.
     pub misses: u64,
-    /// Of the hits, those that differed too much to be sent as a difference.
+    /// Of the hits, those that differed too much to be sent as deltas.
     pub overflows: u64,
-    /// Bytes of the differences.
+    /// Bytes of the deltas.
     pub bytes: u64,
 }
 
-/// What compression did.
+/// The work of the compressor.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Compression {
     /// Pages that were compressed.
     pub pages: u64,
-    /// Bytes they became.
+    /// Bytes that they became.
     pub bytes: u64,
     /// Pages sent plain because they would not shrink, or the link had room.
     pub plain_pages: u64,
@@ -368,7 +370,7 @@ pub struct Compression {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Convergence {
-    /// How often the rounds made no progress for a while.
+    /// The number of stalls: the rounds made no progress for a while.
     pub stalls: u32,
     /// The pause that was accepted in the end, milliseconds.
     pub downtime_limit_ms: f64,

@@ -31,10 +31,10 @@ pub enum VmState {
     MigratingOut,
     /// It is being moved here and does not run here yet.
     MigratingIn,
-    /// It was handed over, and the peer has not yet said that it runs: it must not run here.
+    /// It was handed over, and the peer has not said yet that it runs there: it must not run here.
     WaitingForPeer,
-    /// It is this host's after a migration and stopped, because its QEMU has not let it run yet: that is tried until it
-    /// works.
+    /// It belongs to this host after a migration and is stopped, because its QEMU has not let it run yet: this is tried
+    /// until it works.
     Resuming,
     /// Its QEMU ended or cannot be reached.
     Lost,
@@ -69,7 +69,7 @@ pub struct Vm {
     pub balloon: Option<Balloon>,
     /// More on the state, for people.
     pub note: Option<String>,
-    /// Where its guest runs here before all its pages are here: how far they are.
+    /// The progress of its missing pages, where its guest runs here already.
     #[serde(default)]
     pub arriving: Option<Arriving>,
 }
@@ -77,11 +77,11 @@ pub struct Vm {
 /// Pages of a guest that runs on this host and are still at the one it came from.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Arriving {
-    /// How many.
+    /// The number of missing pages.
     pub missing_pages: u64,
-    /// The host they are at, by its own word.
+    /// The host where they are, as it calls itself.
     pub from: String,
-    /// For how long that host has been away, milliseconds; absent where it is there.
+    /// How long that host has been away, milliseconds; absent where it is there.
     pub waiting_ms: Option<f64>,
 }
 
@@ -125,11 +125,11 @@ pub struct AdoptRequest {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MigrateRequest {
-    /// Which; several are a gang, moved together.
+    /// The names of the machines; several are a gang, moved together.
     pub vms: Vec<String>,
     /// The destination daemon, `HOST:PORT`.
     pub to: String,
-    /// How.
+    /// The options.
     #[serde(default)]
     pub options: MigrateOptions,
 }
@@ -138,7 +138,7 @@ pub struct MigrateRequest {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ResumeRequest {
-    /// Where it is now, `HOST:PORT`; where it was before where absent.
+    /// Its present address, `HOST:PORT`; where absent, the address as before.
     #[serde(default)]
     pub to: Option<String>,
     /// A person's word that this host, the destination, is off and stays off: the guest is let run here, from its
@@ -155,7 +155,7 @@ pub struct Migration {
     pub id: u64,
     /// The destination.
     pub to: String,
-    /// Where each machine stands.
+    /// The progress of each machine.
     pub progress: Vec<Progress>,
     /// A report per machine that has ended.
     pub migrations: Vec<Report>,
@@ -173,7 +173,7 @@ pub struct HostBandwidth {
     pub bandwidth_bytes_per_s: Option<u64>,
 }
 
-/// Who answers at an API's socket.
+/// The daemon that answers at an API's socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Version {
     /// Version of Sterna.

@@ -1,8 +1,9 @@
-//! What runs the processors of the lab's guests: QEMU's own translator (TCG), or the processor itself (KVM).
+//! The accelerator, which runs the processors of the lab's guests: QEMU's own translator (TCG), or the processor itself
+//! (KVM).
 //!
-//! A `/dev/kvm` that can be opened says little: where KVM is emulated, a Linux guest hangs or crawls. So `auto` boots
-//! the lab's guest once, within a time limit, and takes KVM where that comes up. What came of it holds until the host
-//! boots anew, or its kernel, QEMU or the guest's image changes.
+//! A `/dev/kvm` that can be opened proves little: where KVM is emulated, a Linux guest hangs or is very slow. So `auto`
+//! boots the lab's guest once, within a time limit, and takes KVM if the guest comes up. The result is valid until the
+//! host reboots, or its kernel, QEMU or the guest's image changes.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -18,16 +19,16 @@ use crate::command::wait_for;
 use crate::error::{Context, Result};
 use crate::tools;
 
-/// What says which one to use; without it, as with `auto`, it is tried out.
+/// The environment variable that names the accelerator; without it, as with `auto`, KVM is tried.
 pub const VARIABLE: &str = "STERNA_ACCEL";
 /// How long a guest may take to come up under KVM. Under TCG it takes some three seconds.
 const BOOT_LIMIT: Duration = Duration::from_secs(30);
 /// How long it may take to end.
 const END_LIMIT: Duration = Duration::from_secs(5);
-/// What the guest says when it is up.
+/// The line that the guest prints when it is up.
 const UP: &str = "GUEST UP";
 
-/// What runs guests' processors.
+/// The accelerator of guests' processors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Accelerator {
@@ -37,7 +38,7 @@ pub enum Accelerator {
     Kvm,
 }
 
-/// What is asked for.
+/// The choice of an accelerator.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum Choice {
     /// KVM where a Linux guest boots under it
@@ -78,13 +79,13 @@ impl Accelerator {
     }
 }
 
-/// What came of trying KVM.
+/// The result of trying KVM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "verdict")]
 pub enum Verdict {
     /// A Linux guest came up.
     Boots {
-        /// After so long, milliseconds.
+        /// The time until it was up, milliseconds.
         after_ms: u64,
     },
     /// It did not come up in time, and was ended.
@@ -94,19 +95,19 @@ pub enum Verdict {
     },
     /// QEMU did not run it.
     Fails {
-        /// In its own words, or the kernel's.
+        /// The reason in its own words, or the kernel's.
         why: String,
     },
 }
 
 impl Verdict {
-    /// What to use.
+    /// The accelerator to use.
     #[must_use]
     pub fn accelerator(&self) -> Accelerator {
         if matches!(self, Self::Boots { .. }) { Accelerator::Kvm } else { Accelerator::Tcg }
     }
 
-    /// The same for people, in a line.
+    /// The verdict for people, in one line.
     #[must_use]
     pub fn show(&self) -> String {
         match self {
@@ -121,7 +122,7 @@ impl Verdict {
 
 static CHOSEN: OnceLock<Accelerator> = OnceLock::new();
 
-/// Settles which one this process uses, before anybody asks.
+/// Sets the accelerator that this process uses, before anybody asks for it.
 ///
 /// # Errors
 /// As [`tried`], for `auto`.
@@ -130,14 +131,14 @@ pub fn choose(choice: Choice) -> Result<Accelerator> {
     Ok(*CHOSEN.get_or_init(|| accelerator))
 }
 
-/// The one that this process uses, where somebody has asked for it already.
+/// The accelerator that this process uses, where somebody has asked for it already.
 #[must_use]
 pub fn settled() -> Option<Accelerator> {
     CHOSEN.get().copied()
 }
 
-/// The one that this process uses: as was chosen, else as the environment says, else as trying it says. Where it cannot
-/// even be tried it is TCG: whoever starts a guest then is told what is missing.
+/// The accelerator that this process uses: the chosen one, or the environment's, or the result of trying KVM. Where a
+/// try is impossible, it is TCG: the start of a guest then reports what is missing.
 #[must_use]
 pub fn chosen() -> Accelerator {
     *CHOSEN.get_or_init(|| {
@@ -160,13 +161,13 @@ fn settle(choice: Choice) -> Result<Accelerator> {
     }
 }
 
-/// Where it is kept what came of trying.
+/// The path of the cached verdict.
 #[must_use]
 pub fn cache() -> PathBuf {
     tools::repository("build/accelerator.json")
 }
 
-/// A verdict, and what it was found on.
+/// A verdict, and the machine state it was found on.
 #[derive(Debug, Serialize, Deserialize)]
 struct Kept {
     on: Vec<String>,
@@ -174,8 +175,8 @@ struct Kept {
     verdict: Verdict,
 }
 
-/// What comes of KVM on this host: from `cache` where it is known, else from a guest that is booted for that. Of
-/// several that ask at once one tries, and the others wait for it.
+/// The verdict on KVM on this host: from `cache` where it is known, otherwise from a guest that is booted for it. Of
+/// several processes that ask at once, one tries and the others wait.
 ///
 /// # Errors
 /// Where QEMU or the guest's image is absent, or the cache cannot be written.
@@ -207,7 +208,7 @@ pub fn tried(cache: &Path) -> Result<Verdict> {
     Ok(kept.verdict)
 }
 
-/// What a verdict holds for: this boot of this kernel, this QEMU and this guest.
+/// The state for which a verdict is valid: this boot of this kernel, this QEMU and this guest.
 fn found_on(guest: &Guest) -> Result<Vec<String>> {
     let kernel = |file: &str| {
         let path = format!("/proc/sys/kernel/{file}");
@@ -234,13 +235,13 @@ struct Running(Child);
 impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.0.kill();
-        // One whose kernel does not let go of it is not waited for for ever.
+        // The wait has a limit, because the kernel may not let the process go.
         let _ = wait_for("the end of QEMU", END_LIMIT, || self.0.try_wait().context(|| "waiting for QEMU".into()));
     }
 }
 
 impl Guest {
-    /// Boots it under KVM, and ends it again. Its console is the file `console`, which is gone afterwards.
+    /// Boots the guest under KVM, and ends it again. Its console is the file `console`, which is removed afterwards.
     ///
     /// # Errors
     /// Where QEMU cannot be started.
@@ -301,7 +302,7 @@ mod tests {
 
     use super::*;
 
-    /// A program in QEMU's place. The console's file is the last argument.
+    /// A shell script in QEMU's place. The console's file is its last argument.
     fn qemu(dir: &Path, does: &str) -> Guest {
         let path = dir.join("qemu");
         let text = format!("#!/bin/sh\nfor last; do :; done\nconsole=${{last#file:}}\n{does}\n");

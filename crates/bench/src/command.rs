@@ -17,7 +17,7 @@ pub fn output(command: &mut Command) -> Result<String> {
     succeeded(shown, output)
 }
 
-/// The same, within `limit`.
+/// As [`output`], within `limit`.
 ///
 /// # Errors
 /// As [`output`], and [`Error::Timeout`] where it was ended.
@@ -54,7 +54,7 @@ pub fn finish_within(command: &mut Command, limit: Duration) -> Result<Output> {
         let _ = child.kill();
         let _ = child.wait();
     }
-    // Whoever has inherited the output of a command that was ended is not waited for.
+    // A process that has inherited the output of an ended command is not waited for.
     let status = ended?;
     let text = |thread: Option<JoinHandle<Vec<u8>>>| thread.and_then(|thread| thread.join().ok()).unwrap_or_default();
     Ok(Output { status, stdout: text(stdout), stderr: text(stderr) })
@@ -89,7 +89,7 @@ pub fn show(command: &Command) -> String {
     text
 }
 
-/// Ends a wait that is hopeless, and nothing else: no result depends on it, however slow the machine.
+/// The limit of a hopeless wait: no result depends on it, however slow the machine is.
 pub const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Asks `ready` again every 5 ms until it returns a value.

@@ -69,7 +69,7 @@ pub fn run(json: Option<&Path>, out: &Path) -> Result<bool> {
 struct Verdict {
     /// Pages that the guest's checker found wrong, where it reported after the migration.
     bad_pages: Option<u64>,
-    /// What is not well.
+    /// The problems that were found.
     complaints: Vec<String>,
 }
 
@@ -170,7 +170,7 @@ fn plot(trial: &Trial, gap: Option<Gap>) -> LinePlot {
     }
 }
 
-/// The report's own fields, the same once more in the list that benches write, and what was seen from outside.
+/// The report's own fields, the same fields in the list that benches write, and what was seen from outside.
 fn document(trial: &Trial, report: &Report, gap: Option<Gap>, verdict: &Verdict) -> Value {
     let mut document = json!(report);
     document["migrations"] = json!([report]);

@@ -1,4 +1,4 @@
-//! Guests of the lab: the same QEMU arguments whoever moves them.
+//! Guests of the lab, with the same QEMU arguments for every mover.
 
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
@@ -11,13 +11,13 @@ use crate::lab::{METER, PREFIX, guest_address};
 use crate::meter;
 use crate::{Lab, tools};
 
-/// Whether a guest has a balloon, and what becomes of it before the guest is moved.
+/// The balloon of a guest before the guest is moved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Balloon {
     /// It has none.
     #[default]
     Absent,
-    /// It has one that nobody asks for anything.
+    /// It has one whose size nobody changes.
     Idle,
     /// Sterna takes what the guest holds free (`sterna balloon --auto`) until there is no more.
     Settled,
@@ -34,17 +34,17 @@ pub struct Guest {
     pub memory_bytes: u64,
     /// Virtual processors.
     pub cpus: u32,
-    /// What runs them.
+    /// The accelerator that runs them.
     pub accelerator: Accelerator,
     /// Their model, such as `max` or `host`.
     pub cpu: String,
     /// Machine type, such as `q35` or `pc-q35-7.2`.
     pub machine: String,
-    /// What it runs: jobs for the image's init, separated by `;`, arguments by `,`.
+    /// Its jobs for the image's init, separated by `;`, their arguments by `,`.
     pub jobs: String,
     /// Its balloon.
     pub balloon: Balloon,
-    /// Where its console is written.
+    /// The file of its console.
     pub console: PathBuf,
 }
 
@@ -113,7 +113,7 @@ impl Guest {
         add("-netdev", format!("tap,id=net0,ifname={},script=no,downscript=no", self.tap()));
         add("-device", format!("virtio-net-pci,netdev=net0,mac={mac}"));
         if self.balloon != Balloon::Absent {
-            // No free-page reporting: nothing but the balloon takes memory.
+            // Free-page reporting is off: only the balloon takes memory.
             add("-device", "virtio-balloon-pci,deflate-on-oom=on".into());
         }
         Ok(arguments)
@@ -144,11 +144,11 @@ impl Guest {
     }
 }
 
-/// Does something while the network devices of these guests are in place on every host. Devices and consoles are gone
-/// afterwards: the next guest of a name must not find its words.
+/// Calls `run` while the network devices of these guests are in place on every host. Devices and consoles are removed
+/// afterwards: the next guest of the same name must not find old text.
 ///
 /// # Errors
-/// What went wrong with it, or else with a device.
+/// The error of `run`, or else of a device.
 pub fn plugged<T>(lab: &Lab, guests: &[Guest], run: impl FnOnce() -> Result<T>) -> Result<T> {
     let mut made = Vec::new();
     let mut plug = |guest: &'_ Guest| {

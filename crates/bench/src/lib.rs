@@ -1,7 +1,7 @@
 //! Sterna's lab and experiments: hosts on one machine, load, a meter that measures from outside, QEMU's own migration
 //! as the baseline, and the experiments that compare the two.
 
-/// What runs guests' processors.
+/// The accelerator, which runs guests' processors.
 pub mod accelerator;
 
 /// QEMU's own migration.
@@ -28,19 +28,19 @@ pub mod lab;
 /// Load on guests and links.
 pub mod load;
 
-/// What guests look like from outside.
+/// Guests' heartbeats, measured from outside.
 pub mod meter;
 
 /// Plots as SVG and PNG.
 pub mod plot;
 
-/// Processes that cannot be confused.
+/// Processes by id and start time.
 pub mod process;
 
-/// What a guest's RAM holds.
+/// The content of a guest's RAM.
 pub mod ram;
 
-/// What experiments write.
+/// The results that experiments write.
 pub mod result;
 
 /// Medians, ratios, lines.
@@ -49,10 +49,10 @@ pub mod stats;
 /// Machines that Sterna runs.
 pub mod sterna;
 
-/// Where programs and files are.
+/// The paths of programs and files.
 pub mod tools;
 
-/// One migration, looked at from every side.
+/// One migration, measured from every side.
 pub mod trial;
 
 pub use error::{Error, Result};

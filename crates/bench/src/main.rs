@@ -13,7 +13,7 @@ mod lab_command;
 #[derive(Parser)]
 #[command(name = "sterna-bench", version, about = "Sterna's lab, experiments and demo")]
 struct Arguments {
-    /// What runs guests' processors; auto boots a Linux guest under KVM once, to see whether it comes up
+    /// The accelerator of guests' processors; auto boots a Linux guest under KVM once, to see whether it comes up
     #[arg(long, global = true, value_name = "WHICH", env = accelerator::VARIABLE, default_value = "auto")]
     accel: Choice,
     #[command(subcommand)]

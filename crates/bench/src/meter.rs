@@ -1,7 +1,7 @@
-//! The meter: what guests' heartbeats look like from outside.
+//! The meter: guests' heartbeats as they arrive outside.
 //!
-//! Guests send a numbered datagram every millisecond. The kernel stamps each on arrival, so that a meter which is
-//! itself kept waiting for a processor still measures the guest and not itself.
+//! Guests send a numbered datagram every millisecond. The kernel stamps each on arrival, so that a meter that has to
+//! wait for a processor still measures the guest and not itself.
 
 use std::io::IoSliceMut;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -19,7 +19,7 @@ use crate::error::{Context, Result};
 use crate::lab::{Host, net};
 use crate::load::now_us;
 
-/// Where guests send heartbeats to; their programs' lines go to the next port.
+/// The port that guests send heartbeats to; their programs' lines go to the next port.
 pub const PORT: u16 = 9099;
 
 /// One heartbeat.
@@ -67,7 +67,7 @@ pub struct Gap {
     pub ms: f64,
     /// The last heartbeat before it, microseconds since 1970.
     pub from_us: i64,
-    /// The first after it.
+    /// The first heartbeat after it, microseconds since 1970.
     pub to_us: i64,
     /// How much of it the guest's own clock saw, milliseconds.
     pub guest_ms: f64,
@@ -75,12 +75,12 @@ pub struct Gap {
     pub lost: u64,
 }
 
-/// What became of the heartbeats of one guest.
+/// The counts of one guest's heartbeats.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Delivery {
     /// How many arrived.
     pub arrived: u64,
-    /// Numbers that never did.
+    /// How many never arrived.
     pub lost: u64,
     /// How many came after one with a higher number.
     pub reordered: u64,
@@ -157,13 +157,13 @@ impl Drop for Meter {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
-            // A thread that panicked has nothing more to say.
+            // The error of a thread that panicked is of no interest here.
             let _ = thread.join();
         }
     }
 }
 
-/// A socket of the meter that says when datagrams arrived.
+/// A socket of the meter that tells when datagrams arrived.
 fn bind(host: &Host, port: u16) -> Result<UdpSocket> {
     let address = SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, port);
     let socket =
@@ -177,7 +177,7 @@ fn bind(host: &Host, port: u16) -> Result<UdpSocket> {
 
 /// Takes one datagram with its sender and time of arrival; `None` where none came in time.
 fn receive(socket: &UdpSocket) -> Option<(Ipv4Addr, i64, Vec<u8>)> {
-    // A line with a histogram may be of more than one packet.
+    // A line with a histogram may take more than one packet.
     let mut body = [0u8; 8192];
     let mut control = nix::cmsg_space!(nix::sys::time::TimeSpec);
     let mut parts = [IoSliceMut::new(&mut body)];
@@ -213,7 +213,7 @@ pub fn longest_gap(arrivals: &[Arrival], from_us: i64, to_us: i64) -> Option<Gap
     })
 }
 
-/// What became of the heartbeats between two moments.
+/// The counts of the heartbeats between two moments.
 #[must_use]
 pub fn delivery(arrivals: &[Arrival], from_us: i64, to_us: i64) -> Delivery {
     let numbers: Vec<u64> = arrivals

@@ -25,11 +25,11 @@ const COLOURS: [RGBColor; 7] = [
 /// Lines over a common axis.
 #[derive(Debug, Clone, Default)]
 pub struct LinePlot {
-    /// Over the plot.
+    /// The title over the plot.
     pub title: String,
-    /// Below the horizontal axis.
+    /// The text below the horizontal axis.
     pub x_label: String,
-    /// Beside the vertical axis.
+    /// The text beside the vertical axis.
     pub y_label: String,
     /// Name and points of each line.
     pub lines: Vec<(String, Vec<(f64, f64)>)>,
@@ -40,7 +40,7 @@ pub struct LinePlot {
 /// Bars, one below the other, each under its name.
 #[derive(Debug, Clone, Default)]
 pub struct BarPlot {
-    /// Over the plot.
+    /// The title over the plot.
     pub title: String,
     /// What the values are.
     pub label: String,
@@ -146,7 +146,7 @@ fn write(
     }
     // The plotting library draws letters into bitmaps only with a font library of its own; librsvg has one.
     match output(Command::new("rsvg-convert").arg("--output").arg(&png).arg(&svg)) {
-        // What was measured for minutes is not thrown away for the second form of a picture.
+        // Minutes of measuring must not be lost because the second form of a picture fails.
         Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
             eprintln!("{} is not made: rsvg-convert (librsvg2-bin) is absent", png.display());
             Ok(())

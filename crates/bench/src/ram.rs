@@ -1,4 +1,4 @@
-//! A guest's RAM as a file: how much of it holds anything.
+//! A guest's RAM as a file, and how much of it is not zeros.
 
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -16,7 +16,7 @@ use crate::error::{Context, Error, Result};
 
 const PAGE_BYTES: usize = 4096;
 
-/// What a guest's RAM holds.
+/// The usage of a guest's RAM.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Usage {
     /// Pages the host has given memory for.
@@ -25,10 +25,10 @@ pub struct Usage {
     pub nonzero_pages: u64,
 }
 
-/// The file that a QEMU process maps as RAM: the largest of at least `memory_bytes`.
+/// The file that a QEMU process maps as RAM: its largest file of at least `memory_bytes`.
 ///
 /// # Errors
-/// Where there is none: RAM that is not a file.
+/// Where there is none, because the RAM is not a file.
 pub fn file_of(pid: u32, memory_bytes: u64) -> Result<PathBuf> {
     let maps =
         std::fs::read_to_string(format!("/proc/{pid}/maps")).context(|| format!("reading the mappings of {pid}"))?;
@@ -45,8 +45,8 @@ pub fn file_of(pid: u32, memory_bytes: u64) -> Result<PathBuf> {
         .ok_or_else(|| Error::Usage(format!("process {pid} maps no file of {memory_bytes} bytes")))
 }
 
-/// Pages of a guest's RAM that are touched within `time`: its working set. QEMU's process is looked at, whose page
-/// tables note what was touched; where they map huge pages, each counts whole.
+/// The working set: pages of a guest's RAM that are touched within `time`. QEMU's page tables show what was touched;
+/// where they map huge pages, each counts whole.
 ///
 /// # Errors
 /// Where the kernel does not say.
@@ -75,7 +75,7 @@ fn referenced_pages(smaps: &str, memory_bytes: u64) -> Option<u64> {
     largest.map(|(_, pages)| pages)
 }
 
-/// What this machine could give to programs now.
+/// The memory that this machine could give to programs now, bytes.
 ///
 /// # Errors
 /// Where the kernel does not say.
@@ -88,10 +88,10 @@ pub fn available_bytes() -> Result<u64> {
 
 /// Touches this much memory of this machine, twice over, and gives it back: where the machine is itself a virtual one,
 /// memory that was idle for a while has gone back to *its* host, and the first touch costs ten times the later ones
-/// (seen: 3.0 s against 0.4 s per GiB). Whoever is measured first would pay for all.
+/// (seen: 3.0 s against 0.4 s per GiB). The first measurement would pay for all.
 ///
 /// # Errors
-/// There is not as much.
+/// This machine has less memory.
 pub fn warm(bytes: u64) -> Result<()> {
     let context = || format!("touching {bytes} bytes of memory");
     let Some(length) = NonZeroUsize::new(bytes as usize) else { return Ok(()) };
@@ -100,7 +100,8 @@ pub fn warm(bytes: u64) -> Result<()> {
     let memory = unsafe { mmap_anonymous(None, length, access, flags) }.context(context)?;
     // SAFETY: advice on that mapping, which holds nothing yet. In huge pages, because QEMU's plain RAM wants them.
     let advised = unsafe { madvise(memory, length.get(), MmapAdvise::MADV_HUGEPAGE) };
-    // And in single pages, at the same time so that it is other memory: Sterna's RAM files are made of them.
+    // Then the same in single pages, of which Sterna's RAM files are made. Both exist at the same time, so that this is
+    // other memory.
     let pages = File::from(memfd_create(c"sterna-warm", MFdFlags::MFD_CLOEXEC).context(context)?);
     let block = vec![1; 1 << 20];
     for offset in (0..bytes).step_by(block.len()) {

@@ -1,4 +1,5 @@
-//! What an experiment writes: `result.json` in the form that `docs/contracts.md` fixes, and a Markdown table of it.
+//! The results that an experiment writes: `result.json` in the form that `docs/contracts.md` fixes, and a Markdown
+//! table of it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,7 +11,7 @@ use crate::accelerator::{self, Accelerator};
 use crate::error::{Context, Result};
 use crate::stats::Summary;
 
-/// How one run was set up: names and values, in the order in which they are to be shown.
+/// The set-up of one run: names and values, in the order in which they are shown.
 pub type Config = Map<String, Value>;
 
 /// Parts of a set-up that do not fit a table's cell: those of the workload, and those of the mover.
@@ -23,7 +24,7 @@ pub struct Run {
     pub config: Config,
     /// Whether this was QEMU migrating by itself.
     pub baseline: bool,
-    /// Which repetition.
+    /// The number of the repetition.
     pub repeat: usize,
     /// What was measured, by name with unit.
     pub metrics: BTreeMap<String, f64>,
@@ -40,7 +41,7 @@ pub struct ResultFile {
     pub rows: Vec<Row>,
     /// One entry per target that is set for this experiment.
     pub targets: Vec<Target>,
-    /// Where it ran.
+    /// The machine where it ran.
     pub machine: Value,
 }
 
@@ -53,7 +54,7 @@ pub struct Row {
     pub baseline: bool,
     /// What was measured.
     pub metrics: BTreeMap<String, Summary>,
-    /// Why repetitions failed that did, in their order; each reason once.
+    /// The reasons why repetitions failed, in their order, each once.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub errors: Vec<String>,
 }
@@ -65,7 +66,7 @@ impl Row {
         self.config.get(name).and_then(Value::as_str).unwrap_or_default()
     }
 
-    /// Who moved the guest, and in which QEMU: what plots call the row where the workload is said elsewhere.
+    /// The mover of the guest and its QEMU: the row's name in plots that name the workload elsewhere.
     #[must_use]
     pub fn mover_and_qemu(&self) -> String {
         format!("{} (QEMU {})", self.word("mover"), self.word("qemu"))
@@ -83,7 +84,7 @@ pub struct Target {
     pub target: f64,
     /// What was reached; null where it could not be measured.
     pub measured: Option<f64>,
-    /// Whether that meets the aim; what was not measured does not.
+    /// Whether that meets the aim; an absent value does not.
     pub met: bool,
 }
 
@@ -103,7 +104,7 @@ impl Target {
     }
 }
 
-/// Puts the repetitions of each set-up together, in the order of first appearance.
+/// Joins the repetitions of each set-up, in the order of first appearance.
 #[must_use]
 pub fn rows(runs: &[Run]) -> Vec<Row> {
     let mut firsts: Vec<&Run> = Vec::new();
@@ -132,7 +133,7 @@ fn row(first: &Run, runs: &[Run]) -> Row {
     Row { config: first.config.clone(), baseline: first.baseline, metrics: summaries.collect(), errors }
 }
 
-/// A metric of the runs that `chosen` picks, in order of their repetition: what pairs are made of.
+/// A metric of the runs that `chosen` picks, in the order of their repetitions, to make pairs of.
 #[must_use]
 pub fn series(runs: &[Run], metric: &str, chosen: impl Fn(&Run) -> bool) -> Vec<f64> {
     let mut values: Vec<(usize, f64)> =
@@ -150,7 +151,7 @@ impl ResultFile {
         std::fs::create_dir_all(directory).context(|| format!("making {}", directory.display()))?;
         let json = |name: &str, value: serde_json::Result<Vec<u8>>| {
             let text = value.map_err(std::io::Error::other).context(|| format!("writing {name}"))?;
-            // Whole or not at all: an experiment may be cut short at any moment.
+            // The file is written whole or not at all, because an experiment may be cut short at any moment.
             let (file, new) = (directory.join(name), directory.join(format!("{name}.new")));
             let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, &file));
             written.context(|| format!("writing {}", file.display()))
@@ -160,8 +161,8 @@ impl ResultFile {
         json("table.md", Ok(self.markdown().into_bytes()))
     }
 
-    /// The rows and the targets as Markdown tables: medians, with the range where a set-up ran more than once.
-    /// What is too long for a cell, options and the guest's jobs, stands in a list below.
+    /// The rows and the targets as Markdown tables: medians, with the range where a set-up ran more than once. Texts
+    /// that are too long for a cell (options and the guest's jobs) are in a list below.
     #[must_use]
     pub fn markdown(&self) -> String {
         let mut configs: Vec<&String> = Vec::new();
@@ -256,7 +257,7 @@ fn show_summary(summary: &Summary) -> String {
     }
 }
 
-/// A number with as many decimals as say something.
+/// A number with as many decimals as are significant.
 #[must_use]
 pub fn show_number(value: f64) -> String {
     match value.abs() {
@@ -268,7 +269,7 @@ pub fn show_number(value: f64) -> String {
     }
 }
 
-/// This machine: what a reader needs to judge the numbers.
+/// This machine, as far as a reader needs it to judge the numbers.
 #[must_use]
 pub fn machine() -> Value {
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();

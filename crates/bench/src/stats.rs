@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 pub struct Summary {
     /// The middle value; the mean of the two middle ones where their number is even.
     pub median: f64,
-    /// The smallest.
+    /// The smallest value.
     pub min: f64,
-    /// The largest.
+    /// The largest value.
     pub max: f64,
-    /// How many runs.
+    /// The number of runs.
     pub n: usize,
 }
 
@@ -31,7 +31,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
     Summary::of(values).map(|summary| summary.median)
 }
 
-/// The median of `a[i] / b[i]`: what paired runs are judged by. Pairs with a zero or absent partner are left out.
+/// The median of `a[i] / b[i]`, by which paired runs are judged. Pairs with a zero or absent partner are left out.
 #[must_use]
 pub fn paired_ratio(a: &[f64], b: &[f64]) -> Option<f64> {
     let ratios: Vec<f64> = a.iter().zip(b).filter(|(_, b)| **b != 0.0).map(|(a, b)| a / b).collect();

@@ -23,7 +23,7 @@ const MIGRATION: Duration = Duration::from_secs(600);
 pub struct SternaVm {
     name: String,
     host: Host,
-    /// Where it was to go when its last migration failed: it may be there, or part of it.
+    /// The destination of its last migration, if that failed: the machine, or a part of it, may be there.
     elsewhere: Option<Box<Host>>,
 }
 
@@ -31,7 +31,7 @@ impl SternaVm {
     /// Starts a guest on a host of the lab through `sterna run`.
     ///
     /// # Errors
-    /// What `sterna` said.
+    /// The error that `sterna` reported.
     pub fn start(lab: &Lab, host: &str, guest: &Guest, qemu: &Path) -> Result<Self> {
         let host = lab.host(host)?;
         let mut command = sterna(host)?;
@@ -76,15 +76,15 @@ impl SternaVm {
     /// Changes how its balloon is handled, as `sterna balloon NAME` does with these words.
     ///
     /// # Errors
-    /// What `sterna` said.
+    /// The error that `sterna` reported.
     pub fn balloon(&self, words: &[&str]) -> Result<()> {
         output_within(sterna(&self.host)?.args(["balloon", &self.name]).args(words), ANSWER).map(drop)
     }
 
-    /// Gives what its guest holds free back to the host, by `sterna reclaim --method METHOD`.
+    /// Gives its guest's free memory back to the host, by `sterna reclaim --method METHOD`.
     ///
     /// # Errors
-    /// Where the daemon refuses, or it did not come to its end.
+    /// Where the daemon refuses, or the reclaim did not complete.
     pub fn reclaim(&self, method: &str) -> Result<Reclaimed> {
         let words = ["reclaim", &self.name, "--method", method, "--json", "-"];
         let text = output_within(sterna(&self.host)?.args(words), MIGRATION)?;
@@ -93,7 +93,7 @@ impl SternaVm {
         serde_json::from_str(&text).map_err(form)
     }
 
-    /// What moving it would take at this rate, bytes per second, by `sterna estimate`.
+    /// The estimate of its migration at this rate, bytes per second, by `sterna estimate`.
     ///
     /// # Errors
     /// Where the daemon refuses.
@@ -106,7 +106,7 @@ impl SternaVm {
         serde_json::from_str(&text).map_err(form)
     }
 
-    /// Moves it to another host of the lab. A migration that was cancelled, by its timeout perhaps, is reported as
+    /// Moves it to another host of the lab. A migration that was cancelled, perhaps by its timeout, is reported as
     /// such: the guest is where it was.
     ///
     /// # Errors
@@ -132,7 +132,7 @@ impl SternaVm {
 
 impl Drop for SternaVm {
     fn drop(&mut self) {
-        // The lab's end would end it too; until then it must not keep processor and memory from what comes next.
+        // The lab's end would end it too; until then it must not take processor time and memory from later trials.
         for host in [Some(&self.host), self.elsewhere.as_deref()].into_iter().flatten() {
             if let Ok(mut command) = sterna(host) {
                 let _ = output_within(command.args(["stop", &self.name, "--force"]), ANSWER);
@@ -154,8 +154,8 @@ pub fn sterna(host: &Host) -> Result<Command> {
 /// Moves a machine and returns its report, whatever the end was.
 ///
 /// # Errors
-/// Where there is no report: the request itself was refused; or pages that follow the guest, which no timeout ends, had
-/// not come when twice the timeout and a minute were over.
+/// Where there is no report, because the request was refused, or because post-copy, which no timeout ends, was not
+/// complete after twice the timeout and a minute.
 pub fn migrate(from: &Host, name: &str, to: &str, options: &MigrateOptions) -> Result<Report> {
     let mut command = sterna(from)?;
     command.args(["migrate", name, "--to", to, "--json", "-"]).args(arguments(options));

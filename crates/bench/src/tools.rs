@@ -1,5 +1,5 @@
-//! Where the programs and files are that the lab uses: named by the environment (`./x env` prints it), or beside this
-//! program.
+//! The paths of the programs and files that the lab uses: named by the environment (`./x env` prints it), or beside
+//! this program.
 
 use std::path::{Path, PathBuf};
 

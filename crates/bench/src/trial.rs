@@ -1,5 +1,5 @@
-//! One trial: a fresh guest is started, put under load, moved once, and looked at from every side. Whoever moves it,
-//! everything is measured the same way.
+//! One trial: a fresh guest is started, put under load, moved once, and measured from every side. Everything is
+//! measured in the same way for every mover.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -22,26 +22,26 @@ use crate::ram;
 use crate::stats::median;
 use crate::sterna::{self, SternaVm};
 
-/// Where memcached listens in a guest.
+/// The port where memcached listens in a guest.
 pub(crate) const MEMCACHED_PORT: u16 = 11211;
 /// How long a guest may take to start, on a machine that has other work too.
 const START: Duration = PATIENCE;
-/// How often a balloon that settles is adjusted; and how long it must not have changed then.
+/// How often a settling balloon is adjusted, and how long it must not have changed to count as settled.
 const ADJUST: Duration = Duration::from_secs(1);
 const AT_REST: Duration = Duration::from_secs(4);
-/// When a migration that does not end is given up, where nothing else is said.
+/// The default time after which a migration that does not end is given up.
 pub const LIMIT: Duration = Duration::from_secs(90);
 
 /// Faults of a guest on pages that had to come from the source: as Sterna's report counts them, or QEMU's
 /// `postcopy-requests`.
 pub const NETWORK_FAULTS: &str = "network_faults";
-/// Pages that the guest touched within the time that was asked for, just before it was moved.
+/// Pages that the guest touched within the requested time, just before it was moved.
 pub const WORKING_SET: &str = "working_set_pages";
-/// How long the guest's threads waited for such pages, milliseconds: added up over them by Sterna; where all processors
-/// waited at once by QEMU. With one processor both are the same.
+/// How long the guest's threads waited for such pages, milliseconds: Sterna adds the threads' waits up, QEMU counts the
+/// time in which all processors waited at once. With one processor both are the same.
 pub const BLOCKTIME: &str = "blocktime_ms";
 
-/// Who moves the guest.
+/// The mover of the guest.
 #[derive(Debug, Clone)]
 pub enum Mover {
     /// Sterna.
@@ -91,44 +91,44 @@ pub struct Qemu {
     pub path: PathBuf,
 }
 
-/// What is tried.
+/// The set-up of a trial.
 pub struct Setup<'a> {
-    /// Where, from host `a` to host `b`.
+    /// The lab, in which the guest moves from host `a` to host `b`.
     pub lab: &'a Lab,
     /// The guest.
     pub guest: Guest,
     /// The line's beginning by which a program of the guest says that its memory is filled, where one is to be waited
     /// for.
     pub ready: Option<&'static str>,
-    /// Who moves it.
+    /// The mover.
     pub mover: &'a Mover,
-    /// What runs it.
+    /// The QEMU that runs it.
     pub qemu: &'a Qemu,
     /// Load on its memcached.
     pub load: Option<LoadConfig>,
     /// How long it runs before it is moved, once it is ready.
     pub settle: Duration,
-    /// How long its working set is looked at after that; zero for not at all.
+    /// How long its working set is measured after that; zero for not at all.
     pub working_set: Duration,
     /// How long it is watched afterwards.
     pub after: Duration,
     /// When a migration that does not end is given up; Sterna's own timeout, where it has one, comes first.
     pub limit: Duration,
-    /// Told what happens next.
+    /// The function that is told what happens next.
     pub say: &'a dyn Fn(&str),
 }
 
-/// What was seen.
+/// The result of a trial.
 #[derive(Debug, Default)]
 pub struct Trial {
     /// Numbers, by name with unit.
     pub metrics: BTreeMap<String, f64>,
     /// The mover's own report.
     pub report: Value,
-    /// Sterna's report, where it was Sterna.
+    /// Sterna's report, where Sterna was the mover.
     pub sterna: Option<Report>,
-    /// Until when the guest was left alone, microseconds since 1970: then its RAM was counted and this machine's
-    /// touched.
+    /// The end of the time when the guest was left alone, microseconds since 1970: then its RAM was counted and this
+    /// machine's touched.
     pub settled_us: i64,
     /// When the request was made, microseconds since 1970.
     pub begin_us: i64,
@@ -150,7 +150,7 @@ enum Running {
     Qemu(Box<BaselineVm>),
 }
 
-/// What was there before the migration, to be subtracted.
+/// The counters before the migration, which are subtracted.
 struct Before {
     cpu: Duration,
     link: (u64, u64),
@@ -165,7 +165,7 @@ impl Before {
     }
 }
 
-/// Tries it once. Guest, load and meter are gone afterwards; the lab stays.
+/// Runs a trial. Guest, load and meter are gone afterwards; the lab stays.
 ///
 /// # Errors
 /// Where the guest does not start or the migration fails.
@@ -173,7 +173,7 @@ pub fn run(setup: &Setup) -> Result<Trial> {
     plugged(setup.lab, std::slice::from_ref(&setup.guest), || run_plugged(setup))
 }
 
-/// The same where the guest's network device is in place.
+/// Runs a trial where the guest's network device is in place.
 ///
 /// # Errors
 /// As [`run`].
@@ -230,7 +230,7 @@ impl Trial {
         value.into_iter().for_each(|value| self.note(name, value));
     }
 
-    /// Has Sterna take what the guest holds free, until its balloon does not grow any more.
+    /// Makes Sterna take the guest's free memory, until its balloon does not grow any more.
     fn settle_balloon(&mut self, running: &Running) -> Result<()> {
         let Running::Sterna(vm) = running else {
             return Err(Error::Usage("a guest that runs without Sterna has no balloon that Sterna adjusts".into()));
@@ -249,7 +249,7 @@ impl Trial {
         Ok(())
     }
 
-    /// What the guest's RAM holds, where it is a file, and how much of it is in use where that is asked for.
+    /// Notes the content of the guest's RAM, where it is a file, and its working set where that is asked for.
     fn note_memory(&mut self, running: &Running, guest: &Guest, working_set: Duration) -> Result<()> {
         let pid = match running {
             Running::Sterna(vm) => vm.pid()?,
@@ -299,7 +299,7 @@ impl Trial {
         let Mover::Qemu(method, _) = setup.mover else { return Ok(Running::Qemu(vm)) };
         let (vm, report) = vm.migrate(setup.lab, "b", *method, setup.limit)?;
         let BaselineReport { total_ms, with_start_ms, bytes_on_wire, .. } = report;
-        // As Sterna's: from the request on. QEMU's own figure leaves out the start of its destination.
+        // The time counts from the request on, as Sterna's. QEMU's own figure leaves out the start of its destination.
         self.note_end(with_start_ms, !report.given_up, report.pause.as_ref().map(|pause| pause.downtime_ms));
         self.note("setup_ms", with_start_ms - total_ms);
         self.note("bytes_on_wire", bytes_on_wire as f64);
@@ -315,14 +315,14 @@ impl Trial {
         Ok(Running::Qemu(Box::new(vm)))
     }
 
-    /// How long it took and how long the guest stood still; or how long it was tried in vain.
+    /// Notes how long it took and how long the guest stood still, or how long it was tried in vain.
     fn note_end(&mut self, ms: f64, completed: bool, downtime_ms: Option<f64>) {
         self.note("completed", f64::from(u8::from(completed)));
         self.note(if completed { "total_ms" } else { "given_up_ms" }, ms);
         self.note_some("downtime_ms", downtime_ms);
     }
 
-    /// What came after Sterna's switchover.
+    /// Notes what came after Sterna's switchover.
     fn note_postcopy(&mut self, report: &Report) {
         let (faults, pages, postcopy) = (&report.faults, &report.pages, &report.postcopy);
         for (name, value) in [
@@ -343,14 +343,14 @@ impl Trial {
         }
     }
 
-    /// Processor time and link bytes of everything on both hosts, the guest's own work included.
+    /// Notes processor time and link bytes of everything on both hosts, including the guest's own work.
     fn note_costs(&mut self, before: &Before, after: &Before) {
         self.note("wall_ms", (self.end_us - self.begin_us) as f64 / 1e3);
         self.note("cpu_s", after.cpu.saturating_sub(before.cpu).as_secs_f64());
         self.note("link_bytes", after.link.0.saturating_sub(before.link.0) as f64);
     }
 
-    /// What meter and clients saw before and during the migration.
+    /// Notes what meter and clients saw before and during the migration.
     fn note_outside_view(&mut self, dirtier: &[Line]) {
         const SECOND: i64 = 1_000_000;
         let (begin, end) = (self.begin_us, self.end_us);
@@ -372,7 +372,7 @@ impl Trial {
             self.note_some("requests_per_s_during", during);
             self.note("longest_request_ms", longest);
         }
-        // A line tells of the second before it.
+        // A line covers the second before it.
         let mean = |from: i64, to: i64| {
             let inside = dirtier.iter().filter(|line| line.at_us - SECOND >= from && line.at_us <= to);
             let values: Vec<f64> = inside.filter_map(|line| line.number("writes_per_s")).collect();

@@ -1,4 +1,4 @@
-//! What can be asked for.
+//! The command line's arguments.
 
 /// The options of a migration.
 mod migrate;
@@ -58,11 +58,11 @@ pub enum Command {
     },
     /// Move virtual machines to another host
     Migrate(Box<Migrate>),
-    /// Tell what a migration would take now, from a short look at the guest
+    /// Estimate what a migration would take now, from a short look at the guest
     Estimate(Estimate),
-    /// Have a guest give back the memory it does not use
+    /// Make a guest give back the memory that it does not use
     Balloon(Balloon),
-    /// Give back to this host what a guest holds free
+    /// Give the memory that a guest holds free back to this host
     Reclaim(Reclaim),
     /// Cancel a virtual machine's migration, or another long command on it
     Cancel {
@@ -101,7 +101,7 @@ pub enum Command {
 pub struct Run {
     /// The machine's name, unique on its hosts
     pub name: String,
-    /// RAM, as 512M or 4G
+    /// RAM, such as 512M or 4G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub memory: u64,
     /// How RAM is mapped
@@ -148,13 +148,13 @@ impl From<MemoryModeArgument> for MemoryMode {
 pub struct Balloon {
     /// The machine
     pub name: String,
-    /// Follow what the guest holds free: take 95 % of it, give back at once what it needs
+    /// Follow the guest's free memory: take 95 % of it, give back at once what the guest needs
     #[arg(long)]
     pub auto: bool,
     /// Give the guest all of its memory back, and leave its balloon alone from now on
     #[arg(long)]
     pub off: bool,
-    /// Leave the guest this much memory, as 512M or 4G
+    /// Leave the guest this much memory, such as 512M or 4G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub target: Option<u64>,
     /// With --auto: how often the balloon is adjusted
@@ -178,7 +178,7 @@ pub struct Reclaim {
 /// `--method`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ReclaimMethodArgument {
-    /// By looking into its kernel from outside: any Linux guest
+    /// By looking into its kernel from outside: for any Linux guest
     Vmi,
     /// By inflating and deflating its balloon
     Balloon,
@@ -198,7 +198,7 @@ impl From<ReclaimMethodArgument> for ReclaimMethod {
 pub struct Estimate {
     /// The machine; it runs on
     pub name: String,
-    /// What the migration may send, as 1Gbit or 100MB
+    /// What the migration may send, such as 1Gbit or 100MB
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     pub bandwidth: u64,
     /// How long the guest is observed

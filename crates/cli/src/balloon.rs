@@ -27,7 +27,7 @@ pub async fn balloon(client: &Client, wanted: &arguments::Balloon) -> Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-/// A balloon in a line.
+/// A balloon in one line of text.
 pub fn line(balloon: &Balloon) -> String {
     let setting = match (balloon.setting.mode, balloon.setting.memory_bytes) {
         (BalloonMode::Auto, _) => format!("auto, every {}", interval(balloon.setting.interval_ms)),

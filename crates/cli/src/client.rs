@@ -13,17 +13,17 @@ use tokio::net::UnixStream;
 
 use crate::failure::{Failure, UNREACHABLE};
 
-/// A daemon.
+/// The client of one daemon.
 #[derive(Debug)]
 pub struct Client {
     socket: PathBuf,
 }
 
 impl Client {
-    /// Of the daemon at `unix:PATH`.
+    /// A client of the daemon at `unix:PATH`.
     ///
     /// # Errors
-    /// Where the address is of another form.
+    /// The address has another form.
     pub fn new(api: &str) -> Result<Self, Failure> {
         match api.strip_prefix("unix:") {
             Some(path) if !path.is_empty() => Ok(Self { socket: path.into() }),
@@ -57,7 +57,7 @@ impl Client {
         self.read(self.send(Method::PUT, path, body.into()).await?).await
     }
 
-    /// Asks for something that has no answer but its success.
+    /// Sends a command whose only answer is its success.
     ///
     /// # Errors
     /// As [`Client::get`].
@@ -65,7 +65,7 @@ impl Client {
         self.tell(method, path, Bytes::new()).await
     }
 
-    /// The same with a body.
+    /// Sends a command with a body.
     ///
     /// # Errors
     /// The daemon's problem, or that it cannot be reached.
@@ -153,7 +153,7 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// The next line; nothing at the end.
+    /// The next line; `None` at the end.
     pub async fn next(&mut self) -> Option<String> {
         loop {
             if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
@@ -166,7 +166,7 @@ impl Lines {
     }
 }
 
-/// A name as part of a path: what a path cannot hold is written as `%XX`.
+/// A name as part of a path: characters that a path cannot hold are written as `%XX`.
 pub fn escape(name: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     name.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()

@@ -14,7 +14,7 @@ use crate::failure::Failure;
 use crate::machines::{print_json, word};
 use crate::table::text_of;
 
-/// Has the daemon observe the machine, and shows what each way of moving it would take.
+/// Makes the daemon observe the machine, and shows the estimate of each way of moving it.
 ///
 /// # Errors
 /// The daemon's problem.
@@ -87,7 +87,7 @@ fn page_cache(observed: &Observed) -> String {
         Some(pages) => {
             format!("{pages} pages are clean copies of what is on the guest's disks; they travel all the same.\n")
         }
-        None => "The guest's page cache cannot be told; the daemon's log says why.\n".into(),
+        None => "The guest's page cache is unknown; the daemon's log says why.\n".into(),
     }
 }
 

@@ -19,7 +19,7 @@ pub const UNREACHABLE: u8 = 5;
 /// Why a command did not succeed, and the exit code that says so.
 #[derive(Debug)]
 pub struct Failure {
-    /// What, whose fault, why, and what to do.
+    /// What failed, whose fault it is, why, and what to do.
     pub problem: Box<Problem>,
     /// The exit code.
     pub code: u8,
@@ -36,12 +36,12 @@ impl From<Problem> for Failure {
 }
 
 impl Failure {
-    /// A wrong argument.
+    /// The failure of a wrong argument.
     pub fn usage(message: impl Into<String>) -> Self {
         Self { problem: Box::new(Problem::new(Code::Usage, Blame::Request, message)), code: USAGE }
     }
 
-    /// Something of this host that did not work.
+    /// The failure of this host.
     pub fn host(doing: impl Into<String>, error: &dyn std::error::Error) -> Self {
         let mut problem = Problem::from_error(Code::HostError, Blame::Host, error);
         problem.cause.insert(0, std::mem::replace(&mut problem.message, doing.into()));
@@ -55,7 +55,7 @@ impl Failure {
     }
 }
 
-/// A problem in lines: what, whose fault, why, what to do.
+/// A problem as lines of text: what failed, whose fault it is, why, and what to do.
 pub fn describe(who: &str, problem: &Problem) -> String {
     let fault = match problem.blame {
         Blame::Request => "the request",

@@ -164,8 +164,7 @@ fn where_pages_are(vm: &Vm) -> String {
     .into()
 }
 
-/// What a machine waits for whose pages are not all where its guest runs, and since when; nothing where both hosts are
-/// there.
+/// What a machine with missing pages waits for, and how long; `None` where both hosts are there.
 fn waiting_for(vm: &Vm) -> Option<String> {
     let since = |ms: f64| format!("since {:.0} s ago", ms / 1e3);
     if let Some((arriving, ms)) = vm.arriving.as_ref().and_then(|arriving| Some((arriving, arriving.waiting_ms?))) {
@@ -222,7 +221,7 @@ fn state(vm: &Vm) -> String {
     word(&vm.state)
 }
 
-/// A word of the API as it stands in its JSON.
+/// The API's word for a value, as in its JSON.
 pub fn word(value: &impl serde::Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|value| value.as_str().map(String::from)).unwrap_or_default()
 }

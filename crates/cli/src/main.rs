@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// What can be asked for.
+/// The command line's arguments.
 mod arguments;
 /// `balloon`.
 mod balloon;

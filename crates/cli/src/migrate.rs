@@ -27,8 +27,8 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
     let options = migrate.options();
     options.check().map_err(Failure::usage)?;
     let request = MigrateRequest { vms: migrate.names.clone(), to: migrate.to.clone(), options };
-    // Heard from before it begins to after it has ended: a Ctrl-C that comes while the daemon is asked must not be
-    // lost.
+    // Interrupts are heard from before the migration begins until after it has ended: a Ctrl-C that comes while the
+    // daemon is asked must not be lost.
     let mut interrupts =
         signal(SignalKind::interrupt()).map_err(|error| Failure::host("cannot hear Ctrl-C", &error))?;
     let begun: Migration = client.post("/v1/migrations", &request).await?;
@@ -43,7 +43,7 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
     let to_stdout = migrate.json.as_deref() == Some(Path::new("-"));
     for report in &ended.migrations {
         let text = table::show(report);
-        // Standard output is then the report's alone.
+        // Standard output is then only for the report.
         if to_stdout {
             eprint!("{text}")
         } else {
@@ -63,8 +63,8 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
     Ok(ExitCode::from(worst(ended.migrations.iter().map(code_of))))
 }
 
-/// Follows a migration to its end; Ctrl-C cancels it, and then is waited for the end all the same. Where it is too late
-/// to cancel, another Ctrl-C ends the following.
+/// Follows a migration to its end. Ctrl-C cancels it, and this still waits for the end. Where it is too late to cancel,
+/// another Ctrl-C ends the waiting.
 async fn follow(
     client: &Client,
     mut migration: Migration,
@@ -116,7 +116,7 @@ pub async fn cancel(client: &Client, name: &str) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Has the destination looked for that a machine waits for.
+/// Makes the daemon ask at once for the destination that a machine waits for.
 ///
 /// # Errors
 /// The daemon's problem.

@@ -8,21 +8,21 @@ use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use sterna_api::units::show_rate;
 use sterna_api::{Phase, Progress};
 
-/// How often a plain line comes though nothing changes.
+/// How often a plain line comes although nothing changes.
 const PULSE: Duration = Duration::from_secs(1);
 
 /// Shows progress to people, on standard error.
 pub enum Display {
     /// A bar per machine.
     Bars {
-        /// All of them.
+        /// All bars.
         all: MultiProgress,
-        /// By machine.
+        /// The bars by machine.
         bars: HashMap<String, ProgressBar>,
     },
-    /// A line at a change, and once a second.
+    /// A line at each change, and once a second.
     Lines {
-        /// By machine: what was last said, and when.
+        /// The last line for each machine, and its time.
         seen: HashMap<String, (Phase, u32, Instant)>,
     },
 }
@@ -37,7 +37,7 @@ impl Display {
         }
     }
 
-    /// Shows where a machine's migration stands now.
+    /// Shows the progress of a machine's migration now.
     pub fn show(&mut self, progress: &Progress) {
         match self {
             Self::Bars { all, bars } => {
@@ -59,14 +59,14 @@ impl Display {
         }
     }
 
-    /// Takes the bars away: what follows is the report.
+    /// Removes the bars: the report follows.
     pub fn clear(&self) {
         if let Self::Bars { all, .. } = self {
             let _ = all.clear();
         }
     }
 
-    /// Says something beside the progress.
+    /// Prints a text beside the progress.
     pub fn say(&self, text: &str) {
         match self {
             Self::Bars { all, .. } => {
@@ -87,7 +87,7 @@ fn new_bar(name: &str) -> ProgressBar {
     bar
 }
 
-/// Where a migration stands, in a line.
+/// The progress of a migration, in one line.
 pub fn line(progress: &Progress) -> String {
     format!("{}: {}", progress.vm, details(progress))
 }
@@ -126,7 +126,7 @@ fn details(progress: &Progress) -> String {
     text
 }
 
-/// Where a migration stands, in a few words: for a table's column.
+/// The progress of a migration in a few words, for a table's column.
 pub fn brief(progress: &Progress) -> String {
     let mut text = phase(progress.phase).to_string();
     if progress.phase == Phase::Precopy {

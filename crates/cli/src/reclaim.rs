@@ -1,4 +1,4 @@
-//! `sterna reclaim`: what a guest holds free, given back to its host.
+//! `sterna reclaim`: a guest's free memory is given back to its host.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -16,8 +16,8 @@ use crate::failure::{CANCELLED, FAILED, Failure, describe};
 use crate::machines::write_json;
 use crate::table::text_of;
 
-/// Has the daemon take what the guest holds free, and shows what came of it. Ctrl-C ends it; then is waited for the end
-/// all the same.
+/// Makes the daemon take the guest's free memory, and shows the result. Ctrl-C ends the work, and this still waits for
+/// the end.
 ///
 /// # Errors
 /// The daemon's problem.

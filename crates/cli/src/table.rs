@@ -42,13 +42,13 @@ pub fn show(report: &Report) -> String {
     text
 }
 
-/// What went wrong, for standard error.
+/// The failure, for standard error.
 pub fn failure(report: &Report) -> Option<String> {
     let problem = report.error.as_ref()?;
     Some(format!("{}  guest:   {}\n", describe(&report.vm, problem), whereabouts(problem)))
 }
 
-/// What it and its parts took; known of a whole migration only.
+/// Adds the times of the migration and its parts, which are known only of a whole migration.
 fn times(table: &mut Table, report: &Report) {
     let downtime = &report.downtime;
     table.add_row([
@@ -127,7 +127,7 @@ fn numbers(report: &Report) -> String {
     text_of(&table)
 }
 
-/// What compressing and telling differences did; nothing where it was not asked for.
+/// The work of compression and deltas; empty where it was not asked for.
 fn encoding(report: &Report) -> Vec<String> {
     let (delta, compression) = (&report.encoding.delta, &report.encoding.compression);
     let mut words = Vec::new();
@@ -147,8 +147,8 @@ fn encoding(report: &Report) -> Vec<String> {
     words
 }
 
-/// What came after the guest's start at the destination, row by row; nothing where nothing did, but why not where that
-/// was tried.
+/// The pages that came after the guest's start at the destination, row by row; empty where none did. If that was tried
+/// in vain, the reason.
 fn postcopy(report: &Report) -> Vec<(&'static str, String)> {
     let (after, faults, pages) = (&report.postcopy, &report.faults, &report.pages);
     let mut rows = Vec::new();
@@ -194,7 +194,7 @@ fn postcopy(report: &Report) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// What was done where rounds did not converge; nothing where they did.
+/// What was done where rounds did not converge; empty where they did.
 fn convergence(report: &Report) -> Vec<String> {
     let done = &report.convergence;
     let mut words = Vec::new();

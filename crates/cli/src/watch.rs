@@ -30,7 +30,7 @@ pub async fn watch(client: &Client, name: Option<&str>, json: bool) -> Result<Ex
             Ok(progress) if !json => line(&progress),
             _ => text,
         };
-        // Nobody reads any more: as good as Ctrl-C.
+        // Nobody reads the output any more: this ends as Ctrl-C does.
         if writeln!(std::io::stdout(), "{shown}").is_err() {
             break;
         }

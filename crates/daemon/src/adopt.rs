@@ -1,7 +1,7 @@
 //! Taking over machines that were started by other means, with the agent loaded.
 //!
-//! What cannot be moved is refused here, not in the middle of a migration: RAM without a file of its own, private RAM,
-//! RAM on a file system whose pages the kernel cannot watch.
+//! A machine that cannot be moved is refused here, not in the middle of a migration: its RAM has no file of its own, is
+//! private, or lies on a file system whose pages the kernel cannot watch.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,7 +26,7 @@ use crate::qemu::binary::{OLDEST, show};
 use crate::qemu::launch::AGENT_SOCKET_VARIABLE;
 use crate::state::StateDir;
 
-/// What takes machines over.
+/// The part of the daemon that takes machines over.
 #[derive(Debug)]
 pub struct Adoptions {
     care: Care,
@@ -36,7 +36,7 @@ pub struct Adoptions {
 }
 
 impl Adoptions {
-    /// With the machines of this host, and where their directories are.
+    /// Takes machines over into the machines of this host, below the state directory.
     #[must_use]
     pub fn new(care: Care, state: Arc<StateDir>) -> Self {
         Self { care, state, alone: Mutex::new(()) }
@@ -70,7 +70,7 @@ impl Adoptions {
         let qemu = Running { process: identity, path, about: &about, qmp, agent };
         let memory = Memory { bytes: about.ram_bytes, blocks, managed: false, owned: false };
         let record = VmRecord::new(&request.name, arguments, qemu, memory);
-        // One after the other: of two that are given the same RAM the second is refused.
+        // Machines are taken over one after the other: of two with the same RAM the second is refused.
         let _alone = self.alone.lock().unwrap_or_else(PoisonError::into_inner);
         self.check_ram_is_nobodys(&record)?;
         let dir = self.state.vm(&record.name);
@@ -84,8 +84,8 @@ impl Adoptions {
         Ok(())
     }
 
-    /// A file that is another machine's RAM is not this one's, whatever its QEMU says: who moves this one would read
-    /// and write that one's.
+    /// Refuses a machine with a RAM file that is another machine's, whatever its QEMU says: a migration of this one
+    /// would read and write the other's RAM.
     fn check_ram_is_nobodys(&self, record: &VmRecord) -> Result<(), Problem> {
         let Some(owner) = shares_ram(&self.care.machines.table(), record) else { return Ok(()) };
         Err(refuse(Code::RamOfAnother, format!("its RAM is the RAM of '{owner}'")))
@@ -105,7 +105,7 @@ impl Adoptions {
     }
 }
 
-/// What all of its RAM is made of, by name.
+/// The blocks that make up all of its RAM, by name.
 fn blocks(about: &Inspection, pid: u32) -> Result<Vec<Block>, Problem> {
     let devices = about.memory_devices.iter();
     let mut blocks = devices.map(|device| block(device, pid)).collect::<Result<Vec<_>, _>>()?;
@@ -123,7 +123,7 @@ fn refuse(code: Code, why: String) -> Problem {
     Problem::new(code, Blame::Request, format!("this QEMU cannot be adopted: {why}"))
 }
 
-/// The agent's socket, which QEMU's environment names.
+/// The path of the agent's socket, which QEMU's environment names.
 fn agent_of(pid: u32) -> Result<PathBuf, Problem> {
     let environment = process::environment(pid).map_err(|error| host("cannot look at QEMU's environment", &error))?;
     environment.get(AGENT_SOCKET_VARIABLE).map(PathBuf::from).ok_or_else(|| {
@@ -132,7 +132,7 @@ fn agent_of(pid: u32) -> Result<PathBuf, Problem> {
     })
 }
 
-/// A back end that can be moved, or why it cannot.
+/// The block of a back end that can be moved, or why it cannot.
 fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
     let id = &backend.id;
     match backend.kind.as_str() {

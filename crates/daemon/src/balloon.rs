@@ -1,7 +1,7 @@
-//! Balloons: who decides how much memory a guest keeps, and how that is changed.
+//! Balloons: the setting that decides how much memory a guest keeps, and its changes.
 //!
-//! The setting is part of a machine's record and travels with the machine. Where it is not *off*, a thread of its own
-//! looks after the balloon (`keeper.rs`), from the daemon's start or the machine's arrival on.
+//! The setting is part of a machine's record and travels with the machine. Where it is not *off*, a thread
+//! (`keeper.rs`) looks after the balloon from the daemon's start or the machine's arrival on.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,11 +28,11 @@ mod keeper;
 /// How long an answer waits for the guest's first statistics.
 const FIRST_LOOK: Duration = Duration::from_secs(2);
 
-/// What makes a balloon device, for people.
+/// The hint how to add a balloon device.
 const DEVICE_HINT: &str = "start it with 'sterna run --balloon', or with \
     '-device virtio-balloon-pci,deflate-on-oom=on,free-page-reporting=on' (on a microvm virtio-balloon-device) in QEMU's arguments";
 
-/// The handling of its balloon is being changed.
+/// The activity that changes the handling of a machine's balloon.
 #[derive(Debug)]
 struct Adjusting;
 
@@ -42,7 +42,7 @@ impl Activity for Adjusting {
     }
 }
 
-/// The balloons that are looked after.
+/// The balloons that Sterna looks after.
 #[derive(Debug)]
 pub struct Balloons {
     machines: Arc<Machines>,
@@ -52,7 +52,7 @@ pub struct Balloons {
 }
 
 impl Balloons {
-    /// None yet, of these machines.
+    /// The balloons of these machines; none is looked after yet.
     #[must_use]
     pub fn new(machines: Arc<Machines>, metrics: Arc<Metrics>, lending: Arc<Lending>) -> Self {
         Self { machines, metrics, lending, keepers: Mutex::default() }
@@ -74,8 +74,8 @@ impl Balloons {
     /// Changes how a machine's balloon is handled. With *off* the guest gets all of its memory back.
     ///
     /// # Errors
-    /// A [`Problem`]: unknown, busy, a setting that is invalid, no balloon device, or QEMU does not answer. Then all is
-    /// as it was.
+    /// A [`Problem`]: the machine is unknown or busy, the setting is invalid, there is no balloon device, or QEMU does
+    /// not answer. Then nothing has changed.
     pub fn set(self: &Arc<Self>, name: &str, setting: BalloonSetting) -> Result<(), Problem> {
         let record = self.machines.claim(name, Hold::busy(Adjusting))?;
         let changed = self.change(&record, setting);
@@ -97,7 +97,7 @@ impl Balloons {
 
     fn change(&self, record: &VmRecord, setting: BalloonSetting) -> Result<VmRecord, Problem> {
         setting.check(record.memory_bytes).map_err(invalid)?;
-        // From here on it asks for nothing more: should it hold the connection now, ours waits for its end.
+        // From here on the keeper asks for nothing more. If it holds the connection now, ours waits until it has ended.
         if let Some(keeper) = self.keepers().remove(&record.name) {
             keeper.end();
         }
@@ -120,7 +120,7 @@ impl Balloons {
         Ok(changed)
     }
 
-    /// Has a machine's balloon looked after from now on, where that is asked for.
+    /// Starts a keeper for a machine's balloon, where the setting asks for one.
     pub fn keep(self: &Arc<Self>, record: &VmRecord) -> Option<Arc<Keeper>> {
         if record.balloon.mode == BalloonMode::Off {
             return None;
@@ -156,7 +156,7 @@ impl Balloons {
     }
 }
 
-/// A machine without a balloon device.
+/// The problem of a machine without a balloon device.
 #[must_use]
 pub fn no_device(name: &str) -> Problem {
     Problem::new(Code::NoBalloon, Blame::Request, format!("'{name}' has no balloon device")).hint(DEVICE_HINT)

@@ -1,16 +1,16 @@
-//! Who calls: what is done on a person's word is logged with it.
+//! The caller of the API: actions on a person's word are logged with it.
 
 use tokio::net::UnixStream;
 
-/// The process at the other end of the API's socket, by the kernel's word.
+/// The process at the other end of the API's socket, as the kernel names it.
 #[derive(Debug, Clone, Copy)]
 pub struct Caller {
-    /// Its user and its number; `None` where the kernel does not say.
+    /// Its user and its process number; `None` where the kernel does not tell.
     who: Option<(u32, i32)>,
 }
 
 impl Caller {
-    /// Who is at the other end.
+    /// The caller at the other end of a connection.
     #[must_use]
     pub fn of(stream: &UnixStream) -> Self {
         let credentials = stream.peer_cred().ok();

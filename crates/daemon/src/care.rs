@@ -1,4 +1,4 @@
-//! Looking after machines that belong here: for the end of their process, and their balloon.
+//! Care for machines that belong here: it watches for the end of their process, and keeps their balloon.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::machines::record::{Lifecycle, VmRecord};
 use crate::machines::table::Machines;
 use crate::machines::watch;
 
-/// What looks after machines.
+/// The part of the daemon that looks after machines.
 #[derive(Debug, Clone)]
 pub struct Care {
     /// The machines.
@@ -23,7 +23,7 @@ impl Care {
         self.balloons.keep(record);
     }
 
-    /// The machine belongs here and nobody is busy with it.
+    /// Notes that the machine belongs here and that nobody is busy with it.
     pub fn settle(&self, record: &VmRecord) {
         let here = VmRecord { lifecycle: Lifecycle::Here, ..record.clone() };
         let known = self.machines.table().get(&record.name).and_then(|entry| entry.record.clone());

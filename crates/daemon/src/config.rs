@@ -1,4 +1,4 @@
-//! The configuration: `/etc/sterna/sternad.toml`, over which the command line has the last word.
+//! The configuration: `/etc/sterna/sternad.toml`, which the command line overrides.
 
 use std::path::{Path, PathBuf};
 
@@ -29,10 +29,10 @@ pub struct Arguments {
     /// Where other daemons reach this one; without it no machine can be moved here
     #[arg(long, value_name = "HOST:PORT")]
     pub listen: Option<String>,
-    /// How much to log: error, warn, info, debug, trace, or a filter as `sterna_engine=debug`
+    /// How much to log: error, warn, info, debug, trace, or a filter such as `sterna_engine=debug`
     #[arg(long, value_name = "LEVEL")]
     pub log: Option<String>,
-    /// What all migrations away from this host may send together, as 1Gbit or 100MB; they share it evenly
+    /// What all migrations away from this host may send together, such as 1Gbit or 100MB; they share it evenly
     /// [default: no limit]
     #[arg(long, value_name = "RATE")]
     pub bandwidth: Option<String>,
@@ -97,31 +97,31 @@ pub struct Config {
     pub max_outgoing: usize,
     /// Migrations to here at one time; the sources of more keep them in their queues.
     pub max_incoming: usize,
-    /// What connections to other daemons are encrypted with; they are plain where absent.
+    /// The files that connections to other daemons are encrypted with; without them connections are plain.
     pub tls: Option<Files>,
-    /// For tests alone, which show with it what looking twice for free pages is for: guests that are moved, or whose
-    /// memory is taken, are harmed.
+    /// Whether free pages are looked for only once. It harms guests that are moved or whose memory is taken: only for
+    /// tests that show why the second look matters.
     pub test_trust_first_look: bool,
 }
 
-/// A configuration that cannot be used.
+/// A configuration that is invalid or unreadable.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read the configuration file {path}", path = .path.display())]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// The file is not what it should be.
+    /// The file's content is invalid.
     #[error("the configuration file {path} is wrong", path = .path.display())]
     Parse {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where and why.
+        /// The place and the cause.
         #[source]
         source: Box<toml::de::Error>,
     },
@@ -134,7 +134,7 @@ pub enum ConfigError {
     /// A path that a unix socket cannot have.
     #[error("{what} {path} is {length} bytes long: a unix socket's path has at most {SOCKET_PATH_BYTES}", path = .path.display(), length = .path.as_os_str().len())]
     SocketPath {
-        /// Whose path.
+        /// What the path is for.
         what: &'static str,
         /// The path.
         path: PathBuf,
@@ -142,7 +142,7 @@ pub enum ConfigError {
     /// A bandwidth that is no rate.
     #[error("the bandwidth cannot be used")]
     Bandwidth(#[from] UnitError),
-    /// A bandwidth that moves nothing.
+    /// A bandwidth that is too low.
     #[error("a bandwidth of {0} bytes/s is too little: below {MIN_BANDWIDTH_BYTES_PER_S} no migration ends")]
     TooSlow(u64),
     /// A limit of 0.
@@ -154,7 +154,7 @@ impl Config {
     /// Reads the file and lets the command line override it.
     ///
     /// # Errors
-    /// [`ConfigError`]. The default file may be absent; one that was named may not.
+    /// [`ConfigError`]. The default file may be absent, a file that was named may not.
     pub fn load(arguments: &Arguments) -> Result<Self, ConfigError> {
         let named = arguments.config.as_deref();
         let path = named.unwrap_or(Path::new(DEFAULT_FILE));
@@ -212,7 +212,7 @@ impl Config {
     }
 }
 
-/// Whether a unix socket can have this path.
+/// Checks that a unix socket can have this path.
 ///
 /// # Errors
 /// [`ConfigError::SocketPath`] where it is too long.
@@ -223,7 +223,7 @@ pub fn check_socket_path(what: &'static str, path: &Path) -> Result<(), ConfigEr
     Ok(())
 }
 
-/// QEMU and a restarted daemon may have other working directories than this process.
+/// Makes a path absolute: QEMU and a restarted daemon may have other working directories than this process.
 fn absolute(path: PathBuf) -> PathBuf {
     std::path::absolute(&path).unwrap_or(path)
 }

@@ -1,5 +1,5 @@
-//! The daemon: its parts, and how they are put together. Each part names what it may touch; nothing but the API sees
-//! all of them.
+//! The daemon: its parts, and how they are put together. Each part names what it may touch; only the API sees all of
+//! them.
 
 use std::sync::Arc;
 
@@ -31,23 +31,23 @@ use crate::state::StateDir;
 pub struct Daemon {
     /// The configuration.
     pub config: Config,
-    /// What outlives the daemon.
+    /// The state directory: what outlives the daemon.
     pub state: Arc<StateDir>,
     /// The machines.
     pub machines: Arc<Machines>,
     /// Their balloons.
     pub balloons: Arc<Balloons>,
-    /// What looks after them.
+    /// The part that looks after them.
     pub care: Care,
-    /// What starts them.
+    /// The part that starts them.
     pub launcher: Arc<Launcher>,
-    /// What takes them over.
+    /// The part that takes running machines over.
     pub adoptions: Adoptions,
     /// This host as a source.
     pub departures: Arc<Departures>,
     /// This host as a destination.
     pub destination: Destination,
-    /// What is counted.
+    /// The metrics.
     pub metrics: Arc<Metrics>,
 }
 
@@ -55,7 +55,7 @@ impl Daemon {
     /// Prepares the state directory; machines are found by [`Daemon::recovery`].
     ///
     /// # Errors
-    /// What cannot be used, with its causes.
+    /// What is invalid or missing, with its causes.
     pub fn new(config: Config) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let state = Arc::new(StateDir::open(&config.state_dir)?);
         let identity = identity::load_or_make(&config.state_dir)?;
@@ -96,13 +96,13 @@ impl Daemon {
         Ok(Self { config, state, machines, balloons, care, launcher, adoptions, departures, destination, metrics })
     }
 
-    /// What takes up what an earlier daemon left in the state directory.
+    /// The part that takes up what an earlier daemon left in the state directory.
     #[must_use]
     pub fn recovery(&self) -> Recovery<'_> {
         Recovery { state: &self.state, care: &self.care, pages: &self.destination.pages, departures: &self.departures }
     }
 
-    /// What takes memory that guests hold free.
+    /// The part that takes memory that guests hold free.
     #[must_use]
     pub fn reclaim(&self) -> Reclaim<'_> {
         Reclaim {

@@ -1,5 +1,5 @@
-//! Who this daemon is to others: a number of its state directory's own, drawn once. Whoever was told it by the daemon
-//! that took its guest believes nobody else on what became of it.
+//! The identity of this daemon: a number of its state directory, drawn once. A source whose guest this daemon accepted
+//! believes only this identity about the guest.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -10,11 +10,11 @@ use sterna_engine::host::DaemonId;
 
 use sterna_sys::host::random_u128;
 
-/// The identity of this state directory: from its file `identity`, which is made where there is none.
+/// The identity of this state directory, from its file `identity`. The file is made where there is none.
 ///
 /// # Errors
-/// The file cannot be read or made, or holds something else: another identity in its place would make every daemon that
-/// waits for this one's word wait for ever, so none is drawn.
+/// The file cannot be read or made, or holds something else: no new identity is drawn, because every daemon that waits
+/// for this one's word would then wait for ever.
 pub fn load_or_make(state: &Path) -> io::Result<DaemonId> {
     let path = state.join("identity");
     match fs::read_to_string(&path) {
@@ -27,11 +27,11 @@ pub fn load_or_make(state: &Path) -> io::Result<DaemonId> {
     }
 }
 
-/// Draws one. It is on disk before anybody hears of it.
+/// Draws an identity. It is on disk before it is sent to anybody.
 fn make(state: &Path, path: &Path) -> io::Result<DaemonId> {
     let identity = DaemonId(random_u128());
     let new = path.with_extension("new");
-    // What is left of an attempt that was cut short.
+    // The file of an attempt that was cut short may be left.
     match fs::remove_file(&new) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}

@@ -9,13 +9,13 @@ pub mod config;
 /// The state directory: lock, RAM file system, durable records.
 pub mod state;
 
-/// Who this daemon is to others.
+/// The identity of this daemon.
 pub mod identity;
 
 /// Processes by identity, not by number alone.
 pub mod process;
 
-/// The same for several machines at a time.
+/// Work on several machines at a time.
 pub mod several;
 
 /// How much memory this host can still give.
@@ -30,7 +30,7 @@ pub mod machines;
 /// Balloons.
 pub mod balloon;
 
-/// Looking after machines that belong here.
+/// Care for machines that belong here.
 pub mod care;
 
 /// Starting machines.
@@ -39,7 +39,7 @@ pub mod run;
 /// Taking over machines that were started by other means.
 pub mod adopt;
 
-/// Free memory of guests.
+/// Reclaim of guests' free memory.
 pub mod reclaim;
 
 /// Migrations: the jobs that drive them, and this host's part at either end.
@@ -51,7 +51,7 @@ pub mod stop;
 /// Showing machines.
 pub mod show;
 
-/// What a restarted daemon finds, and makes of it.
+/// Recovery of what a restarted daemon finds.
 pub mod recover;
 
 /// The daemon's parts, put together.
@@ -60,14 +60,14 @@ pub mod daemon;
 /// The API on its socket.
 pub mod http;
 
-/// Who calls the API.
+/// The caller of the API.
 pub mod caller;
 
-/// What the daemon counts.
+/// Metrics: what the daemon counts.
 pub mod metrics;
 
 /// The errors of the API, in one place.
 pub mod problems;
 
-/// Start to end of the process.
+/// The process from its start to its end.
 pub mod serve;

@@ -1,4 +1,4 @@
-//! What the daemon counts, as Prometheus text.
+//! Metrics: what the daemon counts, as Prometheus text.
 
 use std::sync::atomic::AtomicU64;
 
@@ -35,11 +35,11 @@ struct DirectionLabel {
 /// Migrations under way now.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Traffic {
-    /// Waiting for their turn to leave.
+    /// Machines that wait for their turn to leave.
     pub queued: usize,
-    /// Away from here.
+    /// Machines on their way to other hosts.
     pub outgoing: usize,
-    /// To here.
+    /// Machines on their way here.
     pub incoming: usize,
 }
 
@@ -71,7 +71,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// All at zero.
+    /// Metrics that are all zero.
     #[must_use]
     pub fn new() -> Self {
         let mut registry = Registry::with_prefix("sterna");
@@ -172,7 +172,7 @@ impl Metrics {
         self.migrations.get_or_create(&StatusLabel { status }).inc();
         self.sent.inc_by(report.bytes_on_wire);
         self.faults.inc_by(report.faults.count);
-        // One that tells of the end only knows neither.
+        // A partial report knows neither.
         if report.status == Status::Completed && !report.partial {
             self.downtime.observe(report.downtime_ms / 1e3);
             self.total.observe(report.total_ms / 1e3);
@@ -184,7 +184,7 @@ impl Metrics {
         self.pressure.get_or_create(&PressureLabel { what: word(what) }).inc();
     }
 
-    /// So much of a guest's free memory was taken.
+    /// Counts free memory that was taken from a guest.
     pub fn reclaimed(&self, bytes: u64) {
         self.reclaimed.inc_by(bytes);
     }
@@ -213,13 +213,13 @@ impl Metrics {
     }
 }
 
-/// A word of the API as it stands in its JSON.
+/// The API's word for a value, as in its JSON.
 fn word(value: impl Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|value| value.as_str().map(String::from)).unwrap_or_default()
 }
 
-/// For how long a guest that runs without all its pages, here or elsewhere, has waited for the other host; nothing
-/// where it does not.
+/// How long a guest that runs while pages are missing, here or elsewhere, has waited for the other host; `None` where
+/// it does not wait.
 fn waiting_ms(vm: &Vm) -> Option<f64> {
     let leaving = vm.migration.as_ref().filter(|progress| progress.phase == Phase::Postcopy);
     vm.arriving.as_ref().and_then(|arriving| arriving.waiting_ms).or_else(|| leaving?.waiting_ms)

@@ -1,38 +1,38 @@
-//! The errors of the API that more than one place gives, in one place, so that one code always means one thing.
+//! Problems of the API that several places report. They are in one place, so that one code always means one thing.
 
 use std::fmt::Display;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::{Blame, Code, Problem};
 
-/// No machine of this name.
+/// The problem of a name that no machine has.
 #[must_use]
 pub fn unknown_vm(name: &str) -> Problem {
     Problem::new(Code::UnknownVm, Blame::Request, format!("there is no virtual machine '{name}' on this host"))
         .hint("'sterna ps' lists them")
 }
 
-/// A name that is taken.
+/// The problem of a name that is taken.
 #[must_use]
 pub fn name_taken(name: &str) -> Problem {
     Problem::new(Code::NameTaken, Blame::Request, format!("there already is a virtual machine '{name}' on this host"))
         .hint("choose another name, or stop the other machine")
 }
 
-/// A machine that is busy with something else.
+/// The problem of a machine that is busy with something else.
 #[must_use]
 pub fn busy(name: &str, with: &str) -> Problem {
     Problem::new(Code::VmBusy, Blame::Request, format!("'{name}' cannot do that now: {with}"))
         .hint("wait until that has ended, or 'sterna cancel' it")
 }
 
-/// A request that contradicts itself or the rules.
+/// The problem of a request that contradicts itself or the rules.
 #[must_use]
 pub fn invalid(message: impl Into<String>) -> Problem {
     Problem::new(Code::InvalidRequest, Blame::Request, message).guest(Whereabouts::Gone)
 }
 
-/// This host failed us: files, memory, kernel.
+/// The problem of this host's files, memory or kernel.
 #[must_use]
 pub fn host(doing: impl Into<String>, error: &dyn std::error::Error) -> Problem {
     let mut problem = Problem::new(Code::HostError, Blame::Host, doing);
@@ -44,7 +44,7 @@ pub fn host(doing: impl Into<String>, error: &dyn std::error::Error) -> Problem 
     problem
 }
 
-/// QEMU did not do what it was asked.
+/// The problem of a QEMU that did not do what it was asked.
 #[must_use]
 pub fn qemu(doing: impl Into<String>, error: &dyn std::error::Error) -> Problem {
     let mut problem = host(doing, error);
@@ -53,7 +53,7 @@ pub fn qemu(doing: impl Into<String>, error: &dyn std::error::Error) -> Problem 
     problem
 }
 
-/// Names are parts of paths, socket names and metric labels: what they may be is narrow.
+/// Checks a machine's name. Names are parts of paths, socket names and metric labels, so the rule is narrow.
 ///
 /// # Errors
 /// A [`Problem`] with the rule that the name breaks.

@@ -15,10 +15,10 @@ use rustix::process::{
 };
 use serde::{Deserialize, Serialize};
 
-/// How long to wait before it is looked again where the host cannot tell whether a process runs.
+/// How long to wait before the next look where the host cannot tell whether a process runs.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// A process that is or was.
+/// The identity of a process that runs or ran.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// Its number.
@@ -33,13 +33,13 @@ impl Identity {
     /// The process that has this number now.
     ///
     /// # Errors
-    /// Where there is none.
+    /// There is no such process.
     pub fn of(pid: u32) -> io::Result<Self> {
         Ok(Self { pid, start_ticks: start_ticks(pid)?, boot: boot_id()? })
     }
 
-    /// A handle on the process, where it still runs (a zombie does not). `None` is certain: whoever hears it removes
-    /// the machine's RAM. Where the host cannot tell now, for want of a descriptor or of memory, this waits until it
+    /// A handle on the process, where it still runs (a zombie does not). `None` is certain, because callers then remove
+    /// the machine's RAM. Where the host cannot tell now, because no descriptor or memory is left, this waits until it
     /// can.
     #[must_use]
     pub fn open(&self) -> Option<Handle> {
@@ -57,10 +57,10 @@ impl Identity {
         }
     }
 
-    /// The same; an error where it cannot be told.
+    /// As [`open`](Self::open), with an error where the host cannot tell.
     fn look(&self) -> io::Result<Option<Handle>> {
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
-        // None of this boot's processes is one of another boot.
+        // No process of this boot is one of another boot.
         if boot_id()? != self.boot {
             return Ok(None);
         }
@@ -73,7 +73,7 @@ impl Identity {
             Err(error) if gone(&error) => return Ok(None),
             other => other?,
         };
-        // Looked at after opening: should the number have been reused in between, the start time tells.
+        // The start time is read after opening: it shows whether the number was reused in between.
         let handle = Handle { fd, pid: self.pid };
         match start_ticks(self.pid) {
             Err(error) if gone(&error) => Ok(None),
@@ -82,7 +82,7 @@ impl Identity {
     }
 }
 
-/// A running process: stays on it whatever becomes of its number.
+/// A handle on a process, which stays on it even if its number is reused.
 #[derive(Debug)]
 pub struct Handle {
     fd: OwnedFd,
@@ -121,7 +121,7 @@ impl Handle {
         self.wait(Some(Duration::ZERO))
     }
 
-    /// Ends it without asking and waits until it is gone, 10 s at most.
+    /// Kills it and waits until it is gone, 10 s at most.
     pub fn kill(&self) {
         if pidfd_send_signal(&self.fd, Signal::KILL).is_ok() && !self.wait(Some(Duration::from_secs(10))) {
             tracing::warn!(pid = self.pid, "the process does not end: the kernel keeps it");
@@ -132,8 +132,8 @@ impl Handle {
 /// The limit of open files that this process was started with.
 static FILE_LIMIT: OnceLock<Rlimit> = OnceLock::new();
 
-/// Lets this process open as many files as it may: each machine takes some. What it starts gets the limit back with
-/// [`restore_file_limit`].
+/// Lets this process open as many files as it may, because each machine takes some. Its children get the former limit
+/// back with [`restore_file_limit`].
 pub fn raise_file_limit() {
     let before = *FILE_LIMIT.get_or_init(|| getrlimit(Resource::Nofile));
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: before.maximum, ..before }) {
@@ -142,7 +142,7 @@ pub fn raise_file_limit() {
 }
 
 /// Gives the calling process the limit of open files with which this daemon was started: programs that use `select`
-/// rely on a low one. For a child between fork and exec: nothing but a system call.
+/// rely on a low one. It is for a child between fork and exec: it makes only a system call.
 ///
 /// # Errors
 /// The kernel refuses.
@@ -156,17 +156,17 @@ pub fn restore_file_limit() -> io::Result<()> {
 /// The arguments it was started with.
 ///
 /// # Errors
-/// Where there is no such process or it may not be looked at.
+/// There is no such process, or this user may not look at it.
 pub fn command_line(pid: u32) -> io::Result<Vec<String>> {
     let bytes = std::fs::read(format!("/proc/{pid}/cmdline"))?;
     let text = String::from_utf8(bytes).map_err(|_| io::Error::other("its arguments are not UTF-8"))?;
     Ok(text.strip_suffix('\0').unwrap_or(&text).split('\0').map(String::from).collect())
 }
 
-/// The environment it was started with; what is not UTF-8 is left out.
+/// The environment it was started with; entries that are not UTF-8 are left out.
 ///
 /// # Errors
-/// Where there is no such process or it may not be looked at.
+/// There is no such process, or this user may not look at it.
 pub fn environment(pid: u32) -> io::Result<HashMap<String, String>> {
     let bytes = std::fs::read(format!("/proc/{pid}/environ"))?;
     let pairs = bytes.split(|byte| *byte == 0).filter_map(|entry| std::str::from_utf8(entry).ok()?.split_once('='));
@@ -176,7 +176,7 @@ pub fn environment(pid: u32) -> io::Result<HashMap<String, String>> {
 /// The program it runs.
 ///
 /// # Errors
-/// Where there is no such process or it may not be looked at.
+/// There is no such process, or this user may not look at it.
 pub fn executable(pid: u32) -> io::Result<PathBuf> {
     let path = std::fs::read_link(format!("/proc/{pid}/exe"))?;
     // The binary of a QEMU that was upgraded while it runs.
@@ -197,10 +197,10 @@ fn start_ticks(pid: u32) -> io::Result<u64> {
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat has no start time")))
 }
 
-/// This boot of the host, as the kernel names it.
+/// The kernel's number of this boot of the host.
 ///
 /// # Errors
-/// The kernel does not say.
+/// The kernel does not tell.
 pub fn boot_id() -> io::Result<u128> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     u128::from_str_radix(&text.trim().replace('-', ""), 16)
@@ -225,7 +225,7 @@ mod tests {
         assert!(child.wait().is_err(), "it was reaped");
     }
 
-    /// Failed while whatever went wrong counted as the process's end: its machine's RAM was then removed.
+    /// Failed while every error counted as the process's end: its machine's RAM was then removed.
     #[test]
     fn a_process_that_cannot_be_looked_at_now_is_waited_for_and_not_taken_for_one_that_ended() {
         let identity = Identity::of(std::process::id()).unwrap();

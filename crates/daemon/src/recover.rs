@@ -1,23 +1,24 @@
-//! What a restarted daemon finds, and makes of it.
+//! Recovery: what a restarted daemon finds, and what it does about it.
 //!
-//! By what the machine's record says, and its migration's:
+//! By the machine's record and its migration's record:
 //!
-//! * **here**: looked after as before; write tracking left on by an observation ends, a balloon inflated for a while is
-//!   deflated
-//! * **being moved away; nothing**: it is given back: cancelled in QEMU, running again; tried until it works
+//! * **here**: the machine is looked after as before; write tracking that an observation left on ends, and a balloon
+//!   that was inflated for a while is deflated
+//! * **being moved away; nothing**: it is given back: QEMU's migration is cancelled and the guest runs again; this is
+//!   tried until it works
 //! * **being moved away; handing over**: it waits for the peer's verdict
 //! * **being moved away; handing over, pages to follow**: the same, with or without its QEMU; where the peer has the
 //!   guest, its pages are sent
-//! * **being moved here; preparing or aborted**: QEMU is ended, its files removed; the verdict is *aborted*
-//! * **being moved here; committed**: it belongs here: it runs, if it ran at the source; tried until it works
-//! * **here, or being moved here and committed; pages to come; all here**: the same: its userfaultfd ends
+//! * **being moved here; preparing or aborted**: QEMU is ended and its files are removed; the verdict is *aborted*
+//! * **being moved here; committed**: it belongs here: it runs, if it ran at the source; this is tried until it works
+//! * **here, or being moved here and committed; pages to come; all here**: the same, and its userfaultfd ends
 //! * **the same; some are still to come**: the agent's userfaultfd and the map of missing pages are taken over; it
 //!   runs, and waits for its source
 //! * **the same, and they cannot be taken over; some are still to come**: it is stopped, and its userfaultfd stays
-//!   open: pages would read as zeros
+//!   open: otherwise pages would read as zeros
 //!
-//! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. One
-//! whose record cannot be used ([`load`](crate::machines::load)) is left alone, with all that may be its.
+//! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. A
+//! directory whose record is unusable ([`load`](crate::machines::load)) is left alone, with all that may belong to it.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -47,14 +48,14 @@ use crate::reclaim::by_balloon::deflate_left_over;
 use crate::several;
 use crate::state::StateDir;
 
-/// What it takes to take up what an earlier daemon left.
+/// The parts that are needed to take up what an earlier daemon left.
 #[derive(Debug)]
 pub struct Recovery<'a> {
     /// The state directory.
     pub state: &'a StateDir,
-    /// The machines, and who looks after them.
+    /// The machines, and their care.
     pub care: &'a Care,
-    /// Pages that come after their guest.
+    /// The pages that come after their guest.
     pub pages: &'a Arc<Pages>,
     /// This host as a source.
     pub departures: &'a Arc<Departures>,
@@ -72,12 +73,12 @@ impl Recovery<'_> {
     /// Takes up what an earlier daemon left in the state directory.
     ///
     /// # Errors
-    /// Where the directory cannot be read.
+    /// The directory cannot be read.
     pub fn recover(&self) -> std::io::Result<()> {
         let Found { records, unfinished, unread } = read_machines(&self.state.vms())?;
         several::map(unfinished, |dir| self.clear_unfinished(&dir));
-        // As the disk has them: what is not written down any more because the disk is full is still needed by the
-        // next daemon.
+        // The records are as the disk has them: files that a full disk keeps from being recorded are still needed by
+        // the next daemon.
         let named = records.iter().flat_map(VmRecord::own_files).map(|file| file.path).collect();
         several::map(records, |record| self.recover_machine(record));
         if unread.is_empty() {
@@ -92,12 +93,12 @@ impl Recovery<'_> {
         let running = record.process.open().is_some();
         self.machines().table().insert(name.clone(), Entry::new(Some(record.clone()), Hold::Stopping));
         tracing::info!(vm = %name, running, lifecycle = ?record.lifecycle, "found");
-        // A guest that is slowed down must not stay so; nor must the group of one that is gone.
+        // A throttled guest must not stay throttled, and the control group of one that is gone must not stay.
         if matches!(record.lifecycle, Lifecycle::Outgoing(_)) {
             release_left_over(record.process.pid);
         }
         if !running && self.holds_pages(&record) {
-            // Its guest may run elsewhere and need them: they are in its RAM files, with or without its QEMU.
+            // Its guest may run elsewhere and need its pages: they are in its RAM files, with or without its QEMU.
             tracing::warn!(vm = %name, "its QEMU ended while the daemon was away, its RAM is still there");
         } else if !running {
             if let Lifecycle::Incoming(id) = record.lifecycle
@@ -133,7 +134,7 @@ impl Recovery<'_> {
                 return wait_for_verdict(self.departures, record, id, &peer);
             }
             None => {}
-            // Nothing that a source writes: a record that cannot be read. The guest may run elsewhere.
+            // No source writes this stage, so the record was unreadable. The guest may run elsewhere.
             Some(stage) => {
                 tracing::error!(vm = %record.name, %id, ?stage, "it may have been handed over: it stays stopped");
                 self.machines().mark(
@@ -170,7 +171,7 @@ impl Recovery<'_> {
         self.machines().forget(&record.name, record.process);
     }
 
-    /// A start that was never finished: its QEMU, if there is one, belongs to nobody.
+    /// Removes a start that was never finished: its QEMU, if there is one, belongs to nobody.
     fn clear_unfinished(&self, dir: &std::path::Path) {
         tracing::warn!(dir = %dir.display(), "removing a machine whose start was never finished");
         // Earlier daemons had the socket beside the record.
@@ -183,8 +184,8 @@ impl Recovery<'_> {
         remove_files(dir, &[], &self.state.logs());
     }
 
-    /// Removes RAM files of no machine: those that are on no record, neither by what they are nor by their name
-    /// (`named`), and do not begin with the name of a machine whose record is `unread`.
+    /// Removes RAM files that belong to no machine: no record has them, neither by identity nor by name (`named`), and
+    /// their name does not begin with that of a machine whose record is `unread`.
     fn remove_stray_ram(&self, named: &HashSet<PathBuf>, unread: &[String]) {
         let files: HashSet<FileId> = {
             let table = self.machines().table();
@@ -198,7 +199,7 @@ impl Recovery<'_> {
                 |machine: &String| name.strip_prefix(machine.as_str()).is_some_and(|rest| rest.starts_with('-'));
             let stray = match Place::at(&path).and_then(|place| place.id()) {
                 Ok(file) => !named.contains(&path) && !files.contains(&file),
-                // What cannot be looked at is not known to be nobody's.
+                // A file that cannot be looked at may belong to a machine.
                 Err(_) => false,
             };
             if !stray {

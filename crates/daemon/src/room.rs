@@ -1,8 +1,8 @@
-//! How much memory this host can still give: what host and cgroups leave, and the room of the RAM file system.
+//! The memory that this host can still give: what host and cgroups leave, and the room of the RAM file system.
 
 use std::path::Path;
 
-/// Bytes that can still be given to guests whose RAM lies on the file system of `ram_dir`.
+/// The bytes that can still be given to guests whose RAM lies on the file system of `ram_dir`.
 #[must_use]
 pub fn room_bytes(ram_dir: &Path) -> u64 {
     let memory = sterna_sys::memory::room_bytes().unwrap_or_else(|error| {

@@ -1,4 +1,4 @@
-//! Start to end of the process. At its end the machines run on: the next daemon finds them.
+//! The process from its start to its end. At its end the machines run on: the next daemon finds them.
 
 use std::error::Error;
 use std::fs;
@@ -24,25 +24,24 @@ use crate::http::router;
 use crate::migration::listener::listen;
 use crate::process::raise_file_limit;
 
-/// Connections to the API at a time; who comes then waits until one has ended. Each may hold a descriptor, a thread and
-/// some memory, all of which the machines' migrations need.
+/// The most connections to the API at a time; further callers wait until one has ended. Each may hold a descriptor, a
+/// thread and some memory, all of which the machines' migrations need.
 const CONNECTIONS: usize = 256;
-/// How long a request's head may take; and how long a connection may be idle between two.
+/// How long a request's head may take, and how long a connection may be idle between two requests.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long nobody is let in where no descriptor is left.
+/// How long no connection is accepted after the descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// How long requests that wait for something have when the daemon ends.
+/// How long waiting requests may take when the daemon ends.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// How long guests on their way have to be given back when the daemon ends. The next daemon finishes what does not get
-/// done.
+/// How long the rollback of guests on their way may take when the daemon ends. The next daemon finishes the rest.
 const GIVE_BACK: Duration = Duration::from_secs(10);
 
 /// Runs the daemon until it is told to end.
 ///
 /// # Errors
-/// What it cannot work without, with its causes.
+/// The failure of something that the daemon cannot do without, with its causes.
 pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     raise_file_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -77,8 +76,8 @@ async fn serve_api(daemon: &Arc<Daemon>) -> Result<(), Box<dyn Error + Send + Sy
     Ok(())
 }
 
-/// Serves whoever comes, for ever. Who asks slowly, or never to the end, is given up: `axum::serve` waits for ever, and
-/// takes in as many as there are descriptors.
+/// Serves all callers, for ever. A caller that asks slowly, or never finishes, is given up: `axum::serve` would wait
+/// for ever, and accept as many callers as there are descriptors.
 async fn serve_connections(socket: &UnixListener, router: &Router) {
     let places = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
@@ -96,7 +95,7 @@ async fn serve_connections(socket: &UnixListener, router: &Router) {
         tokio::spawn(async move {
             let mut protocol = http1::Builder::new();
             protocol.timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
-            // Its end is the caller's business.
+            // How a connection ends matters only to its caller.
             let _ = protocol.serve_connection(TokioIo::new(stream), service).await;
             drop(place);
         });
@@ -116,7 +115,7 @@ fn bind(path: &Path) -> Result<UnixListener, Box<dyn Error + Send + Sync>> {
     if let Some(dir) = path.parent() {
         fs::create_dir_all(dir).map_err(problem)?;
     }
-    // Made under a name nobody knows, so that nobody connects before it is root's alone.
+    // The socket is made under a name that nobody knows, so that nobody connects before it is root's alone.
     let private = path.with_extension("new");
     let _ = fs::remove_file(&private);
     let listener = UnixListener::bind(&private).map_err(problem)?;

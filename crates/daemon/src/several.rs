@@ -1,11 +1,11 @@
-//! The same for several machines at a time: one whose QEMU does not answer holds up itself and not the others.
+//! Work on several machines at a time: one whose QEMU does not answer holds up only itself.
 
 use std::sync::{Mutex, PoisonError};
 
-/// How many at a time.
+/// The most machines at a time.
 const THREADS: usize = 32;
 
-/// What `make` makes of each item, in their order.
+/// The results of `make` for the items, in their order.
 pub fn map<T: Send, R: Send>(items: Vec<T>, make: impl Fn(T) -> R + Sync) -> Vec<R> {
     let count = items.len();
     let (left, done) = (Mutex::new(items.into_iter().enumerate()), Mutex::new(Vec::with_capacity(count)));
@@ -18,7 +18,7 @@ pub fn map<T: Send, R: Send>(items: Vec<T>, make: impl Fn(T) -> R + Sync) -> Vec
     };
     std::thread::scope(|scope| {
         for _ in 1..THREADS.min(count) {
-            // Where the host has no thread to spare, those that are there do it all.
+            // Where the host has no thread to spare, the threads that exist do all the work.
             let _ = std::thread::Builder::new().name("several".into()).spawn_scoped(scope, work);
         }
         work();
@@ -36,7 +36,7 @@ mod tests {
 
     #[test]
     fn those_behind_one_that_waits_do_not_wait_and_the_order_stays() {
-        // Each waits for another: one at a time they would wait for ever.
+        // Each item waits for another: one at a time they would wait for ever.
         let pair = Barrier::new(2);
         let doubled = map((0..100).collect(), |number: u32| {
             pair.wait();

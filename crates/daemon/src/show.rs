@@ -16,15 +16,15 @@ use crate::migration::queue::Queue;
 use crate::qemu::binary;
 use crate::several;
 
-/// One machine.
+/// The machine of this name, as the API shows it.
 ///
 /// # Errors
-/// A [`Problem`] where there is none of this name.
+/// A [`Problem`] where no machine has this name.
 pub fn show(machines: &Machines, balloons: &Balloons, name: &str) -> Result<Vm, Problem> {
     Ok(describe(balloons, name, &machines.entry(name)?))
 }
 
-/// All machines, by name.
+/// All machines, ordered by name.
 #[must_use]
 pub fn list(machines: &Machines, balloons: &Balloons) -> Vec<Vm> {
     let mut entries: Vec<(String, Entry)> =
@@ -45,7 +45,7 @@ fn describe(balloons: &Balloons, name: &str, entry: &Entry) -> Vm {
     let mut note = entry.note.clone();
     let mut migration = None;
     let arriving = paging::describe(entry);
-    // Its QEMU may itself wait for a page, and answers nobody then.
+    // Its QEMU may itself wait for a page, and then answers nobody.
     let waits = arriving.as_ref().is_some_and(|(arriving, _)| arriving.waiting_ms.is_some());
     let shown = match &entry.hold {
         Hold::Free | Hold::Stopping if waits => Shown::state(VmState::Running),

@@ -9,8 +9,8 @@
 //! STATE/migrations/ID.json  what became of a migration, as far as the other end may ask
 //! ```
 //!
-//! All of it is root's, and only root can write there, but for `run/`: what a QEMU that its guest has taken over
-//! could change is neither believed nor written to.
+//! All of it is root's, and only root can write there, except in `run/`. A QEMU that a hostile guest controls can
+//! change `run/`, so the daemon neither believes nor writes what is there.
 
 use std::fs::{self, File};
 use std::io;
@@ -37,27 +37,27 @@ pub struct StateDir {
     _locks: [File; 2],
 }
 
-/// A state directory that cannot be used.
+/// A state directory that is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     /// A file or directory could not be made or read.
     #[error("cannot use {path}", path = .path.display())]
     Io {
-        /// Which.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Another daemon has it.
+    /// Another daemon uses the state directory.
     #[error("another daemon uses the state directory {path}: give this one another --state-dir", path = .0.display())]
     Locked(PathBuf),
     /// The RAM file system cannot be mounted.
     #[error("cannot mount a tmpfs on {path}: the daemon needs CAP_SYS_ADMIN, or a tmpfs with huge=never mounted there", path = .path.display())]
     Mount {
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: sterna_sys::Error,
     },
@@ -74,7 +74,7 @@ impl StateDir {
             move |source| StateError::Io { path, source }
         };
         make_dir(root, 0o755).map_err(io_error(root))?;
-        // The directory itself may be named by a link: whoever starts the daemon says which it is.
+        // The root itself may be a link: the user who starts the daemon chooses it.
         fs::canonicalize(root).and_then(|root| take_directory(&root)).map_err(io_error(root))?;
         let locks = lock(root)?;
         let state = Self { root: root.into(), _locks: locks };
@@ -86,7 +86,7 @@ impl StateDir {
         }
         remove_half_written(&state.migrations());
         state.mount_ram()?;
-        // What lies on it, and not only below it: somebody else may have mounted it.
+        // This is about the mounted file system's own directory: somebody else may have mounted it.
         take_directory(&state.ram()).map_err(io_error(&state.ram()))?;
         Ok(state)
     }
@@ -112,11 +112,11 @@ impl StateDir {
     /// Makes a new machine's directory: root's, and others may pass through it to what is theirs.
     ///
     /// # Errors
-    /// It is there already; what the file system says.
+    /// The directory is there already, or the file system's error.
     pub fn make_vm(&self, name: &str) -> io::Result<PathBuf> {
         let dir = self.vm(name);
         fs::DirBuilder::new().mode(0o755).create(&dir)?;
-        // Whatever the daemon's umask is.
+        // The daemon's umask may have removed bits.
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o755))?;
         Ok(dir)
     }
@@ -145,7 +145,8 @@ impl StateDir {
         }
     }
 
-    /// RAM lies on a file system of our own, never in huge pages: with them one write would mark 512 pages as written.
+    /// Mounts a file system of our own for RAM, without huge pages: with them one write would mark 512 pages as
+    /// written.
     fn mount_ram(&self) -> Result<(), StateError> {
         let path = self.ram();
         let mounted = || -> sterna_sys::Result<()> {
@@ -158,8 +159,8 @@ impl StateDir {
     }
 }
 
-/// Takes the locks of a state directory: its own, which is there whatever its path is, and whoever removes what is in
-/// it; and that of a file in it, which earlier daemons know.
+/// Takes the locks of a state directory. One is the directory's own, which holds under any path and even if somebody
+/// removes the directory's content; the other is of a file in it, which earlier daemons know.
 fn lock(root: &Path) -> Result<[File; 2], StateError> {
     let path = root.join("lock");
     let file = File::options()

@@ -16,16 +16,16 @@ use crate::migration::resuming::Resuming;
 use crate::migration::waiting::Question;
 use crate::problems::busy;
 
-/// How long a guest has to switch itself off.
+/// How long a guest may take to switch itself off.
 const POWERDOWN_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a migration that was given up has to end.
+/// How long a migration that was given up may take to end.
 const GIVE_UP_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Stops a machine: asks the guest to switch itself off, or with `force` ends QEMU at once. Of a machine whose guest
-/// runs elsewhere and still needs pages of here only `force` ends what is left.
+/// Stops a machine: asks the guest to switch itself off, or with `force` ends QEMU at once. Where the guest runs
+/// elsewhere and still needs pages from here, only `force` ends the remains of the machine.
 ///
 /// # Errors
-/// A [`Problem`]: unknown, busy, or the guest does not react.
+/// A [`Problem`]: the machine is unknown or busy, or the guest does not react.
 pub fn stop(machines: &Machines, name: &str, force: bool) -> Result<(), Problem> {
     if let Some((to, monitor)) = serves_pages(machines, name) {
         return give_up(machines, name, force, &to, &monitor);
@@ -44,13 +44,14 @@ pub fn stop(machines: &Machines, name: &str, force: bool) -> Result<(), Problem>
     Ok(())
 }
 
-/// What a machine waits for that runs here before all its pages are here, where their host is away.
+/// Why a machine with missing pages waits, where their host is away.
 fn waits_for_pages(machines: &Machines, name: &str) -> Option<String> {
     let (arriving, why) = machines.table().get(name).and_then(paging::describe)?;
     arriving.waiting_ms.map(|_| why)
 }
 
-/// Where a machine's guest runs, if it runs elsewhere and still needs pages of here, and the migration that sends them.
+/// The host where a machine's guest runs, if it runs elsewhere and still needs pages from here, and the migration that
+/// sends them.
 fn serves_pages(machines: &Machines, name: &str) -> Option<(String, Arc<Monitor>)> {
     let (to, monitor) = {
         let table = machines.table();
@@ -60,7 +61,7 @@ fn serves_pages(machines: &Machines, name: &str) -> Option<(String, Arc<Monitor>
     (monitor.progress().phase == Phase::Postcopy).then_some((to, monitor))
 }
 
-/// Ends what is left of a machine whose guest runs elsewhere and still needs pages of here.
+/// Ends the remains of a machine whose guest runs elsewhere and still needs pages from here.
 fn give_up(machines: &Machines, name: &str, force: bool, to: &str, monitor: &Monitor) -> Result<(), Problem> {
     let pages = monitor.progress().pages_left;
     let process = |entry: &Entry| entry.record.as_ref().map(|record| record.process);

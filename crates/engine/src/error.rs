@@ -29,25 +29,25 @@ pub enum MigrateError {
     /// The peer could not be reached.
     #[error("cannot reach the daemon at {peer}")]
     Unreachable {
-        /// Its address.
+        /// The peer's address.
         peer: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
     /// The link broke, or the peer said nothing for too long.
     #[error("the link to the peer failed while {doing}")]
     Link {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
     /// The two daemons do not trust each other.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The peer speaks something else.
+    /// The peer speaks another protocol, or another version of it.
     #[error(transparent)]
     Hello(#[from] HelloError),
     /// The peer sent a message that makes no sense.
@@ -56,8 +56,9 @@ pub enum MigrateError {
     /// The peer sent a frame that makes no sense.
     #[error("the peer sent an invalid frame")]
     Frame(#[from] FrameError),
-    /// The peer sent pages that cannot be had from what it sent: whatever the cause, they would not be the guest's.
-    #[error("the peer sent pages that cannot be believed")]
+    /// The peer sent encoded pages that cannot be decoded, or whose digests do not fit: they would not be the guest's
+    /// pages.
+    #[error("the peer sent invalid pages")]
     Decode(#[from] DecodeError),
     /// The peer spoke out of turn.
     #[error("the peer spoke out of turn")]
@@ -65,30 +66,30 @@ pub enum MigrateError {
     /// The peer's reply is not what was asked for.
     #[error("the peer's reply is invalid: {0}")]
     Reply(&'static str),
-    /// The peer asks for what it cannot have.
+    /// The peer's request is invalid in this session.
     #[error("the peer's request is invalid: {0}")]
     Request(&'static str),
-    /// This daemon did not do its part.
+    /// This daemon did not do its part: a bug.
     #[error("Sterna itself failed: {0}")]
     Bug(&'static str),
-    /// The daemon that answers is not the one that has the migration on record: nothing it says of it counts.
+    /// The daemon that answers is not the one that has the migration on record: its word does not count.
     #[error(
         "another daemon answers there than the one that accepted the guest ({})",
         .answers.map_or("too old to say who it is".into(), |id| format!("it is {id}, and the guest went to {meant}"))
     )]
     AnotherDaemon {
-        /// Which is meant.
+        /// The daemon that accepted the guest.
         meant: DaemonId,
-        /// Which answers; `None` where it is too old to say.
+        /// The daemon that answers; `None` where it is too old to say who it is.
         answers: Option<DaemonId>,
     },
     /// The peer said no, or failed.
     #[error("{}", .0.message)]
     Peer(Problem),
-    /// The peer takes in as many machines as it may: it may say yes later.
+    /// The peer receives as many machines as it may already: it may accept this one later.
     #[error("{}", .0.message)]
     Busy(Problem),
-    /// RAM that cannot be moved.
+    /// The guest has RAM that cannot be moved.
     #[error("the guest's RAM cannot be moved")]
     Layout(#[from] LayoutError),
     /// The VMM did not do what it was asked.
@@ -97,49 +98,49 @@ pub enum MigrateError {
     /// The agent inside QEMU did not do what it was asked.
     #[error("the agent inside QEMU failed while {doing}")]
     Agent {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The kernel did not do what it was asked.
     #[error("the host's kernel failed while {doing}")]
     Host {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// RAM of the guest that was there is not any more.
+    /// The guest's RAM, or a part of it, was taken away.
     #[error("the guest's RAM is lost")]
     Ram(#[source] RamFault),
-    /// No memory here for the guest's.
+    /// This host has no memory left for the guest's pages.
     #[error("this host has no memory left for the guest ({room_bytes} bytes, kept as a reserve)")]
     OutOfMemory {
-        /// What is left.
+        /// The memory that is left, bytes.
         room_bytes: u64,
     },
-    /// It did not converge in the time it had.
+    /// The migration did not converge in the time it had.
     #[error(
         "the guest writes faster than its pages can be sent: after {elapsed_s:.0} s a pause of {predicted_ms:.0} ms is still to be \
          expected, and {limit_ms:.0} ms are accepted{tried}"
     )]
     NotConverging {
-        /// How long it tried.
+        /// How long it tried, seconds.
         elapsed_s: f64,
-        /// What the pause would have been.
+        /// The predicted pause, milliseconds.
         predicted_ms: f64,
-        /// What was accepted in the end.
+        /// The longest pause that was accepted in the end, milliseconds.
         limit_ms: f64,
-        /// What was done to the guest: the rest of the sentence, or nothing.
+        /// The end of the message, on what was done to the guest; may be empty.
         tried: String,
     },
     /// The guest cannot be slowed down on this host.
     #[error("no processor time can be taken from the guest on this host")]
     Throttle(#[source] sterna_sys::Error),
-    /// Bodies arrived damaged though the guest was stopped.
+    /// Bodies arrived damaged although the guest was stopped.
     #[error("{0} pages arrived damaged although the guest was stopped")]
     Damaged(usize),
     /// The VMM wrote guest RAM while it saved its devices, after the destination may have read it.
@@ -147,7 +148,7 @@ pub enum MigrateError {
         "QEMU wrote {0} pages of the guest's RAM while it saved its devices, and the destination may have loaded them as they were before"
     )]
     WrittenWhileSaving(u64),
-    /// Both sides differ.
+    /// The two sides' pages differ after the migration.
     #[error("{mismatches} of {pages} pages differ between the two hosts")]
     Mismatch {
         /// Pages that differ.
@@ -155,7 +156,7 @@ pub enum MigrateError {
         /// Pages compared.
         pages: u64,
     },
-    /// The daemon could not write down what must not be forgotten.
+    /// The daemon could not write a record that must survive its death.
     #[error("{}", .0.message)]
     Record(Problem),
 }
@@ -173,12 +174,12 @@ impl From<RamError> for MigrateError {
 }
 
 impl MigrateError {
-    /// A link error while doing something.
+    /// Turns a link's error during an operation into this error.
     pub fn link(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Link { doing, source }
     }
 
-    /// A kernel error while doing something. Where it is about RAM that is lost, that.
+    /// Turns a kernel's error during an operation into this error: [`Self::Ram`] where the guest's RAM is lost.
     pub fn host(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| match RamFault::of(&source) {
             Some(fault) => Self::Ram(fault.clone()),
@@ -186,13 +187,14 @@ impl MigrateError {
         }
     }
 
-    /// A kernel error that says itself what was asked, while doing something.
+    /// Turns a kernel's error that names its own call into this error.
     pub fn kernel(doing: &'static str) -> impl FnOnce(sterna_sys::Error) -> Self {
         move |source| Self::Host { doing, source: source.into() }
     }
 
-    /// A kernel error about the VMM's process: where the kernel knows no such process any more, the VMM has ended;
-    /// where it knows no such memory there, or finds it in use for something else, the VMM has changed its mappings.
+    /// Turns a kernel's error about the VMM's process into this error. Where the kernel does not know the process any
+    /// more, the VMM has ended. Where it finds no such memory there, or another use of it, the VMM has changed its
+    /// mappings.
     pub fn vmm_process(doing: &'static str) -> impl FnOnce(sterna_sys::Error) -> Self {
         move |source| match source.errno() {
             Some(libc::ESRCH) => Self::Vmm(VmmError::Gone { guest_off: false }),
@@ -203,8 +205,8 @@ impl MigrateError {
         }
     }
 
-    /// The problem of a source that still has the guest, or had it: what the peer reports happened at the destination,
-    /// and says nothing of the guest here.
+    /// The problem as the source reports it. What the peer reports happened at the destination and says nothing about
+    /// the guest here.
     #[must_use]
     pub fn problem_at_source(&self) -> Problem {
         let problem = self.problem();
@@ -248,7 +250,7 @@ impl MigrateError {
                 Code::AnotherDaemon,
                 Blame::Request,
                 Some(
-                    "say where the daemon is that accepted it, with the state directory it had: 'sterna resume NAME --to HOST:PORT'",
+                    "give the address of the daemon that accepted the guest, with its former state directory: 'sterna resume NAME --to HOST:PORT'",
                 ),
             ),
             Self::Hello(_) => (Code::PeerVersion, Blame::Peer, Some("bring both hosts to the same version of Sterna")),
@@ -272,7 +274,7 @@ impl MigrateError {
                 Code::RamCutShort,
                 Blame::Qemu,
                 Some(
-                    "only QEMU may change the size of this file: a guest that did has lost its memory, or its QEMU is not what it should be",
+                    "only QEMU can change the size of this file, and no QEMU does so by itself: look who has taken control of it",
                 ),
             ),
             Self::Ram(RamFault::NoMemory { .. }) => (
@@ -322,8 +324,8 @@ mod tests {
 
     use super::*;
 
-    /// Before, a panic of ours, a machine without RAM and what a *source* asked wrongly were "the peer's reply", and an
-    /// agent that fell silent was our fault.
+    /// Seen to fail: a panic of ours, a machine without RAM and a wrong request of a *source* were "the peer's reply",
+    /// and a silent agent was our fault.
     #[test]
     fn each_failure_names_who_is_at_fault() {
         let agent = |source| MigrateError::Agent { doing: "asking", source: Box::new(source) };

@@ -13,14 +13,13 @@ use crate::vmm;
 
 /// A machine prepared to receive.
 pub struct Incoming {
-    /// Its VMM, started, waiting for device state.
+    /// Its VMM, which is started and waits for device state.
     pub vmm: Box<dyn vmm::Destination>,
-    /// Its RAM: the same ids and sizes as proposed, holes all over.
+    /// Its RAM: the same ids and sizes as proposed, and nothing but holes.
     pub blocks: Vec<BlockFile>,
     /// The VMM's version.
     pub qemu_version: String,
-    /// What it takes to let the guest run before all its pages are there, or why that cannot be; `None` where it was
-    /// not asked for.
+    /// What post-copy needs here, or why post-copy is impossible; `None` where it was not asked for.
     pub paging: Option<Result<PagingMeans, Problem>>,
 }
 
@@ -35,59 +34,60 @@ pub enum Verdict {
 
 /// The daemon at the destination.
 pub trait DestinationHost: Send + Sync {
-    /// Who it is.
+    /// The daemon's identity.
     fn identity(&self) -> DaemonId;
 
-    /// What calls are encrypted with; without it they are taken plain, and with it never.
+    /// What calls are encrypted with. With `None` only plain calls are accepted, with credentials only encrypted ones.
     fn credentials(&self) -> Option<Arc<Credentials>> {
         None
     }
 
     /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the
-    /// daemon that sends it, by its certificate. With `postcopy` the guest may come to run before all its pages are
-    /// here: [`Incoming::paging`].
+    /// daemon that sends it, by its certificate. With `postcopy` the guest may start before all its pages are here:
+    /// [`Incoming::paging`].
     ///
     /// # Errors
-    /// A [`Problem`] that says what is missing here; nothing is left behind.
+    /// A [`Problem`] that says what this host lacks; nothing is left behind.
     fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem>;
 
     /// How much more memory this host can give before it runs out, bytes.
     fn room_bytes(&self) -> u64;
 
-    /// Records that the guest belongs here now. Called before it runs, and must survive the daemon's sudden death. The
-    /// point of no return: after `Ok` the verdict is [`Verdict::Committed`] for ever. With `postcopy` pages are still
-    /// to come, and must come also after this daemon's sudden death: until [`paged`](Self::paged) the agent's
-    /// userfaultfd must stay open.
+    /// Records that the guest belongs here now: the point of no return. It is called before the guest runs, and the
+    /// record must survive the daemon's sudden death. After `Ok` the verdict is [`Verdict::Committed`] for ever. With
+    /// `postcopy` pages are missing, and they must come also after this daemon's sudden death: the agent's userfaultfd
+    /// must stay open until [`paged`](Self::paged).
     ///
     /// # Errors
     /// A [`Problem`]; then the guest must not run here and the migration is aborted.
     fn commit(&self, id: MigrationId, postcopy: bool) -> Result<(), Problem>;
 
-    /// The guest belongs here: from now on the daemon looks after it as after any other. Gives the VMM back. Where
-    /// pages are still to come, `pager` brings them: the host keeps it until [`paged`](Self::paged). Where it was to
-    /// run and does not, `failed` says why.
+    /// Gives the VMM back: the guest belongs here, and the daemon looks after it as after any other. Where pages are
+    /// missing, `pager` brings them: the host keeps it until [`paged`](Self::paged). Where the guest should run and
+    /// does not, `failed` says why.
     fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>, failed: Option<&Problem>);
 
-    /// What brings the pages of a guest that runs here before all of them are here, for the daemon that asks; of a
-    /// migration that was begun before this daemon was started, too.
+    /// The pager of a guest that runs here while pages are missing, for the daemon that asks. The migration may be
+    /// older than this daemon's process.
     ///
     /// # Errors
     /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`: only where that is on record),
     /// the migration is another daemon's, or nothing is known of it.
     fn pager(&self, id: MigrationId, from: Option<&str>) -> Result<Arc<Pager>, Problem>;
 
-    /// Every page is here: the source is needed no more.
+    /// Notes that every page is here: the source is not needed any more.
     fn paged(&self, id: MigrationId);
 
-    /// It never runs here: ends the VMM, removes its files, and remembers [`Verdict::Aborted`].
+    /// Gives the machine up, which never runs here: ends the VMM, removes its files, and remembers
+    /// [`Verdict::Aborted`].
     fn abort(&self, id: MigrationId, incoming: Option<Incoming>);
 
     /// What became of a migration, for the daemon that asks. The answer binds, and where it is [`Verdict::Aborted`] the
     /// VMM has ended.
     ///
     /// # Errors
-    /// A [`Problem`] where the migration is another daemon's, or was never heard of: nothing is settled by such a
-    /// question, and nothing kept.
+    /// A [`Problem`] where the migration is another daemon's or is unknown: such a question settles nothing and leaves
+    /// no record.
     fn verdict(&self, id: MigrationId, from: Option<&str>) -> Result<Verdict, Problem>;
 }
 
@@ -98,17 +98,17 @@ pub trait SourceHost: Send + Sync {
         None
     }
 
-    /// The destination has accepted the machine: the migration waits for its turn no more.
+    /// Notes that the destination has accepted the machine: the migration does not wait for its turn any more.
     fn accepted(&self);
 
-    /// Records that the guest may run at `peer` from now on, whatever happens here. Must survive the daemon's sudden
-    /// death. Called just before the commit message is sent: until the peer's [`Verdict`] is known the guest must not
-    /// run here. With `postcopy` this host's RAM holds pages that the guest there still needs, until the migration has
-    /// ended: also a daemon started anew must serve them. `daemon` is who accepted the guest, where it could say so:
-    /// from now on only its word counts.
+    /// Records that the guest may run at `peer` from now on, whatever happens here. The record must survive the
+    /// daemon's sudden death. It is written just before the commit message is sent: until the peer's [`Verdict`] is
+    /// known the guest must not run here. With `postcopy` the guest needs pages of this host's RAM until the migration
+    /// has ended: a restarted daemon must serve them too. `daemon` is the one that accepted the guest, where it could
+    /// say who it is: from now on only its word counts.
     ///
     /// # Errors
-    /// A [`Problem`]; then nothing was sent and the guest is given back.
+    /// A [`Problem`]; then nothing was sent, and the rollback lets the guest run here.
     fn handing_over(
         &self,
         id: MigrationId,
@@ -117,15 +117,15 @@ pub trait SourceHost: Send + Sync {
         postcopy: bool,
     ) -> Result<(), Problem>;
 
-    /// Where the destination is to be found now, if its user said that it is elsewhere than where the migration began.
+    /// The destination's present address, where a user has said that it differs from the one at the beginning.
     fn peer_now(&self, _id: MigrationId) -> Option<String> {
         None
     }
 
-    /// The destination has not answered for some seconds, and its guest runs there: until
+    /// Notes that the destination, where the guest runs, has not answered for some seconds: until
     /// [`destination_back`](Self::destination_back) the migration only waits, perhaps for long.
     fn destination_lost(&self) {}
 
-    /// It answers again: pages go on at once.
+    /// Notes that the destination answers again: pages go on at once.
     fn destination_back(&self) {}
 }

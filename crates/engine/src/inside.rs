@@ -1,4 +1,4 @@
-//! A foot inside the VMM's process.
+//! What only the VMM's own process can do, as the engine asks for it.
 
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -8,21 +8,21 @@ use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 use crate::agent::{AddressRange, Advice, Agent, AgentError, DiscardLog, Discards};
 use crate::error::MigrateError;
 
-/// What only the VMM's own process can do: at the source for tracking, at the destination for faults.
+/// The VMM's process, asked for what only it can do: at the source for tracking, at the destination for faults.
 pub trait Inside: Send {
     /// A userfaultfd for the VMM's memory with these features, and a log of discards that begins now. The VMM's process
-    /// keeps a duplicate of it: faulting threads wait, whatever becomes of this daemon.
-    /// [`GuestFaults`](crate::faults::GuestFaults) alone opens one.
+    /// keeps a duplicate of the descriptor: faulting threads wait, whatever becomes of this daemon. Only
+    /// [`GuestFaults`](crate::faults::GuestFaults) opens one.
     ///
     /// # Errors
     /// Then there is nothing to close.
     fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
 
-    /// A userfaultfd for the VMM's memory with these features of which nobody keeps a duplicate: if this daemon dies
-    /// the kernel closes it, and with it all that it held up goes on.
+    /// A userfaultfd for the VMM's memory with these features. Nobody keeps a duplicate: if this daemon dies, the
+    /// kernel closes it, and all threads that it held up go on.
     ///
     /// # Errors
-    /// Also where the VMM's process cannot be told to forget its own. Then there is nothing to close.
+    /// The VMM does not answer, or its process cannot be told to close its own. Then there is nothing to close.
     fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
 
     /// A log of discards that begins now.
@@ -31,38 +31,38 @@ pub trait Inside: Send {
     /// The VMM's process does not hand it out.
     fn log_discards(&mut self) -> Result<(), MigrateError>;
 
-    /// The duplicate that the VMM's process keeps, for a daemon that was started again, and a log of discards that
-    /// begins now; `None` where it keeps none.
+    /// The duplicate that the VMM's process keeps for a restarted daemon, and a log of discards that begins now; `None`
+    /// where it keeps none.
     ///
     /// # Errors
     /// The VMM does not answer.
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError>;
 
-    /// Gives the kernel advice about these addresses of guest RAM, in the VMM's name. What an advice does to a page
-    /// depends on the kind of memory, so it is [`Memory`](crate::memory::Memory) that chooses it.
+    /// Gives the kernel advice about these addresses of guest RAM, in the VMM's name. [`Memory`](crate::memory::Memory)
+    /// chooses the advice, because its effect depends on the kind of memory.
     ///
     /// # Errors
     /// The VMM does not answer, or they are no RAM of its guest.
     fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError>;
 
-    /// The VMM's process.
+    /// The number of the VMM's process.
     fn pid(&self) -> u32;
 
-    /// What the VMM gave back of guest RAM since the last call.
+    /// The guest RAM that the VMM has discarded since the last call.
     fn discards(&mut self) -> Discards;
 
-    /// Forgets both.
+    /// Closes the userfaultfd and the log.
     fn close(&mut self);
 }
 
-/// The agent inside QEMU.
+/// QEMU's process, asked through the agent inside it.
 pub struct InsideQemu {
     agent: Agent,
     log: Option<DiscardLog>,
 }
 
 impl InsideQemu {
-    /// Through this agent.
+    /// Asks through this agent.
     #[must_use]
     pub fn new(agent: Agent) -> Self {
         Self { agent, log: None }
@@ -79,7 +79,7 @@ impl InsideQemu {
     }
 }
 
-/// What the agent did not do.
+/// Turns an agent's error during an operation into this module's.
 fn failed(doing: &'static str) -> impl FnOnce(AgentError) -> MigrateError {
     move |source| MigrateError::Agent { doing, source: Box::new(source) }
 }
@@ -92,8 +92,8 @@ impl Inside for InsideQemu {
     }
 
     fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
-        // The agent keeps a duplicate of what it makes. Nothing is registered yet, so nobody can wait for one that
-        // stays because this daemon dies in between; it is closed by the next.
+        // The agent keeps a duplicate of what it makes. If this daemon dies here, the duplicate stays until the next
+        // daemon closes it. Nothing is registered yet, so nobody can wait for it.
         let userfaultfd = self.make(features)?;
         self.agent.close_userfaultfd().map_err(failed("forgetting its userfaultfd"))?;
         Ok(userfaultfd)
@@ -107,7 +107,7 @@ impl Inside for InsideQemu {
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
         let kept = self.agent.take_userfaultfd();
         let kept = kept.map_err(failed("taking its userfaultfd"))?;
-        // Without it nothing is known of discards, which is not needed for being right.
+        // Without the log nothing is known of discards; correctness does not need it.
         self.log = self.agent.discard_log().ok();
         Ok(kept.map(Userfaultfd::from))
     }

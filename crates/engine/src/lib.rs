@@ -3,10 +3,10 @@
 //! Knows no QEMU beyond [`vmm`]: another VMM is another implementation of its two traits.
 //!
 //! A page's way: [`source::track`] → [`source::select`] → [`source::outbound`] → [`source::stream`] → [`transport`] →
-//! [`destination::receive`] → [`destination::arrival`] → [`destination::place`]. The phases, one flat list on each
-//! side: [`source`] and [`destination`].
+//! [`destination::receive`] → [`destination::arrival`] → [`destination::place`]. [`source`] and [`destination`] each
+//! list their phases, in order.
 
-/// "Pause, resume, device state": what the engine needs of a VMM.
+/// What the engine needs of a VMM: pause, resume, device state.
 pub mod vmm;
 
 /// The numbers of migrations and daemons.
@@ -18,16 +18,16 @@ pub mod host;
 /// The client of the library inside QEMU.
 pub mod agent;
 
-/// A foot inside the VMM's process.
+/// What only the VMM's own process can do.
 pub mod inside;
 
 /// A machine's RAM on this host, by chunk and page, and as the guest addresses it.
 pub mod memory;
 
-/// The faults of a guest's RAM: its one userfaultfd, and pages fenced in.
+/// The faults of a guest's RAM: its one userfaultfd, and fenced pages.
 pub mod faults;
 
-/// Pages that come after the guest's start.
+/// The pager: pages that come after the guest's start.
 pub mod paging;
 
 /// Connections between two daemons.
@@ -39,7 +39,7 @@ pub mod source;
 /// The destination's side of a migration.
 pub mod destination;
 
-/// Free memory of a guest that runs, given back to its host.
+/// Reclaim: the free memory of a guest that runs is given back to its host.
 pub mod reclaim;
 
 /// What others see of a running migration, and their way to cancel it.

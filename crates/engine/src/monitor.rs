@@ -1,4 +1,4 @@
-//! What others see of a running migration, and their one way to touch it: cancel.
+//! What others see of a running migration, and how they cancel it.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -14,7 +14,7 @@ const COMMITTED: u8 = 2;
 
 /// A running migration as others see it.
 ///
-/// Cancelling and committing exclude each other: whichever comes first wins, and the other is told.
+/// Cancelling and committing exclude each other: the first wins, and the other fails.
 #[derive(Debug)]
 pub struct Monitor {
     began: Instant,
@@ -36,7 +36,7 @@ struct Kept {
 }
 
 impl Monitor {
-    /// For a machine of this name; the clock starts now.
+    /// Begins the monitor of a machine of this name; its clock starts now.
     #[must_use]
     pub fn new(vm: &str) -> Self {
         let began = Instant::now();
@@ -53,18 +53,18 @@ impl Monitor {
         }
     }
 
-    /// Since the request was accepted.
+    /// The time since the request was accepted.
     #[must_use]
     pub fn elapsed(&self) -> Duration {
         self.began.elapsed()
     }
 
-    /// Its turn has come: time limits count from now.
+    /// Notes that the migration's turn has come: time limits count from now.
     pub(crate) fn begin(&self) {
         self.lock().turn = Instant::now();
     }
 
-    /// Since its turn came.
+    /// The time since its turn came.
     pub(crate) fn under_way(&self) -> Duration {
         self.lock().turn.elapsed()
     }
@@ -91,7 +91,7 @@ impl Monitor {
         progress
     }
 
-    /// Waits until something changes after `seen`, or `timeout`; yields the version to pass next time.
+    /// Waits until something changes after version `seen`, or for `timeout`; yields the version to pass next time.
     #[must_use]
     pub fn wait(&self, seen: u64, timeout: Duration) -> u64 {
         let kept = self.lock();
@@ -102,12 +102,12 @@ impl Monitor {
         kept.version
     }
 
-    /// Asks the migration to end. `false` where it is past the point of no return, or has ended.
+    /// Asks the migration to end. Returns `false` where it is past the point of no return, or has ended.
     pub fn cancel(&self) -> bool {
         self.gate.compare_exchange(RUNNING, CANCELLED, Ordering::AcqRel, Ordering::Acquire) != Err(COMMITTED)
     }
 
-    /// Ends what the caller is doing where the migration was cancelled, or there is nothing left to move.
+    /// Tells the caller to end its work where the migration was cancelled or nothing is left to move.
     ///
     /// # Errors
     /// [`MigrateError::Cancelled`].
@@ -117,27 +117,27 @@ impl Monitor {
     }
 
     /// Ends a migration that is past the point of no return and waits for its destination: the guest there loses the
-    /// pages that are still here. Nothing but a user who knows that asks for it.
+    /// pages that are still here. Only a user who knows that asks for it.
     pub fn give_up(&self) {
         self.given_up.store(true, Ordering::Release);
         self.update(|_| {});
     }
 
-    /// Whether that was asked for.
+    /// Whether [`give_up`](Self::give_up) was called.
     pub(crate) fn given_up(&self) -> bool {
         self.given_up.load(Ordering::Acquire)
     }
 
-    /// Ends what others are doing for this migration at their next [`check`](Self::check). Whoever calls this knows the
+    /// Ends the work of other threads for this migration at their next [`check`](Self::check). The caller keeps the
     /// reason.
     pub(crate) fn interrupt(&self) {
         self.interrupted.store(true, Ordering::Release);
     }
 
-    /// The point of no return: from now on it cannot be cancelled.
+    /// Passes the point of no return: from now on the migration cannot be cancelled.
     ///
     /// # Errors
-    /// [`MigrateError::Cancelled`] where somebody was faster.
+    /// [`MigrateError::Cancelled`] where the migration was cancelled before.
     pub(crate) fn commit(&self) -> Result<(), MigrateError> {
         match self.gate.compare_exchange(RUNNING, COMMITTED, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(()),
@@ -159,13 +159,13 @@ impl Monitor {
         self.update(|progress| progress.phase = phase);
     }
 
-    /// Begins a round of so many pages.
+    /// Begins a round of this many pages.
     pub(crate) fn begin_round(&self, round: u32, pages: u64) {
         self.pages_left.store(pages, Ordering::Relaxed);
         self.update(|progress| (progress.round, progress.round_pages) = (round, pages));
     }
 
-    /// So many pages of the round are dealt with, and so many bytes sent.
+    /// Notes how many pages of the round are done, and how many bytes were sent.
     pub(crate) fn sent(&self, pages: u64, bytes: u64) {
         self.bytes_sent.fetch_add(bytes, Ordering::Relaxed);
         let _ =

@@ -1,4 +1,4 @@
-//! What hosts hold, to be compared: what was there before must be all that is there after.
+//! The census: what hosts hold before and after a test must be the same.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,7 +17,7 @@ pub struct Census {
     pub descriptors: BTreeMap<String, usize>,
     /// Descriptors of userfaultfds of the daemon and of QEMU, whose agent keeps one while it is needed.
     pub userfaultfds: usize,
-    /// The daemon's threads, but for those of its asynchronous runtime's pool, which come with requests and go some
+    /// The daemon's threads, without those of its asynchronous runtime's pool, which come with requests and end some
     /// seconds later.
     pub threads: usize,
     /// RAM files and machines' directories.
@@ -29,7 +29,7 @@ pub struct Census {
 }
 
 impl Census {
-    /// Of the host with that name.
+    /// The census of the host with this name.
     ///
     /// # Panics
     /// Where the host has no daemon.
@@ -56,10 +56,10 @@ pub fn ram_bytes(host: &Host) -> u64 {
     usage.map_or(0, |usage| (usage.blocks() - usage.blocks_free()) * usage.fragment_size())
 }
 
-/// What exists of a lab that is down, in words.
+/// The remains of a lab that is down, in words.
 ///
 /// # Panics
-/// Where that cannot be told.
+/// Where they cannot be listed.
 #[must_use]
 pub fn left_of_lab(name: &str) -> Vec<String> {
     let mut left = net::existing(name).expect("a list of namespaces");
@@ -69,7 +69,7 @@ pub fn left_of_lab(name: &str) -> Vec<String> {
     left
 }
 
-/// By control group; and the daemon's children, which a zombie is even when its group forgot it.
+/// The programs of the control group, and the daemon's children: a zombie is one even when its group forgot it.
 fn programs(host: &Host, daemon: u32) -> BTreeMap<String, usize> {
     let mut pids: Vec<u32> = host.group.processes().iter().map(|process| process.pid).collect();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
@@ -92,7 +92,8 @@ fn parent(pid: u32) -> Option<u32> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// Numbers in names (`socket:[1234]`, random names of RAM files) differ from time to time and are left out.
+/// The descriptors of a process by name. Numbers in names (`socket:[1234]`, random names of RAM files) differ from time
+/// to time and are left out.
 fn descriptors(pid: u32) -> BTreeMap<String, usize> {
     let links = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     let name = |target: std::path::PathBuf| {

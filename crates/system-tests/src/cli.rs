@@ -18,9 +18,9 @@ use crate::PATIENCE;
 pub struct Answer {
     /// Its exit status.
     pub code: i32,
-    /// What it said.
+    /// Its standard output.
     pub stdout: String,
-    /// What it complained of.
+    /// Its standard error.
     pub stderr: String,
 }
 
@@ -32,7 +32,7 @@ impl From<Output> for Answer {
 }
 
 impl Answer {
-    /// The report, where it is one: `migrate --json -`.
+    /// The report that `migrate --json -` writes.
     #[must_use]
     pub fn report(&self) -> Option<Report> {
         serde_json::from_str(&self.stdout).ok()
@@ -44,7 +44,7 @@ impl Answer {
         self.report().and_then(|report| report.error).map(|problem| problem.code.to_string()).unwrap_or_default()
     }
 
-    /// It ended with `code` and told a person all of `words`.
+    /// Checks that it ended with `code` and that its standard error has all of `words`.
     ///
     /// # Panics
     /// Where it did not.
@@ -73,8 +73,8 @@ pub fn ask(host: &Host, arguments: &[&str]) -> Answer {
     command(host, arguments).output().expect("sterna starts").into()
 }
 
-/// What all migrations away from a host may send together from now on, bytes a second; `None` without limit. It holds
-/// one under way for as long as a test likes, and then lets it go.
+/// Limits what all migrations away from a host may send together from now on, bytes per second; `None` for no limit. A
+/// test can so keep a migration under way, and then let it go on.
 ///
 /// # Panics
 /// Where its daemon does not take it.

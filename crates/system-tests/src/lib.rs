@@ -3,22 +3,22 @@
 //!
 //! What these tests share is here; the tests themselves are in `tests/`, a program a subject.
 
-/// What hosts hold, to be compared: what was there before must be all that is there after.
+/// The census: what hosts hold before and after a test must be the same.
 pub mod census;
 
 /// `sterna`, with its exit status.
 pub mod cli;
 
-/// What tests need of this machine, and whose turn it is.
+/// What tests need of this machine, and the turns that they take.
 pub mod needs;
 
 /// Options in all pairs.
 pub mod pairs;
 
-/// A wire with somebody on it: holds a message back, cuts, stalls, damages.
+/// A proxy on the wire: it holds a message back, cuts, stalls, damages.
 pub mod proxy;
 
-/// A QEMU that somebody else started.
+/// A QEMU that was not started by Sterna.
 pub mod stranger;
 
 /// What hosts and a guest are to be like.

@@ -1,4 +1,4 @@
-//! What tests need of this machine, and whose turn it is.
+//! What tests need of this machine, and the turns that they take.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,13 +23,13 @@ pub fn skip_without(needs: &[Need]) -> bool {
     reason.is_some()
 }
 
-/// How often something is tried: seldom every day, often where `STERNA_LONG=1` asks for proof.
+/// The number of repetitions: a small one every day, a large one where `STERNA_LONG=1` asks for proof.
 #[must_use]
 pub fn times(every_day: usize, long: usize) -> usize {
     if std::env::var("STERNA_LONG").is_ok_and(|word| word == "1") { long } else { every_day }
 }
 
-/// Whether a test is left to the long proofs today; says so.
+/// Whether a test runs only in the long proofs, and not today; if so, it prints that.
 #[must_use]
 pub fn left_to_the_proofs() -> bool {
     let left = times(0, 1) == 0;
@@ -41,7 +41,8 @@ pub fn left_to_the_proofs() -> bool {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// One test at a time: a guest alone keeps a processor busy, and what is measured is time.
+/// Waits for the turn of this test. One test runs at a time, because a single guest keeps a processor busy, and tests
+/// measure time.
 pub fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,12 +1,12 @@
-//! Options in all pairs: what no two of them break together three seldom do.
+//! Options in all pairs: where no two options fail together, three seldom do.
 
 use std::collections::HashSet;
 
 /// An option of `sterna migrate`, and what it may be.
 pub type Technique = (&'static str, &'static [&'static str]);
 
-/// The words of migrations in which every value of each option meets every value of each other: greedily, the migration
-/// that brings most new pairs next. The same every day.
+/// The words of migrations in which every value of each option meets every value of each other option. The choice is
+/// greedy: the next migration is the one with the most new pairs. It is the same every day.
 #[must_use]
 pub fn pairwise(techniques: &[Technique]) -> Vec<Vec<&'static str>> {
     let mut all: Vec<Vec<usize>> = vec![vec![]];

@@ -1,6 +1,6 @@
-//! A wire with somebody on it: a proxy between two daemons that knows their protocol. It holds one chosen message back
-//! for as long as a test likes, so that a fault hits the moment that the test means; it cuts every connection, also in
-//! the middle of a message, and lets new ones pass or not; it falls silent; it damages devices' state.
+//! A proxy between two daemons that knows their protocol. It holds one chosen message back for as long as a test likes,
+//! so that a fault hits the moment that the test means; it cuts every connection, also in the middle of a message, and
+//! lets new ones pass or not; it falls silent; it damages devices' state.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -16,7 +16,7 @@ use sterna_protocol::message::{PREFIX_BYTES, Request, decode, decode_prefix};
 
 use crate::PATIENCE;
 
-// What passes, and how much.
+// The gate: what passes, and how much.
 mod gate;
 // A peer that is no daemon.
 mod stranger;
@@ -30,7 +30,7 @@ pub use stranger::{Babble, Stranger};
 pub enum Point {
     /// The source's request of this name, before the destination has it.
     Request(&'static str),
-    /// The destination's reply to it, before the source has it.
+    /// The destination's reply to the request of this name, before the source has it.
     Reply(&'static str),
 }
 
@@ -53,7 +53,7 @@ struct Shared {
 
 /// A proxy at work on a host; dropping it cuts everything.
 pub struct Proxy {
-    /// Where the source is to call, as `--to` takes it.
+    /// The address that the source must call, as `--to` takes it.
     pub address: String,
     shared: Arc<Shared>,
     acceptor: Option<std::thread::JoinHandle<()>>,
@@ -69,7 +69,7 @@ impl Proxy {
         let bind = || TcpListener::bind("127.0.0.1:0").context(|| "binding a proxy".into());
         let listener = net::inside(&from.namespace, bind).expect("a port");
         listener.set_nonblocking(true).expect("a setting");
-        // Segments of a network's size, not of the loopback's 64 KiB: the push is paced by what comes through.
+        // Segments have a network's size, not the loopback's 64 KiB: the push is paced by what comes through.
         setsockopt(&listener, sockopt::TcpMaxSeg, &1448).expect("a setting");
         let address = listener.local_addr().expect("an address").to_string();
         let shared = Arc::new(Shared {
@@ -91,7 +91,7 @@ impl Proxy {
                 let far = net::inside(&namespace, || {
                     TcpStream::connect_timeout(&target, Duration::from_secs(2)).context(|| "calling".into())
                 });
-                // Nobody there, or no link: the caller sees its connection end.
+                // Nobody is there, or the link is down: the caller sees its connection end.
                 if let Ok(far) = far
                     && !for_thread.gate.is_down()
                 {
@@ -102,7 +102,7 @@ impl Proxy {
         Self { address, shared, acceptor: Some(acceptor) }
     }
 
-    /// The next message at `point` is held back.
+    /// Holds back the next message at `point`.
     pub fn hold(&self, point: Point) {
         *lock(&self.shared.trap) = Trap::Set(point);
     }
@@ -140,18 +140,18 @@ impl Proxy {
         self.shared.cut();
     }
 
-    /// Nothing passes any more, and no connection ends, until it is [`up`](Self::up) again.
+    /// Stops all bytes without ending a connection, until it is [`up`](Self::up) again.
     pub fn stall(&self) {
         self.shared.gate.set(State::Stalled);
     }
 
-    /// The link is as it was.
+    /// Makes the link as it was.
     pub fn up(&self) {
         self.shared.gate.set(State::Open);
     }
 
-    /// The link goes [`down`](Self::down) by itself once so many bytes more have passed on connections of this kind,
-    /// wherever in a message that is.
+    /// Makes the link go [`down`](Self::down) by itself once this many more bytes have passed on connections of this
+    /// kind, at any place in a message.
     pub fn down_after(&self, kind: Kind, bytes: u64) {
         self.shared.gate.limit(kind, bytes);
     }
@@ -170,7 +170,7 @@ impl Proxy {
         self.shared.gate.passed(kind)
     }
 
-    /// From now on devices' state arrives changed.
+    /// Damages devices' state from now on: it arrives changed.
     pub fn damage_devices(&self) {
         self.shared.damage_devices.store(true, Ordering::Release);
     }
@@ -179,7 +179,7 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        // Who waits at a gate that is shut goes, too.
+        // Threads that wait at a shut gate end, too.
         self.down();
         if let Some(acceptor) = self.acceptor.take() {
             let _ = acceptor.join();
@@ -214,7 +214,7 @@ impl Shared {
         }
     }
 
-    /// A message passes by: waits where it is the one to be held; `false` where it is to be lost.
+    /// Lets a message pass: waits where it must be held back; `false` where it must be lost.
     fn pass(&self, here: Point) -> bool {
         let mut trap = lock(&self.trap);
         if *trap != Trap::Set(here) {
@@ -232,7 +232,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Passes on what either side says, on threads of their own.
+/// Passes on what both sides say, on threads of its own.
 fn join(shared: &Arc<Shared>, mut near: TcpStream, far: TcpStream) {
     let shared = Arc::clone(shared);
     std::thread::spawn(move || {
@@ -311,7 +311,8 @@ fn replies(shared: &Shared, mut from: TcpStream, to: TcpStream, last: &Mutex<&'s
     }
 }
 
-/// Copies bytes to their end, and says so to the other side. Where `damage` says so, they arrive changed.
+/// Copies bytes to their end, and ends the other side's stream then. Where `damage` returns `true`, they arrive
+/// changed.
 fn copy(shared: &Shared, kind: Kind, mut from: TcpStream, to: TcpStream, damage: impl Fn() -> bool) {
     let mut buffer = vec![0; 256 << 10];
     while let Ok(read @ 1..) = from.read(&mut buffer) {
@@ -319,7 +320,7 @@ fn copy(shared: &Shared, kind: Kind, mut from: TcpStream, to: TcpStream, damage:
             buffer[..read].iter_mut().for_each(|byte| *byte ^= 0x5a);
         }
         if !matches!(shared.forward(kind, &buffer[..read], &to), Ok(true)) {
-            // Nobody listens any more: whoever speaks is told, as without a proxy between.
+            // Nobody listens any more: the sender is told, as without a proxy.
             let _ = from.shutdown(Shutdown::Both);
         }
     }

@@ -1,4 +1,4 @@
-//! A QEMU that somebody else started, on a host of the lab.
+//! A QEMU that was not started by Sterna, on a host of the lab.
 
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
@@ -10,7 +10,7 @@ use sterna_bench::tools;
 use crate::PATIENCE;
 use crate::cli::{self, Answer};
 
-/// A QEMU that somebody else started; dropping it ends it.
+/// A QEMU that was not started by Sterna; dropping it ends it.
 pub struct Stranger {
     child: Child,
     host: Host,
@@ -45,7 +45,7 @@ impl Stranger {
         stranger
     }
 
-    /// `sterna adopt NAME`.
+    /// Runs `sterna adopt NAME` for it.
     #[must_use]
     pub fn adopt(&self, name: &str) -> Answer {
         let (pid, qmp) = (self.child.id().to_string(), self.qmp.display().to_string());

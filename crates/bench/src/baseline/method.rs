@@ -13,7 +13,8 @@ const UNLIMITED_BYTES_PER_S: u64 = 100_000_000_000;
 /// link's rate.
 const LONGEST_DOWNTIME_MS: u64 = 2_000_000;
 
-/// How QEMU moves it. What is not named here is QEMU's default: a downtime limit of 300 ms, compression of level 1.
+/// The way in which QEMU moves a guest. All settings not named here are QEMU's defaults: a downtime limit of 300 ms,
+/// compression of level 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
@@ -21,7 +22,7 @@ pub enum Method {
     Vanilla,
     /// Pre-copy over this number of connections.
     Multifd(u8),
-    /// The same, compressed by zstd.
+    /// Pre-copy over this number of connections, compressed by zstd.
     MultifdZstd(u8),
     /// Pre-copy that sends differences, with a cache of this size in MiB.
     Xbzrle(u16),
@@ -33,11 +34,11 @@ pub enum Method {
     StopAndCopy,
     /// Pre-copy for one pass, then post-copy.
     Postcopy,
-    /// The same, with a connection of their own for pages that the guest waits for.
+    /// Pre-copy for one pass, then post-copy, with a connection of their own for pages that the guest waits for.
     PostcopyPreempt,
     /// Post-copy from the first page on.
     PurePostcopy,
-    /// The same, with a connection of their own for pages that the guest waits for.
+    /// Post-copy from the first page on, with a connection of their own for pages that the guest waits for.
     PurePostcopyPreempt,
 }
 
@@ -69,7 +70,7 @@ impl Method {
             Self::Xbzrle(_) => &["xbzrle"],
             Self::Compress(_) => &["compress"],
             Self::AutoConverge => &["auto-converge"],
-            // The destination then says for how long its processors waited.
+            // The destination then reports how long its processors waited.
             Self::Postcopy | Self::PurePostcopy => &["postcopy-ram", "postcopy-blocktime"],
             Self::PostcopyPreempt | Self::PurePostcopyPreempt => {
                 &["postcopy-ram", "postcopy-blocktime", "postcopy-preempt"]
@@ -77,7 +78,7 @@ impl Method {
         }
     }
 
-    /// Whether the guest is to be switched over while pages are missing; and so, whether after the first pass.
+    /// Whether the guest is switched over while pages are missing, and if so, whether that comes after the first pass.
     #[must_use]
     pub fn postcopy_after_pass(self) -> Option<bool> {
         match self {

@@ -50,7 +50,7 @@ pub struct BaselineReport {
     /// The guest's pause; absent where it never paused: it then runs on at the source.
     pub pause: Option<Pause>,
     /// How long the guest's processors waited for pages after the switchover, milliseconds, as the destination counted
-    /// it: time in which all of them did at once. Absent without post-copy.
+    /// it: the time in which all of them waited at once. Absent without post-copy.
     pub blocktime_ms: Option<f64>,
     /// The whole of the source's `query-migrate`, as it was at the end or when it was given up.
     pub query_migrate: Value,
@@ -61,11 +61,11 @@ pub struct BaselineReport {
 pub struct Pause {
     /// From the source's STOP to the destination's RESUME event.
     pub downtime_ms: f64,
-    /// `downtime` of `query-migrate`: what QEMU itself believes; known at the end only.
+    /// `downtime` of `query-migrate`: QEMU's own figure, known at the end only.
     pub own_downtime_ms: Option<f64>,
     /// When the guest stopped, microseconds since 1970.
     pub stop_us: i64,
-    /// When it ran again.
+    /// When it ran again, microseconds since 1970.
     pub resume_us: i64,
 }
 
@@ -77,7 +77,7 @@ pub struct BaselineVm {
     host: Host,
     child: Child,
     qmp: Qmp,
-    /// Which process of this guest it is: names its files.
+    /// The number of this guest's process, which names its files.
     generation: u32,
     ram_file: Option<PathBuf>,
 }
@@ -143,8 +143,8 @@ impl BaselineVm {
     /// afterwards; the other is ended.
     ///
     /// A migration that has not ended after `limit` is given up. The first QEMU then has the guest; or the second,
-    /// where pages were already following a guest that runs there. That cannot be cancelled, and such a guest waits for
-    /// ever for what has not come: it is good for nothing but being dropped.
+    /// where pages were already following a guest that runs there. Such a migration cannot be cancelled, and the guest
+    /// waits for its missing pages for ever: it can only be dropped.
     ///
     /// # Errors
     /// Where QEMU refuses or the migration fails; this machine is then gone.
@@ -210,7 +210,8 @@ impl BaselineVm {
         }
     }
 
-    /// Waits until every page has had its turn once; whether that came before `until` and before the migration's end.
+    /// Waits until every page has had its turn once. Returns whether that came before `until` and before the
+    /// migration's end.
     fn first_pass_is_done(&mut self, until: Instant) -> Result<bool> {
         while Instant::now() < until {
             let query = self.qmp.execute("query-migrate", json!({}))?;
@@ -240,7 +241,7 @@ impl BaselineVm {
         self.qmp.execute("migrate_cancel", json!({}))?;
         let end = self.qmp.wait_for_event("the end of a cancelled migration", CANCEL, is_end)?;
         if end["data"]["status"] == "completed" {
-            // It ended between the two looks, and nobody watched its destination start.
+            // The migration ended between the two looks, and nobody watched its destination start.
             let reason = "it ended just when it was given up".into();
             return Err(Error::Migration { vm: self.guest.name.clone(), status: "timed out".into(), reason });
         }
@@ -275,7 +276,7 @@ pub fn capabilities(binary: &Path) -> Result<Vec<String>> {
     command.args(["-machine", "none", "-nodefaults", "-no-user-config", "-display", "none", "-qmp", "stdio"]);
     let mut child =
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().context(context)?;
-    // A QEMU that ended at once has closed its input; what it said tells more than that.
+    // A QEMU that ended at once has closed its input; its output tells more than this error.
     let _ = child.stdin.take().map(|mut stdin| stdin.write_all(ASK.as_bytes()));
     let output = child.wait_with_output().context(context)?;
     let answers = String::from_utf8_lossy(&output.stdout);
@@ -327,7 +328,7 @@ impl Drop for Reaped {
     }
 }
 
-/// A tmpfs for RAM files below the host's directory: it goes with the lab.
+/// A tmpfs for RAM files below the host's directory; it is removed with the lab.
 fn ram_directory(host: &Host) -> Result<PathBuf> {
     let directory = host.directory.join("ram");
     if !directory.exists() {
@@ -340,7 +341,7 @@ fn ram_directory(host: &Host) -> Result<PathBuf> {
     Ok(directory)
 }
 
-/// Adds QEMU's own words to the error that came of its end.
+/// Adds QEMU's own words to the error that its end caused.
 fn explain(error: Error, host: &Host, stem: &str) -> Error {
     let words = std::fs::read_to_string(host.directory.join(format!("{stem}.log"))).unwrap_or_default();
     if words.trim().is_empty() { error } else { Error::Qmp { command: "to start".into(), reason: words.trim().into() } }

@@ -80,7 +80,7 @@ impl Qmp {
         let mut seen = 0;
         loop {
             if let Some(at) = self.events.iter().skip(seen).position(&wanted) {
-                // The position counts from what was skipped.
+                // The position counts from the skipped events on.
                 return self.events.remove(seen + at).ok_or_else(|| refused(what, "lost event"));
             }
             seen = self.events.len();
@@ -149,7 +149,7 @@ mod tests {
         let server = std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             stream.write_all(text.as_bytes()).unwrap();
-            // Stays until the first command came; then it is a QEMU that ended.
+            // The thread stays until the first command came; then it acts as a QEMU that ended.
             let mut command = String::new();
             BufReader::new(stream).read_line(&mut command).unwrap();
         });

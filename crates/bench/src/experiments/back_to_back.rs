@@ -1,8 +1,8 @@
 //! The post-copy paper's figures 7 and 8: a guest moves back and forth between two hosts with pauses of five seconds
-//! while it compiles, or sends. What it did from the first request to the end of the last pause would have taken less
-//! time without; the rest is what the migrations added.
+//! while it compiles, or sends. The work that it did from the first request to the end of the last pause would have
+//! taken less time without migrations; the difference is what the migrations added.
 //!
-//! How fast it works without is looked at just before and just after, in the same guest.
+//! Its speed without migrations is measured just before and just after, in the same guest.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,18 +27,18 @@ use crate::stats::median;
 use crate::sterna::SternaVm;
 use crate::trial::{Mover, Qemu};
 
-/// Between two migrations, as the paper's.
+/// The pause between two migrations, as the paper's.
 const PAUSE: Duration = Duration::from_secs(5);
 /// How long a guest may take to start, on a machine that has other work too.
 const START: Duration = Duration::from_secs(90);
-/// How long it works before anything is looked at.
+/// How long it works before anything is measured.
 const SETTLE: Duration = Duration::from_secs(3);
 /// When a migration that does not end is given up, and the series with it.
 const LIMIT: Duration = Duration::from_secs(60);
 /// The guest's RAM.
 const MEMORY_MIB: u64 = 512;
 
-/// Units that the guest compiles before it begins again, where its own word of it was lost.
+/// The number of units that the guest compiles before it begins again, where its own report of it was lost.
 const UNITS: f64 = 13.0;
 
 const PRECOPY: &str = "--mode precopy";
@@ -63,7 +63,7 @@ impl Work {
     }
 }
 
-/// Who moves the guest; nobody, to see how even its work is by itself.
+/// The mover of the guest; nobody moves it in one row, which shows how even its work is by itself.
 #[derive(Clone)]
 enum Who {
     Nobody,
@@ -115,7 +115,7 @@ fn of_all(quick: bool, newest: &Qemu) -> Result<Vec<Who>> {
 #[derive(Debug, Clone, Copy)]
 struct Series {
     migrations: u32,
-    /// How long it is looked at before and after.
+    /// How long it is measured before and after.
     undisturbed: Duration,
 }
 
@@ -125,14 +125,14 @@ enum Running {
     Qemu(Box<BaselineVm>),
 }
 
-/// What one migration of a series took.
+/// The figures of one migration of a series.
 struct Moved {
     total_ms: f64,
     downtime_ms: f64,
 }
 
 impl Running {
-    /// Moves it. One that is given up ends the series.
+    /// Moves it. A migration that is given up ends the series.
     fn migrate(self, lab: &Lab, to: &str, mover: &Mover) -> Result<(Self, Moved)> {
         let given_up = |vm: &str| Error::Migration {
             vm: vm.into(),
@@ -191,7 +191,7 @@ impl Attempt for ToAndFro {
     fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
         let client = lab.host(CLIENT).map(|host| host.address.to_string()).unwrap_or_default();
         let jobs = match self.work {
-            // A line for each unit of work.
+            // The builder reports a line for each unit of work.
             Work::Compile => "builder:--interval-ms,0".to_owned(),
             Work::Send => format!("iperf3:-c,{client},-t,86400"),
         };
@@ -214,7 +214,7 @@ impl Attempt for ToAndFro {
 }
 
 impl ToAndFro {
-    /// Fills in the metrics as it goes: of a series that breaks off, what was seen until then is kept.
+    /// Fills in the metrics as it goes on: a series that breaks off keeps what was measured until then.
     fn move_to_and_fro(&self, lab: &Lab, guest: &Guest, metrics: &mut BTreeMap<String, f64>) -> Result<()> {
         let Self { work, who, qemu, series } = self;
         let meter = Meter::start(lab.host(METER)?)?;
@@ -241,7 +241,7 @@ impl ToAndFro {
             }
             None => compiled().progress(undisturbed),
         };
-        // The first units are slower: nothing of what they need was used before.
+        // The first units are slower, because nothing that they need was used before.
         wait_for("the guest's work", START, || Ok((progress(&[]).0.len() > 15).then_some(())))?;
         let settled = now_us();
         std::thread::sleep(SETTLE);
@@ -277,14 +277,14 @@ impl ToAndFro {
             (ADDED.to_owned(), added_s / f64::from(series.migrations)),
             ("rate_before".to_owned(), before),
             ("rate_after".to_owned(), after),
-            // What is added is told no better than this share of the series.
+            // The added time is known no better than to this share of the series.
             ("drift".to_owned(), (after / before - 1.0).abs()),
         ]);
         Ok(())
     }
 }
 
-/// What the migrations of a series took so far.
+/// Notes what the migrations of a series took so far.
 fn note_moved(metrics: &mut BTreeMap<String, f64>, moved: &[Moved]) {
     let middle = |value: fn(&Moved) -> f64| median(&moved.iter().map(value).collect::<Vec<_>>());
     metrics.insert("migrations_done".into(), moved.len() as f64);
@@ -292,14 +292,14 @@ fn note_moved(metrics: &mut BTreeMap<String, f64>, moved: &[Moved]) {
     metrics.extend(middle(|moved| moved.downtime_ms).map(|ms| ("downtime_ms".to_owned(), ms)));
 }
 
-/// How long the units of a compile take a guest that is left alone, by their place in a round; and what was done by
-/// when, in such seconds: units differ, and so few are compiled in the time that is looked at that counting them would
-/// say little.
+/// The work of a compile. It keeps how long each unit of a round takes in a guest that is left alone, and how many of
+/// these seconds of work were done by when. Units differ, and too few are compiled in the measured time for a count of
+/// them to say much.
 struct Compiled {
-    /// When how many units were done, both ascending. A line that was lost, on a link that is full perhaps, is one
-    /// moment less.
+    /// Moments and the numbers of units done by then, both ascending. A line that was lost, perhaps on a full link, is
+    /// one moment less.
     done: Vec<(i64, usize)>,
-    /// How many units there are before it begins again.
+    /// The number of units before it begins again.
     round: usize,
 }
 
@@ -309,8 +309,8 @@ impl Compiled {
         Self { done: done.collect(), round: round.max(1) }
     }
 
-    /// Seconds of each unit of a round, from those that were compiled within these spans; those that were not count as
-    /// much as the others do.
+    /// The seconds of each unit of a round, from the units that were compiled within these spans; the others count as
+    /// the mean of those.
     fn weights(&self, undisturbed: &[(i64, i64)]) -> Vec<f64> {
         let mut sums = vec![(0.0, 0.0); self.round];
         for pair in self.done.windows(2) {
@@ -339,11 +339,11 @@ impl Compiled {
     }
 }
 
-/// How much was done by when: moments, microseconds since 1970, and sums, both ascending.
+/// The progress of the work: moments, microseconds since 1970, and sums, both ascending.
 struct Progress(Vec<(i64, f64)>);
 
 impl Progress {
-    /// From moments and what was done since the one before.
+    /// The progress made of moments and the work since the moment before.
     fn of(parts: impl IntoIterator<Item = (i64, f64)>) -> Self {
         let mut sum = 0.0;
         let add = |(at_us, part): (i64, f64)| {
@@ -353,7 +353,7 @@ impl Progress {
         Self(parts.into_iter().map(add).collect())
     }
 
-    /// What was done by a moment, as if evenly between two looks.
+    /// The work done by a moment, as if it were even between two looks.
     fn at(&self, at_us: i64) -> Option<f64> {
         let next = self.0.partition_point(|(at, _)| *at < at_us);
         let (before, after) = (self.0.get(next.checked_sub(1)?)?, self.0.get(next));
@@ -367,7 +367,7 @@ impl Progress {
         Some(self.at(to_us)? - self.at(from_us)?)
     }
 
-    /// By the second, from the first to the last look within some time.
+    /// The work per second, from the first to the last look within some time.
     fn rate(&self, from_us: i64, to_us: i64) -> Option<f64> {
         let inside: Vec<_> = self.0.iter().filter(|(at, _)| (from_us..=to_us).contains(at)).collect();
         let (first, last) = (inside.first()?, inside.last()?);

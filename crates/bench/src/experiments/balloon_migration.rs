@@ -1,6 +1,6 @@
-//! What self-ballooning does to migrations: a guest that has used most of its RAM and given it back to its own kernel,
-//! whose free memory is full of what it held, is moved before and after Sterna has taken that memory. QEMU's own
-//! migration of the same guest stands beside it.
+//! What self-ballooning does to migrations: a guest has used most of its RAM and given it back to its own kernel, whose
+//! free memory still has the old content. It is moved before and after Sterna has taken that memory, beside QEMU's own
+//! migration of the same guest.
 
 use std::path::Path;
 use std::time::Duration;
@@ -20,16 +20,16 @@ const WORKING_SET_MIB: u64 = 64;
 const RATE_MIB: u64 = 8;
 /// The end of the name of a guest whose balloon has settled.
 const SETTLED: &str = ", balloon settled before";
-/// Sterna's rows, as on the command line, each with QEMU's way that is like it. What is free and not in the balloon is
-/// not skipped: this is about the balloon.
+/// Sterna's rows, as on the command line, each with QEMU's similar way. Free pages that are not in the balloon are not
+/// skipped: this is about the balloon.
 const MODES: [(&str, Method); 2] = [
     ("--mode precopy --skip-free off", Method::Vanilla),
     ("--mode postcopy --skip-free off", Method::PurePostcopyPreempt),
 ];
-/// Page bodies sent, as a share of the pages that held anything just before.
+/// Page bodies sent, as a share of the pages that were not zeros just before.
 const SENT_TO_NONZERO: &str = "sent_to_nonzero";
 
-/// What the guest has and had, MiB.
+/// The sizes of the guest's memory, MiB.
 #[derive(Debug, Clone, Copy)]
 struct Sizes {
     memory_mib: u64,
@@ -91,7 +91,7 @@ fn cases(sizes: Sizes, qemu: &Qemu) -> Result<Vec<Case>> {
     Ok(cases)
 }
 
-/// Nobody has set an aim for these; what must hold is that the balloon makes nothing worse.
+/// The targets. Nobody has set an aim for these rows, except that the balloon must make nothing worse.
 fn targets(runs: &[Run], sizes: Sizes, qemu: &str) -> Result<Vec<Target>> {
     let (before, after) = (sizes.workload(false), sizes.workload(true));
     let mut targets = Vec::new();

@@ -52,7 +52,7 @@ impl Case {
     }
 }
 
-/// Has the rows of these cases in the results, with the reason why none was tried.
+/// Adds the rows of these cases to the results, with the reason why none was tried.
 pub(super) fn give_up(cases: &[Case], reason: &str, record: &mut Record) {
     record.add(cases.iter().map(|case| {
         let mut run = case.row().run(0);
@@ -64,16 +64,16 @@ pub(super) fn give_up(cases: &[Case], reason: &str, record: &mut Record) {
 /// How long a guest is watched.
 #[derive(Clone, Copy)]
 pub(super) struct Watch {
-    /// Its working set, before it is moved; zero for not at all.
+    /// How long its working set is watched before it is moved; zero for not at all.
     pub(super) working_set: Duration,
-    /// What it does once it is moved.
+    /// How long it is watched once it is moved.
     pub(super) after: Duration,
-    /// Gives the guest what not every guest has.
+    /// Gives the guest what this experiment needs beside the usual.
     pub(super) fit: fn(&Case, &mut Guest),
 }
 
 impl Watch {
-    /// What it does once it is moved, for so long.
+    /// A watch of this length once the guest is moved.
     pub(super) fn after(after: Duration) -> Self {
         Self { working_set: Duration::ZERO, after, fit: |_, _| {} }
     }
@@ -85,8 +85,8 @@ impl Default for Watch {
     }
 }
 
-/// A case, how it is watched, and who looks at the trial: `look` adds to the metrics, and what it returns is kept among
-/// the run's details as `seen`.
+/// A case, how it is watched, and the function that looks at the trial: `look` adds to the metrics, and what it returns
+/// is kept among the run's details as `seen`.
 struct Watched<'a, L> {
     case: &'a Case,
     watch: Watch,
@@ -106,7 +106,7 @@ pub(super) fn try_each(
     super::runner::try_all(lab, &attempts, repeats, record);
 }
 
-/// The same for those that only derive metrics from metrics.
+/// Tries every case. `look` only derives metrics from metrics.
 pub(super) fn try_all(
     lab: &Lab,
     cases: &[Case],

@@ -1,5 +1,5 @@
-//! Guests that write from a tenth to eight times what the link carries: who moves them, how long they stand still, and
-//! what becomes of those that cannot be moved as asked.
+//! Guests that write from a tenth to eight times what the link carries: which mover can move them, how long they stand
+//! still, and what happens to those that cannot be moved as asked.
 
 use std::path::Path;
 use std::time::Duration;
@@ -18,10 +18,10 @@ const WORKING_SET_MIB: u64 = 256;
 /// What lies idle beside it, MiB.
 const IDLE_MIB: u64 = 512;
 const PATTERNS: [&str; 3] = ["sequential", "random", "hot-spot"];
-/// Asked rate of writes, as a share of the link. What the guest reached is in each row.
+/// The requested rates of writes, as shares of the link. The rate that the guest reached is in each row.
 const SHARES: [f64; 7] = [0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0];
 
-/// The part of Sterna's rows that stops the guest whatever the pause will be.
+/// The options of Sterna's rows that stop the guest however long the pause will be.
 const FORCE: &str = "--mode precopy --timeout 15s --on-timeout force";
 /// One pass, then post-copy.
 const HYBRID: &str = "--mode hybrid";
@@ -42,7 +42,7 @@ const QEMU: [Method; 4] = [Method::Vanilla, Method::AutoConverge, Method::Postco
 
 /// The pause that came, as a share of the one that was predicted.
 const PREDICTION: &str = "downtime_to_predicted";
-/// Total time, as a share of what the link takes for RAM in use.
+/// Total time, as a share of the time that the link needs for the RAM in use.
 const TO_LIMIT: &str = "total_to_link_limit";
 
 pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
@@ -96,7 +96,7 @@ fn cases(quick: bool) -> Result<Vec<Case>> {
                 jobs: format!(
                     "idle:--mib,{IDLE_MIB};dirtier:--mib,{WORKING_SET_MIB},--rate,{mib_per_s:.1},--pattern,{pattern}"
                 ),
-                // It fills more, and so is ready last.
+                // This program fills more memory, and so is ready last.
                 ready: Some("IDLE ready"),
                 load: None,
                 mover: mover.clone(),
@@ -119,7 +119,7 @@ fn targets(runs: &[Run], workloads: &[(&str, f64)], qemu: &str) -> Result<Vec<Ta
         let own = |run: &Run| is_row(run, workload, &hybrid, qemu);
         ratio(runs, time_ms, own, |run| is_row(run, workload, &preempt, "10.0"))
     }));
-    // Only where the pause was one that nobody would have chosen: a guest that converged was not forced.
+    // Only runs that the timeout ended count: a guest that converged was not forced.
     let forced = movers::sterna(FORCE)?.label();
     let forced = |run: &Run| {
         let timed_out = run.metrics.get("total_ms").is_some_and(|ms| *ms >= 15_000.0);
@@ -136,7 +136,7 @@ fn targets(runs: &[Run], workloads: &[(&str, f64)], qemu: &str) -> Result<Vec<Ta
     ])
 }
 
-/// Downtime and total time over the rate of writes, a line per mover, for each pattern.
+/// Plots downtime and total time over the rate of writes, a line per mover, for each pattern.
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     let rows = rows(runs);
     for pattern in PATTERNS {

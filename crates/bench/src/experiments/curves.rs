@@ -6,22 +6,22 @@ use crate::error::Result;
 use crate::plot::LinePlot;
 use crate::result::Row;
 
-/// A plot of lines: what its axes are called, and how metric and workload become a point.
+/// A plot of lines: the names of its axes, and how metric and workload become a point.
 pub(super) struct Curves<'a> {
-    /// Over the plot.
+    /// The title over the plot.
     pub(super) title: String,
-    /// What is varied.
+    /// The name of what is varied.
     pub(super) x_label: &'a str,
     /// The metric, in words.
     pub(super) y_label: &'a str,
     /// The metric.
     pub(super) metric: &'a str,
-    /// Where a workload, by its name, lies; `None` for one that is not of this plot.
+    /// The place of a workload on the horizontal axis, by its name; `None` for one that is not in this plot.
     pub(super) x: &'a dyn Fn(&str) -> Option<f64>,
 }
 
 impl Curves<'_> {
-    /// Writes it, unless there is nothing to show.
+    /// Writes the plot, unless it is empty.
     pub(super) fn write(&self, rows: &[Row], directory: &Path, name: &str) -> Result<()> {
         let lines = self.lines(rows);
         if lines.is_empty() {

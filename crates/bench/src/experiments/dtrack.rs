@@ -12,7 +12,7 @@ use crate::result::{Row, Run, rows};
 use crate::trial::{LIMIT, Mover, Qemu};
 
 /// Sets per second over the whole cache. Each writes about SET_PAGES different pages (the item, its neighbours' links,
-/// the table), so that the guest writes about half of what the link carries; what it was is in each row.
+/// the table), so that the guest writes about half of what the link carries; the real rate is in each row.
 const SETS_PER_S: f64 = 3000.0;
 /// The share of RAM that is memcached's, percent; less where that would not leave the guest's kernel and memcached's
 /// own tables what they need.
@@ -50,7 +50,7 @@ pub(super) fn workload(memory_mib: u64) -> String {
     format!("memcached: {} MiB of {memory_mib}, {SETS_PER_S} sets/s", cache_mib(memory_mib))
 }
 
-/// Time in which the link carries RAM four times over, and no less than usual.
+/// The limit: the time in which the link carries the RAM four times, and no less than usual.
 fn limit(memory_mib: u64) -> Duration {
     LIMIT.max(Duration::from_secs(4 * (memory_mib << 20) / LINK_BYTES_PER_S))
 }

@@ -1,5 +1,5 @@
-//! D-Track's figures 8 and 11 to 13: what telling silent stores by a hash of the content costs, by hash, alone and
-//! combined.
+//! D-Track's figures 8 and 11 to 13: the cost of finding silent stores by a hash of the content, for each hash, alone
+//! and combined.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::trial::{LIMIT, Mover, Qemu};
 
 /// The hashes; the paper has the first three.
 const HASHES: [&str; 6] = ["sha1", "md5", "murmur3", "xxh3", "blake3", "off"];
-/// What they are combined with: nothing else that skips pages; all that does; compression as well.
+/// The options that they are combined with: first none that skip pages, then all that do, then compression as well.
 const ALONE: &str = "--fake-dirty off --hot-pages send";
 const EXACT: &str = "";
 const ZSTD: &str = "--compress zstd";
@@ -131,7 +131,7 @@ mod tests {
             run(NOTHING_SILENT, &mover("xxh3", ALONE).unwrap(), 1005.0),
         ];
         for (hash, combined) in combinations(true) {
-            // Without a hash it may take as long as it likes: that is no hash's fault.
+            // Without a hash it may take any time: that is no hash's fault.
             let ms = if hash == "off" {
                 2000.0
             } else if hash == "sha1" && combined == ALONE {

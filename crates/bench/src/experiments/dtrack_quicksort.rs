@@ -1,5 +1,5 @@
-//! D-Track's figures 15 and 16, tables 2 and 3: what a guest that sorts loses to its migration, by every way in which
-//! pages that are written again are found.
+//! D-Track's figures 15 and 16, tables 2 and 3: the throughput that a sorting guest loses to its migration, for every
+//! way to find pages that are written again.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::result::{Run, Target};
 use crate::sterna;
 use crate::trial::{LIMIT, Mover, Qemu};
 
-/// What the guest reports.
+/// The guest's own figure.
 const RATE: &str = "sorts_per_s";
 /// Sterna's rows as on its command line, with names for their plots; the first, the default, is judged.
 const TRACKING: [(&str, &str); 4] = [
@@ -69,7 +69,7 @@ fn cases(sizes_mib: &[u64], quick: bool, qemu: &Qemu) -> Result<Vec<Case>> {
             load: None,
             mover,
             qemu: qemu.clone(),
-            // Beyond the filling and the first partitions, so that from here on the sort is the same all the time.
+            // The settle time covers the filling and the first partitions: from then on the sort is even.
             settle: Duration::from_secs(if quick { 12 } else { 20 }),
             limit: LIMIT,
         }));

@@ -1,12 +1,12 @@
-//! D-Track's section 2.2.1: stores that write what is there already make pages dirty that are not. A writer does so
-//! with a share of its pages; which pages are sent again?
+//! D-Track's section 2.2.1: stores that write what is there already make unchanged pages dirty. A writer does so with a
+//! share of its pages; which pages are sent again?
 //!
-//! How many pages had to be sent again is known without asking who sends them. The writer's silent pages and its
-//! changing ones are disjoint, its stores are the same in every run, and its lines tell how many it has done: so the
-//! pages that it really changed in each round's time can be counted by doing the same once more. A page that changed in
-//! a round's time has to be sent at most once because of it, whatever round that is; their sum over all rounds, plus
-//! what an otherwise equal guest without a writer is sent again (the kernel's own pages, and those of its other
-//! programs), is the bound that a mover is judged by.
+//! The number of pages that had to be sent again is known without the mover's report. The writer's silent pages and its
+//! changing ones are disjoint, its stores are the same in every run, and its lines tell how many it has done: so a
+//! repetition of these stores counts the pages that it really changed in each round's time. A page that changed in a
+//! round's time has to be sent at most once because of that, in any round. The bound by which a mover is judged is
+//! their sum over all rounds, plus the pages that are sent again of an otherwise equal guest without a writer (the
+//! kernel's own, and those of its other programs).
 
 use std::path::Path;
 use std::time::Duration;
@@ -35,11 +35,11 @@ const WRITER_MIB: usize = 128;
 const RATE_MIB: u32 = 40;
 /// The workload without a writer, with as much memory in use.
 const CONTROL: &str = "no writer";
-/// Pages sent beside the first time that each had to be.
+/// Pages sent again, beside the first time that each had to be sent.
 const AGAIN: &str = "pages_sent_again";
-/// Pages the writer changed, each once for each round in whose time it did.
+/// Pages that the writer changed, each counted once for each round in whose time it changed.
 const CHANGED: &str = "pages_changed";
-/// The first by the second, with what the control was sent again added to the second.
+/// The first divided by the second, after the control's pages sent again were added to the second.
 const EXCESS: &str = "sent_again_per_changed";
 
 pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
@@ -71,7 +71,7 @@ fn cases(quick: bool, qemu: &Qemu) -> Result<Vec<Case>> {
         settle: Duration::from_secs(3),
         limit: LIMIT,
     };
-    // What lies idle makes the first round long enough for each page to be written in it.
+    // The idle memory makes the first round long enough for each page to be written in it.
     let idle_mib = if quick { 128 } else { 384 };
     let default = Mover::Sterna(sterna::options("")?);
     let control = format!("idle:--mib,{}", idle_mib + WRITER_MIB);
@@ -95,12 +95,12 @@ fn share_of(workload: &str) -> Option<u32> {
     SHARES.into_iter().find(|share| self::workload(*share) == workload)
 }
 
-/// Counts what was sent again, and what had to be.
+/// Counts the pages that were sent again, and those that had to be.
 fn look(case: &Case, trial: &mut Trial) -> Value {
     let Some(report) = &trial.sterna else { return Value::Null };
     // A page's first sending is not one of these, in whatever round it is: one that was written again before its turn
-    // in the first round goes for the first time in a later one. All that is not zeros when the migration begins goes
-    // once; what becomes so later counts here.
+    // in the first round goes for the first time in a later one. Each page that is not zeros when the migration begins
+    // goes once; a page that becomes so later counts here.
     let again = trial.metrics.get("nonzero_pages").map(|once| (report.pages.sent as f64 - once).max(0.0));
     let silent: u64 = report.pages.fake_dirty_content;
     let gap = meter::longest_gap(&trial.arrivals, trial.begin_us, trial.end_us + 1_000_000);
@@ -137,7 +137,7 @@ fn written(lines: &[Line]) -> Vec<Sample> {
     own.filter_map(|line| Some(Sample { at_us: line.at_us, per_s: line.number("total")? })).collect()
 }
 
-/// How many it had done at a moment: as many as the line before says, and as it went on at that speed, but no more than
+/// How many stores it had done at a moment: as many as the line before says, continued at that speed, but no more than
 /// the line after says. `None` for a moment that no two lines enclose.
 fn written_at(written: &[Sample], at_us: i64) -> Option<u64> {
     let after = written.iter().position(|sample| sample.at_us >= at_us).filter(|after| *after >= 1)?;
@@ -160,7 +160,7 @@ fn changed_between(mut stores: Stores, marks: &[u64]) -> Vec<usize> {
         done = done.max(*mark);
         counts.push(changed.mark());
     }
-    // The first tells of the time before the first mark.
+    // The first count is of the time before the first mark.
     counts.split_off(1.min(counts.len()))
 }
 

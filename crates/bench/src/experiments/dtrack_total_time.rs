@@ -1,5 +1,5 @@
-//! D-Track's figure 14 and table 1: how long a guest takes to move whose memory is a cache under sets, by every
-//! technique alone and combined.
+//! D-Track's figure 14 and table 1: how long the migration of a guest takes whose memory is a cache under sets, by
+//! every technique alone and combined.
 
 use std::path::Path;
 
@@ -13,11 +13,11 @@ use crate::result::{Row, Run, Target};
 /// The tracked kinds of fake dirty pages, alone and with each encoding.
 const TRACKING: [&str; 4] = ["exact", "dtrack-v1", "dtrack-v2", "adaptive"];
 const ENCODINGS: [&str; 4] = ["", "--delta xbzrle", "--compress lz4", "--compress zstd"];
-/// What is judged beside the defaults.
+/// The options that are judged beside the defaults.
 const ZSTD: &str = "--compress zstd";
 /// The default without looks for free pages, of which there are hardly any here.
 const WITHOUT_SKIPPING: &str = "--skip-free off";
-/// The paper's own technique and nothing else; and nothing at all.
+/// The paper's own technique alone; and no technique at all.
 const PLAIN: [&str; 2] = [
     "--fake-dirty dtrack-v1 --content-hash off --hot-pages send --skip-free off",
     "--fake-dirty off --content-hash off --hot-pages send --skip-free off",
@@ -25,7 +25,7 @@ const PLAIN: [&str; 2] = [
 
 pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let sizes = dtrack::sizes_mib(options);
-    // Filling a cache takes most of a trial: a short run has one of each, to be done in ten minutes.
+    // Filling a cache takes most of a trial: a short run has one of each, so that it is done in ten minutes.
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let cases = cases(sizes, options.quick)?;
     let newest = cases.first().map(|case| case.qemu.label.clone()).unwrap_or_default();
@@ -64,7 +64,7 @@ fn cases(sizes_mib: &[u64], quick: bool) -> Result<Vec<Case>> {
         for options in rows_of_sterna(quick) {
             cases.push(dtrack::memcached(*mib, movers::sterna(&options)?, &newest));
         }
-        // What newer versions have dropped.
+        // These are methods that newer versions have dropped.
         for older in qemus.iter().filter(|_| !quick) {
             for mover in movers::known(older, &[Method::Vanilla, Method::Compress(2)])? {
                 cases.push(dtrack::memcached(*mib, mover, older));

@@ -1,8 +1,8 @@
-//! D-Track's figure 17: what a guest that drives a database on another machine notices of its migration. The guest runs
-//! YCSB's workload A against the PostgreSQL of the `client`.
+//! D-Track's figure 17: how much a guest that uses a database on another machine notices of its migration. The guest
+//! runs YCSB's workload A against the PostgreSQL of the `client`.
 //!
 //! Latencies are the guest's own, as in the paper: its clock stands still in the pause, so that the requests of that
-//! moment, one for each connection, seem as quick as others. What the pause is shows in `gap_ms`.
+//! moment, one for each connection, seem as quick as others. The pause shows in `gap_ms`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -21,12 +21,12 @@ use crate::result::{Run, Target};
 use crate::sterna;
 use crate::trial::{LIMIT, Mover, Qemu, Trial};
 
-/// What the guest reports.
+/// The guest's own figure.
 const RATE: &str = "ops_per_s";
 const P99: &str = "p99_us_during";
 const ROWS: u32 = 10_000;
 const CONNECTIONS: u32 = 4;
-/// Between two of the guest's lines.
+/// The time between two of the guest's lines, milliseconds.
 const INTERVAL_MS: i64 = 500;
 /// Sterna's rows as on its command line, with names for their plots; the first, the default, is judged.
 const TRACKING: [(&str, &str); 2] = [("", "exact"), ("--fake-dirty dtrack-v2", "dtrack_v2")];
@@ -67,8 +67,7 @@ fn cases(sizes_mib: &[u64], postgres: &Postgres, qemu: &Qemu) -> Result<Vec<Case
         for (options, _) in TRACKING {
             movers.push(Mover::Sterna(sterna::options(options)?));
         }
-        // The client itself is small: what lies idle beside it makes the migration last as long as the size of RAM
-        // says.
+        // The client itself is small: idle memory beside it makes the migration as long as the size of RAM demands.
         let idle = mib / 2;
         cases.extend(movers.into_iter().map(|mover| Case {
             workload: workload(*mib),
@@ -88,12 +87,12 @@ fn cases(sizes_mib: &[u64], postgres: &Postgres, qemu: &Qemu) -> Result<Vec<Case
     Ok(cases)
 }
 
-/// Throughput and latencies before, during and after.
+/// Adds throughput and latencies before, during and after the migration.
 fn look(trial: &mut Trial) -> serde_json::Value {
     let rates = timeline::note(trial, "YCSB", RATE);
     let lines: Vec<&Line> = trial.lines.iter().filter(|line| line.text.starts_with("YCSB ok ")).collect();
     let errors: f64 = lines.iter().filter_map(|line| line.number("errors")).sum();
-    // A line tells of the interval before it; of those that overlap the migration, the last tells of the pause.
+    // A line covers the interval before it; of the lines that overlap the migration, the last covers the pause.
     let spans = [
         ("before", trial.settled_us - 6_000_000, trial.settled_us),
         ("during", trial.begin_us, trial.end_us + INTERVAL_MS * 1000),

@@ -1,5 +1,4 @@
-//! How far `sterna estimate` is from what the migration then takes: a guest is estimated and moved at once, at the same
-//! rate.
+//! The error of `sterna estimate`: a guest's migration is estimated, and the guest is moved at once, at the same rate.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,16 +19,16 @@ use crate::result::{Config, Run};
 use crate::sterna::SternaVm;
 use crate::trial::Qemu;
 
-/// Below the lab's links, so that it is what limits.
+/// The bandwidth. It is below that of the lab's links, so that it is the limit.
 const BYTES_PER_S: u64 = 100_000_000;
 /// How long a guest may take to start, on a machine that has other work too.
 const START: Duration = Duration::from_secs(90);
-/// How long it runs before it is looked at.
+/// How long it runs before it is observed.
 const SETTLE: Duration = Duration::from_secs(5);
 /// When a migration that does not converge is ended, with a long pause.
 const FORCE_AFTER_MS: f64 = 30_000.0;
 
-/// What a guest does: a name, its jobs, and the line by which it says that its memory is filled.
+/// A workload: its name, its jobs, and the line by which the guest says that its memory is filled.
 type Workload = (&'static str, &'static str, Option<&'static str>);
 
 const WORKLOADS: &[Workload] = &[
@@ -139,12 +138,12 @@ fn estimate_and_move(lab: &Lab, vm: &mut SternaVm, guest: &Guest, mode: Mode, to
         ..MigrateOptions::default()
     };
     let report = vm.migrate(lab, to, &options)?;
-    // What a guest does just after its start elsewhere is not what it does.
+    // Just after its start elsewhere a guest does not work as usual.
     std::thread::sleep(SETTLE);
     Ok((estimate, report))
 }
 
-/// What was estimated, what it took, and by which share the estimate was too high.
+/// The estimate, the real figures, and the share by which the estimate was too high.
 fn errors(way: &Way, report: &Report) -> BTreeMap<String, f64> {
     let pairs = [
         ("total_ms", way.total_ms, report.total_ms),

@@ -22,7 +22,7 @@ use crate::result::{Config, Run, Target};
 use crate::sterna::SternaVm;
 use crate::trial::{MEMCACHED_PORT, Qemu};
 
-/// How long a guest may take to start and to use what it frees.
+/// How long a guest may take to start and to use the memory that it then frees.
 const START: Duration = Duration::from_secs(120);
 /// What memcached may take.
 const CACHE_MIB: u32 = 128;
@@ -47,7 +47,7 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     plot(record.runs(), record.directory())
 }
 
-/// Memory of a fresh guest, taken once.
+/// One reclaim of a fresh guest's memory.
 struct Taking {
     method: ReclaimMethod,
     memory_mib: u64,
@@ -148,7 +148,7 @@ impl Taking {
             ("requests_per_s_before", before),
             ("requests_per_s_during", during),
             ("requests_per_s_after", after),
-            // What drifts does so on both sides.
+            // A drift affects both sides alike.
             (KEPT, 2.0 * during / (before + after)),
             ("load_errors", seen.errors as f64),
             ("longest_request_ms", seen.longest_us as f64 / 1e3),

@@ -1,4 +1,4 @@
-//! What moving idle and busy guests costs, beside QEMU's own migration: bytes, downtime, total time, and the guest's
+//! The cost of moving idle and busy guests, beside QEMU's own migration: bytes, downtime, total time, and the guest's
 //! own throughput meanwhile.
 
 use std::path::Path;
@@ -19,7 +19,7 @@ use crate::trial::{self, Mover, Qemu};
 const IDLE: &str = "idle";
 const WIRE: &str = "wire_bytes_per_used_byte";
 const THROUGHPUT: &str = "guest_throughput";
-/// Of the throughput just before the migration, the share that was left during it.
+/// The share of the throughput just before the migration that was left during it.
 const KEPT: &str = "guest_throughput_kept";
 const SEED: u64 = 20;
 
@@ -49,8 +49,8 @@ const WORKLOADS: &[Workload] = &[
         memcached: false,
         quick: true,
     },
-    // No rate: its own speed shows what tracking costs it. The set is small, so that QEMU's own migration ends; what
-    // lies idle beside it makes the migration last.
+    // The program has no rate: its own speed shows what tracking costs it. The set is small, so that QEMU's own
+    // migration ends; idle memory beside it makes the migration longer.
     Workload {
         name: "full speed over 16 MiB",
         jobs: "idle:--mib,256;dirtier:--mib,16",
@@ -157,7 +157,7 @@ fn targets(runs: &[Run]) -> Vec<Target> {
     targets
 }
 
-/// Sterna, or QEMU as users run it: what is compared pair by pair.
+/// Whether this is Sterna, or QEMU as users run it: these are compared pair by pair.
 fn plain(run: &Run) -> bool {
     !run.baseline || is(run, &[("mover", &Mover::Qemu(Method::Vanilla, Ram::Plain).label())])
 }

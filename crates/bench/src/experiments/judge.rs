@@ -1,4 +1,4 @@
-//! What experiments derive from runs to judge them: pairs, shares, worst rows.
+//! Figures that experiments derive from runs to judge them: pairs, shares, worst rows.
 
 use std::collections::BTreeMap;
 
@@ -8,12 +8,12 @@ use crate::result::Run;
 use crate::stats::median;
 use crate::trial::Mover;
 
-/// Of the throughput just before the migration, the share that was left during it.
+/// The share of the throughput just before the migration that was left during it.
 pub(super) const KEPT: &str = "throughput_kept";
 /// How fast the guest wrote fresh pages, as the mover saw it, as a share of what the link carries.
 pub(super) const DIRTY_SHARE: &str = "dirty_share_of_link";
 
-/// Adds [`KEPT`] and [`DIRTY_SHARE`] where there is what they need.
+/// Adds [`KEPT`] and [`DIRTY_SHARE`] where the metrics that they need are there.
 pub(super) fn derive_shares(lab: &Lab, metrics: &mut BTreeMap<String, f64>) {
     let ratio =
         |during: &str, before: &str| Some(metrics.get(during)? / metrics.get(before).filter(|rate| **rate > 0.0)?);
@@ -25,8 +25,8 @@ pub(super) fn derive_shares(lab: &Lab, metrics: &mut BTreeMap<String, f64>) {
     metrics.extend(share.map(|share| (DIRTY_SHARE.into(), share)));
 }
 
-/// How long a run took. One that was given up took at least as long as it was tried: a ratio to it is one it does not
-/// flatter, for all have the same limit.
+/// How long a run took. A run that was given up took at least as long as it was tried. A ratio to that time does not
+/// flatter it, because all runs have the same limit.
 pub(super) fn time_ms(run: &Run) -> Option<f64> {
     run.metrics.get("total_ms").or_else(|| run.metrics.get("given_up_ms")).copied()
 }
@@ -74,8 +74,7 @@ pub(super) fn derive_quotient(metrics: &mut BTreeMap<String, f64>, name: &str, a
     metrics.extend(quotient.map(|quotient| (name.to_owned(), quotient)));
 }
 
-/// The greatest of values each of which is there; `None` where one is absent: a worst row that was not measured is not
-/// the second worst.
+/// The greatest of these values; `None` where one is absent, because the worst row may be one that was not measured.
 pub(super) fn worst(values: impl IntoIterator<Item = Option<f64>>) -> Option<f64> {
     values.into_iter().collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::max)
 }

@@ -1,9 +1,9 @@
 //! Experiments: set-ups tried side by side in one lab, their rows, and the targets they are judged by.
 
-/// What migrations one after another cost a guest's work.
+/// The cost of repeated migrations to a guest's work.
 pub mod back_to_back;
 
-/// What self-ballooning does to migrations.
+/// The effect of self-ballooning on migrations.
 pub mod balloon_migration;
 
 /// A metric over what an experiment varies.
@@ -24,31 +24,31 @@ pub mod dtrack_hash;
 /// D-Track's total migration time, by every technique.
 pub mod dtrack_total_time;
 
-/// What a sort in the guest loses to its migration.
+/// The throughput that a sort in the guest loses to its migration.
 pub mod dtrack_quicksort;
 
-/// What silent stores cost.
+/// The cost of silent stores.
 pub mod dtrack_silent;
 
-/// What a database's client in the guest notices of its migration.
+/// The effect of a migration on a database's client in the guest.
 pub mod dtrack_ycsb;
 
-/// What moving idle and busy guests costs, beside QEMU's own migration.
+/// The cost of moving idle and busy guests, beside QEMU's own migration.
 pub mod first_flight;
 
-/// How far estimates are from what migrations take.
+/// The error of estimates.
 pub mod estimate_error;
 
-/// What it takes to give a guest's free memory back.
+/// The cost of giving a guest's free memory back.
 pub mod fctrans_reclaim;
 
-/// What is derived from runs to judge them.
+/// Figures that are derived from runs to judge them.
 mod judge;
 
-/// Who moves the guests, and over which link.
+/// The movers of the guests, and their link.
 mod movers;
 
-/// What post-copy does to a compile, a web server, a download and a sender.
+/// The effect of post-copy on a compile, a web server, a download and a sender.
 pub mod postcopy_apps;
 
 /// How long a guest waits for a page in post-copy.
@@ -57,7 +57,7 @@ pub mod postcopy_latency;
 /// Post-copy of a sequential reader or writer, beside the other modes.
 pub mod postcopy_stress;
 
-/// What an experiment has found so far.
+/// The record of what an experiment has found so far.
 mod record;
 
 /// The one way in which experiments try their rows.
@@ -66,13 +66,13 @@ mod runner;
 /// How time grows with memory.
 pub mod scale;
 
-/// What self-ballooning costs, by its interval.
+/// The cost of self-ballooning, by its interval.
 pub mod selfballoon_interval;
 
 /// How fast pages move where no link limits them.
 pub mod throughput;
 
-/// What a guest reports of its own work, before, during and after its migration.
+/// A guest's reports of its own work, before, during and after its migration.
 mod timeline;
 
 use std::path::PathBuf;
@@ -94,7 +94,8 @@ pub struct Options {
     pub quick: bool,
     /// How often each set-up is tried; the experiment's own number where absent.
     pub repeat: Option<usize>,
-    /// Only rows whose words (mover, QEMU, workload) contain one of these are tried; all, where there are none.
+    /// Words of the rows to try: a row is tried if its mover, QEMU or workload contains one of them. Without words all
+    /// rows are tried.
     pub only: Vec<String>,
     /// Where the directory with the results is made.
     pub out: PathBuf,
@@ -202,7 +203,7 @@ pub const ALL: &[Experiment] = &[
 /// Runs an experiment and writes its results, after each row and at the end.
 ///
 /// # Errors
-/// Where there is none of that name, or it could not run or not go on: the rows until then are kept. Missed targets and
+/// Where no experiment has that name, or it could not run or go on; the rows until then are kept. Missed targets and
 /// failed runs are results, not errors.
 pub fn run(id: &str, options: &Options) -> Result<()> {
     let known = || ALL.iter().map(|experiment| experiment.id).collect::<Vec<_>>().join(", ");

@@ -1,4 +1,4 @@
-//! Who moves the guests of most experiments, and the lab of two hosts with a link of 1 Gbit that they do it in.
+//! The movers of the guests of most experiments, and their lab of two hosts with a link of 1 Gbit.
 
 use crate::baseline::{Method, Ram, qemu};
 use crate::error::Result;
@@ -24,7 +24,7 @@ pub(super) fn lab_config() -> LabConfig {
     LabConfig { rate_bytes_per_s: Some(LINK_BYTES_PER_S), ..LabConfig::pair(&super::lab_name()) }
 }
 
-/// The methods of `wanted` that this QEMU has. Which are missing is said.
+/// The methods of `wanted` that this QEMU has. The missing ones are printed.
 pub(super) fn known(qemu: &Qemu, wanted: &[Method]) -> Result<Vec<Mover>> {
     let known = qemu::capabilities(&qemu.path)?;
     let has = |method: &&Method| {

@@ -1,6 +1,6 @@
 //! The post-copy paper's figures 12 to 15: a compile, a web server, a download from many peers and a sender in guests
-//! of 512 MiB. How many of the pages in use the guest has to wait for is judged against its working set, which is
-//! looked at just before it is moved.
+//! of 512 MiB. The number of pages that the guest has to wait for is judged against its working set, which is measured
+//! just before it is moved.
 
 use std::net::Ipv4Addr;
 use std::path::Path;
@@ -23,11 +23,11 @@ use crate::trial::{Mover, NETWORK_FAULTS, Qemu, WORKING_SET};
 const MEMORY_MIB: u64 = 512;
 /// Files of the web server, a MiB each.
 const FILES: u32 = 160;
-/// What is downloaded, MiB, from how many peers, and how fast from each, bytes per second.
+/// The download: its size in MiB, the number of peers, and the rate from each, bytes per second.
 const DOWNLOAD_MIB: u64 = 192;
 const PEERS: u16 = 8;
 const PEER_BYTES_PER_S: f64 = 3e6;
-/// How long a guest's working set is looked at: about as long as its pages take.
+/// How long a guest's working set is measured: about as long as the sending of its pages takes.
 const LOOK: Duration = Duration::from_secs(3);
 /// The number of every guest of an experiment's trials.
 const GUEST: u8 = 10;
@@ -52,7 +52,7 @@ enum App {
 
 const APPS: [App; 4] = [App::Compile, App::Web, App::Download, App::Send];
 
-/// What its other side runs, on `client`.
+/// The other side of the guest's work, which runs on `client`.
 enum OtherSide {
     Nothing,
     Web { _clients: WebClients },
@@ -175,7 +175,7 @@ fn targets(runs: &[Run], qemu: &str) -> Result<Vec<Target>> {
     ])
 }
 
-/// As the paper's figures 12 to 15: pages, faults, total time and downtime, a bar for each application and mover.
+/// Plots as the paper's figures 12 to 15: pages, faults, total time and downtime, a bar for each application and mover.
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     const METRICS: [(&str, &str, &str); 4] = [
         ("pages_sent", "pages sent", "pages"),

@@ -1,9 +1,10 @@
-//! How long a guest waits for a page in post-copy, whoever moves it, as the guest itself sees it: a program that reads
-//! pages of a working set at random times each access.
+//! How long a guest waits for a page in post-copy, with each mover, as the guest itself sees it: a program reads random
+//! pages of a working set and times each access.
 //!
-//! A mover says how many faults had to wait for the network. The guest's so many longest accesses are taken for those:
-//! what else is slow in a guest (its timer, a processor that others have) is then counted for all movers alike, and so
-//! are faults that a mover answers quickly. Waits of the pause are not seen: the guest's clock stands still meanwhile.
+//! A mover reports how many faults had to wait for the network, and the same number of the guest's longest accesses
+//! count as those. So other causes of slowness in a guest (its timer, a busy processor) count for all movers alike, and
+//! so do faults that a mover answers quickly. Waits in the pause are not seen, because the guest's clock stands still
+//! meanwhile.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,9 +20,9 @@ use crate::plot::BarPlot;
 use crate::result::{Run, Target, rows};
 use crate::trial::{Mover, NETWORK_FAULTS, Qemu, Trial};
 
-/// What is read, MiB.
+/// The working set that is read, MiB.
 const WORKING_SET_MIB: u64 = 512;
-/// How fast, MiB of pages a second: a little of each page, so that the reader waits for nothing but pages.
+/// The rate, MiB of pages per second: a little of each page is read, so that the reader waits only for pages.
 const RATE_MIB: u64 = 16;
 /// How often the guest reports, milliseconds.
 const INTERVAL_MS: i64 = 250;
@@ -78,12 +79,12 @@ fn cases(quick: bool, newest: &Qemu, older: &[Qemu]) -> Result<Vec<Case>> {
     Ok(movers.into_iter().map(case).collect())
 }
 
-/// What the guest's program saw: before the migration, and during it.
+/// Adds what the guest's program saw before the migration and during it.
 fn look(trial: &mut Trial) {
     let interval_us = INTERVAL_MS * 1000;
     let histogram = |from_us: i64, to_us: i64| {
         let mut sum = Histogram::default();
-        // A line tells of the interval before it.
+        // A line covers the interval before it.
         let inside = trial.lines.iter().filter(|line| line.at_us > from_us && line.at_us - interval_us < to_us);
         let own = inside.filter(|line| line.text.starts_with("TOUCHER ok"));
         own.filter_map(|line| line.word("latency_ns")?.parse().ok()).for_each(|line: Histogram| sum.add(&line));

@@ -18,12 +18,12 @@ use crate::trial::{Mover, NETWORK_FAULTS, Qemu};
 const SIZES_MIB: [u64; 7] = [8, 16, 32, 64, 128, 256, 512];
 /// The guest's RAM, MiB.
 const MEMORY_MIB: u64 = 2048;
-/// What some guests have used and given back before, MiB.
+/// The memory that some guests have used and freed before, MiB.
 const FREED_MIB: u64 = 1024;
 
 const POSTCOPY: &str = "--mode postcopy";
 const STOP_AND_COPY: &str = "--mode stop-and-copy";
-/// The same for guests that have used and given back memory, which then holds what it held.
+/// Sterna's rows for guests that have used and freed memory, which still has its old content.
 const WITHOUT_SKIPPING: [&str; 2] = ["--mode stop-and-copy --skip-free off", "--mode postcopy --skip-free off"];
 /// Sterna's rows, as on the command line.
 const STERNA: [&str; 6] = [
@@ -39,7 +39,7 @@ const QEMU: [Method; 5] =
 
 /// Faults that had to wait for the network, as a share of the working set's pages.
 const FAULT_SHARE: &str = "network_faults_to_working_set";
-/// Page bodies sent, as a share of the pages that held anything, whether the guest held them free or not.
+/// Page bodies sent, as a share of the pages that were not zeros, free in the guest or not.
 const SENT_TO_NEEDED: &str = "sent_to_needed";
 
 /// What the guest does.
@@ -69,8 +69,8 @@ impl Workload {
     fn is_quick(&self, sterna: Option<&str>, method: Option<Method>) -> bool {
         let needed = sterna.is_some_and(|row| [POSTCOPY, STOP_AND_COPY].contains(&row))
             || method == Some(Method::PurePostcopyPreempt);
-        // What differs between modes shows with the larger writer; with the others, what the targets need. Where
-        // nothing is pushed beside faults the writer is not done in the time that a short run has for it.
+        // The larger writer shows the differences between modes; the other workloads have only the rows that the
+        // targets need. Where nothing is pushed beside faults, the writer takes longer than a short run allows.
         needed
             || self.access == "write"
                 && self.mib == 256
@@ -149,7 +149,7 @@ fn targets(runs: &[Run], workloads: &[Workload], qemu: &str) -> Result<Vec<Targe
     };
     let [_, everything] = WITHOUT_SKIPPING.map(movers::sterna);
     let everything = everything?;
-    // Where free pages are skipped fewer than the pages that held anything are needed: those rows show less.
+    // Where free pages are skipped, fewer pages are needed than those that are not zeros: such rows show less.
     let sent = worst(workloads.iter().map(|workload| {
         let mover = if workload.freed_mib > 0 { &everything } else { &postcopy };
         middle(runs, &workload.name(), mover, qemu, metric(SENT_TO_NEEDED))
@@ -172,7 +172,7 @@ fn targets(runs: &[Run], workloads: &[Workload], qemu: &str) -> Result<Vec<Targe
     ])
 }
 
-/// As the paper's figures 4, 5 and 6, and its table 2, over the working set; readers and writers apart.
+/// Plots as the paper's figures 4, 5 and 6 and its table 2, over the working set, readers and writers apart.
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     const METRICS: [(&str, &str); 4] = [
         ("total_ms", "total time, ms"),
@@ -247,7 +247,7 @@ mod tests {
             };
             assert!(has(POSTCOPY) && has(STOP_AND_COPY), "{workload:?}");
         }
-        // 24 s each at most, and two that are tried for 20 s in vain.
+        // Each takes 24 s at most, and two are tried for 20 s in vain.
         assert!(cases.len() <= 20, "{}", cases.len());
     }
 }

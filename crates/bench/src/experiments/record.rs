@@ -1,4 +1,5 @@
-//! What an experiment has found so far. It is written after each row, so that one that is cut short keeps what it has.
+//! The record of what an experiment has found so far. It is written after each row, so that an experiment that is cut
+//! short keeps its rows.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -6,10 +7,10 @@ use std::time::{Duration, Instant};
 use crate::error::Result;
 use crate::result::{ResultFile, Run, Target, machine, rows};
 
-/// How long a short run begins rows: the last of them must end before ten minutes are over.
+/// How long a short run begins new rows: the last row must end before ten minutes are over.
 const SHORT: Duration = Duration::from_secs(555);
 
-/// Tells the targets and what was measured from the runs so far.
+/// The function that makes the targets, with their measured values, from the runs so far.
 type Judge = Box<dyn Fn(&[Run]) -> Result<Vec<Target>>>;
 
 /// The runs of an experiment, and where they are written.
@@ -18,14 +19,14 @@ pub(super) struct Record {
     directory: PathBuf,
     runs: Vec<Run>,
     judge: Judge,
-    /// Since when nothing is begun any more.
+    /// The moment after which no row is begun.
     late: Option<Instant>,
-    /// Only rows whose words contain this are tried.
+    /// Words of the rows to try; without any, all rows are tried.
     only: Vec<String>,
 }
 
 impl Record {
-    /// Of the experiment of that name, whose results go to that directory. A short one ends in time.
+    /// The record of the experiment of this name, whose results go to this directory. A short one ends in time.
     pub(super) fn new(id: &str, directory: PathBuf, quick: bool) -> Self {
         let late = quick.then(|| Instant::now() + SHORT);
         Self { id: id.into(), directory, runs: Vec::new(), judge: Box::new(|_| Ok(Vec::new())), late, only: Vec::new() }
@@ -36,12 +37,12 @@ impl Record {
         self.only = words;
     }
 
-    /// Says how its targets are judged.
+    /// Sets how its targets are judged.
     pub(super) fn judge(&mut self, judge: impl Fn(&[Run]) -> Result<Vec<Target>> + 'static) {
         self.judge = Box::new(judge);
     }
 
-    /// Where plots go.
+    /// The directory for plots.
     pub(super) fn directory(&self) -> &Path {
         &self.directory
     }
@@ -51,18 +52,18 @@ impl Record {
         &self.runs
     }
 
-    /// A name that no guest of an earlier row has: one that was left behind must not be in the way of the next.
+    /// A name that no guest of an earlier row has: a guest that was left behind must not disturb the next one.
     pub(super) fn new_guest(&self) -> String {
         format!("guest{}", self.runs.len())
     }
 
-    /// Why no more rows are to be begun, if that is so.
+    /// The reason why no more rows may begin, if there is one.
     pub(super) fn too_late(&self) -> Option<String> {
         let late = self.late.is_some_and(|late| Instant::now() >= late);
         late.then(|| format!("not tried: a short run begins no row after {} s", SHORT.as_secs()))
     }
 
-    /// Why the row of these words is not to be begun, if that is so.
+    /// The reason why the row of these words must not begin, if there is one.
     pub(super) fn not_tried(&self, words: &str) -> Option<String> {
         if !self.only.is_empty() && !self.only.iter().any(|only| words.contains(only.as_str())) {
             return Some(format!("not tried: only rows with \"{}\" were asked for", self.only.join("\" or \"")));
@@ -79,13 +80,13 @@ impl Record {
     /// Writes all, and beside it runs that are still under way: they are not kept.
     pub(super) fn show(&self, under_way: &[Run]) {
         let runs: Vec<Run> = self.runs.iter().chain(under_way).cloned().collect();
-        // What could not be written now is written with the next row, or its failure is the experiment's.
+        // A write that fails now is repeated with the next row, or the experiment fails with it at its end.
         if let Err(error) = self.write(&runs) {
             eprintln!("the results so far could not be written: {error}");
         }
     }
 
-    /// Derives what needs more than one run.
+    /// Derives figures that need more than one run.
     pub(super) fn derive(&mut self, derive: impl FnOnce(&mut Vec<Run>)) {
         derive(&mut self.runs);
         self.show(&[]);

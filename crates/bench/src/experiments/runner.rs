@@ -1,5 +1,5 @@
-//! The one way in which experiments try their rows: order, `--only`, time limits, the guests' devices, failures and
-//! what is printed are the same everywhere.
+//! The one way in which experiments try their rows: order, `--only`, time limits, the guests' devices, failures and the
+//! output are the same everywhere.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ const FAILED: &str = "failed";
 
 /// A row that is to be tried.
 pub(super) struct Row {
-    /// What `--only` looks at, and what is printed of it.
+    /// The words that `--only` looks at and that are printed.
     pub(super) words: String,
     /// Its set-up.
     pub(super) config: Config,
@@ -25,7 +25,7 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// A run of it that has nothing yet.
+    /// A run of this row, without figures yet.
     pub(super) fn run(&self, repeat: usize) -> Run {
         Run {
             config: self.config.clone(),
@@ -46,18 +46,18 @@ pub(super) trait Attempt {
     /// consoles.
     fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest>;
 
-    /// Tries the rows. Each of them ends with [`done`] or [`fail`]; one that has neither when this returns failed for
-    /// the reason that is returned.
+    /// Tries the rows. Each ends with [`done`] or [`fail`]; a row with neither when this returns has failed for the
+    /// returned reason.
     ///
     /// # Errors
-    /// Why it could not go on. What was measured until then is kept.
+    /// The reason why it could not go on. Figures that were measured until then are kept.
     fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()>;
 
     /// A row's figures, in words.
     fn tell(&self, run: &Run) -> String;
 }
 
-/// Where rows are tried.
+/// The site where rows are tried.
 pub(super) struct Site<'a> {
     /// The hosts.
     pub(super) lab: &'a Lab,
@@ -73,7 +73,7 @@ impl Site<'_> {
     /// The only guest.
     ///
     /// # Errors
-    /// The attempt named none.
+    /// The attempt has no guest.
     pub(super) fn guest(&self) -> Result<&Guest> {
         self.guests.first().ok_or_else(|| Error::Usage("the attempt has no guest".into()))
     }
@@ -84,7 +84,7 @@ impl Site<'_> {
         if self.backwards { places.rev().collect() } else { places.collect() }
     }
 
-    /// Whether the row at this place is still to be tried; where it is not, its run says why.
+    /// Whether the row at this place must still be tried; where not, its run says why.
     pub(super) fn is_due(&self, at: usize, run: &mut Run) -> bool {
         if let Some(reason) = self.record.not_tried(&self.rows[at].words) {
             fail(run, &reason);
@@ -105,7 +105,7 @@ pub(super) fn done(run: &mut Run) {
     run.metrics.insert(FAILED.into(), 0.0);
 }
 
-/// Notes why a row lacks figures; of several reasons the first is the one to tell.
+/// Notes why a row lacks figures; the first of several reasons is kept.
 pub(super) fn fail(run: &mut Run, reason: &str) {
     run.metrics.insert(FAILED.into(), 1.0);
     if !run.details.is_object() {
@@ -127,8 +127,8 @@ pub(super) fn figure(run: &Run, name: &str) -> String {
     run.metrics.get(name).map_or_else(|| "-".into(), |value| show_number(*value))
 }
 
-/// Tries every attempt `repeats` times, forwards and backwards in turn, so that what drifts meets both sides of a pair
-/// alike. A row that fails, or is not tried, is a row too: no experiment hides any.
+/// Tries every attempt `repeats` times, forwards and backwards in turn, so that a drift affects both sides of a pair
+/// alike. A row that fails or is not tried is in the results too: no experiment hides any.
 pub(super) fn try_all<A: Attempt>(lab: &Lab, attempts: &[A], repeats: usize, record: &mut Record) {
     let all = repeats * attempts.iter().map(|attempt| attempt.rows().len()).sum::<usize>();
     let mut tried = 0;
@@ -243,7 +243,7 @@ mod tests {
         let broke = Some("it broke".to_owned());
         let [first, second, again, other] = runs.try_into().unwrap();
         assert_eq!((first, second), ((0.0, true, None), (1.0, true, broke.clone())));
-        // Backwards: the second comes first, and nothing is left to try the first in.
+        // This repetition goes backwards: the second row comes first, and no guest is left for the first row.
         assert_eq!((again, other), ((1.0, false, broke.clone()), (1.0, true, broke)));
     }
 

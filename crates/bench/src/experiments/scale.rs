@@ -1,5 +1,5 @@
 //! How time grows with memory: idle guests of one to sixteen GiB, and guests that have used three quarters of their RAM
-//! and given it back to their own kernel. With and without skipping what the guest holds free.
+//! and given it back to their own kernel, with and without skipping of free pages.
 
 use std::path::Path;
 use std::time::Duration;
@@ -18,10 +18,10 @@ use crate::trial::{self, Mover, Qemu};
 const SCAN: &str = "scan_ms_per_gib";
 /// Bodies sent and what travels with them, in pages.
 const WIRE: &str = "pages_on_wire";
-/// Sterna as it is, and without what is new here.
+/// Sterna with its defaults, and without skipping of free pages.
 const STERNA: [&str; 2] = ["", "--skip-free off"];
 
-/// What a guest of a given size in GiB did before.
+/// The past of a guest of a given size in GiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Past {
     Idle,
@@ -41,7 +41,7 @@ impl Past {
         gib * 768
     }
 
-    /// Its jobs, and what it says when they are done.
+    /// Its jobs, and the line that it prints when they are done.
     fn jobs(self, gib: u64) -> (String, Option<&'static str>) {
         match self {
             Self::Idle => ("idle".into(), None),
@@ -56,7 +56,7 @@ impl Past {
 /// Sizes in GiB.
 struct Sizes {
     idle: &'static [u64],
-    /// Those of guests whose RAM is full: two of them have to fit here at once, and QEMU has to move one within the
+    /// Sizes of guests whose RAM is full: two of them have to fit here at once, and QEMU has to move one within the
     /// limit.
     used: &'static [u64],
 }
@@ -137,7 +137,7 @@ fn targets(runs: &[Run], sizes: &Sizes, qemu: &str) -> Result<Vec<Target>> {
     let (default, without) = (movers::sterna(STERNA[0])?, movers::sterna(STERNA[1])?);
     let points = points(&rows, &default);
     let fit = line(&points.iter().map(|(_, used, ms)| (*used, *ms)).collect::<Vec<_>>());
-    // What a MiB in use costs must not depend on how much RAM lies around it.
+    // The cost of a MiB in use must not depend on the size of the RAM around it.
     let per_mib = |(_, used, ms): &(f64, f64, f64)| ms / used;
     let growth = points
         .first()
@@ -149,7 +149,7 @@ fn targets(runs: &[Run], sizes: &Sizes, qemu: &str) -> Result<Vec<Target>> {
         let (name, mover, qemu) = (past.workload(gib), mover.clone(), qemu.to_owned());
         move |run: &Run| is_row(run, &name, &mover, &qemu)
     };
-    // A guest that never used the rest of its RAM has in use what this one has.
+    // A guest that never used the rest of its RAM has the same memory in use as this one.
     let wire_or_need = |run: &Run| metric(if is_used(run) { WIRE } else { "nonzero_pages" })(run);
     let to_need = worst(
         sizes

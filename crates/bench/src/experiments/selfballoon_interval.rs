@@ -1,5 +1,5 @@
-//! The post-copy paper's figure 11: what self-ballooning costs a compile in the guest, by its interval, and how soon
-//! freed memory is taken.
+//! The post-copy paper's figure 11: the cost of self-ballooning to a compile in the guest, by its interval, and how
+//! soon freed memory is taken.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -23,22 +23,22 @@ use crate::trial::Qemu;
 
 /// How long anything may take, on a machine that has other work too.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// So many times as long as it took at first, and this much more, compiling everything may take.
+/// How many times as long as at first a compile of everything may take, beside a fixed time.
 const SLOWER: u32 = 4;
 const MORE: Duration = Duration::from_secs(10);
 /// How long a guest has had its memory back before it is measured without a balloon.
 const RECOVER: Duration = Duration::from_secs(4);
-/// What the guest frees at once.
+/// The memory that the guest frees at once.
 const FREED_BYTES: u64 = 256 << 20;
-/// Of what is freed, the share that counts as all: 5 % of the free memory stay with the guest.
+/// The share of freed memory that counts as all of it: 5 % of the free memory stay with the guest.
 const REACHED: f64 = 0.9;
 /// The port of the guest's shell.
 const SHELL: u16 = 9001;
-/// The interval that is judged for what it costs, milliseconds.
+/// The interval whose cost is judged, milliseconds.
 const JUDGED_MS: u64 = 5000;
 
 pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
-    // What is judged comes first in a short run.
+    // The judged intervals come first in a short run.
     let (intervals_ms, rounds): (&[u64], f64) = if options.quick {
         (&[5000, 10], 4.0)
     } else {
@@ -55,7 +55,7 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
 /// One guest: every interval in it.
 struct Intervals {
     intervals_ms: &'static [u64],
-    /// How often all is compiled, with and without a balloon.
+    /// How often everything is compiled, with and without a balloon.
     rounds: f64,
     qemu: Qemu,
 }
@@ -137,7 +137,7 @@ impl Compile {
         lines.into_iter().filter(|line| line.number("total").is_some()).collect()
     }
 
-    /// Units compiled per second from now on, until all was compiled so often.
+    /// Units compiled per second from now on, until everything was compiled this many times.
     fn rate(&self, rounds: f64) -> Result<f64> {
         let from = now_us();
         wait_for("the compile's rounds", self.first * SLOWER * rounds as u32 + MORE, || {
@@ -147,8 +147,8 @@ impl Compile {
         })
     }
 
-    /// What each interval costs: between two measurements without a balloon, so that what drifts meets both sides
-    /// alike.
+    /// Measures the cost of each interval between two measurements without a balloon, so that a drift affects both
+    /// sides alike.
     fn costs(&self, rounds: f64, site: &Site, runs: &mut [Run]) -> Result<()> {
         let mut without = self.rate(rounds)?;
         for at in site.order() {
@@ -159,7 +159,7 @@ impl Compile {
                 Ok(after) => after,
                 Err(error) => {
                     fail(&mut runs[at], &error.to_string());
-                    // Where even that fails the guest is gone, and the rows that are left with it.
+                    // Where even that fails, the guest is gone, and the rest of the rows cannot be measured.
                     self.vm.balloon(&["--off"])?;
                     std::thread::sleep(RECOVER);
                     self.rate(rounds)?
@@ -170,11 +170,11 @@ impl Compile {
         Ok(())
     }
 
-    /// The same for one interval; returns the rate after it.
+    /// Measures the cost of one interval. Returns the rate after it.
     fn cost(&self, rounds: f64, run: &mut Run, without: f64) -> Result<f64> {
         let ms = interval_ms(run);
         self.auto(ms)?;
-        // What is free goes first; what is measured is the time after that.
+        // The free memory goes first; the time after that is measured.
         std::thread::sleep(Duration::from_millis(2 * ms).max(Duration::from_secs(6)));
         let with = self.rate(rounds)?;
         let seen = self.balloon()?;
@@ -196,7 +196,7 @@ impl Compile {
         Ok(after)
     }
 
-    /// How soon freed memory is taken, at every interval.
+    /// Measures how soon freed memory is taken, at every interval.
     fn reaches(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
         for at in site.order() {
             if !site.is_due(at, &mut runs[at]) {
@@ -215,7 +215,7 @@ impl Compile {
         Ok(())
     }
 
-    /// How soon memory that is freed while the balloon is at rest is in it.
+    /// Measures how soon the balloon has memory that is freed while it is at rest.
     fn reach(&self, run: &mut Run) -> Result<()> {
         let ms = interval_ms(run);
         self.shell(&format!("dd if=/dev/zero of=/tmp/freed bs=1M count={}", FREED_BYTES >> 20))?;
@@ -225,7 +225,7 @@ impl Compile {
             Ok((balloon.size_bytes > 0 && balloon.target_bytes == Some(balloon.size_bytes)).then_some(balloon))
         };
         wait_for("a balloon at rest", PATIENCE, rests)?;
-        // It may be about to grow a little more.
+        // The balloon may be about to grow a little more.
         std::thread::sleep(Duration::from_millis(2 * ms).max(Duration::from_secs(4)));
         let before = self.balloon()?.size_bytes;
         self.shell("rm /tmp/freed")?;
@@ -252,7 +252,7 @@ impl Compile {
         vm.balloon.ok_or_else(|| Error::Form { what: "sterna show --json".into(), reason: "no balloon".into() })
     }
 
-    /// Has the guest do something, and waits until it has.
+    /// Makes the guest run a command, and waits until it has.
     fn shell(&self, command: &str) -> Result<()> {
         let script = "exec 3<>\"/dev/tcp/$1/$2\"; echo \"$3 >/dev/null 2>&1 && echo done\" >&3; read -r word <&3; [ \"$word\" = done ]";
         let (address, port) = (self.guest.address().to_string(), SHELL.to_string());
@@ -260,8 +260,8 @@ impl Compile {
     }
 }
 
-/// Units per second from the first of these lines until so many more are done: whole rounds, for the sources differ.
-/// Each unit is told.
+/// Units per second from the first of these lines until this many more are done. Whole rounds are counted, because the
+/// sources differ. Each unit has a line.
 fn rate(lines: &[Line], units: f64) -> Option<f64> {
     let first = lines.first()?;
     let since = |line: &Line| Some(line.number("total")? - first.number("total")?);
@@ -294,7 +294,7 @@ fn targets(runs: &[Run]) -> Vec<Target> {
     ]
 }
 
-/// As in the paper, over a scale of powers of ten.
+/// Plots as in the paper, over a scale of powers of ten.
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     let points = medians(runs, "slowdown").into_iter();
     let points = points.map(|(ms, slowdown)| ((ms as f64).log10(), (slowdown * 100.0).max(0.0))).collect();

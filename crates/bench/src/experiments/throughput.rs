@@ -1,4 +1,4 @@
-//! How fast pages move where no link limits them, and what that costs the processor.
+//! How fast pages move where no link limits them, and the processor time that this costs.
 
 use std::path::Path;
 use std::time::Duration;
@@ -50,7 +50,7 @@ fn cases(quick: bool) -> Result<Vec<Case>> {
             settle: Duration::from_secs(2),
             limit: trial::LIMIT,
         };
-        // In a short run only the newest QEMU, which is the fastest.
+        // A short run has only the newest QEMU, which is the fastest.
         if quick && qemu.label == "7.2" && super::qemus()?.len() > 1 {
             continue;
         }

@@ -1,4 +1,4 @@
-//! What a guest reports of its own work, before, during and after its migration.
+//! A guest's reports of its own work, before, during and after its migration.
 
 use std::path::Path;
 
@@ -23,15 +23,15 @@ pub(super) fn samples(lines: &[Line], program: &str, key: &str) -> Vec<Sample> {
     own.filter_map(|line| Some(Sample { at_us: line.at_us, per_s: line.number(key)? })).collect()
 }
 
-/// Adds the mean rate while the guest was left alone, while it was moved, and once it was, as `KEY_before`, `_during`
-/// and `_after`; and `KEY_kept`, what was left of the first. Returns the samples in seconds since the request, and how
-/// long it took, for [`plot`].
+/// Adds the mean rate while the guest was left alone, while it was moved, and afterwards, as `KEY_before`, `_during`
+/// and `_after`; and `KEY_kept`, the share of the first that was left. Returns the samples in seconds since the
+/// request, and how long it took, for [`plot`].
 pub(super) fn note(trial: &mut Trial, program: &str, key: &str) -> Value {
     let samples = samples(&trial.lines, program, key);
     let (begin, end) = (trial.begin_us, trial.end_us);
     let before = mean_between(&samples, trial.settled_us - 6 * SECOND, trial.settled_us);
     let during = mean_between(&samples, begin, end);
-    // Whoever moved it clears up for a moment.
+    // The mover clears up for a moment.
     let after = mean_between(&samples, end + SECOND, i64::MAX);
     let kept = during.zip(before).map(|(during, before)| during / before);
     for (name, value) in [("before", before), ("during", during), ("after", after), ("kept", kept)] {

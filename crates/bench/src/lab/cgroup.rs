@@ -33,7 +33,7 @@ impl Version {
         if Path::new(ROOT).join("cgroup.controllers").exists() { Self::V2 } else { Self::V1 }
     }
 
-    /// Where the hierarchies are that a host's group is made in; memory first.
+    /// The paths of the hierarchies in which a host's group is made; memory first.
     fn roots(self) -> Vec<PathBuf> {
         match self {
             Self::V1 => ["memory", "cpuacct"].map(|controller| Path::new(ROOT).join(controller)).to_vec(),
@@ -49,7 +49,7 @@ impl Group {
         Self { version: Version::of_this_machine(), name: Path::new(PARENT).join(lab).join(host) }
     }
 
-    /// Makes it, with a memory limit where one is asked for.
+    /// Makes the group, with a memory limit where one is asked for.
     ///
     /// # Errors
     /// Where the kernel refuses; the message says which file.
@@ -70,7 +70,8 @@ impl Group {
         Ok(())
     }
 
-    /// In the second version a controller works in a group only where every group above passes it on.
+    /// Enables the controllers in the groups above: in version 2 a controller works in a group only where every group
+    /// above passes it on.
     fn delegate(&self) -> Result<()> {
         let mut directory = PathBuf::from(ROOT);
         for part in &self.name {
@@ -81,7 +82,7 @@ impl Group {
         Ok(())
     }
 
-    /// The files a process writes its id to in order to join.
+    /// The files to which a process writes its id in order to join.
     #[must_use]
     pub fn entrances(&self) -> Vec<PathBuf> {
         self.directories().iter().map(|directory| directory.join("cgroup.procs")).collect()

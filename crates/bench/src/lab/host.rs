@@ -65,7 +65,7 @@ impl Host {
         output(self.command(program).args(arguments))
     }
 
-    /// Starts `command` in the background; what it says goes to `LOG.log` in the host's directory.
+    /// Starts `command` in the background; its output goes to `LOG.log` in the host's directory.
     ///
     /// # Errors
     /// Where it cannot be started.
@@ -84,7 +84,7 @@ impl Host {
         format!("unix:{}", self.socket().display())
     }
 
-    /// Where its daemon listens for other daemons.
+    /// The address where its daemon listens for other daemons.
     #[must_use]
     pub fn listen(&self) -> String {
         format!("{}:{DAEMON_PORT}", self.address)
@@ -115,8 +115,8 @@ impl Host {
         answers.map(|()| child)
     }
 
-    /// Writes the daemon's configuration file: what every daemon of a lab needs, and what `more.toml` in the host's
-    /// directory adds to it.
+    /// Writes the daemon's configuration file: the settings that every daemon of a lab needs, and those of `more.toml`
+    /// in the host's directory.
     fn configure(&self, qemu: Option<&Path>) -> Result<PathBuf> {
         let file = self.directory.join("sternad.toml");
         let mut text = format!("agent = {:?}\n", tools::agent()?);

@@ -9,7 +9,7 @@ pub mod host;
 /// Namespaces, bridges, link rates.
 pub mod net;
 
-/// What is written down of a lab.
+/// The record of a lab.
 pub mod state;
 
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ pub const METER: &str = "meter";
 /// The prefix length of the lab's network.
 pub const PREFIX: u8 = 16;
 
-/// What a lab is to be like.
+/// The configuration of a lab.
 #[derive(Debug, Clone)]
 pub struct LabConfig {
     /// Its name: small letters and digits.
@@ -43,11 +43,11 @@ pub struct LabConfig {
     pub rate_bytes_per_s: Option<u64>,
     /// Memory limit of each host with a daemon, bytes.
     pub memory_limit_bytes: Option<u64>,
-    /// The QEMU of hosts whose daemon is not to take the one on its PATH.
+    /// The QEMU of hosts whose daemon does not take the one on its PATH.
     pub qemu: BTreeMap<String, PathBuf>,
     /// Whether the hosts' daemons are started.
     pub daemons: bool,
-    /// Whether the lab goes with this process; otherwise it stays until it is taken down.
+    /// Whether the lab is taken down with this process; otherwise it stays until somebody takes it down.
     pub owned: bool,
 }
 
@@ -99,7 +99,7 @@ impl Lab {
         match lab.build(&directory, config.daemons) {
             Ok(()) => Ok(lab),
             Err(error) => {
-                // The first error is the one to tell; what is left shows in `lab status`.
+                // The first error is reported; remains of the lab show in `lab status`.
                 let _ = lab.reap_after(|| down(&config.name));
                 lab.owned = false;
                 Err(error)
@@ -177,7 +177,7 @@ impl Lab {
         &self.state.name
     }
 
-    /// What it was asked to be.
+    /// Its configuration.
     #[must_use]
     pub fn state(&self) -> &State {
         &self.state
@@ -226,7 +226,7 @@ impl Lab {
         left.filter(|id| !is_daemon(id)).for_each(|id| id.kill());
     }
 
-    /// Takes the lab down now, saying what went wrong where something did.
+    /// Takes the lab down now, and reports an error if there is one.
     ///
     /// # Errors
     /// Where something would not go.
@@ -239,7 +239,7 @@ impl Lab {
     fn reap_after(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
         let result = work();
         for mut child in self.children.lock().unwrap_or_else(std::sync::PoisonError::into_inner).drain(..) {
-            // The group's end has ended it; this only takes its exit status, lest it stay a zombie.
+            // The group's end has ended it; this only takes its exit status, so that it is no zombie.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -262,7 +262,7 @@ impl Drop for Lab {
 /// that name is no error.
 ///
 /// # Errors
-/// The first thing that would not go; a second attempt continues there.
+/// The first part that could not be removed; a second attempt continues there.
 pub fn down(name: &str) -> Result<()> {
     // The claim proves the name's form; a path from a name like `..` must never be erased.
     if !name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit()) || name.is_empty() {
@@ -289,7 +289,7 @@ pub fn clear_orphans() {
     }
 }
 
-/// Takes down every lab that no living process owns, those brought up to stay included, and says which.
+/// Takes down every lab that no living process owns, including those that were brought up to stay, and says which.
 ///
 /// # Errors
 /// As [`down`].

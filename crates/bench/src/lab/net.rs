@@ -46,7 +46,7 @@ pub fn create_switch(lab: &str) -> Result<()> {
     Ok(())
 }
 
-/// How a host is plugged in.
+/// The port of a host at the switch.
 #[derive(Debug, Clone)]
 pub struct Port<'a> {
     /// The lab.

@@ -1,4 +1,4 @@
-//! What is written down of a lab, so that another process, or one after a crash, can use it or take it down.
+//! The record of a lab, by which another process, or one after a crash, can use it or take it down.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Context, Error, Result};
 use crate::process::ProcessId;
 
-/// Below which all labs keep their files.
+/// The directory below which all labs keep their files.
 const ROOT: &str = "/run/sterna-lab";
 
-/// A lab as it was asked for, and whose it is.
+/// The configuration of a lab, and its owner.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct State {
     /// Its name.
@@ -33,13 +33,13 @@ pub struct State {
 }
 
 impl State {
-    /// Whether whoever brought this lab up is gone.
+    /// Whether the process that brought this lab up is gone.
     #[must_use]
     pub fn is_orphan(&self) -> bool {
         self.owner.is_some_and(|owner| !owner.is_alive())
     }
 
-    /// Writes it down, whole or not at all.
+    /// Writes the record, whole or not at all.
     ///
     /// # Errors
     /// Where the file cannot be written.
@@ -68,7 +68,7 @@ impl State {
     }
 }
 
-/// Where a lab keeps its files.
+/// The directory of a lab's files.
 #[must_use]
 pub fn directory(name: &str) -> PathBuf {
     Path::new(ROOT).join(name)
@@ -89,7 +89,7 @@ pub fn claim(name: &str) -> Result<PathBuf> {
     make_all(Path::new(ROOT))?;
     match std::fs::create_dir(&directory) {
         Ok(()) => Ok(directory),
-        // The last other lab went down just now and took the directory of all labs along.
+        // The last other lab went down at this moment and removed the directory of all labs.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => claim(name),
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Err(Error::Usage(format!(
             "lab {name} is up already: take it down (`sterna-bench lab down --name {name}`) or use another --name"

@@ -1,4 +1,4 @@
-//! A server for the iperf3 of a guest, which sends as fast as it can. What arrived is looked at in intervals.
+//! A server for the iperf3 of a guest, which sends as fast as it can. Throughput is measured in intervals.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
@@ -10,7 +10,7 @@ use crate::error::{Context, Error, Result};
 use crate::lab::Host;
 use crate::tools;
 
-/// How often throughput is looked at, seconds.
+/// The interval of measuring throughput, seconds.
 const INTERVAL_S: f64 = 0.25;
 
 /// A server at work; dropping it ends it.
@@ -21,13 +21,13 @@ pub struct IperfServer {
 }
 
 impl IperfServer {
-    /// On a host of the lab. It serves one guest after another.
+    /// Starts a server on a host of the lab. It serves one guest after another.
     ///
     /// # Errors
     /// Where iperf3 is not installed or does not start.
     pub fn start(host: &Host) -> Result<Self> {
         let mut command = host.command(tools::iperf3()?);
-        // A client that is gone without a word would keep the server from the next one.
+        // A client that vanishes would keep the server from the next one.
         command.args(["--server", "--forceflush", "--format", "k", "--idle-timeout", "3", "--rcv-timeout", "3000"]);
         command.args(["--interval", &INTERVAL_S.to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
@@ -44,7 +44,7 @@ impl IperfServer {
         Ok(Self { child, samples, reader: Some(reader) })
     }
 
-    /// What arrived in each interval so far, bytes per second.
+    /// The throughput of each interval so far, bytes per second.
     #[must_use]
     pub fn samples(&self) -> Vec<Sample> {
         self.samples.lock().unwrap_or_else(PoisonError::into_inner).clone()

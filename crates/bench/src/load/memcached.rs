@@ -17,7 +17,7 @@ use crate::lab::{Host, net};
 
 /// How long memcached may take to listen.
 const START: Duration = PATIENCE;
-/// How often throughput is looked at.
+/// The interval of measuring throughput.
 pub const SAMPLE: Duration = Duration::from_millis(100);
 
 /// What the clients do.
@@ -35,11 +35,11 @@ pub struct LoadConfig {
     pub values: Values,
     /// Requests that a connection sends before it reads their answers.
     pub pipeline: usize,
-    /// Requests per second of all connections together; as many as are answered where absent.
+    /// Requests per second of all connections together; where absent, as many as are answered.
     pub rate_per_s: Option<f64>,
     /// Whether every key is set once before the load begins.
     pub fill: bool,
-    /// What the random numbers begin with.
+    /// The seed of the random numbers.
     pub seed: u64,
 }
 
@@ -66,7 +66,7 @@ impl LoadConfig {
         }
     }
 
-    /// A cache of so many MiB is filled with mixed values; then sets only, all over it, so many per second.
+    /// Fills a cache of this many MiB with mixed values; then sends only sets, all over it, this many per second.
     #[must_use]
     pub fn full_cache(mib: u32, rate_per_s: f64, seed: u64) -> Self {
         Self {
@@ -93,7 +93,7 @@ pub struct LoadRecord {
     pub samples: Vec<Sample>,
     /// Requests answered in all.
     pub requests: u64,
-    /// Connections lost, answers that were none.
+    /// Lost connections and invalid answers.
     pub errors: u64,
     /// The longest any request waited for its answer, microseconds.
     pub longest_us: u64,
@@ -182,13 +182,13 @@ impl Drop for Load {
 fn fill(streams: &[TcpStream], config: &LoadConfig) -> Result<()> {
     let fill_part = |number: usize, stream: &TcpStream| -> Result<()> {
         let (mut writer, mut reader) = (stream, BufReader::new(stream));
-        // Other values than those of the load.
+        // These values differ from those of the load.
         let mut random = Random::new(!config.seed.wrapping_add(number as u64));
         let keys: Vec<u32> = (number as u32..config.keys).step_by(streams.len()).collect();
         let (mut requests, mut line) = (Vec::new(), Vec::new());
         for batch in keys.chunks(FILL_BATCH) {
             requests.clear();
-            // Only the last is answered: answers cost the guest more than what they answer.
+            // Only the last request is answered: answers cost the guest more than the requests.
             for (at, key) in batch.iter().enumerate() {
                 append_set(&mut requests, u64::from(*key), config, &mut random, at + 1 == batch.len());
             }
@@ -247,7 +247,7 @@ fn talk(stream: TcpStream, config: &LoadConfig, shared: &Shared, random: &mut Ra
         }
         shared.longest_us.fetch_max(start.elapsed().as_micros() as u64, Ordering::Relaxed);
         if let Some(pause) = pause {
-            // What a guest that stood still has missed is not made up for: the rate is a limit.
+            // Requests that a guest missed while it stood still are not made up for: the rate is a limit.
             due = due.max(start) + pause;
             std::thread::sleep(due.saturating_duration_since(Instant::now()));
         }

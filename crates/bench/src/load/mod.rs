@@ -12,10 +12,10 @@ pub mod iperf;
 /// Peers for a guest that downloads.
 pub mod peers;
 
-/// One TCP transfer, to measure a link.
+/// One TCP transfer, which measures a link.
 pub mod transfer;
 
-/// What clients store.
+/// The values that clients store.
 pub mod values;
 
 /// Requests to a guest's web server.

@@ -1,5 +1,5 @@
-//! Peers that offer the pieces of a file, for a guest's `downloader`: a stand-in for a many-peer download whose every
-//! piece can be checked.
+//! Peers that offer the pieces of a file, for a guest's `downloader`: they stand in for a download from many peers, and
+//! every piece can be checked.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -15,7 +15,7 @@ use crate::lab::{Host, net};
 
 /// The first peer's port; the others follow.
 const PORT: u16 = 7000;
-/// How often a peer that waits looks whether it is to end.
+/// How often a waiting peer checks whether it must end.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Peers at work; dropping them ends them.
@@ -74,7 +74,7 @@ impl Drop for Peers {
     }
 }
 
-/// One peer: the latest guest that called is served, for the one before is gone.
+/// Runs one peer. It serves the latest guest that called, because the one before is gone.
 fn offer(listener: &TcpListener, bytes_per_s: f64, shared: &Shared) {
     let mut guest: Option<TcpStream> = None;
     let mut due = Instant::now();

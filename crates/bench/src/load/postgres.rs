@@ -1,7 +1,7 @@
 //! A PostgreSQL on a host of the lab, for a guest that works with a database elsewhere.
 //!
 //! It is the distribution's, run beside whatever clusters the machine has: as its own user, with data, sockets and
-//! shared memory that nobody else sees and that go with it.
+//! shared memory that nobody else sees and that are removed with it.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::chown;
@@ -17,17 +17,17 @@ use crate::error::{Context, Error, Result};
 use crate::lab::{Host, PREFIX};
 use crate::tools;
 
-/// Where it listens.
+/// The port where it listens.
 const PORT: u16 = 5432;
 /// The user that it runs as: it refuses to be root.
 const USER: &str = "postgres";
 /// How long it may take to start, on a machine that has other work too.
 const START: Duration = PATIENCE;
-/// How long it may take to end; what is left then is killed.
+/// How long it may take to end; remaining processes are then killed.
 const END: Duration = Duration::from_secs(5);
 
-/// For short trials whose data nobody needs afterwards: no disk is waited for, and nothing runs beside the requests.
-/// Dynamic shared memory is files among the data, so that it goes with them whatever happens.
+/// Settings for short trials whose data nobody needs afterwards: nobody waits for a disk, and nothing runs beside the
+/// requests. Dynamic shared memory consists of files among the data, so that it is always removed with them.
 const SETTINGS: [&str; 13] = [
     "fsync=off",
     "synchronous_commit=off",
@@ -86,7 +86,7 @@ impl Postgres {
     /// without a vacuum.
     ///
     /// # Errors
-    /// What PostgreSQL said.
+    /// The error of PostgreSQL.
     pub fn load_ycsb(&self, rows: u32) -> Result<()> {
         let fields = |each: &dyn Fn(u32) -> String| (1..=10).map(each).collect::<Vec<_>>().join(", ");
         let columns = fields(&|number| format!("field{number} text"));
@@ -100,7 +100,7 @@ impl Postgres {
     /// Runs a statement and returns its rows, columns parted by `|`.
     ///
     /// # Errors
-    /// What PostgreSQL said.
+    /// The error of PostgreSQL.
     pub fn query(&self, statement: &str) -> Result<String> {
         let mut command = self.host.command(self.programs.join("psql"));
         command.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-U", USER, "-d", "postgres"]);
@@ -112,7 +112,7 @@ impl Postgres {
         self.directory.join("data")
     }
 
-    /// Lays the files of an empty database out.
+    /// Makes the files of an empty database.
     fn make_cluster(&self) -> Result<()> {
         let user = User::from_name(USER).context(|| format!("looking for the user {USER}"))?;
         let user =
@@ -128,8 +128,8 @@ impl Postgres {
         std::fs::write(&file, network).context(|| format!("writing {}", file.display()))
     }
 
-    /// One of its programs as its own user, on the host. System V's shared memory, which PostgreSQL marks its data
-    /// with, is of a namespace that ends with it: a server that is killed leaves none behind.
+    /// A command that runs one of its programs as its own user, on the host. System V's shared memory, which PostgreSQL
+    /// marks its data with, is in a namespace that ends with the program: a killed server leaves none behind.
     fn as_user(&self, program: &str) -> Command {
         let mut command = self.host.command("unshare");
         let (user, group) = (format!("--reuid={USER}"), format!("--regid={USER}"));
@@ -153,7 +153,7 @@ impl Drop for Postgres {
             let _ = child.kill();
             let _ = child.wait();
         }
-        // What does not go here goes with the lab.
+        // Files that stay here are removed with the lab.
         let _ = std::fs::remove_dir_all(&self.directory);
     }
 }

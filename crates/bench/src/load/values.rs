@@ -1,19 +1,20 @@
-//! What clients store: bytes that compress as real values do, or not at all; the same in every run with the same seed.
+//! The values that clients store: bytes that compress as real values do, or not at all. They are the same in every run
+//! with the same seed.
 
 use serde::Serialize;
 
 /// Words of the vocabulary that records and texts are made of.
 const WORDS: u64 = 4096;
 
-/// What values are made of.
+/// The kinds of values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Values {
-    /// Noise: what is compressed or encrypted already.
+    /// Noise, as compressed or encrypted data.
     #[default]
     Noise,
-    /// What caches hold. Of 20 values 11 are records (names of fields, numbers, words), 5 are text, 4 are noise: half
-    /// of the values' bytes or so is redundant, within a page and across pages.
+    /// A mixture as in caches. Of 20 values 11 are records (names of fields, numbers, words), 5 are text, 4 are noise:
+    /// about half of the values' bytes are redundant, within a page and across pages.
     Mixed,
 }
 
@@ -56,7 +57,7 @@ fn record(into: &mut Vec<u8>, random: &mut Random) {
 /// A word of two to nine letters and what follows it. Few words are frequent, many are rare, as in any language.
 fn word(into: &mut Vec<u8>, random: &mut Random, then: u8) {
     let bits = random.next();
-    // The smaller of three draws.
+    // The word is the smallest of three draws.
     let number = (bits % WORDS).min((bits >> 16) % WORDS).min((bits >> 32) % WORDS);
     let mut letters = Random::new(number);
     let spelling = letters.next();

@@ -10,17 +10,18 @@ use crate::error::{Context, Result};
 use crate::lab::Host;
 use crate::tools;
 
-/// Connections.
+/// The number of connections.
 const CONNECTIONS: u32 = 8;
 
-/// wrk at work, again and again: it ends where no guest answers, and the next guest finds another. Dropping it ends it.
+/// wrk at work, started again and again: one that finds no guest ends, and the next guest finds another. Dropping it
+/// ends it.
 pub struct WebClients {
     child: Child,
 }
 
 impl WebClients {
-    /// From a host of the lab, for the files `0` to `FILES - 1` of the web server at `guest`, now and whenever one is
-    /// there.
+    /// Starts wrk on a host of the lab, for the files `0` to `FILES - 1` of the web server at `guest`, now and whenever
+    /// one is there.
     ///
     /// # Errors
     /// Where wrk is not installed or does not start.

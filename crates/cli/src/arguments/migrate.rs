@@ -40,7 +40,7 @@ pub struct Migrate {
     /// The delay between dtrack-v2's looks [default: 100ms]
     #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
     pub fake_dirty_delay: Option<Duration>,
-    /// How pages written with what was there already are found
+    /// How pages are found whose writes changed nothing
     #[arg(long, value_name = "HASH", default_value = "xxh3",
         value_parser = named::<ContentHash>(["off", "sha1", "md5", "murmur3", "xxh3", "blake3"]))]
     pub content_hash: ContentHash,
@@ -51,10 +51,10 @@ pub struct Migrate {
     #[arg(long, value_name = "WAY", default_value = "vmi",
         value_parser = named::<SkipFree>(["off", "vmi", "balloon-hints"]))]
     pub skip_free: SkipFree,
-    /// Whether pages sent before travel as differences
+    /// Whether pages that were sent before travel as differences
     #[arg(long, default_value = "off", value_parser = named::<Delta>(["off", "xbzrle"]))]
     pub delta: Delta,
-    /// The most memory for the sent pages that differences are told to [default: 64M]
+    /// The most memory for sent pages that differences are made against [default: 64M]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub delta_cache: Option<u64>,
     /// How pages are compressed
@@ -66,7 +66,7 @@ pub struct Migrate {
     /// Threads that compress [default: by the processors]
     #[arg(long, value_name = "N")]
     pub compress_threads: Option<u32>,
-    /// Limit on everything sent, as 1Gbit or 100MB [default: none]
+    /// Limit on everything sent, such as 1Gbit or 100MB [default: none]
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     pub bandwidth: Option<u64>,
     /// Limit on pages that follow a guest unasked [default: about nine tenths of the link]
@@ -81,14 +81,14 @@ pub struct Migrate {
     /// Where rounds do not reach the limit, accept longer pauses step by step, up to this [default: no]
     #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
     pub downtime_ramp: Option<Duration>,
-    /// Where rounds do not converge, take the guest's processor time away step by step, up to so many percent
+    /// Where rounds do not converge, take the guest's processor time away step by step, up to this many percent
     /// [default: no]
     #[arg(long, value_name = "PERCENT")]
     pub throttle: Option<u8>,
     /// When to give up converging [default: never]
     #[arg(long, value_name = "DURATION", value_parser = parse_duration)]
     pub timeout: Option<Duration>,
-    /// What to do then: give up, switch over whatever the pause will be, or let the rest of the pages follow
+    /// What to do then: give up, switch over however long the pause will be, or let the rest of the pages follow
     /// [default: cancel]
     #[arg(long, requires = "timeout", value_parser = named::<OnTimeout>(["cancel", "force", "postcopy"]))]
     pub on_timeout: Option<OnTimeout>,

@@ -1,23 +1,23 @@
 //! The thread that looks after one balloon.
 //!
-//! Each second, or each interval where that is shorter, it takes a look at the guest and does what
-//! [`Policy`](sterna_protocol::balloon::Policy) says. QEMU serves one client at a time, so every look has a connection
-//! of its own, for a millisecond or two.
+//! Each second, or each interval where that is shorter, it looks at the guest and does what
+//! [`Policy`](sterna_protocol::balloon::Policy) says. QEMU serves one client at a time, so every look makes a
+//! connection of its own, for a millisecond or two.
 //!
-//! While the machine is being moved away the migration holds that connection. Until the switchover the thread takes
+//! While the machine is being moved away, the migration holds QEMU's connection. Until the switchover the thread takes
 //! turns on it:
 //!
-//! - it never waits for the connection, but leaves the look out;
-//! - it looks at the migration's phase only once it holds the connection. The migration enters the switchover before it
-//!   takes the connection for that: so either the phase is seen and the connection is given back at once, or the
-//!   guest's stop is put off, while it still runs, by what is left of a look. Within the pause nothing is asked;
-//! - each command has a tenth of a second.
+//! - it never waits for the connection: if that is in use, the look is left out;
+//! - it checks the migration's phase only once it holds the connection. The migration enters the switchover before it
+//!   takes the connection for it. So either the thread sees the phase and returns the connection at once, or the rest
+//!   of a look delays the guest's stop, while the guest still runs. Within the pause nothing is asked;
+//! - each command may take a tenth of a second.
 //!
-//! While free memory is taken from the guest by looking into it the connection is shared in the same way.
+//! While introspection takes free memory from the guest, the connection is shared in the same way.
 //!
-//! From the switchover on nothing is done here any more. What the guest was asked for travels in its device's state,
-//! the setting in the machine's description, and the destination's daemon goes on, once all of the guest's pages are
-//! there. Until then its driver can still take pages out by itself (`deflate-on-oom`).
+//! From the switchover on this thread does nothing more. The balloon's target travels in the device's state, the
+//! setting in the machine's description, and the destination's daemon goes on once all of the guest's pages are there.
+//! Until then the guest's driver can still take pages out by itself (`deflate-on-oom`).
 
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -39,20 +39,20 @@ use crate::machines::table::Machines;
 use crate::metrics::Metrics;
 use crate::process::Identity;
 
-/// A page, in which balloons are counted.
+/// The size of a page, in which balloons are counted, bytes.
 const PAGE_BYTES: u64 = sterna_protocol::layout::PAGE_BYTES as u64;
-/// How often the guest is looked at, at least.
+/// The longest time between two looks at the guest.
 const LOOK: Duration = Duration::from_secs(1);
-/// How long QEMU has to take a connection.
+/// How long QEMU may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(1);
-/// How long it has for a command.
+/// How long QEMU may take for a command.
 const COMMAND: Duration = Duration::from_secs(1);
-/// The same while a migration may need the connection.
+/// How long QEMU may take for a command while a migration may need the connection.
 const IN_BETWEEN: Duration = Duration::from_millis(100);
-/// Longer than this no guest can be said to have been looked at: it was busy with something else.
+/// The longest time between two looks that counts as observed: in a longer one the thread was busy with something else.
 const LOST_SIGHT: Duration = Duration::from_secs(3);
 
-/// What looks after one balloon.
+/// The keeper of one balloon.
 #[derive(Debug)]
 pub struct Keeper {
     pub(super) name: String,
@@ -69,11 +69,11 @@ struct State {
     ended: bool,
 }
 
-/// How QEMU can be asked at present.
+/// The way to ask QEMU at present.
 enum Reach {
     /// The machine is not here any more.
     Gone,
-    /// Not at all.
+    /// QEMU must not be asked.
     Busy,
     /// Over a connection of its own.
     Own(PathBuf),
@@ -81,7 +81,7 @@ enum Reach {
     Lent(SharedQmp, Arc<Monitor>),
 }
 
-/// What is kept from one look to the next.
+/// The state that is kept from one look to the next.
 struct Course {
     policy: Policy,
     device: Option<BalloonDevice>,
@@ -101,13 +101,14 @@ impl Keeper {
         }
     }
 
-    /// It asks QEMU for nothing from now on, but for what it may be asking at this moment over a connection of its own.
+    /// Ends the keeper. From now on it asks QEMU for nothing, except what it may be asking at this moment over a
+    /// connection of its own.
     pub(super) fn end(&self) {
         self.state().ended = true;
         self.changed.notify_all();
     }
 
-    /// The balloon as it was seen last.
+    /// The balloon as the last look saw it.
     pub(super) fn seen(&self) -> Balloon {
         self.state().seen.clone()
     }
@@ -155,14 +156,15 @@ impl Keeper {
             let table = machines.table();
             let Some(entry) = table.get(&self.name) else { return Reach::Gone };
             match &entry.record {
-                // What the guest gave back now would only have to be told from what has not arrived yet, and QEMU may
-                // itself wait for a page.
+                // While pages are missing the balloon is left alone: discarded pages would have to be told from missing
+                // ones, and QEMU may itself wait for a page.
                 Some(record) if record.process == self.process && record.paging.is_some() => return Reach::Busy,
                 Some(record) if record.process == self.process => (entry.hold.clone(), record.qmp.clone()),
                 _ => return Reach::Gone,
             }
         };
-        // Before the activity is asked for its phase: it enters the next one first, and takes its connection away then.
+        // The connection is fetched before the activity's phase is checked: the activity enters the next phase first,
+        // and takes its connection away then.
         let lent = lending.of(&self.name);
         match hold {
             Hold::Free => Reach::Own(qmp),
@@ -183,7 +185,7 @@ impl Keeper {
         }
         match self.look_and_do(metrics, course, qmp, within) {
             Ok(()) => {}
-            // Its QEMU ends: whoever watches it does the rest.
+            // Its QEMU ends: the thread that watches the process does the rest.
             Err(VmmError::Gone { .. }) => {}
             Err(error) => {
                 course.device = None;
@@ -212,7 +214,7 @@ impl Keeper {
         let look = device.look(qmp, within)?;
         let elapsed = std::mem::replace(&mut course.looked, Instant::now()).elapsed();
         let asked = if self.setting.mode == BalloonMode::Auto {
-            // A guest that stands still says nothing, and needs nothing.
+            // A guest that stands still reports nothing, and needs nothing.
             let elapsed = elapsed.min(LOST_SIGHT);
             let sample = Sample { elapsed, guest_bytes: look.guest_bytes, report: look.report };
             if look.running { course.policy.step(&sample) } else { Decision::Leave }
@@ -242,7 +244,7 @@ impl Keeper {
         seen.backing_off = backing_off;
         (seen.deflate_on_oom, seen.free_page_reporting) = (device.deflate_on_oom, device.free_page_reporting);
         if let Decision::Resize(bytes) | Decision::Relieve(bytes, _) = asked {
-            // In whole pages, as QEMU asks the guest for them: else the balloon never has this size.
+            // The target is in whole pages, as QEMU asks the guest for them: otherwise the balloon never has this size.
             seen.target_bytes = Some(self.ram_bytes.saturating_sub(bytes) / PAGE_BYTES * PAGE_BYTES);
         }
         if let Decision::Relieve(_, what) = asked {
@@ -264,12 +266,12 @@ impl Keeper {
     }
 }
 
-/// Whether a migration is where nobody waits for its connection to QEMU.
+/// Whether a migration is in a phase in which nobody waits for its connection to QEMU.
 fn may_share(monitor: &Monitor) -> bool {
     matches!(monitor.progress().phase, Phase::Queued | Phase::Connect | Phase::Prepare | Phase::Precopy)
 }
 
-/// What people should know of a balloon.
+/// The remark on a balloon, for people.
 fn remark(look: &BalloonLook, device: &BalloonDevice) -> Option<String> {
     let text = match look.report {
         None if look.running => "the guest's driver has not answered: is virtio_balloon loaded there?",

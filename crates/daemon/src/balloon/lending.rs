@@ -1,12 +1,12 @@
-//! Connections to QEMU that are lent: QEMU serves one client at a time, and who looks after a balloon needs one now and
-//! then.
+//! Connections to QEMU that are lent: QEMU serves one client at a time, and a balloon's thread needs a connection now
+//! and then.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sterna_engine::vmm::qemu::SharedQmp;
 
-/// Connections that those who have them let the balloon's thread take turns on, by the machine's name.
+/// Connections on which their owners let the balloon's thread take turns, by the machine's name.
 #[derive(Debug, Default)]
 pub struct Lending {
     lent: Mutex<HashMap<String, SharedQmp>>,

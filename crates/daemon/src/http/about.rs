@@ -13,7 +13,7 @@ use super::answer::{Failure, blocking};
 use crate::daemon::Daemon;
 use crate::show;
 
-/// Who answers here.
+/// The version and the name of the daemon that answers.
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = Version)))]
 pub async fn version(State(daemon): State<Arc<Daemon>>) -> Json<Version> {
     Json(Version { sterna: env!("CARGO_PKG_VERSION").into(), host: host::name(), listen: daemon.config.listen.clone() })

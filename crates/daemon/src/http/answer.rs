@@ -50,7 +50,7 @@ fn by_blame(blame: Blame) -> StatusCode {
 /// How long a request's body may take.
 const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A JSON body; what is wrong with one is told as a [`Problem`].
+/// A JSON body; an invalid one is answered with a [`Problem`].
 #[derive(Debug)]
 pub struct Body<T>(pub T);
 
@@ -69,7 +69,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
     }
 }
 
-/// Path parameters; what is wrong with them is told as a [`Problem`].
+/// Path parameters; invalid ones are answered with a [`Problem`].
 #[derive(Debug)]
 pub struct Path<T>(pub T);
 
@@ -84,7 +84,7 @@ impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for Path<T>
     }
 }
 
-/// Query parameters; what is wrong with them is told as a [`Problem`].
+/// Query parameters; invalid ones are answered with a [`Problem`].
 #[derive(Debug)]
 pub struct Query<T>(pub T);
 
@@ -99,17 +99,17 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
     }
 }
 
-/// Runs what blocks (QEMU, files, processes) off the threads that serve the socket.
+/// Runs work that blocks (QEMU, files, processes) on other threads than those that serve the socket.
 ///
 /// # Errors
-/// What the work gave, or that it panicked.
+/// The work's error, or that it panicked.
 pub async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<T, Failure> {
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result.map_err(Failure),
         Err(error) => {
-            Err(Failure(Problem::new(Code::Internal, Blame::Ours, format!("the request came to nothing: {error}"))))
+            Err(Failure(Problem::new(Code::Internal, Blame::Ours, format!("the request broke off: {error}"))))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Balloons.
+//! Routes of balloons.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What holds for the host as a whole.
+//! Routes of the host's settings.
 
 use std::sync::Arc;
 
@@ -18,7 +18,8 @@ pub async fn bandwidth(State(daemon): State<Arc<Daemon>>) -> Json<HostBandwidth>
     Json(HostBandwidth { bandwidth_bytes_per_s: daemon.departures.bandwidth.rate() })
 }
 
-/// Changes it, for migrations under way too, until the daemon restarts: then the configuration holds again.
+/// Changes what all migrations away from this host may send together, for migrations under way too. After a restart of
+/// the daemon the configuration is in force again.
 #[utoipa::path(
     put,
     path = "/v1/host/bandwidth",

@@ -25,7 +25,7 @@ pub mod migrations;
 /// Live progress.
 pub mod watch;
 
-/// What holds for the host as a whole.
+/// Settings of the host.
 pub mod host;
 
 /// The daemon itself: version and metrics.

@@ -1,4 +1,4 @@
-//! Machines.
+//! Routes of machines.
 
 use std::sync::Arc;
 
@@ -101,8 +101,8 @@ pub async fn stop(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Cancels a virtual machine's migration; its end shows that of the migration. One whose guest runs at the destination
-/// already goes on.
+/// Cancels a virtual machine's migration; the migration then ends a little later. A migration whose guest runs at the
+/// destination already goes on.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/cancel",
@@ -114,9 +114,9 @@ pub async fn cancel(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>)
     Ok(StatusCode::ACCEPTED)
 }
 
-/// Looks at once for the destination that a virtual machine which was handed over waits for, and elsewhere where the
-/// body says so; or lets it run here, where the body says that its destination is off for good. One that stays here
-/// after a migration and does not run yet is tried at once.
+/// Goes on at once with a virtual machine that waits. If it was handed over, its destination is asked, at another
+/// address where the body names one; where the body says that its destination is off for good, it runs here. If it
+/// stays here after a migration and does not run yet, it is tried again.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/resume",
@@ -134,12 +134,12 @@ pub async fn resume(
     Ok(StatusCode::ACCEPTED)
 }
 
-/// What is to be estimated.
+/// The question to an estimate.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct EstimateQuery {
-    /// What the migration may send, bytes per second.
+    /// The migration's bandwidth, bytes per second.
     bandwidth_bytes_per_s: u64,
     /// How long the machine is observed, milliseconds.
     duration_ms: Option<u64>,
@@ -150,8 +150,8 @@ pub struct EstimateQuery {
     page_cache: bool,
 }
 
-/// What a migration of a virtual machine would take now; it is observed for a while, runs on, and cannot be moved or
-/// stopped meanwhile. A caller that goes away, or a cancel, ends the observation.
+/// Estimates a virtual machine's migration. The machine is observed for a while and runs on; meanwhile it cannot be
+/// moved or stopped. A caller that goes away, or a cancel, ends the observation.
 #[utoipa::path(
     get,
     path = "/v1/vms/{name}/estimate",
@@ -174,9 +174,9 @@ pub async fn estimate(
     blocking(move || estimate::estimate(&daemon.machines, &name, question, &monitor)).await.map(Json)
 }
 
-/// Gives what a virtual machine's guest holds free back to this host; answers when it is done. The machine runs on, and
-/// cannot be moved or stopped meanwhile. A caller that goes away, or a cancel, ends it; what was taken until then stays
-/// taken.
+/// Gives memory that a virtual machine's guest holds free back to this host; answers when it is done. The machine runs
+/// on; meanwhile it cannot be moved or stopped. A caller that goes away, or a cancel, ends the work; memory that was
+/// taken until then stays taken.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/reclaim",
@@ -194,7 +194,7 @@ pub async fn reclaim(
     blocking(move || daemon.reclaim().reclaim(&name, request.method, &monitor)).await.map(Json)
 }
 
-/// A caller that waits. One that goes away drops it.
+/// A caller that waits. It is dropped when the caller goes away.
 struct Asked(Arc<Monitor>);
 
 impl Drop for Asked {

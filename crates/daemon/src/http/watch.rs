@@ -20,7 +20,7 @@ use crate::problems::unknown_vm;
 
 /// How often migrations are looked at.
 const TICK: Duration = Duration::from_millis(100);
-/// How often a line comes though nothing changes.
+/// How often a line comes although nothing changes.
 const PULSE: Duration = Duration::from_secs(1);
 
 /// What to watch.
@@ -59,13 +59,13 @@ pub async fn watch(
 struct Watcher {
     daemon: Arc<Daemon>,
     vm: Option<String>,
-    /// By migration and machine: what was last said, and when.
+    /// The last line of each migration and machine, and its time.
     seen: HashMap<(u64, String), (Progress, Instant)>,
     ended: bool,
 }
 
 impl Watcher {
-    /// The next lines, as soon as there are some; nothing where the watched migration has ended.
+    /// The next lines, as soon as there are some; `None` where the watched migration has ended.
     async fn next(&mut self) -> Option<Bytes> {
         while !self.ended {
             let lines = self.look();
@@ -74,7 +74,7 @@ impl Watcher {
             }
             tokio::time::sleep(TICK).await;
             let gone = self.vm.as_ref().is_some_and(|name| !self.daemon.machines.table().contains_key(name));
-            // A moved machine leaves the table before the last word on its migration.
+            // A moved machine leaves the table before its migration's last line.
             self.ended |= gone && self.seen.values().all(|(progress, _)| progress.phase == Phase::Done);
         }
         None

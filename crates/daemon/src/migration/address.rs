@@ -1,10 +1,10 @@
-//! Where other daemons are.
+//! Addresses of other daemons.
 
 use sterna_api::Problem;
 
 use crate::problems::invalid;
 
-/// Whether a daemon can be at this address.
+/// Checks that an address has the form of a daemon's.
 ///
 /// # Errors
 /// A [`Problem`] where it is not of the form `HOST:PORT`.

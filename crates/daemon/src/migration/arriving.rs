@@ -1,4 +1,4 @@
-//! Machines that are being moved here, for all who want something else of them, and how many may be at a time.
+//! Machines that are being moved here, as other requests see them, and the limit on their number.
 
 use sterna_api::{Blame, Code, Problem, VmState};
 use sterna_engine::host::MigrationId;
@@ -6,7 +6,7 @@ use sterna_engine::host::MigrationId;
 use crate::machines::hold::{Activity, Shown};
 use crate::machines::table::Table;
 
-/// It is being moved here, by this migration.
+/// The activity of being moved here, by this migration.
 #[derive(Debug)]
 pub struct Arriving(pub MigrationId);
 
@@ -25,16 +25,16 @@ impl Activity for Arriving {
     }
 }
 
-/// How many machines are on their way here.
+/// The number of machines on their way here.
 #[must_use]
 pub fn arriving(table: &Table) -> usize {
     table.values().filter(|entry| entry.hold.is::<Arriving>()).count()
 }
 
-/// Whether one more machine may come here, where at most `limit` may at a time.
+/// Checks that one more machine may come here, where at most `limit` may at a time.
 ///
 /// # Errors
-/// A [`Problem`] where as many as may are on their way already. It says so to the source, which asks again later.
+/// A [`Problem`] where `limit` machines are on their way already. The source gets it, and asks again later.
 pub fn check_incoming(table: &Table, limit: usize) -> Result<(), Problem> {
     if arriving(table) < limit {
         return Ok(());

@@ -1,4 +1,4 @@
-//! What it takes to move machines away, and nothing else of the daemon.
+//! The parts of the daemon that move machines away, and no others.
 
 use std::sync::Arc;
 
@@ -16,18 +16,18 @@ use crate::metrics::Metrics;
 pub struct Departures {
     /// Its machines.
     pub machines: Arc<Machines>,
-    /// What became of migrations.
+    /// The records of what became of migrations.
     pub records: Arc<Records>,
     /// The migrations that it began.
     pub jobs: Arc<Jobs>,
-    /// What is counted.
+    /// The metrics.
     pub metrics: Arc<Metrics>,
-    /// Connections to QEMU that those who look after balloons may use meanwhile.
+    /// The connections to QEMU that balloons' threads may use meanwhile.
     pub lending: Arc<Lending>,
-    /// What connections to other daemons are encrypted with, where they are.
+    /// The credentials for connections to other daemons, where these are encrypted.
     pub credentials: Option<Arc<Credentials>>,
     /// What all migrations away from here may send together.
     pub bandwidth: Arc<Share>,
-    /// For tests alone: a page is free that was so at the first look.
+    /// Whether pages that were free at the first look count as free for ever; only for tests.
     pub trust_first_look: bool,
 }

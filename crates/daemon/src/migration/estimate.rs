@@ -1,4 +1,4 @@
-//! What a machine's migration would take: it is observed while it runs on, and stays.
+//! The estimate of a machine's migration: the machine is observed while it runs on, and stays.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,10 +23,10 @@ use crate::machines::reach::movable;
 use crate::machines::table::Machines;
 use crate::problems::{host, invalid};
 
-/// What is to be estimated.
+/// The question to an estimate.
 #[derive(Debug, Clone, Copy)]
 pub struct Question {
-    /// What the link carries, bytes per second.
+    /// The link's bandwidth, bytes per second.
     pub bandwidth_bytes_per_s: u64,
     /// How long to observe, milliseconds.
     pub duration_ms: u64,
@@ -36,7 +36,7 @@ pub struct Question {
     pub page_cache: bool,
 }
 
-/// It is observed, to estimate what its migration would take.
+/// The activity of being observed for an estimate.
 #[derive(Debug)]
 struct Estimating(Arc<Monitor>);
 
@@ -55,10 +55,10 @@ impl Activity for Estimating {
 }
 
 /// Estimates a machine's migration. Blocks for the observation's time; `monitor` can cut it short. No migration of the
-/// machine begins meanwhile: two cannot watch one machine's writes.
+/// machine begins meanwhile, because only one can watch a machine's writes.
 ///
 /// # Errors
-/// A [`Problem`]: an unknown or busy machine, one that cannot be moved at all, a question that is invalid.
+/// A [`Problem`]: the machine is unknown, busy or of a kind that cannot be moved, or the question is invalid.
 pub fn estimate(
     machines: &Machines,
     name: &str,
@@ -70,16 +70,16 @@ pub fn estimate(
     let movable = movable(&claimed.record)?;
     let ram = SharedMemory::open(&movable.blocks, Access::Read);
     let ram: Arc<dyn Memory> = Arc::new(ram.map_err(|error| host("cannot map the machine's RAM", &error))?);
-    // QEMU serves one client at a time, and nothing more is asked of it after this.
+    // QEMU serves one client at a time, and it is asked for nothing more after this.
     let mut vmm = control::source(&claimed.record, movable.control.share())?;
     let free = free_now(&mut vmm, &ram).unwrap_or_else(|reason| {
-        tracing::info!(vm = name, %reason, "the guest's free pages cannot be told");
+        tracing::info!(vm = name, %reason, "the guest's free pages are unknown");
         PageMap::empty(ram.layout())
     });
     let cached = question.page_cache.then(|| page_cache_now(&mut vmm, &ram));
     drop(vmm);
     let cached = cached.and_then(|cached| {
-        let not_told = |reason| tracing::info!(vm = name, %reason, "the guest's page cache cannot be told");
+        let not_told = |reason| tracing::info!(vm = name, %reason, "the guest's page cache is unknown");
         cached.map_err(not_told).ok()
     });
     let mut tracker = movable.tracker;
@@ -101,7 +101,7 @@ pub fn estimate(
 }
 
 impl Question {
-    /// A rate and a limit as a migration takes them, and a bounded time.
+    /// Checks that a migration would accept the rate and the limit, and that the time is within bounds.
     fn check(&self) -> Result<(), Problem> {
         if !(MIN_DURATION_MS..=MAX_DURATION_MS).contains(&self.duration_ms) {
             let asked = self.duration_ms;

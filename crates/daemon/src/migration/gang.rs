@@ -1,7 +1,7 @@
-//! Machines that are moved together: claimed all or none, and driven to their ends side by side.
+//! Gangs: machines that are moved together. All or none are claimed, and they are driven to their ends side by side.
 //!
 //! A migration of one machine is a gang of one. Each member waits for its turn and is moved on a thread of its own, and
-//! may end otherwise than the others. What members share belongs to `Gang`.
+//! may end in another way than the others. `Gang` has what the members share.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ const MAX_GANG: usize = 256;
 #[derive(Debug)]
 pub struct Gang {
     departures: Arc<Departures>,
-    /// How their migration is seen, member by member in the same order.
+    /// The job that shows their migration, member by member in the same order.
     job: Arc<Job>,
     options: MigrateOptions,
     members: Vec<VmRecord>,
@@ -33,7 +33,7 @@ pub struct Gang {
 /// Begins a migration. Every machine is claimed, or none is.
 ///
 /// # Errors
-/// A [`Problem`]: an unknown or busy machine, options or an address that are invalid.
+/// A [`Problem`]: a machine is unknown or busy, or the options or the address are invalid.
 pub fn migrate(departures: &Arc<Departures>, request: &MigrateRequest) -> Result<Arc<Job>, Problem> {
     check_request(request)?;
     let gang = Arc::new(Gang::claim(departures, request)?);
@@ -52,7 +52,7 @@ impl Gang {
                 Ok(record) => members.push(record),
                 Err(problem) => {
                     for record in &members {
-                        // While it was claimed nobody took note of its end.
+                        // While the machine was claimed, nobody took note of its end.
                         machines.give_back(record);
                     }
                     departures.jobs.drop_job(job.id);
@@ -63,11 +63,11 @@ impl Gang {
         Ok(Self { departures: Arc::clone(departures), job, options: request.options.clone(), members })
     }
 
-    /// Has all members driven, each on a thread of its own.
+    /// Starts a thread for each member, which drives it.
     fn depart(self: &Arc<Self>) {
         for (index, record) in self.members.iter().enumerate() {
             let gang = Arc::clone(self);
-            // In the order of the request, whichever thread is the first.
+            // Members join the queue in the order of the request, whichever thread is the first.
             let ticket = self.departures.jobs.queue.join(&self.job.to);
             let drive = move || gang.drive(index, ticket);
             let spawned = std::thread::Builder::new().name(format!("move-{}", record.name)).spawn(drive);

@@ -32,17 +32,17 @@ use crate::room;
 /// This host as a destination.
 #[derive(Debug, Clone)]
 pub struct Destination {
-    /// Who it is to sources.
+    /// Its identity for sources.
     pub identity: DaemonId,
-    /// What connections to other daemons are encrypted with, where they are.
+    /// The credentials for connections to other daemons, where these are encrypted.
     pub credentials: Option<Arc<Credentials>>,
-    /// Its machines, and who looks after them.
+    /// Its machines, and their care.
     pub care: Care,
-    /// What became of migrations.
+    /// The records of what became of migrations.
     pub records: Arc<Records>,
-    /// What starts machines.
+    /// The part that starts machines.
     pub launcher: Arc<Launcher>,
-    /// Pages that come after their guest.
+    /// The pages that come after their guest.
     pub pages: Arc<Pages>,
     /// How many machines may be on their way here at a time.
     pub max_incoming: usize,
@@ -65,11 +65,11 @@ impl DestinationHost for Destination {
         }
         self.start(id, spec, from, postcopy).inspect_err(|problem| {
             if problem.code == Code::TooManyIncoming {
-                // Nothing was begun, and its source asks again under another number: there is nothing to remember.
+                // Nothing was begun, and the source asks again under another number: there is nothing to remember.
                 return tracing::debug!(vm = %spec.name, %id, "put off: {}", problem.message);
             }
-            // The source learns of it by this very answer. One that does not get it was never told yes, and never asks:
-            // nothing is kept.
+            // The source learns of the refusal by this answer. A source that does not get the answer was never told
+            // yes, and never asks: no record is kept.
             tracing::info!(vm = %spec.name, %id, code = %problem.code, "refused: {}", problem.message);
         })
     }
@@ -85,7 +85,7 @@ impl DestinationHost for Destination {
     }
 
     fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>, failed: Option<&Problem>) {
-        // Its connection to QEMU ends: from now on each question makes its own.
+        // The migration's connection to QEMU ends: from now on each question makes its own.
         drop(incoming);
         if let Some(record) = self.arriving(id) {
             tracing::info!(vm = %record.name, %id, "it belongs here now");
@@ -108,7 +108,7 @@ impl DestinationHost for Destination {
         let verdict = self.records.abort(id);
         let Some(record) = self.arriving(id) else { return };
         if verdict == Verdict::Committed {
-            tracing::error!(vm = %record.name, %id, "asked to abort what is committed: the guest stays");
+            tracing::error!(vm = %record.name, %id, "asked to abort a committed migration: the guest stays");
             drop(incoming);
             return self.care.settle(&record);
         }
@@ -131,12 +131,12 @@ impl DestinationHost for Destination {
     }
 }
 
-/// Something by this number is on record.
+/// The problem of a migration whose number is on record already.
 fn stale(id: MigrationId) -> Problem {
     Problem::new(Code::StaleMigration, Blame::Peer, format!("migration {id} has ended here before"))
 }
 
-/// A host's name by its own word, as far as people may be shown it.
+/// A host's name as it calls itself, reduced to what may be shown to people.
 fn name_of(host: &str) -> String {
     let fits = (1..=64).contains(&host.len()) && host.chars().all(|c| c.is_ascii_alphanumeric() || "._-:".contains(c));
     if fits { host.into() } else { "its source".into() }
@@ -147,7 +147,7 @@ impl Destination {
         let items = arguments::parse(&spec.arguments);
         let room_bytes = self.room_bytes().saturating_sub(self.promised_bytes());
         let machines = &self.care.machines;
-        // Before anything costs something: those that are put off ask every second.
+        // This check comes before all expensive ones: sources that are put off ask every second.
         check_incoming(&machines.table(), self.max_incoming)?;
         let binary = prechecks::check(spec, &items, self.qemu.as_deref(), room_bytes)?;
         let has_room = |table: &_| check_incoming(table, self.max_incoming);
@@ -215,11 +215,11 @@ impl Destination {
         })
     }
 
-    /// Ends a machine on its way here that its source is about to let run: both lock the guest's disks. (The session,
-    /// which may wait for a source that is gone, sees its end.)
+    /// Ends a machine on its way here whose source is about to let it run: both lock the guest's disks. (The session,
+    /// which may wait for a source that is gone, notices that the machine has ended.)
     ///
     /// # Errors
-    /// It does not end: then the source must not be told yet that it may.
+    /// The machine does not end: then the source must not be told yet that it may let it run.
     fn end_arriving(&self, id: MigrationId) -> Result<(), Problem> {
         let Some(record) = self.arriving(id) else { return Ok(()) };
         if let Some(process) = record.process.open() {
@@ -235,8 +235,8 @@ impl Destination {
         Ok(())
     }
 
-    /// Memory that machines on their way here will still need, and those that run here before all their pages are here:
-    /// a machine promised to arrive must not starve for a later one.
+    /// The memory, bytes, that machines on their way here and machines with missing pages will still need: a machine
+    /// that was accepted must not run out of memory because of a later one.
     fn promised_bytes(&self) -> u64 {
         let (arriving, missing): (Vec<VmRecord>, u64) = {
             let table = self.care.machines.table();

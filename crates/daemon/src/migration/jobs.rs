@@ -1,5 +1,4 @@
-//! The migrations this host began, as they are seen: from the moment they are accepted, and for a while after their
-//! end.
+//! The migrations that this host began, as the API shows them: from their acceptance until a while after their end.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,10 +11,10 @@ use sterna_engine::monitor::Monitor;
 use super::queue::Queue;
 use crate::metrics::Metrics;
 
-/// Ended migrations that are remembered.
+/// How many ended migrations are remembered.
 const KEEP: usize = 100;
 
-/// A migration as it is seen: of one machine, or of a gang that is moved together.
+/// A migration as the API shows it: of one machine, or of a gang.
 #[derive(Debug)]
 pub struct Job {
     /// Its number on this host.
@@ -36,7 +35,7 @@ impl Job {
     /// The migration as the API shows it.
     #[must_use]
     pub fn show(&self) -> Migration {
-        // Ended first: what is read after it is the final word.
+        // The end is read first: what is read after it is final.
         let ended = self.ended();
         Migration {
             id: self.id,
@@ -47,19 +46,19 @@ impl Job {
         }
     }
 
-    /// Where each machine stands.
+    /// The progress of each machine.
     #[must_use]
     pub fn progress(&self) -> Vec<Progress> {
         self.members.iter().map(|member| member.monitor.progress()).collect()
     }
 
-    /// How one of its machines' migration is seen.
+    /// The monitor of one of its machines.
     #[must_use]
     pub fn monitor(&self, index: usize) -> &Arc<Monitor> {
         &self.members[index].monitor
     }
 
-    /// The last word on one of its machines.
+    /// Notes the final report on one of its machines.
     pub fn end(&self, index: usize, metrics: &Metrics, report: Report) {
         let member = &self.members[index];
         metrics.migration_ended(&report);
@@ -75,11 +74,11 @@ impl Job {
     }
 }
 
-/// All of them.
+/// All migrations that this host began.
 #[derive(Debug)]
 pub struct Jobs {
     table: Mutex<Table>,
-    /// Those that wait for their turn.
+    /// The queue of those that wait for their turn.
     pub queue: Arc<Queue>,
 }
 
@@ -90,7 +89,7 @@ struct Table {
 }
 
 impl Jobs {
-    /// With so many machines on their way at one time.
+    /// Begins, with at most this many machines on their way at one time.
     #[must_use]
     pub fn new(max_outgoing: usize) -> Self {
         let table = Table { next: 1, jobs: VecDeque::new() };
@@ -103,7 +102,7 @@ impl Jobs {
         lock(&self.table).jobs.iter().cloned().collect()
     }
 
-    /// One of them.
+    /// The migration of this number.
     ///
     /// # Errors
     /// A [`Problem`] where there is none of this number.
@@ -114,8 +113,8 @@ impl Jobs {
         })
     }
 
-    /// Cancels all that are under way and waits until their guests are given back, or until `timeout`. Those whose
-    /// guests run elsewhere before all their pages are there are the next daemon's to go on with.
+    /// Cancels all migrations that are under way and waits until their guests run on here, or until `timeout`. The next
+    /// daemon goes on with those whose guests run elsewhere while pages are missing.
     pub fn cancel_all(&self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
         let jobs = self.list();

@@ -1,4 +1,4 @@
-//! A machine that is being moved away, for all who want something else of it.
+//! A machine that is being moved away, as other requests see it.
 
 use std::sync::Arc;
 
@@ -7,12 +7,12 @@ use sterna_engine::monitor::Monitor;
 
 use crate::machines::hold::{Activity, Connection, Shown};
 
-/// It is being moved away.
+/// The activity of being moved away.
 #[derive(Debug)]
 pub struct Leaving {
-    /// How its migration is seen.
+    /// The monitor of its migration.
     pub monitor: Arc<Monitor>,
-    /// Where it goes.
+    /// The destination's address.
     pub to: String,
 }
 
@@ -43,16 +43,16 @@ impl Activity for Leaving {
     }
 
     fn connection(&self) -> Connection {
-        // In the line it waits for its turn, for hours perhaps.
+        // In the queue it waits for its turn, perhaps for hours.
         let free_unless_lent = self.monitor.progress().phase == Phase::Queued;
         Connection::Lent { by: Arc::clone(&self.monitor), free_unless_lent }
     }
 }
 
-/// Why a machine's migration is past being cancelled.
+/// The reason why a machine's migration cannot be cancelled.
 pub const HANDED_OVER: &str = "has been handed over";
 
-/// A migration that is past the point of no return.
+/// The problem of a migration that is past the point of no return.
 #[must_use]
 pub fn too_late(name: &str, why: &str) -> Problem {
     Problem::new(Code::TooLate, Blame::Request, format!("'{name}' {why}: its migration cannot be cancelled"))

@@ -11,7 +11,7 @@ use super::incoming::Destination;
 /// Takes calls on `address` from now on, on threads of its own. Does nothing where there is none.
 ///
 /// # Errors
-/// Where the address cannot be had.
+/// The address cannot be bound.
 pub fn listen(address: Option<&str>, destination: &Destination) -> std::io::Result<()> {
     let Some(address) = address else { return Ok(()) };
     let listener = TcpListener::bind(address)?;

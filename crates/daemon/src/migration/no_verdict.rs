@@ -1,11 +1,11 @@
-//! What a daemon is told that learns nothing of a migration.
+//! The answer to a daemon that may learn nothing of a migration.
 
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::host::MigrationId;
 
 use super::records::NoVerdict;
 
-/// Why a daemon that asks learns nothing of a migration.
+/// The problem that tells a daemon why it learns nothing of a migration.
 pub fn no_verdict(id: MigrationId, asks: Option<&str>, why: NoVerdict) -> Problem {
     let asks = asks.unwrap_or("somebody without a certificate");
     tracing::warn!(%id, asks, ?why, "asked for a migration and told nothing");

@@ -1,4 +1,4 @@
-//! One machine's way from its claim to its end here.
+//! One machine's migration, from its claim to its end here.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,19 +32,19 @@ pub struct Mover<'a> {
     pub departures: &'a Arc<Departures>,
     /// The machine.
     pub record: &'a VmRecord,
-    /// Where it goes.
+    /// The destination's address.
     pub peer: &'a str,
-    /// How.
+    /// The migration's options.
     pub options: &'a MigrateOptions,
-    /// How it is seen.
+    /// The monitor of the migration.
     pub monitor: &'a Monitor,
 }
 
 /// How an attempt ended.
 enum Attempt {
-    /// For good.
+    /// The migration has ended.
     Ended(Box<Report>),
-    /// Before it began: the destination takes no more at present, for this reason.
+    /// The migration did not begin: the destination accepts no more at present, for this reason.
     NotYet(String),
 }
 
@@ -82,7 +82,7 @@ impl Mover<'_> {
         }
     }
 
-    /// Gives the machine back, which was not moved; the report on it.
+    /// Gives the machine back, which was not moved. Returns the report.
     pub fn refused(&self, problem: Problem, status: Status) -> Report {
         self.departures.machines.give_back(self.record);
         Report {
@@ -114,21 +114,21 @@ impl Mover<'_> {
         let lent = departures.lending.lend(&record.name, qmp);
         let mut outcome = source::migrate(outgoing, peer, options, &Here { mover: self, id, turn }, monitor);
         drop(lent);
-        // Its connection to QEMU is needed no more: what follows makes its own.
+        // The connection to QEMU is not needed any more: what follows makes its own.
         drop(outcome.vmm);
         if outcome.fate != Fate::NotYet {
             no_longer_waiting(monitor);
         }
         match outcome.fate {
             Fate::NotYet => {
-                // Still claimed: it waits on, as it did before the attempt.
+                // The machine is still claimed: it waits on, as it did before the attempt.
                 if let Err(error) = machines.store(record) {
                     tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
                 }
                 return Attempt::NotYet(outcome.report.error.map(|problem| problem.message).unwrap_or_default());
             }
             Fate::Here => {
-                // There is nothing to give back: QEMU has died meanwhile.
+                // No guest can run on here: QEMU has died meanwhile.
                 if let Some(problem) = &mut outcome.report.error
                     && record.process.open().is_none()
                 {
@@ -155,7 +155,7 @@ fn no_longer_waiting(monitor: &Monitor) {
     });
 }
 
-/// The guest stays here, and its QEMU has not let it run yet.
+/// Handles a guest that stays here and that its QEMU has not let run yet.
 fn not_given_back(departures: &Departures, record: &VmRecord, id: MigrationId, report: &mut Report) {
     let Departures { machines, records, .. } = departures;
     let Some(problem) = &mut report.error else { return resuming::give_back(machines, records, record, id, None) };
@@ -175,7 +175,7 @@ fn not_given_back(departures: &Departures, record: &VmRecord, id: MigrationId, r
     resuming::give_back(machines, records, record, id, Some(failed));
 }
 
-/// The guest belongs here again (or still): as it was before.
+/// Notes that the guest belongs here again (or still), as before.
 fn belongs_here(departures: &Departures, record: &VmRecord, id: MigrationId) {
     let here = VmRecord { lifecycle: Lifecycle::Here, ..record.clone() };
     if let Err(error) = departures.machines.store(&here) {

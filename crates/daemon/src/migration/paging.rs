@@ -1,9 +1,9 @@
-//! Machines that run here before all their pages are here.
+//! Machines that run here while pages are missing.
 //!
-//! The agent inside QEMU keeps the userfaultfd that holds missing pages back; were it closed, they would read as zeros.
-//! So from the moment a guest may run without them until the last is here, nothing here closes it, nobody else tracks
-//! the machine's writes, and a daemon started anew takes the userfaultfd and the map of missing pages over before it
-//! lets anything run.
+//! The agent inside QEMU keeps the userfaultfd that holds missing pages back; if it were closed, they would read as
+//! zeros. So from the moment a guest may run without them until the last page is here, nothing here closes it, nobody
+//! else tracks the machine's writes, and a restarted daemon takes over the userfaultfd and the map of missing pages
+//! before it lets any guest run.
 
 use std::fs::File;
 use std::io;
@@ -35,22 +35,21 @@ use crate::machines::record::{Lifecycle, Paging, VmRecord};
 use crate::machines::table::Entry;
 use crate::problems::host;
 
-/// How often it is tried to let a guest run whose QEMU does not answer.
+/// How often the daemon tries to let a guest run whose QEMU does not answer.
 const RUN_AGAIN: Duration = Duration::from_secs(1);
 
-/// What an earlier daemon left of a guest's pages.
+/// The state of a guest's pages that an earlier daemon left.
 enum Found {
-    /// All of them are here.
+    /// All pages are here.
     All,
-    /// Some are not: this brings them.
+    /// Some pages are missing: this pager brings them.
     Some(Arc<Pager>),
 }
 
-/// What it takes to let a guest run before all its pages are here, with the addresses of its RAM blocks; or why that
-/// cannot be.
+/// What post-copy needs here for a machine, with the addresses of its RAM blocks; or why it is impossible.
 ///
 /// # Errors
-/// A [`Problem`]: this kernel, the machine's RAM, its agent.
+/// A [`Problem`]: this kernel, the machine's RAM or its agent does not allow it.
 pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), Problem> {
     let lacks = sterna_sys::probe::missing_for_postcopy();
     if !lacks.is_empty() {
@@ -67,7 +66,8 @@ pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), P
     Ok((PagingMeans { inside: Box::new(InsideQemu::new(agent)), missing }, addresses))
 }
 
-/// Missing pages are held back and brought one by one; the kernel holds back and maps a huge page as a whole.
+/// Checks that no block is in huge pages. Missing pages are held back and brought one by one, but the kernel holds back
+/// and maps a huge page as a whole.
 fn in_small_pages(blocks: &[Block]) -> Result<(), Problem> {
     let Some(block) = blocks.iter().find(|block| block.page_bytes != PAGE_BYTES as u64) else { return Ok(()) };
     let why = format!(
@@ -78,12 +78,13 @@ fn in_small_pages(blocks: &[Block]) -> Result<(), Problem> {
     Err(Problem::new(Code::HugePages, Blame::Request, why))
 }
 
-/// The map's file, made where it is not there; for the daemon alone.
+/// Opens the map's file, or makes it where there is none; for the daemon alone.
 fn open_map(path: &Path) -> io::Result<File> {
     File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
 }
 
-/// Which pages an earlier daemon left missing; `None` where the guest was never let run before they were here.
+/// The map of the pages that an earlier daemon left missing; `None` where the guest was never let run before they were
+/// here.
 fn read_map(record: &VmRecord, paging: &Paging) -> io::Result<Option<Whereabouts>> {
     let file = match File::options().read(true).write(true).open(&paging.map) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -92,11 +93,12 @@ fn read_map(record: &VmRecord, paging: &Paging) -> io::Result<Option<Whereabouts
     Whereabouts::recover(file, &record.layout()?)
 }
 
-/// How far a machine is whose pages are not all here, and the same for people; nothing of any other machine.
+/// The progress of a machine with missing pages, and the same in words for people; `None` of any other machine.
 #[must_use]
 pub fn describe(entry: &Entry) -> Option<(vm::Arriving, String)> {
     let record = entry.record.as_ref()?;
-    // One whose guest does not run yet, or that is only now being written down, is on its way as any other machine.
+    // A machine whose guest does not run yet, or whose record is only now being written, is on its way as any other
+    // machine.
     let paging = record.paging.as_ref().filter(|_| !entry.hold.is::<Arriving>())?;
     let (missing, alone) = match &entry.pager {
         Some(Bringer(pager)) => (pager.missing(), pager.alone()),
@@ -110,24 +112,24 @@ pub fn describe(entry: &Entry) -> Option<(vm::Arriving, String)> {
     Some((vm::Arriving { missing_pages: missing, from: paging.from.clone(), waiting_ms }, text))
 }
 
-/// Pages that come after their guest.
+/// The pages that come after their guest.
 #[derive(Debug)]
 pub struct Pages {
     care: Care,
     records: Arc<Records>,
-    /// Held while what is known of missing pages changes.
+    /// Held while the state of missing pages changes.
     changed: Mutex<()>,
 }
 
 impl Pages {
-    /// With the machines of this host, and what became of migrations.
+    /// Begins, with the care of this host's machines and the records of migrations.
     #[must_use]
     pub fn new(care: Care, records: Arc<Records>) -> Self {
         Self { care, records, changed: Mutex::new(()) }
     }
 
-    /// A guest belongs here from now on, and runs, or has `failed` to; `pager` brings the pages that are still to come,
-    /// where some are.
+    /// Takes in a guest that belongs here from now on, and runs, or has `failed` to. `pager` brings the missing pages,
+    /// where there are some.
     pub fn take_in(self: &Arc<Self>, record: &VmRecord, pager: Option<Arc<Pager>>, failed: Option<&Problem>) {
         match pager {
             Some(pager) => {
@@ -154,23 +156,23 @@ impl Pages {
         }
     }
 
-    /// What brings the pages of the guest of this migration. Where an earlier attempt to take its pages over failed,
-    /// another is made.
+    /// The pager of the guest of this migration. Where an earlier attempt to take over its pages failed, this tries
+    /// again.
     ///
     /// # Errors
     /// A [`Problem`]: all pages are here (`paged`), the guest has ended (`guest-gone`), does not run yet (`not-yet`),
-    /// nothing can bring its pages at present (`paging-lost`), or the migration is not known, or no migration to here.
+    /// nothing can bring its pages at present (`paging-lost`), or the migration is unknown, or did not come here.
     pub fn pager_of(self: &Arc<Self>, id: MigrationId) -> Result<Arc<Pager>, Problem> {
         let problem = |code, message: &str| Err(Problem::new(code, Blame::Peer, message));
-        // One at a time: a second attempt would take the same userfaultfd over.
+        // One attempt at a time: a second one would take over the same userfaultfd.
         let _alone = self.alone_with_pages();
         let Some(entry) = self.with_pages_of(id) else {
-            // Whoever holds the rest of its pages gives them up when it is told that the guest has ended: only who
-            // knows may say so.
+            // The source gives up the rest of the pages when it is told that the guest has ended: so only a record may
+            // say so.
             return match (self.records.pages(id), self.records.stage(id)) {
                 (Some(records::Pages::Here), _) => problem(Code::Paged, "all pages of the guest are here"),
                 (Some(records::Pages::Gone), _) => problem(Code::GuestGone, "the guest has ended at the destination"),
-                // Its record could not be read: that is no reason to say that it has ended.
+                // The machine's record could not be read: that is no reason to say that the guest has ended.
                 (Some(records::Pages::Coming), _) => {
                     problem(Code::PagingLost, "the guest cannot be found at the destination")
                 }
@@ -201,14 +203,14 @@ impl Pages {
         }
     }
 
-    /// Whoever holds pages of guests that are not here any more need hold them no longer.
+    /// Notes that the pages of guests that are not here any more are needed by nobody: their sources may drop them.
     pub fn forget_pages_of_nobody(&self) {
         for id in self.records.coming().into_iter().filter(|id| self.with_pages_of(*id).is_none()) {
             self.records.pages_are(id, records::Pages::Gone);
         }
     }
 
-    /// All pages of the guest of this migration are here.
+    /// Notes that all pages of the guest of this migration are here.
     pub fn paged(&self, id: MigrationId) {
         let _alone = self.alone_with_pages();
         let Some(record) = self.with_pages_of(id).and_then(|entry| entry.record) else { return };
@@ -216,8 +218,8 @@ impl Pages {
         self.has_all(&record);
     }
 
-    /// Looks after a machine that an earlier daemon let run before all its pages were here; `run`: whether it is still
-    /// to be let run.
+    /// Takes over a machine that an earlier daemon let run before all its pages were here. `run` says whether the guest
+    /// must still be let run.
     pub fn recover(self: &Arc<Self>, record: &VmRecord, run: bool) {
         let run = run || record.paging.as_ref().is_some_and(|paging| paging.held_back);
         match self.take_over(record) {
@@ -233,7 +235,7 @@ impl Pages {
             }
             Ok(Found::All) => {
                 let record = self.has_all(record);
-                // With every page in the file there is nothing left to hold back.
+                // With every page in the file no page must be held back.
                 stop_tracking(&record);
                 if run && let Err(problem) = let_run(&record, &self.care.machines.dir(&record.name)) {
                     self.care
@@ -246,8 +248,8 @@ impl Pages {
         }
     }
 
-    /// Nothing can bring the guest's pages: stopped, it cannot run on without them. Whoever waits for one waits on, and
-    /// where the agent holds none of them back any more, it must not see the zeros in their place.
+    /// Stops a guest whose pages nothing can bring. Threads that wait for a page go on waiting. If the agent does not
+    /// hold the pages back any more, the guest must not see the zeros in their place.
     fn hold_back(self: &Arc<Self>, record: &VmRecord, problem: &Problem) {
         let why = problem.with_causes();
         tracing::error!(
@@ -299,8 +301,8 @@ impl Pages {
             let machines = &pages.care.machines;
             let dir = machines.dir(&record.name);
             while record.process.open().is_some() {
-                // Nobody else is at it meanwhile. Once all its pages are here it can be moved on, stopped as it is, and
-                // must not be let run here when it has gone.
+                // The claim keeps others away from the machine. Once all its pages are here it can be moved on, stopped
+                // as it is, and then it must not be let run here.
                 if let Ok(claimed) = Claimed::new(machines, &record.name, Hold::Stopping) {
                     if claimed.record.process != record.process || claimed.record.lifecycle != Lifecycle::Here {
                         return;
@@ -335,7 +337,7 @@ impl Pages {
         }
     }
 
-    /// The machine is as any other from now on.
+    /// Notes that the machine is as any other from now on.
     fn has_all(&self, record: &VmRecord) -> VmRecord {
         if let Some(paging) = &record.paging {
             self.records.pages_are(paging.id, records::Pages::Here);
@@ -344,7 +346,7 @@ impl Pages {
         if let Some(entry) = self.care.machines.table().get_mut(&record.name).filter(|entry| entry.is(record)) {
             entry.pager = None;
         }
-        // Where the disk is full the record says still that pages are to come, and only an empty map tells the next
+        // Where the disk is full, the record still says that pages are missing, and only an empty map tells the next
         // daemon that none are.
         if self.care.machines.try_store(&whole) {
             remove_map(record);
@@ -363,7 +365,7 @@ impl Pages {
         }
     }
 
-    /// Serialises changes to what is known of missing pages.
+    /// Serialises changes to the state of missing pages.
     fn alone_with_pages(&self) -> MutexGuard<'_, ()> {
         self.changed.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,4 @@
-//! How long is waited between two attempts at what has to work in the end.
+//! Pauses between two attempts at work that must succeed in the end.
 
 use std::time::Duration;
 
@@ -7,9 +7,9 @@ const FIRST_PAUSE: Duration = Duration::from_millis(250);
 /// The longest in the first minute: where the guest was taken it runs there, and waits for pages of here until the
 /// answer is known.
 const LONGEST_AT_FIRST: Duration = Duration::from_millis(500);
-/// How long that is so.
+/// How long that limit is in force.
 const AT_FIRST: Duration = Duration::from_secs(60);
-/// The longest after it.
+/// The longest pause afterwards.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// The pauses between attempts. Times are counted from the first attempt.

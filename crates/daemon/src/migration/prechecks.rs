@@ -1,4 +1,4 @@
-//! What is checked before a machine comes here, so that it is refused early and with a reason.
+//! Checks before a machine comes here, so that it is refused early and with a reason.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -90,9 +90,9 @@ fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
     Ok(())
 }
 
-/// The configured QEMU, else the one of the same path where it is root's alone, else the one of the same name on PATH.
-/// The path is the peer's word, and what lies there is started by root to ask for its version: nothing that others
-/// could have put there.
+/// Finds the configured QEMU, or the one of the same path if it is root's alone, or the one of the same name on PATH.
+/// The path comes from the peer, and root starts the program there to ask for its version: so no other user may have
+/// been able to put it there.
 fn find_qemu(spec: &VmSpec, preferred: Option<&Path>) -> Result<Binary, Problem> {
     if let Some(path) = preferred {
         return Binary::find(path);
@@ -118,8 +118,8 @@ fn roots_alone(path: &Path) -> bool {
     path.canonicalize().is_ok_and(|path| path.is_file() && path.ancestors().all(alone))
 }
 
-/// A versioned machine type is the same machine in every QEMU that offers it; another one is bound to its QEMU's
-/// version.
+/// Checks the QEMU for the machine type. A versioned type is the same machine in every QEMU that offers it; another
+/// type depends on its QEMU's version.
 fn check_qemu(spec: &VmSpec, binary: &Binary) -> Result<(), Problem> {
     let path = binary.path.display();
     if !binary.offers(&spec.machine) {
@@ -152,7 +152,7 @@ fn check_cpu(spec: &VmSpec) -> Result<(), Problem> {
     let Some(wanted) = &spec.cpu else { return Ok(()) };
     let why = match cpu::describe() {
         Some(here) => cpu::lacks(wanted, &here),
-        None => Some("it cannot be told what it offers".into()),
+        None => Some("the daemon cannot read what it offers".into()),
     };
     match why {
         None => Ok(()),

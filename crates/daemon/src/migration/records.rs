@@ -1,7 +1,7 @@
-//! What became of migrations: durable, because the other end's decision rests on it.
+//! Records of what became of migrations. They are durable, because the other end's decision depends on them.
 //!
-//! A record of the source says that the guest may run elsewhere; one of the destination is the verdict the source may
-//! ask for.
+//! A record of the source says that the guest may run elsewhere; one of the destination is the verdict that the source
+//! may ask for.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,25 +17,26 @@ use crate::machines::record::VmRecord;
 use crate::process::boot_id;
 use crate::state::{Outlives, read_record, replace_record};
 
-/// At most so many aborted migrations are remembered. Whoever may send machines here can end as many as it likes before
-/// they arrive.
+/// The most aborted migrations that are remembered. A peer that may send machines here can abort as many as it likes
+/// before they arrive.
 const KEEP_ABORTED: usize = 10_000;
-/// At most so many committed ones whose pages are all here, of 200 bytes each. Each was a guest that ran here.
+/// The most committed migrations, with all pages here, that are remembered, 200 bytes each. Each was a guest that ran
+/// here.
 const KEEP_COMMITTED: usize = 100_000;
 
-/// How far a migration has come, as far as it must not be forgotten.
+/// The stage of a migration, as far as it must be remembered.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Stage {
     /// Source: the peer may run the guest from now on.
     HandingOver {
-        /// The destination daemon, where it is to be found now.
+        /// The destination daemon's present address.
         peer: String,
-        /// The migration's options, where the guest there still needs pages of here.
+        /// The migration's options, where the guest there still needs pages from here.
         #[serde(default)]
         postcopy: Option<Box<MigrateOptions>>,
-        /// Which daemon accepted the guest, wherever that is to be found: nobody else's word counts. `None` where it
-        /// was too old to say.
+        /// The daemon that accepted the guest, at whatever address: only its word counts. `None` where it was too old
+        /// to say who it is.
         #[serde(default)]
         daemon: Option<DaemonId>,
     },
@@ -43,19 +44,19 @@ pub enum Stage {
     Preparing,
     /// Destination: the guest belongs here.
     Committed,
-    /// Destination: it never will.
+    /// Destination: the guest never belongs here.
     Aborted,
 }
 
-/// What has become of pages that come after their guest's start.
+/// The state of pages that come after their guest's start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pages {
-    /// Some are still to come.
+    /// Some pages are missing.
     Coming,
-    /// All are here.
+    /// All pages are here.
     Here,
-    /// The guest ended before they were.
+    /// The guest ended before all pages were here.
     Gone,
 }
 
@@ -66,20 +67,21 @@ pub struct MigrationRecord {
     pub id: MigrationId,
     /// The machine's name, where it is known.
     pub vm: Option<String>,
-    /// How far it has come.
+    /// Its stage.
     pub stage: Stage,
     /// When this was written, seconds since the epoch; for people alone, because clocks jump.
     pub at_s: u64,
-    /// The how manieth record of this host it was when it was written.
+    /// The serial number of this record among all that this host has written.
     #[serde(default)]
     pub number: u64,
     /// The host's boot in which it was written.
     #[serde(default)]
     pub boot: u128,
-    /// Destination: the daemon it is from, where that showed a certificate. Nobody else may ask for the verdict.
+    /// Destination: the daemon that sends the machine, where it showed a certificate. Only that one may ask for the
+    /// verdict.
     #[serde(default)]
     pub from: Option<String>,
-    /// Destination: the pages that come after the guest's start, where some do.
+    /// Destination: the state of the pages that come after the guest's start, where some do.
     #[serde(default)]
     pub pages: Option<Pages>,
 }
@@ -89,17 +91,17 @@ pub struct MigrationRecord {
 pub enum NoVerdict {
     /// The migration was begun by another daemon than the one that asks.
     AnotherDaemons,
-    /// It was begun here: this host is its source, and has no verdict on it.
+    /// The migration was begun here: this host is its source, and has no verdict on it.
     BegunHere,
-    /// Nothing is known of it.
+    /// The migration is unknown.
     Unknown,
 }
 
 /// All records of this host.
 ///
-/// What is forgotten, because there are too many, is answered as what was never heard of; and who asks waits on then.
-/// So to forget is never to give a guest a second life, and a bound on how much is remembered costs a person's time at
-/// worst.
+/// A record that was forgotten, because there were too many, is answered as an unknown one, and the daemon that asks
+/// goes on waiting. So forgetting never gives a guest a second life, and the bound on records costs at worst a person's
+/// time.
 #[derive(Debug)]
 pub struct Records {
     dir: PathBuf,
@@ -110,15 +112,15 @@ pub struct Records {
 #[derive(Debug, Default)]
 struct Table {
     records: HashMap<MigrationId, MigrationRecord>,
-    /// The number of the next.
+    /// The serial number of the next record.
     next: u64,
 }
 
 impl Records {
-    /// Reads what is there, and removes what is too much.
+    /// Reads the records that are there, and removes those that are too many.
     ///
     /// # Errors
-    /// Where the directory cannot be read. A file that cannot counts as a commit, and is logged.
+    /// The directory cannot be read. An unreadable file counts as a commit, and is logged.
     pub fn load(dir: &Path) -> io::Result<Self> {
         let mut records = HashMap::new();
         for entry in std::fs::read_dir(dir)? {
@@ -133,7 +135,7 @@ impl Records {
                 Ok(None) => {}
                 Err(error) => {
                     tracing::error!(path = %path.display(), %error, "cannot read a migration's record");
-                    // A host that went down can leave a commit's record torn: nobody may take that for a guest that
+                    // A host that went down can leave a commit's record damaged: it must not count as a guest that
                     // never came.
                     if let Some(id) = path.file_stem().and_then(|stem| u128::from_str_radix(stem.to_str()?, 16).ok()) {
                         let id = MigrationId(id);
@@ -164,7 +166,7 @@ impl Records {
         self.lock().records.get(&id).map(|record| record.stage.clone())
     }
 
-    /// Which daemon took the guest that was handed over, where that is known.
+    /// The daemon that took the guest that was handed over, where that is known.
     #[must_use]
     pub fn accepted_by(&self, id: MigrationId) -> Option<DaemonId> {
         match self.stage(id) {
@@ -173,7 +175,7 @@ impl Records {
         }
     }
 
-    /// Where the destination of a guest that was handed over is to be found.
+    /// The address of the destination of a guest that was handed over.
     #[must_use]
     pub fn peer_now(&self, id: MigrationId) -> Option<String> {
         match self.stage(id) {
@@ -182,7 +184,7 @@ impl Records {
         }
     }
 
-    /// A machine has ended here. Whoever still holds pages of it learns that nobody needs them.
+    /// Notes that a machine has ended here. A source that still holds its pages learns that nobody needs them.
     pub fn machine_ended(&self, machine: &VmRecord) {
         if let Some(paging) = &machine.paging {
             self.pages_are(paging.id, Pages::Gone);
@@ -192,7 +194,7 @@ impl Records {
     /// Writes a stage down.
     ///
     /// # Errors
-    /// Where it could not be written; then the old stage stands.
+    /// The stage could not be written; then the old one stands.
     pub fn write(&self, id: MigrationId, vm: Option<&str>, stage: Stage) -> io::Result<()> {
         let mut table = self.lock();
         let from = table.records.get(&id).and_then(|record| record.from.clone());
@@ -200,12 +202,12 @@ impl Records {
         self.put(&mut table, MigrationRecord { from, ..record })
     }
 
-    /// Writes down that a machine comes here, and from whom. Every migration of which anything is remembered here as a
-    /// destination passes by here.
+    /// Records that a machine comes here, and from whom. This call comes first for every migration that this host
+    /// remembers as its destination.
     ///
     /// # Errors
-    /// As [`write`](Self::write); [`AlreadyExists`](io::ErrorKind::AlreadyExists) where anything is on record by that
-    /// number.
+    /// As [`write`](Self::write); [`AlreadyExists`](io::ErrorKind::AlreadyExists) where a migration of that number is
+    /// on record.
     pub fn prepare(&self, id: MigrationId, vm: &str, from: Option<&str>) -> io::Result<()> {
         let mut table = self.lock();
         if table.records.contains_key(&id) {
@@ -217,7 +219,7 @@ impl Records {
     }
 
     /// Forgets a machine that was refused after all, before its source was told yes: a source that was not told yes
-    /// never asks. Where somebody asked all the same, the answer stays.
+    /// never asks. Where somebody asked all the same, the record of the answer stays.
     pub fn refused(&self, id: MigrationId) {
         let mut table = self.lock();
         if table.records.get(&id).is_some_and(|record| record.stage == Stage::Preparing) {
@@ -226,10 +228,10 @@ impl Records {
     }
 
     /// Moves from [`Stage::Preparing`] to [`Stage::Committed`]: only where nobody was told before that it was aborted.
-    /// With `postcopy` pages are still to come.
+    /// With `postcopy` pages are missing.
     ///
     /// # Errors
-    /// Where it is not being prepared (any more), or could not be written.
+    /// The migration is not being prepared (any more), or the record could not be written.
     pub fn commit(&self, id: MigrationId, postcopy: bool) -> io::Result<()> {
         let mut table = self.lock();
         match table.records.get(&id).cloned() {
@@ -245,8 +247,7 @@ impl Records {
         }
     }
 
-    /// What has become of the pages that were to come after the guest's start; `None` where none were, or nobody can
-    /// tell any more.
+    /// The state of the pages that come after the guest's start; `None` where none do, or the record was forgotten.
     #[must_use]
     pub fn pages(&self, id: MigrationId) -> Option<Pages> {
         let table = self.lock();
@@ -254,37 +255,38 @@ impl Records {
         if self.went_down(record) { Some(Pages::Gone) } else { record.pages }
     }
 
-    /// The migrations whose pages are still to come.
+    /// The migrations with missing pages.
     #[must_use]
     pub fn coming(&self) -> Vec<MigrationId> {
         let coming = |record: &&MigrationRecord| record.pages == Some(Pages::Coming);
         self.lock().records.values().filter(coming).map(|record| record.id).collect()
     }
 
-    /// Pages that were still to come are here, or needed no more. Does nothing where none were.
+    /// Notes that the missing pages are here, or not needed any more. Does nothing where none were missing.
     pub fn pages_are(&self, id: MigrationId, pages: Pages) {
         let mut table = self.lock();
         let coming = table.records.get(&id).filter(|record| record.pages == Some(Pages::Coming));
         let Some(record) = coming.cloned() else { return };
         let record = MigrationRecord { pages: Some(pages), ..record };
         if let Err(error) = self.put(&mut table, record.clone()) {
-            // In memory it stands: a daemon started anew finds it out again by the machine, or that there is none.
+            // The change is in force in memory: a restarted daemon finds it out again from the machine, or from its
+            // absence.
             tracing::error!(%id, %error, "cannot write down what became of a guest's pages");
             table.records.insert(id, record);
         }
     }
 
-    /// Whether the daemon that asks may know of a migration: the one that began it, or any where that showed no
-    /// certificate.
+    /// Whether the daemon that asks may know of a migration: the one that began it may, or any daemon where that one
+    /// showed no certificate.
     #[must_use]
     pub fn may_ask(&self, id: MigrationId, asks: Option<&str>) -> bool {
         may_ask(&self.lock(), id, asks)
     }
 
-    /// The verdict for the daemon that asks, given once and for all: what is not committed never will be.
+    /// The verdict for the daemon that asks. It is final: a migration that is not committed now never will be.
     ///
     /// # Errors
-    /// [`NoVerdict`]: nothing is settled, nor written, by such a question.
+    /// [`NoVerdict`]: such a question settles and writes nothing.
     pub fn verdict_for(&self, id: MigrationId, asks: Option<&str>) -> Result<Verdict, NoVerdict> {
         let mut table = self.lock();
         let record = table.records.get(&id).ok_or(NoVerdict::Unknown)?;
@@ -297,8 +299,8 @@ impl Records {
         Ok(self.settle(&mut table, id))
     }
 
-    /// Ends a migration to here for good, unless it is committed: which of both. Of one that is not on record nothing
-    /// is remembered.
+    /// Ends a migration to here for good, unless it is committed. Returns which of both it is. A migration that is not
+    /// on record leaves no record.
     pub fn abort(&self, id: MigrationId) -> Verdict {
         self.settle(&mut self.lock(), id)
     }
@@ -307,16 +309,18 @@ impl Records {
         let Some(record) = table.records.get(&id).cloned() else { return Verdict::Aborted };
         match &record.stage {
             Stage::Committed => return Verdict::Committed,
-            // The host went down while the guest was on its way: it may have run here, and what it did then is out in
-            // the world. It went down with the host; letting it run again from before would be a second life.
+            // The host went down while the guest was on its way. The guest may have run here, and others may have seen
+            // its actions. It went down with the host; letting it run again from an earlier state would be a second
+            // life.
             Stage::Preparing if self.went_down(&record) => return Verdict::Committed,
             Stage::Preparing => {}
-            // Said before; or a source's, whose own record is not this migration's end here.
+            // This was the answer before; or the record is a source's, which says nothing about this migration's end
+            // here.
             Stage::Aborted | Stage::HandingOver { .. } => return Verdict::Aborted,
         }
         let record = MigrationRecord { stage: Stage::Aborted, ..record };
         if let Err(error) = self.put(table, record.clone()) {
-            // In memory it stands: until a restart it binds, and a restart aborts what was not committed.
+            // The verdict is in force in memory: it binds until a restart, and a restart aborts what was not committed.
             tracing::error!(%id, %error, "cannot write a verdict down");
             table.records.insert(id, record);
         }
@@ -336,7 +340,8 @@ impl Records {
     fn remove_from(&self, table: &mut Table, id: MigrationId) {
         table.records.remove(&id);
         let path = self.path(id);
-        // In memory it is gone all the same. The next daemon finds it and asks again, or remembers a verdict more.
+        // In memory it is gone all the same. The next daemon finds the file and asks again, or remembers one verdict
+        // more.
         if let Err(error) = std::fs::remove_file(&path)
             && error.kind() != io::ErrorKind::NotFound
         {
@@ -344,8 +349,8 @@ impl Records {
         }
     }
 
-    /// Forgets the verdicts that are too many, those first that were written first. What a source still needs pages of
-    /// stays, and so does what this host waits for itself.
+    /// Forgets the verdicts that are too many, the oldest first. Migrations with missing pages stay, and so do those
+    /// that this host itself waits for.
     fn prune(&self, table: &mut Table, aborted: usize, committed: usize) {
         for (stage, keep) in [(Stage::Aborted, aborted), (Stage::Committed, committed)] {
             let done = |record: &&MigrationRecord| record.stage == stage && record.pages != Some(Pages::Coming);
@@ -367,9 +372,9 @@ impl Records {
 
     fn put(&self, table: &mut Table, record: MigrationRecord) -> io::Result<()> {
         let record = MigrationRecord { at_s: now_s(), number: table.next, boot: self.boot, ..record };
-        // What is written while the guest is stopped outlives the daemon only, because a disk takes its time. When the
-        // source's host goes down, so does the guest that must not run there; and that a guest was on its way here
-        // outlives the host, see `verdict`.
+        // A record that is written while the guest is stopped outlives only the daemon, because a disk is slow. When
+        // the source's host goes down, the guest that must not run there goes down too. And the record that a guest was
+        // on its way here outlives the host, see `verdict`.
         let outlives = match record.stage {
             Stage::HandingOver { .. } | Stage::Committed => Outlives::Daemon,
             Stage::Preparing | Stage::Aborted => Outlives::Host,

@@ -38,8 +38,8 @@ fn only_the_daemon_it_is_from_learns_a_migrations_verdict() {
     assert_eq!(again.verdict_for(ID, Some("a.example")), Ok(Verdict::Committed));
 }
 
-/// A file with two fsyncs for each, for ever, before: 10,000 files, and an answer that could not be told from a real
-/// one.
+/// Seen to fail: each question left a file with two fsyncs for ever: 10,000 files, and an answer that looked like a
+/// real one.
 #[test]
 fn questions_about_migrations_never_heard_of_settle_nothing_and_cost_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -53,8 +53,8 @@ fn questions_about_migrations_never_heard_of_settle_nothing_and_cost_nothing() {
     assert!(records.commit(ID, false).is_err(), "what was never prepared is never committed");
 }
 
-/// It was overwritten with *aborted* before, by anybody's question, and the answer said so: the source's QEMU could be
-/// ended while the guest needed its pages, or let run while the guest ran elsewhere.
+/// Seen to fail: anybody's question overwrote the record with *aborted*, and the answer said so. The source's QEMU
+/// could be ended while the guest needed its pages, or let run while the guest ran elsewhere.
 #[test]
 fn a_sources_own_record_is_no_verdict_and_nobodys_question_touches_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -109,8 +109,8 @@ fn a_torn_record_is_not_taken_for_a_guest_that_never_came() {
     assert_eq!(Records::load(dir.path()).unwrap().verdict_for(ID, None), Ok(Verdict::Committed));
 }
 
-/// By age and the clock, and *committed* like *aborted*, before: a clock that jumped, or a peer that had many machines
-/// refused, made this host forget that a guest runs here, and say *aborted* of it.
+/// Seen to fail: records were forgotten by age and the clock, *committed* ones too. A clock that jumped, or a peer
+/// whose machines were refused many times, made this host forget that a guest runs here, and answer *aborted*.
 #[test]
 fn too_many_verdicts_go_by_their_order_and_what_somebody_waits_for_stays() {
     let dir = tempfile::tempdir().unwrap();
@@ -127,15 +127,15 @@ fn too_many_verdicts_go_by_their_order_and_what_somebody_waits_for_stays() {
     records.prepare(MigrationId(7), "vm", None).unwrap();
     records.prune(&mut records.lock(), 1, 1);
     let left: Vec<u128> = (0..8).filter(|id| records.stage(MigrationId(*id)).is_some()).collect();
-    // The committed one whose pages are still to come; the last committed and the last aborted one; those that are not
-    // decided.
+    // These are left: the committed one with missing pages, the last committed and the last aborted one, and those that
+    // are not decided.
     assert_eq!(left, [0, 4, 5, 6, 7]);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 5);
     let again = Records::load(dir.path()).unwrap();
     assert_eq!(again.lock().next, records.lock().next, "the order goes on after a restart");
 }
 
-/// Every verdict before, forgotten by age.
+/// Seen to fail: every verdict was forgotten by age.
 #[test]
 fn a_guest_that_came_long_ago_by_a_clock_that_jumps_is_still_known() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! A source that has lost its destination is told where it is now.
+//! `resume`: a source that has lost its destination is told its present address.
 
 use sterna_api::{Blame, Code, Phase, Problem, ResumeRequest};
 use sterna_engine::host::MigrationId;
@@ -13,12 +13,13 @@ use crate::caller::Caller;
 use crate::machines::record::{Lifecycle, VmRecord};
 use crate::problems::{host, invalid};
 
-/// Looks at once for the destination that a machine of here waits for, and elsewhere than before where `request` says
-/// so: that outlives this daemon. (One that serves pages looks every two seconds anyway, and at once when the address
-/// changes.) Or tries at once to let one run that stays here, or lets it run here by the caller's word.
+/// Asks at once for the destination that a machine of here waits for, at another address if `request` names one: the
+/// address outlives this daemon. (A source that serves pages asks every two seconds anyway, and at once when the
+/// address changes.) Or tries at once to let a machine run that stays here, or lets it run here by the caller's word.
 ///
 /// # Errors
-/// A [`Problem`]: unknown, nothing to be resumed, refused, or it cannot be written down.
+/// A [`Problem`]: the machine is unknown, there is nothing to resume, the request is refused, or the record cannot be
+/// written.
 pub fn resume(departures: &Departures, name: &str, request: &ResumeRequest, caller: Caller) -> Result<(), Problem> {
     let Departures { machines, records, .. } = departures;
     if let Some(to) = &request.to {
@@ -68,9 +69,9 @@ pub fn resume(departures: &Departures, name: &str, request: &ResumeRequest, call
     Ok(())
 }
 
-/// A person says that the destination is off for good: the guest runs on here, as it was when it was handed over. Its
-/// RAM here is whole, also where pages were to follow it: they are read from here, and nothing is taken away before the
-/// last has come.
+/// Lets the guest run on here, as it was when it was handed over, because a person says that the destination is off for
+/// good. Its RAM here is complete, also in post-copy: pages are only read from here, and nothing is removed before the
+/// last has arrived.
 fn fenced(
     departures: &Departures,
     record: &VmRecord,
@@ -81,7 +82,7 @@ fn fenced(
 ) -> Result<(), Problem> {
     let Departures { machines, records, .. } = departures;
     let (name, peer) = (&record.name, question.peer());
-    // Where its migration's record cannot be read nobody knows the name.
+    // Where the migration's record is unreadable, nobody knows the peer's name.
     let known = matches!(records.stage(id), Some(Stage::HandingOver { .. }));
     if known && fenced != peer && fenced != host_of(&peer) {
         let message = format!("'{name}' was handed over to {peer}, not to {fenced}");
@@ -92,7 +93,7 @@ fn fenced(
         let message = format!("the QEMU of '{name}' has ended: there is nothing left that could run here");
         return Err(Problem::new(Code::QemuGone, Blame::Qemu, message));
     }
-    // The peer's answer may come at this moment; whichever is first counts, and the other is told.
+    // The peer's answer may come at this moment: the first of both counts, and the other is refused.
     if !decide(machines, record) {
         return Err(nothing_to_resume(format!("the destination of '{name}' has just answered")));
     }

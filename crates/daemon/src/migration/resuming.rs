@@ -1,12 +1,12 @@
-//! Guests that are this host's after a migration and do not run yet, because their QEMU has not done what it takes: at
-//! the source after a migration that failed, at the destination after one that was committed. It is tried until it
+//! Guests that belong to this host after a migration and do not run yet, because their QEMU has not let them run: at
+//! the source after a migration that failed, at the destination after one that was committed. The daemon tries until it
 //! works or a person gives up.
 //!
-//! Storage that hangs, a disk's lock that the other side has not let go of yet, a QEMU that answers too late: most of
-//! what stands in the way passes. The next daemon goes on with it (`recover.rs`): at the source the machine's record
-//! says *being moved away* and its migration has none, at the destination it says *being moved here* and its migration
-//! is committed. Meanwhile nobody else can begin anything with the machine: what is let run by mistake after it has
-//! gone elsewhere would run twice.
+//! Most causes pass: storage that hangs, a disk's lock that the other side has not released yet, a QEMU that answers
+//! too late. The next daemon goes on with the attempts (`recover.rs`): at the source the machine's record says *being
+//! moved away* and its migration has no record, at the destination the machine's record says *being moved here* and its
+//! migration is committed. Meanwhile nobody else can begin anything with the machine: a guest that is let run by
+//! mistake after it has gone elsewhere would run twice.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -32,7 +32,7 @@ pub struct Resuming {
 
 #[derive(Debug, Clone, Copy)]
 enum What {
-    /// It stays here: what QEMU has under way is called off first.
+    /// It stays here: QEMU's migration is cancelled first.
     GiveBack,
     /// It has come here.
     LetRun,
@@ -46,7 +46,7 @@ struct Tried {
 }
 
 impl Resuming {
-    /// What is being done, why it is not done yet, and for how long, for people.
+    /// The state of the attempts, for people: what is tried, for how long, and why it has not worked yet.
     fn tell(&self) -> String {
         let what = match self.what {
             What::GiveBack => "stopped, being given back after a migration",
@@ -62,7 +62,7 @@ impl Resuming {
         self.hurried.notify_all();
     }
 
-    /// Waits before the next attempt, unless somebody is in a hurry: whether somebody is.
+    /// Waits before the next attempt, unless somebody called [`hurry`](Self::hurry). Returns whether somebody did.
     fn pause(&self, pause: Duration) -> bool {
         let (mut tried, _) = self
             .hurried
@@ -83,7 +83,7 @@ impl Resuming {
     }
 }
 
-/// The guest is this host's after a migration, and its QEMU has not let it run yet.
+/// The activity of a machine whose guest belongs to this host after a migration, and whose QEMU has not let it run yet.
 impl Activity for Resuming {
     fn describe(&self) -> &'static str {
         "it is stopped after a migration, and being let run"
@@ -94,8 +94,8 @@ impl Activity for Resuming {
     }
 }
 
-/// Lets a guest run on here that is certain not to run elsewhere, as soon as its QEMU does what that takes. `failed` is
-/// why an attempt has failed that was made already.
+/// Lets a guest run on here that certainly does not run elsewhere, as soon as its QEMU does so. `failed` is the reason
+/// of an attempt that failed before.
 pub fn give_back(
     machines: &Arc<Machines>,
     records: &Records,
@@ -103,12 +103,13 @@ pub fn give_back(
     id: MigrationId,
     failed: Option<String>,
 ) {
-    // From here on a daemon that is started anew gives it back, too.
+    // From here on a restarted daemon gives it back, too.
     records.remove(id);
     begin(machines, record, What::GiveBack, failed);
 }
 
-/// Lets a guest run that has come here for good, as soon as its QEMU does that: it has `failed` once.
+/// Lets a guest run that has come here for good, as soon as its QEMU does so. `failed` is the reason of the first
+/// failed attempt.
 pub fn let_run(machines: &Arc<Machines>, record: &VmRecord, failed: String) {
     begin(machines, record, What::LetRun, Some(failed));
 }
@@ -162,7 +163,7 @@ fn is_resuming(machines: &Machines, record: &VmRecord) -> bool {
     machines.table().get(&record.name).is_some_and(resuming)
 }
 
-/// As any other machine, unless somebody ends it at this very moment.
+/// Notes that the machine is as any other, unless somebody ends it at this moment.
 fn belongs_here(machines: &Machines, record: &VmRecord) {
     machines.try_store(&VmRecord { lifecycle: Lifecycle::Here, ..record.clone() });
     if is_resuming(machines, record) {

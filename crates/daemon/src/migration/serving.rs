@@ -1,5 +1,5 @@
-//! Guests that run elsewhere and still need pages of here: served on a job of their own, where the daemon that handed
-//! them over has ended, or could not learn at once that they were taken.
+//! Guests that run elsewhere and still need pages from here. Each is served by a job of its own, where the daemon that
+//! handed it over has ended, or did not learn at once that it was taken.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::machines::hold::Hold;
 use crate::machines::record::VmRecord;
 use crate::problems::host;
 
-/// Sends the pages of a guest that runs at `peer`, until all are there. What is left of the machine here goes then, and
-/// not before.
+/// Sends the pages of a guest that runs at `peer`, until all are there. Only then the remains of the machine here are
+/// removed.
 pub fn serve(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, peer: &str, options: MigrateOptions) {
     let job = departures.jobs.add(peer, std::slice::from_ref(&record.name));
     let leaving = Leaving { monitor: Arc::clone(job.monitor(0)), to: peer.into() };
@@ -63,7 +63,7 @@ fn send(
     source::serve(left, peer, options, &Serving(departures), monitor).map_err(|error| error.problem())
 }
 
-/// The RAM cannot be opened: what is left of the machine stays as it is, and a person has to look.
+/// Handles RAM that cannot be opened: the remains of the machine stay as they are, and a person has to look.
 fn failed(departures: &Departures, record: &VmRecord, job: &Job, options: &MigrateOptions, problem: Problem) {
     let why = problem.with_causes();
     tracing::error!(
@@ -87,7 +87,7 @@ impl SourceHost for Serving<'_> {
 
     fn accepted(&self) {}
 
-    /// It is on record already, or this would not be.
+    /// The handing over is on record already: this job comes from that record.
     fn handing_over(
         &self,
         _id: MigrationId,

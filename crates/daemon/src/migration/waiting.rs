@@ -1,5 +1,5 @@
-//! Machines that were handed over while the peer fell silent: they must not run here until it says that they never will
-//! there.
+//! Machines that were handed over while the peer fell silent: they must not run here until the peer says that they
+//! never will there.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use crate::machines::hold::{Activity, Hold, Shown};
 use crate::machines::record::VmRecord;
 use crate::machines::table::{Entry, Machines};
 
-/// What became of a migration: asked for until the peer answers.
+/// The question what became of a migration, which is asked until the peer answers.
 #[derive(Debug)]
 pub struct Question {
     since: Instant,
@@ -41,13 +41,13 @@ impl Question {
         Self { since: Instant::now(), peer: Mutex::new(asked), hurried: Condvar::new() }
     }
 
-    /// Whom it is asked.
+    /// The address that is asked.
     #[must_use]
     pub fn peer(&self) -> String {
         self.lock().peer.clone()
     }
 
-    /// What is waited for, for how long, and what came of the last question, for people.
+    /// The state of the question, for people: who is waited for, for how long, and the result of the last attempt.
     fn tell(&self) -> String {
         let asked = self.lock();
         let (peer, seconds) = (&asked.peer, self.since.elapsed().as_secs());
@@ -58,7 +58,7 @@ impl Question {
         )
     }
 
-    /// Notes why an answer settles nothing; whether it is another one than before.
+    /// Notes why an answer settles nothing. Returns whether it differs from the one before.
     fn answered(&self, answer: String) -> bool {
         let mut asked = self.lock();
         let changed = asked.answer.as_ref() != Some(&answer);
@@ -70,7 +70,7 @@ impl Question {
         self.peer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks at once, and somebody else from now on where `peer` says so.
+    /// Asks at once, and from now on at the address `peer`, if given.
     pub fn hurry(&self, peer: Option<&str>) {
         let mut asked = self.lock();
         asked.at_once = true;
@@ -80,7 +80,7 @@ impl Question {
         self.hurried.notify_all();
     }
 
-    /// Waits before the next attempt, unless somebody is in a hurry.
+    /// Waits before the next attempt, unless somebody called [`hurry`](Self::hurry).
     fn pause(&self, pause: Duration) -> bool {
         let (mut asked, _) = self
             .hurried
@@ -90,7 +90,7 @@ impl Question {
     }
 }
 
-/// The machine was handed over, and the peer's verdict is not known: it must not run here.
+/// The activity of a machine that was handed over without a known verdict: it must not run here.
 impl Activity for Question {
     fn describe(&self) -> &'static str {
         "it was handed over to a peer that has not answered yet"
@@ -123,7 +123,7 @@ fn ask(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, questio
         let peer = question.peer();
         match ask_verdict(id, &peer, records.accepted_by(id), departures.credentials.as_deref()) {
             Ok(verdict) if settle(departures, record, id, verdict, &peer) => return,
-            // A person was quicker.
+            // A person has decided before.
             Ok(_) => {}
             Err(error) => {
                 let answer = in_words(&error.problem());
@@ -135,11 +135,11 @@ fn ask(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, questio
             }
         }
     }
-    // Given up by force, or let run here by a person's word: then nobody needs the record.
+    // The machine was given up by force, or let run here by a person's word: then nobody needs the record.
     records.remove(id);
 }
 
-/// A problem and what to do about it, in a line.
+/// A problem and its hint, in one line.
 fn in_words(problem: &Problem) -> String {
     let hint = problem.hint.as_ref().map_or(String::new(), |hint| format!(" ({hint})"));
     format!("{}{hint}", problem.with_causes())
@@ -153,15 +153,15 @@ fn waits(entry: &Entry, record: &VmRecord) -> bool {
     entry.hold.is::<Question>() && entry.is(record)
 }
 
-/// Ends the waiting, for one alone: the peer's answer and a person's word may come at the same moment, and say
-/// different things. Whether it was this one.
+/// Ends the waiting for one caller alone: the peer's answer and a person's word may come at the same moment and
+/// contradict each other. Returns whether this caller was the first.
 pub fn decide(machines: &Machines, record: &VmRecord) -> bool {
     let mut table = machines.table();
     let entry = table.get_mut(&record.name).filter(|entry| waits(entry, record));
     entry.map(|entry| entry.hold = Hold::Stopping).is_some()
 }
 
-/// Does what the peer's answer says; `false` where somebody has decided otherwise before it came.
+/// Does what the peer's answer says; `false` where somebody has decided before it came.
 fn settle(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, verdict: Verdict, peer: &str) -> bool {
     let Departures { machines, records, .. } = &**departures;
     if !decide(machines, record) {
@@ -169,7 +169,7 @@ fn settle(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, verd
     }
     tracing::info!(vm = %record.name, %id, ?verdict, "the peer has answered");
     match (verdict, records.stage(id)) {
-        // The guest runs there and needs pages of here: nothing of it may go.
+        // The guest runs there and needs pages from here: nothing of it may be removed.
         (Verdict::Committed, Some(Stage::HandingOver { postcopy: Some(options), .. })) => {
             serve(departures, record, id, peer, *options);
         }

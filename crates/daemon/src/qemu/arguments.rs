@@ -4,8 +4,8 @@
 //!
 //! * **`-daemonize`; always**: Sterna starts QEMU in the background itself and must know its process
 //! * **`-pidfile`; at a destination**: the source's QEMU may still hold the same file
-//! * **`-qmp`, `-qmp-pretty`, `-mon`; adopted machine at a destination**: they belong to whoever started it; Sterna
-//!   adds its own
+//! * **`-qmp`, `-qmp-pretty`, `-mon`; adopted machine at a destination**: they belong to the user who started it;
+//!   Sterna adds its own
 //! * **`-incoming`, `-S`; adopted machine at a destination**: they said how it came to the source
 //!
 //! The machine type is made exact at a destination (`q35` becomes `pc-q35-7.2`): an alias means another machine in
@@ -157,7 +157,7 @@ pub fn unparse(items: &[Item]) -> Vec<String> {
     arguments
 }
 
-/// Whether `run` can add RAM, agent and QMP to these arguments.
+/// Checks that `run` can add RAM, agent and QMP to these arguments.
 ///
 /// # Errors
 /// A [`Problem`] that names the argument in the way and why.
@@ -185,7 +185,7 @@ pub fn check_for_run(items: &[Item]) -> Result<(), Problem> {
 /// Adds a balloon device to a user's arguments, for the bus that the machine has.
 ///
 /// # Errors
-/// A [`Problem`] where they name one already: QEMU takes one.
+/// A [`Problem`] where they name one already: QEMU takes only one.
 pub fn add_balloon(arguments: &mut Vec<String>) -> Result<(), Problem> {
     let items = parse(arguments);
     let is_balloon = |item: &&Item| {
@@ -209,7 +209,7 @@ fn conflict(item: &Item, reason: &str) -> Problem {
     problem
 }
 
-/// What a machine needs beside its user's arguments.
+/// The additions that a machine needs beside its user's arguments.
 #[derive(Debug, Clone)]
 pub struct Additions<'a> {
     /// The machine's name.
@@ -269,7 +269,7 @@ fn add(items: &mut Vec<Item>, additions: &Additions<'_>) {
     }
 }
 
-/// A `-mon` that was dropped leaves its character device behind, whose socket would be taken from the source's QEMU.
+/// Drops the character device of each dropped `-mon`: its socket would be taken from the source's QEMU.
 fn drop_monitor_chardevs(user: &[Item], items: &mut Vec<Item>) {
     let monitors: Vec<String> = user
         .iter()

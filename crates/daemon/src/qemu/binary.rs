@@ -1,4 +1,4 @@
-//! What a QEMU binary is: where it lies, its version, and the machine types it offers.
+//! A QEMU binary: its path, its version, and the machine types that it offers.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,7 +24,7 @@ pub const DEFAULT_NAME: &str = "qemu-system-x86_64";
 /// A QEMU binary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Binary {
-    /// Where it lies.
+    /// Its path.
     pub path: PathBuf,
     /// Its version.
     pub version: Version,
@@ -35,7 +35,7 @@ impl Binary {
     /// Looks at the binary of this path or name.
     ///
     /// # Errors
-    /// A [`Problem`]: not found, not QEMU, too old.
+    /// A [`Problem`]: the binary was not found, is not QEMU, or is too old.
     pub fn find(name: &Path) -> Result<Self, Problem> {
         let Some(path) = locate(name) else {
             return Err(Problem::new(
@@ -64,7 +64,7 @@ impl Binary {
         self.machines.iter().any(|name| name == machine)
     }
 
-    /// Asks the program itself, or remembers what it said: asking takes tens of milliseconds, and a guest waits to be
+    /// Asks the program itself, or uses its former answer: asking takes tens of milliseconds, and a guest waits to be
     /// moved.
     fn ask(path: &Path) -> Result<Self, Problem> {
         static ASKED: Mutex<BTreeMap<Identity, Binary>> = Mutex::new(BTreeMap::new());
@@ -83,17 +83,17 @@ impl Binary {
     }
 }
 
-/// A file that was not replaced since: its path, device, inode and time of change. (A wrapper script around a replaced
-/// QEMU goes unnoticed; then QEMU itself refuses what it does not offer.)
+/// The identity of a file, which changes when the file is replaced: its path, device, inode and time of change. (A
+/// wrapper script around a replaced QEMU goes unnoticed; then QEMU itself refuses what it does not offer.)
 type Identity = (PathBuf, u64, u64, i64, i64);
 
-/// Writes a version as people do.
+/// A version as people write it.
 #[must_use]
 pub fn show((major, minor, micro): Version) -> String {
     format!("{major}.{minor}.{micro}")
 }
 
-/// The program of this path, or of this name on PATH.
+/// Finds the program of this path, or of this name on PATH.
 fn locate(name: &Path) -> Option<PathBuf> {
     if name.components().count() > 1 {
         return name.is_file().then(|| name.to_path_buf());

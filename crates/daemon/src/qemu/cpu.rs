@@ -18,7 +18,7 @@ fn describe_text(cpuinfo: &str) -> Option<String> {
     Some(format!("{}/{}/{}/{}", field("vendor_id")?, field("cpu family")?, field("model")?, field("flags")?))
 }
 
-/// What this processor lacks to run a guest that was given `wanted`; `None` where nothing.
+/// What this processor lacks to run a guest that was given `wanted`; `None` where it lacks nothing.
 #[must_use]
 pub fn lacks(wanted: &str, here: &str) -> Option<String> {
     let parts = |text: &str| {

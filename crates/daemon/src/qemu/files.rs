@@ -1,5 +1,5 @@
-//! Which files QEMU's arguments name: they must be absolute, for QEMU starts in other directories and on other hosts,
-//! and must exist at the destination.
+//! The files that QEMU's arguments name. Their paths must be absolute, because QEMU starts in other directories and on
+//! other hosts, and they must exist at the destination.
 
 use std::path::{Path, PathBuf};
 

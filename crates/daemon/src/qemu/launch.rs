@@ -1,5 +1,5 @@
-//! Starts QEMU so that it outlives the daemon: its own session, its output in a file, nothing of the daemon's
-//! inherited.
+//! Starting of QEMU so that it outlives the daemon: it has its own session, writes its output to a file, and inherits
+//! nothing of the daemon's.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -19,16 +19,16 @@ use super::user::User;
 use crate::problems::host;
 use crate::process::{Identity, restore_file_limit};
 
-/// How long QEMU has until its QMP socket answers.
+/// How long QEMU may take until its QMP socket answers.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How much of the end of QEMU's log is looked at, bytes.
+/// How much of the end of QEMU's log is read, bytes.
 const LAST_BYTES: u64 = 4096;
 
 /// The environment variable that tells the agent its socket.
 pub const AGENT_SOCKET_VARIABLE: &str = "STERNA_AGENT_SOCKET";
 
-/// What QEMU is started with.
+/// What QEMU needs at its start.
 #[derive(Debug)]
 pub struct Launch<'a> {
     /// The binary.
@@ -45,7 +45,7 @@ pub struct Launch<'a> {
     pub user: Option<&'a User>,
 }
 
-/// Where QEMU makes its sockets: all of a machine's directory that is its user's.
+/// The directory where QEMU makes its sockets: the only part of a machine's directory that belongs to QEMU's user.
 #[must_use]
 pub fn run_dir(dir: &Path) -> PathBuf {
     dir.join("run")
@@ -63,7 +63,7 @@ pub fn agent_socket(dir: &Path) -> PathBuf {
     run_dir(dir).join("agent.sock")
 }
 
-/// QEMU's output in a machine's directory: root's file, of which QEMU has the descriptor alone.
+/// The file of QEMU's output in a machine's directory. It is root's, and QEMU has only its descriptor.
 #[must_use]
 pub fn log_file(dir: &Path) -> PathBuf {
     dir.join("qemu.log")
@@ -72,8 +72,8 @@ pub fn log_file(dir: &Path) -> PathBuf {
 /// Starts QEMU and waits until its QMP socket takes connections.
 ///
 /// # Errors
-/// A [`Problem`] with QEMU's last words where it ends; the RAM files and what is in the directory then are the
-/// caller's to remove.
+/// A [`Problem`], with QEMU's last words if it has ended. The caller must then remove the RAM files and the directory's
+/// content.
 pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
     make_files(launch).map_err(|error| host("cannot make the machine's files", &error))?;
     let log = File::options()
@@ -107,9 +107,9 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
     wait_for_qmp(launch, child)
 }
 
-/// Gives all privileges up, groups first: afterwards that would not be allowed any more.
+/// Gives up all privileges. The groups come first: afterwards changing them would not be allowed any more.
 fn become_user(user: &User) -> io::Result<()> {
-    // Of the type the system call takes, so that nothing is allocated after the fork.
+    // The groups have the type that the system call takes, so that nothing is allocated after the fork.
     let mut groups = [Gid::ROOT; 64];
     let count = user.groups.len().min(groups.len());
     for (slot, gid) in groups.iter_mut().zip(&user.groups) {
@@ -163,11 +163,11 @@ fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Probl
     }
 }
 
-/// How long a QEMU that closes its connections has to end.
+/// How long a QEMU that closes its connections may take to end.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Why a QEMU that was just started does not answer any more, where that is because it has ended: its own last words.
-/// It opens its QMP socket before it has made its memory and its display.
+/// The problem of a QEMU that ended just after its start, with its last words; `None` where it has not ended. QEMU
+/// opens its QMP socket before it has made its memory and its display.
 #[must_use]
 pub fn ended(launch: &Launch<'_>, process: Identity) -> Option<Problem> {
     let ended = process.open().is_none_or(|handle| handle.wait(Some(END_TIMEOUT)));
@@ -180,7 +180,7 @@ fn failed(message: String, launch: &Launch<'_>) -> Problem {
     problem.hint("QEMU's own words are above; the arguments are passed on as they were given")
 }
 
-/// The last lines of a log; none where something else than a file is in its place.
+/// The last lines of a log; empty where it is no regular file.
 #[must_use]
 pub fn last_lines(path: &Path, count: usize) -> Vec<String> {
     let read = || -> io::Result<String> {

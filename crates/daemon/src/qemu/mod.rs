@@ -3,16 +3,16 @@
 /// The user's arguments: read, checked, and completed.
 pub mod arguments;
 
-/// Which files the arguments name.
+/// The files that the arguments name.
 pub mod files;
 
-/// What a QEMU binary is: version and machine types.
+/// A QEMU binary: its version and machine types.
 pub mod binary;
 
 /// The host's processor.
 pub mod cpu;
 
-/// Starts QEMU so that it outlives the daemon.
+/// Starting of QEMU so that it outlives the daemon.
 pub mod launch;
 
 /// The user QEMU runs as.

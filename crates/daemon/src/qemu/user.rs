@@ -10,7 +10,7 @@ pub struct User {
     pub uid: u32,
     /// Main group.
     pub gid: u32,
-    /// All groups, the one that may use `/dev/kvm` among them.
+    /// All groups, including the one that may use `/dev/kvm`.
     pub groups: Vec<u32>,
 }
 
@@ -18,9 +18,9 @@ impl User {
     /// Looks the user up.
     ///
     /// # Errors
-    /// Where there is no such user.
+    /// There is no such user.
     pub fn find(name: &str) -> io::Result<Self> {
-        // `id` asks whatever the host keeps its users in.
+        // `id` asks the host's user database, of any kind.
         let ask = |what: &str| -> io::Result<Vec<u32>> {
             let output = Command::new("id").args([what, "--", name]).output()?;
             let text = String::from_utf8_lossy(&output.stdout);

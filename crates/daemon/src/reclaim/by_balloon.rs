@@ -1,5 +1,6 @@
-//! The same by the guest's balloon: it is inflated by what the guest says it holds free, and deflated again. What was
-//! in it stays without memory until the guest touches it. For comparison, and for guests that cannot be looked into.
+//! Reclaim by the guest's balloon: it is inflated by the memory that the guest says it holds free, and deflated again.
+//! The balloon's pages stay without memory until the guest touches them. This method is for comparison, and for guests
+//! without introspection.
 
 use std::time::{Duration, Instant};
 
@@ -17,20 +18,20 @@ use crate::problems::host;
 
 /// How often the balloon's size is looked at.
 const LOOK: Duration = Duration::from_millis(20);
-/// A balloon that has not moved for so long will not any more.
+/// How long a balloon may stand still before it counts as stalled.
 const STALLED: Duration = Duration::from_secs(3);
-/// What the guest is left with of what it holds free, at least: below that its kernel begins to look for memory.
+/// The least free memory that the guest keeps: below that its kernel begins to look for memory.
 const RESERVE_BYTES: u64 = 64 << 20;
-/// The same as a share of its RAM.
+/// The least free memory that the guest keeps, as a share of its RAM: one part of this many.
 const RESERVE_SHARE: u64 = 64;
-/// How long the guest's driver has for its first word.
+/// How long the guest's driver may take for its first report.
 const FIRST_WORD: Duration = Duration::from_secs(3);
 
-/// Takes what the guest's driver says it holds free, less a reserve.
+/// Takes the memory that the guest's driver says is free, except a reserve.
 ///
 /// # Errors
-/// A [`Problem`]: no balloon, one that Sterna looks after already, a driver that says nothing, or the end by `monitor`.
-/// The balloon is asked to be as it was in any case.
+/// A [`Problem`]: there is no balloon, Sterna looks after it already, the driver reports nothing, or `monitor` ended
+/// the work. In every case the balloon is set back to its former size.
 pub fn reclaim(
     machines: &Machines,
     record: &VmRecord,
@@ -58,11 +59,11 @@ pub fn reclaim(
     if wanted == 0 {
         return Ok(());
     }
-    // On record first: should this daemon die, the next one deflates the balloon.
+    // The record comes first: if this daemon dies, the next one deflates the balloon.
     let inflating = VmRecord { kept_before: Some(former), ..record.clone() };
     machines.store(&inflating).map_err(|error| host("cannot write the machine's record", &error))?;
     let inflated = balloon.resize(former - wanted.min(former), monitor);
-    // Whatever came of it, also where it was cancelled: the guest has its memory back.
+    // After every result, also a cancel, the guest gets its memory back.
     let deflated = balloon.resize(former, &Monitor::new(&record.name));
     if deflated.is_ok() {
         machines.try_store(record);
@@ -74,7 +75,7 @@ pub fn reclaim(
     inflated.and(deflated)
 }
 
-/// Lets a guest have back what an earlier daemon took by its balloon; the record without that.
+/// Gives a guest back the memory that an earlier daemon took by its balloon. Returns the record without that.
 #[must_use]
 pub fn deflate_left_over(mut record: VmRecord) -> VmRecord {
     if let Some(former) = record.kept_before.take() {
@@ -98,7 +99,7 @@ struct Balloon<'a> {
 }
 
 impl Balloon<'_> {
-    /// What the guest keeps of its RAM now, and what of that it holds free, bytes.
+    /// The RAM that the guest keeps now, and the free memory in it, bytes.
     fn first_look(&mut self, monitor: &Monitor) -> Result<(u64, u64), Problem> {
         let asked = self.device.ask_for_reports(self.qmp, true, TIMEOUT);
         asked.map_err(|error| refused("ask for the guest's statistics", &error))?;
@@ -109,7 +110,7 @@ impl Balloon<'_> {
     }
 
     fn wait_for_word(&mut self, monitor: &Monitor) -> Result<(u64, u64), Problem> {
-        // An earlier report may be of any age.
+        // The report from before may be of any age.
         let stamp = self.look()?.report.map(|report| report.stamp);
         let began = Instant::now();
         loop {
@@ -127,7 +128,7 @@ impl Balloon<'_> {
         }
     }
 
-    /// Has the guest keep so much, and waits until it does, or comes no nearer.
+    /// Makes the guest keep this much memory, and waits until it does, or makes no more progress.
     fn resize(&mut self, guest_bytes: u64, monitor: &Monitor) -> Result<(), Problem> {
         resize(self.qmp, guest_bytes, TIMEOUT).map_err(|error| refused("resize the balloon", &error))?;
         let (mut at, mut moved) = (self.look()?.guest_bytes, Instant::now());

@@ -1,4 +1,4 @@
-//! Records: JSON files that are replaced whole, and believed only where nobody but root can have written them.
+//! Records: JSON files that are replaced as a whole, and believed only where only root can have written them.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -18,7 +18,7 @@ const MAX_RECORD_BYTES: u64 = 16 << 20;
 /// What a record must outlive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outlives {
-    /// The daemon alone: where the host goes down, what the record is about ends too.
+    /// The daemon alone: when the host goes down, the record's subject ends too.
     Daemon,
     /// The host.
     Host,
@@ -34,14 +34,14 @@ pub fn write_record<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
 }
 
 /// Writes `value` as JSON so that after a crash of what it outlives the file holds either the old or the new value.
-/// Where several write one record at the same time, it holds what one of them wrote, whole.
+/// Where several threads write one record at the same time, it holds the whole value of one of them.
 ///
 /// # Errors
-/// What the file system says; the old value then stands, and nothing is left of the new one.
+/// The file system's error; then the old value stands, and nothing is left of the new one.
 pub fn replace_record<T: Serialize>(path: &Path, value: &T, outlives: Outlives) -> io::Result<()> {
     let dir = path.parent().ok_or_else(|| io::Error::other("a record needs a directory"))?;
     let bytes = serde_json::to_vec_pretty(value)?;
-    // A name that nobody else writes to, and that nobody could have put a link at.
+    // Nobody else writes to a file of this name, and nobody could have put a link there.
     let new = path.with_extension(format!("json.{:032x}.new", random_u128()));
     let written = write_new(&new, &bytes, outlives).and_then(|()| fs::rename(&new, path));
     if let Err(error) = written {
@@ -63,7 +63,7 @@ fn write_new(path: &Path, bytes: &[u8], outlives: Outlives) -> io::Result<()> {
     }
 }
 
-/// Removes what a daemon that died left of a record that it was about to write.
+/// Removes the half-written records of a daemon that died.
 pub fn remove_half_written(dir: &Path) {
     for path in fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()) {
         if path.extension().is_some_and(|extension| extension == "new") {
@@ -75,8 +75,8 @@ pub fn remove_half_written(dir: &Path) {
 /// Reads a record; `None` where there is no such file.
 ///
 /// # Errors
-/// What the file system says, what is wrong with its JSON, or that another than root, or than the daemon's own user,
-/// may have written it.
+/// The file system's error, an error in the JSON, or that a user other than root and the daemon's own may have written
+/// it.
 pub fn read_record<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
     let file = match open_regular(path).map_err(io::Error::from) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -103,10 +103,11 @@ pub fn read_record<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
 /// taken over: earlier daemons gave a machine's directory to QEMU's user.
 ///
 /// # Errors
-/// It is not there, or no directory, or cannot be taken over.
+/// The path does not exist, is no directory, or cannot be taken over.
 pub fn take_directory(path: &Path) -> io::Result<()> {
     use rustix::fs::{Gid, Mode, OFlags, Uid, fchmod, fchown, open};
-    // Never through a link. By descriptor, so that what was looked at is what is changed.
+    // The path is never followed through a link. A descriptor makes sure that the directory that was checked is the one
+    // that is changed.
     let dir = open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
     let about = rustix::fs::fstat(&dir)?;
     let own = geteuid();
@@ -145,7 +146,8 @@ mod tests {
         assert!(read_record::<u32>(&path).is_err());
     }
 
-    /// Failed while the new value had one name for all who write: the second cut off what the first then put in place.
+    /// Failed while all writers used one name for the new value: the second truncated the file that the first then put
+    /// in place.
     #[test]
     fn two_who_write_one_record_never_mix_it() {
         let dir = tempfile::tempdir().unwrap();
@@ -184,7 +186,7 @@ mod tests {
         );
     }
 
-    /// Failed while whatever lay there was read.
+    /// Failed while any kind of file was read.
     #[test]
     fn a_record_that_another_may_have_written_is_not_believed() {
         let dir = tempfile::tempdir().unwrap();

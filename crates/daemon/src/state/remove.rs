@@ -1,4 +1,4 @@
-//! Removing a directory in which somebody else could make what they liked.
+//! Removal of a directory in which another user could make anything.
 
 use std::fs;
 use std::io;
@@ -10,12 +10,11 @@ use rustix::io::Errno;
 
 use sterna_sys::host::random_u128;
 
-/// Removes a directory of root's with all that is in it. No link is followed. Directories in directories are moved up
-/// before they are emptied: however deep they are nested, this takes no deep stack and no more than a few
-/// descriptors.
+/// Removes a directory of root's with all its content. No link is followed. Nested directories are moved up before they
+/// are emptied, so that any depth takes no deep stack and only a few descriptors.
 ///
 /// # Errors
-/// What the file system says; a directory that is not there.
+/// The file system's error, also where the directory does not exist.
 pub fn remove_directory(path: &Path) -> io::Result<()> {
     let top = open(CWD, path)?;
     loop {
@@ -44,14 +43,14 @@ fn open(at: impl AsFd, name: impl rustix::path::Arg) -> rustix::io::Result<Owned
     openat(at, name, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// From here on nobody else changes what is in it: it does become empty.
+/// Makes the directory root's own: from then on nobody else changes its content, so it can be emptied.
 fn take(dir: &OwnedFd) -> rustix::io::Result<()> {
     let (user, group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     fchown(dir, Some(Uid::from_raw(user)), Some(Gid::from_raw(group)))?;
     fchmod(dir, Mode::RWXU)
 }
 
-/// Empties a directory: what is a directory in it lies in `top` afterwards, under a new name.
+/// Empties a directory: directories in it lie in `top` afterwards, under new names.
 fn flatten(dir: &OwnedFd, top: &OwnedFd) -> rustix::io::Result<()> {
     loop {
         let mut empty = true;
@@ -72,11 +71,11 @@ fn flatten(dir: &OwnedFd, top: &OwnedFd) -> rustix::io::Result<()> {
     }
 }
 
-/// Removes what is no directory; whether it was none.
+/// Removes an entry that is no directory. Returns whether it was none.
 fn unlink(dir: &OwnedFd, name: &std::ffi::CStr) -> rustix::io::Result<bool> {
     match unlinkat(dir, name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => Ok(true),
-        // What POSIX has a directory called, for those that follow it.
+        // EPERM is what POSIX says for a directory, on systems that follow it.
         Err(Errno::ISDIR | Errno::PERM) => Ok(false),
         Err(error) => Err(error),
     }
@@ -88,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// Failed with `remove_dir_all`: it overflowed the stack, and the daemon ended, at its next start again.
+    /// Failed with `remove_dir_all`: it overflowed the stack, and the daemon ended, and again at each next start.
     #[test]
     fn directories_nested_without_end_are_removed() {
         let base = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -104,7 +103,7 @@ mod tests {
             mkdirat(&at, "d", Mode::RWXU).unwrap();
             at = open(&at, "d").unwrap();
         }
-        // A small stack: it need not be nested so deep, which takes its time.
+        // The stack is small, so that the directories need not be nested very deep, which takes long.
         let remove = |dir: std::path::PathBuf| {
             std::thread::Builder::new()
                 .stack_size(128 << 10)

@@ -1,8 +1,8 @@
 //! Arrival: pages of a chunk as they came off the wire, checked, and not in their place yet.
 //!
-//! Every frame becomes one, whatever its kind, and there is one way from here to the guest's RAM
-//! ([`place`](crate::destination::place)). A page comes with a body or is zeros. One that comes as a reference to
-//! content that is here already would be a third set beside these.
+//! A frame of any kind becomes an arrival, and there is one way from here to the guest's RAM
+//! ([`place`](crate::destination::place)). A page comes with a body or is zeros. Pages that come as references to
+//! content that is here already would be a third set.
 
 use sterna_protocol::frame::{ChunkFrame, Digester};
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
@@ -13,16 +13,16 @@ use sterna_protocol::pages::PageSet;
 pub struct Arrival<'a> {
     /// The chunk.
     pub chunk: ChunkIndex,
-    /// Sets of pages, each with their bodies, one after another. No page is in two of them.
+    /// Sets of pages, each with its pages' bodies, one after another. No page is in two sets.
     pub bodies: &'a [(PageSet, &'a [u8])],
     /// Pages that become zeros.
     pub zero: PageSet,
-    /// Those of the pages with bodies whose body is not what the source digested.
+    /// Pages whose body does not fit the source's digest.
     pub suspect: PageSet,
 }
 
 impl<'a> Arrival<'a> {
-    /// A frame's pages, whose bodies travelled as they are. The frame fits the layout, and there are as many bodies and
+    /// The arrival of a frame whose bodies travelled plain. The frame fits the layout, and there are as many bodies and
     /// digests as it has full pages.
     #[must_use]
     pub fn plain(
@@ -37,13 +37,13 @@ impl<'a> Arrival<'a> {
         Self { chunk: frame.chunk, bodies, zero: frame.zero, suspect: wrong.map(|(page, _)| page).collect() }
     }
 
-    /// All its pages.
+    /// All pages of the arrival.
     #[must_use]
     pub fn pages(&self) -> PageSet {
         self.bodies.iter().fold(self.zero, |all, (pages, _)| all.or(pages))
     }
 
-    /// Bytes of its bodies.
+    /// The size of its bodies, bytes.
     #[must_use]
     pub fn body_bytes(&self) -> u64 {
         self.bodies.iter().map(|(_, bodies)| bodies.len() as u64).sum()

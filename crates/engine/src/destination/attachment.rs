@@ -13,10 +13,10 @@ use crate::transport::connection::{Connection, HangUp};
 
 /// One session with the source.
 struct Attachment {
-    /// Where pages are asked for; nothing once the way is lost, or nothing is asked for any more.
+    /// The connection for page requests; `None` once it is lost, or once no more pages are requested.
     requests: Mutex<Option<Connection>>,
     key: u64,
-    /// All connections of the session, that one among them.
+    /// All connections of the session, including that one.
     hang_up: Mutex<Vec<HangUp>>,
     heard: Mutex<Instant>,
 }
@@ -42,12 +42,12 @@ impl Supplier for Attachment {
 
     fn dismiss(&self) {
         *lock(&self.requests) = None;
-        // They keep the connection open as well.
+        // These handles keep the connection open as well.
         lock(&self.hang_up).clear();
     }
 }
 
-/// The source of a guest's pages, from the moment it is asked for the first until the session ends.
+/// The source of a guest's pages, from the first page request until the session ends.
 pub(super) struct SourceOf<'a> {
     pager: &'a Pager,
     attachment: Arc<Attachment>,
@@ -55,14 +55,15 @@ pub(super) struct SourceOf<'a> {
 }
 
 impl<'a> SourceOf<'a> {
-    /// There, and not asked yet. `hang_up` ends all its connections: when it comes again by others, these are dead.
+    /// A source that is connected and not asked yet. `hang_up` ends all its connections: when the source comes again by
+    /// new ones, these are dead.
     pub(super) fn new(pager: &'a Pager, requests: Connection, key: u64, hang_up: Vec<HangUp>) -> Self {
         let (requests, hang_up) = (Mutex::new(Some(requests)), Mutex::new(hang_up));
         let attachment = Arc::new(Attachment { requests, key, hang_up, heard: Mutex::new(Instant::now()) });
         Self { pager, attachment, attached: false }
     }
 
-    /// From now on it is asked for what is waited for.
+    /// From now on this source is asked for the pages that threads wait for.
     pub(super) fn attach(&mut self) {
         if !self.attached {
             self.attached = true;
@@ -71,7 +72,7 @@ impl<'a> SourceOf<'a> {
         }
     }
 
-    /// It has said something.
+    /// Notes that the source has said something.
     pub(super) fn heard(&self) {
         *lock(&self.attachment.heard) = Instant::now();
     }

@@ -13,27 +13,27 @@ use crate::transport::connection::{Connection, HangUp};
 
 /// How long the session's other connections may take to come after the proposal was accepted.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often it is looked meanwhile whether the source is still there.
+/// How often this wait checks whether the source is still there.
 const CONNECT_LOOK: Duration = Duration::from_millis(100);
 /// The most connections a session may have for its pages.
 const MAX_STREAMS: u16 = sterna_api::options::MAX_STREAMS as u16;
 
 /// A machine that a source wants to move here.
 pub(super) struct Proposal {
-    /// The request, to be answered.
+    /// The request, which is still to be answered.
     pub(super) request: Request,
     /// The machine.
     pub(super) spec: VmSpec,
-    /// Connections for its pages.
+    /// The number of connections for its pages.
     pub(super) streams: u16,
-    /// Whether both sides are to be compared.
+    /// Whether the two sides' pages are compared at the end.
     pub(super) verify: bool,
-    /// Whether the guest may come to run before all its pages are here.
+    /// Whether the guest may start before all its pages are here.
     pub(super) postcopy: bool,
 }
 
-/// Takes the first requests: answers who this daemon is and what became of a migration, resumes one, or returns what is
-/// proposed.
+/// Takes the first requests. It says who this daemon is or what became of a migration, resumes a migration, or returns
+/// a proposal.
 ///
 /// # Errors
 /// The link broke, or the session does not begin as it should.
@@ -65,13 +65,14 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
     }
 }
 
-/// A session's connections but the control connection.
+/// A session's connections other than the control connection.
 pub(super) struct Connections {
-    /// Those that carry pages, in order.
+    /// The connections that carry pages, in order.
     pub(super) pages: Vec<Connection>,
-    /// The devices' one, where the guest is still to come.
+    /// The connection of the devices' state, where the guest has not come yet.
     pub(super) devices: Option<Connection>,
-    /// Where pages are asked for, and where those come: where the guest may run before all its pages are here.
+    /// The connections on which pages are requested and on which those come, where the guest may start before all its
+    /// pages are here.
     pub(super) faults: Option<(Connection, Connection)>,
 }
 
@@ -96,7 +97,8 @@ impl Connections {
                     Some(index) if came[index].is_none() => came[index] = Some(stream),
                     _ => return Err(MigrateError::Request("a connection that this session does not have")),
                 },
-                // A source that is gone calls no more; until this session ends, its next attempt finds the name taken.
+                // A source that is gone does not call again; until this session ends, its next attempt finds the
+                // machine's name taken.
                 Err(_) if Instant::now() > deadline || !session.control.alive() => return Err(late()),
                 Err(_) => {}
             }
@@ -107,7 +109,7 @@ impl Connections {
         Ok(Self { pages, devices, faults: came.next().zip(came.next()) })
     }
 
-    /// What ends all of them from elsewhere, and the session's control connection with them.
+    /// Handles that end all of them, and the session's control connection, from other threads.
     ///
     /// # Errors
     /// No descriptor left.

@@ -1,12 +1,12 @@
-//! The pages of a packed frame, out of their blocks: a buffer of bodies, each checked against its digest before any is
+//! Decoding of a packed frame: its blocks become a buffer of bodies. Each is checked against its digest before any is
 //! placed.
 //!
 //! Memory for each connection is bounded whatever the peer sends: the bodies of one chunk, a page, and Zstandard's
 //! context (some 160 KiB: frames are decompressed in one step into a buffer of known size, so no window is kept).
 //!
-//! A difference is against what RAM holds here. That is what the source thinks it is: nobody but the placing of pages
-//! writes this RAM before the guest runs, a chunk always rides the same connection, and a connection's frames are
-//! decoded and placed one after the other. Where the two sides disagree all the same, the page's digest does not fit.
+//! A delta is a difference to what RAM holds here. The source knows that content: before the guest runs, only the
+//! placing of pages writes this RAM, a chunk always takes the same connection, and a connection's frames are decoded
+//! and placed one after the other. Where the two sides disagree all the same, the page's digest does not fit.
 
 use sterna_protocol::frame::Digester;
 use sterna_protocol::frame::packed::{Codec, PackedFrame};
@@ -32,14 +32,14 @@ impl std::fmt::Debug for Decoder {
 }
 
 impl Decoder {
-    /// For pages that were digested so.
+    /// A decoder of pages with digests of this kind.
     #[must_use]
     pub fn new(digester: Digester) -> Self {
         Self { digester, bodies: Vec::new(), zstd: Decompressor::default() }
     }
 
-    /// The bodies of [`PackedFrame::pages`], one after another. `payload` and `digests` are as long as the frame says;
-    /// it fits the layout of `ram`, whose pages differences are against. Nothing is placed.
+    /// The bodies of [`PackedFrame::pages`], one after another. `payload` and `digests` are as long as the frame says.
+    /// The frame fits the layout of `ram`, to whose pages the deltas apply. Nothing is placed.
     ///
     /// # Errors
     /// [`MigrateError::Decode`], or RAM cannot be read.
@@ -51,7 +51,8 @@ impl Decoder {
         ram: &dyn Memory,
     ) -> Result<&[u8], MigrateError> {
         let bytes = (frame.full.len() + frame.delta.len()) * PAGE_BYTES;
-        // Grows to a chunk at most, and stays: what earlier frames left there is overwritten before it is looked at.
+        // The buffer grows to a chunk at most, and never shrinks: bytes of earlier frames are overwritten before they
+        // are read.
         if self.bodies.len() < bytes {
             self.bodies.resize(bytes, 0);
         }
@@ -80,7 +81,8 @@ impl Decoder {
     }
 }
 
-/// Fills `into` with a plain or compressed block's pages, all of it or the block is refused; writes nowhere else.
+/// Fills `into` with a plain or compressed block's pages, and writes nowhere else. A block that does not fill all of it
+/// is refused.
 fn unpack(zstd: &mut Decompressor<'static>, codec: Codec, encoded: &[u8], into: &mut [u8]) -> Result<(), String> {
     let expected = into.len();
     let got = match codec {
@@ -94,7 +96,7 @@ fn unpack(zstd: &mut Decompressor<'static>, codec: Codec, encoded: &[u8], into: 
     if got == expected { Ok(()) } else { Err(format!("it has {got} bytes where {expected} must come")) }
 }
 
-/// Makes pages of what RAM holds of them and a block of differences.
+/// Makes pages from RAM's content of them and a block of deltas.
 fn apply(
     chunk: ChunkIndex,
     pages: &[u8],
@@ -156,7 +158,7 @@ mod tests {
         let mut here = [0; PAGE_BYTES];
         ram.load(ChunkIndex(0), &[0].into_iter().collect(), &mut here).expect("RAM");
         assert_eq!(here, [1; PAGE_BYTES]);
-        // To other content, the same difference makes another page.
+        // Applied to other content, the same delta makes another page.
         ram.write(ChunkIndex(0), &PageSet::first(1), &[2; PAGE_BYTES]).expect("room");
         let error =
             decoder.decode(&frame, &[Digester::UNSEEDED.page(&new)], &block, &ram).expect_err("it does not fit");
@@ -172,7 +174,7 @@ mod tests {
         ) {
             match codec {
                 Codec::Plain => payload.resize(pages * PAGE_BYTES, 3),
-                // As far as its magic number a frame of Zstandard's.
+                // It begins with the magic number of a frame of Zstandard.
                 Codec::Zstd if payload.len() > 6 => payload[..4].copy_from_slice(&0xfd2f_b528_u32.to_le_bytes()),
                 _ => {}
             }

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use crate::error::MigrateError;
 use crate::transport::connection::{Connection, HangUp};
 
-/// How long the source has to close its side once the VMM has all of the state. It has nothing left to send.
+/// How long the source may take to close its side once the VMM has all of the state: it has nothing left to send.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Carries the devices' state into the VMM on a thread of its own, but not while it is held.
+/// The thread that carries the devices' state into the VMM. While it is held, it carries nothing.
 pub struct HeldDevices {
     gate: Arc<Gate>,
     thread: Mutex<Option<JoinHandle<std::io::Result<()>>>>,
@@ -40,7 +40,7 @@ impl Gate {
 }
 
 impl HeldDevices {
-    /// Begins to carry.
+    /// Starts the thread.
     ///
     /// # Errors
     /// No descriptor or thread left.
@@ -55,8 +55,8 @@ impl HeldDevices {
             let mut buffer = vec![0; 256 << 10];
             let mut carry = || loop {
                 let read = from.read(&mut buffer)?;
-                // After the reading: what was read once the guest had stopped must wait, also where the reading began
-                // before.
+                // The wait comes after the read: state that was read after the guest's stop must wait, also where the
+                // read began before it.
                 waiting.wait_open();
                 if read == 0 {
                     return Ok(());
@@ -64,7 +64,7 @@ impl HeldDevices {
                 writer.write_all(&buffer[..read])?;
             };
             let carried = carry();
-            // Also where the link broke: the VMM finds its state cut short, and says so.
+            // Also where the link broke: the VMM then finds the state cut short, and says so.
             let _ = writer.shutdown(Shutdown::Write);
             carried
         };
@@ -72,20 +72,21 @@ impl HeldDevices {
         Ok(Self { gate, thread: Mutex::new(Some(thread)), from: hang_up, to })
     }
 
-    /// Holds what comes from now on.
+    /// Holds back the state that comes from now on.
     pub fn hold(&self) {
         self.gate.set(true);
     }
 
-    /// Lets it go on.
+    /// Lets the held state go on.
     pub fn release(&self) {
         self.gate.set(false);
     }
 
-    /// Waits until all of it is in the VMM, which has loaded it. A VMM that closes its side early says why itself.
+    /// Waits until all of the state is in the VMM, which has loaded it. A VMM that closes its side early says why
+    /// itself.
     ///
     /// # Errors
-    /// The link broke, or the source does not end what it sends: then it is hung up on.
+    /// The link broke, or the source does not end its stream: then its connection is ended.
     pub fn finish(&self) -> Result<(), MigrateError> {
         self.finish_within(CLOSE_TIMEOUT)
     }

@@ -1,4 +1,4 @@
-//! A machine that never ran here, until it does: whatever ends the session gives it back.
+//! A guard for a machine that has not run here yet: where the session ends early, the machine is given back.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use crate::host::{DestinationHost, Incoming, MigrationId};
 use crate::memory::Memory;
 use crate::paging::Pager;
 
-/// The machine, aborted when this is dropped before it is [kept](Self::keep).
+/// A machine that is aborted when this guard is dropped before the machine is [kept](Self::keep).
 pub(super) struct Guard<'a> {
     host: &'a dyn DestinationHost,
     id: MigrationId,
     incoming: Option<Incoming>,
-    /// What brings pages that follow the guest, where that is possible.
+    /// The pager, where pages may follow the guest.
     pub(super) pager: Option<Arc<Pager>>,
 }
 
 impl<'a> Guard<'a> {
-    /// For a machine whose VMM waits for device state.
+    /// Guards a machine whose VMM waits for device state.
     pub(super) fn new(host: &'a dyn DestinationHost, id: MigrationId, incoming: Incoming) -> Self {
         Self { host, id, incoming: Some(incoming), pager: None }
     }
@@ -29,14 +29,13 @@ impl<'a> Guard<'a> {
         self.incoming.as_mut().expect("kept only at the very end")
     }
 
-    /// The machine, which is not given back any more.
+    /// Takes the machine out of the guard: it is not given back any more.
     pub(super) fn keep(&mut self) -> Incoming {
         self.pager = None;
         self.incoming.take().expect("kept only once")
     }
 
-    /// Makes ready for a guest that runs before all its pages are here, where that was asked for; why that is
-    /// impossible, where it is.
+    /// Makes ready for post-copy, where that was asked for. Returns the reason where it is impossible.
     pub(super) fn open_pager(&mut self, ram: &Arc<dyn Memory>, verify: Option<Digester>) -> Option<Problem> {
         let opened = match self.incoming().paging.take()? {
             Ok(means) => Pager::open(Arc::clone(ram), means, verify).map_err(|error| error.problem()),
@@ -45,7 +44,7 @@ impl<'a> Guard<'a> {
         opened.map(|pager| self.pager = Some(pager)).err()
     }
 
-    /// No page follows the guest: from now on its RAM is as any process's.
+    /// Ends the pager, because no page follows the guest: from now on its RAM is as any process's.
     pub(super) fn end_pager(&mut self) {
         if let Some(pager) = self.pager.take() {
             pager.end();
@@ -54,7 +53,8 @@ impl<'a> Guard<'a> {
 
     /// Gives the machine back: it never runs here.
     pub(super) fn end(&mut self) {
-        // First: a VMM that waits for a page cannot end by itself. It may read what it likes now, its guest never runs.
+        // The pager ends first: a VMM that waits for a page does not end by itself. What it reads now does no harm,
+        // because its guest never runs.
         self.end_pager();
         if let Some(incoming) = self.incoming.take() {
             self.host.abort(self.id, Some(incoming));

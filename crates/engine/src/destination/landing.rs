@@ -1,4 +1,4 @@
-//! A machine whose pages arrive: what the phases of the destination work with until the guest runs here.
+//! A machine whose pages arrive: the state that the destination's phases share until the guest runs here.
 
 use std::time::Duration;
 
@@ -13,24 +13,24 @@ use super::receive::Arrivals;
 use super::session::Session;
 use crate::error::MigrateError;
 
-/// How long the pages of a round may take to arrive after the source has sent them all, without one arriving.
+/// How long no page may arrive after the source has sent all pages of a round, before the wait fails.
 pub(super) const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A machine on its way here, with receivers at work.
 pub(super) struct Landing<'a, 'h> {
-    /// The control connection and who asks.
+    /// The session with the source.
     pub(super) session: &'a mut Session<'h>,
-    /// The machine: given back where anything fails.
+    /// The machine, which is given back where anything fails.
     pub(super) guard: &'a mut Guard<'h>,
     /// The machine as it was proposed.
     pub(super) spec: &'a VmSpec,
     /// What puts its pages in their place.
     pub(super) placer: &'a Placer<'a>,
-    /// What has arrived.
+    /// What has arrived, and what failed.
     pub(super) arrivals: &'a Arrivals,
     /// The devices' state on its way into the VMM.
     pub(super) held: &'a HeldDevices,
-    /// The source of pages that follow the guest, where that was agreed.
+    /// The source of pages that follow the guest, where post-copy was agreed on.
     pub(super) source: Option<SourceOf<'a>>,
 }
 
@@ -44,7 +44,7 @@ impl Landing<'_, '_> {
         if request != Request::Abort {
             return Ok(request);
         }
-        // The VMM ends before the source lets its own run on: both lock the guest's disks.
+        // The VMM here ends before the source's VMM runs on: both lock the guest's disks.
         self.guard.end();
         self.session.control.answer(&request, &Reply::Aborted { problem: self.arrivals.failure() })?;
         Err(MigrateError::Cancelled)
@@ -65,7 +65,7 @@ impl Landing<'_, '_> {
         }
     }
 
-    /// Waits for a round's pages: those to send again.
+    /// Waits for a round's pages. The reply names the pages to send again.
     ///
     /// # Errors
     /// They do not come, or could not be placed.

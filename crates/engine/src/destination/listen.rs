@@ -1,4 +1,4 @@
-//! Takes calls and brings the connections of a session together.
+//! The listener: it takes calls and brings the connections of a session together.
 
 use std::collections::HashMap;
 use std::net::{TcpListener, TcpStream};
@@ -16,13 +16,13 @@ use crate::transport::control::Answering;
 use crate::transport::refusal::TlsError;
 use crate::transport::{SessionKey, answer};
 
-/// The most connections that may be open at once: a caller that opens more is hung up on.
+/// The most connections that may be open at once: further ones are closed.
 const MAX_CONNECTIONS: usize = 512;
 
 /// The sessions that wait for connections, by their names.
 type Sessions = Arc<Mutex<HashMap<u128, Founder>>>;
 
-/// Who founded a session, and the way of its other connections to it.
+/// A session's founder, and the channel that hands the session its other connections.
 struct Founder {
     peer: Option<String>,
     calls: Sender<Call>,
@@ -36,7 +36,7 @@ pub fn serve(listener: &TcpListener, host: &Arc<dyn DestinationHost>) {
         let stream = match stream {
             Ok(stream) => stream,
             Err(error) => {
-                // Out of descriptors, most likely: others will be closed.
+                // Most likely no descriptor is left: others will be closed.
                 tracing::warn!(%error, "cannot take a call");
                 std::thread::sleep(Duration::from_millis(100));
                 continue;
@@ -51,7 +51,7 @@ pub fn serve(listener: &TcpListener, host: &Arc<dyn DestinationHost>) {
         let spawned = std::thread::Builder::new().name("incoming".into()).spawn(move || {
             let _place = place;
             if let Err(error) = take(stream, &sessions, host.as_ref()) {
-                tracing::info!(%error, "a call came to nothing");
+                tracing::info!(%error, "a call failed");
             }
         });
         if let Err(error) = spawned {
@@ -67,7 +67,7 @@ fn take(stream: TcpStream, sessions: &Sessions, host: &dyn DestinationHost) -> R
     let key = SessionKey { session: hello.session, key: hello.key, needed: Features::NONE };
     if hello.role != Role::Control {
         let calls = match lock(sessions).get(&hello.session) {
-            // What one daemon began is not another's to go on with.
+            // Only the daemon that began a session may go on with it.
             Some(founder) if founder.peer != peer => {
                 return Err(TlsError::Intruder { name: peer.unwrap_or_default() }.into());
             }

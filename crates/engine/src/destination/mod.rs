@@ -1,7 +1,7 @@
 //! The destination's side of a migration, phase by phase: `connect` → `prepare` → `precopy` → `switchover` →
 //! `postcopy` → finish (`postcopy`); what fails before the commit gives the machine back (`guard`).
 
-/// Calls, brought together to sessions.
+/// The listener: calls become the connections of sessions.
 pub mod listen;
 
 /// A session with a source.
@@ -13,10 +13,10 @@ mod connect;
 /// Phase *prepare*: the machine is checked and started.
 mod prepare;
 
-/// A machine that never ran here, until it does.
+/// The guard of a machine that has not run here yet.
 mod guard;
 
-/// What the phases work with until the guest runs here.
+/// The state that the phases share until the guest runs here.
 mod landing;
 
 /// Phase *precopy*: rounds of pages arrive.
@@ -25,10 +25,10 @@ mod precopy;
 /// Reception: frames off the connections that carry pages.
 pub mod receive;
 
-/// Decoding: pages out of blocks of their own encodings.
+/// Decoding: pages out of encoded blocks.
 pub mod decode;
 
-/// Pages that cannot be made of what arrived.
+/// Errors of pages that cannot be decoded.
 pub mod undecodable;
 
 /// Arrivals: pages off the wire that are not in their place yet.
@@ -78,14 +78,14 @@ pub(crate) fn serve_session(
     }
 }
 
-/// The phases in their order.
+/// Runs the phases in their order.
 fn arrive(session: &mut Session) -> Result<(), MigrateError> {
     let Some(proposal) = connect::connect(session)? else { return Ok(()) };
     let Some(prepared) = prepare::prepare(session, session.host, &proposal)? else { return Ok(()) };
     land(session, &proposal, prepared)
 }
 
-/// Those of the phases in which pages arrive.
+/// Runs the phases in which pages arrive.
 fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'h>) -> Result<(), MigrateError> {
     let Prepared { mut guard, ram, mut connections, held } = prepared;
     let pager = guard.pager.clone();
@@ -103,7 +103,7 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
                 pager.map_or(Ok(()), |pager| landing.session.page_in(&pager, landing.source.as_ref(), &arrivals))
             });
         if let Err(error) = &result {
-            // The source may be busy sending: it asks why when its connection fails.
+            // The source may be busy with sending: it asks for the reason when its connection fails.
             arrivals.fail(error.problem());
         }
         result

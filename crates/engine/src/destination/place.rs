@@ -1,4 +1,4 @@
-//! Pages into RAM: bodies by writing the RAM file, zeros by giving memory back.
+//! Placement of pages in RAM: bodies are written to the RAM file, and zeros become holes.
 
 use std::io::ErrorKind;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,12 +14,12 @@ use crate::host::DestinationHost;
 use crate::memory::Memory;
 use crate::paging::Pager;
 
-/// Memory kept for the host: what is less is refused before the kernel has to kill somebody.
+/// Memory that is kept for the host, bytes: pages are refused before the kernel has to kill a process.
 const RESERVE_BYTES: u64 = 64 << 20;
-/// How often the host's room is looked at: every so many bytes placed.
+/// How many bytes are placed between two looks at the host's free memory.
 const LOOK_EVERY_BYTES: u64 = 32 << 20;
 
-/// Puts pages in their place; shared by all connections, which have chunks of their own.
+/// The placer of pages, shared by all connections, each of which has its own chunks.
 pub struct Placer<'a> {
     ram: &'a dyn Memory,
     host: &'a dyn DestinationHost,
@@ -29,11 +29,11 @@ pub struct Placer<'a> {
     suspects: Mutex<PageMap>,
 }
 
-/// Where pages are put.
+/// The RAM that pages are put into.
 enum Target<'a> {
     /// Into the RAM of a guest that does not run yet.
     Still(&'a dyn Memory),
-    /// Before one that does.
+    /// Into the RAM of a guest that runs, by its pager.
     Running(&'a Pager),
 }
 
@@ -55,8 +55,8 @@ impl Target<'_> {
 }
 
 impl<'a> Placer<'a> {
-    /// Into RAM that is holes all over. With a pager that has begun, pages are the guest's as soon as they are in their
-    /// place.
+    /// A placer into RAM that has nothing but holes. With a pager that has begun, pages are the guest's as soon as they
+    /// are in their place.
     #[must_use]
     pub fn new(
         ram: &'a dyn Memory,
@@ -68,7 +68,7 @@ impl<'a> Placer<'a> {
         Self { ram, host, pager, digester, placed_bytes, suspects }
     }
 
-    /// How the pages are digested.
+    /// The digester of the pages.
     #[must_use]
     pub fn digester(&self) -> Digester {
         self.digester
@@ -80,17 +80,17 @@ impl<'a> Placer<'a> {
         self.ram
     }
 
-    /// The layout frames are checked against.
+    /// The layout that frames are checked against.
     #[must_use]
     pub fn layout(&self) -> &Layout {
         self.ram.layout()
     }
 
-    /// Puts pages in their place; of a guest that runs already, it sees them then. What fits the layout is placed.
+    /// Puts pages that fit the layout in their place. A guest that runs already sees them then.
     ///
-    /// Before the guest runs a body that is not what was digested is placed all the same, and noted: the page comes
-    /// again. Afterwards it is refused: the source's guest stands still, so what is not what was digested was damaged
-    /// on its way; it is missing still, and comes again. So is what there was no room for, and its faults wait.
+    /// Before the guest runs, a suspect page is placed all the same, and noted: it comes again. Afterwards it is
+    /// refused: the source's guest stands still, so the body was damaged on its way. The page is still missing, and
+    /// comes again. The same is true of pages for which there was no room: their faults wait.
     ///
     /// # Errors
     /// [`MigrateError::OutOfMemory`], [`MigrateError::Damaged`], or what the kernel refused.
@@ -109,7 +109,7 @@ impl<'a> Placer<'a> {
         Ok(())
     }
 
-    /// What an error of placing pages is: one of many, or a host that is full.
+    /// The error of placing pages, told apart from that of a full host.
     fn placing(&self, error: MigrateError) -> MigrateError {
         match error {
             MigrateError::Host { source, .. }
@@ -121,7 +121,7 @@ impl<'a> Placer<'a> {
         }
     }
 
-    /// Pages to send again, at most so many.
+    /// The pages to send again, at most this many.
     #[must_use]
     pub fn suspects(&self, most: usize) -> Vec<PageIndex> {
         let suspects = self.lock();

@@ -1,5 +1,5 @@
-//! What is said while the rest of a guest's pages follows it here: from the residue in the pause to the last page, and
-//! again after every break.
+//! Phases *postcopy* and *finish*: the destination's part while the missing pages follow the guest here, from the
+//! residue in the pause to the last page, and again after every break.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,10 +22,10 @@ use crate::host::MigrationId;
 use crate::memory::Memory;
 use crate::paging::Pager;
 
-/// How often a wait for pages looks whether their way here has broken.
+/// How often a wait for pages checks whether their connections have broken.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Adds a part of the residue; it comes from the peer.
+/// Adds a part of the residue, which comes from the peer.
 pub(super) fn note_part(part: &ResiduePart, ram: &dyn Memory, residue: &mut PageMap) -> Result<(), MigrateError> {
     residue::add(part, ram.layout(), residue).map_err(|error| {
         tracing::warn!(%error, "the residue is invalid");
@@ -34,7 +34,7 @@ pub(super) fn note_part(part: &ResiduePart, ram: &dyn Memory, residue: &mut Page
 }
 
 impl Session<'_> {
-    /// Goes on with a guest whose source was lost and is there again.
+    /// Goes on with a migration whose source was lost and is there again.
     pub(super) fn resume(&mut self, id: MigrationId, streams: u16, request: &Request) -> Result<(), MigrateError> {
         let pager = match self.host.pager(id, self.control.peer()) {
             Ok(pager) => pager,
@@ -58,8 +58,8 @@ impl Session<'_> {
         })
     }
 
-    /// Answers requests until the source is not needed any more. Whatever breaks, the pager goes on: the source comes
-    /// again.
+    /// Answers requests until the source is not needed any more. If the session breaks, the pager goes on: the source
+    /// comes again.
     pub(super) fn page_in(
         &mut self,
         pager: &Arc<Pager>,
@@ -67,7 +67,7 @@ impl Session<'_> {
         arrivals: &Arrivals,
     ) -> Result<(), MigrateError> {
         let result = self.page_in_requests(pager, source, arrivals);
-        // A source lost after its last page is not waited for.
+        // A source that is lost after its last page is not waited for.
         self.finish(pager);
         result
     }
@@ -109,7 +109,7 @@ impl Session<'_> {
         }
     }
 
-    /// Waits for the last page. Where nothing is compared afterwards that is the end: the source may be lost from now
+    /// Waits for the last page. Where nothing is compared afterwards, that is the end: the source may be lost from now
     /// on.
     fn complete(&self, pager: &Arc<Pager>, arrivals: &Arrivals, verify: bool) -> Result<Reply, MigrateError> {
         let began = Instant::now();
@@ -131,8 +131,8 @@ impl Session<'_> {
             took_us: pager.took().as_micros() as u64,
             duplicate: pager.duplicate(),
             faults: pager.faults(),
-            // A source that digests otherwise than the one before (it is of another version) would find every page
-            // another.
+            // A source of another version may digest in another way than the one before: every page would seem to
+            // differ.
             verifiable: pager.digester() == Some(self.digester()),
         };
         if !(verify && account.verifiable) {
@@ -141,7 +141,7 @@ impl Session<'_> {
         Ok(Reply::Completed(Box::new(account)))
     }
 
-    /// Every page is here.
+    /// Ends the paging: every page is here.
     fn finish(&self, pager: &Arc<Pager>) {
         if pager.missing() == 0 {
             pager.end();

@@ -19,7 +19,7 @@ use crate::memory::shared::SharedMemory;
 
 /// A machine that waits for its pages.
 pub(super) struct Prepared<'a> {
-    /// The machine: given back where this ends early.
+    /// The machine, which is given back where the migration ends early.
     pub(super) guard: Guard<'a>,
     /// Its RAM.
     pub(super) ram: Arc<dyn Memory>,
@@ -29,7 +29,8 @@ pub(super) struct Prepared<'a> {
     pub(super) held: HeldDevices,
 }
 
-/// Prepares the machine, says so, and waits for the session's other connections; `None` where the machine is refused.
+/// Prepares the machine, tells the source, and waits for the session's other connections; `None` where the machine is
+/// refused.
 ///
 /// # Errors
 /// The link broke, or what the machine needs is not there. The source has been told.
@@ -56,7 +57,7 @@ pub(super) fn prepare<'a>(
     match set_up(session, &mut guard, *streams) {
         Ok((connections, held)) => Ok(Some(Prepared { guard, ram, connections, held })),
         Err(error) => {
-            // The source has been told yes: it learns of this by the answer to whatever it asks next.
+            // The source has been told yes already: the answer to its next request tells it of this.
             guard.end();
             let request = session.control.next_request()?;
             session.control.answer(&request, &Reply::Failed(error.problem()))?;
@@ -69,7 +70,7 @@ fn refuse<T>(session: &mut Session, request: &Request, problem: Problem) -> Resu
     session.control.answer(request, &Reply::Failed(problem)).map(|()| None)
 }
 
-/// Checks, starts the VMM, and maps its RAM.
+/// Checks the machine, starts its VMM, and maps its RAM.
 fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, Arc<dyn Memory>), Problem> {
     Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
     let incoming = session.host.prepare(session.id, spec, session.control.peer(), postcopy)?;
@@ -94,7 +95,7 @@ fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, 
     }
 }
 
-/// The session's connections, and the way of the devices' state into the VMM.
+/// Waits for the session's connections, and starts the thread that carries the devices' state into the VMM.
 fn set_up(session: &mut Session, guard: &mut Guard, streams: u16) -> Result<(Connections, HeldDevices), MigrateError> {
     let mut connections = Connections::wait(session, streams, true, guard.pager.is_some())?;
     let devices = connections.devices.take().ok_or(MigrateError::Bug("the devices' connection was not waited for"))?;

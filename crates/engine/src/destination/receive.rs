@@ -1,4 +1,4 @@
-//! Frames off one connection, and what has arrived on all of them.
+//! Reception: frames off one connection, and the progress of all connections.
 
 use std::io::Read;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,7 @@ use super::place::Placer;
 use crate::error::MigrateError;
 use crate::transport::connection::Connection;
 
-/// How far each connection is, and what went wrong on any.
+/// The progress of each connection, and the first failure on any.
 #[derive(Debug)]
 pub struct Arrivals {
     state: Mutex<State>,
@@ -27,14 +27,14 @@ pub struct Arrivals {
 struct State {
     /// The last round each connection has ended.
     rounds: Vec<Option<u32>>,
-    /// Frames so far: progress.
+    /// The number of frames so far: progress.
     frames: u64,
     failure: Option<Problem>,
     cpu: Duration,
 }
 
 impl Arrivals {
-    /// Nothing yet, on so many connections.
+    /// Nothing has arrived yet, on this many connections.
     #[must_use]
     pub fn new(streams: u16) -> Self {
         let state = State { rounds: vec![None; usize::from(streams)], frames: 0, failure: None, cpu: Duration::ZERO };
@@ -44,7 +44,7 @@ impl Arrivals {
     /// Waits until every connection has ended a round.
     ///
     /// # Errors
-    /// What went wrong on any, or no frame for `stall`.
+    /// The failure of any connection, or no frame for `stall`.
     pub fn wait(&self, round: u32, stall: Duration) -> Result<(), MigrateError> {
         let mut state = self.lock();
         let began = Instant::now();
@@ -66,19 +66,19 @@ impl Arrivals {
         }
     }
 
-    /// Notes what went wrong; the first is kept.
+    /// Notes a failure; the first is kept.
     pub fn fail(&self, problem: Problem) {
         self.lock().failure.get_or_insert(problem);
         self.changed.notify_all();
     }
 
-    /// What went wrong, where something did.
+    /// The first failure, if any.
     #[must_use]
     pub fn failure(&self) -> Option<Problem> {
         self.lock().failure.clone()
     }
 
-    /// Processor time of the receivers, as of their last frames.
+    /// The processor time of the receivers, as of their last frames.
     #[must_use]
     pub fn cpu(&self) -> Duration {
         self.lock().cpu
@@ -86,7 +86,7 @@ impl Arrivals {
 
     fn ended(&self, stream: usize, round: u32, cpu: Duration) {
         let mut state = self.lock();
-        // The connection of pages that were asked for is in no round.
+        // The connection of requested pages takes part in no round.
         if let Some(ended) = state.rounds.get_mut(stream) {
             *ended = Some(round);
         }
@@ -101,7 +101,7 @@ impl Arrivals {
         state.frames += 1;
     }
 
-    /// Frames so far, on all connections.
+    /// The number of frames so far, on all connections.
     #[must_use]
     pub fn frames(&self) -> u64 {
         self.lock().frames
@@ -128,20 +128,20 @@ fn frames(
     placer: &Placer,
     arrivals: &Arrivals,
 ) -> Result<(), MigrateError> {
-    // A source may be quiet between rounds for as long as it lives; whether it does, TCP's keepalive says.
+    // A source may be quiet between rounds as long as it lives; TCP's keepalive notices when it does not.
     stream.set_read_timeout(None).map_err(MigrateError::link("receiving pages"))?;
     let mut counted = Duration::ZERO;
     let mut since_counted = || {
         let cpu = sterna_sys::process::thread_cpu_time();
         cpu - std::mem::replace(&mut counted, cpu)
     };
-    // A chunk fits the processor's cache: what is read here was just received.
+    // A chunk fits the processor's cache: what is read here was received a moment ago.
     let mut buffer = vec![0; CHUNK_BYTES];
     let mut decoder = Decoder::new(placer.digester());
     loop {
         let mut header = [0; HEADER_BYTES];
         match stream.read(&mut header).map_err(MigrateError::link("receiving pages"))? {
-            // The source closes its connections when it has said on the control connection why.
+            // The source says why on the control connection before it closes this one.
             0 => return Ok(()),
             read => stream.read_exact(&mut header[read..]).map_err(MigrateError::link("receiving pages"))?,
         }
@@ -159,7 +159,7 @@ fn frames(
                 arrivals.frame(since_counted());
             }
             Frame::Packed(frame) => {
-                // At most `MAX_PAYLOAD_BYTES`: a chunk, and two bytes a page.
+                // At most `MAX_PAYLOAD_BYTES`: a chunk, and two bytes for each page.
                 let bytes = frame.payload_bytes();
                 if buffer.len() < bytes {
                     buffer.resize(bytes, 0);

@@ -1,4 +1,4 @@
-//! One migration's session with its source: the control connection, and threads that take pages in beside it.
+//! One migration's session with its source: the control connection, and threads that receive pages beside it.
 
 use std::sync::mpsc::Receiver;
 
@@ -41,7 +41,7 @@ impl Session<'_> {
         Digester::of(self.agreed.version, self.id.0)
     }
 
-    /// Does `work` while a thread for each connection takes pages in. Whatever ends the work ends them.
+    /// Does `work` while a thread for each connection receives pages. They end with the work, however it ends.
     pub(super) fn with_receivers(
         &mut self,
         mut pages: Vec<Connection>,
@@ -50,12 +50,13 @@ impl Session<'_> {
         arrivals: &Arrivals,
         work: impl FnOnce(&mut Self) -> Result<(), MigrateError>,
     ) -> Result<(), MigrateError> {
-        // Last: it is in no round, and no number of a round's connection is its own.
+        // The connection of requested pages comes last: it is in no round, so the numbers of the others stay as they
+        // are.
         pages.extend(urgent);
         let hang_up = pages.iter().map(Connection::hang_up).collect::<Result<_, _>>();
         let hang_up = HangUpAll(hang_up.map_err(MigrateError::host("setting up the pages' way into RAM"))?);
         std::thread::scope(|scope| {
-            // They read until their connection is shut down.
+            // The threads read until their connection is shut down.
             let _hang_up = hang_up;
             for (index, stream) in pages.iter_mut().enumerate() {
                 let reader = FrameReader::new(self.key.key, self.agreed.features);
@@ -66,7 +67,7 @@ impl Session<'_> {
     }
 }
 
-/// Connections that end when this is dropped, which wakes whoever reads them.
+/// Connections that end when this is dropped, which wakes their readers.
 struct HangUpAll(Vec<HangUp>);
 
 impl Drop for HangUpAll {

@@ -19,7 +19,7 @@ use crate::vmm::EventTime;
 /// How long the VMM may take to load its devices.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Answers requests until the guest runs here; what brings the pages that are still to come, where some are.
+/// Answers requests until the guest runs here. Returns the pager where pages are missing.
 ///
 /// # Errors
 /// As [`precopy`](super::precopy::precopy); from the commit on the guest is ours, and an error only means that the
@@ -45,12 +45,12 @@ pub(super) fn switchover(landing: &mut Landing) -> Result<Option<Arc<Pager>>, Mi
     }
 }
 
-/// The last pages before the guest's start here; the device state goes on once all of them are in place.
+/// Waits for the last pages before the guest's start here; the device state goes on once all of them are in place.
 fn last_pages(landing: &mut Landing, round: u32) -> Result<Reply, MigrateError> {
     let reply = landing.arrived(round)?;
     if matches!(&reply, Reply::Arrived { suspects } if suspects.is_empty()) {
         landing.held.release();
-        // Every page is here: from now on the guest's RAM is as any process's. Beside the loading of the devices, whose
+        // Every page is here: from now on the guest's RAM is as any process's. The devices load meanwhile, and their
         // faults wait no longer than this takes.
         landing.guard.end_pager();
     }
@@ -63,7 +63,7 @@ fn load(landing: &mut Landing) -> Result<Reply, MigrateError> {
     Ok(Reply::Loaded)
 }
 
-/// The residue is known: loads the devices, whose loading may itself want pages.
+/// Loads the devices once the residue is known. The loading may itself need missing pages.
 fn load_postcopy(landing: &mut Landing, residue: PageMap) -> Result<Reply, MigrateError> {
     let (Some(pager), Some(source)) = (&landing.guard.pager, &mut landing.source) else {
         return Err(MigrateError::Request("pages that follow the guest were not agreed on"));
@@ -90,14 +90,14 @@ fn page_digests(landing: &Landing, chunk: ChunkIndex) -> Result<Reply, MigrateEr
     digests.map(Reply::Digests).map_err(MigrateError::host("reading the guest's RAM to compare it"))
 }
 
-/// The guest is ours: the point of no return at the destination. It is on record before the guest runs, so that
-/// whatever happens to this daemon or to the link from here on, the answer to the source is the same. What brings the
-/// pages that are still to come, where some are.
+/// The guest is ours: the point of no return at the destination. The record is written before the guest runs: whatever
+/// happens to this daemon or to the link afterwards, the answer to the source is the same. Returns the pager where
+/// pages are missing.
 fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>, MigrateError> {
     let Landing { session, guard, spec, arrivals, .. } = landing;
     let pager = guard.pager.clone();
-    // It may have died since it said that it was loaded: then the guest must stay where it is. (Between this look and
-    // the record it can still die; that is a QEMU that dies in its first millisecond, and no look can be late enough.)
+    // The VMM may have died since it said that it was loaded: then the guest must stay at the source. (It can still die
+    // between this check and the record: no check can be late enough for a QEMU that dies in its first millisecond.)
     let alive = guard.incoming().vmm.alive().map_err(|error| MigrateError::from(error).problem());
     if let Err(problem) = alive.and_then(|()| session.host.commit(session.id, pager.is_some())) {
         guard.end();
@@ -109,7 +109,7 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
     let cpu = arrivals.cpu() + sterna_sys::process::thread_cpu_time();
     let reply = match started {
         Ok(start) => Reply::Running { start_us: start.0, cpu_us: cpu.as_micros() as u64 },
-        // It is ours all the same: the daemon looks after it.
+        // The guest is ours all the same: the daemon looks after it.
         Err(error) => Reply::Failed(MigrateError::from(error).problem().guest(Whereabouts::Paused)),
     };
     let failed = if let Reply::Failed(problem) = &reply { Some(problem) } else { None };
@@ -117,7 +117,8 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
         session.host.started(session.id, incoming, None, failed);
         return session.control.answer(request, &reply).map(|()| None);
     };
-    // The guest may be waiting for a page already, and the source pushes none before it has the answer.
+    // The answer goes out first: the guest may wait for a page already, and the source pushes none before it has the
+    // answer.
     let answered = session.control.answer(request, &reply);
     if let Err(error) = pager.map_ahead() {
         tracing::info!(%error, "pages are not mapped ahead");

@@ -2,20 +2,20 @@
 //!
 //! A write to a fenced page waits in the kernel until the page is let go, whoever writes through the VMM's mapping: the
 //! guest's processors under TCG and KVM, the VMM's device emulation, the kernel for it (vhost, `read(2)` into guest
-//! RAM, direct I/O that begins now). There are two ways of it, of which the fence takes for each portion the one that
-//! is possible:
+//! RAM, direct I/O that begins now). There are two ways to fence, and for each portion the fence takes the one that is
+//! possible:
 //!
 //! * **Protect**, where nobody else has the RAM registered: synchronous write protection, by a userfaultfd of its own.
-//!   Reads do not wait. When this process dies the kernel closes the descriptor, lifts the protection and wakes who
-//!   waits.
+//!   Reads do not wait. When this process dies, the kernel closes the descriptor, lifts the protection and wakes the
+//!   threads that wait.
 //! * **Take out**, where writes are tracked or pages are held back: the pages are dropped from the VMM's page tables,
-//!   and mapped by nobody. Reads wait as well. When this process dies it is the same with tracking; where pages are
-//!   held back whoever waits waits for the next daemon, which maps them.
+//!   and nobody maps them. Reads wait as well. When this process dies while writes are tracked, it is the same as
+//!   above; where pages are held back, the threads wait for the next daemon, which maps the pages.
 //!
-//! Not held up are writes through other mappings of the file, of which the daemon refuses guests, and direct I/O that
-//! is under way: a page that it writes belongs to somebody, so it is not free. It holds the page itself, not its
-//! mapping, so that neither a protection nor taking out reaches it, and no page table tells. Whoever takes pages that
-//! may be in use needs to know more (`docs/design/faults.md`).
+//! A fence does not hold up two kinds of writes. Writes through other mappings of the file: the daemon refuses guests
+//! that have some. Direct I/O that is under way: a page that it writes belongs to somebody, so it is not free. Direct
+//! I/O holds the page itself, not its mapping, so that neither way reaches it, and no page table shows it. Code that
+//! takes pages that may be in use needs to know more (`docs/design/faults.md`).
 //!
 //! **A page that was taken out comes back unarmed**: where writes are tracked it counts as written, so that nothing
 //! written to it before is lost.
@@ -31,7 +31,8 @@ use sterna_sys::userfaultfd::{Event, Features, Modes, Userfaultfd};
 use super::{Closed, GuestFaults, Owner, User, Userfault, give_up};
 use crate::error::MigrateError;
 
-/// What the agent is asked to take out by one request. In between it is looked whether somebody waits.
+/// The most ranges that one request asks the agent to take out. Between two requests the fence checks whether somebody
+/// waits.
 const RANGES_PER_REQUEST: usize = 64;
 
 /// A machine's RAM, parts of which can be fenced in, one portion at a time.
@@ -39,21 +40,21 @@ pub struct Fence {
     faults: Arc<GuestFaults>,
     spans: Vec<Range<u64>>,
     way: RefCell<Way>,
-    /// Where somebody waited since something was last fenced in.
+    /// The addresses where somebody has waited since the last portion was fenced in.
     waits: RefCell<Vec<u64>>,
 }
 
-/// How the portion at hand is fenced in.
+/// How the present portion is fenced in.
 enum Way {
     Protect,
     TakeOut(Arc<Userfault>),
 }
 
 impl Fence {
-    /// For RAM at these addresses of the VMM's.
+    /// A fence for RAM at these addresses of the VMM's.
     ///
     /// # Errors
-    /// The VMM's process cannot make a userfaultfd, or somebody else has registered its RAM. Nothing is fenced then.
+    /// The VMM's process makes no userfaultfd, or somebody else has registered its RAM. Nothing is fenced then.
     pub fn new(faults: Arc<GuestFaults>, spans: Vec<Range<u64>>) -> Result<Self, MigrateError> {
         let way = find_way(&faults, &spans, false)?;
         Ok(Self { faults, spans, way: RefCell::new(way), waits: RefCell::default() })
@@ -63,10 +64,10 @@ impl Fence {
     /// was over before all of them were, or where the RAM [is sealed](Self::is_sealed).
     ///
     /// # Errors
-    /// The VMM's process has ended, for one. Nothing is fenced then.
+    /// For example, the VMM's process has ended. Nothing is fenced then.
     pub fn close(&self, ranges: Vec<Range<u64>>, patience: &Patience<'_>) -> Result<Option<Fenced<'_>>, MigrateError> {
         *self.way.borrow_mut() = find_way(&self.faults, &self.spans, true)?;
-        // Before the first is fenced: dropped, it lets all of them go.
+        // This comes before the first range is fenced: when it is dropped, it lets all of them go.
         let fenced = Fenced { fence: self, ranges };
         if self.is_sealed() {
             return Ok(None);
@@ -104,7 +105,7 @@ impl Fence {
     /// count as given back from then on; a collection sees either none of it or all.
     ///
     /// # Errors
-    /// What `take` says; then they are as they were.
+    /// The error of `take`; then the pages are as they were.
     pub fn taking<E>(&self, range: Range<u64>, take: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
         let Way::TakeOut(userfault) = &*self.way.borrow() else { return take() };
         let mut holes = userfault.holes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -113,14 +114,14 @@ impl Fence {
         Ok(())
     }
 
-    /// Begins to count waits anew, with so much patience for them.
+    /// Begins to count waits anew, with this much patience for them.
     pub fn patience(&self, grace: Duration) -> Patience<'_> {
         self.waits.borrow_mut().clear();
         Patience { fence: self, grace, since: Instant::now(), quiet: Cell::new(Instant::now()) }
     }
 
-    /// How many accesses have waited since [`patience`](Self::patience). One that was let go before this is asked may
-    /// not have been seen.
+    /// How many accesses have waited since [`patience`](Self::patience). An access that was let go before this call may
+    /// be missing.
     ///
     /// # Errors
     /// The descriptor cannot be read.
@@ -149,7 +150,7 @@ impl Fence {
         }
     }
 
-    /// Asks the userfaultfd of its own for something; nothing where it stepped back.
+    /// Calls the fence's own userfaultfd; does nothing where the fence has stepped back.
     fn alone(&self, ask: impl FnOnce(&Userfaultfd) -> Result<(), sterna_sys::Error>) -> Result<(), sterna_sys::Error> {
         match &*self.faults.owner() {
             Owner::Fence { userfaultfd, .. } => ask(userfaultfd),
@@ -162,7 +163,7 @@ impl Fence {
         open.map_err(MigrateError::vmm_process("letting guest RAM go"))
     }
 
-    /// For tests, the end as it is when this process dies: descriptors are closed, and nothing else is done.
+    /// Ends as when this process dies, for tests: descriptors are closed, and nothing else is done.
     #[doc(hidden)]
     pub fn die(self) {
         let owner = std::mem::replace(&mut *self.faults.owner(), Owner::Nobody);
@@ -176,13 +177,13 @@ impl Drop for Fence {
     fn drop(&mut self) {
         let mut owner = self.faults.owner();
         if matches!(&*owner, Owner::Fence { .. }) {
-            // It clears every mark.
+            // Giving up clears every mark.
             give_up(std::mem::replace(&mut *owner, Owner::Nobody));
         }
     }
 }
 
-/// The way of the next portion; with `close` it is fenced in so until [`Fenced`] is dropped.
+/// Chooses the way for the next portion; with `close` the portion is fenced in this way until [`Fenced`] is dropped.
 fn find_way(faults: &GuestFaults, spans: &[Range<u64>], close: bool) -> Result<Way, MigrateError> {
     let mut owner = faults.owner();
     match &mut *owner {
@@ -211,12 +212,12 @@ pub struct Patience<'a> {
     fence: &'a Fence,
     grace: Duration,
     since: Instant,
-    /// When nobody was seen to wait last.
+    /// The last moment when nobody was seen to wait.
     quiet: Cell<Instant>,
 }
 
 impl Patience<'_> {
-    /// Whether somebody waits, for a page or to register the RAM, and the portion has had its time.
+    /// Whether somebody waits, for a page or to register the RAM, and the portion's time is over.
     pub fn is_over(&self) -> bool {
         let now = Instant::now();
         if self.fence.waits().is_ok_and(|waits| waits == 0) {
@@ -228,7 +229,7 @@ impl Patience<'_> {
         now - self.since > self.grace
     }
 
-    /// How long the longest wait can have been, where there was one.
+    /// How long the longest wait can have been, if there was one.
     pub fn longest_wait(&self) -> Duration {
         self.quiet.get().elapsed()
     }
@@ -240,12 +241,13 @@ pub struct Fenced<'a> {
     ranges: Vec<Range<u64>>,
 }
 
-/// What lies so near to each other is let go by one call, bytes: what is in between is not fenced in, and stays as it
-/// is. Each call interrupts the processors that run the VMM, which costs more than to pass over some page tables.
+/// The largest distance, bytes, between ranges that one call lets go: the pages between them are not fenced in, and
+/// stay as they are. Each call interrupts the processors that run the VMM, which costs more than a walk over some page
+/// tables.
 const NEAR: u64 = 4 << 20;
 
 impl Fenced<'_> {
-    /// Lets all of them go and wakes who waits, those first for which somebody does.
+    /// Lets all addresses go and wakes the threads that wait, beginning with the addresses that somebody waits for.
     ///
     /// # Errors
     /// Something may still be fenced in: the [`Fence`] must be dropped.
@@ -270,7 +272,7 @@ impl Fenced<'_> {
     fn unprotect(&self, waited: &[Range<u64>], mut rest: Vec<Range<u64>>) -> Result<(), MigrateError> {
         waited.iter().try_for_each(|range| self.fence.let_go(range.clone()))?;
         rest.sort_unstable_by_key(|range| range.start);
-        // Never beyond what is registered.
+        // One call never reaches beyond a registered span.
         let together = |one: &Range<u64>, next: &Range<u64>| {
             next.start.saturating_sub(one.end) <= NEAR
                 && self.fence.spans.iter().any(|span| span.start <= one.start && next.end <= span.end)
@@ -283,18 +285,18 @@ impl Fenced<'_> {
 
 impl Drop for Fenced<'_> {
     fn drop(&mut self) {
-        // Where this fails the error that led here ends the work, and the fence with it.
+        // Where this fails, the error that led here ends the work, and the fence with it.
         let _ = self.let_go();
         match &*self.fence.way.borrow() {
             Way::Protect => self.fence.faults.portion_let_go(),
-            // Not under a lock of the userfaultfd's: it may be the last user.
+            // No lock of the userfaultfd is held here: the fence may be the last user.
             Way::TakeOut(_) => self.fence.faults.end(User::Fence),
         }
     }
 }
 
 impl GuestFaults {
-    /// Whether somebody waits to register RAM that a fence has for itself.
+    /// Whether somebody waits to register RAM that a fence has alone.
     fn is_wanted(&self) -> bool {
         self.wanted.load(Ordering::Acquire) > 0
     }
@@ -308,8 +310,8 @@ impl GuestFaults {
 }
 
 impl Userfault {
-    /// A fence wants to take pages of these spans out; with `close` the userfaultfd stays until it has let its portion
-    /// go.
+    /// Adds a fence that takes out pages of these spans; with `close` the userfaultfd stays until the fence has let its
+    /// portion go.
     fn join(self: &Arc<Self>, spans: &[Range<u64>], close: bool) -> Result<(), MigrateError> {
         if !sterna_sys::probe::kernel().userfaultfd.contains(User::Fence.features()) {
             let doing = "fencing guest RAM in while its writes are watched";
@@ -330,7 +332,8 @@ impl Userfault {
         Ok(())
     }
 
-    /// From now on nobody maps a page there; whoever is mapping one has done so when this returns.
+    /// Marks these ranges: from now on nobody maps a page there. Mappings that are under way are done when this
+    /// returns.
     fn close(&self, ranges: &[Range<u64>]) {
         let mut ranges = ranges.to_vec();
         ranges.sort_unstable_by_key(|range| range.start);
@@ -338,11 +341,12 @@ impl Userfault {
         *closed = Closed { ranges, ..Closed::default() };
     }
 
-    /// Everything may be mapped again, and who waits for these is woken, in this order.
+    /// Removes every mark, so that all pages may be mapped again; then wakes the threads that wait in these ranges, in
+    /// this order.
     fn open<'a>(&self, ranges: impl Iterator<Item = &'a Range<u64>>) {
-        // The waits stay: they are asked for afterwards.
+        // The waits stay: the fence asks for them afterwards.
         self.closed.write().unwrap_or_else(PoisonError::into_inner).ranges.clear();
-        // Its fault is raised again, and settled as any other.
+        // The thread's fault is raised again, and settled as any other.
         for range in ranges {
             let _ = self.descriptor.wake(range.clone());
         }

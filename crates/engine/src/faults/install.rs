@@ -1,4 +1,4 @@
-//! Pages mapped into the guest, and who waits for them woken.
+//! Pages are mapped into the guest, and the threads that wait for them are woken.
 //!
 //! A page comes back *unarmed*: where writes are tracked it counts as written from then on. Armed, it would hide what
 //! was written to it between the last collection and the moment it was taken out of the page tables.
@@ -16,23 +16,23 @@ use crate::error::MigrateError;
 use crate::vmm::VmmError;
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// How long the VMM may be about to change its mappings: it takes moments, but for one in its guest's hands.
+/// How long the VMM may take to change its mappings. It takes moments, unless a hostile guest controls the VMM.
 const CHANGING: Duration = Duration::from_secs(5);
 
 impl Userfault {
-    /// Maps pages that the file holds and wakes who waits for them. Holes among them stay: an access finds zeros. What
-    /// is fenced in stays out; whether there was nothing of that.
+    /// Maps pages that the file holds and wakes the threads that wait for them. Holes among them stay: an access finds
+    /// zeros. Fenced pages stay out. Returns whether there was none of these.
     ///
     /// # Errors
-    /// No memory, or the VMM has ended, or changes its mappings all the time.
+    /// No memory is left, or the VMM has ended, or changes its mappings all the time.
     pub fn show(&self, mut range: Range<u64>) -> Result<bool, MigrateError> {
         let mut all = true;
         let failed = || MigrateError::vmm_process("mapping pages that have arrived");
-        // One page at a time once the kernel has found a hole: it does not say where.
+        // The step is one page once the kernel has found a hole: it does not say where the hole is.
         let mut step = range.end - range.start;
         let mut changing = None;
         while range.start < range.end {
-            // Held until they are mapped: the fence marks what it takes out first.
+            // The lock is held until the pages are mapped: the fence takes it to mark pages before it takes them out.
             let closed = self.closed();
             let open = closed.first_open(&range);
             let next = open.start..(open.start + step).min(open.end);
@@ -62,7 +62,7 @@ impl Userfault {
                     if next.end - next.start > PAGE {
                         step = PAGE;
                     } else {
-                        // A hole: zeros, or the guest gave the page back. Whoever waits finds that out by another
+                        // A hole: the page is zeros, or was discarded. The thread that waits finds that out by another
                         // fault.
                         self.wake(range.start)?;
                         range.start += PAGE;
@@ -74,8 +74,8 @@ impl Userfault {
         Ok(all)
     }
 
-    /// Maps a page of zeros where the file has a hole, and wakes who waits for it; not where it is fenced in. Whether
-    /// that was not so.
+    /// Maps a page of zeros where the file has a hole, and wakes the threads that wait for it. A fenced page stays out.
+    /// Returns whether it was not fenced.
     ///
     /// # Errors
     /// As [`show`](Self::show).
@@ -91,14 +91,14 @@ impl Userfault {
             let filled = filled.map_err(MigrateError::vmm_process("giving the guest a page of zeros"))?;
             match filled.stopped {
                 None => return Ok(true),
-                // The file has it by now: the next fault says so.
+                // The file has the page by now: the next fault shows it.
                 Some(Stopped::AlreadyThere) => return self.wake(address).map(|()| true),
                 Some(Stopped::MappingsChange) => self.wait_for_mappings(&mut changing)?,
             }
         }
     }
 
-    /// Wakes who waits for a page: the fault is raised again.
+    /// Wakes the threads that wait for a page: their faults are raised again.
     ///
     /// # Errors
     /// None is known.
@@ -107,13 +107,13 @@ impl Userfault {
         woken.map_err(MigrateError::vmm_process("waking a thread of the guest"))
     }
 
-    /// From now on nobody waits for a VMM that is changing its mappings: what cannot be mapped is given up, or tried
-    /// again by its next fault.
+    /// From now on nothing waits for a VMM that is changing its mappings: a page that cannot be mapped is given up, or
+    /// mapped at its next fault.
     pub fn hurry(&self) {
         self.impatient.store(true, Ordering::Release);
     }
 
-    /// The VMM is changing its mappings. `since` when, it says for whoever asks again and again.
+    /// Waits a moment for a VMM that is changing its mappings. `since` keeps the time of the first of several calls.
     fn wait_for_mappings(&self, since: &mut Option<Instant>) -> Result<(), MigrateError> {
         if self.impatient.load(Ordering::Acquire) || since.get_or_insert_with(Instant::now).elapsed() > CHANGING {
             return Err(VmmError::Mappings {

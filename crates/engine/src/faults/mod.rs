@@ -1,25 +1,26 @@
 //! The faults of one guest's RAM: the only place where its userfaultfd is made, registered, read and closed
 //! (`docs/design/faults.md`).
 //!
-//! A mapping can be registered with one userfaultfd at a time, and a userfaultfd is told once what it can do. So
-//! whoever wants to know of accesses to a guest's RAM is a user of the one that is open, and whoever comes first opens
+//! A mapping can be registered with one userfaultfd at a time, and a userfaultfd's features are chosen once. So
+//! everybody who wants to know of accesses to a guest's RAM is a user of the same userfaultfd, and the first user opens
 //! it:
 //!
-//! * `User::Tracking` wants writes noted, and nobody waits (`WP_ASYNC`). The agent keeps no duplicate.
-//! * `User::Paging` wants accesses to what is not mapped to wait until it is known to be current. The agent keeps a
-//!   duplicate: without it they would find zeros when the daemon dies.
+//! * `User::Tracking` wants the kernel to note writes, and nobody waits (`WP_ASYNC`). The agent keeps no duplicate.
+//! * `User::Paging` wants accesses to unmapped pages to wait until the page is known to be current. The agent keeps a
+//!   duplicate: without it such an access would find zeros when the daemon dies.
 //! * `User::Fence`, beside one of them, wants accesses to some pages to wait for a moment. It leaves the duplicate to
 //!   its neighbour.
 //!
-//! A fence that is alone has a userfaultfd of its own, for a write protection that holds writers up: that, and a
-//! tracking that does not, exclude each other in one userfaultfd. It steps back when a user comes.
+//! A fence that is alone has a userfaultfd of its own, for a write protection that holds writers up. One userfaultfd
+//! cannot do that and track writes that go on. The fence steps back when a user comes.
 //!
 //! # Races
-//! * A page is mapped while it is fenced in: who maps looks and maps under a lock that the fence takes to mark the
-//!   page. It is mapped before, and taken out by the fence, or not at all.
-//! * A fault is read before the fence and settled after the page was marked: it is not mapped, which the reader is
-//!   told, and notes the wait.
-//! * The fence is opened while a fault of it is read: who waits is woken after the mark has gone, and faults again.
+//! * A page is mapped while it is fenced in: the mapper looks for the mark and maps under a lock that the fence takes
+//!   to set the mark. So the page is mapped before, and the fence takes it out, or it is not mapped at all.
+//! * A fault is read before the fence and settled after the page was marked: the page is not mapped. The reader learns
+//!   that, and notes the wait.
+//! * The fence is opened while one of its faults is read: the thread is woken after the mark has gone, and faults
+//!   again.
 //! * A user ends while a portion is fenced in: the userfaultfd stays until the portion is let go.
 //! * A user begins while a fence that is alone has a portion: the fence is told, lets it go, and the user registers
 //!   then.
@@ -27,13 +28,13 @@
 //!   no fence has a portion then.
 //! * Unregistering wakes who waits before it is done: who began to wait in between is woken afterwards.
 
-/// Pages that are mapped, and who waits for them woken.
+/// Mapping of pages, and waking of the threads that wait for them.
 mod install;
 
-/// Events, read by one thread.
+/// Reading of events, by one thread.
 mod serve;
 
-/// Pages that nobody can write for a moment.
+/// The fence: pages that nobody can write for a moment.
 pub mod fence;
 
 use std::ops::Range;
@@ -50,22 +51,22 @@ use crate::error::MigrateError;
 use crate::inside::Inside;
 use crate::memory::Mappings;
 
-/// How long the reader has to end.
+/// How long the reader may take to end.
 const END: Duration = Duration::from_secs(5);
 
-/// Who wants to know of accesses to a guest's RAM.
+/// A user of the userfaultfd: one that wants to know of accesses to a guest's RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum User {
-    /// Which pages are written.
+    /// The tracker: it wants to know which pages are written.
     Tracking,
-    /// Pages are held back until they are here.
+    /// The pager: it holds pages back until they are here.
     Paging,
-    /// Some pages are held for a moment.
+    /// The fence: it holds some pages for a moment.
     Fence,
 }
 
 impl User {
-    /// What it needs of the kernel.
+    /// The features that it needs of the kernel.
     fn features(self) -> Features {
         match self {
             Self::Tracking => Features::TRACKING,
@@ -81,13 +82,13 @@ impl User {
     }
 }
 
-/// Who settles the faults on pages that are not fenced in.
+/// A settler of faults on pages that are not fenced in.
 pub trait Settle: Send + Sync {
-    /// A thread of the VMM waits for the page at this address since `now`, or a moment before. Whether it waits no
-    /// more.
+    /// Settles the fault of a VMM's thread that waits for the page at this address since `now`, or a moment before.
+    /// Returns whether the thread does not wait any more.
     ///
     /// # Errors
-    /// It waits still: it is woken after a while, and faults again.
+    /// The thread still waits: it is woken after a while, and faults again.
     fn settle(&self, fault: &Fault, address: u64, now: Instant) -> Result<bool, MigrateError>;
 }
 
@@ -97,13 +98,13 @@ pub struct GuestFaults {
     owner: Mutex<Owner>,
     /// A fence has let its portion go.
     let_go: Condvar,
-    /// How many wait for that.
+    /// The number of threads that wait for that.
     wanted: AtomicUsize,
     /// How many keep every fence from taking a portion: see [`GuestFaults::seal`].
     seals: AtomicUsize,
 }
 
-/// Who has the RAM registered.
+/// The owner of the registration of the RAM.
 enum Owner {
     Nobody,
     /// A fence, alone: see [`fence`].
@@ -117,13 +118,13 @@ enum Owner {
 }
 
 impl GuestFaults {
-    /// Of the guest of the VMM in whose process this is. Nothing is registered yet.
+    /// The faults of the guest whose VMM's process this is. Nothing is registered yet.
     #[must_use]
     pub fn of(inside: impl Inside + 'static) -> Arc<Self> {
         Self::boxed(Box::new(inside))
     }
 
-    /// As [`of`](Self::of), of whatever kind the process is.
+    /// As [`of`](Self::of), for a process of any kind.
     #[must_use]
     pub fn boxed(inside: Box<dyn Inside>) -> Arc<Self> {
         let (inside, owner) = (Mutex::new(inside), Mutex::new(Owner::Nobody));
@@ -131,16 +132,16 @@ impl GuestFaults {
         Arc::new(Self { inside, owner, let_go: Condvar::new(), wanted, seals })
     }
 
-    /// What only the VMM's own process can do. Whoever has it may have to wait for that process.
+    /// What only the VMM's own process can do. Its calls may wait for that process, with the lock held.
     pub fn inside(&self) -> MutexGuard<'_, Box<dyn Inside>> {
         self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Registers all RAM for a user, at these addresses of the VMM's, whose pages are mapped in this way. The log of
-    /// discards begins with it.
+    /// Registers all RAM for a user, at these addresses of the VMM's, whose pages are mapped by `mappings`. The log of
+    /// discards begins at the same time.
     ///
     /// # Errors
-    /// The kernel or the VMM cannot do it; then nothing has changed for those who were there before.
+    /// The kernel or the VMM fails; then nothing has changed for the other users.
     pub fn begin(
         &self,
         user: User,
@@ -149,8 +150,8 @@ impl GuestFaults {
     ) -> Result<Arc<Userfault>, MigrateError> {
         let mut owner = self.owner_without_portion();
         if let Owner::Users(_) = &*owner {
-            // Tracking would need a duplicate that outlives paging, and paging one that is not there: nobody does both
-            // yet.
+            // A pager needs a userfaultfd with a duplicate, and a tracker one that leaves no duplicate behind: nobody
+            // does both yet.
             return Err(MigrateError::Bug("the guest's RAM is registered for something else already"));
         }
         give_up(std::mem::replace(&mut *owner, Owner::Nobody));
@@ -181,10 +182,12 @@ impl GuestFaults {
         }
     }
 
-    /// Takes over what an earlier daemon held pages back with; `None` where the VMM's process keeps nothing.
+    /// Takes over the userfaultfd by which an earlier daemon held pages back; `None` where the VMM's process keeps
+    /// none.
     ///
     /// # Errors
-    /// The VMM does not answer, or this daemon lacks what it takes. What is kept stays: another may have more luck.
+    /// The VMM does not answer, or this daemon lacks what the work needs. The VMM's duplicate stays, so that another
+    /// daemon can try.
     pub fn resume_paging(
         &self,
         spans: Vec<Range<u64>>,
@@ -200,8 +203,8 @@ impl GuestFaults {
         Ok(Some(userfault))
     }
 
-    /// A user wants to know nothing more. Where it was the last the RAM is as any process's, and who waits goes on.
-    /// More than once does nothing.
+    /// Ends a user's part. After the last user's end, the RAM is as any process's, and the waiting threads go on. A
+    /// second call does nothing.
     pub fn end(&self, user: User) {
         let mut owner = self.owner();
         let Owner::Users(userfault) = &*owner else { return };
@@ -235,8 +238,8 @@ impl GuestFaults {
         Seal(Arc::clone(self))
     }
 
-    /// For tests that show what it is for, and never in earnest: from now on pages that come back are armed, whatever
-    /// was written to them before.
+    /// Arms pages that come back from now on, whatever was written to them before. Only for tests that show why pages
+    /// must come back unarmed.
     #[doc(hidden)]
     pub fn arm_what_returns(&self) {
         if let Owner::Users(userfault) = &*self.owner() {
@@ -277,7 +280,7 @@ impl Drop for Seal {
 fn give_up(owner: Owner) {
     if let Owner::Fence { userfaultfd, spans, .. } = owner {
         for span in spans {
-            // It fails only where the process is gone, and where it was never registered.
+            // It fails only where the process is gone or the span was never registered.
             let _ = userfaultfd.unregister(span);
         }
     }
@@ -289,7 +292,7 @@ pub struct Userfault {
     spans: Vec<Range<u64>>,
     mappings: &'static dyn Mappings,
     users: Mutex<Users>,
-    /// Locked for reading while a page is mapped.
+    /// The fenced pages. Mappers hold the lock for reading while they map a page.
     closed: RwLock<Closed>,
     /// What this daemon took of the guest's RAM, by addresses, since that was last asked for.
     holes: Mutex<Vec<Range<u64>>>,
@@ -301,19 +304,19 @@ pub struct Userfault {
     arm_what_returns: AtomicBool,
 }
 
-/// Who uses it, and for what it is registered so far.
+/// The users of the userfaultfd, and the modes that it is registered for so far.
 struct Users {
     present: Vec<User>,
-    /// For each span.
+    /// The modes of each span.
     modes: Vec<Modes>,
     settler: Settler,
 }
 
-/// Who settles what is not fenced in.
+/// The settler of faults on pages that are not fenced in.
 enum Settler {
     /// Every page is current: it is mapped as it is.
     Nobody,
-    /// This one. Where it is still to come, or is gone without having ended, who waits waits on.
+    /// This settler. Where it does not exist yet, or is gone without having ended, the threads go on waiting.
     Somebody(Option<Weak<dyn Settle>>),
 }
 
@@ -322,7 +325,7 @@ enum Settler {
 struct Closed {
     /// Sorted, disjoint.
     ranges: Vec<Range<u64>>,
-    /// Where somebody waits for one of them.
+    /// The addresses of these pages that somebody waits for.
     waits: Mutex<Vec<u64>>,
 }
 
@@ -358,13 +361,13 @@ impl Userfault {
         &self.spans
     }
 
-    /// Registers those of the spans that are among these for what a user wants as well.
+    /// Registers those of these spans that are the guest's RAM for a user's modes too.
     fn widen(&self, user: User, spans: &[Range<u64>]) -> Result<(), MigrateError> {
         let mut users = self.users();
         for (span, registered) in self.spans.iter().zip(&mut users.modes).filter(|(span, _)| spans.contains(span)) {
             let wanted = *registered | user.modes();
             if wanted != *registered {
-                // Of what is registered already the kernel adds the modes, and keeps every mark.
+                // Where a span is registered already, the kernel adds the modes, and keeps every mark.
                 let done = self.descriptor.register(span.clone(), wanted);
                 done.map_err(MigrateError::vmm_process("registering the guest's RAM"))?;
                 *registered = wanted;
@@ -373,18 +376,18 @@ impl Userfault {
         Ok(())
     }
 
-    /// Begins to read faults, and has this one settle them, those that were read before among them.
+    /// Begins to read faults, which this settler settles, including those that were read before.
     ///
     /// # Errors
     /// No thread left.
     pub fn settled_by(self: &Arc<Self>, settler: Weak<dyn Settle>) -> Result<(), MigrateError> {
         self.users().settler = Settler::Somebody(Some(settler));
         self.read()?;
-        // Where a fence has had faults read before, nobody has settled them.
+        // Faults that were read for a fence before were settled by nobody: they are raised again.
         self.wake_all()
     }
 
-    /// Wakes whoever waits: what is not settled is raised again.
+    /// Wakes all waiting threads: faults that are not settled are raised again.
     ///
     /// # Errors
     /// None is known.
@@ -404,7 +407,7 @@ impl Userfault {
         holes.into_iter().filter_map(place).collect()
     }
 
-    /// For tests, the end as it is when this process dies: nothing is read any more, and nothing else is done.
+    /// Ends as when this process dies, for tests: no event is read any more, and nothing else is done.
     #[doc(hidden)]
     pub fn die(&self) {
         self.end_reader();
@@ -415,7 +418,8 @@ impl Userfault {
         for span in &self.spans {
             // Unregistering clears every mark. It fails only where the process is gone, and the marks with it.
             let _ = self.descriptor.unregister(span.clone());
-            // It wakes who waits before it is done: a thread that began to wait in between would wait for ever.
+            // Unregistering wakes the waiting threads before it is done: a thread that began to wait in between would
+            // wait for ever.
             let _ = self.descriptor.wake(span.clone());
         }
     }
@@ -439,16 +443,16 @@ impl Userfault {
     }
 }
 
-/// Waits for the end of a thread that serves a guest's faults, which the VMM may keep from it.
+/// Waits for the end of a thread that serves a guest's faults. The VMM may keep that thread from ending.
 pub(crate) fn join(thread: JoinHandle<()>) {
     let deadline = Instant::now() + END;
-    // With a kernel older than 6.10 the VMM can make it wait in `read(2)`, again and again.
+    // Before kernel 6.10 the VMM can make the thread wait in `read(2)`, again and again.
     while !thread.is_finished() && Instant::now() < deadline {
         sterna_sys::process::interrupt(&thread);
         std::thread::sleep(Duration::from_millis(1));
     }
     if thread.is_finished() {
-        // A panic in one of them is a bug, and was reported; the guest needs the rest of this all the more.
+        // A panic of the thread is a bug, and was reported; the guest needs the rest of this work all the more.
         let _ = thread.join();
     } else {
         tracing::error!(thread = thread.thread().name(), "does not end: QEMU keeps it waiting; it is left behind");
@@ -461,7 +465,7 @@ impl Closed {
         self.ranges.get(at).is_some_and(|closed| closed.contains(&address))
     }
 
-    /// The first run of a range that is not closed; nothing, at its end, where all of it is.
+    /// The first run of a range that is not closed; an empty run at the range's end where all of it is closed.
     fn first_open(&self, range: &Range<u64>) -> Range<u64> {
         let mut start = range.start;
         for closed in &self.ranges[self.ranges.partition_point(|closed| closed.end <= start)..] {
@@ -476,7 +480,7 @@ impl Closed {
         start..range.end
     }
 
-    /// Whether the page at this address is closed; who waits for it is noted.
+    /// Whether the page at this address is closed; if it is, the wait is noted.
     fn note(&self, address: u64) -> bool {
         let closed = self.contains(address);
         if closed {

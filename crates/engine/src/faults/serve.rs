@@ -1,8 +1,8 @@
-//! Events of a guest's userfaultfd, read one after the other by a thread of their own.
+//! Reading of the events of a guest's userfaultfd, one after the other, by a thread of its own.
 //!
-//! Reading a fault late costs the guest: waking a sleeping thread takes longer than everything else here. So after a
-//! fault the thread keeps looking for a while before it sleeps, as faults come in bursts; and as it takes a processor
-//! meanwhile, that perhaps the guest needs, only for so long, and only a share of the time.
+//! Reading a fault late costs the guest: waking a sleeping thread takes longer than everything else here. Faults come
+//! in bursts, so after a fault the thread keeps looking for a while before it sleeps. Meanwhile it takes a processor
+//! that perhaps the guest needs: so each look has a limit, and so has their share of the time.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
@@ -17,17 +17,17 @@ use super::{Settler, Userfault};
 use crate::error::MigrateError;
 use crate::vmm::VmmError;
 
-/// Events read at once.
+/// The most events that are read at once.
 const BATCH: usize = 64;
-/// How long it keeps looking after a fault.
+/// How long the thread keeps looking after a fault.
 const KEEP_LOOKING: Duration = Duration::from_micros(50);
-/// The share of the time that it may spend so.
+/// The largest share of the time that the thread may spend so.
 const LOOKING_SHARE: f64 = 0.2;
-/// How long the guest waits before it tries again what could not be done for it.
+/// How long a thread of the guest waits before its fault is raised again, where the fault could not be settled.
 const RETRY: Duration = Duration::from_millis(10);
 
 impl Userfault {
-    /// Begins to read events, where that has not begun.
+    /// Starts the thread that reads events, unless it runs already.
     ///
     /// # Errors
     /// No thread left.
@@ -55,14 +55,14 @@ impl Userfault {
         };
         let settled = match settler {
             Some(Some(settler)) => settler.settle(fault, address, now)?,
-            // Only it knows whether the page is current.
+            // Only the settler knows whether the page is current.
             Some(None) => return Ok(()),
-            // It alone: what lies behind it would count as written as well.
+            // This page alone is mapped: pages behind it would count as written as well.
             None if fault.minor => self.show(address..address + PAGE_BYTES as u64)?,
             None => self.show_zero(address)?,
         };
         if !settled {
-            // Fenced in since it was looked at: the fence must know that somebody waits.
+            // The page was fenced in meanwhile: the fence must know that somebody waits.
             self.closed().note(address);
         }
         Ok(())
@@ -107,7 +107,7 @@ fn serve(userfault: &Userfault) {
                 if matches!(error, MigrateError::Vmm(VmmError::Gone { .. })) {
                     continue;
                 }
-                // No memory, most likely. Its thread is woken and faults again: so it is tried until it can be done.
+                // Most likely no memory is left. The thread is woken and faults again, until the page can be mapped.
                 tracing::warn!(%error, "a page cannot be given to the guest: trying again");
                 std::thread::sleep(RETRY);
                 let _ = userfault.wake(page_of(fault));
@@ -136,7 +136,7 @@ fn sleep(userfault: &Userfault) {
 /// How the thread waits for the next fault: whether it looks on or sleeps.
 struct Looking {
     began: Instant,
-    /// Time spent looking without finding.
+    /// The time spent looking without finding an event.
     spent: Duration,
     last_fault: Instant,
     last_look: Instant,

@@ -15,7 +15,7 @@ pub enum RamError {
     Map {
         /// The block.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -24,21 +24,21 @@ pub enum RamError {
     Fault(#[from] RamFault),
 }
 
-/// RAM that was there and is not any more. The [`io::Error`]s of [`Memory`](super::Memory) carry it where it is so
+/// RAM that was taken away. The [`io::Error`]s of [`Memory`](super::Memory) carry this error in that case
 /// ([`RamFault::of`]).
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum RamFault {
-    /// Who runs the guest took it away: nobody else has the file open.
+    /// The VMM took it away: nobody else has the file open.
     #[error("QEMU has cut the file of RAM block '{id}' short: it has {file_bytes} bytes, the block {bytes}")]
     CutShort {
         /// The block.
         id: String,
-        /// What is left.
+        /// The bytes that are left.
         file_bytes: u64,
         /// The block's size.
         bytes: u64,
     },
-    /// A page that the guest gave back was to be read, and there was no memory to read it into.
+    /// A discarded page was read, and no memory was left for it.
     #[error("the file system of RAM block '{id}' has no memory left for its pages")]
     NoMemory {
         /// The block.
@@ -47,7 +47,7 @@ pub enum RamFault {
 }
 
 impl RamFault {
-    /// What an error of [`Memory`](super::Memory) says of the RAM itself.
+    /// The fault of the RAM itself that an error of [`Memory`](super::Memory) carries.
     #[must_use]
     pub fn of(error: &io::Error) -> Option<&Self> {
         error.get_ref()?.downcast_ref()

@@ -1,4 +1,4 @@
-//! What every kind of guest memory must do, tried on each with a real mapping in this process that stands for the
+//! Tests of what every kind of guest memory must do. Each kind has a real mapping in this process that stands for the
 //! VMM's.
 //!
 //! A second implementation of [`Memory`] adds a line to [`rigs`], and every test here runs with it.
@@ -15,7 +15,7 @@ use super::shared::SharedMemory;
 use super::*;
 use crate::agent::{Advice, Discards};
 
-/// Pages of the two blocks: chunks that are whole and such that are not.
+/// The pages of the two blocks: there are whole chunks and chunks that are not whole.
 const BLOCKS: [u64; 2] = [300, 20];
 
 /// A guest's memory and the guest: this process is its VMM.
@@ -25,7 +25,7 @@ struct Rig {
     guest: Box<dyn Guest>,
 }
 
-/// What the guest does, by block and byte.
+/// The guest's accesses, by block and byte.
 trait Guest: Send + Sync {
     fn write(&self, block: usize, offset: u64, bytes: &[u8]);
 
@@ -68,7 +68,7 @@ impl Page {
         self.number * PAGE_BYTES as u64
     }
 
-    /// Its chunk, and the set of it alone.
+    /// Its chunk, and the set of this page alone.
     fn place(self, memory: &dyn Memory) -> (ChunkIndex, PageSet) {
         let page = memory.layout().page_at(self.block, self.offset()).expect("a page of the layout");
         (page.chunk, [page.page].into_iter().collect())
@@ -170,7 +170,7 @@ fn disturb(memory: &dyn Memory, inside: &mut dyn Inside) {
     memory.load_bytes(0, 4090, &mut [0; 100]).unwrap();
 }
 
-/// What is sent from where it is.
+/// The bodies that are sent in place.
 fn sent_from(memory: &dyn Memory, chunk: ChunkIndex, pages: &PageSet) -> Option<Vec<u8>> {
     let mut vectors = memory.in_place(chunk, pages)?;
     let mut out = vec![0; pages.len() * PAGE_BYTES];
@@ -202,7 +202,7 @@ fn what_the_guest_wrote_is_read_in_every_way_and_what_is_written_the_guest_reads
             let digest = digests[usize::from(only.iter().next().unwrap())];
             assert_eq!(digest, Digester::UNSEEDED.page(&expected), "digest of {page:?}");
         }
-        // Pages that the guest has touched, such that it has not, and with its page tables emptied in between.
+        // Some pages the guest has touched, others not; its page tables are emptied in between.
         for page in [Page::new(0, 0), Page::new(0, 7), Page::new(1, 0)] {
             let (chunk, only) = page.place(memory);
             memory.write(chunk, &only, &[77; PAGE_BYTES]).unwrap();
@@ -267,7 +267,7 @@ fn a_page_has_content_from_its_first_write_until_it_is_discarded_and_nothing_els
         for chunk in memory.layout().iter() {
             assert_eq!(memory.allocated_in(chunk).unwrap(), *content(&[kept, written]).chunk(chunk));
         }
-        // Zeros for the guest, whatever it had mapped, and nothing else is gone.
+        // The guest finds zeros, whatever it had mapped, and nothing else is gone.
         assert_eq!(guest.read_page(discarded), [0; PAGE_BYTES]);
         assert_eq!(guest.read_page(kept), [1; PAGE_BYTES]);
         guest.write_page(discarded, 5);
@@ -295,8 +295,8 @@ fn zeros_and_pages_without_content_have_the_same_digest_and_others_another() {
 
 #[test]
 fn no_page_is_lost_by_any_call_that_is_not_a_discard_of_it_while_the_guest_keeps_writing() {
-    // Each page holds a count, which the guest finds as it left it and goes on with; every other page is discarded and
-    // written meanwhile.
+    // Each page holds a count, which the guest must find as it left it before it counts on; every other page is
+    // discarded and written meanwhile.
     for Rig { memory, mut inside, guest } in rigs() {
         let memory = memory.as_ref();
         let of_guest: Vec<_> = Page::all().filter(|page| page.number % 2 == 0).collect();
@@ -356,7 +356,7 @@ fn pages_that_a_guest_waits_for_are_mapped_as_they_were_written_and_holes_as_zer
             let zeros = memory.mappings().map_zeros(&faults, page(3)).unwrap();
             let written = memory.mappings().map_written(&faults, page(2)).unwrap();
             assert_eq!((zeros.bytes, written.bytes), (4096, 4096));
-            // Where it is a hole, that is told.
+            // The kernel says so where the page is a hole.
             assert_eq!(memory.mappings().map_written(&faults, page(5)).unwrap_err().errno(), Some(libc::EFAULT));
             (held.join().unwrap(), empty.join().unwrap())
         });
@@ -368,7 +368,7 @@ fn pages_that_a_guest_waits_for_are_mapped_as_they_were_written_and_holes_as_zer
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever is done in whatever order, the guest and all ways of reading agree on what each page holds.
+    /// After any calls in any order, the guest and all ways of reading agree on what each page holds.
     #[test]
     fn all_agree_on_what_a_page_holds_whatever_was_done(
         steps in prop::collection::vec((0u8..5, 0u64..300, 1u8..255), 1..40),

@@ -1,16 +1,16 @@
 //! A machine's RAM on this host, addressed by chunk and page: what every kind of guest memory can do
 //! ([`Memory`](crate::memory::Memory)), and what is common to all.
 //!
-//! Whatever reads, writes or gives back a guest's pages does it through [`Memory`](crate::memory::Memory), so that a
-//! second kind of memory is a second implementation and nothing else (`docs/design/memory.md`).
+//! All code that reads, writes or discards a guest's pages does so through [`Memory`](crate::memory::Memory). A second
+//! kind of memory is therefore only a second implementation (`docs/design/memory.md`).
 
 /// RAM in files that the VMM maps shared.
 pub mod shared;
 
-/// The guest's view of its RAM, for those who look in from outside.
+/// The RAM by the guest's own addresses, for readers from outside.
 pub mod physical;
 
-/// What can be wrong with a machine's RAM.
+/// Errors of a machine's RAM.
 pub mod fault;
 
 use std::fmt::Debug;
@@ -35,15 +35,15 @@ pub struct BlockFile {
     pub spec: BlockSpec,
     /// Its backing file, open for reading and writing.
     pub file: File,
-    /// Where the VMM maps it; 0 at a destination whose guest runs only when all its pages are there.
+    /// The address where the VMM maps it; 0 at a destination whose guest starts only when all its pages are there.
     pub address: u64,
 }
 
 /// A machine's RAM: what is read here is what the guest wrote, and what is written here the guest reads.
 ///
-/// Pages are asked for by the chunk, as many at a time as are wanted, because with some kinds of memory each call has
-/// its price. Bodies lie one after another, in the order of their pages. No call but [`write`](Self::write) and
-/// [`discard`](Self::discard) changes what a page holds.
+/// A call names any number of pages of one chunk, because with some kinds of memory each call is expensive. Bodies lie
+/// one after another, in the order of their pages. No call but [`write`](Self::write) and [`discard`](Self::discard)
+/// changes what a page holds.
 ///
 /// # Panics
 /// Every method that takes pages panics where one of them is not in the layout.
@@ -60,8 +60,8 @@ pub trait Memory: Debug + Send + Sync {
     /// A file cannot be looked at.
     fn files(&self) -> io::Result<Vec<(u64, u64)>>;
 
-    /// Makes sure that no page was lost since the RAM was opened: what was read until now is what the guest had. To be
-    /// asked where something is built on what was read, because RAM that was taken away looks like RAM that was never
+    /// Makes sure that no page was lost since the RAM was opened: then all reads until now yielded what the guest had.
+    /// Code that relies on a read must call this, because RAM that was taken away looks like RAM that was never
     /// touched.
     ///
     /// # Errors
@@ -71,40 +71,39 @@ pub trait Memory: Debug + Send + Sync {
     /// Why the kernel could not read a page of this chunk.
     fn lost(&self, chunk: ChunkIndex) -> io::Error;
 
-    /// Whether writes are seen by pages larger than 4,096 bytes there.
+    /// Whether writes to this chunk are tracked by pages larger than 4,096 bytes.
     fn tracked_coarsely(&self, chunk: ChunkIndex) -> bool;
 
-    /// Pages that have content: the others read as zeros, and the host has given no memory for them.
+    /// The pages that have content: the others read as zeros, and the host has given no memory for them.
     ///
     /// # Errors
-    /// That cannot be told.
+    /// The kernel does not tell.
     fn allocated(&self) -> io::Result<PageMap>;
 
-    /// Pages of a chunk that have content.
+    /// The pages of a chunk that have content.
     ///
     /// # Errors
-    /// That cannot be told.
+    /// The kernel does not tell.
     fn allocated_in(&self, chunk: ChunkIndex) -> io::Result<PageSet>;
 
-    /// Memory that the host has given for this RAM, bytes.
+    /// The memory that the host has given for this RAM, bytes.
     ///
     /// # Errors
-    /// That cannot be told.
+    /// The kernel does not tell.
     fn allocated_bytes(&self) -> io::Result<u64>;
 
-    /// Copies pages out as they are now; a guest that writes one meanwhile makes it dirty. Only for pages that have
-    /// content, unless it does not matter that others are given memory by being read.
+    /// Copies pages out as they are now; a guest that writes one meanwhile makes it dirty. The read gives memory to
+    /// pages without content: ask for those only where that does not matter.
     ///
     /// # Errors
-    /// [`RamFault`](fault::RamFault): from the first page on that could not be had no page is read any more,
-    /// whichever it is.
+    /// [`RamFault`](fault::RamFault): from the first page on that could not be read, no further page is read.
     ///
     /// # Panics
     /// Where `bodies` is not exactly as long as the pages.
     fn read(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()>;
 
-    /// Copies pages out without touching them: a page without content reads as zeros and stays without (to
-    /// [`read`](Self::read) it would give it memory, or where none is left raise a signal).
+    /// Copies pages out without touching them: a page without content reads as zeros and stays without memory
+    /// ([`read`](Self::read) would give it memory, or raise a signal where none is left).
     ///
     /// # Errors
     /// [`RamFault`](fault::RamFault), or the RAM cannot be read.
@@ -113,21 +112,20 @@ pub trait Memory: Debug + Send + Sync {
     /// Where `bodies` is not exactly as long as the pages.
     fn load(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()>;
 
-    /// Copies bytes of a block out as [`load`](Self::load) does, for whoever does not think in pages.
+    /// Copies bytes of a block out as [`load`](Self::load) does, for callers that do not work with pages.
     ///
     /// # Errors
     /// As [`load`](Self::load), or they are not all in the block's file.
     fn load_bytes(&self, block: usize, offset: u64, bytes: &mut [u8]) -> io::Result<()>;
 
-    /// The memory of these pages, run by run, for the kernel to send from; `None`, whichever pages are asked for, where
-    /// this chunk's bodies must be copied out first. What was sent is what was there if the RAM [is
-    /// intact](Self::intact) afterwards.
+    /// The memory of these pages, run by run, from which the kernel can send; `None` for any pages of a chunk whose
+    /// bodies must be copied out first. The bytes sent were the pages' if the RAM [is intact](Self::intact) afterwards.
     fn in_place(&self, chunk: ChunkIndex, pages: &PageSet) -> Option<Vec<Outgoing<'_>>>;
 
     /// Puts bodies in the place of these pages.
     ///
     /// # Errors
-    /// No memory is left, for one.
+    /// For example, no memory is left.
     ///
     /// # Panics
     /// Where there are fewer bodies than pages.
@@ -139,7 +137,7 @@ pub trait Memory: Debug + Send + Sync {
     /// The kernel refuses.
     fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()>;
 
-    /// How pages of this kind of memory come into the VMM's page tables, and out of them.
+    /// The way in which pages of this kind of memory come into the VMM's page tables, and out of them.
     fn mappings(&self) -> &'static dyn Mappings;
 
     /// A digest of a chunk's pages as they are; both sides compute the same where their RAM is the same.
@@ -153,7 +151,7 @@ pub trait Memory: Debug + Send + Sync {
     /// A digest of each page of a chunk; 0 for zeros.
     ///
     /// # Errors
-    /// [`RamFault`](fault::RamFault), or it cannot be told which pages have content.
+    /// [`RamFault`](fault::RamFault), or the kernel does not tell which pages have content.
     fn page_digests(&self, chunk: ChunkIndex, digester: Digester) -> io::Result<Vec<u64>> {
         let mut digests = vec![0; self.layout().place(chunk).map_or(0, |place| place.pages)];
         let allocated = self.allocated_in(chunk)?;
@@ -171,33 +169,33 @@ pub trait Memory: Debug + Send + Sync {
 
 /// How pages of one kind of memory come into the VMM's page tables, and out of them.
 pub trait Mappings: Debug + Send + Sync {
-    /// Takes these addresses out of the VMM's page tables, so that the next access to each page of them faults where
-    /// faults are waited for. What the pages hold stays.
+    /// Takes these addresses out of the VMM's page tables, so that the next access to each of their pages faults where
+    /// they are registered for faults. The pages' content stays.
     ///
     /// # Errors
-    /// The VMM does not answer, or they are no RAM of its guest.
+    /// The VMM does not answer, or the addresses are no RAM of its guest.
     fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError>;
 
-    /// Maps what was [written](Memory::write) to pages that the VMM has not mapped, at addresses that are registered
-    /// for faults, and wakes who waits for them. How far it got is in the result.
+    /// Maps pages that were [written](Memory::write) and that the VMM has not mapped, at addresses that are registered
+    /// for faults, and wakes the threads that wait for them. The result says how far it got.
     ///
     /// # Errors
     /// `EFAULT`: a page without content is in the way.
     fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled>;
 
-    /// Maps pages of zeros that the VMM has not mapped and that have no content, as [`map_written`](Self::map_written)
+    /// Maps zeros to pages that the VMM has not mapped and that have no content, as [`map_written`](Self::map_written)
     /// does.
     ///
     /// # Errors
-    /// No memory is left, for one.
+    /// For example, no memory is left.
     fn map_zeros(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled>;
 }
 
-/// The most pages that are read at a time where each is only looked at: few enough that their bodies stay in the
-/// processor's nearest cache.
+/// The most pages that are read at a time for a look at each: few enough that their bodies stay in the processor's
+/// nearest cache.
 pub const BATCH_PAGES: usize = 4;
 
-/// The pages in batches of at most [`BATCH_PAGES`]: those that lie together.
+/// The pages in batches of at most [`BATCH_PAGES`] neighbours.
 pub fn batches(pages: &PageSet) -> impl Iterator<Item = PageSet> + use<> {
     let pages = *pages;
     let batches = (0..CHUNK_PAGES).step_by(BATCH_PAGES).map(move |first| {
@@ -208,11 +206,11 @@ pub fn batches(pages: &PageSet) -> impl Iterator<Item = PageSet> + use<> {
     batches.filter(|batch| !batch.is_empty())
 }
 
-/// Shows the bodies of these pages one after another. They are read by `read`, which is given a batch of them and room
-/// for exactly that.
+/// Shows the bodies of these pages one after another. `read` reads them: it gets a batch of pages and a buffer of
+/// exactly their size.
 ///
 /// # Errors
-/// What `read` says. Batches before that one have been shown.
+/// The error of `read`. The batches before it have been shown.
 pub fn for_each_body(
     pages: &PageSet,
     mut read: impl FnMut(&PageSet, &mut [u8]) -> io::Result<()>,
@@ -234,14 +232,14 @@ pub fn is_zero(body: &[u8; PAGE_BYTES]) -> bool {
     words.iter().all(|line| line.iter().fold(0, |all, byte| all | byte) == 0)
 }
 
-/// Adds the pages of a byte range of a block; what lies outside is left out.
+/// Adds the pages of a byte range of a block; bytes outside the block are left out.
 pub fn add_run(map: &mut PageMap, layout: &Layout, block: usize, run: Range<u64>) {
     for (chunk, pages) in pages_of(layout, block, run) {
         map.insert_all(chunk, &pages);
     }
 }
 
-/// The pages of a byte range of a block, chunk by chunk; what lies outside is left out.
+/// The pages of a byte range of a block, chunk by chunk; bytes outside the block are left out.
 pub fn pages_of(layout: &Layout, block: usize, run: Range<u64>) -> impl Iterator<Item = (ChunkIndex, PageSet)> {
     let mut offset = run.start / PAGE_BYTES as u64 * PAGE_BYTES as u64;
     std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! Memory whose bodies must be copied before they are sent, for tests: shared memory that says so.
+//! Memory for tests whose bodies must be copied before they are sent: shared memory that says so.
 
 use std::io;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use sterna_sys::iovec::Outgoing;
 use super::shared::SharedMemory;
 use super::{Mappings, Memory};
 
-/// All as it is with what it is made of, but for [`in_place`](Memory::in_place).
+/// A memory that does everything as the one inside it, except [`in_place`](Memory::in_place).
 #[derive(Debug)]
 pub struct NotInPlace(pub SharedMemory);
 

@@ -1,4 +1,4 @@
-//! A guest's RAM by the addresses that the guest uses: what looks into the guest from outside reads.
+//! A guest's RAM by the addresses that the guest uses, for reading it from outside.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,25 +10,25 @@ use super::{Memory, pages_of};
 use crate::vmm::MappedRam;
 
 /// A machine's RAM by guest-physical address. Reading touches nothing ([`Memory::load`]): a page without content reads
-/// as zeros and stays without.
+/// as zeros and stays without memory.
 #[derive(Debug)]
 pub struct GuestPhysical {
     ram: Arc<dyn Memory>,
     ranges: Vec<Range<u64>>,
-    /// For each range its block, by number, and where in it the range begins, bytes.
+    /// For each range, the number of its block and the range's offset in the block, bytes.
     places: Vec<(usize, u64)>,
     away: Option<PageMap>,
 }
 
-/// A memory map that cannot be.
+/// A memory map that is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestPhysicalError {
     /// It maps more of a block than there is, or some of it twice.
-    #[error("the VMM maps block '{block}' in a way that cannot be: {what}")]
+    #[error("the VMM maps block '{block}' in an invalid way: {what}")]
     Absurd {
         /// The block.
         block: String,
-        /// How.
+        /// What is wrong.
         what: &'static str,
     },
     /// None of the machine's blocks is in it.
@@ -37,7 +37,7 @@ pub enum GuestPhysicalError {
 }
 
 impl GuestPhysical {
-    /// This RAM as the VMM's map has it. What it maps besides them is left out: it is no RAM that could be moved.
+    /// This RAM as the VMM's map has it. Other RAM in the map is left out: it does not move.
     ///
     /// # Errors
     /// [`GuestPhysicalError`].
@@ -81,7 +81,7 @@ impl GuestPhysical {
     }
 
     /// Where guest-physical addresses lie: the blocks' numbers, in the layout's order, and ranges of bytes in them.
-    /// What is no RAM is left out.
+    /// Addresses that are no RAM are left out.
     pub fn locate(&self, addresses: Range<u64>) -> impl Iterator<Item = (usize, Range<u64>)> {
         let first = self.ranges.partition_point(|range| range.end <= addresses.start);
         self.ranges[first..].iter().zip(&self.places[first..]).map_while(move |(range, &(block, offset))| {
@@ -90,7 +90,7 @@ impl GuestPhysical {
         })
     }
 
-    /// The inverse: where the guest sees these bytes of a block. What it does not see is left out.
+    /// The inverse: the addresses where the guest sees these bytes of a block. Bytes that it does not see are left out.
     pub fn addresses(&self, block: usize, bytes: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         self.ranges.iter().zip(&self.places).filter_map(move |(range, &(place, offset))| {
             let (start, end) = (bytes.start.max(offset), bytes.end.min(offset + (range.end - range.start)));
@@ -116,7 +116,7 @@ impl Physical for GuestPhysical {
             self.ram.load_bytes(block, range.start, piece).map_err(|_| unreadable)?;
             rest = after;
         }
-        // Something in between is no RAM.
+        // Some addresses in between are no RAM.
         if rest.is_empty() { Ok(()) } else { Err(unreadable) }
     }
 }

@@ -1,8 +1,8 @@
 //! RAM in files that the VMM maps shared: the same files are mapped here.
 //!
-//! A page has content where its file is no hole. Content belongs to the file and to no process's page tables: the VMM's
-//! may be emptied at any time ([`drop_mappings`](crate::memory::Mappings::drop_mappings)), and the RAM outlives the
-//! VMM.
+//! A page has content where its file has no hole. Content belongs to the file, not to a process's page tables: the
+//! VMM's may be emptied at any time ([`drop_mappings`](crate::memory::Mappings::drop_mappings)), and the RAM outlives
+//! the VMM.
 
 use std::fs::File;
 use std::io;
@@ -39,7 +39,7 @@ struct Block {
 }
 
 impl SharedMemory {
-    /// Maps the blocks. The files must be open for reading and writing, whatever the `access` of the mapping.
+    /// Maps the blocks. The files must be open for reading and writing with any `access` of the mapping.
     ///
     /// # Errors
     /// [`RamError`].
@@ -160,7 +160,7 @@ impl Memory for SharedMemory {
         Ok(())
     }
 
-    /// By reading the file: no page table is filled for it.
+    /// Reads the file, not the mapping: no page table is filled for it.
     fn load(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()> {
         for (block, range, run) in self.runs_into(chunk, pages, bodies) {
             block.file.read_exact_at(run, range.start).map_err(|error| self.read_failed(chunk, error))?;
@@ -176,7 +176,7 @@ impl Memory for SharedMemory {
         Some(self.runs(chunk, pages).map(|(block, range)| block.mapping.outgoing(range)).collect())
     }
 
-    /// Through the file, not the mapping: a page that had no memory yet is filled as it is allocated, without a fault
+    /// Writes the file, not the mapping: a page that had no memory yet is filled as it is allocated, without a fault
     /// and without being cleared first (`docs/design/receiving.md`).
     fn write(&self, chunk: ChunkIndex, pages: &PageSet, mut bodies: &[u8]) -> io::Result<()> {
         for (block, range) in self.runs(chunk, pages) {
@@ -192,7 +192,7 @@ impl Memory for SharedMemory {
         Ok(())
     }
 
-    /// By punching holes.
+    /// Punches holes.
     fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         for (block, range) in self.runs(chunk, pages) {
             file::punch(&block.file, range)?;
@@ -210,25 +210,25 @@ impl Memory for SharedMemory {
 pub struct SharedMappings;
 
 impl Mappings for SharedMappings {
-    /// By `MADV_DONTNEED`, which in a shared mapping touches page tables alone.
+    /// Advises `MADV_DONTNEED`, which in a shared mapping touches page tables alone.
     fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError> {
         inside.advise(Advice::DontNeed, addresses)
     }
 
-    /// What the file holds is mapped (`UFFDIO_CONTINUE`).
+    /// Maps what the file holds (`UFFDIO_CONTINUE`).
     fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
         faults.continue_(addresses)
     }
 
-    /// The file gets a page of zeros for each.
+    /// Adds a page of zeros to the file for each.
     fn map_zeros(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
         faults.zeropage(addresses)
     }
 }
 
 impl Block {
-    /// Why a page of it could not be had. By the file's length: an access to a page that is not behind its end fails
-    /// only where there is no memory.
+    /// Why a page of the block could not be read. The file's length tells: an access to a page before its end fails
+    /// only where no memory is left.
     fn fault(&self) -> io::Error {
         let (id, bytes) = (self.id.clone(), self.mapping.bytes());
         match self.file.metadata().map(|file| file.len()) {

@@ -11,7 +11,7 @@ const MAX_THREADS: usize = 4096;
 /// The longest latency that is told from longer ones, microseconds.
 const LONGEST_US: u64 = 3_600_000_000;
 
-/// Faults so far.
+/// The account of faults so far.
 #[derive(Debug)]
 pub struct Account {
     latencies: Histogram<u64>,
@@ -32,8 +32,8 @@ impl Default for Account {
 }
 
 impl Account {
-    /// A thread waited so long for a page from the source: from the moment its fault was read to the moment the page
-    /// was mapped.
+    /// Notes how long a thread waited for a page from the source: from the moment its fault was read to the moment the
+    /// page was mapped.
     pub fn came(&mut self, thread: u32, waited: Duration) {
         self.latencies.saturating_record((waited.as_micros() as u64).max(1));
         self.blocked += waited;
@@ -44,18 +44,18 @@ impl Account {
         }
     }
 
-    /// A fault was settled here.
+    /// Notes a fault that was settled without the source.
     pub fn local(&mut self) {
         self.local += 1;
     }
 
-    /// Faults that waited for the source.
+    /// The number of faults that waited for the source.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.latencies.len()
     }
 
-    /// All of it, for the report.
+    /// The account for the report.
     #[must_use]
     pub fn report(&self) -> Faults {
         let mut threads: Vec<Blocktime> = self

@@ -11,18 +11,18 @@ use crate::error::MigrateError;
 
 impl Pager {
     /// Puts bodies and zeros into their places, and lets the guest see them. Pages that have arrived before are left as
-    /// the guest has them now; those that it gave back become holes.
+    /// the guest has them now; discarded pages become holes.
     ///
     /// # Errors
     /// No memory, or the VMM has ended. What was not placed is still missing.
     pub fn place(&self, arrival: &Arrival) -> Result<(), MigrateError> {
         let Arrival { chunk, bodies, zero, .. } = *arrival;
         let claim = Claim::take(self, chunk, &arrival.pages());
-        // They are missing, so the guest has not written them since.
+        // The pages are missing, so the guest has not written them since the discard.
         let unwanted = self.unwanted(chunk);
         let zero = zero.or(&unwanted).and(&claim.pages);
         if !zero.is_empty() {
-            // An earlier round may have left something there. Nobody sees the hole before the page counts as arrived.
+            // An earlier round may have left a body there. Nobody sees the hole before the page counts as arrived.
             self.ram.discard(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
         }
         let mut shown = PageSet::EMPTY;
@@ -59,7 +59,8 @@ impl Pager {
     }
 }
 
-/// Missing pages that one thread alone writes now. Dropped before they have arrived, they are missing as before.
+/// Missing pages that one thread alone writes now. If the claim is dropped before they have arrived, they are missing
+/// as before.
 struct Claim<'a> {
     pager: &'a Pager,
     chunk: ChunkIndex,
@@ -75,7 +76,7 @@ impl<'a> Claim<'a> {
         Self { pager, chunk, pages }
     }
 
-    /// They are in the file: those of them that somebody waits for.
+    /// Notes that the pages are in the file. Returns those that somebody waits for.
     fn arrived(&self) -> Result<Vec<(PageIndex, Vec<Waiter>)>, MigrateError> {
         let mut state = self.pager.lock();
         let noted = state.whereabouts.arrived(self.chunk, &self.pages);

@@ -1,4 +1,4 @@
-//! Comparison of both sides' pages after the last has come, and what the guest gave back until then.
+//! Comparison of both sides' pages after the last has come. Pages that the guest discarded until then may differ.
 
 use std::sync::PoisonError;
 
@@ -13,7 +13,7 @@ use crate::error::MigrateError;
 use crate::inside::Inside;
 
 impl Pager {
-    /// How the guest's first sight of every page was digested; `None` where it is not known.
+    /// The digester of the pages as the guest first saw them; `None` where that was not recorded.
     #[must_use]
     pub fn digester(&self) -> Option<Digester> {
         self.lock().shown.as_ref().map(|shown| shown.digester)
@@ -23,7 +23,7 @@ impl Pager {
     /// [`Memory::chunk_digest`](crate::memory::Memory::chunk_digest).
     ///
     /// # Errors
-    /// That is not known, or RAM cannot be read.
+    /// The guest's first sight was not recorded, or RAM cannot be read.
     pub fn chunk_digest(&self, chunk: ChunkIndex) -> Result<u64, MigrateError> {
         self.with_shown(|shown| shown.chunk_digest(self.ram.as_ref(), chunk))
     }
@@ -37,8 +37,8 @@ impl Pager {
         self.with_shown(|shown| shown.page_digests(self.ram.as_ref(), chunk))
     }
 
-    /// Pages of a chunk that the guest may have given back since its start here: what it saw of them may be zeros
-    /// whatever the source has.
+    /// Pages of a chunk that the guest may have discarded since its start here: it may have seen zeros, whatever the
+    /// source has.
     #[must_use]
     pub fn given_back(&self, chunk: ChunkIndex) -> PageSet {
         self.with_inside(|given_back, inside| {
@@ -47,7 +47,7 @@ impl Pager {
         })
     }
 
-    /// Those of a chunk that are known to be given back, so that what was in them is wanted no more.
+    /// Pages of a chunk that are known to be discarded: nobody wants their bodies any more.
     pub(super) fn unwanted(&self, chunk: ChunkIndex) -> PageSet {
         let given_back = self.given_back.lock().unwrap_or_else(PoisonError::into_inner);
         if !given_back.is_due() {

@@ -1,23 +1,23 @@
-//! Pages that the guest gives back (balloon, free-page reporting, virtio-mem) while others are still to come.
+//! Pages that the guest discards (balloon, free-page reporting, virtio-mem) while others are missing.
 //!
 //! QEMU punches such a page out of its file and out of its page tables; the agent logs it afterwards. The guest has
-//! promised not to need what it held, so at its next access it may find zeros or what it held before, as it would where
-//! the host had left the page alone (virtio 1.2, 5.5.6). What it may not find is anything else, and once it has written
-//! the page anew nothing may undo that:
+//! promised not to need the page's content, so its next access may find zeros or the old content, as if the host had
+//! left the page alone (virtio 1.2, 5.5.6). It must not find anything else, and once it has written the page anew,
+//! nothing may undo that.
 //!
-//! What happens to a page that is given back:
+//! What happens to a discarded page:
 //!
-//! * **while it is missing**: it stays missing: no page that was not mapped here was ever written here. A body that
-//!   comes after the log was read is dropped, and the page is a hole that has arrived; without that the host would give
+//! * **while it is missing**: it stays missing: a page that was never mapped here was never written here. A body that
+//!   comes after the log was read is dropped, and the page is a hole that has arrived; otherwise the host would give
 //!   memory for content that nobody wants
-//! * **while its body is written, or before that is mapped**: the body stays, or there is a hole: `UFFDIO_CONTINUE`
-//!   finds none, who waits is woken, faults again, and gets zeros
-//! * **and touched again while it is missing**: the access waits and is asked for as any other; what the guest writes
-//!   then comes after the body
-//! * **and rewritten, then its body comes (once more)**: it could be written only after it had arrived, and what has
-//!   arrived is missing no more: the body finds no claim
-//! * **while it is current and not mapped yet**: a hole: the guest gets zeros, which differ from what the source has:
-//!   the comparison leaves it out
+//! * **while its body is written, or before that is mapped**: the body stays, or there is a hole: then
+//!   `UFFDIO_CONTINUE` finds no page, and the thread that waits is woken, faults again, and gets zeros
+//! * **and touched again while it is missing**: the access waits, and the page is requested as any other; the guest's
+//!   write comes after the body
+//! * **and rewritten, then its body comes (once more)**: the guest could write it only after it had arrived. It is not
+//!   missing any more, so the body gets no claim
+//! * **while it is current and not mapped yet**: the file has a hole. The guest gets zeros, which differ from the
+//!   source's page: the comparison leaves it out
 //!
 //! The same holds for what this daemon takes of a guest's free memory while pages are to come; of pages that are away
 //! it takes none.
@@ -39,19 +39,19 @@ use crate::memory::add_run;
 /// overflow.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// What has been given back since the guest's start here.
+/// The pages that were discarded since the guest's start here.
 #[derive(Debug)]
 pub(super) struct GivenBack {
     /// Device and inode of the blocks' files, in the layout's order.
     files: Vec<(u64, u64)>,
     pages: PageMap,
-    /// The log did not say everything: any page may have been given back.
+    /// Whether the log was incomplete, so that any page may have been discarded.
     any: bool,
     looked: Instant,
 }
 
 impl GivenBack {
-    /// Nothing has.
+    /// No page has been discarded.
     pub(super) fn nothing(files: Vec<(u64, u64)>, layout: &Layout) -> Self {
         Self { files, pages: PageMap::empty(layout), any: false, looked: Instant::now() }
     }
@@ -84,7 +84,7 @@ impl GivenBack {
     fn add(&mut self, range: &Discard, layout: &Layout) {
         let Some(block) = self.files.iter().position(|file| *file == (range.device, range.inode)) else { return };
         let page = PAGE_BYTES as u64;
-        // Inwards: the rest of a page that was given back in part is the guest's.
+        // Bounds are rounded inwards: the rest of a page that was discarded in part is the guest's.
         let start = range.offset.checked_next_multiple_of(page).unwrap_or(u64::MAX);
         let end = range.offset.saturating_add(range.length) / page * page;
         if start < end {
@@ -92,12 +92,12 @@ impl GivenBack {
         }
     }
 
-    /// Pages of a chunk that are known to have been given back.
+    /// Pages of a chunk that are known to have been discarded.
     pub(super) fn known(&self, chunk: ChunkIndex) -> &PageSet {
         self.pages.chunk(chunk)
     }
 
-    /// Pages of a chunk that may have been given back.
+    /// Pages of a chunk that may have been discarded.
     pub(super) fn possible(&self, chunk: ChunkIndex, layout: &Layout) -> PageSet {
         if self.any { PageSet::first(layout.place(chunk).map_or(0, |place| place.pages)) } else { *self.known(chunk) }
     }

@@ -1,4 +1,4 @@
-//! Pages as they are mapped into the guest: what is current, and nothing else.
+//! Mapping of pages into the guest: current pages, and no others.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use super::Pager;
 use crate::error::MigrateError;
 
 impl Pager {
-    /// Takes out what the VMM has mapped before its devices are loaded (where its memory is preallocated, for one): a
-    /// stale page among it would raise no fault.
+    /// Takes out all pages that the VMM has mapped before its devices are loaded (for example where its memory is
+    /// preallocated): a stale page among them would raise no fault.
     pub(super) fn unmap_early(&self) -> Result<(), MigrateError> {
         let mut regions = Vec::new();
         let mut mapped = false;
@@ -29,10 +29,11 @@ impl Pager {
         Ok(())
     }
 
-    /// Maps what is current in the background, so that the guest faults less. Once, when it has begun to run.
+    /// Maps current pages in the background, so that the guest faults less. Call it once, when the guest has begun to
+    /// run.
     ///
     /// # Errors
-    /// No thread left; it is not needed.
+    /// No thread left; the guest can do without.
     pub fn map_ahead(self: &Arc<Self>) -> Result<(), MigrateError> {
         self.spawn("map-ahead", |pager| {
             if let Err(error) = pager.map_current() {
@@ -54,13 +55,13 @@ impl Pager {
         Ok(())
     }
 
-    /// Maps pages of a chunk that are current, and wakes who waits for them. Holes among them stay: an access finds
-    /// zeros. Whether none was fenced in.
+    /// Maps pages of a chunk that are current, and wakes the threads that wait for them. Holes among them stay: an
+    /// access finds zeros. Returns whether none was fenced in.
     pub(super) fn show(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<bool, MigrateError> {
         let mut state = self.lock();
         if let Some(shown) = &mut state.shown {
-            // Under the lock until it is mapped: afterwards the guest may write it, and nobody may take that for what
-            // it first saw.
+            // The lock is held until the page is mapped: afterwards the guest may write it, and the digest must be of
+            // what the guest first saw.
             shown
                 .note(self.ram.as_ref(), chunk, pages)
                 .map_err(MigrateError::host("reading the guest's RAM to compare it"))?;
@@ -75,7 +76,8 @@ impl Pager {
         runs.try_fold(true, |all, (start, length)| Ok(all & self.userfault.show(self.addresses(chunk, start, length))?))
     }
 
-    /// Maps a page of zeros where the file has a hole, and wakes who waits for it. Whether it was not fenced in.
+    /// Maps a page of zeros where the file has a hole, and wakes the threads that wait for it. Returns whether it was
+    /// not fenced in.
     pub(super) fn show_zero(&self, page: PageIndex) -> Result<bool, MigrateError> {
         let mut only = PageSet::EMPTY;
         only.insert(page.page);

@@ -1,4 +1,4 @@
-//! Faults, settled one after the other: asked for where the page is away, mapped where it is current.
+//! Settling of faults, one after the other: a page that is away is requested, a current page is mapped.
 
 use std::sync::PoisonError;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use super::{Pager, Waiter};
 use crate::error::MigrateError;
 use crate::faults::Settle;
 
-/// Neighbours of a current page that are mapped with it.
+/// How many neighbours of a current page are mapped with it.
 const NEIGHBOURS: usize = 31;
 
 impl Settle for Pager {
@@ -31,7 +31,7 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
         } else {
             let waiters = state.waiting.entry(page).or_default();
             let first = waiters.is_empty();
-            // A thread that a signal took out of its waiting faults anew: it has waited since the first time.
+            // A thread whose wait a signal interrupted faults anew: it has waited since the first time.
             if waiters.iter().all(|waiter| waiter.thread != fault.thread) {
                 waiters.push(Waiter { thread: fault.thread, since: now });
             }
@@ -56,7 +56,7 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
             let mut only = PageSet::EMPTY;
             only.insert(page.page);
             let shown = pager.show(page.chunk, &only)?;
-            // The thread runs already; what lies behind it will be wanted next.
+            // The thread runs already; the pages behind this one will be wanted next.
             let mut behind = PageSet::EMPTY;
             behind.insert_run(usize::from(page.page) + 1, NEIGHBOURS);
             let there = pager

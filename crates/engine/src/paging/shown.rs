@@ -1,5 +1,5 @@
-//! Pages as the guest first saw them, to be compared with the source's, which stand still: the guest here writes them
-//! from then on.
+//! Pages as the guest first saw them, for the comparison with the source's pages, which do not change. The guest here
+//! writes its pages afterwards.
 
 use std::io;
 
@@ -23,8 +23,8 @@ impl Shown {
         Self { known: PageMap::empty(layout), digests: vec![0; layout.chunks() as usize * CHUNK_PAGES], digester }
     }
 
-    /// Notes these pages as they are in the file now; not those that were noted before. Until this returns the guest
-    /// must not see them.
+    /// Notes these pages as they are in the file now, except those that were noted before. The guest must not see them
+    /// until this returns.
     pub(super) fn note(&mut self, ram: &dyn Memory, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         let new = pages.without(self.known.chunk(chunk));
         let load = |pages: &PageSet, bodies: &mut [u8]| ram.load(chunk, pages, bodies);
@@ -41,13 +41,13 @@ impl Shown {
     pub(super) fn page_digests(&mut self, ram: &dyn Memory, chunk: ChunkIndex) -> io::Result<Vec<u64>> {
         let pages = ram.layout().place(chunk).map_or(0, |place| place.pages);
         let first = chunk.index() * CHUNK_PAGES;
-        // What is not allocated and was never seen is zeros.
+        // A page that is unallocated and was never seen is zeros.
         let allocated = ram.allocated_in(chunk)?;
         self.note(ram, chunk, &allocated)?;
         Ok(self.digests.get(first..first + pages).unwrap_or_default().to_vec())
     }
 
-    /// A digest of all of them, as [`Memory::chunk_digest`].
+    /// A digest of the chunk, as [`Memory::chunk_digest`] has it.
     pub(super) fn chunk_digest(&mut self, ram: &dyn Memory, chunk: ChunkIndex) -> io::Result<u64> {
         Ok(self.digester.pages(&self.page_digests(ram, chunk)?))
     }

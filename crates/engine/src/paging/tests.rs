@@ -1,5 +1,5 @@
-//! The pager on real mappings: this process is the VMM too, its threads the guest, and the "source" puts pages in by
-//! hand.
+//! The pager on real mappings: this process is also the VMM, its threads are the guest, and the tests place the
+//! "source's" pages themselves.
 
 use std::fs::File;
 use std::ops::Range;
@@ -20,7 +20,7 @@ use crate::destination::arrival::Arrival;
 
 const PAGES: u64 = 1024;
 
-/// Skips, saying why, where this kernel or this user cannot.
+/// Whether this kernel and this user can run the tests; where not, it prints why they are skipped.
 fn works() -> bool {
     let missing = sterna_sys::probe::missing();
     if !missing.is_empty() {
@@ -29,7 +29,7 @@ fn works() -> bool {
     missing.is_empty()
 }
 
-/// The VMM is this process; it keeps a duplicate as the agent does.
+/// This process as the VMM; it keeps a duplicate as the agent does.
 #[derive(Clone)]
 struct Here {
     kept: Arc<Mutex<Option<OwnedFd>>>,
@@ -105,12 +105,12 @@ impl Guest {
         Pager::open(ram, self.means(), verify.then_some(Digester::UNSEEDED)).unwrap()
     }
 
-    /// What an earlier round has put there.
+    /// Writes a page as an earlier round would have done.
     fn round(&self, page: u64, byte: u8) {
         std::os::unix::fs::FileExt::write_all_at(&self.file, &[byte; 4096], page * 4096).unwrap();
     }
 
-    /// The guest gives back a page, as QEMU does it and the agent logs it.
+    /// Discards a page, as QEMU does it for the guest and the agent logs it.
     fn gives_back(&self, page: u64) {
         let range = page * 4096..(page + 1) * 4096;
         sterna_sys::file::punch(&self.file, range.clone()).unwrap();
@@ -120,7 +120,7 @@ impl Guest {
         self.here.log.lock().unwrap().push(Discard { device, inode, offset: range.start, length: 4096 });
     }
 
-    /// A thread of the guest that looks at a page; it says what it found.
+    /// Starts a thread of the guest that reads a page; it returns what it found.
     fn looks(&self, page: u64) -> JoinHandle<[u8; 16]> {
         let mapping = Arc::clone(&self.here.mapping);
         std::thread::spawn(move || {
@@ -145,7 +145,7 @@ fn arrives(pager: &Pager, page: u64, byte: u8) {
     come(pager, at(page).chunk, (&[at(page).page], &[byte; 4096]), &[]);
 }
 
-/// Pages come with their bodies, and pages of zeros.
+/// Lets pages arrive: some with their bodies, others as zeros.
 fn come(pager: &Pager, chunk: ChunkIndex, (pages, bodies): (&[u8], &[u8]), zero: &[u8]) {
     let set = |pages: &[u8]| pages.iter().copied().collect::<PageSet>();
     let bodies = [(set(pages), bodies)];
@@ -211,12 +211,12 @@ fn a_body_that_comes_twice_does_not_undo_what_the_guest_wrote() {
     pager.begin(residue(&pager, [2, 3])).unwrap();
     arrives(&pager, 2, 1);
     guest.here.mapping.copy_in(2 * 4096, &[9; 16]).unwrap();
-    // With another beside it that is new.
+    // The page comes again, with a new one beside it.
     come(&pager, at(2).chunk, (&[2, 3], &[5; 8192]), &[]);
     come(&pager, at(2).chunk, (&[], &[]), &[2, 3]);
     assert_eq!(guest.looks(2).join().unwrap(), [9; 16]);
     assert_eq!(guest.looks(3).join().unwrap(), [5; 16]);
-    // A page that was never missing is the guest's, too.
+    // A page that was never missing belongs to the guest, too.
     arrives(&pager, 100, 7);
     assert_eq!(guest.looks(100).join().unwrap(), [0; 16]);
     assert_eq!(pager.duplicate(), 4);
@@ -236,7 +236,7 @@ fn another_daemon_goes_on_where_the_last_one_died_and_the_guest_only_waits() {
     arrives(&pager, 2, 2);
     let waiting = guest.looks(1);
     waits_for(&pager, 1);
-    // It dies: its thread reads no more, and nothing is unregistered.
+    // The daemon dies: its thread does not read any more, and nothing is unregistered.
     pager.userfault.die();
     drop(pager);
     let also = guest.looks(3);
@@ -303,7 +303,7 @@ fn both_sides_are_compared_by_what_the_guest_first_saw() {
     };
     arrives(&pager, 2, 2);
     arrives(&pager, 5, 3);
-    // The guest changes what it has, and what was zeros.
+    // The guest changes pages that it has, and pages that were zeros.
     [2, 1, 5, 700].into_iter().for_each(|page| guest.here.mapping.copy_in(page * 4096, &[77; 16]).unwrap());
     let seen: Vec<_> = pager.ram().layout().iter().map(|chunk| pager.chunk_digest(chunk).unwrap()).collect();
     assert_eq!(seen, expected);
@@ -322,7 +322,7 @@ fn a_page_that_the_guest_gave_back_stays_a_hole_whatever_comes_for_it() {
     guest.gives_back(1);
     guest.gives_back(2);
     std::thread::sleep(Duration::from_millis(10));
-    // It wants one of them again, and waits for it as for any other.
+    // The guest touches one of them again, and waits for it as for any other.
     let again = guest.looks(2);
     waits_for(&pager, 2);
     come(&pager, at(1).chunk, (&[1, 2, 3], &[5; 3 * 4096]), &[]);
@@ -422,7 +422,7 @@ fn pages_mapped_ahead_faulted_and_arriving_at_once_are_all_right() {
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
-                    // Page by page; some of them on two connections.
+                    // The pages come one by one; some of them on two connections.
                     loop {
                         let page = next.fetch_add(1, Ordering::Relaxed) / 2 * 3;
                         if page >= PAGES {
@@ -454,11 +454,11 @@ fn pages_mapped_ahead_faulted_and_arriving_at_once_are_all_right() {
     }
 }
 
-/// A VMM in its guest's hands.
+/// A VMM that a hostile guest controls.
 mod hostile;
 
 /// A host without memory for the pages that come.
 mod full;
 
-/// Pages that are fenced in while others follow.
+/// Pages that are fenced in while others follow their guest.
 mod fenced;

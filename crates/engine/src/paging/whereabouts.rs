@@ -2,7 +2,7 @@
 //!
 //! A page is *here* (its content is in the RAM file), *at a holder* (another host has it; in post-copy the source), or
 //! *nowhere* (never used, or reclaimed: it reads as zeros and has no content). The map says which pages are away, and
-//! by the chunk who holds them. Which of the others are nowhere it need not say: those are the RAM file's holes.
+//! for each chunk who holds them. It need not say which of the others are nowhere: those are the RAM file's holes.
 //!
 //! ```text
 //!   0          8        12      16         24          28        32                      32 + 40 × chunks
@@ -18,12 +18,12 @@
 //! ```
 //!
 //! The last character of the first word is the version. Version 1 had a header of 16 bytes (`STPAGES1`, chunks, begun)
-//! and entries of 32, without a holder: it is still read, and a map that was begun so goes on so, because a map that is
-//! rewritten while it is in use could be lost half way.
+//! and entries of 32, without a holder: it is still read. A map that was begun in version 1 stays in it, because a map
+//! that is rewritten while it is in use could be lost half way.
 //!
-//! The file lies in memory (tmpfs): what is written there is there for the next daemon however this one ends. A page's
-//! bit is cleared only after its content is in the RAM file, so a daemon killed between the two asks for the page once
-//! more, and never takes a stale page for a current one. Numbers are little-endian.
+//! The file lies in memory (tmpfs): the next daemon finds what is written there, however this one ends. A page's bit is
+//! cleared only after its content is in the RAM file, so a daemon killed between the two asks for the page once more,
+//! and never takes a stale page for a current one. Numbers are little-endian.
 
 use std::fs::File;
 use std::io;
@@ -32,7 +32,7 @@ use std::os::unix::fs::FileExt;
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 
-/// The holder of all pages that are away in post-copy: the source. 0 is nobody.
+/// The holder of all pages that are away in post-copy: the source. The number 0 means nobody.
 const SOURCE: u8 = 1;
 
 /// A version of the file.
@@ -47,7 +47,7 @@ const V1: Format = Format { magic: b"STPAGES1", header_bytes: 16, entry_bytes: P
 const V2: Format = Format { magic: b"STPAGES2", header_bytes: 32, entry_bytes: PageSet::BYTES + 8 };
 
 impl Format {
-    /// The header of a map that says something.
+    /// The header of a map that is valid.
     fn header(self, layout: &Layout) -> Vec<u8> {
         let mut header = vec![0; self.header_bytes];
         header[..8].copy_from_slice(self.magic);
@@ -70,7 +70,7 @@ impl Format {
         entry
     }
 
-    /// The pages of a chunk that its entry says are away; `None` where it names a holder that nobody knows.
+    /// The pages of a chunk that are away, as its entry says; `None` where it names a holder that is unknown.
     fn away(self, entry: &[u8]) -> Option<PageSet> {
         let (set, rest) = entry.split_first_chunk()?;
         let away = PageSet::from_bytes(set);
@@ -89,13 +89,13 @@ pub struct Whereabouts {
 }
 
 impl Whereabouts {
-    /// No page is away, and the file says nothing yet.
+    /// A map without pages that are away; the file is not valid yet.
     #[must_use]
     pub fn all_here(file: File, layout: &Layout) -> Self {
         Self { file, format: V2, pages: PageMap::empty(layout), away: 0 }
     }
 
-    /// What an earlier daemon left; `None` where the guest was never let run before its pages were here.
+    /// The map that an earlier daemon left; `None` where that daemon never began one.
     ///
     /// # Errors
     /// The file cannot be read, is of another machine, or of a later version.
@@ -124,7 +124,7 @@ impl Whereabouts {
         Ok(Some(Self { file, format, pages, away }))
     }
 
-    /// From now on these pages are at the source, and all others are not away.
+    /// Begins the map: these pages are at the source, and no others are away.
     ///
     /// # Errors
     /// No memory for the file.
@@ -132,7 +132,7 @@ impl Whereabouts {
         self.format = V2;
         let entries: Vec<u8> = layout.iter().flat_map(|chunk| V2.entry(pages.chunk(chunk))).collect();
         self.file.write_all_at(&entries, V2.header_bytes as u64)?;
-        // Last: a file without it says nothing.
+        // The header is written last: a file without it is not valid.
         self.file.write_all_at(&V2.header(layout), 0)?;
         self.away = pages.len();
         self.pages = pages;
@@ -163,10 +163,10 @@ impl Whereabouts {
         self.away
     }
 
-    /// These pages are here: their content is in the RAM file.
+    /// Notes that these pages are here: their content is in the RAM file.
     ///
     /// # Errors
-    /// The file cannot be written; then they count as away still.
+    /// The file cannot be written; then the pages still count as away.
     pub fn arrived(&mut self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         let set = self.pages.chunk(chunk);
         let (rest, came) = (set.without(pages), set.and(pages).len());
@@ -218,7 +218,7 @@ mod tests {
         let mut found = Whereabouts::recover(file.try_clone().unwrap(), &layout).unwrap().unwrap();
         assert_eq!((found.pages_away(), found.away()), (known.pages_away(), 261));
         assert!(!found.is_away(ChunkIndex(2), 4) && found.is_away(ChunkIndex(2), 5));
-        // To the last page of all, and of a chunk.
+        // The last page of all arrives, and the last of a chunk.
         found.arrived(ChunkIndex(7), &PageSet::first(256)).unwrap();
         found.arrived(ChunkIndex(2), &PageSet::first(10)).unwrap();
         assert_eq!(Whereabouts::recover(file, &layout).unwrap().unwrap().away(), 0);
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!((found.pages_away(), found.away()), (&some_pages(&layout), 266));
         found.arrived(ChunkIndex(2), &PageSet::first(9)).unwrap();
         found.arrived(ChunkIndex(7), &PageSet::first(256)).unwrap();
-        // By this version, and byte by byte as the earlier one would have it: it may come back.
+        // This version reads it, and its bytes are as the earlier version would write them: that version may come back.
         let again = Whereabouts::recover(file.try_clone().unwrap(), &layout).unwrap().unwrap();
         assert_eq!((again.away(), again.is_away(ChunkIndex(2), 9)), (1, true));
         let mut left = PageMap::empty(&layout);
@@ -261,7 +261,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         Whereabouts::all_here(file.try_clone().unwrap(), &layout).begin(some_pages(&layout), &layout).unwrap();
         let holder_of = |chunk: u64| 32 + 40 * chunk + 32;
-        // Of a chunk that has no page away it says nothing.
+        // In a chunk that has no page away, the holder means nothing.
         file.write_all_at(&[9], holder_of(1)).unwrap();
         assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_ok());
         file.write_all_at(&[9], holder_of(2)).unwrap();

@@ -1,4 +1,4 @@
-//! What a migration did, written into its report: nobody else writes there.
+//! The account of a migration: it alone writes the report.
 
 use std::time::Duration;
 
@@ -23,14 +23,14 @@ pub struct Account<'a> {
     /// The report so far.
     pub report: Report,
     monitor: &'a Monitor,
-    /// Processor time of this thread when the migration began.
+    /// The processor time of this thread when the migration began.
     cpu_before: Duration,
-    /// When the guest ran at the destination, milliseconds since the request was accepted.
+    /// When the guest started at the destination, milliseconds since the request was accepted.
     started_ms: f64,
 }
 
 impl<'a> Account<'a> {
-    /// The account of a migration that begins now, on this thread.
+    /// Begins the account of a migration that starts now, on this thread.
     #[must_use]
     pub fn new(report: Report, monitor: &'a Monitor) -> Self {
         Self { report, monitor, cpu_before: sterna_sys::process::thread_cpu_time(), started_ms: 0.0 }
@@ -40,12 +40,12 @@ impl<'a> Account<'a> {
         ms(self.monitor.elapsed())
     }
 
-    /// The migration's turn has come.
+    /// Notes that the migration's turn has come.
     pub fn begun(&mut self) {
         self.report.queued_ms = self.elapsed_ms();
     }
 
-    /// What the destination said of itself.
+    /// Notes what the destination said of itself.
     pub fn destination(&mut self, peer: &Peer) {
         let destination = &mut self.report.destination;
         destination.host.clone_from(&peer.host);
@@ -53,19 +53,19 @@ impl<'a> Account<'a> {
         destination.sterna.clone_from(&peer.sterna);
     }
 
-    /// The destination says why no page may follow the guest.
+    /// Notes why the destination refuses post-copy.
     pub fn no_postcopy(&mut self, problem: &Problem) {
         self.report.postcopy.reason = Some(format!("not after the switchover: {}", problem.message));
     }
 
-    /// The first round can begin: the RAM's pages, and those of them that are allocated.
+    /// Notes that the first round can begin, the number of the RAM's pages, and how many of them are allocated.
     pub fn prepared(&mut self, total_pages: u64, allocated_pages: u64) {
         self.report.ram = RamPages { total_pages, allocated_pages };
         self.report.pages.unallocated = total_pages - allocated_pages;
         self.report.setup_ms = self.elapsed_ms();
     }
 
-    /// What the rounds did.
+    /// Notes what the rounds did.
     pub fn rounds(&mut self, rounds: &Rounds) {
         let (report, counts) = (&mut self.report, rounds.counts);
         report.pages.full = counts.full;
@@ -87,7 +87,7 @@ impl<'a> Account<'a> {
         report.source.cpu_s = rounds.cpu().as_secs_f64();
     }
 
-    /// What tracking cost.
+    /// Notes what tracking cost.
     pub fn tracked(&mut self, tracker: &dyn Tracker) {
         let cost = tracker.cost();
         let tracking = &mut self.report.tracking;
@@ -97,7 +97,7 @@ impl<'a> Account<'a> {
         tracking.discarded_pages = cost.discarded_pages;
     }
 
-    /// Pages follow after the switchover, and why, where that was not what was asked for.
+    /// Notes that pages follow after the switchover, and why, where the options did not ask for it.
     pub fn postcopy(&mut self, because: Because, options: &MigrateOptions) {
         self.report.mode = mode_after_switchover(options).into();
         let limit_ms = self.report.convergence.downtime_limit_ms;
@@ -111,7 +111,7 @@ impl<'a> Account<'a> {
         };
     }
 
-    /// The devices are loaded at the destination.
+    /// Notes that the devices are loaded at the destination.
     pub fn loaded(&mut self, loaded: &Loaded) {
         self.report.verify = loaded.verify.clone();
         if let Some(residue) = loaded.residue {
@@ -121,14 +121,14 @@ impl<'a> Account<'a> {
         }
     }
 
-    /// The guest was given away, and there is an answer or none.
+    /// Notes that the guest was given away, with or without an answer.
     pub fn answered(&mut self) {
         self.started_ms = self.elapsed_ms();
         self.report.total_ms = self.started_ms;
     }
 
-    /// The guest runs at the destination since `started_us`, by this host's clock; a machine that was stopped has no
-    /// downtime.
+    /// Notes that the guest has run at the destination since `started_us`, by this host's clock. A machine that was
+    /// stopped before has no downtime.
     pub fn started(&mut self, loaded: &Loaded, started_us: u64, cpu_us: u64, running: bool) {
         let since = |us: u64| started_us.saturating_sub(us) as f64 / 1e3;
         self.report.downtime = report::Downtime { start_ms: since(loaded.loaded_us), ..loaded.downtime.clone() };
@@ -136,19 +136,19 @@ impl<'a> Account<'a> {
         self.report.destination.cpu_s = cpu_us as f64 / 1e6;
     }
 
-    /// The migration did what was asked for.
+    /// Notes that the migration succeeded.
     pub fn completed(&mut self) {
         self.report.status = Status::Completed;
     }
 
-    /// What went wrong.
+    /// Notes a failure.
     pub fn failed(&mut self, problem: Problem) {
         self.report.error = Some(problem);
     }
 
-    /// The guest stays here.
+    /// Notes that the guest stays here.
     pub fn rolled_back(&mut self, error: &MigrateError) {
-        // A time limit that says to cancel is a cancellation asked for in advance.
+        // A time limit that cancels is a cancellation in advance.
         let cancelled = matches!(error, MigrateError::Cancelled | MigrateError::NotConverging { .. });
         self.report.status = if cancelled { Status::Cancelled } else { Status::Failed };
         if let MigrateError::Mismatch { mismatches, pages } = *error {
@@ -156,20 +156,20 @@ impl<'a> Account<'a> {
         }
     }
 
-    /// The way to the destination was lost so often, for so long in all.
+    /// Notes how often the link to the destination was lost, and for how long in all.
     pub fn interrupted(&mut self, times: u32, time: Duration) {
         self.report.postcopy.interruptions += times;
         self.report.postcopy.interrupted_ms += ms(time);
     }
 
-    /// How the migration ended after the switchover.
+    /// Notes how the migration ended after the switchover.
     pub fn followed(&mut self, ended: Ended) {
         let elapsed_ms = self.elapsed_ms();
         let report = &mut self.report;
         report.total_ms = elapsed_ms;
         match ended {
             Ended::Paged(completed) => {
-                // It may have been said before that the guest does not run there.
+                // An earlier error may say already that the guest does not run there.
                 report.status = if report.error.is_none() { Status::Completed } else { Status::Failed };
                 let Some(Completed { account, verify, at }) = completed else { return };
                 report.total_ms = elapsed_ms - ms(at.elapsed());
@@ -201,12 +201,12 @@ impl<'a> Account<'a> {
         }
     }
 
-    /// What was sent after the switchover.
+    /// Notes what was sent after the switchover.
     pub fn pages_after_switchover(&mut self, tally: &Tally) {
         tally.write(&mut self.report);
     }
 
-    /// The migration has ended, and this thread does nothing more for it.
+    /// Notes that the migration has ended, and that this thread does nothing more for it.
     pub fn finish(&mut self) {
         let elapsed_ms = self.elapsed_ms();
         if self.report.status == Status::Completed {
@@ -224,7 +224,7 @@ impl<'a> Account<'a> {
     }
 }
 
-/// What the mode was, once pages follow after the switchover.
+/// The name of the mode, where pages follow after the switchover.
 pub fn mode_after_switchover(options: &MigrateOptions) -> &'static str {
     if options.mode == Mode::Postcopy { "postcopy" } else { "hybrid" }
 }

@@ -1,4 +1,4 @@
-//! The point of no return at the source: the guest is given away, and what became of it is asked for until it is known.
+//! The point of no return at the source: the guest is given away, and the source asks what became of it until it knows.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ use crate::transport::control::{self, REPLY_TIMEOUT};
 use crate::transport::credentials::Credentials;
 use crate::transport::{SessionKey, call};
 
-/// How long it is asked at once who has the guest; later the daemon asks.
+/// How long this thread asks who has the guest; afterwards the daemon asks.
 const ASK_FOR: Duration = Duration::from_secs(3);
 /// The pause between two questions.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
@@ -25,18 +25,18 @@ const ASK_AGAIN: Duration = Duration::from_millis(200);
 /// How giving the guest away ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Given {
-    /// Nothing follows.
+    /// The migration has ended.
     Ended(Fate),
-    /// The guest runs at the destination and misses pages.
+    /// The guest runs at the destination while pages are missing.
     Postcopy {
-        /// Whether the connections to bring them still stand.
+        /// Whether the session's connections still stand.
         stands: bool,
     },
 }
 
 /// Gives the guest away.
 ///
-/// Before the message goes it is on record that it may have gone, and it can no longer be cancelled. After that the
+/// Before the message goes, the record says that it may have gone, and the migration is past cancelling. After that the
 /// guest may run here again only when the destination says that it never ran there.
 ///
 /// # Errors
@@ -73,7 +73,7 @@ pub fn commit(
     }
 }
 
-/// Asks who has the guest, of which it is not known whether the destination took it, for a while.
+/// Asks for a while whether the destination took the guest.
 fn find_out(departure: &mut Departure, lost: MigrateError) -> Result<Fate, MigrateError> {
     let deadline = Instant::now() + ASK_FOR;
     departure
@@ -84,7 +84,7 @@ fn find_out(departure: &mut Departure, lost: MigrateError) -> Result<Fate, Migra
         match ask_verdict(departure.id, departure.peer, departure.daemon, credentials.as_deref()) {
             Ok(Verdict::Aborted) => return Err(lost),
             Ok(Verdict::Committed) => {
-                // Where the destination itself said what is wrong, the guest is its own and does not run there.
+                // Where the destination itself reported the error, the guest belongs to it and does not run there.
                 match lost {
                     MigrateError::Peer(problem) => departure.account.failed(problem),
                     _ => departure.account.completed(),
@@ -109,8 +109,8 @@ fn find_out(departure: &mut Departure, lost: MigrateError) -> Result<Fate, Migra
 /// Asks a peer what became of a migration; only the daemon that accepted it, where that is known.
 ///
 /// # Errors
-/// The peer does not answer, is [another daemon](MigrateError::AnotherDaemon), or knows nothing of it: nothing is
-/// settled, ask again later.
+/// The peer does not answer, is [another daemon](MigrateError::AnotherDaemon), or does not know the migration: nothing
+/// is settled, so ask again later.
 pub fn ask_verdict(
     id: MigrationId,
     peer: &str,

@@ -1,16 +1,16 @@
-//! Pages written with what was there already (silent stores, "content fake dirty" pages): a hash of what was last sent
-//! tells them.
+//! Content fake dirty pages: the guest wrote what was there already (silent stores). They are found by a hash of what
+//! was last sent.
 //!
-//! D-Track's HBFDP keeps a SHA-1 of each page and pays for it in the thread that sends. Here the hashes that are slow
-//! are computed by the threads that encode, and XXH3 costs nothing more: it is the digest that travels with every body
-//! anyway, and [`SentTable`](crate::source::sent::SentTable) has it. This is the table for the others.
+//! D-Track's HBFDP keeps a SHA-1 of each page, which its sending thread computes. Here the threads that encode compute
+//! the slow hashes. XXH3 costs nothing more: it is the digest that travels with every body anyway, and
+//! [`SentTable`](crate::source::sent::SentTable) has it. This is the table for the other hashes.
 //!
 //! **Collisions.** A page left out wrongly is lost to the destination. By accident that takes 2^128 tries with the
-//! hashes of this table (2^64 with XXH3: with 10^9 pages compared, one chance in 10^10). Who *makes* collisions, as is
-//! easy for MD5 and XXH3, can only harm the guest that he is in: every guest has a table of its own, and nothing is
-//! taken from one guest's for another's. That may be one user of the guest against the others, so XXH3, the default, is
-//! seeded with what no guest knows ([`Digester`](sterna_protocol::frame::Digester)); the other hashes are those of
-//! D-Track's comparison, as they are. `--verify` compares by seeded XXH3, too, and so finds their collisions.
+//! hashes of this table (2^64 with XXH3: with 10^9 pages compared, one chance in 10^10). Somebody who *makes*
+//! collisions, which is easy for MD5 and XXH3, can harm only his own guest: every guest has a table of its own. But he
+//! may be one user of the guest who harms the others. So XXH3, the default, has a seed that no guest knows
+//! ([`Digester`](sterna_protocol::frame::Digester)). The other hashes are unseeded, for comparison with D-Track.
+//! `--verify` compares by seeded XXH3, too, and so finds their collisions.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -18,30 +18,30 @@ use sha1::Digest;
 use sterna_api::options::ContentHash;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 
-/// Bytes of a hash that are kept: all of MD5's and MurmurHash3's, the first of SHA-1's 20 and BLAKE3's 32. Whoever can
-/// collide 128 of their bits on purpose collides with himself, and by accident 128 are as good as 256; the table stays
-/// at 4 KiB a chunk.
+/// The bytes of a hash that are kept: all of MD5's and MurmurHash3's, the first of SHA-1's 20 and BLAKE3's 32. A
+/// collision of 128 bits on purpose harms the guest that makes it, and against accidents 128 bits are as good as 256.
+/// So the table takes 4 KiB per chunk.
 pub const HASH_BYTES: usize = 16;
 
-/// A hash, as far as it is kept.
+/// The bytes of a hash that are kept.
 type Hash = [u8; HASH_BYTES];
 
 /// Hashes of the pages of a chunk, as they were last sent.
 type Hashes = Box<[Hash; CHUNK_PAGES]>;
 
-/// How pages are found whose content is what was last sent.
+/// The way to find pages whose content is what was last sent.
 #[derive(Debug)]
 pub enum Content {
-    /// Not at all, but where tracking is coarser than a page: there by the digest.
+    /// No search, except where tracking is coarser than a page: there by the digest.
     Off,
     /// By the digest that travels with each body.
     Digest,
-    /// By hashes of their own.
+    /// By hashes of the table's own.
     Hashes(ContentTable),
 }
 
 impl Content {
-    /// As the options ask.
+    /// The search that the options ask for.
     #[must_use]
     pub fn new(hash: ContentHash, layout: &Layout) -> Self {
         match (hash, ContentTable::new(hash, layout)) {
@@ -51,7 +51,8 @@ impl Content {
         }
     }
 
-    /// What is kept of each page, bytes: the digest always, because it says whether a page was sent at all.
+    /// The size of what is kept of each page, bytes. The digest is always kept, because it says whether a page was sent
+    /// at all.
     #[must_use]
     pub fn bytes_per_page(&self) -> u32 {
         let hash = if matches!(self, Self::Hashes(_)) { HASH_BYTES } else { 0 };
@@ -59,27 +60,27 @@ impl Content {
     }
 }
 
-/// Hashes of what was last sent of every page: 16 bytes for each page of every chunk of which anything was ever sent (4
-/// MiB per GiB).
+/// Hashes of what was last sent of every page: 16 bytes per page, for every chunk of which a body was ever sent (4 MiB
+/// per GiB).
 ///
-/// It says what the content was and nothing about whether it arrived: whether the destination holds it is in
-/// [`SentTable`](super::sent::SentTable), which is asked first.
+/// The table says what the content was, not whether it arrived: [`SentTable`](super::sent::SentTable), which is asked
+/// first, says whether the destination holds it.
 #[derive(Debug)]
 pub struct ContentTable {
     hash: fn(&[u8; PAGE_BYTES]) -> Hash,
-    /// Whoever encodes a chunk is alone with it, so no lock is ever waited for.
+    /// One thread alone encodes a chunk, so nobody ever waits for its lock.
     chunks: Vec<Mutex<Option<Hashes>>>,
 }
 
 impl ContentTable {
-    /// A table for this hash; `None` where none is needed: for XXH3, and where silent stores are not looked for.
+    /// A table for this hash; `None` where none is needed: for XXH3, and without a search for silent stores.
     #[must_use]
     pub fn new(hash: ContentHash, layout: &Layout) -> Option<Self> {
         let hash = function(hash)?;
         Some(Self { hash, chunks: (0..layout.chunks()).map(|_| Mutex::new(None)).collect() })
     }
 
-    /// The hashes of a chunk, to compare pages with.
+    /// The hashes of a chunk, with which its pages are compared.
     ///
     /// # Panics
     /// Where the chunk is not in the layout the table was made for.
@@ -97,7 +98,7 @@ pub struct ChunkHashes<'a> {
 }
 
 impl ChunkHashes<'_> {
-    /// Notes that this is the content now, and says whether it was before.
+    /// Notes this content. Returns whether the page had it before.
     pub fn replace(&mut self, page: u8, body: &[u8; PAGE_BYTES]) -> bool {
         let hash = (self.hash)(body);
         let hashes = self.hashes.get_or_insert_with(|| Box::new([[0; HASH_BYTES]; CHUNK_PAGES]));
@@ -119,7 +120,7 @@ fn function(hash: ContentHash) -> Option<fn(&[u8; PAGE_BYTES]) -> Hash> {
     }
 }
 
-/// What is kept of a longer hash.
+/// The bytes of a longer hash that are kept.
 fn first(hash: &[u8]) -> Hash {
     std::array::from_fn(|at| hash[at])
 }

@@ -2,7 +2,7 @@
 
 use sterna_protocol::layout::PAGE_BYTES;
 
-/// A buffer of bodies. It grows to what was needed once and stays so: nothing is cleared only to be overwritten.
+/// A buffer of bodies. It never shrinks, and no memory is cleared that will be overwritten.
 #[derive(Debug, Default)]
 pub struct Copies {
     buffer: Vec<u8>,
@@ -10,12 +10,12 @@ pub struct Copies {
 }
 
 impl Copies {
-    /// Forgets what is kept.
+    /// Forgets the bodies that are kept.
     pub fn clear(&mut self) {
         self.kept = 0;
     }
 
-    /// Room for so many bodies behind those that are kept.
+    /// Room for this many bodies behind those that are kept.
     pub fn room(&mut self, bodies: usize) -> &mut [u8] {
         let (from, to) = (self.kept * PAGE_BYTES, (self.kept + bodies) * PAGE_BYTES);
         if self.buffer.len() < to {
@@ -30,7 +30,7 @@ impl Copies {
         self.at(self.kept + place)
     }
 
-    /// Keeps so many of the bodies in the room, the last of those that are kept: those at these places, in order.
+    /// Keeps the bodies at these places in the room, in order, behind those that are kept already.
     pub fn keep(&mut self, places: impl IntoIterator<Item = usize>) {
         let first = self.kept;
         for place in places {
@@ -39,7 +39,8 @@ impl Copies {
         }
     }
 
-    /// Takes out the bodies for which `take` says so, asked with their places; the others stay in their order.
+    /// Takes out the bodies for which `take`, called with place and body, returns `true`; the others stay in their
+    /// order.
     pub fn take_out(&mut self, mut take: impl FnMut(usize, &[u8; PAGE_BYTES]) -> bool) {
         let mut stay = 0;
         for place in 0..self.kept {
@@ -57,7 +58,7 @@ impl Copies {
         &self.buffer[..self.kept * PAGE_BYTES]
     }
 
-    /// Exchanges the bodies that are kept for other memory, whatever it holds; nothing is kept then.
+    /// Exchanges the bodies that are kept for other memory of any content; nothing is kept then.
     pub fn exchange(&mut self, other: &mut Vec<u8>) {
         self.buffer.truncate(self.kept * PAGE_BYTES);
         std::mem::swap(&mut self.buffer, other);

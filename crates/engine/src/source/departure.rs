@@ -1,4 +1,4 @@
-//! One guest on its way out: what every phase of the source works with.
+//! One guest on its way out: the state that all phases of the source share.
 
 use std::sync::Arc;
 
@@ -27,9 +27,9 @@ pub struct Departure<'a> {
     pub vmm: &'a mut dyn vmm::Source,
     /// Its RAM, in the order of `spec.blocks`.
     pub blocks: &'a [BlockFile],
-    /// What watches its writes.
+    /// The tracker of its writes.
     pub tracker: &'a mut dyn Tracker,
-    /// What slows it down.
+    /// The throttle that slows it down.
     pub throttle: &'a mut dyn Throttle,
     /// Whether it is known that disks write into its RAM past the page tables.
     pub direct_io: bool,
@@ -37,7 +37,7 @@ pub struct Departure<'a> {
     pub trust_first_look: bool,
     /// What all migrations away from this host may send together.
     pub bandwidth: Arc<Share>,
-    /// Where the destination is.
+    /// The destination's address.
     pub peer: &'a str,
     /// The daemon that accepted the machine, once one has.
     pub daemon: Option<DaemonId>,
@@ -52,7 +52,7 @@ pub struct Departure<'a> {
 }
 
 impl Departure<'_> {
-    /// Checks what can be checked before anything is asked of the destination, and maps the machine's RAM.
+    /// Checks all that can be checked before the destination is asked, and maps the machine's RAM.
     ///
     /// # Errors
     /// The options contradict each other, the guest cannot be slowed down as they ask, or its RAM cannot be mapped.
@@ -64,7 +64,7 @@ impl Departure<'_> {
         Ok(Arc::new(SharedMemory::open(self.blocks, Access::Read)?))
     }
 
-    /// Puts on record that the guest may run at the destination from now on.
+    /// Records that the guest may run at the destination from now on.
     ///
     /// # Errors
     /// [`MigrateError::Record`]: then the destination must not be told.
@@ -72,7 +72,7 @@ impl Departure<'_> {
         self.host.handing_over(self.id, self.peer, self.daemon, postcopy).map_err(MigrateError::Record)
     }
 
-    /// Ends what the guest pays for: slowing down and write tracking.
+    /// Ends what costs the guest time: throttling and write tracking.
     pub fn let_go(&mut self) {
         self.throttle.loosen();
         self.tracker.disarm();

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use crate::error::MigrateError;
 use crate::transport::connection::{Connection, HangUp};
 
-/// Carries the devices' state from the VMM to the destination on a thread of its own.
+/// The thread that carries the devices' state from the VMM to the destination.
 pub struct DevicePump {
     thread: Option<JoinHandle<io::Result<u64>>>,
     from: UnixStream,
@@ -16,7 +16,7 @@ pub struct DevicePump {
 }
 
 impl DevicePump {
-    /// Begins to carry; the destination sees the end when the VMM closes its side.
+    /// Starts the thread; the destination sees the end when the VMM closes its side.
     ///
     /// # Errors
     /// No descriptor or thread left.
@@ -39,7 +39,7 @@ impl DevicePump {
         Ok(Self { thread: Some(thread), from, to: hang_up })
     }
 
-    /// Waits until all of it is sent; its bytes. Called when the VMM has written everything.
+    /// Waits until all of the state is sent, and returns its bytes. Call it when the VMM has written everything.
     ///
     /// # Errors
     /// The link broke.

@@ -1,6 +1,5 @@
-//! What a migration would take, by a short look at the guest: each mode that there is, and for pre-copy the
-//! compressors. `auto` is no way of its own: it is pre-copy where that reaches the limit, and close to hybrid where
-//! not.
+//! The estimate of a migration, by a short look at the guest: for each mode, and in pre-copy for each compressor. The
+//! mode `auto` is not estimated separately: it is pre-copy where that reaches the limit, and otherwise close to hybrid.
 
 use std::time::Duration;
 
@@ -15,10 +14,10 @@ use super::observe::Observation;
 use super::precopy::DEVICE_TIME;
 use super::sample::{BLOCK_PAGES, Compressed};
 
-/// What reaching the destination and starting its VMM is taken to need. An assumption: the destination is not asked,
-/// and hosts differ (the report's `setup_ms` says what it took).
+/// The time assumed for reaching the destination and starting its VMM. The destination is not asked, and hosts differ
+/// (the report's `setup_ms` has the real time).
 const SETUP_TIME: Duration = Duration::from_millis(150);
-/// Bytes of a page's digest in a frame, and of a compressed block's length.
+/// The bytes of a page's digest in a frame, and of a compressed block's length.
 const WORD_BYTES: f64 = 8.0;
 
 /// The estimate for a machine that was observed, over a link of `bytes_per_s`, with this downtime limit.
@@ -64,7 +63,7 @@ pub fn estimate(vm: &str, seen: &Observation, bytes_per_s: u64, downtime_limit: 
     }
 }
 
-/// A body, its digest, and its parts of the frame's header and of its block's length.
+/// The bytes per body: the body, its digest, and its parts of the frame's header and of its block's length.
 fn bytes_per_body(seen: &Observation, compressed: Option<Compressed>) -> f64 {
     let pages_per_frame = seen.guest.used_pages as f64 / seen.chunks.max(1) as f64;
     let own = WORD_BYTES + HEADER_BYTES as f64 / pages_per_frame.max(1.0);
@@ -74,7 +73,7 @@ fn bytes_per_body(seen: &Observation, compressed: Option<Compressed>) -> f64 {
     }
 }
 
-/// What this host takes for a page: one thread reads and digests; compressing is shared by the processors.
+/// The time that this host needs per page: one thread reads and digests; all processors share the compression.
 fn seconds_per_page(seen: &Observation, compressed: Option<Compressed>) -> f64 {
     let threads = std::thread::available_parallelism().map_or(1, usize::from) as f64;
     let compressing = compressed.map_or(0.0, |compressed| compressed.time_per_page.as_secs_f64() / threads);

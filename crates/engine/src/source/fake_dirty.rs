@@ -1,15 +1,14 @@
-//! Pages that were written again before their turn (tracked fake dirty pages): what is sent of them now is sent in
-//! vain.
+//! Tracked fake dirty pages: they were written again before their turn, so sending them now is in vain.
 //!
-//! D-Track (sections 4.3 and 5.2) keeps a second bitmap that a thread brings up to date while a round is sent, and
-//! leaves out of the round what is set there. Here nothing has to be brought up to date: a look into the page tables
-//! ([`Watch`]) says what is written now, so `exact` looks at each chunk just before it is read. The paper's variants,
-//! with a thread and a map, are there to compare.
+//! D-Track (sections 4.3 and 5.2) keeps a second bitmap, which a thread updates while a round is sent, and leaves the
+//! pages in it out of the round. Here no bitmap is needed: a look into the page tables ([`Watch`]) shows what is
+//! written now, so `exact` looks at each chunk just before it is read. The paper's variants, with a thread and a map,
+//! are there for comparison.
 //!
 //! Why this loses no write, whatever a look says: a page left out of a round is outstanding in the next ([`Rounds`]
 //! puts it back itself and does not rely on the tracker to report it again), and the round with the guest stopped
 //! leaves nothing out. A look that comes too early misses a write, and the page is sent in vain; a look that is out of
-//! date leaves out a page that could have gone. Neither is wrong.
+//! date leaves out a page that could have gone. Both are harmless.
 //!
 //! [`Rounds`]: crate::source::rounds::Rounds
 //! [`Watch`]: crate::source::track::Watch
@@ -30,12 +29,12 @@ use crate::error::MigrateError;
 
 /// The longest delay of `adaptive`: a round of a small guest.
 const LONGEST_DELAY: Duration = Duration::from_secs(1);
-/// The most of a processor that `adaptive` takes: a look, then at least so many times its time without one.
+/// How `adaptive` limits its use of a processor: after a look it rests at least this many times the look's time.
 const REST: u32 = 9;
-/// Pages that `adaptive` lets the guest write between two looks: what is missed is at most about that.
+/// How many pages `adaptive` lets the guest write between two looks: it misses about that many at most.
 const UNSEEN_PAGES: f64 = 512.0;
 
-/// Finds pages written again before their turn. Shared by the threads that send.
+/// The search for pages that were written again before their turn. The threads that send share it.
 #[derive(Debug)]
 pub struct FakeDirtyPages {
     layout: Layout,
@@ -50,7 +49,7 @@ enum Way {
     Followed(Follower),
 }
 
-/// What the looks have cost.
+/// The cost of the looks.
 #[derive(Debug, Default)]
 struct Cost {
     looks: AtomicU64,
@@ -69,7 +68,7 @@ impl Cost {
 }
 
 impl FakeDirtyPages {
-    /// A search as the options ask for it. Where there is nothing to look with, nothing is found.
+    /// The search that the options ask for. Without a `watch` it finds nothing.
     ///
     /// # Errors
     /// No thread left.
@@ -93,14 +92,14 @@ impl FakeDirtyPages {
 }
 
 impl Skip for FakeDirtyPages {
-    /// Forgets what is known.
+    /// Forgets which pages were found.
     fn collected(&mut self, _: &PageMap) {
         if let Way::Followed(follower) = &self.way {
             follower.forget();
         }
     }
 
-    /// Pages of a chunk that were written since they were last collected, as far as it is known.
+    /// The pages of a chunk that are known to have been written since they were last collected.
     fn before_turn(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
         match &self.way {
             Way::Off => Ok(PageSet::EMPTY),
@@ -123,7 +122,8 @@ enum Delay {
 }
 
 impl Delay {
-    /// The pause after a look that took so long and found so many pages written since the one before, `since` ago.
+    /// The pause after a look that took this long and found this many fresh pages written since the look before,
+    /// `since` ago.
     fn after(self, took: Duration, fresh_pages: u64, since: Duration) -> Duration {
         match self {
             Self::Fixed(delay) => delay,
@@ -136,7 +136,7 @@ impl Delay {
     }
 }
 
-/// A thread that looks again and again, and the map it keeps.
+/// The thread that looks again and again, and the map that it keeps.
 #[derive(Debug)]
 struct Follower {
     shared: Arc<Shared>,
@@ -152,7 +152,7 @@ struct Shared {
 #[derive(Debug)]
 struct Map {
     written: PageMap,
-    /// Counts the collections: a look that began before one says nothing after it.
+    /// The number of collections: a look that began before a collection says nothing after it.
     epoch: u64,
     failure: Option<MigrateError>,
     end: bool,
@@ -234,7 +234,7 @@ mod tests {
 
     use super::*;
 
-    /// Says what a test wants it to.
+    /// A watch that reports what a test sets.
     #[derive(Debug)]
     struct Told(Mutex<PageMap>);
 
@@ -268,7 +268,7 @@ mod tests {
         (told, pages)
     }
 
-    /// Waits until the thread has seen it.
+    /// Waits until the thread has seen something.
     fn eventually(mut seen: impl FnMut() -> bool) {
         // Ends a hopeless wait, and nothing else.
         let deadline = Instant::now() + Duration::from_secs(300);
@@ -306,7 +306,7 @@ mod tests {
         for _ in 0..200 {
             told.set(&[(3, 1)]);
             eventually(|| pages.before_turn(ChunkIndex(3)).unwrap().contains(1));
-            // The page is collected: from now on it is not written, whatever a look under way has seen.
+            // The page is collected: from now on it counts as not written, whatever a look under way has seen.
             told.set(&[]);
             pages.collected(&PageMap::empty(&layout()));
             assert!(pages.before_turn(ChunkIndex(3)).unwrap().is_empty());

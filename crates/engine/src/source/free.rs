@@ -1,20 +1,20 @@
-//! Pages that the guest holds free: they need not travel. Found by looking into the guest's kernel from outside
+//! Pages that the guest holds free: they need not travel. Introspection of the guest's kernel finds them
 //! (`docs/design/introspection.md`).
 //!
 //! # Why no page is lost
 //!
-//! The order is all of it. **Tracking is armed (or pages are collected, which arms them again), and only then is
-//! looked.** What a look names was free at an instant after it began. So each page of it has one of two fates:
+//! The order is the whole reason. **Tracking is armed (or pages are collected, which arms them again), and the look
+//! comes only then.** A page that a look names was free at an instant after the look began. So it has one of two fates:
 //!
-//! - Nobody writes it after that instant. Then nobody relies on what it holds: what the guest's kernel gives to
-//!   somebody it has cleared first, which is a write, or it is for somebody who writes before he reads. It does not
-//!   matter what the destination has there. (A kernel with `init_on_free` expects zeros; zeros are what the destination
-//!   has. To clear the page was the write that made it outstanding.)
-//! - It is written after that instant. The page was armed before, so the next collection yields it, it is taken for
-//!   free no more, and it goes like any other.
+//! - Nobody writes it after that instant. Then nobody relies on its content: before the guest's kernel gives a page to
+//!   somebody, it clears the page, which is a write, or the new owner writes before he reads. So it does not matter
+//!   what the destination has there. (A kernel with `init_on_free` expects zeros; the destination has zeros. The
+//!   clearing was the write that made the page outstanding.)
+//! - Somebody writes it after that instant. The page was armed before, so the next collection yields it. Then it does
+//!   not count as free any more, and goes like any other.
 //!
-//! Every collection therefore takes what it yields out of the set of free pages
-//! ([`LeftOut::collected`](crate::source::left_out::LeftOut::collected)), before anything else is done with it.
+//! Every collection therefore takes its pages out of the set of free pages
+//! ([`LeftOut::collected`](crate::source::left_out::LeftOut::collected)) before anything else is done with them.
 //!
 //! For each race, why no page is lost:
 //!
@@ -22,16 +22,17 @@
 //! * **free at the look, written before its turn in the round**: left out of the round, and yielded by the next
 //!   collection
 //! * **free in the last look while the guest runs, written until it stops**: yielded by the collection at the stop
-//! * **sent before, freed, and free in the look**: the destination holds what it was: it is told zeros, a bit
-//! * **a look is misled by a page that changed under it ([`sterna_introspect`] says how)**: all that is left out is
-//!   looked at once more with the guest stopped, and what is not free then is sent
-//! * **direct I/O writes it past the page tables**: the page is somebody's from before the I/O until after it, so it is
-//!   not free in between; to pin it is a write fault, which is seen
-//! * **the guest starts another kernel**: pages that were free in the earlier one matter to the later one once it has
-//!   written them
+//! * **sent before, freed, and free in the look**: the destination holds the old content: the page is sent as zeros, a
+//!   bit
+//! * **a look is misled by a page that changed under it ([`sterna_introspect`] says how)**: with the guest stopped, all
+//!   pages that are left out are looked at once more, and those that are not free then are sent
+//! * **direct I/O writes it past the page tables**: the page belongs to somebody from before the I/O until after it, so
+//!   it is not free in between; pinning it is a write fault, which is seen
+//! * **the guest starts another kernel**: pages that were free in the earlier one matter to the later one only after it
+//!   has written them
 //!
-//! The map from the guest's addresses to blocks is asked for once. RAM that is plugged in or out moves no other RAM; a
-//! machine that has other RAM than at the beginning does not fit its destination, and the migration fails with the
+//! The map from the guest's addresses to blocks is asked for once. RAM that is plugged or unplugged moves no other RAM.
+//! A machine whose RAM has changed since the beginning does not fit its destination, and the migration fails with the
 //! guest here.
 
 use std::error::Error;
@@ -50,53 +51,53 @@ use crate::memory::physical::GuestPhysical;
 use crate::memory::{Memory, add_run};
 use crate::vmm;
 
-/// Looks stop where the last one found a smaller share of what was outstanding.
+/// The least share of the outstanding pages that a look must find free, or there are no more looks.
 const LEAST_SHARE: f64 = 0.01;
-/// With the guest stopped, pages are looked at whose sending would take so many times as long.
+/// With the guest stopped, pages are looked at only where sending them would take at least this many times as long.
 const CLEARLY: u32 = 2;
 
-/// Looks for free pages over one migration. Where it cannot, or not any more, nothing is skipped and the account says
+/// The looks for free pages of one migration. Where looks fail, or fail later, no page is skipped and the account says
 /// why.
 pub struct FreePages {
     asked: Option<Asked>,
     eye: Option<Eye>,
     account: report::Introspection,
-    /// What a look at all RAM took last.
+    /// The time that the last look at all RAM took.
     whole: Duration,
     /// The share of the outstanding pages that the last look found free; `None` before the first.
     share: Option<f64>,
-    /// What the look with the guest stopped may take at most, and what it is expected to.
+    /// The longest time for the look with the guest stopped, and the expected one.
     stop_limit: Duration,
     stop_time: Duration,
     trusts_first_look: bool,
 }
 
-/// What the VMM says of a guest whose kernel is still to be found.
+/// The VMM's answers about a guest whose kernel is not found yet.
 struct Asked {
     memory: GuestPhysical,
     processors: Vec<PageTables>,
 }
 
-/// A kernel that was found.
+/// A kernel that was found, and the RAM it is read from.
 struct Eye {
     memory: GuestPhysical,
     kernel: Introspection,
 }
 
-/// What a look did.
+/// The result of a look.
 #[derive(Debug)]
 pub enum Looked {
-    /// Nothing: it would not pay, or the guest was too busy. What was known holds.
+    /// No look: it would not pay, or the guest was too busy. What was known is still true.
     LeftOut,
-    /// The kernel is not there any more, or cannot be read: what was known cannot be looked at again.
+    /// The kernel is not there any more, or is unreadable: what was known cannot be checked again.
     Lost,
     /// These pages were free at an instant after it began.
     Found(PageMap),
 }
 
 impl FreePages {
-    /// As it was asked for. `stop_limit`: how much of the pause the last look may take at most. The kernel is not found
-    /// yet.
+    /// The looks that the options ask for. `stop_limit` is the most that the last look may take of the pause. The
+    /// kernel is not found yet.
     pub fn new(skip_free: SkipFree, vmm: &mut dyn vmm::Source, ram: &Arc<dyn Memory>, stop_limit: Duration) -> Self {
         let mut free = Self {
             asked: None,
@@ -117,8 +118,8 @@ impl FreePages {
         free
     }
 
-    /// Finds the kernel, which may take a while, and so goes on while the destination prepares. Each look asks whether
-    /// it is still the one that runs.
+    /// Finds the kernel. That may take a while, so it goes on while the destination prepares. Each look checks whether
+    /// that kernel still runs.
     pub fn find(&mut self) {
         let Some(Asked { memory, processors }) = self.asked.take() else { return };
         let began = Instant::now();
@@ -134,21 +135,21 @@ impl FreePages {
     }
 
     fn cannot(&mut self, error: &(dyn Error + 'static)) {
-        tracing::info!(%error, "the guest's free pages cannot be told");
+        tracing::info!(%error, "the guest's free pages are unknown");
         self.account.reason = Some(reason(error));
     }
 
-    /// As [`Outgoing::trust_first_look`](super::Outgoing) has it.
+    /// Sets [`Outgoing::trust_first_look`](super::Outgoing).
     pub(super) fn trust_first_look(&mut self) {
         self.trusts_first_look = true;
     }
 
-    /// Whether what was free once is left out for ever.
+    /// Whether pages that were free once are left out for ever.
     pub(super) fn trusts_first_look(&self) -> bool {
         self.trusts_first_look
     }
 
-    /// Looks at a guest that runs, after all pages were armed or collected. `outstanding`: how many pages it could
+    /// Looks at a guest that runs, after all pages were armed or collected. `outstanding` are the pages that it could
     /// save.
     pub fn look(&mut self, vmm: &mut dyn vmm::Source, layout: &Layout, outstanding: &PageMap, speed: &Speed) -> Looked {
         let pages = outstanding.len();
@@ -168,7 +169,7 @@ impl FreePages {
             }
             Err(error) => {
                 self.cannot(&*error);
-                // A guest that is too busy to be counted may be less so next time.
+                // A guest that is too busy for its counters to agree may be less busy next time.
                 if matches!(error.downcast_ref(), Some(Unfit::CountersDisagree { .. })) {
                     return Looked::LeftOut;
                 }
@@ -178,8 +179,8 @@ impl FreePages {
         }
     }
 
-    /// The page tables that the guest's processors use, for [`look_stopped`](Self::look_stopped); none where nothing
-    /// will be looked at, or the VMM does not tell.
+    /// The page tables that the guest's processors use, for [`look_stopped`](Self::look_stopped); none where no look
+    /// will follow, or the VMM does not tell.
     pub fn processors(&self, vmm: &mut dyn vmm::Source) -> Vec<PageTables> {
         if self.eye.is_none() || self.share.is_none() {
             return Vec::new();
@@ -187,8 +188,8 @@ impl FreePages {
         vmm.page_tables().unwrap_or_default()
     }
 
-    /// Looks at a guest that is stopped, after the last collection: which of the pages that are left out are free, and
-    /// where it pays, which of the others. `None` where that cannot be told.
+    /// Looks at a guest that is stopped, after the last collection. Returns which of the pages that are left out are
+    /// free, and where it pays, which of the others; `None` where the look fails.
     pub fn look_stopped(
         &mut self,
         processors: &[PageTables],
@@ -219,8 +220,8 @@ impl FreePages {
                 None
             }
         };
-        // What was free before in a kernel that runs no more need not travel; what seems free in it now may be
-        // another's.
+        // The kernel does not run any more. Pages that were free in it before need not travel; pages that seem free in
+        // it now may belong to another kernel.
         if let Some(found) = found.as_mut().filter(|_| !runs) {
             found.keep(left_out);
         }
@@ -237,13 +238,13 @@ impl FreePages {
         self.stop_time
     }
 
-    /// What was done.
+    /// The account of the looks.
     #[must_use]
     pub fn account(&self) -> &report::Introspection {
         &self.account
     }
 
-    /// Whether to look: not where sending what it would save takes less than so many looks.
+    /// Whether a look pays: sending the pages that it would save must take longer than this many looks.
     fn pays(&self, outstanding: u64, speed: &Speed, times: u32) -> bool {
         let Some(share) = self.share else { return true };
         let saved = outstanding as f64 * share / speed.bodies_per_s.max(1.0);
@@ -258,7 +259,7 @@ impl FreePages {
         outstanding: u64,
     ) -> Result<Option<PageMap>, Box<dyn Error>> {
         let Some(Eye { memory, kernel }) = &self.eye else { return Ok(None) };
-        // After the arming: a processor's page tables tell which kernel runs now.
+        // This comes after the arming: a processor's page tables tell which kernel runs now.
         let processors = vmm.page_tables()?;
         let counted = kernel.counted_pages(memory, &processors)?;
         if (counted as f64) < outstanding as f64 * LEAST_SHARE {
@@ -275,8 +276,8 @@ impl FreePages {
         Ok(Some(memory.pages(layout, &look.free)))
     }
 
-    /// Estimates what it takes to look at these pages again. A chunk that is free as a whole costs next to nothing: its
-    /// blocks are big. Where the others are too many for the pause, they are not taken for free.
+    /// Estimates the time to look at these pages again. A chunk that is free as a whole costs next to nothing: its
+    /// blocks are big. Where the others are too many for the pause, they do not count as free.
     fn expect_stop(&mut self, layout: &Layout, found: &mut PageMap) {
         let is_whole = |found: &PageMap, chunk| {
             let pages = layout.place(chunk).map_or(0, |place| place.pages);
@@ -296,21 +297,22 @@ impl FreePages {
     }
 }
 
-/// What a guest holds free now, by one look, for whoever moves nothing and loses nothing where it is wrong.
+/// The pages that a guest holds free now, by one look. Only for callers that move nothing, to whom an error does no
+/// harm.
 ///
 /// # Errors
-/// Why that cannot be told.
+/// The reason why the look fails.
 pub fn free_now(vmm: &mut dyn vmm::Source, ram: &Arc<dyn Memory>) -> Result<PageMap, Box<dyn Error>> {
     let Asked { memory, processors } = Asked::ask(vmm, ram)?;
     let look = Introspection::find(&memory, &processors)?.look(&memory, &processors)?;
     Ok(memory.pages(ram.layout(), &look.free))
 }
 
-/// Clean pages of a guest's page cache, in the same way: its kernel could read them again. Experimental; they travel
+/// The clean pages of a guest's page cache, by one look: its kernel could read them again. Experimental; they travel
 /// all the same.
 ///
 /// # Errors
-/// Why that cannot be told.
+/// The reason why the look fails.
 pub fn page_cache_now(vmm: &mut dyn vmm::Source, ram: &Arc<dyn Memory>) -> Result<PageMap, Box<dyn Error>> {
     let Asked { memory, processors } = Asked::ask(vmm, ram)?;
     let cache = Introspection::find(&memory, &processors)?.page_cache(&memory, &processors)?;
@@ -391,7 +393,7 @@ mod tests {
         let block = BlockSpec { id: "ram".into(), bytes: (4 << 20) + 8192, page_bytes: 4096, path: String::new() };
         let layout = Layout::new(&[block]).unwrap();
         let mut found = PageMap::empty(&layout);
-        // One chunk as a whole, the short one at the end too, a page of a third: one of three that cost something.
+        // Free are one whole chunk, the short one at the end, and a page of a third: one of three costs something.
         *found.chunk_mut(ChunkIndex(1)) = PageSet::first(256);
         *found.chunk_mut(ChunkIndex(4)) = PageSet::first(2);
         found.insert(PageIndex { chunk: ChunkIndex(2), page: 9 });

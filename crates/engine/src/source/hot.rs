@@ -6,16 +6,16 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::skip::Skip;
 
-/// Which pages are hot. A page is hot when each of the last three collections yielded it.
+/// The set of hot pages. A page is hot when each of the last three collections yielded it.
 #[derive(Debug)]
 pub struct HotPages {
-    /// What the last collections yielded, the latest first. Empty where nothing is to be held.
+    /// The pages of the last collections, the latest first. Empty where no page is to be held back.
     last: [PageMap; 3],
     holds: bool,
 }
 
 impl HotPages {
-    /// A set with no page in it. Where nothing is to be held it stays empty.
+    /// An empty set. It stays empty where no page is to be held back.
     #[must_use]
     pub fn new(layout: &Layout, holds: bool) -> Self {
         Self { last: std::array::from_fn(|_| PageMap::empty(layout)), holds }

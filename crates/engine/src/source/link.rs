@@ -25,7 +25,7 @@ use crate::transport::{SessionKey, call};
 
 /// How long the destination may take to check the machine and to start its VMM.
 const PREPARE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How often the clocks are compared; the quickest answer counts.
+/// How many times the clocks are compared; the quickest answer counts.
 const CLOCK_SAMPLES: usize = 5;
 
 /// What the destination said of itself.
@@ -39,9 +39,9 @@ pub struct Peer {
     pub sterna: String,
     /// Its clock minus ours, microseconds.
     pub clock_offset_us: i64,
-    /// Why the guest cannot run there before all its pages are there, where that was proposed.
+    /// Why post-copy is impossible there, where it was proposed.
     pub no_postcopy: Option<Problem>,
-    /// Who it is, where it is not too old to say so.
+    /// Its identity, where it is not too old to say so.
     pub identity: Option<DaemonId>,
 }
 
@@ -50,7 +50,7 @@ pub struct Link {
     session: SessionKey,
     address: String,
     credentials: Option<Arc<Credentials>>,
-    /// How both sides digest the migration's pages.
+    /// The digester of both sides for the migration's pages.
     digester: Digester,
     /// Requests and replies.
     pub control: Asking,
@@ -72,16 +72,16 @@ impl Link {
         Ok(Self { session, address: address.into(), credentials, digester, control })
     }
 
-    /// How both sides digest the migration's pages.
+    /// The digester of both sides for the migration's pages.
     #[must_use]
     pub fn digester(&self) -> Digester {
         self.digester
     }
 
-    /// Proposes the machine; what the destination says of itself.
+    /// Proposes the machine. Returns what the destination says of itself.
     ///
     /// # Errors
-    /// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it only does so for now.
+    /// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it refuses only for now.
     pub fn propose(
         &mut self,
         id: MigrationId,
@@ -112,7 +112,7 @@ impl Link {
         Ok(Peer { host, qemu, sterna, clock_offset_us: 0, no_postcopy, identity })
     }
 
-    /// A connection that carries pages.
+    /// Opens a connection that carries pages.
     ///
     /// # Errors
     /// [`MigrateError`].
@@ -120,7 +120,7 @@ impl Link {
         Ok(Stream::new(self.call(Role::Pages(index))?, self.session.key, self.digester))
     }
 
-    /// The connection that carries the devices' state.
+    /// Opens the connection that carries the devices' state.
     ///
     /// # Errors
     /// [`MigrateError`].
@@ -128,7 +128,7 @@ impl Link {
         self.call(Role::Devices)
     }
 
-    /// The connections of faults: what asks for pages, and what brings them.
+    /// Opens the connections of faults: one carries page requests, the other those pages.
     ///
     /// # Errors
     /// [`MigrateError`].
@@ -137,11 +137,11 @@ impl Link {
         Ok((requests, Stream::new(self.call(Role::Urgent)?, self.session.key, self.digester)))
     }
 
-    /// Goes on with a migration whose guest runs there already; only with the daemon that took it, where that is known.
+    /// Goes on with a migration whose guest runs there already, only with the daemon that took it, where that is known.
     ///
     /// # Errors
-    /// [`MigrateError::Peer`] where no page is missing there any more, or the guest has ended; else what went wrong on
-    /// the way.
+    /// [`MigrateError::Peer`] where no page is missing there any more, or the guest has ended; else the connection's
+    /// error.
     pub fn resume(
         &mut self,
         id: MigrationId,
@@ -171,7 +171,7 @@ impl Link {
                 Reply::Missing(part) if part.first.0 == first => part,
                 _ => return Err(MigrateError::Reply("another part of the missing pages than was asked for")),
             };
-            // A part of no chunks is refused: this comes to an end.
+            // A part of no chunks is refused, so this loop ends.
             residue::add(&part, layout, &mut map)
                 .map_err(|_| MigrateError::Reply("a part of the missing pages that is invalid"))?;
             first += part.chunks;
@@ -183,8 +183,8 @@ impl Link {
         call(&self.address, self.session, role, self.credentials.as_deref())
     }
 
-    /// Waits until all of a round has arrived, for as long as the destination takes any of it in, which `taken_bytes`
-    /// counts; the pages to send again.
+    /// Waits until all of a round has arrived, for as long as the destination takes bytes, which `taken_bytes` counts.
+    /// Returns the pages to send again.
     ///
     /// # Errors
     /// [`MigrateError`].
@@ -203,7 +203,8 @@ impl Link {
         }
     }
 
-    /// The peer's clock minus ours in microseconds, by the quickest of some answers: at most half its time wrong.
+    /// The peer's clock minus ours in microseconds, by the quickest of some answers. The error is at most half of its
+    /// round trip.
     ///
     /// # Errors
     /// [`MigrateError`].

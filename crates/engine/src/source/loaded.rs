@@ -6,28 +6,28 @@ use sterna_api::report;
 
 use crate::vmm::EventTime;
 
-/// A guest that is stopped, with its devices at the destination, and its RAM or the map of what is to come of it: one
-/// word lets it run there.
+/// A guest that is stopped, with its devices at the destination, and its RAM or the residue: `Commit` lets it run
+/// there.
 pub struct Loaded {
-    /// When it stopped, by the VMM's event.
+    /// The moment of its stop, by the VMM's event.
     pub stop: EventTime,
     /// The parts of the downtime so far.
     pub downtime: report::Downtime,
-    /// The comparison of both sides.
+    /// The comparison of both sides' pages.
     pub verify: report::Verify,
-    /// Pages that are still to come, their map's bytes and what it took.
+    /// The residue, where pages are still to come.
     pub residue: Option<Residue>,
-    /// When the destination had loaded the devices, by this host's clock, microseconds.
+    /// The moment when the destination had loaded the devices, by this host's clock, microseconds.
     pub loaded_us: u64,
 }
 
-/// The map of what is still to come, for the report.
+/// The residue, for the report.
 #[derive(Debug, Clone, Copy)]
 pub struct Residue {
     /// Its pages.
     pub pages: u64,
-    /// Its bytes.
+    /// The bytes of its map.
     pub bytes: u64,
-    /// The time for making and sending it.
+    /// The time for making and sending the map.
     pub took: Duration,
 }

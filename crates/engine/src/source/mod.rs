@@ -1,7 +1,7 @@
 //! The source's side of a migration, phase by phase: `connect` → `prepare` → `precopy` → `switchover` →
 //! `postcopy` → `finish`, and from each of the first four, `rollback`.
 
-/// What every phase works with.
+/// The state that all phases share.
 pub mod departure;
 
 /// Phase *connect*: version and features.
@@ -19,10 +19,10 @@ pub mod precopy;
 /// Rounds of pages.
 pub mod rounds;
 
-/// Written pages, by write tracking.
+/// Tracking: which pages the guest writes.
 pub mod track;
 
-/// Skips: reasons to leave outstanding pages to a later round.
+/// Skips: reasons that leave outstanding pages to a later round.
 pub mod skip;
 
 /// Fake dirty pages: written again before their turn.
@@ -43,22 +43,22 @@ pub mod sent;
 /// Unchanged pages: their content is what was last sent.
 pub mod content;
 
-/// Selection: what of a chunk travels.
+/// Selection: the decision which pages of a chunk travel.
 pub mod select;
 
 /// Copies of pages' bodies, in memory that is used again.
 pub mod copies;
 
-/// Encoding: differences, compressed, or as it is.
+/// Encoding: deltas, compressed, or plain.
 pub mod encode;
 
-/// Outbound: what of a chunk goes on its way, ready to be sent.
+/// Outbound: what goes of a chunk, ready to be sent.
 pub mod outbound;
 
 /// Streams: the connections that carry pages.
 pub mod stream;
 
-/// Route: which of them a chunk takes.
+/// Route: which connection a chunk takes.
 pub mod route;
 
 /// Queues between the threads that encode and those that send.
@@ -76,16 +76,16 @@ pub mod switchover;
 /// A guest whose devices are loaded at the destination.
 pub mod loaded;
 
-/// The devices' state on its way.
+/// The devices' state on its way to the destination.
 pub mod devices;
 
 /// Verification: the comparison of both sides.
 pub mod verify;
 
-/// The point of no return.
+/// Commit: the point of no return.
 pub mod commit;
 
-/// Where the guest is in the end.
+/// Fate: where the guest is in the end.
 pub mod fate;
 
 /// Phase *postcopy*: the rest of the pages follows.
@@ -106,10 +106,10 @@ mod serve;
 /// Observation: a short look at a guest that runs on.
 pub mod observe;
 
-/// Samples of what its pages hold.
+/// Samples of the content of a guest's pages.
 pub mod sample;
 
-/// Estimation: what a migration would take.
+/// Estimation: what a migration would cost.
 pub mod estimate;
 
 use std::sync::Arc;
@@ -146,15 +146,15 @@ pub struct Outgoing {
     pub vmm: Box<dyn vmm::Source>,
     /// Its RAM, in the order of `spec.blocks`, with addresses in the VMM's process.
     pub blocks: Vec<BlockFile>,
-    /// What watches its writes; [`track::WriteProtect`] for QEMU.
+    /// The tracker of its writes; [`track::WriteProtect`] for QEMU.
     pub tracker: Box<dyn Tracker>,
-    /// What slows it down where that is asked for; [`throttle::ProcessThrottle`] for QEMU.
+    /// The throttle, where one is asked for; [`throttle::ProcessThrottle`] for QEMU.
     pub throttle: Box<dyn Throttle>,
     /// Whether it is known that disks write into its RAM past the page tables (direct I/O); the VMM is asked again
-    /// while its pages go.
+    /// while its pages are sent.
     pub direct_io: bool,
-    /// For tests that show what the order of looking is for, and never in earnest: pages that were free once are left
-    /// out for ever, whoever writes them.
+    /// Whether pages that were free once are left out for ever, whoever writes them. Only for tests that show why the
+    /// order of the looks matters.
     #[doc(hidden)]
     pub trust_first_look: bool,
     /// What all migrations away from this host may send together.
@@ -165,13 +165,13 @@ pub struct Outgoing {
 
 /// A migration that has ended.
 pub struct Outcome {
-    /// What it did.
+    /// Its report.
     pub report: Report,
-    /// The VMM; ended where the fate is [`Fate::There`].
+    /// The VMM, which has ended where the fate is [`Fate::There`].
     pub vmm: Box<dyn vmm::Source>,
     /// Where the guest is.
     pub fate: Fate,
-    /// Which daemon accepted it, where it got that far and that one could say so.
+    /// The daemon that accepted it, where it got that far and the daemon could say who it is.
     pub daemon: Option<DaemonId>,
 }
 
@@ -215,7 +215,7 @@ pub fn migrate(
     Outcome { report: account.report, vmm, fate, daemon }
 }
 
-/// The phases in their order. An error means that the guest is still the source's.
+/// Runs the phases in their order. An error means that the guest is still the source's.
 fn depart(departure: &mut Departure) -> Result<Fate, MigrateError> {
     let ram = departure.check()?;
     let mut link = connect::connect(departure)?;
@@ -229,7 +229,7 @@ fn depart(departure: &mut Departure) -> Result<Fate, MigrateError> {
     }
 }
 
-/// Those of the phases in which the guest is still here.
+/// Runs the phases in which the guest is still here.
 fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> Result<Gone, MigrateError> {
     let mut prepared = prepare::prepare(departure, link, ram)?;
     let given = precopy::precopy(departure, link, &mut prepared)
@@ -246,9 +246,9 @@ fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> R
     }
 }
 
-/// What is left to do once the guest has gone, or nobody knows whether it has.
+/// The work that is left once the guest has gone, or nobody knows whether it has.
 enum Gone {
-    /// Nothing.
+    /// No work is left.
     Ended(Fate),
     /// Its pages follow it.
     Paging(Box<Handed>),

@@ -1,12 +1,12 @@
-//! A short look at a guest that runs on: how many pages it writes in which time, and what they hold.
+//! A short observation of a guest that runs on: how many pages it writes in which time, and their content.
 //!
-//! The observation has two halves. In each, looks that change nothing ([`Watch`](crate::source::track::Watch)) show the
-//! working set grow; between them the pages written are collected and watched anew, so that the second half shows how
-//! many of the first half's pages are written *again*, and both together the working set over the whole time. What it
-//! costs the guest is a write fault for each page that it writes in a half.
+//! The observation has two halves. In each half, looks that change nothing ([`Watch`](crate::source::track::Watch))
+//! show how the working set grows. Between the halves the written pages are collected and watched anew. So the second
+//! half shows how many of the first half's pages are written *again*, and both together the working set over the whole
+//! time. The cost to the guest is a write fault for each page that it writes in a half.
 //!
-//! Nothing that is sent depends on what is seen here, so no write has to be seen: a look that misses one makes an
-//! estimate a little wrong. Watching always ends with the observation, whatever its end.
+//! No page that is sent depends on an observation, so a look may miss a write: the estimate is then a little wrong.
+//! Watching always ends with the observation, however that ends.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,21 +22,21 @@ use crate::error::MigrateError;
 use crate::memory::{Memory, is_zero};
 use crate::monitor::Monitor;
 
-/// When to look, milliseconds after watching begins anew.
+/// The times of the looks, milliseconds after watching begins anew.
 const LOOKS_MS: [u64; 11] = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000];
-/// Pages written whose content is compared: a share of half of them is known to three hundredths.
+/// How many written pages have their content compared: a share of one half is then known to within 0.03.
 const COMPARED_PAGES: usize = 1024;
-/// How long a wait may go on unasked.
+/// How often a wait asks whether it should go on.
 const ASK: Duration = Duration::from_millis(50);
 
-/// What was seen.
+/// The result of an observation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Observation {
     /// The guest, for [`predict`](sterna_protocol::estimate::predict).
     pub guest: Guest,
-    /// What its pages hold.
+    /// The sampled content of its pages.
     pub sampled: Sampled,
-    /// Pages of its RAM.
+    /// The number of pages of its RAM.
     pub total_pages: u64,
     /// Pages that the host has given memory for.
     pub allocated_pages: u64,
@@ -48,11 +48,11 @@ pub struct Observation {
     pub written: Vec<(f64, u64)>,
     /// How long writes were watched.
     pub duration: Duration,
-    /// Looks at the page tables.
+    /// The number of looks at the page tables.
     pub looks: u64,
-    /// Time they took.
+    /// The time they took.
     pub look_time: Duration,
-    /// Write faults that the guest took.
+    /// The write faults that the guest took.
     pub write_faults: u64,
 }
 
@@ -71,7 +71,7 @@ pub fn observe(
     let seen = watch(ram, tracker, duration, monitor);
     tracker.disarm();
     let seen = seen?;
-    // Only now: the guest pays nothing for what is compressed here.
+    // Sampling comes only now: watching has ended, so its time costs the guest nothing.
     monitor.check()?;
     let allocated = ram.allocated().map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
     let mut used = allocated.clone();
@@ -99,7 +99,7 @@ pub fn observe(
     })
 }
 
-/// What watching showed.
+/// The result of watching.
 struct Seen {
     written: Vec<(f64, u64)>,
     again: Vec<(f64, f64)>,
@@ -126,7 +126,7 @@ fn watch(
     let early = collect(ram, tracker)?;
     let middle = Instant::now();
     first.push(Look::new(middle - began, &early, &nothing));
-    // Digested after they are watched anew: what changes them from now on makes them written in the second half.
+    // The pages are digested after they are watched anew: a change from now on makes them written in the second half.
     let digests = digests(ram, &early)?;
 
     let mut second = looker.looks(middle, duration / 2, &early)?;
@@ -140,7 +140,7 @@ fn watch(
         silent += u64::from(now == before || now == ZEROS);
     }
 
-    // The same time after either beginning, on average; then both halves as one.
+    // First the average of both halves at the same time after their beginnings; then both halves as one.
     let halves = first.iter().zip(&second);
     let mean = halves.map(|(one, other)| ((one.seconds + other.seconds) / 2.0, (one.pages + other.pages) / 2));
     let offset = (middle - began).as_secs_f64();
@@ -159,15 +159,15 @@ fn watch(
     })
 }
 
-/// What one look showed.
+/// The result of one look.
 struct Look {
-    /// Since watching began anew.
+    /// The time since watching began anew.
     seconds: f64,
-    /// Pages written since.
+    /// Pages written since then.
     pages: u64,
     /// Those of them that were written before it, too.
     again: u64,
-    /// Pages written since or before.
+    /// Pages written since then or before it.
     together: u64,
 }
 
@@ -180,7 +180,7 @@ impl Look {
     }
 }
 
-/// Looks without changing anything.
+/// The looks, which change nothing.
 struct Looker<'a> {
     ram: &'a dyn Memory,
     watch: Option<Arc<dyn Watch>>,
@@ -190,11 +190,11 @@ struct Looker<'a> {
 }
 
 impl Looker<'_> {
-    /// Looks at growing intervals until so long after `since`, and returns at the end of that time. What was written
-    /// `before` is told apart.
+    /// Looks at growing intervals until `duration` after `since`, and returns at the end of that time. Pages written
+    /// `before` are counted apart.
     fn looks(&mut self, since: Instant, duration: Duration, before: &PageMap) -> Result<Vec<Look>, MigrateError> {
         let mut looks = Vec::new();
-        // One that would come shortly before the collection at the end shows nothing more.
+        // A look shortly before the collection at the end would show nothing more.
         let times = LOOKS_MS.map(Duration::from_millis).into_iter().filter(|time| *time * 5 <= duration * 4);
         for time in times {
             self.wait_until(since + time)?;
@@ -226,7 +226,7 @@ fn collect(ram: &dyn Memory, tracker: &mut dyn Tracker) -> Result<PageMap, Migra
     Ok(written)
 }
 
-/// In place of a digest: zeros, or a hole.
+/// The value in place of a digest for zeros or a hole.
 const ZEROS: u64 = 0;
 
 /// Digests of some of these pages.
@@ -235,7 +235,7 @@ fn digests(ram: &dyn Memory, pages: &PageMap) -> Result<Vec<(PageIndex, u64)>, M
     chosen.iter().flat_map(pages_of).map(|page| Ok((page, digest(ram, page)?))).collect()
 }
 
-/// A page's digest. One that was given back is not touched: reading a hole would fill it.
+/// A page's digest. A discarded page is not touched: reading a hole would fill it.
 fn digest(ram: &dyn Memory, page: PageIndex) -> Result<u64, MigrateError> {
     let allocated = ram.allocated_in(page.chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
     if !allocated.contains(page.page) {

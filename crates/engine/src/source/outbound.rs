@@ -1,11 +1,10 @@
-//! Outbound: what of a chunk goes on its way, and how. Made here for all who send: rounds, the push after the
-//! switchover, and the pages that faults ask for.
+//! Outbound: what goes of a chunk, and how. It is made here for all senders: rounds, the push after the switchover, and
+//! requested pages.
 //!
-//! Which pages go has been decided before ([`Selected`](crate::source::select::Selected)): in rounds by
-//! [`select`](crate::source::select), afterwards by [`bodies`](crate::source::postcopy). What is left is the same for
-//! all: bodies straight from the guest's RAM, or copies of them as they are, or copies encoded; and the frame that says
-//! so. A page that goes as a reference to another page's content would be one more set beside the full ones, the
-//! differences and the zeros.
+//! Which pages go was decided before ([`Selected`](crate::source::select::Selected)): in rounds by
+//! [`select`](crate::source::select), afterwards by [`bodies`](crate::source::postcopy). The rest is the same for all:
+//! bodies straight from the guest's RAM, plain copies or encoded copies, and the frame that describes them. Pages that
+//! go as references to other pages' content would be one more set beside the full ones, the deltas and the zeros.
 
 use sterna_protocol::frame::packed::PackedFrame;
 use sterna_protocol::frame::{ChunkFrame, Frame};
@@ -19,7 +18,7 @@ use super::sent::SentTable;
 use crate::error::MigrateError;
 use crate::memory::Memory;
 
-/// What of a chunk goes, ready to be sent.
+/// What goes of a chunk, ready to be sent.
 pub struct Outbound<'a> {
     /// The chunk.
     pub chunk: ChunkIndex,
@@ -27,17 +26,17 @@ pub struct Outbound<'a> {
     pub frame: Frame,
     /// The digests of its bodies.
     pub digests: Vec<u64>,
-    /// What follows: bodies or blocks.
+    /// The payload that follows: bodies or blocks.
     pub payload: Payload<'a>,
-    /// Where the pages went that it is about, also those that do not travel.
+    /// The counts of all its pages, including those that do not travel.
     pub counts: Counts,
 }
 
-/// Where the bodies or blocks of a frame are.
+/// The bodies or blocks of a frame.
 pub enum Payload<'a> {
-    /// In memory that they are sent from: the guest's own.
+    /// In the guest's own memory, from which they are sent.
     InPlace(Vec<Outgoing<'a>>),
-    /// In a buffer, which can be had back.
+    /// In a buffer, which can be used again.
     Buffer(Vec<u8>),
 }
 
@@ -51,7 +50,7 @@ impl Payload<'_> {
         }
     }
 
-    /// Adds where it is to what is sent.
+    /// Adds the payload's memory to what is sent.
     pub fn add_to<'b>(&'b self, vectors: &mut Vec<Outgoing<'b>>) {
         match self {
             Self::InPlace(runs) => vectors.extend(runs),
@@ -59,7 +58,7 @@ impl Payload<'_> {
         }
     }
 
-    /// The buffer, where it is in one, to be used again.
+    /// The buffer, if the payload is in one, for another use.
     #[must_use]
     pub fn into_buffer(self) -> Option<Vec<u8>> {
         match self {
@@ -69,32 +68,31 @@ impl Payload<'_> {
     }
 }
 
-/// What a round's pages are read, compared and encoded with.
+/// The means by which a round's pages are read, compared and encoded.
 #[derive(Clone, Copy)]
 pub struct Making<'a> {
     /// The round's number.
     pub round: u32,
     /// The guest's RAM.
     pub ram: &'a dyn Memory,
-    /// What was sent before.
+    /// The table of what was sent before.
     pub sent: &'a SentTable,
     /// How pages are encoded.
     pub encoding: &'a Encoding,
 }
 
 impl<'a> Making<'a> {
-    /// Decides about the wanted pages of a chunk; where they went, and what goes of them, where anything does.
+    /// Decides about the wanted pages of a chunk. Returns their counts, and what goes of them, if anything does.
     ///
     /// # Errors
-    /// As [`select`], or no memory for a compressor.
+    /// As [`select`], or no memory is left for a compressor.
     pub fn outbound(
         &self,
         encoder: &mut Encoder,
         wanted: &Wanted,
     ) -> Result<(Counts, Option<Outbound<'a>>), MigrateError> {
         let (ram, encoding, at) = (self.ram, self.encoding, (self.round, wanted.chunk));
-        // Where bodies are neither encoded nor dear to hash they are sent from where they are, if this kind of memory
-        // lets them.
+        // Bodies that are not encoded and have a quick hash are sent in place, if this kind of memory allows it.
         let straight = encoding.is_straight() && ram.in_place(wanted.chunk, &PageSet::EMPTY).is_some();
         let keep = if straight { Keep::Nothing } else { Keep::Full };
         let copies = encoder.copies();
@@ -115,14 +113,14 @@ impl<'a> Making<'a> {
 }
 
 impl Outbound<'_> {
-    /// What the pacer is asked for, bytes: all but the frame's header.
+    /// The bytes that count for the pacer: all except the frame's header.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         (self.payload.bytes() + self.digests.len() * 8) as u64
     }
 
-    /// A chunk's pages, the bodies of the full ones being the copies that the encoder keeps. They are `packed` where it
-    /// is said how and there is any, and take the place of what is in `buffer`.
+    /// A chunk's pages, whose full bodies are the copies that the encoder keeps. The copies, if there are any, are
+    /// encoded by `packed`, where it is given. They replace the content of `buffer`.
     ///
     /// # Errors
     /// No memory for a compressor.
@@ -150,7 +148,7 @@ impl Outbound<'_> {
 }
 
 impl<'a> Outbound<'a> {
-    /// Bodies as they are.
+    /// An outbound with plain bodies.
     fn plain((round, chunk): (u32, ChunkIndex), selected: Selected, payload: Payload<'a>) -> Self {
         let Selected { full, zero, digests, counts, .. } = selected;
         Self { chunk, frame: Frame::Chunk(ChunkFrame { round, chunk, full, zero }), digests, payload, counts }
@@ -219,7 +217,7 @@ mod tests {
         assert_eq!(bytes(&straight), [[3; PAGE_BYTES], [4; PAGE_BYTES], [9; PAGE_BYTES]].concat());
         assert_eq!(bytes(&straight), bytes(&buffered));
         assert_eq!(straight.bytes(), 3 * (PAGE_BYTES as u64 + 8));
-        // The guest writes before it is sent: what is sent in place is suspect then, and a copy never is.
+        // The guest writes before the send: a body that is sent in place is suspect then, and a copy never is.
         for ram in [&ram as &dyn Memory, &copied] {
             ram.write(ChunkIndex(0), &[4].into_iter().collect(), &[1; PAGE_BYTES]).unwrap();
         }

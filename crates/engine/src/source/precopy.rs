@@ -1,4 +1,4 @@
-//! Phase *precopy*: rounds while the guest runs, until a short pause is to be expected.
+//! Phase *precopy*: rounds while the guest runs, until the predicted pause is short.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -15,29 +15,30 @@ use crate::error::MigrateError;
 use crate::monitor::Monitor;
 use crate::vmm::{self, VmmError};
 
-/// What saving, moving and loading the devices takes, as measured on QEMU 7.2 and 10.0.
+/// The time for saving, moving and loading the devices, as measured on QEMU 7.2 and 10.0.
 pub const DEVICE_TIME: Duration = Duration::from_millis(6);
 /// How often the VMM is asked whether its guest is still there.
 const ENDED_LOOK: Duration = Duration::from_millis(100);
-/// How often it is looked whether the guest has other processors' threads than those that are slowed down.
+/// How often the throttle checks whether the guest has processors' threads that are not slowed down.
 const THREADS_LOOK: Duration = Duration::from_secs(1);
 /// How often a wait between two rounds checks for cancellation.
 const WAIT_STEP: Duration = Duration::from_millis(10);
 
-/// How rounds end.
+/// The way in which rounds end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
     /// The rest of the pages goes in the pause.
     Switchover,
-    /// It goes after the guest's start at the destination.
+    /// The rest goes after the guest's start at the destination.
     Postcopy(Because),
 }
 
-/// Sends rounds until [`Convergence`] says to stop the guest; none where the options want none. The first has been made
-/// outstanding. What was done to make it converge is in the account, also where it fails.
+/// Sends rounds until [`Convergence`] says to stop the guest, or no rounds where the options want none. The pages of
+/// the first round are outstanding already. The account says what was done to make the migration converge, also where
+/// it fails.
 ///
 /// # Errors
-/// What went wrong on the way, [`MigrateError::NotConverging`] or [`MigrateError::Cancelled`].
+/// The link's or this host's error, [`MigrateError::NotConverging`] or [`MigrateError::Cancelled`].
 pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepared) -> Result<Ending, MigrateError> {
     let options = departure.options.resolved();
     if options.mode == Mode::Postcopy {
@@ -49,7 +50,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
     let Departure { vmm, tracker, throttle, monitor, account, .. } = departure;
     let (vmm, rounds) = (&mut **vmm, &mut prepared.rounds);
     monitor.enter(Phase::Precopy);
-    // `precopy` with `--on-timeout postcopy` waits for the time to be up.
+    // `precopy` with `--on-timeout postcopy` waits until the time is over.
     let goal = goal(&options, prepared.begun.is_some() && options.mode != Mode::Precopy);
     let until =
         goal.timeout.and_then(|timeout| Instant::now().checked_add(timeout.saturating_sub(monitor.under_way())));
@@ -107,24 +108,24 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
     }
 }
 
-/// What slows the guest down, and the account of it.
+/// The throttle of the guest, and the account of its use.
 pub struct Brake<'a> {
     throttle: &'a mut dyn Throttle,
     monitor: &'a Monitor,
     account: &'a mut report::Convergence,
-    /// What it is set to, and when the threads were last looked up.
+    /// The percentage that is set, and when the threads were last looked up.
     set: Option<(u8, Instant)>,
     failure: Option<MigrateError>,
 }
 
 impl<'a> Brake<'a> {
-    /// Not used yet.
+    /// A brake that is not used yet.
     pub fn new(throttle: &'a mut dyn Throttle, monitor: &'a Monitor, account: &'a mut report::Convergence) -> Self {
         Self { throttle, monitor, account, set: None, failure: None }
     }
 
-    /// Slows the guest down. It worked when it was tried at the beginning: where it does not now, the migration goes on
-    /// without, and says so should it not converge.
+    /// Slows the guest down. The throttle worked in the trial at the beginning: if it fails now, the migration goes on
+    /// without it, and says so if it does not converge.
     fn set(&mut self, percent: u8, vmm: &mut dyn vmm::Source) {
         self.set = Some((percent, Instant::now()));
         let done = vmm.processor_threads().map_err(MigrateError::from);
@@ -141,7 +142,7 @@ impl<'a> Brake<'a> {
         }
     }
 
-    /// Slows down the threads of processors that were plugged meanwhile, too.
+    /// Slows down also the threads of processors that were plugged meanwhile.
     fn follow(&mut self, vmm: &mut dyn vmm::Source) {
         if let Some((percent, at)) = self.set
             && at.elapsed() >= THREADS_LOOK
@@ -174,8 +175,8 @@ fn goal(options: &MigrateOptions, postcopy: bool) -> Goal {
     }
 }
 
-/// Does `work`, which checks with the monitor, and meanwhile looks after the VMM: a round can take minutes, and a guest
-/// that switched itself off in its first second needs no more of it.
+/// Does `work`, which checks the monitor, and meanwhile watches the VMM: a round can take minutes, which are in vain
+/// once the guest has switched itself off.
 fn watched(
     vmm: &mut dyn vmm::Source,
     monitor: &Monitor,
@@ -184,7 +185,7 @@ fn watched(
     let (done, is_done) = mpsc::channel::<()>();
     let (result, ended) = std::thread::scope(|scope| {
         let looking = scope.spawn(move || -> Option<VmmError> {
-            // The last look is after the work: what ended meanwhile is no reason to begin the next round.
+            // The last look comes after the work: if the VMM ended meanwhile, the next round must not begin.
             while is_done.recv_timeout(ENDED_LOOK) == Err(RecvTimeoutError::Timeout) {
                 if let Some(ended) = vmm.ended() {
                     monitor.interrupt();
@@ -197,11 +198,11 @@ fn watched(
         drop(done);
         (result, looking.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
-    // Where the VMM is gone, that is why the work was interrupted or failed.
+    // If the VMM is gone, that is why the work was interrupted or failed.
     ended.map_or(result, |ended| Err(ended.into()))
 }
 
-/// Waits for a moment, if it has not passed.
+/// Waits until a moment, if it has not passed.
 fn wait(monitor: &Monitor, until: Instant) -> Result<(), MigrateError> {
     loop {
         monitor.check()?;

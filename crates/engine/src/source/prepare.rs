@@ -23,14 +23,14 @@ pub struct Prepared<'a> {
     pub rounds: Rounds<'a>,
     /// The connection that carries the devices' state, until the switchover takes it.
     pub devices: Option<Connection>,
-    /// What serves faults once the guest runs at the destination; `None` where no page may follow it.
+    /// The thread that serves faults once the guest runs at the destination; `None` where no page may follow it.
     pub begun: Option<Begun>,
     /// The destination's clock minus ours, microseconds.
     pub clock_offset_us: i64,
 }
 
 impl Prepared<'_> {
-    /// The reason for an error: where faults could not be served, that ended everything else.
+    /// The reason for an error: where faults could not be served, that failure ended everything else.
     pub fn reason(&self, error: MigrateError) -> MigrateError {
         let failure = self.begun.as_ref().and_then(Begun::failure);
         match (error, failure) {
@@ -43,8 +43,8 @@ impl Prepared<'_> {
 /// Proposes the machine, opens the session's other connections, sets up the VMM's migration and arms tracking.
 ///
 /// # Errors
-/// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it does so for now, or what went
-/// wrong here.
+/// [`MigrateError::Peer`] where the destination refuses, [`MigrateError::Busy`] where it refuses for now, or this
+/// host's error.
 pub fn prepare<'a, 'd: 'a>(
     departure: &mut Departure<'d>,
     link: &mut Link,
@@ -84,11 +84,11 @@ pub fn prepare<'a, 'd: 'a>(
     Ok(Prepared { rounds, devices, begun, clock_offset_us })
 }
 
-/// Takes in what the destination said: it has accepted the machine, perhaps not for every mode.
+/// Takes the destination's answer into account: it has accepted the machine, perhaps not for every mode.
 fn agree(departure: &mut Departure, link: &Link, peer: &Peer) -> Result<(), MigrateError> {
     if let Some(problem) = &peer.no_postcopy {
         if departure.options.must_postcopy() {
-            // It waits for the other connections, and would not hear an `Abort`; this it notices.
+            // The destination waits for the other connections, and would not read an `Abort`; it notices this hang-up.
             link.control.hang_up().map_err(MigrateError::host("hanging up"))?.now();
             return Err(MigrateError::Peer(problem.clone()));
         }

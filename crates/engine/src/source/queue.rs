@@ -1,4 +1,4 @@
-//! Queues of what goes next over each connection, between the threads that encode and those that send.
+//! Queues of frames for each connection, between the threads that encode and those that send.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender, TryRecvError, TrySendError};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::encode::Meter;
 use super::outbound::Outbound;
 
-/// Frames that wait for a connection: one to go next while another is made.
+/// How many frames wait for a connection: one goes next while another is made.
 const QUEUED: usize = 2;
 
 /// The end of a queue at which a sender takes frames.
@@ -23,14 +23,14 @@ pub struct Queue<'a> {
 #[derive(Clone)]
 pub struct Inlet<'a>(SyncSender<Outbound<'a>>);
 
-/// A queue for one connection. Whoever fails says so in `stopped`; `meter` is told of waits.
+/// A queue for one connection. A thread that fails sets `stopped`; `meter` counts the waits.
 pub fn queue<'a>(stopped: &'a AtomicBool, meter: Option<&'a Meter>) -> (Inlet<'a>, Queue<'a>) {
     let (fill, frames) = mpsc::sync_channel(QUEUED);
     (Inlet(fill), Queue { frames, stopped, meter, begun: false })
 }
 
 impl<'a> Queue<'a> {
-    /// The next frame; `None` where no more comes.
+    /// Takes the next frame; `None` where no more comes.
     pub fn take(&mut self) -> Option<Outbound<'a>> {
         let (frame, waited) = match self.frames.try_recv() {
             Ok(frame) => (frame, Duration::ZERO),
@@ -57,7 +57,8 @@ impl<'a> Queue<'a> {
 }
 
 impl<'a> Inlet<'a> {
-    /// Puts a frame into the queue; how long it had to wait, or `None` where nobody takes it any more.
+    /// Puts a frame into the queue. Returns how long it waited for room, or `None` where nobody takes the frame any
+    /// more.
     pub fn put(&self, frame: Outbound<'a>) -> Option<Duration> {
         match self.0.try_send(frame) {
             Ok(()) => Some(Duration::ZERO),

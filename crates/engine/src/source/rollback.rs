@@ -10,13 +10,13 @@ use super::link::Link;
 use crate::error::MigrateError;
 use crate::vmm::VmmError;
 
-/// Why a migration failed that has a connection: the destination is told, and perhaps knows better.
+/// The reason why a migration with a connection failed. The destination is told, and may know a better reason.
 pub fn reason(departure: &mut Departure, link: &mut Link, error: MigrateError) -> MigrateError {
-    // Once the guest was given away, the destination's verdict was the last word.
+    // Once the guest was given away, the destination's verdict was final.
     let theirs = if link.control.owner() == Owner::Source { link.control.abort() } else { None };
     match (error, theirs) {
         (MigrateError::Link { .. }, Some(problem)) => MigrateError::Peer(problem),
-        // The kernel says that it is gone; it may have said itself that the guest switched itself off.
+        // The kernel says that the VMM is gone; the VMM may have said before that the guest switched itself off.
         (MigrateError::Vmm(VmmError::Gone { guest_off: false }), _) => {
             departure.vmm.ended().unwrap_or(VmmError::Gone { guest_off: false }).into()
         }
@@ -24,9 +24,9 @@ pub fn reason(departure: &mut Departure, link: &mut Link, error: MigrateError) -
     }
 }
 
-/// Lets the guest run on here, and writes down why. Every failure before the point of no return leads here.
+/// Lets the guest run on here, and notes why in the report. Every failure before the point of no return leads here.
 pub fn rollback(departure: &mut Departure, error: MigrateError) -> Fate {
-    // Said before anything was asked of the VMM: there is nothing to give back.
+    // The destination says so before the VMM is asked for anything: there is nothing to give back.
     if let MigrateError::Busy(problem) = error {
         departure.account.failed(problem);
         return Fate::NotYet;
@@ -43,7 +43,7 @@ pub fn rollback(departure: &mut Departure, error: MigrateError) -> Fate {
                 VmmError::Gone { .. } => Whereabouts::Gone,
                 _ => Whereabouts::Paused,
             });
-            // Also where its connection ended: whether the VMM has, its process says.
+            // Also where the connection to the VMM ended: its process tells whether the VMM has ended.
             Fate::NotGivenBack
         }
     };

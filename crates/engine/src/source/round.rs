@@ -1,25 +1,25 @@
-//! A round: what is outstanding, sent over all connections, by threads that live as long as it does.
+//! A round: the outstanding pages are sent over all connections, by threads that live as long as the round.
 //!
 //! ```text
 //!   straight:  each sender ─▶ takes its own chunks, decides, sends from RAM
 //!   encoded:   outstanding chunks ─▶ encoders: each takes the next chunk ─▶ a queue for each connection ─▶ its sender
 //! ```
 //!
-//! Which thread encodes a chunk does not matter: it is alone with it, and the frame goes into the queue of the
-//! connection that the chunk takes ([`Route`](crate::source::route::Route)). So order is kept where it counts: a chunk
-//! goes once in a round, and always by the same connection.
+//! Any thread may encode a chunk: it is alone with the chunk, and the frame goes into the queue of the connection that
+//! the chunk takes ([`Route`](crate::source::route::Route)). So order is kept where it matters: a chunk goes once in a
+//! round, and always by the same connection.
 //!
-//! **Memory.** A queue holds two frames of at most a chunk, and a sender and an encoder have one in hand each:
-//! (encoders + 3 × connections) MiB.
+//! **Memory.** A queue holds two frames of at most a chunk, and each sender and each encoder works on one: (encoders +
+//! 3 × connections) MiB.
 //!
-//! **Ends.** Senders and encoders wait for each other at the queues and for nobody else, and each side's end is the
-//! other's: where a sender fails its queue is gone, the next encoder that wants to fill it stops the others; where an
-//! encoder fails it stops the others, and the senders find their queues at an end. Nothing is locked while anybody
+//! **Ends.** Senders and encoders wait for each other at the queues and for nobody else, and each side's end ends the
+//! other. Where a sender fails, its queue is gone, and the next encoder that wants to fill it stops the others. Where
+//! an encoder fails, it stops the others, and the senders find their queues at an end. Nobody holds a lock while he
 //! waits.
 //!
-//! Threads live for a round, and borrow what it is about. To begin and end one takes 25 µs; one that is kept would be
-//! woken in 6. With two that is 4 % of a round of a millisecond, and nothing of one that lasts. A round of fewer chunks
-//! has fewer threads that encode.
+//! Threads live for a round, and borrow its data. To start and end a thread takes 25 µs; to wake a kept one would take
+//! 6. With two threads that is 4 % of a round of a millisecond, and nothing of a long one. A round of few chunks has
+//! fewer threads that encode.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -41,13 +41,13 @@ use crate::error::MigrateError;
 use crate::monitor::Monitor;
 use crate::transport::pacer::Pacer;
 
-/// What all connections share during a round.
+/// The state that all connections share during a round.
 pub struct Round<'a> {
-    /// Its number, the guest's RAM, and what its pages are compared and encoded with.
+    /// Its number, the guest's RAM, and the means to compare and encode its pages.
     pub making: Making<'a>,
-    /// The pages to deal with.
+    /// The pages that the round must send.
     pub outstanding: &'a PageMap,
-    /// Those of them that the guest gave back.
+    /// Those of them that the guest discarded.
     pub discarded: &'a PageMap,
     /// Pages that the guest held free after they were last collected.
     pub free: &'a PageMap,
@@ -55,13 +55,13 @@ pub struct Round<'a> {
     pub pacer: &'a Pacer,
     /// Reasons to leave pages to a later round; absent where the guest has stopped.
     pub skips: Option<&'a Skips>,
-    /// When the round ends, sent or not, where there is such a moment.
+    /// The moment when the round ends, all sent or not, if there is one.
     pub until: Option<Instant>,
     /// Progress and cancelling.
     pub monitor: &'a Monitor,
 }
 
-/// What a round, or a thread's share of it, did.
+/// The result of a round, or of a thread's share of it.
 #[derive(Debug, Default)]
 pub struct Sent {
     /// Where the pages went.
@@ -73,7 +73,7 @@ pub struct Sent {
 }
 
 impl Sent {
-    /// Adds another share.
+    /// Adds the result of another share.
     fn add(&mut self, mut other: Self) {
         self.counts += other.counts;
         self.again.append(&mut other.again);
@@ -84,7 +84,7 @@ impl Sent {
 /// Sends a round over all connections, and returns when all of it is handed to the kernel.
 ///
 /// # Errors
-/// What went wrong on any connection or with any chunk, or [`MigrateError::Cancelled`].
+/// The error of any connection or chunk, or [`MigrateError::Cancelled`].
 pub fn send_round(streams: &mut [Stream], round: &Round) -> Result<Sent, MigrateError> {
     let encoding = round.making.encoding;
     let encoders = encoding.threads().min(round.outstanding.iter().count());
@@ -98,8 +98,8 @@ pub fn send_round(streams: &mut [Stream], round: &Round) -> Result<Sent, Migrate
     result
 }
 
-/// One thread for each connection, the first connection's being this one, and so many that encode; where there are
-/// none, each connection's thread makes its own frames.
+/// Starts one thread for each connection and as many encoders as given; this thread takes the first connection. Without
+/// encoders each connection's thread makes its own frames.
 fn fan_out<'a>(streams: &mut [Stream], round: &'a Round<'a>, encoders: usize) -> Result<Sent, MigrateError> {
     let (encoding, route) = (round.making.encoding, Route::over(streams.len()));
     let outstanding = || round.outstanding.iter().map(|(chunk, pages)| (chunk, *pages));
@@ -118,7 +118,7 @@ fn fan_out<'a>(streams: &mut [Stream], round: &'a Round<'a>, encoders: usize) ->
             let thread = Builder::new().name("encode".into()).spawn_scoped(scope, work);
             encode.push(thread.map_err(MigrateError::host("starting a thread that encodes pages"))?);
         }
-        // From here on they are the encoders' alone: when the last of these ends, so do the queues.
+        // From here on only the encoders hold the inlets: when the last encoder ends, the queues end too.
         drop(inlets);
         let mut shares = streams.iter_mut().zip(queues).enumerate().map(|(index, (stream, queue))| {
             let chunks = outstanding().filter(move |(chunk, _)| route.of(*chunk) == index);
@@ -138,7 +138,7 @@ fn fan_out<'a>(streams: &mut [Stream], round: &'a Round<'a>, encoders: usize) ->
         let senders: Vec<_> = first.into_iter().chain(others.into_iter().map(join)).collect();
         let encoders: Vec<_> = encode.into_iter().map(join).collect();
         let mut total = Sent::default();
-        // Where a connection failed, that is why the encoders stopped: the senders' reasons come first.
+        // A connection's failure stops the encoders, so the senders' errors come first.
         for sent in senders.into_iter().chain(encoders) {
             total.add(sent?);
         }
@@ -146,12 +146,12 @@ fn fan_out<'a>(streams: &mut [Stream], round: &'a Round<'a>, encoders: usize) ->
     })
 }
 
-/// What a thread returned. A panic in one is a bug: it is passed on rather than swallowed.
+/// The result of a thread. A panic in one is a bug, and is passed on.
 fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Sends over one connection what comes out of its supply, until that ends.
+/// Sends the frames of one connection's supply, until that ends.
 fn send<'a>(
     stream: &mut Stream,
     round: &Round,
@@ -179,11 +179,11 @@ fn send<'a>(
     Ok(sent)
 }
 
-/// Where a sender has its frames from.
+/// The source of a sender's frames.
 enum Supply<'a, C> {
-    /// It makes them itself.
+    /// The sender makes them itself.
     Own(Box<Makes<'a, C>>),
-    /// Others make them.
+    /// Encoders make them.
     Queue(Queue<'a>),
 }
 
@@ -196,7 +196,7 @@ impl<'a, C: Iterator<Item = (ChunkIndex, PageSet)>> Supply<'a, C> {
     }
 }
 
-/// Makes frames of chunks, and keeps account of them.
+/// The maker of frames, which keeps account of them.
 struct Makes<'a, C> {
     round: &'a Round<'a>,
     chunks: C,
@@ -221,7 +221,8 @@ impl<'a, C: Iterator<Item = (ChunkIndex, PageSet)>> Makes<'a, C> {
 }
 
 impl<'a, C: Iterator<Item = (ChunkIndex, PageSet)>> Makes<'a, Shared<'_, C>> {
-    /// Fills the connections' queues until no chunk is left, or somebody failed; whoever does stops the others.
+    /// Fills the connections' queues until no chunk is left or a thread has failed. A thread that fails stops the
+    /// others.
     fn fill<'q>(&mut self, inlets: &[Inlet<'q>], route: Route) -> Result<(), MigrateError>
     where
         'a: 'q,
@@ -233,7 +234,7 @@ impl<'a, C: Iterator<Item = (ChunkIndex, PageSet)>> Makes<'a, Shared<'_, C>> {
         filled.map(drop)
     }
 
-    /// Whether nobody has failed: where a connection has, its sender says why.
+    /// Fills the queues, and returns whether nobody has failed: a failed connection's sender reports the error.
     fn try_fill<'q>(&mut self, inlets: &[Inlet<'q>], route: Route) -> Result<bool, MigrateError>
     where
         'a: 'q,
@@ -267,8 +268,8 @@ impl<C: Iterator> Iterator for Shared<'_, C> {
 }
 
 impl Round<'_> {
-    /// What of a chunk's outstanding pages is to be decided about now; `None` where its turn came too late. Notes in
-    /// `sent` what is not.
+    /// The outstanding pages of a chunk to decide about now; `None` where the chunk's turn came too late. Notes the
+    /// others in `sent`.
     ///
     /// # Errors
     /// As [`Skips::before_turn`], or [`MigrateError::Cancelled`].
@@ -279,7 +280,7 @@ impl Round<'_> {
             return Ok(None);
         }
         let again = self.skips.map_or(Ok(PageSet::EMPTY), |skips| skips.before_turn(chunk))?.and(&pages);
-        // A free page that is written again is the next collection's: it has been dealt with, whatever it becomes.
+        // A free page that is written again comes with the next collection: for this round it is done.
         let free = self.free.chunk(chunk).and(&pages);
         let again = again.without(&free);
         if !again.is_empty() {

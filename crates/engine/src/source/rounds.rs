@@ -1,4 +1,4 @@
-//! Rounds of pages: what is outstanding, sending it, and seeing what the guest wrote meanwhile.
+//! Rounds of pages: the outstanding pages, their sending, and the collection of what the guest wrote meanwhile.
 
 use std::time::{Duration, Instant};
 
@@ -28,10 +28,10 @@ use crate::monitor::Monitor;
 use crate::transport::pacer::Pacer;
 use crate::vmm::{self, VmmError};
 
-/// How often pages that arrive damaged with the guest stopped are sent again.
+/// How many times pages that arrive damaged are sent again with the guest stopped.
 const REPEATS: u32 = 3;
 
-/// A round of fewer bytes says little of the link.
+/// The fewest bytes of a round that tells the link's speed.
 const MEASURABLE_BYTES: u64 = 4 << 20;
 
 /// The pages on their way, over all rounds.
@@ -46,11 +46,11 @@ pub struct Rounds<'a> {
     pub done: Vec<report::Round>,
     /// Where all pages went.
     pub counts: Counts,
-    /// Pages found changed though nobody saw the write.
+    /// Pages found changed although no tracker saw the write.
     pub untracked_writes: u64,
     /// Whether somebody writes RAM past the page tables, or may.
     pub untracked: bool,
-    /// How quickly pages went.
+    /// The speed at which pages went.
     pub throughput: Throughput,
     pacer: Pacer,
     sent: SentTable,
@@ -64,7 +64,7 @@ pub struct Rounds<'a> {
 }
 
 impl<'a> Rounds<'a> {
-    /// Nothing sent, nothing outstanding. The tracker is armed.
+    /// The beginning: nothing is sent or outstanding. The tracker is armed.
     ///
     /// # Errors
     /// No thread left.
@@ -78,7 +78,7 @@ impl<'a> Rounds<'a> {
         free_pages: FreePages,
     ) -> Result<Self, MigrateError> {
         let layout = ram.layout();
-        // All connections of a session have the same.
+        // All connections of a session have the same digester.
         let digester = streams.first().map_or(Digester::UNSEEDED, Stream::digester);
         let hot = HotPages::new(layout, options.hot_pages == HotPagesOption::Hold);
         let fake_dirty = FakeDirtyPages::new(options, layout, tracker.watch())?;
@@ -103,8 +103,9 @@ impl<'a> Rounds<'a> {
         })
     }
 
-    /// Makes every allocated page outstanding; how many. The rest reads as zeros at the destination already. Called
-    /// after tracking is armed: a page allocated after the look is written, and so comes with the next collection.
+    /// Makes every allocated page outstanding, and returns their number. The rest reads as zeros at the destination
+    /// already. Call it after tracking is armed: a page that is allocated after the look is written, and so comes with
+    /// the next collection.
     ///
     /// # Errors
     /// The RAM files' holes cannot be read.
@@ -114,18 +115,18 @@ impl<'a> Rounds<'a> {
         Ok(self.outstanding.len())
     }
 
-    /// The RAM is all there: what looks like a hole is one, and what was read is what the guest had.
+    /// Makes sure that no RAM was lost: what looks like a hole is one, and reads yielded what the guest had.
     fn intact(&self) -> Result<(), MigrateError> {
         self.ram.intact().map_err(MigrateError::host("reading the guest's RAM"))
     }
 
-    /// Pages outstanding.
+    /// The number of outstanding pages.
     #[must_use]
     pub fn left(&self) -> u64 {
         self.outstanding.len()
     }
 
-    /// Adds what the guest wrote or gave back since the last call; pages per second.
+    /// Adds the pages that the guest wrote or discarded since the last call. Returns the pages per second.
     ///
     /// # Errors
     /// As [`Tracker::collect`].
@@ -133,9 +134,9 @@ impl<'a> Rounds<'a> {
         let before = tracker.cost().write_faults;
         self.written.clear();
         tracker.collect(self.ram, &mut self.written, &mut self.discarded)?;
-        // Here and at each round's end: the last collection of a migration comes when all was read.
+        // The check is here and at each round's end: the last collection of a migration comes after all reads.
         self.intact()?;
-        // Before anything else is done with them.
+        // This comes before anything else is done with the pages.
         self.left_out.collected(&self.written);
         self.skips.collected(&self.written);
         self.outstanding.add(&self.written);
@@ -144,7 +145,7 @@ impl<'a> Rounds<'a> {
         Ok(rate)
     }
 
-    /// Looks for pages that the guest holds free ([`LeftOut::look`]). The guest runs. Called after tracking was armed,
+    /// Looks for pages that the guest holds free ([`LeftOut::look`]). The guest runs. Call it after tracking was armed,
     /// or right after a collection.
     pub fn skip_free(&mut self, vmm: &mut dyn vmm::Source) {
         let (left_out, going) = self.free_and_going();
@@ -152,7 +153,7 @@ impl<'a> Rounds<'a> {
         self.counts.free += dealt_with;
     }
 
-    /// What [`skip_free_stopped`](Self::skip_free_stopped) needs to know of the VMM, asked when the guest has stopped.
+    /// The VMM's answers that [`skip_free_stopped`](Self::skip_free_stopped) needs. Call it when the guest has stopped.
     pub fn processors(&self, vmm: &mut dyn vmm::Source) -> Vec<PageTables> {
         self.left_out.looks().processors(vmm)
     }
@@ -175,28 +176,28 @@ impl<'a> Rounds<'a> {
         self.left_out.pages()
     }
 
-    /// The looks for them.
+    /// The account of the looks for free pages.
     #[must_use]
     pub fn free_pages(&self) -> &FreePages {
         self.left_out.looks()
     }
 
-    /// Asks who writes RAM past the page tables, where nobody was known to: again and again, as a medium can be
-    /// changed, and a guest begin to run guests of its own, while its pages go. Called between a collection and the
-    /// reading of what it yielded, before each round.
+    /// Asks whether somebody writes RAM past the page tables, as long as nobody is known to. It asks before each round,
+    /// because a medium can be changed, or the guest can start guests of its own, while pages go. Call it between a
+    /// collection and the reading of the pages that it yielded.
     ///
-    /// That is where whoever matters is found, and the pause need not wait for an answer. A write is missed where its
-    /// page was mapped or pinned (which is a write that is seen) before a collection, and it lands after the page was
-    /// read in the round that follows. So its writer is there over the time in between. One that comes after the last
-    /// round's look pins what the last collection yields, and lands before that is read: with the guest stopped and its
-    /// I/O drained.
+    /// At that moment every writer that matters is there, and the pause need not wait for an answer. A write is missed
+    /// where its page was mapped or pinned before a collection (which is a write that is seen) and the write lands
+    /// after the page was read in the following round. So its writer is there during the time in between. A writer that
+    /// comes after the last round's look pins pages that the last collection yields, and its writes land before they
+    /// are read: with the guest stopped and its I/O drained.
     ///
     /// # Errors
     /// As [`writes_untracked`](vmm::Source::writes_untracked).
     pub fn look_for_untracked(&mut self, vmm: &mut dyn vmm::Source) -> Result<(), MigrateError> {
         if !self.untracked {
             self.untracked = match vmm.writes_untracked() {
-                // Its main loop stands still behind a disk, say. That is no reason to end: it may be so.
+                // For example its main loop waits for a disk. That is no reason to end: the answer counts as "may be".
                 Err(VmmError::Silent { .. }) => true,
                 told => told?,
             };
@@ -204,14 +205,14 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// Adds pages that were written past every tracker, found by their content, where somebody writes so. The guest is
-    /// stopped and its I/O drained.
+    /// Adds pages that were written past every tracker, where somebody writes in this way. Their content shows them.
+    /// The guest is stopped and its I/O drained.
     ///
-    /// A free page holds what it likes, so those are not looked at. Nor is any the target of I/O that lands unseen:
-    /// whoever has I/O under way holds its page from before it is pinned until after the I/O, and to pin it is a write
-    /// fault, which takes it out of the free ones at the next collection. A look that was misled about that is made
-    /// again with the guest stopped, after this ([`skip_free_stopped`](Self::skip_free_stopped)), and what is not free
-    /// then goes.
+    /// A free page may hold anything, so free pages are not compared. None of them is the target of I/O that lands
+    /// unseen: the owner of such I/O holds the page from before it is pinned until after the I/O, and pinning is a
+    /// write fault, which takes the page out of the free ones at the next collection. A look that was misled about that
+    /// is repeated with the guest stopped, after this call ([`skip_free_stopped`](Self::skip_free_stopped)), and pages
+    /// that are not free then go.
     ///
     /// # Errors
     /// The RAM files' holes cannot be read.
@@ -229,24 +230,26 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// Sends what is outstanding while the guest runs, and waits until it has arrived. Pages whose bodies the guest
-    /// changed on their way are outstanding again, and so are those whose turn has not come at the moment `until`,
-    /// where one is given.
+    /// Sends the outstanding pages while the guest runs, and waits until they have arrived. Pages whose bodies the
+    /// guest changed on their way are outstanding again, and so are those whose turn has not come at the moment
+    /// `until`, if given.
     ///
     /// # Errors
-    /// What went wrong on the way, or [`MigrateError::Cancelled`].
+    /// The link's or this host's error, or [`MigrateError::Cancelled`].
     pub fn send(&mut self, link: &mut Link, until: Option<Instant>) -> Result<(), MigrateError> {
         self.round(link, false, until).map(drop)
     }
 
-    /// Sends what is outstanding with the guest stopped: when this returns, the destination's RAM is the source's.
+    /// Sends the outstanding pages with the guest stopped: when this returns, the destination's RAM equals the
+    /// source's.
     ///
     /// # Errors
     /// As [`send`](Self::send), and [`MigrateError::Damaged`].
     pub fn send_last(&mut self, link: &mut Link) -> Result<(), MigrateError> {
         self.pacer.hurry();
         for _ in 0..REPEATS {
-            // Bodies digested before the stop may be suspect in the first of these; nothing changes after it.
+            // Bodies that were digested before the stop may be suspect in the first of these rounds; nothing changes
+            // after it.
             if self.round(link, true, None)? == 0 {
                 return Ok(());
             }
@@ -255,7 +258,7 @@ impl<'a> Rounds<'a> {
     }
 
     fn round(&mut self, link: &mut Link, last: bool, until: Option<Instant>) -> Result<usize, MigrateError> {
-        // With the guest stopped everything goes: nothing is held back, nothing is left to a next round.
+        // With the guest stopped all pages go: no page is held back or left to a next round.
         let layout = self.ram.layout();
         let held = if last { PageMap::empty(layout) } else { self.skips.hold(layout, &mut self.outstanding) };
         let (number, dirty_pages) = (self.done.len() as u32, self.outstanding.len());
@@ -277,7 +280,8 @@ impl<'a> Rounds<'a> {
         let suspects = link.round_end(number, last, taken_bytes)?;
         let took = began.elapsed();
         let hot_pages = held.len();
-        // What is held back or left out keeps its mark as discarded: it is still to be looked up before it is touched.
+        // A page that is held back or left out keeps its mark as discarded: it must still be looked up before it is
+        // touched.
         self.outstanding = held;
         let unsent_pages: usize = unsent.iter().map(|(_, pages)| pages.len()).sum();
         let dirty_pages = dirty_pages - unsent_pages as u64;
@@ -308,38 +312,38 @@ impl<'a> Rounds<'a> {
         Ok(suspects.len())
     }
 
-    /// Takes out what is outstanding, for others to send: the destination holds no page of it as it is here. The guest
-    /// is stopped.
+    /// Takes out the outstanding pages, for others to send: the destination lacks them or has them stale. The guest is
+    /// stopped.
     pub fn take_residue(&mut self) -> PageMap {
         std::mem::replace(&mut self.outstanding, PageMap::empty(self.ram.layout()))
     }
 
-    /// The fastest that a round of some size went, bytes per second; `None` where there was none.
+    /// The highest speed of a round of some size, bytes per second; `None` where there was no such round.
     #[must_use]
     pub fn fastest(&self) -> Option<u64> {
         let measurable = self.done.iter().filter(|round| round.bytes_on_wire >= MEASURABLE_BYTES && round.ms > 0.0);
         measurable.map(|round| (round.bytes_on_wire as f64 / round.ms * 1e3) as u64).max()
     }
 
-    /// How many looks it took to know what to skip, and the time they took.
+    /// The number of looks that the skips took, and their time.
     #[must_use]
     pub fn looks(&self) -> (u64, Duration) {
         self.skips.looks()
     }
 
-    /// Bytes of frames sent on all connections.
+    /// The bytes of frames sent on all connections.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.streams.iter().map(|stream| stream.cost().0).sum()
     }
 
-    /// How pages were encoded, and what it cost.
+    /// The account of the encoding, and its cost.
     #[must_use]
     pub fn encoding(&self) -> report::Encoding {
         self.encoding.report()
     }
 
-    /// Processor time of the threads that encode and send.
+    /// The processor time of the threads that encode and send.
     #[must_use]
     pub fn cpu(&self) -> Duration {
         self.streams.iter().map(|stream| stream.cost().1).sum::<Duration>() + self.encoding.cpu()

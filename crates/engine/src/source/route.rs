@@ -1,19 +1,19 @@
 //! Route: which of the connections a chunk's frames take.
 //!
-//! A chunk always takes the same one, so that what is sent later of a page arrives later. After the switchover every
-//! page goes once, and there is no later: there each connection takes what it has room for
-//! ([`push`](crate::source::postcopy)), and no route is needed.
+//! A chunk always takes the same one, so that a later body of a page arrives later. After the switchover every page
+//! goes only once: then each connection takes pages when it has room ([`push`](crate::source::postcopy)), and no route
+//! is needed.
 
 use sterna_protocol::layout::ChunkIndex;
 
-/// Over so many connections.
+/// The route over a number of connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Route {
     streams: u32,
 }
 
 impl Route {
-    /// Over so many connections, in turns.
+    /// The route over this many connections, in turns.
     #[must_use]
     pub fn over(streams: usize) -> Self {
         Self { streams: streams.max(1) as u32 }

@@ -1,5 +1,5 @@
-//! Samples of a guest's pages: how many hold zeros, how well they compress, what dealing with one takes. At most a few
-//! thousand pages are read, whatever the guest's size.
+//! Samples of a guest's pages: how many hold zeros, how well they compress, and the time that a page takes. At most a
+//! few thousand pages are read, whatever the guest's size.
 
 use std::time::{Duration, Instant};
 
@@ -10,45 +10,44 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use crate::error::MigrateError;
 use crate::memory::{Memory, for_each_body, is_zero};
 
-/// Single pages whose content is looked at: a share of half the pages is known to two hundredths, nineteen times in
-/// twenty.
+/// How many single pages are looked at: a share of one half is then known to within 0.02, with a probability of 95 %.
 pub const SINGLE_PAGES: usize = 2048;
-/// Pages compressed together, as an encoder does.
+/// How many pages are compressed together, as an encoder does.
 pub const BLOCK_PAGES: usize = 16;
-/// Blocks that are compressed: 1,024 pages.
+/// How many blocks are compressed: 1,024 pages.
 const BLOCKS: usize = 64;
 /// The level that Zstandard is tried at.
 const ZSTD_LEVEL: i32 = 1;
 
-/// What samples showed.
+/// The result of sampling.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Sampled {
     /// Pages that were read.
     pub pages: u64,
-    /// Share of pages that hold zeros only.
+    /// The share of pages that hold zeros only.
     pub zero_share: f64,
-    /// What reading and digesting a page takes here.
+    /// The time that reading and digesting a page takes here.
     pub time_per_page: Duration,
-    /// LZ4, where there was something to compress.
+    /// The result of LZ4, where there was something to compress.
     pub lz4: Option<Compressed>,
-    /// Zstandard.
+    /// The result of Zstandard, likewise.
     pub zstd: Option<Compressed>,
 }
 
-/// What a compressor did with them.
+/// The result of a compressor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Compressed {
-    /// Compressed bytes per byte; blocks that would grow travel as they are.
+    /// Compressed bytes per byte; blocks that would grow travel plain.
     pub ratio: f64,
-    /// What compressing a page takes one thread here.
+    /// The time that one thread takes to compress a page here.
     pub time_per_page: Duration,
 }
 
-/// Samples the content of these pages, which must be allocated: reading a hole fills it. (One that the guest gives back
-/// after the caller looked is filled with zeros again, as if the guest had read it.)
+/// Samples the content of these pages, which must be allocated: reading a hole fills it. (A page that the guest
+/// discards after the caller looked is filled with zeros again, as if the guest had read it.)
 ///
 /// # Errors
-/// A compressor fails, for want of memory; or the RAM is not there any more.
+/// No memory is left for a compressor, or the RAM is lost.
 pub fn sample(ram: &dyn Memory, allocated: &PageMap) -> Result<Sampled, MigrateError> {
     let began = Instant::now();
     let (mut singles, mut zeros) = (0, 0);
@@ -130,9 +129,9 @@ impl Tally {
     }
 }
 
-/// Up to `count` groups of `size` neighbouring pages that have pages of the map, with those pages, evenly over all such
-/// groups. From each stretch one is drawn by a generator that always begins alike, so that no period of the guest's
-/// memory meets a period of ours.
+/// Chooses up to `count` groups of `size` neighbouring pages, evenly over all groups that have pages of the map. Each
+/// comes with its pages of the map. A generator with a fixed seed draws one group from each stretch, so that a period
+/// in the guest's memory does not meet a period of ours.
 pub fn choose(layout: &Layout, map: &PageMap, count: usize, size: usize) -> Vec<(ChunkIndex, PageSet)> {
     let groups = || {
         map.iter()
@@ -151,7 +150,7 @@ pub fn choose(layout: &Layout, map: &PageMap, count: usize, size: usize) -> Vec<
                 random ^= random >> 7;
                 random ^= random << 17;
                 wanted = index + (random % stretch as u64) as usize;
-                // The last stretch may be a short one.
+                // The last stretch may be shorter.
                 wanted = wanted.min(all - 1);
             }
             *index == wanted

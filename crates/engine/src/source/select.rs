@@ -1,4 +1,4 @@
-//! What of a chunk travels: the decision about each page, and nothing else.
+//! Selection: the decision which pages of a chunk travel, and nothing else.
 
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
@@ -13,28 +13,28 @@ use crate::memory::{BATCH_PAGES, Memory, batches, for_each_body, is_zero};
 pub struct Counts {
     /// Bodies sent whole.
     pub full: u64,
-    /// Bodies sent as differences.
+    /// Bodies sent as deltas.
     pub delta: u64,
     /// Zeros: a bit each, or nothing where the destination holds zeros already.
     pub zero: u64,
-    /// Given back by the guest: zeros at the destination from now on.
+    /// Discarded by the guest: zeros at the destination from now on.
     pub unallocated: u64,
-    /// Free in the guest: nothing, or a bit where the destination held something else than zeros.
+    /// Free in the guest: nothing is sent, or a bit where the destination held something else than zeros.
     pub free: u64,
-    /// Written with what was there already: nothing.
+    /// Content fake dirty: nothing is sent.
     pub unchanged: u64,
     /// Written again before their turn: left to the next round.
     pub again: u64,
 }
 
 impl Counts {
-    /// All pages dealt with.
+    /// All pages counted.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.bodies() + self.zero + self.unallocated + self.free + self.unchanged + self.again
     }
 
-    /// Bodies sent, whatever their encoding.
+    /// The bodies sent, in any encoding.
     #[must_use]
     pub fn bodies(&self) -> u64 {
         self.full + self.delta
@@ -53,14 +53,14 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
-/// What is asked about a chunk.
+/// The wanted pages of a chunk, and what is known of them.
 #[derive(Debug, Clone, Copy)]
 pub struct Wanted {
     /// The chunk.
     pub chunk: ChunkIndex,
     /// The pages to decide about.
     pub pages: PageSet,
-    /// Those of them that the guest gave back since the last round: they are looked up in the file before they are
+    /// Those of them that the guest discarded since the last round: they are looked up in the file before they are
     /// touched, because reading a hole through the mapping would fill it.
     pub discarded: PageSet,
     /// Those of them that the guest held free after they were last collected ([`free`](super::free)): zeros at the
@@ -70,7 +70,7 @@ pub struct Wanted {
     pub again: PageSet,
 }
 
-/// What of one chunk travels.
+/// The pages of one chunk that travel.
 #[derive(Debug, Default)]
 pub struct Selected {
     /// Pages whose bodies travel.
@@ -81,24 +81,24 @@ pub struct Selected {
     pub digests: Vec<u64>,
     /// What the destination held of each full page before, in order.
     pub held: Vec<Last>,
-    /// Where the pages went.
+    /// The counts of the pages.
     pub counts: Counts,
 }
 
-/// What becomes of the bodies on which was decided.
+/// What becomes of the bodies after the decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Keep {
-    /// None is kept: the kernel reads them again when they are sent.
+    /// No body is kept: the kernel reads them again when they are sent.
     Nothing,
-    /// The full pages' are kept, in order.
+    /// The full pages' bodies are kept, in order.
     Full,
 }
 
-/// Decides about the wanted pages of a chunk. `content` says how pages whose content is what was last sent are found;
-/// they are left out. The bodies that are kept, those bytes that were digested, are behind what `copies` held.
+/// Decides about the wanted pages of a chunk. `content` says how to find pages whose content is what was last sent;
+/// they are left out. The kept bodies, the very bytes that were digested, are behind what `copies` held.
 ///
-/// Every page is read once, so that all decisions about it are about the same content. Where none is kept the body is
-/// read again by the kernel when it is sent; a write in between makes the page dirty (it is watched), so it goes again.
+/// Every page is read once, so that all decisions about it are about the same content. Where no body is kept, the
+/// kernel reads it again when it is sent; a write in between makes the page dirty (it is watched), so it goes again.
 ///
 /// # Errors
 /// The file's holes cannot be read, or [`RamFault`](crate::memory::fault::RamFault).
@@ -149,7 +149,7 @@ pub fn select(
     Ok(selected)
 }
 
-/// Where the pages of a chunk go, one after another.
+/// The decisions about the pages of a chunk, one after another.
 struct Deciding<'a> {
     sent: &'a SentTable,
     chunk: ChunkIndex,
@@ -159,7 +159,7 @@ struct Deciding<'a> {
 }
 
 impl Deciding<'_> {
-    /// Zeros at the destination from now on: a bit, or nothing where it holds zeros already.
+    /// Decides that a page becomes zeros at the destination: a bit, or nothing where it holds zeros already.
     fn zero(&mut self, page: u8) {
         if !matches!(self.sent.last(self.chunk, page), Last::Never | Last::Zero) {
             self.selected.zero.insert(page);
@@ -167,7 +167,7 @@ impl Deciding<'_> {
         }
     }
 
-    /// Whether a page that holds this travels whole.
+    /// Decides about a page with this body. Returns whether it travels whole.
     fn body(&mut self, page: u8, body: &[u8; PAGE_BYTES]) -> bool {
         let (sent, chunk, selected) = (self.sent, self.chunk, &mut self.selected);
         if is_zero(body) {
@@ -176,8 +176,7 @@ impl Deciding<'_> {
             return false;
         }
         let last = sent.last(chunk, page);
-        // The hash says what was sent; only where that has arrived, as far as is known, is it what the destination
-        // holds.
+        // The hash says what was sent; the destination holds it only where it is known to have arrived.
         let unchanged = self.hashes.as_mut().is_some_and(|hashes| hashes.replace(page, body));
         if unchanged && matches!(last, Last::Content(_)) {
             selected.counts.unchanged += 1;
@@ -197,15 +196,15 @@ impl Deciding<'_> {
     }
 }
 
-/// Pages of a chunk whose content is not what the destination holds, though nobody reported a write; those in `known`
-/// are not looked at. For guests into whose RAM somebody writes past the page tables (a disk by direct I/O, say): such
-/// a write can land after its page was armed again, and is seen by nothing else. The guest is stopped and its I/O
-/// drained.
+/// The pages of a chunk whose content differs from the destination's although no tracker reported a write; pages in
+/// `known` are not looked at. It is for guests whose RAM somebody writes past the page tables (for example a disk by
+/// direct I/O): such a write can land after its page was armed again, and nothing else sees it. The guest is stopped
+/// and its I/O drained.
 ///
-/// Of a page that was never sent the destination holds zeros, so there zeros are what it is compared with, as where
-/// zeros were sent: it may have been outstanding and read while the write was still under way. So no page is left out
-/// because of where it has been, and it does not matter when it was pinned, armed, collected, held back or given back.
-/// What has no memory is zeros, and is not touched.
+/// The destination holds zeros of a page that was never sent, so such a page is compared with zeros, as where zeros
+/// were sent: it may have been outstanding and read while the write was still under way. So no page is left out because
+/// of its past, and it does not matter when it was pinned, armed, collected, held back or discarded. A page without
+/// memory is zeros, and is not touched.
 ///
 /// # Errors
 /// The file's holes cannot be read.
@@ -231,6 +230,6 @@ pub fn changed_untracked(
             }
         },
     );
-    // What is lost counts as changed: the round that is to send it says so.
+    // A lost page counts as changed: the round that must send it reports the loss.
     Ok(if read.is_ok() { changed } else { changed.or(&left) })
 }

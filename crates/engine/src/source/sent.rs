@@ -12,17 +12,17 @@ const UNKNOWN: u64 = 2;
 /// What the destination holds of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Last {
-    /// Nothing was sent: it reads as zeros there.
+    /// Nothing was sent: the page reads as zeros there.
     Never,
     /// Zeros.
     Zero,
-    /// Something was sent, and what arrived is not known.
+    /// A body was sent, and what arrived is not known.
     Unknown,
     /// Content of this digest.
     Content(u64),
 }
 
-/// The last that was sent of every page. Shared by the senders, each of which has chunks of its own.
+/// The table of what was last sent of every page. The senders share it; each has chunks of its own.
 #[derive(Debug)]
 pub struct SentTable {
     pages: Vec<AtomicU64>,
@@ -30,7 +30,7 @@ pub struct SentTable {
 }
 
 impl SentTable {
-    /// Nothing sent yet.
+    /// An empty table: nothing was sent yet.
     #[must_use]
     pub fn new(layout: &Layout, digester: Digester) -> Self {
         Self { pages: (0..layout.chunks() as usize * CHUNK_PAGES).map(|_| AtomicU64::new(NEVER)).collect(), digester }
@@ -53,17 +53,17 @@ impl SentTable {
         }
     }
 
-    /// The content of this digest is being sent.
+    /// Notes that content of this digest is sent.
     pub fn content(&self, chunk: ChunkIndex, page: u8, digest: u64) {
         self.entry(chunk, page).store(stored(digest), Ordering::Relaxed);
     }
 
-    /// Zeros are being sent.
+    /// Notes that zeros are sent.
     pub fn zero(&self, chunk: ChunkIndex, page: u8) {
         self.entry(chunk, page).store(ZERO, Ordering::Relaxed);
     }
 
-    /// What arrived is not what was digested.
+    /// Notes that the page arrived suspect.
     pub fn suspect(&self, chunk: ChunkIndex, page: u8) {
         self.entry(chunk, page).store(UNKNOWN, Ordering::Relaxed);
     }
@@ -79,7 +79,7 @@ impl SentTable {
     }
 }
 
-/// A digest as the table has it: digests keep clear of the values that mean something else.
+/// A digest as the table has it: it differs from the values that mean something else.
 pub(super) fn stored(digest: u64) -> u64 {
     digest.max(UNKNOWN + 1)
 }

@@ -1,4 +1,4 @@
-//! A guest that an earlier daemon handed over: the pages that it misses at the destination follow it.
+//! Service for a guest that an earlier daemon handed over: the pages missing at the destination follow it.
 
 use std::sync::Arc;
 
@@ -17,13 +17,13 @@ use crate::memory::{BlockFile, Memory};
 use crate::monitor::Monitor;
 use crate::transport::share::Share;
 
-/// What is left here of a machine whose guest was handed over to run before all its pages had followed.
+/// The remains of a machine here, whose guest was handed over before all its pages were sent.
 pub struct Left {
     /// The migration.
     pub id: MigrationId,
     /// The machine's name.
     pub vm: String,
-    /// Which daemon took the guest, where that is known.
+    /// The daemon that took the guest, where that is known.
     pub daemon: Option<DaemonId>,
     /// Its RAM, as it stands since the switchover, in the order of its blocks.
     pub blocks: Vec<BlockFile>,
@@ -33,13 +33,13 @@ pub struct Left {
     pub here: Host,
 }
 
-/// Goes on with a guest that an earlier daemon handed over to `peer`, which has said that it took it: sends the pages
-/// that it misses. Blocks until all are there, the guest has ended there, or [`Monitor::give_up`]; a peer that does not
-/// answer is tried for as long. Its report is [partial](Report::partial): of what was done since. Whatever the report
-/// says, the guest is not this host's any more, and what is left here is of no use.
+/// Goes on with a guest that an earlier daemon handed over to `peer`, which has said that it took the guest: sends the
+/// missing pages. Blocks until all are there, the guest has ended there, or [`Monitor::give_up`] is called; until then
+/// a peer that does not answer is tried again. The report is [partial](Report::partial): it covers what was done since.
+/// Whatever it says, the guest does not belong to this host any more, and the remains here are of no use.
 ///
 /// # Errors
-/// The RAM cannot be mapped: nothing was done, and what is left here is needed as before.
+/// The RAM cannot be mapped: nothing was done, and the remains here are needed as before.
 pub fn serve(
     left: Left,
     peer: &str,

@@ -1,14 +1,14 @@
-//! Skips: reasons to leave outstanding pages to a later round while the guest runs, because what is sent of them now is
-//! sent in vain.
+//! Skips: reasons that leave outstanding pages to a later round while the guest runs, because sending them now is in
+//! vain.
 //!
-//! Why none of them loses a page, whatever it says: what is skipped stays outstanding. [`Rounds`] puts it into the next
-//! round itself and does not rely on the tracker to report it again, and with the guest stopped no skip is asked. One
-//! that is wrong sends a page in vain, or later than it could have gone.
+//! Why no skip loses a page, whatever it says: skipped pages stay outstanding. [`Rounds`] puts them into the next round
+//! itself and does not rely on the tracker to report them again, and with the guest stopped no skip is asked. A wrong
+//! skip sends a page in vain, or later than it could have gone.
 //!
-//! A new reason is a file with an implementation, a line in [`Rounds::new`], and a counter in the report. Not skips are
-//! what a round deals with for good: free pages, which go as zeros ([`free`](crate::source::free)), and pages whose
-//! content the destination has ([`content`](crate::source::content)). Those are decided by
-//! [`select`](crate::source::select), page by page, and do not come again.
+//! A new reason is a file with an implementation, a line in [`Rounds::new`], and a counter in the report. Two kinds of
+//! pages are no skips, because a round is done with them for good: free pages, which go as zeros
+//! ([`free`](crate::source::free)), and pages whose content the destination has ([`content`](crate::source::content)).
+//! [`select`](crate::source::select) decides about those page by page, and they do not come again.
 //!
 //! [`Rounds`]: crate::source::rounds::Rounds
 //! [`Rounds::new`]: crate::source::rounds::Rounds::new
@@ -21,25 +21,26 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::error::MigrateError;
 
-/// One reason. The threads that send ask it about chunks of their own, at the same time.
+/// One reason. The threads that send ask it at the same time, each about chunks of its own.
 pub trait Skip: Debug + Send + Sync {
-    /// A collection has just yielded these pages, and every page is watched anew.
+    /// Takes note of the pages that a collection has just yielded; every page is watched anew.
     fn collected(&mut self, written: &PageMap);
 
-    /// Pages of a chunk that are no part of a round that begins now. The same until the next collection.
+    /// The pages of a chunk that are no part of a round that begins now. The answer stays the same until the next
+    /// collection.
     fn before_round(&self, _chunk: ChunkIndex) -> PageSet {
         PageSet::EMPTY
     }
 
-    /// Pages of a chunk that are better left to the next round, asked by the thread that is about to read them.
+    /// The pages of a chunk that are better left to the next round, asked by the thread that is about to read them.
     ///
     /// # Errors
-    /// The VMM's process has ended, for one.
+    /// For example, the VMM's process has ended.
     fn before_turn(&self, _chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
         Ok(PageSet::EMPTY)
     }
 
-    /// How many looks at the guest it took so far to know, and the time they took.
+    /// The number of looks at the guest so far, and the time they took.
     fn looks(&self) -> (u64, Duration) {
         (0, Duration::ZERO)
     }
@@ -50,18 +51,18 @@ pub trait Skip: Debug + Send + Sync {
 pub struct Skips(Vec<Box<dyn Skip>>);
 
 impl Skips {
-    /// These reasons together: what any of them skips is skipped.
+    /// These reasons together: a page that any of them skips is skipped.
     #[must_use]
     pub fn of(reasons: Vec<Box<dyn Skip>>) -> Self {
         Self(reasons)
     }
 
-    /// A collection has just yielded these pages.
+    /// Takes note of the pages that a collection has just yielded.
     pub fn collected(&mut self, written: &PageMap) {
         self.0.iter_mut().for_each(|skip| skip.collected(written));
     }
 
-    /// Takes what is no part of a round that begins now out of what is outstanding, and yields it.
+    /// Takes the pages that are no part of a round that begins now out of the outstanding ones, and returns them.
     pub fn hold(&self, layout: &Layout, outstanding: &mut PageMap) -> PageMap {
         let mut held = PageMap::empty(layout);
         for chunk in layout.iter() {
@@ -74,7 +75,7 @@ impl Skips {
         held
     }
 
-    /// Pages of a chunk that are better left to the next round, asked just before they are read.
+    /// The pages of a chunk that are better left to the next round, asked just before they are read.
     ///
     /// # Errors
     /// As [`Skip::before_turn`].
@@ -82,7 +83,7 @@ impl Skips {
         self.0.iter().try_fold(PageSet::EMPTY, |all, skip| Ok(all.or(&skip.before_turn(chunk)?)))
     }
 
-    /// How many looks at the guest there were, and the time they took.
+    /// The number of looks at the guest, and the time they took.
     #[must_use]
     pub fn looks(&self) -> (u64, Duration) {
         let looks = self.0.iter().map(|skip| skip.looks());

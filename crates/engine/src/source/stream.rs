@@ -21,28 +21,28 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// On a connection that has exchanged hellos.
+    /// A stream on a connection that has exchanged hellos.
     #[must_use]
     pub fn new(connection: Connection, key: u64, digester: Digester) -> Self {
         Self { connection, writer: FrameWriter::new(key), digester, bytes: 0, cpu: Duration::ZERO }
     }
 
-    /// How its pages are digested.
+    /// The digester of its pages.
     #[must_use]
     pub fn digester(&self) -> Digester {
         self.digester
     }
 
-    /// Bytes sent so far, and processor time the sending threads took (the caller's own excluded).
+    /// The bytes sent so far, and the processor time of the sending threads (without the caller's own).
     #[must_use]
     pub fn cost(&self) -> (u64, Duration) {
         (self.bytes, self.cpu)
     }
 
-    /// Sends what goes of a chunk; its bytes, frame and all.
+    /// Sends what goes of a chunk. Returns all bytes, the frame's included.
     ///
     /// # Errors
-    /// The link broke; [`SendError::Memory`]: what was to be sent from where it is could not be read.
+    /// The link broke; [`SendError::Memory`]: memory that is sent in place could not be read.
     pub fn send(&mut self, outbound: &Outbound) -> Result<u64, SendError> {
         self.write(&outbound.frame, &outbound.digests, Some(&outbound.payload))
     }
@@ -55,7 +55,7 @@ impl Stream {
         self.write(&Frame::RoundEnd { round }, &[], None).map(drop).map_err(link_broke)
     }
 
-    /// Bytes that the destination's kernel has taken.
+    /// The bytes that the destination's kernel has taken.
     #[must_use]
     pub fn taken_bytes(&self) -> u64 {
         TcpInfo::of(self.connection.socket()).map_or(0, |info| info.acknowledged_bytes)
@@ -67,12 +67,12 @@ impl Stream {
         &self.connection
     }
 
-    /// Notes the processor time of a thread of its own that ends now.
+    /// Notes the processor time of this stream's own thread, which ends now.
     pub(super) fn thread_ends(&mut self) {
         self.cpu += sterna_sys::process::thread_cpu_time();
     }
 
-    /// Writes a frame: its header and digests from here, its payload straight from where it is. The bytes of all.
+    /// Writes a frame: its header and digests from here, its payload straight from its place. Returns the bytes of all.
     fn write(&mut self, frame: &Frame, digests: &[u64], payload: Option<&Payload>) -> Result<u64, SendError> {
         let head = self.writer.head(frame, digests);
         let mut vectors = vec![Outgoing::from(head.as_slice())];
@@ -86,7 +86,7 @@ impl Stream {
     }
 }
 
-/// What a failure to send memory of this process is: the link's.
+/// The error of a failed send of this process's own memory: the link is at fault.
 pub fn link_broke(error: SendError) -> MigrateError {
     MigrateError::Link { doing: "sending pages", source: std::io::Error::other(error) }
 }

@@ -1,30 +1,30 @@
-//! Processor time taken away from a guest that writes faster than its pages go: the last resort.
+//! Throttling: processor time is taken from a guest that writes faster than its pages go. It is the last resort.
 
 use sterna_sys::quota::CpuQuota;
 
 use crate::error::MigrateError;
 
-/// What can slow a guest down by its virtual processors' threads. The VMM's other threads keep their time: device
+/// A way to slow a guest down by its virtual processors' threads. The VMM's other threads keep their time: device
 /// emulation and the VMM's control connection go on.
 pub trait Throttle: Send {
-    /// Whether these threads could be slowed down. Nothing of the trial stays.
+    /// Checks that these threads can be slowed down. The trial leaves nothing behind.
     ///
     /// # Errors
     /// [`MigrateError::Throttle`] with the reason why not.
     fn try_out(&mut self, threads: &[u32]) -> Result<(), MigrateError>;
 
-    /// Takes `percent` of their processor time away from now on, from exactly these threads. Called again when virtual
+    /// Takes `percent` of the processor time of exactly these threads away from now on. It is called again when virtual
     /// processors may have come or gone.
     ///
     /// # Errors
     /// [`MigrateError::Throttle`].
     fn set(&mut self, percent: u8, threads: &[u32]) -> Result<(), MigrateError>;
 
-    /// Gives the guest all of its time back, quickly: it is called while the guest is stopped. What remains to be
-    /// cleared up, [`release`](Self::release) does.
+    /// Gives the guest all of its time back, quickly: it is called while the guest is stopped.
+    /// [`release`](Self::release) clears up the rest.
     fn loosen(&mut self);
 
-    /// As if there never had been a throttle.
+    /// Removes the throttle and all that it changed.
     fn release(&mut self);
 }
 
@@ -33,7 +33,7 @@ pub trait Throttle: Send {
 pub struct ProcessThrottle(CpuQuota);
 
 impl ProcessThrottle {
-    /// For the VMM with this number.
+    /// The throttle of the VMM with this process number.
     #[must_use]
     pub fn new(pid: u32) -> Self {
         Self(CpuQuota::of(pid))

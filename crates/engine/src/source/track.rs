@@ -1,4 +1,4 @@
-//! Which pages the guest wrote.
+//! Tracking: which pages the guest writes.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -18,34 +18,35 @@ use crate::memory::{Memory, add_run};
 /// What tracking has cost so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Cost {
-    /// Looks at the page tables.
+    /// The number of looks at the page tables.
     pub scans: u64,
-    /// Time they took.
+    /// The time they took.
     pub scan_time: Duration,
-    /// Writes that were seen: the guest took a fault for each.
+    /// The writes that were seen: the guest took a fault for each.
     pub write_faults: u64,
-    /// Pages the guest gave back.
+    /// The pages that the guest discarded.
     pub discarded_pages: u64,
 }
 
-/// Watches a machine's RAM. Another implementation may read KVM's own dirty log.
+/// The tracker of a machine's writes. Another implementation may read KVM's own dirty log.
 pub trait Tracker: Send {
     /// Begins to watch: every write from now on is seen.
     ///
     /// # Errors
-    /// Then nothing is watched.
+    /// The kernel or the VMM refuses; then nothing is watched.
     fn arm(&mut self, ram: &dyn Memory) -> Result<(), MigrateError>;
 
-    /// Adds the pages written, and those given back, since the last call (or since `arm`), and watches them again.
+    /// Adds the pages written and those discarded since the last call (or since `arm`), and watches them again.
     ///
     /// A page is watched again before the caller reads it, so that a write after the reading is seen by the next call.
     ///
     /// # Errors
-    /// The migration cannot go on: writes may have been lost.
+    /// The kernel or the VMM fails. Writes may have been lost, so the migration must end.
     fn collect(&mut self, ram: &dyn Memory, written: &mut PageMap, discarded: &mut PageMap)
     -> Result<(), MigrateError>;
 
-    /// A way to look at what is written, for as long as this watches; `None` where it does not, or cannot be looked at.
+    /// A way to look at what is written, for as long as this tracker watches; `None` where it does not watch or offers
+    /// no look.
     fn watch(&self) -> Option<Arc<dyn Watch>>;
 
     /// Ends what this process takes of the guest's memory, and lets nothing more be taken until this tracker is
@@ -55,31 +56,31 @@ pub trait Tracker: Send {
     /// Ends watching; the guest pays nothing more. May be called whenever, and more than once.
     fn disarm(&mut self);
 
-    /// What it has cost.
+    /// The cost so far.
     fn cost(&self) -> Cost;
 }
 
-/// A look at what is written now: it changes nothing, and [`Tracker::collect`] yields the same pages again.
+/// A way to look at what is written now. A look changes nothing, and [`Tracker::collect`] yields the same pages again.
 pub trait Watch: Send + Sync + Debug {
-    /// Pages of a chunk written since they were last collected.
+    /// The pages of a chunk that were written since they were last collected.
     ///
     /// # Errors
-    /// The VMM's process has ended, for one.
+    /// For example, the VMM's process has ended.
     fn written_in(&self, ram: &Layout, chunk: ChunkIndex) -> Result<PageSet, MigrateError>;
 
-    /// Pages of all RAM written since they were last collected, added to `written`.
+    /// Adds the pages of all RAM that were written since they were last collected to `written`.
     ///
     /// # Errors
     /// As [`Self::written_in`].
     fn written(&self, ram: &Layout, written: &mut PageMap) -> Result<(), MigrateError>;
 }
 
-/// Watches by write-protecting pages asynchronously (userfaultfd's `WP_ASYNC`) and reading the page tables of the VMM's
-/// process (`PAGEMAP_SCAN`): the kernel's `Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst`.
+/// The tracker that write-protects pages asynchronously (userfaultfd's `WP_ASYNC`) and reads the page tables of the
+/// VMM's process (`PAGEMAP_SCAN`): see the kernel's `Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst`.
 ///
 /// What this does not see: writes through other mappings of the RAM (the daemon refuses such guests), writes into pages
-/// that were pinned before they were armed ([`changed_untracked`](super::select::changed_untracked)), and pages given
-/// back, which keep their mark: those the agent logs.
+/// that were pinned before they were armed ([`changed_untracked`](super::select::changed_untracked)), and discarded
+/// pages, which keep their mark: the agent logs those.
 pub struct WriteProtect {
     faults: Arc<GuestFaults>,
     pagemap: Arc<Pagemap>,
@@ -97,7 +98,7 @@ struct Armed {
 }
 
 impl WriteProtect {
-    /// For the VMM's process, with a foot inside it.
+    /// The tracker of the VMM's process, which `inside` acts for.
     ///
     /// # Errors
     /// The process's page tables cannot be opened.
@@ -105,7 +106,7 @@ impl WriteProtect {
         Self::of(pid, GuestFaults::of(inside))
     }
 
-    /// For the VMM's process, beside others who want to know of accesses to its guest's RAM.
+    /// The tracker of the VMM's process, beside other users of the guest's userfaultfd.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -123,8 +124,7 @@ impl Tracker for WriteProtect {
         let spans = ram.spans();
         let userfault = self.faults.begin(User::Tracking, spans.clone(), ram.mappings())?;
         self.armed = Some(Armed { userfault, spans, files });
-        // The first scan arms every page, holes included. What it finds is not used: the caller sends all that is
-        // allocated.
+        // The first scan arms every page, holes included. Its result is not used: the caller sends all allocated pages.
         let (mut all, mut given_back) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
         self.collect(ram, &mut all, &mut given_back)?;
         self.cost.write_faults = 0;
@@ -150,7 +150,8 @@ impl Tracker for WriteProtect {
         }
         self.cost.scans += 1;
         self.cost.scan_time += began.elapsed();
-        // Discards after the scan: a page written and then given back is in both, and whether it is a hole decides.
+        // The discards are read after the scan: a page written and then discarded is in both, and the look for a hole
+        // decides.
         let before = discarded.len();
         let logged = self.faults.inside().discards();
         match logged {
@@ -166,7 +167,7 @@ impl Tracker for WriteProtect {
                     }
                 }
             }
-            // The log overflowed: any page may have been given back.
+            // The log overflowed: any page may have been discarded.
             Discards::Everything => {
                 for (block, span) in armed.spans.iter().enumerate() {
                     add_run(discarded, ram.layout(), block, 0..span.end - span.start);
@@ -193,7 +194,7 @@ impl Tracker for WriteProtect {
 
     fn disarm(&mut self) {
         if self.armed.take().is_some() {
-            // It clears every mark.
+            // Ending clears every mark.
             self.faults.end(User::Tracking);
         }
     }
@@ -203,7 +204,7 @@ impl Tracker for WriteProtect {
     }
 }
 
-/// Looks into the same page tables without arming anything. Once watching has ended every page counts as written.
+/// A look into the same page tables that arms nothing. Once watching has ended, every page counts as written.
 #[derive(Debug)]
 struct WrittenPages {
     pagemap: Arc<Pagemap>,
@@ -227,7 +228,7 @@ impl Watch for WrittenPages {
         };
         let start = span.start + place.offset;
         for region in self.look(start..start + (place.pages * PAGE_BYTES) as u64)? {
-            // A huge page reaches out of its chunk.
+            // A huge page reaches beyond its chunk.
             let first = region.start.saturating_sub(start) as usize / PAGE_BYTES;
             let end = (region.end - start) as usize / PAGE_BYTES;
             set.insert_run(first, end - first);

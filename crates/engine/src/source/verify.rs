@@ -1,4 +1,5 @@
-//! The comparison of both sides: in the pause, or after the last page by what the guest at the destination first saw.
+//! Verification: the comparison of both sides' pages, in the pause, or after the last page as the guest at the
+//! destination first saw them.
 
 use std::time::Duration;
 
@@ -12,30 +13,30 @@ use crate::error::MigrateError;
 use crate::memory::Memory;
 use crate::transport::control::REPLY_TIMEOUT;
 
-/// Chunks compared per request: 16 GiB, a fraction of a second on each side.
+/// How many chunks one request compares: 16 GiB, which take a fraction of a second on each side.
 const BATCH: u32 = 16_384;
 const _: () = assert!(BATCH <= MAX_DIGEST_CHUNKS);
 
-/// How long the destination's VMM may take from giving a page back to having it logged: then it is asked once more.
+/// How long the destination's VMM may take to log a page after discarding it: then the destination is asked once more.
 const LOGGED: Duration = Duration::from_millis(100);
 
-/// When both sides are compared.
+/// The time of the comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compared {
-    /// In the pause: no guest runs.
+    /// The pause, when no guest runs.
     InThePause,
-    /// After the last page, by what the guest at the destination first saw. Where it saw zeros because it had given the
-    /// page back, the page is left out.
+    /// The time after the last page, with the pages as the guest at the destination first saw them. A page that it saw
+    /// as zeros because it had discarded it is left out.
     AsFirstSeen,
 }
 
 /// Compares every page of both sides. Both compute their digests at the same time. The result says how many differ.
 ///
-/// Pages in `free` may differ: the guest held them free when it stopped, and they must be zeros there. Where it is not
-/// known which those are (the daemon was started again since), every page of zeros there may be one of them.
+/// Pages in `free` may differ: the guest held them free when it stopped, and they must be zeros there. Where these
+/// pages are not known (the daemon was restarted since), every page of zeros there may be one of them.
 ///
 /// # Errors
-/// What went wrong on the way.
+/// The link's or this host's error.
 pub fn compare(
     link: &mut Link,
     ram: &dyn Memory,
@@ -81,7 +82,7 @@ pub fn compare(
     Ok(verify)
 }
 
-/// Those of the pages, which were zeros at the destination's guest's first sight, that it had given back.
+/// The pages that the destination's guest had discarded, of those that it first saw as zeros.
 fn given_back(link: &mut Link, chunk: ChunkIndex, zeros: &PageSet) -> Result<PageSet, MigrateError> {
     if zeros.is_empty() {
         return Ok(PageSet::EMPTY);
@@ -94,7 +95,7 @@ fn given_back(link: &mut Link, chunk: ChunkIndex, zeros: &PageSet) -> Result<Pag
     if known == *zeros {
         return Ok(known);
     }
-    // A discard is logged after it was done: its thread may have been between the two.
+    // A discard is logged after it was done: the discarding thread may have been between the two.
     std::thread::sleep(LOGGED);
     ask()
 }

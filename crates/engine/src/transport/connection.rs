@@ -1,7 +1,7 @@
 //! One connection to another daemon, plain or encrypted.
 //!
 //! A connection belongs to one thread at a time: control connections ask and answer in turn, the others have one
-//! direction. Whoever has to end it from elsewhere holds its [`HangUp`](crate::transport::connection::HangUp).
+//! direction. A thread that must end it from elsewhere holds its [`HangUp`](crate::transport::connection::HangUp).
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -14,7 +14,7 @@ use sterna_sys::socket::{SendError, send_all};
 
 use super::tls::Session;
 
-/// What is spoken until both ends have agreed.
+/// The version that is spoken until both ends have agreed on one.
 const OLDEST: Version = Version { major: VERSION.major, minor: 0 };
 
 /// A connection that has exchanged hellos, or is about to.
@@ -30,13 +30,13 @@ pub struct Connection {
 pub struct HangUp(TcpStream);
 
 impl Connection {
-    /// On a socket, as it is.
+    /// A plain connection on a socket.
     #[must_use]
     pub fn plain(socket: TcpStream) -> Self {
         Self { socket, tls: None, version: OLDEST }
     }
 
-    /// On a socket that is encrypted by now.
+    /// A connection on a socket whose encryption is set up.
     pub(super) fn encrypted(socket: TcpStream, tls: Session) -> Self {
         Self { socket, tls: Some(Box::new(tls)), version: OLDEST }
     }
@@ -47,7 +47,7 @@ impl Connection {
         self.version
     }
 
-    /// Both have said what they speak.
+    /// Sets the version that both have agreed on.
     pub(super) fn agree_on(&mut self, version: Version) {
         self.version = version;
     }
@@ -58,14 +58,14 @@ impl Connection {
         self.tls.as_deref().map(Session::peer)
     }
 
-    /// The socket, for its settings; what travels on it is not to be touched.
+    /// The socket, for its settings alone: nobody may read or write it here.
     #[must_use]
     pub fn socket(&self) -> &TcpStream {
         &self.socket
     }
 
-    /// Sends all of `vectors`, in order; they are used up. On a plain connection guest RAM goes to the socket by the
-    /// kernel, straight from where it is; to be encrypted it is copied once.
+    /// Sends all of `vectors`, in order, and uses them up. On a plain connection the kernel sends guest RAM straight
+    /// from its place; on an encrypted one it is copied once.
     ///
     /// # Errors
     /// As [`send_all`]; part may have been sent.
@@ -76,15 +76,15 @@ impl Connection {
         }
     }
 
-    /// How long a read may wait; for ever where `None`.
+    /// Sets how long a read may wait; for ever where `None`.
     ///
     /// # Errors
-    /// Zero, or the kernel refuses.
+    /// The timeout is zero, or the kernel refuses.
     pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
         self.socket.set_read_timeout(timeout)
     }
 
-    /// Says that nothing more will be sent: the peer reads to the end of what was.
+    /// Says that nothing more will be sent: the peer reads everything that was sent, and then the end.
     ///
     /// # Errors
     /// The connection is gone.
@@ -95,7 +95,7 @@ impl Connection {
         self.socket.shutdown(Shutdown::Write)
     }
 
-    /// Whether it still lives, without waiting.
+    /// Whether the connection still lives. Does not wait.
     #[must_use]
     pub fn alive(&mut self) -> bool {
         if self.socket.set_nonblocking(true).is_err() {
@@ -117,26 +117,25 @@ impl Connection {
         self.tls.as_deref_mut().is_some_and(Session::has_read) || ready(&self.socket, PollFlags::IN, Duration::ZERO)
     }
 
-    /// Waits until a read would not have to wait; `false` where it would for so long.
+    /// Waits until a read would not have to wait; `false` after `timeout`.
     #[must_use]
     pub fn wait_readable(&mut self, timeout: Duration) -> bool {
         self.tls.as_deref_mut().is_some_and(Session::has_read) || ready(&self.socket, PollFlags::IN, timeout)
     }
 
-    /// Waits until there is room to send; `false` where there was none for so long. What a socket counts as room is its
-    /// own setting.
+    /// Waits until there is room to send; `false` after `timeout`. How much room that is, is a setting of the socket.
     #[must_use]
     pub fn wait_writable(&self, timeout: Duration) -> bool {
         ready(&self.socket, PollFlags::OUT, timeout)
     }
 
-    /// Ends it: the peer sees its end, whatever either side was at.
+    /// Ends the connection: the peer sees its end, whatever either side was doing.
     pub fn end(&self) {
-        // One that has ended already is what is wanted.
+        // An error means that it has ended already, which is what is wanted.
         let _ = self.socket.shutdown(Shutdown::Both);
     }
 
-    /// What ends it from another thread.
+    /// A handle that ends the connection from another thread.
     ///
     /// # Errors
     /// No descriptor left.
@@ -145,7 +144,8 @@ impl Connection {
     }
 }
 
-/// Whether the socket is ready, waiting for at most so long. One that failed is: whoever uses it learns why.
+/// Whether the socket is ready within `timeout`. A failed socket counts as ready: the next call on it says why it
+/// failed.
 fn ready(socket: &TcpStream, what: PollFlags, timeout: Duration) -> bool {
     let timeout = Timespec { tv_sec: timeout.as_secs() as _, tv_nsec: timeout.subsec_nanos().into() };
     let mut polled = [PollFd::new(socket, what)];
@@ -153,15 +153,15 @@ fn ready(socket: &TcpStream, what: PollFlags, timeout: Duration) -> bool {
 }
 
 impl HangUp {
-    /// Ends the connection, as [`Connection::end`]: whoever reads or writes it wakes.
+    /// Ends the connection, as [`Connection::end`] does: its reader and its writer wake.
     pub fn now(&self) {
         let _ = self.0.shutdown(Shutdown::Both);
     }
 }
 
 impl Drop for Connection {
-    /// Tells the peer that this is the end and no accident, where that needs no waiting. Where it was ended on purpose
-    /// before, the peer is left with the accident.
+    /// Tells the peer that this end is no accident, where that needs no waiting. Where [`Connection::end`] was called
+    /// before, the peer is not told: to it the end is an accident.
     fn drop(&mut self) {
         if let Some(tls) = &mut self.tls
             && self.socket.set_nonblocking(true).is_ok()

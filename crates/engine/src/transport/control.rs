@@ -14,12 +14,12 @@ use super::connection::{Connection, HangUp};
 use crate::error::MigrateError;
 use crate::host::DaemonId;
 
-/// How long a reply may take where nothing else is said.
+/// How long a reply may take where the caller sets no other limit.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How often it is looked whether there is progress.
+/// How often a wait checks for progress.
 const LOOK: Duration = Duration::from_millis(100);
-/// What counts as progress, bytes: a peer that takes less in the time of a reply stands still.
+/// The bytes that count as progress: a peer that takes less within the time of a reply stands still.
 const PROGRESS_BYTES: u64 = 64 << 10;
 
 /// A stream of messages.
@@ -55,7 +55,7 @@ pub struct Asking {
 }
 
 impl Asking {
-    /// On a connection that has exchanged hellos.
+    /// Begins on a connection that has exchanged hellos.
     #[must_use]
     pub fn new(stream: Connection, key: u64) -> Self {
         Self { messages: Messages { stream, key }, state: State::Begun }
@@ -64,13 +64,13 @@ impl Asking {
     /// Asks and waits for the answer.
     ///
     /// # Errors
-    /// [`MigrateError::Peer`] where the peer answers [`Reply::Failed`]; else what went wrong on the way.
+    /// [`MigrateError::Peer`] where the peer answers [`Reply::Failed`]; else the connection's error.
     pub fn ask(&mut self, request: &Request, timeout: Duration) -> Result<Reply, MigrateError> {
         self.send(request)?;
         self.receive(request, timeout)
     }
 
-    /// The first half of [`ask`](Self::ask), for what can be done while the peer answers.
+    /// The first half of [`ask`](Self::ask), for callers that work while the peer answers.
     ///
     /// # Errors
     /// As [`ask`](Self::ask).
@@ -92,9 +92,9 @@ impl Asking {
         }
     }
 
-    /// Between [`send`](Self::send) and [`receive`](Self::receive): waits until the answer begins to come, for as long
-    /// as the peer takes in what was sent on other connections, which `taken_bytes` counts. A slow link needs its time
-    /// for what lies in the sockets' buffers.
+    /// Waits until the answer begins to come, between [`send`](Self::send) and [`receive`](Self::receive). It waits for
+    /// as long as the peer takes what was sent on other connections, which `taken_bytes` counts: a slow link needs time
+    /// for the bytes in the sockets' buffers.
     ///
     /// # Errors
     /// Neither an answer nor progress for `stall`.
@@ -109,7 +109,7 @@ impl Asking {
         Ok(())
     }
 
-    /// What ends the connection from another thread: whoever waits for an answer wakes.
+    /// A handle that ends the connection from another thread: a thread that waits for an answer wakes.
     ///
     /// # Errors
     /// No descriptor left.
@@ -128,7 +128,7 @@ impl Asking {
         identity_of(self.ask(&Request::Identify, REPLY_TIMEOUT)?).map(Some)
     }
 
-    /// Goes on only where the peer is this daemon, or nobody knows which one is meant.
+    /// Makes sure that the peer is this daemon; `None` accepts every daemon.
     ///
     /// # Errors
     /// [`MigrateError::AnotherDaemon`]; else as [`ask`](Self::ask).
@@ -140,13 +140,13 @@ impl Asking {
         }
     }
 
-    /// Whom the guest belongs to if nothing more can be said.
+    /// The guest's owner if nothing more can be said.
     #[must_use]
     pub fn owner(&self) -> Owner {
         session::owner_at_source(self.state)
     }
 
-    /// Tells the peer to forget the migration; what had gone wrong there, where something had.
+    /// Tells the peer to forget the migration. Returns the problem that the peer had, if any.
     pub fn abort(&mut self) -> Option<sterna_api::Problem> {
         match self.ask(&Request::Abort, Duration::from_secs(5)) {
             Ok(Reply::Aborted { problem }) => problem.map(sterna_api::Problem::from_outside),
@@ -165,16 +165,16 @@ pub struct Answering {
 }
 
 impl Answering {
-    /// On a connection that has exchanged hellos.
+    /// Begins on a connection that has exchanged hellos.
     #[must_use]
     pub fn new(stream: Connection, key: u64) -> Self {
         Self { messages: Messages { stream, key }, state: State::Begun }
     }
 
-    /// The next request. Waits as long as the connection lives: rounds are long, and a dead peer is noticed by TCP.
+    /// The next request. Waits as long as the connection lives: rounds are long, and TCP notices a dead peer.
     ///
     /// # Errors
-    /// What went wrong on the way, or a request out of turn.
+    /// The connection's error, or a request out of turn.
     pub fn next_request(&mut self) -> Result<Request, MigrateError> {
         let request: Request = self.messages.receive(None)?;
         if !matches!(request, Request::Verdict { .. }) {
@@ -186,7 +186,7 @@ impl Answering {
     /// Answers a request.
     ///
     /// # Errors
-    /// What went wrong on the way, or a reply out of turn (ours: a bug).
+    /// The connection's error, or a reply out of turn (ours: a bug).
     pub fn answer(&mut self, request: &Request, reply: &Reply) -> Result<(), MigrateError> {
         if !matches!(request, Request::Verdict { .. }) {
             self.state = session::reply(self.state, request, reply)?;
@@ -194,19 +194,19 @@ impl Answering {
         self.messages.send(reply)
     }
 
-    /// Where the session stands.
+    /// The state of the session.
     #[must_use]
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Who asks, by its certificate; `None` on a plain connection.
+    /// The peer's identity, by its certificate; `None` on a plain connection.
     #[must_use]
     pub fn peer(&self) -> Option<&str> {
         self.messages.stream.peer()
     }
 
-    /// What ends the connection from another thread.
+    /// A handle that ends the connection from another thread.
     ///
     /// # Errors
     /// No descriptor left.
@@ -214,7 +214,7 @@ impl Answering {
         self.messages.stream.hang_up()
     }
 
-    /// Whether the connection still lives, without waiting.
+    /// Whether the connection still lives. Does not wait.
     #[must_use]
     pub fn alive(&mut self) -> bool {
         self.messages.stream.alive()
@@ -224,12 +224,12 @@ impl Answering {
 /// Asks one question that needs no session: what became of a migration. With `of`, only that daemon is asked.
 ///
 /// # Errors
-/// [`MigrateError::AnotherDaemon`], [`MigrateError::Peer`] where it knows nothing of it or will not say; else what went
-/// wrong on the way.
+/// [`MigrateError::AnotherDaemon`], [`MigrateError::Peer`] where it knows nothing of it or will not say; else the
+/// connection's error.
 pub fn ask_verdict(stream: Connection, key: u64, id: u128, of: Option<DaemonId>) -> Result<bool, MigrateError> {
     let mut asking = Asking::new(stream, key);
     asking.expect(of)?;
-    // In no order of a session's: it founds none.
+    // This question follows no session's order: it founds no session.
     let mut messages = asking.messages;
     messages.send(&Request::Verdict { id })?;
     match messages.receive(Some(REPLY_TIMEOUT))? {
@@ -253,7 +253,7 @@ mod tests {
 
     use super::*;
 
-    /// Before, 30 s were the limit for a round's end, however slow the link and however much of it still lay in the
+    /// Seen to fail: 30 s were the limit for a round's end, however slow the link was and however much still lay in the
     /// sockets' buffers.
     #[test]
     fn an_answer_is_waited_for_as_long_as_there_is_progress_and_no_longer() {

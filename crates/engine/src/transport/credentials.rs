@@ -1,5 +1,5 @@
-//! Who this daemon is to others, and whom it believes: certificate, key and authority, read again when their files
-//! change.
+//! The daemon's credentials: the certificate and key that show who it is, and the authority that it trusts. They are
+//! read again when their files change.
 //!
 //! A daemon's identity is the first DNS name of its certificate. It outlives the certificate: a renewed one of the same
 //! name is the same daemon.
@@ -24,10 +24,10 @@ use rustls::{
 
 use super::refusal::TlsError;
 
-/// The most a file of certificates may have, bytes: one of a hundred authorities is a quarter of it.
+/// The largest file of certificates, bytes: a file of a hundred authorities has a quarter of it.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Where a daemon's credentials are, all in PEM.
+/// The files of a daemon's credentials, all in PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
     /// Its certificate, and those between it and the authority's, if any.
@@ -36,7 +36,7 @@ pub struct Files {
     pub key: PathBuf,
     /// The certificates of the authorities that sign hosts' certificates.
     pub authority: PathBuf,
-    /// Who may call here, by their identity; everybody with a certificate of the authority where empty.
+    /// The identities that may call here; where empty, everybody with a certificate of the authority.
     pub peers: Vec<String>,
 }
 
@@ -53,7 +53,7 @@ struct Loaded {
     configs: Arc<Configs>,
 }
 
-/// What calls are made and taken with.
+/// The configurations for calling and for answering.
 #[derive(Debug)]
 pub(super) struct Configs {
     pub client: Arc<ClientConfig>,
@@ -61,11 +61,11 @@ pub(super) struct Configs {
     pub authority: PathBuf,
 }
 
-/// What changes with a file: inode, size, and when either changed, nanoseconds.
+/// The stamp of a file, which changes with it: inode, size, and the time of the last change, nanoseconds.
 type Stamp = Option<(u64, u64, i64, i64)>;
 
 impl Credentials {
-    /// Reads the files, and checks whatever can be checked before anybody calls.
+    /// Reads the files, and checks all that can be checked before a call.
     ///
     /// # Errors
     /// [`TlsError`] with the file at fault.
@@ -75,12 +75,12 @@ impl Credentials {
         Ok(Self { files, current: Mutex::new(Loaded { stamps, configs }) })
     }
 
-    /// What to call or answer with now. Files that have changed are read again; where they cannot be used (a
-    /// certificate that is new already while its key is not yet, for one) the old ones stay in force until they change
-    /// once more.
+    /// The configurations for the next call. Files that have changed are read again. Where they are unusable (for
+    /// example a new certificate whose key is not there yet), the old ones stay in force until the files change once
+    /// more.
     pub(super) fn current(&self) -> Arc<Configs> {
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        // Before the files are read: what changes meanwhile is found changed by the next call.
+        // The stamps are taken before the files are read: the next call then finds what changes meanwhile.
         let stamps = stamps(&self.files);
         if stamps != current.stamps {
             current.stamps = stamps;
@@ -119,11 +119,11 @@ fn read(files: &Files) -> Result<Configs, TlsError> {
     let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
         .build()
         .map_err(|error| TlsError::Own { path: files.authority.clone(), why: error.to_string() })?;
-    // Both sides would refuse it: better said at the start, and here.
+    // Both sides would refuse it: it is better to say so here, at the start.
     identity(&chain[0])
         .ok_or_else(|| own("it has no DNS name (subjectAltName), which is a daemon's identity".into()))?;
     match verifier.verify_client_cert(&chain[0], &chain[1..], UnixTime::now()) {
-        // It may be renewed while the daemon runs, and its guests need the daemon.
+        // The daemon starts all the same: its guests need it, and the certificate may be renewed while it runs.
         Err(rustls::Error::InvalidCertificate(
             CertificateError::Expired
             | CertificateError::ExpiredContext { .. }
@@ -132,7 +132,7 @@ fn read(files: &Files) -> Result<Configs, TlsError> {
         )) => {
             tracing::warn!(certificate = %files.certificate.display(), "the certificate is not valid today: no peer will accept it")
         }
-        // An authority of the same name with another key makes the second of them.
+        // An authority of the same name with another key causes the second error.
         Err(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer | CertificateError::BadSignature)) => {
             return Err(own(format!("it is not signed by {}", files.authority.display())));
         }
@@ -147,8 +147,8 @@ fn read(files: &Files) -> Result<Configs, TlsError> {
         .with_root_certificates(roots)
         .with_client_auth_cert(chain.clone(), key.clone_key())
         .map_err(known)?;
-    // No session is resumed: a call must show that it is who it is, today. And nobody reads what a listener would send
-    // of its own accord.
+    // No session is resumed: each call must prove the caller's identity anew. And nobody reads the tickets that a
+    // listener would send unasked.
     client.resumption = Resumption::disabled();
     let peers = files.peers.iter().map(|name| name.to_ascii_lowercase()).collect();
     let mut server = ServerConfig::builder_with_provider(provider)
@@ -162,7 +162,7 @@ fn read(files: &Files) -> Result<Configs, TlsError> {
     Ok(Configs { client: Arc::new(client), server: Arc::new(server), authority: files.authority.clone() })
 }
 
-/// A file's text and what is known of it, of one and the same file.
+/// A file's text and its metadata, both of the same open file.
 fn text(path: &Path) -> Result<(Vec<u8>, Metadata), TlsError> {
     let read = || {
         let file = File::open(path)?;
@@ -188,13 +188,13 @@ fn key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     PrivateKeyDer::from_pem_slice(&text).map_err(|_| TlsError::Content { path: path.into(), what: "private key" })
 }
 
-/// Whose certificate it is: its first DNS name, in small letters.
+/// The certificate's identity: its first DNS name, in small letters.
 pub(super) fn identity(certificate: &CertificateDer<'_>) -> Option<String> {
     let certificate = webpki::EndEntityCert::try_from(certificate).ok()?;
     certificate.valid_dns_names().next().map(str::to_ascii_lowercase)
 }
 
-/// Believes callers with a certificate of the authority, whose identity is on the list where there is one.
+/// Accepts callers with a certificate of the authority whose identity is on the list, if there is a list.
 #[derive(Debug)]
 struct Allowed {
     chain: Arc<dyn ClientCertVerifier>,
@@ -211,7 +211,7 @@ impl ClientCertVerifier for Allowed {
         let verified = self.chain.verify_client_cert(end_entity, intermediates, now)?;
         let refused = |why: TlsError| {
             tracing::warn!("{why}; {}", why.problem().hint.unwrap_or_default());
-            // The caller learns which of its mistakes it was by the alert that goes with the error.
+            // The alert that goes with the error tells the caller which mistake it was.
             match why {
                 TlsError::Nameless => CertificateError::NotValidForName,
                 _ => CertificateError::ApplicationVerificationFailure,

@@ -1,39 +1,39 @@
-//! Whose turn it is on a link that several migrations share, and when: start-time fair queueing (Goyal, Vin, Cheng:
-//! "Start-time Fair Queueing", SIGCOMM 1996), paced to the link's rate. No thread and no clock of its own.
+//! The order of turns on a link that several migrations share, and their times: start-time fair queueing (Goyal, Vin,
+//! Cheng: "Start-time Fair Queueing", SIGCOMM 1996), paced to the link's rate. No thread and no clock of its own.
 //!
-//! Each flow (a migration, however many connections it has) counts the bytes it was given. The next turn is that of the
-//! flow with the lowest count among those that wait, and the count of the flow served last is the common clock: a flow
-//! that begins to wait starts there, so that one that was idle or late neither catches up on the past nor waits for it.
-//! Nobody is waited for: what a flow does not take goes to the others.
+//! Each flow (a migration with all its connections) counts the bytes it was given. The next turn goes to the flow with
+//! the lowest count among those that wait. The count of the flow served last is the common clock: a flow that begins to
+//! wait starts there, so that a flow that was idle or late neither catches up on the past nor waits for it. The order
+//! waits for no flow: what one does not take goes to the others.
 //!
-//! A hurried flow's guest is stopped and waits for its last pages: it goes before the others, except that these get a
-//! turn of theirs after every 16 MiB, so that no number of pauses starves anybody.
+//! A hurried flow is one whose guest is stopped and waits for its last pages. It goes before the others. These still
+//! get a turn after every 16 MiB, so that no number of pauses starves a flow.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// How far the sending may run ahead of the rate, so that a late wake-up is made good.
+/// How far the sending may run ahead of the rate: that makes a late wake-up good.
 pub(super) const BURST: Duration = Duration::from_millis(5);
 
-/// How much hurried flows may send before a waiting one that is not gets a turn, bytes.
+/// How much hurried flows may send before a waiting flow that is not hurried gets a turn, bytes.
 const PATIENCE: u64 = 16 << 20;
 
-/// A migration among those that share the link.
+/// The number of a flow: one of the migrations that share the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Flow(u64);
 
-/// One connection's wait for one frame.
+/// The number of a ticket: one connection's wait for one frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Ticket(u64);
 
-/// What a ticket is told.
+/// The answer to a ticket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// Send: the ticket is used up.
+    /// The connection may send now: the ticket is used up.
     Now,
-    /// It is the next, at this moment.
+    /// The ticket is the next, and its turn comes at this moment.
     At(Instant),
-    /// Others are before it.
+    /// Other tickets come first.
     Later,
 }
 
@@ -41,12 +41,12 @@ pub(super) enum Turn {
 #[derive(Debug, Default)]
 pub(super) struct Turns {
     bytes_per_s: Option<u64>,
-    /// When what was given is sent at the rate.
+    /// The moment when all bytes that were given are sent, at the rate.
     due: Option<Instant>,
     /// The count of the flow served last, bytes.
     clock: u64,
     flows: BTreeMap<Flow, Waiting>,
-    /// Bytes given to hurried flows since a waiting other one had a turn.
+    /// Bytes given to hurried flows since a waiting flow that is not hurried had a turn.
     passed_over: u64,
     numbers: u64,
 }
@@ -60,7 +60,7 @@ struct Waiting {
 }
 
 impl Turns {
-    /// On a link of this rate, bytes per second; without one nobody waits.
+    /// The order on a link of this rate, bytes per second; without a rate nobody waits.
     pub fn new(bytes_per_s: Option<u64>) -> Self {
         Self { bytes_per_s, ..Self::default() }
     }
@@ -70,33 +70,33 @@ impl Turns {
         self.bytes_per_s
     }
 
-    /// Another rate from now on. What was given at the old one is forgotten, so that a wait at a crawl ends with the
-    /// crawl.
+    /// Sets another rate from now on. Bytes given at the old rate are forgotten, so that a wait at a very low rate ends
+    /// with that rate.
     pub fn set_rate(&mut self, bytes_per_s: Option<u64>) {
         self.bytes_per_s = bytes_per_s;
         self.due = None;
     }
 
-    /// Another flow.
+    /// Adds a flow.
     pub fn join(&mut self) -> Flow {
         let flow = Flow(self.number());
         self.flows.insert(flow, Waiting::default());
         flow
     }
 
-    /// A flow that has ended.
+    /// Removes a flow that has ended.
     pub fn part(&mut self, flow: Flow) {
         self.flows.remove(&flow);
     }
 
-    /// A guest waits for this flow from now on.
+    /// Makes a flow hurried: a guest waits for it from now on.
     pub fn hurry(&mut self, flow: Flow) {
         if let Some(waiting) = self.flows.get_mut(&flow) {
             waiting.hurried = true;
         }
     }
 
-    /// A flow wants to send so many bytes. Within a flow those who asked first go first.
+    /// Asks for a turn in which a flow sends this many bytes. Within a flow the first request goes first.
     pub fn ask(&mut self, flow: Flow, bytes: u64) -> Ticket {
         let (ticket, clock) = (Ticket(self.number()), self.clock);
         let waiting = self.flows.entry(flow).or_default();
@@ -107,7 +107,7 @@ impl Turns {
         ticket
     }
 
-    /// It does not want to any more: nothing is counted.
+    /// Withdraws a ticket: nothing is counted.
     pub fn withdraw(&mut self, flow: Flow, ticket: Ticket) {
         if let Some(waiting) = self.flows.get_mut(&flow) {
             waiting.tickets.retain(|(other, _)| *other != ticket);
@@ -143,7 +143,7 @@ impl Turns {
         Turn::Now
     }
 
-    /// Who is next.
+    /// The next ticket.
     fn next(&self) -> Option<(Flow, Ticket)> {
         let first = |hurried: bool| {
             let flows = self.flows.iter().filter(move |(_, waiting)| waiting.hurried == hurried);
@@ -177,12 +177,12 @@ mod tests {
         flows: Vec<Sender>,
     }
 
-    /// A migration: so many connections, each of which asks again as soon as it has sent, no faster than its own limit.
+    /// A migration with a number of connections. Each asks again as soon as it has sent, no faster than its own limit.
     struct Sender {
         flow: Flow,
         chunk: u64,
         own_rate: Option<u64>,
-        /// By connection: its ticket, or when it asks next.
+        /// For each connection its ticket, or the time when it asks next.
         connections: Vec<Result<Ticket, Instant>>,
         own_due: Instant,
         sent: u64,
@@ -207,7 +207,7 @@ mod tests {
             }
         }
 
-        /// Lets time pass; what each flow sent meanwhile.
+        /// Lets time pass. Returns what each flow sent meanwhile.
         fn run(&mut self, time: Duration) -> Vec<u64> {
             let (before, end) = (self.sent(), self.now + time);
             while self.now < end {
@@ -250,7 +250,7 @@ mod tests {
         }
     }
 
-    /// Within five percent of what it should be.
+    /// Checks that a share is within five percent of what it should be.
     #[track_caller]
     fn about(bytes: u64, of_rate: f64, seconds: f64) {
         let share = bytes as f64 / (RATE as f64 * seconds);

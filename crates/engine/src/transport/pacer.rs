@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::fair::BURST;
 use super::share::{Member, Share};
 
-/// How long a wait may go on unasked.
+/// How often a wait asks whether it should go on.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Paces senders to a common rate: each takes its turn, at the earliest when the bytes before it are due (GCRA).
@@ -18,37 +18,37 @@ pub struct Pacer {
 }
 
 impl Pacer {
-    /// For a rate in bytes per second, without one where `None`, on a host whose bandwidth is shared.
+    /// A pacer for a rate in bytes per second (`None`: no limit), on a host whose bandwidth is shared.
     #[must_use]
     pub fn new(bytes_per_s: Option<u64>, host: &Arc<Share>) -> Self {
         Self { bytes_per_s, due: Mutex::new(None), host: host.join() }
     }
 
-    /// The guest is stopped from now on: what is sent goes before other migrations' bulk.
+    /// Notes that the guest is stopped: from now on its pages go before other migrations' bulk.
     pub fn hurry(&self) {
         self.host.hurry();
     }
 
-    /// Waits until so many bytes may go, asking `goes_on` every tenth of a second.
+    /// Waits until this many bytes may go. Calls `goes_on` every tenth of a second.
     ///
     /// # Errors
-    /// What `goes_on` says; a turn under the migration's own limit is taken all the same.
+    /// The error of `goes_on`; a turn under the migration's own limit is used up all the same.
     pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
         self.wait_own(bytes, &goes_on)?;
-        // Only now, so that one held back by its own limit holds up nobody.
+        // The host is asked only now, so that a migration that its own limit holds back holds up no other.
         self.host.wait(bytes, goes_on)
     }
 
-    /// Waits until anything may go under the migration's own limit: for who decides only then what it is.
+    /// Waits until bytes may go under the migration's own limit, for callers that decide afterwards which.
     /// [`pass`](Self::pass) is the other half.
     ///
     /// # Errors
-    /// What `goes_on` says.
+    /// The error of `goes_on`.
     pub fn ready<E>(&self, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
         self.wait_own(0, &goes_on)
     }
 
-    /// So many bytes go now, once the host lets them.
+    /// Lets this many bytes go once the host allows it.
     ///
     /// # Errors
     /// As [`wait`](Self::wait).
@@ -66,12 +66,12 @@ impl Pacer {
         Ok(())
     }
 
-    /// So many bytes went without waiting for a turn: those after them wait the longer.
+    /// Counts bytes that went without a turn: the bytes after them wait longer for it.
     pub fn charge(&self, bytes: u64) {
         let _ = self.take(bytes, Instant::now());
     }
 
-    /// Takes a turn for so many bytes at `now`: how long to wait before sending them.
+    /// Takes a turn for this many bytes at `now`. Returns how long to wait before they are sent.
     fn take(&self, bytes: u64, now: Instant) -> Option<Duration> {
         let rate = self.bytes_per_s?;
         let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);

@@ -12,16 +12,16 @@ pub enum TlsError {
     /// A file of this daemon cannot be read.
     #[error("cannot read {path}", path = .path.display())]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// Others than its owner can read this daemon's key.
+    /// Users other than its owner can read this daemon's key.
     #[error("others than its owner can read the key {path} (mode {mode:03o})", path = .path.display())]
     Exposed {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// Its permissions.
         mode: u32,
@@ -29,47 +29,47 @@ pub enum TlsError {
     /// A file of this daemon is not what it should be.
     #[error("{path} holds no {what} in PEM", path = .path.display())]
     Content {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// What it should hold.
         what: &'static str,
     },
-    /// This daemon's certificate or authority cannot be used.
+    /// This daemon's certificate or authority is unusable.
     #[error("the certificate {path} cannot be used: {why}", path = .path.display())]
     Own {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// The address called cannot be a certificate's.
+    /// The address called is none that a certificate can have.
     #[error("'{0}' is neither a host's name nor an address: no certificate can be for it")]
     Host(String),
-    /// The peer's certificate is not of our authority.
+    /// The peer's certificate is not signed by our authority.
     #[error("the peer's certificate is not signed by {authority}", authority = .authority.display())]
     Authority {
         /// The file with the authority's certificates.
         authority: PathBuf,
     },
-    /// The peer's certificate is not of today.
+    /// The peer's certificate has expired, or is not valid yet.
     #[error("the peer's certificate {}", if *.expired { "has expired" } else { "is not valid yet" })]
     Date {
-        /// Whether its time has passed (else it has not come).
+        /// Whether it has expired (otherwise it is not valid yet).
         expired: bool,
     },
     /// The peer's certificate is another host's.
     #[error("the peer's certificate is not for '{host}' but for {names}")]
     Name {
-        /// Whom we called.
+        /// The host that was called.
         host: String,
-        /// Whom it is for.
+        /// The names in the certificate.
         names: String,
     },
-    /// The caller has none.
+    /// The caller shows no certificate.
     #[error("the caller shows no certificate")]
     Missing,
     /// The caller's certificate names nobody.
-    #[error("the caller's certificate has no DNS name, and so says of nobody who calls")]
+    #[error("the caller's certificate has no DNS name, which would say who calls")]
     Nameless,
     /// The caller is not on the list.
     #[error("'{name}' is not among the peers that may call here")]
@@ -95,18 +95,18 @@ pub enum TlsError {
     /// The connections of one session come from two daemons.
     #[error("the session is another daemon's than '{name}'")]
     Intruder {
-        /// Who calls.
+        /// The identity of the caller.
         name: String,
     },
-    /// What is left.
+    /// Any other failure of the handshake.
     #[error("the peers did not agree on an encryption")]
     Other(#[source] rustls::Error),
 }
 
-/// What a peer says by its alert.
+/// What a peer's alert means.
 fn refusal(alert: AlertDescription) -> String {
     match alert {
-        // The second where the authority has the name of ours and another key.
+        // The second alert comes where the authority has the name of ours and another key.
         AlertDescription::UnknownCA | AlertDescription::DecryptError => {
             "it is not signed by the authority there".into()
         }
@@ -120,7 +120,7 @@ fn refusal(alert: AlertDescription) -> String {
 }
 
 impl TlsError {
-    /// Why a handshake failed, with what only the caller (`host`) knows.
+    /// Why a handshake failed. `host` is known to the calling side alone.
     pub(super) fn of(error: rustls::Error, authority: &std::path::Path, host: Option<&str>) -> Self {
         let named = |names: &[String]| match names {
             [] => "nobody".into(),

@@ -1,11 +1,11 @@
-//! A host's bandwidth, shared by all its migrations: threads that take the turns of `fair.rs`.
+//! A host's bandwidth, shared by all its migrations: threads wait here for their turns, which `fair.rs` orders.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::fair::{Flow, Turn, Turns};
 
-/// How long a wait may go on unasked.
+/// How often a wait asks whether it should go on.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// The limit on what all migrations away from a host send together.
@@ -16,7 +16,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// With a rate in bytes per second; no limit where `None`.
+    /// A limit of this rate in bytes per second; no limit where `None`.
     #[must_use]
     pub fn new(bytes_per_s: Option<u64>) -> Self {
         Self { turns: Mutex::new(Turns::new(bytes_per_s)), changed: Condvar::new() }
@@ -28,13 +28,13 @@ impl Share {
         self.lock().rate()
     }
 
-    /// Another rate, for those under way too.
+    /// Sets another rate, also for migrations under way.
     pub fn set_rate(&self, bytes_per_s: Option<u64>) {
         self.lock().set_rate(bytes_per_s);
         self.changed.notify_all();
     }
 
-    /// A migration's part in it, until it is dropped.
+    /// Adds a migration, until its member is dropped.
     #[must_use]
     pub(super) fn join(self: &Arc<Self>) -> Member {
         let flow = self.lock().join();
@@ -46,7 +46,7 @@ impl Share {
     }
 }
 
-/// One of those that share.
+/// A migration that shares the bandwidth.
 #[derive(Debug)]
 pub(super) struct Member {
     share: Arc<Share>,
@@ -54,16 +54,16 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// A guest waits for what comes from now on: it goes before the others' bulk.
+    /// Notes that a guest waits for what is sent from now on: it goes before the others' bulk.
     pub fn hurry(&self) {
         self.share.lock().hurry(self.flow);
         self.share.changed.notify_all();
     }
 
-    /// Waits for the turn to send so many bytes, asking `goes_on` at least every tenth of a second.
+    /// Waits for the turn to send this many bytes. Calls `goes_on` at least every tenth of a second.
     ///
     /// # Errors
-    /// What `goes_on` says; the turn is then another's.
+    /// The error of `goes_on`; the turn then goes to another.
     pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
         let mut turns = self.share.lock();
         if turns.rate().is_none() {
@@ -73,7 +73,7 @@ impl Member {
         loop {
             let now = Instant::now();
             let wait = match turns.turn(self.flow, ticket, now) {
-                // Whoever is next now learns it.
+                // The member that is next now learns it.
                 Turn::Now => {
                     self.share.changed.notify_all();
                     return Ok(());
@@ -113,7 +113,7 @@ mod tests {
         let (first, second) = (share.join(), share.join());
         let on = || Ok::<(), ()>(());
         first.wait(1000, on).unwrap();
-        // A thousand seconds from now, at that rate.
+        // At that rate the turn comes in a thousand seconds.
         let cancelled = AtomicBool::new(false);
         let goes_on = || if cancelled.load(Ordering::Acquire) { Err("cancelled") } else { Ok(()) };
         std::thread::scope(|scope| {

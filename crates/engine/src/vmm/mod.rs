@@ -1,4 +1,4 @@
-//! "Pause, resume, device state": what the engine needs of a VMM, one trait for each end.
+//! What the engine needs of a VMM (pause, resume, device state): one trait for each end.
 //!
 //! The order at the source is `prepare` → `begin` → `stopped` → `save_devices` → `saved`, and `rollback` from anywhere
 //! in between; at the destination `prepare` → `loaded` → `start`, and `quit` from anywhere. Memory never passes here.
@@ -22,16 +22,16 @@ pub struct EventTime(pub u64);
 /// When the guest stopped and when the VMM was ready for the last pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stopped {
-    /// The guest's last instruction.
+    /// The moment of the guest's last instruction.
     pub stop: EventTime,
-    /// All its I/O drained, devices not yet saved.
+    /// The moment when all its I/O was drained and its devices were not yet saved.
     pub ready: EventTime,
 }
 
 /// RAM as the guest's processors see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MappedRam {
-    /// Its addresses there: whole pages, at least one.
+    /// Its guest-physical addresses: whole pages, at least one.
     pub guest_physical: Range<u64>,
     /// The block's id, or the VMM's own name for RAM that is no block of the machine's, such as a screen's.
     pub block: String,
@@ -47,13 +47,13 @@ pub enum VmmError {
     Refused {
         /// The command.
         command: String,
-        /// What it said.
+        /// The VMM's reason.
         reason: String,
     },
     /// The VMM's side of the migration failed.
     #[error("QEMU could not move the device state: {reason}")]
     Migration {
-        /// What it said.
+        /// The VMM's reason.
         reason: String,
     },
     /// The VMM ended.
@@ -65,26 +65,26 @@ pub enum VmmError {
     /// The VMM's mappings are not what they should be.
     #[error("QEMU's mappings of its guest's RAM are not what they should be: {doing} failed")]
     Mappings {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         #[source]
         source: std::io::Error,
     },
     /// The VMM said nothing for too long.
     #[error("QEMU did not answer '{waiting_for}' within {seconds} s")]
     Silent {
-        /// What was asked.
+        /// The command or event that was waited for.
         waiting_for: String,
-        /// How long it had.
+        /// The time limit, seconds.
         seconds: u64,
     },
     /// The connection to the VMM broke or carried nonsense.
     #[error("the connection to QEMU failed while {doing}")]
     Connection {
-        /// What was being done.
+        /// The operation that failed.
         doing: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
@@ -92,19 +92,19 @@ pub enum VmmError {
 
 /// The VMM at the source.
 pub trait Source: Send {
-    /// Makes ready for the switchover without touching the guest.
+    /// Prepares the switchover without touching the guest.
     ///
     /// # Errors
     /// [`VmmError`]; the guest runs on.
     fn prepare(&mut self) -> Result<(), VmmError>;
 
-    /// Whether the guest runs now (not: stopped by its user).
+    /// Whether the guest runs now (and was not stopped by its user).
     ///
     /// # Errors
     /// [`VmmError`].
     fn running(&mut self) -> Result<bool, VmmError>;
 
-    /// The threads that run the guest's processors, by number: one for all where the VMM runs them in turn.
+    /// The numbers of the threads that run the guest's processors; a single one where the VMM runs them in turn.
     ///
     /// # Errors
     /// [`VmmError`].
@@ -127,8 +127,8 @@ pub trait Source: Send {
         Err(VmmError::Refused { command: "registers".to_owned(), reason: "it does not tell".to_owned() })
     }
 
-    /// Whether the guest was reset since this was last asked, or at some time before: seen once
-    /// [`page_tables`](Self::page_tables) has answered what was asked after it.
+    /// Whether the guest was reset since the last call, or at some time before. A reset is seen once
+    /// [`page_tables`](Self::page_tables) has answered a call made after it.
     ///
     /// # Errors
     /// [`VmmError`].
@@ -136,29 +136,29 @@ pub trait Source: Send {
         Ok(false)
     }
 
-    /// Whether somebody writes the guest's RAM past the VMM's page tables now, or may: then content tells what was
-    /// written. Where it is so at any look, it is so for the whole migration.
+    /// Whether somebody writes, or may write, the guest's RAM past the VMM's page tables now: then only content shows
+    /// what was written. Where one look finds it so, it is so for the whole migration.
     ///
     /// # Errors
-    /// [`VmmError`]; refused where content would not tell, either.
+    /// [`VmmError`]; refused where content would not show it either.
     fn writes_untracked(&mut self) -> Result<bool, VmmError> {
         Ok(false)
     }
 
     /// Asks the VMM to stop the guest and to have its devices ready; the stream yields the device state from now on
-    /// (some of it before the guest stops) and ends with it. Whoever holds it must keep reading.
+    /// (some of it before the guest stops) and ends with it. The holder of the stream must keep reading.
     ///
     /// # Errors
     /// [`VmmError`]; call `rollback`.
     fn begin(&mut self) -> Result<UnixStream, VmmError>;
 
-    /// Waits until the guest is stopped and its I/O drained. `None` where `timeout` passed first: ask again.
+    /// Waits until the guest is stopped and its I/O drained. `None` where `timeout` passed first: then call again.
     ///
     /// # Errors
     /// [`VmmError`]; call `rollback`.
     fn stopped(&mut self, timeout: Duration) -> Result<Option<Stopped>, VmmError>;
 
-    /// Lets the VMM write the devices' state into the stream of `begin`.
+    /// Makes the VMM write the devices' state into the stream of `begin`.
     ///
     /// # Errors
     /// [`VmmError`]; call `rollback`.
@@ -199,14 +199,14 @@ pub trait Destination: Send {
     /// [`VmmError`]: [`VmmError::Migration`] or [`VmmError::Gone`] where the VMM refuses the state.
     fn loaded(&mut self, timeout: Duration) -> Result<(), VmmError>;
 
-    /// Whether the VMM still lives, with the guest loaded and stopped: asked just before the guest becomes its own, so
-    /// it must not take long.
+    /// Checks that the VMM still lives, with the guest loaded and stopped. It is called just before the VMM gets the
+    /// guest, so it must not take long.
     ///
     /// # Errors
     /// [`VmmError`].
     fn alive(&mut self) -> Result<(), VmmError>;
 
-    /// Lets the guest run; when it did, by the VMM's own event.
+    /// Lets the guest run. Returns when it started, by the VMM's own event.
     ///
     /// # Errors
     /// [`VmmError`].

@@ -1,8 +1,8 @@
 //! A synchronous QMP client: commands with a time limit, and the events between them in a queue.
 //!
-//! QEMU may die, hang or be replaced by something else at any moment, so every wait is bounded, and after the first
-//! broken line the connection only says that it is broken. A lost connection can be made anew: QEMU greets the next
-//! client.
+//! QEMU may die, hang or be replaced by something else at any moment. So every wait is bounded, and after the first
+//! broken line the connection only reports that it is broken. A client whose connection is lost can connect again: QEMU
+//! greets it anew.
 
 mod message;
 
@@ -23,13 +23,15 @@ pub use message::{DecodeError, Event, LineBuffer, MAX_LINE_BYTES, Message, Versi
 
 use crate::vmm::VmmError;
 
-/// How many events wait at most; the oldest go first. A guest can cause some kinds as often as it likes.
+/// The most events that wait in the queue; the oldest are dropped first. A guest can cause some kinds as often as it
+/// likes.
 const MAX_EVENTS: usize = 1024;
 
-/// How much is taken in once the time is over, messages: what had been said by then, of a QEMU that speaks without end.
+/// The most messages that are read once the time is over: enough for what QEMU had said by then, and a limit where it
+/// never stops speaking.
 const MAX_LATE: usize = 2 * MAX_EVENTS;
 
-/// How many bytes are read at once.
+/// The size of one read, bytes.
 const READ_BYTES: usize = 64 << 10;
 
 /// A connection to one QEMU.
@@ -40,9 +42,9 @@ pub struct Qmp {
     lines: LineBuffer,
     events: VecDeque<Event>,
     next_id: u64,
-    /// Whether the guest switched itself off, by the last event that says so or otherwise.
+    /// Whether the guest switched itself off, by the last event about that.
     guest_off: bool,
-    /// Set once for all: nothing more can be had from this connection.
+    /// Why the connection has ended, set once: nothing more comes from it.
     ended: Option<Ended>,
 }
 
@@ -56,12 +58,12 @@ enum Ended {
 }
 
 impl Qmp {
-    /// Connects to QEMU's socket, trying again while nobody listens there yet, and makes the connection ready for
-    /// commands.
+    /// Connects to QEMU's socket, and makes the connection ready for commands. Tries again while nobody listens there
+    /// yet.
     ///
     /// # Errors
     /// [`VmmError::Connection`] or [`VmmError::Silent`] where no QEMU answers within `timeout`. QEMU serves one client
-    /// at a time: where another one is connected it is silent.
+    /// at a time, and is silent where another one is connected.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, VmmError> {
         let deadline = Instant::now() + timeout;
         let stream = loop {
@@ -70,7 +72,7 @@ impl Qmp {
                 Err(source) if Instant::now() < deadline && not_there_yet(&source) => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
-                // A QEMU that hangs takes nobody in.
+                // A QEMU that hangs accepts nobody.
                 Err(source) if source.kind() == io::ErrorKind::WouldBlock => {
                     return Err(silent("QMP connection", timeout));
                 }
@@ -82,7 +84,7 @@ impl Qmp {
         Self::new(stream, deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// Takes a connection on which QEMU has not been spoken to.
+    /// Makes a connection ready on which nothing was said yet.
     ///
     /// # Errors
     /// As [`Qmp::connect`].
@@ -127,7 +129,7 @@ impl Qmp {
         self.command(command, arguments, None, timeout)
     }
 
-    /// Runs a command that takes a descriptor along (`getfd`, `add-fd`); QEMU gets a duplicate.
+    /// Runs a command that carries a descriptor (`getfd`, `add-fd`); QEMU gets a duplicate.
     ///
     /// # Errors
     /// As [`Qmp::execute`].
@@ -167,7 +169,7 @@ impl Qmp {
         }
     }
 
-    /// Takes in what QEMU has said, without waiting, and returns the oldest event.
+    /// Reads what QEMU has said, without waiting, and returns the oldest event.
     ///
     /// # Errors
     /// As [`Qmp::wait_event`].
@@ -180,7 +182,7 @@ impl Qmp {
         Ok(self.events.pop_front())
     }
 
-    /// Forgets the events that wait, such as those of a migration before.
+    /// Drops the events that wait, such as those of an earlier migration.
     ///
     /// # Errors
     /// [`VmmError::Gone`] or [`VmmError::Connection`].
@@ -190,7 +192,7 @@ impl Qmp {
         taken
     }
 
-    /// Why nothing more can come from this QEMU, or that its guest has switched itself off; without waiting.
+    /// Why nothing more can come from this QEMU, or that its guest has switched itself off. Does not wait.
     pub fn ended(&mut self) -> Option<VmmError> {
         match self.take_in() {
             Err(error) => Some(error),
@@ -267,7 +269,8 @@ impl Qmp {
                         return Err(silent(command, timeout));
                     }
                 }
-                // What QEMU said before it closed, such as that the guest switched itself off, may still be read.
+                // Messages that QEMU sent before it closed, such as that the guest switched itself off, may still be
+                // unread.
                 Err(error) => {
                     let _ = self.take_in();
                     return Err(self.end(command, Some(error.into())));
@@ -312,7 +315,7 @@ impl Qmp {
     fn note(&mut self, event: Event) {
         match event.name.as_str() {
             "SHUTDOWN" => self.guest_off = event.data["guest"].as_bool().unwrap_or(false),
-            // Under -no-shutdown a machine that was switched off can be switched on again.
+            // With -no-shutdown a machine that was switched off can be switched on again.
             "RESET" | "RESUME" => self.guest_off = false,
             _ => {}
         }
@@ -322,7 +325,7 @@ impl Qmp {
         self.events.push_back(event);
     }
 
-    /// Ends the connection for the reason given, unless it has ended before, and says why it has.
+    /// Ends the connection for this reason, unless it has ended before. Returns why it has ended.
     fn end(&mut self, doing: &str, error: Option<io::Error>) -> VmmError {
         use io::ErrorKind::{BrokenPipe, ConnectionReset, Other};
         let kind = error.as_ref().map_or(Other, io::Error::kind);
@@ -339,7 +342,8 @@ impl Qmp {
     }
 }
 
-/// How long somebody listens. To what was said in time also afterwards, but not for as long as somebody speaks.
+/// How long a caller listens. It still reads what was said in time afterwards, but not without end where QEMU never
+/// stops speaking.
 struct Patience {
     deadline: Instant,
     late: usize,
@@ -350,7 +354,7 @@ impl Patience {
         Self { deadline, late: 0 }
     }
 
-    /// Asked once for each message.
+    /// Whether the caller stops listening. Call it once for each message.
     fn is_over(&mut self) -> bool {
         self.late += usize::from(Instant::now() >= self.deadline);
         self.late > MAX_LATE

@@ -1,4 +1,4 @@
-//! What passes a wire: everything, or nothing for a while, or so many bytes and then nothing.
+//! The gate of a wire: it lets everything pass, or nothing for a while, or a number of bytes and then nothing.
 
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -17,9 +17,9 @@ pub enum Kind {
     Pages,
     /// The devices' state.
     Devices,
-    /// What faults ask for.
+    /// Page requests.
     Faults,
-    /// What they get.
+    /// The requested pages.
     Urgent,
 }
 
@@ -38,18 +38,18 @@ impl From<Role> for Kind {
 /// How many bytes may pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pass {
-    /// All.
+    /// All bytes.
     All,
-    /// Only so many: the link goes down with them.
+    /// Only this many bytes: the link goes down after them.
     Last(usize),
-    /// None: the link is down.
+    /// No bytes: the link is down.
     None,
 }
 
-/// Whether anything passes.
+/// The state of a wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// It does.
+    /// Bytes pass.
     Open,
     /// Nothing passes, and nobody is told.
     Stalled,
@@ -61,11 +61,11 @@ pub enum State {
 struct Flow {
     state: State,
     passed: BTreeMap<Kind, u64>,
-    /// How many bytes more may pass on connections of that kind before the link goes down.
+    /// How many more bytes may pass on connections of this kind before the link goes down.
     limit: Option<(Kind, u64)>,
 }
 
-/// One for all wires of a proxy.
+/// The gate of all wires of a proxy.
 #[derive(Debug)]
 pub struct Gate {
     flow: Mutex<Flow>,
@@ -73,20 +73,20 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// Open, and without a limit.
+    /// A gate that is open and has no limit.
     pub fn new() -> Self {
         let flow = Flow { state: State::Open, passed: BTreeMap::new(), limit: None };
         Self { flow: Mutex::new(flow), changed: Condvar::new() }
     }
 
-    /// From now on it is so; a limit is forgotten.
+    /// Sets the state, and removes a limit.
     pub fn set(&self, state: State) {
         let mut flow = lock(&self.flow);
         (flow.state, flow.limit) = (state, None);
         self.changed.notify_all();
     }
 
-    /// After so many bytes more on connections of that kind the link goes down.
+    /// Makes the link go down after this many more bytes on connections of this kind.
     pub fn limit(&self, kind: Kind, bytes: u64) {
         lock(&self.flow).limit = Some((kind, bytes));
     }
@@ -96,7 +96,7 @@ impl Gate {
         lock(&self.flow).state == State::Down
     }
 
-    /// Waits until the link is down, or for so long. Whether it is.
+    /// Waits until the link is down, at most for `patience`. Returns whether it is.
     pub fn wait_until_down(&self, patience: Duration) -> bool {
         let flow = lock(&self.flow);
         let waited = self.changed.wait_timeout_while(flow, patience, |flow| flow.state != State::Down);
@@ -108,7 +108,7 @@ impl Gate {
         lock(&self.flow).passed.get(&kind).copied().unwrap_or(0)
     }
 
-    /// So many bytes want to pass, and wait where nothing does.
+    /// Asks for this many bytes to pass. Waits while nothing passes.
     pub fn pass(&self, kind: Kind, bytes: usize) -> Pass {
         let flow = lock(&self.flow);
         let waited = self.changed.wait_while(flow, |flow| flow.state == State::Stalled);

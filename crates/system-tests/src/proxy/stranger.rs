@@ -11,18 +11,18 @@ use sterna_bench::lab::{Host, net};
 
 use crate::PATIENCE;
 
-/// What a peer that is no daemon says to whoever calls.
+/// What a peer that is no daemon says to its callers.
 #[derive(Debug, Clone)]
 pub enum Babble {
-    /// Nothing, for ever.
+    /// It says nothing, for ever.
     Nothing,
-    /// These bytes, then nothing.
+    /// It says these bytes, then nothing.
     Bytes(Vec<u8>),
 }
 
 /// A peer that is no daemon; dropping it ends it.
 pub struct Stranger {
-    /// Where it listens.
+    /// The address where it listens.
     pub address: String,
     stop: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,

@@ -1,4 +1,5 @@
-//! Pages that are fenced in while others follow their guest: who touches one waits, whatever becomes of it meanwhile.
+//! Pages that are fenced in while others follow their guest: a thread that touches one waits, whatever becomes of the
+//! page meanwhile.
 
 use super::*;
 use crate::faults::fence::Fence;
@@ -37,7 +38,7 @@ fn what_is_fenced_in_stays_as_it_is_while_pages_arrive_and_are_mapped_ahead() {
         let fence = Fence::new(Arc::clone(&pager.faults), vec![guest.here.mapping.addresses()]).unwrap();
         let patience = fence.patience(Duration::from_secs(60));
         let fenced = fence.close(guest.run(1..5), &patience).unwrap().expect("nobody waits");
-        // One that is current, a stale one, a hole, and one behind the fence.
+        // One page is current, one is stale, one is a hole, and one lies behind the fence.
         let (mapped, stale, hole, open) = (guest.writes(1, 9), guest.looks(2), guest.looks(4), guest.looks(5));
         assert_eq!(open.join().unwrap(), [1; 16]);
         wait_until(|| fence.waits().unwrap() == 3);

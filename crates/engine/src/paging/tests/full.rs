@@ -9,7 +9,7 @@ use super::*;
 use crate::destination::place::Placer;
 use crate::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 
-/// A host with so much room; nothing else is asked of it.
+/// A host with this much free memory; no other method is called.
 struct Room(u64);
 
 impl DestinationHost for Room {
@@ -42,7 +42,7 @@ impl DestinationHost for Room {
     }
 }
 
-/// Page 3 comes to a guest that runs and misses it.
+/// Lets page 3 come to a guest that runs without it.
 fn page_comes(pager: &Pager, host: &Room) -> Result<(), MigrateError> {
     let placer = Placer::new(pager.ram().as_ref(), host, Some(pager), Digester::UNSEEDED);
     let only: PageSet = [3].into_iter().collect();
@@ -70,7 +70,7 @@ fn the_reserve_is_kept_while_pages_follow_too_and_what_was_refused_may_come_agai
     pager.end();
 }
 
-/// Unmounts when dropped.
+/// A mount that is undone when this is dropped.
 struct Mount(std::path::PathBuf);
 
 impl Drop for Mount {

@@ -1,10 +1,10 @@
-//! What a VMM in its guest's hands can do to who brings its pages.
+//! What a VMM that a hostile guest controls can do to the pager.
 
 use std::sync::mpsc;
 
 use super::*;
 
-/// Longer than anything here takes, on any machine; without the handling it would be for ever.
+/// A time longer than anything here takes on any machine. Without the handling the tests would wait for ever.
 const FOR_EVER: Duration = Duration::from_secs(120);
 
 /// Makes the userfaultfd block as often as it can, until it is dropped: the open file is the VMM's as well.
@@ -76,7 +76,7 @@ fn a_page_that_becomes_missing_while_it_is_mapped_for_a_fault_is_not_seen_stale(
         let guest = Guest::new();
         guest.round(5, 1);
         let pager = guest.pager(false);
-        // Behind the decision, before the mapping.
+        // The account's lock stops the thread between its decision and the mapping.
         let held = pager.account();
         let early = guest.looks(5);
         std::thread::sleep(Duration::from_millis(5));
@@ -86,7 +86,7 @@ fn a_page_that_becomes_missing_while_it_is_mapped_for_a_fault_is_not_seen_stale(
         drop(held);
         begun.join().unwrap();
         let late = guest.looks(5);
-        // It waits, however long this takes; a stale page would be there at once.
+        // The guest waits for as long as this takes; a stale page would be there at once.
         std::thread::sleep(Duration::from_millis(2));
         arrives(&pager, 5, 9);
         assert_eq!(late.join().unwrap(), [9; 16]);

@@ -1,22 +1,23 @@
-//! Pages compressed, up to 16 together: 64 KiB compress a tenth better than single pages and in less time, and beyond
-//! it little is gained.
+//! Compression of pages, up to 16 together: 64 KiB compress a tenth better than single pages and in less time, and
+//! larger blocks gain little more.
 
 use sterna_protocol::frame::packed::{Block, Codec, MAX_BLOCK_PAGES};
 use sterna_protocol::layout::PAGE_BYTES;
 use zstd::zstd_safe::ResetDirective;
 
-/// A block must become smaller than this share of itself, or it is sent as it is: decompressing costs the destination
-/// something.
+/// A block must become smaller than this share of its size, or it is sent plain: decompressing costs the destination
+/// time.
 const WORTH: (usize, usize) = (15, 16);
-/// Blocks that did not shrink in a row, after which the next are not tried.
+/// How many blocks in a row must not shrink before the next are left out.
 const MISSES: u32 = 4;
-/// The most blocks that are then left out between two tries: 1 in 64, 1.5 % of what trying all of them would cost.
+/// The most blocks that are then left out between two tries. One try in 64 blocks costs 1.5 % of what trying all of
+/// them would.
 const MOST_LEFT_OUT: u32 = 63;
 
-/// A compressor and how hard it works.
+/// A compressor and its level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
-    /// Not at all.
+    /// No compression.
     Plain,
     /// LZ4's one level.
     Lz4,
@@ -36,14 +37,14 @@ impl Method {
     }
 }
 
-/// What a compressor did.
+/// What a compressor has done.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Did {
     /// Pages that were compressed.
     pub pages: u64,
-    /// Bytes they became.
+    /// The bytes that they became.
     pub bytes: u64,
-    /// Pages that went as they are.
+    /// Pages that went plain.
     pub plain_pages: u64,
 }
 
@@ -55,7 +56,7 @@ impl std::ops::AddAssign for Did {
     }
 }
 
-/// Compresses for one thread. What the compressors need is kept from block to block: making it anew for each costs half
+/// A compressor for one thread. It keeps the contexts from block to block: making them anew for each block costs half
 /// as much again.
 pub struct Compressor {
     zstd: Option<zstd::bulk::Compressor<'static>>,
@@ -112,18 +113,18 @@ impl Compressor {
         Ok(())
     }
 
-    /// What it did so far.
+    /// What it has done so far.
     #[must_use]
     pub fn did(&self) -> Did {
         self.did
     }
 
-    /// Compresses into the scratch; `None` where it is not worth it.
+    /// Compresses into the scratch; `None` where that is not worth it.
     fn compress(&mut self, method: Method, group: &[u8]) -> std::io::Result<Option<(Codec, usize)>> {
         let most = group.len() * WORTH.0 / WORTH.1;
         let compressed = match method {
             Method::Plain => None,
-            // It wants room for the worst case.
+            // LZ4 wants room for the worst case.
             Method::Lz4 => {
                 lz4_flex::block::compress_into(group, &mut self.scratch).ok().map(|bytes| (Codec::Lz4, bytes))
             }
@@ -131,7 +132,8 @@ impl Compressor {
                 let compressor = match &mut self.zstd {
                     Some(compressor) => {
                         if self.zstd_level != level {
-                            // A block that did not fit left it in the middle of a frame, where no level can be set.
+                            // A block that did not fit leaves the compressor in the middle of a frame, where no level
+                            // can be set.
                             let reset = compressor.context_mut().reset(ResetDirective::SessionOnly);
                             reset.map_err(|_| std::io::Error::other("the compressor cannot be begun anew"))?;
                             compressor.set_compression_level(level)?;
@@ -141,7 +143,8 @@ impl Compressor {
                     none => none.insert(zstd::bulk::Compressor::new(level)?),
                 };
                 self.zstd_level = level;
-                // It gives up as soon as what it writes no longer fits: that is all an error means here.
+                // The compressor gives up as soon as its output does not fit any more: here an error means nothing
+                // else.
                 let room = &mut self.scratch[..most];
                 compressor.compress_to_buffer(group, room).ok().map(|bytes| (Codec::Zstd, bytes))
             }
@@ -150,7 +153,7 @@ impl Compressor {
     }
 }
 
-/// Knows when to stop trying: memory that does not shrink (compressed or encrypted already) comes in long stretches.
+/// The rule that stops tries: memory that does not shrink (compressed or encrypted already) comes in long stretches.
 #[derive(Debug, Default)]
 struct Patience {
     misses: u32,
@@ -173,7 +176,7 @@ impl Patience {
         true
     }
 
-    /// What became of a try.
+    /// Notes what became of a try.
     fn saw(&mut self, shrank: bool) {
         self.misses = if shrank { 0 } else { self.misses.saturating_add(1) };
     }

@@ -1,23 +1,22 @@
-//! Pages as differences to what was last sent of them, from a bounded cache of what that was.
+//! Deltas: pages as differences to what was last sent of them, which a bounded cache keeps.
 //!
-//! **What is kept.** A page enters the cache when it is sent for the second time. Its first sending says nothing about
-//! whether it will be written: in the first round that is all of the guest's memory, and it would push everything else
-//! out. Where the cache is full, a page takes the place of one that was not sent in this round or the last; where there
-//! is none such, it stays out. A working set larger than the cache is thus hit in part; replacing the oldest would
-//! replace each page just before its turn comes, and hit nothing.
+//! **What is kept.** A page enters the cache when it is sent for the second time. Its first sending does not show that
+//! it will be written again: the first round sends all of the guest's memory, which would push everything else out.
+//! Where the cache is full, a page takes the place of one that was not sent in this round or the last; where there is
+//! no such page, it stays out. So a working set larger than the cache is hit in part. A cache that replaced the oldest
+//! page would replace each page just before its turn comes, and hit nothing.
 //!
-//! **Why the destination can apply it.** A difference is told to exactly what the destination holds, because
+//! **Why the destination can apply it.** A delta is made against exactly what the destination holds, because
 //! - an entry is replaced whenever its page is sent, whatever way, and holds the very copy that was encoded;
 //! - what was sent of a page in one round has arrived and is in place before the next round begins, and a chunk keeps
 //!   its connection; a page goes once in a round;
 //! - an entry is used only where [`SentTable`](crate::source::sent::SentTable) says that the destination holds content
-//!   of the entry's
-//! digest. So a page that was zeros or given back in between, one that arrived *suspect*, and one that was sent past
-//! the cache are sent whole, and nobody has to tell the cache;
-//! - a frame that fails, fails the migration, and the next one begins with nothing sent.
+//!   of the entry's digest. So a page is sent whole, and nobody has to tell the cache, where it was zeros or discarded
+//!   in between, where it arrived *suspect*, or where it was sent past the cache;
+//! - a frame that fails makes the migration fail, and the next one begins with nothing sent.
 //!
-//! Were all that wrong, the destination would find it: it checks every page's digest after decoding it and before it is
-//! placed.
+//! If all that were wrong, the destination would find it: it checks every page's digest after decoding and before
+//! placing.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -26,18 +25,19 @@ use sterna_api::report::DeltaUse;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, PAGE_BYTES};
 use sterna_protocol::xbzrle::{self, Page};
 
-/// What is longer is hardly shorter than the page, and costs the destination more: the page goes whole.
+/// The longest delta. A longer one is hardly shorter than the page, and costs the destination more: the page goes
+/// whole.
 const MOST_DELTA_BYTES: usize = PAGE_BYTES * 3 / 4;
-/// Neighbouring pages that share a shard. A chunk's pages are spread over many shards: hot pages often lie together,
-/// and threads that encode neighbouring chunks should not meet.
+/// How many neighbouring pages share a shard. A chunk's pages are spread over many shards: hot pages often lie
+/// together, and threads that encode neighbouring chunks should not wait for each other.
 const NEIGHBOURS: u64 = 16;
-/// The most shards; more than any number of threads, so that two rarely want the same.
+/// The most shards: many more than threads, so that two threads rarely want the same one.
 const MAX_SHARDS: u64 = 64;
 /// The fewest pages of a shard, where there is more than one.
 const MIN_SHARD_PAGES: u64 = 64;
-/// Entries that are looked at for one to replace.
+/// How many entries a search for one to replace looks at.
 const LOOKED_AT: usize = 8;
-/// What an entry takes beside its page: itself and its place in the index.
+/// The memory of an entry beside its page, for itself and its place in the index, bytes.
 const ENTRY_BYTES: u64 = 64;
 
 /// A page that is about to be sent.
@@ -49,15 +49,15 @@ pub struct Sending<'a> {
     pub chunk: ChunkIndex,
     /// The page within it.
     pub page: u8,
-    /// The digest of what the destination holds of it, where it holds content that is known.
+    /// The digest of the destination's content of it, where that is known.
     pub held: Option<u64>,
-    /// What is sent.
+    /// The body that is sent.
     pub body: &'a Page,
     /// Its digest.
     pub digest: u64,
 }
 
-/// What was last sent of pages that are sent again and again.
+/// The cache of what was last sent of pages that are sent again and again.
 #[derive(Debug)]
 pub struct DeltaCache {
     shards: Vec<Mutex<Shard>>,
@@ -68,7 +68,7 @@ struct Shard {
     capacity: usize,
     index: HashMap<u64, usize>,
     entries: Vec<Entry>,
-    /// Where the search for an entry to replace goes on.
+    /// The place where the search for an entry to replace goes on.
     hand: usize,
     used: DeltaUse,
 }
@@ -83,7 +83,7 @@ struct Entry {
 }
 
 impl DeltaCache {
-    /// An empty cache that will take at most so many bytes.
+    /// An empty cache that will take at most this many bytes.
     #[must_use]
     pub fn new(bytes: u64) -> Self {
         let pages = bytes / (PAGE_BYTES as u64 + ENTRY_BYTES);
@@ -92,15 +92,15 @@ impl DeltaCache {
         Self { shards: (0..shards).map(|_| Mutex::new(Shard::new(capacity))).collect() }
     }
 
-    /// Appends the page to a block of differences, and keeps what is sent. `false`, and nothing is appended, where it
-    /// must go whole: what the destination holds is not in the cache, or differs too much.
+    /// Appends the page to a block of deltas, and keeps what is sent. Returns `false` and appends nothing where the
+    /// page must go whole: the destination's content is not in the cache, or differs too much.
     pub fn encode(&self, sending: &Sending, block: &mut Vec<u8>) -> bool {
         let page = sending.chunk.index() as u64 * CHUNK_PAGES as u64 + u64::from(sending.page);
         let shard = &self.shards[(page / NEIGHBOURS % self.shards.len() as u64) as usize];
         shard.lock().unwrap_or_else(PoisonError::into_inner).encode(page, sending, block)
     }
 
-    /// What it did, and the memory it takes.
+    /// What the cache has done, and the memory it takes.
     #[must_use]
     pub fn used(&self) -> DeltaUse {
         let mut total = DeltaUse::default();
@@ -124,7 +124,8 @@ impl Shard {
 
     fn encode(&mut self, page: u64, sending: &Sending, block: &mut Vec<u8>) -> bool {
         let Some(&at) = self.index.get(&page) else {
-            // `held` is absent for a page sent for the first time: that is no miss, there is nothing to differ from.
+            // `held` is absent for a page that is sent for the first time: that is no miss, because no delta is
+            // possible.
             if sending.held.is_some() {
                 self.used.misses += 1;
                 self.insert(page, sending);
@@ -159,7 +160,7 @@ impl Shard {
         *entry.body = *body;
     }
 
-    /// The entry longest not sent among the next few, unless it was sent in this round or the last.
+    /// The least recently sent of the next few entries, unless it was sent in this round or the last.
     fn replaceable(&mut self, round: u32) -> Option<usize> {
         let entries = self.entries.len();
         let hand = self.hand;
@@ -180,7 +181,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Both ends of a page's way, without what lies between: what the source knows of the destination, and what that
+    /// Both ends of a page's way, without the link: what the source knows of the destination, and what the destination
     /// holds.
     struct Ends {
         cache: DeltaCache,
@@ -216,13 +217,13 @@ mod tests {
             self.held.insert(page, Some(digest));
         }
 
-        /// What is sent past the cache: zeros, or what the guest gave back.
+        /// Sends a page past the cache: zeros, or a discarded page.
         fn zero(&mut self, page: u64) {
             self.there.insert(page, [0; PAGE_BYTES]);
             self.held.insert(page, None);
         }
 
-        /// A body that arrives as nobody knows what; so it is not in the cache either.
+        /// Sends a body that arrives as unknown content.
         fn suspect(&mut self, page: u64, body: &Page) {
             self.there.insert(page, *body);
             self.held.insert(page, None);

@@ -1,18 +1,19 @@
-//! How hard to compress, where nobody asked for a level: as hard as leaves the link busy.
+//! The choice of a compression level where the options name none: the highest that keeps the link busy.
 //!
-//! The threads that encode and those that send wait for each other at a short queue, and who waits says what is scarce:
-//! senders wait where the processor is the bottleneck, encoders where the link is. So the rule goes down a step in the
-//! first case and up in the second. Two things keep it from being fooled. A step down is not always quicker (what
-//! shrinks to a tenth may well be worth a processor that is busy), so a step that was tried and moved fewer pages per
-//! second is not tried again for a while. And a window in which neither waits for long changes nothing.
+//! The threads that encode and those that send wait for each other at a short queue, and the waits show the bottleneck:
+//! senders wait for the processor, encoders for the link. So the rule goes down a step in the first case and up in the
+//! second. Two exceptions keep it from errors. A step down is not always quicker (pages that shrink to a tenth may be
+//! worth a busy processor), so a step that was tried and moved fewer pages per second is not tried again for a while.
+//! And a window in which neither waits for long changes nothing.
 
 use std::time::Duration;
 
-/// The share of a window that senders or encoders must have waited for it to mean anything.
+/// The share of a window that senders or encoders must have waited, so that the window counts.
 const WAITED: f64 = 0.1;
-/// A step must move so many times as many pages as another to count as quicker: what is less is chance.
+/// A quicker step moves at least this many times as many pages as another: a smaller difference is chance.
 const QUICKER: f64 = 1.03;
-/// After so many windows a step's speed is forgotten, and it is tried again: the guest's memory and the link change.
+/// The number of windows after which a step's speed is forgotten and it is tried again: the guest's memory and the link
+/// change.
 const FORGOTTEN: u32 = 40;
 
 /// What was seen in a window of time.
@@ -20,7 +21,7 @@ const FORGOTTEN: u32 = 40;
 pub struct Window {
     /// Its length.
     pub length: Duration,
-    /// Pages encoded, however they went.
+    /// Pages that were encoded, in any encoding.
     pub pages: u64,
     /// The mean time that a thread that sends waited for the next frame.
     pub senders_waited: Duration,
@@ -28,7 +29,7 @@ pub struct Window {
     pub encoders_waited: Duration,
 }
 
-/// Chooses one of the steps of a ladder: 0 is plain, each one above takes more time and yields less.
+/// The chooser of a step on a ladder: 0 is plain, and each higher step takes more time and yields fewer bytes.
 #[derive(Debug, Clone)]
 pub struct Chooser {
     step: usize,
@@ -43,7 +44,7 @@ struct Speed {
 }
 
 impl Chooser {
-    /// On a ladder of so many steps, from this one on.
+    /// A chooser on a ladder of this many steps, which begins at this one.
     ///
     /// # Panics
     /// Where the step is not on the ladder.
@@ -59,7 +60,7 @@ impl Chooser {
         self.step
     }
 
-    /// Chooses after a window, all of which was spent on the step last chosen.
+    /// Chooses a step after a window, all of which was spent on the step last chosen.
     pub fn seen(&mut self, window: &Window) {
         let length = window.length.as_secs_f64();
         if length <= 0.0 || window.pages == 0 {
@@ -96,7 +97,7 @@ mod tests {
     const GUEST: &Ladder =
         &[(350.0, 4096.0), (4800.0, 2300.0), (5700.0, 1900.0), (6600.0, 1770.0), (12e3, 1730.0), (30e3, 1690.0)];
 
-    /// A window on a simulated link: whichever of the two is slower decides, and the other waits for it.
+    /// A window on a simulated link: the slower of processor and link decides, and the other waits for it.
     fn window(ladder: &Ladder, step: usize, threads: f64, bytes_per_s: f64) -> Window {
         let (ns, bytes) = ladder[step];
         let (encoded, sent) = (threads * 1e9 / ns, bytes_per_s / bytes);

@@ -1,4 +1,4 @@
-//! The compressor's level in use, and what it is chosen by: who waited for whom.
+//! The compressor's level in use, and the waits by which it is chosen.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use super::level::{Chooser, Window};
 /// The shortest window that is judged: some tens of chunks.
 const WINDOW: Duration = Duration::from_millis(50);
 
-/// Measures, and chooses the level where none was asked for.
+/// The meter of waits. It chooses the level where the options name none.
 #[derive(Debug)]
 pub struct Meter {
     ladder: Vec<Method>,
@@ -29,7 +29,7 @@ struct State {
 }
 
 impl Meter {
-    /// For a compressor and its level, where one was asked for.
+    /// A meter for a compressor and its level, where the options name one.
     #[must_use]
     pub fn new(compress: Compress, level: Option<i32>) -> Self {
         let (ladder, first) = match (compress, level) {
@@ -46,19 +46,19 @@ impl Meter {
         Self { ladder, state: Mutex::new(state) }
     }
 
-    /// How to compress now.
+    /// The method to compress with now.
     #[must_use]
     pub fn method(&self) -> Method {
         self.ladder[self.lock().chooser.step()]
     }
 
-    /// A round begins, with so many threads.
+    /// Notes the beginning of a round with this many threads.
     pub fn round_begins(&self, encoders: usize, senders: usize) {
         let mut state = self.lock();
         (state.since, state.encoders, state.senders) = (Instant::now(), encoders.max(1) as u32, senders.max(1) as u32);
     }
 
-    /// A round has ended.
+    /// Notes the end of a round.
     pub fn round_ends(&self) {
         let mut state = self.lock();
         let now = Instant::now();
@@ -67,7 +67,7 @@ impl Meter {
         state.since = now;
     }
 
-    /// So many pages were encoded, and then their thread waited so long for room in a queue.
+    /// Notes how many pages a thread encoded, and how long it then waited for room in a queue.
     pub fn encoded(&self, pages: u64, waited: Duration) {
         let mut state = self.lock();
         state.window.pages += pages;
@@ -85,7 +85,7 @@ impl Meter {
         }
     }
 
-    /// A thread that sends waited so long for a frame.
+    /// Notes how long a thread that sends waited for a frame.
     pub fn sender_waited(&self, waited: Duration) {
         self.lock().window.senders_waited += waited;
     }

@@ -1,21 +1,20 @@
-//! How the pages of a chunk travel: as differences to what the destination holds, compressed, or as they are.
+//! Encoding of a chunk's pages: as deltas to what the destination holds, compressed, or plain.
 //!
-//! Bodies that go as they are and are hashed quickly go straight from the guest's RAM to the socket and are never
-//! encoded. Where anything dearer is asked for, a thread of the [`round`](crate::source::round) takes the chunk: it
-//! copies each page once and decides on it ([`select`](crate::source::select)), and what it copied is what it hashes,
-//! digests, encodes and sends. So whatever the guest writes meanwhile, a body fits its digest, and the destination
-//! takes one that does not for damage.
+//! Plain bodies with a quick hash go straight from the guest's RAM to the socket, without encoding. For anything more
+//! expensive, a thread of the [`round`](crate::source::round) takes the chunk: it copies each page once and decides on
+//! it ([`select`](crate::source::select)), and it hashes, digests, encodes and sends this copy. So a body fits its
+//! digest, whatever the guest writes meanwhile, and the destination takes a body that does not for damage.
 
-/// Pages compressed.
+/// Compression of pages.
 pub mod compress;
 
-/// Pages as differences.
+/// Deltas: pages as differences.
 pub mod delta;
 
-/// How hard to compress.
+/// The choice of a compression level.
 pub mod level;
 
-/// The level in use, and what it is chosen by.
+/// The level in use, and the waits by which it is chosen.
 mod meter;
 
 use std::io;
@@ -36,16 +35,16 @@ use super::copies::Copies;
 use super::select::Selected;
 use super::sent::Last;
 
-/// The most threads that encode where no number is asked for: more rarely find a link that keeps them busy.
+/// The most threads that encode where the options name no number: a link that keeps more of them busy is rare.
 const MOST_THREADS: usize = 4;
 
-/// How one migration's pages are encoded: what is kept of them over all rounds.
+/// The encoding of one migration's pages: what is kept over all rounds.
 pub struct Encoding {
     content: Content,
     delta: Option<DeltaCache>,
     compression: Option<Meter>,
     threads: usize,
-    /// Those no thread is using, with what their compressors keep.
+    /// The encoders that no thread uses, with what their compressors keep.
     idle: Mutex<Vec<Encoder>>,
     /// Payloads that were sent: their memory is used again.
     payloads: Mutex<Vec<Vec<u8>>>,
@@ -55,14 +54,14 @@ pub struct Encoding {
 /// How copies are encoded.
 #[derive(Clone, Copy)]
 pub struct Packing<'a> {
-    /// What differences are made against, where they are.
+    /// The cache that deltas are made against, where they are made.
     pub delta: Option<&'a DeltaCache>,
-    /// How what travels whole is compressed.
+    /// How pages that travel whole are compressed.
     pub method: Method,
 }
 
 impl Encoding {
-    /// An encoding as the options ask for it.
+    /// The encoding that the options ask for.
     #[must_use]
     pub fn new(options: &MigrateOptions, layout: &Layout) -> Self {
         let options = options.resolved();
@@ -84,19 +83,19 @@ impl Encoding {
         Self { content, delta, compression, threads, idle, payloads, cpu: Mutex::default() }
     }
 
-    /// Threads that encode; none where bodies go straight from the guest's RAM.
+    /// The number of threads that encode; 0 where bodies go straight from the guest's RAM.
     #[must_use]
     pub fn threads(&self) -> usize {
         self.threads
     }
 
-    /// Whether bodies go as they are, and no thread is needed to hash them.
+    /// Whether bodies go plain, and no thread is needed to hash them.
     #[must_use]
     pub fn is_straight(&self) -> bool {
         self.threads == 0
     }
 
-    /// How copies are encoded now; `None` where they go as they are.
+    /// How copies are encoded now; `None` where they go plain.
     #[must_use]
     pub fn packing(&self) -> Option<Packing<'_>> {
         let (delta, meter) = (self.delta.as_ref(), self.compression.as_ref());
@@ -104,7 +103,7 @@ impl Encoding {
         (delta.is_some() || meter.is_some()).then_some(Packing { delta, method })
     }
 
-    /// How pages whose content is what was last sent are found.
+    /// The way to find pages whose content is what was last sent.
     #[must_use]
     pub fn content(&self) -> &Content {
         &self.content
@@ -121,24 +120,24 @@ impl Encoding {
         lock(&self.idle).pop().unwrap_or_default()
     }
 
-    /// Takes the encoder of a thread that ends, this one, and notes what processor time it took.
+    /// Takes back the encoder of this thread, which ends, and notes the thread's processor time.
     pub(super) fn end(&self, encoder: Encoder) {
         lock(&self.idle).push(encoder);
         *lock(&self.cpu) += sterna_sys::process::thread_cpu_time();
     }
 
-    /// Takes a payload that was sent.
+    /// Takes back a payload that was sent.
     pub fn give_back(&self, payload: Vec<u8>) {
         lock(&self.payloads).push(payload);
     }
 
-    /// Processor time of the threads that encode.
+    /// The processor time of the threads that encode.
     #[must_use]
     pub fn cpu(&self) -> Duration {
         *lock(&self.cpu)
     }
 
-    /// What was done; between rounds, when no thread is at it.
+    /// What was done so far. Call it between rounds, when no thread encodes.
     #[must_use]
     pub fn report(&self) -> report::Encoding {
         let mut did = Did::default();
@@ -159,7 +158,7 @@ impl Encoding {
         }
     }
 
-    /// Memory for a payload, whatever it holds.
+    /// Memory for a payload, with any content.
     pub(super) fn payload(&self) -> Vec<u8> {
         lock(&self.payloads).pop().unwrap_or_default()
     }
@@ -169,7 +168,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Copies and encodes for one thread at a time.
+/// An encoder: it copies and encodes for one thread at a time.
 #[derive(Default)]
 pub struct Encoder {
     /// Pages that travel whole.
@@ -184,8 +183,8 @@ impl Encoder {
         &mut self.whole
     }
 
-    /// Encodes the copies that are kept, which are of the full pages, and adds the blocks' bytes to `payload`; which
-    /// of them travel as differences, and the blocks. The digests are put into the order of the bodies.
+    /// Encodes the copies that are kept, which are of the full pages, and adds the blocks' bytes to `payload`. Returns
+    /// the pages that travel as deltas, and the blocks. The digests are put into the order of the bodies.
     ///
     /// # Errors
     /// No memory for a compressor.
@@ -207,14 +206,14 @@ impl Encoder {
         Ok((differ, blocks))
     }
 
-    /// What was compressed so far.
+    /// What the compressor has done so far.
     #[must_use]
     pub fn did(&self) -> Did {
         self.compressor.did()
     }
 
-    /// Takes the pages that travel as differences out of those that travel whole, and puts the digests into their new
-    /// order; which pages they are.
+    /// Takes the pages that travel as deltas out of those that travel whole, and puts the digests into their new order.
+    /// Returns these pages.
     fn take_differences(
         &mut self,
         cache: &DeltaCache,

@@ -1,4 +1,4 @@
-//! Pages as they travel after the switchover: the source's guest stands still, so what is read is what is digested and
+//! Bodies of pages after the switchover: the source's guest stands still, so the bytes read are those digested and
 //! sent.
 
 use sterna_protocol::frame::Digester;
@@ -12,7 +12,7 @@ use crate::source::encode::{Encoder, Packing};
 use crate::source::outbound::Outbound;
 use crate::source::select::Selected;
 
-/// Chooses and encodes for one thread.
+/// The maker of bodies for one thread: it chooses and encodes.
 pub struct Bodies {
     digester: Digester,
     encoder: Encoder,
@@ -20,20 +20,19 @@ pub struct Bodies {
 }
 
 impl Bodies {
-    /// That digests its pages so.
+    /// A maker that uses this digester.
     #[must_use]
     pub fn new(digester: Digester) -> Self {
         Self { digester, encoder: Encoder::default(), buffer: Vec::new() }
     }
 
-    /// What goes of some pages of a chunk: all of them, because what the destination holds there may be anything. Those
-    /// that are `free` go as zeros, whatever they hold.
+    /// Makes what goes of some pages of a chunk. All of them go, because the destination may hold anything there. Pages
+    /// in `free` go as zeros, whatever they hold.
     ///
-    /// They are loaded, not read: a page that the guest gave back stays without content, and loads as the zeros that it
-    /// stands for.
+    /// The pages are loaded, not read: a page that the guest discarded stays without content, and loads as zeros.
     ///
     /// # Errors
-    /// The RAM cannot be read, or no memory for a compressor.
+    /// The RAM cannot be read, or no memory is left for a compressor.
     pub fn make(
         &mut self,
         ram: &dyn Memory,
@@ -51,12 +50,12 @@ impl Bodies {
         Outbound::of_copies(at, selected, &mut self.encoder, packing, std::mem::take(&mut self.buffer))
     }
 
-    /// Takes what was sent, for its memory.
+    /// Takes back what was sent, to use its memory again.
     pub fn give_back(&mut self, sent: Outbound) {
         self.buffer = sent.payload.into_buffer().unwrap_or_default();
     }
 
-    /// The full pages and the zeros among these; copies of the former are kept.
+    /// Finds the full pages and the zeros among these, and keeps copies of the full ones.
     fn load(&mut self, ram: &dyn Memory, chunk: ChunkIndex, pages: &PageSet) -> std::io::Result<Selected> {
         let (mut selected, copies) = (Selected::default(), self.encoder.copies());
         copies.clear();
@@ -78,7 +77,7 @@ impl Bodies {
         Ok(selected)
     }
 
-    /// What was compressed so far.
+    /// What the compressor has done so far.
     #[must_use]
     pub fn did(&self) -> crate::source::encode::compress::Did {
         self.encoder.did()
@@ -123,7 +122,7 @@ mod tests {
                 );
             }
         }
-        // Free ones, whatever they hold; those that were not asked for are no matter.
+        // Some of them are free, whatever they hold; free pages that were not asked for do not matter.
         let free: PageSet = [1, 4, 5].into_iter().collect();
         let made = bodies.make(&ram, (0, ChunkIndex(0)), &pages, &free, None).unwrap();
         assert_eq!((made.counts.full, made.counts.zero, made.counts.free), (2, 4, 2));

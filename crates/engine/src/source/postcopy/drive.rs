@@ -23,21 +23,21 @@ use crate::transport::control::REPLY_TIMEOUT;
 /// Where hardly a fault has come for so long, the push need not leave room for one.
 const QUIET: Duration = Duration::from_millis(250);
 
-/// A session whose pages are on their way.
+/// A session that sends pages.
 pub struct Session {
-    /// Ends first, the control connection last.
+    /// The thread that serves faults. It ends first, and the control connection last.
     _urgent: Urgent,
     streams: Vec<Stream>,
     link: Link,
     pending: Arc<Pending>,
     ends: Arc<Ends>,
-    /// What the link carried before, bytes per second, where that is known.
+    /// The speed of the link before, bytes per second, where that is known.
     known: Option<u64>,
 }
 
 /// The connections of a session and the thread that serves faults, before the first page is due.
 pub struct Begun {
-    /// What is pending: nothing yet.
+    /// The pending pages: none yet.
     pub pending: Arc<Pending>,
     /// What the threads share.
     pub work: Arc<Work>,
@@ -46,7 +46,7 @@ pub struct Begun {
 }
 
 impl Begun {
-    /// Opens the connections of faults and begins to serve them.
+    /// Opens the connections of faults and begins to serve the faults.
     ///
     /// # Errors
     /// [`MigrateError`].
@@ -57,7 +57,7 @@ impl Begun {
         Ok(Self { pending, work: Arc::clone(work), ends, urgent })
     }
 
-    /// Why it failed, where it did.
+    /// Why it failed, if it did.
     #[must_use]
     pub fn failure(&self) -> Option<MigrateError> {
         self.ends.failure()
@@ -77,8 +77,8 @@ impl Begun {
 }
 
 impl Session {
-    /// Sends every page that is pending, and sees that all are there. `completed` keeps what was learned then, should
-    /// the link break after it.
+    /// Sends every pending page, and makes sure that all are there. `completed` keeps what was learned then, even if
+    /// the link breaks after it.
     ///
     /// # Errors
     /// The session broke; the destination may still miss pages.
@@ -89,14 +89,14 @@ impl Session {
             }
             Ok(given_up)
         });
-        // The first failure is the reason, and what the others saw its consequence.
+        // The first failure is the reason; the other errors are its consequences.
         driven.map_err(|error| match (error, self.ends.failure()) {
             (error @ MigrateError::Peer(_), _) | (error, None) => error,
             (_, Some(first)) => first,
         })
     }
 
-    /// Until nothing is pending; whether it was given up.
+    /// Sends until no page is pending. Returns whether the migration was given up.
     fn send(&mut self, context: &Context) -> Result<bool, MigrateError> {
         let Self { link, streams, pending, ends, known, .. } = self;
         let (pending, ends, work) = (&**pending, &**ends, &*context.work);
@@ -143,7 +143,7 @@ impl Session {
         })
     }
 
-    /// Every page is sent: sees that all are there, and compares.
+    /// Makes sure that all pages are there, once all are sent, and compares.
     fn complete(&mut self, context: &Context, completed: &mut Option<Completed>) -> Result<(), MigrateError> {
         let control = &mut self.link.control;
         let verify = context.options.verify;
@@ -162,14 +162,14 @@ impl Session {
     }
 }
 
-/// Shows how far it is.
+/// Shows the progress.
 fn progress(context: &Context, seen: &mut (u64, u64)) {
     let now = context.work.tally.so_far();
     context.monitor.sent(now.0 - seen.0, now.1 - seen.1);
     *seen = now;
 }
 
-/// Asks the destination how far it is.
+/// Asks the destination for its progress.
 fn ask(link: &mut Link, context: &Context) -> Result<(), MigrateError> {
     match link.control.ask(&Request::Paging, ANSWER_TIMEOUT)? {
         Reply::Paging { faults, .. } => {
@@ -180,7 +180,8 @@ fn ask(link: &mut Link, context: &Context) -> Result<(), MigrateError> {
     }
 }
 
-/// Whatever leaves the scope early, a panic too, ends the threads in it: they wait on their connections.
+/// A guard that ends the session's connections when its scope is left early, also by a panic: threads in the scope wait
+/// on these connections.
 struct EndOnDrop<'a>(&'a Ends);
 
 impl Drop for EndOnDrop<'_> {

@@ -12,17 +12,17 @@ pub enum Ended {
     Paged(Option<Completed>),
     /// The guest has ended there.
     Gone(Problem),
-    /// Somebody gave it up.
+    /// A user gave it up.
     GivenUp,
 }
 
-/// What was learned when the last page was there.
+/// The results that were learned when the last page was there.
 #[derive(Debug)]
 pub struct Completed {
-    /// What the destination saw.
+    /// The destination's account.
     pub account: PostcopyAccount,
-    /// The comparison of both sides.
+    /// The comparison of both sides' pages.
     pub verify: Verify,
-    /// When the last page was there.
+    /// The moment when the last page was there.
     pub at: Instant,
 }

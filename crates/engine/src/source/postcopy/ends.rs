@@ -1,4 +1,4 @@
-//! What ends a session: the first failure hangs up all its connections, and whoever waits on one wakes.
+//! The end of a session: the first failure hangs up all its connections, and all threads that wait on one wake.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,17 +19,17 @@ pub struct Ends {
 struct State {
     connections: Vec<HangUp>,
     failure: Option<MigrateError>,
-    /// Somebody has something to say to the thread that drives.
+    /// Whether a thread has news for the thread that drives.
     woken: bool,
 }
 
 impl Ends {
-    /// Another connection that ends with the rest.
+    /// Adds a connection that ends with the rest.
     pub fn add(&self, connection: HangUp) {
         self.lock().connections.push(connection);
     }
 
-    /// Ends the session because of this; of several failures the first counts, the others are its consequences.
+    /// Ends the session because of this error. The first of several failures counts; the others are its consequences.
     pub fn fail(&self, error: MigrateError) {
         let mut state = self.lock();
         if !self.has_ended() {
@@ -38,26 +38,26 @@ impl Ends {
         }
     }
 
-    /// From now on a connection that ends is no failure, and the others stay: on the control connection more may be
-    /// said.
+    /// From now on the end of a connection is no failure, and the other connections stay: the control connection may
+    /// still carry messages.
     pub fn close(&self) {
         let _state = self.lock();
         self.ended.store(true, Ordering::Release);
         self.changed.notify_all();
     }
 
-    /// Ends it.
+    /// Ends the session.
     pub fn end(&self) {
         self.hang_up(self.lock());
     }
 
-    /// Whether it has ended.
+    /// Whether the session has ended.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Why it failed, once.
+    /// The reason why it failed, which is returned once.
     #[must_use]
     pub fn failure(&self) -> Option<MigrateError> {
         self.lock().failure.take()
@@ -69,13 +69,13 @@ impl Ends {
         self.changed.notify_all();
     }
 
-    /// Waits for so long, or until the session ends or somebody wakes this.
+    /// Waits for this long, or until the session ends or [`wake`](Self::wake) is called.
     pub fn wait(&self, time: Duration) {
         let waited = self.changed.wait_timeout_while(self.lock(), time, |state| !state.woken && !self.has_ended());
         waited.unwrap_or_else(PoisonError::into_inner).0.woken = false;
     }
 
-    /// Waits for so long, or until the session ends.
+    /// Waits for this long, or until the session ends.
     pub fn wait_quietly(&self, time: Duration) {
         let waited = self.changed.wait_timeout_while(self.lock(), time, |_| !self.has_ended());
         drop(waited.unwrap_or_else(PoisonError::into_inner));

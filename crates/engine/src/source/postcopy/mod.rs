@@ -8,44 +8,44 @@
 //!   whatever breaks    ──▶ everything is hung up; resume: connect anew, ask what is missing, go on
 //! ```
 //!
-//! The source's guest never runs again, and its RAM stands still: what is read here is what the guest wrote last. So a
-//! page needs no second look, only to arrive; and where a link or a daemon fails nothing is lost but time, as long as
-//! this RAM and the destination live.
+//! The source's guest never runs again, and its RAM stands still: a read finds what the guest wrote last. So a page
+//! needs no second look, it only has to arrive. Where a link or a daemon fails, only time is lost, as long as this RAM
+//! and the destination live.
 
-/// Which pages are still here and not there.
+/// Pending pages: those that are still here and not there.
 pub mod pending;
 
-/// What faults ask for.
+/// Page requests, which faults cause.
 pub mod requests;
 
-/// Pages as they travel.
+/// Bodies of the pages as they travel.
 pub mod bodies;
 
-/// What they ask for, sent at once.
+/// Urgent pages: the requested ones, sent at once.
 pub mod urgent;
 
-/// The rest, beside it.
+/// The push of the rest, beside the urgent pages.
 pub mod push;
 
-/// How fast the rest goes.
+/// The pace of the push.
 pub mod pacing;
 
-/// What its threads share.
+/// The state that its threads share.
 pub mod work;
 
-/// What ends all of it together.
+/// The end of all connections together.
 pub mod ends;
 
-/// How it ended.
+/// The way in which it ended.
 pub mod ended;
 
-/// What was done.
+/// The tally of what was done.
 pub mod tally;
 
 /// One session from its first page to its last.
 pub mod drive;
 
-/// Over lost links and restarts.
+/// Resumption over lost links and restarts.
 pub mod resume;
 
 use std::sync::Arc;
@@ -63,23 +63,23 @@ use super::stream::Stream;
 /// What the switchover leaves to post-copy.
 pub struct Handed {
     work: Arc<Work>,
-    /// The connections that stand, with what serves faults on one of them.
+    /// The connections that stand, and the thread that serves faults on one of them.
     standing: Option<Standing>,
 }
 
 struct Standing {
     begun: Begun,
     streams: Vec<Stream>,
-    /// What the link carried before, bytes per second, where that is known.
+    /// The speed of the link before, bytes per second, where that is known.
     known: Option<u64>,
 }
 
 impl Handed {
-    /// From the rounds of a machine whose guest has gone, and what serves its faults; `stands` is whether the session's
-    /// connections still do.
+    /// Takes over from the rounds of a machine whose guest has gone, and from the thread that serves its faults.
+    /// `stands` says whether the session's connections still stand.
     ///
     /// # Panics
-    /// It was not agreed that pages follow the guest. No error: an error would let the guest run on here.
+    /// Where post-copy was not agreed on. This is no error, because an error would let the guest run on here.
     pub fn new(begun: Option<Begun>, rounds: &mut Rounds, stands: bool) -> Self {
         let begun = begun.expect("pages follow only where that was agreed");
         let (work, known) = (Arc::clone(&begun.work), rounds.fastest());
@@ -88,8 +88,8 @@ impl Handed {
     }
 }
 
-/// Sends the rest of the pages after the guest, over the connections that stand, and where they do not, or not any
-/// more, over new ones, until all are there.
+/// Sends the rest of the pages after the guest, until all are there: over the connections that stand, or over new ones
+/// where these are lost.
 pub fn postcopy(departure: &mut Departure, link: Link, handed: Handed) {
     let Handed { work, standing } = handed;
     let session = standing.and_then(|Standing { begun, streams, known }| begun.session(link, streams, known).ok());
@@ -97,7 +97,7 @@ pub fn postcopy(departure: &mut Departure, link: Link, handed: Handed) {
     see_through(&Context { id, peer, daemon, options, host, monitor, work }, session, &mut departure.account);
 }
 
-/// Sees it through, from a session that stands or from none, and writes into the report what became of it.
+/// Completes post-copy, with a session that stands or with none, and writes into the report how it ended.
 pub fn see_through(context: &Context, first: Option<drive::Session>, account: &mut Account) {
     context.monitor.enter(Phase::Postcopy);
     resume::Journey::new(context).go(first, account);

@@ -1,7 +1,7 @@
 //! How fast the push goes: `Push` decides, the kernel's `SO_MAX_PACING_RATE` holds it, and `TCP_INFO` says what came
 //! through (tcp(7), socket(7)).
 //!
-//! Few bytes wait unsent in the sockets (`TCP_NOTSENT_LOWAT`): what waits there was chosen before the latest fault.
+//! Few bytes wait unsent in the sockets (`TCP_NOTSENT_LOWAT`), because they were chosen before the latest fault.
 
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
@@ -24,7 +24,7 @@ pub struct Pacing<'a> {
 }
 
 impl<'a> Pacing<'a> {
-    /// Over these connections, at what they are known to carry, where that is known, within the limit of `work`.
+    /// The pace over these connections, within the limit of `work`. It begins at their known speed, where there is one.
     ///
     /// # Errors
     /// No descriptor left, or the kernel does not pace.
@@ -45,10 +45,10 @@ impl<'a> Pacing<'a> {
         self.push.left(self.began.elapsed())
     }
 
-    /// Takes in what came through, and sets the pace of the next window, where this one is over.
+    /// Counts what came through, and sets the pace of the next window where this one is over.
     ///
     /// # Errors
-    /// The kernel does not say, or does not pace.
+    /// The kernel gives no figures, or does not pace.
     pub fn step(&mut self, quiet: bool) -> Result<(), MigrateError> {
         if !self.window().is_zero() {
             return Ok(());

@@ -1,14 +1,15 @@
-//! The pages that are still here and not there, shared by those that send them.
+//! The pending pages, which all threads that send them share.
 //!
-//! A page is taken out under one lock before it is sent, by whoever sends it: so it goes at most once, whether a fault
-//! asks for it, its neighbour was asked for, or the push comes by. What was taken and lost with a link is put back by
-//! asking the destination what is missing there (`resume.rs`): this set is then made anew.
+//! The thread that sends a page takes it out under one lock first. So it goes at most once, whether a fault asks for it
+//! or for its neighbour, or the push reaches it. Pages that were taken and lost with a link come back when the
+//! destination is asked what is missing there (`resume.rs`): this set is then made anew.
 //!
 //! The races, and why nothing is lost and nothing goes twice:
 //!
-//! * **a fault asks for a page that the push has just taken**: it is on its way, and nothing more is done than to move
-//!   the pivot there; where it does not arrive the link is broken, and the set is made anew
-//! * **the push wants the neighbours of a fault that takes them at the same time**: the lock: one of both has them
+//! * **a fault asks for a page that the push has just taken**: it is on its way, and the fault only moves the pivot
+//!   there. If it does not arrive, the link is broken, and the set is made anew
+//! * **the push wants the neighbours of a fault that takes them at the same time**: the lock decides: one of the two
+//!   has them
 //! * **a fault comes before the answer to `LoadPostcopy`, because loading the devices reads guest RAM**: the set is
 //!   filled before that request is sent
 //! * **a request for a page that was never to be sent, or that the machine does not have**: it is not in the set:
@@ -24,14 +25,14 @@ use sterna_protocol::message::PageRequest;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::prepage::{Order, Prepager};
 
-/// The most pages that come with one that was asked for.
+/// The most neighbours that come with a requested page.
 pub const NEIGHBOURS: usize = 7;
-/// So many faults are a few.
+/// The number of faults that still counts as few.
 const FEW: usize = 8;
-/// Without pre-paging nothing is pushed for so long after a fault.
+/// How long nothing is pushed after a fault, without pre-paging.
 const HOLD: Duration = Duration::from_millis(100);
 
-/// The set, and the order in which it is pushed.
+/// The set of pending pages, and the order of the push.
 #[derive(Debug)]
 pub struct Pending {
     layout: Layout,
@@ -49,19 +50,19 @@ struct State {
     served: VecDeque<Instant>,
 }
 
-/// What the push is to do next.
+/// The next step of the push.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// These pages, which are the caller's from now on.
+    /// Send these pages, which are the caller's from now on.
     Send(ChunkIndex, PageSet),
-    /// Nothing for so long.
+    /// Send nothing for this long.
     Wait(Duration),
-    /// Nothing more.
+    /// The end: no page is pending.
     End,
 }
 
 impl Pending {
-    /// Nothing is pending yet.
+    /// An empty set.
     #[must_use]
     pub fn new(layout: &Layout, prepaging: Prepaging) -> Self {
         let order = if prepaging == Prepaging::Bubble { Order::Bubbles } else { Order::Linear };
@@ -70,13 +71,13 @@ impl Pending {
         Self { layout: layout.clone(), holds: prepaging == Prepaging::Off, state }
     }
 
-    /// These pages are to be sent.
+    /// Makes these pages pending.
     pub fn fill(&self, pages: PageMap) {
         let mut state = self.lock();
         (state.left, state.pages) = (pages.len(), pages);
     }
 
-    /// How many of these pages are not pending: taken already, or never there.
+    /// How many of these pages are not pending, because they were taken already or never there.
     #[must_use]
     pub fn not_in(&self, pages: &PageMap) -> u64 {
         let state = self.lock();
@@ -119,7 +120,7 @@ impl Pending {
         pending
     }
 
-    /// The next pages behind one that was asked for, up to the first that is not pending: the caller's to send.
+    /// Takes the next pages behind a requested one, up to the first that is not pending. The caller must send them.
     #[must_use]
     pub fn neighbours(&self, request: &PageRequest) -> PageSet {
         let (chunk, page) = (request.page.chunk, usize::from(request.page.page));

@@ -1,7 +1,7 @@
-//! The pages that nobody asked for yet, one thread per connection.
+//! The push: pages that nobody has requested yet, by one thread for each connection.
 //!
-//! What goes next is decided as late as can be: when the connection has room. So a fault moves what is pushed at once,
-//! and a page that is asked for while it is on its way waits for a frame or two.
+//! The next pages are chosen as late as possible: when the connection has room. So a fault moves the push at once, and
+//! a page that is requested while it is on its way waits for a frame or two.
 
 use std::time::{Duration, Instant};
 
@@ -14,10 +14,10 @@ use super::work::Work;
 use crate::error::MigrateError;
 use crate::source::stream::{Stream, link_broke};
 
-/// How long a wait may go on unasked.
+/// How often a wait checks whether the session goes on.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Pushes until nothing is pending or the session ends.
+/// Pushes until no page is pending or the session ends.
 ///
 /// # Errors
 /// The link broke, or this host's kernel failed.

@@ -1,4 +1,4 @@
-//! Requests for pages, off the connection on which the destination speaks.
+//! Page requests, off the connection on which the destination sends them.
 
 use std::io::{self, Read};
 
@@ -7,9 +7,9 @@ use sterna_protocol::message::{self, PREFIX_BYTES, PageRequest};
 use crate::error::MigrateError;
 use crate::transport::connection::{Connection, HangUp};
 
-/// The most bytes of a request: what is longer is none.
+/// The most bytes of a request; a longer one is invalid.
 const MAX_REQUEST_BYTES: usize = 32;
-/// What is read at once: a processor for each of some hundred threads.
+/// The bytes of one read: enough for the requests of some hundred threads.
 const READ_BYTES: usize = 4096;
 
 /// The requests, in their order.
@@ -22,18 +22,17 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// On a connection that has exchanged hellos.
+    /// Begins on a connection that has exchanged hellos.
     ///
     /// # Errors
     /// The connection is gone.
     pub fn new(connection: Connection, key: u64) -> Result<Self, MigrateError> {
-        // A guest may touch nothing that is missing for as long as it likes; whether its host lives, the control
-        // connection says.
+        // A guest may touch no missing page for any time; the control connection tells whether its host lives.
         connection.set_read_timeout(None).map_err(MigrateError::link("waiting for requests for pages"))?;
         Ok(Self { connection, key, buffer: Vec::with_capacity(READ_BYTES), read: 0 })
     }
 
-    /// What ends it from another thread.
+    /// A handle that ends the connection from another thread.
     ///
     /// # Errors
     /// No descriptor left.
@@ -41,7 +40,7 @@ impl Requests {
         self.connection.hang_up()
     }
 
-    /// The next request, once it is there; `None` where the destination has said that it asks no more.
+    /// Waits for the next request; `None` where the destination has said that it asks no more.
     ///
     /// # Errors
     /// The connection broke, or carries something else.
@@ -73,7 +72,7 @@ impl Requests {
         self.buffer.len() >= self.read + PREFIX_BYTES || self.connection.readable()
     }
 
-    /// A request out of what was read, where a whole one is there.
+    /// Takes a request out of what was read, if a whole one is there.
     fn take(&mut self) -> Result<Option<PageRequest>, MigrateError> {
         let Some((prefix, rest)) = self.buffer[self.read..].split_first_chunk::<PREFIX_BYTES>() else {
             return Ok(None);

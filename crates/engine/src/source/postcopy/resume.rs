@@ -1,10 +1,10 @@
-//! Over lost links and restarts, until every page is there.
+//! Resumption over lost links and restarts, until every page is there.
 //!
 //! After the switchover there is no way back: the guest runs at the destination, or waits there for a page that only
-//! this host has. So whatever breaks, everything is hung up, and a new session is begun, as often as it takes. It has a
-//! number and a key of its own, and begins with [`Request::Resume`](sterna_protocol::message::Request::Resume): the
-//! destination says which pages it misses, and those go. What was under way when the link broke is among them where it
-//! did not arrive.
+//! this host has. So after any failure all connections are hung up and a new session begins, as often as needed. It has
+//! a number and a key of its own, and begins with [`Request::Resume`](sterna_protocol::message::Request::Resume): the
+//! destination says which pages are missing, and those go. Pages that were on their way when the link broke are among
+//! them if they did not arrive.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ use crate::source::connect::needed;
 use crate::source::link::Link;
 use crate::transport::SessionKey;
 
-/// How often a pause looks whether the destination is elsewhere now, or nobody waits any more.
+/// How often a pause checks whether the destination has another address now, or the migration was given up.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// The way from the switchover to the last page.
@@ -32,13 +32,13 @@ pub struct Journey<'a> {
 }
 
 impl<'a> Journey<'a> {
-    /// Nothing has broken yet.
+    /// The beginning of the way, before any failure.
     #[must_use]
     pub fn new(context: &'a Context<'a>) -> Self {
         Self { context, interruptions: 0, interrupted: Duration::ZERO }
     }
 
-    /// Goes to the end, from a session that stands or from none, and writes into the report what became of it.
+    /// Goes on to the end, with a session that stands or with none, and writes into the report how it ended.
     pub fn go(mut self, first: Option<Session>, account: &mut Account) {
         let mut completed = None;
         let ended = self.until_the_end(first, &mut completed);
@@ -76,7 +76,7 @@ impl<'a> Journey<'a> {
         }
     }
 
-    /// Tries until there is a new session, or it has ended otherwise.
+    /// Tries until there is a new session, or the migration has ended in another way.
     fn reconnect(&mut self, since: Instant, mut error: MigrateError, all_there: bool) -> Result<Session, Box<Ended>> {
         let context = self.context;
         if let Some(ended) = last_word(&error) {
@@ -122,10 +122,10 @@ impl<'a> Journey<'a> {
         result
     }
 
-    /// One attempt: a new session with what is missing there pending.
+    /// Makes one attempt: a new session in which the pages missing there are pending.
     fn attempt(&self, peer: &str) -> Result<Session, MigrateError> {
         let Context { id, daemon, options, host, monitor, work, .. } = self.context;
-        // Not to be guessed by who was not told.
+        // Nobody can guess this number.
         let random = sterna_sys::host::random_u128();
         let needed = needed(options).and(Features::POSTCOPY);
         let key = SessionKey { session: random, key: (random >> 64) as u64, needed };
@@ -140,12 +140,12 @@ impl<'a> Journey<'a> {
         begun.session(link, streams, None)
     }
 
-    /// Where the destination is to be found.
+    /// The destination's present address.
     fn peer(&self) -> String {
         self.context.host.peer_now(self.context.id).unwrap_or_else(|| self.context.peer.into())
     }
 
-    /// Waits before the next attempt; not when there is news.
+    /// Waits before the next attempt; returns at once when there is news.
     fn pause(&self, pause: Duration, peer: &str) {
         let until = Instant::now() + pause;
         loop {
@@ -158,7 +158,7 @@ impl<'a> Journey<'a> {
     }
 }
 
-/// What a destination says that ends it.
+/// The destination's answer that ends the migration, if this error is one.
 fn last_word(error: &MigrateError) -> Option<Ended> {
     match error {
         MigrateError::Peer(problem) if problem.code == Code::Paged => Some(Ended::Paged(None)),

@@ -10,7 +10,7 @@ use sterna_protocol::layout::PAGE_BYTES;
 use crate::source::encode::compress::Did;
 use crate::source::select::Counts;
 
-/// What was done, by all threads.
+/// The tally of all threads.
 #[derive(Debug, Default)]
 pub struct Tally {
     full: AtomicU64,
@@ -19,14 +19,14 @@ pub struct Tally {
     faulted: AtomicU64,
     pushed: AtomicU64,
     bytes: AtomicU64,
-    /// Of them, those that went because of faults, neighbours among them.
+    /// Bytes of these that went because of faults, including neighbours.
     asked_bytes: AtomicU64,
     cpu_us: AtomicU64,
     compressed: Mutex<Did>,
 }
 
 impl Tally {
-    /// A frame went: where its pages went, its bytes, and whether a fault asked for it.
+    /// Counts a frame that was sent: its pages, its bytes, and whether a fault asked for it.
     pub(super) fn sent(&self, counts: &Counts, bytes: u64, asked: bool) {
         self.full.fetch_add(counts.full, Ordering::Relaxed);
         self.zero.fetch_add(counts.zero, Ordering::Relaxed);
@@ -36,31 +36,31 @@ impl Tally {
         pages.fetch_add(counts.pages(), Ordering::Relaxed);
     }
 
-    /// A thread of its own ends, this one: its processor time, and what it compressed.
+    /// Counts this thread, which ends: its processor time, and what it compressed.
     pub(super) fn thread_ends(&self, did: Did) {
         self.cpu_us.fetch_add(sterna_sys::process::thread_cpu_time().as_micros() as u64, Ordering::Relaxed);
         *self.compressed.lock().unwrap_or_else(PoisonError::into_inner) += did;
     }
 
-    /// So many of the bytes went because of a fault.
+    /// Notes how many of the bytes went because of a fault.
     pub(super) fn because_of_a_fault(&self, bytes: u64) {
         self.asked_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Bytes that went because of faults so far.
+    /// The bytes that went because of faults so far.
     #[must_use]
     pub fn asked(&self) -> u64 {
         self.asked_bytes.load(Ordering::Relaxed)
     }
 
-    /// Pages and bytes so far.
+    /// The pages and bytes so far.
     #[must_use]
     pub fn so_far(&self) -> (u64, u64) {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         (get(&self.faulted) + get(&self.pushed), get(&self.bytes))
     }
 
-    /// Adds it to a report.
+    /// Adds the tally to a report.
     pub(crate) fn write(&self, report: &mut Report) {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let full = get(&self.full);

@@ -1,10 +1,10 @@
-//! The pages that faults ask for: a thread that reads requests and answers each at once, on a connection that carries
-//! nothing else.
+//! Urgent pages, which faults request: a thread reads the requests and answers each at once, on a connection that
+//! carries nothing else.
 //!
-//! A page that was asked for goes alone, so that the thread that waits for it waits for nothing else. Its neighbours
-//! come behind it where nobody waits for another page and they are free on the wire: in the part of the link that the
-//! push leaves. Where faults take that part themselves, a page's neighbours would only delay the next one's. It never
-//! waits for the push's pace or limits: what it sends is charged to them.
+//! A requested page goes alone, so that the guest's thread waits for nothing else. Its neighbours come behind it where
+//! nobody waits for another page and the link has room for them, in the part that the push leaves. Where faults take
+//! that part themselves, a page's neighbours would only delay the next page. This thread never waits for the push's
+//! pace or limits: its bytes are charged to them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,14 +23,14 @@ use crate::error::MigrateError;
 use crate::source::stream::{Stream, link_broke};
 use crate::transport::connection::HangUp;
 
-/// How long the thread looks for the next request before it sleeps: a guest that goes through memory asks again within
-/// a round trip, and to be woken takes as long as one. Bounded per request, and others may have the processor
-/// meanwhile.
+/// How long the thread looks for the next request before it sleeps: a guest that walks through memory asks again within
+/// a round trip, and a wake-up takes as long as one. The time is bounded per request, and other threads may have the
+/// processor meanwhile.
 const LOOK: Duration = Duration::from_micros(150);
-/// What faults may save up of their part of the link, bytes: a few pages with their neighbours.
+/// The bytes that faults may save up of their part of the link: a few pages with their neighbours.
 const SAVED: f64 = 65536.0;
 
-/// The thread, until it is dropped.
+/// The thread, which runs until this is dropped.
 pub struct Urgent {
     ends: Arc<Ends>,
     own: [HangUp; 2],
@@ -46,7 +46,7 @@ struct Serving {
     room: Room,
 }
 
-/// What is left of faults' part of the link.
+/// The rest of the faults' part of the link.
 struct Room {
     bytes: f64,
     at: Instant,
@@ -65,14 +65,14 @@ impl Room {
         self.bytes > 0.0
     }
 
-    /// So many bytes went; what goes beyond the part is owed.
+    /// Counts bytes that went; bytes beyond the part are owed.
     fn spend(&mut self, bytes: u64) {
         self.bytes = (self.bytes - bytes as f64).max(-SAVED);
     }
 }
 
 impl Urgent {
-    /// Begins to serve what is pending, now and later. Where it fails the session ends.
+    /// Begins to serve the pages that are pending, now and later. Where it fails, the session ends.
     ///
     /// # Errors
     /// No thread or descriptor left.
@@ -135,7 +135,7 @@ impl Serving {
                 std::thread::yield_now();
             }
         }
-        // It asks no more: either all is there, or it is gone, and that is a lost link.
+        // The destination asks no more: either all pages are there, or it is gone, which is a lost link.
         if self.pending.left() == 0 {
             return Ok(());
         }
@@ -143,7 +143,7 @@ impl Serving {
     }
 
     fn send(&mut self, chunk: ChunkIndex, pages: &PageSet, asked: bool) -> Result<(), MigrateError> {
-        // Not compressed: that would take longer than to send it.
+        // The page is not compressed: that would take longer than sending it plain.
         let made = self.bodies.make(
             self.work.ram.as_ref(),
             (self.work.round, chunk),

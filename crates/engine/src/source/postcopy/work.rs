@@ -1,4 +1,4 @@
-//! What all threads of a migration share after the switchover, over all its sessions.
+//! The state that all threads of a migration share after the switchover, over all its sessions.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +18,7 @@ use crate::source::encode::Meter;
 use crate::transport::pacer::Pacer;
 use crate::transport::share::Share;
 
-/// What all threads of a migration's post-copy share, over all its sessions.
+/// The state that all threads of a migration's post-copy share, over all its sessions.
 pub struct Work {
     /// The guest's RAM, which stands still from the switchover on.
     pub ram: Arc<dyn Memory>,
@@ -26,23 +26,23 @@ pub struct Work {
     pub prepaging: Prepaging,
     /// The number that frames carry as their round.
     pub round: u32,
-    /// The limits that were asked for.
+    /// The pacer for the limits of the options.
     pub pacer: Pacer,
-    /// The lowest of them, bytes per second.
+    /// The lowest of these limits, bytes per second.
     pub limit: Option<u64>,
-    /// How hard pushed pages are compressed, where they are.
+    /// The compression of pushed pages, if any.
     pub compression: Option<Meter>,
-    /// What the push leaves of the link for faults, bytes per second.
+    /// The part of the link that the push leaves for faults, bytes per second.
     pub spare: AtomicU64,
-    /// Pages that the guest held free when it stopped: they are zeros there, whatever they hold here. `None` where that
-    /// is not known, because an earlier daemon looked: then they go as they are, which is as right.
+    /// Pages that the guest held free when it stopped: they are zeros there, whatever they hold here. `None` where an
+    /// earlier daemon looked, so that they are not known: then they go as they are, which is correct too.
     free: Mutex<Option<Arc<PageMap>>>,
-    /// What was done.
+    /// The tally of what was done.
     pub tally: Tally,
 }
 
 impl Work {
-    /// Nothing done yet.
+    /// Begins, with nothing done yet.
     #[must_use]
     pub fn new(ram: Arc<dyn Memory>, options: &MigrateOptions, bandwidth: &Arc<Share>, round: u32) -> Arc<Self> {
         let limits = [options.bandwidth_bytes_per_s, options.postcopy_bandwidth_bytes_per_s];
@@ -62,26 +62,26 @@ impl Work {
         })
     }
 
-    /// Says which pages the guest held free: before any of them can be asked for, and again where the VMM wrote some of
-    /// them while it saved its devices. What was taken to be sent in between went as was said before: whoever says it
-    /// again looks which pages those are.
+    /// Sets the pages that the guest held free: before any of them can be requested, and again where the VMM wrote some
+    /// of them while it saved its devices. Pages that were taken in between went by the earlier set: a caller that sets
+    /// it again must check which pages those are.
     pub fn set_free(&self, free: PageMap) {
         *self.free.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(free));
     }
 
-    /// Those of a chunk, as far as it is known.
+    /// The free pages of a chunk, as far as they are known.
     #[must_use]
     pub fn free_in(&self, chunk: ChunkIndex) -> PageSet {
         self.free().map_or(PageSet::EMPTY, |free| *free.chunk(chunk))
     }
 
-    /// All of them; `None` where they are not known.
+    /// All free pages; `None` where they are not known.
     #[must_use]
     pub fn free(&self) -> Option<Arc<PageMap>> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A set of pending pages in the order that was asked for, with none in it.
+    /// An empty set of pending pages, with the order of the push that was asked for.
     #[must_use]
     pub fn nothing_pending(&self) -> Arc<Pending> {
         Arc::new(Pending::new(self.ram.layout(), self.prepaging))
@@ -90,23 +90,23 @@ impl Work {
 
 /// A migration whose guest runs at the destination.
 pub struct Context<'a> {
-    /// Which.
+    /// The migration's number.
     pub id: MigrationId,
-    /// Where the destination was when it began.
+    /// The destination's address when the migration began.
     pub peer: &'a str,
-    /// Which daemon took the guest, where that is known: the pages go to no other.
+    /// The daemon that took the guest, where that is known: the pages go to no other.
     pub daemon: Option<DaemonId>,
-    /// How it is to be done.
+    /// The migration's options.
     pub options: &'a MigrateOptions,
-    /// The daemon.
+    /// The daemon here.
     pub host: &'a dyn SourceHost,
-    /// Progress.
+    /// Progress and cancelling.
     pub monitor: &'a Monitor,
-    /// What the threads share.
+    /// The state that the threads share.
     pub work: Arc<Work>,
 }
 
-/// A thread of a post-copy session.
+/// The error where a thread of post-copy could not be started.
 pub(super) fn no_thread() -> impl FnOnce(std::io::Error) -> MigrateError {
     MigrateError::host("starting a thread that sends pages")
 }

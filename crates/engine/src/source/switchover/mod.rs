@@ -15,15 +15,15 @@
 //! ```
 //!
 //! The devices' loading reads guest RAM (virtio's rings), so device state is held back at the destination until the
-//! last pages are in place; saving them does not wait for the pages, which hides the shorter of the two times. Nor does
-//! the loading wait for the last look: a VMM that writes RAM while it saves (none was seen to; its I/O is drained) is
-//! found out after the destination may have loaded from the page as it was before, and the guest stays here. To hold
-//! the state back until `Load` would make every pause longer by the loading.
+//! last pages are in place. Saving the devices does not wait for the pages, which hides the shorter of the two times.
+//! The loading does not wait for the last look either. A VMM that writes RAM while it saves (no VMM was seen to do so;
+//! its I/O is drained) is noticed only after the destination may have loaded from the old page: then the guest stays
+//! here. Holding the state back until `Load` would make every pause longer by the loading.
 
-/// The guest stops.
+/// The guest's stop.
 mod stop;
 
-/// With pages still to come: their map goes in the pause.
+/// The pause of post-copy, in which the residue goes.
 mod residue;
 
 use std::time::Instant;
@@ -46,11 +46,10 @@ use crate::transport::clock::now_us;
 use crate::transport::connection::Connection;
 use crate::transport::control::REPLY_TIMEOUT;
 
-/// Stops the guest, and brings its devices and its last pages (or the map of those that are still to come) to the
-/// destination.
+/// Stops the guest, and brings its devices and its last pages (or the residue) to the destination.
 ///
 /// # Errors
-/// The guest is still the source's, stopped or not: what went wrong on the way, or [`MigrateError::Cancelled`].
+/// The link's or this host's error, or [`MigrateError::Cancelled`]. The guest is still the source's, stopped or not.
 pub fn switchover(
     departure: &mut Departure,
     link: &mut Link,
@@ -81,7 +80,7 @@ fn load(
 ) -> Result<Loaded, MigrateError> {
     let pump = DevicePump::start(departure.vmm.begin()?, devices)?;
     let stopped = stop(departure, link, rounds)?;
-    // Not before the stop: what the guest wrote meanwhile at its full speed would all be in the pause.
+    // This does not come before the stop: all that the guest wrote meanwhile at full speed would go in the pause.
     loosen(departure);
     let Departure { vmm, tracker, options, .. } = departure;
     let vmm = &mut **vmm;
@@ -92,16 +91,16 @@ fn load(
     link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
     vmm.save_devices()?;
     let began = Instant::now();
-    // While the devices are saved: what the VMM writes meanwhile is collected below.
+    // The look goes on while the devices are saved: pages that the VMM writes meanwhile are collected below.
     rounds.skip_free_stopped(&processors);
     rounds.send_last(link)?;
     let final_pages = began.elapsed();
     let device_began = Instant::now();
     vmm.saved(DEVICE_TIMEOUT)?;
     pump.finish()?;
-    // Nothing writes RAM any more: the guest is stopped, its I/O drained, its devices saved. What was written since the
-    // last look comes too late: the destination lets go of the devices' state once the last pages are in place, and may
-    // have loaded it from these as they were. In the runs seen there was none.
+    // Nothing writes RAM any more: the guest is stopped, its I/O drained, its devices saved. A page that was written
+    // since the last look comes too late: the destination releases the devices' state once the last pages are in place,
+    // and may have loaded from the old page. In the runs seen there was no such page.
     rounds.collect(*tracker)?;
     if rounds.left() > 0 {
         return Err(MigrateError::WrittenWhileSaving(rounds.left()));
@@ -131,7 +130,7 @@ fn loosen(departure: &mut Departure) {
     departure.monitor.update(|progress| progress.throttle_percent = 0);
 }
 
-/// Compares both sides, page by page.
+/// Compares both sides' pages, one by one.
 fn same(link: &mut Link, rounds: &Rounds) -> Result<report::Verify, MigrateError> {
     let verify = verify::compare(link, rounds.ram, Some(rounds.free()), Compared::InThePause)?;
     match verify.mismatches {

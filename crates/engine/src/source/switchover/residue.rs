@@ -1,4 +1,4 @@
-//! In post-copy no page goes in the pause, only the map of those that are still to come:
+//! The pause of post-copy. No page goes in it, only the residue, the map of the pages that are still to come:
 //!
 //! ```text
 //!   VMM: stop the guest, drain its I/O
@@ -10,10 +10,9 @@
 //!   Commit ══ the point of no return ════════▶ on record; the guest runs
 //! ```
 //!
-//! Saving and loading are the longest parts of this pause, and so they overlap. What that costs is the last look: a VMM
-//! that writes RAM while it saves is found out after the destination may have loaded from the page as it was before.
-//! Where the page is still pending, nobody has seen it, and it goes as it is now; where it is not, the guest stays
-//! here.
+//! Saving and loading are the longest parts of this pause, and so they overlap. The price is a late last look: a VMM
+//! that writes RAM while it saves is noticed only after the destination may have loaded from the old page. Where the
+//! page is still pending, nobody has seen it, and it goes as it is now; where it is not, the guest stays here.
 
 use std::time::Instant;
 
@@ -37,18 +36,18 @@ use crate::transport::clock::now_us;
 use crate::transport::connection::Connection;
 use crate::transport::control::REPLY_TIMEOUT;
 
-/// The request that had the devices loaded, unanswered, and the map that went with it.
+/// The unanswered request to load the devices, and the residue that went before it.
 struct Asked {
     load: Request,
     residue: Residue,
 }
 
-/// Stops the guest and brings its devices to the destination, and the map of the pages that are still to come. Those
-/// are `pending` from the moment on when the destination may ask for one: before its devices are loaded. When all that
-/// is left to do is to wait for that, it is put on record that the guest may run there.
+/// Stops the guest and brings its devices and the residue to the destination. The residue's pages are `pending` before
+/// the destination may request one, that is, before its devices are loaded. While the loading goes on, the source
+/// records that the guest may run there.
 ///
 /// # Errors
-/// What went wrong on the way, or [`MigrateError::Cancelled`].
+/// The link's or this host's error, or [`MigrateError::Cancelled`].
 pub(super) fn load(
     departure: &mut Departure,
     link: &mut Link,
@@ -71,8 +70,8 @@ pub(super) fn load(
     let asked = asked?;
     saved.map_err(|_| MigrateError::Bug("the thread that saves the devices broke off"))??;
     rounds.collect(*tracker)?;
-    // What is still pending of them goes as it is now, free or not. Said before it is looked which are pending: what
-    // was taken as free by then is not pending, and fails the switchover.
+    // Those of them that are still pending go as they are now, free or not. The set changes before the look at what is
+    // pending: a page that was taken as free by then is not pending, and fails the switchover.
     begun.work.set_free(rounds.free().clone());
     let seen = begun.pending.not_in(&rounds.take_residue());
     if seen > 0 {
@@ -95,7 +94,7 @@ pub(super) fn load(
     Ok(Loaded { stop: stopped.stop, downtime, verify, residue: Some(asked.residue), loaded_us: now_us() })
 }
 
-/// Tells the destination which pages are still to come, and has it load the devices.
+/// Tells the destination which pages are still to come, and makes it load the devices.
 fn leave(
     rounds: &mut Rounds,
     begun: &Begun,
@@ -104,11 +103,12 @@ fn leave(
     tracker: &mut dyn Tracker,
 ) -> Result<Asked, MigrateError> {
     rounds.collect(tracker)?;
-    // Where no round was sent every page goes as it is now, however it was written.
+    // Where no round was sent, every page goes as it is now, however it was written.
     if !rounds.done.is_empty() {
         rounds.collect_untracked()?;
     }
-    // Here and not once the guest runs there: what is not in the residue is zeros to it at once.
+    // The look comes here, not after the guest's start there: pages that are not in the residue are zeros to the guest
+    // at once.
     rounds.skip_free_stopped(processors);
     let began = Instant::now();
     let layout = rounds.ram.layout();

@@ -8,15 +8,15 @@ use crate::source::link::Link;
 use crate::source::rounds::Rounds;
 use crate::vmm::{Stopped, VmmError};
 
-/// How long the VMM may take to stop the guest: a disk may take its time to drain.
+/// How long the VMM may take to stop the guest: a disk may drain slowly.
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the VMM may take to save or to load its devices.
 pub(super) const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long one look for the stop takes; where it takes longer, another round goes meanwhile.
+/// How long one wait for the stop takes; if the stop takes longer, another round goes meanwhile.
 const STOP_LOOK: Duration = Duration::from_millis(20);
 
-/// Waits until the guest has stopped. A VMM with memory of its own to move first (a display's) takes a while, in which
-/// the guest runs on: then its pages go meanwhile.
+/// Waits until the guest has stopped. A VMM that must move memory of its own first (a display's) takes a while, in
+/// which the guest runs on: its pages go meanwhile.
 pub(super) fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Rounds) -> Result<Stopped, MigrateError> {
     let deadline = Instant::now() + STOP_TIMEOUT;
     loop {
@@ -35,7 +35,7 @@ pub(super) fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Roun
     }
 }
 
-/// From the stop to the moment when the VMM had drained its I/O, milliseconds.
+/// The time from the stop until the VMM had drained its I/O, milliseconds.
 pub(super) fn pause_ms(stopped: &Stopped) -> f64 {
     stopped.ready.0.saturating_sub(stopped.stop.0) as f64 / 1e3
 }

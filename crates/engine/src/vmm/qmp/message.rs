@@ -1,4 +1,4 @@
-//! What QEMU says over QMP, one JSON object a line, decoded without trust in a single byte of it.
+//! Decoding of what QEMU says over QMP, one JSON object per line. No byte of it is trusted.
 
 use serde_json::Value;
 
@@ -7,7 +7,7 @@ use crate::vmm::EventTime;
 /// The longest line taken from QEMU, bytes. Its longest known reply, the schema, is under 1 MiB.
 pub const MAX_LINE_BYTES: usize = 16 << 20;
 
-/// The longest line of an event, bytes: they are kept until somebody asks for them. QEMU's are some hundred.
+/// The longest line of an event, bytes. Events are kept until a caller asks for them. QEMU's have some hundred bytes.
 const MAX_EVENT_BYTES: usize = 16 << 10;
 
 /// QEMU's version: major, minor, micro.
@@ -25,9 +25,9 @@ impl std::fmt::Display for Version {
 pub struct Event {
     /// Its name, such as `STOP`.
     pub name: String,
-    /// When, by QEMU's clock.
+    /// The time of the event, by QEMU's clock.
     pub time: EventTime,
-    /// More on it; null where there is none.
+    /// The event's data; null where it has none.
     pub data: Value,
 }
 
@@ -54,7 +54,7 @@ pub enum Message {
     Error {
         /// The command's number.
         id: Option<u64>,
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
     /// An event.
@@ -64,16 +64,16 @@ pub enum Message {
 /// A line that is no QMP message.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
-    /// Longer than [`MAX_LINE_BYTES`].
+    /// A line longer than [`MAX_LINE_BYTES`].
     #[error("a line of QMP is longer than {MAX_LINE_BYTES} bytes")]
     TooLong,
     /// An event longer than 16 KiB.
     #[error("an event of QMP is longer than {MAX_EVENT_BYTES} bytes")]
     LongEvent,
-    /// Not JSON.
+    /// A line that is not JSON.
     #[error("a line of QMP is not JSON: {0}")]
     Json(String),
-    /// JSON, but neither greeting, result, error nor event.
+    /// A line that is JSON, but neither greeting, result, error nor event.
     #[error("a line of QMP is no message that is known")]
     Unknown,
 }
@@ -118,7 +118,7 @@ fn version(value: &Value) -> Option<Version> {
     Some(Version(part("major")?, part("minor")?, part("micro")?))
 }
 
-/// QEMU writes -1 for both parts where the host has no clock: that is no time.
+/// The time of an event. QEMU writes -1 for both parts where the host has no clock: then there is none.
 fn event_time(object: &serde_json::Map<String, Value>) -> Option<EventTime> {
     let stamp = object.get("timestamp")?;
     let seconds = stamp["seconds"].as_u64()?;
@@ -130,17 +130,17 @@ fn event_time(object: &serde_json::Map<String, Value>) -> Option<EventTime> {
 #[derive(Debug, Default)]
 pub struct LineBuffer {
     bytes: Vec<u8>,
-    /// How much of `bytes` is known to hold no line's end: long replies come in many reads.
+    /// How many of `bytes` are known to hold no line's end: long replies come in many reads.
     searched: usize,
 }
 
 impl LineBuffer {
-    /// Takes what was read.
+    /// Adds bytes that were read.
     pub fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next whole line without its end, where there is one. Empty lines are skipped.
+    /// The next whole line without its end, if one is there. Empty lines are skipped.
     ///
     /// # Errors
     /// [`DecodeError::TooLong`] where no end comes within [`MAX_LINE_BYTES`].
