@@ -177,22 +177,37 @@ fn pages_that_come_back_armed_hide_what_was_written_to_them() {
     }
 }
 
-/// Takes memory of a guest under churn again and again until it is told to stop.
-fn taker(guest: &Arc<ToyGuest>, faults: &Arc<GuestFaults>, stop: &Arc<AtomicBool>) -> JoinHandle<Vec<Reclaimed>> {
-    let (guest, faults, stop) = (Arc::clone(guest), Arc::clone(faults), Arc::clone(stop));
-    std::thread::spawn(move || {
-        let mut accounts = Vec::new();
-        while !stop.load(Ordering::Acquire) {
-            let (account, done) = take_beside(&faults, &mut Vmm::of(&guest), false, &Monitor::new("guest"));
-            match done {
-                Ok(()) => accounts.push(account),
-                // The toy frees and allocates much more of its memory meanwhile than a guest can.
-                Err(ReclaimError::Unfit(Unfit::CountersDisagree { .. })) => {}
-                Err(error) => panic!("{error:?}: {account:?}"),
+/// Takes memory of a guest under churn, again and again.
+struct Taker {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<Reclaimed>>,
+}
+
+impl Taker {
+    fn start(guest: &Arc<ToyGuest>, faults: &Arc<GuestFaults>) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (guest, faults, stopped) = (Arc::clone(guest), Arc::clone(faults), Arc::clone(&stop));
+        let thread = std::thread::spawn(move || {
+            let mut accounts = Vec::new();
+            while !stopped.load(Ordering::Acquire) {
+                let (account, done) = take_beside(&faults, &mut Vmm::of(&guest), false, &Monitor::new("guest"));
+                match done {
+                    Ok(()) => accounts.push(account),
+                    // The toy frees and allocates much more of its memory meanwhile than a guest can.
+                    Err(ReclaimError::Unfit(Unfit::CountersDisagree { .. })) => {}
+                    Err(error) => panic!("{error:?}: {account:?}"),
+                }
             }
-        }
-        accounts
-    })
+            accounts
+        });
+        Self { stop, thread }
+    }
+
+    /// Takes no more; an account of each time.
+    fn end(self) -> Vec<Reclaimed> {
+        self.stop.store(true, Ordering::Release);
+        self.thread.join().unwrap()
+    }
 }
 
 fn sum(accounts: &[Reclaimed], of: fn(&Reclaimed) -> u64) -> u64 {
@@ -221,8 +236,7 @@ fn free_memory_taken_from_a_guest_whose_writes_are_tracked_is_zeros_in_the_copy_
     let churn = Churn::start(&guest);
     let mut copy = Copy::begin(&guest.ram, &faults);
     copy.all(&guest.ram);
-    let stop = Arc::new(AtomicBool::new(false));
-    let taking = taker(&guest, &faults, &stop);
+    let taker = Taker::start(&guest, &faults);
     let began = Instant::now();
     while began.elapsed() < Duration::from_secs(4) || copy.discarded < 1000 {
         assert!(began.elapsed() < FOR_EVER, "nothing is taken");
@@ -230,8 +244,7 @@ fn free_memory_taken_from_a_guest_whose_writes_are_tracked_is_zeros_in_the_copy_
         std::thread::sleep(Duration::from_millis(10));
     }
     assert!(kept.lock().unwrap().is_none(), "nobody keeps a duplicate");
-    stop.store(true, Ordering::Release);
-    let accounts = taking.join().unwrap();
+    let accounts = taker.end();
     assert_eq!(churn.end(), 0, "the guest lost pages");
     copy.round(&guest.ram);
     say("tracked", &accounts);
@@ -248,8 +261,7 @@ fn a_fence_that_is_alone_steps_back_for_a_tracker_and_comes_back_after_it() {
     let guest = ToyGuest::new();
     let (faults, _) = faults_of(&guest);
     let churn = Churn::start(&guest);
-    let stop = Arc::new(AtomicBool::new(false));
-    let taking = taker(&guest, &faults, &stop);
+    let taker = Taker::start(&guest, &faults);
     for _ in 0..20 {
         let mut copy = Copy::begin(&guest.ram, &faults);
         copy.all(&guest.ram);
@@ -260,8 +272,7 @@ fn a_fence_that_is_alone_steps_back_for_a_tracker_and_comes_back_after_it() {
         copy.tracker.disarm();
         std::thread::sleep(Duration::from_millis(20));
     }
-    stop.store(true, Ordering::Release);
-    let accounts = taking.join().unwrap();
+    let accounts = taker.end();
     say("in turns", &accounts);
     assert_eq!(churn.end(), 0, "the guest lost pages");
     assert!(sum(&accounts, |account| account.reclaimed_pages) > 0);
@@ -273,11 +284,9 @@ fn taken_for(time: Duration, tracked: bool) -> Vec<Reclaimed> {
     let (faults, _) = faults_of(&guest);
     let churn = Churn::start(&guest);
     let copy = tracked.then(|| Copy::begin(&guest.ram, &faults));
-    let stop = Arc::new(AtomicBool::new(false));
-    let taking = taker(&guest, &faults, &stop);
+    let taker = Taker::start(&guest, &faults);
     std::thread::sleep(time);
-    stop.store(true, Ordering::Release);
-    let accounts = taking.join().unwrap();
+    let accounts = taker.end();
     assert_eq!(churn.end(), 0, "the guest lost pages");
     drop(copy);
     accounts
@@ -373,8 +382,7 @@ fn a_guest_is_observed_while_its_free_memory_is_taken_and_nothing_stays_watched(
     let guest = ToyGuest::new();
     let (faults, kept) = faults_of(&guest);
     let churn = Churn::start(&guest);
-    let stop = Arc::new(AtomicBool::new(false));
-    let taking = taker(&guest, &faults, &stop);
+    let taker = Taker::start(&guest, &faults);
     let ram = SharedMemory::open(&[guest.block()], Access::Read).unwrap();
     let mut tracker = WriteProtect::of(std::process::id(), Arc::clone(&faults)).unwrap();
     for _ in 0..3 {
@@ -382,8 +390,7 @@ fn a_guest_is_observed_while_its_free_memory_is_taken_and_nothing_stays_watched(
         let seen = observe(&ram, &mut tracker, &nothing, Duration::from_millis(600), &monitor).unwrap();
         assert!(seen.write_faults > 0 && seen.total_pages == PAGES, "{seen:?}");
     }
-    stop.store(true, Ordering::Release);
-    let accounts = taking.join().unwrap();
+    let accounts = taker.end();
     say("observed", &accounts);
     assert_eq!(churn.end(), 0, "the guest lost pages");
     assert!(sum(&accounts, |account| account.reclaimed_pages) > 0);
@@ -402,15 +409,12 @@ fn a_guest_that_is_moved_while_its_free_memory_is_taken_arrives_whole() {
         let guest = ToyGuest::new();
         let (faults, _) = faults_of(&guest);
         let churn = Churn::start(&guest);
-        let stop = Arc::new(AtomicBool::new(false));
-        let taking = taker(&guest, &faults, &stop);
+        let taker = Taker::start(&guest, &faults);
         let (say_it, said) = std::sync::mpsc::channel();
         let mut vmm = SourceVmm::new(None);
-        let stopping = Arc::clone(&stop);
         vmm.faults.at_stop = Some(Box::new(move || {
             // Nothing is taken in the pause: what is punched after the last collection is in no map.
-            stopping.store(true, Ordering::Release);
-            say_it.send((taking.join().unwrap(), churn.end())).unwrap();
+            say_it.send((taker.end(), churn.end())).unwrap();
         }));
         let (host, peer) = Destination::serve();
         host.postcopy.store(true, Ordering::Release);
