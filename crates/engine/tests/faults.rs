@@ -177,26 +177,47 @@ fn pages_that_come_back_armed_hide_what_was_written_to_them() {
     }
 }
 
-/// Takes memory of a guest under churn again and again until it is told to stop.
-fn taker(guest: &Arc<ToyGuest>, faults: &Arc<GuestFaults>, stop: &Arc<AtomicBool>) -> JoinHandle<Vec<Reclaimed>> {
-    let (guest, faults, stop) = (Arc::clone(guest), Arc::clone(faults), Arc::clone(stop));
-    std::thread::spawn(move || {
-        let mut accounts = Vec::new();
-        while !stop.load(Ordering::Acquire) {
-            let (account, done) = take_beside(&faults, &mut Vmm::of(&guest), false, &Monitor::new("guest"));
-            match done {
-                Ok(()) => accounts.push(account),
-                Err(ReclaimError::Leaving) => {
-                    accounts.push(account);
-                    return accounts;
+/// Takes memory of a guest under churn, again and again.
+struct Taker {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<Reclaimed>>,
+}
+
+impl Taker {
+    fn start(guest: &Arc<ToyGuest>, faults: &Arc<GuestFaults>) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (guest, faults, stopped) = (Arc::clone(guest), Arc::clone(faults), Arc::clone(&stop));
+        let thread = std::thread::spawn(move || {
+            let mut accounts = Vec::new();
+            while !stopped.load(Ordering::Acquire) {
+                let (account, done) = take_beside(&faults, &mut Vmm::of(&guest), false, &Monitor::new("guest"));
+                match done {
+                    Ok(()) => accounts.push(account),
+                    Err(ReclaimError::Leaving) => {
+                        accounts.push(account);
+                        return accounts;
+                    }
+                    // The toy frees and allocates much more of its memory meanwhile than a guest can.
+                    Err(ReclaimError::Unfit(Unfit::CountersDisagree { .. })) => {}
+                    Err(error) => panic!("{error:?}: {account:?}"),
                 }
-                // The toy frees and allocates much more of its memory meanwhile than a guest can.
-                Err(ReclaimError::Unfit(Unfit::CountersDisagree { .. })) => {}
-                Err(error) => panic!("{error:?}: {account:?}"),
             }
-        }
-        accounts
-    })
+            accounts
+        });
+        Self { stop, thread }
+    }
+
+    /// Waits until it is kept from taking; an account of each time.
+    fn ended(self) -> Vec<Reclaimed> {
+        wait_until(|| self.thread.is_finished());
+        self.thread.join().unwrap()
+    }
+
+    /// Takes no more; an account of each time.
+    fn end(self) -> Vec<Reclaimed> {
+        self.stop.store(true, Ordering::Release);
+        self.thread.join().unwrap()
+    }
 }
 
 fn sum(accounts: &[Reclaimed], of: fn(&Reclaimed) -> u64) -> u64 {
@@ -225,8 +246,7 @@ fn free_memory_taken_from_a_guest_whose_writes_are_tracked_is_zeros_in_the_copy_
     let churn = Churn::start(&guest);
     let mut copy = Copy::begin(&guest.ram, &faults);
     copy.all(&guest.ram);
-    let stop = Arc::new(AtomicBool::new(false));
-    let taking = taker(&guest, &faults, &stop);
+    let taker = Taker::start(&guest, &faults);
     let began = Instant::now();
     while began.elapsed() < Duration::from_secs(4) || copy.discarded < 1000 {
         assert!(began.elapsed() < FOR_EVER, "nothing is taken");
@@ -234,8 +254,7 @@ fn free_memory_taken_from_a_guest_whose_writes_are_tracked_is_zeros_in_the_copy_
         std::thread::sleep(Duration::from_millis(10));
     }
     assert!(kept.lock().unwrap().is_none(), "nobody keeps a duplicate");
-    stop.store(true, Ordering::Release);
-    let accounts = taking.join().unwrap();
+    let accounts = taker.end();
     assert_eq!(churn.end(), 0, "the guest lost pages");
     copy.round(&guest.ram);
     say("tracked", &accounts);
@@ -252,8 +271,7 @@ fn a_fence_that_is_alone_steps_back_for_a_tracker_and_comes_back_after_it() {
     let guest = ToyGuest::new();
     let (faults, _) = faults_of(&guest);
     let churn = Churn::start(&guest);
-    let stop = Arc::new(AtomicBool::new(false));
-    let taking = taker(&guest, &faults, &stop);
+    let taker = Taker::start(&guest, &faults);
     for _ in 0..20 {
         let mut copy = Copy::begin(&guest.ram, &faults);
         copy.all(&guest.ram);
@@ -264,8 +282,7 @@ fn a_fence_that_is_alone_steps_back_for_a_tracker_and_comes_back_after_it() {
         copy.tracker.disarm();
         std::thread::sleep(Duration::from_millis(20));
     }
-    stop.store(true, Ordering::Release);
-    let accounts = taking.join().unwrap();
+    let accounts = taker.end();
     say("in turns", &accounts);
     assert_eq!(churn.end(), 0, "the guest lost pages");
     assert!(sum(&accounts, |account| account.reclaimed_pages) > 0);
@@ -277,11 +294,9 @@ fn taken_for(time: Duration, tracked: bool) -> Vec<Reclaimed> {
     let (faults, _) = faults_of(&guest);
     let churn = Churn::start(&guest);
     let copy = tracked.then(|| Copy::begin(&guest.ram, &faults));
-    let stop = Arc::new(AtomicBool::new(false));
-    let taking = taker(&guest, &faults, &stop);
+    let taker = Taker::start(&guest, &faults);
     std::thread::sleep(time);
-    stop.store(true, Ordering::Release);
-    let accounts = taking.join().unwrap();
+    let accounts = taker.end();
     assert_eq!(churn.end(), 0, "the guest lost pages");
     drop(copy);
     accounts
@@ -377,8 +392,7 @@ fn a_guest_is_observed_while_its_free_memory_is_taken_and_nothing_stays_watched(
     let guest = ToyGuest::new();
     let (faults, kept) = faults_of(&guest);
     let churn = Churn::start(&guest);
-    let stop = Arc::new(AtomicBool::new(false));
-    let taking = taker(&guest, &faults, &stop);
+    let taker = Taker::start(&guest, &faults);
     let ram = SharedMemory::open(&[guest.block()], Access::Read).unwrap();
     let mut tracker = WriteProtect::of(std::process::id(), Arc::clone(&faults)).unwrap();
     for _ in 0..3 {
@@ -386,8 +400,7 @@ fn a_guest_is_observed_while_its_free_memory_is_taken_and_nothing_stays_watched(
         let seen = observe(&ram, &mut tracker, &nothing, Duration::from_millis(600), &monitor).unwrap();
         assert!(seen.write_faults > 0 && seen.total_pages == PAGES, "{seen:?}");
     }
-    stop.store(true, Ordering::Release);
-    let accounts = taking.join().unwrap();
+    let accounts = taker.end();
     say("observed", &accounts);
     assert_eq!(churn.end(), 0, "the guest lost pages");
     assert!(sum(&accounts, |account| account.reclaimed_pages) > 0);
@@ -407,10 +420,9 @@ fn once_a_guests_memory_is_sealed_nothing_is_taken_until_the_seal_is_lifted() {
     let churn = Churn::start(&guest);
     let mut copy = Copy::begin(&guest.ram, &faults);
     copy.all(&guest.ram);
-    let stop = Arc::new(AtomicBool::new(false));
     for _ in 0..3 {
         let before = copy.discarded;
-        let taking = taker(&guest, &faults, &stop);
+        let taker = Taker::start(&guest, &faults);
         wait_until(|| {
             copy.round(&guest.ram);
             copy.discarded > before
@@ -418,9 +430,7 @@ fn once_a_guests_memory_is_sealed_nothing_is_taken_until_the_seal_is_lifted() {
         let seal = faults.seal();
         copy.round(&guest.ram);
         let sealed = copy.discarded;
-        // Nobody else tells it to end.
-        wait_until(|| taking.is_finished());
-        let accounts = taking.join().unwrap();
+        let accounts = taker.ended();
         copy.round(&guest.ram);
         assert_eq!(copy.discarded, sealed, "taken beside the seal");
         assert!(sum(&accounts, |account| account.reclaimed_pages) > 0);
@@ -438,13 +448,12 @@ fn a_guest_that_is_moved_while_its_free_memory_is_taken_arrives_whole() {
         let guest = ToyGuest::new();
         let (faults, _) = faults_of(&guest);
         let churn = Churn::start(&guest);
-        let taking = taker(&guest, &faults, &Arc::new(AtomicBool::new(false)));
+        let taker = Taker::start(&guest, &faults);
         let (say_it, said) = std::sync::mpsc::channel();
         let mut vmm = SourceVmm::new(None);
         vmm.faults.at_stop = Some(Box::new(move || {
-            // Nobody else tells it to end: what is punched after the last collection is in no map.
-            wait_until(|| taking.is_finished());
-            say_it.send((taking.join().unwrap(), churn.end())).unwrap();
+            // Nobody tells it to end: what is punched after the last collection is in no map.
+            say_it.send((taker.ended(), churn.end())).unwrap();
         }));
         let (host, peer) = Destination::serve();
         host.postcopy.store(true, Ordering::Release);
