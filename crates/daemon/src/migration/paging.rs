@@ -171,7 +171,7 @@ impl Pages {
             // say so.
             return match (self.records.pages(id), self.records.stage(id)) {
                 (Some(records::Pages::Here), _) => problem(Code::Paged, "all pages of the guest are here"),
-                (Some(records::Pages::Gone), _) => problem(Code::GuestGone, "the guest has ended at the destination"),
+                (Some(records::Pages::Gone), _) => Err(guest_gone()),
                 // The machine's record could not be read: that is no reason to say that the guest has ended.
                 (Some(records::Pages::Coming), _) => {
                     problem(Code::PagingLost, "the guest cannot be found at the destination")
@@ -268,18 +268,14 @@ impl Pages {
     /// Takes the userfaultfd and the map of missing pages over.
     fn take_over(&self, record: &VmRecord) -> Result<Found, Problem> {
         let Some(paging) = &record.paging else { return Ok(Found::All) };
+        // Before the map: when a machine has ended, that is written down first, and its map removed afterwards.
         let pages = self.records.pages(paging.id);
         if pages == Some(records::Pages::Here) {
             return Ok(Found::All);
         }
         let map = read_map(record, paging).map_err(|error| host("cannot read the map of missing pages", &error))?;
-        match map {
-            None if pages == Some(records::Pages::Coming) => {
-                let message = format!("the map of missing pages ({}) is gone", paging.map.display());
-                return Err(Problem::new(Code::PagingLost, Blame::Host, message));
-            }
-            Some(map) if map.away() > 0 => {}
-            _ => return Ok(Found::All),
+        if !are_missing(pages, map.map(|map| map.away()), &paging.map)? {
+            return Ok(Found::All);
         }
         let (means, addresses) = means(record, &paging.map)?;
         let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
@@ -379,6 +375,26 @@ impl Pages {
     }
 }
 
+/// Whether pages of a guest are missing: by the migration's record, and by how many are on the map, where there is one.
+///
+/// # Errors
+/// A [`Problem`]: the guest has ended (`guest-gone`), or its map is lost (`paging-lost`).
+fn are_missing(pages: Option<records::Pages>, away: Option<u64>, map: &Path) -> Result<bool, Problem> {
+    match (pages, away) {
+        (Some(records::Pages::Gone), _) => Err(guest_gone()),
+        (Some(records::Pages::Coming), None) => {
+            let message = format!("the map of missing pages ({}) is gone", map.display());
+            Err(Problem::new(Code::PagingLost, Blame::Host, message))
+        }
+        (Some(records::Pages::Here), _) | (None, None) => Ok(false),
+        (_, Some(away)) => Ok(away > 0),
+    }
+}
+
+fn guest_gone() -> Problem {
+    Problem::new(Code::GuestGone, Blame::Peer, "the guest has ended at the destination")
+}
+
 fn remove_map(record: &VmRecord) {
     if let Some(paging) = &record.paging
         && let Err(error) = std::fs::remove_file(&paging.map)
@@ -391,6 +407,20 @@ fn remove_map(record: &VmRecord) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_guest_that_has_ended_is_not_one_that_has_all_its_pages() {
+        let missing = |pages, away| are_missing(pages, away, Path::new("/map")).map_err(|problem| problem.code);
+        let (coming, here, gone) = (records::Pages::Coming, records::Pages::Here, records::Pages::Gone);
+        // Its map goes a moment after that was written down, and its machine's entry later still.
+        assert_eq!(missing(Some(gone), None), Err(Code::GuestGone));
+        assert_eq!(missing(Some(gone), Some(3)), Err(Code::GuestGone));
+        assert_eq!(missing(Some(coming), None), Err(Code::PagingLost));
+        assert_eq!((missing(Some(coming), Some(3)), missing(Some(coming), Some(0))), (Ok(true), Ok(false)));
+        assert_eq!((missing(Some(here), None), missing(Some(here), Some(3))), (Ok(false), Ok(false)));
+        // It was never let run before all of them were here.
+        assert_eq!((missing(None, None), missing(None, Some(3))), (Ok(false), Ok(true)));
+    }
 
     #[test]
     fn ram_in_huge_pages_is_named_with_its_page_size() {
