@@ -101,7 +101,8 @@ mod tests {
     proptest! {
         #[test]
         fn whoever_comes_back_is_asked_soon_and_nobody_is_asked_all_the_time(
-            back in 0u64..100_000_000, cost in 0u64..2_000_000, hurries in prop::collection::vec(0u64..100_000_000, 0..4),
+            back in 0u64..100_000_000, cost in 0u64..2_000_000,
+            hurries in prop::collection::vec(0u64..100_000_000, 0..4),
         ) {
             let (back, cost) = (Duration::from_micros(back), Duration::from_micros(cost));
             let mut hurries: Vec<_> = hurries.into_iter().map(Duration::from_micros).collect();
