@@ -37,6 +37,9 @@ mod serve;
 /// The fence: pages that nobody can write for a moment.
 pub mod fence;
 
+/// A time in which no fence takes a portion.
+pub mod seal;
+
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -226,18 +229,6 @@ impl GuestFaults {
         self.let_go.notify_all();
     }
 
-    /// Ends every fence, until the seal is dropped: none has a portion when this returns, and none takes another. A
-    /// portion at hand is let go as for anybody who waits.
-    ///
-    /// What is taken of a guest after its writes were collected for the last time is in no map: a copy of it would keep
-    /// what was there before. So a migration seals the guest's RAM before it stops the guest.
-    pub fn seal(self: &Arc<Self>) -> Seal {
-        // A fence looks for the seal once it has its portion. So either it sees it, or its portion is seen here.
-        self.seals.fetch_add(1, Ordering::AcqRel);
-        drop(self.owner_without_portion());
-        Seal(Arc::clone(self))
-    }
-
     /// Arms pages that come back from now on, whatever was written to them before. Only for tests that show why pages
     /// must come back unarmed.
     #[doc(hidden)]
@@ -262,17 +253,6 @@ impl GuestFaults {
         let owner = self.let_go.wait_while(self.owner(), has_portion).unwrap_or_else(PoisonError::into_inner);
         self.wanted.fetch_sub(1, Ordering::AcqRel);
         owner
-    }
-}
-
-/// No fence takes a portion of a guest's RAM until this is dropped.
-#[must_use = "the seal is lifted when it is dropped"]
-#[derive(Debug)]
-pub struct Seal(Arc<GuestFaults>);
-
-impl Drop for Seal {
-    fn drop(&mut self) {
-        self.0.seals.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

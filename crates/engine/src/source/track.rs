@@ -11,7 +11,8 @@ use sterna_sys::pagemap::{Pagemap, Region};
 
 use crate::agent::Discards;
 use crate::error::MigrateError;
-use crate::faults::{GuestFaults, Seal, User, Userfault};
+use crate::faults::seal::Seal;
+use crate::faults::{GuestFaults, User, Userfault};
 use crate::inside::Inside;
 use crate::memory::{Memory, add_run};
 
