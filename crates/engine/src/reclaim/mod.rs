@@ -37,7 +37,7 @@
 //!   would have to be free twice within some 10 µs, and what is wrongly called free must have been so in the first look
 //!   and be in use since: nobody has seen it
 //! * **the guest is being moved**: what is taken counts as given back, and the migration seals the RAM before it stops
-//!   the guest ([`GuestFaults::seal`]), so nothing is taken after its last look
+//!   the guest ([`seal`](crate::faults::GuestFaults::seal)), so nothing is taken after its last look
 //! * **the guest runs before all its pages are here**: what is away is neither read nor taken; a page that comes in the
 //!   meantime is left alone in this run. What was taken is here, so nothing is asked of the source: it reads as zeros
 //! * **this process dies**: the kernel lifts the fence: holes are where free pages were, and the rest is as it was
