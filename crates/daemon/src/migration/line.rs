@@ -10,7 +10,7 @@
 //! meanwhile it holds no place either. When its pages go on, they go on at once, were all places taken by now: a guest
 //! stands still for them.
 //!
-//! No clock, lock or thread of its own: [`Queue`](super::queue::Queue) has them.
+//! No clock, lock or thread of its own: `queue::Queue` has them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! The migrations of this host that wait for their turn: threads that take the turns of [`Line`].
+//! The migrations of this host that wait for their turn: threads that take the turns of a
+//! [`Line`](crate::migration::line::Line).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
