@@ -44,7 +44,7 @@ pub mod heartbeat;
 pub mod retry;
 
 /// When a peer that is waited for stands still.
-pub mod stall;
+pub mod standstill;
 
 /// Convergence: when to stop the guest.
 pub mod convergence;

@@ -9,7 +9,7 @@ use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, PostcopyAccount, Reply, Request, ResiduePart};
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
-use sterna_protocol::stall::Stall;
+use sterna_protocol::standstill::Standstill;
 
 use super::attachment::SourceOf;
 use super::connect::Connections;
@@ -113,12 +113,12 @@ impl Session<'_> {
     /// on.
     fn complete(&self, pager: &Arc<Pager>, arrivals: &Arrivals, verify: bool) -> Result<Reply, MigrateError> {
         let began = Instant::now();
-        let mut stall = Stall::new(1, ARRIVAL_TIMEOUT, arrivals.frames(), Duration::ZERO);
+        let mut standstill = Standstill::new(1, ARRIVAL_TIMEOUT, arrivals.frames(), Duration::ZERO);
         while !pager.wait(LOOK) {
             if let Some(problem) = arrivals.failure() {
                 return Err(MigrateError::Peer(problem));
             }
-            if stall.is_over(arrivals.frames(), began.elapsed()) {
+            if standstill.is_over(arrivals.frames(), began.elapsed()) {
                 return Err(MigrateError::Peer(Problem::new(
                     Code::PagesMissing,
                     Blame::Peer,

@@ -8,7 +8,7 @@ use sterna_api::Problem;
 use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
 use sterna_protocol::layout::{CHUNK_BYTES, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
-use sterna_protocol::stall::Stall;
+use sterna_protocol::standstill::Standstill;
 
 use super::arrival::Arrival;
 use super::decode::Decoder;
@@ -48,7 +48,7 @@ impl Arrivals {
     pub fn wait(&self, round: u32, stall: Duration) -> Result<(), MigrateError> {
         let mut state = self.lock();
         let began = Instant::now();
-        let mut standing = Stall::new(1, stall, state.frames, Duration::ZERO);
+        let mut standstill = Standstill::new(1, stall, state.frames, Duration::ZERO);
         loop {
             if let Some(problem) = &state.failure {
                 return Err(MigrateError::Peer(problem.clone()));
@@ -56,7 +56,7 @@ impl Arrivals {
             if state.rounds.iter().all(|ended| *ended >= Some(round)) {
                 return Ok(());
             }
-            if standing.is_over(state.frames, began.elapsed()) {
+            if standstill.is_over(state.frames, began.elapsed()) {
                 return Err(MigrateError::Link {
                     doing: "waiting for pages",
                     source: std::io::ErrorKind::TimedOut.into(),

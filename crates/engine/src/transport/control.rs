@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use sterna_protocol::hello::KNOWS_IDENTITIES;
 use sterna_protocol::message::{self, PREFIX_BYTES, Reply, Request};
 use sterna_protocol::session::{self, Owner, State};
-use sterna_protocol::stall::Stall;
+use sterna_protocol::standstill::Standstill;
 
 use super::connection::{Connection, HangUp};
 use crate::error::MigrateError;
@@ -100,9 +100,9 @@ impl Asking {
     /// Neither an answer nor progress for `stall`.
     pub fn wait(&mut self, stall: Duration, taken_bytes: impl Fn() -> u64) -> Result<(), MigrateError> {
         let began = Instant::now();
-        let mut stall = Stall::new(PROGRESS_BYTES, stall, taken_bytes(), Duration::ZERO);
+        let mut standstill = Standstill::new(PROGRESS_BYTES, stall, taken_bytes(), Duration::ZERO);
         while !self.messages.stream.wait_readable(LOOK) {
-            if stall.is_over(taken_bytes(), began.elapsed()) {
+            if standstill.is_over(taken_bytes(), began.elapsed()) {
                 return Err(MigrateError::link("waiting for pages to arrive")(std::io::ErrorKind::TimedOut.into()));
             }
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 /// A wait for a peer, as a count shows that it gets on: of bytes it has taken, or of frames that came from it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stall {
+pub struct Standstill {
     /// The least by which the count must grow to be progress.
     step: u64,
     limit: Duration,
@@ -15,7 +15,7 @@ pub struct Stall {
     since: Duration,
 }
 
-impl Stall {
+impl Standstill {
     /// A wait that begins now, with the count where it is, for as long as it grows by `step` within each `limit`.
     #[must_use]
     pub fn new(step: u64, limit: Duration, count: u64, now: Duration) -> Self {
@@ -46,7 +46,7 @@ mod tests {
     /// How long a peer is waited for on a simulated clock that takes in so many bytes per second, and has
     /// answered after `answers`.
     fn waits(bytes_per_s: u64, answers: Duration) -> Result<Duration, Duration> {
-        let (mut now, mut stall) = (Duration::ZERO, Stall::new(STEP, LIMIT, 0, Duration::ZERO));
+        let (mut now, mut stall) = (Duration::ZERO, Standstill::new(STEP, LIMIT, 0, Duration::ZERO));
         while now < answers {
             now += LOOK;
             if stall.is_over((bytes_per_s as f64 * now.as_secs_f64()) as u64, now) {
@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn who_stands_still_is_given_up_after_the_limit_and_not_in_the_instant_in_which_it_ends() {
-        let mut stall = Stall::new(1, LIMIT, 7, LOOK);
+        let mut stall = Standstill::new(1, LIMIT, 7, LOOK);
         assert!(!stall.is_over(7, LOOK), "the clock stands still");
         assert!(!stall.is_over(7, Duration::ZERO), "the clock is behind");
         assert!(!stall.is_over(7, LOOK + LIMIT), "the end in the same instant");
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn progress_in_the_same_look_as_the_end_of_the_limit_counts() {
-        let mut stall = Stall::new(1, LIMIT, 0, Duration::ZERO);
+        let mut stall = Standstill::new(1, LIMIT, 0, Duration::ZERO);
         let tomorrow = Duration::from_secs(86_400);
         assert!(!stall.is_over(1, tomorrow), "the clock has jumped, and there is progress");
         assert!(!stall.is_over(1, tomorrow + LIMIT));
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn progress_is_counted_from_the_latest_and_not_from_look_to_look() {
-        let mut stall = Stall::new(10, LIMIT, 0, Duration::ZERO);
+        let mut stall = Standstill::new(10, LIMIT, 0, Duration::ZERO);
         for second in 1..=30 {
             assert!(!stall.is_over(second / 4, Duration::from_secs(second)));
         }
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn a_count_that_ends_at_its_largest_or_falls_is_no_progress() {
-        let mut stall = Stall::new(STEP, LIMIT, u64::MAX - 1, Duration::ZERO);
+        let mut stall = Standstill::new(STEP, LIMIT, u64::MAX - 1, Duration::ZERO);
         assert!(stall.is_over(u64::MAX - 1, LIMIT * 2));
         assert!(stall.is_over(0, LIMIT * 2));
     }
@@ -108,7 +108,7 @@ mod tests {
             looks in prop::collection::vec((0u64..20_000, 0u64..100_000), 1..100),
         ) {
             let (mut now, mut count) = (Duration::ZERO, 0);
-            let mut stall = Stall::new(STEP, LIMIT, 0, now);
+            let mut stall = Standstill::new(STEP, LIMIT, 0, now);
             let (mut latest, mut at) = (0, now);
             for (ms, more) in looks {
                 (now, count) = (now + Duration::from_millis(ms), count + more);
