@@ -32,6 +32,10 @@ const WORD: usize = size_of::<Word>();
 mod fault;
 use fault::Slot;
 
+// Private memory.
+mod own;
+pub use own::PrivateMapping;
+
 /// The accesses that a mapping allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {

@@ -186,13 +186,16 @@ impl Pagemap {
             }
             at = arg.walk_end;
         }
-        self.is_of_memory_that_lives()
+        self.is_alive()
     }
 
     /// Checks that the process's memory is still there. Some kernels (seen: 6.18) scan the memory of an ended process
     /// as if nothing were mapped, which looks as if nothing was written. There a read of the page map ends at once.
     /// Memory does not come back: memory that lives after a scan lived throughout it.
-    fn is_of_memory_that_lives(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// `ESRCH`: it is gone.
+    pub fn is_alive(&self) -> Result<()> {
         let doing = "scan the page map of a process";
         match self.file.read_at(&mut [0; 8], 0) {
             Ok(0) => Err(Error::new(doing, rustix::io::Errno::SRCH)),
@@ -216,6 +219,41 @@ impl Pagemap {
     /// As [`Self::scan`].
     pub fn written(&self, range: Range<u64>, regions: &mut Vec<Region>) -> Result<()> {
         self.scan(range, Scan::of(Categories::WRITTEN), regions)
+    }
+
+    /// Pages of `range`, which is private memory, that have content of their own, in ascending order, into `regions`
+    /// (emptied first): those that are mapped and not to the page of zeros, and those that are swapped out. A page that
+    /// moves at this moment counts, a marker does not.
+    ///
+    /// # Errors
+    /// As [`Self::scan`].
+    pub fn with_content(&self, range: Range<u64>, regions: &mut Vec<Region>) -> Result<()> {
+        let either = Scan {
+            any: Categories::PRESENT | Categories::SWAPPED,
+            report: Categories::SWAPPED | Categories::ZERO_PAGE,
+            ..Scan::of(Categories::empty())
+        };
+        self.scan(range, either, regions)?;
+        if regions.iter().all(|region| region.categories.is_empty()) {
+            return Ok(());
+        }
+        let mut entries = Vec::new();
+        let mut kept: Vec<Region> = Vec::with_capacity(regions.len());
+        for region in std::mem::take(regions) {
+            if region.categories.is_empty() {
+                keep(&mut kept, region);
+            } else if !region.categories.contains(Categories::ZERO_PAGE) {
+                self.entries(region.range(), &mut entries)?;
+                for (at, entry) in region.range().step_by(PAGE_BYTES as usize).zip(&entries) {
+                    // It may have come back since the scan.
+                    if entry.present() || entry.swapped() && !entry.marker() {
+                        keep(&mut kept, Region { start: at, end: at + PAGE_BYTES, categories: Categories::empty() });
+                    }
+                }
+            }
+        }
+        *regions = kept;
+        self.is_alive()
     }
 
     /// Reads the page map's entry of each page of `range` into `entries` (emptied first). This costs about 30 ns a
@@ -243,6 +281,14 @@ impl Pagemap {
     }
 }
 
+/// Adds a region of pages, of which nothing more is said, behind the others.
+fn keep(kept: &mut Vec<Region>, region: Region) {
+    match kept.last_mut() {
+        Some(last) if last.end == region.start => last.end = region.end,
+        _ => kept.push(Region { categories: Categories::empty(), ..region }),
+    }
+}
+
 /// Joins one call's last region and the next call's first, where they are of one kind and touch.
 fn join_at(regions: &mut Vec<Region>, seam: usize) {
     let Some([before, after]) = seam.checked_sub(1).and_then(|first| regions.get(first..=seam)) else { return };
@@ -267,6 +313,15 @@ impl Entry {
     /// Whether it is swapped out, or a write-protected hole.
     pub fn swapped(self) -> bool {
         self.0 & (1 << 62) != 0
+    }
+
+    /// Whether it is only a marker: there is no page, and what the kernel keeps in its place says something about
+    /// accesses to come (that a write is to be noticed, for example). It looks swapped out; of the numbers that the
+    /// kernel gives to areas of swap, the last stands for markers (`SWP_PTE_MARKER` in its `include/linux/swap.h`).
+    /// Only for a reader with `CAP_SYS_ADMIN`.
+    pub fn marker(self) -> bool {
+        const AREA: u64 = 0x1f;
+        self.swapped() && self.0 & AREA == AREA
     }
 
     /// Whether it is of a file or of shared memory.

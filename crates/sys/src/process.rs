@@ -14,6 +14,8 @@ mod interrupt;
 mod maps;
 // The open files of a process.
 mod files;
+// The memory of a process.
+mod memory;
 // A handle on a process, which never refers to another.
 mod pidfd;
 // Processor time and faults.
@@ -22,6 +24,7 @@ mod usage;
 pub use files::{OpenFile, open_files};
 pub use interrupt::interrupt;
 pub use maps::{Mapping, Permissions, maps, parse_maps};
+pub use memory::ProcessMemory;
 pub use pidfd::Pidfd;
 pub use usage::{Usage, process_cpu_time, thread_cpu_time, usage};
 

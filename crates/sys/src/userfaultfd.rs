@@ -166,6 +166,15 @@ impl Userfaultfd {
         Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
     }
 
+    /// A duplicate of the descriptor.
+    ///
+    /// # Errors
+    /// No descriptor left.
+    pub fn duplicate(&self) -> Result<Self> {
+        let fd = self.fd.try_clone().map_err(|error| Error::new("duplicate a userfaultfd", error))?;
+        Ok(Self { fd })
+    }
+
     /// Does the handshake, once for each userfaultfd and before anything else; returns all features that the kernel
     /// offers.
     ///
