@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mode_is_kept_as_it_was_set() {
+    fn the_mode_is_kept_and_advice_that_touches_private_ram_is_left_out_whole() {
         for (value, mode) in [
             (Some(&b"private"[..]), Mode::Private),
             (Some(b"private,mergeable"), Mode::Mergeable),
@@ -199,6 +199,18 @@ mod tests {
             set_mode(value);
             assert_eq!(Mode::here(), mode);
         }
+        // In the same test, because the mode is this process's.
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        for (address, flags) in [(0x10_0000_u64, flags), (0x20_0000, libc::MAP_SHARED)] {
+            let flags = flags.unsigned_abs().into();
+            let length = 0x10_0000.into();
+            BLOCKS.add(&Block { address: address.into(), length, flags, ..Block::new_zeroed() });
+        }
+        let left_out = |address, length| leaves_out(address, length, libc::MADV_HUGEPAGE);
+        assert!(left_out(0x10_0000, 0x10_0000) && left_out(0x1f_f000, 0x1000));
+        assert!(left_out(0x1f_f000, 0x2000) && left_out(0, 0x10_1000), "it touches private RAM");
+        assert!(!left_out(0x20_0000, 0x10_0000) && !left_out(0, 0x10_0000), "it touches none");
+        assert!(!left_out(0x10_0001, 0x1000) && !left_out(0x10_0000, u64::MAX), "the kernel refuses it");
     }
 
     #[test]
