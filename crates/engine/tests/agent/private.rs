@@ -157,6 +157,21 @@ fn private_ram_is_merged_only_where_that_was_asked_for() {
 }
 
 #[test]
+fn private_ram_of_a_process_whose_memory_is_all_mergeable_is_merged_only_where_that_was_asked_for() {
+    for (memory, merged) in [("private", false), ("private,mergeable", true)] {
+        let mut program = Program::start_in_mode(memory);
+        let answer = program.tell("merge-all-memory");
+        if answer != "0" {
+            return eprintln!("skipped: the kernel does not make a process's memory mergeable: {answer}");
+        }
+        program.tell("map shared 0 0");
+        let block = program.agent().blocks().expect("blocks").remove(0);
+        let flags = kernel_flags(program.id(), &block);
+        assert_eq!(flags.iter().any(|flag| flag == "mg"), merged, "{memory}: {flags:?}");
+    }
+}
+
+#[test]
 fn private_ram_stays_in_small_pages() {
     if !kernel_has("transparent_hugepage") {
         return;
@@ -191,6 +206,15 @@ fn no_ram_is_mapped_in_a_mode_that_is_unknown() {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", program.id())).expect("it runs");
         assert!(!maps.contains(program.ram.to_str().expect("a name")), "{maps}");
     }
+}
+
+#[test]
+fn where_anonymous_memory_is_refused_the_file_is_not_mapped_either() {
+    let mut program = Program::start_in_mode("private");
+    assert_eq!(program.tell("refuse-anonymous"), "0");
+    assert_eq!(program.tell("try-map shared 0 0"), format!("errno {}", libc::ENOMEM));
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", program.id())).expect("it runs");
+    assert!(!maps.contains(program.ram.to_str().expect("a name")), "{maps}");
 }
 
 #[test]

@@ -138,6 +138,13 @@ fn do_as_told() {
                     address.to_string()
                 }
             }
+            "merge-all-memory" => {
+                const PR_SET_MEMORY_MERGE: i32 = 67;
+                // SAFETY: changes no content.
+                let result = unsafe { libc::prctl(PR_SET_MEMORY_MERGE, 1_u64, 0_u64, 0_u64, 0_u64) };
+                if result == 0 { "0".to_owned() } else { last_errno() }
+            }
+            "refuse-anonymous" => refuse_anonymous().to_string(),
             "try-map-huge" => map_huge_pages(),
             "fill" => {
                 for page in 0..number(1) {
@@ -246,5 +253,29 @@ fn map_huge_pages() -> String {
         }
         let mapped = libc::mmap(std::ptr::null_mut(), BYTES, protection, flags, file, 0);
         if mapped == libc::MAP_FAILED { last_errno() } else { "0".to_owned() }
+    }
+}
+
+/// Makes the kernel refuse with `ENOMEM` that this thread maps anonymous memory over something; 0 where that succeeded.
+fn refuse_anonymous() -> i32 {
+    const FLAGS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    let load = |offset| (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, offset);
+    let unless_skip = |value, skipped| (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, skipped, value);
+    let answer = |value| (libc::BPF_RET | libc::BPF_K, 0, value);
+    let arguments = std::mem::offset_of!(libc::seccomp_data, args) as u32;
+    let mut filter = [
+        load(std::mem::offset_of!(libc::seccomp_data, nr) as u32),
+        unless_skip(libc::SYS_mmap as u32, 3),
+        load(arguments + 3 * size_of::<u64>() as u32),
+        unless_skip(FLAGS as u32, 1),
+        answer(libc::SECCOMP_RET_ERRNO | libc::ENOMEM as u32),
+        answer(libc::SECCOMP_RET_ALLOW),
+    ]
+    .map(|(code, jf, k)| libc::sock_filter { code: code as u16, jt: 0, jf, k });
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the filter outlives the calls, which only read it.
+    unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1_u64, 0_u64, 0_u64, 0_u64)
+            | libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER as u64, &raw const program)
     }
 }
