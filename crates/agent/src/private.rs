@@ -1,6 +1,6 @@
 //! Private memory mode: guest RAM that is QEMU's own, anonymous memory, and not the shared file that QEMU maps.
 //!
-//! QEMU is started as ever, with its RAM in a file on tmpfs. Where it maps that file, [`map`] puts anonymous memory in
+//! QEMU is started as ever, with its RAM in a file on tmpfs. Where it maps that file, `map` puts anonymous memory in
 //! the mapping's place, and the file stays empty. The same file mapped `MAP_PRIVATE` would not do:
 //!
 //! * the first write into a hole of a privately mapped file takes memory twice: a page of the file, and a page of
