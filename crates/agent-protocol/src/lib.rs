@@ -33,6 +33,11 @@ pub const SOCKET_VARIABLE: &str = "STERNA_AGENT_SOCKET";
 /// environment pass on.
 pub const PROGRAM_VARIABLE: &str = "STERNA_AGENT_PROGRAM";
 
+/// Environment variable: what guest RAM is. "shared", or no variable: the file that QEMU maps. "private": anonymous
+/// memory of QEMU's own, and the file stays empty. "private,mergeable": the same, and QEMU may let KSM merge it. With
+/// any other value QEMU's mapping of guest RAM fails with `EINVAL`, and so QEMU does not start.
+pub const MEMORY_VARIABLE: &str = "STERNA_AGENT_MEMORY";
+
 /// The most RAM blocks that the library can keep; further ones are counted in [`message::HelloReply::blocks_lost`].
 pub const MAX_BLOCKS: usize = 64;
 

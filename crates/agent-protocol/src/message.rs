@@ -165,7 +165,8 @@ pub struct Block {
     pub inode: U64,
     /// The file's page size: the base page's, or on hugetlbfs the huge page's, bytes.
     pub page_size: U64,
-    /// `MAP_SHARED`, `MAP_PRIVATE`, … as QEMU gave them.
+    /// `MAP_SHARED`, `MAP_PRIVATE`, … as QEMU gave them; `MAP_PRIVATE` and `MAP_ANONYMOUS` where the library made the
+    /// block private ([`MEMORY_VARIABLE`](crate::MEMORY_VARIABLE)).
     pub flags: U32,
     /// The path's length, which may be more than [`PATH_BYTES`].
     pub path_length: U32,

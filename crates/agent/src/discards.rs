@@ -8,6 +8,7 @@ use sterna_agent_protocol::log::{Discard, Log};
 use sterna_agent_protocol::message::Block;
 
 use crate::blocks::BLOCKS;
+use crate::private;
 use crate::raw::{self, Fd, errno};
 
 /// The log, which stays mapped; null until the server has made it. A discard before that comes before any daemon.
@@ -59,24 +60,35 @@ pub fn expect_private_pages() {
     PRIVATE_PAGES.store(true, Ordering::Relaxed);
 }
 
-/// Logs the pages that a successful `madvise` has discarded.
-pub fn after_madvise(address: u64, length: u64, advice: c_int) {
+/// Logs the pages that an `madvise` has discarded, or may have discarded before it failed.
+pub fn after_madvise(address: u64, length: u64, advice: c_int, succeeded: bool) {
     let Some(log) = log() else { return };
-    let only_private = match advice {
-        libc::MADV_REMOVE => false,
-        libc::MADV_DONTNEED | libc::MADV_FREE | MADV_DONTNEED_LOCKED => true,
-        _ => return,
-    };
-    for block in BLOCKS.touching(address, length) {
+    let private_pages = PRIVATE_PAGES.load(Ordering::Relaxed);
+    for block in BLOCKS.touching(address, length).filter(|block| discards(block, advice, succeeded, private_pages)) {
+        log.append(discard_in(&block, address, length));
+    }
+}
+
+/// Whether this advice discards pages of the block; `private_pages` says whether the daemon may have made pages of any
+/// block private.
+fn discards(block: &Block, advice: c_int, succeeded: bool, private_pages: bool) -> bool {
+    match advice {
+        // In private RAM there is nothing that it could remove: no page there is a shared file's. The call fails at the
+        // first page, so what it names is still there, and must not be taken for discarded while it is to come.
+        libc::MADV_REMOVE => succeeded || !private::is_anonymous(block),
         // A shared mapping's pages stay in the file.
-        let private = block.flags.get() as c_int & libc::MAP_PRIVATE != 0 || PRIVATE_PAGES.load(Ordering::Relaxed);
-        if private || !only_private {
-            log.append(discard_in(&block, address, length));
+        libc::MADV_DONTNEED | libc::MADV_FREE | MADV_DONTNEED_LOCKED => {
+            block.flags.get() as c_int & libc::MAP_PRIVATE != 0 || private_pages
         }
+        _ => false,
     }
 }
 
 /// Logs the pages that a successful `fallocate` has discarded.
+///
+/// In private RAM the file has nothing to discard. QEMU punches it before it calls `madvise` all the same, and then the
+/// range is logged twice: before its pages are gone, and after. The second entry is the one that counts; the first does
+/// no harm, because the guest has given the pages up already.
 pub fn after_fallocate(fd: c_int, mode: c_int, offset: off_t, length: off_t) {
     let Some(log) = log() else { return };
     if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) == 0 {
@@ -123,6 +135,26 @@ fn discard_in(block: &Block, address: u64, length: u64) -> Discard {
 mod tests {
     use super::*;
     use zerocopy::FromZeros;
+
+    #[test]
+    fn dropping_pages_discards_private_ones_and_a_refused_removal_discards_none() {
+        let with = |flags: c_int| Block { flags: flags.unsigned_abs().into(), ..Block::new_zeroed() };
+        let shared = with(libc::MAP_SHARED);
+        let of_a_file = with(libc::MAP_PRIVATE);
+        let anonymous = with(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        for succeeded in [true, false] {
+            for advice in [libc::MADV_DONTNEED, libc::MADV_FREE, MADV_DONTNEED_LOCKED] {
+                let done = [&shared, &of_a_file, &anonymous].map(|block| discards(block, advice, succeeded, false));
+                assert_eq!(done, [false, true, true]);
+                assert!(discards(&shared, advice, succeeded, true));
+            }
+            for block in [&shared, &of_a_file] {
+                assert!(discards(block, libc::MADV_REMOVE, succeeded, false));
+            }
+            assert_eq!(discards(&anonymous, libc::MADV_REMOVE, succeeded, true), succeeded);
+            assert!(!discards(&anonymous, libc::MADV_MERGEABLE, succeeded, true));
+        }
+    }
 
     #[test]
     fn a_discard_is_told_by_the_part_of_the_file_inside_the_block() {

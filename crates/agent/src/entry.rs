@@ -4,9 +4,9 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicBool, Ordering};
 
 use libc::{c_char, c_int, c_void};
-use sterna_agent_protocol::{PROGRAM_VARIABLE, SOCKET_VARIABLE};
+use sterna_agent_protocol::{MEMORY_VARIABLE, PROGRAM_VARIABLE, SOCKET_VARIABLE};
 
-use crate::server;
+use crate::{private, server};
 
 /// Whether the library is meant for this process. Set once, before `main`.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
@@ -27,10 +27,12 @@ extern "C" fn on_load() {
     if !is_meant() || !server::set_socket_path(socket) {
         return;
     }
+    private::set_mode(value_of(MEMORY_VARIABLE));
     leave_preload();
     // QEMU's helpers do not need to know the socket.
     unset(SOCKET_VARIABLE);
     unset(PROGRAM_VARIABLE);
+    unset(MEMORY_VARIABLE);
     ACTIVE.store(true, Ordering::Release);
 }
 
@@ -114,13 +116,18 @@ fn with_name<T>(name: &str, call: impl FnOnce(*const c_char) -> T) -> Option<T> 
 
 /// An environment variable that is set and not empty. Before `main` only: it points into the environment.
 fn variable(name: &str) -> Option<&'static [u8]> {
+    value_of(name).filter(|value| !value.is_empty())
+}
+
+/// An environment variable that is set, to whatever. Before `main` only: it points into the environment.
+fn value_of(name: &str) -> Option<&'static [u8]> {
     // SAFETY: the name ends with a zero; no other thread runs before main.
     let value = with_name(name, |name| unsafe { libc::getenv(name) })?;
     if value.is_null() {
         return None;
     }
     // SAFETY: getenv's result is a string; it is used up before the variable is changed.
-    Some(unsafe { CStr::from_ptr(value) }.to_bytes()).filter(|value| !value.is_empty())
+    Some(unsafe { CStr::from_ptr(value) }.to_bytes())
 }
 
 /// Removes an environment variable. Before `main` only.

@@ -1,14 +1,16 @@
 //! The libc functions that QEMU calls through this library.
 //!
-//! Each makes the real call and then notes what that meant for guest RAM; `errno` stays as the real call left it. Some
-//! functions are not interposed, because they take nothing from guest RAM: `posix_fallocate` (allocates),
-//! `posix_madvise` (libc ignores its DONTNEED), `mremap` (QEMU does not move RAM).
+//! Each makes the real call and then notes what that meant for guest RAM; `errno` stays as the real call left it. For
+//! [`private`] RAM, `mmap` and `madvise` do not do all that QEMU asks for. Some functions are not interposed, because
+//! they take nothing from guest RAM: `posix_fallocate` (allocates), `posix_madvise` (libc ignores its DONTNEED),
+//! `mremap` (QEMU does not move RAM).
 
 use libc::{c_int, c_void, off_t};
 use sterna_agent_protocol::MIN_BLOCK_BYTES;
 use sterna_agent_protocol::message::{Block, PATH_BYTES};
 
 use crate::blocks::BLOCKS;
+use crate::private::{self, Plan};
 use crate::raw::{self, KeepErrno};
 use crate::{discards, entry, remap, server};
 
@@ -29,19 +31,28 @@ pub unsafe extern "C" fn mmap(
         // SAFETY: the caller's promise.
         return unsafe { raw::mmap(address, length, protection, flags, fd, offset) };
     }
+    let block = guest_ram(length as u64, protection, flags, fd, offset as u64);
+    let plan = block.as_ref().map_or(Plan::AsAsked, private::plan);
+    // Before anything is changed, so that what was mapped there is as it was.
+    if plan == Plan::Refuse {
+        raw::set_errno(libc::EINVAL);
+        return libc::MAP_FAILED;
+    }
     if flags & libc::MAP_FIXED != 0 {
         remap::before_unmap(address as u64, whole_pages(length));
     }
+    let map = if plan == Plan::Anonymous { private::map } else { raw::mmap };
     // SAFETY: the caller's promise.
-    let mapped = unsafe { raw::mmap(address, length, protection, flags, fd, offset) };
-    let of_a_file = fd >= 0 && flags & libc::MAP_ANONYMOUS == 0;
-    let large = length as u64 >= MIN_BLOCK_BYTES;
-    if mapped != libc::MAP_FAILED && of_a_file && large && protection & libc::PROT_WRITE != 0 {
+    let mapped = unsafe { map(address, length, protection, flags, fd, offset) };
+    if mapped != libc::MAP_FAILED
+        && let Some(block) = block
+    {
         let _keep = KeepErrno::new();
-        if let Some(block) = guest_ram(mapped as u64, length as u64, flags, fd, offset as u64) {
-            BLOCKS.add(&block);
-            server::start();
-        }
+        BLOCKS.add(&match plan {
+            Plan::Anonymous => private::mapped_at(mapped, &block),
+            _ => Block { address: (mapped as u64).into(), ..block },
+        });
+        server::start();
     }
     mapped
 }
@@ -83,12 +94,15 @@ pub unsafe extern "C" fn munmap(address: *mut c_void, length: usize) -> c_int {
 /// As `madvise(2)`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_int) -> c_int {
+    if entry::is_active() && private::leaves_out(address as u64, whole_pages(length), advice) {
+        return 0;
+    }
     // SAFETY: the caller's promise.
     let result = unsafe { raw::madvise(address, length, advice) };
     // A failed call may have done a part of its work.
     if entry::is_active() && length > 0 {
         let _keep = KeepErrno::new();
-        discards::after_madvise(address as u64, whole_pages(length), advice);
+        discards::after_madvise(address as u64, whole_pages(length), advice, result == 0);
     }
     result
 }
@@ -118,8 +132,14 @@ fn whole_pages(length: usize) -> u64 {
     (length as u64).checked_next_multiple_of(SMALLEST_PAGE).unwrap_or(u64::MAX)
 }
 
-/// The block of a mapping, if its file lies on tmpfs or hugetlbfs.
-fn guest_ram(address: u64, length: u64, flags: c_int, fd: c_int, offset: u64) -> Option<Block> {
+/// The block of a mapping that is to be made, without its address, if it is large and writable and its file lies on
+/// tmpfs or hugetlbfs.
+fn guest_ram(length: u64, protection: c_int, flags: c_int, fd: c_int, offset: u64) -> Option<Block> {
+    let of_a_file = fd >= 0 && flags & libc::MAP_ANONYMOUS == 0;
+    if !of_a_file || length < MIN_BLOCK_BYTES || protection & libc::PROT_WRITE == 0 {
+        return None;
+    }
+    let _keep = KeepErrno::new();
     // SAFETY: all-zero is valid for both.
     let (mut system, mut status): (libc::statfs, libc::stat) = unsafe { core::mem::zeroed() };
     // SAFETY: writes the two structs only.
@@ -131,7 +151,7 @@ fn guest_ram(address: u64, length: u64, flags: c_int, fd: c_int, offset: u64) ->
     }
     let (path, path_length) = path_of(fd);
     Some(Block {
-        address: address.into(),
+        address: 0.into(),
         length: length.into(),
         offset: offset.into(),
         device: status.st_dev.into(),

@@ -1,7 +1,8 @@
 //! `libsterna_agent.so`: loaded into QEMU by `LD_PRELOAD` for what only QEMU's own process can do.
 //!
-//! It notes where guest RAM is mapped and what QEMU discards of it, and answers the daemon on a unix socket. Because
-//! the process is QEMU's, the library does not allocate, wait in QEMU's threads, unwind or exit, and does nothing at
+//! It notes where guest RAM is mapped and what QEMU discards of it, and answers the daemon on a unix socket. If
+//! [`MEMORY_VARIABLE`](sterna_agent_protocol::MEMORY_VARIABLE) says so, it makes guest RAM private. Because the process
+//! is QEMU's, the library does not allocate, wait in QEMU's threads, unwind or exit, and does nothing at
 //! all without [`SOCKET_VARIABLE`](sterna_agent_protocol::SOCKET_VARIABLE).
 
 #![cfg_attr(not(test), no_std)]
@@ -21,6 +22,9 @@ mod blocks;
 
 /// The log of discards.
 mod discards;
+
+/// Private memory mode: guest RAM that is QEMU's own, anonymous memory.
+mod private;
 
 /// The thread that serves the socket.
 mod server;

@@ -51,6 +51,12 @@ pub fn errno() -> c_int {
     unsafe { *libc::__errno_location() }
 }
 
+/// Sets the calling thread's `errno`.
+pub fn set_errno(errno: c_int) {
+    // SAFETY: as in `errno`.
+    unsafe { *libc::__errno_location() = errno }
+}
+
 /// Restores `errno` when dropped: the caller must not notice what a hook does after the real call.
 pub struct KeepErrno(c_int);
 
@@ -63,8 +69,7 @@ impl KeepErrno {
 
 impl Drop for KeepErrno {
     fn drop(&mut self) {
-        // SAFETY: as in `errno`.
-        unsafe { *libc::__errno_location() = self.0 }
+        set_errno(self.0);
     }
 }
 

@@ -21,7 +21,7 @@ pub struct AgentBlock {
     pub inode: u64,
     /// The file's page size, bytes: more than 4,096 on hugetlbfs.
     pub page_size: u64,
-    /// How QEMU mapped it.
+    /// How it is mapped: as QEMU asked, or private where the library was told to make it so.
     pub sharing: Sharing,
     /// The file's name, as the library saw it. Device and inode decide; this is for people and refusals.
     pub backing: Backing,

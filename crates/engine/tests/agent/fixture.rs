@@ -108,6 +108,7 @@ pub struct Start {
     wrapper: Vec<String>,
     arguments: Vec<String>,
     socket: Option<PathBuf>,
+    memory: Option<&'static str>,
 }
 
 impl Start {
@@ -118,7 +119,7 @@ impl Start {
         let qmp = format!("unix:{}/qmp,server=on,wait=off", dir.path().display());
         let fixed = "-accel tcg -display none -nodefaults -no-user-config -S -qmp";
         let arguments = fixed.split(' ').map(str::to_owned).chain([qmp]).collect();
-        Self { qemu: qemu(), dir, wrapper: vec![], arguments, socket }
+        Self { qemu: qemu(), dir, wrapper: vec![], arguments, socket, memory: None }
     }
 
     /// All of the machine's RAM in one file, "ram".
@@ -146,6 +147,12 @@ impl Start {
         self
     }
 
+    /// In this memory mode of the library.
+    pub fn memory(mut self, mode: &'static str) -> Self {
+        self.memory = Some(mode);
+        self
+    }
+
     /// The path of a file in this machine's directory.
     pub fn file(&self, name: &str) -> String {
         self.dir.path().join(name).display().to_string()
@@ -158,6 +165,9 @@ impl Start {
         command.args(&words[1..]).args(&self.arguments).env("LD_PRELOAD", library());
         if let Some(socket) = &self.socket {
             command.env("STERNA_AGENT_SOCKET", socket);
+        }
+        if let Some(memory) = self.memory {
+            command.env("STERNA_AGENT_MEMORY", memory);
         }
         let log = std::fs::File::create(self.dir.path().join("log")).expect("a log");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);

@@ -30,6 +30,9 @@ mod duplicate;
 /// Advising and remapping.
 mod remap;
 
+/// RAM that is made private.
+mod private;
+
 /// Both ends of a migration, for the hostile.
 #[path = "../support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]

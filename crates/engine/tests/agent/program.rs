@@ -41,11 +41,26 @@ pub struct Program {
 impl Program {
     /// Starts it with the library inside and its RAM mapped shared, once.
     pub fn start() -> Self {
+        let mut started = Self::launch(None);
+        started.tell("map shared 0 0");
+        started
+    }
+
+    /// Starts it with the library inside in this memory mode; nothing is mapped yet.
+    pub fn start_in_mode(memory: &str) -> Self {
+        Self::launch(Some(memory))
+    }
+
+    fn launch(memory: Option<&str>) -> Self {
         let dir = fixture::scratch();
         let ram = dir.path().join("ram");
         std::fs::File::create(&ram).and_then(|file| file.set_len(RAM_BYTES)).expect("a RAM file");
         let program = std::env::current_exe().expect("this program has a path");
-        let mut child = Command::new(&program)
+        let mut command = Command::new(&program);
+        if let Some(memory) = memory {
+            command.env("STERNA_AGENT_MEMORY", memory);
+        }
+        let mut child = command
             .args(["--ignored", "--exact", "program::do_as_told", "--nocapture", "--test-threads=1"])
             .env(ROLE, &ram)
             .env("LD_PRELOAD", fixture::library())
@@ -57,9 +72,7 @@ impl Program {
             .expect("the program starts");
         let input = child.stdin.take().expect("piped");
         let output = BufReader::new(child.stdout.take().expect("piped"));
-        let mut started = Self { dir, ram, child, input, output };
-        started.tell("map shared 0 0");
-        started
+        Self { dir, ram, child, input, output }
     }
 
     /// Connects to the library in it.
@@ -70,6 +83,11 @@ impl Program {
     /// The process.
     pub fn pid(&self) -> rustix::process::Pid {
         rustix::process::Pid::from_child(&self.child)
+    }
+
+    /// The process's number.
+    pub fn id(&self) -> u32 {
+        self.child.id()
     }
 
     /// Tells it to do something; what it says when it is done.
@@ -103,7 +121,8 @@ fn do_as_told() {
         let words: Vec<_> = line.split(' ').collect();
         let number = |index: usize| words[index].parse::<u64>().expect("a number");
         let answer = match words[0] {
-            "map" => {
+            // `try-map` may fail.
+            "map" | "try-map" => {
                 let flags = if words[1] == "shared" { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
                 let fixed = if number(2) == 0 { 0 } else { libc::MAP_FIXED };
                 let protection = libc::PROT_READ | libc::PROT_WRITE;
@@ -111,9 +130,33 @@ fn do_as_told() {
                 let mapped = unsafe {
                     libc::mmap(number(2) as *mut _, RAM_BYTES as usize, protection, flags | fixed, file.as_raw_fd(), 0)
                 };
-                assert_ne!(mapped, libc::MAP_FAILED);
-                address = mapped as u64;
-                address.to_string()
+                if mapped == libc::MAP_FAILED {
+                    assert_eq!(words[0], "try-map");
+                    last_errno()
+                } else {
+                    address = mapped as u64;
+                    address.to_string()
+                }
+            }
+            "merge-all-memory" => {
+                const PR_SET_MEMORY_MERGE: i32 = 67;
+                // SAFETY: changes no content.
+                let result = unsafe { libc::prctl(PR_SET_MEMORY_MERGE, 1_u64, 0_u64, 0_u64, 0_u64) };
+                if result == 0 { "0".to_owned() } else { last_errno() }
+            }
+            "refuse-anonymous" => refuse_anonymous().to_string(),
+            "try-map-huge" => map_huge_pages(),
+            "fill" => {
+                for page in 0..number(1) {
+                    let at = (address + page * PAGE) as *mut u64;
+                    // SAFETY: within the mapping, which nobody else uses now; aligned.
+                    (0..PAGE / 8).for_each(|index| unsafe { at.add(index as usize).write_volatile(word_of(page)) });
+                }
+                String::new()
+            }
+            "read" => {
+                // SAFETY: within the mapping, which stays; aligned.
+                unsafe { ((address + number(1) * PAGE) as *const u64).read_volatile() }.to_string()
             }
             "unmap" => {
                 // SAFETY: nothing refers to the mapping.
@@ -178,17 +221,61 @@ fn do_as_told() {
                 let advice = words[1].parse().expect("a number");
                 // SAFETY: nothing refers to the mapping.
                 let result = unsafe { libc::madvise((address + number(2)) as *mut _, number(3) as usize, advice) };
-                let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
-                if result == 0 { "0".to_owned() } else { format!("errno {errno}") }
+                if result == 0 { "0".to_owned() } else { last_errno() }
             }
             "environment" => {
                 let output = Command::new("env").output().expect("env runs");
-                let names = ["LD_PRELOAD", "STERNA_AGENT_SOCKET", "STERNA_AGENT_PROGRAM"];
+                let names = ["LD_PRELOAD", "STERNA_AGENT_SOCKET", "STERNA_AGENT_PROGRAM", "STERNA_AGENT_MEMORY"];
                 let text = String::from_utf8_lossy(&output.stdout).into_owned();
                 text.lines().filter(|line| names.iter().any(|name| line.starts_with(name))).collect()
             }
             other => panic!("'{other}' is no order"),
         };
         println!("done:{answer}");
+    }
+}
+
+/// The answer of an order that failed.
+fn last_errno() -> String {
+    format!("errno {}", std::io::Error::last_os_error().raw_os_error().unwrap_or(0))
+}
+
+/// Maps a file of huge pages, none of which need be there; "0" where that succeeded.
+fn map_huge_pages() -> String {
+    const BYTES: usize = 2 << 20;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+    // SAFETY: a new file and a new mapping, which nothing refers to; they last as long as this program.
+    unsafe {
+        let file = libc::memfd_create(c"huge".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB);
+        if file < 0 || libc::ftruncate(file, BYTES as i64) != 0 {
+            return last_errno();
+        }
+        let mapped = libc::mmap(std::ptr::null_mut(), BYTES, protection, flags, file, 0);
+        if mapped == libc::MAP_FAILED { last_errno() } else { "0".to_owned() }
+    }
+}
+
+/// Makes the kernel refuse with `ENOMEM` that this thread maps anonymous memory over something; 0 where that succeeded.
+fn refuse_anonymous() -> i32 {
+    const FLAGS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    let load = |offset| (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, offset);
+    let unless_skip = |value, skipped| (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, skipped, value);
+    let answer = |value| (libc::BPF_RET | libc::BPF_K, 0, value);
+    let arguments = std::mem::offset_of!(libc::seccomp_data, args) as u32;
+    let mut filter = [
+        load(std::mem::offset_of!(libc::seccomp_data, nr) as u32),
+        unless_skip(libc::SYS_mmap as u32, 3),
+        load(arguments + 3 * size_of::<u64>() as u32),
+        unless_skip(FLAGS as u32, 1),
+        answer(libc::SECCOMP_RET_ERRNO | libc::ENOMEM as u32),
+        answer(libc::SECCOMP_RET_ALLOW),
+    ]
+    .map(|(code, jf, k)| libc::sock_filter { code: code as u16, jt: 0, jf, k });
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the filter outlives the calls, which only read it.
+    unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1_u64, 0_u64, 0_u64, 0_u64)
+            | libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER as u64, &raw const program)
     }
 }
