@@ -17,7 +17,7 @@ use crate::problems::{check_name, invalid};
 use crate::qemu::arguments::{self, Additions, RAM_ID};
 use crate::qemu::binary::{Binary, DEFAULT_NAME};
 use crate::qemu::files;
-use crate::qemu::launch::qmp_socket;
+use crate::qemu::launch::{RamKind, qmp_socket};
 use crate::room;
 
 /// The least and the most RAM of a machine, bytes.
@@ -35,6 +35,9 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
     }
     let items = arguments::parse(&user);
     arguments::check_for_run(&items)?;
+    if request.memory_mode == MemoryMode::Private {
+        arguments::check_for_private(&items)?;
+    }
     files::check_absolute(&items)?;
     let default = qemu.unwrap_or(Path::new(DEFAULT_NAME));
     let binary = Binary::find(request.qemu.as_ref().map_or(default, Path::new))?;
@@ -43,7 +46,9 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
     let qmp = qmp_socket(&care.machines.dir(&request.name));
     let additions = Additions { name: &request.name, qmp: &qmp, ram: Some((request.memory_bytes, &ram)) };
     let blocks = vec![Block::new(RAM_ID, request.memory_bytes, PAGE_BYTES as u64, &ram)];
-    let started = launcher.start(&binary.path, &arguments::for_run(&items, &additions), &request.name, blocks)?;
+    let kind = RamKind::of(request.memory_mode, request.trust_group.as_deref());
+    let all = arguments::for_run(&items, &additions);
+    let started = launcher.start(&binary.path, &all, &request.name, (kind, blocks))?;
     let memory = Memory { bytes: request.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };
     let record = VmRecord {
         memory_mode: request.memory_mode,
@@ -59,10 +64,6 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
 
 fn check_request(request: &RunRequest) -> Result<(), Problem> {
     check_name(&request.name)?;
-    if request.memory_mode == MemoryMode::Private {
-        return Err(Problem::new(Code::PrivateMemory, Blame::Request, "memory mode 'private' cannot be moved yet")
-            .hint("use --memory-mode shared"));
-    }
     if !MEMORY_LIMITS.contains(&request.memory_bytes) || !request.memory_bytes.is_multiple_of(PAGE_BYTES as u64) {
         return Err(invalid(format!("{} bytes of memory are no size of a machine", request.memory_bytes))
             .hint("between 1M and 16T, a multiple of 4096 bytes"));

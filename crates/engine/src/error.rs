@@ -166,7 +166,7 @@ impl From<RamError> for MigrateError {
         match error {
             RamError::Layout(error) => Self::Layout(error),
             RamError::Fault(fault) => Self::Ram(fault),
-            error @ RamError::Map { .. } => {
+            error @ (RamError::Map { .. } | RamError::Process { .. }) => {
                 Self::Host { doing: "mapping the guest's RAM", source: io::Error::other(error) }
             }
         }
@@ -182,6 +182,7 @@ impl MigrateError {
     /// Turns a kernel's error during an operation into this error: [`Self::Ram`] where the guest's RAM is lost.
     pub fn host(doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| match RamFault::of(&source) {
+            Some(RamFault::ProcessGone) => Self::Vmm(VmmError::Gone { guest_off: false }),
             Some(fault) => Self::Ram(fault.clone()),
             None => Self::Host { doing, source },
         }
@@ -277,6 +278,10 @@ impl MigrateError {
                     "only QEMU can change the size of this file, and no QEMU does so by itself: look who has taken control of it",
                 ),
             ),
+            Self::Ram(RamFault::ProcessGone) => (Code::QemuGone, Blame::Qemu, Some("its log says why")),
+            Self::Ram(RamFault::Unreadable { .. }) => {
+                (Code::HostFailed, Blame::Host, Some("the kernel's log names damaged memory"))
+            }
             Self::Ram(RamFault::NoMemory { .. }) => (
                 Code::RamFull,
                 Blame::Host,

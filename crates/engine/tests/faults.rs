@@ -72,7 +72,7 @@ impl Copy {
     /// Begins to track, and copies all there is.
     fn begin(ram: &GuestRam, faults: &Arc<GuestFaults>) -> Self {
         let address = ram.mapping.addresses().start;
-        let file = BlockFile { spec: block(ram.bytes), file: ram.file.try_clone().unwrap(), address };
+        let file = BlockFile { spec: block(ram.bytes), file: ram.file.try_clone().unwrap(), address, process: None };
         let ram = SharedMemory::open(&[file], Access::Read).unwrap();
         let mut tracker = WriteProtect::of(std::process::id(), Arc::clone(faults)).unwrap();
         tracker.arm(&ram).unwrap();

@@ -164,7 +164,7 @@ fn a_guest_that_is_no_linux_is_told_as_such() {
         let mut source = machine.as_source();
         let map = source.memory_map().expect("a map");
         let spec = BlockSpec { id: "ram".into(), bytes: machine::RAM_BYTES, page_bytes: 4096, path: String::new() };
-        let block = BlockFile { spec, file: machine.ram(), address: 0 };
+        let block = BlockFile { spec, file: machine.ram(), address: 0, process: None };
         let ram = SharedMemory::open(&[block], Access::Read).expect("a mapping");
         let memory = GuestPhysical::new(&map, Arc::new(ram)).expect("RAM");
         assert_eq!(memory.ranges().last().map(|range| range.end), Some(machine::RAM_BYTES));

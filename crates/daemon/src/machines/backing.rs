@@ -6,11 +6,13 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use sterna_protocol::spec::BlockSpec;
 use sterna_sys::file::FileId;
+use sterna_sys::pagemap::Pagemap;
 use sterna_sys::path::{Place, Root};
 use sterna_sys::process::{Mapping, maps};
 
@@ -49,13 +51,16 @@ pub struct Block {
     /// The files that hold its pages: the one that QEMU was given comes first. Records of earlier daemons do not say.
     #[serde(default)]
     pub backings: Vec<Backing>,
+    /// The address in QEMU's private memory where its pages are; `None` where they are in the files.
+    #[serde(default)]
+    pub private: Option<u64>,
 }
 
 impl Block {
     /// A block whose file is not there yet.
     #[must_use]
     pub fn new(id: &str, bytes: u64, page_bytes: u64, path: &Path) -> Self {
-        Self { id: id.into(), bytes, page_bytes, path: path.into(), backings: Vec::new() }
+        Self { id: id.into(), bytes, page_bytes, path: path.into(), backings: Vec::new(), private: None }
     }
 
     /// The block as its destination must know it.
@@ -141,8 +146,13 @@ impl Block {
     /// What of it the host has given memory for, bytes; none where it cannot be looked at.
     #[must_use]
     pub fn allocated_bytes(&self, pid: u32) -> u64 {
-        let look = || -> io::Result<u64> { Ok(self.look_below(&Root::of(pid)?)?.stat()?.st_blocks as u64) };
-        look().unwrap_or(0).saturating_mul(512)
+        let in_file = || -> io::Result<u64> { Ok(self.look_below(&Root::of(pid)?)?.stat()?.st_blocks as u64 * 512) };
+        let in_process = |address: u64| -> io::Result<u64> {
+            let mut regions = Vec::new();
+            Pagemap::open(pid)?.with_content(address..address.saturating_add(self.bytes), &mut regions)?;
+            Ok(regions.iter().map(|region| region.end - region.start).sum())
+        };
+        self.private.map_or_else(in_file, in_process).unwrap_or(0)
     }
 }
 
@@ -171,6 +181,20 @@ pub fn stretches(maps: &[Mapping], file: FileId) -> Vec<Stretch> {
         }
     }
     found
+}
+
+/// Whether all these addresses are private memory of the process's own, which it may write.
+#[must_use]
+pub fn is_private(maps: &[Mapping], addresses: &Range<u64>) -> bool {
+    let mut covered = addresses.start;
+    for mapping in maps.iter().filter(|mapping| mapping.range.end > addresses.start) {
+        let own = mapping.file.is_none() && !mapping.permissions.shared && mapping.permissions.write;
+        if covered >= addresses.end || mapping.range.start > covered || !own {
+            break;
+        }
+        covered = mapping.range.end;
+    }
+    covered >= addresses.end
 }
 
 /// A file that ends with its machine.
@@ -249,6 +273,21 @@ mod tests {
         let file = FileId { device: (0, 0x1f), inode: 77 };
         let found = stretches(&parse_maps(text), file);
         assert_eq!(found, [Stretch { address: 0x7f00_0000_0000, length: 0x3000 }]);
+    }
+
+    #[test]
+    fn private_memory_is_all_of_a_range_and_the_process_s_own() {
+        let text = b"7f0000000000-7f0000001000 rw-p 00000000 00:00 0\n\
+            7f0000001000-7f0000003000 rw-p 00000000 00:00 0 [anon:ram]\n\
+            7f0000003000-7f0000004000 rw-s 00000000 00:1f 77 /ram\n\
+            7f0000005000-7f0000006000 r--p 00000000 00:00 0\n\
+            7f0000006000-7f0000007000 rw-p 00000000 00:1f 78 /other\n";
+        let maps = parse_maps(text);
+        let is = |start: u64, end: u64| is_private(&maps, &(0x7f00_0000_0000 + start..0x7f00_0000_0000 + end));
+        assert!(is(0, 0x3000) && is(0x800, 0x1800));
+        for (start, end) in [(0, 0x4000), (0x3000, 0x4000), (0x4000, 0x5000), (0x5000, 0x6000), (0x6000, 0x7000)] {
+            assert!(!is(start, end), "{start:x} to {end:x}");
+        }
     }
 
     /// Fails where the agent is believed: nothing of that file is mapped at all.

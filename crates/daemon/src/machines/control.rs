@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use serde_json::json;
 use sterna_api::{Blame, Code, Problem, VmState};
-use sterna_engine::agent::{Agent, AgentBlock, AgentError};
+use sterna_engine::agent::{Agent, AgentBlock, AgentError, Sharing};
 use sterna_engine::vmm::qemu::{ErrorLog, Inspection, QemuDestination, QemuProcess, QemuSource, SharedQmp, inspect};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_engine::vmm::{Destination, Source, VmmError};
 use sterna_sys::process::{Mapping, maps};
 
-use super::backing::{Block, stretches};
+use super::backing::{Block, is_private, stretches};
 use super::record::VmRecord;
 use crate::problems;
 use crate::process::Identity;
@@ -220,6 +220,9 @@ pub fn agent_and_addresses(socket: &Path, pid: u32, blocks: &[Block]) -> Result<
 /// QEMU discards there.
 fn address_of(block: &Block, maps: &[Mapping], known: &[AgentBlock]) -> Result<u64, Problem> {
     let file = block.file().map_err(|error| problems::host("cannot tell the machine's RAM", &error))?;
+    if let Some(address) = block.private {
+        return private_address(block, address, maps, known);
+    }
     let mut mapped = stretches(maps, file).into_iter().filter(|stretch| stretch.length >= block.bytes).peekable();
     let named = format!("RAM block '{}' ({})", block.id, block.path.display());
     if mapped.peek().is_none() {
@@ -232,9 +235,51 @@ fn address_of(block: &Block, maps: &[Mapping], known: &[AgentBlock]) -> Result<u
     address.ok_or_else(|| Problem::new(Code::AgentRam, Blame::Ours, format!("the agent does not see {named}")))
 }
 
+/// The same of a block in QEMU's private memory, which may be at this address: there the agent sees the block, and by
+/// the kernel's word the memory is QEMU's own.
+fn private_address(block: &Block, address: u64, maps: &[Mapping], known: &[AgentBlock]) -> Result<u64, Problem> {
+    let named = format!("RAM block '{}' ({})", block.id, block.path.display());
+    let seen = known.iter().any(|seen| seen.address == address && is_block(seen, block));
+    if !seen {
+        return Err(Problem::new(Code::AgentRam, Blame::Ours, format!("the agent does not see {named}")));
+    }
+    if !is_private(maps, &(address..address.saturating_add(block.bytes))) {
+        let why = format!("QEMU has no private memory where the agent sees {named}");
+        return Err(Problem::new(Code::AgentRam, Blame::Qemu, why));
+    }
+    Ok(address)
+}
+
+/// Whether what the agent sees is this block, in private memory. The file that QEMU was given is its mark: it has an
+/// inode of its own. (The agent's device numbers are encoded otherwise than the kernel's in `maps`.)
+fn is_block(seen: &AgentBlock, block: &Block) -> bool {
+    let inode = block.file().map(|file| file.inode).ok();
+    let whole = seen.offset == 0 && seen.length >= block.bytes && seen.sharing == Sharing::Private;
+    whole && Some(seen.inode) == inode
+}
+
+/// Notes where a QEMU that was just started has its RAM in private memory.
+///
+/// # Errors
+/// A [`Problem`] where the agent does not answer, or does not see it.
+pub fn find_private(socket: &Path, blocks: &mut [Block]) -> Result<(), Problem> {
+    let mut agent = Agent::connect(socket, TIMEOUT)
+        .map_err(|error| agent_failed(Code::AgentMissing, "the agent inside QEMU does not answer", &error))?;
+    let known = agent
+        .blocks()
+        .map_err(|error| agent_failed(Code::AgentFailed, "the agent does not tell the RAM blocks", &error))?;
+    for block in blocks {
+        let found = known.iter().find(|seen| is_block(seen, block)).map(|seen| seen.address);
+        block.private = Some(found.ok_or_else(|| {
+            let why = format!("the agent does not see RAM block '{}' in private memory", block.id);
+            Problem::new(Code::AgentRam, Blame::Ours, why)
+        })?);
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
-    use sterna_engine::agent::Sharing;
     use sterna_sys::process::parse_maps;
 
     use super::super::backing::Backing;
@@ -281,5 +326,24 @@ mod tests {
             "agent-ram",
             "it is not mapped at all"
         );
+    }
+
+    #[test]
+    fn private_memory_is_where_the_agent_sees_the_block_and_the_kernel_private_memory() {
+        let maps = parse_maps(
+            b"7f0000000000-7f0000004000 rw-p 00000000 00:00 0\n\
+            7f0000010000-7f0000014000 rw-s 00000000 00:1f 77 /ram\n",
+        );
+        let mut block = Block::new("ram", 0x4000, 4096, Path::new("/ram"));
+        block.backings = vec![Backing { path: "/ram".into(), device: (0, 0x1f), inode: 77, owned: true }];
+        block.private = Some(0x7f00_0000_0000);
+        let private = |address, inode| AgentBlock { sharing: Sharing::Private, ..said(address, inode) };
+        assert_eq!(address_of(&block, &maps, &[private(0x7f00_0000_0000, 77)]).unwrap(), 0x7f00_0000_0000);
+        for lie in [said(0x7f00_0000_0000, 77), private(0x7f00_0000_0000, 78), private(0x7f00_0001_0000, 77)] {
+            assert_eq!(address_of(&block, &maps, &[lie]).unwrap_err().code, "agent-ram");
+        }
+        block.private = Some(0x7f00_0001_0000);
+        let elsewhere = address_of(&block, &maps, &[private(0x7f00_0001_0000, 77)]);
+        assert_eq!(elsewhere.unwrap_err().blame, Blame::Qemu, "that is no private memory");
     }
 }

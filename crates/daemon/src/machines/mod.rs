@@ -6,6 +6,9 @@
 /// The files that hold machines' RAM.
 pub mod backing;
 
+/// QEMU's process, which holds private memory.
+pub mod holder;
+
 /// A machine's durable record.
 pub mod record;
 

@@ -14,6 +14,7 @@ use sterna_protocol::spec::{BlockSpec, VmSpec};
 use sterna_sys::host;
 
 use super::backing::{Backing, Block, OwnFile};
+use super::holder;
 use crate::process::Identity;
 use crate::qemu::binary::{self, Version};
 
@@ -221,19 +222,23 @@ impl VmRecord {
     }
 
     /// The RAM blocks with their files open; `addresses` in QEMU in the same order, or none. Where QEMU has ended its
-    /// RAM is still in its files: they are opened by the paths they have here.
+    /// RAM is still in its files: they are opened by the paths they have here. Private memory ends with QEMU.
     ///
     /// # Errors
-    /// Where a file is gone.
+    /// Where a file is gone; of private memory, where the agent does not answer.
     pub fn block_files(&self, addresses: &[u64]) -> io::Result<Vec<BlockFile>> {
         let process = self.process.open();
+        let holder = match self.blocks.iter().any(|block| block.private.is_some()) {
+            true => Some(holder::holder(&self.agent, self.process.pid)?),
+            false => None,
+        };
         let open = |(index, block): (usize, &Block)| {
-            let address = addresses.get(index).copied().unwrap_or(0);
+            let address = block.private.or_else(|| addresses.get(index).copied()).unwrap_or(0);
             let file = match &process {
                 Some(_) => block.open(self.process.pid),
                 None => block.open_here(),
             };
-            Ok(BlockFile { file: file?, address, spec: block.spec() })
+            Ok(BlockFile { file: file?, address, spec: block.spec(), process: holder.clone() })
         };
         self.blocks.iter().enumerate().map(open).collect()
     }

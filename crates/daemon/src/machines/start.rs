@@ -15,7 +15,7 @@ use super::record::Running;
 use crate::config::{SOCKET_PATH_BYTES, check_socket_path};
 use crate::problems::{self, invalid};
 use crate::process::Identity;
-use crate::qemu::launch::{self, Launch, agent_socket, qmp_socket};
+use crate::qemu::launch::{self, Launch, RamKind, agent_socket, qmp_socket};
 use crate::qemu::user::User;
 use crate::state::StateDir;
 
@@ -43,7 +43,7 @@ impl Launcher {
         binary: &Path,
         arguments: &[String],
         name: &str,
-        mut blocks: Vec<Block>,
+        (kind, mut blocks): (RamKind, Vec<Block>),
     ) -> Result<Started, Problem> {
         let dir = &self.state.vm(name);
         for socket in [qmp_socket(dir), agent_socket(dir)] {
@@ -59,7 +59,8 @@ impl Launcher {
         let files = ram_files.iter().map(|(path, _)| OwnFile { path: path.clone(), file: None }).collect();
         self.state.make_vm(name).map_err(|error| directory_problem(dir, &error))?;
         let mut cleanup = Cleanup { process: None, files, dir: dir.into(), logs: self.state.logs(), armed: true };
-        let launch = Launch { binary, arguments, dir, ram_files: &ram_files, agent: &agent, user: self.user.as_ref() };
+        let user = self.user.as_ref();
+        let launch = Launch { binary, arguments, dir, ram_files: &ram_files, agent: &agent, ram: kind, user };
         let process = launch::launch(&launch)?;
         cleanup.process = Some(process);
         // The directory is root's: what has these names now is what was made above.
@@ -67,7 +68,7 @@ impl Launcher {
             block.recall_here().map_err(|error| problems::host("cannot look at the machine's RAM", &error))?;
         }
         let asked = Control::connect(&qmp_socket(dir)).and_then(|mut control| control.inspect());
-        let answered = asked.and_then(|about| wait_for_agent(dir, process, &blocks).map(|()| about));
+        let answered = asked.and_then(|about| wait_for_agent(dir, process, kind, &mut blocks).map(|()| about));
         // Whatever it is that did not answer: where QEMU has ended, its own words say why.
         let about = answered.map_err(|problem| launch::ended(&launch, process).unwrap_or(problem))?;
         Ok(Started { process, about, blocks, cleanup })
@@ -100,10 +101,15 @@ impl Launcher {
 
 /// Waits until the agent answers: its thread begins beside QEMU's own, and on a busy host QEMU may be the first to
 /// answer.
-fn wait_for_agent(dir: &Path, process: Identity, blocks: &[Block]) -> Result<(), Problem> {
+fn wait_for_agent(dir: &Path, process: Identity, kind: RamKind, blocks: &mut [Block]) -> Result<(), Problem> {
     let deadline = Instant::now() + AGENT_TIMEOUT;
+    let socket = agent_socket(dir);
     loop {
-        match control::agent_and_addresses(&agent_socket(dir), process.pid, blocks) {
+        let found = match kind {
+            RamKind::Files => Ok(()),
+            RamKind::Private { .. } => control::find_private(&socket, blocks),
+        };
+        match found.and_then(|()| control::agent_and_addresses(&socket, process.pid, blocks)) {
             Err(problem)
                 if problem.code == Code::AgentMissing && Instant::now() < deadline && process.open().is_some() =>
             {

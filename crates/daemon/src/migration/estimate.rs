@@ -7,8 +7,7 @@ use sterna_api::estimate::{MAX_DURATION_MS, MIN_DURATION_MS};
 use sterna_api::options::MigrateOptions;
 use sterna_api::{Blame, Code, Estimate, Problem};
 use sterna_engine::error::MigrateError;
-use sterna_engine::memory::Memory;
-use sterna_engine::memory::shared::SharedMemory;
+use sterna_engine::memory;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::estimate::estimate as played_through;
 use sterna_engine::source::free::{free_now, page_cache_now};
@@ -68,8 +67,8 @@ pub fn estimate(
     question.check()?;
     let claimed = Claimed::new(machines, name, Hold::busy(Estimating(Arc::clone(monitor))))?;
     let movable = movable(&claimed.record)?;
-    let ram = SharedMemory::open(&movable.blocks, Access::Read);
-    let ram: Arc<dyn Memory> = Arc::new(ram.map_err(|error| host("cannot map the machine's RAM", &error))?);
+    let ram = memory::open(&movable.blocks, Access::Read);
+    let ram = ram.map_err(|error| host("cannot map the machine's RAM", &error))?;
     // QEMU serves one client at a time, and it is asked for nothing more after this.
     let mut vmm = control::source(&claimed.record, movable.control.share())?;
     let free = free_now(&mut vmm, &ram).unwrap_or_else(|reason| {

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use sterna_api::{Blame, Code, Problem};
+use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::paging::Pager;
 use sterna_engine::transport::credentials::Credentials;
@@ -26,7 +26,7 @@ use crate::machines::start::Launcher;
 use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
-use crate::qemu::launch::qmp_socket;
+use crate::qemu::launch::{RamKind, qmp_socket};
 use crate::room;
 
 /// This host as a destination.
@@ -181,10 +181,13 @@ impl Destination {
         let additions = Additions { name: &spec.name, qmp: &qmp_socket(&dir), ram: managed };
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
         let all = arguments::for_incoming(items, &additions, &spec.machine, &files);
-        let mut started = self.launcher.start(&binary.path, &all, &spec.name, blocks)?;
+        let memory_mode = if spec.private { MemoryMode::Private } else { MemoryMode::Shared };
+        let kind = RamKind::of(memory_mode, spec.trust_group.as_deref());
+        let mut started = self.launcher.start(&binary.path, &all, &spec.name, (kind, blocks))?;
         let memory =
             Memory { bytes: spec.memory_bytes, blocks: started.blocks.clone(), managed: spec.managed_ram, owned: true };
         let mut record = VmRecord {
+            memory_mode,
             trust_group: spec.trust_group.clone(),
             balloon: spec.balloon,
             lifecycle: Lifecycle::Incoming(id),

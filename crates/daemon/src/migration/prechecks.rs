@@ -45,11 +45,11 @@ fn check_balloon(spec: &VmSpec) -> Result<(), Problem> {
 
 fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
     let name = &spec.name;
-    if spec.private {
+    if spec.private && !spec.managed_ram {
         return Err(refuse(
             Code::PrivateMemory,
             Blame::Request,
-            format!("'{name}' has private memory, which cannot be moved yet"),
+            format!("'{name}' has private memory that Sterna did not make: it cannot be moved"),
         ));
     }
     if spec.blocks.is_empty() {

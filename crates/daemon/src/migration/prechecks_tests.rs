@@ -36,11 +36,12 @@ fn code(change: impl FnOnce(&mut VmSpec), room_bytes: u64) -> Option<String> {
 #[test]
 fn every_reason_to_refuse_has_its_code() {
     type Change = fn(&mut VmSpec);
-    let cases: [(&str, Change); 11] = [
+    let cases: [(&str, Change); 12] = [
         ("fine", |_| {}),
+        ("fine", |spec| spec.private = true),
         ("balloon", |spec| spec.balloon.interval_ms = 0),
         ("invalid-name", |spec| spec.name = "../x".into()),
-        ("private-memory", |spec| spec.private = true),
+        ("private-memory", |spec| (spec.private, spec.managed_ram) = (true, false)),
         ("huge-pages", |spec| spec.blocks[0].page_bytes = 2 << 20),
         ("hotplugged-memory", |spec| spec.blocks[0].id = "dimm1".into()),
         ("ram-layout", |spec| spec.blocks[0].bytes *= 2),

@@ -182,6 +182,27 @@ pub fn check_for_run(items: &[Item]) -> Result<(), Problem> {
     Ok(())
 }
 
+/// Refuses what cannot work on private memory: processes that map the guest's RAM by the file that QEMU was given find
+/// that file empty.
+///
+/// # Errors
+/// A [`Problem`] that names the argument in the way and why.
+pub fn check_for_private(items: &[Item]) -> Result<(), Problem> {
+    let elsewhere = |item: &&Item| {
+        let value = item.value.as_deref().unwrap_or_default();
+        let asked = |words: [&str; 2]| words.iter().any(|word| value.contains(word));
+        matches!(item.option.as_str(), "device" | "netdev" | "nic") && asked(["vhost-user", "ivshmem"])
+    };
+    match items.iter().find(elsewhere) {
+        None => Ok(()),
+        Some(item) => Err(conflict(
+            item,
+            "another process reads or writes that memory in a file, and private memory is in QEMU alone: \
+             use --memory-mode shared",
+        )),
+    }
+}
+
 /// Adds a balloon device to a user's arguments, for the bus that the machine has.
 ///
 /// # Errors

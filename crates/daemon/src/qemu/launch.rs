@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Gid, Uid, setsid};
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use sterna_api::problem::Whereabouts;
-use sterna_api::{Blame, Code, Problem};
+use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_sys::path::{connect, open_regular};
 
 use super::user::User;
@@ -28,6 +28,40 @@ const LAST_BYTES: u64 = 4096;
 /// The environment variable that tells the agent its socket.
 pub const AGENT_SOCKET_VARIABLE: &str = "STERNA_AGENT_SOCKET";
 
+/// The environment variable that tells the agent what to make of guest RAM.
+const AGENT_MEMORY_VARIABLE: &str = "STERNA_AGENT_MEMORY";
+
+/// What the agent makes of guest RAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RamKind {
+    /// The files that QEMU was given.
+    Files,
+    /// Private memory of QEMU's process; `mergeable`: KSM may merge its pages, where QEMU asks for that.
+    Private {
+        /// Equal pages of other machines may be merged with these.
+        mergeable: bool,
+    },
+}
+
+impl RamKind {
+    /// As a machine of this mode has it: pages are shared with nobody unless it names a trust group.
+    #[must_use]
+    pub fn of(mode: MemoryMode, trust_group: Option<&str>) -> Self {
+        match mode {
+            MemoryMode::Shared => Self::Files,
+            MemoryMode::Private => Self::Private { mergeable: trust_group.is_some() },
+        }
+    }
+
+    fn word(self) -> &'static str {
+        match self {
+            Self::Files => "shared",
+            Self::Private { mergeable: false } => "private",
+            Self::Private { mergeable: true } => "private,mergeable",
+        }
+    }
+}
+
 /// What QEMU needs at its start.
 #[derive(Debug)]
 pub struct Launch<'a> {
@@ -41,6 +75,8 @@ pub struct Launch<'a> {
     pub ram_files: &'a [(PathBuf, u64)],
     /// The library inside QEMU.
     pub agent: &'a Path,
+    /// What it makes of guest RAM.
+    pub ram: RamKind,
     /// The user QEMU runs as.
     pub user: Option<&'a User>,
 }
@@ -89,6 +125,7 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
         .current_dir("/")
         .env("LD_PRELOAD", launch.agent)
         .env(AGENT_SOCKET_VARIABLE, agent_socket(launch.dir))
+        .env(AGENT_MEMORY_VARIABLE, launch.ram.word())
         .stdin(Stdio::null())
         .stdout(stdout)
         .stderr(stderr);

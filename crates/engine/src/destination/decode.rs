@@ -134,7 +134,8 @@ mod tests {
         let file = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
         file.set_len(1 << 20).expect("room for the file");
         let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
-        let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).expect("a mapping");
+        let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0, process: None }], Access::ReadWrite)
+            .expect("a mapping");
         ram.write(ChunkIndex(0), &PageSet::first(1), &[1; PAGE_BYTES]).expect("room");
         ram
     }

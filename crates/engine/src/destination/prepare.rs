@@ -14,8 +14,7 @@ use super::guard::Guard;
 use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming};
-use crate::memory::Memory;
-use crate::memory::shared::SharedMemory;
+use crate::memory::{self, Memory};
 
 /// A machine that waits for its pages.
 pub(super) struct Prepared<'a> {
@@ -81,13 +80,13 @@ fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, 
             .zip(&spec.blocks)
             .all(|(ours, theirs)| ours.spec.id == theirs.id && ours.spec.bytes == theirs.bytes);
     let ram = if same {
-        SharedMemory::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
+        memory::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
     } else {
         let why = "the guest's RAM as it was made here is not what was proposed";
         Err(Problem::new(Code::RamLayout, Blame::Ours, why))
     };
     match ram {
-        Ok(ram) => Ok((incoming, Arc::new(ram))),
+        Ok(ram) => Ok((incoming, ram)),
         Err(problem) => {
             session.host.abort(session.id, Some(incoming));
             Err(problem)

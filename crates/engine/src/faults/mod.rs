@@ -77,10 +77,11 @@ impl User {
         }
     }
 
-    fn modes(self) -> Modes {
+    /// The modes that it needs, where pages of this kind come into the page tables so.
+    fn modes(self, mappings: &dyn Mappings) -> Modes {
         match self {
             Self::Tracking => Modes::WP,
-            Self::Paging | Self::Fence => Modes::MISSING | Modes::MINOR,
+            Self::Paging | Self::Fence => mappings.modes(),
         }
     }
 }
@@ -201,7 +202,8 @@ impl GuestFaults {
             return Err(MigrateError::Bug("the guest's RAM is registered for something already"));
         }
         let Some(descriptor) = self.inside().reopen()? else { return Ok(None) };
-        let userfault = Arc::new(Userfault::new(descriptor, (spans, mappings), User::Paging, User::Paging.modes())?);
+        let userfault =
+            Arc::new(Userfault::new(descriptor, (spans, mappings), User::Paging, User::Paging.modes(mappings))?);
         *owner = Owner::Users(Arc::clone(&userfault));
         Ok(Some(userfault))
     }
@@ -335,6 +337,12 @@ impl Userfault {
         })
     }
 
+    /// The userfaultfd itself.
+    #[must_use]
+    pub fn descriptor(&self) -> &Userfaultfd {
+        &self.descriptor
+    }
+
     /// Where the VMM has its guest's RAM.
     #[must_use]
     pub fn spans(&self) -> &[Range<u64>] {
@@ -345,7 +353,7 @@ impl Userfault {
     fn widen(&self, user: User, spans: &[Range<u64>]) -> Result<(), MigrateError> {
         let mut users = self.users();
         for (span, registered) in self.spans.iter().zip(&mut users.modes).filter(|(span, _)| spans.contains(span)) {
-            let wanted = *registered | user.modes();
+            let wanted = *registered | user.modes(self.mappings);
             if wanted != *registered {
                 // Where a span is registered already, the kernel adds the modes, and keeps every mark.
                 let done = self.descriptor.register(span.clone(), wanted);

@@ -19,6 +19,15 @@ pub enum RamError {
         #[source]
         source: io::Error,
     },
+    /// The process that has it could not be reached.
+    #[error("cannot reach the memory of process {process}")]
+    Process {
+        /// The process.
+        process: u32,
+        /// The cause.
+        #[source]
+        source: io::Error,
+    },
     /// A file is smaller than its block.
     #[error(transparent)]
     Fault(#[from] RamFault),
@@ -37,6 +46,15 @@ pub enum RamFault {
         file_bytes: u64,
         /// The block's size.
         bytes: u64,
+    },
+    /// The process whose private memory it is has ended.
+    #[error("the process that has the guest's RAM in its memory has ended")]
+    ProcessGone,
+    /// A page of private memory is there, and the kernel does not let it be read.
+    #[error("a page of RAM block '{id}' is there and cannot be read: the host's memory may be damaged")]
+    Unreadable {
+        /// The block.
+        id: String,
     },
     /// A discarded page was read, and no memory was left for it.
     #[error("the file system of RAM block '{id}' has no memory left for its pages")]

@@ -3,14 +3,15 @@
 //!
 //! A second implementation of [`Memory`] adds a line to [`rigs`], and every test here runs with it.
 
-use std::sync::Arc;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
-use sterna_sys::map::{Access, SharedMapping};
+use sterna_sys::map::{Access, PrivateMapping, SharedMapping};
 use sterna_sys::userfaultfd::{self, Features};
 
 use super::not_in_place::NotInPlace;
+use super::private::{Holder, PrivateMemory};
 use super::shared::SharedMemory;
 use super::*;
 use crate::agent::{Advice, Discards};
@@ -52,6 +53,42 @@ impl Guest for Arc<Vec<SharedMapping>> {
     }
 }
 
+impl Guest for Arc<Vec<PrivateMapping>> {
+    fn write(&self, block: usize, offset: u64, bytes: &[u8]) {
+        self[block].write(offset, bytes);
+    }
+
+    fn read(&self, block: usize, offset: u64, bytes: &mut [u8]) {
+        self[block].read(offset, bytes);
+    }
+}
+
+/// A mapping of this process, as the agent knows QEMU's.
+trait Mapped: Send + Sync {
+    fn addresses(&self) -> Range<u64>;
+    fn dont_need(&self, range: Range<u64>) -> sterna_sys::Result<()>;
+}
+
+impl Mapped for SharedMapping {
+    fn addresses(&self) -> Range<u64> {
+        self.addresses()
+    }
+
+    fn dont_need(&self, range: Range<u64>) -> sterna_sys::Result<()> {
+        self.dont_need(range)
+    }
+}
+
+impl Mapped for PrivateMapping {
+    fn addresses(&self) -> Range<u64> {
+        self.addresses()
+    }
+
+    fn dont_need(&self, range: Range<u64>) -> sterna_sys::Result<()> {
+        self.discard(range)
+    }
+}
+
 /// A page as the guest counts them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Page {
@@ -81,7 +118,7 @@ impl Page {
 
 /// Every kind of memory that there is.
 fn rigs() -> Vec<Rig> {
-    vec![shared(|memory| Arc::new(memory)), shared(|memory| Arc::new(NotInPlace(memory)))]
+    vec![shared(|memory| Arc::new(memory)), shared(|memory| Arc::new(NotInPlace(memory))), private()]
 }
 
 fn shared(kind: fn(SharedMemory) -> Arc<dyn Memory>) -> Rig {
@@ -91,22 +128,43 @@ fn shared(kind: fn(SharedMemory) -> Arc<dyn Memory>) -> Rig {
         file.set_len(pages * 4096).expect("room");
         mappings.push(SharedMapping::new(file, pages * 4096, Access::ReadWrite).expect("a mapping"));
     }
-    let blocks = files.into_iter().zip(BLOCKS).zip(&mappings).enumerate().map(|(index, ((file, pages), mapping))| {
-        let (id, path) = (format!("ram{index}"), String::new());
-        let spec = BlockSpec { id, bytes: pages * 4096, page_bytes: 4096, path };
-        BlockFile { spec, file, address: mapping.addresses().start }
-    });
-    let blocks: Vec<_> = blocks.collect();
+    let blocks = blocks(&mappings, files);
     let memory = kind(SharedMemory::open(&blocks, Access::ReadWrite).expect("RAM"));
     let mappings = Arc::new(mappings);
     let inside = Box::new(InsideHere(Arc::clone(&mappings)));
     Rig { memory, inside, guest: Box::new(mappings) }
 }
 
-/// This process as the VMM, whose RAM these mappings are.
-struct InsideHere(Arc<Vec<SharedMapping>>);
+fn private() -> Rig {
+    let mappings = BLOCKS.iter().map(|pages| PrivateMapping::new(pages * 4096).expect("a mapping")).collect();
+    let mappings: Arc<Vec<PrivateMapping>> = Arc::new(mappings);
+    let files = BLOCKS.iter().map(|_| tempfile::tempfile_in("/dev/shm").expect("a file")).collect();
+    let advice = Arc::new(Mutex::new(InsideHere(Arc::clone(&mappings))));
+    let holder = Holder { pid: std::process::id(), inside: advice };
+    let memory = PrivateMemory::open(&blocks(&mappings, files), holder, Access::ReadWrite).expect("RAM");
+    let inside = Box::new(InsideHere(Arc::clone(&mappings)));
+    Rig { memory: Arc::new(memory), inside, guest: Box::new(mappings) }
+}
 
-impl Inside for InsideHere {
+fn blocks(mappings: &[impl Mapped], files: Vec<File>) -> Vec<BlockFile> {
+    let blocks = files.into_iter().zip(BLOCKS).zip(mappings).enumerate().map(|(index, ((file, pages), mapping))| {
+        let (id, path) = (format!("ram{index}"), String::new());
+        let spec = BlockSpec { id, bytes: pages * 4096, page_bytes: 4096, path };
+        BlockFile { spec, file, address: mapping.addresses().start, process: None }
+    });
+    blocks.collect()
+}
+
+/// Empties the VMM's page tables, where that loses nothing.
+fn empty_page_tables(memory: &dyn Memory, inside: &mut dyn Inside) {
+    let emptied = memory.mappings().drop_mappings(inside, &memory.spans());
+    assert_eq!(emptied.is_err(), memory.mappings().maps_on_arrival(), "{emptied:?}");
+}
+
+/// This process as the VMM, whose RAM these mappings are.
+struct InsideHere<M>(Arc<Vec<M>>);
+
+impl<M: Mapped> Inside for InsideHere<M> {
     fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
         let made = Userfaultfd::create(userfaultfd::open_device().expect("the device")).expect("a userfaultfd");
         made.enable(features).expect("the features");
@@ -149,7 +207,7 @@ impl Inside for InsideHere {
 
 /// Everything that leaves what pages hold as it is.
 fn disturb(memory: &dyn Memory, inside: &mut dyn Inside) {
-    memory.mappings().drop_mappings(inside, &memory.spans()).unwrap();
+    empty_page_tables(memory, inside);
     memory.intact().unwrap();
     memory.files().unwrap();
     memory.allocated().unwrap();
@@ -207,7 +265,7 @@ fn what_the_guest_wrote_is_read_in_every_way_and_what_is_written_the_guest_reads
             let (chunk, only) = page.place(memory);
             memory.write(chunk, &only, &[77; PAGE_BYTES]).unwrap();
             assert_eq!(guest.read_page(page), [77; PAGE_BYTES]);
-            memory.mappings().drop_mappings(inside.as_mut(), &memory.spans()).unwrap();
+            empty_page_tables(memory, inside.as_mut());
             assert_eq!(guest.read_page(page), [77; PAGE_BYTES]);
         }
     }
@@ -346,8 +404,8 @@ fn pages_that_a_guest_waits_for_are_mapped_as_they_were_written_and_holes_as_zer
     for Rig { memory, mut inside, guest } in rigs() {
         let faults = inside.open(Features::MISSING_SHMEM | Features::MINOR_SHMEM).unwrap();
         let span = memory.spans()[0].clone();
-        let modes = sterna_sys::userfaultfd::Modes::MISSING | sterna_sys::userfaultfd::Modes::MINOR;
-        faults.register(span.clone(), modes).unwrap();
+        faults.register(span.clone(), memory.mappings().modes()).unwrap();
+        memory.wait_for(&faults).unwrap();
         let page = |number: u64| span.start + number * 4096..span.start + (number + 1) * 4096;
         memory.write(ChunkIndex(0), &[2].into_iter().collect(), &[8; PAGE_BYTES]).unwrap();
         let (held, empty) = std::thread::scope(|scope| {
@@ -356,8 +414,10 @@ fn pages_that_a_guest_waits_for_are_mapped_as_they_were_written_and_holes_as_zer
             let zeros = memory.mappings().map_zeros(&faults, page(3)).unwrap();
             let written = memory.mappings().map_written(&faults, page(2)).unwrap();
             assert_eq!((zeros.bytes, written.bytes), (4096, 4096));
-            // The kernel says so where the page is a hole.
-            assert_eq!(memory.mappings().map_written(&faults, page(5)).unwrap_err().errno(), Some(libc::EFAULT));
+            // The kernel says so where the page is a hole of a file.
+            let hole = memory.mappings().map_written(&faults, page(5));
+            let told = hole.is_err_and(|error| error.errno() == Some(libc::EFAULT));
+            assert_ne!(told, memory.mappings().maps_on_arrival());
             (held.join().unwrap(), empty.join().unwrap())
         });
         assert_eq!((held, empty), ([8; PAGE_BYTES], [0; PAGE_BYTES]));
@@ -383,7 +443,7 @@ proptest! {
                     0 => guest.write_page(page, byte),
                     1 => memory.write(chunk, &only, &[byte; PAGE_BYTES]).unwrap(),
                     2 => memory.discard(chunk, &only).unwrap(),
-                    3 => memory.mappings().drop_mappings(inside.as_mut(), &memory.spans()).unwrap(),
+                    3 => empty_page_tables(memory, inside.as_mut()),
                     _ => disturb(memory, inside.as_mut()),
                 }
                 match step {

@@ -7,6 +7,9 @@
 /// RAM in files that the VMM maps shared.
 pub mod shared;
 
+/// RAM in the private memory of the VMM's process.
+pub mod private;
+
 /// The RAM by the guest's own addresses, for readers from outside.
 pub mod physical;
 
@@ -17,14 +20,20 @@ use std::fmt::Debug;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::spec::BlockSpec;
 use sterna_sys::iovec::Outgoing;
-use sterna_sys::userfaultfd::{Filled, Userfaultfd};
+use sterna_sys::map::Access;
+use sterna_sys::pagemap::Pagemap;
+use sterna_sys::userfaultfd::{Filled, Modes, Userfaultfd};
 
+use self::fault::RamError;
+use self::private::{Holder, PrivateMemory};
+use self::shared::SharedMemory;
 use crate::error::MigrateError;
 use crate::inside::Inside;
 
@@ -35,15 +44,29 @@ pub struct BlockFile {
     pub spec: BlockSpec,
     /// Its backing file, open for reading and writing.
     pub file: File,
-    /// The address where the VMM maps it; 0 at a destination whose guest starts only when all its pages are there.
+    /// The address where the VMM maps it; 0 where nobody needs it: at a destination whose guest starts only when all its
+    /// pages are there, in files.
     pub address: u64,
+    /// The process in whose private memory its pages are; `None` where they are in the file.
+    pub process: Option<Holder>,
+}
+
+/// Opens the RAM of a machine, of whichever kind it is.
+///
+/// # Errors
+/// [`RamError`].
+pub fn open(blocks: &[BlockFile], access: Access) -> Result<Arc<dyn Memory>, RamError> {
+    match blocks.first().and_then(|block| block.process.clone()) {
+        Some(holder) => Ok(Arc::new(PrivateMemory::open(blocks, holder, access)?)),
+        None => Ok(Arc::new(SharedMemory::open(blocks, access)?)),
+    }
 }
 
 /// A machine's RAM: what is read here is what the guest wrote, and what is written here the guest reads.
 ///
 /// A call names any number of pages of one chunk, because with some kinds of memory each call is expensive. Bodies lie
-/// one after another, in the order of their pages. No call but [`write`](Self::write) and [`discard`](Self::discard)
-/// changes what a page holds.
+/// one after another, in the order of their pages. No call but [`write`](Self::write), [`discard`](Self::discard) and
+/// [`install`](Self::install) changes what a page holds.
 ///
 /// # Panics
 /// Every method that takes pages panics where one of them is not in the layout.
@@ -134,8 +157,36 @@ pub trait Memory: Debug + Send + Sync {
     /// Gives the memory of these pages back to the host: they read as zeros, here and for the guest.
     ///
     /// # Errors
-    /// The kernel refuses.
+    /// The kernel refuses, or the VMM does not answer.
     fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()>;
+
+    /// From now on, missing pages of this RAM wait for this userfaultfd.
+    ///
+    /// # Errors
+    /// No descriptor left.
+    fn wait_for(&self, _faults: &Userfaultfd) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Puts bodies in the place of pages that the guest waits for, or will: it runs already, and has never seen them.
+    /// They are mapped by [`map_written`](Mappings::map_written), if not before.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    ///
+    /// # Panics
+    /// As [`write`](Self::write).
+    fn install(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) -> io::Result<()> {
+        self.write(chunk, pages, bodies)
+    }
+
+    /// Makes zeros of such pages: they are mapped by [`map_zeros`](Mappings::map_zeros).
+    ///
+    /// # Errors
+    /// As [`discard`](Self::discard).
+    fn install_zeros(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        self.discard(chunk, pages)
+    }
 
     /// The way in which pages of this kind of memory come into the VMM's page tables, and out of them.
     fn mappings(&self) -> &'static dyn Mappings;
@@ -169,6 +220,25 @@ pub trait Memory: Debug + Send + Sync {
 
 /// How pages of one kind of memory come into the VMM's page tables, and out of them.
 pub trait Mappings: Debug + Send + Sync {
+    /// The faults that pages raise that are not mapped.
+    fn modes(&self) -> Modes;
+
+    /// Whether a page is mapped when its body [is put in its place](Memory::write), and the guest sees it from then on.
+    fn maps_on_arrival(&self) -> bool;
+
+    /// Takes care that an access to a stale page faults, in RAM that is registered for faults at these addresses: before
+    /// the guest runs, and before its devices are loaded.
+    ///
+    /// # Errors
+    /// The VMM does not answer, or has ended.
+    fn hold_back(
+        &self,
+        inside: &mut dyn Inside,
+        pagemap: &Pagemap,
+        spans: &[Range<u64>],
+        stale: &[Range<u64>],
+    ) -> Result<(), MigrateError>;
+
     /// Takes these addresses out of the VMM's page tables, so that the next access to each of their pages faults where
     /// they are registered for faults. The pages' content stays.
     ///

@@ -142,7 +142,7 @@ mod tests {
             file.write_all_at(&[page; 4096], u64::from(page) * 4096).expect("room");
         }
         let spec = BlockSpec { id: id.into(), bytes: u64::from(pages) * 4096, page_bytes: 4096, path: String::new() };
-        BlockFile { spec, file, address: 0 }
+        BlockFile { spec, file, address: 0, process: None }
     }
 
     fn mapped(guest_physical: Range<u64>, block: &str, offset: u64) -> MappedRam {

@@ -14,7 +14,8 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::file;
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::map::{Access, SharedMapping};
-use sterna_sys::userfaultfd::{Filled, Userfaultfd};
+use sterna_sys::pagemap::{Categories, Pagemap, Scan};
+use sterna_sys::userfaultfd::{Filled, Modes, Userfaultfd};
 
 use super::fault::{RamError, RamFault};
 use super::{BlockFile, Mappings, Memory, add_run};
@@ -47,7 +48,7 @@ impl SharedMemory {
         let specs: Vec<_> = files.iter().map(|block| block.spec.clone()).collect();
         let layout = Layout::new(&specs)?;
         let mut blocks = Vec::with_capacity(files.len());
-        for BlockFile { spec, file, address } in files {
+        for BlockFile { spec, file, address, .. } in files {
             let map = |source| RamError::Map { id: spec.id.clone(), source };
             let file = file.try_clone().map_err(map)?;
             let file_bytes = file.metadata().map_err(map)?.len();
@@ -210,6 +211,33 @@ impl Memory for SharedMemory {
 pub struct SharedMappings;
 
 impl Mappings for SharedMappings {
+    fn modes(&self) -> Modes {
+        Modes::MISSING | Modes::MINOR
+    }
+
+    fn maps_on_arrival(&self) -> bool {
+        false
+    }
+
+    /// Takes out all pages that the VMM has mapped before its devices are loaded (for example where its memory is
+    /// preallocated): a stale page among them would raise no fault. The current ones are mapped again when they are
+    /// touched.
+    fn hold_back(
+        &self,
+        inside: &mut dyn Inside,
+        pagemap: &Pagemap,
+        spans: &[Range<u64>],
+        _: &[Range<u64>],
+    ) -> Result<(), MigrateError> {
+        let (mut regions, mut mapped) = (Vec::new(), false);
+        for span in spans {
+            let scanned = pagemap.scan(span.clone(), Scan::of(Categories::PRESENT), &mut regions);
+            scanned.map_err(MigrateError::vmm_process("looking at what QEMU has mapped"))?;
+            mapped |= !regions.is_empty();
+        }
+        if mapped { self.drop_mappings(inside, spans) } else { Ok(()) }
+    }
+
     /// Advises `MADV_DONTNEED`, which in a shared mapping touches page tables alone.
     fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError> {
         inside.advise(Advice::DontNeed, addresses)

@@ -23,13 +23,14 @@ impl Pager {
         let zero = zero.or(&unwanted).and(&claim.pages);
         if !zero.is_empty() {
             // An earlier round may have left a body there. Nobody sees the hole before the page counts as arrived.
-            self.ram.discard(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
+            self.ram.install_zeros(chunk, &zero).map_err(MigrateError::host("giving back pages of zeros"))?;
         }
         let mut shown = PageSet::EMPTY;
         for (set, bodies) in bodies {
             let own = set.and(&claim.pages).without(&unwanted);
             let write = |pages: &PageSet, bodies: &[u8]| {
-                self.ram.write(chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))
+                self.note_bodies(chunk, pages, bodies);
+                self.ram.install(chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))
             };
             if own == *set {
                 write(set, bodies)?;

@@ -5,28 +5,31 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
-use sterna_protocol::pages::PageSet;
-use sterna_sys::pagemap::{Categories, Scan};
+use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::Pager;
 use crate::error::MigrateError;
 
 impl Pager {
-    /// Takes out all pages that the VMM has mapped before its devices are loaded (for example where its memory is
-    /// preallocated): a stale page among them would raise no fault.
-    pub(super) fn unmap_early(&self) -> Result<(), MigrateError> {
-        let mut regions = Vec::new();
-        let mut mapped = false;
-        for span in self.userfault.spans() {
-            let scanned = self.pagemap.scan(span.clone(), Scan::of(Categories::PRESENT), &mut regions);
-            scanned.map_err(MigrateError::vmm_process("looking at what QEMU has mapped"))?;
-            mapped |= !regions.is_empty();
+    /// Takes care that the guest's first access to each page of the residue faults. Pages that are mapped and current
+    /// are noted as the guest sees them, where that is wanted.
+    pub(super) fn hold_back(&self, residue: &PageMap) -> Result<(), MigrateError> {
+        let mappings = self.ram.mappings();
+        let stale = residue.iter().flat_map(|(chunk, pages)| {
+            pages.runs().map(move |(start, length)| self.addresses(chunk, start, length)).collect::<Vec<_>>()
+        });
+        let stale: Vec<_> = stale.collect();
+        mappings.hold_back(self.faults.inside().as_mut(), &self.pagemap, self.userfault.spans(), &stale)?;
+        if !mappings.maps_on_arrival() {
+            return Ok(());
         }
-        if mapped {
-            let spans = self.userfault.spans();
-            self.ram.mappings().drop_mappings(self.faults.inside().as_mut(), spans)?;
-        }
-        Ok(())
+        let mut state = self.lock();
+        let Some(shown) = &mut state.shown else { return Ok(()) };
+        self.ram.layout().iter().try_for_each(|chunk| {
+            let there = self.ram.allocated_in(chunk).map_err(MigrateError::host("reading the guest's RAM"))?;
+            let noted = shown.note(self.ram.as_ref(), chunk, &there.without(residue.chunk(chunk)));
+            noted.map_err(MigrateError::host("reading the guest's RAM to compare it"))
+        })
     }
 
     /// Maps current pages in the background, so that the guest faults less. Call it once, when the guest has begun to
@@ -35,6 +38,9 @@ impl Pager {
     /// # Errors
     /// No thread left; the guest can do without.
     pub fn map_ahead(self: &Arc<Self>) -> Result<(), MigrateError> {
+        if self.ram.mappings().maps_on_arrival() {
+            return Ok(());
+        }
         self.spawn("map-ahead", |pager| {
             if let Err(error) = pager.map_current() {
                 tracing::warn!(%error, "cannot map pages ahead: each is mapped when it is touched");
@@ -74,6 +80,13 @@ impl Pager {
     fn map(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<bool, MigrateError> {
         let mut runs = pages.runs();
         runs.try_fold(true, |all, (start, length)| Ok(all & self.userfault.show(self.addresses(chunk, start, length))?))
+    }
+
+    /// Notes bodies that the guest will see as soon as they are in their place, where that is wanted.
+    pub(super) fn note_bodies(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) {
+        if let Some(shown) = self.lock().shown.as_mut().filter(|_| self.ram.mappings().maps_on_arrival()) {
+            shown.note_bodies(chunk, pages, bodies);
+        }
     }
 
     /// Maps a page of zeros where the file has a hole, and wakes the threads that wait for it. Returns whether it was

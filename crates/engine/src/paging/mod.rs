@@ -68,8 +68,7 @@ use self::whereabouts::Whereabouts;
 use crate::error::MigrateError;
 use crate::faults::{self, GuestFaults, User, Userfault};
 use crate::inside::Inside;
-use crate::memory::shared::SharedMemory;
-use crate::memory::{BlockFile, Memory};
+use crate::memory::{self, BlockFile, Memory};
 
 /// What it takes to let a guest run before all its pages are there.
 pub struct PagingMeans {
@@ -151,7 +150,7 @@ impl Pager {
         let lost = |what: &'static str| {
             move || MigrateError::Host { doing: what, source: std::io::ErrorKind::NotFound.into() }
         };
-        let ram = Arc::new(SharedMemory::open(blocks, Access::ReadWrite)?);
+        let ram = memory::open(blocks, Access::ReadWrite)?;
         let whereabouts = Whereabouts::recover(missing, ram.layout())
             .map_err(MigrateError::host("reading which of the guest's pages are not here"))?
             .ok_or_else(lost("reading which of the guest's pages are not here"))?;
@@ -175,7 +174,8 @@ impl Pager {
         whereabouts: Whereabouts,
         shown: Option<Shown>,
     ) -> Result<Arc<Self>, MigrateError> {
-        let files = ram.files().map_err(MigrateError::host("looking at the guest's RAM files"));
+        let waited = ram.wait_for(userfault.descriptor());
+        let files = waited.and_then(|()| ram.files()).map_err(MigrateError::host("looking at the guest's RAM files"));
         let made = Pagemap::open(faults.inside().pid());
         let made = made.map_err(MigrateError::vmm_process("opening QEMU's page tables"));
         let (files, pagemap) = match (files, made) {
@@ -234,7 +234,7 @@ impl Pager {
     /// No memory for the map, or the VMM has mapped pages meanwhile and does not let them go.
     pub fn begin(&self, residue: PageMap) -> Result<(), MigrateError> {
         let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
-        self.unmap_early()?;
+        self.hold_back(&residue)?;
         // Before anything is missing: whatever was given back so far says nothing of what is to come.
         self.with_inside(|given_back, inside| given_back.begin(inside));
         let mut state = self.lock();

@@ -4,7 +4,7 @@
 use std::io;
 
 use sterna_protocol::frame::Digester;
-use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout};
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::memory::{Memory, for_each_body, is_zero};
@@ -28,12 +28,23 @@ impl Shown {
     pub(super) fn note(&mut self, ram: &dyn Memory, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         let new = pages.without(self.known.chunk(chunk));
         let load = |pages: &PageSet, bodies: &mut [u8]| ram.load(chunk, pages, bodies);
-        for_each_body(&new, load, |page, body| {
-            let digest = if is_zero(body) { 0 } else { self.digester.page(body) };
-            self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = digest;
-        })?;
+        for_each_body(&new, load, |page, body| self.digest(chunk, page, body))?;
         self.known.insert_all(chunk, pages);
         Ok(())
+    }
+
+    /// Notes these bodies of pages, except those that were noted before.
+    pub(super) fn note_bodies(&mut self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) {
+        let new = pages.without(self.known.chunk(chunk));
+        for (page, body) in pages.iter().zip(bodies.as_chunks().0).filter(|(page, _)| new.contains(*page)) {
+            self.digest(chunk, page, body);
+        }
+        self.known.insert_all(chunk, &new);
+    }
+
+    fn digest(&mut self, chunk: ChunkIndex, page: u8, body: &[u8; PAGE_BYTES]) {
+        let digest = if is_zero(body) { 0 } else { self.digester.page(body) };
+        self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = digest;
     }
 
     /// The digests of a chunk's pages, 0 for zeros, as [`Memory::page_digests`] has them: as the guest first saw them,

@@ -17,6 +17,7 @@ use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 use super::*;
 use crate::agent::{Advice, Discard, Discards};
 use crate::destination::arrival::Arrival;
+use crate::memory::shared::SharedMemory;
 
 const PAGES: u64 = 1024;
 
@@ -93,7 +94,12 @@ impl Guest {
 
     fn blocks(&self) -> Vec<BlockFile> {
         let spec = BlockSpec { id: "ram".into(), bytes: PAGES * 4096, page_bytes: 4096, path: String::new() };
-        vec![BlockFile { spec, file: self.file.try_clone().unwrap(), address: self.here.mapping.addresses().start }]
+        vec![BlockFile {
+            spec,
+            file: self.file.try_clone().unwrap(),
+            address: self.here.mapping.addresses().start,
+            process: None,
+        }]
     }
 
     fn means(&self) -> PagingMeans {

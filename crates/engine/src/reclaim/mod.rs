@@ -83,8 +83,7 @@ use crate::faults::GuestFaults;
 use crate::faults::fence::{Fence, Patience};
 use crate::memory::fault::RamError;
 use crate::memory::physical::{GuestPhysical, GuestPhysicalError};
-use crate::memory::shared::SharedMemory;
-use crate::memory::{BlockFile, Memory, pages_of};
+use crate::memory::{self, BlockFile, Memory, pages_of};
 use crate::monitor::Monitor;
 use crate::vmm::{self, VmmError};
 
@@ -175,11 +174,10 @@ pub struct Machine<'a> {
 /// # Errors
 /// [`ReclaimError`]; what was taken until then was taken rightly.
 pub fn reclaim(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), ReclaimError> {
-    let ram = SharedMemory::open(machine.blocks, Access::Read).map_err(|error| match error {
+    let ram = memory::open(machine.blocks, Access::Read).map_err(|error| match error {
         RamError::Layout(error) => ReclaimError::Layout(error),
         error => ReclaimError::System(error.into()),
     })?;
-    let ram: Arc<dyn Memory> = Arc::new(ram);
     account.allocated_before_bytes = allocated_bytes(ram.as_ref())?;
     let arriving = machine.away.is_some();
     let done = take(machine, &ram, monitor, account).map_err(|error| match error {

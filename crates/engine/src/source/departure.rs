@@ -11,8 +11,7 @@ use super::throttle::Throttle;
 use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
-use crate::memory::shared::SharedMemory;
-use crate::memory::{BlockFile, Memory};
+use crate::memory::{self, BlockFile, Memory};
 use crate::monitor::Monitor;
 use crate::transport::share::Share;
 use crate::vmm;
@@ -61,7 +60,7 @@ impl Departure<'_> {
         if self.options.throttle_percent.is_some() {
             self.throttle.try_out(&self.vmm.processor_threads()?)?;
         }
-        Ok(Arc::new(SharedMemory::open(self.blocks, Access::Read)?))
+        Ok(memory::open(self.blocks, Access::Read)?)
     }
 
     /// Records that the guest may run at the destination from now on.

@@ -174,7 +174,8 @@ mod tests {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(1 << 20).unwrap();
         let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
-        let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).unwrap();
+        let ram =
+            SharedMemory::open(&[BlockFile { spec, file, address: 0, process: None }], Access::ReadWrite).unwrap();
         for page in [3, 4, 9] {
             ram.write(ChunkIndex(0), &[page].into_iter().collect(), &[page; PAGE_BYTES]).unwrap();
         }

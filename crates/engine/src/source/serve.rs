@@ -12,8 +12,7 @@ use super::postcopy;
 use super::postcopy::work::{Context, Work};
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
-use crate::memory::shared::SharedMemory;
-use crate::memory::{BlockFile, Memory};
+use crate::memory::{self, BlockFile};
 use crate::monitor::Monitor;
 use crate::transport::share::Share;
 
@@ -48,14 +47,14 @@ pub fn serve(
     monitor: &Monitor,
 ) -> Result<Report, MigrateError> {
     let Left { id, vm, daemon, blocks, bandwidth, here } = left;
-    let ram = SharedMemory::open(&blocks, Access::Read)?;
+    let ram = memory::open(&blocks, Access::Read)?;
     let mut report = Report::asked(&vm, options, here, peer);
     (report.mode, report.partial) = (mode_after_switchover(options).into(), true);
     report.ram.total_pages = ram.layout().pages();
     let mut account = Account::new(report, monitor);
     monitor.begin();
     let _ = monitor.commit();
-    let work = Work::new(Arc::new(ram), options, &bandwidth, 0);
+    let work = Work::new(ram, options, &bandwidth, 0);
     let context = Context { id, peer, daemon, options, host, monitor, work };
     postcopy::see_through(&context, None, &mut account);
     account.thread_ends();

@@ -184,7 +184,7 @@ fn machine(program: &Program, vmm: SourceVmm, address: impl FnOnce(u64) -> u64) 
     let ram = GuestRam::new(RAM_BYTES);
     let mut machine = outgoing(&ram, vmm, InsideSelf::default());
     let file = File::options().read(true).write(true).open(&program.ram).expect("its RAM file");
-    machine.blocks = vec![BlockFile { spec: machine.blocks[0].spec.clone(), file, address: at }];
+    machine.blocks = vec![BlockFile { spec: machine.blocks[0].spec.clone(), file, address: at, process: None }];
     machine.tracker = Box::new(WriteProtect::new(pid, InsideQemu::new(agent)).expect("its page tables"));
     machine
 }

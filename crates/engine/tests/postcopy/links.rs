@@ -101,6 +101,7 @@ fn a_source_that_begins_anew_goes_on_with_what_is_missing() {
         spec: block.spec.clone(),
         file: block.file.try_clone().unwrap(),
         address: block.address,
+        process: block.process.clone(),
     });
     let left = Left {
         id,

@@ -175,7 +175,7 @@ impl Guest {
     pub fn memory(&mut self) -> GuestPhysical {
         let spec = BlockSpec { id: "ram".into(), bytes: self.memory_bytes, page_bytes: 4096, path: String::new() };
         let map = self.source.memory_map().expect("a map of its RAM");
-        let block = BlockFile { spec, file: self.ram(), address: 0 };
+        let block = BlockFile { spec, file: self.ram(), address: 0, process: None };
         let ram = SharedMemory::open(&[block], Access::Read).expect("a mapping");
         GuestPhysical::new(&map, Arc::new(ram)).expect("a map of its RAM")
     }

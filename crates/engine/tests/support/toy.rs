@@ -63,6 +63,7 @@ impl ToyGuest {
             spec: block(self.ram.bytes),
             file: self.ram.file.try_clone().expect("a descriptor"),
             address: self.ram.mapping.addresses().start,
+            process: None,
         }
     }
 }

@@ -106,7 +106,7 @@ mod tests {
         }
         file.write_all_at(&[0; PAGE_BYTES], 5 * 4096).unwrap();
         let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
-        let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0 }], Access::Read).unwrap();
+        let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0, process: None }], Access::Read).unwrap();
         let pages: PageSet = (3..11).collect();
         let before = ram.allocated().unwrap().len();
         let mut bodies = Bodies::new(Digester::UNSEEDED);

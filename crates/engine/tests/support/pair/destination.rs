@@ -206,7 +206,7 @@ impl DestinationHost for Destination {
         };
         Ok(Incoming {
             vmm: Box::new(vmm),
-            blocks: vec![BlockFile { spec: spec.blocks[0].clone(), file, address }],
+            blocks: vec![BlockFile { spec: spec.blocks[0].clone(), file, address, process: None }],
             qemu_version: "none".into(),
             paging,
         })

@@ -77,6 +77,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
             spec: block,
             file: ram.file.try_clone().expect("a descriptor"),
             address: ram.mapping.addresses().start,
+            process: None,
         }],
         throttle: Box::new(ProcessThrottle::new(std::process::id())),
         tracker: Box::new(WriteProtect::new(std::process::id(), inside).expect("our own page tables")),
