@@ -7,6 +7,16 @@ use sterna_bench::tools;
 /// The guest of most tests: small, and it never stops writing.
 pub const JOBS: &str = "checker:--mib,24,--rate,8";
 
+/// The words of `run` for private memory.
+const PRIVATE: [&str; 2] = ["--memory-mode", "private"];
+
+/// How memory is mapped where a test does not say: `STERNA_MEMORY_MODE=private` runs every test's guest in private
+/// memory.
+fn memory_mode() -> Vec<String> {
+    let private = std::env::var("STERNA_MEMORY_MODE").is_ok_and(|word| word == "private");
+    PRIVATE.iter().filter(|_| private).map(|word| (*word).to_owned()).collect()
+}
+
 /// What a site is to be like.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -24,6 +34,8 @@ pub struct Plan {
     pub jobs: String,
     /// More of QEMU's arguments.
     pub more: Vec<String>,
+    /// More words of `run`: how its memory is mapped, and with whom it is shared.
+    pub run: Vec<String>,
     /// Memory limit of each host, bytes.
     pub memory_limit_bytes: Option<u64>,
 }
@@ -44,8 +56,18 @@ impl Plan {
             cpu: None,
             jobs: JOBS.into(),
             more: Vec::new(),
+            run: memory_mode(),
             memory_limit_bytes: None,
         }
+    }
+
+    /// The same in private memory.
+    ///
+    /// # Panics
+    /// As [`Plan::small`].
+    #[must_use]
+    pub fn private() -> Self {
+        Self { run: PRIVATE.map(str::to_owned).into(), ..Self::small() }
     }
 
     /// A checker of memory that stays, and churn beside it: half a guest's memory is taken and given back within

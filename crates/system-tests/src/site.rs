@@ -108,8 +108,8 @@ impl Site {
 
     fn run_words(&self, plan: &Plan) -> Vec<String> {
         let memory = format!("{}K", plan.memory_bytes / 1024);
-        let words = ["run", &self.guest.name, "--memory", &memory, "--detach", "--"].map(str::to_owned);
-        words.into_iter().chain(self.qemu_words(plan)).collect()
+        let words = ["run", &self.guest.name, "--memory", &memory, "--detach"].map(str::to_owned);
+        words.into_iter().chain(plan.run.clone()).chain(["--".into()]).chain(self.qemu_words(plan)).collect()
     }
 
     /// Waits until the guest and its checker are at work.
