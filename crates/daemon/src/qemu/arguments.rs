@@ -182,25 +182,27 @@ pub fn check_for_run(items: &[Item]) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Refuses what cannot work on private memory: processes that map the guest's RAM by the file that QEMU was given find
-/// that file empty.
+/// Refuses what cannot work on private memory.
 ///
 /// # Errors
 /// A [`Problem`] that names the argument in the way and why.
 pub fn check_for_private(items: &[Item]) -> Result<(), Problem> {
-    let elsewhere = |item: &&Item| {
+    for item in items {
         let value = item.value.as_deref().unwrap_or_default();
         let asked = |words: [&str; 2]| words.iter().any(|word| value.contains(word));
-        matches!(item.option.as_str(), "device" | "netdev" | "nic") && asked(["vhost-user", "ivshmem"])
-    };
-    match items.iter().find(elsewhere) {
-        None => Ok(()),
-        Some(item) => Err(conflict(
-            item,
-            "another process reads or writes that memory in a file, and private memory is in QEMU alone: \
-             use --memory-mode shared",
-        )),
+        let reason = match item.option.as_str() {
+            "device" | "netdev" | "nic" | "chardev" if asked(["vhost-user", "ivshmem"]) => {
+                "another process reads or writes that memory in a file, and private memory is in QEMU alone"
+            }
+            "overcommit" if item.get("mem-lock").is_some_and(|word| word != "off") => {
+                "locked memory cannot be given back, nor wait for its pages"
+            }
+            "realtime" => "locked memory cannot be given back, nor wait for its pages",
+            _ => continue,
+        };
+        return Err(conflict(item, reason).hint("without it, or with --memory-mode shared"));
     }
+    Ok(())
 }
 
 /// Adds a balloon device to a user's arguments, for the bus that the machine has.
