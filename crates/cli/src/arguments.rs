@@ -104,10 +104,10 @@ pub struct Run {
     /// RAM, such as 512M or 4G
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub memory: u64,
-    /// How RAM is mapped
+    /// Where RAM is
     #[arg(long, value_enum, default_value_t = MemoryModeArgument::Shared)]
     pub memory_mode: MemoryModeArgument,
-    /// Which machines it may share pages with
+    /// Machines that it may share pages with: those that name the same group, where the host's 'ksm_group' names it, too
     #[arg(long, value_name = "G")]
     pub trust_group: Option<String>,
     /// The QEMU binary [default: the daemon's]
@@ -127,9 +127,9 @@ pub struct Run {
 /// `--memory-mode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum MemoryModeArgument {
-    /// The daemon maps the same file
+    /// In a file, from which pages are sent without a copy
     Shared,
-    /// Equal pages can be merged
+    /// In QEMU's own memory, where the kernel can merge equal pages of one trust group
     Private,
 }
 

@@ -147,6 +147,12 @@ fn encoding(report: &Report) -> Vec<String> {
     words
 }
 
+/// How long it took until the last page was there; nothing where it never was.
+fn all_there(report: &Report) -> String {
+    let ended = report.status == Status::Completed || report.postcopy.ms > 0.0;
+    if ended { format!(", all there after {:.1} ms", report.postcopy.ms) } else { String::new() }
+}
+
 /// The pages that came after the guest's start at the destination, row by row; empty where none did. If that was tried
 /// in vain, the reason.
 fn postcopy(report: &Report) -> Vec<(&'static str, String)> {
@@ -157,7 +163,7 @@ fn postcopy(report: &Report) -> Vec<(&'static str, String)> {
             let map = format!("a map of {} in {:.2} ms", show_size(after.residue_bytes), after.residue_ms);
             rows.push((
                 "post-copy",
-                format!("{} pages left at the start ({map}), all there after {:.1} ms", after.residue_pages, after.ms),
+                format!("{} pages left at the start ({map}){}", after.residue_pages, all_there(report)),
             ));
         }
         rows.push((

@@ -52,6 +52,7 @@ struct File {
     bandwidth: Option<String>,
     max_outgoing: Option<usize>,
     max_incoming: Option<usize>,
+    ksm_group: Option<String>,
     tls: Option<Tls>,
     #[serde(default)]
     test_trust_first_look: bool,
@@ -97,6 +98,9 @@ pub struct Config {
     pub max_outgoing: usize,
     /// Migrations to here at one time; the sources of more keep them in their queues.
     pub max_incoming: usize,
+    /// The trust group whose machines' private memory the kernel may merge (KSM). It knows no groups itself, so a host
+    /// has one at most.
+    pub ksm_group: Option<String>,
     /// The files that connections to other daemons are encrypted with; without them connections are plain.
     pub tls: Option<Files>,
     /// Whether free pages are looked for only once. It harms guests that are moved or whose memory is taken: only for
@@ -193,6 +197,7 @@ impl Config {
             bandwidth_bytes_per_s,
             max_outgoing: file.max_outgoing.unwrap_or(2),
             max_incoming: file.max_incoming.unwrap_or(4),
+            ksm_group: file.ksm_group,
             tls: file.tls.map(Files::from),
             test_trust_first_look: file.test_trust_first_look,
         };

@@ -71,7 +71,12 @@ impl Daemon {
         let machines = Arc::new(Machines::new(Arc::clone(&state), forgotten));
         let balloons = Arc::new(Balloons::new(Arc::clone(&machines), Arc::clone(&metrics), Arc::clone(&lending)));
         let care = Care { machines: Arc::clone(&machines), balloons: Arc::clone(&balloons) };
-        let launcher = Arc::new(Launcher { state: Arc::clone(&state), agent: config.agent.clone(), user });
+        let launcher = Arc::new(Launcher {
+            state: Arc::clone(&state),
+            agent: config.agent.clone(),
+            user,
+            ksm_group: config.ksm_group.clone(),
+        });
         let departures = Arc::new(Departures {
             machines: Arc::clone(&machines),
             records: Arc::clone(&records),

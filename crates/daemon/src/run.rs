@@ -17,7 +17,7 @@ use crate::problems::{check_name, invalid};
 use crate::qemu::arguments::{self, Additions, RAM_ID};
 use crate::qemu::binary::{Binary, DEFAULT_NAME};
 use crate::qemu::files;
-use crate::qemu::launch::{RamKind, qmp_socket};
+use crate::qemu::launch::qmp_socket;
 use crate::room;
 
 /// The least and the most RAM of a machine, bytes.
@@ -46,7 +46,7 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
     let qmp = qmp_socket(&care.machines.dir(&request.name));
     let additions = Additions { name: &request.name, qmp: &qmp, ram: Some((request.memory_bytes, &ram)) };
     let blocks = vec![Block::new(RAM_ID, request.memory_bytes, PAGE_BYTES as u64, &ram)];
-    let kind = RamKind::of(request.memory_mode, request.trust_group.as_deref());
+    let kind = launcher.ram_kind(request.memory_mode, request.trust_group.as_deref());
     let all = arguments::for_run(&items, &additions);
     let started = launcher.start(&binary.path, &all, &request.name, (kind, blocks))?;
     let memory = Memory { bytes: request.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };

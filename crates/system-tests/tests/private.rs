@@ -1,6 +1,7 @@
 //! Guests in private memory: they move in every mode and with every technique, as guests in files do.
 
 use std::fs;
+use std::path::Path;
 
 use sterna_api::{Mode, Reclaimed, Report, Vm};
 use sterna_system_tests::needs::times;
@@ -42,12 +43,19 @@ fn agrees(report: &Report) {
 }
 
 #[test]
-fn a_guest_in_private_memory_moves_in_every_mode_and_both_sides_agree() {
+fn a_guest_in_private_memory_moves_in_every_mode_and_gives_its_free_memory_back() {
     let _turn = turn();
     if skip_without(&needs::GUEST) {
         return;
     }
     let mut site = private_site(Plan::small());
+    let before = allocated_bytes(&site);
+    let answer = cli::ask(site.here(), &["reclaim", &site.guest.name, "--json", "-"]);
+    answer.expect(0, &[]);
+    let done: Reclaimed = serde_json::from_str(&answer.stdout).expect("a report");
+    println!("{} MiB before, {} after: {done:?}", before >> 20, allocated_bytes(&site) >> 20);
+    assert!(done.reclaimed_pages > 0 && allocated_bytes(&site) < before, "{done:?}");
+    site.checker_is_well();
     for words in pairwise(&TECHNIQUES).into_iter().step_by(times(2, 1)) {
         let report = site.migrate(&[&RATE[..], &words].concat());
         println!(
@@ -66,6 +74,12 @@ fn a_guest_in_private_memory_moves_in_every_mode_and_both_sides_agree() {
         site.checker_is_well();
     }
     site.ran_on_one_host_at_a_time();
+}
+
+fn allocated_bytes(site: &Site) -> u64 {
+    let answer = cli::ask(site.here(), &["show", &site.guest.name, "--json"]);
+    let vm: Vm = serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"));
+    vm.allocated_bytes
 }
 
 #[test]
@@ -100,26 +114,107 @@ fn a_guest_in_private_memory_gets_all_its_pages_though_both_daemons_are_killed_m
     site.checker_is_well();
 }
 
-fn allocated_bytes(site: &Site) -> u64 {
-    let answer = cli::ask(site.here(), &["show", &site.guest.name, "--json"]);
-    let vm: Vm = serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"));
-    vm.allocated_bytes
-}
-
+/// What private memory cannot outlive: its pages end with QEMU, and the guest must never see anything in their place.
 #[test]
-fn free_memory_is_taken_from_private_memory_too() {
+fn a_guest_whose_last_pages_ended_with_the_qemu_that_it_left_stands_still_and_both_hosts_say_so() {
     let _turn = turn();
     if skip_without(&needs::GUEST) {
         return;
     }
-    let mut site = private_site(Plan::small());
-    let before = allocated_bytes(&site);
-    let answer = cli::ask(site.here(), &["reclaim", &site.guest.name, "--json", "-"]);
-    answer.expect(0, &[]);
-    let done: Reclaimed = serde_json::from_str(&answer.stdout).expect("a report");
-    println!("{} MiB before, {} after: {done:?}", before >> 20, allocated_bytes(&site) >> 20);
-    assert!(done.reclaimed_pages > 0 && allocated_bytes(&site) < before, "{done:?}");
-    site.checker_is_well();
-    site.migrate(&[]);
-    site.checker_is_well();
+    let site = private_site(Plan::small());
+    let (here, there) = site.names();
+    let proxy = Proxy::start(site.here(), site.there());
+    let attempt = site.begin(Some(&proxy.address), &SLOW);
+    proxy.hold(Point::Request("paging"));
+    proxy.up();
+    proxy.wait_until_held();
+    let pid = site.qemu_at(here).expect("it still has the pages").to_string();
+    let killed = std::process::Command::new("kill").args(["-9", &pid]).status().expect("kill");
+    assert!(killed.success());
+    proxy.up();
+    let answer = attempt.end();
+    answer.expect(4, &["paging-lost", "stop it there"]);
+    let report = answer.report().unwrap_or_else(|| panic!("no report: {answer:#?}"));
+    let error = report.error.expect("it failed");
+    assert_eq!(error.code, "paging-lost", "{error:?}");
+    site.eventually("it waits there", || site.told_at(there).to_lowercase().contains("waiting for"));
+    site.stands_still_at(there);
+    cli::ask(site.there(), &["stop", &site.guest.name, "--force"]).expect(0, &[]);
+    site.eventually("nothing is left", || site.state_at(here) == "none" && site.state_at(there) == "none");
+}
+
+/// The kernel's settings for merging equal pages, as they were before once this ends.
+struct Ksm(Vec<(&'static str, String)>);
+
+impl Ksm {
+    /// Lets KSM scan as fast as it can; `None`, and why, where the kernel has none.
+    fn at_work() -> Option<Self> {
+        let directory = Path::new("/sys/kernel/mm/ksm");
+        if !directory.is_dir() {
+            println!("skipped: this kernel merges no pages (KSM)");
+            return None;
+        }
+        let set = |(name, value): (&'static str, &str)| {
+            let before = fs::read_to_string(directory.join(name)).expect("a setting").trim().to_owned();
+            fs::write(directory.join(name), value).expect("root may set it");
+            (name, before)
+        };
+        Some(Self([("pages_to_scan", "20000"), ("sleep_millisecs", "10"), ("run", "1")].map(set).into()))
+    }
+}
+
+impl Drop for Ksm {
+    fn drop(&mut self) {
+        // Unmerges what was merged for the test, before the old settings come back.
+        let _ = fs::write("/sys/kernel/mm/ksm/run", "2");
+        for (name, before) in &self.0 {
+            let _ = fs::write(Path::new("/sys/kernel/mm/ksm").join(name), before);
+        }
+    }
+}
+
+/// The pages of the guest's QEMU that are merged with others now.
+fn merged_pages(site: &Site) -> u64 {
+    let pid = site.qemu_at(site.names().0).expect("its QEMU runs");
+    let text = fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages")).unwrap_or_default();
+    text.trim().parse().unwrap_or(0)
+}
+
+/// Whether the kernel may merge pages of the guest's RAM.
+fn may_be_merged(site: &Site) -> bool {
+    let pid = site.qemu_at(site.names().0).expect("its QEMU runs");
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("its mappings");
+    let ram = smaps.split_once("Size:             262144 kB").expect("a mapping as large as its RAM").1;
+    let flags = ram.lines().find_map(|line| line.strip_prefix("VmFlags:")).expect("what the kernel may do with it");
+    flags.split_whitespace().any(|flag| flag == "mg")
+}
+
+#[test]
+fn pages_are_merged_in_the_hosts_trust_group_alone_and_a_guest_moves_while_they_are() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let group = |name: &str| ["--memory-mode", "private", "--trust-group", name].map(str::to_owned).to_vec();
+    let plan = Plan { run: group("ours"), ..Plan::small() };
+    let mut site = Site::without_guest(&plan);
+    ["a", "b"].iter().for_each(|host| site.configure(host, "ksm_group = \"theirs\""));
+    site.run(&plan);
+    assert!(!may_be_merged(&site), "the kernel may merge pages of a group that the host does not name");
+    cli::ask(site.here(), &["stop", &site.guest.name, "--force"]).expect(0, &[]);
+    site.eventually("it is gone", || site.state_at("a") == "none");
+
+    let plan = Plan { run: group("theirs"), ..plan };
+    site.run(&plan);
+    is_private(&site);
+    assert!(may_be_merged(&site));
+    let Some(_ksm) = Ksm::at_work() else { return };
+    for mode in ["precopy", "hybrid", "postcopy"] {
+        site.eventually("pages are merged", || merged_pages(&site) > 100);
+        let report = site.migrate(&["--mode", mode, "--bandwidth", "60MB"]);
+        println!("{mode}: {:?}", report.pages);
+        assert_eq!(report.verify.mismatches, 0, "{:?}", report.verify);
+        assert!(may_be_merged(&site), "its group goes with it");
+        site.checker_is_well();
+    }
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_api::{Blame, Code, Problem};
+use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_sys::host;
 
@@ -31,9 +31,24 @@ pub struct Launcher {
     pub agent: Option<PathBuf>,
     /// Whom QEMU runs as, where it is not root.
     pub user: Option<User>,
+    /// The trust group whose machines' memory KSM may merge.
+    pub ksm_group: Option<String>,
 }
 
 impl Launcher {
+    /// What a machine of this mode and trust group has for RAM. Nobody's pages are merged but those of the one group
+    /// that the configuration names: KSM merges whatever is equal, and a write to a merged page takes longer, which
+    /// tells the writer that another machine has the same page.
+    #[must_use]
+    pub fn ram_kind(&self, mode: MemoryMode, trust_group: Option<&str>) -> RamKind {
+        match mode {
+            MemoryMode::Shared => RamKind::Files,
+            MemoryMode::Private => {
+                RamKind::Private { mergeable: trust_group.is_some() && trust_group == self.ksm_group.as_deref() }
+            }
+        }
+    }
+
     /// Starts QEMU with files of its own, these RAM blocks among them, and looks at what came up.
     ///
     /// # Errors

@@ -26,7 +26,7 @@ use crate::machines::start::Launcher;
 use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
-use crate::qemu::launch::{RamKind, qmp_socket};
+use crate::qemu::launch::qmp_socket;
 use crate::room;
 
 /// This host as a destination.
@@ -182,7 +182,7 @@ impl Destination {
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
         let all = arguments::for_incoming(items, &additions, &spec.machine, &files);
         let memory_mode = if spec.private { MemoryMode::Private } else { MemoryMode::Shared };
-        let kind = RamKind::of(memory_mode, spec.trust_group.as_deref());
+        let kind = self.launcher.ram_kind(memory_mode, spec.trust_group.as_deref());
         let mut started = self.launcher.start(&binary.path, &all, &spec.name, (kind, blocks))?;
         let memory =
             Memory { bytes: spec.memory_bytes, blocks: started.blocks.clone(), managed: spec.managed_ram, owned: true };

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Gid, Uid, setsid};
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use sterna_api::problem::Whereabouts;
-use sterna_api::{Blame, Code, MemoryMode, Problem};
+use sterna_api::{Blame, Code, Problem};
 use sterna_sys::path::{connect, open_regular};
 
 use super::user::User;
@@ -44,15 +44,6 @@ pub enum RamKind {
 }
 
 impl RamKind {
-    /// As a machine of this mode has it: pages are shared with nobody unless it names a trust group.
-    #[must_use]
-    pub fn of(mode: MemoryMode, trust_group: Option<&str>) -> Self {
-        match mode {
-            MemoryMode::Shared => Self::Files,
-            MemoryMode::Private => Self::Private { mergeable: trust_group.is_some() },
-        }
-    }
-
     fn word(self) -> &'static str {
         match self {
             Self::Files => "shared",

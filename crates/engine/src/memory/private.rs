@@ -155,7 +155,7 @@ impl PrivateMemory {
         let (mut done, mut tries) = (0, 0);
         while done < bodies.len() {
             let at = addresses.start + done as u64;
-            let filled = faults.copy(at, &bodies[done..], false)?;
+            let filled = faults.copy(at, &bodies[done..], false).map_err(gone)?;
             done += filled.bytes as usize;
             tries = if filled.bytes > 0 { 0 } else { tries + 1 };
             match filled.stopped {

@@ -190,6 +190,15 @@ impl<'a> Account<'a> {
                     format!("the guest ended at the destination before all its pages were there: {}", problem.message);
                 report.error = Some(Problem { message, ..problem }.guest(Whereabouts::Gone));
             }
+            Ended::Lost(pages) => {
+                report.status = Status::Failed;
+                let message = format!(
+                    "QEMU has ended here, and with its private memory {pages} pages that the guest had not got yet"
+                );
+                let problem = Problem::new(Code::PagingLost, Blame::Qemu, message).guest(Whereabouts::Gone);
+                report.error =
+                    Some(problem.hint("the guest at the destination waits for them for ever: stop it there"));
+            }
             Ended::GivenUp => {
                 report.status = Status::Failed;
                 let left = self.monitor.progress().pages_left;

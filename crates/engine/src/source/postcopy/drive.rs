@@ -77,6 +77,12 @@ impl Begun {
 }
 
 impl Session {
+    /// The number of pages that are still to be sent.
+    #[must_use]
+    pub fn left(&self) -> u64 {
+        self.pending.left()
+    }
+
     /// Sends every pending page, and makes sure that all are there. `completed` keeps what was learned then, even if
     /// the link breaks after it.
     ///

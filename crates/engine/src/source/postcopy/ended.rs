@@ -12,6 +12,8 @@ pub enum Ended {
     Paged(Option<Completed>),
     /// The guest has ended there.
     Gone(Problem),
+    /// The memory that pages were in ended here with its process, before these many pages were sent.
+    Lost(u64),
     /// A user gave it up.
     GivenUp,
 }

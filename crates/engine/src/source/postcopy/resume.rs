@@ -20,6 +20,7 @@ use crate::source::account::Account;
 use crate::source::connect::needed;
 use crate::source::link::Link;
 use crate::transport::SessionKey;
+use crate::vmm::VmmError;
 
 /// How often a pause checks whether the destination has another address now, or the migration was given up.
 const LOOK: Duration = Duration::from_millis(100);
@@ -83,6 +84,7 @@ impl<'a> Journey<'a> {
             return Err(Box::new(ended));
         }
         self.interruptions += 1;
+        let lost = is_lost(&error);
         tracing::warn!(migration = %context.id, %error, "the pages' way to the destination is lost");
         let mut retry = Retry::new(all_there);
         let result = loop {
@@ -99,6 +101,14 @@ impl<'a> Journey<'a> {
                 break Err(Box::new(Ended::Paged(None)));
             }
             match self.attempt(&peer) {
+                // There is nothing to send from any more. All pages may have arrived before that happened.
+                Ok(session) if lost => {
+                    let ended = match session.left() {
+                        0 => Ended::Paged(None),
+                        left => Ended::Lost(left),
+                    };
+                    break Err(Box::new(ended));
+                }
                 Ok(session) => break Ok(session),
                 Err(failed) => error = failed,
             }
@@ -156,6 +166,11 @@ impl<'a> Journey<'a> {
             std::thread::sleep(left.min(LOOK));
         }
     }
+}
+
+/// Whether the pages that are still here are lost: private memory ends with its process.
+fn is_lost(error: &MigrateError) -> bool {
+    matches!(error, MigrateError::Vmm(VmmError::Gone { .. }))
 }
 
 /// The destination's answer that ends the migration, if this error is one.
