@@ -107,7 +107,7 @@ pub struct Run {
     /// Where RAM is
     #[arg(long, value_enum, default_value_t = MemoryModeArgument::Shared)]
     pub memory_mode: MemoryModeArgument,
-    /// Machines that it may share pages with: those that name the same group, where the host's 'ksm_group' names it, too
+    /// Machines that it may share pages with: those of the same group, where the host's 'ksm_group' names it, too
     #[arg(long, value_name = "G")]
     pub trust_group: Option<String>,
     /// The QEMU binary [default: the daemon's]

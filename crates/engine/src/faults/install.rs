@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use sterna_protocol::layout::PAGE_BYTES;
-use sterna_sys::userfaultfd::Stopped;
+use sterna_sys::userfaultfd::{Stopped, Userfaultfd};
 
 use super::Userfault;
 use crate::error::MigrateError;
@@ -20,6 +20,12 @@ const PAGE: u64 = PAGE_BYTES as u64;
 const CHANGING: Duration = Duration::from_secs(5);
 
 impl Userfault {
+    /// The userfaultfd itself.
+    #[must_use]
+    pub fn descriptor(&self) -> &Userfaultfd {
+        &self.descriptor
+    }
+
     /// Maps pages that the file holds and wakes the threads that wait for them. Holes among them stay: an access finds
     /// zeros. Fenced pages stay out. Returns whether there was none of these.
     ///

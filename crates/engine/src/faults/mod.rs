@@ -337,12 +337,6 @@ impl Userfault {
         })
     }
 
-    /// The userfaultfd itself.
-    #[must_use]
-    pub fn descriptor(&self) -> &Userfaultfd {
-        &self.descriptor
-    }
-
     /// Where the VMM has its guest's RAM.
     #[must_use]
     pub fn spans(&self) -> &[Range<u64>] {
