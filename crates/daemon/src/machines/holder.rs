@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use sterna_engine::agent::Agent;
 use sterna_engine::inside::InsideQemu;
-use sterna_engine::memory::private::Holder;
+use sterna_engine::memory::Holder;
 
 /// How long the agent inside it has for an answer.
 const TIMEOUT: Duration = Duration::from_secs(5);

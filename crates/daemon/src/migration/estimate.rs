@@ -7,7 +7,7 @@ use sterna_api::estimate::{MAX_DURATION_MS, MIN_DURATION_MS};
 use sterna_api::options::MigrateOptions;
 use sterna_api::{Blame, Code, Estimate, Problem};
 use sterna_engine::error::MigrateError;
-use sterna_engine::memory;
+use sterna_engine::memory::kind;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::estimate::estimate as played_through;
 use sterna_engine::source::free::{free_now, page_cache_now};
@@ -67,7 +67,7 @@ pub fn estimate(
     question.check()?;
     let claimed = Claimed::new(machines, name, Hold::busy(Estimating(Arc::clone(monitor))))?;
     let movable = movable(&claimed.record)?;
-    let ram = memory::open(&movable.blocks, Access::Read);
+    let ram = kind::open(&movable.blocks, Access::Read);
     let ram = ram.map_err(|error| host("cannot map the machine's RAM", &error))?;
     // QEMU serves one client at a time, and it is asked for nothing more after this.
     let mut vmm = control::source(&claimed.record, movable.control.share())?;

@@ -14,7 +14,7 @@ use super::guard::Guard;
 use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming};
-use crate::memory::{self, Memory};
+use crate::memory::{Memory, kind};
 
 /// A machine that waits for its pages.
 pub(super) struct Prepared<'a> {
@@ -80,7 +80,7 @@ fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, 
             .zip(&spec.blocks)
             .all(|(ours, theirs)| ours.spec.id == theirs.id && ours.spec.bytes == theirs.bytes);
     let ram = if same {
-        memory::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
+        kind::open(&incoming.blocks, Access::ReadWrite).map_err(|error| MigrateError::from(error).problem())
     } else {
         let why = "the guest's RAM as it was made here is not what was proposed";
         Err(Problem::new(Code::RamLayout, Blame::Ours, why))

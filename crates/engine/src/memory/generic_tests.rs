@@ -3,7 +3,6 @@
 //!
 //! A second implementation of [`Memory`] adds a line to [`rigs`], and every test here runs with it.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
@@ -11,7 +10,7 @@ use sterna_sys::map::{Access, PrivateMapping, SharedMapping};
 use sterna_sys::userfaultfd::{self, Features};
 
 use super::not_in_place::NotInPlace;
-use super::private::{Holder, PrivateMemory};
+use super::private::PrivateMemory;
 use super::shared::SharedMemory;
 use super::*;
 use crate::agent::{Advice, Discards};

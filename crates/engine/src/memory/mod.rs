@@ -10,30 +10,29 @@ pub mod shared;
 /// RAM in the private memory of the VMM's process.
 pub mod private;
 
+/// The RAM of a machine, opened as the kind that it is.
+pub mod kind;
+
 /// The RAM by the guest's own addresses, for readers from outside.
 pub mod physical;
 
 /// Errors of a machine's RAM.
 pub mod fault;
 
-use std::fmt::Debug;
+use std::fmt::{self, Debug, Formatter};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::spec::BlockSpec;
 use sterna_sys::iovec::Outgoing;
-use sterna_sys::map::Access;
 use sterna_sys::pagemap::Pagemap;
 use sterna_sys::userfaultfd::{Filled, Modes, Userfaultfd};
 
-use self::fault::RamError;
-use self::private::{Holder, PrivateMemory};
-use self::shared::SharedMemory;
 use crate::error::MigrateError;
 use crate::inside::Inside;
 
@@ -44,21 +43,25 @@ pub struct BlockFile {
     pub spec: BlockSpec,
     /// Its backing file, open for reading and writing.
     pub file: File,
-    /// The address where the VMM maps it; 0 where nobody needs it: at a destination whose guest starts only when all its
-    /// pages are there, in files.
+    /// The address where the VMM maps it; 0 where nobody needs it: at a destination whose guest starts only when all
+    /// its pages are there, in files.
     pub address: u64,
     /// The process in whose private memory its pages are; `None` where they are in the file.
     pub process: Option<Holder>,
 }
 
-/// Opens the RAM of a machine, of whichever kind it is.
-///
-/// # Errors
-/// [`RamError`].
-pub fn open(blocks: &[BlockFile], access: Access) -> Result<Arc<dyn Memory>, RamError> {
-    match blocks.first().and_then(|block| block.process.clone()) {
-        Some(holder) => Ok(Arc::new(PrivateMemory::open(blocks, holder, access)?)),
-        None => Ok(Arc::new(SharedMemory::open(blocks, access)?)),
+/// The VMM's process that has a machine's RAM in its private memory.
+#[derive(Clone)]
+pub struct Holder {
+    /// Its number.
+    pub pid: u32,
+    /// Whoever gives the kernel advice in its name, and does nothing else.
+    pub inside: Arc<Mutex<dyn Inside>>,
+}
+
+impl Debug for Holder {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Holder").field("pid", &self.pid).finish_non_exhaustive()
     }
 }
 
@@ -226,8 +229,8 @@ pub trait Mappings: Debug + Send + Sync {
     /// Whether a page is mapped when its body [is put in its place](Memory::write), and the guest sees it from then on.
     fn maps_on_arrival(&self) -> bool;
 
-    /// Takes care that an access to a stale page faults, in RAM that is registered for faults at these addresses: before
-    /// the guest runs, and before its devices are loaded.
+    /// Takes care that an access to a stale page faults, in RAM that is registered for faults at these addresses:
+    /// before the guest runs, and before its devices are loaded.
     ///
     /// # Errors
     /// The VMM does not answer, or has ended.

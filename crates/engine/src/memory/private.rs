@@ -5,12 +5,11 @@
 //! process's addresses, and put in place by the userfaultfd that its missing pages wait for. The files that the VMM was
 //! given stay empty; only their identity matters, because discards are logged by it (`docs/design/memory.md`).
 
-use std::fmt::{self, Debug, Formatter};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{OnceLock, PoisonError};
 
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
@@ -21,7 +20,7 @@ use sterna_sys::process::ProcessMemory;
 use sterna_sys::userfaultfd::{Filled, Modes, Stopped, Userfaultfd};
 
 use super::fault::{RamError, RamFault};
-use super::{BlockFile, Mappings, Memory, add_run, pages_of};
+use super::{BlockFile, Holder, Mappings, Memory, add_run, pages_of};
 use crate::agent::Advice;
 use crate::error::MigrateError;
 use crate::inside::Inside;
@@ -31,21 +30,6 @@ const PAGE: u64 = PAGE_BYTES as u64;
 /// How often a page is tried that cannot be put in place because the process changes its mappings. Each try may take
 /// as long as the process's lock is held.
 const TRIES: usize = 10_000;
-
-/// The VMM's process that has a machine's RAM in its private memory.
-#[derive(Clone)]
-pub struct Holder {
-    /// Its number.
-    pub pid: u32,
-    /// Whoever gives the kernel advice in its name, and does nothing else.
-    pub inside: Arc<Mutex<dyn Inside>>,
-}
-
-impl Debug for Holder {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Holder").field("pid", &self.pid).finish_non_exhaustive()
-    }
-}
 
 /// A machine's RAM in the private memory of a process.
 #[derive(Debug)]

@@ -1,6 +1,7 @@
 //! What holds of private memory alone. This process is the VMM.
 
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sterna_protocol::spec::BlockSpec;

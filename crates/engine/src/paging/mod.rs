@@ -68,7 +68,7 @@ use self::whereabouts::Whereabouts;
 use crate::error::MigrateError;
 use crate::faults::{self, GuestFaults, User, Userfault};
 use crate::inside::Inside;
-use crate::memory::{self, BlockFile, Memory};
+use crate::memory::{BlockFile, Memory, kind};
 
 /// What it takes to let a guest run before all its pages are there.
 pub struct PagingMeans {
@@ -150,7 +150,7 @@ impl Pager {
         let lost = |what: &'static str| {
             move || MigrateError::Host { doing: what, source: std::io::ErrorKind::NotFound.into() }
         };
-        let ram = memory::open(blocks, Access::ReadWrite)?;
+        let ram = kind::open(blocks, Access::ReadWrite)?;
         let whereabouts = Whereabouts::recover(missing, ram.layout())
             .map_err(MigrateError::host("reading which of the guest's pages are not here"))?
             .ok_or_else(lost("reading which of the guest's pages are not here"))?;

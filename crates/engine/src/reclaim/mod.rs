@@ -83,7 +83,7 @@ use crate::faults::GuestFaults;
 use crate::faults::fence::{Fence, Patience};
 use crate::memory::fault::RamError;
 use crate::memory::physical::{GuestPhysical, GuestPhysicalError};
-use crate::memory::{self, BlockFile, Memory, pages_of};
+use crate::memory::{BlockFile, Memory, kind, pages_of};
 use crate::monitor::Monitor;
 use crate::vmm::{self, VmmError};
 
@@ -174,7 +174,7 @@ pub struct Machine<'a> {
 /// # Errors
 /// [`ReclaimError`]; what was taken until then was taken rightly.
 pub fn reclaim(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed) -> Result<(), ReclaimError> {
-    let ram = memory::open(machine.blocks, Access::Read).map_err(|error| match error {
+    let ram = kind::open(machine.blocks, Access::Read).map_err(|error| match error {
         RamError::Layout(error) => ReclaimError::Layout(error),
         error => ReclaimError::System(error.into()),
     })?;

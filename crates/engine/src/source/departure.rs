@@ -11,7 +11,7 @@ use super::throttle::Throttle;
 use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
-use crate::memory::{self, BlockFile, Memory};
+use crate::memory::{BlockFile, Memory, kind};
 use crate::monitor::Monitor;
 use crate::transport::share::Share;
 use crate::vmm;
@@ -60,7 +60,7 @@ impl Departure<'_> {
         if self.options.throttle_percent.is_some() {
             self.throttle.try_out(&self.vmm.processor_threads()?)?;
         }
-        Ok(memory::open(self.blocks, Access::Read)?)
+        Ok(kind::open(self.blocks, Access::Read)?)
     }
 
     /// Records that the guest may run at the destination from now on.

@@ -12,7 +12,7 @@ use super::postcopy;
 use super::postcopy::work::{Context, Work};
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId, SourceHost};
-use crate::memory::{self, BlockFile};
+use crate::memory::{BlockFile, kind};
 use crate::monitor::Monitor;
 use crate::transport::share::Share;
 
@@ -47,7 +47,7 @@ pub fn serve(
     monitor: &Monitor,
 ) -> Result<Report, MigrateError> {
     let Left { id, vm, daemon, blocks, bandwidth, here } = left;
-    let ram = memory::open(&blocks, Access::Read)?;
+    let ram = kind::open(&blocks, Access::Read)?;
     let mut report = Report::asked(&vm, options, here, peer);
     (report.mode, report.partial) = (mode_after_switchover(options).into(), true);
     report.ram.total_pages = ram.layout().pages();
