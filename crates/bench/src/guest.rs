@@ -80,6 +80,15 @@ impl Guest {
         format!("tap{}", self.number)
     }
 
+    /// What the kernel must be told of its clock. A microvm has the processor's alone, and its kernel measures how fast
+    /// that is: where the host lets a translated processor wait meanwhile, it gives up, and waits for its first tick for
+    /// ever. A translated processor has the host's clock.
+    fn clock_words(&self) -> String {
+        let alone = self.machine.starts_with("microvm") && self.accelerator == Accelerator::Tcg;
+        let khz = host_clock_khz().filter(|_| alone);
+        khz.map(|khz| format!(" tsc_early_khz={khz}")).unwrap_or_default()
+    }
+
     /// QEMU's arguments without RAM.
     ///
     /// # Errors
@@ -88,7 +97,8 @@ impl Guest {
         let meter = lab.host(METER)?.address;
         // Without these two words the guest's console would cost it more than its work.
         let command_line = format!(
-            "console=ttyS0 quiet panic=-1 sterna.ip={}/{PREFIX} sterna.meter={meter}:{} sterna.run={}",
+            "console=ttyS0 quiet panic=-1{} sterna.ip={}/{PREFIX} sterna.meter={meter}:{} sterna.run={}",
+            self.clock_words(),
             self.address(),
             meter::PORT,
             self.jobs
@@ -165,4 +175,12 @@ pub fn plugged<T>(lab: &Lab, guests: &[Guest], run: impl FnOnce() -> Result<T>) 
 
 fn path_argument(path: &Path) -> String {
     path.display().to_string()
+}
+
+/// The speed of the processors' clock on this host, kHz, where it says so.
+fn host_clock_khz() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let mhz = text.lines().find_map(|line| line.strip_prefix("cpu MHz"))?;
+    let mhz: f64 = mhz.trim_start_matches(['\t', ' ', ':']).trim().parse().ok()?;
+    Some((mhz * 1e3) as u64).filter(|khz| *khz > 0)
 }
