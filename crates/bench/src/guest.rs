@@ -81,8 +81,8 @@ impl Guest {
     }
 
     /// What the kernel must be told of its clock. A microvm has the processor's alone, and its kernel measures how fast
-    /// that is: where the host lets a translated processor wait meanwhile, it gives up, and waits for its first tick for
-    /// ever. A translated processor has the host's clock.
+    /// that is: where the host lets a translated processor wait meanwhile, it gives up, and waits for its first tick
+    /// for ever. A translated processor has the host's clock.
     fn clock_words(&self) -> String {
         let alone = self.machine.starts_with("microvm") && self.accelerator == Accelerator::Tcg;
         let khz = host_clock_khz().filter(|_| alone);

@@ -131,7 +131,8 @@ fn a_guest_touches_builds_downloads_serves_and_sends_and_no_load_outlives_its_ow
         Ok((net::link_bytes(lab.name(), "a").unwrap().0 > sent + (8 << 20)).then_some(()))
     })
     .unwrap_or_else(|error| panic!("{error}; the console: {}", guest.console_text()));
-    assert_eq!(guest.console_text().lines().find(|line| line.starts_with("ENDED")), None);
+    let console = guest.console_text();
+    assert_eq!(console.lines().find(|line| line.starts_with("ENDED")), None, "the console: {console}");
 
     drop((vm, web, iperf, peers));
     assert!(client.group.processes().is_empty(), "{:?}", client.group.processes());

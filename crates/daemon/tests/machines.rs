@@ -55,9 +55,12 @@ fn what_cannot_be_run_is_refused_with_a_code_and_leaves_nothing() {
     assert_eq!(refused("a", &["-object", "memory-backend-ram,id=x,size=1M"]), "argument-conflict");
     assert_eq!(refused("a", &["-incoming", "defer"]), "argument-conflict");
     assert_eq!(refused("a", &["-kernel", "vmlinuz"]), "relative-path");
-    let mut private = run_request("a", &BARE);
-    private["memory_mode"] = "private".into();
-    assert_eq!(host.refused("POST", "/v1/vms", &private), "private-memory");
+    // Memory that is locked, or that another process maps by its file, cannot be private.
+    for words in [["-overcommit", "mem-lock=on"], ["-device", "ivshmem-doorbell,vectors=1,chardev=c"]] {
+        let mut private = run_request("a", &words);
+        private["memory_mode"] = "private".into();
+        assert_eq!(host.refused("POST", "/v1/vms", &private), "argument-conflict", "{words:?}");
+    }
     for (qemu, code) in [("/nowhere/qemu", "qemu-not-found"), ("/bin/true", "not-qemu")] {
         let mut request = run_request("a", &BARE);
         request["qemu"] = qemu.into();
