@@ -11,7 +11,7 @@ fuzz_target!(|given: (Vec<String>, String, String)| {
     let (arguments, machine, cpu_here) = given;
     let items = parse(&arguments);
     assert_eq!(parse(&unparse(&items)), items, "what was read can be written and read again");
-    let allowed = check_for_run(&items).is_ok();
+    let allowed = check_for_run(&items, false).is_ok();
     let _ = (files::named(&items), files::check_absolute(&items), names_ram_file(&items, "ram"));
     for ram in [None, Some((1 << 30, Path::new("/ram,file")))] {
         let additions = Additions { name: "vm", qmp: Path::new("/qmp,sock"), ram };

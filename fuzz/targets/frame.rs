@@ -66,6 +66,13 @@ fn read(reader: &mut FrameReader, header: &[u8; HEADER_BYTES], rest: &[u8], layo
             assert!(frame.payload_bytes() <= MAX_PAYLOAD_BYTES);
             true
         }
+        Ok((Frame::Shared(frame), digests)) => {
+            let referring = frame.referring();
+            assert!(digests.is_empty() && referring.and(&frame.pooled).is_empty());
+            assert!(!referring.or(&frame.pooled).is_empty());
+            assert_eq!(frame.references.iter().flat_map(|run| run.each()).count(), referring.len());
+            true
+        }
         Ok((Frame::RoundEnd { .. } | Frame::Close, _)) => true,
         Err(_) => false,
     }

@@ -38,6 +38,12 @@ pub const PROGRAM_VARIABLE: &str = "STERNA_AGENT_PROGRAM";
 /// any other value QEMU's mapping of guest RAM fails with `EINVAL`, and so QEMU does not start.
 pub const MEMORY_VARIABLE: &str = "STERNA_AGENT_MEMORY";
 
+/// Environment variable: the number of an inherited descriptor, in decimal digits: a file that private guest RAM begins
+/// as. It is a regular file of exactly the RAM block's length, open for reading only; what it holds is mapped
+/// copy-on-write. With anything else there, or where guest RAM is shared, QEMU's mapping of guest RAM fails with
+/// `EINVAL`, and so QEMU does not start.
+pub const TEMPLATE_VARIABLE: &str = "STERNA_AGENT_TEMPLATE";
+
 /// The most RAM blocks that the library can keep; further ones are counted in [`message::HelloReply::blocks_lost`].
 pub const MAX_BLOCKS: usize = 64;
 

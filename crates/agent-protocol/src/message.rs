@@ -23,14 +23,20 @@ pub enum Operation {
     OpenUserfaultfd = 3,
     /// Passes the kept userfaultfd again. Empty → empty, with it, or [`Status::NotOpen`].
     TakeUserfaultfd = 4,
-    /// Drops the kept duplicate. Empty → empty, also where there is none.
+    /// Drops the kept duplicate, and ends what [`Self::LendUserfaultfd`] began. Empty → empty, also where there is
+    /// none.
     CloseUserfaultfd = 5,
     /// Advises the kernel about guest RAM. [`AdviseRequest`], [`Range`]s → empty.
     Advise = 6,
-    /// Maps the file that is passed along over guest RAM. [`MapRequest`], [`Run`]s → empty.
+    /// Maps the file that is passed along over guest RAM, or with [`Sharing::Own`] or [`Sharing::Missing`] none.
+    /// [`MapRequest`], [`Run`]s → empty.
     Map = 7,
     /// Passes the log of discards. Empty → empty, with its memory.
     DiscardLog = 8,
+    /// Drops the kept duplicate, so that the daemon alone has the userfaultfd. Until [`Self::CloseUserfaultfd`], or
+    /// until the next one is made, the library replaces no mapping of guest RAM: it may be registered. Empty → empty,
+    /// or [`Status::NotOpen`]. Libraries of earlier versions do not know it.
+    LendUserfaultfd = 9,
 }
 
 impl Operation {
@@ -46,6 +52,7 @@ impl Operation {
             6 => Self::Advise,
             7 => Self::Map,
             8 => Self::DiscardLog,
+            9 => Self::LendUserfaultfd,
             _ => return None,
         })
     }
@@ -68,7 +75,8 @@ pub enum Status {
     /// Item [`ReplyHeader::item`] does not lie inside one RAM block, or not at the borders of its pages. Items before
     /// it are done.
     OutsideRam = 5,
-    /// A userfaultfd is kept already: the daemon must take or close it first.
+    /// A userfaultfd is kept already: the daemon must take or close it first. Of [`Sharing::Own`] it says that one is
+    /// open: a new mapping would not be registered.
     AlreadyOpen = 6,
     /// No userfaultfd is kept.
     NotOpen = 7,
@@ -258,8 +266,14 @@ pub struct Range {
 pub enum Sharing {
     /// `MAP_SHARED`: writes go to the file.
     Shared = 1,
-    /// `MAP_PRIVATE`: writes make a copy that is QEMU's own.
+    /// `MAP_PRIVATE`: writes make a copy that is QEMU's own. The file must be open for reading only.
     Private = 2,
+    /// `MAP_PRIVATE` and no file, so that the memory reads as zeros: in private RAM, while no userfaultfd is open. No
+    /// descriptor is passed, and offsets mean nothing.
+    Own = 3,
+    /// As `Own`, also while a userfaultfd is open: the new memory is not registered with it, which is the daemon's to
+    /// do. Only where the guest does not run: what it writes before that is seen by nobody.
+    Missing = 4,
 }
 
 impl Sharing {
@@ -269,6 +283,8 @@ impl Sharing {
         Some(match number {
             1 => Self::Shared,
             2 => Self::Private,
+            3 => Self::Own,
+            4 => Self::Missing,
             _ => return None,
         })
     }

@@ -77,11 +77,14 @@ fn discards(block: &Block, advice: c_int, succeeded: bool, private_pages: bool) 
         // first page, so what it names is still there, and must not be taken for discarded while it is to come.
         libc::MADV_REMOVE => succeeded || !private::is_anonymous(block),
         // A shared mapping's pages stay in the file.
-        libc::MADV_DONTNEED | libc::MADV_FREE | MADV_DONTNEED_LOCKED => {
-            block.flags.get() as c_int & libc::MAP_PRIVATE != 0 || private_pages
-        }
+        _ if drops(advice) => block.flags.get() as c_int & libc::MAP_PRIVATE != 0 || private_pages,
         _ => false,
     }
+}
+
+/// Whether this advice drops pages: private memory reads as zeros then, or as the file behind it.
+pub fn drops(advice: c_int) -> bool {
+    matches!(advice, libc::MADV_DONTNEED | libc::MADV_FREE | MADV_DONTNEED_LOCKED)
 }
 
 /// Logs the pages that a successful `fallocate` has discarded.

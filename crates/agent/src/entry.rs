@@ -4,9 +4,9 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicBool, Ordering};
 
 use libc::{c_char, c_int, c_void};
-use sterna_agent_protocol::{MEMORY_VARIABLE, PROGRAM_VARIABLE, SOCKET_VARIABLE};
+use sterna_agent_protocol::{MEMORY_VARIABLE, PROGRAM_VARIABLE, SOCKET_VARIABLE, TEMPLATE_VARIABLE};
 
-use crate::{private, server};
+use crate::{private, server, template};
 
 /// Whether the library is meant for this process. Set once, before `main`.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
@@ -28,11 +28,13 @@ extern "C" fn on_load() {
         return;
     }
     private::set_mode(value_of(MEMORY_VARIABLE));
+    template::set(value_of(TEMPLATE_VARIABLE));
     leave_preload();
     // QEMU's helpers do not need to know the socket.
     unset(SOCKET_VARIABLE);
     unset(PROGRAM_VARIABLE);
     unset(MEMORY_VARIABLE);
+    unset(TEMPLATE_VARIABLE);
     ACTIVE.store(true, Ordering::Release);
 }
 

@@ -12,7 +12,7 @@ use sterna_agent_protocol::message::{Block, PATH_BYTES};
 use crate::blocks::BLOCKS;
 use crate::private::{self, Plan};
 use crate::raw::{self, KeepErrno};
-use crate::{discards, entry, remap, server};
+use crate::{areas, discards, entry, remap, server};
 
 /// `mmap(2)`.
 ///
@@ -102,7 +102,13 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
     // A failed call may have done a part of its work.
     if entry::is_active() && length > 0 {
         let _keep = KeepErrno::new();
-        discards::after_madvise(address as u64, whole_pages(length), advice, result == 0);
+        let (at, whole) = (address as u64, whole_pages(length));
+        if discards::drops(advice) {
+            areas::leave_zeros(at, whole);
+        } else if result == 0 {
+            private::note_advice(at, whole, advice);
+        }
+        discards::after_madvise(at, whole, advice, result == 0);
     }
     result
 }

@@ -1,7 +1,8 @@
 //! `libsterna_agent.so`: loaded into QEMU by `LD_PRELOAD` for what only QEMU's own process can do.
 //!
 //! It notes where guest RAM is mapped and what QEMU discards of it, and answers the daemon on a unix socket. If
-//! [`MEMORY_VARIABLE`](sterna_agent_protocol::MEMORY_VARIABLE) says so, it makes guest RAM private. Because the process
+//! [`MEMORY_VARIABLE`](sterna_agent_protocol::MEMORY_VARIABLE) says so, it makes guest RAM private, and a copy of a
+//! template where [`TEMPLATE_VARIABLE`](sterna_agent_protocol::TEMPLATE_VARIABLE) names one. Because the process
 //! is QEMU's, the library does not allocate, wait in QEMU's threads, unwind or exit, and does nothing at
 //! all without [`SOCKET_VARIABLE`](sterna_agent_protocol::SOCKET_VARIABLE).
 
@@ -25,6 +26,18 @@ mod discards;
 
 /// Private memory mode: guest RAM that is QEMU's own, anonymous memory.
 mod private;
+
+/// The file that private guest RAM begins as.
+mod template;
+
+/// Parts of private guest RAM that a file stands behind, and zeros in the place of what is discarded there.
+mod areas;
+
+/// Whether somebody may have guest RAM registered with a userfaultfd.
+mod watched;
+
+/// How many more mappings guest RAM may be cut into.
+mod mappings;
 
 /// The thread that serves the socket.
 mod server;

@@ -8,6 +8,8 @@
 //! * after `MADV_DONTNEED`, which is how QEMU discards, anonymous memory reads as zeros. A privately mapped file shows
 //!   what the file holds
 //!
+//! RAM may begin as a [`template`]: then the parts where that has data are mappings of it.
+//!
 //! Private RAM stays in small pages: a huge page is memory that the guest did not write, and KSM merges small pages
 //! only. It is not merged either, unless that was asked for: KSM knows no groups of guests that trust each other, and
 //! QEMU asks for merging by default (`mem-merge=on`).
@@ -23,16 +25,22 @@ use sterna_agent_protocol::message::Block;
 
 use crate::blocks::BLOCKS;
 use crate::raw::{self, KeepErrno};
+use crate::{areas, template};
 
 /// The mode of this process, as a [`Mode`]. Set once, before `main`.
 static MODE: AtomicU8 = AtomicU8::new(Mode::Shared as u8);
 
 /// How private RAM is mapped. `MAP_NORESERVE`, because QEMU maps a shared file so that it counts as used memory only
 /// where it is written.
-const OWN: c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+pub const OWN: c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+
+/// What QEMU has asked for about private RAM that a new mapping does not have: these bits.
+static ASKED: AtomicU8 = AtomicU8::new(0);
+const WITHOUT_DUMP: u8 = 1;
+const MERGED: u8 = 2;
 
 /// The page size of a file whose RAM can be anonymous memory.
-const SMALL_PAGE: u64 = 4096;
+pub const SMALL_PAGE: u64 = 4096;
 
 /// What [`MEMORY_VARIABLE`](sterna_agent_protocol::MEMORY_VARIABLE) asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,13 +74,16 @@ impl Mode {
         [Self::Shared, Self::Private, Self::Mergeable].into_iter().find(|m| *m as u8 == mode).unwrap_or(Self::Unknown)
     }
 
-    /// What becomes of a writable mapping of guest RAM.
-    fn plan(self, flags: c_int, page_size: u64) -> Plan {
+    /// What becomes of a writable mapping of guest RAM; `templated`: a template is asked for.
+    fn plan(self, flags: c_int, page_size: u64, templated: bool) -> Plan {
         // MAP_SHARED_VALIDATE is shared, too, although it has the bit of MAP_PRIVATE.
         let private_already = flags & libc::MAP_TYPE == libc::MAP_PRIVATE;
         match self {
             Self::Unknown => Plan::Refuse,
+            // What a template holds would not be there.
+            Self::Shared if templated => Plan::Refuse,
             Self::Shared => Plan::AsAsked,
+            Self::Private | Self::Mergeable if private_already && templated => Plan::Refuse,
             Self::Private | Self::Mergeable if private_already => Plan::AsAsked,
             // QEMU would go on in pages of the file's size, and anonymous memory has none of these.
             Self::Private | Self::Mergeable if page_size > SMALL_PAGE => Plan::Refuse,
@@ -108,7 +119,7 @@ pub fn set_mode(value: Option<&[u8]>) {
 
 /// What becomes of a writable mapping of this guest RAM.
 pub fn plan(block: &Block) -> Plan {
-    Mode::here().plan(block.flags.get() as c_int, block.page_size.get())
+    Mode::here().plan(block.flags.get() as c_int, block.page_size.get(), template::is_asked_for())
 }
 
 /// Maps the file as QEMU asks, then puts anonymous memory in its place: so the kernel has found everything right about
@@ -132,23 +143,82 @@ pub unsafe fn map(
         return mapped;
     }
     // SAFETY: over the mapping just made, which nobody else knows yet.
-    let own = unsafe { raw::mmap(mapped, length, protection, OWN | libc::MAP_FIXED, -1, 0) };
-    let _keep = KeepErrno::new();
-    if own == libc::MAP_FAILED {
+    let made = unsafe { make(mapped, length, protection) };
+    if let Err(errno) = made {
         // QEMU must not go on with the file. Its own reservation around this is unmapped by itself where this fails.
         // SAFETY: as above.
         unsafe { raw::munmap(mapped, length) };
-        return own;
+        raw::set_errno(errno);
+        return libc::MAP_FAILED;
     }
-    // A kernel without huge pages or without KSM refuses, and then does not need to be told.
+    let _keep = KeepErrno::new();
     // SAFETY: as above.
-    unsafe { raw::madvise(own, length, libc::MADV_NOHUGEPAGE) };
+    unsafe { advise(mapped, length) };
+    mapped
+}
+
+/// Puts anonymous memory there, and over it what the template holds, if there is one. The error is an `errno`.
+///
+/// # Safety
+/// The memory is a mapping of that length that nobody else knows.
+unsafe fn make(place: *mut c_void, length: usize, protection: c_int) -> Result<(), c_int> {
+    let template = template::take()?;
+    // SAFETY: the caller's promise.
+    if unsafe { raw::mmap(place, length, protection, OWN | libc::MAP_FIXED, -1, 0) } == libc::MAP_FAILED {
+        return Err(raw::errno());
+    }
+    let Some(template) = template else { return Ok(()) };
+    areas::expect();
+    // SAFETY: the caller's promise.
+    let laid = unsafe { template::lay(&template, place, length, protection) };
+    laid.inspect_err(|_| template::refuse())
+}
+
+/// Advises what private RAM needs from its start.
+///
+/// # Safety
+/// The addresses are private RAM, or about to become it.
+unsafe fn advise(place: *mut c_void, length: usize) {
+    // A kernel without huge pages or without KSM refuses, and then does not need to be told.
+    // SAFETY: it changes no content.
+    unsafe { raw::madvise(place, length, libc::MADV_NOHUGEPAGE) };
     if Mode::here() != Mode::Mergeable {
         // All of a process's memory can be mergeable from its start (PR_SET_MEMORY_MERGE, systemd's MemoryKSM=).
         // SAFETY: as above.
-        unsafe { raw::madvise(own, length, libc::MADV_UNMERGEABLE) };
+        unsafe { raw::madvise(place, length, libc::MADV_UNMERGEABLE) };
     }
-    own
+}
+
+/// Advises for a new mapping of private RAM what the one had that it has replaced, QEMU's own advice, too.
+///
+/// # Safety
+/// The addresses are private RAM.
+pub unsafe fn advise_again(place: *mut c_void, length: usize) {
+    let asked = ASKED.load(Ordering::Relaxed);
+    // SAFETY: the caller's promise; it changes no content. QEMU asks for DONTFORK for all guest RAM. A failure is
+    // ignored, as in QEMU.
+    unsafe {
+        advise(place, length);
+        raw::madvise(place, length, libc::MADV_DONTFORK);
+        if asked & WITHOUT_DUMP != 0 {
+            raw::madvise(place, length, libc::MADV_DONTDUMP);
+        }
+        if asked & MERGED != 0 && Mode::here() == Mode::Mergeable {
+            raw::madvise(place, length, libc::MADV_MERGEABLE);
+        }
+    }
+}
+
+/// Notes advice of QEMU's that the kernel has taken, for [`advise_again`]. QEMU gives the same for all of its RAM.
+pub fn note_advice(address: u64, length: u64, advice: c_int) {
+    let bit = match advice {
+        libc::MADV_DONTDUMP => WITHOUT_DUMP,
+        libc::MADV_MERGEABLE => MERGED,
+        _ => return,
+    };
+    if BLOCKS.touching(address, length).any(|block| is_anonymous(&block)) {
+        ASKED.fetch_or(bit, Ordering::Relaxed);
+    }
 }
 
 /// The block as it is once [`map`] has mapped it there. Its file is the empty one: device, inode and offsets name its
@@ -158,7 +228,8 @@ pub fn mapped_at(address: *mut c_void, block: &Block) -> Block {
     Block { address: (address as u64).into(), flags: (asked | OWN.unsigned_abs()).into(), ..*block }
 }
 
-/// Whether the block is private RAM of this mode. A private mapping of QEMU's own is one of a file.
+/// Whether the block is private RAM of this mode, whatever stands behind its parts. A private mapping of QEMU's own is
+/// one of a file.
 pub fn is_anonymous(block: &Block) -> bool {
     block.flags.get() & libc::MAP_ANONYMOUS.unsigned_abs() != 0
 }
@@ -217,15 +288,17 @@ mod tests {
     fn shared_ram_of_small_pages_becomes_anonymous_and_huge_pages_are_refused() {
         let shared = libc::MAP_SHARED | libc::MAP_NORESERVE | libc::MAP_FIXED;
         for mode in [Mode::Private, Mode::Mergeable] {
-            assert_eq!(mode.plan(shared, 4096), Plan::Anonymous);
-            assert_eq!(mode.plan(libc::MAP_SHARED_VALIDATE, 4096), Plan::Anonymous);
-            assert_eq!(mode.plan(shared, 2 << 20), Plan::Refuse);
-            assert_eq!(mode.plan(libc::MAP_PRIVATE, 4096), Plan::AsAsked);
-            assert_eq!(mode.plan(libc::MAP_PRIVATE, 2 << 20), Plan::AsAsked);
+            assert_eq!(mode.plan(shared, 4096, false), Plan::Anonymous);
+            assert_eq!(mode.plan(libc::MAP_SHARED_VALIDATE, 4096, true), Plan::Anonymous);
+            assert_eq!(mode.plan(shared, 2 << 20, false), Plan::Refuse);
+            assert_eq!(mode.plan(libc::MAP_PRIVATE, 4096, false), Plan::AsAsked);
+            assert_eq!(mode.plan(libc::MAP_PRIVATE, 4096, true), Plan::Refuse);
+            assert_eq!(mode.plan(libc::MAP_PRIVATE, 2 << 20, false), Plan::AsAsked);
         }
         for (flags, page_size) in [(shared, 4096), (shared, 2 << 20), (libc::MAP_PRIVATE, 4096)] {
-            assert_eq!(Mode::Shared.plan(flags, page_size), Plan::AsAsked);
-            assert_eq!(Mode::Unknown.plan(flags, page_size), Plan::Refuse);
+            assert_eq!(Mode::Shared.plan(flags, page_size, false), Plan::AsAsked);
+            assert_eq!(Mode::Shared.plan(flags, page_size, true), Plan::Refuse);
+            assert_eq!(Mode::Unknown.plan(flags, page_size, false), Plan::Refuse);
         }
     }
 

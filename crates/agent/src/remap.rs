@@ -9,7 +9,7 @@ use core::sync::atomic::{AtomicBool, Ordering, fence};
 use sterna_agent_protocol::message::Block;
 
 use crate::blocks::BLOCKS;
-use crate::raw;
+use crate::{raw, watched};
 
 /// Whether the server changes a mapping now.
 static AT_WORK: AtomicBool = AtomicBool::new(false);
@@ -33,6 +33,8 @@ pub fn before_unmap(address: u64, length: u64) {
     while AT_WORK.load(Ordering::SeqCst) {
         raw::yield_now();
     }
+    // Another thread of QEMU's may be putting zeros there, which looks the block up with this lock.
+    watched::wait();
 }
 
 fn on_borders(block: &Block, address: u64, length: u64) -> bool {

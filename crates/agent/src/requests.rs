@@ -10,7 +10,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::blocks::BLOCKS;
 use crate::raw::{self, Fd, errno};
-use crate::{discards, remap, userfaultfd};
+use crate::watched::{self, Watch};
+use crate::{areas, discards, private, remap, template, userfaultfd};
 
 /// The state that is kept between requests.
 #[derive(Default)]
@@ -99,7 +100,12 @@ impl Requests {
                 Ok(Answer { length: 0, descriptor: Some(kept.number()) })
             }
             Operation::CloseUserfaultfd => {
-                self.userfaultfd = None;
+                self.let_go(Watch::Nobody);
+                Ok(EMPTY)
+            }
+            Operation::LendUserfaultfd if self.userfaultfd.is_none() => Err(Status::NotOpen.into()),
+            Operation::LendUserfaultfd => {
+                self.let_go(Watch::Lent);
                 Ok(EMPTY)
             }
             Operation::Advise => advise(rest),
@@ -127,11 +133,23 @@ impl Requests {
         if self.userfaultfd.is_some() {
             return Err(Status::AlreadyOpen.into());
         }
+        // No hook replaces a mapping of RAM from here on.
+        let watched = watched::lock();
         let opened = userfaultfd::open(device.as_ref(), request.features.get()).map_err(Refusal::system)?;
         let reply = OpenReply { features: opened.features.into(), ioctls: opened.ioctls.into() };
         let answer = put(&reply, body)?;
         let kept = self.userfaultfd.insert(opened.descriptor);
+        watched.set(Watch::Kept(kept.number()));
         Ok(Answer { descriptor: Some(kept.number()), ..answer })
+    }
+}
+
+impl Requests {
+    /// Drops the kept userfaultfd, if one is kept.
+    fn let_go(&mut self, watch: Watch) {
+        let watched = watched::lock();
+        watched.set(watch);
+        self.userfaultfd = None;
     }
 }
 
@@ -174,31 +192,62 @@ fn advise(rest: &[u8]) -> Outcome {
 
 fn map(rest: &[u8], file: Option<Fd>) -> Outcome {
     let (request, rest) = MapRequest::read_from_prefix(rest).map_err(|_| Status::Malformed)?;
+    let runs = items::<Run>(rest, request.count.get())?;
+    let sharing = Sharing::from_wire(request.sharing.get()).ok_or(Status::Malformed)?;
+    if let Sharing::Own | Sharing::Missing = sharing {
+        let watched = sharing == Sharing::Missing;
+        return if file.is_none() { map_own(runs, watched) } else { Err(Status::Malformed.into()) };
+    }
     let file = file.ok_or(Status::Malformed)?;
-    let sharing = match Sharing::from_wire(request.sharing.get()).ok_or(Status::Malformed)? {
-        Sharing::Shared => libc::MAP_SHARED,
+    let flags = match sharing {
         Sharing::Private => {
+            // Whoever can write the file can write what every guest has in common.
+            if !template::is_read_only(&file) {
+                return Err(Refusal::system(libc::EINVAL));
+            }
             discards::expect_private_pages();
+            areas::expect();
             libc::MAP_PRIVATE | libc::MAP_NORESERVE
         }
+        _ => libc::MAP_SHARED,
     };
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    for (item, run) in items::<Run>(rest, request.count.get())?.iter().enumerate() {
+    for (item, run) in runs.iter().enumerate() {
         let offset = off_t::try_from(run.offset.get()).map_err(|_| Status::Malformed)?;
         change(item, run.address.get(), run.length.get(), |address, length| {
-            let flags = sharing | libc::MAP_FIXED;
+            let flags = flags | libc::MAP_FIXED;
             // SAFETY: the addresses are guest RAM for as long as the call takes; the daemon answers for what is mapped
             // there.
             let mapped = unsafe { raw::mmap(address, length, protection, flags, file.number(), offset) };
             if mapped == libc::MAP_FAILED {
                 return false;
             }
-            // QEMU asks for this for all guest RAM, and the new mapping does not have it. A failure is ignored, as in
-            // QEMU.
             // SAFETY: as above.
-            unsafe { raw::madvise(address, length, libc::MADV_DONTFORK) };
+            unsafe {
+                match sharing {
+                    Sharing::Private => private::advise_again(address, length),
+                    // QEMU asks for this for all guest RAM, and the new mapping does not have it. A failure is ignored,
+                    // as in QEMU.
+                    _ => {
+                        raw::madvise(address, length, libc::MADV_DONTFORK);
+                    }
+                }
+            }
             true
         })?;
+    }
+    Ok(EMPTY)
+}
+
+/// Puts anonymous memory in the place of private RAM; `watched` says whether also where somebody watches it.
+fn map_own(runs: &[Run], watched: bool) -> Outcome {
+    for (item, run) in runs.iter().enumerate() {
+        match areas::make_own(run.address.get(), run.length.get(), watched) {
+            Some(Ok(())) => {}
+            Some(Err(libc::EBUSY)) => return Err(Refusal { status: Status::AlreadyOpen, errno: 0, item }),
+            Some(Err(errno)) => return Err(Refusal { status: Status::System, errno, item }),
+            None => return Err(Refusal { status: Status::OutsideRam, errno: 0, item }),
+        }
     }
     Ok(EMPTY)
 }

@@ -123,6 +123,10 @@ codes! {
     // Machines that cannot be run, adopted or moved.
     /// Private memory cannot be moved.
     PrivateMemory: ByBlame = "private-memory",
+    /// The machines of a gang cannot share pages, or not on that host.
+    NoSharing: ByBlame = "no-sharing",
+    /// A memory template is not what one must be, or was changed while a machine used it.
+    MemoryTemplate: ByBlame = "memory-template",
     /// The machine asks for more memory than the host has.
     TooMuchMemory: ByBlame = "too-much-memory",
     /// QEMU is older than Sterna supports.

@@ -121,6 +121,16 @@ pub enum SkipFree {
     BalloonHints,
 }
 
+/// Whether machines that leave together keep the pages that they share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum PreserveSharing {
+    /// Each machine's pages go for themselves.
+    Off,
+    /// A shared body goes once, and stays shared. All machines must be of one trust group and in private memory.
+    On,
+}
+
 /// What happens to pages that were written in each of the last rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -157,6 +167,9 @@ pub struct MigrateOptions {
     pub hot_pages: HotPages,
     /// The search for pages that the guest holds free.
     pub skip_free: SkipFree,
+    /// Whether pages that the machines share go once, and stay shared; absent: among those of one trust group in
+    /// private memory.
+    pub preserve_sharing: Option<PreserveSharing>,
     /// Whether pages travel as deltas.
     pub delta: Delta,
     /// The most bytes of sent pages that are kept for deltas.
@@ -216,6 +229,7 @@ impl Default for MigrateOptions {
             content_hash: ContentHash::Xxh3,
             hot_pages: HotPages::Hold,
             skip_free: SkipFree::Vmi,
+            preserve_sharing: None,
             delta: Delta::Off,
             delta_cache_bytes: None,
             compress: Compress::Off,

@@ -49,10 +49,13 @@ pub struct Vm {
     pub state: VmState,
     /// RAM, bytes.
     pub memory_bytes: u64,
-    /// RAM the host has given memory for, bytes.
+    /// RAM the host has given memory for, bytes: for this machine alone, and not what it shares with others.
     pub allocated_bytes: u64,
     /// How RAM is mapped.
     pub memory_mode: MemoryMode,
+    /// The file that its memory began as, and that it shares with other machines until it writes.
+    #[serde(default)]
+    pub memory_template: Option<String>,
     /// Which machines it may share pages with.
     pub trust_group: Option<String>,
     /// QEMU's process.
@@ -96,6 +99,10 @@ pub struct RunRequest {
     /// How RAM is mapped.
     #[serde(default)]
     pub memory_mode: MemoryMode,
+    /// A file on tmpfs that its private memory begins as, by its absolute path: the RAM of a stopped guest. It is
+    /// exactly as long as the memory, belongs to root, and nobody may change it while a machine uses it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_template: Option<String>,
     /// Which machines it may share pages with.
     #[serde(default)]
     pub trust_group: Option<String>,

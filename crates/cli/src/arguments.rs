@@ -107,6 +107,13 @@ pub struct Run {
     /// Where RAM is
     #[arg(long, value_enum, default_value_t = MemoryModeArgument::Shared)]
     pub memory_mode: MemoryModeArgument,
+    /// A file that its private memory begins as: the RAM of a stopped guest, on tmpfs, exactly as large as --memory
+    ///
+    /// Machines that begin as the same file share what none of them has written. The file belongs to root, and nobody
+    /// else may write it. NOBODY MAY CHANGE IT while a machine uses it. '-incoming' may stand among QEMU's arguments
+    /// then, for the state of the devices that belongs to the file.
+    #[arg(long, value_name = "FILE")]
+    pub memory_template: Option<PathBuf>,
     /// Machines that it may share pages with: those of the same group, where the host's 'ksm_group' names it, too
     #[arg(long, value_name = "G")]
     pub trust_group: Option<String>,

@@ -30,6 +30,9 @@ pub async fn run(client: &Client, run: Run) -> Result<ExitCode, Failure> {
         name: run.name.clone(),
         memory_bytes: run.memory,
         memory_mode: run.memory_mode.into(),
+        memory_template: run
+            .memory_template
+            .map(|path| std::path::absolute(&path).unwrap_or(path).display().to_string()),
         trust_group: run.trust_group,
         // The daemon has another working directory; a bare name is looked up on its PATH.
         qemu: run.qemu.map(|path| {
@@ -132,6 +135,7 @@ pub async fn show(client: &Client, name: &str, json: bool) -> Result<ExitCode, F
         ("state", Some(state(&vm))),
         ("memory", Some(memory)),
         ("pages", Some(where_pages_are(&vm))),
+        ("template", vm.memory_template.clone()),
         ("trust group", vm.trust_group.clone()),
         ("process", Some(vm.pid.to_string())),
         ("qemu", Some(format!("{} ({})", vm.qemu, vm.qemu_path))),

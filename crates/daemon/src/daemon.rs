@@ -20,6 +20,7 @@ use crate::migration::departures::Departures;
 use crate::migration::incoming::Destination;
 use crate::migration::jobs::Jobs;
 use crate::migration::paging::Pages;
+use crate::migration::pools::Pools;
 use crate::migration::records::Records;
 use crate::qemu::user::User;
 use crate::reclaim::Reclaim;
@@ -94,6 +95,7 @@ impl Daemon {
             pages: Arc::new(Pages::new(care.clone(), Arc::clone(&records))),
             records,
             launcher: Arc::clone(&launcher),
+            pools: Arc::new(Pools::new(state.ram())),
             max_incoming: config.max_incoming,
             qemu: config.qemu.clone(),
         };

@@ -267,6 +267,7 @@ mod tests {
             memory_bytes: 0,
             allocated_bytes: 0,
             memory_mode: MemoryMode::Shared,
+            memory_template: None,
             trust_group: None,
             pid: 1,
             qemu: String::new(),

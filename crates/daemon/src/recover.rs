@@ -112,6 +112,9 @@ impl Recovery<'_> {
         match record.lifecycle {
             Lifecycle::Here if record.paging.is_some() => self.pages.recover(&record, false),
             Lifecycle::Here => {
+                if let Err(problem) = record.check_template() {
+                    tracing::error!(vm = %name, "{}", problem.message);
+                }
                 // The daemon may have died while it observed the machine, or took memory from its guest.
                 stop_tracking(&record);
                 self.care.settle(&deflate_left_over(record));

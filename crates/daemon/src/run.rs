@@ -13,6 +13,7 @@ use crate::machines::claim::Reservation;
 use crate::machines::hold::Hold;
 use crate::machines::record::{Memory, VmRecord};
 use crate::machines::start::Launcher;
+use crate::machines::template::Template;
 use crate::problems::{check_name, invalid};
 use crate::qemu::arguments::{self, Additions, RAM_ID};
 use crate::qemu::binary::{Binary, DEFAULT_NAME};
@@ -34,7 +35,7 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
         arguments::add_balloon(&mut user)?;
     }
     let items = arguments::parse(&user);
-    arguments::check_for_run(&items)?;
+    arguments::check_for_run(&items, request.memory_template.is_some())?;
     if request.memory_mode == MemoryMode::Private {
         arguments::check_for_private(&items)?;
     }
@@ -45,10 +46,16 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
     let ram = launcher.new_ram_path(&request.name);
     let qmp = qmp_socket(&care.machines.dir(&request.name));
     let additions = Additions { name: &request.name, qmp: &qmp, ram: Some((request.memory_bytes, &ram)) };
-    let blocks = vec![Block::new(RAM_ID, request.memory_bytes, PAGE_BYTES as u64, &ram)];
+    let mut block = Block::new(RAM_ID, request.memory_bytes, PAGE_BYTES as u64, &ram);
+    let mut template = None;
+    if let Some(path) = &request.memory_template {
+        let (begins, file) = Template::open(Path::new(path), request.memory_bytes, &launcher.state.ram())?;
+        (block.template, template) = (Some(begins), Some(file));
+        user = arguments::without_origin(&items);
+    }
     let kind = launcher.ram_kind(request.memory_mode, request.trust_group.as_deref());
     let all = arguments::for_run(&items, &additions);
-    let started = launcher.start(&binary.path, &all, &request.name, (kind, blocks))?;
+    let started = launcher.start(&binary.path, &all, &request.name, (kind, vec![block]), template.as_ref())?;
     let memory = Memory { bytes: request.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };
     let record = VmRecord {
         memory_mode: request.memory_mode,
@@ -64,6 +71,10 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
 
 fn check_request(request: &RunRequest) -> Result<(), Problem> {
     check_name(&request.name)?;
+    if request.memory_template.is_some() && request.memory_mode != MemoryMode::Private {
+        return Err(invalid("a memory template is for private memory: a machine in shared memory would write into it")
+            .hint("with --memory-mode private"));
+    }
     if !MEMORY_LIMITS.contains(&request.memory_bytes) || !request.memory_bytes.is_multiple_of(PAGE_BYTES as u64) {
         return Err(invalid(format!("{} bytes of memory are no size of a machine", request.memory_bytes))
             .hint("between 1M and 16T, a multiple of 4096 bytes"));

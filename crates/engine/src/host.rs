@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use sterna_api::Problem;
+use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::spec::VmSpec;
 
+use crate::destination::pool::Pool;
 pub use crate::id::{DaemonId, MigrationId};
 use crate::memory::BlockFile;
 use crate::paging::{Pager, PagingMeans};
@@ -40,6 +41,15 @@ pub trait DestinationHost: Send + Sync {
     /// What calls are encrypted with. With `None` only plain calls are accepted, with credentials only encrypted ones.
     fn credentials(&self) -> Option<Arc<Credentials>> {
         None
+    }
+
+    /// The pool of a gang that comes here from the daemon `from`: the same for all its members.
+    ///
+    /// # Errors
+    /// A [`Problem`]: this host keeps no pools, or cannot make one.
+    fn pool(&self, gang: u128, group: &str, members: u16, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
+        let _ = (gang, group, members, from);
+        Err(Problem::new(Code::NoSharing, Blame::Ours, "this host keeps no pool of shared pages"))
     }
 
     /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the

@@ -1,11 +1,11 @@
 //! What only the VMM's own process can do, as the engine asks for it.
 
 use std::ops::Range;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 
-use crate::agent::{AddressRange, Advice, Agent, AgentError, DiscardLog, Discards};
+use crate::agent::{AddressRange, Advice, Agent, AgentError, DiscardLog, Discards, MapRun, Sharing};
 use crate::error::MigrateError;
 
 /// The VMM's process, asked for what only it can do: at the source for tracking, at the destination for faults.
@@ -45,13 +45,42 @@ pub trait Inside: Send {
     /// The VMM does not answer, or they are no RAM of its guest.
     fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError>;
 
+    /// Maps parts of a file over private guest RAM, copy-on-write. The file is open for reading only.
+    ///
+    /// # Errors
+    /// As [`advise`](Self::advise).
+    fn map(&mut self, _file: BorrowedFd<'_>, _runs: &[MapRun]) -> Result<(), MigrateError> {
+        Err(MigrateError::Bug("this process has no RAM that a file can stand behind"))
+    }
+
+    /// Makes anonymous memory of these addresses of private guest RAM: they read as zeros, in one step for whoever
+    /// reads there, and no file stands behind them any more. Only while nobody has the RAM registered with a
+    /// userfaultfd.
+    ///
+    /// # Errors
+    /// As [`advise`](Self::advise); somebody has it registered.
+    fn map_own(&mut self, _ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        Err(MigrateError::Bug("this process has no RAM that a file stands behind"))
+    }
+
+    /// Makes missing pages of these addresses of private guest RAM, also while somebody has it registered: what is
+    /// there and what stands behind it is gone, and so is the registration, which is the caller's to renew. The guest
+    /// does not run.
+    ///
+    /// # Errors
+    /// As [`advise`](Self::advise).
+    fn map_missing(&mut self, _ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        Err(MigrateError::Bug("this process has no RAM that a file stands behind"))
+    }
+
     /// The number of the VMM's process.
     fn pid(&self) -> u32;
 
     /// The guest RAM that the VMM has discarded since the last call.
     fn discards(&mut self) -> Discards;
 
-    /// Closes the userfaultfd and the log.
+    /// Closes the userfaultfd and the log. Whoever has made a userfaultfd calls this when it is done with it: until
+    /// then the VMM's process replaces no mapping of its RAM.
     fn close(&mut self);
 }
 
@@ -79,6 +108,11 @@ impl InsideQemu {
     }
 }
 
+/// Addresses as the agent is asked about them.
+fn as_asked(ranges: &[Range<u64>]) -> Vec<AddressRange> {
+    ranges.iter().map(|range| AddressRange { address: range.start, length: range.end - range.start }).collect()
+}
+
 /// Turns an agent's error during an operation into this module's.
 fn failed(doing: &'static str) -> impl FnOnce(AgentError) -> MigrateError {
     move |source| MigrateError::Agent { doing, source: Box::new(source) }
@@ -95,7 +129,7 @@ impl Inside for InsideQemu {
         // The agent keeps a duplicate of what it makes. If this daemon dies here, the duplicate stays until the next
         // daemon closes it. Nothing is registered yet, so nobody can wait for it.
         let userfaultfd = self.make(features)?;
-        self.agent.close_userfaultfd().map_err(failed("forgetting its userfaultfd"))?;
+        self.agent.lend_userfaultfd().map_err(failed("forgetting its userfaultfd"))?;
         Ok(userfaultfd)
     }
 
@@ -113,9 +147,19 @@ impl Inside for InsideQemu {
     }
 
     fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
-        let ranges: Vec<AddressRange> =
-            ranges.iter().map(|range| AddressRange { address: range.start, length: range.end - range.start }).collect();
-        self.agent.advise(advice, &ranges).map_err(failed("advising the kernel about guest RAM"))
+        self.agent.advise(advice, &as_asked(ranges)).map_err(failed("advising the kernel about guest RAM"))
+    }
+
+    fn map_own(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        self.agent.map_own(&as_asked(ranges)).map_err(failed("making zeros of guest RAM"))
+    }
+
+    fn map_missing(&mut self, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        self.agent.map_missing(&as_asked(ranges)).map_err(failed("making guest RAM missing"))
+    }
+
+    fn map(&mut self, file: BorrowedFd<'_>, runs: &[MapRun]) -> Result<(), MigrateError> {
+        self.agent.map(file, Sharing::Private, runs).map_err(failed("mapping shared pages"))
     }
 
     fn pid(&self) -> u32 {

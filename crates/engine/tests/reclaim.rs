@@ -278,7 +278,8 @@ fn at(page: u64) -> PageIndex {
 /// The bodies of these pages of a chunk come, each filled with `byte`.
 fn come(pager: &Pager, chunk: ChunkIndex, pages: PageSet, byte: u8) {
     let bodies = vec![byte; pages.len() * 4096];
-    let arrival = Arrival { chunk, bodies: &[(pages, &bodies)], zero: PageSet::EMPTY, suspect: PageSet::EMPTY };
+    let arrival =
+        Arrival { chunk, bodies: &[(pages, &bodies)], zero: PageSet::EMPTY, pooled: None, suspect: PageSet::EMPTY };
     pager.place(&arrival).unwrap();
 }
 

@@ -8,11 +8,12 @@
 //!   then, for a chunk frame: a digest ([`Digester`]) for each full page, in order, 8 bytes each
 //!                            · the bodies, 4,096 bytes each
 //!         for a packed frame: `words` words of 8 bytes · the blocks (packed.rs)
+//!         for a shared frame: `words` words of 8 bytes (shared.rs)
 //! ```
 //!
-//! All numbers are little-endian. `words` is 0 except in a packed frame. The checksum (XXH3-64, seeded with the
-//! session's key) covers the header before it and the words after it, so a frame that is out of place, cut or changed
-//! is found before a byte of it is used. `sequence` counts the frames of a connection from 0.
+//! All numbers are little-endian. `words` is 0 except in packed and shared frames. The checksum (XXH3-64, seeded with
+//! the session's key) covers the header before it and the words after it, so a frame that is out of place, cut or
+//! changed is found before a byte of it is used. `sequence` counts the frames of a connection from 0.
 //!
 //! The bodies of a chunk frame go from guest RAM to the socket and from the socket to guest RAM, while the guest may be
 //! writing the page. Then the body does not fit its digest. The receiver notes such a page as *suspect*; the write made
@@ -25,11 +26,15 @@
 /// Blocks of encoded pages.
 pub mod packed;
 
+/// Pages that a gang shares.
+pub mod shared;
+
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use self::packed::{MAX_WORDS, PackedFrame};
+use self::shared::SharedFrame;
 use crate::hello::{Features, Version};
 use crate::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use crate::pages::PageSet;
@@ -44,6 +49,7 @@ const KIND_CHUNK: u8 = 1;
 const KIND_ROUND_END: u8 = 2;
 const KIND_CLOSE: u8 = 3;
 const KIND_PACKED: u8 = 4;
+const KIND_SHARED: u8 = 5;
 
 /// The header as it lies on the wire.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -70,6 +76,8 @@ pub enum Frame {
     Chunk(ChunkFrame),
     /// Pages of a chunk in blocks.
     Packed(PackedFrame),
+    /// Pages of a chunk that a gang shares.
+    Shared(SharedFrame),
     /// This connection has sent all that it sends in this round.
     RoundEnd {
         /// The round's number.
@@ -199,15 +207,20 @@ impl FrameWriter {
         let (kind, round, chunk, full, zero) = match frame {
             Frame::Chunk(f) => (KIND_CHUNK, f.round, f.chunk.0, f.full, f.zero),
             Frame::Packed(f) => (KIND_PACKED, f.round, f.chunk.0, f.full, f.zero),
+            Frame::Shared(f) => (KIND_SHARED, f.round, f.chunk.0, f.pooled, f.referring()),
             Frame::RoundEnd { round } => (KIND_ROUND_END, *round, 0, none, none),
             Frame::Close => (KIND_CLOSE, 0, 0, none, none),
         };
-        let packed = if let Frame::Packed(packed) = frame { Some(packed.words(digests)) } else { None };
+        let own = match frame {
+            Frame::Packed(packed) => Some(packed.words(digests)),
+            Frame::Shared(shared) => Some(shared.words()),
+            Frame::Chunk(_) | Frame::RoundEnd { .. } | Frame::Close => None,
+        };
         let mut raw = Raw {
             magic: MAGIC,
             kind,
             reserved: 0,
-            words: packed.as_ref().map_or(0, |words| words.len() as u16).into(),
+            words: own.as_ref().map_or(0, |words| words.len() as u16).into(),
             round: round.into(),
             chunk: chunk.into(),
             full: full.0.map(U64::new),
@@ -216,7 +229,7 @@ impl FrameWriter {
             checksum: U64::ZERO,
         };
         self.sequence += 1;
-        let words = packed.as_deref().unwrap_or(digests);
+        let words = own.as_deref().unwrap_or(digests);
         raw.checksum = checksum(self.key, &raw, words).into();
         let mut head = Vec::with_capacity(HEADER_BYTES + words.len() * 8);
         head.extend_from_slice(raw.as_bytes());
@@ -275,7 +288,7 @@ impl FrameReader {
         }
         let words = match raw.kind {
             KIND_CHUNK => PageSet(raw.full.map(U64::get)).len(),
-            KIND_PACKED => usize::from(raw.words.get()),
+            KIND_PACKED | KIND_SHARED => usize::from(raw.words.get()),
             _ => 0,
         };
         if words > MAX_WORDS {
@@ -309,6 +322,8 @@ impl FrameReader {
             KIND_CHUNK => {}
             KIND_PACKED if self.agreed.contains(Features::PACKED) => {}
             KIND_PACKED => return Err(FrameError::NotAgreed(Features::PACKED)),
+            KIND_SHARED if self.agreed.contains(Features::SHARING) => {}
+            KIND_SHARED => return Err(FrameError::NotAgreed(Features::SHARING)),
             kind => return Err(FrameError::Kind(kind)),
         }
         let (full, zero) = (PageSet(raw.full.map(U64::get)), PageSet(raw.zero.map(U64::get)));
@@ -317,6 +332,9 @@ impl FrameReader {
         if raw.kind == KIND_PACKED {
             let (frame, digests) = PackedFrame::read((round, chunk), (full, zero), words, &pages, self.agreed)?;
             return Ok((Frame::Packed(frame), digests));
+        }
+        if raw.kind == KIND_SHARED {
+            return Ok((Frame::Shared(SharedFrame::read((round, chunk), (full, zero), words, &pages)?), &[]));
         }
         if !full.or(&zero).without(&pages).is_empty() {
             return Err(FrameError::Outside(chunk.0));

@@ -40,17 +40,20 @@ impl Features {
     pub const ZSTD: Self = Self(1 << 3);
     /// It lets a guest run before all its pages are there, or serves the pages of one that does.
     pub const POSTCOPY: Self = Self(1 << 4);
+    /// It keeps what the machines of a gang share: it has a pool for their pages, and reads shared frames.
+    pub const SHARING: Self = Self(1 << 5);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b1_1111);
-    const NAMES: [(Self, &'static str); 6] = [
+    pub const KNOWN: Self = Self(0b11_1111);
+    const NAMES: [(Self, &'static str); 7] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
         (Self::ZSTD, "compress zstd"),
         (Self::POSTCOPY, "post-copy"),
+        (Self::SHARING, "shared pages (preserve-sharing)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

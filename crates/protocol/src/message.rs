@@ -115,6 +115,18 @@ pub enum Request {
     /// Asks who the destination is. Since 1.1 this is the first request of its connection: the source goes on only with
     /// the daemon that it means.
     Identify,
+    /// Before `Propose`, where both sides know [`Features::SHARING`](crate::hello::Features::SHARING): says that the
+    /// machine to be proposed is a member of a gang that shares pages, so that shared frames will come.
+    Join {
+        /// The gang's number, drawn at random by the source's daemon.
+        gang: u128,
+        /// The trust group of all its members.
+        group: String,
+        /// The number of members.
+        members: u16,
+        /// Which of them the machine is, counted from 0.
+        member: u16,
+    },
 }
 
 impl Request {
@@ -142,6 +154,7 @@ impl Request {
             Self::Abort => "abort",
             Self::Verdict { .. } => "verdict",
             Self::Identify => "identify",
+            Self::Join { .. } => "join",
         }
     }
 }
@@ -225,6 +238,8 @@ pub enum Reply {
         /// tell what became of a migration that it accepted.
         identity: u128,
     },
+    /// To `Join`: the destination keeps what the gang shares.
+    Joined,
 }
 
 /// A part of a map of pages: the pages of `chunks` chunks from `first` on. [`residue`](crate::residue) makes and reads

@@ -223,14 +223,14 @@ impl Pagemap {
 
     /// Pages of `range`, which is private memory, that have content of their own, in ascending order, into `regions`
     /// (emptied first): those that are mapped and not to the page of zeros, and those that are swapped out. A page that
-    /// moves at this moment counts, a marker does not.
+    /// moves at this moment counts. A marker does not, nor does a page of a file that is mapped there privately.
     ///
     /// # Errors
     /// As [`Self::scan`].
     pub fn with_content(&self, range: Range<u64>, regions: &mut Vec<Region>) -> Result<()> {
         let either = Scan {
             any: Categories::PRESENT | Categories::SWAPPED,
-            report: Categories::SWAPPED | Categories::ZERO_PAGE,
+            report: Categories::SWAPPED | Categories::ZERO_PAGE | Categories::FILE,
             ..Scan::of(Categories::empty())
         };
         self.scan(range, either, regions)?;
@@ -242,11 +242,11 @@ impl Pagemap {
         for region in std::mem::take(regions) {
             if region.categories.is_empty() {
                 keep(&mut kept, region);
-            } else if !region.categories.contains(Categories::ZERO_PAGE) {
+            } else if region.categories.contains(Categories::SWAPPED) {
                 self.entries(region.range(), &mut entries)?;
                 for (at, entry) in region.range().step_by(PAGE_BYTES as usize).zip(&entries) {
                     // It may have come back since the scan.
-                    if entry.present() || entry.swapped() && !entry.marker() {
+                    if !entry.file() && (entry.present() || entry.swapped() && !entry.marker()) {
                         keep(&mut kept, Region { start: at, end: at + PAGE_BYTES, categories: Categories::empty() });
                     }
                 }
@@ -254,6 +254,16 @@ impl Pagemap {
         }
         *regions = kept;
         self.is_alive()
+    }
+
+    /// How much of `range`, which is private memory, is in pages that have content of their own, bytes.
+    ///
+    /// # Errors
+    /// As [`Self::scan`].
+    pub fn content_bytes(&self, range: Range<u64>) -> Result<u64> {
+        let mut regions = Vec::new();
+        self.with_content(range, &mut regions)?;
+        Ok(regions.iter().map(|region| region.end - region.start).sum())
     }
 
     /// Reads the page map's entry of each page of `range` into `entries` (emptied first). This costs about 30 ns a

@@ -23,7 +23,7 @@ mod usage;
 
 pub use files::{OpenFile, open_files};
 pub use interrupt::interrupt;
-pub use maps::{Mapping, Permissions, maps, parse_maps};
+pub use maps::{Mapping, Permissions, each_mapping, maps, parse_maps};
 pub use memory::ProcessMemory;
 pub use pidfd::Pidfd;
 pub use usage::{Usage, process_cpu_time, thread_cpu_time, usage};

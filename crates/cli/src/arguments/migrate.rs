@@ -6,7 +6,9 @@ use std::time::Duration;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::de::DeserializeOwned;
-use sterna_api::options::{Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout, Prepaging, SkipFree};
+use sterna_api::options::{
+    Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout, Prepaging, PreserveSharing, SkipFree,
+};
 use sterna_api::units::{parse_duration, parse_rate, parse_size};
 use sterna_api::{MigrateOptions, Mode};
 
@@ -51,6 +53,10 @@ pub struct Migrate {
     #[arg(long, value_name = "WAY", default_value = "vmi",
         value_parser = named::<SkipFree>(["off", "vmi", "balloon-hints"]))]
     pub skip_free: SkipFree,
+    /// Whether pages that the machines share go once, and stay shared at the destination; 'on' refuses machines that
+    /// cannot [default: among private machines of one trust group]
+    #[arg(long, value_name = "off|on", value_parser = named::<PreserveSharing>(["off", "on"]))]
+    pub preserve_sharing: Option<PreserveSharing>,
     /// Whether pages that were sent before travel as differences
     #[arg(long, default_value = "off", value_parser = named::<Delta>(["off", "xbzrle"]))]
     pub delta: Delta,
@@ -118,6 +124,7 @@ impl Migrate {
             content_hash: self.content_hash,
             hot_pages: self.hot_pages,
             skip_free: self.skip_free,
+            preserve_sharing: self.preserve_sharing,
             delta: self.delta,
             delta_cache_bytes: self.delta_cache,
             compress: self.compress,

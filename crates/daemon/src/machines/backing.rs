@@ -10,11 +10,14 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use sterna_engine::memory::areas;
 use sterna_protocol::spec::BlockSpec;
 use sterna_sys::file::FileId;
 use sterna_sys::pagemap::Pagemap;
 use sterna_sys::path::{Place, Root};
 use sterna_sys::process::{Mapping, maps};
+
+use super::template::Template;
 
 /// A file that holds RAM of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,13 +57,24 @@ pub struct Block {
     /// The address in QEMU's private memory where its pages are; `None` where they are in the files.
     #[serde(default)]
     pub private: Option<u64>,
+    /// What its private pages began as. It is no backing: several machines have it, and it does not end with one.
+    #[serde(default)]
+    pub template: Option<Template>,
 }
 
 impl Block {
     /// A block whose file is not there yet.
     #[must_use]
     pub fn new(id: &str, bytes: u64, page_bytes: u64, path: &Path) -> Self {
-        Self { id: id.into(), bytes, page_bytes, path: path.into(), backings: Vec::new(), private: None }
+        Self {
+            id: id.into(),
+            bytes,
+            page_bytes,
+            path: path.into(),
+            backings: Vec::new(),
+            private: None,
+            template: None,
+        }
     }
 
     /// The block as its destination must know it.
@@ -143,16 +157,24 @@ impl Block {
         Ok(place)
     }
 
-    /// What of it the host has given memory for, bytes; none where it cannot be looked at.
+    /// What of it the host has given memory for, for this machine alone, bytes; none where it cannot be looked at.
     #[must_use]
     pub fn allocated_bytes(&self, pid: u32) -> u64 {
         let in_file = || -> io::Result<u64> { Ok(self.look_below(&Root::of(pid)?)?.stat()?.st_blocks as u64 * 512) };
         let in_process = |address: u64| -> io::Result<u64> {
-            let mut regions = Vec::new();
-            Pagemap::open(pid)?.with_content(address..address.saturating_add(self.bytes), &mut regions)?;
-            Ok(regions.iter().map(|region| region.end - region.start).sum())
+            Ok(Pagemap::open(pid)?.content_bytes(address..address.saturating_add(self.bytes))?)
         };
         self.private.map_or_else(in_file, in_process).unwrap_or(0)
+    }
+}
+
+impl Block {
+    /// What of it the guest has content in, its own and what it shares with others, bytes: what it takes where it
+    /// shares with nobody. None where it cannot be looked at.
+    #[must_use]
+    pub fn content_bytes(&self, pid: u32) -> u64 {
+        let Some(address) = self.private else { return self.allocated_bytes(pid) };
+        areas::content_bytes(pid, address..address.saturating_add(self.bytes)).unwrap_or(0)
     }
 }
 
@@ -183,12 +205,14 @@ pub fn stretches(maps: &[Mapping], file: FileId) -> Vec<Stretch> {
     found
 }
 
-/// Whether all these addresses are private memory of the process's own, which it may write.
+/// Whether all these addresses are private memory of the process's own, which it may write: anonymous, or with this
+/// file behind it, or with one that has no name, as pools have none.
 #[must_use]
-pub fn is_private(maps: &[Mapping], addresses: &Range<u64>) -> bool {
+pub fn is_private(maps: &[Mapping], addresses: &Range<u64>, behind: Option<FileId>) -> bool {
     let mut covered = addresses.start;
     for mapping in maps.iter().filter(|mapping| mapping.range.end > addresses.start) {
-        let own = mapping.file.is_none() && !mapping.permissions.shared && mapping.permissions.write;
+        let known = mapping.file.is_none() || mapping.file == behind || mapping.deleted;
+        let own = known && !mapping.permissions.shared && mapping.permissions.write;
         if covered >= addresses.end || mapping.range.start > covered || !own {
             break;
         }
@@ -283,11 +307,17 @@ mod tests {
             7f0000005000-7f0000006000 r--p 00000000 00:00 0\n\
             7f0000006000-7f0000007000 rw-p 00000000 00:1f 78 /other\n";
         let maps = parse_maps(text);
-        let is = |start: u64, end: u64| is_private(&maps, &(0x7f00_0000_0000 + start..0x7f00_0000_0000 + end));
+        let with = |behind, start: u64, end: u64| {
+            is_private(&maps, &(0x7f00_0000_0000 + start..0x7f00_0000_0000 + end), behind)
+        };
+        let is = |start, end| with(None, start, end);
         assert!(is(0, 0x3000) && is(0x800, 0x1800));
         for (start, end) in [(0, 0x4000), (0x3000, 0x4000), (0x4000, 0x5000), (0x5000, 0x6000), (0x6000, 0x7000)] {
             assert!(!is(start, end), "{start:x} to {end:x}");
         }
+        let file = |inode| Some(FileId { device: (0, 0x1f), inode });
+        assert!(with(file(78), 0x6000, 0x7000) && !with(file(77), 0x6000, 0x7000), "only its template is behind it");
+        assert!(!with(file(77), 0x3000, 0x4000), "it is shared");
     }
 
     /// Fails where the agent is believed: nothing of that file is mapped at all.

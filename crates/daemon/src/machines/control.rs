@@ -7,19 +7,21 @@ use std::time::Duration;
 
 use serde_json::json;
 use sterna_api::{Blame, Code, Problem, VmState};
-use sterna_engine::agent::{Agent, AgentBlock, AgentError, Sharing};
+use sterna_engine::agent::{Agent, AgentBlock, Sharing};
 use sterna_engine::vmm::qemu::{ErrorLog, Inspection, QemuDestination, QemuProcess, QemuSource, SharedQmp, inspect};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_engine::vmm::{Destination, Source, VmmError};
 use sterna_sys::process::{Mapping, maps};
 
+use super::agent;
 use super::backing::{Block, is_private, stretches};
 use super::record::VmRecord;
+use super::template::Template;
 use crate::problems;
 use crate::process::Identity;
 use crate::qemu::launch::log_file;
 
-/// How long QEMU, or the agent inside it, has for an answer.
+/// How long QEMU has for an answer.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long QEMU has to end when it is told to.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -143,7 +145,7 @@ pub fn give_back(record: &VmRecord) -> Result<(), Problem> {
 /// Closes the userfaultfd that the agent keeps: of pages that are all here by now, or of write tracking that a daemon
 /// of an earlier version left on.
 pub fn stop_tracking(record: &VmRecord) {
-    let closed = Agent::connect(&record.agent, TIMEOUT).and_then(|mut agent| agent.close_userfaultfd());
+    let closed = Agent::connect(&record.agent, agent::TIMEOUT).and_then(|mut agent| agent.close_userfaultfd());
     if let Err(error) = closed {
         // The next migration closes what it finds; until then written pages cost a fault each.
         tracing::warn!(vm = %record.name, %error, "the agent may still hold a userfaultfd");
@@ -178,32 +180,25 @@ pub fn vm_state(status: &str) -> VmState {
     if status == "running" { VmState::Running } else { VmState::Paused }
 }
 
-/// What the agent did not do.
-fn agent_failed(code: Code, what: &str, error: &AgentError) -> Problem {
-    let (blame, hint) = error.culprit();
-    let mut problem = problems::host(what, error).hint(hint);
-    (problem.code, problem.blame) = (code, blame);
-    problem
-}
-
 /// The agent inside QEMU, with the address of every RAM block: where the kernel says that QEMU has mapped the file on
 /// record.
 ///
 /// # Errors
 /// A [`Problem`] where it does not answer, or does not know the RAM.
 pub fn agent_and_addresses(socket: &Path, pid: u32, blocks: &[Block]) -> Result<(Agent, Vec<u64>), Problem> {
-    let mut agent = Agent::connect(socket, TIMEOUT)
-        .map_err(|error| agent_failed(Code::AgentMissing, "the agent inside QEMU does not answer", &error))?;
-    // The path comes from QEMU's environment, or from its directory: what listens there may be another's.
-    let peer = agent.peer().pid;
-    if u32::try_from(peer) != Ok(pid) {
-        let why = format!("what listens at {} is process {peer}, and QEMU is {pid}", socket.display());
-        return Err(Problem::new(Code::AgentForeign, Blame::Qemu, why)
-            .hint("each QEMU needs a STERNA_AGENT_SOCKET of its own; is it the right process number?"));
-    }
-    let failed = |what| move |error| agent_failed(Code::AgentFailed, what, &error);
-    let known = agent.blocks().map_err(failed("the agent does not tell the RAM blocks"))?;
-    let lost = agent.hello().map_err(failed("the agent does not introduce itself"))?.blocks_lost;
+    let mut agent = agent::connect(socket, pid).map_err(|error| error.problem())?;
+    let addresses = addresses(&mut agent, pid, blocks)?;
+    Ok((agent, addresses))
+}
+
+/// The same addresses, of an agent that was reached.
+///
+/// # Errors
+/// A [`Problem`] where it does not answer, or does not know the RAM.
+pub fn addresses(agent: &mut Agent, pid: u32, blocks: &[Block]) -> Result<Vec<u64>, Problem> {
+    let known = known_blocks(agent)?;
+    let failed = |error| agent::failed(Code::AgentFailed, "the agent does not introduce itself", &error);
+    let lost = agent.hello().map_err(failed)?.blocks_lost;
     if lost > 0 {
         return Err(Problem::new(
             Code::AgentRam,
@@ -212,8 +207,13 @@ pub fn agent_and_addresses(socket: &Path, pid: u32, blocks: &[Block]) -> Result<
         ));
     }
     let maps = maps(pid).map_err(|error| problems::host("cannot look at QEMU's memory", &error))?;
-    let addresses = blocks.iter().map(|block| address_of(block, &maps, &known)).collect::<Result<_, _>>()?;
-    Ok((agent, addresses))
+    blocks.iter().map(|block| address_of(block, &maps, &known)).collect()
+}
+
+/// The RAM blocks that the agent sees.
+fn known_blocks(agent: &mut Agent) -> Result<Vec<AgentBlock>, Problem> {
+    let failed = |error| agent::failed(Code::AgentFailed, "the agent does not tell the RAM blocks", &error);
+    agent.blocks().map_err(failed)
 }
 
 /// Where a RAM block is. Where the file on record is mapped is the kernel's word; the agent's is that it sees what
@@ -243,7 +243,8 @@ fn private_address(block: &Block, address: u64, maps: &[Mapping], known: &[Agent
     if !seen {
         return Err(Problem::new(Code::AgentRam, Blame::Ours, format!("the agent does not see {named}")));
     }
-    if !is_private(maps, &(address..address.saturating_add(block.bytes))) {
+    let behind = block.template.as_ref().map(Template::file);
+    if !is_private(maps, &(address..address.saturating_add(block.bytes)), behind) {
         let why = format!("QEMU has no private memory where the agent sees {named}");
         return Err(Problem::new(Code::AgentRam, Blame::Qemu, why));
     }
@@ -262,12 +263,8 @@ fn is_block(seen: &AgentBlock, block: &Block) -> bool {
 ///
 /// # Errors
 /// A [`Problem`] where the agent does not answer, or does not see it.
-pub fn find_private(socket: &Path, blocks: &mut [Block]) -> Result<(), Problem> {
-    let mut agent = Agent::connect(socket, TIMEOUT)
-        .map_err(|error| agent_failed(Code::AgentMissing, "the agent inside QEMU does not answer", &error))?;
-    let known = agent
-        .blocks()
-        .map_err(|error| agent_failed(Code::AgentFailed, "the agent does not tell the RAM blocks", &error))?;
+pub fn find_private(agent: &mut Agent, blocks: &mut [Block]) -> Result<(), Problem> {
+    let known = known_blocks(agent)?;
     for block in blocks {
         let found = known.iter().find(|seen| is_block(seen, block)).map(|seen| seen.address);
         block.private = Some(found.ok_or_else(|| {

@@ -3,23 +3,17 @@
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
-use sterna_engine::agent::Agent;
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::memory::Holder;
 
-/// How long the agent inside it has for an answer.
-const TIMEOUT: Duration = Duration::from_secs(5);
+use super::agent;
 
 /// Who gives the kernel advice about a machine's private memory in its QEMU's name.
 ///
 /// # Errors
-/// The agent does not answer.
+/// The agent inside it was not reached.
 pub fn holder(socket: &Path, pid: u32) -> io::Result<Holder> {
-    let agent = Agent::connect(socket, TIMEOUT).map_err(io::Error::other)?;
-    if u32::try_from(agent.peer().pid) != Ok(pid) {
-        return Err(io::Error::other("another process than QEMU answers in the agent's place"));
-    }
+    let agent = agent::connect(socket, pid).map_err(io::Error::other)?;
     Ok(Holder { pid, inside: Arc::new(Mutex::new(InsideQemu::new(agent))) })
 }

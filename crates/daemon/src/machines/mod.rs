@@ -30,6 +30,12 @@ pub mod claim;
 /// The thread that waits for a machine's end.
 pub mod watch;
 
+/// Files that machines' private memory begins as.
+pub mod template;
+
+/// The agent inside a machine's QEMU.
+pub mod agent;
+
 /// What is asked of a machine's QEMU.
 pub mod control;
 

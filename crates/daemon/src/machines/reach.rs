@@ -63,6 +63,8 @@ pub fn movable(record: &VmRecord) -> Result<Movable, Problem> {
     let mut control = Control::connect(&record.qmp)?;
     let about = control.inspect()?;
     check_movable(&record.name, &about)?;
+    // What damages a guest must not travel as if it were the guest's.
+    record.check_template().inspect_err(|problem| tracing::error!(vm = %record.name, "{}", problem.message))?;
     let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
     let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
     let tracker = WriteProtect::new(record.process.pid, InsideQemu::new(agent)).map_err(|error| error.problem())?;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use sterna_api::report::Host;
-use sterna_api::{BalloonSetting, MemoryMode};
+use sterna_api::{BalloonSetting, MemoryMode, Problem};
 use sterna_engine::host::MigrationId;
 use sterna_engine::memory::BlockFile;
 use sterna_engine::vmm::qemu::Inspection;
@@ -15,6 +15,7 @@ use sterna_sys::host;
 
 use super::backing::{Backing, Block, OwnFile};
 use super::holder;
+use super::template::Template;
 use crate::process::Identity;
 use crate::qemu::binary::{self, Version};
 
@@ -192,7 +193,24 @@ impl VmRecord {
         ram.chain(self.paging.iter().map(|paging| OwnFile { path: paging.map.clone(), file: None })).collect()
     }
 
-    /// RAM the host has given memory for, bytes.
+    /// The file that its private memory began as.
+    #[must_use]
+    pub fn template(&self) -> Option<&Template> {
+        self.blocks.iter().find_map(|block| block.template.as_ref())
+    }
+
+    /// Checks that the file that its private memory began as is as it was then.
+    ///
+    /// # Errors
+    /// A [`Problem`]: the guest's RAM may be damaged.
+    pub fn check_template(&self) -> Result<(), Problem> {
+        let mut begun = self.blocks.iter().filter_map(|block| Some((block, block.template.as_ref()?, block.private?)));
+        begun.try_for_each(|(block, template, address)| {
+            template.check(&self.name, self.process.pid, &(address..address.saturating_add(block.bytes)))
+        })
+    }
+
+    /// RAM the host has given memory for, for this machine alone, bytes.
     #[must_use]
     pub fn allocated_bytes(&self) -> u64 {
         self.blocks.iter().map(|block| block.allocated_bytes(self.process.pid)).sum()
@@ -214,7 +232,8 @@ impl VmRecord {
             managed_ram: self.managed_ram,
             blocks: self.blocks.iter().map(Block::spec).collect(),
             cpu: host_cpu.then(crate::qemu::cpu::describe).flatten(),
-            allocated_bytes: self.allocated_bytes(),
+            // It shares with nobody there, so what it has in common with others here it needs, too.
+            allocated_bytes: self.blocks.iter().map(|block| block.content_bytes(self.process.pid)).sum(),
             balloon: self.balloon,
             running: about.running,
             from: host::name(),

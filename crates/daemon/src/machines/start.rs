@@ -1,5 +1,6 @@
 //! Starting a machine's QEMU: of one that is run here, and of one that comes from another host.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,6 +9,7 @@ use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_sys::host;
 
+use super::agent::{self, Unreached};
 use super::backing::{Block, OwnFile};
 use super::control::{self, Control};
 use super::files::{directory_problem, remove_files};
@@ -49,7 +51,8 @@ impl Launcher {
         }
     }
 
-    /// Starts QEMU with files of its own, these RAM blocks among them, and looks at what came up.
+    /// Starts QEMU with files of its own, these RAM blocks among them, and looks at what came up. `template`: the file
+    /// that the first block's private memory begins as, open for reading only.
     ///
     /// # Errors
     /// A [`Problem`]; QEMU and its files are gone then.
@@ -59,6 +62,7 @@ impl Launcher {
         arguments: &[String],
         name: &str,
         (kind, mut blocks): (RamKind, Vec<Block>),
+        template: Option<&File>,
     ) -> Result<Started, Problem> {
         let dir = &self.state.vm(name);
         for socket in [qmp_socket(dir), agent_socket(dir)] {
@@ -75,7 +79,7 @@ impl Launcher {
         self.state.make_vm(name).map_err(|error| directory_problem(dir, &error))?;
         let mut cleanup = Cleanup { process: None, files, dir: dir.into(), logs: self.state.logs(), armed: true };
         let user = self.user.as_ref();
-        let launch = Launch { binary, arguments, dir, ram_files: &ram_files, agent: &agent, ram: kind, user };
+        let launch = Launch { binary, arguments, dir, ram_files: &ram_files, agent: &agent, ram: kind, template, user };
         let process = launch::launch(&launch)?;
         cleanup.process = Some(process);
         // The directory is root's: what has these names now is what was made above.
@@ -115,24 +119,22 @@ impl Launcher {
 }
 
 /// Waits until the agent answers: its thread begins beside QEMU's own, and on a busy host QEMU may be the first to
-/// answer.
+/// answer. Then it must see all of the RAM.
 fn wait_for_agent(dir: &Path, process: Identity, kind: RamKind, blocks: &mut [Block]) -> Result<(), Problem> {
     let deadline = Instant::now() + AGENT_TIMEOUT;
     let socket = agent_socket(dir);
-    loop {
-        let found = match kind {
-            RamKind::Files => Ok(()),
-            RamKind::Private { .. } => control::find_private(&socket, blocks),
-        };
-        match found.and_then(|()| control::agent_and_addresses(&socket, process.pid, blocks)) {
-            Err(problem)
-                if problem.code == Code::AgentMissing && Instant::now() < deadline && process.open().is_some() =>
-            {
+    let mut agent = loop {
+        match agent::connect(&socket, process.pid) {
+            Err(Unreached::NoAnswer(_)) if Instant::now() < deadline && process.open().is_some() => {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            answered => return answered.map(drop),
+            reached => break reached.map_err(|error| error.problem())?,
         }
+    };
+    if let RamKind::Private { .. } = kind {
+        control::find_private(&mut agent, blocks)?;
     }
+    control::addresses(&mut agent, process.pid, blocks).map(drop)
 }
 
 /// A QEMU that was just started. Dropped without [`Started::keep`], it and its files are gone.

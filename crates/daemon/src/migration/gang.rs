@@ -13,6 +13,7 @@ use super::jobs::Job;
 use super::leaving::Leaving;
 use super::outgoing::Mover;
 use super::queue::Ticket;
+use super::sharing::{self, Membership};
 use crate::machines::hold::Hold;
 use crate::machines::record::VmRecord;
 use crate::problems::{host, invalid};
@@ -28,6 +29,8 @@ pub struct Gang {
     job: Arc<Job>,
     options: MigrateOptions,
     members: Vec<VmRecord>,
+    /// Whom each member shares pages with.
+    sharing: Vec<Membership>,
 }
 
 /// Begins a migration. Every machine is claimed, or none is.
@@ -46,21 +49,26 @@ impl Gang {
         let machines = &departures.machines;
         let job = departures.jobs.add(&request.to, &request.vms);
         let mut members: Vec<VmRecord> = Vec::new();
+        let give_back = |members: &[VmRecord]| {
+            for record in members {
+                // While the machine was claimed, nobody took note of its end.
+                machines.give_back(record);
+            }
+            departures.jobs.drop_job(job.id);
+        };
         for (index, name) in request.vms.iter().enumerate() {
             let leaving = Leaving { monitor: Arc::clone(job.monitor(index)), to: request.to.clone() };
             match machines.claim(name, Hold::busy(leaving)) {
                 Ok(record) => members.push(record),
                 Err(problem) => {
-                    for record in &members {
-                        // While the machine was claimed, nobody took note of its end.
-                        machines.give_back(record);
-                    }
-                    departures.jobs.drop_job(job.id);
+                    give_back(&members);
                     return Err(problem);
                 }
             }
         }
-        Ok(Self { departures: Arc::clone(departures), job, options: request.options.clone(), members })
+        let options = request.options.clone();
+        let sharing = sharing::gangs(&members, options.preserve_sharing).inspect_err(|_| give_back(&members))?;
+        Ok(Self { departures: Arc::clone(departures), job, options, members, sharing })
     }
 
     /// Starts a thread for each member, which drives it.
@@ -93,6 +101,7 @@ impl Gang {
             peer: &self.job.to,
             options: &self.options,
             monitor: self.job.monitor(index),
+            gang: &self.sharing[index],
         }
     }
 }

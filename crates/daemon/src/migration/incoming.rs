@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use sterna_api::{Blame, Code, MemoryMode, Problem};
+use sterna_engine::destination::pool::Pool;
 use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::paging::Pager;
 use sterna_engine::transport::credentials::Credentials;
@@ -14,6 +15,7 @@ use sterna_protocol::spec::VmSpec;
 use super::arriving::{Arriving, check_incoming};
 use super::no_verdict::no_verdict;
 use super::paging::{self, Pages};
+use super::pools::Pools;
 use super::prechecks;
 use super::records::{NoVerdict, Records};
 use crate::care::Care;
@@ -44,6 +46,8 @@ pub struct Destination {
     pub launcher: Arc<Launcher>,
     /// The pages that come after their guest.
     pub pages: Arc<Pages>,
+    /// The pools of gangs that come here.
+    pub pools: Arc<Pools>,
     /// How many machines may be on their way here at a time.
     pub max_incoming: usize,
     /// The QEMU of the configuration.
@@ -72,6 +76,10 @@ impl DestinationHost for Destination {
             // yes, and never asks: no record is kept.
             tracing::info!(vm = %spec.name, %id, code = %problem.code, "refused: {}", problem.message);
         })
+    }
+
+    fn pool(&self, gang: u128, group: &str, members: u16, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
+        self.pools.of(gang, group, members, from)
     }
 
     fn room_bytes(&self) -> u64 {
@@ -183,7 +191,7 @@ impl Destination {
         let all = arguments::for_incoming(items, &additions, &spec.machine, &files);
         let memory_mode = if spec.private { MemoryMode::Private } else { MemoryMode::Shared };
         let kind = self.launcher.ram_kind(memory_mode, spec.trust_group.as_deref());
-        let mut started = self.launcher.start(&binary.path, &all, &spec.name, (kind, blocks))?;
+        let mut started = self.launcher.start(&binary.path, &all, &spec.name, (kind, blocks), None)?;
         let memory =
             Memory { bytes: spec.memory_bytes, blocks: started.blocks.clone(), managed: spec.managed_ram, owned: true };
         let mut record = VmRecord {

@@ -21,6 +21,12 @@ pub mod line;
 /// Migrations that wait for their turn.
 pub mod queue;
 
+/// Which machines share pages on their way.
+pub mod sharing;
+
+/// The pools of gangs that come here.
+pub mod pools;
+
 /// The parts of the daemon that move machines away.
 pub mod departures;
 

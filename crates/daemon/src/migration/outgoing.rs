@@ -16,6 +16,7 @@ use sterna_sys::host::random_u128;
 use super::departures::Departures;
 use super::queue::{Ticket, Turn};
 use super::records::Stage;
+use super::sharing::Membership;
 use super::{resuming, waiting};
 use crate::machines::control::{self, end_qemu};
 use crate::machines::reach::{Movable, movable};
@@ -38,6 +39,8 @@ pub struct Mover<'a> {
     pub options: &'a MigrateOptions,
     /// The monitor of the migration.
     pub monitor: &'a Monitor,
+    /// The gang that it shares pages with.
+    pub gang: &'a Membership,
 }
 
 /// How an attempt ended.
@@ -94,10 +97,10 @@ impl Mover<'_> {
     }
 
     fn attempt(&self, turn: &Turn) -> Attempt {
-        let Self { departures, record, peer, options, monitor } = *self;
+        let Self { departures, record, peer, options, monitor, gang } = *self;
         let Departures { machines, records, .. } = &**departures;
         let id = MigrationId(random_u128());
-        let outgoing = prepare(departures, record, id).and_then(|(outgoing, qmp)| {
+        let outgoing = prepare(departures, record, id, gang).and_then(|(outgoing, qmp)| {
             let leaving =
                 VmRecord { lifecycle: Lifecycle::Outgoing(id), running: outgoing.spec.running, ..record.clone() };
             machines.store(&leaving).map_err(|error| host("cannot write the machine's record", &error))?;
@@ -186,7 +189,12 @@ fn belongs_here(departures: &Departures, record: &VmRecord, id: MigrationId) {
 }
 
 /// The machine as the engine moves it, and its connection to QEMU.
-fn prepare(departures: &Departures, record: &VmRecord, id: MigrationId) -> Result<(Outgoing, SharedQmp), Problem> {
+fn prepare(
+    departures: &Departures,
+    record: &VmRecord,
+    id: MigrationId,
+    gang: &Membership,
+) -> Result<(Outgoing, SharedQmp), Problem> {
     let Movable { control, about, blocks, tracker } = movable(record)?;
     let qmp = control.share();
     let outgoing = Outgoing {
@@ -199,6 +207,7 @@ fn prepare(departures: &Departures, record: &VmRecord, id: MigrationId) -> Resul
         direct_io: !about.direct_io.is_empty(),
         trust_first_look: departures.trust_first_look,
         bandwidth: Arc::clone(&departures.bandwidth),
+        gang: gang.clone(),
         here: record.here(),
     };
     Ok((outgoing, qmp))

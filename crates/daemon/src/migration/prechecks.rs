@@ -85,7 +85,7 @@ fn check_ram(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
         ));
     }
     if spec.managed_ram {
-        arguments::check_for_run(items)?;
+        arguments::check_for_run(items, false)?;
     }
     Ok(())
 }

@@ -3,6 +3,8 @@
 //! Dropped arguments, when, and why:
 //!
 //! * **`-daemonize`; always**: Sterna starts QEMU in the background itself and must know its process
+//! * **`-incoming`; from the record of a machine that began as a template**: it said where that one start found the
+//!   state of its devices
 //! * **`-pidfile`; at a destination**: the source's QEMU may still hold the same file
 //! * **`-qmp`, `-qmp-pretty`, `-mon`; adopted machine at a destination**: they belong to the user who started it;
 //!   Sterna adds its own
@@ -157,11 +159,12 @@ pub fn unparse(items: &[Item]) -> Vec<String> {
     arguments
 }
 
-/// Checks that `run` can add RAM, agent and QMP to these arguments.
+/// Checks that `run` can add RAM, agent and QMP to these arguments; `templated`: RAM begins as a template, so that the
+/// state of its devices is the user's to give.
 ///
 /// # Errors
 /// A [`Problem`] that names the argument in the way and why.
-pub fn check_for_run(items: &[Item]) -> Result<(), Problem> {
+pub fn check_for_run(items: &[Item], templated: bool) -> Result<(), Problem> {
     for item in items {
         let value = item.value.as_deref().unwrap_or_default();
         let reason = match item.option.as_str() {
@@ -171,6 +174,7 @@ pub fn check_for_run(items: &[Item]) -> Result<(), Problem> {
             "mem-path" | "mem-prealloc" => "Sterna makes the RAM back end itself",
             "object" if value.contains("memory-backend-") => "Sterna makes the RAM back end itself",
             "machine" if item.get("memory-backend").is_some() => "Sterna makes the RAM back end itself",
+            "incoming" if templated => continue,
             "incoming" => "a machine that waits for another one's state is Sterna's to start",
             "loadvm" => "a snapshot brings its own RAM",
             "h" | "help" | "version" => "it starts no machine",
@@ -203,6 +207,14 @@ pub fn check_for_private(items: &[Item]) -> Result<(), Problem> {
         return Err(conflict(item, reason).hint("without it, or with --memory-mode shared"));
     }
     Ok(())
+}
+
+/// The arguments without those that say where the machine's state comes from: they are of one start, and not of the
+/// machine.
+#[must_use]
+pub fn without_origin(items: &[Item]) -> Vec<String> {
+    let lasting: Vec<Item> = items.iter().filter(|item| item.option != "incoming").cloned().collect();
+    unparse(&lasting)
 }
 
 /// Adds a balloon device to a user's arguments, for the bus that the machine has.

@@ -39,12 +39,20 @@ fn arguments_that_bring_their_own_ram_are_refused_with_the_reason() {
         "-readconfig f",
         "-version",
     ] {
-        let problem = check_for_run(&items(line)).expect_err(line);
+        let problem = check_for_run(&items(line), false).expect_err(line);
         assert_eq!(problem.code, "argument-conflict", "{line}");
     }
     for line in ["-M q35 -accel kvm", "-m slots=4,maxmem=8G", "-daemonize -S", "-object rng-random,id=r"] {
-        assert!(check_for_run(&items(line)).is_ok(), "{line}");
+        assert!(check_for_run(&items(line), false).is_ok(), "{line}");
     }
+}
+
+#[test]
+fn where_a_machine_found_its_state_is_of_one_start_with_a_template_and_not_of_the_machine() {
+    let with = items("-M q35 -incoming exec:cat -S");
+    assert!(check_for_run(&with, true).is_ok() && check_for_run(&with, false).is_err());
+    assert!(check_for_run(&items("-m 1G -incoming defer"), true).is_err());
+    assert_eq!(without_origin(&with), ["-machine", "q35", "-S"]);
 }
 
 #[test]

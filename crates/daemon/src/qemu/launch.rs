@@ -3,12 +3,14 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chown, fchown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Gid, Uid, setsid};
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use sterna_api::problem::Whereabouts;
@@ -30,6 +32,9 @@ pub const AGENT_SOCKET_VARIABLE: &str = "STERNA_AGENT_SOCKET";
 
 /// The environment variable that tells the agent what to make of guest RAM.
 const AGENT_MEMORY_VARIABLE: &str = "STERNA_AGENT_MEMORY";
+
+/// The environment variable that tells the agent the descriptor of the file that private memory begins as.
+const AGENT_TEMPLATE_VARIABLE: &str = "STERNA_AGENT_TEMPLATE";
 
 /// What the agent makes of guest RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +73,8 @@ pub struct Launch<'a> {
     pub agent: &'a Path,
     /// What it makes of guest RAM.
     pub ram: RamKind,
+    /// The file that private memory begins as, open for reading only.
+    pub template: Option<&'a File>,
     /// The user QEMU runs as.
     pub user: Option<&'a User>,
 }
@@ -120,6 +127,12 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
         .stdin(Stdio::null())
         .stdout(stdout)
         .stderr(stderr);
+    // A descriptor of this start alone, which only its child lets the program inherit: others are started meanwhile.
+    let template = launch.template.map(File::try_clone).transpose();
+    let template = template.map_err(|error| host("cannot pass the memory template on", &error))?;
+    if let Some(template) = &template {
+        command.env(AGENT_TEMPLATE_VARIABLE, template.as_raw_fd().to_string());
+    }
     let user = launch.user.cloned();
     // SAFETY: between fork and exec only system calls that touch no memory but the child's own stack and what was
     // allocated before; none of them takes a lock or allocates.
@@ -127,6 +140,9 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
         command.pre_exec(move || {
             setsid()?;
             restore_file_limit()?;
+            if let Some(template) = &template {
+                fcntl_setfd(template, FdFlags::empty())?;
+            }
             let Some(user) = &user else { return Ok(()) };
             become_user(user)
         });

@@ -164,6 +164,19 @@ impl Agent {
         self.exchange.call(Operation::CloseUserfaultfd, &[], None).map(drop)
     }
 
+    /// Lets the library drop its duplicate and remember that this process has one: until
+    /// [`close_userfaultfd`](Self::close_userfaultfd) it replaces no mapping of guest RAM. A library of an earlier
+    /// version, which never does that, is told to close it.
+    ///
+    /// # Errors
+    /// [`AgentError`].
+    pub fn lend_userfaultfd(&mut self) -> Result<(), AgentError> {
+        match self.exchange.call(Operation::LendUserfaultfd, &[], None) {
+            Err(AgentError::Refused { status: Status::Unknown, .. }) => self.close_userfaultfd(),
+            answered => answered.map(drop),
+        }
+    }
+
     /// Advises the kernel about guest RAM, in QEMU's name.
     ///
     /// # Errors
@@ -177,11 +190,34 @@ impl Agent {
         })
     }
 
-    /// Maps parts of a file over guest RAM, readable and writable. What was registered or advised there before is gone.
+    /// Maps parts of a file over guest RAM, readable and writable. With [`Sharing::Private`] the file must be open for
+    /// reading only. What was registered or advised there before is gone.
     ///
     /// # Errors
     /// [`AgentError::Refused`] says which run failed; those before it are done.
     pub fn map(&mut self, file: BorrowedFd<'_>, sharing: Sharing, runs: &[MapRun]) -> Result<(), AgentError> {
+        self.map_runs(Some(file), sharing, runs)
+    }
+
+    /// Makes anonymous memory of private guest RAM: it reads as zeros, and whatever file stood behind it is gone.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map); [`Status::AlreadyOpen`] while a userfaultfd is open.
+    pub fn map_own(&mut self, ranges: &[AddressRange]) -> Result<(), AgentError> {
+        let runs: Vec<_> = ranges.iter().map(|at| MapRun { at: *at, offset: 0 }).collect();
+        self.map_runs(None, Sharing::Own, &runs)
+    }
+
+    /// As [`map_own`](Self::map_own), also while a userfaultfd is open: the new memory is not registered with it.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    pub fn map_missing(&mut self, ranges: &[AddressRange]) -> Result<(), AgentError> {
+        let runs: Vec<_> = ranges.iter().map(|at| MapRun { at: *at, offset: 0 }).collect();
+        self.map_runs(None, Sharing::Missing, &runs)
+    }
+
+    fn map_runs(&mut self, file: Option<BorrowedFd<'_>>, sharing: Sharing, runs: &[MapRun]) -> Result<(), AgentError> {
         self.batches(runs, |exchange, batch| {
             let request = MapRequest { sharing: (sharing as u32).into(), count: (batch.len() as u32).into() };
             let items: Vec<Run> = batch
@@ -192,7 +228,7 @@ impl Agent {
                     offset: run.offset.into(),
                 })
                 .collect();
-            exchange.call(Operation::Map, &[request.as_bytes(), items.as_bytes()], Some(file))
+            exchange.call(Operation::Map, &[request.as_bytes(), items.as_bytes()], file)
         })
     }
 

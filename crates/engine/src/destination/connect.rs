@@ -1,11 +1,15 @@
 //! Phase *connect*: what a source wants of this daemon, and the connections of its session.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use sterna_api::Problem;
+use sterna_protocol::frame::shared::MAX_MEMBERS;
 use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::spec::VmSpec;
 
+use super::pool::Pool;
 use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::{MigrationId, Verdict};
@@ -30,6 +34,19 @@ pub(super) struct Proposal {
     pub(super) verify: bool,
     /// Whether the guest may start before all its pages are here.
     pub(super) postcopy: bool,
+    /// The gang that the machine shares pages with.
+    pub(super) joining: Option<Joining>,
+}
+
+/// A machine's place in a gang that comes here.
+#[derive(Debug, Clone)]
+pub(super) struct Joining {
+    /// The gang's pool.
+    pub(super) pool: Arc<Pool>,
+    /// The trust group of all members.
+    pub(super) group: String,
+    /// Which member the machine is.
+    pub(super) member: u16,
 }
 
 /// Takes the first requests. It says who this daemon is or what became of a migration, resumes a migration, or returns
@@ -43,13 +60,22 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         session.control.answer(&request, &Reply::Identity { identity: session.host.identity().0 })?;
         request = session.control.next_request()?;
     }
+    let mut joining = None;
+    if let Request::Join { gang, group, members, member } = &request {
+        match session.join(*gang, group, *members) {
+            Ok(pool) => joining = Some(Joining { pool, group: group.clone(), member: *member }),
+            Err(problem) => return session.control.answer(&request, &Reply::Failed(problem)).map(|()| None),
+        }
+        session.control.answer(&request, &Reply::Joined)?;
+        request = session.control.next_request()?;
+    }
     match &request {
         Request::Propose { id, spec, streams, postcopy, verify }
             if *id == session.id.0 && (1..=MAX_STREAMS).contains(streams) =>
         {
             let postcopy = *postcopy && session.agreed.features.contains(Features::POSTCOPY);
             let (spec, streams, verify) = ((**spec).clone(), *streams, *verify);
-            Ok(Some(Proposal { request, spec, streams, verify, postcopy }))
+            Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining }))
         }
         Request::Resume { id, streams } if (1..=MAX_STREAMS).contains(streams) => {
             session.resume(MigrationId(*id), *streams, &request).map(|()| None)
@@ -62,6 +88,16 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
             session.control.answer(&request, &reply).map(|()| None)
         }
         _ => Err(MigrateError::Request("a session begins with a proposal")),
+    }
+}
+
+impl Session<'_> {
+    /// The pool of a gang that comes here.
+    fn join(&self, gang: u128, group: &str, members: u16) -> Result<Arc<Pool>, Problem> {
+        if !self.agreed.features.contains(Features::SHARING) || !(1..=MAX_MEMBERS as u16).contains(&members) {
+            return Err(MigrateError::Request("a gang that this daemon cannot know").problem());
+        }
+        self.host.pool(gang, group, members, self.control.peer())
     }
 }
 

@@ -71,6 +71,7 @@ impl Landing<'_, '_> {
     /// They do not come, or could not be placed.
     pub(super) fn arrived(&self, round: u32) -> Result<Reply, MigrateError> {
         self.arrivals.wait(round, ARRIVAL_TIMEOUT)?;
+        self.placer.settle();
         Ok(Reply::Arrived { suspects: self.placer.suspects(MAX_SUSPECTS) })
     }
 }

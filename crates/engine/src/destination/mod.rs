@@ -34,6 +34,15 @@ pub mod undecodable;
 /// Arrivals: pages off the wire that are not in their place yet.
 pub mod arrival;
 
+/// The RAM that pages are put into.
+mod target;
+
+/// The pool: the bodies that a gang shares.
+pub mod pool;
+
+/// Pages whose bodies are another page's, and still to come.
+pub mod awaited;
+
 /// Placement: pages into RAM.
 pub mod place;
 
@@ -87,20 +96,22 @@ fn arrive(session: &mut Session) -> Result<(), MigrateError> {
 
 /// Runs the phases in which pages arrive.
 fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'h>) -> Result<(), MigrateError> {
-    let Prepared { mut guard, ram, mut connections, held } = prepared;
+    let Prepared { mut guard, ram, mut connections, held, membership } = prepared;
     let pager = guard.pager.clone();
     let hang_up = connections.hang_up(session)?;
     let (requests, urgent) = connections.faults.take().unzip();
     let source = pager.as_deref().zip(requests);
     let source = source.map(|(pager, requests)| SourceOf::new(pager, requests, session.key.key, hang_up));
     let arrivals = Arrivals::new(proposal.streams);
-    let placer = Placer::new(ram.as_ref(), session.host, pager.as_deref(), session.digester());
+    let placer = Placer::new(ram.as_ref(), session.host, pager.as_deref(), session.digester(), membership);
     session.with_receivers(connections.pages, urgent, &placer, &arrivals, |session| {
         let (spec, guard) = (&proposal.spec, &mut guard);
         let mut landing = Landing { session, guard, spec, placer: &placer, arrivals: &arrivals, held: &held, source };
         let result =
             precopy::precopy(&mut landing).and_then(|()| switchover::switchover(&mut landing)).and_then(|pager| {
-                pager.map_or(Ok(()), |pager| landing.session.page_in(&pager, landing.source.as_ref(), &arrivals))
+                pager.map_or(Ok(()), |pager| {
+                    landing.session.page_in(&pager, landing.source.as_ref(), &placer, &arrivals)
+                })
             });
         if let Err(error) = &result {
             // The source may be busy with sending: it asks for the reason when its connection fails.

@@ -5,10 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sterna_protocol::frame::Digester;
-use sterna_protocol::layout::{Layout, PageIndex};
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::frame::shared::References;
+use sterna_protocol::layout::{ChunkIndex, Layout, PageIndex};
+use sterna_protocol::pages::{PageMap, PageSet};
 
-use super::arrival::Arrival;
+use super::arrival::{Arrival, Pooled};
+use super::awaited::Membership;
+use super::pool::PoolError;
+use super::target::Target;
 use crate::error::MigrateError;
 use crate::host::DestinationHost;
 use crate::memory::Memory;
@@ -25,33 +29,9 @@ pub struct Placer<'a> {
     host: &'a dyn DestinationHost,
     pager: Option<&'a Pager>,
     digester: Digester,
+    membership: Option<Membership>,
     placed_bytes: AtomicU64,
     suspects: Mutex<PageMap>,
-}
-
-/// The RAM that pages are put into.
-enum Target<'a> {
-    /// Into the RAM of a guest that does not run yet.
-    Still(&'a dyn Memory),
-    /// Into the RAM of a guest that runs, by its pager.
-    Running(&'a Pager),
-}
-
-impl Target<'_> {
-    fn put(&self, arrival: &Arrival) -> Result<(), MigrateError> {
-        match self {
-            Self::Running(pager) => pager.place(arrival),
-            Self::Still(ram) => {
-                let Arrival { chunk, bodies, zero, .. } = arrival;
-                if !zero.is_empty() {
-                    ram.discard(*chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
-                }
-                bodies.iter().try_for_each(|(pages, bodies)| {
-                    ram.write(*chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))
-                })
-            }
-        }
-    }
 }
 
 impl<'a> Placer<'a> {
@@ -63,9 +43,10 @@ impl<'a> Placer<'a> {
         host: &'a dyn DestinationHost,
         pager: Option<&'a Pager>,
         digester: Digester,
+        membership: Option<Membership>,
     ) -> Self {
         let (placed_bytes, suspects) = (AtomicU64::new(0), Mutex::new(PageMap::empty(ram.layout())));
-        Self { ram, host, pager, digester, placed_bytes, suspects }
+        Self { ram, host, pager, digester, membership, placed_bytes, suspects }
     }
 
     /// The digester of the pages.
@@ -100,6 +81,67 @@ impl<'a> Placer<'a> {
             return Err(MigrateError::Damaged(arrival.suspect.len()));
         }
         self.ensure_room(arrival.body_bytes())?;
+        self.put(&target, arrival)
+    }
+
+    /// Puts pages in their place of which some bodies are shared: those get into the gang's pool first, and from there
+    /// into this machine and all that wait for them.
+    ///
+    /// # Errors
+    /// As [`place`](Self::place); the machine is no member of a gang, or the peer contradicts itself. Nothing damaged
+    /// gets into the pool.
+    pub fn place_shared(&self, arrival: &Arrival, shared: &PageSet) -> Result<(), MigrateError> {
+        let Membership { pool, member, .. } = self.membership()?;
+        let all: PageSet = arrival.bodies.iter().fold(PageSet::EMPTY, |all, (pages, _)| all.or(pages));
+        if !shared.without(&all).is_empty() {
+            return Err(MigrateError::Request("shared pages without their bodies"));
+        }
+        if !arrival.suspect.is_empty() {
+            return Err(MigrateError::Damaged(arrival.suspect.len()));
+        }
+        self.ensure_room(arrival.body_bytes())?;
+        let bodies: Vec<_> = arrival.bodies_of(*shared).map(|(_, body)| body).collect();
+        let runs = pool.put(*member, arrival.chunk, shared, &bodies).map_err(|error| self.pooling(error))?;
+        let rest: Vec<_> = arrival.bodies_of(all.without(shared)).collect();
+        let rest: Vec<_> = rest.iter().map(|(page, body)| ([*page].into_iter().collect(), *body)).collect();
+        let pooled = Some(Pooled { runs: &runs, pool });
+        self.put(&self.target(), &Arrival { bodies: &rest, pooled, ..*arrival })
+    }
+
+    /// Puts pages in their place that refer to shared bodies. Those whose body is still to come get it when it comes.
+    ///
+    /// # Errors
+    /// As [`place_shared`](Self::place_shared).
+    pub fn refer(&self, chunk: ChunkIndex, references: &[References]) -> Result<(), MigrateError> {
+        let membership = self.membership()?;
+        let runs = membership.find(chunk, references).map_err(|error| self.pooling(error))?;
+        let target = self.target();
+        if !runs.is_empty() {
+            self.put(&target, &Arrival::pooled(chunk, Pooled { runs: &runs, pool: &membership.pool }))?;
+        }
+        if let Target::Running(pager) = target {
+            // A thread that waits for a page does not wait for its body as well.
+            pager.ask_once_more(chunk, &References::pages(references));
+        }
+        Ok(())
+    }
+
+    /// Waits for the bodies that pages refer to. Those that nobody brings are asked for: as suspect pages, or where the
+    /// guest runs already, as those that it waits for.
+    pub fn settle(&self) {
+        let Some(membership) = &self.membership else { return };
+        let left = membership.settle();
+        match self.target() {
+            Target::Still(_) => self.lock().add(&left),
+            Target::Running(pager) => pager.fetch(&left),
+        }
+    }
+
+    fn membership(&self) -> Result<&Membership, MigrateError> {
+        self.membership.as_ref().ok_or(MigrateError::Request("shared pages of a machine that has joined no gang"))
+    }
+
+    fn put(&self, target: &Target, arrival: &Arrival) -> Result<(), MigrateError> {
         target.put(arrival).map_err(|error| self.placing(error))?;
         if matches!(target, Target::Still(_)) {
             let mut suspects = self.lock();
@@ -107,6 +149,14 @@ impl<'a> Placer<'a> {
             *suspects = suspects.without(&arrival.pages()).or(&arrival.suspect);
         }
         Ok(())
+    }
+
+    /// The error of the gang's pool.
+    fn pooling(&self, error: PoolError) -> MigrateError {
+        match error {
+            PoolError::Peer(why) => MigrateError::Request(why),
+            PoolError::File(source) => self.placing(MigrateError::host("writing the gang's pool")(source)),
+        }
     }
 
     /// The error of placing pages, told apart from that of a full host.
@@ -133,7 +183,7 @@ impl<'a> Placer<'a> {
     }
 
     fn target(&self) -> Target<'_> {
-        self.pager.filter(|pager| pager.begun()).map_or(Target::Still(self.ram), Target::Running)
+        Target::of(self.ram, self.pager)
     }
 
     fn ensure_room(&self, bytes: u64) -> Result<(), MigrateError> {

@@ -49,12 +49,12 @@ impl Session<'_> {
             return Err(MigrateError::Bug("the faults' connection was not waited for"));
         };
         let arrivals = Arrivals::new(streams);
-        let placer = Placer::new(ram.as_ref(), self.host, Some(&pager), self.digester());
+        let placer = Placer::new(ram.as_ref(), self.host, Some(&pager), self.digester(), None);
         let mut source = SourceOf::new(&pager, requests, self.key.key, hang_up);
         self.with_receivers(connections.pages, Some(urgent), &placer, &arrivals, |session| {
             source.attach();
             tracing::info!(migration = %id, missing = pager.missing(), "the source of the guest's pages is there again");
-            session.page_in(&pager, Some(&source), &arrivals)
+            session.page_in(&pager, Some(&source), &placer, &arrivals)
         })
     }
 
@@ -64,9 +64,10 @@ impl Session<'_> {
         &mut self,
         pager: &Arc<Pager>,
         source: Option<&SourceOf>,
+        placer: &Placer,
         arrivals: &Arrivals,
     ) -> Result<(), MigrateError> {
-        let result = self.page_in_requests(pager, source, arrivals);
+        let result = self.page_in_requests(pager, source, placer, arrivals);
         // A source that is lost after its last page is not waited for.
         self.finish(pager);
         result
@@ -76,6 +77,7 @@ impl Session<'_> {
         &mut self,
         pager: &Arc<Pager>,
         source: Option<&SourceOf>,
+        placer: &Placer,
         arrivals: &Arrivals,
     ) -> Result<(), MigrateError> {
         loop {
@@ -88,7 +90,10 @@ impl Session<'_> {
                 Request::Missing { first } => residue::part(&pager.missing_pages(), pager.ram().layout(), *first)
                     .map(Reply::Missing)
                     .ok_or(MigrateError::Request("missing pages of chunks that this machine does not have")),
-                Request::Complete { verify } => self.complete(pager, arrivals, *verify),
+                Request::Complete { verify } => {
+                    placer.settle();
+                    self.complete(pager, arrivals, *verify)
+                }
                 Request::ChunkDigests { first, count } => chunk_digests(pager, *first, *count),
                 Request::PageDigests { chunk } => pager.page_digests(*chunk).map(Reply::Digests),
                 Request::GivenBack { chunk } => given_back(pager, *chunk),

@@ -8,13 +8,16 @@ use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
-use super::connect::{Connections, Proposal};
+use super::awaited::Membership;
+use super::connect::{Connections, Joining, Proposal};
 use super::devices::HeldDevices;
 use super::guard::Guard;
+use super::pool::PoolError;
 use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming};
 use crate::memory::{Memory, kind};
+use crate::paging::Pager;
 
 /// A machine that waits for its pages.
 pub(super) struct Prepared<'a> {
@@ -26,6 +29,8 @@ pub(super) struct Prepared<'a> {
     pub(super) connections: Connections,
     /// The devices' state on its way into the VMM.
     pub(super) held: HeldDevices,
+    /// Its membership of a gang.
+    pub(super) membership: Option<Membership>,
 }
 
 /// Prepares the machine, tells the source, and waits for the session's other connections; `None` where the machine is
@@ -38,13 +43,23 @@ pub(super) fn prepare<'a>(
     host: &'a dyn DestinationHost,
     proposal: &Proposal,
 ) -> Result<Option<Prepared<'a>>, MigrateError> {
-    let Proposal { request, spec, streams, verify, postcopy } = proposal;
+    let Proposal { request, spec, streams, verify, postcopy, joining } = proposal;
+    if let Some(problem) = joining.as_ref().and_then(|joining| outsider(spec, joining)) {
+        return refuse(session, request, problem);
+    }
     let (incoming, ram) = match start(session, spec, *postcopy) {
         Ok(started) => started,
         Err(problem) => return refuse(session, request, problem),
     };
     let mut guard = Guard::new(host, session.id, incoming);
     let no_postcopy = guard.open_pager(&ram, verify.then(|| session.digester()));
+    let membership = match joining.as_ref().map(|joining| enter(joining, &ram, guard.pager.as_ref())).transpose() {
+        Ok(membership) => membership,
+        Err(problem) => {
+            guard.end();
+            return refuse(session, request, problem);
+        }
+    };
     let accepted = Reply::Accepted {
         host: sterna_sys::host::name(),
         qemu: guard.incoming().qemu_version.clone(),
@@ -54,7 +69,7 @@ pub(super) fn prepare<'a>(
     };
     session.control.answer(request, &accepted)?;
     match set_up(session, &mut guard, *streams) {
-        Ok((connections, held)) => Ok(Some(Prepared { guard, ram, connections, held })),
+        Ok((connections, held)) => Ok(Some(Prepared { guard, ram, connections, held, membership })),
         Err(error) => {
             // The source has been told yes already: the answer to its next request tells it of this.
             guard.end();
@@ -67,6 +82,23 @@ pub(super) fn prepare<'a>(
 
 fn refuse<T>(session: &mut Session, request: &Request, problem: Problem) -> Result<Option<T>, MigrateError> {
     session.control.answer(request, &Reply::Failed(problem)).map(|()| None)
+}
+
+/// Why a machine cannot be a member of the gang that it names.
+fn outsider(spec: &VmSpec, joining: &Joining) -> Option<Problem> {
+    let trusted = spec.trust_group.as_deref() == Some(joining.group.as_str());
+    (!trusted || !spec.private)
+        .then(|| MigrateError::Request("a machine of another trust group or memory mode than its gang").problem())
+}
+
+/// Makes the machine a member of its gang.
+fn enter(joining: &Joining, ram: &Arc<dyn Memory>, pager: Option<&Arc<Pager>>) -> Result<Membership, Problem> {
+    let Joining { pool, member, .. } = joining;
+    pool.enter(*member, ram.layout()).map_err(|error| match error {
+        PoolError::Peer(why) => MigrateError::Request(why).problem(),
+        PoolError::File(source) => MigrateError::host("making room in the gang's pool")(source).problem(),
+    })?;
+    Ok(Membership::new(Arc::clone(pool), *member, Arc::clone(ram), pager.cloned()))
 }
 
 /// Checks the machine, starts its VMM, and maps its RAM.

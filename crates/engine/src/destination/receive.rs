@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
 use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
-use sterna_protocol::layout::{CHUNK_BYTES, PAGE_BYTES};
+use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::standstill::Standstill;
 
@@ -138,6 +138,8 @@ fn frames(
     // A chunk fits the processor's cache: what is read here was received a moment ago.
     let mut buffer = vec![0; CHUNK_BYTES];
     let mut decoder = Decoder::new(placer.digester());
+    // The bodies of the next frame that get into the gang's pool.
+    let mut shared: Option<(ChunkIndex, PageSet)> = None;
     loop {
         let mut header = [0; HEADER_BYTES];
         match stream.read(&mut header).map_err(MigrateError::link("receiving pages"))? {
@@ -150,12 +152,22 @@ fn frames(
         stream.read_exact(&mut words).map_err(MigrateError::link("receiving pages"))?;
         let words: Vec<u64> = words.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
         let (frame, digests) = reader.accept(&pending, &words, placer.layout())?;
+        let place = |shared: Option<(ChunkIndex, PageSet)>, arrival: &Arrival| match shared {
+            None => placer.place(arrival),
+            Some((chunk, pages)) if chunk == arrival.chunk => placer.place_shared(arrival, &pages),
+            Some(_) => Err(MigrateError::Request("shared pages without their bodies")),
+        };
         match frame {
+            Frame::Shared(frame) if shared.is_none() => {
+                placer.refer(frame.chunk, &frame.references)?;
+                shared = (!frame.pooled.is_empty()).then_some((frame.chunk, frame.pooled));
+                arrivals.frame(since_counted());
+            }
             Frame::Chunk(frame) => {
                 let bodies = &mut buffer[..frame.body_bytes()];
                 stream.read_exact(bodies).map_err(MigrateError::link("receiving pages"))?;
                 let bodies = [(frame.full, &*bodies)];
-                placer.place(&Arrival::plain(&frame, digests, placer.digester(), &bodies))?;
+                place(shared.take(), &Arrival::plain(&frame, digests, placer.digester(), &bodies))?;
                 arrivals.frame(since_counted());
             }
             Frame::Packed(frame) => {
@@ -170,9 +182,14 @@ fn frames(
                 let (full, delta) = bodies.split_at(frame.full.len() * PAGE_BYTES);
                 // Each body was checked against its digest as it was decoded.
                 let (bodies, suspect) = ([(frame.full, full), (frame.delta, delta)], PageSet::EMPTY);
-                placer.place(&Arrival { chunk: frame.chunk, bodies: &bodies, zero: frame.zero, suspect })?;
+                let (chunk, zero) = (frame.chunk, frame.zero);
+                place(shared.take(), &Arrival { chunk, bodies: &bodies, zero, pooled: None, suspect })?;
                 arrivals.frame(since_counted());
             }
+            Frame::Shared(_) | Frame::RoundEnd { .. } | Frame::Close if shared.is_some() => {
+                return Err(MigrateError::Request("shared pages without their bodies"));
+            }
+            Frame::Shared(_) => unreachable!("it is taken above"),
             Frame::RoundEnd { round } => arrivals.ended(index, round, since_counted()),
             Frame::Close => return Ok(()),
         }

@@ -179,6 +179,7 @@ impl Drop for Fence {
         if matches!(&*owner, Owner::Fence { .. }) {
             // Giving up clears every mark.
             give_up(std::mem::replace(&mut *owner, Owner::Nobody));
+            self.faults.inside().close();
         }
     }
 }
@@ -200,6 +201,7 @@ fn find_way(faults: &GuestFaults, spans: &[Range<u64>], close: bool) -> Result<W
             *owner = Owner::Fence { userfaultfd, spans: spans.to_vec(), closed: close };
             if let Err(error) = registered {
                 give_up(std::mem::replace(&mut *owner, Owner::Nobody));
+                faults.inside().close();
                 return Err(MigrateError::vmm_process("registering the guest's RAM")(error));
             }
         }

@@ -3,17 +3,18 @@
 //!
 //! A second implementation of [`Memory`] adds a line to [`rigs`], and every test here runs with it.
 
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
 use sterna_sys::map::{Access, PrivateMapping, SharedMapping};
-use sterna_sys::userfaultfd::{self, Features};
+use sterna_sys::userfaultfd::Features;
 
+use super::inside_here::{InsideHere, Mapped};
 use super::not_in_place::NotInPlace;
 use super::private::PrivateMemory;
 use super::shared::SharedMemory;
 use super::*;
-use crate::agent::{Advice, Discards};
 
 /// The pages of the two blocks: there are whole chunks and chunks that are not whole.
 const BLOCKS: [u64; 2] = [300, 20];
@@ -23,7 +24,12 @@ struct Rig {
     memory: Arc<dyn Memory>,
     inside: Box<dyn Inside>,
     guest: Box<dyn Guest>,
+    /// The pages that hold [`COMMON`] at first, because the guest has them in common with others.
+    common: &'static [Page],
 }
+
+/// What a page holds that a guest has in common with others.
+const COMMON: u8 = 0xc7;
 
 /// The guest's accesses, by block and byte.
 trait Guest: Send + Sync {
@@ -62,32 +68,6 @@ impl Guest for Arc<Vec<PrivateMapping>> {
     }
 }
 
-/// A mapping of this process, as the agent knows QEMU's.
-trait Mapped: Send + Sync {
-    fn addresses(&self) -> Range<u64>;
-    fn dont_need(&self, range: Range<u64>) -> sterna_sys::Result<()>;
-}
-
-impl Mapped for SharedMapping {
-    fn addresses(&self) -> Range<u64> {
-        self.addresses()
-    }
-
-    fn dont_need(&self, range: Range<u64>) -> sterna_sys::Result<()> {
-        self.dont_need(range)
-    }
-}
-
-impl Mapped for PrivateMapping {
-    fn addresses(&self) -> Range<u64> {
-        self.addresses()
-    }
-
-    fn dont_need(&self, range: Range<u64>) -> sterna_sys::Result<()> {
-        self.discard(range)
-    }
-}
-
 /// A page as the guest counts them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Page {
@@ -117,7 +97,12 @@ impl Page {
 
 /// Every kind of memory that there is.
 fn rigs() -> Vec<Rig> {
-    vec![shared(|memory| Arc::new(memory)), shared(|memory| Arc::new(NotInPlace(memory))), private()]
+    vec![
+        shared(|memory| Arc::new(memory)),
+        shared(|memory| Arc::new(NotInPlace(memory, PageSet::EMPTY))),
+        private(&[]),
+        private(&PAGES_IN_AREAS),
+    ]
 }
 
 fn shared(kind: fn(SharedMemory) -> Arc<dyn Memory>) -> Rig {
@@ -131,18 +116,36 @@ fn shared(kind: fn(SharedMemory) -> Arc<dyn Memory>) -> Rig {
     let memory = kind(SharedMemory::open(&blocks, Access::ReadWrite).expect("RAM"));
     let mappings = Arc::new(mappings);
     let inside = Box::new(InsideHere(Arc::clone(&mappings)));
-    Rig { memory, inside, guest: Box::new(mappings) }
+    Rig { memory, inside, guest: Box::new(mappings), common: &[] }
 }
 
-fn private() -> Rig {
+/// Two areas in one block, and one in the other.
+const PAGES_IN_AREAS: [Page; 25] = {
+    let mut pages = [Page::new(1, 10); 25];
+    let mut index = 0;
+    while index < 24 {
+        let number = if index < 16 { 100 + index } else { 286 + index - 16 };
+        pages[index as usize] = Page::new(0, number);
+        index += 1;
+    }
+    pages
+};
+
+fn private(common: &'static [Page]) -> Rig {
     let mappings = BLOCKS.iter().map(|pages| PrivateMapping::new(pages * 4096).expect("a mapping")).collect();
     let mappings: Arc<Vec<PrivateMapping>> = Arc::new(mappings);
+    let template = tempfile::tempfile_in("/dev/shm").expect("a file");
+    for page in common {
+        template.write_all_at(&[COMMON; PAGE_BYTES], page.offset()).expect("room");
+        let part = page.offset()..page.offset() + PAGE_BYTES as u64;
+        mappings[page.block].lay(page.offset(), &template, part).expect("an area");
+    }
     let files = BLOCKS.iter().map(|_| tempfile::tempfile_in("/dev/shm").expect("a file")).collect();
     let advice = Arc::new(Mutex::new(InsideHere(Arc::clone(&mappings))));
     let holder = Holder { pid: std::process::id(), inside: advice };
     let memory = PrivateMemory::open(&blocks(&mappings, files), holder, Access::ReadWrite).expect("RAM");
     let inside = Box::new(InsideHere(Arc::clone(&mappings)));
-    Rig { memory: Arc::new(memory), inside, guest: Box::new(mappings) }
+    Rig { memory: Arc::new(memory), inside, guest: Box::new(mappings), common }
 }
 
 fn blocks(mappings: &[impl Mapped], files: Vec<File>) -> Vec<BlockFile> {
@@ -158,50 +161,6 @@ fn blocks(mappings: &[impl Mapped], files: Vec<File>) -> Vec<BlockFile> {
 fn empty_page_tables(memory: &dyn Memory, inside: &mut dyn Inside) {
     let emptied = memory.mappings().drop_mappings(inside, &memory.spans());
     assert_eq!(emptied.is_err(), memory.mappings().maps_on_arrival(), "{emptied:?}");
-}
-
-/// This process as the VMM, whose RAM these mappings are.
-struct InsideHere<M>(Arc<Vec<M>>);
-
-impl<M: Mapped> Inside for InsideHere<M> {
-    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
-        let made = Userfaultfd::create(userfaultfd::open_device().expect("the device")).expect("a userfaultfd");
-        made.enable(features).expect("the features");
-        Ok(made)
-    }
-
-    fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
-        self.open(features)
-    }
-
-    fn log_discards(&mut self) -> Result<(), MigrateError> {
-        Ok(())
-    }
-
-    fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
-        Ok(None)
-    }
-
-    fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
-        assert_eq!(advice, Advice::DontNeed, "what this kind of memory asks for");
-        for range in ranges {
-            let mapping = self.0.iter().find(|mapping| mapping.addresses().contains(&range.start));
-            let mapping = mapping.expect("an address of the guest's RAM");
-            let start = mapping.addresses().start;
-            mapping.dont_need(range.start - start..range.end - start).expect("page tables without these");
-        }
-        Ok(())
-    }
-
-    fn pid(&self) -> u32 {
-        std::process::id()
-    }
-
-    fn discards(&mut self) -> Discards {
-        Discards::Ranges(Vec::new())
-    }
-
-    fn close(&mut self) {}
 }
 
 /// Everything that leaves what pages hold as it is.
@@ -225,6 +184,8 @@ fn disturb(memory: &dyn Memory, inside: &mut dyn Inside) {
         memory.discard(chunk, &PageSet::EMPTY).unwrap();
     }
     memory.load_bytes(0, 4090, &mut [0; 100]).unwrap();
+    memory.takeable().unwrap();
+    memory.look_at_areas().unwrap();
 }
 
 /// The bodies that are sent in place.
@@ -238,7 +199,7 @@ fn sent_from(memory: &dyn Memory, chunk: ChunkIndex, pages: &PageSet) -> Option<
 
 #[test]
 fn what_the_guest_wrote_is_read_in_every_way_and_what_is_written_the_guest_reads() {
-    for Rig { memory, mut inside, guest } in rigs() {
+    for Rig { memory, mut inside, guest, .. } in rigs() {
         let memory = memory.as_ref();
         let written = [Page::new(0, 0), Page::new(0, 255), Page::new(0, 256), Page::new(0, 299), Page::new(1, 19)];
         (1..).zip(written).for_each(|(byte, page)| guest.write_page(page, byte));
@@ -272,7 +233,7 @@ fn what_the_guest_wrote_is_read_in_every_way_and_what_is_written_the_guest_reads
 
 #[test]
 fn several_pages_are_read_and_written_in_order_whatever_lies_between_them() {
-    for Rig { memory, guest, .. } in rigs() {
+    for Rig { memory, guest, common, .. } in rigs() {
         let pages: PageSet = [1, 2, 3, 9, 40, 41, 254, 255].into_iter().collect();
         let bodies: Vec<u8> = (1..=8).flat_map(|byte| [byte; PAGE_BYTES]).collect();
         memory.write(ChunkIndex(0), &pages, &bodies).unwrap();
@@ -284,7 +245,8 @@ fn several_pages_are_read_and_written_in_order_whatever_lies_between_them() {
         assert!(back == bodies);
         assert!(sent_from(memory.as_ref(), ChunkIndex(0), &pages).is_none_or(|sent| sent == bodies));
         assert_eq!(guest.read_page(Page::new(0, 41)), [6; PAGE_BYTES]);
-        assert_eq!(memory.allocated_in(ChunkIndex(0)).unwrap(), pages);
+        let before = content(memory.as_ref(), common);
+        assert_eq!(memory.allocated_in(ChunkIndex(0)).unwrap(), pages.or(before.chunk(ChunkIndex(0))));
     }
 }
 
@@ -299,20 +261,22 @@ fn whether_bodies_can_be_sent_in_place_is_told_of_a_chunk_whichever_pages_are_as
     }
 }
 
+fn content(memory: &dyn Memory, pages: &[Page]) -> PageMap {
+    let mut map = PageMap::empty(memory.layout());
+    pages.iter().map(|page| page.place(memory)).for_each(|(chunk, only)| map.insert_all(chunk, &only));
+    map
+}
+
 #[test]
 fn a_page_has_content_from_its_first_write_until_it_is_discarded_and_nothing_else_gives_it_any() {
-    for Rig { memory, mut inside, guest } in rigs() {
+    for Rig { memory, mut inside, guest, common } in rigs() {
         let memory = memory.as_ref();
         let (kept, discarded, written) = (Page::new(0, 3), Page::new(0, 4), Page::new(0, 280));
         guest.write_page(kept, 1);
         guest.write_page(discarded, 2);
         let (chunk, only) = written.place(memory);
         memory.write(chunk, &only, &[0; PAGE_BYTES]).unwrap();
-        let content = |pages: &[Page]| {
-            let mut map = PageMap::empty(memory.layout());
-            pages.iter().map(|page| page.place(memory)).for_each(|(chunk, only)| map.insert_all(chunk, &only));
-            map
-        };
+        let content = |pages: &[Page]| content(memory, &[pages, common].concat());
         disturb(memory, inside.as_mut());
         assert_eq!(memory.allocated().unwrap(), content(&[kept, discarded, written]));
         let before = memory.allocated_bytes().unwrap();
@@ -331,6 +295,41 @@ fn a_page_has_content_from_its_first_write_until_it_is_discarded_and_nothing_els
         let mut body = [9; PAGE_BYTES];
         memory.read(chunk, &only, &mut body).unwrap();
         assert_eq!(body, [5; PAGE_BYTES]);
+    }
+}
+
+#[test]
+fn what_a_guest_has_in_common_with_others_is_read_like_its_own_and_ends_where_it_is_written_or_discarded() {
+    for Rig { memory, mut inside, guest, common } in rigs() {
+        let memory = memory.as_ref();
+        let own = memory.allocated_bytes().unwrap();
+        disturb(memory, inside.as_mut());
+        for page in common {
+            let (chunk, only) = page.place(memory);
+            for read in [Memory::read, Memory::load] {
+                let mut body = [9; PAGE_BYTES];
+                read(memory, chunk, &only, &mut body).unwrap();
+                assert_eq!(body, [COMMON; PAGE_BYTES], "{page:?}");
+            }
+            assert_eq!(guest.read_page(*page), [COMMON; PAGE_BYTES]);
+        }
+        assert_eq!(memory.allocated_bytes().unwrap(), own, "to read it took memory");
+        for (index, page) in common.iter().enumerate() {
+            let (chunk, only) = page.place(memory);
+            match index % 3 {
+                0 => memory.discard(chunk, &only).unwrap(),
+                1 => memory.write(chunk, &only, &[1; PAGE_BYTES]).unwrap(),
+                _ => guest.write_page(*page, 2),
+            }
+        }
+        disturb(memory, inside.as_mut());
+        for (index, page) in common.iter().enumerate() {
+            assert_eq!(guest.read_page(*page), [(index % 3) as u8; PAGE_BYTES], "{page:?}");
+        }
+        let written: Vec<_> =
+            common.iter().enumerate().filter(|(index, _)| index % 3 > 0).map(|(_, page)| *page).collect();
+        assert_eq!(memory.allocated().unwrap(), content(memory, &written));
+        assert_eq!(memory.allocated_bytes().unwrap() - own, (written.len() * PAGE_BYTES) as u64);
     }
 }
 
@@ -354,8 +353,9 @@ fn zeros_and_pages_without_content_have_the_same_digest_and_others_another() {
 fn no_page_is_lost_by_any_call_that_is_not_a_discard_of_it_while_the_guest_keeps_writing() {
     // Each page holds a count, which the guest must find as it left it before it counts on; every other page is
     // discarded and written meanwhile.
-    for Rig { memory, mut inside, guest } in rigs() {
+    for Rig { memory, mut inside, guest, common } in rigs() {
         let memory = memory.as_ref();
+        common.iter().filter(|page| page.number % 2 == 0).for_each(|page| guest.write_page(*page, 0));
         let of_guest: Vec<_> = Page::all().filter(|page| page.number % 2 == 0).collect();
         let others: Vec<_> = Page::all().filter(|page| page.number % 2 == 1).collect();
         let done = AtomicBool::new(false);
@@ -400,7 +400,7 @@ fn pages_that_a_guest_waits_for_are_mapped_as_they_were_written_and_holes_as_zer
         println!("skipped: {}", sterna_sys::probe::missing().join("; "));
         return;
     }
-    for Rig { memory, mut inside, guest } in rigs() {
+    for Rig { memory, mut inside, guest, .. } in rigs() {
         let faults = inside.open(Features::MISSING_SHMEM | Features::MINOR_SHMEM).unwrap();
         let span = memory.spans()[0].clone();
         faults.register(span.clone(), memory.mappings().modes()).unwrap();
@@ -432,9 +432,12 @@ proptest! {
     fn all_agree_on_what_a_page_holds_whatever_was_done(
         steps in prop::collection::vec((0u8..5, 0u64..300, 1u8..255), 1..40),
     ) {
-        for Rig { memory, mut inside, guest } in rigs() {
+        for Rig { memory, mut inside, guest, common } in rigs() {
             let memory = memory.as_ref();
             let mut model = vec![None; BLOCKS[0] as usize];
+            for page in common.iter().filter(|page| page.block == 0) {
+                model[page.number as usize] = Some(COMMON);
+            }
             for &(step, number, byte) in &steps {
                 let page = Page::new(0, number);
                 let (chunk, only) = page.place(memory);

@@ -10,6 +10,9 @@ pub mod shared;
 /// RAM in the private memory of the VMM's process.
 pub mod private;
 
+/// Parts of private RAM that a file stands behind.
+pub mod areas;
+
 /// The RAM of a machine, opened as the kind that it is.
 pub mod kind;
 
@@ -18,6 +21,9 @@ pub mod physical;
 
 /// Errors of a machine's RAM.
 pub mod fault;
+
+/// Pages as runs of neighbours.
+mod runs;
 
 use std::fmt::{self, Debug, Formatter};
 use std::fs::File;
@@ -65,6 +71,37 @@ impl Debug for Holder {
     }
 }
 
+/// Neighbouring pages of a chunk, and where their bodies lie in a pool, one after another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolRun {
+    /// The first page.
+    pub first: usize,
+    /// The number of pages.
+    pub pages: usize,
+    /// Where the first page's body begins in the pool's file, bytes.
+    pub offset: u64,
+}
+
+impl PoolRun {
+    /// All pages of these runs.
+    #[must_use]
+    pub fn pages(runs: &[Self]) -> PageSet {
+        let mut set = PageSet::EMPTY;
+        runs.iter().for_each(|run| set.insert_run(run.first, run.pages));
+        set
+    }
+
+    /// The parts of the run whose pages are in this set.
+    pub fn within(self, set: &PageSet) -> impl Iterator<Item = Self> + use<> {
+        let mut own = PageSet::EMPTY;
+        own.insert_run(self.first, self.pages);
+        own.and(set).runs().map(move |(first, pages)| {
+            let offset = self.offset + ((first - self.first) * PAGE_BYTES) as u64;
+            Self { first, pages, offset }
+        })
+    }
+}
+
 /// A machine's RAM: what is read here is what the guest wrote, and what is written here the guest reads.
 ///
 /// A call names any number of pages of one chunk, because with some kinds of memory each call is expensive. Bodies lie
@@ -100,7 +137,8 @@ pub trait Memory: Debug + Send + Sync {
     /// Whether writes to this chunk are tracked by pages larger than 4,096 bytes.
     fn tracked_coarsely(&self, chunk: ChunkIndex) -> bool;
 
-    /// The pages that have content: the others read as zeros, and the host has given no memory for them.
+    /// The pages that have content: the others read as zeros, and the host has given no memory for them. Content that
+    /// the guest has in common with others counts.
     ///
     /// # Errors
     /// The kernel does not tell.
@@ -112,11 +150,30 @@ pub trait Memory: Debug + Send + Sync {
     /// The kernel does not tell.
     fn allocated_in(&self, chunk: ChunkIndex) -> io::Result<PageSet>;
 
-    /// The memory that the host has given for this RAM, bytes.
+    /// The memory that the host has given for this RAM alone, bytes: not what it has in common with others.
     ///
     /// # Errors
     /// The kernel does not tell.
     fn allocated_bytes(&self) -> io::Result<u64>;
+
+    /// The pages with content that can be taken from a guest that runs: at no moment does it see anything but what it
+    /// left there, or zeros.
+    ///
+    /// # Errors
+    /// The kernel does not tell.
+    fn takeable(&self) -> io::Result<PageMap> {
+        self.allocated()
+    }
+
+    /// Looks again for what the guest has in common with others. Whoever maps that for a guest calls this afterwards.
+    /// Who watches its RAM calls it once the RAM is registered: from then on nothing changes there but by such a
+    /// mapping.
+    ///
+    /// # Errors
+    /// The kernel does not tell.
+    fn look_at_areas(&self) -> io::Result<()> {
+        Ok(())
+    }
 
     /// Copies pages out as they are now; a guest that writes one meanwhile makes it dirty. The read gives memory to
     /// pages without content: ask for those only where that does not matter.
@@ -162,6 +219,42 @@ pub trait Memory: Debug + Send + Sync {
     /// # Errors
     /// The kernel refuses, or the VMM does not answer.
     fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()>;
+
+    /// The pages of a chunk that share their memory with others, of this machine or another one, as far as the kernel
+    /// tells: a hint, which is out of date at once.
+    ///
+    /// # Errors
+    /// The kernel does not tell.
+    fn shared_in(&self, _chunk: ChunkIndex) -> io::Result<PageSet> {
+        Ok(PageSet::EMPTY)
+    }
+
+    /// Makes pages of bodies that lie in this file, without copying them: a write of the guest makes a copy. The guest
+    /// does not run yet. Where the process has too many mappings already, the pages are copied.
+    ///
+    /// # Errors
+    /// This kind of memory cannot share, or the VMM does not answer.
+    fn share(&self, _chunk: ChunkIndex, _runs: &[PoolRun], _pool: &File) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// As [`share`](Self::share), for pages that a running guest waits for, or will: it has never seen them. A page
+    /// that has come already stays as the guest has it.
+    ///
+    /// # Errors
+    /// As [`share`](Self::share). Then the pages are still waited for.
+    fn install_shared(&self, _chunk: ChunkIndex, _runs: &[PoolRun], _pool: &File) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// Makes those of these pages missing that were [shared](Self::share): the guest's next access faults. The guest
+    /// does not run yet.
+    ///
+    /// # Errors
+    /// The VMM does not answer.
+    fn unshare(&self, _pages: &PageMap) -> io::Result<()> {
+        Ok(())
+    }
 
     /// From now on, missing pages of this RAM wait for this userfaultfd.
     ///
@@ -230,7 +323,8 @@ pub trait Mappings: Debug + Send + Sync {
     fn maps_on_arrival(&self) -> bool;
 
     /// Takes care that an access to a stale page faults, in RAM that is registered for faults at these addresses:
-    /// before the guest runs, and before its devices are loaded.
+    /// before the guest runs, and before its devices are loaded. The guest stands still meanwhile, so only a kind
+    /// of memory that needs the stale pages takes the time to go through them.
     ///
     /// # Errors
     /// The VMM does not answer, or has ended.
@@ -239,7 +333,7 @@ pub trait Mappings: Debug + Send + Sync {
         inside: &mut dyn Inside,
         pagemap: &Pagemap,
         spans: &[Range<u64>],
-        stale: &[Range<u64>],
+        stale: &mut dyn Iterator<Item = Range<u64>>,
     ) -> Result<(), MigrateError>;
 
     /// Takes these addresses out of the VMM's page tables, so that the next access to each of their pages faults where
@@ -333,6 +427,9 @@ pub fn pages_of(layout: &Layout, block: usize, run: Range<u64>) -> impl Iterator
 
 #[cfg(test)]
 pub mod not_in_place;
+
+#[cfg(test)]
+mod inside_here;
 
 #[cfg(test)]
 mod generic_tests;

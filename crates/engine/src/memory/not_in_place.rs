@@ -10,13 +10,18 @@ use sterna_sys::iovec::Outgoing;
 use super::shared::SharedMemory;
 use super::{Mappings, Memory};
 
-/// A memory that does everything as the one inside it, except [`in_place`](Memory::in_place).
+/// A memory that does everything as the one inside it, except [`in_place`](Memory::in_place). These pages of every
+/// chunk look shared.
 #[derive(Debug)]
-pub struct NotInPlace(pub SharedMemory);
+pub struct NotInPlace(pub SharedMemory, pub PageSet);
 
 impl Memory for NotInPlace {
     fn in_place(&self, _: ChunkIndex, _: &PageSet) -> Option<Vec<Outgoing<'_>>> {
         None
+    }
+
+    fn shared_in(&self, _: ChunkIndex) -> io::Result<PageSet> {
+        Ok(self.1)
     }
 
     fn layout(&self) -> &Layout {

@@ -18,6 +18,7 @@ use sterna_sys::pagemap::{Categories, Pagemap, Scan};
 use sterna_sys::userfaultfd::{Filled, Modes, Userfaultfd};
 
 use super::fault::{RamError, RamFault};
+use super::runs::{runs, runs_from, runs_into};
 use super::{BlockFile, Mappings, Memory, add_run};
 use crate::agent::Advice;
 use crate::error::MigrateError;
@@ -65,32 +66,6 @@ impl SharedMemory {
     /// What a failed read of the file means.
     fn read_failed(&self, chunk: ChunkIndex, error: io::Error) -> io::Error {
         if error.kind() == io::ErrorKind::UnexpectedEof { self.lost(chunk) } else { error }
-    }
-
-    /// The runs of these pages: their block, and the range of its bytes.
-    fn runs(&self, chunk: ChunkIndex, pages: &PageSet) -> impl Iterator<Item = (&Block, Range<u64>)> {
-        pages.runs().map(move |(start, length)| {
-            let place = self.layout.place(chunk).expect("a chunk of this layout");
-            assert!(start + length <= place.pages, "page {start} of chunk {} is not in the layout", chunk.0);
-            let offset = place.offset + (start * PAGE_BYTES) as u64;
-            (&self.blocks[place.block], offset..offset + (length * PAGE_BYTES) as u64)
-        })
-    }
-
-    /// The runs of these pages, each with its part of `bodies`.
-    fn runs_into<'a>(
-        &self,
-        chunk: ChunkIndex,
-        pages: &PageSet,
-        bodies: &'a mut [u8],
-    ) -> impl Iterator<Item = (&Block, Range<u64>, &'a mut [u8])> {
-        assert_eq!(bodies.len(), pages.len() * PAGE_BYTES, "room for exactly these pages");
-        let mut rest = bodies;
-        self.runs(chunk, pages).map(move |(block, range)| {
-            let (run, after) = std::mem::take(&mut rest).split_at_mut((range.end - range.start) as usize);
-            rest = after;
-            (block, range, run)
-        })
     }
 }
 
@@ -152,8 +127,9 @@ impl Memory for SharedMemory {
     }
 
     fn read(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()> {
-        for (block, range, run) in self.runs_into(chunk, pages, bodies) {
-            block.mapping.copy_out(range, run);
+        for (run, bodies) in runs_into(&self.layout, chunk, pages, bodies) {
+            let block = &self.blocks[run.block];
+            block.mapping.copy_out(run.range, bodies);
             if block.mapping.is_broken() {
                 return Err(block.fault());
             }
@@ -163,8 +139,9 @@ impl Memory for SharedMemory {
 
     /// Reads the file, not the mapping: no page table is filled for it.
     fn load(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()> {
-        for (block, range, run) in self.runs_into(chunk, pages, bodies) {
-            block.file.read_exact_at(run, range.start).map_err(|error| self.read_failed(chunk, error))?;
+        for (run, bodies) in runs_into(&self.layout, chunk, pages, bodies) {
+            let read = self.blocks[run.block].file.read_exact_at(bodies, run.range.start);
+            read.map_err(|error| self.read_failed(chunk, error))?;
         }
         Ok(())
     }
@@ -174,29 +151,29 @@ impl Memory for SharedMemory {
     }
 
     fn in_place(&self, chunk: ChunkIndex, pages: &PageSet) -> Option<Vec<Outgoing<'_>>> {
-        Some(self.runs(chunk, pages).map(|(block, range)| block.mapping.outgoing(range)).collect())
+        let runs = runs(&self.layout, chunk, pages);
+        Some(runs.map(|run| self.blocks[run.block].mapping.outgoing(run.range)).collect())
     }
 
     /// Writes the file, not the mapping: a page that had no memory yet is filled as it is allocated, without a fault
     /// and without being cleared first (`docs/design/receiving.md`).
-    fn write(&self, chunk: ChunkIndex, pages: &PageSet, mut bodies: &[u8]) -> io::Result<()> {
-        for (block, range) in self.runs(chunk, pages) {
-            let (run, rest) = bodies.split_at((range.end - range.start) as usize);
+    fn write(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) -> io::Result<()> {
+        for (run, bodies) in runs_from(&self.layout, chunk, pages, bodies) {
+            let block = &self.blocks[run.block];
             if block.page_bytes == PAGE_BYTES as u64 {
-                file::write_at(&block.file, range.start, run)?;
+                file::write_at(&block.file, run.range.start, bodies)?;
             } else {
                 // hugetlbfs has no write(2).
-                block.mapping.copy_in(range.start, run)?;
+                block.mapping.copy_in(run.range.start, bodies)?;
             }
-            bodies = rest;
         }
         Ok(())
     }
 
     /// Punches holes.
     fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
-        for (block, range) in self.runs(chunk, pages) {
-            file::punch(&block.file, range)?;
+        for run in runs(&self.layout, chunk, pages) {
+            file::punch(&self.blocks[run.block].file, run.range)?;
         }
         Ok(())
     }
@@ -227,7 +204,7 @@ impl Mappings for SharedMappings {
         inside: &mut dyn Inside,
         pagemap: &Pagemap,
         spans: &[Range<u64>],
-        _: &[Range<u64>],
+        _: &mut dyn Iterator<Item = Range<u64>>,
     ) -> Result<(), MigrateError> {
         let (mut regions, mut mapped) = (Vec::new(), false);
         for span in spans {

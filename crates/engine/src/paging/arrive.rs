@@ -6,8 +6,9 @@ use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::PageSet;
 
 use super::{Pager, Waiter};
-use crate::destination::arrival::Arrival;
+use crate::destination::arrival::{Arrival, Pooled};
 use crate::error::MigrateError;
+use crate::memory::PoolRun;
 
 impl Pager {
     /// Puts bodies and zeros into their places, and lets the guest see them. Pages that have arrived before are left as
@@ -16,7 +17,7 @@ impl Pager {
     /// # Errors
     /// No memory, or the VMM has ended. What was not placed is still missing.
     pub fn place(&self, arrival: &Arrival) -> Result<(), MigrateError> {
-        let Arrival { chunk, bodies, zero, .. } = *arrival;
+        let Arrival { chunk, bodies, zero, pooled, .. } = *arrival;
         let claim = Claim::take(self, chunk, &arrival.pages());
         // The pages are missing, so the guest has not written them since the discard.
         let unwanted = self.unwanted(chunk);
@@ -44,6 +45,14 @@ impl Pager {
                 }
             }
             shown = shown.or(&own);
+        }
+        if let Some(Pooled { runs, pool }) = pooled {
+            let wanted = claim.pages.without(&unwanted);
+            let runs: Vec<_> = runs.iter().flat_map(|run| run.within(&wanted)).collect();
+            self.note_pooled(chunk, &runs, pool.reader())?;
+            let installed = self.ram.install_shared(chunk, &runs, pool.reader());
+            installed.map_err(MigrateError::host("mapping shared pages"))?;
+            shown = shown.or(&PoolRun::pages(&runs));
         }
         let waited = claim.arrived()?;
         self.show(chunk, &shown)?;

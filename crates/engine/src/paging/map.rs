@@ -1,6 +1,8 @@
 //! Mapping of pages into the guest: current pages, and no others.
 
+use std::fs::File;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -9,17 +11,18 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::Pager;
 use crate::error::MigrateError;
+use crate::memory::PoolRun;
 
 impl Pager {
     /// Takes care that the guest's first access to each page of the residue faults. Pages that are mapped and current
     /// are noted as the guest sees them, where that is wanted.
     pub(super) fn hold_back(&self, residue: &PageMap) -> Result<(), MigrateError> {
+        self.ram.unshare(residue).map_err(MigrateError::host("making stale pages missing"))?;
         let mappings = self.ram.mappings();
-        let stale = residue.iter().flat_map(|(chunk, pages)| {
-            pages.runs().map(move |(start, length)| self.addresses(chunk, start, length)).collect::<Vec<_>>()
-        });
-        let stale: Vec<_> = stale.collect();
-        mappings.hold_back(self.faults.inside().as_mut(), &self.pagemap, self.userfault.spans(), &stale)?;
+        let mut stale = residue
+            .iter()
+            .flat_map(|(chunk, pages)| pages.runs().map(move |(start, length)| self.addresses(chunk, start, length)));
+        mappings.hold_back(self.faults.inside().as_mut(), &self.pagemap, self.userfault.spans(), &mut stale)?;
         if !mappings.maps_on_arrival() {
             return Ok(());
         }
@@ -84,9 +87,27 @@ impl Pager {
 
     /// Notes bodies that the guest will see as soon as they are in their place, where that is wanted.
     pub(super) fn note_bodies(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) {
-        if let Some(shown) = self.lock().shown.as_mut().filter(|_| self.ram.mappings().maps_on_arrival()) {
+        // Looked at first: every arrival comes by here, and most need no lock for it.
+        if !self.ram.mappings().maps_on_arrival() {
+            return;
+        }
+        if let Some(shown) = &mut self.lock().shown {
             shown.note_bodies(chunk, pages, bodies);
         }
+    }
+
+    /// Notes bodies of a pool that the guest will see as soon as they are mapped, where that is wanted.
+    pub(super) fn note_pooled(&self, chunk: ChunkIndex, runs: &[PoolRun], pool: &File) -> Result<(), MigrateError> {
+        if self.lock().shown.is_none() {
+            return Ok(());
+        }
+        runs.iter().try_for_each(|run| {
+            let mut bodies = vec![0; run.pages * PAGE_BYTES];
+            let read = pool.read_exact_at(&mut bodies, run.offset);
+            read.map_err(MigrateError::host("reading the gang's pool to compare it"))?;
+            self.note_bodies(chunk, &PoolRun::pages(&[*run]), &bodies);
+            Ok(())
+        })
     }
 
     /// Maps a page of zeros where the file has a hole, and wakes the threads that wait for it. Returns whether it was

@@ -55,8 +55,8 @@ use std::time::{Duration, Instant};
 use sterna_api::report::Faults;
 use sterna_protocol::frame::Digester;
 use sterna_protocol::heartbeat;
-use sterna_protocol::layout::PageIndex;
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::layout::{ChunkIndex, PageIndex};
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::map::Access;
 use sterna_sys::pagemap::Pagemap;
 
@@ -345,6 +345,25 @@ impl Pager {
         let supplier = self.lock().supplier.clone();
         if let Some(supplier) = supplier {
             supplier.ask(page, thread);
+        }
+    }
+
+    /// Asks again for those of these pages that are missing and that somebody waits for: what came in answer was not
+    /// the page.
+    pub(crate) fn ask_once_more(&self, chunk: ChunkIndex, pages: &PageSet) {
+        let waiting: Vec<_> = {
+            let state = self.lock();
+            let of_these = state.waiting.iter().filter(|(page, _)| page.chunk == chunk && pages.contains(page.page));
+            of_these.filter_map(|(page, waiters)| Some((*page, waiters.first()?.thread))).collect()
+        };
+        waiting.into_iter().for_each(|(page, thread)| self.ask(page, thread));
+    }
+
+    /// Asks for those of these pages that are missing, whether somebody waits for them or not.
+    pub(crate) fn fetch(&self, pages: &PageMap) {
+        for (chunk, pages) in pages.iter() {
+            let missing = pages.and(self.lock().whereabouts.away_in(chunk));
+            missing.iter().for_each(|page| self.ask(PageIndex { chunk, page }, 0));
         }
     }
 

@@ -155,7 +155,7 @@ fn arrives(pager: &Pager, page: u64, byte: u8) {
 fn come(pager: &Pager, chunk: ChunkIndex, (pages, bodies): (&[u8], &[u8]), zero: &[u8]) {
     let set = |pages: &[u8]| pages.iter().copied().collect::<PageSet>();
     let bodies = [(set(pages), bodies)];
-    pager.place(&Arrival { chunk, bodies: &bodies, zero: set(zero), suspect: PageSet::EMPTY }).unwrap();
+    pager.place(&Arrival { chunk, bodies: &bodies, zero: set(zero), pooled: None, suspect: PageSet::EMPTY }).unwrap();
 }
 
 fn waits_for(pager: &Pager, page: u64) {

@@ -216,7 +216,7 @@ fn take(
     account.free_pages = look.free_pages;
     let allocated = allocated_pages(ram.as_ref())?;
     // Of a page that is away there may be an earlier round's body, which the one to come replaces.
-    let mut here = allocated.clone();
+    let mut here = ram.takeable().map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
     if let Some(away) = &away {
         here.take_out(away);
     }

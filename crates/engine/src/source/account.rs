@@ -72,6 +72,7 @@ impl<'a> Account<'a> {
         report.pages.delta = counts.delta;
         report.pages.sent = counts.bodies();
         report.pages.zero = counts.zero;
+        report.pages.shared_reference = counts.reference;
         report.pages.unallocated += counts.unallocated;
         report.pages.free = counts.free;
         report.introspection = rounds.free_pages().account().clone();
@@ -195,17 +196,13 @@ impl<'a> Account<'a> {
                 let message = format!(
                     "QEMU has ended here, and with its private memory {pages} pages that the guest had not got yet"
                 );
-                let problem = Problem::new(Code::PagingLost, Blame::Qemu, message).guest(Whereabouts::Gone);
-                report.error =
-                    Some(problem.hint("the guest at the destination waits for them for ever: stop it there"));
+                report.error = Some(pages_stay_away(Code::PagingLost, Blame::Qemu, message));
             }
             Ended::GivenUp => {
                 report.status = Status::Failed;
                 let left = self.monitor.progress().pages_left;
                 let message = format!("the migration was given up while {left} pages were still here");
-                let problem = Problem::new(Code::GivenUp, Blame::Request, message).guest(Whereabouts::Gone);
-                report.error =
-                    Some(problem.hint("the guest at the destination waits for them for ever: stop it there"));
+                report.error = Some(pages_stay_away(Code::GivenUp, Blame::Request, message));
             }
         }
     }
@@ -231,6 +228,12 @@ impl<'a> Account<'a> {
         let took = sterna_sys::process::thread_cpu_time() - self.cpu_before;
         self.report.source.cpu_s += took.as_secs_f64();
     }
+}
+
+/// The problem of a guest that was let run at the destination and will not get its last pages.
+fn pages_stay_away(code: Code, blame: Blame, message: String) -> Problem {
+    let problem = Problem::new(code, blame, message).guest(Whereabouts::Gone);
+    problem.hint("the guest at the destination waits for them for ever: stop it there")
 }
 
 /// The name of the mode, where pages follow after the switchover.

@@ -7,6 +7,7 @@ use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
 use super::account::Account;
+use super::gang::Gang;
 use super::throttle::Throttle;
 use super::track::Tracker;
 use crate::error::MigrateError;
@@ -36,6 +37,8 @@ pub struct Departure<'a> {
     pub trust_first_look: bool,
     /// What all migrations away from this host may send together.
     pub bandwidth: Arc<Share>,
+    /// As [`Outgoing::gang`](super::Outgoing::gang).
+    pub gang: Option<(Arc<Gang>, u16)>,
     /// The destination's address.
     pub peer: &'a str,
     /// The daemon that accepted the machine, once one has.

@@ -6,13 +6,14 @@ use std::time::Duration;
 use sterna_api::problem::words;
 use sterna_api::{Code, MigrateOptions, Problem};
 use sterna_protocol::frame::Digester;
-use sterna_protocol::hello::Role;
+use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::layout::{ChunkIndex, Layout, PageIndex};
 use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 use sterna_protocol::spec::VmSpec;
 
+use super::gang::Gang;
 use super::postcopy::requests::Requests;
 use super::stream::Stream;
 use crate::error::MigrateError;
@@ -43,6 +44,8 @@ pub struct Peer {
     pub no_postcopy: Option<Problem>,
     /// Its identity, where it is not too old to say so.
     pub identity: Option<DaemonId>,
+    /// Whether it keeps what the machine's gang shares.
+    pub shares: bool,
 }
 
 /// The connection that founds the session; nothing is agreed yet.
@@ -88,8 +91,10 @@ impl Link {
         spec: &VmSpec,
         options: &MigrateOptions,
         layout: u64,
+        gang: Option<&(Arc<Gang>, u16)>,
     ) -> Result<Peer, MigrateError> {
         let identity = self.control.identify()?;
+        let shares = gang.map_or(Ok(false), |(gang, member)| self.join(gang, *member))?;
         let request = Request::Propose {
             id: id.0,
             spec: Box::new(spec.clone()),
@@ -109,7 +114,21 @@ impl Link {
         }
         let [host, qemu, sterna] = [host, qemu, sterna].map(|text| words(&text));
         let no_postcopy = no_postcopy.map(Problem::from_outside);
-        Ok(Peer { host, qemu, sterna, clock_offset_us: 0, no_postcopy, identity })
+        Ok(Peer { host, qemu, sterna, clock_offset_us: 0, no_postcopy, identity, shares })
+    }
+
+    /// Says which gang the machine shares pages with. Returns whether the destination keeps what they share; one that
+    /// is too old does not.
+    fn join(&mut self, gang: &Gang, member: u16) -> Result<bool, MigrateError> {
+        if !self.control.features().contains(Features::SHARING) {
+            return Ok(false);
+        }
+        let Gang { id, group, members, .. } = gang;
+        let request = Request::Join { gang: *id, group: group.clone(), members: *members, member };
+        match self.control.ask(&request, REPLY_TIMEOUT)? {
+            Reply::Joined => Ok(true),
+            _ => Err(MigrateError::Reply("another reply than a yes or no to a gang")),
+        }
     }
 
     /// Opens a connection that carries pages.

@@ -49,6 +49,9 @@ pub mod select;
 /// Copies of pages' bodies, in memory that is used again.
 pub mod copies;
 
+/// Gangs: machines that leave together, and the bodies that they share.
+pub mod gang;
+
 /// Encoding: deltas, compressed, or plain.
 pub mod encode;
 
@@ -123,6 +126,7 @@ use self::commit::Given;
 pub use self::commit::ask_verdict;
 use self::departure::Departure;
 pub use self::fate::Fate;
+pub use self::gang::Gang;
 use self::link::Link;
 use self::postcopy::Handed;
 use self::prepare::Prepared;
@@ -159,6 +163,8 @@ pub struct Outgoing {
     pub trust_first_look: bool,
     /// What all migrations away from this host may send together.
     pub bandwidth: Arc<Share>,
+    /// The gang that the machine shares pages with, and which of its members the machine is.
+    pub gang: Option<(Arc<Gang>, u16)>,
     /// This host, for the report.
     pub here: Host,
 }
@@ -186,7 +192,7 @@ pub fn migrate(
     monitor: &Monitor,
 ) -> Outcome {
     let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, trust_first_look, .. } = outgoing;
-    let Outgoing { bandwidth, here, .. } = outgoing;
+    let Outgoing { bandwidth, gang, here, .. } = outgoing;
     let mut account = Account::new(Report::asked(&spec.name, options, here, peer), monitor);
     monitor.begin();
     account.begun();
@@ -200,6 +206,7 @@ pub fn migrate(
         direct_io,
         trust_first_look,
         bandwidth,
+        gang,
         peer,
         daemon: None,
         options,
@@ -242,7 +249,12 @@ fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> R
             let Prepared { mut rounds, begun, .. } = prepared;
             Ok(Gone::Paging(Box::new(Handed::new(begun, &mut rounds, stands))))
         }
-        Err(error) => Err(prepared.reason(error)),
+        Err(error) => {
+            if let Some(member) = &prepared.rounds.member {
+                member.give_up();
+            }
+            Err(prepared.reason(error))
+        }
     }
 }
 

@@ -3,8 +3,8 @@
 //!
 //! Which pages go was decided before ([`Selected`](crate::source::select::Selected)): in rounds by
 //! [`select`](crate::source::select), afterwards by [`bodies`](crate::source::postcopy). The rest is the same for all:
-//! bodies straight from the guest's RAM, plain copies or encoded copies, and the frame that describes them. Pages that
-//! go as references to other pages' content would be one more set beside the full ones, the deltas and the zeros.
+//! bodies straight from the guest's RAM, plain copies or encoded copies, and the frame that describes them. Pages
+//! that go as references to other pages' content ([`gang`](crate::source::gang)) are named in a frame of their own.
 
 use sterna_protocol::frame::packed::PackedFrame;
 use sterna_protocol::frame::{ChunkFrame, Frame};
@@ -13,6 +13,7 @@ use sterna_protocol::pages::PageSet;
 use sterna_sys::iovec::Outgoing;
 
 use super::encode::{Encoder, Encoding, Packing};
+use super::gang::Member;
 use super::select::{Counts, Keep, Selected, Wanted, select};
 use super::sent::SentTable;
 use crate::error::MigrateError;
@@ -22,8 +23,10 @@ use crate::memory::Memory;
 pub struct Outbound<'a> {
     /// The chunk.
     pub chunk: ChunkIndex,
-    /// The frame.
-    pub frame: Frame,
+    /// The frame before the other: what the gang shares of the chunk, if anything.
+    pub shared: Option<Frame>,
+    /// The frame of all pages but references, if there are any.
+    pub frame: Option<Frame>,
     /// The digests of its bodies.
     pub digests: Vec<u64>,
     /// The payload that follows: bodies or blocks.
@@ -79,6 +82,9 @@ pub struct Making<'a> {
     pub sent: &'a SentTable,
     /// How pages are encoded.
     pub encoding: &'a Encoding,
+    /// The gang that the machine shares pages with; absent where the guest has stopped, so that nobody has to map
+    /// anything in the pause.
+    pub member: Option<&'a Member>,
 }
 
 impl<'a> Making<'a> {
@@ -97,17 +103,21 @@ impl<'a> Making<'a> {
         let keep = if straight { Keep::Nothing } else { Keep::Full };
         let copies = encoder.copies();
         copies.clear();
-        let selected = select(ram, self.sent, encoding.content(), wanted, copies, keep)
+        let mut selected = select(ram, self.sent, encoding.content(), wanted, copies, keep)
             .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
         if selected.full.is_empty() && selected.zero.is_empty() {
             return Ok((selected.counts, None));
         }
-        let outbound = if straight {
+        // Memory that is sent in place is the file that the VMM maps, of which no page is shared.
+        let shared = self.member.filter(|_| !straight).map(|member| member.share(ram, at, &mut selected, copies));
+        let shared = shared.transpose().map_err(MigrateError::host("looking for pages that the gang shares"))?;
+        let mut outbound = if straight {
             let runs = ram.in_place(wanted.chunk, &selected.full).expect("it said so of the chunk");
             Outbound::plain(at, selected, Payload::InPlace(runs))
         } else {
             Outbound::of_copies(at, selected, encoder, encoding.packing(), encoding.payload())?
         };
+        outbound.shared = shared.flatten().map(Frame::Shared);
         Ok((outbound.counts, Some(outbound)))
     }
 }
@@ -117,6 +127,12 @@ impl Outbound<'_> {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         (self.payload.bytes() + self.digests.len() * 8) as u64
+    }
+
+    /// The pages that go as references.
+    #[must_use]
+    pub fn references(&self) -> PageSet {
+        if let Some(Frame::Shared(frame)) = &self.shared { frame.referring() } else { PageSet::EMPTY }
     }
 
     /// A chunk's pages, whose full bodies are the copies that the encoder keeps. The copies, if there are any, are
@@ -143,7 +159,7 @@ impl Outbound<'_> {
         counts.delta += delta.len() as u64;
         let (round, chunk) = at;
         let frame = Frame::Packed(PackedFrame { round, chunk, full: full.without(&delta), delta, zero, blocks });
-        Ok(Self { chunk, frame, digests, payload: Payload::Buffer(buffer), counts })
+        Ok(Self { chunk, shared: None, frame: Some(frame), digests, payload: Payload::Buffer(buffer), counts })
     }
 }
 
@@ -151,7 +167,9 @@ impl<'a> Outbound<'a> {
     /// An outbound with plain bodies.
     fn plain((round, chunk): (u32, ChunkIndex), selected: Selected, payload: Payload<'a>) -> Self {
         let Selected { full, zero, digests, counts, .. } = selected;
-        Self { chunk, frame: Frame::Chunk(ChunkFrame { round, chunk, full, zero }), digests, payload, counts }
+        let frame = ChunkFrame { round, chunk, full, zero };
+        let frame = (!full.is_empty() || !zero.is_empty()).then_some(Frame::Chunk(frame));
+        Self { chunk, shared: None, frame, digests, payload, counts }
     }
 }
 
@@ -190,7 +208,7 @@ mod tests {
     }
 
     fn made<'a>(ram: &'a dyn Memory, sent: &'a SentTable, encoding: &'a Encoding) -> Outbound<'a> {
-        let making = Making { round: 7, ram, sent, encoding };
+        let making = Making { round: 7, ram, sent, encoding, member: None };
         let (counts, outbound) = making.outbound(&mut Encoder::default(), &wanted()).unwrap();
         let outbound = outbound.expect("three pages go");
         assert_eq!((counts, counts.full, counts.zero, counts.unallocated), (outbound.counts, 3, 1, 1));
@@ -208,7 +226,7 @@ mod tests {
 
     #[test]
     fn bodies_go_from_where_they_are_only_where_the_memory_lets_them_and_else_what_was_digested_goes() {
-        let (ram, copied) = (ram(), NotInPlace(ram()));
+        let (ram, copied) = (ram(), NotInPlace(ram(), PageSet::EMPTY));
         let tables = [(); 2].map(|()| SentTable::new(ram.layout(), Digester::UNSEEDED));
         let encoding = Encoding::new(&MigrateOptions::default(), ram.layout());
         assert!(encoding.is_straight());
@@ -238,15 +256,15 @@ mod tests {
         let (encoding, sent) =
             (Encoding::new(&options, ram.layout()), SentTable::new(ram.layout(), Digester::UNSEEDED));
         let outbound = made(&ram, &sent, &encoding);
-        let Frame::Packed(frame) = &outbound.frame else { panic!("{:?}", outbound.frame) };
+        let Some(Frame::Packed(frame)) = &outbound.frame else { panic!("{:?}", outbound.frame) };
         assert_eq!((frame.full.len(), frame.delta.len(), outbound.digests.len()), (3, 0, 3));
         assert!(outbound.payload.bytes() < PAGE_BYTES);
         ram.discard(ChunkIndex(0), &wanted().pages).unwrap();
-        let making = Making { round: 8, ram: &ram, sent: &sent, encoding: &encoding };
+        let making = Making { round: 8, ram: &ram, sent: &sent, encoding: &encoding, member: None };
         let discarded = wanted().pages;
         let (counts, outbound) = making.outbound(&mut Encoder::default(), &Wanted { discarded, ..wanted() }).unwrap();
         let outbound = outbound.expect("the destination holds something else");
-        let Frame::Chunk(frame) = &outbound.frame else { panic!("{:?}", outbound.frame) };
+        let Some(Frame::Chunk(frame)) = &outbound.frame else { panic!("{:?}", outbound.frame) };
         assert_eq!((counts.unallocated, frame.zero.len(), outbound.payload.bytes()), (5, 3, 0));
     }
 }

@@ -8,6 +8,7 @@ use sterna_api::Phase;
 
 use super::departure::Departure;
 use super::free::FreePages;
+use super::gang::Member;
 use super::link::{Link, Peer};
 use super::postcopy::drive::Begun;
 use super::postcopy::work::Work;
@@ -59,14 +60,16 @@ pub fn prepare<'a, 'd: 'a>(
     // The destination starts its VMM meanwhile.
     let proposed = std::thread::scope(|scope| {
         scope.spawn(|| free_pages.find());
-        link.propose(departure.id, departure.spec, options, ram.layout().digest())
+        link.propose(departure.id, departure.spec, options, ram.layout().digest(), departure.gang.as_ref())
     });
     let peer = proposed?;
     agree(departure, link, &peer)?;
     let streams = (0..options.streams as u16).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
     let devices = Some(link.devices()?);
+    let member = departure.gang.as_ref().filter(|_| peer.shares);
+    let member = member.map(|(gang, member)| Arc::new(Member::new(gang, *member, ram.layout())));
     let begun = (options.may_postcopy() && peer.no_postcopy.is_none())
-        .then(|| Begun::new(link, &Work::new(Arc::clone(ram), options, &departure.bandwidth, 0)))
+        .then(|| Begun::new(link, &Work::new(Arc::clone(ram), options, &departure.bandwidth, 0), member.clone()))
         .transpose()?;
     let clock_offset_us = link.compare_clocks()?;
     departure.vmm.prepare()?;
@@ -78,6 +81,7 @@ pub fn prepare<'a, 'd: 'a>(
     let pacer = Pacer::new(options.bandwidth_bytes_per_s, &departure.bandwidth);
     let mut rounds = Rounds::new(ram.as_ref(), monitor, streams, departure.tracker, options, pacer, free_pages)?;
     rounds.untracked = departure.direct_io;
+    rounds.member = member;
     let allocated = rounds.everything()?;
     rounds.skip_free(departure.vmm);
     departure.account.prepared(ram.layout().pages(), allocated);

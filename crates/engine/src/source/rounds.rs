@@ -1,5 +1,6 @@
 //! Rounds of pages: the outstanding pages, their sending, and the collection of what the guest wrote meanwhile.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_api::options::HotPages as HotPagesOption;
@@ -12,6 +13,7 @@ use sterna_protocol::throughput::{Sample, Throughput};
 use super::encode::Encoding;
 use super::fake_dirty::FakeDirtyPages;
 use super::free::FreePages;
+use super::gang::Member;
 use super::hot::HotPages;
 use super::left_out::{Going, LeftOut};
 use super::link::Link;
@@ -50,6 +52,8 @@ pub struct Rounds<'a> {
     pub untracked_writes: u64,
     /// Whether somebody writes RAM past the page tables, or may.
     pub untracked: bool,
+    /// The gang that the machine shares pages with: what they share goes once, while the guest runs.
+    pub member: Option<Arc<Member>>,
     /// The speed at which pages went.
     pub throughput: Throughput,
     pacer: Pacer,
@@ -95,6 +99,7 @@ impl<'a> Rounds<'a> {
             sent: SentTable::new(layout, digester),
             skips: Skips::of(vec![Box::new(hot), Box::new(fake_dirty)]),
             encoding: Encoding::new(options, layout),
+            member: None,
             outstanding: PageMap::empty(layout),
             written: PageMap::empty(layout),
             discarded: PageMap::empty(layout),
@@ -264,8 +269,9 @@ impl<'a> Rounds<'a> {
         let (number, dirty_pages) = (self.done.len() as u32, self.outstanding.len());
         self.monitor.begin_round(number, dirty_pages);
         let (began, before) = (Instant::now(), self.bytes());
+        let member = self.member.as_deref().filter(|_| !last);
         let round = Round {
-            making: Making { round: number, ram: self.ram, sent: &self.sent, encoding: &self.encoding },
+            making: Making { round: number, ram: self.ram, sent: &self.sent, encoding: &self.encoding, member },
             outstanding: &self.outstanding,
             discarded: &self.discarded,
             free: self.left_out.pages(),
@@ -296,7 +302,7 @@ impl<'a> Rounds<'a> {
             self.outstanding.insert(*suspect);
             self.sent.suspect(suspect.chunk, suspect.page);
         }
-        let light = counts.zero + counts.unallocated + counts.free + counts.unchanged;
+        let light = counts.reference + counts.zero + counts.unallocated + counts.free + counts.unchanged;
         self.throughput.add(Sample { bodies: counts.bodies(), light, rewritten: number > 0, took });
         self.counts += counts;
         self.done.push(report::Round {

@@ -15,6 +15,8 @@ pub struct Counts {
     pub full: u64,
     /// Bodies sent as deltas.
     pub delta: u64,
+    /// Sent as references to bodies that the gang shares.
+    pub reference: u64,
     /// Zeros: a bit each, or nothing where the destination holds zeros already.
     pub zero: u64,
     /// Discarded by the guest: zeros at the destination from now on.
@@ -31,7 +33,7 @@ impl Counts {
     /// All pages counted.
     #[must_use]
     pub fn pages(&self) -> u64 {
-        self.bodies() + self.zero + self.unallocated + self.free + self.unchanged + self.again
+        self.bodies() + self.reference + self.zero + self.unallocated + self.free + self.unchanged + self.again
     }
 
     /// The bodies sent, in any encoding.
@@ -45,6 +47,7 @@ impl std::ops::AddAssign for Counts {
     fn add_assign(&mut self, other: Self) {
         self.full += other.full;
         self.delta += other.delta;
+        self.reference += other.reference;
         self.zero += other.zero;
         self.unallocated += other.unallocated;
         self.free += other.free;

@@ -6,7 +6,7 @@ use sterna_protocol::frame::{Digester, Frame, FrameWriter};
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::socket::{SendError, TcpInfo};
 
-use super::outbound::{Outbound, Payload};
+use super::outbound::Outbound;
 use crate::error::MigrateError;
 use crate::transport::connection::Connection;
 
@@ -44,7 +44,11 @@ impl Stream {
     /// # Errors
     /// The link broke; [`SendError::Memory`]: memory that is sent in place could not be read.
     pub fn send(&mut self, outbound: &Outbound) -> Result<u64, SendError> {
-        self.write(&outbound.frame, &outbound.digests, Some(&outbound.payload))
+        let shared = outbound.shared.as_ref().map(|frame| self.writer.head(frame, &[]));
+        let frame = outbound.frame.as_ref().map(|frame| self.writer.head(frame, &outbound.digests));
+        let mut vectors: Vec<_> = shared.iter().chain(&frame).map(|head| Outgoing::from(head.as_slice())).collect();
+        outbound.payload.add_to(&mut vectors);
+        self.write(&mut vectors)
     }
 
     /// Says that this connection's share of a round has been sent.
@@ -52,7 +56,8 @@ impl Stream {
     /// # Errors
     /// The link broke.
     pub fn end_round(&mut self, round: u32) -> Result<(), MigrateError> {
-        self.write(&Frame::RoundEnd { round }, &[], None).map(drop).map_err(link_broke)
+        let head = self.writer.head(&Frame::RoundEnd { round }, &[]);
+        self.write(&mut [Outgoing::from(head.as_slice())]).map(drop).map_err(link_broke)
     }
 
     /// The bytes that the destination's kernel has taken.
@@ -72,15 +77,10 @@ impl Stream {
         self.cpu += sterna_sys::process::thread_cpu_time();
     }
 
-    /// Writes a frame: its header and digests from here, its payload straight from its place. Returns the bytes of all.
-    fn write(&mut self, frame: &Frame, digests: &[u64], payload: Option<&Payload>) -> Result<u64, SendError> {
-        let head = self.writer.head(frame, digests);
-        let mut vectors = vec![Outgoing::from(head.as_slice())];
-        if let Some(payload) = payload {
-            payload.add_to(&mut vectors);
-        }
+    /// Writes frames: their headers and digests from here, payloads straight from their place. Returns all bytes.
+    fn write(&mut self, vectors: &mut [Outgoing<'_>]) -> Result<u64, SendError> {
         let bytes: usize = vectors.iter().map(Outgoing::bytes).sum();
-        self.connection.send(&mut vectors)?;
+        self.connection.send(vectors)?;
         self.bytes += bytes as u64;
         Ok(bytes as u64)
     }

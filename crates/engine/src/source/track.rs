@@ -125,6 +125,9 @@ impl Tracker for WriteProtect {
         let spans = ram.spans();
         let userfault = self.faults.begin(User::Tracking, spans.clone(), ram.mappings())?;
         self.armed = Some(Armed { userfault, spans, files });
+        // Only now: before the userfaultfd was open the VMM's process could still have made areas smaller. Since then
+        // it leaves them as they are, so that what is seen here stays true until tracking ends.
+        ram.look_at_areas().map_err(MigrateError::host("looking at what the guest's RAM has in common with others"))?;
         // The first scan arms every page, holes included. Its result is not used: the caller sends all allocated pages.
         let (mut all, mut given_back) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
         self.collect(ram, &mut all, &mut given_back)?;

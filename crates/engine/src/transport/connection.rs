@@ -8,7 +8,7 @@ use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use sterna_protocol::hello::{VERSION, Version};
+use sterna_protocol::hello::{Features, VERSION, Version};
 use sterna_sys::iovec::Outgoing;
 use sterna_sys::socket::{SendError, send_all};
 
@@ -23,6 +23,7 @@ pub struct Connection {
     socket: TcpStream,
     tls: Option<Box<Session>>,
     version: Version,
+    features: Features,
 }
 
 /// Ends a connection from another thread.
@@ -33,12 +34,12 @@ impl Connection {
     /// A plain connection on a socket.
     #[must_use]
     pub fn plain(socket: TcpStream) -> Self {
-        Self { socket, tls: None, version: OLDEST }
+        Self { socket, tls: None, version: OLDEST, features: Features::NONE }
     }
 
     /// A connection on a socket whose encryption is set up.
     pub(super) fn encrypted(socket: TcpStream, tls: Session) -> Self {
-        Self { socket, tls: Some(Box::new(tls)), version: OLDEST }
+        Self { socket, tls: Some(Box::new(tls)), version: OLDEST, features: Features::NONE }
     }
 
     /// The version that both ends speak.
@@ -47,9 +48,15 @@ impl Connection {
         self.version
     }
 
-    /// Sets the version that both have agreed on.
-    pub(super) fn agree_on(&mut self, version: Version) {
-        self.version = version;
+    /// The features that both ends have.
+    #[must_use]
+    pub fn features(&self) -> Features {
+        self.features
+    }
+
+    /// Sets the version and the features that both have agreed on.
+    pub(super) fn agree_on(&mut self, (version, features): (Version, Features)) {
+        (self.version, self.features) = (version, features);
     }
 
     /// Who the peer is, by its certificate; `None` on a plain connection.

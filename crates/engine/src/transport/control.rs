@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use sterna_protocol::hello::KNOWS_IDENTITIES;
+use sterna_protocol::hello::{Features, KNOWS_IDENTITIES};
 use sterna_protocol::message::{self, PREFIX_BYTES, Reply, Request};
 use sterna_protocol::session::{self, Owner, State};
 use sterna_protocol::standstill::Standstill;
@@ -59,6 +59,12 @@ impl Asking {
     #[must_use]
     pub fn new(stream: Connection, key: u64) -> Self {
         Self { messages: Messages { stream, key }, state: State::Begun }
+    }
+
+    /// The features that both ends have.
+    #[must_use]
+    pub fn features(&self) -> Features {
+        self.messages.stream.features()
     }
 
     /// Asks and waits for the answer.

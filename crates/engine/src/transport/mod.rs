@@ -111,8 +111,7 @@ fn greet(mut stream: Connection, session: SessionKey, role: Role) -> Result<Conn
         read_hello(&mut stream)
     };
     let theirs = { exchange }().map_err(refused_or("agreeing on a version with the peer"))?;
-    let (version, _) = ours.agree(&Hello::decode(&theirs)?)?;
-    stream.agree_on(version);
+    stream.agree_on(ours.agree(&Hello::decode(&theirs)?)?);
     prepare(stream.socket(), STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
     Ok(stream)
 }
@@ -165,8 +164,7 @@ fn answer_hello(mut stream: Connection, needed: Features) -> Result<(Connection,
         return Err(TlsError::CallerEncrypted.into());
     }
     let theirs = theirs?;
-    let (version, _) = ours.agree(&theirs)?;
-    stream.agree_on(version);
+    stream.agree_on(ours.agree(&theirs)?);
     prepare(stream.socket(), STALL_TIMEOUT).map_err(MigrateError::link("setting up a connection"))?;
     Ok((stream, theirs))
 }

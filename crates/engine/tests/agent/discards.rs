@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use serde_json::json;
 use sterna_agent_protocol::log::CAPACITY;
 use sterna_engine::agent::{Discard, Discards};
 
@@ -92,13 +91,8 @@ fn what_qemu_itself_discards_is_logged() {
     with_each_qemu(|start| {
         let mut qemu = start.ram(128).with("-M pc -m 128M,slots=4,maxmem=1G").go();
         let mut log = qemu.agent().discard_log().expect("the log");
-        let more = qemu.dir.path().join("more");
-        let bytes: u64 = 128 << 20;
-        let backend =
-            json!({"qom-type": "memory-backend-file", "id": "more", "size": bytes, "mem-path": more, "share": true});
-        qemu.qmp("object-add", backend);
-        // virtio-mem begins by discarding all of its memory.
-        qemu.qmp("device_add", json!({"driver": "virtio-mem-pci", "id": "mem", "memdev": "more", "bus": "pci.0"}));
+        let bytes = 128 << 20;
+        let more = qemu.plug_memory(bytes);
         let (device, inode) = identity(&more);
         let Discards::Ranges(ranges) = log.drain() else { panic!("the log is complete") };
         assert!(ranges.contains(&Discard { device, inode, offset: 0, length: bytes }), "{ranges:?}");

@@ -1,8 +1,10 @@
 //! Building the library, and a QEMU or a program with it inside.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
@@ -109,6 +111,7 @@ pub struct Start {
     arguments: Vec<String>,
     socket: Option<PathBuf>,
     memory: Option<&'static str>,
+    template: Option<OwnedFd>,
 }
 
 impl Start {
@@ -119,7 +122,7 @@ impl Start {
         let qmp = format!("unix:{}/qmp,server=on,wait=off", dir.path().display());
         let fixed = "-accel tcg -display none -nodefaults -no-user-config -S -qmp";
         let arguments = fixed.split(' ').map(str::to_owned).chain([qmp]).collect();
-        Self { qemu: qemu(), dir, wrapper: vec![], arguments, socket, memory: None }
+        Self { qemu: qemu(), dir, wrapper: vec![], arguments, socket, memory: None, template: None }
     }
 
     /// All of the machine's RAM in one file, "ram".
@@ -153,6 +156,12 @@ impl Start {
         self
     }
 
+    /// With RAM that begins as what this file holds.
+    pub fn template(mut self, template: OwnedFd) -> Self {
+        self.template = Some(template);
+        self
+    }
+
     /// The path of a file in this machine's directory.
     pub fn file(&self, name: &str) -> String {
         self.dir.path().join(name).display().to_string()
@@ -168,6 +177,9 @@ impl Start {
         }
         if let Some(memory) = self.memory {
             command.env("STERNA_AGENT_MEMORY", memory);
+        }
+        if let Some(template) = &self.template {
+            pass_template(&mut command, template);
         }
         let log = std::fs::File::create(self.dir.path().join("log")).expect("a log");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
@@ -217,6 +229,18 @@ impl Qemu {
         }
     }
 
+    /// Plugs in virtio-mem of so many bytes, which begins by discarding all of its memory. Returns the memory's file.
+    pub fn plug_memory(&mut self, bytes: u64) -> PathBuf {
+        let file = self.dir.path().join("more");
+        let backend = serde_json::json!({
+            "qom-type": "memory-backend-file", "id": "more", "size": bytes, "mem-path": file, "share": true
+        });
+        self.qmp("object-add", backend);
+        let device = serde_json::json!({"driver": "virtio-mem-pci", "id": "mem", "memdev": "more", "bus": "pci.0"});
+        self.qmp("device_add", device);
+        file
+    }
+
     /// The names of its threads.
     pub fn threads(&self) -> Vec<String> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid)).expect("QEMU runs");
@@ -234,6 +258,19 @@ impl Drop for Qemu {
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// Lets a program inherit a descriptor as its template.
+pub fn pass_template(command: &mut Command, template: &OwnedFd) {
+    let number = template.as_raw_fd();
+    command.env("STERNA_AGENT_TEMPLATE", number.to_string());
+    // SAFETY: one system call, on a number.
+    unsafe {
+        command.pre_exec(move || match libc::fcntl(number, libc::F_SETFD, 0) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        });
     }
 }
 

@@ -378,6 +378,10 @@ impl sterna_engine::inside::Inside for Kept {
         self.inside.advise(advice, ranges)
     }
 
+    fn map_own(&mut self, ranges: &[std::ops::Range<u64>]) -> Result<(), sterna_engine::error::MigrateError> {
+        self.inside.map_own(ranges)
+    }
+
     fn pid(&self) -> u32 {
         self.inside.pid()
     }

@@ -33,6 +33,9 @@ mod remap;
 /// RAM that is made private.
 mod private;
 
+/// RAM that begins as a template, and what is discarded of it.
+mod templates;
+
 /// Both ends of a migration, for the hostile.
 #[path = "../support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]

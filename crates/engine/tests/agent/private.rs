@@ -3,7 +3,6 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use serde_json::json;
 use sterna_engine::agent::{AddressRange, Advice, AgentBlock, Backing, Discard, Discards, Sharing};
 
 use crate::fixture::{identity, with_each_qemu};
@@ -30,7 +29,7 @@ fn is_anonymous(pid: u32, block: &AgentBlock) -> bool {
 }
 
 /// The kernel's flags of the mapping in which the block begins.
-fn kernel_flags(pid: u32, block: &AgentBlock) -> Vec<String> {
+pub fn kernel_flags(pid: u32, block: &AgentBlock) -> Vec<String> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).expect("the process runs");
     let (_, mapping) = maps.split_once(&format!("\n{:x}-", block.address)).expect("it is mapped");
     let flags = mapping.lines().find_map(|line| line.strip_prefix("VmFlags:")).expect("smaps has flags");
@@ -248,13 +247,8 @@ fn a_qemu_with_private_ram_asks_for_merging_in_vain_and_its_discards_are_logged(
         assert!(flags.iter().any(|flag| flag == "dc"), "the rest of its advice is taken: {flags:?}");
 
         let mut log = agent.discard_log().expect("the log");
-        let more = qemu.dir.path().join("more");
-        let bytes: u64 = 128 << 20;
-        let backend =
-            json!({"qom-type": "memory-backend-file", "id": "more", "size": bytes, "mem-path": more, "share": true});
-        qemu.qmp("object-add", backend);
-        // virtio-mem begins by discarding all of its memory.
-        qemu.qmp("device_add", json!({"driver": "virtio-mem-pci", "id": "mem", "memdev": "more", "bus": "pci.0"}));
+        let bytes = 128 << 20;
+        let more = qemu.plug_memory(bytes);
         let (device, inode) = identity(&more);
         let Discards::Ranges(ranges) = log.drain() else { panic!("the log is complete") };
         let whole = Discard { device, inode, offset: 0, length: bytes };

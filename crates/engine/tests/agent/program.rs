@@ -2,7 +2,7 @@
 //! do as it is told, a line at a time. It calls libc as QEMU does, through the dynamic linker.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
@@ -41,17 +41,22 @@ pub struct Program {
 impl Program {
     /// Starts it with the library inside and its RAM mapped shared, once.
     pub fn start() -> Self {
-        let mut started = Self::launch(None);
+        let mut started = Self::launch(None, None);
         started.tell("map shared 0 0");
         started
     }
 
     /// Starts it with the library inside in this memory mode; nothing is mapped yet.
     pub fn start_in_mode(memory: &str) -> Self {
-        Self::launch(Some(memory))
+        Self::launch(Some(memory), None)
     }
 
-    fn launch(memory: Option<&str>) -> Self {
+    /// The same with RAM that begins as what this file holds.
+    pub fn start_with_template(memory: &str, template: &OwnedFd) -> Self {
+        Self::launch(Some(memory), Some(template))
+    }
+
+    fn launch(memory: Option<&str>, template: Option<&OwnedFd>) -> Self {
         let dir = fixture::scratch();
         let ram = dir.path().join("ram");
         std::fs::File::create(&ram).and_then(|file| file.set_len(RAM_BYTES)).expect("a RAM file");
@@ -59,6 +64,9 @@ impl Program {
         let mut command = Command::new(&program);
         if let Some(memory) = memory {
             command.env("STERNA_AGENT_MEMORY", memory);
+        }
+        if let Some(template) = template {
+            fixture::pass_template(&mut command, template);
         }
         let mut child = command
             .args(["--ignored", "--exact", "program::do_as_told", "--nocapture", "--test-threads=1"])
@@ -223,11 +231,31 @@ fn do_as_told() {
                 let result = unsafe { libc::madvise((address + number(2)) as *mut _, number(3) as usize, advice) };
                 if result == 0 { "0".to_owned() } else { last_errno() }
             }
+            // One page after another: how many do not read as zeros then. A page is found as it was, or read, or
+            // written before, in turns.
+            "discard-each" => {
+                let (first, step, count) = (number(1), number(2), number(3));
+                let is_bad = |index: &u64| {
+                    let words = (address + (first + index * step) * PAGE) as *mut u64;
+                    // SAFETY: within the mapping, which stays; aligned; nobody else uses the page now.
+                    unsafe {
+                        match index % 3 {
+                            0 => {}
+                            1 => drop(words.read_volatile()),
+                            _ => words.add(7).write_volatile(!0),
+                        }
+                        assert_eq!(libc::madvise(words.cast(), PAGE as usize, libc::MADV_DONTNEED), 0);
+                        (0..(PAGE / 8) as usize).any(|word| words.add(word).read_volatile() != 0)
+                    }
+                };
+                (0..count).filter(is_bad).count().to_string()
+            }
             "environment" => {
                 let output = Command::new("env").output().expect("env runs");
-                let names = ["LD_PRELOAD", "STERNA_AGENT_SOCKET", "STERNA_AGENT_PROGRAM", "STERNA_AGENT_MEMORY"];
+                let of_library = ["SOCKET", "PROGRAM", "MEMORY", "TEMPLATE"].map(|name| format!("STERNA_AGENT_{name}"));
                 let text = String::from_utf8_lossy(&output.stdout).into_owned();
-                text.lines().filter(|line| names.iter().any(|name| line.starts_with(name))).collect()
+                let names = || of_library.iter().map(String::as_str).chain(["LD_PRELOAD"]);
+                text.lines().filter(|line| names().any(|name| line.starts_with(name))).collect()
             }
             other => panic!("'{other}' is no order"),
         };

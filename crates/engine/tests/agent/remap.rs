@@ -38,6 +38,8 @@ fn runs_of_a_file_are_mapped_over_ram_and_back() {
     drop(pool);
     let pool = std::fs::OpenOptions::new().read(true).write(true).open(dir.path().join("pool")).expect("a pool");
     pool.write_all_at(&vec![b'p'; 8192], 0).expect("fill");
+    // Nobody who maps it private may be able to write it.
+    let pool = std::fs::File::open(dir.path().join("pool")).expect("a pool");
 
     let page = |index: u64| AddressRange { address: block.address + index * PAGE, length: PAGE };
     // Every second page, more than a message holds.

@@ -66,6 +66,7 @@ fn spec() -> VmSpec {
 fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
     let mut script = vec![
         Request::Identify,
+        Request::Join { gang: 1, group: "g".into(), members: 2, member: 0 },
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
     ];
@@ -91,6 +92,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
             no_postcopy: None,
         },
         Request::Identify => Reply::Identity { identity: 1 },
+        Request::Join { .. } => Reply::Joined,
         Request::Clock => Reply::Clock { now_us: 0 },
         Request::Stopped => Reply::Holding,
         Request::RoundEnd { .. } => Reply::Arrived { suspects: vec![] },

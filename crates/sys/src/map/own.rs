@@ -1,6 +1,7 @@
 //! Private memory of this process.
 
 use std::ops::Range;
+use std::os::fd::AsFd;
 use std::ptr::NonNull;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -8,9 +9,12 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use super::copy_changing;
 use crate::error::{Error, Result};
 
-/// Private anonymous memory of this process, as a VMM has it for its guest; unmapped when dropped. Ranges are offsets,
-/// bytes. Others may change it meanwhile ([`ProcessMemory`](crate::process::ProcessMemory), userfaultfd): it is never
-/// lent as a slice.
+/// How all of it is mapped.
+const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
+
+/// Private memory of this process, anonymous at first, as a VMM has it for its guest; unmapped when dropped. Ranges are
+/// offsets, bytes. Others may change it meanwhile ([`ProcessMemory`](crate::process::ProcessMemory), userfaultfd): it
+/// is never lent as a slice.
 #[derive(Debug)]
 pub struct PrivateMapping {
     base: NonNull<u8>,
@@ -30,14 +34,13 @@ impl PrivateMapping {
     pub fn new(bytes: u64) -> Result<Self> {
         let failed = |error: std::io::Error| Error::new("map private memory", error);
         let length = usize::try_from(bytes).map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
-        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: the kernel chooses an address where nothing is mapped.
-        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), length, protection, flags) };
+        let base = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), length, ACCESS, flags) };
         let base = base.map_err(|error| failed(error.into()))?;
         let base = NonNull::new(base.cast()).ok_or_else(|| failed(std::io::ErrorKind::OutOfMemory.into()))?;
         let mapping = Self { base, bytes: length };
-        // A kernel without huge pages refuses, and has none to give.
-        let _ = mapping.advise(0..bytes, Advice::LinuxNoHugepage, "refuse huge pages");
+        mapping.keep_small(0..bytes);
         Ok(mapping)
     }
 
@@ -70,7 +73,8 @@ impl PrivateMapping {
         }
     }
 
-    /// Gives pages back to the kernel (`MADV_DONTNEED`): they read as zeros.
+    /// Gives pages back to the kernel (`MADV_DONTNEED`): they read as zeros, or as the file that was
+    /// mapped there.
     ///
     /// # Errors
     /// `EINVAL`: the range is locked or not aligned to pages.
@@ -79,6 +83,52 @@ impl PrivateMapping {
     /// If `range` is not within the mapping.
     pub fn discard(&self, range: Range<u64>) -> Result<()> {
         self.advise(range, Advice::LinuxDontNeed, "give private memory back")
+    }
+
+    /// Maps a part of a file privately from `offset` on, as a VMM's RAM begins as a template: what is written there
+    /// stays this process's own.
+    ///
+    /// # Errors
+    /// The file cannot be mapped.
+    ///
+    /// # Panics
+    /// If that is not within the mapping, or not whole pages.
+    pub fn lay(&self, offset: u64, file: impl AsFd, part: Range<u64>) -> Result<()> {
+        let at = self.whole_pages(offset..offset + (part.end - part.start));
+        let (length, flags) = ((part.end - part.start) as usize, MapFlags::PRIVATE | MapFlags::NORESERVE);
+        // SAFETY: in the place of a part of this mapping, into which there are no references.
+        let mapped = unsafe { rustix::mm::mmap(at.cast(), length, ACCESS, flags | MapFlags::FIXED, file, part.start) };
+        mapped.map_err(|error| Error::new("map a file over private memory", error))?;
+        self.keep_small(offset..offset + length as u64);
+        Ok(())
+    }
+
+    /// Makes anonymous memory of a part, in one step: it reads as zeros, and no file stands behind it.
+    ///
+    /// # Errors
+    /// `ENOMEM`: there are too many mappings.
+    ///
+    /// # Panics
+    /// As [`lay`](Self::lay).
+    pub fn renew(&self, range: Range<u64>) -> Result<()> {
+        let (at, length) = (self.whole_pages(range.clone()), (range.end - range.start) as usize);
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+        // SAFETY: as in `lay`.
+        let mapped = unsafe { rustix::mm::mmap_anonymous(at.cast(), length, ACCESS, flags) };
+        mapped.map_err(|error| Error::new("map private memory", error))?;
+        self.keep_small(range);
+        Ok(())
+    }
+
+    /// A kernel without huge pages refuses, and has none to give.
+    fn keep_small(&self, range: Range<u64>) {
+        let _ = self.advise(range, Advice::LinuxNoHugepage, "refuse huge pages");
+    }
+
+    fn whole_pages(&self, range: Range<u64>) -> *mut u8 {
+        let whole = range.start.is_multiple_of(crate::PAGE_BYTES) && range.end.is_multiple_of(crate::PAGE_BYTES);
+        assert!(whole, "{range:?} is not whole pages");
+        self.within(range)
     }
 
     fn advise(&self, range: Range<u64>, advice: Advice, doing: &'static str) -> Result<()> {

@@ -1,9 +1,11 @@
 //! The mappings of a process (`/proc/PID/maps`).
 
+use std::fs::File;
+use std::io::{BufRead, BufReader};
 use std::ops::Range;
 use std::path::PathBuf;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::file::FileId;
 use crate::mountinfo::unescape;
 
@@ -43,6 +45,26 @@ pub struct Mapping {
 /// No such process, or this one may not trace it.
 pub fn maps(pid: u32) -> Result<Vec<Mapping>> {
     Ok(parse_maps(&super::read(pid, "maps")?))
+}
+
+/// Shows the mappings of a process one after another, in the order of their addresses. None is kept: a process may have
+/// tens of thousands, each with a path of its choice.
+///
+/// # Errors
+/// As [`maps`]; the mappings before have been shown.
+pub fn each_mapping(pid: u32, mut show: impl FnMut(Mapping)) -> Result<()> {
+    let path = format!("/proc/{pid}/maps");
+    let failed = |error| Error::new(format!("read {path}"), error);
+    let mut lines = BufReader::new(File::open(&path).map_err(failed)?);
+    let mut line = Vec::new();
+    // The kernel's lines are no longer than a path and some numbers.
+    while lines.read_until(b'\n', &mut line).map_err(failed)? > 0 {
+        if let Some(mapping) = parse_line(line.trim_ascii_end()) {
+            show(mapping);
+        }
+        line.clear();
+    }
+    Ok(())
 }
 
 /// The mappings that `text` lists; lines that are not understood are passed over.
@@ -92,6 +114,26 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+
+    #[test]
+    fn mappings_that_are_shown_one_by_one_are_those_that_are_listed() {
+        let child = std::process::Command::new("sleep").arg("60").spawn();
+        let mut child = child.expect("sleep runs");
+        let pid = child.id();
+        while std::fs::read_link(format!("/proc/{pid}/exe")).ok() == std::env::current_exe().ok() {
+            std::thread::yield_now();
+        }
+        // It may still be loading its libraries.
+        let same = (0..100).any(|_| {
+            let mut shown = Vec::new();
+            each_mapping(pid, |mapping| shown.push(mapping)).expect("it runs");
+            shown == maps(pid).expect("it runs") && !shown.is_empty()
+        });
+        child.kill().expect("it runs");
+        child.wait().expect("it ends");
+        assert!(same);
+        assert!(each_mapping(u32::MAX, drop).is_err());
+    }
 
     #[test]
     fn files_anonymous_memory_and_odd_names_are_told_apart() {

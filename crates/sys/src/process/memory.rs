@@ -37,17 +37,9 @@ impl ProcessMemory {
     /// # Errors
     /// `ESRCH`: the process's memory is gone.
     pub fn read(&self, address: u64, bytes: &mut [u8]) -> Result<usize> {
-        let mut done = 0;
-        while done < bytes.len() {
-            match self.file.read_at(&mut bytes[done..], address + done as u64) {
-                Ok(0) => return Err(gone("read the memory of a process")),
-                Ok(read) => done += read,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.raw_os_error() == Some(libc::EIO) => break,
-                Err(error) => return Err(Error::new("read the memory of a process", error)),
-            }
-        }
-        Ok(done)
+        let length = bytes.len();
+        let read = |done| self.file.read_at(&mut bytes[done..], address + done as u64);
+        as_far_as_it_goes("read the memory of a process", length, read)
     }
 
     /// Copies bytes to `address` and behind, as the process itself would write them: a private page becomes its own.
@@ -56,20 +48,28 @@ impl ProcessMemory {
     /// # Errors
     /// `ESRCH`: the process's memory is gone.
     pub fn write(&self, address: u64, bytes: &[u8]) -> Result<usize> {
-        let mut done = 0;
-        while done < bytes.len() {
-            match self.file.write_at(&bytes[done..], address + done as u64) {
-                Ok(0) => return Err(gone("write the memory of a process")),
-                Ok(written) => done += written,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.raw_os_error() == Some(libc::EIO) => break,
-                Err(error) => return Err(Error::new("write the memory of a process", error)),
-            }
-        }
-        Ok(done)
+        let write = |done| self.file.write_at(&bytes[done..], address + done as u64);
+        as_far_as_it_goes("write the memory of a process", bytes.len(), write)
     }
 }
 
-fn gone(doing: &'static str) -> Error {
-    Error::new(doing, rustix::io::Errno::SRCH)
+/// Copies `length` bytes, or those before the first that the kernel does not reach. `copy` gets the number of bytes
+/// that are done, and returns how many more it did.
+fn as_far_as_it_goes(
+    doing: &'static str,
+    length: usize,
+    mut copy: impl FnMut(usize) -> io::Result<usize>,
+) -> Result<usize> {
+    let mut done = 0;
+    while done < length {
+        match copy(done) {
+            // The memory that was opened is gone.
+            Ok(0) => return Err(Error::new(doing, rustix::io::Errno::SRCH)),
+            Ok(copied) => done += copied,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.raw_os_error() == Some(libc::EIO) => break,
+            Err(error) => return Err(Error::new(doing, error)),
+        }
+    }
+    Ok(done)
 }

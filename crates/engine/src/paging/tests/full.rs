@@ -44,7 +44,7 @@ impl DestinationHost for Room {
 
 /// Lets page 3 come to a guest that runs without it.
 fn page_comes(pager: &Pager, host: &Room) -> Result<(), MigrateError> {
-    let placer = Placer::new(pager.ram().as_ref(), host, Some(pager), Digester::UNSEEDED);
+    let placer = Placer::new(pager.ram().as_ref(), host, Some(pager), Digester::UNSEEDED, None);
     let only: PageSet = [3].into_iter().collect();
     let frame = ChunkFrame { round: 0, chunk: ChunkIndex(0), full: only, zero: PageSet::EMPTY };
     let digests = [Digester::UNSEEDED.page(&[8; 4096])];

@@ -1,7 +1,9 @@
 //! Bodies of pages after the switchover: the source's guest stands still, so the bytes read are those digested and
 //! sent.
 
-use sterna_protocol::frame::Digester;
+use std::sync::Arc;
+
+use sterna_protocol::frame::{Digester, Frame};
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::PageSet;
 
@@ -9,21 +11,24 @@ use crate::error::MigrateError;
 use crate::memory::{Memory, is_zero};
 use crate::source::encode::compress::Method;
 use crate::source::encode::{Encoder, Packing};
+use crate::source::gang::Member;
 use crate::source::outbound::Outbound;
 use crate::source::select::Selected;
+use crate::source::sent::Last;
 
 /// The maker of bodies for one thread: it chooses and encodes.
 pub struct Bodies {
     digester: Digester,
+    member: Option<Arc<Member>>,
     encoder: Encoder,
     buffer: Vec<u8>,
 }
 
 impl Bodies {
-    /// A maker that uses this digester.
+    /// A maker that uses this digester. What the gang of `member` shares goes once.
     #[must_use]
-    pub fn new(digester: Digester) -> Self {
-        Self { digester, encoder: Encoder::default(), buffer: Vec::new() }
+    pub fn new(digester: Digester, member: Option<Arc<Member>>) -> Self {
+        Self { digester, member, encoder: Encoder::default(), buffer: Vec::new() }
     }
 
     /// Makes what goes of some pages of a chunk. All of them go, because the destination may hold anything there. Pages
@@ -46,8 +51,13 @@ impl Bodies {
         let mut selected = loaded.map_err(MigrateError::host("reading the guest's RAM"))?;
         selected.counts.free = free.len() as u64;
         selected.zero = selected.zero.or(&free);
+        let copies = self.encoder.copies();
+        let shared = self.member.as_ref().map(|member| member.share(ram, at, &mut selected, copies)).transpose();
+        let shared = shared.map_err(MigrateError::host("looking for pages that the gang shares"))?.flatten();
         let packing = method.map(|method| Packing { delta: None, method });
-        Outbound::of_copies(at, selected, &mut self.encoder, packing, std::mem::take(&mut self.buffer))
+        let buffer = std::mem::take(&mut self.buffer);
+        let made = Outbound::of_copies(at, selected, &mut self.encoder, packing, buffer)?;
+        Ok(Outbound { shared: shared.map(Frame::Shared), ..made })
     }
 
     /// Takes back what was sent, to use its memory again.
@@ -69,6 +79,7 @@ impl Bodies {
             }
             selected.digests.push(self.digester.page(body));
             selected.full.insert(page);
+            selected.held.push(Last::Never);
             full.push(place);
         }
         copies.keep(full);
@@ -88,7 +99,6 @@ impl Bodies {
 mod tests {
     use std::os::unix::fs::FileExt;
 
-    use sterna_protocol::frame::Frame;
     use sterna_protocol::layout::PAGE_BYTES;
     use sterna_protocol::spec::BlockSpec;
     use sterna_sys::map::Access;
@@ -109,7 +119,7 @@ mod tests {
         let ram = SharedMemory::open(&[BlockFile { spec, file, address: 0, process: None }], Access::Read).unwrap();
         let pages: PageSet = (3..11).collect();
         let before = ram.allocated().unwrap().len();
-        let mut bodies = Bodies::new(Digester::UNSEEDED);
+        let mut bodies = Bodies::new(Digester::UNSEEDED, None);
         for method in [None, Some(Method::Lz4), Some(Method::Plain)] {
             let made = bodies.make(&ram, (0, ChunkIndex(0)), &pages, &PageSet::EMPTY, method).unwrap();
             assert_eq!((made.counts.full, made.counts.zero, made.counts.free), (3, 5, 0));
@@ -127,7 +137,7 @@ mod tests {
         let made = bodies.make(&ram, (0, ChunkIndex(0)), &pages, &free, None).unwrap();
         assert_eq!((made.counts.full, made.counts.zero, made.counts.free), (2, 4, 2));
         assert_eq!(made.payload.into_buffer().unwrap(), [[3u8; PAGE_BYTES], [9; PAGE_BYTES]].concat());
-        let Frame::Chunk(frame) = made.frame else { panic!() };
+        let Some(Frame::Chunk(frame)) = made.frame else { panic!() };
         assert_eq!(frame.full.or(&frame.zero), pages);
         assert!(frame.zero.contains(4) && frame.full.and(&frame.zero).is_empty());
         assert_eq!(ram.allocated().unwrap().len(), before);

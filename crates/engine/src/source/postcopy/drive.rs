@@ -15,6 +15,7 @@ use super::push;
 use super::urgent::Urgent;
 use super::work::{Context, Work, no_thread};
 use crate::error::MigrateError;
+use crate::source::gang::Member;
 use crate::source::link::Link;
 use crate::source::stream::Stream;
 use crate::source::verify::{self, Compared};
@@ -31,6 +32,7 @@ pub struct Session {
     link: Link,
     pending: Arc<Pending>,
     ends: Arc<Ends>,
+    member: Option<Arc<Member>>,
     /// The speed of the link before, bytes per second, where that is known.
     known: Option<u64>,
 }
@@ -43,6 +45,8 @@ pub struct Begun {
     pub work: Arc<Work>,
     ends: Arc<Ends>,
     urgent: Urgent,
+    /// The gang that the machine shares pages with, where the destination keeps what they share.
+    member: Option<Arc<Member>>,
 }
 
 impl Begun {
@@ -50,11 +54,11 @@ impl Begun {
     ///
     /// # Errors
     /// [`MigrateError`].
-    pub fn new(link: &Link, work: &Arc<Work>) -> Result<Self, MigrateError> {
+    pub fn new(link: &Link, work: &Arc<Work>, member: Option<Arc<Member>>) -> Result<Self, MigrateError> {
         let (pending, ends) = (work.nothing_pending(), Arc::new(Ends::default()));
         ends.add(link.control.hang_up().map_err(no_thread())?);
-        let urgent = Urgent::start(link.faults()?, Arc::clone(&pending), Arc::clone(work), &ends)?;
-        Ok(Self { pending, work: Arc::clone(work), ends, urgent })
+        let urgent = Urgent::start(link.faults()?, Arc::clone(&pending), Arc::clone(work), &ends, member.clone())?;
+        Ok(Self { pending, work: Arc::clone(work), ends, urgent, member })
     }
 
     /// Why it failed, if it did.
@@ -71,8 +75,8 @@ impl Begun {
         for stream in &streams {
             self.ends.add(stream.connection().hang_up().map_err(no_thread())?);
         }
-        let Self { pending, ends, urgent, .. } = self;
-        Ok(Session { _urgent: urgent, streams, link, pending, ends, known })
+        let Self { pending, ends, urgent, member, .. } = self;
+        Ok(Session { _urgent: urgent, streams, link, pending, ends, member, known })
     }
 }
 
@@ -104,7 +108,7 @@ impl Session {
 
     /// Sends until no page is pending. Returns whether the migration was given up.
     fn send(&mut self, context: &Context) -> Result<bool, MigrateError> {
-        let Self { link, streams, pending, ends, known, .. } = self;
+        let Self { link, streams, pending, ends, member, known, .. } = self;
         let (pending, ends, work) = (&**pending, &**ends, &*context.work);
         let mut pacing = Pacing::new(streams, *known, work)?;
         if let Some(meter) = &work.compression {
@@ -114,8 +118,9 @@ impl Session {
             let guard = EndOnDrop(ends);
             let mut pushes = Vec::with_capacity(streams.len());
             for stream in streams {
+                let member = member.clone();
                 let push = move || {
-                    if let Err(error) = push::push(stream, pending, work, ends) {
+                    if let Err(error) = push::push(stream, pending, work, ends, member) {
                         ends.fail(error);
                     }
                     ends.wake();

@@ -20,7 +20,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_api::options::Prepaging;
-use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout};
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PageIndex};
 use sterna_protocol::message::PageRequest;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::prepage::{Order, Prepager};
@@ -43,6 +43,8 @@ pub struct Pending {
 #[derive(Debug)]
 struct State {
     pages: PageMap,
+    /// Pages that went as references to a body that another page brings.
+    referred: PageMap,
     left: u64,
     prepager: Prepager,
     asked: Option<Instant>,
@@ -67,7 +69,14 @@ impl Pending {
     pub fn new(layout: &Layout, prepaging: Prepaging) -> Self {
         let order = if prepaging == Prepaging::Bubble { Order::Bubbles } else { Order::Linear };
         let (pages, prepager) = (PageMap::empty(layout), Prepager::new(order, layout));
-        let state = Mutex::new(State { pages, left: 0, prepager, asked: None, served: VecDeque::with_capacity(FEW) });
+        let state = Mutex::new(State {
+            referred: pages.clone(),
+            pages,
+            left: 0,
+            prepager,
+            asked: None,
+            served: VecDeque::with_capacity(FEW),
+        });
         Self { layout: layout.clone(), holds: prepaging == Prepaging::Off, state }
     }
 
@@ -97,6 +106,27 @@ impl Pending {
         let state = self.lock();
         let waited = |first: &Instant| now.saturating_duration_since(*first);
         state.served.len() < FEW || state.served.front().is_none_or(|first| waited(first) >= time)
+    }
+
+    /// Notes that pages go as references. Whoever asks for one afterwards lacks its body, and gets it, once.
+    pub fn referred(&self, chunk: ChunkIndex, pages: &PageSet) {
+        if !pages.is_empty() {
+            self.lock().referred.insert_all(chunk, pages);
+        }
+    }
+
+    /// Whether this page, which is not pending, went as a reference and is asked for all the same: then its body is the
+    /// caller's to send.
+    #[must_use]
+    pub fn owes_body(&self, page: PageIndex) -> bool {
+        if page.chunk.0 >= self.layout.chunks() {
+            return false;
+        }
+        let mut state = self.lock();
+        let referred = state.referred.chunk_mut(page.chunk);
+        let owed = referred.contains(page.page);
+        referred.remove(page.page);
+        owed
     }
 
     /// A fault asks for a page at `now`: whether it is the caller's to send. The peer may ask for anything.

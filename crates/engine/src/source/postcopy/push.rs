@@ -3,6 +3,7 @@
 //! The next pages are chosen as late as possible: when the connection has room. So a fault moves the push at once, and
 //! a page that is requested while it is on its way waits for a frame or two.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_sys::socket::TcpInfo;
@@ -12,6 +13,7 @@ use super::ends::Ends;
 use super::pending::{Next, Pending};
 use super::work::Work;
 use crate::error::MigrateError;
+use crate::source::gang::Member;
 use crate::source::stream::{Stream, link_broke};
 
 /// How often a wait checks whether the session goes on.
@@ -21,8 +23,14 @@ const LOOK: Duration = Duration::from_millis(50);
 ///
 /// # Errors
 /// The link broke, or this host's kernel failed.
-pub fn push(stream: &mut Stream, pending: &Pending, work: &Work, ends: &Ends) -> Result<(), MigrateError> {
-    let mut bodies = Bodies::new(stream.digester());
+pub fn push(
+    stream: &mut Stream,
+    pending: &Pending,
+    work: &Work,
+    ends: &Ends,
+    member: Option<Arc<Member>>,
+) -> Result<(), MigrateError> {
+    let mut bodies = Bodies::new(stream.digester(), member);
     let pushed = push_with(&mut bodies, stream, pending, work, ends);
     work.tally.thread_ends(bodies.did());
     pushed
@@ -70,6 +78,7 @@ fn push_with(
         if work.pacer.pass(made.bytes(), goes_on).is_err() {
             return Ok(());
         }
+        pending.referred(chunk, &made.references());
         let bytes = stream.send(&made).map_err(link_broke)?;
         work.tally.sent(&made.counts, bytes, false);
         bodies.give_back(made);

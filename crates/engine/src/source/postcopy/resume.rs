@@ -85,7 +85,8 @@ impl<'a> Journey<'a> {
         }
         self.interruptions += 1;
         let lost = is_lost(&error);
-        tracing::warn!(migration = %context.id, %error, "the pages' way to the destination is lost");
+        let what = if lost { "the memory that the pages come from" } else { "the pages' way to the destination" };
+        tracing::warn!(migration = %context.id, %error, "{what} is lost");
         let mut retry = Retry::new(all_there);
         let result = loop {
             let peer = self.peer();
@@ -143,7 +144,8 @@ impl<'a> Journey<'a> {
         let streams = options.streams as u16;
         link.resume(*id, *daemon, streams, work.ram.layout().digest())?;
         let streams = (0..streams).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
-        let begun = Begun::new(&link, work)?;
+        // A gang's pool is not kept for a session that comes again: all pages go with their bodies.
+        let begun = Begun::new(&link, work, None)?;
         let missing = link.missing(work.ram.layout())?;
         monitor.begin_round(work.round, missing.len());
         begun.pending.fill(missing);

@@ -16,6 +16,7 @@ pub struct Tally {
     full: AtomicU64,
     zero: AtomicU64,
     free: AtomicU64,
+    reference: AtomicU64,
     faulted: AtomicU64,
     pushed: AtomicU64,
     bytes: AtomicU64,
@@ -31,6 +32,7 @@ impl Tally {
         self.full.fetch_add(counts.full, Ordering::Relaxed);
         self.zero.fetch_add(counts.zero, Ordering::Relaxed);
         self.free.fetch_add(counts.free, Ordering::Relaxed);
+        self.reference.fetch_add(counts.reference, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         let pages = if asked { &self.faulted } else { &self.pushed };
         pages.fetch_add(counts.pages(), Ordering::Relaxed);
@@ -68,6 +70,7 @@ impl Tally {
         report.pages.sent += full;
         report.pages.zero += get(&self.zero);
         report.pages.free += get(&self.free);
+        report.pages.shared_reference += get(&self.reference);
         report.pages.faulted += get(&self.faulted);
         report.pages.pushed += get(&self.pushed);
         report.bytes_on_wire += get(&self.bytes);

@@ -20,6 +20,7 @@ use super::pending::Pending;
 use super::requests::Requests;
 use super::work::{Work, no_thread};
 use crate::error::MigrateError;
+use crate::source::gang::Member;
 use crate::source::stream::{Stream, link_broke};
 use crate::transport::connection::HangUp;
 
@@ -43,6 +44,8 @@ struct Serving {
     pending: Arc<Pending>,
     work: Arc<Work>,
     bodies: Bodies,
+    /// For pages whose bodies must come as they are.
+    whole: Bodies,
     room: Room,
 }
 
@@ -81,6 +84,7 @@ impl Urgent {
         pending: Arc<Pending>,
         work: Arc<Work>,
         ends: &Arc<Ends>,
+        member: Option<Arc<Member>>,
     ) -> Result<Self, MigrateError> {
         let hang_up = || Ok([requests.hang_up()?, stream.connection().hang_up()?]);
         let own: [HangUp; 2] = hang_up().map_err(no_thread())?;
@@ -88,7 +92,8 @@ impl Urgent {
         let (told, mut serving) = (
             Arc::clone(ends),
             Serving {
-                bodies: Bodies::new(stream.digester()),
+                bodies: Bodies::new(stream.digester(), member),
+                whole: Bodies::new(stream.digester(), None),
                 requests,
                 stream,
                 pending,
@@ -120,8 +125,9 @@ impl Drop for Urgent {
 impl Serving {
     fn serve(&mut self) -> Result<(), MigrateError> {
         while let Some(request) = self.requests.receive()? {
+            let page = [request.page.page].into_iter().collect();
             if self.pending.ask(&request, Instant::now()) {
-                self.send(request.page.chunk, &[request.page.page].into_iter().collect(), true)?;
+                self.send(request.page.chunk, &page, true)?;
                 let spare = self.work.spare.load(Ordering::Relaxed);
                 if !self.requests.waiting() && self.room.any(spare, Instant::now()) {
                     let neighbours = self.pending.neighbours(&request);
@@ -129,6 +135,11 @@ impl Serving {
                         self.send(request.page.chunk, &neighbours, false)?;
                     }
                 }
+            } else if self.pending.owes_body(request.page) {
+                std::mem::swap(&mut self.bodies, &mut self.whole);
+                let sent = self.send(request.page.chunk, &page, true);
+                std::mem::swap(&mut self.bodies, &mut self.whole);
+                sent?;
             }
             let began = Instant::now();
             while !self.requests.waiting() && began.elapsed() < LOOK {
@@ -151,6 +162,7 @@ impl Serving {
             &self.work.free_in(chunk),
             None,
         )?;
+        self.pending.referred(chunk, &made.references());
         let bytes = self.stream.send(&made).map_err(link_broke)?;
         self.work.pacer.charge(bytes);
         self.work.tally.sent(&made.counts, bytes, asked);

@@ -84,6 +84,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
         direct_io: false,
         trust_first_look: false,
         bandwidth: std::sync::Arc::default(),
+        gang: None,
         here: sterna_api::report::Host::default(),
     }
 }

@@ -1,0 +1,72 @@
+//! Which of the machines that leave together share pages on their way.
+//!
+//! Only machines of one trust group share, and only private memory can. Unless it is asked for, a migration of several
+//! machines is as many gangs as there are trust groups among them, and whoever shares with nobody goes alone: an
+//! operator who empties a host names all its machines. Where it is asked for, all must be one gang.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use sterna_api::options::PreserveSharing;
+use sterna_api::{Blame, Code, MemoryMode, Problem};
+use sterna_engine::source::Gang;
+
+use crate::machines::record::VmRecord;
+
+/// A machine's gang, and which of its members it is.
+pub type Membership = Option<(Arc<Gang>, u16)>;
+
+/// The gang of each machine.
+///
+/// # Errors
+/// It is asked for, and they cannot be one gang: each reason is named.
+pub fn gangs(members: &[VmRecord], asked: Option<PreserveSharing>) -> Result<Vec<Membership>, Problem> {
+    if asked == Some(PreserveSharing::Off) {
+        return Ok(vec![None; members.len()]);
+    }
+    if asked == Some(PreserveSharing::On) {
+        all_one(members)?;
+    }
+    let mut sizes: HashMap<&str, u16> = HashMap::new();
+    for group in members.iter().filter_map(group_of) {
+        *sizes.entry(group).or_default() += 1;
+    }
+    let gangs: HashMap<&str, Arc<Gang>> =
+        sizes.into_iter().map(|(group, members)| (group, Gang::new(group, members))).collect();
+    let mut next: HashMap<&str, u16> = HashMap::new();
+    let memberships = members.iter().map(|record| {
+        let group = group_of(record)?;
+        let index = next.entry(group).or_default();
+        *index += 1;
+        Some((Arc::clone(gangs.get(group)?), *index - 1))
+    });
+    Ok(memberships.collect())
+}
+
+/// The trust group in which the machine can share pages.
+fn group_of(record: &VmRecord) -> Option<&str> {
+    record.trust_group.as_deref().filter(|_| record.memory_mode == MemoryMode::Private)
+}
+
+fn all_one(members: &[VmRecord]) -> Result<(), Problem> {
+    let mut wrong = Vec::new();
+    for VmRecord { name, memory_mode, trust_group, .. } in members {
+        if *memory_mode != MemoryMode::Private {
+            wrong.push(format!("'{name}' has its memory in a file (--memory-mode shared)"));
+        } else if trust_group.is_none() {
+            wrong.push(format!("'{name}' is in no trust group"));
+        }
+    }
+    let mut groups: Vec<_> = members.iter().filter_map(|record| record.trust_group.as_deref()).collect();
+    groups.sort_unstable();
+    groups.dedup();
+    if groups.len() > 1 {
+        wrong.push(format!("they are of {} trust groups: {}", groups.len(), groups.join(", ")));
+    }
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    let message = format!("these machines cannot share pages: {}", wrong.join("; "));
+    Err(Problem::new(Code::NoSharing, Blame::Request, message)
+        .hint("without --preserve-sharing on, each trust group shares by itself, and the other machines do not"))
+}

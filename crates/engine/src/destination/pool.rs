@@ -1,0 +1,276 @@
+//! The pool: the bodies that a gang shares, once each, in a file from which they are mapped copy-on-write into every
+//! machine that has them.
+//!
+//! The file has no name, so it lives for as long as somebody has it open or mapped, whatever becomes of this daemon.
+//! Each member has a part of it as large as its RAM, and a body lies where its origin lies in that RAM: so clones of
+//! one another, and the machine that sent the bodies, have them in few mappings. What no body was put into takes no
+//! memory.
+//!
+//! A body is written once and then never changes: guests that map it see it at once, and their writes make copies. The
+//! VMMs get a descriptor that cannot write: what a VMM discards of its guest's RAM, it punches out of the file that it
+//! holds.
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use sterna_protocol::frame::shared::{Origin, References};
+use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, Layout, PAGE_BYTES, PageIndex};
+use sterna_protocol::pages::{PageMap, PageSet};
+
+use crate::memory::PoolRun;
+
+/// The pool of one gang.
+#[derive(Debug)]
+pub struct Pool {
+    file: File,
+    /// The same file, for VMMs.
+    reader: File,
+    state: Mutex<State>,
+    /// The number of bodies that have come: progress.
+    bodies: AtomicU64,
+}
+
+/// A machine whose pages may have to wait for bodies.
+pub trait Waits: Debug + Send + Sync {
+    /// These pages wait from now on. The pool is locked.
+    fn expect(&self, chunk: ChunkIndex, pages: &PageSet);
+
+    /// Bodies that pages of this chunk wait for, or have waited for, are in the pool. The pool is not locked.
+    fn came(&self, pool: &Pool, chunk: ChunkIndex, runs: Vec<PoolRun>);
+}
+
+#[derive(Debug)]
+struct State {
+    /// The parts of the members that have come so far.
+    parts: Vec<Option<Part>>,
+    /// The end of the last part, bytes.
+    end: u64,
+    /// Who waits for a body that has not come.
+    waiting: HashMap<Origin, Vec<Waiter>>,
+}
+
+/// A member's part of the pool.
+#[derive(Debug)]
+struct Part {
+    /// Where it begins, bytes.
+    start: u64,
+    /// The chunks that the member has.
+    chunks: u32,
+    /// The bodies that are there.
+    there: PageMap,
+}
+
+impl Part {
+    fn offset(&self, page: PageIndex) -> u64 {
+        self.start + page.chunk.index() as u64 * CHUNK_BYTES as u64 + u64::from(page.page) * PAGE_BYTES as u64
+    }
+}
+
+/// A page that waits for a body.
+#[derive(Debug, Clone)]
+struct Waiter {
+    machine: Arc<dyn Waits>,
+    page: PageIndex,
+}
+
+impl Waiter {
+    /// What tells one machine from another.
+    fn place(&self) -> usize {
+        address(self.machine.as_ref())
+    }
+}
+
+fn address(machine: &dyn Waits) -> usize {
+    std::ptr::from_ref(machine).addr()
+}
+
+/// Why something cannot be put into the pool.
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    /// The peer names what cannot be.
+    #[error("{0}")]
+    Peer(&'static str),
+    /// The pool's file fails.
+    #[error("the gang's pool cannot be written")]
+    File(#[from] io::Error),
+}
+
+impl Pool {
+    /// An empty pool for so many members in this file, which lies on tmpfs and is empty.
+    ///
+    /// # Errors
+    /// The file cannot be opened again for reading.
+    pub fn new(file: File, members: u16) -> io::Result<Arc<Self>> {
+        let reader = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+        let parts = (0..members).map(|_| None).collect();
+        let state = State { parts, end: 0, waiting: HashMap::new() };
+        Ok(Arc::new(Self { file, reader, state: Mutex::new(state), bodies: AtomicU64::new(0) }))
+    }
+
+    /// Makes room for what a member shares.
+    ///
+    /// # Errors
+    /// There is no such member, or it has come already; or the file cannot grow.
+    pub fn enter(&self, member: u16, layout: &Layout) -> Result<(), PoolError> {
+        let mut state = self.lock();
+        let (start, end) = (state.end, state.end + u64::from(layout.chunks()) * CHUNK_BYTES as u64);
+        let part = state.parts.get_mut(usize::from(member)).ok_or(PoolError::Peer("a member that the gang has not"))?;
+        if part.is_some() {
+            return Err(PoolError::Peer("a member of the gang comes twice"));
+        }
+        self.file.set_len(end)?;
+        *part = Some(Part { start, chunks: layout.chunks(), there: PageMap::empty(layout) });
+        state.end = end;
+        Ok(())
+    }
+
+    /// Puts bodies of a member's pages into the pool, in the order of the pages, and into the machines that wait for
+    /// them. Returns where they lie.
+    ///
+    /// # Errors
+    /// [`PoolError`]: nobody has got anything.
+    ///
+    /// # Panics
+    /// Where there are fewer bodies than pages.
+    pub fn put(
+        self: &Arc<Self>,
+        member: u16,
+        chunk: ChunkIndex,
+        pages: &PageSet,
+        bodies: &[&[u8]],
+    ) -> Result<Vec<PoolRun>, PoolError> {
+        let mut state = self.lock();
+        let part = state.parts.get(usize::from(member)).and_then(Option::as_ref);
+        let part = part.ok_or(PoolError::Peer("a shared body of a machine that has not joined its gang"))?;
+        if !part.there.chunk(chunk).and(pages).is_empty() {
+            return Err(PoolError::Peer("a shared body comes twice"));
+        }
+        // Written with the lock held: who finds a body finds all of it.
+        for (page, body) in pages.iter().zip(bodies) {
+            self.file.write_all_at(body, part.offset(PageIndex { chunk, page }))?;
+        }
+        let runs = pages.runs().map(|(first, pages)| {
+            let at = PageIndex { chunk, page: first as u8 };
+            PoolRun { first, pages, offset: part.offset(at) }
+        });
+        let runs: Vec<_> = runs.collect();
+        let mut served: Vec<(Waiter, u64)> = Vec::new();
+        let origins = pages.iter().map(|page| Origin { member, page: PageIndex { chunk, page } });
+        let offsets: Vec<_> = origins.map(|origin| (origin, part.offset(origin.page))).collect();
+        self.bodies.fetch_add(offsets.len() as u64, Ordering::Relaxed);
+        if let Some(Some(part)) = state.parts.get_mut(usize::from(member)) {
+            part.there.insert_all(chunk, pages);
+        }
+        if !state.waiting.is_empty() {
+            for (origin, offset) in offsets {
+                served.extend(state.waiting.remove(&origin).into_iter().flatten().map(|waiter| (waiter, offset)));
+            }
+        }
+        drop(state);
+        self.serve(served);
+        Ok(runs)
+    }
+
+    /// Finds the bodies that these pages refer to. Returns where those lie that are here; for the others the machine
+    /// waits from now on, and gets them when they come.
+    ///
+    /// # Errors
+    /// [`PoolError::Peer`]: an origin that the gang cannot have. Then the machine waits for nothing.
+    pub fn find(
+        &self,
+        machine: &Arc<dyn Waits>,
+        chunk: ChunkIndex,
+        references: &[References],
+    ) -> Result<Vec<PoolRun>, PoolError> {
+        let mut state = self.lock();
+        let mut here: Vec<PoolRun> = Vec::new();
+        let mut missing = Vec::new();
+        for (page, origin) in references.iter().flat_map(|run| run.each()) {
+            let part = state.parts.get(usize::from(origin.member));
+            let part = part.ok_or(PoolError::Peer("a reference to a member that the gang has not"))?;
+            match part {
+                Some(part) if part.chunks <= origin.page.chunk.0 => {
+                    return Err(PoolError::Peer("a reference to a page that its member has not"));
+                }
+                Some(part) if part.there.chunk(origin.page.chunk).contains(origin.page.page) => {
+                    add(&mut here, page, part.offset(origin.page));
+                }
+                // The body, or the whole member, is still to come.
+                _ => missing.push((page, origin)),
+            }
+        }
+        machine.expect(chunk, &missing.iter().map(|(page, _)| *page).collect());
+        for (page, origin) in missing {
+            let waiter = Waiter { machine: Arc::clone(machine), page: PageIndex { chunk, page } };
+            state.waiting.entry(origin).or_default().push(waiter);
+        }
+        Ok(here)
+    }
+
+    /// Forgets that this machine waits for anything.
+    pub fn forget(&self, machine: &dyn Waits) {
+        self.lock().waiting.retain(|_, waiters| {
+            waiters.retain(|waiter| waiter.place() != address(machine));
+            !waiters.is_empty()
+        });
+    }
+
+    /// Whether all members have come.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.lock().parts.iter().all(Option::is_some)
+    }
+
+    /// The number of bodies that have come so far.
+    #[must_use]
+    pub fn bodies(&self) -> u64 {
+        self.bodies.load(Ordering::Relaxed)
+    }
+
+    /// The pool's file, for a VMM to map: it cannot be written by this descriptor.
+    #[must_use]
+    pub fn reader(&self) -> &File {
+        &self.reader
+    }
+
+    /// Gives pages to machines that waited for them, as many at a time as follow one another.
+    fn serve(&self, mut served: Vec<(Waiter, u64)>) {
+        served.sort_by_key(|(waiter, _)| (waiter.place(), waiter.page));
+        let mut rest = served.as_slice();
+        while let Some((first, _)) = rest.first() {
+            let same = |waiter: &Waiter| waiter.place() == first.place() && waiter.page.chunk == first.page.chunk;
+            let (these, others) = rest.split_at(rest.partition_point(|(waiter, _)| same(waiter)));
+            let mut runs = Vec::new();
+            these.iter().for_each(|(waiter, offset)| add(&mut runs, waiter.page.page, *offset));
+            first.machine.came(self, first.page.chunk, runs);
+            rest = others;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Adds a page to the last run, or as a new one.
+fn add(runs: &mut Vec<PoolRun>, page: u8, offset: u64) {
+    match runs.last_mut() {
+        Some(last)
+            if last.first + last.pages == usize::from(page)
+                && last.offset + (last.pages * PAGE_BYTES) as u64 == offset =>
+        {
+            last.pages += 1;
+        }
+        _ => runs.push(PoolRun { first: page.into(), pages: 1, offset }),
+    }
+}
+
+#[cfg(test)]
+#[path = "pool_tests.rs"]
+mod tests;

@@ -1,0 +1,212 @@
+//! Pages of private memory that lie in a gang's pool: areas whose file is the pool's.
+//!
+//! Only a destination makes them, and only before the guest runs or for pages that the guest waits for.
+//!
+//! # How pages come into the pool's areas and out of them
+//! * **mapped**: whatever was there is gone, and so is the registration for faults. Nobody needs it: the pool has a
+//!   body for every page that is mapped from it, so such a page is never missing
+//! * **a newer body comes**: it is written as the guest would write it, which makes a copy of the VMM's own
+//! * **it is missing again** (stale when the guest starts): anonymous memory takes its place, and is registered again
+//!   where faults are waited for. To drop the page would show the pool's body
+//!
+//! # A VMM that does not answer
+//! A request to map that got no answer may still be carried out, at any time. If its page had come in another way by
+//! then, and the guest had written it, that write would be lost. So nothing is put there until the kernel lists the
+//! mapping: the page is *unsure*, and whoever brings it fails and comes again. Whether a daemon that was started again
+//! has such a request of its predecessor before it cannot be told, and need not be: the agent serves one request of
+//! each connection in turn, and by the second answer to the new daemon it has carried out the one that the old daemon
+//! left.
+//!
+//! A process may have a bounded number of mappings (`vm.max_map_count`), of which every run takes up to two. What does
+//! not fit any more is copied.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::sync::{MutexGuard, PoisonError};
+
+use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
+use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_sys::pagemap::Entry;
+
+use super::{PrivateMappings, PrivateMemory, gone};
+use crate::agent::{AddressRange, AgentError, MapRun};
+use crate::error::MigrateError;
+use crate::memory::areas::Area;
+use crate::memory::runs::runs;
+use crate::memory::{Mappings, Memory, PoolRun};
+
+impl PrivateMemory {
+    /// As [`Memory::shared_in`]: pages that another page table has as well, and pages
+    /// of a file that stands behind them, whether they are mapped now or not.
+    pub(super) fn shared_pages(&self, chunk: ChunkIndex) -> io::Result<PageSet> {
+        let mut shared = PageSet::EMPTY;
+        let Some(place) = self.layout.place(chunk) else { return Ok(shared) };
+        let start = self.blocks[place.block].address + place.offset;
+        let addresses = start..start + (place.pages * PAGE_BYTES) as u64;
+        let of_area = self.in_areas(chunk, &PageSet::first(place.pages))?;
+        let mut entries = Vec::with_capacity(place.pages);
+        self.pagemap.entries(addresses, &mut entries).map_err(gone)?;
+        let untouched = |entry: Entry| !entry.present() && (!entry.swapped() || entry.marker());
+        for (page, entry) in (0..=u8::MAX).zip(entries) {
+            let of_file = entry.present() && entry.file() || untouched(entry) && of_area.contains(page);
+            if of_file || entry.present() && !entry.exclusive() {
+                shared.insert(page);
+            }
+        }
+        Ok(shared)
+    }
+
+    /// As [`Memory::share`].
+    pub(super) fn map_from_pool(&self, chunk: ChunkIndex, from: &[PoolRun], pool: &File) -> io::Result<()> {
+        if self.try_map(chunk, from, pool)? {
+            return Ok(());
+        }
+        each_body(from, pool, |pages, bodies| self.put(chunk, pages, bodies))
+    }
+
+    /// As [`Memory::install_shared`].
+    pub(super) fn install_from_pool(&self, chunk: ChunkIndex, from: &[PoolRun], pool: &File) -> io::Result<()> {
+        // A page of an area has come: whoever brought it failed afterwards. The guest may have written it.
+        let pages = PoolRun::pages(from);
+        let missing = pages.without(&self.pages_of_areas(chunk, &pages)?);
+        let from: Vec<_> = from.iter().flat_map(|run| run.within(&missing)).collect();
+        if self.try_map(chunk, &from, pool)? {
+            return Ok(());
+        }
+        each_body(&from, pool, |pages, bodies| self.install(chunk, pages, bodies))
+    }
+
+    /// Those of these pages that lie in areas.
+    ///
+    /// # Errors
+    /// It is not known of all of them.
+    pub(super) fn pages_of_areas(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<PageSet> {
+        let mut unsure = self.unsure();
+        let of_chunk = unsure.chunk_mut(chunk);
+        if !of_chunk.and(pages).is_empty() {
+            self.look_at_areas()?;
+            *of_chunk = of_chunk.without(&self.in_areas(chunk, of_chunk)?);
+            if !of_chunk.and(pages).is_empty() {
+                return Err(io::Error::other("QEMU has not said whether it has mapped shared pages"));
+            }
+        }
+        drop(unsure);
+        self.in_areas(chunk, pages)
+    }
+
+    fn in_areas(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<PageSet> {
+        let areas = self.areas();
+        if areas.is_empty() {
+            return Ok(PageSet::EMPTY);
+        }
+        let place = self.layout.place(chunk).ok_or(io::ErrorKind::InvalidInput)?;
+        let start = self.blocks[place.block].address + place.offset;
+        let mut set = PageSet::EMPTY;
+        for part in areas.within(start..start + (place.pages * PAGE_BYTES) as u64) {
+            let first = (part.start - start) as usize / PAGE_BYTES;
+            set.insert_run(first, (part.end - part.start) as usize / PAGE_BYTES);
+        }
+        Ok(set.and(pages))
+    }
+
+    fn unsure(&self) -> MutexGuard<'_, PageMap> {
+        self.unsure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Maps pages; `false` where they must be copied. Some may be mapped then.
+    fn try_map(&self, chunk: ChunkIndex, from: &[PoolRun], pool: &File) -> io::Result<bool> {
+        if from.is_empty() {
+            return Ok(true);
+        }
+        if !self.room.take(self.holder.pid, 2 * from.len() as u64)? {
+            return Ok(false);
+        }
+        match self.map(chunk, from, pool) {
+            Ok(()) => Ok(true),
+            Err(error) if was_refused(&error) => {
+                tracing::warn!(%error, "shared pages cannot be mapped: they are copied");
+                self.look_at_areas().map(|()| false)
+            }
+            Err(error) => {
+                self.unsure().insert_all(chunk, &PoolRun::pages(from));
+                Err(io::Error::other(error))
+            }
+        }
+    }
+
+    fn map(&self, chunk: ChunkIndex, from: &[PoolRun], pool: &File) -> Result<(), MigrateError> {
+        let failed = MigrateError::host("looking at the gang's pool");
+        let file = sterna_sys::file::id(pool).map_err(|error| failed(error.into()))?;
+        let areas = from.iter().flat_map(|run| {
+            let pages = PoolRun::pages(&[*run]);
+            let addresses: Vec<_> = runs(&self.layout, chunk, &pages).map(|run| self.addresses(&run)).collect();
+            addresses.into_iter().map(|addresses| Area { addresses, file, offset: run.offset })
+        });
+        let areas: Vec<_> = areas.collect();
+        let mapped: Vec<_> = areas.iter().map(|area| MapRun { at: at(&area.addresses), offset: area.offset }).collect();
+        self.holder.inside.lock().unwrap_or_else(PoisonError::into_inner).map(pool.as_fd(), &mapped)?;
+        let mut known = self.areas.write().unwrap_or_else(PoisonError::into_inner);
+        areas.into_iter().for_each(|area| known.put(area));
+        Ok(())
+    }
+
+    /// As [`Memory::unshare`].
+    pub(super) fn leave_areas(&self, pages: &PageMap) -> io::Result<()> {
+        if self.areas().is_empty() {
+            return Ok(());
+        }
+        let mut parts = Vec::new();
+        for (chunk, pages) in pages.iter() {
+            let areas = self.areas();
+            parts.extend(self.addresses_of(chunk, pages)?.into_iter().flat_map(|run| areas.within(run)));
+        }
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let mut inside = self.holder.inside.lock().unwrap_or_else(PoisonError::into_inner);
+        inside.map_missing(&parts).map_err(io::Error::other)?;
+        drop(inside);
+        if let Some(faults) = self.faults.get() {
+            for part in &parts {
+                faults.register(part.clone(), PrivateMappings.modes())?;
+            }
+        }
+        let mut known = self.areas.write().unwrap_or_else(PoisonError::into_inner);
+        parts.iter().for_each(|part| known.take_out(part));
+        Ok(())
+    }
+
+    fn addresses_of(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<Vec<Range<u64>>> {
+        let place = self.layout.place(chunk).ok_or(io::ErrorKind::InvalidInput)?;
+        if !pages.without(&PageSet::first(place.pages)).is_empty() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        Ok(runs(&self.layout, chunk, pages).map(|run| self.addresses(&run)).collect())
+    }
+}
+
+/// Shows the bodies of each run.
+fn each_body(from: &[PoolRun], pool: &File, mut show: impl FnMut(&PageSet, &[u8]) -> io::Result<()>) -> io::Result<()> {
+    from.iter().try_for_each(|run| {
+        let mut bodies = vec![0; run.pages * PAGE_BYTES];
+        pool.read_exact_at(&mut bodies, run.offset)?;
+        show(&PoolRun::pages(&[*run]), &bodies)
+    })
+}
+
+/// Whether the VMM's process has said no: then what it was asked for is not going to happen later.
+fn was_refused(error: &MigrateError) -> bool {
+    let MigrateError::Agent { source, .. } = error else { return false };
+    matches!(source.downcast_ref::<AgentError>(), Some(AgentError::Refused { .. }))
+}
+
+fn at(addresses: &Range<u64>) -> AddressRange {
+    AddressRange { address: addresses.start, length: addresses.end - addresses.start }
+}
+
+#[cfg(test)]
+#[path = "pooling_tests.rs"]
+mod tests;

@@ -1,0 +1,162 @@
+//! What holds of private memory that lies in a pool. This process is the VMM.
+
+use std::sync::{Arc, Mutex};
+
+use sterna_protocol::spec::BlockSpec;
+use sterna_sys::map::{Access, PrivateMapping};
+use sterna_sys::userfaultfd::{self, Features, Modes, Userfaultfd};
+
+use std::sync::atomic::Ordering;
+
+use super::*;
+use crate::memory::inside_here::InsideHere;
+use crate::memory::{BlockFile, Holder, Memory};
+
+const PAGES: u64 = 64;
+const PAGE: u64 = PAGE_BYTES as u64;
+const CHUNK: ChunkIndex = ChunkIndex(0);
+
+/// A guest's memory, and a pool whose page `n` holds the byte `100 + n`.
+struct Rig {
+    mapping: Arc<Vec<PrivateMapping>>,
+    memory: PrivateMemory,
+    pool: File,
+}
+
+fn rig() -> Rig {
+    let pool = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file");
+    (0..8).for_each(|page| pool.as_file().write_all_at(&[100 + page; PAGE_BYTES], u64::from(page) * PAGE).unwrap());
+    let mapping = Arc::new(vec![PrivateMapping::new(PAGES * PAGE).expect("a mapping")]);
+    let spec = BlockSpec { id: "ram".into(), bytes: PAGES * PAGE, page_bytes: PAGE, path: String::new() };
+    let file = tempfile::tempfile_in("/dev/shm").expect("a file");
+    let block = BlockFile { spec, file, address: mapping[0].addresses().start, process: None };
+    let inside = Arc::new(Mutex::new(InsideHere(Arc::clone(&mapping))));
+    let holder = Holder { pid: std::process::id(), inside };
+    let memory = PrivateMemory::open(&[block], holder, Access::ReadWrite).expect("RAM");
+    Rig { mapping, memory, pool: pool.reopen().expect("the file again") }
+}
+
+fn set(pages: &[u8]) -> PageSet {
+    pages.iter().copied().collect()
+}
+
+fn run(first: usize, pages: usize, at: u64) -> PoolRun {
+    PoolRun { first, pages, offset: at * PAGE }
+}
+
+impl Rig {
+    /// The guest's page.
+    fn page(&self, page: u8) -> u8 {
+        let mut bytes = [0; PAGE_BYTES];
+        self.mapping[0].read(u64::from(page) * PAGE, &mut bytes);
+        assert!(bytes.iter().all(|byte| *byte == bytes[0]), "half a page");
+        bytes[0]
+    }
+
+    fn pages<const N: usize>(&self, pages: [u8; N]) -> [u8; N] {
+        pages.map(|page| self.page(page))
+    }
+
+    fn guest_writes(&self, page: u8, byte: u8) {
+        self.mapping[0].write(u64::from(page) * PAGE, &[byte; PAGE_BYTES]);
+    }
+
+    fn pool_is_as_it_was(&self) -> bool {
+        let mut body = [0; PAGE_BYTES];
+        (0..8).all(|page| {
+            self.pool.read_exact_at(&mut body, u64::from(page) * PAGE).unwrap();
+            body == [100 + page; PAGE_BYTES]
+        })
+    }
+
+    /// Registers it for missing pages; `None`, and why, where the kernel does not.
+    fn register(&self) -> Option<Userfaultfd> {
+        if !sterna_sys::probe::missing().is_empty() {
+            println!("skipped: {}", sterna_sys::probe::missing().join("; "));
+            return None;
+        }
+        let faults = Userfaultfd::create(userfaultfd::open_device().expect("the device")).expect("a userfaultfd");
+        faults.enable(Features::MISSING_SHMEM).expect("the features");
+        faults.register(self.mapping[0].addresses(), Modes::MISSING).expect("registered");
+        self.memory.wait_for(&faults).unwrap();
+        Some(faults)
+    }
+}
+
+#[test]
+fn pages_of_a_pool_are_the_guests_until_it_writes_them_and_nobody_else_sees_what_it_writes() {
+    let (rig, other) = (rig(), rig());
+    rig.memory.share(CHUNK, &[run(10, 3, 2), run(20, 1, 0)], &rig.pool).unwrap();
+    other.memory.share(CHUNK, &[run(10, 3, 2)], &rig.pool).unwrap();
+    assert_eq!(rig.pages([9, 10, 11, 12, 13, 20]), [0, 102, 103, 104, 0, 100]);
+    assert_eq!(rig.memory.allocated_in(CHUNK).unwrap(), set(&[10, 11, 12, 20]));
+    rig.guest_writes(11, 7);
+    rig.memory.write(CHUNK, &set(&[12, 13]), &[8; 2 * PAGE_BYTES]).unwrap();
+    assert_eq!(rig.pages([10, 11, 12, 13]), [102, 7, 8, 8]);
+    assert_eq!(other.pages([10, 11, 12]), [102, 103, 104]);
+    assert!(rig.pool_is_as_it_was());
+    let mut bodies = [0; 3 * PAGE_BYTES];
+    rig.memory.load(CHUNK, &set(&[10, 11, 14]), &mut bodies).unwrap();
+    assert_eq!([bodies[0], bodies[PAGE_BYTES], bodies[2 * PAGE_BYTES]], [102, 7, 0]);
+}
+
+#[test]
+fn pages_that_lie_in_a_pool_count_as_shared_touched_or_not_and_a_copy_does_not() {
+    let rig = rig();
+    rig.memory.share(CHUNK, &[run(10, 4, 0)], &rig.pool).unwrap();
+    assert_eq!(rig.page(11), 101);
+    rig.guest_writes(12, 7);
+    rig.guest_writes(30, 7);
+    assert_eq!(rig.memory.shared_in(CHUNK).unwrap(), set(&[10, 11, 13]));
+}
+
+/// Fails where a page of a pool is filled as a missing page is: the kernel does not know it as registered.
+#[test]
+fn a_newer_body_and_a_missing_page_come_into_their_places_side_by_side() {
+    let rig = rig();
+    let Some(_faults) = rig.register() else { return };
+    rig.memory.share(CHUNK, &[run(10, 2, 0)], &rig.pool).unwrap();
+    assert_eq!(rig.pages([10, 11]), [100, 101], "nobody waits for a page of a pool");
+    rig.memory.write(CHUNK, &set(&[9, 10, 12]), &[[1; PAGE_BYTES], [2; PAGE_BYTES], [3; PAGE_BYTES]].concat()).unwrap();
+    assert_eq!(rig.pages([9, 10, 11, 12]), [1, 2, 101, 3]);
+    assert!(rig.pool_is_as_it_was());
+}
+
+/// Fails where a stale page is only dropped: the guest would find the pool's body, and go on with it.
+#[test]
+fn a_page_that_leaves_its_pool_is_missing_and_waited_for() {
+    let rig = rig();
+    let Some(faults) = rig.register() else { return };
+    rig.memory.share(CHUNK, &[run(10, 3, 0)], &rig.pool).unwrap();
+    rig.guest_writes(10, 7);
+    let mut stale = PageMap::empty(rig.memory.layout());
+    stale.insert_all(CHUNK, &set(&[10, 11, 40]));
+    rig.memory.unshare(&stale).unwrap();
+    assert_eq!(rig.memory.allocated_in(CHUNK).unwrap(), set(&[12]));
+    let start = rig.mapping[0].addresses().start;
+    std::thread::scope(|scope| {
+        let guest = scope.spawn(|| rig.pages([10, 11]));
+        // Both accesses fault, one after the other, and see what is put there and nothing else.
+        for page in [10u8, 11] {
+            let at = start + u64::from(page) * PAGE;
+            while faults.read_events(&mut [userfaultfd::Event::default(); 1]).unwrap() == 0 {
+                std::thread::yield_now();
+            }
+            rig.memory.install(CHUNK, &set(&[page]), &[page; PAGE_BYTES]).unwrap();
+            faults.wake(at..at + PAGE).unwrap();
+        }
+        assert_eq!(guest.join().unwrap(), [10, 11]);
+    });
+    assert_eq!(rig.page(12), 102);
+}
+
+#[test]
+fn what_does_not_fit_into_the_mappings_a_process_may_have_is_copied() {
+    let rig = rig();
+    rig.memory.share(CHUNK, &[run(0, 1, 0)], &rig.pool).unwrap();
+    rig.memory.room.0.store(5, Ordering::Relaxed);
+    rig.memory.share(CHUNK, &[run(10, 2, 1), run(14, 1, 5)], &rig.pool).unwrap();
+    rig.memory.share(CHUNK, &[run(20, 2, 1)], &rig.pool).unwrap();
+    assert_eq!(rig.pages([0, 10, 11, 14, 20, 21]), [100, 101, 102, 105, 101, 102]);
+    assert_eq!(rig.memory.shared_in(CHUNK).unwrap(), set(&[0, 10, 11, 14]), "the last two are the guest's own");
+}

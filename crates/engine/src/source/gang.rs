@@ -1,0 +1,200 @@
+//! Gangs: machines that leave together, and the bodies that they share. A shared body is sent once, and its other pages
+//! as references to it (`docs/design/sharing.md`).
+//!
+//! A body is known by a digest of its content, under a key that no guest knows. Page frames only say where to look
+//! ([`shared_in`](crate::memory::Memory::shared_in)): the paper that this follows (SLM) names bodies by their frame,
+//! but a frame may be merged, split, or used for something else between two looks, and then the second page would get
+//! the first one's content.
+//!
+//! # Races with a running guest
+//! * The page is written after its body was read: the body that was digested is the one that is sent or referred to,
+//!   and the write makes the page dirty. It goes again, as any page.
+//! * Its frame is merged with another, unmerged, freed, or used again for other content while we look: frames only say
+//!   which pages are worth a digest. A page that looks exclusive goes as a body of its own, and one that looks shared
+//!   and is not costs a digest.
+//! * The first sight of a body fails on its way: its member has failed, and takes its names back
+//!   ([`give_up`](crate::source::gang::Member::give_up)). References to it that were sent before find no body at the
+//!   destination, which asks for those pages again.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use sterna_protocol::frame::shared::{MAX_MEMBERS, Origin, References, SharedFrame};
+use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
+use sterna_protocol::pages::{PageMap, PageSet};
+
+use sterna_sys::host::random_u128;
+
+use super::copies::Copies;
+use super::select::Selected;
+use super::sent::Last;
+use crate::memory::Memory;
+
+/// The bytes of a digest that are kept. Nobody without the key can look for collisions, and by accident they take 2^64
+/// different bodies.
+const DIGEST_BYTES: usize = 16;
+
+type Digest = [u8; DIGEST_BYTES];
+
+/// Machines of one trust group that leave for one destination together, and what they have sent of what they share.
+#[derive(Debug)]
+pub struct Gang {
+    /// Its number, drawn at random.
+    pub id: u128,
+    /// The trust group.
+    pub group: String,
+    /// The number of members.
+    pub members: u16,
+    /// The key of its digests, drawn at random: no guest knows it, and no other gang has it.
+    key: [u8; 32],
+    names: Mutex<HashMap<Digest, Origin>>,
+}
+
+impl Gang {
+    /// A gang that has sent nothing.
+    ///
+    /// # Panics
+    /// Where it has more than [`MAX_MEMBERS`].
+    #[must_use]
+    pub fn new(group: &str, members: u16) -> Arc<Self> {
+        assert!(usize::from(members) <= MAX_MEMBERS, "a gang of {members}");
+        let mut key = [0; 32];
+        for half in key.as_chunks_mut::<16>().0 {
+            *half = random_u128().to_ne_bytes();
+        }
+        Arc::new(Self { id: random_u128(), group: group.into(), members, key, names: Mutex::default() })
+    }
+
+    fn digest(&self, body: &[u8; PAGE_BYTES]) -> Digest {
+        *blake3::keyed_hash(&self.key, body).as_bytes().first_chunk().expect("it has 32 bytes")
+    }
+
+    fn names(&self) -> MutexGuard<'_, HashMap<Digest, Origin>> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One machine of a gang.
+#[derive(Debug)]
+pub struct Member {
+    gang: Arc<Gang>,
+    index: u16,
+    /// Pages that are the origin of a body. Once is all: what the pool has under a name never changes.
+    origins: Mutex<PageMap>,
+}
+
+/// What a gang knows of a body.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sight {
+    /// Nobody has sent it. This page is its origin from now on.
+    First,
+    /// It was sent as this page.
+    Again(Origin),
+    /// Nobody has sent it, and this page is another body's origin: it goes as a page that nobody shares.
+    Unnamed,
+}
+
+impl Member {
+    /// The member with this number, which has sent nothing.
+    ///
+    /// # Panics
+    /// Where the gang has no such member.
+    #[must_use]
+    pub fn new(gang: &Arc<Gang>, index: u16, layout: &Layout) -> Self {
+        assert!(index < gang.members, "member {index} of {}", gang.members);
+        Self { gang: Arc::clone(gang), index, origins: Mutex::new(PageMap::empty(layout)) }
+    }
+
+    /// Its gang.
+    #[must_use]
+    pub fn gang(&self) -> &Gang {
+        &self.gang
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn index(&self) -> u16 {
+        self.index
+    }
+
+    /// Finds what the gang shares among the pages that are selected. Pages whose body the gang has sent leave the
+    /// selection, and their bodies the copies; they go as references. First sights of shared bodies stay, to be pooled.
+    /// `None` where the gang shares nothing of the chunk.
+    ///
+    /// `copies` holds the bodies of the selection's full pages, in order.
+    ///
+    /// # Errors
+    /// The kernel does not tell which pages are shared.
+    pub fn share(
+        &self,
+        ram: &dyn Memory,
+        (round, chunk): (u32, ChunkIndex),
+        selected: &mut Selected,
+        copies: &mut Copies,
+    ) -> io::Result<Option<SharedFrame>> {
+        if selected.full.is_empty() {
+            return Ok(None);
+        }
+        let shared = ram.shared_in(chunk)?.and(&selected.full);
+        if shared.is_empty() {
+            return Ok(None);
+        }
+        let (mut pooled, mut references) = (PageSet::EMPTY, Vec::new());
+        let Selected { full, digests, held, .. } = selected;
+        let pages: Vec<u8> = full.iter().collect();
+        let mut stay = Vec::with_capacity(pages.len());
+        copies.take_out(|at, body| {
+            let page = pages[at];
+            // What the destination has missed once goes with its body.
+            let named = shared.contains(page) && held[at] != Last::Unknown;
+            match named.then(|| self.sight(PageIndex { chunk, page }, body)) {
+                Some(Sight::Again(origin)) => {
+                    references.push((page, origin));
+                    return true;
+                }
+                Some(Sight::First) => {
+                    pooled.insert(page);
+                    // A pooled body goes whole, and not as a difference to what was there.
+                    held[at] = Last::Never;
+                }
+                Some(Sight::Unnamed) | None => {}
+            }
+            stay.push(at);
+            false
+        });
+        if pooled.is_empty() && references.is_empty() {
+            return Ok(None);
+        }
+        *digests = stay.iter().map(|at| digests[*at]).collect();
+        *held = stay.iter().map(|at| held[*at]).collect();
+        references.iter().for_each(|(page, _)| full.remove(*page));
+        selected.counts.full -= references.len() as u64;
+        selected.counts.reference += references.len() as u64;
+        Ok(Some(SharedFrame { round, chunk, pooled, references: References::runs(references) }))
+    }
+
+    /// Takes back the names of this member's bodies, because some may never arrive.
+    pub fn give_up(&self) {
+        self.gang.names().retain(|_, origin| origin.member != self.index);
+    }
+
+    fn sight(&self, page: PageIndex, body: &[u8; PAGE_BYTES]) -> Sight {
+        let digest = self.gang.digest(body);
+        let mut names = self.gang.names();
+        if let Some(origin) = names.get(&digest) {
+            return Sight::Again(*origin);
+        }
+        let mut origins = self.origins.lock().unwrap_or_else(PoisonError::into_inner);
+        if origins.chunk(page.chunk).contains(page.page) {
+            return Sight::Unnamed;
+        }
+        origins.insert(page);
+        names.insert(digest, Origin { member: self.index, page });
+        Sight::First
+    }
+}
+
+#[cfg(test)]
+#[path = "gang_tests.rs"]
+mod tests;

@@ -1,0 +1,151 @@
+//! What a gang names, on memory that says which of its pages are shared.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use sterna_protocol::frame::Digester;
+use sterna_protocol::spec::BlockSpec;
+use sterna_sys::map::Access;
+
+use super::super::content::Content;
+use super::super::select::{Keep, Wanted, select};
+use super::super::sent::SentTable;
+use super::*;
+use crate::memory::BlockFile;
+use crate::memory::not_in_place::NotInPlace;
+use crate::memory::shared::SharedMemory;
+
+const CHUNK: ChunkIndex = ChunkIndex(0);
+
+/// A machine: its RAM, in which pages 0 to 99 look shared, and what it has sent.
+struct Machine {
+    ram: NotInPlace,
+    sent: SentTable,
+    member: Member,
+}
+
+fn machine(gang: &Arc<Gang>, index: u16) -> Machine {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(1 << 20).unwrap();
+    let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
+    let block = BlockFile { spec, file, address: 0, process: None };
+    let ram = NotInPlace(SharedMemory::open(&[block], Access::ReadWrite).unwrap(), PageSet::first(100));
+    let (sent, member) = (SentTable::new(ram.layout(), Digester::UNSEEDED), Member::new(gang, index, ram.layout()));
+    Machine { ram, sent, member }
+}
+
+impl Machine {
+    fn write(&self, page: u8, byte: u8) {
+        self.ram.write(CHUNK, &[page].into_iter().collect(), &[byte; PAGE_BYTES]).unwrap();
+    }
+
+    /// One round of these pages: those that are pooled, those that refer to others, and those that go alone.
+    fn round(&self, pages: &[u8]) -> (Vec<u8>, Vec<(u8, Origin)>, Vec<u8>) {
+        let none = PageSet::EMPTY;
+        let pages = pages.iter().copied().collect();
+        let wanted = Wanted { chunk: CHUNK, pages, discarded: none, free: none, again: none };
+        let mut copies = Copies::default();
+        let mut selected = select(&self.ram, &self.sent, &Content::Digest, &wanted, &mut copies, Keep::Full).unwrap();
+        let before = selected.counts.pages();
+        let shared = self.member.share(&self.ram, (0, CHUNK), &mut selected, &mut copies).unwrap();
+        assert_eq!(selected.counts.pages(), before, "each page is in one of the counters");
+        assert_eq!((selected.full.len(), selected.digests.len()), (selected.held.len(), selected.held.len()));
+        assert_eq!(copies.bodies().len(), selected.full.len() * PAGE_BYTES);
+        for (page, (body, digest)) in
+            selected.full.iter().zip(copies.bodies().chunks(PAGE_BYTES).zip(&selected.digests))
+        {
+            assert_eq!(*digest, Digester::UNSEEDED.page(body), "page {page} goes with its own digest");
+        }
+        let pooled = shared.as_ref().map_or(none, |frame| frame.pooled);
+        let references = shared.iter().flat_map(|frame| &frame.references).flat_map(|run| run.each()).collect();
+        (pooled.iter().collect(), references, selected.full.without(&pooled).iter().collect())
+    }
+}
+
+fn origin(member: u16, page: u8) -> Origin {
+    Origin { member, page: PageIndex { chunk: CHUNK, page } }
+}
+
+#[test]
+fn a_body_goes_once_whichever_machine_has_it_and_what_is_not_shared_goes_alone() {
+    let gang = Gang::new("g", 2);
+    let (a, b) = (machine(&gang, 0), machine(&gang, 1));
+    for (page, byte) in [(1, 1), (2, 2), (3, 1), (200, 1)] {
+        a.write(page, byte);
+    }
+    for (page, byte) in [(7, 2), (8, 3), (200, 2)] {
+        b.write(page, byte);
+    }
+    assert_eq!(a.round(&[1, 2, 3, 200]), (vec![1, 2], vec![(3, origin(0, 1))], vec![200]));
+    assert_eq!(b.round(&[7, 8, 200]), (vec![8], vec![(7, origin(0, 2))], vec![200]));
+}
+
+#[test]
+fn a_page_that_was_written_is_named_by_what_it_holds_now_and_is_an_origin_once() {
+    let gang = Gang::new("g", 2);
+    let (a, b) = (machine(&gang, 0), machine(&gang, 1));
+    a.write(1, 1);
+    assert_eq!(a.round(&[1]).0, [1]);
+    a.write(1, 2);
+    assert_eq!(a.round(&[1]), (vec![], vec![], vec![1]), "the pool has another body under its name");
+    b.write(5, 1);
+    assert_eq!(b.round(&[5]).1, [(5, origin(0, 1))], "which stays there for the others");
+    b.write(5, 2);
+    assert_eq!(b.round(&[5]).0, [5], "nobody else has sent this one to be shared");
+    a.write(9, 2);
+    assert_eq!(a.round(&[9]).1, [(9, origin(1, 5))]);
+}
+
+#[test]
+fn what_was_missed_once_comes_with_its_body() {
+    let gang = Gang::new("g", 1);
+    let a = machine(&gang, 0);
+    a.write(1, 1);
+    a.write(2, 1);
+    assert_eq!(a.round(&[1, 2]).1, [(2, origin(0, 1))]);
+    a.sent.suspect(CHUNK, 2);
+    assert_eq!(a.round(&[2]), (vec![], vec![], vec![2]));
+}
+
+#[test]
+fn a_member_that_fails_takes_its_names_back() {
+    let gang = Gang::new("g", 2);
+    let (a, b) = (machine(&gang, 0), machine(&gang, 1));
+    a.write(1, 1);
+    b.write(1, 2);
+    assert_eq!((a.round(&[1]).0, b.round(&[1]).0), (vec![1], vec![1]));
+    a.member.give_up();
+    b.write(3, 1);
+    b.write(4, 2);
+    assert_eq!(b.round(&[3, 4]), (vec![3], vec![(4, origin(1, 1))], vec![]));
+}
+
+#[test]
+fn digests_of_two_gangs_have_nothing_in_common() {
+    let gangs = [Gang::new("g", 1), Gang::new("g", 1)];
+    assert!(gangs[0].id != gangs[1].id && gangs[0].key != gangs[1].key);
+    assert_ne!(gangs[0].digest(&[1; PAGE_BYTES]), gangs[1].digest(&[1; PAGE_BYTES]));
+}
+
+/// A frame is merged after its first sight, and its number is used for another page at the next: what names bodies by
+/// their frame sends a reference to the wrong body. The twin does, so this test would notice.
+#[test]
+fn a_frame_that_is_used_again_between_two_looks_changes_no_reference() {
+    let wrong = AtomicBool::new(false);
+    for by_frame in [false, true] {
+        let gang = Gang::new("g", 2);
+        let (a, b) = (machine(&gang, 0), machine(&gang, 1));
+        // Both pages lie in this frame when they are looked at; the first has left it by then.
+        let frame = [0x77; PAGE_BYTES];
+        a.write(1, 1);
+        b.write(2, 2);
+        if by_frame {
+            assert_eq!(a.member.sight(PageIndex { chunk: CHUNK, page: 1 }, &frame), Sight::First);
+            let again = b.member.sight(PageIndex { chunk: CHUNK, page: 2 }, &frame);
+            wrong.store(again == Sight::Again(origin(0, 1)), Ordering::Relaxed);
+        } else {
+            assert_eq!(a.round(&[1]).0, [1]);
+            assert_eq!(b.round(&[2]), (vec![2], vec![], vec![]), "another content, another body");
+        }
+    }
+    assert!(wrong.into_inner(), "the twin takes page 1's content for page 2");
+}
