@@ -19,8 +19,17 @@ pub mod error;
 /// The experiments.
 pub mod experiments;
 
+/// The host memory that guests' RAM takes.
+pub mod footprint;
+
+/// Gangs of guests that move together.
+pub mod gang;
+
 /// Guests and their QEMU arguments.
 pub mod guest;
+
+/// The kernel's merging of equal pages.
+pub mod ksm;
 
 /// Hosts on one machine.
 pub mod lab;

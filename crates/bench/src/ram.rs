@@ -75,6 +75,30 @@ fn referenced_pages(smaps: &str, memory_bytes: u64) -> Option<u64> {
     largest.map(|(_, pages)| pages)
 }
 
+/// The memory of the guest's code that QEMU has translated, bytes; none where the host's processor runs the guest.
+///
+/// # Errors
+/// Where the kernel does not say.
+pub fn translated_bytes(pid: u32) -> Result<u64> {
+    let file = format!("/proc/{pid}/smaps");
+    let text = std::fs::read_to_string(&file).context(|| format!("reading {file}"))?;
+    Ok(writable_code_kib(&text) << 10)
+}
+
+/// The memory of mappings that are both writable and executable, KiB, from `/proc/PID/smaps`.
+fn writable_code_kib(smaps: &str) -> u64 {
+    let (mut is_code, mut sum) = (false, 0);
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        match (words.next(), words.next()) {
+            (Some("Rss:"), Some(kib)) if is_code => sum += kib.parse::<u64>().unwrap_or(0),
+            (Some(range), Some(access)) if range.contains('-') => is_code = access.starts_with("rwx"),
+            _ => {}
+        }
+    }
+    sum
+}
+
 /// The memory that this machine could give to programs now, bytes.
 ///
 /// # Errors
@@ -149,7 +173,8 @@ pub fn usage(path: &std::path::Path) -> Result<Usage> {
     Ok(usage)
 }
 
-fn is_zero(page: &[u8]) -> bool {
+/// Whether a page holds zeros alone.
+pub(crate) fn is_zero(page: &[u8]) -> bool {
     page.chunks(64).all(|line| line.iter().fold(0, |all, byte| all | byte) == 0)
 }
 
@@ -163,6 +188,13 @@ mod tests {
         assert_eq!(referenced_pages(smaps, 1 << 30), Some(100));
         assert_eq!(referenced_pages(smaps, 1 << 31), None);
         assert!(working_set(std::process::id(), u64::MAX, Duration::ZERO).is_err());
+    }
+
+    #[test]
+    fn translated_code_is_what_is_both_writable_and_executable() {
+        let smaps = "7f00-7f10 rwxp 0 00:00 0\nSize: 2048 kB\nRss: 12 kB\n7f10-7f20 rw-p 0 00:00 0\nSize: 8 kB\nRss: 9 kB\n7f20-7f30 rwxp 0 00:00 0\nRss: 4 kB\nVmFlags: rd-wr ex\n";
+        assert_eq!(writable_code_kib(smaps), 16);
+        assert_eq!(translated_bytes(std::process::id()).unwrap(), 0);
     }
 
     #[test]

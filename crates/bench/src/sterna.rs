@@ -33,6 +33,14 @@ impl SternaVm {
     /// # Errors
     /// The error that `sterna` reported.
     pub fn start(lab: &Lab, host: &str, guest: &Guest, qemu: &Path) -> Result<Self> {
+        Self::start_with(lab, host, guest, qemu, &[])
+    }
+
+    /// Starts a guest on a host of the lab through `sterna run` with these options beside.
+    ///
+    /// # Errors
+    /// The error that `sterna` reported.
+    pub fn start_with(lab: &Lab, host: &str, guest: &Guest, qemu: &Path, options: &[&str]) -> Result<Self> {
         let host = lab.host(host)?;
         let mut command = sterna(host)?;
         command.args([
@@ -43,7 +51,7 @@ impl SternaVm {
             "--detach",
             "--qemu",
         ]);
-        command.arg(qemu).arg("--").args(guest.arguments(lab)?);
+        command.arg(qemu).args(options).arg("--").args(guest.arguments(lab)?);
         output_within(&mut command, ANSWER)?;
         Ok(Self { name: guest.name.clone(), host: host.clone(), elsewhere: None })
     }
@@ -115,18 +123,22 @@ impl SternaVm {
         let destination = lab.host(to)?;
         self.elsewhere = Some(Box::new(destination.clone()));
         let report = migrate(&self.host, &self.name, &destination.listen(), options)?;
-        if report.status != Status::Failed {
-            self.elsewhere = None;
-        }
-        match report.status {
-            Status::Completed => self.host = destination.clone(),
-            Status::Cancelled => {}
-            Status::Failed => {
-                let reason = report.error.map_or_else(|| "no reason given".into(), |problem| problem.message);
-                return Err(Error::Migration { vm: self.name.clone(), status: "failed".into(), reason });
-            }
+        self.note_end(report.status, destination);
+        if report.status == Status::Failed {
+            let reason = report.error.map_or_else(|| "no reason given".into(), |problem| problem.message);
+            return Err(Error::Migration { vm: self.name.clone(), status: "failed".into(), reason });
         }
         Ok(report)
+    }
+
+    /// Notes where it is after a migration with this end.
+    fn note_end(&mut self, status: Status, destination: &Host) {
+        if status != Status::Failed {
+            self.elsewhere = None;
+        }
+        if status == Status::Completed {
+            self.host = destination.clone();
+        }
     }
 }
 
@@ -158,11 +170,48 @@ pub fn sterna(host: &Host) -> Result<Command> {
 /// complete after twice the timeout and a minute.
 pub fn migrate(from: &Host, name: &str, to: &str, options: &MigrateOptions) -> Result<Report> {
     let mut command = sterna(from)?;
-    command.args(["migrate", name, "--to", to, "--json", "-"]).args(arguments(options));
+    command.args(["migrate", name]);
+    asked(command, to, options, parse_report)
+}
+
+/// Moves machines of one host together, by one request with these words beside, and returns the report of each, in
+/// their order, whatever the end was.
+///
+/// # Errors
+/// As [`migrate`], and where there are no machines.
+pub fn migrate_together(
+    vms: &mut [SternaVm],
+    lab: &Lab,
+    to: &str,
+    options: &MigrateOptions,
+    words: &[&str],
+) -> Result<Vec<Report>> {
+    let destination = lab.host(to)?;
+    let from = vms.first().ok_or_else(|| Error::Usage("a gang needs a machine".into()))?.host.clone();
+    vms.iter_mut().for_each(|vm| vm.elsewhere = Some(Box::new(destination.clone())));
+    let mut command = sterna(&from)?;
+    command.arg("migrate").args(vms.iter().map(|vm| &vm.name)).args(words);
+    let reports = asked(command, &destination.listen(), options, parse_reports)?;
+    let of = |vm: &SternaVm| reports.iter().find(|report| report.vm == vm.name).cloned();
+    let mut ordered = Vec::new();
+    for vm in vms {
+        let report = of(vm).ok_or_else(|| Error::Form {
+            what: "sterna migrate --json".into(),
+            reason: format!("no report of {}", vm.name),
+        })?;
+        vm.note_end(report.status, destination);
+        ordered.push(report);
+    }
+    Ok(ordered)
+}
+
+/// Runs a `sterna migrate` that names its machines to its end, and returns what `parse` finds in its output.
+fn asked<T>(mut command: Command, to: &str, options: &MigrateOptions, parse: impl Fn(&[u8]) -> Option<T>) -> Result<T> {
+    command.args(["--to", to, "--json", "-"]).args(arguments(options));
     let shown = show(&command);
     let limit = options.timeout_ms.map(|ms| Duration::try_from_secs_f64(ms / 500.0).unwrap_or(MIGRATION) + ANSWER);
     let output = finish_within(&mut command, limit.unwrap_or(MIGRATION))?;
-    parse_report(&output.stdout).ok_or_else(|| Error::Command {
+    parse(&output.stdout).ok_or_else(|| Error::Command {
         command: shown,
         status: output.status.to_string(),
         stderr: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
@@ -171,9 +220,16 @@ pub fn migrate(from: &Host, name: &str, to: &str, options: &MigrateOptions) -> R
 
 /// The report alone, or the first of `{"migrations":[…]}`.
 fn parse_report(text: &[u8]) -> Option<Report> {
+    parse_reports(text)?.into_iter().next()
+}
+
+/// The reports of `{"migrations":[…]}`, or the report alone.
+fn parse_reports(text: &[u8]) -> Option<Vec<Report>> {
     let mut value: Value = serde_json::from_slice(text).ok()?;
-    let report = value.get_mut("migrations").and_then(|all| all.get_mut(0)).map(Value::take);
-    serde_json::from_value(report.unwrap_or(value)).ok()
+    match value.get_mut("migrations").map(Value::take) {
+        Some(reports) => serde_json::from_value(reports).ok(),
+        None => serde_json::from_value(value).ok().map(|report| vec![report]),
+    }
 }
 
 /// Options as one would type them for `sterna migrate`, such as `--fake-dirty off --compress zstd`.
@@ -272,6 +328,8 @@ mod tests {
         let list = serde_json::to_vec(&serde_json::json!({ "migrations": [report] })).unwrap();
         assert_eq!(parse_report(&alone).unwrap().vm, "g");
         assert_eq!(parse_report(&list).unwrap().vm, "g");
+        assert_eq!(parse_reports(&list).unwrap().len(), 1);
+        assert_eq!(parse_reports(&alone).unwrap().len(), 1);
         assert!(parse_report(b"error: no such machine").is_none());
     }
 

@@ -63,6 +63,7 @@ impl Mover {
             }
             Self::Qemu(method, Ram::Plain) => format!("qemu {}", method.label()),
             Self::Qemu(method, Ram::SharedFile) => format!("qemu {}, shared file", method.label()),
+            Self::Qemu(method, Ram::Mergeable) => format!("qemu {}, mergeable", method.label()),
         }
     }
 

@@ -31,6 +31,8 @@ pub enum Ram {
     Plain,
     /// `memory-backend-file,share=on` on tmpfs, as Sterna runs it.
     SharedFile,
+    /// `memory-backend-ram,merge=on`: anonymous memory that KSM may merge.
+    Mergeable,
 }
 
 /// What QEMU's own migration did.
@@ -106,6 +108,10 @@ impl BaselineVm {
                 &format!("memory-backend-file,id=ram,size={},mem-path={},share=on", guest.memory_bytes, file.display()),
             ]);
             command.args(["-machine", "memory-backend=ram"]);
+        }
+        if ram == Ram::Mergeable {
+            command.args(["-object", &format!("memory-backend-ram,id=ram,size={},merge=on", guest.memory_bytes)]);
+            command.args(["-machine", "memory-backend=ram,mem-merge=on"]);
         }
         command.args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())]);
         if generation > 0 {
@@ -261,8 +267,9 @@ impl BaselineVm {
 }
 
 fn is_end(event: &Value) -> bool {
-    event["event"] == "MIGRATION"
-        && matches!(event["data"]["status"].as_str(), Some("completed" | "failed" | "cancelled"))
+    // A post-copy whose destination has gone pauses for ever: nobody here would recover it.
+    const ENDS: [&str; 4] = ["completed", "failed", "cancelled", "postcopy-paused"];
+    event["event"] == "MIGRATION" && event["data"]["status"].as_str().is_some_and(|status| ENDS.contains(&status))
 }
 
 /// The migration capabilities that a QEMU knows, by name.

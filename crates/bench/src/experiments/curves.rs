@@ -31,7 +31,8 @@ impl Curves<'_> {
         LinePlot { title, x_label, y_label, lines, spans: Vec::new() }.write(directory, name)
     }
 
-    fn lines(&self, rows: &[Row]) -> Vec<(String, Vec<(f64, f64)>)> {
+    /// The lines: a name and points for each mover and QEMU, in the order of the rows.
+    pub(super) fn lines(&self, rows: &[Row]) -> Vec<(String, Vec<(f64, f64)>)> {
         let mut lines: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
         for row in rows {
             let (Some(x), Some(value)) = ((self.x)(row.word("workload")), row.metrics.get(self.metric)) else {

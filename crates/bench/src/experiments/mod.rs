@@ -42,6 +42,15 @@ pub mod estimate_error;
 /// The cost of giving a guest's free memory back.
 pub mod fctrans_reclaim;
 
+/// The figures of a gang's move.
+mod gang_figures;
+
+/// Gangs that share nothing, little and much.
+pub mod gang_levels;
+
+/// A gang that comes back and moves on.
+pub mod gang_return;
+
 /// Figures that are derived from runs to judge them.
 mod judge;
 
@@ -69,21 +78,36 @@ pub mod scale;
 /// The cost of self-ballooning, by its interval.
 pub mod selfballoon_interval;
 
+/// How long the guests of a gang stand still.
+pub mod slm_downtime;
+
+/// The memory that gangs take where they go.
+pub mod slm_footprint;
+
+/// The throughput of a guest that sends while its gang moves.
+pub mod slm_iperf;
+
+/// The time and the pages that gangs take.
+pub mod slm_total_time;
+
 /// How fast pages move where no link limits them.
 pub mod throughput;
 
 /// A guest's reports of its own work, before, during and after its migration.
 mod timeline;
 
+/// What the experiments after sharing-aware migration have in common.
+mod together;
+
 use std::path::PathBuf;
 
 use serde_json::Value;
 
 use crate::error::{Error, Result};
-use crate::lab;
 use crate::result::Run;
 use crate::tools;
 use crate::trial::Qemu;
+use crate::{ksm, lab};
 use case::{Case, Watch, try_all, try_each};
 use record::Record;
 
@@ -194,6 +218,36 @@ pub const ALL: &[Experiment] = &[
         run: postcopy_apps::run,
     },
     Experiment {
+        id: "slm-footprint",
+        about: "1 to 8 guests that share pages, moved together: their memory at both ends, and under a limit",
+        run: slm_footprint::run,
+    },
+    Experiment {
+        id: "slm-total-time",
+        about: "1 to 8 guests that share pages, moved together: total time, pages and bytes",
+        run: slm_total_time::run,
+    },
+    Experiment {
+        id: "slm-downtime",
+        about: "8 guests that share pages, moved together, at rest and while one sends: how long each stands still",
+        run: slm_downtime::run,
+    },
+    Experiment {
+        id: "slm-iperf",
+        about: "8 guests that share pages, moved together while one sends: how long its throughput is disturbed",
+        run: slm_iperf::run,
+    },
+    Experiment {
+        id: "gang-levels",
+        about: "8 guests of which 0, 15 and 60 % of the pages are shared, moved together: time and processor time",
+        run: gang_levels::run,
+    },
+    Experiment {
+        id: "gang-return",
+        about: "4 guests that share pages, moved three times: bytes of the way back, what is shared at the end",
+        run: gang_return::run,
+    },
+    Experiment {
         id: "back-to-back",
         about: "migrations back and forth with pauses of 5 s, under a compile and a sender: the time that they add",
         run: back_to_back::run,
@@ -214,6 +268,7 @@ pub fn run(id: &str, options: &Options) -> Result<()> {
     std::fs::create_dir_all(&directory)
         .map_err(|error| Error::Usage(format!("cannot make {}: {error}", directory.display())))?;
     lab::clear_orphans();
+    ksm::clear_orphan();
     let mut record = Record::new(id, directory.clone(), options.quick);
     record.only(options.only.clone());
     let ended = (experiment.run)(options, &mut record);

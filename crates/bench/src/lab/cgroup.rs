@@ -61,13 +61,75 @@ impl Group {
             make_all(&directory)?;
         }
         if let Some(limit) = memory_limit_bytes {
-            let file = match self.version {
-                Version::V1 => "memory.limit_in_bytes",
-                Version::V2 => "memory.max",
-            };
-            write(&self.memory().join(file), &limit.to_string())?;
+            write(&self.limit_file(), &limit.to_string())?;
         }
         Ok(())
+    }
+
+    /// Limits its memory until the returned value is dropped.
+    ///
+    /// # Errors
+    /// Where the kernel refuses, perhaps because more is in use.
+    pub fn limit(&self, bytes: u64) -> Result<Limit> {
+        let file = self.limit_file();
+        let before = read(&file)?.trim().to_owned();
+        write(&file, &bytes.to_string())?;
+        Ok(Limit { file, before })
+    }
+
+    fn limit_file(&self) -> PathBuf {
+        self.memory().join(match self.version {
+            Version::V1 => "memory.limit_in_bytes",
+            Version::V2 => "memory.max",
+        })
+    }
+
+    /// How many of its processes the kernel has killed because they wanted more memory than it may have.
+    ///
+    /// # Errors
+    /// Where the kernel's account cannot be read.
+    pub fn killed_for_memory(&self) -> Result<u64> {
+        self.count(match self.version {
+            Version::V1 => ("memory.oom_control", "oom_kill"),
+            Version::V2 => ("memory.events", "oom_kill"),
+        })
+    }
+
+    /// Memory of its programs, bytes: what is no file. A page that several of them map counts once.
+    ///
+    /// # Errors
+    /// Where the kernel's account cannot be read.
+    pub fn anonymous_bytes(&self) -> Result<u64> {
+        self.count(match self.version {
+            Version::V1 => ("memory.stat", "rss"),
+            Version::V2 => ("memory.stat", "anon"),
+        })
+    }
+
+    /// Memory that the kernel itself needs for its programs, bytes, such as page tables.
+    ///
+    /// # Errors
+    /// Where the kernel's account cannot be read.
+    pub fn kernel_bytes(&self) -> Result<u64> {
+        match self.version {
+            Version::V1 => self.number("memory.kmem.usage_in_bytes"),
+            Version::V2 => self.count(("memory.stat", "kernel")),
+        }
+    }
+
+    /// A line's number in one of its memory controller's files.
+    fn count(&self, (file, name): (&str, &str)) -> Result<u64> {
+        let file = self.memory().join(file);
+        let text = read(&file)?;
+        let number = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok());
+        number.ok_or_else(|| Error::Form { what: file.display().to_string(), reason: format!("no {name}") })
+    }
+
+    /// The number in one of its memory controller's files.
+    fn number(&self, file: &str) -> Result<u64> {
+        let file = self.memory().join(file);
+        let form = |_| Error::Form { what: file.display().to_string(), reason: "no number".into() };
+        read(&file)?.trim().parse().map_err(form)
     }
 
     /// Enables the controllers in the groups above: in version 2 a controller works in a group only where every group
@@ -124,12 +186,10 @@ impl Group {
     /// # Errors
     /// Where the kernel's account cannot be read.
     pub fn memory_bytes(&self) -> Result<u64> {
-        let file = self.memory().join(match self.version {
+        self.number(match self.version {
             Version::V1 => "memory.usage_in_bytes",
             Version::V2 => "memory.current",
-        });
-        let form = || Error::Form { what: file.display().to_string(), reason: "no number".into() };
-        read(&file)?.trim().parse().map_err(|_| form())
+        })
     }
 
     /// Ends everything in it for certain and removes it. A group that does not exist is no error.
@@ -158,6 +218,24 @@ impl Group {
 
     fn directories(&self) -> Vec<PathBuf> {
         self.version.roots().iter().map(|root| root.join(&self.name)).collect()
+    }
+}
+
+/// A limit on a group's memory. Dropping it puts the limit before it back.
+#[derive(Debug)]
+pub struct Limit {
+    file: PathBuf,
+    before: String,
+}
+
+impl Drop for Limit {
+    fn drop(&mut self) {
+        // A group that is gone needs none.
+        if self.file.exists()
+            && let Err(error) = write(&self.file, &self.before)
+        {
+            eprintln!("a limit on memory stays: {error}");
+        }
     }
 }
 
