@@ -9,6 +9,9 @@ pub mod census;
 /// `sterna`, with its exit status.
 pub mod cli;
 
+/// Guests that share pages and move together.
+pub mod gang;
+
 /// What tests need of this machine, and the turns that they take.
 pub mod needs;
 

@@ -9,8 +9,8 @@ use sterna_system_tests::{Plan, Site, cli, needs, skip_without, turn};
 /// The commands of the document, run in `directory` for one host.
 fn make_certificate(directory: &Path, host: &Host) {
     let text = include_str!("../../../docs/operating.md");
-    let commands =
-        text.split("```sh\n").nth(1).and_then(|rest| rest.split("```").next()).expect("the document's commands");
+    let mut blocks = text.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let commands = blocks.find(|block| block.contains("openssl")).expect("the document's commands");
     // The authority is made once.
     let (authority, certificate) = commands
         .split_once("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days 70")

@@ -88,10 +88,11 @@ fn what_a_virtual_processor_writes_under_kvm_arrives() {
         } else {
             assert!(report.tracking.write_faults > 0, "nothing was tracked: {:?}", report.tracking);
         }
-        if mode != "precopy" {
+        // Where QEMU takes long to stop, hybrid's rounds go on meanwhile, and may leave nothing.
+        if report.postcopy.residue_pages > 0 {
             assert!(report.faults.count > 0 && report.pages.faulted > 0, "it asked for nothing: {report:#?}");
-            assert_eq!(report.pages.duplicate, 0);
         }
+        assert_eq!(report.pages.duplicate, 0);
         let arrived = counters(&site, there);
         assert_eq!((arrived.first, arrived.pages), (before.first, before.pages));
         assert!(arrived.passes > before.passes, "{before:?} {arrived:?}");

@@ -1,0 +1,121 @@
+//! Two hosts and guests under watch that share pages and move together.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use sterna_bench::command::{PATIENCE, wait_for};
+use sterna_bench::footprint::{self, Footprint};
+use sterna_bench::gang::{self, Gang, Moved, Mover};
+use sterna_bench::lab::METER;
+use sterna_bench::load::now_us;
+use sterna_bench::meter::{Line, Meter, delivery};
+use sterna_bench::{Guest, Lab, LabConfig, sterna};
+
+use crate::plan::Plan;
+
+/// How long a move of a gang may take.
+const MOVE: Duration = Duration::from_secs(600);
+
+/// Two hosts `a` and `b`, and guests of one trust group in private memory that began on `a`.
+pub struct GangSite {
+    /// The hosts.
+    pub lab: Lab,
+    /// The guests.
+    pub guests: Vec<Guest>,
+    meter: Meter,
+    /// `None` while they move.
+    gang: Option<Gang>,
+    there: &'static str,
+}
+
+impl GangSite {
+    /// Brings the lab up and starts so many guests with these jobs; all are up and their checkers at work.
+    ///
+    /// # Panics
+    /// Where that fails.
+    #[must_use]
+    pub fn start(guests: u8, jobs: &str) -> Self {
+        static NUMBER: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("sg{}x{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let plan = Plan::private();
+        let [a, b] = plan.qemu.clone();
+        let config = LabConfig {
+            rate_bytes_per_s: None,
+            qemu: [("a".to_owned(), a), ("b".to_owned(), b)].into(),
+            ..LabConfig::pair(&name)
+        };
+        let lab = gang::lab(config, guests.into()).expect("a lab");
+        let guests: Vec<_> = (0..guests)
+            .map(|number| {
+                let mut guest = Guest::new(&lab, &format!("g{number}"), 10 + number, jobs);
+                guest.memory_bytes = plan.memory_bytes;
+                lab.create_tap(&guest.tap()).expect("a tap");
+                guest
+            })
+            .collect();
+        let meter = Meter::start(lab.host(METER).expect("a meter")).expect("a meter");
+        let mover = mover("--mode precopy", true);
+        let gang = Gang::start(&lab, &guests, &plan.qemu[0], &mover).expect("the guests");
+        let site = Self { lab, guests, meter, gang: Some(gang), there: "b" };
+        site.guests.iter().for_each(|guest| guest.wait_until_up(PATIENCE).expect("the guest comes up"));
+        site.checkers_are_well();
+        site
+    }
+
+    fn gang(&self) -> &Gang {
+        self.gang.as_ref().expect("the guests run")
+    }
+
+    /// The memory that the guests' RAM takes.
+    ///
+    /// # Panics
+    /// Where one has ended.
+    #[must_use]
+    pub fn footprint(&self) -> Footprint {
+        let rams = self.gang().rams(self.guests[0].memory_bytes).expect("their RAM");
+        footprint::of(&rams).expect("their frames")
+    }
+
+    /// Moves all guests to the other host with these options, and compares both sides.
+    ///
+    /// # Panics
+    /// Where one does not move, or a page differs.
+    pub fn migrate(&mut self, options: &str, sharing: bool) -> Vec<Moved> {
+        let mover = mover(&format!("{options} --verify"), sharing);
+        let gang = self.gang.take().expect("the guests run");
+        let (gang, moved) = gang.migrate(&self.lab, self.there, &mover, MOVE).expect("they move");
+        self.gang = Some(gang);
+        self.there = if self.there == "b" { "a" } else { "b" };
+        for one in &moved {
+            assert_eq!(one.report["verify"]["mismatches"], 0, "{:#}", one.report);
+            assert!(one.report["verify"]["pages"].as_u64() > Some(0), "{:#}", one.report);
+        }
+        moved
+    }
+
+    /// Every guest's checker reports, after this moment, that every page it ever wrote is as it wrote it.
+    ///
+    /// # Panics
+    /// Where one complains, or is not heard of.
+    pub fn checkers_are_well(&self) {
+        let from = now_us();
+        for guest in &self.guests {
+            let lines = || self.meter.lines(guest.address(), "CHECKER");
+            let fresh = |line: &Line| line.text.starts_with("CHECKER ok") && line.at_us > from + 1_500_000;
+            let heard = wait_for("the checker's word", PATIENCE, || {
+                let lines = lines();
+                let complaints: Vec<&Line> = lines.iter().filter(|line| line.text.starts_with("CHECKER BAD")).collect();
+                assert!(complaints.is_empty(), "{}: {complaints:#?}", guest.name);
+                Ok(lines.into_iter().find(fresh))
+            });
+            let line = heard.unwrap_or_else(|error| panic!("{} has come to harm: {error}", guest.name));
+            assert_eq!(line.number("bad"), Some(0.0), "{}: {line:?}", guest.name);
+            let twice = delivery(&self.meter.arrivals(guest.address()), i64::MIN, i64::MAX).duplicate;
+            assert_eq!(twice, 0, "{} ran on two hosts", guest.name);
+        }
+    }
+}
+
+fn mover(options: &str, sharing: bool) -> Mover {
+    Mover::Sterna { options: sterna::options(options).expect("options"), sharing }
+}

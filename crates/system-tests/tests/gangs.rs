@@ -1,0 +1,33 @@
+//! Gangs: guests that share pages move together, each right, and as small as before.
+
+use sterna_bench::ksm::Ksm;
+use sterna_system_tests::gang::GangSite;
+use sterna_system_tests::{needs, skip_without, turn};
+
+/// A checker of its own memory in each guest; kernel and image are equal in all.
+const JOBS: &str = "checker:--mib,16,--rate,2";
+
+#[test]
+fn a_gang_arrives_as_small_as_it_left_in_every_mode_and_every_guest_has_its_own_memory() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let Ok(ksm) = Ksm::take() else {
+        return println!("skipped: this kernel does not merge equal pages, or does not let this user ask for it");
+    };
+    let mut site = GangSite::start(3, JOBS);
+    ksm.settle(std::time::Duration::from_secs(600), || Ok(site.footprint().frames)).expect("merged");
+    for mode in ["--mode precopy", "--mode hybrid", "--mode postcopy", "--mode auto --compress lz4 --streams 2"] {
+        let before = site.footprint();
+        let moved = site.migrate(mode, true);
+        let after = site.footprint();
+        let references: u64 = moved.iter().map(|one| one.shared_references).sum();
+        let sent: u64 = moved.iter().map(|one| one.pages_sent).sum();
+        println!("{mode}: {before:?} -> {after:?}, {references} references, {sent} bodies");
+        site.checkers_are_well();
+        assert!(references > 0, "{mode}");
+        // The guests run on, and write pages that they shared.
+        assert!(after.frames as f64 <= before.frames as f64 * 1.05 + 2000.0, "{mode}: {before:?} -> {after:?}");
+    }
+}

@@ -1,0 +1,201 @@
+//! Guests that begin as one memory template: they share what none of them has written, each is its own, and each moves
+//! as any guest in private memory does.
+
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use serde_json::json;
+use sterna_api::{Report, Status, Vm};
+use sterna_bench::Guest;
+use sterna_bench::baseline::qmp::Qmp;
+use sterna_bench::command::wait_for;
+use sterna_bench::lab::Host;
+use sterna_system_tests::site::files;
+use sterna_system_tests::{PATIENCE, Plan, Site, cli, needs, skip_without, turn};
+
+const MIB: u64 = 1 << 20;
+
+/// The clones, and the mode in which each of them moves.
+const CLONES: [(&str, &str); 3] = [("one", "precopy"), ("two", "postcopy"), ("three", "hybrid")];
+
+/// A guest of the family: the same machine without a network, because clones have one address. It is heard of by its
+/// console.
+struct Member<'a> {
+    site: &'a Site,
+    guest: Guest,
+}
+
+impl<'a> Member<'a> {
+    fn new(site: &'a Site, name: &str) -> Self {
+        let console = site.guest.console.with_file_name(format!("{name}.console"));
+        Self { site, guest: Guest { name: name.into(), console, ..site.guest.clone() } }
+    }
+
+    /// Starts it on host `a`, with more words for `run` and for its QEMU.
+    fn run(&self, plan: &Plan, run: &[&str], qemu: &[&str]) {
+        let words = self.guest.arguments(&self.site.lab).expect("the guest's image");
+        let mut words: Vec<&str> = words.iter().map(String::as_str).collect();
+        while let Some(at) = words.iter().position(|word| *word == "-netdev" || word.starts_with("virtio-net")) {
+            let first = if words[at] == "-netdev" { at } else { at - 1 };
+            words.drain(first..first + 2);
+        }
+        let memory = format!("{}K", plan.memory_bytes / 1024);
+        let head = ["run", &self.guest.name, "--memory", &memory, "--balloon", "--detach"];
+        let all = [&head[..], run, &["--"], &words, qemu].concat();
+        cli::ask(self.site.host("a"), &all).expect(0, &[]);
+    }
+
+    /// Its checker says, after this moment, that all is as it wrote it.
+    fn is_well(&self) {
+        let from = self.guest.console_text().len();
+        let said = || {
+            let text = self.guest.console_text();
+            assert!(!text.contains("CHECKER BAD") && !text.contains("Oops"), "{}: {text}", self.guest.name);
+            // The first whole line may be of a time before.
+            let words = text.get(from..).unwrap_or_default().lines().filter(|line| line.contains("CHECKER ok"));
+            Ok(words.filter(|line| line.contains(" bad=0 ")).nth(2).map(str::to_owned))
+        };
+        wait_for("the checker's word", PATIENCE, said).unwrap_or_else(|error| panic!("{}: {error}", self.guest.name));
+    }
+
+    fn shown(&self, host: &str) -> Vm {
+        let answer = cli::ask(self.site.host(host), &["show", &self.guest.name, "--json"]);
+        serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"))
+    }
+
+    /// Bytes of its QEMU's memory behind which the template stands.
+    fn shared_bytes(&self, template: &Path) -> u64 {
+        let maps = fs::read_to_string(format!("/proc/{}/maps", self.shown("a").pid)).expect("its QEMU runs");
+        let mapped = maps.lines().filter(|line| line.ends_with(template.to_str().expect("a name")));
+        let bytes = mapped.map(|line| {
+            assert!(line.contains(" rw-p "), "{line}");
+            let (from, to) = line.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
+            let address = |digits| u64::from_str_radix(digits, 16).expect("an address");
+            address(to) - address(from)
+        });
+        bytes.sum()
+    }
+
+    fn migrate(&self, options: &[&str]) -> cli::Answer {
+        let (from, to) = (self.site.host("a"), self.site.host("b").listen());
+        cli::ask(from, &[&["migrate", &self.guest.name, "--to", &to, "--json", "-"], options].concat())
+    }
+}
+
+/// Lets QEMU load the devices' state, after which the guest goes on as the template's did.
+fn load(member: &Member<'_>, host: &Host, state: &Path) {
+    let mut qmp = monitor(member, host);
+    let mut tell = |command: &str, arguments| qmp.execute(command, arguments).expect("QEMU does it");
+    tell("migrate-set-capabilities", json!({"capabilities": [{"capability": "x-ignore-shared", "state": true}]}));
+    tell("migrate-incoming", json!({"uri": format!("exec:cat {}", state.display())}));
+    let loaded = || Ok((tell("query-migrate", json!({}))["status"] == "completed").then_some(()));
+    wait_for("the devices", PATIENCE, loaded).expect("QEMU loads them");
+    // The template's guest stood still when its devices were saved.
+    tell("cont", json!({}));
+}
+
+fn monitor(member: &Member<'_>, host: &Host) -> Qmp {
+    let socket = host.directory.join(format!("state/vms/{}/run/qmp.sock", member.guest.name));
+    Qmp::connect(&socket).expect("its QEMU answers")
+}
+
+/// Stops a machine that runs, and makes a template of its RAM: the template, and the state of its devices.
+fn template_of(member: &Member<'_>, host: &Host, directory: &Path) -> (PathBuf, PathBuf) {
+    let (template, state) = (directory.join("template"), directory.join("devices"));
+    let mut qmp = monitor(member, host);
+    let mut tell = |command: &str, arguments| qmp.execute(command, arguments).expect("QEMU does it");
+    tell("stop", json!({}));
+    tell("migrate-set-capabilities", json!({"capabilities": [{"capability": "x-ignore-shared", "state": true}]}));
+    tell("migrate", json!({"uri": format!("exec:cat > {}", state.display())}));
+    let saved = || match tell("query-migrate", json!({}))["status"].as_str() {
+        Some("completed") => Ok(Some(())),
+        Some("failed") => panic!("QEMU does not save its devices"),
+        _ => Ok(None),
+    };
+    wait_for("the devices' state", PATIENCE, saved).expect("QEMU saves its devices");
+    let is_its = |path: &PathBuf| path.parent().is_some_and(|parent| parent.ends_with("ram"));
+    let ram = files(host).into_iter().find(is_its).expect("its RAM file");
+    let copy = ["--sparse=always", ram.to_str().expect("a name"), template.to_str().expect("a name")];
+    host.output("cp", &copy).expect("a copy");
+    fs::set_permissions(&template, Permissions::from_mode(0o444)).expect("root may");
+    (template, state)
+}
+
+fn modified(template: &Path, at: SystemTime) {
+    File::open(template).and_then(|file| file.set_modified(at)).expect("root may");
+}
+
+#[test]
+fn clones_of_one_template_share_its_memory_stay_apart_and_move_in_every_mode() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let plan = Plan { jobs: "checker:--mib,16,--rate,4".into(), run: Vec::new(), ..Plan::small() };
+    let site = Site::without_guest(&plan);
+    let directory = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+    let origin = Member::new(&site, "origin");
+    origin.run(&plan, &[], &[]);
+    origin.is_well();
+    let (template, state) = template_of(&origin, site.host("a"), directory.path());
+    cli::ask(site.host("a"), &["stop", "origin", "--force"]).expect(0, &[]);
+
+    let path = template.to_str().expect("a name");
+    let private = ["--memory-mode", "private", "--memory-template", path];
+    let devices = ["-incoming", "defer"];
+    let refused = ["run", "x", "--memory", "64M", "--memory-template", path, "--detach"];
+    cli::ask(site.host("a"), &refused).expect(2, &["private"]);
+    let clones = CLONES.map(|(name, _)| Member::new(&site, name));
+    clones.iter().for_each(|clone| {
+        clone.run(&plan, &private, &devices);
+        load(clone, site.host("a"), &state);
+    });
+    clones.iter().for_each(Member::is_well);
+
+    let held = fs::metadata(&template).expect("it is there").blocks() * 512;
+    let own: Vec<u64> = clones.iter().map(|clone| clone.shown("a").allocated_bytes).collect();
+    println!(
+        "the template {} MiB, the clones' own {:?}",
+        held / MIB,
+        own.iter().map(|own| own / MIB).collect::<Vec<_>>()
+    );
+    assert!(own.iter().all(|own| *own > 4 * MIB), "none of them writes");
+    assert!(held + own.iter().sum::<u64>() < 2 * held, "three guests take as much as two would: {own:?}");
+    assert_eq!(clones[0].shown("a").memory_template.as_deref(), Some(path));
+
+    a_balloon_takes_what_is_shared(&clones[2], &template);
+    a_changed_template_is_noticed(&clones[0], &template);
+    for (clone, (_, mode)) in clones.iter().zip(CLONES) {
+        let answer = clone.migrate(&["--verify", "--mode", mode, "--bandwidth", "60MB"]);
+        answer.expect(0, &[]);
+        let report: Report = answer.report().unwrap_or_else(|| panic!("no report: {answer:#?}"));
+        println!("{mode}: {:?}", report.pages);
+        assert_eq!(report.status, Status::Completed, "{report:#?}");
+        assert!(report.verify.checked && report.verify.pages > 0 && report.verify.mismatches == 0, "{report:#?}");
+        clone.is_well();
+        assert_eq!(clone.shown("b").memory_template, None);
+    }
+    assert_eq!(fs::metadata(&template).expect("nobody removed it").blocks() * 512, held, "it has grown");
+}
+
+fn a_balloon_takes_what_is_shared(clone: &Member<'_>, template: &Path) {
+    let (shared, own) = (clone.shared_bytes(template), clone.shown("a").allocated_bytes);
+    cli::ask(clone.site.host("a"), &["balloon", &clone.guest.name, "--target", "160M"]).expect(0, &[]);
+    clone.site.eventually("the balloon is full", || {
+        clone.shown("a").balloon.is_some_and(|balloon| balloon.size_bytes >= 90 * MIB)
+    });
+    let (shared_after, own_after) = (clone.shared_bytes(template), clone.shown("a").allocated_bytes);
+    println!("shared {} MiB, then {}; own {}, then {}", shared / MIB, shared_after / MIB, own / MIB, own_after / MIB);
+    assert!(shared_after + own_after < shared + own, "the balloon took nothing");
+    clone.is_well();
+}
+
+fn a_changed_template_is_noticed(clone: &Member<'_>, template: &Path) {
+    let before = fs::metadata(template).and_then(|meta| meta.modified()).expect("it is there");
+    modified(template, before + Duration::from_nanos(1));
+    clone.migrate(&[]).expect(1, &["may be damaged"]);
+    modified(template, before);
+    clone.is_well();
+}
