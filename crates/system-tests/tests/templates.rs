@@ -133,7 +133,9 @@ fn clones_of_one_template_share_its_memory_stay_apart_and_move_in_every_mode() {
     if skip_without(&needs::GUEST) {
         return;
     }
-    let plan = Plan { jobs: "checker:--mib,16,--rate,4".into(), run: Vec::new(), ..Plan::small() };
+    // With memory that is given back before and after the template is made: the balloon takes some that is of it.
+    let jobs = "checker:--mib,16,--rate,4;churn:--mib,16,--rate,4".into();
+    let plan = Plan { jobs, run: Vec::new(), ..Plan::small() };
     let site = Site::without_guest(&plan);
     let directory = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
     let origin = Member::new(&site, "origin");
@@ -188,7 +190,7 @@ fn a_balloon_takes_what_is_shared(clone: &Member<'_>, template: &Path) {
     });
     let (shared_after, own_after) = (clone.shared_bytes(template), clone.shown("a").allocated_bytes);
     println!("shared {} MiB, then {}; own {}, then {}", shared / MIB, shared_after / MIB, own / MIB, own_after / MIB);
-    assert!(shared_after + own_after < shared + own, "the balloon took nothing");
+    assert!(shared_after < shared, "the balloon took nothing that was shared");
     clone.is_well();
 }
 

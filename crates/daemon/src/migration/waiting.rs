@@ -105,6 +105,21 @@ impl Activity for Question {
     }
 }
 
+/// The activity of a machine whose peer has answered, until what follows from the answer has begun: it is shown as it
+/// was, whatever its QEMU says.
+#[derive(Debug)]
+struct Answered;
+
+impl Activity for Answered {
+    fn describe(&self) -> &'static str {
+        "the peer that it was handed over to has just answered"
+    }
+
+    fn show(&self) -> Shown {
+        Shown::state(VmState::WaitingForPeer)
+    }
+}
+
 /// Asks the peer until it answers, on a thread of its own.
 pub fn wait_for_verdict(departures: &Arc<Departures>, record: &VmRecord, id: MigrationId, peer: &str) {
     let question = Arc::new(Question::new(peer));
@@ -158,7 +173,7 @@ fn waits(entry: &Entry, record: &VmRecord) -> bool {
 pub fn decide(machines: &Machines, record: &VmRecord) -> bool {
     let mut table = machines.table();
     let entry = table.get_mut(&record.name).filter(|entry| waits(entry, record));
-    entry.map(|entry| entry.hold = Hold::Stopping).is_some()
+    entry.map(|entry| entry.hold = Hold::busy(Answered)).is_some()
 }
 
 /// Does what the peer's answer says; `false` where somebody has decided before it came.
