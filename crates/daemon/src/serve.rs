@@ -22,6 +22,7 @@ use crate::config::Config;
 use crate::daemon::Daemon;
 use crate::http::router;
 use crate::migration::listener::listen;
+use crate::migration::sweep;
 use crate::process::raise_file_limit;
 
 /// The most connections to the API at a time; further callers wait until one has ended. Each may hold a descriptor, a
@@ -50,6 +51,7 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
         tracing::warn!("no machine can be moved away from this host: {lack}");
     }
     daemon.recovery().recover()?;
+    sweep::begin(Arc::clone(&daemon.machines), Arc::clone(&daemon.destination.pools));
     listen(daemon.config.listen.as_deref(), &daemon.destination).map_err(|error| {
         let address = daemon.config.listen.clone().unwrap_or_default();
         format!("cannot listen on {address}: {error}")

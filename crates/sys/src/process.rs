@@ -23,7 +23,7 @@ mod usage;
 
 pub use files::{OpenFile, open_files};
 pub use interrupt::interrupt;
-pub use maps::{Mapping, Permissions, each_mapping, maps, parse_maps};
+pub use maps::{Mapping, Permissions, each_mapping, maps, open_mapped, parse_maps};
 pub use memory::ProcessMemory;
 pub use pidfd::Pidfd;
 pub use usage::{Usage, process_cpu_time, thread_cpu_time, usage};
@@ -127,6 +127,19 @@ fn read(pid: u32, file: &str) -> Result<Vec<u8>> {
     fs::read(&path).map_err(|error| Error::new(format!("read {path}"), error))
 }
 
+/// The numbers of all processes that this one can see.
+///
+/// # Errors
+/// `/proc` is not mounted.
+pub fn numbers() -> Result<Vec<u32>> {
+    let failed = |error| Error::new("list the processes of this host", error);
+    let mut numbers = Vec::new();
+    for entry in fs::read_dir("/proc").map_err(failed)? {
+        numbers.extend(entry.map_err(failed)?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()));
+    }
+    Ok(numbers)
+}
+
 /// A process that maps a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapper {
@@ -142,11 +155,8 @@ pub struct Mapper {
 /// # Errors
 /// `/proc` is not mounted.
 pub fn mappers_of(file: FileId) -> Result<Vec<Mapper>> {
-    let failed = |error| Error::new("list the processes of this host", error);
     let mut mappers = Vec::new();
-    for entry in fs::read_dir("/proc").map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+    for pid in numbers()? {
         let Ok(maps) = maps(pid) else { continue };
         if maps.iter().any(|mapping| mapping.file == Some(file)) {
             mappers.push(Mapper { pid, comm: comm(pid).unwrap_or_default() });

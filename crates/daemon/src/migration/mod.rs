@@ -27,6 +27,9 @@ pub mod sharing;
 /// The pools of gangs that come here.
 pub mod pools;
 
+/// Giving back what no guest needs of pools.
+pub mod sweep;
+
 /// The parts of the daemon that move machines away.
 pub mod departures;
 

@@ -24,6 +24,14 @@ pub struct Area {
     pub offset: u64,
 }
 
+impl Area {
+    /// Where these addresses of it lie in its file.
+    pub(super) fn in_file(&self, addresses: Range<u64>) -> Range<u64> {
+        let at = |address: u64| self.offset + (address - self.addresses.start);
+        at(addresses.start)..at(addresses.end)
+    }
+}
+
 /// The areas of a process's RAM, by their addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Areas(Vec<Area>);
@@ -154,7 +162,7 @@ pub fn content_bytes(pid: u32, addresses: Range<u64>) -> io::Result<u64> {
 }
 
 /// Ranges without others; all are in order and apart.
-fn without(ranges: &[Range<u64>], others: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
+pub(super) fn without(ranges: &[Range<u64>], others: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
     let mut left = Vec::new();
     let mut others = others.peekable();
     for range in ranges {

@@ -13,6 +13,12 @@ pub mod private;
 /// Parts of private RAM that a file stands behind.
 pub mod areas;
 
+/// What guests in private memory have in common.
+pub mod common;
+
+/// Pages of pools that no guest needs any more.
+pub mod unneeded;
+
 /// The RAM of a machine, opened as the kind that it is.
 pub mod kind;
 

@@ -67,6 +67,24 @@ pub fn each_mapping(pid: u32, mut show: impl FnMut(Mapping)) -> Result<()> {
     Ok(())
 }
 
+/// Opens the file that a process has mapped at this address for reading and writing, whether it has a name or not.
+/// `None` where it has none mapped there.
+///
+/// # Errors
+/// No such process, this one may not trace it, or the file may not be opened. `ENOENT`: the mapping has just changed.
+pub fn open_mapped(pid: u32, address: u64) -> Result<Option<File>> {
+    let mut found = None;
+    each_mapping(pid, |mapping| {
+        if mapping.range.contains(&address) && mapping.file.is_some() {
+            found = Some(mapping.range);
+        }
+    })?;
+    let Some(Range { start, end }) = found else { return Ok(None) };
+    let path = format!("/proc/{pid}/map_files/{start:x}-{end:x}");
+    let file = File::options().read(true).write(true).open(&path);
+    file.map(Some).map_err(|error| Error::new(format!("open {path}"), error))
+}
+
 /// The mappings that `text` lists; lines that are not understood are passed over.
 pub fn parse_maps(text: &[u8]) -> Vec<Mapping> {
     text.split(|&byte| byte == b'\n').filter_map(parse_line).collect()

@@ -1,0 +1,62 @@
+//! Gives back what lies in the pools of gangs that have come here and what no guest needs any more, again and again
+//! (`sterna_engine::memory::unneeded`).
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sterna_api::MemoryMode;
+use sterna_engine::memory::unneeded;
+use sterna_sys::file;
+
+use super::pools::Pools;
+use crate::machines::table::Machines;
+
+/// The pause between two looks at least.
+const PAUSE: Duration = Duration::from_secs(2);
+/// A look's time is less than this part of the pause after it: looking costs one processor at most 2 %.
+const PART: u32 = 50;
+
+/// Begins to look, on a thread of its own, for as long as this daemon runs.
+pub fn begin(machines: Arc<Machines>, pools: Arc<Pools>) {
+    let look = move || {
+        let mut warned = false;
+        loop {
+            let begun = Instant::now();
+            match sweep(&machines, &pools) {
+                Ok(0) => {}
+                Ok(bytes) => tracing::debug!(bytes, "no guest needs these pages of its pool any more"),
+                Err(error) if !warned => {
+                    warned = true;
+                    tracing::warn!(%error, "pages of pools that no guest needs any more cannot be given back");
+                }
+                Err(_) => {}
+            }
+            std::thread::sleep(PAUSE.max(begun.elapsed() * PART));
+        }
+    };
+    if let Err(error) = std::thread::Builder::new().name("pools".into()).spawn(look) {
+        tracing::error!(%error, "cannot start the thread that gives back what no guest needs of pools");
+    }
+}
+
+/// Looks once. Returns how much was given back, bytes.
+fn sweep(machines: &Machines, pools: &Pools) -> io::Result<u64> {
+    let mut processes = Vec::new();
+    for record in machines.table().values().filter_map(|entry| entry.record.as_ref()) {
+        if record.memory_mode != MemoryMode::Private {
+            continue;
+        }
+        if record.paging.is_some() {
+            // Its agent may still map pages of a pool, asked by a daemon before this one.
+            return Ok(0);
+        }
+        processes.push(record.process.pid);
+    }
+    if processes.is_empty() {
+        return Ok(0);
+    }
+    let device = file::id(File::open(pools.dir())?)?.device;
+    unneeded::give_back(&processes, device, |pool| pools.holds(pool))
+}
