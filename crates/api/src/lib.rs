@@ -15,6 +15,9 @@ pub mod report;
 /// The estimate of a migration.
 pub mod estimate;
 
+/// Machines that move together.
+pub mod gang;
+
 /// Balloons: how much of its memory a guest keeps.
 pub mod balloon;
 
@@ -36,6 +39,7 @@ pub mod code;
 pub use balloon::{Balloon, BalloonMode, BalloonSetting};
 pub use code::Code;
 pub use estimate::Estimate;
+pub use gang::{GangPauses, Totals};
 pub use options::{MigrateOptions, Mode};
 pub use problem::{Blame, Problem};
 pub use progress::{Phase, Progress};

@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::gang::GangPauses;
+
 /// The migration mode asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -170,6 +172,8 @@ pub struct MigrateOptions {
     /// Whether pages that the machines share go once, and stay shared; absent: among those of one trust group in
     /// private memory.
     pub preserve_sharing: Option<PreserveSharing>,
+    /// How the pauses of machines that leave together lie.
+    pub gang_pauses: GangPauses,
     /// Whether pages travel as deltas.
     pub delta: Delta,
     /// The most bytes of sent pages that are kept for deltas.
@@ -230,6 +234,7 @@ impl Default for MigrateOptions {
             hot_pages: HotPages::Hold,
             skip_free: SkipFree::Vmi,
             preserve_sharing: None,
+            gang_pauses: GangPauses::default(),
             delta: Delta::Off,
             delta_cache_bytes: None,
             compress: Compress::Off,

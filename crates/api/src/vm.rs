@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::balloon::Balloon;
+use crate::gang::Totals;
 use crate::options::MigrateOptions;
 use crate::progress::Progress;
 use crate::report::Report;
@@ -51,6 +52,10 @@ pub struct Vm {
     pub memory_bytes: u64,
     /// RAM the host has given memory for, bytes: for this machine alone, and not what it shares with others.
     pub allocated_bytes: u64,
+    /// RAM that other machines may have in common with it, bytes: what it takes in addition where it writes all of
+    /// that. Pages that the kernel has merged (KSM) are allocated as well.
+    #[serde(default)]
+    pub shared_bytes: u64,
     /// How RAM is mapped.
     pub memory_mode: MemoryMode,
     /// The file that its memory began as, and that it shares with other machines until it writes.
@@ -166,6 +171,9 @@ pub struct Migration {
     pub progress: Vec<Progress>,
     /// A report per machine that has ended.
     pub migrations: Vec<Report>,
+    /// What these add up to.
+    #[serde(default)]
+    pub totals: Totals,
     /// Whether all have ended.
     pub ended: bool,
 }

@@ -9,7 +9,7 @@ use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 use hyper::Method;
 use sterna_api::units::show_size;
-use sterna_api::{AdoptRequest, Code, Phase, RunRequest, Vm, VmState};
+use sterna_api::{AdoptRequest, Code, MemoryMode, Phase, RunRequest, Vm, VmState};
 
 use crate::arguments::{Adopt, Run};
 use crate::balloon;
@@ -98,13 +98,14 @@ pub async fn ps(client: &Client, json: bool) -> Result<ExitCode, Failure> {
     }
     let mut table = Table::new();
     table.load_style(NOTHING);
-    table.set_header(["NAME", "STATE", "MEMORY", "ALLOCATED", "PID", "QEMU", "MIGRATION", "NOTE"]);
+    table.set_header(["NAME", "STATE", "MEMORY", "ALLOCATED", "SHARED", "PID", "QEMU", "MIGRATION", "NOTE"]);
     for vm in &vms {
         table.add_row([
             vm.name.clone(),
             state(vm),
             show_size(vm.memory_bytes),
             show_size(vm.allocated_bytes),
+            if vm.memory_mode == MemoryMode::Private { show_size(vm.shared_bytes) } else { "-".into() },
             vm.pid.to_string(),
             vm.qemu.clone(),
             vm.migration.as_ref().map(brief).unwrap_or_default(),
@@ -134,6 +135,10 @@ pub async fn show(client: &Client, name: &str, json: bool) -> Result<ExitCode, F
         ("name", Some(vm.name.clone())),
         ("state", Some(state(&vm))),
         ("memory", Some(memory)),
+        (
+            "shared",
+            (vm.shared_bytes > 0).then(|| format!("{} with others, until it writes them", show_size(vm.shared_bytes))),
+        ),
         ("pages", Some(where_pages_are(&vm))),
         ("template", vm.memory_template.clone()),
         ("trust group", vm.trust_group.clone()),

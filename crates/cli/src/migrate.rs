@@ -53,10 +53,14 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
             eprint!("{failure}");
         }
     }
+    if ended.migrations.len() > 1 {
+        let text = table::together(&ended.totals);
+        if to_stdout { eprintln!("{text}") } else { println!("{text}") }
+    }
     if let Some(path) = &migrate.json {
         let value = match &ended.migrations[..] {
             [report] => json!(report),
-            gang => json!({ "migrations": gang }),
+            gang => json!({ "migrations": gang, "totals": ended.totals }),
         };
         write_json(path, &value)?;
     }

@@ -3,7 +3,7 @@
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use sterna_api::units::{show_rate, show_size};
-use sterna_api::{Report, Status};
+use sterna_api::{Report, Status, Totals};
 
 use crate::failure::{describe, whereabouts};
 
@@ -40,6 +40,22 @@ pub fn show(report: &Report) -> String {
         text.push('\n');
     }
     text
+}
+
+/// What the machines of one migration add up to, in one line.
+pub fn together(totals: &Totals) -> String {
+    let shared = match totals.shared_reference {
+        0 => String::new(),
+        pages => format!(", {pages} of their pages went as a page that another had sent"),
+    };
+    format!(
+        "together: {} of {} moved in {:.2} s, {} sent{shared}; none stood still for more than {:.1} ms",
+        totals.completed,
+        totals.machines,
+        totals.total_ms / 1e3,
+        show_size(totals.bytes_on_wire),
+        totals.downtime_ms
+    )
 }
 
 /// The failure, for standard error.

@@ -53,6 +53,7 @@ struct File {
     max_outgoing: Option<usize>,
     max_incoming: Option<usize>,
     ksm_group: Option<String>,
+    unshare_reserve: Option<u8>,
     tls: Option<Tls>,
     #[serde(default)]
     test_trust_first_look: bool,
@@ -101,6 +102,9 @@ pub struct Config {
     /// The trust group whose machines' private memory the kernel may merge (KSM). It knows no groups itself, so a host
     /// has one at most.
     pub ksm_group: Option<String>,
+    /// What is kept free for guests that write what they share: percent of all that machines of this host may have in
+    /// common. No machine is accepted that would take it.
+    pub unshare_reserve: u8,
     /// The files that connections to other daemons are encrypted with; without them connections are plain.
     pub tls: Option<Files>,
     /// Whether free pages are looked for only once. It harms guests that are moved or whose memory is taken: only for
@@ -149,6 +153,9 @@ pub enum ConfigError {
     /// A bandwidth that is too low.
     #[error("a bandwidth of {0} bytes/s is too little: below {MIN_BANDWIDTH_BYTES_PER_S} no migration ends")]
     TooSlow(u64),
+    /// A part of more than all.
+    #[error("unshare_reserve is {0}: it is a percentage, at most 100")]
+    Percent(u8),
     /// A limit of 0.
     #[error("{0} is 0: at least 1 is needed")]
     Zero(&'static str),
@@ -198,6 +205,7 @@ impl Config {
             max_outgoing: file.max_outgoing.unwrap_or(2),
             max_incoming: file.max_incoming.unwrap_or(4),
             ksm_group: file.ksm_group,
+            unshare_reserve: file.unshare_reserve.unwrap_or(10),
             tls: file.tls.map(Files::from),
             test_trust_first_look: file.test_trust_first_look,
         };
@@ -211,6 +219,9 @@ impl Config {
         }
         if config.max_incoming == 0 {
             return Err(ConfigError::Zero("max_incoming"));
+        }
+        if config.unshare_reserve > 100 {
+            return Err(ConfigError::Percent(config.unshare_reserve));
         }
         check_socket_path("the API's socket", &config.api)?;
         Ok(config)
@@ -247,7 +258,7 @@ mod tests {
         assert_eq!(config.state_dir, Path::new("/var/lib/sterna"));
         assert_eq!(config.api, Path::new("/run/sterna/sternad.sock"));
         assert_eq!(config.listen, None);
-        assert_eq!((config.max_outgoing, config.max_incoming), (2, 4));
+        assert_eq!((config.max_outgoing, config.max_incoming, config.unshare_reserve), (2, 4, 10));
     }
 
     #[test]
@@ -265,6 +276,9 @@ mod tests {
         assert!(merge(&Arguments::default(), "listen = 'host'").unwrap_err().to_string().contains("HOST:PORT"));
         assert!(merge(&Arguments::default(), "max_incoming = 0").unwrap_err().to_string().contains("max_incoming"));
         assert!(merge(&Arguments::default(), "bandwidth = '1 mile'").is_err());
+        assert!(
+            merge(&Arguments::default(), "unshare_reserve = 101").unwrap_err().to_string().contains("unshare_reserve")
+        );
         assert!(merge(&Arguments::default(), "bandwidth = '8Kbit'").unwrap_err().to_string().contains("1000 bytes/s"));
         let long = format!("api = 'unix:/{}'", "x".repeat(107));
         assert!(merge(&Arguments::default(), &long).unwrap_err().to_string().contains("107"));

@@ -97,6 +97,7 @@ impl Daemon {
             launcher: Arc::clone(&launcher),
             pools: Arc::new(Pools::new(state.ram())),
             max_incoming: config.max_incoming,
+            unshare_reserve: config.unshare_reserve,
             qemu: config.qemu.clone(),
         };
         let adoptions = Adoptions::new(care.clone(), Arc::clone(&state));

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use sterna_api::{Blame, Code, Problem};
-use sterna_protocol::spec::VmSpec;
+use sterna_protocol::spec::{GangSpec, VmSpec};
 
 use crate::destination::pool::Pool;
 pub use crate::id::{DaemonId, MigrationId};
@@ -46,19 +46,26 @@ pub trait DestinationHost: Send + Sync {
     /// The pool of a gang that comes here from the daemon `from`: the same for all its members.
     ///
     /// # Errors
-    /// A [`Problem`]: this host keeps no pools, or cannot make one.
-    fn pool(&self, gang: u128, group: &str, members: u16, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
-        let _ = (gang, group, members, from);
+    /// A [`Problem`]: this host keeps no pools, cannot make one, or has no room for the gang.
+    fn pool(&self, gang: &GangSpec, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
+        let _ = (gang, from);
         Err(Problem::new(Code::NoSharing, Blame::Ours, "this host keeps no pool of shared pages"))
     }
 
     /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the
-    /// daemon that sends it, by its certificate. With `postcopy` the guest may start before all its pages are here:
-    /// [`Incoming::paging`].
+    /// daemon that sends it, by its certificate. `pool` is that of the gang that it comes with: there is room for all
+    /// of them. With `postcopy` the guest may start before all its pages are here: [`Incoming::paging`].
     ///
     /// # Errors
     /// A [`Problem`] that says what this host lacks; nothing is left behind.
-    fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem>;
+    fn prepare(
+        &self,
+        id: MigrationId,
+        spec: &VmSpec,
+        from: Option<&str>,
+        pool: Option<&Arc<Pool>>,
+        postcopy: bool,
+    ) -> Result<Incoming, Problem>;
 
     /// How much more memory this host can give before it runs out, bytes.
     fn room_bytes(&self) -> u64;

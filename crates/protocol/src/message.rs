@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::layout::{ChunkIndex, PageIndex};
 use crate::pages::PageSet;
-use crate::spec::VmSpec;
+use crate::spec::{GangSpec, VmSpec};
 
 /// The most bytes a message may have.
 pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
@@ -118,12 +118,8 @@ pub enum Request {
     /// Before `Propose`, where both sides know [`Features::SHARING`](crate::hello::Features::SHARING): says that the
     /// machine to be proposed is a member of a gang that shares pages, so that shared frames will come.
     Join {
-        /// The gang's number, drawn at random by the source's daemon.
-        gang: u128,
-        /// The trust group of all its members.
-        group: String,
-        /// The number of members.
-        members: u16,
+        /// The gang.
+        gang: Box<GangSpec>,
         /// Which of them the machine is, counted from 0.
         member: u16,
     },

@@ -51,3 +51,17 @@ pub struct VmSpec {
     /// The source host's name, for people.
     pub from: String,
 }
+
+/// Machines that come together and share pages.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GangSpec {
+    /// Its number, drawn at random by the source's daemon.
+    pub id: u128,
+    /// The trust group of all its members.
+    pub group: String,
+    /// The number of members.
+    pub members: u16,
+    /// RAM the host has given memory for, for all of them together, bytes: what they share counts once. It is what the
+    /// destination must have room for.
+    pub bytes: u64,
+}

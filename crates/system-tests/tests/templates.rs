@@ -6,11 +6,12 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use sterna_api::{Report, Status, Vm};
 use sterna_bench::Guest;
 use sterna_bench::baseline::qmp::Qmp;
 use sterna_bench::command::wait_for;
+use sterna_bench::footprint::{self, Footprint};
 use sterna_bench::lab::Host;
 use sterna_system_tests::site::files;
 use sterna_system_tests::{PATIENCE, Plan, Site, cli, needs, skip_without, turn};
@@ -180,6 +181,67 @@ fn clones_of_one_template_share_its_memory_stay_apart_and_move_in_every_mode() {
         assert_eq!(clone.shown("b").memory_template, None);
     }
     assert_eq!(fs::metadata(&template).expect("nobody removed it").blocks() * 512, held, "it has grown");
+}
+
+/// No scanner is at work: what clones share they share because they began as one file. They stand still, so that what
+/// is sent is what they share and what each has of its own, and nothing is written meanwhile.
+#[test]
+fn clones_that_move_together_send_what_they_share_once_and_arrive_as_small_as_they_left() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let plan = Plan { jobs: "checker:--mib,16,--rate,4".into(), run: Vec::new(), ..Plan::small() };
+    let site = Site::without_guest(&plan);
+    let directory = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+    let origin = Member::new(&site, "origin");
+    origin.run(&plan, &[], &[]);
+    origin.is_well();
+    let (template, state) = template_of(&origin, site.host("a"), directory.path());
+    cli::ask(site.host("a"), &["stop", "origin", "--force"]).expect(0, &[]);
+
+    let path = template.to_str().expect("a name");
+    let private = ["--memory-mode", "private", "--trust-group", "family", "--memory-template", path];
+    let names: Vec<String> = (0..needs::times(4, 8)).map(|number| format!("c{number}")).collect();
+    let clones: Vec<Member<'_>> = names.iter().map(|name| Member::new(&site, name)).collect();
+    clones.iter().for_each(|clone| {
+        clone.run(&plan, &private, &["-incoming", "defer"]);
+        load(clone, site.host("a"), &state);
+    });
+    clones.iter().for_each(Member::is_well);
+    let stand_still = |mode| {
+        let (here, there) = if mode == "precopy" { ("a", "b") } else { ("b", "a") };
+        let (from, to) = (site.host(here), site.host(there));
+        let tell = |host, what: &str| {
+            clones.iter().for_each(|clone| drop(monitor(clone, host).execute(what, json!({})).expect("QEMU does it")));
+        };
+        tell(from, "stop");
+        let before = footprint_at(&clones, here, &plan);
+        let listen = to.listen();
+        let head: Vec<&str> = ["migrate"].into_iter().chain(names.iter().map(String::as_str)).collect();
+        let options = ["--to", &listen, "--mode", mode, "--preserve-sharing", "on", "--verify", "--json", "-"];
+        let answer = cli::ask(from, &[&head[..], &options].concat());
+        answer.expect(0, &[]);
+        let reports: Value = serde_json::from_str(&answer.stdout).expect("reports");
+        let reports = reports["migrations"].as_array().expect("one each");
+        let sum = |what: &str| reports.iter().filter_map(|report| report.pointer(what)?.as_u64()).sum::<u64>();
+        assert_eq!((sum("/verify/mismatches"), reports.len()), (0, clones.len()));
+        let (bytes, references) = (sum("/bytes_on_wire"), sum("/pages/shared_reference"));
+        let after = footprint_at(&clones, there, &plan);
+        println!("{mode}: {before:?} -> {after:?}, {bytes} bytes on the wire, {references} references");
+        assert!(references > 0);
+        assert!(bytes as f64 <= 1.02 * before.frames as f64 * 4096.0, "{mode}: what they share went more than once");
+        assert!(after.frames as f64 <= 1.02 * before.frames as f64, "{mode}: they have grown");
+        tell(to, "cont");
+        clones.iter().for_each(Member::is_well);
+    };
+    ["precopy", "postcopy"].into_iter().for_each(stand_still);
+}
+
+/// The memory of all clones on this host, where a frame counts once.
+fn footprint_at(clones: &[Member<'_>], host: &str, plan: &Plan) -> Footprint {
+    let ram = |clone: &Member<'_>| footprint::Ram::of(clone.shown(host).pid, plan.memory_bytes).expect("its RAM");
+    footprint::of(&clones.iter().map(ram).collect::<Vec<_>>()).expect("their frames")
 }
 
 fn a_balloon_takes_what_is_shared(clone: &Member<'_>, template: &Path) {

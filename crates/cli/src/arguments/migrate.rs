@@ -10,7 +10,7 @@ use sterna_api::options::{
     Compress, ContentHash, Delta, FakeDirty, HotPages, OnTimeout, Prepaging, PreserveSharing, SkipFree,
 };
 use sterna_api::units::{parse_duration, parse_rate, parse_size};
-use sterna_api::{MigrateOptions, Mode};
+use sterna_api::{GangPauses, MigrateOptions, Mode};
 
 /// `migrate`.
 #[derive(Debug, Args)]
@@ -57,6 +57,11 @@ pub struct Migrate {
     /// cannot [default: among private machines of one trust group]
     #[arg(long, value_name = "off|on", value_parser = named::<PreserveSharing>(["off", "on"]))]
     pub preserve_sharing: Option<PreserveSharing>,
+    /// How the pauses of several machines lie: one after the other, or all at the same time, for guests that talk to
+    /// each other
+    #[arg(long, value_name = "staggered|together", default_value = "staggered",
+        value_parser = named::<GangPauses>(["staggered", "together"]))]
+    pub gang_pauses: GangPauses,
     /// Whether pages that were sent before travel as differences
     #[arg(long, default_value = "off", value_parser = named::<Delta>(["off", "xbzrle"]))]
     pub delta: Delta,
@@ -125,6 +130,7 @@ impl Migrate {
             hot_pages: self.hot_pages,
             skip_free: self.skip_free,
             preserve_sharing: self.preserve_sharing,
+            gang_pauses: self.gang_pauses,
             delta: self.delta,
             delta_cache_bytes: self.delta_cache,
             compress: self.compress,

@@ -8,6 +8,7 @@ use sterna_api::report::Host;
 use sterna_api::{BalloonSetting, MemoryMode, Problem};
 use sterna_engine::host::MigrationId;
 use sterna_engine::memory::BlockFile;
+use sterna_engine::memory::common::{Guest, common_bytes};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
@@ -214,6 +215,21 @@ impl VmRecord {
     #[must_use]
     pub fn allocated_bytes(&self) -> u64 {
         self.blocks.iter().map(|block| block.allocated_bytes(self.process.pid)).sum()
+    }
+
+    /// Its private memory.
+    #[must_use]
+    pub fn private_memory(&self) -> Guest {
+        let part = |block: &Block| block.private.map(|address| address..address.saturating_add(block.bytes));
+        Guest { pid: self.process.pid, addresses: self.blocks.iter().filter_map(part).collect() }
+    }
+
+    /// How much of its RAM other machines may have in common with it, bytes: what it takes in addition where it writes
+    /// all of that. None where it cannot be looked at.
+    #[must_use]
+    pub fn shared_bytes(&self) -> u64 {
+        let private = self.memory_mode == MemoryMode::Private;
+        if private { common_bytes(&self.private_memory()).unwrap_or(0) } else { 0 }
     }
 
     /// The machine as its destination must know it; `about`: as its QEMU is now.

@@ -7,6 +7,8 @@ use std::sync::Arc;
 
 use sterna_api::{MigrateOptions, MigrateRequest, Problem, Status};
 
+use sterna_engine::source::pauses::Pauses;
+
 use super::address::check_address;
 use super::departures::Departures;
 use super::jobs::Job;
@@ -31,6 +33,8 @@ pub struct Gang {
     members: Vec<VmRecord>,
     /// Whom each member shares pages with.
     sharing: Vec<Membership>,
+    /// How their pauses lie.
+    pauses: Arc<Pauses>,
 }
 
 /// Begins a migration. Every machine is claimed, or none is.
@@ -68,7 +72,8 @@ impl Gang {
         }
         let options = request.options.clone();
         let sharing = sharing::gangs(&members, options.preserve_sharing).inspect_err(|_| give_back(&members))?;
-        Ok(Self { departures: Arc::clone(departures), job, options, members, sharing })
+        let pauses = Pauses::new(options.gang_pauses, members.len());
+        Ok(Self { departures: Arc::clone(departures), job, options, members, sharing, pauses })
     }
 
     /// Starts a thread for each member, which drives it.
@@ -82,6 +87,7 @@ impl Gang {
             if let Err(error) = spawned {
                 let problem = host("cannot start a migration's thread", &error);
                 let report = self.mover(index).refused(problem, Status::Failed);
+                self.pauses.leave();
                 self.job.end(index, &self.departures.metrics, report);
             }
         }
@@ -91,6 +97,7 @@ impl Gang {
     fn drive(&self, index: usize, ticket: Ticket) {
         let report = self.mover(index).drive(&ticket);
         drop(ticket);
+        self.pauses.leave();
         self.job.end(index, &self.departures.metrics, report);
     }
 
@@ -102,6 +109,7 @@ impl Gang {
             options: &self.options,
             monitor: self.job.monitor(index),
             gang: &self.sharing[index],
+            pauses: &self.pauses,
         }
     }
 }

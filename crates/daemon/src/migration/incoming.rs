@@ -10,7 +10,7 @@ use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verd
 use sterna_engine::paging::Pager;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::PAGE_BYTES;
-use sterna_protocol::spec::VmSpec;
+use sterna_protocol::spec::{GangSpec, VmSpec};
 
 use super::arriving::{Arriving, check_incoming};
 use super::no_verdict::no_verdict;
@@ -50,6 +50,8 @@ pub struct Destination {
     pub pools: Arc<Pools>,
     /// How many machines may be on their way here at a time.
     pub max_incoming: usize,
+    /// Percent of what machines here may have in common that is kept free for them.
+    pub unshare_reserve: u8,
     /// The QEMU of the configuration.
     pub qemu: Option<PathBuf>,
 }
@@ -63,11 +65,18 @@ impl DestinationHost for Destination {
         self.credentials.clone()
     }
 
-    fn prepare(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem> {
+    fn prepare(
+        &self,
+        id: MigrationId,
+        spec: &VmSpec,
+        from: Option<&str>,
+        pool: Option<&Arc<Pool>>,
+        postcopy: bool,
+    ) -> Result<Incoming, Problem> {
         if self.records.stage(id).is_some() {
             return Err(stale(id));
         }
-        self.start(id, spec, from, postcopy).inspect_err(|problem| {
+        self.start(id, spec, from, pool, postcopy).inspect_err(|problem| {
             if problem.code == Code::TooManyIncoming {
                 // Nothing was begun, and the source asks again under another number: there is nothing to remember.
                 return tracing::debug!(vm = %spec.name, %id, "put off: {}", problem.message);
@@ -78,8 +87,8 @@ impl DestinationHost for Destination {
         })
     }
 
-    fn pool(&self, gang: u128, group: &str, members: u16, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
-        self.pools.of(gang, group, members, from)
+    fn pool(&self, gang: &GangSpec, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
+        self.pools.of(gang, from, &|| self.free_bytes(), &|name| self.taken_bytes(name))
     }
 
     fn room_bytes(&self) -> u64 {
@@ -151,15 +160,29 @@ fn name_of(host: &str) -> String {
 }
 
 impl Destination {
-    fn start(&self, id: MigrationId, spec: &VmSpec, from: Option<&str>, postcopy: bool) -> Result<Incoming, Problem> {
+    fn start(
+        &self,
+        id: MigrationId,
+        spec: &VmSpec,
+        from: Option<&str>,
+        pool: Option<&Arc<Pool>>,
+        postcopy: bool,
+    ) -> Result<Incoming, Problem> {
         let items = arguments::parse(&spec.arguments);
-        let room_bytes = self.room_bytes().saturating_sub(self.promised_bytes());
         let machines = &self.care.machines;
         // This check comes before all expensive ones: sources that are put off ask every second.
         check_incoming(&machines.table(), self.max_incoming)?;
+        // A gang was promised what all of its machines need together.
+        let room_bytes = pool.map_or_else(
+            || self.free_bytes().saturating_sub(self.pools.promised_bytes(&|name| self.taken_bytes(name))),
+            |_| u64::MAX,
+        );
         let binary = prechecks::check(spec, &items, self.qemu.as_deref(), room_bytes)?;
         let has_room = |table: &_| check_incoming(table, self.max_incoming);
         let reservation = Reservation::new(machines, &spec.name, Hold::busy(Arriving(id)), has_room)?;
+        if let Some(pool) = pool {
+            self.pools.come(pool, &spec.name);
+        }
         self.records.prepare(id, &spec.name, from).map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists => stale(id),
             _ => host("the destination cannot write the migration's record", &error),
@@ -246,17 +269,36 @@ impl Destination {
         Ok(())
     }
 
-    /// The memory, bytes, that machines on their way here and machines with missing pages will still need: a machine
-    /// that was accepted must not run out of memory because of a later one.
+    /// The memory, bytes, that can be promised to machines that want to come, but for what gangs were promised.
+    fn free_bytes(&self) -> u64 {
+        let records: Vec<VmRecord> = {
+            let table = self.care.machines.table();
+            table.values().filter_map(|entry| entry.record.clone()).collect()
+        };
+        let shared: u64 = records.iter().map(VmRecord::shared_bytes).sum();
+        let reserve = (u128::from(shared) * u128::from(self.unshare_reserve) / 100) as u64;
+        self.room_bytes().saturating_sub(self.promised_bytes()).saturating_sub(reserve)
+    }
+
+    /// The memory, bytes, that machines on their way here and machines with missing pages will still need, but those of
+    /// gangs: a machine that was accepted must not run out of memory because of a later one.
     fn promised_bytes(&self) -> u64 {
+        let of_gangs = self.pools.names();
         let (arriving, missing): (Vec<VmRecord>, u64) = {
             let table = self.care.machines.table();
-            let entries = table.values().filter(|entry| entry.hold.is::<Arriving>());
-            let missing = table.values().filter_map(|entry| entry.pager.as_ref());
+            let alone = || table.iter().filter(|(name, _)| !of_gangs.contains(*name)).map(|(_, entry)| entry);
+            let entries = alone().filter(|entry| entry.hold.is::<Arriving>());
+            let missing = alone().filter_map(|entry| entry.pager.as_ref());
             (entries.filter_map(|entry| entry.record.clone()).collect(), missing.map(|pager| pager.0.missing()).sum())
         };
         let unfilled = arriving.iter().map(|record| record.memory_bytes.saturating_sub(record.allocated_bytes()));
         unfilled.sum::<u64>() + missing.saturating_mul(PAGE_BYTES as u64)
+    }
+
+    /// The memory, bytes, that a machine of a gang has taken here for itself.
+    fn taken_bytes(&self, name: &str) -> u64 {
+        let record = self.care.machines.table().get(name).and_then(|entry| entry.record.clone());
+        record.map_or(0, |record| record.allocated_bytes())
     }
 
     fn arriving(&self, id: MigrationId) -> Option<VmRecord> {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_api::{Blame, Code, Migration, Phase, Problem, Progress, Report};
+use sterna_api::{Blame, Code, Migration, Phase, Problem, Progress, Report, Totals};
 use sterna_engine::monitor::Monitor;
 
 use super::queue::Queue;
@@ -37,13 +37,9 @@ impl Job {
     pub fn show(&self) -> Migration {
         // The end is read first: what is read after it is final.
         let ended = self.ended();
-        Migration {
-            id: self.id,
-            to: self.to.clone(),
-            progress: self.progress(),
-            migrations: self.members.iter().filter_map(|member| lock(&member.report).clone()).collect(),
-            ended,
-        }
+        let migrations: Vec<Report> = self.members.iter().filter_map(|member| lock(&member.report).clone()).collect();
+        let totals = Totals::of(&migrations);
+        Migration { id: self.id, to: self.to.clone(), progress: self.progress(), migrations, totals, ended }
     }
 
     /// The progress of each machine.

@@ -7,6 +7,7 @@ use sterna_api::problem::Whereabouts;
 use sterna_api::{Blame, Code, MigrateOptions, Problem, Report, Status};
 use sterna_engine::host::{DaemonId, MigrationId, SourceHost};
 use sterna_engine::monitor::Monitor;
+use sterna_engine::source::pauses::Pauses;
 use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::{self, Fate, Outgoing};
 use sterna_engine::transport::credentials::Credentials;
@@ -41,6 +42,8 @@ pub struct Mover<'a> {
     pub monitor: &'a Monitor,
     /// The gang that it shares pages with.
     pub gang: &'a Membership,
+    /// How the pauses of those that leave with it lie.
+    pub pauses: &'a Arc<Pauses>,
 }
 
 /// How an attempt ended.
@@ -97,10 +100,10 @@ impl Mover<'_> {
     }
 
     fn attempt(&self, turn: &Turn) -> Attempt {
-        let Self { departures, record, peer, options, monitor, gang } = *self;
+        let Self { departures, record, peer, options, monitor, gang, pauses } = *self;
         let Departures { machines, records, .. } = &**departures;
         let id = MigrationId(random_u128());
-        let outgoing = prepare(departures, record, id, gang).and_then(|(outgoing, qmp)| {
+        let outgoing = prepare(departures, record, id, (gang, pauses)).and_then(|(outgoing, qmp)| {
             let leaving =
                 VmRecord { lifecycle: Lifecycle::Outgoing(id), running: outgoing.spec.running, ..record.clone() };
             machines.store(&leaving).map_err(|error| host("cannot write the machine's record", &error))?;
@@ -193,7 +196,7 @@ fn prepare(
     departures: &Departures,
     record: &VmRecord,
     id: MigrationId,
-    gang: &Membership,
+    (gang, pauses): (&Membership, &Arc<Pauses>),
 ) -> Result<(Outgoing, SharedQmp), Problem> {
     let Movable { control, about, blocks, tracker } = movable(record)?;
     let qmp = control.share();
@@ -208,6 +211,7 @@ fn prepare(
         trust_first_look: departures.trust_first_look,
         bandwidth: Arc::clone(&departures.bandwidth),
         gang: gang.clone(),
+        pause: pauses.place(),
         here: record.here(),
     };
     Ok((outgoing, qmp))

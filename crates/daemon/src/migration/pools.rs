@@ -4,15 +4,18 @@
 //! it, whatever became of this daemon. It is held until all members have come, because some may wait for their turn
 //! while the first ones are here already.
 
-use std::collections::HashMap;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Mode, OFlags};
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::destination::pool::Pool;
+use sterna_protocol::spec::GangSpec;
+use sterna_sys::file::FileId;
 
+use super::prechecks::check_room;
 use crate::problems::host;
 
 /// How long a pool waits for members that have not come.
@@ -35,8 +38,9 @@ pub struct Pools {
 #[derive(Debug)]
 struct Entry {
     pool: Arc<Pool>,
-    group: String,
-    members: u16,
+    spec: GangSpec,
+    /// The members that have begun to come.
+    names: HashSet<String>,
     /// When a member came last.
     used: Instant,
 }
@@ -48,42 +52,111 @@ impl Pools {
         Self { dir, gangs: Mutex::default() }
     }
 
-    /// The pool of a gang from this daemon.
-    ///
-    /// # Errors
-    /// The peer contradicts itself, too many gangs are on their way, or the file cannot be made.
-    pub fn of(&self, gang: u128, group: &str, members: u16, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
+    /// The directory on whose file system they lie.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Whether machines may still be given pages of this pool. Once that is not so, it never is again.
+    #[must_use]
+    pub fn holds(&self, pool: FileId) -> bool {
+        self.wanted().values().any(|entry| entry.pool.id() == pool)
+    }
+
+    /// The gangs that are on their way, without those that are not any more.
+    fn wanted(&self) -> MutexGuard<'_, HashMap<Key, Entry>> {
         let mut gangs = self.gangs.lock().unwrap_or_else(PoisonError::into_inner);
         gangs.retain(|_, entry| {
             // Whoever comes through here holds another reference.
             let at_work = Arc::strong_count(&entry.pool) > 1;
             at_work || !entry.pool.is_complete() && entry.used.elapsed() < WAIT
         });
-        let key = (gang, from.map(String::from));
-        if let Some(entry) = gangs.get_mut(&key) {
-            if entry.group != group || entry.members != members {
-                let why = "a gang that it described differently before";
-                return Err(Problem::new(Code::NoSharing, Blame::Peer, why));
-            }
-            entry.used = Instant::now();
-            return Ok(Arc::clone(&entry.pool));
+        gangs
+    }
+
+    /// The machines of gangs that are on their way, as far as they have begun to come.
+    #[must_use]
+    pub fn names(&self) -> HashSet<String> {
+        self.wanted().values().flat_map(|entry| entry.names.iter().cloned()).collect()
+    }
+
+    /// The memory, bytes, that gangs on their way here will still need; `taken` says what a machine has taken already.
+    #[must_use]
+    pub fn promised_bytes(&self, taken: &dyn Fn(&str) -> u64) -> u64 {
+        promised(&self.wanted(), taken)
+    }
+
+    /// Notes that this machine comes with the gang of this pool.
+    pub fn come(&self, pool: &Arc<Pool>, name: &str) {
+        if let Some(entry) = self.wanted().values_mut().find(|entry| Arc::ptr_eq(&entry.pool, pool)) {
+            entry.names.insert(name.into());
+        }
+    }
+
+    /// The pool of a gang from this daemon. `room` says how much this host can give to gangs, bytes, and `taken` what a
+    /// machine of a gang has taken already.
+    ///
+    /// # Errors
+    /// The peer contradicts itself, the gang needs more than there is, too many gangs are on their way, or the file
+    /// cannot be made.
+    pub fn of(
+        &self,
+        gang: &GangSpec,
+        from: Option<&str>,
+        room: &dyn Fn() -> u64,
+        taken: &dyn Fn(&str) -> u64,
+    ) -> Result<Arc<Pool>, Problem> {
+        let key = (gang.id, from.map(String::from));
+        if let Some(pool) = known(&mut self.wanted(), &key, gang)? {
+            return Ok(pool);
+        }
+        // It takes its time, and asks for the names of all gangs.
+        let room_bytes = room();
+        let mut gangs = self.wanted();
+        if let Some(pool) = known(&mut gangs, &key, gang)? {
+            return Ok(pool);
         }
         if gangs.len() >= MAX_POOLS {
             let message = format!("{MAX_POOLS} gangs are on their way here already");
             return Err(Problem::new(Code::NoSharing, Blame::Host, message));
         }
+        let room_bytes = room_bytes.saturating_sub(promised(&gangs, taken));
+        check_room(&format!("a gang of {}", gang.members), gang.bytes, room_bytes)?;
         let unnamed = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         let file = rustix::fs::open(&self.dir, unnamed, Mode::RUSR | Mode::WUSR);
-        let pool = file.map_err(std::io::Error::from).and_then(|file| Pool::new(file.into(), members));
+        let pool = file.map_err(std::io::Error::from).and_then(|file| Pool::new(file.into(), gang.members));
         let pool = pool.map_err(|error| host("the gang's pool cannot be made", &error))?;
-        let entry = Entry { pool: Arc::clone(&pool), group: group.into(), members, used: Instant::now() };
+        let entry = Entry { pool: Arc::clone(&pool), spec: gang.clone(), names: HashSet::new(), used: Instant::now() };
         gangs.insert(key, entry);
         Ok(pool)
     }
 }
 
+/// The pool of a gang of which a member has come before.
+fn known(gangs: &mut HashMap<Key, Entry>, key: &Key, gang: &GangSpec) -> Result<Option<Arc<Pool>>, Problem> {
+    let Some(entry) = gangs.get_mut(key) else { return Ok(None) };
+    if entry.spec != *gang {
+        return Err(Problem::new(Code::NoSharing, Blame::Peer, "a gang that it described differently before"));
+    }
+    entry.used = Instant::now();
+    Ok(Some(Arc::clone(&entry.pool)))
+}
+
+/// The memory, bytes, that these gangs will still need.
+fn promised(gangs: &HashMap<Key, Entry>, taken: &dyn Fn(&str) -> u64) -> u64 {
+    let still = |entry: &Entry| {
+        let own: u64 = entry.names.iter().map(|name| taken(name)).sum();
+        entry.spec.bytes.saturating_sub(own.saturating_add(entry.pool.allocated_bytes()))
+    };
+    gangs.values().map(still).fold(0, u64::saturating_add)
+}
+
 #[cfg(test)]
 mod tests {
+    use sterna_protocol::layout::Layout;
+    use sterna_protocol::spec::BlockSpec;
+
     use super::*;
 
     fn pools() -> (tempfile::TempDir, Pools) {
@@ -92,39 +165,77 @@ mod tests {
         (dir, pools)
     }
 
+    fn gang(id: u128, group: &str, members: u16, bytes: u64) -> GangSpec {
+        GangSpec { id, group: group.into(), members, bytes }
+    }
+
+    /// The pool of such a gang, where this host has 1 GiB and the gang's machine `one` has taken 50 MiB.
+    fn pool(pools: &Pools, gang: &GangSpec, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
+        pools.of(gang, from, &|| 1 << 30, &taken)
+    }
+
+    fn taken(name: &str) -> u64 {
+        if name == "one" { 50 << 20 } else { 0 }
+    }
+
     #[test]
     fn members_of_one_gang_meet_and_others_do_not() {
         let (dir, pools) = pools();
-        let first = pools.of(1, "g", 2, Some("a")).expect("a pool");
-        assert!(Arc::ptr_eq(&first, &pools.of(1, "g", 2, Some("a")).expect("the pool")));
+        let of = |id, group: &str, members, from| pool(&pools, &gang(id, group, members, 0), from);
+        let first = of(1, "g", 2, Some("a")).expect("a pool");
+        assert!(Arc::ptr_eq(&first, &of(1, "g", 2, Some("a")).expect("the pool")));
         for (gang, from) in [(2, Some("a")), (1, Some("b")), (1, None)] {
-            assert!(!Arc::ptr_eq(&first, &pools.of(gang, "g", 2, from).expect("another pool")), "{gang} {from:?}");
+            assert!(!Arc::ptr_eq(&first, &of(gang, "g", 2, from).expect("another pool")), "{gang} {from:?}");
         }
         for (group, members) in [("h", 2), ("g", 3)] {
-            let problem = pools.of(1, group, members, Some("a")).expect_err("it contradicts itself");
+            let problem = of(1, group, members, Some("a")).expect_err("it contradicts itself");
             assert_eq!((problem.code, problem.blame), (Code::NoSharing, Blame::Peer));
         }
         assert_eq!(std::fs::read_dir(dir.path()).expect("the directory").count(), 0, "a pool has no name");
     }
 
     #[test]
+    fn a_gang_is_promised_what_it_needs_and_no_other_gets_it() {
+        let (_dir, pools) = pools();
+        let large = pool(&pools, &gang(1, "g", 2, 800 << 20), None).expect("there is room");
+        pools.come(&large, "one");
+        assert_eq!(pools.promised_bytes(&taken), 750 << 20);
+        assert!(pools.names().contains("one"));
+        let problem = pool(&pools, &gang(2, "g", 2, 300 << 20), None).expect_err("too much");
+        assert_eq!((problem.code, problem.blame), (Code::OutOfMemory, Blame::Host));
+        assert!(problem.message.contains("a gang of 2"), "{}", problem.message);
+        pool(&pools, &gang(2, "g", 2, 100 << 20), None).expect("room for both");
+        assert!(pool(&pools, &gang(3, "g", 2, u64::MAX), None).is_err());
+    }
+
+    #[test]
+    fn a_pool_is_held_until_its_machines_are_there() {
+        let (_dir, pools) = pools();
+        let pool = pool(&pools, &gang(1, "g", 1, 0), None).expect("a pool");
+        pool.enter(0, &layout()).expect("its member");
+        assert!(pools.holds(pool.id()));
+        let id = pool.id();
+        drop(pool);
+        assert!(!pools.holds(id));
+    }
+
+    fn layout() -> Layout {
+        let spec = BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
+        Layout::new(&[spec]).expect("a layout")
+    }
+
+    #[test]
     fn a_pool_that_waits_for_members_is_kept_and_a_complete_one_is_not() {
         let (_dir, pools) = pools();
-        let spec = sterna_protocol::spec::BlockSpec {
-            id: "ram".into(),
-            bytes: 1 << 20,
-            page_bytes: 4096,
-            path: String::new(),
-        };
-        let layout = sterna_protocol::layout::Layout::new(&[spec]).expect("a layout");
-        let pool = pools.of(1, "g", 2, None).expect("a pool");
-        pool.enter(0, &layout).expect("the first member");
-        drop(pool);
-        drop(pools.of(2, "g", 1, None));
+        let of = |id, members| pool(&pools, &gang(id, "g", members, 0), None).expect("a pool");
+        let first = of(1, 2);
+        first.enter(0, &layout()).expect("the first member");
+        drop(first);
+        drop(of(2, 1));
         let held = || pools.gangs.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&(1, None));
         assert!(held(), "its second member is still to come");
-        pools.of(1, "g", 2, None).expect("the pool").enter(1, &layout).expect("the second member");
-        drop(pools.of(2, "g", 1, None));
+        of(1, 2).enter(1, &layout()).expect("the second member");
+        drop(of(2, 1));
         assert!(!held());
     }
 }

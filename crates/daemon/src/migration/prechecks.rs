@@ -29,7 +29,7 @@ pub fn check(spec: &VmSpec, items: &[Item], preferred: Option<&Path>, room_bytes
     check_qemu(spec, &binary)?;
     check_cpu(spec)?;
     check_files(spec, items)?;
-    check_room(spec, room_bytes)?;
+    check_room(&format!("'{}'", spec.name), spec.allocated_bytes, room_bytes)?;
     Ok(binary)
 }
 
@@ -177,18 +177,17 @@ fn check_files(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
     }
 }
 
-fn check_room(spec: &VmSpec, room_bytes: u64) -> Result<(), Problem> {
-    let needed = spec.allocated_bytes.saturating_add(MARGIN_BYTES);
+/// Checks that there is room for what `who` needs, and a margin.
+///
+/// # Errors
+/// A [`Problem`] where there is not.
+pub fn check_room(who: &str, bytes: u64, room_bytes: u64) -> Result<(), Problem> {
+    let needed = bytes.saturating_add(MARGIN_BYTES);
     if needed > room_bytes {
         return Err(refuse(
             Code::OutOfMemory,
             Blame::Host,
-            format!(
-                "'{}' needs {} now, this host has room for {}",
-                spec.name,
-                show_size(needed),
-                show_size(room_bytes)
-            ),
+            format!("{who} needs {} now, this host has room for {}", show_size(needed), show_size(room_bytes)),
         )
         .hint("make room on this host, or choose another"));
     }

@@ -20,7 +20,7 @@ use crate::paging::Pager;
 
 /// How long no body may come into the gang's pool before the pages that wait for one are asked for. Their bodies were
 /// on their way when they were referred to.
-const STANDSTILL: Duration = Duration::from_secs(1);
+const STANDSTILL: Duration = Duration::from_secs(3);
 /// How long a wait may take in all: the source waits, too.
 const LONGEST: Duration = Duration::from_secs(15);
 /// How often a wait looks for new bodies.

@@ -7,7 +7,7 @@ use sterna_api::Problem;
 use sterna_protocol::frame::shared::MAX_MEMBERS;
 use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::message::{Reply, Request};
-use sterna_protocol::spec::VmSpec;
+use sterna_protocol::spec::{GangSpec, VmSpec};
 
 use super::pool::Pool;
 use super::session::Session;
@@ -61,9 +61,9 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         request = session.control.next_request()?;
     }
     let mut joining = None;
-    if let Request::Join { gang, group, members, member } = &request {
-        match session.join(*gang, group, *members) {
-            Ok(pool) => joining = Some(Joining { pool, group: group.clone(), member: *member }),
+    if let Request::Join { gang, member } = &request {
+        match session.join(gang) {
+            Ok(pool) => joining = Some(Joining { pool, group: gang.group.clone(), member: *member }),
             Err(problem) => return session.control.answer(&request, &Reply::Failed(problem)).map(|()| None),
         }
         session.control.answer(&request, &Reply::Joined)?;
@@ -93,11 +93,11 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
 
 impl Session<'_> {
     /// The pool of a gang that comes here.
-    fn join(&self, gang: u128, group: &str, members: u16) -> Result<Arc<Pool>, Problem> {
-        if !self.agreed.features.contains(Features::SHARING) || !(1..=MAX_MEMBERS as u16).contains(&members) {
+    fn join(&self, gang: &GangSpec) -> Result<Arc<Pool>, Problem> {
+        if !self.agreed.features.contains(Features::SHARING) || !(1..=MAX_MEMBERS as u16).contains(&gang.members) {
             return Err(MigrateError::Request("a gang that this daemon cannot know").problem());
         }
-        self.host.pool(gang, group, members, self.control.peer())
+        self.host.pool(gang, self.control.peer())
     }
 }
 

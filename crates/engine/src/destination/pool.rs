@@ -22,13 +22,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use sterna_protocol::frame::shared::{Origin, References};
 use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_sys::file::{self, FileId};
 
 use crate::memory::PoolRun;
+use crate::memory::unneeded::mark_as_pool;
 
 /// The pool of one gang.
 #[derive(Debug)]
 pub struct Pool {
     file: File,
+    id: FileId,
     /// The same file, for VMMs.
     reader: File,
     state: Mutex<State>,
@@ -105,12 +108,14 @@ impl Pool {
     /// An empty pool for so many members in this file, which lies on tmpfs and is empty.
     ///
     /// # Errors
-    /// The file cannot be opened again for reading.
+    /// The file cannot be marked as a pool, or opened again for reading.
     pub fn new(file: File, members: u16) -> io::Result<Arc<Self>> {
+        mark_as_pool(&file)?;
         let reader = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
         let parts = (0..members).map(|_| None).collect();
         let state = State { parts, end: 0, waiting: HashMap::new() };
-        Ok(Arc::new(Self { file, reader, state: Mutex::new(state), bodies: AtomicU64::new(0) }))
+        let id = file::id(&file)?;
+        Ok(Arc::new(Self { file, id, reader, state: Mutex::new(state), bodies: AtomicU64::new(0) }))
     }
 
     /// Makes room for what a member shares.
@@ -225,6 +230,18 @@ impl Pool {
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.lock().parts.iter().all(Option::is_some)
+    }
+
+    /// Which file it is.
+    #[must_use]
+    pub fn id(&self) -> FileId {
+        self.id
+    }
+
+    /// The memory that it takes, bytes; none where that cannot be told.
+    #[must_use]
+    pub fn allocated_bytes(&self) -> u64 {
+        file::allocated_bytes(&self.file).unwrap_or(0)
     }
 
     /// The number of bodies that have come so far.

@@ -12,7 +12,7 @@ use super::awaited::Membership;
 use super::connect::{Connections, Joining, Proposal};
 use super::devices::HeldDevices;
 use super::guard::Guard;
-use super::pool::PoolError;
+use super::pool::{Pool, PoolError};
 use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming};
@@ -47,7 +47,8 @@ pub(super) fn prepare<'a>(
     if let Some(problem) = joining.as_ref().and_then(|joining| outsider(spec, joining)) {
         return refuse(session, request, problem);
     }
-    let (incoming, ram) = match start(session, spec, *postcopy) {
+    let pool = joining.as_ref().map(|joining| &joining.pool);
+    let (incoming, ram) = match start(session, spec, pool, *postcopy) {
         Ok(started) => started,
         Err(problem) => return refuse(session, request, problem),
     };
@@ -102,9 +103,14 @@ fn enter(joining: &Joining, ram: &Arc<dyn Memory>, pager: Option<&Arc<Pager>>) -
 }
 
 /// Checks the machine, starts its VMM, and maps its RAM.
-fn start(session: &Session, spec: &VmSpec, postcopy: bool) -> Result<(Incoming, Arc<dyn Memory>), Problem> {
+fn start(
+    session: &Session,
+    spec: &VmSpec,
+    pool: Option<&Arc<Pool>>,
+    postcopy: bool,
+) -> Result<(Incoming, Arc<dyn Memory>), Problem> {
     Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
-    let incoming = session.host.prepare(session.id, spec, session.control.peer(), postcopy)?;
+    let incoming = session.host.prepare(session.id, spec, session.control.peer(), pool, postcopy)?;
     let same = incoming.blocks.len() == spec.blocks.len()
         && incoming
             .blocks

@@ -8,6 +8,7 @@ use sterna_sys::map::Access;
 
 use super::account::Account;
 use super::gang::Gang;
+use super::pauses::Place;
 use super::throttle::Throttle;
 use super::track::Tracker;
 use crate::error::MigrateError;
@@ -39,6 +40,8 @@ pub struct Departure<'a> {
     pub bandwidth: Arc<Share>,
     /// As [`Outgoing::gang`](super::Outgoing::gang).
     pub gang: Option<(Arc<Gang>, u16)>,
+    /// When its guest may be stopped.
+    pub pause: Place,
     /// The destination's address.
     pub peer: &'a str,
     /// The daemon that accepted the machine, once one has.

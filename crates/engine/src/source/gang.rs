@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use sterna_protocol::frame::shared::{MAX_MEMBERS, Origin, References, SharedFrame};
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::spec::GangSpec;
 
 use sterna_sys::host::random_u128;
 
@@ -40,30 +41,27 @@ type Digest = [u8; DIGEST_BYTES];
 /// Machines of one trust group that leave for one destination together, and what they have sent of what they share.
 #[derive(Debug)]
 pub struct Gang {
-    /// Its number, drawn at random.
-    pub id: u128,
-    /// The trust group.
-    pub group: String,
-    /// The number of members.
-    pub members: u16,
+    /// What the destination must know of it.
+    pub spec: GangSpec,
     /// The key of its digests, drawn at random: no guest knows it, and no other gang has it.
     key: [u8; 32],
     names: Mutex<HashMap<Digest, Origin>>,
 }
 
 impl Gang {
-    /// A gang that has sent nothing.
+    /// A gang of so many members that has sent nothing; `bytes` is the memory that they have together.
     ///
     /// # Panics
     /// Where it has more than [`MAX_MEMBERS`].
     #[must_use]
-    pub fn new(group: &str, members: u16) -> Arc<Self> {
+    pub fn new(group: &str, members: u16, bytes: u64) -> Arc<Self> {
         assert!(usize::from(members) <= MAX_MEMBERS, "a gang of {members}");
         let mut key = [0; 32];
         for half in key.as_chunks_mut::<16>().0 {
             *half = random_u128().to_ne_bytes();
         }
-        Arc::new(Self { id: random_u128(), group: group.into(), members, key, names: Mutex::default() })
+        let spec = GangSpec { id: random_u128(), group: group.into(), members, bytes };
+        Arc::new(Self { spec, key, names: Mutex::default() })
     }
 
     fn digest(&self, body: &[u8; PAGE_BYTES]) -> Digest {
@@ -102,7 +100,7 @@ impl Member {
     /// Where the gang has no such member.
     #[must_use]
     pub fn new(gang: &Arc<Gang>, index: u16, layout: &Layout) -> Self {
-        assert!(index < gang.members, "member {index} of {}", gang.members);
+        assert!(index < gang.spec.members, "member {index} of {}", gang.spec.members);
         Self { gang: Arc::clone(gang), index, origins: Mutex::new(PageMap::empty(layout)) }
     }
 

@@ -123,8 +123,7 @@ impl Link {
         if !self.control.features().contains(Features::SHARING) {
             return Ok(false);
         }
-        let Gang { id, group, members, .. } = gang;
-        let request = Request::Join { gang: *id, group: group.clone(), members: *members, member };
+        let request = Request::Join { gang: Box::new(gang.spec.clone()), member };
         match self.control.ask(&request, REPLY_TIMEOUT)? {
             Reply::Joined => Ok(true),
             _ => Err(MigrateError::Reply("another reply than a yes or no to a gang")),

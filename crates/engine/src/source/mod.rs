@@ -73,6 +73,9 @@ pub mod round;
 /// Throttling: processor time taken away from the guest.
 pub mod throttle;
 
+/// Pauses of machines that leave together.
+pub mod pauses;
+
 /// Phase *switchover*: the guest stops here and is loaded there.
 pub mod switchover;
 
@@ -128,6 +131,7 @@ use self::departure::Departure;
 pub use self::fate::Fate;
 pub use self::gang::Gang;
 use self::link::Link;
+use self::pauses::Place;
 use self::postcopy::Handed;
 use self::prepare::Prepared;
 pub use self::serve::{Left, serve};
@@ -165,6 +169,8 @@ pub struct Outgoing {
     pub bandwidth: Arc<Share>,
     /// The gang that the machine shares pages with, and which of its members the machine is.
     pub gang: Option<(Arc<Gang>, u16)>,
+    /// When its guest may be stopped, where others leave with it.
+    pub pause: Place,
     /// This host, for the report.
     pub here: Host,
 }
@@ -192,7 +198,7 @@ pub fn migrate(
     monitor: &Monitor,
 ) -> Outcome {
     let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, trust_first_look, .. } = outgoing;
-    let Outgoing { bandwidth, gang, here, .. } = outgoing;
+    let Outgoing { bandwidth, gang, pause, here, .. } = outgoing;
     let mut account = Account::new(Report::asked(&spec.name, options, here, peer), monitor);
     monitor.begin();
     account.begun();
@@ -207,6 +213,7 @@ pub fn migrate(
         trust_first_look,
         bandwidth,
         gang,
+        pause,
         peer,
         daemon: None,
         options,
@@ -242,6 +249,7 @@ fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> R
     let given = precopy::precopy(departure, link, &mut prepared)
         .and_then(|ending| switchover::switchover(departure, link, &mut prepared, ending))
         .and_then(|loaded| commit::commit(departure, link, &loaded, prepared.clock_offset_us));
+    departure.pause.over();
     departure.account.rounds(&prepared.rounds);
     match given {
         Ok(Given::Ended(fate)) => Ok(Gone::Ended(fate)),

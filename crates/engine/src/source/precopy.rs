@@ -33,21 +33,22 @@ pub enum Ending {
     Postcopy(Because),
 }
 
-/// Sends rounds until [`Convergence`] says to stop the guest, or no rounds where the options want none. The pages of
-/// the first round are outstanding already. The account says what was done to make the migration converge, also where
-/// it fails.
+/// Sends rounds until [`Convergence`] says to stop the guest, or no rounds where the options want none, and then until
+/// it is the machine's turn to stand still, where others leave with it. The pages of the first round are outstanding
+/// already. The account says what was done to make the migration converge, also where it fails.
 ///
 /// # Errors
 /// The link's or this host's error, [`MigrateError::NotConverging`] or [`MigrateError::Cancelled`].
 pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepared) -> Result<Ending, MigrateError> {
     let options = departure.options.resolved();
-    if options.mode == Mode::Postcopy {
-        return Ok(Ending::Postcopy(Because::Asked));
+    if options.mode == Mode::Postcopy || !options.has_rounds() {
+        while !departure.pause.may_stop(Instant::now()) {
+            wait(departure.monitor, Instant::now() + WAIT_STEP)?;
+        }
+        let postcopy = options.mode == Mode::Postcopy;
+        return Ok(if postcopy { Ending::Postcopy(Because::Asked) } else { Ending::Switchover });
     }
-    if !options.has_rounds() {
-        return Ok(Ending::Switchover);
-    }
-    let Departure { vmm, tracker, throttle, monitor, account, .. } = departure;
+    let Departure { vmm, tracker, throttle, monitor, account, pause, .. } = departure;
     let (vmm, rounds) = (&mut **vmm, &mut prepared.rounds);
     monitor.enter(Phase::Precopy);
     // `precopy` with `--on-timeout postcopy` waits until the time is over.
@@ -57,6 +58,8 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
     let mut brake = Brake::new(&mut **throttle, monitor, &mut account.report.convergence);
     let mut policy = Convergence::new(goal);
     let mut at_least = Duration::ZERO;
+    // How the rounds end, once that is decided and others stand still or are not ready.
+    let mut decided = None;
     loop {
         rounds.look_for_untracked(vmm)?;
         let began = Instant::now();
@@ -67,6 +70,12 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
             round.dirty_rate_pages_per_s = dirty_rate;
         }
         rounds.skip_free(vmm);
+        if let Some(ending) = decided {
+            if pause.may_stop(Instant::now()) {
+                return Ok(ending);
+            }
+            continue;
+        }
         let measured = Measured {
             rounds: rounds.done.len() as u32,
             elapsed: monitor.under_way(),
@@ -90,11 +99,20 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
                 brake.set(percent, vmm);
                 Duration::ZERO
             }
-            Decision::Switchover => {
-                brake.account.predicted_downtime_ms = Some(predicted_ms);
-                return Ok(Ending::Switchover);
+            Decision::Switchover | Decision::Postcopy(_) => {
+                let ending = match decision {
+                    Decision::Postcopy(because) => Ending::Postcopy(because),
+                    _ => {
+                        brake.account.predicted_downtime_ms = Some(predicted_ms);
+                        Ending::Switchover
+                    }
+                };
+                if pause.may_stop(Instant::now()) {
+                    return Ok(ending);
+                }
+                decided = Some(ending);
+                WAIT_STEP
             }
-            Decision::Postcopy(because) => return Ok(Ending::Postcopy(because)),
             Decision::GiveUp => {
                 return Err(MigrateError::NotConverging {
                     elapsed_s: measured.elapsed.as_secs_f64(),

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::layout::ChunkIndex;
 use crate::message::ResiduePart;
-use crate::spec::VmSpec;
+use crate::spec::{GangSpec, VmSpec};
 
 /// A machine that has one life: whoever lets it run says so here.
 #[derive(Debug, Default)]
@@ -62,11 +62,15 @@ fn spec() -> VmSpec {
     }
 }
 
+fn gang() -> GangSpec {
+    GangSpec { id: 1, group: "g".into(), members: 2, bytes: 1 << 20 }
+}
+
 /// What a source says from beginning to end, with some suspect pages on the way.
 fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
     let mut script = vec![
         Request::Identify,
-        Request::Join { gang: 1, group: "g".into(), members: 2, member: 0 },
+        Request::Join { gang: Box::new(gang()), member: 0 },
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
     ];

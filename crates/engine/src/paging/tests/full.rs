@@ -7,6 +7,7 @@ use sterna_sys::mount::Tmpfs;
 
 use super::*;
 use crate::destination::place::Placer;
+use crate::destination::pool::Pool;
 use crate::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 
 /// A host with this much free memory; no other method is called.
@@ -16,7 +17,14 @@ impl DestinationHost for Room {
     fn identity(&self) -> DaemonId {
         DaemonId(0)
     }
-    fn prepare(&self, _: MigrationId, _: &VmSpec, _: Option<&str>, _: bool) -> Result<Incoming, Problem> {
+    fn prepare(
+        &self,
+        _: MigrationId,
+        _: &VmSpec,
+        _: Option<&str>,
+        _: Option<&Arc<Pool>>,
+        _: bool,
+    ) -> Result<Incoming, Problem> {
         unreachable!()
     }
     fn room_bytes(&self) -> u64 {

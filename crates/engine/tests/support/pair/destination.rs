@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use sterna_api::{Blame, Problem};
 use sterna_engine::agent::Discard;
+use sterna_engine::destination::pool::Pool;
 use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::memory::BlockFile;
 use sterna_engine::paging::{Pager, PagingMeans};
@@ -171,6 +172,7 @@ impl DestinationHost for Destination {
         _id: MigrationId,
         spec: &VmSpec,
         _from: Option<&str>,
+        _pool: Option<&Arc<Pool>>,
         postcopy: bool,
     ) -> Result<Incoming, Problem> {
         if let Some(problem) = self.refuse.lock().unwrap().clone() {

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use sterna_engine::host::MigrationId;
 use sterna_engine::memory::BlockFile;
 use sterna_engine::source::Outgoing;
+use sterna_engine::source::pauses::Place;
 use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::WriteProtect;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
@@ -85,6 +86,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
         trust_first_look: false,
         bandwidth: std::sync::Arc::default(),
         gang: None,
+        pause: Place::alone(),
         here: sterna_api::report::Host::default(),
     }
 }
