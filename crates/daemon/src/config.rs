@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Parser;
 use serde::Deserialize;
 use sterna_api::options::MIN_BANDWIDTH_BYTES_PER_S;
-use sterna_api::units::{UnitError, parse_rate};
+use sterna_api::units::{UnitError, parse_rate, parse_size};
 use sterna_engine::transport::credentials::Files;
 
 /// The longest path a unix socket can have on Linux, bytes (`sun_path` less its final zero).
@@ -54,6 +54,7 @@ struct File {
     max_incoming: Option<usize>,
     ksm_group: Option<String>,
     unshare_reserve: Option<u8>,
+    memory_floor: Option<String>,
     tls: Option<Tls>,
     #[serde(default)]
     test_trust_first_look: bool,
@@ -105,6 +106,8 @@ pub struct Config {
     /// What is kept free for guests that write what they share: percent of all that machines of this host may have in
     /// common. No machine is accepted that would take it.
     pub unshare_reserve: u8,
+    /// The free memory, bytes, below which guests are stopped that write what they share; 0 for never.
+    pub memory_floor_bytes: u64,
     /// The files that connections to other daemons are encrypted with; without them connections are plain.
     pub tls: Option<Files>,
     /// Whether free pages are looked for only once. It harms guests that are moved or whose memory is taken: only for
@@ -153,6 +156,9 @@ pub enum ConfigError {
     /// A bandwidth that is too low.
     #[error("a bandwidth of {0} bytes/s is too little: below {MIN_BANDWIDTH_BYTES_PER_S} no migration ends")]
     TooSlow(u64),
+    /// A floor that is no size.
+    #[error("memory_floor cannot be used")]
+    Floor(#[source] UnitError),
     /// A part of more than all.
     #[error("unshare_reserve is {0}: it is a percentage, at most 100")]
     Percent(u8),
@@ -206,6 +212,7 @@ impl Config {
             max_incoming: file.max_incoming.unwrap_or(4),
             ksm_group: file.ksm_group,
             unshare_reserve: file.unshare_reserve.unwrap_or(10),
+            memory_floor_bytes: file.memory_floor.map_or(Ok(64 << 20), |floor| floor_bytes(&floor))?,
             tls: file.tls.map(Files::from),
             test_trust_first_look: file.test_trust_first_look,
         };
@@ -226,6 +233,11 @@ impl Config {
         check_socket_path("the API's socket", &config.api)?;
         Ok(config)
     }
+}
+
+/// A floor of free memory, which may be 0.
+fn floor_bytes(text: &str) -> Result<u64, ConfigError> {
+    if text == "0" { Ok(0) } else { parse_size(text).map_err(ConfigError::Floor) }
 }
 
 /// Checks that a unix socket can have this path.
@@ -276,6 +288,8 @@ mod tests {
         assert!(merge(&Arguments::default(), "listen = 'host'").unwrap_err().to_string().contains("HOST:PORT"));
         assert!(merge(&Arguments::default(), "max_incoming = 0").unwrap_err().to_string().contains("max_incoming"));
         assert!(merge(&Arguments::default(), "bandwidth = '1 mile'").is_err());
+        assert!(merge(&Arguments::default(), "memory_floor = 'low'").is_err());
+        assert_eq!(merge(&Arguments::default(), "memory_floor = '0'").unwrap().memory_floor_bytes, 0);
         assert!(
             merge(&Arguments::default(), "unshare_reserve = 101").unwrap_err().to_string().contains("unshare_reserve")
         );

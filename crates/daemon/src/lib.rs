@@ -21,6 +21,9 @@ pub mod several;
 /// How much memory this host can still give.
 pub mod room;
 
+/// What is done when it is little.
+pub mod shortage;
+
 /// QEMU's arguments, its binary, and how it is started.
 pub mod qemu;
 

@@ -24,6 +24,7 @@ use crate::http::router;
 use crate::migration::listener::listen;
 use crate::migration::sweep;
 use crate::process::raise_file_limit;
+use crate::shortage;
 
 /// The most connections to the API at a time; further callers wait until one has ended. Each may hold a descriptor, a
 /// thread and some memory, all of which the machines' migrations need.
@@ -51,6 +52,7 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
         tracing::warn!("no machine can be moved away from this host: {lack}");
     }
     daemon.recovery().recover()?;
+    shortage::begin(Arc::clone(&daemon.machines), daemon.state.ram(), daemon.config.memory_floor_bytes);
     sweep::begin(Arc::clone(&daemon.machines), Arc::clone(&daemon.destination.pools));
     listen(daemon.config.listen.as_deref(), &daemon.destination).map_err(|error| {
         let address = daemon.config.listen.clone().unwrap_or_default();

@@ -42,7 +42,9 @@ pub fn traffic(machines: &Machines, queue: &Queue) -> Traffic {
 
 fn describe(balloons: &Balloons, name: &str, entry: &Entry) -> Vm {
     let Some(record) = &entry.record else { return being_made(name, entry) };
-    let mut note = entry.note.clone();
+    let stopped =
+        "stopped: this host has no memory left for pages that it shares and writes. It goes on when there is some";
+    let mut note = entry.note.clone().or_else(|| record.waits_for_room.then(|| stopped.into()));
     let mut migration = None;
     let arriving = paging::describe(entry);
     // Its QEMU may itself wait for a page, and then answers nobody.

@@ -3,14 +3,16 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use serde_json::Value;
 use sterna_bench::command::{PATIENCE, wait_for};
 use sterna_bench::footprint::{self, Footprint};
 use sterna_bench::gang::{self, Gang, Moved, Mover};
-use sterna_bench::lab::METER;
+use sterna_bench::lab::{Host, METER};
 use sterna_bench::load::now_us;
 use sterna_bench::meter::{Line, Meter, delivery};
 use sterna_bench::{Guest, Lab, LabConfig, sterna};
 
+use crate::cli::{self, Attempt};
 use crate::plan::Plan;
 
 /// How long a move of a gang may take.
@@ -98,8 +100,16 @@ impl GangSite {
     /// # Panics
     /// Where one complains, or is not heard of.
     pub fn checkers_are_well(&self) {
+        self.are_well(&self.guests.iter().map(|guest| guest.name.as_str()).collect::<Vec<_>>());
+    }
+
+    /// The same of these guests.
+    ///
+    /// # Panics
+    /// As [`checkers_are_well`](Self::checkers_are_well).
+    pub fn are_well(&self, names: &[&str]) {
         let from = now_us();
-        for guest in &self.guests {
+        for guest in self.guests.iter().filter(|guest| names.contains(&guest.name.as_str())) {
             let lines = || self.meter.lines(guest.address(), "CHECKER");
             let fresh = |line: &Line| line.text.starts_with("CHECKER ok") && line.at_us > from + 1_500_000;
             let heard = wait_for("the checker's word", PATIENCE, || {
@@ -113,6 +123,33 @@ impl GangSite {
             let twice = delivery(&self.meter.arrivals(guest.address()), i64::MIN, i64::MAX).duplicate;
             assert_eq!(twice, 0, "{} ran on two hosts", guest.name);
         }
+    }
+
+    /// Moves these guests from one host to the other in pre-copy, and does something while all of them are under way.
+    /// Returns how each ended.
+    ///
+    /// # Panics
+    /// Where they do not get under way, or do not end.
+    pub fn disturbed(&self, names: &[&str], [from, to]: [&str; 2], disturb: impl FnOnce(&Host)) -> Vec<String> {
+        let [from, to] = [from, to].map(|name| self.lab.host(name).expect("a host"));
+        cli::limit_bandwidth(from, Some(3_000_000));
+        let listen = to.listen();
+        let head: Vec<&str> = ["migrate"].into_iter().chain(names.iter().copied()).collect();
+        let attempt = Attempt::run(from, &[&head[..], &["--to", &listen, "--mode", "precopy", "--json", "-"]].concat());
+        let phase = |name: &str| {
+            let shown = cli::ask(from, &["show", name, "--json"]);
+            let vm: Value = serde_json::from_str(&shown.stdout).unwrap_or_default();
+            vm["migration"]["phase"].as_str().unwrap_or_default().to_owned()
+        };
+        let all_under_way = || Ok(names.iter().all(|name| phase(name) == "precopy").then_some(()));
+        wait_for("all of them under way", PATIENCE, all_under_way).expect("they get under way");
+        disturb(from);
+        cli::limit_bandwidth(from, None);
+        let answer = attempt.end();
+        let reports: Value =
+            serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"));
+        let of = |report: &Value| report["status"].as_str().unwrap_or_default().to_owned();
+        reports["migrations"].as_array().expect("a report each").iter().map(of).collect()
     }
 }
 

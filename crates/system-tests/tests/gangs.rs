@@ -2,7 +2,7 @@
 
 use sterna_bench::ksm::Ksm;
 use sterna_system_tests::gang::GangSite;
-use sterna_system_tests::{needs, skip_without, turn};
+use sterna_system_tests::{cli, needs, skip_without, turn};
 
 /// A checker of its own memory in each guest; kernel and image are equal in all.
 const JOBS: &str = "checker:--mib,16,--rate,2";
@@ -30,4 +30,35 @@ fn a_gang_arrives_as_small_as_it_left_in_every_mode_and_every_guest_has_its_own_
         // The guests run on, and write pages that they shared.
         assert!(after.frames as f64 <= before.frames as f64 * 1.05 + 2000.0, "{mode}: {before:?} -> {after:?}");
     }
+}
+
+#[test]
+fn whoever_of_a_gang_does_not_arrive_costs_itself_alone() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let Ok(ksm) = Ksm::take() else {
+        return println!("skipped: this kernel does not merge equal pages, or does not let this user ask for it");
+    };
+    let site = GangSite::start(3, JOBS);
+    ksm.settle(std::time::Duration::from_secs(600), || Ok(site.footprint().frames)).expect("merged");
+    let all = ["g0", "g1", "g2"];
+    let ended = site.disturbed(&all, ["a", "b"], |from| {
+        cli::ask(from, &["cancel", "g0"]).expect(0, &[]);
+    });
+    assert_eq!(ended, ["cancelled", "completed", "completed"]);
+    site.are_well(&all);
+    // What was to come with it is not waited for: it comes alone.
+    let hosts = ["a", "b"].map(|name| site.lab.host(name).expect("a host"));
+    cli::ask(hosts[0], &["migrate", "g0", "--to", &hosts[1].listen()]).expect(0, &[]);
+    site.are_well(&all);
+    let ended = site.disturbed(&all, ["b", "a"], |from| {
+        let shown = cli::ask(from, &["show", "g1", "--json"]);
+        let vm: serde_json::Value = serde_json::from_str(&shown.stdout).expect("the machine");
+        let pid = vm["pid"].as_u64().and_then(|pid| i32::try_from(pid).ok()).expect("its process");
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).expect("it runs");
+    });
+    assert_eq!(ended, ["completed", "failed", "completed"]);
+    site.are_well(&["g0", "g2"]);
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
-use sterna_api::{Report, Status, Vm};
+use sterna_api::{Report, Status, Vm, VmState};
 use sterna_bench::Guest;
 use sterna_bench::baseline::qmp::Qmp;
 use sterna_bench::command::wait_for;
@@ -77,6 +77,11 @@ impl<'a> Member<'a> {
             address(to) - address(from)
         });
         bytes.sum()
+    }
+
+    /// Tells its QEMU something.
+    fn tell(&self, host: &Host, what: &str) {
+        monitor(self, host).execute(what, json!({})).expect("QEMU does it");
     }
 
     fn migrate(&self, options: &[&str]) -> cli::Answer {
@@ -212,9 +217,7 @@ fn clones_that_move_together_send_what_they_share_once_and_arrive_as_small_as_th
     let stand_still = |mode| {
         let (here, there) = if mode == "precopy" { ("a", "b") } else { ("b", "a") };
         let (from, to) = (site.host(here), site.host(there));
-        let tell = |host, what: &str| {
-            clones.iter().for_each(|clone| drop(monitor(clone, host).execute(what, json!({})).expect("QEMU does it")));
-        };
+        let tell = |host, what: &str| clones.iter().for_each(|clone| clone.tell(host, what));
         tell(from, "stop");
         let before = footprint_at(&clones, here, &plan);
         let listen = to.listen();
@@ -236,6 +239,43 @@ fn clones_that_move_together_send_what_they_share_once_and_arrive_as_small_as_th
         clones.iter().for_each(Member::is_well);
     };
     ["precopy", "postcopy"].into_iter().for_each(stand_still);
+}
+
+/// Their host has memory for what they share, and not for what they write of it.
+#[test]
+fn guests_that_write_what_they_share_are_stopped_before_their_host_has_no_memory_and_go_on_when_it_has() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let plan = Plan { jobs: "checker:--mib,96,--rate,16".into(), run: Vec::new(), ..Plan::small() };
+    let site = Site::without_guest(&plan);
+    let directory = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+    let origin = Member::new(&site, "origin");
+    origin.run(&plan, &[], &[]);
+    origin.is_well();
+    let (template, state) = template_of(&origin, site.host("a"), directory.path());
+    cli::ask(site.host("a"), &["stop", "origin", "--force"]).expect(0, &[]);
+    let path = template.to_str().expect("a name");
+    let private = ["--memory-mode", "private", "--memory-template", path];
+    let clones = CLONES.map(|(name, _)| Member::new(&site, name));
+    clones.iter().for_each(|clone| {
+        clone.run(&plan, &private, &["-incoming", "defer"]);
+        load(clone, site.host("a"), &state);
+        clone.tell(site.host("a"), "stop");
+    });
+    let group = &site.host("a").group;
+    let limit = group.limit(group.memory_bytes().expect("what it takes") + (100 << 20)).expect("a limit");
+    clones.iter().for_each(|clone| clone.tell(site.host("a"), "cont"));
+    let stopped =
+        || clones.iter().filter(|clone| clone.shown("a").note.is_some_and(|note| note.contains("no memory left")));
+    site.eventually("a guest is stopped", || stopped().count() > 0);
+    stopped().for_each(|clone| assert_eq!(clone.shown("a").state, VmState::Paused));
+    println!("{} stopped, each shares {:?} MiB", stopped().count(), clones[0].shown("a").shared_bytes / MIB);
+    drop(limit);
+    site.eventually("all go on", || clones.iter().all(|clone| clone.shown("a").state == VmState::Running));
+    assert_eq!(stopped().count(), 0);
+    clones.iter().for_each(Member::is_well);
 }
 
 /// The memory of all clones on this host, where a frame counts once.

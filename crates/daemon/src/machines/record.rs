@@ -74,6 +74,9 @@ pub struct VmRecord {
     pub lifecycle: Lifecycle,
     /// Whether the guest is to run once it belongs here; of interest while it comes.
     pub running: bool,
+    /// The guest was stopped because this host is short of memory: it goes on when there is some again.
+    #[serde(default)]
+    pub waits_for_room: bool,
     /// Pages that may come after the guest's start, until all of them are here.
     #[serde(default)]
     pub paging: Option<Paging>,
@@ -151,6 +154,7 @@ impl VmRecord {
             kept_before: None,
             lifecycle: Lifecycle::Here,
             running: true,
+            waits_for_room: false,
             paging: None,
         }
     }
@@ -251,7 +255,7 @@ impl VmRecord {
             // It shares with nobody there, so what it has in common with others here it needs, too.
             allocated_bytes: self.blocks.iter().map(|block| block.content_bytes(self.process.pid)).sum(),
             balloon: self.balloon,
-            running: about.running,
+            running: about.running || self.waits_for_room,
             from: host::name(),
         }
     }

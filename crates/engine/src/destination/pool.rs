@@ -65,6 +65,8 @@ struct Part {
     start: u64,
     /// The chunks that the member has.
     chunks: u32,
+    /// The bodies that are there, or are being written.
+    taken: PageMap,
     /// The bodies that are there.
     there: PageMap,
 }
@@ -130,7 +132,8 @@ impl Pool {
             return Err(PoolError::Peer("a member of the gang comes twice"));
         }
         self.file.set_len(end)?;
-        *part = Some(Part { start, chunks: layout.chunks(), there: PageMap::empty(layout) });
+        let (taken, there) = (PageMap::empty(layout), PageMap::empty(layout));
+        *part = Some(Part { start, chunks: layout.chunks(), taken, there });
         state.end = end;
         Ok(())
     }
@@ -142,7 +145,7 @@ impl Pool {
     /// [`PoolError`]: nobody has got anything.
     ///
     /// # Panics
-    /// Where there are fewer bodies than pages.
+    /// Where there are not as many bodies as pages.
     pub fn put(
         self: &Arc<Self>,
         member: u16,
@@ -150,36 +153,60 @@ impl Pool {
         pages: &PageSet,
         bodies: &[&[u8]],
     ) -> Result<Vec<PoolRun>, PoolError> {
-        let mut state = self.lock();
-        let part = state.parts.get(usize::from(member)).and_then(Option::as_ref);
-        let part = part.ok_or(PoolError::Peer("a shared body of a machine that has not joined its gang"))?;
-        if !part.there.chunk(chunk).and(pages).is_empty() {
-            return Err(PoolError::Peer("a shared body comes twice"));
+        let runs = self.take_places(member, chunk, pages)?;
+        // Members do not wait for one another here: on a busy host whoever holds the lock may not run for a while.
+        let mut rest = bodies;
+        for run in &runs {
+            let (these, others) = rest.split_at(run.pages);
+            self.write(these, run.offset)?;
+            rest = others;
         }
-        // Written with the lock held: who finds a body finds all of it.
-        for (page, body) in pages.iter().zip(bodies) {
-            self.file.write_all_at(body, part.offset(PageIndex { chunk, page }))?;
-        }
-        let runs = pages.runs().map(|(first, pages)| {
-            let at = PageIndex { chunk, page: first as u8 };
-            PoolRun { first, pages, offset: part.offset(at) }
-        });
-        let runs: Vec<_> = runs.collect();
+        // Only now: who finds a body finds all of it.
         let mut served: Vec<(Waiter, u64)> = Vec::new();
-        let origins = pages.iter().map(|page| Origin { member, page: PageIndex { chunk, page } });
-        let offsets: Vec<_> = origins.map(|origin| (origin, part.offset(origin.page))).collect();
-        self.bodies.fetch_add(offsets.len() as u64, Ordering::Relaxed);
+        let mut state = self.lock();
         if let Some(Some(part)) = state.parts.get_mut(usize::from(member)) {
             part.there.insert_all(chunk, pages);
         }
         if !state.waiting.is_empty() {
-            for (origin, offset) in offsets {
-                served.extend(state.waiting.remove(&origin).into_iter().flatten().map(|waiter| (waiter, offset)));
+            for run in &runs {
+                for index in 0..run.pages {
+                    let page = PageIndex { chunk, page: (run.first + index) as u8 };
+                    let waiters = state.waiting.remove(&Origin { member, page }).into_iter().flatten();
+                    served.extend(waiters.map(|waiter| (waiter, run.offset + (index * PAGE_BYTES) as u64)));
+                }
             }
         }
         drop(state);
+        self.bodies.fetch_add(bodies.len() as u64, Ordering::Relaxed);
         self.serve(served);
         Ok(runs)
+    }
+
+    /// Takes the places of bodies that are about to be written.
+    fn take_places(&self, member: u16, chunk: ChunkIndex, pages: &PageSet) -> Result<Vec<PoolRun>, PoolError> {
+        let mut state = self.lock();
+        let part = state.parts.get_mut(usize::from(member)).and_then(Option::as_mut);
+        let part = part.ok_or(PoolError::Peer("a shared body of a machine that has not joined its gang"))?;
+        if !part.taken.chunk(chunk).and(pages).is_empty() {
+            return Err(PoolError::Peer("a shared body comes twice"));
+        }
+        part.taken.insert_all(chunk, pages);
+        let place = |(first, pages)| {
+            let at = PageIndex { chunk, page: first as u8 };
+            PoolRun { first, pages, offset: part.offset(at) }
+        };
+        Ok(pages.runs().map(place).collect())
+    }
+
+    /// Writes neighbouring bodies.
+    fn write(&self, bodies: &[&[u8]], offset: u64) -> io::Result<()> {
+        let slices: Vec<_> = bodies.iter().map(|body| io::IoSlice::new(body)).collect();
+        if rustix::io::pwritev(&self.file, &slices, offset).is_ok_and(|written| written == bodies.len() * PAGE_BYTES) {
+            return Ok(());
+        }
+        // It was interrupted, or there is no room: then this says so.
+        let offsets = (offset..).step_by(PAGE_BYTES);
+        bodies.iter().zip(offsets).try_for_each(|(body, offset)| self.file.write_all_at(body, offset))
     }
 
     /// Finds the bodies that these pages refer to. Returns where those lie that are here; for the others the machine
