@@ -42,6 +42,9 @@ pub struct Guest {
     pub machine: String,
     /// Its jobs for the image's init, separated by `;`, their arguments by `,`.
     pub jobs: String,
+    /// The time between two of its heartbeats: under TCG eight guests that beat every millisecond keep two processors
+    /// busy.
+    pub beat: Duration,
     /// Its balloon.
     pub balloon: Balloon,
     /// The file of its console.
@@ -63,6 +66,7 @@ impl Guest {
             cpu: accelerator.richest_cpu().into(),
             machine: "pc-q35-7.2".into(),
             jobs: jobs.into(),
+            beat: Duration::from_millis(1),
             balloon: Balloon::Absent,
             console,
         }
@@ -97,10 +101,12 @@ impl Guest {
         let meter = lab.host(METER)?.address;
         // Without these two words the guest's console would cost it more than its work.
         let command_line = format!(
-            "console=ttyS0 quiet panic=-1{} sterna.ip={}/{PREFIX} sterna.meter={meter}:{} sterna.run={}",
+            "console=ttyS0 quiet panic=-1{} sterna.ip={}/{PREFIX} sterna.meter={meter}:{} sterna.beat={} \
+             sterna.run={}",
             self.clock_words(),
             self.address(),
             meter::PORT,
+            self.beat.as_micros(),
             self.jobs
         );
         let mac = format!("52:54:00:53:54:{:02x}", self.number);

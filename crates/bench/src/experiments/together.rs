@@ -79,6 +79,9 @@ impl Together {
     }
 }
 
+/// The time between two heartbeats of a guest: guests at rest take little of the processors.
+const BEAT: Duration = Duration::from_millis(10);
+
 /// The number of a gang's first guest.
 const FIRST: u8 = 10;
 
@@ -163,6 +166,7 @@ impl Attempt for Together {
         let guest = |number: u8| {
             let mut guest = Guest::new(lab, &format!("{name}n{number}"), number, &self.jobs(number, &client));
             guest.memory_bytes = self.memory_mib << 20;
+            guest.beat = BEAT;
             guest
         };
         numbers.map(guest).collect()
