@@ -138,8 +138,8 @@ fn act(machines: &Machines, step: &Step, room: u64) {
         Step::Stop(name) => match set(machines, name, true) {
             Ok(true) => tracing::error!(vm = %name, room, "STOPPED: this host has no memory left for what it writes"),
             Ok(false) => {}
-            // It is being moved or stopped: that takes its turn.
-            Err(problem) => tracing::warn!(vm = %name, "cannot be stopped for want of memory: {}", problem.message),
+            // It is being moved or stopped: that takes its turn. People know of it by the warning.
+            Err(problem) => tracing::debug!(vm = %name, "cannot be stopped for want of memory: {}", problem.message),
         },
         Step::LetRun(name) => match set(machines, name, false) {
             Ok(_) => tracing::info!(vm = %name, room, "it goes on: there is memory again"),

@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::ffi::OsStringExt;
 use std::time::Duration;
 
+use crate::PAGE_BYTES;
 use crate::error::{Error, Result};
 use crate::file::FileId;
 
@@ -85,6 +86,14 @@ fn parse_stat_field(text: &[u8], number: usize) -> Option<u64> {
     let behind_name = text.iter().rposition(|&byte| byte == b')')? + 1;
     let fields = std::str::from_utf8(&text[behind_name..]).ok()?;
     fields.split_ascii_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
+}
+
+/// Memory of a process that the kernel has merged with other memory (KSM), bytes; 0 where the kernel merges none or does
+/// not say (before 6.1).
+pub fn merged_bytes(pid: u32) -> u64 {
+    let pages = read(pid, "ksm_merging_pages").ok();
+    let pages = pages.and_then(|text| std::str::from_utf8(text.trim_ascii()).ok()?.parse::<u64>().ok());
+    pages.unwrap_or(0).saturating_mul(PAGE_BYTES)
 }
 
 /// A process's arguments, the program's name first. Empty for a kernel thread, a zombie, and for a moment after a

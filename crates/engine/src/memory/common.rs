@@ -7,6 +7,7 @@ use std::ops::Range;
 use sterna_sys::PAGE_BYTES;
 use sterna_sys::file::FileId;
 use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
+use sterna_sys::process::merged_bytes;
 
 use super::areas::{Area, Areas, without};
 
@@ -26,9 +27,8 @@ pub struct Guest {
 /// No such process, or this one may not trace it.
 pub fn common_bytes(guest: &Guest) -> io::Result<u64> {
     let pagemap = Pagemap::open(guest.pid)?;
-    let mut pages = 0;
-    each_frame(&pagemap, guest, |frame| pages += u64::from(frame.is_some()))?;
-    let mut bytes = pages * PAGE_BYTES;
+    // Of a VMM's memory only the guest's RAM may be merged.
+    let mut bytes = merged_bytes(guest.pid);
     for area in Areas::of(guest.pid, &guest.addresses)?.iter() {
         bytes += needed_in(&pagemap, area)?.iter().map(|part| part.end - part.start).sum::<u64>();
     }
