@@ -88,8 +88,8 @@ fn parse_stat_field(text: &[u8], number: usize) -> Option<u64> {
     fields.split_ascii_whitespace().nth(number.checked_sub(3)?)?.parse().ok()
 }
 
-/// Memory of a process that the kernel has merged with other memory (KSM), bytes; 0 where the kernel merges none or does
-/// not say (before 6.1).
+/// Memory of a process that the kernel has merged with other memory (KSM), bytes; 0 where the kernel merges none or
+/// does not say (before 6.1).
 pub fn merged_bytes(pid: u32) -> u64 {
     let pages = read(pid, "ksm_merging_pages").ok();
     let pages = pages.and_then(|text| std::str::from_utf8(text.trim_ascii()).ok()?.parse::<u64>().ok());
