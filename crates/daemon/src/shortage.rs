@@ -165,7 +165,9 @@ fn set(machines: &Machines, name: &str, stopped: bool) -> Result<bool, Problem> 
     if status == expected {
         control.send(if stopped { "stop" } else { "cont" })?;
     }
-    machines.try_store(&changed);
+    if !stopped {
+        machines.try_store(&changed);
+    }
     claimed.record = changed;
     Ok(status == expected)
 }
