@@ -48,6 +48,12 @@ impl<'a> Member<'a> {
         cli::ask(self.site.host("a"), &all).expect(0, &[]);
     }
 
+    /// Starts it on host `a` as a clone: from a template, with its devices in the state that belongs to that.
+    fn begin(&self, plan: &Plan, template: &[&str], state: &Path) {
+        self.run(plan, template, &["-incoming", "defer"]);
+        load(self, self.site.host("a"), state);
+    }
+
     /// Its checker says, after this moment, that all is as it wrote it.
     fn is_well(&self) {
         let from = self.guest.console_text().len();
@@ -129,6 +135,16 @@ fn template_of(member: &Member<'_>, host: &Host, directory: &Path) -> (PathBuf, 
     (template, state)
 }
 
+/// Runs a guest on host `a` until it is well, and makes a template of it: the template, and the state of its devices.
+fn origin(site: &Site, plan: &Plan, directory: &Path) -> (PathBuf, PathBuf) {
+    let origin = Member::new(site, "origin");
+    origin.run(plan, &[], &[]);
+    origin.is_well();
+    let made = template_of(&origin, site.host("a"), directory);
+    cli::ask(site.host("a"), &["stop", "origin", "--force"]).expect(0, &[]);
+    made
+}
+
 fn modified(template: &Path, at: SystemTime) {
     File::open(template).and_then(|file| file.set_modified(at)).expect("root may");
 }
@@ -144,21 +160,15 @@ fn clones_of_one_template_share_its_memory_stay_apart_and_move_in_every_mode() {
     let plan = Plan { jobs, run: Vec::new(), ..Plan::small() };
     let site = Site::without_guest(&plan);
     let directory = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
-    let origin = Member::new(&site, "origin");
-    origin.run(&plan, &[], &[]);
-    origin.is_well();
-    let (template, state) = template_of(&origin, site.host("a"), directory.path());
-    cli::ask(site.host("a"), &["stop", "origin", "--force"]).expect(0, &[]);
+    let (template, state) = origin(&site, &plan, directory.path());
 
     let path = template.to_str().expect("a name");
     let private = ["--memory-mode", "private", "--memory-template", path];
-    let devices = ["-incoming", "defer"];
     let refused = ["run", "x", "--memory", "64M", "--memory-template", path, "--detach"];
     cli::ask(site.host("a"), &refused).expect(2, &["private"]);
     let clones = CLONES.map(|(name, _)| Member::new(&site, name));
     clones.iter().for_each(|clone| {
-        clone.run(&plan, &private, &devices);
-        load(clone, site.host("a"), &state);
+        clone.begin(&plan, &private, &state);
     });
     clones.iter().for_each(Member::is_well);
 
@@ -199,19 +209,14 @@ fn clones_that_move_together_send_what_they_share_once_and_arrive_as_small_as_th
     let plan = Plan { jobs: "checker:--mib,16,--rate,4".into(), run: Vec::new(), ..Plan::small() };
     let site = Site::without_guest(&plan);
     let directory = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
-    let origin = Member::new(&site, "origin");
-    origin.run(&plan, &[], &[]);
-    origin.is_well();
-    let (template, state) = template_of(&origin, site.host("a"), directory.path());
-    cli::ask(site.host("a"), &["stop", "origin", "--force"]).expect(0, &[]);
+    let (template, state) = origin(&site, &plan, directory.path());
 
     let path = template.to_str().expect("a name");
     let private = ["--memory-mode", "private", "--trust-group", "family", "--memory-template", path];
     let names: Vec<String> = (0..needs::times(4, 8)).map(|number| format!("c{number}")).collect();
     let clones: Vec<Member<'_>> = names.iter().map(|name| Member::new(&site, name)).collect();
     clones.iter().for_each(|clone| {
-        clone.run(&plan, &private, &["-incoming", "defer"]);
-        load(clone, site.host("a"), &state);
+        clone.begin(&plan, &private, &state);
     });
     clones.iter().for_each(Member::is_well);
     let stand_still = |mode| {
@@ -251,17 +256,12 @@ fn guests_that_write_what_they_share_are_stopped_before_their_host_has_no_memory
     let plan = Plan { jobs: "checker:--mib,96,--rate,4".into(), run: Vec::new(), ..Plan::small() };
     let site = Site::without_guest(&plan);
     let directory = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
-    let origin = Member::new(&site, "origin");
-    origin.run(&plan, &[], &[]);
-    origin.is_well();
-    let (template, state) = template_of(&origin, site.host("a"), directory.path());
-    cli::ask(site.host("a"), &["stop", "origin", "--force"]).expect(0, &[]);
+    let (template, state) = origin(&site, &plan, directory.path());
     let path = template.to_str().expect("a name");
     let private = ["--memory-mode", "private", "--memory-template", path];
     let clones = CLONES.map(|(name, _)| Member::new(&site, name));
     clones.iter().for_each(|clone| {
-        clone.run(&plan, &private, &["-incoming", "defer"]);
-        load(clone, site.host("a"), &state);
+        clone.begin(&plan, &private, &state);
         clone.tell(site.host("a"), "stop");
     });
     let group = &site.host("a").group;
