@@ -2,7 +2,8 @@
 //!
 //! A pool's file has no name: when the last guest that maps it has ended, and nobody here holds it, the kernel frees
 //! it, whatever became of this daemon. It is held until all members have come, because some may wait for their turn
-//! while the first ones are here already.
+//! while the first ones are here already. A member that never comes is not waited for long: its gang keeps a promise of
+//! memory.
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -18,8 +19,9 @@ use sterna_sys::file::FileId;
 use super::prechecks::check_room;
 use crate::problems::host;
 
-/// How long a pool waits for members that have not come.
-const WAIT: Duration = Duration::from_secs(600);
+/// How long a pool waits for members that have not come, while none of its gang is on its way. The next member comes as
+/// soon as its turn has come at the source, which is when the one before has arrived.
+const WAIT: Duration = Duration::from_secs(60);
 
 /// The most gangs that may be on their way here.
 const MAX_POOLS: usize = 256;
@@ -33,6 +35,8 @@ pub struct Pools {
     /// A directory on the file system of the machines' RAM.
     dir: PathBuf,
     gangs: Mutex<HashMap<Key, Entry>>,
+    /// How long they wait for members.
+    wait: Duration,
 }
 
 #[derive(Debug)]
@@ -41,15 +45,15 @@ struct Entry {
     spec: GangSpec,
     /// The members that have begun to come.
     names: HashSet<String>,
-    /// When a member came last.
-    used: Instant,
+    /// Since when nobody of the gang has been on its way, as far as anybody has looked.
+    quiet: Option<Instant>,
 }
 
 impl Pools {
     /// No pools yet; their files will lie in this directory's file system.
     #[must_use]
     pub fn new(dir: PathBuf) -> Self {
-        Self { dir, gangs: Mutex::default() }
+        Self { dir, gangs: Mutex::default(), wait: WAIT }
     }
 
     /// The directory on whose file system they lie.
@@ -64,13 +68,22 @@ impl Pools {
         self.wanted().values().any(|entry| entry.pool.id() == pool)
     }
 
+    /// Looks which gangs are still on their way. To be called again and again: a gang is quiet from the first look on
+    /// that finds it so.
+    pub fn look(&self) {
+        drop(self.wanted());
+    }
+
     /// The gangs that are on their way, without those that are not any more.
     fn wanted(&self) -> MutexGuard<'_, HashMap<Key, Entry>> {
         let mut gangs = self.gangs.lock().unwrap_or_else(PoisonError::into_inner);
         gangs.retain(|_, entry| {
             // Whoever comes through here holds another reference.
-            let at_work = Arc::strong_count(&entry.pool) > 1;
-            at_work || !entry.pool.is_complete() && entry.used.elapsed() < WAIT
+            if Arc::strong_count(&entry.pool) > 1 {
+                entry.quiet = None;
+                return true;
+            }
+            !entry.pool.is_complete() && entry.quiet.get_or_insert_with(Instant::now).elapsed() < self.wait
         });
         gangs
     }
@@ -108,13 +121,13 @@ impl Pools {
         taken: &dyn Fn(&str) -> u64,
     ) -> Result<Arc<Pool>, Problem> {
         let key = (gang.id, from.map(String::from));
-        if let Some(pool) = known(&mut self.wanted(), &key, gang)? {
+        if let Some(pool) = known(&self.wanted(), &key, gang)? {
             return Ok(pool);
         }
         // It takes its time, and asks for the names of all gangs.
         let room_bytes = room();
         let mut gangs = self.wanted();
-        if let Some(pool) = known(&mut gangs, &key, gang)? {
+        if let Some(pool) = known(&gangs, &key, gang)? {
             return Ok(pool);
         }
         if gangs.len() >= MAX_POOLS {
@@ -127,19 +140,18 @@ impl Pools {
         let file = rustix::fs::open(&self.dir, unnamed, Mode::RUSR | Mode::WUSR);
         let pool = file.map_err(std::io::Error::from).and_then(|file| Pool::new(file.into(), gang.members));
         let pool = pool.map_err(|error| host("the gang's pool cannot be made", &error))?;
-        let entry = Entry { pool: Arc::clone(&pool), spec: gang.clone(), names: HashSet::new(), used: Instant::now() };
+        let entry = Entry { pool: Arc::clone(&pool), spec: gang.clone(), names: HashSet::new(), quiet: None };
         gangs.insert(key, entry);
         Ok(pool)
     }
 }
 
 /// The pool of a gang of which a member has come before.
-fn known(gangs: &mut HashMap<Key, Entry>, key: &Key, gang: &GangSpec) -> Result<Option<Arc<Pool>>, Problem> {
-    let Some(entry) = gangs.get_mut(key) else { return Ok(None) };
+fn known(gangs: &HashMap<Key, Entry>, key: &Key, gang: &GangSpec) -> Result<Option<Arc<Pool>>, Problem> {
+    let Some(entry) = gangs.get(key) else { return Ok(None) };
     if entry.spec != *gang {
         return Err(Problem::new(Code::NoSharing, Blame::Peer, "a gang that it described differently before"));
     }
-    entry.used = Instant::now();
     Ok(Some(Arc::clone(&entry.pool)))
 }
 
@@ -206,6 +218,19 @@ mod tests {
         assert!(problem.message.contains("a gang of 2"), "{}", problem.message);
         pool(&pools, &gang(2, "g", 2, 100 << 20), None).expect("room for both");
         assert!(pool(&pools, &gang(3, "g", 2, u64::MAX), None).is_err());
+    }
+
+    /// Seen to fail: a gang whose last member never came was promised its memory for ten minutes.
+    #[test]
+    fn a_gang_of_which_nobody_comes_any_more_is_promised_nothing() {
+        let (_dir, mut pools) = pools();
+        pools.wait = Duration::ZERO;
+        let at_work = pool(&pools, &gang(1, "g", 2, 800 << 20), None).expect("there is room");
+        pools.look();
+        assert_eq!(pools.promised_bytes(&|_| 0), 800 << 20);
+        let id = at_work.id();
+        drop(at_work);
+        assert_eq!((pools.promised_bytes(&|_| 0), pools.holds(id)), (0, false));
     }
 
     #[test]

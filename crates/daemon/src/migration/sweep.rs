@@ -24,6 +24,7 @@ pub fn begin(machines: Arc<Machines>, pools: Arc<Pools>) {
         let mut warned = false;
         loop {
             let begun = Instant::now();
+            pools.look();
             match sweep(&machines, &pools) {
                 Ok(0) => {}
                 Ok(bytes) => tracing::debug!(bytes, "no guest needs these pages of its pool any more"),
