@@ -42,18 +42,21 @@ impl Features {
     pub const POSTCOPY: Self = Self(1 << 4);
     /// It keeps what the machines of a gang share: it has a pool for their pages, and reads shared frames.
     pub const SHARING: Self = Self(1 << 5);
+    /// It knows offers: pages that machines at the destination have already.
+    pub const OFFERS: Self = Self(1 << 6);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b11_1111);
-    const NAMES: [(Self, &'static str); 7] = [
+    pub const KNOWN: Self = Self(0b111_1111);
+    const NAMES: [(Self, &'static str); 8] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
         (Self::ZSTD, "compress zstd"),
         (Self::POSTCOPY, "post-copy"),
         (Self::SHARING, "shared pages (preserve-sharing)"),
+        (Self::OFFERS, "offers of pages that are there already"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

@@ -22,6 +22,9 @@ pub const MAX_SUSPECTS: usize = 65_536;
 /// The most chunks one request may ask digests of.
 pub const MAX_DIGEST_CHUNKS: u32 = 65_536;
 
+/// The most offered pages that one reply names.
+pub const MAX_OFFERS: usize = 131_072;
+
 /// Requests of the source, in the order in which they may come (`docs/protocol.md`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Request {
@@ -123,6 +126,14 @@ pub enum Request {
         /// Which of them the machine is, counted from 0.
         member: u16,
     },
+    /// After `Join`, where both sides know [`Features::OFFERS`](crate::hello::Features::OFFERS): asks which bodies the
+    /// gang can refer to without sending them.
+    Offers {
+        /// The key of the gang's digests.
+        key: [u8; 32],
+        /// The number of the first offered page to be named, counted from 0.
+        first: u32,
+    },
 }
 
 impl Request {
@@ -151,6 +162,7 @@ impl Request {
             Self::Verdict { .. } => "verdict",
             Self::Identify => "identify",
             Self::Join { .. } => "join",
+            Self::Offers { .. } => "offers",
         }
     }
 }
@@ -236,6 +248,9 @@ pub enum Reply {
     },
     /// To `Join`: the destination keeps what the gang shares.
     Joined,
+    /// To `Offers`: digests of the offered pages from the asked number on, at most [`MAX_OFFERS`]. None: there are no
+    /// more.
+    Offered(Vec<[u8; 16]>),
 }
 
 /// A part of a map of pages: the pages of `chunks` chunks from `first` on. [`residue`](crate::residue) makes and reads

@@ -81,7 +81,9 @@ pub struct Violation {
 pub fn request(state: State, request: &Request) -> Result<State, Violation> {
     use State::*;
     match (state, request) {
-        (Begun, Request::Identify | Request::Join { .. } | Request::Propose { .. }) => Ok(Begun),
+        (Begun, Request::Identify | Request::Join { .. } | Request::Offers { .. } | Request::Propose { .. }) => {
+            Ok(Begun)
+        }
         (Begun | Copying, Request::Clock) => Ok(state),
         (Copying, Request::RoundEnd { .. }) => Ok(Copying),
         (Copying, Request::Stopped) => Ok(Stopped),
@@ -115,6 +117,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Paging | Completed, _, Reply::Failed(_)) => Ok(state),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
         (Begun, Request::Identify, Reply::Identity { .. }) | (Begun, Request::Join { .. }, Reply::Joined) => Ok(Begun),
+        (Begun, Request::Offers { .. }, Reply::Offered(_)) => Ok(Begun),
         (Begun, Request::Propose { .. }, Reply::Accepted { .. }) => Ok(Copying),
         (Begun | Copying, Request::Clock, Reply::Clock { .. }) => Ok(state),
         (Copying, Request::RoundEnd { .. }, Reply::Arrived { .. }) => Ok(Copying),

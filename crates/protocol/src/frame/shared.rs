@@ -8,8 +8,9 @@
 //!
 //! A body that several pages of a gang share travels once. It goes into the destination's pool, where its *origin*
 //! names it: the page that it travelled as, of whichever member. Every other page with the same content travels as a
-//! reference to the origin. An origin names one body in the life of a gang's pool, and a body in the pool never
-//! changes: so a reference says the same whenever it arrives.
+//! reference to the origin. A body that the destination had before is an *offered* page, and its origin is a number.
+//! An origin names one body in the life of a gang's pool, and a body in the pool never changes: so a reference says the
+//! same whenever it arrives.
 //!
 //! A shared frame comes right before the frame that has the bodies of its pooled pages, on the same connection.
 
@@ -18,7 +19,13 @@ use crate::layout::{CHUNK_PAGES, ChunkIndex, PageIndex};
 use crate::pages::PageSet;
 
 /// The most machines of a gang whose pages can be named.
-pub const MAX_MEMBERS: usize = 1 << 14;
+pub const MAX_MEMBERS: usize = MEMBER_BITS as usize;
+
+/// The bits of a word that name a member.
+const MEMBER_BITS: u16 = (1 << 14) - 1;
+
+/// What stands for a member where the body is none's, but a page that the destination has offered.
+const OFFERED: u16 = MEMBER_BITS;
 
 /// The page as which a shared body travelled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,6 +37,19 @@ pub struct Origin {
 }
 
 impl Origin {
+    /// The offered page with this number.
+    #[must_use]
+    pub fn offered(number: u32) -> Self {
+        Self { member: OFFERED, page: PageIndex { chunk: ChunkIndex(number >> 8), page: number as u8 } }
+    }
+
+    /// The number of the offered page, where it is one.
+    #[must_use]
+    pub fn offer(self) -> Option<u64> {
+        let PageIndex { chunk, page } = self.page;
+        (self.member == OFFERED).then_some(u64::from(chunk.0) << 8 | u64::from(page))
+    }
+
     /// The origin `pages` pages further on in the same chunk; `None` where that chunk is too short.
     fn ahead(self, pages: usize) -> Option<Self> {
         let page = u8::try_from(usize::from(self.page.page) + pages).ok()?;
@@ -95,7 +115,7 @@ impl References {
 
     fn from_word(word: u64) -> Self {
         let page = PageIndex { chunk: ChunkIndex((word >> 38) as u32), page: (word >> 30) as u8 };
-        let origin = Origin { member: (word >> 16) as u16 % MAX_MEMBERS as u16, page };
+        let origin = Origin { member: (word >> 16) as u16 & MEMBER_BITS, page };
         Self { first: word as u8, pages: u16::from((word >> 8) as u8) + 1, origin }
     }
 }
@@ -193,6 +213,18 @@ mod tests {
                 prop_assert_eq!(frame.references.iter().flat_map(|run| run.each()).count(), referring.len());
             }
         }
+    }
+
+    #[test]
+    fn an_offered_page_is_a_number_and_no_members_page() {
+        for number in [0, 255, 256, u32::MAX] {
+            let run = References { first: 0, pages: 1, origin: Origin::offered(number) };
+            assert_eq!(References::from_word(run.word()).origin.offer(), Some(number.into()));
+        }
+        assert_eq!(origin(MAX_MEMBERS as u16 - 1, 0, 0).offer(), None);
+        let two: Vec<_> = (255..257).map(|number| ((number - 250) as u8, Origin::offered(number))).collect();
+        assert_eq!(References::runs(two.clone()).len(), 2, "an offered chunk ends as others do");
+        assert!(References::runs(two).iter().all(|run| run.pages == 1));
     }
 
     #[test]

@@ -71,6 +71,7 @@ fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
     let mut script = vec![
         Request::Identify,
         Request::Join { gang: Box::new(gang()), member: 0 },
+        Request::Offers { key: [0; 32], first: 0 },
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
     ];
@@ -97,6 +98,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         },
         Request::Identify => Reply::Identity { identity: 1 },
         Request::Join { .. } => Reply::Joined,
+        Request::Offers { .. } => Reply::Offered(vec![]),
         Request::Clock => Reply::Clock { now_us: 0 },
         Request::Stopped => Reply::Holding,
         Request::RoundEnd { .. } => Reply::Arrived { suspects: vec![] },
