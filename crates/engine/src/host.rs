@@ -52,6 +52,16 @@ pub trait DestinationHost: Send + Sync {
         Err(Problem::new(Code::NoSharing, Blame::Ours, "this host keeps no pool of shared pages"))
     }
 
+    /// Lets a gang of this trust group refer to what machines of the group have here already, where this host does that
+    /// ([`Pool::offer`]). It is called again for every question; what was offered stays.
+    ///
+    /// # Errors
+    /// They cannot be looked at: nothing is offered.
+    fn offer(&self, group: &str, pool: &Arc<Pool>) -> std::io::Result<()> {
+        let _ = (group, pool);
+        Ok(())
+    }
+
     /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the
     /// daemon that sends it, by its certificate. `pool` is that of the gang that it comes with: there is room for all
     /// of them. With `postcopy` the guest may start before all its pages are here: [`Incoming::paging`].

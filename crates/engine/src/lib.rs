@@ -12,6 +12,9 @@ pub mod vmm;
 /// The numbers of migrations and daemons.
 pub mod id;
 
+/// The names of bodies that machines share.
+pub mod name;
+
 /// What the engine needs of the daemon it runs in.
 pub mod host;
 

@@ -4,11 +4,12 @@
 //! ([`place`](crate::destination::place)). A page comes with a body, is zeros, or is one whose body
 //! lies in the gang's pool.
 
+use std::fs::File;
+
 use sterna_protocol::frame::{ChunkFrame, Digester};
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
-use super::pool::Pool;
 use crate::memory::PoolRun;
 
 /// Pages of a chunk, to be placed.
@@ -31,8 +32,8 @@ pub struct Arrival<'a> {
 pub struct Pooled<'a> {
     /// The pages, and where their bodies lie.
     pub runs: &'a [PoolRun],
-    /// The pool.
-    pub pool: &'a Pool,
+    /// The pool's file.
+    pub pool: &'a File,
 }
 
 impl<'a> Arrival<'a> {

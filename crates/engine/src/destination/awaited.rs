@@ -13,7 +13,7 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::standstill::Standstill;
 
 use super::arrival::{Arrival, Pooled};
-use super::pool::{Pool, PoolError, Waits};
+use super::pool::{Found, Pool, PoolError, Waits};
 use super::target::Target;
 use crate::memory::{Memory, PoolRun};
 use crate::paging::Pager;
@@ -84,7 +84,7 @@ impl Waits for Awaited {
             return;
         }
         let target = Target::of(self.ram.as_ref(), self.pager.as_deref());
-        match target.put(&Arrival::pooled(chunk, Pooled { runs: &runs, pool })) {
+        match target.put(&Arrival::pooled(chunk, Pooled { runs: &runs, pool: pool.reader() })) {
             Ok(()) => {
                 let waits = awaited.chunk_mut(chunk);
                 *waits = waits.without(&PoolRun::pages(&runs));
@@ -120,7 +120,7 @@ impl Membership {
     ///
     /// # Errors
     /// As [`Pool::find`].
-    pub fn find(&self, chunk: ChunkIndex, references: &[References]) -> Result<Vec<PoolRun>, PoolError> {
+    pub fn find(&self, chunk: ChunkIndex, references: &[References]) -> Result<Vec<Found<'_>>, PoolError> {
         self.pool.find(&self.waits, chunk, references)
     }
 

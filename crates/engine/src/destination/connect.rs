@@ -6,13 +6,15 @@ use std::time::{Duration, Instant};
 use sterna_api::Problem;
 use sterna_protocol::frame::shared::MAX_MEMBERS;
 use sterna_protocol::hello::{Features, Role};
-use sterna_protocol::message::{Reply, Request};
+use sterna_protocol::message::{MAX_OFFERS, Reply, Request};
 use sterna_protocol::spec::{GangSpec, VmSpec};
 
+use super::offers::MAX_PAGES;
 use super::pool::Pool;
 use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::{MigrationId, Verdict};
+use crate::name::{Key, Name};
 use crate::transport::connection::{Connection, HangUp};
 
 /// How long the session's other connections may take to come after the proposal was accepted.
@@ -49,6 +51,9 @@ pub(super) struct Joining {
     pub(super) member: u16,
 }
 
+/// How often a session may ask for offered pages.
+const MAX_QUESTIONS: u64 = MAX_PAGES / MAX_OFFERS as u64 + 2;
+
 /// Takes the first requests. It says who this daemon is or what became of a migration, resumes a migration, or returns
 /// a proposal.
 ///
@@ -68,6 +73,16 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         }
         session.control.answer(&request, &Reply::Joined)?;
         request = session.control.next_request()?;
+        let mut asked = 0;
+        while let (Request::Offers { key, first }, Some(joining)) = (&request, &joining) {
+            asked += 1;
+            if asked > MAX_QUESTIONS {
+                return Err(MigrateError::Request("more questions for offered pages than there can be"));
+            }
+            let names = session.offered(joining, key, *first);
+            session.control.answer(&request, &Reply::Offered(names))?;
+            request = session.control.next_request()?;
+        }
     }
     match &request {
         Request::Propose { id, spec, streams, postcopy, verify }
@@ -98,6 +113,18 @@ impl Session<'_> {
             return Err(MigrateError::Request("a gang that this daemon cannot know").problem());
         }
         self.host.pool(gang, self.control.peer())
+    }
+
+    /// The names of pages that this host offers to a gang. Without them the gang sends the pages.
+    fn offered(&self, joining: &Joining, key: &Key, first: u32) -> Vec<Name> {
+        let names = self.host.offer(&joining.group, &joining.pool).and_then(|()| {
+            let offers = joining.pool.offers();
+            offers.map_or(Ok(Vec::new()), |offers| offers.names(key, first.into(), MAX_OFFERS))
+        });
+        names.unwrap_or_else(|error| {
+            tracing::warn!(%error, group = joining.group, "pages that are here cannot be offered");
+            Vec::new()
+        })
     }
 }
 

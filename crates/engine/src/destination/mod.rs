@@ -40,6 +40,9 @@ mod target;
 /// The pool: the bodies that a gang shares.
 pub mod pool;
 
+/// Pages that machines here have, and that a gang may refer to without sending them.
+pub mod offers;
+
 /// Pages whose bodies are another page's, and still to come.
 pub mod awaited;
 

@@ -11,7 +11,7 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::arrival::{Arrival, Pooled};
 use super::awaited::Membership;
-use super::pool::PoolError;
+use super::pool::{Found, PoolError};
 use super::target::Target;
 use crate::error::MigrateError;
 use crate::host::DestinationHost;
@@ -104,7 +104,7 @@ impl<'a> Placer<'a> {
         let runs = pool.put(*member, arrival.chunk, shared, &bodies).map_err(|error| self.pooling(error))?;
         let rest: Vec<_> = arrival.bodies_of(all.without(shared)).collect();
         let rest: Vec<_> = rest.iter().map(|(page, body)| ([*page].into_iter().collect(), *body)).collect();
-        let pooled = Some(Pooled { runs: &runs, pool });
+        let pooled = Some(Pooled { runs: &runs, pool: pool.reader() });
         self.put(&self.target(), &Arrival { bodies: &rest, pooled, ..*arrival })
     }
 
@@ -114,10 +114,10 @@ impl<'a> Placer<'a> {
     /// As [`place_shared`](Self::place_shared).
     pub fn refer(&self, chunk: ChunkIndex, references: &[References]) -> Result<(), MigrateError> {
         let membership = self.membership()?;
-        let runs = membership.find(chunk, references).map_err(|error| self.pooling(error))?;
+        let found = membership.find(chunk, references).map_err(|error| self.pooling(error))?;
         let target = self.target();
-        if !runs.is_empty() {
-            self.put(&target, &Arrival::pooled(chunk, Pooled { runs: &runs, pool: &membership.pool }))?;
+        for Found { pool, runs } in &found {
+            self.put(&target, &Arrival::pooled(chunk, Pooled { runs, pool }))?;
         }
         if let Target::Running(pager) = target {
             // A thread that waits for a page does not wait for its body as well.

@@ -17,13 +17,14 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use sterna_protocol::frame::shared::{Origin, References};
 use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::file::{self, FileId};
 
+use super::offers::Offers;
 use crate::memory::PoolRun;
 use crate::memory::unneeded::mark_as_pool;
 
@@ -35,8 +36,19 @@ pub struct Pool {
     /// The same file, for VMMs.
     reader: File,
     state: Mutex<State>,
+    /// What the gang may refer to besides.
+    offers: OnceLock<Offers>,
     /// The number of bodies that have come: progress.
     bodies: AtomicU64,
+}
+
+/// Pages whose bodies are here, in one file.
+#[derive(Debug)]
+pub struct Found<'a> {
+    /// The file, for a VMM to map.
+    pub pool: &'a File,
+    /// The pages, and where their bodies lie.
+    pub runs: Vec<PoolRun>,
 }
 
 /// A machine whose pages may have to wait for bodies.
@@ -117,7 +129,8 @@ impl Pool {
         let parts = (0..members).map(|_| None).collect();
         let state = State { parts, end: 0, waiting: HashMap::new() };
         let id = file::id(&file)?;
-        Ok(Arc::new(Self { file, id, reader, state: Mutex::new(state), bodies: AtomicU64::new(0) }))
+        let (state, offers, bodies) = (Mutex::new(state), OnceLock::new(), AtomicU64::new(0));
+        Ok(Arc::new(Self { file, id, reader, state, offers, bodies }))
     }
 
     /// Makes room for what a member shares.
@@ -219,11 +232,19 @@ impl Pool {
         machine: &Arc<dyn Waits>,
         chunk: ChunkIndex,
         references: &[References],
-    ) -> Result<Vec<PoolRun>, PoolError> {
+    ) -> Result<Vec<Found<'_>>, PoolError> {
         let mut state = self.lock();
-        let mut here: Vec<PoolRun> = Vec::new();
+        let mut here: Vec<Found> = Vec::new();
         let mut missing = Vec::new();
         for (page, origin) in references.iter().flat_map(|run| run.each()) {
+            if let Some(number) = origin.offer() {
+                match self.offers.get().and_then(|offers| offers.find(number)) {
+                    Some((pool, offset)) => found(&mut here, pool, page, offset),
+                    // Another daemon's process offered it, before this one was started.
+                    None => missing.push((page, origin)),
+                }
+                continue;
+            }
             let part = state.parts.get(usize::from(origin.member));
             let part = part.ok_or(PoolError::Peer("a reference to a member that the gang has not"))?;
             match part {
@@ -231,7 +252,7 @@ impl Pool {
                     return Err(PoolError::Peer("a reference to a page that its member has not"));
                 }
                 Some(part) if part.there.chunk(origin.page.chunk).contains(origin.page.page) => {
-                    add(&mut here, page, part.offset(origin.page));
+                    found(&mut here, &self.reader, page, part.offset(origin.page));
                 }
                 // The body, or the whole member, is still to come.
                 _ => missing.push((page, origin)),
@@ -243,6 +264,18 @@ impl Pool {
             state.waiting.entry(origin).or_default().push(waiter);
         }
         Ok(here)
+    }
+
+    /// Lets the gang refer to these pages, too; later offers change nothing.
+    pub fn offer(&self, offers: Offers) {
+        // A number that was named names one body for ever.
+        let _ = self.offers.set(offers);
+    }
+
+    /// What the gang may refer to besides what it sends.
+    #[must_use]
+    pub fn offers(&self) -> Option<&Offers> {
+        self.offers.get()
     }
 
     /// Forgets that this machine waits for anything.
@@ -300,6 +333,18 @@ impl Pool {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Adds a page to those of its file.
+fn found<'a>(here: &mut Vec<Found<'a>>, pool: &'a File, page: u8, offset: u64) {
+    let of_file = match here.iter().position(|found| std::ptr::eq(found.pool, pool)) {
+        Some(known) => known,
+        None => {
+            here.push(Found { pool, runs: Vec::new() });
+            here.len() - 1
+        }
+    };
+    add(&mut here[of_file].runs, page, offset);
 }
 
 /// Adds a page to the last run, or as a new one.

@@ -70,6 +70,34 @@ fn first_bytes(pool: &Pool, runs: &[PoolRun]) -> Vec<u8> {
     bytes
 }
 
+/// Where the bodies that these pages refer to lie in the gang's own pool.
+fn own(pool: &Pool, machine: &Arc<dyn Waits>, pages: &[(u8, u16, u8)]) -> Vec<PoolRun> {
+    let mut found = pool.find(machine, CHUNK, &refer(pages)).expect("the gang has them");
+    let Some(found) = found.pop() else { return Vec::new() };
+    assert!(std::ptr::eq(found.pool, pool.reader()));
+    found.runs
+}
+
+#[test]
+fn an_offered_page_is_found_in_its_file_and_one_that_nobody_offered_is_waited_for() {
+    let (pool, before) = (pool(1, &[0]), pool(1, &[0]));
+    put(&before, 0, &[7, 8]).unwrap();
+    put(&pool, 0, &[1]).unwrap();
+    pool.offer(Offers::new(&[before.file.try_clone().unwrap()]).unwrap());
+    pool.offer(Offers::default());
+    let own = Origin { member: 0, page: PageIndex { chunk: CHUNK, page: 1 } };
+    let pages = [(3, Origin::offered(0)), (4, Origin::offered(1)), (5, own), (6, Origin::offered(2))];
+    let (reader, _came) = machine();
+    let found = pool.find(&reader, CHUNK, &References::runs(pages)).unwrap();
+    let [offered, sent] = found.as_slice() else { panic!("two files: {found:?}") };
+    assert_eq!(offered.runs, [PoolRun { first: 3, pages: 2, offset: (1 << 20) + 7 * 4096 }]);
+    assert_eq!(sent.runs, [PoolRun { first: 5, pages: 1, offset: (1 << 20) + 4096 }]);
+    let mut body = [0; 1];
+    offered.pool.read_exact_at(&mut body, offered.runs[0].offset).unwrap();
+    assert_eq!((body[0], sent.pool.metadata().is_ok()), (7, true));
+    assert_eq!(pool.lock().waiting.len(), 1, "the offer of a daemon that has ended");
+}
+
 #[test]
 fn bodies_lie_where_their_origins_lie_in_their_machines_ram() {
     let pool = pool(2, &[1, 0]);
@@ -78,7 +106,7 @@ fn bodies_lie_where_their_origins_lie_in_their_machines_ram() {
     let at = |page: u64| (4 << 20) + (1 << 20) + page * 4096;
     assert_eq!(runs, [PoolRun { first: 3, pages: 2, offset: at(3) }, PoolRun { first: 9, pages: 1, offset: at(9) }]);
     let (reader, _) = machine();
-    let found = pool.find(&reader, CHUNK, &refer(&[(10, 0, 3), (11, 0, 4), (12, 0, 9)])).unwrap();
+    let found = own(&pool, &reader, &[(10, 0, 3), (11, 0, 4), (12, 0, 9)]);
     assert_eq!(found, [PoolRun { first: 10, pages: 2, offset: at(3) }, PoolRun { first: 12, pages: 1, offset: at(9) }]);
     assert_eq!(first_bytes(&pool, &found), [3, 4, 9]);
     assert!(pool.reader().write_at(&[1], at(3)).is_err(), "a VMM cannot write what others have in common");
@@ -89,7 +117,7 @@ fn a_page_whose_body_is_still_to_come_gets_it_when_it_comes_and_what_is_here_at_
     let pool = pool(3, &[0]);
     put(&pool, 0, &[1]).unwrap();
     let ((reader, came), (other, other_came)) = (machine(), machine());
-    let found = pool.find(&reader, CHUNK, &refer(&[(1, 0, 1), (2, 0, 2), (3, 0, 3), (5, 2, 5)])).unwrap();
+    let found = own(&pool, &reader, &[(1, 0, 1), (2, 0, 2), (3, 0, 3), (5, 2, 5)]);
     assert_eq!(first_bytes(&pool, &found), [1]);
     pool.find(&other, CHUNK, &refer(&[(7, 0, 3)])).unwrap();
     assert!(came.try_recv().is_err());
@@ -121,15 +149,16 @@ fn what_a_peer_cannot_mean_is_refused_and_changes_nothing() {
     let pool = pool(2, &[0]);
     put(&pool, 0, &[1]).unwrap();
     let (reader, _came) = machine();
-    let refused = |result: Result<Vec<PoolRun>, PoolError>| matches!(result, Err(PoolError::Peer(_)));
-    assert!(refused(put(&pool, 0, &[0, 1])), "a body that guests may have mapped comes again");
-    assert!(refused(put(&pool, 1, &[1])) && refused(put(&pool, 2, &[1])));
+    let refused = |result: Result<_, PoolError>| matches!(result, Err(PoolError::Peer(_)));
+    let refer_to = |references: &[References]| pool.find(&reader, CHUNK, references).map(drop);
+    assert!(refused(put(&pool, 0, &[0, 1]).map(drop)), "a body that guests may have mapped comes again");
+    assert!(refused(put(&pool, 1, &[1]).map(drop)) && refused(put(&pool, 2, &[1]).map(drop)));
     let outside = Origin { member: 0, page: PageIndex { chunk: ChunkIndex(4), page: 0 } };
-    assert!(refused(pool.find(&reader, CHUNK, &References::runs([(2, outside)]))));
-    assert!(refused(pool.find(&reader, CHUNK, &refer(&[(1, 0, 9), (2, 2, 1)]))));
+    assert!(refused(refer_to(&References::runs([(2, outside)]))));
+    assert!(refused(refer_to(&refer(&[(1, 0, 9), (2, 2, 1)]))));
     assert!(pool.lock().waiting.is_empty(), "it waits for nothing");
     let (reader, _came) = machine();
-    assert_eq!(first_bytes(&pool, &pool.find(&reader, CHUNK, &refer(&[(1, 0, 1)])).unwrap()), [1]);
+    assert_eq!(first_bytes(&pool, &own(&pool, &reader, &[(1, 0, 1)])), [1]);
     let layout = Layout::new(&[BlockSpec { id: "r".into(), bytes: 4096, page_bytes: 4096, path: String::new() }]);
     let layout = layout.unwrap();
     assert!(matches!(pool.enter(0, &layout), Err(PoolError::Peer(_))), "a member comes twice");

@@ -32,7 +32,7 @@ impl<'a> Target<'a> {
                     ram.discard(*chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
                 }
                 if let Some(Pooled { runs, pool }) = pooled {
-                    ram.share(*chunk, runs, pool.reader()).map_err(MigrateError::host("mapping shared pages"))?;
+                    ram.share(*chunk, runs, pool).map_err(MigrateError::host("mapping shared pages"))?;
                 }
                 bodies.iter().try_for_each(|(pages, bodies)| {
                     ram.write(*chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))

@@ -85,7 +85,10 @@ pub fn give_back(known: &[u32], device: (u32, u32), held: impl Fn(FileId) -> boo
 }
 
 /// The pools of this device that these processes map, each opened.
-fn pools_of(pids: &[u32], device: (u32, u32)) -> io::Result<HashMap<FileId, File>> {
+///
+/// # Errors
+/// A process cannot be looked into, or a pool cannot be opened.
+pub fn pools_of(pids: &[u32], device: (u32, u32)) -> io::Result<HashMap<FileId, File>> {
     let mut pools: HashMap<FileId, Option<File>> = HashMap::new();
     for &pid in pids {
         let Some(areas) = unless_gone(Areas::of(pid, EVERYWHERE))? else { continue };

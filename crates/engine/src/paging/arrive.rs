@@ -49,8 +49,8 @@ impl Pager {
         if let Some(Pooled { runs, pool }) = pooled {
             let wanted = claim.pages.without(&unwanted);
             let runs: Vec<_> = runs.iter().flat_map(|run| run.within(&wanted)).collect();
-            self.note_pooled(chunk, &runs, pool.reader())?;
-            let installed = self.ram.install_shared(chunk, &runs, pool.reader());
+            self.note_pooled(chunk, &runs, pool)?;
+            let installed = self.ram.install_shared(chunk, &runs, pool);
             installed.map_err(MigrateError::host("mapping shared pages"))?;
             shown = shown.or(&PoolRun::pages(&runs));
         }

@@ -31,21 +31,21 @@ use super::copies::Copies;
 use super::select::Selected;
 use super::sent::Last;
 use crate::memory::Memory;
+use crate::name::{Key, Name, name};
 
-/// The bytes of a digest that are kept. Nobody without the key can look for collisions, and by accident they take 2^64
-/// different bodies.
-const DIGEST_BYTES: usize = 16;
-
-type Digest = [u8; DIGEST_BYTES];
+/// The most offered pages that a gang takes note of.
+const MAX_OFFERED: usize = 1 << 21;
 
 /// Machines of one trust group that leave for one destination together, and what they have sent of what they share.
 #[derive(Debug)]
 pub struct Gang {
     /// What the destination must know of it.
     pub spec: GangSpec,
-    /// The key of its digests, drawn at random: no guest knows it, and no other gang has it.
-    key: [u8; 32],
-    names: Mutex<HashMap<Digest, Origin>>,
+    /// The key of its names, drawn at random: no guest knows it, and no other gang has it.
+    key: Key,
+    names: Mutex<HashMap<Name, Origin>>,
+    /// The number of pages that the destination has offered, once it was asked.
+    offered: Mutex<Option<usize>>,
 }
 
 impl Gang {
@@ -61,14 +61,41 @@ impl Gang {
             *half = random_u128().to_ne_bytes();
         }
         let spec = GangSpec { id: random_u128(), group: group.into(), members, bytes };
-        Arc::new(Self { spec, key, names: Mutex::default() })
+        Arc::new(Self { spec, key, names: Mutex::default(), offered: Mutex::default() })
     }
 
-    fn digest(&self, body: &[u8; PAGE_BYTES]) -> Digest {
-        *blake3::keyed_hash(&self.key, body).as_bytes().first_chunk().expect("it has 32 bytes")
+    /// Asks the destination, where no member has yet, which bodies the gang can refer to without sending them. `ask`
+    /// asks for the names from a number on, and gets none where there are no more.
+    ///
+    /// The destination is asked once. A daemon that was started again there offers nothing: pages that refer to offers
+    /// of the one before are asked for, and go with their bodies.
+    ///
+    /// # Errors
+    /// That of `ask`: then nothing is known to be offered.
+    pub fn take_offers<E>(&self, mut ask: impl FnMut(&Key, u32) -> Result<Vec<Name>, E>) -> Result<(), E> {
+        let mut offered = self.offered.lock().unwrap_or_else(PoisonError::into_inner);
+        if offered.is_some() {
+            return Ok(());
+        }
+        let mut names: Vec<Name> = Vec::new();
+        while names.len() < MAX_OFFERED {
+            let more = ask(&self.key, names.len() as u32)?;
+            if more.is_empty() {
+                break;
+            }
+            names.extend(more);
+        }
+        *offered = Some(names.len());
+        self.names().extend(names.into_iter().zip(0..).map(|(name, number)| (name, Origin::offered(number))));
+        Ok(())
     }
 
-    fn names(&self) -> MutexGuard<'_, HashMap<Digest, Origin>> {
+    /// Whether the destination has offered anything.
+    fn has_offers(&self) -> bool {
+        self.offered.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|pages| pages > 0)
+    }
+
+    fn names(&self) -> MutexGuard<'_, HashMap<Name, Origin>> {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -87,9 +114,10 @@ pub struct Member {
 enum Sight {
     /// Nobody has sent it. This page is its origin from now on.
     First,
-    /// It was sent as this page.
+    /// It was sent as this page, or the destination has offered it.
     Again(Origin),
-    /// Nobody has sent it, and this page is another body's origin: it goes as a page that nobody shares.
+    /// Nobody has sent it, and it goes as a page that nobody shares: this page is another body's origin, or does not
+    /// look shared.
     Unnamed,
 }
 
@@ -135,7 +163,9 @@ impl Member {
             return Ok(None);
         }
         let shared = ram.shared_in(chunk)?.and(&selected.full);
-        if shared.is_empty() {
+        // What was offered may be what this machine alone has here.
+        let offers = self.gang.has_offers();
+        if shared.is_empty() && !offers {
             return Ok(None);
         }
         let (mut pooled, mut references) = (PageSet::EMPTY, Vec::new());
@@ -145,8 +175,9 @@ impl Member {
         copies.take_out(|at, body| {
             let page = pages[at];
             // What the destination has missed once goes with its body.
-            let named = shared.contains(page) && held[at] != Last::Unknown;
-            match named.then(|| self.sight(PageIndex { chunk, page }, body)) {
+            let looks_shared = shared.contains(page);
+            let named = (looks_shared || offers) && held[at] != Last::Unknown;
+            match named.then(|| self.sight(PageIndex { chunk, page }, body, looks_shared)) {
                 Some(Sight::Again(origin)) => {
                     references.push((page, origin));
                     return true;
@@ -177,18 +208,21 @@ impl Member {
         self.gang.names().retain(|_, origin| origin.member != self.index);
     }
 
-    fn sight(&self, page: PageIndex, body: &[u8; PAGE_BYTES]) -> Sight {
-        let digest = self.gang.digest(body);
+    fn sight(&self, page: PageIndex, body: &[u8; PAGE_BYTES], looks_shared: bool) -> Sight {
+        let name = name(&self.gang.key, body);
         let mut names = self.gang.names();
-        if let Some(origin) = names.get(&digest) {
+        if let Some(origin) = names.get(&name) {
             return Sight::Again(*origin);
+        }
+        if !looks_shared {
+            return Sight::Unnamed;
         }
         let mut origins = self.origins.lock().unwrap_or_else(PoisonError::into_inner);
         if origins.chunk(page.chunk).contains(page.page) {
             return Sight::Unnamed;
         }
         origins.insert(page);
-        names.insert(digest, Origin { member: self.index, page });
+        names.insert(name, Origin { member: self.index, page });
         Sight::First
     }
 }

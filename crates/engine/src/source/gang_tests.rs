@@ -96,6 +96,34 @@ fn a_page_that_was_written_is_named_by_what_it_holds_now_and_is_an_origin_once()
 }
 
 #[test]
+fn what_the_destination_has_already_goes_as_a_reference_also_where_it_is_nobody_elses_here() {
+    let gang = Gang::new("g", 1, 0);
+    let a = machine(&gang, 0);
+    let names = |bytes: &[u8]| bytes.iter().map(|byte| name(&gang.key, &[*byte; PAGE_BYTES])).collect::<Vec<_>>();
+    let broken = gang.take_offers(|_, first| if first == 0 { Ok(names(&[9])) } else { Err("the link") });
+    assert_eq!(broken, Err("the link"));
+    a.write(1, 9);
+    assert_eq!(a.round(&[1]), (vec![1], vec![], vec![]), "what was half told is not believed");
+    let mut asked = Vec::new();
+    let offer = |key: &Key, first| {
+        assert_eq!(key, &gang.key);
+        asked.push(first);
+        Ok::<_, ()>(if first == 0 { names(&[1, 2]) } else { names(&[3])[first as usize - 2..].to_vec() })
+    };
+    gang.take_offers(offer).unwrap();
+    assert_eq!(asked, [0, 2, 3]);
+    gang.take_offers(|_, _| Err("it is asked once")).unwrap();
+    for (page, byte) in [(2, 3), (3, 4), (200, 2), (201, 4), (202, 5)] {
+        a.write(page, byte);
+    }
+    let references = vec![(2, Origin::offered(2)), (200, Origin::offered(1)), (201, origin(0, 3))];
+    assert_eq!(a.round(&[2, 3, 200, 201, 202]), (vec![3], references, vec![202]));
+    a.member.give_up();
+    a.write(9, 1);
+    assert_eq!(a.round(&[9]).1, [(9, Origin::offered(0))], "what is there stays there");
+}
+
+#[test]
 fn what_was_missed_once_comes_with_its_body() {
     let gang = Gang::new("g", 1, 0);
     let a = machine(&gang, 0);
@@ -123,7 +151,7 @@ fn a_member_that_fails_takes_its_names_back() {
 fn digests_of_two_gangs_have_nothing_in_common() {
     let gangs = [Gang::new("g", 1, 0), Gang::new("g", 1, 0)];
     assert!(gangs[0].spec.id != gangs[1].spec.id && gangs[0].key != gangs[1].key);
-    assert_ne!(gangs[0].digest(&[1; PAGE_BYTES]), gangs[1].digest(&[1; PAGE_BYTES]));
+    assert_ne!(name(&gangs[0].key, &[1; PAGE_BYTES]), name(&gangs[1].key, &[1; PAGE_BYTES]));
 }
 
 /// A frame is merged after its first sight, and its number is used for another page at the next: what names bodies by
@@ -139,8 +167,8 @@ fn a_frame_that_is_used_again_between_two_looks_changes_no_reference() {
         a.write(1, 1);
         b.write(2, 2);
         if by_frame {
-            assert_eq!(a.member.sight(PageIndex { chunk: CHUNK, page: 1 }, &frame), Sight::First);
-            let again = b.member.sight(PageIndex { chunk: CHUNK, page: 2 }, &frame);
+            assert_eq!(a.member.sight(PageIndex { chunk: CHUNK, page: 1 }, &frame, true), Sight::First);
+            let again = b.member.sight(PageIndex { chunk: CHUNK, page: 2 }, &frame, true);
             wrong.store(again == Sight::Again(origin(0, 1)), Ordering::Relaxed);
         } else {
             assert_eq!(a.round(&[1]).0, [1]);

@@ -125,9 +125,20 @@ impl Link {
         }
         let request = Request::Join { gang: Box::new(gang.spec.clone()), member };
         match self.control.ask(&request, REPLY_TIMEOUT)? {
-            Reply::Joined => Ok(true),
+            Reply::Joined => self.take_offers(gang).map(|()| true),
             _ => Err(MigrateError::Reply("another reply than a yes or no to a gang")),
         }
+    }
+
+    /// Asks which bodies are there already.
+    fn take_offers(&mut self, gang: &Gang) -> Result<(), MigrateError> {
+        if !self.control.features().contains(Features::OFFERS) {
+            return Ok(());
+        }
+        gang.take_offers(|key, first| match self.control.ask(&Request::Offers { key: *key, first }, REPLY_TIMEOUT)? {
+            Reply::Offered(names) => Ok(names),
+            _ => Err(MigrateError::Reply("another reply than the pages that are offered")),
+        })
     }
 
     /// Opens a connection that carries pages.
