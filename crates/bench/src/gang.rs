@@ -61,13 +61,15 @@ impl Mover {
     }
 }
 
-/// Brings up the lab of a gang: its hosts' daemons let KSM merge the gang's pages, and move `guests` at once.
+/// Brings up the lab of a gang: its hosts' daemons let KSM merge the gang's pages, offer what they have in pools, and
+/// move `guests` at once.
 ///
 /// # Errors
 /// As [`Lab::up`].
 pub fn lab(config: LabConfig, guests: usize) -> Result<Lab> {
     let mut lab = Lab::up(LabConfig { daemons: false, ..config })?;
-    let text = format!("ksm_group = \"{GROUP}\"\nmax_outgoing = {guests}\nmax_incoming = {guests}\n");
+    let text =
+        format!("ksm_group = \"{GROUP}\"\noffer_pools = true\nmax_outgoing = {guests}\nmax_incoming = {guests}\n");
     for name in lab.state().hosts.clone() {
         let file = lab.host(&name)?.directory.join("more.toml");
         std::fs::write(&file, &text).context(|| format!("writing {}", file.display()))?;

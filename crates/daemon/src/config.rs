@@ -54,6 +54,7 @@ struct File {
     max_incoming: Option<usize>,
     ksm_group: Option<String>,
     unshare_reserve: Option<u8>,
+    offer_pools: Option<bool>,
     memory_floor: Option<String>,
     tls: Option<Tls>,
     #[serde(default)]
@@ -106,6 +107,9 @@ pub struct Config {
     /// What is kept free for guests that write what they share: percent of all that machines of this host may have in
     /// common. No machine is accepted that would take it.
     pub unshare_reserve: u8,
+    /// Whether machines that come may share with those of their trust group that are here already. Whoever may send a
+    /// machine can find out by it which contents these have in their pools.
+    pub offer_pools: bool,
     /// The free memory, bytes, below which guests are stopped that write what they share; 0 for never.
     pub memory_floor_bytes: u64,
     /// The files that connections to other daemons are encrypted with; without them connections are plain.
@@ -212,6 +216,7 @@ impl Config {
             max_incoming: file.max_incoming.unwrap_or(4),
             ksm_group: file.ksm_group,
             unshare_reserve: file.unshare_reserve.unwrap_or(10),
+            offer_pools: file.offer_pools.unwrap_or(false),
             memory_floor_bytes: file.memory_floor.map_or(Ok(64 << 20), |floor| floor_bytes(&floor))?,
             tls: file.tls.map(Files::from),
             test_trust_first_look: file.test_trust_first_look,
@@ -271,6 +276,7 @@ mod tests {
         assert_eq!(config.api, Path::new("/run/sterna/sternad.sock"));
         assert_eq!(config.listen, None);
         assert_eq!((config.max_outgoing, config.max_incoming, config.unshare_reserve), (2, 4, 10));
+        assert!(!config.offer_pools, "sharing with those that are here is asked for");
     }
 
     #[test]

@@ -98,6 +98,7 @@ impl Daemon {
             pools: Arc::new(Pools::new(state.ram())),
             max_incoming: config.max_incoming,
             unshare_reserve: config.unshare_reserve,
+            offer_pools: config.offer_pools,
             qemu: config.qemu.clone(),
         };
         let adoptions = Adoptions::new(care.clone(), Arc::clone(&state));

@@ -51,7 +51,13 @@ fn whoever_of_a_gang_does_not_arrive_costs_itself_alone() {
     site.are_well(&all);
     // What was to come with it is not waited for: it comes alone.
     let hosts = ["a", "b"].map(|name| site.lab.host(name).expect("a host"));
-    cli::ask(hosts[0], &["migrate", "g0", "--to", &hosts[1].listen()]).expect(0, &[]);
+    let answer = cli::ask(hosts[0], &["migrate", "g0", "--to", &hosts[1].listen(), "--verify", "--json", "-"]);
+    let report: serde_json::Value = serde_json::from_str(&answer.stdout).expect("a report");
+    assert_eq!(report["verify"]["mismatches"], 0, "{report:#}");
+    // It shares with those that are there: of a guest of its own it has some 2,000 pages at most.
+    let pages = |name: &str| report["pages"][name].as_u64().unwrap_or(0);
+    println!("it refers to {} pages and sends {}", pages("shared_reference"), pages("sent"));
+    assert!(pages("shared_reference") > 1000, "{report:#}");
     site.are_well(&all);
     let ended = site.disturbed(&all, ["b", "a"], |from| {
         let shown = cli::ask(from, &["show", "g1", "--json"]);

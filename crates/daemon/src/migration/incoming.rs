@@ -52,6 +52,8 @@ pub struct Destination {
     pub max_incoming: usize,
     /// Percent of what machines here may have in common that is kept free for them.
     pub unshare_reserve: u8,
+    /// Whether gangs may refer to what machines of their trust group have here in pools.
+    pub offer_pools: bool,
     /// The QEMU of the configuration.
     pub qemu: Option<PathBuf>,
 }
@@ -89,6 +91,21 @@ impl DestinationHost for Destination {
 
     fn pool(&self, gang: &GangSpec, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
         self.pools.of(gang, from, &|| self.free_bytes(), &|name| self.taken_bytes(name))
+    }
+
+    fn offer(&self, group: &str, pool: &Arc<Pool>) -> std::io::Result<()> {
+        if !self.offer_pools || pool.offers().is_some() {
+            return Ok(());
+        }
+        let processes: Vec<u32> = {
+            let table = self.care.machines.table();
+            let records = table.values().filter_map(|entry| entry.record.as_ref());
+            let of_group = |record: &&VmRecord| {
+                record.memory_mode == MemoryMode::Private && record.trust_group.as_deref() == Some(group)
+            };
+            records.filter(of_group).map(|record| record.process.pid).collect()
+        };
+        self.pools.offer(pool, &processes)
     }
 
     fn room_bytes(&self) -> u64 {

@@ -6,15 +6,19 @@
 //! memory.
 
 use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Mode, OFlags};
 use sterna_api::{Blame, Code, Problem};
+use sterna_engine::destination::offers::Offers;
 use sterna_engine::destination::pool::Pool;
+use sterna_engine::memory::unneeded;
 use sterna_protocol::spec::GangSpec;
-use sterna_sys::file::FileId;
+use sterna_sys::file::{self, FileId};
 
 use super::prechecks::check_room;
 use crate::problems::host;
@@ -37,6 +41,8 @@ pub struct Pools {
     gangs: Mutex<HashMap<Key, Entry>>,
     /// How long they wait for members.
     wait: Duration,
+    /// Held while pages of pools are given back: what is offered meanwhile could be among them.
+    giving_back: Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -53,7 +59,7 @@ impl Pools {
     /// No pools yet; their files will lie in this directory's file system.
     #[must_use]
     pub fn new(dir: PathBuf) -> Self {
-        Self { dir, gangs: Mutex::default(), wait: WAIT }
+        Self { dir, gangs: Mutex::default(), wait: WAIT, giving_back: Mutex::default() }
     }
 
     /// The directory on whose file system they lie.
@@ -65,7 +71,32 @@ impl Pools {
     /// Whether machines may still be given pages of this pool. Once that is not so, it never is again.
     #[must_use]
     pub fn holds(&self, pool: FileId) -> bool {
-        self.wanted().values().any(|entry| entry.pool.id() == pool)
+        let held =
+            |entry: &Entry| entry.pool.id() == pool || entry.pool.offers().is_some_and(|offers| offers.are_of(pool));
+        self.wanted().values().any(held)
+    }
+
+    /// Nothing is offered until the guard is dropped.
+    pub fn giving_back(&self) -> MutexGuard<'_, ()> {
+        self.giving_back.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Offers a gang what lies in the pools that these processes map. Pools that machines are on their way to are left
+    /// out: a body of theirs may be half written.
+    ///
+    /// # Errors
+    /// A process cannot be looked into, or a pool cannot be opened.
+    pub fn offer(&self, pool: &Pool, processes: &[u32]) -> io::Result<()> {
+        let _nothing_goes = self.giving_back();
+        if pool.offers().is_some() {
+            return Ok(());
+        }
+        let device = file::id(File::open(&self.dir)?)?.device;
+        let found = unneeded::pools_of(processes, device)?;
+        let held = |id: &FileId| self.wanted().values().any(|entry| entry.pool.id() == *id);
+        let files: Vec<File> = found.into_iter().filter(|(id, _)| !held(id)).map(|(_, file)| file).collect();
+        pool.offer(Offers::new(&files)?);
+        Ok(())
     }
 
     /// Looks which gangs are still on their way. To be called again and again: a gang is quiet from the first look on
@@ -166,7 +197,8 @@ fn promised(gangs: &HashMap<Key, Entry>, taken: &dyn Fn(&str) -> u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use sterna_protocol::layout::Layout;
+    use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
+    use sterna_protocol::pages::PageSet;
     use sterna_protocol::spec::BlockSpec;
 
     use super::*;
@@ -218,6 +250,31 @@ mod tests {
         assert!(problem.message.contains("a gang of 2"), "{}", problem.message);
         pool(&pools, &gang(2, "g", 2, 100 << 20), None).expect("room for both");
         assert!(pool(&pools, &gang(3, "g", 2, u64::MAX), None).is_err());
+    }
+
+    #[test]
+    fn what_is_offered_is_held_and_a_pool_that_is_being_filled_is_not_offered() {
+        let (_dir, pools) = pools();
+        let (filled, comes) = (pool(&pools, &gang(1, "g", 1, 0), None), pool(&pools, &gang(2, "g", 1, 0), None));
+        let (filled, comes) = (filled.expect("a pool"), comes.expect("a pool"));
+        let layout = layout();
+        filled.enter(0, &layout).expect("its member");
+        filled.put(0, ChunkIndex(0), &PageSet::first(1), &[&[7; PAGE_BYTES]]).expect("a body");
+        let guest = sterna_sys::map::PrivateMapping::new(1 << 20).expect("a mapping");
+        guest.lay(0, filled.reader(), 0..1 << 20).expect("laid");
+        let me = [std::process::id()];
+        pools.offer(&comes, &me).expect("nothing");
+        assert_eq!(comes.offers().map(Offers::pages), Some(0), "somebody may be writing a body");
+        let later = pool(&pools, &gang(3, "g", 1, 0), None).expect("a pool");
+        let id = filled.id();
+        drop(filled);
+        assert!(!pools.holds(id));
+        pools.offer(&later, &me).expect("offers");
+        assert_eq!(later.offers().map(Offers::pages), Some(1));
+        assert!(pools.holds(id), "or what was offered would be given back");
+        later.enter(0, &layout).expect("its member");
+        drop((later, guest));
+        assert!(!pools.holds(id));
     }
 
     /// Seen to fail: a gang whose last member never came was promised its memory for ten minutes.

@@ -59,5 +59,6 @@ fn sweep(machines: &Machines, pools: &Pools) -> io::Result<u64> {
         return Ok(0);
     }
     let device = file::id(File::open(pools.dir())?)?.device;
+    let _nothing_is_offered = pools.giving_back();
     unneeded::give_back(&processes, device, |pool| pools.holds(pool))
 }
