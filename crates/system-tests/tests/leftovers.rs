@@ -111,7 +111,9 @@ fn a_machine_that_is_stopped_leaves_nothing_on_any_host_it_was_on() {
     site.checker_is_well();
     // The guest switches itself off when asked. On a busy machine that takes longer than a daemon waits.
     site.eventually("it is switched off", || {
-        cli::ask(site.here(), &["stop", &name]).code == 0 || site.state_at(site.names().0) == "none"
+        let answer = cli::ask(site.here(), &["stop", &name]);
+        print!("{}", answer.stderr);
+        answer.code == 0 || site.state_at(site.names().0) == "none"
     });
     for host in ["a", "b"] {
         site.eventually("it is gone", || site.qemu_at(host).is_none() && site.state_at(host) == "none");
