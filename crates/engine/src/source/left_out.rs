@@ -6,7 +6,7 @@
 //! it.
 
 use sterna_introspect::PageTables;
-use sterna_protocol::layout::Layout;
+use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::throughput::Speed;
 
@@ -81,6 +81,11 @@ impl LeftOut {
     #[must_use]
     pub fn pages(&self) -> &PageMap {
         &self.pages
+    }
+
+    /// Leaves out pages again that a collection has taken out without need.
+    pub fn leave_out_again(&mut self, chunk: ChunkIndex, pages: &PageSet) {
+        self.pages.insert_all(chunk, pages);
     }
 
     /// The account of the looks.

@@ -7,7 +7,8 @@ use sterna_api::options::HotPages as HotPagesOption;
 use sterna_api::{MigrateOptions, report};
 use sterna_introspect::PageTables;
 use sterna_protocol::frame::Digester;
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex};
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::throughput::{Sample, Throughput};
 
 use super::encode::Encoding;
@@ -233,6 +234,43 @@ impl<'a> Rounds<'a> {
             self.outstanding.insert_all(chunk, &changed);
         }
         Ok(())
+    }
+
+    /// Collects, with the guest stopped, the pages that the VMM has written since the last collection; the others stay
+    /// as they were. Pages in `moving` are on their way by themselves, and are collected however they look.
+    ///
+    /// The kernel makes pages look written, too: KSM exchanges a page's frame for another of the same content. So a page
+    /// counts as written where its content is not what the destination has. Of a page that the guest holds free that
+    /// cannot be told, because it was never read: there, one whose frame is merged is not written. For it to be both, the
+    /// VMM would have to write memory that nobody owns, and KSM to look at it twice and merge it within this pause.
+    ///
+    /// # Errors
+    /// As [`collect`](Self::collect); or the RAM cannot be looked at.
+    pub fn collect_late(&mut self, tracker: &mut dyn Tracker, moving: &PageMap) -> Result<(), MigrateError> {
+        let free = self.free().clone();
+        self.collect(tracker)?;
+        for chunk in self.ram.layout().iter() {
+            let late = self.written.chunk(chunk).without(moving.chunk(chunk));
+            if late.is_empty() {
+                continue;
+            }
+            let other = PageSet::first(CHUNK_PAGES).without(&late);
+            let changed = changed_untracked(self.ram, &self.sent, chunk, &other)
+                .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+            let still_free = changed.and(free.chunk(chunk)).and(&self.merged(chunk)?);
+            let outstanding = self.outstanding.chunk_mut(chunk);
+            *outstanding = outstanding.without(&late).or(&changed.without(&still_free));
+            self.left_out.leave_out_again(chunk, &still_free);
+        }
+        Ok(())
+    }
+
+    /// The pages of a chunk whose frames others have, too.
+    ///
+    /// # Errors
+    /// The kernel does not tell.
+    pub fn merged(&self, chunk: ChunkIndex) -> Result<PageSet, MigrateError> {
+        self.ram.shared_in(chunk).map_err(MigrateError::host("looking for merged pages of the guest's RAM"))
     }
 
     /// Sends the outstanding pages while the guest runs, and waits until they have arrived. Pages whose bodies the

@@ -86,11 +86,12 @@ impl Pending {
         (state.left, state.pages) = (pages.len(), pages);
     }
 
-    /// How many of these pages are not pending, because they were taken already or never there.
+    /// Those of these pages that are not pending, because they were taken already or never there.
     #[must_use]
-    pub fn not_in(&self, pages: &PageMap) -> u64 {
-        let state = self.lock();
-        self.layout.iter().map(|chunk| pages.chunk(chunk).without(state.pages.chunk(chunk)).len() as u64).sum()
+    pub fn not_in(&self, pages: &PageMap) -> PageMap {
+        let mut gone = pages.clone();
+        gone.take_out(&self.lock().pages);
+        gone
     }
 
     /// How many pages nobody has taken yet.

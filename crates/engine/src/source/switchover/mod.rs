@@ -31,6 +31,7 @@ use std::time::Instant;
 use sterna_api::units::milliseconds as ms;
 use sterna_api::{Phase, report};
 use sterna_protocol::message::Request;
+use sterna_protocol::pages::PageMap;
 
 use self::stop::{DEVICE_TIMEOUT, pause_ms, stop};
 use super::departure::Departure;
@@ -101,7 +102,7 @@ fn load(
     // Nothing writes RAM any more: the guest is stopped, its I/O drained, its devices saved. A page that was written
     // since the last look comes too late: the destination releases the devices' state once the last pages are in place,
     // and may have loaded from the old page. In the runs seen there was no such page.
-    rounds.collect(*tracker)?;
+    rounds.collect_late(*tracker, &PageMap::empty(rounds.ram.layout()))?;
     if rounds.left() > 0 {
         return Err(MigrateError::WrittenWhileSaving(rounds.left()));
     }

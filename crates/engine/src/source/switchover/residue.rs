@@ -21,6 +21,7 @@ use sterna_api::units::milliseconds as ms;
 use sterna_introspect::PageTables;
 use sterna_protocol::layout::{ChunkIndex, LayoutError};
 use sterna_protocol::message::Request;
+use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 
 use super::stop::{DEVICE_TIMEOUT, pause_ms, stop};
@@ -40,6 +41,8 @@ use crate::transport::control::REPLY_TIMEOUT;
 struct Asked {
     load: Request,
     residue: Residue,
+    /// The residue's pages.
+    pages: PageMap,
 }
 
 /// Stops the guest and brings its devices and the residue to the destination. The residue's pages are `pending` before
@@ -69,11 +72,11 @@ pub(super) fn load(
     });
     let asked = asked?;
     saved.map_err(|_| MigrateError::Bug("the thread that saves the devices broke off"))??;
-    rounds.collect(*tracker)?;
+    rounds.collect_late(*tracker, &asked.pages)?;
     // Those of them that are still pending go as they are now, free or not. The set changes before the look at what is
     // pending: a page that was taken as free by then is not pending, and fails the switchover.
     begun.work.set_free(rounds.free().clone());
-    let seen = begun.pending.not_in(&rounds.take_residue());
+    let seen = seen(rounds, begun, &asked.pages)?;
     if seen > 0 {
         return Err(MigrateError::WrittenWhileSaving(seen));
     }
@@ -92,6 +95,19 @@ pub(super) fn load(
     };
     let verify = report::Verify::default();
     Ok(Loaded { stop: stopped.stop, downtime, verify, residue: Some(asked.residue), loaded_us: now_us() })
+}
+
+/// How many of the pages that were collected last the destination may have seen as they were before: those that are
+/// not pending. A page of the residue that went meanwhile was not written where its frame is merged: the VMM's write
+/// would have made it a page of its own, and KSM merges what stays the same from one of its scans to the next.
+fn seen(rounds: &mut Rounds, begun: &Begun, residue: &PageMap) -> Result<u64, MigrateError> {
+    let gone = begun.pending.not_in(&rounds.take_residue());
+    let mut seen = 0;
+    for (chunk, pages) in gone.iter().filter(|(_, pages)| !pages.is_empty()) {
+        let merged = rounds.merged(chunk)?.and(residue.chunk(chunk));
+        seen += pages.without(&merged).len() as u64;
+    }
+    Ok(seen)
 }
 
 /// Tells the destination which pages are still to come, and makes it load the devices.
@@ -117,14 +133,14 @@ fn leave(
         residue::part(&map, layout, ChunkIndex(part.first.0 + part.chunks))
     });
     let mut parts: Vec<_> = parts.collect();
-    let (pages, bytes) = (map.len(), parts.iter().map(|part| part.bits.len() as u64).sum());
+    let (count, bytes) = (map.len(), parts.iter().map(|part| part.bits.len() as u64).sum());
     begun.work.set_free(rounds.free().clone());
-    begun.pending.fill(map);
+    begun.pending.fill(map.clone());
     let last = parts.pop().ok_or(LayoutError::Blocks(0))?;
     for part in parts {
         link.control.ask(&Request::Residue(part), REPLY_TIMEOUT)?;
     }
     let load = Request::LoadPostcopy(last);
     link.control.send(&load)?;
-    Ok(Asked { load, residue: Residue { pages, bytes, took: began.elapsed() } })
+    Ok(Asked { load, residue: Residue { pages: count, bytes, took: began.elapsed() }, pages: map })
 }
