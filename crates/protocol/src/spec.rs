@@ -64,4 +64,16 @@ pub struct GangSpec {
     /// RAM the host has given memory for, for all of them together, bytes: what they share counts once. It is what the
     /// destination must have room for.
     pub bytes: u64,
+    /// What each member shares, in the members' order; none where that is not known.
+    pub shared: Vec<SharedPages>,
+}
+
+/// How the pages lie that a machine shares with its gang.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SharedPages {
+    /// How many there are.
+    pub pages: u64,
+    /// How many mappings of a process they take where they go: one for each run of pages whose bodies are neighbours as
+    /// well, and one for what lies between two runs.
+    pub mappings: u64,
 }

@@ -13,9 +13,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Mode, OFlags};
+use sterna_api::units::show_size;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::destination::offers::Offers;
 use sterna_engine::destination::pool::Pool;
+use sterna_engine::memory::room::copied_bytes;
 use sterna_engine::memory::unneeded;
 use sterna_protocol::spec::GangSpec;
 use sterna_sys::file::{self, FileId};
@@ -43,12 +45,16 @@ pub struct Pools {
     wait: Duration,
     /// Held while pages of pools are given back: what is offered meanwhile could be among them.
     giving_back: Mutex<()>,
+    /// How many mappings a machine may have for what it shares.
+    mappings: fn() -> io::Result<u64>,
 }
 
 #[derive(Debug)]
 struct Entry {
     pool: Arc<Pool>,
     spec: GangSpec,
+    /// The memory, bytes, that its members need together here.
+    bytes: u64,
     /// The members that have begun to come.
     names: HashSet<String>,
     /// Since when nobody of the gang has been on its way, as far as anybody has looked.
@@ -59,7 +65,8 @@ impl Pools {
     /// No pools yet; their files will lie in this directory's file system.
     #[must_use]
     pub fn new(dir: PathBuf) -> Self {
-        Self { dir, gangs: Mutex::default(), wait: WAIT, giving_back: Mutex::default() }
+        let mappings = sterna_engine::memory::room::for_newcomer;
+        Self { dir, gangs: Mutex::default(), wait: WAIT, giving_back: Mutex::default(), mappings }
     }
 
     /// The directory on whose file system they lie.
@@ -166,14 +173,36 @@ impl Pools {
             return Err(Problem::new(Code::NoSharing, Blame::Host, message));
         }
         let room_bytes = room_bytes.saturating_sub(promised(&gangs, taken));
-        check_room(&format!("a gang of {}", gang.members), gang.bytes, room_bytes)?;
+        let bytes = self.needed_bytes(gang, room_bytes)?;
         let unnamed = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         let file = rustix::fs::open(&self.dir, unnamed, Mode::RUSR | Mode::WUSR);
         let pool = file.map_err(std::io::Error::from).and_then(|file| Pool::new(file.into(), gang.members));
         let pool = pool.map_err(|error| host("the gang's pool cannot be made", &error))?;
-        let entry = Entry { pool: Arc::clone(&pool), spec: gang.clone(), names: HashSet::new(), quiet: None };
+        let entry = Entry { pool: Arc::clone(&pool), spec: gang.clone(), bytes, names: HashSet::new(), quiet: None };
         gangs.insert(key, entry);
         Ok(pool)
+    }
+
+    /// The memory, bytes, that a gang needs here: what it has, and copies of shared pages that lie in more pieces than a
+    /// process may have mappings.
+    ///
+    /// # Errors
+    /// There is less room than that.
+    fn needed_bytes(&self, gang: &GangSpec, room_bytes: u64) -> Result<u64, Problem> {
+        let mappings = (self.mappings)().map_err(|error| host("vm.max_map_count cannot be read", &error))?;
+        let copied = copied_bytes(&gang.shared, mappings);
+        let bytes = gang.bytes.saturating_add(copied);
+        let checked = check_room(&format!("a gang of {}", gang.members), bytes, room_bytes);
+        if copied == 0 {
+            return checked.map(|()| bytes);
+        }
+        let copied = show_size(copied);
+        tracing::warn!(group = gang.group, copied, "a gang shares more pieces than vm.max_map_count lets it map here");
+        let hint = format!(
+            "{copied} of that are shared pages that must be copied: they lie in more pieces than a process may have \
+             mappings. Raise vm.max_map_count on this host, make room on it, or choose another"
+        );
+        checked.map(|()| bytes).map_err(|problem| problem.hint(hint))
     }
 }
 
@@ -190,7 +219,7 @@ fn known(gangs: &HashMap<Key, Entry>, key: &Key, gang: &GangSpec) -> Result<Opti
 fn promised(gangs: &HashMap<Key, Entry>, taken: &dyn Fn(&str) -> u64) -> u64 {
     let still = |entry: &Entry| {
         let own: u64 = entry.names.iter().map(|name| taken(name)).sum();
-        entry.spec.bytes.saturating_sub(own.saturating_add(entry.pool.allocated_bytes()))
+        entry.bytes.saturating_sub(own.saturating_add(entry.pool.allocated_bytes()))
     };
     gangs.values().map(still).fold(0, u64::saturating_add)
 }
@@ -199,7 +228,7 @@ fn promised(gangs: &HashMap<Key, Entry>, taken: &dyn Fn(&str) -> u64) -> u64 {
 mod tests {
     use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
     use sterna_protocol::pages::PageSet;
-    use sterna_protocol::spec::BlockSpec;
+    use sterna_protocol::spec::{BlockSpec, SharedPages};
 
     use super::*;
 
@@ -210,7 +239,7 @@ mod tests {
     }
 
     fn gang(id: u128, group: &str, members: u16, bytes: u64) -> GangSpec {
-        GangSpec { id, group: group.into(), members, bytes }
+        GangSpec { id, group: group.into(), members, bytes, shared: Vec::new() }
     }
 
     /// The pool of such a gang, where this host has 1 GiB and the gang's machine `one` has taken 50 MiB.
@@ -250,6 +279,27 @@ mod tests {
         assert!(problem.message.contains("a gang of 2"), "{}", problem.message);
         pool(&pools, &gang(2, "g", 2, 100 << 20), None).expect("room for both");
         assert!(pool(&pools, &gang(3, "g", 2, u64::MAX), None).is_err());
+    }
+
+    #[test]
+    fn copies_for_want_of_mappings_are_promised_too_or_refused_with_what_helps() {
+        let (_dir, mut pools) = pools();
+        pools.mappings = || Ok(30_000);
+        // Each shares 1 GiB, half of it in pieces that find no room: 2 x 512 MiB.
+        let shared = Vec::from([SharedPages { pages: 1 << 18, mappings: 60_000 }; 2]);
+        let of = |pools: &Pools, bytes, id| {
+            let gang = GangSpec { shared: shared.clone(), ..gang(id, "g", 2, bytes) };
+            pools.of(&gang, None, &|| 2 << 30, &taken)
+        };
+        let problem = of(&pools, 1 << 30, 1).expect_err("twice 1 GiB, and no margin");
+        assert_eq!((problem.code, problem.blame), (Code::OutOfMemory, Blame::Host));
+        let hint = problem.hint.unwrap_or_default();
+        assert!(hint.starts_with("1.00 GiB of that") && hint.contains("vm.max_map_count"), "{hint}");
+        let _pool = of(&pools, 512 << 20, 2).expect("there is room");
+        assert_eq!(pools.promised_bytes(&taken), (512 + 1024) << 20);
+        pools.mappings = || Ok(60_000);
+        let _pool = of(&pools, 400 << 20, 3).expect("no page is copied");
+        assert_eq!(pools.promised_bytes(&taken), (512 + 1024 + 400) << 20);
     }
 
     #[test]

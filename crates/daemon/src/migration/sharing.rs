@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use sterna_api::options::PreserveSharing;
 use sterna_api::{Blame, Code, MemoryMode, Problem};
-use sterna_engine::memory::common;
+use sterna_engine::memory::common::{self, Together};
 use sterna_engine::source::Gang;
 
 use crate::machines::record::VmRecord;
@@ -33,7 +33,7 @@ pub fn gangs(members: &[VmRecord], asked: Option<PreserveSharing>) -> Result<Vec
         *sizes.entry(group).or_default() += 1;
     }
     let gangs: HashMap<&str, Arc<Gang>> =
-        sizes.into_iter().map(|(group, size)| (group, Gang::new(group, size, bytes_of(group, members)))).collect();
+        sizes.into_iter().map(|(group, size)| (group, Gang::new(group, size, together(group, members)))).collect();
     let mut next: HashMap<&str, u16> = HashMap::new();
     let memberships = members.iter().map(|record| {
         let group = group_of(record)?;
@@ -44,14 +44,14 @@ pub fn gangs(members: &[VmRecord], asked: Option<PreserveSharing>) -> Result<Vec
     Ok(memberships.collect())
 }
 
-/// The memory that the members of a gang have together, bytes. Where one cannot be looked at, it fails by itself later,
-/// and the destination does without the number.
-fn bytes_of(group: &str, members: &[VmRecord]) -> u64 {
+/// What the members of a gang have together. Where one cannot be looked at, it fails by itself later, and the
+/// destination does without the figures.
+fn together(group: &str, members: &[VmRecord]) -> Together {
     let guests: Vec<_> =
         members.iter().filter(|record| group_of(record) == Some(group)).map(VmRecord::private_memory).collect();
-    common::distinct_bytes(&guests).unwrap_or_else(|error| {
+    common::together(&guests).unwrap_or_else(|error| {
         tracing::warn!(group, %error, "how much memory the gang has cannot be told");
-        0
+        Together::default()
     })
 }
 

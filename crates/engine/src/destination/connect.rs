@@ -109,7 +109,10 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
 impl Session<'_> {
     /// The pool of a gang that comes here.
     fn join(&self, gang: &GangSpec) -> Result<Arc<Pool>, Problem> {
-        if !self.agreed.features.contains(Features::SHARING) || !(1..=MAX_MEMBERS as u16).contains(&gang.members) {
+        let known = self.agreed.features.contains(Features::SHARING)
+            && (1..=MAX_MEMBERS as u16).contains(&gang.members)
+            && gang.shared.len() <= gang.members.into();
+        if !known {
             return Err(MigrateError::Request("a gang that this daemon cannot know").problem());
         }
         self.host.pool(gang, self.control.peer())

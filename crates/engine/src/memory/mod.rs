@@ -16,6 +16,9 @@ pub mod areas;
 /// What guests in private memory have in common.
 pub mod common;
 
+/// How many mappings shared pages may take.
+pub mod room;
+
 /// Pages of pools that no guest needs any more.
 pub mod unneeded;
 

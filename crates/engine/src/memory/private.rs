@@ -9,9 +9,6 @@
 /// Pages that lie in a gang's pool.
 mod pooling;
 
-/// How many more mappings the process may have.
-mod room;
-
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -26,9 +23,9 @@ use sterna_sys::pagemap::{Pagemap, Region};
 use sterna_sys::process::ProcessMemory;
 use sterna_sys::userfaultfd::{Filled, Modes, Stopped, Userfaultfd};
 
-use self::room::Room;
 use super::areas::{self, Areas};
 use super::fault::{RamError, RamFault};
+use super::room::Room;
 use super::runs::{Run, runs, runs_from, runs_into};
 use super::{BlockFile, Holder, Mappings, Memory, PoolRun, add_run, pages_of};
 use crate::agent::Advice;

@@ -10,7 +10,7 @@ use sterna_sys::map::PrivateMapping;
 use sterna_sys::userfaultfd::{self, Features, Modes, Userfaultfd};
 
 use super::*;
-use crate::memory::common::{Guest, common_bytes, distinct_bytes};
+use crate::memory::common::{self, Guest, common_bytes};
 
 const PAGE: u64 = PAGE_BYTES as u64;
 const PAGES: u64 = 16;
@@ -85,7 +85,7 @@ fn what_is_common_counts_for_each_guest_and_once_for_all() {
     let (one, other) = (guest(&pool, 12), guest(&pool, 8));
     let ram = |guest: &PrivateMapping| Guest { pid: std::process::id(), addresses: Vec::from([guest.addresses()]) };
     let common = |guest| common_bytes(&ram(guest)).unwrap() / PAGE;
-    let together = || distinct_bytes(&[ram(&one), ram(&other)]).unwrap() / PAGE;
+    let together = || common::together(&[ram(&one), ram(&other)]).unwrap().bytes / PAGE;
     assert_eq!((common(&one), common(&other), together()), (12, 8, 12));
     reads(&one, 3);
     write(&one, 5..7);

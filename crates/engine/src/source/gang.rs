@@ -31,6 +31,7 @@ use super::copies::Copies;
 use super::select::Selected;
 use super::sent::Last;
 use crate::memory::Memory;
+use crate::memory::common::Together;
 use crate::name::{Key, Name, name};
 
 /// The most offered pages that a gang takes note of.
@@ -49,18 +50,24 @@ pub struct Gang {
 }
 
 impl Gang {
-    /// A gang of so many members that has sent nothing; `bytes` is the memory that they have together.
+    /// A gang of so many members that has sent nothing, and what they have together.
     ///
     /// # Panics
     /// Where it has more than [`MAX_MEMBERS`].
     #[must_use]
-    pub fn new(group: &str, members: u16, bytes: u64) -> Arc<Self> {
+    pub fn new(group: &str, members: u16, together: Together) -> Arc<Self> {
         assert!(usize::from(members) <= MAX_MEMBERS, "a gang of {members}");
         let mut key = [0; 32];
         for half in key.as_chunks_mut::<16>().0 {
             *half = random_u128().to_ne_bytes();
         }
-        let spec = GangSpec { id: random_u128(), group: group.into(), members, bytes };
+        let spec = GangSpec {
+            id: random_u128(),
+            group: group.into(),
+            members,
+            bytes: together.bytes,
+            shared: together.shared,
+        };
         Arc::new(Self { spec, key, names: Mutex::default(), offered: Mutex::default() })
     }
 

@@ -67,7 +67,7 @@ fn origin(member: u16, page: u8) -> Origin {
 
 #[test]
 fn a_body_goes_once_whichever_machine_has_it_and_what_is_not_shared_goes_alone() {
-    let gang = Gang::new("g", 2, 0);
+    let gang = Gang::new("g", 2, Together::default());
     let (a, b) = (machine(&gang, 0), machine(&gang, 1));
     for (page, byte) in [(1, 1), (2, 2), (3, 1), (200, 1)] {
         a.write(page, byte);
@@ -81,7 +81,7 @@ fn a_body_goes_once_whichever_machine_has_it_and_what_is_not_shared_goes_alone()
 
 #[test]
 fn a_page_that_was_written_is_named_by_what_it_holds_now_and_is_an_origin_once() {
-    let gang = Gang::new("g", 2, 0);
+    let gang = Gang::new("g", 2, Together::default());
     let (a, b) = (machine(&gang, 0), machine(&gang, 1));
     a.write(1, 1);
     assert_eq!(a.round(&[1]).0, [1]);
@@ -97,7 +97,7 @@ fn a_page_that_was_written_is_named_by_what_it_holds_now_and_is_an_origin_once()
 
 #[test]
 fn what_the_destination_has_already_goes_as_a_reference_also_where_it_is_nobody_elses_here() {
-    let gang = Gang::new("g", 1, 0);
+    let gang = Gang::new("g", 1, Together::default());
     let a = machine(&gang, 0);
     let names = |bytes: &[u8]| bytes.iter().map(|byte| name(&gang.key, &[*byte; PAGE_BYTES])).collect::<Vec<_>>();
     let broken = gang.take_offers(|_, first| if first == 0 { Ok(names(&[9])) } else { Err("the link") });
@@ -125,7 +125,7 @@ fn what_the_destination_has_already_goes_as_a_reference_also_where_it_is_nobody_
 
 #[test]
 fn what_was_missed_once_comes_with_its_body() {
-    let gang = Gang::new("g", 1, 0);
+    let gang = Gang::new("g", 1, Together::default());
     let a = machine(&gang, 0);
     a.write(1, 1);
     a.write(2, 1);
@@ -136,7 +136,7 @@ fn what_was_missed_once_comes_with_its_body() {
 
 #[test]
 fn a_member_that_fails_takes_its_names_back() {
-    let gang = Gang::new("g", 2, 0);
+    let gang = Gang::new("g", 2, Together::default());
     let (a, b) = (machine(&gang, 0), machine(&gang, 1));
     a.write(1, 1);
     b.write(1, 2);
@@ -149,7 +149,7 @@ fn a_member_that_fails_takes_its_names_back() {
 
 #[test]
 fn digests_of_two_gangs_have_nothing_in_common() {
-    let gangs = [Gang::new("g", 1, 0), Gang::new("g", 1, 0)];
+    let gangs = [Gang::new("g", 1, Together::default()), Gang::new("g", 1, Together::default())];
     assert!(gangs[0].spec.id != gangs[1].spec.id && gangs[0].key != gangs[1].key);
     assert_ne!(name(&gangs[0].key, &[1; PAGE_BYTES]), name(&gangs[1].key, &[1; PAGE_BYTES]));
 }
@@ -160,7 +160,7 @@ fn digests_of_two_gangs_have_nothing_in_common() {
 fn a_frame_that_is_used_again_between_two_looks_changes_no_reference() {
     let wrong = AtomicBool::new(false);
     for by_frame in [false, true] {
-        let gang = Gang::new("g", 2, 0);
+        let gang = Gang::new("g", 2, Together::default());
         let (a, b) = (machine(&gang, 0), machine(&gang, 1));
         // Both pages lie in this frame when they are looked at; the first has left it by then.
         let frame = [0x77; PAGE_BYTES];

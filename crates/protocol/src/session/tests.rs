@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::layout::ChunkIndex;
 use crate::message::ResiduePart;
-use crate::spec::{GangSpec, VmSpec};
+use crate::spec::{GangSpec, SharedPages, VmSpec};
 
 /// A machine that has one life: whoever lets it run says so here.
 #[derive(Debug, Default)]
@@ -63,7 +63,8 @@ fn spec() -> VmSpec {
 }
 
 fn gang() -> GangSpec {
-    GangSpec { id: 1, group: "g".into(), members: 2, bytes: 1 << 20 }
+    let shared = Vec::from([SharedPages { pages: 300, mappings: 4 }; 2]);
+    GangSpec { id: 1, group: "g".into(), members: 2, bytes: 1 << 20, shared }
 }
 
 /// What a source says from beginning to end, with some suspect pages on the way.

@@ -121,9 +121,7 @@ impl PrivateMemory {
         if from.is_empty() {
             return Ok(true);
         }
-        if !self.room.take(self.holder.pid, 2 * from.len() as u64)? {
-            return Ok(false);
-        }
+        let Some(_taken) = self.room.take(self.holder.pid, 2 * from.len() as u64)? else { return Ok(false) };
         match self.map(chunk, from, pool) {
             Ok(()) => Ok(true),
             Err(error) if was_refused(&error) => {

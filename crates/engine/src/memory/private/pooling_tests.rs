@@ -6,8 +6,6 @@ use sterna_protocol::spec::BlockSpec;
 use sterna_sys::map::{Access, PrivateMapping};
 use sterna_sys::userfaultfd::{self, Features, Modes, Userfaultfd};
 
-use std::sync::atomic::Ordering;
-
 use super::*;
 use crate::memory::inside_here::InsideHere;
 use crate::memory::{BlockFile, Holder, Memory};
@@ -154,7 +152,7 @@ fn a_page_that_leaves_its_pool_is_missing_and_waited_for() {
 fn what_does_not_fit_into_the_mappings_a_process_may_have_is_copied() {
     let rig = rig();
     rig.memory.share(CHUNK, &[run(0, 1, 0)], &rig.pool).unwrap();
-    rig.memory.room.0.store(5, Ordering::Relaxed);
+    rig.memory.room.set(5);
     rig.memory.share(CHUNK, &[run(10, 2, 1), run(14, 1, 5)], &rig.pool).unwrap();
     rig.memory.share(CHUNK, &[run(20, 2, 1)], &rig.pool).unwrap();
     assert_eq!(rig.pages([0, 10, 11, 14, 20, 21]), [100, 101, 102, 105, 101, 102]);
