@@ -24,6 +24,8 @@ const FAST: [(&str, &str); 5] = [
     ("sleep_millisecs", "1"),
     ("run", "1"),
 ];
+/// Beside guests that move: most of a processor, and not before others.
+const BESIDE: [(&str, &str); 2] = [("pages_to_scan", "20000"), ("sleep_millisecs", "10")];
 /// A page is merged at the second look at the earliest, and its partner may come later in the same scan.
 const SCANS: u64 = 3;
 /// Guests at rest write a little: so much of a change between two scans is none, pages and shares of all.
@@ -83,6 +85,14 @@ impl Ksm {
         });
         self.stop()?;
         settled
+    }
+
+    /// Lets KSM scan all the time from now on, beside whatever else there is.
+    ///
+    /// # Errors
+    /// Its settings cannot be changed.
+    pub fn scan(&self) -> Result<()> {
+        known().chain(BESIDE).try_for_each(|(name, value)| write(name, value))
     }
 
     /// Stops KSM; what is merged stays merged.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use sterna_bench::command::{PATIENCE, wait_for};
-use sterna_bench::footprint::{self, Footprint};
+use sterna_bench::footprint::{self, Footprint, Watch};
 use sterna_bench::gang::{self, Gang, Moved, Mover};
 use sterna_bench::lab::{Host, METER};
 use sterna_bench::load::now_us;
@@ -76,6 +76,27 @@ impl GangSite {
     pub fn footprint(&self) -> Footprint {
         let rams = self.gang().rams(self.guests[0].memory_bytes).expect("their RAM");
         footprint::of(&rams).expect("their frames")
+    }
+
+    /// The most mappings that a guest's process has.
+    ///
+    /// # Panics
+    /// Where one has ended.
+    #[must_use]
+    pub fn most_mappings(&self) -> usize {
+        let pids = self.gang().pids().expect("they run").into_iter();
+        let maps = pids.map(|pid| std::fs::read(format!("/proc/{pid}/maps")).expect("its mappings"));
+        maps.map(|maps| maps.iter().filter(|byte| **byte == b'\n').count()).max().unwrap_or(0)
+    }
+
+    /// Watches the frames that guests take at the host that they are moved to next.
+    ///
+    /// # Panics
+    /// There is no such host.
+    #[must_use]
+    pub fn watch_there(&self) -> Watch {
+        let group = self.lab.host(self.there).expect("a host").group.clone();
+        Watch::start(group, self.guests[0].memory_bytes)
     }
 
     /// Moves all guests to the other host with these options, and compares both sides.

@@ -127,7 +127,7 @@ fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mod
         let plan = Plan { jobs: jobs.clone(), more: more.to_vec(), memory_bytes: 512 << 20, ..Plan::small() };
         let mut site = Site::without_guest(&plan);
         site.run(&plan);
-        for mode in ["auto", "precopy", "hybrid", "postcopy", "stop-and-copy"] {
+        for mode in ["auto", "postcopy", "precopy", "hybrid", "stop-and-copy"].into_iter().take(times(2, 5)) {
             slow.take(site.qemu_at(site.names().0).expect("its QEMU runs"));
             let before = said(&site, "READ").len();
             wait_for("the disk to be read", PATIENCE, || Ok((said(&site, "READ").len() > before + 2).then_some(())))

@@ -2,6 +2,7 @@
 
 use sterna_bench::ksm::Ksm;
 use sterna_system_tests::gang::GangSite;
+use sterna_system_tests::needs::left_to_the_proofs;
 use sterna_system_tests::{cli, needs, skip_without, turn};
 
 /// A checker of its own memory in each guest; kernel and image are equal in all.
@@ -67,4 +68,40 @@ fn whoever_of_a_gang_does_not_arrive_costs_itself_alone() {
     });
     assert_eq!(ended, ["completed", "failed", "completed"]);
     site.are_well(&["g0", "g2"]);
+}
+
+/// KSM merges and un-merges frames at every moment of the moves, also those of the source with those of the destination:
+/// both are one kernel here.
+#[test]
+fn eight_guests_go_to_and_fro_in_every_mode_while_their_frames_are_merged() {
+    let _turn = turn();
+    if left_to_the_proofs() || skip_without(&needs::GUEST) {
+        return;
+    }
+    let Ok(ksm) = Ksm::take() else {
+        return println!("skipped: this kernel does not merge equal pages, or does not let this user ask for it");
+    };
+    let mut site = GangSite::start(8, JOBS);
+    ksm.settle(std::time::Duration::from_secs(600), || Ok(site.footprint().frames)).expect("merged");
+    ksm.scan().expect("KSM scans");
+    let most: usize = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    for mode in ["precopy", "postcopy", "hybrid"] {
+        for number in 0..20 {
+            let (before, watch) = (site.footprint(), site.watch_there());
+            let moved = site.migrate(&format!("--mode {mode}"), true);
+            let (peak, after) = (watch.finish().frames, site.footprint());
+            let references: u64 = moved.iter().map(|one| one.shared_references).sum();
+            let mappings = site.most_mappings();
+            let ratio = |frames| frames as f64 / before.frames as f64;
+            println!(
+                "{mode} {number}: {} frames, at most x {:.3}, after x {:.3}, {references} references, {mappings} mappings",
+                before.frames,
+                ratio(peak),
+                ratio(after.frames)
+            );
+            site.checkers_are_well();
+            assert!(references > 0 && mappings < most, "{mode} {number}");
+            assert!(ratio(peak) <= 1.05, "{mode} {number}");
+        }
+    }
 }

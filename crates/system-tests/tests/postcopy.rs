@@ -64,7 +64,7 @@ fn every_pair_of_techniques_of_postcopy_keeps_every_page() {
         return;
     }
     on_shared_site(|site| {
-        for words in pairwise(&TECHNIQUES).into_iter().step_by(times(2, 1)) {
+        for words in pairwise(&TECHNIQUES).into_iter().step_by(times(3, 1)) {
             let report = site.migrate(&[&RATE[..], &words].concat());
             println!("{}", line(&words, &report));
             assert!(words.contains(&report.mode.as_str()), "{words:?}: {}", report.mode);

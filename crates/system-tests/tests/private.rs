@@ -1,9 +1,9 @@
 //! Guests in private memory: they move in every mode and with every technique, as guests in files do.
 
 use std::fs;
-use std::path::Path;
 
 use sterna_api::{Mode, Reclaimed, Report, Vm};
+use sterna_bench::ksm::Ksm;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::pairs::{Technique, pairwise};
 use sterna_system_tests::{Plan, Point, Proxy, Site, cli, needs, skip_without, turn};
@@ -56,7 +56,7 @@ fn a_guest_in_private_memory_moves_in_every_mode_and_gives_its_free_memory_back(
     println!("{} MiB before, {} after: {done:?}", before >> 20, allocated_bytes(&site) >> 20);
     assert!(done.reclaimed_pages > 0 && allocated_bytes(&site) < before, "{done:?}");
     site.checker_is_well();
-    for words in pairwise(&TECHNIQUES).into_iter().step_by(times(2, 1)) {
+    for words in pairwise(&TECHNIQUES).into_iter().step_by(times(4, 1)) {
         let report = site.migrate(&[&RATE[..], &words].concat());
         println!(
             "{}: {:.0} ms, down {:.1} ms, {:?}",
@@ -144,36 +144,6 @@ fn a_guest_whose_last_pages_ended_with_the_qemu_that_it_left_stands_still_and_bo
     site.eventually("nothing is left", || site.state_at(here) == "none" && site.state_at(there) == "none");
 }
 
-/// The kernel's settings for merging equal pages, as they were before once this ends.
-struct Ksm(Vec<(&'static str, String)>);
-
-impl Ksm {
-    /// Lets KSM scan as fast as it can; `None`, and why, where the kernel has none.
-    fn at_work() -> Option<Self> {
-        let directory = Path::new("/sys/kernel/mm/ksm");
-        if !directory.is_dir() {
-            println!("skipped: this kernel merges no pages (KSM)");
-            return None;
-        }
-        let set = |(name, value): (&'static str, &str)| {
-            let before = fs::read_to_string(directory.join(name)).expect("a setting").trim().to_owned();
-            fs::write(directory.join(name), value).expect("root may set it");
-            (name, before)
-        };
-        Some(Self([("pages_to_scan", "20000"), ("sleep_millisecs", "10"), ("run", "1")].map(set).into()))
-    }
-}
-
-impl Drop for Ksm {
-    fn drop(&mut self) {
-        // Unmerges what was merged for the test, before the old settings come back.
-        let _ = fs::write("/sys/kernel/mm/ksm/run", "2");
-        for (name, before) in &self.0 {
-            let _ = fs::write(Path::new("/sys/kernel/mm/ksm").join(name), before);
-        }
-    }
-}
-
 /// The pages of the guest's QEMU that are merged with others now.
 fn merged_pages(site: &Site) -> u64 {
     let pid = site.qemu_at(site.names().0).expect("its QEMU runs");
@@ -216,7 +186,10 @@ fn pages_are_merged_in_the_hosts_trust_group_alone_and_a_guest_moves_while_they_
     site.run(&plan);
     is_private(&site);
     assert!(may_be_merged(&site));
-    let Some(_ksm) = Ksm::at_work() else { return };
+    let Ok(ksm) = Ksm::take() else {
+        return println!("skipped: this kernel does not merge equal pages, or does not let this user ask for it");
+    };
+    ksm.scan().expect("KSM scans");
     for mode in ["hybrid", "precopy", "postcopy"].into_iter().take(times(1, 3)) {
         site.eventually("pages are merged", || merged_pages(&site) > 100);
         let report = site.migrate(&["--mode", mode, "--bandwidth", "60MB"]);
