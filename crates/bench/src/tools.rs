@@ -72,6 +72,14 @@ pub fn iperf3() -> Result<PathBuf> {
     find("iperf3", "STERNA_IPERF3", &[PathBuf::from("/usr/bin/iperf3")])
 }
 
+/// redis-benchmark, as the distribution ships it.
+///
+/// # Errors
+/// [`Error::Missing`] where it is not installed.
+pub fn redis_benchmark() -> Result<PathBuf> {
+    find("redis-benchmark", "STERNA_REDIS_BENCHMARK", &[PathBuf::from("/usr/bin/redis-benchmark")])
+}
+
 /// wrk, as the distribution ships it.
 ///
 /// # Errors

@@ -117,11 +117,11 @@ impl Measured {
         median(gaps).into_iter().for_each(|ms| self.note("gap_median_ms", ms));
     }
 
-    /// Notes how long a guest that sends had less than its full throughput between two moments, and plots' points:
-    /// seconds since the first moment, MB per second.
+    /// Notes how long guests at work had less than their full throughput between two moments, and plots' points: seconds
+    /// since the first moment, millions per second (of bytes or requests).
     pub(super) fn note_throughput(&mut self, samples: &[Sample], settled_us: i64, begin_us: i64, end_us: i64) {
         let Some(full) = mean_between(samples, settled_us, begin_us) else { return };
-        self.note("full_mb_per_s", full / 1e6);
+        self.note("full_millions_per_s", full / 1e6);
         self.note(BELOW, below_ms(samples, full * FULL, begin_us, end_us));
         let point = |sample: &Sample| ((sample.at_us - begin_us) as f64 / 1e6, sample.per_s / 1e6);
         let points: Vec<(f64, f64)> = samples.iter().filter(|one| one.at_us >= settled_us).map(point).collect();
@@ -170,7 +170,7 @@ mod tests {
             rates.iter().zip(0..).map(|(rate, at)| Sample { at_us: at * 250_000, per_s: rate * 1e6 }).collect();
         let mut measured = Measured::default();
         measured.note_throughput(&samples, 0, 500_000, 1_750_000);
-        assert_eq!((measured.metrics["full_mb_per_s"], measured.metrics[BELOW]), (10.0, 750.0));
+        assert_eq!((measured.metrics["full_millions_per_s"], measured.metrics[BELOW]), (10.0, 750.0));
         assert_eq!(measured.details["throughput"][3], json!([0.25, 5.0]));
     }
 }

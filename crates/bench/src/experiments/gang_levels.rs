@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::curves::Curves;
 use super::judge::{ratio, worst};
-use super::together::{self, MODES, Together, is_row, sterna};
+use super::together::{self, MODES, Together, Work, is_row, sterna};
 use super::{Options, Record};
 use crate::error::Result;
 use crate::gang::Mover;
@@ -34,7 +34,7 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
 
 fn gang(guests: usize, memory_mib: u64, shared_percent: u64, mover: &Mover, qemu: &Qemu) -> Together {
     let (mover, qemu) = (mover.clone(), qemu.clone());
-    Together { guests, memory_mib, shared_percent, limited: false, sends: false, watched: false, mover, qemu }
+    Together { guests, memory_mib, shared_percent, limited: false, work: Work::Rest, watched: false, mover, qemu }
 }
 
 /// For each level that has an aim: time and processor time with sharing ÷ without, paired run by run, worse mode.

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::gang_figures::{Measured, SETTLED, Source};
 use super::judge::worst;
 use super::runner::{Attempt, Row, Site, done, figure, try_all};
-use super::together::{self, MODES, Together, middle, sterna};
+use super::together::{self, MODES, Together, Work, middle, sterna};
 use super::{Options, Record};
 use crate::error::Result;
 use crate::footprint;
@@ -52,7 +52,7 @@ struct Hops(Together);
 fn hops(guests: usize, memory_mib: u64, mover: &Mover, qemu: &Qemu) -> Hops {
     let (mover, qemu) = (mover.clone(), qemu.clone());
     let shared_percent = SHARED_PERCENT;
-    Hops(Together { guests, memory_mib, shared_percent, limited: false, sends: false, watched: false, mover, qemu })
+    Hops(Together { guests, memory_mib, shared_percent, limited: false, work: Work::Rest, watched: false, mover, qemu })
 }
 
 fn hops_name(guests: usize, memory_mib: u64, qemu: &Qemu) -> String {

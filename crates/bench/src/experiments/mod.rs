@@ -84,8 +84,8 @@ pub mod slm_downtime;
 /// The memory that gangs take where they go.
 pub mod slm_footprint;
 
-/// The throughput of a guest that sends while its gang moves.
-pub mod slm_iperf;
+/// The throughput of guests at work while their gang moves.
+pub mod slm_throughput;
 
 /// The time and the pages that gangs take.
 pub mod slm_total_time;
@@ -235,7 +235,12 @@ pub const ALL: &[Experiment] = &[
     Experiment {
         id: "slm-iperf",
         about: "8 guests that share pages, moved together while one sends: how long its throughput is disturbed",
-        run: slm_iperf::run,
+        run: slm_throughput::iperf,
+    },
+    Experiment {
+        id: "slm-redis",
+        about: "8 guests that share pages, moved together while three serve a Redis cluster: how long it is disturbed",
+        run: slm_throughput::redis,
     },
     Experiment {
         id: "gang-levels",

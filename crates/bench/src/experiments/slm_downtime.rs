@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use super::judge::worst;
-use super::together::{self, MODES, Together, is_row, middle, sterna};
+use super::together::{self, MODES, Together, Work, is_row, middle, sterna};
 use super::{Options, Record};
 use crate::error::Result;
 use crate::gang::Mover;
@@ -21,31 +21,31 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let (guests, memory_mib) = if options.quick { (2, 256) } else { (together::MOST_GUESTS, 1024) };
     let qemu = together::newest()?;
     let movers = together::all_movers(&qemu)?;
-    let gang = move |sends, mover: &Mover| gang(guests, memory_mib, sends, mover, &qemu);
-    let each = [false, true].into_iter().flat_map(|sends| movers.iter().map(move |mover| (sends, mover)));
-    let gangs: Vec<Together> = each.map(|(sends, mover)| gang(sends, mover)).collect();
+    let gang = move |work, mover: &Mover| gang(guests, memory_mib, work, mover, &qemu);
+    let each = [Work::Rest, Work::Sends].into_iter().flat_map(|work| movers.iter().map(move |mover| (work, mover)));
+    let gangs: Vec<Together> = each.map(|(work, mover)| gang(work, mover)).collect();
     let lab = together::lab(guests)?;
-    let name = move |sends| gang(sends, &together::QEMU_PRECOPY).workload();
+    let name = move |work| gang(work, &together::QEMU_PRECOPY).workload();
     record.judge(move |runs| targets(runs, &name));
     together::try_gangs(&lab, &gangs, repeats, record);
     plot(record.runs(), record.directory())
 }
 
-fn gang(guests: usize, memory_mib: u64, sends: bool, mover: &Mover, qemu: &Qemu) -> Together {
+fn gang(guests: usize, memory_mib: u64, work: Work, mover: &Mover, qemu: &Qemu) -> Together {
     let (mover, qemu) = (mover.clone(), qemu.clone());
     let shared_percent = SHARED_PERCENT;
-    Together { guests, memory_mib, shared_percent, limited: false, sends, watched: false, mover, qemu }
+    Together { guests, memory_mib, shared_percent, limited: false, work, watched: false, mover, qemu }
 }
 
-fn targets(runs: &[Run], workload: &dyn Fn(bool) -> String) -> Result<Vec<Target>> {
+fn targets(runs: &[Run], workload: &dyn Fn(Work) -> String) -> Result<Vec<Target>> {
     let mut targets = Vec::new();
-    for (words, sends) in [("at rest", false), ("one sends", true)] {
-        let row = workload(sends);
+    for (words, work) in [("at rest", Work::Rest), ("one sends", Work::Sends)] {
+        let row = workload(work);
         let added = MODES.iter().map(|mode| added_ms(runs, &row, mode)).collect::<Result<Vec<_>>>()?;
         let name = format!("{words}: what sharing adds to the median downtime, ms, worse mode");
         targets.push(Target::at_most(name, 1.0, worst(added)));
     }
-    let row = workload(false);
+    let row = workload(Work::Rest);
     let shared = MODES.iter().map(|mode| sterna(mode, true)).collect::<Result<Vec<_>>>()?;
     let longest = worst(shared.iter().map(|mover| middle(runs, &row, mover, "downtime_ms")));
     targets.push(Target::at_most("at rest: the longest downtime of a gang, one by one, ms, worse mode", 20.0, longest));
@@ -93,13 +93,13 @@ mod tests {
         for (repeat, off_ms, on_ms) in [(0, 9.0, 9.5), (1, 30.0, 30.5), (2, 9.0, 20.0)] {
             for (sharing, ms) in [(false, off_ms), (true, on_ms)] {
                 for mode in MODES {
-                    let gang = gang(2, 256, false, &sterna(mode, sharing).unwrap(), &qemu);
+                    let gang = gang(2, 256, Work::Rest, &sterna(mode, sharing).unwrap(), &qemu);
                     let metrics = [("downtime_median_ms", ms), ("downtime_ms", ms + 1.0)];
                     runs.push(together::sample(&gang, repeat, &metrics));
                 }
             }
         }
-        let name = |sends| gang(2, 256, sends, &together::QEMU_PRECOPY, &qemu).workload();
+        let name = |work| gang(2, 256, work, &together::QEMU_PRECOPY, &qemu).workload();
         let targets = targets(&runs, &name).unwrap();
         let judged: Vec<_> = targets.iter().map(|target| (target.measured, target.met)).collect();
         assert_eq!(judged, [(Some(0.5), true), (None, false), (Some(21.0), false), (None, false)]);

@@ -6,7 +6,7 @@ use std::path::Path;
 use super::curves::Curves;
 use super::gang_figures::{COMPLETED, PEAK, SETTLED};
 use super::judge::worst;
-use super::together::{self, MODES, Together, middle, sterna};
+use super::together::{self, MODES, Together, Work, middle, sterna};
 use super::{Options, Record};
 use crate::error::Result;
 use crate::gang::Mover;
@@ -50,7 +50,7 @@ impl Sizes {
             memory_mib: self.memory_mib,
             shared_percent: SHARED_PERCENT,
             limited,
-            sends: false,
+            work: Work::Rest,
             watched: true,
             mover: mover.clone(),
             qemu: qemu.clone(),

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::curves::Curves;
 use super::gang_figures::{TO_FRAMES, TO_LINK};
 use super::judge::{ratio, worst};
-use super::together::{self, MODES, Together, is_row, middle, sterna};
+use super::together::{self, MODES, Together, Work, is_row, middle, sterna};
 use super::{Options, Record};
 use crate::error::Result;
 use crate::gang::Mover;
@@ -36,7 +36,7 @@ fn gang(guests: usize, memory_mib: u64, mover: &Mover, qemu: &Qemu) -> Together 
         memory_mib,
         shared_percent: SHARED_PERCENT,
         limited: false,
-        sends: false,
+        work: Work::Rest,
         watched: false,
         mover: mover.clone(),
         qemu: qemu.clone(),

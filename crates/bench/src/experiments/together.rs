@@ -20,7 +20,8 @@ use crate::lab::{
     cgroup::{Group, Limit},
 };
 use crate::load::iperf::IperfServer;
-use crate::load::now_us;
+use crate::load::redis::{self, RedisLoad};
+use crate::load::{Sample, now_us};
 use crate::meter::{Meter, longest_gap};
 use crate::ram;
 use crate::result::{Config, Run};
@@ -54,12 +55,49 @@ pub(super) struct Together {
     pub(super) shared_percent: u64,
     /// Whether the destination's memory is limited to little more than the guests take at the source.
     pub(super) limited: bool,
-    /// Whether the first guest sends to `client` all the time.
-    pub(super) sends: bool,
+    /// What the first guests do all the time.
+    pub(super) work: Work,
     /// Whether the destination's frames are counted while the guests move, which takes processor time.
     pub(super) watched: bool,
     pub(super) mover: Mover,
     pub(super) qemu: Qemu,
+}
+
+/// What the first guests of a gang do all the time; the others rest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Work {
+    /// They rest, too.
+    Rest,
+    /// The first sends to `client`.
+    Sends,
+    /// Three are the nodes of a Redis cluster, whose clients are on `client`.
+    Serves,
+}
+
+impl Work {
+    /// The guests that work.
+    fn guests(self) -> usize {
+        match self {
+            Self::Rest => 0,
+            Self::Sends => 1,
+            Self::Serves => 3,
+        }
+    }
+}
+
+/// The other end of what guests do.
+enum Load {
+    Iperf(IperfServer),
+    Redis(RedisLoad),
+}
+
+impl Load {
+    fn samples(&self) -> Vec<Sample> {
+        match self {
+            Self::Iperf(server) => server.samples(),
+            Self::Redis(clients) => clients.samples(),
+        }
+    }
 }
 
 impl Together {
@@ -67,15 +105,23 @@ impl Together {
     pub(super) fn workload(&self) -> String {
         let Self { guests, memory_mib, shared_percent, .. } = self;
         let limited = if self.limited { ", limited memory" } else { "" };
-        let sends = if self.sends { ", one sends" } else { "" };
-        format!("{guests} guests of {memory_mib} MiB, {shared_percent} % shared{limited}{sends}")
+        let work = match self.work {
+            Work::Rest => "",
+            Work::Sends => ", one sends",
+            Work::Serves => ", three serve Redis",
+        };
+        format!("{guests} guests of {memory_mib} MiB, {shared_percent} % shared{limited}{work}")
     }
 
     /// The jobs of the guest with this number.
     fn jobs(&self, number: u8, client: &str) -> String {
         let (alike, own) = fill_mib(self.memory_mib, self.shared_percent);
         let idle = format!("idle:--mib,{alike},--own-mib,{own},--seed,{number}");
-        if self.sends && number == FIRST { format!("{idle};iperf3:-c,{client},-t,86400") } else { idle }
+        match self.work {
+            Work::Sends if number == FIRST => format!("{idle};iperf3:-c,{client},-t,86400"),
+            Work::Serves if usize::from(number - FIRST) < self.work.guests() => format!("{idle};{}", redis::NODE),
+            _ => idle,
+        }
     }
 }
 
@@ -202,10 +248,15 @@ impl Together {
         // KSM's settings come back once the guests are gone.
         let ksm = Ksm::take()?;
         let meter = Meter::start(lab.host(METER)?)?;
-        let server = if self.sends { Some(IperfServer::start(lab.host(CLIENT)?)?) } else { None };
+        let server =
+            if self.work == Work::Sends { Some(Load::Iperf(IperfServer::start(lab.host(CLIENT)?)?)) } else { None };
         let (gang, source) = self.start(lab, guests, &ksm, measured)?;
+        let load = match self.work {
+            Work::Serves => Some(Load::Redis(self.redis(lab, guests)?)),
+            _ => server,
+        };
         let settled_us = now_us();
-        if self.sends {
+        if load.is_some() {
             std::thread::sleep(SENDING);
         }
         let idle = own_cpu_share(lab)?;
@@ -238,11 +289,17 @@ impl Together {
         measured.note_settled(footprint::of(&gang.rams(memory_bytes)?)?, &source);
         let gaps = guests.iter().map(|guest| longest_gap(&meter.arrivals(guest.address()), begin_us, end_us));
         measured.note_gaps(&gaps.filter_map(|gap| Some(gap?.ms)).collect::<Vec<_>>());
-        if let Some(server) = server {
+        if let Some(load) = load {
             std::thread::sleep(SENDING);
-            measured.note_throughput(&server.samples(), settled_us, begin_us, now_us());
+            measured.note_throughput(&load.samples(), settled_us, begin_us, now_us());
         }
         Ok(())
+    }
+
+    /// The clients of the guests' cluster.
+    fn redis(&self, lab: &Lab, guests: &[Guest]) -> Result<RedisLoad> {
+        let nodes: Vec<_> = guests.iter().take(self.work.guests()).map(Guest::address).collect();
+        RedisLoad::start(lab.host(CLIENT)?, &nodes)
     }
 
     /// When a migration that does not end is given up. Where memory is limited, a post-copy may wait for ever.
@@ -357,10 +414,10 @@ pub(super) fn sample(gang: &Together, repeat: usize, metrics: &[(&str, f64)]) ->
 mod tests {
     use super::*;
 
-    fn gang(shared_percent: u64, limited: bool, sends: bool) -> Together {
+    fn gang(shared_percent: u64, limited: bool, work: Work) -> Together {
         let qemu = Qemu { label: "10.0".into(), path: "/nonexistent".into() };
         let mover = QEMU_PRECOPY;
-        Together { guests: 8, memory_mib: 1024, shared_percent, limited, sends, watched: false, mover, qemu }
+        Together { guests: 8, memory_mib: 1024, shared_percent, limited, work, watched: false, mover, qemu }
     }
 
     #[test]
@@ -375,9 +432,12 @@ mod tests {
 
     #[test]
     fn guests_differ_in_their_own_pages_and_only_the_first_one_sends() {
-        let gang = gang(60, false, true);
+        let gang = gang(60, false, Work::Sends);
         assert!(gang.jobs(10, "10.77.0.100").ends_with(";iperf3:-c,10.77.0.100,-t,86400"));
         assert!(gang.jobs(11, "10.77.0.100").ends_with("--seed,11"));
+        let gang = self::gang(60, false, Work::Serves);
+        assert!(gang.jobs(12, "10.77.0.100").contains("redis-server"));
+        assert!(gang.jobs(13, "10.77.0.100").ends_with("--seed,13"));
     }
 
     #[test]
@@ -389,8 +449,8 @@ mod tests {
 
     #[test]
     fn a_workload_is_at_its_number_of_guests_and_special_ones_are_in_no_plot() {
-        assert_eq!(guests_of(&gang(60, false, false).workload()), Some(8.0));
-        assert_eq!(guests_of(&gang(60, true, false).workload()), None);
-        assert_eq!(guests_of(&gang(60, false, true).workload()), None);
+        assert_eq!(guests_of(&gang(60, false, Work::Rest).workload()), Some(8.0));
+        assert_eq!(guests_of(&gang(60, true, Work::Rest).workload()), None);
+        assert_eq!(guests_of(&gang(60, false, Work::Sends).workload()), None);
     }
 }

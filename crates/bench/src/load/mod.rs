@@ -15,6 +15,9 @@ pub mod peers;
 /// One TCP transfer, which measures a link.
 pub mod transfer;
 
+/// Requests to a Redis cluster.
+pub mod redis;
+
 /// The values that clients store.
 pub mod values;
 

@@ -1,4 +1,5 @@
-//! The figure 6 of sharing-aware migration: the throughput of a guest that sends while its gang moves.
+//! The figures 6 and 7 of sharing-aware migration: the throughput of a guest that sends, and of guests that serve Redis,
+//! while their gang moves.
 
 use std::path::Path;
 
@@ -6,7 +7,7 @@ use serde_json::Value;
 
 use super::gang_figures::BELOW;
 use super::judge::{ratio, worst};
-use super::together::{self, MODES, Together, is_row, sterna};
+use super::together::{self, MODES, Together, Work, is_row, sterna};
 use super::{Options, Record};
 use crate::error::Result;
 use crate::gang::Mover;
@@ -17,22 +18,30 @@ use crate::trial::Qemu;
 /// The share of eight guests' pages that merging saves, percent.
 const SHARED_PERCENT: u64 = 60;
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
-    let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
-    let (guests, memory_mib) = if options.quick { (2, 256) } else { (together::MOST_GUESTS, 1024) };
-    let qemu = together::newest()?;
-    let movers = together::all_movers(&qemu)?;
-    let gangs: Vec<Together> = movers.iter().map(|mover| gang(guests, memory_mib, mover, &qemu)).collect();
-    let lab = together::lab(guests)?;
-    record.judge(move |runs| targets(runs, &gang(guests, memory_mib, &together::QEMU_PRECOPY, &qemu).workload()));
-    together::try_gangs(&lab, &gangs, repeats, record);
-    plot(record.runs(), &movers, record.directory())
+pub(super) fn iperf(options: &Options, record: &mut Record) -> Result<()> {
+    run(options, record, Work::Sends, "MB per second")
 }
 
-fn gang(guests: usize, memory_mib: u64, mover: &Mover, qemu: &Qemu) -> Together {
+pub(super) fn redis(options: &Options, record: &mut Record) -> Result<()> {
+    run(options, record, Work::Serves, "million requests per second")
+}
+
+fn run(options: &Options, record: &mut Record, work: Work, unit: &str) -> Result<()> {
+    let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
+    let (guests, memory_mib) = if options.quick { (3, 256) } else { (together::MOST_GUESTS, 1024) };
+    let qemu = together::newest()?;
+    let movers = together::all_movers(&qemu)?;
+    let gangs: Vec<Together> = movers.iter().map(|mover| gang(guests, memory_mib, work, mover, &qemu)).collect();
+    let lab = together::lab(guests)?;
+    record.judge(move |runs| targets(runs, &gang(guests, memory_mib, work, &together::QEMU_PRECOPY, &qemu).workload()));
+    together::try_gangs(&lab, &gangs, repeats, record);
+    plot(record.runs(), &movers, unit, record.directory())
+}
+
+fn gang(guests: usize, memory_mib: u64, work: Work, mover: &Mover, qemu: &Qemu) -> Together {
     let (mover, qemu) = (mover.clone(), qemu.clone());
     let shared_percent = SHARED_PERCENT;
-    Together { guests, memory_mib, shared_percent, limited: false, sends: true, watched: false, mover, qemu }
+    Together { guests, memory_mib, shared_percent, limited: false, work, watched: false, mover, qemu }
 }
 
 fn targets(runs: &[Run], workload: &str) -> Result<Vec<Target>> {
@@ -47,7 +56,7 @@ fn targets(runs: &[Run], workload: &str) -> Result<Vec<Target>> {
 }
 
 /// Plots the first run of each mover, with the time in which it moved the gang.
-fn plot(runs: &[Run], movers: &[Mover], directory: &Path) -> Result<()> {
+fn plot(runs: &[Run], movers: &[Mover], unit: &str, directory: &Path) -> Result<()> {
     for (name, word) in [("throughput_precopy", "precopy"), ("throughput_postcopy", "postcopy")] {
         let mut lines = Vec::new();
         for label in movers.iter().map(Mover::label).filter(|label| label.contains(word)) {
@@ -56,8 +65,8 @@ fn plot(runs: &[Run], movers: &[Mover], directory: &Path) -> Result<()> {
             lines.extend(points.map(|points| (label, points)));
         }
         if !lines.is_empty() {
-            let title = "a guest that sends while its gang moves".to_owned();
-            let (x_label, y_label) = ("seconds since the request".to_owned(), "MB per second".to_owned());
+            let title = "guests at work while their gang moves".to_owned();
+            let (x_label, y_label) = ("seconds since the request".to_owned(), unit.to_owned());
             LinePlot { title, x_label, y_label, lines, spans: Vec::new() }.write(directory, name)?;
         }
     }
@@ -77,7 +86,7 @@ mod tests {
     #[test]
     fn the_disturbance_is_judged_against_qemus_in_the_same_mode() {
         let qemu = Qemu { label: "10.0".into(), path: "/nonexistent".into() };
-        let run = |mover: &Mover, ms| together::sample(&gang(2, 256, mover, &qemu), 0, &[(BELOW, ms)]);
+        let run = |mover: &Mover, ms| together::sample(&gang(2, 256, Work::Sends, mover, &qemu), 0, &[(BELOW, ms)]);
         let own = |mode: &str| sterna(mode, true).unwrap();
         let runs = [
             run(&together::QEMU_PRECOPY, 4000.0),
@@ -85,7 +94,7 @@ mod tests {
             run(&own(MODES[0]), 1000.0),
             run(&own(MODES[1]), 1200.0),
         ];
-        let workload = gang(2, 256, &together::QEMU_PRECOPY, &qemu).workload();
+        let workload = gang(2, 256, Work::Sends, &together::QEMU_PRECOPY, &qemu).workload();
         assert_eq!(targets(&runs, &workload).unwrap()[0].measured, Some(0.6));
         assert_eq!(targets(&runs[1..], &workload).unwrap()[0].measured, None);
     }
