@@ -31,7 +31,8 @@ pub struct GangSite {
 }
 
 impl GangSite {
-    /// Brings the lab up and starts so many guests with these jobs; all are up and their checkers at work.
+    /// Brings the lab up and starts so many guests with these jobs; all are up and their checkers at work. Where the
+    /// jobs say `{number}`, each guest has its own: a checker with a seed knows another guest's page from its own.
     ///
     /// # Panics
     /// Where that fails.
@@ -49,7 +50,8 @@ impl GangSite {
         let lab = gang::lab(config, guests.into()).expect("a lab");
         let guests: Vec<_> = (0..guests)
             .map(|number| {
-                let mut guest = Guest::new(&lab, &format!("g{number}"), 10 + number, jobs);
+                let jobs = jobs.replace("{number}", &number.to_string());
+                let mut guest = Guest::new(&lab, &format!("g{number}"), 10 + number, &jobs);
                 guest.memory_bytes = plan.memory_bytes;
                 lab.create_tap(&guest.tap()).expect("a tap");
                 guest

@@ -1,12 +1,15 @@
 //! Gangs: guests that share pages move together, each right, and as small as before.
 
+use sterna_bench::command::{PATIENCE, wait_for};
 use sterna_bench::ksm::Ksm;
 use sterna_system_tests::gang::GangSite;
 use sterna_system_tests::needs::left_to_the_proofs;
 use sterna_system_tests::{cli, needs, skip_without, turn};
 
-/// A checker of its own memory in each guest; kernel and image are equal in all.
-const JOBS: &str = "checker:--mib,16,--rate,2";
+/// A checker in each guest, none of whose pages is ever equal to another guest's; kernel and image are equal in all.
+const JOBS: &str = "checker:--mib,16,--rate,2,--seed,1{number}";
+/// Beside it one whose pages are equal in all guests now and then: they are merged, and written again.
+const MORE: &str = ";checker:--mib,2,--rate,1";
 
 #[test]
 fn a_gang_arrives_as_small_as_it_left_in_every_mode_and_every_guest_has_its_own_memory() {
@@ -81,10 +84,18 @@ fn eight_guests_go_to_and_fro_in_every_mode_while_their_frames_are_merged() {
     let Ok(ksm) = Ksm::take() else {
         return println!("skipped: this kernel does not merge equal pages, or does not let this user ask for it");
     };
-    let mut site = GangSite::start(8, JOBS);
+    let mut site = GangSite::start(8, &format!("{JOBS}{MORE}"));
     ksm.settle(std::time::Duration::from_secs(600), || Ok(site.footprint().frames)).expect("merged");
     ksm.scan().expect("KSM scans");
     let most: usize = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    // The guests write what was merged while they stood still: only then is it as it stays.
+    let mut frames = site.footprint().frames;
+    let stays = || {
+        std::thread::sleep(std::time::Duration::from_secs(4));
+        let before = std::mem::replace(&mut frames, site.footprint().frames);
+        Ok((frames <= before + before / 1000).then_some(()))
+    };
+    wait_for("a footprint that stays", PATIENCE, stays).expect("it stays");
     for mode in ["precopy", "postcopy", "hybrid"] {
         for number in 0..20 {
             let (before, watch) = (site.footprint(), site.watch_there());

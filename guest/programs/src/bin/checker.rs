@@ -13,7 +13,7 @@ use sterna_guest_programs::page::{Fault, PAGE_BYTES, Page};
 use sterna_guest_programs::random::Random;
 use sterna_guest_programs::report::Report;
 
-const USAGE: &str = "checker [--mib N] [--rate MIB-REWRITTEN-PER-SECOND, 0 = no limit]";
+const USAGE: &str = "checker [--mib N] [--rate MIB-REWRITTEN-PER-SECOND, 0 = no limit] [--seed N]";
 
 /// Pages rewritten between two looks at the clock.
 const BATCH: usize = 32;
@@ -26,6 +26,8 @@ const REPORTED_EACH_SECOND: u64 = 16;
 
 struct Checker {
     pages: Vec<Page>,
+    /// What makes its pages differ from those of a checker with another seed.
+    seed: u64,
     /// The sequence that each page must hold.
     expected: Vec<u64>,
     report: Report,
@@ -35,26 +37,28 @@ struct Checker {
 }
 
 impl Checker {
-    fn new(count: usize) -> Self {
+    fn new(count: usize, seed: u32) -> Self {
+        let seed = u64::from(seed) << 32;
         let mut pages = Page::zeroed(count);
         for (number, page) in pages.iter_mut().enumerate() {
-            page.write(number as u64, 1);
+            page.write(seed | number as u64, 1);
         }
         let report = Report::from_environment();
-        Self { pages, expected: vec![1; count], report, bad: 0, to_report: REPORTED_EACH_SECOND }
+        Self { pages, seed, expected: vec![1; count], report, bad: 0, to_report: REPORTED_EACH_SECOND }
     }
 
     fn verify(&mut self, number: usize) {
-        if let Err(fault) = self.pages[number].verify(number as u64, self.expected[number]) {
+        let name = self.seed | number as u64;
+        if let Err(fault) = self.pages[number].verify(name, self.expected[number]) {
             self.complain(number, fault);
             // Whole again, so that each loss is counted once.
-            self.pages[number].write(number as u64, self.expected[number]);
+            self.pages[number].write(name, self.expected[number]);
         }
     }
 
     fn rewrite(&mut self, number: usize) {
         self.expected[number] += 1;
-        self.pages[number].write(number as u64, self.expected[number]);
+        self.pages[number].write(self.seed | number as u64, self.expected[number]);
     }
 
     fn complain(&mut self, number: usize, fault: Fault) {
@@ -109,10 +113,11 @@ fn main() {
     if count == 0 {
         arguments.reject("mib", "nothing to check");
     }
-    let mut checker = Checker::new(count);
+    let seed = arguments.get("seed", 0_u32);
+    let mut checker = Checker::new(count, seed);
     checker.report.line(format_args!("CHECKER ready pages={count}"));
 
-    let mut random = Random::new(1);
+    let mut random = Random::new(1 + u64::from(seed));
     let mut pace = Pace::new(rate_mib * 256.0, Instant::now());
     let mut second = Every::new(Duration::from_secs(1), Instant::now());
     let mut sweep = Sweep { next: 0, started: Instant::now(), last_took: Duration::ZERO };
