@@ -6,11 +6,13 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::movers;
+use super::runner::done;
 use crate::error::Result;
 use crate::footprint::{Footprint, Peak};
 use crate::gang::Moved;
 use crate::lab::{Lab, net};
 use crate::load::{Sample, mean_between};
+use crate::result::Run;
 use crate::stats::median;
 
 /// The share of its throughput below which a guest that sends counts as disturbed.
@@ -33,6 +35,22 @@ pub(super) const COMPLETED: &str = "completed";
 pub(super) struct Measured {
     pub(super) metrics: BTreeMap<String, f64>,
     pub(super) details: Value,
+}
+
+/// Makes each run by this trial. What it measured until an error is kept.
+///
+/// # Errors
+/// The first trial's that fails.
+pub(super) fn measure(runs: &mut [Run], mut trial: impl FnMut(&mut Measured) -> Result<()>) -> Result<()> {
+    for run in runs {
+        let mut measured = Measured::default();
+        let ended = trial(&mut measured);
+        run.metrics.extend(measured.metrics);
+        run.details = measured.details;
+        ended?;
+        done(run);
+    }
+    Ok(())
 }
 
 /// The guests at the source.

@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use super::gang_figures::{Measured, SETTLED, Source};
+use super::gang_figures::{Measured, SETTLED, Source, measure};
 use super::judge::worst;
-use super::runner::{Attempt, Row, Site, done, figure, try_all};
+use super::runner::{Attempt, Row, Site, figure, try_all};
 use super::together::{self, MODES, Together, Work, middle, sterna};
 use super::{Options, Record};
 use crate::error::Result;
@@ -69,15 +69,7 @@ impl Attempt for Hops {
     }
 
     fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
-        for run in runs {
-            let mut measured = Measured::default();
-            let ended = self.move_on(site.lab, site.guests, &mut measured);
-            run.metrics.extend(measured.metrics);
-            run.details = measured.details;
-            ended?;
-            done(run);
-        }
-        Ok(())
+        measure(runs, |measured| self.move_on(site.lab, site.guests, measured))
     }
 
     fn tell(&self, run: &Run) -> String {

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use super::gang_figures::{Before, COMPLETED, Measured, SETTLED, Source, mib};
-use super::runner::{Attempt, Row, Site, done, figure};
+use super::gang_figures::{Before, COMPLETED, Measured, SETTLED, Source, measure, mib};
+use super::runner::{Attempt, Row, Site, figure};
 use super::{Record, is, lab_name, movers, qemus};
 use crate::baseline::{Method, qemu};
 use crate::command::{PATIENCE, wait_for};
@@ -219,15 +219,7 @@ impl Attempt for Together {
     }
 
     fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
-        for run in runs {
-            let mut measured = Measured::default();
-            let ended = self.migrate(site.lab, site.guests, &mut measured);
-            run.metrics.extend(measured.metrics);
-            run.details = measured.details;
-            ended?;
-            done(run);
-        }
-        Ok(())
+        measure(runs, |measured| self.migrate(site.lab, site.guests, measured))
     }
 
     fn tell(&self, run: &Run) -> String {
