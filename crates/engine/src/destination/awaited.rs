@@ -4,11 +4,12 @@
 //! nobody waits with it: whoever brings the body into the pool puts the page into its place. At a round's end those
 //! that are left are waited for, as long as bodies keep coming; then their source is asked for them.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_protocol::frame::shared::References;
-use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::standstill::Standstill;
 
@@ -23,6 +24,9 @@ use crate::paging::Pager;
 const STANDSTILL: Duration = Duration::from_secs(3);
 /// How long a wait may take in all: the source waits, too.
 const LONGEST: Duration = Duration::from_secs(15);
+/// How often a page can refer to bodies that have not come, on the average, before a wait is over: once in a round, and
+/// once more while the guest runs, because it was asked for.
+const REFERENCES_PER_PAGE: u64 = 4;
 /// How often a wait looks for new bodies.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -33,6 +37,8 @@ pub struct Awaited {
     pager: Option<Arc<Pager>>,
     /// Held while a page is put into its place: a page that is not waited for any more is never written.
     pages: Mutex<PageMap>,
+    /// References to bodies that had not come, since nothing was awaited.
+    references: AtomicU64,
     changed: Condvar,
 }
 
@@ -41,7 +47,7 @@ impl Awaited {
     #[must_use]
     pub fn nothing(ram: Arc<dyn Memory>, pager: Option<Arc<Pager>>) -> Arc<Self> {
         let pages = Mutex::new(PageMap::empty(ram.layout()));
-        Arc::new(Self { ram, pager, pages, changed: Condvar::new() })
+        Arc::new(Self { ram, pager, pages, references: AtomicU64::new(0), changed: Condvar::new() })
     }
 
     /// Waits until nothing is awaited, for as long as bodies come into the pool. Returns the pages that nobody brings;
@@ -61,6 +67,8 @@ impl Awaited {
         drop(awaited);
         if !left.is_empty() {
             tracing::info!(pages = left.len(), "shared bodies have not come: their pages are asked for");
+        }
+        if self.references.swap(0, Ordering::Relaxed) > 0 {
             pool.forget(self.as_ref());
         }
         left
@@ -72,8 +80,14 @@ impl Awaited {
 }
 
 impl Waits for Awaited {
-    fn expect(&self, chunk: ChunkIndex, pages: &PageSet) {
-        self.lock().insert_all(chunk, pages);
+    fn expect(&self, chunk: ChunkIndex, pages: &PageSet) -> bool {
+        let pages_in_all = u64::from(self.ram.layout().chunks()) * CHUNK_PAGES as u64;
+        let before = self.references.fetch_add(pages.len() as u64, Ordering::Relaxed);
+        let bounded = before + pages.len() as u64 <= REFERENCES_PER_PAGE * pages_in_all;
+        if bounded {
+            self.lock().insert_all(chunk, pages);
+        }
+        bounded
     }
 
     /// The pages that still wait get into their places. Where that fails they go on waiting, until they are asked for.

@@ -61,6 +61,14 @@ mod attachment;
 /// Phases *postcopy* and *finish*: the rest of the pages follows.
 mod postcopy;
 
+/// A host of which only the room is asked for.
+#[cfg(test)]
+pub mod room_alone;
+
+/// Gangs whose source lies, or whose pool fails.
+#[cfg(test)]
+mod gang_tests;
+
 use std::sync::mpsc::Receiver;
 
 use self::attachment::SourceOf;

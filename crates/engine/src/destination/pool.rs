@@ -53,8 +53,10 @@ pub struct Found<'a> {
 
 /// A machine whose pages may have to wait for bodies.
 pub trait Waits: Debug + Send + Sync {
-    /// These pages wait from now on. The pool is locked.
-    fn expect(&self, chunk: ChunkIndex, pages: &PageSet);
+    /// These pages wait from now on. The pool is locked. `false` where that are more than the machine can have: then
+    /// none of them waits.
+    #[must_use]
+    fn expect(&self, chunk: ChunkIndex, pages: &PageSet) -> bool;
 
     /// Bodies that pages of this chunk wait for, or have waited for, are in the pool. The pool is not locked.
     fn came(&self, pool: &Pool, chunk: ChunkIndex, runs: Vec<PoolRun>);
@@ -139,6 +141,7 @@ impl Pool {
     /// There is no such member, or it has come already; or the file cannot grow.
     pub fn enter(&self, member: u16, layout: &Layout) -> Result<(), PoolError> {
         let mut state = self.lock();
+        self.ensure_whole(&state)?;
         let (start, end) = (state.end, state.end + u64::from(layout.chunks()) * CHUNK_BYTES as u64);
         let part = state.parts.get_mut(usize::from(member)).ok_or(PoolError::Peer("a member that the gang has not"))?;
         if part.is_some() {
@@ -198,6 +201,7 @@ impl Pool {
     /// Takes the places of bodies that are about to be written.
     fn take_places(&self, member: u16, chunk: ChunkIndex, pages: &PageSet) -> Result<Vec<PoolRun>, PoolError> {
         let mut state = self.lock();
+        self.ensure_whole(&state)?;
         let part = state.parts.get_mut(usize::from(member)).and_then(Option::as_mut);
         let part = part.ok_or(PoolError::Peer("a shared body of a machine that has not joined its gang"))?;
         if !part.taken.chunk(chunk).and(pages).is_empty() {
@@ -209,6 +213,13 @@ impl Pool {
             PoolRun { first, pages, offset: part.offset(at) }
         };
         Ok(pages.runs().map(place).collect())
+    }
+
+    /// Nobody has cut the file short. Where somebody has, the next body behind the cut would make the file as long as
+    /// before, and guests that map what was cut off would read zeros there. So nothing more is put there or mapped.
+    fn ensure_whole(&self, state: &State) -> io::Result<()> {
+        let is_whole = self.file.metadata()?.len() >= state.end;
+        is_whole.then_some(()).ok_or_else(|| io::Error::other("its file was cut short"))
     }
 
     /// Writes neighbouring bodies.
@@ -226,7 +237,8 @@ impl Pool {
     /// waits from now on, and gets them when they come.
     ///
     /// # Errors
-    /// [`PoolError::Peer`]: an origin that the gang cannot have. Then the machine waits for nothing.
+    /// [`PoolError::Peer`]: an origin that the gang cannot have, or more references than pages. Then the machine waits
+    /// for nothing more. [`PoolError::File`]: bodies are gone.
     pub fn find(
         &self,
         machine: &Arc<dyn Waits>,
@@ -234,6 +246,7 @@ impl Pool {
         references: &[References],
     ) -> Result<Vec<Found<'_>>, PoolError> {
         let mut state = self.lock();
+        self.ensure_whole(&state)?;
         let mut here: Vec<Found> = Vec::new();
         let mut missing = Vec::new();
         for (page, origin) in references.iter().flat_map(|run| run.each()) {
@@ -258,7 +271,10 @@ impl Pool {
                 _ => missing.push((page, origin)),
             }
         }
-        machine.expect(chunk, &missing.iter().map(|(page, _)| *page).collect());
+        // Each is remembered: a peer must not make this host remember more and more.
+        if !machine.expect(chunk, &missing.iter().map(|(page, _)| *page).collect()) {
+            return Err(PoolError::Peer("references to bodies that do not come, again and again"));
+        }
         for (page, origin) in missing {
             let waiter = Waiter { machine: Arc::clone(machine), page: PageIndex { chunk, page } };
             state.waiting.entry(origin).or_default().push(waiter);

@@ -19,9 +19,10 @@ struct Machine {
 }
 
 impl Waits for Machine {
-    fn expect(&self, _: ChunkIndex, pages: &PageSet) {
+    fn expect(&self, _: ChunkIndex, pages: &PageSet) -> bool {
         let mut expected = self.expected.lock().unwrap();
         *expected = expected.or(pages);
+        true
     }
 
     fn came(&self, pool: &Pool, chunk: ChunkIndex, runs: Vec<PoolRun>) {

@@ -438,7 +438,7 @@ pub fn pages_of(layout: &Layout, block: usize, run: Range<u64>) -> impl Iterator
 pub mod not_in_place;
 
 #[cfg(test)]
-mod inside_here;
+pub(crate) mod inside_here;
 
 #[cfg(test)]
 mod generic_tests;

@@ -1,54 +1,12 @@
 //! Pages that follow their guest to a host that has no memory left for them.
 
-use sterna_api::{Blame, Problem};
+use sterna_api::Blame;
 use sterna_protocol::frame::{ChunkFrame, Digester};
-use sterna_protocol::spec::VmSpec;
 use sterna_sys::mount::Tmpfs;
 
 use super::*;
 use crate::destination::place::Placer;
-use crate::destination::pool::Pool;
-use crate::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
-
-/// A host with this much free memory; no other method is called.
-struct Room(u64);
-
-impl DestinationHost for Room {
-    fn identity(&self) -> DaemonId {
-        DaemonId(0)
-    }
-    fn prepare(
-        &self,
-        _: MigrationId,
-        _: &VmSpec,
-        _: Option<&str>,
-        _: Option<&Arc<Pool>>,
-        _: bool,
-    ) -> Result<Incoming, Problem> {
-        unreachable!()
-    }
-    fn room_bytes(&self) -> u64 {
-        self.0
-    }
-    fn commit(&self, _: MigrationId, _: bool) -> Result<(), Problem> {
-        unreachable!()
-    }
-    fn started(&self, _: MigrationId, _: Incoming, _: Option<Arc<Pager>>, _: Option<&Problem>) {
-        unreachable!()
-    }
-    fn pager(&self, _: MigrationId, _: Option<&str>) -> Result<Arc<Pager>, Problem> {
-        unreachable!()
-    }
-    fn paged(&self, _: MigrationId) {
-        unreachable!()
-    }
-    fn abort(&self, _: MigrationId, _: Option<Incoming>) {
-        unreachable!()
-    }
-    fn verdict(&self, _: MigrationId, _: Option<&str>) -> Result<Verdict, Problem> {
-        unreachable!()
-    }
-}
+use crate::destination::room_alone::Room;
 
 /// Lets page 3 come to a guest that runs without it.
 fn page_comes(pager: &Pager, host: &Room) -> Result<(), MigrateError> {
