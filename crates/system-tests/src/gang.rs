@@ -12,8 +12,10 @@ use sterna_bench::load::now_us;
 use sterna_bench::meter::{Line, Meter, delivery};
 use sterna_bench::{Guest, Lab, LabConfig, sterna};
 
-use crate::cli::{self, Attempt};
+use crate::census::ram_bytes;
+use crate::cli::{self, Answer, Attempt};
 use crate::plan::Plan;
+use crate::site::files;
 
 /// How long a move of a gang may take.
 const MOVE: Duration = Duration::from_secs(600);
@@ -50,8 +52,12 @@ impl GangSite {
         let lab = gang::lab(config, guests.into()).expect("a lab");
         let guests: Vec<_> = (0..guests)
             .map(|number| {
-                let jobs = jobs.replace("{number}", &number.to_string());
-                let mut guest = Guest::new(&lab, &format!("g{number}"), 10 + number, &jobs);
+                let mut guest = Guest::new(
+                    &lab,
+                    &format!("g{number}"),
+                    10 + number,
+                    &jobs.replace("{number}", &number.to_string()),
+                );
                 guest.memory_bytes = plan.memory_bytes;
                 lab.create_tap(&guest.tap()).expect("a tap");
                 guest
@@ -154,26 +160,87 @@ impl GangSite {
     /// # Panics
     /// Where they do not get under way, or do not end.
     pub fn disturbed(&self, names: &[&str], [from, to]: [&str; 2], disturb: impl FnOnce(&Host)) -> Vec<String> {
-        let [from, to] = [from, to].map(|name| self.lab.host(name).expect("a host"));
-        cli::limit_bandwidth(from, Some(3_000_000));
-        let listen = to.listen();
-        let head: Vec<&str> = ["migrate"].into_iter().chain(names.iter().copied()).collect();
-        let attempt = Attempt::run(from, &[&head[..], &["--to", &listen, "--mode", "precopy", "--json", "-"]].concat());
-        let phase = |name: &str| {
-            let shown = cli::ask(from, &["show", name, "--json"]);
-            let vm: Value = serde_json::from_str(&shown.stdout).unwrap_or_default();
-            vm["migration"]["phase"].as_str().unwrap_or_default().to_owned()
-        };
-        let all_under_way = || Ok(names.iter().all(|name| phase(name) == "precopy").then_some(()));
-        wait_for("all of them under way", PATIENCE, all_under_way).expect("they get under way");
-        disturb(from);
-        cli::limit_bandwidth(from, None);
-        let answer = attempt.end();
-        let reports: Value =
-            serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"));
-        let of = |report: &Value| report["status"].as_str().unwrap_or_default().to_owned();
-        reports["migrations"].as_array().expect("a report each").iter().map(of).collect()
+        let source = self.lab.host(from).expect("a host");
+        cli::limit_bandwidth(source, Some(3_000_000));
+        let attempt = self.begin(names, from, &self.lab.host(to).expect("a host").listen(), &["--mode", "precopy"]);
+        self.all_are_in("precopy", names, from);
+        disturb(source);
+        cli::limit_bandwidth(source, None);
+        statuses(&attempt.end())
     }
+
+    /// Begins to move these guests from a host to the daemon at an address.
+    #[must_use]
+    pub fn begin(&self, names: &[&str], from: &str, address: &str, options: &[&str]) -> Attempt {
+        let from = self.lab.host(from).expect("a host");
+        let head: Vec<&str> = ["migrate"].into_iter().chain(names.iter().copied()).collect();
+        Attempt::run(from, &[&head[..], &["--to", address, "--json", "-"], options].concat())
+    }
+
+    /// Waits until the migrations of all these guests from a host are in this phase.
+    ///
+    /// # Panics
+    /// Where they never are.
+    pub fn all_are_in(&self, phase: &str, names: &[&str], from: &str) {
+        let of = |name: &str| self.shown(name, from)["migration"]["phase"].as_str().map(str::to_owned);
+        let all = || Ok(names.iter().all(|name| of(name).as_deref() == Some(phase)).then_some(()));
+        wait_for(&format!("all of them in {phase}"), PATIENCE, all).unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// Waits until each of these guests runs on one of two hosts and the other knows nothing of it, and moves those that
+    /// are on the first to the second, comparing both sides. All are well then, and the first host has nothing left.
+    ///
+    /// # Panics
+    /// Where it is not so.
+    pub fn gather(&self, names: &[&str], [from, to]: [&str; 2]) {
+        let state = |name: &str, host| self.shown(name, host)["state"].as_str().unwrap_or("none").to_owned();
+        let mut seen = Vec::new();
+        let settled = wait_for("each guest to run on one host", PATIENCE, || {
+            seen = names.iter().map(|name| [state(name, from), state(name, to)]).collect();
+            let one = |states: &[String; 2]| *states == ["running", "none"] || *states == ["none", "running"];
+            Ok(seen.iter().all(one).then_some(()))
+        });
+        settled.unwrap_or_else(|error| panic!("{error}: {names:?} are {seen:?}"));
+        self.are_well(names);
+        let stayed = names.iter().zip(&seen).filter(|(_, states)| states[0] == "running");
+        let stayed: Vec<&str> = stayed.map(|(name, _)| *name).collect();
+        println!("{stayed:?} stayed at {from}");
+        if !stayed.is_empty() {
+            let address = self.lab.host(to).expect("a host").listen();
+            let answer = self.begin(&stayed, from, &address, &["--verify"]).end();
+            answer.expect(0, &[]);
+            for report in reports(&answer) {
+                assert_eq!(report["verify"]["mismatches"], 0, "{report:#}");
+            }
+            self.are_well(names);
+        }
+        let from = self.lab.host(from).expect("a host");
+        let left = || (files(from).len(), ram_bytes(from));
+        let nothing = || Ok((left() == (0, 0)).then_some(()));
+        wait_for("an empty host", PATIENCE, nothing).unwrap_or_else(|error| panic!("{error}: {:?}", left()));
+    }
+
+    /// What the daemon of a host says of a guest; null where it knows none.
+    #[must_use]
+    pub fn shown(&self, name: &str, host: &str) -> Value {
+        let host = self.lab.host(host).expect("a host");
+        serde_json::from_str(&cli::ask(host, &["show", name, "--json"]).stdout).unwrap_or_default()
+    }
+}
+
+/// How each of a gang's migrations ended.
+///
+/// # Panics
+/// The answer has no report.
+#[must_use]
+pub fn statuses(answer: &Answer) -> Vec<String> {
+    reports(answer).iter().map(|report| report["status"].as_str().unwrap_or_default().to_owned()).collect()
+}
+
+/// The report of each migration, of one as of several.
+fn reports(answer: &Answer) -> Vec<Value> {
+    let report: Value = serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"));
+    report["migrations"].as_array().cloned().unwrap_or_else(|| vec![report])
 }
 
 fn mover(options: &str, sharing: bool) -> Mover {
