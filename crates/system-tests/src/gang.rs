@@ -187,8 +187,9 @@ impl GangSite {
         wait_for(&format!("all of them in {phase}"), PATIENCE, all).unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Waits until each of these guests runs on one of two hosts and the other knows nothing of it, and moves those that
-    /// are on the first to the second, comparing both sides. All are well then, and the first host has nothing left.
+    /// Waits until each of these guests runs on one of two hosts and the other knows nothing of it, and moves those
+    /// that are on the first to the second, comparing both sides. All are well then, and the first host has nothing
+    /// left.
     ///
     /// # Panics
     /// Where it is not so.

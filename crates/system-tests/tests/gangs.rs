@@ -73,8 +73,8 @@ fn whoever_of_a_gang_does_not_arrive_costs_itself_alone() {
     site.are_well(&["g0", "g2"]);
 }
 
-/// KSM merges and un-merges frames at every moment of the moves, also those of the source with those of the destination:
-/// both are one kernel here.
+/// KSM merges and un-merges frames at every moment of the moves, also those of the source with those of the
+/// destination: both are one kernel here.
 #[test]
 fn eight_guests_go_to_and_fro_in_every_mode_while_their_frames_are_merged() {
     let _turn = turn();
