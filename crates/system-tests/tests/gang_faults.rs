@@ -117,8 +117,8 @@ fn kill_qemu(site: &GangSite, name: &str, host: &str) {
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).expect("it runs");
 }
 
-/// The pages of a guest in private memory end with the QEMU that it left, and the guest with the QEMU that runs it: what
-/// a gang shares is in its pool, and lives on.
+/// The pages of a guest in private memory end with the QEMU that it left, and the guest with the QEMU that runs it:
+/// what a gang shares is in its pool, and lives on.
 #[test]
 fn a_qemu_that_ends_while_pages_are_missing_costs_its_own_guest_alone() {
     if left_to_the_proofs() {

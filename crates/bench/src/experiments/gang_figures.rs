@@ -135,8 +135,8 @@ impl Measured {
         median(gaps).into_iter().for_each(|ms| self.note("gap_median_ms", ms));
     }
 
-    /// Notes how long guests at work had less than their full throughput between two moments, and plots' points: seconds
-    /// since the first moment, millions per second (of bytes or requests).
+    /// Notes how long guests at work had less than their full throughput between two moments, and plots' points:
+    /// seconds since the first moment, millions per second (of bytes or requests).
     pub(super) fn note_throughput(&mut self, samples: &[Sample], settled_us: i64, begin_us: i64, end_us: i64) {
         let Some(full) = mean_between(samples, settled_us, begin_us) else { return };
         self.note("full_millions_per_s", full / 1e6);

@@ -1,5 +1,5 @@
-//! The figures 6 and 7 of sharing-aware migration: the throughput of a guest that sends, and of guests that serve Redis,
-//! while their gang moves.
+//! The figures 6 and 7 of sharing-aware migration: the throughput of a guest that sends, and of guests that serve
+//! Redis, while their gang moves.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Clients of a Redis cluster whose nodes run in guests: `redis-benchmark` sets keys all over it. Throughput is measured
-//! in intervals.
+//! Clients of a Redis cluster whose nodes run in guests: `redis-benchmark` sets keys all over it. Throughput is
+//! measured in intervals.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};

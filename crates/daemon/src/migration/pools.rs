@@ -183,8 +183,8 @@ impl Pools {
         Ok(pool)
     }
 
-    /// The memory, bytes, that a gang needs here: what it has, and copies of shared pages that lie in more pieces than a
-    /// process may have mappings.
+    /// The memory, bytes, that a gang needs here: what it has, and copies of shared pages that lie in more pieces than
+    /// a process may have mappings.
     ///
     /// # Errors
     /// There is less room than that.

@@ -118,8 +118,8 @@ impl Runs {
     }
 }
 
-/// Shows each page of the guest's own, with its address: its frame where others may have it, too, `None` where it is the
-/// guest's alone.
+/// Shows each page of the guest's own, with its address: its frame where others may have it, too, `None` where it is
+/// the guest's alone.
 fn each_frame(pagemap: &Pagemap, guest: &Guest, mut see: impl FnMut(u64, Option<u64>)) -> io::Result<()> {
     let (mut regions, mut entries) = (Vec::new(), Vec::new());
     for addresses in &guest.addresses {

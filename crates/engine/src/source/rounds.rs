@@ -239,10 +239,11 @@ impl<'a> Rounds<'a> {
     /// Collects, with the guest stopped, the pages that the VMM has written since the last collection; the others stay
     /// as they were. Pages in `moving` are on their way by themselves, and are collected however they look.
     ///
-    /// The kernel makes pages look written, too: KSM exchanges a page's frame for another of the same content. So a page
-    /// counts as written where its content is not what the destination has. Of a page that the guest holds free that
-    /// cannot be told, because it was never read: there, one whose frame is merged is not written. For it to be both, the
-    /// VMM would have to write memory that nobody owns, and KSM to look at it twice and merge it within this pause.
+    /// The kernel makes pages look written, too: KSM exchanges a page's frame for another of the same content. So a
+    /// page counts as written where its content is not what the destination has. Of a page that the guest holds free
+    /// that cannot be told, because it was never read: there, one whose frame is merged is not written. For it to be
+    /// both, the VMM would have to write memory that nobody owns, and KSM to look at it twice and merge it within this
+    /// pause.
     ///
     /// # Errors
     /// As [`collect`](Self::collect); or the RAM cannot be looked at.

@@ -46,8 +46,8 @@ fn a_page_the_vmm_writes_while_it_saves_its_devices_keeps_the_guest_here() {
     assert!(rolled_back.load(Ordering::Acquire) && !host.running.load(Ordering::Acquire));
 }
 
-/// As KSM makes pages look that it merges in the pause. Seen to fail while what looks written counted as written: guests
-/// whose pages were being merged stayed where they were, now and then.
+/// As KSM makes pages look that it merges in the pause. Seen to fail while what looks written counted as written:
+/// guests whose pages were being merged stayed where they were, now and then.
 #[test]
 fn a_page_that_looks_written_in_the_pause_and_has_the_content_that_was_sent_keeps_nobody_here() {
     if !tracking_works() {
