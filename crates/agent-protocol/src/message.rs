@@ -37,6 +37,9 @@ pub enum Operation {
     /// until the next one is made, the library replaces no mapping of guest RAM: it may be registered. Empty → empty,
     /// or [`Status::NotOpen`]. Libraries of earlier versions do not know it.
     LendUserfaultfd = 9,
+    /// Puts the file that is passed along in the place of one that QEMU has open, under its number (`dup3(2)`).
+    /// [`PutRequest`] → empty. Libraries of earlier versions do not know it.
+    PutDescriptor = 10,
 }
 
 impl Operation {
@@ -53,6 +56,7 @@ impl Operation {
             7 => Self::Map,
             8 => Self::DiscardLog,
             9 => Self::LendUserfaultfd,
+            10 => Self::PutDescriptor,
             _ => return None,
         })
     }
@@ -198,6 +202,14 @@ pub struct OpenReply {
     pub features: U64,
     /// `UFFDIO_*` the kernel offers, one bit each.
     pub ioctls: U64,
+}
+
+/// The request of [`Operation::PutDescriptor`], the file beside it.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct PutRequest {
+    /// The number of the descriptor to replace, which is open.
+    pub number: U32,
 }
 
 /// The advice that [`Operation::Advise`] can give the kernel. Their numbers are those on the wire.

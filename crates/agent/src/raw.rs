@@ -95,6 +95,18 @@ impl Drop for Fd {
     }
 }
 
+/// Makes the number of another open descriptor stand for this file. It is closed in programs that are started.
+pub fn replace(file: &Fd, number: c_int) -> Result<(), c_int> {
+    // SAFETY: touches no memory of ours. A number that is not open is refused, so that none is made here.
+    let result = unsafe {
+        match libc::fcntl(number, libc::F_GETFD) {
+            -1 => -1,
+            _ => libc::dup3(file.number(), number, libc::O_CLOEXEC),
+        }
+    };
+    if result < 0 { Err(errno()) } else { Ok(()) }
+}
+
 /// The process's number.
 pub fn process_id() -> c_int {
     // SAFETY: always succeeds.

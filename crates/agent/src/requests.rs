@@ -2,8 +2,8 @@
 
 use libc::{c_int, c_void, off_t};
 use sterna_agent_protocol::message::{
-    Advice, AdviseRequest, HelloReply, MAX_ITEMS, MapRequest, OpenReply, OpenRequest, Operation, Range, ReplyHeader,
-    RequestHeader, Run, Sharing, Status,
+    Advice, AdviseRequest, HelloReply, MAX_ITEMS, MapRequest, OpenReply, OpenRequest, Operation, PutRequest, Range,
+    ReplyHeader, RequestHeader, Run, Sharing, Status,
 };
 use sterna_agent_protocol::{MAGIC, VERSION};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -110,6 +110,7 @@ impl Requests {
             }
             Operation::Advise => advise(rest),
             Operation::Map => map(rest, descriptor),
+            Operation::PutDescriptor => put_descriptor(rest, descriptor),
             Operation::DiscardLog => {
                 let memory = discards::log_memory().ok_or_else(|| Refusal::system(libc::ENODATA))?;
                 Ok(Answer { length: 0, descriptor: Some(memory) })
@@ -160,6 +161,16 @@ fn blocks(body: &mut [u8]) -> Outcome {
         length += put(&block, room)?.length;
     }
     Ok(Answer { length, descriptor: None })
+}
+
+/// Puts `file` in the place of a descriptor that is open. Where QEMU uses the number at this moment, its call ends with
+/// the one or the other file.
+fn put_descriptor(rest: &[u8], file: Option<Fd>) -> Outcome {
+    let request = PutRequest::read_from_bytes(rest).map_err(|_| Status::Malformed)?;
+    let number = c_int::try_from(request.number.get()).map_err(|_| Status::Malformed)?;
+    let file = file.ok_or(Status::Malformed)?;
+    raw::replace(&file, number).map_err(Refusal::system)?;
+    Ok(EMPTY)
 }
 
 /// Puts a reply's struct at the start of the body.

@@ -251,6 +251,8 @@ codes! {
     NotConverging: ByBlame = "not-converging",
     /// The guest wrote while its devices were being saved.
     WrittenWhileSaving: ByBlame = "written-while-saving",
+    /// The QEMU that was to take the guest over used its RAM too early.
+    TouchedEarly: ByBlame = "touched-early",
     /// A page differs between source and destination.
     VerifyMismatch: ByBlame = "verify-mismatch",
 

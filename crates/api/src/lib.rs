@@ -24,6 +24,9 @@ pub mod balloon;
 /// Reclaim: a guest's free memory is given back to its host.
 pub mod reclaim;
 
+/// Replacement: another QEMU takes a guest over on the same host.
+pub mod replace;
+
 /// The progress of a running migration.
 pub mod progress;
 
@@ -44,5 +47,6 @@ pub use options::{MigrateOptions, Mode};
 pub use problem::{Blame, Problem};
 pub use progress::{Phase, Progress};
 pub use reclaim::{ReclaimMethod, ReclaimRequest, Reclaimed};
+pub use replace::{ReplaceRequest, Replaced};
 pub use report::{Report, Status};
 pub use vm::{AdoptRequest, MemoryMode, MigrateRequest, Migration, ResumeRequest, RunRequest, Vm, VmState};

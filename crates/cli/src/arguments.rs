@@ -64,6 +64,11 @@ pub enum Command {
     Balloon(Balloon),
     /// Give the memory that a guest holds free back to this host
     Reclaim(Reclaim),
+    /// Have another QEMU take virtual machines over on this host, while they run
+    ///
+    /// No memory is copied: both QEMUs have the same. The guest pauses for some milliseconds. This is how a new version
+    /// of QEMU comes to guests that run already.
+    Replace(Replace),
     /// Cancel a virtual machine's migration, or another long command on it
     Cancel {
         /// Its name
@@ -94,6 +99,33 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
+}
+
+/// `replace`.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("which").required(true))]
+pub struct Replace {
+    /// The machine's name
+    #[arg(group = "which")]
+    pub name: Option<String>,
+    /// Every machine of this host, one after the other, in the order of their names; stops at the first that fails
+    #[arg(long, group = "which", conflicts_with = "arguments")]
+    pub all: bool,
+    /// The new QEMU's binary [default: the machine's own, as it is now]
+    #[arg(long, value_name = "PATH")]
+    pub qemu: Option<PathBuf>,
+    /// Compare all of the guest's memory before and after, in the pause
+    #[arg(long)]
+    pub verify: bool,
+    /// Write the report there as JSON; '-' is standard output. With --all, a list of reports
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// The new QEMU's arguments, without RAM [default: the machine's own]
+    ///
+    /// What the guest sees must stay as it is: QEMU refuses what its devices' state does not fit, and the guest runs on
+    /// as before.
+    #[arg(last = true, value_name = "QEMU-ARGUMENTS")]
+    pub arguments: Vec<String>,
 }
 
 /// `run`.

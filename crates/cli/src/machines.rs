@@ -1,7 +1,7 @@
 //! The commands about machines: `run`, `adopt`, `ps`, `show`, `stop`.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -34,11 +34,7 @@ pub async fn run(client: &Client, run: Run) -> Result<ExitCode, Failure> {
             .memory_template
             .map(|path| std::path::absolute(&path).unwrap_or(path).display().to_string()),
         trust_group: run.trust_group,
-        // The daemon has another working directory; a bare name is looked up on its PATH.
-        qemu: run.qemu.map(|path| {
-            let relative = path.is_relative() && path.components().count() > 1;
-            if relative { std::path::absolute(&path).unwrap_or(path) } else { path }.display().to_string()
-        }),
+        qemu: run.qemu.map(binary_path),
         balloon: run.balloon,
         arguments: run.arguments,
     };
@@ -48,6 +44,12 @@ pub async fn run(client: &Client, run: Run) -> Result<ExitCode, Failure> {
         return Ok(ExitCode::SUCCESS);
     }
     follow(client, vm).await
+}
+
+/// A QEMU binary as the daemon, which has another working directory, is to find it: a bare name is looked up on its PATH.
+pub fn binary_path(path: PathBuf) -> String {
+    let relative = path.is_relative() && path.components().count() > 1;
+    if relative { std::path::absolute(&path).unwrap_or(path) } else { path }.display().to_string()
 }
 
 async fn follow(client: &Client, mut vm: Vm) -> Result<ExitCode, Failure> {

@@ -22,6 +22,8 @@ mod migrate;
 mod progress;
 /// `reclaim`.
 mod reclaim;
+/// `replace`.
+mod replace;
 /// Reports as tables.
 mod table;
 /// `watch`.
@@ -58,6 +60,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Balloon(wanted) => balloon::balloon(&client, &wanted).await,
         Command::Estimate(question) => estimate::estimate(&client, &question).await,
         Command::Reclaim(wanted) => reclaim::reclaim(&client, &wanted).await,
+        Command::Replace(wanted) => replace::replace(&client, wanted).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
         Command::Resume { name, to, fenced } => migrate::resume(&client, &name, to, fenced).await,
         Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,

@@ -25,6 +25,7 @@ use crate::migration::records::Records;
 use crate::qemu::user::User;
 use crate::reclaim::Reclaim;
 use crate::recover::Recovery;
+use crate::replace::Replace;
 use crate::state::StateDir;
 
 /// The daemon: everything a request needs.
@@ -120,6 +121,12 @@ impl Daemon {
             metrics: &self.metrics,
             trust_first_look: self.config.test_trust_first_look,
         }
+    }
+
+    /// The part that replaces machines' QEMUs.
+    #[must_use]
+    pub fn replace(&self) -> Replace<'_> {
+        Replace { care: &self.care, launcher: &self.launcher }
     }
 
     /// The migrations that this host began.

@@ -42,6 +42,9 @@ pub mod run;
 /// Taking over machines that were started by other means.
 pub mod adopt;
 
+/// Another QEMU for a running guest.
+pub mod replace;
+
 /// Reclaim of guests' free memory.
 pub mod reclaim;
 

@@ -17,6 +17,9 @@
 //! * **the same, and they cannot be taken over; some are still to come**: it is stopped, and its userfaultfd stays
 //!   open: otherwise pages would read as zeros
 //!
+//! * **here; another QEMU was to have its guest, and has it not**: that QEMU is ended, and the guest given back
+//! * **here; its guest is in another QEMU than before**: the former one is ended, and the guest let run
+//!
 //! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. A
 //! directory whose record is unusable ([`load`](crate::machines::load)) is left alone, with all that may belong to it.
 
@@ -25,6 +28,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use sterna_api::Problem;
 use sterna_engine::host::MigrationId;
 use sterna_engine::source::throttle::release_left_over;
 use sterna_sys::file::FileId;
@@ -32,11 +36,12 @@ use sterna_sys::path::Place;
 
 use crate::care::Care;
 use crate::machines::backing::Backing;
-use crate::machines::control::{Control, give_back, let_run, stop_tracking};
+use crate::machines::control::{Control, end_other, give_back, let_run, stop_tracking};
 use crate::machines::files::remove_files;
 use crate::machines::hold::Hold;
 use crate::machines::load::{Found, read_machines};
 use crate::machines::record::{Lifecycle, VmRecord};
+use crate::machines::succession::Succession;
 use crate::machines::table::{Entry, Machines};
 use crate::migration::departures::Departures;
 use crate::migration::paging::Pages;
@@ -88,8 +93,14 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    fn recover_machine(&self, record: VmRecord) {
+    fn recover_machine(&self, mut record: VmRecord) {
         let name = record.name.clone();
+        let succession = record.succession.take();
+        if let Some(succession) = &succession {
+            let dir = self.state.vm(&name);
+            end_other(succession, &dir);
+            succession.tidy(&name, &dir, &self.state.logs());
+        }
         let running = record.process.open().is_some();
         self.machines().table().insert(name.clone(), Entry::new(Some(record.clone()), Hold::Stopping));
         tracing::info!(vm = %name, running, lifecycle = ?record.lifecycle, "found");
@@ -109,6 +120,12 @@ impl Recovery<'_> {
             tracing::warn!(vm = %name, "its QEMU ended while the daemon was away");
             return self.machines().forget(&name, record.process);
         }
+        if let Some(succession) = succession
+            && let Err(problem) = self.go_on(&record, &succession)
+        {
+            tracing::error!(vm = %name, "it does not run yet: {}", problem.message);
+            return self.care.watch(&record);
+        }
         match record.lifecycle {
             Lifecycle::Here if record.paging.is_some() => self.pages.recover(&record, false),
             Lifecycle::Here => {
@@ -121,6 +138,16 @@ impl Recovery<'_> {
             }
             Lifecycle::Outgoing(id) => self.recover_outgoing(&record, id),
             Lifecycle::Incoming(id) => self.recover_incoming(&record, id),
+        }
+    }
+
+    /// Lets the guest of a machine run on whose QEMU was being replaced.
+    fn go_on(&self, record: &VmRecord, succession: &Succession) -> Result<(), Problem> {
+        match succession {
+            Succession::Begun { .. } => give_back(record)
+                .inspect_err(|problem| resuming::give_back_here(self.machines(), record, problem.with_causes())),
+            Succession::Done { .. } => let_run(record, &self.state.vm(&record.name))
+                .inspect_err(|problem| resuming::let_run(self.machines(), record, problem.with_causes())),
         }
     }
 

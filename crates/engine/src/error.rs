@@ -148,6 +148,9 @@ pub enum MigrateError {
         "QEMU wrote {0} pages of the guest's RAM while it saved its devices, and the destination may have loaded them as they were before"
     )]
     WrittenWhileSaving(u64),
+    /// A QEMU that was to take the guest over touched the guest's RAM before it had the guest.
+    #[error("the new QEMU touched {0} pages of the guest's RAM before it had the guest")]
+    TouchedEarly(u64),
     /// The two sides' pages differ after the migration.
     #[error("{mismatches} of {pages} pages differ between the two hosts")]
     Mismatch {
@@ -312,6 +315,13 @@ impl MigrateError {
                 Code::WrittenWhileSaving,
                 Blame::Qemu,
                 Some("try again; where it happens each time, please report which devices the machine has"),
+            ),
+            Self::TouchedEarly(_) => (
+                Code::TouchedEarly,
+                Blame::Qemu,
+                Some(
+                    "this QEMU cannot replace another with these devices; please report which devices the machine has",
+                ),
             ),
             Self::Mismatch { .. } => {
                 (Code::VerifyMismatch, Blame::Ours, Some("please report this with the options you used"))

@@ -45,6 +45,9 @@ pub mod destination;
 /// Reclaim: the free memory of a guest that runs is given back to its host.
 pub mod reclaim;
 
+/// Another VMM takes a guest over on the same host.
+pub mod replace;
+
 /// What others see of a running migration, and their way to cancel it.
 pub mod monitor;
 

@@ -35,6 +35,8 @@ pub mod process;
 pub mod quota;
 // Bodies between guest RAM and a socket, descriptors over a socket, and TCP's settings.
 pub mod socket;
+// Tap devices: those of a process, and new ones.
+pub mod tap;
 // userfaultfd: write tracking now, faults on missing and stale pages for post-copy.
 pub mod userfaultfd;
 

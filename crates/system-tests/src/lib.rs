@@ -9,6 +9,9 @@ pub mod census;
 /// `sterna`, with its exit status.
 pub mod cli;
 
+/// A disk that a guest reads all the time.
+pub mod disk;
+
 /// Guests that share pages and move together.
 pub mod gang;
 
@@ -20,6 +23,9 @@ pub mod pairs;
 
 /// A proxy on the wire: it holds a message back, cuts, stalls, damages.
 pub mod proxy;
+
+/// Random choices that can be made again.
+pub mod random;
 
 /// A QEMU that was not started by Sterna.
 pub mod stranger;

@@ -20,6 +20,7 @@ use super::{about, balloon, host, migrations, vms, watch};
         vms::estimate,
         balloon::set,
         vms::reclaim,
+        vms::replace,
         vms::resume,
         migrations::begin,
         migrations::list,

@@ -8,7 +8,8 @@ use axum::http::StatusCode;
 use serde::Deserialize;
 use sterna_api::estimate::DEFAULT_DURATION_MS;
 use sterna_api::{
-    AdoptRequest, Estimate, MigrateOptions, Problem, ReclaimRequest, Reclaimed, ResumeRequest, RunRequest, Vm,
+    AdoptRequest, Estimate, MigrateOptions, Problem, ReclaimRequest, Reclaimed, ReplaceRequest, Replaced,
+    ResumeRequest, RunRequest, Vm,
 };
 use sterna_engine::monitor::Monitor;
 use utoipa::IntoParams;
@@ -192,6 +193,23 @@ pub async fn reclaim(
     let asked = Asked(Arc::new(Monitor::new(&name)));
     let monitor = Arc::clone(&asked.0);
     blocking(move || daemon.reclaim().reclaim(&name, request.method, &monitor)).await.map(Json)
+}
+
+/// Has another QEMU take a virtual machine's guest over on this host; answers when the former one has ended. No page is
+/// copied. The guest pauses for some milliseconds, as at the end of a migration.
+#[utoipa::path(
+    post,
+    path = "/v1/vms/{name}/replace",
+    params(("name" = String, Path, description = "its name")),
+    request_body = ReplaceRequest,
+    responses((status = 200, body = Replaced), (status = "4XX", body = Problem), (status = "5XX", body = Problem))
+)]
+pub async fn replace(
+    State(daemon): State<Arc<Daemon>>,
+    Path(name): Path<String>,
+    Body(request): Body<ReplaceRequest>,
+) -> Result<Json<Replaced>, Failure> {
+    blocking(move || daemon.replace().replace(&name, &request)).await.map(Json)
 }
 
 /// A caller that waits. It is dropped when the caller goes away.

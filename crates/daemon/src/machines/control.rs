@@ -1,7 +1,7 @@
 //! What is asked of a machine's QEMU outside of migrations, each time over a connection of its own: QEMU serves one
 //! client at a time, and the socket must be free for a migration, or for the user of an adopted machine.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -16,13 +16,16 @@ use sterna_sys::process::{Mapping, maps};
 use super::agent;
 use super::backing::{Block, is_private, stretches};
 use super::record::VmRecord;
+use super::succession::Succession;
 use super::template::Template;
 use crate::problems;
-use crate::process::Identity;
+use crate::process::{Handle, Identity};
 use crate::qemu::launch::log_file;
 
 /// How long QEMU has for an answer.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a QEMU whose process is not known has to end when it is told to.
+const END_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long QEMU has to end when it is told to.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -119,13 +122,13 @@ pub fn source(record: &VmRecord, qmp: SharedQmp) -> Result<QemuSource, Problem> 
     Ok(QemuSource::new(qmp, open(record.process)?))
 }
 
-/// The driver that takes a machine's devices in.
+/// The driver that takes a machine's devices in; its QEMU writes to `log`.
 ///
 /// # Errors
 /// A [`Problem`] where its QEMU does not answer.
-pub fn destination(record: &VmRecord, dir: &Path) -> Result<QemuDestination, Problem> {
+pub fn destination(record: &VmRecord, log: PathBuf) -> Result<QemuDestination, Problem> {
     let control = Control::connect(&record.qmp)?;
-    let driver = QemuDestination::new(control.share(), open(record.process)?, Some(ErrorLog::new(log_file(dir))));
+    let driver = QemuDestination::new(control.share(), open(record.process)?, Some(ErrorLog::new(log)));
     Ok(if record.running { driver } else { driver.staying_paused() })
 }
 
@@ -171,6 +174,18 @@ pub fn end_qemu(record: &VmRecord) {
     let told = Control::connect(&record.qmp).and_then(|mut control| control.send("quit"));
     if told.is_err() || !process.wait(Some(QUIT_TIMEOUT)) {
         process.kill();
+    }
+}
+
+/// Ends the QEMU of a machine that has not got its guest; it is gone when this returns.
+pub fn end_other(succession: &Succession, dir: &Path) {
+    if let Some(process) = succession.other() {
+        return process.open().iter().for_each(Handle::kill);
+    }
+    // It was started, and the daemon ended before it was noted. It has no disk, and never runs.
+    let qmp = succession.place(dir).qmp;
+    if qmp.exists() && Control::connect(&qmp).and_then(|mut control| control.send("quit")).is_ok() {
+        std::thread::sleep(END_TIMEOUT);
     }
 }
 

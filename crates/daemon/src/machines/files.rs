@@ -26,11 +26,7 @@ pub fn directory_problem(dir: &Path, error: &io::Error) -> Problem {
 /// Removes what a machine leaves behind. What its QEMU said last is kept as `STATE/logs/NAME.log`, until the next of
 /// that name ends.
 pub fn remove_files(dir: &Path, ram_files: &[OwnFile], logs: &Path) {
-    for file in ram_files {
-        if let Err(error) = file.remove() {
-            tracing::warn!(path = %file.path.display(), %error, "cannot remove a RAM file");
-        }
-    }
+    remove_each(ram_files);
     let log = log_file(dir);
     if let Some(name) = dir.file_name()
         && fs::symlink_metadata(&log).is_ok_and(|about| about.is_file() && about.len() > 0)
@@ -41,5 +37,14 @@ pub fn remove_files(dir: &Path, ram_files: &[OwnFile], logs: &Path) {
         && error.kind() != io::ErrorKind::NotFound
     {
         tracing::warn!(path = %dir.display(), %error, "cannot remove a machine's directory");
+    }
+}
+
+/// Removes these files.
+pub fn remove_each(files: &[OwnFile]) {
+    for file in files {
+        if let Err(error) = file.remove() {
+            tracing::warn!(path = %file.path.display(), %error, "cannot remove a machine's file");
+        }
     }
 }

@@ -9,6 +9,9 @@ pub mod backing;
 /// QEMU's process, which holds private memory.
 pub mod holder;
 
+/// A machine that changes its QEMU, as it is on record.
+pub mod succession;
+
 /// A machine's durable record.
 pub mod record;
 

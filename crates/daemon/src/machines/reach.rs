@@ -27,8 +27,11 @@ pub fn check_writers(name: &str, about: &Inspection) -> Result<(), Problem> {
         .hint("use virtio devices that QEMU or the kernel's vhost serve"))
 }
 
-/// What cannot be moved at all, whatever the destination.
-fn check_movable(name: &str, about: &Inspection) -> Result<(), Problem> {
+/// Whether a machine can be moved at all, whatever the destination.
+///
+/// # Errors
+/// A [`Problem`] that says what is in the way.
+pub fn check_movable(name: &str, about: &Inspection) -> Result<(), Problem> {
     let refuse =
         |code, why: String| Err(Problem::new(code, Blame::Request, format!("'{name}' cannot be moved: {why}")));
     check_writers(name, about)?;

@@ -16,6 +16,7 @@ use sterna_sys::host;
 
 use super::backing::{Backing, Block, OwnFile};
 use super::holder;
+use super::succession::Succession;
 use super::template::Template;
 use crate::process::Identity;
 use crate::qemu::binary::{self, Version};
@@ -80,6 +81,9 @@ pub struct VmRecord {
     /// Pages that may come after the guest's start, until all of them are here.
     #[serde(default)]
     pub paging: Option<Paging>,
+    /// Another QEMU beside its own, while the guest goes from the one to the other.
+    #[serde(default)]
+    pub succession: Option<Succession>,
 }
 
 /// Pages of a machine that come after its guest's start.
@@ -156,6 +160,7 @@ impl VmRecord {
             running: true,
             waits_for_room: false,
             paging: None,
+            succession: None,
         }
     }
 

@@ -1,6 +1,7 @@
 //! Starting a machine's QEMU: of one that is run here, and of one that comes from another host.
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,12 +13,12 @@ use sterna_sys::host;
 use super::agent::{self, Unreached};
 use super::backing::{Block, OwnFile};
 use super::control::{self, Control};
-use super::files::{directory_problem, remove_files};
+use super::files::{directory_problem, remove_each, remove_files};
 use super::record::Running;
 use crate::config::{SOCKET_PATH_BYTES, check_socket_path};
 use crate::problems::{self, invalid};
 use crate::process::Identity;
-use crate::qemu::launch::{self, Launch, RamKind, agent_socket, qmp_socket};
+use crate::qemu::launch::{self, Launch, Place, RamKind};
 use crate::qemu::user::User;
 use crate::state::StateDir;
 
@@ -65,32 +66,55 @@ impl Launcher {
         template: Option<&File>,
     ) -> Result<Started, Problem> {
         let dir = &self.state.vm(name);
-        for socket in [qmp_socket(dir), agent_socket(dir)] {
-            check_socket_path("the machine's socket", &socket).map_err(|error| {
+        let place = Place::first(dir);
+        let agent = self.library_for(&place)?;
+        let ram_files: Vec<(PathBuf, u64)> = blocks.iter().map(|block| (block.path.clone(), block.bytes)).collect();
+        let files = ram_files.iter().map(|(path, _)| OwnFile { path: path.clone(), file: None }).collect();
+        self.state.make_vm(name).map_err(|error| directory_problem(dir, &error))?;
+        let cleanup = Cleanup { process: None, files, of: Some((dir.clone(), self.state.logs())), armed: true };
+        let user = self.user.as_ref();
+        launch::make_files(dir, &ram_files, user)
+            .map_err(|error| problems::host("cannot make the machine's files", &error))?;
+        // The directory is root's: what has these names now is what was made above.
+        for block in &mut blocks {
+            block.recall_here().map_err(|error| problems::host("cannot look at the machine's RAM", &error))?;
+        }
+        let ram = kind;
+        let launch = Launch { binary, arguments, place: &place, inherited: &[], agent: &agent, ram, template, user };
+        bring_up(&launch, blocks, cleanup)
+    }
+
+    /// Starts another QEMU on the RAM of a machine that has one, with these descriptors of ours.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start); the machine is as it was.
+    pub fn start_beside(
+        &self,
+        binary: &Path,
+        arguments: &[String],
+        place: &Place,
+        blocks: Vec<Block>,
+        inherited: &[OwnedFd],
+    ) -> Result<Started, Problem> {
+        let agent = self.library_for(place)?;
+        let files = place.files().map(|path| OwnFile { path: path.clone(), file: None }).collect();
+        let cleanup = Cleanup { process: None, files, of: None, armed: true };
+        let (user, ram) = (self.user.as_ref(), RamKind::Files);
+        let launch = Launch { binary, arguments, place, inherited, agent: &agent, ram, template: None, user };
+        bring_up(&launch, blocks, cleanup)
+    }
+
+    /// The library inside QEMU, for one whose sockets have paths that a socket may have.
+    fn library_for(&self, place: &Place) -> Result<PathBuf, Problem> {
+        for socket in [&place.qmp, &place.agent] {
+            check_socket_path("the machine's socket", socket).map_err(|error| {
                 let mut problem = invalid(error.to_string())
                     .hint(format!("a shorter name or --state-dir: sockets may have {SOCKET_PATH_BYTES} bytes"));
                 problem.code = Code::PathTooLong;
                 problem
             })?;
         }
-        let agent = self.agent_library()?;
-        let ram_files: Vec<(PathBuf, u64)> = blocks.iter().map(|block| (block.path.clone(), block.bytes)).collect();
-        let files = ram_files.iter().map(|(path, _)| OwnFile { path: path.clone(), file: None }).collect();
-        self.state.make_vm(name).map_err(|error| directory_problem(dir, &error))?;
-        let mut cleanup = Cleanup { process: None, files, dir: dir.into(), logs: self.state.logs(), armed: true };
-        let user = self.user.as_ref();
-        let launch = Launch { binary, arguments, dir, ram_files: &ram_files, agent: &agent, ram: kind, template, user };
-        let process = launch::launch(&launch)?;
-        cleanup.process = Some(process);
-        // The directory is root's: what has these names now is what was made above.
-        for block in &mut blocks {
-            block.recall_here().map_err(|error| problems::host("cannot look at the machine's RAM", &error))?;
-        }
-        let asked = Control::connect(&qmp_socket(dir)).and_then(|mut control| control.inspect());
-        let answered = asked.and_then(|about| wait_for_agent(dir, process, kind, &mut blocks).map(|()| about));
-        // Whatever it is that did not answer: where QEMU has ended, its own words say why.
-        let about = answered.map_err(|problem| launch::ended(&launch, process).unwrap_or(problem))?;
-        Ok(Started { process, about, blocks, cleanup })
+        self.agent_library()
     }
 
     /// A new RAM file's path.
@@ -118,13 +142,24 @@ impl Launcher {
     }
 }
 
+/// Starts QEMU, and looks at what came up.
+fn bring_up(launch: &Launch<'_>, mut blocks: Vec<Block>, mut cleanup: Cleanup) -> Result<Started, Problem> {
+    let (place, kind) = (launch.place, launch.ram);
+    let process = launch::launch(launch)?;
+    cleanup.process = Some(process);
+    let asked = Control::connect(&place.qmp).and_then(|mut control| control.inspect());
+    let answered = asked.and_then(|about| wait_for_agent(&place.agent, process, kind, &mut blocks).map(|()| about));
+    // Whatever it is that did not answer: where QEMU has ended, its own words say why.
+    let about = answered.map_err(|problem| launch::ended(launch, process).unwrap_or(problem))?;
+    Ok(Started { process, about, blocks, place: place.clone(), cleanup })
+}
+
 /// Waits until the agent answers: its thread begins beside QEMU's own, and on a busy host QEMU may be the first to
 /// answer. Then it must see all of the RAM.
-fn wait_for_agent(dir: &Path, process: Identity, kind: RamKind, blocks: &mut [Block]) -> Result<(), Problem> {
+fn wait_for_agent(socket: &Path, process: Identity, kind: RamKind, blocks: &mut [Block]) -> Result<(), Problem> {
     let deadline = Instant::now() + AGENT_TIMEOUT;
-    let socket = agent_socket(dir);
     let mut agent = loop {
-        match agent::connect(&socket, process.pid) {
+        match agent::connect(socket, process.pid) {
             Err(Unreached::NoAnswer(_)) if Instant::now() < deadline && process.open().is_some() => {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -146,6 +181,7 @@ pub struct Started {
     pub about: Inspection,
     /// Its RAM, with the files that hold it.
     pub blocks: Vec<Block>,
+    place: Place,
     cleanup: Cleanup,
 }
 
@@ -153,8 +189,8 @@ impl Started {
     /// The running QEMU, with its binary's path, as the machine's record begins with it.
     #[must_use]
     pub fn qemu(&self, path: PathBuf) -> Running<'_> {
-        let dir = &self.cleanup.dir;
-        Running { process: self.process, path, about: &self.about, qmp: qmp_socket(dir), agent: agent_socket(dir) }
+        let Place { qmp, agent, .. } = self.place.clone();
+        Running { process: self.process, path, about: &self.about, qmp, agent }
     }
 
     /// A file of the machine that is to be gone with it.
@@ -172,8 +208,8 @@ impl Started {
 struct Cleanup {
     process: Option<Identity>,
     files: Vec<OwnFile>,
-    dir: PathBuf,
-    logs: PathBuf,
+    /// The machine's directory, which goes with it, and where its QEMU's log goes.
+    of: Option<(PathBuf, PathBuf)>,
     armed: bool,
 }
 
@@ -185,6 +221,9 @@ impl Drop for Cleanup {
         if let Some(process) = self.process.and_then(|process| process.open()) {
             process.kill();
         }
-        remove_files(&self.dir, &self.files, &self.logs);
+        match &self.of {
+            Some((dir, logs)) => remove_files(dir, &self.files, logs),
+            None => remove_each(&self.files),
+        }
     }
 }

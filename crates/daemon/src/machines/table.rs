@@ -18,7 +18,7 @@ use super::record::VmRecord;
 use crate::problems::{busy, unknown_vm};
 use crate::process::Identity;
 use crate::qemu::launch::{last_lines, log_file};
-use crate::state::{StateDir, write_record};
+use crate::state::{Outlives, StateDir, replace_record, write_record};
 
 /// A machine in the table.
 #[derive(Debug, Clone)]
@@ -169,6 +169,25 @@ impl Machines {
             return Err(gone());
         }
         write_record(&self.dir(&record.name).join("vm.json"), record)?;
+        if let Some(entry) = self.table().get_mut(&record.name) {
+            entry.record = Some(record.clone());
+        }
+        Ok(())
+    }
+
+    /// Writes down that a machine's guest is in another QEMU from now on. The record need not outlive the host: no QEMU
+    /// does.
+    ///
+    /// # Errors
+    /// Where the disk refuses; the guest then is the former QEMU's still.
+    pub fn succeed(&self, former: Identity, record: &VmRecord) -> io::Result<()> {
+        let gone = || io::Error::other("the machine is not on the list any more");
+        let writing = self.table().get(&record.name).map(|entry| Arc::clone(&entry.writing)).ok_or_else(gone)?;
+        let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.table().get(&record.name).is_some_and(|entry| entry.runs_as(former)) {
+            return Err(gone());
+        }
+        replace_record(&self.dir(&record.name).join("vm.json"), record, Outlives::Daemon)?;
         if let Some(entry) = self.table().get_mut(&record.name) {
             entry.record = Some(record.clone());
         }

@@ -28,7 +28,7 @@ use crate::machines::start::Launcher;
 use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
-use crate::qemu::launch::qmp_socket;
+use crate::qemu::launch::{log_file, qmp_socket};
 use crate::room;
 
 /// This host as a destination.
@@ -255,7 +255,7 @@ impl Destination {
             None => (None, Vec::new()),
         };
         let block_files = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
-        let vmm = control::destination(&record, &dir)?;
+        let vmm = control::destination(&record, log_file(&dir))?;
         reservation.keep(&record, Hold::busy(Arriving(id)))?;
         started.keep();
         Ok(Incoming {

@@ -108,6 +108,11 @@ pub fn give_back(
     begin(machines, record, What::GiveBack, failed);
 }
 
+/// The same of a guest that was to go to another QEMU of this host, and has not.
+pub fn give_back_here(machines: &Arc<Machines>, record: &VmRecord, failed: String) {
+    begin(machines, record, What::GiveBack, Some(failed));
+}
+
 /// Lets a guest run that has come here for good, as soon as its QEMU does so. `failed` is the reason of the first
 /// failed attempt.
 pub fn let_run(machines: &Arc<Machines>, record: &VmRecord, failed: String) {
@@ -165,7 +170,7 @@ fn is_resuming(machines: &Machines, record: &VmRecord) -> bool {
 
 /// Notes that the machine is as any other, unless somebody ends it at this moment.
 fn belongs_here(machines: &Machines, record: &VmRecord) {
-    machines.try_store(&VmRecord { lifecycle: Lifecycle::Here, ..record.clone() });
+    machines.try_store(&VmRecord { lifecycle: Lifecycle::Here, succession: None, ..record.clone() });
     if is_resuming(machines, record) {
         machines.release(&record.name);
     }

@@ -111,7 +111,7 @@ fn split_pairs(value: &str) -> Vec<(String, String)> {
     parts.into_iter().filter(|part| !part.is_empty()).map(pair).collect()
 }
 
-fn join_pairs(pairs: &[(String, String)]) -> String {
+pub(super) fn join_pairs(pairs: &[(String, String)]) -> String {
     let show = |(key, value): &(String, String)| match key.as_str() {
         "" => escape(value),
         _ => format!("{key}={}", escape(value)),

@@ -3,7 +3,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chown, fchown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -65,10 +65,10 @@ pub struct Launch<'a> {
     pub binary: &'a Path,
     /// All its arguments.
     pub arguments: &'a [String],
-    /// The machine's directory, root's: QEMU writes in `run/` below it, which is made.
-    pub dir: &'a Path,
-    /// RAM files, made so that QEMU's user owns them.
-    pub ram_files: &'a [(PathBuf, u64)],
+    /// Where it makes its sockets, and where its output goes.
+    pub place: &'a Place,
+    /// Descriptors that it inherits, under the numbers that they have here.
+    pub inherited: &'a [OwnedFd],
     /// The library inside QEMU.
     pub agent: &'a Path,
     /// What it makes of guest RAM.
@@ -103,18 +103,51 @@ pub fn log_file(dir: &Path) -> PathBuf {
     dir.join("qemu.log")
 }
 
+/// The files of one QEMU in its machine's directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// QMP's socket.
+    pub qmp: PathBuf,
+    /// The agent's socket.
+    pub agent: PathBuf,
+    /// Its output.
+    pub log: PathBuf,
+}
+
+impl Place {
+    /// The place of the QEMU that a machine with this directory begins with.
+    #[must_use]
+    pub fn first(dir: &Path) -> Self {
+        Self { qmp: qmp_socket(dir), agent: agent_socket(dir), log: log_file(dir) }
+    }
+
+    /// The place of another one beside it, which `tag` tells apart.
+    #[must_use]
+    pub fn beside(dir: &Path, tag: &str) -> Self {
+        let run = run_dir(dir);
+        Self {
+            qmp: run.join(format!("qmp-{tag}.sock")),
+            agent: run.join(format!("agent-{tag}.sock")),
+            log: dir.join(format!("qemu-{tag}.log")),
+        }
+    }
+
+    /// All of it.
+    pub fn files(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.qmp, &self.agent, &self.log].into_iter()
+    }
+}
+
 /// Starts QEMU and waits until its QMP socket takes connections.
 ///
 /// # Errors
-/// A [`Problem`], with QEMU's last words if it has ended. The caller must then remove the RAM files and the directory's
-/// content.
+/// A [`Problem`], with QEMU's last words if it has ended. The caller must then remove what it has made.
 pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
-    make_files(launch).map_err(|error| host("cannot make the machine's files", &error))?;
     let log = File::options()
         .create_new(true)
         .append(true)
         .mode(0o640)
-        .open(log_file(launch.dir))
+        .open(&launch.place.log)
         .and_then(|log| Ok((log.try_clone()?, log)));
     let (stdout, stderr) = log.map_err(|error| host("cannot make QEMU's log", &error))?;
     let mut command = Command::new(launch.binary);
@@ -122,7 +155,7 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
         .args(launch.arguments)
         .current_dir("/")
         .env("LD_PRELOAD", launch.agent)
-        .env(AGENT_SOCKET_VARIABLE, agent_socket(launch.dir))
+        .env(AGENT_SOCKET_VARIABLE, &launch.place.agent)
         .env(AGENT_MEMORY_VARIABLE, launch.ram.word())
         .stdin(Stdio::null())
         .stdout(stdout)
@@ -133,15 +166,20 @@ pub fn launch(launch: &Launch<'_>) -> Result<Identity, Problem> {
     if let Some(template) = &template {
         command.env(AGENT_TEMPLATE_VARIABLE, template.as_raw_fd().to_string());
     }
+    let inherited: Vec<_> = launch.inherited.iter().map(AsRawFd::as_raw_fd).collect();
     let user = launch.user.cloned();
     // SAFETY: between fork and exec only system calls that touch no memory but the child's own stack and what was
-    // allocated before; none of them takes a lock or allocates.
+    // allocated before; none of them takes a lock or allocates. The inherited descriptors are borrowed until
+    // this function returns, and the child has begun by then.
     unsafe {
         command.pre_exec(move || {
             setsid()?;
             restore_file_limit()?;
             if let Some(template) = &template {
                 fcntl_setfd(template, FdFlags::empty())?;
+            }
+            for number in &inherited {
+                fcntl_setfd(BorrowedFd::borrow_raw(*number), FdFlags::empty())?;
             }
             let Some(user) = &user else { return Ok(()) };
             become_user(user)
@@ -165,14 +203,18 @@ fn become_user(user: &User) -> io::Result<()> {
     Ok(())
 }
 
-fn make_files(launch: &Launch<'_>) -> io::Result<()> {
-    let owner = launch.user.map(|user| (user.uid, user.gid));
-    let run = run_dir(launch.dir);
+/// Makes the directory for a machine's sockets in `dir`, root's, and its RAM files of these sizes, all of them `user`'s.
+///
+/// # Errors
+/// They are there already, or the file system refuses.
+pub fn make_files(dir: &Path, ram_files: &[(PathBuf, u64)], user: Option<&User>) -> io::Result<()> {
+    let owner = user.map(|user| (user.uid, user.gid));
+    let run = run_dir(dir);
     fs::DirBuilder::new().mode(0o750).create(&run)?;
     if let Some((uid, gid)) = owner {
         chown(&run, Some(uid), Some(gid))?;
     }
-    for (path, bytes) in launch.ram_files {
+    for (path, bytes) in ram_files {
         let file = File::options().create_new(true).read(true).write(true).mode(0o600).open(path)?;
         file.set_len(*bytes)?;
         if let Some((uid, gid)) = owner {
@@ -183,7 +225,6 @@ fn make_files(launch: &Launch<'_>) -> io::Result<()> {
 }
 
 fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Problem> {
-    let qmp = qmp_socket(launch.dir);
     let deadline = Instant::now() + START_TIMEOUT;
     let identity = Identity::of(child.id());
     loop {
@@ -191,7 +232,7 @@ fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Probl
             return Err(failed(format!("QEMU ended at once ({status})"), launch));
         }
         // Connecting is the only proof that somebody listens: the file can be there before.
-        if let Ok(stream) = connect(&qmp) {
+        if let Ok(stream) = connect(&launch.place.qmp) {
             drop(stream);
             return identity.map_err(|error| host("cannot look at QEMU's process", &error));
         }
@@ -220,7 +261,7 @@ pub fn ended(launch: &Launch<'_>, process: Identity) -> Option<Problem> {
 
 fn failed(message: String, launch: &Launch<'_>) -> Problem {
     let mut problem = Problem::new(Code::QemuFailed, Blame::Qemu, message).guest(Whereabouts::Gone);
-    problem.cause = last_lines(&log_file(launch.dir), 5);
+    problem.cause = last_lines(&launch.place.log, 5);
     problem.hint("QEMU's own words are above; the arguments are passed on as they were given")
 }
 

@@ -3,6 +3,9 @@
 /// The user's arguments: read, checked, and completed.
 pub mod arguments;
 
+/// The arguments of a QEMU that takes a guest over beside the one that has it.
+pub mod successor;
+
 /// The files that the arguments name.
 pub mod files;
 

@@ -22,7 +22,8 @@ use std::time::Duration;
 
 use sterna_agent_protocol::MAX_BLOCKS;
 use sterna_agent_protocol::message::{
-    self, AdviseRequest, HelloReply, MAX_ITEMS, MapRequest, OpenReply, OpenRequest, Operation, Range, Run, Status,
+    self, AdviseRequest, HelloReply, MAX_ITEMS, MapRequest, OpenReply, OpenRequest, Operation, PutRequest, Range, Run,
+    Status,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -241,6 +242,15 @@ impl Agent {
         let reply = self.exchange.call(Operation::DiscardLog, &[], None)?;
         let memory = reply.descriptor.ok_or_else(|| self.malformed("its discard log"))?;
         DiscardLog::open(memory).ok_or_else(|| self.malformed("its discard log"))
+    }
+
+    /// Puts a file in the place of one that QEMU has open, under its number.
+    ///
+    /// # Errors
+    /// [`AgentError::Refused`]: QEMU has nothing open under this number, or its library is of an earlier version.
+    pub fn put_descriptor(&mut self, number: u32, file: BorrowedFd<'_>) -> Result<(), AgentError> {
+        let request = PutRequest { number: number.into() };
+        self.exchange.call(Operation::PutDescriptor, &[request.as_bytes()], Some(file)).map(drop)
     }
 
     /// Sends items as many at a time as a message holds; a failure names the item by its place among all.

@@ -12,6 +12,9 @@ mod program;
 /// Which RAM is found.
 mod blocks;
 
+/// Files in the place of others that QEMU has open.
+mod descriptors;
+
 /// What is logged as discarded.
 mod discards;
 

@@ -2,38 +2,18 @@
 //! memory and reads a disk by direct I/O all the time. Whatever happens, the guest ends up on exactly one host with
 //! every page, reads what its disk holds, and leaves nothing on the other.
 
-/// A disk that the guest reads all the time.
-mod disk;
 /// What goes wrong, and when.
 mod fault;
 
 use sterna_api::Status;
 use sterna_system_tests::census::ram_bytes;
+use sterna_system_tests::disk::Disk;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::plan::JOBS;
+use sterna_system_tests::random::Random;
 use sterna_system_tests::{Census, Plan, Proxy, Site, needs, skip_without, turn};
 
-use disk::Disk;
 use fault::{FAULTS, Fault, Moment, Reached};
-
-/// Numbers that follow from a seed (SplitMix64).
-pub struct Random(u64);
-
-impl Random {
-    /// Less than `end`.
-    pub fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % end
-    }
-
-    /// One of these.
-    pub fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len() as u64) as usize]
-    }
-}
 
 fn number_in(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()

@@ -1,7 +1,10 @@
+//! A disk that a guest reads all the time, by direct I/O and otherwise.
+
 use std::path::{Path, PathBuf};
 
+use crate::random::Random;
+use crate::{PATIENCE, Site};
 use sterna_bench::command::{run, wait_for};
-use sterna_system_tests::{PATIENCE, Site};
 
 /// Bytes of the disk. No byte of it is zero: how much of a wrong read is zeros tells what was lost.
 const BYTES: usize = 24 << 20;
@@ -31,10 +34,14 @@ pub struct Disk {
 
 impl Disk {
     /// Makes both.
+    ///
+    /// # Panics
+    /// Where there is no room for them.
+    #[must_use]
     pub fn new() -> Self {
         // Not on a tmpfs: where the kernel copies, no device writes past the page tables.
         let directory = tempfile::tempdir_in("/var/tmp").expect("a directory on a disk");
-        let mut random = crate::Random(1);
+        let mut random = Random(1);
         let bytes: Vec<u8> = (0..BYTES).map(|_| random.below(255) as u8 + 1).collect();
         let disk = directory.path().join("disk");
         std::fs::write(&disk, bytes).expect("a disk");
@@ -47,6 +54,7 @@ impl Disk {
     }
 
     /// QEMU's arguments for it.
+    #[must_use]
     pub fn arguments(&self) -> Vec<String> {
         let path = |name: &str| -> PathBuf { self.directory.path().join(name) };
         let drive = |path: &Path, more: &str| format!("file={},format=raw,if=virtio,{more}", path.display());
@@ -55,12 +63,16 @@ impl Disk {
     }
 
     /// What the guest is to run.
+    #[must_use]
     #[expect(clippy::unused_self, reason = "a disk of its own is what the job reads")]
     pub fn job(&self) -> &'static str {
         "sh:/dev/vdb"
     }
 
     /// The guest reads on, after this moment, and never has it read anything but what the disk holds.
+    ///
+    /// # Panics
+    /// Where it has, or reads no more.
     pub fn is_read_as_it_is(&self, site: &Site) {
         let before = sums(&site.guest.console_text()).len();
         // Of what was in the guest's page cache by now, all has been read again.

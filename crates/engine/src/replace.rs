@@ -1,0 +1,245 @@
+//! Another VMM takes a guest over on the same host. Both have mapped the same RAM, and no page is moved.
+//!
+//! ```text
+//!   former VMM                                 its successor
+//!   the guest runs                             waits for device state; has touched none of the guest's RAM
+//!   stop the guest, drain its I/O
+//!                                              still none? Then nothing but the guest has written its RAM
+//!   save the devices ────────────────────────▶ load them; the guest is stopped
+//!   commit: on record ══ the point of no return
+//!                                              the guest runs
+//! ```
+//!
+//! The guest's RAM is one file, so whatever the successor writes before it has the guest is written under a guest that
+//! runs. QEMU writes none while it waits: its firmware and its devices leave RAM alone until their state is there. That
+//! is not taken on trust. A page that a process has touched is in its page tables, and stays there: so a successor
+//! whose page tables hold none of the RAM, when the guest has stopped, has neither read nor written any of it. From the
+//! load on the pages are the successor's to use.
+//!
+//! Up to `commit` any failure leaves the guest to its former VMM: the successor ends first, and only then does the
+//! former one go on. A load that fails half-way may have written RAM, as devices are put to work: no device of QEMU's
+//! was seen to do so, and `verify` compares.
+
+use std::io::{self, Write};
+use std::ops::Range;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use sterna_api::report::Verify;
+use sterna_protocol::frame::Digester;
+use sterna_protocol::hello::VERSION;
+use sterna_protocol::layout::ChunkIndex;
+use sterna_sys::pagemap::{Categories, Pagemap, Scan};
+
+use crate::error::MigrateError;
+use crate::memory::Memory;
+use crate::vmm::{Destination, EventTime, Source, Stopped, VmmError};
+
+/// How long the VMM may take to stop the guest: a disk may drain slowly.
+const STOP_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the VMM may take to save or to load its devices.
+const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long a successor that has broken the way of the devices' state may take to say why.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// What the replacement needs of the daemon it runs in.
+pub trait Keeper {
+    /// The guest has stopped: what both VMMs cannot have at the same time changes hands.
+    ///
+    /// # Errors
+    /// The guest stays where it was.
+    fn stopped(&mut self) -> Result<(), MigrateError>;
+
+    /// Writes down that the guest is the successor's from now on.
+    ///
+    /// # Errors
+    /// It is not on record: the guest stays where it was.
+    fn commit(&mut self) -> Result<(), MigrateError>;
+}
+
+/// The RAM of a VMM, as addresses of its process.
+#[derive(Debug)]
+pub struct Untouched {
+    pagemap: Pagemap,
+    ram: Vec<Range<u64>>,
+}
+
+impl Untouched {
+    /// Watches these parts of a process's memory.
+    ///
+    /// # Errors
+    /// There is no such process, or this one may not look into it.
+    pub fn of(pid: u32, ram: Vec<Range<u64>>) -> Result<Self, MigrateError> {
+        let pagemap = Pagemap::open(pid).map_err(MigrateError::vmm_process("looking at QEMU's page tables"))?;
+        Ok(Self { pagemap, ram })
+    }
+
+    /// Pages that the process has touched so far: those in its page tables.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub fn touched(&self) -> Result<u64, MigrateError> {
+        let (mut regions, mut pages) = (Vec::new(), 0);
+        for part in &self.ram {
+            let scanned = self.pagemap.scan(part.clone(), Scan::of(Categories::PRESENT), &mut regions);
+            scanned.map_err(MigrateError::vmm_process("looking at QEMU's page tables"))?;
+            pages += regions.iter().map(sterna_sys::pagemap::Region::pages).sum::<u64>();
+        }
+        Ok(pages)
+    }
+}
+
+/// A guest that is in its successor.
+#[derive(Debug)]
+pub struct HandedOver {
+    /// When it stopped.
+    pub stopped: Stopped,
+    /// When it ran again; `None` where its user had paused it, and where the successor has not let it run yet.
+    pub start: Option<EventTime>,
+    /// Why the successor has not let it run yet.
+    pub waits: Option<VmmError>,
+    /// What was compared.
+    pub verify: Verify,
+}
+
+/// A guest that has stayed where it was.
+#[derive(Debug)]
+pub struct Stayed {
+    /// Why.
+    pub why: MigrateError,
+    /// Why its VMM has not let it run again, where it has not: the guest is stopped then.
+    pub stopped: Option<VmmError>,
+}
+
+/// Hands a guest from one VMM to the other. `running`: the guest is to run there; `verify`: its RAM, where it is to be
+/// compared before and after the devices' way.
+///
+/// # Errors
+/// [`Stayed`]; the successor has ended.
+pub fn hand_over(
+    (former, successor): (&mut dyn Source, &mut dyn Destination),
+    untouched: &Untouched,
+    keeper: &mut dyn Keeper,
+    running: bool,
+    verify: Option<&dyn Memory>,
+) -> Result<HandedOver, Stayed> {
+    match take(former, successor, untouched, keeper, verify) {
+        Ok((stopped, verify)) => {
+            let (start, waits) = match running.then(|| successor.start()).transpose() {
+                Ok(start) => (start, None),
+                Err(error) => (None, Some(error)),
+            };
+            Ok(HandedOver { stopped, start, waits, verify })
+        }
+        Err(why) => {
+            // Never two: the successor is gone before the guest runs again.
+            successor.quit();
+            Err(Stayed { why, stopped: former.rollback().err() })
+        }
+    }
+}
+
+/// Up to the point of no return, which is its end.
+fn take(
+    former: &mut dyn Source,
+    successor: &mut dyn Destination,
+    untouched: &Untouched,
+    keeper: &mut dyn Keeper,
+    verify: Option<&dyn Memory>,
+) -> Result<(Stopped, Verify), MigrateError> {
+    former.prepare()?;
+    let to = successor.prepare()?;
+    let from = former.begin()?;
+    std::thread::scope(|scope| {
+        let devices = Carried { from: &from, to: &to };
+        let carried = scope.spawn(|| carry(&from, &to));
+        let stopped = stop(former)?;
+        match untouched.touched()? {
+            0 => {}
+            pages => return Err(MigrateError::TouchedEarly(pages)),
+        }
+        let digester = Digester::of(VERSION, sterna_sys::host::random_u128());
+        let before = verify.map(|ram| digests(ram, digester)).transpose()?;
+        former.save_devices()?;
+        keeper.stopped()?;
+        if let Err(error) = former.saved(DEVICE_TIMEOUT) {
+            // A successor that refuses the state breaks its way: then its reason is the one to tell.
+            return Err(successor.loaded(LAST_WORDS).err().filter(is_reason).unwrap_or(error).into());
+        }
+        let broke_off = "the thread that carries the devices' state broke off";
+        let carried = carried.join().map_err(|_| MigrateError::Bug(broke_off))?;
+        successor.loaded(DEVICE_TIMEOUT)?;
+        carried.map_err(MigrateError::host("carrying the devices' state from QEMU to QEMU"))?;
+        drop(devices);
+        let verify = match verify.zip(before) {
+            Some((ram, before)) => compare(&before, &digests(ram, digester)?)?,
+            None => Verify::default(),
+        };
+        successor.alive()?;
+        keeper.commit()?;
+        Ok((stopped, verify))
+    })
+}
+
+/// The way of the devices' state. Dropped, it is closed, so that the thread on it ends, whatever the VMMs do.
+struct Carried<'a> {
+    from: &'a UnixStream,
+    to: &'a UnixStream,
+}
+
+impl Drop for Carried<'_> {
+    fn drop(&mut self) {
+        for stream in [self.from, self.to] {
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+/// Carries the devices' state until the former VMM has written all of it.
+fn carry(mut from: &UnixStream, mut to: &UnixStream) -> io::Result<u64> {
+    let carried = io::copy(&mut from, &mut to)?;
+    to.flush()?;
+    to.shutdown(std::net::Shutdown::Write)?;
+    Ok(carried)
+}
+
+/// Whether a VMM says why it failed.
+fn is_reason(error: &VmmError) -> bool {
+    !matches!(error, VmmError::Silent { .. })
+}
+
+/// Waits until the guest has stopped.
+fn stop(former: &mut dyn Source) -> Result<Stopped, MigrateError> {
+    let deadline = Instant::now() + STOP_TIMEOUT;
+    loop {
+        if let Some(stopped) = former.stopped(deadline.saturating_duration_since(Instant::now()))? {
+            return Ok(stopped);
+        }
+        if Instant::now() >= deadline {
+            return Err(VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() }.into());
+        }
+    }
+}
+
+fn digests(ram: &dyn Memory, digester: Digester) -> Result<Vec<u64>, MigrateError> {
+    let mut all = Vec::new();
+    for chunk in 0..ram.layout().chunks() {
+        let digests = ram.page_digests(ChunkIndex(chunk), digester);
+        all.extend(digests.map_err(MigrateError::host("reading the guest's RAM to compare it"))?);
+    }
+    Ok(all)
+}
+
+fn compare(before: &[u64], after: &[u64]) -> Result<Verify, MigrateError> {
+    let mismatches = before.iter().zip(after).filter(|(before, after)| before != after).count() as u64;
+    let pages = before.len() as u64;
+    match mismatches {
+        0 => Ok(Verify { checked: true, pages, ..Verify::default() }),
+        mismatches => Err(MigrateError::Mismatch { mismatches, pages }),
+    }
+}
+
+#[cfg(test)]
+#[path = "replace_tests.rs"]
+mod tests;

@@ -1,0 +1,234 @@
+//! The order of a replacement, with VMMs that do as they are told.
+
+use std::sync::{Arc, Mutex};
+
+use sterna_sys::map::{Access, SharedMapping};
+
+use super::*;
+use crate::memory::{BlockFile, kind};
+
+type Told = Arc<Mutex<Vec<&'static str>>>;
+
+fn note(told: &Told, what: &'static str) {
+    told.lock().unwrap().push(what);
+}
+
+fn wrong() -> VmmError {
+    VmmError::Migration { reason: "as it was told".into() }
+}
+
+/// Both VMMs and their daemon; one of them fails at a step.
+struct Player {
+    told: Told,
+    fails: &'static str,
+    /// The other end of the devices' way.
+    ends: Vec<UnixStream>,
+}
+
+impl Player {
+    fn new(told: &Told, fails: &'static str) -> Self {
+        Self { told: Arc::clone(told), fails, ends: Vec::new() }
+    }
+
+    fn step(&self, what: &'static str) -> Result<(), VmmError> {
+        note(&self.told, what);
+        if self.fails == what { Err(wrong()) } else { Ok(()) }
+    }
+
+    fn way(&mut self) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        self.ends.push(theirs);
+        ours
+    }
+}
+
+impl Source for Player {
+    fn prepare(&mut self) -> Result<(), VmmError> {
+        self.step("prepare")
+    }
+
+    fn running(&mut self) -> Result<bool, VmmError> {
+        Ok(true)
+    }
+
+    fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError> {
+        Ok(Vec::new())
+    }
+
+    fn begin(&mut self) -> Result<UnixStream, VmmError> {
+        self.step("begin")?;
+        Ok(self.way())
+    }
+
+    fn stopped(&mut self, _timeout: Duration) -> Result<Option<Stopped>, VmmError> {
+        self.step("stopped")?;
+        Ok(Some(Stopped { stop: EventTime(1), ready: EventTime(2) }))
+    }
+
+    fn save_devices(&mut self) -> Result<(), VmmError> {
+        self.step("save")?;
+        self.ends[0].write_all(b"devices").unwrap();
+        self.ends.clear();
+        Ok(())
+    }
+
+    fn saved(&mut self, _timeout: Duration) -> Result<(), VmmError> {
+        self.step("saved")
+    }
+
+    fn rollback(&mut self) -> Result<(), VmmError> {
+        self.step("rollback")
+    }
+
+    fn ended(&mut self) -> Option<VmmError> {
+        None
+    }
+
+    fn quit(&mut self) {
+        note(&self.told, "the former one quits");
+    }
+}
+
+impl Destination for Player {
+    fn prepare(&mut self) -> Result<UnixStream, VmmError> {
+        self.step("wait")?;
+        Ok(self.way())
+    }
+
+    fn loaded(&mut self, _timeout: Duration) -> Result<(), VmmError> {
+        self.step("loaded")
+    }
+
+    fn alive(&mut self) -> Result<(), VmmError> {
+        self.step("alive")
+    }
+
+    fn start(&mut self) -> Result<EventTime, VmmError> {
+        self.step("start")?;
+        Ok(EventTime(9))
+    }
+
+    fn quit(&mut self) {
+        note(&self.told, "the new one ends");
+    }
+}
+
+/// The daemon; `writes` is done when the guest has stopped.
+struct Daemon<'a> {
+    player: Player,
+    writes: Box<dyn FnMut() + 'a>,
+}
+
+impl Keeper for Daemon<'_> {
+    fn stopped(&mut self) -> Result<(), MigrateError> {
+        self.player.step("change hands")?;
+        (self.writes)();
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<(), MigrateError> {
+        Ok(self.player.step("commit")?)
+    }
+}
+
+/// RAM of this process, a file on tmpfs of which it has touched nothing.
+struct Ram {
+    file: std::fs::File,
+    map: SharedMapping,
+}
+
+impl Ram {
+    fn new() -> Self {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(1 << 20).unwrap();
+        let map = SharedMapping::new(&file, 1 << 20, Access::ReadWrite).unwrap();
+        Self { file, map }
+    }
+
+    fn watched(&self) -> Untouched {
+        Untouched::of(std::process::id(), vec![self.map.addresses()]).unwrap()
+    }
+}
+
+fn hand(fails: &'static str, running: bool) -> (Result<HandedOver, Stayed>, Vec<&'static str>) {
+    let (told, ram) = (Told::default(), Ram::new());
+    let untouched = ram.watched();
+    let (mut former, mut successor) = (Player::new(&told, fails), Player::new(&told, fails));
+    let mut daemon = Daemon { player: Player::new(&told, fails), writes: Box::new(|| {}) };
+    let handed = hand_over((&mut former, &mut successor), &untouched, &mut daemon, running, None);
+    let told = std::mem::take(&mut *told.lock().unwrap());
+    (handed, told)
+}
+
+#[test]
+fn the_guest_runs_in_its_new_vmm_once_that_is_on_record_and_not_before() {
+    let (handed, told) = hand("nothing", true);
+    assert_eq!(handed.unwrap().start, Some(EventTime(9)));
+    let order =
+        ["prepare", "wait", "begin", "stopped", "save", "change hands", "saved", "loaded", "alive", "commit", "start"];
+    assert_eq!(told, order);
+    let (handed, told) = hand("nothing", false);
+    assert_eq!(handed.unwrap().start, None, "its user had paused it");
+    assert_eq!(told, order[..10]);
+}
+
+#[test]
+fn whatever_fails_before_that_the_new_vmm_has_ended_when_the_guest_goes_on_in_the_former() {
+    for fails in ["prepare", "wait", "begin", "stopped", "save", "change hands", "saved", "loaded", "alive", "commit"] {
+        let (handed, told) = hand(fails, true);
+        let stayed = handed.unwrap_err();
+        assert!(stayed.stopped.is_none(), "{stayed:?}");
+        assert_eq!(told[told.len() - 2..], ["the new one ends", "rollback"], "{fails}: {told:?}");
+        assert!(!told.contains(&"start"));
+    }
+}
+
+#[test]
+fn a_guest_that_is_on_record_as_the_new_vmm_s_never_goes_back() {
+    let (handed, told) = hand("start", true);
+    let handed = handed.unwrap();
+    assert!(handed.waits.is_some() && handed.start.is_none());
+    assert!(!told.contains(&"rollback"), "{told:?}");
+}
+
+/// Fails where nobody looks whether the new VMM has touched RAM.
+#[test]
+fn a_vmm_that_touched_ram_too_early_does_not_get_the_guest() {
+    let (told, ram) = (Told::default(), Ram::new());
+    let untouched = ram.watched();
+    assert_eq!(untouched.touched().unwrap(), 0, "the file has pages or not, this process has touched none");
+    // A look is enough: what only reads might as well write.
+    ram.map.copy_out(0..1, &mut [0; 1]);
+    assert!(untouched.touched().unwrap() > 0);
+    let (mut former, mut successor) = (Player::new(&told, ""), Player::new(&told, ""));
+    let mut daemon = Daemon { player: Player::new(&told, ""), writes: Box::new(|| {}) };
+    let stayed = hand_over((&mut former, &mut successor), &untouched, &mut daemon, true, None).unwrap_err();
+    assert!(matches!(stayed.why, MigrateError::TouchedEarly(_)), "{stayed:?}");
+    assert!(told.lock().unwrap().ends_with(&["the new one ends", "rollback"]));
+}
+
+#[test]
+fn a_page_that_changes_on_the_devices_way_is_found_where_that_is_asked_for() {
+    use std::os::unix::fs::FileExt;
+    let (told, ram) = (Told::default(), Ram::new());
+    let untouched = Untouched::of(std::process::id(), Vec::new()).unwrap();
+    let spec =
+        sterna_protocol::spec::BlockSpec { id: "ram".into(), bytes: 1 << 20, page_bytes: 4096, path: String::new() };
+    let block =
+        BlockFile { file: ram.file.try_clone().unwrap(), address: ram.map.addresses().start, spec, process: None };
+    let memory = kind::open(&[block], Access::Read).unwrap();
+    for (bytes, mismatches) in [(&[0_u8][..], 0), (&[1_u8][..], 1)] {
+        let (mut former, mut successor) = (Player::new(&told, ""), Player::new(&told, ""));
+        let writes = Box::new(|| ram.file.write_all_at(bytes, 0x7000).unwrap());
+        let mut daemon = Daemon { player: Player::new(&told, ""), writes };
+        let handed = hand_over((&mut former, &mut successor), &untouched, &mut daemon, true, Some(memory.as_ref()));
+        match handed {
+            Ok(handed) => assert_eq!((handed.verify.checked, handed.verify.pages, mismatches), (true, 256, 0)),
+            Err(stayed) => {
+                let found =
+                    matches!(stayed.why, MigrateError::Mismatch { mismatches: found, .. } if found == mismatches);
+                assert!(found && mismatches == 1, "{stayed:?}");
+            }
+        }
+    }
+}

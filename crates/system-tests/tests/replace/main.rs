@@ -1,0 +1,195 @@
+//! Another QEMU takes a guest over on the same host, which writes its memory, reads its disk by direct I/O and talks over
+//! its network all the time: to and fro between two versions, and with whatever ends in the middle of it.
+
+/// Who is killed while a QEMU is replaced.
+mod faults;
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+use sterna_api::Replaced;
+use sterna_bench::tools;
+use sterna_system_tests::disk::Disk;
+use sterna_system_tests::needs::times;
+use sterna_system_tests::plan::JOBS;
+use sterna_system_tests::{Answer, Census, Plan, Site, cli, needs, skip_without, turn};
+
+/// Both QEMUs that there are.
+fn qemus() -> [PathBuf; 2] {
+    [tools::qemu_7_2().expect("looked for before"), tools::qemu_10_0().expect("looked for before")]
+}
+
+/// A guest with a disk that it reads all the time, of a processor model that is the same in both QEMUs.
+fn plan(disk: &Disk) -> Plan {
+    Plan {
+        cpu: Some("qemu64".into()),
+        jobs: format!("{JOBS};{}", disk.job()),
+        more: disk.arguments(),
+        run: Vec::new(),
+        ..Plan::small()
+    }
+}
+
+fn absent() -> bool {
+    skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat())
+}
+
+fn replace(site: &Site, words: &[&str]) -> Answer {
+    cli::ask(site.here(), &[&["replace", &site.guest.name, "--json", "-"], words].concat())
+}
+
+fn replaced(answer: &Answer) -> Replaced {
+    answer.expect(0, &[]);
+    serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("no report ({error}): {answer:#?}"))
+}
+
+/// The QEMUs of the host that the guest is on.
+fn processes(site: &Site) -> Vec<u32> {
+    let program = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let processes = site.here().group.processes();
+    processes.into_iter().map(|process| process.pid).filter(|pid| program(*pid).starts_with("qemu")).collect()
+}
+
+/// The files in the machine's directory, but for their tags.
+fn files(site: &Site) -> Vec<String> {
+    let dir = site.here().directory.join("state/vms").join(&site.guest.name);
+    let names = |dir: PathBuf| std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let mut files: Vec<String> =
+        names(dir.join("run")).chain(names(dir)).map(|name| name.to_string_lossy().into_owned()).collect();
+    for name in &mut files {
+        if let Some((before, _)) = name.split_once('-') {
+            *name = format!("{before}.sock");
+        }
+    }
+    files.sort();
+    files
+}
+
+/// The machine's record.
+fn record(site: &Site) -> Value {
+    let path = site.here().directory.join("state/vms").join(&site.guest.name).join("vm.json");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    serde_json::from_str(&text).unwrap_or_default()
+}
+
+/// The guest is in exactly one QEMU, nothing is left of another, and it never came to harm.
+fn is_well(site: &Site, disk: &Disk) {
+    site.eventually("the guest is in one QEMU, and nothing of another is left", || {
+        let known = record(site);
+        site.state_at(site.names().0) == "running"
+            && processes(site).iter().map(|pid| u64::from(*pid)).eq(known["process"]["pid"].as_u64())
+            && known["succession"].is_null()
+            && files(site) == ["agent.sock", "qemu.log", "qmp.sock", "run", "vm.json"]
+    });
+    site.checker_is_well();
+    disk.is_read_as_it_is(site);
+    site.ran_on_one_host_at_a_time();
+}
+
+#[test]
+fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_over() {
+    let _turn = turn();
+    if absent() {
+        return;
+    }
+    let disk = Disk::new();
+    let site = Site::start(&plan(&disk));
+    let [seven, ten] = qemus();
+    // The first trip brings what stays on purpose: caches, threads of the daemon's pool.
+    for qemu in [&ten, &seven] {
+        replaced(&replace(&site, &["--qemu", &qemu.display().to_string()]));
+    }
+    let before = Census::of(&site, site.names().0);
+    for number in 0..times(6, 200) {
+        let (qemu, version) = if number % 2 == 0 { (&ten, "10.0") } else { (&seven, "7.2") };
+        let report = replaced(&replace(&site, &["--verify", "--qemu", &qemu.display().to_string()]));
+        assert!(report.to_qemu.starts_with(version), "{report:#?}");
+        assert!(report.verify.checked && report.verify.mismatches == 0, "{report:#?}");
+        assert_eq!(report.to_path, qemu.display().to_string());
+        assert_eq!(processes(&site), [report.pid]);
+        is_well(&site, &disk);
+        println!(
+            "{number}: {} to {}: paused {:.1} ms, {:.0} ms in all, {:.0} ms of them before, ended in {:.0} ms",
+            report.from_qemu, report.to_qemu, report.pause_ms, report.ms, report.prepare_ms, report.end_ms
+        );
+    }
+    site.eventually("the host holds what it held before", || Census::of(&site, site.names().0) == before);
+    // And it can still be moved.
+    let mut site = site;
+    site.migrate(&[]);
+    is_well(&site, &disk);
+}
+
+#[test]
+fn a_qemu_that_cannot_take_the_guest_over_leaves_it_where_it_is() {
+    let _turn = turn();
+    if absent() {
+        return;
+    }
+    let disk = Disk::new();
+    let plan = plan(&disk);
+    let site = Site::start(&plan);
+    let pid = processes(&site);
+    replace(&site, &["--qemu", "/bin/true"]).expect(1, &["/bin/true"]);
+    replace(&site, &["--qemu", "/nowhere/qemu"]).expect(1, &["no qemu"]);
+    // A device that the guest does not have: its state does not come.
+    let words = site.qemu_words(&plan);
+    let more = |extra: &[&'static str]| -> Vec<String> {
+        let words = words.iter().cloned().chain(extra.iter().map(|word| (*word).to_owned()));
+        ["--".into()].into_iter().chain(words).collect()
+    };
+    for (extra, said) in
+        [(["-device", "virtio-rng-pci"], "qemu"), (["-device", "nonsense"], "nonsense"), (["-m", "1G"], "--memory")]
+    {
+        let words = more(&extra);
+        replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()).expect(1, &[said]);
+        assert_eq!(processes(&site), pid, "the guest is where it was");
+    }
+    is_well(&site, &disk);
+    // What the guest does not see may change, and is named.
+    let words = more(&["-msg", "timestamp=on"]);
+    let report = replaced(&replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()));
+    assert_eq!(report.changed_arguments, ["+ -msg timestamp=on"]);
+    is_well(&site, &disk);
+    let again = replaced(&replace(&site, &[]));
+    assert!(again.changed_arguments.is_empty() && again.from_path == again.to_path, "{again:#?}");
+    is_well(&site, &disk);
+}
+
+#[test]
+fn all_machines_are_replaced_in_turn_until_one_fails() {
+    let _turn = turn();
+    if absent() {
+        return;
+    }
+    let site = Site::without_guest(&Plan::small());
+    let host = site.here();
+    let run = |name: &str, mode: &str| {
+        // A machine of nothing but firmware.
+        let words = ["run", name, "--memory", "32M", "--memory-mode", mode, "--detach", "--"];
+        let machine = ["-nodefaults", "-display", "none", "-accel", "tcg"];
+        cli::ask(host, &[&words[..], &machine].concat()).expect(0, &[]);
+    };
+    let shown = |name: &str| -> Value {
+        serde_json::from_str(&cli::ask(host, &["show", name, "--json"]).stdout).unwrap_or_default()
+    };
+    for (name, mode) in [("a", "shared"), ("b", "shared"), ("c", "private"), ("d", "shared")] {
+        run(name, mode);
+    }
+    // One that its user paused stays paused.
+    let before: Vec<Value> = ["a", "b", "c", "d"].map(|name| shown(name)["pid"].clone()).into();
+    let ten = tools::qemu_10_0().expect("looked for before").display().to_string();
+    let answer = cli::ask(host, &["replace", "--all", "--qemu", &ten]);
+    answer.expect(1, &["'c'", "not begun: d", "shared"]);
+    let after: Vec<Value> = ["a", "b", "c", "d"].map(|name| shown(name)["pid"].clone()).into();
+    let changed: Vec<bool> = before.iter().zip(&after).map(|(before, after)| before != after).collect();
+    assert_eq!(changed, [true, true, false, false], "{answer:#?}");
+    for (name, version) in [("a", "10.0"), ("b", "10.0"), ("c", "7.2"), ("d", "7.2")] {
+        let vm = shown(name);
+        assert!(vm["qemu"].as_str().is_some_and(|known| known.starts_with(version)), "{vm:#}");
+        assert_eq!(vm["state"], "running", "{vm:#}");
+        cli::ask(host, &["stop", "--force", name]).expect(0, &[]);
+    }
+    cli::ask(host, &["replace", "a"]).expect(1, &["no virtual machine"]);
+    cli::ask(host, &["replace", "--all"]).expect(0, &[]);
+}
