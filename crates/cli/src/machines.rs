@@ -46,7 +46,8 @@ pub async fn run(client: &Client, run: Run) -> Result<ExitCode, Failure> {
     follow(client, vm).await
 }
 
-/// A QEMU binary as the daemon, which has another working directory, is to find it: a bare name is looked up on its PATH.
+/// A QEMU binary as the daemon, which has another working directory, is to find it: a bare name is looked up on its
+/// PATH.
 pub fn binary_path(path: PathBuf) -> String {
     let relative = path.is_relative() && path.components().count() > 1;
     if relative { std::path::absolute(&path).unwrap_or(path) } else { path }.display().to_string()

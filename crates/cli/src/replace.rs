@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::process::ExitCode;
 
-use sterna_api::{ReplaceRequest, Replaced, Vm};
+use sterna_api::problem::Whereabouts;
+use sterna_api::{Problem, ReplaceRequest, Replaced, Vm};
 
 use crate::arguments::Replace;
 use crate::client::{Client, escape};
-use crate::failure::Failure;
+use crate::failure::{FAILED, Failure, LOST};
 use crate::machines::{binary_path, write_json};
 
 /// Has another QEMU take machines over, one after the other.
@@ -32,7 +33,8 @@ pub async fn replace(client: &Client, wanted: Replace) -> Result<ExitCode, Failu
         let answer = client.post(&format!("/v1/vms/{}/replace", escape(name)), &request).await;
         let replaced: Replaced = match answer {
             Ok(replaced) => replaced,
-            Err(failure) => {
+            Err(mut failure) => {
+                failure.code = failure.code.max(code_of(&failure.problem));
                 let left = names[index + 1..].join(", ");
                 if !left.is_empty() {
                     eprintln!("sterna: '{name}' failed; not begun: {left}");
@@ -54,6 +56,14 @@ pub async fn replace(client: &Client, wanted: Replace) -> Result<ExitCode, Failu
         }
     }
     failed.map_or(Ok(ExitCode::SUCCESS), Err)
+}
+
+/// The exit code of a guest that is where the problem says.
+fn code_of(problem: &Problem) -> u8 {
+    match problem.guest {
+        Whereabouts::Paused | Whereabouts::Gone => LOST,
+        Whereabouts::Source | Whereabouts::Destination => FAILED,
+    }
 }
 
 fn tell(replaced: &Replaced) {

@@ -93,9 +93,9 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    fn recover_machine(&self, mut record: VmRecord) {
+    fn recover_machine(&self, record: VmRecord) {
         let name = record.name.clone();
-        let succession = record.succession.take();
+        let succession = record.succession.clone();
         if let Some(succession) = &succession {
             let dir = self.state.vm(&name);
             end_other(succession, &dir);

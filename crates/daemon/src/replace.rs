@@ -1,14 +1,15 @@
 //! Another QEMU takes a guest over on this host: `replace`.
 //!
-//! Who has the guest is on record at every moment ([`Succession`]). *Begun*: the machine's own QEMU; another one waits
-//! beside it, and ends with whoever began this. *Done*: the record is the new QEMU's, and the former one ends. The one
-//! write of the record between the two is the point of no return: a daemon that finds *begun* ends the new QEMU before
-//! it lets the guest run on in its own; one that finds *done* ends the former one before it lets it run in the new.
+//! Who has the guest is on record at every moment ([`Succession`](crate::machines::succession::Succession)). *Begun*:
+//! the machine's own QEMU; another one waits beside it, and ends with whoever began this. *Done*: the record is the new
+//! QEMU's, and the former one ends. The one write of the record between the two is the point of no return: a daemon
+//! that finds *begun* ends the new QEMU before it lets the guest run on in its own; one that finds *done* ends the
+//! former one before it lets it run in the new.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::milliseconds;
@@ -38,6 +39,9 @@ use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
 use crate::qemu::launch::Place;
 use crate::qemu::successor::{self, NamedTap};
+
+/// How long a QEMU that closes its connections may take to end.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Another QEMU takes the guest over.
 #[derive(Debug)]
@@ -84,14 +88,14 @@ impl Replace<'_> {
     /// Has another QEMU take a machine's guest over. Blocks until the former one has ended.
     ///
     /// # Errors
-    /// A [`Problem`]: the machine is unknown or busy, cannot be replaced and why, or the guest could not be handed over.
-    /// The guest is where it was then, unless the problem says otherwise.
+    /// A [`Problem`]: the machine is unknown or busy, cannot be replaced and why, or the guest could not be handed
+    /// over. The guest is where it was then, unless the problem says otherwise.
     pub fn replace(&self, name: &str, request: &ReplaceRequest) -> Result<Replaced, Problem> {
         let began = Instant::now();
         let machines = &self.care.machines;
         let record = machines.claim(name, Hold::busy(Replacing))?;
         let prepared = self.prepare(&record, request);
-        let (about, control, waiting) = prepared.inspect_err(|_| self.stays(&record))?;
+        let (about, control, waiting) = prepared.map_err(|problem| self.stays(&record, problem))?;
         let mut replaced = Replaced {
             vm: name.into(),
             from_qemu: binary::show(record.qemu_version),
@@ -108,10 +112,7 @@ impl Replace<'_> {
         let handed = self.hand_over(&record, control, waiting, about.running, request.verify);
         let (handed, next) = match handed {
             Ok(handed) => handed,
-            Err((problem, None)) => {
-                self.stays(&record);
-                return Err(problem);
-            }
+            Err((problem, None)) => return Err(self.stays(&record, *problem)),
             Err((problem, Some(why))) => {
                 // The record says *begun* until the guest runs: so does a restarted daemon's.
                 resuming::give_back_here(machines, &record, why);
@@ -225,8 +226,8 @@ impl Replace<'_> {
         waiting: Waiting,
         running: bool,
         verify: bool,
-    ) -> Result<(HandedOver, VmRecord), (Problem, Option<String>)> {
-        let stayed = |problem| (problem, None);
+    ) -> Result<(HandedOver, VmRecord), (Box<Problem>, Option<String>)> {
+        let stayed = |problem| (Box::new(problem), None);
         let Waiting { started, next, agent, untouched, taps, place, .. } = waiting;
         let mut former = control::source(record, control.share()).map_err(stayed)?;
         let mut successor = control::destination(&next, place.log).map_err(stayed)?;
@@ -241,7 +242,7 @@ impl Replace<'_> {
             }
             Err(Stayed { why, stopped }) => {
                 let why_stopped = stopped.map(|error| control::refused("give the guest back", &error).with_causes());
-                Err((why.problem_at_source(), why_stopped))
+                Err((Box::new(why.problem_at_source()), why_stopped))
             }
         }
     }
@@ -259,11 +260,15 @@ impl Replace<'_> {
         milliseconds(began.elapsed())
     }
 
-    /// The machine is as it was.
-    fn stays(&self, record: &VmRecord) {
+    /// The machine is as it was, unless its own QEMU has ended.
+    fn stays(&self, record: &VmRecord, problem: Problem) -> Problem {
         self.care.machines.try_store(record);
+        // It may have closed its connections, and take a moment longer to end.
+        let patience = if problem.code == Code::QemuGone { END_TIMEOUT } else { Duration::ZERO };
+        let ended = record.process.open().is_none_or(|own| own.wait(Some(patience)));
         self.care.machines.give_back(record);
         self.care.balloons.keep(record);
+        problem.guest(if ended { Whereabouts::Gone } else { Whereabouts::Source })
     }
 
     fn store(&self, record: &VmRecord) -> Result<(), Problem> {

@@ -107,7 +107,7 @@ pub struct HandedOver {
 #[derive(Debug)]
 pub struct Stayed {
     /// Why.
-    pub why: MigrateError,
+    pub why: Box<MigrateError>,
     /// Why its VMM has not let it run again, where it has not: the guest is stopped then.
     pub stopped: Option<VmmError>,
 }
@@ -135,7 +135,7 @@ pub fn hand_over(
         Err(why) => {
             // Never two: the successor is gone before the guest runs again.
             successor.quit();
-            Err(Stayed { why, stopped: former.rollback().err() })
+            Err(Stayed { why: Box::new(why), stopped: former.rollback().err() })
         }
     }
 }

@@ -198,12 +198,12 @@ fn a_vmm_that_touched_ram_too_early_does_not_get_the_guest() {
     let untouched = ram.watched();
     assert_eq!(untouched.touched().unwrap(), 0, "the file has pages or not, this process has touched none");
     // A look is enough: what only reads might as well write.
-    ram.map.copy_out(0..1, &mut [0; 1]);
+    ram.map.copy_out(0..64, &mut [0; 64]);
     assert!(untouched.touched().unwrap() > 0);
     let (mut former, mut successor) = (Player::new(&told, ""), Player::new(&told, ""));
     let mut daemon = Daemon { player: Player::new(&told, ""), writes: Box::new(|| {}) };
     let stayed = hand_over((&mut former, &mut successor), &untouched, &mut daemon, true, None).unwrap_err();
-    assert!(matches!(stayed.why, MigrateError::TouchedEarly(_)), "{stayed:?}");
+    assert!(matches!(*stayed.why, MigrateError::TouchedEarly(_)), "{stayed:?}");
     assert!(told.lock().unwrap().ends_with(&["the new one ends", "rollback"]));
 }
 
@@ -226,7 +226,7 @@ fn a_page_that_changes_on_the_devices_way_is_found_where_that_is_asked_for() {
             Ok(handed) => assert_eq!((handed.verify.checked, handed.verify.pages, mismatches), (true, 256, 0)),
             Err(stayed) => {
                 let found =
-                    matches!(stayed.why, MigrateError::Mismatch { mismatches: found, .. } if found == mismatches);
+                    matches!(*stayed.why, MigrateError::Mismatch { mismatches: found, .. } if found == mismatches);
                 assert!(found && mismatches == 1, "{stayed:?}");
             }
         }

@@ -13,7 +13,7 @@ use crate::qemu::launch::{Place, log_file};
 
 /// Another QEMU beside a machine's own, while its guest goes from the one to the other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", tag = "stage")]
+#[serde(rename_all = "kebab-case")]
 pub enum Succession {
     /// The guest is in the QEMU of the record; this one waits for it, or is to end.
     Begun {
@@ -74,6 +74,58 @@ impl Succession {
                 }
                 remove_each(&files.iter().map(|path| own(path)).collect::<Vec<_>>());
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Failed with a tag inside the value: such a record could be written and not read.
+    #[test]
+    fn what_is_on_record_is_read_as_it_was_written() {
+        let process = Identity { pid: 7, start_ticks: u64::MAX, boot: u128::MAX };
+        let Succession::Begun { tag, .. } = Succession::begin() else { panic!("it begins as begun") };
+        for succession in [
+            Succession::Begun { tag: tag.clone(), successor: None },
+            Succession::Begun { tag: tag.clone(), successor: Some(process) },
+            Succession::Done { tag, former: process, files: vec!["/run/qmp.sock".into()] },
+        ] {
+            let text = serde_json::to_string(&succession).unwrap();
+            assert_eq!(serde_json::from_str::<Succession>(&text).unwrap(), succession, "{text}");
+        }
+    }
+
+    #[test]
+    fn the_output_of_the_qemu_that_has_the_guest_is_the_machine_s() {
+        let dir = tempfile::tempdir().unwrap();
+        let (machine, logs) = (dir.path().join("vm"), dir.path().join("logs"));
+        std::fs::create_dir_all(machine.join("run")).unwrap();
+        std::fs::create_dir(&logs).unwrap();
+        let succession = Succession::begin();
+        let place = succession.place(&machine);
+        let write = || {
+            std::fs::write(log_file(&machine), "former").unwrap();
+            place.files().for_each(|file| std::fs::write(file, "new").unwrap());
+        };
+        let read = |path: &Path| std::fs::read_to_string(path).ok();
+        write();
+        succession.tidy("g", &machine, &logs);
+        assert_eq!(read(&log_file(&machine)).as_deref(), Some("former"));
+        assert_eq!(read(&logs.join("g.log")).as_deref(), Some("new"), "what it said last");
+        assert!(place.files().all(|file| !file.exists()));
+        write();
+        let former = Identity { pid: 7, start_ticks: 7, boot: 7 };
+        let old = machine.join("run/qmp.sock");
+        std::fs::write(&old, "").unwrap();
+        let Succession::Begun { tag, .. } = succession else { panic!("it begins as begun") };
+        let done = Succession::Done { tag, former, files: vec![old.clone()] };
+        for _ in 0..2 {
+            done.tidy("g", &machine, &logs);
+            assert_eq!(read(&log_file(&machine)).as_deref(), Some("new"));
+            assert_eq!(read(&logs.join("g.log")).as_deref(), Some("former"));
+            assert!(place.qmp.exists() && place.agent.exists() && !place.log.exists() && !old.exists());
         }
     }
 }

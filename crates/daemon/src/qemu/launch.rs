@@ -203,7 +203,8 @@ fn become_user(user: &User) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes the directory for a machine's sockets in `dir`, root's, and its RAM files of these sizes, all of them `user`'s.
+/// Makes the directory for a machine's sockets in `dir`, root's, and its RAM files of these sizes, all of them
+/// `user`'s.
 ///
 /// # Errors
 /// They are there already, or the file system refuses.

@@ -170,11 +170,12 @@ mod tests {
         assert_eq!(devices, [Some("tap1"), None, None, None]);
         let numbers = [vec![7], vec![8], vec![9, 10], vec![11]];
         give_taps(&mut items, &found.into_iter().zip(numbers).collect::<Vec<_>>());
+        let json: Value = serde_json::from_str(items[4].value.as_deref().unwrap()).unwrap();
+        assert_eq!(json, json!({ "type": "tap", "id": "c", "fd": "11", "vhost": true }));
         assert_eq!(
-            unparse(&items).join(" "),
+            unparse(&[&items[..4], &items[5..]].concat()).join(" "),
             "-netdev tap,id=a,vhost=on,fd=7 -device virtio-net-pci,netdev=a -netdev tap,id=b,fd=8 \
-             -nic tap,model=e1000,mac=52:54:00:00:00:01,fds=9:10 \
-             -netdev {\"fd\":\"11\",\"id\":\"c\",\"type\":\"tap\",\"vhost\":true} -netdev user,id=d"
+             -nic tap,model=e1000,mac=52:54:00:00:00:01,fds=9:10 -netdev user,id=d"
         );
     }
 

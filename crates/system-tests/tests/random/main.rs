@@ -142,7 +142,7 @@ fn whatever_happens_at_any_moment_the_guest_is_whole_on_one_host_and_reads_what_
     // Where there are fewer runs than faults and modes it is chance which of them have their turn.
     let first = number_in("STERNA_RANDOM_FIRST").unwrap_or(Random(seed).below((FAULTS.len() * MODES.len()) as u64));
     println!("STERNA_SEED={seed} STERNA_RANDOM={runs} STERNA_RANDOM_FIRST={first}");
-    let disk = Disk::new();
+    let disk = Disk::make();
     // The last word is the kernel's: it clears what is freed, so that a page which the disk is read into was zeros a
     // moment ago.
     let jobs = format!("{JOBS};{} init_on_free=1", disk.job());

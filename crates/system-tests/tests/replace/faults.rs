@@ -22,8 +22,7 @@ fn begin(site: &Site, qemu: &std::path::Path) -> Attempt {
 
 /// Which QEMU the record says that the guest may be in next.
 fn successor(site: &Site) -> Option<u32> {
-    let succession = &record(site)["succession"];
-    (succession["stage"] == "begun").then(|| succession["successor"]["pid"].as_u64())?.map(|pid| pid as u32)
+    record(site)["succession"]["begun"]["successor"]["pid"].as_u64().map(|pid| pid as u32)
 }
 
 /// Begins to replace the guest's QEMU, and stops the new one before it has the guest: it is held there.
@@ -49,7 +48,7 @@ fn a_new_qemu_that_is_killed_before_it_has_the_guest_leaves_it() {
     if absent() {
         return;
     }
-    let disk = Disk::new();
+    let disk = Disk::make();
     let site = Site::start(&plan(&disk));
     let [_, ten] = qemus();
     let former = processes(&site);
@@ -71,7 +70,7 @@ fn a_daemon_that_is_killed_while_a_new_qemu_waits_leaves_the_guest_in_its_own() 
     if absent() {
         return;
     }
-    let disk = Disk::new();
+    let disk = Disk::make();
     let mut site = Site::start(&plan(&disk));
     let [_, ten] = qemus();
     let (attempt, new) = held(&site, &ten);
@@ -93,7 +92,7 @@ fn whenever_the_daemon_is_killed_the_guest_is_whole_and_in_one_qemu() {
     if absent() {
         return;
     }
-    let disk = Disk::new();
+    let disk = Disk::make();
     let mut site = Site::start(&plan(&disk));
     let qemus = qemus();
     let mut random = Random(7);
@@ -102,11 +101,11 @@ fn whenever_the_daemon_is_killed_the_guest_is_whole_and_in_one_qemu() {
         let delay = Duration::from_micros(random.below(LATEST_US));
         std::thread::sleep(delay);
         site.kill_daemon("a");
-        let met = record(&site)["succession"]["stage"].clone();
+        let met = record(&site)["succession"].as_object().and_then(|met| met.keys().next().cloned());
         drop(attempt.end());
         site.start_daemon("a");
         is_well(&site, &disk);
-        println!("{number}: the daemon killed after {delay:?}, the record said {met}");
+        println!("{number}: the daemon killed after {delay:?}, the record said {met:?}");
     }
 }
 
@@ -116,7 +115,7 @@ fn a_guest_whose_own_qemu_is_killed_meanwhile_is_gone_and_nothing_of_it_stays() 
     if absent() {
         return;
     }
-    let disk = Disk::new();
+    let disk = Disk::make();
     let plan = plan(&disk);
     let site = Site::start(&plan);
     let [_, ten] = qemus();

@@ -1,5 +1,5 @@
-//! Another QEMU takes a guest over on the same host, which writes its memory, reads its disk by direct I/O and talks over
-//! its network all the time: to and fro between two versions, and with whatever ends in the middle of it.
+//! Another QEMU takes a guest over on the same host, which writes its memory, reads its disk by direct I/O and talks
+//! over its network all the time: to and fro between two versions, and with whatever ends in the middle of it.
 
 /// Who is killed while a QEMU is replaced.
 mod faults;
@@ -92,7 +92,7 @@ fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_ove
     if absent() {
         return;
     }
-    let disk = Disk::new();
+    let disk = Disk::make();
     let site = Site::start(&plan(&disk));
     let [seven, ten] = qemus();
     // The first trip brings what stays on purpose: caches, threads of the daemon's pool.
@@ -126,7 +126,7 @@ fn a_qemu_that_cannot_take_the_guest_over_leaves_it_where_it_is() {
     if absent() {
         return;
     }
-    let disk = Disk::new();
+    let disk = Disk::make();
     let plan = plan(&disk);
     let site = Site::start(&plan);
     let pid = processes(&site);
@@ -138,11 +138,10 @@ fn a_qemu_that_cannot_take_the_guest_over_leaves_it_where_it_is() {
         let words = words.iter().cloned().chain(extra.iter().map(|word| (*word).to_owned()));
         ["--".into()].into_iter().chain(words).collect()
     };
-    for (extra, said) in
-        [(["-device", "virtio-rng-pci"], "qemu"), (["-device", "nonsense"], "nonsense"), (["-m", "1G"], "--memory")]
-    {
+    let refused = [(["-device", "virtio-rng-pci"], 1, "qemu"), (["-device", "nonsense"], 1, "nonsense")];
+    for (extra, code, said) in refused.into_iter().chain([(["-m", "1G"], 2, "--memory")]) {
         let words = more(&extra);
-        replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()).expect(1, &[said]);
+        replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()).expect(code, &[said]);
         assert_eq!(processes(&site), pid, "the guest is where it was");
     }
     is_well(&site, &disk);
