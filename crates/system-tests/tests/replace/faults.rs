@@ -96,7 +96,7 @@ fn whenever_the_daemon_is_killed_the_guest_is_whole_and_in_one_qemu() {
     let mut site = Site::start(&plan(&disk));
     let qemus = qemus();
     let mut random = Random(7);
-    for number in 0..times(6, 200) {
+    for number in 0..times(4, 200) {
         let attempt = begin(&site, &qemus[number % 2]);
         let delay = Duration::from_micros(random.below(LATEST_US));
         std::thread::sleep(delay);

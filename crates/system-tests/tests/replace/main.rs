@@ -100,7 +100,7 @@ fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_ove
         replaced(&replace(&site, &["--qemu", &qemu.display().to_string()]));
     }
     let before = Census::of(&site, site.names().0);
-    for number in 0..times(6, 200) {
+    for number in 0..times(4, 200) {
         let (qemu, version) = if number % 2 == 0 { (&ten, "10.0") } else { (&seven, "7.2") };
         let report = replaced(&replace(&site, &["--verify", "--qemu", &qemu.display().to_string()]));
         assert!(report.to_qemu.starts_with(version), "{report:#?}");
