@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::{Value, json};
-use sterna_api::{Estimate, MigrateOptions, Reclaimed, Report, Status, Vm, units};
+use sterna_api::{Estimate, MigrateOptions, Reclaimed, Replaced, Report, Status, Vm, units};
 
 use crate::command::{finish_within, output_within, show};
 use crate::error::{Error, Result};
@@ -111,6 +111,19 @@ impl SternaVm {
         let text = output_within(sterna(&self.host)?.args(words), ANSWER)?;
         let form =
             |error: serde_json::Error| Error::Form { what: "sterna estimate --json".into(), reason: error.to_string() };
+        serde_json::from_str(&text).map_err(form)
+    }
+
+    /// Gives it another QEMU, by `sterna replace --qemu PATH`.
+    ///
+    /// # Errors
+    /// Where the daemon refuses, or the guest could not be handed over.
+    pub fn replace(&self, qemu: &Path) -> Result<Replaced> {
+        let mut command = sterna(&self.host)?;
+        command.args(["replace", &self.name, "--json", "-", "--qemu"]).arg(qemu);
+        let text = output_within(&mut command, ANSWER)?;
+        let form =
+            |error: serde_json::Error| Error::Form { what: "sterna replace --json".into(), reason: error.to_string() };
         serde_json::from_str(&text).map_err(form)
     }
 

@@ -336,7 +336,7 @@ impl Drop for Reaped {
 }
 
 /// A tmpfs for RAM files below the host's directory; it is removed with the lab.
-fn ram_directory(host: &Host) -> Result<PathBuf> {
+pub(crate) fn ram_directory(host: &Host) -> Result<PathBuf> {
     let directory = host.directory.join("ram");
     if !directory.exists() {
         std::fs::create_dir(&directory).context(|| format!("making {}", directory.display()))?;

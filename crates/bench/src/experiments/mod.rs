@@ -72,6 +72,9 @@ mod record;
 /// The one way in which experiments try their rows.
 mod runner;
 
+/// Another QEMU under a running guest.
+pub mod replace;
+
 /// How time grows with memory.
 pub mod scale;
 
@@ -251,6 +254,11 @@ pub const ALL: &[Experiment] = &[
         id: "gang-return",
         about: "4 guests that share pages, moved three times: bytes of the way back, what is shared at the end",
         run: gang_return::run,
+    },
+    Experiment {
+        id: "replace",
+        about: "another QEMU under a running guest of 1 and of 8 GiB: its pause and the whole, beside QEMU alone",
+        run: replace::run,
     },
     Experiment {
         id: "back-to-back",
