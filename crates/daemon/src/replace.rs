@@ -195,8 +195,7 @@ impl Replace<'_> {
         let items = successor::beside(&items);
         let all = arguments::for_incoming(&items, &additions, &record.machine, &files);
         let started = self.launcher.start_beside(&binary.path, &all, &place, record.blocks.clone(), &stand_ins)?;
-        let Succession::Begun { tag, .. } = succession else { unreachable!("a succession begins as begun") };
-        let noted = Succession::Begun { tag: tag.clone(), successor: Some(started.process) };
+        let noted = succession.with(started.process);
         self.store(&VmRecord { succession: Some(noted), ..record.clone() })?;
         let next = VmRecord {
             process: started.process,
@@ -205,11 +204,7 @@ impl Replace<'_> {
             qmp: place.qmp.clone(),
             agent: place.agent.clone(),
             blocks: started.blocks.clone(),
-            succession: Some(Succession::Done {
-                tag: tag.clone(),
-                former: record.process,
-                files: own_files(record, &dir),
-            }),
+            succession: Some(succession.done(record.process, own_files(record, &dir))),
             ..record.clone()
         };
         let (agent, addresses) = control::agent_and_addresses(&next.agent, next.process.pid, &next.blocks)?;
@@ -344,5 +339,9 @@ impl Keeper for Changeover<'_> {
         self.machines
             .succeed(self.former, self.next)
             .map_err(|error| MigrateError::Record(host("cannot write down that the guest is in its new QEMU", &error)))
+    }
+
+    fn end_successor(&mut self) {
+        self.next.process.open().iter().for_each(Handle::kill);
     }
 }

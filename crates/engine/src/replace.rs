@@ -37,8 +37,8 @@ use crate::vmm::{Destination, EventTime, Source, Stopped, VmmError};
 
 /// How long the VMM may take to stop the guest: a disk may drain slowly.
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the VMM may take to save or to load its devices.
-const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the VMM may take to save or to load its devices, which takes milliseconds. The guest stands still meanwhile.
+const DEVICE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a successor that has broken the way of the devices' state may take to say why.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -56,6 +56,10 @@ pub trait Keeper {
     /// # Errors
     /// It is not on record: the guest stays where it was.
     fn commit(&mut self) -> Result<(), MigrateError>;
+
+    /// Ends the successor, which has not got the guest; it is gone when this returns. The guest may stand still
+    /// meanwhile, and the successor hang: it is not asked.
+    fn end_successor(&mut self);
 }
 
 /// The RAM of a VMM, as addresses of its process.
@@ -134,7 +138,7 @@ pub fn hand_over(
         }
         Err(why) => {
             // Never two: the successor is gone before the guest runs again.
-            successor.quit();
+            keeper.end_successor();
             Err(Stayed { why: Box::new(why), stopped: former.rollback().err() })
         }
     }

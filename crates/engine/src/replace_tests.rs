@@ -109,7 +109,7 @@ impl Destination for Player {
     }
 
     fn quit(&mut self) {
-        note(&self.told, "the new one ends");
+        note(&self.told, "the new one quits");
     }
 }
 
@@ -128,6 +128,10 @@ impl Keeper for Daemon<'_> {
 
     fn commit(&mut self) -> Result<(), MigrateError> {
         Ok(self.player.step("commit")?)
+    }
+
+    fn end_successor(&mut self) {
+        note(&self.player.told, "the new one ends");
     }
 }
 

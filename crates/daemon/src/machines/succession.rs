@@ -40,11 +40,27 @@ impl Succession {
         Self::Begun { tag: format!("{:08x}", host::random_u128() as u32), successor: None }
     }
 
+    fn tag(&self) -> String {
+        let (Self::Begun { tag, .. } | Self::Done { tag, .. }) = self;
+        tag.clone()
+    }
+
+    /// The same, once the new QEMU runs as this process.
+    #[must_use]
+    pub fn with(&self, successor: Identity) -> Self {
+        Self::Begun { tag: self.tag(), successor: Some(successor) }
+    }
+
+    /// The same, once the new QEMU has the guest; `former` had it, and these files end with that one.
+    #[must_use]
+    pub fn done(&self, former: Identity, files: Vec<PathBuf>) -> Self {
+        Self::Done { tag: self.tag(), former, files }
+    }
+
     /// Where the new QEMU's files are, in its machine's directory.
     #[must_use]
     pub fn place(&self, dir: &Path) -> Place {
-        let (Self::Begun { tag, .. } | Self::Done { tag, .. }) = self;
-        Place::beside(dir, tag)
+        Place::beside(dir, &self.tag())
     }
 
     /// The process of the QEMU that has not got the guest, where it is known.
@@ -86,12 +102,9 @@ mod tests {
     #[test]
     fn what_is_on_record_is_read_as_it_was_written() {
         let process = Identity { pid: 7, start_ticks: u64::MAX, boot: u128::MAX };
-        let Succession::Begun { tag, .. } = Succession::begin() else { panic!("it begins as begun") };
-        for succession in [
-            Succession::Begun { tag: tag.clone(), successor: None },
-            Succession::Begun { tag: tag.clone(), successor: Some(process) },
-            Succession::Done { tag, former: process, files: vec!["/run/qmp.sock".into()] },
-        ] {
+        let begun = Succession::begin();
+        let done = begun.done(process, vec!["/run/qmp.sock".into()]);
+        for succession in [begun.clone(), begun.with(process), done] {
             let text = serde_json::to_string(&succession).unwrap();
             assert_eq!(serde_json::from_str::<Succession>(&text).unwrap(), succession, "{text}");
         }
@@ -119,8 +132,7 @@ mod tests {
         let former = Identity { pid: 7, start_ticks: 7, boot: 7 };
         let old = machine.join("run/qmp.sock");
         std::fs::write(&old, "").unwrap();
-        let Succession::Begun { tag, .. } = succession else { panic!("it begins as begun") };
-        let done = Succession::Done { tag, former, files: vec![old.clone()] };
+        let done = succession.done(former, vec![old.clone()]);
         for _ in 0..2 {
             done.tidy("g", &machine, &logs);
             assert_eq!(read(&log_file(&machine)).as_deref(), Some("new"));
