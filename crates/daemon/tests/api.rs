@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use serde_json::json;
 use support::{Host, cannot_run};
 
-const ROUTES: [(&str, &str); 19] = [
+const ROUTES: [(&str, &str); 20] = [
     ("get", "/v1/vms"),
     ("post", "/v1/vms"),
     ("post", "/v1/vms/adopt"),
@@ -17,6 +17,7 @@ const ROUTES: [(&str, &str); 19] = [
     ("get", "/v1/vms/{name}/estimate"),
     ("put", "/v1/vms/{name}/balloon"),
     ("post", "/v1/vms/{name}/reclaim"),
+    ("post", "/v1/vms/{name}/replace"),
     ("post", "/v1/vms/{name}/resume"),
     ("get", "/v1/migrations"),
     ("post", "/v1/migrations"),
