@@ -37,7 +37,7 @@ use crate::vmm::{Destination, EventTime, Source, Stopped, VmmError};
 
 /// How long the VMM may take to stop the guest: a disk may drain slowly.
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the VMM may take to save or to load its devices, which takes milliseconds. The guest stands still meanwhile.
+/// How long the VMM may take to save or to load its devices, which takes milliseconds. The guest stands still then.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a successor that has broken the way of the devices' state may take to say why.

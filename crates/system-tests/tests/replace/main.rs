@@ -99,6 +99,7 @@ fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_ove
     for qemu in [&ten, &seven] {
         replaced(&replace(&site, &["--qemu", &qemu.display().to_string()]));
     }
+    is_well(&site, &disk);
     let before = Census::of(&site, site.names().0);
     for number in 0..times(4, 200) {
         let (qemu, version) = if number % 2 == 0 { (&ten, "10.0") } else { (&seven, "7.2") };
@@ -113,7 +114,13 @@ fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_ove
             report.from_qemu, report.to_qemu, report.pause_ms, report.ms, report.prepare_ms, report.end_ms
         );
     }
-    site.eventually("the host holds what it held before", || Census::of(&site, site.names().0) == before);
+    let same = |now: &Census| {
+        if *now != before {
+            println!("{now:#?}, and before {before:#?}");
+        }
+        *now == before
+    };
+    site.eventually("the host holds what it held before", || same(&Census::of(&site, site.names().0)));
     // And it can still be moved.
     let mut site = site;
     site.migrate(&[]);
