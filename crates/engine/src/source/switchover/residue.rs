@@ -71,6 +71,8 @@ pub(super) fn load(
         (saving.join(), asked)
     });
     let asked = asked?;
+    // What follows the guest is shown as a round: nothing of it was counted as sent yet.
+    departure.monitor.begin_round(begun.work.round, asked.residue.pages);
     saved.map_err(|_| MigrateError::Bug("the thread that saves the devices broke off"))??;
     rounds.collect_late(*tracker, &asked.pages)?;
     // Those of them that are still pending go as they are now, free or not. The set changes before the look at what is
