@@ -151,6 +151,14 @@ pub enum MigrateError {
     /// A QEMU that was to take the guest over touched the guest's RAM before it had the guest.
     #[error("the new QEMU touched {0} pages of the guest's RAM before it had the guest")]
     TouchedEarly(u64),
+    /// A QEMU wrote guest RAM while the devices went from one QEMU to the other.
+    #[error("{changed} of {pages} pages of the guest's RAM changed while its devices went from QEMU to QEMU")]
+    ChangedOnTheWay {
+        /// Pages that changed.
+        changed: u64,
+        /// Pages compared.
+        pages: u64,
+    },
     /// The two sides' pages differ after the migration.
     #[error("{mismatches} of {pages} pages differ between the two hosts")]
     Mismatch {
@@ -322,6 +330,11 @@ impl MigrateError {
                 Some(
                     "this QEMU cannot replace another with these devices; please report which devices the machine has",
                 ),
+            ),
+            Self::ChangedOnTheWay { .. } => (
+                Code::VerifyMismatch,
+                Blame::Qemu,
+                Some("the guest may have pages that it did not write: please report which devices the machine has"),
             ),
             Self::Mismatch { .. } => {
                 (Code::VerifyMismatch, Blame::Ours, Some("please report this with the options you used"))

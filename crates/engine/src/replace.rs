@@ -20,16 +20,17 @@
 //! former one go on. A load that fails half-way may have written RAM, as devices are put to work: no device of QEMU's
 //! was seen to do so, and `verify` compares.
 
-use std::io::{self, Write};
+use std::io;
+use std::net::Shutdown;
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use sterna_api::report::Verify;
 use sterna_protocol::frame::Digester;
 use sterna_protocol::hello::VERSION;
 use sterna_protocol::layout::ChunkIndex;
-use sterna_sys::pagemap::{Categories, Pagemap, Scan};
+use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
 
 use crate::error::MigrateError;
 use crate::memory::Memory;
@@ -88,7 +89,7 @@ impl Untouched {
         for part in &self.ram {
             let scanned = self.pagemap.scan(part.clone(), Scan::of(Categories::PRESENT), &mut regions);
             scanned.map_err(MigrateError::vmm_process("looking at QEMU's page tables"))?;
-            pages += regions.iter().map(sterna_sys::pagemap::Region::pages).sum::<u64>();
+            pages += regions.iter().map(Region::pages).sum::<u64>();
         }
         Ok(pages)
     }
@@ -156,8 +157,8 @@ fn take(
     let to = successor.prepare()?;
     let from = former.begin()?;
     std::thread::scope(|scope| {
-        let devices = Carried { from: &from, to: &to };
-        let carried = scope.spawn(|| carry(&from, &to));
+        let _way = Way { from: &from, to: &to };
+        scope.spawn(|| carry(&from, &to));
         let stopped = stop(former)?;
         match untouched.touched()? {
             0 => {}
@@ -171,11 +172,8 @@ fn take(
             // A successor that refuses the state breaks its way: then its reason is the one to tell.
             return Err(successor.loaded(LAST_WORDS).err().filter(is_reason).unwrap_or(error).into());
         }
-        let broke_off = "the thread that carries the devices' state broke off";
-        let carried = carried.join().map_err(|_| MigrateError::Bug(broke_off))?;
+        // Nobody waits for the thread: whether all of the state has come, the successor knows best.
         successor.loaded(DEVICE_TIMEOUT)?;
-        carried.map_err(MigrateError::host("carrying the devices' state from QEMU to QEMU"))?;
-        drop(devices);
         let verify = match verify.zip(before) {
             Some((ram, before)) => compare(&before, &digests(ram, digester)?)?,
             None => Verify::default(),
@@ -187,25 +185,25 @@ fn take(
 }
 
 /// The way of the devices' state. Dropped, it is closed, so that the thread on it ends, whatever the VMMs do.
-struct Carried<'a> {
+struct Way<'a> {
     from: &'a UnixStream,
     to: &'a UnixStream,
 }
 
-impl Drop for Carried<'_> {
+impl Drop for Way<'_> {
     fn drop(&mut self) {
         for stream in [self.from, self.to] {
-            let _ = stream.shutdown(std::net::Shutdown::Both);
+            let _ = stream.shutdown(Shutdown::Both);
         }
     }
 }
 
-/// Carries the devices' state until the former VMM has written all of it.
-fn carry(mut from: &UnixStream, mut to: &UnixStream) -> io::Result<u64> {
-    let carried = io::copy(&mut from, &mut to)?;
-    to.flush()?;
-    to.shutdown(std::net::Shutdown::Write)?;
-    Ok(carried)
+/// Carries the devices' state until the former VMM has written all of it, or the way is closed.
+fn carry(mut from: &UnixStream, mut to: &UnixStream) {
+    if let Err(error) = io::copy(&mut from, &mut to) {
+        tracing::debug!(%error, "the devices' way from QEMU to QEMU is closed");
+    }
+    let _ = to.shutdown(Shutdown::Write);
 }
 
 /// Whether a VMM says why it failed.
@@ -214,16 +212,9 @@ fn is_reason(error: &VmmError) -> bool {
 }
 
 /// Waits until the guest has stopped.
-fn stop(former: &mut dyn Source) -> Result<Stopped, MigrateError> {
-    let deadline = Instant::now() + STOP_TIMEOUT;
-    loop {
-        if let Some(stopped) = former.stopped(deadline.saturating_duration_since(Instant::now()))? {
-            return Ok(stopped);
-        }
-        if Instant::now() >= deadline {
-            return Err(VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() }.into());
-        }
-    }
+fn stop(former: &mut dyn Source) -> Result<Stopped, VmmError> {
+    let silent = || VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() };
+    former.stopped(STOP_TIMEOUT)?.ok_or_else(silent)
 }
 
 fn digests(ram: &dyn Memory, digester: Digester) -> Result<Vec<u64>, MigrateError> {
@@ -240,7 +231,7 @@ fn compare(before: &[u64], after: &[u64]) -> Result<Verify, MigrateError> {
     let pages = before.len() as u64;
     match mismatches {
         0 => Ok(Verify { checked: true, pages, ..Verify::default() }),
-        mismatches => Err(MigrateError::Mismatch { mismatches, pages }),
+        changed => Err(MigrateError::ChangedOnTheWay { changed, pages }),
     }
 }
 

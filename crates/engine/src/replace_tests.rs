@@ -1,5 +1,6 @@
 //! The order of a replacement, with VMMs that do as they are told.
 
+use std::io::Write;
 use std::sync::{Arc, Mutex};
 
 use sterna_sys::map::{Access, SharedMapping};
@@ -23,11 +24,13 @@ struct Player {
     fails: &'static str,
     /// The other end of the devices' way.
     ends: Vec<UnixStream>,
+    /// More devices than their way holds, whose other end nobody reads.
+    floods: bool,
 }
 
 impl Player {
     fn new(told: &Told, fails: &'static str) -> Self {
-        Self { told: Arc::clone(told), fails, ends: Vec::new() }
+        Self { told: Arc::clone(told), fails, ends: Vec::new(), floods: false }
     }
 
     fn step(&self, what: &'static str) -> Result<(), VmmError> {
@@ -67,8 +70,12 @@ impl Source for Player {
 
     fn save_devices(&mut self) -> Result<(), VmmError> {
         self.step("save")?;
-        self.ends[0].write_all(b"devices").unwrap();
-        self.ends.clear();
+        let mut way = self.ends.remove(0);
+        way.write_all(b"devices").unwrap();
+        way.set_nonblocking(true).unwrap();
+        while self.floods && way.write(&[0; 4096]).is_ok() {
+            std::thread::yield_now();
+        }
         Ok(())
     }
 
@@ -187,6 +194,18 @@ fn whatever_fails_before_that_the_new_vmm_has_ended_when_the_guest_goes_on_in_th
     }
 }
 
+/// Did not end while the thread that carries the devices' state was waited for.
+#[test]
+fn a_new_vmm_that_hangs_amid_the_devices_way_holds_nobody_up() {
+    let (told, ram) = (Told::default(), Ram::new());
+    let (mut former, mut successor) = (Player::new(&told, ""), Player::new(&told, "loaded"));
+    former.floods = true;
+    let mut daemon = Daemon { player: Player::new(&told, ""), writes: Box::new(|| {}) };
+    let ends = (&mut former as &mut dyn Source, &mut successor as &mut dyn Destination);
+    hand_over(ends, &ram.watched(), &mut daemon, true, None).unwrap_err();
+    assert!(told.lock().unwrap().ends_with(&["the new one ends", "rollback"]));
+}
+
 #[test]
 fn a_guest_that_is_on_record_as_the_new_vmm_s_never_goes_back() {
     let (handed, told) = hand("start", true);
@@ -230,7 +249,7 @@ fn a_page_that_changes_on_the_devices_way_is_found_where_that_is_asked_for() {
             Ok(handed) => assert_eq!((handed.verify.checked, handed.verify.pages, mismatches), (true, 256, 0)),
             Err(stayed) => {
                 let found =
-                    matches!(*stayed.why, MigrateError::Mismatch { mismatches: found, .. } if found == mismatches);
+                    matches!(*stayed.why, MigrateError::ChangedOnTheWay { changed, .. } if changed == mismatches);
                 assert!(found && mismatches == 1, "{stayed:?}");
             }
         }
