@@ -1,6 +1,5 @@
 //! Tap devices: which a process has open, and new ones (kernel's `Documentation/networking/tuntap.rst`).
 
-use std::ffi::CString;
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -17,6 +16,20 @@ const _: () = assert!(TUNSETIFF == 0x4004_54CA && TUNGETIFF == 0x8004_54D2);
 /// What a tap is made with; other flags the kernel reports and does not take.
 const SETTABLE: libc::c_int =
     libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | libc::IFF_MULTI_QUEUE | libc::IFF_ONE_QUEUE;
+
+/// A device's name, which ends with a zero.
+type Name = [libc::c_char; libc::IFNAMSIZ];
+
+/// The name of a new device: the kernel puts a number at its end.
+const CHOSEN_BY_KERNEL: Name = {
+    let (mut name, prefix) = ([0; libc::IFNAMSIZ], b"sterna%d");
+    let mut at = 0;
+    while at < prefix.len() {
+        name[at] = prefix[at] as libc::c_char;
+        at += 1;
+    }
+    name
+};
 
 /// A tap that a process has open: one descriptor for each of its queues.
 #[derive(Debug)]
@@ -63,21 +76,21 @@ pub fn open_taps(process: &Pidfd, pid: u32) -> Result<Vec<OpenTap>> {
 /// The kernel has no `/dev/net/tun`, or this process may not make network devices.
 pub fn like(tap: &OpenTap) -> Result<Vec<OwnedFd>> {
     let first = tap.queues.first().ok_or_else(|| Error::malformed("look at a tap", "it has no queue"))?;
-    let mut request = request_for(None)?;
+    let mut request = request_for(CHOSEN_BY_KERNEL);
     get(first.as_fd(), &mut request)?;
     // SAFETY: TUNGETIFF has filled in the flags.
     let flags = libc::c_int::from(unsafe { request.ifr_ifru.ifru_flags }) & SETTABLE;
-    let mut name = None;
+    let mut name = CHOSEN_BY_KERNEL;
     let mut queues = Vec::with_capacity(tap.queues.len());
     for _ in &tap.queues {
         let file = File::options().read(true).write(true).open("/dev/net/tun");
         let queue: OwnedFd = file.map_err(|error| Error::new("open /dev/net/tun", error))?.into();
-        let mut request = request_for(name.as_ref())?;
+        let mut request = request_for(name);
         request.ifr_ifru.ifru_flags = flags as libc::c_short;
         // SAFETY: TUNSETIFF takes and fills in an `ifreq`.
         unsafe { abi::ioctl(queue.as_fd(), TUNSETIFF, &mut request) }
             .map_err(|error| Error::new("make a tap", error))?;
-        name = Some(request.ifr_name);
+        name = request.ifr_name;
         queues.push(queue);
     }
     Ok(queues)
@@ -88,20 +101,11 @@ fn get(queue: BorrowedFd<'_>, request: &mut libc::ifreq) -> Result<()> {
     unsafe { abi::ioctl(queue, TUNGETIFF, request) }.map(drop).map_err(|error| Error::new("look at a tap", error))
 }
 
-/// A request about the device of this name; without one the kernel chooses.
-fn request_for(name: Option<&[libc::c_char; libc::IFNAMSIZ]>) -> Result<libc::ifreq> {
+/// A request about the device of this name.
+fn request_for(name: Name) -> libc::ifreq {
     // SAFETY: an `ifreq` is integers and byte arrays, for which zeros are valid.
-    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    let chosen = CString::new("sterna%d").map_err(|_| Error::malformed("make a tap", "its name holds a zero"))?;
-    match name {
-        Some(name) => request.ifr_name = *name,
-        None => {
-            for (place, byte) in request.ifr_name.iter_mut().zip(chosen.as_bytes_with_nul()) {
-                *place = *byte as libc::c_char;
-            }
-        }
-    }
-    Ok(request)
+    let request: libc::ifreq = unsafe { std::mem::zeroed() };
+    libc::ifreq { ifr_name: name, ..request }
 }
 
 #[cfg(test)]
@@ -113,7 +117,7 @@ mod tests {
         let tun = File::options().read(true).write(true).open("/dev/net/tun");
         let Ok(tun) = tun else { return eprintln!("skipped: no /dev/net/tun here") };
         let first: OwnedFd = tun.into();
-        let mut request = request_for(None).unwrap();
+        let mut request = request_for(CHOSEN_BY_KERNEL);
         let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | libc::IFF_MULTI_QUEUE;
         request.ifr_ifru.ifru_flags = flags as libc::c_short;
         // SAFETY: TUNSETIFF takes and fills in an `ifreq`.
@@ -122,7 +126,7 @@ mod tests {
         }
         let made = like(&OpenTap { name: String::new(), queues: vec![first.try_clone().unwrap(), first] }).unwrap();
         assert_eq!(made.len(), 2);
-        let mut other = request_for(None).unwrap();
+        let mut other = request_for(CHOSEN_BY_KERNEL);
         get(made[1].as_fd(), &mut other).unwrap();
         assert_ne!(other.ifr_name, request.ifr_name, "a device of its own");
         // SAFETY: TUNGETIFF has filled in the flags.
