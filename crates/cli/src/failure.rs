@@ -48,6 +48,13 @@ impl Failure {
         Self { problem: Box::new(problem), code: FAILED }
     }
 
+    /// The failure of a command on one machine, with the exit code that says where its guest is.
+    #[must_use]
+    pub fn with_whereabouts(self) -> Self {
+        let code = if self.code == FAILED { code_at(self.problem.guest) } else { self.code };
+        Self { code, ..self }
+    }
+
     /// Writes it to standard error.
     pub fn show(&self) -> ExitCode {
         eprint!("{}", describe("sterna", &self.problem));
@@ -87,12 +94,19 @@ pub fn whereabouts(problem: &Problem) -> &'static str {
 
 /// The exit code of a migration.
 pub fn code_of(report: &Report) -> u8 {
-    let guest = report.error.as_ref().map(|problem| problem.guest).unwrap_or_default();
-    match (report.status, guest) {
-        (Status::Completed, _) => 0,
-        (_, Whereabouts::Paused | Whereabouts::Gone) => LOST,
-        (Status::Cancelled, _) => CANCELLED,
-        (Status::Failed, _) => FAILED,
+    let at = code_at(report.error.as_ref().map(|problem| problem.guest).unwrap_or_default());
+    match report.status {
+        Status::Completed => 0,
+        Status::Cancelled if at == FAILED => CANCELLED,
+        Status::Cancelled | Status::Failed => at,
+    }
+}
+
+/// The exit code of a failure after which the guest is there.
+fn code_at(guest: Whereabouts) -> u8 {
+    match guest {
+        Whereabouts::Paused | Whereabouts::Gone => LOST,
+        Whereabouts::Source | Whereabouts::Destination => FAILED,
     }
 }
 

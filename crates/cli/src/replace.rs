@@ -4,11 +4,11 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use sterna_api::problem::Whereabouts;
-use sterna_api::{Problem, ReplaceRequest, Replaced, Vm};
+use sterna_api::{ReplaceRequest, Replaced, Vm};
 
 use crate::arguments::Replace;
 use crate::client::{Client, escape};
-use crate::failure::{FAILED, Failure, LOST};
+use crate::failure::{Failure, LOST};
 use crate::machines::{binary_path, write_json};
 
 /// Has another QEMU take machines over, one after the other.
@@ -33,11 +33,14 @@ pub async fn replace(client: &Client, wanted: Replace) -> Result<ExitCode, Failu
         let answer = client.post(&format!("/v1/vms/{}/replace", escape(name)), &request).await;
         let replaced: Replaced = match answer {
             Ok(replaced) => replaced,
-            Err(mut failure) => {
-                failure.code = failure.code.max(code_of(&failure.problem));
+            Err(failure) => {
+                let failure = failure.with_whereabouts();
+                if wanted.all || failure.code == LOST {
+                    eprintln!("sterna: the QEMU of '{name}' is not replaced: the guest {}", whereabouts(&failure));
+                }
                 let left = names[index + 1..].join(", ");
                 if !left.is_empty() {
-                    eprintln!("sterna: '{name}' failed; not begun: {left}");
+                    eprintln!("sterna: not begun: {left}");
                 }
                 failed = Some(failure);
                 break;
@@ -58,11 +61,12 @@ pub async fn replace(client: &Client, wanted: Replace) -> Result<ExitCode, Failu
     failed.map_or(Ok(ExitCode::SUCCESS), Err)
 }
 
-/// The exit code of a guest that is where the problem says.
-fn code_of(problem: &Problem) -> u8 {
-    match problem.guest {
-        Whereabouts::Paused | Whereabouts::Gone => LOST,
-        Whereabouts::Source | Whereabouts::Destination => FAILED,
+/// Where the guest of a machine is whose QEMU was not replaced, for people.
+fn whereabouts(failure: &Failure) -> &'static str {
+    match failure.problem.guest {
+        Whereabouts::Gone => "is GONE",
+        Whereabouts::Paused => "is PAUSED",
+        Whereabouts::Source | Whereabouts::Destination => "is as it was",
     }
 }
 

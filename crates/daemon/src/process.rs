@@ -18,6 +18,9 @@ use serde::{Deserialize, Serialize};
 /// How long to wait before the next look where the host cannot tell whether a process runs.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
+/// How long a process that closes its connections may take to end.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// The identity of a process that runs or ran.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
@@ -55,6 +58,12 @@ impl Identity {
                 }
             }
         }
+    }
+
+    /// Whether it has ended, or does so within moments: a QEMU that ends closes its connections first.
+    #[must_use]
+    pub fn is_ending(&self) -> bool {
+        self.open().is_none_or(|handle| handle.wait(Some(END_TIMEOUT)))
     }
 
     /// As [`open`](Self::open), with an error where the host cannot tell.

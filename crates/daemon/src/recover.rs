@@ -26,7 +26,6 @@
 use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use sterna_api::Problem;
 use sterna_engine::host::MigrationId;
@@ -36,7 +35,7 @@ use sterna_sys::path::Place;
 
 use crate::care::Care;
 use crate::machines::backing::Backing;
-use crate::machines::control::{Control, end_other, give_back, let_run, stop_tracking};
+use crate::machines::control::{end_other, give_back, let_run, quit_unknown, stop_tracking};
 use crate::machines::files::remove_files;
 use crate::machines::hold::Hold;
 use crate::machines::load::{Found, read_machines};
@@ -143,12 +142,9 @@ impl Recovery<'_> {
 
     /// Lets the guest of a machine run on whose QEMU was being replaced.
     fn go_on(&self, record: &VmRecord, succession: &Succession) -> Result<(), Problem> {
-        match succession {
-            Succession::Begun { .. } => give_back(record)
-                .inspect_err(|problem| resuming::give_back_here(self.machines(), record, problem.with_causes())),
-            Succession::Done { .. } => let_run(record, &self.state.vm(&record.name))
-                .inspect_err(|problem| resuming::let_run(self.machines(), record, problem.with_causes())),
-        }
+        let replaced = matches!(succession, Succession::Done { .. });
+        let runs = if replaced { let_run(record, &self.state.vm(&record.name)) } else { give_back(record) };
+        runs.inspect_err(|problem| resuming::go_on_here(self.machines(), record, replaced, problem.with_causes()))
     }
 
     /// Whether its guest was handed over and may still need pages that only this host has.
@@ -206,10 +202,7 @@ impl Recovery<'_> {
         tracing::warn!(dir = %dir.display(), "removing a machine whose start was never finished");
         // Earlier daemons had the socket beside the record.
         for socket in [qmp_socket(dir), dir.join("qmp.sock")] {
-            if let Ok(mut control) = Control::connect(&socket) {
-                let _ = control.send("quit");
-                std::thread::sleep(Duration::from_millis(100));
-            }
+            quit_unknown(&socket);
         }
         remove_files(dir, &[], &self.state.logs());
     }

@@ -183,8 +183,12 @@ pub fn end_other(succession: &Succession, dir: &Path) {
         return process.open().iter().for_each(Handle::kill);
     }
     // It was started, and the daemon ended before it was noted. It has no disk, and never runs.
-    let qmp = succession.place(dir).qmp;
-    if qmp.exists() && Control::connect(&qmp).and_then(|mut control| control.send("quit")).is_ok() {
+    quit_unknown(&succession.place(dir).qmp);
+}
+
+/// Tells a QEMU to end of which nothing is known but where its QMP socket would be.
+pub fn quit_unknown(qmp: &Path) {
+    if Control::connect(qmp).is_ok_and(|mut control| control.send("quit").is_ok()) {
         std::thread::sleep(END_TIMEOUT);
     }
 }

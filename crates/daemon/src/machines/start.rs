@@ -13,8 +13,9 @@ use sterna_sys::host;
 use super::agent::{self, Unreached};
 use super::backing::{Block, OwnFile};
 use super::control::{self, Control};
-use super::files::{directory_problem, remove_each, remove_files};
+use super::files::{directory_problem, remove_files};
 use super::record::Running;
+use super::succession::Succession;
 use crate::config::{SOCKET_PATH_BYTES, check_socket_path};
 use crate::problems::{self, invalid};
 use crate::process::Identity;
@@ -71,7 +72,7 @@ impl Launcher {
         let ram_files: Vec<(PathBuf, u64)> = blocks.iter().map(|block| (block.path.clone(), block.bytes)).collect();
         let files = ram_files.iter().map(|(path, _)| OwnFile { path: path.clone(), file: None }).collect();
         self.state.make_vm(name).map_err(|error| directory_problem(dir, &error))?;
-        let cleanup = Cleanup { process: None, files, of: Some((dir.clone(), self.state.logs())), armed: true };
+        let cleanup = Cleanup::new(Leftovers::Machine(files), dir, self.state.logs());
         let user = self.user.as_ref();
         launch::make_files(dir, &ram_files, user)
             .map_err(|error| problems::host("cannot make the machine's files", &error))?;
@@ -84,7 +85,8 @@ impl Launcher {
         bring_up(&launch, blocks, cleanup)
     }
 
-    /// Starts another QEMU on the RAM of a machine that has one, with these descriptors of ours.
+    /// Starts another QEMU on the RAM of a machine that has one, with these descriptors of ours. What one says
+    /// that comes to nothing is kept.
     ///
     /// # Errors
     /// As [`start`](Self::start); the machine is as it was.
@@ -92,15 +94,16 @@ impl Launcher {
         &self,
         binary: &Path,
         arguments: &[String],
-        place: &Place,
-        blocks: Vec<Block>,
+        name: &str,
+        (succession, blocks): (&Succession, Vec<Block>),
         inherited: &[OwnedFd],
     ) -> Result<Started, Problem> {
-        let agent = self.library_for(place)?;
-        let files = place.files().map(|path| OwnFile { path: path.clone(), file: None }).collect();
-        let cleanup = Cleanup { process: None, files, of: None, armed: true };
+        let dir = &self.state.vm(name);
+        let place = succession.place(dir);
+        let agent = self.library_for(&place)?;
+        let cleanup = Cleanup::new(Leftovers::Beside(name.into(), succession.clone()), dir, self.state.logs());
         let (user, ram) = (self.user.as_ref(), RamKind::Files);
-        let launch = Launch { binary, arguments, place, inherited, agent: &agent, ram, template: None, user };
+        let launch = Launch { binary, arguments, place: &place, inherited, agent: &agent, ram, template: None, user };
         bring_up(&launch, blocks, cleanup)
     }
 
@@ -195,7 +198,9 @@ impl Started {
 
     /// A file of the machine that is to be gone with it.
     pub fn with_file(&mut self, path: &Path) {
-        self.cleanup.files.push(OwnFile { path: path.into(), file: None });
+        if let Leftovers::Machine(files) = &mut self.cleanup.leftovers {
+            files.push(OwnFile { path: path.into(), file: None });
+        }
     }
 
     /// The machine stays: its record is written.
@@ -204,13 +209,29 @@ impl Started {
     }
 }
 
+/// What is left of a QEMU that was started in vain.
+#[derive(Debug)]
+enum Leftovers {
+    /// A machine, with these files.
+    Machine(Vec<OwnFile>),
+    /// A QEMU beside that of the machine of this name.
+    Beside(String, Succession),
+}
+
 #[derive(Debug)]
 struct Cleanup {
     process: Option<Identity>,
-    files: Vec<OwnFile>,
-    /// The machine's directory, which goes with it, and where its QEMU's log goes.
-    of: Option<(PathBuf, PathBuf)>,
+    leftovers: Leftovers,
+    /// The machine's directory.
+    dir: PathBuf,
+    logs: PathBuf,
     armed: bool,
+}
+
+impl Cleanup {
+    fn new(leftovers: Leftovers, dir: &Path, logs: PathBuf) -> Self {
+        Self { process: None, leftovers, dir: dir.into(), logs, armed: true }
+    }
 }
 
 impl Drop for Cleanup {
@@ -221,9 +242,9 @@ impl Drop for Cleanup {
         if let Some(process) = self.process.and_then(|process| process.open()) {
             process.kill();
         }
-        match &self.of {
-            Some((dir, logs)) => remove_files(dir, &self.files, logs),
-            None => remove_each(&self.files),
+        match &self.leftovers {
+            Leftovers::Machine(files) => remove_files(&self.dir, files, &self.logs),
+            Leftovers::Beside(name, succession) => succession.tidy(name, &self.dir, &self.logs),
         }
     }
 }

@@ -118,16 +118,17 @@ mod tests {
         std::fs::create_dir(&logs).unwrap();
         let succession = Succession::begin();
         let place = succession.place(&machine);
+        let files = [&place.qmp, &place.agent, &place.log];
         let write = || {
             std::fs::write(log_file(&machine), "former").unwrap();
-            place.files().for_each(|file| std::fs::write(file, "new").unwrap());
+            files.iter().for_each(|file| std::fs::write(file, "new").unwrap());
         };
         let read = |path: &Path| std::fs::read_to_string(path).ok();
         write();
         succession.tidy("g", &machine, &logs);
         assert_eq!(read(&log_file(&machine)).as_deref(), Some("former"));
         assert_eq!(read(&logs.join("g.log")).as_deref(), Some("new"), "what it said last");
-        assert!(place.files().all(|file| !file.exists()));
+        assert!(files.iter().all(|file| !file.exists()));
         write();
         let former = Identity { pid: 7, start_ticks: 7, boot: 7 };
         let old = machine.join("run/qmp.sock");

@@ -18,7 +18,7 @@ use super::record::VmRecord;
 use crate::problems::{busy, unknown_vm};
 use crate::process::Identity;
 use crate::qemu::launch::{last_lines, log_file};
-use crate::state::{Outlives, StateDir, replace_record, write_record};
+use crate::state::{Outlives, StateDir, replace_record};
 
 /// A machine in the table.
 #[derive(Debug, Clone)]
@@ -160,34 +160,29 @@ impl Machines {
     /// # Errors
     /// Where the disk refuses; the table then is unchanged.
     pub fn store(&self, record: &VmRecord) -> io::Result<()> {
+        let same = |entry: &Entry| entry.record.as_ref().is_none_or(|known| known.process == record.process);
+        self.write(record, same, Outlives::Host)
+    }
+
+    /// Writes the record of a machine whose QEMU is, or was until now, this process. It need not outlive the host: no
+    /// QEMU does.
+    ///
+    /// # Errors
+    /// As [`store`](Self::store).
+    pub fn store_succession(&self, former: Identity, record: &VmRecord) -> io::Result<()> {
+        self.write(record, |entry| entry.runs_as(former), Outlives::Daemon)
+    }
+
+    /// Writes a machine's record where `is_its` says that the name is still the machine's.
+    fn write(&self, record: &VmRecord, is_its: impl Fn(&Entry) -> bool, outlives: Outlives) -> io::Result<()> {
         let gone = || io::Error::other("the machine is not on the list any more");
         let writing = self.table().get(&record.name).map(|entry| Arc::clone(&entry.writing)).ok_or_else(gone)?;
         // What is written last is what is in the table; and nothing is written while the machine's directory goes.
         let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_same = |entry: &Entry| entry.record.as_ref().is_none_or(|known| known.process == record.process);
-        if !self.table().get(&record.name).is_some_and(is_same) {
+        if !self.table().get(&record.name).is_some_and(is_its) {
             return Err(gone());
         }
-        write_record(&self.dir(&record.name).join("vm.json"), record)?;
-        if let Some(entry) = self.table().get_mut(&record.name) {
-            entry.record = Some(record.clone());
-        }
-        Ok(())
-    }
-
-    /// Writes down that a machine's guest is in another QEMU from now on. The record need not outlive the host: no QEMU
-    /// does.
-    ///
-    /// # Errors
-    /// Where the disk refuses; the guest then is the former QEMU's still.
-    pub fn succeed(&self, former: Identity, record: &VmRecord) -> io::Result<()> {
-        let gone = || io::Error::other("the machine is not on the list any more");
-        let writing = self.table().get(&record.name).map(|entry| Arc::clone(&entry.writing)).ok_or_else(gone)?;
-        let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.table().get(&record.name).is_some_and(|entry| entry.runs_as(former)) {
-            return Err(gone());
-        }
-        replace_record(&self.dir(&record.name).join("vm.json"), record, Outlives::Daemon)?;
+        replace_record(&self.dir(&record.name).join("vm.json"), record, outlives)?;
         if let Some(entry) = self.table().get_mut(&record.name) {
             entry.record = Some(record.clone());
         }

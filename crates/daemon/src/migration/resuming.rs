@@ -36,6 +36,10 @@ enum What {
     GiveBack,
     /// It has come here.
     LetRun,
+    /// It stays in its own QEMU, and was to go to another one of this host.
+    GiveBackHere,
+    /// It has come to another QEMU of this host.
+    LetRunHere,
 }
 
 #[derive(Debug)]
@@ -51,6 +55,8 @@ impl Resuming {
         let what = match self.what {
             What::GiveBack => "stopped, being given back after a migration",
             What::LetRun => "it came here and is stopped, being let run",
+            What::GiveBackHere => "stopped, being given back: its QEMU was not replaced",
+            What::LetRunHere => "stopped in its new QEMU, being let run",
         };
         let why = self.lock().why.as_ref().map_or(String::new(), |why| format!(", which has not worked yet: {why}"));
         format!("{what} for {} s{why}", self.since.elapsed().as_secs())
@@ -73,8 +79,8 @@ impl Resuming {
 
     fn attempt(&self, machines: &Machines, record: &VmRecord) -> Result<(), Problem> {
         match self.what {
-            What::GiveBack => control::give_back(record),
-            What::LetRun => control::let_run(record, &machines.dir(&record.name)),
+            What::GiveBack | What::GiveBackHere => control::give_back(record),
+            What::LetRun | What::LetRunHere => control::let_run(record, &machines.dir(&record.name)),
         }
     }
 
@@ -86,7 +92,7 @@ impl Resuming {
 /// The activity of a machine whose guest belongs to this host after a migration, and whose QEMU has not let it run yet.
 impl Activity for Resuming {
     fn describe(&self) -> &'static str {
-        "it is stopped after a migration, and being let run"
+        "it is stopped, and being let run"
     }
 
     fn show(&self) -> Shown {
@@ -108,15 +114,16 @@ pub fn give_back(
     begin(machines, record, What::GiveBack, failed);
 }
 
-/// The same of a guest that was to go to another QEMU of this host, and has not.
-pub fn give_back_here(machines: &Arc<Machines>, record: &VmRecord, failed: String) {
-    begin(machines, record, What::GiveBack, Some(failed));
-}
-
 /// Lets a guest run that has come here for good, as soon as its QEMU does so. `failed` is the reason of the first
 /// failed attempt.
 pub fn let_run(machines: &Arc<Machines>, record: &VmRecord, failed: String) {
     begin(machines, record, What::LetRun, Some(failed));
+}
+
+/// Lets a guest run whose QEMU was to be replaced, as soon as its QEMU does so: `replaced` says whether that is the new
+/// one. `failed` is the reason of the first failed attempt.
+pub fn go_on_here(machines: &Arc<Machines>, record: &VmRecord, replaced: bool, failed: String) {
+    begin(machines, record, if replaced { What::LetRunHere } else { What::GiveBackHere }, Some(failed));
 }
 
 fn begin(machines: &Arc<Machines>, record: &VmRecord, what: What, why: Option<String>) {
@@ -148,7 +155,7 @@ fn try_on(machines: &Machines, record: &VmRecord, resuming: &Resuming) {
             Ok(()) => {
                 tracing::info!(
                     vm = %record.name, after_s = resuming.since.elapsed().as_secs(),
-                    "it runs here after its migration"
+                    "it runs here again"
                 );
                 return belongs_here(machines, record);
             }

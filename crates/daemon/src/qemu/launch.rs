@@ -131,11 +131,6 @@ impl Place {
             log: dir.join(format!("qemu-{tag}.log")),
         }
     }
-
-    /// All of it.
-    pub fn files(&self) -> impl Iterator<Item = &PathBuf> {
-        [&self.qmp, &self.agent, &self.log].into_iter()
-    }
 }
 
 /// Starts QEMU and waits until its QMP socket takes connections.
@@ -249,15 +244,11 @@ fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Probl
     }
 }
 
-/// How long a QEMU that closes its connections may take to end.
-const END_TIMEOUT: Duration = Duration::from_secs(2);
-
 /// The problem of a QEMU that ended just after its start, with its last words; `None` where it has not ended. QEMU
 /// opens its QMP socket before it has made its memory and its display.
 #[must_use]
 pub fn ended(launch: &Launch<'_>, process: Identity) -> Option<Problem> {
-    let ended = process.open().is_none_or(|handle| handle.wait(Some(END_TIMEOUT)));
-    ended.then(|| failed("QEMU ended while it started".into(), launch))
+    process.is_ending().then(|| failed("QEMU ended while it started".into(), launch))
 }
 
 fn failed(message: String, launch: &Launch<'_>) -> Problem {

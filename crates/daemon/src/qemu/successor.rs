@@ -42,9 +42,9 @@ pub fn taps(items: &[Item]) -> Vec<NamedTap> {
 }
 
 /// Has the tap of each name be these descriptors, by the numbers that QEMU inherits.
-pub fn give_taps(items: &mut [Item], given: &[(NamedTap, Vec<i32>)]) {
+pub fn give_taps(items: &mut [Item], given: &[(NamedTap, Vec<u32>)]) {
     for (tap, numbers) in given {
-        let list = numbers.iter().map(i32::to_string).collect::<Vec<_>>().join(":");
+        let list = numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(":");
         let key = if numbers.len() == 1 { "fd" } else { "fds" };
         let item = &mut items[tap.index];
         if let Some(mut json) = as_json(item) {
