@@ -1,12 +1,11 @@
 use std::time::Duration;
 
 use sterna_bench::command::{PATIENCE, wait_for};
-use sterna_system_tests::disk::Disk;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
-use sterna_system_tests::{Attempt, Site, turn};
+use sterna_system_tests::{Attempt, Site};
 
-use super::{absent, is_well, plan, processes, qemus, record, replace, replaced};
+use super::{is_well, processes, qemus, record, replace, replaced, with_guest};
 
 /// The longest delay of a blow, microseconds: about what a replacement takes on a machine that is not in a hurry.
 const LATEST_US: u64 = 400_000;
@@ -44,89 +43,72 @@ fn held(site: &Site, qemu: &std::path::Path) -> (Attempt, u32) {
 
 #[test]
 fn a_new_qemu_that_is_killed_before_it_has_the_guest_leaves_it() {
-    let _turn = turn();
-    if absent() {
-        return;
-    }
-    let disk = Disk::make();
-    let site = Site::start(&plan(&disk));
-    let [_, ten] = qemus();
-    let former = processes(&site);
-    let (attempt, new) = held(&site, &ten);
-    signal(new, nix::sys::signal::Signal::SIGKILL);
-    attempt.end().expect(1, &["qemu"]);
-    if former != processes(&site) {
-        println!("it was replaced before one was held");
-    }
-    is_well(&site, &disk);
-    let report = replaced(&replace(&site, &["--qemu", &ten.display().to_string(), "--verify"]));
-    assert!(report.verify.checked, "{report:#?}");
-    is_well(&site, &disk);
+    with_guest(|site, disk| {
+        let [_, ten] = qemus();
+        let former = processes(&site);
+        let (attempt, new) = held(&site, &ten);
+        signal(new, nix::sys::signal::Signal::SIGKILL);
+        attempt.end().expect(1, &["qemu"]);
+        if former != processes(&site) {
+            println!("it was replaced before one was held");
+        }
+        is_well(&site, disk);
+        let report = replaced(&replace(&site, &["--qemu", &ten.display().to_string(), "--verify"]));
+        assert!(report.verify.checked, "{report:#?}");
+        is_well(&site, disk);
+    });
 }
 
 #[test]
 fn a_daemon_that_is_killed_while_a_new_qemu_waits_leaves_the_guest_in_its_own() {
-    let _turn = turn();
-    if absent() {
-        return;
-    }
-    let disk = Disk::make();
-    let mut site = Site::start(&plan(&disk));
-    let [_, ten] = qemus();
-    let (attempt, new) = held(&site, &ten);
-    let own = record(&site)["process"]["pid"].clone();
-    site.kill_daemon("a");
-    drop(attempt.end());
-    site.start_daemon("a");
-    is_well(&site, &disk);
-    assert_eq!(record(&site)["process"]["pid"], own, "it is in its own QEMU");
-    assert!(!processes(&site).contains(&new), "the other one is gone");
-    replaced(&replace(&site, &["--qemu", &ten.display().to_string()]));
-    is_well(&site, &disk);
+    with_guest(|mut site, disk| {
+        let [_, ten] = qemus();
+        let (attempt, new) = held(&site, &ten);
+        let own = record(&site)["process"]["pid"].clone();
+        site.kill_daemon("a");
+        drop(attempt.end());
+        site.start_daemon("a");
+        is_well(&site, disk);
+        assert_eq!(record(&site)["process"]["pid"], own, "it is in its own QEMU");
+        assert!(!processes(&site).contains(&new), "the other one is gone");
+        replaced(&replace(&site, &["--qemu", &ten.display().to_string()]));
+        is_well(&site, disk);
+    });
 }
 
 /// The daemon dies at a moment of chance: before, in and after the guest's pause, which is a small part of it all.
 #[test]
 fn whenever_the_daemon_is_killed_the_guest_is_whole_and_in_one_qemu() {
-    let _turn = turn();
-    if absent() {
-        return;
-    }
-    let disk = Disk::make();
-    let mut site = Site::start(&plan(&disk));
-    let qemus = qemus();
-    let mut random = Random(7);
-    for number in 0..times(4, 200) {
-        let attempt = begin(&site, &qemus[number % 2]);
-        let delay = Duration::from_micros(random.below(LATEST_US));
-        std::thread::sleep(delay);
-        site.kill_daemon("a");
-        let met = record(&site)["succession"].as_object().and_then(|met| met.keys().next().cloned());
-        drop(attempt.end());
-        site.start_daemon("a");
-        is_well(&site, &disk);
-        println!("{number}: the daemon killed after {delay:?}, the record said {met:?}");
-    }
+    with_guest(|mut site, disk| {
+        let qemus = qemus();
+        let mut random = Random(7);
+        for number in 0..times(4, 200) {
+            let attempt = begin(&site, &qemus[number % 2]);
+            let delay = Duration::from_micros(random.below(LATEST_US));
+            std::thread::sleep(delay);
+            site.kill_daemon("a");
+            let met = record(&site)["succession"].as_object().and_then(|met| met.keys().next().cloned());
+            drop(attempt.end());
+            site.start_daemon("a");
+            is_well(&site, disk);
+            println!("{number}: the daemon killed after {delay:?}, the record said {met:?}");
+        }
+    });
 }
 
 #[test]
 fn a_guest_whose_own_qemu_is_killed_meanwhile_is_gone_and_nothing_of_it_stays() {
-    let _turn = turn();
-    if absent() {
-        return;
-    }
-    let disk = Disk::make();
-    let plan = plan(&disk);
-    let site = Site::start(&plan);
-    let [_, ten] = qemus();
-    let (attempt, new) = held(&site, &ten);
-    let own = record(&site)["process"]["pid"].as_u64().expect("its process") as u32;
-    signal(own, nix::sys::signal::Signal::SIGKILL);
-    signal(new, nix::sys::signal::Signal::SIGCONT);
-    attempt.end().expect(4, &["qemu"]);
-    site.eventually("nothing is left of the guest", || {
-        processes(&site).is_empty()
-            && sterna_system_tests::site::files(site.here()).is_empty()
-            && site.state_at("a") == "none"
+    with_guest(|site, _disk| {
+        let [_, ten] = qemus();
+        let (attempt, new) = held(&site, &ten);
+        let own = record(&site)["process"]["pid"].as_u64().expect("its process") as u32;
+        signal(own, nix::sys::signal::Signal::SIGKILL);
+        signal(new, nix::sys::signal::Signal::SIGCONT);
+        attempt.end().expect(4, &["qemu"]);
+        site.eventually("nothing is left of the guest", || {
+            processes(&site).is_empty()
+                && sterna_system_tests::site::files(site.here()).is_empty()
+                && site.state_at("a") == "none"
+        });
     });
 }

@@ -34,6 +34,15 @@ fn absent() -> bool {
     skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat())
 }
 
+/// Runs a test with a guest that is up and its disk, where both QEMUs are here.
+fn with_guest(test: impl FnOnce(Site, &Disk)) {
+    let _turn = turn();
+    if !absent() {
+        let disk = Disk::make();
+        test(Site::start(&plan(&disk)), &disk);
+    }
+}
+
 fn replace(site: &Site, words: &[&str]) -> Answer {
     cli::ask(site.here(), &[&["replace", &site.guest.name, "--json", "-"], words].concat())
 }
@@ -88,78 +97,70 @@ fn is_well(site: &Site, disk: &Disk) {
 
 #[test]
 fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_over() {
-    let _turn = turn();
-    if absent() {
-        return;
-    }
-    let disk = Disk::make();
-    let site = Site::start(&plan(&disk));
-    let [seven, ten] = qemus();
-    // The first trip brings what stays on purpose: caches, threads of the daemon's pool.
-    for qemu in [&ten, &seven] {
-        replaced(&replace(&site, &["--qemu", &qemu.display().to_string()]));
-    }
-    is_well(&site, &disk);
-    let before = Census::of(&site, site.names().0);
-    for number in 0..times(4, 200) {
-        let (qemu, version) = if number % 2 == 0 { (&ten, "10.0") } else { (&seven, "7.2") };
-        let report = replaced(&replace(&site, &["--verify", "--qemu", &qemu.display().to_string()]));
-        assert!(report.to_qemu.starts_with(version), "{report:#?}");
-        assert!(report.verify.checked && report.verify.mismatches == 0, "{report:#?}");
-        assert_eq!(report.to_path, qemu.display().to_string());
-        assert_eq!(processes(&site), [report.pid]);
-        is_well(&site, &disk);
-        println!(
-            "{number}: {} to {}: paused {:.1} ms, {:.0} ms in all, {:.0} ms of them before, ended in {:.0} ms",
-            report.from_qemu, report.to_qemu, report.pause_ms, report.ms, report.prepare_ms, report.end_ms
-        );
-    }
-    let same = |now: &Census| {
-        if *now != before {
-            println!("{now:#?}, and before {before:#?}");
+    with_guest(|site, disk| {
+        let [seven, ten] = qemus();
+        // The first trip brings what stays on purpose: caches, threads of the daemon's pool.
+        for qemu in [&ten, &seven] {
+            replaced(&replace(&site, &["--qemu", &qemu.display().to_string()]));
         }
-        *now == before
-    };
-    site.eventually("the host holds what it held before", || same(&Census::of(&site, site.names().0)));
-    // And it can still be moved.
-    let mut site = site;
-    site.migrate(&[]);
-    is_well(&site, &disk);
+        is_well(&site, disk);
+        let before = Census::of(&site, site.names().0);
+        for number in 0..times(4, 200) {
+            let (qemu, version) = if number % 2 == 0 { (&ten, "10.0") } else { (&seven, "7.2") };
+            let report = replaced(&replace(&site, &["--verify", "--qemu", &qemu.display().to_string()]));
+            assert!(report.to_qemu.starts_with(version), "{report:#?}");
+            assert!(report.verify.checked && report.verify.mismatches == 0, "{report:#?}");
+            assert_eq!(report.to_path, qemu.display().to_string());
+            assert_eq!(processes(&site), [report.pid]);
+            is_well(&site, disk);
+            println!(
+                "{number}: {} to {}: paused {:.1} ms, {:.0} ms in all, {:.0} ms of them before, ended in {:.0} ms",
+                report.from_qemu, report.to_qemu, report.pause_ms, report.ms, report.prepare_ms, report.end_ms
+            );
+        }
+        let same = |now: &Census| {
+            if *now != before {
+                println!("{now:#?}, and before {before:#?}");
+            }
+            *now == before
+        };
+        site.eventually("the host holds what it held before", || same(&Census::of(&site, site.names().0)));
+        // And it can still be moved.
+        let mut site = site;
+        site.migrate(&[]);
+        is_well(&site, disk);
+    });
 }
 
 #[test]
 fn a_qemu_that_cannot_take_the_guest_over_leaves_it_where_it_is() {
-    let _turn = turn();
-    if absent() {
-        return;
-    }
-    let disk = Disk::make();
-    let plan = plan(&disk);
-    let site = Site::start(&plan);
-    let pid = processes(&site);
-    replace(&site, &["--qemu", "/bin/true"]).expect(1, &["/bin/true"]);
-    replace(&site, &["--qemu", "/nowhere/qemu"]).expect(1, &["no qemu"]);
-    // A device that the guest does not have: its state does not come.
-    let words = site.qemu_words(&plan);
-    let more = |extra: &[&'static str]| -> Vec<String> {
-        let words = words.iter().cloned().chain(extra.iter().map(|word| (*word).to_owned()));
-        ["--".into()].into_iter().chain(words).collect()
-    };
-    let refused = [(["-device", "virtio-rng-pci"], 1, "qemu"), (["-device", "nonsense"], 1, "nonsense")];
-    for (extra, code, said) in refused.into_iter().chain([(["-m", "1G"], 2, "--memory")]) {
-        let words = more(&extra);
-        replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()).expect(code, &[said]);
-        assert_eq!(processes(&site), pid, "the guest is where it was");
-    }
-    is_well(&site, &disk);
-    // What the guest does not see may change, and is named.
-    let words = more(&["-msg", "timestamp=on"]);
-    let report = replaced(&replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()));
-    assert_eq!(report.changed_arguments, ["+ -msg timestamp=on"]);
-    is_well(&site, &disk);
-    let again = replaced(&replace(&site, &[]));
-    assert!(again.changed_arguments.is_empty() && again.from_path == again.to_path, "{again:#?}");
-    is_well(&site, &disk);
+    with_guest(|site, disk| {
+        let plan = plan(disk);
+        let pid = processes(&site);
+        replace(&site, &["--qemu", "/bin/true"]).expect(1, &["/bin/true"]);
+        replace(&site, &["--qemu", "/nowhere/qemu"]).expect(1, &["no qemu"]);
+        // A device that the guest does not have: its state does not come.
+        let words = site.qemu_words(&plan);
+        let more = |extra: &[&'static str]| -> Vec<String> {
+            let words = words.iter().cloned().chain(extra.iter().map(|word| (*word).to_owned()));
+            ["--".into()].into_iter().chain(words).collect()
+        };
+        let refused = [(["-device", "virtio-rng-pci"], 1, "qemu"), (["-device", "nonsense"], 1, "nonsense")];
+        for (extra, code, said) in refused.into_iter().chain([(["-m", "1G"], 2, "--memory")]) {
+            let words = more(&extra);
+            replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()).expect(code, &[said]);
+            assert_eq!(processes(&site), pid, "the guest is where it was");
+        }
+        is_well(&site, disk);
+        // What the guest does not see may change, and is named.
+        let words = more(&["-msg", "timestamp=on"]);
+        let report = replaced(&replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()));
+        assert_eq!(report.changed_arguments, ["+ -msg timestamp=on"]);
+        is_well(&site, disk);
+        let again = replaced(&replace(&site, &[]));
+        assert!(again.changed_arguments.is_empty() && again.from_path == again.to_path, "{again:#?}");
+        is_well(&site, disk);
+    });
 }
 
 #[test]
