@@ -47,6 +47,8 @@ pub struct Guest {
     pub beat: Duration,
     /// Its balloon.
     pub balloon: Balloon,
+    /// Whether it has a tap; without one it reaches nobody.
+    pub wired: bool,
     /// The file of its console.
     pub console: PathBuf,
 }
@@ -68,6 +70,7 @@ impl Guest {
             jobs: jobs.into(),
             beat: Duration::from_millis(1),
             balloon: Balloon::Absent,
+            wired: true,
             console,
         }
     }
@@ -126,7 +129,8 @@ impl Guest {
         add("-append", command_line);
         add("-chardev", console);
         add("-serial", "chardev:console".into());
-        add("-netdev", format!("tap,id=net0,ifname={},script=no,downscript=no", self.tap()));
+        let tap = format!("tap,id=net0,ifname={},script=no,downscript=no", self.tap());
+        add("-netdev", if self.wired { tap } else { "user,id=net0,restrict=on".into() });
         add("-device", format!("virtio-net-pci,netdev=net0,mac={mac}"));
         if self.balloon != Balloon::Absent {
             // Free-page reporting is off: only the balloon takes memory.

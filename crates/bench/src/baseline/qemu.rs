@@ -90,15 +90,21 @@ impl BaselineVm {
     /// # Errors
     /// Where QEMU does not start.
     pub fn start(lab: &Lab, host: &str, guest: &Guest, binary: &Path, ram: Ram) -> Result<Self> {
-        Self::launch(lab, lab.host(host)?, guest, binary, ram, 0)
+        let host = lab.host(host)?;
+        Self::launch(lab, host, guest, binary, ram, (0, ram_file(host, guest, ram, 0)?))
     }
 
-    fn launch(lab: &Lab, host: &Host, guest: &Guest, binary: &Path, ram: Ram, generation: u32) -> Result<Self> {
-        let stem = format!("{}-qemu{generation}", guest.name);
+    /// Starts the guest's QEMU of this number, on this file.
+    fn launch(
+        lab: &Lab,
+        host: &Host,
+        guest: &Guest,
+        binary: &Path,
+        ram: Ram,
+        (generation, ram_file): (u32, Option<PathBuf>),
+    ) -> Result<Self> {
+        let stem = stem(guest, generation);
         let socket = host.directory.join(format!("{stem}.qmp"));
-        let ram_file = (ram == Ram::SharedFile)
-            .then(|| ram_directory(host).map(|directory| directory.join(format!("{stem}.ram"))))
-            .transpose()?;
         let mut command = host.command(binary);
         command.args(guest.arguments(lab)?);
         command.args(["-m", &format!("size={}B", guest.memory_bytes)]);
@@ -157,7 +163,9 @@ impl BaselineVm {
     pub fn migrate(mut self, lab: &Lab, to: &str, method: Method, limit: Duration) -> Result<(Self, BaselineReport)> {
         let begin = Instant::now();
         let host = lab.host(to)?;
-        let mut destination = Self::launch(lab, host, &self.guest, &self.binary, self.ram, self.generation + 1)?;
+        let generation = self.generation + 1;
+        let file = ram_file(host, &self.guest, self.ram, generation)?;
+        let mut destination = Self::launch(lab, host, &self.guest, &self.binary, self.ram, (generation, file))?;
         for qmp in [&mut self.qmp, &mut destination.qmp] {
             method.prepare(qmp)?;
         }
@@ -192,6 +200,47 @@ impl BaselineVm {
         let pause = Some(self.pause(&resume, &query)?);
         let report = BaselineReport { blocktime_ms, ..self.report(with_start_ms, pause, query) };
         Ok((destination, report))
+    }
+
+    /// Hands the guest to another QEMU on the same host and the same memory. Its pause, and the time until the other
+    /// QEMU waited for it and until it ran there, milliseconds. The guest has no tap, which only one QEMU can have, and
+    /// its memory is a shared file.
+    ///
+    /// # Errors
+    /// Where QEMU refuses or does not hand it over; this machine is then as QEMU left it.
+    pub fn hand_over(&mut self, lab: &Lab, binary: &Path) -> Result<(Pause, [f64; 2])> {
+        let begin = Instant::now();
+        let number = (self.generation + 1, self.ram_file.clone());
+        let mut next = Self::launch(lab, &self.host, &self.guest, binary, self.ram, number)?;
+        let handed = self.hand_over_to(&mut next, begin);
+        if handed.is_ok() {
+            std::mem::swap(self, &mut next);
+        }
+        // The file goes with the one that has the guest, and not with the other, which ends here.
+        next.ram_file = None;
+        handed
+    }
+
+    fn hand_over_to(&mut self, next: &mut Self, begin: Instant) -> Result<(Pause, [f64; 2])> {
+        let capabilities = ["x-ignore-shared", "events"].map(|name| json!({ "capability": name, "state": true }));
+        for qmp in [&mut self.qmp, &mut next.qmp] {
+            qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+        }
+        let socket = self.host.directory.join(format!("{}.devices", stem(&next.guest, next.generation)));
+        let uri = json!({ "uri": format!("unix:{}", socket.display()) });
+        next.qmp.execute("migrate-incoming", uri.clone())?;
+        self.qmp.forget_events();
+        let waited_ms = begin.elapsed().as_secs_f64() * 1e3;
+        self.qmp.execute("migrate", uri)?;
+        let end = self.qmp.wait_for_event("the devices' way", PATIENCE, is_end);
+        let _ = std::fs::remove_file(&socket);
+        if end?["data"]["status"] != "completed" {
+            let reason = "QEMU did not hand its devices over".into();
+            return Err(Error::Migration { vm: self.guest.name.clone(), status: "failed".into(), reason });
+        }
+        let resume = next.qmp.wait_for_event("the guest's start", PATIENCE, |event| event["event"] == "RESUME")?;
+        let ran_ms = begin.elapsed().as_secs_f64() * 1e3;
+        Ok((self.pause(&resume, &Value::Null)?, [waited_ms, ran_ms]))
     }
 
     /// The guest's pause, from the source's STOP to this event of the destination.
@@ -305,7 +354,7 @@ impl Drop for BaselineVm {
         if let Some(file) = &self.ram_file {
             let _ = std::fs::remove_file(file);
         }
-        let stem = format!("{}-qemu{}", self.guest.name, self.generation);
+        let stem = stem(&self.guest, self.generation);
         let _ = std::fs::remove_file(self.host.directory.join(format!("{stem}.qmp")));
     }
 }
@@ -335,8 +384,19 @@ impl Drop for Reaped {
     }
 }
 
+/// What the files of a guest's QEMU of this number begin with.
+fn stem(guest: &Guest, generation: u32) -> String {
+    format!("{}-qemu{generation}", guest.name)
+}
+
+/// The file that a guest's QEMU of this number has for RAM, where it has one.
+fn ram_file(host: &Host, guest: &Guest, ram: Ram, generation: u32) -> Result<Option<PathBuf>> {
+    let name = format!("{}.ram", stem(guest, generation));
+    (ram == Ram::SharedFile).then(|| ram_directory(host).map(|directory| directory.join(name))).transpose()
+}
+
 /// A tmpfs for RAM files below the host's directory; it is removed with the lab.
-pub(crate) fn ram_directory(host: &Host) -> Result<PathBuf> {
+fn ram_directory(host: &Host) -> Result<PathBuf> {
     let directory = host.directory.join("ram");
     if !directory.exists() {
         std::fs::create_dir(&directory).context(|| format!("making {}", directory.display()))?;

@@ -1,20 +1,18 @@
 //! Another QEMU under a running guest: the pause and the whole, for a small and a large guest, beside QEMU alone, which
 //! hands its devices to another QEMU on the same memory and does nothing else. That is the floor of every switchover.
 
-use std::path::{Path, PathBuf};
-use std::process::Child;
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::time::Duration;
 
 use serde_json::json;
 
 use super::runner::{Attempt, Row, Site, done, fail, figure, try_all};
 use super::{Options, Record, is, lab_name, qemus};
-use crate::baseline::qemu::ram_directory;
-use crate::baseline::qmp::{Qmp, event_us};
+use crate::baseline::{BaselineVm, Ram};
 use crate::command::wait_for;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::guest::Guest;
-use crate::lab::{Host, Lab, LabConfig, METER};
+use crate::lab::{Lab, LabConfig, METER};
 use crate::meter::Meter;
 use crate::plot::BarPlot;
 use crate::result::{Run, Target, rows, series};
@@ -146,17 +144,18 @@ impl Sizes {
     }
 
     fn alone(&self, lab: &Lab, guest: &Guest) -> Result<Figures> {
-        let mut alone = Alone::start(lab, guest, &self.qemus[0].path)?;
-        filled(guest)?;
-        let (mut pauses, mut wholes, mut starts) = (Vec::new(), Vec::new(), Vec::new());
+        let guest = Guest { wired: false, ..guest.clone() };
+        let mut vm = BaselineVm::start(lab, "a", &guest, &self.qemus[0].path, Ram::SharedFile)?;
+        filled(&guest)?;
+        let mut figures = ["pause_ms", "prepare_ms", "total_ms"].map(|name| (name, Vec::new()));
         for binary in self.binaries() {
             std::thread::sleep(REST);
-            let (pause_ms, total_ms, prepare_ms) = alone.replace(binary)?;
-            pauses.push(pause_ms);
-            wholes.push(total_ms);
-            starts.push(prepare_ms);
+            let (pause, [waited_ms, ran_ms]) = vm.hand_over(lab, binary)?;
+            for (figure, value) in figures.iter_mut().zip([pause.downtime_ms, waited_ms, ran_ms]) {
+                figure.1.push(value);
+            }
         }
-        Ok(vec![("pause_ms", pauses), ("total_ms", wholes), ("prepare_ms", starts)])
+        Ok(figures.into())
     }
 }
 
@@ -165,115 +164,6 @@ fn filled(guest: &Guest) -> Result<()> {
     guest.wait_until_up(PATIENCE)?;
     let ready = || Ok(guest.console_text().contains("IDLE ready").then_some(()));
     wait_for("the guest to fill its memory", PATIENCE, ready)
-}
-
-/// A guest that QEMUs hand to each other without Sterna. It has no tap, which only one of them can have.
-struct Alone {
-    host: Host,
-    words: Vec<String>,
-    stem: String,
-    ram: PathBuf,
-    number: u32,
-    /// The QEMU that has the guest, and its monitor.
-    has: (Child, Qmp),
-}
-
-impl Alone {
-    fn start(lab: &Lab, guest: &Guest, binary: &Path) -> Result<Self> {
-        let host = lab.host("a")?.clone();
-        let ram = ram_directory(&host)?.join(format!("{}-alone.ram", guest.name));
-        let user = |word: String| if word.starts_with("tap,") { "user,id=net0,restrict=on".to_owned() } else { word };
-        let mut words: Vec<String> = guest.arguments(lab)?.into_iter().map(user).collect();
-        let backend =
-            format!("memory-backend-file,id=ram,size={},mem-path={},share=on", guest.memory_bytes, ram.display());
-        let size = format!("size={}B", guest.memory_bytes);
-        words.extend(["-m", &size, "-object", &backend, "-machine", "memory-backend=ram"].map(str::to_owned));
-        let stem = format!("{}-alone", guest.name);
-        let has = launch(&host, binary, &words, &stem, 0)?;
-        Ok(Self { host, words, stem, ram, number: 0, has })
-    }
-
-    /// Hands the guest to another QEMU. Its pause, the whole, and what came before its devices went, milliseconds.
-    fn replace(&mut self, binary: &Path) -> Result<(f64, f64, f64)> {
-        let began = Instant::now();
-        self.number += 1;
-        let waits: Vec<String> =
-            self.words.iter().cloned().chain(["-incoming", "defer", "-S"].map(str::to_owned)).collect();
-        let (mut child, mut next) = launch(&self.host, binary, &waits, &self.stem, self.number)?;
-        let handed = self.hand_over(&mut next, began);
-        if handed.is_err() {
-            let _ = child.kill();
-            let _ = child.wait();
-        } else {
-            let (mut former, _) = std::mem::replace(&mut self.has, (child, next));
-            let _ = former.kill();
-            let _ = former.wait();
-        }
-        handed
-    }
-
-    fn hand_over(&mut self, next: &mut Qmp, began: Instant) -> Result<(f64, f64, f64)> {
-        let former = &mut self.has.1;
-        for (qmp, names) in [
-            (&mut *former, &["x-ignore-shared", "events"][..]),
-            (&mut *next, &["x-ignore-shared", "events", "late-block-activate"][..]),
-        ] {
-            let on: Vec<_> = names.iter().map(|name| json!({ "capability": name, "state": true })).collect();
-            qmp.execute("migrate-set-capabilities", json!({ "capabilities": on }))?;
-        }
-        let socket = self.host.directory.join(format!("{}.devices", self.stem));
-        let _ = std::fs::remove_file(&socket);
-        let uri = json!({ "uri": format!("unix:{}", socket.display()) });
-        next.execute("migrate-incoming", uri.clone())?;
-        former.forget_events();
-        let prepare_ms = began.elapsed().as_secs_f64() * 1e3;
-        former.execute("migrate", uri)?;
-        for qmp in [&mut *former, &mut *next] {
-            let ended = |event: &serde_json::Value| {
-                event["event"] == "MIGRATION"
-                    && matches!(event["data"]["status"].as_str(), Some("completed" | "failed" | "cancelled"))
-            };
-            let event = qmp.wait_for_event("the devices' way", PATIENCE, ended)?;
-            if event["data"]["status"] != "completed" {
-                return Err(Error::Usage(format!("QEMU did not hand the guest over: {event}")));
-            }
-        }
-        next.execute("cont", json!({}))?;
-        let resume = next.wait_for_event("the guest's start", PATIENCE, |event| event["event"] == "RESUME")?;
-        let total_ms = began.elapsed().as_secs_f64() * 1e3;
-        let form = || Error::Form { what: "QMP".into(), reason: "an event has no time".into() };
-        let stop_us = former.take_event("STOP").as_ref().and_then(event_us).ok_or_else(form)?;
-        let resume_us = event_us(&resume).ok_or_else(form)?;
-        Ok(((resume_us - stop_us) as f64 / 1e3, total_ms, prepare_ms))
-    }
-}
-
-impl Drop for Alone {
-    fn drop(&mut self) {
-        let _ = self.has.0.kill();
-        let _ = self.has.0.wait();
-        let _ = std::fs::remove_file(&self.ram);
-        for name in std::fs::read_dir(&self.host.directory).into_iter().flatten().flatten() {
-            if name.file_name().to_string_lossy().starts_with(&self.stem) {
-                let _ = std::fs::remove_file(name.path());
-            }
-        }
-    }
-}
-
-fn launch(host: &Host, binary: &Path, words: &[String], stem: &str, number: u32) -> Result<(Child, Qmp)> {
-    let socket = host.directory.join(format!("{stem}{number}.qmp"));
-    let mut command = host.command(binary);
-    command.args(words).args(["-qmp", &format!("unix:{},server=on,wait=off", socket.display())]);
-    let mut child = host.spawn(&mut command, &format!("{stem}{number}"))?;
-    match Qmp::connect(&socket) {
-        Ok(qmp) => Ok((child, qmp)),
-        Err(error) => {
-            let _ = child.kill();
-            let _ = child.wait();
-            Err(error)
-        }
-    }
 }
 
 fn targets(runs: &[Run]) -> Vec<Target> {
