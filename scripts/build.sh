@@ -1,4 +1,4 @@
-# Building, testing, and where the results are.
+# Building, and where the results are.
 
 GUEST=$BUILD/guest
 GUEST_TARGET=x86_64-unknown-linux-gnu
@@ -102,24 +102,4 @@ lint() {
     else
         note 'cargo-deny is absent: dependencies are not checked (`cargo install cargo-deny`)'
     fi
-}
-
-# Every test of the workspace, then what was skipped and one closing line.
-run_tests() {
-    local log=$BUILD/log/test.log status=0
-    lint
-    eval "$(environment)"
-    accelerator
-    step "running the tests (all of their output: ${log#"$ROOT/"})"
-    mkdir -p "$LOG"
-    # The agent has no standard library to be tested with: the engine's tests load it into a QEMU.
-    cargo test --release --no-fail-fast --workspace --exclude sterna-agent "$@" -- --show-output 2>&1 |
-        tee "$log" | { grep --line-buffered -E '^test |^ +(Running|Doc-tests) ' || true; } || status=$?
-    if grep -q '^failures:$' "$log"; then
-        sed -n '/^failures:$/,/^test result: /p' "$log"
-    elif ((status != 0)); then
-        tail -n 40 "$log"
-    fi
-    awk -v status="$status" -f "$ROOT/scripts/test-summary.awk" "$log"
-    return "$status"
 }

@@ -41,8 +41,8 @@ pub fn left_to_the_proofs() -> bool {
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Waits for the turn of this test. One test runs at a time, because a single guest keeps a processor busy, and tests
-/// measure time.
+/// Waits for the turn of this test. One test of a program runs at a time, because a single guest keeps a processor
+/// busy; `./x test` runs as many programs beside each other as there is room for.
 pub fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }

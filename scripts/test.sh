@@ -1,0 +1,71 @@
+# Testing.
+
+# How many programs of whole-system tests run side by side. Within one, test follows test; it waits for its guests half
+# of the time.
+LANES=$(($(nproc) > 1 ? 2 : 1))
+
+# Every test of the workspace, then what was skipped and one closing line. With arguments: those that `cargo test` takes.
+run_tests() {
+    local log=$BUILD/log/test.log status=0 tests=every_test
+    (($# == 0)) || tests=chosen_tests
+    lint
+    eval "$(environment)"
+    accelerator
+    step "running the tests (all of their output: ${log#"$ROOT/"})"
+    mkdir -p "$LOG"
+    $tests "$@" 2>&1 | tee "$log" | { grep --line-buffered -E '^test |^ +(Running|Doc-tests) ' || true; } || status=$?
+    if grep -q '^failures:$' "$log"; then
+        sed -n '/^failures:$/,/^test result: /p' "$log"
+    elif ((status != 0)); then
+        tail -n 40 "$log"
+    fi
+    awk -v status="$status" -f "$ROOT/scripts/test-summary.awk" "$log"
+    return "$status"
+}
+
+# The agent has no standard library to be tested with: the engine's tests load it into a QEMU.
+chosen_tests() {
+    cargo test --release --no-fail-fast --workspace --exclude sterna-agent "$@" -- --show-output
+}
+
+# All but the whole-system tests one after the other, then those in lanes, then the documentation's examples.
+every_test() {
+    local status=0 programs program
+    programs=$(test_programs) || return
+    readarray -t programs <<<"$programs"
+    for program in "${programs[@]}"; do
+        [[ $program == */crates/system-tests$'\t'* ]] || test_program "$program" || status=101
+    done
+    export LOG
+    rm -rf "$LOG/tests"
+    mkdir -p "$LOG/tests"
+    export -f test_program in_lane
+    printf '%s\0' "${programs[@]}" | grep -z $'/crates/system-tests\t' |
+        xargs -0 -n 1 -P "$LANES" bash -c 'in_lane "$1"' lane || status=101
+    cargo test --release --no-fail-fast --workspace --exclude sterna-agent --doc || status=101
+    return "$status"
+}
+
+# Builds the programs of tests: a line for each, with its crate's directory, its source, and where it is.
+test_programs() {
+    local crate='"manifest_path":"\([^"]*\)/Cargo.toml"' source='"src_path":"\([^"]*\)"'
+    local test='"profile":{[^}]*"test":true}' program='"executable":"\([^"]*\)"'
+    cargo test --release --no-run --workspace --exclude sterna-agent --message-format json-render-diagnostics |
+        sed -n "s|.*$crate.*$source.*$test.*$program.*|\1\t\2\t\3|p" | LC_ALL=C sort
+}
+
+# Runs one of these lines as cargo does, in the directory of its crate.
+test_program() {
+    local directory source program
+    IFS=$'\t' read -r directory source program <<<"$1"
+    printf '     Running %s (%s)\n' "${source#"$directory/"}" "$program"
+    (cd "$directory" && "$program" --show-output)
+}
+
+# The same beside others: what it says comes as a whole when it has ended.
+in_lane() {
+    local said=$LOG/tests/${1##*/}.log status=0
+    test_program "$1" >"$said" 2>&1 || status=$?
+    flock "$LOG" cat "$said"
+    return "$status"
+}
