@@ -132,12 +132,8 @@ fn pages_that_the_guest_elsewhere_needs_stay_until_they_are_needed_no_more() {
         eventually("nothing is left of it", || host.names().is_empty());
         assert!(!runs(pid));
         assert_eq!(host.ram_files(), 0);
-        let reports = host.get("/v1/migrations")[0]["migrations"].clone();
-        assert_eq!(
-            (&reports[0]["status"], &reports[0]["error"]["guest"]),
-            (&json!("failed"), &json!("gone")),
-            "{reports}"
-        );
+        let report = &host.latest_ended()[0];
+        assert_eq!((&report["status"], &report["error"]["guest"]), (&json!("failed"), &json!("gone")), "{report}");
         peer.stop_daemon();
     }
 }

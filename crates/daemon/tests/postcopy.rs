@@ -64,8 +64,7 @@ fn a_source_daemon_that_is_killed_while_pages_follow_sends_the_rest_when_it_is_b
     a.start_daemon();
     a.hurry();
     whole_at(&b, &a);
-    let job = &a.get("/v1/migrations")[0];
-    let report = &job["migrations"][0];
+    let report = &a.latest_ended()[0];
     assert_eq!((&report["status"], &report["partial"]), (&json!("completed"), &json!(true)), "{report}");
 }
 
