@@ -24,8 +24,12 @@ run_tests() {
 }
 
 # The agent has no standard library to be tested with: the engine's tests load it into a QEMU.
+cargo_test() {
+    cargo test --release --no-fail-fast --workspace --exclude sterna-agent "$@"
+}
+
 chosen_tests() {
-    cargo test --release --no-fail-fast --workspace --exclude sterna-agent "$@" -- --show-output
+    cargo_test "$@" -- --show-output
 }
 
 # All but the whole-system tests one after the other, then those in lanes, then the documentation's examples.
@@ -42,7 +46,7 @@ every_test() {
     export -f test_program in_lane
     printf '%s\0' "${programs[@]}" | grep -z $'/crates/system-tests\t' |
         xargs -0 -n 1 -P "$LANES" bash -c 'in_lane "$1"' lane || status=101
-    cargo test --release --no-fail-fast --workspace --exclude sterna-agent --doc || status=101
+    cargo_test --doc || status=101
     return "$status"
 }
 
@@ -50,7 +54,7 @@ every_test() {
 test_programs() {
     local crate='"manifest_path":"\([^"]*\)/Cargo.toml"' source='"src_path":"\([^"]*\)"'
     local test='"profile":{[^}]*"test":true}' program='"executable":"\([^"]*\)"'
-    cargo test --release --no-run --workspace --exclude sterna-agent --message-format json-render-diagnostics |
+    cargo_test --no-run --message-format json-render-diagnostics |
         sed -n "s|.*$crate.*$source.*$test.*$program.*|\1\t\2\t\3|p" | LC_ALL=C sort
 }
 
