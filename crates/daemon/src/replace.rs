@@ -17,12 +17,13 @@ use sterna_engine::agent::Agent;
 use sterna_engine::error::MigrateError;
 use sterna_engine::memory::{Memory, kind};
 use sterna_engine::replace::{HandedOver, Keeper, Stayed, Untouched, hand_over};
+use sterna_engine::vmm::Source;
 use sterna_engine::vmm::qemu::{QemuDestination, QemuSource};
-use sterna_engine::vmm::{Source, VmmError};
 use sterna_sys::map::Access;
 
 use crate::care::Care;
 use crate::machines::control::{self, Control};
+use crate::machines::files::kept_log;
 use crate::machines::hold::{Activity, Hold, Shown};
 use crate::machines::reach::check_movable;
 use crate::machines::record::{VmRecord, version};
@@ -107,8 +108,9 @@ impl Replace<'_> {
             Ok(handed) => handed,
             Err(Stayed { why, stopped: None }) => return Err(self.stays(&record, why.problem())),
             Err(Stayed { why, stopped: Some(error) }) => {
-                let running = next.running;
-                return Err(self.stands_still(&VmRecord { running, ..record }, false, &error, why.problem()));
+                let own = VmRecord { running: next.running, ..record };
+                let failed = control::refused("give the guest back", &error).with_causes();
+                return Err(self.stands_still(&own, false, failed, why.problem()));
             }
         };
         replaced.ms = milliseconds(began.elapsed());
@@ -120,7 +122,7 @@ impl Replace<'_> {
         replaced.allocated_after_bytes = next.allocated_bytes();
         if let Some(waits) = handed.waits {
             let problem = control::refused("let the guest run", &waits);
-            return Err(self.stands_still(&next, true, &waits, problem));
+            return Err(self.stands_still(&next, true, problem.with_causes(), problem));
         }
         self.care.settle(&next);
         let Replaced { from_qemu, to_qemu, pid, pause_ms, ms, .. } = &replaced;
@@ -233,18 +235,17 @@ impl Replace<'_> {
             problem.message = "the new QEMU has ended before it had the guest".into();
         }
         if gone || problem.code == Code::QemuFailed && problem.cause.is_empty() {
-            let log = self.launcher.state.logs().join(format!("{}.log", record.name));
+            let log = kept_log(&self.launcher.state.logs(), &record.name);
             problem.hint = Some(format!("what the new QEMU said is in {}", log.display()));
         }
         problem.guest(Whereabouts::Source)
     }
 
     /// The machine stands still, in its new QEMU where it is `replaced`, else in its own, which is asked until it lets
-    /// it run. The record says so until then, and a daemon started anew goes on.
-    fn stands_still(&self, record: &VmRecord, replaced: bool, error: &VmmError, problem: Problem) -> Problem {
-        let (which, what) = if replaced { ("new", "let the guest run") } else { ("own", "give the guest back") };
-        let why = control::refused(what, error).with_causes();
-        resuming::go_on_here(&self.care.machines, record, replaced, why);
+    /// it run. `failed` is why that has not worked yet. The record says so until then, and a daemon started anew goes
+    /// on.
+    fn stands_still(&self, record: &VmRecord, replaced: bool, failed: String, problem: Problem) -> Problem {
+        resuming::go_on_here(&self.care.machines, record, replaced, failed);
         if replaced {
             self.care.watch(record);
         }
@@ -252,7 +253,8 @@ impl Replace<'_> {
             return problem.guest(Whereabouts::Gone);
         }
         problem.guest(Whereabouts::Paused).hint(format!(
-            "the guest is in its {which} QEMU, which is asked again until it lets the guest run: 'sterna show {}'",
+            "the guest is in its {} QEMU, which is asked again until it lets the guest run: 'sterna show {}'",
+            if replaced { "new" } else { "own" },
             record.name
         ))
     }

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use sterna_api::{Blame, Code, Problem};
 
@@ -31,13 +31,19 @@ pub fn remove_files(dir: &Path, ram_files: &[OwnFile], logs: &Path) {
     if let Some(name) = dir.file_name()
         && fs::symlink_metadata(&log).is_ok_and(|about| about.is_file() && about.len() > 0)
     {
-        let _ = fs::rename(&log, logs.join(format!("{}.log", name.to_string_lossy())));
+        let _ = fs::rename(&log, kept_log(logs, &name.to_string_lossy()));
     }
     if let Err(error) = remove_directory(dir)
         && error.kind() != io::ErrorKind::NotFound
     {
         tracing::warn!(path = %dir.display(), %error, "cannot remove a machine's directory");
     }
+}
+
+/// Where what the QEMU of the machine of this name said last is kept.
+#[must_use]
+pub fn kept_log(logs: &Path, name: &str) -> PathBuf {
+    logs.join(format!("{name}.log"))
 }
 
 /// Removes these files.

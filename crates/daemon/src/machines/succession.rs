@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use sterna_sys::host;
 
 use super::backing::OwnFile;
-use super::files::remove_each;
+use super::files::{kept_log, remove_each};
 use crate::process::Identity;
 use crate::qemu::launch::{Place, log_file};
 
@@ -79,13 +79,13 @@ impl Succession {
         let own = |path: &Path| OwnFile { path: path.into(), file: None };
         match self {
             Self::Begun { .. } => {
-                let _ = std::fs::rename(&place.log, logs.join(format!("{name}.log")));
+                let _ = std::fs::rename(&place.log, kept_log(logs, name));
                 remove_each(&[own(&place.qmp), own(&place.agent)]);
             }
             Self::Done { files, .. } => {
                 // Where an earlier daemon came as far as this, there is nothing to rename any more.
                 if place.log.exists() {
-                    let _ = std::fs::rename(log_file(dir), logs.join(format!("{name}.log")));
+                    let _ = std::fs::rename(log_file(dir), kept_log(logs, name));
                     let _ = std::fs::rename(&place.log, log_file(dir));
                 }
                 remove_each(&files.iter().map(|path| own(path)).collect::<Vec<_>>());

@@ -71,8 +71,6 @@ pub(super) fn load(
         (saving.join(), asked)
     });
     let asked = asked?;
-    // What follows the guest is shown as a round: nothing of it was counted as sent yet.
-    departure.monitor.begin_round(begun.work.round, asked.residue.pages);
     saved.map_err(|_| MigrateError::Bug("the thread that saves the devices broke off"))??;
     rounds.collect_late(*tracker, &asked.pages)?;
     // Those of them that are still pending go as they are now, free or not. The set changes before the look at what is
@@ -137,6 +135,7 @@ fn leave(
     let mut parts: Vec<_> = parts.collect();
     let (count, bytes) = (map.len(), parts.iter().map(|part| part.bits.len() as u64).sum());
     begun.work.set_free(rounds.free().clone());
+    rounds.monitor.begin_round(begun.work.round, count);
     begun.pending.fill(map.clone());
     let last = parts.pop().ok_or(LayoutError::Blocks(0))?;
     for part in parts {
