@@ -334,7 +334,10 @@ impl MigrateError {
             Self::ChangedOnTheWay { .. } => (
                 Code::VerifyMismatch,
                 Blame::Qemu,
-                Some("the guest may have pages that it did not write: please report which devices the machine has"),
+                Some(
+                    "the guest may have pages that it did not write: start it anew when you can, and please report which \
+                     devices the machine has",
+                ),
             ),
             Self::Mismatch { .. } => {
                 (Code::VerifyMismatch, Blame::Ours, Some("please report this with the options you used"))
