@@ -318,6 +318,7 @@ pub(crate) fn arguments(options: &MigrateOptions) -> Vec<String> {
     add("throttle", options.throttle_percent.map(|percent| percent.to_string()));
     add("timeout", options.timeout_ms.map(|ms| format!("{ms}ms")));
     add("on-timeout", name_unless(&options.on_timeout, &default.on_timeout));
+    add("gang-pauses", name_unless(&options.gang_pauses, &default.gang_pauses));
     for (option, wanted) in [("--no-postcopy", options.no_postcopy), ("--verify", options.verify)] {
         arguments.extend(wanted.then(|| option.to_owned()));
     }

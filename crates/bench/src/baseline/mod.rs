@@ -10,4 +10,4 @@ pub mod qemu;
 pub mod qmp;
 
 pub use method::Method;
-pub use qemu::{BaselineReport, BaselineVm, Ram};
+pub use qemu::{BaselineReport, BaselineVm, Pause, Ram};

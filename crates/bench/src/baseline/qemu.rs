@@ -202,45 +202,52 @@ impl BaselineVm {
         Ok((destination, report))
     }
 
-    /// Hands the guest to another QEMU on the same host and the same memory. Its pause, and the time until the other
-    /// QEMU waited for it and until it ran there, milliseconds. The guest has no tap, which only one QEMU can have, and
-    /// its memory is a shared file.
+    /// Starts another QEMU on the same host and the same memory, which waits for the guest. The guest has no tap, which
+    /// only one QEMU can have, and its memory is a shared file.
+    ///
+    /// # Errors
+    /// Where it does not start.
+    pub fn successor(&self, lab: &Lab, binary: &Path) -> Result<Self> {
+        let number = (self.generation + 1, self.ram_file.clone());
+        let mut next = Self::launch(lab, &self.host, &self.guest, binary, self.ram, number)?;
+        // The file goes with the one that has the guest.
+        next.ram_file = None;
+        for name in ["x-ignore-shared", "events"] {
+            next.qmp.execute("migrate-set-capabilities", on(name))?;
+        }
+        next.qmp.execute("migrate-incoming", json!({ "uri": next.devices_uri() }))?;
+        Ok(next)
+    }
+
+    /// Hands the guest to a [`successor`](Self::successor). Its pause.
     ///
     /// # Errors
     /// Where QEMU refuses or does not hand it over; this machine is then as QEMU left it.
-    pub fn hand_over(&mut self, lab: &Lab, binary: &Path) -> Result<(Pause, [f64; 2])> {
-        let begin = Instant::now();
-        let number = (self.generation + 1, self.ram_file.clone());
-        let mut next = Self::launch(lab, &self.host, &self.guest, binary, self.ram, number)?;
-        let handed = self.hand_over_to(&mut next, begin);
-        if handed.is_ok() {
-            std::mem::swap(self, &mut next);
+    pub fn hand_over(&mut self, mut next: Self) -> Result<Pause> {
+        for name in ["x-ignore-shared", "events"] {
+            self.qmp.execute("migrate-set-capabilities", on(name))?;
         }
-        // The file goes with the one that has the guest, and not with the other, which ends here.
-        next.ram_file = None;
-        handed
-    }
-
-    fn hand_over_to(&mut self, next: &mut Self, begin: Instant) -> Result<(Pause, [f64; 2])> {
-        let capabilities = ["x-ignore-shared", "events"].map(|name| json!({ "capability": name, "state": true }));
-        for qmp in [&mut self.qmp, &mut next.qmp] {
-            qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
-        }
-        let socket = self.host.directory.join(format!("{}.devices", stem(&next.guest, next.generation)));
-        let uri = json!({ "uri": format!("unix:{}", socket.display()) });
-        next.qmp.execute("migrate-incoming", uri.clone())?;
         self.qmp.forget_events();
-        let waited_ms = begin.elapsed().as_secs_f64() * 1e3;
-        self.qmp.execute("migrate", uri)?;
-        let end = self.qmp.wait_for_event("the devices' way", PATIENCE, is_end);
-        let _ = std::fs::remove_file(&socket);
-        if end?["data"]["status"] != "completed" {
+        self.qmp.execute("migrate", json!({ "uri": next.devices_uri() }))?;
+        let end = self.qmp.wait_for_event("the devices' way", PATIENCE, is_end)?;
+        if end["data"]["status"] != "completed" {
             let reason = "QEMU did not hand its devices over".into();
             return Err(Error::Migration { vm: self.guest.name.clone(), status: "failed".into(), reason });
         }
         let resume = next.qmp.wait_for_event("the guest's start", PATIENCE, |event| event["event"] == "RESUME")?;
-        let ran_ms = begin.elapsed().as_secs_f64() * 1e3;
-        Ok((self.pause(&resume, &Value::Null)?, [waited_ms, ran_ms]))
+        let pause = self.pause(&resume, &Value::Null)?;
+        next.ram_file = self.ram_file.take();
+        *self = next;
+        Ok(pause)
+    }
+
+    /// Where this QEMU expects the devices' state.
+    fn devices_uri(&self) -> String {
+        format!("unix:{}", self.devices_socket().display())
+    }
+
+    fn devices_socket(&self) -> PathBuf {
+        self.host.directory.join(format!("{}.devices", stem(&self.guest, self.generation)))
     }
 
     /// The guest's pause, from the source's STOP to this event of the destination.
@@ -355,7 +362,9 @@ impl Drop for BaselineVm {
             let _ = std::fs::remove_file(file);
         }
         let stem = stem(&self.guest, self.generation);
-        let _ = std::fs::remove_file(self.host.directory.join(format!("{stem}.qmp")));
+        for socket in [self.host.directory.join(format!("{stem}.qmp")), self.devices_socket()] {
+            let _ = std::fs::remove_file(socket);
+        }
     }
 }
 
@@ -382,6 +391,11 @@ impl Drop for Reaped {
             let _ = child.wait();
         }
     }
+}
+
+/// This migration capability, on.
+fn on(name: &str) -> Value {
+    json!({ "capabilities": [{ "capability": name, "state": true }] })
 }
 
 /// What the files of a guest's QEMU of this number begin with.

@@ -2,7 +2,7 @@
 //! hands its devices to another QEMU on the same memory and does nothing else. That is the floor of every switchover.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
@@ -150,7 +150,11 @@ impl Sizes {
         let mut figures = ["pause_ms", "prepare_ms", "total_ms"].map(|name| (name, Vec::new()));
         for binary in self.binaries() {
             std::thread::sleep(REST);
-            let (pause, [waited_ms, ran_ms]) = vm.hand_over(lab, binary)?;
+            let begin = Instant::now();
+            let next = vm.successor(lab, binary)?;
+            let waited = begin.elapsed();
+            let pause = vm.hand_over(next)?;
+            let [waited_ms, ran_ms] = [waited, begin.elapsed()].map(|time| time.as_secs_f64() * 1e3);
             for (figure, value) in figures.iter_mut().zip([pause.downtime_ms, waited_ms, ran_ms]) {
                 figure.1.push(value);
             }

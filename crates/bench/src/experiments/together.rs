@@ -342,7 +342,7 @@ impl Together {
 }
 
 /// Waits until a guest runs and has filled its memory.
-fn is_filled(guest: &Guest) -> Result<()> {
+pub(super) fn is_filled(guest: &Guest) -> Result<()> {
     guest.wait_until_up(PATIENCE)?;
     wait_for("a guest's filled memory", PATIENCE, || Ok(guest.console_text().contains("IDLE ready").then_some(())))
 }
