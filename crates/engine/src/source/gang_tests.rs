@@ -154,6 +154,33 @@ fn digests_of_two_gangs_have_nothing_in_common() {
     assert_ne!(name(&gangs[0].key, &[1; PAGE_BYTES]), name(&gangs[1].key, &[1; PAGE_BYTES]));
 }
 
+/// A guest can make these pages without the gang's key: whoever told bodies apart by a part of them, by a sum, or by a
+/// CRC-32 would give one machine another's content.
+#[test]
+fn pages_that_are_forged_to_look_alike_are_never_taken_for_one_another() {
+    let gang = Gang::new("g", 2, Together::default());
+    let (victim, forger) = (machine(&gang, 0), machine(&gang, 1));
+    let body: [u8; PAGE_BYTES] = std::array::from_fn(|at| (at * 7 + at / 256) as u8);
+    let mut forged = [body; 5];
+    for (forged, at) in forged.iter_mut().zip([0, PAGE_BYTES / 2, PAGE_BYTES - 1]) {
+        forged[at] ^= 1;
+    }
+    forged[3].swap(8, 4000);
+    // A multiple of the CRC's polynomial, in the order in which it takes the bits of a byte.
+    for bit in (0..33).filter(|bit| 0x1_04C1_1DB7_u64 >> (32 - bit) & 1 == 1) {
+        forged[4][800 + bit / 8] ^= 1 << (bit % 8);
+    }
+    let write = |machine: &Machine, page: u8, body| machine.ram.write(CHUNK, &[page].into_iter().collect(), body);
+    write(&victim, 1, &body).unwrap();
+    for (page, body) in (1..).zip(&forged) {
+        write(&forger, page, body).unwrap();
+    }
+    write(&forger, 6, &body).unwrap();
+    assert_eq!(victim.round(&[1]).0, [1]);
+    let all = (vec![1, 2, 3, 4, 5], vec![(6, origin(0, 1))], vec![]);
+    assert_eq!(forger.round(&[1, 2, 3, 4, 5, 6]), all, "only what is equal");
+}
+
 /// A frame is merged after its first sight, and its number is used for another page at the next: what names bodies by
 /// their frame sends a reference to the wrong body. The twin does, so this test would notice.
 #[test]
