@@ -8,6 +8,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
@@ -43,8 +44,11 @@ mod taps;
 use taps::Taps;
 
 /// Another QEMU takes the guest over.
-#[derive(Debug)]
-struct Replacing;
+#[derive(Debug, Default)]
+struct Replacing {
+    /// Its user has paused the guest.
+    paused: AtomicBool,
+}
 
 impl Activity for Replacing {
     fn describe(&self) -> &'static str {
@@ -52,7 +56,8 @@ impl Activity for Replacing {
     }
 
     fn show(&self) -> Shown {
-        Shown::As { state: VmState::Running, note: Some(self.describe().into()), progress: None }
+        let state = if self.paused.load(Ordering::Relaxed) { VmState::Paused } else { VmState::Running };
+        Shown::As { state, note: Some(self.describe().into()), progress: None }
     }
 }
 
@@ -87,8 +92,9 @@ impl Replace<'_> {
     /// over. The guest is where it was then, unless the problem says otherwise.
     pub fn replace(&self, name: &str, request: &ReplaceRequest) -> Result<Replaced, Problem> {
         let began = Instant::now();
-        let record = self.care.machines.claim(name, Hold::busy(Replacing))?;
-        let waiting = self.prepare(&record, request).map_err(|problem| self.stays(&record, problem))?;
+        let doing = Arc::new(Replacing::default());
+        let record = self.care.machines.claim(name, Hold::shared(&doing))?;
+        let waiting = self.prepare(&record, request, &doing).map_err(|problem| self.stays(&record, problem))?;
         let next = waiting.next.clone();
         let (own, new) = (arguments::parse(&record.arguments), arguments::parse(&next.arguments));
         let mut replaced = Replaced {
@@ -131,7 +137,7 @@ impl Replace<'_> {
     }
 
     /// All that can be done while the guest runs.
-    fn prepare(&self, record: &VmRecord, request: &ReplaceRequest) -> Result<Waiting, Problem> {
+    fn prepare(&self, record: &VmRecord, request: &ReplaceRequest, doing: &Replacing) -> Result<Waiting, Problem> {
         let name = &record.name;
         if record.memory_mode == MemoryMode::Private {
             return Err(Problem::new(
@@ -152,6 +158,7 @@ impl Replace<'_> {
         let binary = prechecks::check(&record.spec(&about), &items, Some(&path), u64::MAX)?;
         let mut former = control::source(record, control.share())?;
         let running = former.running().map_err(|error| control::refused("tell its state", &error))?;
+        doing.paused.store(!running, Ordering::Relaxed);
         let succession = Succession::begin();
         let begun = VmRecord { succession: Some(succession.clone()), running, ..record.clone() };
         self.store(&begun)?;
