@@ -40,6 +40,10 @@ pub enum Operation {
     /// Puts the file that is passed along in the place of one that QEMU has open, under its number (`dup3(2)`).
     /// [`PutRequest`] → empty. Libraries of earlier versions do not know it.
     PutDescriptor = 10,
+    /// Makes private RAM of a block that is a shared mapping of a file. What the file holds stays what the guest reads,
+    /// and no write goes to it from then on. The file is passed along, open for reading only. [`MakePrivateRequest`] →
+    /// empty; where it is refused, nothing has changed. Libraries of earlier versions do not know it.
+    MakePrivate = 11,
 }
 
 impl Operation {
@@ -57,6 +61,7 @@ impl Operation {
             8 => Self::DiscardLog,
             9 => Self::LendUserfaultfd,
             10 => Self::PutDescriptor,
+            11 => Self::MakePrivate,
             _ => return None,
         })
     }
@@ -210,6 +215,22 @@ pub struct OpenReply {
 pub struct PutRequest {
     /// The number of the descriptor to replace, which is open.
     pub number: U32,
+}
+
+/// The request of [`Operation::MakePrivate`], the file beside it. The guest does not run.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct MakePrivateRequest {
+    /// The address at which the block begins.
+    pub address: U64,
+    /// The block's length, bytes.
+    pub length: U64,
+    /// Data that is nearer than this is mapped in one, with the hole between, bytes.
+    pub bridged: U64,
+    /// The device (`st_dev`) of the file that the block is known by from now on: one that holds nothing.
+    pub device: U64,
+    /// That file's inode.
+    pub inode: U64,
 }
 
 /// The advice that [`Operation::Advise`] can give the kernel. Their numbers are those on the wire.

@@ -137,6 +137,14 @@ impl Blocks {
         found
     }
 
+    /// Puts a block in the place of another one at the same addresses, and says whether that one was there.
+    pub fn change(&self, block: &Block, to: &Block) -> bool {
+        let same = |held: &Block| held.address == block.address && held.length == block.length;
+        let (address, length) = (block.address.get(), block.length.get());
+        let extent = (address, address.saturating_add(length));
+        self.slots.iter().any(|slot| slot.extent() == extent && slot.replace(same, to))
+    }
+
     /// All blocks.
     pub fn all(&self) -> impl Iterator<Item = Block> + '_ {
         self.slots.iter().filter(|slot| slot.extent() != (0, 0)).filter_map(Slot::read)

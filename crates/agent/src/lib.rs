@@ -30,6 +30,9 @@ mod private;
 /// The file that private guest RAM begins as.
 mod template;
 
+/// Making private RAM of RAM that is shared.
+mod make_private;
+
 /// Parts of private guest RAM that a file stands behind, and zeros in the place of what is discarded there.
 mod areas;
 

@@ -30,6 +30,17 @@ pub unsafe fn munmap(address: *mut c_void, length: usize) -> c_int {
     unsafe { libc::syscall(libc::SYS_munmap, address, length) as c_int }
 }
 
+/// `mremap` to another place, whatever was mapped there. The error is an `errno`; then nothing was moved.
+///
+/// # Safety
+/// As `mremap(2)`.
+pub unsafe fn move_mapping(from: u64, length: usize, to: u64) -> Result<(), c_int> {
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    // SAFETY: the caller's promise.
+    let moved = unsafe { libc::syscall(libc::SYS_mremap, from, length, length, flags, to) };
+    if moved < 0 { Err(errno()) } else { Ok(()) }
+}
+
 /// `madvise`, called directly. Sets `errno`.
 ///
 /// # Safety

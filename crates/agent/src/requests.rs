@@ -2,13 +2,14 @@
 
 use libc::{c_int, c_void, off_t};
 use sterna_agent_protocol::message::{
-    Advice, AdviseRequest, HelloReply, MAX_ITEMS, MapRequest, OpenReply, OpenRequest, Operation, PutRequest, Range,
-    ReplyHeader, RequestHeader, Run, Sharing, Status,
+    Advice, AdviseRequest, HelloReply, MAX_ITEMS, MakePrivateRequest, MapRequest, OpenReply, OpenRequest, Operation,
+    PutRequest, Range, ReplyHeader, RequestHeader, Run, Sharing, Status,
 };
 use sterna_agent_protocol::{MAGIC, VERSION};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::blocks::BLOCKS;
+use crate::make_private::{self, Left};
 use crate::raw::{self, Fd, errno};
 use crate::watched::{self, Watch};
 use crate::{areas, discards, private, remap, template, userfaultfd};
@@ -19,6 +20,8 @@ pub struct Requests {
     /// The kept userfaultfd. While it is open, faulting threads wait for the next daemon after one has died, and do not
     /// read zeros.
     userfaultfd: Option<Fd>,
+    /// What RAM was mapped as before it became private: to be unmapped once the daemon has its answer.
+    left: Option<Left>,
 }
 
 /// A reply without its header.
@@ -111,6 +114,7 @@ impl Requests {
             Operation::Advise => advise(rest),
             Operation::Map => map(rest, descriptor),
             Operation::PutDescriptor => put_descriptor(rest, descriptor),
+            Operation::MakePrivate => self.make_private(rest, descriptor),
             Operation::DiscardLog => {
                 let memory = discards::log_memory().ok_or_else(|| Refusal::system(libc::ENODATA))?;
                 Ok(Answer { length: 0, descriptor: Some(memory) })
@@ -146,6 +150,25 @@ impl Requests {
 }
 
 impl Requests {
+    fn make_private(&mut self, rest: &[u8], file: Option<Fd>) -> Outcome {
+        let request = MakePrivateRequest::read_from_bytes(rest).map_err(|_| Status::Malformed)?;
+        let file = file.ok_or(Status::Malformed)?;
+        match make_private::make(&request, &file) {
+            Some(Ok(left)) => {
+                self.left = Some(left);
+                Ok(EMPTY)
+            }
+            Some(Err(libc::EBUSY)) => Err(Status::AlreadyOpen.into()),
+            Some(Err(errno)) => Err(Refusal::system(errno)),
+            None => Err(Status::OutsideRam.into()),
+        }
+    }
+
+    /// Does what a request has left to do. To be called when it has been answered.
+    pub fn finish(&mut self) {
+        self.left = None;
+    }
+
     /// Drops the kept userfaultfd, if one is kept.
     fn let_go(&mut self, watch: Watch) {
         let watched = watched::lock();

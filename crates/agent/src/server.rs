@@ -213,5 +213,7 @@ fn answer(requests: &mut Requests, socket: &Fd) -> bool {
     let mut body = [0u8; MAX_MESSAGE_BYTES - size_of::<ReplyHeader>()];
     let Some((header, descriptor)) = requests.carry_out(packet, received.descriptor, &mut body) else { return false };
     let Some(body) = body.get(..header.length.get() as usize) else { return false };
-    packet::send(socket, header.as_bytes(), body, descriptor).is_ok()
+    let sent = packet::send(socket, header.as_bytes(), body, descriptor).is_ok();
+    requests.finish();
+    sent
 }

@@ -65,16 +65,28 @@ pub fn refuse() {
 }
 
 /// Puts the template's data in the place of anonymous memory. The error is an `errno`: `EINVAL` where the template is
-/// not a file of exactly this length, open for reading only; `ENOMEM` where its data is in too many pieces.
+/// not a file of exactly this length, open for reading only; `ENOMEM` where its data is in too many pieces. Pieces
+/// that are nearer than `bridged` are mapped in one, with the hole between.
 ///
 /// # Safety
-/// The memory is a mapping of that length that nobody else knows.
-pub unsafe fn lay(template: &Fd, own: *mut c_void, length: usize, protection: c_int) -> Result<(), c_int> {
+/// The memory is a mapping of that length that nobody else uses.
+pub unsafe fn lay(
+    template: &Fd,
+    own: *mut c_void,
+    length: usize,
+    protection: c_int,
+    bridged: u64,
+) -> Result<(), c_int> {
     check(template, length as u64)?;
     let mut room = mappings::room();
-    let mut at: off_t = 0;
-    while let Some((from, to)) = data(template, at)? {
+    let mut next = data(template, 0)?;
+    while let Some((from, mut to)) = next {
         room = room.checked_sub(1).ok_or(libc::ENOMEM)?;
+        next = data(template, to)?;
+        while let Some((_, end)) = next.filter(|(begin, _)| ((begin - to) as u64) < bridged) {
+            to = end;
+            next = data(template, to)?;
+        }
         // What has grown since the check stays outside.
         let to = (to as usize).min(length);
         let from = from as usize;
@@ -87,12 +99,12 @@ pub unsafe fn lay(template: &Fd, own: *mut c_void, length: usize, protection: c_
         if mapped == libc::MAP_FAILED {
             return Err(errno());
         }
-        at = to as off_t;
     }
     Ok(())
 }
 
-fn check(template: &Fd, length: u64) -> Result<(), c_int> {
+/// Checks that a file can be a template of this length, bytes. The error is an `errno`.
+pub fn check(template: &Fd, length: u64) -> Result<(), c_int> {
     // SAFETY: all-zero is a valid stat.
     let mut status: libc::stat = unsafe { core::mem::zeroed() };
     // SAFETY: writes `status` only.

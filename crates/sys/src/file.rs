@@ -126,6 +126,27 @@ pub fn id(file: impl AsFd) -> Result<FileId> {
     Ok(FileId { device, inode: stat.st_ino })
 }
 
+/// Whether nobody has the file open for writing, nor mapped so that a write goes to it. `file` is open for reading
+/// only.
+///
+/// The kernel grants a lease for reading (`fcntl(2)`, `F_SETLEASE`) only where that is so; it is given back at once.
+///
+/// # Errors
+/// The file is not this user's, or of a file system without leases.
+pub fn nobody_writes(file: impl AsFd) -> Result<bool> {
+    let lease = |kind: libc::c_int| {
+        // SAFETY: changes nothing but this open file's lease.
+        let result = unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_SETLEASE, kind) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    };
+    let failed = |error| Error::new("ask who writes a file", error);
+    match lease(libc::F_RDLCK) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+        Err(error) => Err(failed(error)),
+        Ok(()) => lease(libc::F_UNLCK).map(|()| true).map_err(failed),
+    }
+}
+
 /// A tmpfs's policy on huge pages (`huge=`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum HugePolicy {

@@ -22,7 +22,7 @@ mod pidfd;
 // Processor time and faults.
 mod usage;
 
-pub use files::{OpenFile, open_files};
+pub use files::{OpenFile, descriptors_of, open_files};
 pub use interrupt::interrupt;
 pub use maps::{Mapping, Permissions, each_mapping, maps, open_mapped, parse_maps};
 pub use memory::ProcessMemory;

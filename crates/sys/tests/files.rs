@@ -238,3 +238,16 @@ fn a_mapping_is_gone_once_dropped_and_never_made_of_nothing() {
     let reader = File::open("/proc/self/exe").unwrap();
     assert_eq!(SharedMapping::new(&reader, 4096, Access::ReadWrite).unwrap_err().errno(), Some(libc::EACCES));
 }
+
+#[test]
+fn a_file_has_no_writer_where_nobody_has_it_open_for_writing_or_mapped_shared() {
+    let file = ram_file(2);
+    let reader = File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file))).unwrap();
+    assert!(!file::nobody_writes(&reader).unwrap(), "it is open for writing");
+    let ram = Ram::shared(&file, 2);
+    drop(file);
+    assert!(!file::nobody_writes(&reader).unwrap(), "it is mapped so that a write goes to it");
+    drop(ram);
+    assert!(file::nobody_writes(&reader).unwrap());
+    assert!(file::nobody_writes(&reader).unwrap(), "what the question took it gave back");
+}

@@ -22,8 +22,8 @@ use std::time::Duration;
 
 use sterna_agent_protocol::MAX_BLOCKS;
 use sterna_agent_protocol::message::{
-    self, AdviseRequest, HelloReply, MAX_ITEMS, MapRequest, OpenReply, OpenRequest, Operation, PutRequest, Range, Run,
-    Status,
+    self, AdviseRequest, HelloReply, MAX_ITEMS, MakePrivateRequest, MapRequest, OpenReply, OpenRequest, Operation,
+    PutRequest, Range, Run, Status,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -251,6 +251,31 @@ impl Agent {
     pub fn put_descriptor(&mut self, number: u32, file: BorrowedFd<'_>) -> Result<(), AgentError> {
         let request = PutRequest { number: number.into() };
         self.exchange.call(Operation::PutDescriptor, &[request.as_bytes()], Some(file)).map(drop)
+    }
+
+    /// Makes private RAM of the whole shared block at these addresses. What `file`, the block's own file open for
+    /// reading only, holds stays what the guest reads; what it writes is QEMU's own. Data that is nearer than `bridged`
+    /// bytes is mapped in one. From then on the block is known by the device (`st_dev`) and inode `known_by`. The guest
+    /// must not run.
+    ///
+    /// # Errors
+    /// [`AgentError::Refused`]: nothing has changed. Somebody watches the RAM ([`Status::AlreadyOpen`]), it is in more
+    /// pieces than QEMU may have mappings, or the library is of an earlier version.
+    pub fn make_private(
+        &mut self,
+        file: BorrowedFd<'_>,
+        at: AddressRange,
+        bridged: u64,
+        known_by: (u64, u64),
+    ) -> Result<(), AgentError> {
+        let request = MakePrivateRequest {
+            address: at.address.into(),
+            length: at.length.into(),
+            bridged: bridged.into(),
+            device: known_by.0.into(),
+            inode: known_by.1.into(),
+        };
+        self.exchange.call(Operation::MakePrivate, &[request.as_bytes()], Some(file)).map(drop)
     }
 
     /// Sends items as many at a time as a message holds; a failure names the item by its place among all.

@@ -36,6 +36,9 @@ mod remap;
 /// RAM that is made private.
 mod private;
 
+/// Shared RAM that becomes private.
+mod make_private;
+
 /// RAM that begins as a template, and what is discarded of it.
 mod templates;
 

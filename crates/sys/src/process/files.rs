@@ -3,7 +3,10 @@
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
+use rustix::fs::{Mode, OFlags};
+
 use crate::error::{Error, Result};
+use crate::file::{self, FileId};
 use crate::mountinfo;
 
 /// A file that a process has open by a name.
@@ -44,6 +47,26 @@ pub fn open_files(pid: u32) -> Result<Vec<OpenFile>> {
         files.push(OpenFile { path, readable, direct: flags & libc::O_DIRECT as u32 != 0, file_system });
     }
     Ok(files)
+}
+
+/// The numbers under which a process has a file open.
+///
+/// # Errors
+/// As [`open_files`].
+pub fn descriptors_of(pid: u32, file: FileId) -> Result<Vec<u32>> {
+    let directory = format!("/proc/{pid}/fd");
+    let failed = |error| Error::new(format!("list {directory}"), error);
+    let mut numbers = Vec::new();
+    for entry in std::fs::read_dir(&directory).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        // A socket or a pipe cannot be opened this way, and is none of RAM's files.
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let Ok(open) = rustix::fs::open(entry.path(), flags, Mode::empty()) else { continue };
+        if file::id(&open)? == file {
+            numbers.extend(entry.file_name().to_str().and_then(|number| number.parse::<u32>().ok()));
+        }
+    }
+    Ok(numbers)
 }
 
 /// An open file's flags and its mount's number.
