@@ -159,6 +159,9 @@ pub enum MigrateError {
         /// Pages compared.
         pages: u64,
     },
+    /// Others than the VMM can write what clones of a guest would have in common with it.
+    #[error("another program can write the memory that the clones would share")]
+    WrittenByOthers,
     /// The two sides' pages differ after the migration.
     #[error("{mismatches} of {pages} pages differ between the two hosts")]
     Mismatch {
@@ -323,6 +326,11 @@ impl MigrateError {
                 Code::WrittenWhileSaving,
                 Blame::Qemu,
                 Some("try again; where it happens each time, please report which devices the machine has"),
+            ),
+            Self::WrittenByOthers => (
+                Code::ForeignWriters,
+                Blame::Host,
+                Some("find who has a file of the guest's RAM open for writing; while a gang arrives here, wait for it"),
             ),
             Self::TouchedEarly(_) => (
                 Code::TouchedEarly,

@@ -48,6 +48,9 @@ pub mod reclaim;
 /// Another VMM takes a guest over on the same host.
 pub mod replace;
 
+/// A running guest is forked.
+pub mod fork;
+
 /// What others see of a running migration, and their way to cancel it.
 pub mod monitor;
 

@@ -177,6 +177,12 @@ pub trait Source: Send {
     /// [`VmmError`]; then the guest is stopped or gone.
     fn rollback(&mut self) -> Result<(), VmmError>;
 
+    /// When the guest ran again after `rollback`, by the VMM's own event; `None` where it does not, or the VMM does not
+    /// tell.
+    fn resumed(&mut self) -> Option<EventTime> {
+        None
+    }
+
     /// Whether the guest has switched itself off or the VMM has ended, without waiting.
     fn ended(&mut self) -> Option<VmmError>;
 

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 use serde_json::json;
 
 use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, SharedQmp, guest_status, lock};
+use super::inspect::network_cards;
 use super::log::ErrorLog;
 use super::migration::{failure, pass_socket, wait_migration, withdraw_socket};
 use super::process::QemuProcess;
@@ -28,18 +29,34 @@ pub struct QemuDestination {
     process: QemuProcess,
     log: Option<ErrorLog>,
     stays_paused: bool,
+    /// Its guest is a clone.
+    clone: Option<Clone>,
+}
+
+/// What becomes of a clone's network.
+#[derive(Debug, Clone, Copy)]
+struct Clone {
+    /// Its cards are connected, because its user said to what.
+    connected: bool,
 }
 
 impl QemuDestination {
     /// Drives the QEMU at the other end of `qmp`, whose process is `process` and whose standard error goes to `log`.
     pub fn new(qmp: SharedQmp, process: QemuProcess, log: Option<ErrorLog>) -> Self {
-        Self { qmp, process, log, stays_paused: false }
+        Self { qmp, process, log, stays_paused: false, clone: None }
     }
 
     /// Its guest was paused by its user, and is not let run when it has come.
     #[must_use]
     pub fn staying_paused(self) -> Self {
         Self { stays_paused: true, ..self }
+    }
+
+    /// Its guest is a clone of one that runs on: it announces nothing to the network, and unless it is `connected`, by
+    /// its user's word, its network cards have no link.
+    #[must_use]
+    pub fn as_clone(self, connected: bool) -> Self {
+        Self { clone: Some(Clone { connected }), ..self }
     }
 
     /// `error` with QEMU's last words, where it left some: then it says why it failed rather than that it is gone.
@@ -61,6 +78,9 @@ impl Destination for QemuDestination {
     fn prepare(&mut self) -> Result<UnixStream, VmmError> {
         let mut qmp = lock(&self.qmp);
         Settings::for_destination(&mut qmp, self.stays_paused)?;
+        if self.clone.is_some() {
+            Settings::announce_nothing(&mut qmp)?;
+        }
         qmp.drop_events()?;
         let stream = pass_socket(&mut qmp, SOCKET)?;
         let mut incoming = json!({ "uri": format!("fd:{SOCKET}") });
@@ -79,7 +99,10 @@ impl Destination for QemuDestination {
     fn loaded(&mut self, timeout: Duration) -> Result<(), VmmError> {
         let mut qmp = lock(&self.qmp);
         let error = match wait_migration(&mut qmp, "completed", timeout) {
-            Ok(Some(event)) if event.migration_status() == Some("completed") => return Ok(()),
+            Ok(Some(event)) if event.migration_status() == Some("completed") => {
+                // Whether there is a link is part of a card's state.
+                return if self.clone.is_some_and(|clone| !clone.connected) { cut_links(&mut qmp) } else { Ok(()) };
+            }
             Ok(Some(event)) => failure(&mut qmp, event.migration_status().unwrap_or_default()),
             Ok(None) => {
                 return Err(VmmError::Silent { waiting_for: "device state".to_owned(), seconds: timeout.as_secs() });
@@ -120,6 +143,13 @@ impl Destination for QemuDestination {
     fn quit(&mut self) {
         self.process.end(&self.qmp);
     }
+}
+
+fn cut_links(qmp: &mut Qmp) -> Result<(), VmmError> {
+    for card in network_cards(qmp)? {
+        qmp.execute("set_link", json!({ "name": card, "up": false }), COMMAND_TIMEOUT)?;
+    }
+    Ok(())
 }
 
 fn resumed(qmp: &mut Qmp, timeout: Duration) -> Result<Option<crate::vmm::qmp::Event>, VmmError> {

@@ -1,6 +1,6 @@
 use serde_json::{Value, json};
 
-use super::commands::{COMMAND_TIMEOUT, ask, guest_status};
+use super::commands::{COMMAND_TIMEOUT, ask, ask_monitor, guest_status};
 use super::past;
 use crate::vmm::VmmError;
 use crate::vmm::qmp::{Qmp, Version};
@@ -183,6 +183,33 @@ fn foreign_networks(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
     let kinds = list.as_str().unwrap_or_default().split(',').filter_map(|part| part.trim().strip_prefix("type="));
     let kinds = kinds.filter_map(|kind| kind.split_whitespace().next());
     Ok(kinds.filter(|kind| past::is_foreign(kind)).map(str::to_owned).collect())
+}
+
+/// The names of the guest's network cards.
+pub(super) fn network_cards(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
+    Ok(cards_in(&ask_monitor(qmp, "info network")?))
+}
+
+fn cards_in(list: &str) -> Vec<String> {
+    let card = |line: &str| {
+        let (name, about) = line.trim().split_once(": index=")?;
+        about.contains(",type=nic").then(|| name.trim_start_matches("\\ ").to_owned())
+    };
+    list.lines().filter_map(card).collect()
+}
+
+/// Disks that the guest can write, by the names of their devices.
+///
+/// # Errors
+/// [`VmmError`] where QEMU does not answer.
+pub fn writable_disks(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
+    let disks = ask(qmp, "query-block")?;
+    let writable = items(&disks).iter().filter(|disk| disk["inserted"]["ro"].as_bool() == Some(false));
+    let name = |disk: &Value| {
+        let names = [&disk["device"], &disk["qdev"], &disk["inserted"]["file"]];
+        names.iter().filter_map(|name| name.as_str()).find(|name| !name.is_empty()).unwrap_or("a disk").to_owned()
+    };
+    Ok(writable.map(name).collect())
 }
 
 /// An object's property that is a text; `None` where it has none of that name.

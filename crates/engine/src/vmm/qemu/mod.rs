@@ -47,7 +47,7 @@ pub use balloon::{BalloonDevice, BalloonLook, resize};
 pub use binary::{BinaryError, binary_version, machine_types};
 pub use commands::SharedQmp;
 pub use destination::QemuDestination;
-pub use inspect::{Inspection, MemoryDevice, inspect};
+pub use inspect::{Inspection, MemoryDevice, inspect, writable_disks};
 pub use log::ErrorLog;
 pub use process::QemuProcess;
 pub use source::QemuSource;

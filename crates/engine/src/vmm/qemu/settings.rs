@@ -62,6 +62,12 @@ impl Settings {
         Ok(())
     }
 
+    /// Has a guest that comes announce nothing: its network addresses are another's, who is still there.
+    pub(super) fn announce_nothing(qmp: &mut Qmp) -> Result<(), VmmError> {
+        let arguments = json!({ "announce-rounds": 0 });
+        qmp.execute("migrate-set-parameters", arguments, COMMAND_TIMEOUT).map(drop)
+    }
+
     /// Puts back what was changed, best effort: the next migration sets all of it again.
     pub(super) fn put_back(self, qmp: &mut Qmp) {
         if let Some(suppressed) = self.suppressed {

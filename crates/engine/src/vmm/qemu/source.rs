@@ -254,6 +254,12 @@ impl Source for QemuSource {
         Ok(())
     }
 
+    fn resumed(&mut self) -> Option<EventTime> {
+        let mut qmp = lock(&self.qmp);
+        let event = qmp.wait_event(|event| event.name == "RESUME", Duration::ZERO);
+        event.ok().flatten().map(|event| event.time)
+    }
+
     fn ended(&mut self) -> Option<VmmError> {
         let ended = lock(&self.qmp).ended();
         ended.or_else(|| self.process.has_ended().then_some(VmmError::Gone { guest_off: false }))

@@ -1,0 +1,136 @@
+//! A guest's RAM at one moment, in files that nobody writes.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::{Duration, Instant};
+
+use sterna_sys::file::{FileId, nobody_writes};
+use sterna_sys::process::open_mapped;
+
+use crate::agent::{AddressRange, Agent, MapRun};
+use crate::error::MigrateError;
+use crate::memory::areas::{Area, Areas};
+
+/// How long the VMM may take to unmap what its guest's RAM was before.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Which part of which file lies where in a guest's RAM. What no file is behind reads as zeros.
+#[derive(Debug, Default)]
+pub struct Image {
+    files: Vec<ImageFile>,
+}
+
+/// A file of an image, and what of it lies in RAM.
+#[derive(Debug)]
+struct ImageFile {
+    /// The file, open for reading only.
+    file: File,
+    pieces: Vec<Piece>,
+}
+
+/// A part of a file that lies in a block.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Piece {
+    block: usize,
+    /// Where in the block, bytes.
+    within: Range<u64>,
+    /// Where in the file it begins, bytes.
+    offset: u64,
+}
+
+impl Image {
+    /// What lies in the RAM of a process, which is at these addresses and has no page of its own. The guest does not
+    /// run.
+    ///
+    /// # Errors
+    /// The process cannot be looked into, or a file of its RAM cannot be opened.
+    pub fn of(pid: u32, ram: &[Range<u64>]) -> io::Result<Self> {
+        let areas = Areas::of(pid, ram)?;
+        let mut image = Self::default();
+        let mut known: HashMap<FileId, usize> = HashMap::new();
+        for area in areas.iter() {
+            let at = match known.get(&area.file) {
+                Some(at) => *at,
+                None => {
+                    image.files.push(ImageFile { file: open(pid, area)?, pieces: Vec::new() });
+                    *known.entry(area.file).or_insert(image.files.len() - 1)
+                }
+            };
+            image.files[at].pieces.extend(pieces(area, ram));
+        }
+        Ok(image)
+    }
+
+    /// How many mappings it takes to have it.
+    #[must_use]
+    pub fn mappings(&self) -> usize {
+        self.files.iter().map(|file| file.pieces.len()).sum()
+    }
+
+    /// Waits until nobody can write a file of it: what the VMM has unmapped, it has given up a moment later.
+    ///
+    /// # Errors
+    /// Somebody else can: the clones would see what is written. Or the kernel does not tell.
+    pub fn wait_until_nobody_writes(&self) -> Result<(), MigrateError> {
+        let deadline = Instant::now() + PATIENCE;
+        for ImageFile { file, .. } in &self.files {
+            while !nobody_writes(file).map_err(MigrateError::kernel("asking who writes a file of the guest's RAM"))? {
+                if Instant::now() > deadline {
+                    return Err(MigrateError::WrittenByOthers);
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes it the RAM of a guest that has never run, in private memory at these addresses: whatever was there goes.
+    ///
+    /// # Errors
+    /// The agent does not do so: the RAM is undefined then.
+    pub fn lay(&self, agent: &mut Agent, ram: &[Range<u64>]) -> Result<(), MigrateError> {
+        let failed = |source| MigrateError::Agent { doing: "laying a clone's memory", source: Box::new(source) };
+        let all: Vec<_> = ram.iter().map(|block| span(block.clone())).collect();
+        agent.map_own(&all).map_err(failed)?;
+        for ImageFile { file, pieces } in &self.files {
+            let runs: Vec<_> = pieces.iter().filter_map(|piece| piece.at(ram)).collect();
+            agent.map(file.as_fd(), crate::agent::Sharing::Private, &runs).map_err(failed)?;
+        }
+        Ok(())
+    }
+}
+
+impl Piece {
+    fn at(&self, ram: &[Range<u64>]) -> Option<MapRun> {
+        let start = ram.get(self.block)?.start;
+        Some(MapRun { at: span(start + self.within.start..start + self.within.end), offset: self.offset })
+    }
+}
+
+fn span(range: Range<u64>) -> AddressRange {
+    AddressRange { address: range.start, length: range.end - range.start }
+}
+
+/// The parts of an area that lie in blocks at these addresses.
+fn pieces(area: &Area, ram: &[Range<u64>]) -> impl Iterator<Item = Piece> {
+    ram.iter().enumerate().filter_map(|(block, addresses)| {
+        let start = area.addresses.start.max(addresses.start);
+        let end = area.addresses.end.min(addresses.end);
+        let within = start.checked_sub(addresses.start)?..end.checked_sub(addresses.start)?;
+        let offset = area.offset + (start - area.addresses.start);
+        (start < end).then_some(Piece { block, within, offset })
+    })
+}
+
+/// The file of an area, for reading only.
+fn open(pid: u32, area: &Area) -> io::Result<File> {
+    let changed = || io::Error::other("the mappings of the guest's RAM changed while it stood still");
+    let file = open_mapped(pid, area.addresses.start)?.ok_or_else(changed)?;
+    if sterna_sys::file::id(&file)? != area.file {
+        return Err(changed());
+    }
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
