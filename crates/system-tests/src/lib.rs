@@ -12,6 +12,9 @@ pub mod cli;
 /// A disk that a guest reads all the time.
 pub mod disk;
 
+/// Guests of one family.
+pub mod member;
+
 /// Guests that share pages and move together.
 pub mod gang;
 

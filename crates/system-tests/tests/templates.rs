@@ -7,12 +7,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
-use sterna_api::{Report, Status, Vm, VmState};
-use sterna_bench::Guest;
-use sterna_bench::baseline::qmp::Qmp;
+use sterna_api::{Report, Status, VmState};
 use sterna_bench::command::wait_for;
 use sterna_bench::footprint::{self, Footprint};
 use sterna_bench::lab::Host;
+use sterna_system_tests::member::Member;
 use sterna_system_tests::site::files;
 use sterna_system_tests::{PATIENCE, Plan, Site, cli, needs, skip_without, turn};
 
@@ -21,84 +20,28 @@ const MIB: u64 = 1 << 20;
 /// The clones, and the mode in which each of them moves.
 const CLONES: [(&str, &str); 3] = [("one", "precopy"), ("two", "postcopy"), ("three", "hybrid")];
 
-/// A guest of the family: the same machine without a network, because clones have one address. It is heard of by its
-/// console.
-struct Member<'a> {
-    site: &'a Site,
-    guest: Guest,
+/// Starts a guest on host `a` as a clone: from a template, with its devices in the state that belongs to that.
+fn begin(clone: &Member<'_>, plan: &Plan, template: &[&str], state: &Path) {
+    clone.run(plan, template, &["-incoming", "defer"]);
+    load(clone, clone.site.host("a"), state);
 }
 
-impl<'a> Member<'a> {
-    fn new(site: &'a Site, name: &str) -> Self {
-        let console = site.guest.console.with_file_name(format!("{name}.console"));
-        Self { site, guest: Guest { name: name.into(), console, ..site.guest.clone() } }
-    }
-
-    /// Starts it on host `a`, with more words for `run` and for its QEMU.
-    fn run(&self, plan: &Plan, run: &[&str], qemu: &[&str]) {
-        let words = self.guest.arguments(&self.site.lab).expect("the guest's image");
-        let mut words: Vec<&str> = words.iter().map(String::as_str).collect();
-        while let Some(at) = words.iter().position(|word| *word == "-netdev" || word.starts_with("virtio-net")) {
-            let first = if words[at] == "-netdev" { at } else { at - 1 };
-            words.drain(first..first + 2);
-        }
-        let memory = format!("{}K", plan.memory_bytes / 1024);
-        let head = ["run", &self.guest.name, "--memory", &memory, "--balloon", "--detach"];
-        let all = [&head[..], run, &["--"], &words, qemu].concat();
-        cli::ask(self.site.host("a"), &all).expect(0, &[]);
-    }
-
-    /// Starts it on host `a` as a clone: from a template, with its devices in the state that belongs to that.
-    fn begin(&self, plan: &Plan, template: &[&str], state: &Path) {
-        self.run(plan, template, &["-incoming", "defer"]);
-        load(self, self.site.host("a"), state);
-    }
-
-    /// Its checker says, after this moment, that all is as it wrote it.
-    fn is_well(&self) {
-        let from = self.guest.console_text().len();
-        let said = || {
-            let text = self.guest.console_text();
-            assert!(!text.contains("CHECKER BAD") && !text.contains("Oops"), "{}: {text}", self.guest.name);
-            // The first whole line may be of a time before.
-            let words = text.get(from..).unwrap_or_default().lines().filter(|line| line.contains("CHECKER ok"));
-            Ok(words.filter(|line| line.contains(" bad=0 ")).nth(2).map(str::to_owned))
-        };
-        wait_for("the checker's word", PATIENCE, said).unwrap_or_else(|error| panic!("{}: {error}", self.guest.name));
-    }
-
-    fn shown(&self, host: &str) -> Vm {
-        let answer = cli::ask(self.site.host(host), &["show", &self.guest.name, "--json"]);
-        serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"))
-    }
-
-    /// Bytes of its QEMU's memory behind which the template stands.
-    fn shared_bytes(&self, template: &Path) -> u64 {
-        let maps = fs::read_to_string(format!("/proc/{}/maps", self.shown("a").pid)).expect("its QEMU runs");
-        let mapped = maps.lines().filter(|line| line.ends_with(template.to_str().expect("a name")));
-        let bytes = mapped.map(|line| {
-            assert!(line.contains(" rw-p "), "{line}");
-            let (from, to) = line.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
-            let address = |digits| u64::from_str_radix(digits, 16).expect("an address");
-            address(to) - address(from)
-        });
-        bytes.sum()
-    }
-
-    /// Tells its QEMU something.
-    fn tell(&self, host: &Host, what: &str) {
-        monitor(self, host).execute(what, json!({})).expect("QEMU does it");
-    }
-
-    fn migrate(&self, options: &[&str]) -> cli::Answer {
-        let (from, to) = (self.site.host("a"), self.site.host("b").listen());
-        cli::ask(from, &[&["migrate", &self.guest.name, "--to", &to, "--json", "-"], options].concat())
-    }
+/// Bytes of its QEMU's memory behind which the template stands.
+fn shared_bytes(clone: &Member<'_>, template: &Path) -> u64 {
+    let maps = fs::read_to_string(format!("/proc/{}/maps", clone.shown("a").pid)).expect("its QEMU runs");
+    let mapped = maps.lines().filter(|line| line.ends_with(template.to_str().expect("a name")));
+    let bytes = mapped.map(|line| {
+        assert!(line.contains(" rw-p "), "{line}");
+        let (from, to) = line.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
+        let address = |digits| u64::from_str_radix(digits, 16).expect("an address");
+        address(to) - address(from)
+    });
+    bytes.sum()
 }
 
 /// Lets QEMU load the devices' state, after which the guest goes on as the template's did.
 fn load(member: &Member<'_>, host: &Host, state: &Path) {
-    let mut qmp = monitor(member, host);
+    let mut qmp = member.monitor(host);
     let mut tell = |command: &str, arguments| qmp.execute(command, arguments).expect("QEMU does it");
     tell("migrate-set-capabilities", json!({"capabilities": [{"capability": "x-ignore-shared", "state": true}]}));
     tell("migrate-incoming", json!({"uri": format!("exec:cat {}", state.display())}));
@@ -108,15 +51,10 @@ fn load(member: &Member<'_>, host: &Host, state: &Path) {
     tell("cont", json!({}));
 }
 
-fn monitor(member: &Member<'_>, host: &Host) -> Qmp {
-    let socket = host.directory.join(format!("state/vms/{}/run/qmp.sock", member.guest.name));
-    Qmp::connect(&socket).expect("its QEMU answers")
-}
-
 /// Stops a machine that runs, and makes a template of its RAM: the template, and the state of its devices.
 fn template_of(member: &Member<'_>, host: &Host, directory: &Path) -> (PathBuf, PathBuf) {
     let (template, state) = (directory.join("template"), directory.join("devices"));
-    let mut qmp = monitor(member, host);
+    let mut qmp = member.monitor(host);
     let mut tell = |command: &str, arguments| qmp.execute(command, arguments).expect("QEMU does it");
     tell("stop", json!({}));
     tell("migrate-set-capabilities", json!({"capabilities": [{"capability": "x-ignore-shared", "state": true}]}));
@@ -168,7 +106,7 @@ fn clones_of_one_template_share_its_memory_stay_apart_and_move_in_every_mode() {
     cli::ask(site.host("a"), &refused).expect(2, &["private"]);
     let clones = CLONES.map(|(name, _)| Member::new(&site, name));
     clones.iter().for_each(|clone| {
-        clone.begin(&plan, &private, &state);
+        begin(clone, &plan, &private, &state);
     });
     clones.iter().for_each(Member::is_well);
 
@@ -216,7 +154,7 @@ fn clones_that_move_together_send_what_they_share_once_and_arrive_as_small_as_th
     let names: Vec<String> = (0..needs::times(4, 8)).map(|number| format!("c{number}")).collect();
     let clones: Vec<Member<'_>> = names.iter().map(|name| Member::new(&site, name)).collect();
     clones.iter().for_each(|clone| {
-        clone.begin(&plan, &private, &state);
+        begin(clone, &plan, &private, &state);
     });
     clones.iter().for_each(Member::is_well);
     let stand_still = |mode| {
@@ -261,7 +199,7 @@ fn guests_that_write_what_they_share_are_stopped_before_their_host_has_no_memory
     let private = ["--memory-mode", "private", "--memory-template", path];
     let clones = CLONES.map(|(name, _)| Member::new(&site, name));
     clones.iter().for_each(|clone| {
-        clone.begin(&plan, &private, &state);
+        begin(clone, &plan, &private, &state);
         clone.tell(site.host("a"), "stop");
     });
     let group = &site.host("a").group;
@@ -291,12 +229,12 @@ fn footprint_at(clones: &[Member<'_>], host: &str, plan: &Plan) -> Footprint {
 }
 
 fn a_balloon_takes_what_is_shared(clone: &Member<'_>, template: &Path) {
-    let (shared, own) = (clone.shared_bytes(template), clone.shown("a").allocated_bytes);
+    let (shared, own) = (shared_bytes(clone, template), clone.shown("a").allocated_bytes);
     cli::ask(clone.site.host("a"), &["balloon", &clone.guest.name, "--target", "160M"]).expect(0, &[]);
     clone.site.eventually("the balloon is full", || {
         clone.shown("a").balloon.is_some_and(|balloon| balloon.size_bytes >= 90 * MIB)
     });
-    let (shared_after, own_after) = (clone.shared_bytes(template), clone.shown("a").allocated_bytes);
+    let (shared_after, own_after) = (shared_bytes(clone, template), clone.shown("a").allocated_bytes);
     println!("shared {} MiB, then {}; own {}, then {}", shared / MIB, shared_after / MIB, own / MIB, own_after / MIB);
     assert!(shared_after < shared, "the balloon took nothing that was shared");
     clone.is_well();
