@@ -127,6 +127,8 @@ codes! {
     NoSharing: ByBlame = "no-sharing",
     /// A memory template is not what one must be, or was changed while a machine used it.
     MemoryTemplate: ByBlame = "memory-template",
+    /// The machine cannot be forked.
+    CannotFork: ByBlame = "cannot-fork",
     /// The machine asks for more memory than the host has.
     TooMuchMemory: ByBlame = "too-much-memory",
     /// QEMU is older than Sterna supports.

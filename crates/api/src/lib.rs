@@ -27,6 +27,9 @@ pub mod reclaim;
 /// Replacement: another QEMU takes a guest over on the same host.
 pub mod replace;
 
+/// Forks: a running guest goes on as several.
+pub mod fork;
+
 /// The progress of a running migration.
 pub mod progress;
 
@@ -42,6 +45,7 @@ pub mod code;
 pub use balloon::{Balloon, BalloonMode, BalloonSetting};
 pub use code::Code;
 pub use estimate::Estimate;
+pub use fork::{Cloned, ForkRequest, Forked, NotCloned};
 pub use gang::{GangPauses, Totals};
 pub use options::{MigrateOptions, Mode};
 pub use problem::{Blame, Problem};

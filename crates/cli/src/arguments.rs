@@ -69,6 +69,8 @@ pub enum Command {
     /// No memory is copied: both QEMUs have the same. The guest pauses for some milliseconds. This is how a new version
     /// of QEMU comes to guests that run already.
     Replace(Replace),
+    /// Have a running guest go on as several: clones that share its memory until somebody writes
+    Fork(Fork),
     /// Cancel a virtual machine's migration, or another long command on it
     Cancel {
         /// Its name
@@ -124,6 +126,28 @@ pub struct Replace {
     ///
     /// What the guest sees must stay as it is: QEMU refuses what its devices' state does not fit, and the guest runs on
     /// as before.
+    #[arg(last = true, value_name = "QEMU-ARGUMENTS")]
+    pub arguments: Vec<String>,
+}
+
+/// `fork`.
+#[derive(Debug, Args)]
+pub struct Fork {
+    /// The machine's name
+    pub name: String,
+    /// The clones' names: one clone for each
+    #[arg(required = true, value_name = "NEW")]
+    pub names: Vec<String>,
+    /// Hold the clones: they do not run until their monitor is told 'cont'
+    #[arg(long)]
+    pub paused: bool,
+    /// Write the report there as JSON; '-' is standard output
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// The clones' QEMU arguments, without RAM [default: the machine's own]
+    ///
+    /// Without them a clone's network cards are connected to nothing and have no link. '{name}' stands for the name of
+    /// each clone.
     #[arg(last = true, value_name = "QEMU-ARGUMENTS")]
     pub arguments: Vec<String>,
 }

@@ -24,6 +24,9 @@ mod progress;
 mod reclaim;
 /// `replace`.
 mod replace;
+
+/// `fork`.
+mod fork;
 /// Reports as tables.
 mod table;
 /// `watch`.
@@ -61,6 +64,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Estimate(question) => estimate::estimate(&client, &question).await,
         Command::Reclaim(wanted) => reclaim::reclaim(&client, &wanted).await,
         Command::Replace(wanted) => replace::replace(&client, wanted).await,
+        Command::Fork(wanted) => fork::fork(&client, wanted).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
         Command::Resume { name, to, fenced } => migrate::resume(&client, &name, to, fenced).await,
         Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,

@@ -12,6 +12,7 @@ use crate::balloon::Balloons;
 use crate::balloon::lending::Lending;
 use crate::care::Care;
 use crate::config::Config;
+use crate::fork::Fork;
 use crate::identity;
 use crate::machines::start::Launcher;
 use crate::machines::table::Machines;
@@ -127,6 +128,12 @@ impl Daemon {
     #[must_use]
     pub fn replace(&self) -> Replace<'_> {
         Replace { care: &self.care, launcher: &self.launcher }
+    }
+
+    /// The part that forks machines.
+    #[must_use]
+    pub fn fork(&self) -> Fork<'_> {
+        Fork { care: &self.care, launcher: &self.launcher, here: &self.destination }
     }
 
     /// The migrations that this host began.

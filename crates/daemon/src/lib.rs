@@ -45,6 +45,9 @@ pub mod adopt;
 /// Another QEMU for a running guest.
 pub mod replace;
 
+/// A running guest goes on as several.
+pub mod fork;
+
 /// Reclaim of guests' free memory.
 pub mod reclaim;
 

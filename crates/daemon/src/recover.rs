@@ -20,6 +20,8 @@
 //! * **here; another QEMU was to have its guest, and has it not**: that QEMU is ended, and the guest given back
 //! * **here; its guest is in another QEMU than before**: the former one is ended, and the guest let run
 //!
+//! * **here; being forked**: its RAM is looked at: private by now, or as it was; then the guest is let run
+//!
 //! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. A
 //! directory whose record is unusable ([`load`](crate::machines::load)) is left alone, with all that may belong to it.
 
@@ -34,6 +36,7 @@ use sterna_sys::file::FileId;
 use sterna_sys::path::Place;
 
 use crate::care::Care;
+use crate::fork;
 use crate::machines::backing::Backing;
 use crate::machines::control::{end_other, give_back, let_run, quit_unknown, stop_tracking};
 use crate::machines::files::remove_files;
@@ -125,6 +128,9 @@ impl Recovery<'_> {
             tracing::error!(vm = %name, "it does not run yet: {}", problem.message);
             return self.care.watch(&record);
         }
+        if record.forking.is_some() {
+            return self.recover_forking(&record);
+        }
         match record.lifecycle {
             Lifecycle::Here if record.paging.is_some() => self.pages.recover(&record, false),
             Lifecycle::Here => {
@@ -138,6 +144,27 @@ impl Recovery<'_> {
             Lifecycle::Outgoing(id) => self.recover_outgoing(&record, id),
             Lifecycle::Incoming(id) => self.recover_incoming(&record, id),
         }
+    }
+
+    /// Lets the guest of a machine run on that was being forked.
+    fn recover_forking(&self, forking: &VmRecord) {
+        let record = match fork::source::recover(forking) {
+            Ok(record) => record,
+            Err(problem) => {
+                tracing::error!(vm = %forking.name, "it was being forked: {}", problem.with_causes());
+                self.machines().mark(&forking.name, "it was being forked, and how its RAM is mapped cannot be told");
+                return self.care.watch(forking);
+            }
+        };
+        if let Err(error) = self.machines().store_for_daemon(&record) {
+            tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+        }
+        fork::source::forget_others(forking, &record);
+        if let Err(problem) = give_back(&record) {
+            self.care.watch(&record);
+            return resuming::go_on_here(self.machines(), &record, false, problem.with_causes());
+        }
+        self.care.settle(&record);
     }
 
     /// Lets the guest of a machine run on whose QEMU was being replaced.

@@ -21,6 +21,7 @@ use super::{about, balloon, host, migrations, vms, watch};
         balloon::set,
         vms::reclaim,
         vms::replace,
+        vms::fork,
         vms::resume,
         migrations::begin,
         migrations::list,

@@ -46,6 +46,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/estimate", get(vms::estimate))
         .route("/v1/vms/{name}/reclaim", post(vms::reclaim))
         .route("/v1/vms/{name}/replace", post(vms::replace))
+        .route("/v1/vms/{name}/fork", post(vms::fork))
         .route("/v1/vms/{name}/balloon", put(balloon::set))
         .route("/v1/vms/{name}/resume", post(vms::resume))
         .route("/v1/migrations", get(migrations::list).post(migrations::begin))

@@ -8,8 +8,8 @@ use axum::http::StatusCode;
 use serde::Deserialize;
 use sterna_api::estimate::DEFAULT_DURATION_MS;
 use sterna_api::{
-    AdoptRequest, Estimate, MigrateOptions, Problem, ReclaimRequest, Reclaimed, ReplaceRequest, Replaced,
-    ResumeRequest, RunRequest, Vm,
+    AdoptRequest, Estimate, ForkRequest, Forked, MigrateOptions, Problem, ReclaimRequest, Reclaimed, ReplaceRequest,
+    Replaced, ResumeRequest, RunRequest, Vm,
 };
 use sterna_engine::monitor::Monitor;
 use utoipa::IntoParams;
@@ -210,6 +210,23 @@ pub async fn replace(
     Body(request): Body<ReplaceRequest>,
 ) -> Result<Json<Replaced>, Failure> {
     blocking(move || daemon.replace().replace(&name, &request)).await.map(Json)
+}
+
+/// Has a virtual machine's guest go on as several, on this host; answers when the clones run. The guest pauses for some
+/// milliseconds. The clones share its memory until somebody writes.
+#[utoipa::path(
+    post,
+    path = "/v1/vms/{name}/fork",
+    params(("name" = String, Path, description = "its name")),
+    request_body = ForkRequest,
+    responses((status = 200, body = Forked), (status = "4XX", body = Problem), (status = "5XX", body = Problem))
+)]
+pub async fn fork(
+    State(daemon): State<Arc<Daemon>>,
+    Path(name): Path<String>,
+    Body(request): Body<ForkRequest>,
+) -> Result<Json<Forked>, Failure> {
+    blocking(move || daemon.fork().fork(&name, &request)).await.map(Json)
 }
 
 /// A caller that waits. It is dropped when the caller goes away.

@@ -84,6 +84,9 @@ pub struct VmRecord {
     /// Another QEMU beside its own, while the guest goes from the one to the other.
     #[serde(default)]
     pub succession: Option<Succession>,
+    /// It is being forked, and its guest may stand still: its RAM as it is once it is private.
+    #[serde(default)]
+    pub forking: Option<Vec<Block>>,
 }
 
 /// Pages of a machine that come after its guest's start.
@@ -161,6 +164,7 @@ impl VmRecord {
             waits_for_room: false,
             paging: None,
             succession: None,
+            forking: None,
         }
     }
 

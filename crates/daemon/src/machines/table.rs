@@ -164,6 +164,15 @@ impl Machines {
         self.write(record, same, Outlives::Host)
     }
 
+    /// Writes the record of a machine as [`store`](Self::store) does, without waiting for the disk: what it says is of
+    /// interest only for as long as its QEMU lives, and no QEMU outlives the host.
+    ///
+    /// # Errors
+    /// As [`store`](Self::store).
+    pub fn store_for_daemon(&self, record: &VmRecord) -> io::Result<()> {
+        self.store_succession(record.process, record)
+    }
+
     /// Writes the record of a machine whose QEMU is, or was until now, this process. It need not outlive the host: no
     /// QEMU does.
     ///

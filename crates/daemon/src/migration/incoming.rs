@@ -287,7 +287,7 @@ impl Destination {
     }
 
     /// The memory, bytes, that can be promised to machines that want to come, but for what gangs were promised.
-    fn free_bytes(&self) -> u64 {
+    pub fn free_bytes(&self) -> u64 {
         let records: Vec<VmRecord> = {
             let table = self.care.machines.table();
             table.values().filter_map(|entry| entry.record.clone()).collect()

@@ -9,6 +9,7 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -45,6 +46,8 @@ pub struct Pools {
     wait: Duration,
     /// Held while pages of pools are given back: what is offered meanwhile could be among them.
     giving_back: Mutex<()>,
+    /// How many have pools held that they do not know themselves.
+    held: AtomicUsize,
     /// How many mappings a machine may have for what it shares.
     mappings: fn() -> io::Result<u64>,
 }
@@ -66,7 +69,8 @@ impl Pools {
     #[must_use]
     pub fn new(dir: PathBuf) -> Self {
         let mappings = sterna_engine::memory::room::for_newcomer;
-        Self { dir, gangs: Mutex::default(), wait: WAIT, giving_back: Mutex::default(), mappings }
+        let (giving_back, held) = (Mutex::default(), AtomicUsize::new(0));
+        Self { dir, gangs: Mutex::default(), wait: WAIT, giving_back, held, mappings }
     }
 
     /// The directory on whose file system they lie.
@@ -80,7 +84,15 @@ impl Pools {
     pub fn holds(&self, pool: FileId) -> bool {
         let held =
             |entry: &Entry| entry.pool.id() == pool || entry.pool.offers().is_some_and(|offers| offers.are_of(pool));
-        self.wanted().values().any(held)
+        self.held.load(Ordering::SeqCst) > 0 || self.wanted().values().any(held)
+    }
+
+    /// Holds every pool until the guard is dropped: machines are given what others have mapped.
+    pub fn hold(&self) -> Held<'_> {
+        // Nothing is given back now that was looked at before.
+        let _nothing_goes = self.giving_back();
+        self.held.fetch_add(1, Ordering::SeqCst);
+        Held(self)
     }
 
     /// Nothing is offered until the guard is dropped.
@@ -203,6 +215,16 @@ impl Pools {
              mappings. Raise vm.max_map_count on this host, make room on it, or choose another"
         );
         checked.map(|()| bytes).map_err(|problem| problem.hint(hint))
+    }
+}
+
+/// Every pool is held.
+#[derive(Debug)]
+pub struct Held<'a>(&'a Pools);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.held.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

@@ -166,7 +166,7 @@ fn check_cpu(spec: &VmSpec) -> Result<(), Problem> {
 }
 
 fn check_files(spec: &VmSpec, items: &[Item]) -> Result<(), Problem> {
-    match files::missing(items) {
+    match files::missing(&arguments::named(items, &spec.name)) {
         None => Ok(()),
         Some(file) => Err(refuse(
             Code::FileMissing,

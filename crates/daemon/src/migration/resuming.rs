@@ -55,7 +55,7 @@ impl Resuming {
         let what = match self.what {
             What::GiveBack => "stopped, being given back after a migration",
             What::LetRun => "it came here and is stopped, being let run",
-            What::GiveBackHere => "stopped, being given back: its QEMU was not replaced",
+            What::GiveBackHere => "stopped, being given back to its QEMU",
             What::LetRunHere => "stopped in its new QEMU, being let run",
         };
         let why = self.lock().why.as_ref().map_or(String::new(), |why| format!(", which has not worked yet: {why}"));

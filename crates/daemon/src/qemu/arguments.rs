@@ -25,6 +25,9 @@ pub const RAM_ID: &str = "sterna-ram";
 /// The id of the balloon device that Sterna adds where it is asked for one.
 pub const BALLOON_ID: &str = "sterna-balloon";
 
+/// What stands for the machine's name in its user's arguments.
+pub const NAME: &str = "{name}";
+
 /// Options of QEMU 7.2 to 10.x that take no value.
 const FLAGS: &[&str] = &[
     "S",
@@ -191,7 +194,16 @@ pub fn check_for_run(items: &[Item], templated: bool) -> Result<(), Problem> {
 /// # Errors
 /// A [`Problem`] that names the argument in the way and why.
 pub fn check_for_private(items: &[Item]) -> Result<(), Problem> {
-    for item in items {
+    match unfit_for_private(items) {
+        Some((item, reason)) => Err(conflict(item, reason).hint("without it, or with --memory-mode shared")),
+        None => Ok(()),
+    }
+}
+
+/// What cannot work on private memory, and why.
+#[must_use]
+pub fn unfit_for_private(items: &[Item]) -> Option<(&Item, &'static str)> {
+    items.iter().find_map(|item| {
         let value = item.value.as_deref().unwrap_or_default();
         let asked = |words: [&str; 2]| words.iter().any(|word| value.contains(word));
         let reason = match item.option.as_str() {
@@ -202,11 +214,10 @@ pub fn check_for_private(items: &[Item]) -> Result<(), Problem> {
                 "locked memory cannot be given back, nor wait for its pages"
             }
             "realtime" => "locked memory cannot be given back, nor wait for its pages",
-            _ => continue,
+            _ => return None,
         };
-        return Err(conflict(item, reason).hint("without it, or with --memory-mode shared"));
-    }
-    Ok(())
+        Some((item, reason))
+    })
 }
 
 /// The arguments without those that say where the machine's state comes from: they are of one start, and not of the
@@ -238,6 +249,14 @@ pub fn add_balloon(arguments: &mut Vec<String>) -> Result<(), Problem> {
     Ok(())
 }
 
+/// The arguments of the machine of this name, with its name wherever [`NAME`] stands for it.
+#[must_use]
+pub fn named(items: &[Item], name: &str) -> Vec<Item> {
+    let named =
+        |item: &Item| Item { value: item.value.as_ref().map(|value| value.replace(NAME, name)), ..item.clone() };
+    items.iter().map(named).collect()
+}
+
 fn conflict(item: &Item, reason: &str) -> Problem {
     let mut problem = invalid(format!("QEMU's '-{}' cannot be given to 'run': {reason}", item.option));
     problem.code = Code::ArgumentConflict;
@@ -258,7 +277,8 @@ pub struct Additions<'a> {
 /// The arguments of a machine that is started here.
 #[must_use]
 pub fn for_run(user: &[Item], additions: &Additions<'_>) -> Vec<String> {
-    let mut items: Vec<Item> = user.iter().filter(|item| item.option != "daemonize").cloned().collect();
+    let mut items = named(user, additions.name);
+    items.retain(|item| item.option != "daemonize");
     add(&mut items, additions);
     unparse(&items)
 }
@@ -279,7 +299,8 @@ pub fn for_incoming(
         "qmp" | "qmp-pretty" | "mon" => adopted,
         _ => false,
     };
-    let mut items: Vec<Item> = user.iter().filter(|item| !dropped(item)).cloned().collect();
+    let mut items = named(user, additions.name);
+    items.retain(|item| !dropped(item));
     if adopted {
         drop_monitor_chardevs(user, &mut items);
         items.iter_mut().for_each(|item| replace_ram_path(item, ram_files));

@@ -210,14 +210,20 @@ pub fn make_files(dir: &Path, ram_files: &[(PathBuf, u64)], user: Option<&User>)
     if let Some((uid, gid)) = owner {
         chown(&run, Some(uid), Some(gid))?;
     }
-    for (path, bytes) in ram_files {
-        let file = File::options().create_new(true).read(true).write(true).mode(0o600).open(path)?;
-        file.set_len(*bytes)?;
-        if let Some((uid, gid)) = owner {
-            fchown(&file, Some(uid), Some(gid))?;
-        }
+    ram_files.iter().try_for_each(|(path, bytes)| make_ram_file(path, *bytes, user).map(drop))
+}
+
+/// Makes a RAM file of this size, `user`'s.
+///
+/// # Errors
+/// As [`make_files`].
+pub fn make_ram_file(path: &Path, bytes: u64, user: Option<&User>) -> io::Result<File> {
+    let file = File::options().create_new(true).read(true).write(true).mode(0o600).open(path)?;
+    file.set_len(bytes)?;
+    if let Some(user) = user {
+        fchown(&file, Some(user.uid), Some(user.gid))?;
     }
-    Ok(())
+    Ok(file)
 }
 
 fn wait_for_qmp(launch: &Launch<'_>, mut child: Child) -> Result<Identity, Problem> {

@@ -6,6 +6,9 @@ pub mod arguments;
 /// The arguments of a QEMU that takes a guest over beside the one that has it.
 pub mod successor;
 
+/// The arguments of a clone.
+pub mod clone;
+
 /// The files that the arguments name.
 pub mod files;
 

@@ -36,7 +36,8 @@ pub fn taps(items: &[Item]) -> Vec<NamedTap> {
             return tap.then(|| NamedTap { index, device: json["ifname"].as_str().map(String::from) });
         }
         let kind = item.get("").or_else(|| item.get("type"))?;
-        matches!(kind.as_str(), "tap" | "bridge").then(|| NamedTap { index, device: item.get("ifname") })
+        matches!(kind.as_str(), "tap" | "bridge")
+            .then(|| NamedTap { index, device: item.get("ifname").filter(|name| !name.contains('%')) })
     };
     items.iter().enumerate().filter_map(named).collect()
 }

@@ -1,0 +1,67 @@
+//! Forks: a running guest goes on as several.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::problem::Problem;
+
+/// The request to fork a guest. Absent fields have their type's zero.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct ForkRequest {
+    /// The clones' names: one clone for each.
+    pub names: Vec<String>,
+    /// Hold the clones: their guests do not run until they are told to (`cont` at their monitor).
+    pub paused: bool,
+    /// The clones' QEMU arguments, without RAM. Without them the source's own, with network cards that are connected to
+    /// nothing and have no link.
+    pub arguments: Option<Vec<String>>,
+}
+
+/// The report on a guest that was forked.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Forked {
+    /// The virtual machine that was forked, the source.
+    pub vm: String,
+    /// The time from the request until all clones ran, milliseconds.
+    pub ms: f64,
+    /// Of it, the time until the clones' QEMUs waited for their guest, milliseconds. The source ran meanwhile.
+    pub prepare_ms: f64,
+    /// The source's pause, by QEMU's events, milliseconds. 0 where its user had paused it.
+    pub pause_ms: f64,
+    /// RAM of the source, and of each clone, bytes.
+    pub memory_bytes: u64,
+    /// What of the source's RAM was copied in the pause, bytes: its own pages since it was last forked. Nothing where
+    /// it was in shared memory until now.
+    pub copied_bytes: u64,
+    /// How many pieces the RAM of each is in.
+    pub pieces: u64,
+    /// The state of the guest's devices, bytes.
+    pub device_bytes: u64,
+    /// The clones that are there.
+    pub clones: Vec<Cloned>,
+    /// The clones that are not there, and why.
+    pub failed: Vec<NotCloned>,
+}
+
+/// A clone.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Cloned {
+    /// Its name.
+    pub vm: String,
+    /// Its QEMU's process.
+    pub pid: u32,
+    /// The time from the request until it ran, or was held, milliseconds.
+    pub ms: f64,
+}
+
+/// A clone that came to nothing. Nothing of it is left.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct NotCloned {
+    /// The name that it was to have.
+    pub vm: String,
+    /// Why.
+    pub problem: Problem,
+}

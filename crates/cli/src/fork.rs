@@ -1,0 +1,44 @@
+//! `fork`.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use sterna_api::{ForkRequest, Forked};
+
+use crate::arguments::Fork;
+use crate::client::{Client, escape};
+use crate::failure::Failure;
+use crate::machines::write_json;
+
+/// Has a guest go on as several. Fails where one clone is not there.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn fork(client: &Client, wanted: Fork) -> Result<ExitCode, Failure> {
+    let request = ForkRequest {
+        names: wanted.names,
+        paused: wanted.paused,
+        arguments: (!wanted.arguments.is_empty()).then_some(wanted.arguments),
+    };
+    let answer = client.post(&format!("/v1/vms/{}/fork", escape(&wanted.name)), &request).await;
+    let forked: Forked = answer.map_err(Failure::with_whereabouts)?;
+    // The report alone stands on standard output where it is asked for there.
+    if wanted.json.as_deref() != Some(Path::new("-")) {
+        tell(&forked, wanted.paused);
+    }
+    if let Some(path) = &wanted.json {
+        write_json(path, &forked)?;
+    }
+    for failed in &forked.failed {
+        eprintln!("sterna: '{}' is not there: {}", failed.vm, failed.problem.with_causes());
+    }
+    Ok(if forked.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn tell(forked: &Forked, held: bool) {
+    let does = if held { "is held" } else { "runs" };
+    for clone in &forked.clones {
+        println!("{}: {does} (process {}) after {:.0} ms", clone.vm, clone.pid, clone.ms);
+    }
+    println!("{}: paused {:.1} ms, {:.0} ms in all", forked.vm, forked.pause_ms, forked.ms);
+}

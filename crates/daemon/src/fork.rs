@@ -1,0 +1,225 @@
+//! A running guest goes on as several: `fork`.
+//!
+//! The clones' QEMUs are started first, while the guest runs. In its pause its devices are saved and its RAM becomes
+//! files that nobody writes (`sterna_engine::fork`); then it runs on, and each clone maps the same files, loads the
+//! devices and runs.
+//!
+//! What is on record: the source's record says *forking* from before the pause until its guest runs again, with its RAM
+//! as it is once it is private. A daemon that finds this asks QEMU which of both it is, and lets the guest run
+//! (`source::recover`). A clone gets its record when it is whole; one without is a start that was never finished, and
+//! a daemon that finds it ends it.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use sterna_api::problem::Whereabouts;
+use sterna_api::units::milliseconds;
+use sterna_api::{ForkRequest, Forked, NotCloned, Problem, VmState};
+use sterna_engine::fork::{NotSaved, Saved};
+use sterna_engine::memory::unneeded::mark_as_pool;
+
+use crate::care::Care;
+use crate::machines::claim::Reservation;
+use crate::machines::control;
+use crate::machines::hold::{Activity, Hold, Shown};
+use crate::machines::record::VmRecord;
+use crate::machines::start::Launcher;
+use crate::migration::incoming::Destination;
+use crate::migration::prechecks::check_room;
+use crate::migration::resuming;
+use crate::problems::{check_name, invalid};
+use crate::several;
+
+/// The machine that is forked.
+pub mod source;
+
+/// A clone.
+mod clone;
+
+use clone::{Begun, Plan};
+use source::{Frozen, Source};
+
+/// The most clones of one request.
+const MOST_CLONES: usize = 256;
+/// The memory that a QEMU needs beside its guest's RAM, bytes.
+const QEMU_BYTES: u64 = 64 << 20;
+
+/// Clones are being made of a machine.
+#[derive(Debug, Default)]
+struct Forking {
+    /// Its user has paused the guest.
+    paused: AtomicBool,
+}
+
+impl Activity for Forking {
+    fn describe(&self) -> &'static str {
+        "it is being forked"
+    }
+
+    fn show(&self) -> Shown {
+        let state = if self.paused.load(Ordering::Relaxed) { VmState::Paused } else { VmState::Running };
+        Shown::As { state, note: Some(self.describe().into()), progress: None }
+    }
+}
+
+/// What it takes to fork a machine.
+#[derive(Debug)]
+pub struct Fork<'a> {
+    /// The machines, and their care.
+    pub care: &'a Care,
+    /// What starts QEMUs.
+    pub launcher: &'a Launcher,
+    /// This host as one that machines come to: its memory, and what gangs share.
+    pub here: &'a Destination,
+}
+
+impl Fork<'_> {
+    /// Has a machine's guest go on as several. Blocks until the clones run.
+    ///
+    /// # Errors
+    /// A [`Problem`]: the machine is unknown or busy, cannot be forked and why, or no clone could be made. The machine
+    /// goes on as it was, unless the problem says otherwise.
+    pub fn fork(&self, name: &str, request: &ForkRequest) -> Result<Forked, Problem> {
+        let began = Instant::now();
+        check_request(request)?;
+        let doing = Arc::new(Forking::default());
+        let record = self.care.machines.claim(name, Hold::shared(&doing))?;
+        let prepared = self.prepare(&record, request, &doing);
+        let (source, clones) = prepared.map_err(|problem| self.stays(&record, problem))?;
+        let (prepare_ms, running) = (milliseconds(began.elapsed()), source.running);
+        // Pages that only the clones will need stay.
+        let _held = self.here.pools.hold();
+        let (frozen, saved) = self.pause(&record, source)?;
+        let mut forked = Forked {
+            vm: name.into(),
+            prepare_ms,
+            pause_ms: saved
+                .resumed
+                .filter(|_| running)
+                .map_or(0.0, |at| at.0.saturating_sub(saved.stopped.stop.0) as f64 / 1e3),
+            memory_bytes: record.memory_bytes,
+            copied_bytes: frozen.copied_bytes,
+            pieces: frozen.image.mappings() as u64,
+            device_bytes: saved.devices.len() as u64,
+            ..Forked::default()
+        };
+        frozen.image.wait_until_nobody_writes().map_err(|error| error.problem())?;
+        let loaded = several::map(clones, |begun: Begun| {
+            (begun.name().to_owned(), begun.load(self.care, &frozen.image, &saved.devices, began))
+        });
+        for (vm, clone) in loaded {
+            match clone {
+                Ok(clone) => forked.clones.push(clone),
+                Err(problem) => {
+                    tracing::warn!(vm, "not forked from '{name}': {}", problem.with_causes());
+                    forked.failed.push(NotCloned { vm, problem });
+                }
+            }
+        }
+        // Until now a page of it that only a clone needed could have been given back.
+        if let Err(error) = mark_as_pool(&frozen.latest) {
+            tracing::warn!(%error, "what a fork has made common stays when nobody needs it any more");
+        }
+        forked.ms = milliseconds(began.elapsed());
+        let Forked { pause_ms, ms, pieces, copied_bytes, .. } = &forked;
+        tracing::info!(vm = name, clones = forked.clones.len(), pause_ms, ms, pieces, copied_bytes, "forked");
+        match (forked.clones.is_empty(), forked.failed.pop()) {
+            (true, Some(failed)) => Err(failed.problem),
+            (_, failed) => {
+                forked.failed.extend(failed);
+                Ok(forked)
+            }
+        }
+    }
+
+    /// All that can be done while the guest runs.
+    fn prepare(
+        &self,
+        record: &VmRecord,
+        request: &ForkRequest,
+        doing: &Forking,
+    ) -> Result<(Source, Vec<Begun>), Problem> {
+        let reserved = request.names.iter().map(|name| Reservation::starting(&self.care.machines, name));
+        let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
+        let source = Source::reach(record, self.launcher, self.here.pools.dir())?;
+        doing.paused.store(!source.running, Ordering::Relaxed);
+        let plan = Plan::new(record, source.machine(), request)?;
+        self.check_room(record, request.names.len() as u64)?;
+        let names = request.names.iter().cloned().zip(reserved).collect();
+        let begun = several::map(names, |(name, reservation)| plan.begin(self.launcher, &name, reservation));
+        Ok((source, begun.into_iter().collect::<Result<_, _>>()?))
+    }
+
+    /// Checks that there is room for the clones' QEMUs, and for what is kept back of what they may write.
+    fn check_room(&self, record: &VmRecord, clones: u64) -> Result<(), Problem> {
+        let content: u64 = record.blocks.iter().map(|block| block.content_bytes(record.process.pid)).sum();
+        let may_write = (u128::from(content) * u128::from(self.here.unshare_reserve) / 100) as u64;
+        let needed = clones.saturating_mul(may_write.saturating_add(QEMU_BYTES));
+        check_room(&format!("what may become of {clones} clones of '{}'", record.name), needed, self.here.free_bytes())
+    }
+
+    /// The pause. Whatever becomes of it, the machine is given back, and what is on record of it is so.
+    fn pause(&self, record: &VmRecord, mut source: Source) -> Result<(Frozen, Saved), Problem> {
+        let forking = source.on_record();
+        if let Err(error) = self.care.machines.store_for_daemon(&forking) {
+            let problem = crate::problems::host("cannot write the machine's record", &error);
+            return Err(self.stays(record, problem));
+        }
+        let mut frozen = None;
+        let saved = source.save(|freezing| {
+            frozen = Some(freezing.freeze()?);
+            Ok(())
+        });
+        let (waits, why) = match &saved {
+            Ok(saved) => (saved.waits.as_ref(), None),
+            Err(NotSaved { why, waits }) => (waits.as_ref(), Some(why.problem())),
+        };
+        // Whether its RAM is private by now is asked, and not concluded.
+        let now = source::as_it_is(&forking).unwrap_or_else(|problem| {
+            tracing::error!(vm = %record.name, "{}", problem.with_causes());
+            forking.clone()
+        });
+        if let Some(error) = waits {
+            let failed = control::refused("let the guest run on", error);
+            resuming::go_on_here(&self.care.machines, &now, false, failed.with_causes());
+            return Err(why.unwrap_or(failed).guest(Whereabouts::Paused).hint(format!(
+                "the guest is whole, and QEMU is asked again until it lets it run: 'sterna show {}'",
+                record.name
+            )));
+        }
+        // Not the disk's time, but a restarted daemon's word.
+        if let Err(error) = self.care.machines.store_for_daemon(&now) {
+            tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+        }
+        self.care.settle(&now);
+        if now.forking.is_none() {
+            source::forget_others(&forking, &now);
+        }
+        match (saved, frozen) {
+            (Ok(saved), Some(frozen)) => Ok((frozen, saved)),
+            _ => Err(why.unwrap_or_else(|| invalid("nothing was saved")).guest(Whereabouts::Source)),
+        }
+    }
+
+    /// The machine is as it was, unless its QEMU has ended.
+    fn stays(&self, record: &VmRecord, problem: Problem) -> Problem {
+        self.care.machines.give_back(record);
+        self.care.balloons.keep(record);
+        let gone = record.process.open().is_none();
+        problem.guest(if gone { Whereabouts::Gone } else { Whereabouts::Source })
+    }
+}
+
+fn check_request(request: &ForkRequest) -> Result<(), Problem> {
+    if request.names.is_empty() || request.names.len() > MOST_CLONES {
+        return Err(invalid(format!("{} clones: at least one, and at most {MOST_CLONES}", request.names.len())));
+    }
+    request.names.iter().try_for_each(|name| check_name(name))?;
+    let mut seen = HashSet::new();
+    match request.names.iter().find(|name| !seen.insert(*name)) {
+        Some(twice) => Err(invalid(format!("two clones cannot be '{twice}'"))),
+        None => Ok(()),
+    }
+}

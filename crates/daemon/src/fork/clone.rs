@@ -1,0 +1,136 @@
+//! A clone: started while its source runs, and brought to life when that has run on.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use sterna_api::units::milliseconds;
+use sterna_api::{Cloned, ForkRequest, MemoryMode, Problem};
+use sterna_engine::fork::Image;
+use sterna_engine::vmm::Destination;
+
+use crate::care::Care;
+use crate::machines::backing::Block;
+use crate::machines::claim::Reservation;
+use crate::machines::control;
+use crate::machines::hold::Hold;
+use crate::machines::record::{Memory, VmRecord};
+use crate::machines::start::{Launcher, Started};
+use crate::problems;
+use crate::qemu::arguments::{self, Additions, Item};
+use crate::qemu::launch::{log_file, qmp_socket};
+use crate::qemu::{clone, files};
+
+/// How long a clone's QEMU may take to read and load its devices.
+const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What all clones of one request are to be.
+pub struct Plan<'a> {
+    source: &'a VmRecord,
+    machine: &'a str,
+    items: Vec<Item>,
+    /// Its user gave the arguments, and with them its network.
+    given: bool,
+    paused: bool,
+}
+
+impl<'a> Plan<'a> {
+    /// Clones of this machine, which is exactly of this type.
+    ///
+    /// # Errors
+    /// A [`Problem`]: arguments that a clone cannot have.
+    pub fn new(source: &'a VmRecord, machine: &'a str, request: &ForkRequest) -> Result<Self, Problem> {
+        let own = arguments::parse(&source.arguments);
+        let items = match &request.arguments {
+            Some(given) => arguments::parse(given),
+            None => clone::of(&own)?,
+        };
+        arguments::check_for_run(&items, false)?;
+        arguments::check_for_private(&items)?;
+        files::check_absolute(&items)?;
+        clone::check(&items, &own)?;
+        Ok(Self { source, machine, items, given: request.arguments.is_some(), paused: request.paused })
+    }
+
+    /// Starts the QEMU of a clone; it waits for its guest.
+    ///
+    /// # Errors
+    /// A [`Problem`]; nothing of it is left.
+    pub fn begin(&self, launcher: &Launcher, name: &str, reservation: Reservation) -> Result<Begun, Problem> {
+        let source = self.source;
+        let blocks: Vec<Block> = source
+            .blocks
+            .iter()
+            .map(|block| {
+                let path = launcher.new_ram_path(name);
+                Block {
+                    template: block.template.clone(),
+                    ..Block::new(&block.id, block.bytes, block.page_bytes, &path)
+                }
+            })
+            .collect();
+        let dir = launcher.state.vm(name);
+        let qmp = qmp_socket(&dir);
+        let ram = blocks.first().map(|block| (source.memory_bytes, block.path.clone()));
+        let ram = ram.as_ref().map(|(bytes, path)| (*bytes, path.as_path()));
+        let all = arguments::for_incoming(&self.items, &Additions { name, qmp: &qmp, ram }, self.machine, &[]);
+        let kind = launcher.ram_kind(MemoryMode::Private, source.trust_group.as_deref());
+        let started = launcher.start(&source.qemu_path, &all, name, (kind, blocks), None)?;
+        let memory = Memory { bytes: source.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };
+        let record = VmRecord {
+            memory_mode: MemoryMode::Private,
+            trust_group: source.trust_group.clone(),
+            balloon: source.balloon,
+            running: !self.paused,
+            ..VmRecord::new(name, arguments::unparse(&self.items), started.qemu(source.qemu_path.clone()), memory)
+        };
+        Ok(Begun { reservation, started, record, log: log_file(&dir), connected: self.given })
+    }
+}
+
+/// A clone whose QEMU waits for its guest. Dropped, nothing of it is left.
+pub struct Begun {
+    // In this order: what was started ends before the name is anybody's again.
+    started: Started,
+    reservation: Reservation,
+    record: VmRecord,
+    log: PathBuf,
+    /// Its network is its user's.
+    connected: bool,
+}
+
+impl Begun {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.record.name
+    }
+
+    /// Brings it to life: with this RAM and these devices. `began`: when it was asked for.
+    ///
+    /// # Errors
+    /// A [`Problem`]; nothing of it is left.
+    pub fn load(self, care: &Care, image: &Image, devices: &[u8], began: Instant) -> Result<Cloned, Problem> {
+        let Self { started, reservation, record, log, connected } = self;
+        let (mut agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
+        let ram: Vec<_> = record.blocks.iter().zip(addresses).map(|(block, at)| at..at + block.bytes).collect();
+        image.lay(&mut agent, &ram).map_err(|error| error.problem())?;
+        let failed = |error| control::refused("load the clone's devices", &error);
+        let mut driver = control::destination(&record, log)?.as_clone(connected);
+        let mut stream = driver.prepare().map_err(failed)?;
+        let written = stream.set_write_timeout(Some(DEVICE_TIMEOUT)).and_then(|()| stream.write_all(devices));
+        let _ = stream.shutdown(Shutdown::Write);
+        // A QEMU that refuses the state breaks its way: then its reason is the one to tell.
+        driver.loaded(DEVICE_TIMEOUT).map_err(failed)?;
+        written.map_err(|error| problems::host("cannot give the clone its devices", &error))?;
+        if record.running {
+            driver.start().map_err(|error| control::refused("let the clone run", &error))?;
+        }
+        let ms = milliseconds(began.elapsed());
+        drop(driver);
+        reservation.keep(&record, Hold::Free)?;
+        started.keep();
+        care.watch(&record);
+        Ok(Cloned { vm: record.name, pid: record.process.pid, ms })
+    }
+}

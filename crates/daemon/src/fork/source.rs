@@ -1,0 +1,303 @@
+//! The machine that is forked.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::{MetadataExt, fchown};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use sterna_api::{Blame, Code, MemoryMode, Problem};
+use sterna_engine::agent::{AddressRange, Agent};
+use sterna_engine::error::MigrateError;
+use sterna_engine::fork::layer::{MOST_PIECES, lay_over};
+use sterna_engine::fork::{Image, NotSaved, Saved, save};
+use sterna_engine::vmm::Source as _;
+use sterna_engine::vmm::qemu::{Inspection, QemuSource, writable_disks};
+use sterna_sys::file::{self, FileId};
+use sterna_sys::process::{descriptors_of, maps};
+
+use crate::machines::agent;
+use crate::machines::backing::{Block, OwnFile, is_private, stretches};
+use crate::machines::control::{self, Control};
+use crate::machines::files::remove_each;
+use crate::machines::reach::check_movable;
+use crate::machines::record::VmRecord;
+use crate::machines::start::Launcher;
+use crate::problems::host;
+use crate::qemu::arguments;
+use crate::qemu::launch::make_ram_file;
+
+/// The machine that is forked, reached, with all that is needed in its pause.
+pub struct Source {
+    driver: QemuSource,
+    freezing: Freezing,
+    about: Inspection,
+    /// Whether the guest runs.
+    pub running: bool,
+}
+
+/// What makes of its RAM what others can begin as.
+pub struct Freezing {
+    record: VmRecord,
+    agent: Agent,
+    /// Where QEMU has its RAM.
+    ram: Vec<Range<u64>>,
+    /// Its RAM as it is once it is private.
+    private: Vec<Block>,
+    /// Of shared RAM, what stands for it afterwards.
+    stand_ins: Vec<StandIn>,
+    /// A directory on the file system of machines' RAM.
+    dir: PathBuf,
+    /// Its pause has begun: what becomes of its files is asked afterwards.
+    begun: bool,
+}
+
+/// The empty file that takes the place of a RAM file inside QEMU.
+struct StandIn {
+    file: File,
+    /// The numbers of QEMU's descriptors of the RAM file.
+    numbers: Vec<u32>,
+    /// Data that is nearer than this becomes one piece, bytes.
+    bridged: u64,
+}
+
+/// RAM that nobody writes.
+pub struct Frozen {
+    /// What it is.
+    pub image: Image,
+    /// The file that it became now, open for reading only.
+    pub latest: File,
+    /// What of it was copied, bytes.
+    pub copied_bytes: u64,
+}
+
+impl Source {
+    /// Reaches a machine, and checks that it can be forked. `dir` is on the file system of machines' RAM.
+    ///
+    /// # Errors
+    /// A [`Problem`]: who does not answer, or what is in the way.
+    pub fn reach(record: &VmRecord, launcher: &Launcher, dir: &Path) -> Result<Self, Problem> {
+        let name = &record.name;
+        let refuse = |why: &str| {
+            Err(Problem::new(Code::CannotFork, Blame::Request, format!("'{name}' cannot be forked: {why}")))
+        };
+        if !record.managed_ram {
+            return refuse("its RAM was not made by Sterna");
+        }
+        if let Some((item, reason)) = arguments::unfit_for_private(&arguments::parse(&record.arguments)) {
+            return refuse(&format!("it was started with '-{}': {reason}", item.option));
+        }
+        let mut control = Control::connect(&record.qmp)?;
+        let about = control.inspect()?;
+        check_movable(name, &about)?;
+        record.check_template()?;
+        let disks = writable_disks(control.qmp()).map_err(|error| control::refused("tell its disks", &error))?;
+        if !disks.is_empty() {
+            let list = disks.join(", ");
+            return refuse(&format!("its clones would write the same disk ({list})"))
+                .map_err(|problem| problem.hint("disks of a machine that is forked must be read-only"));
+        }
+        let mut driver = control::source(record, control.share())?;
+        let running = driver.running().map_err(|error| control::refused("tell its state", &error))?;
+        let past = driver.writes_untracked().map_err(|error| control::refused("tell its devices", &error))?;
+        if past {
+            return refuse("a device or the processor may write its memory past QEMU's mapping");
+        }
+        let pid = record.process.pid;
+        let (agent, addresses) = control::agent_and_addresses(&record.agent, pid, &record.blocks)?;
+        let ram = record.blocks.iter().zip(&addresses).map(|(block, at)| *at..*at + block.bytes).collect();
+        let private = record.blocks.clone();
+        let (record, dir) = (record.clone(), dir.into());
+        let mut freezing = Freezing { record, agent, ram, private, stand_ins: Vec::new(), dir, begun: false };
+        freezing.prepare(launcher).map_err(|error| host("cannot prepare the machine's RAM", &error))?;
+        Ok(Self { driver, freezing, about, running })
+    }
+
+    /// The exact machine type.
+    pub fn machine(&self) -> &str {
+        &self.about.machine
+    }
+
+    /// The record of the machine while it is forked.
+    pub fn on_record(&self) -> VmRecord {
+        let forking = Some(self.freezing.private.clone());
+        VmRecord { forking, running: self.running, ..self.freezing.record.clone() }
+    }
+
+    /// The pause. `freeze` is called when nothing uses RAM.
+    ///
+    /// # Errors
+    /// As [`save`].
+    pub fn save(
+        &mut self,
+        mut freeze: impl FnMut(&mut Freezing) -> Result<(), MigrateError>,
+    ) -> Result<Saved, NotSaved> {
+        let freezing = &mut self.freezing;
+        freezing.begun = true;
+        save(&mut self.driver, &mut || freeze(freezing))
+    }
+}
+
+impl Freezing {
+    /// Of shared RAM: the files that take its files' place.
+    fn prepare(&mut self, launcher: &Launcher) -> io::Result<()> {
+        if self.record.memory_mode == MemoryMode::Private {
+            return Ok(());
+        }
+        let pid = self.record.process.pid;
+        for ((block, ram), private) in self.record.blocks.iter().zip(&self.ram).zip(&mut self.private) {
+            let path = launcher.new_ram_path(&self.record.name);
+            *private = Block::new(&block.id, block.bytes, block.page_bytes, &path);
+            private.private = Some(ram.start);
+            let file = make_ram_file(&path, block.bytes, launcher.user.as_ref())?;
+            private.recall_here()?;
+            let numbers = descriptors_of(pid, block.file()?)?;
+            let bridged = bridged(&block.open(pid)?, block.bytes)?;
+            self.stand_ins.push(StandIn { file, numbers, bridged });
+        }
+        Ok(())
+    }
+
+    /// Makes the guest's RAM, which nothing uses now, what others can begin as.
+    ///
+    /// # Errors
+    /// RAM reads as before; whether it is private by then is to be asked.
+    pub fn freeze(&mut self) -> Result<Frozen, MigrateError> {
+        let pid = self.record.process.pid;
+        let (latest, copied_bytes) = match self.record.memory_mode {
+            MemoryMode::Shared => (self.make_private()?, 0),
+            MemoryMode::Private => {
+                let unnamed = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+                let file = rustix::fs::open(&self.dir, unnamed, Mode::RUSR | Mode::WUSR).map_err(io::Error::from);
+                let file = File::from(file.map_err(MigrateError::host("making a file for the guest's own pages"))?);
+                let layered = lay_over(pid, &self.ram, &file, &mut self.agent)?;
+                (reader(&file).map_err(MigrateError::host("opening the guest's own pages"))?, layered.bytes)
+            }
+        };
+        let image = Image::of(pid, &self.ram).map_err(MigrateError::host("looking at the guest's RAM"))?;
+        Ok(Frozen { image, latest, copied_bytes })
+    }
+
+    /// Makes private RAM of shared RAM; its file is nobody's but root's then.
+    fn make_private(&mut self) -> Result<File, MigrateError> {
+        let doing = "making its guest's RAM private";
+        let failed = |source| MigrateError::Agent { doing, source: Box::new(source) };
+        let pid = self.record.process.pid;
+        let mut latest = None;
+        for (index, stand_in) in self.stand_ins.iter().enumerate() {
+            let (block, private) = (&self.record.blocks[index], &self.private[index]);
+            let open = || -> io::Result<(File, (u64, u64))> {
+                let file = block.open(pid)?;
+                // Whose file it is may open it again for writing.
+                let root = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+                fchown(&file, Some(root.0), Some(root.1))?;
+                let known_by = stand_in.file.metadata()?;
+                Ok((reader(&file)?, (known_by.dev(), known_by.ino())))
+            };
+            let (file, known_by) = open().map_err(MigrateError::host(doing))?;
+            let at = AddressRange { address: self.ram[index].start, length: block.bytes };
+            debug_assert_eq!(private.private, Some(at.address));
+            self.agent.make_private(file.as_fd(), at, stand_in.bridged, known_by).map_err(failed)?;
+            put_in_place(&mut self.agent, stand_in).map_err(failed)?;
+            latest = Some(file);
+        }
+        latest.ok_or(MigrateError::Bug("a machine without RAM"))
+    }
+}
+
+impl Drop for Freezing {
+    fn drop(&mut self) {
+        if !self.begun {
+            let made = self.private.iter().take(self.stand_ins.len());
+            made.for_each(|block| drop(std::fs::remove_file(&block.path)));
+        }
+    }
+}
+
+/// What QEMU discards of its guest's RAM it punches out of the file that it has: the empty one from now on.
+fn put_in_place(agent: &mut Agent, stand_in: &StandIn) -> Result<(), sterna_engine::agent::AgentError> {
+    stand_in.numbers.iter().try_for_each(|number| agent.put_descriptor(*number, stand_in.file.as_fd()))
+}
+
+/// How near pieces of a file's data must be to become one, so that there are not too many, bytes.
+fn bridged(file: &File, bytes: u64) -> io::Result<u64> {
+    let runs = file::allocated_runs(file, 0..bytes).collect::<sterna_sys::Result<Vec<_>>>()?;
+    let holes = runs.windows(2).map(|pair| pair[1].start - pair[0].end);
+    let mut holes: Vec<u64> = holes.collect();
+    holes.sort_unstable_by(|one, other| other.cmp(one));
+    // Half of them: the guest runs on, and its data comes in more pieces.
+    Ok(holes.get(MOST_PIECES / 2).map_or(0, |hole| hole + 1))
+}
+
+fn reader(file: &File) -> io::Result<File> {
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// The record of a machine that was being forked, as its RAM is now: private, or as before.
+///
+/// # Errors
+/// A [`Problem`] where it cannot be told. Nothing may be done with the machine's RAM then.
+pub fn as_it_is(forking: &VmRecord) -> Result<VmRecord, Problem> {
+    let Some(private) = &forking.forking else { return Ok(forking.clone()) };
+    let pid = forking.process.pid;
+    let before = VmRecord { forking: None, ..forking.clone() };
+    if before.memory_mode == MemoryMode::Private {
+        return Ok(before);
+    }
+    // The kernel's word. What RAM was mapped as before may still be there, somewhere else.
+    let maps = maps(pid).map_err(|error| host("cannot look at QEMU's memory", &error))?;
+    let each = |is: &dyn Fn(FileId, Range<u64>) -> bool| {
+        forking.blocks.iter().zip(private).all(|(former, block)| {
+            let (Ok(file), Some(address)) = (former.file(), block.private) else { return false };
+            is(file, address..address.saturating_add(block.bytes))
+        })
+    };
+    let is_shared = |file, at: Range<u64>| {
+        stretches(&maps, file).iter().any(|part| part.address == at.start && part.length >= at.end - at.start)
+    };
+    if each(&is_shared) {
+        return Ok(before);
+    }
+    // Its file may have its name still.
+    if each(&|file, at| is_private(&maps, &at, Some(file))) {
+        return Ok(VmRecord { memory_mode: MemoryMode::Private, blocks: private.clone(), ..before });
+    }
+    let message = format!("QEMU's mappings of the RAM of '{}' are neither what they were nor private", forking.name);
+    Err(Problem::new(Code::AgentRam, Blame::Qemu, message))
+}
+
+/// Brings a machine to an end of its fork that an earlier daemon began: its guest can be let run then.
+///
+/// # Errors
+/// As [`as_it_is`]; or QEMU keeps the RAM file that its clones were to have.
+pub fn recover(forking: &VmRecord) -> Result<VmRecord, Problem> {
+    let now = as_it_is(forking)?;
+    if now.memory_mode == forking.memory_mode {
+        return Ok(now);
+    }
+    let reached = agent::connect(&now.agent, now.process.pid);
+    let mut agent = reached.map_err(|error| error.problem())?;
+    let stand_in = |former: &Block, block: &Block| -> io::Result<StandIn> {
+        let numbers = descriptors_of(now.process.pid, former.file()?)?;
+        Ok(StandIn { numbers, file: block.open_here()?, bridged: 0 })
+    };
+    for (former, block) in forking.blocks.iter().zip(&now.blocks) {
+        let stand_in = stand_in(former, block).map_err(|error| host("cannot look at the machine's RAM", &error))?;
+        let put = put_in_place(&mut agent, &stand_in);
+        put.map_err(|error| host("cannot take the former RAM file from QEMU", &error))?;
+    }
+    Ok(now)
+}
+
+/// Removes the names of the files that held the RAM of a machine before it was forked, or were to hold it afterwards,
+/// but those that do `now`.
+pub fn forget_others(forking: &VmRecord, now: &VmRecord) {
+    let private = forking.forking.iter().flatten().flat_map(|block| &block.backings);
+    let all = forking.backings().filter(|backing| backing.owned).chain(private);
+    let others = all.filter(|backing| now.backings().all(|kept| kept.file() != backing.file()));
+    let others: Vec<_> =
+        others.map(|backing| OwnFile { path: backing.path.clone(), file: Some(backing.file()) }).collect();
+    remove_each(&others);
+}

@@ -1,0 +1,92 @@
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sterna_api::{Vm, VmState};
+use sterna_system_tests::member::Member;
+use sterna_system_tests::needs::times;
+use sterna_system_tests::random::Random;
+use sterna_system_tests::{Attempt, Site, cli};
+
+use super::{are_well, fork, forked, with_origin};
+
+/// The longest delay of a blow, microseconds: about what a fork takes on a machine that is not in a hurry.
+const LATEST_US: u64 = 600_000;
+
+fn machines(site: &Site) -> Vec<Vm> {
+    let answer = cli::ask(site.host("a"), &["ps", "--json"]);
+    serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"))
+}
+
+fn stop(site: &Site, name: &str) {
+    cli::ask(site.host("a"), &["stop", name, "--force"]).expect(0, &[]);
+}
+
+/// The daemon dies at a moment of chance: before, in and after the guest's pause.
+#[test]
+fn whenever_the_daemon_is_killed_the_source_runs_on_and_clones_are_whole_or_gone() {
+    for (mode, seed) in [("shared", 3), ("private", 4)] {
+        with_origin(mode, |site| {
+            let mut random = Random(seed);
+            for number in 0..times(2, 100) {
+                let names = [format!("x{number}"), format!("y{number}")];
+                let attempt = Attempt::run(site.host("a"), &["fork", "origin", &names[0], &names[1], "--json", "-"]);
+                let delay = Duration::from_micros(random.below(LATEST_US));
+                std::thread::sleep(delay);
+                site.kill_daemon("a");
+                drop(attempt.end());
+                site.start_daemon("a");
+                site.eventually("the source runs", || {
+                    machines(site).iter().any(|vm| vm.name == "origin" && vm.state == VmState::Running)
+                });
+                let there = machines(site);
+                println!("{mode} {number}: the daemon killed after {delay:?}, {} clones", there.len() - 1);
+                for vm in &there {
+                    assert_eq!(vm.state, VmState::Running, "{vm:#?}");
+                    Member::new(site, &vm.name).is_well();
+                }
+                there.iter().filter(|vm| vm.name != "origin").for_each(|vm| stop(site, &vm.name));
+                site.eventually("no other QEMU is left", || qemus(site).len() == 1);
+            }
+            forked(&fork(site, "origin", &["after"]));
+            are_well(site, &["origin", "after"]);
+        });
+    }
+}
+
+/// A QEMU dies at a moment of chance: a clone's, or the source's.
+#[test]
+fn a_qemu_that_is_killed_while_a_guest_is_forked_takes_no_other_with_it() {
+    with_origin("shared", |site| {
+        let mut random = Random(5);
+        for number in 0..times(2, 100) {
+            let names = [format!("x{number}"), format!("y{number}")];
+            let before: Vec<u32> = qemus(site);
+            let attempt = Attempt::run(site.host("a"), &["fork", "origin", &names[0], &names[1], "--json", "-"]);
+            let clone = sterna_bench::command::wait_for("a clone's QEMU", sterna_system_tests::PATIENCE, || {
+                Ok(qemus(site).into_iter().find(|pid| !before.contains(pid)))
+            });
+            let clone = clone.expect("a clone's QEMU");
+            std::thread::sleep(Duration::from_micros(random.below(LATEST_US)));
+            let _ = kill(Pid::from_raw(clone.cast_signed()), Signal::SIGKILL);
+            let answer = attempt.end();
+            println!("{number}: {}", answer.stderr.lines().next().unwrap_or_default());
+            site.eventually("who was killed is gone", || !machines(site).iter().any(|vm| vm.pid == clone));
+            let there: Vec<String> = machines(site).into_iter().map(|vm| vm.name).collect();
+            are_well(site, &there.iter().map(String::as_str).collect::<Vec<_>>());
+            assert!(there.contains(&"origin".to_owned()));
+            there.iter().filter(|name| *name != "origin").for_each(|name| stop(site, name));
+        }
+        forked(&fork(site, "origin", &["orphan"]));
+        let origin = Member::new(site, "origin").shown("a").pid;
+        let _ = kill(Pid::from_raw(origin.cast_signed()), Signal::SIGKILL);
+        site.eventually("the source is gone", || machines(site).len() == 1);
+        are_well(site, &["orphan"]);
+    });
+}
+
+fn qemus(site: &Site) -> Vec<u32> {
+    let processes = site.host("a").group.processes();
+    let name = |pid| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    processes.into_iter().map(|process| process.pid).filter(|pid| name(*pid).starts_with("qemu")).collect()
+}
