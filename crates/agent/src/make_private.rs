@@ -39,7 +39,8 @@ impl Left {
             return Err(errno());
         }
         let start = start as u64;
-        Ok((Self { start, length: all }, start + (like.wrapping_sub(start) % table)))
+        // A table covers a power of two.
+        Ok((Self { start, length: all }, start.wrapping_add(like.wrapping_sub(start) & table.wrapping_sub(1))))
     }
 }
 

@@ -10,6 +10,7 @@
 //! a daemon that finds it ends it.
 
 use std::collections::HashSet;
+use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -105,7 +106,11 @@ impl Fork<'_> {
             device_bytes: saved.devices.len() as u64,
             ..Forked::default()
         };
-        frozen.image.wait_until_nobody_writes().map_err(|error| error.problem())?;
+        if let Err(error) = frozen.image.wait_until_nobody_writes() {
+            // The clones end here, and the source alone needs it.
+            mark(&frozen.latest);
+            return Err(error.problem());
+        }
         let loaded = several::map(clones, |begun: Begun| {
             (begun.name().to_owned(), begun.load(self.care, &frozen.image, &saved.devices, began))
         });
@@ -119,9 +124,7 @@ impl Fork<'_> {
             }
         }
         // Until now a page of it that only a clone needed could have been given back.
-        if let Err(error) = mark_as_pool(&frozen.latest) {
-            tracing::warn!(%error, "what a fork has made common stays when nobody needs it any more");
-        }
+        mark(&frozen.latest);
         forked.ms = milliseconds(began.elapsed());
         let Forked { pause_ms, ms, pieces, copied_bytes, .. } = &forked;
         tracing::info!(vm = name, clones = forked.clones.len(), pause_ms, ms, pieces, copied_bytes, "forked");
@@ -189,11 +192,12 @@ impl Fork<'_> {
                 record.name
             )));
         }
-        // Not the disk's time, but a restarted daemon's word.
-        if let Err(error) = self.care.machines.store_for_daemon(&now) {
-            tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
+        // Of interest to a restarted daemon, and to no restarted host: the disk's time is not waited for.
+        if self.care.machines.store_for_daemon(&now).is_err() {
+            self.care.machines.try_store(&now);
         }
-        self.care.settle(&now);
+        self.care.machines.give_back(&now);
+        self.care.balloons.keep(&now);
         if now.forking.is_none() {
             source::forget_others(&forking, &now);
         }
@@ -209,6 +213,13 @@ impl Fork<'_> {
         self.care.balloons.keep(record);
         let gone = record.process.open().is_none();
         problem.guest(if gone { Whereabouts::Gone } else { Whereabouts::Source })
+    }
+}
+
+/// Has pages of what a fork has made common given back when nobody needs them any more.
+fn mark(latest: &File) {
+    if let Err(error) = mark_as_pool(latest) {
+        tracing::warn!(%error, "what a fork has made common stays when nobody needs it any more");
     }
 }
 

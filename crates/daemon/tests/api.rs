@@ -18,6 +18,7 @@ const ROUTES: [(&str, &str); 20] = [
     ("put", "/v1/vms/{name}/balloon"),
     ("post", "/v1/vms/{name}/reclaim"),
     ("post", "/v1/vms/{name}/replace"),
+    ("post", "/v1/vms/{name}/fork"),
     ("post", "/v1/vms/{name}/resume"),
     ("get", "/v1/migrations"),
     ("post", "/v1/migrations"),

@@ -160,6 +160,7 @@ fn take(
         let _way = Way { from: &from, to: &to };
         scope.spawn(|| carry(&from, &to));
         let stopped = stop(former)?;
+        tracing::debug!("the guest has stopped");
         match untouched.touched()? {
             0 => {}
             pages => return Err(MigrateError::TouchedEarly(pages)),
@@ -168,18 +169,22 @@ fn take(
         let before = verify.map(|ram| digests(ram, digester)).transpose()?;
         former.save_devices()?;
         keeper.stopped()?;
+        tracing::debug!("the former QEMU saves the devices");
         if let Err(error) = former.saved(DEVICE_TIMEOUT) {
             // A successor that refuses the state breaks its way: then its reason is the one to tell.
             return Err(successor.loaded(LAST_WORDS).err().filter(is_reason).unwrap_or(error).into());
         }
+        tracing::debug!("the devices are saved");
         // Nobody waits for the thread: whether all of the state has come, the successor knows best.
         successor.loaded(DEVICE_TIMEOUT)?;
+        tracing::debug!("the devices are loaded");
         let verify = match verify.zip(before) {
             Some((ram, before)) => compare(&before, &digests(ram, digester)?)?,
             None => Verify::default(),
         };
         successor.alive()?;
         keeper.commit()?;
+        tracing::debug!("on record: the guest is the new QEMU's");
         Ok((stopped, verify))
     })
 }

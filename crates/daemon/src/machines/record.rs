@@ -204,7 +204,12 @@ impl VmRecord {
             let owned = block.backings.iter().filter(|backing| backing.owned);
             owned.map(|backing| OwnFile { path: backing.path.clone(), file: Some(backing.file()) }).chain(unknown)
         });
-        ram.chain(self.paging.iter().map(|paging| OwnFile { path: paging.map.clone(), file: None })).collect()
+        // Files that were to hold it after a fork, and do not yet.
+        let forking = self.forking.iter().flatten().flat_map(|block| &block.backings);
+        let forking = forking.map(|backing| OwnFile { path: backing.path.clone(), file: Some(backing.file()) });
+        ram.chain(forking)
+            .chain(self.paging.iter().map(|paging| OwnFile { path: paging.map.clone(), file: None }))
+            .collect()
     }
 
     /// The file that its private memory began as.

@@ -69,6 +69,7 @@ pub struct NotSaved {
 pub fn save(source: &mut dyn Source, keep: &mut dyn FnMut() -> Result<(), MigrateError>) -> Result<Saved, NotSaved> {
     let saved = stop_and_save(source, keep);
     let waits = source.rollback().err();
+    tracing::debug!("the guest runs on");
     match saved {
         Ok((stopped, devices)) => {
             let resumed = if waits.is_none() { source.resumed() } else { None };
@@ -89,11 +90,14 @@ fn stop_and_save(
         let reader = scope.spawn(|| read_all(&stream));
         let silent = || VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() };
         let stopped = source.stopped(STOP_TIMEOUT)?.ok_or_else(silent)?;
+        tracing::debug!("the guest has stopped");
         source.save_devices()?;
         source.saved(DEVICE_TIMEOUT)?;
+        tracing::debug!("the devices are saved");
         let devices = reader.join().unwrap_or_else(|_| Err(io::Error::other("the thread that reads it panicked")));
         let devices = devices.map_err(MigrateError::host("reading the state of the guest's devices"))?;
         keep()?;
+        tracing::debug!("RAM is what others can begin as");
         Ok((stopped, devices))
     })
 }

@@ -109,6 +109,12 @@ fn forks_in_a_row_leave_each_guest_whole_and_grow_nothing() {
             cli::ask(site.host("a"), &["stop", &name, "--force"]).expect(0, &[]);
         }
         println!("pieces: {pieces:?}");
+        let watching = || {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", site.daemon_at("a"))).expect("the daemon runs");
+            let name = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+            tasks.flatten().map(name).filter(|name| name.trim() == "watch-origin").count()
+        };
+        assert_eq!(watching(), 1, "each fork leaves a thread");
         let origin = Member::new(site, "origin");
         // The last one's pages go within seconds: nobody but the source has them any more.
         let ram = || footprint::Ram::of(origin.shown("a").pid, plan().memory_bytes).expect("its RAM");
