@@ -164,7 +164,12 @@ impl Requests {
         }
     }
 
-    /// Does what a request has left to do. To be called when it has been answered.
+    /// Whether no request has left anything to do.
+    pub fn are_finished(&self) -> bool {
+        self.left.is_none()
+    }
+
+    /// Does what a request has left to do. To be called when it has been answered, and nobody asks for anything else.
     pub fn finish(&mut self) {
         self.left = None;
     }

@@ -142,6 +142,10 @@ struct Connection {
     order: u64,
 }
 
+/// How long nobody must have asked for anything until what a request has left is done, milliseconds: a guest may stand
+/// still until QEMU has done one thing after another, and none of them is to wait for that.
+const QUIET_MS: c_int = 20;
+
 /// Serves for ever.
 fn serve(listener: &Fd) {
     let mut requests = Requests::default();
@@ -153,10 +157,18 @@ fn serve(listener: &Fd) {
         for (entry, number) in polled.iter_mut().zip([listener.number()].into_iter().chain(numbers)) {
             entry.fd = number;
         }
+        let patience = if requests.are_finished() { -1 } else { QUIET_MS };
         // SAFETY: `polled` outlives the call; entries with -1 are skipped.
-        if unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as _, -1) } <= 0 {
-            raw::sleep_ms(10);
-            continue;
+        match unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as _, patience) } {
+            0 => {
+                requests.finish();
+                continue;
+            }
+            1.. => {}
+            _ => {
+                raw::sleep_ms(10);
+                continue;
+            }
         }
         let (new, old) = polled.split_at(1);
         for (connection, entry) in connections.iter_mut().zip(old) {
@@ -213,7 +225,5 @@ fn answer(requests: &mut Requests, socket: &Fd) -> bool {
     let mut body = [0u8; MAX_MESSAGE_BYTES - size_of::<ReplyHeader>()];
     let Some((header, descriptor)) = requests.carry_out(packet, received.descriptor, &mut body) else { return false };
     let Some(body) = body.get(..header.length.get() as usize) else { return false };
-    let sent = packet::send(socket, header.as_bytes(), body, descriptor).is_ok();
-    requests.finish();
-    sent
+    packet::send(socket, header.as_bytes(), body, descriptor).is_ok()
 }

@@ -106,11 +106,6 @@ impl Fork<'_> {
             device_bytes: saved.devices.len() as u64,
             ..Forked::default()
         };
-        if let Err(error) = frozen.image.wait_until_nobody_writes() {
-            // The clones end here, and the source alone needs it.
-            mark(&frozen.latest);
-            return Err(error.problem());
-        }
         let loaded = several::map(clones, |begun: Begun| {
             (begun.name().to_owned(), begun.load(self.care, &frozen.image, &saved.devices, began))
         });

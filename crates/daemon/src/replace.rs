@@ -6,6 +6,7 @@
 //! that finds *begun* ends the new QEMU before it lets the guest run on in its own; one that finds *done* ends the
 //! former one before it lets it run in the new.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -82,6 +83,9 @@ struct Waiting {
     agent: Agent,
     untouched: Untouched,
     taps: Taps,
+    /// What stands in for the taps. The last who closes one waits for the kernel to take a network device apart: that
+    /// must not be the new QEMU in the pause.
+    stand_ins: Vec<OwnedFd>,
 }
 
 impl Replace<'_> {
@@ -199,17 +203,19 @@ impl Replace<'_> {
         let ram = next.blocks.iter().zip(addresses).map(|(block, address)| address..address + block.bytes).collect();
         let untouched = Untouched::of(next.process.pid, ram).map_err(|error| error.problem())?;
         let successor = control::destination(&next, place.log)?;
-        Ok(Waiting { former, running, successor, started, next, agent, untouched, taps })
+        Ok(Waiting { former, running, successor, started, next, agent, untouched, taps, stand_ins })
     }
 
     /// The pause.
     fn hand_over(&self, record: &VmRecord, waiting: Waiting, verify: bool) -> Result<HandedOver, Stayed> {
-        let Waiting { mut former, running, mut successor, started, next, agent, untouched, taps } = waiting;
+        let Waiting { mut former, running, mut successor, started, next, agent, untouched, taps, stand_ins } = waiting;
         let ram = verify.then(|| ram_of(record)).transpose();
         let ram = ram.map_err(|why| Stayed { why: Box::new(why), stopped: None })?;
         let machines = &self.care.machines;
         let mut keeper = Changeover { machines, former: record.process, next: &next, agent, taps };
-        let handed = hand_over((&mut former, &mut successor), &untouched, &mut keeper, running, ram.as_deref())?;
+        let handed = hand_over((&mut former, &mut successor), &untouched, &mut keeper, running, ram.as_deref());
+        drop(stand_ins);
+        let handed = handed?;
         started.keep();
         Ok(handed)
     }

@@ -123,6 +123,8 @@ impl Begun {
         // A QEMU that refuses the state breaks its way: then its reason is the one to tell.
         driver.loaded(DEVICE_TIMEOUT).map_err(failed)?;
         written.map_err(|error| problems::host("cannot give the clone its devices", &error))?;
+        // Its guest has done nothing until now.
+        image.wait_until_nobody_writes().map_err(|error| error.problem())?;
         if record.running {
             driver.start().map_err(|error| control::refused("let the clone run", &error))?;
         }

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_sys::file::{FileId, nobody_writes};
@@ -21,6 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, Default)]
 pub struct Image {
     files: Vec<ImageFile>,
+    /// It was seen that nobody can write them: nobody ever can again.
+    nobody_writes: Mutex<bool>,
 }
 
 /// A file of an image, and what of it lies in RAM.
@@ -75,6 +78,11 @@ impl Image {
     /// # Errors
     /// Somebody else can: the clones would see what is written. Or the kernel does not tell.
     pub fn wait_until_nobody_writes(&self) -> Result<(), MigrateError> {
+        // One after the other: a lease is the file's, whoever asks for it.
+        let mut seen = self.nobody_writes.lock().unwrap_or_else(PoisonError::into_inner);
+        if *seen {
+            return Ok(());
+        }
         let deadline = Instant::now() + PATIENCE;
         for ImageFile { file, .. } in &self.files {
             while !nobody_writes(file).map_err(MigrateError::kernel("asking who writes a file of the guest's RAM"))? {
@@ -84,6 +92,7 @@ impl Image {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
+        *seen = true;
         Ok(())
     }
 

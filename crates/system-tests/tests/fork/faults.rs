@@ -11,7 +11,7 @@ use sterna_system_tests::{Attempt, Site, cli};
 use super::{are_well, fork, forked, with_origin};
 
 /// The longest delay of a blow, microseconds: about what a fork takes on a machine that is not in a hurry.
-const LATEST_US: u64 = 600_000;
+const LATEST_US: u64 = 250_000;
 
 fn machines(site: &Site) -> Vec<Vm> {
     let answer = cli::ask(site.host("a"), &["ps", "--json"]);
@@ -25,7 +25,7 @@ fn stop(site: &Site, name: &str) {
 /// The daemon dies at a moment of chance: before, in and after the guest's pause.
 #[test]
 fn whenever_the_daemon_is_killed_the_source_runs_on_and_clones_are_whole_or_gone() {
-    for (mode, seed) in [("shared", 3), ("private", 4)] {
+    for (mode, seed) in [("shared", 3), ("private", 4)].into_iter().take(times(1, 2)) {
         with_origin(mode, |site| {
             let mut random = Random(seed);
             for number in 0..times(2, 100) {
