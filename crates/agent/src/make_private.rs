@@ -2,8 +2,8 @@
 //!
 //! The pause must not grow with RAM, and to unmap a shared mapping the kernel goes through all of its page tables. So
 //! the mapping is moved out of the way, which moves whole tables at once; the file is mapped anew in its place, as a
-//! [`template`] is; and the old mapping is unmapped when the daemon has its answer, while the guest runs already. The
-//! file can be written through it until then, but nobody knows where it is.
+//! [`template`] is; and the old mapping is unmapped when the daemon has asked for nothing else for a while, and the
+//! guest runs already. The file can be written through it until then, but nobody knows where it is.
 //!
 //! QEMU's own threads do not touch guest RAM meanwhile: the guest's processors are stopped, and its disks are drained.
 

@@ -20,7 +20,7 @@ pub struct Requests {
     /// The kept userfaultfd. While it is open, faulting threads wait for the next daemon after one has died, and do not
     /// read zeros.
     userfaultfd: Option<Fd>,
-    /// What RAM was mapped as before it became private: to be unmapped once the daemon has its answer.
+    /// What RAM was mapped as before it became private: to be unmapped once the daemon asks for nothing more.
     left: Option<Left>,
 }
 

@@ -11,20 +11,18 @@
 
 use std::collections::HashSet;
 use std::fs::File;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::milliseconds;
-use sterna_api::{ForkRequest, Forked, NotCloned, Problem, VmState};
+use sterna_api::{ForkRequest, Forked, NotCloned, Problem};
 use sterna_engine::fork::{NotSaved, Saved};
 use sterna_engine::memory::unneeded::mark_as_pool;
 
 use crate::care::Care;
 use crate::machines::claim::Reservation;
 use crate::machines::control;
-use crate::machines::hold::{Activity, Hold, Shown};
+use crate::machines::hold::{Hold, InPlace};
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
 use crate::migration::incoming::Destination;
@@ -47,24 +45,6 @@ const MOST_CLONES: usize = 256;
 /// The memory that a QEMU needs beside its guest's RAM, bytes.
 const QEMU_BYTES: u64 = 64 << 20;
 
-/// Clones are being made of a machine.
-#[derive(Debug, Default)]
-struct Forking {
-    /// Its user has paused the guest.
-    paused: AtomicBool,
-}
-
-impl Activity for Forking {
-    fn describe(&self) -> &'static str {
-        "it is being forked"
-    }
-
-    fn show(&self) -> Shown {
-        let state = if self.paused.load(Ordering::Relaxed) { VmState::Paused } else { VmState::Running };
-        Shown::As { state, note: Some(self.describe().into()), progress: None }
-    }
-}
-
 /// What it takes to fork a machine.
 #[derive(Debug)]
 pub struct Fork<'a> {
@@ -85,7 +65,7 @@ impl Fork<'_> {
     pub fn fork(&self, name: &str, request: &ForkRequest) -> Result<Forked, Problem> {
         let began = Instant::now();
         check_request(request)?;
-        let doing = Arc::new(Forking::default());
+        let doing = InPlace::new("it is being forked");
         let record = self.care.machines.claim(name, Hold::shared(&doing))?;
         let prepared = self.prepare(&record, request, &doing);
         let (source, clones) = prepared.map_err(|problem| self.stays(&record, problem))?;
@@ -137,12 +117,12 @@ impl Fork<'_> {
         &self,
         record: &VmRecord,
         request: &ForkRequest,
-        doing: &Forking,
+        doing: &InPlace,
     ) -> Result<(Source, Vec<Begun>), Problem> {
         let reserved = request.names.iter().map(|name| Reservation::starting(&self.care.machines, name));
         let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
         let source = Source::reach(record, self.launcher, self.here.pools.dir())?;
-        doing.paused.store(!source.running, Ordering::Relaxed);
+        doing.found(source.running);
         let plan = Plan::new(record, source.machine(), request)?;
         self.check_room(record, request.names.len() as u64)?;
         let names = request.names.iter().cloned().zip(reserved).collect();
@@ -179,6 +159,10 @@ impl Fork<'_> {
             tracing::error!(vm = %record.name, "{}", problem.with_causes());
             forking.clone()
         });
+        if now.forking.is_none() {
+            source::forget_others(&forking, &now);
+        }
+        // What is on record stays until it runs: a restarted daemon lets it.
         if let Some(error) = waits {
             let failed = control::refused("let the guest run on", error);
             resuming::go_on_here(&self.care.machines, &now, false, failed.with_causes());
@@ -193,9 +177,6 @@ impl Fork<'_> {
         }
         self.care.machines.give_back(&now);
         self.care.balloons.keep(&now);
-        if now.forking.is_none() {
-            source::forget_others(&forking, &now);
-        }
         match (saved, frozen) {
             (Ok(saved), Some(frozen)) => Ok((frozen, saved)),
             _ => Err(why.unwrap_or_else(|| invalid("nothing was saved")).guest(Whereabouts::Source)),

@@ -9,12 +9,11 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::milliseconds;
-use sterna_api::{Blame, Code, MemoryMode, Problem, ReplaceRequest, Replaced, VmState};
+use sterna_api::{Blame, Code, MemoryMode, Problem, ReplaceRequest, Replaced};
 use sterna_engine::agent::Agent;
 use sterna_engine::error::MigrateError;
 use sterna_engine::memory::{Memory, kind};
@@ -26,7 +25,7 @@ use sterna_sys::map::Access;
 use crate::care::Care;
 use crate::machines::control::{self, Control};
 use crate::machines::files::kept_log;
-use crate::machines::hold::{Activity, Hold, Shown};
+use crate::machines::hold::{Hold, InPlace};
 use crate::machines::reach::check_movable;
 use crate::machines::record::{VmRecord, version};
 use crate::machines::start::{Launcher, Started};
@@ -43,24 +42,6 @@ use crate::qemu::{files, successor};
 mod taps;
 
 use taps::Taps;
-
-/// Another QEMU takes the guest over.
-#[derive(Debug, Default)]
-struct Replacing {
-    /// Its user has paused the guest.
-    paused: AtomicBool,
-}
-
-impl Activity for Replacing {
-    fn describe(&self) -> &'static str {
-        "another QEMU takes it over"
-    }
-
-    fn show(&self) -> Shown {
-        let state = if self.paused.load(Ordering::Relaxed) { VmState::Paused } else { VmState::Running };
-        Shown::As { state, note: Some(self.describe().into()), progress: None }
-    }
-}
 
 /// What it takes to replace a machine's QEMU.
 #[derive(Debug)]
@@ -96,7 +77,7 @@ impl Replace<'_> {
     /// over. The guest is where it was then, unless the problem says otherwise.
     pub fn replace(&self, name: &str, request: &ReplaceRequest) -> Result<Replaced, Problem> {
         let began = Instant::now();
-        let doing = Arc::new(Replacing::default());
+        let doing = InPlace::new("another QEMU takes it over");
         let record = self.care.machines.claim(name, Hold::shared(&doing))?;
         let waiting = self.prepare(&record, request, &doing).map_err(|problem| self.stays(&record, problem))?;
         let next = waiting.next.clone();
@@ -141,7 +122,7 @@ impl Replace<'_> {
     }
 
     /// All that can be done while the guest runs.
-    fn prepare(&self, record: &VmRecord, request: &ReplaceRequest, doing: &Replacing) -> Result<Waiting, Problem> {
+    fn prepare(&self, record: &VmRecord, request: &ReplaceRequest, doing: &InPlace) -> Result<Waiting, Problem> {
         let name = &record.name;
         if record.memory_mode == MemoryMode::Private {
             return Err(Problem::new(
@@ -162,7 +143,7 @@ impl Replace<'_> {
         let binary = prechecks::check(&record.spec(&about), &items, Some(&path), u64::MAX)?;
         let mut former = control::source(record, control.share())?;
         let running = former.running().map_err(|error| control::refused("tell its state", &error))?;
-        doing.paused.store(!running, Ordering::Relaxed);
+        doing.found(running);
         let succession = Succession::begin();
         let begun = VmRecord { succession: Some(succession.clone()), running, ..record.clone() };
         self.store(&begun)?;

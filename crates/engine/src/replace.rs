@@ -34,10 +34,8 @@ use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
 
 use crate::error::MigrateError;
 use crate::memory::Memory;
-use crate::vmm::{Destination, EventTime, Source, Stopped, VmmError};
+use crate::vmm::{Destination, EventTime, Source, Stopped, VmmError, wait_until_stopped};
 
-/// How long the VMM may take to stop the guest: a disk may drain slowly.
-const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the VMM may take to save or to load its devices, which takes milliseconds. The guest stands still then.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -159,7 +157,7 @@ fn take(
     std::thread::scope(|scope| {
         let _way = Way { from: &from, to: &to };
         scope.spawn(|| carry(&from, &to));
-        let stopped = stop(former)?;
+        let stopped = wait_until_stopped(former)?;
         tracing::debug!("the guest has stopped");
         match untouched.touched()? {
             0 => {}
@@ -214,12 +212,6 @@ fn carry(mut from: &UnixStream, mut to: &UnixStream) {
 /// Whether a VMM says why it failed.
 fn is_reason(error: &VmmError) -> bool {
     !matches!(error, VmmError::Silent { .. })
-}
-
-/// Waits until the guest has stopped.
-fn stop(former: &mut dyn Source) -> Result<Stopped, VmmError> {
-    let silent = || VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() };
-    former.stopped(STOP_TIMEOUT)?.ok_or_else(silent)
 }
 
 fn digests(ram: &dyn Memory, digester: Digester) -> Result<Vec<u64>, MigrateError> {

@@ -1,10 +1,12 @@
 //! Files that back guest RAM: their holes, punching, their file systems.
 
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::Path;
 
-use rustix::fs::{AtFlags, FallocateFlags, SeekFrom, StatxFlags};
+use rustix::fs::{AtFlags, FallocateFlags, Mode, OFlags, SeekFrom, StatxFlags};
 
 use crate::PAGE_BYTES;
 use crate::error::{Error, Result};
@@ -124,6 +126,25 @@ pub fn id(file: impl AsFd) -> Result<FileId> {
     let stat = rustix::fs::fstat(file).map_err(|error| Error::new("look at a file", error))?;
     let device = (rustix::fs::major(stat.st_dev), rustix::fs::minor(stat.st_dev));
     Ok(FileId { device, inode: stat.st_ino })
+}
+
+/// A file without a name, open for reading and writing, on the file system of this directory.
+///
+/// # Errors
+/// The file system makes none.
+pub fn unnamed(dir: &Path) -> Result<File> {
+    let unnamed = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = rustix::fs::open(dir, unnamed, Mode::RUSR | Mode::WUSR);
+    file.map(File::from).map_err(|error| Error::new(format!("make a file without a name in {}", dir.display()), error))
+}
+
+/// The same file once more, open for reading only.
+///
+/// # Errors
+/// No descriptor left.
+pub fn reader(file: impl AsFd) -> Result<File> {
+    let path = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    File::open(&path).map_err(|error| Error::new(format!("open {path}"), error))
 }
 
 /// Whether nobody has the file open for writing, nor mapped so that a write goes to it. `file` is open for reading

@@ -242,7 +242,7 @@ fn a_mapping_is_gone_once_dropped_and_never_made_of_nothing() {
 #[test]
 fn a_file_has_no_writer_where_nobody_has_it_open_for_writing_or_mapped_shared() {
     let file = ram_file(2);
-    let reader = File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file))).unwrap();
+    let reader = file::reader(&file).unwrap();
     assert!(!file::nobody_writes(&reader).unwrap(), "it is open for writing");
     let ram = Ram::shared(&file, 2);
     drop(file);

@@ -47,7 +47,9 @@ impl<'a> Plan<'a> {
             None => clone::of(&own)?,
         };
         arguments::check_for_run(&items, false)?;
-        arguments::check_for_private(&items)?;
+        if let Some((item, reason)) = arguments::unfit_for_private(&items) {
+            return Err(clone::refused(item, reason).hint("give the clones' arguments without it"));
+        }
         files::check_absolute(&items)?;
         clone::check(&items, &own)?;
         Ok(Self { source, machine, items, given: request.arguments.is_some(), paused: request.paused })

@@ -3,13 +3,12 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, fchown};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, OFlags};
 use sterna_api::{Blame, Code, MemoryMode, Problem};
-use sterna_engine::agent::{AddressRange, Agent};
+use sterna_engine::agent::{AddressRange, Agent, AgentError};
 use sterna_engine::error::MigrateError;
 use sterna_engine::fork::layer::{MOST_PIECES, lay_over};
 use sterna_engine::fork::{Image, NotSaved, Saved, save};
@@ -80,14 +79,15 @@ impl Source {
     /// A [`Problem`]: who does not answer, or what is in the way.
     pub fn reach(record: &VmRecord, launcher: &Launcher, dir: &Path) -> Result<Self, Problem> {
         let name = &record.name;
-        let refuse = |why: &str| {
-            Err(Problem::new(Code::CannotFork, Blame::Request, format!("'{name}' cannot be forked: {why}")))
+        let refuse = |why: &str, hint: &str| {
+            let message = format!("'{name}' cannot be forked: {why}");
+            Err(Problem::new(Code::CannotFork, Blame::Request, message).hint(hint))
         };
         if !record.managed_ram {
-            return refuse("its RAM was not made by Sterna");
+            return refuse("its RAM was not made by Sterna", "start it with 'sterna run'");
         }
         if let Some((item, reason)) = arguments::unfit_for_private(&arguments::parse(&record.arguments)) {
-            return refuse(&format!("it was started with '-{}': {reason}", item.option));
+            return refuse(&format!("it was started with '-{}': {reason}", item.option), "start it without");
         }
         let mut control = Control::connect(&record.qmp)?;
         let about = control.inspect()?;
@@ -96,14 +96,15 @@ impl Source {
         let disks = writable_disks(control.qmp()).map_err(|error| control::refused("tell its disks", &error))?;
         if !disks.is_empty() {
             let list = disks.join(", ");
-            return refuse(&format!("its clones would write the same disk ({list})"))
-                .map_err(|problem| problem.hint("disks of a machine that is forked must be read-only"));
+            let why = format!("its clones would write the same disk ({list})");
+            return refuse(&why, "disks of a machine that is forked must be read-only");
         }
         let mut driver = control::source(record, control.share())?;
         let running = driver.running().map_err(|error| control::refused("tell its state", &error))?;
         let past = driver.writes_untracked().map_err(|error| control::refused("tell its devices", &error))?;
         if past {
-            return refuse("a device or the processor may write its memory past QEMU's mapping");
+            let why = "a disk with direct I/O, or the processor for guests of its own, may write its memory past QEMU";
+            return refuse(why, "give its disks another cache= than none, and let it run no guests");
         }
         let pid = record.process.pid;
         let (agent, addresses) = control::agent_and_addresses(&record.agent, pid, &record.blocks)?;
@@ -169,11 +170,10 @@ impl Freezing {
         let (latest, copied_bytes) = match self.record.memory_mode {
             MemoryMode::Shared => (self.make_private()?, 0),
             MemoryMode::Private => {
-                let unnamed = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-                let file = rustix::fs::open(&self.dir, unnamed, Mode::RUSR | Mode::WUSR).map_err(io::Error::from);
-                let file = File::from(file.map_err(MigrateError::host("making a file for the guest's own pages"))?);
-                let layered = lay_over(pid, &self.ram, &file, &mut self.agent)?;
-                (reader(&file).map_err(MigrateError::host("opening the guest's own pages"))?, layered.bytes)
+                let file = file::unnamed(&self.dir);
+                let file = file.map_err(MigrateError::kernel("making a file for the guest's own pages"))?;
+                let layer = lay_over(pid, &self.ram, file, &mut self.agent)?;
+                (layer.file, layer.bytes)
             }
         };
         let image = Image::of(pid, &self.ram).map_err(MigrateError::host("looking at the guest's RAM"))?;
@@ -187,20 +187,19 @@ impl Freezing {
         let pid = self.record.process.pid;
         let mut latest = None;
         for (index, stand_in) in self.stand_ins.iter().enumerate() {
-            let (block, private) = (&self.record.blocks[index], &self.private[index]);
+            let block = &self.record.blocks[index];
             let open = || -> io::Result<(File, (u64, u64))> {
                 let file = block.open(pid)?;
                 // Whose file it is may open it again for writing.
                 let root = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
                 fchown(&file, Some(root.0), Some(root.1))?;
                 let known_by = stand_in.file.metadata()?;
-                Ok((reader(&file)?, (known_by.dev(), known_by.ino())))
+                Ok((file::reader(&file)?, (known_by.dev(), known_by.ino())))
             };
             let (file, known_by) = open().map_err(MigrateError::host(doing))?;
             let at = AddressRange { address: self.ram[index].start, length: block.bytes };
-            debug_assert_eq!(private.private, Some(at.address));
             self.agent.make_private(file.as_fd(), at, stand_in.bridged, known_by).map_err(failed)?;
-            put_in_place(&mut self.agent, stand_in).map_err(failed)?;
+            put_in_place(&mut self.agent, &stand_in.numbers, &stand_in.file).map_err(failed)?;
             latest = Some(file);
         }
         latest.ok_or(MigrateError::Bug("a machine without RAM"))
@@ -210,15 +209,16 @@ impl Freezing {
 impl Drop for Freezing {
     fn drop(&mut self) {
         if !self.begun {
-            let made = self.private.iter().take(self.stand_ins.len());
-            made.for_each(|block| drop(std::fs::remove_file(&block.path)));
+            let pairs = self.record.blocks.iter().zip(&self.private);
+            let made = pairs.filter(|(block, private)| block.path != private.path);
+            made.for_each(|(_, private)| drop(std::fs::remove_file(&private.path)));
         }
     }
 }
 
 /// What QEMU discards of its guest's RAM it punches out of the file that it has: the empty one from now on.
-fn put_in_place(agent: &mut Agent, stand_in: &StandIn) -> Result<(), sterna_engine::agent::AgentError> {
-    stand_in.numbers.iter().try_for_each(|number| agent.put_descriptor(*number, stand_in.file.as_fd()))
+fn put_in_place(agent: &mut Agent, numbers: &[u32], stand_in: &File) -> Result<(), AgentError> {
+    numbers.iter().try_for_each(|number| agent.put_descriptor(*number, stand_in.as_fd()))
 }
 
 /// How near pieces of a file's data must be to become one, so that there are not too many, bytes.
@@ -229,10 +229,6 @@ fn bridged(file: &File, bytes: u64) -> io::Result<u64> {
     holes.sort_unstable_by(|one, other| other.cmp(one));
     // Half of them: the guest runs on, and its data comes in more pieces.
     Ok(holes.get(MOST_PIECES / 2).map_or(0, |hole| hole + 1))
-}
-
-fn reader(file: &File) -> io::Result<File> {
-    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 /// The record of a machine that was being forked, as its RAM is now: private, or as before.
@@ -279,13 +275,11 @@ pub fn recover(forking: &VmRecord) -> Result<VmRecord, Problem> {
     }
     let reached = agent::connect(&now.agent, now.process.pid);
     let mut agent = reached.map_err(|error| error.problem())?;
-    let stand_in = |former: &Block, block: &Block| -> io::Result<StandIn> {
-        let numbers = descriptors_of(now.process.pid, former.file()?)?;
-        Ok(StandIn { numbers, file: block.open_here()?, bridged: 0 })
-    };
     for (former, block) in forking.blocks.iter().zip(&now.blocks) {
-        let stand_in = stand_in(former, block).map_err(|error| host("cannot look at the machine's RAM", &error))?;
-        let put = put_in_place(&mut agent, &stand_in);
+        let numbers = former.file().and_then(|file| Ok(descriptors_of(now.process.pid, file)?));
+        let open = numbers.and_then(|numbers| Ok((numbers, block.open_here()?)));
+        let (numbers, stand_in) = open.map_err(|error| host("cannot look at the machine's RAM", &error))?;
+        let put = put_in_place(&mut agent, &numbers, &stand_in);
         put.map_err(|error| host("cannot take the former RAM file from QEMU", &error))?;
     }
     Ok(now)

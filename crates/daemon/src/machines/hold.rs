@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use sterna_api::{Blame, Code, Problem, Progress, VmState};
 use sterna_engine::monitor::Monitor;
@@ -90,6 +91,38 @@ pub trait Activity: Any + Debug + Send + Sync {
     /// Who has the machine's one connection to QEMU meanwhile.
     fn connection(&self) -> Connection {
         Connection::Taken
+    }
+}
+
+/// Something that is done with a machine whose guest stays on this host, and is shown as its user left it.
+#[derive(Debug)]
+pub struct InPlace {
+    what: &'static str,
+    /// Its user has paused the guest.
+    paused: AtomicBool,
+}
+
+impl InPlace {
+    /// This, for people; the guest counts as running until [`found`](Self::found) says otherwise.
+    #[must_use]
+    pub fn new(what: &'static str) -> Arc<Self> {
+        Arc::new(Self { what, paused: AtomicBool::new(false) })
+    }
+
+    /// The guest was found running, or paused by its user.
+    pub fn found(&self, running: bool) {
+        self.paused.store(!running, Ordering::Relaxed);
+    }
+}
+
+impl Activity for InPlace {
+    fn describe(&self) -> &'static str {
+        self.what
+    }
+
+    fn show(&self) -> Shown {
+        let state = if self.paused.load(Ordering::Relaxed) { VmState::Paused } else { VmState::Running };
+        Shown::As { state, note: Some(self.what.into()), progress: None }
     }
 }
 

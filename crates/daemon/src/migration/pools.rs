@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{Mode, OFlags};
 use sterna_api::units::show_size;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::destination::offers::Offers;
@@ -186,9 +185,7 @@ impl Pools {
         }
         let room_bytes = room_bytes.saturating_sub(promised(&gangs, taken));
         let bytes = self.needed_bytes(gang, room_bytes)?;
-        let unnamed = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-        let file = rustix::fs::open(&self.dir, unnamed, Mode::RUSR | Mode::WUSR);
-        let pool = file.map_err(std::io::Error::from).and_then(|file| Pool::new(file.into(), gang.members));
+        let pool = file::unnamed(&self.dir).map_err(io::Error::from).and_then(|file| Pool::new(file, gang.members));
         let pool = pool.map_err(|error| host("the gang's pool cannot be made", &error))?;
         let entry = Entry { pool: Arc::clone(&pool), spec: gang.clone(), bytes, names: HashSet::new(), quiet: None };
         gangs.insert(key, entry);

@@ -103,7 +103,8 @@ fn has_name(item: &Item) -> bool {
     item.value.as_deref().is_some_and(|value| value.contains(NAME))
 }
 
-fn refused(item: &Item, why: &str) -> Problem {
+/// The problem of what a clone cannot have.
+pub fn refused(item: &Item, why: &str) -> Problem {
     let shown = unparse(std::slice::from_ref(item)).join(" ");
     Problem::new(Code::CannotFork, Blame::Request, format!("it cannot be forked with '{shown}': {why}"))
 }

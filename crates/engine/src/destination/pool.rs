@@ -14,7 +14,6 @@ use std::collections::HashMap;
 use std::fmt::Debug;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -127,7 +126,7 @@ impl Pool {
     /// The file cannot be marked as a pool, or opened again for reading.
     pub fn new(file: File, members: u16) -> io::Result<Arc<Self>> {
         mark_as_pool(&file)?;
-        let reader = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+        let reader = file::reader(&file)?;
         let parts = (0..members).map(|_| None).collect();
         let state = State { parts, end: 0, waiting: HashMap::new() };
         let id = file::id(&file)?;

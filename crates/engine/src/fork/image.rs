@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_sys::file::{FileId, nobody_writes};
+use sterna_sys::file::{FileId, nobody_writes, reader};
 use sterna_sys::process::open_mapped;
 
 use crate::agent::{AddressRange, Agent, MapRun};
@@ -141,5 +141,5 @@ fn open(pid: u32, area: &Area) -> io::Result<File> {
     if sterna_sys::file::id(&file)? != area.file {
         return Err(changed());
     }
-    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+    Ok(reader(&file)?)
 }

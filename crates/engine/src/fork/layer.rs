@@ -10,10 +10,10 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 
 use sterna_sys::PAGE_BYTES;
-use sterna_sys::file::write_at;
+use sterna_sys::file::{reader, write_at};
 use sterna_sys::map::Access;
 use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
 use sterna_sys::process::ProcessMemory;
@@ -30,21 +30,21 @@ pub const MOST_PIECES: usize = 8192;
 /// How much is copied at a time, bytes.
 const STEP: u64 = 1 << 20;
 
-/// What became of a guest's own pages.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Layered {
+/// A layer that lies in the place of a guest's own pages.
+#[derive(Debug)]
+pub struct Layer {
+    /// Its file, open for reading only.
+    pub file: File,
     /// What was copied, bytes.
     pub bytes: u64,
-    /// The number of runs that it is in.
-    pub runs: usize,
 }
 
-/// Makes a layer of what a process has of its own of the RAM at these addresses, in `file`, which is empty, lies on
-/// tmpfs, and is nobody else's; and puts it in the place of these pages.
+/// Makes a layer of what a process has of its own of the RAM at these addresses, in `file`, which is empty and lies on
+/// tmpfs; and puts it in the place of these pages. Nobody writes the file afterwards.
 ///
 /// # Errors
 /// The RAM cannot be read, no memory is left, or the agent does not answer. The RAM reads as before.
-pub fn lay_over(pid: u32, ram: &[Range<u64>], file: &File, agent: &mut Agent) -> Result<Layered, MigrateError> {
+pub fn lay_over(pid: u32, ram: &[Range<u64>], file: File, agent: &mut Agent) -> Result<Layer, MigrateError> {
     let look = MigrateError::host("looking at the guest's RAM");
     let pagemap = Pagemap::open(pid).map_err(MigrateError::vmm_process("looking at the guest's RAM"))?;
     let areas = Areas::of(pid, ram).map_err(look)?;
@@ -55,14 +55,13 @@ pub fn lay_over(pid: u32, ram: &[Range<u64>], file: &File, agent: &mut Agent) ->
         );
     }
     let runs = near_ones_together(&own, ram, MOST_PIECES.saturating_sub(areas.iter().count()).max(1) / 2);
-    let copied = copy(pid, ram, &runs, file).map_err(MigrateError::host("copying the guest's own pages"))?;
-    let reader = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    let reader = reader.map_err(MigrateError::host("opening the layer of the guest's own pages"))?;
-    agent.map(reader.as_fd(), Sharing::Private, &copied).map_err(|source| MigrateError::Agent {
+    let copied = copy(pid, ram, &runs, &file).map_err(MigrateError::host("copying the guest's own pages"))?;
+    let file = reader(&file).map_err(MigrateError::kernel("opening the layer of the guest's own pages"))?;
+    agent.map(file.as_fd(), Sharing::Private, &copied).map_err(|source| MigrateError::Agent {
         doing: "putting a layer in the place of the guest's own pages",
         source: Box::new(source),
     })?;
-    Ok(Layered { bytes: runs.iter().map(|run| run.end - run.start).sum(), runs: runs.len() })
+    Ok(Layer { file, bytes: runs.iter().map(|run| run.end - run.start).sum() })
 }
 
 /// The pages among these addresses that are no file's: the process's own, and zeros in the place of a file's page.

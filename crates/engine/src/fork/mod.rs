@@ -30,10 +30,8 @@ use std::time::Duration;
 pub use image::Image;
 
 use crate::error::MigrateError;
-use crate::vmm::{EventTime, Source, Stopped, VmmError};
+use crate::vmm::{EventTime, Source, Stopped, VmmError, wait_until_stopped};
 
-/// How long the VMM may take to stop the guest: a disk may drain slowly.
-const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the VMM may take to save its devices, which takes milliseconds. The guest stands still then.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The most that the devices' state may be, bytes: video RAM is in it.
@@ -88,8 +86,7 @@ fn stop_and_save(
     std::thread::scope(|scope| {
         let _closed = Closed(&stream);
         let reader = scope.spawn(|| read_all(&stream));
-        let silent = || VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() };
-        let stopped = source.stopped(STOP_TIMEOUT)?.ok_or_else(silent)?;
+        let stopped = wait_until_stopped(source)?;
         tracing::debug!("the guest has stopped");
         source.save_devices()?;
         source.saved(DEVICE_TIMEOUT)?;

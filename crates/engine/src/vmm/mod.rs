@@ -90,6 +90,18 @@ pub enum VmmError {
     },
 }
 
+/// How long the VMM may take to stop the guest: a disk may drain slowly.
+const STOP_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Waits until the guest has stopped that [`Source::begin`] has the VMM stop.
+///
+/// # Errors
+/// [`VmmError`]; call `rollback`.
+pub fn wait_until_stopped(source: &mut dyn Source) -> Result<Stopped, VmmError> {
+    let silent = || VmmError::Silent { waiting_for: "stop".into(), seconds: STOP_TIMEOUT.as_secs() };
+    source.stopped(STOP_TIMEOUT)?.ok_or_else(silent)
+}
+
 /// The VMM at the source.
 pub trait Source: Send {
     /// Prepares the switchover without touching the guest.
