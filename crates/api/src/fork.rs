@@ -32,9 +32,11 @@ pub struct Forked {
     pub pause_ms: f64,
     /// RAM of the source, and of each clone, bytes.
     pub memory_bytes: u64,
-    /// What of the source's RAM was copied in the pause, bytes: its own pages since it was last forked. Nothing where
-    /// it was in shared memory until now.
+    /// What of the source's RAM was copied, bytes: its own pages since it was last forked. Nothing where it was in
+    /// shared memory until now.
     pub copied_bytes: u64,
+    /// What was copied in the pause, bytes: pages that the guest wrote while the others were copied.
+    pub copied_in_pause_bytes: u64,
     /// How many pieces the RAM of each is in.
     pub pieces: u64,
     /// The state of the guest's devices, bytes.

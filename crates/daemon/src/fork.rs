@@ -11,6 +11,7 @@
 
 use std::collections::HashSet;
 use std::fs::File;
+use std::panic::resume_unwind;
 use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
@@ -82,6 +83,7 @@ impl Fork<'_> {
                 .map_or(0.0, |at| at.0.saturating_sub(saved.stopped.stop.0) as f64 / 1e3),
             memory_bytes: record.memory_bytes,
             copied_bytes: frozen.copied_bytes,
+            copied_in_pause_bytes: frozen.late_bytes,
             pieces: frozen.image.mappings() as u64,
             device_bytes: saved.devices.len() as u64,
             ..Forked::default()
@@ -121,13 +123,23 @@ impl Fork<'_> {
     ) -> Result<(Source, Vec<Begun>), Problem> {
         let reserved = request.names.iter().map(|name| Reservation::starting(&self.care.machines, name));
         let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
-        let source = Source::reach(record, self.launcher, self.here.pools.dir())?;
+        let mut source = Source::reach(record, self.launcher, self.here.pools.dir())?;
         doing.found(source.running);
-        let plan = Plan::new(record, source.machine(), request)?;
+        let machine = source.machine().to_owned();
+        let plan = Plan::new(record, &machine, request)?;
         self.check_room(record, request.names.len() as u64)?;
         let names = request.names.iter().cloned().zip(reserved).collect();
-        let begun = several::map(names, |(name, reservation)| plan.begin(self.launcher, &name, reservation));
-        Ok((source, begun.into_iter().collect::<Result<_, _>>()?))
+        let begin = |(name, reservation): (String, _)| plan.begin(self.launcher, &name, reservation);
+        let (copied, begun) = std::thread::scope(|scope| {
+            let copied = scope.spawn(|| source.copy_ahead());
+            let begun = several::map(names, begin);
+            (copied.join().unwrap_or_else(|panic| resume_unwind(panic)), begun)
+        });
+        copied?;
+        let begun = begun.into_iter().collect::<Result<_, _>>()?;
+        // What the guest has written since.
+        source.copy_ahead()?;
+        Ok((source, begun))
     }
 
     /// Checks that there is room for the clones' QEMUs, and for what is kept back of what they may write.
@@ -142,6 +154,7 @@ impl Fork<'_> {
     fn pause(&self, record: &VmRecord, mut source: Source) -> Result<(Frozen, Saved), Problem> {
         let forking = source.on_record();
         if let Err(error) = self.care.machines.store_for_daemon(&forking) {
+            drop(source);
             let problem = crate::problems::host("cannot write the machine's record", &error);
             return Err(self.stays(record, problem));
         }
@@ -150,6 +163,8 @@ impl Fork<'_> {
             frozen = Some(freezing.freeze()?);
             Ok(())
         });
+        // Nothing watches the guest any more when the machine is given back, and nobody has the layer for writing.
+        drop(source);
         let (waits, why) = match &saved {
             Ok(saved) => (saved.waits.as_ref(), None),
             Err(NotSaved { why, waits }) => (waits.as_ref(), Some(why.problem())),

@@ -5,16 +5,20 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, fchown};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_engine::agent::{AddressRange, Agent, AgentError};
 use sterna_engine::error::MigrateError;
-use sterna_engine::fork::layer::{MOST_PIECES, lay_over};
+use sterna_engine::fork::layer::{Draft, Layer, MOST_PIECES};
 use sterna_engine::fork::{Image, NotSaved, Saved, save};
+use sterna_engine::inside::InsideQemu;
+use sterna_engine::memory::kind;
+use sterna_engine::source::track::WriteProtect;
 use sterna_engine::vmm::Source as _;
 use sterna_engine::vmm::qemu::{Inspection, QemuSource, writable_disks};
 use sterna_sys::file::{self, FileId};
+use sterna_sys::map::Access;
 use sterna_sys::process::{descriptors_of, maps};
 
 use crate::machines::agent;
@@ -47,8 +51,8 @@ pub struct Freezing {
     private: Vec<Block>,
     /// Of shared RAM, what stands for it afterwards.
     stand_ins: Vec<StandIn>,
-    /// A directory on the file system of machines' RAM.
-    dir: PathBuf,
+    /// Of private RAM, the file that its own pages become.
+    draft: Option<Draft>,
     /// Its pause has begun: what becomes of its files is asked afterwards.
     begun: bool,
 }
@@ -70,6 +74,8 @@ pub struct Frozen {
     pub latest: File,
     /// What of it was copied, bytes.
     pub copied_bytes: u64,
+    /// What of that was copied in the pause.
+    pub late_bytes: u64,
 }
 
 impl Source {
@@ -110,8 +116,12 @@ impl Source {
         let (agent, addresses) = control::agent_and_addresses(&record.agent, pid, &record.blocks)?;
         let ram = record.blocks.iter().zip(&addresses).map(|(block, at)| *at..*at + block.bytes).collect();
         let private = record.blocks.clone();
-        let (record, dir) = (record.clone(), dir.into());
-        let mut freezing = Freezing { record, agent, ram, private, stand_ins: Vec::new(), dir, begun: false };
+        let draft = match record.memory_mode {
+            MemoryMode::Shared => None,
+            MemoryMode::Private => Some(draft(record, &addresses, dir)?),
+        };
+        let (record, stand_ins) = (record.clone(), Vec::new());
+        let mut freezing = Freezing { record, agent, ram, private, stand_ins, draft, begun: false };
         freezing.prepare(launcher).map_err(|error| host("cannot prepare the machine's RAM", &error))?;
         Ok(Self { driver, freezing, about, running })
     }
@@ -127,6 +137,15 @@ impl Source {
         VmRecord { forking, running: self.running, ..self.freezing.record.clone() }
     }
 
+    /// Copies what must be copied, as far as that can be done while the guest runs.
+    ///
+    /// # Errors
+    /// A [`Problem`]: no memory is left, or what does not answer.
+    pub fn copy_ahead(&mut self) -> Result<(), Problem> {
+        let copied = self.freezing.draft.as_mut().map_or(Ok(()), Draft::copy_ahead);
+        copied.map_err(|error| error.problem())
+    }
+
     /// The pause. `freeze` is called when nothing uses RAM.
     ///
     /// # Errors
@@ -139,6 +158,20 @@ impl Source {
         freezing.begun = true;
         save(&mut self.driver, &mut || freeze(freezing))
     }
+}
+
+/// Begins to watch a machine's private RAM, for the file that its own pages become.
+fn draft(record: &VmRecord, addresses: &[u64], dir: &Path) -> Result<Draft, Problem> {
+    let pid = record.process.pid;
+    let blocks = record.block_files(addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
+    let file = file::unnamed(dir).map_err(|error| host("cannot make a file for the guest's own pages", &error))?;
+    // A connection of its own: what the pause asks of the agent waits for nothing else.
+    let agent = agent::connect(&record.agent, pid).map_err(|error| error.problem())?;
+    let begin = || -> Result<Draft, MigrateError> {
+        let tracker = WriteProtect::new(pid, InsideQemu::new(agent))?;
+        Draft::begin(pid, kind::open(&blocks, Access::Read)?, Box::new(tracker), file)
+    };
+    begin().map_err(|error| error.problem())
 }
 
 impl Freezing {
@@ -167,17 +200,15 @@ impl Freezing {
     /// RAM reads as before; whether it is private by then is to be asked.
     pub fn freeze(&mut self) -> Result<Frozen, MigrateError> {
         let pid = self.record.process.pid;
-        let (latest, copied_bytes) = match self.record.memory_mode {
-            MemoryMode::Shared => (self.make_private()?, 0),
-            MemoryMode::Private => {
-                let file = file::unnamed(&self.dir);
-                let file = file.map_err(MigrateError::kernel("making a file for the guest's own pages"))?;
-                let layer = lay_over(pid, &self.ram, file, &mut self.agent)?;
-                (layer.file, layer.bytes)
+        let (latest, copied_bytes, late_bytes) = match &mut self.draft {
+            None => (self.make_private()?, 0, 0),
+            Some(draft) => {
+                let Layer { file, bytes, late_bytes } = draft.lay_over(&mut self.agent)?;
+                (file, bytes, late_bytes)
             }
         };
         let image = Image::of(pid, &self.ram).map_err(MigrateError::host("looking at the guest's RAM"))?;
-        Ok(Frozen { image, latest, copied_bytes })
+        Ok(Frozen { image, latest, copied_bytes, late_bytes })
     }
 
     /// Makes private RAM of shared RAM; its file is nobody's but root's then.

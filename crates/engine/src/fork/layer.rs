@@ -1,7 +1,8 @@
 //! Pages of a guest's own become a file that others can have: a layer over what the guest's RAM consists of already.
 //!
-//! The guest does not run. Its own pages are copied into a file, each where it lies in RAM; then the file is mapped in
-//! their place. Content stays what it is at each step: a part that is mapped already reads as the one that is not.
+//! They are copied into the file while the guest runs, each to where it lies in RAM, and watched: what the guest writes
+//! meanwhile is copied again, in the end with the guest stopped. Then the file is mapped in their place. Content stays
+//! what it is at each step: a part that is mapped already reads as the one that is not.
 //!
 //! Pages that are near one another are copied with what lies between them, so that the guest's RAM is in few mappings.
 //! How near they must be for that grows with the number of runs: a guest of which every second page is its own becomes
@@ -11,57 +12,189 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
-use sterna_sys::PAGE_BYTES;
+use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, PAGE_BYTES};
+use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::file::{reader, write_at};
-use sterna_sys::map::Access;
 use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
-use sterna_sys::process::ProcessMemory;
 
 use crate::agent::{AddressRange, Agent, MapRun, Sharing};
 use crate::error::MigrateError;
 use crate::memory::areas::Areas;
-use crate::memory::is_zero;
+use crate::memory::{Memory, add_run, is_zero};
+use crate::source::track::Tracker;
 
 /// The most mappings that RAM may consist of when it is forked. Each clone has as many, and what it discards may cut
 /// them up further. The kernel allows 65,530 of a process in all.
 pub const MOST_PIECES: usize = 8192;
 
-/// How much is copied at a time, bytes.
-const STEP: u64 = 1 << 20;
+/// So few pages are copied in the pause.
+const FEW_PAGES: u64 = 256;
+/// How often pages are copied while the guest runs, at most.
+const ROUNDS: usize = 8;
 
 /// A layer that lies in the place of a guest's own pages.
 #[derive(Debug)]
 pub struct Layer {
     /// Its file, open for reading only.
     pub file: File,
-    /// What was copied, bytes.
+    /// What lies in it, bytes of RAM.
     pub bytes: u64,
+    /// What was copied with the guest stopped, bytes.
+    pub late_bytes: u64,
 }
 
-/// Makes a layer of what a process has of its own of the RAM at these addresses, in `file`, which is empty and lies on
-/// tmpfs; and puts it in the place of these pages. Nobody writes the file afterwards.
-///
-/// # Errors
-/// The RAM cannot be read, no memory is left, or the agent does not answer. The RAM reads as before.
-pub fn lay_over(pid: u32, ram: &[Range<u64>], file: File, agent: &mut Agent) -> Result<Layer, MigrateError> {
-    let look = MigrateError::host("looking at the guest's RAM");
-    let pagemap = Pagemap::open(pid).map_err(MigrateError::vmm_process("looking at the guest's RAM"))?;
-    let areas = Areas::of(pid, ram).map_err(look)?;
-    let mut own = Vec::new();
-    for block in ram {
-        own.extend(
-            own_pages(&pagemap, &areas, block.clone()).map_err(MigrateError::host("finding the guest's pages"))?,
-        );
+/// A layer in the making. Until it is dropped the guest's writes are watched.
+pub struct Draft {
+    /// The process that has the RAM.
+    pid: u32,
+    memory: Arc<dyn Memory>,
+    tracker: Box<dyn Tracker>,
+    pagemap: Pagemap,
+    file: File,
+    /// Pages that the file has as the guest has them, but for what was written since they were last collected.
+    current: PageMap,
+    /// Pages of which the file has something that is not a hole.
+    kept: PageMap,
+}
+
+impl Draft {
+    /// Begins to watch a process's private RAM. The file is empty and lies on tmpfs; nobody else has it.
+    ///
+    /// # Errors
+    /// The kernel or the VMM refuses to watch, or the process cannot be looked into.
+    pub fn begin(
+        pid: u32,
+        memory: Arc<dyn Memory>,
+        mut tracker: Box<dyn Tracker>,
+        file: File,
+    ) -> Result<Self, MigrateError> {
+        let pagemap = Pagemap::open(pid).map_err(MigrateError::vmm_process("looking at the guest's RAM"))?;
+        let bytes = memory.layout().blocks().map(|block| block.bytes).sum();
+        file.set_len(bytes).map_err(MigrateError::host("making a file for the guest's own pages"))?;
+        tracker.arm(memory.as_ref())?;
+        let (current, kept) = (PageMap::empty(memory.layout()), PageMap::empty(memory.layout()));
+        Ok(Self { pid, memory, tracker, pagemap, file, current, kept })
     }
-    let runs = near_ones_together(&own, ram, MOST_PIECES.saturating_sub(areas.iter().count()).max(1) / 2);
-    let copied = copy(pid, ram, &runs, &file).map_err(MigrateError::host("copying the guest's own pages"))?;
-    let file = reader(&file).map_err(MigrateError::kernel("opening the layer of the guest's own pages"))?;
-    agent.map(file.as_fd(), Sharing::Private, &copied).map_err(|source| MigrateError::Agent {
-        doing: "putting a layer in the place of the guest's own pages",
-        source: Box::new(source),
-    })?;
-    Ok(Layer { file, bytes: runs.iter().map(|run| run.end - run.start).sum() })
+
+    /// Copies the guest's own pages while it runs, until few are left that it has written since, or it writes them as
+    /// fast as they are copied.
+    ///
+    /// # Errors
+    /// The RAM cannot be read, or no memory is left.
+    pub fn copy_ahead(&mut self) -> Result<(), MigrateError> {
+        let mut before = u64::MAX;
+        for _ in 0..ROUNDS {
+            let runs = self.runs()?;
+            let copied = self.copy(&runs)?;
+            tracing::debug!(pages = copied, runs = runs.len(), "copied ahead of the fork");
+            if copied <= FEW_PAGES || copied > before / 4 * 3 {
+                break;
+            }
+            before = copied;
+        }
+        Ok(())
+    }
+
+    /// Puts the layer in the place of the guest's own pages. The guest does not run, and nothing in the VMM uses its
+    /// RAM. Nobody writes the file once this is dropped.
+    ///
+    /// # Errors
+    /// As [`copy_ahead`](Self::copy_ahead), or the agent does not answer. The RAM reads as before.
+    pub fn lay_over(&mut self, agent: &mut Agent) -> Result<Layer, MigrateError> {
+        let runs = self.runs()?;
+        let late_bytes = self.copy(&runs)? * PAGE_BYTES as u64;
+        let file = reader(&self.file).map_err(MigrateError::kernel("opening the layer of the guest's own pages"))?;
+        let placed = self.placed(&runs);
+        agent.map(file.as_fd(), Sharing::Private, &placed).map_err(|source| MigrateError::Agent {
+            doing: "putting a layer in the place of the guest's own pages",
+            source: Box::new(source),
+        })?;
+        Ok(Layer { file, bytes: runs.iter().map(|run| run.end - run.start).sum(), late_bytes })
+    }
+
+    /// The runs of RAM that the layer is to have, as it is now; what was written before is no longer current.
+    ///
+    /// The writes are collected first: a page that becomes the guest's own later was written after that, and is
+    /// collected the next time.
+    fn runs(&mut self) -> Result<Vec<Range<u64>>, MigrateError> {
+        let layout = self.memory.layout();
+        let (mut written, mut discarded) = (PageMap::empty(layout), PageMap::empty(layout));
+        self.tracker.collect(self.memory.as_ref(), &mut written, &mut discarded)?;
+        self.current.take_out(&written);
+        let ram = self.memory.spans();
+        let find = || -> io::Result<Vec<Range<u64>>> {
+            let areas = Areas::of(self.pid, &ram)?;
+            let mut own = Vec::new();
+            for block in &ram {
+                own.extend(own_pages(&self.pagemap, &areas, block.clone())?);
+            }
+            Ok(near_ones_together(&own, &ram, MOST_PIECES.saturating_sub(areas.iter().count()).max(1) / 2))
+        };
+        find().map_err(MigrateError::host("finding the guest's own pages"))
+    }
+
+    /// Copies those pages of these runs that are not current. Returns how many.
+    fn copy(&mut self, runs: &[Range<u64>]) -> Result<u64, MigrateError> {
+        let mut wanted = PageMap::empty(self.memory.layout());
+        for (block, span) in self.memory.spans().into_iter().enumerate() {
+            for run in runs.iter().filter(|run| span.contains(&run.start)) {
+                add_run(&mut wanted, self.memory.layout(), block, run.start - span.start..run.end - span.start);
+            }
+        }
+        wanted.take_out(&self.current);
+        let mut bodies = vec![0; CHUNK_BYTES];
+        let mut copy = || -> io::Result<()> {
+            for (chunk, pages) in wanted.iter().filter(|(_, pages)| !pages.is_empty()) {
+                let bodies = &mut bodies[..pages.len() * PAGE_BYTES];
+                self.memory.read(chunk, pages, bodies)?;
+                self.keep(chunk, pages, bodies)?;
+            }
+            // RAM that was taken away has no content.
+            self.memory.intact()
+        };
+        copy().map_err(MigrateError::host("copying the guest's own pages"))?;
+        self.current.add(&wanted);
+        Ok(wanted.len())
+    }
+
+    /// Puts bodies of these pages into the file. What is zero stays a hole, or becomes zeros where it is none.
+    fn keep(&mut self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) -> io::Result<()> {
+        let (each, _) = bodies.as_chunks::<PAGE_BYTES>();
+        let kept = self.kept.chunk_mut(chunk);
+        let written = pages.iter().zip(each).filter(|(page, body)| kept.contains(*page) || !is_zero(body));
+        let written: PageSet = written.map(|(page, _)| page).collect();
+        *kept = kept.or(&written);
+        let start = self.offset_of(chunk).ok_or_else(|| io::Error::other("a page outside of RAM"))?;
+        for (first, count) in written.runs() {
+            let before = pages.and(&PageSet::first(first)).len();
+            let run = &bodies[before * PAGE_BYTES..(before + count) * PAGE_BYTES];
+            write_at(&self.file, start + (first * PAGE_BYTES) as u64, run)?;
+        }
+        Ok(())
+    }
+
+    /// Where a chunk lies in the file, which has all blocks, one behind the other.
+    fn offset_of(&self, chunk: ChunkIndex) -> Option<u64> {
+        let place = self.memory.layout().place(chunk)?;
+        let before: u64 = self.memory.layout().blocks().take(place.block).map(|block| block.bytes).sum();
+        Some(before + place.offset)
+    }
+
+    /// Where these runs lie in the file.
+    fn placed(&self, runs: &[Range<u64>]) -> Vec<MapRun> {
+        let mut placed = Vec::with_capacity(runs.len());
+        let mut before = 0;
+        for span in self.memory.spans() {
+            for run in runs.iter().filter(|run| span.contains(&run.start)) {
+                let at = AddressRange { address: run.start, length: run.end - run.start };
+                placed.push(MapRun { at, offset: before + (run.start - span.start) });
+            }
+            before += span.end - span.start;
+        }
+        placed
+    }
 }
 
 /// The pages among these addresses that are no file's: the process's own, and zeros in the place of a file's page.
@@ -97,96 +230,10 @@ fn near_ones_together(own: &[Range<u64>], ram: &[Range<u64>], most: usize) -> Ve
         if runs.len() <= most || near >= whole {
             return runs;
         }
-        near = (near * 2).max(PAGE_BYTES);
+        near = (near * 2).max(PAGE_BYTES as u64);
     }
-}
-
-/// Copies these runs of a process's RAM into a file, each to where it lies in RAM. What is zero stays a hole.
-fn copy(pid: u32, ram: &[Range<u64>], runs: &[Range<u64>], file: &File) -> io::Result<Vec<MapRun>> {
-    file.set_len(ram.iter().map(|block| block.end - block.start).sum())?;
-    let memory = ProcessMemory::open(pid, Access::Read)?;
-    let mut bodies = vec![0; STEP as usize];
-    let mut copied = Vec::with_capacity(runs.len());
-    for run in runs {
-        let offset = offset_in(ram, run.start).ok_or_else(|| io::Error::other("a page outside of RAM"))?;
-        for at in (run.start..run.end).step_by(STEP as usize) {
-            let bodies = &mut bodies[..(run.end - at).min(STEP) as usize];
-            if memory.read(at, bodies)? != bodies.len() {
-                return Err(io::Error::other("a page of the guest's cannot be read"));
-            }
-            write_what_is_not_zero(file, offset + (at - run.start), bodies)?;
-        }
-        let at = AddressRange { address: run.start, length: run.end - run.start };
-        copied.push(MapRun { at, offset });
-    }
-    Ok(copied)
-}
-
-fn write_what_is_not_zero(file: &File, offset: u64, bodies: &[u8]) -> io::Result<()> {
-    let (pages, _) = bodies.as_chunks::<{ PAGE_BYTES as usize }>();
-    let mut at = 0;
-    for alike in pages.chunk_by(|one, next| is_zero(one) == is_zero(next)) {
-        if !is_zero(&alike[0]) {
-            write_at(file, offset + at, alike.as_flattened())?;
-        }
-        at += alike.len() as u64 * PAGE_BYTES;
-    }
-    Ok(())
-}
-
-/// Where an address of RAM lies in a file that has all blocks, one behind the other.
-fn offset_in(ram: &[Range<u64>], address: u64) -> Option<u64> {
-    let mut before = 0;
-    for block in ram {
-        if block.contains(&address) {
-            return Some(before + (address - block.start));
-        }
-        before += block.end - block.start;
-    }
-    None
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const P: u64 = PAGE_BYTES;
-
-    fn pages(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
-        ranges.iter().map(|range| range.start * P..range.end * P).collect()
-    }
-
-    #[test]
-    fn near_runs_become_one_until_there_are_few_enough_and_never_across_blocks() {
-        let ram = pages(&[0..100, 100..200]);
-        let own = pages(&[0..1, 2..3, 6..8, 20..30, 98..100, 100..101]);
-        let runs = |most| near_ones_together(&own, &ram, most);
-        assert_eq!(runs(10), own);
-        assert_eq!(runs(5), pages(&[0..3, 6..8, 20..30, 98..100, 100..101]));
-        assert_eq!(runs(4), pages(&[0..8, 20..30, 98..100, 100..101]));
-        assert_eq!(runs(1), pages(&[0..100, 100..101]), "as few as there are blocks");
-        assert_eq!(near_ones_together(&[], &ram, 1), []);
-    }
-
-    #[test]
-    fn a_layer_has_each_block_behind_the_one_before() {
-        let ram = pages(&[10..20, 50..60]);
-        assert_eq!(offset_in(&ram, 10 * P), Some(0));
-        assert_eq!(offset_in(&ram, 52 * P), Some(12 * P));
-        assert_eq!(offset_in(&ram, 20 * P), None);
-    }
-
-    #[test]
-    fn zeros_take_no_memory_in_a_layer() {
-        let file = tempfile::tempfile_in("/dev/shm").expect("a file");
-        let page = P as usize;
-        let mut bodies = vec![0; 5 * page];
-        bodies[page..2 * page].fill(1);
-        bodies[4 * page] = 1;
-        file.set_len(10 * P).expect("its size");
-        write_what_is_not_zero(&file, 2 * P, &bodies).expect("written");
-        assert_eq!(sterna_sys::file::allocated_bytes(&file).expect("allocated"), 2 * P);
-        let runs: Vec<_> = sterna_sys::file::allocated_runs(&file, 0..10 * P).flatten().collect();
-        assert_eq!(runs, pages(&[3..4, 6..7]));
-    }
-}
+#[path = "layer_tests.rs"]
+mod tests;

@@ -43,11 +43,12 @@ fn forked(answer: &Answer) -> Forked {
     answer.expect(0, &[]);
     let forked: Forked = serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"));
     println!(
-        "{}: paused {:.1} ms, {:.0} ms in all, {} MiB copied, {} pieces",
+        "{}: paused {:.1} ms, {:.0} ms in all, {} MiB copied, {} KiB of them in the pause, {} pieces",
         forked.vm,
         forked.pause_ms,
         forked.ms,
         forked.copied_bytes / MIB,
+        forked.copied_in_pause_bytes / 1024,
         forked.pieces
     );
     forked

@@ -1,0 +1,173 @@
+//! Layers of this process's private memory, which a thread writes meanwhile.
+
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use sterna_protocol::spec::BlockSpec;
+use sterna_sys::map::{Access, PrivateMapping};
+
+use super::*;
+use crate::memory::inside_here::InsideHere;
+use crate::memory::{BlockFile, Holder, kind};
+use crate::source::track::{Cost, Watch, WriteProtect};
+
+const P: u64 = PAGE_BYTES as u64;
+const PAGES: u64 = 2048;
+
+fn pages(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
+    ranges.iter().map(|range| range.start * P..range.end * P).collect()
+}
+
+#[test]
+fn near_runs_become_one_until_there_are_few_enough_and_never_across_blocks() {
+    let ram = pages(&[0..100, 100..200]);
+    let own = pages(&[0..1, 2..3, 6..8, 20..30, 98..100, 100..101]);
+    let runs = |most| near_ones_together(&own, &ram, most);
+    assert_eq!(runs(10), own);
+    assert_eq!(runs(5), pages(&[0..3, 6..8, 20..30, 98..100, 100..101]));
+    assert_eq!(runs(4), pages(&[0..8, 20..30, 98..100, 100..101]));
+    assert_eq!(runs(1), pages(&[0..100, 100..101]), "as few as there are blocks");
+    assert_eq!(near_ones_together(&[], &ram, 1), []);
+}
+
+/// A guest of two blocks in this process, and a layer of it in the making.
+struct Rig {
+    mappings: Arc<Vec<PrivateMapping>>,
+    memory: Arc<dyn Memory>,
+}
+
+impl Rig {
+    /// `None`, and why, where the kernel does not track.
+    fn new() -> Option<Self> {
+        if !sterna_sys::probe::missing().is_empty() {
+            println!("skipped: {}", sterna_sys::probe::missing().join("; "));
+            return None;
+        }
+        let mappings = [PAGES / 2; 2].map(|pages| PrivateMapping::new(pages * P).expect("a mapping"));
+        let mappings = Arc::new(Vec::from(mappings));
+        let inside = Arc::new(Mutex::new(InsideHere(Arc::clone(&mappings))));
+        let blocks = mappings.iter().enumerate().map(|(index, mapping)| BlockFile {
+            spec: BlockSpec { id: format!("ram{index}"), bytes: PAGES / 2 * P, page_bytes: P, path: String::new() },
+            file: tempfile::tempfile_in("/dev/shm").expect("a file"),
+            address: mapping.addresses().start,
+            process: Some(Holder { pid: std::process::id(), inside: inside.clone() }),
+        });
+        let memory = kind::open(&blocks.collect::<Vec<_>>(), Access::Read).expect("RAM");
+        Some(Self { mappings, memory })
+    }
+
+    fn draft(&self, tracker: Box<dyn Tracker>) -> Draft {
+        let file = tempfile::tempfile_in("/dev/shm").expect("a file");
+        Draft::begin(std::process::id(), Arc::clone(&self.memory), tracker, file).expect("a layer in the making")
+    }
+
+    fn tracker(&self) -> Box<dyn Tracker> {
+        let inside = InsideHere(Arc::clone(&self.mappings));
+        Box::new(WriteProtect::new(std::process::id(), inside).expect("a tracker"))
+    }
+
+    /// Fills a page of the guest's.
+    fn set(&self, page: u64, byte: u8) {
+        let (block, page) = (page / (PAGES / 2), page % (PAGES / 2));
+        self.mappings[block as usize].write(page * P, &[byte; PAGE_BYTES]);
+    }
+
+    /// What the guest has there.
+    fn page(&self, page: u64) -> [u8; PAGE_BYTES] {
+        let (block, page) = (page / (PAGES / 2), page % (PAGES / 2));
+        let mut body = [0; PAGE_BYTES];
+        self.mappings[block as usize].read(page * P, &mut body);
+        body
+    }
+
+    /// The pages in which the layer is not what the guest has: what its runs show of the file.
+    fn wrong(&self, draft: &mut Draft) -> Vec<u64> {
+        let runs = draft.runs().expect("runs");
+        draft.copy(&runs).expect("the last copies");
+        let mut shown = vec![0; (PAGES * P) as usize];
+        for MapRun { at, offset } in draft.placed(&runs) {
+            let (start, end) = (offset as usize, (offset + at.length) as usize);
+            draft.file.read_exact_at(&mut shown[start..end], offset).expect("the layer");
+        }
+        let (shown, _) = shown.as_chunks::<PAGE_BYTES>();
+        (0..PAGES).filter(|page| self.page(*page) != shown[*page as usize]).collect()
+    }
+}
+
+#[test]
+fn what_a_guest_writes_while_its_pages_are_copied_is_in_the_layer() {
+    let Some(rig) = Rig::new() else { return };
+    (0..PAGES).step_by(3).for_each(|page| rig.set(page, 1));
+    let mut draft = rig.draft(rig.tracker());
+    let (stop, writes) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Acquire) {
+                let number = writes.fetch_add(1, Ordering::AcqRel);
+                // Pages of before, pages that were not there, and zeros in the place of something.
+                rig.set(number.wrapping_mul(7919) % PAGES, (number % 5) as u8);
+            }
+        });
+        for _ in 0..20 {
+            let before = writes.load(Ordering::Acquire);
+            draft.copy_ahead().expect("copied");
+            while writes.load(Ordering::Acquire) < before + 100 {
+                std::thread::yield_now();
+            }
+        }
+        stop.store(true, Ordering::Release);
+    });
+    assert_eq!(rig.wrong(&mut draft), [0; 0]);
+}
+
+/// Seen to fail where a page that was copied before stays as it was copied.
+#[test]
+fn a_page_that_is_discarded_or_becomes_zero_after_it_was_copied_reads_as_zeros() {
+    let Some(rig) = Rig::new() else { return };
+    [10, 11, 12, 1500].into_iter().for_each(|page| rig.set(page, 7));
+    let mut draft = rig.draft(rig.tracker());
+    draft.copy_ahead().expect("copied");
+    rig.set(11, 0);
+    rig.mappings[0].discard(10 * P..11 * P).expect("discarded");
+    assert_eq!(rig.wrong(&mut draft), [0; 0]);
+    rig.set(10, 9);
+    assert_eq!(rig.wrong(&mut draft), [0; 0]);
+}
+
+#[test]
+fn zeros_take_no_memory_in_a_layer() {
+    let Some(rig) = Rig::new() else { return };
+    [(5, 0), (6, 1), (7, 0), (1030, 1)].into_iter().for_each(|(page, byte)| rig.set(page, byte));
+    let mut draft = rig.draft(rig.tracker());
+    assert_eq!(rig.wrong(&mut draft), [0; 0]);
+    assert_eq!(sterna_sys::file::allocated_bytes(&draft.file).expect("allocated"), 2 * P);
+}
+
+/// The tests above can fail: a tracker that sees nothing loses writes.
+#[test]
+fn writes_that_nobody_tracks_are_missing_in_the_layer() {
+    struct Blind;
+    impl Tracker for Blind {
+        fn arm(&mut self, _: &dyn Memory) -> Result<(), MigrateError> {
+            Ok(())
+        }
+        fn collect(&mut self, _: &dyn Memory, _: &mut PageMap, _: &mut PageMap) -> Result<(), MigrateError> {
+            Ok(())
+        }
+        fn watch(&self) -> Option<Arc<dyn Watch>> {
+            None
+        }
+        fn seal(&mut self) {}
+        fn disarm(&mut self) {}
+        fn cost(&self) -> Cost {
+            Cost::default()
+        }
+    }
+    let Some(rig) = Rig::new() else { return };
+    [1, 2, 3].into_iter().for_each(|page| rig.set(page, 1));
+    let mut draft = rig.draft(Box::new(Blind));
+    draft.copy_ahead().expect("copied");
+    rig.set(2, 2);
+    assert_eq!(rig.wrong(&mut draft), [2]);
+}
