@@ -56,6 +56,7 @@ pub fn commit(
     departure.account.answered();
     let lost = match reply {
         Ok(Reply::Running { start_us, cpu_us }) => {
+            tracing::debug!("the guest runs there");
             let started_us = start_us.saturating_add_signed(-clock_offset_us).min(now_us());
             departure.account.started(loaded, started_us, cpu_us, departure.spec.running);
             if loaded.residue.is_some() {

@@ -250,6 +250,7 @@ fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> R
         .and_then(|ending| switchover::switchover(departure, link, &mut prepared, ending))
         .and_then(|loaded| commit::commit(departure, link, &loaded, prepared.clock_offset_us));
     departure.pause.over();
+    prepared.rounds.calm();
     departure.account.rounds(&prepared.rounds);
     match given {
         Ok(Given::Ended(fate)) => Ok(Gone::Ended(fate)),

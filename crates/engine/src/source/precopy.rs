@@ -9,7 +9,9 @@ use sterna_protocol::convergence::{Because, Convergence, Decision, Goal, Measure
 
 use super::departure::Departure;
 use super::link::Link;
+use super::pauses::Place;
 use super::prepare::Prepared;
+use super::rounds::Rounds;
 use super::throttle::Throttle;
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
@@ -21,7 +23,8 @@ pub const DEVICE_TIME: Duration = Duration::from_millis(6);
 const ENDED_LOOK: Duration = Duration::from_millis(100);
 /// How often the throttle checks whether the guest has processors' threads that are not slowed down.
 const THREADS_LOOK: Duration = Duration::from_secs(1);
-/// How often a wait between two rounds checks for cancellation.
+/// How often a wait between two rounds checks for cancellation; and how long one lasts at least while the guest waits
+/// for its turn to stop, or for the link to become empty.
 const WAIT_STEP: Duration = Duration::from_millis(10);
 
 /// The way in which rounds end.
@@ -45,6 +48,9 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
         while !departure.pause.may_stop(Instant::now()) {
             wait(departure.monitor, Instant::now() + WAIT_STEP)?;
         }
+        if prepared.rounds.hush() {
+            wait(departure.monitor, Instant::now() + WAIT_STEP)?;
+        }
         let postcopy = options.mode == Mode::Postcopy;
         return Ok(if postcopy { Ending::Postcopy(Because::Asked) } else { Ending::Switchover });
     }
@@ -60,6 +66,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
     let mut at_least = Duration::ZERO;
     // How the rounds end, once that is decided and others stand still or are not ready.
     let mut decided = None;
+    let mut hushed = false;
     loop {
         rounds.look_for_untracked(vmm)?;
         let began = Instant::now();
@@ -71,7 +78,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
         }
         rounds.skip_free(vmm);
         if let Some(ending) = decided {
-            if pause.may_stop(Instant::now()) {
+            if may_stop(pause, rounds, &mut hushed) {
                 return Ok(ending);
             }
             continue;
@@ -107,7 +114,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
                         Ending::Switchover
                     }
                 };
-                if pause.may_stop(Instant::now()) {
+                if may_stop(pause, rounds, &mut hushed) {
                     return Ok(ending);
                 }
                 decided = Some(ending);
@@ -124,6 +131,17 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
         };
         brake.follow(vmm);
     }
+}
+
+/// Whether the guest may stop now: it is its turn among those that leave with it, and the link is empty. Where others
+/// had begun to send something, another round goes first: `hushed` is set then, and the answer to the next question is
+/// yes.
+fn may_stop(pause: &mut Place, rounds: &Rounds, hushed: &mut bool) -> bool {
+    if *hushed {
+        return true;
+    }
+    *hushed = pause.may_stop(Instant::now());
+    *hushed && !rounds.hush()
 }
 
 /// The throttle of the guest, and the account of its use.

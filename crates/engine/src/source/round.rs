@@ -159,11 +159,12 @@ fn send<'a>(
 ) -> Result<Sent, MigrateError> {
     let Making { round: number, ram, encoding, .. } = round.making;
     while let Some(outbound) = supply.next()? {
-        round.pacer.wait(outbound.bytes(), || round.monitor.check())?;
+        let turn = round.pacer.wait(outbound.bytes(), || round.monitor.check())?;
         let bytes = stream.send(&outbound).map_err(|error| match error {
             SendError::Memory => MigrateError::host("reading the guest's RAM")(ram.lost(outbound.chunk)),
             error => link_broke(error),
         })?;
+        drop(turn);
         round.monitor.sent(outbound.counts.pages(), bytes);
         if let Some(buffer) = outbound.payload.into_buffer() {
             encoding.give_back(buffer);

@@ -33,6 +33,8 @@ use crate::vmm::{self, VmmError};
 
 /// How many times pages that arrive damaged are sent again with the guest stopped.
 const REPEATS: u32 = 3;
+/// How long a guest that could be stopped waits for what other migrations have begun to send.
+const HUSH: Duration = Duration::from_millis(200);
 
 /// The fewest bytes of a round that tells the link's speed.
 const MEASURABLE_BYTES: u64 = 4 << 20;
@@ -284,13 +286,24 @@ impl<'a> Rounds<'a> {
         self.round(link, false, until).map(drop)
     }
 
+    /// The guest is about to stop: the host's other migrations leave it the link, until it runs again
+    /// ([`calm`](Self::calm)). Waits until what they had begun to send is on its way. Returns whether there was
+    /// anything: the link has it still for a moment.
+    pub fn hush(&self) -> bool {
+        self.pacer.hurry(HUSH)
+    }
+
+    /// The guest runs again, here or there.
+    pub fn calm(&self) {
+        self.pacer.calm();
+    }
+
     /// Sends the outstanding pages with the guest stopped: when this returns, the destination's RAM equals the
     /// source's.
     ///
     /// # Errors
     /// As [`send`](Self::send), and [`MigrateError::Damaged`].
     pub fn send_last(&mut self, link: &mut Link) -> Result<(), MigrateError> {
-        self.pacer.hurry();
         for _ in 0..REPEATS {
             // Bodies that were digested before the stop may be suspect in the first of these rounds; nothing changes
             // after it.

@@ -6,11 +6,14 @@
 //! wait starts there, so that a flow that was idle or late neither catches up on the past nor waits for it. The order
 //! waits for no flow: what one does not take goes to the others.
 //!
-//! A hurried flow is one whose guest is stopped and waits for its last pages. It goes before the others. These still
-//! get a turn after every 16 MiB, so that no number of pauses starves a flow.
+//! A hurried flow is one whose guest stands still, or is about to, and waits for its last pages. It goes before the
+//! others. At first these get no turn at all (`quiet.rs`), whether the link has a rate or not; then one after every
+//! 16 MiB, so that no number of pauses starves a flow.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
+
+use super::quiet::Quiet;
 
 /// How far the sending may run ahead of the rate: that makes a late wake-up good.
 pub(super) const BURST: Duration = Duration::from_millis(5);
@@ -48,6 +51,8 @@ pub(super) struct Turns {
     flows: BTreeMap<Flow, Waiting>,
     /// Bytes given to hurried flows since a waiting flow that is not hurried had a turn.
     passed_over: u64,
+    /// While a flow is hurried.
+    quiet: Quiet,
     numbers: u64,
 }
 
@@ -57,6 +62,8 @@ struct Waiting {
     count: u64,
     hurried: bool,
     tickets: VecDeque<(Ticket, u64)>,
+    /// Turns that were given and have not ended.
+    sending: usize,
 }
 
 impl Turns {
@@ -85,14 +92,59 @@ impl Turns {
     }
 
     /// Removes a flow that has ended.
-    pub fn part(&mut self, flow: Flow) {
+    pub fn part(&mut self, flow: Flow, now: Instant) {
         self.flows.remove(&flow);
+        self.quiet_ends(now);
     }
 
     /// Makes a flow hurried: a guest waits for it from now on.
-    pub fn hurry(&mut self, flow: Flow) {
+    pub fn hurry(&mut self, flow: Flow, now: Instant) {
         if let Some(waiting) = self.flows.get_mut(&flow) {
             waiting.hurried = true;
+            self.quiet.begin(now);
+            self.quiet_counts(now);
+        }
+    }
+
+    /// Makes a flow one like the others: no guest waits for it any more.
+    pub fn calm(&mut self, flow: Flow, now: Instant) {
+        if let Some(waiting) = self.flows.get_mut(&flow) {
+            waiting.hurried = false;
+        }
+        self.quiet_ends(now);
+    }
+
+    fn quiet_ends(&mut self, now: Instant) {
+        if !self.flows.values().any(|waiting| waiting.hurried) {
+            self.quiet.end(now);
+        }
+    }
+
+    /// Until when a flow must not begin to send, whatever is its turn; `None` where it may.
+    pub fn quiet_for(&self, flow: Flow, now: Instant) -> Option<Instant> {
+        let hurried = self.flows.get(&flow).is_some_and(|waiting| waiting.hurried);
+        if hurried { None } else { self.quiet.until(now) }
+    }
+
+    /// Whether a flow that is not hurried has turns that have not ended.
+    pub fn others_send(&self) -> bool {
+        self.flows.values().any(|waiting| !waiting.hurried && waiting.sending > 0)
+    }
+
+    /// What a flow was given a turn for has been sent.
+    pub fn sent(&mut self, flow: Flow, now: Instant) {
+        if let Some(waiting) = self.flows.get_mut(&flow) {
+            let hurried = waiting.hurried;
+            waiting.sending = waiting.sending.saturating_sub(1);
+            if !hurried {
+                self.quiet_counts(now);
+            }
+        }
+    }
+
+    fn quiet_counts(&mut self, now: Instant) {
+        if !self.others_send() {
+            self.quiet.counts(now);
         }
     }
 
@@ -114,13 +166,26 @@ impl Turns {
         }
     }
 
-    /// Whether it is this ticket's turn at `now`; where it is, the turn is taken.
+    /// Whether it is this ticket's turn at `now`; where it is, the turn is taken until it is [`sent`](Self::sent).
     pub fn turn(&mut self, flow: Flow, ticket: Ticket, now: Instant) -> Turn {
+        if let Some(until) = self.quiet_for(flow, now) {
+            return Turn::At(until);
+        }
+        let turn = self.turn_at_rate(flow, ticket, now);
+        if turn == Turn::Now
+            && let Some(waiting) = self.flows.get_mut(&flow)
+        {
+            waiting.sending += 1;
+        }
+        turn
+    }
+
+    fn turn_at_rate(&mut self, flow: Flow, ticket: Ticket, now: Instant) -> Turn {
         let Some(rate) = self.bytes_per_s else {
             self.withdraw(flow, ticket);
             return Turn::Now;
         };
-        if self.next() != Some((flow, ticket)) {
+        if self.next(now) != Some((flow, ticket)) {
             return Turn::Later;
         }
         let at = self.due.map_or(now, |due| due.max(now.checked_sub(BURST).unwrap_or(now)));
@@ -144,14 +209,14 @@ impl Turns {
     }
 
     /// The next ticket.
-    fn next(&self) -> Option<(Flow, Ticket)> {
+    fn next(&self, now: Instant) -> Option<(Flow, Ticket)> {
         let first = |hurried: bool| {
             let flows = self.flows.iter().filter(move |(_, waiting)| waiting.hurried == hurried);
             let fronts = flows.filter_map(|(flow, waiting)| Some((waiting.count, *flow, waiting.tickets.front()?.0)));
             fronts.min_by_key(|(count, flow, _)| (*count, *flow)).map(|(_, flow, ticket)| (flow, ticket))
         };
         match (first(true), first(false)) {
-            (Some(_), Some(other)) if self.passed_over >= PATIENCE => Some(other),
+            (Some(_), Some(other)) if self.passed_over >= PATIENCE && self.quiet.until(now).is_none() => Some(other),
             (Some(hurried), _) => Some(hurried),
             (None, other) => other,
         }
@@ -227,6 +292,7 @@ mod tests {
                             Turn::Later => {}
                             Turn::At(at) => wake = wake.min(at),
                             Turn::Now => {
+                                self.turns.sent(sender.flow, self.now);
                                 sender.sent += sender.chunk;
                                 sender.own_due = sender.own_due.max(self.now);
                                 if let Some(rate) = sender.own_rate {
@@ -334,12 +400,35 @@ mod tests {
         (0..others).for_each(|_| _ = link.add(1, MIB, None));
         let paused = link.add(1, MIB, None);
         link.run(Duration::from_secs(1));
-        link.turns.hurry(link.flows[paused].flow);
+        link.turns.hurry(link.flows[paused].flow, link.now);
+        assert_eq!(link.run(Duration::from_millis(250))[..others], [0; 7], "at first the others wait");
+        link.run(Duration::from_secs(1));
         let sent = link.run(Duration::from_secs(10));
         about(sent[paused], 16.0 / 17.0, 10.0);
         for sent in &sent[..others] {
             about(*sent, 1.0 / 17.0 / others as f64, 10.0);
         }
+    }
+
+    #[test]
+    fn while_a_guest_stands_still_the_others_finish_what_they_send_and_begin_nothing() {
+        let (mut turns, now) = (Turns::new(None), Instant::now());
+        let (paused, other) = (turns.join(), turns.join());
+        let under_way = turns.ask(other, MIB);
+        assert_eq!(turns.turn(other, under_way, now), Turn::Now);
+        turns.hurry(paused, now);
+        assert!(turns.others_send());
+        let last = turns.ask(paused, MIB);
+        assert_eq!(turns.turn(paused, last, now), Turn::Now);
+        let next = turns.ask(other, MIB);
+        assert!(matches!(turns.turn(other, next, now), Turn::At(_)));
+        turns.sent(other, now);
+        assert!(!turns.others_send(), "its own turn is not another's");
+        turns.calm(paused, now);
+        assert_eq!(turns.turn(other, next, now), Turn::Now);
+        turns.hurry(paused, now);
+        turns.part(paused, now);
+        assert_eq!(turns.quiet_for(other, now), None, "one that has ended needs no quiet");
     }
 
     #[test]
@@ -353,7 +442,7 @@ mod tests {
         assert_eq!(turns.turn(stays, second, now), Turn::Now);
         let again = turns.ask(gone, MIB);
         assert!(matches!(turns.turn(gone, again, now), Turn::At(_)));
-        turns.part(gone);
+        turns.part(gone, now);
         let third = turns.ask(stays, MIB);
         assert!(
             matches!(turns.turn(stays, third, now), Turn::At(_)),

@@ -27,6 +27,12 @@ pub mod share;
 /// Whose turn it is, and when.
 mod fair;
 
+/// When others wait for a guest that stands still.
+mod quiet;
+
+/// The pace of all pushes to one host.
+pub mod pushes;
+
 /// The clock that both sides compare.
 pub mod clock;
 

@@ -1,10 +1,12 @@
 //! A limit on what all connections of a migration send together, within its share of what its host may send.
 
+use std::net::TcpStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::fair::BURST;
-use super::share::{Member, Share};
+use super::pushes::Place;
+use super::share::{Member, Sending, Share};
 
 /// How often a wait asks whether it should go on.
 const LOOK: Duration = Duration::from_millis(100);
@@ -24,37 +26,55 @@ impl Pacer {
         Self { bytes_per_s, due: Mutex::new(None), host: host.join() }
     }
 
-    /// Notes that the guest is stopped: from now on its pages go before other migrations' bulk.
-    pub fn hurry(&self) {
-        self.host.hurry();
+    /// Notes that the guest stands still, or is about to: its pages go before other migrations' bulk, which waits for
+    /// it at first. Waits, at most so long, until what the others had begun to send is on its way. Returns whether
+    /// there was anything.
+    pub fn hurry(&self, patience: Duration) -> bool {
+        self.host.hurry(patience)
     }
 
-    /// Waits until this many bytes may go. Calls `goes_on` every tenth of a second.
+    /// Notes that the guest runs again, here or there.
+    pub fn calm(&self) {
+        self.host.calm();
+    }
+
+    /// Waits until this many bytes may go: they are being sent until what is returned is dropped. Calls `goes_on` every
+    /// tenth of a second.
     ///
     /// # Errors
     /// The error of `goes_on`; a turn under the migration's own limit is used up all the same.
-    pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
+    pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<Sending<'_>, E> {
         self.wait_own(bytes, &goes_on)?;
         // The host is asked only now, so that a migration that its own limit holds back holds up no other.
         self.host.wait(bytes, goes_on)
     }
 
-    /// Waits until bytes may go under the migration's own limit, for callers that decide afterwards which.
-    /// [`pass`](Self::pass) is the other half.
+    /// Waits until bytes may go under the migration's own limit and nobody needs quiet, for callers that decide
+    /// afterwards which. [`pass`](Self::pass) is the other half.
     ///
     /// # Errors
     /// The error of `goes_on`.
     pub fn ready<E>(&self, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
-        self.wait_own(0, &goes_on)
+        self.wait_own(0, &goes_on)?;
+        self.host.wait_quiet(goes_on)
     }
 
     /// Lets this many bytes go once the host allows it.
     ///
     /// # Errors
     /// As [`wait`](Self::wait).
-    pub fn pass<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
+    pub fn pass<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<Sending<'_>, E> {
         self.charge(bytes);
         self.host.wait(bytes, goes_on)
+    }
+
+    /// Begins to push over these connections to another host, at most at the migration's own limit, beside the pushes
+    /// that go there already.
+    ///
+    /// # Errors
+    /// The kernel gives no figures, or does not pace.
+    pub fn push(&self, to: &str, sockets: Vec<TcpStream>, known: Option<u64>) -> sterna_sys::Result<Place> {
+        self.host.pushes().join(to, sockets, known, self.bytes_per_s)
     }
 
     fn wait_own<E>(&self, bytes: u64, goes_on: &impl Fn() -> Result<(), E>) -> Result<(), E> {

@@ -4,6 +4,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::fair::{Flow, Turn, Turns};
+use super::pushes::Pushes;
 
 /// How often a wait asks whether it should go on.
 const LOOK: Duration = Duration::from_millis(100);
@@ -13,13 +14,14 @@ const LOOK: Duration = Duration::from_millis(100);
 pub struct Share {
     turns: Mutex<Turns>,
     changed: Condvar,
+    pushes: Pushes,
 }
 
 impl Share {
     /// A limit of this rate in bytes per second; no limit where `None`.
     #[must_use]
     pub fn new(bytes_per_s: Option<u64>) -> Self {
-        Self { turns: Mutex::new(Turns::new(bytes_per_s)), changed: Condvar::new() }
+        Self { turns: Mutex::new(Turns::new(bytes_per_s)), ..Self::default() }
     }
 
     /// The rate, bytes per second.
@@ -41,6 +43,12 @@ impl Share {
         Member { share: Arc::clone(self), flow }
     }
 
+    /// Waits for a change, at most until this moment and for [`LOOK`].
+    fn wait<'a>(&self, turns: MutexGuard<'a, Turns>, until: Instant) -> MutexGuard<'a, Turns> {
+        let wait = until.saturating_duration_since(Instant::now()).min(LOOK);
+        self.changed.wait_timeout(turns, wait).unwrap_or_else(PoisonError::into_inner).0
+    }
+
     fn lock(&self) -> MutexGuard<'_, Turns> {
         self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -54,49 +62,93 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// Notes that a guest waits for what is sent from now on: it goes before the others' bulk.
-    pub fn hurry(&self) {
-        self.share.lock().hurry(self.flow);
+    /// Notes that a guest stands still from now on, or soon, and waits for what is sent: it goes before the others'
+    /// bulk, and these begin to send nothing ([`quiet`](super::quiet)) until it is [`calm`](Self::calm). Waits until
+    /// what they had begun is on its way, at most so long. Returns whether there was anything.
+    pub fn hurry(&self, patience: Duration) -> bool {
+        let mut turns = self.share.lock();
+        turns.hurry(self.flow, Instant::now());
+        self.share.changed.notify_all();
+        let others_sent = turns.others_send();
+        let until = Instant::now() + patience;
+        while turns.others_send()
+            && let Some(left) = until.checked_duration_since(Instant::now())
+        {
+            turns = self.share.changed.wait_timeout(turns, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        others_sent
+    }
+
+    /// Notes that no guest waits any more.
+    pub fn calm(&self) {
+        self.share.lock().calm(self.flow, Instant::now());
         self.share.changed.notify_all();
     }
 
-    /// Waits for the turn to send this many bytes. Calls `goes_on` at least every tenth of a second.
+    /// The pushes away from this host.
+    pub fn pushes(&self) -> &Pushes {
+        &self.share.pushes
+    }
+
+    /// Waits until there is no quiet for another's guest. Calls `goes_on` at least every tenth of a second.
+    ///
+    /// # Errors
+    /// The error of `goes_on`.
+    pub fn wait_quiet<E>(&self, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
+        let mut turns = self.share.lock();
+        while let Some(until) = turns.quiet_for(self.flow, Instant::now()) {
+            drop(self.share.wait(turns, until));
+            goes_on()?;
+            turns = self.share.lock();
+        }
+        Ok(())
+    }
+
+    /// Waits for the turn to send this many bytes. The turn lasts until what is returned is dropped, which is when they
+    /// have been sent. Calls `goes_on` at least every tenth of a second.
     ///
     /// # Errors
     /// The error of `goes_on`; the turn then goes to another.
-    pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<(), E> {
+    pub fn wait<E>(&self, bytes: u64, goes_on: impl Fn() -> Result<(), E>) -> Result<Sending<'_>, E> {
         let mut turns = self.share.lock();
-        if turns.rate().is_none() {
-            return Ok(());
-        }
         let ticket = turns.ask(self.flow, bytes);
         loop {
             let now = Instant::now();
-            let wait = match turns.turn(self.flow, ticket, now) {
+            let until = match turns.turn(self.flow, ticket, now) {
                 // The member that is next now learns it.
                 Turn::Now => {
                     self.share.changed.notify_all();
-                    return Ok(());
+                    return Ok(Sending(self));
                 }
-                Turn::At(at) => at.saturating_duration_since(now).min(LOOK),
-                Turn::Later => LOOK,
+                Turn::At(at) => at,
+                Turn::Later => now + LOOK,
             };
-            let (guard, _) = self.share.changed.wait_timeout(turns, wait).unwrap_or_else(PoisonError::into_inner);
-            drop(guard);
+            drop(self.share.wait(turns, until));
             let goes_on = goes_on();
             turns = self.share.lock();
-            if goes_on.is_err() {
+            if let Err(error) = goes_on {
                 turns.withdraw(self.flow, ticket);
                 self.share.changed.notify_all();
-                return goes_on;
+                return Err(error);
             }
         }
     }
 }
 
+/// A turn that was given. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Sending<'a>(&'a Member);
+
+impl Drop for Sending<'_> {
+    fn drop(&mut self) {
+        self.0.share.lock().sent(self.0.flow, Instant::now());
+        self.0.share.changed.notify_all();
+    }
+}
+
 impl Drop for Member {
     fn drop(&mut self) {
-        self.share.lock().part(self.flow);
+        self.share.lock().part(self.flow, Instant::now());
         self.share.changed.notify_all();
     }
 }
@@ -112,7 +164,7 @@ mod tests {
         let share = Arc::new(Share::new(Some(1)));
         let (first, second) = (share.join(), share.join());
         let on = || Ok::<(), ()>(());
-        first.wait(1000, on).unwrap();
+        drop(first.wait(1000, on).unwrap());
         // At that rate the turn comes in a thousand seconds.
         let cancelled = AtomicBool::new(false);
         let goes_on = || if cancelled.load(Ordering::Acquire) { Err("cancelled") } else { Ok(()) };
@@ -120,9 +172,9 @@ mod tests {
             let waits = scope.spawn(|| first.wait(1000, goes_on));
             let waits_too = scope.spawn(|| second.wait(1000, on));
             cancelled.store(true, Ordering::Release);
-            assert_eq!(waits.join().unwrap(), Err("cancelled"));
+            assert_eq!(waits.join().unwrap().map(drop), Err("cancelled"));
             share.set_rate(None);
-            assert_eq!(waits_too.join().unwrap(), Ok(()));
+            assert_eq!(waits_too.join().unwrap().map(drop), Ok(()));
         });
     }
 
@@ -130,6 +182,30 @@ mod tests {
     fn without_a_limit_nobody_waits() {
         let share = Arc::new(Share::new(None));
         let member = share.join();
-        assert_eq!(member.wait(u64::MAX, || Err("never asked")), Ok(()));
+        assert_eq!(member.wait(u64::MAX, || Err("never asked")).map(drop), Ok(()));
+    }
+
+    #[test]
+    fn a_guest_that_is_about_to_stop_waits_for_what_others_have_begun_and_they_wait_for_it() {
+        let share = Arc::new(Share::new(None));
+        let (paused, other) = (share.join(), share.join());
+        let on = || Ok::<(), ()>(());
+        assert!(!paused.hurry(Duration::from_secs(100)), "nobody sends");
+        paused.calm();
+        let sending = other.wait(1, on).unwrap();
+        std::thread::scope(|scope| {
+            let hurries = scope.spawn(|| paused.hurry(Duration::from_secs(100)));
+            while share.lock().quiet_for(other.flow, Instant::now()).is_none() {
+                std::thread::yield_now();
+            }
+            drop(sending);
+            assert!(hurries.join().unwrap());
+            let cancelled = other.wait(1, || Err("cancelled"));
+            assert_eq!(cancelled.map(drop), Err("cancelled"), "it is quiet");
+            let waits = scope.spawn(|| other.wait_quiet(on));
+            paused.calm();
+            assert_eq!(waits.join().unwrap(), Ok(()));
+            drop(other.wait(1, on).unwrap());
+        });
     }
 }

@@ -71,8 +71,9 @@ pub struct Push {
     pace: Pace,
     connections: u32,
     limit: Option<u64>,
-    /// What all connections are set to together, bytes per second.
+    /// What all connections are set to together, bytes per second, and whether they must be set anew.
     paced: u64,
+    to_set: bool,
     /// What faults took of late, bytes per second.
     asked_rate: f64,
     /// When the window began, and what had been counted then.
@@ -86,13 +87,27 @@ impl Push {
     #[must_use]
     pub fn new(known: Option<u64>, limit: Option<u64>, connections: u32, now: Duration, counted: &Counted) -> Self {
         let pace = Pace::new(known);
-        Self { pace, connections, limit, paced: 0, asked_rate: 0.0, since: now, before: *counted }
+        Self { pace, connections, limit, paced: 0, to_set: true, asked_rate: 0.0, since: now, before: *counted }
+    }
+
+    /// Goes on over so many connections, those that have something to send, within this limit, and is set anew.
+    pub fn share_among(&mut self, connections: u32, limit: Option<u64>) {
+        if (self.connections, self.limit) != (connections.max(1), limit) {
+            (self.connections, self.limit) = (connections.max(1), limit);
+            self.to_set = true;
+        }
+    }
+
+    /// How long the window has been going on.
+    #[must_use]
+    pub fn length(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.since)
     }
 
     /// How long the window goes on; nothing where it is over.
     #[must_use]
     pub fn left(&self, now: Duration) -> Duration {
-        self.pace.window().saturating_sub(now.saturating_sub(self.since))
+        self.pace.window().saturating_sub(self.length(now))
     }
 
     /// Takes in what was counted in the window that ends now, and begins the next.
@@ -133,13 +148,19 @@ impl Push {
         let beyond = (self.asked_rate - spare_of(link)).max(0.0);
         let rate = (self.pace.rate(quiet) as f64 - beyond).max(link * LEAST_SHARE) as u64;
         let rate = rate.min(self.limit.unwrap_or(u64::MAX));
-        if rate == self.paced {
+        if rate == self.paced && !self.to_set {
             return None;
         }
-        self.paced = rate;
-        let each = rate / u64::from(self.connections.max(1));
+        (self.paced, self.to_set) = (rate, false);
+        let each = self.each();
         let unsent = (each as f64 * UNSENT.as_secs_f64()) as u32;
         Some(Setting { bytes_per_s: each, unsent: unsent.clamp(LEAST_UNSENT, MOST_UNSENT) })
+    }
+
+    /// What each connection is set to, bytes per second.
+    #[must_use]
+    pub fn each(&self) -> u64 {
+        self.paced / u64::from(self.connections.max(1))
     }
 
     /// What the link carries as far as is known, bytes per second.

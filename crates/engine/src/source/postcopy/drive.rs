@@ -110,7 +110,7 @@ impl Session {
     fn send(&mut self, context: &Context) -> Result<bool, MigrateError> {
         let Self { link, streams, pending, ends, member, known, .. } = self;
         let (pending, ends, work) = (&**pending, &**ends, &*context.work);
-        let mut pacing = Pacing::new(streams, *known, work)?;
+        let mut pacing = Pacing::new(streams, context.peer, *known, work)?;
         if let Some(meter) = &work.compression {
             meter.round_begins(streams.len(), streams.len());
         }

@@ -75,11 +75,10 @@ fn push_with(
             }
             meter.encoded(made.counts.full, waited);
         }
-        if work.pacer.pass(made.bytes(), goes_on).is_err() {
-            return Ok(());
-        }
+        let Ok(turn) = work.pacer.pass(made.bytes(), goes_on) else { return Ok(()) };
         pending.referred(chunk, &made.references());
         let bytes = stream.send(&made).map_err(link_broke)?;
+        drop(turn);
         work.tally.sent(&made.counts, bytes, false);
         bodies.give_back(made);
     }

@@ -28,8 +28,6 @@ pub struct Work {
     pub round: u32,
     /// The pacer for the limits of the options.
     pub pacer: Pacer,
-    /// The lowest of these limits, bytes per second.
-    pub limit: Option<u64>,
     /// The compression of pushed pages, if any.
     pub compression: Option<Meter>,
     /// The part of the link that the push leaves for faults, bytes per second.
@@ -53,7 +51,6 @@ impl Work {
             prepaging: options.prepaging,
             round,
             pacer: Pacer::new(limit, bandwidth),
-            limit,
             free: Mutex::new(nothing),
             ram,
             compression: compress.then(|| Meter::new(options.compress, options.compress_level)),

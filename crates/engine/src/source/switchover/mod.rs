@@ -81,6 +81,7 @@ fn load(
 ) -> Result<Loaded, MigrateError> {
     let pump = DevicePump::start(departure.vmm.begin()?, devices)?;
     let stopped = stop(departure, link, rounds)?;
+    tracing::debug!("the guest has stopped");
     // This does not come before the stop: all that the guest wrote meanwhile at full speed would go in the pause.
     loosen(departure);
     let Departure { vmm, tracker, options, .. } = departure;
@@ -88,6 +89,7 @@ fn load(
     link.control.send(&Request::Stopped)?;
     rounds.collect(*tracker)?;
     rounds.collect_untracked()?;
+    tracing::debug!("what it had written is known");
     let processors = rounds.processors(vmm);
     link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
     vmm.save_devices()?;
@@ -96,9 +98,11 @@ fn load(
     rounds.skip_free_stopped(&processors);
     rounds.send_last(link)?;
     let final_pages = began.elapsed();
+    tracing::debug!("its last pages are there");
     let device_began = Instant::now();
     vmm.saved(DEVICE_TIMEOUT)?;
     pump.finish()?;
+    tracing::debug!("its devices are saved");
     // Nothing writes RAM any more: the guest is stopped, its I/O drained, its devices saved. A page that was written
     // since the last look comes too late: the destination releases the devices' state once the last pages are in place,
     // and may have loaded from the old page. In the runs seen there was no such page.
@@ -107,6 +111,7 @@ fn load(
         return Err(MigrateError::WrittenWhileSaving(rounds.left()));
     }
     let saved = device_began.elapsed();
+    tracing::debug!("nothing was written meanwhile");
     let verify_began = Instant::now();
     let verify = if options.verify { same(link, rounds)? } else { report::Verify::default() };
     let verify_time = verify_began.elapsed();
@@ -115,6 +120,7 @@ fn load(
     }
     let load_began = Instant::now();
     link.control.ask(&Request::Load, DEVICE_TIMEOUT)?;
+    tracing::debug!("its devices are loaded");
     let downtime = report::Downtime {
         pause_ms: pause_ms(&stopped),
         final_pages_ms: ms(final_pages),

@@ -59,6 +59,7 @@ pub(super) fn load(
 ) -> Result<Loaded, MigrateError> {
     let pump = DevicePump::start(departure.vmm.begin()?, devices)?;
     let stopped = stop(departure, link, rounds)?;
+    tracing::debug!("the guest has stopped");
     link.control.ask(&Request::Stopped, REPLY_TIMEOUT)?;
     let processors = rounds.processors(departure.vmm);
     let began = Instant::now();
@@ -72,6 +73,7 @@ pub(super) fn load(
     });
     let asked = asked?;
     saved.map_err(|_| MigrateError::Bug("the thread that saves the devices broke off"))??;
+    tracing::debug!("its devices are saved, and the residue is on its way");
     rounds.collect_late(*tracker, &asked.pages)?;
     // Those of them that are still pending go as they are now, free or not. The set changes before the look at what is
     // pending: a page that was taken as free by then is not pending, and fails the switchover.
@@ -84,8 +86,10 @@ pub(super) fn load(
         return Err(ended.into());
     }
     departure.record(true)?;
+    tracing::debug!("nothing was written meanwhile, and it is on record");
     pump.finish()?;
     link.control.receive(&asked.load, DEVICE_TIMEOUT)?;
+    tracing::debug!("its devices are loaded");
     let downtime = report::Downtime {
         pause_ms: pause_ms(&stopped),
         final_pages_ms: ms(asked.residue.took),
