@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use sterna_api::{Estimate, MigrateOptions, Reclaimed, Replaced, Report, Status, Vm, units};
 
@@ -76,9 +77,7 @@ impl SternaVm {
     /// Where the daemon does not know it.
     pub fn show(&self) -> Result<Vm> {
         let text = output_within(sterna(&self.host)?.args(["show", &self.name, "--json"]), ANSWER)?;
-        let form =
-            |error: serde_json::Error| Error::Form { what: "sterna show --json".into(), reason: error.to_string() };
-        serde_json::from_str(&text).map_err(form)
+        told("sterna show --json", &text)
     }
 
     /// Changes how its balloon is handled, as `sterna balloon NAME` does with these words.
@@ -96,9 +95,7 @@ impl SternaVm {
     pub fn reclaim(&self, method: &str) -> Result<Reclaimed> {
         let words = ["reclaim", &self.name, "--method", method, "--json", "-"];
         let text = output_within(sterna(&self.host)?.args(words), MIGRATION)?;
-        let form =
-            |error: serde_json::Error| Error::Form { what: "sterna reclaim --json".into(), reason: error.to_string() };
-        serde_json::from_str(&text).map_err(form)
+        told("sterna reclaim --json", &text)
     }
 
     /// The estimate of its migration at this rate, bytes per second, by `sterna estimate`.
@@ -109,9 +106,7 @@ impl SternaVm {
         let rate = format!("{bytes_per_s}B");
         let words = ["estimate", &self.name, "--json", "--bandwidth", &rate];
         let text = output_within(sterna(&self.host)?.args(words), ANSWER)?;
-        let form =
-            |error: serde_json::Error| Error::Form { what: "sterna estimate --json".into(), reason: error.to_string() };
-        serde_json::from_str(&text).map_err(form)
+        told("sterna estimate --json", &text)
     }
 
     /// Gives it another QEMU, by `sterna replace --qemu PATH`.
@@ -122,9 +117,7 @@ impl SternaVm {
         let mut command = sterna(&self.host)?;
         command.args(["replace", &self.name, "--json", "-", "--qemu"]).arg(qemu);
         let text = output_within(&mut command, ANSWER)?;
-        let form =
-            |error: serde_json::Error| Error::Form { what: "sterna replace --json".into(), reason: error.to_string() };
-        serde_json::from_str(&text).map_err(form)
+        told("sterna replace --json", &text)
     }
 
     /// Moves it to another host of the lab. A migration that was cancelled, perhaps by its timeout, is reported as
@@ -174,6 +167,11 @@ pub fn sterna(host: &Host) -> Result<Command> {
     let mut command = Command::new(tools::sterna()?);
     command.args(["--api", &host.api()]);
     Ok(command)
+}
+
+/// What a command has told as JSON.
+fn told<T: DeserializeOwned>(what: &str, text: &str) -> Result<T> {
+    serde_json::from_str(text).map_err(|error| Error::Form { what: what.into(), reason: error.to_string() })
 }
 
 /// Moves a machine and returns its report, whatever the end was.
