@@ -51,6 +51,8 @@ pub struct Guest {
     pub wired: bool,
     /// The file of its console.
     pub console: PathBuf,
+    /// Whether it is to be cloned: then it and each clone have a console of their own, at which one can type.
+    pub cloned: bool,
 }
 
 impl Guest {
@@ -72,7 +74,33 @@ impl Guest {
             balloon: Balloon::Absent,
             wired: true,
             console,
+            cloned: false,
         }
+    }
+
+    /// A clone of it.
+    #[must_use]
+    pub fn clone_of_name(&self, name: &str) -> Self {
+        Self { name: name.into(), console: self.console.with_file_name(format!("{name}.console")), ..self.clone() }
+    }
+
+    /// The socket at which one can type, where it is to be cloned or is a clone.
+    #[must_use]
+    pub fn console_socket(&self) -> PathBuf {
+        self.console.with_extension("socket")
+    }
+
+    /// The back end of its console, as QEMU's `-chardev` takes it.
+    fn console_argument(&self) -> String {
+        let place = |file: &Path| path_argument(file).replace(',', ",,");
+        // A destination that writes to the same file must not cut off what the source wrote.
+        if !self.cloned {
+            return format!("file,id=console,path={},append=on", place(&self.console));
+        }
+        // Sterna puts each machine's name there.
+        let any = self.clone_of_name("{name}");
+        let (socket, log) = (place(&any.console_socket()), place(&any.console));
+        format!("socket,id=console,path={socket},server=on,wait=off,logfile={log},logappend=on")
     }
 
     /// Its address.
@@ -115,8 +143,6 @@ impl Guest {
         let mac = format!("52:54:00:53:54:{:02x}", self.number);
         let kernel = path_argument(&tools::kernel()?);
         let initrd = path_argument(&tools::initrd()?);
-        // A destination that writes to the same file must not cut off what the source wrote.
-        let console = format!("file,id=console,path={},append=on", path_argument(&self.console).replace(',', ",,"));
         let mut arguments: Vec<String> =
             ["-nodefaults", "-display", "none", "-no-user-config"].map(str::to_owned).to_vec();
         let mut add = |option: &str, value: String| arguments.extend([option.to_owned(), value]);
@@ -127,7 +153,7 @@ impl Guest {
         add("-kernel", kernel);
         add("-initrd", initrd);
         add("-append", command_line);
-        add("-chardev", console);
+        add("-chardev", self.console_argument());
         add("-serial", "chardev:console".into());
         let tap = format!("tap,id=net0,ifname={},script=no,downscript=no", self.tap());
         add("-netdev", if self.wired { tap } else { "user,id=net0,restrict=on".into() });

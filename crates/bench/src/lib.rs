@@ -10,7 +10,10 @@ pub mod baseline;
 /// Running programs and waiting for things to happen.
 pub mod command;
 
-/// The demo.
+/// Guests' consoles, at which one can type.
+pub mod console;
+
+/// The demos.
 pub mod demo;
 
 /// What can go wrong.

@@ -1,9 +1,9 @@
-//! `sterna-bench`: the lab, the experiments and the demo.
+//! `sterna-bench`: the lab, the experiments and the demos.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, ValueEnum};
 use sterna_bench::accelerator::{self, Choice};
 use sterna_bench::{demo, experiments};
 
@@ -11,7 +11,7 @@ use sterna_bench::{demo, experiments};
 mod lab_command;
 
 #[derive(Parser)]
-#[command(name = "sterna-bench", version, about = "Sterna's lab, experiments and demo")]
+#[command(name = "sterna-bench", version, about = "Sterna's lab, experiments and demos")]
 struct Arguments {
     /// The accelerator of guests' processors; auto boots a Linux guest under KVM once, to see whether it comes up
     #[arg(long, global = true, value_name = "WHICH", env = accelerator::VARIABLE, default_value = "auto")]
@@ -48,15 +48,26 @@ enum Command {
         #[arg(long)]
         out: PathBuf,
     },
-    /// Move a busy guest between two hosts and show what happened
+    /// Show on a page what happens to a guest: it moves, or goes on as several
     Demo {
+        /// What happens to it
+        #[arg(value_enum, default_value_t = Demo::Migrate)]
+        which: Demo,
         /// Also write the report to this file, as JSON
         #[arg(long)]
         json: Option<PathBuf>,
-        /// Directory for the plots
+        /// Directory for the plots, where there are some
         #[arg(long, default_value = "build/demo")]
         out: PathBuf,
     },
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Demo {
+    /// A busy guest moves between two hosts
+    Migrate,
+    /// A guest that has computed something for a while goes on as eleven
+    Fork,
 }
 
 fn main() -> ExitCode {
@@ -72,8 +83,11 @@ fn main() -> ExitCode {
             let options = experiments::Options { quick, repeat: repeat.map(|repeat| repeat as usize), only, out };
             accelerator::choose(accel).and_then(|_| experiments::run(&id, &options)).map(|()| ExitCode::SUCCESS)
         }
-        Command::Demo { json, out } => {
-            let good = accelerator::choose(accel).and_then(|_| demo::run(json.as_deref(), &out));
+        Command::Demo { which, json, out } => {
+            let good = accelerator::choose(accel).and_then(|_| match which {
+                Demo::Migrate => demo::migrate::run(json.as_deref(), &out),
+                Demo::Fork => demo::fork::run(json.as_deref()),
+            });
             good.map(|good| if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
         }
     };

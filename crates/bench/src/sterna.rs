@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use sterna_api::{Estimate, MigrateOptions, Reclaimed, Replaced, Report, Status, Vm, units};
+use sterna_api::{Estimate, Forked, MigrateOptions, Reclaimed, Replaced, Report, Status, Vm, units};
 
 use crate::command::{finish_within, output_within, show};
 use crate::error::{Error, Result};
@@ -118,6 +118,19 @@ impl SternaVm {
         command.args(["replace", &self.name, "--json", "-", "--qemu"]).arg(qemu);
         let text = output_within(&mut command, ANSWER)?;
         told("sterna replace --json", &text)
+    }
+
+    /// Has its guest go on as clones of these names too, by `sterna fork` with these words beside. The report, and the
+    /// clones in the order of their names.
+    ///
+    /// # Errors
+    /// Where the daemon refuses, or one clone is not there.
+    pub fn fork(&self, names: &[String], words: &[&str]) -> Result<(Forked, Vec<Self>)> {
+        let mut command = sterna(&self.host)?;
+        command.args(["fork", &self.name, "--json", "-"]).args(names).args(words);
+        let forked = told("sterna fork --json", &output_within(&mut command, MIGRATION)?)?;
+        let clone = |name: &String| Self { name: name.clone(), host: self.host.clone(), elsewhere: None };
+        Ok((forked, names.iter().map(clone).collect()))
     }
 
     /// Moves it to another host of the lab. A migration that was cancelled, perhaps by its timeout, is reported as

@@ -1,13 +1,14 @@
 //! The demo: two hosts at 1 Gbit, a guest with memcached under load and a checker of its own memory, moved once.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
+use comfy_table::Table;
 use serde_json::{Value, json};
 use sterna_api::units::{show_rate, show_size};
 use sterna_api::{MigrateOptions, Report};
 
+use super::{narrator, write};
 use crate::accelerator;
 use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
@@ -27,8 +28,7 @@ const JOBS: &str = "memcached:-m,256;checker:--mib,64,--rate,16";
 /// # Errors
 /// Where the lab or the guest does not come up, or the migration fails.
 pub fn run(json: Option<&Path>, out: &Path) -> Result<bool> {
-    let start = Instant::now();
-    let say = |step: &str| println!("[{:5.1} s] {step}", start.elapsed().as_secs_f64());
+    let say = narrator();
     std::fs::create_dir_all(out).context(|| format!("making {}", out.display()))?;
     lab::clear_orphans();
     say("bringing up two hosts, a client and a meter, joined at 1 Gbit");
@@ -57,9 +57,7 @@ pub fn run(json: Option<&Path>, out: &Path) -> Result<bool> {
     plot(&trial, gap).write(out, "throughput")?;
     println!("guest throughput around the migration: {0}/throughput.svg, {0}/throughput.png", out.display());
     if let Some(file) = json {
-        let text = serde_json::to_vec_pretty(&document(&trial, report, gap, &verdict)).map_err(std::io::Error::other);
-        let written = text.and_then(|text| std::fs::write(file, text));
-        written.context(|| format!("writing {}", file.display()))?;
+        write(&document(&trial, report, gap, &verdict), file)?;
     }
     verdict.complaints.iter().for_each(|complaint| eprintln!("error: {complaint}"));
     Ok(verdict.complaints.is_empty())
@@ -97,8 +95,7 @@ impl Verdict {
 }
 
 fn table(trial: &Trial, report: &Report, gap: Option<Gap>, verdict: &Verdict) -> Table {
-    let mut table = Table::new();
-    table.load_style(UTF8_FULL_CONDENSED);
+    let mut table = super::table();
     let ms = |value: f64| format!("{value:.1} ms");
     let pages = &report.pages;
     let metric = |name: &str| trial.metrics.get(name).copied();
