@@ -14,7 +14,7 @@ use crate::lab::{Lab, LabConfig};
 use crate::sterna::{self, SternaVm};
 
 /// The trust group of every gang: the one whose pages the lab's hosts let KSM merge.
-const GROUP: &str = "gang";
+pub const GROUP: &str = "gang";
 /// The option of `sterna migrate` that says whether shared pages stay shared.
 const PRESERVE: &str = "--preserve-sharing";
 
@@ -67,9 +67,21 @@ impl Mover {
 /// # Errors
 /// As [`Lab::up`].
 pub fn lab(config: LabConfig, guests: usize) -> Result<Lab> {
+    lab_with(config, guests, &format!("ksm_group = \"{GROUP}\"\noffer_pools = true\n"))
+}
+
+/// The lab of a gang of clones, whose pages nobody has to merge.
+///
+/// # Errors
+/// As [`Lab::up`].
+pub fn lab_of_clones(config: LabConfig, guests: usize) -> Result<Lab> {
+    lab_with(config, guests, "")
+}
+
+/// Brings up a lab whose hosts move `guests` at once, with these settings too.
+fn lab_with(config: LabConfig, guests: usize, settings: &str) -> Result<Lab> {
     let mut lab = Lab::up(LabConfig { daemons: false, ..config })?;
-    let text =
-        format!("ksm_group = \"{GROUP}\"\noffer_pools = true\nmax_outgoing = {guests}\nmax_incoming = {guests}\n");
+    let text = format!("{settings}max_outgoing = {guests}\nmax_incoming = {guests}\n");
     for name in lab.state().hosts.clone() {
         let file = lab.host(&name)?.directory.join("more.toml");
         std::fs::write(&file, &text).context(|| format!("writing {}", file.display()))?;

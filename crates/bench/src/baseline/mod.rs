@@ -1,5 +1,8 @@
 //! The baseline: the same unmodified QEMU, moving its guest by itself.
 
+/// A clone through a file.
+pub mod file;
+
 /// The ways in which QEMU can do it.
 pub mod method;
 
@@ -9,5 +12,6 @@ pub mod qemu;
 /// A small QMP client.
 pub mod qmp;
 
+pub use file::Copied;
 pub use method::Method;
 pub use qemu::{BaselineReport, BaselineVm, Pause, Ram};

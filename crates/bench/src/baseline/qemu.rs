@@ -74,13 +74,13 @@ pub struct Pause {
 /// A machine that QEMU runs by itself.
 pub struct BaselineVm {
     guest: Guest,
-    binary: PathBuf,
-    ram: Ram,
-    host: Host,
+    pub(super) binary: PathBuf,
+    pub(super) ram: Ram,
+    pub(super) host: Host,
     child: Child,
-    qmp: Qmp,
+    pub(super) qmp: Qmp,
     /// The number of this guest's process, which names its files.
-    generation: u32,
+    pub(super) generation: u32,
     ram_file: Option<PathBuf>,
 }
 
@@ -95,7 +95,7 @@ impl BaselineVm {
     }
 
     /// Starts the guest's QEMU of this number, on this file.
-    fn launch(
+    pub(super) fn launch(
         lab: &Lab,
         host: &Host,
         guest: &Guest,
@@ -251,7 +251,7 @@ impl BaselineVm {
     }
 
     /// The guest's pause, from the source's STOP to this event of the destination.
-    fn pause(&mut self, resume: &Value, query: &Value) -> Result<Pause> {
+    pub(super) fn pause(&mut self, resume: &Value, query: &Value) -> Result<Pause> {
         let form = || Error::Form { what: "QMP".into(), reason: "an event has no time".into() };
         let stop_us = self.qmp.take_event("STOP").as_ref().and_then(event_us).ok_or_else(form)?;
         let resume_us = event_us(resume).ok_or_else(form)?;
@@ -322,7 +322,7 @@ impl BaselineVm {
     }
 }
 
-fn is_end(event: &Value) -> bool {
+pub(super) fn is_end(event: &Value) -> bool {
     // A post-copy whose destination has gone pauses for ever: nobody here would recover it.
     const ENDS: [&str; 4] = ["completed", "failed", "cancelled", "postcopy-paused"];
     event["event"] == "MIGRATION" && event["data"]["status"].as_str().is_some_and(|status| ENDS.contains(&status))
@@ -410,7 +410,7 @@ fn ram_file(host: &Host, guest: &Guest, ram: Ram, generation: u32) -> Result<Opt
 }
 
 /// A tmpfs for RAM files below the host's directory; it is removed with the lab.
-fn ram_directory(host: &Host) -> Result<PathBuf> {
+pub(super) fn ram_directory(host: &Host) -> Result<PathBuf> {
     let directory = host.directory.join("ram");
     if !directory.exists() {
         std::fs::create_dir(&directory).context(|| format!("making {}", directory.display()))?;

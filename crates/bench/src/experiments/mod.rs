@@ -45,6 +45,9 @@ pub mod fctrans_reclaim;
 /// The figures of a gang's move.
 mod gang_figures;
 
+/// A running guest that goes on as several.
+pub mod gang_fork;
+
 /// Gangs that share nothing, little and much.
 pub mod gang_levels;
 
@@ -254,6 +257,11 @@ pub const ALL: &[Experiment] = &[
         id: "gang-return",
         about: "4 guests that share pages, moved three times: bytes of the way back, what is shared at the end",
         run: gang_return::run,
+    },
+    Experiment {
+        id: "gang-fork",
+        about: "a running guest of 512 MiB and of 4 GiB goes on as 1 and as 20 more, beside boots and QEMU alone",
+        run: gang_fork::run,
     },
     Experiment {
         id: "replace",
