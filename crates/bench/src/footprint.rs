@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Context, Error, Result};
 use crate::lab::cgroup::Group;
-use crate::ram::is_zero;
+use crate::ram::{self, is_zero};
 
 const PAGE_BYTES: u64 = 4096;
 /// The unit of a file's `st_blocks`.
@@ -196,9 +197,9 @@ pub fn of(rams: &[Ram]) -> Result<Footprint> {
         for (id, bytes) in ram.pieces.iter().filter_map(|piece| piece.file.as_ref()) {
             let file = files.entry(id.clone()).or_default();
             if file.allocated == 0 {
-                let path = format!("/proc/{}/map_files/{:x}-{:x}", ram.pid, bytes.start, bytes.end);
                 // A mapping can be gone again: then it is the next one that tells.
-                file.allocated = std::fs::metadata(path).map_or(0, |file| file.blocks() * BLOCK_BYTES / PAGE_BYTES);
+                let found = std::fs::metadata(mapped_file(ram.pid, bytes));
+                file.allocated = found.map_or(0, |file| file.blocks() * BLOCK_BYTES / PAGE_BYTES);
             }
         }
         ram.each_frame(|piece, _, entry| {
@@ -218,25 +219,36 @@ pub fn of(rams: &[Ram]) -> Result<Footprint> {
     Ok(Footprint { frames: frames.count + untouched, pages })
 }
 
-/// Of the frames of these guests' RAM those that do not hold zeros alone. Every one is read.
+/// Of the frames of these guests' RAM those that do not hold zeros alone. Every one is read, also those of a file's
+/// pages that none of the guests has touched.
 ///
 /// # Errors
 /// As [`of`].
 pub fn nonzero_frames(rams: &[Ram]) -> Result<u64> {
     let (mut frames, mut nonzero) = (Frames::default(), 0);
+    let mut files: HashMap<&FileId, PathBuf> = HashMap::new();
     let mut page = [0; PAGE_BYTES as usize];
     for ram in rams {
+        for (id, bytes) in ram.pieces.iter().filter_map(|piece| piece.file.as_ref()) {
+            files.entry(id).or_insert_with(|| mapped_file(ram.pid, bytes));
+        }
         let name = format!("/proc/{}/mem", ram.pid);
         let memory = File::open(&name).context(|| format!("opening {name}"))?;
-        ram.each_frame(|_, address, entry| {
-            if frames.add(entry & FRAME) {
+        ram.each_frame(|piece, address, entry| {
+            let is_files = entry & OF_A_FILE != 0 && piece.file.is_some();
+            if !is_files && frames.add(entry & FRAME) {
                 memory.read_exact_at(&mut page, address).context(|| format!("reading {name}"))?;
                 nonzero += u64::from(!is_zero(&page));
             }
             Ok(())
         })?;
     }
-    Ok(nonzero)
+    files.values().try_fold(nonzero, |sum, file| Ok(sum + ram::usage(file)?.nonzero_pages))
+}
+
+/// The file behind the mapping of a process with these bounds, whatever its name is and whether it still has one.
+fn mapped_file(pid: u32, bytes: &Range<u64>) -> PathBuf {
+    format!("/proc/{pid}/map_files/{:x}-{:x}", bytes.start, bytes.end).into()
 }
 
 /// The most that a host's guests took while somebody watched.
@@ -388,6 +400,7 @@ mod tests {
         let mut both = [Mapped::new(Some(&file)), Mapped::new(Some(&file))];
         let rams: Vec<Ram> = both.iter().map(|memory| memory.ram(std::process::id(), id.clone())).collect();
         assert_eq!(frames(&rams[..1]), (64, 0), "pages that nobody maps take memory, too");
+        assert_eq!(nonzero_frames(&rams).unwrap(), 64, "and hold what must travel");
         let read: u64 = both.iter_mut().map(Mapped::read).sum();
         assert_eq!(read, 2 * 7 * BYTES as u64);
         let before = frames(&rams);

@@ -22,6 +22,8 @@ use crate::result::Run;
 const BEFORE: i64 = 5;
 const AFTER: i64 = 8;
 const SECOND: i64 = 1_000_000;
+/// The first moments, in which most of the copies are made.
+const MOMENTS: i64 = 200_000;
 /// The forks: from shared memory, and when the guest has written all of its working set since.
 const FORKS: [&str; 2] = ["first", "again"];
 
@@ -72,11 +74,12 @@ fn note(fork: &str, forked: &Forked, totals: &[Total], begin_us: i64, measured: 
     }
     let Some(full) = rate(totals, begin_us - BEFORE * SECOND, begin_us).filter(|full| *full > 0.0) else { return };
     measured.note(&format!("pages_per_s_before_{fork}"), full);
-    for second in 1..=AFTER {
-        let from_us = begin_us + (second - 1) * SECOND;
-        let kept = rate(totals, from_us, from_us + SECOND).map(|pages| pages / full);
-        kept.into_iter().for_each(|kept| measured.note(&format!("kept_{fork}_second_{second}"), kept));
-    }
+    let mut note_kept = |name: String, from_us: i64, for_us: i64| {
+        let kept = rate(totals, from_us, from_us + for_us).map(|pages| pages / full);
+        kept.into_iter().for_each(|kept| measured.note(&format!("kept_{fork}_{name}"), kept));
+    };
+    note_kept("moments".into(), begin_us, MOMENTS);
+    (1..=AFTER).for_each(|second| note_kept(format!("second_{second}"), begin_us + (second - 1) * SECOND, SECOND));
     let seconds = |at_us: i64| (at_us - begin_us) as f64 / 1e6;
     let shown = totals
         .windows(2)
@@ -130,6 +133,7 @@ mod tests {
         let of = |name: &str| measured.metrics[name];
         assert_eq!((of("pages_per_s_before_first"), of(PAUSE), of("copied_first_mib")), (100.0, 9.0, 2.0));
         assert_eq!((of("kept_first_second_1"), of("kept_first_second_2")), (0.25, 1.0));
+        assert_eq!(of("kept_first_moments"), 0.0);
         let points = measured.details["first"]["points"].as_array().unwrap();
         assert!(points.contains(&json!([0.5, 0.0])) && points.contains(&json!([1.0, 50.0])), "{points:?}");
         // A guest that says nothing has no throughput.
