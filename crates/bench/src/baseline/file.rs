@@ -29,8 +29,8 @@ pub struct Copied {
 }
 
 impl BaselineVm {
-    /// Has its guest go on as this one, too, which is equal but for its name. Neither has a tap, which only one QEMU can
-    /// have. The file lies on tmpfs and is removed again.
+    /// Has its guest go on as this one, too, which is equal but for its name. Neither has a tap, which only one QEMU
+    /// can have. The file lies on tmpfs and is removed again.
     ///
     /// # Errors
     /// Where QEMU refuses; the guest may then stand still.

@@ -1,6 +1,6 @@
 //! A running guest goes on as several: when the clones run, how long their source stands still, what its writes cost
-//! afterwards, and the host's memory. Beside it as many guests that boot, and QEMU alone, which writes a guest to a file
-//! and loads it. A small and a large guest: nothing may grow with memory.
+//! afterwards, and the host's memory. Beside it as many guests that boot, and QEMU alone, which writes a guest to a
+//! file and loads it. A small and a large guest: nothing may grow with memory.
 
 /// The ways to more guests, each measured.
 mod ways;

@@ -18,9 +18,11 @@ use crate::meter::{Line, Meter};
 use crate::plot::LinePlot;
 use crate::result::Run;
 
-/// Seconds before a fork whose throughput is the full one, and seconds after it that are judged and shown.
+/// Seconds before a fork whose throughput is the full one, and seconds after it that are shown; of these the first have
+/// a figure of their own.
 const BEFORE: i64 = 5;
 const AFTER: i64 = 8;
+const NOTED: i64 = 3;
 const SECOND: i64 = 1_000_000;
 /// The first moments, in which most of the copies are made.
 const MOMENTS: i64 = 200_000;
@@ -79,7 +81,7 @@ fn note(fork: &str, forked: &Forked, totals: &[Total], begin_us: i64, measured: 
         kept.into_iter().for_each(|kept| measured.note(&format!("kept_{fork}_{name}"), kept));
     };
     note_kept("moments".into(), begin_us, MOMENTS);
-    (1..=AFTER).for_each(|second| note_kept(format!("second_{second}"), begin_us + (second - 1) * SECOND, SECOND));
+    (1..=NOTED).for_each(|second| note_kept(format!("second_{second}"), begin_us + (second - 1) * SECOND, SECOND));
     let seconds = |at_us: i64| (at_us - begin_us) as f64 / 1e6;
     let shown = totals
         .windows(2)
