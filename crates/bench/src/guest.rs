@@ -188,6 +188,22 @@ impl Guest {
             }
         })
     }
+
+    /// Waits until its checker says twice more that all of its pages are as it wrote them.
+    ///
+    /// # Errors
+    /// [`Error::Form`] with what the checker has found, now or before, or [`Error::Timeout`] where it says nothing.
+    pub fn wait_until_well(&self, limit: Duration) -> Result<()> {
+        let from = self.console_text().len();
+        let said = wait_for(&format!("the word of {}'s checker", self.name), limit, || {
+            let text = self.console_text();
+            let bad = text.lines().find(|line| line.contains("CHECKER BAD")).map(str::to_owned);
+            let new = text.get(from..).unwrap_or_default().lines().filter(|line| line.contains("CHECKER ok"));
+            // The first line, perhaps cut off, may be of a time before.
+            Ok(bad.map(Err).or_else(|| (new.count() > 2).then_some(Ok(()))))
+        })?;
+        said.map_err(|reason| Error::Form { what: format!("the memory of {}", self.name), reason })
+    }
 }
 
 /// Calls `run` while the network devices of these guests are in place on every host. Devices and consoles are removed

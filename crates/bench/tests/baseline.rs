@@ -4,7 +4,8 @@ mod support;
 
 use std::time::Duration;
 
-use sterna_bench::baseline::{Method, Ram, qemu};
+use sterna_bench::baseline::{BaselineVm, Method, Ram, qemu};
+use sterna_bench::command::PATIENCE;
 use sterna_bench::load::memcached::LoadConfig;
 use sterna_bench::trial::{self, Mover, Qemu, Setup, Trial};
 use sterna_bench::{Guest, Lab, tools};
@@ -63,6 +64,27 @@ fn every_method_and_back_end_of_every_qemu_moves_its_guest() {
             assert_eq!(trial.metrics.contains_key("nonzero_pages"), ram == Ram::SharedFile);
             println!("{version} {method:?} {ram:?}: {:?}", trial.metrics);
         }
+    }
+}
+
+#[test]
+fn a_clone_through_a_file_goes_on_beside_its_source_and_leaves_no_file() {
+    let Some(lab) = support::lab("file", None) else { return };
+    let qemus = [tools::qemu_7_2().ok(), tools::qemu_10_0().ok()];
+    for (number, path) in qemus.into_iter().flatten().enumerate() {
+        let mut guest = Guest::new(&lab, &format!("g{number}"), 9, "checker:--mib,16,--rate,8");
+        (guest.memory_bytes, guest.wired) = (320 << 20, false);
+        let mut vm = BaselineVm::start(&lab, "a", &guest, &path, Ram::Plain).unwrap();
+        guest.wait_until_well(PATIENCE).unwrap();
+        let clone = guest.clone_of_name(&format!("c{number}"));
+        let (running, copied) = vm.copy_through_file(&lab, &clone).unwrap();
+        println!("{}: {copied:?}", vm.version());
+        assert!(copied.pause_ms > 0.0 && copied.clone_ms > copied.pause_ms, "{copied:?}");
+        assert!(copied.file_bytes > 16 << 20, "{copied:?}");
+        assert_ne!(running.pid(), vm.pid());
+        [&guest, &clone].map(|guest| guest.wait_until_well(PATIENCE).unwrap());
+        let left = std::fs::read_dir(lab.host("a").unwrap().directory.join("ram")).unwrap().count();
+        assert_eq!(left, 0);
     }
 }
 

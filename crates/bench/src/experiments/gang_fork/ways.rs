@@ -19,9 +19,6 @@ use crate::lab::Lab;
 use crate::stats::median;
 use crate::sterna::SternaVm;
 
-/// How many of a checker's lines are waited for: the first may be of a time before.
-const WORDS: usize = 2;
-
 impl More {
     /// Clones of a guest that was just started, one each time.
     pub(super) fn first(&self, lab: &Lab, guest: &Guest, measured: &mut Measured) -> Result<()> {
@@ -159,20 +156,8 @@ impl More {
 fn one_more(vm: &SternaVm, guest: &Guest, number: usize) -> Result<Forked> {
     let name = format!("{}c{number}", guest.name);
     let (forked, _clone) = vm.fork(std::slice::from_ref(&name), &[])?;
-    [guest, &guest.clone_of_name(&name)].into_iter().try_for_each(is_well)?;
+    [guest, &guest.clone_of_name(&name)].into_iter().try_for_each(|guest| guest.wait_until_well(PATIENCE))?;
     Ok(forked)
-}
-
-/// Waits until the guest's checker says again that all is as it wrote it.
-fn is_well(guest: &Guest) -> Result<()> {
-    let from = guest.console_text().len();
-    let said = wait_for(&format!("the word of {}'s checker", guest.name), PATIENCE, || {
-        let text = guest.console_text();
-        let bad = text.lines().find(|line| line.contains("CHECKER BAD")).map(str::to_owned);
-        let new = text.get(from..).unwrap_or_default().lines().filter(|line| line.contains("CHECKER ok"));
-        Ok(bad.map(Err).or_else(|| (new.count() > WORDS).then_some(Ok(()))))
-    })?;
-    said.map_err(|reason| Error::Form { what: format!("the memory of {}", guest.name), reason })
 }
 
 /// Has the guest's shell compute something.
