@@ -82,7 +82,7 @@ fn a_clone_through_a_file_goes_on_beside_its_source_and_leaves_no_file() {
         assert!(copied.pause_ms > 0.0 && copied.clone_ms > copied.pause_ms, "{copied:?}");
         assert!(copied.file_bytes > 16 << 20, "{copied:?}");
         assert_ne!(running.pid(), vm.pid());
-        [&guest, &clone].map(|guest| guest.wait_until_well(PATIENCE).unwrap());
+        [&guest, &clone].iter().for_each(|guest| guest.wait_until_well(PATIENCE).unwrap());
         let left = std::fs::read_dir(lab.host("a").unwrap().directory.join("ram")).unwrap().count();
         assert_eq!(left, 0);
     }

@@ -169,28 +169,21 @@ fn answers(guest: &Guest) -> Result<()> {
 
 /// Notes the figures of forks, each the median.
 fn note(forks: &[Forked], measured: &mut Measured) {
-    let all: [(&str, fn(&Forked) -> f64); 5] = [
-        (PAUSE, |fork| fork.pause_ms),
-        ("prepare_ms", |fork| fork.prepare_ms),
-        ("copied_mib", |fork| mib(fork.copied_bytes)),
-        ("pieces", |fork| fork.pieces as f64),
-        ("devices_kib", |fork| fork.device_bytes as f64 / 1024.0),
-    ];
-    for (name, value) in all {
-        median(&forks.iter().map(value).collect::<Vec<_>>()).into_iter().for_each(|value| measured.note(name, value));
+    let middle = |value: fn(&Forked) -> f64| median(&forks.iter().map(value).collect::<Vec<_>>());
+    for (name, value) in [
+        (PAUSE, middle(|fork| fork.pause_ms)),
+        ("prepare_ms", middle(|fork| fork.prepare_ms)),
+        ("copied_mib", middle(|fork| mib(fork.copied_bytes))),
+        ("pieces", middle(|fork| fork.pieces as f64)),
+        ("devices_kib", middle(|fork| fork.device_bytes as f64 / 1024.0)),
+    ] {
+        value.into_iter().for_each(|value| measured.note(name, value));
     }
     measured.details["forks"] = json!(forks);
-    // Forks of one clone each are tries of the same; the clones of one fork run one after the other.
-    match forks {
-        [fork] => note_times(fork.clones.iter().map(|clone| clone.ms).collect(), measured),
-        _ => {
-            let times: Vec<f64> = forks.iter().flat_map(|fork| &fork.clones).map(|clone| clone.ms).collect();
-            let middle = median(&times);
-            [FIRST_MS, LAST_MS].iter().zip([middle; 2]).for_each(|(name, ms)| {
-                ms.into_iter().for_each(|ms| measured.note(name, ms));
-            });
-        }
-    }
+    let times: Vec<f64> = forks.iter().flat_map(|fork| &fork.clones).map(|clone| clone.ms).collect();
+    // The clones of one fork run one after the other; forks of one clone each are tries of the same.
+    let times = if forks.len() == 1 { times } else { median(&times).into_iter().collect() };
+    note_times(times, measured);
 }
 
 /// Notes when guests ran, milliseconds since the request.
