@@ -6,7 +6,7 @@ use serde_json::json;
 use sterna_api::Forked;
 
 use super::super::gang_figures::{Measured, Source, mib};
-use super::super::together::{self, LIMIT, REST};
+use super::super::together::{self, REST};
 use super::{FIRST_MS, LAST_MS, More, PAUSE, TO_ONE, Way};
 use crate::baseline::{BaselineVm, Ram};
 use crate::command::{PATIENCE, wait_for};
@@ -18,6 +18,11 @@ use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::stats::median;
 use crate::sterna::SternaVm;
+
+/// How the clones move. Twenty guests on few processors are not stopped within the pause that one guest has.
+const MOVE: &str = "--mode precopy --downtime-limit 2s";
+/// When a move that does not end is given up.
+const LIMIT: Duration = Duration::from_secs(120);
 
 impl More {
     /// Clones of a guest that was just started, one each time.
@@ -74,7 +79,7 @@ impl More {
         let rams = gang.rams(self.memory_bytes())?;
         let (footprint, nonzero_frames) = (footprint::of(&rams)?, footprint::nonzero_frames(&rams)?);
         let source = Source { footprint, nonzero_frames, room_bytes: 0 };
-        let (gang, moved) = gang.migrate(lab, "b", &together::sterna("--mode precopy", true)?, LIMIT)?;
+        let (gang, moved) = gang.migrate(lab, "b", &together::sterna(MOVE, true)?, LIMIT)?;
         measured.note_moved(&moved, &source);
         measured.note_settled(footprint::of(&gang.rams(self.memory_bytes())?)?, &source);
         Ok(())
