@@ -205,7 +205,10 @@ impl Seen {
         row("host memory of its RAM, before", show_size(*one_bytes));
         let (factor, apart) = (*all_bytes as f64 / (*one_bytes).max(1) as f64, show_size(many * one_bytes));
         let all = show_size(*all_bytes);
-        row(&format!("of all {many} guests' RAM"), format!("{all}, {factor:.2} × as much; apart it were {apart}"));
+        row(
+            &format!("of all {many} guests' RAM"),
+            format!("{all}, {factor:.2} × as much; apart they would take {apart}"),
+        );
         let (before, after) = (show_size(self.host_before_bytes), show_size(self.host_after_bytes));
         row("all of the host's memory", format!("{before} before, {after} with {many} QEMUs"));
         for Answer { guest, from, to, best, steps } in &self.answers {

@@ -257,18 +257,19 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
         format!("{}, {}", word("mover"), word("workload"))
     };
     let firsts: Vec<&Run> = runs.iter().filter(|run| run.repeat == 0).collect();
-    let line = |run: &&Run| {
-        let seconds: Vec<f64> =
-            run.details["ran_ms"].as_array()?.iter().filter_map(|ms| Some(ms.as_f64()? / 1e3)).collect();
-        let steps =
-            (0..).zip(&seconds).flat_map(|(count, at)| [(*at, f64::from(count)), (*at, f64::from(count) + 1.0)]);
-        (seconds.len() > 1).then(|| (name(run), std::iter::once((0.0, 0.0)).chain(steps).collect()))
+    let ran = |run: &&Run| {
+        let times = run.details["ran_ms"].as_array()?.iter();
+        let seconds: Vec<f64> = times.filter_map(|ms| Some(ms.as_f64()? / 1e3)).collect();
+        (seconds.len() > 1).then(|| (name(run), seconds))
     };
+    let ran: Vec<(String, Vec<f64>)> = firsts.iter().filter_map(ran).collect();
+    let end = ran.iter().flat_map(|(_, seconds)| seconds).copied().fold(0.0, f64::max);
+    let line = |(name, seconds): (String, Vec<f64>)| (name, steps(&seconds, end));
     LinePlot {
         title: "more guests: clones of one that runs, beside guests that boot".into(),
         x_label: "seconds since the request".into(),
         y_label: "guests that run".into(),
-        lines: firsts.iter().filter_map(line).collect(),
+        lines: ran.into_iter().map(line).collect(),
         spans: Vec::new(),
     }
     .write(directory, "running")?;
@@ -280,6 +281,12 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     BarPlot { title: "a running guest becomes several".into(), label: "pause of the source, ms".into(), bars }
         .write(directory, PAUSE)?;
     writer::plot(&firsts, directory)
+}
+
+/// A line that rises by one at each of these moments, from 0 to the end.
+fn steps(seconds: &[f64], end: f64) -> Vec<(f64, f64)> {
+    let rise = (0..).zip(seconds).flat_map(|(count, at)| [(*at, f64::from(count)), (*at, f64::from(count) + 1.0)]);
+    std::iter::once((0.0, 0.0)).chain(rise).chain([(end, seconds.len() as f64)]).collect()
 }
 
 #[cfg(test)]
@@ -319,6 +326,11 @@ mod tests {
         // A row that is not there may be the worst.
         runs.remove(1);
         assert_eq!(of(&runs)[0], (None, false));
+    }
+
+    #[test]
+    fn guests_that_run_stay_in_the_plot_until_its_end() {
+        assert_eq!(steps(&[0.5, 0.7], 9.0), [(0.0, 0.0), (0.5, 0.0), (0.5, 1.0), (0.7, 1.0), (0.7, 2.0), (9.0, 2.0)]);
     }
 
     #[test]
