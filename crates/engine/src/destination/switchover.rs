@@ -49,6 +49,7 @@ pub(super) fn switchover(landing: &mut Landing) -> Result<Option<Arc<Pager>>, Mi
 fn last_pages(landing: &mut Landing, round: u32) -> Result<Reply, MigrateError> {
     let reply = landing.arrived(round)?;
     if matches!(&reply, Reply::Arrived { suspects } if suspects.is_empty()) {
+        tracing::debug!("the last pages are there");
         landing.held.release();
         // Every page is here: from now on the guest's RAM is as any process's. The devices load meanwhile, and their
         // faults wait no longer than this takes.
@@ -59,6 +60,7 @@ fn last_pages(landing: &mut Landing, round: u32) -> Result<Reply, MigrateError> 
 
 fn load(landing: &mut Landing) -> Result<Reply, MigrateError> {
     landing.guard.incoming().vmm.loaded(LOAD_TIMEOUT)?;
+    tracing::debug!("the devices are loaded");
     landing.held.finish()?;
     Ok(Reply::Loaded)
 }
@@ -104,8 +106,10 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
         session.control.answer(request, &Reply::Failed(problem.clone()))?;
         return Err(MigrateError::Record(problem));
     }
+    tracing::debug!("the guest is ours, on record");
     let mut incoming = guard.keep();
     let started = if spec.running { incoming.vmm.start() } else { Ok(EventTime(now_us())) };
+    tracing::debug!("the guest runs");
     let cpu = arrivals.cpu() + sterna_sys::process::thread_cpu_time();
     let reply = match started {
         Ok(start) => Reply::Running { start_us: start.0, cpu_us: cpu.as_micros() as u64 },
