@@ -179,6 +179,7 @@ fn note(forks: &[Forked], measured: &mut Measured) {
         (PAUSE, middle(|fork| fork.pause_ms)),
         ("prepare_ms", middle(|fork| fork.prepare_ms)),
         ("copied_mib", middle(|fork| mib(fork.copied_bytes))),
+        ("copied_in_pause_mib", middle(|fork| mib(fork.copied_in_pause_bytes))),
         ("pieces", middle(|fork| fork.pieces as f64)),
         ("devices_kib", middle(|fork| fork.device_bytes as f64 / 1024.0)),
     ] {

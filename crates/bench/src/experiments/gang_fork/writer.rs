@@ -70,6 +70,7 @@ fn rate(totals: &[Total], from_us: i64, to_us: i64) -> Option<f64> {
 fn note(fork: &str, forked: &Forked, totals: &[Total], begin_us: i64, measured: &mut Measured) {
     measured.note(&format!("pause_{fork}_ms"), forked.pause_ms);
     measured.note(&format!("copied_{fork}_mib"), mib(forked.copied_bytes));
+    measured.note(&format!("copied_{fork}_in_pause_mib"), mib(forked.copied_in_pause_bytes));
     if fork == FORKS[0] {
         measured.note(PAUSE, forked.pause_ms);
         [FIRST_MS, LAST_MS].iter().for_each(|name| measured.note(name, forked.ms));
