@@ -40,6 +40,14 @@ pub fn kernel() -> Result<PathBuf> {
     find("the guest's kernel", "STERNA_KERNEL", &[repository("build/guest/vmlinuz")])
 }
 
+/// A newer kernel, which boots with the same image without its modules.
+///
+/// # Errors
+/// [`Error::Missing`] where the archive does not offer it.
+pub fn new_kernel() -> Result<PathBuf> {
+    find("a newer kernel", "STERNA_NEW_KERNEL", &[repository("build/new-kernel/vmlinuz")])
+}
+
 /// The guest's initial RAM file system.
 ///
 /// # Errors

@@ -36,7 +36,7 @@ use crate::problems::host;
 use crate::process::{Handle, Identity};
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
-use crate::qemu::{files, successor};
+use crate::qemu::{files, successor, vmgenid};
 
 /// Taps that change hands.
 mod taps;
@@ -136,6 +136,7 @@ impl Replace<'_> {
         let about = control.inspect()?;
         check_movable(name, &about)?;
         let user = request.arguments.clone().unwrap_or_else(|| record.arguments.clone());
+        let user = vmgenid::kept(user, &arguments::parse(&record.arguments));
         let items = arguments::parse(&user);
         files::check_absolute(&items)?;
         let path = request.qemu.as_ref().map_or(record.qemu_path.clone(), PathBuf::from);

@@ -19,6 +19,7 @@ use crate::qemu::arguments::{self, Additions, RAM_ID};
 use crate::qemu::binary::{Binary, DEFAULT_NAME};
 use crate::qemu::files;
 use crate::qemu::launch::qmp_socket;
+use crate::qemu::vmgenid;
 use crate::room;
 
 /// The least and the most RAM of a machine, bytes.
@@ -34,14 +35,15 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
     if request.balloon {
         arguments::add_balloon(&mut user)?;
     }
+    let default = qemu.unwrap_or(Path::new(DEFAULT_NAME));
+    let binary = Binary::find(request.qemu.as_ref().map_or(default, Path::new))?;
+    vmgenid::settle(&mut user, binary.has_vmgenid);
     let items = arguments::parse(&user);
     arguments::check_for_run(&items, request.memory_template.is_some())?;
     if request.memory_mode == MemoryMode::Private {
         arguments::check_for_private(&items)?;
     }
     files::check_absolute(&items)?;
-    let default = qemu.unwrap_or(Path::new(DEFAULT_NAME));
-    let binary = Binary::find(request.qemu.as_ref().map_or(default, Path::new))?;
     let reservation = Reservation::starting(&care.machines, &request.name)?;
     let ram = launcher.new_ram_path(&request.name);
     let qmp = qmp_socket(&care.machines.dir(&request.name));

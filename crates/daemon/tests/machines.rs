@@ -12,7 +12,7 @@ fn a_machine_is_started_shown_and_stopped_without_a_trace() {
     let host = Host::start();
     let vm = host.run("db1");
     assert_eq!((&vm["state"], &vm["memory_bytes"]), (&"running".into(), &(64 << 20).into()));
-    assert_eq!(vm["arguments"].as_array().unwrap().len(), BARE.len(), "the user's arguments alone: {vm}");
+    assert_eq!(vm["arguments"].as_array().unwrap().len(), BARE.len() + 2, "the user's, and vmgenid: {vm}");
     eventually("the firmware has written RAM", || host.get("/v1/vms/db1")["allocated_bytes"].as_u64() > Some(0));
     let pid = host.pid_of("db1");
     assert_eq!(host.names(), ["db1"]);

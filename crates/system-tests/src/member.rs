@@ -1,5 +1,7 @@
 //! Guests of one family on one host: clones of one another.
 
+use std::path::PathBuf;
+
 use serde_json::json;
 use sterna_api::Vm;
 use sterna_bench::Guest;
@@ -93,7 +95,10 @@ impl<'a> Member<'a> {
     /// Where that does not answer.
     #[must_use]
     pub fn monitor(&self, host: &Host) -> Qmp {
-        let socket = host.directory.join(format!("state/vms/{}/run/qmp.sock", self.guest.name));
-        Qmp::connect(&socket).expect("its QEMU answers")
+        let directory = host.directory.join(format!("state/vms/{}/run", self.guest.name));
+        // That of a QEMU that has replaced another one has a tag in its name.
+        let is_socket = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("qmp"));
+        let mut files = std::fs::read_dir(&directory).expect("its directory").flatten().map(|entry| entry.path());
+        Qmp::connect(&files.find(is_socket).expect("its QEMU's socket")).expect("its QEMU answers")
     }
 }

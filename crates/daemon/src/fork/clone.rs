@@ -20,7 +20,7 @@ use crate::machines::start::{Launcher, Started};
 use crate::problems;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::launch::{log_file, qmp_socket};
-use crate::qemu::{clone, files};
+use crate::qemu::{clone, files, vmgenid};
 
 /// How long a clone's QEMU may take to read and load its devices.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -28,6 +28,8 @@ const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
 /// What all clones of one request are to be.
 pub struct Plan<'a> {
     source: &'a VmRecord,
+    /// Its arguments.
+    own: Vec<Item>,
     machine: &'a str,
     items: Vec<Item>,
     /// Its user gave the arguments, and with them its network.
@@ -52,7 +54,7 @@ impl<'a> Plan<'a> {
         }
         files::check_absolute(&items)?;
         clone::check(&items, &own)?;
-        Ok(Self { source, machine, items, given: request.arguments.is_some(), paused: request.paused })
+        Ok(Self { source, own, machine, items, given: request.arguments.is_some(), paused: request.paused })
     }
 
     /// Starts the QEMU of a clone; it waits for its guest.
@@ -61,6 +63,7 @@ impl<'a> Plan<'a> {
     /// A [`Problem`]; nothing of it is left.
     pub fn begin(&self, launcher: &Launcher, name: &str, reservation: Reservation) -> Result<Begun, Problem> {
         let source = self.source;
+        let items = vmgenid::renewed(&self.items, &self.own);
         let blocks: Vec<Block> = source
             .blocks
             .iter()
@@ -76,7 +79,7 @@ impl<'a> Plan<'a> {
         let qmp = qmp_socket(&dir);
         let ram = blocks.first().map(|block| (source.memory_bytes, block.path.clone()));
         let ram = ram.as_ref().map(|(bytes, path)| (*bytes, path.as_path()));
-        let all = arguments::for_incoming(&self.items, &Additions { name, qmp: &qmp, ram }, self.machine, &[]);
+        let all = arguments::for_incoming(&items, &Additions { name, qmp: &qmp, ram }, self.machine, &[]);
         let kind = launcher.ram_kind(MemoryMode::Private, source.trust_group.as_deref());
         let started = launcher.start(&source.qemu_path, &all, name, (kind, blocks), None)?;
         let memory = Memory { bytes: source.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };
@@ -85,7 +88,7 @@ impl<'a> Plan<'a> {
             trust_group: source.trust_group.clone(),
             balloon: source.balloon,
             running: !self.paused,
-            ..VmRecord::new(name, arguments::unparse(&self.items), started.qemu(source.qemu_path.clone()), memory)
+            ..VmRecord::new(name, arguments::unparse(&items), started.qemu(source.qemu_path.clone()), memory)
         };
         Ok(Begun { reservation, started, record, log: log_file(&dir), connected: self.given })
     }

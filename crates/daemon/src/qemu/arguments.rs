@@ -89,6 +89,13 @@ impl Item {
         self.value.as_deref().map(split_pairs).unwrap_or_default()
     }
 
+    /// The value where it is a JSON object.
+    #[must_use]
+    pub fn json(&self) -> Option<serde_json::Value> {
+        let value = self.value.as_deref().filter(|value| value.trim_start().starts_with('{'))?;
+        serde_json::from_str(value).ok()
+    }
+
     /// The value of a key.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<String> {
@@ -160,6 +167,12 @@ pub fn unparse(items: &[Item]) -> Vec<String> {
         arguments.extend(item.value.clone());
     }
     arguments
+}
+
+/// The machine type that the arguments name.
+#[must_use]
+pub fn machine_type(items: &[Item]) -> Option<String> {
+    items.iter().filter(|item| item.option == "machine").find_map(|item| item.get("").or_else(|| item.get("type")))
 }
 
 /// Checks that `run` can add RAM, agent and QMP to these arguments; `templated`: RAM begins as a template, so that the
@@ -241,10 +254,9 @@ pub fn add_balloon(arguments: &mut Vec<String>) -> Result<(), Problem> {
     if let Some(item) = items.iter().find(is_balloon) {
         return Err(conflict(item, "with --balloon Sterna adds the balloon itself"));
     }
-    let machine =
-        items.iter().filter(|item| item.option == "machine").find_map(|item| item.get("").or_else(|| item.get("type")));
     // A microvm has no PCI unless it is asked for.
-    let device = if machine.as_deref() == Some("microvm") { "virtio-balloon-device" } else { "virtio-balloon-pci" };
+    let device =
+        if machine_type(&items).as_deref() == Some("microvm") { "virtio-balloon-device" } else { "virtio-balloon-pci" };
     arguments.extend(["-device".into(), format!("{device},id={BALLOON_ID},deflate-on-oom=on,free-page-reporting=on")]);
     Ok(())
 }

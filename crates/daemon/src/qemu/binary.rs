@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use sterna_api::{Blame, Code, Problem};
-use sterna_engine::vmm::qemu::{BinaryError, binary_version, machine_types};
+use sterna_engine::vmm::qemu::{BinaryError, binary_version, has_device, machine_types};
 use sterna_engine::vmm::qmp::Version as Version3;
 
+use super::vmgenid;
 use crate::problems::host;
 
 /// Major, minor, micro.
@@ -28,6 +29,8 @@ pub struct Binary {
     pub path: PathBuf,
     /// Its version.
     pub version: Version,
+    /// Whether it can give a guest a generation ID.
+    pub has_vmgenid: bool,
     machines: Vec<String>,
 }
 
@@ -77,7 +80,8 @@ impl Binary {
         }
         let Version3(major, minor, micro) = binary_version(path).map_err(|error| not_qemu(&error))?;
         let machines = machine_types(path).map_err(|error| not_qemu(&error))?;
-        let binary = Self { path: path.into(), version: (major, minor, micro), machines };
+        let has_vmgenid = has_device(path, vmgenid::DEVICE).map_err(|error| not_qemu(&error))?;
+        let binary = Self { path: path.into(), version: (major, minor, micro), has_vmgenid, machines };
         asked().insert(identity, binary.clone());
         Ok(binary)
     }
@@ -121,5 +125,6 @@ mod tests {
         let Ok(binary) = Binary::find(Path::new(DEFAULT_NAME)) else { return eprintln!("skipped: no QEMU here") };
         assert!(binary.offers("microvm") && binary.offers("q35"));
         assert!(!binary.offers("pc-q35-99.0"));
+        assert!(binary.has_vmgenid);
     }
 }

@@ -9,6 +9,9 @@ pub mod successor;
 /// The arguments of a clone.
 pub mod clone;
 
+/// The generation ID of a guest, by which it knows that it was cloned.
+pub mod vmgenid;
+
 /// The files that the arguments name.
 pub mod files;
 

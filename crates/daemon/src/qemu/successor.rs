@@ -7,7 +7,7 @@
 //! * **files that QEMU would cut off**: what a character device writes to a file goes on at its end
 //! * **`prealloc`**: the pages are there, and touching them all is what a successor must not do
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::arguments::{Item, join_pairs};
 
@@ -31,7 +31,7 @@ pub fn taps(items: &[Item]) -> Vec<NamedTap> {
         if !matches!(item.option.as_str(), "netdev" | "nic" | "net") {
             return None;
         }
-        if let Some(json) = as_json(item) {
+        if let Some(json) = item.json() {
             let tap = matches!(json["type"].as_str(), Some("tap" | "bridge"));
             return tap.then(|| NamedTap { index, device: json["ifname"].as_str().map(String::from) });
         }
@@ -48,7 +48,7 @@ pub fn give_taps(items: &mut [Item], given: &[(NamedTap, Vec<u32>)]) {
         let list = numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(":");
         let key = if numbers.len() == 1 { "fd" } else { "fds" };
         let item = &mut items[tap.index];
-        if let Some(mut json) = as_json(item) {
+        if let Some(mut json) = item.json() {
             if let Some(object) = json.as_object_mut() {
                 object.retain(|key, _| !TAP_KEYS.contains(&key.as_str()));
                 object.insert("type".into(), json!("tap"));
@@ -99,7 +99,7 @@ fn appending(item: &Item, index: usize) -> Vec<Item> {
 fn kept(item: &Item) -> String {
     let value = item.value.clone().unwrap_or_default();
     if item.option == "object" {
-        if let Some(mut json) = as_json(item) {
+        if let Some(mut json) = item.json() {
             if let Some(object) = json.as_object_mut() {
                 object.remove("prealloc");
             }
@@ -111,7 +111,7 @@ fn kept(item: &Item) -> String {
         let pairs: Vec<_> = item.pairs().into_iter().filter(|(key, _)| key != "prealloc").collect();
         return join_pairs(&pairs);
     }
-    if as_json(item).is_some() {
+    if item.json().is_some() {
         return value;
     }
     let mut pairs = item.pairs();
@@ -123,11 +123,6 @@ fn kept(item: &Item) -> String {
         }
     }
     join_pairs(&pairs)
-}
-
-fn as_json(item: &Item) -> Option<Value> {
-    let value = item.value.as_deref()?.trim_start();
-    serde_json::from_str(value).ok().filter(|_| value.starts_with('{'))
 }
 
 /// How one machine's arguments differ from another's: an option that is only in the former with a minus before it, one
@@ -152,6 +147,8 @@ pub fn differences(former: &[Item], latter: &[Item]) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::super::arguments::{parse, unparse};
     use super::*;
 

@@ -4,6 +4,9 @@
 /// Who is killed while a guest is forked.
 mod faults;
 
+/// A guest that was cloned knows it, and one that was moved does not take itself for a clone.
+mod generation;
+
 use std::collections::HashSet;
 
 use sterna_api::{Forked, MemoryMode, VmState};

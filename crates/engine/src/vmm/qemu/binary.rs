@@ -60,6 +60,15 @@ pub fn machine_types(path: &Path) -> Result<Vec<String>, BinaryError> {
     if names.is_empty() { Err(not_qemu(path, &arguments)) } else { Ok(names) }
 }
 
+/// Whether the QEMU binary at `path` has a device of this type.
+///
+/// # Errors
+/// [`BinaryError`].
+pub fn has_device(path: &Path, kind: &str) -> Result<bool, BinaryError> {
+    let answer = output(path, &["-device", &format!("{kind},help")])?;
+    Ok(answer.lines().any(|line| line.starts_with(&format!("{kind} options"))))
+}
+
 /// From `QEMU emulator version 7.2.22 (Debian …)`.
 fn parse_version(text: &str) -> Option<Version> {
     let (_, rest) = text.lines().next()?.split_once(" version ")?;

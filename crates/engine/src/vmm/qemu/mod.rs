@@ -44,7 +44,7 @@ mod process;
 mod log;
 
 pub use balloon::{BalloonDevice, BalloonLook, resize};
-pub use binary::{BinaryError, binary_version, machine_types};
+pub use binary::{BinaryError, binary_version, has_device, machine_types};
 pub use commands::SharedQmp;
 pub use destination::QemuDestination;
 pub use inspect::{Inspection, MemoryDevice, inspect, writable_disks};
