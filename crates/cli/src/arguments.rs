@@ -141,6 +141,11 @@ pub struct Fork {
     /// Hold the clones: they do not run until their monitor is told 'cont'
     #[arg(long)]
     pub paused: bool,
+    /// Give the machine and each clone an overlay of each disk that can be written [in DIR, else beside the image]
+    ///
+    /// Nobody writes the image afterwards. The overlays are qcow2 files, and stay when their machines end.
+    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
+    pub overlay_disks: Option<Option<PathBuf>>,
     /// Write the report there as JSON; '-' is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,

@@ -18,6 +18,8 @@ pub async fn fork(client: &Client, wanted: Fork) -> Result<ExitCode, Failure> {
     let request = ForkRequest {
         names: wanted.names,
         paused: wanted.paused,
+        overlay_disks: wanted.overlay_disks.is_some(),
+        overlay_directory: wanted.overlay_disks.flatten().map(|path| path.display().to_string()),
         arguments: (!wanted.arguments.is_empty()).then_some(wanted.arguments),
     };
     let answer = client.post(&format!("/v1/vms/{}/fork", escape(&wanted.name)), &request).await;

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::milliseconds;
-use sterna_api::{ForkRequest, Forked, NotCloned, Problem};
+use sterna_api::{Code, ForkRequest, Forked, NotCloned, Problem};
 use sterna_engine::fork::{NotSaved, Saved};
 use sterna_engine::memory::unneeded::mark_as_pool;
 
@@ -24,6 +24,7 @@ use crate::care::Care;
 use crate::machines::claim::Reservation;
 use crate::machines::control;
 use crate::machines::hold::{Hold, InPlace};
+use crate::machines::overlay::Overlay;
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
 use crate::migration::incoming::Destination;
@@ -38,7 +39,11 @@ pub mod source;
 /// A clone.
 mod clone;
 
+/// The overlays of its disks and its clones'.
+pub mod overlays;
+
 use clone::{Begun, Plan};
+use overlays::Overlays;
 use source::{Frozen, Source};
 
 /// The most clones of one request.
@@ -73,7 +78,7 @@ impl Fork<'_> {
         let (prepare_ms, running) = (milliseconds(began.elapsed()), source.running);
         // Pages that only the clones will need stay.
         let _held = self.here.pools.hold();
-        let (frozen, saved) = self.pause(&record, source)?;
+        let Paused { frozen, saved, clones, now } = self.pause(&record, source, clones)?;
         let mut forked = Forked {
             vm: name.into(),
             prepare_ms,
@@ -100,6 +105,9 @@ impl Fork<'_> {
                 }
             }
         }
+        if !now.overlays.is_empty() {
+            self.settle(&VmRecord { overlays: Vec::new(), ..now });
+        }
         // Until now a page of it that only a clone needed could have been given back.
         mark(&frozen.latest);
         forked.ms = milliseconds(began.elapsed());
@@ -123,16 +131,28 @@ impl Fork<'_> {
     ) -> Result<(Source, Vec<Begun>), Problem> {
         let reserved = request.names.iter().map(|name| Reservation::starting(&self.care.machines, name));
         let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
-        let mut source = Source::reach(record, self.launcher, self.here.pools.dir())?;
+        let mut source = Source::reach(record, self.launcher, self.here.pools.dir(), request.overlay_disks)?;
         doing.found(source.running);
         let machine = source.machine().to_owned();
         let plan = Plan::new(record, &machine, request)?;
+        let overlays = Overlays::plan(record, source.disks().to_vec(), request)?;
+        plan.check(&overlays)?;
         self.check_room(record, request.names.len() as u64)?;
-        let names = request.names.iter().cloned().zip(reserved).collect();
-        let begin = |(name, reservation): (String, _)| plan.begin(self.launcher, &name, reservation);
+        if !overlays.all.is_empty() {
+            let making = VmRecord { overlays: overlays.all.clone(), ..record.clone() };
+            let stored = self.care.machines.store(&making);
+            stored.map_err(|error| crate::problems::host("cannot write the machine's record", &error))?;
+            source.make_overlays(&overlays)?;
+        }
+        let each = request.names.iter().cloned().zip(reserved);
+        let each = each.map(|(name, reservation)| {
+            let disks = source.take_overlays(&name);
+            (name, reservation, disks)
+        });
+        let each = each.collect();
         let (copied, begun) = std::thread::scope(|scope| {
             let copied = scope.spawn(|| source.copy_ahead());
-            let begun = several::map(names, begin);
+            let begun = several::map(each, |each| plan.begin(self.launcher, &overlays, each));
             (copied.join().unwrap_or_else(|panic| resume_unwind(panic)), begun)
         });
         copied?;
@@ -151,10 +171,10 @@ impl Fork<'_> {
     }
 
     /// The pause. Whatever becomes of it, the machine is given back, and what is on record of it is so.
-    fn pause(&self, record: &VmRecord, mut source: Source) -> Result<(Frozen, Saved), Problem> {
+    fn pause(&self, record: &VmRecord, mut source: Source, clones: Vec<Begun>) -> Result<Paused, Problem> {
         let forking = source.on_record();
         if let Err(error) = self.care.machines.store_for_daemon(&forking) {
-            drop(source);
+            drop((source, clones));
             let problem = crate::problems::host("cannot write the machine's record", &error);
             return Err(self.stays(record, problem));
         }
@@ -164,7 +184,7 @@ impl Fork<'_> {
             Ok(())
         });
         // Nothing watches the guest any more when the machine is given back, and nobody has the layer for writing.
-        drop(source);
+        source.ends_watching();
         let (waits, why) = match &saved {
             Ok(saved) => (saved.waits.as_ref(), None),
             Err(NotSaved { why, waits }) => (waits.as_ref(), Some(why.problem())),
@@ -174,6 +194,8 @@ impl Fork<'_> {
             tracing::error!(vm = %record.name, "{}", problem.with_causes());
             forking.clone()
         });
+        // And which images its disks are on. Who does not know that must not give it another QEMU.
+        let now = source.with_its_disks(&now).map_err(|problem| self.is_in_doubt(&forking, problem))?;
         if now.forking.is_none() {
             source::forget_others(&forking, &now);
         }
@@ -186,25 +208,69 @@ impl Fork<'_> {
                 record.name
             )));
         }
-        // Of interest to a restarted daemon, and to no restarted host: the disk's time is not waited for.
-        if self.care.machines.store_for_daemon(&now).is_err() {
-            self.care.machines.try_store(&now);
+        if let (Ok(saved), Some(frozen)) = (saved, frozen) {
+            // With its clones' overlays on record it is nobody else's.
+            if now.overlays.is_empty() {
+                self.settle(&now);
+            } else {
+                self.write_down(&now);
+            }
+            return Ok(Paused { frozen, saved, clones, now });
         }
-        self.care.machines.give_back(&now);
-        self.care.balloons.keep(&now);
-        match (saved, frozen) {
-            (Ok(saved), Some(frozen)) => Ok((frozen, saved)),
-            _ => Err(why.unwrap_or_else(|| invalid("nothing was saved")).guest(Whereabouts::Source)),
+        drop(clones);
+        self.settle(&VmRecord { overlays: Vec::new(), ..now });
+        Err(why.unwrap_or_else(|| invalid("nothing was saved")).guest(Whereabouts::Source))
+    }
+
+    /// The machine is as any other again, and its record says so.
+    fn settle(&self, now: &VmRecord) {
+        self.write_down(now);
+        self.care.machines.give_back(now);
+        self.care.balloons.keep(now);
+    }
+
+    /// Of interest to a restarted daemon, and to no restarted host: the disk's time is not waited for.
+    fn write_down(&self, now: &VmRecord) {
+        if self.care.machines.store_for_daemon(now).is_err() {
+            self.care.machines.try_store(now);
         }
+    }
+
+    /// The guest runs, or stands still, on disks of which nobody knows whether they are overlays. The next daemon asks
+    /// again; until then the machine stays as it is.
+    fn is_in_doubt(&self, forking: &VmRecord, problem: Problem) -> Problem {
+        // It may have closed its connections, and take a moment longer to end.
+        let gone = problem.code == Code::QemuGone && forking.process.is_ending();
+        if gone || forking.process.open().is_none() {
+            self.care.machines.give_back(forking);
+            forking.overlays.iter().filter(|overlay| overlay.of == forking.name).for_each(Overlay::remove);
+            return problem.guest(Whereabouts::Gone);
+        }
+        tracing::error!(vm = %forking.name, "{}", problem.with_causes());
+        self.care.machines.mark(&forking.name, "it was forked, and which images its disks are on cannot be told");
+        problem.hint("restart sternad once its QEMU answers: it asks again")
     }
 
     /// The machine is as it was, unless its QEMU has ended.
     fn stays(&self, record: &VmRecord, problem: Problem) -> Problem {
+        let recorded = self.care.machines.entry(&record.name).ok().and_then(|entry| entry.record);
+        if recorded.is_some_and(|recorded| !recorded.overlays.is_empty()) {
+            self.care.machines.try_store(record);
+        }
         self.care.machines.give_back(record);
         self.care.balloons.keep(record);
         let gone = record.process.open().is_none();
         problem.guest(if gone { Whereabouts::Gone } else { Whereabouts::Source })
     }
+}
+
+/// A machine that has been forked, and its clones before they run.
+struct Paused {
+    frozen: Frozen,
+    saved: Saved,
+    clones: Vec<Begun>,
+    /// The machine as it is now.
+    now: VmRecord,
 }
 
 /// Has pages of what a fork has made common given back when nobody needs them any more.
@@ -220,6 +286,9 @@ fn check_request(request: &ForkRequest) -> Result<(), Problem> {
     }
     request.names.iter().try_for_each(|name| check_name(name))?;
     let mut seen = HashSet::new();
+    if request.overlay_directory.is_some() && !request.overlay_disks {
+        return Err(invalid("a directory for overlays, and no overlays are asked for"));
+    }
     match request.names.iter().find(|name| !seen.insert(*name)) {
         Some(twice) => Err(invalid(format!("two clones cannot be '{twice}'"))),
         None => Ok(()),

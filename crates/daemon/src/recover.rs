@@ -20,7 +20,8 @@
 //! * **here; another QEMU was to have its guest, and has it not**: that QEMU is ended, and the guest given back
 //! * **here; its guest is in another QEMU than before**: the former one is ended, and the guest let run
 //!
-//! * **here; being forked**: its RAM is looked at: private by now, or as it was; then the guest is let run
+//! * **here; being forked**: its RAM is looked at: private by now, or as it was; QEMU is asked which images it has;
+//!   then the guest is let run. Overlays that were made, and that nobody uses, are removed
 //!
 //! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. A
 //! directory whose record is unusable ([`load`](crate::machines::load)) is left alone, with all that may belong to it.
@@ -42,6 +43,7 @@ use crate::machines::control::{end_other, give_back, let_run, quit_unknown, stop
 use crate::machines::files::remove_files;
 use crate::machines::hold::Hold;
 use crate::machines::load::{Found, read_machines};
+use crate::machines::overlay::Overlay;
 use crate::machines::record::{Lifecycle, VmRecord};
 use crate::machines::succession::Succession;
 use crate::machines::table::{Entry, Machines};
@@ -86,9 +88,12 @@ impl Recovery<'_> {
         several::map(unfinished, |dir| self.clear_unfinished(&dir));
         // The records are as the disk has them: files that a full disk keeps from being recorded are still needed by
         // the next daemon.
+        let overlays: Vec<Overlay> = records.iter().flat_map(|record| record.overlays.clone()).collect();
+        let arguments: Vec<Vec<String>> = records.iter().map(|record| record.arguments.clone()).collect();
         let named = records.iter().flat_map(VmRecord::own_files).map(|file| file.path).collect();
         several::map(records, |record| self.recover_machine(record));
         if unread.is_empty() {
+            fork::overlays::forget_unused(self.machines(), &overlays, &arguments);
             self.pages.forget_pages_of_nobody();
         }
         self.remove_stray_ram(&named, &unread);
@@ -131,6 +136,10 @@ impl Recovery<'_> {
         if record.forking.is_some() {
             return self.recover_forking(&record);
         }
+        // Those that were made for a pause that never came.
+        if let Err(problem) = fork::overlays::recover(&record) {
+            tracing::warn!(vm = %name, "it may have an overlay open that it does not use: {}", problem.with_causes());
+        }
         match record.lifecycle {
             Lifecycle::Here if record.paging.is_some() => self.pages.recover(&record, false),
             Lifecycle::Here => {
@@ -148,11 +157,13 @@ impl Recovery<'_> {
 
     /// Lets the guest of a machine run on that was being forked.
     fn recover_forking(&self, forking: &VmRecord) {
-        let record = match fork::source::recover(forking) {
+        let recovered = fork::source::recover(forking).and_then(|record| fork::overlays::recover(&record));
+        let record = match recovered {
             Ok(record) => record,
             Err(problem) => {
                 tracing::error!(vm = %forking.name, "it was being forked: {}", problem.with_causes());
-                self.machines().mark(&forking.name, "it was being forked, and how its RAM is mapped cannot be told");
+                self.machines()
+                    .mark(&forking.name, "it was being forked, and what its RAM and disks are cannot be told");
                 return self.care.watch(forking);
             }
         };

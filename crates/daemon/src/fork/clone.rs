@@ -10,6 +10,7 @@ use sterna_api::{Cloned, ForkRequest, MemoryMode, Problem};
 use sterna_engine::fork::Image;
 use sterna_engine::vmm::Destination;
 
+use super::overlays::{Made, Overlays};
 use crate::care::Care;
 use crate::machines::backing::Block;
 use crate::machines::claim::Reservation;
@@ -57,13 +58,28 @@ impl<'a> Plan<'a> {
         Ok(Self { source, own, machine, items, given: request.arguments.is_some(), paused: request.paused })
     }
 
+    /// Checks that these overlays can be the clones' disks.
+    ///
+    /// # Errors
+    /// As [`Overlays::onto`].
+    pub fn check(&self, overlays: &Overlays) -> Result<(), Problem> {
+        let name = &self.source.name;
+        overlays.onto(&self.items, name, name).map(drop)
+    }
+
     /// Starts the QEMU of a clone; it waits for its guest.
     ///
     /// # Errors
     /// A [`Problem`]; nothing of it is left.
-    pub fn begin(&self, launcher: &Launcher, name: &str, reservation: Reservation) -> Result<Begun, Problem> {
-        let source = self.source;
-        let items = vmgenid::renewed(&self.items, &self.own);
+    pub fn begin(
+        &self,
+        launcher: &Launcher,
+        overlays: &Overlays,
+        (name, reservation, disks): (String, Reservation, Made),
+    ) -> Result<Begun, Problem> {
+        let (source, name) = (self.source, name.as_str());
+        let items = overlays.onto(&self.items, &source.name, name)?;
+        let items = vmgenid::renewed(&items, &self.own);
         let blocks: Vec<Block> = source
             .blocks
             .iter()
@@ -90,7 +106,7 @@ impl<'a> Plan<'a> {
             running: !self.paused,
             ..VmRecord::new(name, arguments::unparse(&items), started.qemu(source.qemu_path.clone()), memory)
         };
-        Ok(Begun { reservation, started, record, log: log_file(&dir), connected: self.given })
+        Ok(Begun { started, disks, reservation, record, log: log_file(&dir), connected: self.given })
     }
 }
 
@@ -98,6 +114,7 @@ impl<'a> Plan<'a> {
 pub struct Begun {
     // In this order: what was started ends before the name is anybody's again.
     started: Started,
+    disks: Made,
     reservation: Reservation,
     record: VmRecord,
     log: PathBuf,
@@ -116,7 +133,7 @@ impl Begun {
     /// # Errors
     /// A [`Problem`]; nothing of it is left.
     pub fn load(self, care: &Care, image: &Image, devices: &[u8], began: Instant) -> Result<Cloned, Problem> {
-        let Self { started, reservation, record, log, connected } = self;
+        let Self { started, disks, reservation, record, log, connected } = self;
         let (mut agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
         let ram: Vec<_> = record.blocks.iter().zip(addresses).map(|(block, at)| at..at + block.bytes).collect();
         image.lay(&mut agent, &ram).map_err(|error| error.problem())?;
@@ -137,6 +154,7 @@ impl Begun {
         drop(driver);
         reservation.keep(&record, Hold::Free)?;
         started.keep();
+        disks.keep();
         care.watch(&record);
         Ok(Cloned { vm: record.name, pid: record.process.pid, ms })
     }

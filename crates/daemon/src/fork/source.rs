@@ -16,11 +16,12 @@ use sterna_engine::inside::InsideQemu;
 use sterna_engine::memory::kind;
 use sterna_engine::source::track::WriteProtect;
 use sterna_engine::vmm::Source as _;
-use sterna_engine::vmm::qemu::{Inspection, QemuSource, writable_disks};
+use sterna_engine::vmm::qemu::{Disk, Inspection, QemuSource, SharedQmp, lock, writable_disks};
 use sterna_sys::file::{self, FileId};
 use sterna_sys::map::Access;
 use sterna_sys::process::{descriptors_of, maps};
 
+use super::overlays::{Made, Opened, Overlays, as_they_are};
 use crate::machines::agent;
 use crate::machines::backing::{Block, OwnFile, is_private, stretches};
 use crate::machines::control::{self, Control};
@@ -37,6 +38,11 @@ pub struct Source {
     driver: QemuSource,
     freezing: Freezing,
     about: Inspection,
+    qmp: SharedQmp,
+    /// Its disks that can be written.
+    disks: Vec<Disk>,
+    /// The overlays of its disks.
+    overlays: Option<Opened>,
     /// Whether the guest runs.
     pub running: bool,
 }
@@ -79,11 +85,12 @@ pub struct Frozen {
 }
 
 impl Source {
-    /// Reaches a machine, and checks that it can be forked. `dir` is on the file system of machines' RAM.
+    /// Reaches a machine, and checks that it can be forked. `dir` is on the file system of machines' RAM;
+    /// `overlay_disks`: its disks get overlays.
     ///
     /// # Errors
     /// A [`Problem`]: who does not answer, or what is in the way.
-    pub fn reach(record: &VmRecord, launcher: &Launcher, dir: &Path) -> Result<Self, Problem> {
+    pub fn reach(record: &VmRecord, launcher: &Launcher, dir: &Path, overlay_disks: bool) -> Result<Self, Problem> {
         let name = &record.name;
         let refuse = |why: &str, hint: &str| {
             let message = format!("'{name}' cannot be forked: {why}");
@@ -100,12 +107,13 @@ impl Source {
         check_movable(name, &about)?;
         record.check_template()?;
         let disks = writable_disks(control.qmp()).map_err(|error| control::refused("tell its disks", &error))?;
-        if !disks.is_empty() {
-            let list = disks.join(", ");
-            let why = format!("its clones would write the same disk ({list})");
-            return refuse(&why, "disks of a machine that is forked must be read-only");
+        if !disks.is_empty() && !overlay_disks {
+            let list: Vec<&str> = disks.iter().map(|disk| disk.name.as_str()).collect();
+            let why = format!("its clones would write the same disk ({})", list.join(", "));
+            return refuse(&why, "with --overlay-disks each has an overlay of its own");
         }
-        let mut driver = control::source(record, control.share())?;
+        let qmp = control.share();
+        let mut driver = control::source(record, SharedQmp::clone(&qmp))?;
         let running = driver.running().map_err(|error| control::refused("tell its state", &error))?;
         let past = driver.writes_untracked().map_err(|error| control::refused("tell its devices", &error))?;
         if past {
@@ -123,7 +131,38 @@ impl Source {
         let (record, stand_ins) = (record.clone(), Vec::new());
         let mut freezing = Freezing { record, agent, ram, private, stand_ins, draft, begun: false };
         freezing.prepare(launcher).map_err(|error| host("cannot prepare the machine's RAM", &error))?;
-        Ok(Self { driver, freezing, about, running })
+        Ok(Self { driver, freezing, about, qmp, disks, overlays: None, running })
+    }
+
+    /// Its disks that can be written.
+    pub fn disks(&self) -> &[Disk] {
+        &self.disks
+    }
+
+    /// Makes overlays of its disks, of which it goes on with its own from its pause on.
+    ///
+    /// # Errors
+    /// As [`Overlays::make`].
+    pub fn make_overlays(&mut self, overlays: &Overlays) -> Result<(), Problem> {
+        let record = &mut self.freezing.record;
+        let opened = overlays.make(&self.qmp, &record.name)?;
+        record.overlays.clone_from(&overlays.all);
+        self.driver.onto_overlays(opened.nodes.clone());
+        self.overlays = Some(opened);
+        Ok(())
+    }
+
+    /// Takes the overlays that were made for this clone.
+    pub fn take_overlays(&mut self, clone: &str) -> Made {
+        self.overlays.as_mut().map(|opened| opened.take(clone)).unwrap_or_default()
+    }
+
+    /// The machine as it was forked, as its disks are now.
+    ///
+    /// # Errors
+    /// As [`as_they_are`].
+    pub fn with_its_disks(&self, now: &VmRecord) -> Result<VmRecord, Problem> {
+        as_they_are(now, &mut lock(&self.qmp))
     }
 
     /// The exact machine type.
@@ -146,6 +185,11 @@ impl Source {
         copied.map_err(|error| error.problem())
     }
 
+    /// Ends what it costs to copy while the guest runs.
+    pub fn ends_watching(&mut self) {
+        self.freezing.draft = None;
+    }
+
     /// The pause. `freeze` is called when nothing uses RAM.
     ///
     /// # Errors
@@ -156,6 +200,9 @@ impl Source {
     ) -> Result<Saved, NotSaved> {
         let freezing = &mut self.freezing;
         freezing.begun = true;
+        if let Some(opened) = self.overlays.take() {
+            opened.leave(&freezing.record.name);
+        }
         save(&mut self.driver, &mut || freeze(freezing))
     }
 }

@@ -6,6 +6,9 @@
 /// The files that hold machines' RAM.
 pub mod backing;
 
+/// Overlays of machines' disks.
+pub mod overlay;
+
 /// QEMU's process, which holds private memory.
 pub mod holder;
 

@@ -16,6 +16,7 @@ use sterna_sys::host;
 
 use super::backing::{Backing, Block, OwnFile};
 use super::holder;
+use super::overlay::Overlay;
 use super::succession::Succession;
 use super::template::Template;
 use crate::process::Identity;
@@ -87,6 +88,10 @@ pub struct VmRecord {
     /// It is being forked, and its guest may stand still: its RAM as it is once it is private.
     #[serde(default)]
     pub forking: Option<Vec<Block>>,
+    /// Overlays that its fork has made, or is about to: its own, until it is known whether its disks are on them, and
+    /// its clones'.
+    #[serde(default)]
+    pub overlays: Vec<Overlay>,
 }
 
 /// Pages of a machine that come after its guest's start.
@@ -165,6 +170,7 @@ impl VmRecord {
             paging: None,
             succession: None,
             forking: None,
+            overlays: Vec::new(),
         }
     }
 

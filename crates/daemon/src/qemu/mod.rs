@@ -9,6 +9,9 @@ pub mod successor;
 /// The arguments of a clone.
 pub mod clone;
 
+/// The disks in the arguments, and the same on overlays.
+pub mod disks;
+
 /// The generation ID of a guest, by which it knows that it was cloned.
 pub mod vmgenid;
 

@@ -4,6 +4,9 @@
 /// Who is killed while a guest is forked.
 mod faults;
 
+/// Each has an overlay of the disk that it writes.
+mod overlays;
+
 /// A guest that was cloned knows it, and one that was moved does not take itself for a clone.
 mod generation;
 

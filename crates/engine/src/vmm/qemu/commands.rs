@@ -18,8 +18,9 @@ pub(super) const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long QEMU may take to resume a guest or to give it back: it opens and flushes its disks on the way.
 pub(super) const SLOW_COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A broken-off command leaves the connection as it was, so one whose holder panicked is still of use.
-pub(super) fn lock(qmp: &SharedQmp) -> MutexGuard<'_, Qmp> {
+/// Waits for the turn on a connection. A broken-off command leaves the connection as it was, so one whose holder
+/// panicked is still of use.
+pub fn lock(qmp: &SharedQmp) -> MutexGuard<'_, Qmp> {
     qmp.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

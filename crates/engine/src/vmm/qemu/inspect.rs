@@ -198,20 +198,6 @@ fn cards_in(list: &str) -> Vec<String> {
     list.lines().filter_map(card).collect()
 }
 
-/// Disks that the guest can write, by the names of their devices.
-///
-/// # Errors
-/// [`VmmError`] where QEMU does not answer.
-pub fn writable_disks(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
-    let disks = ask(qmp, "query-block")?;
-    let writable = items(&disks).iter().filter(|disk| disk["inserted"]["ro"].as_bool() == Some(false));
-    let name = |disk: &Value| {
-        let names = [&disk["device"], &disk["qdev"], &disk["inserted"]["file"]];
-        names.iter().filter_map(|name| name.as_str()).find(|name| !name.is_empty()).unwrap_or("a disk").to_owned()
-    };
-    Ok(writable.map(name).collect())
-}
-
 /// An object's property that is a text; `None` where it has none of that name.
 fn property(qmp: &mut Qmp, path: &str, name: &str) -> Result<Option<String>, VmmError> {
     let value = optional(qmp, "qom-get", json!({ "path": path, "property": name }))?;
@@ -226,7 +212,7 @@ fn optional(qmp: &mut Qmp, command: &str, arguments: Value) -> Result<Value, Vmm
     }
 }
 
-fn items(value: &Value) -> &[Value] {
+pub(super) fn items(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 

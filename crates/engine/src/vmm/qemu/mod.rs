@@ -13,6 +13,9 @@ mod destination;
 /// What a running QEMU is made of.
 mod inspect;
 
+/// The guest's disks, and their overlays.
+mod disks;
+
 /// Who writes guest RAM past the page tables.
 mod past;
 
@@ -45,9 +48,10 @@ mod log;
 
 pub use balloon::{BalloonDevice, BalloonLook, resize};
 pub use binary::{BinaryError, binary_version, has_device, machine_types};
-pub use commands::SharedQmp;
+pub use commands::{SharedQmp, lock};
 pub use destination::QemuDestination;
-pub use inspect::{Inspection, MemoryDevice, inspect, writable_disks};
+pub use disks::{Disk, close_node, format_overlay, open_overlay, writable_disks};
+pub use inspect::{Inspection, MemoryDevice, inspect};
 pub use log::ErrorLog;
 pub use process::QemuProcess;
 pub use source::QemuSource;

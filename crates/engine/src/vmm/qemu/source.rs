@@ -9,7 +9,7 @@ use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, SharedQmp, guest_st
 use super::migration::{failure, has_ended, migration_status, pass_socket, wait_migration, withdraw_socket};
 use super::process::QemuProcess;
 use super::settings::{self, Settings};
-use super::{inspect, memory_map, past, registers};
+use super::{disks, inspect, memory_map, past, registers};
 use crate::vmm::qmp::{Qmp, Version};
 use crate::vmm::{EventTime, MappedRam, Source, Stopped, VmmError};
 
@@ -48,6 +48,8 @@ pub struct QemuSource {
     begun: Option<Begun>,
     /// Whether the guest may run guests of its own; `None` before it was asked.
     may_nest: Option<bool>,
+    /// Block nodes of disks, and those of the overlays that they go on with once the guest has stopped.
+    overlays: Vec<(String, String)>,
 }
 
 #[derive(Debug)]
@@ -73,13 +75,22 @@ impl Begun {
 impl QemuSource {
     /// Drives the QEMU at the other end of `qmp`, whose process is `process`.
     pub fn new(qmp: SharedQmp, process: QemuProcess) -> Self {
-        Self { qmp, process, former: None, begun: None, may_nest: None }
+        Self { qmp, process, former: None, begun: None, may_nest: None, overlays: Vec::new() }
     }
 
     /// Drives a QEMU whose daemon died amid a switchover. `rollback` calls that off, and lets the guest run where `ran`
     /// says that it did. Only for a guest that is certain not to run elsewhere.
     pub fn recover(qmp: SharedQmp, process: QemuProcess, ran: bool) -> Self {
-        Self { qmp, process, former: None, begun: Some(Begun::new(ran, None)), may_nest: None }
+        Self { qmp, process, former: None, begun: Some(Begun::new(ran, None)), may_nest: None, overlays: Vec::new() }
+    }
+}
+
+impl QemuSource {
+    /// Has disks go on with overlays from the guest's stop on: each a block node and that of its overlay, which is
+    /// open. All do or none, when the guest's I/O is drained and before its devices are saved: nobody writes the images
+    /// afterwards. Should the devices not be saved, or the answer not come, the guest may run on with the overlays.
+    pub fn onto_overlays(&mut self, disks: Vec<(String, String)>) {
+        self.overlays = disks;
     }
 }
 
@@ -221,6 +232,9 @@ impl Source for QemuSource {
 
     fn save_devices(&mut self) -> Result<(), VmmError> {
         let begun = self.begun.as_mut().filter(|begun| begun.stopped.is_some()).ok_or_else(not_begun)?;
+        // Now, because QEMU gives its disks away when it has saved the devices. A QEMU 7.2 that was told afterwards was
+        // seen to refuse to let the guest run, for a lock of its own.
+        disks::onto_overlays(&mut lock(&self.qmp), &std::mem::take(&mut self.overlays))?;
         // Noted first: a command without an answer in time may have had its effect all the same.
         begun.saving = true;
         let state = json!({ "state": "pre-switchover" });

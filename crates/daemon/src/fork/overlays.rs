@@ -1,0 +1,221 @@
+//! The overlays of a machine that is forked: one of each disk for itself and for each clone, so that nobody writes the
+//! image that all began as.
+//!
+//! They are on record before they are made, with the machine that is forked, until it is known who uses them. Who that
+//! is, the arguments on record say: of the machine itself, once QEMU has been asked whether its disks are on theirs.
+//! Those that nobody uses are removed. One that a guest has written to never is.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use sterna_api::{Blame, Code, ForkRequest, Problem};
+use sterna_engine::vmm::qemu::{Disk, SharedQmp, close_node, format_overlay, lock, open_overlay, writable_disks};
+use sterna_engine::vmm::qmp::Qmp;
+use sterna_sys::host::random_u128;
+
+use crate::machines::control::{self, Control};
+use crate::machines::overlay::Overlay;
+use crate::machines::record::VmRecord;
+use crate::machines::table::Machines;
+use crate::problems::{host, invalid};
+use crate::qemu::arguments::{Item, parse, unparse};
+use crate::qemu::disks::{self, Replacement};
+
+/// The most images that a disk may be made of: each one is looked into for what those above it do not have.
+const MOST_IMAGES: u64 = 16;
+
+/// The overlays that one fork makes.
+#[derive(Debug)]
+pub struct Overlays {
+    disks: Vec<Disk>,
+    /// Of each disk in turn: the machine's own, and its clones'.
+    pub all: Vec<Overlay>,
+}
+
+impl Overlays {
+    /// Overlays of these disks of a machine, for it and for the clones of the request. Nothing is made yet.
+    ///
+    /// # Errors
+    /// A [`Problem`]: a disk that cannot have one, and why.
+    pub fn plan(record: &VmRecord, disks: Vec<Disk>, request: &ForkRequest) -> Result<Self, Problem> {
+        let directory = request.overlay_directory.as_ref().map(PathBuf::from);
+        if let Some(path) = directory.as_ref().filter(|path| !path.is_absolute() || !path.is_dir()) {
+            return Err(invalid(format!("'{}' is no directory's whole path on this host", path.display())));
+        }
+        let mut all = Vec::new();
+        for disk in &disks {
+            let base = check(record, disk)?;
+            let directory = directory.as_deref().or_else(|| base.parent()).unwrap_or(Path::new("/"));
+            for name in std::iter::once(&record.name).chain(&request.names) {
+                let number = format!("{:08x}", random_u128() as u32);
+                let path = directory.join(format!("{name}-{number}.qcow2"));
+                all.push(Overlay { of: name.clone(), path, base: base.clone(), node: format!("sterna-{number}") });
+            }
+        }
+        let overlays = Self { disks, all };
+        overlays.onto(&parse(&record.arguments), &record.name, &record.name)?;
+        Ok(overlays)
+    }
+
+    /// The arguments `items` of the machine of the name `named` in them, with the disks of `of` on its overlays.
+    ///
+    /// # Errors
+    /// A [`Problem`]: a disk that cannot be told in them.
+    pub fn onto(&self, items: &[Item], named: &str, of: &str) -> Result<Vec<Item>, Problem> {
+        if self.all.is_empty() { Ok(items.to_vec()) } else { disks::onto(items, named, &pairs(&self.all, of)) }
+    }
+
+    /// Makes all of them; the machine of this name has its own open then.
+    ///
+    /// # Errors
+    /// A [`Problem`]; none is left.
+    pub fn make(&self, qmp: &SharedQmp, name: &str) -> Result<Opened, Problem> {
+        let mut opened = Opened { qmp: SharedQmp::clone(qmp), nodes: Vec::new(), made: Made::default() };
+        for overlay in &self.all {
+            let disk = self.disks.iter().find(|disk| Path::new(&disk.file) == overlay.base);
+            let disk = disk.ok_or_else(|| invalid("an overlay of no disk"))?;
+            let path = overlay.path.display();
+            overlay.make().map_err(|error| host(format!("cannot make the overlay {path}"), &error))?;
+            opened.made.0.push(overlay.clone());
+            let qmp = &mut lock(qmp);
+            let refused = |error| control::refused(&format!("make the overlay {path}"), &error);
+            format_overlay(qmp, &overlay.node, &overlay.path, disk).map_err(refused)?;
+            if overlay.of == name {
+                open_overlay(qmp, &overlay.node, &overlay.path).map_err(refused)?;
+                opened.nodes.push((disk.node.clone(), overlay.node.clone()));
+            }
+        }
+        Ok(opened)
+    }
+}
+
+/// Overlays that were made. Dropped, they are removed.
+#[derive(Debug, Default)]
+pub struct Made(Vec<Overlay>);
+
+impl Made {
+    /// They stay.
+    pub fn keep(mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        self.0.iter().for_each(Overlay::remove);
+    }
+}
+
+/// Overlays that were made, of which QEMU has those of its own machine open. Dropped, none is.
+#[derive(Debug)]
+pub struct Opened {
+    qmp: SharedQmp,
+    /// Block nodes of disks, and those of their overlays.
+    pub nodes: Vec<(String, String)>,
+    made: Made,
+}
+
+impl Opened {
+    /// Takes those of a machine.
+    pub fn take(&mut self, name: &str) -> Made {
+        Made(self.made.0.extract_if(.., |overlay| overlay.of == name).collect())
+    }
+
+    /// The machine's own stay until QEMU was asked whether it uses them.
+    pub fn leave(mut self, name: &str) {
+        self.take(name).keep();
+        self.nodes.clear();
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        for (_, node) in &self.nodes {
+            // Without a file's name nobody finds it: where QEMU does not answer, it stays open and does no harm.
+            let _ = close_node(&mut lock(&self.qmp), node);
+        }
+    }
+}
+
+/// A machine that was forked, as its disks are now: on its overlays, or as they were, and these are gone.
+///
+/// # Errors
+/// A [`Problem`]: QEMU does not say. Nothing may be done with the machine's disks then.
+pub fn as_they_are(forking: &VmRecord, qmp: &mut Qmp) -> Result<VmRecord, Problem> {
+    let own: Vec<&Overlay> = forking.overlays.iter().filter(|overlay| overlay.of == forking.name).collect();
+    if own.is_empty() {
+        return Ok(forking.clone());
+    }
+    let disks = writable_disks(qmp).map_err(|error| control::refused("tell its disks", &error))?;
+    let mut now = forking.clone();
+    now.overlays.retain(|overlay| overlay.of != forking.name);
+    if own.iter().any(|overlay| disks.iter().any(|disk| Path::new(&disk.file) == overlay.path)) {
+        let items = disks::onto(&parse(&forking.arguments), &forking.name, &pairs(&forking.overlays, &forking.name))?;
+        now.arguments = unparse(&items);
+        return Ok(now);
+    }
+    for overlay in own {
+        let _ = close_node(qmp, &overlay.node);
+        overlay.remove();
+    }
+    Ok(now)
+}
+
+/// As [`as_they_are`], of a machine that an earlier daemon was forking.
+///
+/// # Errors
+/// As [`as_they_are`].
+pub fn recover(forking: &VmRecord) -> Result<VmRecord, Problem> {
+    if forking.overlays.is_empty() {
+        return Ok(forking.clone());
+    }
+    as_they_are(forking, Control::connect(&forking.qmp)?.qmp())
+}
+
+/// Removes what earlier daemons made and nobody uses: `made` are the overlays that were on record, and machines that
+/// are not here any more had these `arguments`.
+pub fn forget_unused(machines: &Machines, made: &[Overlay], arguments: &[Vec<String>]) {
+    let records: Vec<VmRecord> = machines.table().values().filter_map(|entry| entry.record.clone()).collect();
+    let undecided: HashSet<&Path> = records
+        .iter()
+        .filter(|record| record.forking.is_some())
+        .flat_map(|record| record.overlays.iter().map(|overlay| overlay.path.as_path()))
+        .collect();
+    let used = |overlay: &Overlay| {
+        let path = overlay.path.display().to_string();
+        let names = |words: &Vec<String>| words.iter().any(|word| word.contains(&path));
+        undecided.contains(overlay.path.as_path())
+            || records.iter().any(|record| names(&record.arguments))
+            || arguments.iter().any(names)
+    };
+    made.iter().filter(|overlay| !used(overlay)).for_each(Overlay::remove);
+    for record in records.iter().filter(|record| record.forking.is_none() && !record.overlays.is_empty()) {
+        machines.try_store(&VmRecord { overlays: Vec::new(), ..record.clone() });
+    }
+}
+
+fn pairs<'a>(all: &'a [Overlay], of: &str) -> Vec<Replacement<'a>> {
+    let of_it = all.iter().filter(|overlay| overlay.of == of);
+    of_it.map(|overlay| (overlay.base.as_path(), overlay.path.as_path())).collect()
+}
+
+/// The image of a disk that can have an overlay.
+fn check(record: &VmRecord, disk: &Disk) -> Result<PathBuf, Problem> {
+    let refuse = |why: &str, hint: &str| {
+        let message = format!("'{}' cannot be forked with an overlay of its disk {}: {why}", record.name, disk.name);
+        Err(Problem::new(Code::CannotFork, Blame::Request, message).hint(hint))
+    };
+    if !matches!(disk.format.as_str(), "raw" | "qcow2") || !disk.file.starts_with('/') {
+        let why = format!("its image is '{}' ({})", disk.file, disk.format);
+        return refuse(&why, "overlays are made of plain raw and qcow2 images in files");
+    }
+    if disk.depth + 1 >= MOST_IMAGES {
+        let why = format!("it is made of {} images already", disk.depth + 1);
+        return refuse(&why, "make them one: 'block-stream' at the machine's monitor");
+    }
+    let path = PathBuf::from(&disk.file);
+    if !std::fs::metadata(&path).is_ok_and(|about| about.is_file()) {
+        return refuse(&format!("its image '{}' is no file of this host", disk.file), "give it an image in a file");
+    }
+    Ok(path)
+}

@@ -1,0 +1,251 @@
+//! The disks in QEMU's arguments, and the same disks on overlays.
+//!
+//! Understood are `-drive file=PATH` and `-blockdev` of a format over a file, in one option or in two, in words or in
+//! JSON, raw or qcow2. What else makes a disk is not: nobody may write an image that others begin as, so every disk
+//! that the guest can write must be found here.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use sterna_api::Problem;
+
+use super::arguments::{Item, NAME, join_pairs};
+use super::clone::refused;
+
+/// An image, and the overlay that is used in its place.
+pub type Replacement<'a> = (&'a Path, &'a Path);
+
+/// What says of an image how it is read, which its overlay does not have, as a key begins.
+const OF_THE_IMAGE: [&str; 10] =
+    ["offset", "size", "driver", "backing", "encrypt", "key-secret", "copy-on-read", "data-file", "fat-type", "file."];
+
+/// These arguments, of the machine of this name, with its disks on overlays.
+///
+/// # Errors
+/// A [`Problem`]: an image is not named in a way that is known, or another disk can be written.
+pub fn onto(items: &[Item], name: &str, overlays: &[Replacement<'_>]) -> Result<Vec<Item>, Problem> {
+    let mut onto = items.to_vec();
+    let mut left = overlays.to_vec();
+    for (index, item) in items.iter().enumerate() {
+        let found = image(item).and_then(|path| {
+            let path = PathBuf::from(path.replace(NAME, name));
+            left.iter().position(|(base, _)| *base == path)
+        });
+        match found {
+            Some(at) => {
+                let (_, overlay) = left.swap_remove(at);
+                replace(&mut onto, index, overlay)?;
+            }
+            None if may_write(item) => {
+                let why = "it can be written, and is no disk of the guest's in raw or qcow2 that it has alone";
+                return Err(refused(item, why).hint("name disks with -drive file=PATH,format=raw or qcow2"));
+            }
+            None => {}
+        }
+    }
+    match left.first() {
+        None => Ok(onto),
+        Some((base, _)) => {
+            let message = format!("the disk {} is not in the arguments: was it plugged in later?", base.display());
+            Err(crate::problems::invalid(message).hint("give the clones' arguments behind '--' with the same disks"))
+        }
+    }
+}
+
+/// The file that an option names for a disk.
+fn image(item: &Item) -> Option<String> {
+    let path = match (item.option.as_str(), item.json()) {
+        ("drive", _) => item.get("file"),
+        ("blockdev", Some(json)) => {
+            let file = if json["file"].is_object() { &json["file"] } else { &json };
+            (file["driver"] == "file").then(|| file["filename"].as_str().map(String::from)).flatten()
+        }
+        ("blockdev", None) if item.get("driver").as_deref() == Some("file") => item.get("filename"),
+        ("blockdev", None) => item.get("file.filename"),
+        _ => None,
+    }?;
+    Some(path.strip_prefix("file:").map(String::from).unwrap_or(path))
+}
+
+/// Whether an option makes a disk that may be written.
+fn may_write(item: &Item) -> bool {
+    let on = |key: &str| item.get(key).is_some_and(|word| word == "on");
+    match item.option.as_str() {
+        "hda" | "hdb" | "hdc" | "hdd" | "fda" | "fdb" | "mtdblock" | "pflash" | "sd" | "snapshot" | "" => true,
+        "drive" => {
+            let empty = item.get("file").is_none();
+            !(empty || on("readonly") || on("read-only") || item.get("media").as_deref() == Some("cdrom"))
+        }
+        // A format's file has its own option; what is over it is told by that.
+        "blockdev" => {
+            image(item).is_some() && !item.json().map_or_else(|| on("read-only"), |json| json["read-only"] == true)
+        }
+        _ => false,
+    }
+}
+
+/// Has the disk of this option be the overlay.
+fn replace(items: &mut [Item], index: usize, overlay: &Path) -> Result<(), Problem> {
+    let item = items[index].clone();
+    let path = overlay.display().to_string();
+    if item.option == "drive" {
+        check_words(&item, &item)?;
+        set(&mut items[index], &[("file", &path), ("format", "qcow2")]);
+        return Ok(());
+    }
+    match item.json() {
+        Some(mut json) if json["file"].is_object() => {
+            check_json(&item, &json)?;
+            json["driver"] = "qcow2".into();
+            json["file"]["filename"] = path.into();
+            items[index].value = Some(json.to_string());
+            return Ok(());
+        }
+        None if item.get("file.filename").is_some() => {
+            let mut of_file = item.clone();
+            of_file.value = Some(join_pairs(&without_file(&item)));
+            check_words(&of_file, &item)?;
+            set(&mut items[index], &[("driver", "qcow2"), ("file.filename", &path)]);
+            return Ok(());
+        }
+        _ => {}
+    }
+    let node = item.json().map_or_else(|| item.get("node-name"), |json| json["node-name"].as_str().map(String::from));
+    let over = |other: &Item| {
+        let file = other.json().map_or_else(|| other.get("file"), |json| json["file"].as_str().map(String::from));
+        other.option == "blockdev" && file.is_some() && file == node
+    };
+    let Some(format) = items.iter().position(over) else {
+        return Err(refused(&item, "its file is used without a format").hint("put 'raw' over it: -blockdev driver=raw"));
+    };
+    match items[format].json() {
+        Some(mut json) => {
+            check_json(&items[format], &json)?;
+            json["driver"] = "qcow2".into();
+            items[format].value = Some(json.to_string());
+        }
+        None => {
+            check_words(&items[format], &items[format])?;
+            set(&mut items[format], &[("driver", "qcow2")]);
+        }
+    }
+    match item.json() {
+        Some(mut json) => {
+            json["filename"] = path.into();
+            items[index].value = Some(json.to_string());
+        }
+        None => set(&mut items[index], &[("filename", &path)]),
+    }
+    Ok(())
+}
+
+/// The keys of a format whose file's own are among them.
+fn without_file(item: &Item) -> Vec<(String, String)> {
+    item.pairs().into_iter().filter(|(key, _)| !matches!(key.as_str(), "file.filename" | "file.driver")).collect()
+}
+
+fn set(item: &mut Item, words: &[(&str, &str)]) {
+    let mut pairs = item.pairs();
+    for (key, value) in words {
+        pairs.retain(|(name, _)| name != key);
+        pairs.push(((*key).into(), (*value).into()));
+    }
+    item.value = Some(join_pairs(&pairs));
+}
+
+/// Checks that nothing among the words says how the image is read. `shown`: the option that people see.
+fn check_words(item: &Item, shown: &Item) -> Result<(), Problem> {
+    let keys = item.pairs().into_iter().map(|(key, value)| (key, json!(value)));
+    check(keys, item.option == "drive", shown)
+}
+
+fn check_json(item: &Item, json: &Value) -> Result<(), Problem> {
+    let pairs = json.as_object().into_iter().flatten();
+    check(pairs.map(|(key, value)| (key.clone(), value.clone())), false, item)
+}
+
+fn check(keys: impl Iterator<Item = (String, Value)>, drive: bool, shown: &Item) -> Result<(), Problem> {
+    for (key, value) in keys {
+        let plain = |value: &Value| matches!(value.as_str(), Some("raw" | "qcow2"));
+        let odd = match key.as_str() {
+            "driver" if !drive => !plain(&value),
+            "format" => !plain(&value),
+            "snapshot" => value != "off",
+            key => OF_THE_IMAGE.iter().any(|word| key.starts_with(word)),
+        };
+        if odd {
+            let why = format!("'{key}' says how its image is read, and an overlay is read otherwise");
+            return Err(refused(shown, &why).hint("overlays are made of plain raw and qcow2 images in files"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::arguments::{parse, unparse};
+    use super::*;
+
+    fn words(line: &str) -> Vec<Item> {
+        parse(&line.split_whitespace().map(String::from).collect::<Vec<_>>())
+    }
+
+    fn over(line: &str, overlays: &[(&str, &str)]) -> Result<String, String> {
+        let overlays: Vec<_> = overlays.iter().map(|(base, over)| (Path::new(*base), Path::new(*over))).collect();
+        onto(&words(line), "web1", &overlays).map(|items| unparse(&items).join(" ")).map_err(|problem| problem.message)
+    }
+
+    #[test]
+    fn each_way_to_name_a_disk_names_its_overlay_and_all_else_stays() {
+        let pairs = [
+            (
+                "-drive file=/d,if=virtio,format=raw,cache=writeback -smp 2 -drive file=/r,readonly=on -cdrom /c",
+                "-drive if=virtio,cache=writeback,file=/o,format=qcow2 -smp 2 -drive file=/r,readonly=on -cdrom /c",
+            ),
+            ("-drive file=file:/d,if=none,id=x", "-drive if=none,id=x,file=/o,format=qcow2"),
+            (
+                "-blockdev driver=file,filename=/d,node-name=f -blockdev driver=raw,file=f,node-name=n -device x,drive=n",
+                "-blockdev driver=file,node-name=f,filename=/o -blockdev file=f,node-name=n,driver=qcow2 -device x,drive=n",
+            ),
+            (
+                "-blockdev driver=qcow2,node-name=n,file.driver=file,file.filename=/d",
+                "-blockdev node-name=n,file.driver=file,driver=qcow2,file.filename=/o",
+            ),
+            (
+                "-blockdev {\"driver\":\"raw\",\"file\":{\"driver\":\"file\",\"filename\":\"/d\"},\"node-name\":\"n\"}",
+                "-blockdev {\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"/o\"},\"node-name\":\"n\"}",
+            ),
+            (
+                "-blockdev {\"driver\":\"file\",\"filename\":\"/d\",\"node-name\":\"f\"} -blockdev driver=raw,file=f",
+                "-blockdev {\"driver\":\"file\",\"filename\":\"/o\",\"node-name\":\"f\"} -blockdev file=f,driver=qcow2",
+            ),
+        ];
+        for (line, expected) in pairs {
+            assert_eq!(over(line, &[("/d", "/o")]).as_deref(), Ok(expected));
+        }
+        assert_eq!(over("-drive file=/{name}.img", &[("/web1.img", "/o")]).unwrap(), "-drive file=/o,format=qcow2");
+    }
+
+    #[test]
+    fn what_is_not_understood_is_refused_and_so_is_a_disk_without_overlay() {
+        for (line, why) in [
+            ("-drive file=/d,format=raw,offset=512", "'offset'"),
+            ("-drive file=/d,snapshot=on", "'snapshot'"),
+            ("-drive file=/d,format=vmdk", "'format'"),
+            ("-drive file=/d,file.locking=off", "'file.locking'"),
+            ("-blockdev driver=luks,node-name=n,file.driver=file,file.filename=/d", "'driver'"),
+            ("-blockdev driver=qcow2,node-name=n,file.driver=file,file.filename=/d,backing=b", "'backing'"),
+            ("-blockdev driver=file,filename=/d,node-name=f", "without a format"),
+            ("-drive file=/d -drive file=/other", "file=/other': it can be written"),
+            ("-drive file=/d -drive file=/d", "it can be written"),
+            ("-drive file=/d -hda /h", "-hda /h"),
+            ("-drive file=/d /bare", "/bare"),
+            ("-drive file=/d -snapshot", "-snapshot"),
+            ("-drive file=/d -blockdev driver=file,filename=/e,node-name=e", "filename=/e"),
+            ("-smp 2", "/d is not in the arguments"),
+        ] {
+            let refusal = over(line, &[("/d", "/o")]).expect_err(line);
+            assert!(refusal.contains(why), "{line}: {refusal}");
+        }
+    }
+}

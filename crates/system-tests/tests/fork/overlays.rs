@@ -1,0 +1,291 @@
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use sterna_api::{Vm, VmState};
+use sterna_bench::command::wait_for;
+use sterna_system_tests::member::Member;
+use sterna_system_tests::needs::times;
+use sterna_system_tests::random::Random;
+use sterna_system_tests::{Attempt, PATIENCE, Plan, Site, cli, needs, skip_without, turn};
+
+use super::{are_well, fork, forked, plan};
+
+/// Writes blocks of a disk, each time with something else, and reads all of them: each must hold what this guest's
+/// memory says that it wrote there last.
+const SCRIPT: &str = r#"n=0
+while :; do
+    i=$((n % 8))
+    head -c 16 /dev/urandom | md5sum >/tmp/line
+    dd if=/tmp/line of=/dev/vda bs=4096 seek=$i conv=sync,notrunc,fsync 2>/dev/null
+    cp /tmp/line /tmp/want.$i
+    blockdev --flushbufs /dev/vda
+    for j in 0 1 2 3 4 5 6 7; do
+        [ -e /tmp/want.$j ] || continue
+        dd if=/dev/vda of=/tmp/block bs=4096 skip=$j count=1 2>/dev/null
+        [ "$(head -n 1 /tmp/block)" = "$(cat /tmp/want.$j)" ] || echo "BLOCK BAD $j at $n"
+    done
+    n=$((n + 1))
+    echo "BLOCKS read $n"
+done
+"#;
+
+/// Where the images are, and those of the guest's script.
+struct Images(PathBuf);
+
+impl Images {
+    /// Makes a disk, and one with the script.
+    fn make(site: &Site) -> Self {
+        let directory = site.guest.console.with_file_name("images");
+        std::fs::create_dir_all(&directory).expect("a directory");
+        std::fs::write(directory.join("disk.img"), vec![0; 8 << 20]).expect("a disk");
+        let script = format!("{SCRIPT}{}", "\n".repeat(512 - SCRIPT.len() % 512));
+        std::fs::write(directory.join("script"), script).expect("a script");
+        Self(directory)
+    }
+
+    fn disk(&self) -> PathBuf {
+        self.0.join("disk.img")
+    }
+
+    /// QEMU's words for both.
+    fn words(&self) -> [String; 4] {
+        let drive = |name: &str, more: &str| format!("file={},format=raw,if=virtio{more}", self.0.join(name).display());
+        ["-drive".into(), drive("disk.img", ""), "-drive".into(), drive("script", ",readonly=on")]
+    }
+
+    /// The overlays that there are.
+    fn overlays(&self) -> HashSet<PathBuf> {
+        let files = std::fs::read_dir(&self.0).expect("the directory").flatten().map(|entry| entry.path());
+        files.filter(|path| path.extension().is_some_and(|extension| extension == "qcow2")).collect()
+    }
+}
+
+/// The images that a machine's disks are made of, by its QEMU's word.
+fn used(site: &Site, host: &str, name: &str) -> HashSet<PathBuf> {
+    fn all(image: &Value, found: &mut HashSet<PathBuf>) {
+        if let Some(path) = image["filename"].as_str() {
+            found.insert(path.into());
+            all(&image["backing-image"], found);
+        }
+    }
+    let disks = Member::new(site, name).monitor(site.host(host)).execute("query-block", json!({})).expect("its disks");
+    let mut found = HashSet::new();
+    disks.as_array().into_iter().flatten().for_each(|disk| all(&disk["inserted"]["image"], &mut found));
+    found
+}
+
+/// These guests, after this moment, have read what they wrote, and never anything else.
+fn read_what_they_wrote(site: &Site, names: &[&str]) {
+    for name in names {
+        let member = Member::new(site, name);
+        let from = member.guest.console_text().len();
+        let said = || {
+            let text = member.guest.console_text();
+            assert!(!text.contains("BLOCK BAD"), "{name}: {text}");
+            let read = text.get(from..).unwrap_or_default().matches("BLOCKS read").count();
+            // All eight were written anew and read since.
+            Ok((read > 9).then_some(()))
+        };
+        wait_for("the guest's word on its disk", PATIENCE, said).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+}
+
+/// Runs a test with a guest `origin` that writes a disk.
+fn with_disk(test: impl FnOnce(&mut Site, &Images)) {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let plan = Plan { jobs: format!("{};sh:/dev/vdb", plan().jobs), ..plan() };
+    let mut site = Site::without_guest(&plan);
+    let images = Images::make(&site);
+    {
+        let origin = Member::new(&site, "origin");
+        let words = images.words();
+        origin.run(&plan, &["--memory-mode", "shared"], &words.each_ref().map(String::as_str));
+        origin.is_well();
+    }
+    test(&mut site, &images);
+}
+
+fn machines(site: &Site) -> Vec<Vm> {
+    let answer = cli::ask(site.host("a"), &["ps", "--json"]);
+    serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"))
+}
+
+fn moved(site: &Site, name: &str, from: &str, to: &str) {
+    let address = site.host(to).listen();
+    cli::ask(site.host(from), &["migrate", name, "--to", &address, "--verify"]).expect(0, &[]);
+}
+
+#[test]
+fn with_overlays_each_writes_a_disk_of_its_own_and_takes_it_along_and_nobody_writes_the_image() {
+    with_disk(|site, images| {
+        fork(site, "origin", &["x"]).expect(1, &["would write the same disk", "--overlay-disks"]);
+        forked(&fork(site, "origin", &["one", "two", "--overlay-disks"]));
+        let image = std::fs::read(images.disk()).expect("the image");
+        let names = ["origin", "one", "two"];
+        read_what_they_wrote(site, &names);
+        assert_eq!(images.overlays().len(), 3);
+        // Once more, over qcow2, and in another directory.
+        let other = images.0.join("other");
+        std::fs::create_dir(&other).expect("a directory");
+        let directory = format!("--overlay-disks={}", other.display());
+        forked(&fork(site, "origin", &["three", &directory]));
+        forked(&fork(site, "one", &["four", "--overlay-disks"]));
+        let names = ["origin", "one", "two", "three", "four"];
+        are_well(site, &names);
+        read_what_they_wrote(site, &names);
+        assert_eq!((images.overlays().len(), std::fs::read_dir(&other).expect("it").count()), (5, 2));
+        // Who is moved has its own disk there, and back.
+        for name in ["origin", "three"] {
+            let before = used(site, "a", name);
+            moved(site, name, "a", "b");
+            read_what_they_wrote(site, &[name]);
+            assert_eq!(used(site, "b", name), before, "{name}");
+            moved(site, name, "b", "a");
+        }
+        are_well(site, &names);
+        read_what_they_wrote(site, &names);
+        assert!(std::fs::read(images.disk()).expect("the image") == image, "somebody wrote the image");
+        // A machine's end takes no disk along.
+        cli::ask(site.host("a"), &["stop", "four", "--force"]).expect(0, &[]);
+        assert_eq!(images.overlays().len(), 5);
+    });
+}
+
+#[test]
+fn where_no_overlay_can_be_made_none_is_left_and_the_guest_writes_on_where_it_did() {
+    with_disk(|site, images| {
+        let disks = used(site, "a", "origin");
+        refusals(site, images);
+        assert!(images.overlays().is_empty());
+        chains(site, images);
+        assert_eq!(used(site, "a", "origin"), disks);
+        read_what_they_wrote(site, &["origin"]);
+    });
+}
+
+/// A file system that is too small for an overlay.
+struct Small(PathBuf);
+
+impl Small {
+    fn make(path: PathBuf) -> Self {
+        std::fs::create_dir(&path).expect("a directory");
+        let small = Self(path);
+        let words = ["-t", "tmpfs", "-o", "size=64k", "none"];
+        let mounted = Command::new("mount").args(words).arg(&small.0).status().expect("mount");
+        assert!(mounted.success());
+        small
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+fn refusals(site: &Site, images: &Images) {
+    let small = Small::make(images.0.join("small"));
+    let directory = format!("--overlay-disks={}", small.0.display());
+    fork(site, "origin", &["x", &directory]).expect(1, &["make the overlay", "no space"]);
+    assert_eq!(std::fs::read_dir(&small.0).expect("it").count(), 0);
+    drop(small);
+    fork(site, "origin", &["x", "--overlay-disks=/nowhere"]).expect(2, &["no directory"]);
+    fork(site, "origin", &["x", "--overlay-disks", "--", "-smp", "1"]).expect(2, &["disk.img is not in the arguments"]);
+    // Their files are there by the time that a clone's QEMU does not start.
+    let words = Member::new(site, "origin").shown("a").arguments;
+    let words = words.iter().map(String::as_str).chain(["-nonsense"]);
+    let words: Vec<&str> = ["x", "--overlay-disks", "--"].into_iter().chain(words).collect();
+    fork(site, "origin", &words).expect(1, &["nonsense"]);
+}
+
+/// A machine whose disk is named in other words is forked until there are as many images as there may be.
+fn chains(site: &Site, images: &Images) {
+    let plugged = images.0.join("other.img");
+    std::fs::write(&plugged, vec![0; 1 << 20]).expect("a disk");
+    let file = format!("driver=raw,node-name=p,file.driver=file,file.filename={}", plugged.display());
+    let run = ["run", "bare", "--memory", "32M", "--detach", "--", "-nodefaults", "-display", "none", "-accel", "tcg"];
+    let disk = ["-blockdev", &file, "-device", "virtio-blk-pci,drive=p"];
+    cli::ask(site.host("a"), &[&run[..], &disk].concat()).expect(0, &[]);
+    for number in 2..=16 {
+        forked(&fork(site, "bare", &["other", "--overlay-disks", "--paused"]));
+        let (own, its) = (used(site, "a", "bare"), used(site, "a", "other"));
+        assert_eq!((own.len(), its.len(), own.intersection(&its).count()), (number, number, number - 1));
+        cli::ask(site.host("a"), &["stop", "other", "--force"]).expect(0, &[]);
+    }
+    fork(site, "bare", &["other", "--overlay-disks"]).expect(1, &["16 images", "block-stream"]);
+    assert_eq!(images.overlays().len(), 30);
+    cli::ask(site.host("a"), &["stop", "bare", "--force"]).expect(0, &[]);
+}
+
+/// Waits until the record says that the guest is being forked, which is just before its pause.
+fn wait_until_forking(site: &Site) {
+    let record = site.host("a").directory.join("state/vms/origin/vm.json");
+    let limit = Instant::now() + PATIENCE;
+    // Closer than what waits for something else looks.
+    while !std::fs::read_to_string(&record)
+        .is_ok_and(|text| serde_json::from_str::<Value>(&text).is_ok_and(|record| !record["forking"].is_null()))
+    {
+        assert!(Instant::now() < limit, "it is never forked");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The daemon dies at a moment of chance: before the guest's pause, or in it and soon after.
+#[test]
+fn whenever_the_daemon_is_killed_the_source_writes_on_and_no_overlay_is_left_that_nobody_uses() {
+    with_disk(|site, images| {
+        let mut random = Random(6);
+        for number in 0..times(4, 14) {
+            let names = [format!("x{number}"), format!("y{number}")];
+            let words = ["fork", "origin", &names[0], &names[1], "--overlay-disks", "--json", "-"];
+            let attempt = Attempt::run(site.host("a"), &words);
+            let in_pause = number % 2 == 0;
+            if in_pause {
+                wait_until_forking(site);
+            }
+            let delay = Duration::from_micros(random.below(if in_pause { 120_000 } else { 900_000 }));
+            std::thread::sleep(delay);
+            site.kill_daemon("a");
+            drop(attempt.end());
+            site.start_daemon("a");
+            site.eventually("the source runs", || {
+                machines(site).iter().any(|vm| vm.name == "origin" && vm.state == VmState::Running)
+            });
+            let there: Vec<String> = machines(site).into_iter().map(|vm| vm.name).collect();
+            println!(
+                "{number}: the daemon killed after {delay:?}, {} clones, the source on {} images",
+                there.len() - 1,
+                used(site, "a", "origin").len()
+            );
+            let in_use = || there.iter().flat_map(|name| used(site, "a", name)).collect::<HashSet<_>>();
+            site.eventually("every overlay has its user", || images.overlays().is_subset(&in_use()));
+            let all: Vec<&str> = there.iter().map(String::as_str).collect();
+            are_well(site, &all);
+            read_what_they_wrote(site, &all);
+            for name in there.iter().filter(|name| *name != "origin") {
+                let own = top(site, name);
+                cli::ask(site.host("a"), &["stop", name, "--force"]).expect(0, &[]);
+                std::fs::remove_file(own).expect("its overlay");
+            }
+        }
+        // What is on record is what QEMU has: it opens the same elsewhere.
+        let before = used(site, "a", "origin");
+        moved(site, "origin", "a", "b");
+        assert_eq!(used(site, "b", "origin"), before);
+        read_what_they_wrote(site, &["origin"]);
+    });
+}
+
+/// The image that a machine writes.
+fn top(site: &Site, name: &str) -> PathBuf {
+    let disks = Member::new(site, name).monitor(site.host("a")).execute("query-block", json!({})).expect("its disks");
+    let disks = disks.as_array().into_iter().flatten();
+    let own = disks.filter(|disk| disk["inserted"]["ro"] == false).find_map(|disk| disk["inserted"]["file"].as_str());
+    Path::new(own.expect("its disk")).to_path_buf()
+}
