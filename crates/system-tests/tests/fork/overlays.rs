@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use sterna_api::{Vm, VmState};
 use sterna_bench::command::wait_for;
+use sterna_bench::tools;
 use sterna_system_tests::member::Member;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
@@ -204,14 +205,17 @@ fn refusals(site: &Site, images: &Images) {
     fork(site, "origin", &words).expect(1, &["nonsense"]);
 }
 
-/// A machine whose disk is named in other words is forked until there are as many images as there may be.
+/// A machine whose disk is named in other words, in the newest QEMU that there is, is forked until there are as many
+/// images as there may be.
 fn chains(site: &Site, images: &Images) {
     let plugged = images.0.join("other.img");
     std::fs::write(&plugged, vec![0; 1 << 20]).expect("a disk");
     let file = format!("driver=raw,node-name=p,file.driver=file,file.filename={}", plugged.display());
-    let run = ["run", "bare", "--memory", "32M", "--detach", "--", "-nodefaults", "-display", "none", "-accel", "tcg"];
+    let qemu = tools::qemu_10_0().or_else(|_| tools::qemu_7_2()).expect("looked for before").display().to_string();
+    let run = ["run", "bare", "--memory", "32M", "--qemu", &qemu, "--detach", "--"];
+    let bare = ["-nodefaults", "-display", "none", "-accel", "tcg"];
     let disk = ["-blockdev", &file, "-device", "virtio-blk-pci,drive=p"];
-    cli::ask(site.host("a"), &[&run[..], &disk].concat()).expect(0, &[]);
+    cli::ask(site.host("a"), &[&run[..], &bare, &disk].concat()).expect(0, &[]);
     for number in 2..=16 {
         forked(&fork(site, "bare", &["other", "--overlay-disks", "--paused"]));
         let (own, its) = (used(site, "a", "bare"), used(site, "a", "other"));
