@@ -26,7 +26,8 @@ pub fn settle(arguments: &mut Vec<String>, offered: bool) {
             set_number(&mut items[at], &new_number())
         }
         Some(_) => return,
-        None if offered && takes_one(&items) => items.push(device(&new_number())),
+        // In front: behind the last word it could be taken for the value of an option that is not known here.
+        None if offered && takes_one(&items) => items.insert(0, device(&new_number())),
         None => return,
     }
     *arguments = unparse(&items);
@@ -37,7 +38,7 @@ pub fn settle(arguments: &mut Vec<String>, offered: bool) {
 pub fn kept(mut arguments: Vec<String>, own: &[Item]) -> Vec<String> {
     let items = parse(&arguments);
     if let Some(item) = own.iter().find(|item| is_vmgenid(item)).filter(|_| !items.iter().any(is_vmgenid)) {
-        arguments.extend(unparse(std::slice::from_ref(item)));
+        arguments.splice(..0, unparse(std::slice::from_ref(item)));
     }
     arguments
 }
@@ -48,7 +49,7 @@ pub fn renewed(items: &[Item], own: &[Item]) -> Vec<Item> {
     let mut renewed = items.to_vec();
     match renewed.iter_mut().find(|item| is_vmgenid(item)) {
         Some(item) => set_number(item, &new_number()),
-        None if own.iter().any(is_vmgenid) => renewed.push(device(&new_number())),
+        None if own.iter().any(is_vmgenid) => renewed.insert(0, device(&new_number())),
         None => {}
     }
     renewed
@@ -138,6 +139,12 @@ mod tests {
         assert_eq!(arguments, words("-M q35"), "a QEMU that does not have the device");
     }
 
+    /// Seen to fail where the device stood behind them: the option was given `-device` as its value.
+    #[test]
+    fn an_option_that_is_not_known_here_stays_the_last_word() {
+        assert!(settled("-M q35 -no-such-option").0.ends_with(" -M q35 -no-such-option"));
+    }
+
     #[test]
     fn a_user_s_number_stays_and_auto_becomes_one() {
         let given = "-device vmgenid,guid=324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87";
@@ -154,13 +161,13 @@ mod tests {
         let mut own = words("-M q35");
         settle(&mut own, true);
         let items = parse(&own);
-        assert_eq!(kept(words("-M q35 -smp 2"), &items).last(), own.last());
+        assert_eq!(kept(words("-M q35 -smp 2"), &items)[..2], own[..2]);
         assert_eq!(kept(own.clone(), &items), own);
         assert_eq!(kept(words("-smp 2"), &parse(&words("-M q35"))), words("-smp 2"));
         let clone = |line: &[String]| unparse(&renewed(&parse(line), &items));
         for given in [own.clone(), words("-M q35")] {
             let (one, other) = (clone(&given), clone(&given));
-            assert_eq!((one.len(), one.contains(own.last().unwrap())), (own.len(), false), "{one:?}");
+            assert_eq!((one.len(), one.contains(&own[1])), (own.len(), false), "{one:?}");
             assert_ne!(one, other);
         }
         assert_eq!(unparse(&renewed(&parse(&words("-smp 2")), &[])), words("-smp 2"));

@@ -205,8 +205,8 @@ fn refusals(site: &Site, images: &Images) {
     fork(site, "origin", &words).expect(1, &["nonsense"]);
 }
 
-/// A machine whose disk is named in other words, in the newest QEMU that there is, is forked until there are as many
-/// images as there may be.
+/// A machine whose disk is named in other words, in the newest QEMU that there is, is forked again and again; in the
+/// long proofs until there are as many images as there may be.
 fn chains(site: &Site, images: &Images) {
     let plugged = images.0.join("other.img");
     std::fs::write(&plugged, vec![0; 1 << 20]).expect("a disk");
@@ -216,14 +216,17 @@ fn chains(site: &Site, images: &Images) {
     let bare = ["-nodefaults", "-display", "none", "-accel", "tcg"];
     let disk = ["-blockdev", &file, "-device", "virtio-blk-pci,drive=p"];
     cli::ask(site.host("a"), &[&run[..], &bare, &disk].concat()).expect(0, &[]);
-    for number in 2..=16 {
+    let most = times(4, 16);
+    for number in 2..=most {
         forked(&fork(site, "bare", &["other", "--overlay-disks", "--paused"]));
         let (own, its) = (used(site, "a", "bare"), used(site, "a", "other"));
         assert_eq!((own.len(), its.len(), own.intersection(&its).count()), (number, number, number - 1));
         cli::ask(site.host("a"), &["stop", "other", "--force"]).expect(0, &[]);
     }
-    fork(site, "bare", &["other", "--overlay-disks"]).expect(1, &["16 images", "block-stream"]);
-    assert_eq!(images.overlays().len(), 30);
+    if most == 16 {
+        fork(site, "bare", &["other", "--overlay-disks"]).expect(1, &["16 images", "block-stream"]);
+    }
+    assert_eq!(images.overlays().len(), 2 * (most - 1));
     cli::ask(site.host("a"), &["stop", "bare", "--force"]).expect(0, &[]);
 }
 
@@ -245,7 +248,7 @@ fn wait_until_forking(site: &Site) {
 fn whenever_the_daemon_is_killed_the_source_writes_on_and_no_overlay_is_left_that_nobody_uses() {
     with_disk(|site, images| {
         let mut random = Random(6);
-        for number in 0..times(4, 14) {
+        for number in 0..times(2, 14) {
             let names = [format!("x{number}"), format!("y{number}")];
             let words = ["fork", "origin", &names[0], &names[1], "--overlay-disks", "--json", "-"];
             let attempt = Attempt::run(site.host("a"), &words);
