@@ -17,6 +17,7 @@ use std::time::Instant;
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::milliseconds;
 use sterna_api::{Code, ForkRequest, Forked, NotCloned, Problem};
+use sterna_engine::error::MigrateError;
 use sterna_engine::fork::{NotSaved, Saved};
 use sterna_engine::memory::unneeded::mark_as_pool;
 
@@ -219,7 +220,7 @@ impl Fork<'_> {
         }
         drop(clones);
         self.settle(&VmRecord { overlays: Vec::new(), ..now });
-        Err(why.unwrap_or_else(|| invalid("nothing was saved")).guest(Whereabouts::Source))
+        Err(why.unwrap_or_else(|| MigrateError::Bug("nothing was saved").problem()).guest(Whereabouts::Source))
     }
 
     /// The machine is as any other again, and its record says so.

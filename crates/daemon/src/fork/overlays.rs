@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use sterna_api::{Blame, Code, ForkRequest, Problem};
+use sterna_engine::error::MigrateError;
 use sterna_engine::vmm::qemu::{Disk, SharedQmp, close_node, format_overlay, lock, open_overlay, writable_disks};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_sys::host::random_u128;
@@ -73,7 +74,7 @@ impl Overlays {
         let mut opened = Opened { qmp: SharedQmp::clone(qmp), nodes: Vec::new(), made: Made::default() };
         for overlay in &self.all {
             let disk = self.disks.iter().find(|disk| Path::new(&disk.file) == overlay.base);
-            let disk = disk.ok_or_else(|| invalid("an overlay of no disk"))?;
+            let disk = disk.ok_or_else(|| MigrateError::Bug("an overlay of no disk").problem())?;
             let path = overlay.path.display();
             overlay.make().map_err(|error| host(format!("cannot make the overlay {path}"), &error))?;
             opened.made.0.push(overlay.clone());

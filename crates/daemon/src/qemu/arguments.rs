@@ -101,6 +101,14 @@ impl Item {
     pub fn get(&self, key: &str) -> Option<String> {
         self.pairs().into_iter().rev().find(|(name, _)| name == key).map(|(_, value)| value)
     }
+
+    /// Gives a key this value, and no other.
+    pub fn set(&mut self, key: &str, value: &str) {
+        let mut pairs = self.pairs();
+        pairs.retain(|(name, _)| name != key);
+        pairs.push((key.into(), value.into()));
+        self.value = Some(join_pairs(&pairs));
+    }
 }
 
 /// Splits QEMU's `a=1,b=2`, where `,,` stands for a comma.

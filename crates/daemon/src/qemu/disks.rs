@@ -90,7 +90,8 @@ fn replace(items: &mut [Item], index: usize, overlay: &Path) -> Result<(), Probl
     let path = overlay.display().to_string();
     if item.option == "drive" {
         check_words(&item, &item)?;
-        set(&mut items[index], &[("file", &path), ("format", "qcow2")]);
+        items[index].set("file", &path);
+        items[index].set("format", "qcow2");
         return Ok(());
     }
     match item.json() {
@@ -105,7 +106,8 @@ fn replace(items: &mut [Item], index: usize, overlay: &Path) -> Result<(), Probl
             let mut of_file = item.clone();
             of_file.value = Some(join_pairs(&without_file(&item)));
             check_words(&of_file, &item)?;
-            set(&mut items[index], &[("driver", "qcow2"), ("file.filename", &path)]);
+            items[index].set("driver", "qcow2");
+            items[index].set("file.filename", &path);
             return Ok(());
         }
         _ => {}
@@ -126,7 +128,7 @@ fn replace(items: &mut [Item], index: usize, overlay: &Path) -> Result<(), Probl
         }
         None => {
             check_words(&items[format], &items[format])?;
-            set(&mut items[format], &[("driver", "qcow2")]);
+            items[format].set("driver", "qcow2");
         }
     }
     match item.json() {
@@ -134,7 +136,7 @@ fn replace(items: &mut [Item], index: usize, overlay: &Path) -> Result<(), Probl
             json["filename"] = path.into();
             items[index].value = Some(json.to_string());
         }
-        None => set(&mut items[index], &[("filename", &path)]),
+        None => items[index].set("filename", &path),
     }
     Ok(())
 }
@@ -142,15 +144,6 @@ fn replace(items: &mut [Item], index: usize, overlay: &Path) -> Result<(), Probl
 /// The keys of a format whose file's own are among them.
 fn without_file(item: &Item) -> Vec<(String, String)> {
     item.pairs().into_iter().filter(|(key, _)| !matches!(key.as_str(), "file.filename" | "file.driver")).collect()
-}
-
-fn set(item: &mut Item, words: &[(&str, &str)]) {
-    let mut pairs = item.pairs();
-    for (key, value) in words {
-        pairs.retain(|(name, _)| name != key);
-        pairs.push(((*key).into(), (*value).into()));
-    }
-    item.value = Some(join_pairs(&pairs));
 }
 
 /// Checks that nothing among the words says how the image is read. `shown`: the option that people see.

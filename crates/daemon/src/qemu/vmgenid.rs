@@ -9,7 +9,7 @@
 use serde_json::Value;
 use sterna_sys::host::random_u128;
 
-use super::arguments::{Item, join_pairs, machine_type, parse, unparse};
+use super::arguments::{Item, machine_type, parse, unparse};
 
 /// QEMU's name of the device.
 pub const DEVICE: &str = "vmgenid";
@@ -86,10 +86,7 @@ fn set_number(item: &mut Item, number: &str) {
         item.value = Some(json.to_string());
         return;
     }
-    let mut pairs = item.pairs();
-    pairs.retain(|(key, _)| key != "guid");
-    pairs.push(("guid".into(), number.into()));
-    item.value = Some(join_pairs(&pairs));
+    item.set("guid", number);
 }
 
 fn device(number: &str) -> Item {

@@ -141,8 +141,12 @@ pub struct Sending<'a>(&'a Member);
 
 impl Drop for Sending<'_> {
     fn drop(&mut self) {
-        self.0.share.lock().sent(self.0.flow, Instant::now());
-        self.0.share.changed.notify_all();
+        let mut turns = self.0.share.lock();
+        turns.sent(self.0.flow, Instant::now());
+        // Whoever hurries waits for the last of the others, and nobody else for the end of a turn.
+        if !turns.others_send() {
+            self.0.share.changed.notify_all();
+        }
     }
 }
 

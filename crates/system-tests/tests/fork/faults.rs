@@ -2,21 +2,16 @@ use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sterna_api::{Vm, VmState};
+use sterna_api::VmState;
 use sterna_system_tests::member::Member;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::{Attempt, Site, cli};
 
-use super::{are_well, fork, forked, with_origin};
+use super::{are_well, daemon_dies_in, fork, forked, machines, with_origin};
 
 /// The longest delay of a blow, microseconds: about what a fork takes on a machine that is not in a hurry.
 const LATEST_US: u64 = 250_000;
-
-fn machines(site: &Site) -> Vec<Vm> {
-    let answer = cli::ask(site.host("a"), &["ps", "--json"]);
-    serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"))
-}
 
 fn stop(site: &Site, name: &str) {
     cli::ask(site.host("a"), &["stop", name, "--force"]).expect(0, &[]);
@@ -33,12 +28,7 @@ fn whenever_the_daemon_is_killed_the_source_runs_on_and_clones_are_whole_or_gone
                 let attempt = Attempt::run(site.host("a"), &["fork", "origin", &names[0], &names[1], "--json", "-"]);
                 let delay = Duration::from_micros(random.below(LATEST_US));
                 std::thread::sleep(delay);
-                site.kill_daemon("a");
-                drop(attempt.end());
-                site.start_daemon("a");
-                site.eventually("the source runs", || {
-                    machines(site).iter().any(|vm| vm.name == "origin" && vm.state == VmState::Running)
-                });
+                daemon_dies_in(site, attempt);
                 let there = machines(site);
                 println!("{mode} {number}: the daemon killed after {delay:?}, {} clones", there.len() - 1);
                 for vm in &there {

@@ -12,12 +12,12 @@ mod generation;
 
 use std::collections::HashSet;
 
-use sterna_api::{Forked, MemoryMode, VmState};
+use sterna_api::{Forked, MemoryMode, Vm, VmState};
 use sterna_bench::footprint;
 use sterna_system_tests::member::Member;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::site::files;
-use sterna_system_tests::{Answer, Plan, Site, cli, needs, skip_without, turn};
+use sterna_system_tests::{Answer, Attempt, Plan, Site, cli, needs, skip_without, turn};
 
 const MIB: u64 = 1 << 20;
 
@@ -58,6 +58,21 @@ fn forked(answer: &Answer) -> Forked {
         forked.pieces
     );
     forked
+}
+
+fn machines(site: &Site) -> Vec<Vm> {
+    let answer = cli::ask(site.host("a"), &["ps", "--json"]);
+    serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"))
+}
+
+/// The daemon dies while it does what was asked for; a new one lets the source run.
+fn daemon_dies_in(site: &mut Site, attempt: Attempt) {
+    site.kill_daemon("a");
+    drop(attempt.end());
+    site.start_daemon("a");
+    site.eventually("the source runs", || {
+        machines(site).iter().any(|vm| vm.name == "origin" && vm.state == VmState::Running)
+    });
 }
 
 /// These guests are well, and each is in a process of its own.

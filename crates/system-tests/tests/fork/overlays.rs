@@ -4,7 +4,6 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use sterna_api::{Vm, VmState};
 use sterna_bench::command::wait_for;
 use sterna_bench::tools;
 use sterna_system_tests::member::Member;
@@ -12,7 +11,7 @@ use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::{Attempt, PATIENCE, Plan, Site, cli, needs, skip_without, turn};
 
-use super::{are_well, fork, forked, plan};
+use super::{are_well, daemon_dies_in, fork, forked, machines, plan};
 
 /// Writes blocks of a disk, each time with something else, and reads all of them: each must hold what this guest's
 /// memory says that it wrote there last.
@@ -110,11 +109,6 @@ fn with_disk(test: impl FnOnce(&mut Site, &Images)) {
         origin.is_well();
     }
     test(&mut site, &images);
-}
-
-fn machines(site: &Site) -> Vec<Vm> {
-    let answer = cli::ask(site.host("a"), &["ps", "--json"]);
-    serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"))
 }
 
 fn moved(site: &Site, name: &str, from: &str, to: &str) {
@@ -258,12 +252,7 @@ fn whenever_the_daemon_is_killed_the_source_writes_on_and_no_overlay_is_left_tha
             }
             let delay = Duration::from_micros(random.below(if in_pause { 120_000 } else { 900_000 }));
             std::thread::sleep(delay);
-            site.kill_daemon("a");
-            drop(attempt.end());
-            site.start_daemon("a");
-            site.eventually("the source runs", || {
-                machines(site).iter().any(|vm| vm.name == "origin" && vm.state == VmState::Running)
-            });
+            daemon_dies_in(site, attempt);
             let there: Vec<String> = machines(site).into_iter().map(|vm| vm.name).collect();
             println!(
                 "{number}: the daemon killed after {delay:?}, {} clones, the source on {} images",
