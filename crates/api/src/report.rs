@@ -119,7 +119,7 @@ pub struct Downtime {
     pub pause_ms: f64,
     /// The last pages.
     pub final_pages_ms: f64,
-    /// Comparing both sides' pages, where it was asked for.
+    /// Comparing both sides' pages, where that was asked for and had to be done in the pause.
     pub verify_ms: f64,
     /// Saving, moving and loading the devices' state.
     pub device_state_ms: f64,
@@ -276,6 +276,10 @@ pub struct Verify {
     pub excluded_free_pages: u64,
     /// Pages that differ.
     pub mismatches: u64,
+    /// The time that the comparison took, milliseconds.
+    pub ms: f64,
+    /// Why it was not done although it was asked for, or why the guest had to stand still for it.
+    pub reason: Option<String>,
 }
 
 /// What watching the guest's writes cost.

@@ -90,7 +90,8 @@ pub trait DestinationHost: Send + Sync {
     fn commit(&self, id: MigrationId, postcopy: bool) -> Result<(), Problem>;
 
     /// Gives the VMM back: the guest belongs here, and the daemon looks after it as after any other. Where pages are
-    /// missing, `pager` brings them: the host keeps it until [`paged`](Self::paged). Where the guest should run and
+    /// missing, `pager` brings them, and where pages are still to be compared it notes them: the host keeps it until
+    /// [`paged`](Self::paged), and lets nobody else register the RAM. Where the guest should run and
     /// does not, `failed` says why.
     fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>, failed: Option<&Problem>);
 

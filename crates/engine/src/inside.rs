@@ -25,6 +25,13 @@ pub trait Inside: Send {
     /// The VMM does not answer, or its process cannot be told to close its own. Then there is nothing to close.
     fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError>;
 
+    /// From now on nobody keeps a duplicate of the userfaultfd that [`open`](Self::open) made: if this daemon dies,
+    /// all threads that it held up go on.
+    ///
+    /// # Errors
+    /// The VMM does not answer, or its process cannot be told to close its own.
+    fn lend(&mut self) -> Result<(), MigrateError>;
+
     /// A log of discards that begins now.
     ///
     /// # Errors
@@ -129,8 +136,12 @@ impl Inside for InsideQemu {
         // The agent keeps a duplicate of what it makes. If this daemon dies here, the duplicate stays until the next
         // daemon closes it. Nothing is registered yet, so nobody can wait for it.
         let userfaultfd = self.make(features)?;
-        self.agent.lend_userfaultfd().map_err(failed("forgetting its userfaultfd"))?;
+        self.lend()?;
         Ok(userfaultfd)
+    }
+
+    fn lend(&mut self) -> Result<(), MigrateError> {
+        self.agent.lend_userfaultfd().map_err(failed("forgetting its userfaultfd"))
     }
 
     fn log_discards(&mut self) -> Result<(), MigrateError> {

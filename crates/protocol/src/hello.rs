@@ -44,12 +44,15 @@ impl Features {
     pub const SHARING: Self = Self(1 << 5);
     /// It knows offers: pages that machines at the destination have already.
     pub const OFFERS: Self = Self(1 << 6);
+    /// It compares both sides' pages once the guest runs, also where no page follows the guest: it notes each page
+    /// before the guest first sees it.
+    pub const VERIFY_AFTER: Self = Self(1 << 7);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b111_1111);
-    const NAMES: [(Self, &'static str); 8] = [
+    pub const KNOWN: Self = Self(0b1111_1111);
+    const NAMES: [(Self, &'static str); 9] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -57,6 +60,7 @@ impl Features {
         (Self::POSTCOPY, "post-copy"),
         (Self::SHARING, "shared pages (preserve-sharing)"),
         (Self::OFFERS, "offers of pages that are there already"),
+        (Self::VERIFY_AFTER, "comparison outside the pause (verify)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

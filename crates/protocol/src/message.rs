@@ -70,7 +70,9 @@ pub enum Request {
         /// The chunk that is asked about.
         chunk: ChunkIndex,
     },
-    /// After `Complete`: asks which pages of this chunk the guest discarded since its start. The guest may have seen
+    /// After `Complete`, or after `Commit` where no page follows the guest and both sides know
+    /// [`Features::VERIFY_AFTER`](crate::hello::Features::VERIFY_AFTER): asks which pages of this chunk the guest
+    /// discarded since its start. The guest may have seen
     /// zeros in them.
     GivenBack {
         /// The chunk that is asked about.
@@ -95,7 +97,7 @@ pub enum Request {
         /// Whether both sides are to be compared afterwards, by digests of the pages as the guest first saw them.
         verify: bool,
     },
-    /// After `Complete`: says that the source asks for nothing more.
+    /// After `Complete`, or after such a comparison: says that the source asks for nothing more.
     Release,
     /// Says that the source is back after a lost link or a restart, and goes on with the pages. It is the first request
     /// of a new session, after `Identify`.

@@ -6,6 +6,7 @@
 //! ```text
 //!   source        Begun ──Propose/Accepted──▶ Copying ──Stopped/Holding──▶ Stopped ──FinalRoundEnd/Arrived──▶ Placed
 //!                 Placed ──Load/Loaded──▶ Loaded ──Commit (point of no return)──▶ Committing ──Running──▶ HandedOver
+//!   --verify      HandedOver ──ChunkDigests, PageDigests, GivenBack──▶ HandedOver ──Release/Released──▶ Finished
 //!   post-copy     Stopped ──LoadPostcopy/Loaded──▶ LoadedPostcopy ──Commit (point of no return)──▶ CommittingPostcopy
 //!                 ──Running──▶ Paging ──Complete/Completed──▶ Completed ──Release/Released──▶ Finished
 //!   after a break Begun ──Resume/Resumed──▶ Paging
@@ -37,7 +38,7 @@ pub enum State {
     Loaded,
     /// `Commit` was sent, and the answer is not known yet. At the destination: `Commit` was received.
     Committing,
-    /// The guest runs at the destination.
+    /// The guest runs at the destination. Both sides may still be compared.
     HandedOver,
     /// The destination's devices are loaded, and it knows which pages are missing; its guest is stopped.
     LoadedPostcopy,
@@ -96,8 +97,8 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
         (LoadedPostcopy, Request::Commit) => Ok(CommittingPostcopy),
         (Begun, Request::Resume { .. }) => Ok(Begun),
         (Paging, Request::Paging | Request::Missing { .. } | Request::Complete { .. }) => Ok(Paging),
-        (Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }) => Ok(Completed),
-        (Completed, Request::GivenBack { .. } | Request::Release) => Ok(Completed),
+        (HandedOver | Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }) => Ok(state),
+        (HandedOver | Completed, Request::GivenBack { .. } | Request::Release) => Ok(state),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, Request::Abort) => Ok(Aborted),
         _ => Err(Violation { state, said: request.name() }),
     }
@@ -114,7 +115,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Committing | CommittingPostcopy, Request::Commit, Reply::Failed(_)) => Ok(state),
         // Whatever is wrong with the pages or the comparison, the guest is the destination's, and its pages stay at the
         // source.
-        (Paging | Completed, _, Reply::Failed(_)) => Ok(state),
+        (HandedOver | Paging | Completed, _, Reply::Failed(_)) => Ok(state),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
         (Begun, Request::Identify, Reply::Identity { .. }) | (Begun, Request::Join { .. }, Reply::Joined) => Ok(Begun),
         (Begun, Request::Offers { .. }, Reply::Offered(_)) => Ok(Begun),
@@ -140,9 +141,11 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Paging, Request::Paging, Reply::Paging { .. }) => Ok(Paging),
         (Paging, Request::Missing { .. }, Reply::Missing(_)) => Ok(Paging),
         (Paging, Request::Complete { .. }, Reply::Completed(_)) => Ok(Completed),
-        (Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }, Reply::Digests(_)) => Ok(Completed),
-        (Completed, Request::GivenBack { .. }, Reply::GivenBack(_)) => Ok(Completed),
-        (Completed, Request::Release, Reply::Released) => Ok(Finished),
+        (HandedOver | Completed, Request::ChunkDigests { .. } | Request::PageDigests { .. }, Reply::Digests(_)) => {
+            Ok(state)
+        }
+        (HandedOver | Completed, Request::GivenBack { .. }, Reply::GivenBack(_)) => Ok(state),
+        (HandedOver | Completed, Request::Release, Reply::Released) => Ok(Finished),
         (Aborted, Request::Abort, Reply::Aborted { .. }) => Ok(Aborted),
         _ => Err(Violation { state, said: request.name() }),
     }

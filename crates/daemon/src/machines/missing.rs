@@ -1,4 +1,5 @@
-//! Pages of a machine that are still to come: it runs here, and another host has the rest of its memory.
+//! Pages of a machine that are still to come, or to be compared: it runs here, and another host has the rest of its
+//! memory, or what its memory was.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,15 +22,24 @@ impl fmt::Debug for Bringer {
 /// A request that has to wait until all pages of a machine are here.
 #[must_use]
 pub fn still_arriving(name: &str, paging: &Paging, bringer: Option<&Bringer>) -> Problem {
-    let pages = bringer.map_or("pages of it are".into(), |bringer| count(bringer.0.missing()));
-    let message = format!("'{name}' cannot do that now: it runs here, {pages} still at {}", paging.from);
+    let missing = bringer.map(|bringer| bringer.0.missing());
+    let message = format!("'{name}' cannot do that now: {}", whereabouts(missing, &paging.from));
     let hint =
-        format!("wait until they are here; 'sterna show {name}' says how many are missing, and what it waits for");
+        format!("wait until that is over; 'sterna show {name}' says how many pages are missing, and what it waits for");
     Problem::new(Code::StillArriving, Blame::Request, message).hint(hint)
 }
 
-/// So many pages, as the beginning of a sentence.
+/// Where so many missing pages are, where their number is known.
 #[must_use]
-pub fn count(pages: u64) -> String {
+pub fn whereabouts(missing: Option<u64>, from: &str) -> String {
+    match missing {
+        Some(0) => format!("it runs here, and its pages are being compared with those at {from}"),
+        Some(missing) => format!("it runs here, {} still at {from}", count(missing)),
+        None => format!("it runs here, pages of it are still at {from}"),
+    }
+}
+
+/// So many pages, as the beginning of a sentence.
+fn count(pages: u64) -> String {
     if pages == 1 { "1 page of it is".into() } else { format!("{pages} pages of it are") }
 }

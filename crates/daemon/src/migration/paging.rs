@@ -30,7 +30,7 @@ use crate::machines::backing::Block;
 use crate::machines::claim::Claimed;
 use crate::machines::control::{self, Control, let_run, stop_tracking};
 use crate::machines::hold::Hold;
-use crate::machines::missing::{Bringer, count};
+use crate::machines::missing::{Bringer, whereabouts};
 use crate::machines::record::{Lifecycle, Paging, VmRecord};
 use crate::machines::table::Entry;
 use crate::problems::host;
@@ -104,7 +104,7 @@ pub fn describe(entry: &Entry) -> Option<(vm::Arriving, String)> {
         Some(Bringer(pager)) => (pager.missing(), pager.alone()),
         None => (read_map(record, paging).ok().flatten().map_or(0, |map| map.away()), None),
     };
-    let mut text = format!("it runs here, {} still at {}", count(missing), paging.from);
+    let mut text = whereabouts(Some(missing), &paging.from);
     if let Some(alone) = alone {
         text.push_str(&format!("; waiting for {} for {} s", paging.from, alone.as_secs()));
     }
@@ -133,10 +133,8 @@ impl Pages {
     pub fn take_in(self: &Arc<Self>, record: &VmRecord, pager: Option<Arc<Pager>>, failed: Option<&Problem>) {
         match pager {
             Some(pager) => {
-                tracing::info!(
-                    vm = %record.name, missing = pager.missing(),
-                    "it runs here before all its pages are here"
-                );
+                let before = if pager.missing() > 0 { "all its pages are here" } else { "its pages are compared" };
+                tracing::info!(vm = %record.name, missing = pager.missing(), "it runs here before {before}");
                 self.keep_pager(&record.name, pager);
                 let record = if failed.is_some() { self.held_back(record, true) } else { record.clone() };
                 self.care.settle(&record);

@@ -32,6 +32,10 @@ pub(super) struct Landing<'a, 'h> {
     pub(super) held: &'a HeldDevices,
     /// The source of pages that follow the guest, where post-copy was agreed on.
     pub(super) source: Option<SourceOf<'a>>,
+    /// Whether both sides are compared once the guest runs, also where no page follows it.
+    pub(super) verify_after: bool,
+    /// Whether all pages have come before the guest's start.
+    pub(super) whole: bool,
 }
 
 impl Landing<'_, '_> {

@@ -107,7 +107,7 @@ fn arrive(session: &mut Session) -> Result<(), MigrateError> {
 
 /// Runs the phases in which pages arrive.
 fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'h>) -> Result<(), MigrateError> {
-    let Prepared { mut guard, ram, mut connections, held, membership } = prepared;
+    let Prepared { mut guard, ram, mut connections, held, membership, verify_after } = prepared;
     let pager = guard.pager.clone();
     let hang_up = connections.hang_up(session)?;
     let (requests, urgent) = connections.faults.take().unzip();
@@ -117,12 +117,11 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
     let placer = Placer::new(ram.as_ref(), session.host, pager.as_deref(), session.digester(), membership);
     session.with_receivers(connections.pages, urgent, &placer, &arrivals, |session| {
         let (spec, guard) = (&proposal.spec, &mut guard);
-        let mut landing = Landing { session, guard, spec, placer: &placer, arrivals: &arrivals, held: &held, source };
+        let (placer, arrivals, held) = (&placer, &arrivals, &held);
+        let mut landing = Landing { session, guard, spec, placer, arrivals, held, source, verify_after, whole: false };
         let result =
             precopy::precopy(&mut landing).and_then(|()| switchover::switchover(&mut landing)).and_then(|pager| {
-                pager.map_or(Ok(()), |pager| {
-                    landing.session.page_in(&pager, landing.source.as_ref(), &placer, &arrivals)
-                })
+                pager.map_or(Ok(()), |pager| landing.session.page_in(&pager, landing.source.as_ref(), placer, arrivals))
             });
         if let Err(error) = &result {
             // The source may be busy with sending: it asks for the reason when its connection fails.

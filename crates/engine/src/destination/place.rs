@@ -132,7 +132,7 @@ impl<'a> Placer<'a> {
         let Some(membership) = &self.membership else { return };
         let left = membership.settle();
         match self.target() {
-            Target::Still(_) => self.lock().add(&left),
+            Target::Still(..) => self.lock().add(&left),
             Target::Running(pager) => pager.fetch(&left),
         }
     }
@@ -143,7 +143,7 @@ impl<'a> Placer<'a> {
 
     fn put(&self, target: &Target, arrival: &Arrival) -> Result<(), MigrateError> {
         target.put(arrival).map_err(|error| self.placing(error))?;
-        if matches!(target, Target::Still(_)) {
+        if matches!(target, Target::Still(..)) {
             let mut suspects = self.lock();
             let suspects = suspects.chunk_mut(arrival.chunk);
             *suspects = suspects.without(&arrival.pages()).or(&arrival.suspect);

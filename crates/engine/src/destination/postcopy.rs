@@ -1,5 +1,6 @@
 //! Phases *postcopy* and *finish*: the destination's part while the missing pages follow the guest here, from the
-//! residue in the pause to the last page, and again after every break.
+//! residue in the pause to the last page, and again after every break; and while both sides' pages are compared, also
+//! where none follows.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

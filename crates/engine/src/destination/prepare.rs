@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use sterna_api::{Blame, Code, Problem};
+use sterna_protocol::hello::Features;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::spec::VmSpec;
@@ -31,6 +32,8 @@ pub(super) struct Prepared<'a> {
     pub(super) held: HeldDevices,
     /// Its membership of a gang.
     pub(super) membership: Option<Membership>,
+    /// Whether both sides are compared once the guest runs, also where no page follows it.
+    pub(super) verify_after: bool,
 }
 
 /// Prepares the machine, tells the source, and waits for the session's other connections; `None` where the machine is
@@ -48,7 +51,8 @@ pub(super) fn prepare<'a>(
         return refuse(session, request, problem);
     }
     let pool = joining.as_ref().map(|joining| &joining.pool);
-    let (incoming, ram) = match start(session, spec, pool, *postcopy) {
+    let verify_after = *verify && session.agreed.features.contains(Features::VERIFY_AFTER);
+    let (incoming, ram) = match start(session, spec, pool, *postcopy || verify_after) {
         Ok(started) => started,
         Err(problem) => return refuse(session, request, problem),
     };
@@ -69,8 +73,11 @@ pub(super) fn prepare<'a>(
         no_postcopy,
     };
     session.control.answer(request, &accepted)?;
-    match set_up(session, &mut guard, *streams) {
-        Ok((connections, held)) => Ok(Some(Prepared { guard, ram, connections, held, membership })),
+    match set_up(session, &mut guard, *streams, *postcopy) {
+        Ok((connections, held)) => {
+            let verify_after = verify_after && guard.pager.is_some();
+            Ok(Some(Prepared { guard, ram, connections, held, membership, verify_after }))
+        }
         Err(error) => {
             // The source has been told yes already: the answer to its next request tells it of this.
             guard.end();
@@ -133,8 +140,13 @@ fn start(
 }
 
 /// Waits for the session's connections, and starts the thread that carries the devices' state into the VMM.
-fn set_up(session: &mut Session, guard: &mut Guard, streams: u16) -> Result<(Connections, HeldDevices), MigrateError> {
-    let mut connections = Connections::wait(session, streams, true, guard.pager.is_some())?;
+fn set_up(
+    session: &mut Session,
+    guard: &mut Guard,
+    streams: u16,
+    postcopy: bool,
+) -> Result<(Connections, HeldDevices), MigrateError> {
+    let mut connections = Connections::wait(session, streams, true, postcopy && guard.pager.is_some())?;
     let devices = connections.devices.take().ok_or(MigrateError::Bug("the devices' connection was not waited for"))?;
     let vmm_stream = guard.incoming().vmm.prepare()?;
     Ok((connections, HeldDevices::start(devices, vmm_stream)?))

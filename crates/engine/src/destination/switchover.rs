@@ -19,7 +19,7 @@ use crate::vmm::EventTime;
 /// How long the VMM may take to load its devices.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Answers requests until the guest runs here. Returns the pager where pages are missing.
+/// Answers requests until the guest runs here. Returns the pager where pages are missing, or are still to be compared.
 ///
 /// # Errors
 /// As [`precopy`](super::precopy::precopy); from the commit on the guest is ours, and an error only means that the
@@ -50,10 +50,17 @@ fn last_pages(landing: &mut Landing, round: u32) -> Result<Reply, MigrateError> 
     let reply = landing.arrived(round)?;
     if matches!(&reply, Reply::Arrived { suspects } if suspects.is_empty()) {
         tracing::debug!("the last pages are there");
+        landing.whole = true;
+        // The devices' loading is the first that may write RAM: each page is noted before.
+        if let Some(pager) = landing.guard.pager.as_ref().filter(|_| landing.verify_after) {
+            pager.begin_whole()?;
+        }
         landing.held.release();
-        // Every page is here: from now on the guest's RAM is as any process's. The devices load meanwhile, and their
-        // faults wait no longer than this takes.
-        landing.guard.end_pager();
+        if !landing.verify_after {
+            // Every page is here: from now on the guest's RAM is as any process's. The devices load meanwhile, and
+            // their faults wait no longer than this takes.
+            landing.guard.end_pager();
+        }
     }
     Ok(reply)
 }
@@ -94,14 +101,14 @@ fn page_digests(landing: &Landing, chunk: ChunkIndex) -> Result<Reply, MigrateEr
 
 /// The guest is ours: the point of no return at the destination. The record is written before the guest runs: whatever
 /// happens to this daemon or to the link afterwards, the answer to the source is the same. Returns the pager where
-/// pages are missing.
+/// pages are missing, or are still to be compared.
 fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>, MigrateError> {
-    let Landing { session, guard, spec, arrivals, .. } = landing;
+    let Landing { session, guard, spec, arrivals, whole, .. } = landing;
     let pager = guard.pager.clone();
     // The VMM may have died since it said that it was loaded: then the guest must stay at the source. (It can still die
     // between this check and the record: no check can be late enough for a QEMU that dies in its first millisecond.)
     let alive = guard.incoming().vmm.alive().map_err(|error| MigrateError::from(error).problem());
-    if let Err(problem) = alive.and_then(|()| session.host.commit(session.id, pager.is_some())) {
+    if let Err(problem) = alive.and_then(|()| session.host.commit(session.id, pager.is_some() && !*whole)) {
         guard.end();
         session.control.answer(request, &Reply::Failed(problem.clone()))?;
         return Err(MigrateError::Record(problem));

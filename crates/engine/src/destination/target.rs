@@ -7,8 +7,8 @@ use crate::paging::Pager;
 
 /// The RAM that pages are put into.
 pub(super) enum Target<'a> {
-    /// Into the RAM of a guest that does not run yet.
-    Still(&'a dyn Memory),
+    /// Into the RAM of a guest that does not run yet, and its pager, where it has one.
+    Still(&'a dyn Memory, Option<&'a Pager>),
     /// Into the RAM of a guest that runs, by its pager.
     Running(&'a Pager),
 }
@@ -16,7 +16,7 @@ pub(super) enum Target<'a> {
 impl<'a> Target<'a> {
     /// The machine's RAM as it is now: with a pager that has begun, the guest runs.
     pub(super) fn of(ram: &'a dyn Memory, pager: Option<&'a Pager>) -> Self {
-        pager.filter(|pager| pager.begun()).map_or(Self::Still(ram), Self::Running)
+        pager.filter(|pager| pager.begun()).map_or(Self::Still(ram, pager), Self::Running)
     }
 
     /// Puts pages into their places.
@@ -26,7 +26,7 @@ impl<'a> Target<'a> {
     pub(super) fn put(&self, arrival: &Arrival) -> Result<(), MigrateError> {
         match self {
             Self::Running(pager) => pager.place(arrival),
-            Self::Still(ram) => {
+            Self::Still(ram, pager) => {
                 let Arrival { chunk, bodies, zero, pooled, .. } = arrival;
                 if !zero.is_empty() {
                     ram.discard(*chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
@@ -36,7 +36,11 @@ impl<'a> Target<'a> {
                 }
                 bodies.iter().try_for_each(|(pages, bodies)| {
                     ram.write(*chunk, pages, bodies).map_err(MigrateError::host("writing the guest's RAM"))
-                })
+                })?;
+                if let Some(pager) = pager {
+                    pager.placed(*chunk, &arrival.pages());
+                }
+                Ok(())
             }
         }
     }

@@ -88,6 +88,10 @@ impl<M: Mapped> Inside for InsideHere<M> {
         Ok(())
     }
 
+    fn lend(&mut self) -> Result<(), MigrateError> {
+        Ok(())
+    }
+
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
         Ok(None)
     }

@@ -1,10 +1,13 @@
 //! Comparison of both sides' pages after the last has come. Pages that the guest discarded until then may differ.
+//!
+//! Where no page follows the guest it is the same: every page is current, and none is mapped before its digest is
+//! taken. A first access waits for one digest, and the rest is digested and mapped in the background.
 
 use std::sync::PoisonError;
 
 use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::ChunkIndex;
-use sterna_protocol::pages::PageSet;
+use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::Pager;
 use super::given_back::GivenBack;
@@ -13,6 +16,17 @@ use crate::error::MigrateError;
 use crate::inside::Inside;
 
 impl Pager {
+    /// From now on every page is here, and the guest's first sight of each is noted. The devices are not loaded yet.
+    /// The VMM's process keeps no duplicate of the userfaultfd any more: nothing would be lost with this daemon but the
+    /// comparison, so a guest whose daemon dies goes on at once.
+    ///
+    /// # Errors
+    /// As [`begin`](Self::begin); or the VMM's process does not answer.
+    pub(crate) fn begin_whole(&self) -> Result<(), MigrateError> {
+        self.begin(PageMap::empty(self.ram.layout()))?;
+        self.faults.inside().lend()
+    }
+
     /// The digester of the pages as the guest first saw them; `None` where that was not recorded.
     #[must_use]
     pub fn digester(&self) -> Option<Digester> {

@@ -3,8 +3,8 @@
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
@@ -28,11 +28,45 @@ impl Pager {
         }
         let mut state = self.lock();
         let Some(shown) = &mut state.shown else { return Ok(()) };
+        // What was noted of them is of an earlier round.
+        residue.iter().for_each(|(chunk, pages)| shown.forget(chunk, pages));
         self.ram.layout().iter().try_for_each(|chunk| {
             let there = self.ram.allocated_in(chunk).map_err(MigrateError::host("reading the guest's RAM"))?;
             let noted = shown.note(self.ram.as_ref(), chunk, &there.without(residue.chunk(chunk)));
             noted.map_err(MigrateError::host("reading the guest's RAM to compare it"))
         })
+    }
+
+    /// Notes, while the guest runs at the source, what the rounds have put in place so far, where the guest sees it as
+    /// soon as it runs here. So little is left to note in the pause.
+    pub(super) fn note_rounds(&self) {
+        let mut state = self.lock();
+        while !state.begun && !self.ended.load(Ordering::Acquire) {
+            let noted = state.shown.as_mut().map_or(Ok(false), |shown| shown.note_due(self.ram.as_ref()));
+            state = match noted {
+                Ok(true) => {
+                    drop(state);
+                    // Those that put pages in place want the lock, too.
+                    std::thread::yield_now();
+                    self.lock()
+                }
+                // In the pause what is due is noted, or this error comes again.
+                Err(error) => return tracing::warn!(%error, "pages cannot be noted ahead"),
+                Ok(false) => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+
+    /// Says that pages of a round are in their place, whatever was there before. The guest does not run here yet.
+    pub(crate) fn placed(&self, chunk: ChunkIndex, pages: &PageSet) {
+        if !self.ram.mappings().maps_on_arrival() {
+            return;
+        }
+        if let Some(shown) = &mut self.lock().shown {
+            // After they were written: whoever noted one meanwhile may have seen half of it.
+            shown.forget(chunk, pages);
+            self.changed.notify_all();
+        }
     }
 
     /// Maps current pages in the background, so that the guest faults less. Call it once, when the guest has begun to

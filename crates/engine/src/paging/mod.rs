@@ -137,7 +137,12 @@ impl Pager {
         let userfault = faults.begin(User::Paging, ram.spans(), ram.mappings())?;
         let whereabouts = Whereabouts::all_here(means.missing, ram.layout());
         let shown = verify.map(|digester| Shown::nothing(ram.layout(), digester));
-        Self::start(ram, faults, userfault, whereabouts, shown)
+        let pager = Self::start(ram, faults, userfault, whereabouts, shown)?;
+        if verify.is_some() && pager.ram.mappings().maps_on_arrival() {
+            // Where it cannot be started, all is noted in the pause.
+            let _ = pager.spawn("note-rounds", Self::note_rounds);
+        }
+        Ok(pager)
     }
 
     /// Goes on with a guest that an earlier daemon let run. Faulting threads wait until a source is there again.
@@ -243,6 +248,7 @@ impl Pager {
             .begin(residue, self.ram.layout())
             .map_err(MigrateError::host("writing down which pages are missing"))?;
         (state.begun, state.begun_at, state.heard) = (true, Some(Instant::now()), Instant::now());
+        self.changed.notify_all();
         Ok(())
     }
 
@@ -384,6 +390,10 @@ impl Pager {
             return;
         }
         self.userfault.hurry();
+        {
+            let _state = self.lock();
+            self.changed.notify_all();
+        }
         for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
             faults::join(thread);
         }

@@ -1,6 +1,7 @@
 //! Pages as the guest first saw them, for the comparison with the source's pages, which do not change. The guest here
 //! writes its pages afterwards.
 
+use std::collections::VecDeque;
 use std::io;
 
 use sterna_protocol::frame::Digester;
@@ -9,18 +10,41 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::memory::{Memory, for_each_body, is_zero};
 
-/// A digest for each page: 8 bytes a page, and a bit.
+/// A digest for each page: 8 bytes a page, and two bits.
 #[derive(Debug)]
 pub(super) struct Shown {
     known: PageMap,
     digests: Vec<u64>,
+    /// Pages that came since they were last noted, and the chunks that have some.
+    forgotten: PageMap,
+    due: VecDeque<ChunkIndex>,
     pub(super) digester: Digester,
 }
 
 impl Shown {
     /// The guest has seen nothing.
     pub(super) fn nothing(layout: &Layout, digester: Digester) -> Self {
-        Self { known: PageMap::empty(layout), digests: vec![0; layout.chunks() as usize * CHUNK_PAGES], digester }
+        let digests = vec![0; layout.chunks() as usize * CHUNK_PAGES];
+        let [known, forgotten] = std::array::from_fn(|_| PageMap::empty(layout));
+        Self { known, digests, forgotten, due: VecDeque::new(), digester }
+    }
+
+    /// Forgets these pages, whose content has just changed. They are due to be noted.
+    pub(super) fn forget(&mut self, chunk: ChunkIndex, pages: &PageSet) {
+        if self.forgotten.chunk(chunk).is_empty() && !pages.is_empty() {
+            self.due.push_back(chunk);
+        }
+        let known = self.known.chunk_mut(chunk);
+        *known = known.without(pages);
+        self.forgotten.insert_all(chunk, pages);
+        pages.iter().for_each(|page| self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = 0);
+    }
+
+    /// Notes the pages of a chunk that are due, as they are now. Returns whether there was such a chunk.
+    pub(super) fn note_due(&mut self, ram: &dyn Memory) -> io::Result<bool> {
+        let Some(chunk) = self.due.pop_front() else { return Ok(false) };
+        let pages = std::mem::replace(self.forgotten.chunk_mut(chunk), PageSet::EMPTY);
+        self.note(ram, chunk, &pages).map(|()| true)
     }
 
     /// Notes these pages as they are in the file now, except those that were noted before. The guest must not see them

@@ -54,6 +54,11 @@ impl Inside for Here {
         Ok(())
     }
 
+    fn lend(&mut self) -> Result<(), MigrateError> {
+        *self.kept.lock().unwrap() = None;
+        Ok(())
+    }
+
     fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
         Ok(self.kept.lock().unwrap().as_ref().map(|kept| kept.try_clone().unwrap().into()))
     }
@@ -468,3 +473,6 @@ mod full;
 
 /// Pages that are fenced in while others follow their guest.
 mod fenced;
+
+/// Pages that are all here before the guest runs.
+mod whole;

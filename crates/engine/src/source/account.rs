@@ -153,8 +153,18 @@ impl<'a> Account<'a> {
         let cancelled = matches!(error, MigrateError::Cancelled | MigrateError::NotConverging { .. });
         self.report.status = if cancelled { Status::Cancelled } else { Status::Failed };
         if let MigrateError::Mismatch { mismatches, pages } = *error {
-            self.report.verify = Verify { checked: true, pages, mismatches, excluded_free_pages: 0 };
+            self.report.verify = Verify { checked: true, pages, mismatches, ..Verify::default() };
         }
+    }
+
+    /// Notes how both sides compare while the guest runs at the destination.
+    pub fn compared(&mut self, verify: Verify) {
+        if verify.mismatches > 0 {
+            let differ = MigrateError::Mismatch { mismatches: verify.mismatches, pages: verify.pages };
+            let problem = differ.problem().guest(Whereabouts::Destination);
+            (self.report.status, self.report.error) = (Status::Failed, Some(problem));
+        }
+        self.report.verify = verify;
     }
 
     /// Notes how often the link to the destination was lost, and for how long in all.
@@ -178,12 +188,7 @@ impl<'a> Account<'a> {
                 report.faults = account.faults;
                 report.pages.duplicate = account.duplicate;
                 report.destination.cpu_s += account.cpu_us as f64 / 1e6;
-                if verify.mismatches > 0 {
-                    let differ = MigrateError::Mismatch { mismatches: verify.mismatches, pages: verify.pages };
-                    (report.status, report.error) =
-                        (Status::Failed, Some(differ.problem().guest(Whereabouts::Destination)));
-                }
-                report.verify = verify;
+                self.compared(verify);
             }
             Ended::Gone(problem) => {
                 report.status = Status::Failed;
@@ -215,6 +220,10 @@ impl<'a> Account<'a> {
     /// Notes that the migration has ended, and that this thread does nothing more for it.
     pub fn finish(&mut self) {
         let elapsed_ms = self.elapsed_ms();
+        let Report { options, verify, status, .. } = &mut self.report;
+        if options.verify && !verify.checked && *status == Status::Completed {
+            verify.reason.get_or_insert_with(|| "the link to the destination was lost before".into());
+        }
         if self.report.status == Status::Completed {
             self.report.resume_ms = elapsed_ms - self.started_ms;
         } else {

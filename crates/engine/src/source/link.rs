@@ -40,7 +40,7 @@ pub struct Peer {
     pub sterna: String,
     /// Its clock minus ours, microseconds.
     pub clock_offset_us: i64,
-    /// Why post-copy is impossible there, where it was proposed.
+    /// Why pages cannot be held back there, where post-copy or a comparison was proposed.
     pub no_postcopy: Option<Problem>,
     /// Its identity, where it is not too old to say so.
     pub identity: Option<DaemonId>,

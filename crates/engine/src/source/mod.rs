@@ -120,8 +120,8 @@ pub mod estimate;
 
 use std::sync::Arc;
 
-use sterna_api::MigrateOptions;
 use sterna_api::report::{Host, Report};
+use sterna_api::{MigrateOptions, Phase};
 use sterna_protocol::spec::VmSpec;
 
 use self::account::Account;
@@ -253,7 +253,14 @@ fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> R
     prepared.rounds.calm();
     departure.account.rounds(&prepared.rounds);
     match given {
-        Ok(Given::Ended(fate)) => Ok(Gone::Ended(fate)),
+        Ok(Given::Ended(fate)) => {
+            if fate == Fate::There && departure.options.verify && prepared.verify_after.is_ok() {
+                departure.monitor.enter(Phase::Finish);
+                let verify = verify::compare_after(link, ram.as_ref(), prepared.rounds.free());
+                departure.account.compared(verify);
+            }
+            Ok(Gone::Ended(fate))
+        }
         Ok(Given::Postcopy { stands }) => {
             let Prepared { mut rounds, begun, .. } = prepared;
             Ok(Gone::Paging(Box::new(Handed::new(begun, &mut rounds, stands))))

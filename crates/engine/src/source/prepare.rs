@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_api::Phase;
+use sterna_protocol::hello::Features;
 
 use super::departure::Departure;
 use super::free::FreePages;
@@ -28,6 +29,9 @@ pub struct Prepared<'a> {
     pub begun: Option<Begun>,
     /// The destination's clock minus ours, microseconds.
     pub clock_offset_us: i64,
+    /// Whether both sides are compared once the guest runs at the destination, also where no page follows it; if not,
+    /// and a comparison is wanted, why.
+    pub verify_after: Result<(), String>,
 }
 
 impl Prepared<'_> {
@@ -85,12 +89,24 @@ pub fn prepare<'a, 'd: 'a>(
     let allocated = rounds.everything()?;
     rounds.skip_free(departure.vmm);
     departure.account.prepared(ram.layout().pages(), allocated);
-    Ok(Prepared { rounds, devices, begun, clock_offset_us })
+    let verify_after = verify_after(link, &peer);
+    Ok(Prepared { rounds, devices, begun, clock_offset_us, verify_after })
+}
+
+/// Whether the destination notes each page before its guest sees it, where it is to verify; if not, why.
+fn verify_after(link: &Link, peer: &Peer) -> Result<(), String> {
+    match &peer.no_postcopy {
+        _ if !link.control.features().contains(Features::VERIFY_AFTER) => {
+            Err("the destination's Sterna is too old to compare later".into())
+        }
+        Some(problem) => Err(format!("the destination cannot hold pages back: {}", problem.message)),
+        None => Ok(()),
+    }
 }
 
 /// Takes the destination's answer into account: it has accepted the machine, perhaps not for every mode.
 fn agree(departure: &mut Departure, link: &Link, peer: &Peer) -> Result<(), MigrateError> {
-    if let Some(problem) = &peer.no_postcopy {
+    if let Some(problem) = peer.no_postcopy.as_ref().filter(|_| departure.options.may_postcopy()) {
         if departure.options.must_postcopy() {
             // The destination waits for the other connections, and would not read an `Abort`; it notices this hang-up.
             link.control.hang_up().map_err(MigrateError::host("hanging up"))?.now();

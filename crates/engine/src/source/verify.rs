@@ -1,12 +1,17 @@
-//! Verification: the comparison of both sides' pages, in the pause, or after the last page as the guest at the
-//! destination first saw them.
+//! Verification: the comparison of both sides' pages as they were when the guest stopped.
+//!
+//! It goes on while the guest runs at the destination. Here its RAM stands still until the VMM ends. There the pager
+//! lets the guest see no page whose digest was not taken, also where every page came before the guest's start. A
+//! destination that cannot do that compares in the pause.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sterna_api::report::Verify;
+use sterna_api::units::milliseconds as ms;
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, Reply, Request};
 use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::session::Owner;
 
 use super::link::Link;
 use crate::error::MigrateError;
@@ -25,8 +30,8 @@ const LOGGED: Duration = Duration::from_millis(100);
 pub enum Compared {
     /// The pause, when no guest runs.
     InThePause,
-    /// The time after the last page, with the pages as the guest at the destination first saw them. A page that it saw
-    /// as zeros because it had discarded it is left out.
+    /// The time after the guest's start, with the pages as the guest at the destination first saw them. A page that it
+    /// saw as zeros because it had discarded it is left out.
     AsFirstSeen,
 }
 
@@ -43,6 +48,7 @@ pub fn compare(
     free: Option<&PageMap>,
     when: Compared,
 ) -> Result<Verify, MigrateError> {
+    let began = Instant::now();
     let digester = link.digester();
     let digesting = || MigrateError::host("reading the guest's RAM to compare it");
     let chunks = ram.layout().chunks();
@@ -79,7 +85,33 @@ pub fn compare(
         }
     }
     verify.pages -= verify.excluded_free_pages;
+    verify.ms = ms(began.elapsed());
     Ok(verify)
+}
+
+/// Compares every page of both sides once the guest runs there, where no page follows it. Whatever breaks meanwhile,
+/// the guest is the destination's and needs nothing of here: then the result says why it was not done.
+pub fn compare_after(link: &mut Link, ram: &dyn Memory, free: &PageMap) -> Verify {
+    if link.control.owner() != Owner::Destination {
+        return not_done("the link to the destination was lost before");
+    }
+    let compared = compare(link, ram, Some(free), Compared::AsFirstSeen);
+    // The destination holds no page back any more, whether it hears this or loses the link.
+    let released = link.control.ask(&Request::Release, REPLY_TIMEOUT);
+    if let (Ok(_), Err(error)) = (&compared, released) {
+        tracing::info!(%error, "both sides are compared, and the destination did not hear that");
+    }
+    compared.unwrap_or_else(|error| {
+        tracing::warn!(%error, "both sides could not be compared");
+        let source = std::error::Error::source(&error).map(|source| format!(": {source}")).unwrap_or_default();
+        not_done(&format!("it broke off: {error}{source}"))
+    })
+}
+
+/// A comparison that was asked for and not done.
+#[must_use]
+pub fn not_done(why: &str) -> Verify {
+    Verify { reason: Some(why.into()), ..Verify::default() }
 }
 
 /// The pages that the destination's guest had discarded, of those that it first saw as zeros.

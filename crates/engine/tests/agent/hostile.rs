@@ -362,6 +362,10 @@ impl sterna_engine::inside::Inside for Kept {
         Ok(made)
     }
 
+    fn lend(&mut self) -> Result<(), sterna_engine::error::MigrateError> {
+        self.inside.lend()
+    }
+
     fn log_discards(&mut self) -> Result<(), sterna_engine::error::MigrateError> {
         self.inside.log_discards()
     }

@@ -22,5 +22,8 @@ mod given_back;
 /// Pages and the devices' state at the same time.
 mod devices;
 
+/// Comparisons that go on while the guest runs, where no page follows it.
+mod compared;
+
 /// Links that break, peers that begin anew, guests that end.
 mod links;

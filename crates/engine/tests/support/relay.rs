@@ -5,6 +5,8 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use sterna_protocol::hello::Features;
+
 /// Carries connections to a destination until it is cut.
 pub struct Relay {
     pub address: String,
@@ -15,30 +17,44 @@ struct Shared {
     open: AtomicBool,
     /// Bytes, both ways, after which it cuts itself once.
     cut_after: AtomicU64,
-    /// The minor version that both sides are told the other has.
-    minor: Option<u16>,
+    /// What both sides are told in place of what the other is.
+    older: Older,
     carried: AtomicU64,
     sockets: Mutex<Vec<TcpStream>>,
+}
+
+/// What a daemon lacks that is older than it says.
+#[derive(Clone, Copy, Default)]
+struct Older {
+    /// The minor version that it speaks.
+    minor: Option<u16>,
+    /// Features that it does not know.
+    unknown: u64,
 }
 
 impl Relay {
     /// To this address; it cuts itself after so many bytes, and carries again at once.
     pub fn to(destination: &str, cut_after: u64) -> Self {
-        Self::carrying(destination, cut_after, None)
+        Self::carrying(destination, cut_after, Older::default())
     }
 
     /// To this address, as if both sides spoke no more than this minor version.
     pub fn to_older(destination: &str, cut_after: u64, minor: u16) -> Self {
-        Self::carrying(destination, cut_after, Some(minor))
+        Self::carrying(destination, cut_after, Older { minor: Some(minor), ..Older::default() })
     }
 
-    fn carrying(destination: &str, cut_after: u64, minor: Option<u16>) -> Self {
+    /// To this address, as if neither side knew these features.
+    pub fn without(destination: &str, features: Features) -> Self {
+        Self::carrying(destination, u64::MAX, Older { unknown: features.0, ..Older::default() })
+    }
+
+    fn carrying(destination: &str, cut_after: u64, older: Older) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
         let shared = Arc::new(Shared {
             open: AtomicBool::new(true),
             cut_after: AtomicU64::new(cut_after),
-            minor,
+            older,
             carried: AtomicU64::new(0),
             sockets: Mutex::default(),
         });
@@ -82,13 +98,16 @@ impl Relay {
 impl Shared {
     fn carry(&self, mut from: TcpStream, mut to: TcpStream) {
         let mut buffer = vec![0; 16 << 10];
-        if let Some(minor) = self.minor {
-            // Where it lies in a hello, which every connection begins with, both ways.
-            let mut hello = [0; 64];
-            if from.read_exact(&mut hello).is_ok() {
+        // Every connection begins with a hello, both ways.
+        let mut hello = [0; 64];
+        if from.read_exact(&mut hello).is_ok() {
+            if let Some(minor) = self.older.minor {
                 hello[10..12].copy_from_slice(&minor.to_le_bytes());
-                let _ = to.write_all(&hello);
             }
+            let unknown = self.older.unknown.to_le_bytes();
+            hello[16..24].iter_mut().zip(unknown).for_each(|(known, unknown)| *known &= !unknown);
+            self.carried.fetch_add(hello.len() as u64, Ordering::Relaxed);
+            let _ = to.write_all(&hello);
         }
         while let Ok(read @ 1..) = from.read(&mut buffer) {
             let before = self.carried.fetch_add(read as u64, Ordering::Relaxed);

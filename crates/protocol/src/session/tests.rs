@@ -84,6 +84,10 @@ fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
         Request::Load,
         Request::FinalRoundEnd { round: 99 },
         Request::Commit,
+        Request::ChunkDigests { first: ChunkIndex(0), count: 1 },
+        Request::PageDigests { chunk: ChunkIndex(0) },
+        Request::GivenBack { chunk: ChunkIndex(0) },
+        Request::Release,
     ]);
     script
 }

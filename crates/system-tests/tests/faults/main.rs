@@ -5,6 +5,8 @@
 
 /// Somebody changes his mind.
 mod cancel;
+/// Both sides are compared, and what does it is lost.
+mod comparison;
 /// Daemons that are killed.
 mod daemons;
 /// What goes wrong at the destination, and what it refuses.

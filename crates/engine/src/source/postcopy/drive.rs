@@ -163,7 +163,8 @@ impl Session {
         };
         let at = Instant::now();
         let verifiable = verify && account.verifiable;
-        let done = completed.insert(Completed { account: *account, verify: Verify::default(), at });
+        let none = if verify { verify::not_done("another daemon took the pages over") } else { Verify::default() };
+        let done = completed.insert(Completed { account: *account, verify: none, at });
         if verifiable {
             let work = &context.work;
             done.verify =

@@ -8,7 +8,7 @@
 //!   VMM: save the devices  ┐ at the same time
 //!   the last pages ────────┴─────────────────▶ pages into RAM; when all are in place, device state into the VMM
 //!   collect once more: what the VMM wrote while it saved. There must be none
-//!   (verify)
+//!   (verify, where the destination cannot do it later)
 //!   Load ────────────────────────────────────▶ devices loaded; the guest is stopped
 //!   hand over, on record
 //!   Commit ══ the point of no return ════════▶ on record; the guest runs
@@ -66,7 +66,7 @@ pub fn switchover(
             departure.account.postcopy(because, departure.options);
             residue::load(departure, link, (&mut prepared.rounds, begun), devices)?
         }
-        _ => load(departure, link, &mut prepared.rounds, devices)?,
+        _ => load(departure, link, (&mut prepared.rounds, &prepared.verify_after), devices)?,
     };
     departure.account.loaded(&loaded);
     Ok(loaded)
@@ -76,7 +76,7 @@ pub fn switchover(
 fn load(
     departure: &mut Departure,
     link: &mut Link,
-    rounds: &mut Rounds,
+    (rounds, verify_after): (&mut Rounds, &Result<(), String>),
     devices: Connection,
 ) -> Result<Loaded, MigrateError> {
     let pump = DevicePump::start(departure.vmm.begin()?, devices)?;
@@ -112,9 +112,10 @@ fn load(
     }
     let saved = device_began.elapsed();
     tracing::debug!("nothing was written meanwhile");
-    let verify_began = Instant::now();
-    let verify = if options.verify { same(link, rounds)? } else { report::Verify::default() };
-    let verify_time = verify_began.elapsed();
+    let verify = match verify_after {
+        Err(why) if options.verify => report::Verify { reason: Some(why.clone()), ..same(link, rounds)? },
+        _ => report::Verify::default(),
+    };
     if let Some(ended) = vmm.ended() {
         return Err(ended.into());
     }
@@ -124,7 +125,7 @@ fn load(
     let downtime = report::Downtime {
         pause_ms: pause_ms(&stopped),
         final_pages_ms: ms(final_pages),
-        verify_ms: ms(verify_time),
+        verify_ms: verify.ms,
         device_state_ms: ms(saved + load_began.elapsed()),
         start_ms: 0.0,
     };

@@ -26,6 +26,11 @@ impl Inside for InsideSelf {
         Ok(())
     }
 
+    fn lend(&mut self) -> Result<(), MigrateError> {
+        *self.kept.lock().unwrap() = None;
+        Ok(())
+    }
+
     fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
         let device = userfaultfd::open_device().map_err(MigrateError::kernel("opening /dev/userfaultfd"))?;
         let created = Userfaultfd::create(device).map_err(MigrateError::kernel("making a userfaultfd"))?;
