@@ -25,7 +25,8 @@ pub struct Arguments {
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 done, 1 failed and the VM runs on at the source, 2 usage, 3 cancelled and the VM runs on \
-    at the source, 4 failed and the VM is lost or paused, 5 the daemon cannot be reached.";
+    at the source, 4 failed and the VM is lost or paused, or runs at the destination with memory that differs, 5 the \
+    daemon cannot be reached.";
 
 /// A command.
 #[derive(Debug, Subcommand)]

@@ -11,7 +11,7 @@ pub const FAILED: u8 = 1;
 pub const USAGE: u8 = 2;
 /// Cancelled; the machine runs on at the source.
 pub const CANCELLED: u8 = 3;
-/// Failed; the machine is lost or paused.
+/// Failed; the machine is lost or paused, or runs at the destination with memory that is not what it was.
 pub const LOST: u8 = 4;
 /// The daemon cannot be reached.
 pub const UNREACHABLE: u8 = 5;
@@ -105,8 +105,8 @@ pub fn code_of(report: &Report) -> u8 {
 /// The exit code of a failure after which the guest is there.
 fn code_at(guest: Whereabouts) -> u8 {
     match guest {
-        Whereabouts::Paused | Whereabouts::Gone => LOST,
-        Whereabouts::Source | Whereabouts::Destination => FAILED,
+        Whereabouts::Destination | Whereabouts::Paused | Whereabouts::Gone => LOST,
+        Whereabouts::Source => FAILED,
     }
 }
 
@@ -131,6 +131,8 @@ mod tests {
         assert_eq!(code_of(&report(Status::Failed, Whereabouts::Source)), 1);
         assert_eq!(code_of(&report(Status::Cancelled, Whereabouts::Source)), 3);
         assert_eq!(code_of(&report(Status::Failed, Whereabouts::Paused)), 4);
+        // Both sides were compared, and differ.
+        assert_eq!(code_of(&report(Status::Failed, Whereabouts::Destination)), 4);
         assert_eq!(code_of(&report(Status::Cancelled, Whereabouts::Gone)), 4);
     }
 

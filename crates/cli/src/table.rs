@@ -138,7 +138,12 @@ fn numbers(report: &Report) -> String {
         if report.verify.excluded_free_pages > 0 {
             result.push_str(&format!(", {} left out that the guest gave up", report.verify.excluded_free_pages));
         }
+        if let Some(why) = &report.verify.reason {
+            result.push_str(&format!("; in the pause: {why}"));
+        }
         table.add_row(["verify".into(), result]);
+    } else if let Some(why) = &report.verify.reason {
+        table.add_row(["verify".into(), format!("NOT COMPARED: {why}")]);
     }
     text_of(&table)
 }
