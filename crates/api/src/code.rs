@@ -119,6 +119,10 @@ codes! {
     GivenUp: ByBlame = "given-up",
     /// The guest did not react to the power button.
     GuestIgnoresPowerdown: Late = "guest-ignores-powerdown",
+    /// The guest did not let go of a network card.
+    GuestKeepsCard: Late = "guest-keeps-card",
+    /// A network card cannot be changed, or there is none.
+    NetworkCard: ByBlame = "network-card",
 
     // Machines that cannot be run, adopted or moved.
     /// Private memory cannot be moved.

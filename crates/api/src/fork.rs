@@ -13,6 +13,8 @@ pub struct ForkRequest {
     pub names: Vec<String>,
     /// Hold the clones: their guests do not run until they are told to (`cont` at their monitor).
     pub paused: bool,
+    /// Give each clone's network cards new hardware addresses, and links, once it runs.
+    pub new_mac: bool,
     /// Give the guest and each clone an overlay (qcow2) of each disk that can be written. Nobody writes the disk's
     /// image afterwards. Without it a machine with such a disk is refused.
     pub overlay_disks: bool,
@@ -62,6 +64,9 @@ pub struct Cloned {
     pub pid: u32,
     /// The time from the request until it ran, or was held, milliseconds.
     pub ms: f64,
+    /// What it has not got yet of what was asked for, and why; it runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lacks: Option<Problem>,
 }
 
 /// A clone that came to nothing. Nothing of it is left.

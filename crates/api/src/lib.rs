@@ -30,6 +30,9 @@ pub mod replace;
 /// Forks: a running guest goes on as several.
 pub mod fork;
 
+/// Network cards, and their links.
+pub mod link;
+
 /// The progress of a running migration.
 pub mod progress;
 
@@ -47,6 +50,7 @@ pub use code::Code;
 pub use estimate::Estimate;
 pub use fork::{Cloned, ForkRequest, Forked, NotCloned};
 pub use gang::{GangPauses, Totals};
+pub use link::{LinkRequest, NetworkCard};
 pub use options::{MigrateOptions, Mode};
 pub use problem::{Blame, Problem};
 pub use progress::{Phase, Progress};

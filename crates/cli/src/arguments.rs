@@ -72,6 +72,12 @@ pub enum Command {
     Replace(Replace),
     /// Have a running guest go on as several: clones that share its memory until somebody writes
     Fork(Fork),
+    /// Bring the links of a machine's network cards up or down, or list the cards
+    ///
+    /// A clone's links are down, and its cards in taps of their own that are in no bridge. TWO GUESTS WITH ONE HARDWARE
+    /// ADDRESS IN ONE NETWORK TAKE EACH OTHER'S PACKETS: give a clone another one first (--new-mac), or bring the other
+    /// guest's link down. Its IP address, too, is the source's until somebody changes it inside.
+    Link(Link),
     /// Cancel a virtual machine's migration, or another long command on it
     Cancel {
         /// Its name
@@ -147,15 +153,57 @@ pub struct Fork {
     /// Nobody writes the image afterwards. The overlays are qcow2 files, and stay when their machines end.
     #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
     pub overlay_disks: Option<Option<PathBuf>>,
+    /// Give each clone's network cards new hardware addresses, and links
+    ///
+    /// Each card is unplugged and another one plugged into its place, once the clone runs. Its guest has to let go of
+    /// the former one, and configures the new one as its own programs do. Cards that cannot be unplugged are refused
+    /// before anything is paused.
+    #[arg(long, conflicts_with = "paused")]
+    pub new_mac: bool,
     /// Write the report there as JSON; '-' is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
     /// The clones' QEMU arguments, without RAM [default: the machine's own]
     ///
-    /// Without them a clone's network cards are connected to nothing and have no link. '{name}' stands for the name of
-    /// each clone.
+    /// Without them a clone's network cards are connected to nothing and have no link ('sterna link' brings them up).
+    /// '{name}' stands for the name of each clone.
     #[arg(last = true, value_name = "QEMU-ARGUMENTS")]
     pub arguments: Vec<String>,
+}
+
+/// `link`.
+#[derive(Debug, Args)]
+pub struct Link {
+    /// The machine's name
+    pub name: String,
+    /// What the links are to be [default: lists the cards]
+    #[arg(value_enum)]
+    pub state: Option<LinkState>,
+    /// Only the card of this name in QEMU: its id, where it has one
+    #[arg(long, value_name = "CARD", requires = "state")]
+    pub card: Option<String>,
+    /// Put the cards' taps into this bridge of the host
+    ///
+    /// Not on record: wherever the machine is moved, its taps are in no bridge until they are put into one there.
+    #[arg(long, value_name = "BRIDGE", requires = "state")]
+    pub bridge: Option<String>,
+    /// Give the cards new hardware addresses first: each is unplugged, and another one plugged into its place
+    ///
+    /// The guest has to run, and to let go of them.
+    #[arg(long, requires = "state")]
+    pub new_mac: bool,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What a link is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum LinkState {
+    /// There is one
+    Up,
+    /// There is none
+    Down,
 }
 
 /// `run`.

@@ -18,6 +18,7 @@ pub async fn fork(client: &Client, wanted: Fork) -> Result<ExitCode, Failure> {
     let request = ForkRequest {
         names: wanted.names,
         paused: wanted.paused,
+        new_mac: wanted.new_mac,
         overlay_disks: wanted.overlay_disks.is_some(),
         overlay_directory: wanted.overlay_disks.flatten().map(|path| path.display().to_string()),
         arguments: (!wanted.arguments.is_empty()).then_some(wanted.arguments),
@@ -34,7 +35,13 @@ pub async fn fork(client: &Client, wanted: Fork) -> Result<ExitCode, Failure> {
     for failed in &forked.failed {
         eprintln!("sterna: '{}' is not there: {}", failed.vm, failed.problem.with_causes());
     }
-    Ok(if forked.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let lacking = forked.clones.iter().filter_map(|clone| Some((&clone.vm, clone.lacks.as_ref()?)));
+    let mut whole = forked.failed.is_empty();
+    for (vm, problem) in lacking {
+        eprintln!("sterna: '{vm}' runs, and is not yet what was asked for: {}", problem.with_causes());
+        whole = false;
+    }
+    Ok(if whole { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn tell(forked: &Forked, held: bool) {

@@ -14,6 +14,8 @@ mod client;
 mod estimate;
 /// Errors, as people see them, and exit codes.
 mod failure;
+/// `link`.
+mod link;
 /// The commands about machines.
 mod machines;
 /// `migrate` and `cancel`.
@@ -65,6 +67,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Reclaim(wanted) => reclaim::reclaim(&client, &wanted).await,
         Command::Replace(wanted) => replace::replace(&client, wanted).await,
         Command::Fork(wanted) => fork::fork(&client, wanted).await,
+        Command::Link(wanted) => link::link(&client, wanted).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
         Command::Resume { name, to, fenced } => migrate::resume(&client, &name, to, fenced).await,
         Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,

@@ -16,12 +16,13 @@ use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::milliseconds;
-use sterna_api::{Code, ForkRequest, Forked, NotCloned, Problem};
+use sterna_api::{Cloned, Code, ForkRequest, Forked, NotCloned, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::fork::{NotSaved, Saved};
 use sterna_engine::memory::unneeded::mark_as_pool;
 
 use crate::care::Care;
+use crate::link::new_mac;
 use crate::machines::claim::Reservation;
 use crate::machines::control;
 use crate::machines::hold::{Hold, InPlace};
@@ -108,6 +109,9 @@ impl Fork<'_> {
         }
         if !now.overlays.is_empty() {
             self.settle(&VmRecord { overlays: Vec::new(), ..now });
+        }
+        if request.new_mac {
+            self.renew_cards(&mut forked.clones);
         }
         // Until now a page of it that only a clone needed could have been given back.
         mark(&frozen.latest);
@@ -223,6 +227,13 @@ impl Fork<'_> {
         Err(why.unwrap_or_else(|| MigrateError::Bug("nothing was saved").problem()).guest(Whereabouts::Source))
     }
 
+    /// Gives running clones network cards with addresses of their own.
+    fn renew_cards(&self, clones: &mut [Cloned]) {
+        several::map(clones.iter_mut().collect(), |clone: &mut Cloned| {
+            clone.lacks = new_mac::go_on(&self.care.machines, &clone.vm).err();
+        });
+    }
+
     /// The machine is as any other again, and its record says so.
     fn settle(&self, now: &VmRecord) {
         self.write_down(now);
@@ -289,6 +300,9 @@ fn check_request(request: &ForkRequest) -> Result<(), Problem> {
     let mut seen = HashSet::new();
     if request.overlay_directory.is_some() && !request.overlay_disks {
         return Err(invalid("a directory for overlays, and no overlays are asked for"));
+    }
+    if request.new_mac && request.paused {
+        return Err(invalid("a guest that is held lets go of no network card, so it gets no other address"));
     }
     match request.names.iter().find(|name| !seen.insert(*name)) {
         Some(twice) => Err(invalid(format!("two clones cannot be '{twice}'"))),

@@ -48,6 +48,9 @@ pub mod replace;
 /// A running guest goes on as several.
 pub mod fork;
 
+/// The links of machines' network cards, and their hardware addresses.
+pub mod link;
+
 /// Reclaim of guests' free memory.
 pub mod reclaim;
 

@@ -38,6 +38,7 @@ use sterna_sys::path::Place;
 
 use crate::care::Care;
 use crate::fork;
+use crate::link::new_mac;
 use crate::machines::backing::Backing;
 use crate::machines::control::{end_other, give_back, let_run, quit_unknown, stop_tracking};
 use crate::machines::files::remove_files;
@@ -148,7 +149,11 @@ impl Recovery<'_> {
                 }
                 // The daemon may have died while it observed the machine, or took memory from its guest.
                 stop_tracking(&record);
+                let begun = !record.new_cards.is_empty();
                 self.care.settle(&deflate_left_over(record));
+                if begun {
+                    new_mac::go_on_later(self.machines(), &name);
+                }
             }
             Lifecycle::Outgoing(id) => self.recover_outgoing(&record, id),
             Lifecycle::Incoming(id) => self.recover_incoming(&record, id),

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::ioctl::{Opcode, opcode};
+use rustix::net::{AddressFamily, SocketType, socket};
 
 use crate::abi;
 use crate::error::{Error, Result};
@@ -12,6 +13,12 @@ use crate::process::Pidfd;
 const TUNSETIFF: Opcode = opcode::write::<i32>(b'T', 202);
 const TUNGETIFF: Opcode = opcode::read::<u32>(b'T', 210);
 const _: () = assert!(TUNSETIFF == 0x4004_54CA && TUNGETIFF == 0x8004_54D2);
+
+/// Requests about network devices, to any socket (`linux/sockios.h`).
+const SIOCGIFFLAGS: Opcode = 0x8913;
+const SIOCSIFFLAGS: Opcode = 0x8914;
+const SIOCGIFINDEX: Opcode = 0x8933;
+const SIOCBRADDIF: Opcode = 0x89A2;
 
 /// What a tap is made with; other flags the kernel reports and does not take.
 const SETTABLE: libc::c_int =
@@ -38,6 +45,8 @@ pub struct OpenTap {
     pub name: String,
     /// Its queues, by the process's numbers, the lowest first.
     pub queues: Vec<OwnedFd>,
+    /// The process's numbers of them.
+    pub numbers: Vec<u32>,
 }
 
 /// The taps that a process has open, in the order in which it opened them.
@@ -62,8 +71,11 @@ pub fn open_taps(process: &Pidfd, pid: u32) -> Result<Vec<OpenTap>> {
     for (number, name) in numbers {
         let queue = process.duplicate(number)?;
         match taps.iter_mut().find(|tap| tap.name == name) {
-            Some(tap) => tap.queues.push(queue),
-            None => taps.push(OpenTap { name, queues: vec![queue] }),
+            Some(tap) => {
+                tap.queues.push(queue);
+                tap.numbers.push(number.unsigned_abs());
+            }
+            None => taps.push(OpenTap { name, queues: vec![queue], numbers: vec![number.unsigned_abs()] }),
         }
     }
     Ok(taps)
@@ -80,9 +92,24 @@ pub fn like(tap: &OpenTap) -> Result<Vec<OwnedFd>> {
     get(first.as_fd(), &mut request)?;
     // SAFETY: TUNGETIFF has filled in the flags.
     let flags = libc::c_int::from(unsafe { request.ifr_ifru.ifru_flags }) & SETTABLE;
+    make(flags, tap.queues.len())
+}
+
+/// A new tap as QEMU makes one for itself, with so many queues; `headers`: with a header of virtio's before each
+/// packet. Of it holds what is said of one that is [`like`] another.
+///
+/// # Errors
+/// As [`like`].
+pub fn new(queues: usize, headers: bool) -> Result<Vec<OwnedFd>> {
+    let flags = [(headers, libc::IFF_VNET_HDR), (queues > 1, libc::IFF_MULTI_QUEUE)];
+    let chosen = flags.iter().filter(|(wanted, _)| *wanted).fold(0, |all, (_, flag)| all | flag);
+    make(libc::IFF_TAP | libc::IFF_NO_PI | chosen, queues)
+}
+
+fn make(flags: libc::c_int, count: usize) -> Result<Vec<OwnedFd>> {
     let mut name = CHOSEN_BY_KERNEL;
-    let mut queues = Vec::with_capacity(tap.queues.len());
-    for _ in &tap.queues {
+    let mut queues = Vec::with_capacity(count);
+    for _ in 0..count {
         let file = File::options().read(true).write(true).open("/dev/net/tun");
         let queue: OwnedFd = file.map_err(|error| Error::new("open /dev/net/tun", error))?.into();
         let mut request = request_for(name);
@@ -94,6 +121,45 @@ pub fn like(tap: &OpenTap) -> Result<Vec<OwnedFd>> {
         queues.push(queue);
     }
     Ok(queues)
+}
+
+/// Puts a network device into a bridge, and lets packets through it. One that is in the bridge already stays.
+///
+/// # Errors
+/// There is no such device or bridge, or the device is in another one.
+pub fn connect(device: &str, bridge: &str) -> Result<()> {
+    let any = socket(AddressFamily::INET, SocketType::DGRAM, None);
+    let any = any.map_err(|error| Error::new("make a socket", error))?;
+    let ask = |request: Opcode, argument: &mut libc::ifreq, what: &str| {
+        // SAFETY: each of the requests takes, and fills in, an `ifreq`.
+        unsafe { abi::ioctl(any.as_fd(), request, argument) }
+            .map(drop)
+            .map_err(|error| Error::new(format!("{what} ({device}, {bridge})"), error))
+    };
+    let mut about = request_for(named(device)?);
+    ask(SIOCGIFINDEX, &mut about, "find the network device")?;
+    let mut joins = request_for(named(bridge)?);
+    // SAFETY: SIOCGIFINDEX has filled in the index.
+    joins.ifr_ifru.ifru_ifindex = unsafe { about.ifr_ifru.ifru_ifindex };
+    if !std::path::Path::new(&format!("/sys/class/net/{bridge}/brif/{device}")).exists() {
+        ask(SIOCBRADDIF, &mut joins, "put the network device into the bridge")?;
+    }
+    let mut up = request_for(named(device)?);
+    ask(SIOCGIFFLAGS, &mut up, "look at the network device")?;
+    // SAFETY: SIOCGIFFLAGS has filled in the flags.
+    up.ifr_ifru.ifru_flags = unsafe { up.ifr_ifru.ifru_flags } | libc::IFF_UP as libc::c_short;
+    ask(SIOCSIFFLAGS, &mut up, "let packets through the network device")
+}
+
+/// A device's name as the kernel takes it.
+fn named(name: &str) -> Result<Name> {
+    let plain = !name.is_empty() && name.len() < libc::IFNAMSIZ && !name.contains(['/', '\0']);
+    if !plain {
+        return Err(Error::malformed("find a network device", format!("'{name}' is no device's name")));
+    }
+    let mut kernels = [0; libc::IFNAMSIZ];
+    kernels.iter_mut().zip(name.bytes()).for_each(|(slot, byte)| *slot = byte as libc::c_char);
+    Ok(kernels)
 }
 
 fn get(queue: BorrowedFd<'_>, request: &mut libc::ifreq) -> Result<()> {
@@ -124,7 +190,12 @@ mod tests {
         if let Err(error) = unsafe { abi::ioctl(first.as_fd(), TUNSETIFF, &mut request) } {
             return eprintln!("skipped: no tap can be made here ({error})");
         }
-        let made = like(&OpenTap { name: String::new(), queues: vec![first.try_clone().unwrap(), first] }).unwrap();
+        let made = like(&OpenTap {
+            name: String::new(),
+            queues: vec![first.try_clone().unwrap(), first],
+            numbers: Vec::new(),
+        })
+        .unwrap();
         assert_eq!(made.len(), 2);
         let mut other = request_for(CHOSEN_BY_KERNEL);
         get(made[1].as_fd(), &mut other).unwrap();

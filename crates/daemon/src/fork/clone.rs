@@ -12,9 +12,10 @@ use sterna_engine::vmm::Destination;
 
 use super::overlays::{Made, Overlays};
 use crate::care::Care;
+use crate::link::{self, new_mac};
 use crate::machines::backing::Block;
 use crate::machines::claim::Reservation;
-use crate::machines::control;
+use crate::machines::control::{self, Control};
 use crate::machines::hold::Hold;
 use crate::machines::record::{Memory, VmRecord};
 use crate::machines::start::{Launcher, Started};
@@ -36,6 +37,7 @@ pub struct Plan<'a> {
     /// Its user gave the arguments, and with them its network.
     given: bool,
     paused: bool,
+    new_mac: bool,
 }
 
 impl<'a> Plan<'a> {
@@ -55,7 +57,8 @@ impl<'a> Plan<'a> {
         }
         files::check_absolute(&items)?;
         clone::check(&items, &own)?;
-        Ok(Self { source, own, machine, items, given: request.arguments.is_some(), paused: request.paused })
+        let (given, paused, new_mac) = (request.arguments.is_some(), request.paused, request.new_mac);
+        Ok(Self { source, own, machine, items, given, paused, new_mac })
     }
 
     /// Checks that these overlays can be the clones' disks.
@@ -99,13 +102,18 @@ impl<'a> Plan<'a> {
         let kind = launcher.ram_kind(MemoryMode::Private, source.trust_group.as_deref());
         let started = launcher.start(&source.qemu_path, &all, name, (kind, blocks), None)?;
         let memory = Memory { bytes: source.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };
-        let record = VmRecord {
+        let mut record = VmRecord {
             memory_mode: MemoryMode::Private,
             trust_group: source.trust_group.clone(),
             balloon: source.balloon,
             running: !self.paused,
             ..VmRecord::new(name, arguments::unparse(&items), started.qemu(source.qemu_path.clone()), memory)
         };
+        if self.new_mac {
+            let mut control = Control::connect(&record.qmp)?;
+            let cards = link::cards(&mut control)?;
+            record.new_cards = new_mac::plan(&record, &mut control, &cards)?;
+        }
         Ok(Begun { started, disks, reservation, record, log: log_file(&dir), connected: self.given })
     }
 }
@@ -156,6 +164,6 @@ impl Begun {
         started.keep();
         disks.keep();
         care.watch(&record);
-        Ok(Cloned { vm: record.name, pid: record.process.pid, ms })
+        Ok(Cloned { vm: record.name, pid: record.process.pid, ms, lacks: None })
     }
 }

@@ -4,7 +4,7 @@ use axum::Json;
 use sterna_api::Problem;
 use utoipa::OpenApi;
 
-use super::{about, balloon, host, migrations, vms, watch};
+use super::{about, balloon, host, link, migrations, vms, watch};
 
 /// The API's description.
 #[derive(OpenApi)]
@@ -19,6 +19,8 @@ use super::{about, balloon, host, migrations, vms, watch};
         vms::cancel,
         vms::estimate,
         balloon::set,
+        link::show,
+        link::set,
         vms::reclaim,
         vms::replace,
         vms::fork,

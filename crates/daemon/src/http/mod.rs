@@ -19,6 +19,9 @@ pub mod vms;
 /// Balloons.
 pub mod balloon;
 
+/// Network cards.
+pub mod link;
+
 /// Migrations.
 pub mod migrations;
 
@@ -48,6 +51,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/replace", post(vms::replace))
         .route("/v1/vms/{name}/fork", post(vms::fork))
         .route("/v1/vms/{name}/balloon", put(balloon::set))
+        .route("/v1/vms/{name}/link", get(link::show).put(link::set))
         .route("/v1/vms/{name}/resume", post(vms::resume))
         .route("/v1/migrations", get(migrations::list).post(migrations::begin))
         .route("/v1/migrations/{id}", get(migrations::show))

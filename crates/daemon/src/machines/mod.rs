@@ -30,6 +30,9 @@ pub mod files;
 /// The table of machines.
 pub mod table;
 
+/// A network card that is to take another's place.
+pub mod card;
+
 /// A machine or a name that is claimed for a while.
 pub mod claim;
 

@@ -15,6 +15,7 @@ use sterna_protocol::spec::{BlockSpec, VmSpec};
 use sterna_sys::host;
 
 use super::backing::{Backing, Block, OwnFile};
+use super::card::NewCard;
 use super::holder;
 use super::overlay::Overlay;
 use super::succession::Succession;
@@ -92,6 +93,9 @@ pub struct VmRecord {
     /// its clones'.
     #[serde(default)]
     pub overlays: Vec<Overlay>,
+    /// Network cards that are being replaced by others, which its arguments do not name yet.
+    #[serde(default)]
+    pub new_cards: Vec<NewCard>,
 }
 
 /// Pages of a machine that come after its guest's start.
@@ -171,7 +175,20 @@ impl VmRecord {
             succession: None,
             forking: None,
             overlays: Vec::new(),
+            new_cards: Vec::new(),
         }
+    }
+
+    /// Checks that its arguments name the network cards that it has.
+    ///
+    /// # Errors
+    /// A [`Problem`]: one is being replaced, or was and its guest has not let go of it.
+    pub fn check_cards(&self) -> Result<(), Problem> {
+        if self.new_cards.is_empty() {
+            return Ok(());
+        }
+        Err(crate::problems::busy(&self.name, "a network card of it is being replaced, and is not yet")
+            .hint(format!("'sterna link {} up --new-mac' goes on with that", self.name)))
     }
 
     /// This host with the machine's QEMU, as reports name it.

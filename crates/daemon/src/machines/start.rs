@@ -20,6 +20,7 @@ use crate::config::{SOCKET_PATH_BYTES, check_socket_path};
 use crate::problems::{self, invalid};
 use crate::process::Identity;
 use crate::qemu::launch::{self, Launch, Place, RamKind};
+use crate::qemu::own_tap;
 use crate::qemu::user::User;
 use crate::state::StateDir;
 
@@ -80,8 +81,10 @@ impl Launcher {
         for block in &mut blocks {
             block.recall_here().map_err(|error| problems::host("cannot look at the machine's RAM", &error))?;
         }
-        let ram = kind;
-        let launch = Launch { binary, arguments, place: &place, inherited: &[], agent: &agent, ram, template, user };
+        let (ram, mut arguments) = (kind, arguments.to_vec());
+        let inherited = &own_tap::make(&mut arguments)?;
+        let arguments = &arguments;
+        let launch = Launch { binary, arguments, place: &place, inherited, agent: &agent, ram, template, user };
         bring_up(&launch, blocks, cleanup)
     }
 

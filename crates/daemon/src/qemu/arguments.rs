@@ -102,6 +102,23 @@ impl Item {
         self.pairs().into_iter().rev().find(|(name, _)| name == key).map(|(_, value)| value)
     }
 
+    /// The value of a key, in JSON as in words.
+    #[must_use]
+    pub fn word(&self, key: &str) -> Option<String> {
+        self.json().map_or_else(|| self.get(key), |json| json[key].as_str().map(String::from))
+    }
+
+    /// Gives a key this value, and no other, in JSON as in words.
+    pub fn put(&mut self, key: &str, value: &str) {
+        match self.json() {
+            Some(mut json) => {
+                json[key] = value.into();
+                self.value = Some(json.to_string());
+            }
+            None => self.set(key, value),
+        }
+    }
+
     /// Gives a key this value, and no other.
     pub fn set(&mut self, key: &str, value: &str) {
         let mut pairs = self.pairs();

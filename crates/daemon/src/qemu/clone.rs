@@ -1,18 +1,16 @@
 //! The arguments of a clone: those of the machine that it was forked from, with what only one QEMU can have replaced.
 //!
-//! * **network cards** are connected to nothing: a tap of the source's becomes one that QEMU makes for itself and that
-//!   is in no bridge, and QEMU's own network forwards no ports
+//! * **network cards** are connected to nothing: a tap of the source's becomes one of the clone's own that is in no
+//!   bridge, and QEMU's own network forwards no ports
 //! * **files that a character device writes** go on at their end
 //! * **unix sockets that QEMU makes** are the source's, unless their path has `{name}` in it: a second QEMU would take
-//!   the path away
+//!   the path away. So are ports that QEMU listens at, and pipes that it reads
 
 use sterna_api::{Blame, Code, Problem};
 
 use super::arguments::{Item, NAME, join_pairs, unparse};
-use super::successor;
-
-/// What QEMU calls a tap that it makes, with a number of the kernel's.
-const OWN_TAP: &str = "sterna%d";
+use super::endpoints::{self, Place};
+use super::{own_tap, successor};
 
 /// The arguments of a clone, where the machine that is forked has these and nobody gave others.
 ///
@@ -29,12 +27,27 @@ pub fn of(items: &[Item]) -> Result<Vec<Item>, Problem> {
 /// # Errors
 /// A [`Problem`]: what it would take.
 pub fn check(items: &[Item], source: &[Item]) -> Result<(), Problem> {
-    let taken = |item: &&Item| makes_socket(item) && !has_name(item) && source.contains(item);
-    match items.iter().find(taken) {
-        None => Ok(()),
-        Some(item) => Err(refused(item, "the clone would take the source's socket")
-            .hint(format!("give its path with {NAME} in it at 'run': it becomes each machine's own name"))),
-    }
+    let own: Vec<Place> = source.iter().flat_map(endpoints::of).collect();
+    let taken = |item: &Item| {
+        let its = if has_name(item) { Vec::new() } else { endpoints::of(item) };
+        its.into_iter().find(|place| own.contains(place))
+    };
+    let Some((item, place)) = items.iter().find_map(|item| Some((item, taken(item)?))) else { return Ok(()) };
+    let (why, hint) = match place {
+        Place::Socket(_) => (
+            "the clone would take the source's socket",
+            format!("give its path with {NAME} in it at 'run': it becomes each machine's own name"),
+        ),
+        Place::Pipe(_) => (
+            "the clone would read what is written for the source",
+            format!("give its path with {NAME} in it at 'run': it becomes each machine's own name"),
+        ),
+        Place::Port(_) => (
+            "the source listens at that port, and no second QEMU can",
+            format!("use a unix socket with {NAME} in its path, or give the clones' arguments behind '--'"),
+        ),
+    };
+    Err(refused(item, why).hint(hint))
 }
 
 /// A network back end that is connected to nothing in the place of the source's.
@@ -67,7 +80,7 @@ fn disconnect(item: &mut Item) -> Result<(), Problem> {
                 )
             });
             pairs.insert(0, (String::new(), "tap".into()));
-            let own = [("ifname", OWN_TAP), ("script", "no"), ("downscript", "no")];
+            let own = [("ifname", own_tap::NAME), ("script", "no"), ("downscript", "no")];
             pairs.extend(own.map(|(key, value)| (key.into(), value.into())));
         }
         _ => return Err(not_known(item)),
@@ -79,24 +92,6 @@ fn disconnect(item: &mut Item) -> Result<(), Problem> {
 fn not_known(item: &Item) -> Problem {
     refused(item, "what a clone may have in its place is not known")
         .hint("give the clones' arguments behind '--', with network cards of their own")
-}
-
-/// Whether QEMU makes a unix socket for this.
-fn makes_socket(item: &Item) -> bool {
-    let value = item.value.as_deref().unwrap_or_default();
-    let listens = !item.pairs().iter().any(|(key, value)| key == "server" && value == "off" || key == "reconnect");
-    match item.option.as_str() {
-        "serial" | "parallel" | "debugcon" | "monitor" | "qmp" | "qmp-pretty" | "gdb" | "vnc" => {
-            value.contains("unix:") && listens
-        }
-        "chardev" => {
-            item.get("").as_deref() == Some("socket")
-                && item.get("path").is_some()
-                && item.get("server").is_some()
-                && listens
-        }
-        _ => false,
-    }
 }
 
 fn has_name(item: &Item) -> bool {
@@ -142,13 +137,25 @@ mod tests {
             "-serial unix:/run/a.sock,server=on,wait=off",
             "-vnc unix:/run/a.sock",
             "-chardev socket,id=c,path=/run/a.sock,server=on",
+            "-chardev socket,id=c,path=/run/a.sock,server=on,logfile=/l",
         ] {
             assert!(check(taken).unwrap_err().contains("take the source's socket"), "{taken}");
+            let clone = of(&items(taken)).unwrap();
+            assert!(super::check(&clone, &items(taken)).is_err(), "{taken}, as a clone's");
         }
+        let other_words = ["-serial unix:/run/a.sock,server,nowait", "-monitor unix:/run/a.sock,server=on"];
+        for words in other_words {
+            assert!(super::check(&items(words), &items("-vnc unix:/run/a.sock")).is_err(), "{words}");
+        }
+        for port in ["-vnc :5", "-s", "-chardev socket,id=c,host=h,port=1,server=on"] {
+            assert!(check(port).unwrap_err().contains("listens at that port"), "{port}");
+        }
+        assert!(check("-serial pipe:/run/p").unwrap_err().contains("for the source"));
         for fine in [
             "-serial unix:/run/{name}.sock,server=on",
             "-chardev socket,id=c,path=/run/other.sock",
-            "-chardev socket,id=c,host=h,port=1,server=on",
+            "-chardev socket,id=c,host=h,port=1",
+            "-vnc :5,to=99",
             "-serial file:/log",
         ] {
             assert_eq!(check(fine), Ok(()), "{fine}");

@@ -9,6 +9,12 @@ pub mod successor;
 /// The arguments of a clone.
 pub mod clone;
 
+/// Where QEMU listens, by its arguments.
+mod endpoints;
+
+/// Taps of a machine's own.
+pub mod own_tap;
+
 /// The disks in the arguments, and the same on overlays.
 pub mod disks;
 

@@ -19,7 +19,7 @@ const TAP_KEYS: &[&str] =
 #[derive(Debug, PartialEq, Eq)]
 pub struct NamedTap {
     /// Where in the list of options.
-    index: usize,
+    pub(super) index: usize,
     /// The device's name, where they say it.
     pub device: Option<String>,
 }

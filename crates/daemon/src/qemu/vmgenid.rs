@@ -6,7 +6,6 @@
 //! makes a clone gives that another one. For that the number stands in the arguments on record: `auto` would be another
 //! one in each QEMU.
 
-use serde_json::Value;
 use sterna_sys::host::random_u128;
 
 use super::arguments::{Item, machine_type, parse, unparse};
@@ -71,22 +70,16 @@ fn takes_one(items: &[Item]) -> bool {
 }
 
 fn is_vmgenid(item: &Item) -> bool {
-    let named =
-        || item.json().map_or_else(|| item.get("").or_else(|| item.get("driver")), |json| word(&json, "driver"));
+    let named = || item.word("driver").or_else(|| item.get(""));
     item.option == "device" && named().as_deref() == Some(DEVICE)
 }
 
 fn number(item: &Item) -> Option<String> {
-    item.json().map_or_else(|| item.get("guid"), |json| word(&json, "guid"))
+    item.word("guid")
 }
 
 fn set_number(item: &mut Item, number: &str) {
-    if let Some(mut json) = item.json() {
-        json["guid"] = number.into();
-        item.value = Some(json.to_string());
-        return;
-    }
-    item.set("guid", number);
+    item.put("guid", number);
 }
 
 fn device(number: &str) -> Item {
@@ -99,10 +92,6 @@ fn new_number() -> String {
     let random = random_u128() & !(0xf << 76) & !(0x3 << 62) | 0x4 << 76 | 0x2 << 62;
     let digits = format!("{random:032x}");
     [&digits[..8], &digits[8..12], &digits[12..16], &digits[16..20], &digits[20..]].join("-")
-}
-
-fn word(json: &Value, key: &str) -> Option<String> {
-    json[key].as_str().map(String::from)
 }
 
 #[cfg(test)]

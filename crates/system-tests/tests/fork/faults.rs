@@ -75,7 +75,8 @@ fn a_qemu_that_is_killed_while_a_guest_is_forked_takes_no_other_with_it() {
     });
 }
 
-fn qemus(site: &Site) -> Vec<u32> {
+/// The QEMUs of host `a`.
+pub fn qemus(site: &Site) -> Vec<u32> {
     let processes = site.host("a").group.processes();
     let name = |pid| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     processes.into_iter().map(|process| process.pid).filter(|pid| name(*pid).starts_with("qemu")).collect()

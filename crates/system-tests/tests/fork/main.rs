@@ -7,6 +7,12 @@ mod faults;
 /// Each has an overlay of the disk that it writes.
 mod overlays;
 
+/// What ends while overlays are made and taken into use.
+mod overlay_faults;
+
+/// What becomes of network cards, and of trust groups.
+mod network;
+
 /// A guest that was cloned knows it, and one that was moved does not take itself for a clone.
 mod generation;
 
@@ -68,6 +74,11 @@ fn machines(site: &Site) -> Vec<Vm> {
 /// The daemon dies while it does what was asked for; a new one lets the source run.
 fn daemon_dies_in(site: &mut Site, attempt: Attempt) {
     site.kill_daemon("a");
+    daemon_comes_back(site, attempt);
+}
+
+/// A new daemon lets the source run, after one that died while it did what was asked for.
+fn daemon_comes_back(site: &mut Site, attempt: Attempt) {
     drop(attempt.end());
     site.start_daemon("a");
     site.eventually("the source runs", || {

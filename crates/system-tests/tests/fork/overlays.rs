@@ -18,53 +18,84 @@ use super::{are_well, daemon_dies_in, fork, forked, machines, plan};
 const SCRIPT: &str = r#"n=0
 while :; do
     i=$((n % 4))
-    head -c 16 /dev/urandom | md5sum >/tmp/line
-    dd if=/tmp/line of=/dev/vda bs=4096 seek=$i conv=sync,notrunc,fsync 2>/dev/null
-    cp /tmp/line /tmp/want.$i
-    blockdev --flushbufs /dev/vda
-    for j in 0 1 2 3; do
-        [ -e /tmp/want.$j ] || continue
-        dd if=/dev/vda of=/tmp/block bs=4096 skip=$j count=1 2>/dev/null
-        [ "$(head -n 1 /tmp/block)" = "$(cat /tmp/want.$j)" ] || echo "BLOCK BAD $j at $n"
+    for disk in $disks; do
+        head -c 16 /dev/urandom | md5sum >/tmp/line
+        dd if=/tmp/line of=/dev/$disk bs=4096 seek=$i conv=sync,notrunc,fsync 2>/dev/null
+        cp /tmp/line /tmp/want.$disk.$i
+        blockdev --flushbufs /dev/$disk
+        for j in 0 1 2 3; do
+            [ -e /tmp/want.$disk.$j ] || continue
+            dd if=/dev/$disk of=/tmp/block bs=4096 skip=$j count=1 2>/dev/null
+            [ "$(head -n 1 /tmp/block)" = "$(cat /tmp/want.$disk.$j)" ] || echo "BLOCK BAD $disk $j at $n"
+        done
     done
     n=$((n + 1))
     echo "BLOCKS read $n"
 done
 "#;
 
+/// An empty qcow2 image of 8 MiB: its header, and in clusters of 64 KiB the table of reference counts, one block of
+/// them, and the first table of the disk.
+fn empty_qcow2() -> Vec<u8> {
+    const CLUSTER: u64 = 1 << 16;
+    let mut image = vec![0; 4 * CLUSTER as usize];
+    let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, b"QFI\xfb\0\0\0\x02");
+    put(20, &16_u32.to_be_bytes());
+    put(24, &(8_u64 << 20).to_be_bytes());
+    put(36, &1_u32.to_be_bytes());
+    put(40, &(3 * CLUSTER).to_be_bytes());
+    put(48, &CLUSTER.to_be_bytes());
+    put(56, &1_u32.to_be_bytes());
+    put(CLUSTER as usize, &(2 * CLUSTER).to_be_bytes());
+    (0..4).for_each(|cluster| put((2 * CLUSTER) as usize + 2 * cluster, &1_u16.to_be_bytes()));
+    image
+}
+
 /// Where the images are, and those of the guest's script.
-struct Images(PathBuf);
+pub struct Images(pub PathBuf);
 
 impl Images {
-    /// Makes a disk, and one with the script.
-    fn make(site: &Site) -> Self {
+    /// Makes the guest's disks, a raw one and perhaps one in qcow2, and one with the script.
+    fn make(site: &Site, both: bool) -> Self {
         let directory = site.guest.console.with_file_name("images");
         std::fs::create_dir_all(&directory).expect("a directory");
         std::fs::write(directory.join("disk.img"), vec![0; 8 << 20]).expect("a disk");
-        let script = format!("{SCRIPT}{}", "\n".repeat(512 - SCRIPT.len() % 512));
+        if both {
+            std::fs::write(directory.join("disk2.img"), empty_qcow2()).expect("a disk");
+        }
+        // The disk with the script comes first, so that it is where the guest looks for it.
+        let mut script = format!("disks='{}'\n{SCRIPT}", if both { "vdb vdc" } else { "vdb" });
+        script.push_str(&"\n".repeat(512 - script.len() % 512));
         std::fs::write(directory.join("script"), script).expect("a script");
         Self(directory)
     }
 
-    fn disk(&self) -> PathBuf {
+    pub fn disk(&self) -> PathBuf {
         self.0.join("disk.img")
     }
 
-    /// QEMU's words for both.
-    fn words(&self) -> [String; 4] {
-        let drive = |name: &str, more: &str| format!("file={},format=raw,if=virtio{more}", self.0.join(name).display());
-        ["-drive".into(), drive("disk.img", ""), "-drive".into(), drive("script", ",readonly=on")]
+    /// QEMU's words for all.
+    fn words(&self) -> Vec<String> {
+        let drive = |name: &str, format: &str, more: &str| {
+            format!("file={},format={format},if=virtio{more}", self.0.join(name).display())
+        };
+        let mut drives = vec![drive("script", "raw", ",readonly=on"), drive("disk.img", "raw", "")];
+        if self.0.join("disk2.img").exists() {
+            drives.push(drive("disk2.img", "qcow2", ""));
+        }
+        drives.into_iter().flat_map(|drive| ["-drive".into(), drive]).collect()
     }
 
     /// The overlays that there are.
-    fn overlays(&self) -> HashSet<PathBuf> {
+    pub fn overlays(&self) -> HashSet<PathBuf> {
         let files = std::fs::read_dir(&self.0).expect("the directory").flatten().map(|entry| entry.path());
         files.filter(|path| path.extension().is_some_and(|extension| extension == "qcow2")).collect()
     }
 }
 
 /// The images that a machine's disks are made of, by its QEMU's word.
-fn used(site: &Site, host: &str, name: &str) -> HashSet<PathBuf> {
+pub fn used(site: &Site, host: &str, name: &str) -> HashSet<PathBuf> {
     fn all(image: &Value, found: &mut HashSet<PathBuf>) {
         if let Some(path) = image["filename"].as_str() {
             found.insert(path.into());
@@ -78,7 +109,7 @@ fn used(site: &Site, host: &str, name: &str) -> HashSet<PathBuf> {
 }
 
 /// These guests, after this moment, have read what they wrote, and never anything else.
-fn read_what_they_wrote(site: &Site, names: &[&str]) {
+pub fn read_what_they_wrote(site: &Site, names: &[&str]) {
     for name in names {
         let member = Member::new(site, name);
         let from = member.guest.console_text().len();
@@ -93,25 +124,30 @@ fn read_what_they_wrote(site: &Site, names: &[&str]) {
     }
 }
 
-/// Runs a test with a guest `origin` that writes a disk.
-fn with_disk(test: impl FnOnce(&mut Site, &Images)) {
+/// Runs a test with a guest `origin` that writes a disk, raw, or two, one of them in qcow2; with `more` of QEMU's words.
+pub fn with_disks(both: bool, more: &[&str], test: impl FnOnce(&mut Site, &Images)) {
     let _turn = turn();
     if skip_without(&needs::GUEST) {
         return;
     }
-    let plan = Plan { jobs: format!("{};sh:/dev/vdb", plan().jobs), ..plan() };
+    let plan = Plan { jobs: format!("{};sh:/dev/vda", plan().jobs), ..plan() };
     let mut site = Site::without_guest(&plan);
-    let images = Images::make(&site);
+    let images = Images::make(&site, both);
     {
         let origin = Member::new(&site, "origin");
         let words = images.words();
-        origin.run(&plan, &["--memory-mode", "shared"], &words.each_ref().map(String::as_str));
+        let words: Vec<&str> = words.iter().map(String::as_str).chain(more.iter().copied()).collect();
+        origin.run(&plan, &["--memory-mode", "shared"], &words);
         origin.is_well();
     }
     test(&mut site, &images);
 }
 
-fn moved(site: &Site, name: &str, from: &str, to: &str) {
+fn with_disk(test: impl FnOnce(&mut Site, &Images)) {
+    with_disks(false, &[], test);
+}
+
+pub fn moved(site: &Site, name: &str, from: &str, to: &str) {
     let address = site.host(to).listen();
     cli::ask(site.host(from), &["migrate", name, "--to", &address, "--verify"]).expect(0, &[]);
 }
@@ -168,10 +204,11 @@ fn where_no_overlay_can_be_made_none_is_left_and_the_guest_writes_on_where_it_di
 struct Small(PathBuf);
 
 impl Small {
-    fn make(path: PathBuf) -> Self {
+    fn make(path: PathBuf, kib: u32) -> Self {
         std::fs::create_dir(&path).expect("a directory");
         let small = Self(path);
-        let words = ["-t", "tmpfs", "-o", "size=64k", "none"];
+        let size = format!("size={kib}k");
+        let words = ["-t", "tmpfs", "-o", &size, "none"];
         let mounted = Command::new("mount").args(words).arg(&small.0).status().expect("mount");
         assert!(mounted.success());
         small
@@ -181,15 +218,18 @@ impl Small {
 impl Drop for Small {
     fn drop(&mut self) {
         let _ = Command::new("umount").arg(&self.0).status();
+        let _ = std::fs::remove_dir(&self.0);
     }
 }
 
 fn refusals(site: &Site, images: &Images) {
-    let small = Small::make(images.0.join("small"));
-    let directory = format!("--overlay-disks={}", small.0.display());
-    fork(site, "origin", &["x", &directory]).expect(1, &["make the overlay", "no space"]);
-    assert_eq!(std::fs::read_dir(&small.0).expect("it").count(), 0);
-    drop(small);
+    // Too small for the first overlay, and for the second: of neither is anything left.
+    for kib in [64, 256] {
+        let small = Small::make(images.0.join("small"), kib);
+        let directory = format!("--overlay-disks={}", small.0.display());
+        fork(site, "origin", &["x", &directory]).expect(1, &["make the overlay", "no space"]);
+        assert_eq!(std::fs::read_dir(&small.0).expect("it").count(), 0, "{kib} KiB");
+    }
     fork(site, "origin", &["x", "--overlay-disks=/nowhere"]).expect(2, &["no directory"]);
     fork(site, "origin", &["x", "--overlay-disks", "--", "-smp", "1"]).expect(2, &["disk.img is not in the arguments"]);
     // Their files are there by the time that a clone's QEMU does not start.
@@ -225,7 +265,7 @@ fn chains(site: &Site, images: &Images) {
 }
 
 /// Waits until the record says that the guest is being forked, which is just before its pause.
-fn wait_until_forking(site: &Site) {
+pub fn wait_until_forking(site: &Site) {
     let record = site.host("a").directory.join("state/vms/origin/vm.json");
     let limit = Instant::now() + PATIENCE;
     // Closer than what waits for something else looks.
@@ -279,7 +319,7 @@ fn whenever_the_daemon_is_killed_the_source_writes_on_and_no_overlay_is_left_tha
 }
 
 /// The image that a machine writes.
-fn top(site: &Site, name: &str) -> PathBuf {
+pub fn top(site: &Site, name: &str) -> PathBuf {
     let disks = Member::new(site, name).monitor(site.host("a")).execute("query-block", json!({})).expect("its disks");
     let disks = disks.as_array().into_iter().flatten();
     let own = disks.filter(|disk| disk["inserted"]["ro"] == false).find_map(|disk| disk["inserted"]["file"].as_str());

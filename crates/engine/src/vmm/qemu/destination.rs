@@ -5,9 +5,9 @@ use std::time::{Duration, SystemTime};
 use serde_json::json;
 
 use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, SharedQmp, guest_status, lock};
-use super::inspect::network_cards;
 use super::log::ErrorLog;
 use super::migration::{failure, pass_socket, wait_migration, withdraw_socket};
+use super::network::{cards, set_link};
 use super::process::QemuProcess;
 use super::settings::Settings;
 use crate::vmm::qmp::{Qmp, Version};
@@ -146,10 +146,7 @@ impl Destination for QemuDestination {
 }
 
 fn cut_links(qmp: &mut Qmp) -> Result<(), VmmError> {
-    for card in network_cards(qmp)? {
-        qmp.execute("set_link", json!({ "name": card, "up": false }), COMMAND_TIMEOUT)?;
-    }
-    Ok(())
+    cards(qmp)?.iter().try_for_each(|card| set_link(qmp, &card.name, false))
 }
 
 fn resumed(qmp: &mut Qmp, timeout: Duration) -> Result<Option<crate::vmm::qmp::Event>, VmmError> {

@@ -1,6 +1,6 @@
 use serde_json::{Value, json};
 
-use super::commands::{COMMAND_TIMEOUT, ask, ask_monitor, guest_status};
+use super::commands::{COMMAND_TIMEOUT, ask, guest_status};
 use super::past;
 use crate::vmm::VmmError;
 use crate::vmm::qmp::{Qmp, Version};
@@ -183,19 +183,6 @@ fn foreign_networks(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
     let kinds = list.as_str().unwrap_or_default().split(',').filter_map(|part| part.trim().strip_prefix("type="));
     let kinds = kinds.filter_map(|kind| kind.split_whitespace().next());
     Ok(kinds.filter(|kind| past::is_foreign(kind)).map(str::to_owned).collect())
-}
-
-/// The names of the guest's network cards.
-pub(super) fn network_cards(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
-    Ok(cards_in(&ask_monitor(qmp, "info network")?))
-}
-
-fn cards_in(list: &str) -> Vec<String> {
-    let card = |line: &str| {
-        let (name, about) = line.trim().split_once(": index=")?;
-        about.contains(",type=nic").then(|| name.trim_start_matches("\\ ").to_owned())
-    };
-    list.lines().filter_map(card).collect()
 }
 
 /// An object's property that is a text; `None` where it has none of that name.

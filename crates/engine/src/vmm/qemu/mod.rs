@@ -16,6 +16,9 @@ mod inspect;
 /// The guest's disks, and their overlays.
 mod disks;
 
+/// The guest's network cards.
+pub mod network;
+
 /// Who writes guest RAM past the page tables.
 mod past;
 
