@@ -121,8 +121,8 @@ fn a_clone_s_link_is_brought_up_and_its_card_gets_another_address_when_its_user_
         return;
     }
     let device = |more: &str| format!("virtio-net-pci,netdev=n,mac={FIRST}{more}");
-    let slot = ["-device", "pcie-root-port,id=slot,chassis=1", "-netdev", "user,id=n,restrict=on", "-device"];
-    let behind = device(",bus=slot");
+    let slot = ["-device", "pcie-root-port,id=rp1,chassis=1", "-netdev", "user,id=n,restrict=on", "-device"];
+    let behind = device(",bus=rp1");
     let qemu = tools::qemu_7_2().expect("looked for before");
     with_card(qemu, "pc-q35-7.2", &[&slot[..], &[&behind]].concat(), |site| {
         addresses(site);
