@@ -11,7 +11,7 @@ use crate::problem::Problem;
 pub struct ForkRequest {
     /// The clones' names: one clone for each.
     pub names: Vec<String>,
-    /// Hold the clones: their guests do not run until they are told to (`cont` at their monitor).
+    /// Hold the clones: their guests do not run until they are let (`continue`).
     pub paused: bool,
     /// Give each clone's network cards new hardware addresses, and links, once it runs.
     pub new_mac: bool,

@@ -72,6 +72,13 @@ pub enum Command {
     Replace(Replace),
     /// Have a running guest go on as several: clones that share its memory until somebody writes
     Fork(Fork),
+    /// Let a guest run that is paused, or a clone that is held
+    ///
+    /// Where it has a guest agent (qemu-guest-agent at a channel org.qemu.guest_agent.0), its clock is set then.
+    Continue {
+        /// Its name
+        name: String,
+    },
     /// Bring the links of a machine's network cards up or down, or list the cards
     ///
     /// A clone's links are down, and its cards in taps of their own that are in no bridge. TWO GUESTS WITH ONE HARDWARE
@@ -145,7 +152,7 @@ pub struct Fork {
     /// The clones' names: one clone for each
     #[arg(required = true, value_name = "NEW")]
     pub names: Vec<String>,
-    /// Hold the clones: they do not run until their monitor is told 'cont'
+    /// Hold the clones: they do not run until 'sterna continue' lets them
     #[arg(long)]
     pub paused: bool,
     /// Give the machine and each clone an overlay of each disk that can be written [in DIR, else beside the image]

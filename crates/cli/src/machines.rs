@@ -210,6 +210,16 @@ pub async fn stop(client: &Client, name: &str, force: bool) -> Result<ExitCode, 
     Ok(ExitCode::SUCCESS)
 }
 
+/// Lets a guest run that is paused.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn go_on(client: &Client, name: &str) -> Result<ExitCode, Failure> {
+    client.command(Method::POST, &format!("/v1/vms/{}/continue", escape(name))).await?;
+    println!("{name}: runs");
+    Ok(ExitCode::SUCCESS)
+}
+
 /// Prints a value as the API has it.
 pub fn print_json(value: &impl serde::Serialize) -> Result<ExitCode, Failure> {
     let text = serde_json::to_string_pretty(value).map_err(|error| Failure::host("cannot write JSON", &error))?;

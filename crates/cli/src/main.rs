@@ -67,6 +67,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Reclaim(wanted) => reclaim::reclaim(&client, &wanted).await,
         Command::Replace(wanted) => replace::replace(&client, wanted).await,
         Command::Fork(wanted) => fork::fork(&client, wanted).await,
+        Command::Continue { name } => machines::go_on(&client, &name).await,
         Command::Link(wanted) => link::link(&client, wanted).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
         Command::Resume { name, to, fenced } => migrate::resume(&client, &name, to, fenced).await,

@@ -48,6 +48,15 @@ pub mod replace;
 /// A running guest goes on as several.
 pub mod fork;
 
+/// The guest's clock, set by a program inside it.
+pub mod guest_agent;
+
+/// Letting guests go on that were paused, or held.
+pub mod go_on;
+
+/// The images of machines' disks, made fewer.
+pub mod disk_images;
+
 /// The links of machines' network cards, and their hardware addresses.
 pub mod link;
 

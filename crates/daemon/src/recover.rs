@@ -37,6 +37,7 @@ use sterna_sys::file::FileId;
 use sterna_sys::path::Place;
 
 use crate::care::Care;
+use crate::disk_images;
 use crate::fork;
 use crate::link::new_mac;
 use crate::machines::backing::Backing;
@@ -141,6 +142,14 @@ impl Recovery<'_> {
         if let Err(problem) = fork::overlays::recover(&record) {
             tracing::warn!(vm = %name, "it may have an overlay open that it does not use: {}", problem.with_causes());
         }
+        let record = match disk_images::recover(self.machines(), &record) {
+            Ok(record) => record,
+            Err(problem) => {
+                tracing::error!(vm = %name, "{}", problem.with_causes());
+                self.machines().mark(&name, "which images its disks are cannot be told: restart sternad to ask again");
+                return self.care.watch(&record);
+            }
+        };
         match record.lifecycle {
             Lifecycle::Here if record.paging.is_some() => self.pages.recover(&record, false),
             Lifecycle::Here => {

@@ -20,6 +20,7 @@ use tokio::sync::Semaphore;
 use crate::caller::Caller;
 use crate::config::Config;
 use crate::daemon::Daemon;
+use crate::disk_images;
 use crate::http::router;
 use crate::migration::listener::listen;
 use crate::migration::sweep;
@@ -54,6 +55,7 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     daemon.recovery().recover()?;
     shortage::begin(Arc::clone(&daemon.machines), daemon.state.ram(), daemon.config.memory_floor_bytes);
     sweep::begin(Arc::clone(&daemon.machines), Arc::clone(&daemon.destination.pools));
+    disk_images::begin(Arc::clone(&daemon.machines));
     listen(daemon.config.listen.as_deref(), &daemon.destination).map_err(|error| {
         let address = daemon.config.listen.clone().unwrap_or_default();
         format!("cannot listen on {address}: {error}")

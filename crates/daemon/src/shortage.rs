@@ -13,6 +13,7 @@ use std::time::Duration;
 use sterna_api::units::show_size;
 use sterna_api::{MemoryMode, Problem, VmState};
 
+use crate::guest_agent;
 use crate::machines::claim::Claimed;
 use crate::machines::control::Control;
 use crate::machines::hold::{Activity, Hold, Shown};
@@ -167,6 +168,7 @@ fn set(machines: &Machines, name: &str, stopped: bool) -> Result<bool, Problem> 
     }
     if !stopped {
         machines.try_store(&changed);
+        guest_agent::set_clock_later(&changed);
     }
     claimed.record = changed;
     Ok(status == expected)

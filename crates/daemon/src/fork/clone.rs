@@ -107,6 +107,7 @@ impl<'a> Plan<'a> {
             trust_group: source.trust_group.clone(),
             balloon: source.balloon,
             running: !self.paused,
+            bases: overlays.bases(source, name),
             ..VmRecord::new(name, arguments::unparse(&items), started.qemu(source.qemu_path.clone()), memory)
         };
         if self.new_mac {

@@ -14,6 +14,7 @@ use sterna_engine::vmm::qemu::{Disk, SharedQmp, close_node, format_overlay, lock
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_sys::host::random_u128;
 
+use crate::machines::base::{self, Base};
 use crate::machines::control::{self, Control};
 use crate::machines::overlay::Overlay;
 use crate::machines::record::VmRecord;
@@ -64,6 +65,12 @@ impl Overlays {
     /// A [`Problem`]: a disk that cannot be told in them.
     pub fn onto(&self, items: &[Item], named: &str, of: &str) -> Result<Vec<Item>, Problem> {
         if self.all.is_empty() { Ok(items.to_vec()) } else { disks::onto(items, named, &pairs(&self.all, of)) }
+    }
+
+    /// The images under the disks of the clone `of`, whose source is this.
+    #[must_use]
+    pub fn bases(&self, source: &VmRecord, of: &str) -> Vec<Base> {
+        base::of_a_clone(&[source.bases.clone(), bases(&self.all, of)].concat())
     }
 
     /// Makes all of them; the machine of this name has its own open then.
@@ -153,6 +160,7 @@ pub fn as_they_are(forking: &VmRecord, qmp: &mut Qmp) -> Result<VmRecord, Proble
     if own.iter().any(|overlay| disks.iter().any(|disk| Path::new(&disk.file) == overlay.path)) {
         let items = disks::onto(&parse(&forking.arguments), &forking.name, &pairs(&forking.overlays, &forking.name))?;
         now.arguments = unparse(&items);
+        now.bases.extend(bases(&forking.overlays, &forking.name));
         return Ok(now);
     }
     for overlay in own {
@@ -197,7 +205,19 @@ pub fn forget_unused(machines: &Machines, made: &[Overlay], arguments: &[Vec<Str
 
 fn pairs<'a>(all: &'a [Overlay], of: &str) -> Vec<Replacement<'a>> {
     let of_it = all.iter().filter(|overlay| overlay.of == of);
-    of_it.map(|overlay| (overlay.base.as_path(), overlay.path.as_path())).collect()
+    of_it.map(|overlay| Replacement { image: &overlay.base, by: &overlay.path, format: "qcow2" }).collect()
+}
+
+/// The images under these overlays, for the machine `of` that has its own of them.
+fn bases(all: &[Overlay], of: &str) -> Vec<Base> {
+    let base = |own: &Overlay| Base {
+        image: own.base.clone(),
+        overlay: own.path.clone(),
+        others: all.iter().filter(|other| other.base == own.base && other.of != of).map(|o| o.path.clone()).collect(),
+        kept: false,
+        committing: false,
+    };
+    all.iter().filter(|overlay| overlay.of == of).map(base).collect()
 }
 
 /// The image of a disk that can have an overlay.

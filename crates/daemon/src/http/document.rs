@@ -25,6 +25,7 @@ use super::{about, balloon, host, link, migrations, vms, watch};
         vms::replace,
         vms::fork,
         vms::resume,
+        vms::go_on,
         migrations::begin,
         migrations::list,
         migrations::show,

@@ -50,6 +50,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/reclaim", post(vms::reclaim))
         .route("/v1/vms/{name}/replace", post(vms::replace))
         .route("/v1/vms/{name}/fork", post(vms::fork))
+        .route("/v1/vms/{name}/continue", post(vms::go_on))
         .route("/v1/vms/{name}/balloon", put(balloon::set))
         .route("/v1/vms/{name}/link", get(link::show).put(link::set))
         .route("/v1/vms/{name}/resume", post(vms::resume))

@@ -19,7 +19,7 @@ use crate::caller::Caller;
 use crate::daemon::Daemon;
 use crate::migration::estimate::{self, Question};
 use crate::migration::resume;
-use crate::{run, show, stop};
+use crate::{go_on, run, show, stop};
 
 /// The virtual machines of this host.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<Vm>)))]
@@ -133,6 +133,19 @@ pub async fn resume(
 ) -> Result<StatusCode, Failure> {
     blocking(move || resume::resume(&daemon.departures, &name, &request, caller)).await?;
     Ok(StatusCode::ACCEPTED)
+}
+
+/// Lets a virtual machine's guest run that is paused, or a clone that is held. Its clock is set then, where it has a guest
+/// agent; nobody waits for that.
+#[utoipa::path(
+    post,
+    path = "/v1/vms/{name}/continue",
+    params(("name" = String, Path, description = "its name")),
+    responses((status = 204, description = "it runs"), (status = "4XX", body = Problem), (status = "5XX", body = Problem))
+)]
+pub async fn go_on(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>) -> Result<StatusCode, Failure> {
+    blocking(move || go_on::go_on(&daemon.machines, &name)).await?;
+    Ok(StatusCode::NO_CONTENT)
 }
 
 /// The question to an estimate.

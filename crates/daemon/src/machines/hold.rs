@@ -47,6 +47,12 @@ impl Hold {
         self.activity::<T>().is_some()
     }
 
+    /// Asks what the machine is busy with to end for somebody who wants it; whether it does, soon.
+    #[must_use]
+    pub fn gives_way(&self) -> bool {
+        matches!(self, Self::Busy(activity) if activity.gives_way())
+    }
+
     /// What the machine is busy with, for people who want something else of it.
     #[must_use]
     pub fn describe(&self) -> &'static str {
@@ -81,6 +87,11 @@ pub trait Activity: Any + Debug + Send + Sync {
     /// A [`Problem`] where it cannot be cancelled, or not any more.
     fn cancel(&self, name: &str) -> Result<(), Problem> {
         Err(not_migrating(name))
+    }
+
+    /// Asks it to end for somebody who wants the machine; whether it does, soon.
+    fn gives_way(&self) -> bool {
+        false
     }
 
     /// How the machine is shown meanwhile.

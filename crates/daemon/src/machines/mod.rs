@@ -9,6 +9,9 @@ pub mod backing;
 /// Overlays of machines' disks.
 pub mod overlay;
 
+/// Images under overlays, and who may use them.
+pub mod base;
+
 /// QEMU's process, which holds private memory.
 pub mod holder;
 

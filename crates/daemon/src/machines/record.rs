@@ -15,6 +15,7 @@ use sterna_protocol::spec::{BlockSpec, VmSpec};
 use sterna_sys::host;
 
 use super::backing::{Backing, Block, OwnFile};
+use super::base::Base;
 use super::card::NewCard;
 use super::holder;
 use super::overlay::Overlay;
@@ -93,6 +94,9 @@ pub struct VmRecord {
     /// its clones'.
     #[serde(default)]
     pub overlays: Vec<Overlay>,
+    /// The images under its disks' overlays that forks have left.
+    #[serde(default)]
+    pub bases: Vec<Base>,
     /// Network cards that are being replaced by others, which its arguments do not name yet.
     #[serde(default)]
     pub new_cards: Vec<NewCard>,
@@ -175,6 +179,7 @@ impl VmRecord {
             succession: None,
             forking: None,
             overlays: Vec::new(),
+            bases: Vec::new(),
             new_cards: Vec::new(),
         }
     }

@@ -8,6 +8,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
 
@@ -19,6 +20,11 @@ use crate::problems::{busy, unknown_vm};
 use crate::process::Identity;
 use crate::qemu::launch::{last_lines, log_file};
 use crate::state::{Outlives, StateDir, replace_record};
+
+/// How long something that gives way to others may take for that.
+const GIVE_WAY_TIMEOUT: Duration = Duration::from_secs(30);
+/// How often it is looked whether it has.
+const GIVE_WAY_POLL: Duration = Duration::from_millis(5);
 
 /// A machine in the table.
 #[derive(Debug, Clone)]
@@ -105,12 +111,26 @@ impl Machines {
         self.table().get(name).cloned().ok_or_else(|| unknown_vm(name))
     }
 
-    /// Claims a machine that nobody else is busy with. One whose pages are not all here can be stopped and nothing
-    /// else.
+    /// Claims a machine that nobody else is busy with, or with something that gives way; then it takes as long as that.
+    /// One whose pages are not all here can be stopped and nothing else.
     ///
     /// # Errors
     /// A [`Problem`]: unknown, or busy and with what.
     pub fn claim(&self, name: &str, hold: Hold) -> Result<VmRecord, Problem> {
+        let deadline = Instant::now() + GIVE_WAY_TIMEOUT;
+        loop {
+            match self.claim_free(name, hold.clone()) {
+                Err(_) if self.gives_way(name) && Instant::now() < deadline => std::thread::sleep(GIVE_WAY_POLL),
+                claimed => return claimed,
+            }
+        }
+    }
+
+    fn gives_way(&self, name: &str) -> bool {
+        self.table().get(name).is_some_and(|entry| entry.hold.gives_way())
+    }
+
+    fn claim_free(&self, name: &str, hold: Hold) -> Result<VmRecord, Problem> {
         let mut table = self.table();
         let entry = table.get_mut(name).ok_or_else(|| unknown_vm(name))?;
         match (&entry.hold, &entry.record) {

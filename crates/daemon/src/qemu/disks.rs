@@ -12,8 +12,16 @@ use sterna_api::Problem;
 use super::arguments::{Item, NAME, join_pairs};
 use super::clone::refused;
 
-/// An image, and the overlay that is used in its place.
-pub type Replacement<'a> = (&'a Path, &'a Path);
+/// An image, and the one that is used in its place.
+#[derive(Debug, Clone, Copy)]
+pub struct Replacement<'a> {
+    /// The image.
+    pub image: &'a Path,
+    /// The other, such as an overlay of it.
+    pub by: &'a Path,
+    /// The other's format.
+    pub format: &'a str,
+}
 
 /// What says of an image how it is read, which its overlay does not have, as a key begins.
 const OF_THE_IMAGE: [&str; 10] =
@@ -24,19 +32,37 @@ const OF_THE_IMAGE: [&str; 10] =
 /// # Errors
 /// A [`Problem`]: an image is not named in a way that is known, or another disk can be written.
 pub fn onto(items: &[Item], name: &str, overlays: &[Replacement<'_>]) -> Result<Vec<Item>, Problem> {
+    replaced(items, name, overlays, may_write)
+}
+
+/// These arguments with some of the machine's disks on other images.
+///
+/// # Errors
+/// A [`Problem`]: an image is not named in a way that is known.
+pub fn with_others(items: &[Item], name: &str, others: &[Replacement<'_>]) -> Result<Vec<Item>, Problem> {
+    replaced(items, name, others, |_| false)
+}
+
+/// The same, of which none may be left that is `wrong`.
+fn replaced(
+    items: &[Item],
+    name: &str,
+    replacements: &[Replacement<'_>],
+    wrong: impl Fn(&Item) -> bool,
+) -> Result<Vec<Item>, Problem> {
     let mut onto = items.to_vec();
-    let mut left = overlays.to_vec();
+    let mut left = replacements.to_vec();
     for (index, item) in items.iter().enumerate() {
         let found = image(item).and_then(|path| {
             let path = PathBuf::from(path.replace(NAME, name));
-            left.iter().position(|(base, _)| *base == path)
+            left.iter().position(|replacement| replacement.image == path)
         });
         match found {
             Some(at) => {
-                let (_, overlay) = left.swap_remove(at);
-                replace(&mut onto, index, overlay)?;
+                let Replacement { by, format, .. } = left.swap_remove(at);
+                replace(&mut onto, index, by, format)?;
             }
-            None if may_write(item) => {
+            None if wrong(item) => {
                 let why = "it can be written, and is no disk of the guest's in raw or qcow2 that it has alone";
                 return Err(refused(item, why).hint("name disks with -drive file=PATH,format=raw or qcow2"));
             }
@@ -45,8 +71,8 @@ pub fn onto(items: &[Item], name: &str, overlays: &[Replacement<'_>]) -> Result<
     }
     match left.first() {
         None => Ok(onto),
-        Some((base, _)) => {
-            let message = format!("the disk {} is not in the arguments: was it plugged in later?", base.display());
+        Some(Replacement { image, .. }) => {
+            let message = format!("the disk {} is not in the arguments: was it plugged in later?", image.display());
             Err(crate::problems::invalid(message).hint("give the clones' arguments behind '--' with the same disks"))
         }
     }
@@ -84,20 +110,20 @@ fn may_write(item: &Item) -> bool {
     }
 }
 
-/// Has the disk of this option be the overlay.
-fn replace(items: &mut [Item], index: usize, overlay: &Path) -> Result<(), Problem> {
+/// Has the disk of this option be another image, of this format.
+fn replace(items: &mut [Item], index: usize, by: &Path, format: &str) -> Result<(), Problem> {
     let item = items[index].clone();
-    let path = overlay.display().to_string();
+    let path = by.display().to_string();
     if item.option == "drive" {
         check_words(&item, &item)?;
         items[index].set("file", &path);
-        items[index].set("format", "qcow2");
+        items[index].set("format", format);
         return Ok(());
     }
     match item.json() {
         Some(mut json) if json["file"].is_object() => {
             check_json(&item, &json)?;
-            json["driver"] = "qcow2".into();
+            json["driver"] = format.into();
             json["file"]["filename"] = path.into();
             items[index].value = Some(json.to_string());
             return Ok(());
@@ -106,7 +132,7 @@ fn replace(items: &mut [Item], index: usize, overlay: &Path) -> Result<(), Probl
             let mut of_file = item.clone();
             of_file.value = Some(join_pairs(&without_file(&item)));
             check_words(&of_file, &item)?;
-            items[index].set("driver", "qcow2");
+            items[index].set("driver", format);
             items[index].set("file.filename", &path);
             return Ok(());
         }
@@ -117,18 +143,18 @@ fn replace(items: &mut [Item], index: usize, overlay: &Path) -> Result<(), Probl
         let file = other.json().map_or_else(|| other.get("file"), |json| json["file"].as_str().map(String::from));
         other.option == "blockdev" && file.is_some() && file == node
     };
-    let Some(format) = items.iter().position(over) else {
+    let Some(over) = items.iter().position(over) else {
         return Err(refused(&item, "its file is used without a format").hint("put 'raw' over it: -blockdev driver=raw"));
     };
-    match items[format].json() {
+    match items[over].json() {
         Some(mut json) => {
-            check_json(&items[format], &json)?;
-            json["driver"] = "qcow2".into();
-            items[format].value = Some(json.to_string());
+            check_json(&items[over], &json)?;
+            json["driver"] = format.into();
+            items[over].value = Some(json.to_string());
         }
         None => {
-            check_words(&items[format], &items[format])?;
-            items[format].set("driver", "qcow2");
+            check_words(&items[over], &items[over])?;
+            items[over].set("driver", format);
         }
     }
     match item.json() {
@@ -183,9 +209,22 @@ mod tests {
         parse(&line.split_whitespace().map(String::from).collect::<Vec<_>>())
     }
 
-    fn over(line: &str, overlays: &[(&str, &str)]) -> Result<String, String> {
-        let overlays: Vec<_> = overlays.iter().map(|(base, over)| (Path::new(*base), Path::new(*over))).collect();
+    fn over(line: &str, overlays: &[(&'static str, &'static str)]) -> Result<String, String> {
+        let replacement = |(image, by): &(&'static str, &'static str)| Replacement {
+            image: Path::new(*image),
+            by: Path::new(*by),
+            format: "qcow2",
+        };
+        let overlays: Vec<_> = overlays.iter().map(replacement).collect();
         onto(&words(line), "web1", &overlays).map(|items| unparse(&items).join(" ")).map_err(|problem| problem.message)
+    }
+
+    #[test]
+    fn a_disk_goes_back_to_the_image_under_its_overlay_and_the_others_stay() {
+        let items = words("-drive file=/o,if=virtio,format=qcow2 -drive file=/other,format=raw");
+        let back = [Replacement { image: Path::new("/o"), by: Path::new("/d"), format: "raw" }];
+        let back = with_others(&items, "web1", &back).unwrap();
+        assert_eq!(unparse(&back).join(" "), "-drive if=virtio,file=/d,format=raw -drive file=/other,format=raw");
     }
 
     #[test]

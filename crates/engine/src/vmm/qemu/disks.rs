@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use super::commands::{COMMAND_TIMEOUT, ask};
 use super::inspect::items;
+use super::jobs::{JobState, dismiss, job_state};
 use crate::vmm::VmmError;
 use crate::vmm::qmp::Qmp;
 
@@ -81,17 +82,11 @@ fn format(qmp: &mut Qmp, name: &str, disk: &Disk) -> Result<(), VmmError> {
     qmp.execute("blockdev-create", json!({ "job-id": name, "options": options }), COMMAND_TIMEOUT)?;
     let deadline = Instant::now() + FORMAT_TIMEOUT;
     loop {
-        let jobs = ask(qmp, "query-jobs")?;
-        let job = items(&jobs).iter().find(|job| job["id"] == name);
-        match job {
-            Some(job) if job["status"] == "concluded" => {
-                qmp.execute("job-dismiss", json!({ "id": name }), COMMAND_TIMEOUT)?;
-                return match job["error"].as_str() {
-                    None => Ok(()),
-                    Some(reason) => {
-                        Err(VmmError::Refused { command: "blockdev-create".to_owned(), reason: reason.to_owned() })
-                    }
-                };
+        match job_state(qmp, name)? {
+            Some(JobState::Ended(error)) => {
+                dismiss(qmp, name)?;
+                return error
+                    .map_or(Ok(()), |reason| Err(VmmError::Refused { command: "blockdev-create".to_owned(), reason }));
             }
             _ if Instant::now() >= deadline => {
                 let seconds = FORMAT_TIMEOUT.as_secs();

@@ -16,6 +16,12 @@ mod inspect;
 /// The guest's disks, and their overlays.
 mod disks;
 
+/// Jobs: work that goes on beside the guest.
+pub mod jobs;
+
+/// The images that a disk is made of, made fewer.
+pub mod chains;
+
 /// The guest's network cards.
 pub mod network;
 

@@ -1,0 +1,287 @@
+//! The images of disks that forks have left: made fewer when nobody else wants them, and never written for somebody who
+//! does.
+
+mod support;
+
+use std::collections::HashSet;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use sterna_engine::vmm::qmp::Qmp;
+use support::{Host, cannot_run, eventually, run_request};
+
+/// Longer than two looks at the machines' images: what had to happen by then has happened.
+const A_WHILE: Duration = Duration::from_secs(12);
+/// How long QEMU has for an answer.
+const ANSWER: Duration = Duration::from_secs(60);
+const MIB: usize = 1 << 20;
+/// The size of the disk, and what of it is written, MiB.
+const DISK: usize = 64;
+const WRITTEN: usize = 48;
+
+/// A host with a machine `a` that has a disk, and a second connection to each QEMU.
+struct Disks {
+    host: Host,
+    dir: tempfile::TempDir,
+}
+
+impl Disks {
+    fn start() -> Self {
+        Self::on(Host::start(), None).expect("root's QEMU starts")
+    }
+
+    /// With QEMUs of this user's; none where that may not use what was built here.
+    fn on(host: Host, user: Option<u32>) -> Option<Self> {
+        let disks = Self { host, dir: tempfile::tempdir().expect("a directory") };
+        std::fs::write(disks.image(), vec![1; DISK * MIB]).expect("a disk");
+        if let Some(user) = user {
+            for path in [disks.host.path(""), disks.dir.path().into()] {
+                std::fs::set_permissions(path, PermissionsExt::from_mode(0o755)).expect("a directory of ours");
+            }
+            [disks.image(), disks.dir.path().into()]
+                .iter()
+                .for_each(|path| chown(path, Some(user), None).expect("root"));
+        }
+        let drive = format!("if=none,id=d,format=raw,file={}", disks.image().display());
+        let qmp = format!("unix:{}/{{name}}.sock,server=on,wait=off", disks.dir.path().display());
+        let words = ["-machine", "pc", "-accel", "tcg", "-display", "none", "-vga", "none", "-drive", &drive];
+        let words = [&words[..], &["-device", "virtio-blk-pci,drive=d", "-qmp", &qmp]].concat();
+        let (status, answer) = disks.host.ask("POST", "/v1/vms", Some(&run_request("a", &words)));
+        if user.is_some() && answer.to_string().contains("ermission") {
+            eprintln!("skipped: another user cannot use the agent or QEMU where they were built: {answer}");
+            return None;
+        }
+        assert_eq!(status, 201, "{answer}");
+        Some(disks)
+    }
+
+    fn image(&self) -> PathBuf {
+        self.dir.path().join("disk.img")
+    }
+
+    fn qmp(&self, name: &str) -> Qmp {
+        Qmp::connect(&self.dir.path().join(format!("{name}.sock")), ANSWER).expect("its QEMU answers")
+    }
+
+    fn fork(&self, from: &str, clone: &str) {
+        let request = json!({ "names": [clone], "overlay_disks": true, "paused": true });
+        let (status, answer) = self.host.ask("POST", &format!("/v1/vms/{from}/fork"), Some(&request));
+        assert_eq!(status, 200, "{answer}\n{}", self.host.log());
+    }
+
+    fn stop(&self, name: &str) {
+        assert_eq!(self.host.ask("DELETE", &format!("/v1/vms/{name}?force=true"), None).0, 204);
+    }
+
+    /// The images that a machine's disk is made of, the one that is written first.
+    fn images(&self, name: &str) -> Vec<PathBuf> {
+        images_of(&mut self.qmp(name))
+    }
+
+    /// The overlays that there are.
+    fn overlays(&self) -> HashSet<PathBuf> {
+        let files = std::fs::read_dir(self.dir.path()).expect("it").flatten().map(|entry| entry.path());
+        files.filter(|path| path.extension().is_some_and(|extension| extension == "qcow2")).collect()
+    }
+
+    /// Writes, or reads, a pattern, as the guest would.
+    fn io(&self, name: &str, what: &str) {
+        let line = format!("qemu-io d \"{what}\"");
+        let said = self.qmp(name).execute("human-monitor-command", json!({ "command-line": line }), ANSWER);
+        said.expect("QEMU does it");
+    }
+
+    /// What is on record of its disk.
+    fn on_record(&self, name: &str) -> String {
+        self.host.get(&format!("/v1/vms/{name}"))["arguments"].to_string()
+    }
+
+    /// Slows the work on a machine's images down as soon as it begins, so that it does not end; whether it was early
+    /// enough.
+    fn hold_work(&self, name: &str) -> bool {
+        let mut qmp = self.qmp(name);
+        let job = |qmp: &mut Qmp| -> Option<Value> {
+            let jobs = qmp.execute("query-block-jobs", json!({}), ANSWER).expect("its jobs");
+            let job = jobs.as_array().and_then(|jobs| jobs.first()).cloned();
+            if let Some(job) = &job {
+                let slow = json!({ "device": job["device"], "speed": 1 });
+                let _ = qmp.execute("block-job-set-speed", slow, ANSWER);
+            }
+            job
+        };
+        let before = images_of(&mut qmp).len();
+        let limit = std::time::Instant::now() + support::PATIENCE;
+        while job(&mut qmp).is_none() && images_of(&mut qmp).len() == before {
+            assert!(std::time::Instant::now() < limit, "nothing is done with its images\n{}", self.host.log());
+        }
+        // It has been told to be slow; where it had written all by then, it ends.
+        std::thread::sleep(Duration::from_millis(300));
+        job(&mut qmp).is_some_and(|job| job["status"] == "running")
+    }
+
+    /// Bytes of the image, each range of which must have this.
+    fn holds(&self, ranges: &[(usize, usize, u8)]) {
+        let bytes = std::fs::read(self.image()).expect("the image");
+        for (from, to, value) in ranges {
+            let wrong = bytes[from * MIB..to * MIB].iter().position(|byte| byte != value);
+            assert_eq!(wrong, None, "byte of MiB {from} to {to} that is not {value}");
+        }
+    }
+}
+
+/// The images that the disk of a QEMU is made of, the one that is written first.
+fn images_of(qmp: &mut Qmp) -> Vec<PathBuf> {
+    let disks = qmp.execute("query-block", json!({}), ANSWER).expect("its disks");
+    let disk = disks.as_array().and_then(|disks| disks.iter().find(|disk| disk["device"] == "d")).expect("its disk");
+    let (mut found, mut image) = (Vec::new(), &disk["inserted"]["image"]);
+    while let Some(file) = image["filename"].as_str() {
+        found.push(PathBuf::from(file));
+        image = &image["backing-image"];
+    }
+    found
+}
+
+#[test]
+fn an_image_takes_in_its_overlay_once_nobody_else_may_want_it_and_gives_way_to_what_people_want() {
+    if cannot_run() {
+        return;
+    }
+    let mut disks = Disks::start();
+    let mut held = false;
+    for number in 0..20 {
+        let (clone, other) = (format!("b{number}"), format!("c{number}"));
+        disks.fork("a", &clone);
+        disks.io("a", &format!("write -P {} 0 {WRITTEN}M", number + 10));
+        disks.stop(&clone);
+        let its: Vec<PathBuf> =
+            disks.overlays().into_iter().filter(|path| path.display().to_string().contains(&clone)).collect();
+        if number == 0 {
+            // The clone has ended; whoever has its disk may run it again.
+            std::thread::sleep(A_WHILE);
+            assert_eq!(disks.images("a").len(), 2);
+            disks.holds(&[(0, DISK, 1)]);
+        }
+        std::fs::remove_file(&its[0]).expect("its overlay");
+        held = disks.hold_work("a");
+        if held {
+            // It is at work, and would be for years.
+            disks.fork("a", &other);
+            assert_eq!(disks.images("a").len(), 3, "{}", disks.host.log());
+            disks.stop(&other);
+            let rest = disks.overlays().into_iter().find(|path| path.display().to_string().contains(&other));
+            std::fs::remove_file(rest.expect("its overlay")).expect("its overlay");
+            // The upper one has nothing; the daemon dies at work on the lower.
+            eventually("the empty one is gone", || disks.images("a").len() == 2);
+            if disks.hold_work("a") {
+                disks.host.kill_daemon();
+                disks.host.start_daemon();
+            }
+        }
+        eventually("the disk is one image again", || disks.images("a").len() == 1);
+        eventually("that is on record", || disks.on_record("a").contains("disk.img"));
+        eventually("no overlay is left", || disks.overlays().is_empty());
+        assert!(disks.on_record("a").contains("format=raw"), "{}", disks.on_record("a"));
+        assert_eq!(disks.images("a"), [disks.image()]);
+        // What the guest wrote, and what it did not.
+        disks.holds(&[(0, WRITTEN, number + 10), (WRITTEN, DISK, 1)]);
+        if held {
+            break;
+        }
+    }
+    assert!(held, "the work was never slow enough to be at work when something else was wanted");
+    // It can be forked again, and writes the image meanwhile.
+    disks.io("a", "write -P 9 0 1M");
+    disks.fork("a", "last");
+    disks.holds(&[(0, 1, 9)]);
+    assert_eq!((disks.images("a").len(), disks.images("last").len()), (2, 2));
+}
+
+/// The overlays belong to whom the image belongs, in a directory that the daemon writes.
+#[test]
+fn a_qemu_that_is_not_root_writes_overlays_of_its_own_and_its_image_again() {
+    /// `nobody`.
+    const USER: u32 = 65534;
+    if cannot_run() {
+        return;
+    }
+    let Some(disks) = Disks::on(Host::configured("qemu_user = \"nobody\""), Some(USER)) else { return };
+    disks.fork("a", "b");
+    disks.io("a", "write -P 7 0 1M");
+    let owners: Vec<u32> =
+        disks.overlays().iter().map(|path| std::fs::metadata(path).expect("an overlay").uid()).collect();
+    assert_eq!(owners, [USER; 2]);
+    disks.holds(&[(0, DISK, 1)]);
+    let clones = disks.images("b")[0].clone();
+    disks.stop("b");
+    std::fs::remove_file(clones).expect("its overlay");
+    eventually("the disk is one image again", || disks.images("a") == [disks.image()]);
+    eventually("no overlay is left", || disks.overlays().is_empty());
+    disks.holds(&[(0, 1, 7), (1, DISK, 1)]);
+}
+
+#[test]
+fn a_clone_that_is_left_alone_never_writes_the_disk_that_its_source_began_with() {
+    if cannot_run() {
+        return;
+    }
+    let disks = Disks::start();
+    disks.fork("a", "b");
+    disks.io("b", "write -P 5 0 1M");
+    // Once more: what was made for the clone may be written, and what lies under that may not.
+    disks.fork("b", "c");
+    let of = |name: &str| -> Vec<PathBuf> {
+        disks.overlays().into_iter().filter(|path| path.display().to_string().contains(&format!("/{name}-"))).collect()
+    };
+    disks.stop("a");
+    disks.stop("c");
+    for path in [of("a"), of("c")].concat() {
+        std::fs::remove_file(path).expect("an overlay");
+    }
+    eventually("its two overlays are one", || disks.images("b").len() == 2);
+    std::thread::sleep(A_WHILE);
+    assert_eq!(disks.images("b").len(), 2);
+    assert_eq!(disks.images("b").last(), Some(&disks.image()));
+    disks.holds(&[(0, DISK, 1)]);
+}
+
+#[test]
+fn many_images_that_others_use_become_two_and_nobody_else_s_are_written() {
+    if cannot_run() {
+        return;
+    }
+    let disks = Disks::start();
+    let sums = |paths: &HashSet<PathBuf>, but: &Path| -> Vec<(PathBuf, Vec<u8>)> {
+        let mut all: Vec<_> = paths.iter().filter(|path| *path != but).collect();
+        all.sort();
+        all.into_iter().map(|path| (path.clone(), std::fs::read(path).expect("an image"))).collect()
+    };
+    for number in 0..7 {
+        disks.io("a", &format!("write -P {} {number}M 1M", number + 20));
+        disks.fork("a", &format!("n{number}"));
+    }
+    let (top, before) = (disks.images("a")[0].clone(), disks.overlays());
+    let others = sums(&before, &top);
+    eventually("they are two", || disks.images("a").len() == 2);
+    assert_eq!(disks.images("a"), [top.clone(), disks.image()]);
+    // The last clone had as many: it is done with, too.
+    eventually("the clone's are two", || disks.images("n6").len() == 2);
+    for (path, bytes) in others.iter().filter(|(path, _)| !path.display().to_string().contains("/n")) {
+        assert!(std::fs::read(path).expect("it stays") == *bytes, "{} was written", path.display());
+    }
+    disks.holds(&[(0, 1, 20), (1, DISK, 1)]);
+    for name in ["a", "n6"] {
+        for number in 0..7 {
+            disks.io(name, &format!("read -P {} {number}M 1M", number + 20));
+        }
+        disks.io(name, &format!("read -P 1 7M {}M", DISK - 7));
+        // It says what it has read in QEMU's log.
+        let log = std::fs::read_to_string(disks.host.state().join(format!("vms/{name}/qemu.log"))).expect("its log");
+        assert!(!log.contains("Pattern verification failed"), "{name}: {log}");
+        assert_eq!(log.matches("read 1048576/1048576 bytes").count(), 7, "{log}");
+    }
+    // It goes on being forked.
+    disks.fork("a", "more");
+    assert_eq!(disks.images("a").len(), 3);
+}

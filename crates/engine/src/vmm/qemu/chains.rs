@@ -1,0 +1,117 @@
+//! The images that a disk is made of, made fewer while the guest runs.
+//!
+//! Two ways, both QEMU's own jobs: what an overlay has is written into the image under it (*commit*), which the disk is
+//! then; or an overlay takes in what lies under it (*pull*), and nobody's image is written but the overlay's.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, ask};
+use super::disks::close_node;
+use super::inspect::items;
+use crate::vmm::VmmError;
+use crate::vmm::qmp::Qmp;
+
+/// A disk that the guest can write, with the images that it is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chain {
+    /// The name of the block node that the device has.
+    pub node: String,
+    /// The images, the one that is written first: each with its format.
+    pub images: Vec<(PathBuf, String)>,
+}
+
+/// The disks that the guest can write, with their images.
+///
+/// # Errors
+/// [`VmmError`] where QEMU does not answer.
+pub fn chains(qmp: &mut Qmp) -> Result<Vec<Chain>, VmmError> {
+    Ok(chains_in(&ask(qmp, "query-block")?))
+}
+
+fn chains_in(list: &Value) -> Vec<Chain> {
+    let chain = |device: &Value| {
+        let inserted = &device["inserted"];
+        let mut images = Vec::new();
+        let mut image = &inserted["image"];
+        while let (Some(file), Some(format)) = (image["filename"].as_str(), image["format"].as_str()) {
+            images.push((PathBuf::from(file), format.to_owned()));
+            image = &image["backing-image"];
+        }
+        Chain { node: inserted["node-name"].as_str().unwrap_or_default().to_owned(), images }
+    };
+    items(list).iter().filter(|device| device["inserted"]["ro"].as_bool() == Some(false)).map(chain).collect()
+}
+
+/// The name of the block node that reads this image.
+fn node_of(qmp: &mut Qmp, (file, format): &(PathBuf, String)) -> Result<String, VmmError> {
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }), COMMAND_TIMEOUT)?;
+    let is_it =
+        |node: &&Value| node["file"].as_str().map(Path::new) == Some(file) && node["drv"].as_str() == Some(format);
+    let name = items(&nodes).iter().find(is_it).and_then(|node| node["node-name"].as_str());
+    name.map(str::to_owned).ok_or_else(|| VmmError::Refused {
+        command: "query-named-block-nodes".to_owned(),
+        reason: format!("no block node reads {}", file.display()),
+    })
+}
+
+/// Closes the block nodes that read this image and that no device has.
+///
+/// # Errors
+/// [`VmmError`] where QEMU does not answer.
+pub fn close(qmp: &mut Qmp, file: &Path) -> Result<(), VmmError> {
+    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }), COMMAND_TIMEOUT)?;
+    let its = items(&nodes).iter().filter(|node| node["file"].as_str().map(Path::new) == Some(file));
+    for name in its.filter_map(|node| node["node-name"].as_str()) {
+        // One that another is made of goes with that.
+        let _ = close_node(qmp, name);
+    }
+    Ok(())
+}
+
+/// Begins to write what a disk's first image has into the one under it. `job` is a name that no job has.
+///
+/// # Errors
+/// [`VmmError`]: QEMU cannot write the image, or somebody else has it open.
+pub fn begin_commit(qmp: &mut Qmp, job: &str, chain: &Chain) -> Result<(), VmmError> {
+    let under = chain.images.get(1).ok_or_else(|| nothing_under(chain))?;
+    let base = node_of(qmp, under)?;
+    let arguments = json!({ "job-id": job, "device": chain.node, "base-node": base, "auto-dismiss": false });
+    qmp.execute("block-commit", arguments, SLOW_COMMAND_TIMEOUT).map(drop)
+}
+
+/// Begins to take what lies between a disk's first image and its last into the first.
+///
+/// # Errors
+/// [`VmmError`]: QEMU does not begin it.
+pub fn begin_pull(qmp: &mut Qmp, job: &str, chain: &Chain) -> Result<(), VmmError> {
+    let last = chain.images.get(1..).and_then(<[_]>::last).ok_or_else(|| nothing_under(chain))?;
+    let base = node_of(qmp, last)?;
+    let arguments = json!({ "job-id": job, "device": chain.node, "base-node": base, "auto-dismiss": false });
+    qmp.execute("block-stream", arguments, SLOW_COMMAND_TIMEOUT).map(drop)
+}
+
+fn nothing_under(chain: &Chain) -> VmmError {
+    VmmError::Refused { command: "block-commit".to_owned(), reason: format!("'{}' has no image under it", chain.node) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As QEMU 7.2 and 10.0 answer, of which only these fields matter.
+    #[test]
+    fn a_chain_is_told_from_the_image_that_is_written_down() {
+        let image = |file: &str, format: &str, under: Value| json!({ "filename": file, "format": format, "backing-image": under });
+        let list = json!([
+            { "inserted": { "ro": false, "node-name": "o", "image":
+                image("/o", "qcow2", image("/m", "qcow2", image("/base", "raw", Value::Null))) } },
+            { "inserted": { "ro": true, "node-name": "c", "image": image("/c", "raw", Value::Null) } },
+            { "device": "floppy0" },
+        ]);
+        let images = [("/o", "qcow2"), ("/m", "qcow2"), ("/base", "raw")];
+        let images = images.map(|(file, format)| (PathBuf::from(file), format.to_owned())).to_vec();
+        assert_eq!(chains_in(&list), [Chain { node: "o".into(), images }]);
+    }
+}
