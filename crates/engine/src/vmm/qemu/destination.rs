@@ -52,8 +52,8 @@ impl QemuDestination {
         Self { stays_paused: true, ..self }
     }
 
-    /// Its guest is a clone of one that runs on: it announces nothing to the network, and unless it is `connected`, by
-    /// its user's word, its network cards have no link.
+    /// Its guest is a clone of one that runs on: unless it is `connected`, by its user's word, its network cards have no
+    /// link. QEMU announces its addresses once, before that: to what a card is connected to, which is nothing else.
     #[must_use]
     pub fn as_clone(self, connected: bool) -> Self {
         Self { clone: Some(Clone { connected }), ..self }
@@ -79,7 +79,7 @@ impl Destination for QemuDestination {
         let mut qmp = lock(&self.qmp);
         Settings::for_destination(&mut qmp, self.stays_paused)?;
         if self.clone.is_some() {
-            Settings::announce_nothing(&mut qmp)?;
+            Settings::announce_once(&mut qmp)?;
         }
         qmp.drop_events()?;
         let stream = pass_socket(&mut qmp, SOCKET)?;
