@@ -1,9 +1,10 @@
 //! The guest's clock after a long pause: a program inside the guest that listens at a channel of QEMU's
 //! (`qemu-guest-agent`) is asked to set it.
 //!
-//! Nobody waits for that. A guest without such a program, or one that is busy or hostile, says nothing, or anything: the
-//! question has a time limit, and the answer a size. And the time is told only to who has just answered: what is written
-//! to a channel that somebody else has open, or to a program that has not started yet, is read at any later time.
+//! Nobody waits for that. A guest without such a program, or one that is busy or hostile, says nothing, or anything:
+//! the question has a time limit, and the answer a size. And the time is told only to who has just answered: what is
+//! written to a channel that somebody else has open, or to a program that has not started yet, is read at any later
+//! time.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::os::unix::net::UnixStream;

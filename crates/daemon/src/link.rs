@@ -1,7 +1,7 @@
 //! The links of machines' network cards: up, down, and what they are connected to.
 //!
-//! A clone's cards have no link, in taps of their own that are in no bridge: two guests with one hardware address in one
-//! network take each other's packets. Its user says when that ends, and may give it other addresses first.
+//! A clone's cards have no link, in taps of their own that are in no bridge: two guests with one hardware address in
+//! one network take each other's packets. Its user says when that ends, and may give it other addresses first.
 
 use sterna_api::{Blame, Code, LinkRequest, NetworkCard, Problem};
 use sterna_engine::vmm::qemu::network::{self, Card};

@@ -127,8 +127,8 @@ fn a_card_that_cannot_be_replaced_is_refused_before_anything_is_paused() {
     assert_eq!(host.refused("POST", "/v1/vms/vm0/fork", &held), "invalid-request");
 }
 
-/// A guest without a system lets go of nothing. The daemon dies while it waits: the next one goes on, and until the card
-/// is replaced the machine is neither moved nor forked.
+/// A guest without a system lets go of nothing. The daemon dies while it waits: the next one goes on, and until the
+/// card is replaced the machine is neither moved nor forked.
 #[test]
 fn a_guest_that_keeps_its_card_is_told_and_goes_nowhere_until_it_lets_go() {
     if cannot_run() {

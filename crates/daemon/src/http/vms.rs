@@ -135,13 +135,17 @@ pub async fn resume(
     Ok(StatusCode::ACCEPTED)
 }
 
-/// Lets a virtual machine's guest run that is paused, or a clone that is held. Its clock is set then, where it has a guest
-/// agent; nobody waits for that.
+/// Lets a virtual machine's guest run that is paused, or a clone that is held. Its clock is set then, where it has a
+/// guest agent; nobody waits for that.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/continue",
     params(("name" = String, Path, description = "its name")),
-    responses((status = 204, description = "it runs"), (status = "4XX", body = Problem), (status = "5XX", body = Problem))
+    responses(
+        (status = 204, description = "it runs"),
+        (status = "4XX", body = Problem),
+        (status = "5XX", body = Problem)
+    )
 )]
 pub async fn go_on(State(daemon): State<Arc<Daemon>>, Path(name): Path<String>) -> Result<StatusCode, Failure> {
     blocking(move || go_on::go_on(&daemon.machines, &name)).await?;

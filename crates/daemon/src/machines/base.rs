@@ -1,8 +1,8 @@
 //! An image under a machine's overlay, and who else may use it.
 //!
-//! A fork freezes an image: from then on only overlays lie over it, and all of them were made at that moment. So who may
-//! still use it is told by their files, on any host that has them: while one is there, running or not, its owner may
-//! want it. Of those nobody knows that people have made over it by other means.
+//! A fork freezes an image: from then on only overlays lie over it, and all of them were made at that moment. So who
+//! may still use it is told by their files, on any host that has them: while one is there, running or not, its owner
+//! may want it. Of those nobody knows that people have made over it by other means.
 
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,8 @@
 //! Taps of a machine's own, which are in no bridge: what stands for the source's in a clone's arguments.
 //!
-//! QEMU would make one itself, where it may: one that is not root's must not. So this daemon makes it, and QEMU inherits
-//! its descriptors. The arguments on record name it as before, so that each QEMU of the machine gets another one. It is
-//! gone with the last descriptor.
+//! QEMU would make one itself, where it may: one that is not root's must not. So this daemon makes it, and QEMU
+//! inherits its descriptors. The arguments on record name it as before, so that each QEMU of the machine gets another
+//! one. It is gone with the last descriptor.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 

@@ -124,7 +124,8 @@ pub fn read_what_they_wrote(site: &Site, names: &[&str]) {
     }
 }
 
-/// Runs a test with a guest `origin` that writes a disk, raw, or two, one of them in qcow2; with `more` of QEMU's words.
+/// Runs a test with a guest `origin` that writes a disk, raw, or two, one of them in qcow2; with `more` of QEMU's
+/// words.
 pub fn with_disks(both: bool, more: &[&str], test: impl FnOnce(&mut Site, &Images)) {
     let _turn = turn();
     if skip_without(&needs::GUEST) {

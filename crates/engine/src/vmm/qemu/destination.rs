@@ -52,8 +52,8 @@ impl QemuDestination {
         Self { stays_paused: true, ..self }
     }
 
-    /// Its guest is a clone of one that runs on: unless it is `connected`, by its user's word, its network cards have no
-    /// link. QEMU announces its addresses once, before that: to what a card is connected to, which is nothing else.
+    /// Its guest is a clone of one that runs on: unless it is `connected`, by its user's word, its network cards have
+    /// no link. QEMU announces its addresses once, before that: to what a card is connected to, which is nothing else.
     #[must_use]
     pub fn as_clone(self, connected: bool) -> Self {
         Self { clone: Some(Clone { connected }), ..self }
