@@ -51,7 +51,7 @@ pub fn plan(record: &VmRecord, control: &mut Control, cards: &[Card]) -> Result<
 
 /// What to do about a card that cannot be unplugged.
 const SLOT: &str = "a card can be unplugged on 'pc', and on 'q35' behind a slot of its own: \
-                    -device pcie-root-port,id=SLOT and bus=SLOT; on a microvm none can"; on a microvm none can";
+                    -device pcie-root-port,id=SLOT and bus=SLOT; on a microvm none can";
 
 /// Gives cards of a machine, which is claimed, new addresses; or goes on with what was begun. Blocks until its guest
 /// has let go of the former ones, for a while.
