@@ -49,6 +49,8 @@ const JOB: &str = "sterna-images";
 #[derive(Debug, Default)]
 struct Joining {
     gives_way: AtomicBool,
+    /// Its user has paused the guest.
+    paused: AtomicBool,
 }
 
 impl Activity for Joining {
@@ -67,7 +69,8 @@ impl Activity for Joining {
     }
 
     fn show(&self) -> Shown {
-        Shown::As { state: VmState::Running, note: Some(self.describe().into()), progress: None }
+        let state = if self.paused.load(Ordering::Relaxed) { VmState::Paused } else { VmState::Running };
+        Shown::As { state, note: Some(self.describe().into()), progress: None }
     }
 }
 
@@ -103,7 +106,8 @@ fn candidates(machines: &Machines) -> Vec<String> {
     };
     let wanted = |record: &&VmRecord| {
         let calm = record.lifecycle == Lifecycle::Here && record.paging.is_none() && record.forking.is_none();
-        calm && (record.bases.iter().any(|base| is_on_top(record, base) && base.is_its_alone())
+        let ripe = |base: &Base| base.committing || is_on_top(record, base) && base.is_its_alone();
+        calm && (record.bases.iter().any(ripe)
             || record.bases.len() + 1 >= MANY)
     };
     records.iter().filter(wanted).map(|record| record.name.clone()).collect()
@@ -119,8 +123,10 @@ fn step(machines: &Machines, name: &str) -> Result<(), Problem> {
     let doing = Arc::new(Joining::default());
     // Somebody else has it by now: then another time.
     let Ok(claimed) = Claimed::new(machines, name, Hold::shared(&doing)) else { return Ok(()) };
-    let record = &claimed.record;
+    // What was begun comes first, where QEMU has not answered since.
+    let record = &recover(machines, &claimed.record)?;
     let mut control = Control::connect(&record.qmp)?;
+    doing.paused.store(control.status()? != "running", Ordering::Relaxed);
     let failed = |error| control::refused("tell its disks' images", &error);
     let all = chains::chains(control.qmp()).map_err(failed)?;
     let top = |chain: &&Chain, base: &Base| chain.images.first().is_some_and(|(file, _)| *file == base.overlay);

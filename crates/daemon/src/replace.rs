@@ -132,6 +132,7 @@ impl Replace<'_> {
             )
             .hint("move it to another host and back, or run it with --memory-mode shared"));
         }
+        record.check_settled()?;
         let mut control = Control::connect(&record.qmp)?;
         let about = control.inspect()?;
         check_movable(name, &about)?;

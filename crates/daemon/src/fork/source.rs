@@ -102,7 +102,7 @@ impl Source {
         if let Some((item, reason)) = arguments::unfit_for_private(&arguments::parse(&record.arguments)) {
             return refuse(&format!("it was started with '-{}': {reason}", item.option), "start it without");
         }
-        record.check_cards()?;
+        record.check_settled()?;
         let mut control = Control::connect(&record.qmp)?;
         let about = control.inspect()?;
         check_movable(name, &about)?;

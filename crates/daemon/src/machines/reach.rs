@@ -63,7 +63,7 @@ pub struct Movable {
 /// # Errors
 /// A [`Problem`]: what does not answer, or why it cannot be moved.
 pub fn movable(record: &VmRecord) -> Result<Movable, Problem> {
-    record.check_cards()?;
+    record.check_settled()?;
     let mut control = Control::connect(&record.qmp)?;
     let about = control.inspect()?;
     check_movable(&record.name, &about)?;

@@ -184,11 +184,16 @@ impl VmRecord {
         }
     }
 
-    /// Checks that its arguments name the network cards that it has.
+    /// Checks that its arguments name the network cards and the images that it has.
     ///
     /// # Errors
-    /// A [`Problem`]: one is being replaced, or was and its guest has not let go of it.
-    pub fn check_cards(&self) -> Result<(), Problem> {
+    /// A [`Problem`]: a card is being replaced, or was and its guest has not let go of it; or a disk is on one of two
+    /// images, and QEMU has not said on which.
+    pub fn check_settled(&self) -> Result<(), Problem> {
+        if self.bases.iter().any(|base| base.committing) {
+            return Err(crate::problems::busy(&self.name, "QEMU has not said yet which image its disk is")
+                .hint("it is asked again every few seconds"));
+        }
         if self.new_cards.is_empty() {
             return Ok(());
         }
