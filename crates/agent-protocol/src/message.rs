@@ -44,6 +44,13 @@ pub enum Operation {
     /// and no write goes to it from then on. The file is passed along, open for reading only. [`MakePrivateRequest`] →
     /// empty; where it is refused, nothing has changed. Libraries of earlier versions do not know it.
     MakePrivate = 11,
+    /// Looks where the file that is passed along has data, for a [`Self::MakePrivate`] to come, which then looks only
+    /// where there was none. The guest may run. [`LookAheadRequest`] → empty. Libraries of earlier versions do not know
+    /// it.
+    LookAhead = 12,
+    /// The guest runs again: what requests have left to do is done at once, and not when nobody has asked for anything
+    /// for a while. Empty → empty, before that is done. Libraries of earlier versions do not know it.
+    Finish = 13,
 }
 
 impl Operation {
@@ -62,6 +69,8 @@ impl Operation {
             9 => Self::LendUserfaultfd,
             10 => Self::PutDescriptor,
             11 => Self::MakePrivate,
+            12 => Self::LookAhead,
+            13 => Self::Finish,
             _ => return None,
         })
     }
@@ -233,6 +242,14 @@ pub struct MakePrivateRequest {
     pub inode: U64,
 }
 
+/// The request of [`Operation::LookAhead`], the file beside it.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct LookAheadRequest {
+    /// As [`MakePrivateRequest::bridged`]: data that is nearer than this counts as one part, bytes.
+    pub bridged: U64,
+}
+
 /// The advice that [`Operation::Advise`] can give the kernel. Their numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
@@ -307,6 +324,10 @@ pub enum Sharing {
     /// As `Own`, also while a userfaultfd is open: the new memory is not registered with it, which is the daemon's to
     /// do. Only where the guest does not run: what it writes before that is seen by nobody.
     Missing = 4,
+    /// As `Private`. The pages that were there are moved out of the way, and freed when nobody has asked for anything
+    /// for a while: to free them takes longer than to map. Only where the guest does not run, and over memory that is
+    /// registered with a userfaultfd. Libraries of earlier versions do not know it: the request is malformed to them.
+    Over = 5,
 }
 
 impl Sharing {
@@ -318,6 +339,7 @@ impl Sharing {
             2 => Self::Private,
             3 => Self::Own,
             4 => Self::Missing,
+            5 => Self::Over,
             _ => return None,
         })
     }

@@ -33,6 +33,12 @@ mod template;
 /// Making private RAM of RAM that is shared.
 mod make_private;
 
+/// Where a file has data, told without going through all of it.
+mod data;
+
+/// Mappings that are moved out of the way, to be unmapped later.
+mod left;
+
 /// Parts of private guest RAM that a file stands behind, and zeros in the place of what is discarded there.
 mod areas;
 

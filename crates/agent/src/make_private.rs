@@ -13,47 +13,17 @@ use libc::c_int;
 use sterna_agent_protocol::message::{Block, MakePrivateRequest};
 
 use crate::blocks::BLOCKS;
+use crate::data::Known;
+use crate::left::Left;
 use crate::private::{self, SMALL_PAGE};
-use crate::raw::{self, Fd, errno};
+use crate::raw::Fd;
 use crate::watched::{self, Watch};
 use crate::{areas, discards, remap, template};
 
-/// What a page table of each level covers, bytes: a mapping moves table by table where both places lie alike in one.
-const TABLES: [u64; 2] = [1 << 30, 2 << 20];
-
-/// Address space that is unmapped when this is dropped.
-pub struct Left {
-    start: u64,
-    length: u64,
-}
-
-impl Left {
-    /// Address space for a mapping that begins at `like`, and where in it that mapping goes. The error is an `errno`.
-    fn reserve(like: u64, length: u64) -> Result<(Self, u64), c_int> {
-        let table = TABLES.into_iter().find(|table| length >= *table).unwrap_or(SMALL_PAGE);
-        let all = length.checked_add(table).ok_or(libc::EINVAL)?;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice.
-        let start = unsafe { raw::mmap(core::ptr::null_mut(), all as usize, libc::PROT_NONE, flags, -1, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(errno());
-        }
-        let start = start as u64;
-        // A table covers a power of two.
-        Ok((Self { start, length: all }, start.wrapping_add(like.wrapping_sub(start) & table.wrapping_sub(1))))
-    }
-}
-
-impl Drop for Left {
-    fn drop(&mut self) {
-        // SAFETY: address space of this library's own, which nobody else knows.
-        unsafe { raw::munmap(self.start as *mut c_void, self.length as usize) };
-    }
-}
-
 /// Makes the block private that is exactly there, and yields what is left to be unmapped. `None` where there is no such
-/// block; the error is an `errno`, `EBUSY` where somebody watches RAM. Nothing has changed then.
-pub fn make(request: &MakePrivateRequest, file: &Fd) -> Option<Result<Left, c_int>> {
+/// block; the error is an `errno`, `EBUSY` where somebody watches RAM. Nothing has changed then. `known`: what is known
+/// of the file's data, if anything.
+pub fn make(request: &MakePrivateRequest, file: &Fd, known: Option<&Known>) -> Option<Result<Left, c_int>> {
     let (address, length) = (request.address.get(), request.length.get());
     remap::within_block(address, length, |block| {
         let whole = block.address.get() == address && block.length.get() == length && block.offset.get() == 0;
@@ -65,19 +35,19 @@ pub fn make(request: &MakePrivateRequest, file: &Fd) -> Option<Result<Left, c_in
         if watched.state() != Watch::Nobody {
             return Err(libc::EBUSY);
         }
-        let (left, away) = Left::reserve(address, length)?;
+        let left = Left::reserve(address, length)?;
         // From here on QEMU's discards of private RAM are known as such.
         discards::expect_private_pages();
         areas::expect();
-        // SAFETY: the block's own mapping, which the guest does not use now; the other place is reserved.
-        unsafe { raw::move_mapping(address, length as usize, away)? };
+        // SAFETY: the block's own mapping, which the guest does not use now.
+        unsafe { left.take(address, length)? };
         let private = as_known(block, request);
         // SAFETY: the addresses are free until this returns.
-        match unsafe { private::begin_as(file, address, length, request.bridged.get()) } {
+        match unsafe { private::begin_as(file, known, address, length, request.bridged.get()) } {
             Ok(()) if BLOCKS.change(block, &private) => Ok(left),
             made => {
-                // SAFETY: back to where it was; what was made there meanwhile goes.
-                unsafe { raw::move_mapping(away, length as usize, address)? };
+                // SAFETY: it was taken, and the guest does not use it yet.
+                unsafe { left.give_back(address, length)? };
                 Err(made.err().unwrap_or(libc::EAGAIN))
             }
         }

@@ -24,6 +24,7 @@ use libc::{c_int, c_void, off_t};
 use sterna_agent_protocol::message::Block;
 
 use crate::blocks::BLOCKS;
+use crate::data::Known;
 use crate::raw::{self, Fd, KeepErrno};
 use crate::{areas, template};
 
@@ -170,16 +171,16 @@ unsafe fn make(place: *mut c_void, length: usize, protection: c_int) -> Result<(
     let Some(template) = template else { return Ok(()) };
     areas::expect();
     // SAFETY: the caller's promise.
-    let laid = unsafe { template::lay(&template, place, length, protection, 0) };
+    let laid = unsafe { template::lay(&template, None, place, length, protection, 0) };
     laid.inspect_err(|_| template::refuse())
 }
 
-/// Makes private RAM there that begins as this file, with what the file has mapped as [`template::lay`] maps it. The
-/// error is an `errno`; what is mapped there is undefined then.
+/// Makes private RAM there that begins as this file, with what the file has mapped as [`template::lay`] maps it;
+/// `known`: what is known of its data. The error is an `errno`; what is mapped there is undefined then.
 ///
 /// # Safety
 /// Nobody uses these addresses.
-pub unsafe fn begin_as(file: &Fd, address: u64, length: u64, bridged: u64) -> Result<(), c_int> {
+pub unsafe fn begin_as(file: &Fd, known: Option<&Known>, address: u64, length: u64, bridged: u64) -> Result<(), c_int> {
     let (place, length) = (address as *mut c_void, length as usize);
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: the caller's promise.
@@ -187,7 +188,7 @@ pub unsafe fn begin_as(file: &Fd, address: u64, length: u64, bridged: u64) -> Re
         if raw::mmap(place, length, protection, OWN | libc::MAP_FIXED, -1, 0) == libc::MAP_FAILED {
             return Err(raw::errno());
         }
-        template::lay(file, place, length, protection, bridged)?;
+        template::lay(file, known, place, length, protection, bridged)?;
         advise_again(place, length);
     }
     Ok(())

@@ -106,6 +106,14 @@ impl Drop for Fd {
     }
 }
 
+/// What the kernel says of a file.
+pub fn status(file: &Fd) -> Result<libc::stat, c_int> {
+    // SAFETY: all-zero is a valid stat.
+    let mut status: libc::stat = unsafe { core::mem::zeroed() };
+    // SAFETY: writes `status` only.
+    if unsafe { libc::fstat(file.number(), &mut status) } == 0 { Ok(status) } else { Err(errno()) }
+}
+
 /// Makes the number of another open descriptor stand for this file. It is closed in programs that are started.
 pub fn replace(file: &Fd, number: c_int) -> Result<(), c_int> {
     // SAFETY: touches no memory of ours. A number that is not open is refused, so that none is made here.

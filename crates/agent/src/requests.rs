@@ -2,17 +2,18 @@
 
 use libc::{c_int, c_void, off_t};
 use sterna_agent_protocol::message::{
-    Advice, AdviseRequest, HelloReply, MAX_ITEMS, MakePrivateRequest, MapRequest, OpenReply, OpenRequest, Operation,
-    PutRequest, Range, ReplyHeader, RequestHeader, Run, Sharing, Status,
+    Advice, AdviseRequest, HelloReply, LookAheadRequest, MAX_ITEMS, MakePrivateRequest, MapRequest, OpenReply,
+    OpenRequest, Operation, PutRequest, Range, ReplyHeader, RequestHeader, Run, Sharing, Status,
 };
 use sterna_agent_protocol::{MAGIC, VERSION};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::blocks::BLOCKS;
-use crate::make_private::{self, Left};
+use crate::data::Known;
+use crate::left::Left;
 use crate::raw::{self, Fd, errno};
 use crate::watched::{self, Watch};
-use crate::{areas, discards, private, remap, template, userfaultfd};
+use crate::{areas, discards, make_private, private, remap, template, userfaultfd};
 
 /// The state that is kept between requests.
 #[derive(Default)]
@@ -20,8 +21,27 @@ pub struct Requests {
     /// The kept userfaultfd. While it is open, faulting threads wait for the next daemon after one has died, and do not
     /// read zeros.
     userfaultfd: Option<Fd>,
-    /// What RAM was mapped as before it became private: to be unmapped once the daemon asks for nothing more.
-    left: Option<Left>,
+    /// What is out of the way: to be unmapped once the daemon asks for nothing more.
+    left: [Option<Left>; AT_ONCE],
+    /// The daemon has said that the guest runs again.
+    hurry: bool,
+    /// What is known of the data of files that RAM is to begin as.
+    known: [Option<Known>; AT_ONCE],
+}
+
+/// How much is kept at once between requests. A further one takes the place of another, which costs time and nothing
+/// else.
+const AT_ONCE: usize = 4;
+
+/// See [`Requests::patience_ms`].
+const QUIET_MS: c_int = 20;
+
+/// Puts it into an empty place, or into the first.
+fn keep<T>(places: &mut [Option<T>; AT_ONCE], kept: T) {
+    let free = places.iter().position(Option::is_none).unwrap_or(0);
+    if let Some(place) = places.get_mut(free) {
+        *place = Some(kept);
+    }
 }
 
 /// A reply without its header.
@@ -112,9 +132,14 @@ impl Requests {
                 Ok(EMPTY)
             }
             Operation::Advise => advise(rest),
-            Operation::Map => map(rest, descriptor),
+            Operation::Map => self.map(rest, descriptor),
             Operation::PutDescriptor => put_descriptor(rest, descriptor),
             Operation::MakePrivate => self.make_private(rest, descriptor),
+            Operation::LookAhead => self.look_ahead(rest, descriptor),
+            Operation::Finish => {
+                self.hurry = true;
+                Ok(EMPTY)
+            }
             Operation::DiscardLog => {
                 let memory = discards::log_memory().ok_or_else(|| Refusal::system(libc::ENODATA))?;
                 Ok(Answer { length: 0, descriptor: Some(memory) })
@@ -153,9 +178,12 @@ impl Requests {
     fn make_private(&mut self, rest: &[u8], file: Option<Fd>) -> Outcome {
         let request = MakePrivateRequest::read_from_bytes(rest).map_err(|_| Status::Malformed)?;
         let file = file.ok_or(Status::Malformed)?;
-        match make_private::make(&request, &file) {
+        // What is known of it is not kept: the next time the file is another one.
+        let mut known = self.known.iter_mut().filter(|place| place.as_ref().is_some_and(|known| known.is_of(&file)));
+        let known = known.next().and_then(Option::take);
+        match make_private::make(&request, &file, known.as_ref()) {
             Some(Ok(left)) => {
-                self.left = Some(left);
+                self.leave(left);
                 Ok(EMPTY)
             }
             Some(Err(libc::EBUSY)) => Err(Status::AlreadyOpen.into()),
@@ -164,14 +192,38 @@ impl Requests {
         }
     }
 
-    /// Whether no request has left anything to do.
-    pub fn are_finished(&self) -> bool {
-        self.left.is_none()
+    fn look_ahead(&mut self, rest: &[u8], file: Option<Fd>) -> Outcome {
+        let request = LookAheadRequest::read_from_bytes(rest).map_err(|_| Status::Malformed)?;
+        let file = file.ok_or(Status::Malformed)?;
+        let looked = Known::look(&file, request.bridged.get()).map_err(Refusal::system)?;
+        for place in &mut self.known {
+            place.take_if(|known| known.is_of(&file));
+        }
+        keep(&mut self.known, looked);
+        Ok(EMPTY)
     }
 
-    /// Does what a request has left to do. To be called when it has been answered, and nobody asks for anything else.
+    /// Leaves something to be done when the guest runs again.
+    fn leave(&mut self, left: Left) {
+        self.hurry = false;
+        keep(&mut self.left, left);
+    }
+
+    /// How long nobody must have asked for anything until what requests have left is [done](Self::finish),
+    /// milliseconds: a guest may stand still until QEMU has done one thing after another, and none of them is to wait
+    /// for that. -1 where nothing is left.
+    pub fn patience_ms(&self) -> c_int {
+        match self.left.iter().all(Option::is_none) {
+            true => -1,
+            false if self.hurry => 0,
+            false => QUIET_MS,
+        }
+    }
+
+    /// Does what requests have left to do.
     pub fn finish(&mut self) {
-        self.left = None;
+        self.left = Default::default();
+        self.hurry = false;
     }
 
     /// Drops the kept userfaultfd, if one is kept.
@@ -229,53 +281,90 @@ fn advise(rest: &[u8]) -> Outcome {
     Ok(EMPTY)
 }
 
-fn map(rest: &[u8], file: Option<Fd>) -> Outcome {
-    let (request, rest) = MapRequest::read_from_prefix(rest).map_err(|_| Status::Malformed)?;
-    let runs = items::<Run>(rest, request.count.get())?;
-    let sharing = Sharing::from_wire(request.sharing.get()).ok_or(Status::Malformed)?;
-    if let Sharing::Own | Sharing::Missing = sharing {
-        let watched = sharing == Sharing::Missing;
-        return if file.is_none() { map_own(runs, watched) } else { Err(Status::Malformed.into()) };
-    }
-    let file = file.ok_or(Status::Malformed)?;
-    let flags = match sharing {
-        Sharing::Private => {
+impl Requests {
+    fn map(&mut self, rest: &[u8], file: Option<Fd>) -> Outcome {
+        let (request, rest) = MapRequest::read_from_prefix(rest).map_err(|_| Status::Malformed)?;
+        let runs = items::<Run>(rest, request.count.get())?;
+        let sharing = Sharing::from_wire(request.sharing.get()).ok_or(Status::Malformed)?;
+        if let Sharing::Own | Sharing::Missing = sharing {
+            let watched = sharing == Sharing::Missing;
+            return if file.is_none() { map_own(runs, watched) } else { Err(Status::Malformed.into()) };
+        }
+        let file = file.ok_or(Status::Malformed)?;
+        let private = sharing != Sharing::Shared;
+        if private {
             // Whoever can write the file can write what every guest has in common.
             if !template::is_read_only(&file) {
                 return Err(Refusal::system(libc::EINVAL));
             }
             discards::expect_private_pages();
             areas::expect();
-            libc::MAP_PRIVATE | libc::MAP_NORESERVE
         }
-        _ => libc::MAP_SHARED,
-    };
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
-    for (item, run) in runs.iter().enumerate() {
-        let offset = off_t::try_from(run.offset.get()).map_err(|_| Status::Malformed)?;
-        change(item, run.address.get(), run.length.get(), |address, length| {
-            let flags = flags | libc::MAP_FIXED;
-            // SAFETY: the addresses are guest RAM for as long as the call takes; the daemon answers for what is mapped
-            // there.
-            let mapped = unsafe { raw::mmap(address, length, protection, flags, file.number(), offset) };
-            if mapped == libc::MAP_FAILED {
-                return false;
-            }
-            // SAFETY: as above.
-            unsafe {
-                match sharing {
-                    Sharing::Private => private::advise_again(address, length),
-                    // QEMU asks for this for all guest RAM, and the new mapping does not have it. A failure is ignored,
-                    // as in QEMU.
-                    _ => {
-                        raw::madvise(address, length, libc::MADV_DONTFORK);
-                    }
-                }
-            }
-            true
-        })?;
+        let left = if sharing == Sharing::Over { room_for(runs) } else { None };
+        let mapped = runs.iter().enumerate().try_for_each(|(item, run)| {
+            let offset = off_t::try_from(run.offset.get()).map_err(|_| Status::Malformed)?;
+            change(item, run.address.get(), run.length.get(), |address, length| {
+                // SAFETY: the addresses are guest RAM for as long as the call takes; the daemon answers for what is
+                // mapped there, and with `left` for it that the guest does not run.
+                unsafe { map_file(address, length, (&file, offset), private, left.as_ref()) }
+            })
+        });
+        if let Some(left) = left {
+            self.leave(left);
+        }
+        mapped.map(|()| EMPTY)
     }
-    Ok(EMPTY)
+}
+
+/// Runs shorter than this are freed at once, because to move them takes as long, bytes.
+const WORTH_MOVING: u64 = 16 * private::SMALL_PAGE;
+
+/// Address space for what lies in the place of these runs, where there is any.
+fn room_for(runs: &[Run]) -> Option<Left> {
+    let start = runs.iter().map(|run| run.address.get()).min()?;
+    let end = runs.iter().map(|run| run.address.get().saturating_add(run.length.get())).max()?;
+    Left::reserve(start, end - start).ok()
+}
+
+/// Maps a part of a file over guest RAM, and says whether that succeeded; `private`: what is written there goes not to
+/// the file. What was there goes into `left`, if that is given and the kernel can move it.
+///
+/// # Safety
+/// The addresses are guest RAM. With `left` nobody uses them until this returns, and they are registered with a
+/// userfaultfd.
+unsafe fn map_file(
+    address: *mut c_void,
+    length: usize,
+    (file, offset): (&Fd, off_t),
+    private: bool,
+    left: Option<&Left>,
+) -> bool {
+    let (at, bytes) = (address as u64, length as u64);
+    let left = left.filter(|_| bytes >= WORTH_MOVING);
+    // Where the kernel moves nothing, because it is several mappings, the pages are freed below.
+    // SAFETY: the caller's promise.
+    let moved = left.filter(|left| unsafe { left.take(at, bytes) }.is_ok());
+    let sharing = if private { libc::MAP_PRIVATE | libc::MAP_NORESERVE } else { libc::MAP_SHARED };
+    let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, sharing | libc::MAP_FIXED);
+    // SAFETY: the caller's promise.
+    unsafe {
+        if raw::mmap(address, length, protection, flags, file.number(), offset) == libc::MAP_FAILED {
+            let failed = errno();
+            if let Some(Err(_)) = moved.map(|left| left.give_back(at, bytes)) {
+                raw::complain("cannot move guest RAM back", failed);
+            }
+            raw::set_errno(failed);
+            return false;
+        }
+        if private {
+            private::advise_again(address, length);
+        } else {
+            // QEMU asks for this for all guest RAM, and the new mapping does not have it. A failure is ignored, as in
+            // QEMU.
+            raw::madvise(address, length, libc::MADV_DONTFORK);
+        }
+    }
+    true
 }
 
 /// Puts anonymous memory in the place of private RAM; `watched` says whether also where somebody watches it.

@@ -142,10 +142,6 @@ struct Connection {
     order: u64,
 }
 
-/// How long nobody must have asked for anything until what a request has left is done, milliseconds: a guest may stand
-/// still until QEMU has done one thing after another, and none of them is to wait for that.
-const QUIET_MS: c_int = 20;
-
 /// Serves for ever.
 fn serve(listener: &Fd) {
     let mut requests = Requests::default();
@@ -157,7 +153,7 @@ fn serve(listener: &Fd) {
         for (entry, number) in polled.iter_mut().zip([listener.number()].into_iter().chain(numbers)) {
             entry.fd = number;
         }
-        let patience = if requests.are_finished() { -1 } else { QUIET_MS };
+        let patience = requests.patience_ms();
         // SAFETY: `polled` outlives the call; entries with -1 are skipped.
         match unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as _, patience) } {
             0 => {

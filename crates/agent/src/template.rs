@@ -11,6 +11,7 @@ use core::sync::atomic::{AtomicI32, Ordering};
 
 use libc::{c_int, off_t};
 
+use crate::data::{Data, Known};
 use crate::mappings;
 use crate::private::SMALL_PAGE;
 use crate::raw::{self, Fd, errno};
@@ -66,12 +67,13 @@ pub fn refuse() {
 
 /// Puts the template's data in the place of anonymous memory. The error is an `errno`: `EINVAL` where the template is
 /// not a file of exactly this length, open for reading only; `ENOMEM` where its data is in too many pieces. Pieces
-/// that are nearer than `bridged` are mapped in one, with the hole between.
+/// that are nearer than `bridged` are mapped in one, with the hole between. `known`: what is known of its data.
 ///
 /// # Safety
 /// The memory is a mapping of that length that nobody else uses.
 pub unsafe fn lay(
     template: &Fd,
+    known: Option<&Known>,
     own: *mut c_void,
     length: usize,
     protection: c_int,
@@ -79,23 +81,23 @@ pub unsafe fn lay(
 ) -> Result<(), c_int> {
     check(template, length as u64)?;
     let mut room = mappings::room();
-    let mut next = data(template, 0)?;
+    let mut data = Data::of(template, known);
+    let mut next = data.next(0)?;
     while let Some((from, mut to)) = next {
         room = room.checked_sub(1).ok_or(libc::ENOMEM)?;
-        next = data(template, to)?;
-        while let Some((_, end)) = next.filter(|(begin, _)| ((begin - to) as u64) < bridged) {
+        next = data.next(to)?;
+        while let Some((_, end)) = next.filter(|(begin, _)| *begin == to || begin - to < bridged) {
             to = end;
-            next = data(template, to)?;
+            next = data.next(to)?;
         }
         // What has grown since the check stays outside.
-        let to = (to as usize).min(length);
-        let from = from as usize;
-        if !(from as u64).is_multiple_of(SMALL_PAGE) || from >= to {
+        let to = to.min(length as u64);
+        if !from.is_multiple_of(SMALL_PAGE) || from >= to {
             return Err(libc::EINVAL);
         }
-        let place = own.wrapping_byte_add(from);
+        let (place, bytes) = (own.wrapping_byte_add(from as usize), (to - from) as usize);
         // SAFETY: within the caller's mapping.
-        let mapped = unsafe { raw::mmap(place, to - from, protection, AREA, template.number(), from as off_t) };
+        let mapped = unsafe { raw::mmap(place, bytes, protection, AREA, template.number(), from as off_t) };
         if mapped == libc::MAP_FAILED {
             return Err(errno());
         }
@@ -105,12 +107,7 @@ pub unsafe fn lay(
 
 /// Checks that a file can be a template of this length, bytes. The error is an `errno`.
 pub fn check(template: &Fd, length: u64) -> Result<(), c_int> {
-    // SAFETY: all-zero is a valid stat.
-    let mut status: libc::stat = unsafe { core::mem::zeroed() };
-    // SAFETY: writes `status` only.
-    if unsafe { libc::fstat(template.number(), &mut status) } != 0 {
-        return Err(errno());
-    }
+    let status = raw::status(template)?;
     let is_file = status.st_mode & libc::S_IFMT == libc::S_IFREG;
     let right = is_file && status.st_size as u64 == length && is_read_only(template);
     if right { Ok(()) } else { Err(libc::EINVAL) }
@@ -121,18 +118,6 @@ pub fn is_read_only(file: &Fd) -> bool {
     // SAFETY: asks only.
     let flags = unsafe { libc::fcntl(file.number(), libc::F_GETFL) };
     flags >= 0 && flags & (libc::O_ACCMODE | libc::O_PATH) == libc::O_RDONLY
-}
-
-/// The next part with data from there on; `None` where none is left.
-fn data(template: &Fd, at: off_t) -> Result<Option<(off_t, off_t)>, c_int> {
-    // SAFETY: moves the offset of a descriptor of this library's.
-    let from = unsafe { libc::lseek(template.number(), at, libc::SEEK_DATA) };
-    if from < 0 {
-        return if errno() == libc::ENXIO { Ok(None) } else { Err(errno()) };
-    }
-    // SAFETY: as above.
-    let to = unsafe { libc::lseek(template.number(), from, libc::SEEK_HOLE) };
-    if to < 0 { Err(errno()) } else { Ok(Some((from, to))) }
 }
 
 #[cfg(test)]

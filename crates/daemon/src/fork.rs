@@ -189,7 +189,7 @@ impl Fork<'_> {
             Ok(())
         });
         // Nothing watches the guest any more when the machine is given back, and nobody has the layer for writing.
-        source.ends_watching();
+        source.runs_on();
         let (waits, why) = match &saved {
             Ok(saved) => (saved.waits.as_ref(), None),
             Err(NotSaved { why, waits }) => (waits.as_ref(), Some(why.problem())),
@@ -285,8 +285,8 @@ struct Paused {
     now: VmRecord,
 }
 
-/// Has pages of what a fork has made common given back when nobody needs them any more.
-fn mark(latest: &File) {
+/// Has pages of what guests' own pages have become given back when nobody needs them any more.
+pub fn mark(latest: &File) {
     if let Err(error) = mark_as_pool(latest) {
         tracing::warn!(%error, "what a fork has made common stays when nobody needs it any more");
     }

@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, fchown};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_engine::agent::{AddressRange, Agent, AgentError};
@@ -57,8 +57,10 @@ pub struct Freezing {
     private: Vec<Block>,
     /// Of shared RAM, what stands for it afterwards.
     stand_ins: Vec<StandIn>,
-    /// Of private RAM, the file that its own pages become.
+    /// Of private RAM, the file that its own pages become, once they are copied.
     draft: Option<Draft>,
+    /// A directory on the file system of machines' RAM.
+    dir: PathBuf,
     /// Its pause has begun: what becomes of its files is asked afterwards.
     begun: bool,
 }
@@ -68,8 +70,8 @@ struct StandIn {
     file: File,
     /// The numbers of QEMU's descriptors of the RAM file.
     numbers: Vec<u32>,
-    /// Data that is nearer than this becomes one piece, bytes.
-    bridged: u64,
+    /// Data that is nearer than this becomes one piece, bytes; `None` until the file was looked at.
+    bridged: Option<u64>,
 }
 
 /// RAM that nobody writes.
@@ -125,12 +127,8 @@ impl Source {
         let (agent, addresses) = control::agent_and_addresses(&record.agent, pid, &record.blocks)?;
         let ram = record.blocks.iter().zip(&addresses).map(|(block, at)| *at..*at + block.bytes).collect();
         let private = record.blocks.clone();
-        let draft = match record.memory_mode {
-            MemoryMode::Shared => None,
-            MemoryMode::Private => Some(draft(record, &addresses, dir)?),
-        };
-        let (record, stand_ins) = (record.clone(), Vec::new());
-        let mut freezing = Freezing { record, agent, ram, private, stand_ins, draft, begun: false };
+        let (record, stand_ins, dir) = (record.clone(), Vec::new(), dir.to_owned());
+        let mut freezing = Freezing { record, agent, ram, private, stand_ins, draft: None, dir, begun: false };
         freezing.prepare(launcher).map_err(|error| host("cannot prepare the machine's RAM", &error))?;
         Ok(Self { driver, freezing, about, qmp, disks, overlays: None, running })
     }
@@ -177,18 +175,20 @@ impl Source {
         VmRecord { forking, running: self.running, ..self.freezing.record.clone() }
     }
 
-    /// Copies what must be copied, as far as that can be done while the guest runs.
+    /// As [`Freezing::copy_ahead`].
     ///
     /// # Errors
-    /// A [`Problem`]: no memory is left, or what does not answer.
+    /// As there.
     pub fn copy_ahead(&mut self) -> Result<(), Problem> {
-        let copied = self.freezing.draft.as_mut().map_or(Ok(()), Draft::copy_ahead);
-        copied.map_err(|error| error.problem())
+        self.freezing.copy_ahead()
     }
 
-    /// Ends what it costs to copy while the guest runs.
-    pub fn ends_watching(&mut self) {
+    /// Ends what it costs to copy while the guest runs, which it does again, and what its pause has left to be done.
+    pub fn runs_on(&mut self) {
         self.freezing.draft = None;
+        if let Err(error) = self.freezing.agent.finish() {
+            tracing::debug!(%error, "what its RAM was is unmapped later");
+        }
     }
 
     /// The pause. `freeze` is called when nothing uses RAM.
@@ -208,8 +208,12 @@ impl Source {
     }
 }
 
-/// Begins to watch a machine's private RAM, for the file that its own pages become.
-fn draft(record: &VmRecord, addresses: &[u64], dir: &Path) -> Result<Draft, Problem> {
+/// Begins to watch a machine's private RAM, for the file that its own pages become. `dir` is on the file system of
+/// machines' RAM.
+///
+/// # Errors
+/// A [`Problem`]: no memory is left, or what does not answer.
+pub fn draft(record: &VmRecord, addresses: &[u64], dir: &Path) -> Result<Draft, Problem> {
     let pid = record.process.pid;
     let blocks = record.block_files(addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
     let file = file::unnamed(dir).map_err(|error| host("cannot make a file for the guest's own pages", &error))?;
@@ -236,8 +240,42 @@ impl Freezing {
             let file = make_ram_file(&path, block.bytes, launcher.user.as_ref())?;
             private.recall_here()?;
             let numbers = descriptors_of(pid, block.file()?)?;
-            let bridged = bridged(&block.open(pid)?, block.bytes)?;
-            self.stand_ins.push(StandIn { file, numbers, bridged });
+            self.stand_ins.push(StandIn { file, numbers, bridged: None });
+        }
+        Ok(())
+    }
+
+    /// Does what [`freeze`](Self::freeze) needs, as far as that can be done while the guest runs, and the longer the more
+    /// RAM there is: copies its own pages, or looks where its files have data. To be called at least once before the
+    /// pause; called again it copies what was written since.
+    ///
+    /// # Errors
+    /// A [`Problem`]: no memory is left, or what does not answer.
+    pub fn copy_ahead(&mut self) -> Result<(), Problem> {
+        match (self.record.memory_mode, &mut self.draft) {
+            (MemoryMode::Shared, _) => {
+                self.look_ahead().map_err(|error| host("cannot look at the machine's RAM", &error))
+            }
+            (MemoryMode::Private, Some(draft)) => draft.copy_ahead().map_err(|error| error.problem()),
+            (MemoryMode::Private, None) => {
+                let addresses: Vec<_> = self.ram.iter().map(|block| block.start).collect();
+                let mut draft = draft(&self.record, &addresses, &self.dir)?;
+                draft.copy_ahead().map_err(|error| error.problem())?;
+                self.draft = Some(draft);
+                Ok(())
+            }
+        }
+    }
+
+    /// Looks where the files of shared RAM have data, and has the agent do so.
+    fn look_ahead(&mut self) -> io::Result<()> {
+        let not_yet = self.stand_ins.iter_mut().zip(&self.record.blocks).filter(|(of, _)| of.bridged.is_none());
+        for (stand_in, block) in not_yet {
+            let file = file::reader(block.open(self.record.process.pid)?)?;
+            let bridged = *stand_in.bridged.insert(bridged(&file, block.bytes)?);
+            if let Err(error) = self.agent.look_ahead(file.as_fd(), bridged) {
+                tracing::debug!(%error, "where its RAM has data is looked for in the guest's pause");
+            }
         }
         Ok(())
     }
@@ -248,13 +286,15 @@ impl Freezing {
     /// RAM reads as before; whether it is private by then is to be asked.
     pub fn freeze(&mut self) -> Result<Frozen, MigrateError> {
         let pid = self.record.process.pid;
-        let (latest, copied_bytes, late_bytes) = match &mut self.draft {
-            None => (self.make_private()?, 0, 0),
-            Some(draft) => {
+        let (latest, copied_bytes, late_bytes) = match (self.record.memory_mode, &mut self.draft) {
+            (MemoryMode::Shared, _) => (self.make_private()?, 0, 0),
+            (MemoryMode::Private, Some(draft)) => {
                 let Layer { file, bytes, late_bytes } = draft.lay_over(&mut self.agent)?;
                 (file, bytes, late_bytes)
             }
+            (MemoryMode::Private, None) => return Err(MigrateError::Bug("nothing was copied ahead")),
         };
+        tracing::debug!("files are in the place of its own pages");
         let image = Image::of(pid, &self.ram).map_err(MigrateError::host("looking at the guest's RAM"))?;
         Ok(Frozen { image, latest, copied_bytes, late_bytes })
     }
@@ -277,7 +317,7 @@ impl Freezing {
             };
             let (file, known_by) = open().map_err(MigrateError::host(doing))?;
             let at = AddressRange { address: self.ram[index].start, length: block.bytes };
-            self.agent.make_private(file.as_fd(), at, stand_in.bridged, known_by).map_err(failed)?;
+            self.agent.make_private(file.as_fd(), at, stand_in.bridged.unwrap_or(0), known_by).map_err(failed)?;
             put_in_place(&mut self.agent, &stand_in.numbers, &stand_in.file).map_err(failed)?;
             latest = Some(file);
         }

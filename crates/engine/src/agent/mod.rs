@@ -22,8 +22,8 @@ use std::time::Duration;
 
 use sterna_agent_protocol::MAX_BLOCKS;
 use sterna_agent_protocol::message::{
-    self, AdviseRequest, HelloReply, MAX_ITEMS, MakePrivateRequest, MapRequest, OpenReply, OpenRequest, Operation,
-    PutRequest, Range, Run, Status,
+    self, AdviseRequest, HelloReply, LookAheadRequest, MAX_ITEMS, MakePrivateRequest, MapRequest, OpenReply,
+    OpenRequest, Operation, PutRequest, Range, Run, Status,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -200,6 +200,19 @@ impl Agent {
         self.map_runs(Some(file), sharing, runs)
     }
 
+    /// As [`map`](Self::map) with [`Sharing::Private`], over memory that is registered with a userfaultfd. What was
+    /// there is freed when nobody has asked for anything for a while, unless the library is of an earlier version: then
+    /// at once. The guest must not run.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    pub fn map_over(&mut self, file: BorrowedFd<'_>, runs: &[MapRun]) -> Result<(), AgentError> {
+        match self.map(file, Sharing::Over, runs) {
+            Err(AgentError::Refused { status: Status::Malformed, .. }) => self.map(file, Sharing::Private, runs),
+            mapped => mapped,
+        }
+    }
+
     /// Makes anonymous memory of private guest RAM: it reads as zeros, and whatever file stood behind it is gone.
     ///
     /// # Errors
@@ -253,6 +266,17 @@ impl Agent {
         self.exchange.call(Operation::PutDescriptor, &[request.as_bytes()], Some(file)).map(drop)
     }
 
+    /// Has the library look where the file of a block has data, so that [`make_private`](Self::make_private) of that
+    /// block need look only where there was none. The guest may run.
+    ///
+    /// # Errors
+    /// [`AgentError::Refused`]: for example, the library is of an earlier version. The block can be made private all
+    /// the same.
+    pub fn look_ahead(&mut self, file: BorrowedFd<'_>, bridged: u64) -> Result<(), AgentError> {
+        let request = LookAheadRequest { bridged: bridged.into() };
+        self.exchange.call(Operation::LookAhead, &[request.as_bytes()], Some(file)).map(drop)
+    }
+
     /// Makes private RAM of the whole shared block at these addresses. What `file`, the block's own file open for
     /// reading only, holds stays what the guest reads; what it writes is QEMU's own. Data that is nearer than `bridged`
     /// bytes is mapped in one. From then on the block is known by the device (`st_dev`) and inode `known_by`. The guest
@@ -276,6 +300,15 @@ impl Agent {
             inode: known_by.1.into(),
         };
         self.exchange.call(Operation::MakePrivate, &[request.as_bytes()], Some(file)).map(drop)
+    }
+
+    /// Says that the guest runs again: what [`make_private`](Self::make_private) and [`map_over`](Self::map_over) have
+    /// moved out of the way is unmapped at once, and not after a while.
+    ///
+    /// # Errors
+    /// [`AgentError::Refused`]: the library is of an earlier version, and does it after a while.
+    pub fn finish(&mut self) -> Result<(), AgentError> {
+        self.exchange.call(Operation::Finish, &[], None).map(drop)
     }
 
     /// Sends items as many at a time as a message holds; a failure names the item by its place among all.

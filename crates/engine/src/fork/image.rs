@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use sterna_sys::file::{FileId, nobody_writes, reader};
 use sterna_sys::process::open_mapped;
 
-use crate::agent::{AddressRange, Agent, MapRun};
+use crate::agent::{AddressRange, Agent, AgentError, MapRun};
 use crate::error::MigrateError;
 use crate::memory::areas::{Area, Areas};
 
@@ -67,6 +67,28 @@ impl Image {
         Ok(image)
     }
 
+    /// What lies in the RAM of a process under a layer, and the layer, which is `runs` of a file. The guest does not run.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub(super) fn under(pid: u32, ram: &[Range<u64>], layer: &File, runs: &[MapRun]) -> io::Result<Self> {
+        let mut image = Self::of(pid, ram)?;
+        let file = sterna_sys::file::id(layer)?;
+        let area =
+            |run: &MapRun| Area { addresses: run.at.address..run.at.address + run.at.length, file, offset: run.offset };
+        let all = runs.iter().map(area).flat_map(|area| pieces(&area, ram).collect::<Vec<_>>());
+        // The last one: it is laid over the others.
+        image.files.push(ImageFile { file: reader(layer)?, pieces: all.collect() });
+        Ok(image)
+    }
+
+    /// The same without what lies under its last file, the layer.
+    pub(super) fn without_what_is_under(mut self) -> Self {
+        let layer = self.files.len().saturating_sub(1);
+        self.files[..layer].iter_mut().for_each(|file| file.pieces.clear());
+        self
+    }
+
     /// How many mappings it takes to have it.
     #[must_use]
     pub fn mappings(&self) -> usize {
@@ -101,15 +123,26 @@ impl Image {
     /// # Errors
     /// The agent does not do so: the RAM is undefined then.
     pub fn lay(&self, agent: &mut Agent, ram: &[Range<u64>]) -> Result<(), MigrateError> {
-        let failed = |source| MigrateError::Agent { doing: "laying a clone's memory", source: Box::new(source) };
         let all: Vec<_> = ram.iter().map(|block| span(block.clone())).collect();
-        agent.map_own(&all).map_err(failed)?;
+        agent.map_own(&all).map_err(not_laid)?;
+        self.lay_rest(agent, ram)
+    }
+
+    /// Lays it over what was laid there of the same guest before. Otherwise as [`lay`](Self::lay).
+    ///
+    /// # Errors
+    /// As [`lay`](Self::lay).
+    pub fn lay_rest(&self, agent: &mut Agent, ram: &[Range<u64>]) -> Result<(), MigrateError> {
         for ImageFile { file, pieces } in &self.files {
             let runs: Vec<_> = pieces.iter().filter_map(|piece| piece.at(ram)).collect();
-            agent.map(file.as_fd(), crate::agent::Sharing::Private, &runs).map_err(failed)?;
+            agent.map(file.as_fd(), crate::agent::Sharing::Private, &runs).map_err(not_laid)?;
         }
         Ok(())
     }
+}
+
+fn not_laid(source: AgentError) -> MigrateError {
+    MigrateError::Agent { doing: "laying a guest's memory", source: Box::new(source) }
 }
 
 impl Piece {

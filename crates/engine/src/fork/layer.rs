@@ -19,9 +19,11 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::file::{reader, write_at};
 use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
 
-use crate::agent::{AddressRange, Agent, MapRun, Sharing};
+use super::Image;
+use crate::agent::{AddressRange, Agent, MapRun};
 use crate::error::MigrateError;
-use crate::memory::areas::Areas;
+use crate::memory::areas::{Areas, without};
+use crate::memory::runs::runs;
 use crate::memory::{Memory, add_run, is_zero};
 use crate::source::track::Tracker;
 
@@ -57,6 +59,16 @@ pub struct Draft {
     current: PageMap,
     /// Pages of which the file has something that is not a hole.
     kept: PageMap,
+    /// What the layer is to have; `None` until the process's page tables were looked at.
+    own: Option<Own>,
+    /// Runs that another process has mapped of it.
+    mapped: Vec<Range<u64>>,
+}
+
+/// Pages of a guest's own, and how many parts of its RAM files stand behind.
+struct Own {
+    pages: PageMap,
+    areas: usize,
 }
 
 impl Draft {
@@ -75,7 +87,7 @@ impl Draft {
         file.set_len(bytes).map_err(MigrateError::host("making a file for the guest's own pages"))?;
         tracker.arm(memory.as_ref())?;
         let (current, kept) = (PageMap::empty(memory.layout()), PageMap::empty(memory.layout()));
-        Ok(Self { pid, memory, tracker, pagemap, file, current, kept })
+        Ok(Self { pid, memory, tracker, pagemap, file, current, kept, own: None, mapped: Vec::new() })
     }
 
     /// Copies the guest's own pages while it runs, until few are left that it has written since, or it writes them as
@@ -98,51 +110,121 @@ impl Draft {
     }
 
     /// Puts the layer in the place of the guest's own pages. The guest does not run, and nothing in the VMM uses its
-    /// RAM. Nobody writes the file once this is dropped.
+    /// RAM. Nobody writes the file any more.
     ///
     /// # Errors
     /// As [`copy_ahead`](Self::copy_ahead), or the agent does not answer. The RAM reads as before.
     pub fn lay_over(&mut self, agent: &mut Agent) -> Result<Layer, MigrateError> {
-        let runs = self.runs()?;
-        let late_bytes = self.copy(&runs)? * PAGE_BYTES as u64;
-        let file = reader(&self.file).map_err(MigrateError::kernel("opening the layer of the guest's own pages"))?;
-        let placed = self.placed(&runs);
-        agent.map(file.as_fd(), Sharing::Private, &placed).map_err(|source| MigrateError::Agent {
+        let (layer, runs) = self.finish()?;
+        agent.map_over(layer.file.as_fd(), &self.placed(&runs)).map_err(|source| MigrateError::Agent {
             doing: "putting a layer in the place of the guest's own pages",
             source: Box::new(source),
         })?;
-        Ok(Layer { file, bytes: runs.iter().map(|run| run.end - run.start).sum(), late_bytes })
+        Ok(layer)
+    }
+
+    /// What the guest's RAM is so far, with the layer, for another process to map before the pause. It must not touch
+    /// it until it has [the rest](Self::rest): the layer is still written.
+    ///
+    /// While the RAM is watched, nothing changes what lies under the layer. What is mapped now stays part of the layer,
+    /// so that it is copied again where the guest writes it.
+    ///
+    /// # Errors
+    /// As [`copy_ahead`](Self::copy_ahead).
+    pub fn ahead(&mut self) -> Result<Image, MigrateError> {
+        let runs = self.runs()?;
+        self.copy(&runs)?;
+        let pages = self.pages(&runs);
+        if let Some(own) = &mut self.own {
+            own.pages.add(&pages);
+        }
+        self.mapped.clone_from(&runs);
+        self.image_of(&self.file, &self.placed(&runs))
+    }
+
+    /// What the guest's RAM is, with the layer, beyond what was mapped [ahead](Self::ahead). The process goes on with
+    /// its own pages. The guest does not run, and nothing in the VMM uses its RAM. Nobody writes the file any more.
+    ///
+    /// # Errors
+    /// As [`copy_ahead`](Self::copy_ahead).
+    pub fn rest(&mut self) -> Result<(Image, Layer), MigrateError> {
+        let (layer, runs) = self.finish()?;
+        let rest = without(&runs, self.mapped.iter().cloned());
+        let image = self.image_of(&layer.file, &self.placed(&rest))?;
+        Ok((if self.mapped.is_empty() { image } else { image.without_what_is_under() }, layer))
+    }
+
+    fn image_of(&self, layer: &File, placed: &[MapRun]) -> Result<Image, MigrateError> {
+        let image = Image::under(self.pid, &self.memory.spans(), layer, placed);
+        image.map_err(MigrateError::host("looking at the guest's RAM"))
+    }
+
+    /// Copies the last pages. The layer is whole, and is what these runs of RAM are.
+    fn finish(&mut self) -> Result<(Layer, Vec<Range<u64>>), MigrateError> {
+        let runs = self.runs()?;
+        tracing::debug!(runs = runs.len(), "what was written last is known");
+        let late_bytes = self.copy(&runs)? * PAGE_BYTES as u64;
+        tracing::debug!(late_bytes, "the layer is whole");
+        let again = || reader(&self.file).map_err(MigrateError::kernel("opening the layer of the guest's own pages"));
+        let (file, own) = (again()?, again()?);
+        // The one that could be written goes.
+        self.file = own;
+        Ok((Layer { file, bytes: runs.iter().map(|run| run.end - run.start).sum(), late_bytes }, runs))
     }
 
     /// The runs of RAM that the layer is to have, as it is now; what was written before is no longer current.
     ///
-    /// The writes are collected first: a page that becomes the guest's own later was written after that, and is
-    /// collected the next time.
+    /// The page tables are looked at once, which takes the longer the more RAM there is. From then on a page becomes
+    /// the guest's own only by a write, and a page of zeros comes in a file's place only where something was discarded.
+    /// Both are collected. The writes are collected before the look: what becomes the guest's own after the look was
+    /// written after that, and is collected the next time. A page that was discarded since stays in a run: it is copied
+    /// as zeros.
     fn runs(&mut self) -> Result<Vec<Range<u64>>, MigrateError> {
         let layout = self.memory.layout();
         let (mut written, mut discarded) = (PageMap::empty(layout), PageMap::empty(layout));
         self.tracker.collect(self.memory.as_ref(), &mut written, &mut discarded)?;
         self.current.take_out(&written);
-        let ram = self.memory.spans();
-        let find = || -> io::Result<Vec<Range<u64>>> {
-            let areas = Areas::of(self.pid, &ram)?;
-            let mut own = Vec::new();
-            for block in &ram {
-                own.extend(own_pages(&self.pagemap, &areas, block.clone())?);
-            }
-            Ok(near_ones_together(&own, &ram, MOST_PIECES.saturating_sub(areas.iter().count()).max(1) / 2))
+        let mut own = match self.own.take() {
+            Some(own) => own,
+            None => self.look().map_err(MigrateError::host("finding the guest's own pages"))?,
         };
-        find().map_err(MigrateError::host("finding the guest's own pages"))
+        own.pages.add(&written);
+        let ram = self.memory.spans();
+        let places = own.pages.iter().flat_map(|(chunk, pages)| runs(layout, chunk, pages));
+        let ranges: Vec<_> = places.map(|run| run.at(ram[run.block].start)).collect();
+        let runs = near_ones_together(&ranges, &ram, MOST_PIECES.saturating_sub(own.areas).max(1) / 2);
+        self.own = Some(own);
+        Ok(runs)
+    }
+
+    /// The guest's own pages, by the page tables of its process.
+    fn look(&self) -> io::Result<Own> {
+        let ram = self.memory.spans();
+        // While the RAM is watched, nothing makes an area smaller.
+        let areas = Areas::of(self.pid, &ram)?;
+        let mut pages = PageMap::empty(self.memory.layout());
+        for (block, span) in ram.iter().enumerate() {
+            for own in own_pages(&self.pagemap, &areas, span.clone())? {
+                add_run(&mut pages, self.memory.layout(), block, own.start - span.start..own.end - span.start);
+            }
+        }
+        Ok(Own { pages, areas: areas.iter().count() })
+    }
+
+    /// The pages of these runs.
+    fn pages(&self, runs: &[Range<u64>]) -> PageMap {
+        let mut pages = PageMap::empty(self.memory.layout());
+        for (block, span) in self.memory.spans().into_iter().enumerate() {
+            for run in runs.iter().filter(|run| span.contains(&run.start)) {
+                add_run(&mut pages, self.memory.layout(), block, run.start - span.start..run.end - span.start);
+            }
+        }
+        pages
     }
 
     /// Copies those pages of these runs that are not current. Returns how many.
     fn copy(&mut self, runs: &[Range<u64>]) -> Result<u64, MigrateError> {
-        let mut wanted = PageMap::empty(self.memory.layout());
-        for (block, span) in self.memory.spans().into_iter().enumerate() {
-            for run in runs.iter().filter(|run| span.contains(&run.start)) {
-                add_run(&mut wanted, self.memory.layout(), block, run.start - span.start..run.end - span.start);
-            }
-        }
+        let mut wanted = self.pages(runs);
         wanted.take_out(&self.current);
         let mut bodies = vec![0; CHUNK_BYTES];
         let mut copy = || -> io::Result<()> {

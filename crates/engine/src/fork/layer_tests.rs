@@ -109,9 +109,12 @@ fn what_a_guest_writes_while_its_pages_are_copied_is_in_the_layer() {
                 rig.set(number.wrapping_mul(7919) % PAGES, (number % 5) as u8);
             }
         });
-        for _ in 0..20 {
+        for round in 0..20 {
             let before = writes.load(Ordering::Acquire);
             draft.copy_ahead().expect("copied");
+            if round == 10 {
+                draft.ahead().expect("what another process maps");
+            }
             while writes.load(Ordering::Acquire) < before + 100 {
                 std::thread::yield_now();
             }
@@ -119,6 +122,9 @@ fn what_a_guest_writes_while_its_pages_are_copied_is_in_the_layer() {
         stop.store(true, Ordering::Release);
     });
     assert_eq!(rig.wrong(&mut draft), [0; 0]);
+    let runs = draft.runs().expect("runs");
+    assert!(!draft.mapped.is_empty());
+    assert_eq!(without(&draft.mapped, runs.into_iter()), [], "it shows what is not copied any more");
 }
 
 /// Seen to fail where a page that was copied before stays as it was copied.

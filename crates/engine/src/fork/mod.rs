@@ -108,7 +108,8 @@ impl Drop for Closed<'_> {
     }
 }
 
-fn read_all(stream: &UnixStream) -> io::Result<Vec<u8>> {
+/// Reads the state of devices until whoever saves them has written all.
+pub(crate) fn read_all(stream: &UnixStream) -> io::Result<Vec<u8>> {
     let mut devices = Vec::new();
     let read = stream.take(MAX_DEVICE_BYTES + 1).read_to_end(&mut devices)?;
     if read as u64 > MAX_DEVICE_BYTES {

@@ -162,7 +162,7 @@ pub fn content_bytes(pid: u32, addresses: Range<u64>) -> io::Result<u64> {
 }
 
 /// Ranges without others; all are in order and apart.
-pub(super) fn without(ranges: &[Range<u64>], others: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
+pub(crate) fn without(ranges: &[Range<u64>], others: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
     let mut left = Vec::new();
     let mut others = others.peekable();
     for range in ranges {

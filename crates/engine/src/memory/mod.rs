@@ -32,7 +32,7 @@ pub mod physical;
 pub mod fault;
 
 /// Pages as runs of neighbours.
-mod runs;
+pub(crate) mod runs;
 
 use std::fmt::{self, Debug, Formatter};
 use std::fs::File;

@@ -7,7 +7,7 @@ use sterna_protocol::pages::PageSet;
 
 /// Neighbouring pages of a block.
 #[derive(Debug)]
-pub(super) struct Run {
+pub(crate) struct Run {
     /// The block, by its position in the layout.
     pub block: usize,
     /// The range of the block's bytes.
@@ -29,7 +29,7 @@ impl Run {
 ///
 /// # Panics
 /// Where a page is not in the layout, when its run is asked for.
-pub(super) fn runs(layout: &Layout, chunk: ChunkIndex, pages: &PageSet) -> impl Iterator<Item = Run> {
+pub(crate) fn runs(layout: &Layout, chunk: ChunkIndex, pages: &PageSet) -> impl Iterator<Item = Run> {
     pages.runs().map(move |(start, length)| {
         let place = layout.place(chunk).expect("a chunk of this layout");
         assert!(start + length <= place.pages, "page {start} of chunk {} is not in the layout", chunk.0);

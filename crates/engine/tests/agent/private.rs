@@ -1,12 +1,13 @@
 //! Private memory mode: RAM that is the program's own, anonymous memory.
 
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
-use sterna_engine::agent::{AddressRange, Advice, AgentBlock, Backing, Discard, Discards, Sharing};
+use sterna_engine::agent::{AddressRange, Advice, AgentBlock, Backing, Discard, Discards, MapRun, Sharing};
 
-use crate::fixture::{identity, with_each_qemu};
-use crate::program::{PAGE, Program, RAM_BYTES};
+use crate::fixture::{eventually, identity, scratch, with_each_qemu};
+use crate::program::{PAGE, Program, RAM_BYTES, word_of};
 
 const PAGES: u64 = RAM_BYTES / PAGE;
 
@@ -140,6 +141,45 @@ fn the_daemon_drops_pages_of_private_ram() {
     agent.advise(Advice::DontNeed, &[AddressRange { address: block.address + PAGE, length: PAGE }]).expect("advise");
     assert_eq!([0, 1, 2].map(|page| program.tell(&format!("read {page}")) == "0"), [false, true, false]);
     assert_eq!(log.drain(), Discards::Ranges(vec![]), "what the daemon asked for it knows");
+}
+
+/// The anonymous memory of a process, bytes.
+fn own_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
+    let own = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB"));
+    own.expect("the kernel tells").trim().parse::<u64>().expect("a number") << 10
+}
+
+#[test]
+fn what_is_mapped_over_private_pages_reads_as_the_file_and_the_pages_go_later() {
+    let (mut program, block) = private_program("private");
+    let mut agent = program.agent();
+    let dir = scratch();
+    let path = dir.path().join("layer");
+    let layer = std::fs::File::create_new(&path).expect("a file");
+    layer.set_len(RAM_BYTES).expect("a file");
+    let runs = [(0, 1), (100, 4000), (PAGES - 20, 20)];
+    for page in runs.into_iter().flat_map(|(first, count)| first..first + count) {
+        layer.write_all_at(&(!page).to_ne_bytes(), page * PAGE).expect("written");
+    }
+    let layer = std::fs::File::open(&path).expect("it is there");
+    let at = |(first, count)| AddressRange { address: block.address + first * PAGE, length: count * PAGE };
+    let runs: Vec<_> = runs.iter().map(|run| MapRun { at: at(*run), offset: run.0 * PAGE }).collect();
+    let pid = program.id();
+    let before = own_bytes(pid);
+    agent.map_over(layer.as_fd(), &runs).expect("mapped");
+    eventually("the pages are freed", || (own_bytes(pid) + 4000 * PAGE <= before).then_some(()));
+    let shown = [0, 1, 99, 100, 4099, 4100, PAGES - 21, PAGES - 20, PAGES - 1];
+    let layered = |page: u64| page == 0 || (100..4100).contains(&page) || page >= PAGES - 20;
+    let expected = shown.map(|page| if layered(page) { !page } else { word_of(page) });
+    assert_eq!(shown.map(|page| program.tell(&format!("read {page}")).parse::<u64>().expect("a number")), expected);
+    // They are the program's to write, and the file stays as it is.
+    program.tell(&format!("fill {PAGES}"));
+    assert_eq!(program.tell(&format!("check 1 {PAGES}")), "0");
+    let mut word = [0; 8];
+    layer.read_exact_at(&mut word, 100 * PAGE).expect("a word");
+    assert_eq!(u64::from_ne_bytes(word), !100);
+    assert_eq!(agent.blocks().expect("blocks"), [block], "for the program it is the same block");
 }
 
 #[test]
