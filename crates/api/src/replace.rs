@@ -44,8 +44,12 @@ pub struct Replaced {
     pub pause_ms: f64,
     /// The time that the former QEMU then took to end, milliseconds.
     pub end_ms: f64,
-    /// RAM, bytes. None of it was copied: both QEMUs have mapped the same.
+    /// RAM, bytes. Both QEMUs have mapped the same files.
     pub memory_bytes: u64,
+    /// What of it was copied into a file first, bytes: pages of the guest's own, where its memory is private.
+    pub copied_bytes: u64,
+    /// What of that was copied in the pause, bytes.
+    pub copied_in_pause_bytes: u64,
     /// Memory that the host had given for it before, bytes.
     pub allocated_before_bytes: u64,
     /// Memory that the host has given for it after, bytes.

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use sterna_api::problem::Whereabouts;
+use sterna_api::units::show_size;
 use sterna_api::{ReplaceRequest, Replaced, Vm};
 
 use crate::arguments::Replace;
@@ -73,9 +74,13 @@ fn whereabouts(failure: &Failure) -> &'static str {
 fn tell(replaced: &Replaced) {
     let Replaced { vm, from_qemu, to_qemu, pid, .. } = replaced;
     println!(
-        "{vm}: QEMU {to_qemu} (process {pid}) in place of {from_qemu}, paused {:.1} ms, {:.0} ms in all{}",
+        "{vm}: QEMU {to_qemu} (process {pid}) in place of {from_qemu}, paused {:.1} ms, {:.0} ms in all{}{}",
         replaced.pause_ms,
         replaced.ms,
+        match replaced.copied_bytes {
+            0 => String::new(),
+            bytes => format!(", {} copied", show_size(bytes)),
+        },
         if replaced.verify.checked { ", its memory compared: the same" } else { "" }
     );
     for change in &replaced.changed_arguments {

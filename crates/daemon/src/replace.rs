@@ -5,8 +5,14 @@
 //! QEMU's, and the former one ends. The one write of the record between the two is the point of no return: a daemon
 //! that finds *begun* ends the new QEMU before it lets the guest run on in its own; one that finds *done* ends the
 //! former one before it lets it run in the new.
+//!
+//! Private memory is its QEMU's own. The new one maps the files that the guest's memory consists of, and a file with the
+//! guest's own pages, which are copied while it runs, as for a fork ([`Draft`]), and touches none of it until the last
+//! ones are there. The former one's memory stays as it was.
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,6 +22,7 @@ use sterna_api::units::milliseconds;
 use sterna_api::{Blame, Code, MemoryMode, Problem, ReplaceRequest, Replaced};
 use sterna_engine::agent::Agent;
 use sterna_engine::error::MigrateError;
+use sterna_engine::fork::layer::{Draft, Layer};
 use sterna_engine::memory::{Memory, kind};
 use sterna_engine::replace::{HandedOver, Keeper, Stayed, Untouched, hand_over};
 use sterna_engine::vmm::Source;
@@ -23,6 +30,7 @@ use sterna_engine::vmm::qemu::{QemuDestination, QemuSource};
 use sterna_sys::map::Access;
 
 use crate::care::Care;
+use crate::fork;
 use crate::machines::control::{self, Control};
 use crate::machines::files::kept_log;
 use crate::machines::hold::{Hold, InPlace};
@@ -62,6 +70,10 @@ struct Waiting {
     /// The machine as it will be.
     next: VmRecord,
     agent: Agent,
+    /// Where it has RAM.
+    ram: Vec<Range<u64>>,
+    /// Of private memory, the file that the guest's own pages become.
+    draft: Option<Draft>,
     untouched: Untouched,
     taps: Taps,
     /// What stands in for the taps. The last who closes one waits for the kernel to take a network device apart: that
@@ -95,7 +107,7 @@ impl Replace<'_> {
             allocated_before_bytes: record.allocated_bytes(),
             ..Replaced::default()
         };
-        let handed = match self.hand_over(&record, waiting, request.verify) {
+        let (handed, layer) = match self.hand_over(&record, waiting, request.verify) {
             Ok(handed) => handed,
             Err(Stayed { why, stopped: None }) => return Err(self.stays(&record, why.problem())),
             Err(Stayed { why, stopped: Some(error) }) => {
@@ -106,6 +118,10 @@ impl Replace<'_> {
         };
         replaced.ms = milliseconds(began.elapsed());
         replaced.verify = handed.verify;
+        if let Some(layer) = layer {
+            (replaced.copied_bytes, replaced.copied_in_pause_bytes) = (layer.bytes, layer.late_bytes);
+            fork::mark(&layer.file);
+        }
         if let Some(start) = handed.start {
             replaced.pause_ms = start.0.saturating_sub(handed.stopped.stop.0) as f64 / 1e3;
         }
@@ -124,14 +140,6 @@ impl Replace<'_> {
     /// All that can be done while the guest runs.
     fn prepare(&self, record: &VmRecord, request: &ReplaceRequest, doing: &InPlace) -> Result<Waiting, Problem> {
         let name = &record.name;
-        if record.memory_mode == MemoryMode::Private {
-            return Err(Problem::new(
-                Code::PrivateMemory,
-                Blame::Request,
-                format!("the QEMU of '{name}' cannot be replaced: its guest's memory is that QEMU's own"),
-            )
-            .hint("move it to another host and back, or run it with --memory-mode shared"));
-        }
         record.check_settled()?;
         let mut control = Control::connect(&record.qmp)?;
         let about = control.inspect()?;
@@ -145,6 +153,9 @@ impl Replace<'_> {
         let binary = prechecks::check(&record.spec(&about), &items, Some(&path), u64::MAX)?;
         let mut former = control::source(record, control.share())?;
         let running = former.running().map_err(|error| control::refused("tell its state", &error))?;
+        if record.memory_mode == MemoryMode::Private {
+            check_private(record, &mut former, &items)?;
+        }
         doing.found(running);
         let succession = Succession::begin();
         let begun = VmRecord { succession: Some(succession.clone()), running, ..record.clone() };
@@ -164,13 +175,22 @@ impl Replace<'_> {
         let dir = self.care.machines.dir(&record.name);
         let place = succession.place(&dir);
         let (taps, stand_ins) = Taps::of(record.process, &mut items)?;
-        let managed = record.managed_ram.then(|| (record.memory_bytes, record.blocks[0].path.as_path()));
+        let kind = self.launcher.ram_kind(record.memory_mode, record.trust_group.as_deref());
+        let blocks = match record.memory_mode {
+            MemoryMode::Shared => record.blocks.clone(),
+            MemoryMode::Private => self.launcher.blocks_like(&record.name, &record.blocks),
+        };
+        let managed = record.managed_ram.then(|| (record.memory_bytes, blocks[0].path.as_path()));
         let additions = Additions { name: &record.name, qmp: &place.qmp, ram: managed };
-        let files: Vec<(String, PathBuf)> =
-            record.blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
+        let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
         let all = arguments::for_incoming(&successor::beside(&items), &additions, &record.machine, &files);
-        let ram = (succession, record.blocks.clone());
-        let started = self.launcher.start_beside(&binary.path, &all, &record.name, ram, &stand_ins)?;
+        let (draft, started) = std::thread::scope(|scope| {
+            let draft = scope.spawn(|| self.copy_ahead(record));
+            let ram = (succession, kind, blocks.clone());
+            let started = self.launcher.start_beside(&binary.path, &all, &record.name, ram, &stand_ins);
+            (draft.join().unwrap_or_else(|panic| resume_unwind(panic)), started)
+        });
+        let (draft, started) = (draft?, started?);
         self.store(&VmRecord { succession: Some(succession.with(started.process)), ..record.clone() })?;
         let next = VmRecord {
             process: started.process,
@@ -179,28 +199,54 @@ impl Replace<'_> {
             arguments: user,
             qmp: place.qmp,
             agent: place.agent,
+            blocks: started.blocks.clone(),
             succession: Some(succession.done(record.process, own_files(record, &dir))),
             ..record.clone()
         };
         let (agent, addresses) = control::agent_and_addresses(&next.agent, next.process.pid, &next.blocks)?;
-        let ram = next.blocks.iter().zip(addresses).map(|(block, address)| address..address + block.bytes).collect();
-        let untouched = Untouched::of(next.process.pid, ram).map_err(|error| error.problem())?;
+        let ram: Vec<_> =
+            next.blocks.iter().zip(addresses).map(|(block, address)| address..address + block.bytes).collect();
+        let untouched = Untouched::of(next.process.pid, ram.clone()).map_err(|error| error.problem())?;
         let successor = control::destination(&next, place.log)?;
-        Ok(Waiting { former, running, successor, started, next, agent, untouched, taps, stand_ins })
+        Ok(Waiting { former, running, successor, started, next, agent, ram, draft, untouched, taps, stand_ins })
+    }
+
+    /// Of private memory: copies the guest's own pages, and watches what it writes from then on.
+    fn copy_ahead(&self, record: &VmRecord) -> Result<Option<Draft>, Problem> {
+        if record.memory_mode == MemoryMode::Shared {
+            return Ok(None);
+        }
+        let (_, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
+        let mut draft = fork::source::draft(record, &addresses, &self.launcher.state.ram())?;
+        draft.copy_ahead().map_err(|error| error.problem())?;
+        Ok(Some(draft))
     }
 
     /// The pause.
-    fn hand_over(&self, record: &VmRecord, waiting: Waiting, verify: bool) -> Result<HandedOver, Stayed> {
-        let Waiting { mut former, running, mut successor, started, next, agent, untouched, taps, stand_ins } = waiting;
-        let ram = verify.then(|| ram_of(record)).transpose();
-        let ram = ram.map_err(|why| Stayed { why: Box::new(why), stopped: None })?;
+    fn hand_over(
+        &self,
+        record: &VmRecord,
+        waiting: Waiting,
+        verify: bool,
+    ) -> Result<(HandedOver, Option<Layer>), Stayed> {
+        let Waiting { mut former, running, mut successor, started, next, agent, ram, draft, .. } = waiting;
+        let Waiting { untouched, taps, stand_ins, .. } = waiting;
+        let stays = |why: MigrateError| Stayed { why: Box::new(why), stopped: None };
+        let compared = verify.then(|| Ok((ram_of(record)?, ram_of(&next)?))).transpose().map_err(stays)?;
+        let compared = compared.as_ref().map(|(former, next)| (former.as_ref(), next.as_ref()));
+        let (mut agent, mut draft) = (agent, draft);
+        if let Some(draft) = &mut draft {
+            // What the guest has written since.
+            draft.copy_ahead().and_then(|()| draft.ahead()?.lay(&mut agent, &ram)).map_err(stays)?;
+        }
         let machines = &self.care.machines;
-        let mut keeper = Changeover { machines, former: record.process, next: &next, agent, taps };
-        let handed = hand_over((&mut former, &mut successor), &untouched, &mut keeper, running, ram.as_deref());
+        let moved = draft.map(|draft| Moved { draft, ram, layer: None });
+        let mut keeper = Changeover { machines, former: record.process, next: &next, agent, taps, moved };
+        let handed = hand_over((&mut former, &mut successor), &untouched, &mut keeper, running, compared);
         drop(stand_ins);
         let handed = handed?;
         started.keep();
-        Ok(handed)
+        Ok((handed, keeper.moved.and_then(|moved| moved.layer)))
     }
 
     /// Ends the QEMU that has the guest no more. The time that it took, milliseconds.
@@ -262,9 +308,30 @@ impl Replace<'_> {
     }
 }
 
-/// The files in a machine's directory that end with the QEMU it has now.
+/// Checks that the guest's private memory can become another QEMU's.
+fn check_private(record: &VmRecord, former: &mut QemuSource, items: &[Item]) -> Result<(), Problem> {
+    let refuse = |why: &str, hint: &str| {
+        let message = format!("the QEMU of '{}' cannot be replaced: {why}", record.name);
+        Err(Problem::new(Code::PrivateMemory, Blame::Request, message).hint(hint))
+    };
+    if !record.managed_ram {
+        return refuse("its private memory was not made by Sterna", "move it to another host and back");
+    }
+    if let Some((item, reason)) = arguments::unfit_for_private(items) {
+        return refuse(&format!("'-{}': {reason}", item.option), "give its arguments without");
+    }
+    if former.writes_untracked().map_err(|error| control::refused("tell its devices", &error))? {
+        let why = "a disk with direct I/O, or the processor for guests of its own, may write its memory past QEMU";
+        return refuse(why, "move it to another host and back, or give its disks another cache= than none");
+    }
+    record.check_template()
+}
+
+/// The files that end with the QEMU that a machine has now: those in its directory, and those of private memory.
 fn own_files(record: &VmRecord, dir: &Path) -> Vec<PathBuf> {
-    [&record.qmp, &record.agent].into_iter().filter(|path| path.starts_with(dir)).cloned().collect()
+    let sockets = [&record.qmp, &record.agent].into_iter().filter(|path| path.starts_with(dir)).cloned();
+    let private = record.blocks.iter().filter(|block| block.private.is_some()).map(|block| block.path.clone());
+    sockets.chain(private).collect()
 }
 
 /// The guest's RAM, to be read.
@@ -280,9 +347,33 @@ struct Changeover<'a> {
     next: &'a VmRecord,
     agent: Agent,
     taps: Taps,
+    moved: Option<Moved>,
+}
+
+/// Private memory that becomes the new QEMU's.
+struct Moved {
+    draft: Draft,
+    /// Where the new QEMU has its own.
+    ram: Vec<Range<u64>>,
+    /// What the guest's own pages have become.
+    layer: Option<Layer>,
 }
 
 impl Keeper for Changeover<'_> {
+    fn moves_ram(&self) -> bool {
+        self.moved.is_some()
+    }
+
+    fn move_ram(&mut self) -> Result<(), MigrateError> {
+        let Some(Moved { draft, ram, layer }) = &mut self.moved else { return Ok(()) };
+        let (rest, made) = draft.rest()?;
+        rest.lay_rest(&mut self.agent, ram)?;
+        // The guest alone writes its memory, from its first instruction there.
+        rest.wait_until_nobody_writes()?;
+        *layer = Some(made);
+        Ok(())
+    }
+
     fn stopped(&mut self) -> Result<(), MigrateError> {
         let doing = "giving the new QEMU its tap devices";
         let handed = self.taps.hand_over(&mut self.agent);

@@ -10,7 +10,11 @@
 //!                                              the guest runs
 //! ```
 //!
-//! The guest's RAM is one file, so whatever the successor writes before it has the guest is written under a guest that
+//! Private RAM is its VMM's own. The successor maps the files that the guest's RAM consists of, and a file with copies of
+//! the guest's own pages ([`fork::layer`](crate::fork::layer)), which is whole once the devices are saved. The former
+//! VMM's RAM is as it was, so that the guest can go back.
+//!
+//! The guest's shared RAM is one file, so whatever the successor writes before it has the guest is written under a guest that
 //! runs. QEMU writes none while it waits: its firmware and its devices leave RAM alone until their state is there. That
 //! is not taken on trust. A page that a process has touched is in its page tables, and stays there: so a successor
 //! whose page tables hold none of the RAM, when the guest has stopped, has neither read nor written any of it. From the
@@ -20,10 +24,11 @@
 //! former one go on. A load that fails half-way may have written RAM, as devices are put to work: no device of QEMU's
 //! was seen to do so, and `verify` compares.
 
-use std::io;
+use std::io::{self, Write};
 use std::net::Shutdown;
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
 use sterna_api::report::Verify;
@@ -33,6 +38,7 @@ use sterna_protocol::layout::ChunkIndex;
 use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
 
 use crate::error::MigrateError;
+use crate::fork::read_all;
 use crate::memory::Memory;
 use crate::vmm::{Destination, EventTime, Source, Stopped, VmmError, wait_until_stopped};
 
@@ -49,6 +55,19 @@ pub trait Keeper {
     /// # Errors
     /// The guest stays where it was.
     fn stopped(&mut self) -> Result<(), MigrateError>;
+
+    /// Whether the successor has not all of the guest's RAM until [`move_ram`](Self::move_ram).
+    fn moves_ram(&self) -> bool {
+        false
+    }
+
+    /// Has the successor's RAM be what the guest's is. The devices are saved, and the successor has nothing of them.
+    ///
+    /// # Errors
+    /// The guest stays where it was.
+    fn move_ram(&mut self) -> Result<(), MigrateError> {
+        Ok(())
+    }
 
     /// Writes down that the guest is the successor's from now on.
     ///
@@ -115,8 +134,10 @@ pub struct Stayed {
     pub stopped: Option<VmmError>,
 }
 
-/// Hands a guest from one VMM to the other. `running`: the guest is to run there; `verify`: its RAM, where it is to be
-/// compared before and after the devices' way.
+/// The guest's RAM in the former VMM and in its successor, where it is to be compared before and after the devices' way.
+pub type Compared<'a> = Option<(&'a dyn Memory, &'a dyn Memory)>;
+
+/// Hands a guest from one VMM to the other. `running`: the guest is to run there.
 ///
 /// # Errors
 /// [`Stayed`]; the successor has ended.
@@ -125,7 +146,7 @@ pub fn hand_over(
     untouched: &Untouched,
     keeper: &mut dyn Keeper,
     running: bool,
-    verify: Option<&dyn Memory>,
+    verify: Compared<'_>,
 ) -> Result<HandedOver, Stayed> {
     match take(former, successor, untouched, keeper, verify) {
         Ok((stopped, verify)) => {
@@ -149,14 +170,16 @@ fn take(
     successor: &mut dyn Destination,
     untouched: &Untouched,
     keeper: &mut dyn Keeper,
-    verify: Option<&dyn Memory>,
+    verify: Compared<'_>,
 ) -> Result<(Stopped, Verify), MigrateError> {
     former.prepare()?;
     let to = successor.prepare()?;
     let from = former.begin()?;
     std::thread::scope(|scope| {
         let _way = Way { from: &from, to: &to };
-        scope.spawn(|| carry(&from, &to));
+        let (load, may_load) = mpsc::channel();
+        let may_load = keeper.moves_ram().then_some(may_load);
+        scope.spawn(|| carry(&from, &to, may_load));
         let stopped = wait_until_stopped(former)?;
         tracing::debug!("the guest has stopped");
         match untouched.touched()? {
@@ -164,7 +187,7 @@ fn take(
             pages => return Err(MigrateError::TouchedEarly(pages)),
         }
         let digester = Digester::of(VERSION, sterna_sys::host::random_u128());
-        let before = verify.map(|ram| digests(ram, digester)).transpose()?;
+        let before = verify.map(|(ram, _)| digests(ram, digester)).transpose()?;
         former.save_devices()?;
         keeper.stopped()?;
         tracing::debug!("the former QEMU saves the devices");
@@ -173,11 +196,20 @@ fn take(
             return Err(successor.loaded(LAST_WORDS).err().filter(is_reason).unwrap_or(error).into());
         }
         tracing::debug!("the devices are saved");
+        if keeper.moves_ram() {
+            keeper.move_ram()?;
+            tracing::debug!("the new QEMU has the guest's RAM");
+            // It cannot fail: the thread has the other end until it has written all, or its way is closed.
+            let _ = load.send(());
+        }
         // Nobody waits for the thread: whether all of the state has come, the successor knows best.
         successor.loaded(DEVICE_TIMEOUT)?;
         tracing::debug!("the devices are loaded");
         let verify = match verify.zip(before) {
-            Some((ram, before)) => compare(&before, &digests(ram, digester)?)?,
+            Some(((_, ram), before)) => {
+                ram.look_at_areas().map_err(MigrateError::host("looking at the guest's RAM to compare it"))?;
+                compare(&before, &digests(ram, digester)?)?
+            }
             None => Verify::default(),
         };
         successor.alive()?;
@@ -201,9 +233,17 @@ impl Drop for Way<'_> {
     }
 }
 
-/// Carries the devices' state until the former VMM has written all of it, or the way is closed.
-fn carry(mut from: &UnixStream, mut to: &UnixStream) {
-    if let Err(error) = io::copy(&mut from, &mut to) {
+/// Carries the devices' state until the former VMM has written all of it, or the way is closed. With `may_load`, the
+/// successor gets nothing of it before that says so.
+fn carry(mut from: &UnixStream, mut to: &UnixStream, may_load: Option<Receiver<()>>) {
+    let carried = match may_load {
+        None => io::copy(&mut from, &mut to).map(drop),
+        Some(may_load) => read_all(from).and_then(|devices| match may_load.recv() {
+            Ok(()) => to.write_all(&devices),
+            Err(_) => Err(io::Error::other("the guest stays where it was")),
+        }),
+    };
+    if let Err(error) = carried {
         tracing::debug!(%error, "the devices' way from QEMU to QEMU is closed");
     }
     let _ = to.shutdown(Shutdown::Write);

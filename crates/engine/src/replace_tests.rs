@@ -1,6 +1,6 @@
 //! The order of a replacement, with VMMs that do as they are told.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
 
 use sterna_sys::map::{Access, SharedMapping};
@@ -26,11 +26,15 @@ struct Player {
     ends: Vec<UnixStream>,
     /// More devices than their way holds, whose other end nobody reads.
     floods: bool,
+    /// Its end of the devices' way, and what it reads there to load them, where a test has the other one.
+    given: Option<(UnixStream, UnixStream)>,
+    /// What it has loaded.
+    devices: Vec<u8>,
 }
 
 impl Player {
     fn new(told: &Told, fails: &'static str) -> Self {
-        Self { told: Arc::clone(told), fails, ends: Vec::new(), floods: false }
+        Self { told: Arc::clone(told), fails, ends: Vec::new(), floods: false, given: None, devices: Vec::new() }
     }
 
     fn step(&self, what: &'static str) -> Result<(), VmmError> {
@@ -99,10 +103,17 @@ impl Source for Player {
 impl Destination for Player {
     fn prepare(&mut self) -> Result<UnixStream, VmmError> {
         self.step("wait")?;
-        Ok(self.way())
+        match &self.given {
+            Some((ours, _)) => Ok(ours.try_clone().unwrap()),
+            None => Ok(self.way()),
+        }
     }
 
     fn loaded(&mut self, _timeout: Duration) -> Result<(), VmmError> {
+        if let Some((_, theirs)) = &mut self.given {
+            theirs.set_read_timeout(None).unwrap();
+            theirs.read_to_end(&mut self.devices).unwrap();
+        }
         self.step("loaded")
     }
 
@@ -124,9 +135,24 @@ impl Destination for Player {
 struct Daemon<'a> {
     player: Player,
     writes: Box<dyn FnMut() + 'a>,
+    /// The new VMM has RAM of its own at first. Then its end of the devices' way is looked at.
+    moves: Option<UnixStream>,
 }
 
 impl Keeper for Daemon<'_> {
+    fn moves_ram(&self) -> bool {
+        self.moves.is_some()
+    }
+
+    fn move_ram(&mut self) -> Result<(), MigrateError> {
+        if let Some(way) = &self.moves {
+            way.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+            let early = (&mut &*way).read(&mut [0; 8]);
+            assert!(early.is_err(), "it has got devices before it has the guest's RAM: {early:?}");
+        }
+        Ok(self.player.step("move RAM")?)
+    }
+
     fn stopped(&mut self) -> Result<(), MigrateError> {
         self.player.step("change hands")?;
         (self.writes)();
@@ -165,7 +191,7 @@ fn hand(fails: &'static str, running: bool) -> (Result<HandedOver, Stayed>, Vec<
     let (told, ram) = (Told::default(), Ram::new());
     let untouched = ram.watched();
     let (mut former, mut successor) = (Player::new(&told, fails), Player::new(&told, fails));
-    let mut daemon = Daemon { player: Player::new(&told, fails), writes: Box::new(|| {}) };
+    let mut daemon = Daemon { player: Player::new(&told, fails), writes: Box::new(|| {}), moves: None };
     let handed = hand_over((&mut former, &mut successor), &untouched, &mut daemon, running, None);
     let told = std::mem::take(&mut *told.lock().unwrap());
     (handed, told)
@@ -194,13 +220,33 @@ fn whatever_fails_before_that_the_new_vmm_has_ended_when_the_guest_goes_on_in_th
     }
 }
 
+/// Seen to fail where the devices' state goes its way as it comes.
+#[test]
+fn a_vmm_with_ram_of_its_own_gets_the_guest_s_before_it_gets_any_device() {
+    for (fails, ends) in [("nothing", ["commit", "start"]), ("move RAM", ["the new one ends", "rollback"])] {
+        let (told, ram) = (Told::default(), Ram::new());
+        let (mut former, mut successor) = (Player::new(&told, fails), Player::new(&told, fails));
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        successor.given = Some((ours, theirs.try_clone().unwrap()));
+        let mut daemon = Daemon { player: Player::new(&told, fails), writes: Box::new(|| {}), moves: Some(theirs) };
+        let ways = (&mut former as &mut dyn Source, &mut successor as &mut dyn Destination);
+        let handed = hand_over(ways, &ram.watched(), &mut daemon, true, None);
+        assert_eq!(handed.is_ok(), fails == "nothing");
+        let told = told.lock().unwrap();
+        assert!(told.ends_with(&ends), "{told:?}");
+        let at = |what| told.iter().position(|told| *told == what);
+        assert!(at("saved") < at("move RAM") && at("loaded").is_none_or(|loaded| Some(loaded) > at("move RAM")));
+        assert_eq!(successor.devices, if fails == "nothing" { &b"devices"[..] } else { b"" });
+    }
+}
+
 /// Did not end while the thread that carries the devices' state was waited for.
 #[test]
 fn a_new_vmm_that_hangs_amid_the_devices_way_holds_nobody_up() {
     let (told, ram) = (Told::default(), Ram::new());
     let (mut former, mut successor) = (Player::new(&told, ""), Player::new(&told, "loaded"));
     former.floods = true;
-    let mut daemon = Daemon { player: Player::new(&told, ""), writes: Box::new(|| {}) };
+    let mut daemon = Daemon { player: Player::new(&told, ""), writes: Box::new(|| {}), moves: None };
     let ends = (&mut former as &mut dyn Source, &mut successor as &mut dyn Destination);
     hand_over(ends, &ram.watched(), &mut daemon, true, None).unwrap_err();
     assert!(told.lock().unwrap().ends_with(&["the new one ends", "rollback"]));
@@ -224,7 +270,7 @@ fn a_vmm_that_touched_ram_too_early_does_not_get_the_guest() {
     ram.map.copy_out(0..64, &mut [0; 64]);
     assert!(untouched.touched().unwrap() > 0);
     let (mut former, mut successor) = (Player::new(&told, ""), Player::new(&told, ""));
-    let mut daemon = Daemon { player: Player::new(&told, ""), writes: Box::new(|| {}) };
+    let mut daemon = Daemon { player: Player::new(&told, ""), writes: Box::new(|| {}), moves: None };
     let stayed = hand_over((&mut former, &mut successor), &untouched, &mut daemon, true, None).unwrap_err();
     assert!(matches!(*stayed.why, MigrateError::TouchedEarly(_)), "{stayed:?}");
     assert!(told.lock().unwrap().ends_with(&["the new one ends", "rollback"]));
@@ -243,8 +289,14 @@ fn a_page_that_changes_on_the_devices_way_is_found_where_that_is_asked_for() {
     for (bytes, mismatches) in [(&[0_u8][..], 0), (&[1_u8][..], 1)] {
         let (mut former, mut successor) = (Player::new(&told, ""), Player::new(&told, ""));
         let writes = Box::new(|| ram.file.write_all_at(bytes, 0x7000).unwrap());
-        let mut daemon = Daemon { player: Player::new(&told, ""), writes };
-        let handed = hand_over((&mut former, &mut successor), &untouched, &mut daemon, true, Some(memory.as_ref()));
+        let mut daemon = Daemon { player: Player::new(&told, ""), writes, moves: None };
+        let handed = hand_over(
+            (&mut former, &mut successor),
+            &untouched,
+            &mut daemon,
+            true,
+            Some((memory.as_ref(), memory.as_ref())),
+        );
         match handed {
             Ok(handed) => assert_eq!((handed.verify.checked, handed.verify.pages, mismatches), (true, 256, 0)),
             Err(stayed) => {

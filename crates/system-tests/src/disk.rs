@@ -53,12 +53,18 @@ impl Disk {
         Self { directory, sum }
     }
 
-    /// QEMU's arguments for it.
+    /// QEMU's arguments for it: QEMU reads it by direct I/O.
     #[must_use]
     pub fn arguments(&self) -> Vec<String> {
+        self.arguments_with("cache=none,aio=native")
+    }
+
+    /// The same with these words about how QEMU reads it.
+    #[must_use]
+    pub fn arguments_with(&self, how: &str) -> Vec<String> {
         let path = |name: &str| -> PathBuf { self.directory.path().join(name) };
         let drive = |path: &Path, more: &str| format!("file={},format=raw,if=virtio,{more}", path.display());
-        let disk = drive(&path("disk"), "cache=none,aio=native");
+        let disk = drive(&path("disk"), how);
         ["-drive".into(), disk, "-drive".into(), drive(&path("script"), "readonly=on")].to_vec()
     }
 

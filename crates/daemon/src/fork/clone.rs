@@ -13,7 +13,6 @@ use sterna_engine::vmm::Destination;
 use super::overlays::{Made, Overlays};
 use crate::care::Care;
 use crate::link::{self, new_mac};
-use crate::machines::backing::Block;
 use crate::machines::claim::Reservation;
 use crate::machines::control::{self, Control};
 use crate::machines::hold::Hold;
@@ -83,17 +82,7 @@ impl<'a> Plan<'a> {
         let (source, name) = (self.source, name.as_str());
         let items = overlays.onto(&self.items, &source.name, name)?;
         let items = vmgenid::renewed(&items, &self.own);
-        let blocks: Vec<Block> = source
-            .blocks
-            .iter()
-            .map(|block| {
-                let path = launcher.new_ram_path(name);
-                Block {
-                    template: block.template.clone(),
-                    ..Block::new(&block.id, block.bytes, block.page_bytes, &path)
-                }
-            })
-            .collect();
+        let blocks = launcher.blocks_like(name, &source.blocks);
         let dir = launcher.state.vm(name);
         let qmp = qmp_socket(&dir);
         let ram = blocks.first().map(|block| (source.memory_bytes, block.path.clone()));

@@ -13,7 +13,7 @@ use sterna_sys::host;
 use super::agent::{self, Unreached};
 use super::backing::{Block, OwnFile};
 use super::control::{self, Control};
-use super::files::{directory_problem, remove_files};
+use super::files::{directory_problem, remove_each, remove_files};
 use super::record::Running;
 use super::succession::Succession;
 use crate::config::{SOCKET_PATH_BYTES, check_socket_path};
@@ -71,7 +71,7 @@ impl Launcher {
         let place = Place::first(dir);
         let agent = self.library_for(&place)?;
         let ram_files: Vec<(PathBuf, u64)> = blocks.iter().map(|block| (block.path.clone(), block.bytes)).collect();
-        let files = ram_files.iter().map(|(path, _)| OwnFile { path: path.clone(), file: None }).collect();
+        let files = files_of(&blocks);
         self.state.make_vm(name).map_err(|error| directory_problem(dir, &error))?;
         let cleanup = Cleanup::new(Leftovers::Machine(files), dir, self.state.logs());
         let user = self.user.as_ref();
@@ -88,8 +88,8 @@ impl Launcher {
         bring_up(&launch, blocks, cleanup)
     }
 
-    /// Starts another QEMU on the RAM of a machine that has one, with these descriptors of ours. What one says
-    /// that comes to nothing is kept.
+    /// Starts another QEMU on the RAM of a machine that has one, with these descriptors of ours; private memory it gets
+    /// of its own, and the files of its blocks are made. What one says that comes to nothing is kept.
     ///
     /// # Errors
     /// As [`start`](Self::start); the machine is as it was.
@@ -98,14 +98,23 @@ impl Launcher {
         binary: &Path,
         arguments: &[String],
         name: &str,
-        (succession, blocks): (&Succession, Vec<Block>),
+        (succession, ram, mut blocks): (&Succession, RamKind, Vec<Block>),
         inherited: &[OwnedFd],
     ) -> Result<Started, Problem> {
         let dir = &self.state.vm(name);
         let place = succession.place(dir);
         let agent = self.library_for(&place)?;
-        let cleanup = Cleanup::new(Leftovers::Beside(name.into(), succession.clone()), dir, self.state.logs());
-        let (user, ram) = (self.user.as_ref(), RamKind::Files);
+        let own = if ram == RamKind::Files { Vec::new() } else { files_of(&blocks) };
+        let leftovers = Leftovers::Beside(name.into(), succession.clone(), own.clone());
+        let cleanup = Cleanup::new(leftovers, dir, self.state.logs());
+        let user = self.user.as_ref();
+        if !own.is_empty() {
+            let made = blocks.iter_mut().try_for_each(|block| {
+                launch::make_ram_file(&block.path, block.bytes, user)?;
+                block.recall_here()
+            });
+            made.map_err(|error| problems::host("cannot make the machine's files", &error))?;
+        }
         let launch = Launch { binary, arguments, place: &place, inherited, agent: &agent, ram, template: None, user };
         bring_up(&launch, blocks, cleanup)
     }
@@ -121,6 +130,16 @@ impl Launcher {
             })?;
         }
         self.agent_library()
+    }
+
+    /// RAM blocks as these are, which hold nothing yet, with files of their own that are to be made.
+    #[must_use]
+    pub fn blocks_like(&self, name: &str, blocks: &[Block]) -> Vec<Block> {
+        let like = |block: &Block| {
+            let path = self.new_ram_path(name);
+            Block { template: block.template.clone(), ..Block::new(&block.id, block.bytes, block.page_bytes, &path) }
+        };
+        blocks.iter().map(like).collect()
     }
 
     /// A new RAM file's path.
@@ -146,6 +165,11 @@ impl Launcher {
                 .hint(format!("it is looked for at {}; name another with 'agent' in sternad.toml", list.join(" and ")))
         })
     }
+}
+
+/// The files of RAM blocks, wherever their names lead.
+fn files_of(blocks: &[Block]) -> Vec<OwnFile> {
+    blocks.iter().map(|block| OwnFile { path: block.path.clone(), file: None }).collect()
 }
 
 /// Starts QEMU, and looks at what came up.
@@ -217,8 +241,8 @@ impl Started {
 enum Leftovers {
     /// A machine, with these files.
     Machine(Vec<OwnFile>),
-    /// A QEMU beside that of the machine of this name.
-    Beside(String, Succession),
+    /// A QEMU beside that of the machine of this name, with these files of RAM of its own.
+    Beside(String, Succession, Vec<OwnFile>),
 }
 
 #[derive(Debug)]
@@ -247,7 +271,10 @@ impl Drop for Cleanup {
         }
         match &self.leftovers {
             Leftovers::Machine(files) => remove_files(&self.dir, files, &self.logs),
-            Leftovers::Beside(name, succession) => succession.tidy(name, &self.dir, &self.logs),
+            Leftovers::Beside(name, succession, files) => {
+                succession.tidy(name, &self.dir, &self.logs);
+                remove_each(files);
+            }
         }
     }
 }

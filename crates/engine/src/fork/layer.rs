@@ -61,7 +61,7 @@ pub struct Draft {
     kept: PageMap,
     /// What the layer is to have; `None` until the process's page tables were looked at.
     own: Option<Own>,
-    /// Runs that another process has mapped of it.
+    /// Runs that another process has mapped of it, by their addresses.
     mapped: Vec<Range<u64>>,
 }
 
@@ -138,7 +138,7 @@ impl Draft {
         if let Some(own) = &mut self.own {
             own.pages.add(&pages);
         }
-        self.mapped.clone_from(&runs);
+        self.mapped = in_order(&runs);
         self.image_of(&self.file, &self.placed(&runs))
     }
 
@@ -149,7 +149,7 @@ impl Draft {
     /// As [`copy_ahead`](Self::copy_ahead).
     pub fn rest(&mut self) -> Result<(Image, Layer), MigrateError> {
         let (layer, runs) = self.finish()?;
-        let rest = without(&runs, self.mapped.iter().cloned());
+        let rest = without(&in_order(&runs), self.mapped.iter().cloned());
         let image = self.image_of(&layer.file, &self.placed(&rest))?;
         Ok((if self.mapped.is_empty() { image } else { image.without_what_is_under() }, layer))
     }
@@ -292,14 +292,23 @@ fn own_pages(pagemap: &Pagemap, areas: &Areas, addresses: Range<u64>) -> io::Res
     Ok(own)
 }
 
+/// Runs by their addresses: blocks may lie in any order.
+fn in_order(runs: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut runs = runs.to_vec();
+    runs.sort_unstable_by_key(|run| run.start);
+    runs
+}
+
 /// The same pages in at most so many runs, where that can be: runs of one block that are near each other are one.
 fn near_ones_together(own: &[Range<u64>], ram: &[Range<u64>], most: usize) -> Vec<Range<u64>> {
     let together = |near: u64| {
         let mut runs: Vec<Range<u64>> = Vec::new();
         for range in own {
-            let starts_block = |at: u64| ram.iter().any(|block| block.start == at);
+            let block = |at: u64| ram.iter().position(|block| block.contains(&at));
             match runs.last_mut() {
-                Some(last) if range.start - last.end <= near && !starts_block(range.start) => last.end = range.end,
+                Some(last) if block(last.start) == block(range.start) && range.start - last.end <= near => {
+                    last.end = range.end;
+                }
                 _ => runs.push(range.clone()),
             }
         }

@@ -5,7 +5,7 @@ use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::{Attempt, Site};
 
-use super::{is_well, processes, qemus, record, replace, replaced, with_guest};
+use super::{is_well, processes, qemus, record, replace, replaced, with_guest, with_guest_in};
 
 /// The longest delay of a blow, microseconds: about what a replacement takes on a machine that is not in a hurry.
 const LATEST_US: u64 = 400_000;
@@ -43,7 +43,12 @@ fn held(site: &Site, qemu: &std::path::Path) -> (Attempt, u32) {
 
 #[test]
 fn a_new_qemu_that_is_killed_before_it_has_the_guest_leaves_it() {
-    with_guest(|site, disk| {
+    new_qemu_dies("shared");
+}
+
+/// The new QEMU of a guest with its memory in this mode is killed before it has the guest.
+pub fn new_qemu_dies(mode: &str) {
+    with_guest_in(mode, |site, disk| {
         let [_, ten] = qemus();
         let former = processes(&site);
         let (attempt, new) = held(&site, &ten);
@@ -79,9 +84,14 @@ fn a_daemon_that_is_killed_while_a_new_qemu_waits_leaves_the_guest_in_its_own() 
 /// The daemon dies at a moment of chance: before, in and after the guest's pause, which is a small part of it all.
 #[test]
 fn whenever_the_daemon_is_killed_the_guest_is_whole_and_in_one_qemu() {
-    with_guest(|mut site, disk| {
+    daemons_die("shared", 7);
+}
+
+/// Daemons die at moments of chance while a guest with its memory in this mode is given another QEMU.
+pub fn daemons_die(mode: &str, seed: u64) {
+    with_guest_in(mode, |mut site, disk| {
         let qemus = qemus();
-        let mut random = Random(7);
+        let mut random = Random(seed);
         for number in 0..times(4, 200) {
             let attempt = begin(&site, &qemus[number % 2]);
             let delay = Duration::from_micros(random.below(LATEST_US));

@@ -4,6 +4,9 @@
 /// Who is killed while a QEMU is replaced.
 mod faults;
 
+/// The same where the guest's memory is private.
+mod private;
+
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -20,13 +23,15 @@ fn qemus() -> [PathBuf; 2] {
     [tools::qemu_7_2().expect("looked for before"), tools::qemu_10_0().expect("looked for before")]
 }
 
-/// A guest with a disk that it reads all the time, of a processor model that is the same in both QEMUs.
-fn plan(disk: &Disk) -> Plan {
+/// A guest with a disk that it reads all the time, of a processor model that is the same in both QEMUs. In private
+/// memory its disk is not read by direct I/O: that would write its memory past QEMU.
+fn plan(disk: &Disk, mode: &str) -> Plan {
+    let how = if mode == "private" { "cache=writeback" } else { "cache=none,aio=native" };
     Plan {
         cpu: Some("qemu64".into()),
         jobs: format!("{JOBS};{}", disk.job()),
-        more: disk.arguments(),
-        run: Vec::new(),
+        more: disk.arguments_with(how),
+        run: ["--memory-mode", mode].map(String::from).into(),
         ..Plan::small()
     }
 }
@@ -37,10 +42,15 @@ fn absent() -> bool {
 
 /// Runs a test with a guest that is up and its disk, where both QEMUs are here.
 fn with_guest(test: impl FnOnce(Site, &Disk)) {
+    with_guest_in("shared", test);
+}
+
+/// The same with its memory in this mode.
+fn with_guest_in(mode: &str, test: impl FnOnce(Site, &Disk)) {
     let _turn = turn();
     if !absent() {
         let disk = Disk::make();
-        test(Site::start(&plan(&disk)), &disk);
+        test(Site::start(&plan(&disk, mode)), &disk);
     }
 }
 
@@ -100,7 +110,12 @@ fn is_well(site: &Site, disk: &Disk) {
 
 #[test]
 fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_over() {
-    with_guest(|site, disk| {
+    to_and_fro("shared");
+}
+
+/// A guest with its memory in this mode goes to and fro, and is moved in the end.
+fn to_and_fro(mode: &str) {
+    with_guest_in(mode, |site, disk| {
         let [seven, ten] = qemus();
         // The first trip brings what stays on purpose: caches, threads of the daemon's pool.
         for qemu in [&ten, &seven] {
@@ -114,11 +129,21 @@ fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_ove
             assert!(report.to_qemu.starts_with(version), "{report:#?}");
             assert!(report.verify.checked && report.verify.mismatches == 0, "{report:#?}");
             assert_eq!(report.to_path, qemu.display().to_string());
+            assert_eq!(report.copied_bytes > 0, mode == "private", "{report:#?}");
+            assert!(report.copied_bytes < plan(disk, mode).memory_bytes / 2, "not all of it again: {report:#?}");
             assert_eq!(processes(&site), [report.pid]);
             is_well(&site, disk);
             println!(
-                "{number}: {} to {}: paused {:.1} ms, {:.0} ms in all, {:.0} ms of them before, ended in {:.0} ms",
-                report.from_qemu, report.to_qemu, report.pause_ms, report.ms, report.prepare_ms, report.end_ms
+                "{number}: {} to {}: paused {:.1} ms, {:.0} ms in all, {:.0} ms of them before, ended in {:.0} ms, \
+                 {} KiB copied, {} of them in the pause",
+                report.from_qemu,
+                report.to_qemu,
+                report.pause_ms,
+                report.ms,
+                report.prepare_ms,
+                report.end_ms,
+                report.copied_bytes >> 10,
+                report.copied_in_pause_bytes >> 10
             );
         }
         let same = |now: &Census| {
@@ -138,7 +163,7 @@ fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_ove
 #[test]
 fn a_qemu_that_cannot_take_the_guest_over_leaves_it_where_it_is() {
     with_guest(|site, disk| {
-        let plan = plan(disk);
+        let plan = plan(disk, "shared");
         let pid = processes(&site);
         replace(&site, &["--qemu", "/bin/true"]).expect(1, &["/bin/true"]);
         replace(&site, &["--qemu", "/nowhere/qemu"]).expect(1, &["no qemu"]);
@@ -174,17 +199,23 @@ fn all_machines_are_replaced_in_turn_until_one_fails() {
     }
     let site = Site::without_guest(&Plan::small());
     let host = site.here();
-    let run = |name: &str, mode: &str| {
+    let run = |name: &str, mode: &str, more: &[&str]| {
         // A machine of nothing but firmware.
         let words = ["run", name, "--memory", "32M", "--memory-mode", mode, "--detach", "--"];
         let machine = ["-nodefaults", "-display", "none", "-accel", "tcg"];
-        cli::ask(host, &[&words[..], &machine].concat()).expect(0, &[]);
+        cli::ask(host, &[&words[..], &machine, more].concat()).expect(0, &[]);
     };
+    // What it reads may be written to memory past QEMU.
+    let disk = Disk::make();
+    let direct = disk.arguments();
+    let direct: Vec<&str> = direct.iter().map(String::as_str).collect();
     let shown = |name: &str| -> Value {
         serde_json::from_str(&cli::ask(host, &["show", name, "--json"]).stdout).unwrap_or_default()
     };
-    for (name, mode) in [("a", "shared"), ("b", "shared"), ("c", "private"), ("d", "shared")] {
-        run(name, mode);
+    for (name, mode, more) in
+        [("a", "private", &[][..]), ("b", "shared", &[]), ("c", "private", &direct), ("d", "shared", &[])]
+    {
+        run(name, mode, more);
     }
     // One that its user paused stays paused.
     let of_b: Value = read_record(&host.directory.join("state/vms/b/vm.json"));
@@ -194,7 +225,7 @@ fn all_machines_are_replaced_in_turn_until_one_fails() {
     let before: Vec<Value> = ["a", "b", "c", "d"].map(|name| shown(name)["pid"].clone()).into();
     let ten = tools::qemu_10_0().expect("looked for before").display().to_string();
     let answer = cli::ask(host, &["replace", "--all", "--qemu", &ten]);
-    answer.expect(1, &["'c'", "not begun: d", "shared"]);
+    answer.expect(1, &["'c'", "not begun: d", "direct I/O"]);
     let after: Vec<Value> = ["a", "b", "c", "d"].map(|name| shown(name)["pid"].clone()).into();
     let changed: Vec<bool> = before.iter().zip(&after).map(|(before, after)| before != after).collect();
     assert_eq!(changed, [true, true, false, false], "{answer:#?}");
