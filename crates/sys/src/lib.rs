@@ -27,6 +27,8 @@ pub mod mountinfo;
 pub mod pagemap;
 // Paths that others can change.
 pub mod path;
+// Threads that go before all others for a moment.
+pub mod precedence;
 // Features of this kernel, found out once.
 pub mod probe;
 // Other processes: their identity, mappings and end.

@@ -96,6 +96,11 @@ pub fn merged_bytes(pid: u32) -> u64 {
     pages.unwrap_or(0).saturating_mul(PAGE_BYTES)
 }
 
+/// The number of the calling thread.
+pub fn this_thread() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
+}
+
 /// A process's arguments, the program's name first. Empty for a kernel thread, a zombie, and for a moment after a
 /// process was started. The process can change them.
 ///
