@@ -79,7 +79,10 @@ pub fn lab_of_clones(config: LabConfig, guests: usize) -> Result<Lab> {
 }
 
 /// Brings up a lab whose hosts move `guests` at once, with these settings too.
-fn lab_with(config: LabConfig, guests: usize, settings: &str) -> Result<Lab> {
+///
+/// # Errors
+/// As [`Lab::up`].
+pub fn lab_with(config: LabConfig, guests: usize, settings: &str) -> Result<Lab> {
     let mut lab = Lab::up(LabConfig { daemons: false, ..config })?;
     let text = format!("{settings}max_outgoing = {guests}\nmax_incoming = {guests}\n");
     for name in lab.state().hosts.clone() {

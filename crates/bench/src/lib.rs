@@ -58,6 +58,9 @@ pub mod result;
 /// Medians, ratios, lines.
 pub mod stats;
 
+/// The steps of a pause.
+pub mod steps;
+
 /// Machines that Sterna runs.
 pub mod sterna;
 

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use sterna_bench::accelerator::{self, Choice};
-use sterna_bench::{demo, experiments};
+use sterna_bench::{demo, experiments, steps};
 
 /// The subcommands of `lab`.
 mod lab_command;
@@ -48,6 +48,18 @@ enum Command {
         #[arg(long)]
         out: PathBuf,
     },
+    /// Move guests between two hosts and print the steps of their pauses, in milliseconds, on one clock
+    Pause {
+        /// Number of guests, which move together
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+        guests: u8,
+        /// Options of `sterna migrate`
+        #[arg(long, default_value = "", allow_hyphen_values = true)]
+        options: String,
+        /// A line more for both daemons' configuration, such as `pause_priority = false`
+        #[arg(long, default_value = "")]
+        set: String,
+    },
     /// Show on a page what happens to a guest: it moves, or goes on as several
     Demo {
         /// What happens to it
@@ -82,6 +94,9 @@ fn main() -> ExitCode {
         Command::Run { id, quick, repeat, only, out } => {
             let options = experiments::Options { quick, repeat: repeat.map(|repeat| repeat as usize), only, out };
             accelerator::choose(accel).and_then(|_| experiments::run(&id, &options)).map(|()| ExitCode::SUCCESS)
+        }
+        Command::Pause { guests, options, set } => {
+            accelerator::choose(accel).and_then(|_| steps::run(guests, &options, &set)).map(|()| ExitCode::SUCCESS)
         }
         Command::Demo { which, json, out } => {
             let good = accelerator::choose(accel).and_then(|_| match which {

@@ -50,6 +50,19 @@ impl Case {
         let words = format!("{} on QEMU {}, {workload}", mover.label(), qemu.label);
         Row { words, config: self.config(), baseline: mover.is_baseline() }
     }
+
+    /// The row of a baseline of this name, which does something else with the same guest.
+    pub(super) fn row_of(&self, name: &str, options: Value) -> Row {
+        let mut config = self.config();
+        config.insert("mover".into(), json!(name));
+        config.insert("options".into(), options);
+        Row { words: format!("{name} on QEMU {}, {}", self.qemu.label, self.workload), config, baseline: true }
+    }
+
+    /// Its guest.
+    pub(super) fn guest(&self, lab: &Lab, name: &str) -> Guest {
+        Guest { memory_bytes: self.memory_bytes, ..Guest::new(lab, name, 10, &self.jobs) }
+    }
 }
 
 /// Adds the rows of these cases to the results, with the reason why none was tried.
@@ -126,8 +139,7 @@ impl<L: Fn(&Case, &mut Trial) -> Value> Attempt for Watched<'_, L> {
     }
 
     fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
-        let mut guest = Guest::new(lab, name, 10, &self.case.jobs);
-        guest.memory_bytes = self.case.memory_bytes;
+        let mut guest = self.case.guest(lab, name);
         (self.watch.fit)(self.case, &mut guest);
         vec![guest]
     }

@@ -4,13 +4,19 @@
 use std::path::Path;
 use std::time::Duration;
 
+use serde_json::json;
+
 use super::curves::Curves;
+use super::floor::{self, Floor};
 use super::judge::{derive_quotient, derive_shares, is_row, metric, middle, ratio, time_ms, worst};
-use super::{Case, Options, Record, movers, qemus, try_all};
+use super::{Case, Options, Record, is, movers, qemus, runner, try_all};
 use crate::baseline::{Method, Ram};
+use crate::command::{PATIENCE, wait_for};
 use crate::error::{Error, Result};
+use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::result::{Run, Target, rows, series};
+use crate::stats::median;
 use crate::trial::{Mover, Qemu};
 
 /// What the guest writes to, MiB of its 1 GiB.
@@ -40,6 +46,9 @@ const STERNA: [&str; 8] = [
 ];
 const QEMU: [Method; 4] = [Method::Vanilla, Method::AutoConverge, Method::Postcopy, Method::PostcopyPreempt];
 
+/// The name of the floors' rows.
+const FLOOR: &str = "qemu alone, devices only";
+
 /// The pause that came, as a share of the one that was predicted.
 const PREDICTION: &str = "downtime_to_predicted";
 /// Total time, as a share of the time that the link needs for the RAM in use.
@@ -59,7 +68,45 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
         let limit = metrics.get("total_ms").zip(used_ms).map(|(total, used)| total / used);
         metrics.extend(limit.map(|limit| (TO_LIMIT.into(), limit)));
     });
+    let alone = floors(&cases);
+    runner::try_all(&lab, &alone.iter().map(Alone::floor).collect::<Vec<_>>(), repeats, record);
     plot(record.runs(), record.directory())
+}
+
+/// The floor of a workload: QEMU alone hands the devices of the same guest over.
+struct Alone<'a> {
+    case: &'a Case,
+    guests: Box<dyn Fn(&Lab, &str) -> Vec<Guest> + 'a>,
+    ready: Box<dyn Fn(&Guest) -> Result<()> + 'a>,
+}
+
+impl Alone<'_> {
+    fn floor(&self) -> Floor<'_> {
+        Floor {
+            row: self.case.row_of(FLOOR, json!({ "times": floor::TIMES, "ram": Ram::SharedFile })),
+            guests: &*self.guests,
+            qemu: &self.case.qemu,
+            ready: &*self.ready,
+        }
+    }
+}
+
+/// One floor for each workload, in the QEMU whose rows are judged.
+fn floors(cases: &[Case]) -> Vec<Alone<'_>> {
+    let mut floors: Vec<Alone> = Vec::new();
+    for case in cases {
+        if floors.iter().all(|floor| floor.case.workload != case.workload) {
+            let ready = move |guest: &Guest| {
+                guest.wait_until_up(PATIENCE)?;
+                let words = case.ready.unwrap_or_default();
+                let said = || Ok(guest.console_text().contains(words).then_some(()));
+                wait_for("a guest's filled memory", PATIENCE, said)
+            };
+            let guests = move |lab: &Lab, name: &str| vec![case.guest(lab, name)];
+            floors.push(Alone { case, guests: Box::new(guests), ready: Box::new(ready) });
+        }
+    }
+    floors
 }
 
 /// Patterns and shares that are tried: in a short run two rates, one that pre-copy can follow and one that nothing can.
@@ -114,6 +161,10 @@ fn targets(runs: &[Run], workloads: &[(&str, f64)], qemu: &str) -> Result<Vec<Ta
     let names: Vec<String> = workloads.iter().map(|(pattern, share)| name(pattern, *share)).collect();
     let worst_hybrid =
         |name: &str| worst(names.iter().map(|workload| middle(runs, workload, &hybrid, qemu, metric(name))));
+    let beyond_floor = worst(names.iter().map(|workload| {
+        let floor = median(&series(runs, "downtime_ms", |run| is(run, &[("workload", workload), ("mover", FLOOR)])));
+        middle(runs, workload, &hybrid, qemu, metric("downtime_ms")).zip(floor).map(|(own, floor)| own - floor)
+    }));
     let preempt = Mover::Qemu(Method::PostcopyPreempt, Ram::Plain);
     let to_preempt = worst(names.iter().map(|workload| {
         let own = |run: &Run| is_row(run, workload, &hybrid, qemu);
@@ -133,6 +184,7 @@ fn targets(runs: &[Run], workloads: &[(&str, f64)], qemu: &str) -> Result<Vec<Ta
         Target::at_most("hybrid: total time ÷ QEMU 10.0's post-copy with preempt, worst row", 0.75, to_preempt),
         Target::at_most("forced: downtime ÷ predicted, most", 1.2, predictions.iter().copied().reduce(f64::max)),
         Target::at_least("forced: downtime ÷ predicted, least", 0.8, predictions.iter().copied().reduce(f64::min)),
+        Target::at_most("hybrid: downtime beyond the floor of the same run, ms, worst row", 2.0, beyond_floor),
     ])
 }
 
@@ -172,7 +224,7 @@ mod tests {
             run(&force, &[("total_ms", 17_000.0), (PREDICTION, 0.9)]),
         ];
         let targets = targets(&runs, &workloads(true), "10.0").unwrap();
-        assert_eq!(targets.len(), 6, "the four of the list, and the two bounds of the prediction");
+        assert_eq!(targets.len(), 7, "the five of the list, and the two bounds of the prediction");
         assert_eq!((targets[4].measured, targets[4].met), (Some(1.3), false));
         assert_eq!((targets[5].measured, targets[5].met), (Some(0.9), true));
     }
@@ -188,6 +240,21 @@ mod tests {
         };
         assert_eq!(measured(&[("random", 4.0)]), [7.0, 11.0, 1.05, 0.75].map(Some));
         assert_eq!(measured(&[("random", 4.0), ("random", 8.0)]), [None; 4]);
+    }
+
+    #[test]
+    fn a_pause_is_judged_against_the_floor_of_its_own_workload() {
+        let hybrid = movers::sterna(HYBRID).unwrap();
+        let floor = |share: f64, ms: f64| {
+            let mut run = sample(&name("random", share), &hybrid, "10.0", &[("downtime_ms", ms)]);
+            run.config.insert("mover".into(), json!(FLOOR));
+            run
+        };
+        let own = |share: f64, ms: f64| sample(&name("random", share), &hybrid, "10.0", &[("downtime_ms", ms)]);
+        let runs = [own(0.5, 7.0), floor(0.5, 5.5), own(4.0, 30.0), floor(4.0, 29.0)];
+        let judged = |runs: &[Run]| targets(runs, &workloads(true), "10.0").unwrap().pop().unwrap().measured;
+        assert_eq!(judged(&runs), Some(1.5), "the worst of the differences, not of the pauses");
+        assert_eq!(judged(&runs[..3]), None, "a row without its floor is not judged");
     }
 
     #[test]

@@ -42,6 +42,9 @@ pub mod estimate_error;
 /// The cost of giving a guest's free memory back.
 pub mod fctrans_reclaim;
 
+/// The floor of a pause.
+mod floor;
+
 /// The figures of a gang's move.
 mod gang_figures;
 

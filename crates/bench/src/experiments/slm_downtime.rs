@@ -3,21 +3,17 @@
 //! that hand their devices over at the same time, to others on the same memory, and do nothing else.
 
 use std::path::Path;
-use std::sync::Barrier;
-use std::time::Duration;
 
 use serde_json::json;
 
-use super::gang_figures::measure;
+use super::floor::{self, Floor};
 use super::judge::worst;
-use super::runner::{Attempt, Row, Site, figure, try_all};
+use super::runner::{Attempt, Row, try_all};
 use super::together::{self, MODES, Together, Work, is_filled, is_row, middle, sterna};
 use super::{Options, Record, is};
-use crate::baseline::{BaselineVm, Pause, Ram};
-use crate::error::{Error, Result};
+use crate::baseline::Ram;
+use crate::error::Result;
 use crate::gang::Mover;
-use crate::guest::Guest;
-use crate::lab::Lab;
 use crate::plot::BarPlot;
 use crate::result::{Run, Target, rows, series};
 use crate::stats::median;
@@ -27,9 +23,6 @@ use crate::trial::Qemu;
 const SHARED_PERCENT: u64 = 60;
 /// The name of the floor's row.
 const FLOOR: &str = "qemu alone, devices of all at once";
-/// How many times the guests of the floor are handed over, and how long they run before each.
-const FLOOR_TIMES: usize = 3;
-const FLOOR_REST: Duration = Duration::from_secs(2);
 
 pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
@@ -41,7 +34,13 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let mut gangs: Vec<Together> = each.map(|(work, mover)| gang(work, mover)).collect();
     let at_once: Vec<Mover> = MODES.iter().map(|mode| paused_at_once(mode)).collect::<Result<_>>()?;
     gangs.extend(at_once.iter().map(|mover| gang(Work::Rest, mover)));
-    let floor = Floor(gang(Work::Rest, &together::QEMU_PRECOPY));
+    let all_at_once = gang(Work::Rest, &together::QEMU_PRECOPY);
+    let floor = Floor {
+        row: floor_row(&all_at_once),
+        guests: &|lab, name| all_at_once.guests(lab, name),
+        qemu: &all_at_once.qemu,
+        ready: &is_filled,
+    };
     let lab = together::lab(guests)?;
     let name = move |work| gang(work, &together::QEMU_PRECOPY).workload();
     record.judge(move |runs| targets(runs, &name));
@@ -61,65 +60,13 @@ fn paused_at_once(mode: &str) -> Result<Mover> {
     sterna(&format!("{mode} --gang-pauses together"), true)
 }
 
-/// Guests as those of this gang, whose QEMUs hand their devices over at the same time.
-struct Floor(Together);
-
-impl Attempt for Floor {
-    fn rows(&self) -> Vec<Row> {
-        let Row { mut config, .. } = self.0.rows().remove(0);
-        config.insert("mover".into(), json!(FLOOR));
-        config.insert("options".into(), json!({ "times": FLOOR_TIMES, "ram": Ram::SharedFile }));
-        let words = format!("{FLOOR} on QEMU {}, {}", self.0.qemu.label, self.0.workload());
-        vec![Row { words, config, baseline: true }]
-    }
-
-    fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
-        let guests = self.0.guests(lab, name).into_iter();
-        // Two QEMUs cannot have one tap.
-        guests.map(|guest| Guest { wired: false, ..guest }).collect()
-    }
-
-    fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
-        measure(runs, |measured| {
-            let binary = &self.0.qemu.path;
-            let start = |guest| BaselineVm::start(site.lab, "a", guest, binary, Ram::SharedFile);
-            let mut vms = site.guests.iter().map(start).collect::<Result<Vec<_>>>()?;
-            site.guests.iter().try_for_each(is_filled)?;
-            let (mut longest, mut middle) = (Vec::new(), Vec::new());
-            for _ in 0..FLOOR_TIMES {
-                std::thread::sleep(FLOOR_REST);
-                let pauses = hand_all_over(site.lab, &mut vms, binary)?;
-                let downtimes: Vec<f64> = pauses.iter().map(|pause| pause.downtime_ms).collect();
-                longest.push(downtimes.iter().copied().fold(0.0, f64::max));
-                middle.extend(median(&downtimes));
-            }
-            for (name, values) in [("downtime_ms", longest), ("downtime_median_ms", middle)] {
-                median(&values).into_iter().for_each(|ms| measured.note(name, ms));
-            }
-            Ok(())
-        })
-    }
-
-    fn tell(&self, run: &Run) -> String {
-        let [longest, middle] = ["downtime_ms", "downtime_median_ms"].map(|name| figure(run, name));
-        format!("stopped for {longest} ms (median {middle})")
-    }
-}
-
-/// Hands all guests to other QEMUs, which wait for them before the first one stops.
-fn hand_all_over(lab: &Lab, vms: &mut [BaselineVm], binary: &Path) -> Result<Vec<Pause>> {
-    let next = vms.iter().map(|vm| vm.successor(lab, binary)).collect::<Result<Vec<_>>>()?;
-    let all = Barrier::new(vms.len());
-    std::thread::scope(|scope| {
-        let hand_over = |(vm, next): (&'_ mut BaselineVm, BaselineVm), all: &Barrier| {
-            all.wait();
-            vm.hand_over(next)
-        };
-        let all = &all;
-        let threads: Vec<_> = vms.iter_mut().zip(next).map(|pair| scope.spawn(move || hand_over(pair, all))).collect();
-        let lost = |_| Err(Error::Usage("a thread that handed a guest over has panicked".into()));
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(lost)).collect()
-    })
+/// The floor's row, of guests as those of this gang.
+fn floor_row(gang: &Together) -> Row {
+    let Row { mut config, .. } = gang.rows().remove(0);
+    config.insert("mover".into(), json!(FLOOR));
+    config.insert("options".into(), json!({ "times": floor::TIMES, "ram": Ram::SharedFile }));
+    let words = format!("{FLOOR} on QEMU {}, {}", gang.qemu.label, gang.workload());
+    Row { words, config, baseline: true }
 }
 
 fn targets(runs: &[Run], workload: &dyn Fn(Work) -> String) -> Result<Vec<Target>> {
@@ -190,8 +137,7 @@ mod tests {
                 let gang = gang(2, 256, Work::Rest, &mover, &qemu);
                 runs.push(together::sample(&gang, repeat, &[("downtime_ms", ms)]));
             }
-            let floor = Floor(gang(2, 256, Work::Rest, &together::QEMU_PRECOPY, &qemu));
-            let mut run = floor.rows().remove(0).run(repeat);
+            let mut run = floor_row(&gang(2, 256, Work::Rest, &together::QEMU_PRECOPY, &qemu)).run(repeat);
             run.metrics.insert("downtime_ms".into(), 60.0);
             runs.push(run);
         }

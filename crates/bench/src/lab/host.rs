@@ -99,7 +99,9 @@ impl Host {
         command.arg("--config").arg(self.configure(qemu)?);
         command.arg("--state-dir").arg(self.directory.join("state"));
         command.arg("--api").arg(self.api()).arg("--listen").arg(self.listen());
-        command.args(["--log", &std::env::var("STERNA_LOG").unwrap_or_else(|_| "info".into())]);
+        if let Ok(level) = std::env::var("STERNA_LOG") {
+            command.args(["--log", &level]);
+        }
         let mut child = self.spawn(&mut command, "sternad")?;
         let socket = self.socket();
         let answers = wait_for("the daemon's answer", PATIENCE, || {
