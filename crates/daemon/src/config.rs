@@ -56,6 +56,7 @@ struct File {
     unshare_reserve: Option<u8>,
     offer_pools: Option<bool>,
     memory_floor: Option<String>,
+    pause_priority: Option<bool>,
     tls: Option<Tls>,
     #[serde(default)]
     test_trust_first_look: bool,
@@ -112,6 +113,8 @@ pub struct Config {
     pub offer_pools: bool,
     /// The free memory, bytes, below which guests are stopped that write what they share; 0 for never.
     pub memory_floor_bytes: u64,
+    /// Whether the threads that bring a guest on while it stands still go before all others of this host.
+    pub pause_priority: bool,
     /// The files that connections to other daemons are encrypted with; without them connections are plain.
     pub tls: Option<Files>,
     /// Whether free pages are looked for only once. It harms guests that are moved or whose memory is taken: only for
@@ -218,6 +221,7 @@ impl Config {
             unshare_reserve: file.unshare_reserve.unwrap_or(10),
             offer_pools: file.offer_pools.unwrap_or(false),
             memory_floor_bytes: file.memory_floor.map_or(Ok(64 << 20), |floor| floor_bytes(&floor))?,
+            pause_priority: file.pause_priority.unwrap_or(true),
             tls: file.tls.map(Files::from),
             test_trust_first_look: file.test_trust_first_look,
         };
@@ -276,6 +280,8 @@ mod tests {
         assert_eq!(config.api, Path::new("/run/sterna/sternad.sock"));
         assert_eq!(config.listen, None);
         assert_eq!((config.max_outgoing, config.max_incoming, config.unshare_reserve), (2, 4, 10));
+        assert!(config.pause_priority, "a pause is as short as this host can make it");
+        assert!(!merge(&Arguments::default(), "pause_priority = false").unwrap().pause_priority);
         assert!(!config.offer_pools, "sharing with those that are here is asked for");
     }
 

@@ -89,6 +89,7 @@ impl Daemon {
             credentials: credentials.clone(),
             bandwidth: Arc::new(Share::new(config.bandwidth_bytes_per_s)),
             trust_first_look: config.test_trust_first_look,
+            may_haste: config.pause_priority,
         });
         let destination = Destination {
             identity,
@@ -101,6 +102,7 @@ impl Daemon {
             max_incoming: config.max_incoming,
             unshare_reserve: config.unshare_reserve,
             offer_pools: config.offer_pools,
+            may_haste: config.pause_priority,
             qemu: config.qemu.clone(),
         };
         let adoptions = Adoptions::new(care.clone(), Arc::clone(&state));
@@ -127,7 +129,7 @@ impl Daemon {
     /// The part that replaces machines' QEMUs.
     #[must_use]
     pub fn replace(&self) -> Replace<'_> {
-        Replace { care: &self.care, launcher: &self.launcher }
+        Replace { care: &self.care, launcher: &self.launcher, may_haste: self.config.pause_priority }
     }
 
     /// The part that forks machines.

@@ -31,6 +31,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use sterna_api::Problem;
+use sterna_engine::haste;
 use sterna_engine::host::MigrationId;
 use sterna_engine::source::throttle::release_left_over;
 use sterna_sys::file::FileId;
@@ -113,6 +114,10 @@ impl Recovery<'_> {
         let running = record.process.open().is_some();
         self.machines().table().insert(name.clone(), Entry::new(Some(record.clone()), Hold::Stopping));
         tracing::info!(vm = %name, running, lifecycle = ?record.lifecycle, "found");
+        if running {
+            // The daemon may have died in its pause.
+            haste::give_back(record.process.pid);
+        }
         // A throttled guest must not stay throttled, and the control group of one that is gone must not stay.
         if matches!(record.lifecycle, Lifecycle::Outgoing(_)) {
             release_left_over(record.process.pid);

@@ -58,6 +58,8 @@ pub struct Replace<'a> {
     pub care: &'a Care,
     /// What starts QEMUs.
     pub launcher: &'a Launcher,
+    /// Whether the threads of a pause may go before all others.
+    pub may_haste: bool,
 }
 
 /// A QEMU that waits for the guest, and the one that has it.
@@ -241,7 +243,8 @@ impl Replace<'_> {
         }
         let machines = &self.care.machines;
         let moved = draft.map(|draft| Moved { draft, ram, layer: None });
-        let mut keeper = Changeover { machines, former: record.process, next: &next, agent, taps, moved };
+        let may_haste = self.may_haste;
+        let mut keeper = Changeover { machines, former: record.process, next: &next, agent, taps, moved, may_haste };
         let handed = hand_over((&mut former, &mut successor), &untouched, &mut keeper, running, compared);
         drop(stand_ins);
         let handed = handed?;
@@ -348,6 +351,7 @@ struct Changeover<'a> {
     agent: Agent,
     taps: Taps,
     moved: Option<Moved>,
+    may_haste: bool,
 }
 
 /// Private memory that becomes the new QEMU's.
@@ -360,6 +364,10 @@ struct Moved {
 }
 
 impl Keeper for Changeover<'_> {
+    fn may_haste(&self) -> bool {
+        self.may_haste
+    }
+
     fn moves_ram(&self) -> bool {
         self.moved.is_some()
     }

@@ -10,6 +10,7 @@ use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::spec::BlockSpec;
+use sterna_sys::precedence::{Precedence, give_back};
 use support::{BARE, Host, cannot_run, eventually, run_request, runs};
 
 /// The migration's number, small enough for every JSON reader.
@@ -292,6 +293,29 @@ fn a_guest_whose_last_page_had_come_is_as_any_other_after_a_restart() {
     assert!(vm["arriving"].is_null() && vm["note"].is_null(), "{vm}");
     assert_eq!(host.ram_files(), 1, "its RAM without a map");
     assert!(migration_record(&host).contains(r#""pages": "here""#));
+}
+
+#[test]
+fn a_machine_whose_daemon_died_in_its_pause_has_its_threads_as_they_were() {
+    if cannot_run() {
+        return;
+    }
+    let mut host = Host::start();
+    host.run("m");
+    let pid = host.pid_of("m");
+    let raise = || {
+        let precedence = Precedence::begin().unwrap();
+        precedence.process(pid, |_| true).map(|()| std::mem::forget(precedence))
+    };
+    if let Err(error) = raise() {
+        return println!("skipped: {error}");
+    }
+    assert!(give_back(pid) > 0, "threads are raised, and found again");
+    raise().unwrap();
+    host.kill_daemon();
+    host.start_daemon();
+    eventually("it is looked after", || host.state_of("m") == "running");
+    assert_eq!(give_back(pid), 0, "the new daemon has given back what was left");
 }
 
 fn migration_record(host: &Host) -> String {

@@ -43,6 +43,11 @@ pub trait DestinationHost: Send + Sync {
         None
     }
 
+    /// Whether the threads of a pause may go before all others of this host.
+    fn may_haste(&self) -> bool {
+        true
+    }
+
     /// The pool of a gang that comes here from the daemon `from`: the same for all its members.
     ///
     /// # Errors
@@ -124,6 +129,11 @@ pub trait SourceHost: Send + Sync {
     /// What connections to peers are encrypted with; without it they are plain.
     fn credentials(&self) -> Option<Arc<Credentials>> {
         None
+    }
+
+    /// Whether the threads of a pause may go before all others of this host.
+    fn may_haste(&self) -> bool {
+        true
     }
 
     /// Notes that the destination has accepted the machine: the migration does not wait for its turn any more.

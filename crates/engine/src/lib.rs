@@ -48,6 +48,9 @@ pub mod reclaim;
 /// Another VMM takes a guest over on the same host.
 pub mod replace;
 
+/// Haste: the threads of a pause go before all others of their host.
+pub mod haste;
+
 /// A running guest is forked.
 pub mod fork;
 

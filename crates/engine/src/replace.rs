@@ -39,6 +39,7 @@ use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
 
 use crate::error::MigrateError;
 use crate::fork::read_all;
+use crate::haste::{Haste, VmmThreads};
 use crate::memory::Memory;
 use crate::vmm::{Destination, EventTime, Source, Stopped, VmmError, wait_until_stopped};
 
@@ -50,6 +51,11 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// What the replacement needs of the daemon it runs in.
 pub trait Keeper {
+    /// Whether the threads of a pause may go before all others of this host.
+    fn may_haste(&self) -> bool {
+        true
+    }
+
     /// The guest has stopped: what both VMMs cannot have at the same time changes hands.
     ///
     /// # Errors
@@ -148,8 +154,19 @@ pub fn hand_over(
     running: bool,
     verify: Compared<'_>,
 ) -> Result<HandedOver, Stayed> {
-    match take(former, successor, untouched, keeper, verify) {
+    let threads = (
+        VmmThreads::of(former.process(), former.processor_threads()),
+        VmmThreads::of(successor.process(), successor.processor_threads()),
+    );
+    // It lasts until the guest runs, wherever that is.
+    let haste = Haste::begin(keeper.may_haste());
+    haste.limit();
+    haste.vmm(threads.0.as_ref());
+    haste.vmm(threads.1.as_ref());
+    haste.stands_still(threads.1.as_ref());
+    match take((former, successor), untouched, keeper, verify, (&haste, threads.0.as_ref())) {
         Ok((stopped, verify)) => {
+            haste.runs(threads.1.as_ref());
             let (start, waits) = match running.then(|| successor.start()).transpose() {
                 Ok(start) => (start, None),
                 Err(error) => (None, Some(error)),
@@ -159,6 +176,7 @@ pub fn hand_over(
         Err(why) => {
             // Never two: the successor is gone before the guest runs again.
             keeper.end_successor();
+            haste.runs(threads.0.as_ref());
             Err(Stayed { why: Box::new(why), stopped: former.rollback().err() })
         }
     }
@@ -166,21 +184,24 @@ pub fn hand_over(
 
 /// Up to the point of no return, which is its end.
 fn take(
-    former: &mut dyn Source,
-    successor: &mut dyn Destination,
+    (former, successor): (&mut dyn Source, &mut dyn Destination),
     untouched: &Untouched,
     keeper: &mut dyn Keeper,
     verify: Compared<'_>,
+    (haste, threads): (&Haste, Option<&VmmThreads>),
 ) -> Result<(Stopped, Verify), MigrateError> {
     former.prepare()?;
     let to = successor.prepare()?;
     let from = former.begin()?;
+    // The VMM has a thread for this now.
+    haste.vmm(threads);
     std::thread::scope(|scope| {
         let _way = Way { from: &from, to: &to };
         let (load, may_load) = mpsc::channel();
         let may_load = keeper.moves_ram().then_some(may_load);
         scope.spawn(|| carry(&from, &to, may_load));
         let stopped = wait_until_stopped(former)?;
+        haste.stands_still(threads);
         tracing::debug!("the guest has stopped");
         match untouched.touched()? {
             0 => {}

@@ -30,4 +30,6 @@ pub struct Departures {
     pub bandwidth: Arc<Share>,
     /// Whether pages that were free at the first look count as free for ever; only for tests.
     pub trust_first_look: bool,
+    /// Whether the threads of a pause may go before all others.
+    pub may_haste: bool,
 }

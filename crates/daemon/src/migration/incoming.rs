@@ -54,6 +54,8 @@ pub struct Destination {
     pub unshare_reserve: u8,
     /// Whether gangs may refer to what machines of their trust group have here in pools.
     pub offer_pools: bool,
+    /// Whether the threads of a pause may go before all others.
+    pub may_haste: bool,
     /// The QEMU of the configuration.
     pub qemu: Option<PathBuf>,
 }
@@ -65,6 +67,10 @@ impl DestinationHost for Destination {
 
     fn credentials(&self) -> Option<Arc<Credentials>> {
         self.credentials.clone()
+    }
+
+    fn may_haste(&self) -> bool {
+        self.may_haste
     }
 
     fn prepare(

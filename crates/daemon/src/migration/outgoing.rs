@@ -232,6 +232,10 @@ impl SourceHost for Here<'_> {
         no_longer_waiting(monitor);
     }
 
+    fn may_haste(&self) -> bool {
+        self.mover.departures.may_haste
+    }
+
     fn credentials(&self) -> Option<Arc<Credentials>> {
         self.mover.departures.credentials.clone()
     }

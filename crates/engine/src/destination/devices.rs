@@ -5,9 +5,10 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::error::MigrateError;
+use crate::haste::Crew;
 use crate::transport::connection::{Connection, HangUp};
 
 /// How long the source may take to close its side once the VMM has all of the state: it has nothing left to send.
@@ -19,23 +20,38 @@ pub struct HeldDevices {
     thread: Mutex<Option<JoinHandle<std::io::Result<()>>>>,
     from: HangUp,
     to: UnixStream,
+    crew: Arc<Crew>,
 }
 
 #[derive(Debug, Default)]
 struct Gate {
-    held: Mutex<bool>,
+    state: Mutex<GateState>,
     changed: Condvar,
 }
 
+#[derive(Debug, Default)]
+struct GateState {
+    held: bool,
+    /// The thread has carried all that it will.
+    ended: bool,
+}
+
 impl Gate {
-    fn set(&self, held: bool) {
-        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = held;
+    fn change(&self, change: impl FnOnce(&mut GateState)) {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
         self.changed.notify_all();
     }
 
     fn wait_open(&self) {
-        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.changed.wait_while(held, |held| *held).unwrap_or_else(PoisonError::into_inner));
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.changed.wait_while(state, |state| state.held).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Waits for the thread's end; false where `timeout` passed first.
+    fn wait_ended(&self, timeout: Duration) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_timeout_while(state, timeout, |state| !state.ended);
+        waited.unwrap_or_else(PoisonError::into_inner).0.ended
     }
 }
 
@@ -51,7 +67,10 @@ impl HeldDevices {
             (from.hang_up().map_err(host())?, to.try_clone().map_err(host())?, Arc::clone(&gate));
         // A source may be quiet for as long as the guest runs there.
         from.set_read_timeout(None).map_err(host())?;
+        let crew = Arc::new(Crew::default());
+        let joins = Arc::clone(&crew);
         let carry = move || {
+            joins.join();
             let mut buffer = vec![0; 256 << 10];
             let mut carry = || loop {
                 let read = from.read(&mut buffer)?;
@@ -66,20 +85,26 @@ impl HeldDevices {
             let carried = carry();
             // Also where the link broke: the VMM then finds the state cut short, and says so.
             let _ = writer.shutdown(Shutdown::Write);
+            waiting.change(|state| state.ended = true);
             carried
         };
         let thread = std::thread::Builder::new().name("devices".into()).spawn(carry).map_err(host())?;
-        Ok(Self { gate, thread: Mutex::new(Some(thread)), from: hang_up, to })
+        Ok(Self { gate, thread: Mutex::new(Some(thread)), from: hang_up, to, crew })
+    }
+
+    /// The thread, once it runs.
+    pub fn crew(&self) -> &Crew {
+        &self.crew
     }
 
     /// Holds back the state that comes from now on.
     pub fn hold(&self) {
-        self.gate.set(true);
+        self.gate.change(|state| state.held = true);
     }
 
     /// Lets the held state go on.
     pub fn release(&self) {
-        self.gate.set(false);
+        self.gate.change(|state| state.held = false);
     }
 
     /// Waits until all of the state is in the VMM, which has loaded it. A VMM that closes its side early says why
@@ -93,17 +118,10 @@ impl HeldDevices {
 
     fn finish_within(&self, timeout: Duration) -> Result<(), MigrateError> {
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let deadline = Instant::now() + timeout;
-        let mut late = false;
-        while let Some(thread) = &thread
-            && !thread.is_finished()
-        {
-            if !late && Instant::now() > deadline {
-                late = true;
-                self.from.now();
-                let _ = self.to.shutdown(Shutdown::Both);
-            }
-            std::thread::sleep(Duration::from_micros(200));
+        let late = thread.is_some() && !self.gate.wait_ended(timeout);
+        if late {
+            self.from.now();
+            let _ = self.to.shutdown(Shutdown::Both);
         }
         let ended = thread.map(JoinHandle::join);
         if late {

@@ -12,6 +12,7 @@ use super::place::Placer;
 use super::receive::Arrivals;
 use super::session::Session;
 use crate::error::MigrateError;
+use crate::haste::{Crew, Haste, VmmThreads};
 
 /// How long no page may arrive after the source has sent all pages of a round, before the wait fails.
 pub(super) const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
@@ -30,6 +31,12 @@ pub(super) struct Landing<'a, 'h> {
     pub(super) arrivals: &'a Arrivals,
     /// The devices' state on its way into the VMM.
     pub(super) held: &'a HeldDevices,
+    /// Its receivers.
+    pub(super) receivers: &'a Crew,
+    /// The haste of the pause.
+    pub(super) haste: Haste,
+    /// The VMM's threads, once the haste has begun.
+    pub(super) vmm_threads: Option<VmmThreads>,
     /// The source of pages that follow the guest, where post-copy was agreed on.
     pub(super) source: Option<SourceOf<'a>>,
     /// Whether both sides are compared once the guest runs, also where no page follows it.
@@ -39,6 +46,26 @@ pub(super) struct Landing<'a, 'h> {
 }
 
 impl Landing<'_, '_> {
+    /// Begins the haste of the pause for the threads that do nothing until then: the source cannot tell that the guest
+    /// is about to stop.
+    pub(super) fn be_ready(&mut self) {
+        self.haste = Haste::begin(self.session.host.may_haste());
+        self.haste.crew(self.held.crew());
+        let vmm = &mut self.guard.incoming().vmm;
+        self.vmm_threads = VmmThreads::of(vmm.process(), vmm.processor_threads());
+        self.haste.vmm(self.vmm_threads.as_ref());
+        self.haste.stands_still(self.vmm_threads.as_ref());
+    }
+
+    /// The guest has stopped: the haste is for all threads now, and no longer than a pause.
+    pub(super) fn hurry(&self) {
+        self.haste.limit();
+        self.haste.crew(self.receivers);
+        if let Some(pager) = &self.guard.pager {
+            self.haste.crew(pager.crew());
+        }
+    }
+
     /// The next request. [`Request::Abort`] is answered here.
     ///
     /// # Errors
@@ -48,6 +75,7 @@ impl Landing<'_, '_> {
         if request != Request::Abort {
             return Ok(request);
         }
+        self.haste = Haste::none();
         // The VMM here ends before the source's VMM runs on: both lock the guest's disks.
         self.guard.end();
         self.session.control.answer(&request, &Reply::Aborted { problem: self.arrivals.failure() })?;
@@ -62,6 +90,7 @@ impl Landing<'_, '_> {
         match reply {
             Ok(reply) => self.session.control.answer(request, &reply),
             Err(error) => {
+                self.haste = Haste::none();
                 self.guard.end();
                 self.session.control.answer(request, &Reply::Failed(error.problem()))?;
                 Err(error)

@@ -80,6 +80,7 @@ use self::receive::Arrivals;
 use self::session::Session;
 pub(crate) use self::session::{Agreed, Call};
 use crate::error::MigrateError;
+use crate::haste::{Crew, Haste};
 use crate::host::{DestinationHost, MigrationId};
 use crate::transport::SessionKey;
 use crate::transport::control::Answering;
@@ -108,6 +109,7 @@ fn arrive(session: &mut Session) -> Result<(), MigrateError> {
 /// Runs the phases in which pages arrive.
 fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'h>) -> Result<(), MigrateError> {
     let Prepared { mut guard, ram, mut connections, held, membership, verify_after } = prepared;
+    let _whose = tracing::debug_span!("comes", vm = %proposal.spec.name).entered();
     let pager = guard.pager.clone();
     let hang_up = connections.hang_up(session)?;
     let (requests, urgent) = connections.faults.take().unzip();
@@ -115,10 +117,25 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
     let source = source.map(|(pager, requests)| SourceOf::new(pager, requests, session.key.key, hang_up));
     let arrivals = Arrivals::new(proposal.streams);
     let placer = Placer::new(ram.as_ref(), session.host, pager.as_deref(), session.digester(), membership);
-    session.with_receivers(connections.pages, urgent, &placer, &arrivals, |session| {
+    let receivers = Crew::default();
+    session.with_receivers(connections.pages, urgent, (&placer, &arrivals), &receivers, |session| {
         let (spec, guard) = (&proposal.spec, &mut guard);
         let (placer, arrivals, held) = (&placer, &arrivals, &held);
-        let mut landing = Landing { session, guard, spec, placer, arrivals, held, source, verify_after, whole: false };
+        let (haste, vmm_threads, receivers) = (Haste::none(), None, &receivers);
+        let mut landing = Landing {
+            session,
+            guard,
+            spec,
+            placer,
+            arrivals,
+            held,
+            receivers,
+            haste,
+            vmm_threads,
+            source,
+            verify_after,
+            whole: false,
+        };
         let result =
             precopy::precopy(&mut landing).and_then(|()| switchover::switchover(&mut landing)).and_then(|pager| {
                 pager.map_or(Ok(()), |pager| landing.session.page_in(&pager, landing.source.as_ref(), placer, arrivals))

@@ -19,6 +19,7 @@ use super::place::Placer;
 use super::receive::Arrivals;
 use super::session::Session;
 use crate::error::MigrateError;
+use crate::haste::Crew;
 use crate::host::MigrationId;
 use crate::memory::Memory;
 use crate::paging::Pager;
@@ -52,7 +53,7 @@ impl Session<'_> {
         let arrivals = Arrivals::new(streams);
         let placer = Placer::new(ram.as_ref(), self.host, Some(&pager), self.digester(), None);
         let mut source = SourceOf::new(&pager, requests, self.key.key, hang_up);
-        self.with_receivers(connections.pages, Some(urgent), &placer, &arrivals, |session| {
+        self.with_receivers(connections.pages, Some(urgent), (&placer, &arrivals), &Crew::default(), |session| {
             source.attach();
             tracing::info!(migration = %id, missing = pager.missing(), "the source of the guest's pages is there again");
             session.page_in(&pager, Some(&source), &placer, &arrivals)

@@ -12,6 +12,7 @@ use crate::transport::clock::now_us;
 /// The link broke, the source aborted, or pages could not be placed. The source has been told, and the machine is given
 /// back.
 pub(super) fn precopy(landing: &mut Landing) -> Result<(), MigrateError> {
+    landing.be_ready();
     loop {
         let request = landing.next_request()?;
         let reply = match &request {
@@ -19,6 +20,7 @@ pub(super) fn precopy(landing: &mut Landing) -> Result<(), MigrateError> {
             Request::RoundEnd { round } => landing.arrived(*round),
             Request::Stopped => {
                 landing.held.hold();
+                landing.hurry();
                 return landing.answer(&request, Ok(Reply::Holding));
             }
             _ => Err(MigrateError::Request("a request that does not belong here")),

@@ -8,6 +8,7 @@ use sterna_protocol::hello::{Features, Role, Version};
 use super::place::Placer;
 use super::receive::{self, Arrivals};
 use crate::error::MigrateError;
+use crate::haste::Crew;
 use crate::host::{DestinationHost, MigrationId};
 use crate::transport::SessionKey;
 use crate::transport::connection::{Connection, HangUp};
@@ -46,8 +47,8 @@ impl Session<'_> {
         &mut self,
         mut pages: Vec<Connection>,
         urgent: Option<Connection>,
-        placer: &Placer,
-        arrivals: &Arrivals,
+        (placer, arrivals): (&Placer, &Arrivals),
+        crew: &Crew,
         work: impl FnOnce(&mut Self) -> Result<(), MigrateError>,
     ) -> Result<(), MigrateError> {
         // The connection of requested pages comes last: it is in no round, so the numbers of the others stay as they
@@ -60,7 +61,10 @@ impl Session<'_> {
             let _hang_up = hang_up;
             for (index, stream) in pages.iter_mut().enumerate() {
                 let reader = FrameReader::new(self.key.key, self.agreed.features);
-                scope.spawn(move || receive::receive(index, stream, reader, placer, arrivals));
+                scope.spawn(move || {
+                    crew.join();
+                    receive::receive(index, stream, reader, placer, arrivals);
+                });
             }
             work(self)
         })

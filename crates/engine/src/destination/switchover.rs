@@ -12,6 +12,7 @@ use sterna_protocol::pages::PageMap;
 use super::landing::Landing;
 use super::postcopy::note_part;
 use crate::error::MigrateError;
+use crate::haste::Haste;
 use crate::paging::Pager;
 use crate::transport::clock::now_us;
 use crate::vmm::EventTime;
@@ -103,20 +104,24 @@ fn page_digests(landing: &Landing, chunk: ChunkIndex) -> Result<Reply, MigrateEr
 /// happens to this daemon or to the link afterwards, the answer to the source is the same. Returns the pager where
 /// pages are missing, or are still to be compared.
 fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>, MigrateError> {
-    let Landing { session, guard, spec, arrivals, whole, .. } = landing;
+    let Landing { session, guard, spec, arrivals, whole, haste, vmm_threads, .. } = landing;
     let pager = guard.pager.clone();
     // The VMM may have died since it said that it was loaded: then the guest must stay at the source. (It can still die
     // between this check and the record: no check can be late enough for a QEMU that dies in its first millisecond.)
     let alive = guard.incoming().vmm.alive().map_err(|error| MigrateError::from(error).problem());
     if let Err(problem) = alive.and_then(|()| session.host.commit(session.id, pager.is_some() && !*whole)) {
+        *haste = Haste::none();
         guard.end();
         session.control.answer(request, &Reply::Failed(problem.clone()))?;
         return Err(MigrateError::Record(problem));
     }
     tracing::debug!("the guest is ours, on record");
     let mut incoming = guard.keep();
+    haste.runs(vmm_threads.as_ref());
     let started = if spec.running { incoming.vmm.start() } else { Ok(EventTime(now_us())) };
     tracing::debug!("the guest runs");
+    // Before threads are started that stay.
+    let haste = std::mem::replace(haste, Haste::none());
     let cpu = arrivals.cpu() + sterna_sys::process::thread_cpu_time();
     let reply = match started {
         Ok(start) => Reply::Running { start_us: start.0, cpu_us: cpu.as_micros() as u64 },
@@ -125,12 +130,14 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
     };
     let failed = if let Reply::Failed(problem) = &reply { Some(problem) } else { None };
     let Some(pager) = pager else {
+        drop(haste);
         session.host.started(session.id, incoming, None, failed);
         return session.control.answer(request, &reply).map(|()| None);
     };
     // The answer goes out first: the guest may wait for a page already, and the source pushes none before it has the
     // answer.
     let answered = session.control.answer(request, &reply);
+    drop(haste);
     if let Err(error) = pager.map_ahead() {
         tracing::info!(%error, "pages are not mapped ahead");
     }

@@ -51,6 +51,7 @@ use rustix::event::EventfdFlags;
 use sterna_sys::userfaultfd::{Fault, Features, Modes, Userfaultfd};
 
 use crate::error::MigrateError;
+use crate::haste::Crew;
 use crate::inside::Inside;
 use crate::memory::Mappings;
 
@@ -281,6 +282,8 @@ pub struct Userfault {
     ended: AtomicBool,
     wake_up: OwnedFd,
     reader: Mutex<Option<JoinHandle<()>>>,
+    /// The reader's thread, once it runs.
+    crew: Crew,
     impatient: AtomicBool,
     /// See [`GuestFaults::arm_what_returns`].
     arm_what_returns: AtomicBool,
@@ -332,6 +335,7 @@ impl Userfault {
             ended: AtomicBool::new(false),
             wake_up,
             reader: Mutex::default(),
+            crew: Crew::default(),
             impatient: AtomicBool::new(false),
             arm_what_returns: AtomicBool::new(false),
         })

@@ -15,6 +15,7 @@ use sterna_sys::userfaultfd::{Event, Fault};
 
 use super::{Settler, Userfault};
 use crate::error::MigrateError;
+use crate::haste::Crew;
 use crate::vmm::VmmError;
 
 /// The most events that are read at once.
@@ -35,10 +36,18 @@ impl Userfault {
         let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
         if reader.is_none() && !self.ended.load(Ordering::Acquire) {
             let this = Arc::clone(self);
-            let spawned = std::thread::Builder::new().name("faults".into()).spawn(move || serve(&this));
+            let spawned = std::thread::Builder::new().name("faults".into()).spawn(move || {
+                this.crew.join();
+                serve(&this);
+            });
             *reader = Some(spawned.map_err(MigrateError::host("starting a thread for the guest's faults"))?);
         }
         Ok(())
+    }
+
+    /// The thread that reads events, once it runs.
+    pub fn crew(&self) -> &Crew {
+        &self.crew
     }
 
     fn take(&self, fault: &Fault, now: Instant) -> Result<(), MigrateError> {

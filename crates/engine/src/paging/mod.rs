@@ -67,6 +67,7 @@ use self::supplier::Supplier;
 use self::whereabouts::Whereabouts;
 use crate::error::MigrateError;
 use crate::faults::{self, GuestFaults, User, Userfault};
+use crate::haste::Crew;
 use crate::inside::Inside;
 use crate::memory::{BlockFile, Memory, kind};
 
@@ -231,6 +232,12 @@ impl Pager {
         let thread = spawned.map_err(MigrateError::host("starting a thread for the guest's faults"))?;
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
         Ok(())
+    }
+
+    /// The thread that reads its faults, once it runs.
+    #[must_use]
+    pub fn crew(&self) -> &Crew {
+        self.userfault.crew()
     }
 
     /// From now on these pages are missing, and all others current. The devices are not loaded yet.

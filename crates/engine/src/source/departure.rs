@@ -7,14 +7,17 @@ use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
 use super::account::Account;
+use super::devices::DevicePump;
 use super::gang::Gang;
 use super::pauses::Place;
 use super::throttle::Throttle;
 use super::track::Tracker;
 use crate::error::MigrateError;
+use crate::haste::{Crew, Haste, VmmThreads};
 use crate::host::{DaemonId, MigrationId, SourceHost};
 use crate::memory::{BlockFile, Memory, kind};
 use crate::monitor::Monitor;
+use crate::transport::connection::Connection;
 use crate::transport::share::Share;
 use crate::vmm;
 
@@ -42,6 +45,10 @@ pub struct Departure<'a> {
     pub gang: Option<(Arc<Gang>, u16)>,
     /// When its guest may be stopped.
     pub pause: Place,
+    /// The haste of its pause.
+    pub haste: Haste,
+    /// The VMM's threads, once the haste has begun.
+    pub vmm_threads: Option<VmmThreads>,
     /// The destination's address.
     pub peer: &'a str,
     /// The daemon that accepted the machine, once one has.
@@ -75,6 +82,28 @@ impl Departure<'_> {
     /// [`MigrateError::Record`]: then the destination must not be told.
     pub fn record(&self, postcopy: bool) -> Result<(), MigrateError> {
         self.host.handing_over(self.id, self.peer, self.daemon, postcopy).map_err(MigrateError::Record)
+    }
+
+    /// Begins the haste of its pause, with these threads too, which were started before. The guest runs still.
+    pub fn hurry(&mut self, crew: Option<&Crew>) {
+        self.vmm_threads = VmmThreads::of(self.vmm.process(), self.vmm.processor_threads());
+        self.haste = Haste::begin(self.host.may_haste());
+        self.haste.limit();
+        if let Some(crew) = crew {
+            self.haste.crew(crew);
+        }
+        self.haste.vmm(self.vmm_threads.as_ref());
+    }
+
+    /// Begins the guest's stop, and the devices' way to the destination.
+    ///
+    /// # Errors
+    /// The VMM refuses, or no descriptor or thread is left.
+    pub fn begin_stop(&mut self, devices: Connection) -> Result<DevicePump, MigrateError> {
+        let from = self.vmm.begin()?;
+        // The VMM has a thread for this now.
+        self.haste.vmm(self.vmm_threads.as_ref());
+        DevicePump::start(from, devices)
     }
 
     /// Ends what costs the guest time: throttling and write tracking.

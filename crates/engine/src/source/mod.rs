@@ -138,6 +138,7 @@ pub use self::serve::{Left, serve};
 use self::throttle::Throttle;
 use self::track::Tracker;
 use crate::error::MigrateError;
+use crate::haste::Haste;
 use crate::host::{DaemonId, MigrationId, SourceHost};
 use crate::memory::{BlockFile, Memory};
 use crate::monitor::Monitor;
@@ -200,6 +201,8 @@ pub fn migrate(
     let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, trust_first_look, .. } = outgoing;
     let Outgoing { bandwidth, gang, pause, here, .. } = outgoing;
     let mut account = Account::new(Report::asked(&spec.name, options, here, peer), monitor);
+    // At `debug`, each line of a gang's members says whose it is.
+    let _whose = tracing::debug_span!("leaves", vm = %spec.name).entered();
     monitor.begin();
     account.begun();
     let mut departure = Departure {
@@ -214,6 +217,8 @@ pub fn migrate(
         bandwidth,
         gang,
         pause,
+        haste: Haste::none(),
+        vmm_threads: None,
         peer,
         daemon: None,
         options,
@@ -249,6 +254,7 @@ fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> R
     let given = precopy::precopy(departure, link, &mut prepared)
         .and_then(|ending| switchover::switchover(departure, link, &mut prepared, ending))
         .and_then(|loaded| commit::commit(departure, link, &loaded, prepared.clock_offset_us));
+    departure.haste = Haste::none();
     departure.pause.over();
     prepared.rounds.calm();
     departure.account.rounds(&prepared.rounds);

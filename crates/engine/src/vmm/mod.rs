@@ -122,6 +122,11 @@ pub trait Source: Send {
     /// [`VmmError`].
     fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError>;
 
+    /// The number of the VMM's process, where it has one that has not ended.
+    fn process(&self) -> Option<u32> {
+        None
+    }
+
     /// Where the guest sees RAM, in order and disjoint. Hotplug and firmware change it.
     ///
     /// # Errors
@@ -223,6 +228,19 @@ pub trait Destination: Send {
     /// # Errors
     /// [`VmmError`].
     fn alive(&mut self) -> Result<(), VmmError>;
+
+    /// The number of the VMM's process, where it has one that has not ended.
+    fn process(&self) -> Option<u32> {
+        None
+    }
+
+    /// As [`Source::processor_threads`].
+    ///
+    /// # Errors
+    /// [`VmmError`].
+    fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError> {
+        Ok(Vec::new())
+    }
 
     /// Lets the guest run. Returns when it started, by the VMM's own event.
     ///

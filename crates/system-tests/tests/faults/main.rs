@@ -13,6 +13,8 @@ mod daemons;
 mod destination;
 /// The guest itself ends.
 mod guest;
+/// Threads that go before others while the guest stands still.
+mod haste;
 /// The link is cut.
 mod link;
 /// Peers that are absent, silent, strange.

@@ -15,6 +15,7 @@ use super::push;
 use super::urgent::Urgent;
 use super::work::{Context, Work, no_thread};
 use crate::error::MigrateError;
+use crate::haste::Crew;
 use crate::source::gang::Member;
 use crate::source::link::Link;
 use crate::source::stream::Stream;
@@ -59,6 +60,12 @@ impl Begun {
         ends.add(link.control.hang_up().map_err(no_thread())?);
         let urgent = Urgent::start(link.faults()?, Arc::clone(&pending), Arc::clone(work), &ends, member.clone())?;
         Ok(Self { pending, work: Arc::clone(work), ends, urgent, member })
+    }
+
+    /// The threads that serve what the destination asks for.
+    #[must_use]
+    pub fn crew(&self) -> &Crew {
+        self.urgent.crew()
     }
 
     /// Why it failed, if it did.

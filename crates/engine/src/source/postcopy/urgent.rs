@@ -20,6 +20,7 @@ use super::pending::Pending;
 use super::requests::Requests;
 use super::work::{Work, no_thread};
 use crate::error::MigrateError;
+use crate::haste::Crew;
 use crate::source::gang::Member;
 use crate::source::stream::{Stream, link_broke};
 use crate::transport::connection::HangUp;
@@ -36,6 +37,7 @@ pub struct Urgent {
     ends: Arc<Ends>,
     own: [HangUp; 2],
     thread: Option<JoinHandle<()>>,
+    crew: Arc<Crew>,
 }
 
 struct Serving {
@@ -101,14 +103,24 @@ impl Urgent {
                 room: Room::full(Instant::now()),
             },
         );
+        let crew = Arc::new(Crew::default());
+        let joins = Arc::clone(&crew);
         let serve = move || {
+            joins.join();
             if let Err(error) = serving.serve() {
                 told.fail(error);
             }
             serving.work.tally.thread_ends(serving.bodies.did());
         };
         let thread = std::thread::Builder::new().name("urgent".into()).spawn(serve).map_err(no_thread())?;
-        Ok(Self { ends: Arc::clone(ends), own, thread: Some(thread) })
+        Ok(Self { ends: Arc::clone(ends), own, thread: Some(thread), crew })
+    }
+}
+
+impl Urgent {
+    /// Its thread, once it runs.
+    pub fn crew(&self) -> &Crew {
+        &self.crew
     }
 }
 

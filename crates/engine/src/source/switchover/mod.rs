@@ -35,9 +35,9 @@ use sterna_protocol::pages::PageMap;
 
 use self::stop::{DEVICE_TIMEOUT, pause_ms, stop};
 use super::departure::Departure;
-use super::devices::DevicePump;
 use super::link::Link;
 use super::loaded::Loaded;
+use super::postcopy::drive::Begun;
 use super::precopy::Ending;
 use super::prepare::Prepared;
 use super::rounds::Rounds;
@@ -61,6 +61,7 @@ pub fn switchover(
     // While the guest runs: a portion at hand takes its time to be let go.
     departure.tracker.seal();
     let devices = prepared.devices.take().ok_or(MigrateError::Bug("the devices' connection was taken before"))?;
+    departure.hurry(prepared.begun.as_ref().map(Begun::crew));
     let loaded = match (ending, &prepared.begun) {
         (Ending::Postcopy(because), Some(begun)) => {
             departure.account.postcopy(because, departure.options);
@@ -79,8 +80,9 @@ fn load(
     (rounds, verify_after): (&mut Rounds, &Result<(), String>),
     devices: Connection,
 ) -> Result<Loaded, MigrateError> {
-    let pump = DevicePump::start(departure.vmm.begin()?, devices)?;
+    let pump = departure.begin_stop(devices)?;
     let stopped = stop(departure, link, rounds)?;
+    departure.haste.stands_still(departure.vmm_threads.as_ref());
     tracing::debug!("the guest has stopped");
     // This does not come before the stop: all that the guest wrote meanwhile at full speed would go in the pause.
     loosen(departure);

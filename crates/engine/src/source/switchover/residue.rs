@@ -27,7 +27,6 @@ use sterna_protocol::residue;
 use super::stop::{DEVICE_TIMEOUT, pause_ms, stop};
 use crate::error::MigrateError;
 use crate::source::departure::Departure;
-use crate::source::devices::DevicePump;
 use crate::source::link::Link;
 use crate::source::loaded::{Loaded, Residue};
 use crate::source::postcopy::drive::Begun;
@@ -57,8 +56,9 @@ pub(super) fn load(
     (rounds, begun): (&mut Rounds, &Begun),
     devices: Connection,
 ) -> Result<Loaded, MigrateError> {
-    let pump = DevicePump::start(departure.vmm.begin()?, devices)?;
+    let pump = departure.begin_stop(devices)?;
     let stopped = stop(departure, link, rounds)?;
+    departure.haste.stands_still(departure.vmm_threads.as_ref());
     tracing::debug!("the guest has stopped");
     link.control.ask(&Request::Stopped, REPLY_TIMEOUT)?;
     let processors = rounds.processors(departure.vmm);

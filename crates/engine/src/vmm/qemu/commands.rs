@@ -42,3 +42,14 @@ pub(super) fn guest_status(qmp: &mut Qmp) -> Result<(String, bool), VmmError> {
     let status = reply["status"].as_str().unwrap_or("unknown").to_owned();
     Ok((status, reply["running"].as_bool().unwrap_or(false)))
 }
+
+/// The numbers of the threads that run the guest's processors.
+pub(super) fn processor_threads(qmp: &mut Qmp) -> Result<Vec<u32>, VmmError> {
+    let cpus = ask(qmp, "query-cpus-fast")?;
+    let ids = cpus.as_array().into_iter().flatten().filter_map(|cpu| u32::try_from(cpu["thread-id"].as_u64()?).ok());
+    let mut threads: Vec<u32> = ids.collect();
+    // TCG without threads of its own for each processor names the same one for all.
+    threads.sort_unstable();
+    threads.dedup();
+    Ok(threads)
+}

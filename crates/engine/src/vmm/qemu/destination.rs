@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::json;
 
-use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, SharedQmp, guest_status, lock};
+use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, SharedQmp, guest_status, lock, processor_threads};
 use super::log::ErrorLog;
 use super::migration::{failure, pass_socket, wait_migration, withdraw_socket};
 use super::network::{cards, set_link};
@@ -118,6 +118,14 @@ impl Destination for QemuDestination {
         // the first of them.
         let answer = guest_status(&mut lock(&self.qmp));
         answer.map(drop).map_err(|error| self.explain(error))
+    }
+
+    fn process(&self) -> Option<u32> {
+        self.process.pid()
+    }
+
+    fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError> {
+        processor_threads(&mut lock(&self.qmp))
     }
 
     fn start(&mut self) -> Result<EventTime, VmmError> {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use sterna_introspect::PageTables;
 
-use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, SharedQmp, guest_status, lock};
+use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, SharedQmp, guest_status, lock, processor_threads};
 use super::migration::{failure, has_ended, migration_status, pass_socket, wait_migration, withdraw_socket};
 use super::process::QemuProcess;
 use super::settings::{self, Settings};
@@ -119,14 +119,11 @@ impl Source for QemuSource {
     }
 
     fn processor_threads(&mut self) -> Result<Vec<u32>, VmmError> {
-        let cpus = lock(&self.qmp).execute("query-cpus-fast", json!({}), COMMAND_TIMEOUT)?;
-        let ids =
-            cpus.as_array().into_iter().flatten().filter_map(|cpu| u32::try_from(cpu["thread-id"].as_u64()?).ok());
-        let mut threads: Vec<u32> = ids.collect();
-        // TCG without threads of its own for each processor names the same one for all.
-        threads.sort_unstable();
-        threads.dedup();
-        Ok(threads)
+        processor_threads(&mut lock(&self.qmp))
+    }
+
+    fn process(&self) -> Option<u32> {
+        self.process.pid()
     }
 
     fn memory_map(&mut self) -> Result<Vec<MappedRam>, VmmError> {
