@@ -52,7 +52,8 @@ fn cards_in(list: &str) -> Vec<Card> {
         let Some((name, about)) = line.trim().split_once(": index=") else { continue };
         let value = |key: &str| about.split(',').find_map(|part| part.strip_prefix(key)).map(str::to_owned);
         let kind = value("type=").unwrap_or_default();
-        let name = name.trim_start_matches("\\ ");
+        // In a hub the name of the port stands in front.
+        let name = name.rsplit(": ").next().unwrap_or(name).trim_start_matches("\\ ");
         if kind == "nic" {
             let known = cards.iter().position(|card| card.name == name);
             last = Some(known.unwrap_or(cards.len()));
@@ -186,8 +187,8 @@ mod tests {
     /// As QEMU 7.2 and 10.0 answer; the hub and the two queues are put in by hand.
     #[test]
     fn cards_are_told_with_what_they_are_connected_to() {
-        let list = "hub 0\r\n \\ h: index=0,type=user,net=10.0.2.0,restrict=off\r\n \
-            \\ e1000.0: index=0,type=nic,model=e1000,macaddr=52:54:00:00:00:09\r\n\
+        let list = "hub 0\r\n \\ hub0port1: h: index=0,type=user,net=10.0.2.0,restrict=off\r\n \
+            \\ hub0port0: e1000.0: index=0,type=nic,model=e1000,macaddr=52:54:00:00:00:09\r\n\
             virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:00:00:01\r\n \
             \\ a: index=0,type=tap,ifname=sterna3,script=no,downscript=no\r\n\
             n2: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\r\n \\ b: index=0,type=tap,fd=23\r\n\
