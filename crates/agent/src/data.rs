@@ -6,8 +6,8 @@
 //!
 //! A guest goes on writing after the first look. What it writes into a hole is found by the second one, when it stands
 //! still: both looks together cover all of the file, so nothing is missed, however they lie. What it has given back
-//! meanwhile counts as data still, and reads as zeros, as the hole that it is. The first write there takes memory twice;
-//! that is bounded by what a guest gives back in the moment between.
+//! meanwhile counts as data still, and reads as zeros, as the hole that it is. The first write there takes memory
+//! twice; that is bounded by what a guest gives back in the moment between.
 
 use core::ffi::c_void;
 

@@ -1,7 +1,7 @@
 //! Mappings that are moved out of the way while the guest stands still, to be unmapped when it runs.
 //!
-//! To unmap RAM the kernel goes through all of its page tables, and frees its pages. To move it takes a fraction of that
-//! time: whole tables at once, or without freeing anything. Nobody else knows where it is then.
+//! To unmap RAM the kernel goes through all of its page tables, and frees its pages. To move it takes a fraction of
+//! that time: whole tables at once, or without freeing anything. Nobody else knows where it is then.
 
 use core::ffi::c_void;
 

@@ -10,15 +10,15 @@
 //!                                              the guest runs
 //! ```
 //!
-//! Private RAM is its VMM's own. The successor maps the files that the guest's RAM consists of, and a file with copies of
-//! the guest's own pages ([`fork::layer`](crate::fork::layer)), which is whole once the devices are saved. The former
-//! VMM's RAM is as it was, so that the guest can go back.
+//! Private RAM is its VMM's own. The successor maps the files that the guest's RAM consists of, and a file with copies
+//! of the guest's own pages ([`fork::layer`](crate::fork::layer)), which is whole once the devices are saved. The
+//! former VMM's RAM is as it was, so that the guest can go back.
 //!
-//! The guest's shared RAM is one file, so whatever the successor writes before it has the guest is written under a guest that
-//! runs. QEMU writes none while it waits: its firmware and its devices leave RAM alone until their state is there. That
-//! is not taken on trust. A page that a process has touched is in its page tables, and stays there: so a successor
-//! whose page tables hold none of the RAM, when the guest has stopped, has neither read nor written any of it. From the
-//! load on the pages are the successor's to use.
+//! The guest's shared RAM is one file, so whatever the successor writes before it has the guest is written under a
+//! guest that runs. QEMU writes none while it waits: its firmware and its devices leave RAM alone until their state is
+//! there. That is not taken on trust. A page that a process has touched is in its page tables, and stays there: so a
+//! successor whose page tables hold none of the RAM, when the guest has stopped, has neither read nor written any of
+//! it. From the load on the pages are the successor's to use.
 //!
 //! Up to `commit` any failure leaves the guest to its former VMM: the successor ends first, and only then does the
 //! former one go on. A load that fails half-way may have written RAM, as devices are put to work: no device of QEMU's
@@ -140,7 +140,8 @@ pub struct Stayed {
     pub stopped: Option<VmmError>,
 }
 
-/// The guest's RAM in the former VMM and in its successor, where it is to be compared before and after the devices' way.
+/// The guest's RAM in the former VMM and in its successor, where it is to be compared before and after the devices'
+/// way.
 pub type Compared<'a> = Option<(&'a dyn Memory, &'a dyn Memory)>;
 
 /// Hands a guest from one VMM to the other. `running`: the guest is to run there.

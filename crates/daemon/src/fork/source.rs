@@ -245,9 +245,9 @@ impl Freezing {
         Ok(())
     }
 
-    /// Does what [`freeze`](Self::freeze) needs, as far as that can be done while the guest runs, and the longer the more
-    /// RAM there is: copies its own pages, or looks where its files have data. To be called at least once before the
-    /// pause; called again it copies what was written since.
+    /// Does what [`freeze`](Self::freeze) needs, as far as that can be done while the guest runs: copies its own pages,
+    /// or looks where its files have data. This takes the longer the more RAM there is. To be called at least once
+    /// before the pause; called again it copies what was written since.
     ///
     /// # Errors
     /// A [`Problem`]: no memory is left, or what does not answer.

@@ -67,7 +67,8 @@ impl Image {
         Ok(image)
     }
 
-    /// What lies in the RAM of a process under a layer, and the layer, which is `runs` of a file. The guest does not run.
+    /// What lies in the RAM of a process under a layer, and the layer, which is `runs` of a file. Nothing changes under
+    /// it meanwhile.
     ///
     /// # Errors
     /// As [`of`](Self::of).
