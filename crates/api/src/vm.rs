@@ -52,6 +52,9 @@ pub struct Vm {
     pub memory_bytes: u64,
     /// RAM the host has given memory for, bytes: for this machine alone, and not what it shares with others.
     pub allocated_bytes: u64,
+    /// RAM that is mapped by huge pages at this moment, bytes; while the guest's writes are watched, none is.
+    #[serde(default)]
+    pub huge_bytes: u64,
     /// RAM that other machines may have in common with it, bytes: what it takes in addition where it writes all of
     /// that. Pages that the kernel has merged (KSM) are allocated as well.
     #[serde(default)]
@@ -117,6 +120,10 @@ pub struct RunRequest {
     /// Add a balloon device to the arguments.
     #[serde(default)]
     pub balloon: bool,
+    /// Whether its shared memory is in huge pages, as far as the host has them; as the host's configuration says where
+    /// absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub huge_pages: Option<bool>,
     /// QEMU's arguments, without RAM.
     pub arguments: Vec<String>,
 }

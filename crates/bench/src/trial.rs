@@ -182,8 +182,10 @@ pub fn run_plugged(setup: &Setup) -> Result<Trial> {
     let Setup { lab, guest, qemu, .. } = setup;
     let meter = Meter::start(lab.host(METER)?)?;
     (setup.say)(&format!("starting guest {} on host a: {}", guest.name, guest.jobs));
+    // What is touched of a huge page cannot be told.
+    let options: &[&str] = if setup.working_set.is_zero() { &[] } else { &["--huge-pages", "off"] };
     let running = match setup.mover {
-        Mover::Sterna(_) => Running::Sterna(SternaVm::start(lab, "a", guest, &qemu.path)?),
+        Mover::Sterna(_) => Running::Sterna(SternaVm::start_with(lab, "a", guest, &qemu.path, options)?),
         Mover::Qemu(_, ram) => Running::Qemu(Box::new(BaselineVm::start(lab, "a", guest, &qemu.path, *ram)?)),
     };
     guest.wait_until_up(START)?;

@@ -6,6 +6,7 @@ mod migrate;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use sterna_api::units::{parse_duration, parse_rate, parse_size};
 use sterna_api::{MemoryMode, ReclaimMethod};
@@ -240,6 +241,11 @@ pub struct Run {
     /// Add a balloon device (virtio-balloon with deflate-on-oom and free-page-reporting), which 'sterna balloon' needs
     #[arg(long)]
     pub balloon: bool,
+    /// Whether its shared memory is in huge pages, as far as the host has them: faster, and memory comes and goes in
+    /// pieces of 2 MiB. The daemon's configuration must allow it ('huge_pages') [default: as that says]
+    #[arg(long, value_name = "on|off",
+        value_parser = PossibleValuesParser::new(["on", "off"]).map(|word| word == "on"))]
+    pub huge_pages: Option<bool>,
     /// Return once it runs, instead of following it until it ends
     #[arg(long)]
     pub detach: bool,

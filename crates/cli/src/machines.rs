@@ -36,6 +36,7 @@ pub async fn run(client: &Client, run: Run) -> Result<ExitCode, Failure> {
         trust_group: run.trust_group,
         qemu: run.qemu.map(binary_path),
         balloon: run.balloon,
+        huge_pages: run.huge_pages,
         arguments: run.arguments,
     };
     let vm: Vm = client.post("/v1/vms", &request).await?;
@@ -138,6 +139,7 @@ pub async fn show(client: &Client, name: &str, json: bool) -> Result<ExitCode, F
         ("name", Some(vm.name.clone())),
         ("state", Some(state(&vm))),
         ("memory", Some(memory)),
+        ("huge pages", (vm.memory_mode == MemoryMode::Shared).then(|| format!("{} mapped", show_size(vm.huge_bytes)))),
         (
             "shared",
             (vm.shared_bytes > 0).then(|| format!("{} with others, until it writes them", show_size(vm.shared_bytes))),

@@ -3,13 +3,13 @@
 //! A machine that cannot be moved is refused here, not in the middle of a migration: its RAM has no file of its own, is
 //! private, or lies on a file system whose pages the kernel cannot watch.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use sterna_api::units::show_size;
 use sterna_api::{AdoptRequest, Blame, Code, Problem};
 use sterna_engine::vmm::qemu::{Inspection, MemoryDevice};
-use sterna_sys::file::{HugePolicy, Kind, backing};
+use sterna_sys::file::{Kind, backing};
 use sterna_sys::path::Root;
 
 use crate::care::Care;
@@ -163,16 +163,15 @@ fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
     let file = Root::of(pid).and_then(look).map_err(|_| unnamed())?;
     let backing = backing(&file).map_err(|error| host(format!("cannot look at {}", path.display()), &error))?;
     match backing.kind {
-        Kind::Tmpfs(policy) => warn_huge(&path, &policy),
+        Kind::Tmpfs(_) => {}
         Kind::Hugetlbfs => {
             let why = format!(
                 "RAM block '{id}' is in huge pages of {} (hugetlbfs), and a guest's RAM can be moved in pages of 4 KiB \
                  only, in whatever mode",
                 show_size(backing.page_bytes)
             );
-            return Err(
-                refuse(Code::HugePages, why).hint("start it with its RAM in a file on a tmpfs mounted with huge=never")
-            );
+            return Err(refuse(Code::HugePages, why)
+                .hint("start it with its RAM in a file on a tmpfs, which may be mounted with huge=advise"));
         }
         Kind::Memfd => return Err(unnamed()),
         Kind::Other(_) => {
@@ -180,7 +179,7 @@ fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
                 "the file of RAM block '{id}' ({}) is not on a tmpfs: its pages cannot be watched in full",
                 path.display()
             );
-            return Err(refuse(Code::DiskRam, why).hint("put it on a tmpfs mounted with huge=never"));
+            return Err(refuse(Code::DiskRam, why).hint("put it on a tmpfs"));
         }
     }
     block.page_bytes = backing.page_bytes;
@@ -190,14 +189,4 @@ fn block(backend: &MemoryDevice, pid: u32) -> Result<Block, Problem> {
         problem
     })?;
     Ok(block)
-}
-
-fn warn_huge(path: &Path, policy: &HugePolicy) {
-    if !matches!(policy, HugePolicy::Never | HugePolicy::Unknown) {
-        tracing::warn!(
-            path = %path.display(),
-            "the RAM file's tmpfs allows huge pages: one write then counts as 512 written pages; mount it with \
-             huge=never"
-        );
-    }
 }

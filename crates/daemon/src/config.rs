@@ -57,6 +57,7 @@ struct File {
     offer_pools: Option<bool>,
     memory_floor: Option<String>,
     pause_priority: Option<bool>,
+    huge_pages: Option<bool>,
     tls: Option<Tls>,
     #[serde(default)]
     test_trust_first_look: bool,
@@ -115,6 +116,8 @@ pub struct Config {
     pub memory_floor_bytes: u64,
     /// Whether the threads that bring a guest on while it stands still go before all others of this host.
     pub pause_priority: bool,
+    /// Whether guests' shared memory is in huge pages where nothing else is said of a machine.
+    pub huge_pages: bool,
     /// The files that connections to other daemons are encrypted with; without them connections are plain.
     pub tls: Option<Files>,
     /// Whether free pages are looked for only once. It harms guests that are moved or whose memory is taken: only for
@@ -222,6 +225,7 @@ impl Config {
             offer_pools: file.offer_pools.unwrap_or(false),
             memory_floor_bytes: file.memory_floor.map_or(Ok(64 << 20), |floor| floor_bytes(&floor))?,
             pause_priority: file.pause_priority.unwrap_or(true),
+            huge_pages: file.huge_pages.unwrap_or(false),
             tls: file.tls.map(Files::from),
             test_trust_first_look: file.test_trust_first_look,
         };
@@ -282,6 +286,7 @@ mod tests {
         assert_eq!((config.max_outgoing, config.max_incoming, config.unshare_reserve), (2, 4, 10));
         assert!(config.pause_priority, "a pause is as short as this host can make it");
         assert!(!merge(&Arguments::default(), "pause_priority = false").unwrap().pause_priority);
+        assert!(!config.huge_pages && merge(&Arguments::default(), "huge_pages = true").unwrap().huge_pages);
         assert!(!config.offer_pools, "sharing with those that are here is asked for");
     }
 

@@ -60,7 +60,7 @@ impl Daemon {
     /// # Errors
     /// What is invalid or missing, with its causes.
     pub fn new(config: Config) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
-        let state = Arc::new(StateDir::open(&config.state_dir)?);
+        let state = Arc::new(StateDir::open(&config.state_dir, config.huge_pages)?);
         let identity = identity::load_or_make(&config.state_dir)?;
         let records = Arc::new(Records::load(&state.migrations())?);
         let user = config.qemu_user.as_deref().map(User::find).transpose()?;
@@ -79,6 +79,7 @@ impl Daemon {
             agent: config.agent.clone(),
             user,
             ksm_group: config.ksm_group.clone(),
+            huge_pages: config.huge_pages,
         });
         let departures = Arc::new(Departures {
             machines: Arc::clone(&machines),

@@ -36,6 +36,9 @@ pub mod balloon;
 /// Care for machines that belong here.
 pub mod care;
 
+/// Huge pages for machines at rest.
+pub mod huge;
+
 /// Starting machines.
 pub mod run;
 

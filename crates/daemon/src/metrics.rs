@@ -50,6 +50,7 @@ pub struct Metrics {
     vms: Family<StateLabel, Gauge>,
     memory: Gauge<u64, AtomicU64>,
     allocated: Gauge<u64, AtomicU64>,
+    huge: Gauge<u64, AtomicU64>,
     shared: Gauge<u64, AtomicU64>,
     ballooned: Gauge<u64, AtomicU64>,
     pressure: Family<PressureLabel, Counter>,
@@ -81,6 +82,7 @@ impl Metrics {
             vms: Family::default(),
             memory: Gauge::default(),
             allocated: Gauge::default(),
+            huge: Gauge::default(),
             shared: Gauge::default(),
             ballooned: Gauge::default(),
             pressure: Family::default(),
@@ -103,6 +105,7 @@ impl Metrics {
             Unit::Bytes,
             metrics.allocated.clone(),
         );
+        registry.register_with_unit("vm_huge", "RAM that is mapped by huge pages", Unit::Bytes, metrics.huge.clone());
         registry.register_with_unit(
             "vm_shared",
             "RAM that machines may have in common, and take in addition where they write it",
@@ -210,6 +213,7 @@ impl Metrics {
         }
         self.memory.set(vms.iter().map(|vm| vm.memory_bytes).sum());
         self.allocated.set(vms.iter().map(|vm| vm.allocated_bytes).sum());
+        self.huge.set(vms.iter().map(|vm| vm.huge_bytes).sum());
         self.shared.set(vms.iter().map(|vm| vm.shared_bytes).sum());
         self.ballooned.set(vms.iter().filter_map(|vm| vm.balloon.as_ref()).map(|balloon| balloon.size_bytes).sum());
         self.missing.set(vms.iter().filter_map(|vm| vm.arriving.as_ref()).map(|arriving| arriving.missing_pages).sum());
@@ -275,6 +279,7 @@ mod tests {
             state: VmState::Running,
             memory_bytes: 0,
             allocated_bytes: 0,
+            huge_bytes: 2,
             shared_bytes: 3,
             memory_mode: MemoryMode::Shared,
             memory_template: None,
@@ -294,6 +299,7 @@ mod tests {
         let both = text(&[here(7, None), here(5, Some(2500.0))]);
         assert!(both.contains("sterna_postcopy_missing_pages 12"), "{both}");
         assert!(both.contains("sterna_vm_shared_bytes 6"), "{both}");
+        assert!(both.contains("sterna_vm_huge_bytes 4"), "{both}");
         assert!(both.contains("sterna_postcopy_waiting_seconds 2.5"), "{both}");
         assert!(text(&[there(Phase::Postcopy)]).contains("sterna_postcopy_waiting_seconds 9.0"));
         assert!(text(&[there(Phase::Queued)]).contains("sterna_postcopy_waiting_seconds 0.0"), "its guest runs");

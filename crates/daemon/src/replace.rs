@@ -183,7 +183,8 @@ impl Replace<'_> {
             MemoryMode::Private => self.launcher.blocks_like(&record.name, &record.blocks),
         };
         let managed = record.managed_ram.then(|| (record.memory_bytes, blocks[0].path.as_path()));
-        let additions = Additions { name: &record.name, qmp: &place.qmp, ram: managed };
+        let additions =
+            Additions { name: &record.name, qmp: &place.qmp, ram: managed, huge: record.wants_huge_pages() };
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
         let all = arguments::for_incoming(&successor::beside(&items), &additions, &record.machine, &files);
         let (draft, started) = std::thread::scope(|scope| {

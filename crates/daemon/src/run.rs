@@ -6,6 +6,7 @@ use sterna_api::problem::Whereabouts;
 use sterna_api::units::show_size;
 use sterna_api::{Blame, Code, MemoryMode, Problem, RunRequest};
 use sterna_protocol::layout::PAGE_BYTES;
+use sterna_sys::huge::transparent_bytes;
 
 use crate::care::Care;
 use crate::machines::backing::Block;
@@ -47,7 +48,9 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
     let reservation = Reservation::starting(&care.machines, &request.name)?;
     let ram = launcher.new_ram_path(&request.name);
     let qmp = qmp_socket(&care.machines.dir(&request.name));
-    let additions = Additions { name: &request.name, qmp: &qmp, ram: Some((request.memory_bytes, &ram)) };
+    let huge_pages = request.huge_pages.unwrap_or(launcher.huge_pages);
+    let huge = huge_pages && request.memory_mode == MemoryMode::Shared && transparent_bytes().is_some();
+    let additions = Additions { name: &request.name, qmp: &qmp, ram: Some((request.memory_bytes, &ram)), huge };
     let mut block = Block::new(RAM_ID, request.memory_bytes, PAGE_BYTES as u64, &ram);
     let mut template = None;
     if let Some(path) = &request.memory_template {
@@ -62,6 +65,7 @@ pub fn run(care: &Care, launcher: &Launcher, qemu: Option<&Path>, request: &RunR
     let record = VmRecord {
         memory_mode: request.memory_mode,
         trust_group: request.trust_group.clone(),
+        huge_pages,
         ..VmRecord::new(&request.name, user, started.qemu(binary.path), memory)
     };
     reservation.keep(&record, Hold::Free)?;

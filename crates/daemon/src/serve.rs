@@ -22,6 +22,7 @@ use crate::config::Config;
 use crate::daemon::Daemon;
 use crate::disk_images;
 use crate::http::router;
+use crate::huge;
 use crate::migration::listener::listen;
 use crate::migration::sweep;
 use crate::process::raise_file_limit;
@@ -54,6 +55,7 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     }
     daemon.recovery().recover()?;
     shortage::begin(Arc::clone(&daemon.machines), daemon.state.ram(), daemon.config.memory_floor_bytes);
+    huge::begin(Arc::clone(&daemon.machines));
     sweep::begin(Arc::clone(&daemon.machines), Arc::clone(&daemon.destination.pools));
     disk_images::begin(Arc::clone(&daemon.machines));
     listen(daemon.config.listen.as_deref(), &daemon.destination).map_err(|error| {

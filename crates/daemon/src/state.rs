@@ -18,7 +18,9 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
-use sterna_sys::mount::{Tmpfs, mounted_at, unmount};
+use sterna_sys::file::HugePolicy;
+use sterna_sys::huge::transparent_bytes;
+use sterna_sys::mount::{Tmpfs, mounted_at, set_huge_policy, unmount};
 
 use crate::room;
 
@@ -53,7 +55,7 @@ pub enum StateError {
     #[error("another daemon uses the state directory {path}: give this one another --state-dir", path = .0.display())]
     Locked(PathBuf),
     /// The RAM file system cannot be mounted.
-    #[error("cannot mount a tmpfs on {path}: the daemon needs CAP_SYS_ADMIN, or a tmpfs with huge=never mounted there", path = .path.display())]
+    #[error("cannot mount a tmpfs on {path}: the daemon needs CAP_SYS_ADMIN, or a tmpfs mounted there", path = .path.display())]
     Mount {
         /// The path.
         path: PathBuf,
@@ -64,11 +66,11 @@ pub enum StateError {
 }
 
 impl StateDir {
-    /// Makes what is missing, takes the lock, mounts the RAM file system.
+    /// Makes what is missing, takes the lock, mounts the RAM file system; `huge_pages`: RAM may be in huge pages.
     ///
     /// # Errors
     /// [`StateError`].
-    pub fn open(root: &Path) -> Result<Self, StateError> {
+    pub fn open(root: &Path, huge_pages: bool) -> Result<Self, StateError> {
         let io_error = |path: &Path| {
             let path = path.to_path_buf();
             move |source| StateError::Io { path, source }
@@ -85,7 +87,7 @@ impl StateDir {
             take_directory(&dir).map_err(io_error(&dir))?;
         }
         remove_half_written(&state.migrations());
-        state.mount_ram()?;
+        state.mount_ram(huge_pages)?;
         // This is about the mounted file system's own directory: somebody else may have mounted it.
         take_directory(&state.ram()).map_err(io_error(&state.ram()))?;
         Ok(state)
@@ -145,13 +147,27 @@ impl StateDir {
         }
     }
 
-    /// Mounts a file system of our own for RAM, without huge pages: with them one write would mark 512 pages as
-    /// written.
-    fn mount_ram(&self) -> Result<(), StateError> {
+    /// Mounts a file system of our own for RAM. Whoever maps it decides by its advice what is in huge pages: QEMU,
+    /// which asks for them, gets them, and pages that this daemon writes are small. One that is mounted already by a
+    /// daemon before this one is changed; where that is not possible it stays as it is.
+    fn mount_ram(&self, huge_pages: bool) -> Result<(), StateError> {
         let path = self.ram();
+        let huge = if huge_pages && transparent_bytes().is_some() { HugePolicy::Advise } else { HugePolicy::Never };
         let mounted = || -> sterna_sys::Result<()> {
-            if mounted_at(&path)?.is_none() {
-                Tmpfs { size_bytes: Some(room::total_bytes()), mode: 0o755 }.mount(&path)?;
+            match mounted_at(&path)? {
+                None => Tmpfs { size_bytes: Some(room::total_bytes()), mode: 0o755, huge }.mount(&path)?,
+                // Others' mounts with another policy are theirs.
+                Some(mount)
+                    if matches!(
+                        (HugePolicy::of(&mount), huge),
+                        (HugePolicy::Never, HugePolicy::Advise) | (HugePolicy::Advise, HugePolicy::Never)
+                    ) && mount.kind == "tmpfs" =>
+                {
+                    if let Err(error) = set_huge_policy(&path, huge) {
+                        tracing::warn!(%error, "the RAM file system stays as it is");
+                    }
+                }
+                Some(_) => {}
             }
             Ok(())
         };
@@ -191,20 +207,39 @@ mod tests {
     #[test]
     fn a_second_daemon_is_told_that_the_directory_is_taken() {
         let dir = tempfile::tempdir().unwrap();
-        let first = match StateDir::open(dir.path()) {
+        let first = match StateDir::open(dir.path(), true) {
             Err(StateError::Mount { source, .. }) => return eprintln!("skipped: no mounts here: {source}"),
             other => other.unwrap(),
         };
-        assert!(matches!(StateDir::open(dir.path()), Err(StateError::Locked(_))));
+        assert!(matches!(StateDir::open(dir.path(), true), Err(StateError::Locked(_))));
         first.unmount_if_empty();
         drop(first);
-        let again = StateDir::open(dir.path()).unwrap();
+        let again = StateDir::open(dir.path(), true).unwrap();
         fs::write(again.ram().join("x"), "1").unwrap();
         again.unmount_if_empty();
         assert!(mounted_at(&again.ram()).unwrap().is_some(), "a RAM file must not lose its file system");
         fs::remove_file(again.ram().join("x")).unwrap();
         again.unmount_if_empty();
         assert!(mounted_at(&again.ram()).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_ram_file_system_of_an_earlier_daemon_gets_huge_pages_and_keeps_what_it_holds() {
+        let dir = tempfile::tempdir().unwrap();
+        let policy = |state: &StateDir| HugePolicy::of(&mounted_at(&state.ram()).unwrap().expect("mounted"));
+        let before = match StateDir::open(dir.path(), false) {
+            Err(StateError::Mount { source, .. }) => return eprintln!("skipped: no mounts here: {source}"),
+            other => other.unwrap(),
+        };
+        assert_eq!(policy(&before), HugePolicy::Never);
+        fs::write(before.ram().join("x"), "1").unwrap();
+        drop(before);
+        let state = StateDir::open(dir.path(), true).unwrap();
+        let has_huge_pages = transparent_bytes().is_some();
+        assert_eq!(policy(&state), if has_huge_pages { HugePolicy::Advise } else { HugePolicy::Never });
+        assert_eq!(fs::read(state.ram().join("x")).unwrap(), b"1");
+        fs::remove_file(state.ram().join("x")).unwrap();
+        state.unmount_if_empty();
     }
 
     /// Failed while the lock was that of the file alone: the second daemon removed what the first had just made.

@@ -1,6 +1,8 @@
 //! Those who want to know of accesses to a guest's RAM, beside each other: tracking, a fence, free memory taken, on
 //! real mappings with writers that go on.
 
+#[path = "support/mounted.rs"]
+mod mounted;
 #[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
@@ -18,6 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use mounted::Mount;
 use pair::destination::Destination;
 use pair::guest::{GuestRam, Writers};
 use pair::inside::InsideSelf;
@@ -37,6 +40,7 @@ use sterna_engine::source::observe::observe;
 use sterna_engine::source::track::{Tracker, WriteProtect};
 use sterna_introspect::Unfit;
 use sterna_protocol::pages::PageMap;
+use sterna_sys::file::HugePolicy;
 use sterna_sys::map::Access;
 use sterna_sys::pagemap::{Categories, Pagemap, Scan};
 use taking::{Churn, Vmm, faults_of, take_beside};
@@ -115,15 +119,14 @@ fn faults_with(ram: &GuestRam) -> Arc<GuestFaults> {
 }
 
 /// Fences some pages in, again and again, while all are written and tracked; how many are stale in the end.
-fn fenced_while_tracked(arm_what_returns: bool) -> usize {
+fn fenced_while_tracked(arm_what_returns: bool, ram: &GuestRam) -> usize {
     const AT_ONCE: u64 = 64;
-    let ram = GuestRam::new(8 * MIB);
     // Some were never touched.
     (0..ram.bytes / 4096).filter(|page| page % 3 != 0).for_each(|page| ram.write_page(page, page as u8));
-    let faults = faults_with(&ram);
-    let mut copy = Copy::begin(&ram, &faults);
-    let writers = Writers::start(&ram, 0..ram.bytes / 4096, Duration::ZERO);
-    copy.all(&ram);
+    let faults = faults_with(ram);
+    let mut copy = Copy::begin(ram, &faults);
+    let writers = Writers::start(ram, 0..ram.bytes / 4096, Duration::ZERO);
+    copy.all(ram);
     let base = ram.mapping.addresses().start;
     let fence = Fence::new(Arc::clone(&faults), vec![ram.mapping.addresses()]).unwrap();
     if arm_what_returns {
@@ -151,12 +154,12 @@ fn fenced_while_tracked(arm_what_returns: bool) -> usize {
         fenced.open().unwrap();
         waits += fence.waits().unwrap();
         if step % 8 == 0 {
-            copy.round(&ram);
+            copy.round(ram);
         }
     }
     drop(writers);
-    copy.round(&ram);
-    let stale = copy.stale(&ram);
+    copy.round(ram);
+    let stale = copy.stale(ram);
     println!("{} pages collected, {waits} waits, {stale} stale", copy.collected);
     assert!(waits > 0 && copy.collected > 0);
     stale
@@ -165,7 +168,16 @@ fn fenced_while_tracked(arm_what_returns: bool) -> usize {
 #[test]
 fn pages_that_are_fenced_in_while_they_are_tracked_are_written_by_nobody_and_no_write_is_lost() {
     if tracking_works() {
-        assert_eq!(fenced_while_tracked(false), 0);
+        assert_eq!(fenced_while_tracked(false, &GuestRam::new(8 * MIB)), 0);
+    }
+}
+
+#[test]
+fn nor_is_one_lost_where_the_pages_are_in_huge_ones() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some(_mount) = Mount::new(directory.path(), None, HugePolicy::Advise) else { return };
+    if tracking_works() {
+        assert_eq!(fenced_while_tracked(false, &GuestRam::huge(8 * MIB, directory.path())), 0);
     }
 }
 
@@ -173,7 +185,7 @@ fn pages_that_are_fenced_in_while_they_are_tracked_are_written_by_nobody_and_no_
 fn pages_that_come_back_armed_hide_what_was_written_to_them() {
     // Shows that the test above can fail.
     if tracking_works() {
-        assert!((0..5).any(|_| fenced_while_tracked(true) > 0), "no write was lost");
+        assert!((0..5).any(|_| fenced_while_tracked(true, &GuestRam::new(8 * MIB)) > 0), "no write was lost");
     }
 }
 

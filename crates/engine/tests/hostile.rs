@@ -1,15 +1,18 @@
 //! QEMUs that are in their guests' hands: what they do to their own RAM and descriptors costs their own guest, is said
 //! to be their doing, and leaves this process and every other guest alone.
 
+#[path = "support/mounted.rs"]
+mod mounted;
 #[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use mounted::Mount;
 use pair::destination::Destination;
 use pair::guest::GuestRam;
 use pair::inside::InsideSelf;
@@ -20,8 +23,8 @@ use sterna_api::report::Status;
 use sterna_api::{Blame, MigrateOptions, Mode, Problem};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::{Fate, Outcome, migrate};
+use sterna_sys::file::HugePolicy;
 use sterna_sys::map::{Access, SharedMapping};
-use sterna_sys::mount::Tmpfs;
 
 const MIB: u64 = 1 << 20;
 const PAGES: u64 = 2048;
@@ -161,20 +164,9 @@ fn a_full_ram_file_system_is_the_hosts_fault() {
     assert!(!host.running.load(Ordering::Acquire));
 }
 
-/// A tmpfs, unmounted when dropped, whatever still lies on it.
-struct Mount(PathBuf);
-
-impl Drop for Mount {
-    fn drop(&mut self) {
-        let detached = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
-        assert!(detached.is_ok() || std::thread::panicking(), "{} stays mounted", self.0.display());
-    }
-}
-
 /// A file on a tmpfs that has room for exactly the guest.
 fn full_tmpfs(directory: &Path) -> (Mount, File) {
-    Tmpfs { size_bytes: Some(PAGES * 4096), mode: 0o700 }.mount(directory).unwrap();
-    let mount = Mount(directory.to_owned());
+    let mount = Mount::new(directory, Some(PAGES * 4096), HugePolicy::Never).expect("a mount");
     let mut options = File::options();
     (mount, options.read(true).write(true).create_new(true).open(directory.join("ram")).unwrap())
 }

@@ -169,7 +169,7 @@ pub fn nobody_writes(file: impl AsFd) -> Result<bool> {
 }
 
 /// A tmpfs's policy on huge pages (`huge=`).
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HugePolicy {
     /// Small pages only.
     Never,
@@ -181,6 +181,33 @@ pub enum HugePolicy {
     Advise,
     /// The policy is unknown: the mount is not of this mount namespace, or it is the kernel's own (a memfd).
     Unknown,
+}
+
+impl HugePolicy {
+    /// The policy of a mount.
+    #[must_use]
+    pub fn of(mount: &mountinfo::Mount) -> Self {
+        match mount.option("huge").map(|value| value.to_string_lossy()).as_deref() {
+            // The kernel leaves the option out where it is the default.
+            None | Some("never") => Self::Never,
+            Some("always") => Self::Always,
+            Some("within_size") => Self::WithinSize,
+            Some("advise") => Self::Advise,
+            Some(_) => Self::Unknown,
+        }
+    }
+
+    /// The mount option's value; `None` where it is unknown.
+    #[must_use]
+    pub fn word(self) -> Option<&'static str> {
+        Some(match self {
+            Self::Never => "never",
+            Self::Always => "always",
+            Self::WithinSize => "within_size",
+            Self::Advise => "advise",
+            Self::Unknown => return None,
+        })
+    }
 }
 
 /// The kind of file that backs the memory.
@@ -244,14 +271,7 @@ fn huge_policy(file: BorrowedFd<'_>) -> Result<HugePolicy> {
         .map_err(|error| Error::new("look at a RAM file", error))?;
     let mounts = mountinfo::mounts()?;
     let Some(mount) = mounts.iter().find(|mount| mount.id == statx.stx_mnt_id) else { return Ok(HugePolicy::Unknown) };
-    Ok(match mount.option("huge").map(|value| value.to_string_lossy()).as_deref() {
-        // The kernel leaves the option out where it is the default.
-        None | Some("never") => HugePolicy::Never,
-        Some("always") => HugePolicy::Always,
-        Some("within_size") => HugePolicy::WithinSize,
-        Some("advise") => HugePolicy::Advise,
-        Some(_) => HugePolicy::Unknown,
-    })
+    Ok(HugePolicy::of(mount))
 }
 
 /// The bytes that the file's file system can still hold; `None` for a tmpfs without a limit.

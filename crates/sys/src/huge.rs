@@ -1,8 +1,17 @@
-//! Pools of huge pages on this host.
+//! Huge pages on this host: what the kernel makes of memory by itself, and pools for hugetlbfs.
 
 use std::path::Path;
+use std::sync::OnceLock;
 
 use crate::error::{Error, Result};
+
+/// The size of the huge pages that the kernel makes of memory by itself (transparent huge pages), bytes; `None` where
+/// it has none.
+#[must_use]
+pub fn transparent_bytes() -> Option<u64> {
+    static BYTES: OnceLock<Option<u64>> = OnceLock::new();
+    *BYTES.get_or_init(|| number(Path::new("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")).ok())
+}
 
 /// The huge pages of one size that this host keeps for hugetlbfs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

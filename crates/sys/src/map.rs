@@ -234,6 +234,16 @@ impl SharedMapping {
         self.advise(range, Advice::LinuxDontNeed, "unmap guest memory")
     }
 
+    /// Has memory that is allocated by an access to this mapping come in huge pages, as far as the file system allows
+    /// it, or in small ones.
+    ///
+    /// # Errors
+    /// `EINVAL`: the kernel has no huge pages.
+    pub fn advise_huge(&self, huge: bool) -> Result<()> {
+        let advice = if huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+        self.advise(0..self.bytes(), advice, "choose the size of a guest's pages")
+    }
+
     fn unbroken(&self, doing: &'static str) -> Result<()> {
         let fault = || Err(Error::new(doing, std::io::Error::from_raw_os_error(libc::EFAULT)));
         if self.is_broken() { fault() } else { Ok(()) }

@@ -221,6 +221,14 @@ impl Pagemap {
         self.scan(range, Scan::of(Categories::WRITTEN), regions)
     }
 
+    /// Pages of `range` that are mapped by a huge page, in ascending order, into `regions` (emptied first).
+    ///
+    /// # Errors
+    /// As [`Self::scan`].
+    pub fn huge(&self, range: Range<u64>, regions: &mut Vec<Region>) -> Result<()> {
+        self.scan(range, Scan::of(Categories::HUGE.union(Categories::PRESENT)), regions)
+    }
+
     /// Pages of `range`, which is private memory, that have content of their own, in ascending order, into `regions`
     /// (emptied first): those that are mapped and not to the page of zeros, and those that are swapped out. A page that
     /// moves at this moment counts. A marker does not, nor does a page of a file that is mapped there privately.

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use sterna_sys::PAGE_BYTES;
+use sterna_sys::file::HugePolicy;
 use sterna_sys::iovec::copy_out;
 use sterna_sys::map::{Access, SharedMapping};
 use sterna_sys::mount::Tmpfs;
@@ -109,7 +110,7 @@ fn a_hole_that_cannot_be_filled_breaks_the_mapping() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    Tmpfs { size_bytes: Some(16 * PAGE_BYTES), mode: 0o700 }.mount(directory.path()).unwrap();
+    Tmpfs { size_bytes: Some(16 * PAGE_BYTES), mode: 0o700, huge: HugePolicy::Never }.mount(directory.path()).unwrap();
     let mut options = File::options();
     let file = options.read(true).write(true).create_new(true).open(directory.path().join("ram")).unwrap();
     file.set_len(BYTES).unwrap();

@@ -100,7 +100,7 @@ fn each_kind_of_backing_is_told_apart() {
 
 /// A file of 64 pages on a tmpfs that has room for 16.
 fn small_tmpfs(directory: &Path) -> File {
-    Tmpfs { size_bytes: Some(16 * PAGE_BYTES), mode: 0o700 }.mount(directory).unwrap();
+    Tmpfs { size_bytes: Some(16 * PAGE_BYTES), mode: 0o700, huge: HugePolicy::Never }.mount(directory).unwrap();
     let mut options = File::options();
     let file = options.read(true).write(true).create_new(true).open(directory.join("ram")).unwrap();
     file.set_len(64 * PAGE_BYTES).unwrap();
@@ -128,7 +128,9 @@ fn a_tmpfs_is_mounted_found_and_unmounted() {
     drop(file);
     unmount(directory.path()).unwrap();
     assert_eq!(mounted_at(directory.path()).unwrap(), None);
-    Tmpfs { size_bytes: None, mode: 0o755 }.mount(&directory.path().join("absent")).unwrap_err();
+    Tmpfs { size_bytes: None, mode: 0o755, huge: HugePolicy::Never }
+        .mount(&directory.path().join("absent"))
+        .unwrap_err();
 }
 
 #[test]

@@ -98,7 +98,7 @@ fn ram_in_huge_pages_is_refused_with_the_reason() {
     let site = Site::without_guest(&Plan::small());
     let backend = file_backend(&huge.mount.path().join("ram"));
     let mut stranger = Stranger::start(site.host("a"), "huge", &bare(Some(&backend)), true);
-    stranger.adopt("x").expect(1, &["cannot be adopted", "huge pages of 2.00 MiB", "in whatever mode", "huge=never"]);
+    stranger.adopt("x").expect(1, &["cannot be adopted", "huge pages of 2.00 MiB", "in whatever mode", "huge=advise"]);
     assert!(stranger.runs());
 }
 

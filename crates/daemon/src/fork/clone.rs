@@ -87,7 +87,7 @@ impl<'a> Plan<'a> {
         let qmp = qmp_socket(&dir);
         let ram = blocks.first().map(|block| (source.memory_bytes, block.path.clone()));
         let ram = ram.as_ref().map(|(bytes, path)| (*bytes, path.as_path()));
-        let all = arguments::for_incoming(&items, &Additions { name, qmp: &qmp, ram }, self.machine, &[]);
+        let all = arguments::for_incoming(&items, &Additions { name, qmp: &qmp, ram, huge: false }, self.machine, &[]);
         let kind = launcher.ram_kind(MemoryMode::Private, source.trust_group.as_deref());
         let started = launcher.start(&source.qemu_path, &all, name, (kind, blocks), None)?;
         let memory = Memory { bytes: source.memory_bytes, blocks: started.blocks.clone(), managed: true, owned: true };

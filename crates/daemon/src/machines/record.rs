@@ -1,6 +1,7 @@
 //! A machine's durable record: all that a restarted daemon needs to look after it again.
 
 use std::io;
+use std::ops::Range;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -12,9 +13,12 @@ use sterna_engine::memory::common::{Guest, common_bytes};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
-use sterna_sys::host;
+use sterna_sys::huge::transparent_bytes;
+use sterna_sys::pagemap::Pagemap;
+use sterna_sys::process::maps;
+use sterna_sys::{PAGE_BYTES, host};
 
-use super::backing::{Backing, Block, OwnFile};
+use super::backing::{Backing, Block, OwnFile, stretches};
 use super::base::Base;
 use super::card::NewCard;
 use super::holder;
@@ -74,6 +78,9 @@ pub struct VmRecord {
     /// have it back.
     #[serde(default)]
     pub kept_before: Option<u64>,
+    /// Whether its shared memory may be in huge pages; records of earlier daemons do not say.
+    #[serde(default = "yes")]
+    pub huge_pages: bool,
     /// Where it is in its life here.
     pub lifecycle: Lifecycle,
     /// Whether the guest is to run once it belongs here; of interest while it comes.
@@ -100,6 +107,10 @@ pub struct VmRecord {
     /// Network cards that are being replaced by others, which its arguments do not name yet.
     #[serde(default)]
     pub new_cards: Vec<NewCard>,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// Pages of a machine that come after its guest's start.
@@ -172,6 +183,7 @@ impl VmRecord {
             owns_ram_files: memory.owned,
             balloon: BalloonSetting::default(),
             kept_before: None,
+            huge_pages: true,
             lifecycle: Lifecycle::Here,
             running: true,
             waits_for_room: false,
@@ -199,6 +211,43 @@ impl VmRecord {
         }
         Err(crate::problems::busy(&self.name, "a network card of it is being replaced, and is not yet")
             .hint(format!("'sterna link {} up --new-mac' goes on with that", self.name)))
+    }
+
+    /// Whether its RAM is to be in huge pages, as far as this host has them: not in private memory, where a huge page
+    /// would be memory that the guest did not write.
+    #[must_use]
+    pub fn wants_huge_pages(&self) -> bool {
+        self.huge_pages && self.memory_mode == MemoryMode::Shared && transparent_bytes().is_some()
+    }
+
+    /// Where the RAM is that may be in huge pages: blocks of small pages that begin where a huge page can.
+    ///
+    /// # Errors
+    /// Its process does not say.
+    pub fn huge_spans(&self) -> io::Result<Vec<(&Block, Range<u64>)>> {
+        let Some(huge) = transparent_bytes().filter(|_| self.wants_huge_pages()) else { return Ok(Vec::new()) };
+        let maps = maps(self.process.pid)?;
+        let span = |block: &Block| {
+            let stretches = stretches(&maps, block.file().ok()?);
+            let mapped = stretches.into_iter().find(|stretch| stretch.length >= block.bytes)?;
+            let fits = block.private.is_none() && block.page_bytes == PAGE_BYTES && mapped.address.is_multiple_of(huge);
+            fits.then(|| mapped.address..mapped.address + block.bytes)
+        };
+        Ok(self.blocks.iter().filter_map(|block| Some((block, span(block)?))).collect())
+    }
+
+    /// How much of its RAM is mapped by huge pages, bytes; none where it cannot be looked at.
+    #[must_use]
+    pub fn huge_bytes(&self) -> u64 {
+        let look = || -> io::Result<u64> {
+            let (pagemap, mut regions, mut bytes) = (Pagemap::open(self.process.pid)?, Vec::new(), 0);
+            for (_, span) in self.huge_spans()? {
+                pagemap.huge(span, &mut regions)?;
+                bytes += regions.iter().map(|region| region.end - region.start).sum::<u64>();
+            }
+            Ok(bytes)
+        };
+        look().unwrap_or(0)
     }
 
     /// This host with the machine's QEMU, as reports name it.

@@ -38,6 +38,8 @@ pub struct Launcher {
     pub user: Option<User>,
     /// The trust group whose machines' memory KSM may merge.
     pub ksm_group: Option<String>,
+    /// Whether shared memory is in huge pages where nothing else is said of a machine.
+    pub huge_pages: bool,
 }
 
 impl Launcher {

@@ -15,7 +15,7 @@ use sterna_api::Problem;
 use super::files::remove_files;
 use super::hold::Hold;
 use super::missing::{Bringer, still_arriving};
-use super::record::VmRecord;
+use super::record::{Lifecycle, VmRecord};
 use crate::problems::{busy, unknown_vm};
 use crate::process::Identity;
 use crate::qemu::launch::{last_lines, log_file};
@@ -37,15 +37,19 @@ pub struct Entry {
     pub note: Option<String>,
     /// What brings its pages, where it runs here before all of them are here.
     pub pager: Option<Bringer>,
+    /// How often somebody has begun something with it.
+    pub begun: u64,
     /// Held while its record is written.
     writing: Arc<Mutex<()>>,
+    /// Held while something short is done with it that nobody sees: see [`Machines::while_free`].
+    resting: Arc<Mutex<()>>,
 }
 
 impl Entry {
     /// A machine with which this is being done.
     #[must_use]
     pub fn new(record: Option<VmRecord>, hold: Hold) -> Self {
-        Self { record, hold, note: None, pager: None, writing: Arc::default() }
+        Self { record, hold, note: None, pager: None, begun: 0, writing: Arc::default(), resting: Arc::default() }
     }
 
     /// Whether this is still the machine of the record: its name may be another's by now.
@@ -57,6 +61,16 @@ impl Entry {
     fn runs_as(&self, process: Identity) -> bool {
         self.record.as_ref().is_some_and(|known| known.process == process)
     }
+}
+
+/// Counts that something begins with a machine, which is on hold already, and waits for what is done with it while it
+/// is free. That looks at the table under its lock: so this is waited for without the table.
+fn wait_for_rest(mut table: MutexGuard<'_, Table>, name: &str) {
+    let Some(entry) = table.get_mut(name) else { return };
+    entry.begun += 1;
+    let resting = Arc::clone(&entry.resting);
+    drop(table);
+    drop(resting.lock().unwrap_or_else(PoisonError::into_inner));
 }
 
 /// The machines, by name.
@@ -142,6 +156,7 @@ impl Machines {
                 }
                 let record = record.clone();
                 entry.hold = hold;
+                wait_for_rest(table, name);
                 Ok(record)
             }
             (hold, _) => Err(busy(name, hold.describe())),
@@ -150,9 +165,26 @@ impl Machines {
 
     /// Has something else be done with a machine that is claimed already.
     pub fn hold(&self, name: &str, hold: Hold) {
-        if let Some(entry) = self.table().get_mut(name) {
+        let mut table = self.table();
+        if let Some(entry) = table.get_mut(name) {
+            let free = matches!(hold, Hold::Free);
             entry.hold = hold;
+            if !free {
+                wait_for_rest(table, name);
+            }
         }
+    }
+
+    /// Does something short with a machine that belongs here, with which nobody does anything and whose pages are all
+    /// here; `None` where it is not so. Whoever begins something with it meanwhile waits for the end of this, so what
+    /// is done must not wait for anybody.
+    pub fn while_free<T>(&self, name: &str, act: impl FnOnce(&VmRecord) -> T) -> Option<T> {
+        let resting = Arc::clone(&self.table().get(name)?.resting);
+        let _held = resting.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = |entry: &&Entry| matches!(entry.hold, Hold::Free) && Arc::ptr_eq(&entry.resting, &resting);
+        let record = self.table().get(name).filter(free).and_then(|entry| entry.record.clone());
+        let is_here = |record: &VmRecord| record.paging.is_none() && record.lifecycle == Lifecycle::Here;
+        record.filter(is_here).map(|record| act(&record))
     }
 
     /// Gives a claimed machine back.
@@ -291,5 +323,88 @@ impl Machines {
         if record.process.open().is_none() {
             self.ended(&record.name, record.process);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+    use std::time::Duration;
+
+    use serde_json::json;
+
+    use super::super::hold::InPlace;
+    use super::*;
+
+    /// A record of a daemon that knew nothing of huge pages.
+    fn record() -> VmRecord {
+        serde_json::from_value(json!({
+            "name": "m", "memory_bytes": 4096, "memory_mode": "shared", "trust_group": null, "qemu_path": "/q",
+            "qemu_version": [7, 2, 0], "machine": "none", "arguments": [], "managed_ram": true,
+            "process": { "pid": 1, "start_ticks": 0, "boot": 0 }, "qmp": "/q.sock", "agent": "/a.sock", "blocks": [],
+            "owns_ram_files": true, "lifecycle": "here", "running": true
+        }))
+        .expect("a record")
+    }
+
+    /// Fails where whoever begins something does not wait: then what is done at rest goes on beside it.
+    #[test]
+    fn nothing_is_done_at_rest_with_a_machine_once_somebody_has_begun_something() {
+        let directory = tempfile::tempdir().unwrap();
+        let state = match StateDir::open(directory.path(), true) {
+            Err(error) => return println!("skipped: {error}"),
+            Ok(state) => Arc::new(state),
+        };
+        let machines = Machines::new(Arc::clone(&state), |_| {});
+        assert!(record().huge_pages, "a guest of an earlier daemon may be in huge pages");
+        machines.table().insert("m".into(), Entry::new(Some(record()), Hold::Free));
+        let (at_work, steps, ended) = (AtomicBool::new(false), AtomicU32::new(0), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Acquire) {
+                    machines.while_free("m", |_| {
+                        at_work.store(true, Ordering::Release);
+                        steps.fetch_add(1, Ordering::AcqRel);
+                        std::thread::sleep(Duration::from_millis(2));
+                        at_work.store(false, Ordering::Release);
+                    });
+                }
+            });
+            for turn in 1..=20 {
+                let before = steps.load(Ordering::Acquire);
+                while steps.load(Ordering::Acquire) == before {
+                    std::thread::yield_now();
+                }
+                machines.claim("m", Hold::shared(&InPlace::new("it is being tried"))).expect("it is free");
+                for _ in 0..20 {
+                    assert!(!at_work.load(Ordering::Acquire), "something is done beside who has claimed it");
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                assert_eq!(machines.entry("m").expect("it is there").begun, turn);
+                machines.release("m");
+            }
+            ended.store(true, Ordering::Release);
+        });
+        state.unmount_if_empty();
+    }
+
+    #[test]
+    fn nothing_is_done_at_rest_with_a_machine_whose_pages_still_come_or_that_is_not_here() {
+        let directory = tempfile::tempdir().unwrap();
+        let state = match StateDir::open(directory.path(), true) {
+            Err(error) => return println!("skipped: {error}"),
+            Ok(state) => Arc::new(state),
+        };
+        let machines = Machines::new(Arc::clone(&state), |_| {});
+        let id = sterna_engine::host::MigrationId(1);
+        let paging = super::super::record::Paging { id, from: "b".into(), map: "/m".into(), held_back: false };
+        let arriving = VmRecord { paging: Some(paging), ..record() };
+        let leaving = VmRecord { lifecycle: Lifecycle::Outgoing(id), ..record() };
+        for (record, may) in [(arriving, false), (leaving, false), (record(), true)] {
+            machines.table().insert("m".into(), Entry::new(Some(record), Hold::Free));
+            assert_eq!(machines.while_free("m", |_| ()).is_some(), may);
+        }
+        assert!(machines.while_free("another", |_| ()).is_none());
+        state.unmount_if_empty();
     }
 }

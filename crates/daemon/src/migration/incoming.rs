@@ -11,6 +11,7 @@ use sterna_engine::paging::Pager;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::spec::{GangSpec, VmSpec};
+use sterna_sys::huge::transparent_bytes;
 
 use super::arriving::{Arriving, check_incoming};
 use super::no_verdict::no_verdict;
@@ -232,7 +233,9 @@ impl Destination {
             })
             .collect();
         let managed = spec.managed_ram.then(|| (spec.memory_bytes, blocks[0].path.as_path()));
-        let additions = Additions { name: &spec.name, qmp: &qmp_socket(&dir), ram: managed };
+        let huge_pages = self.launcher.huge_pages;
+        let huge = huge_pages && !spec.private && transparent_bytes().is_some();
+        let additions = Additions { name: &spec.name, qmp: &qmp_socket(&dir), ram: managed, huge };
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
         let all = arguments::for_incoming(items, &additions, &spec.machine, &files);
         let memory_mode = if spec.private { MemoryMode::Private } else { MemoryMode::Shared };
@@ -244,6 +247,7 @@ impl Destination {
             memory_mode,
             trust_group: spec.trust_group.clone(),
             balloon: spec.balloon,
+            huge_pages,
             lifecycle: Lifecycle::Incoming(id),
             running: spec.running,
             ..VmRecord::new(&spec.name, spec.arguments.clone(), started.qemu(binary.path), memory)

@@ -309,6 +309,9 @@ pub struct Additions<'a> {
     pub qmp: &'a Path,
     /// RAM that Sterna adds: its size in bytes and its file.
     pub ram: Option<(u64, &'a Path)>,
+    /// Whether this RAM is to be in huge pages. QEMU asks for them by itself; without this its mapping does not begin
+    /// where one of them does, and has none.
+    pub huge: bool,
 }
 
 /// The arguments of a machine that is started here.
@@ -351,7 +354,9 @@ pub fn for_incoming(
 
 fn add(items: &mut Vec<Item>, additions: &Additions<'_>) {
     if let Some((bytes, path)) = additions.ram {
-        let backend = format!("memory-backend-file,id={RAM_ID},size={bytes},mem-path={},share=on", escape_path(path));
+        let path = escape_path(path);
+        let align = if additions.huge { ",align=2M" } else { "" };
+        let backend = format!("memory-backend-file,id={RAM_ID},size={bytes},mem-path={path},share=on{align}");
         items.push(Item::new("m", format!("size={bytes}B")));
         items.push(Item::new("object", backend));
         items.push(Item::new("machine", format!("memory-backend={RAM_ID}")));

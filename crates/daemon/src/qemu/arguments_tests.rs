@@ -7,7 +7,7 @@ fn items(line: &str) -> Vec<Item> {
 }
 
 fn additions(ram: Option<(u64, &Path)>) -> Additions<'_> {
-    Additions { name: "db1", qmp: Path::new("/s/q,1.sock"), ram }
+    Additions { name: "db1", qmp: Path::new("/s/q,1.sock"), ram, huge: false }
 }
 
 #[test]

@@ -14,6 +14,7 @@ use sterna_protocol::hello::Features;
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::spec::BlockSpec;
+use sterna_sys::file::HugePolicy;
 use sterna_sys::map::{Access, PrivateMapping};
 use sterna_sys::mount::Tmpfs;
 
@@ -226,7 +227,9 @@ impl Drop for Mount {
 #[test]
 fn a_pool_that_can_take_no_more_costs_whoever_brings_a_body_and_others_refer_to_what_is_there() {
     let directory = tempfile::tempdir().unwrap();
-    Tmpfs { size_bytes: Some(4 * PAGE_BYTES as u64), mode: 0o700 }.mount(directory.path()).unwrap();
+    Tmpfs { size_bytes: Some(4 * PAGE_BYTES as u64), mode: 0o700, huge: HugePolicy::Never }
+        .mount(directory.path())
+        .unwrap();
     let _mount = Mount(directory.path().to_owned());
     let file = File::options().read(true).write(true).create_new(true).open(directory.path().join("pool")).unwrap();
     let pool = Pool::new(file, 2).unwrap();

@@ -81,6 +81,10 @@ impl<'a> Placer<'a> {
             return Err(MigrateError::Damaged(arrival.suspect.len()));
         }
         self.ensure_room(arrival.body_bytes())?;
+        if arrival.body_bytes() > 0 {
+            let taken = self.ram.make_room(arrival.chunk, &arrival.pages());
+            self.ensure_room(taken.saturating_sub(arrival.body_bytes()))?;
+        }
         self.put(&target, arrival)
     }
 

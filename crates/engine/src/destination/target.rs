@@ -29,7 +29,7 @@ impl<'a> Target<'a> {
             Self::Still(ram, pager) => {
                 let Arrival { chunk, bodies, zero, pooled, .. } = arrival;
                 if !zero.is_empty() {
-                    ram.discard(*chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
+                    ram.clear(*chunk, zero).map_err(MigrateError::host("giving back pages of zeros"))?;
                 }
                 if let Some(Pooled { runs, pool }) = pooled {
                     ram.share(*chunk, runs, pool).map_err(MigrateError::host("mapping shared pages"))?;

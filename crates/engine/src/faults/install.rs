@@ -26,6 +26,16 @@ impl Userfault {
         &self.descriptor
     }
 
+    /// Protects these addresses, which are registered for it, entry by entry: a write is noted from now on, and none
+    /// before.
+    ///
+    /// # Errors
+    /// The VMM has ended.
+    pub(crate) fn protect(&self, range: Range<u64>) -> Result<(), MigrateError> {
+        let protected = self.descriptor.write_protect(range, true);
+        protected.map_err(MigrateError::vmm_process("write-protecting guest RAM"))
+    }
+
     /// Maps pages that the file holds and wakes the threads that wait for them. Holes among them stay: an access finds
     /// zeros. Fenced pages stay out. Returns whether there was none of these.
     ///

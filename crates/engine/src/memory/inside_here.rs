@@ -19,6 +19,11 @@ pub trait Mapped: Send + Sync {
     /// Advises `MADV_DONTNEED` for a range of its bytes.
     fn dont_need(&self, range: Range<u64>) -> sterna_sys::Result<()>;
 
+    /// Advises for or against huge pages.
+    fn advise_huge(&self, _: bool) -> sterna_sys::Result<()> {
+        unreachable!("it is not asked for")
+    }
+
     /// Maps anonymous memory there, where that is no file of others.
     fn map_own(&self, _: Range<u64>) -> sterna_sys::Result<()> {
         unreachable!("it has no areas")
@@ -37,6 +42,10 @@ impl Mapped for SharedMapping {
 
     fn dont_need(&self, range: Range<u64>) -> sterna_sys::Result<()> {
         self.dont_need(range)
+    }
+
+    fn advise_huge(&self, huge: bool) -> sterna_sys::Result<()> {
+        self.advise_huge(huge)
     }
 }
 
@@ -97,8 +106,11 @@ impl<M: Mapped> Inside for InsideHere<M> {
     }
 
     fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
-        assert_eq!(advice, Advice::DontNeed, "what this kind of memory asks for");
-        self.each(ranges, |mapping, range| mapping.dont_need(range).expect("page tables without these"));
+        self.each(ranges, |mapping, range| match advice {
+            Advice::DontNeed => mapping.dont_need(range).expect("page tables without these"),
+            Advice::NoHugePage => mapping.advise_huge(false).expect("small pages"),
+            _ => unreachable!("no kind of memory asks for this"),
+        });
         Ok(())
     }
 

@@ -16,6 +16,9 @@ pub mod areas;
 /// What guests in private memory have in common.
 pub mod common;
 
+/// Huge pages under a guest's RAM.
+pub mod huge;
+
 /// How many mappings shared pages may take.
 pub mod room;
 
@@ -223,6 +226,21 @@ pub trait Memory: Debug + Send + Sync {
     /// Where there are fewer bodies than pages.
     fn write(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) -> io::Result<()>;
 
+    /// Makes room for pages of a chunk that are about to be put in their place: most of it, so that it may be in a huge
+    /// page. Returns how much memory was taken, bytes; none where the chunk is to be in small pages, or has its memory.
+    fn make_room(&self, _chunk: ChunkIndex, _pages: &PageSet) -> u64 {
+        0
+    }
+
+    /// Makes zeros of these pages: where they are in a huge page it stays whole, elsewhere their memory is [given
+    /// back](Self::discard).
+    ///
+    /// # Errors
+    /// As [`discard`](Self::discard) and [`write`](Self::write).
+    fn clear(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        self.discard(chunk, pages)
+    }
+
     /// Gives the memory of these pages back to the host: they read as zeros, here and for the guest.
     ///
     /// # Errors
@@ -290,7 +308,7 @@ pub trait Memory: Debug + Send + Sync {
     /// # Errors
     /// As [`discard`](Self::discard).
     fn install_zeros(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
-        self.discard(chunk, pages)
+        self.clear(chunk, pages)
     }
 
     /// The way in which pages of this kind of memory come into the VMM's page tables, and out of them.
@@ -344,6 +362,12 @@ pub trait Mappings: Debug + Send + Sync {
         spans: &[Range<u64>],
         stale: &mut dyn Iterator<Item = Range<u64>>,
     ) -> Result<(), MigrateError>;
+
+    /// Whether the VMM may map its RAM by huge pages: then it must be [mapped small](huge::map_small) before its writes
+    /// are watched.
+    fn may_be_huge(&self) -> bool {
+        false
+    }
 
     /// Takes these addresses out of the VMM's page tables, so that the next access to each of their pages faults where
     /// they are registered for faults. The pages' content stays.

@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::file;
 use sterna_sys::iovec::Outgoing;
@@ -18,11 +18,16 @@ use sterna_sys::pagemap::{Categories, Pagemap, Scan};
 use sterna_sys::userfaultfd::{Filled, Modes, Userfaultfd};
 
 use super::fault::{RamError, RamFault};
+use super::huge::HugePages;
 use super::runs::{runs, runs_from, runs_into};
 use super::{BlockFile, Mappings, Memory, add_run};
 use crate::agent::Advice;
 use crate::error::MigrateError;
 use crate::inside::Inside;
+
+/// So many pages of a chunk that come at once are worth a huge page: what the guest had in one where it comes from.
+/// At most an eighth of it is memory that the guest did not have.
+const DENSE_PAGES: usize = CHUNK_PAGES - CHUNK_PAGES / 8;
 
 /// A machine's RAM in files, mapped shared.
 #[derive(Debug)]
@@ -38,6 +43,8 @@ struct Block {
     mapping: SharedMapping,
     address: u64,
     page_bytes: u64,
+    /// Where memory comes in huge pages; `None` where the file system has none, or nothing is written.
+    huge: Option<HugePages>,
 }
 
 impl SharedMemory {
@@ -58,7 +65,8 @@ impl SharedMemory {
             }
             let mapping = SharedMapping::new(&file, spec.bytes, access).map_err(|error| map(error.into()))?;
             let (id, address, page_bytes) = (spec.id.clone(), *address, spec.page_bytes);
-            blocks.push(Block { id, file, mapping, address, page_bytes });
+            let huge = if access == Access::ReadWrite { HugePages::of(&file, spec.bytes) } else { None };
+            blocks.push(Block { id, file, mapping, address, page_bytes, huge });
         }
         Ok(Self { layout, blocks })
     }
@@ -170,6 +178,38 @@ impl Memory for SharedMemory {
         Ok(())
     }
 
+    fn make_room(&self, chunk: ChunkIndex, pages: &PageSet) -> u64 {
+        let Some(place) = self.layout.place(chunk) else { return 0 };
+        match &self.blocks[place.block].huge {
+            Some(huge) if pages.len() >= DENSE_PAGES => huge.make(place.offset),
+            _ => 0,
+        }
+    }
+
+    /// A hole in a huge page would split it, so zeros are written there; not where all of it is zeros, as of memory
+    /// that the guest gives back. Only these pages are touched: somebody else may write others at this moment.
+    fn clear(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        let place = self.layout.place(chunk);
+        let huge =
+            place.and_then(|place| Some((place, self.blocks[place.block].huge.as_ref()?.page_at(place.offset)?)));
+        let Some((place, huge)) = huge else { return self.discard(chunk, pages) };
+        let block = &self.blocks[place.block];
+        let end = place.offset + (place.pages * PAGE_BYTES) as u64;
+        let rest_is_zero =
+            || [huge.start..place.offset, end..huge.end].into_iter().all(|rest| block.mapping.is_zero(rest));
+        if pages.len() == place.pages && rest_is_zero() {
+            return self.discard(chunk, pages);
+        }
+        for run in runs(&self.layout, chunk, pages) {
+            for start in run.range.step_by(PAGE_BYTES) {
+                if !block.mapping.is_zero(start..start + PAGE_BYTES as u64) {
+                    file::write_at(&block.file, start, &[0; PAGE_BYTES])?;
+                }
+            }
+        }
+        if block.mapping.is_broken() { Err(block.fault()) } else { Ok(()) }
+    }
+
     /// Punches holes.
     fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         for run in runs(&self.layout, chunk, pages) {
@@ -194,6 +234,10 @@ impl Mappings for SharedMappings {
 
     fn maps_on_arrival(&self) -> bool {
         false
+    }
+
+    fn may_be_huge(&self) -> bool {
+        true
     }
 
     /// Takes out all pages that the VMM has mapped before its devices are loaded (for example where its memory is

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::spec::BlockSpec;
 use sterna_sys::pagemap::{Pagemap, Region};
 
 use crate::agent::Discards;
@@ -14,7 +15,7 @@ use crate::error::MigrateError;
 use crate::faults::seal::Seal;
 use crate::faults::{GuestFaults, User, Userfault};
 use crate::inside::Inside;
-use crate::memory::{Memory, add_run};
+use crate::memory::{Memory, add_run, huge};
 
 /// What tracking has cost so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -27,6 +28,10 @@ pub struct Cost {
     pub write_faults: u64,
     /// The pages that the guest discarded.
     pub discarded_pages: u64,
+    /// What was mapped by huge pages when watching began, bytes.
+    pub huge_bytes: u64,
+    /// The time it took to map that page by page.
+    pub map_small_time: Duration,
 }
 
 /// The tracker of a machine's writes. Another implementation may read KVM's own dirty log.
@@ -118,11 +123,29 @@ impl WriteProtect {
     }
 }
 
+impl WriteProtect {
+    /// Has RAM mapped page by page that may be mapped by huge pages; where that is.
+    fn map_small(&mut self, ram: &dyn Memory) -> Result<Vec<Range<u64>>, MigrateError> {
+        if !ram.mappings().may_be_huge() {
+            return Ok(Vec::new());
+        }
+        let small_pages = |(_, block): &(_, &BlockSpec)| block.page_bytes == PAGE_BYTES as u64;
+        let spans: Vec<_> = ram.spans().into_iter().zip(ram.layout().blocks()).filter(small_pages).collect();
+        let spans: Vec<_> = spans.into_iter().map(|(span, _)| span).collect();
+        let began = Instant::now();
+        self.cost.huge_bytes = huge::map_small(&self.faults, &self.pagemap, &spans)?;
+        self.cost.map_small_time = began.elapsed();
+        tracing::debug!(bytes = self.cost.huge_bytes, time = ?self.cost.map_small_time, "huge pages are mapped small");
+        Ok(spans)
+    }
+}
+
 impl Tracker for WriteProtect {
     fn arm(&mut self, ram: &dyn Memory) -> Result<(), MigrateError> {
         self.disarm();
         let files = ram.files().map_err(MigrateError::host("looking at the guest's RAM files"))?;
         let spans = ram.spans();
+        let small = self.map_small(ram)?;
         let userfault = self.faults.begin(User::Tracking, spans.clone(), ram.mappings())?;
         self.armed = Some(Armed { userfault, spans, files });
         // Only now: before the userfaultfd was open the VMM's process could still have made areas smaller. Since then
@@ -132,6 +155,11 @@ impl Tracker for WriteProtect {
         let (mut all, mut given_back) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
         self.collect(ram, &mut all, &mut given_back)?;
         self.cost.write_faults = 0;
+        // Nothing has been sent yet, so that a write between the scan and this protection is lost to nobody.
+        let armed = self.armed.as_ref().map(|armed| Arc::clone(&armed.userfault));
+        if let Some(userfault) = armed {
+            huge::left_huge(&self.pagemap, &small)?.into_iter().try_for_each(|range| userfault.protect(range))?;
+        }
         Ok(())
     }
 

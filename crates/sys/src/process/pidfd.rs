@@ -1,6 +1,7 @@
 //! A handle on a process, which never refers to another.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -89,6 +90,27 @@ impl Pidfd {
     pub fn duplicate(&self, number: i32) -> Result<OwnedFd> {
         rustix::process::pidfd_getfd(&self.fd, number, PidfdGetfdFlags::empty())
             .map_err(|error| Error::new(format!("duplicate descriptor {number} of process {}", self.pid), error))
+    }
+
+    /// Makes a huge page of this memory of the process, which is shared and has no page that others hold
+    /// (`MADV_COLLAPSE`): a mapping of the huge page that a file has there, or a copy of its small pages, holes
+    /// included. Content stays; who writes there meanwhile waits.
+    ///
+    /// # Errors
+    /// `EINVAL`: nothing is there, or its owner or whoever watches its writes wants small pages. `EAGAIN`, `EBUSY`: a
+    /// page is held. `ENOMEM`: no huge page is left. `ESRCH`: the process has ended.
+    pub fn collapse(&self, range: Range<u64>) -> Result<()> {
+        let part = libc::iovec { iov_base: range.start as *mut _, iov_len: (range.end - range.start) as usize };
+        // SAFETY: the kernel reads one `iovec`, which lives until it returns. The advice changes no content.
+        let done = unsafe {
+            let (number, of) = (libc::SYS_process_madvise, self.fd.as_raw_fd());
+            libc::syscall(number, of, &raw const part, 1usize, libc::MADV_COLLAPSE, 0u32)
+        };
+        if done < 0 {
+            let error = std::io::Error::last_os_error();
+            return Err(Error::new(format!("make a huge page of memory of process {}", self.pid), error));
+        }
+        Ok(())
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {

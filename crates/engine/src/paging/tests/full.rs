@@ -2,6 +2,7 @@
 
 use sterna_api::Blame;
 use sterna_protocol::frame::{ChunkFrame, Digester};
+use sterna_sys::file::HugePolicy;
 use sterna_sys::mount::Tmpfs;
 
 use super::*;
@@ -52,7 +53,7 @@ fn a_full_ram_file_system_is_said_to_be_full_while_pages_follow_too() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    Tmpfs { size_bytes: Some(4096), mode: 0o700 }.mount(directory.path()).unwrap();
+    Tmpfs { size_bytes: Some(4096), mode: 0o700, huge: HugePolicy::Never }.mount(directory.path()).unwrap();
     let _mount = Mount(directory.path().to_owned());
     let mut guest = Guest::new();
     let mut options = File::options();

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::Read;
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -93,6 +94,8 @@ pub type GuestProgram = Box<dyn FnOnce(Arc<SharedMapping>) + Send>;
 #[derive(Default)]
 pub struct Destination {
     pub ram: Mutex<Option<File>>,
+    /// Where its guests' RAM is, in huge pages; elsewhere it is in small ones.
+    pub huge: Mutex<Option<PathBuf>>,
     /// Whether its guests may run before all their pages are there.
     pub postcopy: AtomicBool,
     /// What its guest does from its start on, with its RAM.
@@ -179,10 +182,15 @@ impl DestinationHost for Destination {
             return Err(problem);
         }
         self.aborted.store(false, Ordering::Release);
-        let file = tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs");
+        let huge = self.huge.lock().unwrap().clone();
+        let directory = huge.as_deref().unwrap_or(Path::new("/dev/shm"));
+        let file = tempfile::tempfile_in(directory).expect("a file on tmpfs");
         file.set_len(spec.blocks[0].bytes).expect("room for the file");
         *self.ram.lock().unwrap() = Some(file.try_clone().expect("a descriptor"));
         let mapping = SharedMapping::new(&file, spec.blocks[0].bytes, Access::ReadWrite).expect("a mapping");
+        if huge.is_some() {
+            mapping.advise_huge(true).expect("huge pages");
+        }
         let mapping = Arc::new(mapping);
         *self.mapping.lock().unwrap() = Some(Arc::clone(&mapping));
         let address = mapping.addresses().start;

@@ -1,12 +1,14 @@
 //! A guest: RAM, and threads that write it.
 
 use std::fs::File;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use sterna_sys::map::{Access, SharedMapping};
+use sterna_sys::pagemap::Pagemap;
 
 /// RAM of the guest, as its "vCPUs" see it: a file of holes on tmpfs.
 pub struct GuestRam {
@@ -21,6 +23,23 @@ impl GuestRam {
         file.set_len(bytes).expect("room for the file");
         let mapping = Arc::new(SharedMapping::new(&file, bytes, Access::ReadWrite).expect("a mapping"));
         Self { file, mapping, bytes }
+    }
+
+    /// RAM on this file system, in huge pages as far as it has them.
+    pub fn huge(bytes: u64, directory: &Path) -> Self {
+        let file = tempfile::tempfile_in(directory).expect("a file on tmpfs");
+        file.set_len(bytes).expect("room for the file");
+        let mapping = Arc::new(SharedMapping::new(&file, bytes, Access::ReadWrite).expect("a mapping"));
+        mapping.advise_huge(true).expect("huge pages");
+        Self { file, mapping, bytes }
+    }
+
+    /// How much of it is mapped by huge pages, bytes.
+    pub fn mapped_huge(&self) -> u64 {
+        let mut regions = Vec::new();
+        let pagemap = Pagemap::of_this_process().expect("the page map");
+        pagemap.huge(self.mapping.addresses(), &mut regions).expect("a scan");
+        regions.iter().map(|region| region.end - region.start).sum()
     }
 
     pub fn write_page(&self, page: u64, byte: u8) {

@@ -51,8 +51,13 @@ impl Inside for InsideSelf {
         Ok(duplicate.map_err(MigrateError::host("keeping a duplicate"))?.map(Userfaultfd::from))
     }
 
-    fn advise(&mut self, _: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+    fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
         let mappings = self.mappings.lock().unwrap();
+        if advice == Advice::NoHugePage {
+            // A source's mapping is not known here, unless it has huge pages.
+            mappings.iter().for_each(|mapping| mapping.advise_huge(false).expect("small pages"));
+            return Ok(());
+        }
         for range in ranges {
             let of_range = |mapping: &&Arc<SharedMapping>| mapping.addresses().contains(&range.start);
             let mapping = mappings.iter().find(of_range).expect("a guest's mapping");
