@@ -195,6 +195,15 @@ pub struct HostBandwidth {
     pub bandwidth_bytes_per_s: Option<u64>,
 }
 
+/// What a host keeps of machines that have left, so that less travels when they come back.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+pub struct HostKept {
+    /// The memory that it takes, bytes. It counts as free: it goes when memory is needed.
+    pub bytes: u64,
+    /// The machines.
+    pub machines: Vec<String>,
+}
+
 /// The daemon that answers at an API's socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Version {

@@ -50,6 +50,8 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Drop what this host keeps of the memory of virtual machines that have left (keep_departed)
+    Forget,
     /// Stop a virtual machine
     Stop {
         /// Its name

@@ -57,6 +57,14 @@ impl Client {
         self.read(self.send(Method::PUT, path, body.into()).await?).await
     }
 
+    /// Removes a value and reads the answer, which is what it was.
+    ///
+    /// # Errors
+    /// As [`Client::get`].
+    pub async fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T, Failure> {
+        self.read(self.send(Method::DELETE, path, Bytes::new()).await?).await
+    }
+
     /// Sends a command whose only answer is its success.
     ///
     /// # Errors

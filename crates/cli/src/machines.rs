@@ -9,6 +9,7 @@ use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 use hyper::Method;
 use sterna_api::units::show_size;
+use sterna_api::vm::HostKept;
 use sterna_api::{AdoptRequest, Code, MemoryMode, Phase, RunRequest, Vm, VmState};
 
 use crate::arguments::{Adopt, Run};
@@ -17,6 +18,9 @@ use crate::client::{Client, escape};
 use crate::failure::Failure;
 use crate::progress::{brief, line};
 use crate::table::text_of;
+
+/// The path of what the host keeps of machines that have left.
+const KEPT: &str = "/v1/host/kept";
 
 /// How often an attached `run` looks at its machine.
 const LOOK: Duration = Duration::from_millis(500);
@@ -117,7 +121,26 @@ pub async fn ps(client: &Client, json: bool) -> Result<ExitCode, Failure> {
         ]);
     }
     println!("{}", text_of(&table));
+    let kept: HostKept = client.get(KEPT).await?;
+    if !kept.machines.is_empty() {
+        println!("{}", kept_line(&kept));
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Drops what the host keeps of machines that have left.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn forget(client: &Client) -> Result<ExitCode, Failure> {
+    let kept: HostKept = client.delete(KEPT).await?;
+    println!("{}", if kept.machines.is_empty() { "nothing was kept".into() } else { kept_line(&kept) + " (dropped)" });
+    Ok(ExitCode::SUCCESS)
+}
+
+fn kept_line(kept: &HostKept) -> String {
+    let (count, bytes, names) = (kept.machines.len(), show_size(kept.bytes), kept.machines.join(", "));
+    format!("kept of {count} that left, until memory is needed: {bytes} ({names})")
 }
 
 /// Shows one machine.

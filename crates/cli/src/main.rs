@@ -60,6 +60,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Adopt(adopt) => machines::adopt(&client, adopt).await,
         Command::Ps { json } => machines::ps(&client, json).await,
         Command::Show { name, json } => machines::show(&client, &name, json).await,
+        Command::Forget => machines::forget(&client).await,
         Command::Stop { name, force } => machines::stop(&client, &name, force).await,
         Command::Migrate(migrate) => migrate::migrate(&client, *migrate).await,
         Command::Balloon(wanted) => balloon::balloon(&client, &wanted).await,

@@ -1,11 +1,12 @@
 //! The configuration: `/etc/sterna/sternad.toml`, which the command line overrides.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Parser;
 use serde::Deserialize;
 use sterna_api::options::MIN_BANDWIDTH_BYTES_PER_S;
-use sterna_api::units::{UnitError, parse_rate, parse_size};
+use sterna_api::units::{UnitError, parse_duration, parse_rate, parse_size};
 use sterna_engine::transport::credentials::Files;
 
 /// The longest path a unix socket can have on Linux, bytes (`sun_path` less its final zero).
@@ -55,6 +56,7 @@ struct File {
     ksm_group: Option<String>,
     unshare_reserve: Option<u8>,
     offer_pools: Option<bool>,
+    keep_departed: Option<String>,
     memory_floor: Option<String>,
     pause_priority: Option<bool>,
     huge_pages: Option<bool>,
@@ -112,6 +114,9 @@ pub struct Config {
     /// Whether machines that come may share with those of their trust group that are here already. Whoever may send a
     /// machine can find out by it which contents these have in their pools.
     pub offer_pools: bool,
+    /// For how long what the memory of machines was is kept when they have left, so that less travels when they come
+    /// back; 0 for not at all.
+    pub keep_departed: Duration,
     /// The free memory, bytes, below which guests are stopped that write what they share; 0 for never.
     pub memory_floor_bytes: u64,
     /// Whether the threads that bring a guest on while it stands still go before all others of this host.
@@ -169,6 +174,9 @@ pub enum ConfigError {
     /// A floor that is no size.
     #[error("memory_floor cannot be used")]
     Floor(#[source] UnitError),
+    /// A time that is no duration.
+    #[error("keep_departed cannot be used")]
+    Keep(#[source] UnitError),
     /// A part of more than all.
     #[error("unshare_reserve is {0}: it is a percentage, at most 100")]
     Percent(u8),
@@ -223,6 +231,7 @@ impl Config {
             ksm_group: file.ksm_group,
             unshare_reserve: file.unshare_reserve.unwrap_or(10),
             offer_pools: file.offer_pools.unwrap_or(false),
+            keep_departed: file.keep_departed.map_or(Ok(Duration::ZERO), |time| keep_time(&time))?,
             memory_floor_bytes: file.memory_floor.map_or(Ok(64 << 20), |floor| floor_bytes(&floor))?,
             pause_priority: file.pause_priority.unwrap_or(true),
             huge_pages: file.huge_pages.unwrap_or(false),
@@ -251,6 +260,11 @@ impl Config {
 /// A floor of free memory, which may be 0.
 fn floor_bytes(text: &str) -> Result<u64, ConfigError> {
     if text == "0" { Ok(0) } else { parse_size(text).map_err(ConfigError::Floor) }
+}
+
+/// A time for which something is kept, which may be 0.
+fn keep_time(text: &str) -> Result<Duration, ConfigError> {
+    if text == "0" { Ok(Duration::ZERO) } else { parse_duration(text).map_err(ConfigError::Keep) }
 }
 
 /// Checks that a unix socket can have this path.
@@ -288,6 +302,7 @@ mod tests {
         assert!(!merge(&Arguments::default(), "pause_priority = false").unwrap().pause_priority);
         assert!(!config.huge_pages && merge(&Arguments::default(), "huge_pages = true").unwrap().huge_pages);
         assert!(!config.offer_pools, "sharing with those that are here is asked for");
+        assert!(config.keep_departed.is_zero(), "what was a machine's is kept where that is asked for");
     }
 
     #[test]
@@ -306,6 +321,9 @@ mod tests {
         assert!(merge(&Arguments::default(), "max_incoming = 0").unwrap_err().to_string().contains("max_incoming"));
         assert!(merge(&Arguments::default(), "bandwidth = '1 mile'").is_err());
         assert!(merge(&Arguments::default(), "memory_floor = 'low'").is_err());
+        assert!(merge(&Arguments::default(), "keep_departed = 'long'").is_err());
+        assert!(merge(&Arguments::default(), "keep_departed = '0'").unwrap().keep_departed.is_zero());
+        assert_eq!(merge(&Arguments::default(), "keep_departed = '90s'").unwrap().keep_departed.as_secs(), 90);
         assert_eq!(merge(&Arguments::default(), "memory_floor = '0'").unwrap().memory_floor_bytes, 0);
         assert!(
             merge(&Arguments::default(), "unshare_reserve = 101").unwrap_err().to_string().contains("unshare_reserve")

@@ -14,6 +14,7 @@ use crate::care::Care;
 use crate::config::Config;
 use crate::fork::Fork;
 use crate::identity;
+use crate::kept::Keeper;
 use crate::machines::start::Launcher;
 use crate::machines::table::Machines;
 use crate::metrics::Metrics;
@@ -44,6 +45,8 @@ pub struct Daemon {
     pub care: Care,
     /// The part that starts them.
     pub launcher: Arc<Launcher>,
+    /// What is kept of machines that have left.
+    pub keeper: Arc<Keeper>,
     /// The part that takes running machines over.
     pub adoptions: Adoptions,
     /// This host as a source.
@@ -81,7 +84,10 @@ impl Daemon {
             ksm_group: config.ksm_group.clone(),
             huge_pages: config.huge_pages,
         });
+        let keeper = Keeper::new(state.ram(), config.keep_departed, config.memory_floor_bytes);
         let departures = Arc::new(Departures {
+            identity,
+            keeper: Arc::clone(&keeper),
             machines: Arc::clone(&machines),
             records: Arc::clone(&records),
             jobs: Arc::new(Jobs::new(config.max_outgoing)),
@@ -100,6 +106,7 @@ impl Daemon {
             records,
             launcher: Arc::clone(&launcher),
             pools: Arc::new(Pools::new(state.ram())),
+            keeper: Arc::clone(&keeper),
             max_incoming: config.max_incoming,
             unshare_reserve: config.unshare_reserve,
             offer_pools: config.offer_pools,
@@ -107,7 +114,19 @@ impl Daemon {
             qemu: config.qemu.clone(),
         };
         let adoptions = Adoptions::new(care.clone(), Arc::clone(&state));
-        Ok(Self { config, state, machines, balloons, care, launcher, adoptions, departures, destination, metrics })
+        Ok(Self {
+            config,
+            state,
+            machines,
+            balloons,
+            care,
+            launcher,
+            keeper,
+            adoptions,
+            departures,
+            destination,
+            metrics,
+        })
     }
 
     /// The part that takes up what an earlier daemon left in the state directory.

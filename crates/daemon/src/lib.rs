@@ -21,7 +21,10 @@ pub mod several;
 /// How much memory this host can still give.
 pub mod room;
 
-/// What is done when it is little.
+/// What is kept of machines that have left.
+pub mod kept;
+
+/// What is done when memory is short.
 pub mod shortage;
 
 /// QEMU's arguments, its binary, and how it is started.

@@ -10,6 +10,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use serde::Serialize;
 use sterna_api::balloon::Pressure;
+use sterna_api::vm::HostKept;
 use sterna_api::{Phase, Report, Status, Vm};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -52,6 +53,8 @@ pub struct Metrics {
     allocated: Gauge<u64, AtomicU64>,
     huge: Gauge<u64, AtomicU64>,
     shared: Gauge<u64, AtomicU64>,
+    kept: Gauge<u64, AtomicU64>,
+    kept_machines: Gauge,
     ballooned: Gauge<u64, AtomicU64>,
     pressure: Family<PressureLabel, Counter>,
     reclaimed: Counter,
@@ -84,6 +87,8 @@ impl Metrics {
             allocated: Gauge::default(),
             huge: Gauge::default(),
             shared: Gauge::default(),
+            kept: Gauge::default(),
+            kept_machines: Gauge::default(),
             ballooned: Gauge::default(),
             pressure: Family::default(),
             reclaimed: Counter::default(),
@@ -112,6 +117,13 @@ impl Metrics {
             Unit::Bytes,
             metrics.shared.clone(),
         );
+        registry.register_with_unit(
+            "kept",
+            "Memory that is kept of machines that have left, and goes when it is needed",
+            Unit::Bytes,
+            metrics.kept.clone(),
+        );
+        registry.register("kept_machines", "Machines that have left and are kept", metrics.kept_machines.clone());
         registry.register_with_unit(
             "vm_ballooned",
             "RAM that guests have put into balloons Sterna looks after",
@@ -200,9 +212,11 @@ impl Metrics {
         self.reclaimed.inc_by(bytes);
     }
 
-    /// The metrics as text, with these machines and migrations as they are now.
+    /// The metrics as text, with these machines and migrations, and what is kept of others, as they are now.
     #[must_use]
-    pub fn text(&self, vms: &[Vm], traffic: Traffic) -> String {
+    pub fn text(&self, vms: &[Vm], traffic: Traffic, kept: &HostKept) -> String {
+        self.kept.set(kept.bytes);
+        self.kept_machines.set(kept.machines.len() as i64);
         self.queued.set(traffic.queued as i64);
         for (direction, count) in [("out", traffic.outgoing), ("in", traffic.incoming)] {
             self.running.get_or_create(&DirectionLabel { direction }).set(count as i64);
@@ -262,7 +276,9 @@ mod tests {
             ..Report::default()
         });
         metrics.balloon_pressure(Pressure::LowMemory);
-        let text = metrics.text(&[], Traffic { queued: 3, outgoing: 2, incoming: 1 });
+        let kept = HostKept { bytes: 7, machines: vec!["m".into()] };
+        let text = metrics.text(&[], Traffic { queued: 3, outgoing: 2, incoming: 1 }, &kept);
+        assert!(text.contains("sterna_kept_bytes 7") && text.contains("sterna_kept_machines 1"), "{text}");
         assert!(text.contains("sterna_balloon_pressure_total{what=\"low-memory\"} 1"), "{text}");
         assert!(text.contains("sterna_migrations_queued 3"), "{text}");
         assert!(text.contains("sterna_migrations_running{direction=\"in\"} 1"), "{text}");
@@ -295,7 +311,7 @@ mod tests {
         };
         let here = |missing_pages, waiting_ms| vm(Some(Arriving { missing_pages, from: "a".into(), waiting_ms }), None);
         let there = |phase| vm(None, Some(Progress { phase, waiting_ms: Some(9000.0), ..Progress::default() }));
-        let text = |vms: &[Vm]| Metrics::new().text(vms, Traffic::default());
+        let text = |vms: &[Vm]| Metrics::new().text(vms, Traffic::default(), &HostKept::default());
         let both = text(&[here(7, None), here(5, Some(2500.0))]);
         assert!(both.contains("sterna_postcopy_missing_pages 12"), "{both}");
         assert!(both.contains("sterna_vm_shared_bytes 6"), "{both}");

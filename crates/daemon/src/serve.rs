@@ -54,7 +54,8 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
         tracing::warn!("no machine can be moved away from this host: {lack}");
     }
     daemon.recovery().recover()?;
-    shortage::begin(Arc::clone(&daemon.machines), daemon.state.ram(), daemon.config.memory_floor_bytes);
+    shortage::begin(Arc::clone(&daemon.machines), Arc::clone(&daemon.keeper), daemon.config.memory_floor_bytes);
+    daemon.keeper.begin();
     huge::begin(Arc::clone(&daemon.machines));
     sweep::begin(Arc::clone(&daemon.machines), Arc::clone(&daemon.destination.pools));
     disk_images::begin(Arc::clone(&daemon.machines));

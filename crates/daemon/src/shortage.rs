@@ -6,7 +6,6 @@
 //! twice the floor again. A guest that takes memory in another way is not stopped: its host gave it that memory.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,12 +13,12 @@ use sterna_api::units::show_size;
 use sterna_api::{MemoryMode, Problem, VmState};
 
 use crate::guest_agent;
+use crate::kept::Keeper;
 use crate::machines::claim::Claimed;
 use crate::machines::control::Control;
 use crate::machines::hold::{Activity, Hold, Shown};
 use crate::machines::record::VmRecord;
 use crate::machines::table::Machines;
-use crate::room::room_bytes;
 
 /// How often the host's memory is looked at, while there is enough of it and else.
 const CALM: Duration = Duration::from_secs(1);
@@ -91,9 +90,9 @@ impl Rule {
     }
 }
 
-/// Begins to look, on a thread of its own, for as long as this daemon runs. `ram`: where guests' RAM lies. `floor`: the
-/// memory below which guests are stopped, bytes; with 0 none ever is.
-pub fn begin(machines: Arc<Machines>, ram: PathBuf, floor: u64) {
+/// Begins to look, on a thread of its own, for as long as this daemon runs. `keeper` says how much memory there is.
+/// `floor`: the memory below which guests are stopped, bytes; with 0 none ever is.
+pub fn begin(machines: Arc<Machines>, keeper: Arc<Keeper>, floor: u64) {
     let look = move || {
         let mut rule = Rule::new(floor);
         loop {
@@ -102,7 +101,7 @@ pub fn begin(machines: Arc<Machines>, ram: PathBuf, floor: u64) {
                 .values()
                 .filter_map(|entry| entry.record.as_ref())
                 .any(|record| record.memory_mode == MemoryMode::Private || record.waits_for_room);
-            let room = if any { room_bytes(&ram) } else { u64::MAX };
+            let room = if any { keeper.room_bytes() } else { u64::MAX };
             let guests = guests(&machines, rule.looks(room));
             for step in rule.step(room, &guests) {
                 act(&machines, &step, room);

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use sterna_api::{Blame, Code, Problem};
-use sterna_protocol::spec::{GangSpec, VmSpec};
+use sterna_protocol::spec::{GangSpec, Ticket, VmSpec};
 
 use crate::destination::pool::Pool;
 pub use crate::id::{DaemonId, MigrationId};
-use crate::memory::BlockFile;
+use crate::memory::{BlockFile, Memory};
 use crate::paging::{Pager, PagingMeans};
 use crate::transport::credentials::Credentials;
 use crate::vmm;
@@ -57,14 +57,27 @@ pub trait DestinationHost: Send + Sync {
         Err(Problem::new(Code::NoSharing, Blame::Ours, "this host keeps no pool of shared pages"))
     }
 
-    /// Lets a gang of this trust group refer to what machines of the group have here already, where this host does that
-    /// ([`Pool::offer`]). It is called again for every question; what was offered stays.
+    /// Lets a gang of this trust group refer to what machines of the group have here already, where this host does
+    /// that, and to what was kept of those that these tickets were given ([`Pool::offer`]). A machine that is in no
+    /// group comes as a gang of one, with an empty group. It is called again for every question; what was offered
+    /// stays.
     ///
     /// # Errors
     /// They cannot be looked at: nothing is offered.
-    fn offer(&self, group: &str, pool: &Arc<Pool>) -> std::io::Result<()> {
-        let _ = (group, pool);
+    fn offer(&self, group: &str, shown: &[u128], pool: &Arc<Pool>) -> std::io::Result<()> {
+        let _ = (group, shown, pool);
         Ok(())
+    }
+
+    /// Whether anything was kept of machines that were given tickets with one of these numbers when they left.
+    fn keeps(&self, shown: &[u128]) -> bool {
+        let _ = shown;
+        false
+    }
+
+    /// Notes the tickets that a machine which is on its way here takes along.
+    fn takes_along(&self, id: MigrationId, tickets: &[Ticket]) {
+        let _ = (id, tickets);
     }
 
     /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the
@@ -159,6 +172,10 @@ pub trait SourceHost: Send + Sync {
     fn peer_now(&self, _id: MigrationId) -> Option<String> {
         None
     }
+
+    /// The guest is the destination's, and no page of it is needed here any more. Its VMM ends afterwards, and only
+    /// then is its RAM gone: what is to be kept of it is kept now.
+    fn gone(&self, _ram: &dyn Memory) {}
 
     /// Notes that the destination, where the guest runs, has not answered for some seconds: until
     /// [`destination_back`](Self::destination_back) the migration only waits, perhaps for long.

@@ -47,12 +47,14 @@ impl Features {
     /// It compares both sides' pages once the guest runs, also where no page follows the guest: it notes each page
     /// before the guest first sees it.
     pub const VERIFY_AFTER: Self = Self(1 << 7);
+    /// It knows tickets: a machine that comes back can refer to what was kept of it.
+    pub const RETURNS: Self = Self(1 << 8);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b1111_1111);
-    const NAMES: [(Self, &'static str); 9] = [
+    pub const KNOWN: Self = Self(0b1_1111_1111);
+    const NAMES: [(Self, &'static str); 10] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -61,6 +63,7 @@ impl Features {
         (Self::SHARING, "shared pages (preserve-sharing)"),
         (Self::OFFERS, "offers of pages that are there already"),
         (Self::VERIFY_AFTER, "comparison outside the pause (verify)"),
+        (Self::RETURNS, "machines that come back (keep_departed)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

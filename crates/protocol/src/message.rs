@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::layout::{ChunkIndex, PageIndex};
 use crate::pages::PageSet;
-use crate::spec::{GangSpec, VmSpec};
+use crate::spec::{GangSpec, Ticket, VmSpec};
 
 /// The most bytes a message may have.
 pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
@@ -136,6 +136,14 @@ pub enum Request {
         /// The number of the first offered page to be named, counted from 0.
         first: u32,
     },
+    /// Before `Join` and `Propose`, where both sides know [`Features::RETURNS`](crate::hello::Features::RETURNS): the
+    /// tickets that the machine takes along, and those that it shows.
+    Tickets {
+        /// Tickets of hosts that may keep what its memory was, at most [`MAX_TICKETS`](crate::spec::MAX_TICKETS).
+        given: Vec<Ticket>,
+        /// The numbers of the destination's own tickets that the machine, or another one of its gang, has been given.
+        shown: Vec<u128>,
+    },
 }
 
 impl Request {
@@ -165,6 +173,7 @@ impl Request {
             Self::Identify => "identify",
             Self::Join { .. } => "join",
             Self::Offers { .. } => "offers",
+            Self::Tickets { .. } => "tickets",
         }
     }
 }
@@ -253,6 +262,11 @@ pub enum Reply {
     /// To `Offers`: digests of the offered pages from the asked number on, at most [`MAX_OFFERS`]. None: there are no
     /// more.
     Offered(Vec<[u8; 16]>),
+    /// To `Tickets`.
+    Ticketed {
+        /// Whether the destination has kept anything that the tickets shown stand for.
+        kept: bool,
+    },
 }
 
 /// A part of a map of pages: the pages of `chunks` chunks from `first` on. [`residue`](crate::residue) makes and reads

@@ -82,9 +82,10 @@ pub struct Violation {
 pub fn request(state: State, request: &Request) -> Result<State, Violation> {
     use State::*;
     match (state, request) {
-        (Begun, Request::Identify | Request::Join { .. } | Request::Offers { .. } | Request::Propose { .. }) => {
+        (Begun, Request::Identify | Request::Tickets { .. } | Request::Join { .. } | Request::Offers { .. }) => {
             Ok(Begun)
         }
+        (Begun, Request::Propose { .. }) => Ok(Begun),
         (Begun | Copying, Request::Clock) => Ok(state),
         (Copying, Request::RoundEnd { .. }) => Ok(Copying),
         (Copying, Request::Stopped) => Ok(Stopped),
@@ -119,6 +120,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
         (Begun, Request::Identify, Reply::Identity { .. }) | (Begun, Request::Join { .. }, Reply::Joined) => Ok(Begun),
         (Begun, Request::Offers { .. }, Reply::Offered(_)) => Ok(Begun),
+        (Begun, Request::Tickets { .. }, Reply::Ticketed { .. }) => Ok(Begun),
         (Begun, Request::Propose { .. }, Reply::Accepted { .. }) => Ok(Copying),
         (Begun | Copying, Request::Clock, Reply::Clock { .. }) => Ok(state),
         (Copying, Request::RoundEnd { .. }, Reply::Arrived { .. }) => Ok(Copying),

@@ -52,6 +52,31 @@ pub struct VmSpec {
     pub from: String,
 }
 
+/// The most tickets that a machine takes along.
+pub const MAX_TICKETS: usize = 16;
+
+/// A machine's word that it was on a host, which may keep what its memory was then. The host draws the number at random
+/// and gives it to the host that the machine goes to, which gets all of the machine's memory anyway: so nobody can show
+/// it who has never had that memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ticket {
+    /// The host's daemon, by its identity.
+    pub host: u128,
+    /// The number.
+    pub number: u128,
+}
+
+impl Ticket {
+    /// The tickets that a machine takes along when it leaves a host that may keep its memory (`own`) for another
+    /// (`to`): each host's latest, and none of where it goes.
+    #[must_use]
+    pub fn along(given: &[Self], own: Option<Self>, to: u128) -> Vec<Self> {
+        let stays = |ticket: &&Self| ticket.host != to && own.is_none_or(|own| ticket.host != own.host);
+        let all: Vec<Self> = given.iter().filter(stays).copied().chain(own).collect();
+        all[all.len().saturating_sub(MAX_TICKETS)..].to_vec()
+    }
+}
+
 /// Machines that come together and share pages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GangSpec {
@@ -76,4 +101,20 @@ pub struct SharedPages {
     /// How many mappings of a process they take where they go: one for each run of pages whose bodies are neighbours as
     /// well, and one for what lies between two runs.
     pub mappings: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_takes_each_hosts_latest_ticket_along_and_none_of_where_it_goes() {
+        let ticket = |host, number| Ticket { host, number };
+        let given = [ticket(1, 10), ticket(2, 20), ticket(3, 30)];
+        assert_eq!(Ticket::along(&given, Some(ticket(2, 21)), 3), [ticket(1, 10), ticket(2, 21)]);
+        assert_eq!(Ticket::along(&given, None, 4), given);
+        let many: Vec<_> = (0..100).map(|host| ticket(host, 0)).collect();
+        let along = Ticket::along(&many, Some(ticket(200, 1)), 300);
+        assert_eq!((along.len(), along[0], along[MAX_TICKETS - 1]), (MAX_TICKETS, ticket(85, 0), ticket(200, 1)));
+    }
 }

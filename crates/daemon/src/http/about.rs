@@ -28,5 +28,5 @@ pub async fn metrics(State(daemon): State<Arc<Daemon>>) -> Result<impl IntoRespo
 
 fn text(daemon: &Daemon) -> String {
     let traffic = show::traffic(&daemon.machines, &daemon.jobs().queue);
-    daemon.metrics.text(&show::list(&daemon.machines, &daemon.balloons), traffic)
+    daemon.metrics.text(&show::list(&daemon.machines, &daemon.balloons), traffic, &daemon.keeper.show())
 }

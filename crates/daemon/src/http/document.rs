@@ -32,6 +32,8 @@ use super::{about, balloon, host, link, migrations, vms, watch};
         watch::watch,
         host::bandwidth,
         host::set_bandwidth,
+        host::kept,
+        host::drop_kept,
         about::version,
         about::metrics,
         openapi,

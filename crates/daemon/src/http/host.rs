@@ -6,9 +6,9 @@ use axum::Json;
 use axum::extract::State;
 use sterna_api::Problem;
 use sterna_api::options::MIN_BANDWIDTH_BYTES_PER_S;
-use sterna_api::vm::HostBandwidth;
+use sterna_api::vm::{HostBandwidth, HostKept};
 
-use super::answer::{Body, Failure};
+use super::answer::{Body, Failure, blocking};
 use crate::daemon::Daemon;
 use crate::problems::invalid;
 
@@ -38,4 +38,21 @@ pub async fn set_bandwidth(
     daemon.departures.bandwidth.set_rate(wanted.bandwidth_bytes_per_s);
     tracing::info!(bytes_per_s = wanted.bandwidth_bytes_per_s, "the host's bandwidth was changed");
     Ok(Json(wanted))
+}
+
+/// What this host keeps of machines that have left.
+#[utoipa::path(get, path = "/v1/host/kept", responses((status = 200, body = HostKept)))]
+pub async fn kept(State(daemon): State<Arc<Daemon>>) -> Result<Json<HostKept>, Failure> {
+    blocking(move || Ok(daemon.keeper.show())).await.map(Json)
+}
+
+/// Drops all that this host keeps of machines that have left. Returns what that was.
+#[utoipa::path(delete, path = "/v1/host/kept", responses((status = 200, body = HostKept)))]
+pub async fn drop_kept(State(daemon): State<Arc<Daemon>>) -> Result<Json<HostKept>, Failure> {
+    let dropped = move || {
+        let kept = daemon.keeper.show();
+        daemon.keeper.drop_all();
+        Ok(kept)
+    };
+    blocking(dropped).await.map(Json)
 }

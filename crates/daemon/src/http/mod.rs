@@ -58,6 +58,7 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/migrations/{id}", get(migrations::show))
         .route("/v1/watch", get(watch::watch))
         .route("/v1/host/bandwidth", get(host::bandwidth).put(host::set_bandwidth))
+        .route("/v1/host/kept", get(host::kept).delete(host::drop_kept))
         .route("/v1/version", get(about::version))
         .route("/metrics", get(about::metrics))
         .route("/openapi.json", get(document::openapi))

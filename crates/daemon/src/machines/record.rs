@@ -12,7 +12,7 @@ use sterna_engine::memory::BlockFile;
 use sterna_engine::memory::common::{Guest, common_bytes};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::Layout;
-use sterna_protocol::spec::{BlockSpec, VmSpec};
+use sterna_protocol::spec::{BlockSpec, Ticket, VmSpec};
 use sterna_sys::huge::transparent_bytes;
 use sterna_sys::pagemap::Pagemap;
 use sterna_sys::process::maps;
@@ -107,6 +107,9 @@ pub struct VmRecord {
     /// Network cards that are being replaced by others, which its arguments do not name yet.
     #[serde(default)]
     pub new_cards: Vec<NewCard>,
+    /// What it can show hosts that it was on before, which may have kept what its memory was.
+    #[serde(default)]
+    pub tickets: Vec<Ticket>,
 }
 
 fn yes() -> bool {
@@ -193,6 +196,7 @@ impl VmRecord {
             overlays: Vec::new(),
             bases: Vec::new(),
             new_cards: Vec::new(),
+            tickets: Vec::new(),
         }
     }
 
@@ -317,6 +321,12 @@ impl VmRecord {
         self.blocks.iter().map(|block| block.allocated_bytes(self.process.pid)).sum()
     }
 
+    /// RAM the host has given memory for, for this machine and those that it has it in common with, bytes.
+    #[must_use]
+    pub fn content_bytes(&self) -> u64 {
+        self.blocks.iter().map(|block| block.content_bytes(self.process.pid)).sum()
+    }
+
     /// Its private memory.
     #[must_use]
     pub fn private_memory(&self) -> Guest {
@@ -349,7 +359,7 @@ impl VmRecord {
             blocks: self.blocks.iter().map(Block::spec).collect(),
             cpu: host_cpu.then(crate::qemu::cpu::describe).flatten(),
             // It shares with nobody there, so what it has in common with others here it needs, too.
-            allocated_bytes: self.blocks.iter().map(|block| block.content_bytes(self.process.pid)).sum(),
+            allocated_bytes: self.content_bytes(),
             balloon: self.balloon,
             running: about.running || self.waits_for_room,
             from: host::name(),

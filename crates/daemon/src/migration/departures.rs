@@ -2,18 +2,24 @@
 
 use std::sync::Arc;
 
+use sterna_engine::host::DaemonId;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::transport::share::Share;
 
 use super::jobs::Jobs;
 use super::records::Records;
 use crate::balloon::lending::Lending;
+use crate::kept::Keeper;
 use crate::machines::table::Machines;
 use crate::metrics::Metrics;
 
 /// This host as a source.
 #[derive(Debug)]
 pub struct Departures {
+    /// Its identity.
+    pub identity: DaemonId,
+    /// What is kept of machines that have left.
+    pub keeper: Arc<Keeper>,
     /// Its machines.
     pub machines: Arc<Machines>,
     /// The records of what became of migrations.

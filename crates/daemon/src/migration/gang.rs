@@ -15,6 +15,7 @@ use super::jobs::Job;
 use super::leaving::Leaving;
 use super::outgoing::Mover;
 use super::queue::Ticket;
+use super::returns::{self, Returns};
 use super::sharing::{self, Membership};
 use crate::machines::hold::Hold;
 use crate::machines::record::VmRecord;
@@ -33,6 +34,8 @@ pub struct Gang {
     members: Vec<VmRecord>,
     /// Whom each member shares pages with.
     sharing: Vec<Membership>,
+    /// What of each is kept here, and what it can show where it goes.
+    returns: Vec<Returns>,
     /// How their pauses lie.
     pauses: Arc<Pauses>,
 }
@@ -72,8 +75,9 @@ impl Gang {
         }
         let options = request.options.clone();
         let sharing = sharing::gangs(&members, options.preserve_sharing).inspect_err(|_| give_back(&members))?;
+        let returns = returns::returns(&departures.keeper, &members, &sharing, options.preserve_sharing);
         let pauses = Pauses::new(options.gang_pauses, members.len());
-        Ok(Self { departures: Arc::clone(departures), job, options, members, sharing, pauses })
+        Ok(Self { departures: Arc::clone(departures), job, options, members, sharing, returns, pauses })
     }
 
     /// Starts a thread for each member, which drives it.
@@ -109,6 +113,7 @@ impl Gang {
             options: &self.options,
             monitor: self.job.monitor(index),
             gang: &self.sharing[index],
+            returns: &self.returns[index],
             pauses: &self.pauses,
         }
     }

@@ -10,7 +10,7 @@ use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verd
 use sterna_engine::paging::Pager;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::PAGE_BYTES;
-use sterna_protocol::spec::{GangSpec, VmSpec};
+use sterna_protocol::spec::{GangSpec, Ticket, VmSpec};
 use sterna_sys::huge::transparent_bytes;
 
 use super::arriving::{Arriving, check_incoming};
@@ -20,6 +20,7 @@ use super::pools::Pools;
 use super::prechecks;
 use super::records::{NoVerdict, Records};
 use crate::care::Care;
+use crate::kept::Keeper;
 use crate::machines::backing::Block;
 use crate::machines::claim::Reservation;
 use crate::machines::control;
@@ -30,7 +31,6 @@ use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
 use crate::qemu::launch::{log_file, qmp_socket};
-use crate::room;
 
 /// This host as a destination.
 #[derive(Debug, Clone)]
@@ -49,6 +49,8 @@ pub struct Destination {
     pub pages: Arc<Pages>,
     /// The pools of gangs that come here.
     pub pools: Arc<Pools>,
+    /// What is kept of machines that have left.
+    pub keeper: Arc<Keeper>,
     /// How many machines may be on their way here at a time.
     pub max_incoming: usize,
     /// Percent of what machines here may have in common that is kept free for them.
@@ -100,11 +102,22 @@ impl DestinationHost for Destination {
         self.pools.of(gang, from, &|| self.free_bytes(), &|name| self.taken_bytes(name))
     }
 
-    fn offer(&self, group: &str, pool: &Arc<Pool>) -> std::io::Result<()> {
-        if !self.offer_pools || pool.offers().is_some() {
+    fn offer(&self, group: &str, shown: &[u128], pool: &Arc<Pool>) -> std::io::Result<()> {
+        if pool.offers().is_some() {
             return Ok(());
         }
-        let processes: Vec<u32> = {
+        // The gang is promised its memory by now: what is kept stays for it only where there is memory for both.
+        let promised = self.promised_bytes().saturating_add(self.pools.promised_bytes(&|name| self.taken_bytes(name)));
+        let kept = match self.keeper.room_beside_bytes() >= promised {
+            true => self.keeper.offer(group, shown, self.offer_pools, pool),
+            false => Vec::new(),
+        };
+        if kept.is_empty() && !self.offer_pools {
+            return Ok(());
+        }
+        let processes: Vec<u32> = if !self.offer_pools {
+            Vec::new()
+        } else {
             let table = self.care.machines.table();
             let records = table.values().filter_map(|entry| entry.record.as_ref());
             let of_group = |record: &&VmRecord| {
@@ -112,11 +125,23 @@ impl DestinationHost for Destination {
             };
             records.filter(of_group).map(|record| record.process.pid).collect()
         };
-        self.pools.offer(pool, &processes)
+        self.pools.offer(pool, &processes, &kept)
+    }
+
+    fn keeps(&self, shown: &[u128]) -> bool {
+        self.keeper.keeps(shown)
+    }
+
+    fn takes_along(&self, id: MigrationId, tickets: &[Ticket]) {
+        let Some(record) = self.arriving(id).filter(|_| !tickets.is_empty()) else { return };
+        let along = VmRecord { tickets: tickets.to_vec(), ..record };
+        if let Err(error) = self.care.machines.store_for_daemon(&along) {
+            tracing::warn!(vm = %along.name, %error, "its tickets are lost: no host will know it when it comes back");
+        }
     }
 
     fn room_bytes(&self) -> u64 {
-        room::room_bytes(&self.launcher.state.ram())
+        self.keeper.room_bytes()
     }
 
     fn commit(&self, id: MigrationId, postcopy: bool) -> Result<(), Problem> {
@@ -130,6 +155,7 @@ impl DestinationHost for Destination {
         drop(incoming);
         if let Some(record) = self.arriving(id) {
             tracing::info!(vm = %record.name, %id, "it belongs here now");
+            self.keeper.came(&record.name);
             self.pages.take_in(&record, pager, failed);
         }
     }

@@ -24,6 +24,9 @@ pub mod queue;
 /// Which machines share pages on their way.
 pub mod sharing;
 
+/// What of machines that leave is kept for the day when they come back.
+pub mod returns;
+
 /// The pools of gangs that come here.
 pub mod pools;
 

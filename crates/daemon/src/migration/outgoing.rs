@@ -6,17 +6,21 @@ use std::time::Duration;
 use sterna_api::problem::Whereabouts;
 use sterna_api::{Blame, Code, MigrateOptions, Problem, Report, Status};
 use sterna_engine::host::{DaemonId, MigrationId, SourceHost};
+use sterna_engine::memory::Memory;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::pauses::Pauses;
 use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::{self, Fate, Outgoing};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::qemu::SharedQmp;
+use sterna_protocol::spec::Ticket;
 use sterna_sys::host::random_u128;
 
 use super::departures::Departures;
-use super::queue::{Ticket, Turn};
+use super::queue::{self, Turn};
+
 use super::records::Stage;
+use super::returns::Returns;
 use super::sharing::Membership;
 use super::{resuming, waiting};
 use crate::machines::control::{self, end_qemu};
@@ -42,6 +46,8 @@ pub struct Mover<'a> {
     pub monitor: &'a Monitor,
     /// The gang that it shares pages with.
     pub gang: &'a Membership,
+    /// What of it is kept here, and what it can show.
+    pub returns: &'a Returns,
     /// How the pauses of those that leave with it lie.
     pub pauses: &'a Arc<Pauses>,
 }
@@ -56,7 +62,7 @@ enum Attempt {
 
 impl Mover<'_> {
     /// Moves the machine when its turn has come, and settles where it belongs afterwards. Blocks until then.
-    pub fn drive(&self, ticket: &Ticket) -> Report {
+    pub fn drive(&self, ticket: &queue::Ticket) -> Report {
         let Self { record, monitor, .. } = *self;
         let alive = || record.process.open().is_some();
         loop {
@@ -100,10 +106,11 @@ impl Mover<'_> {
     }
 
     fn attempt(&self, turn: &Turn) -> Attempt {
-        let Self { departures, record, peer, options, monitor, gang, pauses } = *self;
+        let Self { departures, record, peer, options, monitor, .. } = *self;
         let Departures { machines, records, .. } = &**departures;
         let id = MigrationId(random_u128());
-        let outgoing = prepare(departures, record, id, (gang, pauses)).and_then(|(outgoing, qmp)| {
+        let number = self.returns.keeping.as_ref().map(|_| random_u128());
+        let outgoing = self.prepare(id, number).and_then(|(outgoing, qmp)| {
             let leaving =
                 VmRecord { lifecycle: Lifecycle::Outgoing(id), running: outgoing.spec.running, ..record.clone() };
             machines.store(&leaving).map_err(|error| host("cannot write the machine's record", &error))?;
@@ -118,7 +125,7 @@ impl Mover<'_> {
             }
         };
         let lent = departures.lending.lend(&record.name, qmp);
-        let mut outcome = source::migrate(outgoing, peer, options, &Here { mover: self, id, turn }, monitor);
+        let mut outcome = source::migrate(outgoing, peer, options, &Here { mover: self, id, number, turn }, monitor);
         drop(lent);
         // The connection to QEMU is not needed any more: what follows makes its own.
         drop(outcome.vmm);
@@ -152,6 +159,31 @@ impl Mover<'_> {
         }
         tracing::info!(vm = %record.name, %id, fate = ?outcome.fate, "migration ended");
         Attempt::Ended(Box::new(outcome.report))
+    }
+
+    /// The machine as the engine moves it, and its connection to QEMU. `number`: that of the ticket that it takes along
+    /// from here, where one is given.
+    fn prepare(&self, id: MigrationId, number: Option<u128>) -> Result<(Outgoing, SharedQmp), Problem> {
+        let Self { departures, record, gang, returns, pauses, .. } = *self;
+        let Movable { control, about, blocks, tracker } = movable(record)?;
+        let qmp = control.share();
+        let own = number.map(|number| Ticket { host: departures.identity.0, number });
+        let outgoing = Outgoing {
+            id,
+            spec: record.spec(&about),
+            vmm: Box::new(control::source(record, Arc::clone(&qmp))?),
+            blocks,
+            tracker: Box::new(tracker),
+            throttle: Box::new(ProcessThrottle::new(record.process.pid)),
+            direct_io: !about.direct_io.is_empty(),
+            trust_first_look: departures.trust_first_look,
+            bandwidth: Arc::clone(&departures.bandwidth),
+            gang: gang.clone(),
+            tickets: returns.tickets(record, own),
+            pause: pauses.place(),
+            here: record.here(),
+        };
+        Ok((outgoing, qmp))
     }
 }
 
@@ -191,36 +223,12 @@ fn belongs_here(departures: &Departures, record: &VmRecord, id: MigrationId) {
     departures.machines.give_back(record);
 }
 
-/// The machine as the engine moves it, and its connection to QEMU.
-fn prepare(
-    departures: &Departures,
-    record: &VmRecord,
-    id: MigrationId,
-    (gang, pauses): (&Membership, &Arc<Pauses>),
-) -> Result<(Outgoing, SharedQmp), Problem> {
-    let Movable { control, about, blocks, tracker } = movable(record)?;
-    let qmp = control.share();
-    let outgoing = Outgoing {
-        id,
-        spec: record.spec(&about),
-        vmm: Box::new(control::source(record, Arc::clone(&qmp))?),
-        blocks,
-        tracker: Box::new(tracker),
-        throttle: Box::new(ProcessThrottle::new(record.process.pid)),
-        direct_io: !about.direct_io.is_empty(),
-        trust_first_look: departures.trust_first_look,
-        bandwidth: Arc::clone(&departures.bandwidth),
-        gang: gang.clone(),
-        pause: pauses.place(),
-        here: record.here(),
-    };
-    Ok((outgoing, qmp))
-}
-
 /// This host as the source of one migration.
 struct Here<'a> {
     mover: &'a Mover<'a>,
     id: MigrationId,
+    /// The number of the ticket that it takes along.
+    number: Option<u128>,
     turn: &'a Turn<'a>,
 }
 
@@ -258,6 +266,15 @@ impl SourceHost for Here<'_> {
 
     fn peer_now(&self, id: MigrationId) -> Option<String> {
         self.mover.departures.records.peer_now(id)
+    }
+
+    fn gone(&self, ram: &dyn Memory) {
+        let Mover { record, returns, .. } = self.mover;
+        if let Some((keeping, number)) = returns.keeping.as_ref().zip(self.number) {
+            // It moves nothing any more: others need not wait.
+            self.turn.pauses();
+            keeping.keep(&record.name, number, ram);
+        }
     }
 
     fn destination_lost(&self) {

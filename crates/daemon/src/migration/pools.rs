@@ -17,6 +17,7 @@ use sterna_api::units::show_size;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::destination::offers::Offers;
 use sterna_engine::destination::pool::Pool;
+use sterna_engine::memory::kept::Kept;
 use sterna_engine::memory::room::copied_bytes;
 use sterna_engine::memory::unneeded;
 use sterna_protocol::spec::GangSpec;
@@ -99,12 +100,12 @@ impl Pools {
         self.giving_back.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Offers a gang what lies in the pools that these processes map. Pools that machines are on their way to are left
-    /// out: a body of theirs may be half written.
+    /// Offers a gang what lies in the pools that these processes map, and what was kept of machines that left. Pools
+    /// that machines are on their way to are left out: a body of theirs may be half written.
     ///
     /// # Errors
     /// A process cannot be looked into, or a pool cannot be opened.
-    pub fn offer(&self, pool: &Pool, processes: &[u32]) -> io::Result<()> {
+    pub fn offer(&self, pool: &Pool, processes: &[u32], kept: &[Arc<Kept>]) -> io::Result<()> {
         let _nothing_goes = self.giving_back();
         if pool.offers().is_some() {
             return Ok(());
@@ -112,7 +113,10 @@ impl Pools {
         let device = file::id(File::open(&self.dir)?)?.device;
         let found = unneeded::pools_of(processes, device)?;
         let held = |id: &FileId| self.wanted().values().any(|entry| entry.pool.id() == *id);
-        let files: Vec<File> = found.into_iter().filter(|(id, _)| !held(id)).map(|(_, file)| file).collect();
+        let mut files: Vec<File> = found.into_iter().filter(|(id, _)| !held(id)).map(|(_, file)| file).collect();
+        for kept in kept {
+            files.extend(kept.files()?);
+        }
         pool.offer(Offers::new(&files)?);
         Ok(())
     }
@@ -332,13 +336,13 @@ mod tests {
         let guest = sterna_sys::map::PrivateMapping::new(1 << 20).expect("a mapping");
         guest.lay(0, filled.reader(), 0..1 << 20).expect("laid");
         let me = [std::process::id()];
-        pools.offer(&comes, &me).expect("nothing");
+        pools.offer(&comes, &me, &[]).expect("nothing");
         assert_eq!(comes.offers().map(Offers::pages), Some(0), "somebody may be writing a body");
         let later = pool(&pools, &gang(3, "g", 1, 0), None).expect("a pool");
         let id = filled.id();
         drop(filled);
         assert!(!pools.holds(id));
-        pools.offer(&later, &me).expect("offers");
+        pools.offer(&later, &me, &[]).expect("offers");
         assert_eq!(later.offers().map(Offers::pages), Some(1));
         assert!(pools.holds(id), "or what was offered would be given back");
         later.enter(0, &layout).expect("its member");

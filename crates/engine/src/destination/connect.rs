@@ -7,7 +7,7 @@ use sterna_api::Problem;
 use sterna_protocol::frame::shared::MAX_MEMBERS;
 use sterna_protocol::hello::{Features, Role};
 use sterna_protocol::message::{MAX_OFFERS, Reply, Request};
-use sterna_protocol::spec::{GangSpec, VmSpec};
+use sterna_protocol::spec::{GangSpec, MAX_TICKETS, Ticket, VmSpec};
 
 use super::offers::MAX_PAGES;
 use super::pool::Pool;
@@ -38,6 +38,8 @@ pub(super) struct Proposal {
     pub(super) postcopy: bool,
     /// The gang that the machine shares pages with.
     pub(super) joining: Option<Joining>,
+    /// The tickets that it takes along.
+    pub(super) tickets: Vec<Ticket>,
 }
 
 /// A machine's place in a gang that comes here.
@@ -49,6 +51,10 @@ pub(super) struct Joining {
     pub(super) group: String,
     /// Which member the machine is.
     pub(super) member: u16,
+    /// The numbers of tickets that were shown.
+    shown: Vec<u128>,
+    /// Whether it comes alone, to what was kept of it.
+    pub(super) returns: bool,
 }
 
 /// How often a session may ask for offered pages.
@@ -65,10 +71,24 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         session.control.answer(&request, &Reply::Identity { identity: session.host.identity().0 })?;
         request = session.control.next_request()?;
     }
+    let (mut tickets, mut returning) = (Vec::new(), None);
+    if let Request::Tickets { given, shown } = &request {
+        if given.len() > MAX_TICKETS || shown.len() > MAX_MEMBERS {
+            return Err(MigrateError::Request("more tickets than machines can have"));
+        }
+        let kept = session.host.keeps(shown);
+        (tickets, returning) = (given.clone(), kept.then(|| shown.clone()));
+        session.control.answer(&request, &Reply::Ticketed { kept })?;
+        request = session.control.next_request()?;
+    }
     let mut joining = None;
     if let Request::Join { gang, member } = &request {
         match session.join(gang) {
-            Ok(pool) => joining = Some(Joining { pool, group: gang.group.clone(), member: *member }),
+            Ok(pool) => {
+                let returns = returning.is_some() && gang.group.is_empty() && gang.members == 1;
+                let (group, shown) = (gang.group.clone(), returning.unwrap_or_default());
+                joining = Some(Joining { pool, group, member: *member, shown, returns });
+            }
             Err(problem) => return session.control.answer(&request, &Reply::Failed(problem)).map(|()| None),
         }
         session.control.answer(&request, &Reply::Joined)?;
@@ -90,7 +110,7 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         {
             let postcopy = *postcopy && session.agreed.features.contains(Features::POSTCOPY);
             let (spec, streams, verify) = ((**spec).clone(), *streams, *verify);
-            Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining }))
+            Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining, tickets }))
         }
         Request::Resume { id, streams } if (1..=MAX_STREAMS).contains(streams) => {
             session.resume(MigrationId(*id), *streams, &request).map(|()| None)
@@ -120,7 +140,7 @@ impl Session<'_> {
 
     /// The names of pages that this host offers to a gang. Without them the gang sends the pages.
     fn offered(&self, joining: &Joining, key: &Key, first: u32) -> Vec<Name> {
-        let names = self.host.offer(&joining.group, &joining.pool).and_then(|()| {
+        let names = self.host.offer(&joining.group, &joining.shown, &joining.pool).and_then(|()| {
             let offers = joining.pool.offers();
             offers.map_or(Ok(Vec::new()), |offers| offers.names(key, first.into(), MAX_OFFERS))
         });

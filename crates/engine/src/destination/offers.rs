@@ -1,8 +1,8 @@
 //! Offers: pages of pools that machines here have, which a gang that comes may refer to without sending them.
 //!
-//! The files are pools that nobody fills any more, and bodies in a pool never change. Whoever makes an offer sees to it
-//! that nothing is given back of these pools from before they are looked at until the gang has come: then what was
-//! found stays, and a number names one body for as long as the offer lasts.
+//! The files are pools that nobody fills any more, and what was kept of machines that left: nobody writes them. Whoever
+//! makes an offer sees to it that nothing is given back of them from before they are looked at until the gang has come:
+//! then what was found stays, and a number names one body for as long as the offer lasts.
 
 use std::fmt::Debug;
 use std::fs::File;
@@ -94,11 +94,13 @@ impl Offers {
         Ok(names)
     }
 
-    /// Where the page with this number lies.
+    /// Where the page with this number lies; `None` where it was not offered, or its file was cut short.
     #[must_use]
     pub fn find(&self, number: u64) -> Option<(&File, u64)> {
         let (run, ahead) = self.run(number)?;
-        Some((&self.files[run.file], run.offset + ahead * PAGE_BYTES as u64))
+        let (file, offset) = (&self.files[run.file], run.offset + ahead * PAGE_BYTES as u64);
+        let is_there = file.metadata().is_ok_and(|now| now.len() >= offset + PAGE_BYTES as u64);
+        is_there.then_some((file, offset))
     }
 
     /// The run of this number, and how many of its pages lie before it.

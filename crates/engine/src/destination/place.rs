@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use sterna_protocol::frame::Digester;
 use sterna_protocol::frame::shared::References;
-use sterna_protocol::layout::{ChunkIndex, Layout, PageIndex};
+use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::arrival::{Arrival, Pooled};
@@ -118,6 +118,8 @@ impl<'a> Placer<'a> {
     /// As [`place_shared`](Self::place_shared).
     pub fn refer(&self, chunk: ChunkIndex, references: &[References]) -> Result<(), MigrateError> {
         let membership = self.membership()?;
+        // Memory that cannot map them copies them.
+        self.ensure_room(References::pages(references).len() as u64 * PAGE_BYTES as u64)?;
         let found = membership.find(chunk, references).map_err(|error| self.pooling(error))?;
         let target = self.target();
         for Found { pool, runs } in &found {

@@ -46,7 +46,7 @@ pub(super) fn prepare<'a>(
     host: &'a dyn DestinationHost,
     proposal: &Proposal,
 ) -> Result<Option<Prepared<'a>>, MigrateError> {
-    let Proposal { request, spec, streams, verify, postcopy, joining } = proposal;
+    let Proposal { request, spec, streams, verify, postcopy, joining, tickets } = proposal;
     if let Some(problem) = joining.as_ref().and_then(|joining| outsider(spec, joining)) {
         return refuse(session, request, problem);
     }
@@ -57,6 +57,7 @@ pub(super) fn prepare<'a>(
         Err(problem) => return refuse(session, request, problem),
     };
     let mut guard = Guard::new(host, session.id, incoming);
+    host.takes_along(session.id, tickets);
     let no_postcopy = guard.open_pager(&ram, verify.then(|| session.digester()));
     let membership = match joining.as_ref().map(|joining| enter(joining, &ram, guard.pager.as_ref())).transpose() {
         Ok(membership) => membership,
@@ -94,8 +95,8 @@ fn refuse<T>(session: &mut Session, request: &Request, problem: Problem) -> Resu
 
 /// Why a machine cannot be a member of the gang that it names.
 fn outsider(spec: &VmSpec, joining: &Joining) -> Option<Problem> {
-    let trusted = spec.trust_group.as_deref() == Some(joining.group.as_str());
-    (!trusted || !spec.private)
+    let trusted = spec.private && spec.trust_group.as_deref() == Some(joining.group.as_str());
+    (!trusted && !joining.returns)
         .then(|| MigrateError::Request("a machine of another trust group or memory mode than its gang").problem())
 }
 

@@ -25,6 +25,9 @@ pub mod room;
 /// Pages of pools that no guest needs any more.
 pub mod unneeded;
 
+/// What is kept of machines that have left.
+pub mod kept;
+
 /// The RAM of a machine, opened as the kind that it is.
 pub mod kind;
 
@@ -41,6 +44,7 @@ use std::fmt::{self, Debug, Formatter};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
 use sterna_protocol::frame::Digester;
@@ -101,6 +105,22 @@ impl PoolRun {
         let mut set = PageSet::EMPTY;
         runs.iter().for_each(|run| set.insert_run(run.first, run.pages));
         set
+    }
+
+    /// Copies the bodies of these runs out of their file, and shows those of each run.
+    ///
+    /// # Errors
+    /// The file cannot be read, or the error of `show`.
+    pub fn each_body(
+        runs: &[Self],
+        pool: &File,
+        mut show: impl FnMut(&PageSet, &[u8]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        runs.iter().try_for_each(|run| {
+            let mut bodies = vec![0; run.pages * PAGE_BYTES];
+            pool.read_exact_at(&mut bodies, run.offset)?;
+            show(&Self::pages(&[*run]), &bodies)
+        })
     }
 
     /// The parts of the run whose pages are in this set.
@@ -256,13 +276,14 @@ pub trait Memory: Debug + Send + Sync {
         Ok(PageSet::EMPTY)
     }
 
-    /// Makes pages of bodies that lie in this file, without copying them: a write of the guest makes a copy. The guest
-    /// does not run yet. Where the process has too many mappings already, the pages are copied.
+    /// Makes pages of bodies that lie in this file, which nobody writes. The guest does not run yet. Where this kind of
+    /// memory can, they are not copied: a write of the guest makes a copy. Else, and where the process has too many
+    /// mappings already, they are copied.
     ///
     /// # Errors
-    /// This kind of memory cannot share, or the VMM does not answer.
-    fn share(&self, _chunk: ChunkIndex, _runs: &[PoolRun], _pool: &File) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
+    /// The file cannot be read, or the VMM does not answer; or as [`write`](Self::write).
+    fn share(&self, chunk: ChunkIndex, from: &[PoolRun], pool: &File) -> io::Result<()> {
+        PoolRun::each_body(from, pool, |pages, bodies| self.write(chunk, pages, bodies))
     }
 
     /// As [`share`](Self::share), for pages that a running guest waits for, or will: it has never seen them. A page
@@ -270,8 +291,8 @@ pub trait Memory: Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`share`](Self::share). Then the pages are still waited for.
-    fn install_shared(&self, _chunk: ChunkIndex, _runs: &[PoolRun], _pool: &File) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
+    fn install_shared(&self, chunk: ChunkIndex, from: &[PoolRun], pool: &File) -> io::Result<()> {
+        PoolRun::each_body(from, pool, |pages, bodies| self.install(chunk, pages, bodies))
     }
 
     /// Makes those of these pages missing that were [shared](Self::share): the guest's next access faults. The guest
@@ -309,6 +330,14 @@ pub trait Memory: Debug + Send + Sync {
     /// As [`discard`](Self::discard).
     fn install_zeros(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         self.clear(chunk, pages)
+    }
+
+    /// The files that have its pages when the VMM has ended, open for reading only; `None` where the pages end with it.
+    ///
+    /// # Errors
+    /// No descriptor left.
+    fn outlasting(&self) -> io::Result<Option<Vec<File>>> {
+        Ok(None)
     }
 
     /// The way in which pages of this kind of memory come into the VMM's page tables, and out of them.

@@ -218,6 +218,11 @@ impl Memory for SharedMemory {
         Ok(())
     }
 
+    fn outlasting(&self) -> io::Result<Option<Vec<File>>> {
+        let readers = self.blocks.iter().map(|block| file::reader(&block.file));
+        Ok(Some(readers.collect::<Result<_, _>>()?))
+    }
+
     fn mappings(&self) -> &'static dyn Mappings {
         &SharedMappings
     }

@@ -11,6 +11,7 @@ use super::devices::DevicePump;
 use super::gang::Gang;
 use super::pauses::Place;
 use super::throttle::Throttle;
+use super::tickets::Tickets;
 use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::haste::{Crew, Haste, VmmThreads};
@@ -43,6 +44,10 @@ pub struct Departure<'a> {
     pub bandwidth: Arc<Share>,
     /// As [`Outgoing::gang`](super::Outgoing::gang).
     pub gang: Option<(Arc<Gang>, u16)>,
+    /// Its tickets.
+    pub tickets: Tickets,
+    /// Its RAM, once it is mapped.
+    pub ram: Option<Arc<dyn Memory>>,
     /// When its guest may be stopped.
     pub pause: Place,
     /// The haste of its pause.
@@ -73,7 +78,9 @@ impl Departure<'_> {
         if self.options.throttle_percent.is_some() {
             self.throttle.try_out(&self.vmm.processor_threads()?)?;
         }
-        Ok(kind::open(self.blocks, Access::Read)?)
+        let ram = kind::open(self.blocks, Access::Read)?;
+        self.ram = Some(Arc::clone(&ram));
+        Ok(ram)
     }
 
     /// Records that the guest may run at the destination from now on.

@@ -32,7 +32,7 @@ use super::select::Selected;
 use super::sent::Last;
 use crate::memory::Memory;
 use crate::memory::common::Together;
-use crate::name::{Key, Name, name};
+use crate::name::{Key, Name, name, random_key};
 
 /// The most offered pages that a gang takes note of.
 const MAX_OFFERED: usize = 1 << 21;
@@ -57,10 +57,6 @@ impl Gang {
     #[must_use]
     pub fn new(group: &str, members: u16, together: Together) -> Arc<Self> {
         assert!(usize::from(members) <= MAX_MEMBERS, "a gang of {members}");
-        let mut key = [0; 32];
-        for half in key.as_chunks_mut::<16>().0 {
-            *half = random_u128().to_ne_bytes();
-        }
         let spec = GangSpec {
             id: random_u128(),
             group: group.into(),
@@ -68,7 +64,13 @@ impl Gang {
             bytes: together.bytes,
             shared: together.shared,
         };
-        Arc::new(Self { spec, key, names: Mutex::default(), offered: Mutex::default() })
+        Arc::new(Self { spec, key: random_key(), names: Mutex::default(), offered: Mutex::default() })
+    }
+
+    /// The gang of a machine that shares with nobody and has so much memory, bytes.
+    #[must_use]
+    pub fn alone(bytes: u64) -> Arc<Self> {
+        Self::new("", 1, Together { bytes, shared: Vec::new() })
     }
 
     /// Asks the destination, where no member has yet, which bodies the gang can refer to without sending them. `ask`
@@ -143,6 +145,12 @@ impl Member {
     #[must_use]
     pub fn gang(&self) -> &Gang {
         &self.gang
+    }
+
+    /// Whether the destination has offered its gang anything.
+    #[must_use]
+    pub fn has_offers(&self) -> bool {
+        self.gang.has_offers()
     }
 
     /// Its number.

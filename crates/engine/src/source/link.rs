@@ -16,6 +16,7 @@ use sterna_protocol::spec::VmSpec;
 use super::gang::Gang;
 use super::postcopy::requests::Requests;
 use super::stream::Stream;
+use super::tickets::Tickets;
 use crate::error::MigrateError;
 use crate::host::{DaemonId, MigrationId};
 use crate::transport::clock::now_us;
@@ -44,8 +45,9 @@ pub struct Peer {
     pub no_postcopy: Option<Problem>,
     /// Its identity, where it is not too old to say so.
     pub identity: Option<DaemonId>,
-    /// Whether it keeps what the machine's gang shares.
-    pub shares: bool,
+    /// The gang that the machine comes with, where the destination keeps what that shares: a gang of one where it has
+    /// kept what the machine's memory was.
+    pub gang: Option<(Arc<Gang>, u16)>,
 }
 
 /// The connection that founds the session; nothing is agreed yet.
@@ -91,10 +93,17 @@ impl Link {
         spec: &VmSpec,
         options: &MigrateOptions,
         layout: u64,
-        gang: Option<&(Arc<Gang>, u16)>,
+        (gang, tickets): (Option<&(Arc<Gang>, u16)>, &Tickets),
     ) -> Result<Peer, MigrateError> {
         let identity = self.control.identify()?;
-        let shares = gang.map_or(Ok(false), |(gang, member)| self.join(gang, *member))?;
+        let kept = identity.map_or(Ok(false), |daemon| self.show(tickets, daemon))?;
+        let alone = tickets.alone.as_ref().filter(|_| kept).map(|gang| (Arc::clone(gang), 0));
+        let mut gang = gang.cloned().or(alone);
+        if let Some((joined, member)) = &gang
+            && !self.join(joined, *member)?
+        {
+            gang = None;
+        }
         let request = Request::Propose {
             id: id.0,
             spec: Box::new(spec.clone()),
@@ -114,7 +123,20 @@ impl Link {
         }
         let [host, qemu, sterna] = [host, qemu, sterna].map(|text| words(&text));
         let no_postcopy = no_postcopy.map(Problem::from_outside);
-        Ok(Peer { host, qemu, sterna, clock_offset_us: 0, no_postcopy, identity, shares })
+        Ok(Peer { host, qemu, sterna, clock_offset_us: 0, no_postcopy, identity, gang })
+    }
+
+    /// Says which tickets the machine takes along, and shows those of the destination. Returns whether that has kept
+    /// anything; one that is too old has not.
+    fn show(&mut self, tickets: &Tickets, daemon: DaemonId) -> Result<bool, MigrateError> {
+        let (given, shown) = tickets.to(daemon.0);
+        if !self.control.features().contains(Features::RETURNS) || given.is_empty() && shown.is_empty() {
+            return Ok(false);
+        }
+        match self.control.ask(&Request::Tickets { given, shown }, REPLY_TIMEOUT)? {
+            Reply::Ticketed { kept } => Ok(kept),
+            _ => Err(MigrateError::Reply("another reply than a yes or no to tickets")),
+        }
     }
 
     /// Says which gang the machine shares pages with. Returns whether the destination keeps what they share; one that

@@ -52,6 +52,9 @@ pub mod copies;
 /// Gangs: machines that leave together, and the bodies that they share.
 pub mod gang;
 
+/// Tickets: what machines take along for the day when they come back.
+pub mod tickets;
+
 /// Encoding: deltas, compressed, or plain.
 pub mod encode;
 
@@ -136,6 +139,7 @@ use self::postcopy::Handed;
 use self::prepare::Prepared;
 pub use self::serve::{Left, serve};
 use self::throttle::Throttle;
+use self::tickets::Tickets;
 use self::track::Tracker;
 use crate::error::MigrateError;
 use crate::haste::Haste;
@@ -170,6 +174,8 @@ pub struct Outgoing {
     pub bandwidth: Arc<Share>,
     /// The gang that the machine shares pages with, and which of its members the machine is.
     pub gang: Option<(Arc<Gang>, u16)>,
+    /// Its tickets.
+    pub tickets: Tickets,
     /// When its guest may be stopped, where others leave with it.
     pub pause: Place,
     /// This host, for the report.
@@ -199,7 +205,7 @@ pub fn migrate(
     monitor: &Monitor,
 ) -> Outcome {
     let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, trust_first_look, .. } = outgoing;
-    let Outgoing { bandwidth, gang, pause, here, .. } = outgoing;
+    let Outgoing { bandwidth, gang, tickets, pause, here, .. } = outgoing;
     let mut account = Account::new(Report::asked(&spec.name, options, here, peer), monitor);
     // At `debug`, each line of a gang's members says whose it is.
     let _whose = tracing::debug_span!("leaves", vm = %spec.name).entered();
@@ -216,6 +222,8 @@ pub fn migrate(
         trust_first_look,
         bandwidth,
         gang,
+        tickets,
+        ram: None,
         pause,
         haste: Haste::none(),
         vmm_threads: None,

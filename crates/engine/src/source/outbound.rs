@@ -99,7 +99,9 @@ impl<'a> Making<'a> {
     ) -> Result<(Counts, Option<Outbound<'a>>), MigrateError> {
         let (ram, encoding, at) = (self.ram, self.encoding, (self.round, wanted.chunk));
         // Bodies that are not encoded and have a quick hash are sent in place, if this kind of memory allows it.
-        let straight = encoding.is_straight() && ram.in_place(wanted.chunk, &PageSet::EMPTY).is_some();
+        // What may go as a reference is looked at first.
+        let looked_at = self.member.is_some_and(Member::has_offers);
+        let straight = encoding.is_straight() && !looked_at && ram.in_place(wanted.chunk, &PageSet::EMPTY).is_some();
         let keep = if straight { Keep::Nothing } else { Keep::Full };
         let copies = encoder.copies();
         copies.clear();

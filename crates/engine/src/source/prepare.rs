@@ -64,14 +64,14 @@ pub fn prepare<'a, 'd: 'a>(
     // The destination starts its VMM meanwhile.
     let proposed = std::thread::scope(|scope| {
         scope.spawn(|| free_pages.find());
-        link.propose(departure.id, departure.spec, options, ram.layout().digest(), departure.gang.as_ref())
+        let sharing = (departure.gang.as_ref(), &departure.tickets);
+        link.propose(departure.id, departure.spec, options, ram.layout().digest(), sharing)
     });
     let peer = proposed?;
     agree(departure, link, &peer)?;
     let streams = (0..options.streams as u16).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
     let devices = Some(link.devices()?);
-    let member = departure.gang.as_ref().filter(|_| peer.shares);
-    let member = member.map(|(gang, member)| Arc::new(Member::new(gang, *member, ram.layout())));
+    let member = peer.gang.as_ref().map(|(gang, member)| Arc::new(Member::new(gang, *member, ram.layout())));
     let begun = (options.may_postcopy() && peer.no_postcopy.is_none())
         .then(|| Begun::new(link, &Work::new(Arc::clone(ram), options, &departure.bandwidth, 0), member.clone()))
         .transpose()?;

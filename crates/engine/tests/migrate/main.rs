@@ -11,6 +11,9 @@ mod fixture;
 /// Guests that arrive whole, and what is counted on the way.
 mod whole;
 
+/// Guests that come back to a host which has kept what their memory was.
+mod returns;
+
 /// Changes of RAM that tracking does not see: discards, writes past the page tables.
 mod unseen;
 

@@ -73,6 +73,7 @@ fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
         Request::Identify,
         Request::Join { gang: Box::new(gang()), member: 0 },
         Request::Offers { key: [0; 32], first: 0 },
+        Request::Tickets { given: vec![], shown: vec![] },
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
     ];
@@ -104,6 +105,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         Request::Identify => Reply::Identity { identity: 1 },
         Request::Join { .. } => Reply::Joined,
         Request::Offers { .. } => Reply::Offered(vec![]),
+        Request::Tickets { .. } => Reply::Ticketed { kept: false },
         Request::Clock => Reply::Clock { now_us: 0 },
         Request::Stopped => Reply::Holding,
         Request::RoundEnd { .. } => Reply::Arrived { suspects: vec![] },

@@ -24,7 +24,6 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::sync::{MutexGuard, PoisonError};
 
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
@@ -64,7 +63,7 @@ impl PrivateMemory {
         if self.try_map(chunk, from, pool)? {
             return Ok(());
         }
-        each_body(from, pool, |pages, bodies| self.put(chunk, pages, bodies))
+        PoolRun::each_body(from, pool, |pages, bodies| self.put(chunk, pages, bodies))
     }
 
     /// As [`Memory::install_shared`].
@@ -76,7 +75,7 @@ impl PrivateMemory {
         if self.try_map(chunk, &from, pool)? {
             return Ok(());
         }
-        each_body(&from, pool, |pages, bodies| self.install(chunk, pages, bodies))
+        PoolRun::each_body(&from, pool, |pages, bodies| self.install(chunk, pages, bodies))
     }
 
     /// Those of these pages that lie in areas.
@@ -184,15 +183,6 @@ impl PrivateMemory {
         }
         Ok(runs(&self.layout, chunk, pages).map(|run| self.addresses(&run)).collect())
     }
-}
-
-/// Shows the bodies of each run.
-fn each_body(from: &[PoolRun], pool: &File, mut show: impl FnMut(&PageSet, &[u8]) -> io::Result<()>) -> io::Result<()> {
-    from.iter().try_for_each(|run| {
-        let mut bodies = vec![0; run.pages * PAGE_BYTES];
-        pool.read_exact_at(&mut bodies, run.offset)?;
-        show(&PoolRun::pages(&[*run]), &bodies)
-    })
 }
 
 /// Whether the VMM's process has said no: then what it was asked for is not going to happen later.

@@ -1,5 +1,6 @@
 //! What holds of private memory that lies in a pool. This process is the VMM.
 
+use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
 use sterna_protocol::spec::BlockSpec;

@@ -13,14 +13,16 @@ use std::time::Duration;
 
 use sterna_api::{Blame, Problem};
 use sterna_engine::agent::Discard;
+use sterna_engine::destination::offers::Offers;
 use sterna_engine::destination::pool::Pool;
 use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::memory::BlockFile;
+use sterna_engine::memory::kept::Kept;
 use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_engine::transport::clock::now_us;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::{self, EventTime, VmmError};
-use sterna_protocol::spec::VmSpec;
+use sterna_protocol::spec::{GangSpec, Ticket, VmSpec};
 use sterna_sys::map::{Access, SharedMapping};
 
 use super::guest::GuestRam;
@@ -126,6 +128,12 @@ pub struct Destination {
     pub credentials: Option<Arc<Credentials>>,
     /// Who it says it is.
     pub identity: AtomicU64,
+    /// What it has kept of a guest that left, and the number of its ticket.
+    pub kept: Mutex<Option<(u128, Kept)>>,
+    /// What happens to it between the offer and the first reference.
+    pub after_offer: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    /// The tickets that the guest took along.
+    pub tickets: Mutex<Vec<Ticket>>,
     verdicts: Mutex<HashMap<MigrationId, Verdict>>,
 }
 
@@ -170,6 +178,27 @@ impl DestinationHost for Destination {
         self.credentials.clone()
     }
 
+    fn pool(&self, gang: &GangSpec, _from: Option<&str>) -> Result<Arc<Pool>, Problem> {
+        Ok(Pool::new(tempfile::tempfile_in("/dev/shm").expect("a file on tmpfs"), gang.members).expect("a pool"))
+    }
+
+    fn keeps(&self, shown: &[u128]) -> bool {
+        self.kept.lock().unwrap().as_ref().is_some_and(|(number, _)| shown.contains(number))
+    }
+
+    fn offer(&self, _group: &str, shown: &[u128], pool: &Arc<Pool>) -> std::io::Result<()> {
+        let kept = self.kept.lock().unwrap();
+        let Some((_, kept)) = kept.as_ref().filter(|(number, _)| shown.contains(number)) else { return Ok(()) };
+        if pool.offers().is_none() {
+            pool.offer(Offers::new(&kept.files()?)?);
+        }
+        Ok(())
+    }
+
+    fn takes_along(&self, _id: MigrationId, tickets: &[Ticket]) {
+        *self.tickets.lock().unwrap() = tickets.to_vec();
+    }
+
     fn prepare(
         &self,
         _id: MigrationId,
@@ -180,6 +209,9 @@ impl DestinationHost for Destination {
     ) -> Result<Incoming, Problem> {
         if let Some(problem) = self.refuse.lock().unwrap().clone() {
             return Err(problem);
+        }
+        if let Some(happens) = self.after_offer.lock().unwrap().take() {
+            happens();
         }
         self.aborted.store(false, Ordering::Release);
         let huge = self.huge.lock().unwrap().clone();

@@ -86,6 +86,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
         trust_first_look: false,
         bandwidth: std::sync::Arc::default(),
         gang: None,
+        tickets: sterna_engine::source::tickets::Tickets::default(),
         pause: Place::alone(),
         here: sterna_api::report::Host::default(),
     }
