@@ -67,7 +67,20 @@ impl Mover {
 /// # Errors
 /// As [`Lab::up`].
 pub fn lab(config: LabConfig, guests: usize) -> Result<Lab> {
-    lab_with(config, guests, &format!("ksm_group = \"{GROUP}\"\noffer_pools = true\n"))
+    lab_with(config, guests, &sharing())
+}
+
+/// The same, whose hosts also keep what the memory of machines was that have left.
+///
+/// # Errors
+/// As [`Lab::up`].
+pub fn lab_that_keeps(config: LabConfig, guests: usize) -> Result<Lab> {
+    lab_with(config, guests, &(sharing() + "keep_departed = \"1h\"\n"))
+}
+
+/// The settings of hosts between which a gang moves.
+fn sharing() -> String {
+    format!("ksm_group = \"{GROUP}\"\noffer_pools = true\n")
 }
 
 /// The lab of a gang of clones, whose pages nobody has to merge.

@@ -110,11 +110,10 @@ fn only_who_shows_a_ticket_is_offered_what_was_kept_and_only_within_the_trust_gr
 
 #[test]
 fn what_is_offered_stays_until_the_gang_has_come_and_is_nobodys_room_meanwhile() {
-    let host = host(Duration::from_millis(1), 0, 100 * MIB);
+    let host = host(HOUR, 0, 100 * MIB);
     leaves(&host, "a", 1, MIB);
     let pool = pool();
     let offered = host.keeper.offer("", &[1], false, &pool);
-    std::thread::sleep(Duration::from_millis(2));
     ROOM.store(0, Ordering::SeqCst);
     assert_eq!(host.keeper.room_bytes(), 0);
     assert_eq!(machines(&host), ["a"]);

@@ -40,6 +40,19 @@ impl GangSite {
     /// Where that fails.
     #[must_use]
     pub fn start(guests: u8, jobs: &str) -> Self {
+        Self::with(gang::lab, guests, jobs)
+    }
+
+    /// The same on hosts that keep what leaves them.
+    ///
+    /// # Panics
+    /// Where that fails.
+    #[must_use]
+    pub fn that_keeps(guests: u8, jobs: &str) -> Self {
+        Self::with(gang::lab_that_keeps, guests, jobs)
+    }
+
+    fn with(lab: impl FnOnce(LabConfig, usize) -> sterna_bench::error::Result<Lab>, guests: u8, jobs: &str) -> Self {
         static NUMBER: AtomicUsize = AtomicUsize::new(0);
         let name = format!("sg{}x{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let plan = Plan::private();
@@ -49,7 +62,7 @@ impl GangSite {
             qemu: [("a".to_owned(), a), ("b".to_owned(), b)].into(),
             ..LabConfig::pair(&name)
         };
-        let lab = gang::lab(config, guests.into()).expect("a lab");
+        let lab = lab(config, guests.into()).expect("a lab");
         let guests: Vec<_> = (0..guests)
             .map(|number| {
                 let mut guest = Guest::new(

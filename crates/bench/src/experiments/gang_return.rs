@@ -1,6 +1,7 @@
 //! A gang that comes back, and moves on: three moves in a row. What the second costs, because one host has most of the
 //! pages already (VeCycle, Middleware '15); what sharing is left after the third; and how long KSM needs to merge again
-//! what was not kept.
+//! what was not kept. Beside it one guest in shared memory, which shares with nobody. The hosts keep what the memory of
+//! guests was that have left.
 
 use std::path::Path;
 use std::time::Instant;
@@ -12,7 +13,8 @@ use super::judge::worst;
 use super::runner::{Attempt, Row, Site, figure, try_all};
 use super::together::{self, MODES, Together, Work, middle, sterna};
 use super::{Options, Record};
-use crate::error::Result;
+use crate::command::PATIENCE;
+use crate::error::{Error, Result};
 use crate::footprint;
 use crate::gang::Mover;
 use crate::guest::Guest;
@@ -20,6 +22,7 @@ use crate::ksm::Ksm;
 use crate::lab::Lab;
 use crate::plot::BarPlot;
 use crate::result::{Run, Target, rows};
+use crate::sterna::SternaVm;
 use crate::trial::Qemu;
 
 /// The share of eight guests' pages that merging saves, percent.
@@ -39,37 +42,64 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let (guests, memory_mib) = if options.quick { (2, 256) } else { (4, 1024) };
     let qemu = together::newest()?;
     let movers = together::all_movers(&qemu)?;
-    let hops: Vec<Hops> = movers.iter().map(|mover| hops(guests, memory_mib, mover, &qemu)).collect();
-    let lab = together::lab(guests)?;
-    record.judge(move |runs| targets(runs, &hops_name(guests, memory_mib, &qemu)));
+    let mut hops: Vec<Hops> = movers.iter().map(|mover| hops(guests, memory_mib, mover, &qemu)).collect();
+    for mode in MODES {
+        hops.push(alone(memory_mib, &sterna(mode, false)?, &qemu));
+    }
+    let lab = together::lab_that_keeps(guests)?;
+    record.judge(move |runs| targets(runs, &hops_name(guests, memory_mib, &qemu), &alone_name(memory_mib)));
     try_all(&lab, &hops, repeats, record);
     plot(record.runs(), record.directory())
 }
 
-/// A gang that moves three times.
-struct Hops(Together);
+/// A gang that moves three times, or one guest in shared memory.
+struct Hops {
+    together: Together,
+    alone: bool,
+}
 
 fn hops(guests: usize, memory_mib: u64, mover: &Mover, qemu: &Qemu) -> Hops {
     let (mover, qemu) = (mover.clone(), qemu.clone());
     let shared_percent = SHARED_PERCENT;
-    Hops(Together { guests, memory_mib, shared_percent, limited: false, work: Work::Rest, watched: false, mover, qemu })
+    let (limited, work, watched) = (false, Work::Rest, false);
+    let together = Together { guests, memory_mib, shared_percent, limited, work, watched, mover, qemu };
+    Hops { together, alone: false }
+}
+
+fn alone(memory_mib: u64, mover: &Mover, qemu: &Qemu) -> Hops {
+    Hops { alone: true, ..hops(1, memory_mib, mover, qemu) }
+}
+
+fn alone_name(memory_mib: u64) -> String {
+    format!("1 guest of {memory_mib} MiB in shared memory")
 }
 
 fn hops_name(guests: usize, memory_mib: u64, qemu: &Qemu) -> String {
-    hops(guests, memory_mib, &together::QEMU_PRECOPY, qemu).0.workload()
+    hops(guests, memory_mib, &together::QEMU_PRECOPY, qemu).together.workload()
 }
 
 impl Attempt for Hops {
     fn rows(&self) -> Vec<Row> {
-        self.0.rows()
+        let mut rows = self.together.rows();
+        if self.alone {
+            let (name, mode) = (alone_name(self.together.memory_mib), self.together.mover.label());
+            for row in &mut rows {
+                row.config.insert("workload".into(), json!(name));
+                row.words = format!("{mode} on QEMU {}, {name}", self.together.qemu.label);
+            }
+        }
+        rows
     }
 
     fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
-        self.0.guests(lab, name)
+        self.together.guests(lab, name)
     }
 
     fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
-        measure(runs, |measured| self.move_on(site.lab, site.guests, measured))
+        measure(runs, |measured| match self.alone {
+            true => self.move_alone(site.lab, site.guest()?, measured),
+            false => self.move_on(site.lab, site.guests, measured),
+        })
     }
 
     fn tell(&self, run: &Run) -> String {
@@ -81,7 +111,7 @@ impl Attempt for Hops {
 impl Hops {
     /// Moves the gang three times. Figures that were measured until an error are kept.
     fn move_on(&self, lab: &Lab, guests: &[Guest], measured: &mut Measured) -> Result<()> {
-        let Self(together) = self;
+        let Self { together, .. } = self;
         let ksm = Ksm::take()?;
         let (mut gang, source) = together.start(lab, guests, &ksm, measured)?;
         let memory_bytes = together.memory_mib << 20;
@@ -104,6 +134,29 @@ impl Hops {
         self.share_again(&ksm, &source, &rams, measured)
     }
 
+    /// Moves one guest in shared memory three times.
+    fn move_alone(&self, lab: &Lab, guest: &Guest, measured: &mut Measured) -> Result<()> {
+        let Together { mover: Mover::Sterna { options, .. }, qemu, .. } = &self.together else {
+            return Err(Error::Usage("only Sterna moves a guest of hosts that keep something".into()));
+        };
+        let mut vm = SternaVm::start(lab, "a", guest, &qemu.path)?;
+        guest.wait_until_up(PATIENCE)?;
+        std::thread::sleep(together::REST);
+        let (mut bytes, mut reports) = (Vec::new(), Vec::new());
+        for (number, to) in (1..).zip(HOPS) {
+            let report = vm.migrate(lab, to, options)?;
+            std::thread::sleep(together::REST);
+            bytes.push(report.bytes_on_wire as f64);
+            measured.note(&format!("bytes_on_wire_{number}"), report.bytes_on_wire as f64);
+            measured.note(&format!("total_ms_{number}"), report.total_ms);
+            measured.note(&format!("setup_ms_{number}"), report.setup_ms);
+            reports.push(json!(report));
+            measured.details = json!({ "moves": reports });
+        }
+        measured.note(RETURN, bytes[1] / bytes[0].max(1.0));
+        Ok(())
+    }
+
     /// Notes how long it takes until the guests share as they did at first.
     fn share_again(&self, ksm: &Ksm, source: &Source, rams: &[footprint::Ram], measured: &mut Measured) -> Result<()> {
         if footprint::of(rams)?.frames as f64 <= source.footprint.frames as f64 * SAME {
@@ -117,13 +170,20 @@ impl Hops {
     }
 }
 
-fn targets(runs: &[Run], workload: &str) -> Result<Vec<Target>> {
-    let shared: Vec<Mover> = MODES.iter().map(|mode| sterna(mode, true)).collect::<Result<_>>()?;
+fn targets(runs: &[Run], workload: &str, alone: &str) -> Result<Vec<Target>> {
+    let of_all = |sharing| MODES.iter().map(|mode| sterna(mode, sharing)).collect::<Result<Vec<Mover>>>();
+    let (shared, single) = (of_all(true)?, of_all(false)?);
     let most = |metric: &str| worst(shared.iter().map(|mover| middle(runs, workload, mover, metric)));
+    let of_one = worst(single.iter().map(|mover| middle(runs, alone, mover, RETURN)));
     Ok(vec![
         Target::at_most("sharing on: bytes of the way back ÷ those of the first, worse mode", 0.5, most(RETURN)),
         Target::at_most("sharing on: frames after three moves ÷ those at first, worse mode", SAME, most(SETTLED)),
         Target::at_most("sharing on: time until sharing is back after three moves, ms, worse mode", 0.0, most(BACK)),
+        Target::at_most(
+            "one guest, shared memory: bytes of the way back ÷ those of the first, worse mode",
+            0.5,
+            of_one,
+        ),
     ])
 }
 
@@ -147,12 +207,18 @@ mod tests {
         let qemu = Qemu { label: "10.0".into(), path: "/nonexistent".into() };
         let run = |mover: &Mover, back: f64| {
             let metrics = [(RETURN, back), (SETTLED, 1.0 + back), (BACK, back * 1e4)];
-            together::sample(&hops(2, 256, mover, &qemu).0, 0, &metrics)
+            together::sample(&hops(2, 256, mover, &qemu).together, 0, &metrics)
         };
         let own = |mode: usize, back| run(&sterna(MODES[mode], true).unwrap(), back);
-        let runs = [run(&together::QEMU_PRECOPY, 1.0), own(0, 0.0), own(1, 0.25)];
-        let judged = targets(&runs, &hops_name(2, 256, &qemu)).unwrap();
-        assert_eq!(judged.iter().map(|target| target.measured).collect::<Vec<_>>(), [0.25, 1.25, 2500.0].map(Some));
-        assert_eq!(judged.iter().map(|target| target.met).collect::<Vec<_>>(), [true, false, false]);
+        let single = |mode: usize, back| {
+            let mut run = alone(256, &sterna(MODES[mode], false).unwrap(), &qemu).rows().remove(0).run(0);
+            run.metrics.insert(RETURN.into(), back);
+            run
+        };
+        let runs = [run(&together::QEMU_PRECOPY, 1.0), own(0, 0.0), own(1, 0.25), single(0, 0.125), single(1, 0.625)];
+        let judged = targets(&runs, &hops_name(2, 256, &qemu), &alone_name(256)).unwrap();
+        let measured: Vec<_> = judged.iter().map(|target| target.measured).collect();
+        assert_eq!(measured, [0.25, 1.25, 2500.0, 0.625].map(Some));
+        assert_eq!(judged.iter().map(|target| target.met).collect::<Vec<_>>(), [true, false, false, false]);
     }
 }

@@ -143,8 +143,16 @@ fn fill_mib(memory_mib: u64, shared_percent: u64) -> (u64, u64) {
 
 /// The lab of gangs of up to so many guests.
 pub(super) fn lab(guests: usize) -> Result<Lab> {
-    let config = LabConfig { rate_bytes_per_s: Some(movers::LINK_BYTES_PER_S), ..LabConfig::pair(&lab_name()) };
-    gang::lab(config, guests)
+    gang::lab(lab_config(), guests)
+}
+
+/// The same, whose hosts also keep what the memory of guests was that have left.
+pub(super) fn lab_that_keeps(guests: usize) -> Result<Lab> {
+    gang::lab_that_keeps(lab_config(), guests)
+}
+
+fn lab_config() -> LabConfig {
+    LabConfig { rate_bytes_per_s: Some(movers::LINK_BYTES_PER_S), ..LabConfig::pair(&lab_name()) }
 }
 
 /// The newest QEMU.

@@ -108,22 +108,20 @@ impl DestinationHost for Destination {
         }
         // The gang is promised its memory by now: what is kept stays for it only where there is memory for both.
         let promised = self.promised_bytes().saturating_add(self.pools.promised_bytes(&|name| self.taken_bytes(name)));
-        let kept = match self.keeper.room_beside_bytes() >= promised {
-            true => self.keeper.offer(group, shown, self.offer_pools, pool),
-            false => Vec::new(),
-        };
+        let has_room = self.keeper.room_beside_bytes() >= promised;
+        let kept = if has_room { self.keeper.offer(group, shown, self.offer_pools, pool) } else { Vec::new() };
         if kept.is_empty() && !self.offer_pools {
             return Ok(());
         }
-        let processes: Vec<u32> = if !self.offer_pools {
-            Vec::new()
-        } else {
+        let processes: Vec<u32> = if self.offer_pools {
             let table = self.care.machines.table();
             let records = table.values().filter_map(|entry| entry.record.as_ref());
             let of_group = |record: &&VmRecord| {
                 record.memory_mode == MemoryMode::Private && record.trust_group.as_deref() == Some(group)
             };
             records.filter(of_group).map(|record| record.process.pid).collect()
+        } else {
+            Vec::new()
         };
         self.pools.offer(pool, &processes, &kept)
     }

@@ -87,7 +87,7 @@ fn a_guest_that_returns_refers_to_what_was_kept_and_takes_its_tickets_along() {
     let report = returns((&host, &peer), NUMBER);
     let (references, full) = (report.pages.shared_reference, report.pages.full);
     assert!(references >= PAGES - 2500, "{references}");
-    assert!((500..2500).contains(&full), "{full}");
+    assert!(full >= 500, "{full}");
     let along = host.tickets.lock().unwrap().clone();
     assert_eq!(along, [OTHER, Ticket { host: 7, number: 99 }], "and not the one that it has used");
 }
