@@ -9,7 +9,7 @@ use crate::command::PATIENCE;
 use crate::error::{Context, Result};
 use crate::gang;
 use crate::guest::{Guest, plugged};
-use crate::lab::{Host, Lab, LabConfig};
+use crate::lab::{Host, LabConfig};
 use crate::sterna::{self, SternaVm};
 use crate::tools;
 

@@ -9,7 +9,9 @@ const MIB: u64 = 1 << 20;
 /// Two hosts whose guests may be in huge pages.
 fn in_huge_pages(plan: &Plan) -> Site {
     let mut site = Site::without_guest(plan);
-    ["a", "b"].map(|host| site.configure(host, "huge_pages = true"));
+    for host in ["a", "b"] {
+        site.configure(host, "huge_pages = true");
+    }
     site
 }
 
