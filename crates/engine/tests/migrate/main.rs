@@ -2,6 +2,7 @@
 //! writing. What needs a VMM is in `qemu_driver/`; what needs hosts is in the whole-system tests.
 
 /// Both ends.
+#[allow(dead_code, reason = "each test program uses its own part")]
 #[path = "../support/pair/mod.rs"]
 mod pair;
 
