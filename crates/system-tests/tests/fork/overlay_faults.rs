@@ -126,6 +126,8 @@ fn a_daemon_that_dies_between_the_disks_and_the_record_finds_which_images_the_so
                 break;
             }
         }
+        // Nobody else wants its images any more, so it is on its own disk again, soon; and beside it has the script.
+        site.eventually("its disk is one image", || used(site, "a", "origin").len() == 2);
         let before = used(site, "a", "origin");
         moved(site, "origin", "a", "b");
         assert_eq!(used(site, "b", "origin"), before);
