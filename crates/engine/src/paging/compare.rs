@@ -85,6 +85,7 @@ impl Pager {
     }
 
     fn with_shown<T>(&self, look: impl FnOnce(&mut Shown) -> std::io::Result<T>) -> Result<T, MigrateError> {
+        self.give_way();
         let mut state = self.lock();
         let shown = state.shown.as_mut().ok_or(MigrateError::Request("digests that were not agreed on"))?;
         look(shown).map_err(MigrateError::host("reading the guest's RAM to compare it"))

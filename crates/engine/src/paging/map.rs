@@ -6,12 +6,15 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
-use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::Pager;
 use crate::error::MigrateError;
 use crate::memory::PoolRun;
+
+/// How many pages are mapped ahead at a time.
+const AHEAD: usize = 32;
 
 impl Pager {
     /// Takes care that the guest's first access to each page of the residue faults. Pages that are mapped and current
@@ -92,8 +95,14 @@ impl Pager {
             }
             let there =
                 self.ram.allocated_in(chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-            let current = there.without(self.lock().whereabouts.away_in(chunk));
-            self.show(chunk, &current)?;
+            // Few at a time, because they are digested under the lock where both sides are compared.
+            for first in (0..CHUNK_PAGES).step_by(AHEAD) {
+                let mut some = PageSet::EMPTY;
+                some.insert_run(first, AHEAD);
+                self.give_way();
+                let current = there.and(&some).without(self.lock().whereabouts.away_in(chunk));
+                self.show(chunk, &current)?;
+            }
         }
         Ok(())
     }

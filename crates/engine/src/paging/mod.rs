@@ -47,7 +47,7 @@ mod given_back;
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -97,6 +97,8 @@ pub struct Pager {
     /// Held while a page that is not missing is mapped for a fault, and while pages become missing: what was current
     /// when it was looked at is not mapped once it is stale.
     settling: Mutex<()>,
+    /// Faults that are being settled: a thread of the guest waits for each.
+    faulting: AtomicUsize,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -218,6 +220,7 @@ impl Pager {
             asking: Mutex::default(),
             account: Mutex::default(),
             settling: Mutex::default(),
+            faulting: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),
         });

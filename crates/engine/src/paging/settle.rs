@@ -1,7 +1,8 @@
 //! Settling of faults, one after the other: a page that is away is requested, a current page is mapped.
 
 use std::sync::PoisonError;
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use sterna_protocol::pages::PageSet;
 use sterna_sys::userfaultfd::Fault;
@@ -12,10 +13,27 @@ use crate::faults::Settle;
 
 /// How many neighbours of a current page are mapped with it.
 const NEIGHBOURS: usize = 31;
+/// How often work in the background looks whether faults are settled, and how long it lets them pass at most.
+const SHORT_WAY: Duration = Duration::from_micros(50);
+const LONGEST_WAY: Duration = Duration::from_millis(5);
 
 impl Settle for Pager {
     fn settle(&self, fault: &Fault, address: u64, now: Instant) -> Result<bool, MigrateError> {
-        settle(self, fault, address, now)
+        self.faulting.fetch_add(1, Ordering::AcqRel);
+        let settled = settle(self, fault, address, now);
+        self.faulting.fetch_sub(1, Ordering::AcqRel);
+        settled
+    }
+}
+
+impl Pager {
+    /// Lets faults pass before the lock is taken for work in the background. Whoever lets the lock go and takes it again
+    /// at once would have it before a thread that sleeps until it is free.
+    pub(super) fn give_way(&self) {
+        let began = Instant::now();
+        while self.faulting.load(Ordering::Acquire) > 0 && began.elapsed() < LONGEST_WAY {
+            std::thread::sleep(SHORT_WAY);
+        }
     }
 }
 
