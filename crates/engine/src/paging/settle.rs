@@ -27,8 +27,8 @@ impl Settle for Pager {
 }
 
 impl Pager {
-    /// Lets faults pass before the lock is taken for work in the background. Whoever lets the lock go and takes it again
-    /// at once would have it before a thread that sleeps until it is free.
+    /// Lets faults pass before the lock is taken for work in the background. Whoever lets the lock go and takes it
+    /// again at once would have it before a thread that sleeps until it is free.
     pub(super) fn give_way(&self) {
         let began = Instant::now();
         while self.faulting.load(Ordering::Acquire) > 0 && began.elapsed() < LONGEST_WAY {
