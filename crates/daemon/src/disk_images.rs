@@ -107,8 +107,7 @@ fn candidates(machines: &Machines) -> Vec<String> {
     let wanted = |record: &&VmRecord| {
         let calm = record.lifecycle == Lifecycle::Here && record.paging.is_none() && record.forking.is_none();
         let ripe = |base: &Base| base.committing || is_on_top(record, base) && base.is_its_alone();
-        calm && (record.bases.iter().any(ripe)
-            || record.bases.len() + 1 >= MANY)
+        calm && (record.bases.iter().any(ripe) || record.bases.len() + 1 >= MANY)
     };
     records.iter().filter(wanted).map(|record| record.name.clone()).collect()
 }
