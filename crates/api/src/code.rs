@@ -85,6 +85,8 @@ codes! {
     NoSuchMethod: Method = "no-such-method",
     /// There is no machine of this name.
     UnknownVm: Absent = "unknown-vm",
+    /// There is no template of this name.
+    UnknownTemplate: Absent = "unknown-template",
     /// There is no migration of this number.
     UnknownMigration: Absent = "unknown-migration",
     /// There is no process of this number.

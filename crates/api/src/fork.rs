@@ -23,6 +23,12 @@ pub struct ForkRequest {
     /// The clones' QEMU arguments, without RAM. Without them the source's own, with network cards that are connected to
     /// nothing and have no link.
     pub arguments: Option<Vec<String>>,
+    /// Make a template of the guest as it is at this moment, and hold so many clones of it ready.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hold: Option<u32>,
+    /// The template's name. Without it, the machine's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub template: Option<String>,
 }
 
 /// The report on a guest that was forked.
@@ -52,6 +58,8 @@ pub struct Forked {
     pub clones: Vec<Cloned>,
     /// The clones that are not there, and why.
     pub failed: Vec<NotCloned>,
+    /// The template, where one was made.
+    pub template: Option<TemplateState>,
 }
 
 /// A clone.
@@ -76,4 +84,62 @@ pub struct NotCloned {
     pub vm: String,
     /// Why.
     pub problem: Problem,
+}
+
+/// A template: what a guest was at the moment of a fork. Clones are made of it later.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct TemplateState {
+    /// Its name.
+    pub name: String,
+    /// The machine that it was made of, by the name that it had.
+    pub source: String,
+    /// The family of that machine and of all clones.
+    pub family: Option<String>,
+    /// The trust group of the clones.
+    pub trust_group: Option<String>,
+    /// RAM of each clone, bytes.
+    pub memory_bytes: u64,
+    /// The memory of its files, bytes, whoever else has them.
+    pub image_bytes: u64,
+    /// How many clones are to be held ready.
+    pub hold: u32,
+    /// How many are ready.
+    pub ready: u32,
+    /// RAM that these have for themselves, bytes.
+    pub allocated_bytes: u64,
+    /// RAM that these have in common with others, bytes, each counted: what they take in addition where they write all
+    /// of it.
+    pub shared_bytes: u64,
+    /// Why fewer are ready than should be.
+    pub note: Option<String>,
+}
+
+/// Changes a template.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TemplateChange {
+    /// How many clones are to be held ready.
+    pub hold: u32,
+}
+
+/// Takes a clone of a template.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TakeRequest {
+    /// The name that it gets.
+    pub name: String,
+}
+
+/// A clone that was taken, and runs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Taken {
+    /// Its name.
+    pub vm: String,
+    /// Its QEMU's process.
+    pub pid: u32,
+    /// The time from the request until it ran, milliseconds.
+    pub ms: f64,
+    /// It was held ready; else it was made for the request.
+    pub was_held: bool,
 }

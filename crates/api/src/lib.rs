@@ -48,7 +48,7 @@ pub mod code;
 pub use balloon::{Balloon, BalloonMode, BalloonSetting};
 pub use code::Code;
 pub use estimate::Estimate;
-pub use fork::{Cloned, ForkRequest, Forked, NotCloned};
+pub use fork::{Cloned, ForkRequest, Forked, NotCloned, TakeRequest, Taken, TemplateChange, TemplateState};
 pub use gang::{GangPauses, Totals};
 pub use link::{LinkRequest, NetworkCard};
 pub use options::{MigrateOptions, Mode};

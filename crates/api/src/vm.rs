@@ -74,6 +74,15 @@ pub struct Vm {
     pub qemu_path: String,
     /// QEMU's arguments as the user gave them.
     pub arguments: Vec<String>,
+    /// The machine that it was forked from, by the name that it had.
+    #[serde(default)]
+    pub forked_from: Option<String>,
+    /// Its family: the same word for all machines that are related to it by forks.
+    #[serde(default)]
+    pub family: Option<String>,
+    /// The template that it is held ready for: its guest runs once it is taken, and has another name then.
+    #[serde(default)]
+    pub held_for: Option<String>,
     /// The migration under way, where there is one.
     pub migration: Option<Progress>,
     /// Its balloon, where Sterna looks after it.
@@ -145,7 +154,12 @@ pub struct AdoptRequest {
 #[serde(deny_unknown_fields)]
 pub struct MigrateRequest {
     /// The names of the machines; several are a gang, moved together.
+    #[serde(default)]
     pub vms: Vec<String>,
+    /// In the place of names: a family, or a machine of it. All machines of the family on this host are moved, but
+    /// those that are held ready.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub family: Option<String>,
     /// The destination daemon, `HOST:PORT`.
     pub to: String,
     /// The options.

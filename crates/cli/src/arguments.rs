@@ -88,6 +88,8 @@ pub enum Command {
     /// ADDRESS IN ONE NETWORK TAKE EACH OTHER'S PACKETS: give a clone another one first (--new-mac), or bring the other
     /// guest's link down. Its IP address, too, is the source's until somebody changes it inside.
     Link(Link),
+    /// List templates and their clones that are held ready, or change one
+    Template(Template),
     /// Cancel a virtual machine's migration, or another long command on it
     Cancel {
         /// Its name
@@ -153,8 +155,17 @@ pub struct Fork {
     /// The machine's name
     pub name: String,
     /// The clones' names: one clone for each
-    #[arg(required = true, value_name = "NEW")]
+    #[arg(required_unless_present = "hold", value_name = "NEW")]
     pub names: Vec<String>,
+    /// Keep what the guest is now as a template, and hold so many clones of it ready
+    ///
+    /// 'sterna run NEW --from-template' takes one in milliseconds, and another is made ready in its place. A template
+    /// outlives the machine and the daemon, and not the host.
+    #[arg(long, value_name = "N", conflicts_with = "overlay_disks")]
+    pub hold: Option<u32>,
+    /// The template's name [default: the machine's]
+    #[arg(long, value_name = "TEMPLATE", requires = "hold")]
+    pub template: Option<String>,
     /// Hold the clones: they do not run until 'sterna continue' lets them
     #[arg(long)]
     pub paused: bool,
@@ -207,6 +218,22 @@ pub struct Link {
     pub json: bool,
 }
 
+/// `template`.
+#[derive(Debug, Args)]
+pub struct Template {
+    /// Its name [default: all are listed]
+    pub name: Option<String>,
+    /// Hold so many clones of it ready from now on
+    #[arg(long, value_name = "N", requires = "name", conflicts_with = "remove")]
+    pub hold: Option<u32>,
+    /// Remove it, and the clones that are held ready; those that were taken stay
+    #[arg(long, requires = "name", conflicts_with = "json")]
+    pub remove: bool,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// What a link is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum LinkState {
@@ -222,8 +249,12 @@ pub struct Run {
     /// The machine's name, unique on its hosts
     pub name: String,
     /// RAM, such as 512M or 4G
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    pub memory: u64,
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, required_unless_present = "from_template")]
+    pub memory: Option<u64>,
+    /// Take a clone of this template, which 'sterna fork --hold' made: one that is held ready, else one made now
+    #[arg(long, value_name = "TEMPLATE", conflicts_with_all = ["memory", "memory_mode", "memory_template",
+        "trust_group", "qemu", "balloon", "arguments"])]
+    pub from_template: Option<String>,
     /// Where RAM is
     #[arg(long, value_enum, default_value_t = MemoryModeArgument::Shared)]
     pub memory_mode: MemoryModeArgument,
@@ -419,7 +450,7 @@ mod tests {
         let Command::Run(run) = parse("sterna run a --memory 1G --detach -- -M q35 -S").unwrap().command else {
             panic!()
         };
-        assert_eq!((run.memory, run.detach), (1 << 30, true));
+        assert_eq!((run.memory, run.detach), (Some(1 << 30), true));
         assert_eq!(run.arguments, ["-M", "q35", "-S"]);
         assert!(parse("sterna run a --memory 1G -M q35").is_err());
         assert!(parse("sterna run a -- -M q35").is_err(), "memory is required");

@@ -9,8 +9,9 @@ use crate::arguments::Fork;
 use crate::client::{Client, escape};
 use crate::failure::Failure;
 use crate::machines::write_json;
+use crate::template;
 
-/// Has a guest go on as several. Fails where one clone is not there.
+/// Has a guest go on as several. Fails where one clone is not there, or not ready.
 ///
 /// # Errors
 /// The daemon's problem.
@@ -21,6 +22,8 @@ pub async fn fork(client: &Client, wanted: Fork) -> Result<ExitCode, Failure> {
         new_mac: wanted.new_mac,
         overlay_disks: wanted.overlay_disks.is_some(),
         overlay_directory: wanted.overlay_disks.flatten().map(|path| path.display().to_string()),
+        hold: wanted.hold,
+        template: wanted.template,
         arguments: (!wanted.arguments.is_empty()).then_some(wanted.arguments),
     };
     let answer = client.post(&format!("/v1/vms/{}/fork", escape(&wanted.name)), &request).await;
@@ -41,13 +44,20 @@ pub async fn fork(client: &Client, wanted: Fork) -> Result<ExitCode, Failure> {
         eprintln!("sterna: '{vm}' runs, and is not yet what was asked for: {}", problem.with_causes());
         whole = false;
     }
-    Ok(if whole { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let all_ready = forked.template.as_ref().is_none_or(|template| template.ready >= template.hold);
+    if !all_ready {
+        eprintln!("sterna: fewer clones are ready than were asked for: the daemon tries again");
+    }
+    Ok(if whole && all_ready { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn tell(forked: &Forked, held: bool) {
     let does = if held { "is held" } else { "runs" };
     for clone in &forked.clones {
         println!("{}: {does} (process {}) after {:.0} ms", clone.vm, clone.pid, clone.ms);
+    }
+    if let Some(template) = &forked.template {
+        println!("{}", template::line(template));
     }
     println!("{}: paused {:.1} ms, {:.0} ms in all", forked.vm, forked.pause_ms, forked.ms);
 }

@@ -10,7 +10,7 @@ use comfy_table::presets::NOTHING;
 use hyper::Method;
 use sterna_api::units::show_size;
 use sterna_api::vm::HostKept;
-use sterna_api::{AdoptRequest, Code, MemoryMode, Phase, RunRequest, Vm, VmState};
+use sterna_api::{AdoptRequest, Code, MemoryMode, Phase, RunRequest, TemplateState, Vm, VmState};
 
 use crate::arguments::{Adopt, Run};
 use crate::balloon;
@@ -18,6 +18,7 @@ use crate::client::{Client, escape};
 use crate::failure::Failure;
 use crate::progress::{brief, line};
 use crate::table::text_of;
+use crate::template;
 
 /// The path of what the host keeps of machines that have left.
 const KEPT: &str = "/v1/host/kept";
@@ -30,9 +31,19 @@ const LOOK: Duration = Duration::from_millis(500);
 /// # Errors
 /// The daemon's problem.
 pub async fn run(client: &Client, run: Run) -> Result<ExitCode, Failure> {
+    if let Some(template) = &run.from_template {
+        let taken = template::take(client, template, &run.name).await?;
+        let how = if taken.was_held { "it was held ready" } else { "it was made now" };
+        println!("{}: runs (process {}) after {:.1} ms: {how}", taken.vm, taken.pid, taken.ms);
+        if run.detach {
+            return Ok(ExitCode::SUCCESS);
+        }
+        let vm = client.get(&format!("/v1/vms/{}", escape(&run.name))).await?;
+        return follow(client, vm).await;
+    }
     let request = RunRequest {
         name: run.name.clone(),
-        memory_bytes: run.memory,
+        memory_bytes: run.memory.unwrap_or_default(),
         memory_mode: run.memory_mode.into(),
         memory_template: run
             .memory_template
@@ -106,9 +117,12 @@ pub async fn ps(client: &Client, json: bool) -> Result<ExitCode, Failure> {
     }
     let mut table = Table::new();
     table.load_style(NOTHING);
-    table.set_header(["NAME", "STATE", "MEMORY", "ALLOCATED", "SHARED", "PID", "QEMU", "MIGRATION", "NOTE"]);
-    for vm in &vms {
-        table.add_row([
+    let family = vms.iter().any(|vm| vm.family.is_some()).then_some("FAMILY");
+    let head = ["NAME", "STATE", "MEMORY", "ALLOCATED", "SHARED", "PID", "QEMU"].into_iter().chain(family);
+    table.set_header(head.chain(["MIGRATION", "NOTE"]));
+    // Those that are held ready are shown with their template.
+    for vm in vms.iter().filter(|vm| vm.held_for.is_none()) {
+        let own = [
             vm.name.clone(),
             state(vm),
             show_size(vm.memory_bytes),
@@ -116,11 +130,13 @@ pub async fn ps(client: &Client, json: bool) -> Result<ExitCode, Failure> {
             if vm.memory_mode == MemoryMode::Private { show_size(vm.shared_bytes) } else { "-".into() },
             vm.pid.to_string(),
             vm.qemu.clone(),
-            vm.migration.as_ref().map(brief).unwrap_or_default(),
-            vm.note.clone().unwrap_or_default(),
-        ]);
+        ];
+        let its_family = family.map(|_| vm.family.clone().unwrap_or_default());
+        let more = [vm.migration.as_ref().map(brief).unwrap_or_default(), vm.note.clone().unwrap_or_default()];
+        table.add_row(own.into_iter().chain(its_family).chain(more));
     }
     println!("{}", text_of(&table));
+    template::tell_all(&client.get::<Vec<TemplateState>>("/v1/templates").await?);
     let kept: HostKept = client.get(KEPT).await?;
     if !kept.machines.is_empty() {
         println!("{}", kept_line(&kept));
@@ -169,6 +185,9 @@ pub async fn show(client: &Client, name: &str, json: bool) -> Result<ExitCode, F
         ),
         ("pages", Some(where_pages_are(&vm))),
         ("template", vm.memory_template.clone()),
+        ("forked from", vm.forked_from.clone()),
+        ("family", vm.family.clone()),
+        ("held for", vm.held_for.clone()),
         ("trust group", vm.trust_group.clone()),
         ("process", Some(vm.pid.to_string())),
         ("qemu", Some(format!("{} ({})", vm.qemu, vm.qemu_path))),

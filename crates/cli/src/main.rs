@@ -31,6 +31,8 @@ mod replace;
 mod fork;
 /// Reports as tables.
 mod table;
+/// `template`, and `run --from-template`.
+mod template;
 /// `watch`.
 mod watch;
 
@@ -70,6 +72,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Fork(wanted) => fork::fork(&client, wanted).await,
         Command::Continue { name } => machines::go_on(&client, &name).await,
         Command::Link(wanted) => link::link(&client, wanted).await,
+        Command::Template(wanted) => template::template(&client, wanted).await,
         Command::Cancel { name } => migrate::cancel(&client, &name).await,
         Command::Resume { name, to, fenced } => migrate::resume(&client, &name, to, fenced).await,
         Command::Watch { name, json } => watch::watch(&client, name.as_deref(), json).await,

@@ -26,17 +26,19 @@ const LOOK: Duration = Duration::from_millis(100);
 pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Failure> {
     let options = migrate.options();
     options.check().map_err(Failure::usage)?;
-    let request = MigrateRequest { vms: migrate.names.clone(), to: migrate.to.clone(), options };
+    let (vms, family, to) = (migrate.names.clone(), migrate.family.clone(), migrate.to.clone());
+    let request = MigrateRequest { vms, family, to, options };
     // Interrupts are heard from before the migration begins until after it has ended: a Ctrl-C that comes while the
     // daemon is asked must not be lost.
     let mut interrupts =
         signal(SignalKind::interrupt()).map_err(|error| Failure::host("cannot hear Ctrl-C", &error))?;
     let begun: Migration = client.post("/v1/migrations", &request).await?;
+    let names: Vec<String> = begun.progress.iter().map(|progress| progress.vm.clone()).collect();
     if migrate.detach {
-        println!("migration {}: {} to {}; 'sterna watch' follows it", begun.id, migrate.names.join(", "), begun.to);
+        println!("migration {}: {} to {}; 'sterna watch' follows it", begun.id, names.join(", "), begun.to);
         return Ok(ExitCode::SUCCESS);
     }
-    let ended = follow(client, begun, &migrate.names, &mut interrupts).await?;
+    let ended = follow(client, begun, &names, &mut interrupts).await?;
     if !ended.ended {
         println!("migration {} goes on; 'sterna watch' follows it", ended.id);
     }

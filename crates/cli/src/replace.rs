@@ -19,7 +19,11 @@ use crate::machines::{binary_path, write_json};
 pub async fn replace(client: &Client, wanted: Replace) -> Result<ExitCode, Failure> {
     let names: Vec<String> = match wanted.name {
         Some(name) => vec![name],
-        None => client.get::<Vec<Vm>>("/v1/vms").await?.into_iter().map(|vm| vm.name).collect(),
+        None => {
+            let all = client.get::<Vec<Vm>>("/v1/vms").await?.into_iter();
+            // What is held ready for a template is made anew there.
+            all.filter(|vm| vm.held_for.is_none()).map(|vm| vm.name).collect()
+        }
     };
     let request = ReplaceRequest {
         qemu: wanted.qemu.map(binary_path),

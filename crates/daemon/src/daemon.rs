@@ -13,8 +13,11 @@ use crate::balloon::lending::Lending;
 use crate::care::Care;
 use crate::config::Config;
 use crate::fork::Fork;
+use crate::fork::templates::Templates;
+use crate::fork::warm::WarmPools;
 use crate::identity;
 use crate::kept::Keeper;
+use crate::machines::images::Images;
 use crate::machines::start::Launcher;
 use crate::machines::table::Machines;
 use crate::metrics::Metrics;
@@ -53,6 +56,10 @@ pub struct Daemon {
     pub departures: Arc<Departures>,
     /// This host as a destination.
     pub destination: Destination,
+    /// The files that RAM consists of once it was forked.
+    pub images: Arc<Images>,
+    /// What clones can be made of, and those that are held ready.
+    pub warm: Arc<WarmPools>,
     /// The metrics.
     pub metrics: Arc<Metrics>,
 }
@@ -113,6 +120,9 @@ impl Daemon {
             may_haste: config.pause_priority,
             qemu: config.qemu.clone(),
         };
+        let images = Arc::new(Images::new(state.ram()));
+        let templates = Templates::new(state.templates(), Arc::clone(&images));
+        let warm = Arc::new(WarmPools::new(care.clone(), Arc::clone(&launcher), destination.clone(), templates));
         let adoptions = Adoptions::new(care.clone(), Arc::clone(&state));
         Ok(Self {
             config,
@@ -125,6 +135,8 @@ impl Daemon {
             adoptions,
             departures,
             destination,
+            images,
+            warm,
             metrics,
         })
     }
@@ -132,7 +144,14 @@ impl Daemon {
     /// The part that takes up what an earlier daemon left in the state directory.
     #[must_use]
     pub fn recovery(&self) -> Recovery<'_> {
-        Recovery { state: &self.state, care: &self.care, pages: &self.destination.pages, departures: &self.departures }
+        Recovery {
+            state: &self.state,
+            care: &self.care,
+            pages: &self.destination.pages,
+            departures: &self.departures,
+            images: &self.images,
+            warm: &self.warm,
+        }
     }
 
     /// The part that takes memory that guests hold free.
@@ -149,13 +168,20 @@ impl Daemon {
     /// The part that replaces machines' QEMUs.
     #[must_use]
     pub fn replace(&self) -> Replace<'_> {
-        Replace { care: &self.care, launcher: &self.launcher, may_haste: self.config.pause_priority }
+        let may_haste = self.config.pause_priority;
+        Replace { care: &self.care, launcher: &self.launcher, images: &self.images, may_haste }
     }
 
     /// The part that forks machines.
     #[must_use]
     pub fn fork(&self) -> Fork<'_> {
-        Fork { care: &self.care, launcher: &self.launcher, here: &self.destination }
+        Fork {
+            care: &self.care,
+            launcher: &self.launcher,
+            here: &self.destination,
+            images: &self.images,
+            warm: &self.warm,
+        }
     }
 
     /// The migrations that this host began.

@@ -16,16 +16,18 @@ use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::milliseconds;
-use sterna_api::{Cloned, Code, ForkRequest, Forked, NotCloned, Problem};
+use sterna_api::{Blame, Cloned, Code, ForkRequest, Forked, NotCloned, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::fork::{NotSaved, Saved};
 use sterna_engine::memory::unneeded::mark_as_pool;
+use sterna_sys::host::random_u128;
 
 use crate::care::Care;
 use crate::link::new_mac;
 use crate::machines::claim::Reservation;
 use crate::machines::control;
 use crate::machines::hold::{Hold, InPlace};
+use crate::machines::images::Images;
 use crate::machines::overlay::Overlay;
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
@@ -44,14 +46,16 @@ mod clone;
 /// The overlays of its disks and its clones'.
 pub mod overlays;
 
+/// What it was, on record.
+pub mod templates;
+
+/// Clones that are held ready.
+pub mod warm;
+
 use clone::{Begun, Plan};
 use overlays::Overlays;
 use source::{Frozen, Source};
-
-/// The most clones of one request.
-const MOST_CLONES: usize = 256;
-/// The memory that a QEMU needs beside its guest's RAM, bytes.
-const QEMU_BYTES: u64 = 64 << 20;
+use warm::{MOST_CLONES, WarmPools, check_hold, content_bytes, needed_bytes, template_name};
 
 /// What it takes to fork a machine.
 #[derive(Debug)]
@@ -62,6 +66,10 @@ pub struct Fork<'a> {
     pub launcher: &'a Launcher,
     /// This host as one that machines come to: its memory, and what gangs share.
     pub here: &'a Destination,
+    /// The files that RAM consists of once it was forked.
+    pub images: &'a Images,
+    /// What clones can be made of later.
+    pub warm: &'a WarmPools,
 }
 
 impl Fork<'_> {
@@ -74,10 +82,11 @@ impl Fork<'_> {
         let began = Instant::now();
         check_request(request)?;
         let doing = InPlace::new("it is being forked");
-        let record = self.care.machines.claim(name, Hold::shared(&doing))?;
+        let record = with_family(self.care.machines.claim(name, Hold::shared(&doing))?);
         let prepared = self.prepare(&record, request, &doing);
         let (source, clones) = prepared.map_err(|problem| self.stays(&record, problem))?;
         let (prepare_ms, running) = (milliseconds(began.elapsed()), source.running);
+        let machine = source.machine().to_owned();
         // Pages that only the clones will need stay.
         let _held = self.here.pools.hold();
         let Paused { frozen, saved, clones, now } = self.pause(&record, source, clones)?;
@@ -108,17 +117,24 @@ impl Fork<'_> {
             }
         }
         if !now.overlays.is_empty() {
-            self.settle(&VmRecord { overlays: Vec::new(), ..now });
+            self.settle(&VmRecord { overlays: Vec::new(), ..now.clone() });
         }
         if request.new_mac {
             self.renew_cards(&mut forked.clones);
         }
         // Until now a page of it that only a clone needed could have been given back.
-        mark(&frozen.latest);
+        mark(self.images, &frozen.latest);
+        if request.hold.is_some() {
+            let vm = template_name(request, name);
+            match self.warm.make(request, &now, &machine, (frozen.image, &saved.devices)) {
+                Ok(()) => forked.template = self.warm.show(vm).ok(),
+                Err(problem) => forked.failed.push(NotCloned { vm: vm.into(), problem }),
+            }
+        }
         forked.ms = milliseconds(began.elapsed());
         let Forked { pause_ms, ms, pieces, copied_bytes, .. } = &forked;
         tracing::info!(vm = name, clones = forked.clones.len(), pause_ms, ms, pieces, copied_bytes, "forked");
-        match (forked.clones.is_empty(), forked.failed.pop()) {
+        match (forked.clones.is_empty() && forked.template.is_none(), forked.failed.pop()) {
             (true, Some(failed)) => Err(failed.problem),
             (_, failed) => {
                 forked.failed.extend(failed);
@@ -134,6 +150,9 @@ impl Fork<'_> {
         request: &ForkRequest,
         doing: &InPlace,
     ) -> Result<(Source, Vec<Begun>), Problem> {
+        if request.hold.is_some() {
+            self.check_template(record, request)?;
+        }
         let reserved = request.names.iter().map(|name| Reservation::starting(&self.care.machines, name));
         let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
         let mut source = Source::reach(record, self.launcher, self.here.pools.dir(), request.overlay_disks)?;
@@ -142,7 +161,7 @@ impl Fork<'_> {
         let plan = Plan::new(record, &machine, request)?;
         let overlays = Overlays::plan(record, source.disks().to_vec(), request)?;
         plan.check(&overlays)?;
-        self.check_room(record, request.names.len() as u64)?;
+        self.check_room(record, request.names.len() as u64 + u64::from(request.hold.unwrap_or(0)))?;
         if !overlays.all.is_empty() {
             let making = VmRecord { overlays: overlays.all.clone(), ..record.clone() };
             let stored = self.care.machines.store(&making);
@@ -167,11 +186,18 @@ impl Fork<'_> {
         Ok((source, begun))
     }
 
+    /// Checks that a template can be made of a machine.
+    fn check_template(&self, record: &VmRecord, request: &ForkRequest) -> Result<(), Problem> {
+        self.warm.templates.check_free(template_name(request, &record.name))?;
+        let Some(begun_as) = record.template() else { return Ok(()) };
+        let (name, file) = (&record.name, begun_as.path.display());
+        let message = format!("no template can be made of '{name}': its memory began as {file}, which is not Sterna's");
+        Err(Problem::new(Code::CannotFork, Blame::Request, message).hint("fork it into clones with names"))
+    }
+
     /// Checks that there is room for the clones' QEMUs, and for what is kept back of what they may write.
     fn check_room(&self, record: &VmRecord, clones: u64) -> Result<(), Problem> {
-        let content: u64 = record.blocks.iter().map(|block| block.content_bytes(record.process.pid)).sum();
-        let may_write = (u128::from(content) * u128::from(self.here.unshare_reserve) / 100) as u64;
-        let needed = clones.saturating_mul(may_write.saturating_add(QEMU_BYTES));
+        let needed = needed_bytes(content_bytes(record), self.here.unshare_reserve, clones);
         check_room(&format!("what may become of {clones} clones of '{}'", record.name), needed, self.here.free_bytes())
     }
 
@@ -202,7 +228,7 @@ impl Fork<'_> {
         // And which images its disks are on. Who does not know that must not give it another QEMU.
         let now = source.with_its_disks(&now).map_err(|problem| self.is_in_doubt(&forking, problem))?;
         if now.forking.is_none() {
-            source::forget_others(&forking, &now);
+            source::forget_others(self.images, &forking, &now);
         }
         // What is on record stays until it runs: a restarted daemon lets it.
         if let Some(error) = waits {
@@ -285,15 +311,37 @@ struct Paused {
     now: VmRecord,
 }
 
-/// Has pages of what guests' own pages have become given back when nobody needs them any more.
-pub fn mark(latest: &File) {
+/// Has pages of what guests' own pages have become given back when nobody needs them any more, and until then the file
+/// had by its name.
+pub fn mark(images: &Images, latest: &File) {
     if let Err(error) = mark_as_pool(latest) {
         tracing::warn!(%error, "what a fork has made common stays when nobody needs it any more");
     }
+    if let Err(error) = images.name(latest) {
+        tracing::warn!(%error, "no template can be made of what a fork has made common");
+    }
+}
+
+/// A machine that is forked has a family.
+fn with_family(record: VmRecord) -> VmRecord {
+    let founded = || format!("{}-{:08x}", record.name, random_u128() as u32);
+    let family = Some(record.family.clone().unwrap_or_else(founded));
+    VmRecord { family, ..record }
 }
 
 fn check_request(request: &ForkRequest) -> Result<(), Problem> {
-    if request.names.is_empty() || request.names.len() > MOST_CLONES {
+    check_hold(request.hold.unwrap_or(0))?;
+    match (&request.template, request.hold) {
+        (Some(name), Some(_)) => check_name(name)?,
+        (Some(_), None) => return Err(invalid("a template's name, and no clones are to be held ready: with hold")),
+        _ => {}
+    }
+    if request.hold.is_some() && request.overlay_disks {
+        let message = "no template can be made of a machine whose disks get overlays: each clone needs its own, of the \
+                       disk as it was at the fork";
+        return Err(Problem::new(Code::CannotFork, Blame::Request, message).hint("fork it into clones with names"));
+    }
+    if request.names.is_empty() && request.hold.is_none() || request.names.len() > MOST_CLONES {
         return Err(invalid(format!("{} clones: at least one, and at most {MOST_CLONES}", request.names.len())));
     }
     request.names.iter().try_for_each(|name| check_name(name))?;

@@ -23,6 +23,9 @@
 //! * **here; being forked**: its RAM is looked at: private by now, or as it was; QEMU is asked which images it has;
 //!   then the guest is let run. Overlays that were made, and that nobody uses, are removed
 //!
+//! * **held ready**: it is held on where its template is there, else ended. One that was being taken is held as long
+//!   as its directory has its former name, and let run where it has the new one
+//!
 //! A machine whose QEMU is gone leaves the list. A directory without a record is a start that was never finished. A
 //! directory whose record is unusable ([`load`](crate::machines::load)) is left alone, with all that may belong to it.
 
@@ -40,11 +43,13 @@ use sterna_sys::path::Place;
 use crate::care::Care;
 use crate::disk_images;
 use crate::fork;
+use crate::fork::warm::WarmPools;
 use crate::link::new_mac;
 use crate::machines::backing::Backing;
 use crate::machines::control::{end_other, give_back, let_run, quit_unknown, stop_tracking};
 use crate::machines::files::remove_files;
 use crate::machines::hold::Hold;
+use crate::machines::images::Images;
 use crate::machines::load::{Found, read_machines};
 use crate::machines::overlay::Overlay;
 use crate::machines::record::{Lifecycle, VmRecord};
@@ -71,6 +76,10 @@ pub struct Recovery<'a> {
     pub pages: &'a Arc<Pages>,
     /// This host as a source.
     pub departures: &'a Arc<Departures>,
+    /// The files that RAM consists of once it was forked.
+    pub images: &'a Images,
+    /// What clones can be made of, and those that are held ready.
+    pub warm: &'a WarmPools,
 }
 
 impl Recovery<'_> {
@@ -87,6 +96,7 @@ impl Recovery<'_> {
     /// # Errors
     /// The directory cannot be read.
     pub fn recover(&self) -> std::io::Result<()> {
+        self.warm.templates.load()?;
         let Found { records, unfinished, unread } = read_machines(&self.state.vms())?;
         several::map(unfinished, |dir| self.clear_unfinished(&dir));
         // The records are as the disk has them: files that a full disk keeps from being recorded are still needed by
@@ -143,6 +153,9 @@ impl Recovery<'_> {
         if record.forking.is_some() {
             return self.recover_forking(&record);
         }
+        if let Some(held) = &record.held {
+            return self.warm.recover(&record, held);
+        }
         // Those that were made for a pause that never came.
         if let Err(problem) = fork::overlays::recover(&record) {
             tracing::warn!(vm = %name, "it may have an overlay open that it does not use: {}", problem.with_causes());
@@ -189,7 +202,7 @@ impl Recovery<'_> {
         if let Err(error) = self.machines().store_for_daemon(&record) {
             tracing::error!(vm = %record.name, %error, "cannot write the machine's record");
         }
-        fork::source::forget_others(forking, &record);
+        fork::source::forget_others(self.images, forking, &record);
         if let Err(problem) = give_back(&record) {
             self.care.watch(&record);
             return resuming::go_on_here(self.machines(), &record, false, problem.with_causes());
@@ -277,6 +290,10 @@ impl Recovery<'_> {
             let name = entry.file_name().to_string_lossy().into_owned();
             let may_be_of =
                 |machine: &String| name.strip_prefix(machine.as_str()).is_some_and(|rest| rest.starts_with('-'));
+            // An image's file has a rule of its own.
+            if Images::is_name(&name) {
+                continue;
+            }
             let stray = match Place::at(&path).and_then(|place| place.id()) {
                 Ok(file) => !named.contains(&path) && !files.contains(&file),
                 // A file that cannot be looked at may belong to a machine.

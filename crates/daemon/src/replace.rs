@@ -34,6 +34,7 @@ use crate::fork;
 use crate::machines::control::{self, Control};
 use crate::machines::files::kept_log;
 use crate::machines::hold::{Hold, InPlace};
+use crate::machines::images::Images;
 use crate::machines::reach::check_movable;
 use crate::machines::record::{VmRecord, version};
 use crate::machines::start::{Launcher, Started};
@@ -58,6 +59,8 @@ pub struct Replace<'a> {
     pub care: &'a Care,
     /// What starts QEMUs.
     pub launcher: &'a Launcher,
+    /// The files of RAM that templates may be made of.
+    pub images: &'a Images,
     /// Whether the threads of a pause may go before all others.
     pub may_haste: bool,
 }
@@ -122,7 +125,7 @@ impl Replace<'_> {
         replaced.verify = handed.verify;
         if let Some(layer) = layer {
             (replaced.copied_bytes, replaced.copied_in_pause_bytes) = (layer.bytes, layer.late_bytes);
-            fork::mark(&layer.file);
+            fork::mark(self.images, &layer.file);
         }
         if let Some(start) = handed.start {
             replaced.pause_ms = start.0.saturating_sub(handed.stopped.stop.0) as f64 / 1e3;

@@ -57,7 +57,9 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     shortage::begin(Arc::clone(&daemon.machines), Arc::clone(&daemon.keeper), daemon.config.memory_floor_bytes);
     daemon.keeper.begin();
     huge::begin(Arc::clone(&daemon.machines));
-    sweep::begin(Arc::clone(&daemon.machines), Arc::clone(&daemon.destination.pools));
+    let (machines, pools) = (Arc::clone(&daemon.machines), Arc::clone(&daemon.destination.pools));
+    sweep::begin(machines, pools, Arc::clone(&daemon.images));
+    daemon.warm.begin();
     disk_images::begin(Arc::clone(&daemon.machines));
     listen(daemon.config.listen.as_deref(), &daemon.destination).map_err(|error| {
         let address = daemon.config.listen.clone().unwrap_or_default();
@@ -67,6 +69,7 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     runtime.shutdown_timeout(GRACE);
     daemon.jobs().cancel_all(GIVE_BACK);
     let _ = fs::remove_file(&daemon.config.api);
+    let _ = daemon.images.forget_unused(&[]);
     daemon.state.unmount_if_empty();
     result
 }

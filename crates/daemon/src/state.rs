@@ -6,6 +6,7 @@
 //! STATE/vms/NAME/vm.json    the machine's record; beside it qemu.log
 //! STATE/vms/NAME/run/       of QEMU's user: qmp.sock, agent.sock
 //! STATE/logs/NAME.log       what the last QEMU of that name said before it ended
+//! STATE/templates/NAME.json what clones can be made of
 //! STATE/migrations/ID.json  what became of a migration, as far as the other end may ask
 //! ```
 //!
@@ -80,9 +81,8 @@ impl StateDir {
         fs::canonicalize(root).and_then(|root| take_directory(&root)).map_err(io_error(root))?;
         let locks = lock(root)?;
         let state = Self { root: root.into(), _locks: locks };
-        for (dir, mode) in
-            [(state.ram(), 0o755), (state.vms(), 0o755), (state.logs(), 0o750), (state.migrations(), 0o700)]
-        {
+        let own = [(state.logs(), 0o750), (state.migrations(), 0o700), (state.templates(), 0o700)];
+        for (dir, mode) in [(state.ram(), 0o755), (state.vms(), 0o755)].into_iter().chain(own) {
             make_dir(&dir, mode).map_err(io_error(&dir))?;
             take_directory(&dir).map_err(io_error(&dir))?;
         }
@@ -127,6 +127,12 @@ impl StateDir {
     #[must_use]
     pub fn logs(&self) -> PathBuf {
         self.root.join("logs")
+    }
+
+    /// Where templates are remembered.
+    #[must_use]
+    pub fn templates(&self) -> PathBuf {
+        self.root.join("templates")
     }
 
     /// Where migrations are remembered.

@@ -49,12 +49,14 @@ impl Features {
     pub const VERIFY_AFTER: Self = Self(1 << 7);
     /// It knows tickets: a machine that comes back can refer to what was kept of it.
     pub const RETURNS: Self = Self(1 << 8);
+    /// It knows what machines are related to by forks.
+    pub const FAMILIES: Self = Self(1 << 9);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
     pub const KNOWN: Self = Self(0b1_1111_1111);
-    const NAMES: [(Self, &'static str); 10] = [
+    const NAMES: [(Self, &'static str); 11] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -64,6 +66,7 @@ impl Features {
         (Self::OFFERS, "offers of pages that are there already"),
         (Self::VERIFY_AFTER, "comparison outside the pause (verify)"),
         (Self::RETURNS, "machines that come back (keep_departed)"),
+        (Self::FAMILIES, "families of forked machines"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::layout::{ChunkIndex, PageIndex};
 use crate::pages::PageSet;
-use crate::spec::{GangSpec, Ticket, VmSpec};
+use crate::spec::{GangSpec, Kin, Ticket, VmSpec};
 
 /// The most bytes a message may have.
 pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
@@ -144,6 +144,9 @@ pub enum Request {
         /// The numbers of the destination's own tickets that the machine, or another one of its gang, has been given.
         shown: Vec<u128>,
     },
+    /// Before `Propose`, where both sides know [`Features::FAMILIES`](crate::hello::Features::FAMILIES): says what the
+    /// machine to be proposed is related to.
+    Kin(Kin),
 }
 
 impl Request {
@@ -174,6 +177,7 @@ impl Request {
             Self::Join { .. } => "join",
             Self::Offers { .. } => "offers",
             Self::Tickets { .. } => "tickets",
+            Self::Kin(_) => "kin",
         }
     }
 }
@@ -212,7 +216,7 @@ pub enum Reply {
     GivenBack([u8; PageSet::BYTES]),
     /// To `Load` and `LoadPostcopy`: the devices are loaded.
     Loaded,
-    /// To `Residue`: the next part may come.
+    /// To `Residue`: the next part may come. To `Kin`.
     Noted,
     /// To `Paging`: how far the destination is.
     Paging {

@@ -82,10 +82,15 @@ pub struct Violation {
 pub fn request(state: State, request: &Request) -> Result<State, Violation> {
     use State::*;
     match (state, request) {
-        (Begun, Request::Identify | Request::Tickets { .. } | Request::Join { .. } | Request::Offers { .. }) => {
-            Ok(Begun)
-        }
-        (Begun, Request::Propose { .. }) => Ok(Begun),
+        (
+            Begun,
+            Request::Identify
+            | Request::Tickets { .. }
+            | Request::Join { .. }
+            | Request::Offers { .. }
+            | Request::Kin(_)
+            | Request::Propose { .. },
+        ) => Ok(Begun),
         (Begun | Copying, Request::Clock) => Ok(state),
         (Copying, Request::RoundEnd { .. }) => Ok(Copying),
         (Copying, Request::Stopped) => Ok(Stopped),
@@ -119,7 +124,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (HandedOver | Paging | Completed, _, Reply::Failed(_)) => Ok(state),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
         (Begun, Request::Identify, Reply::Identity { .. }) | (Begun, Request::Join { .. }, Reply::Joined) => Ok(Begun),
-        (Begun, Request::Offers { .. }, Reply::Offered(_)) => Ok(Begun),
+        (Begun, Request::Offers { .. }, Reply::Offered(_)) | (Begun, Request::Kin(_), Reply::Noted) => Ok(Begun),
         (Begun, Request::Tickets { .. }, Reply::Ticketed { .. }) => Ok(Begun),
         (Begun, Request::Propose { .. }, Reply::Accepted { .. }) => Ok(Copying),
         (Begun | Copying, Request::Clock, Reply::Clock { .. }) => Ok(state),

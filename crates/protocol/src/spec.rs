@@ -50,6 +50,19 @@ pub struct VmSpec {
     pub running: bool,
     /// The source host's name, for people.
     pub from: String,
+    /// What it is related to by forks. It travels by itself ([`Request::Kin`](crate::message::Request::Kin)): a daemon
+    /// that does not know it reads a machine as before.
+    #[serde(skip)]
+    pub kin: Option<Kin>,
+}
+
+/// What a machine is related to by forks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kin {
+    /// Its family.
+    pub family: String,
+    /// The name of the machine that it was forked from.
+    pub forked_from: Option<String>,
 }
 
 /// The most tickets that a machine takes along.

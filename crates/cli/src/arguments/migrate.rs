@@ -16,8 +16,11 @@ use sterna_api::{GangPauses, MigrateOptions, Mode};
 #[derive(Debug, Args)]
 pub struct Migrate {
     /// Which machines; several are moved together
-    #[arg(required = true, value_name = "NAME")]
+    #[arg(required_unless_present = "family", value_name = "NAME")]
     pub names: Vec<String>,
+    /// In the place of names: all machines of this host that are related by forks to this one, or of this family
+    #[arg(long, value_name = "NAME", conflicts_with = "names")]
+    pub family: Option<String>,
     /// The destination daemon
     #[arg(long, value_name = "HOST:PORT")]
     pub to: String,

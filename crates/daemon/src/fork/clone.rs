@@ -15,6 +15,7 @@ use crate::care::Care;
 use crate::link::{self, new_mac};
 use crate::machines::claim::Reservation;
 use crate::machines::control::{self, Control};
+use crate::machines::held::{Held, Ready};
 use crate::machines::hold::Hold;
 use crate::machines::record::{Memory, VmRecord};
 use crate::machines::start::{Launcher, Started};
@@ -37,6 +38,7 @@ pub struct Plan<'a> {
     given: bool,
     paused: bool,
     new_mac: bool,
+    held: Option<Held>,
 }
 
 impl<'a> Plan<'a> {
@@ -57,7 +59,12 @@ impl<'a> Plan<'a> {
         files::check_absolute(&items)?;
         clone::check(&items, &own)?;
         let (given, paused, new_mac) = (request.arguments.is_some(), request.paused, request.new_mac);
-        Ok(Self { source, own, machine, items, given, paused, new_mac })
+        Ok(Self { source, own, machine, items, given, paused, new_mac, held: None })
+    }
+
+    /// The same clones, held ready where there is something that they are held for.
+    pub fn holding(self, held: Option<Held>) -> Self {
+        Self { held, ..self }
     }
 
     /// Checks that these overlays can be the clones' disks.
@@ -97,6 +104,9 @@ impl<'a> Plan<'a> {
             balloon: source.balloon,
             running: !self.paused,
             bases: overlays.bases(source, name),
+            held: self.held.clone(),
+            forked_from: Some(source.name.clone()),
+            family: source.family.clone(),
             ..VmRecord::new(name, arguments::unparse(&items), started.qemu(source.qemu_path.clone()), memory)
         };
         if self.new_mac {
@@ -136,7 +146,8 @@ impl Begun {
         let ram: Vec<_> = record.blocks.iter().zip(addresses).map(|(block, at)| at..at + block.bytes).collect();
         image.lay(&mut agent, &ram).map_err(|error| error.problem())?;
         let failed = |error| control::refused("load the clone's devices", &error);
-        let mut driver = control::destination(&record, log)?.as_clone(connected);
+        let driver = control::destination(&record, log)?.as_clone(connected);
+        let mut driver = if record.held.is_some() { driver.staying_paused() } else { driver };
         let mut stream = driver.prepare().map_err(failed)?;
         let written = stream.set_write_timeout(Some(DEVICE_TIMEOUT)).and_then(|()| stream.write_all(devices));
         let _ = stream.shutdown(Shutdown::Write);
@@ -145,15 +156,18 @@ impl Begun {
         written.map_err(|error| problems::host("cannot give the clone its devices", &error))?;
         // Its guest has done nothing until now.
         image.wait_until_nobody_writes().map_err(|error| error.problem())?;
-        if record.running {
+        if record.running && record.held.is_none() {
             driver.start().map_err(|error| control::refused("let the clone run", &error))?;
         }
         let ms = milliseconds(began.elapsed());
         drop(driver);
-        reservation.keep(&record, Hold::Free)?;
+        let ready = |held: &Held| Hold::busy(Ready { template: held.template.clone() });
+        reservation.keep(&record, record.held.as_ref().map_or(Hold::Free, ready))?;
         started.keep();
         disks.keep();
-        care.watch(&record);
+        if record.held.is_none() {
+            care.watch(&record);
+        }
         Ok(Cloned { vm: record.name, pid: record.process.pid, ms, lacks: None })
     }
 }

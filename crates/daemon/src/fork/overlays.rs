@@ -27,7 +27,7 @@ use crate::qemu::disks::{self, Replacement};
 const MOST_IMAGES: u64 = 16;
 
 /// The overlays that one fork makes.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Overlays {
     disks: Vec<Disk>,
     /// Of each disk in turn: the machine's own, and its clones'.

@@ -23,9 +23,10 @@ use sterna_sys::process::{descriptors_of, maps};
 
 use super::overlays::{Made, Opened, Overlays, as_they_are};
 use crate::machines::agent;
-use crate::machines::backing::{Block, OwnFile, is_private, stretches};
+use crate::machines::backing::{Backing, Block, OwnFile, is_private, stretches};
 use crate::machines::control::{self, Control};
 use crate::machines::files::remove_each;
+use crate::machines::images::Images;
 use crate::machines::reach::check_movable;
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
@@ -376,7 +377,7 @@ pub fn as_it_is(forking: &VmRecord) -> Result<VmRecord, Problem> {
         return Ok(before);
     }
     // Its file may have its name still.
-    if each(&|file, at| is_private(&maps, &at, Some(file))) {
+    if each(&|file, at| is_private(&maps, &at, |behind| behind == file)) {
         return Ok(VmRecord { memory_mode: MemoryMode::Private, blocks: private.clone(), ..before });
     }
     let message = format!("QEMU's mappings of the RAM of '{}' are neither what they were nor private", forking.name);
@@ -404,13 +405,19 @@ pub fn recover(forking: &VmRecord) -> Result<VmRecord, Problem> {
     Ok(now)
 }
 
-/// Removes the names of the files that held the RAM of a machine before it was forked, or were to hold it afterwards,
-/// but those that do `now`.
-pub fn forget_others(forking: &VmRecord, now: &VmRecord) {
+/// Removes the names of the files that were to hold the RAM of a machine after its fork and do not `now`. Those that
+/// held it before, and do not now, are its image's from now on.
+pub fn forget_others(images: &Images, forking: &VmRecord, now: &VmRecord) {
+    let is_other = |backing: &&Backing| now.backings().all(|kept| kept.file() != backing.file());
+    let own = |backing: &Backing| OwnFile { path: backing.path.clone(), file: Some(backing.file()) };
+    for former in forking.backings().filter(|backing| backing.owned).filter(is_other).map(own) {
+        match former.is_itself().and_then(|()| images.rename(&former.path)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                tracing::warn!(path = %former.path.display(), %error, "what was a machine's RAM keeps its name");
+            }
+            _ => {}
+        }
+    }
     let private = forking.forking.iter().flatten().flat_map(|block| &block.backings);
-    let all = forking.backings().filter(|backing| backing.owned).chain(private);
-    let others = all.filter(|backing| now.backings().all(|kept| kept.file() != backing.file()));
-    let others: Vec<_> =
-        others.map(|backing| OwnFile { path: backing.path.clone(), file: Some(backing.file()) }).collect();
-    remove_each(&others);
+    remove_each(&private.filter(is_other).map(own).collect::<Vec<_>>());
 }

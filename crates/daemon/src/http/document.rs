@@ -4,7 +4,7 @@ use axum::Json;
 use sterna_api::Problem;
 use utoipa::OpenApi;
 
-use super::{about, balloon, host, link, migrations, vms, watch};
+use super::{about, balloon, host, link, migrations, templates, vms, watch};
 
 /// The API's description.
 #[derive(OpenApi)]
@@ -26,6 +26,11 @@ use super::{about, balloon, host, link, migrations, vms, watch};
         vms::fork,
         vms::resume,
         vms::go_on,
+        templates::list,
+        templates::show,
+        templates::change,
+        templates::remove,
+        templates::take,
         migrations::begin,
         migrations::list,
         migrations::show,

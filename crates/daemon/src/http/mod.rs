@@ -21,6 +21,8 @@ pub mod balloon;
 
 /// Network cards.
 pub mod link;
+/// Templates.
+pub mod templates;
 
 /// Migrations.
 pub mod migrations;
@@ -54,6 +56,9 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/balloon", put(balloon::set))
         .route("/v1/vms/{name}/link", get(link::show).put(link::set))
         .route("/v1/vms/{name}/resume", post(vms::resume))
+        .route("/v1/templates", get(templates::list))
+        .route("/v1/templates/{name}", get(templates::show).put(templates::change).delete(templates::remove))
+        .route("/v1/templates/{name}/run", post(templates::take))
         .route("/v1/migrations", get(migrations::list).post(migrations::begin))
         .route("/v1/migrations/{id}", get(migrations::show))
         .route("/v1/watch", get(watch::watch))

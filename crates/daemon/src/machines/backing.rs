@@ -205,13 +205,13 @@ pub fn stretches(maps: &[Mapping], file: FileId) -> Vec<Stretch> {
     found
 }
 
-/// Whether all these addresses are private memory of the process's own, which it may write: anonymous, or with this
-/// file behind it, or with one that has no name, as pools have none.
+/// Whether all these addresses are private memory of the process's own, which it may write: anonymous, or with a file
+/// behind it that may be there, or with one that has no name, as pools have none.
 #[must_use]
-pub fn is_private(maps: &[Mapping], addresses: &Range<u64>, behind: Option<FileId>) -> bool {
+pub fn is_private(maps: &[Mapping], addresses: &Range<u64>, may_be: impl Fn(FileId) -> bool) -> bool {
     let mut covered = addresses.start;
     for mapping in maps.iter().filter(|mapping| mapping.range.end > addresses.start) {
-        let known = mapping.file.is_none() || mapping.file == behind || mapping.deleted;
+        let known = mapping.deleted || mapping.file.is_none_or(&may_be);
         let own = known && !mapping.permissions.shared && mapping.permissions.write;
         if covered >= addresses.end || mapping.range.start > covered || !own {
             break;
@@ -243,7 +243,11 @@ impl OwnFile {
         gone(self.is_itself().and_then(|()| fs::remove_file(&self.path)))
     }
 
-    fn is_itself(&self) -> io::Result<()> {
+    /// Checks that what has its path is the file itself.
+    ///
+    /// # Errors
+    /// It is gone, or another has its name.
+    pub fn is_itself(&self) -> io::Result<()> {
         match self.file {
             Some(file) if Place::at(&self.path)?.id()? != file => Err(io::Error::other("another file has its name")),
             _ => Ok(()),
@@ -308,7 +312,8 @@ mod tests {
             7f0000006000-7f0000007000 rw-p 00000000 00:1f 78 /other\n";
         let maps = parse_maps(text);
         let with = |behind, start: u64, end: u64| {
-            is_private(&maps, &(0x7f00_0000_0000 + start..0x7f00_0000_0000 + end), behind)
+            let may_be = |file| Some(file) == behind;
+            is_private(&maps, &(0x7f00_0000_0000 + start..0x7f00_0000_0000 + end), may_be)
         };
         let is = |start, end| with(None, start, end);
         assert!(is(0, 0x3000) && is(0x800, 0x1800));

@@ -81,6 +81,18 @@ impl Reservation {
     }
 }
 
+impl Reservation {
+    /// The machine of this former name has the reserved one from now on, as in this record.
+    pub fn becomes(mut self, former: &str, record: &VmRecord) {
+        let mut table = self.machines.table();
+        if let Some(mut entry) = table.remove(former) {
+            entry.record = Some(record.clone());
+            table.insert(self.name.clone(), entry);
+            self.kept = true;
+        }
+    }
+}
+
 impl Drop for Reservation {
     fn drop(&mut self) {
         if !self.kept {

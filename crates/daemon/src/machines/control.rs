@@ -11,6 +11,7 @@ use sterna_engine::agent::{Agent, AgentBlock, Sharing};
 use sterna_engine::vmm::qemu::{ErrorLog, Inspection, QemuDestination, QemuProcess, QemuSource, SharedQmp, inspect};
 use sterna_engine::vmm::qmp::Qmp;
 use sterna_engine::vmm::{Destination, Source, VmmError};
+use sterna_sys::file::FileId;
 use sterna_sys::process::{Mapping, maps};
 
 use super::agent;
@@ -262,8 +263,10 @@ fn private_address(block: &Block, address: u64, maps: &[Mapping], known: &[Agent
     if !seen {
         return Err(Problem::new(Code::AgentRam, Blame::Ours, format!("the agent does not see {named}")));
     }
-    let behind = block.template.as_ref().map(Template::file);
-    if !is_private(maps, &(address..address.saturating_add(block.bytes)), behind) {
+    let (template, own) = (block.template.as_ref().map(Template::file), block.file().ok());
+    // What RAM consists of since it was forked lies where its own file does: only machines' RAM and such files do.
+    let may_be = |file: FileId| Some(file) == template || own.is_some_and(|own| file.device == own.device);
+    if !is_private(maps, &(address..address.saturating_add(block.bytes)), may_be) {
         let why = format!("QEMU has no private memory where the agent sees {named}");
         return Err(Problem::new(Code::AgentRam, Blame::Qemu, why));
     }

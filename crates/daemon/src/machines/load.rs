@@ -71,6 +71,10 @@ fn load(dir: &Path, name: &str) -> io::Result<Option<VmRecord>> {
     remove_half_written(dir);
     let path = dir.join("vm.json");
     let Some(mut record) = read_record::<VmRecord>(&path)? else { return Ok(None) };
+    if record.is_taken_as(name) && record.name != name {
+        record = record.renamed(name, dir);
+        write_record(&path, &record)?;
+    }
     if record.name != name {
         return Err(io::Error::new(io::ErrorKind::InvalidData, format!("it is the record of '{}'", record.name)));
     }

@@ -24,11 +24,17 @@ pub mod record;
 /// What is being done with a machine.
 pub mod hold;
 
+/// A clone that is held ready for whoever takes it.
+pub mod held;
+
 /// Pages of a machine that are still to come.
 pub mod missing;
 
 /// What a machine leaves behind.
 pub mod files;
+
+/// The files that RAM consists of once it was forked.
+pub mod images;
 
 /// The table of machines.
 pub mod table;

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use sterna_api::report::Host;
@@ -12,7 +12,7 @@ use sterna_engine::memory::BlockFile;
 use sterna_engine::memory::common::{Guest, common_bytes};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::Layout;
-use sterna_protocol::spec::{BlockSpec, Ticket, VmSpec};
+use sterna_protocol::spec::{BlockSpec, Kin, Ticket, VmSpec};
 use sterna_sys::huge::transparent_bytes;
 use sterna_sys::pagemap::Pagemap;
 use sterna_sys::process::maps;
@@ -21,12 +21,14 @@ use sterna_sys::{PAGE_BYTES, host};
 use super::backing::{Backing, Block, OwnFile, stretches};
 use super::base::Base;
 use super::card::NewCard;
+use super::held::Held;
 use super::holder;
 use super::overlay::Overlay;
 use super::succession::Succession;
 use super::template::Template;
 use crate::process::Identity;
 use crate::qemu::binary::{self, Version};
+use crate::qemu::launch::{agent_socket, qmp_socket};
 
 /// Where a machine is in its life on this host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,6 +112,15 @@ pub struct VmRecord {
     /// What it can show hosts that it was on before, which may have kept what its memory was.
     #[serde(default)]
     pub tickets: Vec<Ticket>,
+    /// It is a clone that waits for whoever takes it.
+    #[serde(default)]
+    pub held: Option<Held>,
+    /// The name of the machine that it was forked from.
+    #[serde(default)]
+    pub forked_from: Option<String>,
+    /// What it is related to by forks: the same word for all of them, and nobody else has it.
+    #[serde(default)]
+    pub family: Option<String>,
 }
 
 fn yes() -> bool {
@@ -197,6 +208,9 @@ impl VmRecord {
             bases: Vec::new(),
             new_cards: Vec::new(),
             tickets: Vec::new(),
+            held: None,
+            forked_from: None,
+            family: None,
         }
     }
 
@@ -252,6 +266,19 @@ impl VmRecord {
             Ok(bytes)
         };
         look().unwrap_or(0)
+    }
+
+    /// The machine as it is once its directory has been renamed to `dir`, which is that of this name.
+    #[must_use]
+    pub fn renamed(&self, name: &str, dir: &Path) -> Self {
+        Self { name: name.into(), qmp: qmp_socket(dir), agent: agent_socket(dir), ..self.clone() }
+    }
+
+    /// Whether it is being taken, and gets this name.
+    #[must_use]
+    pub fn is_taken_as(&self, name: &str) -> bool {
+        let taking = self.held.as_ref().and_then(|held| held.taking.as_ref());
+        taking.is_some_and(|taking| taking.to == name)
     }
 
     /// This host with the machine's QEMU, as reports name it.
@@ -363,6 +390,7 @@ impl VmRecord {
             balloon: self.balloon,
             running: about.running || self.waits_for_room,
             from: host::name(),
+            kin: self.family.clone().map(|family| Kin { family, forked_from: self.forked_from.clone() }),
         }
     }
 

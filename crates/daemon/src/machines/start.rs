@@ -123,14 +123,7 @@ impl Launcher {
 
     /// The library inside QEMU, for one whose sockets have paths that a socket may have.
     fn library_for(&self, place: &Place) -> Result<PathBuf, Problem> {
-        for socket in [&place.qmp, &place.agent] {
-            check_socket_path("the machine's socket", socket).map_err(|error| {
-                let mut problem = invalid(error.to_string())
-                    .hint(format!("a shorter name or --state-dir: sockets may have {SOCKET_PATH_BYTES} bytes"));
-                problem.code = Code::PathTooLong;
-                problem
-            })?;
-        }
+        check_sockets(place)?;
         self.agent_library()
     }
 
@@ -172,6 +165,21 @@ impl Launcher {
 /// The files of RAM blocks, wherever their names lead.
 fn files_of(blocks: &[Block]) -> Vec<OwnFile> {
     blocks.iter().map(|block| OwnFile { path: block.path.clone(), file: None }).collect()
+}
+
+/// Checks that a QEMU's sockets have paths that a socket may have.
+///
+/// # Errors
+/// A [`Problem`] where one is too long.
+pub fn check_sockets(place: &Place) -> Result<(), Problem> {
+    [&place.qmp, &place.agent].into_iter().try_for_each(|socket| {
+        check_socket_path("the machine's socket", socket).map_err(|error| {
+            let mut problem = invalid(error.to_string())
+                .hint(format!("a shorter name or --state-dir: sockets may have {SOCKET_PATH_BYTES} bytes"));
+            problem.code = Code::PathTooLong;
+            problem
+        })
+    })
 }
 
 /// Starts QEMU, and looks at what came up.

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use sterna_api::{MigrateOptions, MigrateRequest, Problem, Status};
+use sterna_api::{Blame, Code, MigrateOptions, MigrateRequest, Problem, Status};
 
 use sterna_engine::source::pauses::Pauses;
 
@@ -19,6 +19,7 @@ use super::returns::{self, Returns};
 use super::sharing::{self, Membership};
 use crate::machines::hold::Hold;
 use crate::machines::record::VmRecord;
+use crate::machines::table::Machines;
 use crate::problems::{host, invalid};
 
 /// The most machines of one gang.
@@ -45,6 +46,9 @@ pub struct Gang {
 /// # Errors
 /// A [`Problem`]: a machine is unknown or busy, or the options or the address are invalid.
 pub fn migrate(departures: &Arc<Departures>, request: &MigrateRequest) -> Result<Arc<Job>, Problem> {
+    let named =
+        request.family.as_deref().map(|family| with_members(&departures.machines, request, family)).transpose()?;
+    let request = named.as_ref().unwrap_or(request);
     check_request(request)?;
     let gang = Arc::new(Gang::claim(departures, request)?);
     gang.depart();
@@ -117,6 +121,33 @@ impl Gang {
             pauses: &self.pauses,
         }
     }
+}
+
+/// The request to move a family, with the names of its machines.
+fn with_members(machines: &Machines, request: &MigrateRequest, family: &str) -> Result<MigrateRequest, Problem> {
+    if !request.vms.is_empty() {
+        return Err(invalid("names of machines, and a family: one or the other"));
+    }
+    let mut records: Vec<VmRecord> = {
+        let table = machines.table();
+        let of_machine = table.get(family).and_then(|entry| entry.record.as_ref()).and_then(|it| it.family.clone());
+        let family = of_machine.unwrap_or_else(|| family.into());
+        let records = table.values().filter_map(|entry| entry.record.as_ref()).filter(|record| record.held.is_none());
+        records.filter(|record| record.family.as_deref() == Some(&family)).cloned().collect()
+    };
+    records.sort_unstable_by(|one, other| one.name.cmp(&other.name));
+    let Some(first) = records.first() else {
+        let message = format!("there is no family '{family}' on this host, nor a machine of this name that has one");
+        return Err(Problem::new(Code::UnknownVm, Blame::Request, message)
+            .hint("a machine has a family once it was forked: 'sterna ps' shows it"));
+    };
+    // A clone is in its source's group, whatever came to either since.
+    if let Some(other) = records.iter().find(|record| record.trust_group != first.trust_group) {
+        let message = format!("'{}' and '{}' are of one family, and not in one trust group", first.name, other.name);
+        return Err(Problem::new(Code::NoSharing, Blame::Request, message).hint("move them by their names"));
+    }
+    let vms = records.into_iter().map(|record| record.name).collect();
+    Ok(MigrateRequest { vms, family: None, ..request.clone() })
 }
 
 fn check_request(request: &MigrateRequest) -> Result<(), Problem> {

@@ -203,8 +203,12 @@ fn stale(id: MigrationId) -> Problem {
 
 /// A host's name as it calls itself, reduced to what may be shown to people.
 fn name_of(host: &str) -> String {
-    let fits = (1..=64).contains(&host.len()) && host.chars().all(|c| c.is_ascii_alphanumeric() || "._-:".contains(c));
-    if fits { host.into() } else { "its source".into() }
+    if host.len() <= 64 && is_word(host) { host.into() } else { "its source".into() }
+}
+
+/// Whether a peer's word can be shown to people.
+fn is_word(word: &str) -> bool {
+    (1..=80).contains(&word.len()) && word.chars().all(|c| c.is_ascii_alphanumeric() || "._-:".contains(c))
 }
 
 impl Destination {
@@ -267,7 +271,11 @@ impl Destination {
         let mut started = self.launcher.start(&binary.path, &all, &spec.name, (kind, blocks), None)?;
         let memory =
             Memory { bytes: spec.memory_bytes, blocks: started.blocks.clone(), managed: spec.managed_ram, owned: true };
+        // Words of the source's: what is not like a name is not kept.
+        let kin = spec.kin.as_ref().filter(|kin| is_word(&kin.family));
         let mut record = VmRecord {
+            family: kin.map(|kin| kin.family.clone()),
+            forked_from: kin.and_then(|kin| kin.forked_from.clone()).filter(|name| is_word(name)),
             memory_mode,
             trust_group: spec.trust_group.clone(),
             balloon: spec.balloon,

@@ -84,7 +84,13 @@ impl Pools {
     pub fn holds(&self, pool: FileId) -> bool {
         let held =
             |entry: &Entry| entry.pool.id() == pool || entry.pool.offers().is_some_and(|offers| offers.are_of(pool));
-        self.held.load(Ordering::SeqCst) > 0 || self.wanted().values().any(held)
+        self.are_held() || self.wanted().values().any(held)
+    }
+
+    /// Whether machines may be given pages of any pool, now.
+    #[must_use]
+    pub fn are_held(&self) -> bool {
+        self.held.load(Ordering::SeqCst) > 0
     }
 
     /// Holds every pool until the guard is dropped: machines are given what others have mapped.

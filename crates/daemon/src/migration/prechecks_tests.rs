@@ -23,6 +23,7 @@ fn spec() -> Option<VmSpec> {
         balloon: sterna_api::BalloonSetting::default(),
         running: true,
         from: "a".into(),
+        kin: None,
     })
 }
 

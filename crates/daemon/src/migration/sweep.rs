@@ -1,5 +1,5 @@
-//! Gives back what lies in the pools of gangs that have come here and what no guest needs any more, again and again
-//! (`sterna_engine::memory::unneeded`).
+//! Gives back what lies in the pools of gangs that have come here, and in what forks have made common, and what no
+//! guest needs any more, again and again (`sterna_engine::memory::unneeded`).
 
 use std::fs::File;
 use std::io;
@@ -11,6 +11,7 @@ use sterna_engine::memory::unneeded;
 use sterna_sys::file;
 
 use super::pools::Pools;
+use crate::machines::images::Images;
 use crate::machines::table::Machines;
 
 /// The pause between two looks at least.
@@ -19,13 +20,13 @@ const PAUSE: Duration = Duration::from_secs(2);
 const PART: u32 = 50;
 
 /// Begins to look, on a thread of its own, for as long as this daemon runs.
-pub fn begin(machines: Arc<Machines>, pools: Arc<Pools>) {
+pub fn begin(machines: Arc<Machines>, pools: Arc<Pools>, images: Arc<Images>) {
     let look = move || {
         let mut warned = false;
         loop {
             let begun = Instant::now();
             pools.look();
-            match sweep(&machines, &pools) {
+            match sweep(&machines, &pools, &images) {
                 Ok(0) => {}
                 Ok(bytes) => tracing::debug!(bytes, "no guest needs these pages of its pool any more"),
                 Err(error) if !warned => {
@@ -43,7 +44,7 @@ pub fn begin(machines: Arc<Machines>, pools: Arc<Pools>) {
 }
 
 /// Looks once. Returns how much was given back, bytes.
-fn sweep(machines: &Machines, pools: &Pools) -> io::Result<u64> {
+fn sweep(machines: &Machines, pools: &Pools, images: &Images) -> io::Result<u64> {
     let mut processes = Vec::new();
     for record in machines.table().values().filter_map(|entry| entry.record.as_ref()) {
         if record.memory_mode != MemoryMode::Private {
@@ -55,10 +56,14 @@ fn sweep(machines: &Machines, pools: &Pools) -> io::Result<u64> {
         }
         processes.push(record.process.pid);
     }
+    if !pools.are_held() {
+        images.forget_unused(&processes)?;
+    }
     if processes.is_empty() {
         return Ok(0);
     }
     let device = file::id(File::open(pools.dir())?)?.device;
     let _nothing_is_offered = pools.giving_back();
-    unneeded::give_back(&processes, device, |pool| pools.holds(pool))
+    // Of what a record keeps clones are made later.
+    unneeded::give_back(&processes, device, |pool| images.is_kept(pool) || pools.holds(pool))
 }

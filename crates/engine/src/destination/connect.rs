@@ -104,12 +104,21 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
             request = session.control.next_request()?;
         }
     }
+    let mut kin = None;
+    if let Request::Kin(theirs) = &request {
+        if !session.agreed.features.contains(Features::FAMILIES) {
+            return Err(MigrateError::Request("a family, which this session does not know"));
+        }
+        kin = Some(theirs.clone());
+        session.control.answer(&request, &Reply::Noted)?;
+        request = session.control.next_request()?;
+    }
     match &request {
         Request::Propose { id, spec, streams, postcopy, verify }
             if *id == session.id.0 && (1..=MAX_STREAMS).contains(streams) =>
         {
             let postcopy = *postcopy && session.agreed.features.contains(Features::POSTCOPY);
-            let (spec, streams, verify) = ((**spec).clone(), *streams, *verify);
+            let (spec, streams, verify) = (VmSpec { kin, ..(**spec).clone() }, *streams, *verify);
             Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining, tickets }))
         }
         Request::Resume { id, streams } if (1..=MAX_STREAMS).contains(streams) => {

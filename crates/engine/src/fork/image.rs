@@ -8,6 +8,8 @@ use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+use sterna_protocol::layout::PAGE_BYTES;
 use sterna_sys::file::{FileId, nobody_writes, reader};
 use sterna_sys::process::open_mapped;
 
@@ -35,13 +37,14 @@ struct ImageFile {
 }
 
 /// A part of a file that lies in a block.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Piece {
-    block: usize,
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Piece {
+    /// The block's number.
+    pub block: usize,
     /// Where in the block, bytes.
-    within: Range<u64>,
+    pub within: Range<u64>,
     /// Where in the file it begins, bytes.
-    offset: u64,
+    pub offset: u64,
 }
 
 impl Image {
@@ -88,6 +91,18 @@ impl Image {
         let layer = self.files.len().saturating_sub(1);
         self.files[..layer].iter_mut().for_each(|file| file.pieces.clear());
         self
+    }
+
+    /// An image of these files, which are open for reading only, and what of each lies in RAM.
+    #[must_use]
+    pub fn of_files(files: Vec<(File, Vec<Piece>)>) -> Self {
+        let files = files.into_iter().map(|(file, pieces)| ImageFile { file, pieces });
+        Self { files: files.collect(), nobody_writes: Mutex::default() }
+    }
+
+    /// Its files, and what of each lies in RAM.
+    pub fn files(&self) -> impl Iterator<Item = (&File, &[Piece])> {
+        self.files.iter().map(|file| (&file.file, file.pieces.as_slice()))
     }
 
     /// How many mappings it takes to have it.
@@ -147,6 +162,15 @@ fn not_laid(source: AgentError) -> MigrateError {
 }
 
 impl Piece {
+    /// Whether it is whole pages of a block, where blocks have these sizes, and of a file of this length, bytes.
+    #[must_use]
+    pub fn is_within(&self, blocks: &[u64], length: u64) -> bool {
+        let Range { start, end } = self.within;
+        let whole = [start, end, self.offset].iter().all(|at| at.is_multiple_of(PAGE_BYTES as u64));
+        let in_block = start < end && blocks.get(self.block).is_some_and(|bytes| end <= *bytes);
+        whole && in_block && self.offset.checked_add(end - start).is_some_and(|end| end <= length)
+    }
+
     fn at(&self, ram: &[Range<u64>]) -> Option<MapRun> {
         let start = ram.get(self.block)?.start;
         Some(MapRun { at: span(start + self.within.start..start + self.within.end), offset: self.offset })

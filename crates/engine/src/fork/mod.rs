@@ -27,7 +27,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-pub use image::Image;
+pub use image::{Image, Piece};
 
 use crate::error::MigrateError;
 use crate::vmm::{EventTime, Source, Stopped, VmmError, wait_until_stopped};

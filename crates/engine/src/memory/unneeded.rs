@@ -32,7 +32,7 @@ use sterna_sys::process::{numbers, open_mapped};
 use super::areas::{Area, Areas, without};
 use super::common::needed_in;
 
-/// The mode that tells a pool's file from any other: nobody else gives a file without a name the sticky bit.
+/// The mode that tells a pool's file from any other of root's on its file system: nobody else gives one the sticky bit.
 const POOL: Mode = Mode::SVTX.union(Mode::RUSR).union(Mode::WUSR);
 
 /// All addresses of a process.
@@ -107,7 +107,7 @@ fn open_pool(pid: u32, area: &Area) -> io::Result<Option<File>> {
         return Ok(None);
     };
     let stat = rustix::fs::fstat(&file)?;
-    let ours = stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_nlink == 0;
+    let ours = stat.st_uid == rustix::process::geteuid().as_raw();
     let is_pool = ours && Mode::from_raw_mode(stat.st_mode) == POOL && file::id(&file)? == area.file;
     Ok(is_pool.then_some(file))
 }

@@ -104,6 +104,12 @@ impl Link {
         {
             gang = None;
         }
+        if let Some(kin) = spec.kin.as_ref().filter(|_| self.control.features().contains(Features::FAMILIES)) {
+            match self.control.ask(&Request::Kin(kin.clone()), REPLY_TIMEOUT)? {
+                Reply::Noted => {}
+                _ => return Err(MigrateError::Reply("another reply than a note of what a machine is related to")),
+            }
+        }
         let request = Request::Propose {
             id: id.0,
             spec: Box::new(spec.clone()),

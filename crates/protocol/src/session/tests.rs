@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::layout::ChunkIndex;
 use crate::message::ResiduePart;
-use crate::spec::{GangSpec, SharedPages, VmSpec};
+use crate::spec::{GangSpec, Kin, SharedPages, VmSpec};
 
 /// A machine that has one life: whoever lets it run says so here.
 #[derive(Debug, Default)]
@@ -59,6 +59,7 @@ fn spec() -> VmSpec {
         balloon: sterna_api::BalloonSetting::default(),
         running: true,
         from: "a".into(),
+        kin: None,
     }
 }
 
@@ -74,6 +75,7 @@ fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
         Request::Join { gang: Box::new(gang()), member: 0 },
         Request::Offers { key: [0; 32], first: 0 },
         Request::Tickets { given: vec![], shown: vec![] },
+        Request::Kin(Kin { family: "f".into(), forked_from: None }),
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
     ];
@@ -119,7 +121,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         Request::Load => Reply::Loaded,
         Request::Commit => Reply::Running { start_us: 0, cpu_us: 0 },
         Request::Abort => Reply::Aborted { problem: None },
-        Request::Residue(_) => Reply::Noted,
+        Request::Residue(_) | Request::Kin(_) => Reply::Noted,
         Request::LoadPostcopy(_) => Reply::Loaded,
         Request::Paging => Reply::Paging { missing: 0, faults: 0 },
         Request::Complete { .. } => Reply::Completed(Box::default()),

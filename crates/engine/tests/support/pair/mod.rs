@@ -59,6 +59,7 @@ pub fn spec(block: BlockSpec) -> VmSpec {
         balloon: sterna_api::BalloonSetting::default(),
         running: true,
         from: "a".into(),
+        kin: None,
     }
 }
 
