@@ -1,12 +1,13 @@
 //! Threads that go before all others for a moment: a real-time priority (`SCHED_RR`), given back.
 //!
-//! Why not a nice value: where the kernel groups processes by session (autogroups, the default of most distributions) or
-//! by cgroup, a nice value counts among the threads of that group alone.
+//! Why not a nice value: where the kernel groups processes by session (autogroups, the default of most distributions)
+//! or by cgroup, a nice value counts among the threads of that group alone.
 //!
 //! No record says which threads these are. Only threads of the normal policy are taken, and the kernel keeps a thread's
-//! nice value while it has a real-time priority: so what was there is the normal policy with that nice value. And threads
-//! of other processes bear a mark that nobody else uses, the lowest priority together with `SCHED_RESET_ON_FORK`: after a
-//! crash [`give_back`] finds them by it. The same flag keeps threads that they start from having the priority, too.
+//! nice value while it has a real-time priority: so what was there is the normal policy with that nice value. And
+//! threads of other processes bear a mark that nobody else uses, the lowest priority together with
+//! `SCHED_RESET_ON_FORK`: after a crash [`give_back`] finds them by it. The same flag keeps threads that they start from
+//! having the priority, too.
 //!
 //! A thread that never rests would keep others from a processor. So a limit ends it all, by a thread that goes before
 //! even these; and the kernel itself leaves normal threads a twentieth (`sched_rt_runtime_us`).
@@ -90,8 +91,8 @@ impl Precedence {
         self.raise(Thread { process: std::process::id(), number }, libc::SCHED_RR)
     }
 
-    /// The threads that a process has now go before others, those of them that are `chosen`. Threads that they start do not. The caller
-    /// knows that the number means that process until this is dropped.
+    /// The threads that a process has now go before others, those of them that are `chosen`. Threads that they start do
+    /// not. The caller knows that the number means that process until this is dropped.
     ///
     /// # Errors
     /// As [`this_thread`](Self::this_thread). A process that has ended has no threads.

@@ -1,5 +1,5 @@
-//! The floor of a pause: QEMU alone hands guests' devices to other QEMUs on the same host and the same RAM files, all at
-//! the same time, and does nothing else.
+//! The floor of a pause: QEMU alone hands guests' devices to other QEMUs on the same host and the same RAM files, all
+//! at the same time, and does nothing else.
 
 use std::path::Path;
 use std::sync::Barrier;
