@@ -6,8 +6,8 @@
 //! No record says which threads these are. Only threads of the normal policy are taken, and the kernel keeps a thread's
 //! nice value while it has a real-time priority: so what was there is the normal policy with that nice value. And
 //! threads of other processes bear a mark that nobody else uses, the lowest priority together with
-//! `SCHED_RESET_ON_FORK`: after a crash [`give_back`] finds them by it. The same flag keeps threads that they start from
-//! having the priority, too.
+//! `SCHED_RESET_ON_FORK`: after a crash [`give_back`] finds them by it. The same flag keeps threads that they start
+//! from having the priority, too.
 //!
 //! A thread that never rests would keep others from a processor. So a limit ends it all, by a thread that goes before
 //! even these; and the kernel itself leaves normal threads a twentieth (`sched_rt_runtime_us`).
