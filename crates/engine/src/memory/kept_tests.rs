@@ -71,7 +71,7 @@ fn nothing_is_copied_where_there_is_no_room() {
     assert_eq!((kept.bytes(), offered(&kept.files().unwrap())), (0, vec![]));
 }
 
-/// Seen to fail without the question who writes: a device that has the guest's RAM mapped changed what was offered.
+/// Else a device back end that still has the guest's RAM mapped could change what is offered.
 #[test]
 fn a_file_that_somebody_can_write_or_that_has_a_name_is_not_used() {
     let dir = dir();
