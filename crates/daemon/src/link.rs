@@ -8,6 +8,7 @@ use sterna_engine::vmm::qemu::network::{self, Card};
 use sterna_sys::process::Pidfd;
 use sterna_sys::tap;
 
+use crate::machines::card::{CHANGING, unfit};
 use crate::machines::claim::Claimed;
 use crate::machines::control::{self, Control};
 use crate::machines::hold::{Hold, InPlace};
@@ -17,9 +18,6 @@ use crate::problems::host;
 
 /// Cards that take others' places, with other addresses.
 pub mod new_mac;
-
-/// What is being done, for people.
-pub const CHANGING: &str = "its network is being changed";
 
 /// A machine's network cards.
 ///
@@ -50,7 +48,7 @@ pub fn set(machines: &Machines, name: &str, request: &LinkRequest) -> Result<Vec
     if let Some(bridge) = &request.bridge {
         for card in &now_shown {
             let why = "it is connected to no tap, which a bridge could have";
-            let device = card.tap.as_deref().ok_or_else(|| unfit(record, &card.name, why))?;
+            let device = card.tap.as_deref().ok_or_else(|| unfit(&record.name, &card.name, why))?;
             tap::connect(device, bridge).map_err(|error| host("cannot connect the machine to the bridge", &error))?;
         }
     }
@@ -83,12 +81,6 @@ fn chosen(record: &VmRecord, request: &LinkRequest, mut all: Vec<Card>) -> Resul
         _ => "no network card".into(),
     };
     Err(Problem::new(Code::NetworkCard, Blame::Request, format!("'{}' has {why}", record.name)))
-}
-
-/// The problem of a card with which something cannot be done.
-fn unfit(record: &VmRecord, card: &str, why: &str) -> Problem {
-    let message = format!("the network card '{card}' of '{}': {why}", record.name);
-    Problem::new(Code::NetworkCard, Blame::Request, message)
 }
 
 /// The cards as the API shows them.

@@ -2,6 +2,7 @@
 //! guest that writes on.
 
 #[path = "support/pair/mod.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 
 use std::sync::Arc;

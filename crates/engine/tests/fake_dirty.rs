@@ -2,6 +2,7 @@
 //! every way to find fake dirty pages.
 
 #[path = "support/pair/mod.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 
 use std::sync::Arc;

@@ -3,6 +3,7 @@
 #[path = "support/authority.rs"]
 mod authority;
 #[path = "support/pair/mod.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
 mod pair;
 
 use std::io::{Read, Write};

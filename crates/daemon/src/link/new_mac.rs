@@ -10,8 +10,7 @@ use std::time::Duration;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::vmm::qemu::network::{self, Card};
 
-use super::{CHANGING, unfit};
-use crate::machines::card::NewCard;
+use crate::machines::card::{CHANGING, NewCard, unfit};
 use crate::machines::claim::Claimed;
 use crate::machines::control::{self, Control};
 use crate::machines::hold::{Hold, InPlace};
@@ -31,7 +30,7 @@ pub fn plan(record: &VmRecord, control: &mut Control, cards: &[Card]) -> Result<
     let items = parse(&record.arguments);
     let mut planned = Vec::with_capacity(cards.len());
     for card in cards {
-        let refuse = |why: &str, hint: &str| Err(unfit(record, &card.name, &format!("it {why}")).hint(hint));
+        let refuse = |why: &str, hint: &str| Err(unfit(&record.name, &card.name, &format!("it {why}")).hint(hint));
         let no_device = "is not made by -device in the machine's arguments, so another cannot be made like it";
         let Some(netdev) = card.back_end.clone().filter(|netdev| device_of(&items, netdev).is_some()) else {
             return refuse(no_device, "give the machine -netdev and -device in the place of -nic or -net");
@@ -85,7 +84,7 @@ fn finish(machines: &Machines, record: &VmRecord, control: &mut Control) -> Resu
     let mut items = parse(&record.arguments);
     for card in &record.new_cards {
         let index = device_of(&items, &card.netdev);
-        let index = index.ok_or_else(|| unfit(record, &card.netdev, "the arguments do not name it any more"))?;
+        let index = index.ok_or_else(|| unfit(&record.name, &card.netdev, "the arguments do not name it any more"))?;
         let device = card.argument(&items[index]);
         replace(record, control, card, &device)?;
         items[index] = device;

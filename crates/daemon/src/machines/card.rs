@@ -1,9 +1,19 @@
-//! A network card that is to take another's place, with another hardware address.
+//! A network card that is to take another's place, with another hardware address; and what is said of cards.
 
 use serde::{Deserialize, Serialize};
+use sterna_api::{Blame, Code, Problem};
 use sterna_sys::host::random_u128;
 
 use crate::qemu::arguments::Item;
+
+/// What is being done, for people.
+pub const CHANGING: &str = "its network is being changed";
+
+/// The problem of a machine's card with which something cannot be done.
+#[must_use]
+pub fn unfit(machine: &str, card: &str, why: &str) -> Problem {
+    Problem::new(Code::NetworkCard, Blame::Request, format!("the network card '{card}' of '{machine}': {why}"))
+}
 
 /// A card that is to take the place of another. It is on record from before that is unplugged until the arguments name
 /// it: whoever finds it goes on.
