@@ -11,6 +11,9 @@ use crate::problem::Problem;
 pub struct ForkRequest {
     /// The clones' names: one clone for each.
     pub names: Vec<String>,
+    /// The hosts that the clones go to, `HOST:PORT` of their daemons: one after the other gets a clone, in the order of
+    /// the names, and again from the first on. Without any, the clones are on the source's host.
+    pub to: Vec<String>,
     /// Hold the clones: their guests do not run until they are let (`continue`).
     pub paused: bool,
     /// Give each clone's network cards new hardware addresses, and links, once it runs.
@@ -68,8 +71,10 @@ pub struct Forked {
 pub struct Cloned {
     /// Its name.
     pub vm: String,
-    /// Its QEMU's process.
+    /// Its QEMU's process; 0 where it is on another host.
     pub pid: u32,
+    /// The daemon that it is at, where that is another than its source's. Pages of it may still be on their way there.
+    pub host: Option<String>,
     /// The time from the request until it ran, or was held, milliseconds.
     pub ms: f64,
     /// What it has not got yet of what was asked for, and why; it runs.

@@ -133,6 +133,31 @@ impl SternaVm {
         Ok((forked, names.iter().map(clone).collect()))
     }
 
+    /// Has it go on as clones of these names on other hosts, in turn. Returns the report and the clones in the order of
+    /// their names.
+    ///
+    /// # Errors
+    /// As [`fork`](Self::fork).
+    pub fn fork_to(&self, names: &[String], hosts: &[Host]) -> Result<(Forked, Vec<Self>)> {
+        let addresses: Vec<String> = hosts.iter().map(Host::listen).collect();
+        let words: Vec<&str> = addresses.iter().flat_map(|address| ["--to", address]).collect();
+        let (forked, mut clones) = self.fork(names, &words)?;
+        for (clone, host) in clones.iter_mut().zip(hosts.iter().cycle()) {
+            clone.host = host.clone();
+        }
+        Ok((forked, clones))
+    }
+
+    /// Whether the daemon of this host knows a machine of this name.
+    ///
+    /// # Errors
+    /// The command line could not be run.
+    pub fn is_known(host: &Host, name: &str) -> Result<bool> {
+        let mut command = sterna(host)?;
+        command.args(["show", name, "--json"]);
+        Ok(finish_within(&mut command, MIGRATION)?.status.success())
+    }
+
     /// Moves it to another host of the lab. A migration that was cancelled, perhaps by its timeout, is reported as
     /// such: the guest is where it was.
     ///

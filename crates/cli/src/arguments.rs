@@ -166,6 +166,12 @@ pub struct Fork {
     /// The template's name [default: the machine's]
     #[arg(long, value_name = "TEMPLATE", requires = "hold")]
     pub template: Option<String>,
+    /// Put the clones on other hosts; given several times, they go to these hosts in turn [default: the machine's own]
+    ///
+    /// A clone runs there before its memory is there: pages follow when it asks for them, and the others behind them.
+    /// Until the last has gone this host shows the clone, too, and keeps what it may still need.
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "hold")]
+    pub to: Vec<String>,
     /// Hold the clones: they do not run until 'sterna continue' lets them
     #[arg(long)]
     pub paused: bool,

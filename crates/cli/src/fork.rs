@@ -18,6 +18,7 @@ use crate::template;
 pub async fn fork(client: &Client, wanted: Fork) -> Result<ExitCode, Failure> {
     let request = ForkRequest {
         names: wanted.names,
+        to: wanted.to,
         paused: wanted.paused,
         new_mac: wanted.new_mac,
         overlay_disks: wanted.overlay_disks.is_some(),
@@ -54,7 +55,11 @@ pub async fn fork(client: &Client, wanted: Fork) -> Result<ExitCode, Failure> {
 fn tell(forked: &Forked, held: bool) {
     let does = if held { "is held" } else { "runs" };
     for clone in &forked.clones {
-        println!("{}: {does} (process {}) after {:.0} ms", clone.vm, clone.pid, clone.ms);
+        let place = match &clone.host {
+            Some(host) => format!("at {host}"),
+            None => format!("(process {})", clone.pid),
+        };
+        println!("{}: {does} {place} after {:.0} ms", clone.vm, clone.ms);
     }
     if let Some(template) = &forked.template {
         println!("{}", template::line(template));

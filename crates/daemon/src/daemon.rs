@@ -179,6 +179,7 @@ impl Daemon {
             care: &self.care,
             launcher: &self.launcher,
             here: &self.destination,
+            departures: &self.departures,
             images: &self.images,
             warm: &self.warm,
         }

@@ -12,11 +12,12 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::panic::resume_unwind;
+use std::sync::Arc;
 use std::time::Instant;
 
 use sterna_api::problem::Whereabouts;
 use sterna_api::units::milliseconds;
-use sterna_api::{Blame, Cloned, Code, ForkRequest, Forked, NotCloned, Problem};
+use sterna_api::{Blame, Cloned, Code, ForkRequest, Forked, MemoryMode, NotCloned, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::fork::{NotSaved, Saved};
 use sterna_engine::memory::unneeded::mark_as_pool;
@@ -31,10 +32,12 @@ use crate::machines::images::Images;
 use crate::machines::overlay::Overlay;
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
+use crate::migration::address::check_address;
+use crate::migration::departures::Departures;
 use crate::migration::incoming::Destination;
 use crate::migration::prechecks::check_room;
 use crate::migration::resuming;
-use crate::problems::{check_name, invalid};
+use crate::problems::{check_name, host, invalid};
 use crate::several;
 
 /// The machine that is forked.
@@ -42,6 +45,9 @@ pub mod source;
 
 /// A clone.
 mod clone;
+
+/// Clones that go to other hosts.
+mod away;
 
 /// The overlays of its disks and its clones'.
 pub mod overlays;
@@ -52,6 +58,7 @@ pub mod templates;
 /// Clones that are held ready.
 pub mod warm;
 
+use away::{Away, Way};
 use clone::{Begun, Plan};
 use overlays::Overlays;
 use source::{Frozen, Source};
@@ -70,6 +77,8 @@ pub struct Fork<'a> {
     pub images: &'a Images,
     /// What clones can be made of later.
     pub warm: &'a WarmPools,
+    /// This host as one that machines leave.
+    pub departures: &'a Arc<Departures>,
 }
 
 impl Fork<'_> {
@@ -104,10 +113,12 @@ impl Fork<'_> {
             device_bytes: saved.devices.len() as u64,
             ..Forked::default()
         };
-        let loaded = several::map(clones, |begun: Begun| {
+        let Clones { here, away } = clones;
+        let gone = away.map(|away| away.go(&saved, &frozen.image, began)).unwrap_or_default();
+        let loaded = several::map(here, |begun: Begun| {
             (begun.name().to_owned(), begun.load(self.care, &frozen.image, &saved.devices, began))
         });
-        for (vm, clone) in loaded {
+        for (vm, clone) in loaded.into_iter().chain(gone) {
             match clone {
                 Ok(clone) => forked.clones.push(clone),
                 Err(problem) => {
@@ -122,7 +133,8 @@ impl Fork<'_> {
         if request.new_mac {
             self.renew_cards(&mut forked.clones);
         }
-        // Until now a page of it that only a clone needed could have been given back.
+        // Until now a page of it that only a clone needed could have been given back. Where one needs it on another
+        // host, the clone's record keeps it.
         mark(self.images, &frozen.latest);
         if request.hold.is_some() {
             let vm = template_name(request, name);
@@ -144,46 +156,52 @@ impl Fork<'_> {
     }
 
     /// All that can be done while the guest runs.
-    fn prepare(
-        &self,
-        record: &VmRecord,
-        request: &ForkRequest,
-        doing: &InPlace,
-    ) -> Result<(Source, Vec<Begun>), Problem> {
+    fn prepare(&self, record: &VmRecord, request: &ForkRequest, doing: &InPlace) -> Result<(Source, Clones), Problem> {
         if request.hold.is_some() {
             self.check_template(record, request)?;
         }
         let reserved = request.names.iter().map(|name| Reservation::starting(&self.care.machines, name));
         let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
-        let mut source = Source::reach(record, self.launcher, self.here.pools.dir(), request.overlay_disks)?;
+        let mut source = Source::reach(record, self.launcher, self.here.pools.dir(), request)?;
         doing.found(source.running);
         let machine = source.machine().to_owned();
         let plan = Plan::new(record, &machine, request)?;
         let overlays = Overlays::plan(record, source.disks().to_vec(), request)?;
         plan.check(&overlays)?;
-        self.check_room(record, request.names.len() as u64 + u64::from(request.hold.unwrap_or(0)))?;
+        self.check_room(record, request)?;
         if !overlays.all.is_empty() {
             let making = VmRecord { overlays: overlays.all.clone(), ..record.clone() };
             let stored = self.care.machines.store(&making);
-            stored.map_err(|error| crate::problems::host("cannot write the machine's record", &error))?;
+            stored.map_err(|error| host("cannot write the machine's record", &error))?;
             source.make_overlays(&overlays)?;
         }
         let each = request.names.iter().cloned().zip(reserved);
-        let each = each.map(|(name, reservation)| {
+        let (mut each, mut away) = (each.collect::<Vec<_>>(), None);
+        if !request.to.is_empty() {
+            let Self { departures, launcher, here, .. } = *self;
+            let (spec, plan, unshare_reserve) = (source.spec(), &plan, here.unshare_reserve);
+            let image =
+                source.image_file().map_err(|error| host("cannot open what the clones are to begin as", &error))?;
+            let way = Way { departures, launcher, source: record, spec, plan, unshare_reserve };
+            away = Some(Away::begin(&way, &image, std::mem::take(&mut each), &request.to)?);
+        }
+        let each = each.into_iter().map(|(name, reservation)| {
             let disks = source.take_overlays(&name);
             (name, reservation, disks)
         });
         let each = each.collect();
-        let (copied, begun) = std::thread::scope(|scope| {
+        let (copied, begun, ready) = std::thread::scope(|scope| {
             let copied = scope.spawn(|| source.copy_ahead());
             let begun = several::map(each, |each| plan.begin(self.launcher, &overlays, each));
-            (copied.join().unwrap_or_else(|panic| resume_unwind(panic)), begun)
+            let ready = away.as_mut().map_or(Ok(()), Away::wait_until_ready);
+            (copied.join().unwrap_or_else(|panic| resume_unwind(panic)), begun, ready)
         });
         copied?;
-        let begun = begun.into_iter().collect::<Result<_, _>>()?;
+        ready?;
+        let here = begun.into_iter().collect::<Result<_, _>>()?;
         // What the guest has written since.
         source.copy_ahead()?;
-        Ok((source, begun))
+        Ok((source, Clones { here, away }))
     }
 
     /// Checks that a template can be made of a machine.
@@ -195,18 +213,29 @@ impl Fork<'_> {
         Err(Problem::new(Code::CannotFork, Blame::Request, message).hint("fork it into clones with names"))
     }
 
-    /// Checks that there is room for the clones' QEMUs, and for what is kept back of what they may write.
-    fn check_room(&self, record: &VmRecord, clones: u64) -> Result<(), Problem> {
-        let needed = needed_bytes(content_bytes(record), self.here.unshare_reserve, clones);
+    /// Checks that there is room for the clones' QEMUs, and for what is kept back of what they may write; where they go
+    /// to other hosts, for the copy of private memory that is what they begin as.
+    fn check_room(&self, record: &VmRecord, request: &ForkRequest) -> Result<(), Problem> {
+        let content = content_bytes(record);
+        if !request.to.is_empty() {
+            return match record.memory_mode {
+                MemoryMode::Shared => Ok(()),
+                MemoryMode::Private => {
+                    check_room(&format!("a copy of the memory of '{}'", record.name), content, self.here.free_bytes())
+                }
+            };
+        }
+        let clones = request.names.len() as u64 + u64::from(request.hold.unwrap_or(0));
+        let needed = needed_bytes(content, self.here.unshare_reserve, clones);
         check_room(&format!("what may become of {clones} clones of '{}'", record.name), needed, self.here.free_bytes())
     }
 
     /// The pause. Whatever becomes of it, the machine is given back, and what is on record of it is so.
-    fn pause(&self, record: &VmRecord, mut source: Source, clones: Vec<Begun>) -> Result<Paused, Problem> {
+    fn pause(&self, record: &VmRecord, mut source: Source, clones: Clones) -> Result<Paused, Problem> {
         let forking = source.on_record();
         if let Err(error) = self.care.machines.store_for_daemon(&forking) {
             drop((source, clones));
-            let problem = crate::problems::host("cannot write the machine's record", &error);
+            let problem = host("cannot write the machine's record", &error);
             return Err(self.stays(record, problem));
         }
         let mut frozen = None;
@@ -302,11 +331,19 @@ impl Fork<'_> {
     }
 }
 
+/// Clones before they run.
+struct Clones {
+    /// Those of this host.
+    here: Vec<Begun>,
+    /// Those that go to others.
+    away: Option<Away>,
+}
+
 /// A machine that has been forked, and its clones before they run.
 struct Paused {
     frozen: Frozen,
     saved: Saved,
-    clones: Vec<Begun>,
+    clones: Clones,
     /// The machine as it is now.
     now: VmRecord,
 }
@@ -346,6 +383,20 @@ fn check_request(request: &ForkRequest) -> Result<(), Problem> {
     }
     request.names.iter().try_for_each(|name| check_name(name))?;
     let mut seen = HashSet::new();
+    request.to.iter().try_for_each(|to| check_address(to))?;
+    if let Some(twice) = request.to.iter().enumerate().find(|(index, to)| request.to[..*index].contains(to)) {
+        return Err(invalid(format!("'{}' is named twice as the clones' host", twice.1)));
+    }
+    if request.hold.is_some() && !request.to.is_empty() {
+        return Err(invalid("a template and its clones are on the machine's own host").hint("fork it there by itself"));
+    }
+    if request.new_mac && !request.to.is_empty() {
+        let hint = "'sterna link NAME up --new-mac' does so where the clone is";
+        return Err(invalid("clones on other hosts cannot get other hardware addresses yet").hint(hint));
+    }
+    if request.overlay_disks && !request.to.is_empty() {
+        return Err(invalid("clones on other hosts cannot have overlays yet").hint("fork it on its own host"));
+    }
     if request.overlay_directory.is_some() && !request.overlay_disks {
         return Err(invalid("a directory for overlays, and no overlays are asked for"));
     }

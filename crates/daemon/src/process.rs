@@ -33,6 +33,12 @@ pub struct Identity {
 }
 
 impl Identity {
+    /// No process: one that has ended, another at each call.
+    #[must_use]
+    pub fn nobody() -> Self {
+        Self { pid: 0, start_ticks: sterna_sys::host::random_u128() as u64, boot: 0 }
+    }
+
     /// The process that has this number now.
     ///
     /// # Errors

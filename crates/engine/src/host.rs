@@ -12,6 +12,13 @@ use crate::paging::{Pager, PagingMeans};
 use crate::transport::credentials::Credentials;
 use crate::vmm;
 
+/// A machine that comes while the one that it was cloned from runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Clone {
+    /// Its network cards are connected, because its user said to what. Else they have no link.
+    pub connected: bool,
+}
+
 /// A machine prepared to receive.
 pub struct Incoming {
     /// Its VMM, which is started and waits for device state.
@@ -82,7 +89,8 @@ pub trait DestinationHost: Send + Sync {
 
     /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the
     /// daemon that sends it, by its certificate. `pool` is that of the gang that it comes with: there is room for all
-    /// of them. With `postcopy` the guest may start before all its pages are here: [`Incoming::paging`].
+    /// of them. With `postcopy` the guest may start before all its pages are here: [`Incoming::paging`]. Where it is a
+    /// `clone`, the one that it was cloned from runs on.
     ///
     /// # Errors
     /// A [`Problem`] that says what this host lacks; nothing is left behind.
@@ -93,6 +101,7 @@ pub trait DestinationHost: Send + Sync {
         from: Option<&str>,
         pool: Option<&Arc<Pool>>,
         postcopy: bool,
+        clone: Option<Clone>,
     ) -> Result<Incoming, Problem>;
 
     /// How much more memory this host can give before it runs out, bytes.

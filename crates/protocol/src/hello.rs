@@ -51,12 +51,14 @@ impl Features {
     pub const RETURNS: Self = Self(1 << 8);
     /// It knows what machines are related to by forks.
     pub const FAMILIES: Self = Self(1 << 9);
+    /// It knows clones: machines that come while their source runs on.
+    pub const CLONES: Self = Self(1 << 10);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b1_1111_1111);
-    const NAMES: [(Self, &'static str); 11] = [
+    pub const KNOWN: Self = Self(0b111_1111_1111);
+    const NAMES: [(Self, &'static str); 12] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -67,6 +69,7 @@ impl Features {
         (Self::VERIFY_AFTER, "comparison outside the pause (verify)"),
         (Self::RETURNS, "machines that come back (keep_departed)"),
         (Self::FAMILIES, "families of forked machines"),
+        (Self::CLONES, "clones from other hosts (fork --to)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

@@ -147,6 +147,13 @@ pub enum Request {
     /// Before `Propose`, where both sides know [`Features::FAMILIES`](crate::hello::Features::FAMILIES): says what the
     /// machine to be proposed is related to.
     Kin(Kin),
+    /// Before `Propose`, and `Join` where there is one; only where both sides know
+    /// [`Features::CLONES`](crate::hello::Features::CLONES): says that the machine to be proposed is a clone of one
+    /// that runs on.
+    Clone {
+        /// Its network cards are connected, because its user said to what. Else they have no link there.
+        connected: bool,
+    },
 }
 
 impl Request {
@@ -178,6 +185,7 @@ impl Request {
             Self::Offers { .. } => "offers",
             Self::Tickets { .. } => "tickets",
             Self::Kin(_) => "kin",
+            Self::Clone { .. } => "clone",
         }
     }
 }

@@ -89,6 +89,7 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
             | Request::Join { .. }
             | Request::Offers { .. }
             | Request::Kin(_)
+            | Request::Clone { .. }
             | Request::Propose { .. },
         ) => Ok(Begun),
         (Begun | Copying, Request::Clock) => Ok(state),
@@ -124,7 +125,8 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (HandedOver | Paging | Completed, _, Reply::Failed(_)) => Ok(state),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
         (Begun, Request::Identify, Reply::Identity { .. }) | (Begun, Request::Join { .. }, Reply::Joined) => Ok(Begun),
-        (Begun, Request::Offers { .. }, Reply::Offered(_)) | (Begun, Request::Kin(_), Reply::Noted) => Ok(Begun),
+        (Begun, Request::Offers { .. }, Reply::Offered(_)) => Ok(Begun),
+        (Begun, Request::Kin(_) | Request::Clone { .. }, Reply::Noted) => Ok(Begun),
         (Begun, Request::Tickets { .. }, Reply::Ticketed { .. }) => Ok(Begun),
         (Begun, Request::Propose { .. }, Reply::Accepted { .. }) => Ok(Copying),
         (Begun | Copying, Request::Clock, Reply::Clock { .. }) => Ok(state),

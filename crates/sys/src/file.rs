@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
 
-use rustix::fs::{AtFlags, FallocateFlags, Mode, OFlags, SeekFrom, StatxFlags};
+use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags, SeekFrom, StatxFlags};
 
 use crate::PAGE_BYTES;
 use crate::error::{Error, Result};
@@ -136,6 +136,16 @@ pub fn unnamed(dir: &Path) -> Result<File> {
     let unnamed = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = rustix::fs::open(dir, unnamed, Mode::RUSR | Mode::WUSR);
     file.map(File::from).map_err(|error| Error::new(format!("make a file without a name in {}", dir.display()), error))
+}
+
+/// Gives a file one more name, in its file system. One that never had a name, or has one still, can be given one.
+///
+/// # Errors
+/// The name is taken, the directory is of another file system, or the file's last name was taken from it.
+pub fn give_name(file: impl AsFd, path: &Path) -> Result<()> {
+    let open = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    rustix::fs::linkat(CWD, open, CWD, path, AtFlags::SYMLINK_FOLLOW)
+        .map_err(|error| Error::new(format!("give a file the name {}", path.display()), error))
 }
 
 /// The same file once more, open for reading only.

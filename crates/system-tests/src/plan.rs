@@ -20,6 +20,8 @@ fn memory_mode() -> Vec<String> {
 /// What a site is to be like.
 #[derive(Debug, Clone)]
 pub struct Plan {
+    /// The hosts.
+    pub hosts: Vec<String>,
     /// QEMU of host `a`, and of host `b`.
     pub qemu: [PathBuf; 2],
     /// The guest's RAM, bytes.
@@ -49,6 +51,7 @@ impl Plan {
     pub fn small() -> Self {
         let qemu = tools::qemu_7_2().expect("looked for before");
         Self {
+            hosts: ["a", "b"].map(str::to_owned).into(),
             qemu: [qemu.clone(), qemu],
             memory_bytes: 256 << 20,
             cpus: 1,

@@ -21,7 +21,7 @@ use crate::plan::Plan;
 /// A guest of whose memory a test takes pages on purpose, and that is not heard of for so long, has come to harm.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Two hosts `a` and `b` without a limit on their link, and a guest that began on `a`.
+/// Two hosts `a` and `b` without a limit on their link, or more of them, and a guest that began on `a`.
 pub struct Site {
     /// The hosts.
     pub lab: Lab,
@@ -67,6 +67,7 @@ impl Site {
         let name = format!("st{}x{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let [a, b] = plan.qemu.clone();
         let lab = Lab::up(LabConfig {
+            hosts: plan.hosts.clone(),
             rate_bytes_per_s: None,
             memory_limit_bytes: plan.memory_limit_bytes,
             qemu: [("a".to_owned(), a), ("b".to_owned(), b)].into(),
@@ -437,7 +438,7 @@ impl Drop for Site {
     fn drop(&mut self) {
         self.end_watcher();
         if std::thread::panicking() {
-            for name in ["a", "b"] {
+            for name in &self.lab.state().hosts {
                 let log = std::fs::read_to_string(self.host(name).directory.join("sternad.log")).unwrap_or_default();
                 let lines: Vec<&str> = log.lines().collect();
                 println!("--- daemon of host {name}:\n{}", lines[lines.len().saturating_sub(40)..].join("\n"));

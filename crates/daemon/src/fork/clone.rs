@@ -24,6 +24,8 @@ use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::launch::{log_file, qmp_socket};
 use crate::qemu::{clone, files, vmgenid};
 
+/// The memory that a QEMU needs beside its guest's RAM, bytes.
+pub const QEMU_BYTES: u64 = 64 << 20;
 /// How long a clone's QEMU may take to read and load its devices.
 const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -65,6 +67,21 @@ impl<'a> Plan<'a> {
     /// The same clones, held ready where there is something that they are held for.
     pub fn holding(self, held: Option<Held>) -> Self {
         Self { held, ..self }
+    }
+
+    /// The arguments of a clone whose disks are the source's: with a generation ID of its own.
+    pub fn arguments(&self) -> Vec<String> {
+        arguments::unparse(&vmgenid::renewed(&self.items, &self.own))
+    }
+
+    /// Whether the clones' network is their user's.
+    pub fn is_connected(&self) -> bool {
+        self.given
+    }
+
+    /// Whether the clones run.
+    pub fn runs(&self) -> bool {
+        !self.paused
     }
 
     /// Checks that these overlays can be the clones' disks.
@@ -168,6 +185,6 @@ impl Begun {
         if record.held.is_none() {
             care.watch(&record);
         }
-        Ok(Cloned { vm: record.name, pid: record.process.pid, ms, lacks: None })
+        Ok(Cloned { vm: record.name, pid: record.process.pid, ms, host: None, lacks: None })
     }
 }

@@ -6,8 +6,9 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, fchown};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use sterna_api::{Blame, Code, MemoryMode, Problem};
+use sterna_api::{Blame, Code, ForkRequest, MemoryMode, Problem};
 use sterna_engine::agent::{AddressRange, Agent, AgentError};
 use sterna_engine::error::MigrateError;
 use sterna_engine::fork::layer::{Draft, Layer, MOST_PIECES};
@@ -17,6 +18,7 @@ use sterna_engine::memory::kind;
 use sterna_engine::source::track::WriteProtect;
 use sterna_engine::vmm::Source as _;
 use sterna_engine::vmm::qemu::{Disk, Inspection, QemuSource, SharedQmp, lock, writable_disks};
+use sterna_protocol::spec::VmSpec;
 use sterna_sys::file::{self, FileId};
 use sterna_sys::map::Access;
 use sterna_sys::process::{descriptors_of, maps};
@@ -33,6 +35,9 @@ use crate::machines::start::Launcher;
 use crate::problems::host;
 use crate::qemu::arguments;
 use crate::qemu::launch::make_ram_file;
+
+/// How many mappings an image takes at most where it goes: its pieces, and what lies between them.
+pub const MOST_MAPPINGS: u64 = 2 * MOST_PIECES as u64;
 
 /// The machine that is forked, reached, with all that is needed in its pause.
 pub struct Source {
@@ -78,7 +83,7 @@ struct StandIn {
 /// RAM that nobody writes.
 pub struct Frozen {
     /// What it is.
-    pub image: Image,
+    pub image: Arc<Image>,
     /// The file that it became now, open for reading only.
     pub latest: File,
     /// What of it was copied, bytes.
@@ -88,12 +93,11 @@ pub struct Frozen {
 }
 
 impl Source {
-    /// Reaches a machine, and checks that it can be forked. `dir` is on the file system of machines' RAM;
-    /// `overlay_disks`: its disks get overlays.
+    /// Reaches a machine, and checks that it can be forked. `dir` is on the file system of machines' RAM.
     ///
     /// # Errors
     /// A [`Problem`]: who does not answer, or what is in the way.
-    pub fn reach(record: &VmRecord, launcher: &Launcher, dir: &Path, overlay_disks: bool) -> Result<Self, Problem> {
+    pub fn reach(record: &VmRecord, launcher: &Launcher, dir: &Path, request: &ForkRequest) -> Result<Self, Problem> {
         let name = &record.name;
         let refuse = |why: &str, hint: &str| {
             let message = format!("'{name}' cannot be forked: {why}");
@@ -111,10 +115,14 @@ impl Source {
         check_movable(name, &about)?;
         record.check_template()?;
         let disks = writable_disks(control.qmp()).map_err(|error| control::refused("tell its disks", &error))?;
-        if !disks.is_empty() && !overlay_disks {
+        if !disks.is_empty() && !request.overlay_disks {
             let list: Vec<&str> = disks.iter().map(|disk| disk.name.as_str()).collect();
             let why = format!("its clones would write the same disk ({})", list.join(", "));
-            return refuse(&why, "with --overlay-disks each has an overlay of its own");
+            let hint = match request.to.is_empty() {
+                true => "with --overlay-disks each has an overlay of its own",
+                false => "clones on other hosts cannot have overlays yet: fork it here",
+            };
+            return refuse(&why, hint);
         }
         let qmp = control.share();
         let mut driver = control::source(record, SharedQmp::clone(&qmp))?;
@@ -128,8 +136,13 @@ impl Source {
         let (agent, addresses) = control::agent_and_addresses(&record.agent, pid, &record.blocks)?;
         let ram = record.blocks.iter().zip(&addresses).map(|(block, at)| *at..*at + block.bytes).collect();
         let private = record.blocks.clone();
+        let draft = match record.memory_mode {
+            // What goes to other hosts must be whole in one file, which they are told of before the pause.
+            MemoryMode::Private if !request.to.is_empty() => Some(draft(record, &addresses, dir)?.whole()),
+            _ => None,
+        };
         let (record, stand_ins, dir) = (record.clone(), Vec::new(), dir.to_owned());
-        let mut freezing = Freezing { record, agent, ram, private, stand_ins, draft: None, dir, begun: false };
+        let mut freezing = Freezing { record, agent, ram, private, stand_ins, draft, dir, begun: false };
         freezing.prepare(launcher).map_err(|error| host("cannot prepare the machine's RAM", &error))?;
         Ok(Self { driver, freezing, about, qmp, disks, overlays: None, running })
     }
@@ -163,6 +176,23 @@ impl Source {
     /// As [`as_they_are`].
     pub fn with_its_disks(&self, now: &VmRecord) -> Result<VmRecord, Problem> {
         as_they_are(now, &mut lock(&self.qmp))
+    }
+
+    /// The machine as a destination must know it.
+    pub fn spec(&self) -> VmSpec {
+        self.freezing.record.spec(&self.about)
+    }
+
+    /// The one file that is the image once the machine is forked, where its clones go to other hosts.
+    ///
+    /// # Errors
+    /// It cannot be opened.
+    pub fn image_file(&self) -> io::Result<File> {
+        match (&self.freezing.draft, self.freezing.record.blocks.as_slice()) {
+            (Some(draft), [_]) => draft.file().try_clone(),
+            (None, [block]) => block.open(self.freezing.record.process.pid),
+            _ => Err(io::Error::other("its RAM is in several blocks")),
+        }
     }
 
     /// The exact machine type.
@@ -297,7 +327,7 @@ impl Freezing {
         };
         tracing::debug!("files are in the place of its own pages");
         let image = Image::of(pid, &self.ram).map_err(MigrateError::host("looking at the guest's RAM"))?;
-        Ok(Frozen { image, latest, copied_bytes, late_bytes })
+        Ok(Frozen { image: Arc::new(image), latest, copied_bytes, late_bytes })
     }
 
     /// Makes private RAM of shared RAM; its file is nobody's but root's then.

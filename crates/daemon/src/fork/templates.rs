@@ -42,7 +42,7 @@ pub struct TemplateRecord {
 pub struct Template {
     record: Mutex<TemplateRecord>,
     /// Its RAM.
-    pub image: Image,
+    pub image: Arc<Image>,
     /// Held while clones are made ready, or ended.
     pub filling: Mutex<()>,
     gone: AtomicBool,
@@ -50,7 +50,7 @@ pub struct Template {
 }
 
 impl Template {
-    fn new(record: TemplateRecord, image: Image) -> Arc<Self> {
+    fn new(record: TemplateRecord, image: Arc<Image>) -> Arc<Self> {
         Arc::new(Self {
             record: Mutex::new(record),
             image,
@@ -120,7 +120,7 @@ impl Templates {
                 Ok((record, image)) => {
                     self.images.know(&record.image);
                     tracing::info!(template = name, hold = record.hold, "found");
-                    lock(&self.table).insert(name, Template::new(record, image));
+                    lock(&self.table).insert(name, Template::new(record, Arc::new(image)));
                 }
                 Err(error) => {
                     tracing::warn!(template = name, %error, "a template cannot be had any more: it is removed");
@@ -166,7 +166,7 @@ impl Templates {
     pub fn add(
         &self,
         name: &str,
-        image: Image,
+        image: Arc<Image>,
         devices: &[u8],
         describe: impl FnOnce(KeptImage) -> TemplateRecord,
     ) -> Result<Arc<Template>, Problem> {

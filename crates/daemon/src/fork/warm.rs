@@ -103,7 +103,7 @@ impl WarmPools {
         request: &ForkRequest,
         now: &VmRecord,
         machine: &str,
-        ram: (Image, &[u8]),
+        ram: (Arc<Image>, &[u8]),
     ) -> Result<(), Problem> {
         let name = template_name(request, &now.name);
         let describe = |image| TemplateRecord {

@@ -83,6 +83,15 @@ impl Block {
         BlockSpec { id: self.id.clone(), bytes: self.bytes, page_bytes: self.page_bytes, path }
     }
 
+    /// Notes that the file with its path is to be this one, which has not got that name yet and ends with the machine.
+    ///
+    /// # Errors
+    /// The file cannot be looked at.
+    pub fn is_to_be(&mut self, file: &File) -> io::Result<()> {
+        self.note(sterna_sys::file::id(file)?, true);
+        Ok(())
+    }
+
     /// Notes which file it is that has its path on this host: one that Sterna made, in a directory of root's.
     ///
     /// # Errors

@@ -38,7 +38,9 @@ pub fn read_machines(vms: &Path) -> io::Result<Found> {
         });
         match loaded {
             Ok(Some(record)) => {
-                owners.extend(record.backings().map(|backing| (backing.file(), name.clone())));
+                if !record.image {
+                    owners.extend(record.backings().map(|backing| (backing.file(), name.clone())));
+                }
                 found.records.push(record);
             }
             Ok(None) => found.unfinished.push(dir),
@@ -54,10 +56,11 @@ pub fn read_machines(vms: &Path) -> io::Result<Found> {
     Ok(found)
 }
 
-/// Of two machines with one file for their RAM, by their records, at most one can be right.
+/// Of two machines with one file for their RAM, by their records, at most one can be right; but clones that go to other
+/// hosts have what nobody writes.
 fn check_ram_is_nobodys(owners: &HashMap<FileId, String>, record: VmRecord) -> io::Result<VmRecord> {
     let owner = record.backings().find_map(|backing| owners.get(&backing.file()));
-    match owner {
+    match owner.filter(|_| !record.image) {
         None => Ok(record),
         Some(owner) => Err(io::Error::new(io::ErrorKind::InvalidData, format!("its RAM is the RAM of '{owner}'"))),
     }

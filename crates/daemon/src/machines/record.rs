@@ -13,6 +13,7 @@ use sterna_engine::memory::common::{Guest, common_bytes};
 use sterna_engine::vmm::qemu::Inspection;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::spec::{BlockSpec, Kin, Ticket, VmSpec};
+use sterna_sys::file::reader;
 use sterna_sys::huge::transparent_bytes;
 use sterna_sys::pagemap::Pagemap;
 use sterna_sys::process::maps;
@@ -99,6 +100,10 @@ pub struct VmRecord {
     /// It is being forked, and its guest may stand still: its RAM as it is once it is private.
     #[serde(default)]
     pub forking: Option<Vec<Block>>,
+    /// Its RAM is what a fork has left: files that nobody writes and others have, too. Its guest is a clone that goes
+    /// to another host, or runs there.
+    #[serde(default)]
+    pub image: bool,
     /// Overlays that its fork has made, or is about to: its own, until it is known whether its disks are on them, and
     /// its clones'.
     #[serde(default)]
@@ -204,6 +209,7 @@ impl VmRecord {
             paging: None,
             succession: None,
             forking: None,
+            image: false,
             overlays: Vec::new(),
             bases: Vec::new(),
             new_cards: Vec::new(),
@@ -291,6 +297,12 @@ impl VmRecord {
             qemu: binary::show(self.qemu_version),
             cpu_s: 0.0,
         }
+    }
+
+    /// What it is related to by forks.
+    #[must_use]
+    pub fn kin(&self) -> Option<Kin> {
+        self.family.clone().map(|family| Kin { family, forked_from: self.forked_from.clone() })
     }
 
     /// How its RAM is laid out.
@@ -390,7 +402,7 @@ impl VmRecord {
             balloon: self.balloon,
             running: about.running || self.waits_for_room,
             from: host::name(),
-            kin: self.family.clone().map(|family| Kin { family, forked_from: self.forked_from.clone() }),
+            kin: self.kin(),
         }
     }
 
@@ -408,10 +420,12 @@ impl VmRecord {
         let open = |(index, block): (usize, &Block)| {
             let address = block.private.or_else(|| addresses.get(index).copied()).unwrap_or(0);
             let file = match &process {
-                Some(_) => block.open(self.process.pid),
-                None => block.open_here(),
+                Some(_) => block.open(self.process.pid)?,
+                None => block.open_here()?,
             };
-            Ok(BlockFile { file: file?, address, spec: block.spec(), process: holder.clone() })
+            // Nobody may have one open for writing.
+            let file = if self.image { reader(&file)? } else { file };
+            Ok(BlockFile { file, address, spec: block.spec(), process: holder.clone() })
         };
         self.blocks.iter().enumerate().map(open).collect()
     }

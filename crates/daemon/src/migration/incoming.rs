@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_engine::destination::pool::Pool;
-use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
+use sterna_engine::host::{Clone, DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::paging::Pager;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::PAGE_BYTES;
@@ -31,6 +31,9 @@ use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
 use crate::qemu::launch::{log_file, qmp_socket};
+
+/// How many machines may be on their way here at a time, where one of them is a clone.
+const MOST_CLONES: usize = 512;
 
 /// This host as a destination.
 #[derive(Debug, Clone)]
@@ -83,11 +86,12 @@ impl DestinationHost for Destination {
         from: Option<&str>,
         pool: Option<&Arc<Pool>>,
         postcopy: bool,
+        clone: Option<Clone>,
     ) -> Result<Incoming, Problem> {
         if self.records.stage(id).is_some() {
             return Err(stale(id));
         }
-        self.start(id, spec, from, pool, postcopy).inspect_err(|problem| {
+        self.start(id, spec, from, pool, (postcopy, clone)).inspect_err(|problem| {
             if problem.code == Code::TooManyIncoming {
                 // Nothing was begun, and the source asks again under another number: there is nothing to remember.
                 return tracing::debug!(vm = %spec.name, %id, "put off: {}", problem.message);
@@ -218,19 +222,21 @@ impl Destination {
         spec: &VmSpec,
         from: Option<&str>,
         pool: Option<&Arc<Pool>>,
-        postcopy: bool,
+        how: (bool, Option<Clone>),
     ) -> Result<Incoming, Problem> {
         let items = arguments::parse(&spec.arguments);
         let machines = &self.care.machines;
+        // All clones of a fork wait for one pause: none can be put off until others have come.
+        let limit = if how.1.is_some() { MOST_CLONES } else { self.max_incoming };
         // This check comes before all expensive ones: sources that are put off ask every second.
-        check_incoming(&machines.table(), self.max_incoming)?;
+        check_incoming(&machines.table(), limit)?;
         // A gang was promised what all of its machines need together.
         let room_bytes = pool.map_or_else(
             || self.free_bytes().saturating_sub(self.pools.promised_bytes(&|name| self.taken_bytes(name))),
             |_| u64::MAX,
         );
         let binary = prechecks::check(spec, &items, self.qemu.as_deref(), room_bytes)?;
-        let has_room = |table: &_| check_incoming(table, self.max_incoming);
+        let has_room = |table: &_| check_incoming(table, limit);
         let reservation = Reservation::new(machines, &spec.name, Hold::busy(Arriving(id)), has_room)?;
         if let Some(pool) = pool {
             self.pools.come(pool, &spec.name);
@@ -239,14 +245,14 @@ impl Destination {
             ErrorKind::AlreadyExists => stale(id),
             _ => host("the destination cannot write the migration's record", &error),
         })?;
-        self.start_qemu(id, spec, postcopy, &items, binary, reservation).inspect_err(|_| self.records.refused(id))
+        self.start_qemu(id, spec, how, &items, binary, reservation).inspect_err(|_| self.records.refused(id))
     }
 
     fn start_qemu(
         &self,
         id: MigrationId,
         spec: &VmSpec,
-        postcopy: bool,
+        (postcopy, clone): (bool, Option<Clone>),
         items: &[Item],
         binary: Binary,
         reservation: Reservation,
@@ -298,6 +304,10 @@ impl Destination {
         };
         let block_files = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
         let vmm = control::destination(&record, log_file(&dir))?;
+        let vmm = match clone {
+            Some(Clone { connected }) => vmm.as_clone(connected),
+            None => vmm,
+        };
         reservation.keep(&record, Hold::busy(Arriving(id)))?;
         started.keep();
         Ok(Incoming {

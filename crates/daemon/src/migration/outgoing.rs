@@ -180,6 +180,7 @@ impl Mover<'_> {
             bandwidth: Arc::clone(&departures.bandwidth),
             gang: gang.clone(),
             tickets: returns.tickets(record, own),
+            clone: None,
             pause: pauses.place(),
             here: record.here(),
         };

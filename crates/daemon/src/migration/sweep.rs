@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use sterna_api::MemoryMode;
 use sterna_engine::memory::unneeded;
-use sterna_sys::file;
+use sterna_sys::file::{self, FileId};
 
 use super::pools::Pools;
 use crate::machines::images::Images;
@@ -64,6 +64,15 @@ fn sweep(machines: &Machines, pools: &Pools, images: &Images) -> io::Result<u64>
     }
     let device = file::id(File::open(pools.dir())?)?.device;
     let _nothing_is_offered = pools.giving_back();
-    // Of what a record keeps clones are made later.
-    unneeded::give_back(&processes, device, |pool| images.is_kept(pool) || pools.holds(pool))
+    // Of what a record keeps clones are made later, or pages are still to go to clones on other hosts. A fork that is
+    // under way holds everything, and what it leaves is on record before it ends: so it is asked first.
+    let needed = |pool| pools.holds(pool) || images.is_kept(pool) || goes_to_clones(machines, pool);
+    unneeded::give_back(&processes, device, needed)
+}
+
+/// Whether pages of this file may still have to go to a clone on another host.
+fn goes_to_clones(machines: &Machines, file: FileId) -> bool {
+    let table = machines.table();
+    let mut images = table.values().filter_map(|entry| entry.record.as_ref()).filter(|record| record.image);
+    images.any(|record| record.blocks.iter().any(|block| block.file().is_ok_and(|known| known == file)))
 }

@@ -13,7 +13,7 @@ use super::offers::MAX_PAGES;
 use super::pool::Pool;
 use super::session::Session;
 use crate::error::MigrateError;
-use crate::host::{MigrationId, Verdict};
+use crate::host::{Clone, MigrationId, Verdict};
 use crate::name::{Key, Name};
 use crate::transport::connection::{Connection, HangUp};
 
@@ -40,6 +40,8 @@ pub(super) struct Proposal {
     pub(super) joining: Option<Joining>,
     /// The tickets that it takes along.
     pub(super) tickets: Vec<Ticket>,
+    /// What it is, where it is a clone.
+    pub(super) clone: Option<Clone>,
 }
 
 /// A machine's place in a gang that comes here.
@@ -81,6 +83,15 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         session.control.answer(&request, &Reply::Ticketed { kept })?;
         request = session.control.next_request()?;
     }
+    let mut clone = None;
+    if let Request::Clone { connected } = request {
+        if !session.agreed.features.contains(Features::CLONES) {
+            return Err(MigrateError::Request("a clone, which was not agreed on"));
+        }
+        clone = Some(Clone { connected });
+        session.control.answer(&request, &Reply::Noted)?;
+        request = session.control.next_request()?;
+    }
     let mut joining = None;
     if let Request::Join { gang, member } = &request {
         match session.join(gang) {
@@ -119,7 +130,7 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         {
             let postcopy = *postcopy && session.agreed.features.contains(Features::POSTCOPY);
             let (spec, streams, verify) = (VmSpec { kin, ..(**spec).clone() }, *streams, *verify);
-            Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining, tickets }))
+            Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining, tickets, clone }))
         }
         Request::Resume { id, streams } if (1..=MAX_STREAMS).contains(streams) => {
             session.resume(MigrationId(*id), *streams, &request).map(|()| None)

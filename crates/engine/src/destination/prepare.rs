@@ -6,14 +6,13 @@ use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::hello::Features;
 use sterna_protocol::layout::Layout;
 use sterna_protocol::message::{Reply, Request};
-use sterna_protocol::spec::VmSpec;
 use sterna_sys::map::Access;
 
 use super::awaited::Membership;
 use super::connect::{Connections, Joining, Proposal};
 use super::devices::HeldDevices;
 use super::guard::Guard;
-use super::pool::{Pool, PoolError};
+use super::pool::PoolError;
 use super::session::Session;
 use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming};
@@ -46,13 +45,12 @@ pub(super) fn prepare<'a>(
     host: &'a dyn DestinationHost,
     proposal: &Proposal,
 ) -> Result<Option<Prepared<'a>>, MigrateError> {
-    let Proposal { request, spec, streams, verify, postcopy, joining, tickets } = proposal;
-    if let Some(problem) = joining.as_ref().and_then(|joining| outsider(spec, joining)) {
+    let Proposal { request, streams, verify, postcopy, joining, tickets, .. } = proposal;
+    if let Some(problem) = joining.as_ref().and_then(|joining| outsider(proposal, joining)) {
         return refuse(session, request, problem);
     }
-    let pool = joining.as_ref().map(|joining| &joining.pool);
     let verify_after = *verify && session.agreed.features.contains(Features::VERIFY_AFTER);
-    let (incoming, ram) = match start(session, spec, pool, *postcopy || verify_after) {
+    let (incoming, ram) = match start(session, proposal, *postcopy || verify_after) {
         Ok(started) => started,
         Err(problem) => return refuse(session, request, problem),
     };
@@ -94,8 +92,11 @@ fn refuse<T>(session: &mut Session, request: &Request, problem: Problem) -> Resu
 }
 
 /// Why a machine cannot be a member of the gang that it names.
-fn outsider(spec: &VmSpec, joining: &Joining) -> Option<Problem> {
-    let trusted = spec.private && spec.trust_group.as_deref() == Some(joining.group.as_str());
+///
+/// A machine in no trust group shares with its clones, which are a gang by themselves: one of no group.
+fn outsider(Proposal { spec, clone, .. }: &Proposal, joining: &Joining) -> Option<Problem> {
+    let group = spec.trust_group.as_deref().or(clone.map(|_| ""));
+    let trusted = spec.private && group == Some(joining.group.as_str());
     (!trusted && !joining.returns)
         .then(|| MigrateError::Request("a machine of another trust group or memory mode than its gang").problem())
 }
@@ -111,14 +112,11 @@ fn enter(joining: &Joining, ram: &Arc<dyn Memory>, pager: Option<&Arc<Pager>>) -
 }
 
 /// Checks the machine, starts its VMM, and maps its RAM.
-fn start(
-    session: &Session,
-    spec: &VmSpec,
-    pool: Option<&Arc<Pool>>,
-    postcopy: bool,
-) -> Result<(Incoming, Arc<dyn Memory>), Problem> {
+fn start(session: &Session, proposal: &Proposal, postcopy: bool) -> Result<(Incoming, Arc<dyn Memory>), Problem> {
+    let Proposal { spec, joining, clone, .. } = proposal;
+    let pool = joining.as_ref().map(|joining| &joining.pool);
     Layout::new(&spec.blocks).map_err(|error| MigrateError::from(error).problem())?;
-    let incoming = session.host.prepare(session.id, spec, session.control.peer(), pool, postcopy)?;
+    let incoming = session.host.prepare(session.id, spec, session.control.peer(), pool, postcopy, *clone)?;
     let same = incoming.blocks.len() == spec.blocks.len()
         && incoming
             .blocks

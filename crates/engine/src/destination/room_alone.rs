@@ -6,7 +6,7 @@ use sterna_api::Problem;
 use sterna_protocol::spec::VmSpec;
 
 use super::pool::Pool;
-use crate::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
+use crate::host::{Clone, DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use crate::paging::Pager;
 
 /// A host with this much free memory, bytes; no other method is called.
@@ -24,6 +24,7 @@ impl DestinationHost for Room {
         _: Option<&str>,
         _: Option<&Arc<Pool>>,
         _: bool,
+        _: Option<Clone>,
     ) -> Result<Incoming, Problem> {
         unreachable!()
     }

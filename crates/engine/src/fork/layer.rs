@@ -22,7 +22,7 @@ use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
 use super::Image;
 use crate::agent::{AddressRange, Agent, MapRun};
 use crate::error::MigrateError;
-use crate::memory::areas::{Areas, without};
+use crate::memory::areas::{Areas, content, without};
 use crate::memory::runs::runs;
 use crate::memory::{Memory, add_run, is_zero};
 use crate::source::track::Tracker;
@@ -63,6 +63,8 @@ pub struct Draft {
     own: Option<Own>,
     /// Runs that another process has mapped of it, by their addresses.
     mapped: Vec<Range<u64>>,
+    /// All of RAM is copied, so that it is whole in this file.
+    whole: bool,
 }
 
 /// Pages of a guest's own, and how many parts of its RAM files stand behind.
@@ -87,7 +89,20 @@ impl Draft {
         file.set_len(bytes).map_err(MigrateError::host("making a file for the guest's own pages"))?;
         tracker.arm(memory.as_ref())?;
         let (current, kept) = (PageMap::empty(memory.layout()), PageMap::empty(memory.layout()));
-        Ok(Self { pid, memory, tracker, pagemap, file, current, kept, own: None, mapped: Vec::new() })
+        Ok(Self { pid, memory, tracker, pagemap, file, current, kept, own: None, mapped: Vec::new(), whole: false })
+    }
+
+    /// Copies all of RAM, and not only the guest's own pages. Once it is laid over, the file is the guest's RAM, whole,
+    /// block by block.
+    #[must_use]
+    pub fn whole(self) -> Self {
+        Self { whole: true, ..self }
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn file(&self) -> &File {
+        &self.file
     }
 
     /// Copies the guest's own pages while it runs, until few are left that it has written since, or it writes them as
@@ -197,14 +212,18 @@ impl Draft {
         Ok(runs)
     }
 
-    /// The guest's own pages, by the page tables of its process.
+    /// The pages that the layer is to have, by the page tables of the guest's process.
     fn look(&self) -> io::Result<Own> {
         let ram = self.memory.spans();
         // While the RAM is watched, nothing makes an area smaller.
         let areas = Areas::of(self.pid, &ram)?;
         let mut pages = PageMap::empty(self.memory.layout());
         for (block, span) in ram.iter().enumerate() {
-            for own in own_pages(&self.pagemap, &areas, span.clone())? {
+            let pages_there = match self.whole {
+                true => content(&self.pagemap, &areas, span.clone())?,
+                false => own_pages(&self.pagemap, &areas, span.clone())?,
+            };
+            for own in pages_there {
                 add_run(&mut pages, self.memory.layout(), block, own.start - span.start..own.end - span.start);
             }
         }
@@ -225,6 +244,10 @@ impl Draft {
     /// Copies those pages of these runs that are not current. Returns how many.
     fn copy(&mut self, runs: &[Range<u64>]) -> Result<u64, MigrateError> {
         let mut wanted = self.pages(runs);
+        if self.whole {
+            // What was copied and has no content any more becomes zeros.
+            wanted.add(&self.kept);
+        }
         wanted.take_out(&self.current);
         let mut bodies = vec![0; CHUNK_BYTES];
         let mut copy = || -> io::Result<()> {

@@ -145,6 +145,39 @@ fn a_page_that_is_discarded_or_becomes_zero_after_it_was_copied_reads_as_zeros()
     assert_eq!(rig.wrong(&mut draft), [0; 0]);
 }
 
+/// What goes to other hosts is read by the file alone, and not by what of it is mapped.
+#[test]
+fn a_layer_of_all_of_ram_is_whole_in_its_file_whatever_was_written_or_discarded_meanwhile() {
+    let Some(rig) = Rig::new() else { return };
+    (0..PAGES).step_by(3).for_each(|page| rig.set(page, 1));
+    let mut draft = rig.draft(rig.tracker()).whole();
+    let (stop, writes) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Acquire) {
+                let number = writes.fetch_add(1, Ordering::AcqRel);
+                rig.set(number.wrapping_mul(7919) % PAGES, (number % 5) as u8);
+            }
+        });
+        for _ in 0..5 {
+            let before = writes.load(Ordering::Acquire);
+            draft.copy_ahead().expect("copied");
+            while writes.load(Ordering::Acquire) < before + 100 {
+                std::thread::yield_now();
+            }
+        }
+        stop.store(true, Ordering::Release);
+    });
+    // Pages that the file has, far from any that stays.
+    rig.mappings[0].discard(100 * P..900 * P).expect("discarded");
+    assert_eq!(rig.wrong(&mut draft), [0; 0]);
+    let mut file = vec![0; (PAGES * P) as usize];
+    draft.file().read_exact_at(&mut file, 0).expect("the layer");
+    let (file, _) = file.as_chunks::<PAGE_BYTES>();
+    let wrong: Vec<u64> = (0..PAGES).filter(|page| rig.page(*page) != file[*page as usize]).collect();
+    assert_eq!(wrong, [0; 0]);
+}
+
 #[test]
 fn zeros_take_no_memory_in_a_layer() {
     let Some(rig) = Rig::new() else { return };

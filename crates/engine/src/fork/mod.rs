@@ -22,6 +22,9 @@ pub mod layer;
 /// A guest's RAM at one moment, in files that nobody writes.
 mod image;
 
+/// Clones that go to other hosts.
+pub mod away;
+
 use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;

@@ -14,9 +14,10 @@ use crate::transport::SessionKey;
 /// # Errors
 /// The destination does not answer, is not who it should be, or cannot do what the options need.
 pub fn connect(departure: &mut Departure) -> Result<Link, MigrateError> {
-    let Departure { id, peer, options, host, monitor, .. } = departure;
+    let Departure { id, peer, options, host, monitor, clone, .. } = departure;
     monitor.enter(Phase::Connect);
-    let session = SessionKey { session: id.0, key: id.0 as u64, needed: needed(options) };
+    let clones = if clone.is_some() { Features::CLONES } else { Features::NONE };
+    let session = SessionKey { session: id.0, key: id.0 as u64, needed: needed(options).and(clones) };
     Link::connect(peer, *id, session, host.credentials())
 }
 

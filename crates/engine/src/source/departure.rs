@@ -15,7 +15,7 @@ use super::tickets::Tickets;
 use super::track::Tracker;
 use crate::error::MigrateError;
 use crate::haste::{Crew, Haste, VmmThreads};
-use crate::host::{DaemonId, MigrationId, SourceHost};
+use crate::host::{Clone, DaemonId, MigrationId, SourceHost};
 use crate::memory::{BlockFile, Memory, kind};
 use crate::monitor::Monitor;
 use crate::transport::connection::Connection;
@@ -48,6 +48,8 @@ pub struct Departure<'a> {
     pub tickets: Tickets,
     /// Its RAM, once it is mapped.
     pub ram: Option<Arc<dyn Memory>>,
+    /// As [`Outgoing::clone`](super::Outgoing::clone).
+    pub clone: Option<Clone>,
     /// When its guest may be stopped.
     pub pause: Place,
     /// The haste of its pause.

@@ -44,6 +44,8 @@ pub struct Gang {
     pub spec: GangSpec,
     /// The key of its names, drawn at random: no guest knows it, and no other gang has it.
     key: Key,
+    /// All members are clones of one machine, whose RAM does not change: a page of one is that page of each.
+    alike: bool,
     names: Mutex<HashMap<Name, Origin>>,
     /// The number of pages that the destination has offered, once it was asked.
     offered: Mutex<Option<usize>>,
@@ -56,6 +58,20 @@ impl Gang {
     /// Where it has more than [`MAX_MEMBERS`].
     #[must_use]
     pub fn new(group: &str, members: u16, together: Together) -> Arc<Self> {
+        Self::of(group, members, together, false)
+    }
+
+    /// A gang of clones of one machine whose RAM does not change any more once the first page of it goes. A page of
+    /// one is that page of each, so nobody asks the kernel for frames, nor looks at content.
+    ///
+    /// # Panics
+    /// As [`new`](Self::new).
+    #[must_use]
+    pub fn alike(group: &str, members: u16, together: Together) -> Arc<Self> {
+        Self::of(group, members, together, true)
+    }
+
+    fn of(group: &str, members: u16, together: Together, alike: bool) -> Arc<Self> {
         assert!(usize::from(members) <= MAX_MEMBERS, "a gang of {members}");
         let spec = GangSpec {
             id: random_u128(),
@@ -64,7 +80,7 @@ impl Gang {
             bytes: together.bytes,
             shared: together.shared,
         };
-        Arc::new(Self { spec, key: random_key(), names: Mutex::default(), offered: Mutex::default() })
+        Arc::new(Self { spec, key: random_key(), alike, names: Mutex::default(), offered: Mutex::default() })
     }
 
     /// The gang of a machine that shares with nobody and has so much memory, bytes.
@@ -83,7 +99,8 @@ impl Gang {
     /// That of `ask`: then nothing is known to be offered.
     pub fn take_offers<E>(&self, mut ask: impl FnMut(&Key, u32) -> Result<Vec<Name>, E>) -> Result<(), E> {
         let mut offered = self.offered.lock().unwrap_or_else(PoisonError::into_inner);
-        if offered.is_some() {
+        // Where content is not looked at, none is found again.
+        if self.alike || offered.is_some() {
             return Ok(());
         }
         let mut names: Vec<Name> = Vec::new();
@@ -177,7 +194,7 @@ impl Member {
         if selected.full.is_empty() {
             return Ok(None);
         }
-        let shared = ram.shared_in(chunk)?.and(&selected.full);
+        let shared = if self.gang.alike { selected.full } else { ram.shared_in(chunk)?.and(&selected.full) };
         // What was offered may be what this machine alone has here.
         let offers = self.gang.has_offers();
         if shared.is_empty() && !offers {
@@ -224,7 +241,7 @@ impl Member {
     }
 
     fn sight(&self, page: PageIndex, body: &[u8; PAGE_BYTES], looks_shared: bool) -> Sight {
-        let name = name(&self.gang.key, body);
+        let name = if self.gang.alike { name_of(page) } else { name(&self.gang.key, body) };
         let mut names = self.gang.names();
         if let Some(origin) = names.get(&name) {
             return Sight::Again(*origin);
@@ -240,6 +257,14 @@ impl Member {
         names.insert(name, Origin { member: self.index, page });
         Sight::First
     }
+}
+
+/// The name of a page's body where each member has the same in it.
+fn name_of(page: PageIndex) -> Name {
+    let mut name = Name::default();
+    name[..4].copy_from_slice(&page.chunk.0.to_le_bytes());
+    name[4] = page.page;
+    name
 }
 
 #[cfg(test)]

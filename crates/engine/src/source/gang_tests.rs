@@ -124,6 +124,28 @@ fn what_the_destination_has_already_goes_as_a_reference_also_where_it_is_nobody_
 }
 
 #[test]
+fn clones_of_one_machine_send_each_page_once_whatever_the_kernel_says_of_it() {
+    let gang = Gang::alike("", 4, Together::default());
+    let [a, b, c, d] = [0, 1, 2, 3].map(|index| machine(&gang, index));
+    for clone in [&a, &b, &c, &d] {
+        // Two pages have the same in them, and 200 does not look shared.
+        [(1, 1), (2, 2), (3, 1), (200, 4)].into_iter().for_each(|(page, byte)| clone.write(page, byte));
+    }
+    gang.take_offers(|_, _| Err("where no content is looked at, none is asked for")).unwrap();
+    assert_eq!(a.round(&[1, 200]), (vec![1, 200], vec![], vec![]));
+    let references = vec![(1, origin(0, 1)), (200, origin(0, 200))];
+    assert_eq!(b.round(&[1, 2, 3, 200]), (vec![2, 3], references, vec![]));
+    let references = vec![(1, origin(0, 1)), (2, origin(1, 2)), (3, origin(1, 3)), (200, origin(0, 200))];
+    assert_eq!(c.round(&[1, 2, 3, 200]), (vec![], references, vec![]));
+    b.member.give_up();
+    assert_eq!(
+        d.round(&[1, 2]),
+        (vec![2], vec![(1, origin(0, 1))], vec![]),
+        "what may never arrive is not referred to"
+    );
+}
+
+#[test]
 fn what_was_missed_once_comes_with_its_body() {
     let gang = Gang::new("g", 1, Together::default());
     let a = machine(&gang, 0);

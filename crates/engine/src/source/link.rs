@@ -18,7 +18,7 @@ use super::postcopy::requests::Requests;
 use super::stream::Stream;
 use super::tickets::Tickets;
 use crate::error::MigrateError;
-use crate::host::{DaemonId, MigrationId};
+use crate::host::{Clone, DaemonId, MigrationId};
 use crate::transport::clock::now_us;
 use crate::transport::connection::Connection;
 use crate::transport::control::{Asking, REPLY_TIMEOUT};
@@ -93,10 +93,11 @@ impl Link {
         spec: &VmSpec,
         options: &MigrateOptions,
         layout: u64,
-        (gang, tickets): (Option<&(Arc<Gang>, u16)>, &Tickets),
+        (gang, tickets, clone): (Option<&(Arc<Gang>, u16)>, &Tickets, Option<Clone>),
     ) -> Result<Peer, MigrateError> {
         let identity = self.control.identify()?;
         let kept = identity.map_or(Ok(false), |daemon| self.show(tickets, daemon))?;
+        clone.map_or(Ok(()), |clone| self.clone_comes(clone))?;
         let alone = tickets.alone.as_ref().filter(|_| kept).map(|gang| (Arc::clone(gang), 0));
         let mut gang = gang.cloned().or(alone);
         if let Some((joined, member)) = &gang
@@ -142,6 +143,14 @@ impl Link {
         match self.control.ask(&Request::Tickets { given, shown }, REPLY_TIMEOUT)? {
             Reply::Ticketed { kept } => Ok(kept),
             _ => Err(MigrateError::Reply("another reply than a yes or no to tickets")),
+        }
+    }
+
+    /// Says that the machine to be proposed is a clone of one that runs on.
+    fn clone_comes(&mut self, Clone { connected }: Clone) -> Result<(), MigrateError> {
+        match self.control.ask(&Request::Clone { connected }, REPLY_TIMEOUT)? {
+            Reply::Noted => Ok(()),
+            _ => Err(MigrateError::Reply("another reply than that a clone is awaited")),
         }
     }
 

@@ -143,7 +143,7 @@ use self::tickets::Tickets;
 use self::track::Tracker;
 use crate::error::MigrateError;
 use crate::haste::Haste;
-use crate::host::{DaemonId, MigrationId, SourceHost};
+use crate::host::{Clone, DaemonId, MigrationId, SourceHost};
 use crate::memory::{BlockFile, Memory};
 use crate::monitor::Monitor;
 use crate::transport::share::Share;
@@ -176,6 +176,8 @@ pub struct Outgoing {
     pub gang: Option<(Arc<Gang>, u16)>,
     /// Its tickets.
     pub tickets: Tickets,
+    /// What it is, where it is a clone of a machine that runs on.
+    pub clone: Option<Clone>,
     /// When its guest may be stopped, where others leave with it.
     pub pause: Place,
     /// This host, for the report.
@@ -205,7 +207,7 @@ pub fn migrate(
     monitor: &Monitor,
 ) -> Outcome {
     let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, trust_first_look, .. } = outgoing;
-    let Outgoing { bandwidth, gang, tickets, pause, here, .. } = outgoing;
+    let Outgoing { bandwidth, gang, tickets, clone, pause, here, .. } = outgoing;
     let mut account = Account::new(Report::asked(&spec.name, options, here, peer), monitor);
     // At `debug`, each line of a gang's members says whose it is.
     let _whose = tracing::debug_span!("leaves", vm = %spec.name).entered();
@@ -224,6 +226,7 @@ pub fn migrate(
         gang,
         tickets,
         ram: None,
+        clone,
         pause,
         haste: Haste::none(),
         vmm_threads: None,

@@ -64,8 +64,8 @@ pub fn prepare<'a, 'd: 'a>(
     // The destination starts its VMM meanwhile.
     let proposed = std::thread::scope(|scope| {
         scope.spawn(|| free_pages.find());
-        let sharing = (departure.gang.as_ref(), &departure.tickets);
-        link.propose(departure.id, departure.spec, options, ram.layout().digest(), sharing)
+        let Departure { id, spec, gang, tickets, clone, .. } = departure;
+        link.propose(*id, spec, options, ram.layout().digest(), (gang.as_ref(), &*tickets, *clone))
     });
     let peer = proposed?;
     agree(departure, link, &peer)?;

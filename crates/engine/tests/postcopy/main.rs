@@ -25,5 +25,8 @@ mod devices;
 /// Comparisons that go on while the guest runs, where no page follows it.
 mod compared;
 
+/// Clones of a guest that runs on.
+mod clones;
+
 /// Links that break, peers that begin anew, guests that end.
 mod links;

@@ -72,6 +72,7 @@ fn gang() -> GangSpec {
 fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
     let mut script = vec![
         Request::Identify,
+        Request::Clone { connected: false },
         Request::Join { gang: Box::new(gang()), member: 0 },
         Request::Offers { key: [0; 32], first: 0 },
         Request::Tickets { given: vec![], shown: vec![] },
@@ -121,7 +122,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         Request::Load => Reply::Loaded,
         Request::Commit => Reply::Running { start_us: 0, cpu_us: 0 },
         Request::Abort => Reply::Aborted { problem: None },
-        Request::Residue(_) | Request::Kin(_) => Reply::Noted,
+        Request::Residue(_) | Request::Kin(_) | Request::Clone { .. } => Reply::Noted,
         Request::LoadPostcopy(_) => Reply::Loaded,
         Request::Paging => Reply::Paging { missing: 0, faults: 0 },
         Request::Complete { .. } => Reply::Completed(Box::default()),

@@ -1,6 +1,9 @@
 //! A running guest goes on as several: each keeps what it had, none sees what another writes, whatever ends in the
 //! middle of it.
 
+/// Clones on other hosts.
+mod away;
+
 /// Who is killed while a guest is forked.
 mod faults;
 
@@ -34,6 +37,11 @@ fn plan() -> Plan {
 
 /// Runs a test with a guest `origin` on host `a` that is up, in this memory mode.
 fn with_origin(mode: &str, test: impl FnOnce(&mut Site)) {
+    with_origin_of(&["--memory-mode", mode], plan, test);
+}
+
+/// The same with these words of `run` and on hosts of this plan.
+fn with_origin_of(run: &[&str], plan: fn() -> Plan, test: impl FnOnce(&mut Site)) {
     let _turn = turn();
     if skip_without(&needs::GUEST) {
         return;
@@ -41,7 +49,7 @@ fn with_origin(mode: &str, test: impl FnOnce(&mut Site)) {
     let mut site = Site::without_guest(&plan());
     {
         let origin = Member::new(&site, "origin");
-        origin.run(&plan(), &["--memory-mode", mode], &[]);
+        origin.run(&plan(), run, &[]);
         origin.is_well();
     }
     test(&mut site);

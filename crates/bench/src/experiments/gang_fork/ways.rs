@@ -73,6 +73,29 @@ impl More {
         left
     }
 
+    /// Many clones on two other hosts by one command: when they run, and when each host has all of their pages.
+    pub(super) fn away(&self, lab: &Lab, guest: &Guest, count: usize, measured: &mut Measured) -> Result<()> {
+        let source = self.start(lab, guest)?;
+        let names: Vec<String> = (1..=count).map(|number| format!("{}c{number}", guest.name)).collect();
+        let hosts = [lab.host("b")?.clone(), lab.host("c")?.clone()];
+        let before = [hosts[0].group.memory_bytes()?, hosts[1].group.memory_bytes()?];
+        let begin = Instant::now();
+        let (forked, _clones) = source.fork_to(&names, &hosts)?;
+        note(std::slice::from_ref(&forked), measured);
+        let here = lab.host("a")?;
+        for name in &names {
+            let gone = || Ok((!SternaVm::is_known(here, name)?).then_some(()));
+            wait_for("all pages are with the clones", PATIENCE, gone)?;
+        }
+        measured.note("all_pages_ms", begin.elapsed().as_secs_f64() * 1e3);
+        std::thread::sleep(REST);
+        for (name, (host, before)) in ["b_added_mib", "c_added_mib"].into_iter().zip(hosts.iter().zip(before)) {
+            measured.note(name, mib(host.group.memory_bytes()?.saturating_sub(before)));
+        }
+        guest.wait_until_well(PATIENCE)?;
+        names.iter().try_for_each(|name| guest.clone_of_name(name).wait_until_well(PATIENCE))
+    }
+
     /// Moves clones to another host, together.
     fn leave(&self, lab: &Lab, clones: Vec<SternaVm>, measured: &mut Measured) -> Result<()> {
         let gang = Gang::Sterna(clones);
@@ -145,7 +168,7 @@ impl More {
     fn is_ready(&self, guest: &Guest) -> Result<()> {
         together::is_filled(guest)?;
         let word = match self.way {
-            Way::First | Way::Again => "CHECKER ready",
+            Way::First | Way::Again | Way::Away(_) => "CHECKER ready",
             Way::Writer => "DIRTIER ready",
             Way::Gang(_) | Way::Boots(_) | Way::File => return Ok(()),
         };

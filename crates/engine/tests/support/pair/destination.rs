@@ -15,7 +15,7 @@ use sterna_api::{Blame, Problem};
 use sterna_engine::agent::Discard;
 use sterna_engine::destination::offers::Offers;
 use sterna_engine::destination::pool::Pool;
-use sterna_engine::host::{DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
+use sterna_engine::host::{self, DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::memory::BlockFile;
 use sterna_engine::memory::kept::Kept;
 use sterna_engine::paging::{Pager, PagingMeans};
@@ -126,6 +126,8 @@ pub struct Destination {
     pub fail_commit: AtomicBool,
     pub room_bytes: AtomicU64,
     pub credentials: Option<Arc<Credentials>>,
+    /// What the machine that came last is, where it is a clone.
+    pub clone: Mutex<Option<host::Clone>>,
     /// Who it says it is.
     pub identity: AtomicU64,
     /// What it has kept of a guest that left, and the number of its ticket.
@@ -206,6 +208,7 @@ impl DestinationHost for Destination {
         _from: Option<&str>,
         _pool: Option<&Arc<Pool>>,
         postcopy: bool,
+        clone: Option<host::Clone>,
     ) -> Result<Incoming, Problem> {
         if let Some(problem) = self.refuse.lock().unwrap().clone() {
             return Err(problem);
@@ -214,6 +217,7 @@ impl DestinationHost for Destination {
             happens();
         }
         self.aborted.store(false, Ordering::Release);
+        *self.clone.lock().unwrap() = clone;
         let huge = self.huge.lock().unwrap().clone();
         let directory = huge.as_deref().unwrap_or(Path::new("/dev/shm"));
         let file = tempfile::tempfile_in(directory).expect("a file on tmpfs");

@@ -88,6 +88,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
         bandwidth: std::sync::Arc::default(),
         gang: None,
         tickets: sterna_engine::source::tickets::Tickets::default(),
+        clone: None,
         pause: Place::alone(),
         here: sterna_api::report::Host::default(),
     }
