@@ -3,9 +3,9 @@
 //! Each is moved as a machine is in post-copy, and what is on record of it here is what would be of such a machine
 //! whose QEMU has ended: a machine of its name, *being moved away*, whose RAM is the fork's image. The image's file
 //! gets a name for each clone, so that it is kept for as long as one needs it, over this daemon's end; nothing of a
-//! file that such a record has is given back (`migration::sweep`). What is done after a lost link, and by a daemon that finds such a record, is
-//! therefore what is done for any guest in post-copy (`migration::{waiting, serving}`), but that nobody is let run here
-//! again: where the destination says that the clone never ran, its record goes.
+//! file that such a record has is given back (`migration::sweep`). What is done after a lost link, and by a daemon
+//! that finds such a record, is therefore what is done for any guest in post-copy (`migration::{waiting, serving}`),
+//! but that nobody is let run here again: where the destination says that the clone never ran, its record goes.
 
 use std::collections::BTreeMap;
 use std::fs::File;
