@@ -3,7 +3,7 @@
 //!
 //! Two ways, each in the background and given up at once when something else is to be done with the machine:
 //!
-//! * **commit**: an image that no other overlay of it is left of ([`Base`]) takes in what the machine's overlay has,
+//! * **commit**: an image that no other overlay of it is left of (`Base`) takes in what the machine's overlay has,
 //!   and is its disk again; the overlay goes. It is the only way that writes an image under an overlay, so it asks for
 //!   proof: nobody's file is there, no machine of this host names it, and QEMU gets it for writing.
 //! * **pull**: where others use what is under it and the images have become many, the overlay takes in what lies

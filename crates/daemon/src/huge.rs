@@ -4,7 +4,7 @@
 //! host. Once nothing is done with it any more, this thread asks for huge pages again and has the kernel make them
 //! (`MADV_COLLAPSE`): a new mapping where the file still has the huge page, a copy where it has 512 small ones. Holes
 //! stay: only what is allocated as a whole becomes a huge page. It is done piece by piece, each within
-//! [`Machines::while_free`], so that none is under way when somebody begins to move or fork the machine; and slowly.
+//! `Machines::while_free`, so that none is under way when somebody begins to move or fork the machine; and slowly.
 //!
 //! A piece that was refused is left as it is, until somebody has done something with the machine, or some minutes have
 //! passed: a page is held for direct I/O, or the host has no huge page left.

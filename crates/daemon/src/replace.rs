@@ -7,7 +7,7 @@
 //! former one before it lets it run in the new.
 //!
 //! Private memory is its QEMU's own. The new one maps the files that the guest's memory consists of, and a file with
-//! the guest's own pages, which are copied while it runs, as for a fork ([`Draft`]), and touches none of it until the
+//! the guest's own pages, which are copied while it runs, as for a fork (`Draft`), and touches none of it until the
 //! last ones are there. The former one's memory stays as it was.
 
 use std::ops::Range;

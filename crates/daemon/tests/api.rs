@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use serde_json::json;
 use support::{Host, cannot_run};
 
-const ROUTES: [(&str, &str); 21] = [
+const ROUTES: [(&str, &str); 31] = [
     ("get", "/v1/vms"),
     ("post", "/v1/vms"),
     ("post", "/v1/vms/adopt"),

@@ -4,7 +4,7 @@
 //! These are threads of this daemon, and those of the VMM. Threads that run the guest's processors are among them only
 //! while the guest stands still, when they work for the VMM: they load and save their processor, and whoever holds a
 //! lock of the VMM's must not wait. A guest never has more than its host gives it. What a VMM's threads had before is
-//! found again after a crash ([`give_back`]).
+//! found again after a crash (`give_back`).
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;

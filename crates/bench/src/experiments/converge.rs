@@ -73,11 +73,17 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     plot(record.runs(), record.directory())
 }
 
+/// Boots the guests of a row.
+type Begin<'a> = Box<dyn Fn(&Lab, &str) -> Vec<Guest> + 'a>;
+
+/// Waits until a guest is what is measured.
+type Ready<'a> = Box<dyn Fn(&Guest) -> Result<()> + 'a>;
+
 /// The floor of a workload: QEMU alone hands the devices of the same guest over.
 struct Alone<'a> {
     case: &'a Case,
-    guests: Box<dyn Fn(&Lab, &str) -> Vec<Guest> + 'a>,
-    ready: Box<dyn Fn(&Guest) -> Result<()> + 'a>,
+    guests: Begin<'a>,
+    ready: Ready<'a>,
 }
 
 impl Alone<'_> {

@@ -79,7 +79,7 @@ pub(super) fn give(
 /// Replaces the cards that are on record. The record names the new ones then.
 ///
 /// # Errors
-/// As [`give`]; they stay on record.
+/// As `give`; they stay on record.
 fn finish(machines: &Machines, record: &VmRecord, control: &mut Control) -> Result<(), Problem> {
     let mut items = parse(&record.arguments);
     for card in &record.new_cards {
@@ -114,7 +114,7 @@ fn replace(record: &VmRecord, control: &mut Control, card: &NewCard, device: &It
 /// Goes on with what an earlier daemon has begun, or a fork; the machine is not claimed.
 ///
 /// # Errors
-/// As [`give`].
+/// As `give`.
 pub fn go_on(machines: &Machines, name: &str) -> Result<(), Problem> {
     let claimed = Claimed::new(machines, name, Hold::shared(&InPlace::new(CHANGING)))?;
     finish(machines, &claimed.record, &mut Control::connect(&claimed.record.qmp)?)

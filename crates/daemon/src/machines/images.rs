@@ -3,7 +3,7 @@
 //! A file without a name is its processes' alone: it ends with the last one that maps it. With a name it can be had
 //! again by a daemon started anew, when its source has gone, for another clone. So a file has a name from its fork on:
 //! `image@RANDOM`, beside machines' RAM. A name says nothing of who needs the file: it goes when no process maps the
-//! file and no record *keeps* it ([`KeptImage`]). Of a kept file no page is given back, whoever maps it.
+//! file and no record *keeps* it (`KeptImage`). Of a kept file no page is given back, whoever maps it.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};

@@ -41,7 +41,7 @@ pub struct Entry {
     pub begun: u64,
     /// Held while its record is written.
     writing: Arc<Mutex<()>>,
-    /// Held while something short is done with it that nobody sees: see [`Machines::while_free`].
+    /// Held while something short is done with it that nobody sees: see `Machines::while_free`.
     resting: Arc<Mutex<()>>,
 }
 

@@ -11,17 +11,17 @@
 //!   pages, asked for and pushed
 //! ```
 //!
-//! For the migration the clone is a guest in a VMM of its own ([`Still`]): it stands still from the fork's pause on,
+//! For the migration the clone is a guest in a VMM of its own (`Still`): it stands still from the fork's pause on,
 //! its devices are those that were saved, and its RAM is the image. There is nobody to let run here again: a clone that
 //! does not arrive never was.
 //!
 //! The image does not change any more, so nothing of post-copy's races with a writer is left. Two are of the fork
 //! itself:
-//! * **What the guest writes before the pause** is in the file by then, and nobody has read it: [`Writes`] names all of
+//! * **What the guest writes before the pause** is in the file by then, and nobody has read it: `Writes` names all of
 //!   the image once the pause is over, and no page goes before.
 //! * **What the VMM could write after it** (what it has not unmapped yet, or has opened once more) would be seen by a
 //!   clone. So before a clone is handed over nobody may be able to write the image
-//!   ([`wait_until_nobody_writes`](super::Image::wait_until_nobody_writes)): [`Pause::nobody_writes`].
+//!   (`wait_until_nobody_writes`): `Pause::nobody_writes`.
 
 use std::io::Write;
 use std::net::Shutdown;

@@ -14,7 +14,7 @@
 //! * It gives memory back that is about to be touched here: a page of zeros comes in the hole's place, which travels
 //!   as zeros.
 //! * A huge mapping is left all the same, as where memory is locked: then the scan that arms finds it, it is protected
-//!   entry by entry ([`left_huge`]), and whatever was written meanwhile is sent, because nothing has been sent yet. One
+//!   entry by entry (`left_huge`), and whatever was written meanwhile is sent, because nothing has been sent yet. One
 //!   that comes later makes tracking coarse there, and loses nothing.
 
 use std::collections::HashSet;

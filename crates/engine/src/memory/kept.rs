@@ -6,7 +6,7 @@
 //!
 //! # Who could write them
 //! * the VMM, until its process has ended, and other processes that have its RAM mapped shared. So the kernel is asked
-//!   whether anybody has a file open for writing, each time before anything is made of it ([`Kept::files`]): where that
+//!   whether anybody has a file open for writing, each time before anything is made of it (`Kept::files`): where that
 //!   is so, it is not used. Once it is not so it never is again, because nobody can open the file
 //! * this process, which has copies open for writing until the first time that they are asked for
 

@@ -61,6 +61,17 @@ pub struct Link {
     pub control: Asking,
 }
 
+/// What a machine is proposed with, beside what it is.
+#[derive(Debug)]
+pub struct With<'a> {
+    /// The gang that it shares pages with, and which of its members it is.
+    pub gang: Option<&'a (Arc<Gang>, u16)>,
+    /// Its tickets.
+    pub tickets: &'a Tickets,
+    /// What it is, where it is a clone of a machine that runs on.
+    pub clone: Option<Clone>,
+}
+
 impl Link {
     /// Reaches the destination and agrees on version and features, for this migration.
     ///
@@ -93,7 +104,7 @@ impl Link {
         spec: &VmSpec,
         options: &MigrateOptions,
         layout: u64,
-        (gang, tickets, clone): (Option<&(Arc<Gang>, u16)>, &Tickets, Option<Clone>),
+        With { gang, tickets, clone }: With<'_>,
     ) -> Result<Peer, MigrateError> {
         let identity = self.control.identify()?;
         let kept = identity.map_or(Ok(false), |daemon| self.show(tickets, daemon))?;

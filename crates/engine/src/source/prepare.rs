@@ -10,7 +10,7 @@ use sterna_protocol::hello::Features;
 use super::departure::Departure;
 use super::free::FreePages;
 use super::gang::Member;
-use super::link::{Link, Peer};
+use super::link::{Link, Peer, With};
 use super::postcopy::drive::Begun;
 use super::postcopy::work::Work;
 use super::rounds::Rounds;
@@ -65,7 +65,8 @@ pub fn prepare<'a, 'd: 'a>(
     let proposed = std::thread::scope(|scope| {
         scope.spawn(|| free_pages.find());
         let Departure { id, spec, gang, tickets, clone, .. } = departure;
-        link.propose(*id, spec, options, ram.layout().digest(), (gang.as_ref(), &*tickets, *clone))
+        let with = With { gang: gang.as_ref(), tickets, clone: *clone };
+        link.propose(*id, spec, options, ram.layout().digest(), with)
     });
     let peer = proposed?;
     agree(departure, link, &peer)?;
