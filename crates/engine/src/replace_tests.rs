@@ -220,7 +220,6 @@ fn whatever_fails_before_that_the_new_vmm_has_ended_when_the_guest_goes_on_in_th
     }
 }
 
-/// Seen to fail where the devices' state goes its way as it comes.
 #[test]
 fn a_vmm_with_ram_of_its_own_gets_the_guest_s_before_it_gets_any_device() {
     for (fails, ends) in [("nothing", ["commit", "start"]), ("move RAM", ["the new one ends", "rollback"])] {

@@ -99,7 +99,6 @@ fn what_was_shared_reads_as_before_and_what_is_written_goes_to_nobody_else() {
 
 const PAGES: u64 = RAM_BYTES / PAGE;
 
-/// Seen to fail where what were holes at the look are not looked at again.
 #[test]
 fn what_is_written_or_given_back_after_its_file_was_looked_at_reads_as_it_is() {
     for bridged in [0, 8 * PAGE] {
