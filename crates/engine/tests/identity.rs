@@ -19,14 +19,21 @@ use sterna_engine::error::MigrateError;
 use sterna_engine::host::{DaemonId, DestinationHost, Verdict};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::{Fate, ask_verdict, migrate};
-use sterna_protocol::hello::HELLO_BYTES;
+use sterna_protocol::hello::{Features, HELLO_BYTES};
+use sterna_protocol::spec::Kin;
 
 const MIB: u64 = 1 << 20;
-/// Where a hello has its minor version.
+/// Where a hello has its minor version, and its features.
 const MINOR: std::ops::Range<usize> = 10..12;
+const FEATURES: std::ops::Range<usize> = 16..24;
 
 /// Passes connections on to `to`, as two daemons would talk of which one speaks 1.0.
 fn as_1_0(to: String) -> String {
+    as_older(to, |hello| hello[MINOR].fill(0))
+}
+
+/// Passes connections on to `to`, as two daemons would talk of which one is older: it says `older` hellos.
+fn as_older(to: String, older: fn(&mut [u8; HELLO_BYTES])) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
     std::thread::spawn(move || {
@@ -36,7 +43,7 @@ fn as_1_0(to: String) -> String {
                 std::thread::spawn(move || {
                     let mut hello = [0; HELLO_BYTES];
                     if from.read_exact(&mut hello).is_ok() {
-                        hello[MINOR].fill(0);
+                        older(&mut hello);
                         let _ = to.write_all(&hello).and_then(|()| std::io::copy(&mut from, &mut to).map(drop));
                     }
                     let _ = to.shutdown(std::net::Shutdown::Write);
@@ -112,4 +119,27 @@ fn a_guest_whose_rollback_fails_is_not_said_to_be_back() {
     assert!(!rolled_back.load(Ordering::Acquire));
     outcome.vmm.rollback().expect("what it needs is kept until it works");
     assert!(rolled_back.load(Ordering::Acquire));
+}
+
+fn without_families(hello: &mut [u8; HELLO_BYTES]) {
+    let own = Features::FAMILIES.0.to_le_bytes();
+    hello[FEATURES].iter_mut().zip(own).for_each(|(byte, own)| *byte &= !own);
+}
+
+#[test]
+fn what_a_machine_is_related_to_goes_along_where_both_daemons_know_of_families() {
+    if !tracking_works() {
+        return;
+    }
+    let ram = GuestRam::new(MIB);
+    let kin = Kin { family: "origin-1".into(), forked_from: Some("origin".into()) };
+    for old in [false, true] {
+        let (host, peer) = Destination::serve();
+        let peer = if old { as_older(peer, without_families) } else { peer };
+        let mut going = outgoing(&ram, SourceVmm::new(None), InsideSelf::default());
+        going.spec.kin = Some(kin.clone());
+        let outcome = migrate(going, &peer, &MigrateOptions::default(), &Source::default(), &Monitor::new("guest"));
+        assert_eq!((outcome.fate, outcome.report.status), (Fate::There, Status::Completed), "{:?}", outcome.report);
+        assert_eq!(*host.kin.lock().unwrap(), (!old).then(|| kin.clone()), "old: {old}");
+    }
 }

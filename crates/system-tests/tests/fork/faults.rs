@@ -13,7 +13,7 @@ use super::{are_well, daemon_dies_in, fork, forked, machines, with_origin};
 /// The longest delay of a blow, microseconds: about what a fork takes on a machine that is not in a hurry.
 const LATEST_US: u64 = 250_000;
 
-fn stop(site: &Site, name: &str) {
+pub fn stop(site: &Site, name: &str) {
     cli::ask(site.host("a"), &["stop", name, "--force"]).expect(0, &[]);
 }
 

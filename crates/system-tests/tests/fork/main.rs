@@ -19,6 +19,9 @@ mod network;
 /// A guest that was cloned knows it, and one that was moved does not take itself for a clone.
 mod generation;
 
+/// Clones that are held ready, and families.
+mod warm;
+
 use std::collections::HashSet;
 
 use sterna_api::{Forked, MemoryMode, Vm, VmState};

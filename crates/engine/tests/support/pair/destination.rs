@@ -22,7 +22,7 @@ use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_engine::transport::clock::now_us;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::{self, EventTime, VmmError};
-use sterna_protocol::spec::{GangSpec, Ticket, VmSpec};
+use sterna_protocol::spec::{GangSpec, Kin, Ticket, VmSpec};
 use sterna_sys::map::{Access, SharedMapping};
 
 use super::guest::GuestRam;
@@ -128,6 +128,8 @@ pub struct Destination {
     pub credentials: Option<Arc<Credentials>>,
     /// What the machine that came last is, where it is a clone.
     pub clone: Mutex<Option<host::Clone>>,
+    /// What the machine that came last is related to.
+    pub kin: Mutex<Option<Kin>>,
     /// Who it says it is.
     pub identity: AtomicU64,
     /// What it has kept of a guest that left, and the number of its ticket.
@@ -217,6 +219,7 @@ impl DestinationHost for Destination {
             happens();
         }
         self.aborted.store(false, Ordering::Release);
+        self.kin.lock().unwrap().clone_from(&spec.kin);
         *self.clone.lock().unwrap() = clone;
         let huge = self.huge.lock().unwrap().clone();
         let directory = huge.as_deref().unwrap_or(Path::new("/dev/shm"));
