@@ -168,8 +168,7 @@ impl Daemon {
     /// The part that replaces machines' QEMUs.
     #[must_use]
     pub fn replace(&self) -> Replace<'_> {
-        let may_haste = self.config.pause_priority;
-        Replace { care: &self.care, launcher: &self.launcher, images: &self.images, may_haste }
+        Replace { care: &self.care, launcher: &self.launcher, may_haste: self.config.pause_priority }
     }
 
     /// The part that forks machines.

@@ -135,7 +135,11 @@ impl Fork<'_> {
         }
         // Until now a page of it that only a clone needed could have been given back. Where one needs it on another
         // host, the clone's record keeps it.
-        mark(self.images, &frozen.latest);
+        mark(&frozen.latest);
+        // And had by its name.
+        if let Err(error) = self.images.name(&frozen.latest) {
+            tracing::warn!(%error, "no template can be made of what a fork has made common");
+        }
         if request.hold.is_some() {
             let vm = template_name(request, name);
             match self.warm.make(request, &now, &machine, (frozen.image, &saved.devices)) {
@@ -348,14 +352,10 @@ struct Paused {
     now: VmRecord,
 }
 
-/// Has pages of what guests' own pages have become given back when nobody needs them any more, and until then the file
-/// had by its name.
-pub fn mark(images: &Images, latest: &File) {
+/// Has pages of what guests' own pages have become given back when nobody needs them any more.
+pub fn mark(latest: &File) {
     if let Err(error) = mark_as_pool(latest) {
         tracing::warn!(%error, "what a fork has made common stays when nobody needs it any more");
-    }
-    if let Err(error) = images.name(latest) {
-        tracing::warn!(%error, "no template can be made of what a fork has made common");
     }
 }
 

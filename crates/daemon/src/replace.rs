@@ -34,7 +34,6 @@ use crate::fork;
 use crate::machines::control::{self, Control};
 use crate::machines::files::kept_log;
 use crate::machines::hold::{Hold, InPlace};
-use crate::machines::images::Images;
 use crate::machines::reach::check_movable;
 use crate::machines::record::{VmRecord, version};
 use crate::machines::start::{Launcher, Started};
@@ -59,8 +58,6 @@ pub struct Replace<'a> {
     pub care: &'a Care,
     /// What starts QEMUs.
     pub launcher: &'a Launcher,
-    /// The files of RAM that templates may be made of.
-    pub images: &'a Images,
     /// Whether the threads of a pause may go before all others.
     pub may_haste: bool,
 }
@@ -125,7 +122,7 @@ impl Replace<'_> {
         replaced.verify = handed.verify;
         if let Some(layer) = layer {
             (replaced.copied_bytes, replaced.copied_in_pause_bytes) = (layer.bytes, layer.late_bytes);
-            fork::mark(self.images, &layer.file);
+            fork::mark(&layer.file);
         }
         if let Some(start) = handed.start {
             replaced.pause_ms = start.0.saturating_sub(handed.stopped.stop.0) as f64 / 1e3;
