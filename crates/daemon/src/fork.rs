@@ -136,7 +136,7 @@ impl Fork<'_> {
         // Until now a page of it that only a clone needed could have been given back. Where one needs it on another
         // host, the clone's record keeps it.
         mark(&frozen.latest);
-        // And had by its name.
+        // By its name it can be had for a template.
         if let Err(error) = self.images.name(&frozen.latest) {
             tracing::warn!(%error, "no template can be made of what a fork has made common");
         }
