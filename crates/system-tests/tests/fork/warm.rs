@@ -167,7 +167,7 @@ fn a_thousand_forks_in_a_row_leave_nothing_and_ram_stays_in_few_pieces() {
         let origin = Member::new(site, "origin");
         let pid = origin.shown("a").pid;
         let round = |site: &Site, number: usize| {
-            let held = number % 2 == 0;
+            let held = number.is_multiple_of(2);
             if held {
                 forked(&fork(site, "origin", &["--hold", "1"]));
                 says(&take(site, "clone"), &["held ready"]);
@@ -180,7 +180,7 @@ fn a_thousand_forks_in_a_row_leave_nothing_and_ram_stays_in_few_pieces() {
                 let mappings = mappings(of);
                 assert!(mappings < 8192 + BESIDE, "{mappings}");
             }
-            if number % 50 == 0 {
+            if number.is_multiple_of(50) {
                 are_well(site, &["origin", "clone"]);
             }
             stop(site, "clone");
