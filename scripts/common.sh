@@ -2,7 +2,8 @@
 
 BUILD=$ROOT/build
 TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
-LOG=$BUILD/log
+# Runs of `./x test` beside each other have a folder each.
+LOG=${STERNA_LOG:-$BUILD/log}
 
 # One line a step, on standard error: `./x env` and the programs that `./x` starts own standard output.
 step() { printf '==> %s\n' "$*" >&2; }

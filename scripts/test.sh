@@ -6,7 +6,7 @@ LANES=$(($(nproc) > 1 ? 2 : 1))
 
 # Every test of the workspace, then what was skipped and one closing line. With arguments: those that `cargo test` takes.
 run_tests() {
-    local log=$BUILD/log/test.log status=0 tests=every_test
+    local log=$LOG/test.log status=0 tests=every_test
     (($# == 0)) || tests=chosen_tests
     lint
     eval "$(environment)"
