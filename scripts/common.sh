@@ -3,7 +3,7 @@
 BUILD=$ROOT/build
 TARGET=${CARGO_TARGET_DIR:-$ROOT/target}
 # Runs of `./x test` beside each other have a folder each.
-LOG=${STERNA_LOG:-$BUILD/log}
+LOG=${STERNA_TEST_OUTPUT:-$BUILD/log}
 
 # One line a step, on standard error: `./x env` and the programs that `./x` starts own standard output.
 step() { printf '==> %s\n' "$*" >&2; }
