@@ -452,43 +452,55 @@ fn once_a_guests_memory_is_sealed_nothing_is_taken_until_the_seal_is_lifted() {
     assert_eq!(churn.end(), 0, "the guest lost pages");
 }
 
+/// How often a guest is moved until its memory was taken at a moment that a migration sees.
+const TRIES: u32 = 20;
+
 #[test]
 fn a_guest_that_is_moved_while_its_free_memory_is_taken_arrives_whole() {
     if !tracking_works() {
         return;
     }
     for mode in [Mode::Precopy, Mode::Hybrid] {
-        let guest = ToyGuest::new();
-        let (faults, _) = faults_of(&guest);
-        let churn = Churn::start(&guest);
-        let taker = Taker::start(&guest, &faults);
-        let (say_it, said) = std::sync::mpsc::channel();
-        let mut vmm = SourceVmm::new(None);
-        vmm.faults.at_stop = Some(Box::new(move || {
-            // Nobody tells it to end: what is punched after the last collection is in no map.
-            say_it.send((taker.ended(), churn.end())).unwrap();
-        }));
-        let (host, peer) = Destination::serve();
-        host.postcopy.store(true, Ordering::Release);
-        let mut going = outgoing(&guest.ram, vmm, InsideSelf::default());
-        going.tracker = Box::new(WriteProtect::of(std::process::id(), Arc::clone(&faults)).unwrap());
-        let options = MigrateOptions {
-            mode,
-            skip_free: SkipFree::Off,
-            verify: true,
-            bandwidth_bytes_per_s: Some(40_000_000),
-            downtime_limit_ms: 2000.0,
-            precopy_rounds: (mode == Mode::Hybrid).then_some(4),
-            ..MigrateOptions::default()
-        };
-        let outcome = migrate(going, &peer, &options, &Source::default(), &Monitor::new("guest"));
-        let (accounts, bad) = said.recv_timeout(FOR_EVER).expect("the guest was stopped");
-        say("moved", &accounts);
-        let report = &outcome.report;
-        assert_eq!(report.status, Status::Completed, "{mode:?}: {:?}", report.error);
-        assert_eq!(bad, 0, "the guest lost pages");
-        assert!(report.verify.checked && report.verify.mismatches == 0, "{mode:?}: {:?}", report.verify);
-        assert!(sum(&accounts, |account| account.reclaimed_pages) > 0 && report.tracking.discarded_pages > 0);
-        host.assert_same(&guest.ram);
+        assert!(
+            (0..TRIES).any(|_| moved_while_taken(mode)),
+            "{mode:?}: nothing was taken, or the migration never knew"
+        );
     }
+}
+
+/// Moves a guest whose free memory is taken meanwhile. Returns whether some was taken, and the migration knew of it: where
+/// a processor is rare, the guest may have it all back before anybody looks.
+fn moved_while_taken(mode: Mode) -> bool {
+    let guest = ToyGuest::new();
+    let (faults, _) = faults_of(&guest);
+    let churn = Churn::start(&guest);
+    let taker = Taker::start(&guest, &faults);
+    let (say_it, said) = std::sync::mpsc::channel();
+    let mut vmm = SourceVmm::new(None);
+    vmm.faults.at_stop = Some(Box::new(move || {
+        // Nobody tells it to end: what is punched after the last collection is in no map.
+        say_it.send((taker.ended(), churn.end())).unwrap();
+    }));
+    let (host, peer) = Destination::serve();
+    host.postcopy.store(true, Ordering::Release);
+    let mut going = outgoing(&guest.ram, vmm, InsideSelf::default());
+    going.tracker = Box::new(WriteProtect::of(std::process::id(), Arc::clone(&faults)).unwrap());
+    let options = MigrateOptions {
+        mode,
+        skip_free: SkipFree::Off,
+        verify: true,
+        bandwidth_bytes_per_s: Some(40_000_000),
+        downtime_limit_ms: 2000.0,
+        precopy_rounds: (mode == Mode::Hybrid).then_some(4),
+        ..MigrateOptions::default()
+    };
+    let outcome = migrate(going, &peer, &options, &Source::default(), &Monitor::new("guest"));
+    let (accounts, bad) = said.recv_timeout(FOR_EVER).expect("the guest was stopped");
+    say("moved", &accounts);
+    let report = &outcome.report;
+    assert_eq!(report.status, Status::Completed, "{mode:?}: {:?}", report.error);
+    assert_eq!(bad, 0, "the guest lost pages");
+    assert!(report.verify.checked && report.verify.mismatches == 0, "{mode:?}: {:?}", report.verify);
+    host.assert_same(&guest.ram);
+    sum(&accounts, |account| account.reclaimed_pages) > 0 && report.tracking.discarded_pages > 0
 }
