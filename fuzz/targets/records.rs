@@ -1,13 +1,14 @@
-//! What a daemon finds in its state directory when it starts: the records of machines and of migrations, with fields
-//! replaced, left out, or added.
+//! What a daemon finds in its state directory when it starts: the records of machines, of migrations and of templates,
+//! with fields replaced, left out, or added.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
-use sterna_daemon::migration::records::MigrationRecord;
+use sterna_daemon::fork::templates::TemplateRecord;
 use sterna_daemon::machines::record::VmRecord;
+use sterna_daemon::migration::records::MigrationRecord;
 
 /// Which field, and what stands there instead; nothing where that is no JSON.
 type Changes = Vec<(u8, String)>;
@@ -34,7 +35,19 @@ const MACHINE: Fields = &[
     ("lifecycle", r#"{"incoming":7}"#),
     ("running", "true"),
     ("kept_before", "null"),
-    ("paging", "null"),
+    ("paging", r#"{"id":7,"from":"a","map":"/var/lib/sterna/ram/vm-1.missing","held_back":true}"#),
+    ("huge_pages", "true"),
+    ("waits_for_room", "true"),
+    ("succession", r#"{"done":{"tag":"0badcafe","former":{"pid":4711,"start_ticks":12,"boot":7},"files":["/run/a"]}}"#),
+    ("forking", r#"[{"id":"ram","path":"/r","bytes":4096,"page_bytes":4096,"private":140000000000000}]"#),
+    ("image", "true"),
+    ("overlays", r#"[{"of":"clone","path":"/d/clone.qcow2","base":"/d/vm.qcow2","node":"sterna-1"}]"#),
+    ("bases", r#"[{"image":"/d/vm.qcow2","overlay":"/d/over.qcow2","others":["/d/clone.qcow2"],"kept":true}]"#),
+    ("new_cards", r#"[{"netdev":"n","mac":"52:54:00:00:00:01","bus":"pcie.0","address":"2.0"}]"#),
+    ("tickets", r#"[{"host":1,"number":340282366920938463463374607431768211455}]"#),
+    ("held", r#"{"template":"t","taking":{"from":"t.1","to":"clone"}}"#),
+    ("forked_from", r#""origin""#),
+    ("family", r#""origin-0badcafe""#),
 ];
 
 const MIGRATION: Fields = &[
@@ -47,10 +60,33 @@ const MIGRATION: Fields = &[
     ("pages", r#""coming""#),
 ];
 
-fuzz_target!(|given: (Changes, Changes, Vec<u8>)| {
-    let (machine, migration, bytes) = given;
-    for text in [bytes, changed(MACHINE, &machine)] {
-        if let Some((record, again)) = read::<VmRecord>(&text) {
+/// All but the machine that it was made of.
+const TEMPLATE: Fields = &[
+    ("name", r#""t""#),
+    ("machine", r#""pc-q35-7.2""#),
+    ("arguments", r#"["-machine","q35"]"#),
+    ("content_bytes", "1048576"),
+    (
+        "image",
+        r#"{"files":[{"file":{"path":"/ram/t","device":[0,42],"inode":7},
+        "pieces":[{"block":0,"within":{"start":0,"end":4096},"offset":8192}]}],
+        "devices":{"path":"/ram/t.devices","device":[0,42],"inode":8}}"#,
+    ),
+    ("hold", "3"),
+];
+
+fuzz_target!(|given: (Changes, Changes, Changes, Vec<u8>)| {
+    let (machine, migration, template, bytes) = given;
+    let source = changed(MACHINE, &machine);
+    let mut whole = changed(TEMPLATE, &template);
+    whole.pop();
+    whole.extend([br#","source":"#.as_slice(), &source, b"}"].concat());
+    if machine.is_empty() && migration.is_empty() && template.is_empty() {
+        assert!(read::<VmRecord>(&source).is_some() && read::<TemplateRecord>(&whole).is_some(), "ours are none");
+        assert!(read::<MigrationRecord>(&changed(MIGRATION, &migration)).is_some(), "ours is none");
+    }
+    for text in [&bytes, &source] {
+        if let Some((record, again)) = read::<VmRecord>(text) {
             assert_eq!(record, again);
             let _ = (record.layout(), record.own_files());
         }
@@ -60,6 +96,11 @@ fuzz_target!(|given: (Changes, Changes, Vec<u8>)| {
         assert_eq!((record.id, record.vm, record.at_s, record.boot), (again.id, again.vm, again.at_s, again.boot));
         assert_eq!((record.from, record.pages), (again.from, again.pages));
         assert_eq!(std::mem::discriminant(&record.stage), std::mem::discriminant(&again.stage));
+    }
+    if let Some((record, again)) = read::<TemplateRecord>(&whole) {
+        assert_eq!((record.name, record.machine, record.arguments), (again.name, again.machine, again.arguments));
+        assert_eq!((record.content_bytes, record.hold), (again.content_bytes, again.hold));
+        assert_eq!((record.image, record.source), (again.image, again.source));
     }
 });
 
