@@ -162,3 +162,26 @@ fn what_went_wrong_at_the_destination_is_still_learned_where_pages_might_have_fo
     let outcome = run(&ram, SourceVmm::new(None), &peer, &options(Mode::Auto));
     assert_eq!((outcome.fate, outcome.report.error.unwrap().code.as_str()), (Fate::Here, "out-of-memory"));
 }
+
+/// A VMM on a busy host, whose guest has stopped when the VMM is not yet seen to have stopped it: what is sent until the
+/// next look is sent in the pause. Seen to fail, nothing following, while that was a whole round.
+#[test]
+fn pages_that_go_until_a_guest_is_known_to_have_stopped_are_few_however_many_are_left() {
+    if !tracking_works() {
+        return;
+    }
+    let ram = Arc::new(filled_ram());
+    let (host, peer) = Destination::serve();
+    host.postcopy.store(true, Ordering::Release);
+    let mut vmm = SourceVmm::new(None);
+    vmm.faults.stop_is_told_late = true;
+    let rewritten = Arc::clone(&ram);
+    vmm.faults.at_stop = Some(Box::new(move || (0..PAGES / 2).for_each(|page| rewritten.write_page(page, 0xfe))));
+    let bandwidth_bytes_per_s = Some(8 * MIB);
+    let options = MigrateOptions { bandwidth_bytes_per_s, streams: 1, ..options(Mode::Hybrid) };
+    let report = run(&ram, vmm, &peer, &options).report;
+    assert_eq!((report.status, &report.error), (Status::Completed, &None));
+    let residue = report.postcopy.residue_pages;
+    assert!((PAGES / 4..=PAGES / 2).contains(&residue), "{residue} pages: {:?}", report.rounds);
+    host.assert_same(&ram);
+}

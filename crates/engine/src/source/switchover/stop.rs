@@ -12,11 +12,12 @@ use crate::vmm::{Stopped, VmmError};
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the VMM may take to save or to load its devices.
 pub(super) const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long one wait for the stop takes; if the stop takes longer, another round goes meanwhile.
+/// How long one wait for the stop takes; if the stop takes longer, pages go for as long, and so on in turn.
 const STOP_LOOK: Duration = Duration::from_millis(20);
 
 /// Waits until the guest has stopped. A VMM that must move memory of its own first (a display's) takes a while, in
-/// which the guest runs on: its pages go meanwhile.
+/// which the guest runs on: its pages go meanwhile. So does one on a busy host, whose guest may stop at any moment: what
+/// is sent after that is sent in the pause, so only a part goes before the next look, not a whole round.
 pub(super) fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Rounds) -> Result<Stopped, MigrateError> {
     let deadline = Instant::now() + STOP_TIMEOUT;
     loop {
@@ -30,7 +31,7 @@ pub(super) fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Roun
         if !rounds.done.is_empty() {
             rounds.collect(departure.tracker)?;
             rounds.look_for_untracked(departure.vmm)?;
-            rounds.send(link, None)?;
+            rounds.send(link, Some(Instant::now() + STOP_LOOK))?;
         }
     }
 }

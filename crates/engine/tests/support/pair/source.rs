@@ -18,6 +18,8 @@ use super::guest::Writers;
 /// What happens to a VMM on purpose.
 #[derive(Default)]
 pub struct Faults {
+    /// At the first look it does not say yet that the guest has stopped.
+    pub stop_is_told_late: bool,
     pub at_stop: Option<Box<dyn FnOnce() + Send>>,
     pub while_saving: Option<Box<dyn FnOnce() + Send>>,
     /// Before it says that it has saved them.
@@ -88,6 +90,9 @@ impl vmm::Source for SourceVmm {
         self.writers.iter_mut().for_each(Writers::stop);
         if let Some(act) = self.faults.at_stop.take() {
             act();
+        }
+        if std::mem::take(&mut self.faults.stop_is_told_late) {
+            return Ok(None);
         }
         Ok(Some(Stopped { stop, ready: EventTime(now_us()) }))
     }
