@@ -69,8 +69,8 @@ fn a_reader_beside_a_writer_misses_nothing() {
     let mut log = program.agent().discard_log().expect("the log");
     let pages = RAM_BYTES / 4096;
     let expected: Vec<_> = (0..CAPACITY).map(|index| index * 4096 % RAM_BYTES).collect();
-    // No more at a time than the log holds: a reader that has to wait for a processor loses nothing either. A writer that
-    // waits for one in the middle of an entry makes the log say *everything*: such a round is none.
+    // No more at a time than the log holds: a reader that has to wait for a processor loses nothing either. A writer
+    // that waits for one in the middle of an entry makes the log say *everything*: such a round is none.
     let (rounds, order) = (4 * pages / CAPACITY + 1, format!("punch-each-page {CAPACITY}"));
     let mut complete = 0;
     for _ in 0..TRIES * rounds {

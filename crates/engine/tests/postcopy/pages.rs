@@ -163,8 +163,8 @@ fn what_went_wrong_at_the_destination_is_still_learned_where_pages_might_have_fo
     assert_eq!((outcome.fate, outcome.report.error.unwrap().code.as_str()), (Fate::Here, "out-of-memory"));
 }
 
-/// A VMM on a busy host, whose guest has stopped when the VMM is not yet seen to have stopped it: what is sent until the
-/// next look is sent in the pause. Seen to fail, nothing following, while that was a whole round.
+/// A VMM on a busy host, whose guest has stopped when the VMM is not yet seen to have stopped it: what is sent until
+/// the next look is sent in the pause. Seen to fail, nothing following, while that was a whole round.
 #[test]
 fn pages_that_go_until_a_guest_is_known_to_have_stopped_are_few_however_many_are_left() {
     if !tracking_works() {

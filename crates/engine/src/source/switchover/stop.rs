@@ -16,8 +16,8 @@ pub(super) const DEVICE_TIMEOUT: Duration = Duration::from_secs(30);
 const STOP_LOOK: Duration = Duration::from_millis(20);
 
 /// Waits until the guest has stopped. A VMM that must move memory of its own first (a display's) takes a while, in
-/// which the guest runs on: its pages go meanwhile. So does one on a busy host, whose guest may stop at any moment: what
-/// is sent after that is sent in the pause, so only a part goes before the next look, not a whole round.
+/// which the guest runs on: its pages go meanwhile. So does one on a busy host, whose guest may stop at any moment:
+/// what is sent after that is sent in the pause, so only a part goes before the next look, not a whole round.
 pub(super) fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Rounds) -> Result<Stopped, MigrateError> {
     let deadline = Instant::now() + STOP_TIMEOUT;
     loop {
