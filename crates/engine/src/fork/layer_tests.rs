@@ -99,31 +99,38 @@ impl Rig {
     }
 }
 
-#[test]
-fn what_a_guest_writes_while_its_pages_are_copied_is_in_the_layer() {
-    let Some(rig) = Rig::new() else { return };
-    (0..PAGES).step_by(3).for_each(|page| rig.set(page, 1));
-    let mut draft = rig.draft(rig.tracker());
+/// Does this again and again beside a guest that writes: pages of before, pages that were not there, and zeros in the
+/// place of something. A hundred writes come after the beginning of each time.
+fn while_it_writes(rig: &Rig, times: u32, mut act: impl FnMut(u32)) {
     let (stop, writes) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !stop.load(Ordering::Acquire) {
                 let number = writes.fetch_add(1, Ordering::AcqRel);
-                // Pages of before, pages that were not there, and zeros in the place of something.
                 rig.set(number.wrapping_mul(7919) % PAGES, (number % 5) as u8);
             }
         });
-        for round in 0..20 {
+        for time in 0..times {
             let before = writes.load(Ordering::Acquire);
-            draft.copy_ahead().expect("copied");
-            if round == 10 {
-                draft.ahead().expect("what another process maps");
-            }
+            act(time);
             while writes.load(Ordering::Acquire) < before + 100 {
                 std::thread::yield_now();
             }
         }
         stop.store(true, Ordering::Release);
+    });
+}
+
+#[test]
+fn what_a_guest_writes_while_its_pages_are_copied_is_in_the_layer() {
+    let Some(rig) = Rig::new() else { return };
+    (0..PAGES).step_by(3).for_each(|page| rig.set(page, 1));
+    let mut draft = rig.draft(rig.tracker());
+    while_it_writes(&rig, 20, |round| {
+        draft.copy_ahead().expect("copied");
+        if round == 10 {
+            draft.ahead().expect("what another process maps");
+        }
     });
     assert_eq!(rig.wrong(&mut draft), [0; 0]);
     let runs = draft.runs().expect("runs");
@@ -151,23 +158,7 @@ fn a_layer_of_all_of_ram_is_whole_in_its_file_whatever_was_written_or_discarded_
     let Some(rig) = Rig::new() else { return };
     (0..PAGES).step_by(3).for_each(|page| rig.set(page, 1));
     let mut draft = rig.draft(rig.tracker()).whole();
-    let (stop, writes) = (AtomicBool::new(false), AtomicU64::new(0));
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !stop.load(Ordering::Acquire) {
-                let number = writes.fetch_add(1, Ordering::AcqRel);
-                rig.set(number.wrapping_mul(7919) % PAGES, (number % 5) as u8);
-            }
-        });
-        for _ in 0..5 {
-            let before = writes.load(Ordering::Acquire);
-            draft.copy_ahead().expect("copied");
-            while writes.load(Ordering::Acquire) < before + 100 {
-                std::thread::yield_now();
-            }
-        }
-        stop.store(true, Ordering::Release);
-    });
+    while_it_writes(&rig, 5, |_| draft.copy_ahead().expect("copied"));
     // Pages that the file has, far from any that stays.
     rig.mappings[0].discard(100 * P..900 * P).expect("discarded");
     assert_eq!(rig.wrong(&mut draft), [0; 0]);
