@@ -1,4 +1,5 @@
-# Reads what `cargo test … -- --show-output` printed; prints each skip with its reason, and the closing line.
+# Reads what `cargo test … -- --show-output` printed; prints each skip with its reason, each failure with its first
+# words, and the closing line.
 # A test that cannot run here prints `skipped: REASON` and returns: cargo counts it as passed, this does not.
 # status: cargo's exit status.
 
@@ -10,6 +11,22 @@
     print test " " $0
 }
 
+# Tests that are to panic say so, too; theirs comes before this word.
+/^failures:$/ { failing = 1 }
+
+failing && /^thread .* panicked at / && !(test in broken) {
+    place = $0
+    sub(/.* panicked at /, "", place)
+    broken[test]
+    awaited = 1
+    next
+}
+
+awaited {
+    failure[++failures] = test " failed at " place " " $0
+    awaited = 0
+}
+
 /^test result: / {
     for (i = 2; i < NF; i++) {
         if ($(i + 1) == "passed;") passed += $i
@@ -18,6 +35,8 @@
     }
     # Names are unique within one program of tests only.
     split("", unable)
+    split("", broken)
+    failing = 0
     test = ""
 }
 
@@ -26,5 +45,6 @@ END {
         print "the tests did not run to their end"
         failed = 1
     }
+    for (i = 1; i <= failures; i++) print failure[i]
     printf "%d passed, %d failed, %d skipped\n", passed - unables, failed, ignored + unables
 }

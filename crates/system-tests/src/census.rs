@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use sterna_bench::lab::{Host, cgroup, net, state};
 
-use crate::Site;
 use crate::site::files;
+use crate::{PATIENCE, Site};
 
 /// What one host holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,6 +47,62 @@ impl Census {
             devices: devices(host),
             mounts: mounts(&host.directory),
         }
+    }
+
+    /// The census of the host once it has not changed for a second: what ended a moment ago may take another to go.
+    ///
+    /// # Panics
+    /// Where the host has no daemon.
+    #[must_use]
+    pub fn settled(site: &Site, host: &str) -> Self {
+        let (mut seen, mut since) = (Self::of(site, host), Instant::now());
+        while since.elapsed() < Duration::from_secs(1) {
+            std::thread::sleep(Duration::from_millis(100));
+            let now = Self::of(site, host);
+            if now != seen {
+                (seen, since) = (now, Instant::now());
+            }
+        }
+        seen
+    }
+
+    /// Waits until the host holds no more than this.
+    ///
+    /// Less is no fault: what was about to go when this was taken has gone.
+    ///
+    /// # Panics
+    /// With what the host holds more, where that does not go.
+    pub fn is_all_of(&self, site: &Site, host: &str) {
+        let since = Instant::now();
+        loop {
+            let more = Self::of(site, host).beyond(self);
+            if more.is_empty() {
+                return;
+            }
+            assert!(since.elapsed() < PATIENCE, "host {host} holds more than it did: {}", more.join(", "));
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// What this one has more than another, in words.
+    fn beyond(&self, before: &Self) -> Vec<String> {
+        let counts = |census: &Self| {
+            let numbers = [
+                ("userfaultfds", census.userfaultfds),
+                ("threads of the daemon", census.threads),
+                ("files", census.files),
+            ];
+            let mut counts: BTreeMap<String, usize> = numbers.map(|(name, count)| (name.to_owned(), count)).into();
+            counts.extend(census.programs.iter().map(|(name, count)| (format!("program {name}"), *count)));
+            counts.extend(census.descriptors.iter().map(|(name, count)| (format!("descriptor {name}"), *count)));
+            let names = census.devices.iter().map(|name| format!("device {name}"));
+            counts.extend(names.chain(census.mounts.iter().map(|name| format!("mount {name}"))).map(|name| (name, 1)));
+            counts
+        };
+        let held = counts(before);
+        let had = |name: &str| held.get(name).copied().unwrap_or(0);
+        let more = counts(self).into_iter().filter(|(name, count)| *count > had(name));
+        more.map(|(name, count)| format!("{count} {name} where there were {}", had(&name))).collect()
     }
 }
 

@@ -3,20 +3,7 @@
 use sterna_api::Phase;
 use sterna_system_tests::census::{left_of_lab, ram_bytes};
 use sterna_system_tests::needs::left_to_the_proofs;
-use sterna_system_tests::{Census, PATIENCE, Plan, Point, Proxy, Site, cli, needs, on_shared_site, skip_without, turn};
-
-/// What `look` sees once it has not changed for a second: what ended a moment ago may take another to go.
-fn settled<T: PartialEq>(look: impl Fn() -> T) -> T {
-    let (mut seen, mut since) = (look(), std::time::Instant::now());
-    while since.elapsed().as_secs() < 1 {
-        std::thread::sleep(std::time::Duration::from_millis(100));
-        let now = look();
-        if now != seen {
-            (seen, since) = (now, std::time::Instant::now());
-        }
-    }
-    seen
-}
+use sterna_system_tests::{Census, Plan, Point, Proxy, Site, cli, needs, on_shared_site, skip_without, turn};
 
 /// Both hosts before and after `work`, whatever it does.
 fn leaves_nothing(work: impl Fn(&mut Site)) {
@@ -26,18 +13,13 @@ fn leaves_nothing(work: impl Fn(&mut Site)) {
     on_shared_site(|site| {
         // The first time brings what stays on purpose.
         work(site);
-        let census = |site: &Site| ["a", "b"].map(|host| Census::of(site, host));
-        let before = settled(|| census(site));
+        let before = ["a", "b"].map(|host| (host, Census::settled(site, host)));
         for _ in 0..3 {
             work(site);
         }
-        let mut after = census(site);
-        let start = std::time::Instant::now();
-        while after != before && start.elapsed() < PATIENCE {
-            std::thread::sleep(std::time::Duration::from_millis(100));
-            after = census(site);
+        for (host, before) in before {
+            before.is_all_of(site, host);
         }
-        assert_eq!(after, before);
         assert_eq!(ram_bytes(site.there()), 0);
         site.checker_is_well();
     });

@@ -122,7 +122,7 @@ fn to_and_fro(mode: &str) {
             replaced(&replace(&site, &["--qemu", &qemu.display().to_string()]));
         }
         is_well(&site, disk);
-        let before = Census::of(&site, site.names().0);
+        let before = Census::settled(&site, site.names().0);
         for number in 0..times(4, 200) {
             let (qemu, version) = if number % 2 == 0 { (&ten, "10.0") } else { (&seven, "7.2") };
             let report = replaced(&replace(&site, &["--verify", "--qemu", &qemu.display().to_string()]));
@@ -146,13 +146,7 @@ fn to_and_fro(mode: &str) {
                 report.copied_in_pause_bytes >> 10
             );
         }
-        let same = |now: &Census| {
-            if *now != before {
-                println!("{now:#?}, and before {before:#?}");
-            }
-            *now == before
-        };
-        site.eventually("the host holds what it held before", || same(&Census::of(&site, site.names().0)));
+        before.is_all_of(&site, site.names().0);
         // And it can still be moved.
         let mut site = site;
         site.migrate(&[]);
