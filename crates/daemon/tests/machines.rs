@@ -2,6 +2,9 @@
 
 mod support;
 
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
 use support::{BARE, Host, cannot_run, eventually, run_request, runs};
 
 #[test]
@@ -40,6 +43,30 @@ fn machine_types_and_memory_above_4_gib_start() {
         assert_eq!(status, 201, "{machine}: {vm}");
         assert_eq!(vm["state"], "running", "{vm}");
     }
+}
+
+/// QEMU opens its QMP socket, and then waits for whoever reads its serial line, as it would make much memory. Seen to
+/// fail: it was given 5 s to answer, and ended.
+#[test]
+fn a_qemu_that_takes_longer_to_start_is_waited_for() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    let serial = host.state().join("serial");
+    let listens = format!("unix:{},server=on,wait=on", serial.display());
+    let request = run_request("a", &[&BARE[..], &["-serial", &listens]].concat());
+    let (status, vm) = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| host.ask("POST", "/v1/vms", Some(&request)));
+        let mut reader = None;
+        eventually("it listens for its reader", || {
+            std::thread::sleep(Duration::from_secs(7));
+            reader = UnixStream::connect(&serial).ok();
+            reader.is_some() || asked.is_finished()
+        });
+        asked.join().expect("an answer")
+    });
+    assert_eq!((status, &vm["state"]), (201, &"running".into()), "{vm}");
 }
 
 #[test]

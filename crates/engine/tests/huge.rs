@@ -238,7 +238,8 @@ fn a_guest_in_huge_pages_arrives_whole_in_every_mode_and_huge_where_rounds_bring
         for page in 8192..9216 {
             huge.ram.write_page(page, 0);
         }
-        let writers = Writers::start(&huge.ram, 0..8000, Duration::from_micros(5));
+        // What is written before its turn goes later, and not as a huge page: how much that is depends on the machine.
+        let writers = Writers::start(&huge.ram, 0..2048, Duration::from_micros(5));
         let leaving = outgoing(&huge.ram, SourceVmm::new(Some(writers)), huge.inside());
         let options = MigrateOptions { mode, verify: true, ..MigrateOptions::default() };
         let outcome = migrate(leaving, &peer, &options, &Source::default(), &Monitor::new("guest"));
@@ -249,8 +250,8 @@ fn a_guest_in_huge_pages_arrives_whole_in_every_mode_and_huge_where_rounds_bring
         let arrived = huge_of(file, huge.ram.bytes);
         println!("{mode:?}: {} MiB of {} arrived in huge pages", arrived / MIB, huge.ram.bytes / MIB);
         // Pages that follow a guest come a few at a time.
-        let expected = if mode == Mode::Postcopy { 0 } else { 56 * MIB };
-        assert!(arrived >= expected, "{mode:?}: of 60 MiB that are not all zeros");
+        let expected = if mode == Mode::Postcopy { 0 } else { 52 * MIB };
+        assert!(arrived >= expected, "{mode:?}: {arrived} of 60 MiB that are not all zeros, 8 of which are written");
     }
 }
 
