@@ -25,6 +25,14 @@ pub struct Goal {
     pub rounds: Option<u32>,
 }
 
+impl Goal {
+    /// Whether pages follow as soon as rounds are in vain: nothing else was asked for that may help them.
+    #[must_use]
+    pub fn turns_at_once(&self) -> bool {
+        self.postcopy && self.rounds.is_none() && self.downtime_ramp.is_none() && self.throttle_percent.is_none()
+    }
+}
+
 /// Measurements up to the end of a round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Measured {
@@ -39,6 +47,8 @@ pub struct Measured {
     pub speed: Speed,
     /// The time that the devices took, or are expected to take.
     pub device_time: Duration,
+    /// Whether the guest is known to be too fast for rounds ([`Foresight`](crate::foresight::Foresight)).
+    pub too_fast: bool,
 }
 
 impl Measured {
@@ -76,6 +86,8 @@ pub enum Decision {
 pub enum Because {
     /// The user asked for it, after a number of rounds.
     Asked,
+    /// The guest writes so fast that rounds cannot reach the limit ([`Foresight`](crate::foresight::Foresight)).
+    Foreseen,
     /// Rounds did not come nearer to the limit, and nothing else was left to try.
     Stalled,
     /// The time was up.
@@ -111,7 +123,8 @@ pub const MORE_THROTTLE: u8 = 10;
 ///    time nor [`MAX_POLISHING_ROUNDS`] are up.
 /// 3. The time is up: do what the user asked for in this case. Or the rounds that the user asked for are done: the rest
 ///    follows in post-copy.
-/// 4. A stall: the best predicted pause is no shorter, by [`WORTHWHILE`], for [`STALL_ROUNDS`] rounds (or
+/// 4. Rounds are known to be in vain, and nothing is left to try but post-copy: the rest follows at once.
+/// 5. A stall: the best predicted pause is no shorter, by [`WORTHWHILE`], for [`STALL_ROUNDS`] rounds (or
 ///    [`STEP_ROUNDS`]) and [`STALL_TIME`]. Progress counts and not time: a large guest on a slow link may take hours
 ///    and converge. Each stall leads to one step, while steps are left:
 ///    - the accepted limit is doubled until the shortest pause seen is within it, or until it is at the ramp's ceiling
@@ -121,7 +134,7 @@ pub const MORE_THROTTLE: u8 = 10;
 ///    After that the rest follows in post-copy where that is allowed; else the rounds go on until the time is up.
 ///    Pauses from before a stall are no measure for later ones: a guest that became busier is compared with itself as
 ///    it is now.
-/// 5. Else do another round.
+/// 6. Else do another round.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Convergence {
     goal: Goal,
@@ -212,6 +225,9 @@ impl Convergence {
         if timed_out {
             return self.time_is_up();
         }
+        if measured.too_fast && self.goal.turns_at_once() {
+            return Decision::Postcopy(Because::Foreseen);
+        }
         if stalled {
             return self.stall(measured, predicted);
         }
@@ -275,4 +291,4 @@ fn is_shorter(now: Duration, before: Duration) -> bool {
 
 #[cfg(test)]
 #[path = "convergence_tests.rs"]
-mod tests;
+pub(crate) mod tests;

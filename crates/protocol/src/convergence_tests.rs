@@ -3,10 +3,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::throughput::{Sample, Throughput};
 
-const LINK: f64 = 30_000.0;
-const RAM: f64 = 262_144.0;
-const DEVICES: Duration = Duration::from_millis(5);
-const GOAL: Goal = Goal {
+pub(crate) const LINK: f64 = 30_000.0;
+pub(crate) const RAM: f64 = 262_144.0;
+pub(crate) const DEVICES: Duration = Duration::from_millis(5);
+pub(crate) const GOAL: Goal = Goal {
     downtime_limit: Duration::from_millis(300),
     downtime_ramp: None,
     throttle_percent: None,
@@ -23,22 +23,23 @@ fn measured(rounds: u32, elapsed_ms: u64, pages_left: u64) -> Measured {
         pages_left,
         speed: Speed { bodies_per_s: LINK, light_per_s: 1e6, body_share: 1.0 },
         device_time: DEVICES,
+        too_fast: false,
     }
 }
 
 /// Pages that a guest writes at random, and its writes per second.
 #[derive(Clone, Copy)]
-struct Region {
-    pages: f64,
-    writes_per_s: f64,
+pub(crate) struct Region {
+    pub(crate) pages: f64,
+    pub(crate) writes_per_s: f64,
 }
 
-fn uniform(pages: f64, writes_per_s: f64) -> Vec<Region> {
+pub(crate) fn uniform(pages: f64, writes_per_s: f64) -> Vec<Region> {
     vec![Region { pages, writes_per_s }]
 }
 
 /// Nine of ten writes go to a tenth of the pages.
-fn hot_spot(pages: f64, writes_per_s: f64) -> Vec<Region> {
+pub(crate) fn hot_spot(pages: f64, writes_per_s: f64) -> Vec<Region> {
     vec![
         Region { pages: pages * 0.1, writes_per_s: writes_per_s * 0.9 },
         Region { pages: pages * 0.9, writes_per_s: writes_per_s * 0.1 },
@@ -47,23 +48,23 @@ fn hot_spot(pages: f64, writes_per_s: f64) -> Vec<Region> {
 
 /// What came of a simulated migration.
 #[derive(Debug)]
-struct Ended {
-    decision: Decision,
-    pause: Duration,
+pub(crate) struct Ended {
+    pub(crate) decision: Decision,
+    pub(crate) pause: Duration,
     elapsed: Duration,
     rounds: u32,
     policy: Convergence,
 }
 
 /// A guest on a simulated link and clock. Pages written again before their turn are skipped (`skips`) or not.
-struct Simulation {
+pub(crate) struct Simulation {
     guest: Vec<Region>,
     skips: bool,
     link: f64,
 }
 
 impl Simulation {
-    fn of(guest: Vec<Region>) -> Self {
+    pub(crate) fn of(guest: Vec<Region>) -> Self {
         Self { guest, skips: true, link: LINK }
     }
 
@@ -89,7 +90,7 @@ impl Simulation {
         (bodies, time, after)
     }
 
-    fn run(&self, goal: Goal) -> Ended {
+    pub(crate) fn run(&self, goal: Goal) -> Ended {
         let mut policy = Convergence::new(goal);
         let mut throughput = Throughput::default();
         let mut elapsed = RAM / self.link;
@@ -107,6 +108,7 @@ impl Simulation {
                 pages_left: dirty.iter().sum::<f64>() as u64,
                 speed: throughput.speed(),
                 device_time: DEVICES,
+                too_fast: false,
             };
             let decision = policy.step(&measured);
             let at_least = match decision {
@@ -271,6 +273,24 @@ fn where_post_copy_is_allowed_it_comes_after_everything_else_that_was_asked_for(
 }
 
 #[test]
+fn where_rounds_are_in_vain_post_copy_comes_at_once_unless_something_else_was_asked_for() {
+    let too_fast = Measured { too_fast: true, ..measured(2, 400, 200_000) };
+    let goal = Goal { postcopy: true, ..GOAL };
+    assert_eq!(Convergence::new(goal).step(&too_fast), Decision::Postcopy(Because::Foreseen));
+    let within = Measured { too_fast: true, ..measured(2, 400, 10) };
+    assert_eq!(Convergence::new(goal).step(&within), Decision::Switchover);
+    let others = [
+        GOAL,
+        Goal { throttle_percent: Some(50), ..goal },
+        Goal { downtime_ramp: Some(Duration::from_secs(1)), ..goal },
+        Goal { rounds: Some(9), ..goal },
+    ];
+    for goal in others {
+        assert_eq!(Convergence::new(goal).step(&too_fast), Decision::Round { at_least: Duration::ZERO });
+    }
+}
+
+#[test]
 fn rounds_that_were_asked_for_are_done_and_no_more_whatever_they_reach() {
     let goal = Goal { postcopy: true, rounds: Some(3), ..GOAL };
     for rate in [0.0, 8.0] {
@@ -318,13 +338,14 @@ fn any_measured() -> impl Strategy<Value = Measured> {
         body_share,
     });
     let pages = prop_oneof![Just(0), 0..100_000_u64, any::<u64>()];
-    (any::<u32>(), any_duration(), pages, speed, any_duration()).prop_map(
-        |(rounds, elapsed, pages_left, speed, device_time)| Measured {
+    (any::<u32>(), any_duration(), pages, speed, any_duration(), any::<bool>()).prop_map(
+        |(rounds, elapsed, pages_left, speed, device_time, too_fast)| Measured {
             rounds,
             elapsed,
             pages_left,
             speed,
             device_time,
+            too_fast,
         },
     )
 }
@@ -350,6 +371,9 @@ proptest! {
                 Decision::Round { at_least } => prop_assert!(at_least <= STALLED_ROUND && !late),
                 Decision::Postcopy(Because::Asked) => {
                     prop_assert!(goal.rounds.is_some_and(|rounds| measured.rounds >= rounds));
+                }
+                Decision::Postcopy(Because::Foreseen) => {
+                    prop_assert!(measured.too_fast && goal.turns_at_once() && !late);
                 }
                 Decision::Postcopy(Because::Stalled) => prop_assert!(goal.postcopy && !late),
                 Decision::Postcopy(Because::TimedOut) => {

@@ -49,6 +49,9 @@ pub mod standstill;
 /// Convergence: when to stop the guest.
 pub mod convergence;
 
+/// Foresight: whether rounds can reach the limit at all.
+pub mod foresight;
+
 /// The speed of pages, from the rounds so far.
 pub mod throughput;
 

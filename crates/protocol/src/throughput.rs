@@ -119,6 +119,12 @@ impl Throughput {
         }
     }
 
+    /// The speed, where rounds have shown that of the link.
+    #[must_use]
+    pub fn known(&self) -> Option<Speed> {
+        self.large.per_s().map(|_| self.speed())
+    }
+
     /// The speed by all rounds so far. Pages written since count as bodies until rounds have shown otherwise.
     #[must_use]
     pub fn speed(&self) -> Speed {

@@ -31,7 +31,7 @@ fn cancelled_migrations_leave_nothing() {
         return;
     }
     leaves_nothing(|site| {
-        let attempt = site.begin(None, &["--bandwidth", "1MB"]);
+        let attempt = site.begin(None, &["--mode", "precopy", "--bandwidth", "1MB"]);
         site.wait_for_phase(Phase::Precopy, |_| true);
         let name = site.guest.name.clone();
         cli::ask(site.here(), &["cancel", &name]).expect(0, &[]);
@@ -117,7 +117,7 @@ fn a_lab_taken_down_in_mid_migration_leaves_nothing() {
     }
     let mut site = Site::start(&Plan::small());
     let name = site.lab.name().to_owned();
-    let attempt = site.begin(None, &["--bandwidth", "1MB"]);
+    let attempt = site.begin(None, &["--mode", "precopy", "--bandwidth", "1MB"]);
     site.wait_for_phase(Phase::Precopy, |_| true);
     drop(site);
     attempt.end().expect(5, &[]);

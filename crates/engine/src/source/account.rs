@@ -104,6 +104,9 @@ impl<'a> Account<'a> {
         let limit_ms = self.report.convergence.downtime_limit_ms;
         self.report.postcopy.reason = match because {
             Because::Asked => None,
+            Because::Foreseen => {
+                Some(format!("the guest writes faster than rounds can follow, for a pause of {limit_ms:.0} ms"))
+            }
             Because::Stalled => Some(format!("the rounds did not come down to a pause of {limit_ms:.0} ms")),
             Because::TimedOut => {
                 let seconds = options.timeout_ms.unwrap_or_default() / 1e3;

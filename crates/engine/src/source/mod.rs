@@ -16,6 +16,9 @@ pub mod prepare;
 /// Phase *precopy*: rounds while the guest runs.
 pub mod precopy;
 
+/// Foresight: whether rounds can reach the downtime limit at all.
+mod foresight;
+
 /// Rounds of pages.
 pub mod rounds;
 
@@ -39,6 +42,9 @@ pub mod left_out;
 
 /// Sent pages: what the destination holds of each.
 pub mod sent;
+
+/// Silent writes: pages that are written and hold what they held.
+mod silent;
 
 /// Unchanged pages: their content is what was last sent.
 pub mod content;

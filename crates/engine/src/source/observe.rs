@@ -12,20 +12,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_protocol::estimate::{Curve, Guest};
-use sterna_protocol::frame::Digester;
-use sterna_protocol::layout::{PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::PageMap;
 
-use super::sample::{Sampled, choose, pages_of, sample};
+use super::sample::{Sampled, sample};
+use super::silent::Held;
 use super::track::{Tracker, Watch};
 use crate::error::MigrateError;
-use crate::memory::{Memory, is_zero};
+use crate::memory::Memory;
 use crate::monitor::Monitor;
 
 /// The times of the looks, milliseconds after watching begins anew.
 const LOOKS_MS: [u64; 11] = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000];
-/// How many written pages have their content compared: a share of one half is then known to within 0.03.
-const COMPARED_PAGES: usize = 1024;
 /// How often a wait asks whether it should go on.
 const ASK: Duration = Duration::from_millis(50);
 
@@ -126,19 +123,14 @@ fn watch(
     let early = collect(ram, tracker)?;
     let middle = Instant::now();
     first.push(Look::new(middle - began, &early, &nothing));
-    // The pages are digested after they are watched anew: a change from now on makes them written in the second half.
-    let digests = digests(ram, &early)?;
+    // After the pages are watched anew: a change from now on makes them written in the second half.
+    let held = Held::of(ram, &early)?;
 
     let mut second = looker.looks(middle, duration / 2, &early)?;
     let late = collect(ram, tracker)?;
     second.push(Look::new(middle.elapsed(), &late, &early));
     let duration = began.elapsed();
-    let (mut compared, mut silent) = (0, 0);
-    for &(page, before) in digests.iter().filter(|(page, _)| late.chunk(page.chunk).contains(page.page)) {
-        let now = digest(ram, page)?;
-        compared += 1;
-        silent += u64::from(now == before || now == ZEROS);
-    }
+    let silent_share = held.silent_share(ram, &late)?;
 
     // First the average of both halves at the same time after their beginnings; then both halves as one.
     let halves = first.iter().zip(&second);
@@ -150,8 +142,8 @@ fn watch(
     Ok(Seen {
         written: mean.chain(whole).collect(),
         again: second.iter().map(|look| (look.seconds, look.again as f64 / in_first)).collect(),
-        silent_share: silent as f64 / compared.max(1) as f64,
-        compared: digests.len() as u64,
+        silent_share: silent_share.unwrap_or(0.0),
+        compared: held.len() as u64,
         duration,
         looks: looker.looks + cost.scans - armed.scans,
         look_time: looker.look_time + cost.scan_time.saturating_sub(armed.scan_time),
@@ -224,25 +216,4 @@ fn collect(ram: &dyn Memory, tracker: &mut dyn Tracker) -> Result<PageMap, Migra
     let (mut written, mut discarded) = (PageMap::empty(ram.layout()), PageMap::empty(ram.layout()));
     tracker.collect(ram, &mut written, &mut discarded)?;
     Ok(written)
-}
-
-/// The value in place of a digest for zeros or a hole.
-const ZEROS: u64 = 0;
-
-/// Digests of some of these pages.
-fn digests(ram: &dyn Memory, pages: &PageMap) -> Result<Vec<(PageIndex, u64)>, MigrateError> {
-    let chosen = choose(ram.layout(), pages, COMPARED_PAGES, 1);
-    chosen.iter().flat_map(pages_of).map(|page| Ok((page, digest(ram, page)?))).collect()
-}
-
-/// A page's digest. A discarded page is not touched: reading a hole would fill it.
-fn digest(ram: &dyn Memory, page: PageIndex) -> Result<u64, MigrateError> {
-    let allocated = ram.allocated_in(page.chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-    if !allocated.contains(page.page) {
-        return Ok(ZEROS);
-    }
-    let mut body = [0; PAGE_BYTES];
-    ram.read(page.chunk, &[page.page].into_iter().collect(), &mut body)
-        .map_err(MigrateError::host("reading the guest's RAM"))?;
-    Ok(if is_zero(&body) { ZEROS } else { Digester::UNSEEDED.page(&body) })
 }

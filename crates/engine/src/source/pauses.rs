@@ -71,6 +71,12 @@ impl Place {
         Pauses::new(GangPauses::Staggered, 1).place()
     }
 
+    /// Whether no other machine leaves with it.
+    #[must_use]
+    pub fn is_alone(&self) -> bool {
+        self.pauses.lock().left <= 1
+    }
+
     /// Says that the machine could be stopped now. Returns whether it may be: then it counts as standing still until
     /// [`over`](Self::over).
     pub fn may_stop(&mut self, now: Instant) -> bool {

@@ -8,6 +8,7 @@ use sterna_api::{MigrateOptions, Mode, Phase, report};
 use sterna_protocol::convergence::{Because, Convergence, Decision, Goal, Measured};
 
 use super::departure::Departure;
+use super::foresight::{Foresight, earlier};
 use super::link::Link;
 use super::pauses::Place;
 use super::prepare::Prepared;
@@ -63,6 +64,8 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
         goal.timeout.and_then(|timeout| Instant::now().checked_add(timeout.saturating_sub(monitor.under_way())));
     let mut brake = Brake::new(&mut **throttle, monitor, &mut account.report.convergence);
     let mut policy = Convergence::new(goal);
+    // Who leaves with others has a share of the link that grows as they end: its rounds may become faster.
+    let mut foresight = Foresight::of(&goal).filter(|_| pause.is_alone());
     let mut at_least = Duration::ZERO;
     // How the rounds end, once that is decided and others stand still or are not ready.
     let mut decided = None;
@@ -70,9 +73,14 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
     loop {
         rounds.look_for_untracked(vmm)?;
         let began = Instant::now();
-        watched(vmm, monitor, || rounds.send(link, until))?;
+        let cut = foresight.as_ref().and_then(Foresight::cut).filter(|_| decided.is_none());
+        let complete = watched(vmm, monitor, || rounds.send(link, earlier(until, cut)))?;
         wait(monitor, began + at_least)?;
-        let dirty_rate = rounds.collect(*tracker)?;
+        let collected = rounds.collect(*tracker)?;
+        if !complete {
+            rounds.go_on();
+        }
+        let dirty_rate = collected.per_s();
         if let Some(round) = rounds.done.last_mut() {
             round.dirty_rate_pages_per_s = dirty_rate;
         }
@@ -83,6 +91,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
             }
             continue;
         }
+        let too_fast = foresight.as_mut().map_or(Ok(false), |foresight| foresight.step(rounds, &collected))?;
         let measured = Measured {
             rounds: rounds.done.len() as u32,
             elapsed: monitor.under_way(),
@@ -90,6 +99,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
             speed: rounds.throughput.speed(),
             // The last look for free pages goes on while the devices are saved.
             device_time: DEVICE_TIME.max(rounds.free_pages().stop_time()),
+            too_fast,
         };
         let decision = policy.step(&measured);
         let predicted_ms = ms(measured.predicted_downtime());
@@ -213,11 +223,11 @@ fn goal(options: &MigrateOptions, postcopy: bool) -> Goal {
 
 /// Does `work`, which checks the monitor, and meanwhile watches the VMM: a round can take minutes, which are in vain
 /// once the guest has switched itself off.
-fn watched(
+fn watched<T>(
     vmm: &mut dyn vmm::Source,
     monitor: &Monitor,
-    work: impl FnOnce() -> Result<(), MigrateError>,
-) -> Result<(), MigrateError> {
+    work: impl FnOnce() -> Result<T, MigrateError>,
+) -> Result<T, MigrateError> {
     let (done, is_done) = mpsc::channel::<()>();
     let (result, ended) = std::thread::scope(|scope| {
         let looking = scope.spawn(move || -> Option<VmmError> {

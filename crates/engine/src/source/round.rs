@@ -55,6 +55,8 @@ pub struct Round<'a> {
     pub pacer: &'a Pacer,
     /// Reasons to leave pages to a later round; absent where the guest has stopped.
     pub skips: Option<&'a Skips>,
+    /// Pages that were written before their turn, and collected since: they are left to the next round, too.
+    pub later: &'a PageMap,
     /// The moment when the round ends, all sent or not, if there is one.
     pub until: Option<Instant>,
     /// Progress and cancelling.
@@ -280,7 +282,9 @@ impl Round<'_> {
             sent.unsent.push((chunk, pages));
             return Ok(None);
         }
-        let again = self.skips.map_or(Ok(PageSet::EMPTY), |skips| skips.before_turn(chunk))?.and(&pages);
+        let again = self.skips.map_or(Ok(PageSet::EMPTY), |skips| {
+            skips.before_turn(chunk).map(|again| again.or(self.later.chunk(chunk)).and(&pages))
+        })?;
         // A free page that is written again comes with the next collection: for this round it is done.
         let free = self.free.chunk(chunk).and(&pages);
         let again = again.without(&free);

@@ -39,6 +39,33 @@ const HUSH: Duration = Duration::from_millis(200);
 /// The fewest bytes of a round that tells the link's speed.
 const MEASURABLE_BYTES: u64 = 4 << 20;
 
+/// What a collection yielded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Collected {
+    /// Different pages written since the collection before it.
+    pub pages: u64,
+    /// The writes that were seen.
+    pub write_faults: u64,
+    /// The time since the collection before it.
+    pub after: Duration,
+}
+
+impl Collected {
+    /// The writes that were seen, per second.
+    #[must_use]
+    pub fn per_s(&self) -> f64 {
+        self.write_faults as f64 / self.after.as_secs_f64().max(1e-6)
+    }
+}
+
+/// How a round ended.
+struct Arrived {
+    /// Pages whose bodies did not arrive as they were digested.
+    suspects: usize,
+    /// Whether the turn of all its pages came.
+    complete: bool,
+}
+
 /// The pages on their way, over all rounds.
 pub struct Rounds<'a> {
     /// The guest's RAM.
@@ -65,9 +92,13 @@ pub struct Rounds<'a> {
     encoding: Encoding,
     outstanding: PageMap,
     written: PageMap,
+    /// Pages that the round which goes on now, after a collection in its middle, leaves to the next one.
+    later: PageMap,
     discarded: PageMap,
     left_out: LeftOut,
     collected: Instant,
+    /// Whether every page had its turn once.
+    swept: bool,
 }
 
 impl<'a> Rounds<'a> {
@@ -105,9 +136,11 @@ impl<'a> Rounds<'a> {
             member: None,
             outstanding: PageMap::empty(layout),
             written: PageMap::empty(layout),
+            later: PageMap::empty(layout),
             discarded: PageMap::empty(layout),
             left_out: LeftOut::none(free_pages, layout),
             collected: Instant::now(),
+            swept: false,
         })
     }
 
@@ -134,11 +167,11 @@ impl<'a> Rounds<'a> {
         self.outstanding.len()
     }
 
-    /// Adds the pages that the guest wrote or discarded since the last call. Returns the pages per second.
+    /// Adds the pages that the guest wrote or discarded since the last call.
     ///
     /// # Errors
     /// As [`Tracker::collect`].
-    pub fn collect(&mut self, tracker: &mut dyn Tracker) -> Result<f64, MigrateError> {
+    pub fn collect(&mut self, tracker: &mut dyn Tracker) -> Result<Collected, MigrateError> {
         let before = tracker.cost().write_faults;
         self.written.clear();
         tracker.collect(self.ram, &mut self.written, &mut self.discarded)?;
@@ -148,9 +181,22 @@ impl<'a> Rounds<'a> {
         self.left_out.collected(&self.written);
         self.skips.collected(&self.written);
         self.outstanding.add(&self.written);
-        let rate = (tracker.cost().write_faults - before) as f64 / self.collected.elapsed().as_secs_f64().max(1e-6);
+        let after = self.collected.elapsed();
+        let write_faults = tracker.cost().write_faults - before;
         self.collected = Instant::now();
-        Ok(rate)
+        Ok(Collected { pages: self.written.len(), write_faults, after })
+    }
+
+    /// The pages that the last collection yielded.
+    #[must_use]
+    pub fn written(&self) -> &PageMap {
+        &self.written
+    }
+
+    /// Has the next call of [`send`](Self::send) go on with the round that was cut short: what the last collection
+    /// yielded is left to the round after it, as it would have been without that collection.
+    pub fn go_on(&mut self) {
+        self.later.add(&self.written);
     }
 
     /// Looks for pages that the guest holds free ([`LeftOut::look`]). The guest runs. Call it after tracking was armed,
@@ -278,12 +324,12 @@ impl<'a> Rounds<'a> {
 
     /// Sends the outstanding pages while the guest runs, and waits until they have arrived. Pages whose bodies the
     /// guest changed on their way are outstanding again, and so are those whose turn has not come at the moment
-    /// `until`, if given.
+    /// `until`, if given. Returns whether the turn of all has come.
     ///
     /// # Errors
     /// The link's or this host's error, or [`MigrateError::Cancelled`].
-    pub fn send(&mut self, link: &mut Link, until: Option<Instant>) -> Result<(), MigrateError> {
-        self.round(link, false, until).map(drop)
+    pub fn send(&mut self, link: &mut Link, until: Option<Instant>) -> Result<bool, MigrateError> {
+        self.round(link, false, until).map(|round| round.complete)
     }
 
     /// The guest is about to stop: the host's other migrations leave it the link, until it runs again
@@ -307,14 +353,14 @@ impl<'a> Rounds<'a> {
         for _ in 0..REPEATS {
             // Bodies that were digested before the stop may be suspect in the first of these rounds; nothing changes
             // after it.
-            if self.round(link, true, None)? == 0 {
+            if self.round(link, true, None)?.suspects == 0 {
                 return Ok(());
             }
         }
         Err(MigrateError::Damaged(self.outstanding.len() as usize))
     }
 
-    fn round(&mut self, link: &mut Link, last: bool, until: Option<Instant>) -> Result<usize, MigrateError> {
+    fn round(&mut self, link: &mut Link, last: bool, until: Option<Instant>) -> Result<Arrived, MigrateError> {
         // With the guest stopped all pages go: no page is held back or left to a next round.
         let layout = self.ram.layout();
         let held = if last { PageMap::empty(layout) } else { self.skips.hold(layout, &mut self.outstanding) };
@@ -329,10 +375,12 @@ impl<'a> Rounds<'a> {
             free: self.left_out.pages(),
             pacer: &self.pacer,
             skips: (!last).then_some(&self.skips),
+            later: &self.later,
             until,
             monitor: self.monitor,
         };
         let Sent { counts, again, unsent } = send_round(&mut self.streams, &round)?;
+        self.later.clear();
         self.intact()?;
         let taken_bytes = || self.streams.iter().map(Stream::taken_bytes).sum();
         let suspects = link.round_end(number, last, taken_bytes)?;
@@ -341,6 +389,7 @@ impl<'a> Rounds<'a> {
         // A page that is held back or left out keeps its mark as discarded: it must still be looked up before it is
         // touched.
         self.outstanding = held;
+        let complete = unsent.is_empty();
         let unsent_pages: usize = unsent.iter().map(|(_, pages)| pages.len()).sum();
         let dirty_pages = dirty_pages - unsent_pages as u64;
         for (chunk, pages) in again.into_iter().chain(unsent) {
@@ -355,7 +404,8 @@ impl<'a> Rounds<'a> {
             self.sent.suspect(suspect.chunk, suspect.page);
         }
         let light = counts.reference + counts.zero + counts.unallocated + counts.free + counts.unchanged;
-        self.throughput.add(Sample { bodies: counts.bodies(), light, rewritten: number > 0, took });
+        self.throughput.add(Sample { bodies: counts.bodies(), light, rewritten: self.swept, took });
+        self.swept |= complete;
         self.counts += counts;
         self.done.push(report::Round {
             round: number,
@@ -367,7 +417,7 @@ impl<'a> Rounds<'a> {
             ms: took.as_secs_f64() * 1e3,
             dirty_rate_pages_per_s: 0.0,
         });
-        Ok(suspects.len())
+        Ok(Arrived { suspects: suspects.len(), complete })
     }
 
     /// Takes out the outstanding pages, for others to send: the destination lacks them or has them stale. The guest is

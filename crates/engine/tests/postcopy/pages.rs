@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use sterna_api::options::{Compress, OnTimeout, Prepaging};
+use sterna_api::options::{Compress, FakeDirty, OnTimeout, Prepaging};
 use sterna_api::report::Status;
-use sterna_api::{MigrateOptions, Mode};
+use sterna_api::{MigrateOptions, Mode, Report};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::{Fate, migrate};
 
@@ -113,6 +113,54 @@ fn rounds_that_do_not_come_down_turn_into_post_copy() {
         assert!(reason.contains("a pause of 50 ms"), "{reason}");
         host.assert_same(&ram);
     }
+}
+
+#[test]
+fn a_guest_too_fast_for_rounds_is_known_before_rounds_have_stalled() {
+    if !tracking_works() {
+        return;
+    }
+    let ram = filled_ram();
+    let (host, peer, seen) = destination(&ram, Program::Scattered);
+    let writers = Writers::start(&ram, 0..PAGES, Duration::ZERO);
+    let options = MigrateOptions {
+        bandwidth_bytes_per_s: Some(24 * MIB),
+        fake_dirty: FakeDirty::Off,
+        downtime_limit_ms: 50.0,
+        ..options(Mode::Auto)
+    };
+    let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &options);
+    nothing_wrong(&seen);
+    adds_up(&outcome.report);
+    let Report { mode, postcopy, convergence, .. } = &outcome.report;
+    assert_eq!((mode.as_str(), convergence.stalls), ("hybrid", 0));
+    assert!(postcopy.reason.as_ref().is_some_and(|reason| reason.contains("faster than rounds")), "{postcopy:?}");
+    host.assert_same(&ram);
+}
+
+/// Nothing that was sent before the cut goes again before the other pages have gone, whatever the guest writes.
+#[test]
+fn a_first_round_that_is_cut_to_look_at_the_guest_goes_on_as_if_it_had_not_been() {
+    if !tracking_works() {
+        return;
+    }
+    let ram = filled_ram();
+    let (host, peer, _) = destination(&ram, Program::Ascending);
+    let writers = Writers::start(&ram, 0..64, Duration::from_millis(1));
+    let options = MigrateOptions {
+        bandwidth_bytes_per_s: Some(8 * MIB),
+        fake_dirty: FakeDirty::Off,
+        ..options(Mode::Auto)
+    };
+    let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &options);
+    assert_eq!((outcome.report.status, outcome.report.mode.as_str()), (Status::Completed, "precopy"));
+    let rounds = &outcome.report.rounds;
+    let bodies = PAGES - 2 * PAGES / SPARSE;
+    let gone = |count: usize| rounds[..count].iter().map(|round| round.sent_pages).sum::<u64>();
+    assert!(rounds[0].sent_pages < bodies / 2, "it was cut: {rounds:#?}");
+    let swept = (1..rounds.len()).find(|count| gone(*count) + 64 >= bodies).expect("all went");
+    assert!(gone(swept) <= bodies, "none went twice: {rounds:#?}");
+    host.assert_same(&ram);
 }
 
 #[test]

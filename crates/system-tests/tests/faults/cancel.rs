@@ -47,7 +47,7 @@ fn a_migration_cancelled_while_the_devices_are_loaded_leaves_the_guest() {
 #[test]
 fn a_migration_cancelled_in_a_slow_round_ends_at_once() {
     with_guest(|site| {
-        let attempt = site.begin(None, &["--bandwidth", SLOW]);
+        let attempt = site.begin(None, &SLOW);
         site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 18);
         cli::ask(site.here(), &["cancel", &site.guest.name]).expect(0, &[]);
         let answer = attempt.end();
@@ -62,7 +62,7 @@ fn a_migration_cancelled_in_a_slow_round_ends_at_once() {
 #[test]
 fn ctrl_c_cancels_and_the_guest_stays() {
     with_guest(|site| {
-        let attempt = site.begin(None, &["--bandwidth", SLOW]);
+        let attempt = site.begin(None, &SLOW);
         site.wait_for_phase(Phase::Precopy, |_| true);
         attempt.interrupt();
         attempt.end().expect(3, &["cancel", "stays"]);

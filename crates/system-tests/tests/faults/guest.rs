@@ -5,8 +5,7 @@ use sterna_api::Phase;
 use sterna_bench::process::ProcessId;
 use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
 
-/// So slow that the guest ends in the first round, however long it takes.
-const RATE: &str = "1MB";
+use crate::SLOW;
 
 /// Ends the guest while it is on its way: a guest of its own, as it does not come back. Then another of its name takes
 /// its place.
@@ -22,7 +21,8 @@ fn ended_on_the_way(end: impl FnOnce(&Site, &mut UnixStream), words: &[&str]) {
     let mut site = Site::start(&plan);
     // Before the destination's QEMU listens at the same path.
     let mut monitor = UnixStream::connect(&path).unwrap();
-    let attempt = site.begin(None, &["--bandwidth", RATE]);
+    // So slow that the guest ends in the first round, however long it takes.
+    let attempt = site.begin(None, &SLOW);
     site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 18);
     end(&site, &mut monitor);
     attempt.end().expect(4, words);

@@ -63,7 +63,7 @@ fn a_link_that_goes_dead_in_precopy_is_noticed_and_the_guest_runs_on() {
     with_guest(|site| {
         let switch = net::namespace(site.lab.name(), "switch");
         let (_, there) = site.names();
-        let attempt = site.begin(None, &["--bandwidth", SLOW]);
+        let attempt = site.begin(None, &SLOW);
         site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 18);
         run("ip", &format!("-n {switch} link set port-{there} down")).unwrap();
         // No connection ends: the peer has simply become silent.

@@ -25,7 +25,7 @@ mod requests;
 use sterna_system_tests::{Site, needs, on_shared_site, skip_without};
 
 /// So slow that pre-copy lasts for minutes.
-pub const SLOW: &str = "1MB";
+pub const SLOW: [&str; 4] = ["--mode", "precopy", "--bandwidth", "1MB"];
 
 /// Runs a test with the guest that all of them share, where that can be had.
 pub fn with_guest(test: impl FnOnce(&mut Site)) {

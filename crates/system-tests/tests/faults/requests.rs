@@ -42,7 +42,7 @@ fn a_daemon_that_is_not_there_is_told_from_one_that_refuses() {
 #[test]
 fn a_machine_that_is_on_its_way_cannot_be_moved_once_more() {
     with_guest(|site| {
-        let first = site.begin(None, &["--bandwidth", SLOW]);
+        let first = site.begin(None, &SLOW);
         site.wait_for_phase(Phase::Precopy, |_| true);
         let second = site.attempt(None, &[]);
         second.expect(1, &[&site.guest.name, "moved"]);
