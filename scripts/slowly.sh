@@ -46,6 +46,10 @@ if [[ -n $share ]]; then
         mkdir "$group"
         echo "$period" >"$group/cpu.cfs_period_us"
         echo "$quota" >"$group/cpu.cfs_quota_us"
+        # Where the kernel keeps account of real-time threads, a group has no time for any unless it is given some.
+        if [[ -f $group/cpu.rt_runtime_us ]]; then
+            echo $(($(<"$group/cpu.rt_period_us") * share / 100)) >"$group/cpu.rt_runtime_us"
+        fi
     fi
 fi
 if [[ -n $busy ]]; then

@@ -249,6 +249,26 @@ impl SharedMapping {
         if self.is_broken() { fault() } else { Ok(()) }
     }
 
+    /// Which pages of `range` are in memory, with a lowest bit of 1 for each that is. They have content; a page that is
+    /// not may have been swapped out, or be in huge pages of hugetlbfs that nobody here has touched. Nothing is
+    /// allocated by looking. Of a file that this process neither owns nor may write, the kernel says that all are. See
+    /// mincore(2).
+    ///
+    /// # Errors
+    /// `EAGAIN`, `ENOMEM`: the kernel has no memory left for the look.
+    ///
+    /// # Panics
+    /// If `range` is not within the mapping, does not begin at a page, or has not one page for each of `pages`.
+    pub fn in_memory(&self, range: Range<u64>, pages: &mut [u8]) -> Result<()> {
+        let (at, bytes) = self.within(range);
+        assert_eq!(bytes.div_ceil(rustix::param::page_size()), pages.len(), "a byte for each page");
+        // SAFETY: the range is of this mapping, and the kernel writes a byte for each of its pages to `pages`.
+        match unsafe { libc::mincore(at.cast(), bytes, pages.as_mut_ptr()) } {
+            0 => Ok(()),
+            _ => Err(Error::new("look which pages of a RAM file are in memory", std::io::Error::last_os_error())),
+        }
+    }
+
     fn advise(&self, range: Range<u64>, advice: Advice, doing: &'static str) -> Result<()> {
         let (at, bytes) = self.within(range);
         // SAFETY: the range is of this mapping. No advice that is used here changes its contents: it is shared, and the

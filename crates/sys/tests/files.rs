@@ -49,6 +49,26 @@ fn allocated_runs_are_exact_and_stay_within_what_was_asked() {
     assert_eq!(file.metadata().unwrap().len(), 100 * PAGE_BYTES, "its length stays");
 }
 
+/// Nothing is swapped out here, so that all content is in memory.
+#[test]
+fn pages_in_memory_are_those_with_content_whoever_touched_them() {
+    let file = ram_file(100);
+    let (ram, mapping) = (Ram::shared(&file, 100), SharedMapping::new(&file, 100 * PAGE_BYTES, Access::Read).unwrap());
+    let in_memory = |pages: Range<u64>| {
+        let mut flags = vec![0; (pages.end - pages.start) as usize];
+        mapping.in_memory(bytes(pages.clone()), &mut flags).unwrap();
+        pages.zip(flags).filter(|(_, flag)| flag & 1 == 1).map(|(page, _)| page).collect::<Vec<_>>()
+    };
+    assert_eq!(in_memory(0..100), []);
+    [0, 10, 11, 99].into_iter().for_each(|page| ram.poke(page, 0, 1));
+    file::allocate(&file, bytes(2..4)).unwrap();
+    assert_eq!(in_memory(0..100), [0, 10, 11, 99]);
+    assert_eq!(in_memory(5..11), [10]);
+    file::punch(&file, bytes(11..60)).unwrap();
+    assert_eq!(in_memory(0..100), [0, 10, 99]);
+    assert_eq!(file::allocated_bytes(&file).unwrap(), 5 * PAGE_BYTES, "nothing was allocated by looking");
+}
+
 #[test]
 fn an_error_ends_the_runs() {
     let (reader, _writer) = std::io::pipe().unwrap();
