@@ -147,11 +147,8 @@ fn a_first_round_that_is_cut_to_look_at_the_guest_goes_on_as_if_it_had_not_been(
     let ram = filled_ram();
     let (host, peer, _) = destination(&ram, Program::Ascending);
     let writers = Writers::start(&ram, 0..64, Duration::from_millis(1));
-    let options = MigrateOptions {
-        bandwidth_bytes_per_s: Some(8 * MIB),
-        fake_dirty: FakeDirty::Off,
-        ..options(Mode::Auto)
-    };
+    let options =
+        MigrateOptions { bandwidth_bytes_per_s: Some(8 * MIB), fake_dirty: FakeDirty::Off, ..options(Mode::Auto) };
     let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &options);
     assert_eq!((outcome.report.status, outcome.report.mode.as_str()), (Status::Completed, "precopy"));
     let rounds = &outcome.report.rounds;
