@@ -15,7 +15,7 @@ use sterna_bench::{Guest, Lab, LabConfig, sterna};
 use crate::census::ram_bytes;
 use crate::cli::{self, Answer, Attempt};
 use crate::plan::Plan;
-use crate::site::files;
+use crate::site::{files, print_logs};
 
 /// How long a move of a gang may take.
 const MOVE: Duration = Duration::from_secs(600);
@@ -30,6 +30,14 @@ pub struct GangSite {
     /// `None` while they move.
     gang: Option<Gang>,
     there: &'static str,
+}
+
+impl Drop for GangSite {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            print_logs(&self.lab);
+        }
+    }
 }
 
 impl GangSite {

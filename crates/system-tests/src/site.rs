@@ -20,6 +20,8 @@ use crate::plan::Plan;
 
 /// A guest of whose memory a test takes pages on purpose, and that is not heard of for so long, has come to harm.
 const SILENCE: Duration = Duration::from_secs(30);
+/// How much of a daemon's log is printed where a test fails, lines.
+const LOG_LINES: usize = 40;
 
 /// Two hosts `a` and `b` without a limit on their link, or more of them, and a guest that began on `a`.
 pub struct Site {
@@ -438,15 +440,21 @@ impl Drop for Site {
     fn drop(&mut self) {
         self.end_watcher();
         if std::thread::panicking() {
-            for name in &self.lab.state().hosts {
-                let log = std::fs::read_to_string(self.host(name).directory.join("sternad.log")).unwrap_or_default();
-                let lines: Vec<&str> = log.lines().collect();
-                println!("--- daemon of host {name}:\n{}", lines[lines.len().saturating_sub(40)..].join("\n"));
-            }
+            print_logs(&self.lab);
             let console = self.guest.console_text();
             let lines: Vec<&str> = console.lines().collect();
             println!("--- console of the guest:\n{}", lines[lines.len().saturating_sub(10)..].join("\n"));
         }
+    }
+}
+
+/// Prints the ends of the daemons' logs.
+pub fn print_logs(lab: &Lab) {
+    for name in &lab.state().hosts {
+        let log = lab.host(name).map(|host| std::fs::read_to_string(host.directory.join("sternad.log")));
+        let log = log.ok().and_then(Result::ok).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        println!("--- daemon of host {name}:\n{}", lines[lines.len().saturating_sub(LOG_LINES)..].join("\n"));
     }
 }
 

@@ -31,8 +31,9 @@ impl Pager {
         }
         let mut state = self.lock();
         let Some(shown) = &mut state.shown else { return Ok(()) };
-        // What was noted of them is of an earlier round.
-        residue.iter().for_each(|(chunk, pages)| shown.forget(chunk, pages));
+        // What was noted of them is of an earlier round, or of the hole that is there since a moment ago. The thread
+        // that notes rounds goes on until the pages are known to be missing.
+        residue.iter().for_each(|(chunk, pages)| shown.missing(chunk, pages));
         self.ram.layout().iter().try_for_each(|chunk| {
             let there = self.ram.allocated_in(chunk).map_err(MigrateError::host("reading the guest's RAM"))?;
             let noted = shown.note(self.ram.as_ref(), chunk, &there.without(residue.chunk(chunk)));

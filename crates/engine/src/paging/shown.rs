@@ -40,6 +40,14 @@ impl Shown {
         pages.iter().for_each(|page| self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = 0);
     }
 
+    /// Forgets these pages, which are missing from now on. They are noted when they come, and not before: what is in
+    /// their place is a hole.
+    pub(super) fn missing(&mut self, chunk: ChunkIndex, pages: &PageSet) {
+        self.forget(chunk, pages);
+        let forgotten = self.forgotten.chunk_mut(chunk);
+        *forgotten = forgotten.without(pages);
+    }
+
     /// Notes the pages of a chunk that are due, as they are now. Returns whether there was such a chunk.
     pub(super) fn note_due(&mut self, ram: &dyn Memory) -> io::Result<bool> {
         let Some(chunk) = self.due.pop_front() else { return Ok(false) };
