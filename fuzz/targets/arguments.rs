@@ -14,7 +14,7 @@ fuzz_target!(|given: (Vec<String>, String, String)| {
     let allowed = check_for_run(&items, false).is_ok();
     let _ = (files::named(&items), files::check_absolute(&items), names_ram_file(&items, "ram"));
     for ram in [None, Some((1 << 30, Path::new("/ram,file")))] {
-        let additions = Additions { name: "vm", qmp: Path::new("/qmp,sock"), ram };
+        let additions = Additions { name: "vm", qmp: Path::new("/qmp,sock"), ram, huge: false };
         let incoming = for_incoming(&items, &additions, &machine, &[("ram".into(), PathBuf::from("/new,ram"))]);
         // A destination's QEMU must wait: whatever came from the peer, these stand last.
         assert_eq!(incoming[incoming.len() - 3..], ["-incoming", "defer", "-S"]);

@@ -45,5 +45,5 @@ fuzz_target!(|bytes: &[u8]| {
 fn ram() -> SharedMemory {
     let spec = BlockSpec { id: "ram".into(), bytes: CHUNK_BYTES as u64, page_bytes: 4096, path: String::new() };
     let file = sealed_memory(&vec![1; CHUNK_BYTES], CHUNK_BYTES as u64).into();
-    SharedMemory::open(&[BlockFile { spec, file, address: 0 }], Access::ReadWrite).expect("RAM")
+    SharedMemory::open(&[BlockFile { spec, file, address: 0, process: None }], Access::ReadWrite).expect("RAM")
 }

@@ -4,9 +4,9 @@
 //! second, and *L* the limit for the pages' part of the pause. Each round sends what was written during the one before,
 //! so rounds get shorter until one takes a time with *W(t) = v·t*, and no shorter. A page that is written twice counts
 //! once, so *W* grows ever more slowly: where *W(L) > v·L*, that time is longer than *L*, and rounds never reach the
-//! limit; where *W(L) < v·L*, they do. For the same reason a window of any length tells something of *L*: in it the guest
-//! wrote no more than *W(L)* where it was shorter, and no more than *W(L)·t/L* where it was longer. So the guest is too
-//! fast where it wrote more than *v·max(t, L)* in *any* window.
+//! limit; where *W(L) < v·L*, they do. For the same reason a window of any length tells something of *L*: in it the
+//! guest wrote no more than *W(L)* where it was shorter, and no more than *W(L)·t/L* where it was longer. So the guest
+//! is too fast where it wrote more than *v·max(t, L)* in *any* window.
 //!
 //! A burst looks the same while it lasts. So what one window shows, further windows must confirm, for as long as it is
 //! worth: a few percent of the time that all pages take.
@@ -22,8 +22,8 @@ pub const MARGIN: f64 = 1.3;
 pub const SHORTEST: Duration = Duration::from_millis(100);
 /// The longest first window: with a limit of seconds it need not be as long as the limit.
 pub const LONGEST: Duration = Duration::from_millis(500);
-/// The share of the time for all pages that a guest is watched before it is given up. What was sent meanwhile is in vain
-/// only where the guest has written it again.
+/// The share of the time for all pages that a guest is watched before it is given up. What was sent meanwhile is in
+/// vain only where the guest has written it again.
 pub const PATIENCE: f64 = 0.03;
 /// Longer than this is no burst.
 pub const LONGEST_BURST: Duration = Duration::from_secs(5);

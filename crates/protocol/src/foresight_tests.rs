@@ -18,8 +18,8 @@ fn window(seconds: f64, written: u64) -> Window {
     Window { took: Duration::from_secs_f64(seconds), written, speed: Some(SPEED), left: RAM as u64 }
 }
 
-/// The seconds after which a guest that goes on as it does is found too fast, in a migration whose windows end when they
-/// should; `None` where it is not.
+/// The seconds after which a guest that goes on as it does is found too fast, in a migration whose windows end when
+/// they should; `None` where it is not.
 fn found_after(guest: &[Region], ram: f64) -> Option<f64> {
     let (mut foresight, mut now) = (foresight(), 0.0);
     while let Some(longest) = foresight.window() {

@@ -252,7 +252,7 @@ mod tests {
             run(&force, &[("total_ms", 17_000.0), (PREDICTION, 0.9)]),
         ];
         let targets = targets(&runs, &workloads(true), "10.0").unwrap();
-        assert_eq!(targets.len(), 7, "the five of the list, and the two bounds of the prediction");
+        assert_eq!(targets.len(), 10, "the eight of the list, and the two bounds of the prediction");
         assert_eq!((targets[4].measured, targets[4].met), (Some(1.3), false));
         assert_eq!((targets[5].measured, targets[5].met), (Some(0.9), true));
     }
@@ -280,9 +280,29 @@ mod tests {
         };
         let own = |share: f64, ms: f64| sample(&name("random", share), &hybrid, "10.0", &[("downtime_ms", ms)]);
         let runs = [own(0.5, 7.0), floor(0.5, 5.5), own(4.0, 30.0), floor(4.0, 29.0)];
-        let judged = |runs: &[Run]| targets(runs, &workloads(true), "10.0").unwrap().pop().unwrap().measured;
+        let judged = |runs: &[Run]| measured(runs, &workloads(true), "hybrid: downtime beyond");
         assert_eq!(judged(&runs), Some(1.5), "the worst of the differences, not of the pauses");
         assert_eq!(judged(&runs[..3]), None, "a row without its floor is not judged");
+    }
+
+    /// What a target's runs measured, by the beginning of its name.
+    fn measured(runs: &[Run], workloads: &[(&str, f64)], name: &str) -> Option<f64> {
+        let targets = targets(runs, workloads, "10.0").unwrap();
+        targets.iter().find(|target| target.name.starts_with(name)).expect("a target of that name").measured
+    }
+
+    #[test]
+    fn auto_is_judged_by_pre_copy_where_that_ends_and_else_by_the_better_of_the_others() {
+        let row = |mover: &str, ms: f64| run(&movers::sterna(mover).unwrap(), &[("total_ms", ms)]);
+        let mut runs = vec![row(AUTO, 900.0), row(HYBRID, 1_000.0), row(POSTCOPY, 800.0)];
+        let judged = |runs: &[Run]| measured(runs, &[("random", 4.0)], "auto: total time");
+        assert_eq!(judged(&runs), Some(1.125));
+        // It was given up: it has no time.
+        runs.push(run(&movers::sterna(PRECOPY).unwrap(), &[("given_up_ms", 15_000.0)]));
+        assert_eq!(judged(&runs), Some(1.125));
+        runs.push(row(PRECOPY, 1_800.0));
+        assert_eq!(judged(&runs), Some(0.5));
+        assert_eq!(judged(&runs[..2]), None);
     }
 
     #[test]

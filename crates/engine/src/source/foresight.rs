@@ -1,16 +1,15 @@
 //! Foresight: whether rounds can reach the downtime limit at all ([`sterna_protocol::foresight`]), by what collections
 //! yield.
 //!
-//! A collection after a few tenths of a second shows how fast the guest writes; so the first round is cut there, and goes
-//! on as if it had not been. Where that is too fast, further short windows show whether it stays so, and how much of it
-//! changes anything.
+//! A collection after a few tenths of a second shows how fast the guest writes; so the first round is cut there, and
+//! goes on as if it had not been. Where that is too fast, further short windows show whether it stays so, and how much
+//! of it changes anything.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sterna_protocol::convergence::Goal;
 use sterna_protocol::foresight::{Foresight as Rules, Window};
 
-use super::precopy::DEVICE_TIME;
 use super::rounds::{Collected, Rounds};
 use super::silent::Held;
 use crate::error::MigrateError;
@@ -23,10 +22,11 @@ pub struct Foresight {
 }
 
 impl Foresight {
-    /// Of a migration with this goal; `None` where rounds go on even in vain, as something else was asked for.
+    /// Of a migration with this goal, in whose pause the devices take so long; `None` where rounds go on even in vain,
+    /// as something else was asked for.
     #[must_use]
-    pub fn of(goal: &Goal) -> Option<Self> {
-        goal.turns_at_once().then(|| Self { rules: Rules::new(goal.downtime_limit, DEVICE_TIME), held: None })
+    pub fn of(goal: &Goal, device_time: Duration) -> Option<Self> {
+        goal.turns_at_once().then(|| Self { rules: Rules::new(goal.downtime_limit, device_time), held: None })
     }
 
     /// When a round that begins now is to be cut, if it is.

@@ -65,7 +65,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
     let mut brake = Brake::new(&mut **throttle, monitor, &mut account.report.convergence);
     let mut policy = Convergence::new(goal);
     // Who leaves with others has a share of the link that grows as they end: its rounds may become faster.
-    let mut foresight = Foresight::of(&goal).filter(|_| pause.is_alone());
+    let mut foresight = Foresight::of(&goal, DEVICE_TIME).filter(|_| pause.is_alone());
     let mut at_least = Duration::ZERO;
     // How the rounds end, once that is decided and others stand still or are not ready.
     let mut decided = None;
