@@ -224,9 +224,9 @@ fn a_thousand_forks_in_a_row_leave_nothing_and_ram_stays_in_few_pieces() {
             ram_bytes(site.host("a")) + origin.shown("a").allocated_bytes < own + own / 4
         });
         origin.is_well();
-        // A mapping's own name is the one that its file had when it was opened.
         // The name of an image that nobody maps goes within seconds, on a busy host within more.
         site.eventually("every image is somebody's", || {
+            // By number: a mapping's own name is the one that its file had when it was opened.
             let text = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("it runs");
             let mapped: HashSet<u64> =
                 text.lines().filter_map(|line| line.split_whitespace().nth(4)?.parse().ok()).collect();
