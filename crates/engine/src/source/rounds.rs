@@ -92,7 +92,7 @@ pub struct Rounds<'a> {
     encoding: Encoding,
     outstanding: PageMap,
     written: PageMap,
-    /// Pages that the round which goes on now, after a collection in its middle, leaves to the next one.
+    /// Pages that the round which goes on now, after collections in its middle, leaves to the next one.
     later: PageMap,
     discarded: PageMap,
     left_out: LeftOut,
@@ -193,8 +193,8 @@ impl<'a> Rounds<'a> {
         &self.written
     }
 
-    /// Has the next call of [`send`](Self::send) go on with the round that was cut short: what the last collection
-    /// yielded is left to the round after it, as it would have been without that collection.
+    /// Has the next call of [`send`](Self::send) go on with the round that was cut short: what collections have yielded
+    /// since that round began is left to the round after it, as it would have been without them.
     pub fn go_on(&mut self) {
         self.later.add(&self.written);
     }
@@ -380,7 +380,6 @@ impl<'a> Rounds<'a> {
             monitor: self.monitor,
         };
         let Sent { counts, again, unsent } = send_round(&mut self.streams, &round)?;
-        self.later.clear();
         self.intact()?;
         let taken_bytes = || self.streams.iter().map(Stream::taken_bytes).sum();
         let suspects = link.round_end(number, last, taken_bytes)?;
@@ -390,6 +389,9 @@ impl<'a> Rounds<'a> {
         // touched.
         self.outstanding = held;
         let complete = unsent.is_empty();
+        if complete {
+            self.later.clear();
+        }
         let unsent_pages: usize = unsent.iter().map(|(_, pages)| pages.len()).sum();
         let dirty_pages = dirty_pages - unsent_pages as u64;
         for (chunk, pages) in again.into_iter().chain(unsent) {
