@@ -242,10 +242,12 @@ fn join(shared: &Arc<Shared>, mut near: TcpStream, far: TcpStream) {
             lock(&shared.wires).extend(wire.try_clone());
         }
         let _ = near.set_nonblocking(false);
-        if near.read_exact(&mut hello).is_err() || (&far).write_all(&hello).is_err() {
+        let hello = near.read_exact(&mut hello).and_then(|()| (&far).write_all(&hello)).map(|()| Hello::decode(&hello));
+        let Ok(Ok(hello)) = hello else {
+            // A daemon that was just killed may have accepted: whoever calls must not wait for its answer.
+            let _ = (near.shutdown(Shutdown::Both), far.shutdown(Shutdown::Both));
             return;
-        }
-        let Ok(hello) = Hello::decode(&hello) else { return };
+        };
         let devices = hello.role == Role::Devices;
         if hello.role == Role::Control {
             let last = Arc::new(Mutex::new(""));
@@ -332,5 +334,47 @@ struct HangUp(TcpStream);
 impl Drop for HangUp {
     fn drop(&mut self) {
         let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_protocol::hello::{Features, VERSION};
+
+    use super::*;
+
+    /// A daemon that is killed when it has just been called. Seen to fail, the caller waiting for its answer until it
+    /// gave up: in a whole run, then here.
+    #[test]
+    fn who_calls_a_daemon_that_ends_is_hung_up_on() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = || {
+            let caller = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            (caller, listener.accept().unwrap().0)
+        };
+        let ((mut caller, near), (far, killed)) = (connect(), connect());
+        setsockopt(&killed, sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger: 0 }).unwrap();
+        drop(killed);
+        let shared = Arc::new(Shared {
+            trap: Mutex::new(Trap::Open),
+            changed: Condvar::new(),
+            wires: Mutex::default(),
+            stop: AtomicBool::new(false),
+            damage_devices: AtomicBool::new(false),
+            gate: Gate::new(),
+        });
+        join(&shared, near, far);
+        let hello = Hello {
+            version: VERSION,
+            role: Role::Control,
+            features: Features::NONE,
+            needed: Features::NONE,
+            session: 1,
+            key: 2,
+        };
+        caller.write_all(&hello.encode()).unwrap();
+        caller.set_read_timeout(Some(PATIENCE)).unwrap();
+        let ended = caller.read(&mut [0]);
+        assert!(!matches!(&ended, Err(error) if error.kind() == std::io::ErrorKind::WouldBlock), "{ended:?}");
     }
 }
