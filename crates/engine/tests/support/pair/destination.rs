@@ -117,7 +117,8 @@ pub struct Destination {
     /// The map of missing pages of the guest that came last.
     pub missing: Mutex<Option<File>>,
     mapping: Mutex<Option<Arc<SharedMapping>>>,
-    pagers: Mutex<HashMap<MigrationId, Arc<Pager>>>,
+    /// The pagers of guests that were started; `None` where all pages are there.
+    pagers: Mutex<HashMap<MigrationId, Option<Arc<Pager>>>>,
     pub running: Arc<AtomicBool>,
     pub aborted: AtomicBool,
     pub refuse: Mutex<Option<Problem>>,
@@ -276,9 +277,7 @@ impl DestinationHost for Destination {
     }
 
     fn started(&self, id: MigrationId, _incoming: Incoming, pager: Option<Arc<Pager>>, _failed: Option<&Problem>) {
-        if let Some(pager) = pager {
-            self.pagers.lock().unwrap().insert(id, pager);
-        }
+        self.pagers.lock().unwrap().insert(id, pager);
         if let Some(program) = self.guest.lock().unwrap().take() {
             let mapping = self.mapping.lock().unwrap().clone().expect("prepared");
             std::thread::spawn(move || program(mapping));
@@ -289,12 +288,16 @@ impl DestinationHost for Destination {
         if self.guest_gone.load(Ordering::Acquire) {
             return Err(Problem::new("guest-gone".into(), Blame::Guest, "it switched itself off"));
         }
-        let pager = self.pagers.lock().unwrap().get(&id).cloned();
-        pager.ok_or_else(|| Problem::new("paged".into(), Blame::Peer, "no page is still to come"))
+        match self.pagers.lock().unwrap().get(&id) {
+            Some(Some(pager)) => Ok(Arc::clone(pager)),
+            Some(None) => Err(Problem::new("paged".into(), Blame::Peer, "no page is still to come")),
+            // The source is told that the guest runs before the pager is handed over: it may come back in between.
+            None => Err(Problem::new("not-yet".into(), Blame::Peer, "the guest does not run here yet")),
+        }
     }
 
     fn paged(&self, id: MigrationId) {
-        self.pagers.lock().unwrap().remove(&id);
+        self.pagers.lock().unwrap().insert(id, None);
     }
 
     fn abort(&self, id: MigrationId, _incoming: Option<Incoming>) {
