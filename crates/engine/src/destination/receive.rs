@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_api::Problem;
-use sterna_protocol::frame::{Frame, FrameReader, HEADER_BYTES};
+use sterna_protocol::frame::{Frame, FrameReader};
 use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::standstill::Standstill;
@@ -15,6 +15,7 @@ use super::decode::Decoder;
 use super::place::Placer;
 use crate::error::MigrateError;
 use crate::transport::connection::Connection;
+use crate::transport::frames::next_frame;
 
 /// The progress of each connection, and the first failure on any.
 #[derive(Debug)]
@@ -141,17 +142,8 @@ fn frames(
     // The bodies of the next frame that get into the gang's pool.
     let mut shared: Option<(ChunkIndex, PageSet)> = None;
     loop {
-        let mut header = [0; HEADER_BYTES];
-        match stream.read(&mut header).map_err(MigrateError::link("receiving pages"))? {
-            // The source says why on the control connection before it closes this one.
-            0 => return Ok(()),
-            read => stream.read_exact(&mut header[read..]).map_err(MigrateError::link("receiving pages"))?,
-        }
-        let pending = reader.header(&header)?;
-        let mut words = vec![0u8; pending.words() * 8];
-        stream.read_exact(&mut words).map_err(MigrateError::link("receiving pages"))?;
-        let words: Vec<u64> = words.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
-        let (frame, digests) = reader.accept(&pending, &words, placer.layout())?;
+        // The source says why on the control connection before it closes this one.
+        let Some((frame, digests)) = next_frame(stream, &mut reader, placer.layout())? else { return Ok(()) };
         let place = |shared: Option<(ChunkIndex, PageSet)>, arrival: &Arrival| match shared {
             None => placer.place(arrival),
             Some((chunk, pages)) if chunk == arrival.chunk => placer.place_shared(arrival, &pages),
@@ -167,7 +159,7 @@ fn frames(
                 let bodies = &mut buffer[..frame.body_bytes()];
                 stream.read_exact(bodies).map_err(MigrateError::link("receiving pages"))?;
                 let bodies = [(frame.full, &*bodies)];
-                place(shared.take(), &Arrival::plain(&frame, digests, placer.digester(), &bodies))?;
+                place(shared.take(), &Arrival::plain(&frame, &digests, placer.digester(), &bodies))?;
                 arrivals.frame(since_counted());
             }
             Frame::Packed(frame) => {
@@ -178,7 +170,7 @@ fn frames(
                 }
                 let payload = &mut buffer[..bytes];
                 stream.read_exact(payload).map_err(MigrateError::link("receiving pages"))?;
-                let bodies = decoder.decode(&frame, digests, payload, placer.ram())?;
+                let bodies = decoder.decode(&frame, &digests, payload, placer.ram())?;
                 let (full, delta) = bodies.split_at(frame.full.len() * PAGE_BYTES);
                 // Each body was checked against its digest as it was decoded.
                 let (bodies, suspect) = ([(frame.full, full), (frame.delta, delta)], PageSet::EMPTY);

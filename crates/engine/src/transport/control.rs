@@ -1,16 +1,14 @@
 //! The control connection: one request at a time, one reply to each.
 
-use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use sterna_protocol::hello::{Features, KNOWS_IDENTITIES};
-use sterna_protocol::message::{self, PREFIX_BYTES, Reply, Request};
+use sterna_protocol::message::{Reply, Request};
 use sterna_protocol::session::{self, Owner, State};
 use sterna_protocol::standstill::Standstill;
 
 use super::connection::{Connection, HangUp};
+use super::messages::Messages;
 use crate::error::MigrateError;
 use crate::host::DaemonId;
 
@@ -21,31 +19,6 @@ pub const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_millis(100);
 /// The bytes that count as progress: a peer that takes less within the time of a reply stands still.
 const PROGRESS_BYTES: u64 = 64 << 10;
-
-/// A stream of messages.
-#[derive(Debug)]
-struct Messages {
-    stream: Connection,
-    key: u64,
-}
-
-impl Messages {
-    fn send<M: Serialize>(&mut self, message: &M) -> Result<(), MigrateError> {
-        let bytes = message::encode(message, self.key)?;
-        self.stream.write_all(&bytes).map_err(MigrateError::link("sending a message"))
-    }
-
-    fn receive<M: DeserializeOwned>(&mut self, timeout: Option<Duration>) -> Result<M, MigrateError> {
-        let link = || MigrateError::link("waiting for a message");
-        self.stream.set_read_timeout(timeout).map_err(link())?;
-        let mut prefix = [0; PREFIX_BYTES];
-        self.stream.read_exact(&mut prefix).map_err(link())?;
-        let (length, checksum) = message::decode_prefix(prefix)?;
-        let mut body = vec![0; length];
-        self.stream.read_exact(&mut body).map_err(link())?;
-        Ok(message::decode(&body, checksum, self.key)?)
-    }
-}
 
 /// The source's end: asks, and keeps to the order of [`session`].
 #[derive(Debug)]
@@ -58,13 +31,13 @@ impl Asking {
     /// Begins on a connection that has exchanged hellos.
     #[must_use]
     pub fn new(stream: Connection, key: u64) -> Self {
-        Self { messages: Messages { stream, key }, state: State::Begun }
+        Self { messages: Messages::new(stream, key), state: State::Begun }
     }
 
     /// The features that both ends have.
     #[must_use]
     pub fn features(&self) -> Features {
-        self.messages.stream.features()
+        self.messages.connection().features()
     }
 
     /// Asks and waits for the answer.
@@ -107,7 +80,7 @@ impl Asking {
     pub fn wait(&mut self, stall: Duration, taken_bytes: impl Fn() -> u64) -> Result<(), MigrateError> {
         let began = Instant::now();
         let mut standstill = Standstill::new(PROGRESS_BYTES, stall, taken_bytes(), Duration::ZERO);
-        while !self.messages.stream.wait_readable(LOOK) {
+        while !self.messages.connection_mut().wait_readable(LOOK) {
             if standstill.is_over(taken_bytes(), began.elapsed()) {
                 return Err(MigrateError::link("waiting for pages to arrive")(std::io::ErrorKind::TimedOut.into()));
             }
@@ -120,7 +93,7 @@ impl Asking {
     /// # Errors
     /// No descriptor left.
     pub fn hang_up(&self) -> std::io::Result<HangUp> {
-        self.messages.stream.hang_up()
+        self.messages.connection().hang_up()
     }
 
     /// Asks who the peer is; `None` where it is too old to say. The first question of a connection.
@@ -128,7 +101,7 @@ impl Asking {
     /// # Errors
     /// As [`ask`](Self::ask).
     pub fn identify(&mut self) -> Result<Option<DaemonId>, MigrateError> {
-        if self.messages.stream.version() < KNOWS_IDENTITIES {
+        if self.messages.connection().version() < KNOWS_IDENTITIES {
             return Ok(None);
         }
         identity_of(self.ask(&Request::Identify, REPLY_TIMEOUT)?).map(Some)
@@ -174,7 +147,7 @@ impl Answering {
     /// Begins on a connection that has exchanged hellos.
     #[must_use]
     pub fn new(stream: Connection, key: u64) -> Self {
-        Self { messages: Messages { stream, key }, state: State::Begun }
+        Self { messages: Messages::new(stream, key), state: State::Begun }
     }
 
     /// The next request. Waits as long as the connection lives: rounds are long, and TCP notices a dead peer.
@@ -209,7 +182,7 @@ impl Answering {
     /// The peer's identity, by its certificate; `None` on a plain connection.
     #[must_use]
     pub fn peer(&self) -> Option<&str> {
-        self.messages.stream.peer()
+        self.messages.connection().peer()
     }
 
     /// A handle that ends the connection from another thread.
@@ -217,13 +190,13 @@ impl Answering {
     /// # Errors
     /// No descriptor left.
     pub fn hang_up(&self) -> std::io::Result<HangUp> {
-        self.messages.stream.hang_up()
+        self.messages.connection().hang_up()
     }
 
     /// Whether the connection still lives. Does not wait.
     #[must_use]
     pub fn alive(&mut self) -> bool {
-        self.messages.stream.alive()
+        self.messages.connection_mut().alive()
     }
 }
 
@@ -255,6 +228,7 @@ fn identity_of(reply: Reply) -> Result<DaemonId, MigrateError> {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
+    use std::io::Write;
     use std::net::{TcpListener, TcpStream};
 
     use super::*;

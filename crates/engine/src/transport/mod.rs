@@ -15,6 +15,12 @@ pub mod credentials;
 /// Why two daemons do not trust each other.
 pub mod refusal;
 
+/// Messages on a connection.
+pub mod messages;
+
+/// Frames on a connection.
+pub mod frames;
+
 /// Requests and replies.
 pub mod control;
 
