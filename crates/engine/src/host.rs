@@ -9,6 +9,7 @@ use crate::destination::pool::Pool;
 pub use crate::id::{DaemonId, MigrationId};
 use crate::memory::{BlockFile, Memory};
 use crate::paging::{Pager, PagingMeans};
+use crate::store::Store;
 use crate::transport::credentials::Credentials;
 use crate::vmm;
 
@@ -53,6 +54,11 @@ pub trait DestinationHost: Send + Sync {
     /// Whether the threads of a pause may go before all others of this host.
     fn may_haste(&self) -> bool {
         true
+    }
+
+    /// What this host lends to guests of others.
+    fn store(&self) -> Option<Arc<Store>> {
+        None
     }
 
     /// The pool of a gang that comes here from the daemon `from`: the same for all its members.

@@ -42,6 +42,9 @@ pub mod source;
 /// The destination's side of a migration.
 pub mod destination;
 
+/// Pages of guests that run on other hosts.
+pub mod store;
+
 /// Reclaim: the free memory of a guest that runs is given back to its host.
 pub mod reclaim;
 

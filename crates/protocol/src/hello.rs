@@ -53,12 +53,14 @@ impl Features {
     pub const FAMILIES: Self = Self(1 << 9);
     /// It knows clones: machines that come while their source runs on.
     pub const CLONES: Self = Self(1 << 10);
+    /// It can keep pages of guests that run elsewhere.
+    pub const STORES: Self = Self(1 << 11);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b111_1111_1111);
-    const NAMES: [(Self, &'static str); 12] = [
+    pub const KNOWN: Self = Self(0b1111_1111_1111);
+    const NAMES: [(Self, &'static str); 13] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -70,6 +72,7 @@ impl Features {
         (Self::RETURNS, "machines that come back (keep_departed)"),
         (Self::FAMILIES, "families of forked machines"),
         (Self::CLONES, "clones from other hosts (fork --to)"),
+        (Self::STORES, "memory for guests of other hosts (lend_memory)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 
@@ -138,6 +141,8 @@ pub enum Role {
     Faults,
     /// Page frames that were asked for: they overtake all others.
     Urgent,
+    /// Requests to a memory host, and its replies: a session of its own.
+    Store,
 }
 
 /// The first bytes of a connection, and of the answer.
@@ -216,6 +221,7 @@ impl Hello {
             Role::Devices => (3, 0),
             Role::Faults => (4, 0),
             Role::Urgent => (5, 0),
+            Role::Store => (6, 0),
         };
         let raw = Raw {
             magic: MAGIC,
@@ -252,6 +258,7 @@ impl Hello {
             3 => Role::Devices,
             4 => Role::Faults,
             5 => Role::Urgent,
+            6 => Role::Store,
             role => return Err(HelloError::Role(role)),
         };
         Ok(Self {

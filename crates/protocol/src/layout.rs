@@ -118,6 +118,15 @@ impl Layout {
         Ok(Self { blocks, chunks: first as u32 })
     }
 
+    /// So many whole chunks of one block, for who knows nothing else of a machine.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_chunks(chunks: u32) -> Result<Self, LayoutError> {
+        let bytes = u64::from(chunks) * CHUNK_BYTES as u64;
+        Self::new(&[BlockSpec { id: "ram".into(), bytes, page_bytes: PAGE_BYTES as u64, path: String::new() }])
+    }
+
     /// The number of chunks.
     #[must_use]
     pub fn chunks(&self) -> u32 {

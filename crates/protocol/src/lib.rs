@@ -61,6 +61,9 @@ pub mod balloon;
 /// Reclaim: how fast free memory is taken from a guest.
 pub mod reclaim;
 
+/// Memory hosts: pages of guests that run elsewhere.
+pub mod store;
+
 /// The map of pages that are used.
 pub mod usage;
 

@@ -60,9 +60,14 @@ pub fn serve(listener: &TcpListener, host: &Arc<dyn DestinationHost>) {
     }
 }
 
-/// Takes one call: a control connection is served here to its end, the others are handed to their session.
+/// Takes one call: a control connection, or one to a memory host, is served here to its end; the others are handed to
+/// their session.
 fn take(stream: TcpStream, sessions: &Sessions, host: &dyn DestinationHost) -> Result<(), MigrateError> {
     let (stream, hello) = answer(stream, host.credentials().as_deref())?;
+    if hello.role == Role::Store {
+        let store = host.store().ok_or(MigrateError::Request("this host lends no memory"))?;
+        return crate::store::serve::serve(stream, hello.key, &store, || host.room_bytes());
+    }
     let peer = stream.peer().map(String::from);
     let key = SessionKey { session: hello.session, key: hello.key, needed: Features::NONE };
     if hello.role != Role::Control {

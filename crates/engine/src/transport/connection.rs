@@ -17,6 +17,9 @@ use super::tls::Session;
 /// The version that is spoken until both ends have agreed on one.
 const OLDEST: Version = Version { major: VERSION.major, minor: 0 };
 
+/// A wait that begins again and again.
+const LONG: Duration = Duration::from_secs(60);
+
 /// A connection that has exchanged hellos, or is about to.
 #[derive(Debug)]
 pub struct Connection {
@@ -128,6 +131,15 @@ impl Connection {
     #[must_use]
     pub fn wait_readable(&mut self, timeout: Duration) -> bool {
         self.tls.as_deref_mut().is_some_and(Session::has_read) || ready(&self.socket, PollFlags::IN, timeout)
+    }
+
+    /// Waits for as long as it takes until the peer sends something. Returns whether it did: if not, the connection is
+    /// at its end, as it may be between two messages.
+    #[must_use]
+    pub fn sends_more(&mut self) -> bool {
+        while !self.wait_readable(LONG) {}
+        // The end may have come with the last that was sent.
+        self.alive() || self.tls.as_deref_mut().is_some_and(Session::has_read)
     }
 
     /// Waits until there is room to send; `false` after `timeout`. How much room that is, is a setting of the socket.

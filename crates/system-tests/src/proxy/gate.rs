@@ -21,6 +21,8 @@ pub enum Kind {
     Faults,
     /// The requested pages.
     Urgent,
+    /// Requests to a memory host, and its pages.
+    Store,
 }
 
 impl From<Role> for Kind {
@@ -31,6 +33,7 @@ impl From<Role> for Kind {
             Role::Devices => Self::Devices,
             Role::Faults => Self::Faults,
             Role::Urgent => Self::Urgent,
+            Role::Store => Self::Store,
         }
     }
 }

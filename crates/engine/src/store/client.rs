@@ -1,0 +1,229 @@
+use std::io::Read;
+use std::time::Duration;
+
+use sterna_protocol::frame::{ChunkFrame, Digester, Frame, FrameReader, FrameWriter};
+use sterna_protocol::hello::{Features, Role, VERSION};
+use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
+use sterna_protocol::pages::PageSet;
+use sterna_protocol::store::{Claim, InventoryEntry, Refusal, StoreReply, StoreRequest, Summary};
+use sterna_sys::iovec::Outgoing;
+
+use super::serve::layout;
+use crate::error::MigrateError;
+use crate::source::stream::link_broke;
+use crate::transport::credentials::Credentials;
+use crate::transport::frames::next_frame;
+use crate::transport::messages::Messages;
+use crate::transport::{SessionKey, call};
+
+/// How long an answer may take.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Why a memory host did not do what it was asked to.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// It refused. The connection goes on.
+    #[error("the memory host refused: {0}")]
+    Refused(#[from] Refusal),
+    /// The connection is of no use any more.
+    #[error(transparent)]
+    Connection(#[from] MigrateError),
+}
+
+/// Pages that came back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pages {
+    /// Pages with a body, which was compared with its digest.
+    pub full: PageSet,
+    /// Pages of zeros.
+    pub zero: PageSet,
+    /// The bodies, in order.
+    pub bodies: Vec<u8>,
+}
+
+/// The owner's end of a connection to a memory host: one request at a time. For requests side by side there are more
+/// connections, all of the same claim.
+#[derive(Debug)]
+pub struct MemoryHost {
+    messages: Messages,
+    reader: FrameReader,
+    writer: FrameWriter,
+    digester: Digester,
+    layout: Layout,
+    /// The host's name.
+    name: String,
+    /// The chunks of which it had anything when it was opened.
+    held: u32,
+}
+
+impl MemoryHost {
+    /// Calls a memory host and asks for `bytes` of it, for a guest of so many chunks. `session` names the connection;
+    /// `key` seeds its checksums.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn open(
+        peer: &str,
+        credentials: Option<&Credentials>,
+        (session, key): (u128, u64),
+        claim: Claim,
+        bytes: u64,
+        chunks: u32,
+    ) -> Result<Self, StoreError> {
+        let session = SessionKey { session, key, needed: Features::STORES };
+        let connection = call(peer, session, Role::Store, credentials)?;
+        let mut host = Self {
+            messages: Messages::new(connection, key),
+            reader: FrameReader::new(key, Features::NONE),
+            writer: FrameWriter::new(key),
+            digester: Digester::of(VERSION, claim.key),
+            layout: layout(chunks)?,
+            name: String::new(),
+            held: 0,
+        };
+        match host.ask(&StoreRequest::Open { claim, bytes, chunks })? {
+            StoreReply::Opened { host: name, held } => {
+                (host.name, host.held) = (name, held);
+                Ok(host)
+            }
+            _ => Err(other().into()),
+        }
+    }
+
+    /// The host's name, and the number of chunks of which it had anything when it was opened.
+    #[must_use]
+    pub fn opened(&self) -> (&str, u32) {
+        (&self.name, self.held)
+    }
+
+    /// The digest of a page, as the memory host makes it.
+    #[must_use]
+    pub fn digester(&self) -> Digester {
+        self.digester
+    }
+
+    /// Has it keep pages of a chunk: those of `full` with the `bodies`, in order, which a guest may be writing, and
+    /// `zero` without. With `base` the others of that version stay. Returns the digests of the bodies as they are kept,
+    /// in order.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    ///
+    /// # Panics
+    /// Where `bodies` are not those of `full`.
+    pub fn put(
+        &mut self,
+        chunk: ChunkIndex,
+        (version, base): (u64, Option<u64>),
+        (full, zero): (PageSet, PageSet),
+        bodies: &[Outgoing<'_>],
+    ) -> Result<Vec<u64>, StoreError> {
+        let frame = ChunkFrame { round: 0, chunk, full, zero };
+        assert_eq!(bodies.iter().map(Outgoing::bytes).sum::<usize>(), frame.body_bytes(), "the pages' bodies");
+        self.messages.send(&StoreRequest::Put { chunk, version, base })?;
+        // Digests of what a guest may change on its way say nothing: those that count come back.
+        let head = self.writer.head(&Frame::Chunk(frame), &vec![0; full.len()]);
+        let mut vectors: Vec<_> =
+            std::iter::once(Outgoing::from(head.as_slice())).chain(bodies.iter().copied()).collect();
+        self.messages.connection_mut().send(&mut vectors).map_err(link_broke)?;
+        match self.answer()? {
+            StoreReply::Kept { digests } if digests.len() == full.len() => Ok(digests),
+            _ => Err(other().into()),
+        }
+    }
+
+    /// Pages of a chunk, which must be of this version.
+    ///
+    /// # Errors
+    /// [`StoreError`]; also where what came is not what its digest says.
+    pub fn get(&mut self, chunk: ChunkIndex, version: u64, pages: &PageSet) -> Result<Pages, StoreError> {
+        let StoreReply::Pages = self.ask(&StoreRequest::Get { chunk, version, pages: pages.to_bytes() })? else {
+            return Err(other().into());
+        };
+        let connection = self.messages.connection_mut();
+        let (frame, digests) = match next_frame(connection, &mut self.reader, &self.layout)? {
+            Some((Frame::Chunk(frame), digests)) if frame.chunk == chunk && frame.full.or(&frame.zero) == *pages => {
+                (frame, digests)
+            }
+            _ => return Err(MigrateError::Reply("other pages than those that were asked for").into()),
+        };
+        let mut bodies = vec![0; frame.body_bytes()];
+        connection.read_exact(&mut bodies).map_err(MigrateError::link("receiving pages"))?;
+        if !bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body)).eq(digests) {
+            return Err(MigrateError::Reply("pages that are not what their digests say").into());
+        }
+        Ok(Pages { full: frame.full, zero: frame.zero, bodies })
+    }
+
+    /// These pages of a chunk are not needed any more, where it is of this version or an older one.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn release(&mut self, chunk: ChunkIndex, version: u64, pages: &PageSet) -> Result<(), StoreError> {
+        match self.ask(&StoreRequest::Release { chunk, version, pages: pages.to_bytes() })? {
+            StoreReply::Released => Ok(()),
+            _ => Err(other().into()),
+        }
+    }
+
+    /// All that it has, chunk by chunk.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn inventory(&mut self) -> Result<Vec<InventoryEntry>, StoreError> {
+        let mut all: Vec<InventoryEntry> = Vec::new();
+        loop {
+            let first = all.last().map_or(0, |last| last.chunk.0 + 1);
+            let StoreReply::Inventory(more) = self.ask(&StoreRequest::Inventory { first: ChunkIndex(first) })? else {
+                return Err(other().into());
+            };
+            if more.is_empty() {
+                return Ok(all);
+            }
+            // In order, so that they are no more than the guest's chunks.
+            let chunks = || std::iter::once(first).chain(more.iter().map(|entry| entry.chunk.0 + 1));
+            if !chunks().zip(&more).all(|(least, entry)| (least..self.layout.chunks()).contains(&entry.chunk.0)) {
+                return Err(MigrateError::Reply("an inventory that is in no order").into());
+            }
+            all.extend(more);
+        }
+    }
+
+    /// Asks whether the guest may rely on it: all that it has was looked through, and is summed up.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn prepare(&mut self) -> Result<Summary, StoreError> {
+        match self.ask(&StoreRequest::Prepare)? {
+            StoreReply::Prepared(summary) => Ok(summary),
+            _ => Err(other().into()),
+        }
+    }
+
+    /// Gives everything back.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn close(mut self) -> Result<(), StoreError> {
+        match self.ask(&StoreRequest::Close)? {
+            StoreReply::Closed => Ok(()),
+            _ => Err(other().into()),
+        }
+    }
+
+    fn ask(&mut self, request: &StoreRequest) -> Result<StoreReply, StoreError> {
+        self.messages.send(request)?;
+        self.answer()
+    }
+
+    fn answer(&mut self) -> Result<StoreReply, StoreError> {
+        match self.messages.receive(Some(ANSWER_TIMEOUT))? {
+            StoreReply::Refused(refusal) => Err(refusal.into()),
+            reply => Ok(reply),
+        }
+    }
+}
+
+fn other() -> MigrateError {
+    MigrateError::Reply("another reply than was asked for")
+}

@@ -1,0 +1,152 @@
+use std::io::Read;
+use std::sync::Arc;
+
+use sterna_protocol::frame::{ChunkFrame, Frame, FrameReader, FrameWriter};
+use sterna_protocol::hello::Features;
+use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, Layout};
+use sterna_protocol::pages::PageSet;
+use sterna_protocol::store::{Claim, Refusal, StoreReply, StoreRequest};
+use sterna_sys::iovec::Outgoing;
+
+use super::Store;
+use super::shelf::{Got, Shelf};
+use crate::error::MigrateError;
+use crate::source::stream::link_broke;
+use crate::transport::connection::Connection;
+use crate::transport::frames::next_frame;
+use crate::transport::messages::Messages;
+
+/// Serves one connection to its end; `room_bytes` is what this host can still give to anybody. A connection has one
+/// frame's memory and one guest, and each guest what was granted to it: whoever asks much takes from nobody else.
+///
+/// # Errors
+/// The link broke, or the peer sent what may not come.
+pub fn serve(
+    connection: Connection,
+    key: u64,
+    store: &Store,
+    room_bytes: impl Fn() -> u64,
+) -> Result<(), MigrateError> {
+    let mut serving = Serving {
+        messages: Messages::new(connection, key),
+        reader: FrameReader::new(key, Features::NONE),
+        writer: FrameWriter::new(key),
+        buffer: Vec::new(),
+    };
+    let Some((shelf, claim, layout)) = serving.open(store, room_bytes)? else { return Ok(()) };
+    while let Some(request) = serving.next()? {
+        if matches!(request, StoreRequest::Close) {
+            return serving.end(store, &claim);
+        }
+        serving.answer(&shelf, &claim, &layout, request)?;
+    }
+    Ok(())
+}
+
+struct Serving {
+    messages: Messages,
+    reader: FrameReader,
+    writer: FrameWriter,
+    /// The bodies of a put; it grows to a chunk with the first one.
+    buffer: Vec<u8>,
+}
+
+impl Serving {
+    /// The next request; `None` where the owner has hung up.
+    fn next(&mut self) -> Result<Option<StoreRequest>, MigrateError> {
+        if !self.messages.connection_mut().sends_more() {
+            return Ok(None);
+        }
+        self.messages.receive(None).map(Some)
+    }
+
+    fn reply(&mut self, reply: &StoreReply) -> Result<(), MigrateError> {
+        self.messages.send(reply)
+    }
+
+    /// The first request: what is asked for, and for whom. `None` where it was refused.
+    fn open(
+        &mut self,
+        store: &Store,
+        room_bytes: impl Fn() -> u64,
+    ) -> Result<Option<(Arc<Shelf>, Claim, Layout)>, MigrateError> {
+        let Some(request) = self.next()? else { return Ok(None) };
+        let StoreRequest::Open { claim, bytes, chunks } = request else {
+            let refusal = Refusal::Request(format!("{} before open", request.name()));
+            return self.reply(&StoreReply::Refused(refusal)).map(|()| None);
+        };
+        match store.grant(&claim, bytes, chunks, room_bytes()) {
+            Ok(shelf) => {
+                let held = shelf.held_chunks();
+                self.reply(&StoreReply::Opened { host: store.host.clone(), held })?;
+                Ok(Some((shelf, claim, layout(chunks)?)))
+            }
+            Err(refusal) => self.reply(&StoreReply::Refused(refusal)).map(|()| None),
+        }
+    }
+
+    fn answer(
+        &mut self,
+        shelf: &Shelf,
+        claim: &Claim,
+        layout: &Layout,
+        request: StoreRequest,
+    ) -> Result<(), MigrateError> {
+        let epoch = claim.epoch;
+        let reply = match request {
+            StoreRequest::Put { chunk, version, base } => {
+                let (full, zero) = self.frame(chunk, layout)?;
+                let kept = shelf.put(epoch, (chunk, version, base), (full, zero), &self.buffer);
+                kept.map(|digests| StoreReply::Kept { digests })
+            }
+            StoreRequest::Get { chunk, version, pages } => {
+                match shelf.get(epoch, chunk, version, &PageSet::from_bytes(&pages)) {
+                    Ok(got) => return self.pages(chunk, &got),
+                    Err(refusal) => Err(refusal),
+                }
+            }
+            StoreRequest::Release { chunk, version, pages } => {
+                let released = shelf.release(epoch, chunk, version, &PageSet::from_bytes(&pages));
+                released.map(|()| StoreReply::Released)
+            }
+            StoreRequest::Inventory { first } => shelf.inventory(epoch, first).map(StoreReply::Inventory),
+            StoreRequest::Prepare => shelf.prepare(epoch).map(StoreReply::Prepared),
+            StoreRequest::Open { .. } | StoreRequest::Close => {
+                Err(Refusal::Request(format!("{} at this moment", request.name())))
+            }
+        };
+        self.reply(&reply.unwrap_or_else(StoreReply::Refused))
+    }
+
+    /// The frame that follows a put: its pages with a body, which are in the buffer then, and those of zeros.
+    fn frame(&mut self, chunk: ChunkIndex, layout: &Layout) -> Result<(PageSet, PageSet), MigrateError> {
+        let connection = self.messages.connection_mut();
+        let frame = match next_frame(connection, &mut self.reader, layout)? {
+            Some((Frame::Chunk(frame), _)) if frame.chunk == chunk => frame,
+            _ => return Err(MigrateError::Request("a put without the pages of its chunk")),
+        };
+        self.buffer.reserve_exact(CHUNK_BYTES.saturating_sub(self.buffer.capacity()));
+        self.buffer.resize(frame.body_bytes(), 0);
+        connection.read_exact(&mut self.buffer).map_err(MigrateError::link("receiving pages"))?;
+        Ok((frame.full, frame.zero))
+    }
+
+    fn pages(&mut self, chunk: ChunkIndex, got: &Got) -> Result<(), MigrateError> {
+        self.reply(&StoreReply::Pages)?;
+        let frame = Frame::Chunk(ChunkFrame { round: 0, chunk, full: got.full, zero: got.zero });
+        let head = self.writer.head(&frame, &got.digests);
+        let mut vectors = [Outgoing::from(head.as_slice()), Outgoing::from(got.bodies.as_slice())];
+        self.messages.connection_mut().send(&mut vectors).map_err(link_broke)
+    }
+
+    /// The last request: everything is given back.
+    fn end(&mut self, store: &Store, claim: &Claim) -> Result<(), MigrateError> {
+        let closed = store.close(claim.guest, Some(claim));
+        self.reply(&closed.map_or_else(StoreReply::Refused, |_| StoreReply::Closed))
+    }
+}
+
+/// The layout of a guest of so many chunks, whatever its blocks are: frames are checked against it.
+pub(super) fn layout(chunks: u32) -> Result<Layout, MigrateError> {
+    Ok(Layout::of_chunks(chunks)?)
+}
