@@ -89,6 +89,8 @@ codes! {
     UnknownTemplate: Absent = "unknown-template",
     /// There is no migration of this number.
     UnknownMigration: Absent = "unknown-migration",
+    /// Nothing is lent to a guest of this number.
+    UnknownLoan: Absent = "unknown-loan",
     /// There is no process of this number.
     NoSuchProcess: ByBlame = "no-such-process",
     /// The name is taken.

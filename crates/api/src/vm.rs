@@ -218,6 +218,32 @@ pub struct HostKept {
     pub machines: Vec<String>,
 }
 
+/// What a host lends to guests that run on other hosts.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+pub struct HostLent {
+    /// What it lends at most (`lend_memory`), bytes.
+    pub budget_bytes: u64,
+    /// What it has granted, bytes. Nobody else is given it.
+    pub granted_bytes: u64,
+    /// What is used of that, bytes.
+    pub used_bytes: u64,
+    /// The guests.
+    pub guests: Vec<Loan>,
+}
+
+/// Memory that is lent to a guest of another host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Loan {
+    /// The guest's number, in hexadecimal digits.
+    pub guest: String,
+    /// How often the guest has changed hands.
+    pub epoch: u64,
+    /// What was granted to it, bytes.
+    pub granted_bytes: u64,
+    /// What it uses of that, bytes.
+    pub used_bytes: u64,
+}
+
 /// The daemon that answers at an API's socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Version {

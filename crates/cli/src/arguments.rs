@@ -52,6 +52,8 @@ pub enum Command {
     },
     /// Drop what this host keeps of the memory of virtual machines that have left (keep_departed)
     Forget,
+    /// Show the memory that this host lends to guests of other hosts (lend_memory)
+    Lent(Lent),
     /// Stop a virtual machine
     Stop {
         /// Its name
@@ -196,6 +198,17 @@ pub struct Fork {
     /// '{name}' stands for the name of each clone.
     #[arg(last = true, value_name = "QEMU-ARGUMENTS")]
     pub arguments: Vec<String>,
+}
+
+/// `lent`.
+#[derive(Debug, Args)]
+pub struct Lent {
+    /// Take back what is lent to this guest, by its number: without another copy of its pages it never runs on
+    #[arg(long, value_name = "NUMBER")]
+    pub take_back: Option<String>,
+    /// As JSON
+    #[arg(long, conflicts_with = "take_back")]
+    pub json: bool,
 }
 
 /// `link`.

@@ -16,6 +16,7 @@ use crate::arguments::{Adopt, Run};
 use crate::balloon;
 use crate::client::{Client, escape};
 use crate::failure::Failure;
+use crate::lent;
 use crate::progress::{brief, line};
 use crate::table::text_of;
 use crate::template;
@@ -141,6 +142,7 @@ pub async fn ps(client: &Client, json: bool) -> Result<ExitCode, Failure> {
     if !kept.machines.is_empty() {
         println!("{}", kept_line(&kept));
     }
+    lent::tell(client).await?;
     Ok(ExitCode::SUCCESS)
 }
 

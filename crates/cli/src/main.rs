@@ -14,6 +14,8 @@ mod client;
 mod estimate;
 /// Errors, as people see them, and exit codes.
 mod failure;
+/// `lent`.
+mod lent;
 /// `link`.
 mod link;
 /// The commands about machines.
@@ -63,6 +65,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Ps { json } => machines::ps(&client, json).await,
         Command::Show { name, json } => machines::show(&client, &name, json).await,
         Command::Forget => machines::forget(&client).await,
+        Command::Lent(wanted) => lent::lent(&client, wanted).await,
         Command::Stop { name, force } => machines::stop(&client, &name, force).await,
         Command::Migrate(migrate) => migrate::migrate(&client, *migrate).await,
         Command::Balloon(wanted) => balloon::balloon(&client, &wanted).await,

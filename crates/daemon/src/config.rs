@@ -60,6 +60,7 @@ struct File {
     memory_floor: Option<String>,
     pause_priority: Option<bool>,
     huge_pages: Option<bool>,
+    lend_memory: Option<String>,
     tls: Option<Tls>,
     #[serde(default)]
     test_trust_first_look: bool,
@@ -123,6 +124,8 @@ pub struct Config {
     pub pause_priority: bool,
     /// Whether guests' shared memory is in huge pages where nothing else is said of a machine.
     pub huge_pages: bool,
+    /// The memory that guests of other hosts may have here, bytes; 0 for none.
+    pub lend_memory_bytes: u64,
     /// The files that connections to other daemons are encrypted with; without them connections are plain.
     pub tls: Option<Files>,
     /// Whether free pages are looked for only once. It harms guests that are moved or whose memory is taken: only for
@@ -174,6 +177,9 @@ pub enum ConfigError {
     /// A floor that is no size.
     #[error("memory_floor cannot be used")]
     Floor(#[source] UnitError),
+    /// A budget that is no size.
+    #[error("lend_memory cannot be used")]
+    Lend(#[source] UnitError),
     /// A time that is no duration.
     #[error("keep_departed cannot be used")]
     Keep(#[source] UnitError),
@@ -232,9 +238,12 @@ impl Config {
             unshare_reserve: file.unshare_reserve.unwrap_or(10),
             offer_pools: file.offer_pools.unwrap_or(false),
             keep_departed: file.keep_departed.map_or(Ok(Duration::ZERO), |time| keep_time(&time))?,
-            memory_floor_bytes: file.memory_floor.map_or(Ok(64 << 20), |floor| floor_bytes(&floor))?,
+            memory_floor_bytes: file
+                .memory_floor
+                .map_or(Ok(64 << 20), |floor| size_or_none(&floor, ConfigError::Floor))?,
             pause_priority: file.pause_priority.unwrap_or(true),
             huge_pages: file.huge_pages.unwrap_or(false),
+            lend_memory_bytes: file.lend_memory.map_or(Ok(0), |size| size_or_none(&size, ConfigError::Lend))?,
             tls: file.tls.map(Files::from),
             test_trust_first_look: file.test_trust_first_look,
         };
@@ -257,9 +266,9 @@ impl Config {
     }
 }
 
-/// A floor of free memory, which may be 0.
-fn floor_bytes(text: &str) -> Result<u64, ConfigError> {
-    if text == "0" { Ok(0) } else { parse_size(text).map_err(ConfigError::Floor) }
+/// A size, which may be 0.
+fn size_or_none(text: &str, wrong: fn(UnitError) -> ConfigError) -> Result<u64, ConfigError> {
+    if text == "0" { Ok(0) } else { parse_size(text).map_err(wrong) }
 }
 
 /// A time for which something is kept, which may be 0.
@@ -301,6 +310,7 @@ mod tests {
         assert!(config.pause_priority, "a pause is as short as this host can make it");
         assert!(!merge(&Arguments::default(), "pause_priority = false").unwrap().pause_priority);
         assert!(!config.huge_pages && merge(&Arguments::default(), "huge_pages = true").unwrap().huge_pages);
+        assert_eq!(config.lend_memory_bytes, 0, "memory is lent where that is asked for");
         assert!(!config.offer_pools, "sharing with those that are here is asked for");
         assert!(config.keep_departed.is_zero(), "what was a machine's is kept where that is asked for");
     }
@@ -325,6 +335,8 @@ mod tests {
         assert!(merge(&Arguments::default(), "keep_departed = '0'").unwrap().keep_departed.is_zero());
         assert_eq!(merge(&Arguments::default(), "keep_departed = '90s'").unwrap().keep_departed.as_secs(), 90);
         assert_eq!(merge(&Arguments::default(), "memory_floor = '0'").unwrap().memory_floor_bytes, 0);
+        assert!(merge(&Arguments::default(), "lend_memory = 'all'").unwrap_err().to_string().contains("lend_memory"));
+        assert_eq!(merge(&Arguments::default(), "lend_memory = '2G'").unwrap().lend_memory_bytes, 2 << 30);
         assert!(
             merge(&Arguments::default(), "unshare_reserve = 101").unwrap_err().to_string().contains("unshare_reserve")
         );

@@ -4,8 +4,10 @@
 use std::sync::Arc;
 
 use sterna_api::Problem;
+use sterna_engine::store::Store;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::transport::share::Share;
+use sterna_sys::host;
 
 use crate::adopt::Adoptions;
 use crate::balloon::Balloons;
@@ -48,6 +50,8 @@ pub struct Daemon {
     pub care: Care,
     /// The part that starts them.
     pub launcher: Arc<Launcher>,
+    /// What is lent to guests of other hosts.
+    pub lent: Arc<Store>,
     /// What is kept of machines that have left.
     pub keeper: Arc<Keeper>,
     /// The part that takes running machines over.
@@ -91,7 +95,8 @@ impl Daemon {
             ksm_group: config.ksm_group.clone(),
             huge_pages: config.huge_pages,
         });
-        let keeper = Keeper::new(state.ram(), config.keep_departed, config.memory_floor_bytes);
+        let lent = Arc::new(Store::open(&state.lent(), host::name(), config.lend_memory_bytes)?);
+        let keeper = Keeper::new(state.ram(), Arc::clone(&lent), config.keep_departed, config.memory_floor_bytes);
         let departures = Arc::new(Departures {
             identity,
             keeper: Arc::clone(&keeper),
@@ -114,6 +119,7 @@ impl Daemon {
             launcher: Arc::clone(&launcher),
             pools: Arc::new(Pools::new(state.ram())),
             keeper: Arc::clone(&keeper),
+            lent: Arc::clone(&lent),
             max_incoming: config.max_incoming,
             unshare_reserve: config.unshare_reserve,
             offer_pools: config.offer_pools,
@@ -131,6 +137,7 @@ impl Daemon {
             balloons,
             care,
             launcher,
+            lent,
             keeper,
             adoptions,
             departures,

@@ -13,6 +13,7 @@ use sterna_api::vm::HostKept;
 use sterna_engine::destination::pool::Pool;
 use sterna_engine::memory::Memory;
 use sterna_engine::memory::kept::Kept;
+use sterna_engine::store::Store;
 
 use crate::room::room_bytes;
 
@@ -32,6 +33,8 @@ pub struct Keeper {
     floor: u64,
     /// The memory that can still be given, bytes.
     room: fn(&Path) -> u64,
+    /// What is lent to guests of other hosts: what is promised to them is nobody else's.
+    lent: Arc<Store>,
     entries: Mutex<Vec<Entry>>,
 }
 
@@ -86,9 +89,9 @@ impl Keeping {
 impl Keeper {
     /// Nothing is kept yet. With `limit` 0 nothing ever is.
     #[must_use]
-    pub fn new(ram: PathBuf, limit: Duration, floor: u64) -> Arc<Self> {
+    pub fn new(ram: PathBuf, lent: Arc<Store>, limit: Duration, floor: u64) -> Arc<Self> {
         let limit = (!limit.is_zero()).then_some(limit);
-        Arc::new(Self { ram, limit, floor, room: room_bytes, entries: Mutex::default() })
+        Arc::new(Self { ram, limit, floor, room: room_bytes, lent, entries: Mutex::default() })
     }
 
     /// Begins to look what must go, on a thread of its own, for as long as this daemon runs.
@@ -121,13 +124,13 @@ impl Keeper {
     #[must_use]
     pub fn room_bytes(&self) -> u64 {
         let kept = self.tidy();
-        (self.room)(&self.ram).saturating_add(kept)
+        self.left().saturating_add(kept)
     }
 
     /// The memory, bytes, that can be given without giving up what is kept.
     #[must_use]
     pub fn room_beside_bytes(&self) -> u64 {
-        (self.room)(&self.ram)
+        self.left()
     }
 
     /// Whether anything is kept of machines that were given these tickets.
@@ -196,7 +199,7 @@ impl Keeper {
     /// Whether so much more may be kept, bytes, beside what is: there must be as much memory left as is kept then.
     fn has_room(&self, more: u64) -> bool {
         let kept: u64 = self.lock().iter().map(|entry| entry.what.bytes()).sum();
-        let left = (self.room)(&self.ram).saturating_sub(more);
+        let left = self.left().saturating_sub(more);
         left >= kept.saturating_add(more) && left >= self.floor.saturating_mul(ENOUGH)
     }
 
@@ -212,7 +215,7 @@ impl Keeper {
             if droppable == 0 {
                 return 0;
             }
-            let left = (self.room)(&self.ram);
+            let left = self.left();
             if left >= droppable && left >= self.floor.saturating_mul(ENOUGH) {
                 return droppable;
             }
@@ -221,6 +224,11 @@ impl Keeper {
             let machines: Vec<_> = gone.machines.iter().map(|(name, _)| name.as_str()).collect();
             tracing::info!(machines = machines.join(", "), "what was kept of them is dropped: memory is needed");
         }
+    }
+
+    /// The memory that can be given, bytes: without what is kept, and without what is promised to guests of other hosts.
+    fn left(&self) -> u64 {
+        (self.room)(&self.ram).saturating_sub(self.lent.promised_bytes())
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Entry>> {

@@ -30,7 +30,8 @@ fn host(limit: Duration, floor: u64, room: u64) -> Host {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
     let limit = (!limit.is_zero()).then_some(limit);
     let room = |_: &Path| ROOM.load(Ordering::SeqCst);
-    let keeper = Keeper { ram: dir.path().into(), limit, floor, room, entries: Mutex::default() };
+    let lent = Arc::new(Store::open(&dir.path().join("lent"), "here".into(), 0).expect("nothing is there"));
+    let keeper = Keeper { ram: dir.path().into(), limit, floor, room, lent, entries: Mutex::default() };
     Host { keeper: Arc::new(keeper), _dir: dir, _turn: turn }
 }
 

@@ -10,7 +10,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use serde::Serialize;
 use sterna_api::balloon::Pressure;
-use sterna_api::vm::HostKept;
+use sterna_api::vm::{HostKept, HostLent};
 use sterna_api::{Phase, Report, Status, Vm};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -55,6 +55,10 @@ pub struct Metrics {
     shared: Gauge<u64, AtomicU64>,
     kept: Gauge<u64, AtomicU64>,
     kept_machines: Gauge,
+    lent_budget: Gauge<u64, AtomicU64>,
+    lent_granted: Gauge<u64, AtomicU64>,
+    lent_used: Gauge<u64, AtomicU64>,
+    lent_guests: Gauge,
     ballooned: Gauge<u64, AtomicU64>,
     pressure: Family<PressureLabel, Counter>,
     reclaimed: Counter,
@@ -89,6 +93,10 @@ impl Metrics {
             shared: Gauge::default(),
             kept: Gauge::default(),
             kept_machines: Gauge::default(),
+            lent_budget: Gauge::default(),
+            lent_granted: Gauge::default(),
+            lent_used: Gauge::default(),
+            lent_guests: Gauge::default(),
             ballooned: Gauge::default(),
             pressure: Family::default(),
             reclaimed: Counter::default(),
@@ -124,6 +132,14 @@ impl Metrics {
             metrics.kept.clone(),
         );
         registry.register("kept_machines", "Machines that have left and are kept", metrics.kept_machines.clone());
+        for (name, help, gauge) in [
+            ("lent_budget", "Memory that guests of other hosts may have here", &metrics.lent_budget),
+            ("lent_granted", "Memory that is granted to guests of other hosts", &metrics.lent_granted),
+            ("lent_used", "Memory that guests of other hosts have here", &metrics.lent_used),
+        ] {
+            registry.register_with_unit(name, help, Unit::Bytes, gauge.clone());
+        }
+        registry.register("lent_guests", "Guests of other hosts that have memory here", metrics.lent_guests.clone());
         registry.register_with_unit(
             "vm_ballooned",
             "RAM that guests have put into balloons Sterna looks after",
@@ -212,9 +228,14 @@ impl Metrics {
         self.reclaimed.inc_by(bytes);
     }
 
-    /// The metrics as text, with these machines and migrations, and what is kept of others, as they are now.
+    /// The metrics as text, with these machines and migrations, what is kept of others, and what is lent to others, as
+    /// they are now.
     #[must_use]
-    pub fn text(&self, vms: &[Vm], traffic: Traffic, kept: &HostKept) -> String {
+    pub fn text(&self, vms: &[Vm], traffic: Traffic, kept: &HostKept, lent: &HostLent) -> String {
+        self.lent_budget.set(lent.budget_bytes);
+        self.lent_granted.set(lent.granted_bytes);
+        self.lent_used.set(lent.used_bytes);
+        self.lent_guests.set(lent.guests.len() as i64);
         self.kept.set(kept.bytes);
         self.kept_machines.set(kept.machines.len() as i64);
         self.queued.set(traffic.queued as i64);
@@ -277,7 +298,9 @@ mod tests {
         });
         metrics.balloon_pressure(Pressure::LowMemory);
         let kept = HostKept { bytes: 7, machines: vec!["m".into()] };
-        let text = metrics.text(&[], Traffic { queued: 3, outgoing: 2, incoming: 1 }, &kept);
+        let lent = HostLent { granted_bytes: 9, ..HostLent::default() };
+        let text = metrics.text(&[], Traffic { queued: 3, outgoing: 2, incoming: 1 }, &kept, &lent);
+        assert!(text.contains("sterna_lent_granted_bytes 9") && text.contains("sterna_lent_guests 0"), "{text}");
         assert!(text.contains("sterna_kept_bytes 7") && text.contains("sterna_kept_machines 1"), "{text}");
         assert!(text.contains("sterna_balloon_pressure_total{what=\"low-memory\"} 1"), "{text}");
         assert!(text.contains("sterna_migrations_queued 3"), "{text}");
@@ -314,7 +337,8 @@ mod tests {
         };
         let here = |missing_pages, waiting_ms| vm(Some(Arriving { missing_pages, from: "a".into(), waiting_ms }), None);
         let there = |phase| vm(None, Some(Progress { phase, waiting_ms: Some(9000.0), ..Progress::default() }));
-        let text = |vms: &[Vm]| Metrics::new().text(vms, Traffic::default(), &HostKept::default());
+        let text =
+            |vms: &[Vm]| Metrics::new().text(vms, Traffic::default(), &HostKept::default(), &HostLent::default());
         let both = text(&[here(7, None), here(5, Some(2500.0))]);
         assert!(both.contains("sterna_postcopy_missing_pages 12"), "{both}");
         assert!(both.contains("sterna_vm_shared_bytes 6"), "{both}");

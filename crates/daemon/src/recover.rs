@@ -290,8 +290,8 @@ impl Recovery<'_> {
             let name = entry.file_name().to_string_lossy().into_owned();
             let may_be_of =
                 |machine: &String| name.strip_prefix(machine.as_str()).is_some_and(|rest| rest.starts_with('-'));
-            // An image's file has a rule of its own.
-            if Images::is_name(&name) {
+            // An image's file has a rule of its own, and what is lent is another part's.
+            if Images::is_name(&name) || path == self.state.lent() {
                 continue;
             }
             let stray = match Place::at(&path).and_then(|place| place.id()) {

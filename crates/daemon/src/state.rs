@@ -3,6 +3,7 @@
 //! ```text
 //! STATE/lock                one daemon per directory
 //! STATE/ram/                a tmpfs of our own: RAM files, NAME-RANDOM
+//! STATE/ram/lent/           pages of guests that run on other hosts
 //! STATE/vms/NAME/vm.json    the machine's record; beside it qemu.log
 //! STATE/vms/NAME/run/       of QEMU's user: qmp.sock, agent.sock
 //! STATE/logs/NAME.log       what the last QEMU of that name said before it ended
@@ -99,6 +100,12 @@ impl StateDir {
         self.root.join("ram")
     }
 
+    /// Where pages of guests that run on other hosts lie.
+    #[must_use]
+    pub fn lent(&self) -> PathBuf {
+        self.ram().join("lent")
+    }
+
     /// Where machines have their directories.
     #[must_use]
     pub fn vms(&self) -> PathBuf {
@@ -144,6 +151,8 @@ impl StateDir {
     /// Gives the RAM file system back where it is empty and ours.
     pub fn unmount_if_empty(&self) {
         let ram = self.ram();
+        // It stays where anything is lent.
+        let _ = fs::remove_dir(self.lent());
         let empty = fs::read_dir(&ram).is_ok_and(|mut entries| entries.next().is_none());
         if empty
             && mounted_at(&ram).is_ok_and(|mount| mount.is_some())

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use serde_json::json;
 use support::{Host, cannot_run};
 
-const ROUTES: [(&str, &str); 31] = [
+const ROUTES: [(&str, &str); 33] = [
     ("get", "/v1/vms"),
     ("post", "/v1/vms"),
     ("post", "/v1/vms/adopt"),
@@ -30,6 +30,8 @@ const ROUTES: [(&str, &str); 31] = [
     ("post", "/v1/templates/{name}/run"),
     ("get", "/v1/host/kept"),
     ("delete", "/v1/host/kept"),
+    ("get", "/v1/host/lent"),
+    ("delete", "/v1/host/lent/{guest}"),
     ("get", "/v1/migrations"),
     ("post", "/v1/migrations"),
     ("get", "/v1/migrations/{id}"),
@@ -57,7 +59,7 @@ fn the_description_lists_every_route_and_every_route_is_served() {
     expected.sort();
     assert_eq!(described, expected);
     for (method, path) in ROUTES.iter().filter(|(_, path)| *path != "/v1/watch") {
-        let path = path.replace("{name}", "nobody").replace("{id}", "77");
+        let path = path.replace("{name}", "nobody").replace("{id}", "77").replace("{guest}", "77");
         let (_, answer) = host.ask(&method.to_uppercase(), &path, Some(&json!({})));
         let code = answer["code"].as_str().unwrap_or_default();
         assert!(!code.starts_with("no-such-route") && !code.starts_with("no-such-method"), "{method} {path}: {answer}");

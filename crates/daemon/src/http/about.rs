@@ -10,6 +10,7 @@ use sterna_api::vm::Version;
 use sterna_sys::host;
 
 use super::answer::{Failure, blocking};
+use super::host::lends;
 use crate::daemon::Daemon;
 use crate::show;
 
@@ -28,5 +29,6 @@ pub async fn metrics(State(daemon): State<Arc<Daemon>>) -> Result<impl IntoRespo
 
 fn text(daemon: &Daemon) -> String {
     let traffic = show::traffic(&daemon.machines, &daemon.jobs().queue);
-    daemon.metrics.text(&show::list(&daemon.machines, &daemon.balloons), traffic, &daemon.keeper.show())
+    let machines = show::list(&daemon.machines, &daemon.balloons);
+    daemon.metrics.text(&machines, traffic, &daemon.keeper.show(), &lends(&daemon.lent))
 }

@@ -39,6 +39,8 @@ use super::{about, balloon, host, link, migrations, templates, vms, watch};
         host::set_bandwidth,
         host::kept,
         host::drop_kept,
+        host::lent,
+        host::take_back,
         about::version,
         about::metrics,
         openapi,

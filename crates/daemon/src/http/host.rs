@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use sterna_api::Problem;
 use sterna_api::options::MIN_BANDWIDTH_BYTES_PER_S;
-use sterna_api::vm::{HostBandwidth, HostKept};
+use sterna_api::vm::{HostBandwidth, HostKept, HostLent, Loan};
+use sterna_api::{Blame, Code, Problem};
+use sterna_engine::store::{Store, loan};
 
-use super::answer::{Body, Failure, blocking};
+use super::answer::{Body, Failure, Path, blocking};
 use crate::daemon::Daemon;
 use crate::problems::invalid;
 
@@ -55,4 +56,46 @@ pub async fn drop_kept(State(daemon): State<Arc<Daemon>>) -> Result<Json<HostKep
         Ok(kept)
     };
     blocking(dropped).await.map(Json)
+}
+
+/// What this host lends to guests that run on other hosts.
+#[utoipa::path(get, path = "/v1/host/lent", responses((status = 200, body = HostLent)))]
+pub async fn lent(State(daemon): State<Arc<Daemon>>) -> Result<Json<HostLent>, Failure> {
+    blocking(move || Ok(lends(&daemon.lent))).await.map(Json)
+}
+
+/// Takes back what is lent to a guest, by its number. Its pages here are gone: without another copy of them it never
+/// runs on. Returns what was lent.
+#[utoipa::path(
+    delete,
+    path = "/v1/host/lent/{guest}",
+    params(("guest" = String, Path, description = "the guest's number, as it is listed")),
+    responses((status = 200, body = Loan), (status = "4XX", body = Problem))
+)]
+pub async fn take_back(State(daemon): State<Arc<Daemon>>, Path(guest): Path<String>) -> Result<Json<Loan>, Failure> {
+    let taken = move || {
+        let number = u128::from_str_radix(&guest, 16).ok();
+        let taken = number.and_then(|number| daemon.lent.close(number, None).ok());
+        taken.map(|loan| shown(&loan)).ok_or_else(|| {
+            Problem::new(Code::UnknownLoan, Blame::Request, "nothing is lent to a guest of this number")
+                .hint("`sterna lent` lists them")
+        })
+    };
+    blocking(taken).await.map(Json)
+}
+
+/// All that a store lends, as the API shows it.
+pub(super) fn lends(store: &Store) -> HostLent {
+    let guests: Vec<Loan> = store.loans().iter().map(shown).collect();
+    HostLent {
+        budget_bytes: store.budget_bytes(),
+        granted_bytes: guests.iter().map(|loan| loan.granted_bytes).sum(),
+        used_bytes: guests.iter().map(|loan| loan.used_bytes).sum(),
+        guests,
+    }
+}
+
+fn shown(loan: &loan::Loan) -> Loan {
+    let loan::Loan { guest, epoch, granted_bytes, used_bytes } = *loan;
+    Loan { guest: loan::Number(guest).to_string(), epoch, granted_bytes, used_bytes }
 }

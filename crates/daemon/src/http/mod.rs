@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::http::{Method, Uri};
-use axum::routing::{get, post, put};
+use axum::routing::{delete, get, post, put};
 use sterna_api::{Blame, Code, Problem};
 
 use crate::daemon::Daemon;
@@ -64,6 +64,8 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/watch", get(watch::watch))
         .route("/v1/host/bandwidth", get(host::bandwidth).put(host::set_bandwidth))
         .route("/v1/host/kept", get(host::kept).delete(host::drop_kept))
+        .route("/v1/host/lent", get(host::lent))
+        .route("/v1/host/lent/{guest}", delete(host::take_back))
         .route("/v1/version", get(about::version))
         .route("/metrics", get(about::metrics))
         .route("/openapi.json", get(document::openapi))

@@ -8,6 +8,7 @@ use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_engine::destination::pool::Pool;
 use sterna_engine::host::{Clone, DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::paging::Pager;
+use sterna_engine::store::Store;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::spec::{GangSpec, Ticket, VmSpec};
@@ -54,6 +55,8 @@ pub struct Destination {
     pub pools: Arc<Pools>,
     /// What is kept of machines that have left.
     pub keeper: Arc<Keeper>,
+    /// What is lent to guests of other hosts.
+    pub lent: Arc<Store>,
     /// How many machines may be on their way here at a time.
     pub max_incoming: usize,
     /// Percent of what machines here may have in common that is kept free for them.
@@ -77,6 +80,10 @@ impl DestinationHost for Destination {
 
     fn may_haste(&self) -> bool {
         self.may_haste
+    }
+
+    fn store(&self) -> Option<Arc<Store>> {
+        Some(Arc::clone(&self.lent))
     }
 
     fn prepare(

@@ -40,12 +40,12 @@ pub struct Store {
 }
 
 impl Store {
-    /// Lends at most so many bytes, from files in `dir`, which must be a directory of its own on a tmpfs. What an
-    /// earlier daemon lent is there again, also where the budget is less than that; what cannot be understood is left
+    /// Lends at most so many bytes, from files in `dir`, a directory of its own on a tmpfs, which is made when something
+    /// is lent. What an earlier daemon lent is there again, also where the budget is less than that; what cannot be understood is left
     /// as it is and said in the log.
     ///
     /// # Errors
-    /// The directory cannot be made or read.
+    /// The directory cannot be read.
     pub fn open(dir: &Path, host: String, budget_bytes: u64) -> io::Result<Self> {
         let shelves = Shelf::find(dir)?.map(|shelf| (shelf.loan().guest, Arc::new(shelf))).collect();
         Ok(Self { dir: dir.into(), host, budget_bytes, shelves: Mutex::new(shelves) })

@@ -1,6 +1,6 @@
-use std::fs::File;
+use std::fs::{DirBuilder, File};
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -70,6 +70,7 @@ impl Shelf {
     pub(super) fn make(dir: &Path, claim: &Claim, granted_bytes: u64, chunks: u32) -> Result<Self, Refusal> {
         let paths = [PAGES, SLOTS].map(|end| dir.join(format!("{}.{end}", Number(claim.guest))));
         let shelf = || -> io::Result<Self> {
+            DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
             let make =
                 |path: &Path| File::options().read(true).write(true).create(true).truncate(true).mode(0o600).open(path);
             let files = Files { pages: make(&paths[0])?, slots: make(&paths[1])?, paths: paths.clone() };
@@ -90,13 +91,15 @@ impl Shelf {
         Self { files, guest: claim.guest, digester, holdings: Mutex::new(Some(holdings)) }
     }
 
-    /// Those that an earlier daemon left in a directory, which is made where it is not there.
+    /// Those that an earlier daemon left in a directory, if there is one.
     ///
     /// # Errors
-    /// The directory cannot be made or read.
+    /// The directory cannot be read.
     pub(super) fn find(dir: &Path) -> io::Result<impl Iterator<Item = Self>> {
-        std::fs::create_dir_all(dir)?;
-        let entries = std::fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
+        let entries = match std::fs::read_dir(dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            entries => entries?.collect::<io::Result<_>>()?,
+        };
         let slots = entries.into_iter().map(|entry| entry.path());
         let slots = slots.filter(|path| path.extension().is_some_and(|end| end == SLOTS));
         Ok(slots.filter_map(|path| match Self::take_up(&path) {
