@@ -64,6 +64,9 @@ pub mod reclaim;
 /// Memory hosts: pages of guests that run elsewhere.
 pub mod store;
 
+/// Where the pages of a split guest are.
+pub mod split;
+
 /// The map of pages that are used.
 pub mod usage;
 
