@@ -40,9 +40,9 @@ pub struct Store {
 }
 
 impl Store {
-    /// Lends at most so many bytes, from files in `dir`, a directory of its own on a tmpfs, which is made when something
-    /// is lent. What an earlier daemon lent is there again, also where the budget is less than that; what cannot be understood is left
-    /// as it is and said in the log.
+    /// Lends at most so many bytes, from files in `dir`, a directory of its own on a tmpfs, which is made when
+    /// something is lent. What an earlier daemon lent is there again, also where the budget is less than that; what
+    /// cannot be understood is left as it is and said in the log.
     ///
     /// # Errors
     /// The directory cannot be read.

@@ -1,3 +1,4 @@
+use std::collections::BTreeSet;
 use std::fs::{DirBuilder, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
@@ -71,8 +72,8 @@ impl Shelf {
         let paths = [PAGES, SLOTS].map(|end| dir.join(format!("{}.{end}", Number(claim.guest))));
         let shelf = || -> io::Result<Self> {
             DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
-            let make =
-                |path: &Path| File::options().read(true).write(true).create(true).truncate(true).mode(0o600).open(path);
+            // What is there and was not understood may be what its guest needs.
+            let make = |path: &Path| File::options().read(true).write(true).create_new(true).mode(0o600).open(path);
             let files = Files { pages: make(&paths[0])?, slots: make(&paths[1])?, paths: paths.clone() };
             files.pages.set_len(u64::from(chunks) * CHUNK_BYTES as u64)?;
             files.slots.set_len(SLOT_BYTES * (1 + u64::from(chunks)))?;
@@ -80,7 +81,9 @@ impl Shelf {
             Ok(Self::of(files, Holdings::new(*claim, granted_bytes, chunks)))
         };
         shelf().map_err(|error| {
-            paths.iter().for_each(|path| drop(std::fs::remove_file(path)));
+            if error.kind() != io::ErrorKind::AlreadyExists {
+                paths.iter().for_each(|path| drop(std::fs::remove_file(path)));
+            }
             failed(error)
         })
     }
@@ -100,10 +103,12 @@ impl Shelf {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             entries => entries?.collect::<io::Result<_>>()?,
         };
-        let slots = entries.into_iter().map(|entry| entry.path());
-        let slots = slots.filter(|path| path.extension().is_some_and(|end| end == SLOTS));
-        Ok(slots.filter_map(|path| match Self::take_up(&path) {
-            Ok(shelf) => Some(shelf),
+        // The pages' file is made first, and removed first.
+        let files = entries.into_iter().map(|entry| entry.path());
+        let files = files.filter(|path| path.extension().is_some_and(|end| end == SLOTS || end == PAGES));
+        let guests: BTreeSet<PathBuf> = files.map(|path| path.with_extension(SLOTS)).collect();
+        Ok(guests.into_iter().filter_map(|path| match Self::take_up(&path) {
+            Ok(shelf) => shelf,
             Err(error) => {
                 tracing::warn!(path = %path.display(), %error, "left alone: memory that was lent and is not understood");
                 None
@@ -111,13 +116,26 @@ impl Shelf {
         }))
     }
 
-    fn take_up(slots: &Path) -> io::Result<Self> {
+    /// `None` where a daemon was killed when it made or removed it: then it is removed.
+    fn take_up(slots: &Path) -> io::Result<Option<Self>> {
         let paths = [slots.with_extension(PAGES), slots.to_path_buf()];
         let nofollow = OFlags::NOFOLLOW.bits() as i32;
         let open = |path: &Path| File::options().read(true).write(true).custom_flags(nofollow).open(path);
-        let files = Files { pages: open(&paths[0])?, slots: open(&paths[1])?, paths };
+        let there = |opened: io::Result<File>| match opened {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            opened => opened.map(Some),
+        };
         let mut header = [0; HEADER_BYTES];
-        files.slots.read_exact_at(&mut header, 0)?;
+        let (pages, slots) = match (there(open(&paths[0]))?, there(open(&paths[1]))?) {
+            (Some(pages), Some(slots)) if slots.read_at(&mut header, 0)? > 0 && header != [0; HEADER_BYTES] => {
+                (pages, slots)
+            }
+            _ => {
+                paths.iter().for_each(|path| drop(std::fs::remove_file(path)));
+                return Ok(None);
+            }
+        };
+        let files = Files { pages, slots, paths };
         let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_string());
         let Header { claim, granted_bytes, chunks } = Header::decode(header).ok_or_else(|| wrong("no header"))?;
         let size = u64::from(chunks) * CHUNK_BYTES as u64;
@@ -133,7 +151,7 @@ impl Shelf {
             // A daemon that was killed may have written bodies that it did not note.
             files.punch(chunk, &PageSet::first(CHUNK_PAGES).without(&held.full))?;
         }
-        Ok(Self::of(files, holdings))
+        Ok(Some(Self::of(files, holdings)))
     }
 
     /// What is lent.

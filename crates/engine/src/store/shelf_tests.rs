@@ -142,7 +142,28 @@ fn files_that_are_not_understood_are_left_alone() {
     let slots: PathBuf = slots.filter(|path| path.extension().is_some_and(|end| end == SLOTS)).collect();
     File::options().write(true).open(&slots).unwrap().write_all_at(b"?", 3).unwrap();
     assert_eq!(Shelf::find(dir.path()).unwrap().count(), 0);
-    assert!(slots.exists());
+    assert!(matches!(Shelf::make(dir.path(), &CLAIM, 1 << 20, CHUNKS), Err(Refusal::Memory(_))));
+    assert!(slots.exists() && slots.with_extension(PAGES).exists());
+}
+
+/// A daemon that is killed when it makes the files, or when it removes them, before anybody or after everybody relied
+/// on them.
+#[test]
+fn files_that_are_half_made_or_half_removed_go_with_the_next_start() {
+    for half in ["no slots", "an empty file of slots", "no header", "no pages"] {
+        let dir = dir();
+        let made = shelf(dir.path()).files.paths;
+        let slots = || File::options().write(true).open(&made[1]).unwrap();
+        match half {
+            "no slots" => std::fs::remove_file(&made[1]).unwrap(),
+            "an empty file of slots" => slots().set_len(0).unwrap(),
+            "no header" => punch(slots(), 0..SLOT_BYTES).unwrap(),
+            _ => std::fs::remove_file(&made[0]).unwrap(),
+        }
+        assert_eq!(Shelf::find(dir.path()).unwrap().count(), 0, "{half}");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "{half}");
+        drop(shelf(dir.path()));
+    }
 }
 
 #[test]
