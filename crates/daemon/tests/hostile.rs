@@ -99,9 +99,10 @@ impl Impostor {
 
     fn start(agent_socket: &std::path::Path, mut program: Command) -> Self {
         let child = program.env("STERNA_AGENT_SOCKET", agent_socket).stdin(Stdio::null()).spawn().unwrap();
-        // Its parent may go on before it has become another program: until then it has its parent's environment.
-        let image = || std::fs::read_link(format!("/proc/{}/exe", child.id())).ok();
-        eventually("it is a program of its own", || image() != std::env::current_exe().ok());
+        // Its parent may go on before it has become another program: until then it has its parent's environment, and
+        // for a moment none.
+        let environment = || sterna_daemon::process::environment(child.id()).unwrap_or_default();
+        eventually("it is a program of its own", || environment().contains_key("STERNA_AGENT_SOCKET"));
         Self(child)
     }
 }

