@@ -59,15 +59,12 @@ fn line(lent: &HostLent) -> Option<String> {
     let HostLent { budget_bytes, granted_bytes, used_bytes, guests } = lent;
     let guests = match guests.len() {
         0 if *budget_bytes == 0 => return None,
-        1 => "1 guest".into(),
-        count => format!("{count} guests"),
+        0 => "no guest".into(),
+        1 => format!("1 guest, {} in use", show_size(*used_bytes)),
+        count => format!("{count} guests, {} in use", show_size(*used_bytes)),
     };
-    Some(format!(
-        "lent to {guests} of other hosts: {} of {}, of which {} are in use",
-        show_size(*granted_bytes),
-        show_size(*budget_bytes),
-        show_size(*used_bytes)
-    ))
+    let (granted, budget) = (show_size(*granted_bytes), show_size(*budget_bytes));
+    Some(format!("lent to guests of other hosts: {granted} of {budget} ({guests})"))
 }
 
 fn used(loan: &Loan) -> String {

@@ -226,7 +226,7 @@ impl Keeper {
         }
     }
 
-    /// The memory that can be given, bytes: without what is kept, and without what is promised to guests of other hosts.
+    /// The memory that can be given, bytes: without what is kept, and without what guests of other hosts are promised.
     fn left(&self) -> u64 {
         (self.room)(&self.ram).saturating_sub(self.lent.promised_bytes())
     }
