@@ -72,14 +72,7 @@ impl Proxy {
         // Segments have a network's size, not the loopback's 64 KiB: the push is paced by what comes through.
         setsockopt(&listener, sockopt::TcpMaxSeg, &1448).expect("a setting");
         let address = listener.local_addr().expect("an address").to_string();
-        let shared = Arc::new(Shared {
-            trap: Mutex::new(Trap::Open),
-            changed: Condvar::new(),
-            wires: Mutex::default(),
-            stop: AtomicBool::new(false),
-            damage_devices: AtomicBool::new(false),
-            gate: Gate::new(),
-        });
+        let shared = Arc::new(Shared::new());
         let (for_thread, namespace) = (Arc::clone(&shared), from.namespace.clone());
         let target: SocketAddr = to.listen().parse().expect("an address");
         let acceptor = std::thread::spawn(move || {
@@ -188,6 +181,18 @@ impl Drop for Proxy {
 }
 
 impl Shared {
+    /// Everything passes.
+    fn new() -> Self {
+        Self {
+            trap: Mutex::new(Trap::Open),
+            changed: Condvar::new(),
+            wires: Mutex::default(),
+            stop: AtomicBool::new(false),
+            damage_devices: AtomicBool::new(false),
+            gate: Gate::new(),
+        }
+    }
+
     fn set(&self, trap: Trap) {
         *lock(&self.trap) = trap;
         self.changed.notify_all();
@@ -355,14 +360,7 @@ mod tests {
         let ((mut caller, near), (far, killed)) = (connect(), connect());
         setsockopt(&killed, sockopt::Linger, &nix::libc::linger { l_onoff: 1, l_linger: 0 }).unwrap();
         drop(killed);
-        let shared = Arc::new(Shared {
-            trap: Mutex::new(Trap::Open),
-            changed: Condvar::new(),
-            wires: Mutex::default(),
-            stop: AtomicBool::new(false),
-            damage_devices: AtomicBool::new(false),
-            gate: Gate::new(),
-        });
+        let shared = Arc::new(Shared::new());
         join(&shared, near, far);
         let hello = Hello {
             version: VERSION,
