@@ -8,7 +8,6 @@ use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::{Claim, InventoryEntry, Refusal, StoreReply, StoreRequest, Summary};
 use sterna_sys::iovec::Outgoing;
 
-use super::serve::layout;
 use crate::error::MigrateError;
 use crate::source::stream::link_broke;
 use crate::transport::credentials::Credentials;
@@ -77,7 +76,7 @@ impl MemoryHost {
             reader: FrameReader::new(key, Features::NONE),
             writer: FrameWriter::new(key),
             digester: Digester::of(VERSION, claim.key),
-            layout: layout(chunks)?,
+            layout: Layout::of_chunks(chunks).map_err(MigrateError::from)?,
             name: String::new(),
             held: 0,
         };

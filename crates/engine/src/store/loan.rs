@@ -1,3 +1,5 @@
+use sterna_protocol::store::Holdings;
+
 /// What a store has lent to one guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Loan {
@@ -9,6 +11,15 @@ pub struct Loan {
     pub granted_bytes: u64,
     /// What is used of it, bytes.
     pub used_bytes: u64,
+}
+
+impl Loan {
+    /// Of what there is of a guest.
+    pub(super) fn of(holdings: &Holdings) -> Self {
+        let claim = holdings.claim();
+        let (granted_bytes, used_bytes) = (holdings.granted_bytes(), holdings.used_bytes());
+        Self { guest: claim.guest, epoch: claim.epoch, granted_bytes, used_bytes }
+    }
 }
 
 /// A guest's number, as messages show it.

@@ -79,7 +79,7 @@ impl Serving {
             Ok(shelf) => {
                 let held = shelf.held_chunks();
                 self.reply(&StoreReply::Opened { host: store.host.clone(), held })?;
-                Ok(Some((shelf, claim, layout(chunks)?)))
+                Ok(Some((shelf, claim, Layout::of_chunks(chunks)?)))
             }
             Err(refusal) => self.reply(&StoreReply::Refused(refusal)).map(|()| None),
         }
@@ -144,9 +144,4 @@ impl Serving {
         let closed = store.close(claim.guest, Some(claim));
         self.reply(&closed.map_or_else(StoreReply::Refused, |_| StoreReply::Closed))
     }
-}
-
-/// The layout of a guest of so many chunks, whatever its blocks are: frames are checked against it.
-pub(super) fn layout(chunks: u32) -> Result<Layout, MigrateError> {
-    Ok(Layout::of_chunks(chunks)?)
 }

@@ -37,10 +37,11 @@ pub(super) enum Step {
 #[derive(Debug)]
 pub(crate) struct Shelf {
     files: Files,
-    guest: u128,
     digester: Digester,
     /// `None` where it was given back.
     holdings: Mutex<Option<Holdings>>,
+    /// What is lent, as of the last request: nobody who asks waits for a request's pages.
+    loan: Mutex<Loan>,
 }
 
 #[derive(Debug)]
@@ -89,9 +90,9 @@ impl Shelf {
     }
 
     fn of(files: Files, holdings: Holdings) -> Self {
-        let claim = holdings.claim();
-        let digester = Digester::of(VERSION, claim.key);
-        Self { files, guest: claim.guest, digester, holdings: Mutex::new(Some(holdings)) }
+        let digester = Digester::of(VERSION, holdings.claim().key);
+        let loan = Mutex::new(Loan::of(&holdings));
+        Self { files, digester, holdings: Mutex::new(Some(holdings)), loan }
     }
 
     /// Those that an earlier daemon left in a directory, if there is one.
@@ -156,10 +157,7 @@ impl Shelf {
 
     /// What is lent.
     pub(super) fn loan(&self) -> Loan {
-        let holdings = self.lock();
-        let (epoch, granted_bytes, used_bytes) =
-            holdings.as_ref().map_or((0, 0, 0), |all| (all.claim().epoch, all.granted_bytes(), all.used_bytes()));
-        Loan { guest: self.guest, epoch, granted_bytes, used_bytes }
+        *self.account()
     }
 
     /// Whether it is this owner's, or the next one's.
@@ -183,6 +181,7 @@ impl Shelf {
             let header = Header { claim: *claim, granted_bytes: bytes, chunks }.encode();
             write_at(&self.files.slots, 0, &header).map_err(failed)?;
             all.open(*claim, bytes);
+            *self.account() = Loan::of(all);
         }
         Ok(())
     }
@@ -206,7 +205,9 @@ impl Shelf {
         let mut holdings = self.lock();
         let all = holdings.as_mut().ok_or(Refusal::Closed)?;
         all.in_force(epoch)?;
-        what(all)
+        let done = what(all);
+        *self.account() = Loan::of(all);
+        done
     }
 
     /// Keeps pages: `bodies` are those of `full`, in order. Returns their digests.
@@ -321,6 +322,10 @@ impl Shelf {
     /// How many chunks there is anything of.
     pub(super) fn held_chunks(&self) -> u32 {
         self.lock().as_ref().map_or(0, |all| all.iter().count() as u32)
+    }
+
+    fn account(&self) -> MutexGuard<'_, Loan> {
+        self.loan.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Holdings>> {
