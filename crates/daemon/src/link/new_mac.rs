@@ -5,7 +5,7 @@
 //! forked: elsewhere its QEMU would have other cards than its guest.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::vmm::qemu::network::{self, Card};
@@ -19,8 +19,12 @@ use crate::machines::table::Machines;
 use crate::problems::host;
 use crate::qemu::arguments::{Item, named, parse, unparse};
 
-/// How long a guest may take to let go of a card: its kernel does so within a second, and one that is busy later.
+/// How long a guest may take to let go of a card: its kernel does so within a second, and one that is busy later. The
+/// same for taking another one into use.
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How often QEMU is asked whether its guest uses a card.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Cards with new addresses for these of a machine, whose QEMU is asked whether it can replace them.
 ///
@@ -93,22 +97,42 @@ fn finish(machines: &Machines, record: &VmRecord, control: &mut Control) -> Resu
     machines.store(&now).map_err(|error| host("cannot write the machine's record", &error))
 }
 
+/// Has the card be in its place, and its guest use it. A guest that was asked for the former one more than once, by a
+/// daemon that died or a user, may let go of this one too: it is put in again then.
 fn replace(record: &VmRecord, control: &mut Control, card: &NewCard, device: &Item) -> Result<(), Problem> {
     let failed = |error| control::refused("replace a network card", &error);
-    if let Some(plug) = network::plug_of(control.qmp(), &card.netdev).map_err(failed)? {
-        if plug.mac == card.mac {
-            return Ok(());
-        }
-        if !network::unplug(control.qmp(), &plug, UNPLUG_TIMEOUT).map_err(failed)? {
-            let seconds = UNPLUG_TIMEOUT.as_secs();
-            let message = format!("the guest of '{}' has not let go of a network card within {seconds} s", record.name);
-            return Err(Problem::new(Code::GuestKeepsCard, Blame::Guest, message)
-                .hint(format!("'sterna link {} up --new-mac' asks it again", record.name)));
-        }
-    }
     let named = named(std::slice::from_ref(device), &record.name);
     let words = named.first().and_then(|item| item.value.clone()).unwrap_or_default();
-    network::plug_in(control.qmp(), &words).map_err(failed)
+    let mut deadline = Instant::now() + UNPLUG_TIMEOUT;
+    loop {
+        let is_over = Instant::now() >= deadline;
+        match network::plug_of(control.qmp(), &card.netdev).map_err(failed)? {
+            Some(plug) if plug.mac == card.mac => {
+                if network::is_taken(control.qmp(), &plug).map_err(failed)? {
+                    return Ok(());
+                }
+                if is_over {
+                    tracing::warn!(vm = record.name, mac = card.mac, "its guest does not use its new network card");
+                    return Ok(());
+                }
+                std::thread::sleep(POLL_INTERVAL);
+            }
+            Some(plug) => {
+                if !network::unplug(control.qmp(), &plug, UNPLUG_TIMEOUT).map_err(failed)? {
+                    let what = format!("has not let go of a network card within {} s", UNPLUG_TIMEOUT.as_secs());
+                    return Err(ask_again(record, &what));
+                }
+                deadline = Instant::now() + UNPLUG_TIMEOUT;
+            }
+            None if is_over => return Err(ask_again(record, "lets go of its new network card again and again")),
+            None => network::plug_in(control.qmp(), &words).map_err(failed)?,
+        }
+    }
+}
+
+fn ask_again(record: &VmRecord, what: &str) -> Problem {
+    Problem::new(Code::GuestKeepsCard, Blame::Guest, format!("the guest of '{}' {what}", record.name))
+        .hint(format!("'sterna link {} up --new-mac' asks it again", record.name))
 }
 
 /// Goes on with what an earlier daemon has begun, or a fork; the machine is not claimed.

@@ -1,8 +1,12 @@
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
 use sterna_api::NetworkCard;
+use sterna_bench::baseline::qmp::Qmp;
 use sterna_bench::command::wait_for;
+
 use sterna_bench::load::now_us;
 use sterna_bench::tools;
 use sterna_system_tests::member::Member;
@@ -87,22 +91,54 @@ fn addresses(site: &mut Site) {
 /// The daemon dies between the two cards: the next one goes on.
 fn goes_on(site: &mut Site) {
     let record = site.host("a").directory.join("state/vms/one/vm.json");
-    let pending = || {
-        let text = std::fs::read_to_string(&record).unwrap_or_default();
-        serde_json::from_str::<Value>(&text)
-            .is_ok_and(|record| record["new_cards"].as_array().is_some_and(|all| !all.is_empty()))
-    };
     let attempt = Attempt::run(site.host("a"), &["link", "one", "up", "--new-mac"]);
-    site.eventually("the new card is on record", || pending() || cards_of_record(&record) != FIRST);
+    site.eventually("the new card is on record", || pending(&record) || cards_of_record(&record) != FIRST);
     site.kill_daemon("a");
     drop(attempt.end());
     site.start_daemon("a");
-    site.eventually("the card is replaced", || !pending());
+    site.eventually("the card is replaced", || !pending(&record));
     let mac = cards_of_record(&record);
     assert_ne!(mac, FIRST);
     says(&Member::new(site, "one"), &mac, true);
     assert_eq!(cards(site, "a", &["one"])[0].mac, mac);
     are_well(site, &["one"]);
+}
+
+/// Its guest is asked for the card again and again before it lets go of it, and so lets go of what is there then, too.
+fn asked_again(site: &mut Site, second: &Path) {
+    let member = Member::new(site, "origin");
+    let record = site.host("a").directory.join("state/vms/origin/vm.json");
+    let mut qmp = Qmp::connect(second).expect("its QEMU answers");
+    let mut before = FIRST.to_owned();
+    for _ in 0..4 {
+        let attempt = Attempt::run(site.host("a"), &["link", "origin", "up", "--new-mac"]);
+        site.eventually("the new card is on record", || pending(&record) || cards_of_record(&record) != before);
+        // So that none of the requests is for the new card.
+        let daemon = Pid::from_raw(site.daemon_at("a").cast_signed());
+        kill(daemon, Signal::SIGSTOP).expect("it is stopped");
+        let asked = ask_for_its_card(&mut qmp);
+        kill(daemon, Signal::SIGCONT).expect("it goes on");
+        attempt.end().expect(0, &[]);
+        let mac = cards_of_record(&record);
+        println!("asked {asked} times: {before} became {mac}");
+        says(&member, &mac, true);
+        assert_eq!(cards(site, "a", &["origin"])[0].mac, mac);
+        before = mac;
+    }
+    are_well(site, &["origin"]);
+}
+
+/// Asks the guest for its card until it is gone; how often.
+fn ask_for_its_card(qmp: &mut Qmp) -> usize {
+    let ask = || qmp.execute("device_del", json!({ "id": "card" })).is_ok().then_some(());
+    std::iter::from_fn(ask).take(500).count()
+}
+
+/// Whether cards on record are to take the place of others.
+fn pending(record: &Path) -> bool {
+    let text = std::fs::read_to_string(record).unwrap_or_default();
+    serde_json::from_str::<Value>(&text)
+        .is_ok_and(|record| record["new_cards"].as_array().is_some_and(|all| !all.is_empty()))
 }
 
 /// The address that the arguments on record name.
@@ -178,4 +214,20 @@ fn a_clone_is_in_its_source_s_trust_group_and_in_no_other() {
         // Nobody can ask for another one.
         fork(site, "grouped", &["x", "--trust-group", "red"]).expect(2, &["--trust-group"]);
     });
+}
+
+#[test]
+fn a_guest_that_is_asked_for_its_card_more_than_once_keeps_the_one_that_takes_its_place() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a directory");
+    let second = directory.path().join("qmp");
+    let device = format!("virtio-net-pci,netdev=n,id=card,mac={FIRST},bus=rp1");
+    let slot = ["-device", "pcie-root-port,id=rp1,chassis=1", "-netdev", "user,id=n,restrict=on", "-device"];
+    let more = format!("unix:{},server=on,wait=off", second.display());
+    let words = [&slot[..], &[&device, "-qmp", &more]].concat();
+    let qemu = tools::qemu_7_2().expect("looked for before");
+    with_card(qemu, "pc-q35-7.2", &words, |site| asked_again(site, &second));
 }

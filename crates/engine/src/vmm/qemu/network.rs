@@ -104,13 +104,8 @@ pub struct Plug {
 /// # Errors
 /// [`VmmError`] where QEMU does not answer.
 pub fn plug_of(qmp: &mut Qmp, netdev: &str) -> Result<Option<Plug>, VmmError> {
-    let mut all = Vec::new();
-    for directory in DEVICES {
-        let listed = qmp.execute("qom-list", json!({ "path": directory }), COMMAND_TIMEOUT)?;
-        let names =
-            items(&listed).iter().filter(|item| item["type"].as_str().is_some_and(|is| is.starts_with("child")));
-        all.extend(names.filter_map(|item| Some(format!("{directory}/{}", item["name"].as_str()?))));
-    }
+    let mut all = children(qmp, DEVICES[0], "child")?;
+    all.extend(children(qmp, DEVICES[1], "child")?);
     let mut is_it = |path: &&String| Ok(get(qmp, path, "netdev")?.as_str() == Some(netdev));
     let Some(path) = all.iter().find_map(|path| is_it(&path).map(|is| is.then_some(path)).transpose()).transpose()?
     else {
@@ -136,6 +131,31 @@ pub fn plug_of(qmp: &mut Qmp, netdev: &str) -> Result<Option<Plug>, VmmError> {
     }))
 }
 
+/// Its guest has taken the card into use: it has given it addresses, so a region of the card's is part of another's
+/// that is not the card's own. What the guest was told about that place before it has done then, in order.
+///
+/// # Errors
+/// [`VmmError`] where QEMU does not answer.
+pub fn is_taken(qmp: &mut Qmp, plug: &Plug) -> Result<bool, VmmError> {
+    for region in children(qmp, &plug.path, "child<memory-region>")? {
+        let container = get(qmp, &region, "container")?;
+        if container.as_str().is_some_and(|path| !path.is_empty() && !path.starts_with(&format!("{}/", plug.path))) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// The objects of a type that begins so which belong to this one; none where that is gone.
+fn children(qmp: &mut Qmp, path: &str, kind: &str) -> Result<Vec<String>, VmmError> {
+    let listed = match qmp.execute("qom-list", json!({ "path": path }), COMMAND_TIMEOUT) {
+        Err(VmmError::Refused { .. }) => return Ok(Vec::new()),
+        listed => listed?,
+    };
+    let all = items(&listed).iter().filter(|item| item["type"].as_str().is_some_and(|is| is.starts_with(kind)));
+    Ok(all.filter_map(|item| Some(format!("{path}/{}", item["name"].as_str()?))).collect())
+}
+
 /// A property; null where the object has none of that name, or is gone.
 fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value, VmmError> {
     match qmp.execute("qom-get", json!({ "path": path, "property": property }), COMMAND_TIMEOUT) {
@@ -145,14 +165,17 @@ fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value, VmmError> {
 }
 
 /// Takes a card out; whether its guest has let go of it within `timeout`. Until it does, it may do so at any time.
+/// A guest that was asked more than once lets go as often, of what is in that place then: [`is_taken`] tells when that
+/// is over.
 ///
 /// # Errors
 /// [`VmmError`]: QEMU does not take it out.
 pub fn unplug(qmp: &mut Qmp, plug: &Plug, timeout: Duration) -> Result<bool, VmmError> {
     let deadline = Instant::now() + timeout;
     match qmp.execute("device_del", json!({ "id": plug.path }), COMMAND_TIMEOUT) {
-        // Its guest was told before, and has not answered.
+        // Its guest was told before, and has not answered; or has, just now.
         Err(VmmError::Refused { reason, .. }) if reason.contains("process of unplug") => {}
+        Err(VmmError::Refused { reason, .. }) if reason.contains("not found") => {}
         told => drop(told?),
     }
     while !get(qmp, &plug.path, "type")?.is_null() {
