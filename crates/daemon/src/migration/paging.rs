@@ -15,11 +15,14 @@ use std::time::Duration;
 use sterna_api::units::show_size;
 use sterna_api::vm;
 use sterna_api::{Blame, Code, Problem};
+use sterna_engine::error::MigrateError;
 use sterna_engine::host::MigrationId;
 use sterna_engine::inside::InsideQemu;
+use sterna_engine::memory::kind;
 use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_protocol::layout::PAGE_BYTES;
+use sterna_sys::map::Access;
 
 use super::arriving::Arriving;
 use super::no_verdict::no_verdict;
@@ -277,7 +280,8 @@ impl Pages {
         }
         let (means, addresses) = means(record, &paging.map)?;
         let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
-        Pager::recover(&blocks, means).map(Found::Some).map_err(|error| {
+        let ram = kind::open(&blocks, Access::ReadWrite).map_err(MigrateError::from);
+        ram.and_then(|ram| Pager::recover(ram, means)).map(Found::Some).map_err(|error| {
             let mut problem = error.problem();
             problem.code = Code::PagingLost;
             problem

@@ -57,7 +57,6 @@ use sterna_protocol::frame::Digester;
 use sterna_protocol::heartbeat;
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
-use sterna_sys::map::Access;
 use sterna_sys::pagemap::Pagemap;
 
 use self::account::Account;
@@ -69,7 +68,7 @@ use crate::error::MigrateError;
 use crate::faults::{self, GuestFaults, User, Userfault};
 use crate::haste::Crew;
 use crate::inside::Inside;
-use crate::memory::{BlockFile, Memory, kind};
+use crate::memory::Memory;
 
 /// What it takes to let a guest run before all its pages are there.
 pub struct PagingMeans {
@@ -153,12 +152,11 @@ impl Pager {
     /// # Errors
     /// What an earlier daemon left cannot be read, or the VMM keeps no userfaultfd. Then the guest's pages cannot be
     /// brought, and it must not be let run on.
-    pub fn recover(blocks: &[BlockFile], means: PagingMeans) -> Result<Arc<Self>, MigrateError> {
+    pub fn recover(ram: Arc<dyn Memory>, means: PagingMeans) -> Result<Arc<Self>, MigrateError> {
         let PagingMeans { inside, missing } = means;
         let lost = |what: &'static str| {
             move || MigrateError::Host { doing: what, source: std::io::ErrorKind::NotFound.into() }
         };
-        let ram = kind::open(blocks, Access::ReadWrite)?;
         let whereabouts = Whereabouts::recover(missing, ram.layout())
             .map_err(MigrateError::host("reading which of the guest's pages are not here"))?
             .ok_or_else(lost("reading which of the guest's pages are not here"))?;

@@ -11,12 +11,13 @@ use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::spec::BlockSpec;
-use sterna_sys::map::SharedMapping;
+use sterna_sys::map::{Access, SharedMapping};
 use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 
 use super::*;
 use crate::agent::{Advice, Discard, Discards};
 use crate::destination::arrival::Arrival;
+use crate::memory::BlockFile;
 use crate::memory::shared::SharedMemory;
 
 const PAGES: u64 = 1024;
@@ -111,9 +112,12 @@ impl Guest {
         PagingMeans { inside: Box::new(self.here.clone()), missing: self.map.try_clone().unwrap() }
     }
 
+    fn ram(&self) -> Arc<dyn Memory> {
+        Arc::new(SharedMemory::open(&self.blocks(), Access::ReadWrite).unwrap())
+    }
+
     fn pager(&self, verify: bool) -> Arc<Pager> {
-        let ram = Arc::new(SharedMemory::open(&self.blocks(), Access::ReadWrite).unwrap());
-        Pager::open(ram, self.means(), verify.then_some(Digester::UNSEEDED)).unwrap()
+        Pager::open(self.ram(), self.means(), verify.then_some(Digester::UNSEEDED)).unwrap()
     }
 
     /// Writes a page as an earlier round would have done.
@@ -254,7 +258,7 @@ fn another_daemon_goes_on_where_the_last_one_died_and_the_guest_only_waits() {
     std::thread::sleep(Duration::from_millis(20));
     assert!(!waiting.is_finished() && !also.is_finished());
 
-    let pager = Pager::recover(&guest.blocks(), guest.means()).unwrap();
+    let pager = Pager::recover(guest.ram(), guest.means()).unwrap();
     assert_eq!(pager.missing(), 2);
     assert!(pager.alone().is_some() && pager.digester().is_none());
     waits_for(&pager, 1);
@@ -272,12 +276,12 @@ fn without_what_the_last_daemon_left_nothing_is_recovered() {
         return;
     }
     let guest = Guest::new();
-    assert!(Pager::recover(&guest.blocks(), guest.means()).is_err());
+    assert!(Pager::recover(guest.ram(), guest.means()).is_err());
     let pager = guest.pager(false);
     pager.begin(residue(&pager, [1])).unwrap();
     pager.end();
     // Its map says that a page is missing, and QEMU keeps no descriptor: that page cannot be brought.
-    assert!(Pager::recover(&guest.blocks(), guest.means()).is_err());
+    assert!(Pager::recover(guest.ram(), guest.means()).is_err());
 }
 
 #[test]
