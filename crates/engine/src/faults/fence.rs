@@ -134,6 +134,11 @@ impl Fence {
         Ok(waits.len() as u64)
     }
 
+    /// Whether an access to these addresses is among those that [`waits`](Self::waits) has counted.
+    pub fn is_waited_for(&self, addresses: &Range<u64>) -> bool {
+        self.waits.borrow().iter().any(|address| addresses.contains(address))
+    }
+
     fn read_waits(&self, waits: &mut Vec<u64>) -> Result<(), MigrateError> {
         let mut events: [Event; 16] = Default::default();
         loop {

@@ -74,9 +74,13 @@ impl Pager {
         })
     }
 
-    fn look(&self, given_back: &mut GivenBack, inside: &mut dyn Inside) {
+    pub(super) fn look(&self, given_back: &mut GivenBack, inside: &mut dyn Inside) {
         given_back.look(inside, self.ram.layout());
         given_back.taken(self.userfault.take_holes(), self.ram.layout());
+    }
+
+    pub(super) fn with_given_back<T>(&self, look: impl FnOnce(&mut GivenBack) -> T) -> T {
+        look(&mut self.given_back.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(super) fn with_inside<T>(&self, look: impl FnOnce(&mut GivenBack, &mut dyn Inside) -> T) -> T {

@@ -81,6 +81,12 @@ impl GivenBack {
         holes.into_iter().for_each(|(block, bytes)| add_run(&mut self.pages, layout, block, bytes));
     }
 
+    /// Notes that these pages are the guest's, whatever it gave back before.
+    pub(super) fn rewritten(&mut self, chunk: ChunkIndex, pages: &PageSet) {
+        let known = self.pages.chunk_mut(chunk);
+        *known = known.without(pages);
+    }
+
     fn add(&mut self, range: &Discard, layout: &Layout) {
         let Some(block) = self.files.iter().position(|file| *file == (range.device, range.inode)) else { return };
         let page = PAGE_BYTES as u64;

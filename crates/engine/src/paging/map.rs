@@ -171,7 +171,7 @@ impl Pager {
     }
 
     /// The VMM's addresses of a run of pages.
-    fn addresses(&self, chunk: ChunkIndex, start: usize, length: usize) -> Range<u64> {
+    pub(super) fn addresses(&self, chunk: ChunkIndex, start: usize, length: usize) -> Range<u64> {
         let place = self.ram.layout().place(chunk).expect("a chunk of this layout");
         let first = self.userfault.spans()[place.block].start + place.offset + (start * PAGE_BYTES) as u64;
         first..first + (length * PAGE_BYTES) as u64

@@ -33,6 +33,9 @@ mod settle;
 /// Pages that arrive.
 mod arrive;
 
+/// Pages that leave.
+pub mod depart;
+
 /// Pages as they are mapped into the guest.
 mod map;
 
@@ -260,6 +263,19 @@ impl Pager {
         Ok(())
     }
 
+    /// From now on pages of a guest that runs here may [leave](Self::depart); all are here.
+    ///
+    /// # Errors
+    /// No memory for the map.
+    pub fn begin_split(&self) -> Result<(), MigrateError> {
+        self.with_inside(|given_back, inside| given_back.begin(inside));
+        let mut state = self.lock();
+        let begun = state.whereabouts.begin(PageMap::empty(self.ram.layout()), self.ram.layout());
+        begun.map_err(MigrateError::host("writing down which pages are missing"))?;
+        (state.begun, state.begun_at, state.heard) = (true, Some(Instant::now()), Instant::now());
+        Ok(())
+    }
+
     /// Whether the guest was let run, or is about to be, with pages missing.
     #[must_use]
     pub fn begun(&self) -> bool {
@@ -410,6 +426,12 @@ impl Pager {
             supplier.dismiss();
         }
         self.faults.end(User::Paging);
+    }
+
+    /// Ends as when this process dies, for tests: no fault is read any more, and nothing is unregistered.
+    #[doc(hidden)]
+    pub fn die(&self) {
+        self.userfault.die();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

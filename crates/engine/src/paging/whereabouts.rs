@@ -17,13 +17,16 @@
 //!               +--------------------------+--------+---------+
 //! ```
 //!
+//! The holder is the source (1) or a memory host (2 for the first). A chunk's pages are all at one holder.
+//!
 //! The last character of the first word is the version. Version 1 had a header of 16 bytes (`STPAGES1`, chunks, begun)
 //! and entries of 32, without a holder: it is still read. A map that was begun in version 1 stays in it, because a map
 //! that is rewritten while it is in use could be lost half way.
 //!
 //! The file lies in memory (tmpfs): the next daemon finds what is written there, however this one ends. A page's bit is
 //! cleared only after its content is in the RAM file, so a daemon killed between the two asks for the page once more,
-//! and never takes a stale page for a current one. Numbers are little-endian.
+//! and never takes a stale page for a current one. A page that leaves is away before its content is taken out of the
+//! file; a daemon killed between the two leaves memory behind, not a page that counts twice. Numbers are little-endian.
 
 use std::fs::File;
 use std::io;
@@ -32,8 +35,33 @@ use std::os::unix::fs::FileExt;
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 
-/// The holder of all pages that are away in post-copy: the source. The number 0 means nobody.
-const SOURCE: u8 = 1;
+/// Who holds a chunk's pages that are away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Holder(u8);
+
+impl Holder {
+    /// The source, in post-copy.
+    pub const SOURCE: Self = Self(1);
+    /// The most memory hosts of a guest.
+    pub const MAX_HOSTS: usize = 16;
+
+    /// The memory host of this number, which must be below [`MAX_HOSTS`](Self::MAX_HOSTS).
+    #[must_use]
+    pub fn host(number: usize) -> Option<Self> {
+        (number < Self::MAX_HOSTS).then_some(Self(number as u8 + 2))
+    }
+
+    /// The number of the memory host.
+    #[must_use]
+    pub fn host_number(self) -> Option<usize> {
+        self.0.checked_sub(2).map(usize::from)
+    }
+
+    /// As an entry names it. The number 0 means nobody.
+    fn from_entry(number: u8) -> Option<Self> {
+        (1..Self::MAX_HOSTS as u8 + 2).contains(&number).then_some(Self(number))
+    }
+}
 
 /// A version of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,21 +89,24 @@ impl Format {
     }
 
     /// A chunk's entry.
-    fn entry(self, away: &PageSet) -> Vec<u8> {
+    fn entry(self, away: &PageSet, holder: Holder) -> Vec<u8> {
         let mut entry = vec![0; self.entry_bytes];
         entry[..PageSet::BYTES].copy_from_slice(&away.to_bytes());
         if self == V2 && !away.is_empty() {
-            entry[PageSet::BYTES] = SOURCE;
+            entry[PageSet::BYTES] = holder.0;
         }
         entry
     }
 
-    /// The pages of a chunk that are away, as its entry says; `None` where it names a holder that is unknown.
-    fn away(self, entry: &[u8]) -> Option<PageSet> {
+    /// The pages of a chunk that are away, and who holds them, as its entry says; `None` where it names a holder that
+    /// is unknown.
+    fn away(self, entry: &[u8]) -> Option<(PageSet, Holder)> {
         let (set, rest) = entry.split_first_chunk()?;
         let away = PageSet::from_bytes(set);
-        let known = self == V1 || away.is_empty() || rest.first() == Some(&SOURCE);
-        known.then_some(away)
+        if self == V1 || away.is_empty() {
+            return Some((away, Holder::SOURCE));
+        }
+        Some((away, Holder::from_entry(*rest.first()?)?))
     }
 }
 
@@ -85,6 +116,8 @@ pub struct Whereabouts {
     file: File,
     format: Format,
     pages: PageMap,
+    /// Who holds each chunk's.
+    holders: Vec<Holder>,
     away: u64,
 }
 
@@ -92,7 +125,8 @@ impl Whereabouts {
     /// A map without pages that are away; the file is not valid yet.
     #[must_use]
     pub fn all_here(file: File, layout: &Layout) -> Self {
-        Self { file, format: V2, pages: PageMap::empty(layout), away: 0 }
+        let holders = vec![Holder::SOURCE; layout.chunks() as usize];
+        Self { file, format: V2, pages: PageMap::empty(layout), holders, away: 0 }
     }
 
     /// The map that an earlier daemon left; `None` where that daemon never began one.
@@ -116,12 +150,14 @@ impl Whereabouts {
         let mut entries = vec![0; layout.chunks() as usize * format.entry_bytes];
         file.read_exact_at(&mut entries, format.header_bytes as u64)?;
         let mut pages = PageMap::empty(layout);
+        let mut holders = Vec::with_capacity(layout.chunks() as usize);
         for (chunk, entry) in layout.iter().zip(entries.chunks_exact(format.entry_bytes)) {
-            let away = format.away(entry).ok_or_else(|| invalid("it names a holder of pages that is not known"))?;
-            *pages.chunk_mut(chunk) = away;
+            let known = format.away(entry).ok_or_else(|| invalid("it names a holder of pages that is not known"))?;
+            *pages.chunk_mut(chunk) = known.0;
+            holders.push(known.1);
         }
         let away = pages.len();
-        Ok(Some(Self { file, format, pages, away }))
+        Ok(Some(Self { file, format, pages, holders, away }))
     }
 
     /// Begins the map: these pages are at the source, and no others are away.
@@ -130,13 +166,49 @@ impl Whereabouts {
     /// No memory for the file.
     pub fn begin(&mut self, pages: PageMap, layout: &Layout) -> io::Result<()> {
         self.format = V2;
-        let entries: Vec<u8> = layout.iter().flat_map(|chunk| V2.entry(pages.chunk(chunk))).collect();
+        let entry = |chunk| V2.entry(pages.chunk(chunk), Holder::SOURCE);
+        let entries: Vec<u8> = layout.iter().flat_map(entry).collect();
         self.file.write_all_at(&entries, V2.header_bytes as u64)?;
         // The header is written last: a file without it is not valid.
         self.file.write_all_at(&V2.header(layout), 0)?;
         self.away = pages.len();
         self.pages = pages;
+        self.holders.fill(Holder::SOURCE);
         Ok(())
+    }
+
+    /// Who holds the pages of a chunk that are away; `None` where none is.
+    #[must_use]
+    pub fn holder(&self, chunk: ChunkIndex) -> Option<Holder> {
+        (!self.pages.chunk(chunk).is_empty()).then(|| self.holders[chunk.index()])
+    }
+
+    /// Notes that these pages are at a holder from now on, which has all others of the chunk that are away: what the
+    /// RAM file has of them counts no more.
+    ///
+    /// # Errors
+    /// The file cannot be written; then they still count as here. Others of the chunk are at another holder, or the map
+    /// is of a version without holders.
+    pub fn departed(&mut self, chunk: ChunkIndex, pages: &PageSet, holder: Holder) -> io::Result<()> {
+        let set = *self.pages.chunk(chunk);
+        if self.format != V2 || self.holder(chunk).is_some_and(|other| other != holder) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the chunk has pages at another holder"));
+        }
+        let away = set.or(pages);
+        if set.is_empty() {
+            // Before it means anything: an entry may lie across two pages of the file, and a daemon that is killed
+            // between them leaves some of the pages away, which is as good, but not without a holder.
+            self.file.write_all_at(&[holder.0], self.at(chunk) + PageSet::BYTES as u64)?;
+        }
+        self.file.write_all_at(&away.to_bytes(), self.at(chunk))?;
+        *self.pages.chunk_mut(chunk) = away;
+        self.holders[chunk.index()] = holder;
+        self.away += (away.len() - set.len()) as u64;
+        Ok(())
+    }
+
+    fn at(&self, chunk: ChunkIndex) -> u64 {
+        (self.format.header_bytes + chunk.index() * self.format.entry_bytes) as u64
     }
 
     /// Whether the page is away.
@@ -170,8 +242,7 @@ impl Whereabouts {
     pub fn arrived(&mut self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         let set = self.pages.chunk(chunk);
         let (rest, came) = (set.without(pages), set.and(pages).len());
-        let at = self.format.header_bytes + chunk.index() * self.format.entry_bytes;
-        self.file.write_all_at(&rest.to_bytes(), at as u64)?;
+        self.file.write_all_at(&rest.to_bytes(), self.at(chunk))?;
         *self.pages.chunk_mut(chunk) = rest;
         self.away -= came as u64;
         Ok(())
@@ -225,6 +296,39 @@ mod tests {
     }
 
     #[test]
+    fn pages_that_depart_are_at_their_holder_for_the_next_daemon_too() {
+        let (layout, file) = (layout(8 << 20), tempfile::tempfile().unwrap());
+        let mut known = Whereabouts::all_here(file.try_clone().unwrap(), &layout);
+        known.begin(PageMap::empty(&layout), &layout).unwrap();
+        let [first, second] = [0, 1].map(|number| Holder::host(number).unwrap());
+        let last = Holder::host(Holder::MAX_HOSTS - 1).unwrap();
+        assert_eq!((first.host_number(), Holder::SOURCE.host_number()), (Some(0), None));
+        assert!(Holder::host(Holder::MAX_HOSTS).is_none());
+        for chunk in [1, 2, 5] {
+            known.departed(ChunkIndex(chunk), &PageSet::first(3), last).unwrap();
+        }
+        known.departed(ChunkIndex(2), &PageSet::first(7), last).unwrap();
+        assert!(known.departed(ChunkIndex(2), &PageSet::first(9), first).is_err(), "all of a chunk are at one");
+        known.arrived(ChunkIndex(1), &PageSet::first(3)).unwrap();
+        known.departed(ChunkIndex(1), &PageSet::first(1), second).unwrap();
+        let found = Whereabouts::recover(file, &layout).unwrap().unwrap();
+        assert_eq!((found.pages_away(), found.away()), (known.pages_away(), 1 + 7 + 3));
+        assert_eq!(
+            [0, 1, 2, 5].map(|chunk| found.holder(ChunkIndex(chunk))),
+            [None, Some(second), Some(last), Some(last)]
+        );
+    }
+
+    #[test]
+    fn in_a_map_without_holders_nothing_departs() {
+        let layout = layout(8 << 20);
+        let file = version_1(&layout, &some_pages(&layout));
+        let mut found = Whereabouts::recover(file, &layout).unwrap().unwrap();
+        assert_eq!(found.holder(ChunkIndex(2)), Some(Holder::SOURCE));
+        assert!(found.departed(ChunkIndex(3), &PageSet::first(1), Holder::host(0).unwrap()).is_err());
+    }
+
+    #[test]
     fn a_map_that_an_earlier_version_began_is_gone_on_with() {
         let layout = layout(8 << 20);
         let file = version_1(&layout, &some_pages(&layout));
@@ -262,9 +366,9 @@ mod tests {
         Whereabouts::all_here(file.try_clone().unwrap(), &layout).begin(some_pages(&layout), &layout).unwrap();
         let holder_of = |chunk: u64| 32 + 40 * chunk + 32;
         // In a chunk that has no page away, the holder means nothing.
-        file.write_all_at(&[9], holder_of(1)).unwrap();
+        file.write_all_at(&[99], holder_of(1)).unwrap();
         assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_ok());
-        file.write_all_at(&[9], holder_of(2)).unwrap();
+        file.write_all_at(&[99], holder_of(2)).unwrap();
         assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_err());
         file.write_all_at(&[1], holder_of(2)).unwrap();
         assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_ok());

@@ -1,0 +1,181 @@
+//! Pages that leave while the guest runs: a memory host has a copy, and holds the only one from then on.
+//!
+//! The guest wrote on while its pages were copied. So they are fenced in, compared with what the holder has, noted as
+//! away, taken out of the RAM file, and let go; an access faults then, and the page is asked for. Killed between any
+//! two of these steps, a daemon leaves each page valid where the map says that it is (`sterna_protocol::split`).
+//!
+//! # Races
+//! * **The guest writes a page after it was copied**: before it is fenced in its digest differs, and it stays; after
+//!   that the write waits, and finds the page away or here.
+//! * **Somebody waits for a page that is fenced in**: it is wanted, so it stays.
+//! * **A fault was read before, and is settled now**: a page that is not away is mapped under the lock `settling`,
+//!   which is held here while pages become away.
+//! * **A page came back a moment ago, and is not mapped yet**: its claim is there until it is, and it stays.
+//! * **A page is asked for again before it is taken out of the file**: it is claimed until then, so no body is put in
+//!   its place that would be taken out, too.
+//! * **The guest gave the page back, and took it again**: that was logged before the guest could write it, so it is
+//!   forgotten here: what comes back is what the guest wrote since.
+//! * **It gives the page back while it is fenced in**: what the holder has is as good as zeros until the guest writes
+//!   the page.
+//! * **It gives the page back while it is away**: it comes back as zeros ([`given_back`](super::given_back)).
+//! * **Direct I/O writes the page past the page tables**: the caller has to know that there is none.
+
+use std::sync::{Arc, PoisonError};
+
+use sterna_protocol::frame::Digester;
+use sterna_protocol::layout::ChunkIndex;
+use sterna_protocol::pages::PageSet;
+
+use super::Pager;
+use super::whereabouts::Holder;
+use crate::error::MigrateError;
+use crate::faults::fence::{Fence, Patience};
+use crate::memory::{for_each_body, is_zero};
+
+/// A copy of pages that somebody has.
+#[derive(Debug, Clone, Copy)]
+pub struct Copy<'a> {
+    /// The chunk.
+    pub chunk: ChunkIndex,
+    /// Its pages.
+    pub pages: PageSet,
+    /// What they are there, in order.
+    pub digests: &'a [u64],
+    /// By this.
+    pub digester: Digester,
+    /// Who has them.
+    pub holder: Holder,
+    /// Other pages, of which nobody has a copy: as they were read, they were zeros.
+    pub zero: PageSet,
+}
+
+/// Pages whose memory was given back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Departed {
+    /// Those that are away now.
+    pub away: PageSet,
+    /// Those that are zeros.
+    pub zero: PageSet,
+}
+
+impl Pager {
+    /// A fence for this guest's RAM.
+    ///
+    /// # Errors
+    /// As [`Fence::new`].
+    pub fn fence(&self) -> Result<Fence, MigrateError> {
+        Fence::new(Arc::clone(&self.faults), self.userfault.spans().to_vec())
+    }
+
+    /// The pages of a chunk that are not here.
+    #[must_use]
+    pub fn away_in(&self, chunk: ChunkIndex) -> PageSet {
+        *self.lock().whereabouts.away_in(chunk)
+    }
+
+    /// Who holds the pages of a chunk that are not here; `None` where all are.
+    #[must_use]
+    pub fn holder(&self, chunk: ChunkIndex) -> Option<Holder> {
+        self.lock().whereabouts.holder(chunk)
+    }
+
+    /// Lets those pages of a copy go that are as the holder has them and that nobody waits for, and makes holes of
+    /// those that are zeros. None where somebody waited longer than `patience`.
+    ///
+    /// # Errors
+    /// The kernel or the VMM fails, or the map cannot be written. Each page is either here or
+    /// [away](Self::away_in) then, and valid there.
+    ///
+    /// # Panics
+    /// Where there are fewer digests than pages.
+    pub fn depart(&self, fence: &Fence, copy: &Copy<'_>, patience: &Patience<'_>) -> Result<Departed, MigrateError> {
+        assert_eq!(copy.pages.len(), copy.digests.len(), "a digest for each page");
+        let chunk = copy.chunk;
+        let runs = copy.pages.or(&copy.zero).runs().map(|(start, length)| self.addresses(chunk, start, length));
+        let Some(fenced) = fence.close(runs.collect(), patience)? else {
+            return Ok(Departed { away: PageSet::EMPTY, zero: PageSet::EMPTY });
+        };
+        let Departed { away, zero } = self.unchanged(copy)?;
+        let away = self.not_waited_for(fence, chunk, &away)?;
+        self.with_inside(|given_back, inside| self.look(given_back, inside));
+        let departed = {
+            let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
+            let leaving = Leaving::claim(self, chunk, &away);
+            // Whatever it gave back of these it has taken again.
+            self.with_given_back(|given_back| given_back.rewritten(chunk, &leaving.pages));
+            let noted = self.lock().whereabouts.departed(chunk, &leaving.pages, copy.holder);
+            noted.map_err(MigrateError::host("writing down which pages have left"))?;
+            let taken = self.ram.discard(chunk, &leaving.pages.or(&zero));
+            taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))?;
+            Departed { away: leaving.pages, zero }
+        };
+        fenced.open()?;
+        Ok(departed)
+    }
+
+    /// Takes what is away out of the RAM file, where an earlier daemon was killed before it did. Before anybody brings
+    /// pages.
+    ///
+    /// # Errors
+    /// The file system refuses.
+    pub fn take_out_what_is_away(&self) -> Result<(), MigrateError> {
+        let away = self.missing_pages();
+        let taken = away.iter().try_for_each(|(chunk, pages)| self.ram.discard(chunk, pages));
+        taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))
+    }
+
+    /// The pages of a copy that are as the holder has them, and those that are zeros still. They are fenced in.
+    fn unchanged(&self, copy: &Copy<'_>) -> Result<Departed, MigrateError> {
+        let (mut away, mut zero, mut kept) = (PageSet::EMPTY, PageSet::EMPTY, copy.digests.iter());
+        let read = |pages: &PageSet, bodies: &mut [u8]| self.ram.load(copy.chunk, pages, bodies);
+        let compared = for_each_body(&copy.pages, read, |page, body| {
+            if kept.next() == Some(&copy.digester.page(body)) {
+                away.insert(page);
+            }
+        });
+        let looked = compared.and_then(|()| {
+            for_each_body(&copy.zero, read, |page, body| {
+                if is_zero(body) {
+                    zero.insert(page);
+                }
+            })
+        });
+        looked.map_err(MigrateError::host("reading pages that are about to leave"))?;
+        Ok(Departed { away, zero })
+    }
+
+    fn not_waited_for(&self, fence: &Fence, chunk: ChunkIndex, pages: &PageSet) -> Result<PageSet, MigrateError> {
+        if fence.waits()? == 0 {
+            return Ok(*pages);
+        }
+        let address = |page: u8| self.addresses(chunk, usize::from(page), 1);
+        let wanted = pages.iter().filter(|page| fence.is_waited_for(&address(*page)));
+        Ok(pages.without(&wanted.collect()))
+    }
+}
+
+/// Pages that nobody puts anything in the place of until this is dropped.
+struct Leaving<'a> {
+    pager: &'a Pager,
+    chunk: ChunkIndex,
+    pages: PageSet,
+}
+
+impl<'a> Leaving<'a> {
+    /// Those of these pages that nobody has claimed.
+    fn claim(pager: &'a Pager, chunk: ChunkIndex, pages: &PageSet) -> Self {
+        let mut state = pager.lock();
+        let claimed = state.claimed.chunk_mut(chunk);
+        let pages = pages.without(claimed);
+        *claimed = claimed.or(&pages);
+        Self { pager, chunk, pages }
+    }
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        let mut state = self.pager.lock();
+        let claimed = state.claimed.chunk_mut(self.chunk);
+        *claimed = claimed.without(&self.pages);
+    }
+}
