@@ -45,6 +45,9 @@ pub mod destination;
 /// Pages of guests that run on other hosts.
 pub mod store;
 
+/// Split guests: a part of a guest's pages is at memory hosts.
+pub mod split;
+
 /// Reclaim: the free memory of a guest that runs is given back to its host.
 pub mod reclaim;
 

@@ -50,6 +50,19 @@ pub struct Restart {
 }
 
 impl Whereabouts {
+    /// What the record has of a chunk: these pages are away. In which version the memory host says:
+    /// [`restart`](Self::restart).
+    #[must_use]
+    pub fn recorded(away: PageSet) -> Self {
+        Self { held: 0, away }
+    }
+
+    /// Notes the version of the chunk that another memory host has, which holds nothing of it any more: numbers go on
+    /// from there.
+    pub fn seen(&mut self, version: u64) {
+        self.held = self.held.max(version);
+    }
+
     /// The pages that are at the memory host alone.
     #[must_use]
     pub fn away(&self) -> PageSet {

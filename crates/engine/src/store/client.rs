@@ -188,6 +188,18 @@ impl MemoryHost {
         }
     }
 
+    /// What it has of a chunk: the version and the pages; `None` where it has nothing.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn held(&mut self, chunk: ChunkIndex) -> Result<Option<(u64, PageSet)>, StoreError> {
+        let StoreReply::Inventory(entries) = self.ask(&StoreRequest::Inventory { first: chunk })? else {
+            return Err(other().into());
+        };
+        let entry = entries.first().filter(|entry| entry.chunk == chunk);
+        Ok(entry.map(|entry| (entry.version, PageSet::from_bytes(&entry.pages))))
+    }
+
     /// Asks whether the guest may rely on it: all that it has was looked through, and is summed up.
     ///
     /// # Errors

@@ -97,8 +97,13 @@ impl Guest {
     /// A guest that has started its jobs and told how many pages it has free; `None`, said why, where something is
     /// missing.
     pub fn boot(plan: &Plan) -> Option<Self> {
+        Self::boot_with(plan, |_, _| {})
+    }
+
+    /// The same, with a last word about how QEMU is started, in whose directory what it leaves behind may lie.
+    pub fn boot_with(plan: &Plan, prepare: impl Fn(&mut Command, &Path)) -> Option<Self> {
         for _ in 0..BOOTS {
-            let guest = Self::start(plan, &binary(plan)?, BOOT)?;
+            let guest = Self::prepared(plan, &binary(plan)?, BOOT, &prepare)?;
             if guest.comes_up(1) {
                 return Some(guest);
             }
@@ -112,6 +117,10 @@ impl Guest {
 
     /// A machine as planned, started by this binary.
     pub fn start(plan: &Plan, binary: &Path, within: Duration) -> Option<Self> {
+        Self::prepared(plan, binary, within, &|_: &mut Command, _: &Path| {})
+    }
+
+    fn prepared(plan: &Plan, binary: &Path, within: Duration, prepare: &impl Fn(&mut Command, &Path)) -> Option<Self> {
         let directory = tempfile::Builder::new().prefix("sterna-linux-").tempdir().unwrap();
         let memory = tempfile::Builder::new().prefix("sterna-ram-").tempdir_in("/dev/shm").unwrap();
         let socket = directory.path().join("qmp");
@@ -140,6 +149,7 @@ impl Guest {
             command.arg("-kernel").arg(kernel).arg("-initrd").arg(initrd);
             command.args(["-append", &format!("console=ttyS0 {words}")]);
         }
+        prepare(&mut command, directory.path());
         let child = ChildGuard { child: command.spawn().unwrap(), directory: directory.path().to_owned() };
         let qmp = Arc::new(Mutex::new(Qmp::connect(&socket, within).expect("QEMU starts")));
         let source = QemuSource::new(qmp.clone(), QemuProcess::open(child.child.id()).unwrap());
@@ -221,11 +231,18 @@ impl Guest {
         self.qmp.lock().unwrap().execute(command, json!({}), LONG).unwrap();
     }
 
-    fn ram(&self) -> File {
+    /// Where what it leaves behind lies.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// The file of its RAM.
+    pub fn ram(&self) -> File {
         File::options().read(true).write(true).open(self.memory.path().join("ram")).unwrap()
     }
 
-    fn console(&self) -> String {
+    /// All that it said.
+    pub fn console(&self) -> String {
         let bytes = std::fs::read(self.directory.path().join("console")).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }

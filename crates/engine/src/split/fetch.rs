@@ -1,0 +1,130 @@
+//! Pages that come back: the one that somebody waits for, then the rest of its chunk.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use sterna_protocol::layout::{ChunkIndex, PageIndex};
+use sterna_protocol::pages::PageSet;
+
+use super::lines::Lines;
+use super::{Chunk, Split, SplitError, lock};
+use crate::destination::arrival::Arrival;
+use crate::error::MigrateError;
+use crate::store::client::StoreError;
+
+/// How many threads bring pages from one memory host.
+const FETCHERS: usize = 2;
+/// How long a memory host that has failed is left alone.
+const RETRY: Duration = Duration::from_millis(100);
+
+impl Split {
+    /// Starts the threads that bring pages, and asks for those that somebody waits for already.
+    pub(super) fn serve(split: &Arc<Self>) -> Result<(), SplitError> {
+        for number in 0..split.lenders.count() {
+            for _ in 0..FETCHERS {
+                let this = Arc::clone(split);
+                let spawned = std::thread::Builder::new().name("fetch".into()).spawn(move || this.fetch(number));
+                match spawned {
+                    Ok(thread) => lock(&split.threads).push(thread),
+                    Err(error) => {
+                        split.stop();
+                        return Err(MigrateError::host("starting a thread for the guest's pages")(error).into());
+                    }
+                }
+            }
+        }
+        let supplier: Arc<dyn crate::paging::supplier::Supplier> = Arc::<Self>::clone(split);
+        split.pager.attach(&supplier);
+        Ok(())
+    }
+
+    /// Brings everything back that is away. The guest runs meanwhile.
+    ///
+    /// # Errors
+    /// [`SplitError`]; what has come is here, and the rest can be brought by another call.
+    pub fn bring_back(&self) -> Result<(), SplitError> {
+        let mut lines = Lines::new(&self.lenders);
+        for chunk in self.pager.ram().layout().iter() {
+            let mut state = self.chunk(chunk);
+            let away = self.pager.away_in(chunk);
+            self.bring(&mut lines, chunk, &mut state, &[away])?;
+        }
+        Ok(())
+    }
+
+    fn fetch(&self, number: usize) {
+        let mut lines = Lines::new(&self.lenders);
+        let mut failing = false;
+        while let Some(page) = self.next_wanted(number) {
+            match self.bring_around(&mut lines, page) {
+                Ok(()) => failing = false,
+                Err(error) => {
+                    if !failing {
+                        tracing::warn!(error = &error as &dyn std::error::Error, "pages wait for a memory host");
+                    }
+                    failing = true;
+                    // Others that wait for it are asked for first, and most likely wait as well.
+                    lock(&self.wanted[number]).push_back(page);
+                    self.rest(RETRY);
+                }
+            }
+        }
+    }
+
+    /// Waits for a page to be wanted; `None` at the end.
+    fn next_wanted(&self, number: usize) -> Option<PageIndex> {
+        let idle = |wanted: &mut std::collections::VecDeque<PageIndex>| wanted.is_empty() && !self.has_ended();
+        let waited = self.called[number].wait_while(lock(&self.wanted[number]), idle);
+        let mut wanted = waited.unwrap_or_else(std::sync::PoisonError::into_inner);
+        if self.has_ended() { None } else { wanted.pop_front() }
+    }
+
+    /// Brings a page, and after it the others of its chunk.
+    fn bring_around(&self, lines: &mut Lines<'_>, page: PageIndex) -> Result<(), SplitError> {
+        let mut state = self.chunk(page.chunk);
+        let away = self.pager.away_in(page.chunk);
+        if !away.contains(page.page) {
+            // It came with another one.
+            return Ok(());
+        }
+        let first: PageSet = [page.page].into_iter().collect();
+        self.clock.came(page.chunk);
+        self.bring(lines, page.chunk, &mut state, &[first, away.without(&first)])
+    }
+
+    /// Brings pages of a chunk that are away, part by part. Nothing else is done with the chunk meanwhile.
+    fn bring(
+        &self,
+        lines: &mut Lines<'_>,
+        chunk: ChunkIndex,
+        state: &mut Chunk,
+        parts: &[PageSet],
+    ) -> Result<(), SplitError> {
+        let Some(number) = self.host_of(chunk) else { return Ok(()) };
+        if state.unsure {
+            self.make_sure(lines, number, chunk, state)?;
+        }
+        let version = state.at.held();
+        let mut came = PageSet::EMPTY;
+        for pages in parts.iter().filter(|pages| !pages.is_empty()) {
+            let got = lines.ask(number, |host| host.get(chunk, version, pages));
+            // A memory host that answers and does not have them is asked what it has.
+            state.unsure |= matches!(&got, Err(StoreError::Refused(_)));
+            let got = got.map_err(|error| self.failed(number, error))?;
+            *lock(&self.heard) = Instant::now();
+            let bodies = [(got.full, got.bodies.as_slice())];
+            let arrival = Arrival { chunk, bodies: &bodies, zero: got.zero, pooled: None, suspect: PageSet::EMPTY };
+            self.pager.place(&arrival)?;
+            state.at.comes(pages);
+            came = came.or(pages);
+            self.back.fetch_add(pages.len() as u64, Ordering::Relaxed);
+        }
+        if let Err(error) = lines.ask(number, |host| host.release(chunk, version, &came)) {
+            // They are valid here. The memory host is told again when the chunk is looked at once more.
+            state.unsure = true;
+            tracing::debug!(%error, "a memory host was not told that pages are here");
+        }
+        Ok(())
+    }
+}

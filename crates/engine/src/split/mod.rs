@@ -1,0 +1,311 @@
+//! Split guests: a guest runs here, and a part of its pages is at memory hosts (`docs/design/memory-hosts.md`).
+//!
+//! ```text
+//! out   Split::send_out   read ─▶ put ─▶ Pager::depart: fence ─▶ compare ─▶ away, on record ─▶ punch ─▶ let go
+//! in    a fault ─▶ Split::ask ─▶ get ─▶ Pager::place: write ─▶ here, on record ─▶ map ─▶ release
+//! ```
+//!
+//! The [pager](crate::paging) has the record, the faults and the RAM; this module has the memory hosts, and is the
+//! pager's supplier. Each chunk has a lock: one request about it is under way at a time. It is held over the network,
+//! so nobody takes it who settles a fault.
+//!
+//! **An answer that is lost** leaves it open what the memory host has. The chunk is *unsure* then: before anything else
+//! is asked about it the epoch is raised, so that nothing which was sent before arrives any more, and the memory host
+//! tells what it has. `sterna_protocol::split` says what follows from that.
+//!
+//! **A memory host that does not answer** keeps its pages, and the threads that need them wait, however long. Each
+//! memory host has threads of its own, so nobody waits for another one.
+
+/// Connections to memory hosts.
+mod lines;
+
+/// Pages that come back.
+mod fetch;
+
+/// Pages that leave.
+pub mod out;
+
+/// Which chunk leaves next.
+pub mod clock;
+
+/// How much of a guest may be here.
+pub mod room;
+
+/// No more of a guest is kept here than that.
+mod keep;
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use sterna_protocol::frame::Digester;
+use sterna_protocol::hello::VERSION;
+use sterna_protocol::layout::{ChunkIndex, PageIndex};
+use sterna_protocol::pages::PageSet;
+use sterna_protocol::split::{Restart, Whereabouts};
+
+use self::clock::Clock;
+pub use self::lines::{Epochs, Lender};
+use self::lines::{Lenders, Lines};
+use self::room::Room;
+use crate::error::MigrateError;
+use crate::paging::Pager;
+use crate::paging::supplier::Supplier;
+use crate::paging::whereabouts::Holder;
+use crate::store::client::StoreError;
+
+/// Why pages did not go or come.
+#[derive(Debug, thiserror::Error)]
+pub enum SplitError {
+    /// A memory host refused, or is not to be reached. What it has stays there.
+    #[error("memory host {peer}")]
+    Host {
+        /// Where it listens.
+        peer: String,
+        /// What failed.
+        source: Box<StoreError>,
+    },
+    /// A memory host does not have pages that it alone had.
+    #[error("memory host {peer} has lost {pages} pages of the guest: whoever touches them waits for ever")]
+    Lost {
+        /// Where it listens.
+        peer: String,
+        /// How many.
+        pages: u64,
+    },
+    /// This host, or the VMM.
+    #[error(transparent)]
+    Here(#[from] MigrateError),
+}
+
+/// What has gone and come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Account {
+    /// Pages that went to memory hosts.
+    pub out_pages: u64,
+    /// Pages that were zeros when they were to go: their memory was given back, and nothing was sent.
+    pub zero_pages: u64,
+    /// Pages that were sent and stayed, because the guest wrote them meanwhile or waited for them.
+    pub kept_pages: u64,
+    /// Pages that came back.
+    pub in_pages: u64,
+}
+
+/// The part of a guest that is at memory hosts. It has threads of its own until [`end`](Self::end).
+pub struct Split {
+    pager: Arc<Pager>,
+    lenders: Lenders,
+    digester: Digester,
+    chunks: Vec<Mutex<Chunk>>,
+    /// For each memory host the pages that somebody waits for.
+    wanted: Vec<Mutex<VecDeque<PageIndex>>>,
+    called: Vec<Condvar>,
+    clock: Clock,
+    /// How much of the guest may be here, where that is bounded.
+    room: Mutex<Option<Room>>,
+    heard: Mutex<Instant>,
+    ended: AtomicBool,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    out: AtomicU64,
+    zero: AtomicU64,
+    kept: AtomicU64,
+    back: AtomicU64,
+}
+
+/// What is known of a chunk.
+#[derive(Debug, Default)]
+struct Chunk {
+    at: Whereabouts,
+    /// What the memory host has is not known.
+    unsure: bool,
+}
+
+impl Split {
+    /// Begins with a guest that is all here: pages may leave from now on, to these memory hosts. `guest` is its number
+    /// there, and the key of its owners.
+    ///
+    /// # Errors
+    /// More memory hosts than a guest may have; the map cannot be written, or no thread is left.
+    pub fn begin(
+        pager: Arc<Pager>,
+        lenders: Vec<Lender>,
+        guest: (u128, u128),
+        epochs: Box<dyn Epochs>,
+    ) -> Result<Arc<Self>, SplitError> {
+        pager.begin_split()?;
+        let split = Self::new(pager, lenders, guest, epochs)?;
+        Self::serve(&split)?;
+        Ok(split)
+    }
+
+    /// Goes on with a guest that an earlier daemon left split, once all its memory hosts answer. Its threads wait
+    /// meanwhile for what is away.
+    ///
+    /// # Errors
+    /// A memory host does not answer, or has [lost](SplitError::Lost) pages; as [`begin`](Self::begin). Nothing has
+    /// changed then, and it can be tried again.
+    pub fn recover(
+        pager: Arc<Pager>,
+        lenders: Vec<Lender>,
+        guest: (u128, u128),
+        epochs: Box<dyn Epochs>,
+    ) -> Result<Arc<Self>, SplitError> {
+        let split = Self::new(pager, lenders, guest, epochs)?;
+        split.take_stock()?;
+        split.pager.take_out_what_is_away()?;
+        Self::serve(&split)?;
+        Ok(split)
+    }
+
+    fn new(
+        pager: Arc<Pager>,
+        lenders: Vec<Lender>,
+        guest: (u128, u128),
+        epochs: Box<dyn Epochs>,
+    ) -> Result<Arc<Self>, SplitError> {
+        let count = lenders.len();
+        if count > Holder::MAX_HOSTS {
+            return Err(MigrateError::Bug("a guest with more memory hosts than it may have").into());
+        }
+        let chunks = pager.ram().layout().chunks();
+        let lenders = Lenders::new(lenders, guest, chunks, epochs)?;
+        Ok(Arc::new(Self {
+            pager,
+            lenders,
+            digester: Digester::of(VERSION, guest.1),
+            chunks: (0..chunks).map(|_| Mutex::default()).collect(),
+            wanted: (0..count).map(|_| Mutex::default()).collect(),
+            called: (0..count).map(|_| Condvar::new()).collect(),
+            clock: Clock::new(chunks),
+            room: Mutex::default(),
+            heard: Mutex::new(Instant::now()),
+            ended: AtomicBool::new(false),
+            threads: Mutex::default(),
+            out: AtomicU64::new(0),
+            zero: AtomicU64::new(0),
+            kept: AtomicU64::new(0),
+            back: AtomicU64::new(0),
+        }))
+    }
+
+    /// The guest's pager.
+    #[must_use]
+    pub fn pager(&self) -> &Arc<Pager> {
+        &self.pager
+    }
+
+    /// What has gone and come so far.
+    #[must_use]
+    pub fn account(&self) -> Account {
+        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let (out_pages, zero_pages) = (load(&self.out), load(&self.zero));
+        Account { out_pages, zero_pages, kept_pages: load(&self.kept), in_pages: load(&self.back) }
+    }
+
+    /// Ends it: nobody brings pages any more. Only where all are here, or the guest has ended; the pager ends, too.
+    pub fn end(&self) {
+        self.stop();
+        self.pager.end();
+    }
+
+    /// Ends its threads, and nothing else, as when this process dies.
+    #[doc(hidden)]
+    pub fn stop(&self) {
+        self.ended.store(true, Ordering::Release);
+        for (wanted, called) in self.wanted.iter().zip(&self.called) {
+            let _wanted = lock(wanted);
+            called.notify_all();
+        }
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        // A panic of a thread is a bug, and was reported.
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+    }
+
+    fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    fn chunk(&self, chunk: ChunkIndex) -> MutexGuard<'_, Chunk> {
+        lock(&self.chunks[chunk.index()])
+    }
+
+    /// The memory host that has pages of a chunk.
+    fn host_of(&self, chunk: ChunkIndex) -> Option<usize> {
+        self.pager.holder(chunk).and_then(Holder::host_number).filter(|number| *number < self.lenders.count())
+    }
+
+    /// Finds out what a memory host has of a chunk, so that the chunk is sure again.
+    fn make_sure(
+        &self,
+        lines: &mut Lines<'_>,
+        number: usize,
+        chunk: ChunkIndex,
+        state: &mut Chunk,
+    ) -> Result<(), SplitError> {
+        self.lenders.raise()?;
+        let has = lines.ask(number, |host| host.held(chunk)).map_err(|error| self.failed(number, error))?;
+        self.settle(lines, number, chunk, state, has)?;
+        state.unsure = false;
+        Ok(())
+    }
+
+    /// Does for a chunk what follows from what its memory host has of it.
+    fn settle(
+        &self,
+        lines: &mut Lines<'_>,
+        number: usize,
+        chunk: ChunkIndex,
+        state: &mut Chunk,
+        has: Option<(u64, PageSet)>,
+    ) -> Result<(), SplitError> {
+        let mine = self.host_of(chunk) == Some(number);
+        let away = if mine { self.pager.away_in(chunk) } else { PageSet::EMPTY };
+        let Restart { now, release, lost, .. } = Whereabouts::recorded(away).restart(has);
+        if !lost.is_empty() {
+            return Err(SplitError::Lost { peer: self.lenders.peer(number), pages: lost.len() as u64 });
+        }
+        if let Some((version, pages)) = release {
+            let released = lines.ask(number, |host| host.release(chunk, version, &pages));
+            released.map_err(|error| self.failed(number, error))?;
+        }
+        if mine {
+            state.at = now;
+        } else if state.at.away().is_empty() {
+            state.at.seen(now.held());
+        }
+        Ok(())
+    }
+
+    fn failed(&self, number: usize, source: StoreError) -> SplitError {
+        SplitError::Host { peer: self.lenders.peer(number), source: Box::new(source) }
+    }
+}
+
+impl Supplier for Split {
+    fn ask(&self, page: PageIndex, _: u32) {
+        // Where it came back meanwhile, nobody waits for it.
+        let Some(number) = self.host_of(page.chunk) else { return };
+        lock(&self.wanted[number]).push_back(page);
+        self.called[number].notify_one();
+    }
+
+    fn heard(&self) -> Instant {
+        *lock(&self.heard)
+    }
+
+    fn hang_up(&self) {}
+
+    fn dismiss(&self) {}
+}
+
+impl std::fmt::Debug for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Split").field("away", &self.pager.missing()).finish_non_exhaustive()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,330 @@
+//! A daemon that is killed at any step of a page's way out or in: the next one finds every page valid where the record
+//! has it.
+//!
+//! The daemon is another process, of this very program, so that SIGKILL ends it as it ends one in earnest; the VMM is
+//! the test's.
+
+use std::fmt::Debug;
+use std::io::{self, Read, Write};
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Command;
+
+use sterna_engine::agent::{Advice, Discards};
+use sterna_engine::error::MigrateError;
+use sterna_engine::inside::Inside;
+use sterna_engine::memory::{Mappings, Memory};
+use sterna_protocol::layout::Layout;
+use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_sys::iovec::Outgoing;
+use sterna_sys::process::Pidfd;
+use sterna_sys::userfaultfd::{Features, Userfaultfd};
+
+use super::*;
+
+/// The variable that makes a daemon of this program: the numbers of the RAM's and the record's descriptors, where the
+/// RAM is, how much life it has, whether another one was there before, the memory host, and a directory.
+const DAEMON: &str = "STERNA_SPLIT_DAEMON";
+
+/// How many steps this process may take: with the next one it is killed.
+#[derive(Debug)]
+struct Life(AtomicU64);
+
+impl Life {
+    fn step(&self) {
+        if self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |left| left.checked_sub(1)).is_err() {
+            Pidfd::open(std::process::id()).unwrap().kill().unwrap();
+            std::thread::park();
+        }
+    }
+}
+
+/// RAM of a guest whose daemon lives no longer than that: what it does to a page is a step, and what it has done.
+#[derive(Debug)]
+struct Mortal {
+    ram: Arc<dyn Memory>,
+    life: Arc<Life>,
+}
+
+impl Memory for Mortal {
+    fn load(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()> {
+        self.ram.load(chunk, pages, bodies)
+    }
+
+    fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        self.life.step();
+        let half: PageSet = pages.iter().filter(|page| page % 2 == 0).collect();
+        self.ram.discard(chunk, &half)?;
+        self.life.step();
+        self.ram.discard(chunk, pages)?;
+        self.life.step();
+        Ok(())
+    }
+
+    fn install(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) -> io::Result<()> {
+        self.life.step();
+        if let Some(first) = pages.iter().next() {
+            self.ram.install(chunk, &[first].into_iter().collect(), &bodies[..PAGE_BYTES])?;
+        }
+        self.life.step();
+        self.ram.install(chunk, pages, bodies)?;
+        self.life.step();
+        Ok(())
+    }
+
+    fn layout(&self) -> &Layout {
+        self.ram.layout()
+    }
+
+    fn spans(&self) -> Vec<Range<u64>> {
+        self.ram.spans()
+    }
+
+    fn files(&self) -> io::Result<Vec<(u64, u64)>> {
+        self.ram.files()
+    }
+
+    fn intact(&self) -> io::Result<()> {
+        self.ram.intact()
+    }
+
+    fn lost(&self, chunk: ChunkIndex) -> io::Error {
+        self.ram.lost(chunk)
+    }
+
+    fn tracked_coarsely(&self, chunk: ChunkIndex) -> bool {
+        self.ram.tracked_coarsely(chunk)
+    }
+
+    fn allocated(&self) -> io::Result<PageMap> {
+        self.ram.allocated()
+    }
+
+    fn allocated_in(&self, chunk: ChunkIndex) -> io::Result<PageSet> {
+        self.ram.allocated_in(chunk)
+    }
+
+    fn allocated_bytes(&self) -> io::Result<u64> {
+        self.ram.allocated_bytes()
+    }
+
+    fn read(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &mut [u8]) -> io::Result<()> {
+        self.ram.read(chunk, pages, bodies)
+    }
+
+    fn load_bytes(&self, block: usize, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.ram.load_bytes(block, offset, bytes)
+    }
+
+    fn in_place(&self, chunk: ChunkIndex, pages: &PageSet) -> Option<Vec<Outgoing<'_>>> {
+        self.ram.in_place(chunk, pages)
+    }
+
+    fn write(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) -> io::Result<()> {
+        self.ram.write(chunk, pages, bodies)
+    }
+
+    fn mappings(&self) -> &'static dyn Mappings {
+        self.ram.mappings()
+    }
+}
+
+/// The VMM's process, which is another one: this one asks it by a socket.
+struct InsideParent {
+    socket: UnixStream,
+    vmm: Pidfd,
+    life: Arc<Life>,
+}
+
+impl InsideParent {
+    /// One question: what it is about, and numbers. The answer is a number.
+    fn ask(&mut self, what: u8, numbers: &[u64]) -> u64 {
+        let words = [u64::from(what), numbers.len() as u64].into_iter().chain(numbers.iter().copied());
+        let question: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
+        self.socket.write_all(&question).unwrap();
+        next_word(&mut self.socket).expect("an answer")
+    }
+
+    fn userfaultfd(&mut self, what: u8, features: u64) -> Option<Userfaultfd> {
+        let number = self.ask(what, &[features]);
+        (number > 0).then(|| self.vmm.duplicate(number as i32).unwrap().into())
+    }
+}
+
+impl Inside for InsideParent {
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        Ok(self.userfaultfd(b'o', features.bits()).unwrap())
+    }
+
+    fn open_alone(&mut self, _: Features) -> Result<Userfaultfd, MigrateError> {
+        unreachable!("a guest that is split has its pager's")
+    }
+
+    fn lend(&mut self) -> Result<(), MigrateError> {
+        Ok(())
+    }
+
+    fn log_discards(&mut self) -> Result<(), MigrateError> {
+        Ok(())
+    }
+
+    fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
+        Ok(self.userfaultfd(b'r', 0))
+    }
+
+    fn advise(&mut self, _: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        self.life.step();
+        let numbers: Vec<u64> = ranges.iter().flat_map(|range| [range.start, range.end]).collect();
+        self.ask(b'd', &numbers);
+        self.life.step();
+        Ok(())
+    }
+
+    fn pid(&self) -> u32 {
+        std::os::unix::process::parent_id()
+    }
+
+    fn discards(&mut self) -> Discards {
+        Discards::Ranges(Vec::new())
+    }
+
+    fn close(&mut self) {}
+}
+
+fn next_word(socket: &mut UnixStream) -> Option<u64> {
+    let mut word = [0; 8];
+    socket.read_exact(&mut word).ok().map(|()| u64::from_le_bytes(word))
+}
+
+/// The VMM's side: answers a daemon until that has ended.
+fn answer_daemon(guest: &Guest, mut socket: UnixStream) -> Option<()> {
+    let mut inside = guest.means().inside;
+    // The daemon takes a duplicate: this one has its number for as long as anybody may need it.
+    let number = |made: Userfaultfd| {
+        let number = made.as_fd().as_raw_fd() as u64;
+        std::mem::forget(made);
+        number
+    };
+    loop {
+        let (what, count) = (next_word(&mut socket)?, next_word(&mut socket)?);
+        let numbers: Vec<u64> = (0..count).map(|_| next_word(&mut socket)).collect::<Option<_>>()?;
+        let answer = match u8::try_from(what).unwrap() {
+            b'o' => number(inside.open(Features::from_bits_retain(numbers[0])).unwrap()),
+            b'r' => inside.reopen().unwrap().map_or(0, number),
+            _ => {
+                let ranges: Vec<_> = numbers.chunks_exact(2).map(|pair| pair[0]..pair[1]).collect();
+                inside.advise(Advice::DontNeed, &ranges).unwrap();
+                0
+            }
+        };
+        socket.write_all(&answer.to_le_bytes()).ok()?;
+    }
+}
+
+/// Epochs in a file.
+struct InFile(std::path::PathBuf);
+
+impl Epochs for InFile {
+    fn raise(&self) -> io::Result<u64> {
+        let epoch = std::fs::read_to_string(&self.0).map_or(0, |text| text.parse().unwrap()) + 1;
+        std::fs::write(&self.0, u64::to_string(&epoch))?;
+        Ok(epoch)
+    }
+}
+
+/// No test: the daemon's part of the one below, in a process of its own.
+#[test]
+fn daemon() {
+    let Ok(told) = std::env::var(DAEMON) else { return };
+    let [ram, record, address, steps, begun, peer, directory] = *told.split(' ').collect::<Vec<_>>() else {
+        panic!("{told}")
+    };
+    let (number, directory) = (|word: &str| word.parse::<u64>().unwrap(), Path::new(directory));
+    let vmm = Pidfd::open(std::os::unix::process::parent_id()).unwrap();
+    let file = |word: &str| File::from(vmm.duplicate(number(word) as i32).unwrap());
+    let life = Arc::new(Life(AtomicU64::new(number(steps))));
+    let block = BlockFile {
+        spec: block(u64::from(CHUNKS) * CHUNK_BYTES as u64),
+        file: file(ram),
+        address: number(address),
+        process: None,
+    };
+    let ram = Mortal { ram: kind::open(&[block], Access::ReadWrite).unwrap(), life: Arc::clone(&life) };
+    let missing = file(record);
+    let socket = UnixStream::connect(directory.join("vmm")).unwrap();
+    let means = PagingMeans { inside: Box::new(InsideParent { socket, vmm, life }), missing };
+    let lenders = vec![Lender { peer: peer.into(), credentials: None, bytes: most_bytes(CHUNKS) }];
+    let epochs = Box::new(InFile(directory.join("epoch")));
+    let split = if begun == "1" {
+        Split::recover(Pager::recover(Arc::new(ram), means).unwrap(), lenders, GUEST, epochs).unwrap()
+    } else {
+        Split::begin(Pager::open(Arc::new(ram), means, None).unwrap(), lenders, GUEST, epochs).unwrap()
+    };
+    let mut way = split.way_out().unwrap();
+    for turn in 0.. {
+        way.send(ChunkIndex(turn % CHUNKS), 0).unwrap();
+    }
+}
+
+#[test]
+fn a_daemon_that_is_killed_at_any_step_leaves_each_page_valid_where_the_record_has_it() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending, directory) = (Guest::new(), LendingHost::new(), tempfile::tempdir().unwrap());
+    let listener = UnixListener::bind(directory.path().join("vmm")).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let checking = Checking::start(&guest, 2);
+    // Each of the first steps, and then some of the many that come when pages go and come at once.
+    let lives = (0..60).chain((60..400).step_by(37));
+    for (turn, steps) in lives.enumerate() {
+        let told = [
+            guest.ram.file.as_raw_fd().to_string(),
+            guest.record.as_raw_fd().to_string(),
+            guest.ram.mapping.addresses().start.to_string(),
+            steps.to_string(),
+            u8::from(turn > 0).to_string(),
+            lending.relay.address.clone(),
+            directory.path().display().to_string(),
+        ];
+        let mut daemon = Command::new(std::env::current_exe().unwrap());
+        daemon.args(["--exact", "killed::daemon", "--nocapture"]).env(DAEMON, told.join(" "));
+        let mut daemon = daemon.stdout(std::process::Stdio::null()).spawn().unwrap();
+        std::thread::scope(|scope| {
+            // Until it is there, or has ended.
+            let socket = loop {
+                match listener.accept() {
+                    Ok((socket, _)) => break Some(socket),
+                    Err(_) if daemon.try_wait().unwrap().is_some() => break None,
+                    Err(_) => std::thread::yield_now(),
+                }
+            };
+            let answering = socket.map(|socket| {
+                socket.set_nonblocking(false).unwrap();
+                let guest = &guest;
+                scope.spawn(move || answer_daemon(guest, socket))
+            });
+            while answering.as_ref().is_some_and(|answering| !answering.is_finished()) {
+                if !checking.is_well() {
+                    daemon.kill().unwrap();
+                }
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        });
+        assert!(checking.is_well(), "after {steps} steps the guest found something else than it had written");
+        let ended = daemon.wait().unwrap();
+        assert_eq!(ended.signal(), Some(9), "after {steps} steps it did not end as it should: {ended}");
+    }
+    // One that lives.
+    let epoch = InFile(directory.path().join("epoch")).raise().unwrap();
+    guest.epochs.0.store(epoch, Ordering::Release);
+    let split = guest.recover(&[&lending]).unwrap();
+    checking.goes_on(1000);
+    split.bring_back().unwrap();
+    checking.end();
+    assert_eq!((split.pager().missing(), lending.pages()), (0, 0));
+    split.end();
+}

@@ -1,0 +1,456 @@
+//! A guest with a part of its pages at memory hosts, on real mappings and over real sockets: whatever leaves and comes
+//! back, whoever is cut off or dies, it finds what it wrote last.
+
+#[path = "../agent/fixture.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
+mod fixture;
+#[path = "../support/linux.rs"]
+mod linux;
+#[path = "../support/pair/mod.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
+mod pair;
+#[path = "../support/relay.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
+mod relay;
+
+/// A guest of threads that check what they read.
+mod checking;
+
+/// A Linux guest.
+mod real;
+
+/// Killed at any step.
+mod killed;
+
+use std::fs::File;
+use std::net::TcpListener;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+use checking::{Checking, content, expected, word};
+use pair::guest::GuestRam;
+use pair::inside::InsideSelf;
+use pair::{block, tracking_works};
+use relay::Relay;
+use sterna_engine::memory::{BlockFile, Memory, kind};
+use sterna_engine::paging::{Pager, PagingMeans};
+use sterna_engine::split::room::Room;
+use sterna_engine::split::{Epochs, Lender, Split, SplitError};
+use sterna_engine::store::Store;
+use sterna_engine::store::serve::serve;
+use sterna_engine::transport::answer;
+use sterna_protocol::layout::{CHUNK_BYTES, CHUNK_PAGES, ChunkIndex, PAGE_BYTES};
+use sterna_protocol::store::most_bytes;
+use sterna_sys::map::{Access, SharedMapping};
+
+const CHUNKS: u32 = 8;
+const PAGES: u64 = CHUNKS as u64 * CHUNK_PAGES as u64;
+const GUEST: (u128, u128) = (7, 0x5eed);
+
+/// A host that lends, for as long as the test runs, behind a network that can be cut.
+struct LendingHost {
+    chunks: u32,
+    store: Arc<Store>,
+    _directory: tempfile::TempDir,
+    relay: Relay,
+}
+
+impl LendingHost {
+    fn new() -> Self {
+        Self::to_guests_of(CHUNKS)
+    }
+
+    fn to_guests_of(chunks: u32) -> Self {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let store = Arc::new(Store::open(directory.path(), "lender".into(), most_bytes(chunks)).unwrap());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let relay = Relay::to(&listener.local_addr().unwrap().to_string(), u64::MAX);
+        let shared = Arc::clone(&store);
+        std::thread::spawn(move || {
+            for call in listener.incoming() {
+                let (call, store) = (call.unwrap(), Arc::clone(&shared));
+                std::thread::spawn(move || {
+                    let Ok((connection, hello)) = answer(call, None) else { return };
+                    let _ = serve(connection, hello.key, &store, || u64::MAX);
+                });
+            }
+        });
+        Self { chunks, store, _directory: directory, relay }
+    }
+
+    fn lender(&self) -> Lender {
+        Lender { peer: self.relay.address.clone(), credentials: None, bytes: most_bytes(self.chunks) }
+    }
+
+    /// The pages that it has, with one for its note of each chunk.
+    fn pages(&self) -> u64 {
+        self.store.loans().iter().map(|loan| loan.used_bytes / PAGE_BYTES as u64).sum()
+    }
+}
+
+/// Epochs that outlive a daemon of the test.
+#[derive(Clone, Default)]
+struct Counter(Arc<AtomicU64>);
+
+impl Epochs for Counter {
+    fn raise(&self) -> std::io::Result<u64> {
+        Ok(self.0.fetch_add(1, Ordering::AcqRel) + 1)
+    }
+}
+
+/// A guest whose RAM is a mapping of this process, and what outlives its daemon.
+struct Guest {
+    ram: GuestRam,
+    inside: Arc<std::sync::Mutex<Vec<Arc<SharedMapping>>>>,
+    kept: Arc<std::sync::Mutex<Option<std::os::fd::OwnedFd>>>,
+    record: File,
+    epochs: Counter,
+}
+
+impl Guest {
+    /// Every page has a content of its own, but the last quarter of each chunk: of that every second page is zeros, and
+    /// the others were never touched.
+    fn new() -> Self {
+        let ram = GuestRam::new(u64::from(CHUNKS) * CHUNK_BYTES as u64);
+        let guest = Self {
+            inside: Arc::new(std::sync::Mutex::new(vec![Arc::clone(&ram.mapping)])),
+            kept: Arc::default(),
+            record: tempfile::tempfile_in("/dev/shm").unwrap(),
+            epochs: Counter::default(),
+            ram,
+        };
+        for page in 0..PAGES {
+            match page % 256 {
+                0..192 => guest.ram.mapping.copy_in(page * 4096, &content(page).to_le_bytes().repeat(512)).unwrap(),
+                other if other % 2 == 0 => guest.ram.mapping.copy_in(page * 4096, &[0; 4096]).unwrap(),
+                _ => {}
+            }
+        }
+        guest
+    }
+
+    fn blocks(&self) -> Vec<BlockFile> {
+        vec![BlockFile {
+            spec: block(self.ram.bytes),
+            file: self.ram.file.try_clone().unwrap(),
+            address: self.ram.mapping.addresses().start,
+            process: None,
+        }]
+    }
+
+    fn means(&self) -> PagingMeans {
+        let inside =
+            InsideSelf { mappings: Arc::clone(&self.inside), kept: Arc::clone(&self.kept), ..InsideSelf::default() };
+        PagingMeans { inside: Box::new(inside), missing: self.record.try_clone().unwrap() }
+    }
+
+    fn ram(&self) -> Arc<dyn Memory> {
+        kind::open(&self.blocks(), Access::ReadWrite).unwrap()
+    }
+
+    fn split(&self, hosts: &[&LendingHost]) -> Arc<Split> {
+        let pager = Pager::open(self.ram(), self.means(), None).unwrap();
+        let lenders = hosts.iter().map(|host| host.lender()).collect();
+        Split::begin(pager, lenders, GUEST, Box::new(self.epochs.clone())).unwrap()
+    }
+
+    /// Another daemon goes on.
+    fn recover(&self, hosts: &[&LendingHost]) -> Result<Arc<Split>, SplitError> {
+        let pager = Pager::recover(self.ram(), self.means()).unwrap();
+        let lenders = hosts.iter().map(|host| host.lender()).collect();
+        let recovered = Split::recover(Arc::clone(&pager), lenders, GUEST, Box::new(self.epochs.clone()));
+        if recovered.is_err() {
+            pager.die();
+        }
+        recovered
+    }
+
+    /// Reads the first word of a page, as the guest does: it waits where it has to.
+    fn word(&self, page: u64) -> u64 {
+        word(&self.ram.mapping, page)
+    }
+
+    fn reads(&self, page: u64) -> JoinHandle<u64> {
+        let mapping = Arc::clone(&self.ram.mapping);
+        std::thread::spawn(move || word(&mapping, page))
+    }
+
+    /// The pages for which this host has memory.
+    fn pages_here(&self, split: &Split) -> u64 {
+        split.pager().ram().allocated().unwrap().len()
+    }
+
+    fn is_as_it_was(&self) {
+        for page in 0..PAGES {
+            assert_eq!(self.word(page), expected(page), "page {page}");
+        }
+    }
+}
+
+fn send_all(split: &Split, host: usize) {
+    let mut way = split.way_out().unwrap();
+    for chunk in 0..CHUNKS {
+        way.send(ChunkIndex(chunk), host).unwrap();
+    }
+}
+
+#[test]
+fn what_leaves_takes_no_memory_here_and_comes_back_as_it_was() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), LendingHost::new());
+    let split = guest.split(&[&lending]);
+    let full = PAGES / 4 * 3;
+    assert_eq!(guest.pages_here(&split), full + PAGES / 8);
+    send_all(&split, 0);
+    let counted = (guest.pages_here(&split), split.pager().missing(), lending.pages());
+    assert_eq!(counted, (0, full, full + u64::from(CHUNKS)));
+    let account = split.account();
+    assert_eq!((account.out_pages, account.zero_pages, account.kept_pages), (full, PAGES / 8, 0));
+    // Nothing is away of what was zeros or never touched: nobody asks for it over the network.
+    assert_eq!((guest.word(200), guest.word(201)), (0, 0));
+    assert_eq!(split.account().in_pages, 0);
+    // A page that is touched brings its chunk.
+    assert_eq!(guest.word(300), content(300));
+    split.bring_back().unwrap();
+    assert_eq!((split.pager().missing(), split.account().in_pages, lending.pages()), (0, full, 0));
+    guest.is_as_it_was();
+    // The same again, to and from another version.
+    send_all(&split, 0);
+    split.bring_back().unwrap();
+    guest.is_as_it_was();
+    split.end();
+    assert!(guest.kept.lock().unwrap().is_none());
+}
+
+#[test]
+fn a_guest_that_goes_on_reading_and_writing_finds_what_it_wrote_whatever_leaves() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
+    let split = guest.split(&[&lending[0], &lending[1]]);
+    let checking = Checking::start(&guest, 3);
+    {
+        let mut way = split.way_out().unwrap();
+        let mut turn = 0;
+        while split.account().out_pages < 4 * PAGES || split.account().in_pages < 3 * PAGES {
+            turn += 1;
+            way.send(ChunkIndex(turn * 5 % CHUNKS), turn as usize / 3 % 2).unwrap();
+            checking.goes_on(20);
+        }
+    }
+    println!("{:?}", split.account());
+    split.bring_back().unwrap();
+    assert_eq!(split.pager().missing(), 0);
+    checking.end();
+    split.end();
+}
+
+#[test]
+fn no_more_of_a_guest_is_here_than_it_has_room_for_whatever_it_touches() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
+    let split = guest.split(&[&lending[0], &lending[1]]);
+    let room = Room::of(5 * CHUNK_BYTES as u64);
+    split.keep_to(room).unwrap();
+    let checking = Checking::start(&guest, 2);
+    let here = || split.pager().ram().allocated_bytes().unwrap();
+    for _ in 0..20 {
+        checking.goes_on(50);
+        while here() > room.high() {
+            assert!(checking.is_well());
+            std::thread::yield_now();
+        }
+    }
+    println!("{:?}", split.account());
+    assert!(split.account().in_pages > 0 && lending.iter().all(|host| host.pages() > 0), "both lend");
+    // With room for all of it, all of it comes back and stays.
+    split.keep_to(Room::of(u64::MAX)).unwrap();
+    checking.goes_on(50);
+    split.bring_back().unwrap();
+    checking.goes_on(50);
+    assert_eq!(split.pager().missing(), 0);
+    checking.end();
+    split.end();
+}
+
+#[test]
+fn a_memory_host_without_room_is_passed_over() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::to_guests_of(1), LendingHost::new()]);
+    let split = guest.split(&[&lending[0], &lending[1]]);
+    split.keep_to(Room::of(0)).unwrap();
+    while split.pager().missing() < PAGES / 4 * 3 {
+        std::thread::yield_now();
+    }
+    assert!(lending[0].pages() > 0 && lending[1].pages() > CHUNK_PAGES as u64);
+    split.keep_to(Room::of(u64::MAX)).unwrap();
+    split.bring_back().unwrap();
+    guest.is_as_it_was();
+    split.end();
+}
+
+#[test]
+fn a_link_that_is_cut_again_and_again_costs_the_guest_nothing_but_time() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), LendingHost::new());
+    let split = guest.split(&[&lending]);
+    let checking = Checking::start(&guest, 2);
+    let done = AtomicBool::new(false);
+    let failures = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // After ever different amounts, so in the middle of everything that is said.
+            let mut wait = 1000;
+            while !done.load(Ordering::Acquire) {
+                let until = lending.relay.carried() + wait;
+                while lending.relay.carried() < until && !done.load(Ordering::Acquire) {
+                    std::thread::yield_now();
+                }
+                lending.relay.cut();
+                lending.relay.restore();
+                wait = (wait * 7 + 4999) % 3_000_017;
+            }
+        });
+        let mut way = split.way_out().unwrap();
+        let (mut turn, mut failures) = (0, 0);
+        while failures < 20 || split.account().in_pages < 2 * PAGES {
+            turn += 1;
+            match way.send(ChunkIndex(turn * 3 % CHUNKS), 0) {
+                Ok(_) => checking.goes_on(10),
+                Err(SplitError::Host { .. }) => failures += 1,
+                Err(other) => panic!("{other}"),
+            }
+        }
+        done.store(true, Ordering::Release);
+        failures
+    });
+    println!("{failures} failures, {:?}", split.account());
+    while split.bring_back().is_err() {}
+    checking.end();
+    assert_eq!(split.pager().missing(), 0);
+    split.end();
+}
+
+#[test]
+fn whoever_waits_for_a_memory_host_that_is_away_goes_on_when_it_is_back() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
+    let split = guest.split(&[&lending[0], &lending[1]]);
+    let mut way = split.way_out().unwrap();
+    way.send(ChunkIndex(0), 0).unwrap();
+    way.send(ChunkIndex(1), 1).unwrap();
+    lending[0].relay.cut();
+    let waits = guest.reads(5);
+    while split.pager().fault_count() == 0 {
+        std::thread::yield_now();
+    }
+    // The other one's pages come meanwhile, and more leave.
+    assert_eq!(guest.word(260), content(260));
+    way.send(ChunkIndex(2), 1).unwrap();
+    assert!(way.send(ChunkIndex(3), 0).is_err() && !waits.is_finished());
+    lending[0].relay.restore();
+    assert_eq!(waits.join().unwrap(), content(5));
+    drop(way);
+    split.bring_back().unwrap();
+    guest.is_as_it_was();
+    split.end();
+}
+
+#[test]
+fn another_daemon_goes_on_with_a_guest_that_is_split_and_frees_what_the_last_one_did_not() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
+    let split = guest.split(&[&lending[0], &lending[1]]);
+    {
+        let mut way = split.way_out().unwrap();
+        for chunk in 0..CHUNKS {
+            way.send(ChunkIndex(chunk), (chunk % 2) as usize).unwrap();
+        }
+    }
+    // Pages of chunk 1 come back, but the memory host is not told.
+    split.stop();
+    split.pager().die();
+    drop(split);
+    let (waits, zero) = (guest.reads(3), guest.reads(200));
+    // Killed after the record and before the punch, it leaves behind what the page held.
+    guest.ram.file.write_all_at(&[0xee; 4096], 4 * 4096).unwrap();
+    assert!(!waits.is_finished() && !zero.is_finished());
+
+    let split = guest.recover(&[&lending[0], &lending[1]]).unwrap();
+    assert_eq!((waits.join().unwrap(), zero.join().unwrap()), (content(3), 0));
+    assert_eq!(guest.word(4), content(4));
+    let checking = Checking::start(&guest, 2);
+    {
+        let mut way = split.way_out().unwrap();
+        for turn in 0..40 {
+            way.send(ChunkIndex(turn % CHUNKS), (turn % 2) as usize).unwrap();
+            checking.goes_on(20);
+        }
+    }
+    split.bring_back().unwrap();
+    checking.end();
+    assert_eq!(lending.iter().map(LendingHost::pages).sum::<u64>(), 0);
+    split.end();
+}
+
+#[test]
+fn a_memory_host_that_has_lost_pages_is_named_and_nobody_gets_others_in_their_place() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), LendingHost::new());
+    let split = guest.split(&[&lending]);
+    send_all(&split, 0);
+    split.stop();
+    split.pager().die();
+    drop(split);
+    // A memory host that begins anew at the same place.
+    let empty = LendingHost::new();
+    let error = guest.recover(&[&empty]).unwrap_err();
+    assert!(matches!(error, SplitError::Lost { pages: 192, .. }), "{error}");
+    assert!(matches!(guest.recover(&[]), Err(SplitError::Here(_))), "nobody is named who has them");
+    // The first one is found again, and all is well.
+    let split = guest.recover(&[&lending]).unwrap();
+    guest.is_as_it_was();
+    split.bring_back().unwrap();
+    split.end();
+}
+
+#[test]
+fn pages_whose_loan_is_taken_back_are_lost_and_the_guest_waits_for_them_while_it_uses_the_others() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), LendingHost::new());
+    let split = guest.split(&[&lending]);
+    split.way_out().unwrap().send(ChunkIndex(1), 0).unwrap();
+    lending.store.close(GUEST.0, None).unwrap();
+    let waits = guest.reads(300);
+    while split.pager().fault_count() == 0 {
+        std::thread::yield_now();
+    }
+    let lost = std::iter::from_fn(|| split.bring_back().err()).find(|error| matches!(error, SplitError::Lost { .. }));
+    assert!(lost.is_some_and(|error| error.to_string().contains("192 pages")));
+    // What is here can be used, and leave.
+    assert_eq!(guest.word(10), content(10));
+    split.way_out().unwrap().send(ChunkIndex(0), 0).unwrap();
+    assert_eq!(guest.word(10), content(10));
+    assert!(!waits.is_finished() && split.pager().missing() == 192);
+    // Its guest has ended: whoever waits is let go, with whatever is there.
+    split.end();
+    assert_eq!(waits.join().unwrap(), 0);
+}
