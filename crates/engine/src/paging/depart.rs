@@ -17,7 +17,7 @@
 //!   forgotten here: what comes back is what the guest wrote since.
 //! * **It gives the page back while it is fenced in**: what the holder has is as good as zeros until the guest writes
 //!   the page.
-//! * **It gives the page back while it is away**: it comes back as zeros ([`given_back`](super::given_back)).
+//! * **It gives the page back while it is away**: it comes back as zeros (`given_back.rs`).
 //! * **Direct I/O writes the page past the page tables**: the caller has to know that there is none.
 
 use std::sync::{Arc, PoisonError};
