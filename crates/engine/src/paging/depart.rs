@@ -73,6 +73,12 @@ impl Pager {
         *self.lock().whereabouts.away_in(chunk)
     }
 
+    /// The pages of a chunk that somebody waits for.
+    #[must_use]
+    pub fn waited_for_in(&self, chunk: ChunkIndex) -> PageSet {
+        self.lock().waiting.keys().filter(|page| page.chunk == chunk).map(|page| page.page).collect()
+    }
+
     /// Who holds the pages of a chunk that are not here; `None` where all are.
     #[must_use]
     pub fn holder(&self, chunk: ChunkIndex) -> Option<Holder> {

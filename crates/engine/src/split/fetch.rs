@@ -15,6 +15,9 @@ use crate::store::client::StoreError;
 
 /// How many threads bring pages from one memory host.
 const FETCHERS: usize = 2;
+/// How many pages come together that nobody waits for: a quarter of a chunk, 2 ms on a link of 1 Gbit/s. So long those
+/// may have to wait that are touched next.
+const TOGETHER: usize = 64;
 /// How long a memory host that has failed is left alone.
 const RETRY: Duration = Duration::from_millis(100);
 
@@ -48,7 +51,7 @@ impl Split {
         for chunk in self.pager.ram().layout().iter() {
             let mut state = self.chunk(chunk);
             let away = self.pager.away_in(chunk);
-            self.bring(&mut lines, chunk, &mut state, &[away])?;
+            self.bring(&mut lines, chunk, &mut state, away)?;
         }
         Ok(())
     }
@@ -88,27 +91,45 @@ impl Split {
             // It came with another one.
             return Ok(());
         }
-        let first: PageSet = [page.page].into_iter().collect();
         self.clock.came(page.chunk);
-        self.bring(lines, page.chunk, &mut state, &[first, away.without(&first)])
+        self.bring(lines, page.chunk, &mut state, [page.page].into_iter().collect())
     }
 
-    /// Brings pages of a chunk that are away, part by part. Nothing else is done with the chunk meanwhile.
+    /// Brings all pages of a chunk that are away, these first. Nothing else is done with the chunk meanwhile; pages
+    /// that somebody waits for go before the others.
     fn bring(
         &self,
         lines: &mut Lines<'_>,
         chunk: ChunkIndex,
         state: &mut Chunk,
-        parts: &[PageSet],
+        first: PageSet,
     ) -> Result<(), SplitError> {
         let Some(number) = self.host_of(chunk) else { return Ok(()) };
         if state.unsure {
             self.make_sure(lines, number, chunk, state)?;
         }
-        let version = state.at.held();
         let mut came = PageSet::EMPTY;
-        for pages in parts.iter().filter(|pages| !pages.is_empty()) {
-            let got = lines.ask(number, |host| host.get(chunk, version, pages));
+        let done = self.bring_parts(lines, number, (chunk, first), state, &mut came);
+        let version = state.at.held();
+        if let Err(error) = lines.ask(number, |host| host.release(chunk, version, &came)) {
+            // They are valid here. The memory host is told again when the chunk is looked at once more.
+            state.unsure = true;
+            tracing::debug!(%error, "a memory host was not told that pages are here");
+        }
+        done
+    }
+
+    fn bring_parts(
+        &self,
+        lines: &mut Lines<'_>,
+        number: usize,
+        (chunk, mut part): (ChunkIndex, PageSet),
+        state: &mut Chunk,
+        came: &mut PageSet,
+    ) -> Result<(), SplitError> {
+        let version = state.at.held();
+        while !part.is_empty() {
+            let got = lines.ask(number, |host| host.get(chunk, version, &part));
             // A memory host that answers and does not have them is asked what it has.
             state.unsure |= matches!(&got, Err(StoreError::Refused(_)));
             let got = got.map_err(|error| self.failed(number, error))?;
@@ -116,15 +137,35 @@ impl Split {
             let bodies = [(got.full, got.bodies.as_slice())];
             let arrival = Arrival { chunk, bodies: &bodies, zero: got.zero, pooled: None, suspect: PageSet::EMPTY };
             self.pager.place(&arrival)?;
-            state.at.comes(pages);
-            came = came.or(pages);
-            self.back.fetch_add(pages.len() as u64, Ordering::Relaxed);
-        }
-        if let Err(error) = lines.ask(number, |host| host.release(chunk, version, &came)) {
-            // They are valid here. The memory host is told again when the chunk is looked at once more.
-            state.unsure = true;
-            tracing::debug!(%error, "a memory host was not told that pages are here");
+            state.at.comes(&part);
+            *came = came.or(&part);
+            self.back.fetch_add(part.len() as u64, Ordering::Relaxed);
+            let left = self.pager.away_in(chunk);
+            let waited = self.pager.waited_for_in(chunk).and(&left);
+            part = if waited.is_empty() { behind(&left, &part) } else { waited };
         }
         Ok(())
+    }
+}
+
+/// Some of the pages that are left: those behind the last of `before`, or else the first.
+fn behind(left: &PageSet, before: &PageSet) -> PageSet {
+    let last = before.iter().last().unwrap_or_default();
+    let behind: PageSet = left.iter().filter(|page| *page > last).take(TOGETHER).collect();
+    if behind.is_empty() { left.iter().take(TOGETHER).collect() } else { behind }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pages_behind_one_come_next_and_then_those_before_it() {
+        let left = PageSet::first(200);
+        let of = |pages: std::ops::Range<u8>| pages.collect::<PageSet>();
+        assert_eq!(behind(&left, &of(10..11)), of(11..11 + TOGETHER as u8));
+        assert_eq!(behind(&left, &of(190..191)), of(191..200));
+        assert_eq!(behind(&left, &of(199..200)), of(0..TOGETHER as u8));
+        assert!(behind(&PageSet::EMPTY, &of(1..2)).is_empty());
     }
 }
