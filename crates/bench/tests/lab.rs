@@ -126,16 +126,21 @@ fn a_link_carries_the_rate_that_was_asked_for_both_ways() {
     if !can_have_a_lab() {
         return;
     }
+    let free = Lab::up(LabConfig { rate_bytes_per_s: None, ..config("any") }).unwrap();
+    let (free_a, free_b) = (free.host("a").unwrap(), free.host("b").unwrap());
     for (name, rate) in [("slow", 12_500_000), ("fast", 125_000_000)] {
         let lab = Lab::up(LabConfig { rate_bytes_per_s: Some(rate), ..config(name) }).unwrap();
         let (a, b, client) = (lab.host("a").unwrap(), lab.host("b").unwrap(), lab.host("client").unwrap());
         // Out of a host, and into a host from one that is not limited itself.
         for (from, to) in [(a, b), (client, a)] {
-            // Who has to wait for a processor measures less: not each time, and never more.
+            // Who has to wait for a processor measures less: not each time. Where a link without a rate hardly carries
+            // more, it is the processors that are measured.
             let carries = |_| {
-                let measured = transfer::measure(from, to, Duration::from_millis(1500)).unwrap();
-                println!("{} to {} at {rate} B/s: measured {measured:.0}", from.name, to.name);
-                (measured / rate as f64 - 1.0).abs() <= 0.08
+                let measure = |from, to| transfer::measure(from, to, Duration::from_millis(1500)).unwrap();
+                let (measured, possible) = (measure(from, to), measure(free_a, free_b));
+                println!("{} to {} at {rate} B/s: measured {measured:.0} of {possible:.0}", from.name, to.name);
+                let is_busy = possible < rate as f64 * 2.0 && measured > possible * 0.2;
+                (measured / rate as f64 - 1.0).abs() <= 0.08 || is_busy && measured < rate as f64
             };
             assert!((0..20).any(carries), "{} to {} never carried {rate} B/s", from.name, to.name);
         }
