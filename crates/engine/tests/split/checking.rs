@@ -32,7 +32,13 @@ pub struct Checking {
 }
 
 impl Checking {
+    /// In all of the guest's memory.
     pub fn start(guest: &Guest, count: u64) -> Self {
+        Self::start_in(guest, count, PAGES)
+    }
+
+    /// In its first pages.
+    pub fn start_in(guest: &Guest, count: u64, pages: u64) -> Self {
         let (stop, steps) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let threads = (0..count).map(|own| {
             let (stop, steps, mapping) = (Arc::clone(&stop), Arc::clone(&steps), Arc::clone(&guest.ram.mapping));
@@ -43,8 +49,8 @@ impl Checking {
                     random ^= random << 13;
                     random ^= random >> 7;
                     random ^= random << 17;
-                    let page = random % PAGES / count * count + own;
-                    if page >= PAGES {
+                    let page = random % pages / count * count + own;
+                    if page >= pages {
                         continue;
                     }
                     assert_eq!(word(&mapping, page), known[page as usize], "page {page}");
