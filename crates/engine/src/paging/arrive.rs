@@ -2,10 +2,11 @@
 
 use std::time::Instant;
 
-use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES, PageIndex};
+use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::pages::PageSet;
 
-use super::{Pager, Waiter};
+use super::Pager;
+use super::claim::Claim;
 use crate::destination::arrival::{Arrival, Pooled};
 use crate::error::MigrateError;
 use crate::memory::PoolRun;
@@ -18,7 +19,7 @@ impl Pager {
     /// No memory, or the VMM has ended. What was not placed is still missing.
     pub fn place(&self, arrival: &Arrival) -> Result<(), MigrateError> {
         let Arrival { chunk, bodies, zero, pooled, .. } = *arrival;
-        let claim = Claim::take(self, chunk, &arrival.pages());
+        let claim = Claim::of_missing(self, chunk, &arrival.pages());
         // The pages are missing, so the guest has not written them since the discard.
         let unwanted = self.unwanted(chunk);
         let zero = zero.or(&unwanted).and(&claim.pages);
@@ -66,49 +67,5 @@ impl Pager {
             }
         }
         Ok(())
-    }
-}
-
-/// Missing pages that one thread alone writes now. If the claim is dropped before they have arrived, they are missing
-/// as before.
-struct Claim<'a> {
-    pager: &'a Pager,
-    chunk: ChunkIndex,
-    pages: PageSet,
-}
-
-impl<'a> Claim<'a> {
-    fn take(pager: &'a Pager, chunk: ChunkIndex, wanted: &PageSet) -> Self {
-        let mut state = pager.lock();
-        let pages = wanted.and(state.whereabouts.away_in(chunk)).without(state.claimed.chunk(chunk));
-        state.duplicate += wanted.without(&pages).len() as u64;
-        state.claimed.insert_all(chunk, &pages);
-        Self { pager, chunk, pages }
-    }
-
-    /// Notes that the pages are in the file. Returns those that somebody waits for.
-    fn arrived(&self) -> Result<Vec<(PageIndex, Vec<Waiter>)>, MigrateError> {
-        let mut state = self.pager.lock();
-        let noted = state.whereabouts.arrived(self.chunk, &self.pages);
-        noted.map_err(MigrateError::host("writing down which pages have arrived"))?;
-        let mut waited = Vec::new();
-        if !state.waiting.is_empty() {
-            for page in self.pages.iter().map(|page| PageIndex { chunk: self.chunk, page }) {
-                waited.extend(state.waiting.remove(&page).map(|waiters| (page, waiters)));
-            }
-        }
-        if state.whereabouts.away() == 0 {
-            state.last = Some(Instant::now());
-            self.pager.changed.notify_all();
-        }
-        Ok(waited)
-    }
-}
-
-impl Drop for Claim<'_> {
-    fn drop(&mut self) {
-        let mut state = self.pager.lock();
-        let claimed = state.claimed.chunk_mut(self.chunk);
-        *claimed = claimed.without(&self.pages);
     }
 }

@@ -27,6 +27,7 @@ use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::PageSet;
 
 use super::Pager;
+use super::claim::Claim;
 use super::whereabouts::Holder;
 use crate::error::MigrateError;
 use crate::faults::fence::{Fence, Patience};
@@ -106,7 +107,7 @@ impl Pager {
         self.with_inside(|given_back, inside| self.look(given_back, inside));
         let departed = {
             let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
-            let leaving = Leaving::claim(self, chunk, &away);
+            let leaving = Claim::of_present(self, chunk, &away);
             // Whatever it gave back of these it has taken again.
             self.with_given_back(|given_back| given_back.rewritten(chunk, &leaving.pages));
             let noted = self.lock().whereabouts.departed(chunk, &leaving.pages, copy.holder);
@@ -157,31 +158,5 @@ impl Pager {
         let address = |page: u8| self.addresses(chunk, usize::from(page), 1);
         let wanted = pages.iter().filter(|page| fence.is_waited_for(&address(*page)));
         Ok(pages.without(&wanted.collect()))
-    }
-}
-
-/// Pages that nobody puts anything in the place of until this is dropped.
-struct Leaving<'a> {
-    pager: &'a Pager,
-    chunk: ChunkIndex,
-    pages: PageSet,
-}
-
-impl<'a> Leaving<'a> {
-    /// Those of these pages that nobody has claimed.
-    fn claim(pager: &'a Pager, chunk: ChunkIndex, pages: &PageSet) -> Self {
-        let mut state = pager.lock();
-        let claimed = state.claimed.chunk_mut(chunk);
-        let pages = pages.without(claimed);
-        *claimed = claimed.or(&pages);
-        Self { pager, chunk, pages }
-    }
-}
-
-impl Drop for Leaving<'_> {
-    fn drop(&mut self) {
-        let mut state = self.pager.lock();
-        let claimed = state.claimed.chunk_mut(self.chunk);
-        *claimed = claimed.without(&self.pages);
     }
 }

@@ -30,6 +30,9 @@ pub mod account;
 /// Faults, one after the other.
 mod settle;
 
+/// Pages that one thread alone writes.
+mod claim;
+
 /// Pages that arrive.
 mod arrive;
 
