@@ -1,7 +1,8 @@
 //! Pages that come back: the one that somebody waits for, then the rest of its chunk.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
@@ -11,6 +12,7 @@ use super::lines::Lines;
 use super::{Chunk, Split, SplitError, lock};
 use crate::destination::arrival::Arrival;
 use crate::error::MigrateError;
+use crate::paging::supplier::Supplier;
 use crate::store::client::StoreError;
 
 /// How many threads bring pages from one memory host.
@@ -37,7 +39,7 @@ impl Split {
                 }
             }
         }
-        let supplier: Arc<dyn crate::paging::supplier::Supplier> = Arc::<Self>::clone(split);
+        let supplier: Arc<dyn Supplier> = Arc::<Self>::clone(split);
         split.pager.attach(&supplier);
         Ok(())
     }
@@ -77,9 +79,9 @@ impl Split {
 
     /// Waits for a page to be wanted; `None` at the end.
     fn next_wanted(&self, number: usize) -> Option<PageIndex> {
-        let idle = |wanted: &mut std::collections::VecDeque<PageIndex>| wanted.is_empty() && !self.has_ended();
+        let idle = |wanted: &mut VecDeque<PageIndex>| wanted.is_empty() && !self.has_ended();
         let waited = self.called[number].wait_while(lock(&self.wanted[number]), idle);
-        let mut wanted = waited.unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut wanted = waited.unwrap_or_else(PoisonError::into_inner);
         if self.has_ended() { None } else { wanted.pop_front() }
     }
 
@@ -111,6 +113,9 @@ impl Split {
         let mut came = PageSet::EMPTY;
         let done = self.bring_parts(lines, number, (chunk, first), state, &mut came);
         let version = state.at.held();
+        if came.is_empty() {
+            return done;
+        }
         if let Err(error) = lines.ask(number, |host| host.release(chunk, version, &came)) {
             // They are valid here. The memory host is told again when the chunk is looked at once more.
             state.unsure = true;

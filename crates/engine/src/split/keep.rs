@@ -28,8 +28,13 @@ impl Split {
         }
         let this = Arc::clone(self);
         let spawned = std::thread::Builder::new().name("page-out".into()).spawn(move || this.make_room());
-        let thread = spawned.map_err(MigrateError::host("starting a thread for pages that leave"))?;
-        lock(&self.threads).push(thread);
+        match spawned {
+            Ok(thread) => lock(&self.threads).push(thread),
+            Err(error) => {
+                *lock(&self.room) = None;
+                return Err(MigrateError::host("starting a thread for pages that leave")(error).into());
+            }
+        }
         Ok(())
     }
 
@@ -48,25 +53,22 @@ impl Split {
 
     /// Until the end, or an error.
     fn make_room_by(&self, way: &mut WayOut<'_>, failing: &mut bool) -> Result<(), SplitError> {
-        let here = || self.pager.ram().allocated_bytes();
-        let (mut turn, mut in_vain) = (0, 0);
+        let (mut turn, mut in_vain, mut leaving) = (0, 0, false);
         while !self.has_ended() {
-            let room = *lock(&self.room);
-            if room.is_none_or(|room| here().is_ok_and(|here| here <= room.high())) {
+            let here = self.pager.ram().allocated_bytes();
+            let here = here.map_err(MigrateError::host("looking at the guest's memory"))?;
+            // Looked at each time: a person may give it more room, or less.
+            leaving = lock(&self.room).is_some_and(|room| here > if leaving { room.low() } else { room.high() });
+            // A whole round in vain: all that could leave has left, or is in use.
+            if !leaving || in_vain >= self.chunks.len() {
+                in_vain = 0;
                 self.rest(LOOK);
                 continue;
             }
-            while !self.has_ended() && room.is_some_and(|room| here().is_ok_and(|here| here > room.low())) {
-                let Some(chunk) = self.clock.next() else { continue };
-                let left = self.send_anywhere(way, chunk, turn)?;
-                (turn, *failing) = (turn + 1, false);
-                in_vain = if left.is_empty() { in_vain + 1 } else { 0 };
-                if in_vain >= self.chunks.len() {
-                    // A whole round: all that could leave has left, or is in use.
-                    in_vain = 0;
-                    self.rest(LOOK);
-                }
-            }
+            let Some(chunk) = self.clock.next() else { continue };
+            let left = self.send_anywhere(way, chunk, turn)?;
+            (turn, *failing) = (turn + 1, false);
+            in_vain = if left.is_empty() { in_vain + 1 } else { 0 };
         }
         Ok(())
     }

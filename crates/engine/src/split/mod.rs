@@ -1,7 +1,7 @@
 //! Split guests: a guest runs here, and a part of its pages is at memory hosts (`docs/design/memory-hosts.md`).
 //!
 //! ```text
-//! out   Split::send_out   read ─▶ put ─▶ Pager::depart: fence ─▶ compare ─▶ away, on record ─▶ punch ─▶ let go
+//! out   WayOut::send      read ─▶ put ─▶ Pager::depart: fence ─▶ compare ─▶ away, on record ─▶ punch ─▶ let go
 //! in    a fault ─▶ Split::ask ─▶ get ─▶ Pager::place: write ─▶ here, on record ─▶ map ─▶ release
 //! ```
 //!
