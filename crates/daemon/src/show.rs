@@ -21,7 +21,7 @@ use crate::several;
 /// # Errors
 /// A [`Problem`] where no machine has this name.
 pub fn show(machines: &Machines, balloons: &Balloons, name: &str) -> Result<Vm, Problem> {
-    Ok(describe(balloons, name, &machines.entry(name)?))
+    Ok(look(machines, balloons, name, &machines.entry(name)?))
 }
 
 /// All machines, ordered by name.
@@ -30,7 +30,7 @@ pub fn list(machines: &Machines, balloons: &Balloons) -> Vec<Vm> {
     let mut entries: Vec<(String, Entry)> =
         machines.table().iter().map(|(name, entry)| (name.clone(), entry.clone())).collect();
     entries.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
-    several::map(entries, |(name, entry)| describe(balloons, &name, &entry))
+    several::map(entries, |(name, entry)| look(machines, balloons, &name, &entry))
 }
 
 /// The migrations under way now.
@@ -38,6 +38,18 @@ pub fn list(machines: &Machines, balloons: &Balloons) -> Vec<Vm> {
 pub fn traffic(machines: &Machines, queue: &Queue) -> Traffic {
     let Counts { waiting, under_way } = queue.counts();
     Traffic { queued: waiting, outgoing: under_way, incoming: arriving(&machines.table()) }
+}
+
+fn look(machines: &Machines, balloons: &Balloons, name: &str, entry: &Entry) -> Vm {
+    let vm = describe(balloons, name, entry);
+    if vm.state != VmState::Lost {
+        return vm;
+    }
+    // QEMU talks to one at a time: it may not have answered because somebody has come to work with it meanwhile.
+    match machines.entry(name) {
+        Ok(entry) if matches!(entry.hold, Hold::Busy(_)) => describe(balloons, name, &entry),
+        _ => vm,
+    }
 }
 
 fn describe(balloons: &Balloons, name: &str, entry: &Entry) -> Vm {

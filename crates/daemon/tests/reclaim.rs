@@ -3,6 +3,10 @@
 
 mod support;
 
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
 use serde_json::{Value, json};
 use support::{BARE, Host, cannot_run, run_request};
 
@@ -49,6 +53,30 @@ fn a_balloon_that_cannot_be_used_is_left_alone() {
     assert!(problem["hint"].as_str().unwrap().contains("virtio_balloon"), "{problem}");
     assert_eq!(host.ask("PUT", "/v1/vms/m/balloon", Some(&json!({ "mode": "auto" }))).0, 200);
     refused(&host, "balloon", 409, "balloon-in-use");
+    assert_eq!(host.state_of("m"), "running");
+}
+
+/// QEMU talks to one client at a time. Who looks at a machine waits for it in vain while another one is talked to, here
+/// a stranger; who takes the machine's memory meanwhile waits, too.
+#[test]
+fn a_machine_that_is_taken_in_hand_while_somebody_looks_at_it_is_not_lost() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    host.run("m");
+    let mut stranger = UnixStream::connect(host.state().join("vms/m/run/qmp.sock")).expect("QEMU's socket");
+    stranger.read_exact(&mut [0]).expect("QEMU greets it");
+    std::thread::scope(|scope| {
+        let look = scope.spawn(|| host.get("/v1/vms/m"));
+        std::thread::sleep(Duration::from_millis(500));
+        let taking = scope.spawn(|| host.ask("POST", PATH, Some(&json!({ "method": "vmi" }))));
+        let shown = look.join().expect("it is shown");
+        assert_eq!(shown["state"], "running", "{shown}");
+        assert!(shown["note"].as_str().is_some_and(|note| note.contains("is being taken")), "{shown}");
+        drop(stranger);
+        assert_ne!(taking.join().expect("it ends").0, 200);
+    });
     assert_eq!(host.state_of("m"), "running");
 }
 
