@@ -24,8 +24,8 @@ const STALLED: Duration = Duration::from_secs(3);
 const RESERVE_BYTES: u64 = 64 << 20;
 /// The least free memory that the guest keeps, as a share of its RAM: one part of this many.
 const RESERVE_SHARE: u64 = 64;
-/// How long the guest's driver may take for its first report.
-const FIRST_WORD: Duration = Duration::from_secs(3);
+/// How long the guest's driver may take for its first report: that of a guest that is slow or busy takes seconds.
+const FIRST_WORD: Duration = Duration::from_secs(15);
 
 /// Takes the memory that the guest's driver says is free, except a reserve.
 ///
