@@ -242,13 +242,13 @@ fn give_up(qmp: &mut Qmp, state: Option<JobState>) -> Result<(), Problem> {
     }
 }
 
-/// Ends the job, if there is one.
+/// Ends the job, if there is one, and what it may have left.
 fn end_job(qmp: &mut Qmp) -> Result<(), Problem> {
     let failed = |error: VmmError| control::refused("end the work on its disks' images", &error);
     let deadline = Instant::now() + CANCEL_TIMEOUT;
     loop {
         match jobs::job_state(qmp, JOB).map_err(failed)? {
-            None => return Ok(()),
+            None => return chains::write_none_below(qmp).map_err(failed),
             Some(JobState::Ended(_)) => drop(jobs::dismiss(qmp, JOB)),
             Some(_) if Instant::now() >= deadline => {
                 return Err(failed(VmmError::Silent {

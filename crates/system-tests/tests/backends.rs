@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use sterna_api::Phase;
+use sterna_api::options::MIN_BANDWIDTH_BYTES_PER_S;
 use sterna_bench::accelerator;
 use sterna_bench::command::{run, wait_for};
 use sterna_system_tests::stranger::Stranger;
@@ -238,6 +239,8 @@ fn a_balloon_that_takes_and_gives_back_memory_through_the_migration_leaves_both_
     // Taken after tracking began, given back in part before it ends: what was taken must read as zeros there, what was
     // given back and written again must travel.
     site.wait_for_phase(Phase::Precopy, |progress| progress.bytes_on_wire > 1 << 20);
+    // However long a balloon takes here, it does not end before.
+    cli::limit_bandwidth(site.here(), Some(MIN_BANDWIDTH_BYTES_PER_S));
     size(160, |actual| actual < 180);
     size(200, |actual| actual > 190);
     cli::limit_bandwidth(site.here(), None);
