@@ -86,6 +86,18 @@ impl Disks {
         files.filter(|path| path.extension().is_some_and(|extension| extension == "qcow2")).collect()
     }
 
+    /// Those of a machine of this name.
+    fn overlays_of(&self, name: &str) -> Vec<PathBuf> {
+        let of_it = |path: &PathBuf| path.display().to_string().contains(&format!("/{name}-"));
+        self.overlays().into_iter().filter(of_it).collect()
+    }
+
+    fn remove_overlays_of(&self, name: &str) {
+        let its = self.overlays_of(name);
+        assert!(!its.is_empty(), "{name} has no overlay");
+        its.iter().for_each(|path| std::fs::remove_file(path).expect("its overlay"));
+    }
+
     /// Writes, or reads, a pattern, as the guest would.
     fn io(&self, name: &str, what: &str) {
         let line = format!("qemu-io d \"{what}\"");
@@ -155,23 +167,20 @@ fn an_image_takes_in_its_overlay_once_nobody_else_may_want_it_and_gives_way_to_w
         disks.fork("a", &clone);
         disks.io("a", &format!("write -P {} 0 {WRITTEN}M", number + 10));
         disks.stop(&clone);
-        let its: Vec<PathBuf> =
-            disks.overlays().into_iter().filter(|path| path.display().to_string().contains(&clone)).collect();
         if number == 0 {
             // The clone has ended; whoever has its disk may run it again.
             std::thread::sleep(A_WHILE);
             assert_eq!(disks.images("a").len(), 2);
             disks.holds(&[(0, DISK, 1)]);
         }
-        std::fs::remove_file(&its[0]).expect("its overlay");
+        disks.remove_overlays_of(&clone);
         held = disks.hold_work("a");
         if held {
             // It is at work, and would be for years.
             disks.fork("a", &other);
             assert_eq!(disks.images("a").len(), 3, "{}", disks.host.log());
             disks.stop(&other);
-            let rest = disks.overlays().into_iter().find(|path| path.display().to_string().contains(&other));
-            std::fs::remove_file(rest.expect("its overlay")).expect("its overlay");
+            disks.remove_overlays_of(&other);
             // The upper one has nothing; the daemon dies at work on the lower.
             eventually("the empty one is gone", || disks.images("a").len() == 2);
             if disks.hold_work("a") {
@@ -214,10 +223,7 @@ fn an_image_that_was_being_written_is_free_for_clones_once_the_work_gave_way() {
         disks.fork("a", &clone);
         disks.io("a", &format!("write -P {} 0 {WRITTEN}M", number + 10));
         disks.stop(&clone);
-        let its = |name: &str| {
-            disks.overlays().into_iter().find(|path| path.display().to_string().contains(&format!("/{name}-")))
-        };
-        std::fs::remove_file(its(&clone).expect("its overlay")).expect("its overlay");
+        disks.remove_overlays_of(&clone);
         held = disks.hold_work("a");
         disks.fork("a", &other);
         let (status, answer) = disks.host.ask("POST", &format!("/v1/vms/{other}/continue"), None);
@@ -226,7 +232,7 @@ fn an_image_that_was_being_written_is_free_for_clones_once_the_work_gave_way() {
             break;
         }
         disks.stop(&other);
-        std::fs::remove_file(its(&other).expect("its overlay")).expect("its overlay");
+        disks.remove_overlays_of(&other);
     }
     assert!(held, "the work was never slow enough to be at work when something else was wanted");
     disks.holds(&[(0, DISK, 1)]);
@@ -265,14 +271,9 @@ fn a_clone_that_is_left_alone_never_writes_the_disk_that_its_source_began_with()
     disks.io("b", "write -P 5 0 1M");
     // Once more: what was made for the clone may be written, and what lies under that may not.
     disks.fork("b", "c");
-    let of = |name: &str| -> Vec<PathBuf> {
-        disks.overlays().into_iter().filter(|path| path.display().to_string().contains(&format!("/{name}-"))).collect()
-    };
     disks.stop("a");
     disks.stop("c");
-    for path in [of("a"), of("c")].concat() {
-        std::fs::remove_file(path).expect("an overlay");
-    }
+    ["a", "c"].into_iter().for_each(|name| disks.remove_overlays_of(name));
     eventually("its two overlays are one", || disks.images("b").len() == 2);
     std::thread::sleep(A_WHILE);
     assert_eq!(disks.images("b").len(), 2);

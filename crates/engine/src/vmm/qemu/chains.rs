@@ -44,15 +44,22 @@ fn chains_in(list: &Value) -> Vec<Chain> {
     items(list).iter().filter(|device| device["inserted"]["ro"].as_bool() == Some(false)).map(chain).collect()
 }
 
+/// The block nodes.
+fn nodes(qmp: &mut Qmp) -> Result<Value, VmmError> {
+    qmp.execute("query-named-block-nodes", json!({ "flat": true }), COMMAND_TIMEOUT)
+}
+
+fn reads(node: &Value, (file, format): &(PathBuf, String)) -> bool {
+    node["file"].as_str().map(Path::new) == Some(file) && node["drv"].as_str() == Some(format)
+}
+
 /// The name of the block node that reads this image.
-fn node_of(qmp: &mut Qmp, (file, format): &(PathBuf, String)) -> Result<String, VmmError> {
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }), COMMAND_TIMEOUT)?;
-    let is_it =
-        |node: &&Value| node["file"].as_str().map(Path::new) == Some(file) && node["drv"].as_str() == Some(format);
-    let name = items(&nodes).iter().find(is_it).and_then(|node| node["node-name"].as_str());
+fn node_of(qmp: &mut Qmp, image: &(PathBuf, String)) -> Result<String, VmmError> {
+    let nodes = nodes(qmp)?;
+    let name = items(&nodes).iter().find(|node| reads(node, image)).and_then(|node| node["node-name"].as_str());
     name.map(str::to_owned).ok_or_else(|| VmmError::Refused {
         command: "query-named-block-nodes".to_owned(),
-        reason: format!("no block node reads {}", file.display()),
+        reason: format!("no block node reads {}", image.0.display()),
     })
 }
 
@@ -61,7 +68,7 @@ fn node_of(qmp: &mut Qmp, (file, format): &(PathBuf, String)) -> Result<String, 
 /// # Errors
 /// [`VmmError`] where QEMU does not answer.
 pub fn close(qmp: &mut Qmp, file: &Path) -> Result<(), VmmError> {
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }), COMMAND_TIMEOUT)?;
+    let nodes = nodes(qmp)?;
     let its = items(&nodes).iter().filter(|node| node["file"].as_str().map(Path::new) == Some(file));
     for name in its.filter_map(|node| node["node-name"].as_str()) {
         // One that another is made of goes with that.
@@ -77,30 +84,33 @@ pub fn close(qmp: &mut Qmp, file: &Path) -> Result<(), VmmError> {
 /// # Errors
 /// [`VmmError`]: one is open for writing still.
 pub fn write_none_below(qmp: &mut Qmp) -> Result<(), VmmError> {
-    for (file, format) in chains(qmp)?.iter().flat_map(|chain| chain.images.iter().skip(1)) {
-        for node in writable_nodes(qmp, file, format)? {
-            // `blockdev-reopen` refuses nodes to which QEMU itself gave their names.
-            let line = format!("qemu-io {node} \"reopen -r\"");
-            qmp.execute("human-monitor-command", json!({ "command-line": line }), SLOW_COMMAND_TIMEOUT)?;
-            if writable_nodes(qmp, file, format)?.contains(&node) {
-                let reason = format!("{} stays open for writing", file.display());
-                return Err(VmmError::Refused { command: "reopen".to_owned(), reason });
-            }
+    let written = written_below(qmp)?;
+    if written.is_empty() {
+        return Ok(());
+    }
+    for (node, _) in &written {
+        // `blockdev-reopen` refuses nodes to which QEMU itself gave their names.
+        let line = format!("qemu-io {node} \"reopen -r\"");
+        qmp.execute("human-monitor-command", json!({ "command-line": line }), SLOW_COMMAND_TIMEOUT)?;
+    }
+    // A command for people says what failed, if anything, in words for people.
+    match written_below(qmp)?.first() {
+        None => Ok(()),
+        Some((_, file)) => {
+            Err(VmmError::Refused { command: "reopen".to_owned(), reason: format!("'{file}' stays open for writing") })
         }
     }
-    Ok(())
 }
 
-/// The names of the block nodes that have this image open for writing.
-fn writable_nodes(qmp: &mut Qmp, file: &Path, format: &str) -> Result<Vec<String>, VmmError> {
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }), COMMAND_TIMEOUT)?;
-    let is_it = |node: &&Value| {
-        node["file"].as_str().map(Path::new) == Some(file)
-            && node["drv"].as_str() == Some(format)
-            && node["ro"].as_bool() == Some(false)
-    };
-    let names = items(&nodes).iter().filter(is_it).filter_map(|node| node["node-name"].as_str());
-    Ok(names.map(str::to_owned).collect())
+/// The block nodes under disks' first images that are open for writing, each with its image.
+fn written_below(qmp: &mut Qmp) -> Result<Vec<(String, String)>, VmmError> {
+    let below: Vec<_> = chains(qmp)?.into_iter().flat_map(|chain| chain.images.into_iter().skip(1)).collect();
+    let nodes = nodes(qmp)?;
+    let is_written =
+        |node: &&Value| node["ro"].as_bool() == Some(false) && below.iter().any(|image| reads(node, image));
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let written = items(&nodes).iter().filter(is_written);
+    Ok(written.map(|node| (text(&node["node-name"]), text(&node["file"]))).collect())
 }
 
 /// Begins to write what a disk's first image has into the one under it. `job` is a name that no job has.
