@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, ask};
+use super::commands::{COMMAND_TIMEOUT, SLOW_COMMAND_TIMEOUT, ask, tell_monitor};
 use super::disks::close_node;
 use super::inspect::items;
 use crate::vmm::VmmError;
@@ -88,17 +88,17 @@ pub fn write_none_below(qmp: &mut Qmp) -> Result<(), VmmError> {
     if written.is_empty() {
         return Ok(());
     }
+    let mut said = String::new();
     for (node, _) in &written {
         // `blockdev-reopen` refuses nodes to which QEMU itself gave their names.
-        let line = format!("qemu-io {node} \"reopen -r\"");
-        qmp.execute("human-monitor-command", json!({ "command-line": line }), SLOW_COMMAND_TIMEOUT)?;
+        said += &tell_monitor(qmp, &format!("qemu-io {node} \"reopen -r\""), SLOW_COMMAND_TIMEOUT)?;
     }
-    // A command for people says what failed, if anything, in words for people.
     match written_below(qmp)?.first() {
         None => Ok(()),
-        Some((_, file)) => {
-            Err(VmmError::Refused { command: "reopen".to_owned(), reason: format!("'{file}' stays open for writing") })
-        }
+        Some((_, file)) => Err(VmmError::Refused {
+            command: "reopen".to_owned(),
+            reason: format!("'{file}' stays open for writing. {}", said.trim()),
+        }),
     }
 }
 

@@ -31,7 +31,12 @@ pub(super) fn ask(qmp: &mut Qmp, command: &str) -> Result<Value, VmmError> {
 
 /// What the monitor for people says, where no command for programs tells it.
 pub(super) fn ask_monitor(qmp: &mut Qmp, command: &str) -> Result<String, VmmError> {
-    let reply = qmp.execute("human-monitor-command", json!({ "command-line": command }), COMMAND_TIMEOUT)?;
+    tell_monitor(qmp, command, COMMAND_TIMEOUT)
+}
+
+/// Has the monitor for people do what no command for programs does; what it says, which is how it tells of failures.
+pub(super) fn tell_monitor(qmp: &mut Qmp, command: &str, within: Duration) -> Result<String, VmmError> {
+    let reply = qmp.execute("human-monitor-command", json!({ "command-line": command }), within)?;
     let no_text = || VmmError::Refused { command: command.to_owned(), reason: "its answer is no text".to_owned() };
     reply.as_str().map(str::to_owned).ok_or_else(no_text)
 }
