@@ -27,8 +27,16 @@ fn successor(site: &Site) -> Option<u32> {
 /// Begins to replace the guest's QEMU, and stops the new one before it has the guest: it is held there.
 fn held(site: &Site, qemu: &std::path::Path) -> (Attempt, u32) {
     loop {
-        let attempt = begin(site, qemu);
-        let found = wait_for("a new QEMU on record", PATIENCE, || Ok(successor(site))).expect("a new QEMU");
+        let mut attempt = begin(site, qemu);
+        let seen = wait_for("a new QEMU on record", PATIENCE, || {
+            let ended = attempt.has_ended();
+            Ok(successor(site).map(Some).or(ended.then_some(None)))
+        });
+        let Some(found) = seen.expect("a new QEMU") else {
+            println!("it has the guest already: nobody looked in time");
+            replaced(&attempt.end());
+            continue;
+        };
         signal(found, nix::sys::signal::Signal::SIGSTOP);
         // What it said before it was stopped may still be on its way.
         std::thread::sleep(Duration::from_millis(200));
