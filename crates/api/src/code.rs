@@ -109,6 +109,10 @@ codes! {
     NotRunning: Conflict = "not-running",
     /// Pages of the machine are still to come.
     StillArriving: Conflict = "still-arriving",
+    /// A part of the machine's memory is at memory hosts.
+    Split: Conflict = "split",
+    /// All of the machine's memory is here.
+    NotSplit: Conflict = "not-split",
     /// The machine's guest runs elsewhere and needs pages from here.
     ServingPages: Conflict = "serving-pages",
     /// The requested work has begun and not ended yet.
@@ -169,6 +173,8 @@ codes! {
     RamLayout: ByBlame = "ram-layout",
     /// Others than QEMU write the guest's RAM.
     ForeignWriters: ByBlame = "foreign-writers",
+    /// Devices may write the guest's RAM past the page tables.
+    DirectIo: ByBlame = "direct-io",
     /// QEMU itself refuses to migrate.
     QemuBlocks: ByBlame = "qemu-blocks",
     /// The destination does not offer the machine type.
@@ -275,6 +281,12 @@ codes! {
     PagingLost: ByBlame = "paging-lost",
     /// Pages that the source has sent are missing at the destination.
     PagesMissing: ByBlame = "pages-missing",
+
+    // Memory hosts.
+    /// A memory host does not lend what it was asked for.
+    LoanRefused: ByBlame = "loan-refused",
+    /// A memory host has lost pages that it alone had.
+    PagesLost: ByBlame = "pages-lost",
 
     // Encryption.
     /// The certificate, the key or the authority is unusable.

@@ -69,7 +69,7 @@ use self::account::Account;
 use self::given_back::GivenBack;
 use self::shown::Shown;
 use self::supplier::Supplier;
-use self::whereabouts::Whereabouts;
+use self::whereabouts::{Holder, Whereabouts};
 use crate::error::MigrateError;
 use crate::faults::{self, GuestFaults, User, Userfault};
 use crate::haste::Crew;
@@ -407,6 +407,22 @@ impl Pager {
         let heard = state.supplier.as_ref().map_or(state.heard, |supplier| supplier.heard());
         let alone = heartbeat::alone(heard.elapsed(), state.supplier.is_some());
         alone.filter(|_| state.begun && state.whereabouts.away() > 0)
+    }
+
+    /// For how long threads have waited for pages, the longest for each holder.
+    #[must_use]
+    pub fn longest_waits(&self) -> Vec<(Holder, Duration)> {
+        let state = self.lock();
+        let mut longest: Vec<(Holder, Duration)> = Vec::new();
+        for (page, waiters) in &state.waiting {
+            let waited = waiters.iter().map(|waiter| waiter.since.elapsed()).max();
+            let (Some(holder), Some(waited)) = (state.whereabouts.holder(page.chunk), waited) else { continue };
+            match longest.iter_mut().find(|(known, _)| *known == holder) {
+                Some((_, known)) => *known = waited.max(*known),
+                None => longest.push((holder, waited)),
+            }
+        }
+        longest
     }
 
     /// Ends it: threads end, the RAM is as any process's. Only where every page is here, the guest has ended, or it

@@ -44,16 +44,32 @@ impl Split {
         Ok(())
     }
 
+    /// Brings all of the guest together: from now on nothing leaves, and everything is here when this returns. The
+    /// guest runs meanwhile. `check` is asked again and again whether to go on.
+    ///
+    /// # Errors
+    /// [`SplitError`], or what `check` said; as [`bring_back`](Self::bring_back). Nothing leaves until a room is set
+    /// again ([`keep_to`](Self::keep_to)).
+    pub fn merge(&self, check: &dyn Fn() -> Result<(), MigrateError>) -> Result<(), SplitError> {
+        self.keep_all();
+        self.bring(check)
+    }
+
     /// Brings everything back that is away. The guest runs meanwhile.
     ///
     /// # Errors
     /// [`SplitError`]; what has come is here, and the rest can be brought by another call.
     pub fn bring_back(&self) -> Result<(), SplitError> {
+        self.bring(&|| Ok(()))
+    }
+
+    fn bring(&self, check: &dyn Fn() -> Result<(), MigrateError>) -> Result<(), SplitError> {
         let mut lines = Lines::new(&self.lenders);
         for chunk in self.pager.ram().layout().iter() {
+            check()?;
             let mut state = self.chunk(chunk);
             let away = self.pager.away_in(chunk);
-            self.bring(&mut lines, chunk, &mut state, away)?;
+            self.bring_chunk(&mut lines, chunk, &mut state, away)?;
         }
         Ok(())
     }
@@ -63,12 +79,18 @@ impl Split {
         let mut failing = false;
         while let Some(page) = self.next_wanted(number) {
             match self.bring_around(&mut lines, page) {
-                Ok(()) => failing = false,
+                Ok(()) => {
+                    if failing {
+                        *lock(&self.failing[number]) = None;
+                    }
+                    failing = false;
+                }
                 Err(error) => {
                     if !failing {
                         tracing::warn!(error = &error as &dyn std::error::Error, "pages wait for a memory host");
                     }
                     failing = true;
+                    *lock(&self.failing[number]) = Some(error.problem());
                     // Others that wait for it are asked for first, and most likely wait as well.
                     lock(&self.wanted[number]).push_back(page);
                     self.rest(RETRY);
@@ -94,12 +116,12 @@ impl Split {
             return Ok(());
         }
         self.clock.came(page.chunk);
-        self.bring(lines, page.chunk, &mut state, [page.page].into_iter().collect())
+        self.bring_chunk(lines, page.chunk, &mut state, [page.page].into_iter().collect())
     }
 
     /// Brings all pages of a chunk that are away, these first. Nothing else is done with the chunk meanwhile; pages
     /// that somebody waits for go before the others.
-    fn bring(
+    fn bring_chunk(
         &self,
         lines: &mut Lines<'_>,
         chunk: ChunkIndex,

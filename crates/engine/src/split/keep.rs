@@ -38,6 +38,16 @@ impl Split {
         Ok(())
     }
 
+    /// From now on nothing leaves, as if there were room for all of it. What was on its way has left, or stays, when
+    /// this returns.
+    pub(super) fn keep_all(&self) {
+        if let Some(room) = &mut *lock(&self.room) {
+            *room = Room::ALL;
+        }
+        // Whoever sends has looked at the room under this lock.
+        drop(lock(&self.on_the_way));
+    }
+
     fn make_room(&self) {
         let mut failing = false;
         while !self.has_ended() {
@@ -47,6 +57,7 @@ impl Split {
                 tracing::warn!(error = &error as &dyn std::error::Error, "the guest keeps more here than it may");
             }
             failing = true;
+            *lock(&self.stuck) = Some(error.problem());
             self.rest(RETRY);
         }
     }
@@ -57,17 +68,20 @@ impl Split {
         while !self.has_ended() {
             let here = self.pager.ram().allocated_bytes();
             let here = here.map_err(MigrateError::host("looking at the guest's memory"))?;
+            let on_the_way = lock(&self.on_the_way);
             // Looked at each time: a person may give it more room, or less.
             leaving = lock(&self.room).is_some_and(|room| here > if leaving { room.low() } else { room.high() });
             // A whole round in vain: all that could leave has left, or is in use.
             if !leaving || in_vain >= self.chunks.len() {
                 in_vain = 0;
+                drop(on_the_way);
                 self.rest(LOOK);
                 continue;
             }
             let Some(chunk) = self.clock.next() else { continue };
             let left = self.send_anywhere(way, chunk, turn)?;
             (turn, *failing) = (turn + 1, false);
+            *lock(&self.stuck) = None;
             in_vain = if left.is_empty() { in_vain + 1 } else { 0 };
         }
         Ok(())

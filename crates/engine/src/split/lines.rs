@@ -21,6 +21,15 @@ pub struct Lender {
     pub bytes: u64,
 }
 
+impl Lender {
+    /// Calls it for a guest of so many chunks.
+    pub(super) fn call(&self, claim: Claim, chunks: u32) -> Result<MemoryHost, StoreError> {
+        // The connection's own number and the seed of its checksums; who asks is told by the claim.
+        let session = (random_u128(), random_u128() as u64);
+        MemoryHost::open(&self.peer, self.credentials.as_deref(), session, claim, self.bytes, chunks)
+    }
+}
+
 /// The epochs of a guest's owner, which outlive its daemon.
 pub trait Epochs: Send + Sync {
     /// An epoch higher than any before. It is written down before this returns.
@@ -76,11 +85,7 @@ impl Lenders {
     }
 
     fn open(&self, number: usize, epoch: u64) -> Result<MemoryHost, StoreError> {
-        let Lender { peer, credentials, bytes } = &self.all[number];
-        let claim = Claim { guest: self.guest, key: self.key, epoch };
-        // The connection's own number and the seed of its checksums; who asks is told by the claim.
-        let session = (random_u128(), random_u128() as u64);
-        MemoryHost::open(peer, credentials.as_deref(), session, claim, *bytes, self.chunks)
+        self.all[number].call(Claim { guest: self.guest, key: self.key, epoch }, self.chunks)
     }
 }
 

@@ -34,17 +34,22 @@ pub mod room;
 /// No more of a guest is kept here than that.
 mod keep;
 
+/// Asking memory hosts for room, and giving it back.
+pub mod loans;
+
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::frame::Digester;
 use sterna_protocol::hello::VERSION;
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::split::{Restart, Whereabouts};
+use sterna_protocol::store::Refusal;
 
 use self::clock::Clock;
 pub use self::lines::{Epochs, Lender};
@@ -80,6 +85,37 @@ pub enum SplitError {
     Here(#[from] MigrateError),
 }
 
+impl SplitError {
+    /// The problem that this is for a request.
+    #[must_use]
+    pub fn problem(&self) -> Problem {
+        match self {
+            Self::Here(error) => error.problem(),
+            Self::Lost { peer, .. } => Problem::new(Code::PagesLost, Blame::Peer, self.to_string())
+                .hint(format!("was {peer} restarted as a whole, or taken back what it lends? Its daemon's log says")),
+            Self::Host { peer, source } => match source.as_ref() {
+                StoreError::Connection(error) => {
+                    let problem = error.problem();
+                    Problem { message: format!("memory host {peer}: {}", problem.message), ..problem }
+                }
+                StoreError::Refused(refusal) => refused(peer, refusal),
+            },
+        }
+    }
+}
+
+fn refused(peer: &str, refusal: &Refusal) -> Problem {
+    let problem = Problem::new(Code::LoanRefused, Blame::Peer, format!("memory host {peer} refused: {refusal}"));
+    match refusal {
+        Refusal::LendsNothing => problem.hint("'lend_memory' in its sternad.toml is what it lends"),
+        Refusal::Budget { .. } | Refusal::Full { .. } => {
+            problem.hint("'sterna lent' there shows what it lends, and to whom")
+        }
+        Refusal::Closed => problem.hint("a person has taken back what it lent ('sterna lent --take-back')"),
+        _ => problem,
+    }
+}
+
 /// What has gone and come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Account {
@@ -105,6 +141,12 @@ pub struct Split {
     clock: Clock,
     /// How much of the guest may be here, where that is bounded.
     room: Mutex<Option<Room>>,
+    /// Held while a chunk leaves for want of room.
+    on_the_way: Mutex<()>,
+    /// Why the pages that are too many do not leave, for as long as that is so.
+    stuck: Mutex<Option<Problem>>,
+    /// For each memory host why it brings no pages, for as long as that is so.
+    failing: Vec<Mutex<Option<Problem>>>,
     heard: Mutex<Instant>,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -180,6 +222,9 @@ impl Split {
             called: (0..count).map(|_| Condvar::new()).collect(),
             clock: Clock::new(chunks),
             room: Mutex::default(),
+            on_the_way: Mutex::default(),
+            stuck: Mutex::default(),
+            failing: (0..count).map(|_| Mutex::default()).collect(),
             heard: Mutex::new(Instant::now()),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),
@@ -202,6 +247,18 @@ impl Split {
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let (out_pages, zero_pages) = (load(&self.out), load(&self.zero));
         Account { out_pages, zero_pages, kept_pages: load(&self.kept), in_pages: load(&self.back) }
+    }
+
+    /// Why a memory host brings no pages at present.
+    #[must_use]
+    pub fn failing(&self, number: usize) -> Option<Problem> {
+        lock(self.failing.get(number)?).clone()
+    }
+
+    /// Why pages that are too many here do not leave at present.
+    #[must_use]
+    pub fn stuck(&self) -> Option<Problem> {
+        lock(&self.stuck).clone()
     }
 
     /// Ends it: nobody brings pages any more. Only where all are here, or the guest has ended; the pager ends, too.

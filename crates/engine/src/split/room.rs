@@ -8,6 +8,9 @@ pub struct Room {
 }
 
 impl Room {
+    /// For all of any guest: nothing leaves.
+    pub const ALL: Self = Self { most: u64::MAX };
+
     /// So many bytes.
     #[must_use]
     pub fn of(most: u64) -> Self {

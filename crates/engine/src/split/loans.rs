@@ -1,0 +1,34 @@
+//! Loans: what a guest may use of its memory hosts, asked for before anything leaves and given back in the end.
+
+use sterna_protocol::store::{Claim, Refusal};
+
+use super::SplitError;
+use super::lines::Lender;
+use crate::store::client::{MemoryHost, StoreError};
+
+/// Asks a memory host for what a guest of so many chunks is to have of it.
+///
+/// # Errors
+/// It refuses, or is not to be reached; where its answer was lost, it may have granted it.
+pub fn borrow(lender: &Lender, claim: Claim, chunks: u32) -> Result<(), SplitError> {
+    let failed = |error| SplitError::Host { peer: lender.peer.clone(), source: Box::new(error) };
+    lender.call(claim, chunks).map(drop).map_err(failed)
+}
+
+/// Gives everything back that a memory host has lent to a guest, and its pages with it. More than once does no harm.
+///
+/// # Errors
+/// It is not to be reached, or its own files fail: it may still have what it lent.
+pub fn give_back(lender: &Lender, claim: Claim, chunks: u32) -> Result<(), StoreError> {
+    match lender.call(claim, chunks).and_then(MemoryHost::close) {
+        // One that does not know the guest refuses as it does to any stranger: then there is nothing to give back.
+        Err(StoreError::Refused(
+            Refusal::LendsNothing
+            | Refusal::Budget { .. }
+            | Refusal::Closed
+            | Refusal::Stranger
+            | Refusal::Fenced { .. },
+        )) => Ok(()),
+        other => other,
+    }
+}
