@@ -30,6 +30,9 @@ pub mod replace;
 /// Forks: a running guest goes on as several.
 pub mod fork;
 
+/// Split machines: a part of a guest's memory is at memory hosts.
+pub mod split;
+
 /// Network cards, and their links.
 pub mod link;
 
@@ -57,4 +60,5 @@ pub use progress::{Phase, Progress};
 pub use reclaim::{ReclaimMethod, ReclaimRequest, Reclaimed};
 pub use replace::{ReplaceRequest, Replaced};
 pub use report::{Report, Status};
+pub use split::{SplitReport, SplitRequest};
 pub use vm::{AdoptRequest, MemoryMode, MigrateRequest, Migration, ResumeRequest, RunRequest, Vm, VmState};

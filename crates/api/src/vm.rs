@@ -8,6 +8,7 @@ use crate::gang::Totals;
 use crate::options::MigrateOptions;
 use crate::progress::Progress;
 use crate::report::Report;
+use crate::split::Split;
 
 /// How guest RAM is mapped into QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
@@ -92,6 +93,9 @@ pub struct Vm {
     /// The progress of its missing pages, where its guest runs here already.
     #[serde(default)]
     pub arriving: Option<Arriving>,
+    /// What is elsewhere of it, where a part of its memory is at memory hosts.
+    #[serde(default)]
+    pub split: Option<Split>,
 }
 
 /// Pages of a guest that runs on this host and are still at the one it came from.

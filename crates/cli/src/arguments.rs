@@ -2,6 +2,8 @@
 
 /// The options of a migration.
 mod migrate;
+/// The split of a machine, and its merge.
+mod split;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,6 +14,7 @@ use sterna_api::units::{parse_duration, parse_rate, parse_size};
 use sterna_api::{MemoryMode, ReclaimMethod};
 
 pub use self::migrate::Migrate;
+pub use self::split::{Merge, Split};
 
 /// Runs virtual machines and moves them between hosts while they run.
 #[derive(Debug, Parser)]
@@ -77,6 +80,13 @@ pub enum Command {
     Replace(Replace),
     /// Have a running guest go on as several: clones that share its memory until somebody writes
     Fork(Fork),
+    /// Have a part of a running machine's memory leave for memory hosts, which lend it
+    ///
+    /// Its guest runs on here. What it touches of the rest comes back when it does, so it is slower the less of what it
+    /// uses is here. Again with another size, it is changed how much of it is here.
+    Split(Split),
+    /// Bring all of a split machine's memory back to this host
+    Merge(Merge),
     /// Let a guest run that is paused, or a clone that is held
     ///
     /// Where it has a guest agent (qemu-guest-agent at a channel org.qemu.guest_agent.0), its clock is set then.

@@ -211,6 +211,11 @@ fn where_pages_are(vm: &Vm) -> String {
     if let Some(arriving) = &vm.arriving {
         return format!("here, and {} still at {}", arriving.missing_pages, arriving.from);
     }
+    if let Some(split) = &vm.split {
+        let hosts: Vec<_> = split.memory.iter().map(|host| host.peer.as_str()).collect();
+        let (here, away, hosts) = (show_size(split.here_bytes), split.away_pages, hosts.join(", "));
+        return format!("here, {here} at most, and {away} at {hosts}");
+    }
     let runs_there = vm.migration.as_ref().is_some_and(|progress| progress.phase == Phase::Postcopy);
     match vm.state {
         VmState::MigratingOut if runs_there => "at the destination, where it runs, and the rest here still",
@@ -227,6 +232,10 @@ fn waiting_for(vm: &Vm) -> Option<String> {
     let since = |ms: f64| format!("since {:.0} s ago", ms / 1e3);
     if let Some((arriving, ms)) = vm.arriving.as_ref().and_then(|arriving| Some((arriving, arriving.waiting_ms?))) {
         return Some(format!("{}, {}", arriving.from, since(ms)));
+    }
+    if let Some(waiting) = vm.split.as_ref().and_then(|split| split.waiting.first()) {
+        let why = waiting.why.as_ref().map_or(String::new(), |why| format!(" ({why})"));
+        return Some(format!("{}, {}{why}", waiting.peer, since(waiting.ms)));
     }
     let progress = vm.migration.as_ref()?;
     Some(format!("{}, {}", progress.waiting_for.as_ref()?, since(progress.waiting_ms?)))

@@ -31,6 +31,8 @@ mod replace;
 
 /// `fork`.
 mod fork;
+/// `split` and `merge`.
+mod split;
 /// Reports as tables.
 mod table;
 /// `template`, and `run --from-template`.
@@ -73,6 +75,8 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Reclaim(wanted) => reclaim::reclaim(&client, &wanted).await,
         Command::Replace(wanted) => replace::replace(&client, wanted).await,
         Command::Fork(wanted) => fork::fork(&client, wanted).await,
+        Command::Split(wanted) => split::split(&client, wanted).await,
+        Command::Merge(wanted) => split::merge(&client, wanted).await,
         Command::Continue { name } => machines::go_on(&client, &name).await,
         Command::Link(wanted) => link::link(&client, wanted).await,
         Command::Template(wanted) => template::template(&client, wanted).await,

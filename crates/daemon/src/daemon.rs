@@ -20,6 +20,7 @@ use crate::fork::warm::WarmPools;
 use crate::identity;
 use crate::kept::Keeper;
 use crate::machines::images::Images;
+use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
 use crate::machines::table::Machines;
 use crate::metrics::Metrics;
@@ -33,6 +34,8 @@ use crate::qemu::user::User;
 use crate::reclaim::Reclaim;
 use crate::recover::Recovery;
 use crate::replace::Replace;
+use crate::split::Splits;
+use crate::split::loans::Loans;
 use crate::state::StateDir;
 
 /// The daemon: everything a request needs.
@@ -64,6 +67,10 @@ pub struct Daemon {
     pub images: Arc<Images>,
     /// What clones can be made of, and those that are held ready.
     pub warm: Arc<WarmPools>,
+    /// The part that splits machines.
+    pub splits: Arc<Splits>,
+    /// What memory hosts have lent, and is to be given back.
+    pub loans: Arc<Loans>,
     /// The metrics.
     pub metrics: Arc<Metrics>,
 }
@@ -81,9 +88,14 @@ impl Daemon {
         let credentials = config.tls.clone().map(|files| Credentials::load(files).map(Arc::new)).transpose();
         let credentials = credentials.map_err(|error| wrong_credentials(&error.problem()))?;
         let (metrics, lending) = (Arc::new(Metrics::new()), Arc::new(Lending::default()));
+        let loans = Arc::new(Loans::new(state.owed(), credentials.clone()));
         let forgotten = {
-            let records = Arc::clone(&records);
-            move |record: &_| records.machine_ended(record)
+            let (records, loans, state) = (Arc::clone(&records), Arc::clone(&loans), Arc::clone(&state));
+            move |record: &VmRecord| {
+                records.machine_ended(record);
+                loans.owe(record, &state.vm(&record.name));
+                loans.pay();
+            }
         };
         let machines = Arc::new(Machines::new(Arc::clone(&state), forgotten));
         let balloons = Arc::new(Balloons::new(Arc::clone(&machines), Arc::clone(&metrics), Arc::clone(&lending)));
@@ -130,6 +142,8 @@ impl Daemon {
         let templates = Templates::new(state.templates(), Arc::clone(&images));
         let warm = Arc::new(WarmPools::new(care.clone(), Arc::clone(&launcher), destination.clone(), templates));
         let adoptions = Adoptions::new(care.clone(), Arc::clone(&state));
+        let reached = (departures.credentials.clone(), config.listen.clone());
+        let splits = Splits::new(care.clone(), Arc::clone(&state), Arc::clone(&keeper), reached, Arc::clone(&loans));
         Ok(Self {
             config,
             state,
@@ -144,6 +158,8 @@ impl Daemon {
             destination,
             images,
             warm,
+            splits: Arc::new(splits),
+            loans,
             metrics,
         })
     }
@@ -158,6 +174,8 @@ impl Daemon {
             departures: &self.departures,
             images: &self.images,
             warm: &self.warm,
+            splits: &self.splits,
+            loans: &self.loans,
         }
     }
 

@@ -14,7 +14,7 @@ use crate::machines::table::Machines;
 /// # Errors
 /// A [`Problem`]: the machine is unknown or busy, its guest stands still for another reason, or QEMU refuses.
 pub fn go_on(machines: &Machines, name: &str) -> Result<(), Problem> {
-    let doing = InPlace::new("it is let go on");
+    let doing = InPlace::beside_memory("it is let go on");
     let claimed = Claimed::new(machines, name, Hold::shared(&doing))?;
     let mut control = Control::connect(&claimed.record.qmp)?;
     match control.status()?.as_str() {

@@ -51,6 +51,9 @@ pub mod adopt;
 /// Another QEMU for a running guest.
 pub mod replace;
 
+/// A part of a machine's memory leaves for memory hosts, and comes back.
+pub mod split;
+
 /// A running guest goes on as several.
 pub mod fork;
 

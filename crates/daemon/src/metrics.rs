@@ -12,6 +12,7 @@ use serde::Serialize;
 use sterna_api::balloon::Pressure;
 use sterna_api::vm::{HostKept, HostLent};
 use sterna_api::{Phase, Report, Status, Vm};
+use sterna_sys::PAGE_BYTES;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StateLabel {
@@ -71,6 +72,9 @@ pub struct Metrics {
     missing: Gauge<u64, AtomicU64>,
     waiting: Gauge<f64, AtomicU64>,
     faults: Counter,
+    split: Gauge,
+    away: Gauge<u64, AtomicU64>,
+    host_wait: Gauge<f64, AtomicU64>,
 }
 
 impl Default for Metrics {
@@ -109,6 +113,9 @@ impl Metrics {
             missing: Gauge::default(),
             waiting: Gauge::default(),
             faults: Counter::default(),
+            split: Gauge::default(),
+            away: Gauge::default(),
+            host_wait: Gauge::default(),
         };
         registry.register("vms", "Virtual machines of this host by state", metrics.vms.clone());
         registry.register_with_unit("vm_memory", "RAM of all machines", Unit::Bytes, metrics.memory.clone());
@@ -198,6 +205,23 @@ impl Metrics {
             "Faults of guests moved away from here on pages that were not there yet",
             metrics.faults.clone(),
         );
+        registry.register(
+            "split_vms",
+            "Machines that run here while a part of their memory is at memory hosts",
+            metrics.split.clone(),
+        );
+        registry.register_with_unit(
+            "split_away",
+            "Memory of machines that run here which is at memory hosts",
+            Unit::Bytes,
+            metrics.away.clone(),
+        );
+        registry.register_with_unit(
+            "split_waiting",
+            "How long the guest that has waited longest for a memory host has waited",
+            Unit::Seconds,
+            metrics.host_wait.clone(),
+        );
         Self { registry, ..metrics }
     }
 
@@ -253,6 +277,11 @@ impl Metrics {
         self.ballooned.set(vms.iter().filter_map(|vm| vm.balloon.as_ref()).map(|balloon| balloon.size_bytes).sum());
         self.missing.set(vms.iter().filter_map(|vm| vm.arriving.as_ref()).map(|arriving| arriving.missing_pages).sum());
         self.waiting.set(vms.iter().filter_map(waiting_ms).fold(0.0, f64::max) / 1e3);
+        let split = || vms.iter().filter_map(|vm| vm.split.as_ref());
+        self.split.set(split().count() as i64);
+        self.away.set(split().map(|split| split.away_pages * PAGE_BYTES).sum());
+        self.host_wait
+            .set(split().flat_map(|split| &split.waiting).map(|waiting| waiting.ms).fold(0.0, f64::max) / 1e3);
         let mut out = String::new();
         if let Err(error) = text::encode(&mut out, &self.registry) {
             tracing::error!(%error, "cannot write the metrics");
@@ -334,6 +363,7 @@ mod tests {
             balloon: None,
             note: None,
             arriving,
+            split: None,
         };
         let here = |missing_pages, waiting_ms| vm(Some(Arriving { missing_pages, from: "a".into(), waiting_ms }), None);
         let there = |phase| vm(None, Some(Progress { phase, waiting_ms: Some(9000.0), ..Progress::default() }));

@@ -17,6 +17,9 @@
 //! * **the same, and they cannot be taken over; some are still to come**: it is stopped, and its userfaultfd stays
 //!   open: otherwise pages would read as zeros
 //!
+//! * **here; split; nothing has left yet**: it is as any other
+//! * **the same; pages may be away**: as with pages that are to come, and it waits for its memory hosts
+//!
 //! * **here; another QEMU was to have its guest, and has it not**: that QEMU is ended, and the guest given back
 //! * **here; its guest is in another QEMU than before**: the former one is ended, and the guest let run
 //!
@@ -63,6 +66,8 @@ use crate::migration::waiting::wait_for_verdict;
 use crate::qemu::launch::qmp_socket;
 use crate::reclaim::by_balloon::deflate_left_over;
 use crate::several;
+use crate::split::Splits;
+use crate::split::loans::Loans;
 use crate::state::StateDir;
 
 /// The parts that are needed to take up what an earlier daemon left.
@@ -80,6 +85,10 @@ pub struct Recovery<'a> {
     pub images: &'a Images,
     /// What clones can be made of, and those that are held ready.
     pub warm: &'a WarmPools,
+    /// The part that splits machines.
+    pub splits: &'a Arc<Splits>,
+    /// What memory hosts have lent, and is to be given back.
+    pub loans: &'a Loans,
 }
 
 impl Recovery<'_> {
@@ -104,6 +113,7 @@ impl Recovery<'_> {
         let overlays: Vec<Overlay> = records.iter().flat_map(|record| record.overlays.clone()).collect();
         let arguments: Vec<Vec<String>> = records.iter().map(|record| record.arguments.clone()).collect();
         let named = records.iter().flat_map(VmRecord::own_files).map(|file| file.path).collect();
+        self.loans.load(&records);
         several::map(records, |record| self.recover_machine(record));
         if unread.is_empty() {
             fork::overlays::forget_unused(self.machines(), &overlays, &arguments);
@@ -143,6 +153,11 @@ impl Recovery<'_> {
             }
             tracing::warn!(vm = %name, "its QEMU ended while the daemon was away");
             return self.machines().forget(&name, record.process);
+        }
+        // First of all: what is away must not read as zeros, and QEMU itself may wait for it, and answer nobody.
+        let record = self.splits.recover(&record);
+        if record.split.is_some() {
+            return self.care.settle(&record);
         }
         if let Some(succession) = succession
             && let Err(problem) = self.go_on(&record, &succession)

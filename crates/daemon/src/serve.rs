@@ -56,6 +56,7 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     daemon.recovery().recover()?;
     shortage::begin(Arc::clone(&daemon.machines), Arc::clone(&daemon.keeper), daemon.config.memory_floor_bytes);
     daemon.keeper.begin();
+    daemon.loans.begin();
     huge::begin(Arc::clone(&daemon.machines));
     let (machines, pools) = (Arc::clone(&daemon.machines), Arc::clone(&daemon.destination.pools));
     sweep::begin(machines, pools, Arc::clone(&daemon.images));

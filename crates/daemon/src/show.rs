@@ -7,6 +7,7 @@ use sterna_api::{MemoryMode, Problem, Vm, VmState};
 use crate::balloon::Balloons;
 use crate::machines::control::{Control, vm_state};
 use crate::machines::hold::{Hold, Shown};
+use crate::machines::split;
 use crate::machines::table::{Entry, Machines};
 use crate::metrics::Traffic;
 use crate::migration::arriving::{Arriving, arriving};
@@ -60,11 +61,16 @@ fn describe(balloons: &Balloons, name: &str, entry: &Entry) -> Vm {
     let mut migration = None;
     let arriving = paging::describe(entry);
     // Its QEMU may itself wait for a page, and then answers nobody.
-    let waits = arriving.as_ref().is_some_and(|(arriving, _)| arriving.waiting_ms.is_some());
+    let split = record.split.as_ref().zip(entry.remote.as_ref()).map(|(record, remote)| remote.show(record));
+    let waits = arriving.as_ref().is_some_and(|(arriving, _)| arriving.waiting_ms.is_some())
+        || split.as_ref().is_some_and(|split| !split.waiting.is_empty());
     let shown = match &entry.hold {
         Hold::Free | Hold::Stopping if waits => Shown::state(VmState::Running),
         Hold::Free | Hold::Stopping | Hold::Starting => Shown::Asked,
-        Hold::Busy(activity) => activity.show(),
+        Hold::Busy(activity) => match activity.show() {
+            Shown::Asked if waits => Shown::state(VmState::Running),
+            shown => shown,
+        },
     };
     let state = match shown {
         Shown::Asked => asked(&record.qmp, &mut note),
@@ -92,8 +98,11 @@ fn describe(balloons: &Balloons, name: &str, entry: &Entry) -> Vm {
         family: record.family.clone(),
         held_for: record.held.as_ref().map(|held| held.template.clone()),
         migration,
-        note: note.or_else(|| arriving.as_ref().map(|(_, text)| text.clone())),
+        note: note
+            .or_else(|| arriving.as_ref().map(|(_, text)| text.clone()))
+            .or_else(|| split.as_ref().map(split::describe)),
         arriving: arriving.map(|(arriving, _)| arriving),
+        split,
         balloon: balloons.show(record),
     }
 }
@@ -136,6 +145,7 @@ fn being_made(name: &str, entry: &Entry) -> Vm {
         held_for: None,
         migration: None,
         balloon: None,
+        split: None,
         note: Some(if arriving { "it is being moved here" } else { "it is being started" }.into()),
         arriving: None,
     }

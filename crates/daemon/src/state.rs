@@ -5,8 +5,10 @@
 //! STATE/ram/                a tmpfs of our own: RAM files, NAME-RANDOM
 //! STATE/ram/lent/           pages of guests that run on other hosts
 //! STATE/vms/NAME/vm.json    the machine's record; beside it qemu.log
+//! STATE/vms/NAME/epoch.json how often its guest, a part of whose memory is elsewhere, has changed hands
 //! STATE/vms/NAME/run/       of QEMU's user: qmp.sock, agent.sock
 //! STATE/logs/NAME.log       what the last QEMU of that name said before it ended
+//! STATE/owed/GUEST.json     what memory hosts have lent, and is to be given back
 //! STATE/templates/NAME.json what clones can be made of
 //! STATE/migrations/ID.json  what became of a migration, as far as the other end may ask
 //! ```
@@ -82,7 +84,8 @@ impl StateDir {
         fs::canonicalize(root).and_then(|root| take_directory(&root)).map_err(io_error(root))?;
         let locks = lock(root)?;
         let state = Self { root: root.into(), _locks: locks };
-        let own = [(state.logs(), 0o750), (state.migrations(), 0o700), (state.templates(), 0o700)];
+        let private = [state.migrations(), state.templates(), state.owed()];
+        let own = private.into_iter().map(|dir| (dir, 0o700)).chain([(state.logs(), 0o750)]);
         for (dir, mode) in [(state.ram(), 0o755), (state.vms(), 0o755)].into_iter().chain(own) {
             make_dir(&dir, mode).map_err(io_error(&dir))?;
             take_directory(&dir).map_err(io_error(&dir))?;
@@ -140,6 +143,12 @@ impl StateDir {
     #[must_use]
     pub fn templates(&self) -> PathBuf {
         self.root.join("templates")
+    }
+
+    /// Where it is remembered what memory hosts have lent and is to be given back.
+    #[must_use]
+    pub fn owed(&self) -> PathBuf {
+        self.root.join("owed")
     }
 
     /// Where migrations are remembered.

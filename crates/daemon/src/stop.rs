@@ -9,6 +9,7 @@ use sterna_engine::monitor::Monitor;
 use crate::machines::control::{Control, end_qemu};
 use crate::machines::hold::Hold;
 use crate::machines::record::VmRecord;
+use crate::machines::split;
 use crate::machines::table::{Entry, Machines};
 use crate::migration::leaving::Leaving;
 use crate::migration::paging;
@@ -46,8 +47,13 @@ pub fn stop(machines: &Machines, name: &str, force: bool) -> Result<(), Problem>
 
 /// Why a machine with missing pages waits, where their host is away.
 fn waits_for_pages(machines: &Machines, name: &str) -> Option<String> {
-    let (arriving, why) = machines.table().get(name).and_then(paging::describe)?;
-    arriving.waiting_ms.map(|_| why)
+    let table = machines.table();
+    let entry = table.get(name)?;
+    if let Some((arriving, why)) = paging::describe(entry) {
+        return arriving.waiting_ms.map(|_| why);
+    }
+    let shown = entry.remote.as_ref()?.show(entry.record.as_ref()?.split.as_ref()?);
+    (!shown.waiting.is_empty()).then(|| split::describe(&shown))
 }
 
 /// The host where a machine's guest runs, if it runs elsewhere and still needs pages from here, and the migration that

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use serde_json::json;
 use support::{Host, cannot_run};
 
-const ROUTES: [(&str, &str); 33] = [
+const ROUTES: [(&str, &str); 35] = [
     ("get", "/v1/vms"),
     ("post", "/v1/vms"),
     ("post", "/v1/vms/adopt"),
@@ -19,6 +19,8 @@ const ROUTES: [(&str, &str); 33] = [
     ("post", "/v1/vms/{name}/reclaim"),
     ("post", "/v1/vms/{name}/replace"),
     ("post", "/v1/vms/{name}/fork"),
+    ("post", "/v1/vms/{name}/split"),
+    ("post", "/v1/vms/{name}/merge"),
     ("post", "/v1/vms/{name}/resume"),
     ("post", "/v1/vms/{name}/continue"),
     ("get", "/v1/vms/{name}/link"),

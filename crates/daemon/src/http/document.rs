@@ -4,7 +4,7 @@ use axum::Json;
 use sterna_api::Problem;
 use utoipa::OpenApi;
 
-use super::{about, balloon, host, link, migrations, templates, vms, watch};
+use super::{about, balloon, host, link, migrations, split, templates, vms, watch};
 
 /// The API's description.
 #[derive(OpenApi)]
@@ -24,6 +24,8 @@ use super::{about, balloon, host, link, migrations, templates, vms, watch};
         vms::reclaim,
         vms::replace,
         vms::fork,
+        split::split,
+        split::merge,
         vms::resume,
         vms::go_on,
         templates::list,

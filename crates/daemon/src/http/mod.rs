@@ -21,8 +21,12 @@ pub mod balloon;
 
 /// Network cards.
 pub mod link;
+
 /// Templates.
 pub mod templates;
+
+/// Split machines.
+pub mod split;
 
 /// Migrations.
 pub mod migrations;
@@ -52,6 +56,8 @@ pub fn router(daemon: Arc<Daemon>) -> Router {
         .route("/v1/vms/{name}/reclaim", post(vms::reclaim))
         .route("/v1/vms/{name}/replace", post(vms::replace))
         .route("/v1/vms/{name}/fork", post(vms::fork))
+        .route("/v1/vms/{name}/split", post(split::split))
+        .route("/v1/vms/{name}/merge", post(split::merge))
         .route("/v1/vms/{name}/continue", post(vms::go_on))
         .route("/v1/vms/{name}/balloon", put(balloon::set))
         .route("/v1/vms/{name}/link", get(link::show).put(link::set))

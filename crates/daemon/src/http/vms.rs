@@ -247,7 +247,7 @@ pub async fn fork(
 }
 
 /// A caller that waits. It is dropped when the caller goes away.
-struct Asked(Arc<Monitor>);
+pub(super) struct Asked(pub(super) Arc<Monitor>);
 
 impl Drop for Asked {
     fn drop(&mut self) {

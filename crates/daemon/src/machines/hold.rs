@@ -64,6 +64,15 @@ impl Hold {
         }
     }
 
+    /// Whether it can be done with a machine a part of whose memory is at memory hosts.
+    #[must_use]
+    pub fn may_be_split(&self) -> bool {
+        match self {
+            Self::Busy(activity) => activity.may_be_split(),
+            Self::Free | Self::Starting | Self::Stopping => true,
+        }
+    }
+
     /// Cancels what is being done with the machine of this name.
     ///
     /// # Errors
@@ -94,6 +103,12 @@ pub trait Activity: Any + Debug + Send + Sync {
         false
     }
 
+    /// Whether it can be done with a machine a part of whose memory is at memory hosts: whoever looks at its memory sees
+    /// zeros there.
+    fn may_be_split(&self) -> bool {
+        false
+    }
+
     /// How the machine is shown meanwhile.
     fn show(&self) -> Shown {
         Shown::Asked
@@ -109,6 +124,7 @@ pub trait Activity: Any + Debug + Send + Sync {
 #[derive(Debug)]
 pub struct InPlace {
     what: &'static str,
+    may_be_split: bool,
     /// Its user has paused the guest.
     paused: AtomicBool,
 }
@@ -117,7 +133,13 @@ impl InPlace {
     /// This, for people; the guest counts as running until [`found`](Self::found) says otherwise.
     #[must_use]
     pub fn new(what: &'static str) -> Arc<Self> {
-        Arc::new(Self { what, paused: AtomicBool::new(false) })
+        Arc::new(Self { what, may_be_split: false, paused: AtomicBool::new(false) })
+    }
+
+    /// The same of something that looks at none of the guest's memory.
+    #[must_use]
+    pub fn beside_memory(what: &'static str) -> Arc<Self> {
+        Arc::new(Self { what, may_be_split: true, paused: AtomicBool::new(false) })
     }
 
     /// The guest was found running, or paused by its user.
@@ -129,6 +151,10 @@ impl InPlace {
 impl Activity for InPlace {
     fn describe(&self) -> &'static str {
         self.what
+    }
+
+    fn may_be_split(&self) -> bool {
+        self.may_be_split
     }
 
     fn show(&self) -> Shown {

@@ -30,6 +30,9 @@ pub mod held;
 /// Pages of a machine that are still to come.
 pub mod missing;
 
+/// A machine a part of whose memory is at memory hosts.
+pub mod split;
+
 /// What a machine leaves behind.
 pub mod files;
 

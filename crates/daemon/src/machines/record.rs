@@ -25,6 +25,7 @@ use super::card::NewCard;
 use super::held::Held;
 use super::holder;
 use super::overlay::Overlay;
+use super::split::SplitRecord;
 use super::succession::Succession;
 use super::template::Template;
 use crate::process::Identity;
@@ -94,6 +95,9 @@ pub struct VmRecord {
     /// Pages that may come after the guest's start, until all of them are here.
     #[serde(default)]
     pub paging: Option<Paging>,
+    /// A part of its memory is at memory hosts, or is about to be.
+    #[serde(default)]
+    pub split: Option<SplitRecord>,
     /// Another QEMU beside its own, while the guest goes from the one to the other.
     #[serde(default)]
     pub succession: Option<Succession>,
@@ -207,6 +211,7 @@ impl VmRecord {
             running: true,
             waits_for_room: false,
             paging: None,
+            split: None,
             succession: None,
             forking: None,
             image: false,
@@ -334,6 +339,7 @@ impl VmRecord {
         let forking = forking.map(|backing| OwnFile { path: backing.path.clone(), file: Some(backing.file()) });
         ram.chain(forking)
             .chain(self.paging.iter().map(|paging| OwnFile { path: paging.map.clone(), file: None }))
+            .chain(self.split.iter().map(|split| OwnFile { path: split.map.clone(), file: None }))
             .collect()
     }
 

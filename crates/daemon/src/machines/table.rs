@@ -16,6 +16,7 @@ use super::files::remove_files;
 use super::hold::Hold;
 use super::missing::{Bringer, still_arriving};
 use super::record::{Lifecycle, VmRecord};
+use super::split::{Remote, is_split};
 use crate::problems::{busy, unknown_vm};
 use crate::process::Identity;
 use crate::qemu::launch::{last_lines, log_file};
@@ -37,6 +38,8 @@ pub struct Entry {
     pub note: Option<String>,
     /// What brings its pages, where it runs here before all of them are here.
     pub pager: Option<Bringer>,
+    /// What is elsewhere of it, where a part of its memory is at memory hosts.
+    pub remote: Option<Arc<Remote>>,
     /// How often somebody has begun something with it.
     pub begun: u64,
     /// Held while its record is written.
@@ -49,7 +52,8 @@ impl Entry {
     /// A machine with which this is being done.
     #[must_use]
     pub fn new(record: Option<VmRecord>, hold: Hold) -> Self {
-        Self { record, hold, note: None, pager: None, begun: 0, writing: Arc::default(), resting: Arc::default() }
+        let (writing, resting) = (Arc::default(), Arc::default());
+        Self { record, hold, note: None, pager: None, remote: None, begun: 0, writing, resting }
     }
 
     /// Whether this is still the machine of the record: its name may be another's by now.
@@ -126,7 +130,8 @@ impl Machines {
     }
 
     /// Claims a machine that nobody else is busy with, or with something that gives way; then it takes as long as that.
-    /// One whose pages are not all here can be stopped and nothing else.
+    /// One whose pages are still to come can be stopped and nothing else; with one that is split nothing is done that
+    /// looks at its memory.
     ///
     /// # Errors
     /// A [`Problem`]: unknown, or busy and with what.
@@ -153,6 +158,9 @@ impl Machines {
                     && !matches!(hold, Hold::Stopping)
                 {
                     return Err(still_arriving(name, paging, entry.pager.as_ref()));
+                }
+                if record.split.is_some() && !hold.may_be_split() {
+                    return Err(is_split(name));
                 }
                 let record = record.clone();
                 entry.hold = hold;
@@ -183,7 +191,8 @@ impl Machines {
         let _held = resting.lock().unwrap_or_else(PoisonError::into_inner);
         let free = |entry: &&Entry| matches!(entry.hold, Hold::Free) && Arc::ptr_eq(&entry.resting, &resting);
         let record = self.table().get(name).filter(free).and_then(|entry| entry.record.clone());
-        let is_here = |record: &VmRecord| record.paging.is_none() && record.lifecycle == Lifecycle::Here;
+        let whole = |record: &VmRecord| record.paging.is_none() && record.split.is_none();
+        let is_here = |record: &VmRecord| whole(record) && record.lifecycle == Lifecycle::Here;
         record.filter(is_here).map(|record| act(&record))
     }
 
@@ -277,19 +286,24 @@ impl Machines {
     /// Removes a machine that ended from the list, with its files. Does nothing where the name belongs to another by
     /// now.
     pub fn forget(&self, name: &str, process: Identity) {
-        let (record, pager, writing) = {
+        let (record, pager, remote, writing) = {
             let mut table = self.table();
             match table.get_mut(name) {
                 Some(entry) if entry.runs_as(process) => {
                     // The name stays reserved until the files are gone.
                     entry.hold = Hold::Stopping;
-                    (entry.record.clone(), entry.pager.take(), Arc::clone(&entry.writing))
+                    let (pager, remote) = (entry.pager.take(), entry.remote.take());
+                    (entry.record.clone(), pager, remote, Arc::clone(&entry.writing))
                 }
                 _ => return,
             }
         };
         if let Some(Bringer(pager)) = pager {
             pager.end();
+        }
+        if let Some(remote) = remote {
+            // It may wait for a memory host that is silent, and nothing here waits for it.
+            std::thread::spawn(move || remote.end());
         }
         // Whoever writes its record now writes none into the directory of the next of its name.
         let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);

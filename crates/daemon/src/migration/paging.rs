@@ -49,19 +49,15 @@ enum Found {
     Some(Arc<Pager>),
 }
 
-/// What post-copy needs here for a machine, with the addresses of its RAM blocks; or why it is impossible.
+/// What it takes here to let a machine run while pages are missing, with the addresses of its RAM blocks; or why it is impossible.
 ///
 /// # Errors
 /// A [`Problem`]: this kernel, the machine's RAM or its agent does not allow it.
 pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), Problem> {
     let lacks = sterna_sys::probe::missing_for_postcopy();
     if !lacks.is_empty() {
-        return Err(Problem::new(
-            Code::NoPostcopy,
-            Blame::Host,
-            "the destination's kernel cannot hold missing pages back",
-        )
-        .hint(lacks.join(" ")));
+        return Err(Problem::new(Code::NoPostcopy, Blame::Host, "this host's kernel cannot hold missing pages back")
+            .hint(lacks.join(" ")));
     }
     in_small_pages(&record.blocks)?;
     let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
@@ -74,7 +70,7 @@ pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), P
 fn in_small_pages(blocks: &[Block]) -> Result<(), Problem> {
     let Some(block) = blocks.iter().find(|block| block.page_bytes != PAGE_BYTES as u64) else { return Ok(()) };
     let why = format!(
-        "RAM block '{}' is in pages of {}, and pages can follow a guest by 4 KiB only",
+        "RAM block '{}' is in pages of {}, and they can be held back by 4 KiB only",
         block.id,
         show_size(block.page_bytes)
     );

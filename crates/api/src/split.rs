@@ -1,0 +1,87 @@
+//! Split machines: a guest runs here, and a part of its memory is at memory hosts.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::problem::Problem;
+use crate::report::Status;
+
+/// A host that lends memory to guests of others (`lend_memory`).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryHost {
+    /// Where its daemon listens, `HOST:PORT`.
+    pub peer: String,
+    /// What it lends, bytes: for each MiB of the guest's memory 4 KiB more, which say what is there.
+    pub bytes: u64,
+}
+
+/// Has a part of a machine's memory leave for memory hosts; or, of a machine that is split already, changes how much of
+/// it is here.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SplitRequest {
+    /// The most memory that the guest has here from then on, bytes.
+    pub here_bytes: u64,
+    /// The memory hosts. Of a machine that is split already: none, or those that it has.
+    #[serde(default)]
+    pub memory: Vec<MemoryHost>,
+}
+
+/// The report on a machine that was split, whose room was changed, or that was merged.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct SplitReport {
+    /// The virtual machine.
+    pub vm: String,
+    /// How it ended. Where it is not `completed`, the machine is as it was before, unless the error says otherwise.
+    pub status: Status,
+    /// Why it failed.
+    pub error: Option<Problem>,
+    /// How long it took, milliseconds. The guest ran meanwhile.
+    pub ms: f64,
+    /// RAM, bytes.
+    pub memory_bytes: u64,
+    /// The most of it that may be here from now on, bytes.
+    pub here_bytes: u64,
+    /// What this host had given memory for before, bytes.
+    pub allocated_before_bytes: u64,
+    /// What it has given memory for now, bytes.
+    pub allocated_after_bytes: u64,
+    /// Pages that are at memory hosts now.
+    pub away_pages: u64,
+    /// Pages that were sent to memory hosts meanwhile, and left.
+    pub out_pages: u64,
+    /// Pages of zeros that left without being sent.
+    pub zero_pages: u64,
+    /// Pages that were sent and stayed, because the guest wrote them or waited for them.
+    pub kept_pages: u64,
+    /// Pages that came back meanwhile.
+    pub in_pages: u64,
+}
+
+/// What is elsewhere of a machine that runs here.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Split {
+    /// The most of its memory that may be here, bytes.
+    pub here_bytes: u64,
+    /// Pages that are at memory hosts.
+    pub away_pages: u64,
+    /// Its memory hosts.
+    pub memory: Vec<MemoryHost>,
+    /// Memory hosts that the guest, or its daemon, waits for.
+    pub waiting: Vec<Waiting>,
+    /// Why more of it is here than may be, where that is so because pages cannot leave.
+    pub stuck: Option<String>,
+}
+
+/// A memory host that is waited for.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Waiting {
+    /// The memory host.
+    pub peer: String,
+    /// For how long, milliseconds.
+    pub ms: f64,
+    /// Why it brings no pages, where that is known.
+    pub why: Option<String>,
+}

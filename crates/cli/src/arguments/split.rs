@@ -1,0 +1,70 @@
+//! `sterna split` and `sterna merge` as the command line takes them.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use sterna_api::split::MemoryHost;
+use sterna_api::units::parse_size;
+
+/// What `--main` says where the guest stays on this host.
+const HERE: &str = "here";
+
+/// `split`.
+#[derive(Debug, Args)]
+pub struct Split {
+    /// The machine's name
+    pub name: String,
+    /// How much of its memory stays where its guest runs: here=SIZE, such as here=2G
+    ///
+    /// What the guest uses stays, as far as there is room; the rest leaves, and comes back when it is touched.
+    #[arg(long, value_name = "here=SIZE", value_parser = main_host)]
+    pub main: u64,
+    /// A host that lends memory (lend_memory), and how much; several times for several hosts
+    ///
+    /// It needs 4 KiB for each MiB beside the memory itself. Without it the machine must be split already: then it is
+    /// changed how much of it is here.
+    #[arg(long, value_name = "HOST:PORT=SIZE", value_parser = memory_host)]
+    pub memory: Vec<MemoryHost>,
+    /// Write the report there as JSON, '-' for standard output
+    #[arg(long, value_name = "FILE|-")]
+    pub json: Option<PathBuf>,
+}
+
+/// `merge`.
+#[derive(Debug, Args)]
+pub struct Merge {
+    /// The machine's name
+    pub name: String,
+    /// Write the report there as JSON, '-' for standard output
+    #[arg(long, value_name = "FILE|-")]
+    pub json: Option<PathBuf>,
+}
+
+fn main_host(text: &str) -> Result<u64, String> {
+    match text.rsplit_once('=') {
+        Some((HERE, size)) => parse_size(size).map_err(|error| error.to_string()),
+        _ => Err(format!("the guest stays on this host: {HERE}=SIZE, such as {HERE}=2G")),
+    }
+}
+
+fn memory_host(text: &str) -> Result<MemoryHost, String> {
+    let (peer, size) = text.rsplit_once('=').ok_or("it is HOST:PORT=SIZE, such as b.example:4444=4G")?;
+    let bytes = parse_size(size).map_err(|error| error.to_string())?;
+    Ok(MemoryHost { peer: peer.into(), bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_and_sizes_are_told_apart() {
+        assert_eq!(main_host("here=2G"), Ok(2 << 30));
+        let host = MemoryHost { peer: "[::1]:4444".into(), bytes: 3 << 20 };
+        assert_eq!(memory_host("[::1]:4444=3M"), Ok(host));
+        for wrong in ["", "2G", "b:1=2G", "here", "here=", "here=x"] {
+            assert!(main_host(wrong).is_err(), "{wrong}");
+        }
+        assert!(memory_host("b:1").is_err() && memory_host("b:1=").is_err());
+    }
+}

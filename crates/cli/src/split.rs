@@ -1,0 +1,156 @@
+//! `sterna split` and `sterna merge`: a part of a machine's memory leaves for memory hosts, and comes back.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use comfy_table::Table;
+use comfy_table::presets::NOTHING;
+use hyper::Method;
+use serde::Serialize;
+use sterna_api::split::Split as Shown;
+use sterna_api::units::show_size;
+use sterna_api::{SplitReport, SplitRequest, Status, Vm};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::arguments::{Merge, Split};
+use crate::client::{Client, escape};
+use crate::failure::{CANCELLED, FAILED, Failure, describe};
+use crate::machines::write_json;
+use crate::table::text_of;
+
+/// How often it is looked whether a memory host is waited for.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Has a part of a machine's memory leave. Ctrl-C undoes it.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn split(client: &Client, wanted: Split) -> Result<ExitCode, Failure> {
+    let request = SplitRequest { here_bytes: wanted.main, memory: wanted.memory };
+    let report = ask(client, &wanted.name, "split", &request).await?;
+    let text = table(&report, &format!("{} of it here at most", show_size(report.here_bytes)));
+    tell(&report, &text, wanted.json)
+}
+
+/// Brings all of a machine's memory here. After Ctrl-C it stays split.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn merge(client: &Client, wanted: Merge) -> Result<ExitCode, Failure> {
+    let report = ask(client, &wanted.name, "merge", &()).await?;
+    let text = table(&report, "all of it here");
+    tell(&report, &text, wanted.json)
+}
+
+/// Asks, and waits for the answer; meanwhile people are told what it waits for.
+async fn ask(client: &Client, name: &str, what: &str, request: &impl Serialize) -> Result<SplitReport, Failure> {
+    let vm = format!("/v1/vms/{}", escape(name));
+    let mut interrupts =
+        signal(SignalKind::interrupt()).map_err(|error| Failure::host("cannot hear Ctrl-C", &error))?;
+    let path = format!("{vm}/{what}");
+    let asked = client.post(&path, request);
+    tokio::pin!(asked);
+    let mut told = String::new();
+    loop {
+        tokio::select! {
+            done = &mut asked => return done,
+            _ = interrupts.recv() => {
+                match client.command(Method::POST, &format!("{vm}/cancel")).await {
+                    Ok(()) => eprintln!("cancelling; it ends as it was before"),
+                    Err(failure) => eprintln!("{}", failure.problem.message),
+                }
+            }
+            () = tokio::time::sleep(LOOK) => {
+                let shown = client.get::<Vm>(&vm).await.ok().and_then(|vm| vm.split);
+                let waits = shown.as_ref().map(waits).unwrap_or_default();
+                if waits != told && !waits.is_empty() {
+                    eprintln!("{waits}");
+                }
+                told = waits;
+            }
+        }
+    }
+}
+
+/// What a machine waits for, in a line.
+fn waits(shown: &Shown) -> String {
+    let why = |why: &Option<String>| why.as_ref().map_or(String::new(), |why| format!(" ({why})"));
+    let hosts = shown.waiting.iter().map(|waiting| format!("waiting for {}{}", waiting.peer, why(&waiting.why)));
+    let stuck = shown.stuck.iter().map(|stuck| format!("pages cannot leave ({stuck})"));
+    hosts.chain(stuck).collect::<Vec<_>>().join("; ")
+}
+
+fn tell(report: &SplitReport, text: &str, json: Option<PathBuf>) -> Result<ExitCode, Failure> {
+    if json.as_deref() == Some(Path::new("-")) {
+        eprint!("{text}");
+    } else {
+        print!("{text}");
+    }
+    if let Some(problem) = &report.error {
+        eprint!("{}", describe(&report.vm, problem));
+    }
+    if let Some(path) = &json {
+        write_json(path, report)?;
+    }
+    Ok(ExitCode::from(match report.status {
+        Status::Completed => 0,
+        Status::Cancelled => CANCELLED,
+        Status::Failed => FAILED,
+    }))
+}
+
+fn table(report: &SplitReport, now: &str) -> String {
+    let (vm, seconds) = (&report.vm, report.ms / 1e3);
+    let mut text = match report.status {
+        Status::Completed => format!("{vm}: {now}, after {seconds:.2} s\n"),
+        Status::Cancelled => format!("{vm}: cancelled after {seconds:.2} s\n"),
+        Status::Failed => format!("{vm}: failed after {seconds:.2} s\n"),
+    };
+    let pages = |pages: u64| show_size(pages.saturating_mul(4096));
+    let mut table = Table::new();
+    table.load_style(NOTHING);
+    let (before, after) = (show_size(report.allocated_before_bytes), show_size(report.allocated_after_bytes));
+    table.add_row(["here".into(), format!("{after}, {before} before")]);
+    table.add_row(["away".into(), format!("{} at memory hosts", pages(report.away_pages))]);
+    table.add_row([
+        "left".into(),
+        format!(
+            "{}, and {} of zeros that were not sent; {} stayed that the guest wrote or wanted meanwhile",
+            pages(report.out_pages),
+            pages(report.zero_pages),
+            pages(report.kept_pages)
+        ),
+    ]);
+    table.add_row(["came".into(), pages(report.in_pages)]);
+    text.push_str(&text_of(&table));
+    text.push('\n');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_api::split::Waiting;
+
+    use super::*;
+
+    #[test]
+    fn the_first_line_says_how_it_ended() {
+        let mut report =
+            SplitReport { vm: "db1".into(), status: Status::Completed, ms: 640.0, ..SplitReport::default() };
+        let now = "96.0 MiB of it here at most";
+        assert!(table(&report, now).starts_with("db1: 96.0 MiB of it here at most, after 0.64 s\n"));
+        report.status = Status::Cancelled;
+        assert!(table(&report, now).starts_with("db1: cancelled after 0.64 s\n"));
+    }
+
+    #[test]
+    fn who_is_waited_for_is_told_with_the_reason() {
+        let waiting = |why: Option<&str>| Waiting { peer: "b:1".into(), ms: 2.0, why: why.map(Into::into) };
+        let mut shown = Shown { here_bytes: 1, away_pages: 2, memory: vec![], waiting: vec![], stuck: None };
+        assert_eq!(waits(&shown), "");
+        shown.waiting = vec![waiting(None), waiting(Some("refused"))];
+        shown.stuck = Some("full".into());
+        assert_eq!(waits(&shown), "waiting for b:1; waiting for b:1 (refused); pages cannot leave (full)");
+    }
+}

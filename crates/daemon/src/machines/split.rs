@@ -1,0 +1,269 @@
+//! A machine a part of whose memory is at memory hosts: what is on record of it, and what brings its pages.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use sterna_api::split::{self as api, MemoryHost};
+use sterna_api::{Blame, Code, Problem};
+use sterna_engine::paging::Pager;
+use sterna_engine::split::{Epochs, Lender, Split};
+use sterna_engine::transport::credentials::Credentials;
+use sterna_protocol::store::Claim;
+
+use crate::state::{read_record, write_record};
+
+/// A thread of QEMU that waits for so long waits for a memory host that has something the matter.
+const LONG: Duration = Duration::from_secs(1);
+
+/// A guest's memory hosts, and who it is to them: what its machine's record says, and that of a debt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Borrowed {
+    /// The guest's number there.
+    pub guest: u128,
+    /// What its owners alone know.
+    pub key: u128,
+    /// How many chunks its memory has.
+    pub chunks: u32,
+    /// The memory hosts; their order is that of the map of missing pages.
+    pub hosts: Vec<MemoryHost>,
+}
+
+impl Borrowed {
+    /// The guest's claim in this epoch.
+    #[must_use]
+    pub fn claim(&self, epoch: u64) -> Claim {
+        Claim { guest: self.guest, key: self.key, epoch }
+    }
+
+    /// The memory hosts as they are called.
+    #[must_use]
+    pub fn lenders(&self, credentials: Option<&Arc<Credentials>>) -> Vec<Lender> {
+        let lender = |host: &MemoryHost| Lender {
+            peer: host.peer.clone(),
+            credentials: credentials.cloned(),
+            bytes: host.bytes,
+        };
+        self.hosts.iter().map(lender).collect()
+    }
+}
+
+/// The record of a machine a part of whose memory is, or may be, at memory hosts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SplitRecord {
+    /// Its memory hosts.
+    pub borrowed: Borrowed,
+    /// The most of its memory that may be here, bytes.
+    pub here_bytes: u64,
+    /// Which pages are where: a file in memory, so that a daemon started anew goes on. Empty until the first may leave.
+    pub map: PathBuf,
+    /// All of it is being brought here.
+    #[serde(default)]
+    pub merging: bool,
+}
+
+/// The epochs of a machine's owner: a file in the machine's directory, which outlives this host as memory hosts do. It
+/// stays where the machine is merged, so that no epoch of it comes twice.
+#[derive(Debug)]
+pub struct EpochFile {
+    path: PathBuf,
+    /// Held while it is raised.
+    raising: Mutex<()>,
+}
+
+impl EpochFile {
+    /// That of the machine with this directory.
+    #[must_use]
+    pub fn of(dir: &Path) -> Self {
+        Self { path: dir.join("epoch.json"), raising: Mutex::default() }
+    }
+}
+
+impl Epochs for EpochFile {
+    fn raise(&self) -> io::Result<u64> {
+        let _alone = self.raising.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = read_record::<u64>(&self.path)?.unwrap_or(0) + 1;
+        write_record(&self.path, &next)?;
+        Ok(next)
+    }
+}
+
+/// What brings a machine's pages back and sends others. It is in the machine's entry from the moment that a page may be
+/// away.
+pub struct Remote {
+    /// Its faults, its RAM, and which pages are away.
+    pub pager: Arc<Pager>,
+    /// Its memory hosts, once they all have answered a daemon that found the machine split.
+    split: OnceLock<Arc<Split>>,
+    /// Why they have not.
+    unanswered: Mutex<Option<Problem>>,
+}
+
+impl fmt::Debug for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} pages are away", self.pager.missing())
+    }
+}
+
+impl Remote {
+    /// Of a machine that begins to be split.
+    #[must_use]
+    pub fn begun(split: Arc<Split>) -> Arc<Self> {
+        let remote = Self::found(Arc::clone(split.pager()));
+        let _ = remote.split.set(split);
+        remote
+    }
+
+    /// Of a machine that was found split: its memory hosts have not been asked yet.
+    #[must_use]
+    pub fn found(pager: Arc<Pager>) -> Arc<Self> {
+        Arc::new(Self { pager, split: OnceLock::new(), unanswered: Mutex::default() })
+    }
+
+    /// Its memory hosts have all answered.
+    pub fn answered(&self, split: Arc<Split>) {
+        let _ = self.split.set(split);
+        *self.unanswered() = None;
+    }
+
+    /// They have not, and why.
+    pub fn not_answered(&self, why: Problem) {
+        *self.unanswered() = Some(why);
+    }
+
+    /// What asks its memory hosts.
+    ///
+    /// # Errors
+    /// A [`Problem`]: one of them has not answered yet since this daemon began.
+    pub fn split(&self) -> Result<&Arc<Split>, Problem> {
+        self.split.get().ok_or_else(|| {
+            let message = "not all of its memory hosts have answered since the daemon was started";
+            let mut problem = Problem::new(Code::PeerUnreachable, Blame::Peer, message);
+            problem.cause.extend(self.unanswered().as_ref().map(Problem::with_causes));
+            problem.hint("it goes on as soon as they do; 'sterna show' says which it waits for")
+        })
+    }
+
+    /// How much of the machine's memory is here, bytes.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn here_bytes(&self) -> io::Result<u64> {
+        self.pager.ram().allocated_bytes()
+    }
+
+    /// Ends it, where all pages are here or the guest has ended. It may have to wait for a memory host that is silent.
+    pub fn end(&self) {
+        match self.split.get() {
+            Some(split) => split.end(),
+            None => self.pager.end(),
+        }
+    }
+
+    /// As the API shows it.
+    #[must_use]
+    pub fn show(&self, record: &SplitRecord) -> api::Split {
+        let split = self.split.get();
+        let hosts = &record.borrowed.hosts;
+        let waits = self.pager.longest_waits().into_iter().filter(|(_, waited)| *waited >= LONG);
+        let waiting = waits.filter_map(|(holder, waited)| {
+            let number = holder.host_number()?;
+            let why = match split {
+                Some(split) => split.failing(number),
+                None => self.unanswered().clone(),
+            };
+            let (peer, why) = (hosts.get(number)?.peer.clone(), why.as_ref().map(Problem::with_causes));
+            Some(api::Waiting { peer, ms: waited.as_secs_f64() * 1e3, why })
+        });
+        api::Split {
+            here_bytes: record.here_bytes,
+            away_pages: self.pager.missing(),
+            memory: hosts.clone(),
+            waiting: waiting.collect(),
+            stuck: split.and_then(|split| split.stuck()).as_ref().map(Problem::with_causes),
+        }
+    }
+
+    fn unanswered(&self) -> MutexGuard<'_, Option<Problem>> {
+        self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The same in words for people.
+#[must_use]
+pub fn describe(split: &api::Split) -> String {
+    let pages = match split.away_pages {
+        0 => "all of it is here now".into(),
+        1 => "1 page of it is at memory hosts".into(),
+        pages => format!("{pages} pages of it are at memory hosts"),
+    };
+    let waits = split.waiting.iter().map(|waiting| {
+        let why = waiting.why.as_ref().map_or(String::new(), |why| format!(": {why}"));
+        format!("; waiting for {} for {:.0} s{why}", waiting.peer, waiting.ms / 1e3)
+    });
+    let stuck = split.stuck.iter().map(|why| format!("; more of it is here than may be, and cannot leave: {why}"));
+    waits.chain(stuck).fold(pages, |text, more| text + &more)
+}
+
+/// A request that needs all of a machine's memory here.
+#[must_use]
+pub fn is_split(name: &str) -> Problem {
+    let message = format!("'{name}' cannot do that now: a part of its memory is at memory hosts");
+    Problem::new(Code::Split, Blame::Request, message)
+        .hint(format!("'sterna merge {name}' brings it here, where there is room"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_epoch_comes_twice_whoever_asks_and_however_often_the_daemon_dies() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = EpochFile::of(dir.path());
+        let mut epochs: Vec<u64> = std::thread::scope(|scope| {
+            let askers: Vec<_> = (0..4).map(|_| scope.spawn(|| [(); 8].map(|()| file.raise().unwrap()))).collect();
+            askers.into_iter().flat_map(|asker| asker.join().unwrap()).collect()
+        });
+        epochs.sort_unstable();
+        assert_eq!(epochs, (1..=32).collect::<Vec<_>>());
+        assert_eq!(EpochFile::of(dir.path()).raise().unwrap(), 33);
+        // What cannot be read is no reason to begin anew: that epoch may have been used.
+        std::fs::write(dir.path().join("epoch.json"), "?").unwrap();
+        assert!(EpochFile::of(dir.path()).raise().is_err());
+    }
+
+    #[test]
+    fn a_record_is_read_as_it_was_written_with_numbers_of_any_size() {
+        let borrowed = Borrowed {
+            guest: u128::MAX,
+            key: u128::MAX - 7,
+            chunks: 3,
+            hosts: vec![MemoryHost { peer: "b:1".into(), bytes: 4 }],
+        };
+        let record = SplitRecord { borrowed, here_bytes: 5, map: "/ram/x".into(), merging: true };
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.json");
+        write_record(&path, &record).unwrap();
+        assert_eq!(read_record(&path).unwrap(), Some(record));
+    }
+
+    #[test]
+    fn words_say_what_is_away_and_who_is_waited_for() {
+        let waiting = |why: Option<&str>| api::Waiting { peer: "b:1".into(), ms: 2400.0, why: why.map(Into::into) };
+        let split = |away_pages, waiting, stuck: Option<&str>| api::Split {
+            here_bytes: 1,
+            away_pages,
+            memory: Vec::new(),
+            waiting,
+            stuck: stuck.map(Into::into),
+        };
+        assert_eq!(describe(&split(0, vec![], None)), "all of it is here now");
+        let text = describe(&split(3, vec![waiting(Some("no answer"))], Some("b:1 is full")));
+        let beginning = "3 pages of it are at memory hosts; waiting for b:1 for 2 s: no answer; more of it is here";
+        assert!(text.starts_with(beginning) && text.ends_with("b:1 is full"), "{text}");
+    }
+}

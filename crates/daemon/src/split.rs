@@ -1,0 +1,419 @@
+//! A part of a machine's memory leaves for memory hosts while its guest runs here, and comes back: `split` and `merge`.
+//!
+//! In this order, so that whoever dies leaves what the next daemon can go on with (`split/recover.rs`):
+//!
+//! ```text
+//! split   record: memory hosts ─▶ they grant ─▶ map of missing pages ─▶ pages leave
+//! merge   record: merging ─▶ all pages are here ─▶ what was lent is owed ─▶ record: not split ─▶ given back
+//! ```
+//!
+//! What memory hosts have granted is given back in the background, also after the machine has ended
+//! (`split/loans.rs`). A guest whose disks read into its memory past the page tables (direct I/O) is refused: a page
+//! that leaves while a device writes it would lose what it writes.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_api::units::{milliseconds, show_size};
+use sterna_api::{Blame, Code, Problem, SplitReport, SplitRequest, Status};
+use sterna_engine::error::MigrateError;
+use sterna_engine::memory::kind;
+use sterna_engine::monitor::Monitor;
+use sterna_engine::paging::Pager;
+use sterna_engine::split::loans::borrow;
+use sterna_engine::split::room::Room;
+use sterna_engine::split::{Account, Epochs, Split, SplitError};
+use sterna_engine::store::client::StoreError;
+use sterna_engine::transport::credentials::Credentials;
+use sterna_engine::vmm::VmmError;
+use sterna_sys::PAGE_BYTES;
+use sterna_sys::host::random_u128;
+use sterna_sys::map::Access;
+
+use self::loans::Loans;
+use crate::care::Care;
+use crate::kept::Keeper;
+use crate::machines::claim::Claimed;
+use crate::machines::hold::{Activity, Connection, Hold, Shown, cancel};
+use crate::machines::record::VmRecord;
+use crate::machines::split::{Borrowed, EpochFile, Remote, SplitRecord};
+use crate::migration::paging::means;
+use crate::problems::host;
+use crate::state::StateDir;
+
+/// Which machines can be split, and how.
+mod checks;
+
+/// What memory hosts have lent, and is to be given back.
+pub mod loans;
+
+/// Machines that an earlier daemon has left split.
+mod recover;
+
+/// How often it is looked how far pages have left.
+const LOOK: Duration = Duration::from_millis(10);
+/// How long a memory host is left alone that was not reached.
+const RETRY: Duration = Duration::from_millis(200);
+
+/// A part of its memory is leaving, or comes back.
+#[derive(Debug)]
+struct Parting {
+    what: &'static str,
+    monitor: Arc<Monitor>,
+}
+
+impl Activity for Parting {
+    fn describe(&self) -> &'static str {
+        self.what
+    }
+
+    fn cancel(&self, name: &str) -> Result<(), Problem> {
+        cancel(&self.monitor, name)
+    }
+
+    fn show(&self) -> Shown {
+        Shown::Asked
+    }
+
+    fn connection(&self) -> Connection {
+        Connection::Free
+    }
+
+    fn may_be_split(&self) -> bool {
+        true
+    }
+}
+
+/// The part of the daemon that splits machines and merges them.
+#[derive(Debug)]
+pub struct Splits {
+    care: Care,
+    state: Arc<StateDir>,
+    keeper: Arc<Keeper>,
+    credentials: Option<Arc<Credentials>>,
+    /// Where other daemons reach this one.
+    listen: Option<String>,
+    loans: Arc<Loans>,
+}
+
+impl Splits {
+    /// Begins, with the care of this host's machines.
+    #[must_use]
+    pub fn new(
+        care: Care,
+        state: Arc<StateDir>,
+        keeper: Arc<Keeper>,
+        (credentials, listen): (Option<Arc<Credentials>>, Option<String>),
+        loans: Arc<Loans>,
+    ) -> Self {
+        Self { care, state, keeper, credentials, listen, loans }
+    }
+
+    /// Has a part of a machine's memory leave, or of one that is split already changes how much is here. Blocks until
+    /// no more of it is here than may be; `monitor` can end it before: then all is as it was.
+    ///
+    /// # Errors
+    /// A [`Problem`]: an unknown or busy machine, one that cannot be split and why, or memory hosts that do not lend
+    /// what they are asked for. Once pages may have left, how it ended is in the report.
+    pub fn split(&self, name: &str, request: &SplitRequest, monitor: &Arc<Monitor>) -> Result<SplitReport, Problem> {
+        checks::check_request(request, self.listen.as_ref())?;
+        let what = "a part of its memory is leaving for memory hosts";
+        let claimed =
+            Claimed::new(&self.care.machines, name, Hold::busy(Parting { what, monitor: Arc::clone(monitor) }))?;
+        let former = claimed.record.split.clone();
+        let before = claimed.record.allocated_bytes();
+        let (record, remote) = match &former {
+            Some(split) => self.change(&claimed.record, split, request)?,
+            None => self.begin(&claimed.record, request)?,
+        };
+        let split = remote.split()?;
+        let account = former.as_ref().map_or_else(Account::default, |_| split.account());
+        let room = Room::of(request.here_bytes);
+        let done = split.keep_to(room).map_err(|error| error.problem());
+        let done = done.and_then(|()| leave(&record, &remote, request.here_bytes, monitor));
+        let mut report = report(&record, monitor, (before, account), split);
+        if let Err(problem) = done {
+            let undone = match &former {
+                // There is nothing to be put back.
+                _ if alive(&record).is_err() => Ok(()),
+                Some(former) => self.set_room(&record, split, former.here_bytes),
+                None => self.unite(&record, &remote, &|| alive(&record)),
+            };
+            (report.status, report.error) = ended_by(problem, undone);
+        }
+        report.ms = milliseconds(monitor.elapsed());
+        tracing::info!(
+            vm = name, status = ?report.status, here_bytes = request.here_bytes, away = report.away_pages,
+            "a part of its memory was to leave"
+        );
+        Ok(report)
+    }
+
+    /// Brings all of a machine's memory here. Blocks until it is; `monitor` can end it before: then the machine stays
+    /// split. A memory host that cannot be reached is waited for.
+    ///
+    /// # Errors
+    /// A [`Problem`]: an unknown or busy machine, one that is not split, or too little room here.
+    pub fn merge(&self, name: &str, monitor: &Arc<Monitor>) -> Result<SplitReport, Problem> {
+        let what = "its memory is coming back from memory hosts";
+        let claimed =
+            Claimed::new(&self.care.machines, name, Hold::busy(Parting { what, monitor: Arc::clone(monitor) }))?;
+        let record = &claimed.record;
+        let (Some(split_record), Some(remote)) = (&record.split, self.remote(name)) else {
+            let message = format!("all of the memory of '{name}' is here");
+            return Err(Problem::new(Code::NotSplit, Blame::Request, message));
+        };
+        let split = remote.split()?;
+        self.check_room(name, &remote)?;
+        let (before, account) = (record.allocated_bytes(), split.account());
+        let merging = with(record, SplitRecord { merging: true, ..split_record.clone() });
+        self.store(&merging)?;
+        let check = || monitor.check().and_then(|()| alive(record));
+        let done = self.unite(&merging, &remote, &check);
+        let mut report = report(record, monitor, (before, account), split);
+        if let Err(problem) = done {
+            let undone = match alive(record) {
+                Err(_) => Ok(()),
+                Ok(()) => self.set_room(record, split, split_record.here_bytes),
+            };
+            (report.status, report.error) = ended_by(problem, undone);
+        } else {
+            report.here_bytes = record.memory_bytes;
+        }
+        tracing::info!(vm = name, status = ?report.status, "its memory was to come back");
+        Ok(report)
+    }
+
+    /// Begins to split a machine: its memory hosts have granted what they were asked for, and pages may leave.
+    fn begin(&self, record: &VmRecord, request: &SplitRequest) -> Result<(VmRecord, Arc<Remote>), Problem> {
+        checks::check_machine(record)?;
+        let layout = record.layout().map_err(|error| host("cannot tell how the machine's RAM is laid out", &error))?;
+        let chunks = layout.chunks();
+        checks::check_budget(record, request)?;
+        let borrowed = Borrowed { guest: random_u128(), key: random_u128(), chunks, hosts: request.memory.clone() };
+        let map = self.state.ram().join(format!("{}-away-{:016x}", record.name, random_u128() as u64));
+        let split = SplitRecord { borrowed, here_bytes: request.here_bytes, map, merging: false };
+        let begun = with(record, split.clone());
+        self.store(&begun)?;
+        match self.open(&begun) {
+            Ok(remote) => Ok((begun, remote)),
+            Err(NotOpened { problem, asked }) => {
+                let hosts = request.memory.iter().take(asked).cloned().collect();
+                let borrowed = Borrowed { hosts, ..split.borrowed.clone() };
+                self.forget(&with(record, SplitRecord { borrowed, ..split }));
+                Err(problem)
+            }
+        }
+    }
+
+    fn open(&self, record: &VmRecord) -> Result<Arc<Remote>, NotOpened> {
+        let Some(SplitRecord { borrowed, map, .. }) = &record.split else {
+            return Err(Problem::new(Code::Internal, Blame::Ours, "a machine without memory hosts").into());
+        };
+        let epochs = EpochFile::of(&self.care.machines.dir(&record.name));
+        let lenders = borrowed.lenders(self.credentials.as_ref());
+        let epoch = epochs.raise().map_err(|error| host("cannot write the epoch of the guest's owner", &error))?;
+        for (number, lender) in lenders.iter().enumerate() {
+            borrow(lender, borrowed.claim(epoch), borrowed.chunks).map_err(|error| {
+                let problem = error.problem();
+                // Its answer may have been lost; but where nobody was reached, nothing was granted.
+                let asked = number + usize::from(problem.code != Code::PeerUnreachable);
+                NotOpened { problem, asked }
+            })?;
+        }
+        let (means, addresses) = means(record, map)?;
+        let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
+        let ram = kind::open(&blocks, Access::ReadWrite).map_err(MigrateError::from);
+        let pager = ram.and_then(|ram| Pager::open(ram, means, None)).map_err(|error| error.problem())?;
+        let begun = Split::begin(Arc::clone(&pager), lenders, (borrowed.guest, borrowed.key), Box::new(epochs));
+        let split = begun.map_err(|error| {
+            pager.end();
+            error.problem()
+        })?;
+        let remote = Remote::begun(split);
+        self.keep_remote(&record.name, Some(&remote));
+        Ok(remote)
+    }
+
+    /// Of a machine that is split: changes how much of it may be here.
+    fn change(
+        &self,
+        record: &VmRecord,
+        split: &SplitRecord,
+        request: &SplitRequest,
+    ) -> Result<(VmRecord, Arc<Remote>), Problem> {
+        if !request.memory.is_empty() && request.memory != split.borrowed.hosts {
+            let message = format!("'{}' is split already, over other memory hosts than these", record.name);
+            return Err(Problem::new(Code::Split, Blame::Request, message).hint(format!(
+                "without '--memory' the request changes how much is here; 'sterna merge {}' ends it",
+                record.name
+            )));
+        }
+        let lent = SplitRequest { memory: split.borrowed.hosts.clone(), ..request.clone() };
+        checks::check_budget(record, &lent)?;
+        let remote = self.remote(&record.name).ok_or_else(|| crate::machines::split::is_split(&record.name))?;
+        remote.split()?;
+        let changed = with(record, SplitRecord { here_bytes: request.here_bytes, ..split.clone() });
+        self.store(&changed)?;
+        Ok((changed, remote))
+    }
+
+    /// Puts back how much of a machine may be here.
+    fn set_room(&self, record: &VmRecord, split: &Arc<Split>, here_bytes: u64) -> Result<(), Problem> {
+        if let Some(known) = &record.split {
+            self.store(&with(record, SplitRecord { here_bytes, merging: false, ..known.clone() }))?;
+        }
+        split.keep_to(Room::of(here_bytes)).map_err(|error| error.problem())
+    }
+
+    /// Brings all of a machine's memory here, and ends that it is split. A memory host that is not reached is asked
+    /// again, as long as `check` agrees.
+    fn unite(
+        &self,
+        record: &VmRecord,
+        remote: &Remote,
+        check: &dyn Fn() -> Result<(), MigrateError>,
+    ) -> Result<(), Problem> {
+        let split = remote.split()?;
+        loop {
+            match split.merge(check) {
+                Ok(()) => break,
+                Err(SplitError::Host { source, .. }) if matches!(*source, StoreError::Connection(_)) => {
+                    check().map_err(|error| error.problem())?;
+                    std::thread::sleep(RETRY);
+                }
+                Err(error) => return Err(error.problem()),
+            }
+        }
+        self.forget(record);
+        Ok(())
+    }
+
+    /// A machine is as any other from now on: all of its memory is here. What it was lent is given back.
+    fn forget(&self, record: &VmRecord) {
+        // A daemon that finds the machine split and its debt knows that it must not be paid yet.
+        self.loans.owe(record, &self.care.machines.dir(&record.name));
+        let whole = VmRecord { split: None, ..record.clone() };
+        let stored = self.care.machines.try_store(&whole);
+        if let Some(remote) = self.remote(&record.name) {
+            remote.end();
+            self.keep_remote(&record.name, None);
+        }
+        // Where the disk is full the record still says that it is split, and only the map that nothing is away.
+        if let Some(split) = &record.split
+            && stored
+        {
+            remove_map(split);
+        }
+        self.loans.pay();
+    }
+
+    fn check_room(&self, name: &str, remote: &Remote) -> Result<(), Problem> {
+        let (needed, room) = (remote.pager.missing().saturating_mul(PAGE_BYTES), self.keeper.room_bytes());
+        if needed <= room {
+            return Ok(());
+        }
+        let (needed, room) = (show_size(needed), show_size(room));
+        let message = format!("{needed} of '{name}' are at memory hosts, and this host has {room} left");
+        Err(Problem::new(Code::OutOfMemory, Blame::Host, message)
+            .hint("move or stop other machines, or end what takes memory here; the machine runs on as it is"))
+    }
+
+    fn store(&self, record: &VmRecord) -> Result<(), Problem> {
+        self.care.machines.store(record).map_err(|error| host("cannot write the machine's record", &error))
+    }
+
+    fn remote(&self, name: &str) -> Option<Arc<Remote>> {
+        self.care.machines.table().get(name)?.remote.clone()
+    }
+
+    fn keep_remote(&self, name: &str, remote: Option<&Arc<Remote>>) {
+        if let Some(entry) = self.care.machines.table().get_mut(name) {
+            entry.remote = remote.cloned();
+        }
+    }
+}
+
+/// Why a machine is not split.
+struct NotOpened {
+    problem: Problem,
+    /// How many of its memory hosts may have granted what they were asked for.
+    asked: usize,
+}
+
+impl From<Problem> for NotOpened {
+    fn from(problem: Problem) -> Self {
+        Self { problem, asked: usize::MAX }
+    }
+}
+
+/// Waits until no more of a machine is here than may be.
+fn leave(record: &VmRecord, remote: &Remote, here_bytes: u64, monitor: &Monitor) -> Result<(), Problem> {
+    loop {
+        monitor.check().and_then(|()| alive(record)).map_err(|error| error.problem())?;
+        let here = remote.here_bytes().map_err(|error| host("cannot tell how much of the machine is here", &error))?;
+        if here <= here_bytes {
+            return Ok(());
+        }
+        // One that cannot be reached may come back; one that refuses does so again.
+        if let Some(problem) = remote.split()?.stuck()
+            && problem.code == Code::LoanRefused
+        {
+            return Err(problem);
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// Whether a machine's QEMU is there.
+fn alive(record: &VmRecord) -> Result<(), MigrateError> {
+    if record.process.open().is_some() { Ok(()) } else { Err(VmmError::Gone { guest_off: false }.into()) }
+}
+
+fn with(record: &VmRecord, split: SplitRecord) -> VmRecord {
+    VmRecord { split: Some(split), ..record.clone() }
+}
+
+fn remove_map(split: &SplitRecord) {
+    if let Err(error) = std::fs::remove_file(&split.map)
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        tracing::warn!(path = %split.map.display(), %error, "cannot remove a map of missing pages");
+    }
+}
+
+fn report(record: &VmRecord, monitor: &Monitor, (before, account): (u64, Account), split: &Split) -> SplitReport {
+    let now = split.account();
+    SplitReport {
+        vm: record.name.clone(),
+        status: Status::Completed,
+        error: None,
+        ms: milliseconds(monitor.elapsed()),
+        memory_bytes: record.memory_bytes,
+        here_bytes: record.split.as_ref().map_or(record.memory_bytes, |split| split.here_bytes),
+        allocated_before_bytes: before,
+        allocated_after_bytes: record.allocated_bytes(),
+        away_pages: split.pager().missing(),
+        out_pages: now.out_pages - account.out_pages,
+        zero_pages: now.zero_pages - account.zero_pages,
+        kept_pages: now.kept_pages - account.kept_pages,
+        in_pages: now.in_pages - account.in_pages,
+    }
+}
+
+/// How work ended that came to nothing, where putting things back as they were worked, or did not.
+fn ended_by(problem: Problem, undone: Result<(), Problem>) -> (Status, Option<Problem>) {
+    let mut problem = problem;
+    let mut status = Status::Failed;
+    if problem.code == Code::Cancelled {
+        (status, problem.message) = (Status::Cancelled, "it was cancelled".into());
+    }
+    let problem = match undone {
+        Ok(()) => problem,
+        Err(why) => {
+            problem.cause.push(format!("and it is not as it was before: {}", why.with_causes()));
+            problem.hint("'sterna merge' brings all of it here once its memory hosts answer")
+        }
+    };
+    (status, Some(problem))
+}

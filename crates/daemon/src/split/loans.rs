@@ -1,0 +1,206 @@
+//! What memory hosts have lent to machines that are not split any more, or are not there any more: it is given back, in
+//! the background, over restarts of this daemon, until each has been told.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use sterna_engine::split::Epochs;
+use sterna_engine::split::loans::give_back;
+use sterna_engine::transport::credentials::Credentials;
+
+use crate::machines::record::VmRecord;
+use crate::machines::split::{Borrowed, EpochFile};
+use crate::state::{read_record, remove_half_written, write_record};
+
+/// How long memory hosts are left alone that could not be told.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// How far beyond its owner's epoch a debt's is: threads that still look for pages of a guest which has ended may raise
+/// that a few times more, and nobody owns the guest after this.
+const BEYOND: u64 = 1 << 32;
+
+/// What was lent to a machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Debt {
+    /// The machine, for people.
+    vm: String,
+    /// As whom it is given back: an epoch above any in which pages were sent.
+    epoch: u64,
+    /// The memory hosts that have not been told yet.
+    borrowed: Borrowed,
+    /// People have been told that not all could be.
+    #[serde(skip)]
+    warned: bool,
+}
+
+/// What is owed to memory hosts.
+#[derive(Debug)]
+pub struct Loans {
+    dir: PathBuf,
+    credentials: Option<Arc<Credentials>>,
+    owed: Mutex<Owed>,
+    called: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Owed {
+    debts: Vec<Debt>,
+    /// Somebody has called for them to be paid since they were last.
+    due: bool,
+}
+
+impl Loans {
+    /// Nothing is owed yet; debts are written down in this directory.
+    #[must_use]
+    pub fn new(dir: PathBuf, credentials: Option<Arc<Credentials>>) -> Self {
+        remove_half_written(&dir);
+        Self { dir, credentials, owed: Mutex::default(), called: Condvar::new() }
+    }
+
+    /// Takes up what an earlier daemon owed, but for what was lent to machines that are split still: that daemon died
+    /// before it wrote that they are not.
+    pub fn load(&self, machines: &[VmRecord]) {
+        for entry in std::fs::read_dir(&self.dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            match read_record::<Debt>(&path) {
+                Ok(Some(debt)) if is_split(machines, debt.borrowed.guest) => remove(&path),
+                Ok(Some(debt)) => self.lock().debts.push(debt),
+                Ok(None) => {}
+                Err(error) => {
+                    tracing::error!(
+                        path = %path.display(), %error,
+                        "what memory hosts have lent to a machine cannot be told: 'sterna lent' there shows it"
+                    );
+                }
+            }
+        }
+        self.lock().due = true;
+    }
+
+    /// Begins to give back what is owed, on a thread of its own, for as long as this daemon runs.
+    pub fn begin(self: &Arc<Self>) {
+        let loans = Arc::clone(self);
+        let pay = move || {
+            loop {
+                loans.wait();
+                loans.pay_each();
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("loans".into()).spawn(pay) {
+            tracing::error!(%error, "cannot start the thread that gives back what memory hosts have lent");
+        }
+    }
+
+    /// Notes what a machine was lent, where it was: its directory has the epoch of its owner. It is given back from the
+    /// next [`pay`](Self::pay) on.
+    pub fn owe(&self, record: &VmRecord, dir: &Path) {
+        let Some(split) = record.split.as_ref().filter(|split| !split.borrowed.hosts.is_empty()) else { return };
+        let epoch = EpochFile::of(dir).raise().map_or_else(
+            |error| {
+                tracing::warn!(vm = %record.name, %error, "cannot tell the epoch of the guest's owner");
+                u64::MAX
+            },
+            |epoch| epoch.saturating_add(BEYOND),
+        );
+        let debt = Debt { vm: record.name.clone(), epoch, borrowed: split.borrowed.clone(), warned: false };
+        if let Err(error) = write_record(&self.path(&debt), &debt) {
+            tracing::error!(
+                vm = %record.name, %error,
+                "cannot write down what memory hosts have lent to it: should this daemon end now, they keep it"
+            );
+        }
+        self.lock().debts.push(debt);
+    }
+
+    /// Has what is owed be given back now.
+    pub fn pay(&self) {
+        self.lock().due = true;
+        self.called.notify_all();
+    }
+
+    /// Until somebody calls, or it is time to try again.
+    fn wait(&self) {
+        let mut owed = self.lock();
+        while !owed.due {
+            let waited = if owed.debts.is_empty() {
+                self.called.wait(owed).unwrap_or_else(PoisonError::into_inner)
+            } else {
+                let (waited, time) = self.called.wait_timeout(owed, RETRY).unwrap_or_else(PoisonError::into_inner);
+                let mut waited = waited;
+                waited.due |= time.timed_out();
+                waited
+            };
+            owed = waited;
+        }
+        owed.due = false;
+    }
+
+    fn pay_each(&self) {
+        let debts = self.lock().debts.clone();
+        for debt in debts {
+            let left = self.pay_one(&debt);
+            let mut owed = self.lock();
+            let is_it = |other: &Debt| other.borrowed.guest == debt.borrowed.guest;
+            let Some(place) = owed.debts.iter().position(is_it) else { continue };
+            match left {
+                Some(left) => owed.debts[place] = left,
+                None => {
+                    owed.debts.remove(place);
+                    remove(&self.path(&debt));
+                }
+            }
+        }
+    }
+
+    /// What is left of a debt; `None` where everybody has been told.
+    fn pay_one(&self, debt: &Debt) -> Option<Debt> {
+        let Debt { vm, epoch, borrowed, warned } = debt;
+        let lenders = borrowed.lenders(self.credentials.as_ref());
+        let mut left = borrowed.clone();
+        for lender in lenders {
+            match give_back(&lender, borrowed.claim(*epoch), borrowed.chunks) {
+                Ok(()) => {
+                    tracing::info!(vm, peer = lender.peer, "what it lent is given back");
+                    left.hosts.retain(|host| host.peer != lender.peer);
+                }
+                Err(error) if *warned => tracing::debug!(vm, peer = lender.peer, %error, "not told yet"),
+                Err(error) => {
+                    tracing::warn!(
+                        vm, peer = lender.peer, %error,
+                        "a memory host was not told that it has its memory back: it will be"
+                    );
+                }
+            }
+        }
+        let left = Debt { borrowed: left, warned: true, ..debt.clone() };
+        if left.borrowed != debt.borrowed
+            && !left.borrowed.hosts.is_empty()
+            && let Err(error) = write_record(&self.path(&left), &left)
+        {
+            tracing::warn!(vm, %error, "cannot write down which memory hosts have been told: they are told again");
+        }
+        (!left.borrowed.hosts.is_empty()).then_some(left)
+    }
+
+    fn path(&self, debt: &Debt) -> PathBuf {
+        self.dir.join(format!("{:032x}.json", debt.borrowed.guest))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Owed> {
+        self.owed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn is_split(machines: &[VmRecord], guest: u128) -> bool {
+    machines.iter().filter_map(|record| record.split.as_ref()).any(|split| split.borrowed.guest == guest)
+}
+
+fn remove(path: &Path) {
+    if let Err(error) = std::fs::remove_file(path)
+        && error.kind() != std::io::ErrorKind::NotFound
+    {
+        tracing::warn!(path = %path.display(), %error, "cannot remove the record of a debt that is paid");
+    }
+}

@@ -1,0 +1,240 @@
+//! A Linux guest that writes all the time, a part of whose memory is at memory hosts.
+
+use std::time::Duration;
+
+use serde_json::Value;
+use sterna_api::{SplitReport, Status};
+use sterna_bench::load::now_us;
+use sterna_system_tests::cli::{self, Answer, Attempt};
+use sterna_system_tests::needs::times;
+use sterna_system_tests::random::Random;
+use sterna_system_tests::site::files;
+use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
+
+const MIB: u64 = 1 << 20;
+/// How much of the guest stays here, MiB of 256.
+const HERE: u64 = 96;
+
+/// A guest on `a`, and two hosts that lend.
+fn site() -> Site {
+    let mut site = Site::start(&Plan { hosts: ["a", "b", "c"].map(str::to_owned).into(), ..Plan::small() });
+    for host in ["b", "c"] {
+        site.configure(host, "lend_memory = \"400M\"");
+    }
+    site
+}
+
+/// The words of `sterna split`.
+fn words(site: &Site, here_mib: u64) -> Vec<String> {
+    let memory = |host| format!("{}=120M", site.host(host).listen());
+    let words = ["split", &site.guest.name, "--json", "-", "--main", &format!("here={here_mib}M")];
+    let words = words.map(str::to_owned).into_iter();
+    words.chain(["b", "c"].into_iter().flat_map(|host| ["--memory".into(), memory(host)])).collect()
+}
+
+fn ask(site: &Site, words: &[String]) -> Answer {
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    cli::ask(site.here(), &words)
+}
+
+fn split(site: &Site, here_mib: u64) -> SplitReport {
+    completed(&ask(site, &words(site, here_mib)))
+}
+
+fn merge_words(site: &Site) -> Vec<String> {
+    ["merge", &site.guest.name, "--json", "-"].map(str::to_owned).into()
+}
+
+fn merge(site: &Site) -> SplitReport {
+    completed(&ask(site, &merge_words(site)))
+}
+
+fn report(answer: &Answer) -> SplitReport {
+    serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("no report: {error}: {answer:#?}"))
+}
+
+fn completed(answer: &Answer) -> SplitReport {
+    answer.expect(0, &[]);
+    let report = report(answer);
+    assert_eq!((report.status, report.error.as_ref()), (Status::Completed, None), "{report:?}");
+    report
+}
+
+/// What is elsewhere of the guest; `None` where it is not split.
+fn away(site: &Site) -> Option<u64> {
+    let answer = cli::ask(site.here(), &["show", &site.guest.name, "--json"]);
+    let vm: Value = serde_json::from_str(&answer.stdout).unwrap_or_default();
+    vm["split"]["away_pages"].as_u64()
+}
+
+/// Both memory hosts have all of their memory back.
+fn all_is_given_back(site: &Site) {
+    let used = |host: &str| -> u64 {
+        let answer = cli::ask(site.host(host), &["lent", "--json"]);
+        let lent: Value = serde_json::from_str(&answer.stdout).unwrap_or_default();
+        lent["granted_bytes"].as_u64().unwrap_or(1)
+    };
+    site.eventually("memory hosts have all of their memory back", || ["b", "c"].iter().all(|host| used(host) == 0));
+}
+
+#[test]
+fn a_guest_runs_on_while_a_part_of_it_leaves_whoever_dies_and_comes_back_whole() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let mut site = site();
+    site.checker_is_well();
+    let report = split(&site, HERE);
+    println!("{report:?}");
+    assert!(report.allocated_after_bytes <= HERE * MIB && report.away_pages > 0, "{report:?}");
+    site.checker_is_well();
+    let told = site.told_at("a");
+    assert!(told.contains("at memory hosts") && told.contains(&site.host("c").listen()), "{told}");
+    let there = site.host("b").listen();
+    cli::ask(site.here(), &["migrate", &site.guest.name, "--to", &there]).expect(1, &["memory hosts", "sterna merge"]);
+
+    // Each daemon dies once. Where it is the guest's own, whoever needs a page waits for the next.
+    for host in ["b", "a", "c", "a"] {
+        site.kill_daemon(host);
+        std::thread::sleep(Duration::from_millis(300));
+        site.start_daemon(host);
+        site.checker_is_well();
+        site.eventually("it is split still, and its hosts answer", || {
+            let told = site.told_at("a");
+            told.contains("at memory hosts") && !told.contains("waiting for")
+        });
+    }
+    // More of it, and less.
+    split(&site, 2 * HERE);
+    let report = split(&site, HERE / 2);
+    assert!(report.allocated_after_bytes <= HERE / 2 * MIB, "{report:?}");
+    site.checker_is_well();
+
+    let report = merge(&site);
+    println!("{report:?}");
+    assert!(report.away_pages == 0 && report.in_pages > 0, "{report:?}");
+    all_is_given_back(&site);
+    site.checker_is_well();
+    // It is a guest as any other.
+    site.migrate(&[]);
+    site.checker_is_well();
+    site.ran_on_one_host_at_a_time();
+}
+
+/// Ctrl-C at a split leaves the machine as it was; at a merge, split.
+#[test]
+fn what_is_called_off_is_as_it_was_before() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let mut site = site();
+    // One memory host is not there, so it does not end.
+    let hang = |site: &mut Site, words: &[String]| {
+        site.kill_daemon("c");
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        Attempt::run(site.here(), &words)
+    };
+    split(&site, HERE);
+    let words = merge_words(&site);
+    let running = hang(&mut site, &words);
+    site.eventually("its memory comes back", || away(&site).is_some_and(|pages| pages > 0));
+    std::thread::sleep(Duration::from_millis(500));
+    running.interrupt();
+    let answer = running.end();
+    answer.expect(3, &["cancel"]);
+    assert_eq!(report(&answer).status, Status::Cancelled);
+    assert!(away(&site).is_some(), "it is split still");
+    site.start_daemon("c");
+    site.checker_is_well();
+    merge(&site);
+    all_is_given_back(&site);
+
+    // Many a page leaves before nothing is left that may: the guest itself uses more than that.
+    let words = super_small(&site);
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let mut running = Attempt::run(site.here(), &words);
+    site.eventually("pages leave", || away(&site).is_some_and(|pages| pages > 1000) || running.has_ended());
+    if !running.has_ended() {
+        running.interrupt();
+        let answer = running.end();
+        println!("{answer:?}");
+        if answer.code != 0 {
+            answer.expect(3, &["cancel"]);
+            assert_eq!(away(&site), None, "it is not split any more");
+            all_is_given_back(&site);
+        }
+    }
+    site.checker_is_well();
+}
+
+/// As little as may stay: QEMU, the guest's kernel and its checker use more.
+fn super_small(site: &Site) -> Vec<String> {
+    words(site, 16).iter().map(|word| word.replace("=120M", "=250M")).collect()
+}
+
+#[test]
+fn a_daemon_that_is_killed_at_any_moment_leaves_a_guest_that_can_be_merged() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let mut site = site();
+    let seed = std::env::var("STERNA_SEED").ok().and_then(|word| word.parse().ok());
+    let seed = seed.unwrap_or_else(|| now_us().unsigned_abs());
+    println!("STERNA_SEED={seed}");
+    let mut random = Random(seed);
+    let (mut round, mut cut_off) = (0, 0);
+    // At least twice in the middle of something.
+    while round < times(6, 60) || cut_off < 2 {
+        round += 1;
+        assert!(round < 200, "no daemon was ever killed in the middle");
+        let words = match (away(&site), random.below(2)) {
+            (None, _) => words(&site, HERE),
+            (Some(_), 0) => words(&site, HERE / 2 + random.below(HERE)),
+            (Some(_), _) => merge_words(&site),
+        };
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let running = Attempt::run(site.here(), &words);
+        std::thread::sleep(Duration::from_millis(random.below(400)));
+        let host = ["a", "a", "b", "c"][random.below(4) as usize];
+        site.kill_daemon(host);
+        if host != "a" {
+            std::thread::sleep(Duration::from_millis(random.below(500)));
+            site.start_daemon(host);
+        }
+        let answer = running.end();
+        println!("round {round}: {}, daemon of {host} killed: exit status {}", words[0], answer.code);
+        cut_off += u32::from(answer.code == 5);
+        if host == "a" {
+            assert!([0, 5].contains(&answer.code), "{answer:#?}");
+            site.start_daemon(host);
+        }
+        site.checker_is_well();
+    }
+    println!("{cut_off} were cut off");
+    site.eventually("it is merged", || match away(&site) {
+        None => true,
+        Some(_) => ask(&site, &merge_words(&site)).code == 0,
+    });
+    all_is_given_back(&site);
+    site.checker_is_well();
+    site.migrate(&[]);
+}
+
+#[test]
+fn a_split_guest_that_ends_leaves_nothing_behind_anywhere() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let mut site = site();
+    split(&site, HERE);
+    // While one of its hosts is away: nobody waits for it.
+    site.kill_daemon("b");
+    cli::ask(site.here(), &["stop", &site.guest.name, "--force"]).expect(0, &[]);
+    assert!(files(site.here()).is_empty(), "{:?}", files(site.here()));
+    site.start_daemon("b");
+    all_is_given_back(&site);
+}
