@@ -22,6 +22,8 @@ mod link;
 mod machines;
 /// `migrate` and `cancel`.
 mod migrate;
+/// Long commands on one machine.
+mod patience;
 /// Progress on a terminal and in plain lines.
 mod progress;
 /// `reclaim`.

@@ -1,19 +1,16 @@
 //! `sterna reclaim`: a guest's free memory is given back to its host.
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
-use hyper::Method;
 use sterna_api::units::show_size;
 use sterna_api::{ReclaimMethod, ReclaimRequest, Reclaimed, Status};
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::arguments::Reclaim;
 use crate::client::{Client, escape};
-use crate::failure::{CANCELLED, FAILED, Failure, describe};
-use crate::machines::write_json;
+use crate::failure::Failure;
+use crate::patience::{End, wait};
 use crate::table::text_of;
 
 /// Makes the daemon take the guest's free memory, and shows the result. Ctrl-C ends the work, and this still waits for
@@ -22,41 +19,13 @@ use crate::table::text_of;
 /// # Errors
 /// The daemon's problem.
 pub async fn reclaim(client: &Client, wanted: &Reclaim) -> Result<ExitCode, Failure> {
-    let name = escape(&wanted.name);
     let request = ReclaimRequest { method: wanted.method.into() };
-    let mut interrupts =
-        signal(SignalKind::interrupt()).map_err(|error| Failure::host("cannot hear Ctrl-C", &error))?;
-    let path = format!("/v1/vms/{name}/reclaim");
-    let asked = client.post(&path, &request);
-    tokio::pin!(asked);
-    let done: Reclaimed = loop {
-        tokio::select! {
-            done = &mut asked => break done?,
-            _ = interrupts.recv() => {
-                match client.command(Method::POST, &format!("/v1/vms/{name}/cancel")).await {
-                    Ok(()) => eprintln!("cancelling; what was taken stays taken"),
-                    Err(failure) => eprintln!("{}", failure.problem.message),
-                }
-            }
-        }
-    };
+    let path = format!("/v1/vms/{}/reclaim", escape(&wanted.name));
+    let (asked, cancelling) = (client.post(&path, &request), "cancelling; what was taken stays taken");
+    let done: Reclaimed = wait(client, &wanted.name, asked, cancelling, async || ()).await?;
     let text = show(&done);
-    if wanted.json.as_deref() == Some(Path::new("-")) {
-        eprint!("{text}");
-    } else {
-        print!("{text}");
-    }
-    if let Some(problem) = &done.error {
-        eprint!("{}", describe(&done.vm, problem));
-    }
-    if let Some(path) = &wanted.json {
-        write_json(path, &done)?;
-    }
-    Ok(ExitCode::from(match done.status {
-        Status::Completed => 0,
-        Status::Cancelled => CANCELLED,
-        Status::Failed => FAILED,
-    }))
+    let end = End { vm: &done.vm, status: done.status, error: done.error.as_ref(), text: &text };
+    end.tell(&done, wanted.json.as_deref())
 }
 
 fn show(done: &Reclaimed) -> String {

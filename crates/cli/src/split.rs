@@ -1,26 +1,20 @@
 //! `sterna split` and `sterna merge`: a part of a machine's memory leaves for memory hosts, and comes back.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
-use hyper::Method;
 use serde::Serialize;
 use sterna_api::split::Split as Shown;
 use sterna_api::units::show_size;
 use sterna_api::{SplitReport, SplitRequest, Status, Vm};
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::arguments::{Merge, Split};
 use crate::client::{Client, escape};
-use crate::failure::{CANCELLED, FAILED, Failure, describe};
-use crate::machines::write_json;
+use crate::failure::Failure;
+use crate::patience::{End, wait};
 use crate::table::text_of;
-
-/// How often it is looked whether a memory host is waited for.
-const LOOK: Duration = Duration::from_secs(1);
 
 /// Has a part of a machine's memory leave. Ctrl-C undoes it.
 ///
@@ -30,7 +24,7 @@ pub async fn split(client: &Client, wanted: Split) -> Result<ExitCode, Failure> 
     let request = SplitRequest { here_bytes: wanted.main, memory: wanted.memory };
     let report = ask(client, &wanted.name, "split", &request).await?;
     let text = table(&report, &format!("{} of it here at most", show_size(report.here_bytes)));
-    tell(&report, &text, wanted.json)
+    tell(&report, &text, wanted.json.as_deref())
 }
 
 /// Brings all of a machine's memory here. After Ctrl-C it stays split.
@@ -40,37 +34,23 @@ pub async fn split(client: &Client, wanted: Split) -> Result<ExitCode, Failure> 
 pub async fn merge(client: &Client, wanted: Merge) -> Result<ExitCode, Failure> {
     let report = ask(client, &wanted.name, "merge", &()).await?;
     let text = table(&report, "all of it here");
-    tell(&report, &text, wanted.json)
+    tell(&report, &text, wanted.json.as_deref())
 }
 
 /// Asks, and waits for the answer; meanwhile people are told what it waits for.
 async fn ask(client: &Client, name: &str, what: &str, request: &impl Serialize) -> Result<SplitReport, Failure> {
     let vm = format!("/v1/vms/{}", escape(name));
-    let mut interrupts =
-        signal(SignalKind::interrupt()).map_err(|error| Failure::host("cannot hear Ctrl-C", &error))?;
     let path = format!("{vm}/{what}");
-    let asked = client.post(&path, request);
-    tokio::pin!(asked);
     let mut told = String::new();
-    loop {
-        tokio::select! {
-            done = &mut asked => return done,
-            _ = interrupts.recv() => {
-                match client.command(Method::POST, &format!("{vm}/cancel")).await {
-                    Ok(()) => eprintln!("cancelling; it ends as it was before"),
-                    Err(failure) => eprintln!("{}", failure.problem.message),
-                }
-            }
-            () = tokio::time::sleep(LOOK) => {
-                let shown = client.get::<Vm>(&vm).await.ok().and_then(|vm| vm.split);
-                let waits = shown.as_ref().map(waits).unwrap_or_default();
-                if waits != told && !waits.is_empty() {
-                    eprintln!("{waits}");
-                }
-                told = waits;
-            }
+    let look = async || {
+        let shown = client.get::<Vm>(&vm).await.ok().and_then(|vm| vm.split);
+        let waits = shown.as_ref().map(waits).unwrap_or_default();
+        if waits != told && !waits.is_empty() {
+            eprintln!("{waits}");
         }
-    }
+        told = waits;
+    };
+    wait(client, name, client.post(&path, request), "cancelling; it ends as it was before", look).await
 }
 
 /// What a machine waits for, in a line.
@@ -81,23 +61,9 @@ fn waits(shown: &Shown) -> String {
     hosts.chain(stuck).collect::<Vec<_>>().join("; ")
 }
 
-fn tell(report: &SplitReport, text: &str, json: Option<PathBuf>) -> Result<ExitCode, Failure> {
-    if json.as_deref() == Some(Path::new("-")) {
-        eprint!("{text}");
-    } else {
-        print!("{text}");
-    }
-    if let Some(problem) = &report.error {
-        eprint!("{}", describe(&report.vm, problem));
-    }
-    if let Some(path) = &json {
-        write_json(path, report)?;
-    }
-    Ok(ExitCode::from(match report.status {
-        Status::Completed => 0,
-        Status::Cancelled => CANCELLED,
-        Status::Failed => FAILED,
-    }))
+fn tell(report: &SplitReport, text: &str, json: Option<&Path>) -> Result<ExitCode, Failure> {
+    let (status, error) = (report.status, report.error.as_ref());
+    End { vm: &report.vm, status, error, text }.tell(report, json)
 }
 
 fn table(report: &SplitReport, now: &str) -> String {

@@ -17,7 +17,6 @@ use std::time::Duration;
 use sterna_api::units::{milliseconds, show_size};
 use sterna_api::{Blame, Code, Problem, SplitReport, SplitRequest, Status};
 use sterna_engine::error::MigrateError;
-use sterna_engine::memory::kind;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::paging::Pager;
 use sterna_engine::split::loans::borrow;
@@ -28,7 +27,6 @@ use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::VmmError;
 use sterna_sys::PAGE_BYTES;
 use sterna_sys::host::random_u128;
-use sterna_sys::map::Access;
 
 use self::loans::Loans;
 use crate::care::Care;
@@ -37,7 +35,7 @@ use crate::machines::claim::Claimed;
 use crate::machines::hold::{Activity, Connection, Hold, Shown, cancel};
 use crate::machines::record::VmRecord;
 use crate::machines::split::{Borrowed, EpochFile, Remote, SplitRecord};
-use crate::migration::paging::means;
+use crate::migration::paging::pager;
 use crate::problems::host;
 use crate::state::StateDir;
 
@@ -221,10 +219,7 @@ impl Splits {
                 NotOpened { problem, asked }
             })?;
         }
-        let (means, addresses) = means(record, map)?;
-        let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
-        let ram = kind::open(&blocks, Access::ReadWrite).map_err(MigrateError::from);
-        let pager = ram.and_then(|ram| Pager::open(ram, means, None)).map_err(|error| error.problem())?;
+        let pager = pager(record, map, |ram, means| Pager::open(ram, means, None))?;
         let begun = Split::begin(Arc::clone(&pager), lenders, (borrowed.guest, borrowed.key), Box::new(epochs));
         let split = begun.map_err(|error| {
             pager.end();

@@ -18,7 +18,7 @@ use sterna_api::{Blame, Code, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::host::MigrationId;
 use sterna_engine::inside::InsideQemu;
-use sterna_engine::memory::kind;
+use sterna_engine::memory::{Memory, kind};
 use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_protocol::layout::PAGE_BYTES;
@@ -75,6 +75,21 @@ fn in_small_pages(blocks: &[Block]) -> Result<(), Problem> {
         show_size(block.page_bytes)
     );
     Err(Problem::new(Code::HugePages, Blame::Request, why))
+}
+
+/// The pager of a machine, which `make` makes of its RAM and of what else it takes; `map` is the map of missing pages.
+///
+/// # Errors
+/// A [`Problem`]: as [`means`], the RAM files cannot be opened, or what `make` said.
+pub fn pager(
+    record: &VmRecord,
+    map: &Path,
+    make: impl FnOnce(Arc<dyn Memory>, PagingMeans) -> Result<Arc<Pager>, MigrateError>,
+) -> Result<Arc<Pager>, Problem> {
+    let (means, addresses) = means(record, map)?;
+    let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
+    let ram = kind::open(&blocks, Access::ReadWrite).map_err(MigrateError::from);
+    ram.and_then(|ram| make(ram, means)).map_err(|error| error.problem())
 }
 
 /// Opens the map's file, or makes it where there is none; for the daemon alone.

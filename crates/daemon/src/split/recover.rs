@@ -13,20 +13,17 @@ use std::io;
 use std::sync::Arc;
 
 use sterna_api::{Code, Problem, SplitReport};
-use sterna_engine::error::MigrateError;
-use sterna_engine::memory::kind;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::paging::Pager;
 use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_engine::split::Split;
 use sterna_engine::split::room::Room;
-use sterna_sys::map::Access;
 
 use super::{RETRY, Splits, alive};
 use crate::machines::control::Control;
 use crate::machines::record::VmRecord;
 use crate::machines::split::{EpochFile, Remote, SplitRecord};
-use crate::migration::paging::means;
+use crate::migration::paging::pager;
 use crate::problems::host;
 
 impl Splits {
@@ -135,9 +132,5 @@ fn has_map(record: &VmRecord, split: &SplitRecord) -> io::Result<bool> {
 }
 
 fn take_over(record: &VmRecord, split: &SplitRecord) -> Result<Arc<Remote>, Problem> {
-    let (means, addresses) = means(record, &split.map)?;
-    let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the RAM files", &error))?;
-    let ram = kind::open(&blocks, Access::ReadWrite).map_err(MigrateError::from);
-    let pager = ram.and_then(|ram| Pager::recover(ram, means)).map_err(|error| error.problem())?;
-    Ok(Remote::found(pager))
+    pager(record, &split.map, Pager::recover).map(Remote::found)
 }
