@@ -298,16 +298,16 @@ fn last_words(qemu: &mut Child, status: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
-
     use super::*;
 
     /// A shell script in QEMU's place. The console's file is its last argument.
     fn qemu(dir: &Path, does: &str) -> Guest {
-        let path = dir.join("qemu");
+        let (source, path) = (dir.join("text"), dir.join("qemu"));
         let text = format!("#!/bin/sh\nfor last; do :; done\nconsole=${{last#file:}}\n{does}\n");
-        fs::write(&path, text).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        fs::write(&source, text).unwrap();
+        // By a process of its own: a child that another test starts meanwhile would have it open for writing, too, and
+        // nobody can run it then.
+        assert!(Command::new("install").args(["-m", "755"]).args([&source, &path]).status().unwrap().success());
         Guest { qemu: path, kernel: "/kernel".into(), initrd: "/initrd".into() }
     }
 

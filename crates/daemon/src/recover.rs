@@ -66,8 +66,8 @@ use crate::migration::waiting::wait_for_verdict;
 use crate::qemu::launch::qmp_socket;
 use crate::reclaim::by_balloon::deflate_left_over;
 use crate::several;
-use crate::split::Splits;
 use crate::split::loans::Loans;
+use crate::split::{self, Splits};
 use crate::state::StateDir;
 
 /// The parts that are needed to take up what an earlier daemon left.
@@ -155,7 +155,7 @@ impl Recovery<'_> {
             return self.machines().forget(&name, record.process);
         }
         // First of all: what is away must not read as zeros, and QEMU itself may wait for it, and answer nobody.
-        let record = self.splits.recover(&record);
+        let record = split::recover::recover(self.splits, &record);
         if record.split.is_some() {
             return self.care.settle(&record);
         }

@@ -46,7 +46,7 @@ mod checks;
 pub mod loans;
 
 /// Machines that an earlier daemon has left split.
-mod recover;
+pub mod recover;
 
 /// How often it is looked how far pages have left.
 const LOOK: Duration = Duration::from_millis(10);

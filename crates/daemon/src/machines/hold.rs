@@ -103,8 +103,8 @@ pub trait Activity: Any + Debug + Send + Sync {
         false
     }
 
-    /// Whether it can be done with a machine a part of whose memory is at memory hosts: whoever looks at its memory sees
-    /// zeros there.
+    /// Whether it can be done with a machine a part of whose memory is at memory hosts. Whoever looks at that part sees
+    /// zeros.
     fn may_be_split(&self) -> bool {
         false
     }

@@ -49,7 +49,8 @@ enum Found {
     Some(Arc<Pager>),
 }
 
-/// What it takes here to let a machine run while pages are missing, with the addresses of its RAM blocks; or why it is impossible.
+/// What it takes here to let a machine run while pages are missing, with the addresses of its RAM blocks; or why it is
+/// impossible.
 ///
 /// # Errors
 /// A [`Problem`]: this kernel, the machine's RAM or its agent does not allow it.

@@ -17,8 +17,8 @@ use crate::machines::table::Machines;
 
 /// The pause between two looks at least.
 const PAUSE: Duration = Duration::from_secs(2);
-/// A look's processor time is less than this part of the pause after it: looking costs one processor at most 2 %. By the
-/// clock a look takes any time where the processors are busy, and just then memory must not stay for minutes.
+/// A look's processor time is less than this part of the pause after it: looking costs one processor at most 2 %. By
+/// the clock a look takes any time where the processors are busy, and just then memory must not stay for minutes.
 const PART: u32 = 50;
 
 /// Begins to look, on a thread of its own, for as long as this daemon runs.

@@ -3,8 +3,8 @@
 //! * *Nothing may have left yet* (there is no map of missing pages): the machine is as any other, and what its memory
 //!   hosts have granted is given back.
 //! * *Pages may be away*: the agent's userfaultfd and the map are taken over at once, so that the guest runs on with
-//!   what is here. Its memory hosts are asked until all of them answer; then it is split as before, or merged where that
-//!   had begun.
+//!   what is here. Its memory hosts are asked until all of them answer; then it is split as before, or merged where
+//!   that had begun.
 //! * *They cannot be taken over*: what is away would read as zeros where the agent does not hold it back any more, so
 //!   the guest is stopped.
 
@@ -26,100 +26,98 @@ use crate::machines::split::{EpochFile, Remote, SplitRecord};
 use crate::migration::paging::pager;
 use crate::problems::host;
 
-impl Splits {
-    /// Takes over a machine that an earlier daemon has left split; its record as it is now. Where it is not split any
-    /// more, all of its memory is here.
-    pub fn recover(self: &Arc<Self>, record: &VmRecord) -> VmRecord {
-        let Some(split) = &record.split else { return record.clone() };
-        match has_map(record, split) {
-            Ok(false) => {
-                tracing::info!(vm = %record.name, "it was to be split, and nothing of it has left");
-                self.forget(record);
-                return VmRecord { split: None, ..record.clone() };
+/// Takes over a machine that an earlier daemon has left split; its record as it is now. Where it is not split any
+/// more, all of its memory is here.
+pub fn recover(splits: &Arc<Splits>, record: &VmRecord) -> VmRecord {
+    let Some(split) = &record.split else { return record.clone() };
+    match has_map(record, split) {
+        Ok(false) => {
+            tracing::info!(vm = %record.name, "it was to be split, and nothing of it has left");
+            splits.forget(record);
+            return VmRecord { split: None, ..record.clone() };
+        }
+        Ok(true) => match take_over(record, split) {
+            Ok(remote) => {
+                tracing::info!(vm = %record.name, away = remote.pager.missing(), "a part of it is at memory hosts");
+                splits.keep_remote(&record.name, Some(&remote));
+                go_on_later(splits, record, remote);
             }
-            Ok(true) => match take_over(record, split) {
-                Ok(remote) => {
-                    tracing::info!(vm = %record.name, away = remote.pager.missing(), "a part of it is at memory hosts");
-                    self.keep_remote(&record.name, Some(&remote));
-                    self.go_on_later(record, remote);
-                }
-                Err(problem) => self.hold_back(record, &problem),
-            },
-            Err(error) => self.hold_back(record, &host("cannot read which of its pages are away", &error)),
-        }
-        record.clone()
+            Err(problem) => hold_back(splits, record, &problem),
+        },
+        Err(error) => hold_back(splits, record, &host("cannot read which of its pages are away", &error)),
     }
+    record.clone()
+}
 
-    /// Asks a machine's memory hosts until all of them answer, and goes on then.
-    fn go_on_later(self: &Arc<Self>, record: &VmRecord, remote: Arc<Remote>) {
-        let (splits, record) = (Arc::clone(self), record.clone());
-        let name = format!("split-{}", record.name);
-        let go_on = move || {
-            while alive(&record).is_ok() {
-                match splits.go_on(&record, &remote) {
-                    Ok(()) => return,
-                    Err(problem) => {
-                        tracing::debug!(vm = %record.name, "{}", problem.with_causes());
-                        remote.not_answered(problem);
-                    }
-                }
-                std::thread::sleep(RETRY);
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name(name).spawn(go_on) {
-            tracing::error!(%error, "cannot start the thread that asks a machine's memory hosts");
-        }
-    }
-
-    fn go_on(&self, record: &VmRecord, remote: &Arc<Remote>) -> Result<(), Problem> {
-        let Some(SplitRecord { borrowed, here_bytes, merging, .. }) = &record.split else { return Ok(()) };
-        let epochs = EpochFile::of(&self.care.machines.dir(&record.name));
-        let (lenders, guest) = (borrowed.lenders(self.credentials.as_ref()), (borrowed.guest, borrowed.key));
-        let split = Split::recover(Arc::clone(&remote.pager), lenders, guest, Box::new(epochs));
-        let split = split.map_err(|error| error.problem())?;
-        tracing::info!(vm = %record.name, "its memory hosts have answered");
-        if !*merging {
-            split.keep_to(Room::of(*here_bytes)).map_err(|error| error.problem())?;
-        }
-        remote.answered(split);
-        if *merging {
-            self.end_merge(record);
-        }
-        Ok(())
-    }
-
-    /// Ends a merge that an earlier daemon had begun; whoever cancels it leaves the machine split.
-    fn end_merge(&self, record: &VmRecord) {
-        let name = &record.name;
-        while alive(record).is_ok() {
-            match self.merge(name, &Arc::new(Monitor::new(name))) {
-                // Somebody does something else with it, or it is still being taken over.
-                Err(problem) if problem.code == Code::VmBusy => std::thread::sleep(RETRY),
+/// Asks a machine's memory hosts until all of them answer, and goes on then.
+fn go_on_later(splits: &Arc<Splits>, record: &VmRecord, remote: Arc<Remote>) {
+    let (splits, record) = (Arc::clone(splits), record.clone());
+    let name = format!("split-{}", record.name);
+    let ask = move || {
+        while alive(&record).is_ok() {
+            match go_on(&splits, &record, &remote) {
+                Ok(()) => return,
                 Err(problem) => {
-                    return tracing::warn!(vm = %name, "its merge is not gone on with: {}", problem.with_causes());
+                    tracing::debug!(vm = %record.name, "{}", problem.with_causes());
+                    remote.not_answered(problem);
                 }
-                Ok(SplitReport { error: Some(problem), .. }) => {
-                    return tracing::warn!(vm = %name, "its merge came to nothing: {}", problem.with_causes());
-                }
-                Ok(_) => return,
             }
+            std::thread::sleep(RETRY);
         }
+    };
+    if let Err(error) = std::thread::Builder::new().name(name).spawn(ask) {
+        tracing::error!(%error, "cannot start the thread that asks a machine's memory hosts");
     }
+}
 
-    /// Stops a guest whose pages nothing can bring. Threads that wait for a page go on waiting. If the agent does not
-    /// hold the pages back any more, the guest must not see the zeros in their place.
-    fn hold_back(&self, record: &VmRecord, problem: &Problem) {
-        let why = problem.with_causes();
-        tracing::error!(
-            vm = %record.name,
-            "ITS PAGES AT MEMORY HOSTS CANNOT BE BROUGHT, it is stopped and must not be let run: {why}"
-        );
-        if let Err(problem) = Control::connect(&record.qmp).and_then(|mut control| control.send("stop")) {
-            tracing::error!(vm = %record.name, "nor can it be stopped: {}", problem.message);
-        }
-        let note = format!("stopped, its pages at memory hosts cannot be brought: {why}");
-        self.care.machines.mark(&record.name, note);
+fn go_on(splits: &Splits, record: &VmRecord, remote: &Arc<Remote>) -> Result<(), Problem> {
+    let Some(SplitRecord { borrowed, here_bytes, merging, .. }) = &record.split else { return Ok(()) };
+    let epochs = EpochFile::of(&splits.care.machines.dir(&record.name));
+    let (lenders, guest) = (borrowed.lenders(splits.credentials.as_ref()), (borrowed.guest, borrowed.key));
+    let split = Split::recover(Arc::clone(&remote.pager), lenders, guest, Box::new(epochs));
+    let split = split.map_err(|error| error.problem())?;
+    tracing::info!(vm = %record.name, "its memory hosts have answered");
+    if !*merging {
+        split.keep_to(Room::of(*here_bytes)).map_err(|error| error.problem())?;
     }
+    remote.answered(split);
+    if *merging {
+        end_merge(splits, record);
+    }
+    Ok(())
+}
+
+/// Ends a merge that an earlier daemon had begun; whoever cancels it leaves the machine split.
+fn end_merge(splits: &Splits, record: &VmRecord) {
+    let name = &record.name;
+    while alive(record).is_ok() {
+        match splits.merge(name, &Arc::new(Monitor::new(name))) {
+            // Somebody does something else with it, or it is still being taken over.
+            Err(problem) if problem.code == Code::VmBusy => std::thread::sleep(RETRY),
+            Err(problem) => {
+                return tracing::warn!(vm = %name, "its merge is not gone on with: {}", problem.with_causes());
+            }
+            Ok(SplitReport { error: Some(problem), .. }) => {
+                return tracing::warn!(vm = %name, "its merge came to nothing: {}", problem.with_causes());
+            }
+            Ok(_) => return,
+        }
+    }
+}
+
+/// Stops a guest whose pages nothing can bring. Threads that wait for a page go on waiting. If the agent does not
+/// hold the pages back any more, the guest must not see the zeros in their place.
+fn hold_back(splits: &Splits, record: &VmRecord, problem: &Problem) {
+    let why = problem.with_causes();
+    tracing::error!(
+        vm = %record.name,
+        "ITS PAGES AT MEMORY HOSTS CANNOT BE BROUGHT, it is stopped and must not be let run: {why}"
+    );
+    if let Err(problem) = Control::connect(&record.qmp).and_then(|mut control| control.send("stop")) {
+        tracing::error!(vm = %record.name, "nor can it be stopped: {}", problem.message);
+    }
+    let note = format!("stopped, its pages at memory hosts cannot be brought: {why}");
+    splits.care.machines.mark(&record.name, note);
 }
 
 /// Whether pages of a machine may have left.

@@ -106,6 +106,8 @@ impl SplitError {
 
 fn refused(peer: &str, refusal: &Refusal) -> Problem {
     let problem = Problem::new(Code::LoanRefused, Blame::Peer, format!("memory host {peer} refused: {refusal}"));
+    // Some refusals are in the memory host's own words.
+    let problem = problem.from_outside();
     match refusal {
         Refusal::LendsNothing => problem.hint("'lend_memory' in its sternad.toml is what it lends"),
         Refusal::Budget { .. } | Refusal::Full { .. } => {
