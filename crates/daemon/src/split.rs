@@ -35,7 +35,7 @@ use crate::machines::claim::Claimed;
 use crate::machines::hold::{Activity, Connection, Hold, Shown, cancel};
 use crate::machines::record::VmRecord;
 use crate::machines::split::{Borrowed, EpochFile, Remote, SplitRecord};
-use crate::migration::paging::pager;
+use crate::migration::paging::{pager, remove_map};
 use crate::problems::host;
 use crate::state::StateDir;
 
@@ -298,7 +298,7 @@ impl Splits {
         if let Some(split) = &record.split
             && stored
         {
-            remove_map(split);
+            remove_map(&split.map);
         }
         self.loans.pay();
     }
@@ -369,14 +369,6 @@ fn with(record: &VmRecord, split: SplitRecord) -> VmRecord {
     VmRecord { split: Some(split), ..record.clone() }
 }
 
-fn remove_map(split: &SplitRecord) {
-    if let Err(error) = std::fs::remove_file(&split.map)
-        && error.kind() != std::io::ErrorKind::NotFound
-    {
-        tracing::warn!(path = %split.map.display(), %error, "cannot remove a map of missing pages");
-    }
-}
-
 fn report(record: &VmRecord, monitor: &Monitor, (before, account): (u64, Account), split: &Split) -> SplitReport {
     let now = split.account();
     SplitReport {
@@ -397,18 +389,14 @@ fn report(record: &VmRecord, monitor: &Monitor, (before, account): (u64, Account
 }
 
 /// How work ended that came to nothing, where putting things back as they were worked, or did not.
-fn ended_by(problem: Problem, undone: Result<(), Problem>) -> (Status, Option<Problem>) {
-    let mut problem = problem;
+fn ended_by(mut problem: Problem, undone: Result<(), Problem>) -> (Status, Option<Problem>) {
     let mut status = Status::Failed;
     if problem.code == Code::Cancelled {
         (status, problem.message) = (Status::Cancelled, "it was cancelled".into());
     }
-    let problem = match undone {
-        Ok(()) => problem,
-        Err(why) => {
-            problem.cause.push(format!("and it is not as it was before: {}", why.with_causes()));
-            problem.hint("'sterna merge' brings all of it here once its memory hosts answer")
-        }
-    };
+    if let Err(why) = undone {
+        problem.cause.push(format!("and it is not as it was before: {}", why.with_causes()));
+        problem = problem.hint("'sterna merge' brings all of it here once its memory hosts answer");
+    }
     (status, Some(problem))
 }

@@ -303,7 +303,11 @@ impl Machines {
         }
         if let Some(remote) = remote {
             // It may wait for a memory host that is silent, and nothing here waits for it.
-            std::thread::spawn(move || remote.end());
+            let ending = Arc::clone(&remote);
+            let spawned = std::thread::Builder::new().name("end-split".into()).spawn(move || ending.end());
+            if spawned.is_err() {
+                remote.end();
+            }
         }
         // Whoever writes its record now writes none into the directory of the next of its name.
         let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);

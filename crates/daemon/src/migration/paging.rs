@@ -22,6 +22,7 @@ use sterna_engine::memory::{Memory, kind};
 use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_protocol::layout::PAGE_BYTES;
+use sterna_sys::host::name;
 use sterna_sys::map::Access;
 
 use super::arriving::Arriving;
@@ -57,8 +58,12 @@ enum Found {
 pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), Problem> {
     let lacks = sterna_sys::probe::missing_for_postcopy();
     if !lacks.is_empty() {
-        return Err(Problem::new(Code::NoPostcopy, Blame::Host, "this host's kernel cannot hold missing pages back")
-            .hint(lacks.join(" ")));
+        return Err(Problem::new(
+            Code::NoPostcopy,
+            Blame::Host,
+            format!("the kernel of host '{}' cannot hold missing pages back", name()),
+        )
+        .hint(lacks.join(" ")));
     }
     in_small_pages(&record.blocks)?;
     let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
@@ -68,7 +73,10 @@ pub fn means(record: &VmRecord, map: &Path) -> Result<(PagingMeans, Vec<u64>), P
 
 /// Checks that no block is in huge pages. Missing pages are held back and brought one by one, but the kernel holds back
 /// and maps a huge page as a whole.
-fn in_small_pages(blocks: &[Block]) -> Result<(), Problem> {
+///
+/// # Errors
+/// A [`Problem`] that names the block.
+pub fn in_small_pages(blocks: &[Block]) -> Result<(), Problem> {
     let Some(block) = blocks.iter().find(|block| block.page_bytes != PAGE_BYTES as u64) else { return Ok(()) };
     let why = format!(
         "RAM block '{}' is in pages of {}, and they can be held back by 4 KiB only",
@@ -98,10 +106,12 @@ fn open_map(path: &Path) -> io::Result<File> {
     File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
 }
 
-/// The map of the pages that an earlier daemon left missing; `None` where the guest was never let run before they were
-/// here.
-fn read_map(record: &VmRecord, paging: &Paging) -> io::Result<Option<Whereabouts>> {
-    let file = match File::options().read(true).write(true).open(&paging.map) {
+/// The map of the pages that an earlier daemon left missing; `None` where the guest never ran without them.
+///
+/// # Errors
+/// It cannot be read, or is not this machine's.
+pub fn read_map(record: &VmRecord, map: &Path) -> io::Result<Option<Whereabouts>> {
+    let file = match File::options().read(true).write(true).open(map) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other?,
     };
@@ -117,7 +127,7 @@ pub fn describe(entry: &Entry) -> Option<(vm::Arriving, String)> {
     let paging = record.paging.as_ref().filter(|_| !entry.hold.is::<Arriving>())?;
     let (missing, alone) = match &entry.pager {
         Some(Bringer(pager)) => (pager.missing(), pager.alone()),
-        None => (read_map(record, paging).ok().flatten().map_or(0, |map| map.away()), None),
+        None => (read_map(record, &paging.map).ok().flatten().map_or(0, |map| map.away()), None),
     };
     let mut text = whereabouts(Some(missing), &paging.from);
     if let Some(alone) = alone {
@@ -164,7 +174,7 @@ impl Pages {
                         resuming::let_run(&self.care.machines, &whole, problem.with_causes());
                     }
                 }
-                remove_map(record);
+                record.paging.iter().for_each(|paging| remove_map(&paging.map));
             }
         }
     }
@@ -286,7 +296,8 @@ impl Pages {
         if pages == Some(records::Pages::Here) {
             return Ok(Found::All);
         }
-        let map = read_map(record, paging).map_err(|error| host("cannot read the map of missing pages", &error))?;
+        let map =
+            read_map(record, &paging.map).map_err(|error| host("cannot read the map of missing pages", &error))?;
         if !are_missing(pages, map.map(|map| map.away()), &paging.map)? {
             return Ok(Found::All);
         }
@@ -359,7 +370,7 @@ impl Pages {
         // Where the disk is full, the record still says that pages are missing, and only an empty map tells the next
         // daemon that none are.
         if self.care.machines.try_store(&whole) {
-            remove_map(record);
+            record.paging.iter().for_each(|paging| remove_map(&paging.map));
         }
         whole
     }
@@ -409,12 +420,12 @@ fn guest_gone() -> Problem {
     Problem::new(Code::GuestGone, Blame::Peer, "the guest has ended at the destination")
 }
 
-fn remove_map(record: &VmRecord) {
-    if let Some(paging) = &record.paging
-        && let Err(error) = std::fs::remove_file(&paging.map)
+/// Removes a map of missing pages, where there is one: all are here.
+pub fn remove_map(map: &Path) {
+    if let Err(error) = std::fs::remove_file(map)
         && error.kind() != io::ErrorKind::NotFound
     {
-        tracing::warn!(path = %paging.map.display(), %error, "cannot remove a map of missing pages");
+        tracing::warn!(path = %map.display(), %error, "cannot remove a map of missing pages");
     }
 }
 

@@ -12,10 +12,12 @@ use crate::machines::control::Control;
 use crate::machines::reach::check_writers;
 use crate::machines::record::VmRecord;
 use crate::migration::address::check_address;
+use crate::migration::paging::in_small_pages;
 use crate::problems::invalid;
 
 /// The least that a machine keeps here: QEMU itself touches some of it all the time.
 const LEAST_HERE: u64 = 16 * CHUNK_BYTES as u64;
+
 /// Checks what needs no machine to be checked; `listen`: where other daemons reach this one.
 ///
 /// # Errors
@@ -28,7 +30,7 @@ pub(super) fn check_request(request: &SplitRequest, listen: Option<&String>) -> 
             return Err(invalid(format!("memory host {peer} is named twice")));
         }
         if listen == Some(peer) {
-            return Err(invalid(format!("{peer} is this host: memory that it lends to its own guest is none")));
+            return Err(invalid(format!("{peer} is this host, which cannot lend memory to a guest of its own")));
         }
         if *bytes < most_bytes(1) {
             let least = show_size(most_bytes(1));
@@ -53,6 +55,7 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
         let message = format!("'{name}' cannot be split: its memory is private, and pages leave shared memory only");
         return Err(Problem::new(Code::PrivateMemory, Blame::Request, message));
     }
+    in_small_pages(&record.blocks)?;
     record.check_settled()?;
     let about = Control::connect(&record.qmp)?.inspect()?;
     check_writers(name, &about)?;

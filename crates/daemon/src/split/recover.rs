@@ -8,14 +8,11 @@
 //! * *They cannot be taken over*: what is away would read as zeros where the agent does not hold it back any more, so
 //!   the guest is stopped.
 
-use std::fs::File;
-use std::io;
 use std::sync::Arc;
 
 use sterna_api::{Code, Problem, SplitReport};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::paging::Pager;
-use sterna_engine::paging::whereabouts::Whereabouts;
 use sterna_engine::split::Split;
 use sterna_engine::split::room::Room;
 
@@ -23,20 +20,20 @@ use super::{RETRY, Splits, alive};
 use crate::machines::control::Control;
 use crate::machines::record::VmRecord;
 use crate::machines::split::{EpochFile, Remote, SplitRecord};
-use crate::migration::paging::pager;
+use crate::migration::paging::{pager, read_map};
 use crate::problems::host;
 
 /// Takes over a machine that an earlier daemon has left split; its record as it is now. Where it is not split any
 /// more, all of its memory is here.
 pub fn recover(splits: &Arc<Splits>, record: &VmRecord) -> VmRecord {
     let Some(split) = &record.split else { return record.clone() };
-    match has_map(record, split) {
-        Ok(false) => {
+    match read_map(record, &split.map) {
+        Ok(None) => {
             tracing::info!(vm = %record.name, "it was to be split, and nothing of it has left");
             splits.forget(record);
             return VmRecord { split: None, ..record.clone() };
         }
-        Ok(true) => match take_over(record, split) {
+        Ok(Some(_)) => match take_over(record, split) {
             Ok(remote) => {
                 tracing::info!(vm = %record.name, away = remote.pager.missing(), "a part of it is at memory hosts");
                 splits.keep_remote(&record.name, Some(&remote));
@@ -118,15 +115,6 @@ fn hold_back(splits: &Splits, record: &VmRecord, problem: &Problem) {
     }
     let note = format!("stopped, its pages at memory hosts cannot be brought: {why}");
     splits.care.machines.mark(&record.name, note);
-}
-
-/// Whether pages of a machine may have left.
-fn has_map(record: &VmRecord, split: &SplitRecord) -> io::Result<bool> {
-    let file = match File::options().read(true).write(true).open(&split.map) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        other => other?,
-    };
-    Ok(Whereabouts::recover(file, &record.layout()?)?.is_some())
 }
 
 fn take_over(record: &VmRecord, split: &SplitRecord) -> Result<Arc<Remote>, Problem> {

@@ -91,8 +91,9 @@ impl SplitError {
     pub fn problem(&self) -> Problem {
         match self {
             Self::Here(error) => error.problem(),
-            Self::Lost { peer, .. } => Problem::new(Code::PagesLost, Blame::Peer, self.to_string())
-                .hint(format!("was {peer} restarted as a whole, or taken back what it lends? Its daemon's log says")),
+            Self::Lost { .. } => Problem::new(Code::PagesLost, Blame::Peer, self.to_string()).hint(
+                "has that host been restarted, or has a person taken back what it lent? Its daemon's log says so",
+            ),
             Self::Host { peer, source } => match source.as_ref() {
                 StoreError::Connection(error) => {
                     let problem = error.problem();
