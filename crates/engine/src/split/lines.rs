@@ -101,14 +101,30 @@ impl<'a> Lines<'a> {
         Self { lenders, lines: lenders.all.iter().map(|_| None).collect() }
     }
 
-    /// Asks a memory host, in the epoch that is in force here. A connection that fails, or that is of no use any more,
-    /// is given up: the next call opens another one.
+    /// Asks a memory host, in the epoch that is in force here: once more where another thread has raised it meanwhile,
+    /// since nothing was done then. A connection that fails, or that is of no use any more, is given up: the next call
+    /// opens another one.
     pub(super) fn ask<T>(
         &mut self,
         number: usize,
+        mut ask: impl FnMut(&mut MemoryHost) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        loop {
+            let epoch = self.lenders.epoch();
+            let answer = self.ask_in(epoch, number, &mut ask);
+            let is_fenced = matches!(&answer, Err(StoreError::Refused(Refusal::Fenced { .. })));
+            if !is_fenced || self.lenders.epoch() == epoch {
+                return answer;
+            }
+        }
+    }
+
+    fn ask_in<T>(
+        &mut self,
+        epoch: u64,
+        number: usize,
         ask: impl FnOnce(&mut MemoryHost) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        let epoch = self.lenders.epoch();
         let line = &mut self.lines[number];
         if line.as_ref().is_none_or(|(of, _)| *of != epoch) {
             *line = Some((epoch, self.lenders.open(number, epoch)?));
@@ -124,5 +140,70 @@ impl<'a> Lines<'a> {
             *line = None;
         }
         answer
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use sterna_protocol::layout::ChunkIndex;
+    use sterna_protocol::store::most_bytes;
+
+    use super::*;
+    use crate::store::Store;
+    use crate::store::serve::serve;
+    use crate::transport::answer;
+
+    const CHUNKS: u32 = 2;
+
+    struct Counter(AtomicU64);
+
+    impl Epochs for Counter {
+        fn raise(&self) -> std::io::Result<u64> {
+            Ok(self.0.fetch_add(1, Ordering::AcqRel) + 1)
+        }
+    }
+
+    /// Starts a host that lends, for two connections; where it listens.
+    fn lending(directory: &std::path::Path) -> String {
+        let store = Store::open(directory, "lender".into(), most_bytes(CHUNKS)).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let peer = listener.local_addr().unwrap().to_string();
+        let store = Arc::new(store);
+        std::thread::spawn(move || {
+            for call in listener.incoming() {
+                let (call, store) = (call.unwrap(), Arc::clone(&store));
+                std::thread::spawn(move || {
+                    let (connection, hello) = answer(call, None).unwrap();
+                    let _ = serve(connection, hello.key, &store, || u64::MAX);
+                });
+            }
+        });
+        peer
+    }
+
+    #[test]
+    fn who_is_fenced_by_another_thread_of_its_own_host_asks_once_more_and_who_is_by_another_host_does_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let lender = Lender { peer: lending(directory.path()), credentials: None, bytes: most_bytes(CHUNKS) };
+        let owner =
+            || Lenders::new(vec![lender.clone()], (7, 8), CHUNKS, Box::new(Counter(AtomicU64::new(0)))).unwrap();
+        let (lenders, chunk) = (owner(), ChunkIndex(0));
+        let (mut mine, mut others, mut asked) = (Lines::new(&lenders), Lines::new(&lenders), 0);
+        let answer = mine.ask(0, |host| {
+            asked += 1;
+            if asked == 1 {
+                lenders.raise().unwrap();
+                others.ask(0, |host| host.held(chunk))?;
+            }
+            host.held(chunk)
+        });
+        assert!(answer.is_ok_and(|held| held.is_none()));
+        assert_eq!(asked, 2);
+        // Whoever has a lower epoch than the host has heard of is fenced for good.
+        let late = owner();
+        let fenced = Lines::new(&late).ask(0, |host| host.held(chunk));
+        assert!(matches!(fenced, Err(StoreError::Refused(Refusal::Fenced { current: 2 }))), "{fenced:?}");
     }
 }
