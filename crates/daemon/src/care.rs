@@ -25,7 +25,7 @@ impl Care {
 
     /// Notes that the machine belongs here and that nobody is busy with it.
     pub fn settle(&self, record: &VmRecord) {
-        let here = VmRecord { lifecycle: Lifecycle::Here, succession: None, ..record.clone() };
+        let here = VmRecord { lifecycle: Lifecycle::Here, begins: false, succession: None, ..record.clone() };
         let known = self.machines.table().get(&record.name).and_then(|entry| entry.record.clone());
         if known.as_ref() != Some(&here) {
             self.machines.try_store(&here);

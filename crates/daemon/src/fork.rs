@@ -6,8 +6,8 @@
 //!
 //! What is on record: the source's record says *forking* from before the pause until its guest runs again, with its RAM
 //! as it is once it is private. A daemon that finds this asks QEMU which of both it is, and lets the guest run
-//! (`source::recover`). A clone gets its record when it is whole; one without is a start that was never finished, and
-//! a daemon that finds it ends it.
+//! (`source::recover`). A clone gets its record when it is whole, before it runs; one without is a start that was never
+//! finished, and a daemon that finds it ends it.
 
 use std::collections::HashSet;
 use std::fs::File;

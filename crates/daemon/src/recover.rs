@@ -26,6 +26,7 @@
 //! * **here; being forked**: its RAM is looked at: private by now, or as it was; QEMU is asked which images it has;
 //!   then the guest is let run. Overlays that were made, and that nobody uses, are removed
 //!
+//! * **here; it begins**: a clone that is whole: it is let run
 //! * **held ready**: it is held on where its template is there, else ended. One that was being taken is held as long
 //!   as its directory has its former name, and let run where it has the new one
 //!
@@ -183,6 +184,13 @@ impl Recovery<'_> {
                 return self.care.watch(&record);
             }
         };
+        if record.begins
+            && let Err(problem) = let_run(&record, &self.state.vm(&name))
+        {
+            tracing::error!(vm = %name, "a clone does not run yet: {}", problem.message);
+            self.care.watch(&record);
+            return resuming::let_run(self.machines(), &record, problem.with_causes());
+        }
         match record.lifecycle {
             Lifecycle::Here if record.paging.is_some() => self.pages.recover(&record, false),
             Lifecycle::Here => {

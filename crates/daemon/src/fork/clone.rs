@@ -158,7 +158,8 @@ impl Begun {
     /// # Errors
     /// A [`Problem`]; nothing of it is left.
     pub fn load(self, care: &Care, image: &Image, devices: &[u8], began: Instant) -> Result<Cloned, Problem> {
-        let Self { started, disks, reservation, record, log, connected } = self;
+        // The last one is dropped first: a QEMU that may run ends before its overlays are looked at.
+        let Self { connected, log, record, reservation, disks, started } = self;
         let (mut agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
         let ram: Vec<_> = record.blocks.iter().zip(addresses).map(|(block, at)| at..at + block.bytes).collect();
         image.lay(&mut agent, &ram).map_err(|error| error.problem())?;
@@ -174,6 +175,8 @@ impl Begun {
         // Its guest has done nothing until now.
         image.wait_until_nobody_writes().map_err(|error| error.problem())?;
         if record.running && record.held.is_none() {
+            // Who runs writes its disks: from here on no daemon ends it for want of a record.
+            reservation.note(&VmRecord { begins: true, ..record.clone() })?;
             driver.start().map_err(|error| control::refused("let the clone run", &error))?;
         }
         let ms = milliseconds(began.elapsed());

@@ -1,5 +1,6 @@
 //! A machine or a name that is claimed for a while: given back when what stands for the claim is dropped.
 
+use std::io;
 use std::sync::Arc;
 
 use sterna_api::Problem;
@@ -69,12 +70,20 @@ impl Reservation {
         Self::new(machines, name, Hold::Starting, |_| Ok(()))
     }
 
+    /// Writes what a daemon is to know that finds the machine before it is [kept](Self::keep).
+    ///
+    /// # Errors
+    /// Where the record cannot be written.
+    pub fn note(&self, record: &VmRecord) -> Result<(), Problem> {
+        self.machines.store_started(record).map_err(|error| unwritten(&error))
+    }
+
     /// The machine is there: its record is written, and the name stays.
     ///
     /// # Errors
     /// Where the record cannot be written; the name is given back.
     pub fn keep(mut self, record: &VmRecord, hold: Hold) -> Result<(), Problem> {
-        self.machines.store(record).map_err(|error| host("cannot write the machine's record", &error))?;
+        self.machines.store(record).map_err(|error| unwritten(&error))?;
         self.machines.hold(&self.name, hold);
         self.kept = true;
         Ok(())
@@ -91,6 +100,10 @@ impl Reservation {
             self.kept = true;
         }
     }
+}
+
+fn unwritten(error: &io::Error) -> Problem {
+    host("cannot write the machine's record", error)
 }
 
 impl Drop for Reservation {

@@ -89,6 +89,9 @@ pub struct VmRecord {
     pub lifecycle: Lifecycle,
     /// Whether the guest is to run once it belongs here; of interest while it comes.
     pub running: bool,
+    /// It is a clone that is whole, and perhaps does not run yet: whoever finds this lets it.
+    #[serde(default)]
+    pub begins: bool,
     /// The guest was stopped because this host is short of memory: it goes on when there is some again.
     #[serde(default)]
     pub waits_for_room: bool,
@@ -209,6 +212,7 @@ impl VmRecord {
             huge_pages: true,
             lifecycle: Lifecycle::Here,
             running: true,
+            begins: false,
             waits_for_room: false,
             paging: None,
             split: None,

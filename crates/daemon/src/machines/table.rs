@@ -62,6 +62,11 @@ impl Entry {
         self.runs_as(record.process)
     }
 
+    /// The same, or it is being started and has no record yet.
+    fn is_or_becomes(&self, record: &VmRecord) -> bool {
+        self.record.is_none() || self.is(record)
+    }
+
     fn runs_as(&self, process: Identity) -> bool {
         self.record.as_ref().is_some_and(|known| known.process == process)
     }
@@ -221,8 +226,16 @@ impl Machines {
     /// # Errors
     /// Where the disk refuses; the table then is unchanged.
     pub fn store(&self, record: &VmRecord) -> io::Result<()> {
-        let same = |entry: &Entry| entry.record.as_ref().is_none_or(|known| known.process == record.process);
-        self.write(record, same, Outlives::Host)
+        self.write(record, |entry| entry.is_or_becomes(record), Outlives::Host)
+    }
+
+    /// Writes the record of a machine that is being started as [`store`](Self::store) does, without waiting for the
+    /// disk.
+    ///
+    /// # Errors
+    /// As [`store`](Self::store).
+    pub fn store_started(&self, record: &VmRecord) -> io::Result<()> {
+        self.write(record, |entry| entry.is_or_becomes(record), Outlives::Daemon)
     }
 
     /// Writes the record of a machine as [`store`](Self::store) does, without waiting for the disk: what it says is of

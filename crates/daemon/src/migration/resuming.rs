@@ -177,7 +177,7 @@ fn is_resuming(machines: &Machines, record: &VmRecord) -> bool {
 
 /// Notes that the machine is as any other, unless somebody ends it at this moment.
 fn belongs_here(machines: &Machines, record: &VmRecord) {
-    machines.try_store(&VmRecord { lifecycle: Lifecycle::Here, succession: None, ..record.clone() });
+    machines.try_store(&VmRecord { lifecycle: Lifecycle::Here, begins: false, succession: None, ..record.clone() });
     if is_resuming(machines, record) {
         machines.release(&record.name);
     }
