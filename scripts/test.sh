@@ -2,7 +2,7 @@
 
 # How many programs of whole-system tests run side by side. Within one, test follows test; it waits for its guests half
 # of the time.
-LANES=$(($(nproc) > 1 ? 2 : 1))
+LANES=$(($(nproc) > 1 ? 3 : 1))
 
 # Every test of the workspace, then what was skipped and one closing line. With arguments: those that `cargo test` takes.
 run_tests() {
@@ -44,7 +44,7 @@ every_test() {
     rm -rf "$LOG/tests"
     mkdir -p "$LOG/tests"
     export -f test_program in_lane
-    printf '%s\0' "${programs[@]}" | grep -z $'/crates/system-tests\t' |
+    printf '%s\n' "${programs[@]}" | grep $'/crates/system-tests\t' | most_tests_first | tr '\n' '\0' |
         xargs -0 -n 1 -P "$LANES" bash -c 'in_lane "$1"' lane || status=101
     cargo_test --doc || status=101
     return "$status"
@@ -56,6 +56,14 @@ test_programs() {
     local test='"profile":{[^}]*"test":true}' program='"executable":"\([^"]*\)"'
     cargo_test --no-run --message-format json-render-diagnostics |
         sed -n "s|.*$crate.*$source.*$test.*$program.*|\1\t\2\t\3|p" | LC_ALL=C sort
+}
+
+# So that no lane is left alone with the longest one at the end.
+most_tests_first() {
+    local line
+    while read -r line; do
+        printf '%d\t%s\n' "$("${line##*$'\t'}" --list | grep -c ': test$')" "$line"
+    done | sort -srn | cut -f 2-
 }
 
 # Runs one of these lines as cargo does, in the directory of its crate.
