@@ -71,6 +71,9 @@ impl Split {
             let on_the_way = lock(&self.on_the_way);
             // Looked at each time: a person may give it more room, or less.
             leaving = lock(&self.room).is_some_and(|room| here > if leaving { room.low() } else { room.high() });
+            if !leaving {
+                *lock(&self.stuck) = None;
+            }
             // A whole round in vain: all that could leave has left, or is in use.
             if !leaving || in_vain >= self.chunks.len() {
                 in_vain = 0;

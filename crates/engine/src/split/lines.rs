@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sterna_protocol::store::{Claim, Refusal};
 use sterna_sys::host::random_u128;
+use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::MigrateError;
 use crate::store::client::{MemoryHost, StoreError};
@@ -22,8 +23,17 @@ pub struct Lender {
 }
 
 impl Lender {
+    /// The number there of a guest: another one for each memory host. A person may name one host twice, in different
+    /// ways; then it keeps two guests, and what it has under one name is not taken for a rest of what it was given
+    /// under the other.
+    #[must_use]
+    pub fn number(&self, guest: u128) -> u128 {
+        guest ^ xxh3_128(self.peer.as_bytes())
+    }
+
     /// Calls it for a guest of so many chunks.
     pub(super) fn call(&self, claim: Claim, chunks: u32) -> Result<MemoryHost, StoreError> {
+        let claim = Claim { guest: self.number(claim.guest), ..claim };
         // The connection's own number and the seed of its checksums; who asks is told by the claim.
         let session = (random_u128(), random_u128() as u64);
         MemoryHost::open(&self.peer, self.credentials.as_deref(), session, claim, self.bytes, chunks)
