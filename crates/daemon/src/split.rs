@@ -157,10 +157,11 @@ impl Splits {
         let claimed =
             Claimed::new(&self.care.machines, name, Hold::busy(Parting { what, monitor: Arc::clone(monitor) }))?;
         let record = &claimed.record;
-        let (Some(split_record), Some(remote)) = (&record.split, self.remote(name)) else {
+        let Some(split_record) = &record.split else {
             let message = format!("all of the memory of '{name}' is here");
             return Err(Problem::new(Code::NotSplit, Blame::Request, message));
         };
+        let remote = self.reach(name)?;
         let split = remote.split()?;
         self.check_room(name, &remote)?;
         let (before, account) = (record.allocated_bytes(), split.account());
@@ -246,7 +247,7 @@ impl Splits {
         }
         let lent = SplitRequest { memory: split.borrowed.hosts.clone(), ..request.clone() };
         checks::check_budget(record, &lent)?;
-        let remote = self.remote(&record.name).ok_or_else(|| crate::machines::split::is_split(&record.name))?;
+        let remote = self.reach(&record.name)?;
         remote.split()?;
         let changed = with(record, SplitRecord { here_bytes: request.here_bytes, ..split.clone() });
         self.store(&changed)?;
@@ -320,6 +321,14 @@ impl Splits {
 
     fn remote(&self, name: &str) -> Option<Arc<Remote>> {
         self.care.machines.table().get(name)?.remote.clone()
+    }
+
+    /// The same of a machine that is split.
+    fn reach(&self, name: &str) -> Result<Arc<Remote>, Problem> {
+        self.remote(name).ok_or_else(|| {
+            let message = format!("the pages of '{name}' at memory hosts cannot be brought, and it is stopped");
+            Problem::new(Code::PagesLost, Blame::Host, message).hint(format!("'sterna show {name}' says why"))
+        })
     }
 
     fn keep_remote(&self, name: &str, remote: Option<&Arc<Remote>>) {

@@ -74,8 +74,10 @@ fn go_on(splits: &Splits, record: &VmRecord, remote: &Arc<Remote>) -> Result<(),
     let split = Split::recover(Arc::clone(&remote.pager), lenders, guest, Box::new(epochs));
     let split = split.map_err(|error| error.problem())?;
     tracing::info!(vm = %record.name, "its memory hosts have answered");
-    if !*merging {
-        split.keep_to(Room::of(*here_bytes)).map_err(|error| error.problem())?;
+    // Also where it is being merged: that may come to nothing, for want of room.
+    if let Err(error) = split.keep_to(Room::of(*here_bytes)) {
+        split.stop();
+        return Err(error.problem());
     }
     remote.answered(split);
     if *merging {
