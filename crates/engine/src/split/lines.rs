@@ -175,7 +175,7 @@ mod tests {
         }
     }
 
-    /// Starts a host that lends, for two connections; where it listens.
+    /// Starts a host that lends; where it listens.
     fn lending(directory: &std::path::Path) -> String {
         let store = Store::open(directory, "lender".into(), most_bytes(CHUNKS)).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -161,6 +161,20 @@ fn send_all(split: &Split, host: usize) {
     }
 }
 
+/// To the first memory host and to the second in turn.
+fn send_in_turn(split: &Split) {
+    let mut way = split.way_out().unwrap();
+    for chunk in 0..CHUNKS {
+        way.send(ChunkIndex(chunk), (chunk % 2) as usize).unwrap();
+    }
+}
+
+/// As when the daemon is killed that has it.
+fn dies(split: Arc<Split>) {
+    split.stop();
+    split.pager().die();
+}
+
 #[test]
 fn what_leaves_takes_no_memory_here_and_comes_back_as_it_was() {
     if !tracking_works() {
@@ -260,15 +274,8 @@ fn a_memory_host_that_is_named_twice_in_different_ways_keeps_what_it_was_given_u
     let lender = |peer: &String| Lender { peer: peer.clone(), credentials: None, bytes: most_bytes(CHUNKS) };
     let lenders = || vec![lender(&lending.relay.address), lender(&other_name.address)];
     let split = guest.split_over(lenders());
-    {
-        let mut way = split.way_out().unwrap();
-        for chunk in 0..CHUNKS {
-            way.send(ChunkIndex(chunk), (chunk % 2) as usize).unwrap();
-        }
-    }
-    split.stop();
-    split.pager().die();
-    drop(split);
+    send_in_turn(&split);
+    dies(split);
     let split = guest.recover_over(lenders()).unwrap();
     guest.is_as_it_was();
     split.bring_back().unwrap();
@@ -391,16 +398,9 @@ fn another_daemon_goes_on_with_a_guest_that_is_split_and_frees_what_the_last_one
     }
     let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
     let split = guest.split(&[&lending[0], &lending[1]]);
-    {
-        let mut way = split.way_out().unwrap();
-        for chunk in 0..CHUNKS {
-            way.send(ChunkIndex(chunk), (chunk % 2) as usize).unwrap();
-        }
-    }
+    send_in_turn(&split);
     // Pages of chunk 1 come back, but the memory host is not told.
-    split.stop();
-    split.pager().die();
-    drop(split);
+    dies(split);
     let (waits, zero) = (guest.reads(3), guest.reads(200));
     // Killed after the record and before the punch, it leaves behind what the page held.
     guest.ram.file.write_all_at(&[0xee; 4096], 4 * 4096).unwrap();
@@ -431,9 +431,7 @@ fn a_memory_host_that_has_lost_pages_is_named_and_nobody_gets_others_in_their_pl
     let (guest, lending) = (Guest::new(), LendingHost::new());
     let split = guest.split(&[&lending]);
     send_all(&split, 0);
-    split.stop();
-    split.pager().die();
-    drop(split);
+    dies(split);
     // A memory host that begins anew at the same place.
     let empty = LendingHost::new();
     let error = guest.recover(&[&empty]).unwrap_err();
