@@ -184,12 +184,8 @@ impl Recovery<'_> {
                 return self.care.watch(&record);
             }
         };
-        if record.begins
-            && let Err(problem) = let_run(&record, &self.state.vm(&name))
-        {
-            tracing::error!(vm = %name, "a clone does not run yet: {}", problem.message);
-            self.care.watch(&record);
-            return resuming::let_run(self.machines(), &record, problem.with_causes());
+        if record.begins && !self.runs(&record) {
+            return;
         }
         match record.lifecycle {
             Lifecycle::Here if record.paging.is_some() => self.pages.recover(&record, false),
@@ -271,17 +267,24 @@ impl Recovery<'_> {
         self.care.settle(record);
     }
 
+    /// Lets the guest of a machine run that belongs here. Where that does not work at once, it is tried until it does.
+    fn runs(&self, record: &VmRecord) -> bool {
+        let Err(problem) = let_run(record, &self.state.vm(&record.name)) else { return true };
+        tracing::error!(vm = %record.name, "cannot let it run: {}", problem.message);
+        self.care.watch(record);
+        resuming::let_run(self.machines(), record, problem.with_causes());
+        false
+    }
+
     fn recover_incoming(&self, record: &VmRecord, id: MigrationId) {
         if self.records().stage(id) == Some(Stage::Committed) {
             if record.paging.is_some() {
                 return self.pages.recover(record, true);
             }
-            if let Err(problem) = let_run(record, &self.state.vm(&record.name)) {
-                tracing::error!(vm = %record.name, "cannot let it run: {}", problem.message);
-                self.care.watch(record);
-                return resuming::let_run(self.machines(), record, problem.with_causes());
+            if self.runs(record) {
+                self.care.settle(record);
             }
-            return self.care.settle(record);
+            return;
         }
         self.records().abort(id);
         if let Some(process) = record.process.open() {

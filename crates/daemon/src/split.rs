@@ -326,8 +326,9 @@ impl Splits {
     /// The same of a machine that is split.
     fn reach(&self, name: &str) -> Result<Arc<Remote>, Problem> {
         self.remote(name).ok_or_else(|| {
-            let message = format!("the pages of '{name}' at memory hosts cannot be brought, and it is stopped");
-            Problem::new(Code::PagesLost, Blame::Host, message).hint(format!("'sterna show {name}' says why"))
+            let message = format!("nothing can bring the pages of '{name}' that are at memory hosts");
+            Problem::new(Code::PagingLost, Blame::Host, message)
+                .hint(format!("'sterna show {name}' says why; 'sterna stop {name} --force' ends it"))
         })
     }
 
