@@ -257,7 +257,7 @@ fn what_was_lent_to_a_machine_that_has_ended_is_given_back() {
     end_machine(pid);
     host.start_daemon();
     is_paid(&host, &[&lending]);
-    assert_eq!(host.state_of("m"), "none");
+    eventually("its end is seen", || host.state_of("m") == "none");
 
     // It is owed over restarts, until the memory host can be told.
     split(&host, &lending);
