@@ -29,7 +29,8 @@ fn kept_at(site: &Site, host: &str) -> String {
     shown.lines().find(|line| line.starts_with("kept of")).unwrap_or_default().to_owned()
 }
 
-/// Goes to and fro in these modes. The way back, and every way after it, costs less than half of the first.
+/// Goes to and fro in these modes. On the way back, and every way after it, most pages are not sent. How many bytes that
+/// saves depends on the machine: the guest goes on writing, and the slower a migration is, the more it writes meanwhile.
 fn goes_to_and_fro(plan: &Plan) {
     let _turn = turn();
     if skip_without(&needs::GUEST) {
@@ -50,9 +51,9 @@ fn goes_to_and_fro(plan: &Plan) {
         let report = site.migrate(way);
         site.checker_is_well();
         let share = report.bytes_on_wire as f64 / first.bytes_on_wire as f64;
-        let references = report.pages.shared_reference;
-        println!("{way:?}: {share:.3} of the bytes, {references} references, set-up {:.0} ms", report.setup_ms);
-        assert!(references > 1000 && share <= 0.5, "{share}: {report:#?}");
+        let (references, pages) = (report.pages.shared_reference, report.ram.allocated_pages);
+        println!("{way:?}: {share:.3} of the bytes, {references} of {pages} pages, set-up {:.0} ms", report.setup_ms);
+        assert!(references > pages / 2, "{share}: {report:#?}");
         // What was kept of it is dropped where it is again.
         let (here, there) = site.names();
         assert_eq!(kept_at(&site, here), "");
@@ -185,10 +186,13 @@ fn a_gang_that_returns_three_times_is_sent_what_it_has_changed_and_shares_as_bef
         let moved = site.migrate(mode, true);
         site.checkers_are_well();
         let sum = |of: fn(&Value) -> &Value| moved.iter().filter_map(|one| of(&one.report).as_u64()).sum::<u64>();
-        let bytes = sum(|report| &report["bytes_on_wire"]) as f64;
+        let bytes = sum(|report| &report["bytes_on_wire"]);
         let references = sum(|report| &report["pages"]["shared_reference"]);
-        let share = bytes / *first.get_or_insert(bytes);
-        println!("{mode}: {before:?} -> {:?}, {share:.3} of the bytes, {references} references", site.footprint());
-        assert!(share == 1.0 || share <= 0.5, "{mode}: {share}");
+        // However often they went.
+        let sent = sum(|report| &report["ram"]["allocated_pages"]).saturating_sub(references);
+        let (first_bytes, first_sent) = *first.get_or_insert((bytes, sent));
+        let share = bytes as f64 / first_bytes as f64;
+        println!("{mode}: {before:?} -> {:?}, {share:.3} of the bytes, {sent} pages sent", site.footprint());
+        assert!(sent == first_sent || sent <= first_sent / 2, "{mode}: {sent} pages, {first_sent} before");
     }
 }
