@@ -61,7 +61,7 @@ pub struct SplitReport {
 }
 
 /// What is elsewhere of a machine that runs here.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 pub struct Split {
     /// The most of its memory that may be here, bytes.
     pub here_bytes: u64,
@@ -73,6 +73,15 @@ pub struct Split {
     pub waiting: Vec<Waiting>,
     /// Why more of it is here than may be, where that is so because pages cannot leave.
     pub stuck: Option<String>,
+    /// Pages that waited for room here since this daemon began, because the guest takes memory faster than it leaves.
+    #[serde(default)]
+    pub paced_pages: u64,
+    /// Those of them that were let in although there was none: they had waited long enough.
+    #[serde(default)]
+    pub forced_pages: u64,
+    /// The longest wait of these, milliseconds.
+    #[serde(default)]
+    pub paced_longest_ms: f64,
 }
 
 /// A memory host that is waited for.

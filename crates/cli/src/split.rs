@@ -113,7 +113,7 @@ mod tests {
     #[test]
     fn who_is_waited_for_is_told_with_the_reason() {
         let waiting = |why: Option<&str>| Waiting { peer: "b:1".into(), ms: 2.0, why: why.map(Into::into) };
-        let mut shown = Shown { here_bytes: 1, away_pages: 2, memory: vec![], waiting: vec![], stuck: None };
+        let mut shown = Shown { here_bytes: 1, away_pages: 2, ..Shown::default() };
         assert_eq!(waits(&shown), "");
         shown.waiting = vec![waiting(None), waiting(Some("refused"))];
         shown.stuck = Some("full".into());

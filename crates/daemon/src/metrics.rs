@@ -75,6 +75,8 @@ pub struct Metrics {
     split: Gauge,
     away: Gauge<u64, AtomicU64>,
     host_wait: Gauge<f64, AtomicU64>,
+    paced: Gauge<u64, AtomicU64>,
+    paced_longest: Gauge<f64, AtomicU64>,
 }
 
 impl Default for Metrics {
@@ -116,6 +118,8 @@ impl Metrics {
             split: Gauge::default(),
             away: Gauge::default(),
             host_wait: Gauge::default(),
+            paced: Gauge::default(),
+            paced_longest: Gauge::default(),
         };
         registry.register("vms", "Virtual machines of this host by state", metrics.vms.clone());
         registry.register_with_unit("vm_memory", "RAM of all machines", Unit::Bytes, metrics.memory.clone());
@@ -222,6 +226,13 @@ impl Metrics {
             Unit::Seconds,
             metrics.host_wait.clone(),
         );
+        registry.register("split_paced", "Pages of split machines that waited for room here", metrics.paced.clone());
+        registry.register_with_unit(
+            "split_paced_longest",
+            "How long the one of them that waited longest did",
+            Unit::Seconds,
+            metrics.paced_longest.clone(),
+        );
         Self { registry, ..metrics }
     }
 
@@ -282,6 +293,8 @@ impl Metrics {
         self.away.set(split().map(|split| split.away_pages * PAGE_BYTES).sum());
         self.host_wait
             .set(split().flat_map(|split| &split.waiting).map(|waiting| waiting.ms).fold(0.0, f64::max) / 1e3);
+        self.paced.set(split().map(|split| split.paced_pages).sum());
+        self.paced_longest.set(split().map(|split| split.paced_longest_ms).fold(0.0, f64::max) / 1e3);
         let mut out = String::new();
         if let Err(error) = text::encode(&mut out, &self.registry) {
             tracing::error!(%error, "cannot write the metrics");

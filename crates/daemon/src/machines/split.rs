@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use sterna_api::split::{self as api, MemoryHost};
+use sterna_api::units::milliseconds;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::paging::Pager;
 use sterna_engine::split::{Epochs, Lender, Split};
@@ -178,12 +179,16 @@ impl Remote {
             let (peer, why) = (hosts.get(number)?.peer.clone(), why.as_ref().map(Problem::with_causes));
             Some(api::Waiting { peer, ms: waited.as_secs_f64() * 1e3, why })
         });
+        let paced = split.map(|split| split.account().paced).unwrap_or_default();
         api::Split {
             here_bytes: record.here_bytes,
             away_pages: self.pager.missing(),
             memory: hosts.clone(),
             waiting: waiting.collect(),
             stuck: split.and_then(|split| split.stuck()).as_ref().map(Problem::with_causes),
+            paced_pages: paced.pages,
+            forced_pages: paced.forced,
+            paced_longest_ms: milliseconds(paced.longest),
         }
     }
 
@@ -205,7 +210,11 @@ pub fn describe(split: &api::Split) -> String {
         format!("; waiting for {} for {:.0} s{why}", waiting.peer, waiting.ms / 1e3)
     });
     let stuck = split.stuck.iter().map(|why| format!("; more of it is here than may be, and cannot leave: {why}"));
-    waits.chain(stuck).fold(pages, |text, more| text + &more)
+    let paced = (split.paced_pages > 0).then(|| {
+        let (pages, longest, forced) = (split.paced_pages, split.paced_longest_ms, split.forced_pages);
+        format!("; {pages} pages waited for room, {longest:.0} ms at most, and {forced} of them came in without")
+    });
+    waits.chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
 }
 
 /// A request that needs all of a machine's memory here.
@@ -260,10 +269,16 @@ mod tests {
             memory: Vec::new(),
             waiting,
             stuck: stuck.map(Into::into),
+            ..api::Split::default()
         };
         assert_eq!(describe(&split(0, vec![], None)), "all of it is here now");
         let text = describe(&split(3, vec![waiting(Some("no answer"))], Some("b:1 is full")));
         let beginning = "3 pages of it are at memory hosts; waiting for b:1 for 2 s: no answer; more of it is here";
         assert!(text.starts_with(beginning) && text.ends_with("b:1 is full"), "{text}");
+        let paced = api::Split { paced_pages: 9, forced_pages: 2, paced_longest_ms: 100.4, ..split(0, vec![], None) };
+        assert!(
+            describe(&paced).ends_with("; 9 pages waited for room, 100 ms at most, and 2 of them came in without"),
+            "{paced:?}"
+        );
     }
 }

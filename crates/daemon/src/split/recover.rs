@@ -9,11 +9,13 @@
 //!   the guest is stopped.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use sterna_api::{Code, Problem, SplitReport};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::paging::Pager;
 use sterna_engine::split::Split;
+use sterna_engine::split::outage::Outage;
 use sterna_engine::split::room::Room;
 
 use super::{RETRY, Splits, alive};
@@ -51,7 +53,9 @@ fn go_on_later(splits: &Arc<Splits>, record: &VmRecord, remote: Arc<Remote>) {
     let (splits, record) = (Arc::clone(splits), record.clone());
     let name = format!("split-{}", record.name);
     let ask = move || {
+        let mut outage = Outage::default();
         while alive(&record).is_ok() {
+            let began = Instant::now();
             match go_on(&splits, &record, &remote) {
                 Ok(()) => return,
                 Err(problem) => {
@@ -59,7 +63,7 @@ fn go_on_later(splits: &Arc<Splits>, record: &VmRecord, remote: Arc<Remote>) {
                     remote.not_answered(problem);
                 }
             }
-            std::thread::sleep(RETRY);
+            std::thread::sleep(outage.failed(began, Instant::now(), false));
         }
     };
     if let Err(error) = std::thread::Builder::new().name(name).spawn(ask) {

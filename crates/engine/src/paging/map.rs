@@ -170,6 +170,22 @@ impl Pager {
         self.userfault.show_zero(self.addresses(page.chunk, usize::from(page.page), 1).start)
     }
 
+    /// Lets a page in that its supplier did not admit at once. Who waits for it goes on, or faults again.
+    ///
+    /// # Errors
+    /// No memory is left, or the VMM has ended.
+    pub(crate) fn let_in(&self, page: PageIndex) -> Result<(), MigrateError> {
+        let address = self.addresses(page.chunk, usize::from(page.page), 1).start;
+        let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_away = self.lock().whereabouts.is_away(page.chunk, page.page);
+        let shown = if is_away { Ok(false) } else { self.show_zero(page) };
+        match shown {
+            Ok(true) => Ok(()),
+            // Away or fenced in by now, or there is no memory: the next fault finds out.
+            other => self.userfault.wake(address).and(other.map(drop)),
+        }
+    }
+
     /// The VMM's addresses of a run of pages.
     pub(super) fn addresses(&self, chunk: ChunkIndex, start: usize, length: usize) -> Range<u64> {
         let place = self.ram.layout().place(chunk).expect("a chunk of this layout");

@@ -69,7 +69,9 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
         None => {
             pager.account().local();
             if !fault.minor {
-                return pager.show_zero(page);
+                let supplier = pager.lock().supplier.clone();
+                let admitted = supplier.is_none_or(|supplier| supplier.admits(page));
+                return if admitted { pager.show_zero(page) } else { Ok(false) };
             }
             let mut only = PageSet::EMPTY;
             only.insert(page.page);

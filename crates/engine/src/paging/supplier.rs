@@ -14,6 +14,12 @@ pub trait Supplier: Send + Sync {
     /// next supplier is asked for it.
     fn ask(&self, page: PageIndex, thread: u32);
 
+    /// Whether a page that a thread of the guest touches for the first time may have memory now. Where not, the thread
+    /// waits until the supplier lets the page in (`Pager::let_in`).
+    fn admits(&self, _page: PageIndex) -> bool {
+        true
+    }
+
     /// When it said something last.
     fn heard(&self) -> Instant;
 

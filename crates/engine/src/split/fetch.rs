@@ -3,12 +3,13 @@
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::pages::PageSet;
 
 use super::lines::Lines;
+use super::outage::Outage;
 use super::{Chunk, Split, SplitError, lock};
 use crate::destination::arrival::Arrival;
 use crate::error::MigrateError;
@@ -20,22 +21,15 @@ const FETCHERS: usize = 2;
 /// How many pages come together that nobody waits for: a quarter of a chunk, 2 ms on a link of 1 Gbit/s. So long those
 /// may have to wait that are touched next.
 const TOGETHER: usize = 64;
-/// How long a memory host that has failed is left alone.
-const RETRY: Duration = Duration::from_millis(100);
 
 impl Split {
     /// Starts the threads that bring pages, and asks for those that somebody waits for already.
     pub(super) fn serve(split: &Arc<Self>) -> Result<(), SplitError> {
         for number in 0..split.lenders.count() {
             for _ in 0..FETCHERS {
-                let this = Arc::clone(split);
-                let spawned = std::thread::Builder::new().name("fetch".into()).spawn(move || this.fetch(number));
-                match spawned {
-                    Ok(thread) => lock(&split.threads).push(thread),
-                    Err(error) => {
-                        split.stop();
-                        return Err(MigrateError::host("starting a thread for the guest's pages")(error).into());
-                    }
+                if let Err(error) = split.spawn("fetch", move |split| split.fetch(number)) {
+                    split.stop();
+                    return Err(error);
                 }
             }
         }
@@ -69,31 +63,30 @@ impl Split {
             check()?;
             let mut state = self.chunk(chunk);
             let away = self.pager.away_in(chunk);
-            self.bring_chunk(&mut lines, chunk, &mut state, away)?;
+            self.bring_chunk(&mut lines, chunk, &mut state, (away, Ahead::All))?;
         }
         Ok(())
     }
 
     fn fetch(&self, number: usize) {
         let mut lines = Lines::new(&self.lenders);
-        let mut failing = false;
+        let mut outage = Outage::default();
         while let Some(page) = self.next_wanted(number) {
+            let began = Instant::now();
             match self.bring_around(&mut lines, page) {
                 Ok(()) => {
-                    if failing {
+                    if outage.over() {
                         *lock(&self.failing[number]) = None;
                     }
-                    failing = false;
                 }
                 Err(error) => {
-                    if !failing {
+                    if !outage.is_on() {
                         tracing::warn!(error = &error as &dyn std::error::Error, "pages wait for a memory host");
                     }
-                    failing = true;
                     *lock(&self.failing[number]) = Some(error.problem());
                     // Others that wait for it are asked for first, and most likely wait as well.
                     lock(&self.wanted[number]).push_back(page);
-                    self.rest(RETRY);
+                    self.rest(outage.failed(began, Instant::now(), false));
                 }
             }
         }
@@ -107,8 +100,11 @@ impl Split {
         if self.has_ended() { None } else { wanted.pop_front() }
     }
 
-    /// Brings a page, and after it the others of its chunk.
+    /// Brings a page, and after it the others of its chunk as far as there is room.
     fn bring_around(&self, lines: &mut Lines<'_>, page: PageIndex) -> Result<(), SplitError> {
+        if self.pager.away_in(page.chunk).contains(page.page) {
+            self.wait_for_room();
+        }
         let mut state = self.chunk(page.chunk);
         let away = self.pager.away_in(page.chunk);
         if !away.contains(page.page) {
@@ -116,17 +112,17 @@ impl Split {
             return Ok(());
         }
         self.clock.came(page.chunk);
-        self.bring_chunk(lines, page.chunk, &mut state, [page.page].into_iter().collect())
+        self.bring_chunk(lines, page.chunk, &mut state, ([page.page].into_iter().collect(), Ahead::WithRoom))
     }
 
-    /// Brings all pages of a chunk that are away, these first. Nothing else is done with the chunk meanwhile; pages
-    /// that somebody waits for go before the others.
+    /// Brings pages of a chunk that are away, these first. Nothing else is done with the chunk meanwhile; pages that
+    /// somebody waits for go before the others.
     fn bring_chunk(
         &self,
         lines: &mut Lines<'_>,
         chunk: ChunkIndex,
         state: &mut Chunk,
-        first: PageSet,
+        first: (PageSet, Ahead),
     ) -> Result<(), SplitError> {
         let Some(number) = self.host_of(chunk) else { return Ok(()) };
         if state.unsure {
@@ -150,7 +146,7 @@ impl Split {
         &self,
         lines: &mut Lines<'_>,
         number: usize,
-        (chunk, mut part): (ChunkIndex, PageSet),
+        (chunk, (mut part, ahead)): (ChunkIndex, (PageSet, Ahead)),
         state: &mut Chunk,
         came: &mut PageSet,
     ) -> Result<(), SplitError> {
@@ -169,10 +165,23 @@ impl Split {
             self.back.fetch_add(part.len() as u64, Ordering::Relaxed);
             let left = self.pager.away_in(chunk);
             let waited = self.pager.waited_for_in(chunk).and(&left);
-            part = if waited.is_empty() { behind(&left, &part) } else { waited };
+            part = match waited.is_empty() {
+                false => waited,
+                true if ahead == Ahead::WithRoom && !self.has_room(TOGETHER) => PageSet::EMPTY,
+                true => behind(&left, &part),
+            };
         }
         Ok(())
     }
+}
+
+/// Which pages of a chunk come that nobody waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ahead {
+    /// All.
+    All,
+    /// As many as there is room for.
+    WithRoom,
 }
 
 /// Some of the pages that are left: those behind the last of `before`, or else the first.

@@ -3,18 +3,18 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_protocol::layout::ChunkIndex;
+use sterna_api::Problem;
+use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
 use super::out::WayOut;
+use super::outage::Outage;
 use super::room::Room;
 use super::{Split, SplitError, lock};
 use crate::error::MigrateError;
 
 /// How often the guest's memory is looked at.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long nothing is sent after it failed.
-const RETRY: Duration = Duration::from_millis(200);
 
 impl Split {
     /// From now on no more of the guest is here than there is room for, as far as its pages can leave as fast as it
@@ -23,48 +23,51 @@ impl Split {
     /// # Errors
     /// No thread left.
     pub fn keep_to(self: &Arc<Self>, room: Room) -> Result<(), SplitError> {
-        if lock(&self.room).replace(room).is_some() {
+        let here = self.pager.ram().allocated_bytes().map_err(MigrateError::host("looking at the guest's memory"))?;
+        if self.set_room(Some(room), here).is_some() {
             return Ok(());
         }
-        let this = Arc::clone(self);
-        let spawned = std::thread::Builder::new().name("page-out".into()).spawn(move || this.make_room());
-        match spawned {
-            Ok(thread) => lock(&self.threads).push(thread),
-            Err(error) => {
-                *lock(&self.room) = None;
-                return Err(MigrateError::host("starting a thread for pages that leave")(error).into());
-            }
+        let started = self.spawn("pace", Self::pace_touches).and_then(|()| self.spawn("page-out", Self::make_room));
+        if started.is_err() {
+            self.set_room(None, 0);
         }
-        Ok(())
+        started
+    }
+
+    /// Sets the room, where so much is here; what it was.
+    fn set_room(&self, room: Option<Room>, here: u64) -> Option<Room> {
+        let mut known = lock(&self.room);
+        self.pace.bound(room.unwrap_or(Room::ALL), here);
+        std::mem::replace(&mut known, room)
     }
 
     /// From now on nothing leaves, as if there were room for all of it. What was on its way has left, or stays, when
     /// this returns.
     pub(super) fn keep_all(&self) {
-        if let Some(room) = &mut *lock(&self.room) {
-            *room = Room::ALL;
+        if lock(&self.room).is_some() {
+            self.set_room(Some(Room::ALL), 0);
         }
         // Whoever sends has looked at the room under this lock.
         drop(lock(&self.on_the_way));
     }
 
     fn make_room(&self) {
-        let mut failing = false;
+        let mut outage = Outage::default();
         while !self.has_ended() {
-            let done = self.way_out().and_then(|mut way| self.make_room_by(&mut way, &mut failing));
+            let began = Instant::now();
+            let done = self.way_out().and_then(|mut way| self.make_room_by(&mut way, &mut outage));
             let Err(error) = done else { return };
-            if !failing {
-                tracing::warn!(error = &error as &dyn std::error::Error, "the guest keeps more here than it may");
+            if !outage.is_on() {
+                tracing::warn!(error = &error as &dyn std::error::Error, "pages of a guest do not leave");
             }
-            failing = true;
             *lock(&self.stuck) = Some(error.problem());
-            self.rest(RETRY);
+            self.rest(outage.failed(began, Instant::now(), false));
         }
     }
 
-    /// Until the end, or an error.
-    fn make_room_by(&self, way: &mut WayOut<'_>, failing: &mut bool) -> Result<(), SplitError> {
-        let (mut turn, mut in_vain, mut leaving) = (0, 0, false);
+    /// Until the end, or an error of this host's, which has an `outage` then.
+    fn make_room_by(&self, way: &mut WayOut<'_>, outage: &mut Outage) -> Result<(), SplitError> {
+        let (mut turns, mut in_vain, mut leaving) = (Turns::of(self.lenders.count()), 0, false);
         while !self.has_ended() {
             let here = self.pager.ram().allocated_bytes();
             let here = here.map_err(MigrateError::host("looking at the guest's memory"))?;
@@ -75,32 +78,48 @@ impl Split {
                 *lock(&self.stuck) = None;
             }
             // A whole round in vain: all that could leave has left, or is in use.
-            if !leaving || in_vain >= self.chunks.len() {
+            if !leaving || in_vain >= self.chunks.len() || turns.nobody(Instant::now()) {
+                if leaving && let Some(why) = turns.why() {
+                    *lock(&self.stuck) = Some(why.clone());
+                }
                 in_vain = 0;
                 drop(on_the_way);
                 self.rest(LOOK);
                 continue;
             }
             let Some(chunk) = self.clock.next() else { continue };
-            let left = self.send_anywhere(way, chunk, turn)?;
-            (turn, *failing) = (turn + 1, false);
-            *lock(&self.stuck) = None;
-            in_vain = if left.is_empty() { in_vain + 1 } else { 0 };
+            let left = self.send_anywhere(way, chunk, &mut turns)?;
+            outage.over();
+            if left.is_empty() {
+                in_vain += 1;
+            } else {
+                (in_vain, *lock(&self.stuck)) = (0, None);
+                // Under the lock, so that it is this room's ceiling that comes down.
+                lock(&self.room).inspect(|room| self.pace.left(*room, (left.len() * PAGE_BYTES) as u64));
+            }
         }
         Ok(())
     }
 
-    /// Sends a chunk to the first memory host that takes it: they have turns. Returns the pages that have left.
-    fn send_anywhere(&self, way: &mut WayOut<'_>, chunk: ChunkIndex, turn: usize) -> Result<PageSet, SplitError> {
-        let count = self.lenders.count();
-        let mut sent = Err(MigrateError::Bug("a split guest without a memory host").into());
-        for number in (0..count).map(|more| (turn + more) % count) {
-            sent = way.send(chunk, number).map(|departed| departed.away.or(&departed.zero));
-            if sent.is_ok() {
-                break;
+    /// Sends a chunk to the first memory host that takes it: they have turns. One that has pages of it already is the
+    /// only one. Returns the pages that have left.
+    fn send_anywhere(&self, way: &mut WayOut<'_>, chunk: ChunkIndex, turns: &mut Turns) -> Result<PageSet, SplitError> {
+        let asked: Vec<usize> = self.host_of(chunk).map_or_else(|| turns.next(), |bound| vec![bound]);
+        for number in asked {
+            let began = Instant::now();
+            if turns.outages[number].rests(began) {
+                continue;
+            }
+            match way.send(chunk, number) {
+                Ok(departed) => {
+                    turns.outages[number].over();
+                    return Ok(departed.away.or(&departed.zero));
+                }
+                Err(SplitError::Here(error)) => return Err(error.into()),
+                Err(error) => turns.failed(number, began, &error),
             }
         }
-        sent
+        Ok(PageSet::EMPTY)
     }
 
     /// Does nothing for a while, or until the end.
@@ -109,5 +128,46 @@ impl Split {
         while !self.has_ended() && Instant::now() < until {
             std::thread::sleep((until - Instant::now().min(until)).min(Duration::from_millis(10)));
         }
+    }
+}
+
+/// The memory hosts, as who sends finds them.
+struct Turns {
+    outages: Vec<Outage>,
+    turn: usize,
+    /// What failed last.
+    why: Option<Problem>,
+}
+
+impl Turns {
+    fn of(count: usize) -> Self {
+        Self { outages: (0..count).map(|_| Outage::default()).collect(), turn: 0, why: None }
+    }
+
+    /// All, in the order in which they are asked next.
+    fn next(&mut self) -> Vec<usize> {
+        let count = self.outages.len();
+        self.turn += 1;
+        (0..count).map(|more| (self.turn + more) % count).collect()
+    }
+
+    /// One has failed, asked since `began`.
+    fn failed(&mut self, number: usize, began: Instant, error: &SplitError) {
+        if !self.outages[number].is_on() {
+            tracing::warn!(error = error as &dyn std::error::Error, "pages of a guest do not leave");
+        }
+        let others = (0..self.outages.len()).any(|other| other != number && !self.outages[other].is_on());
+        self.outages[number].failed(began, Instant::now(), others);
+        self.why = Some(error.problem());
+    }
+
+    /// Why pages do not leave, where one fails at present.
+    fn why(&self) -> Option<&Problem> {
+        self.why.as_ref().filter(|_| self.outages.iter().any(Outage::is_on))
+    }
+
+    /// Whether all are left alone now.
+    fn nobody(&self, now: Instant) -> bool {
+        self.outages.iter().all(|outage| outage.rests(now))
     }
 }

@@ -34,6 +34,12 @@ pub mod room;
 /// No more of a guest is kept here than that.
 mod keep;
 
+/// What it takes anew waits for room, where it takes it faster than pages leave.
+mod pace;
+
+/// Memory hosts that do not answer.
+pub mod outage;
+
 /// Asking memory hosts for room, and giving it back.
 pub mod loans;
 
@@ -54,6 +60,8 @@ use sterna_protocol::store::Refusal;
 use self::clock::Clock;
 pub use self::lines::{Epochs, Lender};
 use self::lines::{Lenders, Lines};
+use self::pace::Pace;
+pub use self::pace::Paced;
 use self::room::Room;
 use crate::error::MigrateError;
 use crate::paging::Pager;
@@ -130,6 +138,8 @@ pub struct Account {
     pub kept_pages: u64,
     /// Pages that came back.
     pub in_pages: u64,
+    /// Pages that waited for room here.
+    pub paced: Paced,
 }
 
 /// The part of a guest that is at memory hosts. It has threads of its own until [`end`](Self::end).
@@ -144,6 +154,7 @@ pub struct Split {
     clock: Clock,
     /// How much of the guest may be here, where that is bounded.
     room: Mutex<Option<Room>>,
+    pace: Pace,
     /// Held while a chunk leaves for want of room.
     on_the_way: Mutex<()>,
     /// Why the pages that are too many do not leave, for as long as that is so.
@@ -225,6 +236,7 @@ impl Split {
             called: (0..count).map(|_| Condvar::new()).collect(),
             clock: Clock::new(chunks),
             room: Mutex::default(),
+            pace: Pace::new(),
             on_the_way: Mutex::default(),
             stuck: Mutex::default(),
             failing: (0..count).map(|_| Mutex::default()).collect(),
@@ -238,6 +250,14 @@ impl Split {
         }))
     }
 
+    fn spawn(self: &Arc<Self>, name: &str, work: impl FnOnce(&Self) + Send + 'static) -> Result<(), SplitError> {
+        let this = Arc::clone(self);
+        let spawned = std::thread::Builder::new().name(name.into()).spawn(move || work(&this));
+        let thread = spawned.map_err(MigrateError::host("starting a thread for the guest's pages"))?;
+        lock(&self.threads).push(thread);
+        Ok(())
+    }
+
     /// The guest's pager.
     #[must_use]
     pub fn pager(&self) -> &Arc<Pager> {
@@ -249,7 +269,8 @@ impl Split {
     pub fn account(&self) -> Account {
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let (out_pages, zero_pages) = (load(&self.out), load(&self.zero));
-        Account { out_pages, zero_pages, kept_pages: load(&self.kept), in_pages: load(&self.back) }
+        let (kept_pages, in_pages) = (load(&self.kept), load(&self.back));
+        Account { out_pages, zero_pages, kept_pages, in_pages, paced: self.pace.paced() }
     }
 
     /// Why a memory host brings no pages at present.
@@ -278,6 +299,7 @@ impl Split {
             let _wanted = lock(wanted);
             called.notify_all();
         }
+        self.pace.end();
         let threads = std::mem::take(&mut *lock(&self.threads));
         // A panic of a thread is a bug, and was reported.
         threads.into_iter().for_each(|thread| drop(thread.join()));
@@ -349,6 +371,10 @@ impl Supplier for Split {
         let Some(number) = self.host_of(page.chunk) else { return };
         lock(&self.wanted[number]).push_back(page);
         self.called[number].notify_one();
+    }
+
+    fn admits(&self, page: PageIndex) -> bool {
+        self.admits_touch(page)
     }
 
     fn heard(&self) -> Instant {

@@ -17,6 +17,12 @@ impl Room {
         Self { most }
     }
 
+    /// No more than that, bytes.
+    #[must_use]
+    pub fn most(self) -> u64 {
+        self.most
+    }
+
     /// Pages leave once there are more: before it is too much, as the guest goes on using more meanwhile.
     #[must_use]
     pub fn high(self) -> u64 {

@@ -25,6 +25,9 @@ mod killed;
 /// A host that lends.
 mod lending;
 
+/// A guest that takes more memory than it has room for.
+mod paced;
+
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -72,14 +75,7 @@ impl Guest {
     /// Every page has a content of its own, but the last quarter of each chunk: of that every second page is zeros, and
     /// the others were never touched.
     fn new() -> Self {
-        let ram = GuestRam::new(u64::from(CHUNKS) * CHUNK_BYTES as u64);
-        let guest = Self {
-            inside: Arc::new(std::sync::Mutex::new(vec![Arc::clone(&ram.mapping)])),
-            kept: Arc::default(),
-            record: tempfile::tempfile_in("/dev/shm").unwrap(),
-            epochs: Counter::default(),
-            ram,
-        };
+        let guest = Self::untouched();
         for page in 0..PAGES {
             match page % 256 {
                 0..192 => guest.ram.mapping.copy_in(page * 4096, &content(page).to_le_bytes().repeat(512)).unwrap(),
@@ -88,6 +84,18 @@ impl Guest {
             }
         }
         guest
+    }
+
+    /// No page was touched yet.
+    fn untouched() -> Self {
+        let ram = GuestRam::new(u64::from(CHUNKS) * CHUNK_BYTES as u64);
+        Self {
+            inside: Arc::new(std::sync::Mutex::new(vec![Arc::clone(&ram.mapping)])),
+            kept: Arc::default(),
+            record: tempfile::tempfile_in("/dev/shm").unwrap(),
+            epochs: Counter::default(),
+            ram,
+        }
     }
 
     fn blocks(&self) -> Vec<BlockFile> {
@@ -145,6 +153,10 @@ impl Guest {
     /// The pages for which this host has memory.
     fn pages_here(&self, split: &Split) -> u64 {
         split.pager().ram().allocated().unwrap().len()
+    }
+
+    fn writes(&self, page: u64) {
+        self.ram.mapping.copy_in(page * 4096, &content(page).to_le_bytes().repeat(2)).unwrap();
     }
 
     fn is_as_it_was(&self) {
