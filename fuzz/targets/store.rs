@@ -44,8 +44,9 @@ fuzz_target!(|bytes: &[u8]| {
                     holdings.open(claim, bytes);
                 }
             }
-            StoreRequest::Inventory { first } => {
-                assert!(holdings.inventory(first).is_sorted_by_key(|entry| entry.chunk));
+            StoreRequest::Inventory { first, most } => {
+                let entries = holdings.inventory(first, most);
+                assert!(entries.len() <= most as usize && entries.is_sorted_by_key(|entry| entry.chunk));
             }
             StoreRequest::Prepare | StoreRequest::Close => {}
         }

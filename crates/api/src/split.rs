@@ -52,6 +52,8 @@ pub struct SplitReport {
     pub away_pages: u64,
     /// Pages that were sent to memory hosts meanwhile, and left.
     pub out_pages: u64,
+    /// Pages that left without being sent: what a memory host had of them was right still.
+    pub unsent_pages: u64,
     /// Pages of zeros that left without being sent.
     pub zero_pages: u64,
     /// Pages that were sent and stayed, because the guest wrote them or waited for them.

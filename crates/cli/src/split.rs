@@ -82,8 +82,9 @@ fn table(report: &SplitReport, now: &str) -> String {
     table.add_row([
         "left".into(),
         format!(
-            "{}, and {} of zeros that were not sent; {} stayed that the guest wrote or wanted meanwhile",
+            "{} sent; {} that the memory hosts had still, and {} of zeros; {} stayed that the guest wrote or wanted",
             pages(report.out_pages),
+            pages(report.unsent_pages),
             pages(report.zero_pages),
             pages(report.kept_pages)
         ),

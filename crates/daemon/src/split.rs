@@ -392,6 +392,7 @@ fn report(record: &VmRecord, monitor: &Monitor, (before, account): (u64, Account
         allocated_after_bytes: record.allocated_bytes(),
         away_pages: split.pager().missing(),
         out_pages: now.out_pages - account.out_pages,
+        unsent_pages: now.unsent_pages - account.unsent_pages,
         zero_pages: now.zero_pages - account.zero_pages,
         kept_pages: now.kept_pages - account.kept_pages,
         in_pages: now.in_pages - account.in_pages,

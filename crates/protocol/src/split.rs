@@ -6,8 +6,11 @@
 //!
 //! ```text
 //! out   put ─▶ fence ─▶ compare ─▶ away, on record ─▶ punch
-//! in    get ─▶ write ─▶ here, on record ─▶ map ─▶ release
+//! in    get ─▶ write ─▶ here, on record ─▶ map ─▶ release, or leave it there as a copy
 //! ```
+//!
+//! A copy is what a page was when it came back. It is not on record: where the daemon dies, it is released. Where the
+//! page leaves again and is still that, nothing needs to be sent; the comparison behind the fence is the same.
 //!
 //! The guest runs on until its pages are fenced, and what it wrote since the put shows by the digests. The fence
 //! outlives the daemon: the guest's accesses wait until a page is mapped.
@@ -25,6 +28,8 @@ pub struct Whereabouts {
     held: u64,
     /// Pages that are at the memory host alone.
     away: PageSet,
+    /// Pages that are here, and at the memory host as they came back.
+    copied: PageSet,
 }
 
 /// What a put is to say.
@@ -32,7 +37,7 @@ pub struct Whereabouts {
 pub struct Number {
     /// The version that the memory host has afterwards.
     pub version: u64,
-    /// The version that it adds to, where pages of the chunk are away already.
+    /// The version that it adds to, where pages of the chunk are there already.
     pub base: Option<u64>,
 }
 
@@ -54,7 +59,7 @@ impl Whereabouts {
     /// [`restart`](Self::restart).
     #[must_use]
     pub fn recorded(away: PageSet) -> Self {
-        Self { held: 0, away }
+        Self { held: 0, away, copied: PageSet::EMPTY }
     }
 
     /// Notes the version of the chunk that another memory host has, which holds nothing of it any more: numbers go on
@@ -69,6 +74,12 @@ impl Whereabouts {
         self.away
     }
 
+    /// The pages that are here, and at the memory host as they came back.
+    #[must_use]
+    pub fn copied(&self) -> PageSet {
+        self.copied
+    }
+
     /// The version in which the memory host has them.
     #[must_use]
     pub fn held(&self) -> u64 {
@@ -78,24 +89,30 @@ impl Whereabouts {
     /// Numbers a put.
     #[must_use]
     pub fn number(&self) -> Number {
-        Number { version: self.held + 1, base: (!self.away.is_empty()).then_some(self.held) }
+        Number { version: self.held + 1, base: (!self.away.or(&self.copied).is_empty()).then_some(self.held) }
     }
 
-    /// Notes that a put of this number was answered.
-    pub fn kept(&mut self, number: Number) {
+    /// Notes that a put of this number, with these pages, was answered.
+    pub fn kept(&mut self, number: Number, pages: &PageSet) {
         self.held = number.version;
+        self.copied = if number.base.is_some() { self.copied.without(pages) } else { PageSet::EMPTY };
     }
 
-    /// Pages of an answered put are fenced, and are what was kept: their valid copy is away from now on. Once that is
-    /// on record they are punched.
+    /// Pages of an answered put, or copies, are fenced, and are what the memory host has: the valid ones are away from
+    /// now on. Once that is on record they are punched.
     pub fn goes(&mut self, pages: &PageSet) {
-        self.away = self.away.or(pages);
+        (self.away, self.copied) = (self.away.or(pages), self.copied.without(pages));
     }
 
-    /// Pages came back and are in the file: their valid copy is here from now on. Once that is on record they are
-    /// mapped, and then released.
+    /// Pages came back and are in the file: the valid ones are here from now on, and what the memory host has are
+    /// copies. Once that is on record they are mapped.
     pub fn comes(&mut self, pages: &PageSet) {
-        self.away = self.away.without(pages);
+        (self.away, self.copied) = (self.away.without(pages), self.copied.or(pages));
+    }
+
+    /// The memory host has no copies of these pages any more, as far as is known.
+    pub fn released(&mut self, pages: &PageSet) {
+        self.copied = self.copied.without(pages);
     }
 
     /// What is to be done when the daemon is back; `has` is the version that the memory host has of the chunk and its
@@ -106,7 +123,7 @@ impl Whereabouts {
         let (version, there) = has.unwrap_or((0, PageSet::EMPTY));
         let (away, stale) = (self.away.and(&there), there.without(&self.away));
         Restart {
-            now: Self { held: version, away },
+            now: Self { held: version, away, copied: PageSet::EMPTY },
             punch: away,
             release: (!stale.is_empty()).then_some((version, stale)),
             lost: self.away.without(&there),

@@ -79,13 +79,18 @@ impl World {
             goes.insert(page, self.file[&page]);
             self.guest(touches);
         }
-        let put = self.store.may_put(CHUNK, number.version, number.base, pages, PageSet::EMPTY).expect("it may");
-        self.store.note(CHUNK, put.before.unwrap_or_default());
-        fuse.step()?;
-        self.kept.extend(&goes);
-        self.store.note(CHUNK, put.after);
-        fuse.step()?;
-        self.record.kept(number);
+        let copied = self.record.copied();
+        let sent: PageSet =
+            pages.iter().filter(|page| !copied.contains(*page) || self.kept[page] != goes[page]).collect();
+        if !sent.is_empty() {
+            let put = self.store.may_put(CHUNK, number.version, number.base, sent, PageSet::EMPTY).expect("it may");
+            self.store.note(CHUNK, put.before.unwrap_or_default());
+            fuse.step()?;
+            self.kept.extend(goes.iter().filter(|(page, _)| sent.contains(**page)));
+            self.store.note(CHUNK, put.after);
+            fuse.step()?;
+            self.record.kept(number, &sent);
+        }
         self.guest(touches);
         self.mapped = self.mapped.without(&pages);
         fuse.step()?;
@@ -97,11 +102,12 @@ impl World {
         let changed = pages.without(&same);
         self.mapped = self.mapped.or(&changed);
         fuse.step()?;
-        self.release(number.version, &changed);
+        self.release(self.record.held(), &changed);
+        self.record.released(&changed);
         Ok(())
     }
 
-    fn back(&mut self, pages: &PageSet, fuse: &mut Fuse) -> Result<(), Killed> {
+    fn back(&mut self, pages: &PageSet, copies_stay: bool, fuse: &mut Fuse) -> Result<(), Killed> {
         let pages = pages.and(&self.record.away());
         if pages.is_empty() {
             return Ok(());
@@ -117,7 +123,10 @@ impl World {
         fuse.step()?;
         self.mapped = self.mapped.or(&pages);
         fuse.step()?;
-        self.release(version, &pages);
+        if !copies_stay {
+            self.release(version, &pages);
+            self.record.released(&pages);
+        }
         Ok(())
     }
 
@@ -152,7 +161,7 @@ impl World {
             }
         }
         let held = self.store.held(CHUNK).map_or(PageSet::EMPTY, |held| held.pages());
-        assert_eq!(held, self.record.away(), "nothing is kept in vain");
+        assert_eq!(held, self.record.away().or(&self.record.copied()), "nothing is kept in vain");
     }
 }
 
@@ -161,6 +170,8 @@ struct Step {
     out: bool,
     pages: PageSet,
     touches: Vec<(u8, bool)>,
+    /// What comes back stays at the memory host, too.
+    copies_stay: bool,
     /// After so many steps the daemon is killed.
     fuse: usize,
 }
@@ -168,8 +179,10 @@ struct Step {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let pages = proptest::collection::vec(0..PAGES, 1..4).prop_map(|pages| pages.into_iter().collect());
     let touches = proptest::collection::vec((0..PAGES, any::<bool>()), 0..4);
-    let step = (any::<bool>(), pages, touches, 0usize..14);
-    proptest::collection::vec(step.prop_map(|(out, pages, touches, fuse)| Step { out, pages, touches, fuse }), 1..40)
+    let step = (any::<bool>(), pages, touches, any::<bool>(), 0usize..14);
+    let step =
+        step.prop_map(|(out, pages, touches, copies_stay, fuse)| Step { out, pages, touches, copies_stay, fuse });
+    proptest::collection::vec(step, 1..40)
 }
 
 proptest! {
@@ -180,16 +193,19 @@ proptest! {
     #[test]
     fn whenever_the_daemon_is_killed_every_page_is_valid_where_the_record_has_it(steps in steps()) {
         let mut world = World::new();
-        for Step { out, pages, touches, fuse } in steps {
+        for Step { out, pages, touches, copies_stay, fuse } in steps {
             let mut fuse = Fuse(fuse);
-            let ended = if out { world.out(&pages, &touches, &mut fuse) } else { world.back(&pages, &mut fuse) };
+            let ended = match out {
+                true => world.out(&pages, &touches, &mut fuse),
+                false => world.back(&pages, copies_stay, &mut fuse),
+            };
             if ended.is_err() {
                 world.restart();
             }
             world.check();
             world.guest(&touches);
         }
-        world.back(&PageSet::first(PAGES.into()), &mut Fuse(usize::MAX)).map_err(|Killed| ()).unwrap();
+        world.back(&PageSet::first(PAGES.into()), false, &mut Fuse(usize::MAX)).map_err(|Killed| ()).unwrap();
         world.check();
         prop_assert_eq!(&world.file, &world.truth);
     }
@@ -200,7 +216,7 @@ proptest! {
 fn pages_that_nobody_has_are_named() {
     let (mut record, pages) = (Whereabouts::default(), PageSet::first(3));
     let number = record.number();
-    record.kept(number);
+    record.kept(number, &pages);
     record.goes(&pages);
     let two = PageSet::first(2);
     let restart = record.restart(Some((number.version, two)));

@@ -82,6 +82,8 @@ pub enum StoreRequest {
     Inventory {
         /// The first chunk.
         first: ChunkIndex,
+        /// Of how many chunks at most.
+        most: u32,
     },
     /// Asks whether the store is ready for the guest to rely on it: its answer sums up all that it has.
     Prepare,
@@ -125,8 +127,8 @@ pub enum StoreReply {
     Pages,
     /// To `Release`.
     Released,
-    /// To `Inventory`: the chunks of which the store has anything, in order, at most [`MAX_INVENTORY`]. None: there are
-    /// no more.
+    /// To `Inventory`: the chunks of which the store has anything, in order, as many as were asked for and at most
+    /// [`MAX_INVENTORY`]. None: there are no more.
     Inventory(Vec<InventoryEntry>),
     /// To `Prepare`.
     Prepared(Summary),

@@ -128,18 +128,7 @@ impl Split {
         if state.unsure {
             self.make_sure(lines, number, chunk, state)?;
         }
-        let mut came = PageSet::EMPTY;
-        let done = self.bring_parts(lines, number, (chunk, first), state, &mut came);
-        let version = state.at.held();
-        if came.is_empty() {
-            return done;
-        }
-        if let Err(error) = lines.ask(number, |host| host.release(chunk, version, &came)) {
-            // They are valid here. The memory host is told again when the chunk is looked at once more.
-            state.unsure = true;
-            tracing::debug!(%error, "a memory host was not told that pages are here");
-        }
-        done
+        self.bring_parts(lines, number, (chunk, first), state)
     }
 
     fn bring_parts(
@@ -148,7 +137,6 @@ impl Split {
         number: usize,
         (chunk, (mut part, ahead)): (ChunkIndex, (PageSet, Ahead)),
         state: &mut Chunk,
-        came: &mut PageSet,
     ) -> Result<(), SplitError> {
         let version = state.at.held();
         while !part.is_empty() {
@@ -161,7 +149,8 @@ impl Split {
             let arrival = Arrival { chunk, bodies: &bodies, zero: got.zero, pooled: None, suspect: PageSet::EMPTY };
             self.pager.place(&arrival)?;
             state.at.comes(&part);
-            *came = came.or(&part);
+            state.at.released(&got.zero);
+            state.came(number, &got.full, &got.digests);
             self.back.fetch_add(part.len() as u64, Ordering::Relaxed);
             let left = self.pager.away_in(chunk);
             let waited = self.pager.waited_for_in(chunk).and(&left);

@@ -69,6 +69,7 @@ impl Split {
     fn make_room_by(&self, way: &mut WayOut<'_>, outage: &mut Outage) -> Result<(), SplitError> {
         let (mut turns, mut in_vain, mut leaving) = (Turns::of(self.lenders.count()), 0, false);
         while !self.has_ended() {
+            self.go_through_rests(way, &mut turns)?;
             let here = self.pager.ram().allocated_bytes();
             let here = here.map_err(MigrateError::host("looking at the guest's memory"))?;
             let on_the_way = lock(&self.on_the_way);
@@ -101,10 +102,29 @@ impl Split {
         Ok(())
     }
 
-    /// Sends a chunk to the first memory host that takes it: they have turns. One that has pages of it already is the
-    /// only one. Returns the pages that have left.
+    /// Goes through what memory hosts have that did not answer once, where they do again.
+    fn go_through_rests(&self, way: &mut WayOut<'_>, turns: &mut Turns) -> Result<(), SplitError> {
+        for number in 0..self.lenders.count() {
+            let began = Instant::now();
+            if !self.has_rests(number) || turns.outages[number].rests(began) {
+                continue;
+            }
+            match self.go_through(&mut way.lines, number) {
+                Ok(()) => drop(turns.outages[number].over()),
+                Err(SplitError::Here(error)) => return Err(error.into()),
+                Err(error) => turns.failed(number, began, &error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends a chunk to the first memory host that takes it: they have turns. One that has copies of it comes first, and
+    /// one that has pages of it already is the only one. Returns the pages that have left.
     fn send_anywhere(&self, way: &mut WayOut<'_>, chunk: ChunkIndex, turns: &mut Turns) -> Result<PageSet, SplitError> {
-        let asked: Vec<usize> = self.host_of(chunk).map_or_else(|| turns.next(), |bound| vec![bound]);
+        let asked: Vec<usize> = match self.host_of(chunk) {
+            Some(only) => vec![only],
+            None => self.copies_of(chunk).into_iter().chain(turns.next()).collect(),
+        };
         for number in asked {
             let began = Instant::now();
             if turns.outages[number].rests(began) {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! out   WayOut::send      read ─▶ put ─▶ Pager::depart: fence ─▶ compare ─▶ away, on record ─▶ punch ─▶ let go
-//! in    a fault ─▶ Split::ask ─▶ get ─▶ Pager::place: write ─▶ here, on record ─▶ map ─▶ release
+//! in    a fault ─▶ Split::ask ─▶ get ─▶ Pager::place: write ─▶ here, on record ─▶ map
 //! ```
 //!
 //! The [pager](crate::paging) has the record, the faults and the RAM; this module has the memory hosts, and is the
@@ -27,6 +27,9 @@ pub mod out;
 
 /// Which chunk leaves next.
 pub mod clock;
+
+/// Pages that are here and at their memory host.
+mod copies;
 
 /// How much of a guest may be here.
 pub mod room;
@@ -58,6 +61,7 @@ use sterna_protocol::split::{Restart, Whereabouts};
 use sterna_protocol::store::Refusal;
 
 use self::clock::Clock;
+use self::copies::Copies;
 pub use self::lines::{Epochs, Lender};
 use self::lines::{Lenders, Lines};
 use self::pace::Pace;
@@ -130,12 +134,14 @@ fn refused(peer: &str, refusal: &Refusal) -> Problem {
 /// What has gone and come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Account {
-    /// Pages that went to memory hosts.
+    /// Pages that were sent to memory hosts, and left.
     pub out_pages: u64,
     /// Pages that were zeros when they were to go: their memory was given back, and nothing was sent.
     pub zero_pages: u64,
     /// Pages that were sent and stayed, because the guest wrote them meanwhile or waited for them.
     pub kept_pages: u64,
+    /// Pages that left without being sent: what the memory host had of them was right still.
+    pub unsent_pages: u64,
     /// Pages that came back.
     pub in_pages: u64,
     /// Pages that waited for room here.
@@ -161,12 +167,15 @@ pub struct Split {
     stuck: Mutex<Option<Problem>>,
     /// For each memory host why it brings no pages, for as long as that is so.
     failing: Vec<Mutex<Option<Problem>>>,
+    /// For each memory host whether it may have pages that count no more.
+    rests: Vec<AtomicBool>,
     heard: Mutex<Instant>,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
     out: AtomicU64,
     zero: AtomicU64,
     kept: AtomicU64,
+    unsent: AtomicU64,
     back: AtomicU64,
 }
 
@@ -176,6 +185,8 @@ struct Chunk {
     at: Whereabouts,
     /// What the memory host has is not known.
     unsure: bool,
+    /// What its pages are that came back.
+    copies: Option<Copies>,
 }
 
 impl Split {
@@ -240,12 +251,14 @@ impl Split {
             on_the_way: Mutex::default(),
             stuck: Mutex::default(),
             failing: (0..count).map(|_| Mutex::default()).collect(),
+            rests: (0..count).map(|_| AtomicBool::new(false)).collect(),
             heard: Mutex::new(Instant::now()),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),
             out: AtomicU64::new(0),
             zero: AtomicU64::new(0),
             kept: AtomicU64::new(0),
+            unsent: AtomicU64::new(0),
             back: AtomicU64::new(0),
         }))
     }
@@ -269,8 +282,8 @@ impl Split {
     pub fn account(&self) -> Account {
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let (out_pages, zero_pages) = (load(&self.out), load(&self.zero));
-        let (kept_pages, in_pages) = (load(&self.kept), load(&self.back));
-        Account { out_pages, zero_pages, kept_pages, in_pages, paced: self.pace.paced() }
+        let (kept_pages, unsent_pages, in_pages) = (load(&self.kept), load(&self.unsent), load(&self.back));
+        Account { out_pages, zero_pages, kept_pages, unsent_pages, in_pages, paced: self.pace.paced() }
     }
 
     /// Why a memory host brings no pages at present.
@@ -351,6 +364,10 @@ impl Split {
         if let Some((version, pages)) = release {
             let released = lines.ask(number, |host| host.release(chunk, version, &pages));
             released.map_err(|error| self.failed(number, error))?;
+        }
+        if state.copies_at() == Some(number) {
+            // They were among those.
+            state.forget_copies();
         }
         if mine {
             state.at = now;

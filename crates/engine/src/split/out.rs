@@ -1,12 +1,11 @@
 //! Pages that leave for a memory host while their guest runs.
 
-use std::sync::TryLockError;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
-use sterna_protocol::store::InventoryEntry;
+use sterna_protocol::store::{InventoryEntry, Refusal};
 use sterna_sys::iovec::Outgoing;
 
 use super::lines::Lines;
@@ -16,7 +15,7 @@ use crate::faults::fence::Fence;
 use crate::memory::is_zero;
 use crate::paging::depart::{Copy, Departed};
 use crate::paging::whereabouts::Holder;
-use crate::store::client::StoreError;
+use crate::store::client::{MemoryHost, StoreError};
 
 /// How long pages may be fenced in once somebody waits for one of them.
 const GRACE: Duration = Duration::from_millis(2);
@@ -24,7 +23,7 @@ const GRACE: Duration = Duration::from_millis(2);
 /// One thread's way out for pages: a fence, and connections.
 pub struct WayOut<'a> {
     split: &'a Split,
-    lines: Lines<'a>,
+    pub(super) lines: Lines<'a>,
     fence: Fence,
 }
 
@@ -68,38 +67,40 @@ impl WayOut<'_> {
     pub fn send(&mut self, chunk: ChunkIndex, number: usize) -> Result<Departed, SplitError> {
         let nothing = Departed { away: PageSet::EMPTY, zero: PageSet::EMPTY };
         let split = self.split;
-        let mut state = match split.chunks[chunk.index()].try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(state)) => state.into_inner(),
-            // Its pages are coming back.
-            Err(TryLockError::WouldBlock) => return Ok(nothing),
-        };
+        // Where it is busy, its pages are coming back.
+        let Some(mut state) = split.free_chunk(chunk.index()) else { return Ok(nothing) };
         let number = split.host_of(chunk).unwrap_or(number);
+        if let Some(other) = state.copies_at().filter(|other| *other != number) {
+            // That one is left alone, or it would be asked.
+            split.rests[other].store(true, Ordering::Release);
+            state.forget_copies();
+        }
         let holder = Holder::host(number).ok_or(MigrateError::Bug("a memory host that is not known"))?;
         if state.unsure {
             split.make_sure(&mut self.lines, number, chunk, &mut state)?;
         }
+        split.check_copies(&mut self.lines, number, chunk, &mut state)?;
         let copied = self.copy(chunk)?;
-        if copied.full.is_empty() && copied.zero.is_empty() {
-            return Ok(nothing);
+        let mut departed = Ok(nothing);
+        if !copied.full.is_empty() || !copied.zero.is_empty() {
+            let digests = self.put(chunk, number, &mut state, &copied)?;
+            let (pages, digester) = (copied.full, split.digester);
+            let copy = Copy { chunk, pages, digests: &digests, digester, holder, zero: copied.zero };
+            departed = split.pager.depart(&self.fence, &copy, &self.fence.patience(GRACE));
         }
-        let digests = self.put(chunk, number, &mut state, &copied)?;
-        let copy =
-            Copy { chunk, pages: copied.full, digests: &digests, digester: split.digester, holder, zero: copied.zero };
-        let departed = split.pager.depart(&self.fence, &copy, &self.fence.patience(GRACE));
         // Whatever came of it: the record says what is away.
         let away = split.pager.away_in(chunk).and(&copied.full);
+        let (stayed, unsent) = (copied.full.without(&away), state.at.copied().and(&away));
         state.at.goes(&away);
-        let stayed = copied.full.without(&away);
-        if !stayed.is_empty() {
-            let version = state.at.held();
-            let released = self.lines.ask(number, |host| host.release(chunk, version, &stayed));
-            state.unsure |= released.is_err();
-        }
+        // A copy of what has stayed, or is nothing any more, would be of no use the next time.
+        let stale = stayed.or(&state.at.copied());
+        split.release(&mut self.lines, number, (chunk, &stale), &mut state);
         let departed = departed?;
-        split.out.fetch_add(away.len() as u64, Ordering::Relaxed);
-        split.zero.fetch_add(departed.zero.len() as u64, Ordering::Relaxed);
-        split.kept.fetch_add(stayed.len() as u64, Ordering::Relaxed);
+        let count = |pages: &PageSet| pages.len() as u64;
+        split.out.fetch_add(count(&away) - count(&unsent), Ordering::Relaxed);
+        split.unsent.fetch_add(count(&unsent), Ordering::Relaxed);
+        split.zero.fetch_add(count(&departed.zero), Ordering::Relaxed);
+        split.kept.fetch_add(count(&stayed), Ordering::Relaxed);
         Ok(departed)
     }
 
@@ -120,7 +121,7 @@ impl WayOut<'_> {
         Ok(Copied { full: there.without(&zero), zero, bodies })
     }
 
-    /// Has the memory host keep a copy; the digests of what it has.
+    /// Has the memory host keep what it does not have yet; the digests of what it has.
     fn put(
         &mut self,
         chunk: ChunkIndex,
@@ -128,22 +129,42 @@ impl WayOut<'_> {
         state: &mut Chunk,
         copied: &Copied,
     ) -> Result<Vec<u64>, SplitError> {
-        if copied.full.is_empty() {
-            return Ok(Vec::new());
-        }
+        let unchanged = state.unchanged(&copied.full, &copied.bodies, self.split.digester);
+        let known: Vec<_> = unchanged.iter().map(|page| state.digest(page).unwrap_or_default()).collect();
+        let sent = copied.full.without(&unchanged);
+        let kept = if sent.is_empty() { Vec::new() } else { self.send_pages(chunk, number, state, (copied, sent))? };
+        let (mut known, mut kept) = (known.into_iter(), kept.into_iter());
+        let of = |page| if unchanged.contains(page) { known.next() } else { kept.next() };
+        Ok(copied.full.iter().filter_map(of).collect())
+    }
+
+    fn send_pages(
+        &mut self,
+        chunk: ChunkIndex,
+        number: usize,
+        state: &mut Chunk,
+        (copied, sent): (&Copied, PageSet),
+    ) -> Result<Vec<u64>, SplitError> {
         let next = state.at.number();
-        let bodies = [Outgoing::from(copied.bodies.as_slice())];
-        let put = self
-            .lines
-            .ask(number, |host| host.put(chunk, (next.version, next.base), (copied.full, PageSet::EMPTY), &bodies));
-        match put {
+        let each = copied.full.iter().zip(copied.bodies.as_chunks::<PAGE_BYTES>().0);
+        let these = each.filter(|(page, _)| sent.contains(*page));
+        let bodies: Vec<_> = these.map(|(_, body)| Outgoing::from(body.as_slice())).collect();
+        let is_full = |error: &StoreError| matches!(error, StoreError::Refused(Refusal::Full { .. }));
+        let mut put =
+            |host: &mut MemoryHost| host.put(chunk, (next.version, next.base), (sent, PageSet::EMPTY), &bodies);
+        let mut answer = self.lines.ask(number, &mut put);
+        if answer.as_ref().is_err_and(is_full) && self.split.give_up_copies(&mut self.lines, number, chunk) {
+            answer = self.lines.ask(number, &mut put);
+        }
+        match answer {
             Ok(digests) => {
-                state.at.kept(next);
+                state.at.kept(next, &sent);
                 Ok(digests)
             }
             Err(error) => {
                 // A refusal says that nothing was done; but then both sides may not agree on what is there.
-                state.unsure = !matches!(&error, StoreError::Refused(sterna_protocol::store::Refusal::Full { .. }));
+                state.unsure = !is_full(&error);
+                self.split.rests[number].fetch_or(state.unsure, Ordering::AcqRel);
                 Err(self.split.failed(number, error))
             }
         }

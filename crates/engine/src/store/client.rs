@@ -38,6 +38,8 @@ pub struct Pages {
     pub zero: PageSet,
     /// The bodies, in order.
     pub bodies: Vec<u8>,
+    /// Their digests, in order.
+    pub digests: Vec<u64>,
 }
 
 /// The owner's end of a connection to a memory host: one request at a time. For requests side by side there are more
@@ -148,10 +150,10 @@ impl MemoryHost {
         };
         let mut bodies = vec![0; frame.body_bytes()];
         connection.read_exact(&mut bodies).map_err(MigrateError::link("receiving pages"))?;
-        if !bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body)).eq(digests) {
+        if !bodies.chunks_exact(PAGE_BYTES).map(|body| self.digester.page(body)).eq(digests.iter().copied()) {
             return Err(MigrateError::Reply("pages that are not what their digests say").into());
         }
-        Ok(Pages { full: frame.full, zero: frame.zero, bodies })
+        Ok(Pages { full: frame.full, zero: frame.zero, bodies, digests })
     }
 
     /// These pages of a chunk are not needed any more, where it is of this version or an older one.
@@ -173,9 +175,8 @@ impl MemoryHost {
         let mut all: Vec<InventoryEntry> = Vec::new();
         loop {
             let first = all.last().map_or(0, |last| last.chunk.0 + 1);
-            let StoreReply::Inventory(more) = self.ask(&StoreRequest::Inventory { first: ChunkIndex(first) })? else {
-                return Err(other().into());
-            };
+            let request = StoreRequest::Inventory { first: ChunkIndex(first), most: u32::MAX };
+            let StoreReply::Inventory(more) = self.ask(&request)? else { return Err(other().into()) };
             if more.is_empty() {
                 return Ok(all);
             }
@@ -193,9 +194,8 @@ impl MemoryHost {
     /// # Errors
     /// [`StoreError`].
     pub fn held(&mut self, chunk: ChunkIndex) -> Result<Option<(u64, PageSet)>, StoreError> {
-        let StoreReply::Inventory(entries) = self.ask(&StoreRequest::Inventory { first: chunk })? else {
-            return Err(other().into());
-        };
+        let request = StoreRequest::Inventory { first: chunk, most: 1 };
+        let StoreReply::Inventory(entries) = self.ask(&request)? else { return Err(other().into()) };
         let entry = entries.first().filter(|entry| entry.chunk == chunk);
         Ok(entry.map(|entry| (entry.version, PageSet::from_bytes(&entry.pages))))
     }

@@ -109,7 +109,7 @@ impl Serving {
                 let released = shelf.release(epoch, chunk, version, &PageSet::from_bytes(&pages));
                 released.map(|()| StoreReply::Released)
             }
-            StoreRequest::Inventory { first } => shelf.inventory(epoch, first).map(StoreReply::Inventory),
+            StoreRequest::Inventory { first, most } => shelf.inventory(epoch, first, most).map(StoreReply::Inventory),
             StoreRequest::Prepare => shelf.prepare(epoch).map(StoreReply::Prepared),
             StoreRequest::Open { .. } | StoreRequest::Close => {
                 Err(Refusal::Request(format!("{} at this moment", request.name())))

@@ -289,12 +289,12 @@ impl Shelf {
         })
     }
 
-    /// What there is, from a chunk on.
+    /// What there is, from a chunk on, of so many chunks at most.
     ///
     /// # Errors
     /// [`Refusal`].
-    pub(super) fn inventory(&self, epoch: u64, first: ChunkIndex) -> Result<Vec<InventoryEntry>, Refusal> {
-        self.with(epoch, |all| Ok(all.inventory(first)))
+    pub(super) fn inventory(&self, epoch: u64, first: ChunkIndex, most: u32) -> Result<Vec<InventoryEntry>, Refusal> {
+        self.with(epoch, |all| Ok(all.inventory(first, most)))
     }
 
     /// All there is, summed up. Before a guest relies on it every body is compared with its digest.

@@ -73,7 +73,7 @@ fn a_store_that_is_killed_in_a_put_has_less_and_nothing_wrong() {
             drop(first);
             let shelf = restarted(dir.path());
             let left: &[u8] = if base.is_some() { &[0, 1] } else { &[] };
-            let held = shelf.inventory(1, ChunkIndex(0)).unwrap();
+            let held = shelf.inventory(1, ChunkIndex(0), 9).unwrap();
             let pages: Vec<_> = held.iter().map(|entry| (entry.version, PageSet::from_bytes(&entry.pages))).collect();
             assert_eq!(pages, if left.is_empty() { vec![] } else { vec![(1, set(left))] }, "{until:?} {base:?}");
             if !left.is_empty() {
@@ -131,7 +131,7 @@ fn damaged_memory_is_noticed_before_a_guest_relies_on_it() {
     // A damaged note is no note: what it spoke of is not there.
     first.files.slots.write_all_at(&[0xee], offset(CHUNK) + 5).unwrap();
     assert!(matches!(first.get(1, CHUNK, 1, &set(&[1])), Err(Refusal::Memory(_))));
-    assert_eq!(restarted(dir.path()).inventory(1, ChunkIndex(0)), Ok(vec![]));
+    assert_eq!(restarted(dir.path()).inventory(1, ChunkIndex(0), 9), Ok(vec![]));
 }
 
 #[test]

@@ -69,7 +69,7 @@ fn a_linux_guest_runs_on_and_finds_what_it_wrote_while_its_pages_go_and_come() {
     drop(way);
     split.bring_back().unwrap();
     is_well(&linux);
-    assert_eq!((split.pager().missing(), lending[0].pages() + lending[1].pages()), (0, 0));
+    assert_eq!(split.pager().missing(), 0);
     println!("{:?}", split.pager().faults());
     split.end();
     is_well(&linux);

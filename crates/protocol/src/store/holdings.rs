@@ -202,10 +202,10 @@ impl Holdings {
         self.used_bytes = self.used_bytes - before.map_or(0, |held| held.bytes()) + held.bytes();
     }
 
-    /// What there is from a chunk on, at most [`MAX_INVENTORY`] of them.
+    /// What there is from a chunk on, of so many chunks and at most [`MAX_INVENTORY`].
     #[must_use]
-    pub fn inventory(&self, first: ChunkIndex) -> Vec<InventoryEntry> {
-        let from = self.held.range((Bound::Included(first), Bound::Unbounded)).take(MAX_INVENTORY);
+    pub fn inventory(&self, first: ChunkIndex, most: u32) -> Vec<InventoryEntry> {
+        let from = self.held.range((Bound::Included(first), Bound::Unbounded)).take(MAX_INVENTORY.min(most as usize));
         let entry = |(chunk, held): (&ChunkIndex, &Held)| InventoryEntry {
             chunk: *chunk,
             version: held.version,

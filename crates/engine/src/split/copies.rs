@@ -1,0 +1,186 @@
+//! Copies: pages that are here, and at their memory host as they came back. Unchanged they leave again without being
+//! sent.
+//!
+//! Whether a page is unchanged is told by its digest behind the fence, as for any page that leaves. That the memory
+//! host still has it is asked each time before: it may have been restarted since.
+//!
+//! Copies take nothing from pages that leave: a memory host that is full gives up copies first. One that did not answer
+//! may have pages that count no more; it is gone through when it answers again.
+
+use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, TryLockError};
+
+use sterna_protocol::frame::Digester;
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, PAGE_BYTES};
+use sterna_protocol::pages::PageSet;
+use sterna_protocol::store::InventoryEntry;
+
+use super::lines::Lines;
+use super::{Chunk, Split, SplitError};
+
+/// What a memory host has copies of, in a chunk.
+#[derive(Debug)]
+pub(super) struct Copies {
+    number: usize,
+    /// What the pages are there; of those that are no copies it means nothing.
+    digests: Box<[u64; CHUNK_PAGES]>,
+}
+
+impl Chunk {
+    /// Notes what pages are that came back from a memory host; `digests` are theirs, in order.
+    pub(super) fn came(&mut self, number: usize, pages: &PageSet, digests: &[u64]) {
+        let copies = self.copies.get_or_insert_with(|| Copies { number, digests: Box::new([0; CHUNK_PAGES]) });
+        copies.number = number;
+        pages.iter().zip(digests).for_each(|(page, digest)| copies.digests[usize::from(page)] = *digest);
+    }
+
+    /// The memory host that has copies of its pages.
+    pub(super) fn copies_at(&self) -> Option<usize> {
+        self.copies.as_ref().filter(|_| !self.at.copied().is_empty()).map(|copies| copies.number)
+    }
+
+    /// What the copy of a page is.
+    pub(super) fn digest(&self, page: u8) -> Option<u64> {
+        let copies = self.copies.as_ref().filter(|_| self.at.copied().contains(page))?;
+        Some(copies.digests[usize::from(page)])
+    }
+
+    /// Those of these pages that are as their copies; `bodies` are theirs, in order.
+    pub(super) fn unchanged(&self, pages: &PageSet, bodies: &[u8], digester: Digester) -> PageSet {
+        let each = pages.iter().zip(bodies.as_chunks::<PAGE_BYTES>().0);
+        let like = |page: u8, body: &[u8]| self.digest(page).is_some_and(|digest| digest == digester.page(body));
+        each.filter(|(page, body)| like(*page, *body)).map(|(page, _)| page).collect()
+    }
+
+    /// No copy counts any more.
+    pub(super) fn forget_copies(&mut self) {
+        let copied = self.at.copied();
+        self.at.released(&copied);
+        self.copies = None;
+    }
+}
+
+impl Split {
+    /// Asks a memory host whether it still has the copies of a chunk, before they are relied on.
+    ///
+    /// # Errors
+    /// [`SplitError::Host`]. The chunk may leave for another one then, where nothing of it is away.
+    pub(super) fn check_copies(
+        &self,
+        lines: &mut Lines<'_>,
+        number: usize,
+        chunk: ChunkIndex,
+        state: &mut Chunk,
+    ) -> Result<(), SplitError> {
+        if state.at.copied().is_empty() {
+            return Ok(());
+        }
+        match lines.ask(number, |host| host.held(chunk)) {
+            Ok(has) => {
+                let there = has.filter(|(version, _)| *version == state.at.held()).map(|(_, pages)| pages);
+                let gone = state.at.copied().without(&there.unwrap_or(PageSet::EMPTY));
+                state.at.released(&gone);
+                Ok(())
+            }
+            Err(error) => {
+                self.rests[number].store(true, Ordering::Release);
+                state.forget_copies();
+                Err(self.failed(number, error))
+            }
+        }
+    }
+
+    /// Has a memory host forget pages of a chunk that count no more there.
+    pub(super) fn release(
+        &self,
+        lines: &mut Lines<'_>,
+        number: usize,
+        (chunk, pages): (ChunkIndex, &PageSet),
+        state: &mut Chunk,
+    ) {
+        if pages.is_empty() {
+            return;
+        }
+        state.at.released(pages);
+        if state.at.copied().is_empty() {
+            state.copies = None;
+        }
+        let version = state.at.held();
+        if let Err(error) = lines.ask(number, |host| host.release(chunk, version, pages)) {
+            state.unsure = true;
+            self.rests[number].store(true, Ordering::Release);
+            tracing::debug!(%error, "a memory host was not told which pages count no more");
+        }
+    }
+
+    /// Has a full memory host give up copies, of other chunks than this, for the pages of one. Returns whether it has.
+    pub(super) fn give_up_copies(&self, lines: &mut Lines<'_>, number: usize, but: ChunkIndex) -> bool {
+        let (count, mut given_up) = (self.chunks.len(), 0);
+        for index in (1..count).map(|more| (but.index() + more) % count) {
+            let Some(mut state) = self.free_chunk(index) else { continue };
+            if state.copies_at() == Some(number) && !state.unsure {
+                let copied = state.at.copied();
+                self.release(lines, number, (ChunkIndex(index as u32), &copied), &mut state);
+                if state.unsure {
+                    break;
+                }
+                given_up += copied.len();
+            }
+            // With one page more, for the note of a chunk.
+            if given_up > CHUNK_PAGES {
+                break;
+            }
+        }
+        given_up > 0
+    }
+
+    /// Whether a memory host may have pages that count no more, since it did not answer once.
+    pub(super) fn has_rests(&self, number: usize) -> bool {
+        self.rests[number].load(Ordering::Acquire)
+    }
+
+    /// Has it forget them.
+    ///
+    /// # Errors
+    /// [`SplitError`]; it is to be gone through once more.
+    pub(super) fn go_through(&self, lines: &mut Lines<'_>, number: usize) -> Result<(), SplitError> {
+        self.rests[number].store(false, Ordering::Release);
+        let gone = self.forget_rests(lines, number);
+        self.rests[number].fetch_or(gone.is_err(), Ordering::AcqRel);
+        gone
+    }
+
+    fn forget_rests(&self, lines: &mut Lines<'_>, number: usize) -> Result<(), SplitError> {
+        let inventory = lines.ask(number, |host| host.inventory()).map_err(|error| self.failed(number, error))?;
+        for InventoryEntry { chunk, .. } in inventory {
+            // One that is busy is one whose pages come back: what there is of it counts, most likely.
+            let Some(mut state) = self.free_chunk(chunk.index()) else { continue };
+            // Those are asked about in a new epoch.
+            if state.unsure && self.host_of(chunk) == Some(number) {
+                continue;
+            }
+            // As it is now: it may have come or left since.
+            let has = lines.ask(number, |host| host.held(chunk)).map_err(|error| self.failed(number, error))?;
+            match self.settle(lines, number, chunk, &mut state, has) {
+                // Whoever touches those pages finds out.
+                Ok(()) | Err(SplitError::Lost { .. }) => {}
+                Err(other) => return Err(other),
+            }
+        }
+        Ok(())
+    }
+
+    /// The memory host that has copies of a chunk, where nothing else is done with the chunk.
+    pub(super) fn copies_of(&self, chunk: ChunkIndex) -> Option<usize> {
+        self.free_chunk(chunk.index())?.copies_at()
+    }
+
+    /// A chunk, unless something is done with it.
+    pub(super) fn free_chunk(&self, index: usize) -> Option<MutexGuard<'_, Chunk>> {
+        match self.chunks[index].try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}
