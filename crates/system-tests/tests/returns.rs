@@ -29,8 +29,8 @@ fn kept_at(site: &Site, host: &str) -> String {
     shown.lines().find(|line| line.starts_with("kept of")).unwrap_or_default().to_owned()
 }
 
-/// Goes to and fro in these modes. On the way back, and every way after it, most pages are not sent. How many bytes that
-/// saves depends on the machine: the guest goes on writing, and the slower a migration is, the more it writes meanwhile.
+/// Goes to and fro in these modes. On the way back, and every way after it, most pages are not sent. How many bytes
+/// that saves depends on the machine: the slower a migration is, the more the guest writes meanwhile.
 fn goes_to_and_fro(plan: &Plan) {
     let _turn = turn();
     if skip_without(&needs::GUEST) {

@@ -10,55 +10,13 @@
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, TryLockError};
 
-use sterna_protocol::frame::Digester;
-use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, PAGE_BYTES};
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::InventoryEntry;
 
+use super::chunk::Chunk;
 use super::lines::Lines;
-use super::{Chunk, Split, SplitError};
-
-/// What a memory host has copies of, in a chunk.
-#[derive(Debug)]
-pub(super) struct Copies {
-    number: usize,
-    /// What the pages are there; of those that are no copies it means nothing.
-    digests: Box<[u64; CHUNK_PAGES]>,
-}
-
-impl Chunk {
-    /// Notes what pages are that came back from a memory host; `digests` are theirs, in order.
-    pub(super) fn came(&mut self, number: usize, pages: &PageSet, digests: &[u64]) {
-        let copies = self.copies.get_or_insert_with(|| Copies { number, digests: Box::new([0; CHUNK_PAGES]) });
-        copies.number = number;
-        pages.iter().zip(digests).for_each(|(page, digest)| copies.digests[usize::from(page)] = *digest);
-    }
-
-    /// The memory host that has copies of its pages.
-    pub(super) fn copies_at(&self) -> Option<usize> {
-        self.copies.as_ref().filter(|_| !self.at.copied().is_empty()).map(|copies| copies.number)
-    }
-
-    /// What the copy of a page is.
-    pub(super) fn digest(&self, page: u8) -> Option<u64> {
-        let copies = self.copies.as_ref().filter(|_| self.at.copied().contains(page))?;
-        Some(copies.digests[usize::from(page)])
-    }
-
-    /// Those of these pages that are as their copies; `bodies` are theirs, in order.
-    pub(super) fn unchanged(&self, pages: &PageSet, bodies: &[u8], digester: Digester) -> PageSet {
-        let each = pages.iter().zip(bodies.as_chunks::<PAGE_BYTES>().0);
-        let like = |page: u8, body: &[u8]| self.digest(page).is_some_and(|digest| digest == digester.page(body));
-        each.filter(|(page, body)| like(*page, *body)).map(|(page, _)| page).collect()
-    }
-
-    /// No copy counts any more.
-    pub(super) fn forget_copies(&mut self) {
-        let copied = self.at.copied();
-        self.at.released(&copied);
-        self.copies = None;
-    }
-}
+use super::{Split, SplitError};
 
 impl Split {
     /// Asks a memory host whether it still has the copies of a chunk, before they are relied on.

@@ -28,6 +28,9 @@ pub mod out;
 /// Which chunk leaves next.
 pub mod clock;
 
+/// What is known of a chunk.
+mod chunk;
+
 /// Pages that are here and at their memory host.
 mod copies;
 
@@ -38,6 +41,9 @@ pub mod room;
 mod keep;
 
 /// What it takes anew waits for room, where it takes it faster than pages leave.
+mod admit;
+
+/// How much of it may be here at present, and the account of what waited.
 mod pace;
 
 /// Memory hosts that do not answer.
@@ -60,8 +66,8 @@ use sterna_protocol::pages::PageSet;
 use sterna_protocol::split::{Restart, Whereabouts};
 use sterna_protocol::store::Refusal;
 
+use self::chunk::Chunk;
 use self::clock::Clock;
-use self::copies::Copies;
 pub use self::lines::{Epochs, Lender};
 use self::lines::{Lenders, Lines};
 use self::pace::Pace;
@@ -177,16 +183,6 @@ pub struct Split {
     kept: AtomicU64,
     unsent: AtomicU64,
     back: AtomicU64,
-}
-
-/// What is known of a chunk.
-#[derive(Debug, Default)]
-struct Chunk {
-    at: Whereabouts,
-    /// What the memory host has is not known.
-    unsure: bool,
-    /// What its pages are that came back.
-    copies: Option<Copies>,
 }
 
 impl Split {
