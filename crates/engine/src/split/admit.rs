@@ -75,12 +75,13 @@ impl Split {
             if !room && waited < LONGEST {
                 return;
             }
+            // Before whoever waited goes on.
+            self.pace.passed(waited, !room);
             match self.pager.let_in(touch.page) {
                 Ok(()) | Err(MigrateError::Vmm(VmmError::Gone { .. })) => {}
                 // Most likely no memory is left. The thread faults again.
                 Err(error) => tracing::warn!(%error, "a page cannot be given to the guest: trying again"),
             }
-            self.pace.passed(waited, !room);
             // Last, so that nobody overtakes.
             lock(&self.pace.waiting).pop_front();
         }

@@ -132,7 +132,10 @@ impl Split {
             }
             match way.send(chunk, number) {
                 Ok(departed) => {
-                    turns.outages[number].over();
+                    // Of a chunk that is busy, or has nothing to send, nobody was told.
+                    if !departed.away.is_empty() {
+                        turns.outages[number].over();
+                    }
                     return Ok(departed.away.or(&departed.zero));
                 }
                 Err(SplitError::Here(error)) => return Err(error.into()),
