@@ -13,7 +13,6 @@ use super::judge::worst;
 use super::runner::{Attempt, Row, Site, figure, try_all};
 use super::together::{self, MODES, Together, Work, middle, sterna};
 use super::{Options, Record};
-use crate::command::PATIENCE;
 use crate::error::{Error, Result};
 use crate::footprint;
 use crate::gang::Mover;
@@ -140,7 +139,7 @@ impl Hops {
             return Err(Error::Usage("only Sterna moves a guest of hosts that keep something".into()));
         };
         let mut vm = SternaVm::start(lab, "a", guest, &qemu.path)?;
-        guest.wait_until_up(PATIENCE)?;
+        together::is_filled(guest)?;
         std::thread::sleep(together::REST);
         let (mut bytes, mut reports) = (Vec::new(), Vec::new());
         for (number, to) in (1..).zip(HOPS) {
