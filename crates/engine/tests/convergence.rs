@@ -62,8 +62,8 @@ fn the_time_is_up_in_the_middle_of_a_round_too() {
 }
 
 /// Stops a guest by force in the middle of a round; it loses no page. What the last pages took, as a share of what was
-/// predicted.
-fn forced_stop(streams: u32) -> f64 {
+/// predicted; `None` where its writer got no processor for a while, so that it was not stopped by force.
+fn forced_stop(streams: u32) -> Option<f64> {
     let (host, peer) = Destination::serve();
     let ram = full_ram();
     let writers = Writers::start(&ram, 0..PAGES * 3 / 4, Duration::ZERO);
@@ -79,9 +79,8 @@ fn forced_stop(streams: u32) -> f64 {
     let (downtime, convergence) = (&outcome.report.downtime, &outcome.report.convergence);
     assert_eq!(convergence.downtime_limit_ms, 300.0);
     let predicted = convergence.predicted_downtime_ms.expect("it was stopped after a round");
-    assert!(predicted > 300.0, "it was stopped by force, not because it converged");
     println!("{predicted} ms predicted, {downtime:?}");
-    downtime.final_pages_ms / predicted
+    (predicted > 300.0).then_some(downtime.final_pages_ms / predicted)
 }
 
 #[test]
@@ -93,7 +92,7 @@ fn a_forced_stop_in_the_middle_of_a_round_loses_no_page_and_takes_about_as_long_
         // What the machine has to do besides may come between a prediction and what it is about; not each time. How
         // exact it is on a quiet machine, an experiment shows.
         let fits = |share: f64| (0.5..2.0).contains(&share);
-        assert!((0..10).any(|_| fits(forced_stop(streams))), "never about as long as predicted");
+        assert!((0..10).any(|_| forced_stop(streams).is_some_and(fits)), "never about as long as predicted");
     }
 }
 
@@ -102,6 +101,12 @@ fn a_limit_that_may_grow_ends_what_stalls_above_it() {
     if !tracking_works() {
         return;
     }
+    assert!((0..10).any(|_| stalls_and_ends()), "it never stalled");
+}
+
+/// Whether a migration stalled above its limit, which has grown then until it ended. Where the writer gets no processor
+/// for a while, nothing stalls.
+fn stalls_and_ends() -> bool {
     let (host, peer) = Destination::serve();
     let ram = full_ram();
     let writers = Writers::start(&ram, 0..PAGES * 3 / 4, Duration::ZERO);
@@ -114,13 +119,14 @@ fn a_limit_that_may_grow_ends_what_stalls_above_it() {
     let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &options);
     assert_eq!(outcome.report.status, Status::Completed, "{:?}", outcome.report.error);
     let convergence = &outcome.report.convergence;
-    assert!(convergence.stalls >= 1 && convergence.downtime_limit_ms > 100.0, "{convergence:?}");
     assert!(convergence.predicted_downtime_ms.unwrap() <= convergence.downtime_limit_ms, "{convergence:?}");
     host.assert_same(&ram);
+    println!("{convergence:?}");
+    convergence.stalls >= 1 && convergence.downtime_limit_ms > 100.0
 }
 
 /// Slows a guest down that writes too fast all the same, until the time is up; `None` where that was so short that it
-/// has hardly begun.
+/// has hardly begun, or where the writer got no processor for a while, so that the migration ended.
 fn slowed_down_in_vain(timeout_ms: f64) -> Option<()> {
     let ram = full_ram();
     let writers = Writers::start(&ram, 0..PAGES * 3 / 4, Duration::ZERO);
@@ -150,8 +156,11 @@ fn slowed_down_in_vain(timeout_ms: f64) -> Option<()> {
         assert!(watch.join().unwrap() <= outcome.report.convergence.throttle_percent);
         outcome
     });
-    assert_eq!(outcome.report.error.as_ref().map(|problem| problem.code.as_str()), Some("not-converging"));
+    if outcome.report.status == Status::Completed {
+        return None;
+    }
     assert_eq!(cgroup(thread), before, "the writer goes on where it was");
+    assert_eq!(outcome.report.error.as_ref().map(|problem| problem.code.as_str()), Some("not-converging"));
     let (problem, convergence) = (outcome.report.error.as_ref().unwrap(), &outcome.report.convergence);
     println!("{convergence:?}");
     if convergence.throttle_percent < 20 || convergence.stalls == 0 {

@@ -389,10 +389,13 @@ fn end_process(pid: u32, mark: &str) {
     }
 }
 
-/// Whether a process runs (a zombie does not).
+/// Whether a process runs. A zombie does not, unless threads of it are on their way out still: its files are open then.
 pub fn runs(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+    let runs = |task: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+    };
+    std::fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|tasks| tasks.flatten().any(runs))
 }
 
 /// A request for a machine of 64 MiB.
