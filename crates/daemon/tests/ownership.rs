@@ -242,7 +242,8 @@ fn pages_that_follow_a_guest_go_to_nobody_else_and_are_kept_whatever_others_say(
         let waits = || a.get("/v1/vms/m")["migration"]["waiting_for"].to_string();
         eventually("it says who answered", || waits().contains(&other) && waits().contains("another daemon"));
     }
-    let fenced = json!({ "fenced": "127.0.0.1" });
+    let there = b.address();
+    let fenced = json!({ "fenced": there.split(':').next() });
     assert_eq!(a.refused("POST", "/v1/vms/m/resume", &fenced), "runs-there");
     let (status, problem) = a.ask("POST", "/v1/vms/m/resume", Some(&json!({ "to": b.address() })));
     assert_eq!(status, 202, "{problem}");

@@ -3,11 +3,12 @@
 #![allow(dead_code, missing_docs, reason = "each test program uses a part of it")]
 
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -99,8 +100,18 @@ pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 pub struct Host {
     dir: tempfile::TempDir,
     daemon: Option<Child>,
-    port: u16,
+    /// Where other daemons reach it.
+    listen: SocketAddr,
     config: String,
+}
+
+/// An address that nobody else takes, also while no daemon listens there: of this process's own part of 127.0.0.0/8, with
+/// a port from below those that the kernel gives out.
+fn own_address() -> SocketAddr {
+    static NEXT: AtomicU16 = AtomicU16::new(7300);
+    let [high, a, b, c] = std::process::id().to_be_bytes();
+    assert_eq!(high, 0, "a process number has 22 bits");
+    SocketAddr::from((Ipv4Addr::new(127, 64 + a, b, c), NEXT.fetch_add(1, Ordering::Relaxed)))
 }
 
 impl Host {
@@ -130,11 +141,8 @@ impl Host {
 
     fn made(agent: &Path, config: &str, make: impl FnOnce(&Path)) -> Self {
         let dir = tempfile::Builder::new().prefix("sterna-host-").tempdir().expect("a directory");
-        // The port is free now; another process could take it, but hardly within the moment.
-        let free = TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let port = free.local_addr().expect("an address").port();
-        drop(free);
-        let mut host = Self { dir, daemon: None, port, config: format!("agent = {agent:?}\n{config}\n") };
+        let mut host =
+            Self { dir, daemon: None, listen: own_address(), config: format!("agent = {agent:?}\n{config}\n") };
         make(&host.state());
         host.start_daemon();
         host
@@ -216,7 +224,7 @@ impl Host {
     }
 
     pub fn address(&self) -> String {
-        format!("127.0.0.1:{}", self.port)
+        self.listen.to_string()
     }
 
     pub fn log(&self) -> String {
