@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::judge::{is_row, metric, ratio, worst};
 use super::runner::{Attempt, Row, Site, done, figure, try_all};
-use super::{Options, Record, movers, qemus};
+use super::{Options, Plan, movers, qemus};
 use crate::baseline::{BaselineVm, Method, Ram};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
@@ -79,7 +79,7 @@ impl Who {
     }
 }
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let series = Series {
@@ -88,12 +88,15 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     };
     let movers = of_all(options.quick, &newest)?;
     let judged = newest.label.clone();
-    record.judge(move |runs| targets(runs, &judged));
-    let lab = Lab::up(movers::lab_config())?;
-    let attempt = |work, who: &Who| ToAndFro { work, who: who.clone(), qemu: newest.clone(), series };
-    let attempts: Vec<_> = WORK.into_iter().flat_map(|work| movers.iter().map(move |who| attempt(work, who))).collect();
-    try_all(&lab, &attempts, repeats, record);
-    plot(record.runs(), record.directory())
+    let attempt = move |work, who: &Who| ToAndFro { work, who: who.clone(), qemu: newest.clone(), series };
+    let attempts: Vec<_> =
+        WORK.into_iter().flat_map(|work| movers.iter().map(|who| attempt(work, who)).collect::<Vec<_>>()).collect();
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(movers::lab_config())?;
+        try_all(&lab, &attempts, repeats, record);
+        Ok(())
+    });
+    Ok(plan.judged(move |runs| targets(runs, &judged)).drawn(plot))
 }
 
 fn of_all(quick: bool, newest: &Qemu) -> Result<Vec<Who>> {

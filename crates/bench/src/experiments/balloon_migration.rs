@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{derive_quotient, is_row, metric, ratio, time_ms};
-use super::{Case, Options, Record, Watch, movers, qemus, try_each};
+use super::{Case, Options, Plan, Watch, movers, qemus, try_each};
 use crate::baseline::Method;
 use crate::error::{Error, Result};
 use crate::guest::{Balloon, Guest};
@@ -47,19 +47,21 @@ impl Sizes {
     }
 }
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let sizes = Sizes::of(options.quick);
     let cases = cases(sizes, &newest)?;
-    record.judge(move |runs| targets(runs, sizes, &newest.label));
-    let lab = Lab::up(movers::lab_config())?;
-    let watch = Watch { fit, ..Watch::default() };
-    try_each(&lab, &cases, repeats, watch, record, |_, trial| {
-        derive_quotient(&mut trial.metrics, SENT_TO_NONZERO, "pages_sent", "nonzero_pages");
-        serde_json::Value::Null
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(movers::lab_config())?;
+        let watch = Watch { fit, ..Watch::default() };
+        try_each(&lab, &cases, repeats, watch, record, |_, trial| {
+            derive_quotient(&mut trial.metrics, SENT_TO_NONZERO, "pages_sent", "nonzero_pages");
+            serde_json::Value::Null
+        });
+        Ok(())
     });
-    plot(record.runs(), record.directory())
+    Ok(plan.judged(move |runs| targets(runs, sizes, &newest.label)).drawn(plot))
 }
 
 /// Every guest has the device; nothing is in it unless the case says so.

@@ -9,7 +9,7 @@ use serde_json::json;
 use super::curves::Curves;
 use super::floor::{self, Floor};
 use super::judge::{derive_quotient, derive_shares, is_row, metric, middle, ratio, time_ms, worst};
-use super::{Case, Options, Record, is, movers, qemus, runner, try_all};
+use super::{Case, Options, Plan, is, movers, qemus, runner, try_all};
 use crate::baseline::{Method, Ram};
 use crate::command::{PATIENCE, wait_for};
 use crate::error::{Error, Result};
@@ -58,23 +58,26 @@ const PREDICTION: &str = "downtime_to_predicted";
 /// Total time, as a share of the time that the link needs for the RAM in use.
 const TO_LIMIT: &str = "total_to_link_limit";
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let cases = cases(options.quick)?;
     let newest = cases.first().map(|case| case.qemu.label.clone()).unwrap_or_default();
     let judged = workloads(options.quick);
-    record.judge(move |runs| targets(runs, &judged, &newest));
-    let lab = Lab::up(movers::lab_config())?;
-    try_all(&lab, &cases, repeats, record, |_, metrics| {
-        derive_shares(&lab, metrics);
-        derive_quotient(metrics, PREDICTION, "downtime_ms", "predicted_downtime_ms");
-        let used_ms = metrics.get("nonzero_pages").map(|pages| pages * 4096.0 / movers::LINK_BYTES_PER_S as f64 * 1e3);
-        let limit = metrics.get("total_ms").zip(used_ms).map(|(total, used)| total / used);
-        metrics.extend(limit.map(|limit| (TO_LIMIT.into(), limit)));
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(movers::lab_config())?;
+        try_all(&lab, &cases, repeats, record, |_, metrics| {
+            derive_shares(&lab, metrics);
+            derive_quotient(metrics, PREDICTION, "downtime_ms", "predicted_downtime_ms");
+            let link = movers::LINK_BYTES_PER_S as f64;
+            let used_ms = metrics.get("nonzero_pages").map(|pages| pages * 4096.0 / link * 1e3);
+            let limit = metrics.get("total_ms").zip(used_ms).map(|(total, used)| total / used);
+            metrics.extend(limit.map(|limit| (TO_LIMIT.into(), limit)));
+        });
+        let alone = floors(&cases);
+        runner::try_all(&lab, &alone.iter().map(Alone::floor).collect::<Vec<_>>(), repeats, record);
+        Ok(())
     });
-    let alone = floors(&cases);
-    runner::try_all(&lab, &alone.iter().map(Alone::floor).collect::<Vec<_>>(), repeats, record);
-    plot(record.runs(), record.directory())
+    Ok(plan.judged(move |runs| targets(runs, &judged, &newest)).drawn(plot))
 }
 
 /// Boots the guests of a row.

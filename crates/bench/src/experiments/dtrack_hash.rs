@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{derive_shares, is_row, ratio, time_ms, worst};
-use super::{Case, Options, Record, dtrack, movers, qemus, try_all};
+use super::{Case, Options, Plan, dtrack, movers, qemus, try_all};
 use crate::error::{Error, Result};
 use crate::lab::Lab;
 use crate::result::{Run, Target};
@@ -20,16 +20,18 @@ const ZSTD: &str = "--compress zstd";
 /// Every store of this workload changes its page, all bytes of it.
 const NOTHING_SILENT: &str = "40 MiB/s over 384 MiB, nothing silent";
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let sizes = dtrack::sizes_mib(options);
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let qemu = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
-    let cases = cases(sizes, options.quick, &qemu)?;
-    let (judged, quick) = (qemu, options.quick);
-    record.judge(move |runs| targets(runs, sizes, quick, &judged));
-    let lab = Lab::up(movers::lab_config())?;
-    try_all(&lab, &cases, repeats, record, |_, metrics| derive_shares(&lab, metrics));
-    plot(record.runs(), record.directory())
+    let quick = options.quick;
+    let cases = cases(sizes, quick, &qemu)?;
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(movers::lab_config())?;
+        try_all(&lab, &cases, repeats, record, |_, metrics| derive_shares(&lab, metrics));
+        Ok(())
+    });
+    Ok(plan.judged(move |runs| targets(runs, sizes, quick, &qemu)).drawn(plot))
 }
 
 /// Sterna with a hash and the options it is combined with.

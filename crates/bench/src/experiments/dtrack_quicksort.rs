@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{is_row, ratio, worst};
-use super::{Case, Options, Record, Watch, lab_name, qemus, timeline, try_each};
+use super::{Case, Options, Plan, Watch, lab_name, qemus, timeline, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{Lab, LabConfig};
@@ -25,20 +25,23 @@ const TRACKING: [(&str, &str); 4] = [
 /// How long a guest is watched once it is moved.
 const AFTER: Duration = Duration::from_secs(8);
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let sizes: &[u64] = if options.quick { &[1024] } else { &[1024, 2048, 4096] };
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 5 });
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
-    let cases = cases(sizes, options.quick, &newest)?;
     let quick = options.quick;
-    record.judge(move |runs| targets(runs, sizes, quick, &newest));
-    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    try_each(&lab, &cases, repeats, Watch::after(AFTER), record, |_, trial| {
-        let bad = trial.lines.iter().filter(|line| line.text.starts_with("QUICKSORT BAD")).count();
-        trial.metrics.insert("bad_sorts".into(), bad as f64);
-        timeline::note(trial, "QUICKSORT", RATE)
+    let cases = cases(sizes, quick, &newest)?;
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+        try_each(&lab, &cases, repeats, Watch::after(AFTER), record, |_, trial| {
+            let bad = trial.lines.iter().filter(|line| line.text.starts_with("QUICKSORT BAD")).count();
+            trial.metrics.insert("bad_sorts".into(), bad as f64);
+            timeline::note(trial, "QUICKSORT", RATE)
+        });
+        Ok(())
     });
-    plot(record.runs(), sizes, quick, record.directory())
+    let plan = plan.judged(move |runs| targets(runs, sizes, quick, &newest));
+    Ok(plan.drawn(move |runs, directory| plot(runs, sizes, quick, directory)))
 }
 
 /// What a sort sorts, MiB: as in the paper, or half of it where time is short.

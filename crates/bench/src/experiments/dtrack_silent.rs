@@ -16,7 +16,7 @@ use sterna_api::Report;
 use sterna_guest_programs::writer::{Changed, Pattern, Silent, Stores};
 
 use super::judge::worst;
-use super::{Case, Options, Record, Watch, is, lab_name, qemus, try_each};
+use super::{Case, Options, Plan, Watch, is, lab_name, qemus, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{Lab, LabConfig};
@@ -42,17 +42,19 @@ const CHANGED: &str = "pages_changed";
 /// The first divided by the second, after the control's pages sent again were added to the second.
 const EXCESS: &str = "sent_again_per_changed";
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let cases = cases(options.quick, &newest)?;
-    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
     let default = Mover::Sterna(sterna::options("")?);
     let judged = default.clone();
-    record.judge(move |runs| Ok(targets(runs, &judged)));
-    try_each(&lab, &cases, repeats, Watch::default(), record, look);
-    record.derive(|runs| derive(runs, &default));
-    plot(record.runs(), record.directory())
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+        try_each(&lab, &cases, repeats, Watch::default(), record, look);
+        record.derive(|runs| derive(runs, &default));
+        Ok(())
+    });
+    Ok(plan.judged(move |runs| Ok(targets(runs, &judged))).drawn(plot))
 }
 
 fn workload(share: u32) -> String {

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use super::judge::{derive_shares, is_row, ratio, time_ms, worst};
-use super::{Case, Options, Record, dtrack, is, movers, qemus, try_all};
+use super::{Case, Options, Plan, dtrack, is, movers, qemus, try_all};
 use crate::baseline::Method;
 use crate::error::{Error, Result};
 use crate::lab::Lab;
@@ -23,16 +23,18 @@ const PLAIN: [&str; 2] = [
     "--fake-dirty off --content-hash off --hot-pages send --skip-free off",
 ];
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let sizes = dtrack::sizes_mib(options);
     // Filling a cache takes most of a trial: a short run has one of each, so that it is done in ten minutes.
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let cases = cases(sizes, options.quick)?;
     let newest = cases.first().map(|case| case.qemu.label.clone()).unwrap_or_default();
-    record.judge(move |runs| targets(runs, sizes, &newest));
-    let lab = Lab::up(movers::lab_config())?;
-    try_all(&lab, &cases, repeats, record, |_, metrics| derive_shares(&lab, metrics));
-    plot(record.runs(), record.directory())
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(movers::lab_config())?;
+        try_all(&lab, &cases, repeats, record, |_, metrics| derive_shares(&lab, metrics));
+        Ok(())
+    });
+    Ok(plan.judged(move |runs| targets(runs, sizes, &newest)).drawn(plot))
 }
 
 /// Sterna's rows, as on the command line; the first is the default.

@@ -11,7 +11,7 @@ use serde_json::json;
 use sterna_guest_programs::histogram::Histogram;
 
 use super::judge::{is_row, ratio, worst};
-use super::{Case, Options, Record, Watch, lab_name, qemus, timeline, try_each};
+use super::{Case, Options, Plan, Watch, lab_name, qemus, timeline, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{CLIENT, Lab, LabConfig};
@@ -33,23 +33,27 @@ const TRACKING: [(&str, &str); 2] = [("", "exact"), ("--fake-dirty dtrack-v2", "
 /// How long a guest is watched once it is moved.
 const AFTER: Duration = Duration::from_secs(8);
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let sizes: &[u64] = if options.quick { &[1024] } else { &[1024, 2048, 4096] };
     let repeats = options.repeat.unwrap_or(if options.quick { 3 } else { 5 });
     let newest = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
-    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let postgres = Postgres::start(lab.host(CLIENT)?)?;
-    postgres.load_ycsb(ROWS)?;
-    let cases = cases(sizes, &postgres, &newest)?;
-    record.judge(move |runs| targets(runs, sizes, &newest));
-    try_each(&lab, &cases, repeats, Watch::after(AFTER), record, |_, trial| {
-        // The next guest finds the table as this one did, not with its dead rows.
-        if let Err(error) = postgres.load_ycsb(ROWS) {
-            eprintln!("the table was not made anew: {error}");
-        }
-        look(trial)
+    let judged = newest.clone();
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+        let postgres = Postgres::start(lab.host(CLIENT)?)?;
+        postgres.load_ycsb(ROWS)?;
+        let cases = cases(sizes, &postgres, &newest)?;
+        try_each(&lab, &cases, repeats, Watch::after(AFTER), record, |_, trial| {
+            // The next guest finds the table as this one did, not with its dead rows.
+            if let Err(error) = postgres.load_ycsb(ROWS) {
+                eprintln!("the table was not made anew: {error}");
+            }
+            look(trial)
+        });
+        Ok(())
     });
-    plot(record.runs(), sizes, record.directory())
+    let plan = plan.judged(move |runs| targets(runs, sizes, &judged));
+    Ok(plan.drawn(move |runs, directory| plot(runs, sizes, directory)))
 }
 
 fn workload(memory_mib: u64) -> String {

@@ -9,7 +9,7 @@ use sterna_api::options::Compress;
 use sterna_api::{Estimate, MigrateOptions, Mode, Report};
 
 use super::runner::{Attempt, Row, Site, done, figure, try_all};
-use super::{Options, Record, lab_name, qemus};
+use super::{Options, Plan, lab_name, qemus};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
@@ -46,13 +46,15 @@ const TRIPS: [(Mode, &str); 4] = [
     (Mode::Postcopy, "postcopy"),
 ];
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 10 });
     let qemu = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
-    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
     let attempts: Vec<_> = WORKLOADS.iter().map(|workload| Trips { workload, qemu: qemu.clone() }).collect();
-    try_all(&lab, &attempts, repeats, record);
-    Ok(())
+    Ok(Plan::new(move |record| {
+        let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+        try_all(&lab, &attempts, repeats, record);
+        Ok(())
+    }))
 }
 
 /// One guest, estimated and moved by each mode. A trip that fails is the last of its guest.

@@ -11,7 +11,7 @@ use sterna_api::ReclaimMethod;
 
 use super::judge::{KEPT, ratio, worst};
 use super::runner::{Attempt, Row, Site, done, figure, try_all};
-use super::{Options, Record, is, lab_name, qemus};
+use super::{Options, Plan, is, lab_name, qemus};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::{Balloon, Guest};
@@ -33,18 +33,19 @@ const SEED: u64 = 7;
 /// Share of the guest's RAM that was used and freed, in eighths.
 const EIGHTHS: &str = "freed_eighths";
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let (memory_mib, eighths): (u64, &[u64]) =
         if options.quick { (2048, &[1, 6]) } else { (4096, &[1, 2, 3, 4, 5, 6]) };
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 3 });
     let qemu = qemus()?.into_iter().next().ok_or_else(|| Error::Usage("no QEMU".into()))?;
-    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let judged = eighths.to_vec();
-    record.judge(move |runs| Ok(targets(runs, &judged)));
     let share = |&eighths: &u64| METHODS.map(|(method, _)| Taking { method, memory_mib, eighths, qemu: qemu.clone() });
     let attempts: Vec<Taking> = eighths.iter().flat_map(share).collect();
-    try_all(&lab, &attempts, repeats, record);
-    plot(record.runs(), record.directory())
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+        try_all(&lab, &attempts, repeats, record);
+        Ok(())
+    });
+    Ok(plan.judged(|runs| Ok(targets(runs, eighths))).drawn(plot))
 }
 
 /// One reclaim of a fresh guest's memory.

@@ -1,12 +1,13 @@
 //! The cost of moving idle and busy guests, beside QEMU's own migration: bytes, downtime, total time, and the guest's
 //! own throughput meanwhile.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
 use sterna_api::MigrateOptions;
 
-use super::{Case, Options, Record, is, lab_name, qemus, try_all};
+use super::{Case, Options, Plan, is, lab_name, qemus, try_all};
 use crate::baseline::{Method, Ram};
 use crate::error::Result;
 use crate::lab::{Lab, LabConfig};
@@ -61,25 +62,26 @@ const WORKLOADS: &[Workload] = &[
     Workload { name: "memcached, sets", jobs: "memcached:-m,256", ready: None, memcached: true, quick: true },
 ];
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 3 } else { 5 });
-    record.judge(|runs| Ok(targets(runs)));
-    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    try_all(&lab, &cases(options.quick)?, repeats, record, |_, metrics| {
-        if let (Some(wire), Some(pages)) = (metrics.get("bytes_on_wire"), metrics.get("nonzero_pages")) {
-            metrics.insert(WIRE.into(), wire / (pages * 4096.0));
-        }
-        let during = metrics.get("requests_per_s_during").or(metrics.get("writes_per_s_during"));
-        let before = metrics.get("requests_per_s_before").or(metrics.get("writes_per_s_before"));
-        let kept = during.zip(before).map(|(during, before)| during / before);
-        if let Some(during) = during.copied() {
-            metrics.insert(THROUGHPUT.into(), during);
-        }
-        if let Some(kept) = kept {
-            metrics.insert(KEPT.into(), kept);
-        }
+    let cases = cases(options.quick)?;
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+        try_all(&lab, &cases, repeats, record, |_, metrics| derive(metrics));
+        Ok(())
     });
-    plot(record.runs(), record.directory())
+    Ok(plan.judged(|runs| Ok(targets(runs))).drawn(plot))
+}
+
+/// Adds the figures that are judged and drawn.
+fn derive(metrics: &mut BTreeMap<String, f64>) {
+    if let (Some(wire), Some(pages)) = (metrics.get("bytes_on_wire"), metrics.get("nonzero_pages")) {
+        metrics.insert(WIRE.into(), wire / (pages * 4096.0));
+    }
+    let during = metrics.get("requests_per_s_during").or(metrics.get("writes_per_s_during")).copied();
+    let before = metrics.get("requests_per_s_before").or(metrics.get("writes_per_s_before")).copied();
+    metrics.extend(during.map(|during| (THROUGHPUT.into(), during)));
+    metrics.extend(during.zip(before).map(|(during, before)| (KEPT.into(), during / before)));
 }
 
 fn cases(quick: bool) -> Result<Vec<Case>> {

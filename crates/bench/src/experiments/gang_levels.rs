@@ -6,7 +6,7 @@ use std::path::Path;
 use super::curves::Curves;
 use super::judge::{ratio, worst};
 use super::together::{self, MODES, Together, Work, is_row, sterna};
-use super::{Options, Record};
+use super::{Options, Plan};
 use crate::error::Result;
 use crate::gang::Mover;
 use crate::result::{Run, Target, rows};
@@ -15,21 +15,24 @@ use crate::trial::Qemu;
 /// The shares of the pages that merging saves, percent, and the aim for time and processor time ÷ without sharing.
 const LEVELS: [(u64, Option<f64>); 3] = [(0, Some(1.02)), (15, Some(0.90)), (60, None)];
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let (guests, memory_mib) = if options.quick { (2, 256) } else { (together::MOST_GUESTS, 1024) };
     let qemu = together::newest()?;
     let movers = together::all_movers(&qemu)?;
-    // A guest of 256 MiB is little more than the image, most of which is equal: it cannot share little.
-    let levels = LEVELS.into_iter().filter(|(percent, _)| !options.quick || *percent != 15);
-    let each = levels.flat_map(|(percent, _)| movers.iter().map(move |mover| (percent, mover)));
     let gang = move |percent, mover: &Mover| gang(guests, memory_mib, percent, mover, &qemu);
-    let gangs: Vec<Together> = each.map(|(percent, mover)| gang(percent, mover)).collect();
-    let lab = together::lab(guests)?;
+    let mut gangs: Vec<Together> = Vec::new();
+    // A guest of 256 MiB is little more than the image, most of which is equal: it cannot share little.
+    for (percent, _) in LEVELS.into_iter().filter(|(percent, _)| !options.quick || *percent != 15) {
+        gangs.extend(movers.iter().map(|mover| gang(percent, mover)));
+    }
+    let plan = Plan::new(move |record| {
+        let lab = together::lab(guests)?;
+        together::try_gangs(&lab, &gangs, repeats, record);
+        Ok(())
+    });
     let name = move |percent| gang(percent, &together::QEMU_PRECOPY).workload();
-    record.judge(move |runs| targets(runs, &name));
-    together::try_gangs(&lab, &gangs, repeats, record);
-    plot(record.runs(), record.directory())
+    Ok(plan.judged(move |runs| targets(runs, &name)).drawn(plot))
 }
 
 fn gang(guests: usize, memory_mib: u64, shared_percent: u64, mover: &Mover, qemu: &Qemu) -> Together {

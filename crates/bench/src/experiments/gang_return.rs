@@ -12,7 +12,7 @@ use super::gang_figures::{Measured, SETTLED, Source, measure};
 use super::judge::worst;
 use super::runner::{Attempt, Row, Site, figure, try_all};
 use super::together::{self, MODES, Together, Work, middle, sterna};
-use super::{Options, Record};
+use super::{Options, Plan};
 use crate::error::{Error, Result};
 use crate::footprint;
 use crate::gang::Mover;
@@ -36,7 +36,7 @@ const BACK: &str = "sharing_back_ms";
 /// Frames ÷ those at first, up to which the guests share as much as they did.
 const SAME: f64 = 1.02;
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let (guests, memory_mib) = if options.quick { (2, 256) } else { (4, 1024) };
     let qemu = together::newest()?;
@@ -45,10 +45,13 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     for mode in MODES {
         hops.push(alone(memory_mib, &sterna(mode, false)?, &qemu));
     }
-    let lab = together::lab_that_keeps(guests)?;
-    record.judge(move |runs| targets(runs, &hops_name(guests, memory_mib, &qemu), &alone_name(memory_mib)));
-    try_all(&lab, &hops, repeats, record);
-    plot(record.runs(), record.directory())
+    let plan = Plan::new(move |record| {
+        let lab = together::lab_that_keeps(guests)?;
+        try_all(&lab, &hops, repeats, record);
+        Ok(())
+    });
+    let judge = move |runs: &[Run]| targets(runs, &hops_name(guests, memory_mib, &qemu), &alone_name(memory_mib));
+    Ok(plan.judged(judge).drawn(plot))
 }
 
 /// A gang that moves three times, or one guest in shared memory.

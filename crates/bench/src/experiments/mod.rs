@@ -72,6 +72,9 @@ pub mod postcopy_latency;
 /// Post-copy of a sequential reader or writer, beside the other modes.
 pub mod postcopy_stress;
 
+/// How an experiment tries, judges and draws its rows.
+mod plan;
+
 /// The record of what an experiment has found so far.
 mod record;
 
@@ -118,6 +121,7 @@ use crate::tools;
 use crate::trial::Qemu;
 use crate::{ksm, lab};
 use case::{Case, Watch, try_all, try_each};
+use plan::Plan;
 use record::Record;
 
 /// Options of a run of an experiment.
@@ -134,14 +138,14 @@ pub struct Options {
     pub out: PathBuf,
 }
 
-/// An experiment: its name, and the function that runs it.
+/// An experiment: its name, and the function that makes its plan.
 pub struct Experiment {
     /// The experiment's name.
     pub id: &'static str,
     /// What it shows, in a line.
     pub about: &'static str,
-    /// Runs it, and adds each row to the record.
-    run: fn(&Options, &mut Record) -> Result<()>,
+    /// Makes its plan.
+    plan: fn(&Options) -> Result<Plan>,
 }
 
 /// All experiments.
@@ -149,132 +153,132 @@ pub const ALL: &[Experiment] = &[
     Experiment {
         id: "first-flight",
         about: "idle and busy 1 GiB guests at 1 Gbit: bytes, downtime, total time, cost to the guest",
-        run: first_flight::run,
+        plan: first_flight::plan,
     },
     Experiment {
         id: "throughput",
         about: "incompressible RAM over an unlimited link: GB/s and processor time per GiB",
-        run: throughput::run,
+        plan: throughput::plan,
     },
     Experiment {
         id: "scale",
         about: "guests of 1 to 16 GiB, idle or with RAM used and freed before: time by memory in use, cost of a scan",
-        run: scale::run,
+        plan: scale::plan,
     },
     Experiment {
         id: "estimate-error",
         about: "idle and busy 1 GiB guests, estimated and moved at once: how far off the estimates are",
-        run: estimate_error::run,
+        plan: estimate_error::plan,
     },
     Experiment {
         id: "dtrack-total-time",
         about: "a cache in 90 % of RAM, under sets: total time by every technique, alone and combined",
-        run: dtrack_total_time::run,
+        plan: dtrack_total_time::plan,
     },
     Experiment {
         id: "dtrack-hash",
         about: "silent stores found by each hash, alone and combined: what the hash costs",
-        run: dtrack_hash::run,
+        plan: dtrack_hash::plan,
     },
     Experiment {
         id: "converge",
         about: "writers at 0.1 to 8 times the link's rate: who moves them, and how long they are stopped",
-        run: converge::run,
+        plan: converge::plan,
     },
     Experiment {
         id: "selfballoon-interval",
         about: "a compile with self-ballooning every 10 ms to 10 s: what it costs, and how soon freed memory is taken",
-        run: selfballoon_interval::run,
+        plan: selfballoon_interval::plan,
     },
     Experiment {
         id: "balloon-migration",
         about: "a guest whose free memory was used, moved before and after its balloon has settled: time, bytes, pages",
-        run: balloon_migration::run,
+        plan: balloon_migration::plan,
     },
     Experiment {
         id: "fctrans-reclaim",
         about: "⅛ to ¾ of a guest's RAM, used and freed beside a memcached, goes back to the host: time, throughput",
-        run: fctrans_reclaim::run,
+        plan: fctrans_reclaim::plan,
     },
     Experiment {
         id: "dtrack-silent",
         about: "a writer with 0 to 95 % of silent stores: pages sent again against pages changed",
-        run: dtrack_silent::run,
+        plan: dtrack_silent::plan,
     },
     Experiment {
         id: "dtrack-quicksort",
         about: "a guest that sorts: sorts per second during migration, by every way of tracking",
-        run: dtrack_quicksort::run,
+        plan: dtrack_quicksort::plan,
     },
     Experiment {
         id: "dtrack-ycsb",
         about: "a guest that drives a database elsewhere: requests per second and latency during migration",
-        run: dtrack_ycsb::run,
+        plan: dtrack_ycsb::plan,
     },
     Experiment {
         id: "postcopy-stress",
         about: "a sequential reader or writer of 8 to 512 MiB, in every mode: time, downtime, pages, faults",
-        run: postcopy_stress::run,
+        plan: postcopy_stress::plan,
     },
     Experiment {
         id: "postcopy-latency",
         about: "a random reader under post-copy: how long the guest waits for a page, timed by the guest",
-        run: postcopy_latency::run,
+        plan: postcopy_latency::plan,
     },
     Experiment {
         id: "postcopy-apps",
         about: "a compile, a web server, a download and a sender under post-copy: faults against the working set",
-        run: postcopy_apps::run,
+        plan: postcopy_apps::plan,
     },
     Experiment {
         id: "slm-footprint",
         about: "1 to 8 guests that share pages, moved together: their memory at both ends, and under a limit",
-        run: slm_footprint::run,
+        plan: slm_footprint::plan,
     },
     Experiment {
         id: "slm-total-time",
         about: "1 to 8 guests that share pages, moved together: total time, pages and bytes",
-        run: slm_total_time::run,
+        plan: slm_total_time::plan,
     },
     Experiment {
         id: "slm-downtime",
         about: "8 guests that share pages, moved together, at rest and while one sends: how long each stands still",
-        run: slm_downtime::run,
+        plan: slm_downtime::plan,
     },
     Experiment {
         id: "slm-iperf",
         about: "8 guests that share pages, moved together while one sends: how long its throughput is disturbed",
-        run: slm_throughput::iperf,
+        plan: slm_throughput::iperf,
     },
     Experiment {
         id: "slm-redis",
         about: "8 guests that share pages, moved together while three serve a Redis cluster: how long it is disturbed",
-        run: slm_throughput::redis,
+        plan: slm_throughput::redis,
     },
     Experiment {
         id: "gang-levels",
         about: "8 guests of which 0, 15 and 60 % of the pages are shared, moved together: time and processor time",
-        run: gang_levels::run,
+        plan: gang_levels::plan,
     },
     Experiment {
         id: "gang-return",
         about: "4 guests that share pages, moved three times: bytes of the way back, what is shared at the end",
-        run: gang_return::run,
+        plan: gang_return::plan,
     },
     Experiment {
         id: "gang-fork",
         about: "a running guest of 512 MiB and of 4 GiB goes on as 1 and as 20 more, beside boots and QEMU alone",
-        run: gang_fork::run,
+        plan: gang_fork::plan,
     },
     Experiment {
         id: "replace",
         about: "another QEMU under a running guest of 1 and of 8 GiB: its pause and the whole, beside QEMU alone",
-        run: replace::run,
+        plan: replace::plan,
     },
     Experiment {
         id: "back-to-back",
         about: "migrations back and forth with pauses of 5 s, under a compile and a sender: the time that they add",
-        run: back_to_back::run,
+        plan: back_to_back::plan,
     },
 ];
 
@@ -295,7 +299,7 @@ pub fn run(id: &str, options: &Options) -> Result<()> {
     ksm::clear_orphan();
     let mut record = Record::new(id, directory.clone(), options.quick);
     record.only(options.only.clone());
-    let ended = (experiment.run)(options, &mut record);
+    let ended = (experiment.plan)(options).and_then(|plan| plan.carry_out(&mut record));
     if ended.is_ok() || !record.runs().is_empty() {
         println!("{}", record.finish()?.markdown());
         println!("results: {}", directory.display());

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::case::give_up;
 use super::judge::{derive_quotient, is_row, metric, middle, ratio, worst};
-use super::{Case, Options, Record, Watch, movers, qemus, try_each};
+use super::{Case, Options, Plan, Watch, movers, qemus, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{CLIENT, Lab, guest_address};
@@ -98,32 +98,35 @@ impl App {
     }
 }
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let mut qemus = qemus()?;
     let newest = qemus.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let judged = newest.label.clone();
-    record.judge(move |runs| targets(runs, &judged));
-    let lab = Lab::up(movers::lab_config())?;
-    let client = lab.host(CLIENT)?.address;
-    for app in APPS {
-        let cases = cases(app, client, options.quick, &newest, &qemus)?;
-        let other_side = match app.start(&lab) {
-            Ok(other_side) => other_side,
-            Err(error) => {
-                eprintln!("no rows of {}: {error}", app.name());
-                give_up(&cases, &error.to_string(), record);
-                continue;
-            }
-        };
-        let watch = Watch { working_set: LOOK, ..Watch::default() };
-        try_each(&lab, &cases, repeats, watch, record, |_, trial| {
-            derive_quotient(&mut trial.metrics, FAULT_SHARE, NETWORK_FAULTS, WORKING_SET);
-            serde_json::Value::Null
-        });
-        drop(other_side);
-    }
-    plot(record.runs(), record.directory())
+    let quick = options.quick;
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(movers::lab_config())?;
+        let client = lab.host(CLIENT)?.address;
+        for app in APPS {
+            let cases = cases(app, client, quick, &newest, &qemus)?;
+            let other_side = match app.start(&lab) {
+                Ok(other_side) => other_side,
+                Err(error) => {
+                    eprintln!("no rows of {}: {error}", app.name());
+                    give_up(&cases, &error.to_string(), record);
+                    continue;
+                }
+            };
+            let watch = Watch { working_set: LOOK, ..Watch::default() };
+            try_each(&lab, &cases, repeats, watch, record, |_, trial| {
+                derive_quotient(&mut trial.metrics, FAULT_SHARE, NETWORK_FAULTS, WORKING_SET);
+                serde_json::Value::Null
+            });
+            drop(other_side);
+        }
+        Ok(())
+    });
+    Ok(plan.judged(move |runs| targets(runs, &judged)).drawn(plot))
 }
 
 fn cases(app: App, client: Ipv4Addr, quick: bool, newest: &Qemu, older: &[Qemu]) -> Result<Vec<Case>> {

@@ -12,7 +12,7 @@ use std::time::Duration;
 use sterna_guest_programs::histogram::Histogram;
 
 use super::judge::{is_row, metric, ratio};
-use super::{Case, Options, Record, Watch, movers, qemus, try_each};
+use super::{Case, Options, Plan, Watch, movers, qemus, try_each};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::Lab;
@@ -39,18 +39,20 @@ const P50: &str = "guest_wait_p50_us";
 /// Their 99th percentile.
 const P99: &str = "guest_wait_p99_us";
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 3 } else { 10 });
     let mut qemus = qemus()?;
     let newest = qemus.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let cases = cases(options.quick, &newest, &qemus)?;
-    record.judge(move |runs| targets(runs, &newest.label));
-    let lab = Lab::up(movers::lab_config())?;
-    try_each(&lab, &cases, repeats, Watch::default(), record, |_, trial| {
-        look(trial);
-        serde_json::Value::Null
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(movers::lab_config())?;
+        try_each(&lab, &cases, repeats, Watch::default(), record, |_, trial| {
+            look(trial);
+            serde_json::Value::Null
+        });
+        Ok(())
     });
-    plot(record.runs(), record.directory())
+    Ok(plan.judged(move |runs| targets(runs, &newest.label)).drawn(plot))
 }
 
 fn cases(quick: bool, newest: &Qemu, older: &[Qemu]) -> Result<Vec<Case>> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::curves::Curves;
 use super::judge::{derive_quotient, is_row, metric, middle, ratio, time_ms, worst};
-use super::{Case, Options, Record, movers, qemus, try_all};
+use super::{Case, Options, Plan, movers, qemus, try_all};
 use crate::baseline::Method;
 use crate::error::{Error, Result};
 use crate::lab::Lab;
@@ -89,25 +89,27 @@ fn workloads(quick: bool) -> Vec<Workload> {
     all.chain([freed(64), freed(512)]).collect()
 }
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let mut qemus = qemus()?;
     let newest = qemus.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let workloads = workloads(options.quick);
     let cases = cases(&workloads, options.quick, &newest, &qemus)?;
     let judged = workloads.clone();
-    record.judge(move |runs| targets(runs, &judged, &newest.label));
-    let lab = Lab::up(movers::lab_config())?;
-    try_all(&lab, &cases, repeats, record, |case, metrics| {
-        let workload = workloads.iter().find(|workload| workload.name() == case.workload);
-        let share = workload.and_then(|workload| Some(metrics.get(NETWORK_FAULTS)? / workload.pages()));
-        metrics.extend(share.map(|share| (FAULT_SHARE.into(), share)));
-        if case.mover.is_baseline() {
-            return;
-        }
-        derive_quotient(metrics, SENT_TO_NEEDED, "pages_sent", "nonzero_pages");
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(movers::lab_config())?;
+        try_all(&lab, &cases, repeats, record, |case, metrics| {
+            let workload = workloads.iter().find(|workload| workload.name() == case.workload);
+            let share = workload.and_then(|workload| Some(metrics.get(NETWORK_FAULTS)? / workload.pages()));
+            metrics.extend(share.map(|share| (FAULT_SHARE.into(), share)));
+            if case.mover.is_baseline() {
+                return;
+            }
+            derive_quotient(metrics, SENT_TO_NEEDED, "pages_sent", "nonzero_pages");
+        });
+        Ok(())
     });
-    plot(record.runs(), record.directory())
+    Ok(plan.judged(move |runs| targets(runs, &judged, &newest.label)).drawn(plot))
 }
 
 fn cases(workloads: &[Workload], quick: bool, newest: &Qemu, older: &[Qemu]) -> Result<Vec<Case>> {

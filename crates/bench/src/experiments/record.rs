@@ -11,7 +11,7 @@ use crate::result::{ResultFile, Run, Target, machine, rows};
 const SHORT: Duration = Duration::from_secs(555);
 
 /// The function that makes the targets, with their measured values, from the runs so far.
-type Judge = Box<dyn Fn(&[Run]) -> Result<Vec<Target>>>;
+pub(super) type Judge = Box<dyn Fn(&[Run]) -> Result<Vec<Target>>>;
 
 /// The runs of an experiment, and where they are written.
 pub(super) struct Record {
@@ -38,8 +38,8 @@ impl Record {
     }
 
     /// Sets how its targets are judged.
-    pub(super) fn judge(&mut self, judge: impl Fn(&[Run]) -> Result<Vec<Target>> + 'static) {
-        self.judge = Box::new(judge);
+    pub(super) fn judge(&mut self, judge: Judge) {
+        self.judge = judge;
     }
 
     /// The directory for plots.
@@ -123,7 +123,7 @@ mod tests {
             serde_json::from_slice(&std::fs::read(directory.path().join("result.json")).unwrap()).unwrap()
         };
         let mut record = Record::new("test", directory.path().into(), true);
-        record.judge(|runs| Ok(vec![Target::at_most("runs", 1.0, Some(runs.len() as f64))]));
+        record.judge(Box::new(|runs| Ok(vec![Target::at_most("runs", 1.0, Some(runs.len() as f64))])));
         record.add([run()]);
         assert_eq!((read().rows.len(), read().targets[0].met), (1, true));
         record.show(&[run()]);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use super::runner::{Attempt, Row, Site, done, fail, figure, try_all};
-use super::{Options, Record, is, lab_name, qemus};
+use super::{Options, Plan, is, lab_name, qemus};
 use crate::baseline::{BaselineVm, Ram};
 use crate::command::wait_for;
 use crate::error::Result;
@@ -30,23 +30,18 @@ const SIZES: [(u64, u64); 2] = [(1024, 512), (8192, 6144)];
 const STERNA: &str = "sterna replace";
 const ALONE: &str = "QEMU alone";
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let times = if options.quick { 6 } else { 20 };
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let qemus = qemus()?;
-    record.judge(|runs| Ok(targets(runs)));
-    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    let attempts: Vec<Sizes> = SIZES
-        .iter()
-        .map(|(memory_mib, filled_mib)| Sizes {
-            memory_mib: *memory_mib,
-            filled_mib: *filled_mib,
-            times,
-            qemus: qemus.clone(),
-        })
-        .collect();
-    try_all(&lab, &attempts, repeats, record);
-    plot(record.runs(), record.directory())
+    let sizes = |&(memory_mib, filled_mib): &(u64, u64)| Sizes { memory_mib, filled_mib, times, qemus: qemus.clone() };
+    let attempts: Vec<Sizes> = SIZES.iter().map(sizes).collect();
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+        try_all(&lab, &attempts, repeats, record);
+        Ok(())
+    });
+    Ok(plan.judged(|runs| Ok(targets(runs))).drawn(plot))
 }
 
 /// A guest of one size, in both ways, to and fro between the QEMUs that there are.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::judge::{is_row, metric, ratio, time_ms, worst};
-use super::{Case, Options, Record, lab_name, movers, qemus, try_all};
+use super::{Case, Options, Plan, lab_name, movers, qemus, try_all};
 use crate::baseline::{Method, Ram};
 use crate::error::{Error, Result};
 use crate::lab::{Lab, LabConfig};
@@ -71,23 +71,25 @@ impl Sizes {
     }
 }
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let sizes = Sizes::of(options.quick);
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 5 });
     let qemu = qemus()?.pop().ok_or_else(|| Error::Usage("no QEMU".into()))?;
     let cases = cases(&sizes, &qemu)?;
-    let judged = qemu.label.clone();
-    record.judge(move |runs| targets(runs, &sizes, &judged));
-    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    try_all(&lab, &cases, repeats, record, |case, metrics| {
-        let gib = case.memory_bytes as f64 / f64::from(1 << 30);
-        if let (Some(ms), Some(scans)) = (metrics.get("scan_ms"), metrics.get("scans").filter(|scans| **scans > 0.0)) {
-            metrics.insert(SCAN.into(), ms / scans / gib);
-        }
-        let wire = metrics.get("bytes_on_wire").map(|bytes| bytes / 4096.0);
-        metrics.extend(wire.map(|pages| (WIRE.into(), pages)));
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+        try_all(&lab, &cases, repeats, record, |case, metrics| {
+            let gib = case.memory_bytes as f64 / f64::from(1 << 30);
+            let scans = metrics.get("scans").copied().filter(|scans| *scans > 0.0);
+            if let (Some(ms), Some(scans)) = (metrics.get("scan_ms"), scans) {
+                metrics.insert(SCAN.into(), ms / scans / gib);
+            }
+            let wire = metrics.get("bytes_on_wire").map(|bytes| bytes / 4096.0);
+            metrics.extend(wire.map(|pages| (WIRE.into(), pages)));
+        });
+        Ok(())
     });
-    plot(record.runs(), record.directory())
+    Ok(plan.judged(move |runs| targets(runs, &sizes, &qemu.label)).drawn(plot))
 }
 
 fn vanilla() -> Mover {

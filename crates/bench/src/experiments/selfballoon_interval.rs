@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use sterna_api::Balloon;
 
 use super::runner::{Attempt, Row, Site, done, fail, figure, try_all};
-use super::{Options, Record, lab_name, qemus};
+use super::{Options, Plan, lab_name, qemus};
 use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
@@ -37,7 +37,7 @@ const SHELL: u16 = 9001;
 /// The interval whose cost is judged, milliseconds.
 const JUDGED_MS: u64 = 5000;
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     // The judged intervals come first in a short run.
     let (intervals_ms, rounds): (&[u64], f64) = if options.quick {
         (&[5000, 10], 4.0)
@@ -46,10 +46,12 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     };
     let repeats = options.repeat.unwrap_or(if options.quick { 2 } else { 5 });
     let qemu = qemus()?.into_iter().next().ok_or_else(|| Error::Usage("no QEMU".into()))?;
-    let lab = Lab::up(LabConfig::pair(&lab_name()))?;
-    record.judge(|runs| Ok(targets(runs)));
-    try_all(&lab, &[Intervals { intervals_ms, rounds, qemu }], repeats, record);
-    plot(record.runs(), record.directory())
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(LabConfig::pair(&lab_name()))?;
+        try_all(&lab, &[Intervals { intervals_ms, rounds, qemu }], repeats, record);
+        Ok(())
+    });
+    Ok(plan.judged(|runs| Ok(targets(runs))).drawn(plot))
 }
 
 /// One guest: every interval in it.

@@ -10,7 +10,7 @@ use super::floor::{self, Floor};
 use super::judge::worst;
 use super::runner::{Attempt, Row, try_all};
 use super::together::{self, MODES, Together, Work, is_filled, is_row, middle, sterna};
-use super::{Options, Record, is};
+use super::{Options, Plan, is};
 use crate::baseline::Ram;
 use crate::error::Result;
 use crate::gang::Mover;
@@ -24,29 +24,34 @@ const SHARED_PERCENT: u64 = 60;
 /// The name of the floor's row.
 const FLOOR: &str = "qemu alone, devices of all at once";
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let (guests, memory_mib) = if options.quick { (2, 256) } else { (together::MOST_GUESTS, 1024) };
     let qemu = together::newest()?;
     let movers = together::all_movers(&qemu)?;
     let gang = move |work, mover: &Mover| gang(guests, memory_mib, work, mover, &qemu);
-    let each = [Work::Rest, Work::Sends].into_iter().flat_map(|work| movers.iter().map(move |mover| (work, mover)));
-    let mut gangs: Vec<Together> = each.map(|(work, mover)| gang(work, mover)).collect();
-    let at_once: Vec<Mover> = MODES.iter().map(|mode| paused_at_once(mode)).collect::<Result<_>>()?;
-    gangs.extend(at_once.iter().map(|mover| gang(Work::Rest, mover)));
+    let mut gangs: Vec<Together> = Vec::new();
+    for work in [Work::Rest, Work::Sends] {
+        gangs.extend(movers.iter().map(|mover| gang(work, mover)));
+    }
+    for mode in MODES {
+        gangs.push(gang(Work::Rest, &paused_at_once(mode)?));
+    }
     let all_at_once = gang(Work::Rest, &together::QEMU_PRECOPY);
-    let floor = Floor {
-        row: floor_row(&all_at_once),
-        guests: &|lab, name| all_at_once.guests(lab, name),
-        qemu: &all_at_once.qemu,
-        ready: &is_filled,
-    };
-    let lab = together::lab(guests)?;
+    let plan = Plan::new(move |record| {
+        let lab = together::lab(guests)?;
+        together::try_gangs(&lab, &gangs, repeats, record);
+        let floor = Floor {
+            row: floor_row(&all_at_once),
+            guests: &|lab, name| all_at_once.guests(lab, name),
+            qemu: &all_at_once.qemu,
+            ready: &is_filled,
+        };
+        try_all(&lab, &[floor], repeats, record);
+        Ok(())
+    });
     let name = move |work| gang(work, &together::QEMU_PRECOPY).workload();
-    record.judge(move |runs| targets(runs, &name));
-    together::try_gangs(&lab, &gangs, repeats, record);
-    try_all(&lab, &[floor], repeats, record);
-    plot(record.runs(), record.directory())
+    Ok(plan.judged(move |runs| targets(runs, &name)).drawn(plot))
 }
 
 fn gang(guests: usize, memory_mib: u64, work: Work, mover: &Mover, qemu: &Qemu) -> Together {

@@ -7,7 +7,7 @@ use super::curves::Curves;
 use super::gang_figures::{COMPLETED, PEAK, SETTLED};
 use super::judge::worst;
 use super::together::{self, MODES, Together, Work, middle, sterna};
-use super::{Options, Record};
+use super::{Options, Plan};
 use crate::error::Result;
 use crate::gang::Mover;
 use crate::plot::{BarPlot, LinePlot};
@@ -18,14 +18,17 @@ use crate::trial::Qemu;
 /// The share of eight guests' pages that merging saves, percent.
 const SHARED_PERCENT: u64 = 60;
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let sizes = Sizes::of(options.quick);
     let gangs = gangs(&sizes, &together::newest()?, options.quick)?;
-    let lab = together::lab(sizes.most())?;
-    record.judge(move |runs| targets(runs, &sizes));
-    together::try_gangs(&lab, &gangs, repeats, record);
-    plot(record.runs(), record.directory())
+    let most = sizes.most();
+    let plan = Plan::new(move |record| {
+        let lab = together::lab(most)?;
+        together::try_gangs(&lab, &gangs, repeats, record);
+        Ok(())
+    });
+    Ok(plan.judged(move |runs| targets(runs, &sizes)).drawn(plot))
 }
 
 /// The gangs' sizes.

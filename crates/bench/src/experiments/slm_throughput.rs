@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::gang_figures::BELOW;
 use super::judge::{ratio, worst};
 use super::together::{self, MODES, Together, Work, is_row, sterna};
-use super::{Options, Record};
+use super::{Options, Plan};
 use crate::error::Result;
 use crate::gang::Mover;
 use crate::plot::LinePlot;
@@ -18,24 +18,28 @@ use crate::trial::Qemu;
 /// The share of eight guests' pages that merging saves, percent.
 const SHARED_PERCENT: u64 = 60;
 
-pub(super) fn iperf(options: &Options, record: &mut Record) -> Result<()> {
-    run(options, record, Work::Sends, "MB per second")
+pub(super) fn iperf(options: &Options) -> Result<Plan> {
+    plan(options, Work::Sends, "MB per second")
 }
 
-pub(super) fn redis(options: &Options, record: &mut Record) -> Result<()> {
-    run(options, record, Work::Serves, "million requests per second")
+pub(super) fn redis(options: &Options) -> Result<Plan> {
+    plan(options, Work::Serves, "million requests per second")
 }
 
-fn run(options: &Options, record: &mut Record, work: Work, unit: &str) -> Result<()> {
+fn plan(options: &Options, work: Work, unit: &'static str) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let (guests, memory_mib) = if options.quick { (3, 256) } else { (together::MOST_GUESTS, 1024) };
     let qemu = together::newest()?;
     let movers = together::all_movers(&qemu)?;
     let gangs: Vec<Together> = movers.iter().map(|mover| gang(guests, memory_mib, work, mover, &qemu)).collect();
-    let lab = together::lab(guests)?;
-    record.judge(move |runs| targets(runs, &gang(guests, memory_mib, work, &together::QEMU_PRECOPY, &qemu).workload()));
-    together::try_gangs(&lab, &gangs, repeats, record);
-    plot(record.runs(), &movers, unit, record.directory())
+    let judged = gang(guests, memory_mib, work, &together::QEMU_PRECOPY, &qemu).workload();
+    let plan = Plan::new(move |record| {
+        let lab = together::lab(guests)?;
+        together::try_gangs(&lab, &gangs, repeats, record);
+        Ok(())
+    });
+    let plan = plan.judged(move |runs| targets(runs, &judged));
+    Ok(plan.drawn(move |runs, directory| plot(runs, &movers, unit, directory)))
 }
 
 fn gang(guests: usize, memory_mib: u64, work: Work, mover: &Mover, qemu: &Qemu) -> Together {

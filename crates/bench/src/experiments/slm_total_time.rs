@@ -6,7 +6,7 @@ use super::curves::Curves;
 use super::gang_figures::{TO_FRAMES, TO_LINK};
 use super::judge::{ratio, worst};
 use super::together::{self, MODES, Together, Work, is_row, middle, sterna};
-use super::{Options, Record};
+use super::{Options, Plan};
 use crate::error::Result;
 use crate::gang::Mover;
 use crate::result::{Run, Target, rows};
@@ -15,7 +15,7 @@ use crate::trial::Qemu;
 /// The share of eight guests' pages that merging saves, percent.
 const SHARED_PERCENT: u64 = 60;
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
     let (guests, memory_mib): (&[usize], u64) = if options.quick { (&[2], 256) } else { (&[1, 2, 4, 6, 8], 1024) };
     let most = guests.iter().copied().max().unwrap_or(1);
@@ -23,11 +23,13 @@ pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
     let movers = together::all_movers(&qemu)?;
     let sizes = guests.iter().flat_map(|guests| movers.iter().map(move |mover| (*guests, mover)));
     let gangs: Vec<Together> = sizes.map(|(guests, mover)| gang(guests, memory_mib, mover, &qemu)).collect();
-    let lab = together::lab(most)?;
     let judged = gang(most, memory_mib, &together::QEMU_PRECOPY, &qemu).workload();
-    record.judge(move |runs| targets(runs, &judged));
-    together::try_gangs(&lab, &gangs, repeats, record);
-    plot(record.runs(), record.directory())
+    let plan = Plan::new(move |record| {
+        let lab = together::lab(most)?;
+        together::try_gangs(&lab, &gangs, repeats, record);
+        Ok(())
+    });
+    Ok(plan.judged(move |runs| targets(runs, &judged)).drawn(plot))
 }
 
 fn gang(guests: usize, memory_mib: u64, mover: &Mover, qemu: &Qemu) -> Together {

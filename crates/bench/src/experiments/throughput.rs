@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use sterna_api::MigrateOptions;
 
-use super::{Case, Options, Record, is, lab_name, qemus, try_all};
+use super::{Case, Options, Plan, is, lab_name, qemus, try_all};
 use crate::baseline::{Method, Ram};
 use crate::error::Result;
 use crate::lab::{Lab, LabConfig};
@@ -19,20 +19,23 @@ const SPEED: &str = "gb_per_s";
 /// Processor seconds of both hosts per GiB moved.
 const COST: &str = "cpu_s_per_gib";
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 3 } else { 5 });
-    record.judge(|runs| Ok(targets(runs)));
-    let lab = Lab::up(LabConfig { rate_bytes_per_s: None, ..LabConfig::pair(&lab_name()) })?;
-    try_all(&lab, &cases(options.quick)?, repeats, record, |_, metrics| {
-        let get = |name: &str| metrics.get(name).copied().unwrap_or(f64::NAN);
-        let (bytes, total_s) = (get("bytes_on_wire"), get("total_ms") / 1e3);
-        let moving_s = total_s - metrics.get("setup_ms").map_or(0.0, |setup| setup / 1e3);
-        let (speed, cost) = (bytes / 1e9 / moving_s, get("cpu_s") / (bytes / f64::from(1 << 30)));
-        metrics.insert(SPEED.into(), speed);
-        metrics.insert("gb_per_s_with_setup".into(), bytes / 1e9 / total_s);
-        metrics.insert(COST.into(), cost);
+    let cases = cases(options.quick)?;
+    let plan = Plan::new(move |record| {
+        let lab = Lab::up(LabConfig { rate_bytes_per_s: None, ..LabConfig::pair(&lab_name()) })?;
+        try_all(&lab, &cases, repeats, record, |_, metrics| {
+            let get = |name: &str| metrics.get(name).copied().unwrap_or(f64::NAN);
+            let (bytes, total_s) = (get("bytes_on_wire"), get("total_ms") / 1e3);
+            let moving_s = total_s - metrics.get("setup_ms").map_or(0.0, |setup| setup / 1e3);
+            let (speed, cost) = (bytes / 1e9 / moving_s, get("cpu_s") / (bytes / f64::from(1 << 30)));
+            metrics.insert(SPEED.into(), speed);
+            metrics.insert("gb_per_s_with_setup".into(), bytes / 1e9 / total_s);
+            metrics.insert(COST.into(), cost);
+        });
+        Ok(())
     });
-    plot(record.runs(), record.directory())
+    Ok(plan.judged(|runs| Ok(targets(runs))).drawn(plot))
 }
 
 fn cases(quick: bool) -> Result<Vec<Case>> {

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::gang_figures::{TO_FRAMES, measure, mib};
 use super::judge::worst;
 use super::runner::{Attempt, Row, Site, figure, try_all};
-use super::{Options, Record, is, movers, together};
+use super::{Options, Plan, is, movers, together};
 use crate::error::{Error, Result};
 use crate::gang;
 use crate::guest::Guest;
@@ -51,15 +51,16 @@ const PAUSE: &str = "pause_ms";
 /// Host memory of all guests' RAM ÷ that of one.
 const TO_ONE: &str = "memory_to_one_guest";
 
-pub(super) fn run(options: &Options, record: &mut Record) -> Result<()> {
+pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 3 });
-    let qemu = together::newest()?;
-    let hosts = ["a", "b", "c"].map(str::to_owned).into();
-    let lab = gang::lab_of_clones(LabConfig { hosts, ..movers::lab_config() }, CLONES)?;
-    let attempts = attempts(options.quick, &qemu);
-    record.judge(|runs| Ok(targets(runs)));
-    try_all(&lab, &attempts, repeats, record);
-    plot(record.runs(), record.directory())
+    let attempts = attempts(options.quick, &together::newest()?);
+    let plan = Plan::new(move |record| {
+        let hosts = ["a", "b", "c"].map(str::to_owned).into();
+        let lab = gang::lab_of_clones(LabConfig { hosts, ..movers::lab_config() }, CLONES)?;
+        try_all(&lab, &attempts, repeats, record);
+        Ok(())
+    });
+    Ok(plan.judged(|runs| Ok(targets(runs))).drawn(plot))
 }
 
 fn attempts(quick: bool, qemu: &Qemu) -> Vec<More> {
