@@ -72,7 +72,7 @@ accelerator() {
 
 bench() {
     eval "$(environment)"
-    case ${1:-} in demo | run) [[ " $*" == *' --accel'* ]] || accelerator ;; esac
+    case ${1:-} in demo | run | campaign) [[ " $*" == *' --accel'* ]] || accelerator ;; esac
     "$TARGET/release/sterna-bench" "$@"
 }
 

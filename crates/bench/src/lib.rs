@@ -7,6 +7,9 @@ pub mod accelerator;
 /// QEMU's own migration.
 pub mod baseline;
 
+/// All experiments, measured for hours.
+pub mod campaign;
+
 /// Running programs and waiting for things to happen.
 pub mod command;
 
@@ -31,6 +34,9 @@ pub mod gang;
 /// Guests and their QEMU arguments.
 pub mod guest;
 
+/// The runs that campaigns have kept.
+pub mod kept;
+
 /// The kernel's merging of equal pages.
 pub mod ksm;
 
@@ -42,6 +48,9 @@ pub mod load;
 
 /// Guests' heartbeats, measured from outside.
 pub mod meter;
+
+/// The pages of experiments.
+pub mod pages;
 
 /// Plots as SVG and PNG.
 pub mod plot;

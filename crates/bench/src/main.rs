@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use sterna_bench::accelerator::{self, Choice};
-use sterna_bench::{demo, experiments, steps};
+use sterna_bench::{campaign, demo, experiments, pages, steps};
 
 /// The subcommands of `lab`.
 mod lab_command;
@@ -47,6 +48,27 @@ enum Command {
         /// Directory for the results
         #[arg(long)]
         out: PathBuf,
+    },
+    /// Measure for hours: each row of every experiment once, then all again. The least measured come first, and the
+    /// next campaign goes on where this one ends. Rows are kept with commit, machine and date
+    Campaign {
+        /// Hours in which new rows are begun
+        #[arg(long, value_parser = hours)]
+        hours: Duration,
+        /// Measure only these experiments; `list` shows all names
+        ids: Vec<String>,
+        /// Directory for what is kept [default: docs/experiments/results of the repository]
+        #[arg(long)]
+        results: Option<PathBuf>,
+        /// Directory for the last results of each experiment
+        #[arg(long, default_value = "build/campaign")]
+        out: PathBuf,
+    },
+    /// Make the tables and plots of docs/experiments from what campaigns have kept
+    Pages {
+        /// Change nothing; fail where a page would be changed
+        #[arg(long)]
+        check: bool,
     },
     /// Move guests between two hosts and print the steps of their pauses, in milliseconds, on one clock
     Pause {
@@ -95,6 +117,12 @@ fn main() -> ExitCode {
             let options = experiments::Options { quick, repeat: repeat.map(|repeat| repeat as usize), only, out };
             accelerator::choose(accel).and_then(|_| experiments::run(&id, &options)).map(|()| ExitCode::SUCCESS)
         }
+        Command::Campaign { hours, ids, results, out } => {
+            let results = results.unwrap_or_else(campaign::results);
+            let options = campaign::Options { length: hours, ids, results, out };
+            accelerator::choose(accel).and_then(|_| campaign::run(&options)).map(|()| ExitCode::SUCCESS)
+        }
+        Command::Pages { check } => make_pages(check),
         Command::Pause { guests, options, set } => {
             accelerator::choose(accel).and_then(|_| steps::run(guests, &options, &set)).map(|()| ExitCode::SUCCESS)
         }
@@ -113,6 +141,23 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// A length of time in hours, as `1.5`.
+fn hours(text: &str) -> Result<Duration, String> {
+    let hours: f64 = text.parse().map_err(|_| format!("{text} is no number of hours"))?;
+    if !(hours > 0.0 && hours <= 1000.0) {
+        return Err("hours are more than 0 and at most 1000".into());
+    }
+    Ok(Duration::from_secs_f64(hours * 3600.0))
+}
+
+/// Makes the pages, or says which are not as they should be.
+fn make_pages(check: bool) -> sterna_bench::Result<ExitCode> {
+    let different = pages::make(&pages::directory(), check)?;
+    let verb = if check { "is not made from the results that are kept" } else { "was made anew" };
+    different.iter().for_each(|file| println!("{} {verb}", file.display()));
+    Ok(if check && !different.is_empty() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// Prints which accelerator is used here, and why.

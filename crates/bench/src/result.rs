@@ -18,7 +18,7 @@ pub type Config = Map<String, Value>;
 const LONG: [&str; 2] = ["jobs", "options"];
 
 /// One run: its set-up and what was measured.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Run {
     /// The set-up; runs with equal ones are repetitions.
     pub config: Config,
@@ -29,6 +29,7 @@ pub struct Run {
     /// What was measured, by name with unit.
     pub metrics: BTreeMap<String, f64>,
     /// More of what happened: a report, samples.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
     pub details: Value,
 }
 
@@ -201,17 +202,8 @@ impl ResultFile {
         for line in self.long_values().into_iter().chain(self.failures()) {
             text.push_str(&line);
         }
-        text.push_str("\n| target | aim | measured | met |\n| --- | --- | --- | --- |\n");
-        for target in &self.targets {
-            let measured = target.measured.map_or_else(|| "not measured".into(), show_number);
-            let met = if target.met { "yes" } else { "no" };
-            text.push_str(&format!(
-                "| {} | {} {} | {measured} | {met} |\n",
-                target.name,
-                target.op,
-                show_number(target.target)
-            ));
-        }
+        text.push('\n');
+        text.push_str(&targets_table(&self.targets));
         text
     }
 }
@@ -244,11 +236,25 @@ impl ResultFile {
     }
 }
 
+/// Targets as a Markdown table.
+#[must_use]
+pub fn targets_table(targets: &[Target]) -> String {
+    let mut text = "| target | aim | measured | met |\n| --- | --- | --- | --- |\n".to_owned();
+    for Target { name, op, target, measured, met } in targets {
+        let measured = measured.map_or_else(|| "not measured".into(), show_number);
+        let (aim, met) = (show_number(*target), if *met { "yes" } else { "no" });
+        text.push_str(&format!("| {name} | {op} {aim} | {measured} | {met} |\n"));
+    }
+    text
+}
+
 fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-fn show_summary(summary: &Summary) -> String {
+/// A summary in a cell: the median, and the range where a set-up ran more than once.
+#[must_use]
+pub fn show_summary(summary: &Summary) -> String {
     let median = show_number(summary.median);
     if summary.n > 1 {
         format!("{median} ({}–{}, n={})", show_number(summary.min), show_number(summary.max), summary.n)

@@ -67,11 +67,14 @@ impl Case {
 
 /// Adds the rows of these cases to the results, with the reason why none was tried.
 pub(super) fn give_up(cases: &[Case], reason: &str, record: &mut Record) {
-    record.add(cases.iter().map(|case| {
-        let mut run = case.row().run(0);
+    let repeat = record.first_repeat();
+    let rows = cases.iter().map(Case::row).filter(|row| record.not_tried(&row.words, &row.config).is_none());
+    let runs = rows.map(|row| {
+        let mut run = row.run(repeat);
         fail(&mut run, reason);
         run
-    }));
+    });
+    record.add(runs.collect::<Vec<_>>());
 }
 
 /// How long a guest is watched.

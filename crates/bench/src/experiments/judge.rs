@@ -13,6 +13,18 @@ pub(super) const KEPT: &str = "throughput_kept";
 /// How fast the guest wrote fresh pages, as the mover saw it, as a share of what the link carries.
 pub(super) const DIRTY_SHARE: &str = "dirty_share_of_link";
 
+/// Total time without the set-up, as a share of the time that the link needs for the pages in use.
+pub(super) const TO_LIMIT: &str = "total_to_link_limit";
+
+/// Adds [`TO_LIMIT`], for a link of that rate, where the metrics that it needs are there.
+pub(super) fn derive_limit(link_bytes_per_s: u64, metrics: &mut BTreeMap<String, f64>) {
+    let get = |name: &str| metrics.get(name).copied();
+    let used_ms = get("nonzero_pages").map(|pages| pages * 4096.0 / link_bytes_per_s as f64 * 1e3);
+    let moving_ms = get("total_ms").map(|total| total - get("setup_ms").unwrap_or(0.0));
+    let limit = moving_ms.zip(used_ms.filter(|used| *used > 0.0)).map(|(moving, used)| moving / used);
+    metrics.extend(limit.map(|limit| (TO_LIMIT.into(), limit)));
+}
+
 /// Adds [`KEPT`] and [`DIRTY_SHARE`] where the metrics that they need are there.
 pub(super) fn derive_shares(lab: &Lab, metrics: &mut BTreeMap<String, f64>) {
     let ratio =
@@ -105,6 +117,17 @@ mod tests {
         let of = |name: &'static str| move |run: &Run| is(run, &[("mover", name)]);
         assert_eq!(ratio(&runs, time_ms, of("sterna"), of("qemu")), Some(0.5));
         assert_eq!(ratio(&runs, time_ms, of("nobody"), of("qemu")), None);
+    }
+
+    #[test]
+    fn the_links_limit_is_the_time_for_the_pages_in_use_and_the_set_up_does_not_count() {
+        let metrics = [("nonzero_pages", 1000.0), ("total_ms", 5296.0), ("setup_ms", 200.0)];
+        let mut metrics: BTreeMap<String, f64> = metrics.map(|(name, value)| (name.to_owned(), value)).into();
+        derive_limit(1_000_000, &mut metrics);
+        assert!((metrics[TO_LIMIT] - 5096.0 / 4096.0).abs() < 1e-9, "{metrics:?}");
+        let mut given_up = BTreeMap::from([("nonzero_pages".to_owned(), 1000.0)]);
+        derive_limit(1_000_000, &mut given_up);
+        assert!(!given_up.contains_key(TO_LIMIT));
     }
 
     #[test]

@@ -111,7 +111,7 @@ mod timeline;
 /// What the experiments after sharing-aware migration have in common.
 mod together;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
@@ -123,6 +123,7 @@ use crate::{ksm, lab};
 use case::{Case, Watch, try_all, try_each};
 use plan::Plan;
 use record::Record;
+pub use record::Round;
 
 /// Options of a run of an experiment.
 #[derive(Debug, Clone)]
@@ -288,23 +289,61 @@ pub const ALL: &[Experiment] = &[
 /// Where no experiment has that name, or it could not run or go on; the rows until then are kept. Missed targets and
 /// failed runs are results, not errors.
 pub fn run(id: &str, options: &Options) -> Result<()> {
-    let known = || ALL.iter().map(|experiment| experiment.id).collect::<Vec<_>>().join(", ");
-    let experiment = ALL.iter().find(|experiment| experiment.id == id);
-    let experiment = experiment
-        .ok_or_else(|| Error::Usage(format!("there is no experiment {id}; the experiments are {}", known())))?;
-    let directory = options.out.join(id);
-    std::fs::create_dir_all(&directory)
-        .map_err(|error| Error::Usage(format!("cannot make {}: {error}", directory.display())))?;
-    lab::clear_orphans();
-    ksm::clear_orphan();
-    let mut record = Record::new(id, directory.clone(), options.quick);
+    let experiment = find(id)?;
+    let mut record = experiment.record(options)?;
     record.only(options.only.clone());
-    let ended = (experiment.plan)(options).and_then(|plan| plan.carry_out(&mut record));
+    let ended = experiment.carry_out(options, &mut record);
     if ended.is_ok() || !record.runs().is_empty() {
         println!("{}", record.finish()?.markdown());
-        println!("results: {}", directory.display());
+        println!("results: {}", options.out.join(id).display());
     }
     ended
+}
+
+/// Tries each row of an experiment once that was not tried in this round of a campaign, and keeps what it finds after
+/// each row. Returns whether the round is over: it is not where rows are left for the next campaign.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_round(id: &str, out: &Path, round: Round) -> Result<bool> {
+    let options = Options { quick: false, repeat: Some(1), only: Vec::new(), out: out.into() };
+    let experiment = find(id)?;
+    let mut record = experiment.record(&options)?;
+    record.resume(round);
+    experiment.carry_out(&options, &mut record)?;
+    record.end_round()
+}
+
+/// Draws the plots of an experiment's runs into a directory.
+///
+/// # Errors
+/// Where no experiment has that name, its plan cannot be made without a QEMU, or a plot cannot be written.
+pub fn draw(id: &str, runs: &[Run], directory: &Path) -> Result<()> {
+    let options = Options { quick: false, repeat: None, only: Vec::new(), out: directory.into() };
+    (find(id)?.plan)(&options)?.draw(runs, directory)
+}
+
+fn find(id: &str) -> Result<&'static Experiment> {
+    let known = || ALL.iter().map(|experiment| experiment.id).collect::<Vec<_>>().join(", ");
+    let experiment = ALL.iter().find(|experiment| experiment.id == id);
+    experiment.ok_or_else(|| Error::Usage(format!("there is no experiment {id}; the experiments are {}", known())))
+}
+
+impl Experiment {
+    /// An empty record of it, with a directory for its results.
+    fn record(&self, options: &Options) -> Result<Record> {
+        let directory = options.out.join(self.id);
+        std::fs::create_dir_all(&directory)
+            .map_err(|error| Error::Usage(format!("cannot make {}: {error}", directory.display())))?;
+        Ok(Record::new(self.id, directory, options.quick))
+    }
+
+    /// Tries its rows where no earlier run has left anything.
+    fn carry_out(&self, options: &Options, record: &mut Record) -> Result<()> {
+        lab::clear_orphans();
+        ksm::clear_orphan();
+        (self.plan)(options)?.carry_out(record)
+    }
 }
 
 /// The QEMUs that are here, the newest last.

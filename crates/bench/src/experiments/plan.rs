@@ -45,4 +45,12 @@ impl Plan {
         (self.try_rows)(record)?;
         (self.draw)(record.runs(), record.directory())
     }
+
+    /// Draws the plots of these runs into a directory.
+    ///
+    /// # Errors
+    /// Where a file cannot be written.
+    pub(super) fn draw(&self, runs: &[Run], directory: &Path) -> Result<()> {
+        (self.draw)(runs, directory)
+    }
 }

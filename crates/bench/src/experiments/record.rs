@@ -1,17 +1,34 @@
 //! The record of what an experiment has found so far. It is written after each row, so that an experiment that is cut
 //! short keeps its rows.
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
-use crate::result::{ResultFile, Run, Target, machine, rows};
+use crate::kept::{Kept, Origin};
+use crate::result::{Config, ResultFile, Run, Target, machine, rows};
 
 /// How long a short run begins new rows: the last row must end before ten minutes are over.
 const SHORT: Duration = Duration::from_secs(555);
 
+/// The detail of a run that was not tried.
+pub(super) const NOT_TRIED: &str = "not_tried";
+
 /// The function that makes the targets, with their measured values, from the runs so far.
 pub(super) type Judge = Box<dyn Fn(&[Run]) -> Result<Vec<Target>>>;
+
+/// A round of a campaign, in which each row is tried once.
+pub struct Round {
+    /// What earlier campaigns have kept.
+    pub kept: Kept,
+    /// The directory in which it is kept.
+    pub results: PathBuf,
+    /// Where the round's runs are from.
+    pub origin: Origin,
+    /// The moment after which no row is begun.
+    pub until: Instant,
+}
 
 /// The runs of an experiment, and where they are written.
 pub(super) struct Record {
@@ -23,13 +40,29 @@ pub(super) struct Record {
     late: Option<Instant>,
     /// Words of the rows to try; without any, all rows are tried.
     only: Vec<String>,
+    round: Option<Round>,
+    /// Whether a row was not begun because the round's time was over.
+    cut_short: Cell<bool>,
 }
 
 impl Record {
     /// The record of the experiment of this name, whose results go to this directory. A short one ends in time.
     pub(super) fn new(id: &str, directory: PathBuf, quick: bool) -> Self {
         let late = quick.then(|| Instant::now() + SHORT);
-        Self { id: id.into(), directory, runs: Vec::new(), judge: Box::new(|_| Ok(Vec::new())), late, only: Vec::new() }
+        let judge: Judge = Box::new(|_| Ok(Vec::new()));
+        let (runs, only, cut_short) = (Vec::new(), Vec::new(), Cell::new(false));
+        Self { id: id.into(), directory, runs, judge, late, only, round: None, cut_short }
+    }
+
+    /// Goes on with a round of a campaign: rows that were tried in it are left out.
+    pub(super) fn resume(&mut self, round: Round) {
+        self.runs = round.kept.runs();
+        self.round = Some(round);
+    }
+
+    /// The number of the first repetition of each row that is tried now.
+    pub(super) fn first_repeat(&self) -> usize {
+        self.round.as_ref().map_or(0, |round| round.kept.rounds)
     }
 
     /// Tries only rows whose words contain one of these, where there are some.
@@ -63,18 +96,34 @@ impl Record {
         late.then(|| format!("not tried: a short run begins no row after {} s", SHORT.as_secs()))
     }
 
-    /// The reason why the row of these words must not begin, if there is one.
-    pub(super) fn not_tried(&self, words: &str) -> Option<String> {
+    /// The reason why the row of these words and this set-up must not begin, if there is one.
+    pub(super) fn not_tried(&self, words: &str, config: &Config) -> Option<String> {
         if !self.only.is_empty() && !self.only.iter().any(|only| words.contains(only.as_str())) {
             return Some(format!("not tried: only rows with \"{}\" were asked for", self.only.join("\" or \"")));
+        }
+        if let Some(round) = &self.round {
+            if round.kept.is_tried(config) {
+                return Some("not tried: it was tried in this round".into());
+            }
+            if Instant::now() >= round.until {
+                self.cut_short.set(true);
+                return Some("not tried: the campaign's time is over".into());
+            }
         }
         self.too_late()
     }
 
+    /// Whether a run has its place in the results. A campaign's have no rows that were not tried: they come later.
+    pub(super) fn has_place_for(&self, run: &Run) -> bool {
+        self.round.is_none() || run.details[NOT_TRIED].is_null()
+    }
+
     /// Adds runs and writes all.
     pub(super) fn add(&mut self, runs: impl IntoIterator<Item = Run>) {
+        let runs: Vec<Run> = runs.into_iter().filter(|run| self.has_place_for(run)).collect();
         self.runs.extend(runs);
         self.show(&[]);
+        self.keep();
     }
 
     /// Writes all, and beside it runs that are still under way: they are not kept.
@@ -90,6 +139,34 @@ impl Record {
     pub(super) fn derive(&mut self, derive: impl FnOnce(&mut Vec<Run>)) {
         derive(&mut self.runs);
         self.show(&[]);
+        self.keep();
+    }
+
+    /// Keeps the runs for later campaigns, where this is one.
+    fn keep(&mut self) {
+        let Some(round) = &mut self.round else { return };
+        let kept = (self.judge)(&self.runs).and_then(|targets| {
+            round.kept.take_in(&self.runs, targets, &round.origin);
+            round.kept.write(&round.results)
+        });
+        // As above: the next row brings another attempt.
+        if let Err(error) = kept {
+            eprintln!("the runs so far could not be kept: {error}");
+        }
+    }
+
+    /// Ends the round, unless rows are left for the next campaign. Returns whether it is over.
+    ///
+    /// # Errors
+    /// Where it cannot be written.
+    pub(super) fn end_round(&mut self) -> Result<bool> {
+        self.keep();
+        let over = !self.cut_short.get();
+        if let Some(round) = self.round.as_mut().filter(|_| over) {
+            round.kept.end_round();
+            round.kept.write(&round.results)?;
+        }
+        Ok(over)
     }
 
     /// Writes all and returns it.
@@ -110,6 +187,8 @@ impl Record {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::super::sample;
     use super::*;
     use crate::baseline::{Method, Ram};
@@ -140,7 +219,43 @@ mod tests {
         let mut record = Record::new("test", "/nonexistent".into(), false);
         assert!(record.too_late().is_none());
         record.only(vec!["hybrid".into(), "off".into()]);
-        assert!(record.not_tried("sterna, mode hybrid, random").is_none());
-        assert!(record.not_tried("qemu precopy, random").unwrap().contains("asked for"));
+        let config = Config::new();
+        assert!(record.not_tried("sterna, mode hybrid, random", &config).is_none());
+        assert!(record.not_tried("qemu precopy, random", &config).unwrap().contains("asked for"));
+    }
+
+    #[test]
+    fn a_round_goes_on_with_the_rows_that_were_not_tried_and_is_over_when_all_were() {
+        let directory = tempfile::tempdir().unwrap();
+        let results = directory.path().join("results");
+        let run = |workload: &str| sample(workload, &Mover::Qemu(Method::Vanilla, Ram::Plain), "10.0", &[("ms", 5.0)]);
+        let (idle, busy) = (run("idle"), run("busy"));
+        let origin = Origin { commit: "a".into(), date: "2026-11-26".into(), machine: Value::Null };
+        let record = |until: Instant| {
+            let kept = Kept::read(&results, "test").unwrap();
+            let mut record = Record::new("test", directory.path().into(), false);
+            record.resume(Round { kept, results: results.clone(), origin: origin.clone(), until });
+            record
+        };
+        let later = Instant::now() + Duration::from_secs(3600);
+        let mut first = record(later);
+        assert!(first.not_tried("idle", &idle.config).is_none());
+        first.add([idle.clone()]);
+        // Its time is over before the second row.
+        first.round.as_mut().unwrap().until = Instant::now();
+        let mut left_out = busy.clone();
+        left_out.details = json!({ NOT_TRIED: true });
+        assert!(first.not_tried("busy", &busy.config).unwrap().contains("over"));
+        first.add([left_out]);
+        assert!(!first.end_round().unwrap());
+        let mut second = record(later);
+        assert_eq!((second.first_repeat(), second.runs().len()), (0, 1));
+        assert!(second.not_tried("idle", &idle.config).unwrap().contains("in this round"));
+        assert!(second.not_tried("busy", &busy.config).is_none());
+        second.add([busy.clone()]);
+        assert!(second.end_round().unwrap());
+        let third = record(later);
+        assert_eq!((third.first_repeat(), third.runs().len()), (1, 2));
+        assert!(third.not_tried("idle", &idle.config).is_none());
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::record::Record;
+use super::record::{NOT_TRIED, Record};
 use crate::error::{Error, Result};
 use crate::guest::{Guest, plugged};
 use crate::lab::Lab;
@@ -86,8 +86,10 @@ impl Site<'_> {
 
     /// Whether the row at this place must still be tried; where not, its run says why.
     pub(super) fn is_due(&self, at: usize, run: &mut Run) -> bool {
-        if let Some(reason) = self.record.not_tried(&self.rows[at].words) {
+        let Row { words, config, .. } = &self.rows[at];
+        if let Some(reason) = self.record.not_tried(words, config) {
             fail(run, &reason);
+            run.details[NOT_TRIED] = json!(true);
         }
         !run.metrics.contains_key(FAILED)
     }
@@ -132,7 +134,8 @@ pub(super) fn figure(run: &Run, name: &str) -> String {
 pub(super) fn try_all<A: Attempt>(lab: &Lab, attempts: &[A], repeats: usize, record: &mut Record) {
     let all = repeats * attempts.iter().map(|attempt| attempt.rows().len()).sum::<usize>();
     let mut tried = 0;
-    for repeat in 0..repeats {
+    let first = record.first_repeat();
+    for repeat in first..first + repeats {
         let backwards = repeat % 2 == 1;
         let order: Vec<&A> = if backwards { attempts.iter().rev().collect() } else { attempts.iter().collect() };
         for attempt in order {
@@ -140,6 +143,9 @@ pub(super) fn try_all<A: Attempt>(lab: &Lab, attempts: &[A], repeats: usize, rec
             let runs = try_one(lab, attempt, &rows, repeat, backwards, record);
             for (row, run) in rows.iter().zip(&runs) {
                 tried += 1;
+                if !record.has_place_for(run) {
+                    continue;
+                }
                 let error = run.details["error"].as_str().map(|error| format!(": {error}")).unwrap_or_default();
                 eprintln!("[{tried}/{all}] {}: {}{error}", row.words, attempt.tell(run));
             }

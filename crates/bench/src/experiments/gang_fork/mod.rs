@@ -265,7 +265,12 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
         let word = |key: &str| run.config.get(key).and_then(Value::as_str).unwrap_or_default();
         format!("{}, {}", word("mover"), word("workload"))
     };
-    let firsts: Vec<&Run> = runs.iter().filter(|run| run.repeat == 0).collect();
+    let mut firsts: Vec<&Run> = Vec::new();
+    for run in runs.iter().filter(|run| run.metrics.get("failed") == Some(&0.0)) {
+        if firsts.iter().all(|first| name(first) != name(run)) {
+            firsts.push(run);
+        }
+    }
     let ran = |run: &&Run| {
         let times = run.details["ran_ms"].as_array()?.iter();
         let seconds: Vec<f64> = times.filter_map(|ms| Some(ms.as_f64()? / 1e3)).collect();
