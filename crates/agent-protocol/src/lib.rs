@@ -16,6 +16,9 @@ pub mod message;
 /// The log of discards: memory that the library writes and the daemon reads.
 pub mod log;
 
+/// The table of transfers: memory that the library writes and the daemon reads.
+pub mod transfers;
+
 /// The beginning of every message: "STRA".
 pub const MAGIC: u32 = u32::from_le_bytes(*b"STRA");
 

@@ -51,6 +51,11 @@ pub enum Operation {
     /// The guest runs again: what requests have left to do is done at once, and not when nobody has asked for anything
     /// for a while. Empty → empty, before that is done. Libraries of earlier versions do not know it.
     Finish = 13,
+    /// Passes the table of transfers. Empty → empty, with its memory. Libraries of earlier versions do not know it.
+    Transfers = 14,
+    /// Takes transfers out of the table that have ended without a call of QEMU's. Empty → empty. Libraries of earlier
+    /// versions do not know it.
+    EndTransfers = 15,
 }
 
 impl Operation {
@@ -71,6 +76,8 @@ impl Operation {
             11 => Self::MakePrivate,
             12 => Self::LookAhead,
             13 => Self::Finish,
+            14 => Self::Transfers,
+            15 => Self::EndTransfers,
             _ => return None,
         })
     }

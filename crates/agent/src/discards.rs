@@ -9,7 +9,7 @@ use sterna_agent_protocol::message::Block;
 
 use crate::blocks::BLOCKS;
 use crate::private;
-use crate::raw::{self, Fd, errno};
+use crate::raw;
 
 /// The log, which stays mapped; null until the server has made it. A discard before that comes before any daemon.
 static LOG: AtomicPtr<Log> = AtomicPtr::new(ptr::null_mut());
@@ -22,31 +22,11 @@ static PRIVATE_PAGES: AtomicBool = AtomicBool::new(false);
 
 /// Makes the log. The error is an `errno`.
 pub fn create_log() -> Result<(), c_int> {
-    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // SAFETY: the name is a string. (Not memfd_create: older libcs lack it.)
-    let memory = Fd::from_call(unsafe { libc::syscall(libc::SYS_memfd_create, c"sterna-discards".as_ptr(), flags) })?;
-    // SAFETY: touches no memory of ours.
-    if unsafe { libc::ftruncate(memory.number(), size_of::<Log>() as off_t) } != 0 {
-        return Err(errno());
-    }
-    // The daemon accepts no memory whose size can still change.
-    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: touches no memory of ours.
-    if unsafe { libc::fcntl(memory.number(), libc::F_ADD_SEALS, seals) } != 0 {
-        return Err(errno());
-    }
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping at an address of the kernel's choice.
-    let log = unsafe { raw::mmap(ptr::null_mut(), size_of::<Log>(), protection, libc::MAP_SHARED, memory.number(), 0) };
-    if log == libc::MAP_FAILED {
-        return Err(errno());
-    }
-    let log = log.cast::<Log>();
-    // SAFETY: zeroed memory of a Log's size, page-aligned, never unmapped; a Log is made of atomics.
-    unsafe { &*log }.initialise();
-    MEMORY.store(memory.number(), Ordering::Relaxed);
-    LOG.store(log, Ordering::Release);
-    core::mem::forget(memory);
+    // SAFETY: a Log is made of atomics, for which all-zero is valid.
+    let (log, memory) = unsafe { raw::shared_memory::<Log>(c"sterna-discards")? };
+    log.initialise();
+    MEMORY.store(memory, Ordering::Relaxed);
+    LOG.store(ptr::from_ref(log).cast_mut(), Ordering::Release);
     Ok(())
 }
 

@@ -12,7 +12,7 @@ use sterna_agent_protocol::message::{Block, PATH_BYTES};
 use crate::blocks::BLOCKS;
 use crate::private::{self, Plan};
 use crate::raw::{self, KeepErrno};
-use crate::{areas, discards, entry, remap, server};
+use crate::{areas, discards, entry, remap, server, transfers};
 
 /// `mmap(2)`.
 ///
@@ -52,6 +52,8 @@ pub unsafe extern "C" fn mmap(
             Plan::Anonymous => private::mapped_at(mapped, &block),
             _ => Block { address: (mapped as u64).into(), ..block },
         });
+        // Before anything is read into it.
+        transfers::create();
         server::start();
     }
     mapped

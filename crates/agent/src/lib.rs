@@ -1,10 +1,10 @@
 //! `libsterna_agent.so`: loaded into QEMU by `LD_PRELOAD` for what only QEMU's own process can do.
 //!
-//! It notes where guest RAM is mapped and what QEMU discards of it, and answers the daemon on a unix socket. If
-//! [`MEMORY_VARIABLE`](sterna_agent_protocol::MEMORY_VARIABLE) says so, it makes guest RAM private, and a copy of a
-//! template where [`TEMPLATE_VARIABLE`](sterna_agent_protocol::TEMPLATE_VARIABLE) names one. Because the process
-//! is QEMU's, the library does not allocate, wait in QEMU's threads, unwind or exit, and does nothing at
-//! all without [`SOCKET_VARIABLE`](sterna_agent_protocol::SOCKET_VARIABLE).
+//! It notes where guest RAM is mapped, what QEMU discards of it and what QEMU reads into it, and answers the daemon
+//! on a unix socket. If [`MEMORY_VARIABLE`](sterna_agent_protocol::MEMORY_VARIABLE) says so, it makes guest RAM
+//! private, and a copy of a template where [`TEMPLATE_VARIABLE`](sterna_agent_protocol::TEMPLATE_VARIABLE) names one.
+//! Because the process is QEMU's, the library does not allocate, wait in QEMU's threads, unwind or exit, and does
+//! nothing at all without [`SOCKET_VARIABLE`](sterna_agent_protocol::SOCKET_VARIABLE).
 
 #![cfg_attr(not(test), no_std)]
 #![cfg_attr(
@@ -17,6 +17,12 @@ mod entry;
 
 /// The libc functions that QEMU calls through this library.
 mod hooks;
+
+/// The functions by which QEMU reads into guest RAM.
+mod reads;
+
+/// Reads into guest RAM that are under way.
+mod transfers;
 
 /// The table of RAM blocks: which guest RAM is mapped where.
 mod blocks;

@@ -3,6 +3,9 @@
 //! The hooks replace libc's functions, so they cannot call these. Also, a direct call works before any other library is
 //! ready.
 
+use core::ffi::CStr;
+use core::ptr;
+
 use libc::{c_int, c_long, c_void, off_t};
 
 /// `mmap`, called directly. Sets `errno`.
@@ -104,6 +107,37 @@ impl Drop for Fd {
         // SAFETY: owned, so nobody else closes it.
         unsafe { libc::close(self.0) };
     }
+}
+
+/// Zeroed memory for a `T` that the daemon reads: mapped for ever, and the number of its memfd, which stays open. The
+/// error is an `errno`.
+///
+/// # Safety
+/// All-zero is a valid `T`, which is changed only as a `T` that is shared.
+pub unsafe fn shared_memory<T>(name: &CStr) -> Result<(&'static T, c_int), c_int> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    // SAFETY: the name is a string. (Not memfd_create: older libcs lack it.)
+    let memory = Fd::from_call(unsafe { libc::syscall(libc::SYS_memfd_create, name.as_ptr(), flags) })?;
+    // SAFETY: touches no memory of ours.
+    if unsafe { libc::ftruncate(memory.number(), size_of::<T>() as off_t) } != 0 {
+        return Err(errno());
+    }
+    // The daemon accepts no memory whose size can still change.
+    let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+    // SAFETY: touches no memory of ours.
+    if unsafe { libc::fcntl(memory.number(), libc::F_ADD_SEALS, seals) } != 0 {
+        return Err(errno());
+    }
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let mapped = unsafe { mmap(ptr::null_mut(), size_of::<T>(), protection, libc::MAP_SHARED, memory.number(), 0) };
+    if mapped == libc::MAP_FAILED {
+        return Err(errno());
+    }
+    let number = memory.number();
+    core::mem::forget(memory);
+    // SAFETY: zeroed memory of a T's size, page-aligned, never unmapped; the caller's promise for the rest.
+    Ok((unsafe { &*mapped.cast::<T>() }, number))
 }
 
 /// What the kernel says of a file.

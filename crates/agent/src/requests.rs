@@ -13,7 +13,7 @@ use crate::data::Known;
 use crate::left::Left;
 use crate::raw::{self, Fd, errno};
 use crate::watched::{self, Watch};
-use crate::{areas, discards, make_private, private, remap, template, userfaultfd};
+use crate::{areas, discards, make_private, private, remap, template, transfers, userfaultfd};
 
 /// The state that is kept between requests.
 #[derive(Default)]
@@ -138,6 +138,14 @@ impl Requests {
             Operation::LookAhead => self.look_ahead(rest, descriptor),
             Operation::Finish => {
                 self.hurry = true;
+                Ok(EMPTY)
+            }
+            Operation::Transfers => {
+                let memory = transfers::memory().ok_or_else(|| Refusal::system(libc::ENODATA))?;
+                Ok(Answer { length: 0, descriptor: Some(memory) })
+            }
+            Operation::EndTransfers => {
+                transfers::end_queued();
                 Ok(EMPTY)
             }
             Operation::DiscardLog => {

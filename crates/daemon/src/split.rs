@@ -8,8 +8,8 @@
 //! ```
 //!
 //! What memory hosts have granted is given back in the background, also after the machine has ended
-//! (`split/loans.rs`). A guest whose disks read into its memory past the page tables (direct I/O) is refused: a page
-//! that leaves while a device writes it would lose what it writes.
+//! (`split/loans.rs`). A page that leaves while a device writes it past the page tables would lose what it writes: the
+//! agent in QEMU tells what is being read into memory, and a guest is refused that has devices of which it does not.
 
 use std::sync::Arc;
 use std::time::Duration;

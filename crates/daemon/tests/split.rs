@@ -7,7 +7,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use serde_json::{Value, json};
-use support::{BARE, Host, cannot_run, end_machine, eventually, run_request};
+use sterna_engine::agent::Agent;
+use support::{BARE, Host, PATIENCE, cannot_run, end_machine, eventually, run_request};
 
 const MIB: u64 = 1 << 20;
 /// Where a full machine has memory no page of which is like another; its firmware writes behind it.
@@ -184,9 +185,15 @@ fn requests_that_cannot_be_are_refused_with_their_reason_and_change_nothing() {
     wrong(&request(20, &[&rich]), "private-memory", "private");
     assert_eq!(host.ask("DELETE", "/v1/vms/m?force=true", None).0, 204);
     let image = host.path("disk.img");
-    File::create(&image).unwrap().set_len(MIB).unwrap();
-    let disk = format!("file={},format=raw,if=virtio,cache=none", image.display());
+    // With data: into a hole QEMU would read by another way.
+    std::fs::write(&image, vec![0; MIB as usize]).unwrap();
+    // The agent tells what QEMU reads by calls; of what io_uring reads it does not.
+    let disk = format!("file={},format=raw,if=virtio,cache=none,aio=io_uring", image.display());
     run(&|asked| asked["arguments"].as_array_mut().unwrap().extend(["-drive".into(), disk.clone().into()]));
+    let agent = host.state().join("vms/m/run/agent.sock");
+    let mut agent = Agent::connect(&agent, PATIENCE).unwrap();
+    let reads = agent.transfers().unwrap();
+    eventually("the firmware has read the disk", || !reads.is_complete().unwrap());
     wrong(&request(20, &[&rich]), "direct-io", "past the page tables");
     is_paid(&host, &[&rich]);
     let description = host.get("/openapi.json");

@@ -159,6 +159,9 @@ pub enum MigrateError {
         /// Pages compared.
         pages: u64,
     },
+    /// The VMM has something read into guest RAM past the page tables, and does not tell where.
+    #[error("devices read into the guest's memory past the page tables, and QEMU does not tell where")]
+    UntoldReads,
     /// Others than the VMM can write what clones of a guest would have in common with it.
     #[error("another program can write the memory that the clones would share")]
     WrittenByOthers,
@@ -326,6 +329,11 @@ impl MigrateError {
                 Code::WrittenWhileSaving,
                 Blame::Qemu,
                 Some("try again; where it happens each time, please report which devices the machine has"),
+            ),
+            Self::UntoldReads => (
+                Code::DirectIo,
+                Blame::Request,
+                Some("disks with 'aio=io_uring' do so: 'aio=threads' and 'aio=native' tell it"),
             ),
             Self::WrittenByOthers => (
                 Code::ForeignWriters,

@@ -5,7 +5,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use sterna_sys::userfaultfd::{self, Features, Userfaultfd};
 
-use crate::agent::{AddressRange, Advice, Agent, AgentError, DiscardLog, Discards, MapRun, Sharing};
+use crate::agent::{
+    AddressRange, Advice, Agent, AgentError, DiscardLog, Discards, MapRun, Sharing, TransferTable, UnderWay,
+};
 use crate::error::MigrateError;
 
 /// The VMM's process, asked for what only it can do: at the source for tracking, at the destination for faults.
@@ -86,6 +88,15 @@ pub trait Inside: Send {
     /// The guest RAM that the VMM has discarded since the last call.
     fn discards(&mut self) -> Discards;
 
+    /// What is being read into guest RAM past the page tables. It has each read into pages that were dropped from the
+    /// page tables before this call, if it has begun before.
+    ///
+    /// # Errors
+    /// The VMM does not answer.
+    fn under_way(&mut self) -> Result<UnderWay, MigrateError> {
+        Ok(UnderWay::Untold)
+    }
+
     /// Closes the userfaultfd and the log. Whoever has made a userfaultfd calls this when it is done with it: until
     /// then the VMM's process replaces no mapping of its RAM.
     fn close(&mut self);
@@ -95,13 +106,21 @@ pub trait Inside: Send {
 pub struct InsideQemu {
     agent: Agent,
     log: Option<DiscardLog>,
+    transfers: Transfers,
+}
+
+/// The table of transfers, as far as it was asked for.
+enum Transfers {
+    NotAsked,
+    There(TransferTable),
+    None,
 }
 
 impl InsideQemu {
     /// Asks through this agent.
     #[must_use]
     pub fn new(agent: Agent) -> Self {
-        Self { agent, log: None }
+        Self { agent, log: None, transfers: Transfers::NotAsked }
     }
 }
 
@@ -179,6 +198,25 @@ impl Inside for InsideQemu {
 
     fn discards(&mut self) -> Discards {
         self.log.as_mut().map_or(Discards::Everything, DiscardLog::drain)
+    }
+
+    fn under_way(&mut self) -> Result<UnderWay, MigrateError> {
+        const DOING: &str = "telling what is being read into guest RAM";
+        if let Transfers::NotAsked = self.transfers {
+            self.transfers = match self.agent.transfers() {
+                Ok(table) => Transfers::There(table),
+                Err(AgentError::Refused { .. }) => Transfers::None,
+                Err(error) => return Err(failed(DOING)(error)),
+            };
+        }
+        let Transfers::There(table) = &self.transfers else { return Ok(UnderWay::Untold) };
+        let unread = MigrateError::host("reading what is being read into guest RAM");
+        match table.has_queued() {
+            Ok(true) => self.agent.end_transfers().map_err(failed(DOING))?,
+            Ok(false) => {}
+            Err(error) => return Err(unread(error)),
+        }
+        table.look().map_err(unread)
     }
 
     fn close(&mut self) {

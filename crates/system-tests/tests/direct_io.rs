@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use sterna_bench::command::{run, wait_for};
 use sterna_system_tests::needs::times;
-use sterna_system_tests::{PATIENCE, Plan, Site, needs, skip_without, turn};
+use sterna_system_tests::{PATIENCE, Plan, Site, cli, needs, skip_without, turn};
 
 /// How fast the disk is, bytes per second: a read waits for a second, its pages pinned.
 const BYTES_PER_S: u64 = 1_000_000;
@@ -87,6 +87,65 @@ fn script() -> String {
     text
 }
 
+/// A disk that a guest reads all the time, slowly and past its page tables.
+struct Disk {
+    _directory: tempfile::TempDir,
+    /// What is on it.
+    sum: String,
+    slow: Slow,
+    /// QEMU's arguments.
+    more: Vec<String>,
+}
+
+impl Disk {
+    /// Read in this way (`aio=`); why not, where that cannot be.
+    fn read_by(aio: &str) -> Result<Self, String> {
+        // On a disk: where the kernel copies, as on a tmpfs, no device writes past the page tables.
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (disk, orders) = (directory.path().join("disk"), directory.path().join("script"));
+        let mut seed = 1_u64;
+        let noise = |_| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 56) as u8
+        };
+        std::fs::write(&disk, (0..(READERS * PART_MIB) << 20).map(noise).collect::<Vec<u8>>()).unwrap();
+        std::fs::write(&orders, script()).unwrap();
+        let sum = run("md5sum", &disk.display().to_string()).unwrap();
+        let sum = sum.split(' ').next().unwrap().to_owned();
+        let slow = Slow::of(&disk)?;
+        let drive = |path: &Path, more: &str| format!("file={},format=raw,if=virtio,{more}", path.display());
+        let how = format!("cache=none,aio={aio}");
+        let more = ["-drive".into(), drive(&disk, &how), "-drive".into(), drive(&orders, "readonly=on")].into();
+        Ok(Self { _directory: directory, sum, slow, more })
+    }
+
+    /// A guest that reads it.
+    fn plan(&self) -> Plan {
+        let jobs = format!("{};sh:/dev/vdb", sterna_system_tests::plan::JOBS);
+        Plan { jobs, more: self.more.clone(), ..Plan::small() }
+    }
+
+    /// From now on it is slow for the guest; waits until it has been read so.
+    fn is_read_slowly(&self, site: &Site) {
+        self.slow.take(site.qemu_at(site.names().0).expect("its QEMU runs"));
+        let before = said(site, "READ").len();
+        let read = || Ok((said(site, "READ").len() > before + 2).then_some(()));
+        wait_for("the disk to be read", PATIENCE, read).unwrap();
+    }
+
+    /// All that the guest has of it, from before and from now on, is what is on it.
+    fn is_right(&self, site: &Site) {
+        self.slow.let_go();
+        // It says nothing while it goes through all of it, and a busy machine may take its time.
+        let whole = || Ok((!said(site, "DISK ").is_empty()).then_some(()));
+        wait_for("the disk to be read as a whole", PATIENCE * 10, whole).unwrap();
+        for line in said(site, "DISK ") {
+            assert!(line.starts_with(&self.sum), "{line}, not {}", self.sum);
+        }
+        self.slow.set(&BYTES_PER_S.to_string()).unwrap();
+    }
+}
+
 /// Lines of the guest's console that begin so, without that; not one that it is still writing.
 fn said(site: &Site, word: &str) -> Vec<String> {
     let text = site.guest.console_text();
@@ -103,35 +162,17 @@ fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mod
     if skip_without(&needs::GUEST) {
         return;
     }
-    // On a disk: where the kernel copies, as on a tmpfs, no device writes past the page tables.
-    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-    let (disk, orders) = (directory.path().join("disk"), directory.path().join("script"));
-    let mut seed = 1_u64;
-    let noise = |_| {
-        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (seed >> 56) as u8
-    };
-    std::fs::write(&disk, (0..(READERS * PART_MIB) << 20).map(noise).collect::<Vec<u8>>()).unwrap();
-    std::fs::write(&orders, script()).unwrap();
-    let sum = run("md5sum", &disk.display().to_string()).unwrap();
-    let sum = sum.split(' ').next().unwrap().to_owned();
     // Before the site: what is in it ends with that.
-    let slow = match Slow::of(&disk) {
-        Ok(slow) => slow,
+    let disk = match Disk::read_by("native") {
+        Ok(disk) => disk,
         Err(why) => return println!("skipped: {why}"),
     };
-    let drive = |path: &Path, more: &str| format!("file={},format=raw,if=virtio,{more}", path.display());
-    let more = ["-drive".into(), drive(&disk, "cache=none,aio=native"), "-drive".into(), drive(&orders, "readonly=on")];
-    let jobs = format!("{};sh:/dev/vdb", sterna_system_tests::plan::JOBS);
     for number in 0..times(1, 4) {
-        let plan = Plan { jobs: jobs.clone(), more: more.to_vec(), memory_bytes: 512 << 20, ..Plan::small() };
+        let plan = Plan { memory_bytes: 512 << 20, ..disk.plan() };
         let mut site = Site::without_guest(&plan);
         site.run(&plan);
         for mode in ["auto", "postcopy", "precopy", "hybrid", "stop-and-copy"].into_iter().take(times(2, 5)) {
-            slow.take(site.qemu_at(site.names().0).expect("its QEMU runs"));
-            let before = said(&site, "READ").len();
-            wait_for("the disk to be read", PATIENCE, || Ok((said(&site, "READ").len() > before + 2).then_some(())))
-                .unwrap();
+            disk.is_read_slowly(&site);
             let report = site.migrate(&["--mode", mode]);
             let (total_ms, setup_ms, paused_ms) = (report.total_ms, report.setup_ms, report.downtime_ms);
             let found = report.tracking.untracked_writes;
@@ -146,14 +187,42 @@ fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mod
                 "{number}: this machine is so slow that the guest's memory had all been used before the last of them"
             );
         }
-        // All that the guest has of the disk, from before each of them and from afterwards, is what is on it.
-        slow.let_go();
-        // It says nothing while it goes through all of it, and a busy machine may take its time.
-        let whole = || Ok((!said(&site, "DISK ").is_empty()).then_some(()));
-        wait_for("the disk to be read as a whole", PATIENCE * 10, whole).unwrap();
-        for line in said(&site, "DISK ") {
-            assert!(line.starts_with(&sum), "{line}, not {sum}");
+        disk.is_right(&site);
+    }
+}
+
+/// A part of the guest's memory is elsewhere, more and less of it in turn, and reads into what is here take a second: a
+/// page that is being read into does not leave.
+#[test]
+fn what_a_slow_disk_reads_into_a_split_guest_past_its_page_tables_is_there_when_the_guest_looks() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    for aio in ["native", "threads"].into_iter().take(times(1, 2)) {
+        let disk = match Disk::read_by(aio) {
+            Ok(disk) => disk,
+            Err(why) => return println!("skipped: {why}"),
+        };
+        let plan = Plan { hosts: ["a", "b", "c"].map(str::to_owned).into(), ..disk.plan() };
+        let mut site = Site::without_guest(&plan);
+        for host in ["b", "c"] {
+            site.configure(host, "lend_memory = \"400M\"");
         }
-        slow.set(&BYTES_PER_S.to_string()).unwrap();
+        site.run(&plan);
+        let split = |site: &Site, here: &str| {
+            let memory = ["b", "c"].map(|host| format!("{}=120M", site.host(host).listen()));
+            let main = format!("here={here}");
+            let words = ["split", &site.guest.name, "--main", &main, "--memory", &memory[0], "--memory", &memory[1]];
+            cli::ask(site.here(), &words).expect(0, &[]);
+        };
+        for here in ["96M", "64M", "128M", "64M"] {
+            disk.is_read_slowly(&site);
+            split(&site, here);
+            site.checker_is_well();
+        }
+        disk.is_right(&site);
+        cli::ask(site.here(), &["merge", &site.guest.name]).expect(0, &[]);
+        site.checker_is_well();
     }
 }

@@ -5,9 +5,11 @@ use std::collections::HashSet;
 use sterna_api::split::MemoryHost;
 use sterna_api::units::show_size;
 use sterna_api::{Blame, Code, MemoryMode, Problem, SplitRequest};
+use sterna_engine::agent::AgentError;
 use sterna_protocol::layout::CHUNK_BYTES;
 use sterna_protocol::store::most_bytes;
 
+use crate::machines::agent;
 use crate::machines::control::Control;
 use crate::machines::reach::check_writers;
 use crate::machines::record::VmRecord;
@@ -59,8 +61,10 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
     record.check_settled()?;
     let about = Control::connect(&record.qmp)?.inspect()?;
     check_writers(name, &about)?;
-    if !about.direct_io.is_empty() {
-        let who = about.direct_io.join(", ");
+    // What QEMU reads by calls that its agent notes is known for as long as it is under way.
+    let untold = if tells_of_reads(record)? { &about.untold_io } else { &about.direct_io };
+    if !untold.is_empty() {
+        let who = untold.join(", ");
         let message = format!(
             "'{name}' cannot be split: devices may write its memory past the page tables, and a page that leaves \
              would lose that ({who})"
@@ -69,6 +73,16 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
             .hint("'cache=writeback' or 'cache=writethrough' let a disk be read through the page cache"));
     }
     Ok(())
+}
+
+/// Whether the agent tells of all that QEMU reads into guest RAM. One of an earlier version tells of nothing.
+fn tells_of_reads(record: &VmRecord) -> Result<bool, Problem> {
+    let mut agent = agent::connect(&record.agent, record.process.pid).map_err(|error| error.problem())?;
+    match agent.transfers() {
+        Ok(table) => Ok(table.is_complete().unwrap_or(false)),
+        Err(AgentError::Refused { .. }) => Ok(false),
+        Err(error) => Err(agent::failed(Code::AgentFailed, "the agent does not tell what is read into RAM", &error)),
+    }
 }
 
 /// Whether a machine's memory has room here and at its memory hosts together, and a part of it leaves.

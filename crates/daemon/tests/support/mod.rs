@@ -105,8 +105,8 @@ pub struct Host {
     config: String,
 }
 
-/// An address that nobody else takes, also while no daemon listens there: of this process's own part of 127.0.0.0/8, with
-/// a port from below those that the kernel gives out.
+/// An address that nobody else takes, also while no daemon listens there: of this process's own part of 127.0.0.0/8,
+/// with a port from below those that the kernel gives out.
 fn own_address() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(7300);
     let [high, a, b, c] = std::process::id().to_be_bytes();

@@ -16,6 +16,9 @@ mod block;
 /// The log of discards.
 mod discards;
 
+/// The table of transfers.
+mod transfers;
+
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
@@ -32,6 +35,7 @@ pub use discards::{Discard, DiscardLog, Discards};
 pub use error::AgentError;
 pub use exchange::Peer;
 pub use sterna_agent_protocol::message::{Advice, Sharing};
+pub use transfers::{TransferTable, UnderWay};
 
 use exchange::{Exchange, Reply};
 
@@ -255,6 +259,25 @@ impl Agent {
         let reply = self.exchange.call(Operation::DiscardLog, &[], None)?;
         let memory = reply.descriptor.ok_or_else(|| self.malformed("its discard log"))?;
         DiscardLog::open(memory).ok_or_else(|| self.malformed("its discard log"))
+    }
+
+    /// The table of reads into guest RAM that are under way.
+    ///
+    /// # Errors
+    /// [`AgentError::Refused`]: its process could not make one, or its library is of an earlier version
+    /// ([`Status::Unknown`]).
+    pub fn transfers(&mut self) -> Result<TransferTable, AgentError> {
+        let reply = self.exchange.call(Operation::Transfers, &[], None)?;
+        let memory = reply.descriptor.ok_or_else(|| self.malformed("its table of transfers"))?;
+        TransferTable::open(memory).ok_or_else(|| self.malformed("its table of transfers"))
+    }
+
+    /// Has the library take reads out of the table that have ended without a call of QEMU's.
+    ///
+    /// # Errors
+    /// [`AgentError`].
+    pub fn end_transfers(&mut self) -> Result<(), AgentError> {
+        self.exchange.call(Operation::EndTransfers, &[], None).map(drop)
     }
 
     /// Puts a file in the place of one that QEMU has open, under its number.

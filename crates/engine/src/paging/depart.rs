@@ -18,7 +18,10 @@
 //! * **It gives the page back while it is fenced in**: what the holder has is as good as zeros until the guest writes
 //!   the page.
 //! * **It gives the page back while it is away**: it comes back as zeros (`given_back.rs`).
-//! * **Direct I/O writes the page past the page tables**: the caller has to know that there is none.
+//! * **Direct I/O writes the page past the page tables**: what has begun before it was fenced in is under way still, by
+//!   the VMM's own account, and it stays; or it has ended, and the comparison, which comes after that look, sees what
+//!   was written. What begins later faults, and waits. Where the VMM gives no account, the caller has to know that
+//!   there is none.
 
 use std::sync::{Arc, PoisonError};
 
@@ -29,6 +32,7 @@ use sterna_protocol::pages::PageSet;
 use super::Pager;
 use super::claim::Claim;
 use super::whereabouts::Holder;
+use crate::agent::UnderWay;
 use crate::error::MigrateError;
 use crate::faults::fence::{Fence, Patience};
 use crate::memory::{for_each_body, is_zero};
@@ -102,7 +106,10 @@ impl Pager {
         let Some(fenced) = fence.close(runs.collect(), patience)? else {
             return Ok(Departed { away: PageSet::EMPTY, zero: PageSet::EMPTY });
         };
+        // Before they are compared: what has ended until now is in them.
+        let read_into = self.read_into(chunk, &copy.pages.or(&copy.zero))?;
         let Departed { away, zero } = self.unchanged(copy)?;
+        let (away, zero) = (away.without(&read_into), zero.without(&read_into));
         let away = self.not_waited_for(fence, chunk, &away)?;
         self.with_inside(|given_back, inside| self.look(given_back, inside));
         let departed = {
@@ -149,6 +156,16 @@ impl Pager {
         });
         looked.map_err(MigrateError::host("reading pages that are about to leave"))?;
         Ok(Departed { away, zero })
+    }
+
+    /// Those of these pages that something may be read into past the page tables, from before they were fenced in.
+    fn read_into(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<PageSet, MigrateError> {
+        let under_way = self.faults.inside().under_way()?;
+        if under_way == UnderWay::Lost {
+            return Err(MigrateError::UntoldReads);
+        }
+        let reached = |page: &u8| under_way.may_reach(&self.addresses(chunk, usize::from(*page), 1));
+        Ok(pages.iter().filter(reached).collect())
     }
 
     fn not_waited_for(&self, fence: &Fence, chunk: ChunkIndex, pages: &PageSet) -> Result<PageSet, MigrateError> {

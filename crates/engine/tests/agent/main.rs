@@ -9,6 +9,12 @@ mod fixture;
 /// The program that some tests run in QEMU's place.
 mod program;
 
+/// Reads into RAM by each of QEMU's ways.
+mod reader;
+
+/// What is told of reads into RAM.
+mod transfers;
+
 /// Which RAM is found.
 mod blocks;
 

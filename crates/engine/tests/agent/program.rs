@@ -3,6 +3,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
@@ -10,7 +11,7 @@ use std::time::Duration;
 use sterna_engine::agent::Agent;
 use tempfile::TempDir;
 
-use crate::fixture;
+use crate::{fixture, reader};
 
 /// Set to the RAM file's path in the program.
 const ROLE: &str = "STERNA_TEST_RAM_FILE";
@@ -123,7 +124,7 @@ impl Drop for Program {
 fn do_as_told() {
     let Some(ram) = std::env::var_os(ROLE) else { return };
     let file = std::fs::OpenOptions::new().read(true).write(true).open(Path::new(&ram)).expect("the RAM file");
-    let mut address = 0;
+    let (mut address, mut reading) = (0, None::<std::thread::JoinHandle<i64>>);
     for line in std::io::stdin().lines() {
         let line = line.expect("standard input");
         let words: Vec<_> = line.split(' ').collect();
@@ -166,6 +167,16 @@ fn do_as_told() {
                 // SAFETY: within the mapping, which stays; aligned.
                 unsafe { ((address + number(1) * PAGE) as *const u64).read_volatile() }.to_string()
             }
+            "begin-read" => {
+                let (way, at, length) = (words[1].to_owned(), address + number(2), number(3));
+                let data = tempfile::tempfile().expect("a file");
+                data.write_all_at(&vec![7; length as usize], 0).expect("a file's data");
+                // SAFETY: nobody else uses these pages until it has ended.
+                reading = Some(std::thread::spawn(move || unsafe { reader::read(&way, &data, at, length) }));
+                String::new()
+            }
+            "end-read" => reading.take().expect("it was begun").join().expect("it only reads").to_string(),
+            "uring" => reader::uring(number(1) as u8).to_string(),
             "unmap" => {
                 // SAFETY: nothing refers to the mapping.
                 unsafe { libc::munmap((address + number(1)) as *mut _, number(2) as usize) }.to_string()

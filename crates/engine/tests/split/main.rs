@@ -25,8 +25,14 @@ mod killed;
 /// Pages that are here and at their memory host.
 mod copies;
 
+/// Devices that write past the page tables.
+mod device;
+
 /// A host that lends.
 mod lending;
+
+/// A memory host that has not what it was given.
+mod lost;
 
 /// A guest that takes more memory than it has room for.
 mod paced;
@@ -43,6 +49,7 @@ use pair::guest::GuestRam;
 use pair::inside::InsideSelf;
 use pair::{block, tracking_works};
 use relay::Relay;
+use sterna_engine::agent::UnderWay;
 use sterna_engine::memory::{BlockFile, Memory, kind};
 use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_engine::split::room::Room;
@@ -70,6 +77,7 @@ struct Guest {
     ram: GuestRam,
     inside: Arc<std::sync::Mutex<Vec<Arc<SharedMapping>>>>,
     kept: Arc<std::sync::Mutex<Option<std::os::fd::OwnedFd>>>,
+    under_way: Arc<std::sync::Mutex<UnderWay>>,
     record: File,
     epochs: Counter,
 }
@@ -95,6 +103,7 @@ impl Guest {
         Self {
             inside: Arc::new(std::sync::Mutex::new(vec![Arc::clone(&ram.mapping)])),
             kept: Arc::default(),
+            under_way: Arc::new(std::sync::Mutex::new(UnderWay::Untold)),
             record: tempfile::tempfile_in("/dev/shm").unwrap(),
             epochs: Counter::default(),
             ram,
@@ -111,8 +120,12 @@ impl Guest {
     }
 
     fn means(&self) -> PagingMeans {
-        let inside =
-            InsideSelf { mappings: Arc::clone(&self.inside), kept: Arc::clone(&self.kept), ..InsideSelf::default() };
+        let inside = InsideSelf {
+            mappings: Arc::clone(&self.inside),
+            kept: Arc::clone(&self.kept),
+            under_way: Some(Arc::clone(&self.under_way)),
+            ..InsideSelf::default()
+        };
         PagingMeans { inside: Box::new(inside), missing: self.record.try_clone().unwrap() }
     }
 
@@ -442,54 +455,4 @@ fn another_daemon_goes_on_with_a_guest_that_is_split_and_frees_what_the_last_one
     split.bring_back().unwrap();
     checking.end();
     leaves_nothing(&guest, split, &[&lending[0], &lending[1]]);
-}
-
-#[test]
-fn a_memory_host_that_has_lost_pages_is_named_and_nobody_gets_others_in_their_place() {
-    if !tracking_works() {
-        return;
-    }
-    let (guest, lending) = (Guest::new(), LendingHost::new());
-    let split = guest.split(&[&lending]);
-    send_all(&split, 0);
-    dies(split);
-    // A memory host that begins anew at the same place.
-    let empty = LendingHost::new();
-    let error = guest.recover(&[&empty]).unwrap_err();
-    assert!(matches!(error, SplitError::Lost { pages: 192, .. }), "{error}");
-    assert!(matches!(guest.recover(&[]), Err(SplitError::Here(_))), "nobody is named who has them");
-    // The first one is found again, and all is well.
-    let split = guest.recover(&[&lending]).unwrap();
-    guest.is_as_it_was();
-    split.bring_back().unwrap();
-    split.end();
-}
-
-#[test]
-fn pages_whose_loan_is_taken_back_are_lost_and_the_guest_waits_for_them_while_it_uses_the_others() {
-    if !tracking_works() {
-        return;
-    }
-    let (guest, lending) = (Guest::new(), LendingHost::new());
-    let split = guest.split(&[&lending]);
-    split.way_out().unwrap().send(ChunkIndex(1), 0).unwrap();
-    lending.store.close(lending.lender().number(GUEST.0), None).unwrap();
-    let waits = guest.reads(300);
-    while split.pager().fault_count() == 0 {
-        std::thread::yield_now();
-    }
-    let lost = std::iter::from_fn(|| split.bring_back().err()).find(|error| matches!(error, SplitError::Lost { .. }));
-    assert!(lost.is_some_and(|error| error.to_string().contains("192 pages")));
-    // What is here can be used, and leave.
-    assert_eq!(guest.word(10), content(10));
-    split.way_out().unwrap().send(ChunkIndex(0), 0).unwrap();
-    assert_eq!(guest.word(10), content(10));
-    // All but the first page of that come after it.
-    while split.pager().missing() > 192 {
-        std::thread::yield_now();
-    }
-    assert!(!waits.is_finished());
-    // Its guest has ended: whoever waits is let go, with whatever is there.
-    split.end();
-    assert_eq!(waits.join().unwrap(), 0);
 }

@@ -29,6 +29,9 @@ pub struct Inspection {
     pub memory_devices: Vec<MemoryDevice>,
     /// Block nodes and devices that write guest RAM by direct I/O, or may.
     pub direct_io: Vec<String>,
+    /// Of these, those that the agent's account of reads does not tell of: they read by other calls than those that it
+    /// notes, or may.
+    pub untold_io: Vec<String>,
     /// Whether the guest may run guests of its own, whose processors KVM lets write into pages that it keeps mapped.
     pub may_nest: bool,
     /// Devices, network back ends and block nodes through which others than QEMU write guest RAM (vfio, vhost-user,
@@ -89,11 +92,13 @@ pub fn inspect(qmp: &mut Qmp) -> Result<Inspection, VmmError> {
     let size = optional(qmp, "query-memory-size-summary", json!({}))?;
     let bytes = |name: &str| size[name].as_u64().unwrap_or(0);
     let devices = devices(qmp)?;
-    let (foreign_nodes, mut direct_io) = block_nodes(qmp)?;
-    direct_io.extend(devices.iter().filter(|kind| past::passes_through(kind)).cloned());
+    let past::Nodes { foreign, direct: mut direct_io, unknown: mut untold_io } = block_nodes(qmp)?;
+    let passing = || devices.iter().filter(|kind| past::passes_through(kind)).cloned();
+    direct_io.extend(passing());
+    untold_io.extend(passing());
     let mut foreign_writers: Vec<String> = devices.into_iter().filter(|kind| past::is_foreign(kind)).collect();
     foreign_writers.extend(foreign_networks(qmp)?);
-    foreign_writers.extend(foreign_nodes);
+    foreign_writers.extend(foreign);
     let blockers = strings(&ask(qmp, "query-migrate")?["blocked-reasons"]);
     Ok(Inspection {
         version: qmp.version(),
@@ -105,6 +110,7 @@ pub fn inspect(qmp: &mut Qmp) -> Result<Inspection, VmmError> {
         ram_bytes: bytes("base-memory").saturating_add(bytes("plugged-memory")),
         memory_devices: memory_devices(qmp)?,
         direct_io,
+        untold_io,
         may_nest: may_nest(qmp)?,
         foreign_writers,
         blockers,
@@ -160,8 +166,8 @@ pub(super) fn may_nest(qmp: &mut Qmp) -> Result<bool, VmmError> {
     Ok(false)
 }
 
-/// Block nodes that are foreign writers, and those that do direct I/O or may.
-pub(super) fn block_nodes(qmp: &mut Qmp) -> Result<(Vec<String>, Vec<String>), VmmError> {
+/// Block nodes that read past the page tables, or may.
+pub(super) fn block_nodes(qmp: &mut Qmp) -> Result<past::Nodes, VmmError> {
     Ok(past::nodes(&optional(qmp, "query-named-block-nodes", json!({ "flat": true }))?))
 }
 

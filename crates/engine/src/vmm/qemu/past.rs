@@ -122,21 +122,32 @@ pub(super) fn is_foreign(kind: &str) -> bool {
     FOREIGN.iter().any(|prefix| kind.starts_with(prefix))
 }
 
-/// Of block nodes, as `query-named-block-nodes` lists them: those that are foreign writers, with their driver, and
-/// those that do direct I/O or whose driver nobody knows.
-pub(super) fn nodes(nodes: &Value) -> (Vec<String>, Vec<String>) {
-    let (mut foreign, mut direct) = (Vec::new(), Vec::new());
+/// Block nodes that read past the page tables, or may.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Nodes {
+    /// Foreign writers, with their driver.
+    pub foreign: Vec<String>,
+    /// Those that do direct I/O or whose driver nobody knows.
+    pub direct: Vec<String>,
+    /// Of these, those whose driver nobody knows: what it calls to read is not known either.
+    pub unknown: Vec<String>,
+}
+
+/// Block nodes by what they are, as `query-named-block-nodes` lists them.
+pub(super) fn nodes(nodes: &Value) -> Nodes {
+    let mut found = Nodes::default();
     for node in nodes.as_array().into_iter().flatten() {
         let (name, driver) = (node["node-name"].as_str().unwrap_or("?"), node["drv"].as_str().unwrap_or("?"));
         if FOREIGN_DRIVERS.contains(&driver) || driver.starts_with(FOREIGN_DRIVER_PREFIX) {
-            foreign.push(format!("{name} ({driver})"));
-        } else if node["cache"]["direct"].as_bool() == Some(true) {
-            direct.push(name.to_owned());
+            found.foreign.push(format!("{name} ({driver})"));
         } else if !COPYING_DRIVERS.contains(&driver) {
-            direct.push(format!("{name} ({driver})"));
+            found.direct.push(format!("{name} ({driver})"));
+            found.unknown.push(format!("{name} ({driver})"));
+        } else if node["cache"]["direct"].as_bool() == Some(true) {
+            found.direct.push(name.to_owned());
         }
     }
-    (foreign, direct)
+    found
 }
 
 /// Whether a device of this type pins what it reads into.
@@ -197,10 +208,11 @@ mod tests {
             node("d", "what-comes-next", false),
             node("e", "rbd", false),
         ]);
-        let (foreign, direct) = nodes(&list);
+        let Nodes { foreign, direct, unknown } = nodes(&list);
         assert_eq!(foreign, ["a (nvme)", "b (io_uring)", "c (virtio-blk-vhost-vdpa)"]);
         assert_eq!(direct, ["#block141", "d (what-comes-next)", "e (rbd)"]);
-        assert_eq!(nodes(&Value::Null), (vec![], vec![]));
+        assert_eq!(unknown, direct[1..]);
+        assert_eq!(nodes(&Value::Null), Nodes::default());
     }
 
     #[test]

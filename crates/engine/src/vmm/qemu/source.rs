@@ -146,11 +146,11 @@ impl Source for QemuSource {
 
     fn writes_untracked(&mut self) -> Result<bool, VmmError> {
         let mut qmp = lock(&self.qmp);
-        let (foreign, direct) = inspect::block_nodes(&mut qmp)?;
-        if !foreign.is_empty() {
-            return Err(refused(format!("others than QEMU write its RAM, unseen ({})", foreign.join(", "))));
+        let nodes = inspect::block_nodes(&mut qmp)?;
+        if !nodes.foreign.is_empty() {
+            return Err(refused(format!("others than QEMU write its RAM, unseen ({})", nodes.foreign.join(", "))));
         }
-        if !direct.is_empty() {
+        if !nodes.direct.is_empty() {
             return Ok(true);
         }
         let may_nest = match self.may_nest {

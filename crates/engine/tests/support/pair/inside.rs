@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use sterna_engine::agent::{Advice, Discard, Discards};
+use sterna_engine::agent::{Advice, Discard, Discards, UnderWay};
 use sterna_engine::error::MigrateError;
 use sterna_engine::inside::Inside;
 use sterna_sys::map::SharedMapping;
@@ -19,6 +19,8 @@ pub struct InsideSelf {
     pub kept: Arc<Mutex<Option<OwnedFd>>>,
     pub discards: Arc<Mutex<Vec<Discard>>>,
     pub overflow: Arc<AtomicBool>,
+    /// What is being read into RAM past the page tables, where that is told.
+    pub under_way: Option<Arc<Mutex<UnderWay>>>,
 }
 
 impl Inside for InsideSelf {
@@ -77,6 +79,10 @@ impl Inside for InsideSelf {
             return Discards::Everything;
         }
         Discards::Ranges(std::mem::take(&mut *self.discards.lock().unwrap()))
+    }
+
+    fn under_way(&mut self) -> Result<UnderWay, MigrateError> {
+        Ok(self.under_way.as_ref().map_or(UnderWay::Untold, |told| told.lock().unwrap().clone()))
     }
 
     fn close(&mut self) {
