@@ -9,7 +9,7 @@
 //! A place that changes while it is read is read wrongly, which does no harm: one transfer has ended, and the other has
 //! begun after the pages were dropped.
 //!
-//! A place is free where `end` is 0, and claimed where it is [`CLAIMED`]: then its transfer may be anywhere. Where no
+//! A place is free where `end` is 0, and claimed where it is `CLAIMED`: then its transfer may be anywhere. Where no
 //! place is free a transfer is counted in `beyond`, and may be anywhere, too.
 
 use core::sync::atomic::{AtomicU64, Ordering, fence};

@@ -61,6 +61,14 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
     record.check_settled()?;
     let about = Control::connect(&record.qmp)?.inspect()?;
     check_writers(name, &about)?;
+    if about.may_nest {
+        let message = format!(
+            "'{name}' cannot be split: it may run guests of its own, and for these KVM keeps some of its memory mapped \
+             past the page tables"
+        );
+        return Err(Problem::new(Code::ForeignWriters, Blame::Request, message)
+            .hint("give it processors without virtualization: '-cpu MODEL,-vmx' or ',-svm'"));
+    }
     // What QEMU reads by calls that its agent notes is known for as long as it is under way.
     let untold = if tells_of_reads(record)? { &about.untold_io } else { &about.direct_io };
     if !untold.is_empty() {

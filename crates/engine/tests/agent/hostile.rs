@@ -153,11 +153,12 @@ const MISDEEDS: [(&str, Misdeed); 11] = [
 #[test]
 fn whatever_an_agent_does_each_question_to_it_ends_with_its_fault_and_in_time() {
     type Ask = fn(&mut Agent) -> Result<(), AgentError>;
-    let questions: [(&str, Ask); 4] = [
+    let questions: [(&str, Ask); 5] = [
         ("hello", |agent| agent.hello().map(drop)),
         ("blocks", |agent| agent.blocks().map(drop)),
         ("open", |agent| agent.open_userfaultfd(None, 0).map(drop)),
         ("log", |agent| agent.discard_log().map(drop)),
+        ("transfers", |agent| agent.transfers().map(drop)),
     ];
     for (misdeed, act) in MISDEEDS {
         for (question, ask) in questions {
