@@ -70,12 +70,9 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// The names of the experiments that are asked for.
 fn chosen(ids: &[String]) -> Result<Vec<&'static str>> {
-    let known: Vec<&str> = ALL.iter().map(|experiment| experiment.id).collect();
-    if let Some(unknown) = ids.iter().find(|id| !known.contains(&id.as_str())) {
-        let known = known.join(", ");
-        return Err(Error::Usage(format!("there is no experiment {unknown}; the experiments are {known}")));
-    }
-    Ok(known.into_iter().filter(|id| ids.is_empty() || ids.iter().any(|asked| asked == id)).collect())
+    ids.iter().try_for_each(|id| experiments::find(id).map(drop))?;
+    let all = ALL.iter().map(|experiment| experiment.id);
+    Ok(all.filter(|id| ids.is_empty() || ids.iter().any(|asked| asked == id)).collect())
 }
 
 /// The experiment that has had the fewest rounds. Of several it is one whose round was begun, else the first.

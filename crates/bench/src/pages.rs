@@ -163,16 +163,12 @@ fn rows_table(columns: &[&str], chosen: &[&KeptRun]) -> Result<String, String> {
         let cells: Vec<String> = columns.iter().map(cell).collect();
         text.push_str(&format!("| {} | {} | {} |\n", row.word("workload"), row.mover_and_qemu(), cells.join(" | ")));
     }
-    let failed: Vec<String> = rows.iter().flat_map(failures).collect();
+    let name = |row: &Row| format!("{}, {}", row.mover_and_qemu(), row.word("workload"));
+    let failed: Vec<String> = rows.iter().flat_map(|row| row.failures(&name(row))).collect();
     if !failed.is_empty() {
         text.push_str(&format!("\n{}", failed.concat()));
     }
     Ok(text)
-}
-
-fn failures(row: &Row) -> Vec<String> {
-    let who = format!("{}, {}", row.mover_and_qemu(), row.word("workload"));
-    row.errors.iter().map(|error| format!("- failed: {who}: {}\n", error.replace('\n', " "))).collect()
 }
 
 /// A sentence for each machine: when and on what these runs were made.

@@ -67,6 +67,12 @@ impl Row {
         self.config.get(name).and_then(Value::as_str).unwrap_or_default()
     }
 
+    /// A line of Markdown for each reason for which a repetition failed, of this name.
+    #[must_use]
+    pub fn failures(&self, who: &str) -> Vec<String> {
+        self.errors.iter().map(|error| format!("- failed: {who}: {}\n", error.replace('\n', " "))).collect()
+    }
+
     /// The mover of the guest and its QEMU: the row's name in plots that name the workload elsewhere.
     #[must_use]
     pub fn mover_and_qemu(&self) -> String {
@@ -229,8 +235,7 @@ impl ResultFile {
         let of = |row: &Row| {
             let word = |name: &str| row.config.get(name).map(plain).unwrap_or_default();
             let who = format!("{}, {}", word("mover"), word("workload"));
-            let lines = row.errors.iter().map(move |error| format!("- failed: {who}: {}\n", error.replace('\n', " ")));
-            lines.collect::<Vec<_>>()
+            row.failures(&who)
         };
         self.rows.iter().flat_map(of).collect()
     }

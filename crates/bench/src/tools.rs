@@ -5,9 +5,6 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// The root of the repository this program was built from.
-const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
-
 /// The daemon.
 ///
 /// # Errors
@@ -132,8 +129,9 @@ fn beside(name: &str) -> PathBuf {
     above.join(name)
 }
 
-/// A path in the repository.
+/// A path in the repository that this program was built from.
 #[must_use]
 pub fn repository(path: &str) -> PathBuf {
-    Path::new(REPOSITORY).join(path)
+    let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+    own.ancestors().nth(2).unwrap_or(own).join(path)
 }

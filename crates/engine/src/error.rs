@@ -333,7 +333,7 @@ impl MigrateError {
             Self::UntoldReads => (
                 Code::DirectIo,
                 Blame::Request,
-                Some("disks with 'aio=io_uring' do so: 'aio=threads' and 'aio=native' tell it"),
+                Some("a disk with 'aio=io_uring' is read so: give it 'aio=threads' or 'aio=native'"),
             ),
             Self::WrittenByOthers => (
                 Code::ForeignWriters,

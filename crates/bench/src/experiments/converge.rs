@@ -9,7 +9,7 @@ use serde_json::json;
 use super::curves::Curves;
 use super::floor::{self, Floor};
 use super::judge::{
-    TO_LIMIT, derive_limit, derive_quotient, derive_shares, is_row, metric, middle, ratio, time_ms, worst,
+    TO_LIMIT, best_choice, derive_limit, derive_quotient, derive_shares, is_row, metric, middle, ratio, time_ms, worst,
 };
 use super::{Case, Options, Plan, Record, is, movers, qemus, runner, try_all};
 use crate::baseline::{Method, Ram};
@@ -212,11 +212,10 @@ fn targets(runs: &[Run], workloads: &[(&str, f64)], qemu: &str) -> Result<Vec<Ta
         }
     };
     let (gap_to, time_to) = (to_preempt(|run| metric("gap_ms")(run)), to_preempt(time_ms));
-    // What `auto` is measured by: pre-copy where that ends, else what is better of hybrid and post-copy.
     let beside = |name: &str, compare: fn(f64, f64) -> f64| {
         let regret = |workload: &str, auto: &Mover| {
-            let better = || Some(of(workload, hybrid, name)?.min(of(workload, postcopy, name)?));
-            Some(compare(of(workload, auto, name)?, of(workload, &precopy, name).or_else(better)?))
+            let [precopy, hybrid, postcopy] = [&precopy, hybrid, postcopy].map(|mover| of(workload, mover, name));
+            Some(compare(of(workload, auto, name)?, best_choice(precopy, hybrid, postcopy)?))
         };
         worst_of(&regret, std::slice::from_ref(&auto))
     };

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use super::judge::{TO_LIMIT, derive_limit, derive_shares, is_row, metric, middle, ratio, time_ms, worst};
+use super::judge::{TO_LIMIT, best_choice, derive_limit, derive_shares, is_row, metric, middle, ratio, time_ms, worst};
 use super::{Case, Options, Plan, dtrack, is, movers, qemus, try_all};
 use crate::baseline::Method;
 use crate::error::{Error, Result};
@@ -122,13 +122,11 @@ fn targets(runs: &[Run], sizes_mib: &[u64], quick: bool, newest: &str) -> Result
         let each = sizes_mib.iter().flat_map(|mib| rows.iter().map(move |row| (*mib, row)));
         Ok(worst(each.map(|(mib, row)| of(mib, row, name)).collect::<Result<Vec<_>>>()?))
     };
-    // What `auto` is measured by: pre-copy where that ends, else what is better of hybrid and post-copy.
     let regret = |name: &str| -> Result<Option<f64>> {
         let mut ratios = Vec::new();
         for mib in sizes_mib {
             let [hybrid, postcopy] = FOLLOWING.map(|row| of(*mib, row, name));
-            let better = hybrid?.zip(postcopy?).map(|(hybrid, postcopy)| hybrid.min(postcopy));
-            let best = of(*mib, PRECOPY, name)?.or(better);
+            let best = best_choice(of(*mib, PRECOPY, name)?, hybrid?, postcopy?);
             ratios.push(of(*mib, "", name)?.zip(best).map(|(own, best)| own / best));
         }
         Ok(worst(ratios))

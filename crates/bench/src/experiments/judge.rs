@@ -86,6 +86,11 @@ pub(super) fn derive_quotient(metrics: &mut BTreeMap<String, f64>, name: &str, a
     metrics.extend(quotient.map(|quotient| (name.to_owned(), quotient)));
 }
 
+/// What `auto` is measured by: pre-copy where that ends, else what is better of hybrid and post-copy.
+pub(super) fn best_choice(precopy: Option<f64>, hybrid: Option<f64>, postcopy: Option<f64>) -> Option<f64> {
+    precopy.or_else(|| Some(hybrid?.min(postcopy?)))
+}
+
 /// The greatest of these values; `None` where one is absent, because the worst row may be one that was not measured.
 pub(super) fn worst(values: impl IntoIterator<Item = Option<f64>>) -> Option<f64> {
     values.into_iter().collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::max)

@@ -323,7 +323,11 @@ pub fn draw(id: &str, runs: &[Run], directory: &Path) -> Result<()> {
     (find(id)?.plan)(&options)?.draw(runs, directory)
 }
 
-fn find(id: &str) -> Result<&'static Experiment> {
+/// The experiment of this name.
+///
+/// # Errors
+/// There is none.
+pub fn find(id: &str) -> Result<&'static Experiment> {
     let known = || ALL.iter().map(|experiment| experiment.id).collect::<Vec<_>>().join(", ");
     let experiment = ALL.iter().find(|experiment| experiment.id == id);
     experiment.ok_or_else(|| Error::Usage(format!("there is no experiment {id}; the experiments are {}", known())))

@@ -12,7 +12,7 @@ use crate::lab::Lab;
 use crate::result::{Config, Run, show_number};
 
 /// The metric that says whether a run failed: 1 or 0.
-const FAILED: &str = "failed";
+pub(super) const FAILED: &str = "failed";
 
 /// A row that is to be tried.
 pub(super) struct Row {

@@ -78,7 +78,10 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
              would lose that ({who})"
         );
         return Err(Problem::new(Code::DirectIo, Blame::Request, message)
-            .hint("'cache=writeback' or 'cache=writethrough' let a disk be read through the page cache"));
+            .hint(
+                "a disk may stay as it is with 'aio=threads' or 'aio=native', unless the machine was started with an \
+                 agent of an earlier version; 'cache=writeback' or 'cache=writethrough' let any disk be read through the page cache",
+            ));
     }
     Ok(())
 }

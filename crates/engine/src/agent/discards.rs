@@ -7,10 +7,11 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-use rustix::fs::SealFlags;
 pub use sterna_agent_protocol::log::Discard;
 use sterna_agent_protocol::log::{CAPACITY, LOG_MAGIC, LogEntry, LogHeader, published};
 use zerocopy::{FromZeros, IntoBytes};
+
+use super::shared::of_fixed_size;
 
 /// How often an entry that a thread is just writing is looked at again, and after how long.
 const LOOKS: u32 = 20;
@@ -41,11 +42,7 @@ pub struct DiscardLog {
 impl DiscardLog {
     /// A log that begins now. `None` where the file is no log, or one that could make reading wait or shrink under it.
     pub(super) fn open(memory: OwnedFd) -> Option<Self> {
-        let seals = rustix::fs::fcntl_get_seals(&memory).ok()?;
-        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
-            return None;
-        }
-        let mut log = Self { memory: memory.into(), next: 0, lost: 0 };
+        let mut log = Self { memory: of_fixed_size(memory)?, next: 0, lost: 0 };
         let header = log.header().ok()?;
         (header.magic == LOG_MAGIC && header.capacity == CAPACITY).then_some(())?;
         (log.next, log.lost) = (header.head, header.lost);
@@ -130,7 +127,7 @@ fn discard(entry: &LogEntry) -> Discard {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::fs::MemfdFlags;
+    use rustix::fs::{MemfdFlags, SealFlags};
     use sterna_agent_protocol::log::claimed;
 
     const SIZE: u64 = size_of::<LogHeader>() as u64 + CAPACITY * size_of::<LogEntry>() as u64;

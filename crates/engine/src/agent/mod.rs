@@ -13,6 +13,9 @@ mod exchange;
 /// A RAM block as the library sees it.
 mod block;
 
+/// Memory that the library shares.
+mod shared;
+
 /// The log of discards.
 mod discards;
 

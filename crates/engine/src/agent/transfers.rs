@@ -7,9 +7,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{Ordering, fence};
 
-use rustix::fs::SealFlags;
 use sterna_agent_protocol::transfers::{CLAIMED, PLACES, TRANSFERS_MAGIC, TransferPlace, TransfersHeader};
 use zerocopy::{FromZeros, IntoBytes};
+
+use super::shared::of_fixed_size;
 
 /// The reads into guest RAM that are under way.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,11 +46,7 @@ pub struct TransferTable(File);
 impl TransferTable {
     /// `None` where the file is no such table, or one that could shrink.
     pub(super) fn open(memory: OwnedFd) -> Option<Self> {
-        let seals = rustix::fs::fcntl_get_seals(&memory).ok()?;
-        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
-            return None;
-        }
-        let table = Self(memory.into());
+        let table = Self(of_fixed_size(memory)?);
         let header = table.header().ok()?;
         (header.magic == TRANSFERS_MAGIC && header.places == PLACES as u64).then_some(table)
     }
@@ -100,7 +97,7 @@ impl TransferTable {
 
 #[cfg(test)]
 mod tests {
-    use rustix::fs::MemfdFlags;
+    use rustix::fs::{MemfdFlags, SealFlags};
 
     use super::*;
 

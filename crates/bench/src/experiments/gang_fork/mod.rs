@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::gang_figures::{TO_FRAMES, measure, mib};
 use super::judge::worst;
-use super::runner::{Attempt, Row, Site, figure, try_all};
+use super::runner::{Attempt, FAILED, Row, Site, figure, try_all};
 use super::{Options, Plan, is, movers, together};
 use crate::error::{Error, Result};
 use crate::gang;
@@ -266,7 +266,7 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
         format!("{}, {}", word("mover"), word("workload"))
     };
     let mut firsts: Vec<&Run> = Vec::new();
-    for run in runs.iter().filter(|run| run.metrics.get("failed") == Some(&0.0)) {
+    for run in runs.iter().filter(|run| run.metrics.get(FAILED) == Some(&0.0)) {
         if firsts.iter().all(|first| name(first) != name(run)) {
             firsts.push(run);
         }
