@@ -40,12 +40,15 @@ if [[ -n $share ]]; then
         group=/sys/fs/cgroup/slowly-$$
         mkdir "$group"
         echo "$quota $period" >"$group/cpu.max"
+        # It gets its share also beside others that want all.
+        echo 10000 >"$group/cpu.weight"
     else
         [[ -f /sys/fs/cgroup/cpu/cpu.cfs_quota_us ]] || { echo 'error: no cpu controller is mounted at /sys/fs/cgroup/cpu' >&2; exit 1; }
         group=/sys/fs/cgroup/cpu/slowly-$$
         mkdir "$group"
         echo "$period" >"$group/cpu.cfs_period_us"
         echo "$quota" >"$group/cpu.cfs_quota_us"
+        echo 65536 >"$group/cpu.shares"
         # Where the kernel keeps account of real-time threads, a group has no time for any unless it is given some.
         if [[ -f $group/cpu.rt_runtime_us ]]; then
             echo $(($(<"$group/cpu.rt_period_us") * share / 100)) >"$group/cpu.rt_runtime_us"
