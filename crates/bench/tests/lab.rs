@@ -127,7 +127,12 @@ fn a_link_carries_the_rate_that_was_asked_for_both_ways() {
     if !can_have_a_lab() {
         return;
     }
-    for (name, rate, words) in [("slow", 12_500_000, "rate 100Mbit "), ("fast", 125_000_000, "rate 1Gbit ")] {
+    // The timers of a fast link come late where others want the processors, so of that one it is only asked that it
+    // carries more than the slow one.
+    for (name, rate, least, words) in [
+        ("slow", 12_500_000, 12_500_000.0 * 0.92, "rate 100Mbit "),
+        ("fast", 125_000_000, 12_500_000.0 * 1.08, "rate 1Gbit "),
+    ] {
         let lab = Lab::up(LabConfig { rate_bytes_per_s: Some(rate), ..config(name) }).unwrap();
         let (a, b, client) = (lab.host("a").unwrap(), lab.host("b").unwrap(), lab.host("client").unwrap());
         // Out of a host, and into a host from one that is not limited itself.
@@ -139,9 +144,9 @@ fn a_link_carries_the_rate_that_was_asked_for_both_ways() {
             let keeps_to_it = |_| {
                 let measured = transfer::measure(from, to, Duration::from_millis(1500)).unwrap();
                 println!("{} to {} at {rate} B/s: measured {measured:.0}", from.name, to.name);
-                measured > 0.0 && measured <= rate as f64 * 1.08
+                (least..=rate as f64 * 1.08).contains(&measured)
             };
-            assert!((0..20).any(keeps_to_it), "{} to {} carries more than {rate} B/s", from.name, to.name);
+            assert!((0..20).any(keeps_to_it), "{} to {} never carried {rate} B/s", from.name, to.name);
         }
     }
 }
