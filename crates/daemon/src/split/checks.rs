@@ -77,11 +77,11 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
             "'{name}' cannot be split: devices may write its memory past the page tables, and a page that leaves \
              would lose that ({who})"
         );
-        return Err(Problem::new(Code::DirectIo, Blame::Request, message)
-            .hint(
-                "a disk may stay as it is with 'aio=threads' or 'aio=native', unless the machine was started with an \
-                 agent of an earlier version; 'cache=writeback' or 'cache=writethrough' let any disk be read through the page cache",
-            ));
+        return Err(Problem::new(Code::DirectIo, Blame::Request, message).hint(
+            "a disk may stay as it is with 'aio=threads' or 'aio=native', unless the machine was started with an \
+                 agent of an earlier version; 'cache=writeback' or 'cache=writethrough' let any disk be read through \
+                 the page cache",
+        ));
     }
     Ok(())
 }
