@@ -11,19 +11,29 @@
 //!
 //! A place is free where `end` is 0, and claimed where it is `CLAIMED`: then its transfer may be anywhere. Where no
 //! place is free a transfer is counted in `beyond`, and may be anywhere, too.
+//!
+//! A guest's disk reads into pages all over its RAM at once. So a transfer of several pieces has them noted in a ring,
+//! and its place says where. Who has read pieces looks at `noted` afterwards: pieces that so many were noted after that
+//! the ring has come round are others' by then, and the transfer may be anywhere between its first and last byte.
 
 use core::sync::atomic::{AtomicU64, Ordering, fence};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// The beginning of the table: "STRNDTRF".
-pub const TRANSFERS_MAGIC: u64 = u64::from_le_bytes(*b"STRNDTRF");
+/// The beginning of the table: "STRNDTR2".
+pub const TRANSFERS_MAGIC: u64 = u64::from_le_bytes(*b"STRNDTR2");
 
 /// The number of places: QEMU has at most 64 threads that read, and up to 1,024 requests in each queue of native AIO.
 pub const PLACES: usize = 4096;
 
 /// The `end` of a place whose transfer is being noted.
 pub const CLAIMED: u64 = u64::MAX;
+
+/// The number of pieces that the ring has room for: those of 512 requests of 128 pieces.
+pub const PIECES: usize = 1 << 16;
+
+/// The most pieces of one transfer that are noted; of one with more only the first and the last byte are.
+pub const MOST_PIECES: u64 = 1024;
 
 /// The table in the memfd, for its writers.
 #[repr(C)]
@@ -36,14 +46,19 @@ pub struct Transfers {
     queued: AtomicU64,
     /// Not 0: there may be transfers of which nothing is known, now and from now on.
     unknown: AtomicU64,
-    reserved: [AtomicU64; 3],
+    /// Pieces noted so far.
+    noted: AtomicU64,
+    reserved: [AtomicU64; 2],
     table: [Place; PLACES],
+    pieces: [AtomicU64; PIECES],
 }
 
 #[repr(C)]
 struct Place {
     start: AtomicU64,
     end: AtomicU64,
+    first: AtomicU64,
+    count: AtomicU64,
 }
 
 /// The table's first bytes, for its reader.
@@ -60,8 +75,10 @@ pub struct TransfersHeader {
     pub queued: u64,
     /// Not 0: there may be transfers of which nothing is known.
     pub unknown: u64,
+    /// Pieces noted so far.
+    pub noted: u64,
     /// Reserved: 0.
-    pub reserved: [u64; 3],
+    pub reserved: [u64; 2],
 }
 
 /// One place, for the table's reader. Places follow the [`TransfersHeader`].
@@ -72,12 +89,49 @@ pub struct TransferPlace {
     pub start: u64,
     /// The address behind the last; 0 where nothing is under way, [`CLAIMED`] where it may be anywhere.
     pub end: u64,
+    /// Which of all pieces noted so far is its first.
+    pub first: u64,
+    /// How many pieces it has; 0 where it is one piece, or has too many.
+    pub count: u64,
 }
 
+/// Where the pieces begin in the table, bytes.
+pub const PIECES_AT: usize = size_of::<TransfersHeader>() + PLACES * size_of::<TransferPlace>();
+
+/// How large the table is, bytes.
+pub const TABLE_BYTES: usize = PIECES_AT + PIECES * size_of::<u64>();
+
 const _: () = {
-    assert!(size_of::<TransfersHeader>() + PLACES * size_of::<TransferPlace>() == size_of::<Transfers>());
+    assert!(TABLE_BYTES == size_of::<Transfers>());
     assert!(size_of::<Place>() == size_of::<TransferPlace>());
 };
+
+/// Bits of a piece for its number of pages.
+const PAGES_BITS: u32 = 20;
+
+/// A piece from one address to another as it is noted: its pages.
+#[must_use]
+pub fn pack(start: u64, end: u64) -> u64 {
+    let pages = end.div_ceil(PAGE).saturating_sub(start / PAGE);
+    (start / PAGE) << PAGES_BITS | pages.min((1 << PAGES_BITS) - 1)
+}
+
+/// The addresses of a piece.
+#[must_use]
+pub fn unpack(piece: u64) -> (u64, u64) {
+    let (page, pages) = (piece >> PAGES_BITS, piece & ((1 << PAGES_BITS) - 1));
+    (page * PAGE, (page + pages) * PAGE)
+}
+
+/// A page, bytes.
+const PAGE: u64 = 4096;
+
+/// The pieces of a transfer, which were [noted](Transfers::note_pieces).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Pieces {
+    first: u64,
+    count: u64,
+}
 
 /// Where a transfer is noted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,10 +149,30 @@ impl Transfers {
         self.magic.store(TRANSFERS_MAGIC, Ordering::Release);
     }
 
-    /// Notes a transfer into these addresses; places are tried from `near` on. Any thread may call it at any moment. It
-    /// never waits. When it returns, whoever drops these addresses from the page tables and then looks sees the
-    /// transfer.
-    pub fn begin(&self, start: u64, end: u64, near: usize) -> Noted {
+    /// Notes so many pieces of a transfer that is about to begin; `write` is given what takes each. None are noted of
+    /// one piece, which its transfer says by itself, and of too many.
+    pub fn note_pieces(&self, count: u64, write: impl FnOnce(&mut dyn FnMut(u64, u64))) -> Pieces {
+        if !(2..=MOST_PIECES).contains(&count) {
+            return Pieces::default();
+        }
+        // Before they are written: who has read what was there before sees that it is not there any more.
+        let first = self.noted.fetch_add(count, Ordering::AcqRel);
+        fence(Ordering::SeqCst);
+        let mut at = 0;
+        write(&mut |start, end| {
+            let place = self.pieces.get((first.wrapping_add(at) % PIECES as u64) as usize);
+            if let Some(piece) = place.filter(|_| at < count) {
+                piece.store(pack(start, end), Ordering::Relaxed);
+            }
+            at += 1;
+        });
+        Pieces { first, count }
+    }
+
+    /// Notes a transfer into these addresses, or into these pieces between them; places are tried from `near` on. Any
+    /// thread may call it at any moment. It never waits. When it returns, whoever drops these addresses from the page
+    /// tables and then looks sees the transfer.
+    pub fn begin(&self, start: u64, end: u64, pieces: Pieces, near: usize) -> Noted {
         let order = (0..PLACES).map(|step| near.wrapping_add(step) % PLACES);
         let claimed = order.filter_map(|at| Some((at, self.table.get(at)?))).find(|(_, place)| {
             place.end.load(Ordering::Relaxed) == 0
@@ -107,6 +181,8 @@ impl Transfers {
         let noted = match claimed {
             Some((at, place)) => {
                 place.start.store(start, Ordering::Relaxed);
+                place.first.store(pieces.first, Ordering::Relaxed);
+                place.count.store(pieces.count, Ordering::Relaxed);
                 place.end.store(end.clamp(1, CLAIMED - 1), Ordering::Release);
                 Noted::At(at)
             }
@@ -153,6 +229,10 @@ mod tests {
         table
     }
 
+    fn begin(table: &Transfers, start: u64, end: u64) -> Noted {
+        table.begin(start, end, Pieces::default(), PLACES - 1)
+    }
+
     fn at(table: &Transfers, place: usize) -> (u64, u64) {
         let place = &table.table[place];
         (place.start.load(Ordering::Acquire), place.end.load(Ordering::Acquire))
@@ -161,19 +241,19 @@ mod tests {
     #[test]
     fn a_transfer_is_in_the_table_until_it_ends_and_another_one_has_another_place() {
         let table = table();
-        let (one, other) = (table.begin(10, 20, PLACES - 1), table.begin(30, 40, PLACES - 1));
+        let (one, other) = (begin(&table, 10, 20), begin(&table, 30, 40));
         assert_eq!((one, other), (Noted::At(PLACES - 1), Noted::At(0)), "places are tried in a circle");
         assert_eq!((at(&table, PLACES - 1), at(&table, 0)), ((10, 20), (30, 40)));
         table.end(one);
         assert_eq!((at(&table, PLACES - 1).1, at(&table, 0)), (0, (30, 40)));
-        assert_eq!(table.begin(50, 60, PLACES - 1), one);
+        assert_eq!(begin(&table, 50, 60), one);
     }
 
     #[test]
     fn what_finds_no_place_is_counted_until_it_ends() {
         let table = table();
-        let all: Vec<Noted> = (0..PLACES).map(|at| table.begin(1, 2, at)).collect();
-        assert_eq!(table.begin(1, 2, 7), Noted::Beyond);
+        let all: Vec<Noted> = (0..PLACES).map(|at| table.begin(1, 2, Pieces::default(), at)).collect();
+        assert_eq!(table.begin(1, 2, Pieces::default(), 7), Noted::Beyond);
         assert_eq!(table.beyond.load(Ordering::Relaxed), 1);
         table.end(Noted::Beyond);
         all.into_iter().for_each(|noted| table.end(noted));
@@ -190,7 +270,7 @@ mod tests {
                 scope.spawn(move || {
                     for round in 1..=20_000u64 {
                         let address = thread << 32 | round;
-                        let noted = table.begin(address, address + 1, 5);
+                        let noted = table.begin(address, address + 1, Pieces::default(), 5);
                         let Noted::At(place) = noted else { panic!("there are places enough") };
                         assert_eq!(at(table, place), (address, address + 1));
                         table.end(noted);
@@ -205,9 +285,36 @@ mod tests {
     fn an_end_that_is_no_address_is_neither_free_nor_claimed() {
         let table = table();
         let of = |end| {
-            let Noted::At(place) = table.begin(0, end, 0) else { panic!("there are places enough") };
+            let Noted::At(place) = table.begin(0, end, Pieces::default(), 0) else { panic!("there are places enough") };
             at(&table, place).1
         };
         assert_eq!((of(0), of(u64::MAX)), (1, CLAIMED - 1));
+    }
+
+    #[test]
+    fn pieces_are_noted_one_after_the_other_and_the_ring_comes_round() {
+        let table = table();
+        let piece = |at: u64| unpack(table.pieces[at as usize % PIECES].load(Ordering::Relaxed));
+        let note = |count: u64| {
+            table.note_pieces(count, |take| (0..count).for_each(|at| take(at * 0x4000, at * 0x4000 + 0x1000)))
+        };
+        assert_eq!((note(1), note(MOST_PIECES + 1)), (Pieces::default(), Pieces::default()));
+        let mut noted = 0;
+        while noted < PIECES as u64 + 500 {
+            assert_eq!(note(100), Pieces { first: noted, count: 100 });
+            assert_eq!((piece(noted), piece(noted + 99)), ((0, 0x1000), (99 * 0x4000, 99 * 0x4000 + 0x1000)));
+            noted += 100;
+        }
+        let Noted::At(place) = table.begin(0, 0x100_0000, note(7), 3) else { panic!("there are places enough") };
+        let place = &table.table[place];
+        assert_eq!((place.first.load(Ordering::Relaxed), place.count.load(Ordering::Relaxed)), (noted, 7));
+    }
+
+    #[test]
+    fn a_piece_is_its_whole_pages() {
+        assert_eq!(unpack(pack(0x1000, 0x2000)), (0x1000, 0x2000));
+        assert_eq!(unpack(pack(0x1fff, 0x2001)), (0x1000, 0x3000));
+        let high = 0x7fff_ffff_f000;
+        assert_eq!(unpack(pack(high, high + 0x1000)), (high, high + 0x1000));
     }
 }

@@ -10,7 +10,7 @@ use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use libc::{c_int, c_void, iovec};
-use sterna_agent_protocol::transfers::{Noted, PLACES, Transfers};
+use sterna_agent_protocol::transfers::{Noted, PLACES, Pieces, Transfers};
 
 use crate::blocks::BLOCKS;
 use crate::raw;
@@ -57,7 +57,10 @@ pub struct Read(Option<Noted>);
 impl Read {
     /// Notes a read into these buffers, if one of them is guest RAM.
     pub fn begin(buffers: &[iovec]) -> Self {
-        let noted = table().zip(extent(buffers)).map(|(table, (start, end))| table.begin(start, end, near(start)));
+        let noted = table().zip(extent(buffers)).map(|(table, (start, end))| {
+            let pieces = note_pieces(table, buffers);
+            table.begin(start, end, pieces, near(start))
+        });
         Self(noted)
     }
 }
@@ -81,6 +84,36 @@ fn extent(buffers: &[iovec]) -> Option<(u64, u64)> {
         }
     }
     extent
+}
+
+/// Notes the parts of guest RAM that these buffers are.
+fn note_pieces(table: &Transfers, buffers: &[iovec]) -> Pieces {
+    let mut count = 0;
+    each_piece(buffers, &mut |_, _| count += 1);
+    table.note_pieces(count, |take| each_piece(buffers, take))
+}
+
+/// Tells of each part of guest RAM that these buffers are; neighbours are one.
+fn each_piece(buffers: &[iovec], tell: &mut dyn FnMut(u64, u64)) {
+    let mut piece: Option<(u64, u64)> = None;
+    for buffer in buffers {
+        let (start, length) = (buffer.iov_base as u64, buffer.iov_len as u64);
+        if length == 0 || BLOCKS.touching(start, length).next().is_none() {
+            continue;
+        }
+        let end = start.saturating_add(length);
+        match &mut piece {
+            Some((_, last)) if *last == start => *last = end,
+            _ => {
+                if let Some((first, last)) = piece.replace((start, end)) {
+                    tell(first, last);
+                }
+            }
+        }
+    }
+    if let Some((first, last)) = piece {
+        tell(first, last);
+    }
 }
 
 /// A place from which on one is searched, so that threads seldom meet.
@@ -109,18 +142,22 @@ const IOCB_CMD_PREAD: u16 = 0;
 const IOCB_CMD_PREADV: u16 = 7;
 
 impl Request {
-    /// Where it reads to, if that is guest RAM.
+    /// Has `note` note where it reads to, if that is guest RAM.
     ///
     /// # Safety
     /// It is a request as `io_submit(2)` takes it, and so are its buffers.
-    unsafe fn extent(&self) -> Option<(u64, u64)> {
-        match self.opcode {
-            IOCB_CMD_PREAD => extent(&[iovec { iov_base: self.buffer as *mut c_void, iov_len: self.length as usize }]),
+    unsafe fn noted(&self, mut note: impl FnMut((u64, u64), &[iovec])) {
+        let one = [iovec { iov_base: self.buffer as *mut c_void, iov_len: self.length as usize }];
+        let buffers = match self.opcode {
+            IOCB_CMD_PREAD => &one[..],
             IOCB_CMD_PREADV if self.buffer != 0 && self.length <= libc::UIO_MAXIOV as u64 => {
                 // SAFETY: the caller's promise.
-                extent(unsafe { core::slice::from_raw_parts(self.buffer as *const iovec, self.length as usize) })
+                unsafe { core::slice::from_raw_parts(self.buffer as *const iovec, self.length as usize) }
             }
-            _ => None,
+            _ => return,
+        };
+        if let Some(extent) = extent(buffers) {
+            note(extent, buffers);
         }
     }
 }
@@ -198,8 +235,9 @@ pub unsafe fn queue(context: u64, requests: &[*const Request], submit: impl FnOn
         }
         for request in requests {
             // SAFETY: the caller's promise.
-            if let Some((start, end)) = unsafe { request.as_ref().and_then(|request| request.extent()) } {
-                note(table, *request as u64, start, end);
+            if let Some(read) = unsafe { request.as_ref() } {
+                // SAFETY: as above.
+                unsafe { read.noted(|extent, buffers| note(table, *request as u64, extent, buffers)) };
             }
         }
     }
@@ -267,9 +305,9 @@ fn look_through(table: &Transfers) {
     }
 }
 
-fn note(table: &Transfers, request: u64, start: u64, end: u64) {
+fn note(table: &Transfers, request: u64, (start, end): (u64, u64), buffers: &[iovec]) {
     let home = near(request);
-    match table.begin(start, end, home) {
+    match table.begin(start, end, note_pieces(table, buffers), home) {
         Noted::At(at) => {
             if let (Some(place), Some(farthest)) = (QUEUED.get(at), FARTHEST.get(home)) {
                 place.store(request, Ordering::Relaxed);
@@ -329,7 +367,7 @@ mod tests {
         let first = 0x1000;
         let same_home = |request: &u64| near(*request) == near(first);
         let requests: Vec<u64> = (first..).step_by(16).filter(same_home).take(3).collect();
-        requests.iter().for_each(|request| note(table, *request, 1, 2));
+        requests.iter().for_each(|request| note(table, *request, (1, 2), &[]));
         let known = |request: u64| QUEUED.iter().any(|of| of.load(Ordering::Relaxed) == request);
         for at in [1, 0, 2] {
             assert!(known(requests[at]));
@@ -353,7 +391,7 @@ mod tests {
         let request = |number: usize| 0xABC0_0000 + 64 * number as u64;
         let known = |request: u64| QUEUED.iter().any(|of| of.load(Ordering::Relaxed) == request);
         for number in 0..11 {
-            note(table, request(number), 1, 2);
+            note(table, request(number), (1, 2), &[]);
             four.results[number % 4].request = request(number);
             four.ring.tail.store((number as u32 + 1) % 4, Ordering::Release);
             look_through(table);

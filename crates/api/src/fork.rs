@@ -21,7 +21,8 @@ pub struct ForkRequest {
     /// Give the guest and each clone an overlay (qcow2) of each disk that can be written. Nobody writes the disk's
     /// image afterwards. Without it a machine with such a disk is refused.
     pub overlay_disks: bool,
-    /// The directory of the host that overlays are made in. Without it, each is beside the image that it is over.
+    /// The directory of the host that overlays are made in. Without it, each is beside the image that it is over. Hosts
+    /// that clones go to must have it, and the image, at the same path.
     pub overlay_directory: Option<String>,
     /// The clones' QEMU arguments, without RAM. Without them the source's own, with network cards that are connected to
     /// nothing and have no link.

@@ -189,7 +189,8 @@ pub struct Fork {
     pub paused: bool,
     /// Give the machine and each clone an overlay of each disk that can be written [in DIR, else beside the image]
     ///
-    /// Nobody writes the image afterwards. The overlays are qcow2 files, and stay when their machines end.
+    /// Nobody writes the image afterwards. The overlays are qcow2 files, and stay when their machines end. With --to
+    /// they must be on storage that the other hosts have at the same path.
     #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
     pub overlay_disks: Option<Option<PathBuf>>,
     /// Give each clone's network cards new hardware addresses, and links

@@ -32,6 +32,7 @@ use crate::machines::images::Images;
 use crate::machines::overlay::Overlay;
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
+use crate::machines::table::Machines;
 use crate::migration::address::check_address;
 use crate::migration::departures::Departures;
 use crate::migration::incoming::Destination;
@@ -168,6 +169,23 @@ impl Fork<'_> {
         let reserved = reserved.collect::<Result<Vec<_>, _>>()?;
         let mut source = Source::reach(record, self.launcher, self.here.pools.dir(), request)?;
         doing.found(source.running);
+        match self.ready(&mut source, reserved, record, request) {
+            Ok(clones) => Ok((source, clones)),
+            Err(problem) => {
+                source.called_off();
+                Err(problem)
+            }
+        }
+    }
+
+    /// Has all of it ready for the pause.
+    fn ready(
+        &self,
+        source: &mut Source,
+        reserved: Vec<Reservation>,
+        record: &VmRecord,
+        request: &ForkRequest,
+    ) -> Result<Clones, Problem> {
         let machine = source.machine().to_owned();
         let plan = Plan::new(record, &machine, request)?;
         let overlays = Overlays::plan(record, source.disks().to_vec(), request)?;
@@ -180,22 +198,21 @@ impl Fork<'_> {
             source.make_overlays(&overlays)?;
         }
         let each = request.names.iter().cloned().zip(reserved);
-        let (mut each, mut away) = (each.collect::<Vec<_>>(), None);
-        if !request.to.is_empty() {
-            let Self { departures, launcher, here, .. } = *self;
-            let (spec, plan, unshare_reserve) = (source.spec(), &plan, here.unshare_reserve);
-            let image =
-                source.image_file().map_err(|error| host("cannot open what the clones are to begin as", &error))?;
-            let way = Way { departures, launcher, source: record, spec, plan, unshare_reserve };
-            away = Some(Away::begin(&way, &image, std::mem::take(&mut each), &request.to)?);
-        }
-        let each = each.into_iter().map(|(name, reservation)| {
+        let each = each.map(|(name, reservation)| {
             let disks = source.take_overlays(&name);
             (name, reservation, disks)
         });
-        let each = each.collect();
+        let (mut each, mut away) = (each.collect::<Vec<_>>(), None);
+        if !request.to.is_empty() {
+            let Self { departures, launcher, here, .. } = *self;
+            let (spec, plan, overlays, unshare_reserve) = (source.spec(), &plan, &overlays, here.unshare_reserve);
+            let image =
+                source.image_file().map_err(|error| host("cannot open what the clones are to begin as", &error))?;
+            let way = Way { departures, launcher, source: record, spec, plan, overlays, unshare_reserve };
+            away = Some(Away::begin(&way, &image, std::mem::take(&mut each), &request.to)?);
+        }
         let (copied, begun, ready) = std::thread::scope(|scope| {
-            let copied = scope.spawn(|| source.copy_ahead());
+            let copied = scope.spawn(|| source.get_ready());
             let begun = several::map(each, |each| plan.begin(self.launcher, &overlays, each));
             let ready = away.as_mut().map_or(Ok(()), Away::wait_until_ready);
             (copied.join().unwrap_or_else(|panic| resume_unwind(panic)), begun, ready)
@@ -205,7 +222,7 @@ impl Fork<'_> {
         let here = begun.into_iter().collect::<Result<_, _>>()?;
         // What the guest has written since.
         source.copy_ahead()?;
-        Ok((source, Clones { here, away }))
+        Ok(Clones { here, away })
     }
 
     /// Checks that a template can be made of a machine.
@@ -237,7 +254,11 @@ impl Fork<'_> {
     /// The pause. Whatever becomes of it, the machine is given back, and what is on record of it is so.
     fn pause(&self, record: &VmRecord, mut source: Source, clones: Clones) -> Result<Paused, Problem> {
         let forking = source.on_record();
-        if let Err(error) = self.care.machines.store_for_daemon(&forking) {
+        // Which overlays are no more this host's to remove a restarted host must know, too.
+        let outlives = forking.overlays.iter().any(|overlay| overlay.elsewhere);
+        let store = if outlives { Machines::store } else { Machines::store_for_daemon };
+        if let Err(error) = store(&self.care.machines, &forking) {
+            source.called_off();
             drop((source, clones));
             let problem = host("cannot write the machine's record", &error);
             return Err(self.stays(record, problem));
@@ -393,9 +414,6 @@ fn check_request(request: &ForkRequest) -> Result<(), Problem> {
     if request.new_mac && !request.to.is_empty() {
         let hint = "'sterna link NAME up --new-mac' does so where the clone is";
         return Err(invalid("clones on other hosts cannot get other hardware addresses yet").hint(hint));
-    }
-    if request.overlay_disks && !request.to.is_empty() {
-        return Err(invalid("clones on other hosts cannot have overlays yet").hint("fork it on its own host"));
     }
     if request.overlay_directory.is_some() && !request.overlay_disks {
         return Err(invalid("a directory for overlays, and no overlays are asked for"));

@@ -111,7 +111,7 @@ impl Recovery<'_> {
         several::map(unfinished, |dir| self.clear_unfinished(&dir));
         // The records are as the disk has them: files that a full disk keeps from being recorded are still needed by
         // the next daemon.
-        let overlays: Vec<Overlay> = records.iter().flat_map(|record| record.overlays.clone()).collect();
+        let overlays: Vec<Overlay> = records.iter().flat_map(fork::overlays::answered_for).cloned().collect();
         let arguments: Vec<Vec<String>> = records.iter().map(|record| record.arguments.clone()).collect();
         let named = records.iter().flat_map(VmRecord::own_files).map(|file| file.path).collect();
         self.loans.load(&records);
@@ -151,6 +151,10 @@ impl Recovery<'_> {
                 && self.records().stage(id) != Some(Stage::Committed)
             {
                 self.records().abort(id);
+            }
+            if record.image && !self.may_be_handed_over(&record) {
+                tracing::warn!(vm = %name, "a clone was on its way to another host, and never ran");
+                return self.machines().forget_clone(&record);
             }
             tracing::warn!(vm = %name, "its QEMU ended while the daemon was away");
             return self.machines().forget(&name, record.process);
@@ -240,6 +244,11 @@ impl Recovery<'_> {
     fn holds_pages(&self, record: &VmRecord) -> bool {
         let Lifecycle::Outgoing(id) = record.lifecycle else { return false };
         matches!(self.records().stage(id), Some(Stage::HandingOver { postcopy: Some(_), .. }))
+    }
+
+    /// Whether something is known of its being handed over.
+    fn may_be_handed_over(&self, record: &VmRecord) -> bool {
+        matches!(record.lifecycle, Lifecycle::Outgoing(id) if self.records().stage(id).is_some())
     }
 
     fn recover_outgoing(&self, record: &VmRecord, id: MigrationId) {

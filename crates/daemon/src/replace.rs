@@ -25,8 +25,8 @@ use sterna_engine::error::MigrateError;
 use sterna_engine::fork::layer::{Draft, Layer};
 use sterna_engine::memory::{Memory, kind};
 use sterna_engine::replace::{HandedOver, Keeper, Stayed, Untouched, hand_over};
-use sterna_engine::vmm::Source;
 use sterna_engine::vmm::qemu::{QemuDestination, QemuSource};
+use sterna_engine::vmm::{Destination, Source};
 use sterna_sys::map::Access;
 
 use crate::care::Care;
@@ -62,11 +62,15 @@ pub struct Replace<'a> {
     pub may_haste: bool,
 }
 
-/// A QEMU that waits for the guest, and the one that has it.
-struct Waiting {
-    former: QemuSource,
+/// The QEMU that has the guest.
+struct Former {
+    vmm: QemuSource,
     /// Whether the guest is to run.
     running: bool,
+}
+
+/// A QEMU that waits for the guest.
+struct Waiting {
     successor: QemuDestination,
     started: Started,
     /// The machine as it will be.
@@ -93,7 +97,8 @@ impl Replace<'_> {
         let began = Instant::now();
         let doing = InPlace::new("another QEMU takes it over");
         let record = self.care.machines.claim(name, Hold::shared(&doing))?;
-        let waiting = self.prepare(&record, request, &doing).map_err(|problem| self.stays(&record, problem))?;
+        let prepared = self.prepare(&record, request, &doing);
+        let (mut former, waiting) = prepared.map_err(|problem| self.stays(&record, problem))?;
         let next = waiting.next.clone();
         let (own, new) = (arguments::parse(&record.arguments), arguments::parse(&next.arguments));
         let mut replaced = Replaced {
@@ -109,9 +114,13 @@ impl Replace<'_> {
             allocated_before_bytes: record.allocated_bytes(),
             ..Replaced::default()
         };
-        let (handed, layer) = match self.hand_over(&record, waiting, request.verify) {
+        let (handed, layer) = match self.hand_over(&record, &mut former, waiting, request.verify) {
             Ok(handed) => handed,
-            Err(Stayed { why, stopped: None }) => return Err(self.stays(&record, why.problem())),
+            Err(Stayed { why, stopped: None }) => {
+                // Where nothing had begun, its migration settings are to be put back still.
+                let _ = former.vmm.rollback();
+                return Err(self.stays(&record, why.problem()));
+            }
             Err(Stayed { why, stopped: Some(error) }) => {
                 let own = VmRecord { running: next.running, ..record };
                 let failed = control::refused("give the guest back", &error).with_causes();
@@ -140,7 +149,12 @@ impl Replace<'_> {
     }
 
     /// All that can be done while the guest runs.
-    fn prepare(&self, record: &VmRecord, request: &ReplaceRequest, doing: &InPlace) -> Result<Waiting, Problem> {
+    fn prepare(
+        &self,
+        record: &VmRecord,
+        request: &ReplaceRequest,
+        doing: &InPlace,
+    ) -> Result<(Former, Waiting), Problem> {
         let name = &record.name;
         record.check_settled()?;
         let mut control = Control::connect(&record.qmp)?;
@@ -153,22 +167,34 @@ impl Replace<'_> {
         let path = request.qemu.as_ref().map_or(record.qemu_path.clone(), PathBuf::from);
         // There is room: it is the same memory.
         let binary = prechecks::check(&record.spec(&about), &items, Some(&path), u64::MAX)?;
-        let mut former = control::source(record, control.share())?;
-        let running = former.running().map_err(|error| control::refused("tell its state", &error))?;
-        if record.memory_mode == MemoryMode::Private {
-            check_private(record, &mut former, &items)?;
-        }
+        let mut vmm = control::source(record, control.share())?;
+        let running = vmm.running().map_err(|error| control::refused("tell its state", &error))?;
+        let past = match record.memory_mode {
+            MemoryMode::Shared => false,
+            MemoryMode::Private => {
+                check_private(record, &items)?;
+                control::reads_past(record, &mut vmm, "its QEMU cannot be replaced")?
+            }
+        };
         doing.found(running);
         let succession = Succession::begin();
         let begun = VmRecord { succession: Some(succession.clone()), running, ..record.clone() };
         self.store(&begun)?;
-        self.start((former, running), &begun, &succession, binary, (user, items))
+        let started = self.start((&mut vmm, past), &begun, &succession, binary, (user, items));
+        match started {
+            Ok(waiting) => Ok((Former { vmm, running }, waiting)),
+            Err(problem) => {
+                // Its migration settings are what they were.
+                let _ = vmm.rollback();
+                Err(problem)
+            }
+        }
     }
 
-    /// Starts a QEMU that waits for the guest.
+    /// Starts a QEMU that waits for the guest, and has the former one ready to let it go.
     fn start(
         &self,
-        (former, running): (QemuSource, bool),
+        (former, past): (&mut QemuSource, bool),
         record: &VmRecord,
         succession: &Succession,
         binary: Binary,
@@ -187,13 +213,16 @@ impl Replace<'_> {
             Additions { name: &record.name, qmp: &place.qmp, ram: managed, huge: record.wants_huge_pages() };
         let files: Vec<(String, PathBuf)> = blocks.iter().map(|block| (block.id.clone(), block.path.clone())).collect();
         let all = arguments::for_incoming(&successor::beside(&items), &additions, &record.machine, &files);
-        let (draft, started) = std::thread::scope(|scope| {
-            let draft = scope.spawn(|| self.copy_ahead(record));
+        let (draft, started, prepared) = std::thread::scope(|scope| {
+            let draft = scope.spawn(|| self.copy_ahead(record, past));
+            let prepared = scope.spawn(|| former.prepare());
             let ram = (succession, kind, blocks.clone());
             let started = self.launcher.start_beside(&binary.path, &all, &record.name, ram, &stand_ins);
-            (draft.join().unwrap_or_else(|panic| resume_unwind(panic)), started)
+            let draft = draft.join().unwrap_or_else(|panic| resume_unwind(panic));
+            (draft, started, prepared.join().unwrap_or_else(|panic| resume_unwind(panic)))
         });
         let (draft, started) = (draft?, started?);
+        prepared.map_err(|error| control::refused("prepare to let its guest go", &error))?;
         self.store(&VmRecord { succession: Some(succession.with(started.process)), ..record.clone() })?;
         let next = VmRecord {
             process: started.process,
@@ -211,16 +240,17 @@ impl Replace<'_> {
             next.blocks.iter().zip(addresses).map(|(block, address)| address..address + block.bytes).collect();
         let untouched = Untouched::of(next.process.pid, ram.clone()).map_err(|error| error.problem())?;
         let successor = control::destination(&next, place.log)?;
-        Ok(Waiting { former, running, successor, started, next, agent, ram, draft, untouched, taps, stand_ins })
+        Ok(Waiting { successor, started, next, agent, ram, draft, untouched, taps, stand_ins })
     }
 
-    /// Of private memory: copies the guest's own pages, and watches what it writes from then on.
-    fn copy_ahead(&self, record: &VmRecord) -> Result<Option<Draft>, Problem> {
+    /// Of private memory: copies the guest's own pages, and watches what it writes from then on. `past`: its disks
+    /// read past the page tables.
+    fn copy_ahead(&self, record: &VmRecord, past: bool) -> Result<Option<Draft>, Problem> {
         if record.memory_mode == MemoryMode::Shared {
             return Ok(None);
         }
         let (_, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
-        let mut draft = fork::source::draft(record, &addresses, &self.launcher.state.ram())?;
+        let mut draft = fork::source::draft(record, &addresses, &self.launcher.state.ram(), past)?;
         draft.copy_ahead().map_err(|error| error.problem())?;
         Ok(Some(draft))
     }
@@ -229,10 +259,11 @@ impl Replace<'_> {
     fn hand_over(
         &self,
         record: &VmRecord,
+        former: &mut Former,
         waiting: Waiting,
         verify: bool,
     ) -> Result<(HandedOver, Option<Layer>), Stayed> {
-        let Waiting { mut former, running, mut successor, started, next, agent, ram, draft, .. } = waiting;
+        let Waiting { mut successor, started, next, agent, ram, draft, .. } = waiting;
         let Waiting { untouched, taps, stand_ins, .. } = waiting;
         let stays = |why: MigrateError| Stayed { why: Box::new(why), stopped: None };
         let compared = verify.then(|| Ok((ram_of(record)?, ram_of(&next)?))).transpose().map_err(stays)?;
@@ -246,7 +277,8 @@ impl Replace<'_> {
         let moved = draft.map(|draft| Moved { draft, ram, layer: None });
         let may_haste = self.may_haste;
         let mut keeper = Changeover { machines, former: record.process, next: &next, agent, taps, moved, may_haste };
-        let handed = hand_over((&mut former, &mut successor), &untouched, &mut keeper, running, compared);
+        let vmms: (&mut dyn Source, &mut dyn Destination) = (&mut former.vmm, &mut successor);
+        let handed = hand_over(vmms, &untouched, &mut keeper, former.running, compared);
         drop(stand_ins);
         let handed = handed?;
         started.keep();
@@ -313,7 +345,7 @@ impl Replace<'_> {
 }
 
 /// Checks that the guest's private memory can become another QEMU's.
-fn check_private(record: &VmRecord, former: &mut QemuSource, items: &[Item]) -> Result<(), Problem> {
+fn check_private(record: &VmRecord, items: &[Item]) -> Result<(), Problem> {
     let refuse = |why: &str, hint: &str| {
         let message = format!("the QEMU of '{}' cannot be replaced: {why}", record.name);
         Err(Problem::new(Code::PrivateMemory, Blame::Request, message).hint(hint))
@@ -323,10 +355,6 @@ fn check_private(record: &VmRecord, former: &mut QemuSource, items: &[Item]) -> 
     }
     if let Some((item, reason)) = arguments::unfit_for_private(items) {
         return refuse(&format!("'-{}': {reason}", item.option), "give its arguments without");
-    }
-    if former.writes_untracked().map_err(|error| control::refused("tell its devices", &error))? {
-        let why = "a disk with direct I/O, or the processor for guests of its own, may write its memory past QEMU";
-        return refuse(why, "move it to another host and back, or give its disks another cache= than none");
     }
     record.check_template()
 }

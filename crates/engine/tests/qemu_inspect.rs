@@ -6,7 +6,7 @@ mod machine;
 use machine::{Config, Disk, LONG, Machine, RAM_BYTES, binaries};
 use serde_json::json;
 use sterna_engine::vmm::qemu::{BalloonDevice, binary_version, inspect, machine_types, resize};
-use sterna_engine::vmm::{Source, VmmError};
+use sterna_engine::vmm::{Source, Untracked, VmmError};
 
 #[test]
 fn a_running_machine_is_described() {
@@ -75,7 +75,7 @@ fn disks_that_write_past_the_page_tables_are_found_whenever_they_come() {
         let config = Config::new("q35");
         let from = Machine::source(&binary, &config, &disk);
         let mut source = from.as_source();
-        assert!(!source.writes_untracked().unwrap(), "a raw disk of its page cache");
+        assert_eq!(source.writes_untracked().unwrap(), Untracked::Nobody, "a raw disk of its page cache");
         assert!(!inspect(&mut from.qmp.lock().unwrap()).unwrap().may_nest, "TCG writes through QEMU's page tables");
         let add = |name: &str, path: &std::path::Path, direct: bool| {
             let cache = json!({ "direct": direct });
@@ -84,19 +84,19 @@ fn disks_that_write_past_the_page_tables_are_found_whenever_they_come() {
             from.execute("blockdev-add", node);
         };
         let began = std::time::Instant::now();
-        (0..100).for_each(|_| assert!(!source.writes_untracked().unwrap()));
+        (0..100).for_each(|_| assert_eq!(source.writes_untracked().unwrap(), Untracked::Nobody));
         println!("{:?} a look", began.elapsed() / 100);
         add("copied", &file, false);
-        assert!(!source.writes_untracked().unwrap());
+        assert_eq!(source.writes_untracked().unwrap(), Untracked::Nobody);
         add("direct", &file, true);
-        assert!(source.writes_untracked().unwrap(), "a medium that came later");
+        assert_eq!(source.writes_untracked().unwrap(), Untracked::Reads, "a medium that came later");
         from.execute("blockdev-del", json!({ "node-name": "direct" }));
-        assert!(!source.writes_untracked().unwrap());
+        assert_eq!(source.writes_untracked().unwrap(), Untracked::Nobody);
         // QEMU has nothing but a file on FUSE, and its node says nothing of it.
         let Some(fuse) = Fuse::mount(&file, directory.path()) else { continue };
         add("fuse", &fuse.point, false);
         assert_eq!(inspect(&mut from.qmp.lock().unwrap()).unwrap().direct_io, Vec::<String>::new());
-        assert!(source.writes_untracked().unwrap(), "a file on FUSE");
+        assert_eq!(source.writes_untracked().unwrap(), Untracked::Reads, "a file on FUSE");
         from.execute("blockdev-del", json!({ "node-name": "fuse" }));
     }
 }

@@ -6,6 +6,9 @@
 //! file that such a record has is given back (`migration::sweep`). What is done after a lost link, and by a daemon
 //! that finds such a record, is therefore what is done for any guest in post-copy (`migration::{waiting, serving}`),
 //! but that nobody is let run here again: where the destination says that the clone never ran, its record goes.
+//!
+//! Its overlays are on that record, too. They lie where its host finds them by the same names, and go with a clone that
+//! never ran.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -29,12 +32,14 @@ use sterna_engine::source::pauses::Place;
 use sterna_engine::source::tickets::Tickets;
 use sterna_engine::source::{self, Fate, Gang, Outgoing};
 use sterna_engine::transport::credentials::Credentials;
+use sterna_engine::vmm::Untracked;
 use sterna_protocol::layout::PAGE_BYTES;
 use sterna_protocol::spec::{SharedPages, VmSpec};
 use sterna_sys::file::{give_name, reader};
 use sterna_sys::host::random_u128;
 
 use super::clone::{Plan, QEMU_BYTES};
+use super::overlays::{Made, Overlays};
 use super::source::MOST_MAPPINGS;
 use crate::machines::backing::Block;
 use crate::machines::claim::Reservation;
@@ -49,6 +54,7 @@ use crate::migration::sharing::Membership;
 use crate::migration::waiting::wait_for_verdict;
 use crate::problems;
 use crate::process::Identity;
+use crate::qemu::arguments::unparse;
 use crate::several;
 
 /// How often it is looked whether a clone runs, where nothing is told of it.
@@ -66,6 +72,8 @@ pub struct Way<'a> {
     pub spec: VmSpec,
     /// What its clones are to be.
     pub plan: &'a Plan<'a>,
+    /// And their disks.
+    pub overlays: &'a Overlays,
     /// What is kept back of what they may write, percent.
     pub unshare_reserve: u8,
 }
@@ -75,6 +83,9 @@ pub struct Away {
     pause: Arc<Pause>,
     clones: Vec<Leaver>,
 }
+
+/// The name of a clone, and what is its own before it has set out.
+type Clone = (String, Reservation, Made);
 
 /// A clone on its way.
 struct Leaver {
@@ -107,20 +118,15 @@ impl Away {
     ///
     /// # Errors
     /// A [`Problem`]: the image cannot be given a name, or a record not be written. Nothing of them is left.
-    pub fn begin(
-        way: &Way<'_>,
-        image: &File,
-        clones: Vec<(String, Reservation)>,
-        to: &[String],
-    ) -> Result<Self, Problem> {
+    pub fn begin(way: &Way<'_>, image: &File, clones: Vec<Clone>, to: &[String]) -> Result<Self, Problem> {
         let pause = Arc::default();
-        let mut by_host: BTreeMap<usize, Vec<(String, Reservation)>> = BTreeMap::new();
+        let mut by_host: BTreeMap<usize, Vec<Clone>> = BTreeMap::new();
         for (number, clone) in clones.into_iter().enumerate() {
             by_host.entry(number % to.len()).or_default().push(clone);
         }
         let mut leaving = Vec::new();
         for (number, clones) in by_host {
-            let names: Vec<String> = clones.iter().map(|(name, _)| name.clone()).collect();
+            let names: Vec<String> = clones.iter().map(|(name, ..)| name.clone()).collect();
             let job = way.departures.jobs.add(&to[number], &names);
             let gang = (clones.len() > 1).then(|| way.gang(clones.len()));
             leaving.extend(clones.into_iter().enumerate().map(|(index, clone)| {
@@ -129,8 +135,9 @@ impl Away {
             }));
         }
         // Records are written to disk.
-        let set_out = several::map(leaving, |((name, reservation), member, job, index)| {
-            way.set_out(&name, reservation, member, image, (&pause, &job, index)).inspect_err(|problem| {
+        let set_out = several::map(leaving, |(clone, member, job, index)| {
+            let name = clone.0.clone();
+            way.set_out(clone, member, image, (&pause, &job, index)).inspect_err(|problem| {
                 let report = Report { error: Some(problem.clone()), ..failed(&name, &job.to) };
                 job.end(index, &way.departures.metrics, report);
             })
@@ -232,14 +239,13 @@ impl Way<'_> {
     /// Sets a clone on its way.
     fn set_out(
         &self,
-        name: &str,
-        reservation: Reservation,
+        (name, reservation, disks): Clone,
         gang: Membership,
         image: &File,
         (pause, job, index): (&Arc<Pause>, &Arc<Job>, usize),
     ) -> Result<Leaver, Problem> {
-        let departures = self.departures;
-        let record = self.record(name, image).map_err(|error| problems::host("cannot look at the image", &error))?;
+        let (departures, name) = (self.departures, name.as_str());
+        let record = self.record(name, image)?;
         let (id, path) = (MigrationId(random_u128()), record.blocks[0].path.clone());
         let record = VmRecord { lifecycle: Lifecycle::Outgoing(id), ..record };
         let spec = VmSpec {
@@ -258,7 +264,9 @@ impl Way<'_> {
         kept.inspect_err(|_| {
             let _ = std::fs::remove_dir_all(self.launcher.state.vm(name));
         })?;
-        let forget = || departures.machines.forget(name, record.process);
+        // From here on they are the record's.
+        disks.keep();
+        let forget = || departures.machines.forget_clone(&record);
         let named = give_name(image, &path).and_then(|()| reader(image));
         let image = named
             .inspect_err(|_| forget())
@@ -283,19 +291,19 @@ impl Way<'_> {
     }
 
     /// What is on record here of a clone while its pages are here.
-    fn record(&self, name: &str, image: &File) -> std::io::Result<VmRecord> {
+    fn record(&self, name: &str, image: &File) -> Result<VmRecord, Problem> {
         let source = self.source;
         let mut blocks = Vec::with_capacity(source.blocks.len());
         for block in &source.blocks {
             let path = self.launcher.new_ram_path(name);
             let mut block = Block::new(&block.id, block.bytes, block.page_bytes, &path);
-            block.is_to_be(image)?;
+            block.is_to_be(image).map_err(|error| problems::host("cannot look at the image", &error))?;
             blocks.push(block);
         }
         Ok(VmRecord {
             name: name.into(),
             memory_mode: MemoryMode::Shared,
-            arguments: self.plan.arguments(),
+            arguments: unparse(&self.plan.items(self.overlays, name)?),
             process: Identity::nobody(),
             qmp: PathBuf::new(),
             agent: PathBuf::new(),
@@ -305,7 +313,8 @@ impl Way<'_> {
             running: self.plan.runs(),
             waits_for_room: false,
             image: true,
-            overlays: Vec::new(),
+            overlays: self.overlays.of(name),
+            bases: Vec::new(),
             forked_from: Some(source.name.clone()),
             ..source.clone()
         })
@@ -320,7 +329,7 @@ impl Journey {
         let outgoing = match self.outgoing(ready) {
             Ok(outgoing) => outgoing,
             Err(error) => {
-                departures.machines.forget(&record.name, record.process);
+                departures.machines.forget_clone(record);
                 let problem = problems::host("cannot open the image", &error);
                 let report = Report { error: Some(problem), ..failed(&record.name, to) };
                 return self.job.end(self.index, &departures.metrics, report);
@@ -330,9 +339,13 @@ impl Journey {
         tracing::info!(vm = %record.name, id = %id, to, fate = ?outcome.fate, "a clone's migration ended");
         match outcome.fate {
             Fate::Unknown => wait_for_verdict(departures, record, *id, to),
-            Fate::There | Fate::Here | Fate::NotYet | Fate::NotGivenBack => {
+            Fate::There => {
                 departures.machines.forget(&record.name, record.process);
                 departures.records.remove(*id);
+            }
+            Fate::Here | Fate::NotYet | Fate::NotGivenBack => {
+                departures.records.remove(*id);
+                departures.machines.forget_clone(record);
             }
         }
         let mut report = outcome.report;
@@ -354,7 +367,7 @@ impl Journey {
             blocks: blocks.collect::<std::io::Result<_>>()?,
             tracker: Box::new(Writes::default()),
             throttle: Box::new(Unthrottled),
-            direct_io: false,
+            untracked: Untracked::Nobody,
             trust_first_look: false,
             bandwidth: Arc::clone(&self.departures.bandwidth),
             gang: self.gang.clone(),

@@ -69,9 +69,13 @@ impl<'a> Plan<'a> {
         Self { held, ..self }
     }
 
-    /// The arguments of a clone whose disks are the source's: with a generation ID of its own.
-    pub fn arguments(&self) -> Vec<String> {
-        arguments::unparse(&vmgenid::renewed(&self.items, &self.own))
+    /// The arguments of a clone: with overlays of its own, and a generation ID.
+    ///
+    /// # Errors
+    /// As [`Overlays::onto`].
+    pub fn items(&self, overlays: &Overlays, name: &str) -> Result<Vec<Item>, Problem> {
+        let items = overlays.onto(&self.items, &self.source.name, name)?;
+        Ok(vmgenid::renewed(&items, &self.own))
     }
 
     /// Whether the clones' network is their user's.
@@ -104,8 +108,7 @@ impl<'a> Plan<'a> {
         (name, reservation, disks): (String, Reservation, Made),
     ) -> Result<Begun, Problem> {
         let (source, name) = (self.source, name.as_str());
-        let items = overlays.onto(&self.items, &source.name, name)?;
-        let items = vmgenid::renewed(&items, &self.own);
+        let items = self.items(overlays, name)?;
         let blocks = launcher.blocks_like(name, &source.blocks);
         let dir = launcher.state.vm(name);
         let qmp = qmp_socket(&dir);

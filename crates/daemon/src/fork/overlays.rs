@@ -4,6 +4,9 @@
 //! They are on record before they are made, with the machine that is forked, until it is known who uses them. Who that
 //! is, the arguments on record say: of the machine itself, once QEMU has been asked whether its disks are on theirs.
 //! Those that nobody uses are removed. One that a guest has written to never is.
+//!
+//! A clone on another host has its overlays there, by the same names on storage that both hosts share. From the pause
+//! on nobody here knows whether it uses them, so nothing removes them but the word that it never ran.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -46,12 +49,14 @@ impl Overlays {
         }
         let mut all = Vec::new();
         for disk in &disks {
-            let base = check(record, disk)?;
+            let base = check(record, disk, !request.to.is_empty())?;
             let directory = directory.as_deref().or_else(|| base.parent()).unwrap_or(Path::new("/"));
             for name in std::iter::once(&record.name).chain(&request.names) {
                 let number = format!("{:08x}", random_u128() as u32);
                 let path = directory.join(format!("{name}-{number}.qcow2"));
-                all.push(Overlay { of: name.clone(), path, base: base.clone(), node: format!("sterna-{number}") });
+                let elsewhere = *name != record.name && !request.to.is_empty();
+                let (of, base, node) = (name.clone(), base.clone(), format!("sterna-{number}"));
+                all.push(Overlay { of, path, base, node, elsewhere });
             }
         }
         let overlays = Self { disks, all };
@@ -65,6 +70,11 @@ impl Overlays {
     /// A [`Problem`]: a disk that cannot be told in them.
     pub fn onto(&self, items: &[Item], named: &str, of: &str) -> Result<Vec<Item>, Problem> {
         if self.all.is_empty() { Ok(items.to_vec()) } else { disks::onto(items, named, &pairs(&self.all, of)) }
+    }
+
+    /// Those of one machine.
+    pub fn of(&self, name: &str) -> Vec<Overlay> {
+        self.all.iter().filter(|overlay| overlay.of == name).cloned().collect()
     }
 
     /// The images under the disks of the clone `of`, whose source is this.
@@ -89,7 +99,7 @@ impl Overlays {
             let refused = |error| control::refused(&format!("make the overlay {path}"), &error);
             format_overlay(qmp, &overlay.node, &overlay.path, disk).map_err(refused)?;
             if overlay.of == name {
-                open_overlay(qmp, &overlay.node, &overlay.path).map_err(refused)?;
+                open_overlay(qmp, &overlay.node, &overlay.path, disk).map_err(refused)?;
                 opened.nodes.push((disk.node.clone(), overlay.node.clone()));
             }
         }
@@ -145,7 +155,13 @@ impl Drop for Opened {
     }
 }
 
-/// A machine that was forked, as its disks are now: on its overlays, or as they were, and these are gone.
+/// The overlays that a machine's record answers for: once its pause may have been, not those of clones elsewhere.
+pub fn answered_for(record: &VmRecord) -> impl Iterator<Item = &Overlay> {
+    record.overlays.iter().filter(|overlay| record.forking.is_none() || !overlay.elsewhere)
+}
+
+/// A machine that was forked, as its disks are now: on its overlays, or as they were, and these are gone. Those of its
+/// clones on other hosts are not on record with it any more.
 ///
 /// # Errors
 /// A [`Problem`]: QEMU does not say. Nothing may be done with the machine's disks then.
@@ -156,7 +172,7 @@ pub fn as_they_are(forking: &VmRecord, qmp: &mut Qmp) -> Result<VmRecord, Proble
     }
     let disks = writable_disks(qmp).map_err(|error| control::refused("tell its disks", &error))?;
     let mut now = forking.clone();
-    now.overlays.retain(|overlay| overlay.of != forking.name);
+    now.overlays.retain(|overlay| overlay.of != forking.name && !overlay.elsewhere);
     if own.iter().any(|overlay| disks.iter().any(|disk| Path::new(&disk.file) == overlay.path)) {
         let items = disks::onto(&parse(&forking.arguments), &forking.name, &pairs(&forking.overlays, &forking.name))?;
         now.arguments = unparse(&items);
@@ -175,7 +191,8 @@ pub fn as_they_are(forking: &VmRecord, qmp: &mut Qmp) -> Result<VmRecord, Proble
 /// # Errors
 /// As [`as_they_are`].
 pub fn recover(forking: &VmRecord) -> Result<VmRecord, Problem> {
-    if forking.overlays.is_empty() {
+    // An image is no machine's that runs here: its overlays are those of the clone that it is for.
+    if forking.overlays.is_empty() || forking.image {
         return Ok(forking.clone());
     }
     as_they_are(forking, Control::connect(&forking.qmp)?.qmp())
@@ -198,7 +215,8 @@ pub fn forget_unused(machines: &Machines, made: &[Overlay], arguments: &[Vec<Str
             || arguments.iter().any(names)
     };
     made.iter().filter(|overlay| !used(overlay)).for_each(Overlay::remove);
-    for record in records.iter().filter(|record| record.forking.is_none() && !record.overlays.is_empty()) {
+    let settled = |record: &&VmRecord| record.forking.is_none() && !record.image && !record.overlays.is_empty();
+    for record in records.iter().filter(settled) {
         machines.try_store(&VmRecord { overlays: Vec::new(), ..record.clone() });
     }
 }
@@ -220,8 +238,8 @@ fn bases(all: &[Overlay], of: &str) -> Vec<Base> {
     all.iter().filter(|overlay| overlay.of == of).map(base).collect()
 }
 
-/// The image of a disk that can have an overlay.
-fn check(record: &VmRecord, disk: &Disk) -> Result<PathBuf, Problem> {
+/// The image of a disk that can have an overlay, `elsewhere` too.
+fn check(record: &VmRecord, disk: &Disk, elsewhere: bool) -> Result<PathBuf, Problem> {
     let refuse = |why: &str, hint: &str| {
         let message = format!("'{}' cannot be forked with an overlay of its disk {}: {why}", record.name, disk.name);
         Err(Problem::new(Code::CannotFork, Blame::Request, message).hint(hint))
@@ -234,9 +252,45 @@ fn check(record: &VmRecord, disk: &Disk) -> Result<PathBuf, Problem> {
         let why = format!("it is made of {} images already", disk.depth + 1);
         return refuse(&why, "make them one: 'block-stream' at the machine's monitor");
     }
+    if elsewhere && disk.no_flush {
+        let why = "QEMU never flushes it (cache=unsafe), so other hosts would not find what was written to it";
+        return refuse(why, "give it another cache=, or fork it on its own host");
+    }
     let path = PathBuf::from(&disk.file);
     if !std::fs::metadata(&path).is_ok_and(|about| about.is_file()) {
         return refuse(&format!("its image '{}' is no file of this host", disk.file), "give it an image in a file");
     }
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A machine with an overlay of its own, and one for each of two clones, of which one is on another host.
+    fn record() -> VmRecord {
+        let overlay = |of: &str, elsewhere: bool| json!({ "of": of, "path": format!("/{of}.qcow2"), "base": "/disk", "node": of, "elsewhere": elsewhere });
+        serde_json::from_value(json!({
+            "name": "m", "memory_bytes": 4096, "memory_mode": "shared", "trust_group": null, "qemu_path": "/q",
+            "qemu_version": [7, 2, 0], "machine": "none", "arguments": [], "managed_ram": true,
+            "process": { "pid": 1, "start_ticks": 0, "boot": 0 }, "qmp": "/q.sock", "agent": "/a.sock", "blocks": [],
+            "owns_ram_files": true, "lifecycle": "here", "running": true,
+            "overlays": [overlay("m", false), overlay("here", false), overlay("there", true)],
+        }))
+        .expect("a record")
+    }
+
+    /// Fails where a daemon that finds a fork's pause begun removes what a clone elsewhere may run with by then.
+    #[test]
+    fn once_a_pause_has_begun_nobody_here_answers_for_overlays_of_clones_elsewhere() {
+        let of = |record: &VmRecord| answered_for(record).map(|overlay| overlay.of.clone()).collect::<Vec<_>>();
+        let before = record();
+        assert_eq!(of(&before), ["m", "here", "there"]);
+        let forking = VmRecord { forking: Some(Vec::new()), ..before };
+        assert_eq!(of(&forking), ["m", "here"]);
+        // Who writes the image under them is told by all of them.
+        assert_eq!(bases(&forking.overlays, "m")[0].others, [Path::new("/here.qcow2"), Path::new("/there.qcow2")]);
+    }
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use sterna_api::{Blame, Code, ForkRequest, MemoryMode, Problem};
-use sterna_engine::agent::{AddressRange, Agent, AgentError};
+use sterna_engine::agent::{AddressRange, Agent, AgentError, UnderWay};
 use sterna_engine::error::MigrateError;
 use sterna_engine::fork::layer::{Draft, Layer, MOST_PIECES};
 use sterna_engine::fork::{Image, NotSaved, Saved, save};
@@ -67,6 +67,8 @@ pub struct Freezing {
     draft: Option<Draft>,
     /// A directory on the file system of machines' RAM.
     dir: PathBuf,
+    /// Its disks read past the page tables, and its agent tells of it.
+    past: bool,
     /// Its pause has begun: what becomes of its files is asked afterwards.
     begun: bool,
 }
@@ -118,31 +120,23 @@ impl Source {
         if !disks.is_empty() && !request.overlay_disks {
             let list: Vec<&str> = disks.iter().map(|disk| disk.name.as_str()).collect();
             let why = format!("its clones would write the same disk ({})", list.join(", "));
-            let hint = match request.to.is_empty() {
-                true => "with --overlay-disks each has an overlay of its own",
-                false => "clones on other hosts cannot have overlays yet: fork it here",
-            };
-            return refuse(&why, hint);
+            return refuse(&why, "with --overlay-disks each has an overlay of its own");
         }
         let qmp = control.share();
         let mut driver = control::source(record, SharedQmp::clone(&qmp))?;
         let running = driver.running().map_err(|error| control::refused("tell its state", &error))?;
-        let past = driver.writes_untracked().map_err(|error| control::refused("tell its devices", &error))?;
-        if past {
-            let why = "a disk with direct I/O, or the processor for guests of its own, may write its memory past QEMU";
-            return refuse(why, "give its disks another cache= than none, and let it run no guests");
-        }
+        let past = control::reads_past(record, &mut driver, "it cannot be forked")?;
         let pid = record.process.pid;
         let (agent, addresses) = control::agent_and_addresses(&record.agent, pid, &record.blocks)?;
         let ram = record.blocks.iter().zip(&addresses).map(|(block, at)| *at..*at + block.bytes).collect();
         let private = record.blocks.clone();
         let draft = match record.memory_mode {
             // What goes to other hosts must be whole in one file, which they are told of before the pause.
-            MemoryMode::Private if !request.to.is_empty() => Some(draft(record, &addresses, dir)?.whole()),
+            MemoryMode::Private if !request.to.is_empty() => Some(draft(record, &addresses, dir, past)?.whole()),
             _ => None,
         };
         let (record, stand_ins, dir) = (record.clone(), Vec::new(), dir.to_owned());
-        let mut freezing = Freezing { record, agent, ram, private, stand_ins, draft, dir, begun: false };
+        let mut freezing = Freezing { record, agent, ram, private, stand_ins, draft, dir, past, begun: false };
         freezing.prepare(launcher).map_err(|error| host("cannot prepare the machine's RAM", &error))?;
         Ok(Self { driver, freezing, about, qmp, disks, overlays: None, running })
     }
@@ -206,6 +200,21 @@ impl Source {
         VmRecord { forking, running: self.running, ..self.freezing.record.clone() }
     }
 
+    /// Does what the pause needs and can be done before it, which takes as long as a clone's QEMU takes to start.
+    ///
+    /// # Errors
+    /// As [`Freezing::copy_ahead`]; or QEMU does not take its settings.
+    pub fn get_ready(&mut self) -> Result<(), Problem> {
+        let prepared = self.driver.prepare();
+        prepared.map_err(|error| control::refused("prepare to save its devices", &error))?;
+        self.copy_ahead()
+    }
+
+    /// There will be no pause: its QEMU's settings are what they were.
+    pub fn called_off(&mut self) {
+        let _ = self.driver.rollback();
+    }
+
     /// As [`Freezing::copy_ahead`].
     ///
     /// # Errors
@@ -240,11 +249,11 @@ impl Source {
 }
 
 /// Begins to watch a machine's private RAM, for the file that its own pages become. `dir` is on the file system of
-/// machines' RAM.
+/// machines' RAM. `past`: its disks read past the page tables.
 ///
 /// # Errors
 /// A [`Problem`]: no memory is left, or what does not answer.
-pub fn draft(record: &VmRecord, addresses: &[u64], dir: &Path) -> Result<Draft, Problem> {
+pub fn draft(record: &VmRecord, addresses: &[u64], dir: &Path, past: bool) -> Result<Draft, Problem> {
     let pid = record.process.pid;
     let blocks = record.block_files(addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
     let file = file::unnamed(dir).map_err(|error| host("cannot make a file for the guest's own pages", &error))?;
@@ -252,7 +261,8 @@ pub fn draft(record: &VmRecord, addresses: &[u64], dir: &Path) -> Result<Draft, 
     let agent = agent::connect(&record.agent, pid).map_err(|error| error.problem())?;
     let begin = || -> Result<Draft, MigrateError> {
         let tracker = WriteProtect::new(pid, InsideQemu::new(agent))?;
-        Draft::begin(pid, kind::open(&blocks, Access::Read)?, Box::new(tracker), file)
+        let draft = Draft::begin(pid, kind::open(&blocks, Access::Read)?, Box::new(tracker), file)?;
+        Ok(if past { draft.read_past() } else { draft })
     };
     begin().map_err(|error| error.problem())
 }
@@ -290,7 +300,7 @@ impl Freezing {
             (MemoryMode::Private, Some(draft)) => draft.copy_ahead().map_err(|error| error.problem()),
             (MemoryMode::Private, None) => {
                 let addresses: Vec<_> = self.ram.iter().map(|block| block.start).collect();
-                let mut draft = draft(&self.record, &addresses, &self.dir)?;
+                let mut draft = draft(&self.record, &addresses, &self.dir, self.past)?;
                 draft.copy_ahead().map_err(|error| error.problem())?;
                 self.draft = Some(draft);
                 Ok(())
@@ -318,7 +328,10 @@ impl Freezing {
     pub fn freeze(&mut self) -> Result<Frozen, MigrateError> {
         let pid = self.record.process.pid;
         let (latest, copied_bytes, late_bytes) = match (self.record.memory_mode, &mut self.draft) {
-            (MemoryMode::Shared, _) => (self.make_private()?, 0, 0),
+            (MemoryMode::Shared, _) => {
+                self.check_reads()?;
+                (self.make_private()?, 0, 0)
+            }
             (MemoryMode::Private, Some(draft)) => {
                 let Layer { file, bytes, late_bytes } = draft.lay_over(&mut self.agent)?;
                 (file, bytes, late_bytes)
@@ -328,6 +341,22 @@ impl Freezing {
         tracing::debug!("files are in the place of its own pages");
         let image = Image::of(pid, &self.ram).map_err(MigrateError::host("looking at the guest's RAM"))?;
         Ok(Frozen { image: Arc::new(image), latest, copied_bytes, late_bytes })
+    }
+
+    /// Checks that nothing is being read past the page tables, into pages that are to be nobody's: QEMU has drained its
+    /// disks.
+    fn check_reads(&mut self) -> Result<(), MigrateError> {
+        if !self.past {
+            return Ok(());
+        }
+        let doing = "telling what is being read into guest RAM";
+        let failed = |source| MigrateError::Agent { doing, source: Box::new(source) };
+        self.agent.end_transfers().map_err(failed)?;
+        let table = self.agent.transfers().map_err(failed)?;
+        match table.look().map_err(MigrateError::host("reading what is being read into guest RAM"))? {
+            UnderWay::Ranges(ranges) if ranges.is_empty() => Ok(()),
+            _ => Err(MigrateError::UntoldReads),
+        }
     }
 
     /// Makes private RAM of shared RAM; its file is nobody's but root's then.

@@ -9,7 +9,7 @@ use sterna_engine::agent::{Agent, AgentError};
 use crate::problems;
 
 /// How long it has for an answer.
-pub const TIMEOUT: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why the agent inside a QEMU was not reached.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +53,19 @@ pub fn connect(socket: &Path, pid: u32) -> Result<Agent, Unreached> {
         return Err(Unreached::Foreign { socket: socket.to_owned(), peer, pid });
     }
     Ok(agent)
+}
+
+/// Whether the agent tells of all that QEMU reads into guest RAM. One of an earlier version tells of nothing.
+///
+/// # Errors
+/// A [`Problem`]: it does not answer.
+pub fn tells_of_reads(socket: &Path, pid: u32) -> Result<bool, Problem> {
+    let mut agent = connect(socket, pid).map_err(|error| error.problem())?;
+    match agent.transfers() {
+        Ok(table) => Ok(table.is_complete().unwrap_or(false)),
+        Err(AgentError::Refused { .. }) => Ok(false),
+        Err(error) => Err(failed(Code::AgentFailed, "the agent does not tell what is read into RAM", &error)),
+    }
 }
 
 /// What the agent did not do.

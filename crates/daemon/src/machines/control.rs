@@ -10,7 +10,7 @@ use sterna_api::{Blame, Code, Problem, VmState};
 use sterna_engine::agent::{Agent, AgentBlock, Sharing};
 use sterna_engine::vmm::qemu::{ErrorLog, Inspection, QemuDestination, QemuProcess, QemuSource, SharedQmp, inspect};
 use sterna_engine::vmm::qmp::Qmp;
-use sterna_engine::vmm::{Destination, Source, VmmError};
+use sterna_engine::vmm::{Destination, Source, Untracked, VmmError};
 use sterna_sys::file::FileId;
 use sterna_sys::process::{Mapping, maps};
 
@@ -101,6 +101,31 @@ impl Control {
     }
 }
 
+/// Whether a machine's disks read into its memory past the page tables, which its agent tells of then. `not_done` is
+/// what cannot be done where somebody writes there who is not told of.
+///
+/// # Errors
+/// A [`Problem`]: there is somebody, or QEMU does not answer.
+pub fn reads_past(record: &VmRecord, vmm: &mut QemuSource, not_done: &str) -> Result<bool, Problem> {
+    let told = match vmm.writes_untracked().map_err(|error| refused("tell its devices", &error))? {
+        Untracked::Nobody => return Ok(false),
+        Untracked::Reads => agent::tells_of_reads(&record.agent, record.process.pid)?,
+        Untracked::Others => false,
+    };
+    if told {
+        return Ok(true);
+    }
+    let message = format!(
+        "'{}': {not_done}: a disk with direct I/O, or the processor for guests of its own, may write its memory past \
+         QEMU, untold",
+        record.name
+    );
+    Err(Problem::new(Code::DirectIo, Blame::Request, message).hint(
+        "a disk may stay as it is with 'aio=threads' or 'aio=native', unless QEMU runs with an agent of an earlier \
+         version; and the guest may run no guests",
+    ))
+}
+
 /// What to say where QEMU did not do `what`.
 pub fn refused(what: &str, error: &VmmError) -> Problem {
     match error {
@@ -149,7 +174,7 @@ pub fn give_back(record: &VmRecord) -> Result<(), Problem> {
 /// Closes the userfaultfd that the agent keeps: of pages that are all here by now, or of write tracking that a daemon
 /// of an earlier version left on.
 pub fn stop_tracking(record: &VmRecord) {
-    let closed = Agent::connect(&record.agent, agent::TIMEOUT).and_then(|mut agent| agent.close_userfaultfd());
+    let closed = agent::connect(&record.agent, record.process.pid).and_then(|mut agent| Ok(agent.close_userfaultfd()?));
     if let Err(error) = closed {
         // The next migration closes what it finds; until then written pages cost a fault each.
         tracing::warn!(vm = %record.name, %error, "the agent may still hold a userfaultfd");

@@ -24,6 +24,9 @@ pub struct Overlay {
     pub base: PathBuf,
     /// The name of its block node, where the machine that is forked opens it.
     pub node: String,
+    /// That machine is on another host. From the pause on it may run there, whatever is known of it here.
+    #[serde(default)]
+    pub elsewhere: bool,
 }
 
 impl Overlay {
@@ -79,7 +82,7 @@ mod tests {
     fn overlay(dir: &std::path::Path) -> Overlay {
         let base = dir.join("base");
         fs::write(&base, "base").unwrap();
-        Overlay { of: "a".into(), path: dir.join("a.qcow2"), base, node: "n".into() }
+        Overlay { of: "a".into(), path: dir.join("a.qcow2"), base, node: "n".into(), elsewhere: false }
     }
 
     /// A qcow2 whose first table, of two entries, has this as its second.

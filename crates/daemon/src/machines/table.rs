@@ -15,6 +15,7 @@ use sterna_api::Problem;
 use super::files::remove_files;
 use super::hold::Hold;
 use super::missing::{Bringer, still_arriving};
+use super::overlay::Overlay;
 use super::record::{Lifecycle, VmRecord};
 use super::split::{Remote, is_split};
 use crate::problems::{busy, unknown_vm};
@@ -329,6 +330,12 @@ impl Machines {
             self.remove_files_of(&record);
         }
         self.table().remove(name);
+    }
+
+    /// A clone that was to run on another host never ran: nothing of it stays, and of its overlays none that is empty.
+    pub fn forget_clone(&self, record: &VmRecord) {
+        record.overlays.iter().for_each(Overlay::remove);
+        self.forget(&record.name, record.process);
     }
 
     fn remove_files_of(&self, record: &VmRecord) {

@@ -175,7 +175,7 @@ impl Mover<'_> {
             blocks,
             tracker: Box::new(tracker),
             throttle: Box::new(ProcessThrottle::new(record.process.pid)),
-            direct_io: !about.direct_io.is_empty(),
+            untracked: about.untracked(),
             trust_first_look: departures.trust_first_look,
             bandwidth: Arc::clone(&departures.bandwidth),
             gang: gang.clone(),

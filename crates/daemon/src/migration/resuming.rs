@@ -101,7 +101,7 @@ impl Activity for Resuming {
 }
 
 /// Lets a guest run on here that certainly does not run elsewhere, as soon as its QEMU does so. `failed` is the reason
-/// of an attempt that failed before.
+/// of an attempt that failed before. A clone was never to run here: it is forgotten.
 pub fn give_back(
     machines: &Arc<Machines>,
     records: &Records,
@@ -111,6 +111,9 @@ pub fn give_back(
 ) {
     // From here on a restarted daemon gives it back, too.
     records.remove(id);
+    if record.image {
+        return machines.forget_clone(record);
+    }
     begin(machines, record, What::GiveBack, failed);
 }
 

@@ -5,7 +5,6 @@ use std::collections::HashSet;
 use sterna_api::split::MemoryHost;
 use sterna_api::units::show_size;
 use sterna_api::{Blame, Code, MemoryMode, Problem, SplitRequest};
-use sterna_engine::agent::AgentError;
 use sterna_protocol::layout::CHUNK_BYTES;
 use sterna_protocol::store::most_bytes;
 
@@ -70,7 +69,8 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
             .hint("give it processors without virtualization: '-cpu MODEL,-vmx' or ',-svm'"));
     }
     // What QEMU reads by calls that its agent notes is known for as long as it is under way.
-    let untold = if tells_of_reads(record)? { &about.untold_io } else { &about.direct_io };
+    let tells = agent::tells_of_reads(&record.agent, record.process.pid)?;
+    let untold = if tells { &about.untold_io } else { &about.direct_io };
     if !untold.is_empty() {
         let who = untold.join(", ");
         let message = format!(
@@ -84,16 +84,6 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
         ));
     }
     Ok(())
-}
-
-/// Whether the agent tells of all that QEMU reads into guest RAM. One of an earlier version tells of nothing.
-fn tells_of_reads(record: &VmRecord) -> Result<bool, Problem> {
-    let mut agent = agent::connect(&record.agent, record.process.pid).map_err(|error| error.problem())?;
-    match agent.transfers() {
-        Ok(table) => Ok(table.is_complete().unwrap_or(false)),
-        Err(AgentError::Refused { .. }) => Ok(false),
-        Err(error) => Err(agent::failed(Code::AgentFailed, "the agent does not tell what is read into RAM", &error)),
-    }
 }
 
 /// Whether a machine's memory has room here and at its memory hosts together, and a part of it leaves.

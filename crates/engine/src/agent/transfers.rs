@@ -7,7 +7,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{Ordering, fence};
 
-use sterna_agent_protocol::transfers::{CLAIMED, PLACES, TRANSFERS_MAGIC, TransferPlace, TransfersHeader};
+use sterna_agent_protocol::transfers::{
+    CLAIMED, MOST_PIECES, PIECES, PIECES_AT, PLACES, TRANSFERS_MAGIC, TransferPlace, TransfersHeader, unpack,
+};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::shared::of_fixed_size;
@@ -85,7 +87,37 @@ impl TransferTable {
         if header.beyond != 0 || busy.iter().any(|place| place.end == CLAIMED) {
             return Ok(UnderWay::Anything);
         }
-        Ok(UnderWay::Ranges(busy.into_iter().map(|place| place.start..place.end).collect()))
+        let mut ranges = Vec::with_capacity(busy.len());
+        for place in &busy {
+            match self.pieces(place)? {
+                Some(pieces) => ranges.extend(pieces),
+                None => ranges.push(place.start..place.end),
+            }
+        }
+        Ok(UnderWay::Ranges(ranges))
+    }
+
+    /// The pieces of a transfer, where it has several and the ring still has them.
+    fn pieces(&self, place: &TransferPlace) -> io::Result<Option<Vec<Range<u64>>>> {
+        if !(1..=MOST_PIECES).contains(&place.count) {
+            return Ok(None);
+        }
+        let mut pieces = vec![0_u64; place.count as usize];
+        let first = (place.first % PIECES as u64) as usize;
+        // The ring's end may come in between.
+        let (one, other) = pieces.split_at_mut((PIECES - first).min(place.count as usize));
+        self.0.read_exact_at(one.as_mut_bytes(), (PIECES_AT + first * size_of::<u64>()) as u64)?;
+        self.0.read_exact_at(other.as_mut_bytes(), PIECES_AT as u64)?;
+        // Only now: what was read may have been written meanwhile.
+        fence(Ordering::SeqCst);
+        if self.header()?.noted.wrapping_sub(place.first) > PIECES as u64 {
+            return Ok(None);
+        }
+        let within = |piece: &u64| {
+            let (start, end) = unpack(*piece);
+            start.max(place.start & !0xfff)..end.min(place.end.saturating_add(0xfff) & !0xfff)
+        };
+        Ok(Some(pieces.iter().map(within).filter(|range| !range.is_empty()).collect()))
     }
 
     fn header(&self) -> io::Result<TransfersHeader> {
@@ -98,13 +130,14 @@ impl TransferTable {
 #[cfg(test)]
 mod tests {
     use rustix::fs::{MemfdFlags, SealFlags};
+    use sterna_agent_protocol::transfers::TABLE_BYTES;
 
     use super::*;
 
     fn memory(header: TransfersHeader, seals: SealFlags) -> OwnedFd {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let memory = File::from(rustix::fs::memfd_create("transfers", flags).unwrap());
-        memory.set_len((size_of::<TransfersHeader>() + PLACES * size_of::<TransferPlace>()) as u64).unwrap();
+        memory.set_len(TABLE_BYTES as u64).unwrap();
         memory.write_all_at(header.as_bytes(), 0).unwrap();
         rustix::fs::fcntl_add_seals(&memory, seals).unwrap();
         memory.into()
@@ -118,6 +151,11 @@ mod tests {
         SealFlags::SHRINK | SealFlags::GROW
     }
 
+    /// A transfer in one piece.
+    fn one(start: u64, end: u64) -> TransferPlace {
+        TransferPlace { start, end, first: 0, count: 0 }
+    }
+
     fn put(table: &TransferTable, at: usize, place: TransferPlace) {
         let offset = size_of::<TransfersHeader>() + at * size_of::<TransferPlace>();
         table.0.write_all_at(place.as_bytes(), offset as u64).unwrap();
@@ -127,14 +165,14 @@ mod tests {
     fn what_is_in_the_table_is_under_way_and_reaches_what_it_touches() {
         let table = TransferTable::open(memory(header(), fixed())).expect("a table");
         assert_eq!(table.look().unwrap(), UnderWay::Ranges(Vec::new()));
-        put(&table, PLACES - 1, TransferPlace { start: 0x1000, end: 0x3000 });
+        put(&table, PLACES - 1, one(0x1000, 0x3000));
         let seen = table.look().unwrap();
         let read = 0x1000..0x3000;
         assert_eq!(seen, UnderWay::Ranges(vec![read]));
         assert!(seen.may_reach(&(0x2000..0x4000)) && seen.may_reach(&(0..0x1001)));
         assert!(!seen.may_reach(&(0..0x1000)) && !seen.may_reach(&(0x3000..0x4000)));
         // One that is being noted may be anywhere.
-        put(&table, 7, TransferPlace { start: 0x1000, end: CLAIMED });
+        put(&table, 7, one(0x1000, CLAIMED));
         assert_eq!(table.look().unwrap(), UnderWay::Anything);
         assert!(UnderWay::Anything.may_reach(&(0..1)) && !UnderWay::Untold.may_reach(&(0..1)));
     }
@@ -158,5 +196,34 @@ mod tests {
         assert!(TransferTable::open(memory(header(), SealFlags::SHRINK)).is_none());
         assert!(TransferTable::open(memory(TransfersHeader { magic: 0, ..header() }, fixed())).is_none());
         assert!(TransferTable::open(memory(TransfersHeader { places: 1, ..header() }, fixed())).is_none());
+    }
+
+    /// Fails where pieces are taken for a transfer's that another one has written since, and where what a hostile QEMU
+    /// writes there is believed beyond the transfer's own addresses.
+    #[test]
+    fn the_pieces_of_a_transfer_are_its_own_or_all_between_its_ends() {
+        let piece = |first: u64, pages: u64| first << 20 | pages;
+        let seen = |noted: u64, first: u64, count: u64, pieces: &[u64]| {
+            let memory = memory(TransfersHeader { noted, ..header() }, fixed());
+            let table = TransferTable::open(memory).expect("a table");
+            for (at, piece) in (first..).zip(pieces) {
+                let offset = PIECES_AT as u64 + at % PIECES as u64 * 8;
+                table.0.write_all_at(piece.as_bytes(), offset).unwrap();
+            }
+            put(&table, 3, TransferPlace { start: 0x10_0000, end: 0x20_0000, first, count });
+            table.look().unwrap()
+        };
+        let all = UnderWay::Ranges(std::iter::once(0x10_0000..0x20_0000).collect());
+        let ring = PIECES as u64;
+        let two = UnderWay::Ranges(vec![0x10_0000..0x10_1000, 0x1f_e000..0x20_0000]);
+        let pieces = [piece(0x100, 1), piece(0x1fe, 2)];
+        assert_eq!(seen(2, 0, 2, &pieces), two);
+        assert_eq!(seen(ring + 1, ring - 1, 2, &pieces), two, "round the ring's end");
+        assert_eq!(seen(ring + 6, 6, 2, &pieces), two, "just in time");
+        assert_eq!(seen(ring + 7, 6, 2, &pieces), all, "others' by now");
+        assert_eq!(seen(0, 6, 2, &pieces), all, "from the future");
+        assert_eq!(seen(u64::MAX, 0, u64::MAX, &[]), all);
+        let beyond = [piece(0x1ff, 100), piece(0x900, 5)];
+        assert_eq!(seen(2, 0, 2, &beyond), UnderWay::Ranges(std::iter::once(0x1f_f000..0x20_0000).collect()));
     }
 }

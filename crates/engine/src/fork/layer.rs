@@ -65,6 +65,12 @@ pub struct Draft {
     mapped: Vec<Range<u64>>,
     /// All of RAM is copied, so that it is whole in this file.
     whole: bool,
+    /// Pages that something was being read into past the page tables when they were last watched anew.
+    read_into: PageMap,
+    /// Whether all such reads were told of so far.
+    told: bool,
+    /// Whether there may be such reads.
+    past: bool,
 }
 
 /// Pages of a guest's own, and how many parts of its RAM files stand behind.
@@ -88,8 +94,17 @@ impl Draft {
         let bytes = memory.layout().blocks().map(|block| block.bytes).sum();
         file.set_len(bytes).map_err(MigrateError::host("making a file for the guest's own pages"))?;
         tracker.arm(memory.as_ref())?;
-        let (current, kept) = (PageMap::empty(memory.layout()), PageMap::empty(memory.layout()));
-        Ok(Self { pid, memory, tracker, pagemap, file, current, kept, own: None, mapped: Vec::new(), whole: false })
+        let empty = || PageMap::empty(memory.layout());
+        let (current, kept, mut read_into) = (empty(), empty(), empty());
+        let told = tracker.reads(memory.as_ref(), &mut read_into)?;
+        let (own, mapped, whole, past) = (None, Vec::new(), false, false);
+        Ok(Self { pid, memory, tracker, pagemap, file, current, kept, own, mapped, whole, read_into, told, past })
+    }
+
+    /// The VMM reads past the page tables, too, and tells of it: where it does not, the layer does not become whole.
+    #[must_use]
+    pub fn read_past(self) -> Self {
+        Self { past: true, ..self }
     }
 
     /// Copies all of RAM, and not only the guest's own pages. Once it is laid over, the file is the guest's RAM, whole,
@@ -177,6 +192,9 @@ impl Draft {
     /// Copies the last pages. The layer is whole, and is what these runs of RAM are.
     fn finish(&mut self) -> Result<(Layer, Vec<Range<u64>>), MigrateError> {
         let runs = self.runs()?;
+        if self.past && !(self.told && self.read_into.is_empty()) {
+            return Err(MigrateError::UntoldReads);
+        }
         tracing::debug!(runs = runs.len(), "what was written last is known");
         let late_bytes = self.copy(&runs)? * PAGE_BYTES as u64;
         tracing::debug!(late_bytes, "the layer is whole");
@@ -198,6 +216,10 @@ impl Draft {
         let layout = self.memory.layout();
         let (mut written, mut discarded) = (PageMap::empty(layout), PageMap::empty(layout));
         self.tracker.collect(self.memory.as_ref(), &mut written, &mut discarded)?;
+        // What was being read into may have landed since; what is being read into now counts the next time.
+        written.add(&self.read_into);
+        self.read_into.clear();
+        self.told &= self.tracker.reads(self.memory.as_ref(), &mut self.read_into)?;
         self.current.take_out(&written);
         let mut own = match self.own.take() {
             Some(own) => own,

@@ -36,8 +36,8 @@ pub struct Departure<'a> {
     pub tracker: &'a mut dyn Tracker,
     /// The throttle that slows it down.
     pub throttle: &'a mut dyn Throttle,
-    /// Whether it is known that disks write into its RAM past the page tables.
-    pub direct_io: bool,
+    /// As [`Outgoing::untracked`](super::Outgoing::untracked).
+    pub untracked: vmm::Untracked,
     /// As [`Outgoing::trust_first_look`](super::Outgoing::trust_first_look).
     pub trust_first_look: bool,
     /// What all migrations away from this host may send together.

@@ -25,6 +25,9 @@ pub mod rounds;
 /// Tracking: which pages the guest writes.
 pub mod track;
 
+/// Writes that no tracker sees.
+pub mod untracked;
+
 /// Skips: reasons that leave outstanding pages to a later round.
 pub mod skip;
 
@@ -169,9 +172,8 @@ pub struct Outgoing {
     pub tracker: Box<dyn Tracker>,
     /// The throttle, where one is asked for; [`throttle::ProcessThrottle`] for QEMU.
     pub throttle: Box<dyn Throttle>,
-    /// Whether it is known that disks write into its RAM past the page tables (direct I/O); the VMM is asked again
-    /// while its pages are sent.
-    pub direct_io: bool,
+    /// Who is known to write into its RAM past the page tables; the VMM is asked again while its pages are sent.
+    pub untracked: vmm::Untracked,
     /// Whether pages that were free once are left out for ever, whoever writes them. Only for tests that show why the
     /// order of the looks matters.
     #[doc(hidden)]
@@ -212,7 +214,7 @@ pub fn migrate(
     host: &dyn SourceHost,
     monitor: &Monitor,
 ) -> Outcome {
-    let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, direct_io, trust_first_look, .. } = outgoing;
+    let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, untracked, trust_first_look, .. } = outgoing;
     let Outgoing { bandwidth, gang, tickets, clone, pause, here, .. } = outgoing;
     let mut account = Account::new(Report::asked(&spec.name, options, here, peer), monitor);
     // At `debug`, each line of a gang's members says whose it is.
@@ -226,7 +228,7 @@ pub fn migrate(
         blocks: &blocks,
         tracker: tracker.as_mut(),
         throttle: throttle.as_mut(),
-        direct_io,
+        untracked,
         trust_first_look,
         bandwidth,
         gang,

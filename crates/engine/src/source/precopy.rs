@@ -71,7 +71,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
     let mut decided = None;
     let mut hushed = false;
     loop {
-        rounds.look_for_untracked(vmm)?;
+        rounds.untracked.ask(vmm)?;
         let began = Instant::now();
         let cut = foresight.as_ref().and_then(Foresight::cut).filter(|_| decided.is_none());
         let complete = watched(vmm, monitor, || rounds.send(link, earlier(until, cut)))?;

@@ -14,6 +14,7 @@ use super::link::{Link, Peer, With};
 use super::postcopy::drive::Begun;
 use super::postcopy::work::Work;
 use super::rounds::Rounds;
+use super::untracked::UntrackedWrites;
 use crate::error::MigrateError;
 use crate::memory::Memory;
 use crate::transport::connection::Connection;
@@ -85,7 +86,8 @@ pub fn prepare<'a, 'd: 'a>(
 
     let pacer = Pacer::new(options.bandwidth_bytes_per_s, &departure.bandwidth);
     let mut rounds = Rounds::new(ram.as_ref(), monitor, streams, departure.tracker, options, pacer, free_pages)?;
-    rounds.untracked = departure.direct_io;
+    rounds.untracked = UntrackedWrites::by(departure.untracked, ram.layout());
+    rounds.follow_reads(departure.tracker)?;
     rounds.member = member;
     let allocated = rounds.everything()?;
     rounds.skip_free(departure.vmm);

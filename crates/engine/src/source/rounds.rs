@@ -25,11 +25,12 @@ use super::sent::SentTable;
 use super::skip::Skips;
 use super::stream::Stream;
 use super::track::Tracker;
+use super::untracked::UntrackedWrites;
 use crate::error::MigrateError;
 use crate::memory::Memory;
 use crate::monitor::Monitor;
 use crate::transport::pacer::Pacer;
-use crate::vmm::{self, VmmError};
+use crate::vmm::{self, Untracked};
 
 /// How many times pages that arrive damaged are sent again with the guest stopped.
 const REPEATS: u32 = 3;
@@ -80,8 +81,8 @@ pub struct Rounds<'a> {
     pub counts: Counts,
     /// Pages found changed although no tracker saw the write.
     pub untracked_writes: u64,
-    /// Whether somebody writes RAM past the page tables, or may.
-    pub untracked: bool,
+    /// Who writes RAM past the page tables, or may, and where.
+    pub untracked: UntrackedWrites,
     /// The gang that the machine shares pages with: what they share goes once, while the guest runs.
     pub member: Option<Arc<Member>>,
     /// The speed at which pages went.
@@ -127,7 +128,7 @@ impl<'a> Rounds<'a> {
             done: Vec::new(),
             counts: Counts::default(),
             untracked_writes: 0,
-            untracked: false,
+            untracked: UntrackedWrites::by(Untracked::Nobody, layout),
             throughput: Throughput::default(),
             pacer,
             sent: SentTable::new(layout, digester),
@@ -181,6 +182,7 @@ impl<'a> Rounds<'a> {
         self.left_out.collected(&self.written);
         self.skips.collected(&self.written);
         self.outstanding.add(&self.written);
+        self.follow_reads(tracker)?;
         let after = self.collected.elapsed();
         let write_faults = tracker.cost().write_faults - before;
         self.collected = Instant::now();
@@ -236,31 +238,22 @@ impl<'a> Rounds<'a> {
         self.left_out.looks()
     }
 
-    /// Asks whether somebody writes RAM past the page tables, as long as nobody is known to. It asks before each round,
-    /// because a medium can be changed, or the guest can start guests of its own, while pages go. Call it between a
-    /// collection and the reading of the pages that it yielded.
-    ///
-    /// At that moment every writer that matters is there, and the pause need not wait for an answer. A write is missed
-    /// where its page was mapped or pinned before a collection (which is a write that is seen) and the write lands
-    /// after the page was read in the following round. So its writer is there during the time in between. A writer that
-    /// comes after the last round's look pins pages that the last collection yields, and its writes land before they
-    /// are read: with the guest stopped and its I/O drained.
+    /// Adds the pages that reads past the page tables have changed which were under way when pages were last watched
+    /// anew ([`UntrackedWrites::landed`]).
     ///
     /// # Errors
-    /// As [`writes_untracked`](vmm::Source::writes_untracked).
-    pub fn look_for_untracked(&mut self, vmm: &mut dyn vmm::Source) -> Result<(), MigrateError> {
-        if !self.untracked {
-            self.untracked = match vmm.writes_untracked() {
-                // For example its main loop waits for a disk. That is no reason to end: the answer counts as "may be".
-                Err(VmmError::Silent { .. }) => true,
-                told => told?,
-            };
+    /// The VMM does not answer, or the RAM files' holes cannot be read.
+    pub fn follow_reads(&mut self, tracker: &mut dyn Tracker) -> Result<(), MigrateError> {
+        let landed = self.untracked.landed(self.ram, tracker)?;
+        for chunk in self.ram.layout().iter().filter(|chunk| !landed.chunk(*chunk).is_empty()) {
+            let others = PageSet::first(CHUNK_PAGES).without(landed.chunk(chunk));
+            self.compare(chunk, &others)?;
         }
         Ok(())
     }
 
-    /// Adds pages that were written past every tracker, where somebody writes in this way. Their content shows them.
-    /// The guest is stopped and its I/O drained.
+    /// Adds pages that were written past every tracker, where somebody writes in this way who was not told of. Their
+    /// content shows them. The guest is stopped and its I/O drained, and that was followed by a collection.
     ///
     /// A free page may hold anything, so free pages are not compared. None of them is the target of I/O that lands
     /// unseen: the owner of such I/O holds the page from before it is pinned until after the I/O, and pinning is a
@@ -271,16 +264,20 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// The RAM files' holes cannot be read.
     pub fn collect_untracked(&mut self) -> Result<(), MigrateError> {
-        if !self.untracked {
+        if self.untracked.all_told() {
             return Ok(());
         }
-        for chunk in self.ram.layout().iter() {
-            let known = self.outstanding.chunk(chunk).or(self.free().chunk(chunk));
-            let changed = changed_untracked(self.ram, &self.sent, chunk, &known)
-                .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-            self.untracked_writes += changed.len() as u64;
-            self.outstanding.insert_all(chunk, &changed);
-        }
+        self.ram.layout().iter().try_for_each(|chunk| self.compare(chunk, &PageSet::EMPTY))
+    }
+
+    /// Makes pages outstanding whose content is not what was sent, but those that are it already, those that the guest
+    /// holds free, and `others`.
+    fn compare(&mut self, chunk: ChunkIndex, others: &PageSet) -> Result<(), MigrateError> {
+        let known = self.outstanding.chunk(chunk).or(self.free().chunk(chunk)).or(others);
+        let changed = changed_untracked(self.ram, &self.sent, chunk, &known)
+            .map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+        self.untracked_writes += changed.len() as u64;
+        self.outstanding.insert_all(chunk, &changed);
         Ok(())
     }
 

@@ -10,12 +10,15 @@ use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::spec::BlockSpec;
 use sterna_sys::pagemap::{Pagemap, Region};
 
-use crate::agent::Discards;
+use crate::agent::{Discards, UnderWay};
 use crate::error::MigrateError;
 use crate::faults::seal::Seal;
 use crate::faults::{GuestFaults, User, Userfault};
 use crate::inside::Inside;
 use crate::memory::{Memory, add_run, huge};
+
+/// How long a read may take until it is noted.
+const BEING_NOTED: Duration = Duration::from_millis(20);
 
 /// What tracking has cost so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -51,6 +54,17 @@ pub trait Tracker: Send {
     fn collect(&mut self, ram: &dyn Memory, written: &mut PageMap, discarded: &mut PageMap)
     -> Result<(), MigrateError>;
 
+    /// Adds the pages that something was being read into past the page tables when they were last watched anew, by
+    /// [`arm`](Self::arm) or [`collect`](Self::collect): such a read holds its pages, and what lands in them later is
+    /// in no map. One that begins later is a write that is seen. To be called after each of these; `false` where not
+    /// all of them are told of, since tracking began.
+    ///
+    /// # Errors
+    /// The VMM does not answer.
+    fn reads(&mut self, _ram: &dyn Memory, _into: &mut PageMap) -> Result<bool, MigrateError> {
+        Ok(false)
+    }
+
     /// A way to look at what is written, for as long as this tracker watches; `None` where it does not watch or offers
     /// no look.
     fn watch(&self) -> Option<Arc<dyn Watch>>;
@@ -85,8 +99,9 @@ pub trait Watch: Send + Sync + Debug {
 /// VMM's process (`PAGEMAP_SCAN`): see the kernel's `Documentation/admin-guide/mm/{userfaultfd,pagemap}.rst`.
 ///
 /// What this does not see: writes through other mappings of the RAM (the daemon refuses such guests), writes into pages
-/// that were pinned before they were armed ([`changed_untracked`](super::select::changed_untracked)), and discarded
-/// pages, which keep their mark: the agent logs those.
+/// that were pinned before they were armed (the agent tells which reads do that; otherwise
+/// [`changed_untracked`](super::select::changed_untracked)), and discarded pages, which keep their mark: the agent logs
+/// those.
 pub struct WriteProtect {
     faults: Arc<GuestFaults>,
     pagemap: Arc<Pagemap>,
@@ -213,6 +228,30 @@ impl Tracker for WriteProtect {
         self.cost.discarded_pages += discarded.len() - before;
         written.add(discarded);
         Ok(())
+    }
+
+    fn reads(&mut self, ram: &dyn Memory, into: &mut PageMap) -> Result<bool, MigrateError> {
+        let Some(armed) = &self.armed else { return Ok(false) };
+        let until = Instant::now() + BEING_NOTED;
+        loop {
+            let under_way = self.faults.inside().under_way()?;
+            match under_way {
+                UnderWay::Ranges(ranges) => {
+                    for read in ranges {
+                        for (block, span) in armed.spans.iter().enumerate() {
+                            let (start, end) = (read.start.max(span.start), read.end.min(span.end));
+                            if start < end {
+                                add_run(into, ram.layout(), block, start - span.start..end - span.start);
+                            }
+                        }
+                    }
+                    return Ok(true);
+                }
+                // One is being noted at this moment, which takes its thread as long as it waits for a processor.
+                UnderWay::Anything if Instant::now() < until => std::thread::yield_now(),
+                UnderWay::Anything | UnderWay::Lost | UnderWay::Untold => return Ok(false),
+            }
+        }
     }
 
     fn watch(&self) -> Option<Arc<dyn Watch>> {

@@ -102,6 +102,20 @@ pub fn wait_until_stopped(source: &mut dyn Source) -> Result<Stopped, VmmError> 
     source.stopped(STOP_TIMEOUT)?.ok_or_else(silent)
 }
 
+/// Who writes a guest's RAM past its VMM's page tables, where write tracking does not see it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub enum Untracked {
+    /// Nobody.
+    #[default]
+    Nobody,
+    /// The kernel, for reads of the VMM's (direct I/O). A VMM that tells of its reads tells of these
+    /// ([`Tracker::reads`](crate::source::track::Tracker::reads)); of one that does not only content shows what was
+    /// written.
+    Reads,
+    /// Others, too: only content shows what was written.
+    Others,
+}
+
 /// The VMM at the source.
 pub trait Source: Send {
     /// Prepares the switchover without touching the guest.
@@ -153,13 +167,13 @@ pub trait Source: Send {
         Ok(false)
     }
 
-    /// Whether somebody writes, or may write, the guest's RAM past the VMM's page tables now: then only content shows
-    /// what was written. Where one look finds it so, it is so for the whole migration.
+    /// Who writes, or may write, the guest's RAM past the VMM's page tables now. Where one look finds somebody, he is
+    /// there for the whole migration.
     ///
     /// # Errors
-    /// [`VmmError`]; refused where content would not show it either.
-    fn writes_untracked(&mut self) -> Result<bool, VmmError> {
-        Ok(false)
+    /// [`VmmError`]; refused where content would not show what was written either.
+    fn writes_untracked(&mut self) -> Result<Untracked, VmmError> {
+        Ok(Untracked::Nobody)
     }
 
     /// Asks the VMM to stop the guest and to have its devices ready; the stream yields the device state from now on

@@ -5,8 +5,9 @@ use std::sync::atomic::Ordering;
 
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Mode, Problem};
-use sterna_engine::agent::Discard;
+use sterna_engine::agent::{Discard, UnderWay};
 use sterna_engine::source::Outcome;
+use sterna_engine::vmm::Untracked;
 
 use crate::fixture::{MIB, code, run, verified};
 use crate::pair::destination::Destination;
@@ -89,12 +90,12 @@ fn untracked_write(mode: Mode, before: u8, told: Told) -> Outcome {
     (0..2000).for_each(|page| ram.write_page(page, if page == 77 { before } else { 5 }));
     let file = ram.file.try_clone().unwrap();
     let mut vmm = SourceVmm::new(None);
-    vmm.faults.writes_untracked = told == Told::WhenAsked;
+    vmm.faults.writes_untracked = if told == Told::WhenAsked { Untracked::Reads } else { Untracked::Nobody };
     vmm.faults.at_stop = Some(Box::new(move || {
         std::os::unix::fs::FileExt::write_all_at(&file, &[8; 4096], 77 * 4096).unwrap();
     }));
     let mut outgoing = outgoing(&ram, vmm, InsideSelf::default());
-    outgoing.direct_io = told == Told::Before;
+    outgoing.untracked = if told == Told::Before { Untracked::Reads } else { Untracked::Nobody };
     let outcome = run(outgoing, &peer, &MigrateOptions { mode, ..verified(1) });
     if told != Told::Nobody {
         host.assert_same(&ram);
@@ -158,9 +159,115 @@ fn a_hole_that_is_filled_past_the_page_tables_is_found_by_content() {
         std::os::unix::fs::FileExt::write_all_at(&file, &[8; 4096], 1500 * 4096).unwrap();
     }));
     let mut outgoing = outgoing(&ram, vmm, InsideSelf::default());
-    outgoing.direct_io = true;
+    outgoing.untracked = Untracked::Reads;
     let report = run(outgoing, &peer, &verified(1)).report;
     assert_eq!((report.status, report.tracking.untracked_writes), (Status::Completed, 1));
     assert_eq!(sterna_sys::file::allocated_bytes(&ram.file).unwrap(), 1001 * 4096, "looking at the holes filled them");
     host.assert_same(&ram);
+}
+
+/// The page that something is read into past the page tables.
+const READ_INTO: u64 = 77;
+
+/// Moves a guest whose process tells of its reads by `tells`, given the look's number and the address of that page;
+/// `lands` writes that page past the page tables, and is called at the stop where `tells` has not called it before.
+fn told(
+    untracked: Untracked,
+    mut tells: impl FnMut(u32, u64, &mut dyn FnMut()) -> UnderWay + Send + 'static,
+) -> Outcome {
+    let (host, peer) = Destination::serve();
+    let ram = GuestRam::new(8 * MIB);
+    (0..2000).for_each(|page| ram.write_page(page, 5));
+    let write = {
+        let file = Arc::new(ram.file.try_clone().unwrap());
+        move || std::os::unix::fs::FileExt::write_all_at(&*file, &[8; 4096], READ_INTO * 4096).unwrap()
+    };
+    let has_landed = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let lands = {
+        let has_landed = Arc::clone(&has_landed);
+        move || {
+            if !has_landed.swap(true, Ordering::AcqRel) {
+                write();
+            }
+        }
+    };
+    let address = ram.mapping.addresses().start + READ_INTO * 4096;
+    let (mut looks, mut at_look) = (0, lands.clone());
+    let inside = InsideSelf {
+        at_look: Some(Box::new(move || {
+            looks += 1;
+            tells(looks, address, &mut at_look)
+        })),
+        ..InsideSelf::default()
+    };
+    let mut vmm = SourceVmm::new(None);
+    vmm.faults.at_stop = Some(Box::new(lands));
+    let mut outgoing = outgoing(&ram, vmm, inside);
+    outgoing.untracked = untracked;
+    let outcome = run(outgoing, &peer, &verified(1));
+    assert!(has_landed.load(Ordering::Acquire));
+    if outcome.report.error.is_none() {
+        host.assert_same(&ram);
+    }
+    outcome
+}
+
+fn at(address: u64) -> UnderWay {
+    UnderWay::Ranges(std::iter::once(address..address + 4096).collect())
+}
+
+fn nothing() -> UnderWay {
+    UnderWay::Ranges(Vec::new())
+}
+
+/// Its content shows that it has landed: in the next round, or with the guest stopped. Nothing else is compared.
+#[test]
+fn a_read_that_was_under_way_when_its_page_was_watched_anew_is_followed_until_it_has_landed() {
+    if !tracking_works() {
+        return;
+    }
+    let of = |outcome: Outcome| (outcome.report.status, outcome.report.tracking.untracked_writes);
+    let while_it_runs = told(Untracked::Reads, |look, address, lands| match look {
+        1 => at(address),
+        _ => {
+            lands();
+            nothing()
+        }
+    });
+    assert_eq!(of(while_it_runs), (Status::Completed, 1));
+    // Until the last look before the stop: it lands when the guest stops, and is in no table afterwards.
+    let stopped = Arc::new(std::sync::atomic::AtomicU32::new(0));
+    let looks = Arc::clone(&stopped);
+    let count = told(Untracked::Reads, move |look, _, _| {
+        looks.store(look, Ordering::Release);
+        nothing()
+    });
+    assert_eq!(code(&count), "verify-mismatch", "the test would pass without what it is told");
+    let last = stopped.load(Ordering::Acquire);
+    let when_stopped =
+        told(Untracked::Reads, move |look, address, _| if look < last { at(address) } else { nothing() });
+    assert_eq!(of(when_stopped), (Status::Completed, 1));
+}
+
+/// Where one look does not tell, where something is under way although the guest stands still, and where others than
+/// reads write past the page tables, all pages are compared.
+#[test]
+fn where_not_every_read_is_told_of_content_tells() {
+    if !tracking_works() {
+        return;
+    }
+    let of = |outcome: Outcome| (outcome.report.status, outcome.report.tracking.untracked_writes);
+    let lost = |look, _, _: &mut dyn FnMut()| if look == 2 { UnderWay::Lost } else { nothing() };
+    assert_eq!(of(told(Untracked::Reads, lost)), (Status::Completed, 1));
+    let anything = |look, _, _: &mut dyn FnMut()| if look == 1 { UnderWay::Anything } else { nothing() };
+    assert_eq!(
+        code(&told(Untracked::Reads, anything)),
+        "verify-mismatch",
+        "one that is being noted is looked for again"
+    );
+    let always = |_, _, _: &mut dyn FnMut()| UnderWay::Anything;
+    assert_eq!(of(told(Untracked::Reads, always)), (Status::Completed, 1));
+    let elsewhere = |_, address: u64, _: &mut dyn FnMut()| at(address + 4096);
+    assert_eq!(of(told(Untracked::Reads, elsewhere)), (Status::Completed, 1));
+    assert_eq!(of(told(Untracked::Others, |_, _, _| nothing())), (Status::Completed, 1));
 }

@@ -9,6 +9,7 @@ use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Mode, Report};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::source::{Fate, migrate};
+use sterna_engine::vmm::Untracked;
 
 use crate::fixture::{
     MIB, PAGES, Program, SPARSE, adds_up, byte, destination, filled_ram, nothing_wrong, options, run, run_with, until,
@@ -56,13 +57,13 @@ fn what_the_guest_writes_until_it_stops_follows_it() {
     if !tracking_works() {
         return;
     }
-    for (precopy_rounds, direct_io) in [(1, false), (3, false), (2, true)] {
+    for (precopy_rounds, untracked) in [(1, Untracked::Nobody), (3, Untracked::Nobody), (2, Untracked::Reads)] {
         let ram = filled_ram();
         let (host, peer, seen) = destination(&ram, Program::Scattered);
         let writers = Writers::start(&ram, 0..PAGES / 2, Duration::ZERO);
         let options = MigrateOptions { precopy_rounds: Some(precopy_rounds), streams: 2, ..options(Mode::Hybrid) };
         let mut going = outgoing(&ram, SourceVmm::new(Some(writers)), InsideSelf::default());
-        going.direct_io = direct_io;
+        going.untracked = untracked;
         let outcome = migrate(going, &peer, &options, &Source::default(), &Monitor::new("guest"));
         nothing_wrong(&seen);
         adds_up(&outcome.report);

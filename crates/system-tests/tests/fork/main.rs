@@ -10,6 +10,9 @@ mod faults;
 /// Each has an overlay of the disk that it writes.
 mod overlays;
 
+/// Overlays of clones on other hosts.
+mod overlays_away;
+
 /// What ends while overlays are made and taken into use.
 mod overlay_faults;
 

@@ -10,6 +10,7 @@ use sterna_system_tests::member::Member;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::{Attempt, PATIENCE, Plan, Site, cli, needs, skip_without, turn};
+use tempfile::TempDir;
 
 use super::{are_well, daemon_dies_in, fork, forked, machines, plan};
 
@@ -53,12 +54,17 @@ fn empty_qcow2() -> Vec<u8> {
 }
 
 /// Where the images are, and those of the guest's script.
-pub struct Images(pub PathBuf);
+pub struct Images(pub PathBuf, Option<TempDir>);
 
 impl Images {
-    /// Makes the guest's disks, a raw one and perhaps one in qcow2, and one with the script.
-    fn make(site: &Site, both: bool) -> Self {
-        let directory = site.guest.console.with_file_name("images");
+    /// Makes the guest's disks, a raw one and perhaps one in qcow2, and one with the script; on a disk of the host's
+    /// where they are to be read by direct I/O.
+    fn make(site: &Site, both: bool, direct: bool) -> Self {
+        let on_disk = direct.then(|| tempfile::tempdir_in("/var/tmp").expect("a directory"));
+        let directory = match &on_disk {
+            Some(directory) => directory.path().to_owned(),
+            None => site.guest.console.with_file_name("images"),
+        };
         std::fs::create_dir_all(&directory).expect("a directory");
         std::fs::write(directory.join("disk.img"), vec![0; 8 << 20]).expect("a disk");
         if both {
@@ -68,7 +74,7 @@ impl Images {
         let mut script = format!("disks='{}'\n{SCRIPT}", if both { "vdb vdc" } else { "vdb" });
         script.push_str(&"\n".repeat(512 - script.len() % 512));
         std::fs::write(directory.join("script"), script).expect("a script");
-        Self(directory)
+        Self(directory, on_disk)
     }
 
     pub fn disk(&self) -> PathBuf {
@@ -80,9 +86,10 @@ impl Images {
         let drive = |name: &str, format: &str, more: &str| {
             format!("file={},format={format},if=virtio{more}", self.0.join(name).display())
         };
-        let mut drives = vec![drive("script", "raw", ",readonly=on"), drive("disk.img", "raw", "")];
+        let cache = if self.1.is_some() { ",cache=none" } else { "" };
+        let mut drives = vec![drive("script", "raw", ",readonly=on"), drive("disk.img", "raw", cache)];
         if self.0.join("disk2.img").exists() {
-            drives.push(drive("disk2.img", "qcow2", ""));
+            drives.push(drive("disk2.img", "qcow2", cache));
         }
         drives.into_iter().flat_map(|drive| ["-drive".into(), drive]).collect()
     }
@@ -127,13 +134,18 @@ pub fn read_what_they_wrote(site: &Site, names: &[&str]) {
 /// Runs a test with a guest `origin` that writes a disk, raw, or two, one of them in qcow2; with `more` of QEMU's
 /// words.
 pub fn with_disks(both: bool, more: &[&str], test: impl FnOnce(&mut Site, &Images)) {
+    with_disks_read(false, both, more, test);
+}
+
+/// The same with disks that are read by direct I/O, or not.
+fn with_disks_read(direct: bool, both: bool, more: &[&str], test: impl FnOnce(&mut Site, &Images)) {
     let _turn = turn();
     if skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { jobs: format!("{};sh:/dev/vda", plan().jobs), ..plan() };
     let mut site = Site::without_guest(&plan);
-    let images = Images::make(&site, both);
+    let images = Images::make(&site, both, direct);
     {
         let origin = Member::new(&site, "origin");
         let words = images.words();
@@ -186,6 +198,35 @@ fn with_overlays_each_writes_a_disk_of_its_own_and_takes_it_along_and_nobody_wri
         // A machine's end takes no disk along.
         cli::ask(site.host("a"), &["stop", "four", "--force"]).expect(0, &[]);
         assert_eq!(images.overlays().len(), 5);
+    });
+}
+
+/// From shared memory, whose pages nothing may be read into when they become common; and then from private memory, of
+/// which pages are copied that a read may land in later.
+#[test]
+fn a_guest_whose_disks_do_direct_io_is_forked_and_each_goes_on_by_direct_io() {
+    with_disks_read(true, true, &[], |site, images| {
+        forked(&fork(site, "origin", &["one", "--overlay-disks"]));
+        forked(&fork(site, "origin", &["two", "--overlay-disks"]));
+        forked(&fork(site, "one", &["three", "--overlay-disks"]));
+        let names = ["origin", "one", "two", "three"];
+        are_well(site, &names);
+        read_what_they_wrote(site, &names);
+        for name in names {
+            let disks = Member::new(site, name).monitor(site.host("a")).execute("query-block", json!({}));
+            let disks = disks.expect("its disks");
+            let written: Vec<&Value> = disks.as_array().into_iter().flatten().map(|disk| &disk["inserted"]).collect();
+            let written: Vec<&&Value> = written.iter().filter(|disk| disk["ro"] == false).collect();
+            assert!(
+                written.len() == 2 && written.iter().all(|disk| disk["cache"]["direct"] == true),
+                "{name}: {disks:#}"
+            );
+        }
+        // Another QEMU takes over what is private by now, and it is moved.
+        cli::ask(site.host("a"), &["replace", "two", "--verify"]).expect(0, &[]);
+        moved(site, "one", "a", "b");
+        read_what_they_wrote(site, &names);
+        assert_eq!(images.overlays().len(), 12, "an overlay of each disk for each, and of their sources");
     });
 }
 

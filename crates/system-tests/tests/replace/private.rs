@@ -62,17 +62,17 @@ fn a_guest_that_was_forked_and_its_clone_each_get_another_qemu_and_stay_apart() 
 }
 
 #[test]
-fn a_guest_in_private_memory_whose_disk_writes_it_past_qemu_stays_where_it_is() {
+fn a_guest_in_private_memory_whose_disk_is_read_past_qemu_untold_stays_where_it_is() {
     let _turn = turn();
     if absent() {
         return;
     }
     let disk = Disk::make();
-    let plan = Plan { more: disk.arguments(), ..plan(&disk, "private") };
+    let plan = Plan { more: disk.arguments_with("cache=none,aio=io_uring"), ..plan(&disk, "private") };
     let site = Site::start(&plan);
     let before = processes(&site);
     let qemu = tools::qemu_10_0().expect("looked for before").display().to_string();
-    super::replace(&site, &["--qemu", &qemu]).expect(1, &["direct I/O", "another cache= than none"]);
+    super::replace(&site, &["--qemu", &qemu]).expect(1, &["direct I/O", "aio=threads"]);
     assert_eq!(processes(&site), before);
     is_well(&site, &disk);
 }

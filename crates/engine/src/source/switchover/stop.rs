@@ -30,7 +30,7 @@ pub(super) fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Roun
         }
         if !rounds.done.is_empty() {
             rounds.collect(departure.tracker)?;
-            rounds.look_for_untracked(departure.vmm)?;
+            rounds.untracked.ask(departure.vmm)?;
             rounds.send(link, Some(Instant::now() + STOP_LOOK))?;
         }
     }

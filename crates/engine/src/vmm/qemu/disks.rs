@@ -34,6 +34,10 @@ pub struct Disk {
     pub bytes: u64,
     /// How many images lie under it.
     pub depth: u64,
+    /// What is written to it stays in this host's memory until the kernel likes (`cache=unsafe`).
+    pub no_flush: bool,
+    /// It is read and written past the page cache (`cache=none`).
+    pub direct: bool,
 }
 
 /// The disks that the guest can write.
@@ -57,6 +61,8 @@ fn disks(list: &Value) -> Vec<Disk> {
             format: text(&inserted["drv"]),
             bytes: inserted["image"]["virtual-size"].as_u64().unwrap_or_default(),
             depth: inserted["backing_file_depth"].as_u64().unwrap_or_default(),
+            no_flush: inserted["cache"]["no-flush"].as_bool().unwrap_or_default(),
+            direct: inserted["cache"]["direct"].as_bool().unwrap_or_default(),
         }
     };
     items(list).iter().filter(|device| device["inserted"]["ro"].as_bool() == Some(false)).map(disk).collect()
@@ -97,13 +103,15 @@ fn format(qmp: &mut Qmp, name: &str, disk: &Disk) -> Result<(), VmmError> {
     }
 }
 
-/// Opens an overlay under this name of a block node, over nothing yet.
+/// Opens an overlay of a disk under this name of a block node, over nothing yet, as the disk is open.
 ///
 /// # Errors
 /// [`VmmError`].
-pub fn open_overlay(qmp: &mut Qmp, node: &str, path: &Path) -> Result<(), VmmError> {
+pub fn open_overlay(qmp: &mut Qmp, node: &str, path: &Path, disk: &Disk) -> Result<(), VmmError> {
+    let cache = json!({ "direct": disk.direct, "no-flush": disk.no_flush });
     let overlay = json!({
-        "driver": "qcow2", "node-name": node, "backing": null, "file": { "driver": "file", "filename": path },
+        "driver": "qcow2", "node-name": node, "backing": null, "cache": cache,
+        "file": { "driver": "file", "filename": path, "cache": cache },
     });
     qmp.execute("blockdev-add", overlay, COMMAND_TIMEOUT).map(drop)
 }
@@ -138,16 +146,16 @@ mod tests {
         let list = json!([
             { "device": "virtio0", "qdev": "/machine/peripheral-anon/device[0]/virtio-backend", "inserted":
                 { "ro": false, "node-name": "#block162", "drv": "raw", "file": "/base", "backing_file_depth": 0,
-                  "image": { "virtual-size": 8388608 } } },
+                  "cache": { "no-flush": false, "direct": true, "writeback": true }, "image": { "virtual-size": 8388608 } } },
             { "device": "", "qdev": "d", "inserted":
                 { "ro": false, "node-name": "o", "drv": "qcow2", "file": "/o", "backing_file_depth": 2,
-                  "image": { "virtual-size": 512 } } },
+                  "cache": { "no-flush": true, "direct": false, "writeback": true }, "image": { "virtual-size": 512 } } },
             { "device": "cd", "inserted": { "ro": true, "node-name": "c", "drv": "raw", "file": "/c" } },
             { "device": "floppy0" },
         ]);
         let disk = |name: &str, node: &str, file: &str, format: &str, bytes, depth| {
             let [name, node, file, format] = [name, node, file, format].map(str::to_owned);
-            Disk { name, node, file, format, bytes, depth }
+            Disk { name, node, file, format, bytes, depth, no_flush: depth > 0, direct: depth == 0 }
         };
         let expected =
             [disk("virtio0", "#block162", "/base", "raw", 8 << 20, 0), disk("d", "o", "/o", "qcow2", 512, 2)];

@@ -2,8 +2,8 @@ use serde_json::{Value, json};
 
 use super::commands::{COMMAND_TIMEOUT, ask, guest_status};
 use super::past;
-use crate::vmm::VmmError;
 use crate::vmm::qmp::{Qmp, Version};
+use crate::vmm::{Untracked, VmmError};
 
 /// Where QEMU's object tree holds the devices that were asked for, with and without a name of their own.
 pub(super) const DEVICE_PATHS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
@@ -64,6 +64,16 @@ impl MemoryDevice {
 }
 
 impl Inspection {
+    /// Who writes its RAM past the page tables, by what it is made of.
+    #[must_use]
+    pub fn untracked(&self) -> Untracked {
+        match (self.direct_io.is_empty(), self.untold_io.is_empty()) {
+            (true, _) => Untracked::Nobody,
+            (false, true) => Untracked::Reads,
+            (false, false) => Untracked::Others,
+        }
+    }
+
     /// Guest RAM that Sterna cannot move, as names for people: back ends that are no shared named files, and RAM that
     /// has no back end at all.
     pub fn immovable_ram(&self) -> Vec<String> {
@@ -93,10 +103,11 @@ pub fn inspect(qmp: &mut Qmp) -> Result<Inspection, VmmError> {
     let bytes = |name: &str| size[name].as_u64().unwrap_or(0);
     let devices = devices(qmp)?;
     let past::Nodes { foreign, direct: mut direct_io, unknown: mut untold_io } = block_nodes(qmp)?;
-    let passing = || devices.iter().filter(|kind| past::passes_through(kind)).cloned();
-    direct_io.extend(passing());
-    untold_io.extend(passing());
-    let mut foreign_writers: Vec<String> = devices.into_iter().filter(|kind| past::is_foreign(kind)).collect();
+    let passing = passing(qmp, &devices)?;
+    direct_io.extend(passing.iter().cloned());
+    untold_io.extend(passing);
+    let kinds = devices.into_iter().map(|(_, kind)| kind);
+    let mut foreign_writers: Vec<String> = kinds.filter(|kind| past::is_foreign(kind)).collect();
     foreign_writers.extend(foreign_networks(qmp)?);
     foreign_writers.extend(foreign);
     let blockers = strings(&ask(qmp, "query-migrate")?["blocked-reasons"]);
@@ -171,16 +182,39 @@ pub(super) fn block_nodes(qmp: &mut Qmp) -> Result<past::Nodes, VmmError> {
     Ok(past::nodes(&optional(qmp, "query-named-block-nodes", json!({ "flat": true }))?))
 }
 
-/// The types of the devices that were asked for.
-fn devices(qmp: &mut Qmp) -> Result<Vec<String>, VmmError> {
+/// The devices that were asked for: where each is, and its type.
+fn devices(qmp: &mut Qmp) -> Result<Vec<(String, String)>, VmmError> {
     let mut found = Vec::new();
     for path in DEVICE_PATHS {
         let children = optional(qmp, "qom-list", json!({ "path": path }))?;
-        let kinds = items(&children).iter().filter_map(|child| child["type"].as_str());
-        let devices = kinds.filter_map(|kind| kind.strip_prefix("child<")?.strip_suffix('>'));
-        found.extend(devices.map(str::to_owned));
+        for child in items(&children) {
+            let kind = child["type"].as_str().and_then(|kind| kind.strip_prefix("child<")?.strip_suffix('>'));
+            if let Some((name, kind)) = child["name"].as_str().zip(kind) {
+                found.push((format!("{path}/{name}"), kind.to_owned()));
+            }
+        }
     }
     Ok(found)
+}
+
+/// The types of those devices that pass their guest's SCSI commands through to the host's.
+fn passing(qmp: &mut Qmp, devices: &[(String, String)]) -> Result<Vec<String>, VmmError> {
+    let mut found = Vec::new();
+    for (path, kind) in devices {
+        let passes = past::passes_through(kind)
+            || past::may_pass_through(kind)
+                && optional(qmp, "qom-get", json!({ "path": path, "property": "scsi" }))?.as_bool() == Some(true);
+        if passes {
+            found.push(kind.clone());
+        }
+    }
+    Ok(found)
+}
+
+/// Whether a device passes its guest's SCSI commands through to the host's.
+pub(super) fn passes_commands(qmp: &mut Qmp) -> Result<bool, VmmError> {
+    let devices = devices(qmp)?;
+    Ok(!passing(qmp, &devices)?.is_empty())
 }
 
 /// Network back ends are in no object tree; only the monitor for people lists them, `NAME: index=0,type=KIND,…`.

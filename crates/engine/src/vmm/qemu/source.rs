@@ -11,7 +11,7 @@ use super::process::QemuProcess;
 use super::settings::{self, Settings};
 use super::{disks, inspect, memory_map, past, registers};
 use crate::vmm::qmp::{Qmp, Version};
-use crate::vmm::{EventTime, MappedRam, Source, Stopped, VmmError};
+use crate::vmm::{EventTime, MappedRam, Source, Stopped, Untracked, VmmError};
 
 /// The name of the descriptor in QEMU.
 const SOCKET: &str = "sterna-source";
@@ -144,24 +144,31 @@ impl Source for QemuSource {
         Ok(reset)
     }
 
-    fn writes_untracked(&mut self) -> Result<bool, VmmError> {
+    fn writes_untracked(&mut self) -> Result<Untracked, VmmError> {
         let mut qmp = lock(&self.qmp);
         let nodes = inspect::block_nodes(&mut qmp)?;
         if !nodes.foreign.is_empty() {
             return Err(refused(format!("others than QEMU write its RAM, unseen ({})", nodes.foreign.join(", "))));
         }
-        if !nodes.direct.is_empty() {
-            return Ok(true);
+        if !nodes.unknown.is_empty() {
+            return Ok(Untracked::Others);
         }
         let may_nest = match self.may_nest {
             Some(may_nest) => may_nest,
             None => *self.may_nest.insert(inspect::may_nest(&mut qmp)?),
         };
         if may_nest && registers::nests(&mut qmp)? {
-            return Ok(true);
+            return Ok(Untracked::Others);
         }
-        let files = self.process.pid().and_then(|pid| sterna_sys::process::open_files(pid).ok());
-        Ok(files.is_none_or(|files| !past::files(&files).is_empty()))
+        let Some(files) = self.process.pid().and_then(|pid| sterna_sys::process::open_files(pid).ok()) else {
+            return Ok(Untracked::Others);
+        };
+        let files = past::files(&files);
+        if nodes.direct.is_empty() && files.is_empty() {
+            return Ok(Untracked::Nobody);
+        }
+        let by_calls = past::are_read_by_calls(&files) && !inspect::passes_commands(&mut qmp)?;
+        Ok(if by_calls { Untracked::Reads } else { Untracked::Others })
     }
 
     fn begin(&mut self) -> Result<UnixStream, VmmError> {

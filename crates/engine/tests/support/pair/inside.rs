@@ -21,6 +21,8 @@ pub struct InsideSelf {
     pub overflow: Arc<AtomicBool>,
     /// What is being read into RAM past the page tables, where that is told.
     pub under_way: Option<Arc<Mutex<UnderWay>>>,
+    /// What tells that instead, at each look.
+    pub at_look: Option<Box<dyn FnMut() -> UnderWay + Send>>,
 }
 
 impl Inside for InsideSelf {
@@ -82,6 +84,9 @@ impl Inside for InsideSelf {
     }
 
     fn under_way(&mut self) -> Result<UnderWay, MigrateError> {
+        if let Some(at_look) = &mut self.at_look {
+            return Ok(at_look());
+        }
         Ok(self.under_way.as_ref().map_or(UnderWay::Untold, |told| told.lock().unwrap().clone()))
     }
 

@@ -21,6 +21,7 @@ use sterna_engine::source::Outgoing;
 use sterna_engine::source::pauses::Place;
 use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::track::WriteProtect;
+use sterna_engine::vmm::Untracked;
 use sterna_protocol::spec::{BlockSpec, VmSpec};
 
 use guest::GuestRam;
@@ -83,7 +84,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
         }],
         throttle: Box::new(ProcessThrottle::new(std::process::id())),
         tracker: Box::new(WriteProtect::new(std::process::id(), inside).expect("our own page tables")),
-        direct_io: false,
+        untracked: Untracked::Nobody,
         trust_first_look: false,
         bandwidth: std::sync::Arc::default(),
         gang: None,

@@ -10,7 +10,7 @@ use sterna_api::Problem;
 use sterna_engine::host::{DaemonId, MigrationId, SourceHost};
 use sterna_engine::transport::clock::now_us;
 use sterna_engine::transport::credentials::Credentials;
-use sterna_engine::vmm::{self, EventTime, MappedRam, Stopped, VmmError};
+use sterna_engine::vmm::{self, EventTime, MappedRam, Stopped, Untracked, VmmError};
 use sterna_introspect::PageTables;
 
 use super::guest::Writers;
@@ -25,8 +25,8 @@ pub struct Faults {
     /// Before it says that it has saved them.
     pub before_saved: Option<Box<dyn FnOnce() + Send>>,
     pub switched_off: Arc<AtomicBool>,
-    /// Whether it says that somebody writes RAM past the page tables, when it is asked.
-    pub writes_untracked: bool,
+    /// Who writes RAM past the page tables, as it says when it is asked.
+    pub writes_untracked: Untracked,
 }
 
 /// A source "VMM": its guest is the writers, its devices 300,000 bytes.
@@ -75,7 +75,7 @@ impl vmm::Source for SourceVmm {
         Ok(self.kernel.as_ref().map(|(_, tables)| tables.clone()).unwrap_or_default())
     }
 
-    fn writes_untracked(&mut self) -> Result<bool, VmmError> {
+    fn writes_untracked(&mut self) -> Result<Untracked, VmmError> {
         Ok(self.faults.writes_untracked)
     }
 
