@@ -300,6 +300,10 @@ pub struct Tracking {
     pub looks: u64,
     /// Time that those looks took in all, milliseconds.
     pub look_ms: f64,
+    /// What was mapped by huge pages when watching began, bytes: it is mapped page by page until it ends.
+    pub huge_bytes: u64,
+    /// Time that this took, milliseconds.
+    pub map_small_ms: f64,
 }
 
 /// The looks at the guest's kernel for pages that it holds free.

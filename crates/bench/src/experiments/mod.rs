@@ -57,6 +57,9 @@ pub mod gang_levels;
 /// A gang that comes back and moves on.
 pub mod gang_return;
 
+/// Speed in huge pages: at rest, watched, after a cancel and where a guest has come.
+pub mod huge_pages;
+
 /// Figures that are derived from runs to judge them.
 mod judge;
 
@@ -270,6 +273,11 @@ pub const ALL: &[Experiment] = &[
         id: "gang-fork",
         about: "a running guest of 512 MiB and of 4 GiB goes on as 1 and as 20 more, beside boots and QEMU alone",
         plan: gang_fork::plan,
+    },
+    Experiment {
+        id: "huge-pages",
+        about: "a random reader and a sort in huge pages: at rest, watched, after a cancel, after it came, beside QEMU",
+        plan: huge_pages::plan,
     },
     Experiment {
         id: "replace",

@@ -96,6 +96,7 @@ impl<'a> Account<'a> {
         tracking.scan_ms = ms(cost.scan_time);
         tracking.write_faults = cost.write_faults;
         tracking.discarded_pages = cost.discarded_pages;
+        (tracking.huge_bytes, tracking.map_small_ms) = (cost.huge_bytes, ms(cost.map_small_time));
     }
 
     /// Notes that pages follow after the switchover, and why, where the options did not ask for it.
