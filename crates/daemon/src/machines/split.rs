@@ -212,7 +212,8 @@ pub fn describe(split: &api::Split) -> String {
     let stuck = split.stuck.iter().map(|why| format!("; more of it is here than may be, and cannot leave: {why}"));
     let paced = (split.paced_pages > 0).then(|| {
         let (pages, longest, forced) = (split.paced_pages, split.paced_longest_ms, split.forced_pages);
-        format!("; {pages} pages waited for room, {longest:.0} ms at most, and {forced} of them came in without")
+        let waited = if pages == 1 { "1 page".into() } else { format!("{pages} pages") };
+        format!("; {waited} waited for room, {longest:.0} ms at most, and {forced} came in without")
     });
     waits.chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
 }
@@ -277,8 +278,10 @@ mod tests {
         assert!(text.starts_with(beginning) && text.ends_with("b:1 is full"), "{text}");
         let paced = api::Split { paced_pages: 9, forced_pages: 2, paced_longest_ms: 100.4, ..split(0, vec![], None) };
         assert!(
-            describe(&paced).ends_with("; 9 pages waited for room, 100 ms at most, and 2 of them came in without"),
+            describe(&paced).ends_with("; 9 pages waited for room, 100 ms at most, and 2 came in without"),
             "{paced:?}"
         );
+        let one = api::Split { paced_pages: 1, forced_pages: 0, ..paced };
+        assert!(describe(&one).contains("; 1 page waited for room"), "{one:?}");
     }
 }
