@@ -1,4 +1,6 @@
-//! The demo: two hosts at 1 Gbit, a guest with memcached under load and a checker of its own memory, moved once.
+//! The demo: two hosts at 1 Gbit, and a guest with memcached under load, a checker of its own memory, and a program
+//! that writes memory faster than the link carries it. Sterna moves it once, as it does by default, and then QEMU by
+//! itself moves another one like it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,6 +12,7 @@ use sterna_api::{MigrateOptions, Report};
 
 use super::{narrator, write};
 use crate::accelerator;
+use crate::baseline::{Method, Ram};
 use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
 use crate::lab::{self, Lab, LabConfig};
@@ -19,11 +22,19 @@ use crate::plot::LinePlot;
 use crate::tools;
 use crate::trial::{self, Mover, Qemu, Setup, Trial};
 
-/// What the guest runs: memcached, and 64 MiB that are checked and rewritten for ever.
-const JOBS: &str = "memcached:-m,256;checker:--mib,64,--rate,16";
+/// What the guest runs: memcached, 64 MiB that are checked and rewritten for ever, and 128 MiB of which pages are
+/// written at random, 160 MiB of them in a second: the link carries 119.
+const JOBS: &str = "memcached:-m,256;checker:--mib,64,--rate,16;dirtier:--mib,128,--rate,160,--bytes,16";
+
+/// Requests to memcached in a second: fewer than the guest can answer.
+const REQUESTS_PER_S: f64 = 3000.0;
+
+/// QEMU by itself slows a guest down that writes too fast, where it is told to: otherwise it does not end at all.
+const QEMU_ALONE: Mover = Mover::Qemu(Method::AutoConverge, Ram::Plain);
 
 /// Runs it, prints the report, writes `throughput.svg` and `.png` to `out` and the report to `json`.
-/// Returns whether all is well: completed, both sides equal, no complaint of the checker.
+/// Returns whether all is well: completed, both sides equal, no complaint of the checker. What becomes of the guest
+/// that QEMU moves counts for nothing.
 ///
 /// # Errors
 /// Where the lab or the guest does not come up, or the migration fails.
@@ -34,30 +45,42 @@ pub fn run(json: Option<&Path>, out: &Path) -> Result<bool> {
     say("bringing up two hosts, a client and a meter, joined at 1 Gbit");
     let lab = Lab::up(LabConfig::pair(&format!("demo{}", std::process::id())))?;
     let path = tools::qemu_10_0().or_else(|_| tools::qemu_7_2())?;
-    let trial = trial::run(&Setup {
-        lab: &lab,
-        guest: Guest::new(&lab, "demo", 10, JOBS),
-        ready: Some("CHECKER ready"),
-        mover: &Mover::Sterna(MigrateOptions { verify: true, ..MigrateOptions::default() }),
-        qemu: &Qemu { label: "demo".into(), path },
-        load: Some(LoadConfig::mixed(1)),
-        settle: Duration::from_secs(5),
-        working_set: Duration::ZERO,
-        after: Duration::from_secs(4),
-        limit: trial::LIMIT,
-        say: &say,
-    })?;
+    let move_by = |mover: &Mover, name: &str, number: u8| {
+        trial::run(&Setup {
+            lab: &lab,
+            guest: Guest::new(&lab, name, number, JOBS),
+            ready: Some("CHECKER ready"),
+            mover,
+            qemu: &Qemu { label: "demo".into(), path: path.clone() },
+            load: Some(LoadConfig { pipeline: 8, rate_per_s: Some(REQUESTS_PER_S), ..LoadConfig::mixed(1) }),
+            settle: Duration::from_secs(5),
+            working_set: Duration::ZERO,
+            after: Duration::from_secs(4),
+            limit: trial::LIMIT,
+            say: &say,
+        })
+    };
+    say("a guest that writes faster than the link carries it, moved by Sterna");
+    let trial = move_by(&Mover::Sterna(MigrateOptions { verify: true, ..MigrateOptions::default() }), "demo", 10)?;
+    say("another one like it, moved by QEMU by itself, which may slow it down (auto-converge)");
+    let alone = move_by(&QEMU_ALONE, "alone", 11)?;
     lab.down()?;
     say("done; the lab is gone");
 
     let report = trial.sterna.as_ref().ok_or_else(|| Error::Usage("the migration left no report".into()))?;
-    let gap = meter::longest_gap(&trial.arrivals, trial.begin_us, trial.end_us + 1_000_000);
+    let gap = gap_of(&trial);
     let verdict = Verdict::of(&trial, report);
+    println!("{}", beside(&trial, &alone));
     println!("{}", table(&trial, report, gap, &verdict));
-    plot(&trial, gap).write(out, "throughput")?;
-    println!("guest throughput around the migration: {0}/throughput.svg, {0}/throughput.png", out.display());
+    plot(&trial, &alone).write(out, "throughput")?;
+    println!("memcached around both migrations: {0}/throughput.svg, {0}/throughput.png", out.display());
     if let Some(file) = json {
-        write(&document(&trial, report, gap, &verdict), file)?;
+        let mut document = document(&trial, report, gap, &verdict);
+        let bad_pages = bad_pages(&alone);
+        document["qemu"] = json!({
+            "mover": QEMU_ALONE.label(), "metrics": alone.metrics, "gap": gap_of(&alone), "bad_pages": bad_pages,
+        });
+        write(&document, file)?;
     }
     verdict.complaints.iter().for_each(|complaint| eprintln!("error: {complaint}"));
     Ok(verdict.complaints.is_empty())
@@ -73,8 +96,7 @@ struct Verdict {
 
 impl Verdict {
     fn of(trial: &Trial, report: &Report) -> Self {
-        let after = trial.checker.iter().filter(|line| line.at_us > trial.end_us);
-        let bad_pages = after.filter_map(|line| line.number("bad")).reduce(f64::max).map(|bad| bad as u64);
+        let bad_pages = bad_pages(trial);
         let mut complaints = Vec::new();
         if !report.verify.checked {
             complaints.push("the two sides were not compared".into());
@@ -92,6 +114,53 @@ impl Verdict {
         );
         Self { bad_pages, complaints }
     }
+}
+
+/// Pages that a guest's checker found wrong, where it reported after the migration.
+fn bad_pages(trial: &Trial) -> Option<u64> {
+    let after = trial.checker.iter().filter(|line| line.at_us > trial.end_us);
+    after.filter_map(|line| line.number("bad")).reduce(f64::max).map(|bad| bad as u64)
+}
+
+/// The longest time in which nothing was heard of the guest, up to a second after its move.
+fn gap_of(trial: &Trial) -> Option<Gap> {
+    meter::longest_gap(&trial.arrivals, trial.begin_us, trial.end_us + 1_000_000)
+}
+
+/// What somebody outside notices of both moves.
+fn beside(sterna: &Trial, alone: &Trial) -> Table {
+    let mut table = super::table();
+    table.set_header(["seen from outside", "Sterna", "QEMU alone, auto-converge"]);
+    let ms = |value: Option<f64>| value.map_or_else(|| "not measured".into(), |ms| format!("{ms:.1} ms"));
+    let of = |trial: &Trial, name: &str| trial.metrics.get(name).copied();
+    let took = |trial: &Trial| match (of(trial, "total_ms"), of(trial, "given_up_ms")) {
+        (Some(ms), _) => format!("{:.1} s", ms / 1e3),
+        (None, Some(ms)) => format!("given up after {:.0} s", ms / 1e3),
+        (None, None) => "not measured".into(),
+    };
+    let stood = |trial: &Trial| match of(trial, "downtime_ms") {
+        Some(value) => ms(Some(value)),
+        None => "it was not moved".into(),
+    };
+    let wire = |trial: &Trial| {
+        of(trial, "bytes_on_wire").map_or_else(|| "not measured".into(), |bytes| show_size(bytes as u64))
+    };
+    let requests = |trial: &Trial| {
+        let per_s = |name: &str| of(trial, name).map_or_else(|| "?".into(), |value| format!("{value:.0}"));
+        format!("{} before, {} meanwhile", per_s("requests_per_s_before"), per_s("requests_per_s_during"))
+    };
+    let wrong = |trial: &Trial| bad_pages(trial).map_or_else(|| "silent".into(), |bad| format!("{bad} pages"));
+    let mut row = |name: &str, show: &dyn Fn(&Trial) -> String| {
+        table.add_row([name.to_owned(), show(sterna), show(alone)]);
+    };
+    row("the move took", &took);
+    row("the guest stood still", &stood);
+    row("nothing was heard of it for", &|trial| ms(gap_of(trial).map(|gap| gap.ms)));
+    row("longest request to memcached", &|trial| ms(of(trial, "longest_request_ms")));
+    row("memcached answered in a second", &requests);
+    row("bytes on the wire", &wire);
+    row("wrong, by the guest's own checker", &wrong);
+    table
 }
 
 fn table(trial: &Trial, report: &Report, gap: Option<Gap>, verdict: &Verdict) -> Table {
@@ -144,26 +213,25 @@ fn table(trial: &Trial, report: &Report, gap: Option<Gap>, verdict: &Verdict) ->
     );
     row("compared", format!("{} pages, {} differ", report.verify.pages, report.verify.mismatches));
     row("the guest's checker", verdict.bad_pages.map_or_else(|| "silent".into(), |bad| format!("{bad} wrong pages")));
-    let requests = |name: &str| metric(name).map_or_else(|| "?".into(), |value| format!("{value:.0}/s"));
-    row(
-        "memcached requests",
-        format!("{} before, {} during", requests("requests_per_s_before"), requests("requests_per_s_during")),
-    );
     table
 }
 
-fn plot(trial: &Trial, gap: Option<Gap>) -> LinePlot {
-    let seconds = |at_us: i64| (at_us - trial.begin_us) as f64 / 1e6;
-    let shown = |at: f64| (-4.0..=seconds(trial.end_us) + 4.0).contains(&at);
-    let samples = trial.load.iter().flat_map(|load| &load.samples).map(|sample| (seconds(sample.at_us), sample.per_s));
-    let mut spans = vec![("migration".to_owned(), 0.0, seconds(trial.end_us))];
-    spans.extend(gap.map(|gap| (format!("silence, {:.1} ms", gap.ms), seconds(gap.from_us), seconds(gap.to_us))));
+fn plot(sterna: &Trial, alone: &Trial) -> LinePlot {
+    let seconds = |trial: &Trial, at_us: i64| (at_us - trial.begin_us) as f64 / 1e6;
+    let end = |trial: &Trial| seconds(trial, trial.end_us);
+    let last = end(sterna).max(end(alone)) + 4.0;
+    let line = |name: &str, trial: &Trial| {
+        let samples = trial.load.iter().flat_map(|load| &load.samples);
+        let points = samples.map(|sample| (seconds(trial, sample.at_us), sample.per_s));
+        (name.to_owned(), points.filter(|(at, _)| (-4.0..=last).contains(at)).collect())
+    };
+    let span = |name: &str, trial: &Trial| (name.to_owned(), 0.0, end(trial));
     LinePlot {
-        title: "memcached in the guest, around its migration".into(),
-        x_label: "seconds since the request".into(),
-        y_label: "requests per second".into(),
-        lines: vec![("requests answered, each 100 ms".into(), samples.filter(|(at, _)| shown(*at)).collect())],
-        spans,
+        title: "memcached in a guest that writes faster than the link carries, while it moves".into(),
+        x_label: "seconds since the request to move it".into(),
+        y_label: "requests answered per second".into(),
+        lines: vec![line("moved by Sterna", sterna), line("moved by QEMU alone, auto-converge", alone)],
+        spans: vec![span("Sterna's move", sterna), span("QEMU's move", alone)],
     }
 }
 
