@@ -39,6 +39,7 @@ impl Pager {
     /// # Errors
     /// The guest's first sight was not recorded, or RAM cannot be read.
     pub fn chunk_digest(&self, chunk: ChunkIndex) -> Result<u64, MigrateError> {
+        self.note_chunk(chunk)?;
         self.with_shown(|shown| shown.chunk_digest(self.ram.as_ref(), chunk))
     }
 
@@ -48,7 +49,15 @@ impl Pager {
     /// # Errors
     /// As [`Self::chunk_digest`].
     pub fn page_digests(&self, chunk: ChunkIndex) -> Result<Vec<u64>, MigrateError> {
+        self.note_chunk(chunk)?;
         self.with_shown(|shown| shown.page_digests(self.ram.as_ref(), chunk))
+    }
+
+    /// Notes what the guest has not seen of a chunk. Every page is here.
+    fn note_chunk(&self, chunk: ChunkIndex) -> Result<(), MigrateError> {
+        let there = self.ram.allocated_in(chunk);
+        let there = there.map_err(MigrateError::host("reading the guest's RAM to compare it"))?;
+        self.note_unseen(chunk, &there)
     }
 
     /// Pages of a chunk that the guest may have discarded since its start here: it may have seen zeros, whatever the

@@ -10,6 +10,7 @@ use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::Pager;
+use super::shown::Shown;
 use crate::error::MigrateError;
 use crate::memory::PoolRun;
 
@@ -46,35 +47,39 @@ impl Pager {
     pub(super) fn note_rounds(&self) {
         let mut state = self.lock();
         while !state.begun && !self.ended.load(Ordering::Acquire) {
-            let noted = state.shown.as_mut().map_or(Ok(false), |shown| shown.note_due(self.ram.as_ref()));
-            state = match noted {
-                Ok(true) => {
-                    drop(state);
-                    // Those that put pages in place want the lock, too.
-                    std::thread::yield_now();
-                    self.lock()
-                }
+            let Some(due) = state.shown.as_mut().and_then(Shown::next_due) else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            drop(state);
+            let digests = match due.digest(self.ram.as_ref()) {
+                Ok(digests) => digests,
                 // In the pause what is due is noted, or this error comes again.
                 Err(error) => return tracing::warn!(%error, "pages cannot be noted ahead"),
-                Ok(false) => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
+            state = self.lock();
+            if let Some(shown) = &mut state.shown {
+                shown.note_due(&due, &digests);
+            }
         }
     }
 
     /// Says that pages of a round are in their place, whatever was there before. The guest does not run here yet.
     pub(crate) fn placed(&self, chunk: ChunkIndex, pages: &PageSet) {
+        let mut state = self.lock();
+        state.recency.came(chunk);
         if !self.ram.mappings().maps_on_arrival() {
             return;
         }
-        if let Some(shown) = &mut self.lock().shown {
+        if let Some(shown) = &mut state.shown {
             // After they were written: whoever noted one meanwhile may have seen half of it.
             shown.forget(chunk, pages);
             self.changed.notify_all();
         }
     }
 
-    /// Maps current pages in the background, so that the guest faults less. Call it once, when the guest has begun to
-    /// run.
+    /// Maps current pages in the background, so that the guest faults less: those first that came last. Call it once,
+    /// when the guest has begun to run.
     ///
     /// # Errors
     /// No thread left; the guest can do without.
@@ -90,20 +95,34 @@ impl Pager {
     }
 
     fn map_current(&self) -> Result<(), MigrateError> {
-        for chunk in self.ram.layout().iter() {
+        let order = self.lock().recency.newest_first();
+        for chunk in order {
             if self.ended.load(Ordering::Acquire) {
                 break;
             }
             let there =
                 self.ram.allocated_in(chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-            // Few at a time, because they are digested under the lock where both sides are compared.
+            // Few at a time, so that faults do not wait for long.
             for first in (0..CHUNK_PAGES).step_by(AHEAD) {
                 let mut some = PageSet::EMPTY;
                 some.insert_run(first, AHEAD);
                 self.give_way();
                 let current = there.and(&some).without(self.lock().whereabouts.away_in(chunk));
+                self.note_unseen(chunk, &current)?;
                 self.show(chunk, &current)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Notes pages that are here and that the guest has not seen, where that is wanted. They are digested without the
+    /// lock: a fault on one of them does not wait, and its digest is the one that counts.
+    pub(super) fn note_unseen(&self, chunk: ChunkIndex, pages: &PageSet) -> Result<(), MigrateError> {
+        let Some(due) = self.lock().shown.as_ref().map(|shown| shown.unseen(chunk, pages)) else { return Ok(()) };
+        let digests = due.digest(self.ram.as_ref());
+        let digests = digests.map_err(MigrateError::host("reading the guest's RAM to compare it"))?;
+        if let Some(shown) = &mut self.lock().shown {
+            shown.note_unseen(&due, &digests);
         }
         Ok(())
     }

@@ -45,6 +45,9 @@ mod map;
 /// Pages as the guest first saw them.
 mod shown;
 
+/// Pages that came last.
+mod recency;
+
 /// Comparison with the source's.
 mod compare;
 
@@ -67,6 +70,7 @@ use sterna_sys::pagemap::Pagemap;
 
 use self::account::Account;
 use self::given_back::GivenBack;
+use self::recency::Recency;
 use self::shown::Shown;
 use self::supplier::Supplier;
 use self::whereabouts::{Holder, Whereabouts};
@@ -121,6 +125,7 @@ struct State {
     duplicate: u64,
     /// Pages as the guest first saw them, where both sides are to be compared.
     shown: Option<Shown>,
+    recency: Recency,
     /// Who brings the pages that are away.
     supplier: Option<Arc<dyn Supplier>>,
     /// When the last supplier was heard, where there is none.
@@ -208,6 +213,7 @@ impl Pager {
             waiting: HashMap::new(),
             duplicate: 0,
             shown,
+            recency: Recency::nothing(ram.layout()),
             supplier: None,
             heard: Instant::now(),
             whereabouts,
@@ -262,6 +268,7 @@ impl Pager {
             .begin(residue, self.ram.layout())
             .map_err(MigrateError::host("writing down which pages are missing"))?;
         (state.begun, state.begun_at, state.heard) = (true, Some(Instant::now()), Instant::now());
+        state.shown.iter_mut().for_each(Shown::nothing_is_due);
         self.changed.notify_all();
         Ok(())
     }

@@ -10,6 +10,32 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::memory::{Memory, for_each_body, is_zero};
 
+/// Pages to be digested while others may come.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Due {
+    chunk: ChunkIndex,
+    pages: PageSet,
+    digester: Digester,
+}
+
+impl Due {
+    /// Digests them as they are now.
+    ///
+    /// # Errors
+    /// RAM cannot be read.
+    pub(super) fn digest(&self, ram: &dyn Memory) -> io::Result<Vec<u64>> {
+        let mut digests = Vec::with_capacity(self.pages.len());
+        let load = |pages: &PageSet, bodies: &mut [u8]| ram.load(self.chunk, pages, bodies);
+        for_each_body(&self.pages, load, |_, body| digests.push(digest(self.digester, body)))?;
+        Ok(digests)
+    }
+}
+
+/// The digest of a page, 0 for zeros.
+fn digest(digester: Digester, body: &[u8; PAGE_BYTES]) -> u64 {
+    if is_zero(body) { 0 } else { digester.page(body) }
+}
+
 /// A digest for each page: 8 bytes a page, and two bits.
 #[derive(Debug)]
 pub(super) struct Shown {
@@ -18,6 +44,8 @@ pub(super) struct Shown {
     /// Pages that came since they were last noted, and the chunks that have some.
     forgotten: PageMap,
     due: VecDeque<ChunkIndex>,
+    /// Pages that somebody digests now, without holding this, and that have not come again since.
+    being_noted: Option<(ChunkIndex, PageSet)>,
     pub(super) digester: Digester,
 }
 
@@ -26,7 +54,7 @@ impl Shown {
     pub(super) fn nothing(layout: &Layout, digester: Digester) -> Self {
         let digests = vec![0; layout.chunks() as usize * CHUNK_PAGES];
         let [known, forgotten] = std::array::from_fn(|_| PageMap::empty(layout));
-        Self { known, digests, forgotten, due: VecDeque::new(), digester }
+        Self { known, digests, forgotten, due: VecDeque::new(), being_noted: None, digester }
     }
 
     /// Forgets these pages, whose content has just changed. They are due to be noted.
@@ -37,6 +65,9 @@ impl Shown {
         let known = self.known.chunk_mut(chunk);
         *known = known.without(pages);
         self.forgotten.insert_all(chunk, pages);
+        if let Some((_, still)) = self.being_noted.as_mut().filter(|(of, _)| *of == chunk) {
+            *still = still.without(pages);
+        }
         pages.iter().for_each(|page| self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = 0);
     }
 
@@ -48,11 +79,50 @@ impl Shown {
         *forgotten = forgotten.without(pages);
     }
 
-    /// Notes the pages of a chunk that are due, as they are now. Returns whether there was such a chunk.
-    pub(super) fn note_due(&mut self, ram: &dyn Memory) -> io::Result<bool> {
-        let Some(chunk) = self.due.pop_front() else { return Ok(false) };
+    /// The pages of a chunk that are noted.
+    #[cfg(test)]
+    pub(super) fn noted(&self, chunk: ChunkIndex) -> &PageSet {
+        self.known.chunk(chunk)
+    }
+
+    /// The pages of a chunk that are due. They are digested without holding this, so that nobody who puts pages in
+    /// their place waits, and given to [`note_due`](Self::note_due).
+    pub(super) fn next_due(&mut self) -> Option<Due> {
+        let chunk = self.due.pop_front()?;
         let pages = std::mem::replace(self.forgotten.chunk_mut(chunk), PageSet::EMPTY);
-        self.note(ram, chunk, &pages).map(|()| true)
+        self.being_noted = Some((chunk, pages));
+        Some(Due { chunk, pages, digester: self.digester })
+    }
+
+    /// Notes the digests of what was due, except of pages that have come again, are missing, or were noted by now.
+    pub(super) fn note_due(&mut self, due: &Due, digests: &[u64]) {
+        if let Some((_, still)) = self.being_noted.take() {
+            self.note_new(due, &still, digests);
+        }
+    }
+
+    /// Those of these pages of a chunk that are not noted, to be digested without holding this. The guest runs, and has
+    /// seen none of them: one that it sees meanwhile is noted before.
+    pub(super) fn unseen(&self, chunk: ChunkIndex, pages: &PageSet) -> Due {
+        Due { chunk, pages: pages.without(self.known.chunk(chunk)), digester: self.digester }
+    }
+
+    /// Notes the digests of pages that were [unseen](Self::unseen), except of those that were noted by now.
+    pub(super) fn note_unseen(&mut self, due: &Due, digests: &[u64]) {
+        self.note_new(due, &due.pages, digests);
+    }
+
+    fn note_new(&mut self, due: &Due, still: &PageSet, digests: &[u64]) {
+        let new = still.without(self.known.chunk(due.chunk));
+        for (page, digest) in due.pages.iter().zip(digests).filter(|(page, _)| new.contains(*page)) {
+            self.digests[due.chunk.index() * CHUNK_PAGES + usize::from(page)] = *digest;
+        }
+        self.known.insert_all(due.chunk, &new);
+    }
+
+    /// The guest is about to run, and to write: what is being digested is not noted.
+    pub(super) fn nothing_is_due(&mut self) {
+        self.being_noted = None;
     }
 
     /// Notes these pages as they are in the file now, except those that were noted before. The guest must not see them
@@ -75,8 +145,7 @@ impl Shown {
     }
 
     fn digest(&mut self, chunk: ChunkIndex, page: u8, body: &[u8; PAGE_BYTES]) {
-        let digest = if is_zero(body) { 0 } else { self.digester.page(body) };
-        self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = digest;
+        self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = digest(self.digester, body);
     }
 
     /// The digests of a chunk's pages, 0 for zeros, as [`Memory::page_digests`] has them: as the guest first saw them,

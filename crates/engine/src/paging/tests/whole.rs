@@ -55,11 +55,53 @@ fn a_page_that_is_missing_is_noted_when_it_comes_and_never_as_the_hole_that_it_l
     shown.forget(chunk, &set(&[1, 2]));
     sterna_sys::file::punch(&guest.file, 4096..8192).unwrap();
     shown.missing(chunk, &set(&[1]));
-    while shown.note_due(&ram).unwrap() {}
+    while let Some(due) = shown.next_due() {
+        shown.note_due(&due, &due.digest(&ram).unwrap());
+    }
     shown.note_bodies(chunk, &set(&[1]), &[9; 4096]);
     guest.round(1, 9);
     let right = ram.page_digests(chunk, Digester::UNSEEDED).unwrap();
     // The guest writes both afterwards.
     [1, 2].into_iter().for_each(|page| guest.round(page, 100));
     assert_eq!(shown.page_digests(&ram, chunk).unwrap(), right);
+}
+
+/// What somebody digests while a page comes again, or is found missing, is not what the guest sees.
+#[test]
+fn a_page_that_comes_again_while_it_is_digested_is_noted_once_more_and_one_that_is_missing_is_not() {
+    let guest = Guest::new();
+    let ram = SharedMemory::open(&guest.blocks(), Access::ReadWrite).unwrap();
+    let mut shown = Shown::nothing(ram.layout(), Digester::UNSEEDED);
+    let chunk = ChunkIndex(0);
+    let set = |pages: &[u8]| pages.iter().copied().collect::<PageSet>();
+    (1..5).for_each(|page| guest.round(page, 7));
+    shown.forget(chunk, &set(&[1, 2, 3, 4]));
+    let due = shown.next_due().expect("four pages are due");
+    let digests = due.digest(&ram).unwrap();
+    guest.round(1, 8);
+    shown.forget(chunk, &set(&[1]));
+    shown.missing(chunk, &set(&[2]));
+    // In the pause what is left is noted at once.
+    shown.note(&ram, chunk, &set(&[3])).unwrap();
+    shown.note_due(&due, &digests);
+    assert_eq!(*shown.noted(chunk), set(&[3, 4]));
+    let again = shown.next_due().expect("the page that came again");
+    shown.note_due(&again, &again.digest(&ram).unwrap());
+    assert_eq!(*shown.noted(chunk), set(&[1, 3, 4]));
+    // The guest runs while the last one is digested, and writes.
+    shown.forget(chunk, &set(&[4]));
+    let late = shown.next_due().expect("the last page");
+    shown.nothing_is_due();
+    guest.round(4, 100);
+    shown.note_due(&late, &late.digest(&ram).unwrap());
+    assert_eq!(*shown.noted(chunk), set(&[1, 3]));
+    // A thread of the guest wants one of two, and writes it, while they are digested in the background.
+    [5, 6].into_iter().for_each(|page| guest.round(page, 7));
+    let unseen = shown.unseen(chunk, &set(&[1, 5, 6]));
+    shown.note(&ram, chunk, &set(&[5])).unwrap();
+    guest.round(5, 100);
+    shown.note_unseen(&unseen, &unseen.digest(&ram).unwrap());
+    assert_eq!(*shown.noted(chunk), set(&[1, 3, 5, 6]));
+    let digests = shown.page_digests(&ram, chunk).unwrap();
+    assert_eq!(digests[5], digests[6], "what it saw first counts");
 }
