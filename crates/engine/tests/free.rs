@@ -156,7 +156,8 @@ fn a_free_page_that_the_vmm_writes_while_it_saves_its_devices_goes_as_it_is_then
     let options = MigrateOptions {
         mode: Mode::Hybrid,
         verify: true,
-        bandwidth_bytes_per_s: Some(40_000_000),
+        // So slow that the look in the pause pays, however long the machine needs for it.
+        bandwidth_bytes_per_s: Some(5_000_000),
         ..MigrateOptions::default()
     };
     let going = outgoing(&guest.ram, vmm, InsideSelf::default());
