@@ -89,8 +89,9 @@ pub fn show(command: &Command) -> String {
     text
 }
 
-/// The limit of a hopeless wait: no result depends on it, however slow the machine is.
-pub const PATIENCE: Duration = Duration::from_secs(300);
+/// The limit of a hopeless wait: no result depends on it, however slow the machine is. A guest whose processors are
+/// emulated, and that has a fifteenth of a machine's time, has needed more than 300 s to fill its memory.
+pub const PATIENCE: Duration = Duration::from_secs(1200);
 
 /// Asks `ready` again every 5 ms until it returns a value.
 ///
