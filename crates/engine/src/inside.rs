@@ -201,22 +201,17 @@ impl Inside for InsideQemu {
     }
 
     fn under_way(&mut self) -> Result<UnderWay, MigrateError> {
-        const DOING: &str = "telling what is being read into guest RAM";
         if let Transfers::NotAsked = self.transfers {
             self.transfers = match self.agent.transfers() {
                 Ok(table) => Transfers::There(table),
                 Err(AgentError::Refused { .. }) => Transfers::None,
-                Err(error) => return Err(failed(DOING)(error)),
+                Err(error) => return Err(failed(TELLING)(error)),
             };
         }
-        let Transfers::There(table) = &self.transfers else { return Ok(UnderWay::Untold) };
-        let unread = MigrateError::host("reading what is being read into guest RAM");
-        match table.has_queued() {
-            Ok(true) => self.agent.end_transfers().map_err(failed(DOING))?,
-            Ok(false) => {}
-            Err(error) => return Err(unread(error)),
+        match &self.transfers {
+            Transfers::There(table) => under_way(&mut self.agent, table),
+            _ => Ok(UnderWay::Untold),
         }
-        table.look().map_err(unread)
     }
 
     fn close(&mut self) {
@@ -225,4 +220,21 @@ impl Inside for InsideQemu {
             tracing::debug!(%error, "the agent could not close its userfaultfd");
         }
     }
+}
+
+const TELLING: &str = "telling what is being read into guest RAM";
+
+/// What is being read into guest RAM past the page tables now, by this table of the agent's.
+///
+/// # Errors
+/// The agent does not answer, or the table cannot be read.
+pub fn under_way(agent: &mut Agent, table: &TransferTable) -> Result<UnderWay, MigrateError> {
+    let unread = MigrateError::host("reading what is being read into guest RAM");
+    match table.has_queued() {
+        // Some may have ended since.
+        Ok(true) => agent.end_transfers().map_err(failed(TELLING))?,
+        Ok(false) => {}
+        Err(error) => return Err(unread(error)),
+    }
+    table.look().map_err(unread)
 }

@@ -13,11 +13,11 @@ use sterna_engine::agent::{AddressRange, Agent, AgentError, UnderWay};
 use sterna_engine::error::MigrateError;
 use sterna_engine::fork::layer::{Draft, Layer, MOST_PIECES};
 use sterna_engine::fork::{Image, NotSaved, Saved, save};
-use sterna_engine::inside::InsideQemu;
+use sterna_engine::inside::{InsideQemu, under_way};
 use sterna_engine::memory::kind;
 use sterna_engine::source::track::WriteProtect;
-use sterna_engine::vmm::Source as _;
 use sterna_engine::vmm::qemu::{Disk, Inspection, QemuSource, SharedQmp, lock, writable_disks};
+use sterna_engine::vmm::{Source as _, Untracked};
 use sterna_protocol::spec::VmSpec;
 use sterna_sys::file::{self, FileId};
 use sterna_sys::map::Access;
@@ -125,7 +125,7 @@ impl Source {
         let qmp = control.share();
         let mut driver = control::source(record, SharedQmp::clone(&qmp))?;
         let running = driver.running().map_err(|error| control::refused("tell its state", &error))?;
-        let past = control::reads_past(record, &mut driver, "it cannot be forked")?;
+        let past = control::reads_past(record, &mut driver, &format!("'{}' cannot be forked", record.name))?;
         let pid = record.process.pid;
         let (agent, addresses) = control::agent_and_addresses(&record.agent, pid, &record.blocks)?;
         let ram = record.blocks.iter().zip(&addresses).map(|(block, at)| *at..*at + block.bytes).collect();
@@ -261,8 +261,8 @@ pub fn draft(record: &VmRecord, addresses: &[u64], dir: &Path, past: bool) -> Re
     let agent = agent::connect(&record.agent, pid).map_err(|error| error.problem())?;
     let begin = || -> Result<Draft, MigrateError> {
         let tracker = WriteProtect::new(pid, InsideQemu::new(agent))?;
-        let draft = Draft::begin(pid, kind::open(&blocks, Access::Read)?, Box::new(tracker), file)?;
-        Ok(if past { draft.read_past() } else { draft })
+        let untracked = if past { Untracked::Reads } else { Untracked::Nobody };
+        Draft::begin(pid, kind::open(&blocks, Access::Read)?, Box::new(tracker), file, untracked)
     };
     begin().map_err(|error| error.problem())
 }
@@ -351,9 +351,8 @@ impl Freezing {
         }
         let doing = "telling what is being read into guest RAM";
         let failed = |source| MigrateError::Agent { doing, source: Box::new(source) };
-        self.agent.end_transfers().map_err(failed)?;
         let table = self.agent.transfers().map_err(failed)?;
-        match table.look().map_err(MigrateError::host("reading what is being read into guest RAM"))? {
+        match under_way(&mut self.agent, &table)? {
             UnderWay::Ranges(ranges) if ranges.is_empty() => Ok(()),
             _ => Err(MigrateError::UntoldReads),
         }

@@ -26,6 +26,8 @@ use crate::memory::areas::{Areas, content, without};
 use crate::memory::runs::runs;
 use crate::memory::{Memory, add_run, is_zero};
 use crate::source::track::Tracker;
+use crate::source::untracked::UntrackedWrites;
+use crate::vmm::Untracked;
 
 /// The most mappings that RAM may consist of when it is forked. Each clone has as many, and what it discards may cut
 /// them up further. The kernel allows 65,530 of a process in all.
@@ -65,12 +67,8 @@ pub struct Draft {
     mapped: Vec<Range<u64>>,
     /// All of RAM is copied, so that it is whole in this file.
     whole: bool,
-    /// Pages that something was being read into past the page tables when they were last watched anew.
-    read_into: PageMap,
-    /// Whether all such reads were told of so far.
-    told: bool,
-    /// Whether there may be such reads.
-    past: bool,
+    /// What is written past the page tables.
+    untracked: UntrackedWrites,
 }
 
 /// Pages of a guest's own, and how many parts of its RAM files stand behind.
@@ -80,7 +78,8 @@ struct Own {
 }
 
 impl Draft {
-    /// Begins to watch a process's private RAM. The file is empty and lies on tmpfs; nobody else has it.
+    /// Begins to watch a process's private RAM. The file is empty and lies on tmpfs; nobody else has it. Where somebody
+    /// is `untracked`, and not all that he writes is told of, the layer does not become whole.
     ///
     /// # Errors
     /// The kernel or the VMM refuses to watch, or the process cannot be looked into.
@@ -89,22 +88,19 @@ impl Draft {
         memory: Arc<dyn Memory>,
         mut tracker: Box<dyn Tracker>,
         file: File,
+        untracked: Untracked,
     ) -> Result<Self, MigrateError> {
         let pagemap = Pagemap::open(pid).map_err(MigrateError::vmm_process("looking at the guest's RAM"))?;
         let bytes = memory.layout().blocks().map(|block| block.bytes).sum();
         file.set_len(bytes).map_err(MigrateError::host("making a file for the guest's own pages"))?;
         tracker.arm(memory.as_ref())?;
         let empty = || PageMap::empty(memory.layout());
-        let (current, kept, mut read_into) = (empty(), empty(), empty());
-        let told = tracker.reads(memory.as_ref(), &mut read_into)?;
-        let (own, mapped, whole, past) = (None, Vec::new(), false, false);
-        Ok(Self { pid, memory, tracker, pagemap, file, current, kept, own, mapped, whole, read_into, told, past })
-    }
-
-    /// The VMM reads past the page tables, too, and tells of it: where it does not, the layer does not become whole.
-    #[must_use]
-    pub fn read_past(self) -> Self {
-        Self { past: true, ..self }
+        let (current, kept) = (empty(), empty());
+        let mut untracked = UntrackedWrites::by(untracked, memory.layout());
+        // Nothing is copied yet.
+        untracked.landed(memory.as_ref(), tracker.as_mut())?;
+        let (own, mapped, whole) = (None, Vec::new(), false);
+        Ok(Self { pid, memory, tracker, pagemap, file, current, kept, own, mapped, whole, untracked })
     }
 
     /// Copies all of RAM, and not only the guest's own pages. Once it is laid over, the file is the guest's RAM, whole,
@@ -192,7 +188,7 @@ impl Draft {
     /// Copies the last pages. The layer is whole, and is what these runs of RAM are.
     fn finish(&mut self) -> Result<(Layer, Vec<Range<u64>>), MigrateError> {
         let runs = self.runs()?;
-        if self.past && !(self.told && self.read_into.is_empty()) {
+        if !self.untracked.all_told() {
             return Err(MigrateError::UntoldReads);
         }
         tracing::debug!(runs = runs.len(), "what was written last is known");
@@ -216,10 +212,7 @@ impl Draft {
         let layout = self.memory.layout();
         let (mut written, mut discarded) = (PageMap::empty(layout), PageMap::empty(layout));
         self.tracker.collect(self.memory.as_ref(), &mut written, &mut discarded)?;
-        // What was being read into may have landed since; what is being read into now counts the next time.
-        written.add(&self.read_into);
-        self.read_into.clear();
-        self.told &= self.tracker.reads(self.memory.as_ref(), &mut self.read_into)?;
+        written.add(&self.untracked.landed(self.memory.as_ref(), self.tracker.as_mut())?);
         self.current.take_out(&written);
         let mut own = match self.own.take() {
             Some(own) => own,

@@ -63,7 +63,8 @@ impl Rig {
 
     fn draft(&self, tracker: Box<dyn Tracker>) -> Draft {
         let file = tempfile::tempfile_in("/dev/shm").expect("a file");
-        Draft::begin(std::process::id(), Arc::clone(&self.memory), tracker, file).expect("a layer in the making")
+        let draft = Draft::begin(std::process::id(), Arc::clone(&self.memory), tracker, file, Untracked::Nobody);
+        draft.expect("a layer in the making")
     }
 
     fn tracker(&self) -> Box<dyn Tracker> {
