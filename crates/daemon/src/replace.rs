@@ -173,7 +173,7 @@ impl Replace<'_> {
             MemoryMode::Shared => false,
             MemoryMode::Private => {
                 check_private(record, &items)?;
-                control::reads_past(record, &mut vmm, "its QEMU cannot be replaced")?
+                control::reads_past(record, &mut vmm, &format!("the QEMU of '{}' cannot be replaced", record.name))?
             }
         };
         doing.found(running);

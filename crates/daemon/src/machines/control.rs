@@ -101,12 +101,12 @@ impl Control {
     }
 }
 
-/// Whether a machine's disks read into its memory past the page tables, which its agent tells of then. `not_done` is
+/// Whether a machine's disks read into its memory past the page tables, which its agent tells of then. `refusal` says
 /// what cannot be done where somebody writes there who is not told of.
 ///
 /// # Errors
 /// A [`Problem`]: there is somebody, or QEMU does not answer.
-pub fn reads_past(record: &VmRecord, vmm: &mut QemuSource, not_done: &str) -> Result<bool, Problem> {
+pub fn reads_past(record: &VmRecord, vmm: &mut QemuSource, refusal: &str) -> Result<bool, Problem> {
     let told = match vmm.writes_untracked().map_err(|error| refused("tell its devices", &error))? {
         Untracked::Nobody => return Ok(false),
         Untracked::Reads => agent::tells_of_reads(&record.agent, record.process.pid)?,
@@ -115,14 +115,9 @@ pub fn reads_past(record: &VmRecord, vmm: &mut QemuSource, not_done: &str) -> Re
     if told {
         return Ok(true);
     }
-    let message = format!(
-        "'{}': {not_done}: a disk with direct I/O, or the processor for guests of its own, may write its memory past \
-         QEMU, untold",
-        record.name
-    );
-    Err(Problem::new(Code::DirectIo, Blame::Request, message).hint(
-        "a disk may stay as it is with 'aio=threads' or 'aio=native', unless QEMU runs with an agent of an earlier \
-         version; and the guest may run no guests",
+    let why = "a disk with direct I/O, or a processor that runs guests of its own, may write its memory, and nobody tells where";
+    Err(Problem::new(Code::DirectIo, Blame::Request, format!("{refusal}: {why}")).hint(
+        "give such disks 'aio=threads' or 'aio=native', and let the guest run no guests; a QEMU that an earlier version of Sterna has started must be started anew",
     ))
 }
 
