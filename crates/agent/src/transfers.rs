@@ -10,7 +10,7 @@ use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use libc::{c_int, c_void, iovec};
-use sterna_agent_protocol::transfers::{Noted, PLACES, Pieces, Transfers};
+use sterna_agent_protocol::transfers::{Noted, PLACES, Transfers};
 
 use crate::blocks::BLOCKS;
 use crate::raw;
@@ -57,11 +57,7 @@ pub struct Read(Option<Noted>);
 impl Read {
     /// Notes a read into these buffers, if one of them is guest RAM.
     pub fn begin(buffers: &[iovec]) -> Self {
-        let noted = table().zip(extent(buffers)).map(|(table, (start, end))| {
-            let pieces = note_pieces(table, buffers);
-            table.begin(start, end, pieces, near(start))
-        });
-        Self(noted)
+        Self(table().and_then(|table| begin(table, buffers, near)))
     }
 }
 
@@ -73,24 +69,17 @@ impl Drop for Read {
     }
 }
 
-/// The addresses from the first to the last byte of those buffers that touch guest RAM.
-fn extent(buffers: &[iovec]) -> Option<(u64, u64)> {
-    let mut extent: Option<(u64, u64)> = None;
-    for buffer in buffers {
-        let (start, length) = (buffer.iov_base as u64, buffer.iov_len as u64);
-        if length > 0 && BLOCKS.touching(start, length).next().is_some() {
-            let end = start.saturating_add(length);
-            extent = Some(extent.map_or((start, end), |(first, last)| (first.min(start), last.max(end))));
-        }
-    }
-    extent
-}
-
-/// Notes the parts of guest RAM that these buffers are.
-fn note_pieces(table: &Transfers, buffers: &[iovec]) -> Pieces {
-    let mut count = 0;
-    each_piece(buffers, &mut |_, _| count += 1);
-    table.note_pieces(count, |take| each_piece(buffers, take))
+/// Notes a read into these buffers, if one of them is guest RAM: from its first to its last byte there, and the parts
+/// that it consists of. Places are tried from the one on that `home` tells for its first byte.
+fn begin(table: &Transfers, buffers: &[iovec], home: impl FnOnce(u64) -> usize) -> Option<Noted> {
+    let (mut extent, mut count) = (None, 0);
+    each_piece(buffers, &mut |start, end| {
+        let (first, last) = extent.unwrap_or((start, end));
+        (extent, count) = (Some((first.min(start), last.max(end))), count + 1);
+    });
+    let (start, end) = extent?;
+    let pieces = table.note_pieces(count, |take| each_piece(buffers, take));
+    Some(table.begin(start, end, pieces, home(start)))
 }
 
 /// Tells of each part of guest RAM that these buffers are; neighbours are one.
@@ -142,11 +131,11 @@ const IOCB_CMD_PREAD: u16 = 0;
 const IOCB_CMD_PREADV: u16 = 7;
 
 impl Request {
-    /// Has `note` note where it reads to, if that is guest RAM.
+    /// Notes where it reads to, if that is guest RAM. Places are tried from `home` on.
     ///
     /// # Safety
     /// It is a request as `io_submit(2)` takes it, and so are its buffers.
-    unsafe fn noted(&self, mut note: impl FnMut((u64, u64), &[iovec])) {
+    unsafe fn begin(&self, table: &Transfers, home: usize) -> Option<Noted> {
         let one = [iovec { iov_base: self.buffer as *mut c_void, iov_len: self.length as usize }];
         let buffers = match self.opcode {
             IOCB_CMD_PREAD => &one[..],
@@ -154,11 +143,9 @@ impl Request {
                 // SAFETY: the caller's promise.
                 unsafe { core::slice::from_raw_parts(self.buffer as *const iovec, self.length as usize) }
             }
-            _ => return,
+            _ => return None,
         };
-        if let Some(extent) = extent(buffers) {
-            note(extent, buffers);
-        }
+        begin(table, buffers, |_| home)
     }
 }
 
@@ -234,10 +221,10 @@ pub unsafe fn queue(context: u64, requests: &[*const Request], submit: impl FnOn
             table.lose_track();
         }
         for request in requests {
+            let address = *request as u64;
             // SAFETY: the caller's promise.
-            if let Some(read) = unsafe { request.as_ref() } {
-                // SAFETY: as above.
-                unsafe { read.noted(|extent, buffers| note(table, *request as u64, extent, buffers)) };
+            if let Some(noted) = unsafe { request.as_ref().and_then(|request| request.begin(table, near(address))) } {
+                queued(table, address, noted);
             }
         }
     }
@@ -305,9 +292,10 @@ fn look_through(table: &Transfers) {
     }
 }
 
-fn note(table: &Transfers, request: u64, (start, end): (u64, u64), buffers: &[iovec]) {
+/// Remembers whose a transfer is, until the request [has ended](ended).
+fn queued(table: &Transfers, request: u64, noted: Noted) {
     let home = near(request);
-    match table.begin(start, end, note_pieces(table, buffers), home) {
+    match noted {
         Noted::At(at) => {
             if let (Some(place), Some(farthest)) = (QUEUED.get(at), FARTHEST.get(home)) {
                 place.store(request, Ordering::Relaxed);
@@ -342,6 +330,8 @@ pub fn lose_track() {
 
 #[cfg(test)]
 mod tests {
+    use sterna_agent_protocol::transfers::Pieces;
+
     use super::*;
 
     /// A ring of four results, as the kernel lays it out.
@@ -359,6 +349,10 @@ mod tests {
         Four { ring, results: [none(), none(), none(), none()] }
     }
 
+    fn note(table: &Transfers, request: u64) {
+        queued(table, request, table.begin(1, 2, Pieces::default(), near(request)));
+    }
+
     #[test]
     fn a_request_is_found_by_its_address_however_far_from_home_it_is() {
         // SAFETY: a table is made of atomics.
@@ -367,7 +361,7 @@ mod tests {
         let first = 0x1000;
         let same_home = |request: &u64| near(*request) == near(first);
         let requests: Vec<u64> = (first..).step_by(16).filter(same_home).take(3).collect();
-        requests.iter().for_each(|request| note(table, *request, (1, 2), &[]));
+        requests.iter().for_each(|request| note(table, *request));
         let known = |request: u64| QUEUED.iter().any(|of| of.load(Ordering::Relaxed) == request);
         for at in [1, 0, 2] {
             assert!(known(requests[at]));
@@ -391,7 +385,7 @@ mod tests {
         let request = |number: usize| 0xABC0_0000 + 64 * number as u64;
         let known = |request: u64| QUEUED.iter().any(|of| of.load(Ordering::Relaxed) == request);
         for number in 0..11 {
-            note(table, request(number), (1, 2), &[]);
+            note(table, request(number));
             four.results[number % 4].request = request(number);
             four.ring.tail.store((number as u32 + 1) % 4, Ordering::Release);
             look_through(table);
