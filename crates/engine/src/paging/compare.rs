@@ -39,8 +39,7 @@ impl Pager {
     /// # Errors
     /// The guest's first sight was not recorded, or RAM cannot be read.
     pub fn chunk_digest(&self, chunk: ChunkIndex) -> Result<u64, MigrateError> {
-        self.note_chunk(chunk)?;
-        self.with_shown(|shown| shown.chunk_digest(self.ram.as_ref(), chunk))
+        self.with_noted(chunk, |shown| shown.chunk_digest(self.ram.layout(), chunk))
     }
 
     /// The digests of a chunk's pages as the guest first saw them, as
@@ -49,15 +48,18 @@ impl Pager {
     /// # Errors
     /// As [`Self::chunk_digest`].
     pub fn page_digests(&self, chunk: ChunkIndex) -> Result<Vec<u64>, MigrateError> {
-        self.note_chunk(chunk)?;
-        self.with_shown(|shown| shown.page_digests(self.ram.as_ref(), chunk))
+        self.with_noted(chunk, |shown| shown.page_digests(self.ram.layout(), chunk))
     }
 
-    /// Notes what the guest has not seen of a chunk. Every page is here.
-    fn note_chunk(&self, chunk: ChunkIndex) -> Result<(), MigrateError> {
+    /// Notes what the guest has not seen of a chunk, and looks. Every page is here; one that is a hole then and was
+    /// never seen is zeros, and is noted as such if the guest sees it meanwhile.
+    fn with_noted<T>(&self, chunk: ChunkIndex, look: impl FnOnce(&Shown) -> T) -> Result<T, MigrateError> {
+        self.give_way();
         let there = self.ram.allocated_in(chunk);
         let there = there.map_err(MigrateError::host("reading the guest's RAM to compare it"))?;
-        self.note_unseen(chunk, &there)
+        self.note_unseen(chunk, &there)?;
+        let state = self.lock();
+        state.shown.as_ref().map(look).ok_or(MigrateError::Request("digests that were not agreed on"))
     }
 
     /// Pages of a chunk that the guest may have discarded since its start here: it may have seen zeros, whatever the
@@ -95,12 +97,5 @@ impl Pager {
     pub(super) fn with_inside<T>(&self, look: impl FnOnce(&mut GivenBack, &mut dyn Inside) -> T) -> T {
         let mut given_back = self.given_back.lock().unwrap_or_else(PoisonError::into_inner);
         look(&mut given_back, self.faults.inside().as_mut())
-    }
-
-    fn with_shown<T>(&self, look: impl FnOnce(&mut Shown) -> std::io::Result<T>) -> Result<T, MigrateError> {
-        self.give_way();
-        let mut state = self.lock();
-        let shown = state.shown.as_mut().ok_or(MigrateError::Request("digests that were not agreed on"))?;
-        look(shown).map_err(MigrateError::host("reading the guest's RAM to compare it"))
     }
 }

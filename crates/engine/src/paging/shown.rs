@@ -128,10 +128,9 @@ impl Shown {
     /// Notes these pages as they are in the file now, except those that were noted before. The guest must not see them
     /// until this returns.
     pub(super) fn note(&mut self, ram: &dyn Memory, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
-        let new = pages.without(self.known.chunk(chunk));
-        let load = |pages: &PageSet, bodies: &mut [u8]| ram.load(chunk, pages, bodies);
-        for_each_body(&new, load, |page, body| self.digest(chunk, page, body))?;
-        self.known.insert_all(chunk, pages);
+        let unseen = self.unseen(chunk, pages);
+        let digests = unseen.digest(ram)?;
+        self.note_unseen(&unseen, &digests);
         Ok(())
     }
 
@@ -139,28 +138,21 @@ impl Shown {
     pub(super) fn note_bodies(&mut self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) {
         let new = pages.without(self.known.chunk(chunk));
         for (page, body) in pages.iter().zip(bodies.as_chunks().0).filter(|(page, _)| new.contains(*page)) {
-            self.digest(chunk, page, body);
+            self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = digest(self.digester, body);
         }
         self.known.insert_all(chunk, &new);
     }
 
-    fn digest(&mut self, chunk: ChunkIndex, page: u8, body: &[u8; PAGE_BYTES]) {
-        self.digests[chunk.index() * CHUNK_PAGES + usize::from(page)] = digest(self.digester, body);
-    }
-
-    /// The digests of a chunk's pages, 0 for zeros, as [`Memory::page_digests`] has them: as the guest first saw them,
-    /// or as they are where it has not seen them.
-    pub(super) fn page_digests(&mut self, ram: &dyn Memory, chunk: ChunkIndex) -> io::Result<Vec<u64>> {
-        let pages = ram.layout().place(chunk).map_or(0, |place| place.pages);
+    /// The digests of a chunk's pages, 0 for zeros, as [`Memory::page_digests`] has them: as they were noted, and zeros
+    /// where they were not.
+    pub(super) fn page_digests(&self, layout: &Layout, chunk: ChunkIndex) -> Vec<u64> {
+        let pages = layout.place(chunk).map_or(0, |place| place.pages);
         let first = chunk.index() * CHUNK_PAGES;
-        // A page that is unallocated and was never seen is zeros.
-        let allocated = ram.allocated_in(chunk)?;
-        self.note(ram, chunk, &allocated)?;
-        Ok(self.digests.get(first..first + pages).unwrap_or_default().to_vec())
+        self.digests.get(first..first + pages).unwrap_or_default().to_vec()
     }
 
     /// A digest of the chunk, as [`Memory::chunk_digest`] has it.
-    pub(super) fn chunk_digest(&mut self, ram: &dyn Memory, chunk: ChunkIndex) -> io::Result<u64> {
-        Ok(self.digester.pages(&self.page_digests(ram, chunk)?))
+    pub(super) fn chunk_digest(&self, layout: &Layout, chunk: ChunkIndex) -> u64 {
+        self.digester.pages(&self.page_digests(layout, chunk))
     }
 }
