@@ -194,7 +194,7 @@ fn told(
     let address = ram.mapping.addresses().start + READ_INTO * 4096;
     let (mut looks, mut at_look) = (0, lands.clone());
     let inside = InsideSelf {
-        at_look: Some(Box::new(move || {
+        under_way: Some(Box::new(move || {
             looks += 1;
             tells(looks, address, &mut at_look)
         })),

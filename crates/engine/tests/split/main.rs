@@ -120,10 +120,11 @@ impl Guest {
     }
 
     fn means(&self) -> PagingMeans {
+        let under_way = Arc::clone(&self.under_way);
         let inside = InsideSelf {
             mappings: Arc::clone(&self.inside),
             kept: Arc::clone(&self.kept),
-            under_way: Some(Arc::clone(&self.under_way)),
+            under_way: Some(Box::new(move || under_way.lock().unwrap().clone())),
             ..InsideSelf::default()
         };
         PagingMeans { inside: Box::new(inside), missing: self.record.try_clone().unwrap() }

@@ -1,6 +1,7 @@
 //! Clones on other hosts: they run there before their memory is there, and whatever is lost or ends meanwhile, each
 //! gets every page as it was, or is gone.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
@@ -30,7 +31,7 @@ pub fn fork_to(site: &Site, name: &str, clones: &[&str], to: &[&str]) -> Answer 
     cli::ask(site.host("a"), &[&["fork", name, "--json", "-"], clones, &to].concat())
 }
 
-pub fn at(site: &Site, host: &str) -> Vec<Vm> {
+fn at(site: &Site, host: &str) -> Vec<Vm> {
     let answer = cli::ask(site.host(host), &["ps", "--json"]);
     serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("{error}: {answer:#?}"))
 }
@@ -188,41 +189,53 @@ fn a_clone_that_ends_while_pages_are_missing_is_forgotten_and_so_is_one_that_is_
     });
 }
 
-/// The daemon of the source, or that of the clones' host, dies at a moment of chance.
+/// Forks `origin` into two clones at `b`, with `more` of the command's words. Within `latest_us` the daemon of the
+/// source or that of the clones' host dies, in turn. Then `is_whole` looks at each clone that has come, which ends.
+/// Returns their names.
+pub fn a_daemon_dies(
+    site: &mut Site,
+    (number, random, latest_us): (usize, &mut Random, u64),
+    more: &[&str],
+    is_whole: impl Fn(&Site, &str),
+) -> HashSet<String> {
+    let (b, names) = (site.host("b").listen(), [format!("x{number}"), format!("y{number}")]);
+    let words = ["fork", "origin", &names[0], &names[1], "--to", &b, "--json", "-"];
+    let attempt = Attempt::run(site.host("a"), &[&words[..], more].concat());
+    let delay = Duration::from_micros(random.below(latest_us));
+    std::thread::sleep(delay);
+    if number % 2 == 0 {
+        daemon_dies_in(site, attempt);
+    } else {
+        site.kill_daemon("b");
+        site.start_daemon("b");
+        drop(attempt.end());
+    }
+    have_all(site, &[&names[0], &names[1]]);
+    // Whoever comes when its source is gone ends when that is noticed there, and may still be on its way now.
+    let mut came = HashSet::new();
+    site.eventually("each has come, and is whole, or is gone", || {
+        let settled = |vm: &Vm| vm.state != VmState::MigratingIn && vm.arriving.is_none();
+        for vm in at(site, "b").into_iter().filter(settled) {
+            assert_eq!(vm.state, VmState::Running, "{vm:#?}");
+            is_whole(site, &vm.name);
+            stop_at(site, "b", &vm.name);
+            came.insert(vm.name);
+        }
+        at(site, "b").is_empty() && files(site.host("b")).is_empty()
+    });
+    println!("{number}: a daemon killed after {delay:?}, {} clones", came.len());
+    came
+}
+
 #[test]
 fn whichever_daemon_is_killed_the_source_runs_on_and_clones_elsewhere_are_whole_or_gone() {
     with_origin_of(&["--memory-mode", "shared"], plan, |site| {
         let mut random = Random(11);
-        let b = site.host("b").listen();
         for number in 0..times(4, 100) {
-            let names = [format!("x{number}"), format!("y{number}")];
-            let words = ["fork", "origin", &names[0], &names[1], "--to", &b, "--json", "-"];
-            let attempt = Attempt::run(site.host("a"), &words);
-            let delay = Duration::from_micros(random.below(LATEST_US));
-            std::thread::sleep(delay);
-            if number % 2 == 0 {
-                daemon_dies_in(site, attempt);
-            } else {
-                site.kill_daemon("b");
-                site.start_daemon("b");
-                drop(attempt.end());
-            }
-            have_all(site, &[&names[0], &names[1]]);
-            // Whoever comes when its source is gone ends when that is noticed there, and may still be on its way now.
-            let mut came = 0;
-            site.eventually("each has come, and is whole, or is gone", || {
-                let settled = |vm: &Vm| vm.state != VmState::MigratingIn && vm.arriving.is_none();
-                for vm in at(site, "b").iter().filter(|vm| settled(vm)) {
-                    assert_eq!(vm.state, VmState::Running, "{vm:#?}");
-                    are_well(site, &[&vm.name]);
-                    stop_at(site, "b", &vm.name);
-                    came += 1;
-                }
-                at(site, "b").is_empty() && files(site.host("b")).is_empty()
-            });
-            println!("{number}: a daemon killed after {delay:?}, {came} clones");
+            a_daemon_dies(site, (number, &mut random, LATEST_US), &[], |site, name| are_well(site, &[name]));
             are_well(site, &["origin"]);
         }
+        let b = site.host("b").listen();
         forked(&fork_to(site, "origin", &["after"], &[&b]));
         are_well(site, &["origin", "after"]);
     });

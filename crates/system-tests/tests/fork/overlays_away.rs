@@ -1,17 +1,13 @@
-use std::collections::HashSet;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use serde_json::Value;
-use sterna_api::{Vm, VmState};
 use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
-use sterna_system_tests::site::files;
-use sterna_system_tests::{Attempt, Site, cli};
+use sterna_system_tests::{Site, cli};
 
-use super::away::{LATEST_US, are_well, at, fork_to, have_all, stop_at};
+use super::away::{LATEST_US, a_daemon_dies, are_well, fork_to, have_all, stop_at};
+use super::forked;
 use super::overlays::{Images, moved, read_what_they_wrote, used, with_disks};
-use super::{daemon_dies_in, forked};
 
 /// The overlay of a machine that is on another host by now, as its former host's directory has it.
 fn overlays_of(images: &Images, name: &str) -> Vec<PathBuf> {
@@ -87,43 +83,21 @@ fn a_disk_that_is_never_flushed_has_no_overlay_on_another_host() {
     });
 }
 
-/// The daemon of the source, or that of the clones' host, dies at a moment of chance.
 #[test]
 fn whichever_daemon_is_killed_no_clone_elsewhere_loses_its_overlay_and_none_is_left_of_those_that_never_ran() {
     with_disks(false, &[], |site, images| {
         let mut random = Random(12);
-        let b = site.host("b").listen();
         for number in 0..times(4, 60) {
-            let names = [format!("x{number}"), format!("y{number}")];
-            let words = ["fork", "origin", &names[0], &names[1], "--overlay-disks", "--to", &b, "--json", "-"];
-            let attempt = Attempt::run(site.host("a"), &words);
-            let delay = Duration::from_micros(random.below(2 * LATEST_US));
-            std::thread::sleep(delay);
-            if number % 2 == 0 {
-                daemon_dies_in(site, attempt);
-            } else {
-                site.kill_daemon("b");
-                site.start_daemon("b");
-                drop(attempt.end());
-            }
-            have_all(site, &[&names[0], &names[1]]);
-            let mut came = HashSet::new();
-            site.eventually("each has come, and is whole, or is gone", || {
-                let settled = |vm: &Vm| vm.state != VmState::MigratingIn && vm.arriving.is_none();
-                for vm in at(site, "b").into_iter().filter(settled) {
-                    assert_eq!(vm.state, VmState::Running, "{vm:#?}");
-                    assert_eq!(overlays_of(images, &vm.name).len(), 1, "{vm:#?}");
-                    read_what_they_wrote(site, &[&vm.name]);
-                    stop_at(site, "b", &vm.name);
-                    came.insert(vm.name);
-                }
-                at(site, "b").is_empty() && files(site.host("b")).is_empty()
+            let chance = (number, &mut random, 2 * LATEST_US);
+            let came = a_daemon_dies(site, chance, &["--overlay-disks"], |site, name| {
+                assert_eq!(overlays_of(images, name).len(), 1, "{name}");
+                read_what_they_wrote(site, &[name]);
             });
-            println!("{number}: a daemon killed after {delay:?}, {} clones", came.len());
             came.iter().for_each(|name| remove_overlays_of(images, name));
             site.eventually("every overlay has its user", || images.overlays().is_subset(&used(site, "a", "origin")));
             read_what_they_wrote(site, &["origin"]);
         }
+        let b = site.host("b").listen();
         forked(&fork_to(site, "origin", &["after", "--overlay-disks"], &[&b]));
         read_what_they_wrote(site, &["origin", "after"]);
     });

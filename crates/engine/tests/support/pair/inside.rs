@@ -19,10 +19,8 @@ pub struct InsideSelf {
     pub kept: Arc<Mutex<Option<OwnedFd>>>,
     pub discards: Arc<Mutex<Vec<Discard>>>,
     pub overflow: Arc<AtomicBool>,
-    /// What is being read into RAM past the page tables, where that is told.
-    pub under_way: Option<Arc<Mutex<UnderWay>>>,
-    /// What tells that instead, at each look.
-    pub at_look: Option<Box<dyn FnMut() -> UnderWay + Send>>,
+    /// Tells at each look what is being read into RAM past the page tables, where that is told.
+    pub under_way: Option<Box<dyn FnMut() -> UnderWay + Send>>,
 }
 
 impl Inside for InsideSelf {
@@ -84,10 +82,7 @@ impl Inside for InsideSelf {
     }
 
     fn under_way(&mut self) -> Result<UnderWay, MigrateError> {
-        if let Some(at_look) = &mut self.at_look {
-            return Ok(at_look());
-        }
-        Ok(self.under_way.as_ref().map_or(UnderWay::Untold, |told| told.lock().unwrap().clone()))
+        Ok(self.under_way.as_mut().map_or(UnderWay::Untold, |tells| tells()))
     }
 
     fn close(&mut self) {
