@@ -29,7 +29,8 @@ impl Foresight {
         goal.turns_at_once().then(|| Self { rules: Rules::new(goal.downtime_limit, device_time), held: None })
     }
 
-    /// When a round that begins now is to be cut, if it is.
+    /// When a round that begins now is to be cut, if it is, once it has measured the link: without the link's speed
+    /// nothing is judged, and a later round may measure nothing, because the guest writes all pages before their turn.
     #[must_use]
     pub fn cut(&self) -> Option<Instant> {
         self.rules.window().and_then(|window| Instant::now().checked_add(window))
@@ -52,10 +53,4 @@ impl Foresight {
         self.held = if self.rules.doubts() { Some(Held::of(rounds.ram, rounds.written())?) } else { None };
         Ok(too_fast)
     }
-}
-
-/// The earlier of two moments, of which either may never come.
-#[must_use]
-pub fn earlier(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
-    one.into_iter().chain(other).min()
 }

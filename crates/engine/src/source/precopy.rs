@@ -8,7 +8,7 @@ use sterna_api::{MigrateOptions, Mode, Phase, report};
 use sterna_protocol::convergence::{Because, Convergence, Decision, Goal, Measured};
 
 use super::departure::Departure;
-use super::foresight::{Foresight, earlier};
+use super::foresight::Foresight;
 use super::link::Link;
 use super::pauses::Place;
 use super::prepare::Prepared;
@@ -74,7 +74,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
         rounds.untracked.ask(vmm)?;
         let began = Instant::now();
         let cut = foresight.as_ref().and_then(Foresight::cut).filter(|_| decided.is_none());
-        let complete = watched(vmm, monitor, || rounds.send(link, earlier(until, cut)))?;
+        let complete = watched(vmm, monitor, || rounds.send(link, until, cut))?;
         wait(monitor, began + at_least)?;
         let collected = rounds.collect(*tracker)?;
         if !complete {

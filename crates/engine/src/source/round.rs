@@ -21,13 +21,14 @@
 //! 6. With two threads that is 4 % of a round of a millisecond, and nothing of a long one. A round of few chunks has
 //! fewer threads that encode.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, ScopedJoinHandle};
 use std::time::Instant;
 
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::throughput::MEASURABLE_PAGES;
 use sterna_sys::socket::SendError;
 
 use super::encode::Encoder;
@@ -59,6 +60,10 @@ pub struct Round<'a> {
     pub later: &'a PageMap,
     /// The moment when the round ends, all sent or not, if there is one.
     pub until: Option<Instant>,
+    /// The moment when it ends, too, unless so few bodies went that they would not measure the link.
+    pub cut: Option<Instant>,
+    /// Bodies so far.
+    pub bodies: AtomicU64,
     /// Progress and cancelling.
     pub monitor: &'a Monitor,
 }
@@ -214,6 +219,7 @@ impl<'a, C: Iterator<Item = (ChunkIndex, PageSet)>> Makes<'a, C> {
             let Some(wanted) = self.round.wanted(chunk, pages, &mut self.sent)? else { continue };
             let (counts, outbound) = self.round.making.outbound(&mut self.encoder, &wanted)?;
             self.sent.counts += counts;
+            self.round.bodies.fetch_add(counts.bodies(), Ordering::Relaxed);
             if outbound.is_some() {
                 return Ok(outbound);
             }
@@ -271,6 +277,12 @@ impl<C: Iterator> Iterator for Shared<'_, C> {
 }
 
 impl Round<'_> {
+    /// Whether the turns that have not come yet come too late.
+    fn is_over(&self) -> bool {
+        let has_come = |moment: Option<Instant>| moment.is_some_and(|moment| Instant::now() >= moment);
+        has_come(self.until) || (has_come(self.cut) && self.bodies.load(Ordering::Relaxed) >= MEASURABLE_PAGES)
+    }
+
     /// The outstanding pages of a chunk to decide about now; `None` where the chunk's turn came too late. Notes the
     /// others in `sent`.
     ///
@@ -278,7 +290,7 @@ impl Round<'_> {
     /// As [`Skips::before_turn`], or [`MigrateError::Cancelled`].
     fn wanted(&self, chunk: ChunkIndex, pages: PageSet, sent: &mut Sent) -> Result<Option<Wanted>, MigrateError> {
         self.monitor.check()?;
-        if self.until.is_some_and(|until| Instant::now() >= until) {
+        if self.is_over() {
             sent.unsent.push((chunk, pages));
             return Ok(None);
         }

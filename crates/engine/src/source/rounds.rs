@@ -1,6 +1,7 @@
 //! Rounds of pages: the outstanding pages, their sending, and the collection of what the guest wrote meanwhile.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use sterna_api::options::HotPages as HotPagesOption;
@@ -321,12 +322,21 @@ impl<'a> Rounds<'a> {
 
     /// Sends the outstanding pages while the guest runs, and waits until they have arrived. Pages whose bodies the
     /// guest changed on their way are outstanding again, and so are those whose turn has not come at the moment
-    /// `until`, if given. Returns whether the turn of all has come.
+    /// `until`, if given, or `cut`, once the speed of the link is known. Returns whether the turn of all has come.
     ///
     /// # Errors
     /// The link's or this host's error, or [`MigrateError::Cancelled`].
-    pub fn send(&mut self, link: &mut Link, until: Option<Instant>) -> Result<bool, MigrateError> {
-        self.round(link, false, until).map(|round| round.complete)
+    pub fn send(
+        &mut self,
+        link: &mut Link,
+        until: Option<Instant>,
+        cut: Option<Instant>,
+    ) -> Result<bool, MigrateError> {
+        let (until, cut) = match self.throughput.known() {
+            Some(_) => ([until, cut].into_iter().flatten().min(), None),
+            None => (until, cut),
+        };
+        self.round(link, false, until, cut).map(|round| round.complete)
     }
 
     /// The guest is about to stop: the host's other migrations leave it the link, until it runs again
@@ -350,14 +360,20 @@ impl<'a> Rounds<'a> {
         for _ in 0..REPEATS {
             // Bodies that were digested before the stop may be suspect in the first of these rounds; nothing changes
             // after it.
-            if self.round(link, true, None)?.suspects == 0 {
+            if self.round(link, true, None, None)?.suspects == 0 {
                 return Ok(());
             }
         }
         Err(MigrateError::Damaged(self.outstanding.len() as usize))
     }
 
-    fn round(&mut self, link: &mut Link, last: bool, until: Option<Instant>) -> Result<Arrived, MigrateError> {
+    fn round(
+        &mut self,
+        link: &mut Link,
+        last: bool,
+        until: Option<Instant>,
+        cut: Option<Instant>,
+    ) -> Result<Arrived, MigrateError> {
         // With the guest stopped all pages go: no page is held back or left to a next round.
         let layout = self.ram.layout();
         let held = if last { PageMap::empty(layout) } else { self.skips.hold(layout, &mut self.outstanding) };
@@ -374,6 +390,8 @@ impl<'a> Rounds<'a> {
             skips: (!last).then_some(&self.skips),
             later: &self.later,
             until,
+            cut,
+            bodies: AtomicU64::new(0),
             monitor: self.monitor,
         };
         let Sent { counts, again, unsent } = send_round(&mut self.streams, &round)?;

@@ -7,12 +7,16 @@ use std::time::Duration;
 use sterna_api::options::{Compress, FakeDirty, OnTimeout, Prepaging};
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Mode, Report};
+use sterna_engine::error::MigrateError;
+use sterna_engine::memory::Memory;
 use sterna_engine::monitor::Monitor;
+use sterna_engine::source::track::{Cost, Tracker, Watch};
 use sterna_engine::source::{Fate, migrate};
 use sterna_engine::vmm::Untracked;
+use sterna_protocol::pages::PageMap;
 
 use crate::fixture::{
-    MIB, PAGES, Program, SPARSE, adds_up, byte, destination, filled_ram, nothing_wrong, options, run, run_with, until,
+    MIB, PAGES, Program, SPARSE, adds_up, byte, destination, filled_ram, nothing_wrong, options, run, until,
 };
 use crate::pair::destination::Destination;
 use crate::pair::guest::{GuestRam, Writers};
@@ -88,6 +92,55 @@ fn a_guest_with_nothing_left_to_send_is_handed_over_all_the_same() {
     host.assert_same(&ram);
 }
 
+/// A tracker that does something just before it collects: whatever the guest's threads are to have done by then, however
+/// they are scheduled.
+struct Before<F> {
+    tracker: Box<dyn Tracker>,
+    collecting: F,
+}
+
+impl<F: FnMut() + Send> Tracker for Before<F> {
+    fn arm(&mut self, ram: &dyn Memory) -> Result<(), MigrateError> {
+        self.tracker.arm(ram)
+    }
+    fn collect(
+        &mut self,
+        ram: &dyn Memory,
+        written: &mut PageMap,
+        discarded: &mut PageMap,
+    ) -> Result<(), MigrateError> {
+        (self.collecting)();
+        self.tracker.collect(ram, written, discarded)
+    }
+    fn watch(&self) -> Option<Arc<dyn Watch>> {
+        self.tracker.watch()
+    }
+    fn seal(&mut self) {
+        self.tracker.seal();
+    }
+    fn disarm(&mut self) {
+        self.tracker.disarm();
+    }
+    fn cost(&self) -> Cost {
+        self.tracker.cost()
+    }
+}
+
+/// The migration of a guest that writes nearly all of its pages from one collection to the next.
+fn a_restless_guest_goes(options: &MigrateOptions) -> Report {
+    let ram = filled_ram();
+    let (host, peer, seen) = destination(&ram, Program::Scattered);
+    let writers = Writers::start(&ram, 0..PAGES, Duration::ZERO);
+    let count = writers.count();
+    let mut going = outgoing(&ram, SourceVmm::new(Some(writers)), InsideSelf::default());
+    going.tracker = Box::new(Before { tracker: going.tracker, collecting: move || count.wait_for(4 * PAGES) });
+    let outcome = migrate(going, &peer, options, &Source::default(), &Monitor::new("guest"));
+    nothing_wrong(&seen);
+    adds_up(&outcome.report);
+    host.assert_same(&ram);
+    outcome.report
+}
+
 #[test]
 fn rounds_that_do_not_come_down_turn_into_post_copy() {
     if !tracking_works() {
@@ -96,9 +149,6 @@ fn rounds_that_do_not_come_down_turn_into_post_copy() {
     for (mode, timeout_ms, on_timeout) in
         [(Mode::Auto, None, OnTimeout::Cancel), (Mode::Precopy, Some(1500.0), OnTimeout::Postcopy)]
     {
-        let ram = filled_ram();
-        let (host, peer, seen) = destination(&ram, Program::Scattered);
-        let writers = Writers::start(&ram, 0..PAGES, Duration::ZERO);
         let options = MigrateOptions {
             bandwidth_bytes_per_s: Some(24 * MIB),
             downtime_limit_ms: 50.0,
@@ -106,13 +156,10 @@ fn rounds_that_do_not_come_down_turn_into_post_copy() {
             on_timeout,
             ..options(mode)
         };
-        let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &options);
-        nothing_wrong(&seen);
-        adds_up(&outcome.report);
-        assert_eq!(outcome.report.mode, "hybrid");
-        let reason = outcome.report.postcopy.reason.expect("it was not asked for");
+        let report = a_restless_guest_goes(&options);
+        assert_eq!(report.mode, "hybrid");
+        let reason = report.postcopy.reason.expect("it was not asked for");
         assert!(reason.contains("a pause of 50 ms"), "{reason}");
-        host.assert_same(&ram);
     }
 }
 
@@ -121,23 +168,18 @@ fn a_guest_too_fast_for_rounds_is_known_before_rounds_have_stalled() {
     if !tracking_works() {
         return;
     }
-    let ram = filled_ram();
-    let (host, peer, seen) = destination(&ram, Program::Scattered);
-    let writers = Writers::start(&ram, 0..PAGES, Duration::ZERO);
+    // All pages take two seconds: no window is as long, also where processors are busy.
     let options = MigrateOptions {
-        bandwidth_bytes_per_s: Some(24 * MIB),
+        bandwidth_bytes_per_s: Some(8 * MIB),
         fake_dirty: FakeDirty::Off,
         downtime_limit_ms: 50.0,
         ..options(Mode::Auto)
     };
-    let outcome = run(&ram, SourceVmm::new(Some(writers)), &peer, &options);
-    nothing_wrong(&seen);
-    adds_up(&outcome.report);
-    let Report { mode, postcopy, .. } = &outcome.report;
-    assert_eq!(mode, "hybrid");
+    let report = a_restless_guest_goes(&options);
+    assert_eq!(report.mode, "hybrid");
     // Rounds that had stalled would be another reason.
-    assert!(postcopy.reason.as_ref().is_some_and(|reason| reason.contains("faster than rounds")), "{postcopy:?}");
-    host.assert_same(&ram);
+    let reason = report.postcopy.reason.expect("it was not asked for");
+    assert!(reason.contains("faster than rounds"), "{reason}");
 }
 
 /// Nothing that was sent before the cut goes again before the other pages have gone, whatever the guest writes.
@@ -164,20 +206,21 @@ fn a_first_round_that_is_cut_twice_goes_on_as_if_it_had_not_been() {
     }
     let ram = full_ram();
     let (host, peer, _) = destination(&ram, Program::Ascending);
-    let monitor = Monitor::new("guest");
-    let outcome = std::thread::scope(|scope| {
-        scope.spawn(|| {
-            until("pages go", || monitor.progress().bytes_on_wire > 0);
-            (0..HOT).for_each(|page| ram.write_page(page, 0xfe));
-        });
-        run_with(&ram, SourceVmm::new(None), &peer, &slow_and_looked_at(), &Source::default(), &monitor)
-    });
+    let mut burst = Some(Arc::clone(&ram.mapping));
+    let collecting = move || {
+        if let Some(mapping) = burst.take() {
+            (0..HOT).for_each(|page| mapping.copy_in(page * 4096, &[0xfe; 4096]).expect("inside the mapping"));
+        }
+    };
+    let mut going = outgoing(&ram, SourceVmm::new(None), InsideSelf::default());
+    going.tracker = Box::new(Before { tracker: going.tracker, collecting });
+    let outcome = migrate(going, &peer, &slow_and_looked_at(), &Source::default(), &Monitor::new("guest"));
     goes_once_before_it_goes_again(&outcome.report);
     host.assert_same(&ram);
 }
 
-/// The pages that the guest writes again. They are fewer than would be too fast in two windows, and many for one.
-const HOT: u64 = 400;
+/// The pages that a burst writes. They take longer than the window in which the link is measured, by far.
+const HOT: u64 = 2000;
 
 /// Each page has a body, so what is sent can be counted whatever the guest writes.
 fn full_ram() -> GuestRam {

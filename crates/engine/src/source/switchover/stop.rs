@@ -31,7 +31,7 @@ pub(super) fn stop(departure: &mut Departure, link: &mut Link, rounds: &mut Roun
         if !rounds.done.is_empty() {
             rounds.collect(departure.tracker)?;
             rounds.untracked.ask(departure.vmm)?;
-            rounds.send(link, Some(Instant::now() + STOP_LOOK))?;
+            rounds.send(link, Some(Instant::now() + STOP_LOOK), None)?;
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -49,10 +49,27 @@ impl GuestRam {
 
 /// Threads that write the guest's RAM for ever: a page at a time, a random one, with ever new content.
 pub struct Writers {
-    stop: Arc<AtomicBool>,
+    count: Arc<Count>,
     threads: Vec<JoinHandle<()>>,
     /// The thread's number, as the kernel has it.
     pub id: u32,
+}
+
+/// What writers have done.
+#[derive(Default)]
+pub struct Count {
+    writes: AtomicU64,
+    stop: AtomicBool,
+}
+
+impl Count {
+    /// Waits until so many more pages have been written, or the writers are to stop.
+    pub fn wait_for(&self, more: u64) {
+        let enough = self.writes.load(Ordering::Acquire) + more;
+        while self.writes.load(Ordering::Acquire) < enough && !self.stop.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
 
 /// The calling thread's number.
@@ -63,13 +80,13 @@ fn thread_id() -> u32 {
 
 impl Writers {
     pub fn start(ram: &GuestRam, pages: std::ops::Range<u64>, pause: Duration) -> Self {
-        let stop = Arc::new(AtomicBool::new(false));
-        let (mapping, stopped) = (Arc::clone(&ram.mapping), Arc::clone(&stop));
+        let count = Arc::new(Count::default());
+        let (mapping, done) = (Arc::clone(&ram.mapping), Arc::clone(&count));
         let (say, id) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
             say.send(thread_id()).expect("somebody asks");
             let mut random = 0x9e37_79b9_7f4a_7c15_u64;
-            while !stopped.load(Ordering::Acquire) {
+            while !done.stop.load(Ordering::Acquire) {
                 random ^= random << 13;
                 random ^= random >> 7;
                 random ^= random << 17;
@@ -78,16 +95,22 @@ impl Writers {
                 mapping
                     .copy_in(page * 4096 + (random >> 32) % 256 * 16, &content.to_le_bytes())
                     .expect("inside the mapping");
+                done.writes.fetch_add(1, Ordering::Release);
                 if !pause.is_zero() {
                     std::thread::sleep(pause);
                 }
             }
         });
-        Self { stop, threads: vec![thread], id: id.recv().expect("a running thread") }
+        Self { count, threads: vec![thread], id: id.recv().expect("a running thread") }
+    }
+
+    /// What they have done, for whoever waits for it.
+    pub fn count(&self) -> Arc<Count> {
+        Arc::clone(&self.count)
     }
 
     pub fn stop(&mut self) {
-        self.stop.store(true, Ordering::Release);
+        self.count.stop.store(true, Ordering::Release);
         for thread in self.threads.drain(..) {
             assert!(thread.join().is_ok() || std::thread::panicking(), "a writer panicked");
         }
