@@ -92,7 +92,7 @@ fn a_guest_with_nothing_left_to_send_is_handed_over_all_the_same() {
     host.assert_same(&ram);
 }
 
-/// A tracker that does something just before it collects: whatever the guest's threads are to have done by then, however
+/// A tracker that does something just before it collects: what the guest's threads are to have done by then, however
 /// they are scheduled.
 struct Before<F> {
     tracker: Box<dyn Tracker>,
