@@ -112,6 +112,9 @@ impl<F: FnMut() + Send> Tracker for Before<F> {
         (self.collecting)();
         self.tracker.collect(ram, written, discarded)
     }
+    fn reads(&mut self, ram: &dyn Memory, into: &mut PageMap) -> Result<bool, MigrateError> {
+        self.tracker.reads(ram, into)
+    }
     fn watch(&self) -> Option<Arc<dyn Watch>> {
         self.tracker.watch()
     }
