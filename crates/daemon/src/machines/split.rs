@@ -47,6 +47,7 @@ impl Borrowed {
             peer: host.peer.clone(),
             credentials: credentials.cloned(),
             bytes: host.bytes,
+            leaving: false,
         };
         self.hosts.iter().map(lender).collect()
     }

@@ -26,16 +26,19 @@ impl Split {
     /// Starts the threads that bring pages, and asks for those that somebody waits for already.
     pub(super) fn serve(split: &Arc<Self>) -> Result<(), SplitError> {
         for number in 0..split.lenders.count() {
-            for _ in 0..FETCHERS {
-                if let Err(error) = split.spawn("fetch", move |split| split.fetch(number)) {
-                    split.stop();
-                    return Err(error);
-                }
+            if let Err(error) = split.serve_from(number) {
+                split.stop();
+                return Err(error);
             }
         }
         let supplier: Arc<dyn Supplier> = Arc::<Self>::clone(split);
         split.pager.attach(&supplier);
         Ok(())
+    }
+
+    /// Starts the threads that bring pages from one memory host, or from another one with its number.
+    pub(super) fn serve_from(self: &Arc<Self>, number: usize) -> Result<(), SplitError> {
+        (0..FETCHERS).try_for_each(|_| self.spawn("fetch", move |split| split.fetch(number)))
     }
 
     /// Brings all of the guest together: from now on nothing leaves, and everything is here when this returns. The
@@ -117,7 +120,7 @@ impl Split {
 
     /// Brings pages of a chunk that are away, these first. Nothing else is done with the chunk meanwhile; pages that
     /// somebody waits for go before the others.
-    fn bring_chunk(
+    pub(super) fn bring_chunk(
         &self,
         lines: &mut Lines<'_>,
         chunk: ChunkIndex,
@@ -166,7 +169,7 @@ impl Split {
 
 /// Which pages of a chunk come that nobody waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ahead {
+pub(super) enum Ahead {
     /// All.
     All,
     /// As many as there is room for.

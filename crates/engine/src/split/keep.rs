@@ -12,6 +12,7 @@ use super::outage::Outage;
 use super::room::Room;
 use super::{Split, SplitError, lock};
 use crate::error::MigrateError;
+use crate::paging::whereabouts::Holder;
 
 /// How often the guest's memory is looked at.
 const LOOK: Duration = Duration::from_millis(5);
@@ -67,8 +68,9 @@ impl Split {
 
     /// Until the end, or an error of this host's, which has an `outage` then.
     fn make_room_by(&self, way: &mut WayOut<'_>, outage: &mut Outage) -> Result<(), SplitError> {
-        let (mut turns, mut in_vain, mut leaving) = (Turns::of(self.lenders.count()), 0, false);
+        let (mut turns, mut in_vain, mut leaving) = (Turns::new(), 0, false);
         while !self.has_ended() {
+            turns.among((0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number)).collect());
             self.go_through_rests(way, &mut turns)?;
             let here = self.pager.ram().allocated_bytes();
             let here = here.map_err(MigrateError::host("looking at the guest's memory"))?;
@@ -104,7 +106,7 @@ impl Split {
 
     /// Goes through what memory hosts have that did not answer once, where they do again.
     fn go_through_rests(&self, way: &mut WayOut<'_>, turns: &mut Turns) -> Result<(), SplitError> {
-        for number in 0..self.lenders.count() {
+        for number in turns.hosts.clone() {
             let began = Instant::now();
             if !self.has_rests(number) || turns.outages[number].rests(began) {
                 continue;
@@ -123,7 +125,10 @@ impl Split {
     fn send_anywhere(&self, way: &mut WayOut<'_>, chunk: ChunkIndex, turns: &mut Turns) -> Result<PageSet, SplitError> {
         let asked: Vec<usize> = match self.host_of(chunk) {
             Some(only) => vec![only],
-            None => self.copies_of(chunk).into_iter().chain(turns.next()).collect(),
+            None => {
+                let copies = self.copies_of(chunk).filter(|number| turns.hosts.contains(number));
+                copies.into_iter().chain(turns.next()).collect()
+            }
         };
         for number in asked {
             let began = Instant::now();
@@ -156,22 +161,35 @@ impl Split {
 
 /// The memory hosts, as who sends finds them.
 struct Turns {
-    outages: Vec<Outage>,
+    /// Those that are given something.
+    hosts: Vec<usize>,
+    /// By their numbers.
+    outages: [Outage; Holder::MAX_HOSTS],
     turn: usize,
     /// What failed last.
     why: Option<Problem>,
 }
 
 impl Turns {
-    fn of(count: usize) -> Self {
-        Self { outages: (0..count).map(|_| Outage::default()).collect(), turn: 0, why: None }
+    fn new() -> Self {
+        Self { hosts: Vec::new(), outages: Default::default(), turn: 0, why: None }
+    }
+
+    /// From now on among these. What was found out of another one is forgotten: its number may be someone else's next.
+    fn among(&mut self, hosts: Vec<usize>) {
+        for (number, outage) in self.outages.iter_mut().enumerate() {
+            if !hosts.contains(&number) {
+                *outage = Outage::default();
+            }
+        }
+        self.hosts = hosts;
     }
 
     /// All, in the order in which they are asked next.
     fn next(&mut self) -> Vec<usize> {
-        let count = self.outages.len();
+        let count = self.hosts.len();
         self.turn += 1;
-        (0..count).map(|more| (self.turn + more) % count).collect()
+        (0..count).map(|more| self.hosts[(self.turn + more) % count]).collect()
     }
 
     /// One has failed, asked since `began`.
@@ -179,7 +197,7 @@ impl Turns {
         if !self.outages[number].is_on() {
             tracing::warn!(error = error as &dyn std::error::Error, "pages of a guest do not leave");
         }
-        let others = (0..self.outages.len()).any(|other| other != number && !self.outages[other].is_on());
+        let others = self.hosts.iter().any(|other| *other != number && !self.outages[*other].is_on());
         self.outages[number].failed(began, Instant::now(), others);
         self.why = Some(error.problem());
     }
@@ -191,6 +209,6 @@ impl Turns {
 
     /// Whether all are left alone now.
     fn nobody(&self, now: Instant) -> bool {
-        self.outages.iter().all(|outage| outage.rests(now))
+        self.hosts.iter().all(|number| self.outages[*number].rests(now))
     }
 }

@@ -1,13 +1,14 @@
 //! Connections to a guest's memory hosts: each thread has its own, and opens them as it needs them.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use sterna_protocol::store::{Claim, Refusal};
 use sterna_sys::host::random_u128;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::MigrateError;
+use crate::paging::whereabouts::Holder;
 use crate::store::client::{MemoryHost, StoreError};
 use crate::transport::credentials::Credentials;
 
@@ -20,6 +21,8 @@ pub struct Lender {
     pub credentials: Option<Arc<Credentials>>,
     /// How much it is asked for, bytes.
     pub bytes: u64,
+    /// It is given nothing more, and what it has is to leave it; one that has nothing is not asked anything.
+    pub leaving: bool,
 }
 
 impl Lender {
@@ -51,7 +54,8 @@ pub trait Epochs: Send + Sync {
 
 /// A guest's memory hosts, and in which epoch they are asked.
 pub(super) struct Lenders {
-    all: Vec<Lender>,
+    /// By their numbers in the map of missing pages.
+    all: RwLock<Vec<Lender>>,
     guest: u128,
     key: u128,
     chunks: u32,
@@ -67,19 +71,46 @@ impl Lenders {
         chunks: u32,
         epochs: Box<dyn Epochs>,
     ) -> Result<Self, MigrateError> {
-        let lenders = Self { all, guest, key, chunks, epochs, epoch: AtomicU64::new(0) };
+        let lenders = Self { all: RwLock::new(all), guest, key, chunks, epochs, epoch: AtomicU64::new(0) };
         lenders.raise()?;
         Ok(lenders)
     }
 
-    /// How many there are.
+    /// How many numbers are in use, or have been.
     pub(super) fn count(&self) -> usize {
-        self.all.len()
+        self.all().len()
     }
 
     /// Where a memory host listens.
     pub(super) fn peer(&self, number: usize) -> String {
-        self.all[number].peer.clone()
+        self.all()[number].peer.clone()
+    }
+
+    /// Whether a memory host is leaving, or has left.
+    pub(super) fn is_leaving(&self, number: usize) -> bool {
+        self.all().get(number).is_none_or(|lender| lender.leaving)
+    }
+
+    /// Gives a number to a memory host: the next one, or that of a host which has left. Connections to that one are not
+    /// taken for any to this: the epoch is another.
+    pub(super) fn put(&self, number: usize, lender: Lender) -> Result<(), MigrateError> {
+        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
+        if number > all.len() {
+            return Err(MigrateError::Bug("a memory host with a number that is not the next one"));
+        }
+        match all.get_mut(number) {
+            Some(known) => *known = lender,
+            None => all.push(lender),
+        }
+        drop(all);
+        self.raise()
+    }
+
+    /// Says that a memory host is leaving, or is not.
+    pub(super) fn set_leaving(&self, number: usize, leaving: bool) {
+        if let Some(lender) = self.all.write().unwrap_or_else(PoisonError::into_inner).get_mut(number) {
+            lender.leaving = leaving;
+        }
     }
 
     /// A new epoch: once a memory host has heard of it, nothing that was sent before arrives there.
@@ -95,7 +126,12 @@ impl Lenders {
     }
 
     fn open(&self, number: usize, epoch: u64) -> Result<MemoryHost, StoreError> {
-        self.all[number].call(Claim { guest: self.guest, key: self.key, epoch }, self.chunks)
+        let lender = self.all()[number].clone();
+        lender.call(Claim { guest: self.guest, key: self.key, epoch }, self.chunks)
+    }
+
+    fn all(&self) -> RwLockReadGuard<'_, Vec<Lender>> {
+        self.all.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -108,7 +144,7 @@ pub(super) struct Lines<'a> {
 impl<'a> Lines<'a> {
     /// None yet.
     pub(super) fn new(lenders: &'a Lenders) -> Self {
-        Self { lenders, lines: lenders.all.iter().map(|_| None).collect() }
+        Self { lenders, lines: (0..Holder::MAX_HOSTS).map(|_| None).collect() }
     }
 
     /// Asks a memory host, in the epoch that is in force here: once more where another thread has raised it meanwhile,
@@ -196,7 +232,8 @@ mod tests {
     #[test]
     fn who_is_fenced_by_another_thread_of_its_own_host_asks_once_more_and_who_is_by_another_host_does_not() {
         let directory = tempfile::tempdir().unwrap();
-        let lender = Lender { peer: lending(directory.path()), credentials: None, bytes: most_bytes(CHUNKS) };
+        let lender =
+            Lender { peer: lending(directory.path()), credentials: None, bytes: most_bytes(CHUNKS), leaving: false };
         let owner =
             || Lenders::new(vec![lender.clone()], (7, 8), CHUNKS, Box::new(Counter(AtomicU64::new(0)))).unwrap();
         let (lenders, chunk) = (owner(), ChunkIndex(0));

@@ -46,6 +46,9 @@ mod admit;
 /// How much of it may be here at present, and the account of what waited.
 mod pace;
 
+/// Memory hosts that are exchanged under a running guest.
+mod hosts;
+
 /// Memory hosts that do not answer.
 pub mod outage;
 
@@ -228,8 +231,7 @@ impl Split {
         guest: (u128, u128),
         epochs: Box<dyn Epochs>,
     ) -> Result<Arc<Self>, SplitError> {
-        let count = lenders.len();
-        if count > Holder::MAX_HOSTS {
+        if lenders.len() > Holder::MAX_HOSTS {
             return Err(MigrateError::Bug("a guest with more memory hosts than it may have").into());
         }
         let chunks = pager.ram().layout().chunks();
@@ -239,15 +241,15 @@ impl Split {
             lenders,
             digester: Digester::of(VERSION, guest.1),
             chunks: (0..chunks).map(|_| Mutex::default()).collect(),
-            wanted: (0..count).map(|_| Mutex::default()).collect(),
-            called: (0..count).map(|_| Condvar::new()).collect(),
+            wanted: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
+            called: (0..Holder::MAX_HOSTS).map(|_| Condvar::new()).collect(),
             clock: Clock::new(chunks),
             room: Mutex::default(),
             pace: Pace::new(),
             on_the_way: Mutex::default(),
             stuck: Mutex::default(),
-            failing: (0..count).map(|_| Mutex::default()).collect(),
-            rests: (0..count).map(|_| AtomicBool::new(false)).collect(),
+            failing: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
+            rests: (0..Holder::MAX_HOSTS).map(|_| AtomicBool::new(false)).collect(),
             heard: Mutex::new(Instant::now()),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),

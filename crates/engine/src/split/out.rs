@@ -43,7 +43,10 @@ impl Split {
         if layout.iter().any(|chunk| self.pager.holder(chunk).is_some() && self.host_of(chunk).is_none()) {
             return Err(MigrateError::Bug("pages are at a memory host that is not named").into());
         }
-        for number in 0..self.lenders.count() {
+        // One that is leaving and has nothing any more may be gone for good.
+        let asked =
+            (0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number) || self.has_pages(*number));
+        for number in asked {
             let inventory = lines.ask(number, |host| host.inventory()).map_err(|error| self.failed(number, error))?;
             let mut entries = inventory.iter().peekable();
             for chunk in layout.iter() {
@@ -70,6 +73,9 @@ impl WayOut<'_> {
         // Where it is busy, its pages are coming back.
         let Some(mut state) = split.free_chunk(chunk.index()) else { return Ok(nothing) };
         let number = split.host_of(chunk).unwrap_or(number);
+        if split.lenders.is_leaving(number) {
+            return Ok(nothing);
+        }
         if let Some(other) = state.copies_at().filter(|other| *other != number) {
             // That one is left alone, or it would be asked.
             split.rests[other].store(true, Ordering::Release);

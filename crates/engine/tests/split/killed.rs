@@ -256,7 +256,7 @@ fn daemon() {
     let missing = file(record);
     let socket = UnixStream::connect(directory.join("vmm")).unwrap();
     let means = PagingMeans { inside: Box::new(InsideParent { socket, vmm, life }), missing };
-    let lenders = vec![Lender { peer: peer.into(), credentials: None, bytes: most_bytes(CHUNKS) }];
+    let lenders = vec![Lender { peer: peer.into(), credentials: None, bytes: most_bytes(CHUNKS), leaving: false }];
     let epochs = Box::new(InFile(directory.join("epoch")));
     let split = if begun == "1" {
         Split::recover(Pager::recover(Arc::new(ram), means).unwrap(), lenders, GUEST, epochs).unwrap()

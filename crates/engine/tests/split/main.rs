@@ -31,6 +31,9 @@ mod device;
 /// A host that lends.
 mod lending;
 
+/// Memory hosts that are exchanged.
+mod hosts;
+
 /// A memory host that has not what it was given.
 mod lost;
 
@@ -313,7 +316,8 @@ fn a_memory_host_that_is_named_twice_in_different_ways_keeps_what_it_was_given_u
     }
     let (guest, lending) = (Guest::new(), LendingHost::to_guests_of(2 * CHUNKS));
     let other_name = Relay::to(&lending.relay.address, u64::MAX);
-    let lender = |peer: &String| Lender { peer: peer.clone(), credentials: None, bytes: most_bytes(CHUNKS) };
+    let lender =
+        |peer: &String| Lender { peer: peer.clone(), credentials: None, bytes: most_bytes(CHUNKS), leaving: false };
     let lenders = || vec![lender(&lending.relay.address), lender(&other_name.address)];
     let split = guest.split_over(lenders());
     send_in_turn(&split);

@@ -1,0 +1,98 @@
+//! Memory hosts that are exchanged under a running guest.
+//!
+//! ```text
+//! comes    borrow ─▶ Split::add: it has a number ─▶ it is given what leaves
+//! leaves   Split::leave_out: it is given nothing more ─▶ Split::empty: chunk by chunk comes here, and leaves for the
+//!          others as what is too much does ─▶ it has nothing of the guest: its number is free
+//! ```
+//!
+//! What comes waits for room, so this host has no more of the guest meanwhile than it may. A page is valid at one place
+//! at each moment, as ever: no step of this is a new one for a page.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::fetch::Ahead;
+use super::lines::{Lender, Lines};
+use super::pace::STEP;
+use super::{Split, SplitError, lock};
+use crate::error::MigrateError;
+use crate::paging::whereabouts::Holder;
+
+/// For how long what comes waits for room, where pages leave meanwhile.
+const LONG: Duration = Duration::from_secs(1);
+
+impl Split {
+    /// Pages may leave for this memory host, too, from now on. Its number, by which the map of missing pages knows it,
+    /// is the next one, or that of a host which has left.
+    ///
+    /// # Errors
+    /// More memory hosts than a guest may have, no thread is left, or the epoch cannot be written down.
+    pub fn add(self: &Arc<Self>, number: usize, lender: Lender) -> Result<(), SplitError> {
+        let is_free = number >= self.lenders.count() || self.lenders.is_leaving(number) && !self.has_pages(number);
+        if !is_free || number >= Holder::MAX_HOSTS {
+            return Err(MigrateError::Bug("a memory host with a number that is not free").into());
+        }
+        if number == self.lenders.count() {
+            self.serve_from(number)?;
+        }
+        Ok(self.lenders.put(number, lender)?)
+    }
+
+    /// A memory host is given nothing more from now on (`leaving`), or is again.
+    pub fn leave_out(&self, number: usize, leaving: bool) {
+        self.lenders.set_leaving(number, leaving);
+        // Whoever sends has chosen for whom under this lock.
+        let _on_the_way = lock(&self.on_the_way);
+        // There are others to be asked now.
+        *lock(&self.stuck) = None;
+    }
+
+    /// Whether a memory host has pages that are nowhere else.
+    #[must_use]
+    pub fn has_pages(&self, number: usize) -> bool {
+        self.pager.ram().layout().iter().any(|chunk| self.host_of(chunk) == Some(number))
+    }
+
+    /// Has all pages that a memory host has come here, as there is room, after it was [left out](Self::leave_out). The
+    /// guest runs meanwhile. `check` is asked again and again whether to go on.
+    ///
+    /// # Errors
+    /// [`SplitError`], or what `check` said. What has come is here or at the others, and another call goes on.
+    pub fn empty(&self, number: usize, check: &dyn Fn() -> Result<(), MigrateError>) -> Result<(), SplitError> {
+        let mut lines = Lines::new(&self.lenders);
+        for chunk in self.pager.ram().layout().iter() {
+            check()?;
+            if self.host_of(chunk) == Some(number) {
+                self.wait_for_room_for_a_chunk(check)?;
+            }
+            let mut state = self.chunk(chunk);
+            if self.host_of(chunk) == Some(number) {
+                let away = self.pager.away_in(chunk);
+                self.bring_chunk(&mut lines, chunk, &mut state, (away, Ahead::All))?;
+            }
+            if state.copies_at() == Some(number) {
+                state.forget_copies();
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until so little is here that some may come: a chunk goes beyond that by less than the room has to spare.
+    /// A guest that takes memory faster than it leaves would have this wait for ever; then a chunk comes every second.
+    fn wait_for_room_for_a_chunk(&self, check: &dyn Fn() -> Result<(), MigrateError>) -> Result<(), SplitError> {
+        let since = Instant::now();
+        while self.has_too_much()? && (since.elapsed() < LONG || lock(&self.stuck).is_some()) && !self.has_ended() {
+            check()?;
+            std::thread::sleep(STEP);
+        }
+        Ok(())
+    }
+
+    /// Whether pages must leave.
+    fn has_too_much(&self) -> Result<bool, MigrateError> {
+        let here = self.pager.ram().allocated_bytes();
+        let here = here.map_err(MigrateError::host("looking at the guest's memory"))?;
+        Ok(lock(&self.room).is_some_and(|room| here > room.high()))
+    }
+}
