@@ -17,13 +17,14 @@ pub struct MemoryHost {
 }
 
 /// Has a part of a machine's memory leave for memory hosts; or, of a machine that is split already, changes how much of
-/// it is here.
+/// it is here, and which memory hosts it has.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SplitRequest {
     /// The most memory that the guest has here from then on, bytes.
     pub here_bytes: u64,
-    /// The memory hosts. Of a machine that is split already: none, or those that it has.
+    /// The memory hosts. Of a machine that is split already: none, where it keeps those that it has; or all that it is
+    /// to have. Others are emptied, and have their memory back then.
     #[serde(default)]
     pub memory: Vec<MemoryHost>,
 }
@@ -34,7 +35,8 @@ pub struct SplitRequest {
 pub struct SplitReport {
     /// The virtual machine.
     pub vm: String,
-    /// How it ended. Where it is not `completed`, the machine is as it was before, unless the error says otherwise.
+    /// How it ended. Where it is not `completed`, the machine is as it was before, unless the error says otherwise; but
+    /// where memory hosts were being exchanged, it has those that came and those that were not empty yet.
     pub status: Status,
     /// Why it failed.
     pub error: Option<Problem>,
@@ -71,6 +73,9 @@ pub struct Split {
     pub away_pages: u64,
     /// Its memory hosts.
     pub memory: Vec<MemoryHost>,
+    /// Memory hosts that are being emptied, and are given nothing more.
+    #[serde(default)]
+    pub leaving: Vec<MemoryHost>,
     /// Memory hosts that the guest, or its daemon, waits for.
     pub waiting: Vec<Waiting>,
     /// Why more of it is here than may be, where that is so because pages cannot leave.

@@ -212,7 +212,7 @@ fn where_pages_are(vm: &Vm) -> String {
         return format!("here, and {} still at {}", arriving.missing_pages, arriving.from);
     }
     if let Some(split) = &vm.split {
-        let hosts: Vec<_> = split.memory.iter().map(|host| host.peer.as_str()).collect();
+        let hosts: Vec<_> = split.memory.iter().chain(&split.leaving).map(|host| host.peer.as_str()).collect();
         let (here, away, hosts) = (show_size(split.here_bytes), split.away_pages, hosts.join(", "));
         return format!("here, {here} at most, and {away} at {hosts}");
     }

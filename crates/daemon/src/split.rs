@@ -21,13 +21,12 @@ use sterna_engine::monitor::Monitor;
 use sterna_engine::paging::Pager;
 use sterna_engine::split::loans::borrow;
 use sterna_engine::split::room::Room;
-use sterna_engine::split::{Account, Epochs, Split, SplitError};
-use sterna_engine::store::client::StoreError;
+use sterna_engine::split::{Account, Epochs, Split};
 use sterna_engine::transport::credentials::Credentials;
-use sterna_engine::vmm::VmmError;
 use sterna_sys::PAGE_BYTES;
 use sterna_sys::host::random_u128;
 
+use self::hosts::{Exchange, alive, refused, until_reached, with};
 use self::loans::Loans;
 use crate::care::Care;
 use crate::kept::Keeper;
@@ -42,6 +41,9 @@ use crate::state::StateDir;
 /// Which machines can be split, and how.
 mod checks;
 
+/// The memory hosts of a machine that is split already: they are exchanged.
+mod hosts;
+
 /// What memory hosts have lent, and is to be given back.
 pub mod loans;
 
@@ -50,8 +52,6 @@ pub mod recover;
 
 /// How often it is looked how far pages have left.
 const LOOK: Duration = Duration::from_millis(10);
-/// How long a memory host is left alone that was not reached.
-const RETRY: Duration = Duration::from_millis(200);
 
 /// A part of its memory is leaving, or comes back.
 #[derive(Debug)]
@@ -127,14 +127,17 @@ impl Splits {
         let split = remote.split()?;
         let account = former.as_ref().map_or_else(Account::default, |_| split.account());
         let room = Room::of(request.here_bytes);
+        let mut exchange = self.exchange(&record, split);
+        let check = || monitor.check().and_then(|()| alive(&record));
         let done = split.keep_to(room).map_err(|error| error.problem());
+        let done = done.and_then(|()| exchange.see_off(&check));
         let done = done.and_then(|()| leave(&record, &remote, request.here_bytes, monitor));
         let mut report = report(&record, monitor, (before, account), split);
         if let Err(problem) = done {
             let undone = match &former {
                 // There is nothing to be put back.
                 _ if alive(&record).is_err() => Ok(()),
-                Some(former) => self.set_room(&record, split, former.here_bytes),
+                Some(former) => self.put_back(&exchange.record, split, former.here_bytes),
                 None => self.unite(&record, &remote, &|| alive(&record)),
             };
             (report.status, report.error) = ended_by(problem, undone);
@@ -173,7 +176,7 @@ impl Splits {
         if let Err(problem) = done {
             let undone = match alive(record) {
                 Err(_) => Ok(()),
-                Ok(()) => self.set_room(record, split, split_record.here_bytes),
+                Ok(()) => self.put_back(&merging, split, split_record.here_bytes),
             };
             (report.status, report.error) = ended_by(problem, undone);
         } else {
@@ -189,7 +192,8 @@ impl Splits {
         let layout = record.layout().map_err(|error| host("cannot tell how the machine's RAM is laid out", &error))?;
         let chunks = layout.chunks();
         checks::check_budget(record, request)?;
-        let borrowed = Borrowed { guest: random_u128(), key: random_u128(), chunks, hosts: request.memory.clone() };
+        let (guest, key, hosts) = (random_u128(), random_u128(), request.memory.clone());
+        let borrowed = Borrowed { guest, key, chunks, hosts, ..Borrowed::default() };
         let map = self.state.ram().join(format!("{}-away-{:016x}", record.name, random_u128() as u64));
         let split = SplitRecord { borrowed, here_bytes: request.here_bytes, map, merging: false };
         let begun = with(record, split.clone());
@@ -231,34 +235,31 @@ impl Splits {
         Ok(remote)
     }
 
-    /// Of a machine that is split: changes how much of it may be here.
+    /// Of a machine that is split: changes how much of it may be here, and which memory hosts are given pages.
     fn change(
         &self,
         record: &VmRecord,
         split: &SplitRecord,
         request: &SplitRequest,
     ) -> Result<(VmRecord, Arc<Remote>), Problem> {
-        if !request.memory.is_empty() && request.memory != split.borrowed.hosts {
-            let message = format!("'{}' is split already, over other memory hosts than these", record.name);
-            return Err(Problem::new(Code::Split, Blame::Request, message).hint(format!(
-                "without '--memory' the request changes how much is here; 'sterna merge {}' ends it",
-                record.name
-            )));
-        }
-        let lent = SplitRequest { memory: split.borrowed.hosts.clone(), ..request.clone() };
-        checks::check_budget(record, &lent)?;
+        let memory = if request.memory.is_empty() { split.borrowed.lending() } else { request.memory.clone() };
+        checks::check_budget(record, &SplitRequest { memory: memory.clone(), ..request.clone() })?;
         let remote = self.reach(&record.name)?;
-        remote.split()?;
-        let changed = with(record, SplitRecord { here_bytes: request.here_bytes, ..split.clone() });
-        self.store(&changed)?;
-        Ok((changed, remote))
+        let mut exchange = self.exchange(record, remote.split()?);
+        exchange.begin(&memory)?;
+        exchange.keep_here(request.here_bytes)?;
+        Ok((exchange.record, remote))
     }
 
-    /// Puts back how much of a machine may be here.
-    fn set_room(&self, record: &VmRecord, split: &Arc<Split>, here_bytes: u64) -> Result<(), Problem> {
-        if let Some(known) = &record.split {
-            self.store(&with(record, SplitRecord { here_bytes, merging: false, ..known.clone() }))?;
-        }
+    fn exchange<'a>(&'a self, record: &VmRecord, split: &'a Arc<Split>) -> Exchange<'a> {
+        Exchange { machines: &self.care.machines, loans: &self.loans, split, record: record.clone() }
+    }
+
+    /// Puts back how much of a machine may be here. Memory hosts that were leaving and have something lend again.
+    fn put_back(&self, record: &VmRecord, split: &Arc<Split>, here_bytes: u64) -> Result<(), Problem> {
+        let mut exchange = self.exchange(record, split);
+        exchange.call_off()?;
+        exchange.keep_here(here_bytes)?;
         split.keep_to(Room::of(here_bytes)).map_err(|error| error.problem())
     }
 
@@ -271,16 +272,7 @@ impl Splits {
         check: &dyn Fn() -> Result<(), MigrateError>,
     ) -> Result<(), Problem> {
         let split = remote.split()?;
-        loop {
-            match split.merge(check) {
-                Ok(()) => break,
-                Err(SplitError::Host { source, .. }) if matches!(*source, StoreError::Connection(_)) => {
-                    check().map_err(|error| error.problem())?;
-                    std::thread::sleep(RETRY);
-                }
-                Err(error) => return Err(error.problem()),
-            }
-        }
+        until_reached(check, &|| split.merge(check))?;
         self.forget(record);
         Ok(())
     }
@@ -361,22 +353,11 @@ fn leave(record: &VmRecord, remote: &Remote, here_bytes: u64, monitor: &Monitor)
             return Ok(());
         }
         // One that cannot be reached may come back; one that refuses does so again.
-        if let Some(problem) = remote.split()?.stuck()
-            && problem.code == Code::LoanRefused
-        {
+        if let Some(problem) = refused(remote.split()?) {
             return Err(problem);
         }
         std::thread::sleep(LOOK);
     }
-}
-
-/// Whether a machine's QEMU is there.
-fn alive(record: &VmRecord) -> Result<(), MigrateError> {
-    if record.process.open().is_some() { Ok(()) } else { Err(VmmError::Gone { guest_off: false }.into()) }
-}
-
-fn with(record: &VmRecord, split: SplitRecord) -> VmRecord {
-    VmRecord { split: Some(split), ..record.clone() }
 }
 
 fn report(record: &VmRecord, monitor: &Monitor, (before, account): (u64, Account), split: &Split) -> SplitReport {

@@ -8,7 +8,7 @@
 //! STATE/vms/NAME/epoch.json how often its guest, a part of whose memory is elsewhere, has changed hands
 //! STATE/vms/NAME/run/       of QEMU's user: qmp.sock, agent.sock
 //! STATE/logs/NAME.log       what the last QEMU of that name said before it ended
-//! STATE/owed/GUEST.json     what memory hosts have lent, and is to be given back
+//! STATE/owed/GUEST-….json   what memory hosts have lent, and is to be given back
 //! STATE/templates/NAME.json what clones can be made of
 //! STATE/migrations/ID.json  what became of a migration, as far as the other end may ask
 //! ```

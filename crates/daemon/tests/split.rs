@@ -4,7 +4,9 @@
 mod support;
 
 use std::fs::File;
+use std::io::Write;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 
 use serde_json::{Value, json};
 use sterna_engine::agent::Agent;
@@ -104,7 +106,6 @@ fn a_part_of_a_machine_leaves_is_shown_and_comes_back_as_it_was() {
     let moved = json!({ "vms": ["m"], "to": lenders[0].address() });
     assert_eq!(host.refused("POST", "/v1/migrations", &moved), "split");
     assert_eq!(host.ask("GET", "/v1/vms/m/estimate?bandwidth_bytes_per_s=10000000", None).1["code"], "split");
-    assert_eq!(host.refused("POST", SPLIT, &request(16, &[&lenders[0]])), "split");
     assert_eq!(host.ask("POST", "/v1/vms/m/continue", None).0, 204, "it needs no memory for that");
 
     // How much is here can be changed, with or without naming the hosts.
@@ -277,4 +278,141 @@ fn what_was_lent_to_a_machine_that_has_ended_is_given_back() {
     lending.start_daemon();
     is_paid(&host, &[&lending]);
     assert_eq!(host.ram_files(), 0);
+}
+
+/// The memory hosts of the machine, and those that are leaving it.
+fn memory_of(host: &Host) -> (Vec<String>, Vec<String>) {
+    let split = &host.get("/v1/vms/m")["split"];
+    let peers = |list: &Value| -> Vec<String> {
+        let hosts = list.as_array().into_iter().flatten();
+        hosts.map(|host| host["peer"].as_str().unwrap_or_default().to_owned()).collect()
+    };
+    (peers(&split["memory"]), peers(&split["leaving"]))
+}
+
+#[test]
+fn memory_hosts_are_exchanged_and_those_that_leave_have_their_memory_back() {
+    if cannot_run() {
+        return;
+    }
+    let (mut host, mut lenders) = (Host::start(), [lender(64), lender(64), lender(64), lender(64)]);
+    host.run_full("m");
+    let before = content(&host);
+    done(&host, SPLIT, &request(16, &[&lenders[0], &lenders[1]]));
+    // One stays, one goes, one comes.
+    let report = done(&host, SPLIT, &request(16, &[&lenders[1], &lenders[2]]));
+    assert!(number(&report, "allocated_after_bytes") <= 16 * MIB, "{report}");
+    assert_eq!(memory_of(&host), (vec![lenders[1].address(), lenders[2].address()], vec![]));
+    is_paid(&host, &[&lenders[0]]);
+    assert!(lent(&lenders[1]).0 > 0 && lent(&lenders[2]).0 > 0);
+    // Who has gone is not asked when a daemon comes back.
+    lenders[0].kill_daemon();
+    host.kill_daemon();
+    host.start_daemon();
+    eventually("its memory hosts have answered", || {
+        host.ask("POST", SPLIT, Some(&request(20, &[]))).1["status"] == "completed"
+    });
+    // All others at once, and one that has gone comes again.
+    lenders[0].start_daemon();
+    done(&host, SPLIT, &request(16, &[&lenders[3], &lenders[0]]));
+    is_paid(&host, &[&lenders[1], &lenders[2]]);
+    assert!(lent(&lenders[0]).1 + lent(&lenders[3]).1 > 0, "its pages are at those that came");
+    done(&host, MERGE, &Value::Null);
+    is_as_before(&host, &before);
+    is_paid(&host, &[&lenders[0], &lenders[3]]);
+    assert_eq!(host.ram_files(), 1);
+}
+
+#[test]
+fn an_exchange_that_cannot_be_is_refused_and_changes_nothing() {
+    if cannot_run() {
+        return;
+    }
+    let (host, lenders, poor) = (Host::start(), [lender(64), lender(64)], Host::start());
+    host.run_full("m");
+    let before = content(&host);
+    done(&host, SPLIT, &request(16, &[&lenders[0]]));
+    let wrong = |request: &Value, code: &str, words: &str| {
+        let (status, problem) = host.ask("POST", SPLIT, Some(request));
+        let text = problem.to_string();
+        assert!(status >= 400 && problem["code"] == code && text.contains(words), "{request}: {status} {text}");
+        assert_eq!(memory_of(&host), (vec![lenders[0].address()], vec![]));
+    };
+    // The one that could come has what it granted back.
+    wrong(&request(16, &[&lenders[1], &poor]), "loan-refused", "lends no memory");
+    is_paid(&host, &[&lenders[1]]);
+    let mut unknown = request(16, &[&lenders[1], &poor]);
+    unknown["memory"][1]["peer"] = "127.0.0.1:1".into();
+    wrong(&unknown, "peer-unreachable", "memory host 127.0.0.1:1");
+    is_paid(&host, &[&lenders[1]]);
+    let mut other = request(16, &[&lenders[0]]);
+    other["memory"][0]["bytes"] = (60 * MIB).into();
+    wrong(&other, "split", "lends");
+    let mut little = request(16, &[&lenders[1]]);
+    little["memory"][0]["bytes"] = (40 * MIB).into();
+    wrong(&little, "invalid-request", "less than");
+    let many = (1..=16).map(|port| json!({ "peer": format!("127.0.0.1:{port}"), "bytes": 50 * MIB }));
+    let many: Vec<Value> = many.collect();
+    wrong(&json!({ "here_bytes": 16 * MIB, "memory": many }), "invalid-request", "more memory hosts than");
+    done(&host, MERGE, &Value::Null);
+    is_as_before(&host, &before);
+    is_paid(&host, &[&lenders[0]]);
+}
+
+/// A memory host that is being emptied and is away: the work waits for it, and a daemon that comes back goes on.
+#[test]
+fn an_exchange_goes_on_where_a_daemon_left_it() {
+    if cannot_run() {
+        return;
+    }
+    let (mut host, mut lenders) = (Host::start(), [lender(64), lender(64)]);
+    host.run_full("m");
+    let before = content(&host);
+    done(&host, SPLIT, &request(16, &[&lenders[0]]));
+    lenders[0].kill_daemon();
+    // Who goes away calls it off, so who asked stays until the daemon is dead.
+    let asked = request(16, &[&lenders[1]]).to_string();
+    let mut asking = UnixStream::connect(host.socket()).expect("the daemon listens");
+    let head = "content-type: application/json\r\nhost: x";
+    let words = format!("POST {SPLIT} HTTP/1.1\r\n{head}\r\ncontent-length: {}\r\n\r\n{asked}", asked.len());
+    asking.write_all(words.as_bytes()).expect("a request");
+    eventually("the first one is leaving", || {
+        memory_of(&host) == (vec![lenders[1].address()], vec![lenders[0].address()])
+    });
+    assert!(host.get("/v1/vms/m")["note"].as_str().is_some_and(|note| note.contains("is being emptied")));
+    host.kill_daemon();
+    drop(asking);
+    host.start_daemon();
+    assert_eq!(memory_of(&host).1, [lenders[0].address()]);
+    lenders[0].start_daemon();
+    eventually("it has left", || memory_of(&host) == (vec![lenders[1].address()], vec![]));
+    is_paid(&host, &[&lenders[0]]);
+    eventually("it can be merged", || host.ask("POST", MERGE, None).0 == 200);
+    is_as_before(&host, &before);
+    is_paid(&host, &[&lenders[1]]);
+}
+
+/// Who calls it off has both.
+#[test]
+fn an_exchange_that_is_called_off_leaves_a_machine_with_those_that_came_and_those_that_were_there() {
+    if cannot_run() {
+        return;
+    }
+    let (host, mut lenders) = (Host::start(), [lender(64), lender(64)]);
+    host.run_full("m");
+    let before = content(&host);
+    done(&host, SPLIT, &request(16, &[&lenders[0]]));
+    lenders[0].kill_daemon();
+    let asked = request(16, &[&lenders[1]]);
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| host.ask("POST", SPLIT, Some(&asked)));
+        eventually("the first one is leaving", || memory_of(&host).1 == [lenders[0].address()]);
+        assert_eq!(host.ask("POST", "/v1/vms/m/cancel", None).0, 202);
+        assert_eq!(asking.join().expect("an answer").1["status"], "cancelled");
+    });
+    assert_eq!(memory_of(&host), (vec![lenders[0].address(), lenders[1].address()], vec![]));
+    lenders[0].start_daemon();
+    done(&host, MERGE, &Value::Null);
+    is_as_before(&host, &before);
+    is_paid(&host, &[&lenders[0], &lenders[1]]);
 }

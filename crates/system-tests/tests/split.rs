@@ -26,10 +26,14 @@ fn site() -> Site {
 
 /// The words of `sterna split`.
 fn words(site: &Site, here_mib: u64) -> Vec<String> {
-    let memory = |host| format!("{}=120M", site.host(host).listen());
+    words_over(site, here_mib, &[("b", 120), ("c", 120)])
+}
+
+/// The same over these hosts, with so many MiB each.
+fn words_over(site: &Site, here_mib: u64, hosts: &[(&str, u64)]) -> Vec<String> {
+    let memory = |(host, mib): &(&str, u64)| ["--memory".into(), format!("{}={mib}M", site.host(host).listen())];
     let words = ["split", &site.guest.name, "--json", "-", "--main", &format!("here={here_mib}M")];
-    let words = words.map(str::to_owned).into_iter();
-    words.chain(["b", "c"].into_iter().flat_map(|host| ["--memory".into(), memory(host)])).collect()
+    words.map(str::to_owned).into_iter().chain(hosts.iter().flat_map(memory)).collect()
 }
 
 fn ask(site: &Site, words: &[String]) -> Answer {
@@ -218,6 +222,53 @@ fn a_daemon_that_is_killed_at_any_moment_leaves_a_guest_that_can_be_merged() {
         None => true,
         Some(_) => ask(&site, &merge_words(&site)).code == 0,
     });
+    all_is_given_back(&site);
+    site.checker_is_well();
+    site.migrate(&[]);
+}
+
+/// The guest writes on, and each of its daemons dies at any moment.
+#[test]
+fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let mut site = site();
+    let seed = std::env::var("STERNA_SEED").ok().and_then(|word| word.parse().ok());
+    let seed = seed.unwrap_or_else(|| now_us().unsigned_abs());
+    println!("STERNA_SEED={seed}");
+    let mut random = Random(seed);
+    // One takes all that leaves, and then the other one does; or both share it.
+    let ways: [&[(&str, u64)]; 3] = [&[("b", 200)], &[("c", 200)], &[("b", 200), ("c", 200)]];
+    completed(&ask(&site, &words_over(&site, HERE, ways[0])));
+    let mut turn = 0;
+    for round in 0..times(5, 60) {
+        turn = (turn + 1 + random.below(2) as usize) % ways.len();
+        let words = words_over(&site, HERE, ways[turn]);
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let running = Attempt::run(site.here(), &words);
+        std::thread::sleep(Duration::from_millis(random.below(600)));
+        let host = ["a", "a", "b", "c"][random.below(4) as usize];
+        site.kill_daemon(host);
+        if host != "a" {
+            std::thread::sleep(Duration::from_millis(random.below(500)));
+            site.start_daemon(host);
+        }
+        let answer = running.end();
+        println!("round {round}: {:?}, daemon of {host} killed: exit status {}", ways[turn], answer.code);
+        if host == "a" {
+            assert!([0, 5].contains(&answer.code), "{answer:#?}");
+            site.start_daemon(host);
+        }
+        site.checker_is_well();
+    }
+    // Whatever state that is: all of them are told what is to be.
+    for way in ways {
+        site.eventually("memory hosts are exchanged", || ask(&site, &words_over(&site, HERE, way)).code == 0);
+        site.checker_is_well();
+    }
+    site.eventually("it is merged", || ask(&site, &merge_words(&site)).code == 0);
     all_is_given_back(&site);
     site.checker_is_well();
     site.migrate(&[]);

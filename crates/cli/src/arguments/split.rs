@@ -21,8 +21,9 @@ pub struct Split {
     pub main: u64,
     /// A host that lends memory (lend_memory), and how much; several times for several hosts
     ///
-    /// It needs 4 KiB for each MiB beside the memory itself. Without it the machine must be split already: then it is
-    /// changed how much of it is here.
+    /// It needs 4 KiB for each MiB beside the memory itself. Of a machine that is split already these are all that it
+    /// is to have: others are emptied while its guest runs, and have their memory back then. Without it such a machine
+    /// keeps those that it has, and only how much of it is here changes.
     #[arg(long, value_name = "HOST:PORT=SIZE", value_parser = memory_host)]
     pub memory: Vec<MemoryHost>,
     /// Write the report there as JSON, '-' for standard output

@@ -1,5 +1,6 @@
 //! A machine a part of whose memory is at memory hosts: what is on record of it, and what brings its pages.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,6 +12,7 @@ use sterna_api::split::{self as api, MemoryHost};
 use sterna_api::units::milliseconds;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::paging::Pager;
+use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::{Epochs, Lender, Split};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::store::Claim;
@@ -21,7 +23,7 @@ use crate::state::{read_record, write_record};
 const LONG: Duration = Duration::from_secs(1);
 
 /// A guest's memory hosts, and who it is to them: what its machine's record says, and that of a debt.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Borrowed {
     /// The guest's number there.
     pub guest: u128,
@@ -29,8 +31,14 @@ pub struct Borrowed {
     pub key: u128,
     /// How many chunks its memory has.
     pub chunks: u32,
-    /// The memory hosts; their order is that of the map of missing pages.
+    /// The memory hosts, by the numbers that the map of missing pages has for them.
     pub hosts: Vec<MemoryHost>,
+    /// The numbers of those that are given nothing more, and are being emptied.
+    #[serde(default)]
+    pub leaving: BTreeSet<usize>,
+    /// The numbers of those that have nothing any more, and have been told so or are to be: another may have the number.
+    #[serde(default)]
+    pub gone: BTreeSet<usize>,
 }
 
 impl Borrowed {
@@ -40,16 +48,51 @@ impl Borrowed {
         Claim { guest: self.guest, key: self.key, epoch }
     }
 
+    /// Those that have something of the guest, or may have, with their numbers.
+    pub fn lent(&self) -> impl Iterator<Item = (usize, &MemoryHost)> {
+        self.hosts.iter().enumerate().filter(|(number, _)| !self.gone.contains(number))
+    }
+
+    /// Those that are given pages.
+    #[must_use]
+    pub fn lending(&self) -> Vec<MemoryHost> {
+        self.lent().filter(|(number, _)| !self.leaving.contains(number)).map(|(_, host)| host.clone()).collect()
+    }
+
+    /// The number of the memory host that is called like this.
+    #[must_use]
+    pub fn number_of(&self, peer: &str) -> Option<usize> {
+        self.lent().find(|(_, host)| host.peer == peer).map(|(number, _)| number)
+    }
+
+    /// Gives a number to another one: the first that is free. It is given no pages yet. `None` where no number is free.
+    pub fn welcome(&mut self, host: &MemoryHost) -> Option<usize> {
+        let number = self.gone.pop_first().unwrap_or(self.hosts.len());
+        match self.hosts.get_mut(number) {
+            Some(free) => *free = host.clone(),
+            None if number < Holder::MAX_HOSTS => self.hosts.push(host.clone()),
+            None => return None,
+        }
+        self.leaving.insert(number);
+        Some(number)
+    }
+
+    /// One has nothing any more: its number is free.
+    pub fn see_off(&mut self, number: usize) {
+        self.leaving.remove(&number);
+        self.gone.insert(number);
+    }
+
     /// The memory hosts as they are called.
     #[must_use]
     pub fn lenders(&self, credentials: Option<&Arc<Credentials>>) -> Vec<Lender> {
-        let lender = |host: &MemoryHost| Lender {
+        let lender = |(number, host): (usize, &MemoryHost)| Lender {
             peer: host.peer.clone(),
             credentials: credentials.cloned(),
             bytes: host.bytes,
-            leaving: false,
+            leaving: self.leaving.contains(&number) || self.gone.contains(&number),
         };
-        self.hosts.iter().map(lender).collect()
+        self.hosts.iter().enumerate().map(lender).collect()
     }
 }
 
@@ -184,7 +227,8 @@ impl Remote {
         api::Split {
             here_bytes: record.here_bytes,
             away_pages: self.pager.missing(),
-            memory: hosts.clone(),
+            memory: record.borrowed.lending(),
+            leaving: record.borrowed.leaving.iter().filter_map(|number| hosts.get(*number).cloned()).collect(),
             waiting: waiting.collect(),
             stuck: split.and_then(|split| split.stuck()).as_ref().map(Problem::with_causes),
             paced_pages: paced.pages,
@@ -216,7 +260,8 @@ pub fn describe(split: &api::Split) -> String {
         let waited = if pages == 1 { "1 page".into() } else { format!("{pages} pages") };
         format!("; {waited} waited for room, {longest:.0} ms at most, and {forced} came in without")
     });
-    waits.chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
+    let leaving = split.leaving.iter().map(|host| format!("; {} is being emptied", host.peer));
+    leaving.chain(waits).chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
 }
 
 /// A request that needs all of a machine's memory here.
@@ -254,12 +299,32 @@ mod tests {
             key: u128::MAX - 7,
             chunks: 3,
             hosts: vec![MemoryHost { peer: "b:1".into(), bytes: 4 }],
+            leaving: [0].into(),
+            gone: [1].into(),
         };
         let record = SplitRecord { borrowed, here_bytes: 5, map: "/ram/x".into(), merging: true };
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.json");
         write_record(&path, &record).unwrap();
         assert_eq!(read_record(&path).unwrap(), Some(record));
+    }
+
+    #[test]
+    fn the_number_of_a_memory_host_that_has_gone_is_given_to_the_next_one() {
+        let host = |peer: &str| MemoryHost { peer: peer.into(), bytes: 4 };
+        let mut borrowed = Borrowed { guest: 1, key: 2, chunks: 3, ..Borrowed::default() };
+        for number in 0..Holder::MAX_HOSTS {
+            assert_eq!(borrowed.welcome(&host(&format!("b:{number}"))), Some(number));
+        }
+        assert!(borrowed.welcome(&host("c:1")).is_none() && borrowed.lending().is_empty());
+        borrowed.leaving.clear();
+        borrowed.see_off(3);
+        assert_eq!((borrowed.number_of("b:3"), borrowed.lending().len()), (None, Holder::MAX_HOSTS - 1));
+        assert_eq!(borrowed.welcome(&host("c:1")), Some(3));
+        let lender = &borrowed.lenders(None)[3];
+        assert!(lender.peer == "c:1" && lender.leaving, "{lender:?}");
+        borrowed.leaving.clear();
+        assert_eq!((borrowed.number_of("c:1"), borrowed.lending()[3].peer.as_str()), (Some(3), "c:1"));
     }
 
     #[test]

@@ -6,9 +6,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use sterna_api::split::MemoryHost;
 use sterna_engine::split::Epochs;
 use sterna_engine::split::loans::give_back;
 use sterna_engine::transport::credentials::Credentials;
+use sterna_sys::host::random_u128;
 
 use crate::machines::record::VmRecord;
 use crate::machines::split::{Borrowed, EpochFile};
@@ -33,6 +35,9 @@ struct Debt {
     /// People have been told that not all could be.
     #[serde(skip)]
     warned: bool,
+    /// Where this is written down.
+    #[serde(skip)]
+    path: PathBuf,
 }
 
 /// What is owed to memory hosts.
@@ -65,8 +70,8 @@ impl Loans {
         for entry in std::fs::read_dir(&self.dir).into_iter().flatten().flatten() {
             let path = entry.path();
             match read_record::<Debt>(&path) {
-                Ok(Some(debt)) if is_split(machines, debt.borrowed.guest) => remove(&path),
-                Ok(Some(debt)) => self.lock().debts.push(debt),
+                Ok(Some(debt)) if lends_still(machines, &debt.borrowed) => remove(&path),
+                Ok(Some(debt)) => self.lock().debts.push(Debt { path, ..debt }),
                 Ok(None) => {}
                 Err(error) => {
                     tracing::error!(
@@ -96,7 +101,13 @@ impl Loans {
     /// Notes what a machine was lent, where it was: its directory has the epoch of its owner. It is given back from the
     /// next [`pay`](Self::pay) on.
     pub fn owe(&self, record: &VmRecord, dir: &Path) {
-        let Some(split) = record.split.as_ref().filter(|split| !split.borrowed.hosts.is_empty()) else { return };
+        let Some(split) = &record.split else { return };
+        self.owe_hosts(record, dir, split.borrowed.lent().map(|(_, host)| host.clone()).collect());
+    }
+
+    /// The same of some of its memory hosts.
+    pub fn owe_hosts(&self, record: &VmRecord, dir: &Path, hosts: Vec<MemoryHost>) {
+        let Some(split) = record.split.as_ref().filter(|_| !hosts.is_empty()) else { return };
         let epoch = EpochFile::of(dir).raise().map_or_else(
             |error| {
                 tracing::warn!(vm = %record.name, %error, "cannot tell the epoch of the guest's owner");
@@ -104,14 +115,31 @@ impl Loans {
             },
             |epoch| epoch.saturating_add(BEYOND),
         );
-        let debt = Debt { vm: record.name.clone(), epoch, borrowed: split.borrowed.clone(), warned: false };
-        if let Err(error) = write_record(&self.path(&debt), &debt) {
+        let Borrowed { guest, key, chunks, .. } = split.borrowed;
+        let borrowed = Borrowed { guest, key, chunks, hosts, ..Borrowed::default() };
+        let path = self.dir.join(format!("{guest:032x}-{:016x}.json", random_u128() as u64));
+        let debt = Debt { vm: record.name.clone(), epoch, borrowed, warned: false, path };
+        if let Err(error) = write_record(&debt.path, &debt) {
             tracing::error!(
                 vm = %record.name, %error,
                 "cannot write down what memory hosts have lent to it: should this daemon end now, they keep it"
             );
         }
         self.lock().debts.push(debt);
+    }
+
+    /// Whether a memory host has not been told yet that a guest has given back what it lent.
+    #[must_use]
+    pub fn owes(&self, guest: u128, peer: &str) -> bool {
+        let owed = self.lock();
+        let of_guest = owed.debts.iter().filter(|debt| debt.borrowed.guest == guest);
+        of_guest.flat_map(|debt| &debt.borrowed.hosts).any(|host| host.peer == peer)
+    }
+
+    /// As whom memory hosts are called.
+    #[must_use]
+    pub fn credentials(&self) -> Option<&Arc<Credentials>> {
+        self.credentials.as_ref()
     }
 
     /// Has what is owed be given back now.
@@ -142,13 +170,12 @@ impl Loans {
         for debt in debts {
             let left = self.pay_one(&debt);
             let mut owed = self.lock();
-            let is_it = |other: &Debt| other.borrowed.guest == debt.borrowed.guest;
-            let Some(place) = owed.debts.iter().position(is_it) else { continue };
+            let Some(place) = owed.debts.iter().position(|other| other.path == debt.path) else { continue };
             match left {
                 Some(left) => owed.debts[place] = left,
                 None => {
                     owed.debts.remove(place);
-                    remove(&self.path(&debt));
+                    remove(&debt.path);
                 }
             }
         }
@@ -156,7 +183,7 @@ impl Loans {
 
     /// What is left of a debt; `None` where everybody has been told.
     fn pay_one(&self, debt: &Debt) -> Option<Debt> {
-        let Debt { vm, epoch, borrowed, warned } = debt;
+        let Debt { vm, epoch, borrowed, warned, .. } = debt;
         let lenders = borrowed.lenders(self.credentials.as_ref());
         let mut left = borrowed.clone();
         for lender in lenders {
@@ -177,15 +204,11 @@ impl Loans {
         let left = Debt { borrowed: left, warned: true, ..debt.clone() };
         if left.borrowed != debt.borrowed
             && !left.borrowed.hosts.is_empty()
-            && let Err(error) = write_record(&self.path(&left), &left)
+            && let Err(error) = write_record(&left.path, &left)
         {
             tracing::warn!(vm, %error, "cannot write down which memory hosts have been told: they are told again");
         }
         (!left.borrowed.hosts.is_empty()).then_some(left)
-    }
-
-    fn path(&self, debt: &Debt) -> PathBuf {
-        self.dir.join(format!("{:032x}.json", debt.borrowed.guest))
     }
 
     fn lock(&self) -> MutexGuard<'_, Owed> {
@@ -193,8 +216,12 @@ impl Loans {
     }
 }
 
-fn is_split(machines: &[VmRecord], guest: u128) -> bool {
-    machines.iter().filter_map(|record| record.split.as_ref()).any(|split| split.borrowed.guest == guest)
+/// Whether one of these lends to the guest still: the daemon died that had written the debt down, before it wrote that
+/// it does not.
+fn lends_still(machines: &[VmRecord], borrowed: &Borrowed) -> bool {
+    let splits = machines.iter().filter_map(|record| record.split.as_ref());
+    let mut same = splits.filter(|split| split.borrowed.guest == borrowed.guest);
+    same.any(|split| borrowed.hosts.iter().any(|host| split.borrowed.number_of(&host.peer).is_some()))
 }
 
 fn remove(path: &Path) {

@@ -11,14 +11,15 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use sterna_api::{Code, Problem, SplitReport};
+use sterna_api::{Code, Problem, SplitReport, SplitRequest};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::paging::Pager;
 use sterna_engine::split::Split;
 use sterna_engine::split::outage::Outage;
 use sterna_engine::split::room::Room;
 
-use super::{RETRY, Splits, alive};
+use super::Splits;
+use super::hosts::{RETRY, alive};
 use crate::machines::control::Control;
 use crate::machines::record::VmRecord;
 use crate::machines::split::{EpochFile, Remote, SplitRecord};
@@ -84,24 +85,28 @@ fn go_on(splits: &Splits, record: &VmRecord, remote: &Arc<Remote>) -> Result<(),
         return Err(error.problem());
     }
     remote.answered(split);
+    // Whoever cancels that leaves the machine split, over all of them.
     if *merging {
-        end_merge(splits, record);
+        end_of(record, "merge", |monitor| splits.merge(&record.name, monitor));
+    } else if !borrowed.leaving.is_empty() {
+        let request = SplitRequest { here_bytes: *here_bytes, memory: borrowed.lending() };
+        end_of(record, "exchange of memory hosts", |monitor| splits.split(&record.name, &request, monitor));
     }
     Ok(())
 }
 
-/// Ends a merge that an earlier daemon had begun; whoever cancels it leaves the machine split.
-fn end_merge(splits: &Splits, record: &VmRecord) {
+/// Ends what an earlier daemon had begun.
+fn end_of(record: &VmRecord, what: &str, work: impl Fn(&Arc<Monitor>) -> Result<SplitReport, Problem>) {
     let name = &record.name;
     while alive(record).is_ok() {
-        match splits.merge(name, &Arc::new(Monitor::new(name))) {
+        match work(&Arc::new(Monitor::new(name))) {
             // Somebody does something else with it, or it is still being taken over.
             Err(problem) if problem.code == Code::VmBusy => std::thread::sleep(RETRY),
             Err(problem) => {
-                return tracing::warn!(vm = %name, "its merge is not gone on with: {}", problem.with_causes());
+                return tracing::warn!(vm = %name, "its {what} is not gone on with: {}", problem.with_causes());
             }
             Ok(SplitReport { error: Some(problem), .. }) => {
-                return tracing::warn!(vm = %name, "its merge came to nothing: {}", problem.with_causes());
+                return tracing::warn!(vm = %name, "its {what} came to nothing: {}", problem.with_causes());
             }
             Ok(_) => return,
         }

@@ -1,0 +1,216 @@
+//! The memory hosts of a machine that is split already: they are exchanged while its guest runs.
+//!
+//! ```text
+//! record: newcomers, as if they were leaving ─▶ they grant ─▶ record: they lend, and who is not wanted is leaving
+//!     ─▶ who is leaving is emptied ─▶ what it lent is owed ─▶ record: gone ─▶ given back
+//! ```
+//!
+//! A memory host that is leaving and has nothing is not asked when a daemon comes back. So a newcomer that does not
+//! grant what it is asked for, or does not answer, is in nobody's way, whenever this daemon dies; and the next one sees
+//! off whoever is leaving. One that has gone keeps its number until another one is given that.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_api::split::MemoryHost;
+use sterna_api::units::show_size;
+use sterna_api::{Blame, Code, Problem};
+use sterna_engine::error::MigrateError;
+use sterna_engine::split::loans::borrow;
+use sterna_engine::split::{Epochs, Lender, Split, SplitError};
+use sterna_engine::store::client::StoreError;
+use sterna_engine::vmm::VmmError;
+
+use super::loans::Loans;
+use crate::machines::record::VmRecord;
+use crate::machines::split::{Borrowed, EpochFile, SplitRecord};
+use crate::machines::table::Machines;
+use crate::problems::{host, invalid};
+
+/// How long a memory host is left alone that was not reached.
+pub(super) const RETRY: Duration = Duration::from_millis(200);
+
+/// The memory hosts of one machine while they are exchanged.
+pub(super) struct Exchange<'a> {
+    pub machines: &'a Machines,
+    pub loans: &'a Loans,
+    pub split: &'a Arc<Split>,
+    /// The machine, as it is on record.
+    pub record: VmRecord,
+}
+
+impl Exchange<'_> {
+    /// From now on pages leave for these memory hosts and for no other. Those that are new have granted what they were
+    /// asked for; the others are leaving, and have what they had.
+    ///
+    /// # Errors
+    /// A [`Problem`]: one does not grant what it is asked for, or is there with another amount; too many. All is as it
+    /// was then.
+    pub fn begin(&mut self, wanted: &[MemoryHost]) -> Result<(), Problem> {
+        let mut borrowed = self.borrowed()?;
+        let mut newcomers = Vec::new();
+        for host in wanted {
+            match borrowed.number_of(&host.peer) {
+                Some(number) => self.check_amount(&borrowed.hosts[number], host)?,
+                None => newcomers.push(self.number_for(&mut borrowed, host)?),
+            }
+        }
+        self.store(borrowed.clone())?;
+        if let Err((problem, asked)) = self.ask(&borrowed, &newcomers) {
+            self.gone(&newcomers, &newcomers[..asked])?;
+            return Err(problem);
+        }
+        let stays = |host: &MemoryHost| wanted.iter().any(|other| other.peer == host.peer);
+        borrowed.leaving = borrowed.lent().filter(|(_, host)| !stays(host)).map(|(number, _)| number).collect();
+        self.agree(borrowed)
+    }
+
+    /// Empties the memory hosts that are leaving, one after the other; each is told that it has its memory back once it
+    /// is empty. `check` is asked again and again whether to go on.
+    ///
+    /// # Errors
+    /// A [`Problem`]: what `check` said, or the others do not take what leaves. Those that were not emptied yet are
+    /// leaving still.
+    pub fn see_off(&mut self, check: &dyn Fn() -> Result<(), MigrateError>) -> Result<(), Problem> {
+        for number in self.borrowed()?.leaving {
+            let taken = || if refused(self.split).is_some() { Err(MigrateError::Cancelled) } else { check() };
+            let emptied = until_reached(check, &|| self.split.empty(number, &taken));
+            emptied.map_err(|problem| refused(self.split).unwrap_or(problem))?;
+            self.gone(&[number], &[number])?;
+        }
+        Ok(())
+    }
+
+    /// All that have something lend again: nobody is leaving any more.
+    ///
+    /// # Errors
+    /// A [`Problem`]: the record cannot be written.
+    pub fn call_off(&mut self) -> Result<(), Problem> {
+        let mut borrowed = self.borrowed()?;
+        borrowed.leaving.clear();
+        self.agree(borrowed)
+    }
+
+    /// Writes down how much of the machine may be here, and that it stays split.
+    ///
+    /// # Errors
+    /// A [`Problem`]: the record cannot be written.
+    pub fn keep_here(&mut self, here_bytes: u64) -> Result<(), Problem> {
+        self.write(|split| (split.here_bytes, split.merging) = (here_bytes, false))
+    }
+
+    /// Has the record and who sends pages agree on who is leaving: the record first, where somebody lends.
+    fn agree(&mut self, borrowed: Borrowed) -> Result<(), Problem> {
+        self.store(borrowed.clone())?;
+        borrowed.lent().for_each(|(number, _)| self.split.leave_out(number, borrowed.leaving.contains(&number)));
+        Ok(())
+    }
+
+    fn check_amount(&self, known: &MemoryHost, wanted: &MemoryHost) -> Result<(), Problem> {
+        if known.bytes == wanted.bytes {
+            return Ok(());
+        }
+        let (peer, lends, asked) = (&known.peer, show_size(known.bytes), show_size(wanted.bytes));
+        let message = format!("memory host {peer} lends {lends} to '{}', not {asked}", self.record.name);
+        Err(Problem::new(Code::Split, Blame::Request, message)
+            .hint("name it with what it lends; what a memory host lends to a guest is not changed"))
+    }
+
+    fn number_for(&self, borrowed: &mut Borrowed, host: &MemoryHost) -> Result<usize, Problem> {
+        let peer = &host.peer;
+        if self.loans.owes(borrowed.guest, peer) {
+            let message = format!("memory host {peer} has not been told yet that it has its memory back");
+            return Err(Problem::new(Code::PeerUnreachable, Blame::Peer, message)
+                .hint("it is told as soon as it answers; ask again then"));
+        }
+        borrowed.welcome(host).ok_or_else(|| {
+            invalid("that would be more memory hosts than a guest may have, those that are leaving among them")
+        })
+    }
+
+    /// Asks newcomers for what they are to lend. Where one does not, also how many may have granted it.
+    fn ask(&self, borrowed: &Borrowed, newcomers: &[usize]) -> Result<(), (Problem, usize)> {
+        let lenders = borrowed.lenders(self.loans.credentials());
+        for (asked, number) in newcomers.iter().enumerate() {
+            let lender = &lenders[*number];
+            // Its answer may have been lost; but where nobody was reached, nothing was granted.
+            let not_granted = |problem: Problem| {
+                let reached = problem.code != Code::PeerUnreachable;
+                (problem, asked + usize::from(reached))
+            };
+            self.borrow(borrowed, lender).map_err(not_granted)?;
+            let added = self.split.add(*number, lender.clone());
+            added.map_err(|error| (error.problem(), asked + 1))?;
+        }
+        Ok(())
+    }
+
+    fn borrow(&self, borrowed: &Borrowed, lender: &Lender) -> Result<(), Problem> {
+        let epoch = EpochFile::of(&self.machines.dir(&self.record.name)).raise();
+        let epoch = epoch.map_err(|error| host("cannot write the epoch of the guest's owner", &error))?;
+        borrow(lender, borrowed.claim(epoch), borrowed.chunks).map_err(|error| error.problem())
+    }
+
+    /// Some have nothing of the guest any more, and their numbers are free. What those lent that are `owed` is given
+    /// back.
+    fn gone(&mut self, numbers: &[usize], owed: &[usize]) -> Result<(), Problem> {
+        let mut borrowed = self.borrowed()?;
+        let hosts = owed.iter().map(|number| borrowed.hosts[*number].clone()).collect();
+        // A daemon that finds it owed by a machine that has it still knows that it must not be paid yet.
+        self.loans.owe_hosts(&self.record, &self.machines.dir(&self.record.name), hosts);
+        numbers.iter().for_each(|number| borrowed.see_off(*number));
+        self.store(borrowed)?;
+        self.loans.pay();
+        Ok(())
+    }
+
+    fn borrowed(&self) -> Result<Borrowed, Problem> {
+        let split = self.record.split.as_ref();
+        let none = || Problem::new(Code::Internal, Blame::Ours, "a machine without memory hosts");
+        split.map(|split| split.borrowed.clone()).ok_or_else(none)
+    }
+
+    fn store(&mut self, borrowed: Borrowed) -> Result<(), Problem> {
+        self.write(|split| split.borrowed = borrowed)
+    }
+
+    fn write(&mut self, change: impl FnOnce(&mut SplitRecord)) -> Result<(), Problem> {
+        let Some(mut split) = self.record.split.clone() else { return Ok(()) };
+        change(&mut split);
+        let record = with(&self.record, split);
+        self.machines.store(&record).map_err(|error| host("cannot write the machine's record", &error))?;
+        self.record = record;
+        Ok(())
+    }
+}
+
+/// Why pages that are too many here do not leave, where memory hosts refuse them: they do so again.
+pub(super) fn refused(split: &Split) -> Option<Problem> {
+    split.stuck().filter(|problem| problem.code == Code::LoanRefused)
+}
+
+/// Does what needs memory hosts. One that is not reached is asked again, as long as `check` agrees.
+pub(super) fn until_reached(
+    check: &dyn Fn() -> Result<(), MigrateError>,
+    work: &dyn Fn() -> Result<(), SplitError>,
+) -> Result<(), Problem> {
+    loop {
+        match work() {
+            Err(SplitError::Host { source, .. }) if matches!(*source, StoreError::Connection(_)) => {
+                check().map_err(|error| error.problem())?;
+                std::thread::sleep(RETRY);
+            }
+            done => return done.map_err(|error| error.problem()),
+        }
+    }
+}
+
+/// Whether a machine's QEMU is there.
+pub(super) fn alive(record: &VmRecord) -> Result<(), MigrateError> {
+    if record.process.open().is_some() { Ok(()) } else { Err(VmmError::Gone { guest_off: false }.into()) }
+}
+
+/// The machine, split like this.
+pub(super) fn with(record: &VmRecord, split: SplitRecord) -> VmRecord {
+    VmRecord { split: Some(split), ..record.clone() }
+}
