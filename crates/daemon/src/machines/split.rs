@@ -88,6 +88,7 @@ impl Borrowed {
     pub fn lenders(&self, credentials: Option<&Arc<Credentials>>) -> Vec<Lender> {
         let lender = |(number, host): (usize, &MemoryHost)| Lender {
             peer: host.peer.clone(),
+            mirror: None,
             credentials: credentials.cloned(),
             bytes: host.bytes,
             leaving: self.leaving.contains(&number) || self.gone.contains(&number),

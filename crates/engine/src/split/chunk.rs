@@ -5,6 +5,8 @@ use sterna_protocol::layout::{CHUNK_PAGES, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::split::Whereabouts;
 
+use super::lines::MEMBERS;
+
 /// What a memory host has copies of, in a chunk.
 #[derive(Debug)]
 pub(super) struct Copies {
@@ -13,47 +15,64 @@ pub(super) struct Copies {
     digests: Box<[u64; CHUNK_PAGES]>,
 }
 
-/// What is known of a chunk.
+/// What is known of a chunk at one memory host.
 #[derive(Debug, Default)]
-pub(super) struct Chunk {
+pub(super) struct Known {
     /// Where its pages are.
     pub at: Whereabouts,
     /// What the memory host has is not known.
     pub unsure: bool,
+    /// It has not all that is away: it has lost some, and its mirror alone has them.
+    pub behind: bool,
+}
+
+/// What is known of a chunk.
+#[derive(Debug, Default)]
+pub(super) struct Chunk {
+    /// At the memory host that has it, and at its mirror.
+    pub members: [Known; MEMBERS],
     /// What its pages are that came back.
     pub copies: Option<Copies>,
 }
 
 impl Chunk {
-    /// Notes what pages are that came back from a memory host; `digests` are theirs, in order.
-    pub fn came(&mut self, number: usize, pages: &PageSet, digests: &[u64]) {
+    /// Notes that pages came back from a memory host that is one of `count`, what they are, and which are zeros;
+    /// `digests` are those of the others, in order.
+    pub fn came(&mut self, (number, count): (usize, usize), (full, zero): (&PageSet, &PageSet), digests: &[u64]) {
+        for known in &mut self.members[..count] {
+            known.at.comes(&full.or(zero));
+            known.at.released(zero);
+        }
         let copies = self.copies.get_or_insert_with(|| Copies { number, digests: Box::new([0; CHUNK_PAGES]) });
         copies.number = number;
-        pages.iter().zip(digests).for_each(|(page, digest)| copies.digests[usize::from(page)] = *digest);
+        full.iter().zip(digests).for_each(|(page, digest)| copies.digests[usize::from(page)] = *digest);
     }
 
     /// The memory host that has copies of its pages.
     pub fn copies_at(&self) -> Option<usize> {
-        self.copies.as_ref().filter(|_| !self.at.copied().is_empty()).map(|copies| copies.number)
+        let has_any = self.members.iter().any(|known| !known.at.copied().is_empty());
+        self.copies.as_ref().filter(|_| has_any).map(|copies| copies.number)
     }
 
-    /// What the copy of a page is.
-    pub fn digest(&self, page: u8) -> Option<u64> {
-        let copies = self.copies.as_ref().filter(|_| self.at.copied().contains(page))?;
+    /// What the copy of a page at a memory host is.
+    pub fn digest(&self, which: usize, page: u8) -> Option<u64> {
+        let copies = self.copies.as_ref().filter(|_| self.members[which].at.copied().contains(page))?;
         Some(copies.digests[usize::from(page)])
     }
 
-    /// Those of these pages that are as their copies; `bodies` are theirs, in order.
-    pub fn unchanged(&self, pages: &PageSet, bodies: &[u8], digester: Digester) -> PageSet {
+    /// Those of these pages that are as their copies at a memory host; `bodies` are theirs, in order.
+    pub fn unchanged(&self, which: usize, pages: &PageSet, bodies: &[u8], digester: Digester) -> PageSet {
         let each = pages.iter().zip(bodies.as_chunks::<PAGE_BYTES>().0);
-        let like = |page: u8, body: &[u8]| self.digest(page).is_some_and(|digest| digest == digester.page(body));
+        let like = |page: u8, body: &[u8]| self.digest(which, page).is_some_and(|digest| digest == digester.page(body));
         each.filter(|(page, body)| like(*page, *body)).map(|(page, _)| page).collect()
     }
 
     /// No copy counts any more.
     pub fn forget_copies(&mut self) {
-        let copied = self.at.copied();
-        self.at.released(&copied);
+        for known in &mut self.members {
+            let copied = known.at.copied();
+            known.at.released(&copied);
+        }
         self.copies = None;
     }
 }

@@ -15,7 +15,7 @@ use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::InventoryEntry;
 
 use super::chunk::Chunk;
-use super::lines::Lines;
+use super::lines::{Lines, Member};
 use super::{Split, SplitError};
 
 impl Split {
@@ -26,60 +26,69 @@ impl Split {
     pub(super) fn check_copies(
         &self,
         lines: &mut Lines<'_>,
-        number: usize,
+        member: Member,
         chunk: ChunkIndex,
         state: &mut Chunk,
     ) -> Result<(), SplitError> {
-        if state.at.copied().is_empty() {
+        let at = &mut state.members[member.which].at;
+        if at.copied().is_empty() {
             return Ok(());
         }
-        match lines.ask(number, |host| host.held(chunk)) {
+        match lines.ask(member, |host| host.held(chunk)) {
             Ok(has) => {
-                let there = has.filter(|(version, _)| *version == state.at.held()).map(|(_, pages)| pages);
-                let gone = state.at.copied().without(&there.unwrap_or(PageSet::EMPTY));
-                state.at.released(&gone);
+                let there = has.filter(|(version, _)| *version == at.held()).map(|(_, pages)| pages);
+                let gone = at.copied().without(&there.unwrap_or(PageSet::EMPTY));
+                at.released(&gone);
                 Ok(())
             }
             Err(error) => {
-                self.rests[number].store(true, Ordering::Release);
-                state.forget_copies();
-                Err(self.failed(number, error))
+                self.leave_copies(member.number, state);
+                Err(self.failed(member, error))
             }
         }
+    }
+
+    /// No copy of a chunk counts any more at a memory host, nor at its mirror: each is gone through later.
+    pub(super) fn leave_copies(&self, number: usize, state: &mut Chunk) {
+        let members = self.lenders.members(number);
+        members.iter().for_each(|member| self.rests[member.index()].store(true, Ordering::Release));
+        state.forget_copies();
     }
 
     /// Has a memory host forget pages of a chunk that count no more there.
     pub(super) fn release(
         &self,
         lines: &mut Lines<'_>,
-        number: usize,
+        member: Member,
         (chunk, pages): (ChunkIndex, &PageSet),
         state: &mut Chunk,
     ) {
         if pages.is_empty() {
             return;
         }
-        state.at.released(pages);
-        if state.at.copied().is_empty() {
-            state.copies = None;
-        }
-        let version = state.at.held();
-        if let Err(error) = lines.ask(number, |host| host.release(chunk, version, pages)) {
-            state.unsure = true;
-            self.rests[number].store(true, Ordering::Release);
+        let known = &mut state.members[member.which];
+        known.at.released(pages);
+        let version = known.at.held();
+        if let Err(error) = lines.ask(member, |host| host.release(chunk, version, pages)) {
+            known.unsure = true;
+            self.rests[member.index()].store(true, Ordering::Release);
             tracing::debug!(%error, "a memory host was not told which pages count no more");
+        }
+        if state.copies_at().is_none() {
+            state.copies = None;
         }
     }
 
     /// Has a full memory host give up copies, of other chunks than this, for the pages of one. Returns whether it has.
-    pub(super) fn give_up_copies(&self, lines: &mut Lines<'_>, number: usize, but: ChunkIndex) -> bool {
+    pub(super) fn give_up_copies(&self, lines: &mut Lines<'_>, member: Member, but: ChunkIndex) -> bool {
         let (count, mut given_up) = (self.chunks.len(), 0);
         for index in (1..count).map(|more| (but.index() + more) % count) {
             let Some(mut state) = self.free_chunk(index) else { continue };
-            if state.copies_at() == Some(number) && !state.unsure {
-                let copied = state.at.copied();
-                self.release(lines, number, (ChunkIndex(index as u32), &copied), &mut state);
-                if state.unsure {
+            let known = &state.members[member.which];
+            if state.copies_at() == Some(member.number) && !known.unsure {
+                let copied = known.at.copied();
+                self.release(lines, member, (ChunkIndex(index as u32), &copied), &mut state);
+                if state.members[member.which].unsure {
                     break;
                 }
                 given_up += copied.len();
@@ -93,33 +102,33 @@ impl Split {
     }
 
     /// Whether a memory host may have pages that count no more, since it did not answer once.
-    pub(super) fn has_rests(&self, number: usize) -> bool {
-        self.rests[number].load(Ordering::Acquire)
+    pub(super) fn has_rests(&self, member: Member) -> bool {
+        self.rests[member.index()].load(Ordering::Acquire)
     }
 
     /// Has it forget them.
     ///
     /// # Errors
     /// [`SplitError`]; it is to be gone through once more.
-    pub(super) fn go_through(&self, lines: &mut Lines<'_>, number: usize) -> Result<(), SplitError> {
-        self.rests[number].store(false, Ordering::Release);
-        let gone = self.forget_rests(lines, number);
-        self.rests[number].fetch_or(gone.is_err(), Ordering::AcqRel);
+    pub(super) fn go_through(&self, lines: &mut Lines<'_>, member: Member) -> Result<(), SplitError> {
+        self.rests[member.index()].store(false, Ordering::Release);
+        let gone = self.forget_rests(lines, member);
+        self.rests[member.index()].fetch_or(gone.is_err(), Ordering::AcqRel);
         gone
     }
 
-    fn forget_rests(&self, lines: &mut Lines<'_>, number: usize) -> Result<(), SplitError> {
-        let inventory = lines.ask(number, |host| host.inventory()).map_err(|error| self.failed(number, error))?;
+    fn forget_rests(&self, lines: &mut Lines<'_>, member: Member) -> Result<(), SplitError> {
+        let inventory = lines.ask(member, |host| host.inventory()).map_err(|error| self.failed(member, error))?;
         for InventoryEntry { chunk, .. } in inventory {
             // One that is busy is one whose pages come back: what there is of it counts, most likely.
             let Some(mut state) = self.free_chunk(chunk.index()) else { continue };
             // Those are asked about in a new epoch.
-            if state.unsure && self.host_of(chunk) == Some(number) {
+            if state.members[member.which].unsure && self.host_of(chunk) == Some(member.number) {
                 continue;
             }
             // As it is now: it may have come or left since.
-            let has = lines.ask(number, |host| host.held(chunk)).map_err(|error| self.failed(number, error))?;
-            match self.settle(lines, number, chunk, &mut state, has) {
+            let has = lines.ask(member, |host| host.held(chunk)).map_err(|error| self.failed(member, error))?;
+            match self.settle(lines, member, chunk, &mut state, has) {
                 // Whoever touches those pages finds out.
                 Ok(()) | Err(SplitError::Lost { .. }) => {}
                 Err(other) => return Err(other),

@@ -3,21 +3,23 @@
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::pages::PageSet;
 
-use super::lines::Lines;
+use super::lines::{Lines, Member};
 use super::outage::Outage;
 use super::{Chunk, Split, SplitError, lock};
 use crate::destination::arrival::Arrival;
 use crate::error::MigrateError;
 use crate::paging::supplier::Supplier;
-use crate::store::client::StoreError;
+use crate::store::client::{ANSWER_TIMEOUT, StoreError};
 
 /// How many threads bring pages from one memory host.
 const FETCHERS: usize = 2;
+/// How long a memory host may say nothing where another one can be asked. One that has just gone down costs this once.
+const SOON: Duration = Duration::from_millis(300);
 /// How many pages come together that nobody waits for: a quarter of a chunk, 2 ms on a link of 1 Gbit/s. So long those
 /// may have to wait that are touched next.
 const TOGETHER: usize = 64;
@@ -74,6 +76,10 @@ impl Split {
     fn fetch(&self, number: usize) {
         let mut lines = Lines::new(&self.lenders);
         let mut outage = Outage::default();
+        // Whoever waits for a page is not to wait for a connection, too; least of all to one that has gone down since.
+        for member in self.lenders.members(number).into_iter().filter(|member| !self.lenders.is_silent(*member)) {
+            let _ = lines.ask(member, |_| Ok(()));
+        }
         while let Some(page) = self.next_wanted(number) {
             let began = Instant::now();
             match self.bring_around(&mut lines, page) {
@@ -128,42 +134,58 @@ impl Split {
         first: (PageSet, Ahead),
     ) -> Result<(), SplitError> {
         let Some(number) = self.host_of(chunk) else { return Ok(()) };
-        if state.unsure {
-            self.make_sure(lines, number, chunk, state)?;
+        let (mut part, ahead) = first;
+        let mut why = None;
+        // Where one fails, its mirror goes on.
+        let members = self.lenders.members(number);
+        for member in &members {
+            let others = members.iter().any(|other| other != member && !self.lenders.is_silent(*other));
+            let patience = if others { SOON } else { ANSWER_TIMEOUT };
+            match self.bring_from(lines, (*member, members.len(), patience), (chunk, &mut part, ahead), state) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(SplitError::Here(error)) => return Err(error.into()),
+                Err(error) => why = Some(error),
+            }
         }
-        self.bring_parts(lines, number, (chunk, first), state)
+        let pages = self.pager.away_in(chunk).len() as u64;
+        let lost = || SplitError::Lost { peer: self.lenders.peer(Member { number, which: 0 }), pages };
+        Err(why.unwrap_or_else(lost))
     }
 
-    fn bring_parts(
+    /// From one memory host of `count`, which is given so much time to answer; whether it has them.
+    fn bring_from(
         &self,
         lines: &mut Lines<'_>,
-        number: usize,
-        (chunk, (mut part, ahead)): (ChunkIndex, (PageSet, Ahead)),
+        (member, count, patience): (Member, usize, Duration),
+        (chunk, part, ahead): (ChunkIndex, &mut PageSet, Ahead),
         state: &mut Chunk,
-    ) -> Result<(), SplitError> {
-        let version = state.at.held();
+    ) -> Result<bool, SplitError> {
+        self.make_sure(lines, member, chunk, state)?;
+        if state.members[member.which].behind {
+            return Ok(false);
+        }
+        let version = state.members[member.which].at.held();
         while !part.is_empty() {
-            let got = lines.ask(number, |host| host.get(chunk, version, &part));
+            let got = lines.ask(member, |host| host.get_within(patience, chunk, version, part));
             // A memory host that answers and does not have them is asked what it has.
-            state.unsure |= matches!(&got, Err(StoreError::Refused(_)));
-            let got = got.map_err(|error| self.failed(number, error))?;
+            state.members[member.which].unsure |= matches!(&got, Err(StoreError::Refused(_)));
+            let got = got.map_err(|error| self.failed(member, error))?;
             *lock(&self.heard) = Instant::now();
             let bodies = [(got.full, got.bodies.as_slice())];
             let arrival = Arrival { chunk, bodies: &bodies, zero: got.zero, pooled: None, suspect: PageSet::EMPTY };
             self.pager.place(&arrival)?;
-            state.at.comes(&part);
-            state.at.released(&got.zero);
-            state.came(number, &got.full, &got.digests);
+            state.came((member.number, count), (&got.full, &got.zero), &got.digests);
             self.back.fetch_add(part.len() as u64, Ordering::Relaxed);
             let left = self.pager.away_in(chunk);
             let waited = self.pager.waited_for_in(chunk).and(&left);
-            part = match waited.is_empty() {
+            *part = match waited.is_empty() {
                 false => waited,
                 true if ahead == Ahead::WithRoom && !self.has_room(TOGETHER) => PageSet::EMPTY,
-                true => behind(&left, &part),
+                true => behind(&left, part),
             };
         }
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -106,12 +106,12 @@ impl Split {
 
     /// Goes through what memory hosts have that did not answer once, where they do again.
     fn go_through_rests(&self, way: &mut WayOut<'_>, turns: &mut Turns) -> Result<(), SplitError> {
-        for number in turns.hosts.clone() {
-            let began = Instant::now();
-            if !self.has_rests(number) || turns.outages[number].rests(began) {
+        for member in turns.hosts.clone().into_iter().flat_map(|number| self.lenders.members(number)) {
+            let (began, number) = (Instant::now(), member.number);
+            if !self.has_rests(member) || turns.outages[number].rests(began) {
                 continue;
             }
-            match self.go_through(&mut way.lines, number) {
+            match self.go_through(&mut way.lines, member) {
                 Ok(()) => drop(turns.outages[number].over()),
                 Err(SplitError::Here(error)) => return Err(error.into()),
                 Err(error) => turns.failed(number, began, &error),

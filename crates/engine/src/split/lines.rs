@@ -1,6 +1,6 @@
 //! Connections to a guest's memory hosts: each thread has its own, and opens them as it needs them.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use sterna_protocol::store::{Claim, Refusal};
@@ -12,29 +12,67 @@ use crate::paging::whereabouts::Holder;
 use crate::store::client::{MemoryHost, StoreError};
 use crate::transport::credentials::Credentials;
 
-/// A host that lends memory to a guest.
+/// The most memory hosts that have the same pages.
+pub(super) const MEMBERS: usize = 2;
+
+/// One of the memory hosts that have the pages of a number in the map of missing pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Member {
+    /// The number.
+    pub number: usize,
+    /// 0, or 1 for the mirror.
+    pub which: usize,
+}
+
+impl Member {
+    /// The most of a guest.
+    pub const MOST: usize = Holder::MAX_HOSTS * MEMBERS;
+
+    /// Its place among all.
+    pub fn index(self) -> usize {
+        self.number * MEMBERS + self.which
+    }
+}
+
+/// A host that lends memory to a guest, or two that lend the same and have the same pages.
 #[derive(Debug, Clone)]
 pub struct Lender {
     /// Where it listens.
     pub peer: String,
+    /// Where its mirror listens, which has each page as well.
+    pub mirror: Option<String>,
     /// Who this host is to it.
     pub credentials: Option<Arc<Credentials>>,
-    /// How much it is asked for, bytes.
+    /// How much each is asked for, bytes.
     pub bytes: u64,
     /// It is given nothing more, and what it has is to leave it; one that has nothing is not asked anything.
     pub leaving: bool,
 }
 
 impl Lender {
-    /// The number there of a guest: another one for each memory host. A person may name one host twice, in different
-    /// ways; then it keeps two guests, and what it has under one name is not taken for a rest of what it was given
-    /// under the other.
+    /// The number of a guest at it: another one for each memory host, and for each that it is the mirror of. A person
+    /// may name one host twice, in different ways; then it keeps two guests, and what it has under one name is not
+    /// taken for a rest of what it was given under the other.
     #[must_use]
     pub fn number(&self, guest: u128) -> u128 {
-        guest ^ xxh3_128(self.peer.as_bytes())
+        let name = match &self.mirror {
+            Some(mirror) => xxh3_128(format!("{} {mirror}", self.peer).as_bytes()),
+            None => xxh3_128(self.peer.as_bytes()),
+        };
+        guest ^ name
     }
 
-    /// Calls it for a guest of so many chunks.
+    /// The hosts that this is, one by one: of each its mirror is the other.
+    #[must_use]
+    pub fn members(&self) -> Vec<Self> {
+        let other = self.mirror.as_ref().map(|mirror| {
+            let (peer, mirror) = (mirror.clone(), Some(self.peer.clone()));
+            Self { peer, mirror, ..self.clone() }
+        });
+        std::iter::once(self.clone()).chain(other).collect()
+    }
+
+    /// Calls it, not its mirror, for a guest of so many chunks.
     pub(super) fn call(&self, claim: Claim, chunks: u32) -> Result<MemoryHost, StoreError> {
         let claim = Claim { guest: self.number(claim.guest), ..claim };
         // The connection's own number and the seed of its checksums; who asks is told by the claim.
@@ -56,6 +94,8 @@ pub trait Epochs: Send + Sync {
 pub(super) struct Lenders {
     /// By their numbers in the map of missing pages.
     all: RwLock<Vec<Lender>>,
+    /// Those that did not answer when they were last asked.
+    silent: [AtomicBool; Member::MOST],
     guest: u128,
     key: u128,
     chunks: u32,
@@ -71,7 +111,8 @@ impl Lenders {
         chunks: u32,
         epochs: Box<dyn Epochs>,
     ) -> Result<Self, MigrateError> {
-        let lenders = Self { all: RwLock::new(all), guest, key, chunks, epochs, epoch: AtomicU64::new(0) };
+        let silent = std::array::from_fn(|_| AtomicBool::new(false));
+        let lenders = Self { all: RwLock::new(all), silent, guest, key, chunks, epochs, epoch: AtomicU64::new(0) };
         lenders.raise()?;
         Ok(lenders)
     }
@@ -82,8 +123,21 @@ impl Lenders {
     }
 
     /// Where a memory host listens.
-    pub(super) fn peer(&self, number: usize) -> String {
-        self.all()[number].peer.clone()
+    pub(super) fn peer(&self, member: Member) -> String {
+        self.all()[member.number].members().swap_remove(member.which).peer
+    }
+
+    /// Those that have the pages of a number; whoever answered when it was last asked comes before one that did not.
+    pub(super) fn members(&self, number: usize) -> Vec<Member> {
+        let count = self.all().get(number).map_or(0, |lender| lender.members().len());
+        let mut members: Vec<_> = (0..count).map(|which| Member { number, which }).collect();
+        members.sort_by_key(|member| self.is_silent(*member));
+        members
+    }
+
+    /// Whether a memory host did not answer when it was last asked.
+    pub(super) fn is_silent(&self, member: Member) -> bool {
+        self.silent[member.index()].load(Ordering::Acquire)
     }
 
     /// Whether a memory host is leaving, or has left.
@@ -103,6 +157,7 @@ impl Lenders {
             None => all.push(lender),
         }
         drop(all);
+        (0..MEMBERS).for_each(|which| self.silent[Member { number, which }.index()].store(false, Ordering::Release));
         self.raise()
     }
 
@@ -125,8 +180,8 @@ impl Lenders {
         self.epoch.load(Ordering::Acquire)
     }
 
-    fn open(&self, number: usize, epoch: u64) -> Result<MemoryHost, StoreError> {
-        let lender = self.all()[number].clone();
+    fn open(&self, member: Member, epoch: u64) -> Result<MemoryHost, StoreError> {
+        let lender = self.all()[member.number].members().swap_remove(member.which);
         lender.call(Claim { guest: self.guest, key: self.key, epoch }, self.chunks)
     }
 
@@ -144,7 +199,7 @@ pub(super) struct Lines<'a> {
 impl<'a> Lines<'a> {
     /// None yet.
     pub(super) fn new(lenders: &'a Lenders) -> Self {
-        Self { lenders, lines: (0..Holder::MAX_HOSTS).map(|_| None).collect() }
+        Self { lenders, lines: (0..Member::MOST).map(|_| None).collect() }
     }
 
     /// Asks a memory host, in the epoch that is in force here: once more where another thread has raised it meanwhile,
@@ -152,12 +207,14 @@ impl<'a> Lines<'a> {
     /// opens another one.
     pub(super) fn ask<T>(
         &mut self,
-        number: usize,
+        member: Member,
         mut ask: impl FnMut(&mut MemoryHost) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         loop {
             let epoch = self.lenders.epoch();
-            let answer = self.ask_in(epoch, number, &mut ask);
+            let answer = self.ask_in(epoch, member, &mut ask);
+            let is_silent = matches!(&answer, Err(StoreError::Connection(_)));
+            self.lenders.silent[member.index()].store(is_silent, Ordering::Release);
             let is_fenced = matches!(&answer, Err(StoreError::Refused(Refusal::Fenced { .. })));
             if !is_fenced || self.lenders.epoch() == epoch {
                 return answer;
@@ -168,12 +225,12 @@ impl<'a> Lines<'a> {
     fn ask_in<T>(
         &mut self,
         epoch: u64,
-        number: usize,
+        member: Member,
         ask: impl FnOnce(&mut MemoryHost) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
-        let line = &mut self.lines[number];
+        let line = &mut self.lines[member.index()];
         if line.as_ref().is_none_or(|(of, _)| *of != epoch) {
-            *line = Some((epoch, self.lenders.open(number, epoch)?));
+            *line = Some((epoch, self.lenders.open(member, epoch)?));
         }
         let (_, host) = line.as_mut().expect("it was opened");
         let answer = ask(host);
@@ -202,6 +259,7 @@ mod tests {
     use crate::transport::answer;
 
     const CHUNKS: u32 = 2;
+    const FIRST: Member = Member { number: 0, which: 0 };
 
     struct Counter(AtomicU64);
 
@@ -232,17 +290,22 @@ mod tests {
     #[test]
     fn who_is_fenced_by_another_thread_of_its_own_host_asks_once_more_and_who_is_by_another_host_does_not() {
         let directory = tempfile::tempdir().unwrap();
-        let lender =
-            Lender { peer: lending(directory.path()), credentials: None, bytes: most_bytes(CHUNKS), leaving: false };
+        let lender = Lender {
+            peer: lending(directory.path()),
+            mirror: None,
+            credentials: None,
+            bytes: most_bytes(CHUNKS),
+            leaving: false,
+        };
         let owner =
             || Lenders::new(vec![lender.clone()], (7, 8), CHUNKS, Box::new(Counter(AtomicU64::new(0)))).unwrap();
         let (lenders, chunk) = (owner(), ChunkIndex(0));
         let (mut mine, mut others, mut asked) = (Lines::new(&lenders), Lines::new(&lenders), 0);
-        let answer = mine.ask(0, |host| {
+        let answer = mine.ask(FIRST, |host| {
             asked += 1;
             if asked == 1 {
                 lenders.raise().unwrap();
-                others.ask(0, |host| host.held(chunk))?;
+                others.ask(FIRST, |host| host.held(chunk))?;
             }
             host.held(chunk)
         });
@@ -250,7 +313,7 @@ mod tests {
         assert_eq!(asked, 2);
         // Whoever has a lower epoch than the host has heard of is fenced for good.
         let late = owner();
-        let fenced = Lines::new(&late).ask(0, |host| host.held(chunk));
+        let fenced = Lines::new(&late).ask(FIRST, |host| host.held(chunk));
         assert!(matches!(fenced, Err(StoreError::Refused(Refusal::Fenced { current: 2 }))), "{fenced:?}");
     }
 }

@@ -6,7 +6,7 @@ use super::SplitError;
 use super::lines::Lender;
 use crate::store::client::{MemoryHost, StoreError};
 
-/// Asks a memory host for what a guest of so many chunks is to have of it.
+/// Asks one memory host, not its mirror, for what a guest of so many chunks is to have of it.
 ///
 /// # Errors
 /// It refuses, or is not to be reached; where its answer was lost, it may have granted it.
@@ -15,7 +15,8 @@ pub fn borrow(lender: &Lender, claim: Claim, chunks: u32) -> Result<(), SplitErr
     lender.call(claim, chunks).map(drop).map_err(failed)
 }
 
-/// Gives everything back that a memory host has lent to a guest, and its pages with it. More than once does no harm.
+/// Gives everything back that one memory host, not its mirror, has lent to a guest, and its pages with it. More than
+/// once does no harm.
 ///
 /// # Errors
 /// It is not to be reached, or its own files fail: it may still have what it lent.

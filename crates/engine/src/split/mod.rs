@@ -72,7 +72,7 @@ use sterna_protocol::store::Refusal;
 use self::chunk::Chunk;
 use self::clock::Clock;
 pub use self::lines::{Epochs, Lender};
-use self::lines::{Lenders, Lines};
+use self::lines::{Lenders, Lines, Member};
 use self::pace::Pace;
 pub use self::pace::Paced;
 use self::room::Room;
@@ -176,8 +176,8 @@ pub struct Split {
     stuck: Mutex<Option<Problem>>,
     /// For each memory host why it brings no pages, for as long as that is so.
     failing: Vec<Mutex<Option<Problem>>>,
-    /// For each memory host whether it may have pages that count no more.
-    rests: Vec<AtomicBool>,
+    /// For each memory host, and each mirror, whether it may have pages that count no more.
+    rests: [AtomicBool; Member::MOST],
     heard: Mutex<Instant>,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -249,7 +249,7 @@ impl Split {
             on_the_way: Mutex::default(),
             stuck: Mutex::default(),
             failing: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
-            rests: (0..Holder::MAX_HOSTS).map(|_| AtomicBool::new(false)).collect(),
+            rests: std::array::from_fn(|_| AtomicBool::new(false)),
             heard: Mutex::new(Instant::now()),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),
@@ -288,6 +288,16 @@ impl Split {
     #[must_use]
     pub fn failing(&self, number: usize) -> Option<Problem> {
         lock(self.failing.get(number)?).clone()
+    }
+
+    /// Memory hosts that did not answer when they were last asked, where their mirrors have the same pages.
+    #[must_use]
+    pub fn silent(&self) -> Vec<String> {
+        let mirrored = (0..self.lenders.count()).map(|number| self.lenders.members(number));
+        let members = mirrored.filter(|members| members.len() > 1).flatten();
+        let silent =
+            members.filter(|member| self.lenders.is_silent(*member) && !self.lenders.is_leaving(member.number));
+        silent.map(|member| self.lenders.peer(member)).collect()
     }
 
     /// Why pages that are too many here do not leave at present.
@@ -329,54 +339,62 @@ impl Split {
         self.pager.holder(chunk).and_then(Holder::host_number).filter(|number| *number < self.lenders.count())
     }
 
-    /// Finds out what a memory host has of a chunk, so that the chunk is sure again.
+    /// Finds out what a memory host has of a chunk, where that is not known.
     fn make_sure(
         &self,
         lines: &mut Lines<'_>,
-        number: usize,
+        member: Member,
         chunk: ChunkIndex,
         state: &mut Chunk,
     ) -> Result<(), SplitError> {
+        if !state.members[member.which].unsure {
+            return Ok(());
+        }
         self.lenders.raise()?;
-        let has = lines.ask(number, |host| host.held(chunk)).map_err(|error| self.failed(number, error))?;
-        self.settle(lines, number, chunk, state, has)?;
-        state.unsure = false;
+        let has = lines.ask(member, |host| host.held(chunk)).map_err(|error| self.failed(member, error))?;
+        self.settle(lines, member, chunk, state, has)?;
+        state.members[member.which].unsure = false;
         Ok(())
     }
 
-    /// Does for a chunk what follows from what its memory host has of it.
+    /// Does for a chunk what follows from what a memory host has of it.
     fn settle(
         &self,
         lines: &mut Lines<'_>,
-        number: usize,
+        member: Member,
         chunk: ChunkIndex,
         state: &mut Chunk,
         has: Option<(u64, PageSet)>,
     ) -> Result<(), SplitError> {
-        let mine = self.host_of(chunk) == Some(number);
+        let mine = self.host_of(chunk) == Some(member.number);
         let away = if mine { self.pager.away_in(chunk) } else { PageSet::EMPTY };
         let Restart { now, release, lost, .. } = Whereabouts::recorded(away).restart(has);
-        if !lost.is_empty() {
-            return Err(SplitError::Lost { peer: self.lenders.peer(number), pages: lost.len() as u64 });
+        state.members[member.which].behind = !lost.is_empty();
+        let mut all = self.lenders.members(member.number).into_iter();
+        if !lost.is_empty() && all.all(|other| state.members[other.which].behind) {
+            return Err(SplitError::Lost { peer: self.lenders.peer(member), pages: lost.len() as u64 });
         }
         if let Some((version, pages)) = release {
-            let released = lines.ask(number, |host| host.release(chunk, version, &pages));
-            released.map_err(|error| self.failed(number, error))?;
+            let released = lines.ask(member, |host| host.release(chunk, version, &pages));
+            released.map_err(|error| self.failed(member, error))?;
         }
-        if state.copies_at() == Some(number) {
+        let had_copies = state.copies_at() == Some(member.number);
+        let known = &mut state.members[member.which];
+        if had_copies {
             // They were among those.
-            state.forget_copies();
+            let copied = known.at.copied();
+            known.at.released(&copied);
         }
         if mine {
-            state.at = now;
-        } else if state.at.away().is_empty() {
-            state.at.seen(now.held());
+            known.at = now;
+        } else if known.at.away().is_empty() {
+            known.at.seen(now.held());
         }
         Ok(())
     }
 
-    fn failed(&self, number: usize, source: StoreError) -> SplitError {
-        SplitError::Host { peer: self.lenders.peer(number), source: Box::new(source) }
+    fn failed(&self, member: Member, source: StoreError) -> SplitError {
+        SplitError::Host { peer: self.lenders.peer(member), source: Box::new(source) }
     }
 }
 

@@ -8,7 +8,7 @@ use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::{InventoryEntry, Refusal};
 use sterna_sys::iovec::Outgoing;
 
-use super::lines::Lines;
+use super::lines::{Lines, Member};
 use super::{Chunk, Split, SplitError};
 use crate::error::MigrateError;
 use crate::faults::fence::Fence;
@@ -47,14 +47,34 @@ impl Split {
         let asked =
             (0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number) || self.has_pages(*number));
         for number in asked {
-            let inventory = lines.ask(number, |host| host.inventory()).map_err(|error| self.failed(number, error))?;
-            let mut entries = inventory.iter().peekable();
-            for chunk in layout.iter() {
-                let entry = entries.next_if(|entry| entry.chunk == chunk);
-                let has = entry.map(|InventoryEntry { version, pages, .. }| (*version, PageSet::from_bytes(pages)));
-                if has.is_some() || self.host_of(chunk) == Some(number) {
-                    self.settle(&mut lines, number, chunk, &mut self.chunk(chunk), has)?;
+            let (mut answered, mut why) = (false, None);
+            for member in self.lenders.members(number) {
+                match self.take_stock_of(&mut lines, member) {
+                    Ok(()) => answered = true,
+                    Err(error @ SplitError::Host { .. }) => {
+                        // Its mirror may do meanwhile.
+                        layout.iter().for_each(|chunk| self.chunk(chunk).members[member.which].unsure = true);
+                        self.rests[member.index()].store(true, Ordering::Release);
+                        why = Some(error);
+                    }
+                    Err(other) => return Err(other),
                 }
+            }
+            if let Some(error) = why.filter(|_| !answered) {
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn take_stock_of(&self, lines: &mut Lines<'_>, member: Member) -> Result<(), SplitError> {
+        let inventory = lines.ask(member, |host| host.inventory()).map_err(|error| self.failed(member, error))?;
+        let mut entries = inventory.iter().peekable();
+        for chunk in self.pager.ram().layout().iter() {
+            let entry = entries.next_if(|entry| entry.chunk == chunk);
+            let has = entry.map(|InventoryEntry { version, pages, .. }| (*version, PageSet::from_bytes(pages)));
+            if has.is_some() || self.host_of(chunk) == Some(member.number) {
+                self.settle(lines, member, chunk, &mut self.chunk(chunk), has)?;
             }
         }
         Ok(())
@@ -70,6 +90,12 @@ impl WayOut<'_> {
     pub fn send(&mut self, chunk: ChunkIndex, number: usize) -> Result<Departed, SplitError> {
         let nothing = Departed { away: PageSet::EMPTY, zero: PageSet::EMPTY };
         let split = self.split;
+        // Whoever needs the chunk meanwhile is not to wait for one that does not answer.
+        for member in split.lenders.members(split.host_of(chunk).unwrap_or(number)) {
+            if split.lenders.is_silent(member) {
+                self.lines.ask(member, |host| host.held(chunk)).map_err(|error| split.failed(member, error))?;
+            }
+        }
         // Where it is busy, its pages are coming back.
         let Some(mut state) = split.free_chunk(chunk.index()) else { return Ok(nothing) };
         let number = split.host_of(chunk).unwrap_or(number);
@@ -78,29 +104,39 @@ impl WayOut<'_> {
         }
         if let Some(other) = state.copies_at().filter(|other| *other != number) {
             // That one is left alone, or it would be asked.
-            split.rests[other].store(true, Ordering::Release);
-            state.forget_copies();
+            split.leave_copies(other, &mut state);
         }
         let holder = Holder::host(number).ok_or(MigrateError::Bug("a memory host that is not known"))?;
-        if state.unsure {
-            split.make_sure(&mut self.lines, number, chunk, &mut state)?;
+        let members = split.lenders.members(number);
+        for member in &members {
+            split.make_sure(&mut self.lines, *member, chunk, &mut state)?;
+            let behind = &mut state.members[member.which].behind;
+            *behind &= !split.pager.away_in(chunk).is_empty();
+            if *behind {
+                // What it has lost must come here before more of the chunk leaves.
+                return Ok(nothing);
+            }
+            split.check_copies(&mut self.lines, *member, chunk, &mut state)?;
         }
-        split.check_copies(&mut self.lines, number, chunk, &mut state)?;
         let copied = self.copy(chunk)?;
         let mut departed = Ok(nothing);
         if !copied.full.is_empty() || !copied.zero.is_empty() {
-            let digests = self.put(chunk, number, &mut state, &copied)?;
+            let digests = self.put_at_each(chunk, &members, &mut state, &copied)?;
             let (pages, digester) = (copied.full, split.digester);
             let copy = Copy { chunk, pages, digests: &digests, digester, holder, zero: copied.zero };
             departed = split.pager.depart(&self.fence, &copy, &self.fence.patience(GRACE));
         }
         // Whatever came of it: the record says what is away.
         let away = split.pager.away_in(chunk).and(&copied.full);
-        let (stayed, unsent) = (copied.full.without(&away), state.at.copied().and(&away));
-        state.at.goes(&away);
-        // A copy of what has stayed, or is nothing any more, would be of no use the next time.
-        let stale = stayed.or(&state.at.copied());
-        split.release(&mut self.lines, number, (chunk, &stale), &mut state);
+        let stayed = copied.full.without(&away);
+        let known = |state: &Chunk, member: &Member| state.members[member.which].at.copied();
+        let unsent = members.iter().fold(away, |unsent, member| unsent.and(&known(&state, member)));
+        for member in &members {
+            state.members[member.which].at.goes(&away);
+            // A copy of what has stayed, or is nothing any more, would be of no use the next time.
+            let stale = stayed.or(&known(&state, member));
+            split.release(&mut self.lines, *member, (chunk, &stale), &mut state);
+        }
         let departed = departed?;
         let count = |pages: &PageSet| pages.len() as u64;
         split.out.fetch_add(count(&away) - count(&unsent), Ordering::Relaxed);
@@ -127,18 +163,50 @@ impl WayOut<'_> {
         Ok(Copied { full: there.without(&zero), zero, bodies })
     }
 
-    /// Has the memory host keep what it does not have yet; the digests of what it has.
-    fn put(
+    /// Has the memory host and its mirror keep what each does not have yet; the digests of what they have.
+    fn put_at_each(
         &mut self,
         chunk: ChunkIndex,
-        number: usize,
+        members: &[Member],
         state: &mut Chunk,
         copied: &Copied,
     ) -> Result<Vec<u64>, SplitError> {
-        let unchanged = state.unchanged(&copied.full, &copied.bodies, self.split.digester);
-        let known: Vec<_> = unchanged.iter().map(|page| state.digest(page).unwrap_or_default()).collect();
+        let mut digests = Vec::new();
+        for (done, member) in members.iter().enumerate() {
+            let kept = self.put(chunk, *member, state, copied).and_then(|kept| match done > 0 && kept != digests {
+                true => {
+                    state.members[member.which].unsure = true;
+                    let other = MigrateError::Reply("other pages than its mirror has");
+                    Err(self.split.failed(*member, other.into()))
+                }
+                false => Ok(kept),
+            });
+            digests = match kept {
+                Ok(kept) => kept,
+                Err(error) => {
+                    for member in &members[..done] {
+                        self.split.release(&mut self.lines, *member, (chunk, &copied.full), state);
+                    }
+                    return Err(error);
+                }
+            };
+        }
+        Ok(digests)
+    }
+
+    /// Has one of them keep what it does not have yet; the digests of what it has.
+    fn put(
+        &mut self,
+        chunk: ChunkIndex,
+        member: Member,
+        state: &mut Chunk,
+        copied: &Copied,
+    ) -> Result<Vec<u64>, SplitError> {
+        let which = member.which;
+        let unchanged = state.unchanged(which, &copied.full, &copied.bodies, self.split.digester);
+        let known: Vec<_> = unchanged.iter().map(|page| state.digest(which, page).unwrap_or_default()).collect();
         let sent = copied.full.without(&unchanged);
-        let kept = if sent.is_empty() { Vec::new() } else { self.send_pages(chunk, number, state, (copied, sent))? };
+        let kept = if sent.is_empty() { Vec::new() } else { self.send_pages(chunk, member, state, (copied, sent))? };
         let (mut known, mut kept) = (known.into_iter(), kept.into_iter());
         let of = |page| if unchanged.contains(page) { known.next() } else { kept.next() };
         Ok(copied.full.iter().filter_map(of).collect())
@@ -147,31 +215,32 @@ impl WayOut<'_> {
     fn send_pages(
         &mut self,
         chunk: ChunkIndex,
-        number: usize,
+        member: Member,
         state: &mut Chunk,
         (copied, sent): (&Copied, PageSet),
     ) -> Result<Vec<u64>, SplitError> {
-        let next = state.at.number();
+        let known = &mut state.members[member.which];
+        let next = known.at.number();
         let each = copied.full.iter().zip(copied.bodies.as_chunks::<PAGE_BYTES>().0);
         let these = each.filter(|(page, _)| sent.contains(*page));
         let bodies: Vec<_> = these.map(|(_, body)| Outgoing::from(body.as_slice())).collect();
         let is_full = |error: &StoreError| matches!(error, StoreError::Refused(Refusal::Full { .. }));
         let mut put =
             |host: &mut MemoryHost| host.put(chunk, (next.version, next.base), (sent, PageSet::EMPTY), &bodies);
-        let mut answer = self.lines.ask(number, &mut put);
-        if answer.as_ref().is_err_and(is_full) && self.split.give_up_copies(&mut self.lines, number, chunk) {
-            answer = self.lines.ask(number, &mut put);
+        let mut answer = self.lines.ask(member, &mut put);
+        if answer.as_ref().is_err_and(is_full) && self.split.give_up_copies(&mut self.lines, member, chunk) {
+            answer = self.lines.ask(member, &mut put);
         }
         match answer {
             Ok(digests) => {
-                state.at.kept(next, &sent);
+                known.at.kept(next, &sent);
                 Ok(digests)
             }
             Err(error) => {
                 // A refusal says that nothing was done; but then both sides may not agree on what is there.
-                state.unsure = !is_full(&error);
-                self.split.rests[number].fetch_or(state.unsure, Ordering::AcqRel);
-                Err(self.split.failed(number, error))
+                known.unsure = !is_full(&error);
+                self.split.rests[member.index()].fetch_or(known.unsure, Ordering::AcqRel);
+                Err(self.split.failed(member, error))
             }
         }
     }

@@ -16,7 +16,7 @@ use crate::transport::messages::Messages;
 use crate::transport::{SessionKey, call};
 
 /// How long an answer may take.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a memory host did not do what it was asked to.
 #[derive(Debug, thiserror::Error)]
@@ -127,7 +127,7 @@ impl MemoryHost {
         let mut vectors: Vec<_> =
             std::iter::once(Outgoing::from(head.as_slice())).chain(bodies.iter().copied()).collect();
         self.messages.connection_mut().send(&mut vectors).map_err(link_broke)?;
-        match self.answer()? {
+        match self.answer(ANSWER_TIMEOUT)? {
             StoreReply::Kept { digests } if digests.len() == full.len() => Ok(digests),
             _ => Err(other().into()),
         }
@@ -138,9 +138,22 @@ impl MemoryHost {
     /// # Errors
     /// [`StoreError`]; also where what came is not what its digest says.
     pub fn get(&mut self, chunk: ChunkIndex, version: u64, pages: &PageSet) -> Result<Pages, StoreError> {
-        let StoreReply::Pages = self.ask(&StoreRequest::Get { chunk, version, pages: pages.to_bytes() })? else {
-            return Err(other().into());
-        };
+        self.get_within(ANSWER_TIMEOUT, chunk, version, pages)
+    }
+
+    /// The same, where it is given up for dead once it says nothing for so long.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn get_within(
+        &mut self,
+        patience: Duration,
+        chunk: ChunkIndex,
+        version: u64,
+        pages: &PageSet,
+    ) -> Result<Pages, StoreError> {
+        self.messages.send(&StoreRequest::Get { chunk, version, pages: pages.to_bytes() })?;
+        let StoreReply::Pages = self.answer(patience)? else { return Err(other().into()) };
         let connection = self.messages.connection_mut();
         let (frame, digests) = match next_frame(connection, &mut self.reader, &self.layout)? {
             Some((Frame::Chunk(frame), digests)) if frame.chunk == chunk && frame.full.or(&frame.zero) == *pages => {
@@ -224,11 +237,11 @@ impl MemoryHost {
 
     fn ask(&mut self, request: &StoreRequest) -> Result<StoreReply, StoreError> {
         self.messages.send(request)?;
-        self.answer()
+        self.answer(ANSWER_TIMEOUT)
     }
 
-    fn answer(&mut self) -> Result<StoreReply, StoreError> {
-        match self.messages.receive(Some(ANSWER_TIMEOUT))? {
+    fn answer(&mut self, patience: Duration) -> Result<StoreReply, StoreError> {
+        match self.messages.receive(Some(patience))? {
             StoreReply::Refused(refusal) => Err(refusal.into()),
             reply => Ok(reply),
         }

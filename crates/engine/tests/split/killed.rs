@@ -26,7 +26,7 @@ use sterna_sys::userfaultfd::{Features, Userfaultfd};
 use super::*;
 
 /// The variable that makes a daemon of this program: the numbers of the RAM's and the record's descriptors, where the
-/// RAM is, how much life it has, whether another one was there before, the memory host, and a directory.
+/// RAM is, how much life it has, whether another one was there before, the memory host and its mirror, and a directory.
 const DAEMON: &str = "STERNA_SPLIT_DAEMON";
 
 /// How many steps this process may take: with the next one it is killed.
@@ -256,7 +256,9 @@ fn daemon() {
     let missing = file(record);
     let socket = UnixStream::connect(directory.join("vmm")).unwrap();
     let means = PagingMeans { inside: Box::new(InsideParent { socket, vmm, life }), missing };
-    let lenders = vec![Lender { peer: peer.into(), credentials: None, bytes: most_bytes(CHUNKS), leaving: false }];
+    let (peer, mirror) = peer.split_once(',').map_or((peer, None), |(peer, mirror)| (peer, Some(mirror.into())));
+    let lender = Lender { peer: peer.into(), mirror, credentials: None, bytes: most_bytes(CHUNKS), leaving: false };
+    let lenders = vec![lender];
     let epochs = Box::new(InFile(directory.join("epoch")));
     let split = if begun == "1" {
         Split::recover(Pager::recover(Arc::new(ram), means).unwrap(), lenders, GUEST, epochs).unwrap()
@@ -274,20 +276,36 @@ fn a_daemon_that_is_killed_at_any_step_leaves_each_page_valid_where_the_record_h
     if !tracking_works() {
         return;
     }
-    let (guest, lending, directory) = (Guest::new(), LendingHost::new(), tempfile::tempdir().unwrap());
+    // Each of the first steps, and then some of the many that come when pages go and come at once.
+    daemons_are_killed(&[&LendingHost::new()], (0..60).chain((60..400).step_by(37)));
+}
+
+/// Each page is at two memory hosts, and one of them loses all it has again and again.
+#[test]
+fn a_daemon_that_is_killed_at_any_step_leaves_each_page_valid_at_one_of_two_at_least() {
+    if !tracking_works() {
+        return;
+    }
+    daemons_are_killed(&[&LendingHost::new(), &LendingHost::new()], (0..24).chain((24..400).step_by(41)));
+}
+
+fn daemons_are_killed(hosts: &[&LendingHost], lives: impl Iterator<Item = u64>) {
+    let (guest, directory) = (Guest::new(), tempfile::tempdir().unwrap());
+    let peers = hosts.iter().map(|host| host.relay.address.as_str()).collect::<Vec<_>>().join(",");
     let listener = UnixListener::bind(directory.path().join("vmm")).unwrap();
     listener.set_nonblocking(true).unwrap();
     let checking = Checking::start(&guest, 2);
-    // Each of the first steps, and then some of the many that come when pages go and come at once.
-    let lives = (0..60).chain((60..400).step_by(37));
     for (turn, steps) in lives.enumerate() {
+        if hosts.len() > 1 && turn % 5 == 4 {
+            mirror::loses_all(hosts[0]);
+        }
         let told = [
             guest.ram.file.as_raw_fd().to_string(),
             guest.record.as_raw_fd().to_string(),
             guest.ram.mapping.addresses().start.to_string(),
             steps.to_string(),
             u8::from(turn > 0).to_string(),
-            lending.relay.address.clone(),
+            peers.clone(),
             directory.path().display().to_string(),
         ];
         let mut daemon = Command::new(std::env::current_exe().unwrap());
@@ -321,10 +339,17 @@ fn a_daemon_that_is_killed_at_any_step_leaves_each_page_valid_where_the_record_h
     // One that lives.
     let epoch = InFile(directory.path().join("epoch")).raise().unwrap();
     guest.epochs.0.store(epoch, Ordering::Release);
-    let split = guest.recover(&[&lending]).unwrap();
+    let lenders = || match hosts {
+        [one, other] => vec![mirror::pair([one, other])],
+        _ => vec![hosts[0].lender()],
+    };
+    let split = guest.recover_over(lenders()).unwrap();
     checking.goes_on(1000);
     split.bring_back().unwrap();
     checking.end();
     assert_eq!(split.pager().missing(), 0);
-    leaves_nothing(&guest, split, &[&lending]);
+    dies(split);
+    let split = guest.recover_over(lenders()).unwrap();
+    assert_eq!(hosts.iter().map(|host| host.pages()).sum::<u64>(), 0, "the next daemon gives copies up");
+    split.end();
 }

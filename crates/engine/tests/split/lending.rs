@@ -43,7 +43,13 @@ impl LendingHost {
     }
 
     pub fn lender(&self) -> Lender {
-        Lender { peer: self.relay.address.clone(), credentials: None, bytes: most_bytes(self.chunks), leaving: false }
+        Lender {
+            peer: self.relay.address.clone(),
+            mirror: None,
+            credentials: None,
+            bytes: most_bytes(self.chunks),
+            leaving: false,
+        }
     }
 
     /// The pages that it has, with one for its note of each chunk.

@@ -37,6 +37,9 @@ mod hosts;
 /// A memory host that has not what it was given.
 mod lost;
 
+/// Two memory hosts that have the same pages.
+mod mirror;
+
 /// A guest that takes more memory than it has room for.
 mod paced;
 
@@ -316,8 +319,13 @@ fn a_memory_host_that_is_named_twice_in_different_ways_keeps_what_it_was_given_u
     }
     let (guest, lending) = (Guest::new(), LendingHost::to_guests_of(2 * CHUNKS));
     let other_name = Relay::to(&lending.relay.address, u64::MAX);
-    let lender =
-        |peer: &String| Lender { peer: peer.clone(), credentials: None, bytes: most_bytes(CHUNKS), leaving: false };
+    let lender = |peer: &String| Lender {
+        peer: peer.clone(),
+        mirror: None,
+        credentials: None,
+        bytes: most_bytes(CHUNKS),
+        leaving: false,
+    };
     let lenders = || vec![lender(&lending.relay.address), lender(&other_name.address)];
     let split = guest.split_over(lenders());
     send_in_turn(&split);

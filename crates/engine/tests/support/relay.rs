@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use sterna_protocol::hello::Features;
 
@@ -15,6 +16,8 @@ pub struct Relay {
 
 struct Shared {
     open: AtomicBool,
+    /// Nothing is carried, and nobody is told.
+    silent: AtomicBool,
     /// Bytes, both ways, after which it cuts itself once.
     cut_after: AtomicU64,
     /// What both sides are told in place of what the other is.
@@ -53,6 +56,7 @@ impl Relay {
         let address = listener.local_addr().expect("bound").to_string();
         let shared = Arc::new(Shared {
             open: AtomicBool::new(true),
+            silent: AtomicBool::new(false),
             cut_after: AtomicU64::new(cut_after),
             older,
             carried: AtomicU64::new(0),
@@ -84,8 +88,15 @@ impl Relay {
         self.shared.cut();
     }
 
+    /// Carries nothing more, as where a host has lost its power: what is sent is not answered, and nothing tells why.
+    /// Until [`restore`](Self::restore), and for connections that carried something meanwhile for good.
+    pub fn hush(&self) {
+        self.shared.silent.store(true, Ordering::Release);
+    }
+
     /// Carries again.
     pub fn restore(&self) {
+        self.shared.silent.store(false, Ordering::Release);
         self.shared.open.store(true, Ordering::Release);
     }
 
@@ -119,6 +130,12 @@ impl Shared {
                 let _ = to.write_all(&buffer[..cut_after.saturating_sub(before).min(read as u64) as usize]);
                 self.cut();
                 return;
+            }
+            if self.silent.load(Ordering::Acquire) {
+                while self.silent.load(Ordering::Acquire) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                break;
             }
             if to.write_all(&buffer[..read]).is_err() {
                 break;
