@@ -16,6 +16,19 @@ pub struct MemoryHost {
     pub bytes: u64,
 }
 
+/// At how many memory hosts each page is that is away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+pub enum Redundancy {
+    /// At one. A memory host that goes down for good takes its pages with it.
+    #[default]
+    #[serde(rename = "none")]
+    None,
+    /// At two: the first that is named and the second have the same pages, the third and the fourth, and so on. Any one
+    /// of them may go down for good.
+    #[serde(rename = "copies=2")]
+    Mirrored,
+}
+
 /// Has a part of a machine's memory leave for memory hosts; or, of a machine that is split already, changes how much of
 /// it is here, and which memory hosts it has.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
@@ -27,6 +40,9 @@ pub struct SplitRequest {
     /// to have. Others are emptied, and have their memory back then.
     #[serde(default)]
     pub memory: Vec<MemoryHost>,
+    /// At how many of them each page is. Without it: at one, or as the machine has it that is split already.
+    #[serde(default)]
+    pub redundancy: Option<Redundancy>,
 }
 
 /// The report on a machine that was split, whose room was changed, or that was merged.
@@ -73,6 +89,12 @@ pub struct Split {
     pub away_pages: u64,
     /// Its memory hosts.
     pub memory: Vec<MemoryHost>,
+    /// At how many of them each page is.
+    #[serde(default)]
+    pub redundancy: Redundancy,
+    /// Those that did not answer when they were last asked, where another one has the same pages.
+    #[serde(default)]
+    pub silent: Vec<String>,
     /// Memory hosts that are being emptied, and are given nothing more.
     #[serde(default)]
     pub leaving: Vec<MemoryHost>,

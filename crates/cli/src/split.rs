@@ -21,7 +21,7 @@ use crate::table::text_of;
 /// # Errors
 /// The daemon's problem.
 pub async fn split(client: &Client, wanted: Split) -> Result<ExitCode, Failure> {
-    let request = SplitRequest { here_bytes: wanted.main, memory: wanted.memory };
+    let request = SplitRequest { here_bytes: wanted.main, memory: wanted.memory, redundancy: wanted.redundancy };
     let report = ask(client, &wanted.name, "split", &request).await?;
     let text = table(&report, &format!("{} of it here at most", show_size(report.here_bytes)));
     tell(&report, &text, wanted.json.as_deref())

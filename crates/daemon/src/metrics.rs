@@ -75,6 +75,7 @@ pub struct Metrics {
     split: Gauge,
     away: Gauge<u64, AtomicU64>,
     host_wait: Gauge<f64, AtomicU64>,
+    silent: Gauge,
     paced: Gauge<u64, AtomicU64>,
     paced_longest: Gauge<f64, AtomicU64>,
 }
@@ -118,6 +119,7 @@ impl Metrics {
             split: Gauge::default(),
             away: Gauge::default(),
             host_wait: Gauge::default(),
+            silent: Gauge::default(),
             paced: Gauge::default(),
             paced_longest: Gauge::default(),
         };
@@ -226,6 +228,11 @@ impl Metrics {
             Unit::Seconds,
             metrics.host_wait.clone(),
         );
+        registry.register(
+            "split_silent_hosts",
+            "Memory hosts that did not answer when they were last asked, where another one has the same pages",
+            metrics.silent.clone(),
+        );
         registry.register("split_paced", "Pages of split machines that waited for room here", metrics.paced.clone());
         registry.register_with_unit(
             "split_paced_longest",
@@ -293,6 +300,7 @@ impl Metrics {
         self.away.set(split().map(|split| split.away_pages * PAGE_BYTES).sum());
         self.host_wait
             .set(split().flat_map(|split| &split.waiting).map(|waiting| waiting.ms).fold(0.0, f64::max) / 1e3);
+        self.silent.set(split().map(|split| split.silent.len() as i64).sum());
         self.paced.set(split().map(|split| split.paced_pages).sum());
         self.paced_longest.set(split().map(|split| split.paced_longest_ms).fold(0.0, f64::max) / 1e3);
         let mut out = String::new();

@@ -21,7 +21,7 @@ use sterna_engine::monitor::Monitor;
 use sterna_engine::paging::Pager;
 use sterna_engine::split::loans::borrow;
 use sterna_engine::split::room::Room;
-use sterna_engine::split::{Account, Epochs, Split};
+use sterna_engine::split::{Account, Epochs, Lender, Split};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_sys::PAGE_BYTES;
 use sterna_sys::host::random_u128;
@@ -30,10 +30,11 @@ use self::hosts::{Exchange, alive, refused, until_reached, with};
 use self::loans::Loans;
 use crate::care::Care;
 use crate::kept::Keeper;
+use crate::machines::borrowed::{Borrowed, Place};
 use crate::machines::claim::Claimed;
 use crate::machines::hold::{Activity, Connection, Hold, Shown, cancel};
 use crate::machines::record::VmRecord;
-use crate::machines::split::{Borrowed, EpochFile, Remote, SplitRecord};
+use crate::machines::split::{EpochFile, Remote, SplitRecord};
 use crate::migration::paging::{pager, remove_map};
 use crate::problems::host;
 use crate::state::StateDir;
@@ -191,8 +192,9 @@ impl Splits {
         checks::check_machine(record)?;
         let layout = record.layout().map_err(|error| host("cannot tell how the machine's RAM is laid out", &error))?;
         let chunks = layout.chunks();
-        checks::check_budget(record, request)?;
-        let (guest, key, hosts) = (random_u128(), random_u128(), request.memory.clone());
+        let hosts = Place::of(&request.memory, request.redundancy.unwrap_or_default())?;
+        checks::check_budget(record, request.here_bytes, &hosts)?;
+        let (guest, key) = (random_u128(), random_u128());
         let borrowed = Borrowed { guest, key, chunks, hosts, ..Borrowed::default() };
         let map = self.state.ram().join(format!("{}-away-{:016x}", record.name, random_u128() as u64));
         let split = SplitRecord { borrowed, here_bytes: request.here_bytes, map, merging: false };
@@ -201,8 +203,9 @@ impl Splits {
         match self.open(&begun) {
             Ok(remote) => Ok((begun, remote)),
             Err(NotOpened { problem, asked }) => {
-                let hosts = request.memory.iter().take(asked).cloned().collect();
-                let borrowed = Borrowed { hosts, ..split.borrowed.clone() };
+                let hosts = split.borrowed.hosts.iter().flat_map(Place::members).take(asked).collect();
+                self.loans.owe_hosts(&begun, &self.care.machines.dir(&begun.name), hosts);
+                let borrowed = Borrowed { hosts: Vec::new(), ..split.borrowed.clone() };
                 self.forget(&with(record, SplitRecord { borrowed, ..split }));
                 Err(problem)
             }
@@ -216,8 +219,8 @@ impl Splits {
         let epochs = EpochFile::of(&self.care.machines.dir(&record.name));
         let lenders = borrowed.lenders(self.credentials.as_ref());
         let epoch = epochs.raise().map_err(|error| host("cannot write the epoch of the guest's owner", &error))?;
-        for (number, lender) in lenders.iter().enumerate() {
-            borrow(lender, borrowed.claim(epoch), borrowed.chunks).map_err(|error| {
+        for (number, lender) in lenders.iter().flat_map(Lender::members).enumerate() {
+            borrow(&lender, borrowed.claim(epoch), borrowed.chunks).map_err(|error| {
                 let problem = error.problem();
                 // Its answer may have been lost; but where nobody was reached, nothing was granted.
                 let asked = number + usize::from(problem.code != Code::PeerUnreachable);
@@ -243,10 +246,11 @@ impl Splits {
         request: &SplitRequest,
     ) -> Result<(VmRecord, Arc<Remote>), Problem> {
         let memory = if request.memory.is_empty() { split.borrowed.lending() } else { request.memory.clone() };
-        checks::check_budget(record, &SplitRequest { memory: memory.clone(), ..request.clone() })?;
+        let hosts = Place::of(&memory, request.redundancy.unwrap_or_else(|| split.borrowed.redundancy()))?;
+        checks::check_budget(record, request.here_bytes, &hosts)?;
         let remote = self.reach(&record.name)?;
         let mut exchange = self.exchange(record, remote.split()?);
-        exchange.begin(&memory)?;
+        exchange.begin(&hosts)?;
         exchange.keep_here(request.here_bytes)?;
         Ok((exchange.record, remote))
     }

@@ -29,6 +29,13 @@ fn request(here_mib: u64, lenders: &[&Host]) -> Value {
     json!({ "here_bytes": here_mib * MIB, "memory": lenders.iter().map(memory).collect::<Vec<_>>() })
 }
 
+/// The same, with each page at two of them.
+fn mirrored(here_mib: u64, lenders: &[&Host]) -> Value {
+    let mut request = request(here_mib, lenders);
+    request["redundancy"] = "copies=2".into();
+    request
+}
+
 fn done(host: &Host, path: &str, request: &Value) -> Value {
     let (status, report) = host.ask("POST", path, Some(request));
     assert_eq!((status, report["status"].as_str()), (200, Some("completed")), "{report}\n{}", host.log());
@@ -160,6 +167,17 @@ fn requests_that_cannot_be_are_refused_with_their_reason_and_change_nothing() {
     little["memory"][0]["peer"] = "nowhere".into();
     wrong(&little, "invalid-request", "HOST:PORT");
     wrong(&json!({ "here": 1 }), "invalid-request", "here");
+    wrong(&mirrored(20, &[&rich]), "invalid-request", "even number");
+    let mut unlike = mirrored(20, &[&rich, &poor]);
+    unlike["memory"][1]["bytes"] = (60 * MIB).into();
+    wrong(&unlike, "invalid-request", "must lend the same");
+    // Both of a pair have the same pages: together they have room for those of one.
+    let mut small = mirrored(16, &[&rich, &poor]);
+    small["memory"][0]["bytes"] = (40 * MIB).into();
+    small["memory"][1]["bytes"] = (40 * MIB).into();
+    wrong(&small, "invalid-request", "less than");
+    wrong(&mirrored(20, &[&rich, &poor]), "loan-refused", "lends no memory");
+    is_paid(&host, &[&rich]);
     // Memory hosts are asked before anything else begins. One that has granted it already has it back.
     wrong(&request(20, &[&rich, &poor]), "loan-refused", "lends no memory");
     is_paid(&host, &[&rich]);
@@ -415,4 +433,68 @@ fn an_exchange_that_is_called_off_leaves_a_machine_with_those_that_came_and_thos
     done(&host, MERGE, &Value::Null);
     is_as_before(&host, &before);
     is_paid(&host, &[&lenders[0], &lenders[1]]);
+}
+
+/// Two have the same pages. One goes down for good, and the next daemon of the guest's host does without it, too.
+#[test]
+fn a_machine_with_mirrored_pages_does_without_either_memory_host() {
+    if cannot_run() {
+        return;
+    }
+    for gone in 0..2 {
+        let (mut host, mut lenders) = (Host::start(), [lender(64), lender(64), lender(64), lender(64)]);
+        host.run_full("m");
+        let before = content(&host);
+        done(&host, SPLIT, &mirrored(16, &[&lenders[0], &lenders[1]]));
+        let used = |which: usize| lent(&lenders[which]).1;
+        assert!(used(0) > 0 && used(0) == used(1), "each page is at both");
+        assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "copies=2");
+        lenders[gone].kill_daemon();
+        let peer = lenders[gone].address();
+        if gone == 0 {
+            host.kill_daemon();
+            host.start_daemon();
+            eventually("the other one has answered", || {
+                host.ask("POST", SPLIT, Some(&request(20, &[]))).1["status"] == "completed"
+            });
+        }
+        // Two others take their place; without a word about it each page is at two again.
+        done(&host, SPLIT, &request(16, &[&lenders[2], &lenders[3]]));
+        let shown = host.get("/v1/vms/m");
+        assert_eq!((&shown["split"]["redundancy"], &shown["split"]["silent"]), (&json!("copies=2"), &json!([])));
+        assert!(lent(&lenders[2]).1 > 0 && lent(&lenders[2]).1 == lent(&lenders[3]).1);
+        // One of these goes down for good as well.
+        lenders[2].kill_daemon();
+        done(&host, MERGE, &Value::Null);
+        is_as_before(&host, &before);
+        // Whoever comes back is told that it has its memory back.
+        for (which, lending) in lenders.iter_mut().enumerate() {
+            if which == gone || which == 2 {
+                lending.start_daemon();
+            }
+        }
+        println!("{peer} had gone");
+        is_paid(&host, &lenders.each_ref());
+    }
+}
+
+#[test]
+fn how_often_each_page_is_there_can_be_changed() {
+    if cannot_run() {
+        return;
+    }
+    let (host, lenders) = (Host::start(), [lender(128), lender(128)]);
+    let both = [&lenders[0], &lenders[1]];
+    host.run_full("m");
+    let before = content(&host);
+    done(&host, SPLIT, &request(16, &both));
+    let twice = json!({ "here_bytes": 16 * MIB, "redundancy": "copies=2" });
+    done(&host, SPLIT, &twice);
+    assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "copies=2");
+    eventually("each page is at both", || lent(both[0]).1 > 0 && lent(both[0]).1 == lent(both[1]).1);
+    done(&host, SPLIT, &json!({ "here_bytes": 16 * MIB, "redundancy": "none" }));
+    assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "none");
+    done(&host, MERGE, &Value::Null);
+    is_as_before(&host, &before);
+    is_paid(&host, &both);
 }

@@ -73,12 +73,17 @@ fn away(site: &Site) -> Option<u64> {
 
 /// Both memory hosts have all of their memory back.
 fn all_is_given_back(site: &Site) {
+    given_back_at(site, &["b", "c"]);
+}
+
+/// These have all of their memory back.
+fn given_back_at(site: &Site, hosts: &[&str]) {
     let used = |host: &str| -> u64 {
         let answer = cli::ask(site.host(host), &["lent", "--json"]);
         let lent: Value = serde_json::from_str(&answer.stdout).unwrap_or_default();
         lent["granted_bytes"].as_u64().unwrap_or(1)
     };
-    site.eventually("memory hosts have all of their memory back", || ["b", "c"].iter().all(|host| used(host) == 0));
+    site.eventually("memory hosts have all of their memory back", || hosts.iter().all(|host| used(host) == 0));
 }
 
 #[test]
@@ -272,6 +277,41 @@ fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
     all_is_given_back(&site);
     site.checker_is_well();
     site.migrate(&[]);
+}
+
+/// Each page is at two memory hosts. One goes down for good while the guest writes, then two others take the place of
+/// both, and one of these goes as well.
+#[test]
+fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let hosts = ["a", "b", "c", "d", "e"].map(str::to_owned).into();
+    let mut site = Site::start(&Plan { hosts, ..Plan::small() });
+    for host in ["b", "c", "d", "e"] {
+        site.configure(host, "lend_memory = \"400M\"");
+    }
+    let twice = |words: Vec<String>| [words, vec!["--redundancy".into(), "copies=2".into()]].concat();
+    completed(&ask(&site, &twice(words_over(&site, HERE, &[("b", 200), ("c", 200)]))));
+    site.checker_is_well();
+    site.kill_daemon("b");
+    site.checker_is_well();
+    // What the guest wants and is away comes from the other one.
+    completed(&ask(&site, &words_over(&site, HERE + 20, &[])));
+    site.checker_is_well();
+    completed(&ask(&site, &words_over(&site, HERE, &[("d", 200), ("e", 200)])));
+    site.checker_is_well();
+    let told = site.told_at("a");
+    assert!(told.contains(&site.host("d").listen()) && !told.contains(&site.host("b").listen()), "{told}");
+    site.kill_daemon("e");
+    site.checker_is_well();
+    merge(&site);
+    site.checker_is_well();
+    site.start_daemon("b");
+    site.start_daemon("e");
+    given_back_at(&site, &["b", "c", "d", "e"]);
+    site.ran_on_one_host_at_a_time();
 }
 
 #[test]

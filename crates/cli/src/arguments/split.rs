@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use sterna_api::split::MemoryHost;
+use sterna_api::split::{MemoryHost, Redundancy};
 use sterna_api::units::parse_size;
 
 /// What `--main` says where the guest stays on this host.
@@ -26,6 +26,13 @@ pub struct Split {
     /// keeps those that it has, and only how much of it is here changes.
     #[arg(long, value_name = "HOST:PORT=SIZE", value_parser = memory_host)]
     pub memory: Vec<MemoryHost>,
+    /// At how many memory hosts each page is: none (one), or copies=2
+    ///
+    /// With copies=2 the first memory host that is named and the second have the same pages, the third and the fourth,
+    /// and so on; any one of them may go down for good, and the guest runs on. Without this option: one, or as it is
+    /// for a machine that is split already.
+    #[arg(long, value_name = "none|copies=2", value_parser = redundancy)]
+    pub redundancy: Option<Redundancy>,
     /// Write the report there as JSON, '-' for standard output
     #[arg(long, value_name = "FILE|-")]
     pub json: Option<PathBuf>,
@@ -48,6 +55,14 @@ fn main_host(text: &str) -> Result<u64, String> {
     }
 }
 
+fn redundancy(text: &str) -> Result<Redundancy, String> {
+    match text {
+        "none" => Ok(Redundancy::None),
+        "copies=2" => Ok(Redundancy::Mirrored),
+        _ => Err("it is none or copies=2".into()),
+    }
+}
+
 fn memory_host(text: &str) -> Result<MemoryHost, String> {
     let (peer, size) = text.rsplit_once('=').ok_or("it is HOST:PORT=SIZE, such as b.example:4444=4G")?;
     let bytes = parse_size(size).map_err(|error| error.to_string())?;
@@ -66,6 +81,8 @@ mod tests {
         for wrong in ["", "2G", "b:1=2G", "here", "here=", "here=x"] {
             assert!(main_host(wrong).is_err(), "{wrong}");
         }
+        assert_eq!((redundancy("none"), redundancy("copies=2")), (Ok(Redundancy::None), Ok(Redundancy::Mirrored)));
+        assert!(redundancy("copies=3").is_err() && redundancy("").is_err());
         assert!(memory_host("b:1").is_err() && memory_host("b:1=").is_err());
     }
 }

@@ -12,9 +12,9 @@ use super::vms::Asked;
 use crate::daemon::Daemon;
 
 /// Has a part of a virtual machine's memory leave for memory hosts while its guest runs on here; or, of one that is
-/// split already, changes how much of it is here, and which memory hosts it has. Answers when no more of it is here than
-/// may be, and nothing at a memory host that is not named. A caller that goes away, or a cancel, ends the work: then all
-/// is as it was before, but for memory hosts that have come or left meanwhile.
+/// split already, changes how much of it is here, and which memory hosts it has. Answers when no more of it is here
+/// than may be, and nothing at a memory host that is not named. A caller that goes away, or a cancel, ends the work:
+/// then all is as it was before, but for memory hosts that have come or left meanwhile.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/split",

@@ -9,6 +9,9 @@ pub mod backing;
 /// Overlays of machines' disks.
 pub mod overlay;
 
+/// A guest's memory hosts, as its machine's record has them.
+pub mod borrowed;
+
 /// Images under overlays, and who may use them.
 pub mod base;
 

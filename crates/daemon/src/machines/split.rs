@@ -1,6 +1,5 @@
 //! A machine a part of whose memory is at memory hosts: what is on record of it, and what brings its pages.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,94 +7,17 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use sterna_api::split::{self as api, MemoryHost};
+use sterna_api::split as api;
 use sterna_api::units::milliseconds;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::paging::Pager;
-use sterna_engine::paging::whereabouts::Holder;
-use sterna_engine::split::{Epochs, Lender, Split};
-use sterna_engine::transport::credentials::Credentials;
-use sterna_protocol::store::Claim;
+use sterna_engine::split::{Epochs, Split};
 
+use super::borrowed::{Borrowed, Place};
 use crate::state::{read_record, write_record};
 
 /// A thread of QEMU that waits for so long waits for a memory host that has something the matter.
 const LONG: Duration = Duration::from_secs(1);
-
-/// A guest's memory hosts, and who it is to them: what its machine's record says, and that of a debt.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Borrowed {
-    /// The guest's number there.
-    pub guest: u128,
-    /// What its owners alone know.
-    pub key: u128,
-    /// How many chunks its memory has.
-    pub chunks: u32,
-    /// The memory hosts, by the numbers that the map of missing pages has for them.
-    pub hosts: Vec<MemoryHost>,
-    /// The numbers of those that are given nothing more, and are being emptied.
-    #[serde(default)]
-    pub leaving: BTreeSet<usize>,
-    /// The numbers of those that have nothing any more, and have been told so or are to be: another may have the number.
-    #[serde(default)]
-    pub gone: BTreeSet<usize>,
-}
-
-impl Borrowed {
-    /// The guest's claim in this epoch.
-    #[must_use]
-    pub fn claim(&self, epoch: u64) -> Claim {
-        Claim { guest: self.guest, key: self.key, epoch }
-    }
-
-    /// Those that have something of the guest, or may have, with their numbers.
-    pub fn lent(&self) -> impl Iterator<Item = (usize, &MemoryHost)> {
-        self.hosts.iter().enumerate().filter(|(number, _)| !self.gone.contains(number))
-    }
-
-    /// Those that are given pages.
-    #[must_use]
-    pub fn lending(&self) -> Vec<MemoryHost> {
-        self.lent().filter(|(number, _)| !self.leaving.contains(number)).map(|(_, host)| host.clone()).collect()
-    }
-
-    /// The number of the memory host that is called like this.
-    #[must_use]
-    pub fn number_of(&self, peer: &str) -> Option<usize> {
-        self.lent().find(|(_, host)| host.peer == peer).map(|(number, _)| number)
-    }
-
-    /// Gives a number to another one: the first that is free. It is given no pages yet. `None` where no number is free.
-    pub fn welcome(&mut self, host: &MemoryHost) -> Option<usize> {
-        let number = self.gone.pop_first().unwrap_or(self.hosts.len());
-        match self.hosts.get_mut(number) {
-            Some(free) => *free = host.clone(),
-            None if number < Holder::MAX_HOSTS => self.hosts.push(host.clone()),
-            None => return None,
-        }
-        self.leaving.insert(number);
-        Some(number)
-    }
-
-    /// One has nothing any more: its number is free.
-    pub fn see_off(&mut self, number: usize) {
-        self.leaving.remove(&number);
-        self.gone.insert(number);
-    }
-
-    /// The memory hosts as they are called.
-    #[must_use]
-    pub fn lenders(&self, credentials: Option<&Arc<Credentials>>) -> Vec<Lender> {
-        let lender = |(number, host): (usize, &MemoryHost)| Lender {
-            peer: host.peer.clone(),
-            mirror: None,
-            credentials: credentials.cloned(),
-            bytes: host.bytes,
-            leaving: self.leaving.contains(&number) || self.gone.contains(&number),
-        };
-        self.hosts.iter().enumerate().map(lender).collect()
-    }
-}
 
 /// The record of a machine a part of whose memory is, or may be, at memory hosts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -221,7 +143,7 @@ impl Remote {
                 Some(split) => split.failing(number),
                 None => self.unanswered().clone(),
             };
-            let (peer, why) = (hosts.get(number)?.peer.clone(), why.as_ref().map(Problem::with_causes));
+            let (peer, why) = (hosts.get(number)?.name(), why.as_ref().map(Problem::with_causes));
             Some(api::Waiting { peer, ms: waited.as_secs_f64() * 1e3, why })
         });
         let paced = split.map(|split| split.account().paced).unwrap_or_default();
@@ -229,7 +151,15 @@ impl Remote {
             here_bytes: record.here_bytes,
             away_pages: self.pager.missing(),
             memory: record.borrowed.lending(),
-            leaving: record.borrowed.leaving.iter().filter_map(|number| hosts.get(*number).cloned()).collect(),
+            redundancy: record.borrowed.redundancy(),
+            silent: split.map(|split| split.silent()).unwrap_or_default(),
+            leaving: record
+                .borrowed
+                .leaving
+                .iter()
+                .filter_map(|number| hosts.get(*number))
+                .flat_map(Place::hosts)
+                .collect(),
             waiting: waiting.collect(),
             stuck: split.and_then(|split| split.stuck()).as_ref().map(Problem::with_causes),
             paced_pages: paced.pages,
@@ -262,7 +192,9 @@ pub fn describe(split: &api::Split) -> String {
         format!("; {waited} waited for room, {longest:.0} ms at most, and {forced} came in without")
     });
     let leaving = split.leaving.iter().map(|host| format!("; {} is being emptied", host.peer));
-    leaving.chain(waits).chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
+    let silent =
+        split.silent.iter().map(|peer| format!("; {peer} does not answer, but another one has the same pages"));
+    leaving.chain(silent).chain(waits).chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
 }
 
 /// A request that needs all of a machine's memory here.
@@ -299,7 +231,7 @@ mod tests {
             guest: u128::MAX,
             key: u128::MAX - 7,
             chunks: 3,
-            hosts: vec![MemoryHost { peer: "b:1".into(), bytes: 4 }],
+            hosts: vec![Place { peer: "b:1".into(), bytes: 4, mirror: Some("c:1".into()) }],
             leaving: [0].into(),
             gone: [1].into(),
         };
@@ -308,24 +240,6 @@ mod tests {
         let path = dir.path().join("x.json");
         write_record(&path, &record).unwrap();
         assert_eq!(read_record(&path).unwrap(), Some(record));
-    }
-
-    #[test]
-    fn the_number_of_a_memory_host_that_has_gone_is_given_to_the_next_one() {
-        let host = |peer: &str| MemoryHost { peer: peer.into(), bytes: 4 };
-        let mut borrowed = Borrowed { guest: 1, key: 2, chunks: 3, ..Borrowed::default() };
-        for number in 0..Holder::MAX_HOSTS {
-            assert_eq!(borrowed.welcome(&host(&format!("b:{number}"))), Some(number));
-        }
-        assert!(borrowed.welcome(&host("c:1")).is_none() && borrowed.lending().is_empty());
-        borrowed.leaving.clear();
-        borrowed.see_off(3);
-        assert_eq!((borrowed.number_of("b:3"), borrowed.lending().len()), (None, Holder::MAX_HOSTS - 1));
-        assert_eq!(borrowed.welcome(&host("c:1")), Some(3));
-        let lender = &borrowed.lenders(None)[3];
-        assert!(lender.peer == "c:1" && lender.leaving, "{lender:?}");
-        borrowed.leaving.clear();
-        assert_eq!((borrowed.number_of("c:1"), borrowed.lending()[3].peer.as_str()), (Some(3), "c:1"));
     }
 
     #[test]

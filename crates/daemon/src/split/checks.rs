@@ -9,6 +9,7 @@ use sterna_protocol::layout::CHUNK_BYTES;
 use sterna_protocol::store::most_bytes;
 
 use crate::machines::agent;
+use crate::machines::borrowed::Place;
 use crate::machines::control::Control;
 use crate::machines::reach::check_writers;
 use crate::machines::record::VmRecord;
@@ -90,15 +91,15 @@ pub(super) fn check_machine(record: &VmRecord) -> Result<(), Problem> {
 ///
 /// # Errors
 /// A [`Problem`] that says how much is missing, or that nothing would leave.
-pub(super) fn check_budget(record: &VmRecord, request: &SplitRequest) -> Result<(), Problem> {
-    let (all, here) = (record.memory_bytes, request.here_bytes);
+pub(super) fn check_budget(record: &VmRecord, here: u64, hosts: &[Place]) -> Result<(), Problem> {
+    let all = record.memory_bytes;
     if here >= all {
         let (here, all) = (show_size(here), show_size(all));
         let message = format!("{here} may stay here of {all}: nothing would leave");
         return Err(invalid(message));
     }
     // Each chunk takes a note, too, and lies at one of them as a whole.
-    let chunks: u64 = request.memory.iter().map(|host| host.bytes / most_bytes(1)).sum();
+    let chunks: u64 = hosts.iter().map(|host| host.bytes / most_bytes(1)).sum();
     let there = chunks.saturating_mul(CHUNK_BYTES as u64);
     if here.saturating_add(there) < all {
         let message = format!(

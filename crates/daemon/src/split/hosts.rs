@@ -12,7 +12,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_api::split::MemoryHost;
 use sterna_api::units::show_size;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::error::MigrateError;
@@ -22,8 +21,9 @@ use sterna_engine::store::client::StoreError;
 use sterna_engine::vmm::VmmError;
 
 use super::loans::Loans;
+use crate::machines::borrowed::{Borrowed, Place};
 use crate::machines::record::VmRecord;
-use crate::machines::split::{Borrowed, EpochFile, SplitRecord};
+use crate::machines::split::{EpochFile, SplitRecord};
 use crate::machines::table::Machines;
 use crate::problems::{host, invalid};
 
@@ -46,21 +46,22 @@ impl Exchange<'_> {
     /// # Errors
     /// A [`Problem`]: one does not grant what it is asked for, or is there with another amount; too many. All is as it
     /// was then.
-    pub fn begin(&mut self, wanted: &[MemoryHost]) -> Result<(), Problem> {
+    pub fn begin(&mut self, wanted: &[Place]) -> Result<(), Problem> {
         let mut borrowed = self.borrowed()?;
         let mut newcomers = Vec::new();
         for host in wanted {
-            match borrowed.number_of(&host.peer) {
+            match borrowed.number_of(host) {
                 Some(number) => self.check_amount(&borrowed.hosts[number], host)?,
                 None => newcomers.push(self.number_for(&mut borrowed, host)?),
             }
         }
         self.store(borrowed.clone())?;
-        if let Err((problem, asked)) = self.ask(&borrowed, &newcomers) {
-            self.gone(&newcomers, &newcomers[..asked])?;
+        let mut asked = Vec::new();
+        if let Err(problem) = self.ask(&borrowed, &newcomers, &mut asked) {
+            self.gone(&newcomers, asked)?;
             return Err(problem);
         }
-        let stays = |host: &MemoryHost| wanted.iter().any(|other| other.peer == host.peer);
+        let stays = |host: &Place| wanted.iter().any(|other| other.is(host));
         borrowed.leaving = borrowed.lent().filter(|(_, host)| !stays(host)).map(|(number, _)| number).collect();
         self.agree(borrowed)
     }
@@ -76,7 +77,8 @@ impl Exchange<'_> {
             let taken = || if refused(self.split).is_some() { Err(MigrateError::Cancelled) } else { check() };
             let emptied = until_reached(check, &|| self.split.empty(number, &taken));
             emptied.map_err(|problem| refused(self.split).unwrap_or(problem))?;
-            self.gone(&[number], &[number])?;
+            let owed = self.borrowed()?.hosts[number].members().collect();
+            self.gone(&[number], owed)?;
         }
         Ok(())
     }
@@ -106,20 +108,19 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    fn check_amount(&self, known: &MemoryHost, wanted: &MemoryHost) -> Result<(), Problem> {
+    fn check_amount(&self, known: &Place, wanted: &Place) -> Result<(), Problem> {
         if known.bytes == wanted.bytes {
             return Ok(());
         }
-        let (peer, lends, asked) = (&known.peer, show_size(known.bytes), show_size(wanted.bytes));
+        let (peer, lends, asked) = (known.name(), show_size(known.bytes), show_size(wanted.bytes));
         let message = format!("memory host {peer} lends {lends} to '{}', not {asked}", self.record.name);
         Err(Problem::new(Code::Split, Blame::Request, message)
             .hint("name it with what it lends; what a memory host lends to a guest is not changed"))
     }
 
-    fn number_for(&self, borrowed: &mut Borrowed, host: &MemoryHost) -> Result<usize, Problem> {
-        let peer = &host.peer;
-        if self.loans.owes(borrowed.guest, peer) {
-            let message = format!("memory host {peer} has not been told yet that it has its memory back");
+    fn number_for(&self, borrowed: &mut Borrowed, host: &Place) -> Result<usize, Problem> {
+        if self.loans.owes(borrowed.guest, host) {
+            let message = format!("memory host {} has not been told yet that it has its memory back", host.name());
             return Err(Problem::new(Code::PeerUnreachable, Blame::Peer, message)
                 .hint("it is told as soon as it answers; ask again then"));
         }
@@ -128,19 +129,20 @@ impl Exchange<'_> {
         })
     }
 
-    /// Asks newcomers for what they are to lend. Where one does not, also how many may have granted it.
-    fn ask(&self, borrowed: &Borrowed, newcomers: &[usize]) -> Result<(), (Problem, usize)> {
+    /// Asks newcomers for what they are to lend; `asked` are those that may have granted it.
+    fn ask(&self, borrowed: &Borrowed, newcomers: &[usize], asked: &mut Vec<Place>) -> Result<(), Problem> {
         let lenders = borrowed.lenders(self.loans.credentials());
-        for (asked, number) in newcomers.iter().enumerate() {
+        for number in newcomers {
             let lender = &lenders[*number];
-            // Its answer may have been lost; but where nobody was reached, nothing was granted.
-            let not_granted = |problem: Problem| {
-                let reached = problem.code != Code::PeerUnreachable;
-                (problem, asked + usize::from(reached))
-            };
-            self.borrow(borrowed, lender).map_err(not_granted)?;
-            let added = self.split.add(*number, lender.clone());
-            added.map_err(|error| (error.problem(), asked + 1))?;
+            for (member, place) in lender.members().iter().zip(borrowed.hosts[*number].members()) {
+                let granted = self.borrow(borrowed, member);
+                // Its answer may have been lost; but where nobody was reached, nothing was granted.
+                if granted.as_ref().err().is_none_or(|problem| problem.code != Code::PeerUnreachable) {
+                    asked.push(place);
+                }
+                granted?;
+            }
+            self.split.add(*number, lender.clone()).map_err(|error| error.problem())?;
         }
         Ok(())
     }
@@ -151,13 +153,11 @@ impl Exchange<'_> {
         borrow(lender, borrowed.claim(epoch), borrowed.chunks).map_err(|error| error.problem())
     }
 
-    /// Some have nothing of the guest any more, and their numbers are free. What those lent that are `owed` is given
-    /// back.
-    fn gone(&mut self, numbers: &[usize], owed: &[usize]) -> Result<(), Problem> {
+    /// Some have nothing of the guest any more, and their numbers are free. What is `owed` is given back.
+    fn gone(&mut self, numbers: &[usize], owed: Vec<Place>) -> Result<(), Problem> {
         let mut borrowed = self.borrowed()?;
-        let hosts = owed.iter().map(|number| borrowed.hosts[*number].clone()).collect();
         // A daemon that finds it owed by a machine that has it still knows that it must not be paid yet.
-        self.loans.owe_hosts(&self.record, &self.machines.dir(&self.record.name), hosts);
+        self.loans.owe_hosts(&self.record, &self.machines.dir(&self.record.name), owed);
         numbers.iter().for_each(|number| borrowed.see_off(*number));
         self.store(borrowed)?;
         self.loans.pay();

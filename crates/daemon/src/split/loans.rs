@@ -6,14 +6,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use sterna_api::split::MemoryHost;
 use sterna_engine::split::Epochs;
 use sterna_engine::split::loans::give_back;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_sys::host::random_u128;
 
+use crate::machines::borrowed::{Borrowed, Place};
 use crate::machines::record::VmRecord;
-use crate::machines::split::{Borrowed, EpochFile};
+use crate::machines::split::EpochFile;
 use crate::state::{read_record, remove_half_written, write_record};
 
 /// How long memory hosts are left alone that could not be told.
@@ -102,11 +102,11 @@ impl Loans {
     /// next [`pay`](Self::pay) on.
     pub fn owe(&self, record: &VmRecord, dir: &Path) {
         let Some(split) = &record.split else { return };
-        self.owe_hosts(record, dir, split.borrowed.lent().map(|(_, host)| host.clone()).collect());
+        self.owe_hosts(record, dir, split.borrowed.lent().flat_map(|(_, place)| place.members()).collect());
     }
 
-    /// The same of some of its memory hosts.
-    pub fn owe_hosts(&self, record: &VmRecord, dir: &Path, hosts: Vec<MemoryHost>) {
+    /// The same of some of its memory hosts, without their mirrors.
+    pub fn owe_hosts(&self, record: &VmRecord, dir: &Path, hosts: Vec<Place>) {
         let Some(split) = record.split.as_ref().filter(|_| !hosts.is_empty()) else { return };
         let epoch = EpochFile::of(dir).raise().map_or_else(
             |error| {
@@ -128,12 +128,12 @@ impl Loans {
         self.lock().debts.push(debt);
     }
 
-    /// Whether a memory host has not been told yet that a guest has given back what it lent.
+    /// Whether a memory host, or one of two, has not been told yet that a guest has given back what it lent.
     #[must_use]
-    pub fn owes(&self, guest: u128, peer: &str) -> bool {
+    pub fn owes(&self, guest: u128, place: &Place) -> bool {
         let owed = self.lock();
         let of_guest = owed.debts.iter().filter(|debt| debt.borrowed.guest == guest);
-        of_guest.flat_map(|debt| &debt.borrowed.hosts).any(|host| host.peer == peer)
+        of_guest.flat_map(|debt| &debt.borrowed.hosts).any(|host| host.is(place))
     }
 
     /// As whom memory hosts are called.
@@ -190,7 +190,7 @@ impl Loans {
             match give_back(&lender, borrowed.claim(*epoch), borrowed.chunks) {
                 Ok(()) => {
                     tracing::info!(vm, peer = lender.peer, "what it lent is given back");
-                    left.hosts.retain(|host| host.peer != lender.peer);
+                    left.hosts.retain(|host| (&host.peer, &host.mirror) != (&lender.peer, &lender.mirror));
                 }
                 Err(error) if *warned => tracing::debug!(vm, peer = lender.peer, %error, "not told yet"),
                 Err(error) => {
@@ -221,7 +221,7 @@ impl Loans {
 fn lends_still(machines: &[VmRecord], borrowed: &Borrowed) -> bool {
     let splits = machines.iter().filter_map(|record| record.split.as_ref());
     let mut same = splits.filter(|split| split.borrowed.guest == borrowed.guest);
-    same.any(|split| borrowed.hosts.iter().any(|host| split.borrowed.number_of(&host.peer).is_some()))
+    same.any(|split| borrowed.hosts.iter().any(|host| split.borrowed.number_of(host).is_some()))
 }
 
 fn remove(path: &Path) {

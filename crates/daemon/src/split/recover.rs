@@ -89,7 +89,11 @@ fn go_on(splits: &Splits, record: &VmRecord, remote: &Arc<Remote>) -> Result<(),
     if *merging {
         end_of(record, "merge", |monitor| splits.merge(&record.name, monitor));
     } else if !borrowed.leaving.is_empty() {
-        let request = SplitRequest { here_bytes: *here_bytes, memory: borrowed.lending() };
+        let request = SplitRequest {
+            here_bytes: *here_bytes,
+            memory: borrowed.lending(),
+            redundancy: Some(borrowed.redundancy()),
+        };
         end_of(record, "exchange of memory hosts", |monitor| splits.split(&record.name, &request, monitor));
     }
     Ok(())

@@ -1,0 +1,203 @@
+//! A guest's memory hosts, as its machine's record has them.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use sterna_api::Problem;
+use sterna_api::split::{MemoryHost, Redundancy};
+use sterna_engine::paging::whereabouts::Holder;
+use sterna_engine::split::Lender;
+use sterna_engine::transport::credentials::Credentials;
+use sterna_protocol::store::Claim;
+
+use crate::problems::invalid;
+
+/// A memory host, or two that have the same pages.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Where it listens.
+    pub peer: String,
+    /// What it lends, bytes; its mirror lends the same.
+    pub bytes: u64,
+    /// Where its mirror listens.
+    #[serde(default)]
+    pub mirror: Option<String>,
+}
+
+impl Place {
+    /// These memory hosts: each alone, or the first and the second together, the third and the fourth, and so on.
+    ///
+    /// # Errors
+    /// A [`Problem`]: one of them is alone, or lends another amount than its mirror.
+    pub fn of(memory: &[MemoryHost], redundancy: Redundancy) -> Result<Vec<Self>, Problem> {
+        if redundancy == Redundancy::None {
+            let alone = |host: &MemoryHost| Self { peer: host.peer.clone(), bytes: host.bytes, mirror: None };
+            return Ok(memory.iter().map(alone).collect());
+        }
+        let pairs = memory.chunks(2).map(|pair| match pair {
+            [one, other] if one.bytes == other.bytes => {
+                Ok(Self { peer: one.peer.clone(), bytes: one.bytes, mirror: Some(other.peer.clone()) })
+            }
+            [one, other] => Err(invalid(format!(
+                "memory hosts {} and {} are to have the same pages: they must lend the same",
+                one.peer, other.peer
+            ))),
+            _ => Err(invalid("each page is to be at two memory hosts, which takes an even number of them")),
+        });
+        pairs.collect()
+    }
+
+    /// The memory hosts that this is, one by one: of each its mirror is the other.
+    pub fn members(&self) -> impl Iterator<Item = Self> {
+        let turned = |mirror: &String| Self { peer: mirror.clone(), mirror: Some(self.peer.clone()), ..self.clone() };
+        std::iter::once(self.clone()).chain(self.mirror.as_ref().map(turned))
+    }
+
+    /// Whether it is the same, however its two are named.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        let names = |place: &Self| place.members().map(|member| member.peer).collect::<BTreeSet<_>>();
+        names(self) == names(other)
+    }
+
+    /// As the API shows it.
+    pub fn hosts(&self) -> impl Iterator<Item = MemoryHost> {
+        self.members().map(|member| MemoryHost { peer: member.peer, bytes: member.bytes })
+    }
+
+    /// Its name, for people.
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.members().map(|member| member.peer).collect::<Vec<_>>().join(" and ")
+    }
+}
+
+/// A guest's memory hosts, and who it is to them: what its machine's record says, and that of a debt.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Borrowed {
+    /// The guest's number there.
+    pub guest: u128,
+    /// What its owners alone know.
+    pub key: u128,
+    /// How many chunks its memory has.
+    pub chunks: u32,
+    /// The memory hosts, by the numbers that the map of missing pages has for them.
+    pub hosts: Vec<Place>,
+    /// The numbers of those that are given nothing more, and are being emptied.
+    #[serde(default)]
+    pub leaving: BTreeSet<usize>,
+    /// The numbers of those that have nothing any more, and have been told so or are to be. Another may have the
+    /// number.
+    #[serde(default)]
+    pub gone: BTreeSet<usize>,
+}
+
+impl Borrowed {
+    /// The guest's claim in this epoch.
+    #[must_use]
+    pub fn claim(&self, epoch: u64) -> Claim {
+        Claim { guest: self.guest, key: self.key, epoch }
+    }
+
+    /// Those that have something of the guest, or may have, with their numbers.
+    pub fn lent(&self) -> impl Iterator<Item = (usize, &Place)> {
+        self.hosts.iter().enumerate().filter(|(number, _)| !self.gone.contains(number))
+    }
+
+    /// Those that are given pages.
+    #[must_use]
+    pub fn lending(&self) -> Vec<MemoryHost> {
+        let lending = self.lent().filter(|(number, _)| !self.leaving.contains(number));
+        lending.flat_map(|(_, place)| place.hosts()).collect()
+    }
+
+    /// At how many of those each page is.
+    #[must_use]
+    pub fn redundancy(&self) -> Redundancy {
+        let mut lending = self.lent().filter(|(number, _)| !self.leaving.contains(number));
+        match lending.any(|(_, place)| place.mirror.is_some()) {
+            true => Redundancy::Mirrored,
+            false => Redundancy::None,
+        }
+    }
+
+    /// The number of a memory host, or of two.
+    #[must_use]
+    pub fn number_of(&self, place: &Place) -> Option<usize> {
+        self.lent().find(|(_, known)| known.is(place)).map(|(number, _)| number)
+    }
+
+    /// Gives a number to another one: the first that is free. It is given no pages yet. `None` where no number is free.
+    pub fn welcome(&mut self, host: &Place) -> Option<usize> {
+        let number = self.gone.pop_first().unwrap_or(self.hosts.len());
+        match self.hosts.get_mut(number) {
+            Some(free) => *free = host.clone(),
+            None if number < Holder::MAX_HOSTS => self.hosts.push(host.clone()),
+            None => return None,
+        }
+        self.leaving.insert(number);
+        Some(number)
+    }
+
+    /// One has nothing any more: its number is free.
+    pub fn see_off(&mut self, number: usize) {
+        self.leaving.remove(&number);
+        self.gone.insert(number);
+    }
+
+    /// The memory hosts as they are called.
+    #[must_use]
+    pub fn lenders(&self, credentials: Option<&Arc<Credentials>>) -> Vec<Lender> {
+        let lender = |(number, host): (usize, &Place)| Lender {
+            peer: host.peer.clone(),
+            mirror: host.mirror.clone(),
+            credentials: credentials.cloned(),
+            bytes: host.bytes,
+            leaving: self.leaving.contains(&number) || self.gone.contains(&number),
+        };
+        self.hosts.iter().enumerate().map(lender).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_a_memory_host_that_has_gone_is_given_to_the_next_one() {
+        let host = |peer: &str| Place { peer: peer.into(), bytes: 4, mirror: None };
+        let mut borrowed = Borrowed { guest: 1, key: 2, chunks: 3, ..Borrowed::default() };
+        for number in 0..Holder::MAX_HOSTS {
+            assert_eq!(borrowed.welcome(&host(&format!("b:{number}"))), Some(number));
+        }
+        assert!(borrowed.welcome(&host("c:1")).is_none() && borrowed.lending().is_empty());
+        borrowed.leaving.clear();
+        borrowed.see_off(3);
+        assert_eq!((borrowed.number_of(&host("b:3")), borrowed.lending().len()), (None, Holder::MAX_HOSTS - 1));
+        assert_eq!(borrowed.welcome(&host("c:1")), Some(3));
+        let lender = &borrowed.lenders(None)[3];
+        assert!(lender.peer == "c:1" && lender.leaving, "{lender:?}");
+        borrowed.leaving.clear();
+        assert_eq!((borrowed.number_of(&host("c:1")), borrowed.lending()[3].peer.as_str()), (Some(3), "c:1"));
+    }
+
+    #[test]
+    fn two_that_have_the_same_pages_are_one_place_however_they_are_named() {
+        let host = |peer: &str, bytes| MemoryHost { peer: peer.into(), bytes };
+        let memory = [host("b:1", 4), host("c:1", 4), host("d:1", 5), host("e:1", 5)];
+        let places = Place::of(&memory, Redundancy::Mirrored).unwrap();
+        assert_eq!(places.iter().map(Place::name).collect::<Vec<_>>(), ["b:1 and c:1", "d:1 and e:1"]);
+        assert_eq!(places.iter().flat_map(Place::hosts).collect::<Vec<_>>(), memory);
+        let turned = Place::of(&[host("c:1", 4), host("b:1", 4)], Redundancy::Mirrored).unwrap();
+        assert!(turned[0].is(&places[0]) && !turned[0].is(&places[1]));
+        let alone = Place::of(&memory, Redundancy::None).unwrap();
+        assert!(alone.len() == 4 && !alone[0].is(&places[0]));
+        for wrong in [&memory[..3], &[host("b:1", 4), host("c:1", 5)]] {
+            assert!(Place::of(wrong, Redundancy::Mirrored).is_err(), "{wrong:?}");
+        }
+        // What was on record before there were mirrors.
+        let place: Place = serde_json::from_str(r#"{ "peer": "b:1", "bytes": 4 }"#).unwrap();
+        assert!(place.is(&alone[0]));
+    }
+}
