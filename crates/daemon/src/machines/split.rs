@@ -38,21 +38,23 @@ pub struct SplitRecord {
 #[derive(Debug)]
 pub struct EpochFile {
     path: PathBuf,
-    /// Held while it is raised.
-    raising: Mutex<()>,
 }
+
+/// Held while an epoch is raised: who exchanges a machine's memory hosts raises that of its owner, and so do the
+/// threads that ask them.
+static RAISING: Mutex<()> = Mutex::new(());
 
 impl EpochFile {
     /// That of the machine with this directory.
     #[must_use]
     pub fn of(dir: &Path) -> Self {
-        Self { path: dir.join("epoch.json"), raising: Mutex::default() }
+        Self { path: dir.join("epoch.json") }
     }
 }
 
 impl Epochs for EpochFile {
     fn raise(&self) -> io::Result<u64> {
-        let _alone = self.raising.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = RAISING.lock().unwrap_or_else(PoisonError::into_inner);
         let next = read_record::<u64>(&self.path)?.unwrap_or(0) + 1;
         write_record(&self.path, &next)?;
         Ok(next)
@@ -212,9 +214,9 @@ mod tests {
     #[test]
     fn no_epoch_comes_twice_whoever_asks_and_however_often_the_daemon_dies() {
         let dir = tempfile::tempdir().unwrap();
-        let file = EpochFile::of(dir.path());
+        let file = || EpochFile::of(dir.path());
         let mut epochs: Vec<u64> = std::thread::scope(|scope| {
-            let askers: Vec<_> = (0..4).map(|_| scope.spawn(|| [(); 8].map(|()| file.raise().unwrap()))).collect();
+            let askers: Vec<_> = (0..4).map(|_| scope.spawn(|| [(); 8].map(|()| file().raise().unwrap()))).collect();
             askers.into_iter().flat_map(|asker| asker.join().unwrap()).collect()
         });
         epochs.sort_unstable();
