@@ -23,6 +23,9 @@ use crate::problems;
 use crate::process::{Handle, Identity};
 use crate::qemu::launch::log_file;
 
+/// How long a QEMU has to answer that was just started, each time that somebody connects: it makes its memory at first,
+/// which may be much, or locked, and its host may have much to do.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long QEMU has for an answer.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a QEMU whose process is not known has to end when it is told to.
@@ -41,6 +44,14 @@ impl Control {
     /// A [`Problem`] where nobody answers.
     pub fn connect(path: &Path) -> Result<Self, Problem> {
         Self::connect_within(path, TIMEOUT)
+    }
+
+    /// Connects to a QEMU that was just started.
+    ///
+    /// # Errors
+    /// As [`Control::connect`].
+    pub fn connect_started(path: &Path) -> Result<Self, Problem> {
+        Self::connect_within(path, START_TIMEOUT)
     }
 
     /// Connects, where QEMU answers within so long.
@@ -143,12 +154,12 @@ pub fn source(record: &VmRecord, qmp: SharedQmp) -> Result<QemuSource, Problem> 
     Ok(QemuSource::new(qmp, open(record.process)?))
 }
 
-/// The driver that takes a machine's devices in; its QEMU writes to `log`.
+/// The driver that takes a machine's devices in; its QEMU was just started, and writes to `log`.
 ///
 /// # Errors
 /// A [`Problem`] where its QEMU does not answer.
 pub fn destination(record: &VmRecord, log: PathBuf) -> Result<QemuDestination, Problem> {
-    let control = Control::connect(&record.qmp)?;
+    let control = Control::connect_started(&record.qmp)?;
     let driver = QemuDestination::new(control.share(), open(record.process)?, Some(ErrorLog::new(log)));
     Ok(if record.running { driver } else { driver.staying_paused() })
 }
@@ -319,6 +330,9 @@ pub fn find_private(agent: &mut Agent, blocks: &mut [Block]) -> Result<(), Probl
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+
     use sterna_sys::process::parse_maps;
 
     use super::super::backing::Backing;
@@ -335,6 +349,27 @@ mod tests {
             sharing: Sharing::Shared,
             backing: sterna_engine::agent::Backing::Unknown,
         }
+    }
+
+    /// Failed while only the first connection to a QEMU that was just started had more than the usual time: the next
+    /// one, by which the devices come, was given up after that, and a migration to a busy host was refused.
+    #[test]
+    fn a_qemu_that_was_just_started_may_take_longer_to_answer_than_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let slow = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            std::thread::sleep(TIMEOUT + Duration::from_millis(500));
+            let greeting = json!({ "QMP": { "version": { "qemu": { "major": 7, "minor": 2, "micro": 0 } } } });
+            writeln!(stream, "{greeting}").unwrap();
+            let mut asked = String::new();
+            BufReader::new(&stream).read_line(&mut asked).unwrap();
+            let asked: serde_json::Value = serde_json::from_str(&asked).unwrap();
+            writeln!(stream, "{}", json!({ "return": {}, "id": asked["id"] })).unwrap();
+        });
+        Control::connect_started(&path).unwrap();
+        slow.join().unwrap();
     }
 
     /// Failed while a block was where the agent said that its inode is: an agent that names another guest's file, or

@@ -24,9 +24,6 @@ use crate::qemu::own_tap;
 use crate::qemu::user::User;
 use crate::state::StateDir;
 
-/// How long a QEMU whose QMP socket takes connections may take until it answers: before that it makes its memory, which
-/// may be much, or locked.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the agent of a QEMU that answers already may take to answer, too.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -190,7 +187,7 @@ fn bring_up(launch: &Launch<'_>, mut blocks: Vec<Block>, mut cleanup: Cleanup) -
     let (place, kind) = (launch.place, launch.ram);
     let process = launch::launch(launch)?;
     cleanup.process = Some(process);
-    let asked = Control::connect_within(&place.qmp, ANSWER_TIMEOUT).and_then(|mut control| control.inspect());
+    let asked = Control::connect_started(&place.qmp).and_then(|mut control| control.inspect());
     let answered = asked.and_then(|about| wait_for_agent(&place.agent, process, kind, &mut blocks).map(|()| about));
     // Whatever it is that did not answer: where QEMU has ended, its own words say why.
     let about = answered.map_err(|problem| launch::ended(launch, process).unwrap_or(problem))?;
