@@ -36,6 +36,14 @@ fn words_over(site: &Site, here_mib: u64, hosts: &[(&str, u64)]) -> Vec<String> 
     words.map(str::to_owned).into_iter().chain(hosts.iter().flat_map(memory)).collect()
 }
 
+/// Chance, which a seed that is printed repeats.
+fn seeded() -> Random {
+    let seed = std::env::var("STERNA_SEED").ok().and_then(|word| word.parse().ok());
+    let seed = seed.unwrap_or_else(|| now_us().unsigned_abs());
+    println!("STERNA_SEED={seed}");
+    Random(seed)
+}
+
 fn ask(site: &Site, words: &[String]) -> Answer {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     cli::ask(site.here(), &words)
@@ -190,10 +198,7 @@ fn a_daemon_that_is_killed_at_any_moment_leaves_a_guest_that_can_be_merged() {
         return;
     }
     let mut site = site();
-    let seed = std::env::var("STERNA_SEED").ok().and_then(|word| word.parse().ok());
-    let seed = seed.unwrap_or_else(|| now_us().unsigned_abs());
-    println!("STERNA_SEED={seed}");
-    let mut random = Random(seed);
+    let mut random = seeded();
     let (mut round, mut cut_off) = (0, 0);
     // At least twice in the middle of something.
     while round < times(6, 60) || cut_off < 2 {
@@ -240,10 +245,7 @@ fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
         return;
     }
     let mut site = site();
-    let seed = std::env::var("STERNA_SEED").ok().and_then(|word| word.parse().ok());
-    let seed = seed.unwrap_or_else(|| now_us().unsigned_abs());
-    println!("STERNA_SEED={seed}");
-    let mut random = Random(seed);
+    let mut random = seeded();
     // One takes all that leaves, and then the other one does; or both share it.
     let ways: [&[(&str, u64)]; 3] = [&[("b", 200)], &[("c", 200)], &[("b", 200), ("c", 200)]];
     completed(&ask(&site, &words_over(&site, HERE, ways[0])));

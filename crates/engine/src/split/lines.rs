@@ -65,11 +65,20 @@ impl Lender {
     /// The hosts that this is, one by one: of each its mirror is the other.
     #[must_use]
     pub fn members(&self) -> Vec<Self> {
-        let other = self.mirror.as_ref().map(|mirror| {
-            let (peer, mirror) = (mirror.clone(), Some(self.peer.clone()));
-            Self { peer, mirror, ..self.clone() }
-        });
-        std::iter::once(self.clone()).chain(other).collect()
+        (0..self.count()).map(|which| self.member(which)).collect()
+    }
+
+    /// How many hosts it is.
+    fn count(&self) -> usize {
+        1 + usize::from(self.mirror.is_some())
+    }
+
+    /// The one of this place among them.
+    fn member(&self, which: usize) -> Self {
+        match &self.mirror {
+            Some(mirror) if which > 0 => Self { peer: mirror.clone(), mirror: Some(self.peer.clone()), ..self.clone() },
+            _ => self.clone(),
+        }
     }
 
     /// Calls it, not its mirror, for a guest of so many chunks.
@@ -124,12 +133,12 @@ impl Lenders {
 
     /// Where a memory host listens.
     pub(super) fn peer(&self, member: Member) -> String {
-        self.all()[member.number].members().swap_remove(member.which).peer
+        self.all()[member.number].member(member.which).peer
     }
 
     /// Those that have the pages of a number; whoever answered when it was last asked comes before one that did not.
     pub(super) fn members(&self, number: usize) -> Vec<Member> {
-        let count = self.all().get(number).map_or(0, |lender| lender.members().len());
+        let count = self.all().get(number).map_or(0, Lender::count);
         let mut members: Vec<_> = (0..count).map(|which| Member { number, which }).collect();
         members.sort_by_key(|member| self.is_silent(*member));
         members
@@ -181,7 +190,7 @@ impl Lenders {
     }
 
     fn open(&self, member: Member, epoch: u64) -> Result<MemoryHost, StoreError> {
-        let lender = self.all()[member.number].members().swap_remove(member.which);
+        let lender = self.all()[member.number].member(member.which);
         lender.call(Claim { guest: self.guest, key: self.key, epoch }, self.chunks)
     }
 
