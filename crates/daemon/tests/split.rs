@@ -65,13 +65,14 @@ fn content(host: &Host) -> Vec<u8> {
 /// The content is as it was before.
 fn is_as_before(host: &Host, before: &[u8]) {
     let now = content(host);
-    let differ: Vec<u64> = (0..(FULL.end - FULL.start) / 4096)
-        .filter(|page| {
-            let at = (*page * 4096) as usize..(*page * 4096 + 4096) as usize;
-            now[at.clone()] != before[at]
-        })
-        .collect();
+    let pages = now.chunks(4096).zip(before.chunks(4096)).enumerate();
+    let differ: Vec<usize> = pages.filter(|(_, (now, before))| now != before).map(|(page, _)| page).collect();
     assert!(differ.is_empty(), "pages {differ:?} of {FULL:?} are other than before");
+}
+
+/// What is at one of these memory hosts is at the other, once both have been told of what came back meanwhile.
+fn each_page_is_at_both(lenders: [&Host; 2]) {
+    eventually("each page is at both", || lent(lenders[0]).1 > 0 && lent(lenders[0]).1 == lent(lenders[1]).1);
 }
 
 /// Nothing is owed to a memory host, and this one has all of its memory.
@@ -446,8 +447,7 @@ fn a_machine_with_mirrored_pages_does_without_either_memory_host() {
         host.run_full("m");
         let before = content(&host);
         done(&host, SPLIT, &mirrored(16, &[&lenders[0], &lenders[1]]));
-        let used = |which: usize| lent(&lenders[which]).1;
-        assert!(used(0) > 0 && used(0) == used(1), "each page is at both");
+        each_page_is_at_both([&lenders[0], &lenders[1]]);
         assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "copies=2");
         lenders[gone].kill_daemon();
         let peer = lenders[gone].address();
@@ -462,7 +462,7 @@ fn a_machine_with_mirrored_pages_does_without_either_memory_host() {
         done(&host, SPLIT, &request(16, &[&lenders[2], &lenders[3]]));
         let shown = host.get("/v1/vms/m");
         assert_eq!((&shown["split"]["redundancy"], &shown["split"]["silent"]), (&json!("copies=2"), &json!([])));
-        assert!(lent(&lenders[2]).1 > 0 && lent(&lenders[2]).1 == lent(&lenders[3]).1);
+        each_page_is_at_both([&lenders[2], &lenders[3]]);
         // One of these goes down for good as well.
         lenders[2].kill_daemon();
         done(&host, MERGE, &Value::Null);
@@ -491,7 +491,7 @@ fn how_often_each_page_is_there_can_be_changed() {
     let twice = json!({ "here_bytes": 16 * MIB, "redundancy": "copies=2" });
     done(&host, SPLIT, &twice);
     assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "copies=2");
-    eventually("each page is at both", || lent(both[0]).1 > 0 && lent(both[0]).1 == lent(both[1]).1);
+    each_page_is_at_both(both);
     done(&host, SPLIT, &json!({ "here_bytes": 16 * MIB, "redundancy": "none" }));
     assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "none");
     done(&host, MERGE, &Value::Null);
