@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use sterna_bench::tools;
 
@@ -27,6 +28,23 @@ pub fn skip_without(needs: &[Need]) -> bool {
 #[must_use]
 pub fn times(every_day: usize, long: usize) -> usize {
     if std::env::var("STERNA_LONG").is_ok_and(|word| word == "1") { long } else { every_day }
+}
+
+/// Whether this test has its turn on one day in so many, and not today; if so, it prints when. Which day that is
+/// follows from its name. In the long proofs all have their turn; `STERNA_DAY` is another day than today's.
+#[must_use]
+pub fn left_to_another_day(days: u64) -> bool {
+    let name = std::thread::current().name().unwrap_or_default().to_owned();
+    let place = name.bytes().map(u64::from).sum::<u64>();
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() / (24 * 60 * 60);
+    let today = std::env::var("STERNA_DAY").ok().and_then(|day| day.parse().ok()).unwrap_or(since);
+    let wait = (place + days - today % days) % days;
+    // Where tests are no threads of their own their names are not known.
+    let left = wait > 0 && name != "main" && times(0, 1) == 0;
+    if left {
+        println!("skipped: its turn comes with STERNA_DAY={}, or with STERNA_LONG=1", today + wait);
+    }
+    left
 }
 
 /// Whether a test runs only in the long proofs, and not today; if so, it prints that.

@@ -2,12 +2,12 @@
 
 use sterna_api::Phase;
 use sterna_system_tests::census::{left_of_lab, ram_bytes};
-use sterna_system_tests::needs::left_to_the_proofs;
+use sterna_system_tests::needs::{left_to_another_day, left_to_the_proofs};
 use sterna_system_tests::{Census, Plan, Point, Proxy, Site, cli, needs, on_shared_site, skip_without, turn};
 
 /// Both hosts before and after `work`, whatever it does.
 fn leaves_nothing(work: impl Fn(&mut Site)) {
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     on_shared_site(|site| {

@@ -30,7 +30,7 @@ use std::collections::HashSet;
 use sterna_api::{Forked, MemoryMode, Vm, VmState};
 use sterna_bench::footprint;
 use sterna_system_tests::member::Member;
-use sterna_system_tests::needs::times;
+use sterna_system_tests::needs::{left_to_another_day, times};
 use sterna_system_tests::site::files;
 use sterna_system_tests::{Answer, Attempt, Plan, Site, cli, needs, skip_without, turn};
 
@@ -49,7 +49,7 @@ fn with_origin(mode: &str, test: impl FnOnce(&mut Site)) {
 /// The same with these words of `run` and on hosts of this plan.
 fn with_origin_of(run: &[&str], plan: fn() -> Plan, test: impl FnOnce(&mut Site)) {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::without_guest(&plan());

@@ -5,7 +5,7 @@ use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::{Plan, Site, cli, turn};
 
-use super::{absent, faults, is_well, plan, processes, qemus, replaced, to_and_fro};
+use super::{faults, is_well, left_out, plan, processes, qemus, replaced, to_and_fro};
 
 #[test]
 fn a_guest_in_private_memory_goes_to_and_fro_and_only_what_it_has_written_is_copied() {
@@ -26,7 +26,7 @@ fn whenever_the_daemon_is_killed_a_guest_in_private_memory_is_whole_and_in_one_q
 #[test]
 fn a_guest_that_was_forked_and_its_clone_each_get_another_qemu_and_stay_apart() {
     let _turn = turn();
-    if absent() {
+    if left_out() {
         return;
     }
     let plan = Plan { run: Vec::new(), cpu: Some("qemu64".into()), ..Plan::small() };
@@ -64,7 +64,7 @@ fn a_guest_that_was_forked_and_its_clone_each_get_another_qemu_and_stay_apart() 
 #[test]
 fn a_guest_in_private_memory_whose_disk_is_read_past_qemu_untold_stays_where_it_is() {
     let _turn = turn();
-    if absent() {
+    if left_out() {
         return;
     }
     let disk = Disk::make();
