@@ -173,7 +173,7 @@ pub struct Fork {
     ///
     /// 'sterna run NEW --from-template' takes one in milliseconds, and another is made ready in its place. A template
     /// outlives the machine and the daemon, and not the host.
-    #[arg(long, value_name = "N", conflicts_with = "overlay_disks")]
+    #[arg(long, value_name = "N")]
     pub hold: Option<u32>,
     /// The template's name [default: the machine's]
     #[arg(long, value_name = "TEMPLATE", requires = "hold")]
@@ -190,7 +190,8 @@ pub struct Fork {
     /// Give the machine and each clone an overlay of each disk that can be written [in DIR, else beside the image]
     ///
     /// Nobody writes the image afterwards. The overlays are qcow2 files, and stay when their machines end. With --to
-    /// they must be on storage that the other hosts have at the same path.
+    /// they must be on storage that the other hosts have at the same path. With --hold each clone that is made later
+    /// gets one, too, of the disk as it is now.
     #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
     pub overlay_disks: Option<Option<PathBuf>>,
     /// Give each clone's network cards new hardware addresses, and links

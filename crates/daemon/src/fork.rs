@@ -29,7 +29,7 @@ use crate::machines::claim::Reservation;
 use crate::machines::control;
 use crate::machines::hold::{Hold, InPlace};
 use crate::machines::images::Images;
-use crate::machines::overlay::Overlay;
+use crate::machines::overlay::{Overlay, TEMPLATE};
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
 use crate::machines::table::Machines;
@@ -61,9 +61,10 @@ pub mod warm;
 
 use away::{Away, Way};
 use clone::{Begun, Plan};
-use overlays::Overlays;
+use overlays::{Made, Overlays};
 use source::{Frozen, Source};
-use warm::{MOST_CLONES, WarmPools, check_hold, content_bytes, needed_bytes, template_name};
+use templates::template_name;
+use warm::{MOST_CLONES, WarmPools, check_hold, content_bytes, needed_bytes};
 
 /// What it takes to fork a machine.
 #[derive(Debug)]
@@ -95,6 +96,7 @@ impl Fork<'_> {
         let record = with_family(self.care.machines.claim(name, Hold::shared(&doing))?);
         let prepared = self.prepare(&record, request, &doing);
         let (source, clones) = prepared.map_err(|problem| self.stays(&record, problem))?;
+        let overlays = source.overlays().to_vec();
         let (prepare_ms, running) = (milliseconds(began.elapsed()), source.running);
         let machine = source.machine().to_owned();
         // Pages that only the clones will need stay.
@@ -114,7 +116,7 @@ impl Fork<'_> {
             device_bytes: saved.devices.len() as u64,
             ..Forked::default()
         };
-        let Clones { here, away } = clones;
+        let Clones { here, away, of_the_template } = clones;
         let gone = away.map(|away| away.go(&saved, &frozen.image, began)).unwrap_or_default();
         let loaded = several::map(here, |begun: Begun| {
             (begun.name().to_owned(), begun.load(self.care, &frozen.image, &saved.devices, began))
@@ -128,6 +130,18 @@ impl Fork<'_> {
                 }
             }
         }
+        // By its name it can be had for a template.
+        if let Err(error) = self.images.name(&frozen.latest) {
+            tracing::warn!(%error, "no template can be made of what a fork has made common");
+        }
+        let made = request.hold.map(|_| {
+            // It begins with the disks as they were.
+            let source = VmRecord { overlays: Vec::new(), ..now.clone() };
+            let source = VmRecord { arguments: record.arguments.clone(), bases: record.bases.clone(), ..source };
+            let ram = (Arc::clone(&frozen.image), &saved.devices[..]);
+            let made = self.warm.make(request, source, &overlays, &machine, ram);
+            made.inspect(|_| of_the_template.keep())
+        });
         if !now.overlays.is_empty() {
             self.settle(&VmRecord { overlays: Vec::new(), ..now.clone() });
         }
@@ -137,16 +151,12 @@ impl Fork<'_> {
         // Until now a page of it that only a clone needed could have been given back. Where one needs it on another
         // host, the clone's record keeps it.
         mark(&frozen.latest);
-        // By its name it can be had for a template.
-        if let Err(error) = self.images.name(&frozen.latest) {
-            tracing::warn!(%error, "no template can be made of what a fork has made common");
-        }
-        if request.hold.is_some() {
-            let vm = template_name(request, name);
-            match self.warm.make(request, &now, &machine, (frozen.image, &saved.devices)) {
-                Ok(()) => forked.template = self.warm.show(vm).ok(),
-                Err(problem) => forked.failed.push(NotCloned { vm: vm.into(), problem }),
+        match made {
+            Some(Ok(template)) => forked.template = Some(self.warm.fill_first(&template)),
+            Some(Err(problem)) => {
+                forked.failed.push(NotCloned { vm: template_name(request, name).into(), problem });
             }
+            None => {}
         }
         forked.ms = milliseconds(began.elapsed());
         let Forked { pause_ms, ms, pieces, copied_bytes, .. } = &forked;
@@ -203,6 +213,7 @@ impl Fork<'_> {
             (name, reservation, disks)
         });
         let (mut each, mut away) = (each.collect::<Vec<_>>(), None);
+        let of_the_template = source.take_overlays(TEMPLATE);
         if !request.to.is_empty() {
             let Self { departures, launcher, here, .. } = *self;
             let (spec, plan, overlays, unshare_reserve) = (source.spec(), &plan, &overlays, here.unshare_reserve);
@@ -222,7 +233,7 @@ impl Fork<'_> {
         let here = begun.into_iter().collect::<Result<_, _>>()?;
         // What the guest has written since.
         source.copy_ahead()?;
-        Ok(Clones { here, away })
+        Ok(Clones { here, away, of_the_template })
     }
 
     /// Checks that a template can be made of a machine.
@@ -362,6 +373,8 @@ struct Clones {
     here: Vec<Begun>,
     /// Those that go to others.
     away: Option<Away>,
+    /// The overlays that clones of the template get copies of.
+    of_the_template: Made,
 }
 
 /// A machine that has been forked, and its clones before they run.
@@ -393,11 +406,6 @@ fn check_request(request: &ForkRequest) -> Result<(), Problem> {
         (Some(name), Some(_)) => check_name(name)?,
         (Some(_), None) => return Err(invalid("a template's name, and no clones are to be held ready: with hold")),
         _ => {}
-    }
-    if request.hold.is_some() && request.overlay_disks {
-        let message = "no template can be made of a machine whose disks get overlays: each clone needs its own, of the \
-                       disk as it was at the fork";
-        return Err(Problem::new(Code::CannotFork, Blame::Request, message).hint("fork it into clones with names"));
     }
     if request.names.is_empty() && request.hold.is_none() || request.names.len() > MOST_CLONES {
         return Err(invalid(format!("{} clones: at least one, and at most {MOST_CLONES}", request.names.len())));

@@ -106,13 +106,15 @@ impl Recovery<'_> {
     /// # Errors
     /// The directory cannot be read.
     pub fn recover(&self) -> std::io::Result<()> {
-        self.warm.templates.load()?;
+        let nobodys = self.warm.templates.load()?;
         let Found { records, unfinished, unread } = read_machines(&self.state.vms())?;
         several::map(unfinished, |dir| self.clear_unfinished(&dir));
         // The records are as the disk has them: files that a full disk keeps from being recorded are still needed by
         // the next daemon.
-        let overlays: Vec<Overlay> = records.iter().flat_map(fork::overlays::answered_for).cloned().collect();
-        let arguments: Vec<Vec<String>> = records.iter().map(|record| record.arguments.clone()).collect();
+        let overlays = records.iter().flat_map(fork::overlays::answered_for).cloned().chain(nobodys);
+        let overlays: Vec<Overlay> = overlays.collect();
+        let mut arguments: Vec<Vec<String>> = records.iter().map(|record| record.arguments.clone()).collect();
+        arguments.push(self.warm.templates.named());
         let named = records.iter().flat_map(VmRecord::own_files).map(|file| file.path).collect();
         self.loans.load(&records);
         several::map(records, |record| self.recover_machine(record));
@@ -120,6 +122,7 @@ impl Recovery<'_> {
             fork::overlays::forget_unused(self.machines(), &overlays, &arguments);
             self.pages.forget_pages_of_nobody();
         }
+        self.warm.templates.tidy();
         self.remove_stray_ram(&named, &unread);
         Ok(())
     }
@@ -157,6 +160,9 @@ impl Recovery<'_> {
                 return self.machines().forget_clone(&record);
             }
             tracing::warn!(vm = %name, "its QEMU ended while the daemon was away");
+            if record.held.is_some() {
+                return self.machines().forget_clone(&record);
+            }
             return self.machines().forget(&name, record.process);
         }
         // First of all: what is away must not read as zeros, and QEMU itself may wait for it, and answer nobody.

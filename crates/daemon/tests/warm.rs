@@ -6,42 +6,13 @@ mod support;
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
+use support::pools::{fork, held, hold, ready, take};
 use support::{BARE, Host, cannot_run, eventually, run_request, runs};
 
 /// Starts the machine `m`, which has no network: a card that QEMU adds by itself cannot be told in a clone.
 fn run(host: &Host) {
     let (status, vm) = host.ask("POST", "/v1/vms", Some(&run_request("m", &[&BARE[..], &["-nodefaults"]].concat())));
     assert_eq!(status, 201, "{vm}");
-}
-
-fn fork(host: &Host, name: &str, request: &Value) -> Value {
-    let (status, answer) = host.ask("POST", &format!("/v1/vms/{name}/fork"), Some(request));
-    assert_eq!(status, 200, "{answer}");
-    answer
-}
-
-fn take(host: &Host, template: &str, name: &str) -> Value {
-    let (status, answer) = host.ask("POST", &format!("/v1/templates/{template}/run"), Some(&json!({ "name": name })));
-    assert_eq!(status, 201, "{answer}");
-    assert_eq!(host.state_of(name), "running");
-    answer
-}
-
-fn hold(host: &Host, template: &str, hold: u32) -> Value {
-    let (status, answer) = host.ask("PUT", &format!("/v1/templates/{template}"), Some(&json!({ "hold": hold })));
-    assert_eq!(status, 200, "{answer}");
-    answer
-}
-
-/// The names and processes of those that are held ready.
-fn held(host: &Host) -> Vec<(String, u32)> {
-    let list = host.get("/v1/vms");
-    let of_it = list.as_array().expect("a list").iter().filter(|vm| !vm["held_for"].is_null());
-    of_it.map(|vm| (vm["name"].as_str().unwrap().into(), vm["pid"].as_u64().unwrap() as u32)).collect()
-}
-
-fn ready(host: &Host, template: &str) -> u64 {
-    host.get(&format!("/v1/templates/{template}"))["ready"].as_u64().expect("a number")
 }
 
 fn stop(host: &Host, name: &str) {
@@ -145,7 +116,6 @@ fn a_template_outlives_its_source_and_the_daemon_and_its_pool_comes_back_to_its_
         ("POST", "/v1/templates/n/run", json!({ "name": "x" }), "unknown-template"),
         ("PUT", "/v1/templates/m", json!({ "hold": 1000 }), "invalid-request"),
         ("POST", "/v1/vms/one/fork", json!({ "hold": 1, "template": "m" }), "name-taken"),
-        ("POST", "/v1/vms/one/fork", json!({ "hold": 1, "overlay_disks": true }), "cannot-fork"),
         ("POST", "/v1/vms/one/fork", json!({ "names": ["x"], "template": "n" }), "invalid-request"),
         ("DELETE", &format!("/v1/vms/{}?force=true", held(&host)[0].0), Value::Null, "vm-busy"),
     ] {

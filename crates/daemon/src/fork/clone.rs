@@ -124,6 +124,7 @@ impl<'a> Plan<'a> {
             balloon: source.balloon,
             running: !self.paused,
             bases: overlays.bases(source, name),
+            overlays: self.held.as_ref().map(|_| overlays.of(name)).unwrap_or_default(),
             held: self.held.clone(),
             forked_from: Some(source.name.clone()),
             family: source.family.clone(),

@@ -5,6 +5,8 @@
 //! is, the arguments on record say: of the machine itself, once QEMU has been asked whether its disks are on theirs.
 //! Those that nobody uses are removed. One that a guest has written to never is.
 //!
+//! A template has one of each disk that nobody writes: clones that are made later have copies of it.
+//!
 //! A clone on another host has its overlays there, by the same names on storage that both hosts share. From the pause
 //! on nobody here knows whether it uses them, so nothing removes them but the word that it never ran.
 
@@ -15,11 +17,11 @@ use sterna_api::{Blame, Code, ForkRequest, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::vmm::qemu::{Disk, SharedQmp, close_node, format_overlay, lock, open_overlay, writable_disks};
 use sterna_engine::vmm::qmp::Qmp;
-use sterna_sys::host::random_u128;
 
+use super::templates::template_name;
 use crate::machines::base::{self, Base};
 use crate::machines::control::{self, Control};
-use crate::machines::overlay::Overlay;
+use crate::machines::overlay::{Overlay, TEMPLATE};
 use crate::machines::record::VmRecord;
 use crate::machines::table::Machines;
 use crate::problems::{host, invalid};
@@ -33,8 +35,10 @@ const MOST_IMAGES: u64 = 16;
 #[derive(Debug, Default)]
 pub struct Overlays {
     disks: Vec<Disk>,
-    /// Of each disk in turn: the machine's own, and its clones'.
+    /// Of each disk in turn: the machine's own, its clones' and its template's.
     pub all: Vec<Overlay>,
+    /// Those of the fork that made the template, where they are a clone's that is made later.
+    former: Vec<Overlay>,
 }
 
 impl Overlays {
@@ -48,20 +52,27 @@ impl Overlays {
             return Err(invalid(format!("'{}' is no directory's whole path on this host", path.display())));
         }
         let mut all = Vec::new();
+        let own = std::iter::once(&record.name).chain(&request.names).map(|name| (name.as_str(), name.as_str()));
+        let template = request.hold.map(|_| (TEMPLATE, template_name(request, &record.name)));
+        let each: Vec<(&str, &str)> = own.chain(template).collect();
         for disk in &disks {
             let base = check(record, disk, !request.to.is_empty())?;
             let directory = directory.as_deref().or_else(|| base.parent()).unwrap_or(Path::new("/"));
-            for name in std::iter::once(&record.name).chain(&request.names) {
-                let number = format!("{:08x}", random_u128() as u32);
-                let path = directory.join(format!("{name}-{number}.qcow2"));
-                let elsewhere = *name != record.name && !request.to.is_empty();
-                let (of, base, node) = (name.clone(), base.clone(), format!("sterna-{number}"));
-                all.push(Overlay { of, path, base, node, elsewhere });
+            for (of, named) in &each {
+                let elsewhere = *of != record.name && !request.to.is_empty();
+                all.push(Overlay { elsewhere, ..Overlay::plan(of, &base, directory, named) });
             }
         }
-        let overlays = Self { disks, all };
+        let overlays = Self { disks, all, former: Vec::new() };
         overlays.onto(&parse(&record.arguments), &record.name, &record.name)?;
         Ok(overlays)
+    }
+
+    /// Overlays for the clone `of` of a template; `fork` are those of the fork that made it. Nothing is made yet.
+    #[must_use]
+    pub fn like(fork: &[Overlay], of: &str) -> Self {
+        let all = fork.iter().filter(|overlay| overlay.is_of_a_template()).map(|overlay| overlay.another(of)).collect();
+        Self { disks: Vec::new(), all, former: fork.to_vec() }
     }
 
     /// The arguments `items` of the machine of the name `named` in them, with the disks of `of` on its overlays.
@@ -80,7 +91,23 @@ impl Overlays {
     /// The images under the disks of the clone `of`, whose source is this.
     #[must_use]
     pub fn bases(&self, source: &VmRecord, of: &str) -> Vec<Base> {
-        base::of_a_clone(&[source.bases.clone(), bases(&self.all, of)].concat())
+        base::of_a_clone(&[source.bases.clone(), bases(&self.all, &self.former, of)].concat())
+    }
+
+    /// Makes those of a template's clone.
+    ///
+    /// # Errors
+    /// A [`Problem`]; none is left.
+    pub fn make_like_templates(&self) -> Result<Made, Problem> {
+        let mut made = Made::default();
+        for overlay in &self.all {
+            let template = self.former.iter().find(|former| former.is_of_a_template() && former.base == overlay.base);
+            let template = template.ok_or_else(|| MigrateError::Bug("an overlay of no template").problem())?;
+            let failed = |error| host(format!("cannot make the overlay {}", overlay.path.display()), &error);
+            overlay.make_like(&template.path).map_err(failed)?;
+            made.0.push(overlay.clone());
+        }
+        Ok(made)
     }
 
     /// Makes all of them; the machine of this name has its own open then.
@@ -176,7 +203,7 @@ pub fn as_they_are(forking: &VmRecord, qmp: &mut Qmp) -> Result<VmRecord, Proble
     if own.iter().any(|overlay| disks.iter().any(|disk| Path::new(&disk.file) == overlay.path)) {
         let items = disks::onto(&parse(&forking.arguments), &forking.name, &pairs(&forking.overlays, &forking.name))?;
         now.arguments = unparse(&items);
-        now.bases.extend(bases(&forking.overlays, &forking.name));
+        now.bases.extend(bases(&forking.overlays, &[], &forking.name));
         return Ok(now);
     }
     for overlay in own {
@@ -199,7 +226,7 @@ pub fn recover(forking: &VmRecord) -> Result<VmRecord, Problem> {
 }
 
 /// Removes what earlier daemons made and nobody uses: `made` are the overlays that were on record, and machines that
-/// are not here any more had these `arguments`.
+/// are not here any more had these `arguments`, or they name what templates have.
 pub fn forget_unused(machines: &Machines, made: &[Overlay], arguments: &[Vec<String>]) {
     let records: Vec<VmRecord> = machines.table().values().filter_map(|entry| entry.record.clone()).collect();
     let undecided: HashSet<&Path> = records
@@ -215,7 +242,9 @@ pub fn forget_unused(machines: &Machines, made: &[Overlay], arguments: &[Vec<Str
             || arguments.iter().any(names)
     };
     made.iter().filter(|overlay| !used(overlay)).for_each(Overlay::remove);
-    let settled = |record: &&VmRecord| record.forking.is_none() && !record.image && !record.overlays.is_empty();
+    // Those of a clone that is held ready go with it.
+    let keeps = |record: &VmRecord| record.forking.is_some() || record.image || record.held.is_some();
+    let settled = |record: &&VmRecord| !keeps(record) && !record.overlays.is_empty();
     for record in records.iter().filter(settled) {
         machines.try_store(&VmRecord { overlays: Vec::new(), ..record.clone() });
     }
@@ -226,14 +255,19 @@ fn pairs<'a>(all: &'a [Overlay], of: &str) -> Vec<Replacement<'a>> {
     of_it.map(|overlay| Replacement { image: &overlay.base, by: &overlay.path, format: "qcow2" }).collect()
 }
 
-/// The images under these overlays, for the machine `of` that has its own of them.
-fn bases(all: &[Overlay], of: &str) -> Vec<Base> {
-    let base = |own: &Overlay| Base {
-        image: own.base.clone(),
-        overlay: own.path.clone(),
-        others: all.iter().filter(|other| other.base == own.base && other.of != of).map(|o| o.path.clone()).collect(),
-        kept: false,
-        committing: false,
+/// The images under these overlays, for the machine `of` that has its own of them. Others lie over them `besides`.
+fn bases(all: &[Overlay], besides: &[Overlay], of: &str) -> Vec<Base> {
+    let base = |own: &Overlay| {
+        let others = all.iter().filter(|other| other.of != of).chain(besides).filter(|other| other.base == own.base);
+        let template = others.clone().find(|other| other.is_of_a_template());
+        Base {
+            image: own.base.clone(),
+            overlay: own.path.clone(),
+            template: template.map(|overlay| overlay.path.clone()),
+            others: others.map(|other| other.path.clone()).collect(),
+            kept: false,
+            committing: false,
+        }
     };
     all.iter().filter(|overlay| overlay.of == of).map(base).collect()
 }
@@ -291,6 +325,6 @@ mod tests {
         let forking = VmRecord { forking: Some(Vec::new()), ..before };
         assert_eq!(of(&forking), ["m", "here"]);
         // Who writes the image under them is told by all of them.
-        assert_eq!(bases(&forking.overlays, "m")[0].others, [Path::new("/here.qcow2"), Path::new("/there.qcow2")]);
+        assert_eq!(bases(&forking.overlays, &[], "m")[0].others, [Path::new("/here.qcow2"), Path::new("/there.qcow2")]);
     }
 }

@@ -29,6 +29,7 @@ use crate::machines::backing::{Backing, Block, OwnFile, is_private, stretches};
 use crate::machines::control::{self, Control};
 use crate::machines::files::remove_each;
 use crate::machines::images::Images;
+use crate::machines::overlay::Overlay;
 use crate::machines::reach::check_movable;
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
@@ -157,6 +158,11 @@ impl Source {
         self.driver.onto_overlays(opened.nodes.clone());
         self.overlays = Some(opened);
         Ok(())
+    }
+
+    /// The overlays that were made of its disks, for whomever.
+    pub fn overlays(&self) -> &[Overlay] {
+        &self.freezing.record.overlays
     }
 
     /// Takes the overlays that were made for this clone.

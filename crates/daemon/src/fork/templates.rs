@@ -10,10 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use sterna_api::{Blame, Code, Problem};
+use sterna_api::{Blame, Code, ForkRequest, Problem};
 use sterna_engine::fork::Image;
 
 use crate::machines::images::{Images, KeptImage};
+use crate::machines::overlay::Overlay;
 use crate::machines::record::VmRecord;
 use crate::problems::host;
 use crate::state::{Outlives, read_record, remove_half_written, replace_record};
@@ -35,6 +36,22 @@ pub struct TemplateRecord {
     pub image: KeptImage,
     /// How many clones are held ready.
     pub hold: u32,
+    /// The overlays of the fork that it was made in; its own are among them.
+    #[serde(default)]
+    pub overlays: Vec<Overlay>,
+    /// Those that are being made for clones of it.
+    #[serde(default)]
+    pub making: Vec<Overlay>,
+    /// It is being removed.
+    #[serde(default)]
+    pub removed: bool,
+}
+
+impl TemplateRecord {
+    /// Its own overlays, which clones get copies of.
+    pub fn own_overlays(&self) -> impl Iterator<Item = &Overlay> {
+        self.overlays.iter().filter(|overlay| overlay.is_of_a_template())
+    }
 }
 
 /// A template.
@@ -100,23 +117,32 @@ impl Templates {
         Self { dir, images, table: Mutex::default() }
     }
 
-    /// Reads what is on record. A template whose memory is gone, as after a restart of the host, goes, too.
+    /// Reads what is on record. A template whose memory is gone, as after a restart of the host, goes, too. Returns the
+    /// overlays that are nobody's, unless a machine has them; once they are gone, [`tidy`](Self::tidy) is to follow.
     ///
     /// # Errors
     /// The directory cannot be read.
-    pub fn load(&self) -> io::Result<()> {
+    pub fn load(&self) -> io::Result<Vec<Overlay>> {
         remove_half_written(&self.dir);
+        let mut nobodys = Vec::new();
         for entry in fs::read_dir(&self.dir)? {
             let path = entry?.path();
             let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
             let read = read_record::<TemplateRecord>(&path).and_then(|record| match record {
-                Some(record) if record.name == name => {
-                    let image = record.image.open(&block_sizes(&record.source))?;
-                    Ok((record, image))
-                }
+                Some(record) if record.name == name => Ok(record),
                 _ => Err(io::Error::other("it is no record of this template")),
             });
-            match read {
+            let had = read.and_then(|record| {
+                nobodys.extend(record.making.iter().cloned());
+                match record.image.open(&block_sizes(&record.source)) {
+                    Ok(image) if !record.removed => Ok((record, image)),
+                    other => {
+                        nobodys.extend(record.own_overlays().cloned());
+                        Err(other.err().unwrap_or_else(|| io::Error::other("its removal had begun")))
+                    }
+                }
+            });
+            match had {
                 Ok((record, image)) => {
                     self.images.know(&record.image);
                     tracing::info!(template = name, hold = record.hold, "found");
@@ -124,17 +150,39 @@ impl Templates {
                 }
                 Err(error) => {
                     tracing::warn!(template = name, %error, "a template cannot be had any more: it is removed");
-                    let _ = fs::remove_file(&path);
                 }
             }
         }
-        Ok(())
+        Ok(nobodys)
+    }
+
+    /// Removes the records of those that cannot be had any more.
+    pub fn tidy(&self) {
+        for entry in fs::read_dir(&self.dir).into_iter().flatten().flatten() {
+            let name = entry.path().file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            if self.get(&name).is_err() {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+        for template in self.list() {
+            let nothing = self.change(&template, |record| record.making.clear());
+            drop(nothing.inspect_err(|problem| tracing::warn!("{}", problem.with_causes())));
+        }
     }
 
     /// All of them, by name.
     #[must_use]
     pub fn list(&self) -> Vec<Arc<Template>> {
         lock(&self.table).values().filter(|template| !template.is_gone()).cloned().collect()
+    }
+
+    /// The paths of their overlays.
+    #[must_use]
+    pub fn named(&self) -> Vec<String> {
+        let records = self.list().into_iter().map(|template| template.record());
+        records
+            .flat_map(|record| record.own_overlays().map(|own| own.path.display().to_string()).collect::<Vec<_>>())
+            .collect()
     }
 
     /// The template of this name.
@@ -179,9 +227,9 @@ impl Templates {
             self.images.keep(&image, devices).map_err(|error| host("cannot keep the template's memory", &error))?;
         let record = describe(kept);
         // It is in memory, so its record need not outlive the host.
-        if let Err(error) = replace_record(&self.path(name), &record, Outlives::Daemon) {
+        if let Err(problem) = self.write(&record) {
             self.images.forget(&record.image);
-            return Err(host("cannot write the template's record", &error));
+            return Err(problem);
         }
         let template = Template::new(record, image);
         table.insert(name.into(), Arc::clone(&template));
@@ -193,42 +241,82 @@ impl Templates {
     /// # Errors
     /// A [`Problem`] where that cannot be written.
     pub fn set_hold(&self, template: &Template, hold: u32) -> Result<(), Problem> {
+        self.change(template, |record| record.hold = hold)
+    }
+
+    /// Notes that these overlays are being made for a clone of it.
+    ///
+    /// # Errors
+    /// A [`Problem`] where that cannot be written: then none may be made.
+    pub fn begin_overlays(&self, template: &Template, overlays: &[Overlay]) -> Result<(), Problem> {
+        if overlays.is_empty() {
+            Ok(())
+        } else {
+            self.change(template, |record| record.making.extend_from_slice(overlays))
+        }
+    }
+
+    /// Notes that they are a machine's by now, or gone.
+    pub fn end_overlays(&self, template: &Template, overlays: &[Overlay]) {
+        if !overlays.is_empty() {
+            // Once it is removed it knows of none.
+            let _ = self.change(template, |record| record.making.retain(|making| !overlays.contains(making)));
+        }
+    }
+
+    fn change(&self, template: &Template, change: impl FnOnce(&mut TemplateRecord)) -> Result<(), Problem> {
         let mut record = lock(&template.record);
         if template.is_gone() {
             return Err(unknown(&record.name));
         }
-        let changed = TemplateRecord { hold, ..record.clone() };
-        replace_record(&self.path(&changed.name), &changed, Outlives::Daemon)
-            .map_err(|error| host("cannot write the template's record", &error))?;
+        let mut changed = record.clone();
+        change(&mut changed);
+        self.write(&changed)?;
         *record = changed;
         Ok(())
     }
 
-    /// Takes its record away: it is gone. Its memory and its name stay taken until [`release`](Self::release).
+    fn write(&self, record: &TemplateRecord) -> Result<(), Problem> {
+        let written = replace_record(&self.path(&record.name), record, Outlives::Daemon);
+        written.map_err(|error| host("cannot write the template's record", &error))
+    }
+
+    /// Notes that it is gone, for a daemon started anew, too. Its memory and its name stay taken until
+    /// [`release`](Self::release).
     ///
     /// # Errors
     /// A [`Problem`]: there is none of this name, or the file system refuses.
     pub fn remove(&self, name: &str) -> Result<Arc<Template>, Problem> {
         let template = self.get(name)?;
         {
-            // Whoever changes the record now writes none after it is gone.
-            let _record = lock(&template.record);
-            fs::remove_file(self.path(name)).map_err(|error| host("cannot remove the template's record", &error))?;
+            // Whoever changes the record now writes none after that.
+            let record = lock(&template.record);
+            self.write(&TemplateRecord { removed: true, ..record.clone() })?;
             template.gone.store(true, Ordering::SeqCst);
         }
         Ok(template)
     }
 
-    /// Nothing of it is held any more: neither its memory nor its name.
+    /// Nothing of it is held any more: neither its memory, nor its overlays, nor its name.
     pub fn release(&self, template: &Template) {
         let record = template.record();
         self.images.forget(&record.image);
+        record.own_overlays().for_each(Overlay::remove);
+        if let Err(error) = fs::remove_file(self.path(&record.name)) {
+            tracing::warn!(template = record.name, %error, "the record of a template that was removed stays");
+        }
         lock(&self.table).remove(&record.name);
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.dir.join(format!("{name}.json"))
     }
+}
+
+/// The name of the template that a request is to make of the machine `source`.
+#[must_use]
+pub fn template_name<'a>(request: &'a ForkRequest, source: &'a str) -> &'a str {
+    request.template.as_deref().unwrap_or(source)
 }
 
 /// The problem of a name that no template has.

@@ -13,14 +13,15 @@ use sterna_engine::fork::Image;
 use sterna_engine::vmm::Destination as _;
 
 use super::clone::Plan;
-use super::overlays::{Made, Overlays};
-use super::templates::{Template, TemplateRecord, Templates, unknown};
+use super::overlays::Overlays;
+use super::templates::{Template, TemplateRecord, Templates, template_name, unknown};
 use crate::care::Care;
 use crate::machines::claim::Reservation;
 use crate::machines::control::{self, end_qemu};
 use crate::machines::files::directory_problem;
 use crate::machines::held::{Held, Ready, Taking, new_name, rename_files};
 use crate::machines::hold::Hold;
+use crate::machines::overlay::Overlay;
 use crate::machines::record::VmRecord;
 use crate::machines::start::{Launcher, check_sockets};
 use crate::machines::table::Machines;
@@ -94,31 +95,42 @@ impl WarmPools {
         &self.care.machines
     }
 
-    /// Makes a template of a machine that has just been forked, and fills its pool.
+    /// Makes a template of a machine that has just been forked: `source` before that, as far as disks are concerned,
+    /// and these overlays were made of it. No clone of it is there yet.
     ///
     /// # Errors
-    /// A [`Problem`]: no template can be made. One that is there with fewer clones ready says why.
+    /// A [`Problem`]: no template can be made.
     pub fn make(
         &self,
         request: &ForkRequest,
-        now: &VmRecord,
+        source: VmRecord,
+        overlays: &[Overlay],
         machine: &str,
         ram: (Arc<Image>, &[u8]),
-    ) -> Result<(), Problem> {
-        let name = template_name(request, &now.name);
+    ) -> Result<Arc<Template>, Problem> {
+        let name = template_name(request, &source.name).to_owned();
+        tracing::info!(template = name, of = %source.name, hold = request.hold, "made");
         let describe = |image| TemplateRecord {
-            name: name.into(),
-            source: VmRecord { overlays: Vec::new(), ..now.clone() },
+            name: name.clone(),
             machine: machine.into(),
             arguments: request.arguments.clone(),
-            content_bytes: content_bytes(now),
+            content_bytes: content_bytes(&source),
             image,
             hold: request.hold.unwrap_or(0),
+            overlays: overlays.to_vec(),
+            making: Vec::new(),
+            removed: false,
+            source,
         };
-        let template = self.templates.add(name, ram.0, ram.1, describe)?;
-        tracing::info!(template = name, of = %now.name, hold = request.hold, "made");
-        self.fill(&template);
-        Ok(())
+        self.templates.add(&name, ram.0, ram.1, describe)
+    }
+
+    /// Fills the pool of a template that was just made. Returns it as the API shows it; one with fewer clones ready
+    /// says why.
+    #[must_use]
+    pub fn fill_first(&self, template: &Arc<Template>) -> TemplateState {
+        self.fill(template);
+        self.describe(template)
     }
 
     /// The template of this name, as the API shows it.
@@ -276,7 +288,7 @@ impl WarmPools {
         rename_files(&taken.arguments, former, &taken.name);
         let mut driver = control::destination(taken, log_file(&self.machines().dir(&taken.name)))?;
         driver.start().map_err(|error| control::refused("let the clone run", &error))?;
-        Ok(VmRecord { held: None, ..taken.clone() })
+        Ok(VmRecord { held: None, overlays: Vec::new(), ..taken.clone() })
     }
 
     /// Ends a clone that could not be taken, whichever name it has by now.
@@ -284,6 +296,7 @@ impl WarmPools {
         if let Some(process) = held.process.open() {
             process.kill();
         }
+        held.overlays.iter().for_each(Overlay::remove);
         [&held.name, name].iter().for_each(|name| self.machines().forget(name, held.process));
     }
 
@@ -302,7 +315,7 @@ impl WarmPools {
         let gone = |ready: &VmRecord| ready.process.open().is_none();
         for lost in self.ready(&record.name).into_iter().filter(gone) {
             tracing::warn!(vm = %lost.name, template = %record.name, "a clone that was held ready has ended");
-            self.machines().forget(&lost.name, lost.process);
+            self.machines().forget_clone(&lost);
         }
         let waits = template.trouble().is_some_and(|(_, since)| since.elapsed() < PATIENCE);
         if !waits && self.ready(&record.name).len() != record.hold as usize {
@@ -320,7 +333,7 @@ impl WarmPools {
             let claimed = (wanted..ready.len()).filter_map(|_| self.claim(&record.name)).collect();
             several::map(claimed, |surplus: VmRecord| {
                 end_qemu(&surplus);
-                self.machines().forget(&surplus.name, surplus.process);
+                self.machines().forget_clone(&surplus);
             });
         }
         let missing = wanted.saturating_sub(ready.len());
@@ -360,8 +373,14 @@ impl WarmPools {
         let request = ForkRequest { arguments: record.arguments.clone(), ..ForkRequest::default() };
         let devices = record.image.devices().map_err(|error| host("cannot read the template's devices", &error))?;
         let plan = Plan::new(&record.source, &record.machine, &request)?.holding(held);
-        let begun = plan.begin(&self.launcher, &Overlays::default(), (name.into(), reservation, Made::default()))?;
-        begun.load(&self.care, &template.image, &devices, began)
+        let overlays = Overlays::like(&record.overlays, name);
+        self.templates.begin_overlays(template, &overlays.all)?;
+        let cloned = overlays.make_like_templates().and_then(|disks| {
+            let begun = plan.begin(&self.launcher, &overlays, (name.into(), reservation, disks))?;
+            begun.load(&self.care, &template.image, &devices, began)
+        });
+        self.templates.end_overlays(template, &overlays.all);
+        cloned
     }
 
     /// Checks that there is room for so many more clones, and for what is kept back of what they may write.
@@ -380,7 +399,7 @@ impl WarmPools {
         if self.templates.get(&held.template).is_err() {
             tracing::info!(vm = %record.name, template = held.template, "its template is gone: it is ended");
             end_qemu(record);
-            return self.machines().forget(&record.name, record.process);
+            return self.machines().forget_clone(record);
         }
         self.machines().try_store(&still);
         self.hold_on(&still);
@@ -390,18 +409,12 @@ impl WarmPools {
         match self.run_taken(taken, former) {
             Ok(running) => self.care.settle(&running),
             Err(problem) => {
-                let running = VmRecord { held: None, ..taken.clone() };
+                let running = VmRecord { held: None, overlays: Vec::new(), ..taken.clone() };
                 self.care.watch(&running);
                 resuming::let_run(self.machines(), &running, problem.with_causes());
             }
         }
     }
-}
-
-/// The name of the template that a request is to make of this machine.
-#[must_use]
-pub fn template_name<'a>(request: &'a ForkRequest, source: &'a str) -> &'a str {
-    request.template.as_deref().unwrap_or(source)
 }
 
 /// What in a machine's RAM has content, bytes.

@@ -2,6 +2,8 @@
 //! behind.
 #![allow(dead_code, missing_docs, reason = "each test program uses a part of it")]
 
+pub mod pools;
+
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;

@@ -1,7 +1,9 @@
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use sterna_api::{TemplateState, Vm, VmState};
 use sterna_system_tests::census::{Census, ram_bytes};
 use sterna_system_tests::member::Member;
@@ -11,6 +13,7 @@ use sterna_system_tests::site::files;
 use sterna_system_tests::{Answer, Attempt, Site, cli};
 
 use super::faults::{qemus, stop};
+use super::overlays::{read_what_they_wrote, top, used, with_disks};
 use super::{are_well, fork, forked, machines, with_origin};
 
 /// The longest delay of a blow, microseconds: about what a taking and what fills the pool up again take.
@@ -107,50 +110,91 @@ const STEPS: [&str; 5] = ["make", "take", "fill", "shrink", "remove"];
 #[test]
 fn whenever_the_daemon_is_killed_the_pool_comes_back_to_its_number_and_no_clone_is_half_there() {
     with_origin("shared", |site| {
-        let mut random = Random(11);
-        let mut is_there = false;
-        for number in 0..times(1, 20) * STEPS.len() {
-            let step = STEPS[number % STEPS.len()];
-            if step != "make" && !is_there {
-                forked(&fork(site, "origin", &["--hold", "2"]));
-            }
-            let name = format!("n{number}");
-            let words: &[&str] = match step {
-                "make" => &["fork", "origin", "--hold", "2"],
-                "shrink" => &["template", "origin", "--hold", "1"],
-                "remove" => &["template", "origin", "--remove"],
-                _ => &["run", &name, "--from-template", "origin", "--detach"],
-            };
-            let attempt = Attempt::run(site.host("a"), words);
-            // A taking is over at once; what fills the pool up again is not.
-            let latest = if step == "take" { 20_000 } else { LATEST_US };
-            let delay = Duration::from_micros(random.below(latest));
-            std::thread::sleep(delay);
-            super::daemon_dies_in(site, attempt);
-            let there = cli::ask(site.host("a"), &["template", "--json"]);
-            is_there = there.stdout.contains("\"origin\"");
-            println!("{number}: killed after {delay:?} in '{step}', the template is there: {is_there}");
-            if is_there {
-                let hold = template(site, &[]).hold;
-                is_full(site, hold);
-            }
-            for vm in named(site) {
-                assert_eq!(vm.state, VmState::Running, "{vm:#?}");
-                Member::new(site, &vm.name).is_well();
-            }
-            let held = machines(site).iter().filter(|vm| vm.held_for.is_some()).count();
-            site.eventually("no other QEMU is left", || qemus(site).len() == named(site).len() + held);
-            if is_there && template(site, &[]).hold != 2 {
-                assert_eq!(template(site, &["--hold", "2"]).ready, 2);
-            }
-            named(site).iter().filter(|vm| vm.name != "origin").for_each(|vm| stop(site, &vm.name));
-        }
-        if is_there {
-            cli::ask(site.host("a"), &["template", "origin", "--remove"]).expect(0, &[]);
-        }
+        daemons_die(site, &[], |_| {}, stop);
         stop(site, "origin");
         site.eventually("nothing is left of any", || files(site.host("a")).is_empty());
     });
+}
+
+/// The same where each clone has an overlay of the disk as it was at the fork: none is left that nobody uses.
+#[test]
+fn whenever_the_daemon_is_killed_each_clone_of_the_pool_has_a_disk_of_its_own_and_no_overlay_is_left() {
+    with_disks(false, &[], |site, images| {
+        let is_right = |site: &Site| {
+            let all = machines(site);
+            let in_use = || all.iter().flat_map(|vm| used(site, "a", &vm.name)).chain(of_the_template(site));
+            site.eventually("every overlay has its user", || images.overlays().is_subset(&in_use().collect()));
+            let names: Vec<&str> = all.iter().filter(|vm| vm.held_for.is_none()).map(|vm| vm.name.as_str()).collect();
+            read_what_they_wrote(site, &names);
+        };
+        let ends = |site: &Site, name: &str| {
+            let own = top(site, name);
+            stop(site, name);
+            std::fs::remove_file(own).expect("its overlay");
+        };
+        daemons_die(site, &["--overlay-disks"], is_right, ends);
+        // Nobody else wants its images any more, so it is on its own disk again, soon; and beside it has the script.
+        site.eventually("its disk is one image", || used(site, "a", "origin").len() == 2);
+        assert_eq!(images.overlays(), HashSet::new());
+        read_what_they_wrote(site, &["origin"]);
+    });
+}
+
+/// The overlays that clones of the template get copies of.
+fn of_the_template(site: &Site) -> Vec<PathBuf> {
+    let record = site.host("a").directory.join("state/templates/origin.json");
+    let Ok(text) = std::fs::read_to_string(record) else { return Vec::new() };
+    let record: Value = serde_json::from_str(&text).expect("a record");
+    let own = record["overlays"].as_array().expect("overlays").iter().filter(|overlay| overlay["of"] == "");
+    own.map(|overlay| overlay["path"].as_str().expect("a path").into()).collect()
+}
+
+/// The daemon dies in each step of a pool's life, which a fork with these words begins. After each all `is_right`, and
+/// those that were taken end.
+fn daemons_die(site: &mut Site, words: &[&str], is_right: impl Fn(&Site), ends: impl Fn(&Site, &str)) {
+    let mut random = Random(11);
+    let mut is_there = false;
+    let make = [&["fork", "origin", "--hold", "2"], words].concat();
+    for number in 0..times(1, 20) * STEPS.len() {
+        let step = STEPS[number % STEPS.len()];
+        if step != "make" && !is_there {
+            cli::ask(site.host("a"), &make).expect(0, &[]);
+        }
+        let name = format!("n{number}");
+        let words: &[&str] = match step {
+            "make" => &make,
+            "shrink" => &["template", "origin", "--hold", "1"],
+            "remove" => &["template", "origin", "--remove"],
+            _ => &["run", &name, "--from-template", "origin", "--detach"],
+        };
+        let attempt = Attempt::run(site.host("a"), words);
+        // A taking is over at once; what fills the pool up again is not.
+        let latest = if step == "take" { 20_000 } else { LATEST_US };
+        let delay = Duration::from_micros(random.below(latest));
+        std::thread::sleep(delay);
+        super::daemon_dies_in(site, attempt);
+        let there = cli::ask(site.host("a"), &["template", "--json"]);
+        is_there = there.stdout.contains("\"origin\"");
+        println!("{number}: killed after {delay:?} in '{step}', the template is there: {is_there}");
+        if is_there {
+            let hold = template(site, &[]).hold;
+            is_full(site, hold);
+        }
+        for vm in named(site) {
+            assert_eq!(vm.state, VmState::Running, "{vm:#?}");
+            Member::new(site, &vm.name).is_well();
+        }
+        let held = machines(site).iter().filter(|vm| vm.held_for.is_some()).count();
+        site.eventually("no other QEMU is left", || qemus(site).len() == named(site).len() + held);
+        if is_there && template(site, &[]).hold != 2 {
+            assert_eq!(template(site, &["--hold", "2"]).ready, 2);
+        }
+        is_right(site);
+        named(site).iter().filter(|vm| vm.name != "origin").for_each(|vm| ends(site, &vm.name));
+    }
+    if is_there {
+        cli::ask(site.host("a"), &["template", "origin", "--remove"]).expect(0, &[]);
+    }
 }
 
 /// How many mappings a process has.
