@@ -1,7 +1,9 @@
 //! Guests in huge pages: huge at rest, exact to the small page while they move, huge again after a cancel and where
 //! they have come to.
 
-use sterna_api::Vm;
+use sterna_api::{MemoryMode, Vm};
+use sterna_bench::tools;
+use sterna_system_tests::member::Member;
 use sterna_system_tests::{Plan, Site, cli, needs, skip_without, turn};
 
 const MIB: u64 = 1 << 20;
@@ -80,4 +82,46 @@ fn a_guest_that_is_to_have_small_pages_has_no_others() {
     // Longer than it takes until a machine at rest is looked at.
     std::thread::sleep(std::time::Duration::from_secs(3));
     assert_eq!(shown(&site).huge_bytes, 0);
+}
+
+/// Another QEMU on the same file finds it as huge as it was. A fork makes private memory of it, which is in small pages
+/// from then on, the source's as its clones': what they have in common is the file, in huge pages, that nobody writes.
+#[test]
+fn a_guest_in_huge_pages_gets_another_qemu_and_its_clones_begin_with_what_it_has_in_them() {
+    let _turn = turn();
+    if skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat()) || !has_huge_pages() {
+        return;
+    }
+    let plan = Plan { jobs: "checker:--mib,24,--rate,8;dirtier:--mib,48,--rate,24".into(), ..Plan::small() };
+    let site = in_huge_pages(&plan);
+    let origin = Member::new(&site, "origin");
+    origin.run(&plan, &[], &[]);
+    let is_huge = |name: &str| {
+        let vm = Member::new(&site, name).shown("a");
+        vm.huge_bytes * 100 >= vm.allocated_bytes * 95 && vm.huge_bytes > 64 * MIB
+    };
+    let ask = |words: &[&str]| cli::ask(site.host("a"), words).expect(0, &[]).stdout.clone();
+    for qemu in [tools::qemu_10_0(), tools::qemu_7_2()] {
+        site.eventually("it is in huge pages", || is_huge("origin"));
+        let qemu = qemu.expect("looked for before").display().to_string();
+        ask(&["replace", "origin", "--verify", "--qemu", &qemu]);
+        origin.is_well();
+    }
+    site.eventually("it is in huge pages again", || is_huge("origin"));
+    ask(&["fork", "origin", "one", "two", "--hold", "1"]);
+    // What each has written since is copied, and common to its clones.
+    ask(&["fork", "one", "three"]);
+    ask(&["run", "four", "--from-template", "origin", "--detach"]);
+    let all = ["origin", "one", "two", "three", "four"];
+    for name in all {
+        let member = Member::new(&site, name);
+        member.is_well();
+        assert_eq!(member.shown("a").memory_mode, MemoryMode::Private, "{name}");
+    }
+    ask(&["replace", "two", "--verify"]);
+    for name in ["two", "four"] {
+        Member::new(&site, name).migrate(&["--verify"]).expect(0, &[]);
+    }
+    ask(&["stop", "origin", "--force"]);
+    all[1..].iter().for_each(|name| Member::new(&site, name).is_well());
 }
