@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use sterna_api::{Estimate, Forked, MigrateOptions, Reclaimed, Replaced, Report, Status, Vm, units};
+use sterna_api::{Estimate, Forked, MigrateOptions, Reclaimed, Replaced, Report, SplitReport, Status, Vm, units};
 
 use crate::command::{finish_within, output_within, show};
 use crate::error::{Error, Result};
@@ -118,6 +118,20 @@ impl SternaVm {
         command.args(["replace", &self.name, "--json", "-", "--qemu"]).arg(qemu);
         let text = output_within(&mut command, ANSWER)?;
         told("sterna replace --json", &text)
+    }
+
+    /// Has all of its memory but so many bytes leave for these memory hosts, each of which lends so many bytes, by
+    /// `sterna split` with these words beside.
+    ///
+    /// # Errors
+    /// Where a daemon refuses, or pages stayed that were to leave.
+    pub fn split(&self, here_bytes: u64, memory: &[(String, u64)], words: &[&str]) -> Result<SplitReport> {
+        let mut command = sterna(&self.host)?;
+        command.args(["split", &self.name, "--json", "-", "--main", &format!("here={here_bytes}B")]).args(words);
+        for (peer, bytes) in memory {
+            command.args(["--memory", &format!("{peer}={bytes}B")]);
+        }
+        told("sterna split --json", &output_within(&mut command, MIGRATION)?)
     }
 
     /// Has its guest go on as clones of these names too, by `sterna fork` with these words beside. The report, and the

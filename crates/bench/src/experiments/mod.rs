@@ -93,6 +93,9 @@ pub mod scale;
 /// The cost of self-ballooning, by its interval.
 pub mod selfballoon_interval;
 
+/// A memory host that goes.
+pub mod split_loss;
+
 /// How long the guests of a gang stand still.
 pub mod slm_downtime;
 
@@ -283,6 +286,11 @@ pub const ALL: &[Experiment] = &[
         id: "replace",
         about: "another QEMU under a running guest of 1 and of 8 GiB: its pause and the whole, beside QEMU alone",
         plan: replace::plan,
+    },
+    Experiment {
+        id: "split-loss",
+        about: "a memory host of a split guest is killed, or says nothing: work lost with each page at one and at two",
+        plan: split_loss::plan,
     },
     Experiment {
         id: "back-to-back",
