@@ -22,6 +22,8 @@ pub(super) struct Known {
     pub at: Whereabouts,
     /// What the memory host has is not known.
     pub unsure: bool,
+    /// Pages have left since it was last asked, of which it had copies then: it may have lost them.
+    pub unasked: bool,
     /// It has not all that is away: it has lost some, and its mirror alone has them.
     pub behind: bool,
 }

@@ -33,6 +33,10 @@ impl Split {
                 return Err(error);
             }
         }
+        if let Err(error) = split.look_for_silent_ones() {
+            split.stop();
+            return Err(error);
+        }
         let supplier: Arc<dyn Supplier> = Arc::<Self>::clone(split);
         split.pager.attach(&supplier);
         Ok(())

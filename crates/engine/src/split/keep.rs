@@ -108,7 +108,7 @@ impl Split {
     fn go_through_rests(&self, way: &mut WayOut<'_>, turns: &mut Turns) -> Result<(), SplitError> {
         for member in turns.hosts.clone().into_iter().flat_map(|number| self.lenders.members(number)) {
             let (began, number) = (Instant::now(), member.number);
-            if !self.has_rests(member) || turns.outages[number].rests(began) {
+            if !self.has_rests(member) || turns.outages[number].rests(began) || self.is_silent_of_two(member) {
                 continue;
             }
             match self.go_through(&mut way.lines, member) {

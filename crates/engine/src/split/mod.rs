@@ -22,6 +22,9 @@ mod lines;
 /// Pages that come back.
 mod fetch;
 
+/// Whether one of two memory hosts that did not answer is there again.
+mod probe;
+
 /// Pages that leave.
 pub mod out;
 
@@ -293,10 +296,8 @@ impl Split {
     /// Memory hosts that did not answer when they were last asked, where their mirrors have the same pages.
     #[must_use]
     pub fn silent(&self) -> Vec<String> {
-        let mirrored = (0..self.lenders.count()).map(|number| self.lenders.members(number));
-        let members = mirrored.filter(|members| members.len() > 1).flatten();
-        let silent =
-            members.filter(|member| self.lenders.is_silent(*member) && !self.lenders.is_leaving(member.number));
+        let members = (0..self.lenders.count()).flat_map(|number| self.lenders.members(number));
+        let silent = members.filter(|member| self.is_silent_of_two(*member) && !self.lenders.is_leaving(member.number));
         silent.map(|member| self.lenders.peer(member)).collect()
     }
 
@@ -347,13 +348,14 @@ impl Split {
         chunk: ChunkIndex,
         state: &mut Chunk,
     ) -> Result<(), SplitError> {
-        if !state.members[member.which].unsure {
+        let known = &state.members[member.which];
+        if !known.unsure && !known.unasked {
             return Ok(());
         }
         self.lenders.raise()?;
         let has = lines.ask(member, |host| host.held(chunk)).map_err(|error| self.failed(member, error))?;
         self.settle(lines, member, chunk, state, has)?;
-        state.members[member.which].unsure = false;
+        (state.members[member.which].unsure, state.members[member.which].unasked) = (false, false);
         Ok(())
     }
 

@@ -15,10 +15,12 @@ use crate::faults::fence::Fence;
 use crate::memory::is_zero;
 use crate::paging::depart::{Copy, Departed};
 use crate::paging::whereabouts::Holder;
-use crate::store::client::{MemoryHost, StoreError};
+use crate::store::client::{ANSWER_TIMEOUT, MemoryHost, StoreError};
 
 /// How long pages may be fenced in once somebody waits for one of them.
 const GRACE: Duration = Duration::from_millis(2);
+/// How long one of two memory hosts may say nothing that is given pages. Those behind it in line wait meanwhile.
+const SOON: Duration = Duration::from_secs(1);
 
 /// One thread's way out for pages: a fence, and connections.
 pub struct WayOut<'a> {
@@ -90,9 +92,10 @@ impl WayOut<'_> {
     pub fn send(&mut self, chunk: ChunkIndex, number: usize) -> Result<Departed, SplitError> {
         let nothing = Departed { away: PageSet::EMPTY, zero: PageSet::EMPTY };
         let split = self.split;
-        // Whoever needs the chunk meanwhile is not to wait for one that does not answer.
-        for member in split.lenders.members(split.host_of(chunk).unwrap_or(number)) {
-            if split.lenders.is_silent(member) {
+        // Whoever needs the chunk meanwhile is not to wait for one that does not answer. Of two the other may do.
+        let members = split.lenders.members(split.host_of(chunk).unwrap_or(number));
+        if members.iter().all(|member| split.lenders.is_silent(*member)) {
+            for member in members {
                 self.lines.ask(member, |host| host.held(chunk)).map_err(|error| split.failed(member, error))?;
             }
         }
@@ -108,20 +111,40 @@ impl WayOut<'_> {
         }
         let holder = Holder::host(number).ok_or(MigrateError::Bug("a memory host that is not known"))?;
         let members = split.lenders.members(number);
-        for member in &members {
+        let (silent, answering): (Vec<Member>, Vec<Member>) =
+            members.iter().partition(|member| split.lenders.is_silent(**member));
+        if answering.is_empty() {
+            return Ok(nothing);
+        }
+        for member in &answering {
             split.make_sure(&mut self.lines, *member, chunk, &mut state)?;
+        }
+        for member in &members {
             let behind = &mut state.members[member.which].behind;
             *behind &= !split.pager.away_in(chunk).is_empty();
             if *behind {
                 // What it has lost must come here before more of the chunk leaves.
                 return Ok(nothing);
             }
+        }
+        for member in &answering {
             split.check_copies(&mut self.lines, *member, chunk, &mut state)?;
         }
-        let copied = self.copy(chunk)?;
+        let mut copied = self.copy(chunk)?;
+        for member in &silent {
+            // What it had before it fell silent it has still, or has lost: nothing that is on record as away is another
+            // page there. What it was never given, or is another page by now, stays.
+            let known = &state.members[member.which];
+            copied = copied.only(match known.unsure {
+                true => PageSet::EMPTY,
+                false => members.iter().fold(copied.full, |pages, member| {
+                    pages.and(&state.unchanged(member.which, &copied.full, &copied.bodies, split.digester))
+                }),
+            });
+        }
         let mut departed = Ok(nothing);
         if !copied.full.is_empty() || !copied.zero.is_empty() {
-            let digests = self.put_at_each(chunk, &members, &mut state, &copied)?;
+            let digests = self.put_at_each(chunk, &answering, &mut state, &copied)?;
             let (pages, digester) = (copied.full, split.digester);
             let copy = Copy { chunk, pages, digests: &digests, digester, holder, zero: copied.zero };
             departed = split.pager.depart(&self.fence, &copy, &self.fence.patience(GRACE));
@@ -133,7 +156,11 @@ impl WayOut<'_> {
         let unsent = members.iter().fold(away, |unsent, member| unsent.and(&known(&state, member)));
         for member in &members {
             state.members[member.which].at.goes(&away);
-            // A copy of what has stayed, or is nothing any more, would be of no use the next time.
+            state.members[member.which].unasked |= silent.contains(member) && !away.is_empty();
+        }
+        // A copy of what has stayed, or is nothing any more, would be of no use the next time. But while one of two
+        // does not answer, only that leaves of which both have copies.
+        for member in answering.iter().filter(|_| silent.is_empty()) {
             let stale = stayed.or(&known(&state, member));
             split.release(&mut self.lines, *member, (chunk, &stale), &mut state);
         }
@@ -225,8 +252,9 @@ impl WayOut<'_> {
         let these = each.filter(|(page, _)| sent.contains(*page));
         let bodies: Vec<_> = these.map(|(_, body)| Outgoing::from(body.as_slice())).collect();
         let is_full = |error: &StoreError| matches!(error, StoreError::Refused(Refusal::Full { .. }));
-        let mut put =
-            |host: &mut MemoryHost| host.put(chunk, (next.version, next.base), (sent, PageSet::EMPTY), &bodies);
+        let patience = if self.split.lenders.members(member.number).len() > 1 { SOON } else { ANSWER_TIMEOUT };
+        let (number, pages) = ((next.version, next.base), (sent, PageSet::EMPTY));
+        let mut put = |host: &mut MemoryHost| host.put_within(patience, chunk, number, pages, &bodies);
         let mut answer = self.lines.ask(member, &mut put);
         if answer.as_ref().is_err_and(is_full) && self.split.give_up_copies(&mut self.lines, member, chunk) {
             answer = self.lines.ask(member, &mut put);
@@ -247,9 +275,19 @@ impl WayOut<'_> {
 }
 
 /// A chunk's pages, copied.
+#[derive(Clone)]
 struct Copied {
     full: PageSet,
     zero: PageSet,
     /// The bodies of the full ones, in order.
     bodies: Vec<u8>,
+}
+
+impl Copied {
+    /// Those of the full pages, and the zeros.
+    fn only(&self, pages: PageSet) -> Self {
+        let each = self.full.iter().zip(self.bodies.as_chunks::<PAGE_BYTES>().0);
+        let bodies = each.filter(|(page, _)| pages.contains(*page)).flat_map(|(_, body)| *body).collect();
+        Self { full: self.full.and(&pages), zero: self.zero, bodies }
+    }
 }

@@ -115,19 +115,39 @@ impl MemoryHost {
     pub fn put(
         &mut self,
         chunk: ChunkIndex,
+        number: (u64, Option<u64>),
+        pages: (PageSet, PageSet),
+        bodies: &[Outgoing<'_>],
+    ) -> Result<Vec<u64>, StoreError> {
+        self.put_within(ANSWER_TIMEOUT, chunk, number, pages, bodies)
+    }
+
+    /// The same, where it is given up for dead once it takes nothing, or says nothing, for so long.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    ///
+    /// # Panics
+    /// As [`put`](Self::put).
+    pub fn put_within(
+        &mut self,
+        patience: Duration,
+        chunk: ChunkIndex,
         (version, base): (u64, Option<u64>),
         (full, zero): (PageSet, PageSet),
         bodies: &[Outgoing<'_>],
     ) -> Result<Vec<u64>, StoreError> {
         let frame = ChunkFrame { round: 0, chunk, full, zero };
         assert_eq!(bodies.iter().map(Outgoing::bytes).sum::<usize>(), frame.body_bytes(), "the pages' bodies");
+        let limited = self.messages.connection_mut().set_write_timeout(Some(patience));
+        limited.map_err(MigrateError::link("limiting how long pages may take"))?;
         self.messages.send(&StoreRequest::Put { chunk, version, base })?;
         // Digests of what a guest may change on its way say nothing: those that count come back.
         let head = self.writer.head(&Frame::Chunk(frame), &vec![0; full.len()]);
         let mut vectors: Vec<_> =
             std::iter::once(Outgoing::from(head.as_slice())).chain(bodies.iter().copied()).collect();
         self.messages.connection_mut().send(&mut vectors).map_err(link_broke)?;
-        match self.answer(ANSWER_TIMEOUT)? {
+        match self.answer(patience)? {
             StoreReply::Kept { digests } if digests.len() == full.len() => Ok(digests),
             _ => Err(other().into()),
         }

@@ -94,6 +94,14 @@ impl Connection {
         self.socket.set_read_timeout(timeout)
     }
 
+    /// Sets how long a write may wait for room; `None`: without end.
+    ///
+    /// # Errors
+    /// As [`set_read_timeout`](Self::set_read_timeout).
+    pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.socket.set_write_timeout(timeout)
+    }
+
     /// Says that nothing more will be sent: the peer reads everything that was sent, and then the end.
     ///
     /// # Errors
