@@ -22,7 +22,8 @@ use crate::table::text_of;
 /// The daemon's problem.
 pub async fn split(client: &Client, wanted: Split) -> Result<ExitCode, Failure> {
     let request = SplitRequest { here_bytes: wanted.main, memory: wanted.memory, redundancy: wanted.redundancy };
-    let report = ask(client, &wanted.name, "split", &request).await?;
+    let cancelling = "cancelling; it ends as it was before, but memory hosts that have come stay";
+    let report = ask(client, &wanted.name, "split", &request, cancelling).await?;
     let text = table(&report, &format!("{} of it here at most", show_size(report.here_bytes)));
     tell(&report, &text, wanted.json.as_deref())
 }
@@ -32,13 +33,19 @@ pub async fn split(client: &Client, wanted: Split) -> Result<ExitCode, Failure> 
 /// # Errors
 /// The daemon's problem.
 pub async fn merge(client: &Client, wanted: Merge) -> Result<ExitCode, Failure> {
-    let report = ask(client, &wanted.name, "merge", &()).await?;
+    let report = ask(client, &wanted.name, "merge", &(), "cancelling; it stays split").await?;
     let text = table(&report, "all of it here");
     tell(&report, &text, wanted.json.as_deref())
 }
 
 /// Asks, and waits for the answer; meanwhile people are told what it waits for.
-async fn ask(client: &Client, name: &str, what: &str, request: &impl Serialize) -> Result<SplitReport, Failure> {
+async fn ask(
+    client: &Client,
+    name: &str,
+    what: &str,
+    request: &impl Serialize,
+    cancelling: &str,
+) -> Result<SplitReport, Failure> {
     let vm = format!("/v1/vms/{}", escape(name));
     let path = format!("{vm}/{what}");
     let mut told = String::new();
@@ -50,7 +57,7 @@ async fn ask(client: &Client, name: &str, what: &str, request: &impl Serialize) 
         }
         told = waits;
     };
-    wait(client, name, client.post(&path, request), "cancelling; it ends as it was before", look).await
+    wait(client, name, client.post(&path, request), cancelling, look).await
 }
 
 /// What a machine waits for, in a line.
