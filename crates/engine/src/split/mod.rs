@@ -352,7 +352,9 @@ impl Split {
         if !known.unsure && !known.unasked {
             return Ok(());
         }
-        self.lenders.raise()?;
+        if known.unsure {
+            self.lenders.raise()?;
+        }
         let has = lines.ask(member, |host| host.held(chunk)).map_err(|error| self.failed(member, error))?;
         self.settle(lines, member, chunk, state, has)?;
         (state.members[member.which].unsure, state.members[member.which].unasked) = (false, false);
