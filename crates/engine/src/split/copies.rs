@@ -42,7 +42,10 @@ impl Split {
                 Ok(())
             }
             Err(error) => {
-                self.leave_copies(member.number, state);
+                // Of two the other one has them still, and they are what lets pages leave meanwhile.
+                if !self.is_silent_of_two(member) {
+                    self.leave_copies(member.number, state);
+                }
                 Err(self.failed(member, error))
             }
         }
