@@ -11,6 +11,7 @@ use sterna_api::split::Split;
 
 use super::gang_figures::{Measured, measure};
 use super::runner::{Attempt, Row, Site, figure, try_all};
+use super::timeline::{rate, totals};
 use super::together::{self, REST};
 use super::{Options, Plan, is, movers};
 use crate::command::{PATIENCE, output, wait_for};
@@ -135,9 +136,7 @@ impl Loss {
         guest.wait_until_up(PATIENCE)?;
         let ready = || Ok(guest.console_text().contains("TOUCHER ready").then_some(()));
         wait_for("'TOUCHER ready' of the guest", PATIENCE, ready)?;
-        let lenders = ["b", "c"].map(|name| lab.host(name));
-        let [lost, other] = lenders;
-        let (lost, other) = (lost?, other?);
+        let (lost, other) = (lab.host("b")?, lab.host("c")?);
         let memory = [lost, other].map(|host| (host.listen(), LENT_MIB * MIB));
         let words: &[&str] = if self.mirrored { &["--redundancy", "copies=2"] } else { &[] };
         let report = vm.split(HERE_MIB * MIB, &memory, words)?;
@@ -196,14 +195,8 @@ fn note(
     lost: &str,
     measured: &mut Measured,
 ) {
-    // Pages read until a moment; between two lines they are taken to come evenly.
-    let totals: Vec<(i64, f64)> = lines.iter().filter_map(|line| Some((line.at_us, line.number("total")?))).collect();
-    let until = |at_us: i64| {
-        let pair = totals.windows(2).find(|pair| (pair[0].0..=pair[1].0).contains(&at_us))?;
-        let share = (at_us - pair[0].0) as f64 / (pair[1].0 - pair[0].0).max(1) as f64;
-        Some(pair[0].1 + (pair[1].1 - pair[0].1) * share)
-    };
-    let rate = |from_us: i64, to_us: i64| Some((until(to_us)? - until(from_us)?) / ((to_us - from_us) as f64 / 1e6));
+    let totals = totals(lines);
+    let rate = |from_us: i64, to_us: i64| rate(&totals, from_us, to_us);
     let Some(full) = rate(before_us, gone_us).filter(|full| *full > 0.0) else { return };
     measured.note(FULL, full);
     let stands = split.is_some_and(|split| split.waiting.iter().any(|waiting| waiting.peer == lost));

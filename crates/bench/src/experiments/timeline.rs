@@ -23,6 +23,27 @@ pub(super) fn samples(lines: &[Line], program: &str, key: &str) -> Vec<Sample> {
     own.filter_map(|line| Some(Sample { at_us: line.at_us, per_s: line.number(key)? })).collect()
 }
 
+/// A moment, microseconds since 1970, and what the guest has done until then.
+pub(super) type Total = (i64, f64);
+
+/// What a guest has done in all, as its lines carry it.
+pub(super) fn totals(lines: &[Line]) -> Vec<Total> {
+    lines.iter().filter_map(|line| Some((line.at_us, line.number("total")?))).collect()
+}
+
+/// What it had done at a moment between two of the totals.
+fn until(totals: &[Total], at_us: i64) -> Option<f64> {
+    let pair = totals.windows(2).find(|pair| (pair[0].0..=pair[1].0).contains(&at_us))?;
+    let [(from_us, from), (to_us, to)] = pair else { return None };
+    let share = (at_us - from_us) as f64 / (to_us - from_us).max(1) as f64;
+    Some(from + (to - from) * share)
+}
+
+/// What it did per second between two moments.
+pub(super) fn rate(totals: &[Total], from_us: i64, to_us: i64) -> Option<f64> {
+    Some((until(totals, to_us)? - until(totals, from_us)?) / ((to_us - from_us) as f64 / 1e6))
+}
+
 /// Adds the mean rate while the guest was left alone, while it was moved, and afterwards, as `KEY_before`, `_during`
 /// and `_after`; and `KEY_kept`, the share of the first that was left. Returns the samples in seconds since the
 /// request, and how long it took, for [`plot`].

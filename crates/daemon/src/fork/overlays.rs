@@ -103,7 +103,14 @@ impl Overlays {
         for overlay in &self.all {
             let template = self.former.iter().find(|former| former.is_of_a_template() && former.base == overlay.base);
             let template = template.ok_or_else(|| MigrateError::Bug("an overlay of no template").problem())?;
-            let failed = |error| host(format!("cannot make the overlay {}", overlay.path.display()), &error);
+            let failed = |error| {
+                let problem = host(format!("cannot make the overlay {}", overlay.path.display()), &error);
+                problem.hint(format!(
+                    "is there room, and is {} there, which it is a copy of? Without that, remove the template and fork \
+                     anew",
+                    template.path.display()
+                ))
+            };
             overlay.make_like(&template.path).map_err(failed)?;
             made.0.push(overlay.clone());
         }

@@ -164,9 +164,10 @@ impl Templates {
                 let _ = fs::remove_file(entry.path());
             }
         }
-        for template in self.list() {
-            let nothing = self.change(&template, |record| record.making.clear());
-            drop(nothing.inspect_err(|problem| tracing::warn!("{}", problem.with_causes())));
+        for template in self.list().iter().filter(|template| !template.record().making.is_empty()) {
+            if let Err(problem) = self.change(template, |record| record.making.clear()) {
+                tracing::warn!("{}", problem.with_causes());
+            }
         }
     }
 
@@ -179,10 +180,10 @@ impl Templates {
     /// The paths of their overlays.
     #[must_use]
     pub fn named(&self) -> Vec<String> {
-        let records = self.list().into_iter().map(|template| template.record());
-        records
-            .flat_map(|record| record.own_overlays().map(|own| own.path.display().to_string()).collect::<Vec<_>>())
-            .collect()
+        let own = |template: &Arc<Template>| -> Vec<String> {
+            template.record().own_overlays().map(|overlay| overlay.path.display().to_string()).collect()
+        };
+        self.list().iter().flat_map(own).collect()
     }
 
     /// The template of this name.

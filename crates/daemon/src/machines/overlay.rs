@@ -178,6 +178,7 @@ mod tests {
             assert!(overlay.path.exists());
         }
     }
+
     #[test]
     fn a_clones_overlay_is_a_copy_of_its_templates_and_of_nothing_else() {
         let dir = tempfile::tempdir().unwrap();

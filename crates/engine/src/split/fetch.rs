@@ -27,13 +27,8 @@ const TOGETHER: usize = 64;
 impl Split {
     /// Starts the threads that bring pages, and asks for those that somebody waits for already.
     pub(super) fn serve(split: &Arc<Self>) -> Result<(), SplitError> {
-        for number in 0..split.lenders.count() {
-            if let Err(error) = split.serve_from(number) {
-                split.stop();
-                return Err(error);
-            }
-        }
-        if let Err(error) = split.look_for_silent_ones() {
+        let started = (0..split.lenders.count()).try_for_each(|number| split.serve_from(number));
+        if let Err(error) = started.and_then(|()| split.look_for_silent_ones()) {
             split.stop();
             return Err(error);
         }

@@ -149,6 +149,11 @@ impl Lenders {
         self.silent[member.index()].load(Ordering::Acquire)
     }
 
+    /// Whether another memory host has the same pages as this one.
+    pub(super) fn has_mirror(&self, member: Member) -> bool {
+        self.all().get(member.number).is_some_and(|lender| lender.mirror.is_some())
+    }
+
     /// Whether a memory host is leaving, or has left.
     pub(super) fn is_leaving(&self, number: usize) -> bool {
         self.all().get(number).is_none_or(|lender| lender.leaving)

@@ -20,7 +20,7 @@ use crate::store::client::{ANSWER_TIMEOUT, MemoryHost, StoreError};
 /// How long pages may be fenced in once somebody waits for one of them.
 const GRACE: Duration = Duration::from_millis(2);
 /// How long one of two memory hosts may say nothing that is given pages. Those behind it in line wait meanwhile.
-const SOON: Duration = Duration::from_secs(1);
+const KEPT_WITHIN: Duration = Duration::from_secs(1);
 
 /// One thread's way out for pages: a fence, and connections.
 pub struct WayOut<'a> {
@@ -67,6 +67,18 @@ impl Split {
             }
         }
         Ok(())
+    }
+
+    /// Those of the pages of which each of these memory hosts had copies when it was last asked. One that is silent has
+    /// them still, or has lost them: so nothing that is on record as away is another page there. What it was never
+    /// given, or is another page by now, is not among them.
+    fn had_by_each(&self, members: &[Member], silent: &[Member], state: &Chunk, copied: &Copied) -> PageSet {
+        if silent.iter().any(|member| state.members[member.which].unsure) {
+            return PageSet::EMPTY;
+        }
+        members.iter().fold(copied.full, |pages, member| {
+            pages.and(&state.unchanged(member.which, &copied.full, &copied.bodies, self.digester))
+        })
     }
 
     fn take_stock_of(&self, lines: &mut Lines<'_>, member: Member) -> Result<(), SplitError> {
@@ -131,16 +143,8 @@ impl WayOut<'_> {
             split.check_copies(&mut self.lines, *member, chunk, &mut state)?;
         }
         let mut copied = self.copy(chunk)?;
-        for member in &silent {
-            // What it had before it fell silent it has still, or has lost: nothing that is on record as away is another
-            // page there. What it was never given, or is another page by now, stays.
-            let known = &state.members[member.which];
-            copied = copied.only(match known.unsure {
-                true => PageSet::EMPTY,
-                false => members.iter().fold(copied.full, |pages, member| {
-                    pages.and(&state.unchanged(member.which, &copied.full, &copied.bodies, split.digester))
-                }),
-            });
+        if !silent.is_empty() {
+            copied = copied.only(split.had_by_each(&members, &silent, &state, &copied));
         }
         let mut departed = Ok(nothing);
         if !copied.full.is_empty() || !copied.zero.is_empty() {
@@ -252,7 +256,7 @@ impl WayOut<'_> {
         let these = each.filter(|(page, _)| sent.contains(*page));
         let bodies: Vec<_> = these.map(|(_, body)| Outgoing::from(body.as_slice())).collect();
         let is_full = |error: &StoreError| matches!(error, StoreError::Refused(Refusal::Full { .. }));
-        let patience = if self.split.lenders.members(member.number).len() > 1 { SOON } else { ANSWER_TIMEOUT };
+        let patience = if self.split.lenders.has_mirror(member) { KEPT_WITHIN } else { ANSWER_TIMEOUT };
         let (number, pages) = ((next.version, next.base), (sent, PageSet::EMPTY));
         let mut put = |host: &mut MemoryHost| host.put_within(patience, chunk, number, pages, &bodies);
         let mut answer = self.lines.ask(member, &mut put);

@@ -15,7 +15,8 @@ use crate::error::MigrateError;
 const LOOK: Duration = Duration::from_millis(100);
 
 impl Split {
-    /// Starts the thread. It ends by itself soon after the end, or once it has an answer, or none.
+    /// Starts the thread. Nobody waits for its end: that comes soon after the split's, or once the host that is being
+    /// asked then has answered, or has not.
     pub(super) fn look_for_silent_ones(self: &Arc<Self>) -> Result<(), SplitError> {
         let this = Arc::downgrade(self);
         let spawned = std::thread::Builder::new().name("probe".into()).spawn(move || look(&this));
@@ -25,7 +26,7 @@ impl Split {
 
     /// Whether a memory host does not answer that has a mirror, which may.
     pub(super) fn is_silent_of_two(&self, member: Member) -> bool {
-        self.lenders.is_silent(member) && self.lenders.members(member.number).len() > 1
+        self.lenders.is_silent(member) && self.lenders.has_mirror(member)
     }
 }
 

@@ -22,6 +22,17 @@ fn are_alike(hosts: [&LendingHost; 2]) {
     assert_eq!(hosts[0].pages(), hosts[1].pages());
 }
 
+/// With a guest and two hosts that are each other's mirrors, once for either: it goes.
+fn for_either(test: impl Fn(&Guest, [&LendingHost; 2], usize)) {
+    if !tracking_works() {
+        return;
+    }
+    for gone in 0..2 {
+        let hosts = [LendingHost::new(), LendingHost::new()];
+        test(&Guest::new(), hosts.each_ref(), gone);
+    }
+}
+
 #[test]
 fn each_page_leaves_for_both_and_comes_back_from_one() {
     if !tracking_works() {
@@ -55,14 +66,9 @@ fn each_page_leaves_for_both_and_comes_back_from_one() {
 
 #[test]
 fn a_guest_goes_on_without_either_of_two_that_have_the_same_pages() {
-    if !tracking_works() {
-        return;
-    }
-    for gone in 0..2 {
-        let (guest, hosts) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
-        let hosts = [&hosts[0], &hosts[1]];
+    for_either(|guest, hosts, gone| {
         let split = guest.split_over(vec![pair(hosts)]);
-        let checking = Checking::start(&guest, 3);
+        let checking = Checking::start(guest, 3);
         for turn in 0..4 * CHUNKS {
             split.way_out().unwrap().send(ChunkIndex(turn % CHUNKS), 0).unwrap();
         }
@@ -85,7 +91,7 @@ fn a_guest_goes_on_without_either_of_two_that_have_the_same_pages() {
         split.bring_back().unwrap();
         checking.end();
         split.end();
-    }
+    });
 }
 
 /// Sends all chunks, to one of two that does not answer and to the other, until those are known.
@@ -102,12 +108,7 @@ fn send_all_without(split: &Split) {
 /// before, stays, or its return would have it believed.
 #[test]
 fn while_one_of_two_does_not_answer_pages_leave_that_both_have_and_no_others() {
-    if !tracking_works() {
-        return;
-    }
-    for gone in 0..2 {
-        let (guest, hosts) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
-        let hosts = [&hosts[0], &hosts[1]];
+    for_either(|guest, hosts, gone| {
         let split = guest.split_over(vec![pair(hosts)]);
         send_all(&split, 0);
         let full = split.pager().missing();
@@ -153,17 +154,12 @@ fn while_one_of_two_does_not_answer_pages_leave_that_both_have_and_no_others() {
         mapping.copy_out(at..at + 16, &mut words);
         assert_eq!(words[..], 3_u64.to_le_bytes().repeat(2));
         split.end();
-    }
+    });
 }
 
 #[test]
 fn another_daemon_goes_on_with_one_of_two_that_have_the_same_pages() {
-    if !tracking_works() {
-        return;
-    }
-    for gone in 0..2 {
-        let (guest, hosts) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
-        let hosts = [&hosts[0], &hosts[1]];
+    for_either(|guest, hosts, gone| {
         let split = guest.split_over(vec![pair(hosts)]);
         send_all(&split, 0);
         dies(split);
@@ -182,7 +178,7 @@ fn another_daemon_goes_on_with_one_of_two_that_have_the_same_pages() {
         split.bring_back().unwrap();
         guest.is_as_it_was();
         split.end();
-    }
+    });
 }
 
 #[test]
@@ -308,12 +304,7 @@ fn whatever_becomes_of_one_of_two_the_guest_finds_what_it_wrote() {
 /// given up.
 #[test]
 fn nobody_waits_long_for_one_of_two_that_says_nothing() {
-    if !tracking_works() {
-        return;
-    }
-    for gone in 0..2 {
-        let (guest, hosts) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
-        let hosts = [&hosts[0], &hosts[1]];
+    for_either(|guest, hosts, gone| {
         let split = guest.split_over(vec![pair(hosts)]);
         send_all(&split, 0);
         // Whoever brings pages has asked it, and goes on doing so.
@@ -329,5 +320,5 @@ fn nobody_waits_long_for_one_of_two_that_says_nothing() {
         split.bring_back().unwrap();
         guest.is_as_it_was();
         split.end();
-    }
+    });
 }

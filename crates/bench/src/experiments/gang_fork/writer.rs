@@ -8,13 +8,14 @@ use serde_json::{Value, json};
 use sterna_api::Forked;
 
 use super::super::gang_figures::{Measured, mib};
+use super::super::timeline::{Total, rate, totals};
 use super::super::together::REST;
 use super::{FIRST_MS, LAST_MS, More, PAUSE};
 use crate::error::Result;
 use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::load::now_us;
-use crate::meter::{Line, Meter};
+use crate::meter::Meter;
 use crate::plot::LinePlot;
 use crate::result::Run;
 
@@ -45,26 +46,6 @@ impl More {
         }
         Ok(())
     }
-}
-
-/// A moment, microseconds since 1970, and the pages that the guest has written until then.
-type Total = (i64, f64);
-
-fn totals(lines: &[Line]) -> Vec<Total> {
-    lines.iter().filter_map(|line| Some((line.at_us, line.number("total")?))).collect()
-}
-
-/// The pages written until a moment between two of the totals.
-fn until(totals: &[Total], at_us: i64) -> Option<f64> {
-    let pair = totals.windows(2).find(|pair| (pair[0].0..=pair[1].0).contains(&at_us))?;
-    let [(from_us, from), (to_us, to)] = pair else { return None };
-    let share = (at_us - from_us) as f64 / (to_us - from_us).max(1) as f64;
-    Some(from + (to - from) * share)
-}
-
-/// Pages per second between two moments.
-fn rate(totals: &[Total], from_us: i64, to_us: i64) -> Option<f64> {
-    Some((until(totals, to_us)? - until(totals, from_us)?) / ((to_us - from_us) as f64 / 1e6))
 }
 
 fn note(fork: &str, forked: &Forked, totals: &[Total], begin_us: i64, measured: &mut Measured) {
