@@ -115,28 +115,46 @@ impl Kept {
 
     /// Takes in runs, and figures that were derived anew for those that are known, and how the targets are judged now.
     pub fn take_in(&mut self, runs: &[Run], targets: Vec<Target>, origin: &Origin) {
-        let machine = self.machines.iter().position(|machine| *machine == origin.machine).unwrap_or_else(|| {
-            self.machines.push(origin.machine.clone());
-            self.machines.len() - 1
-        });
+        let machine = self.machine(&origin.machine);
         for run in runs {
             let known = |kept: &&mut KeptRun| kept.run.repeat == run.repeat && kept.run.config == run.config;
             match self.runs.iter_mut().find(known) {
                 Some(kept) => kept.run.metrics = rounded(run),
-                None => self.add(run, origin, machine),
+                None => {
+                    let (commit, date) = (origin.commit.clone(), origin.date.clone());
+                    let run = Run { metrics: rounded(run), details: without_long(&run.details), ..run.clone() };
+                    self.add(KeptRun { commit, date, machine, run });
+                }
             }
         }
         self.targets = targets;
     }
 
+    /// Takes in what another experiment has of the row of this set-up in the round under way, with its origin, and
+    /// returns it. Nothing where it has not tried the row in that round, or failed.
+    pub fn take_over(&mut self, other: &Self, config: &Config) -> Option<Run> {
+        let found = |kept: &&KeptRun| kept.run.repeat == self.rounds && kept.run.config == *config;
+        let found = other.runs.iter().find(|kept| found(kept) && kept.run.details["error"].is_null())?;
+        let machine = self.machine(other.machines.get(found.machine)?);
+        self.add(KeptRun { machine, ..found.clone() });
+        Some(found.run.clone())
+    }
+
+    /// The number of a machine in this file.
+    fn machine(&mut self, machine: &Value) -> usize {
+        self.machines.iter().position(|known| known == machine).unwrap_or_else(|| {
+            self.machines.push(machine.clone());
+            self.machines.len() - 1
+        })
+    }
+
     /// Adds a run. Only the newest of a row that did not fail keeps its details: a plot shows one.
-    fn add(&mut self, run: &Run, origin: &Origin, machine: usize) {
-        if run.details["error"].is_null() {
-            let older = self.runs.iter_mut().filter(|kept| kept.run.config == run.config);
+    fn add(&mut self, new: KeptRun) {
+        if new.run.details["error"].is_null() {
+            let older = self.runs.iter_mut().filter(|kept| kept.run.config == new.run.config);
             older.for_each(|kept| kept.run.details = only_error(&kept.run.details));
         }
-        let run = Run { metrics: rounded(run), details: without_long(&run.details), ..run.clone() };
-        self.runs.push(KeptRun { commit: origin.commit.clone(), date: origin.date.clone(), machine, run });
+        self.runs.push(new);
     }
 
     /// Ends the round under way. Runs of rounds long ago are forgotten, and rows with them that are no more.
@@ -220,6 +238,22 @@ mod tests {
         }
         let rounds: Vec<usize> = kept.runs.iter().map(|kept| kept.run.repeat).collect();
         assert_eq!(rounds, [4, 5, 6, 7, 8]);
+    }
+
+    #[test]
+    fn a_row_that_another_experiment_has_tried_in_the_round_is_taken_over_with_its_origin() {
+        let mut other = Kept::default();
+        other.take_in(&[run("idle", 0, 1.0, json!({ "seen": [1] }))], Vec::new(), &origin("a"));
+        other.take_in(&[run("busy", 0, 2.0, json!({ "error": "it broke" }))], Vec::new(), &origin("a"));
+        let [idle, busy] = [0, 1].map(|at| other.runs[at].run.config.clone());
+        let mut kept = Kept { machines: vec![Value::Null], ..Kept::default() };
+        assert_eq!(kept.take_over(&other, &idle).unwrap().metrics["total_ms"], 1.0);
+        assert!(kept.take_over(&other, &busy).is_none(), "it failed");
+        assert!(kept.is_tried(&idle) && !kept.is_tried(&busy));
+        assert_eq!((kept.runs[0].commit.as_str(), kept.runs[0].machine), ("a", 1));
+        assert_eq!(kept.machines[1], other.machines[0]);
+        kept.end_round();
+        assert!(kept.take_over(&other, &idle).is_none(), "it is of another round");
     }
 
     #[test]

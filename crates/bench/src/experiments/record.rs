@@ -113,6 +113,16 @@ impl Record {
         self.too_late()
     }
 
+    /// Takes over what one of these other experiments has found of this row in the round under way.
+    pub(super) fn take_over(&mut self, others: &[&str], config: &Config) {
+        let Some(round) = self.round.as_mut().filter(|round| !round.kept.is_tried(config)) else { return };
+        let others = others.iter().filter(|id| **id != self.id);
+        let others = others.filter_map(|id| Kept::read(&round.results, id).ok());
+        if let Some(run) = others.into_iter().find_map(|other| round.kept.take_over(&other, config)) {
+            self.add([run]);
+        }
+    }
+
     /// Whether a run has its place in the results. A campaign's have no rows that were not tried: they come later.
     pub(super) fn has_place_for(&self, run: &Run) -> bool {
         self.round.is_none() || run.details[NOT_TRIED].is_null()
@@ -222,6 +232,31 @@ mod tests {
         let config = Config::new();
         assert!(record.not_tried("sterna, mode hybrid, random", &config).is_none());
         assert!(record.not_tried("qemu precopy, random", &config).unwrap().contains("asked for"));
+    }
+
+    #[test]
+    fn a_row_that_another_experiment_has_tried_is_not_tried_again_in_the_round() {
+        let directory = tempfile::tempdir().unwrap();
+        let results = directory.path().join("results");
+        let run = sample("idle", &Mover::Qemu(Method::Vanilla, Ram::Plain), "10.0", &[("ms", 5.0)]);
+        let record = |id: &str| {
+            let origin = Origin { commit: "a".into(), date: "2026-11-26".into(), machine: Value::Null };
+            let until = Instant::now() + Duration::from_secs(3600);
+            let kept = Kept::read(&results, id).unwrap();
+            let mut record = Record::new(id, directory.path().into(), false);
+            record.resume(Round { kept, results: results.clone(), origin, until });
+            record
+        };
+        record("first").add([run.clone()]);
+        let mut second = record("second");
+        second.take_over(&["third", "second"], &run.config);
+        assert!(second.not_tried("idle", &run.config).is_none(), "neither has tried it");
+        for _ in 0..2 {
+            second.take_over(&["third", "second", "first"], &run.config);
+        }
+        assert!(second.not_tried("idle", &run.config).unwrap().contains("in this round"));
+        assert_eq!(second.runs().len(), 1);
+        assert_eq!(Kept::read(&results, "second").unwrap().runs()[0].metrics, run.metrics);
     }
 
     #[test]

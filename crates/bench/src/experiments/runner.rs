@@ -53,6 +53,12 @@ pub(super) trait Attempt {
     /// The reason why it could not go on. Figures that were measured until then are kept.
     fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()>;
 
+    /// The experiments that try rows like these in the same way. In a campaign a row of the same set-up is tried once for
+    /// all of them.
+    fn experiments(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// A row's figures, in words.
     fn tell(&self, run: &Run) -> String;
 }
@@ -140,6 +146,7 @@ pub(super) fn try_all<A: Attempt>(lab: &Lab, attempts: &[A], repeats: usize, rec
         let order: Vec<&A> = if backwards { attempts.iter().rev().collect() } else { attempts.iter().collect() };
         for attempt in order {
             let rows = attempt.rows();
+            rows.iter().for_each(|row| record.take_over(attempt.experiments(), &row.config));
             let runs = try_one(lab, attempt, &rows, repeat, backwards, record);
             for (row, run) in rows.iter().zip(&runs) {
                 tried += 1;

@@ -39,7 +39,8 @@ fn gang(guests: usize, memory_mib: u64, mover: &Mover, qemu: &Qemu) -> Together 
         shared_percent: SHARED_PERCENT,
         limited: false,
         work: Work::Rest,
-        watched: false,
+        // As in `slm-footprint`, which has the same rows.
+        watched: true,
         mover: mover.clone(),
         qemu: qemu.clone(),
     }

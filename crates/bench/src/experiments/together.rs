@@ -28,6 +28,9 @@ use crate::result::{Config, Run};
 use crate::stats::median;
 use crate::trial::Qemu;
 
+/// The experiments whose rows are such gangs.
+const EXPERIMENTS: &[&str] =
+    &["slm-footprint", "slm-total-time", "slm-downtime", "slm-iperf", "slm-redis", "gang-levels"];
 /// The number of guests at which a level's share is reached.
 pub(super) const MOST_GUESTS: usize = 8;
 /// What every guest of this image holds, whatever it runs, MiB; and how much of it is equal in all of them.
@@ -205,6 +208,7 @@ impl Attempt for Together {
             ("guests", json!(self.guests)),
             ("memory_mib", json!(self.memory_mib)),
             ("shared_percent", json!(self.shared_percent)),
+            ("watched", json!(self.watched)),
             ("jobs", json!(self.jobs(FIRST, "CLIENT"))),
             ("options", mover.options()),
             ("seed", json!("the guest's number")),
@@ -228,6 +232,10 @@ impl Attempt for Together {
 
     fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
         measure(runs, |measured| self.migrate(site.lab, site.guests, measured))
+    }
+
+    fn experiments(&self) -> &'static [&'static str] {
+        EXPERIMENTS
     }
 
     fn tell(&self, run: &Run) -> String {
