@@ -23,6 +23,17 @@ pub enum Balloon {
     Settled,
 }
 
+/// A disk to which a guest swaps.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Swap {
+    /// The disk, as QEMU's `-drive file=` takes it.
+    pub file: String,
+    /// How many pages go and come together: 2 to the power of that.
+    pub page_cluster: u32,
+    /// So much of its jobs' memory may be in RAM, bytes.
+    pub limit_bytes: u64,
+}
+
 /// A guest to be started.
 #[derive(Debug, Clone)]
 pub struct Guest {
@@ -47,6 +58,8 @@ pub struct Guest {
     pub beat: Duration,
     /// Its balloon.
     pub balloon: Balloon,
+    /// Where it swaps, if it does.
+    pub swap: Option<Swap>,
     /// Whether it has a tap; without one it reaches nobody.
     pub wired: bool,
     /// The file of its console.
@@ -72,6 +85,7 @@ impl Guest {
             jobs: jobs.into(),
             beat: Duration::from_millis(1),
             balloon: Balloon::Absent,
+            swap: None,
             wired: true,
             console,
             cloned: false,
@@ -124,6 +138,12 @@ impl Guest {
         khz.map(|khz| format!(" tsc_early_khz={khz}")).unwrap_or_default()
     }
 
+    /// What its image must be told of its swap.
+    fn swap_words(&self) -> String {
+        let words = |swap: &Swap| format!(" sterna.swap={} sterna.limit={}", swap.page_cluster, swap.limit_bytes);
+        self.swap.as_ref().map(words).unwrap_or_default()
+    }
+
     /// QEMU's arguments without RAM.
     ///
     /// # Errors
@@ -133,9 +153,10 @@ impl Guest {
         // Without these two words the guest's console would cost it more than its work. Where its host is busy enough,
         // the kernel's test of its timer fails, and with it the boot.
         let command_line = format!(
-            "console=ttyS0 quiet panic=-1 no_timer_check{} sterna.ip={}/{PREFIX} sterna.meter={meter}:{} sterna.beat={} \
+            "console=ttyS0 quiet panic=-1 no_timer_check{}{} sterna.ip={}/{PREFIX} sterna.meter={meter}:{} sterna.beat={} \
              sterna.run={}",
             self.clock_words(),
+            self.swap_words(),
             self.address(),
             meter::PORT,
             self.beat.as_micros(),
@@ -159,6 +180,9 @@ impl Guest {
         let tap = format!("tap,id=net0,ifname={},script=no,downscript=no", self.tap());
         add("-netdev", if self.wired { tap } else { "user,id=net0,restrict=on".into() });
         add("-device", format!("virtio-net-pci,netdev=net0,mac={mac}"));
+        if let Some(swap) = &self.swap {
+            add("-drive", format!("file={},if=virtio,format=raw,cache=none", swap.file));
+        }
         if self.balloon != Balloon::Absent {
             // Free-page reporting is off: only the balloon takes memory.
             add("-device", "virtio-balloon-pci,deflate-on-oom=on".into());

@@ -69,6 +69,14 @@ pub fn qemu_10_0() -> Result<PathBuf> {
     find("QEMU 10.0", "STERNA_QEMU_10", &[repository("build/qemu-10.0/qemu-system-x86_64")])
 }
 
+/// QEMU's storage daemon, as the distribution ships it.
+///
+/// # Errors
+/// [`Error::Missing`] where it is not installed.
+pub fn storage_daemon() -> Result<PathBuf> {
+    find("QEMU's storage daemon", "STERNA_STORAGE_DAEMON", &[PathBuf::from("/usr/bin/qemu-storage-daemon")])
+}
+
 /// iperf3, as the distribution ships it.
 ///
 /// # Errors

@@ -36,6 +36,12 @@ impl Histogram {
         self.0.values().sum()
     }
 
+    /// What was counted of this value's bucket and of those above.
+    #[must_use]
+    pub fn from(&self, value: u64) -> Self {
+        Self(self.0.range(bucket(value)..).map(|(bucket, count)| (*bucket, *count)).collect())
+    }
+
     /// The value below which the share `quantile` (0 to 1) of the values lies, as if they lay evenly within each bucket;
     /// `None` where there is none.
     #[must_use]
@@ -126,6 +132,9 @@ mod tests {
             assert!((found / expected - 1.0).abs() < 1.0 / PARTS as f64, "{quantile}: {found}");
         }
         assert_eq!(Histogram::default().quantile(0.5), None);
+        let upper = histogram.from(5_000);
+        assert!((4_900..=5_400).contains(&upper.count()), "{}", upper.count());
+        assert!((upper.quantile(0.0).unwrap() / 5_000.0 - 1.0).abs() < 1.0 / PARTS as f64);
     }
 
     #[test]

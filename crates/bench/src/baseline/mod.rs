@@ -6,6 +6,9 @@ pub mod file;
 /// The ways in which QEMU can do it.
 pub mod method;
 
+/// Disks in another host's memory.
+pub mod nbd;
+
 /// QEMU processes and their own migration.
 pub mod qemu;
 
@@ -14,4 +17,5 @@ pub mod qmp;
 
 pub use file::Copied;
 pub use method::Method;
+pub use nbd::MemoryDisk;
 pub use qemu::{BaselineReport, BaselineVm, Pause, Ram};

@@ -96,6 +96,9 @@ pub mod selfballoon_interval;
 /// A memory host that goes.
 pub mod split_loss;
 
+/// The speed of a program whose memory is elsewhere in part.
+pub mod split_paging;
+
 /// How long the guests of a gang stand still.
 pub mod slm_downtime;
 
@@ -291,6 +294,11 @@ pub const ALL: &[Experiment] = &[
         id: "split-loss",
         about: "a memory host of a split guest is killed, or says nothing: work lost with each page at one and at two",
         plan: split_loss::plan,
+    },
+    Experiment {
+        id: "split-paging",
+        about: "a program of whose memory 50, 25 or 10 % is here: words a second, waits, beside a guest that swaps",
+        plan: split_paging::plan,
     },
     Experiment {
         id: "back-to-back",

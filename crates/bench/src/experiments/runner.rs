@@ -53,8 +53,8 @@ pub(super) trait Attempt {
     /// The reason why it could not go on. Figures that were measured until then are kept.
     fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()>;
 
-    /// The experiments that try rows like these in the same way. In a campaign a row of the same set-up is tried once for
-    /// all of them.
+    /// The experiments that try rows like these in the same way. In a campaign a row of the same set-up is tried once
+    /// for all of them.
     fn experiments(&self) -> &'static [&'static str] {
         &[]
     }
