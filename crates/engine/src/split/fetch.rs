@@ -67,7 +67,7 @@ impl Split {
             check()?;
             let mut state = self.chunk(chunk);
             let away = self.pager.away_in(chunk);
-            self.bring_chunk(&mut lines, chunk, &mut state, (away, Ahead::All))?;
+            self.bring_chunk(&mut lines, chunk, &mut state, &mut Wanted::all(away))?;
         }
         Ok(())
     }
@@ -83,9 +83,9 @@ impl Split {
             let began = Instant::now();
             match self.bring_around(&mut lines, page) {
                 Ok(()) => {
-                    if outage.over() {
-                        *lock(&self.failing[number]) = None;
-                    }
+                    // Another thread may have noted why, and not be asked again.
+                    outage.over();
+                    *lock(&self.failing[number]) = None;
                 }
                 Err(error) => {
                     if !outage.is_on() {
@@ -108,7 +108,7 @@ impl Split {
         if self.has_ended() { None } else { wanted.pop_front() }
     }
 
-    /// Brings a page, and after it the others of its chunk as far as there is room.
+    /// Brings a page, and after it those of its chunk that are wanted next, as far as there is room.
     fn bring_around(&self, lines: &mut Lines<'_>, page: PageIndex) -> Result<(), SplitError> {
         if self.pager.away_in(page.chunk).contains(page.page) {
             self.wait_for_room();
@@ -120,27 +120,28 @@ impl Split {
             return Ok(());
         }
         self.clock.came(page.chunk);
-        self.bring_chunk(lines, page.chunk, &mut state, ([page.page].into_iter().collect(), Ahead::WithRoom))
+        let mut wanted = Wanted::one(page.page);
+        wanted.ahead = lock(&self.ahead).wanted(page, &away);
+        self.bring_chunk(lines, page.chunk, &mut state, &mut wanted)
     }
 
-    /// Brings pages of a chunk that are away, these first. Nothing else is done with the chunk meanwhile; pages that
-    /// somebody waits for go before the others.
+    /// Brings pages of a chunk that are away. Nothing else is done with the chunk meanwhile; pages that somebody waits
+    /// for go before the others.
     pub(super) fn bring_chunk(
         &self,
         lines: &mut Lines<'_>,
         chunk: ChunkIndex,
         state: &mut Chunk,
-        first: (PageSet, Ahead),
+        wanted: &mut Wanted,
     ) -> Result<(), SplitError> {
         let Some(number) = self.host_of(chunk) else { return Ok(()) };
-        let (mut part, ahead) = first;
         let mut why = None;
         // Where one fails, its mirror goes on.
         let members = self.lenders.members(number);
         for member in &members {
             let others = members.iter().any(|other| other != member && !self.lenders.is_silent(*other));
             let patience = if others { SOON } else { ANSWER_TIMEOUT };
-            match self.bring_from(lines, (*member, members.len(), patience), (chunk, &mut part, ahead), state) {
+            match self.bring_from(lines, (*member, members.len(), patience), (chunk, wanted), state) {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
                 Err(SplitError::Here(error)) => return Err(error.into()),
@@ -157,7 +158,7 @@ impl Split {
         &self,
         lines: &mut Lines<'_>,
         (member, count, patience): (Member, usize, Duration),
-        (chunk, part, ahead): (ChunkIndex, &mut PageSet, Ahead),
+        (chunk, wanted): (ChunkIndex, &mut Wanted),
         state: &mut Chunk,
     ) -> Result<bool, SplitError> {
         self.make_sure(lines, member, chunk, state)?;
@@ -165,8 +166,8 @@ impl Split {
             return Ok(false);
         }
         let version = state.members[member.which].at.held();
-        while !part.is_empty() {
-            let got = lines.ask(member, |host| host.get_within(patience, chunk, version, part));
+        while !wanted.now.is_empty() {
+            let got = lines.ask(member, |host| host.get_within(patience, chunk, version, &wanted.now));
             // A memory host that answers and does not have them is asked what it has.
             state.members[member.which].unsure |= matches!(&got, Err(StoreError::Refused(_)));
             let got = got.map_err(|error| self.failed(member, error))?;
@@ -175,26 +176,50 @@ impl Split {
             let arrival = Arrival { chunk, bodies: &bodies, zero: got.zero, pooled: None, suspect: PageSet::EMPTY };
             self.pager.place(&arrival)?;
             state.came((member.number, count), (&got.full, &got.zero), &got.digests);
-            self.back.fetch_add(part.len() as u64, Ordering::Relaxed);
+            self.back.fetch_add(wanted.now.len() as u64, Ordering::Relaxed);
             let left = self.pager.away_in(chunk);
             let waited = self.pager.waited_for_in(chunk).and(&left);
-            *part = match waited.is_empty() {
-                false => waited,
-                true if ahead == Ahead::WithRoom && !self.has_room(TOGETHER) => PageSet::EMPTY,
-                true => behind(&left, part),
-            };
+            for page in waited.iter().filter(|_| wanted.with_room) {
+                let ahead = lock(&self.ahead).wanted(PageIndex { chunk, page }, &left);
+                wanted.ahead = wanted.ahead.or(&ahead);
+            }
+            wanted.next(&left, &waited, || self.has_room(TOGETHER));
         }
         Ok(true)
     }
 }
 
-/// Which pages of a chunk come that nobody waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Ahead {
-    /// All.
-    All,
-    /// As many as there is room for.
-    WithRoom,
+/// Pages of a chunk that are to come.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wanted {
+    /// Those that are asked for now.
+    now: PageSet,
+    /// Those that come after them, although nobody waits for them.
+    ahead: PageSet,
+    /// These come only where there is room.
+    with_room: bool,
+}
+
+impl Wanted {
+    /// All of these.
+    pub fn all(pages: PageSet) -> Self {
+        Self { now: pages, ahead: pages, with_room: false }
+    }
+
+    /// One that somebody waits for.
+    fn one(page: u8) -> Self {
+        Self { now: [page].into_iter().collect(), ahead: PageSet::EMPTY, with_room: true }
+    }
+
+    /// Goes on to what comes next, where these are `left` and those `waited` for.
+    fn next(&mut self, left: &PageSet, waited: &PageSet, has_room: impl FnOnce() -> bool) {
+        let ahead = self.ahead.and(left);
+        self.now = match waited.is_empty() {
+            false => *waited,
+            true if ahead.is_empty() || self.with_room && !has_room() => PageSet::EMPTY,
+            true => behind(&ahead, &self.now),
+        };
+    }
 }
 
 /// Some of the pages that are left: those behind the last of `before`, or else the first.
@@ -207,6 +232,21 @@ fn behind(left: &PageSet, before: &PageSet) -> PageSet {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_waited_for_comes_first_and_what_nobody_waits_for_where_there_is_room() {
+        let of = |pages: &[u8]| pages.iter().copied().collect::<PageSet>();
+        let mut wanted = Wanted { ahead: of(&[11, 12]), ..Wanted::one(10) };
+        wanted.next(&of(&[11, 12, 13]), &of(&[13]), || false);
+        assert_eq!(wanted.now, of(&[13]));
+        wanted.next(&of(&[12, 14]), &PageSet::EMPTY, || true);
+        assert_eq!(wanted.now, of(&[12]));
+        wanted.next(&of(&[12, 14]), &PageSet::EMPTY, || false);
+        assert!(wanted.now.is_empty());
+        let mut all = Wanted::all(of(&[1, 2, 3]));
+        all.next(&of(&[3]), &PageSet::EMPTY, || false);
+        assert_eq!(all.now, of(&[3]));
+    }
 
     #[test]
     fn the_pages_behind_one_come_next_and_then_those_before_it() {

@@ -12,7 +12,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::fetch::Ahead;
+use super::fetch::Wanted;
 use super::lines::{Lender, Lines};
 use super::pace::STEP;
 use super::{Split, SplitError, lock};
@@ -69,7 +69,7 @@ impl Split {
             let mut state = self.chunk(chunk);
             if self.host_of(chunk) == Some(number) {
                 let away = self.pager.away_in(chunk);
-                self.bring_chunk(&mut lines, chunk, &mut state, (away, Ahead::All))?;
+                self.bring_chunk(&mut lines, chunk, &mut state, &mut Wanted::all(away))?;
             }
             if state.copies_at() == Some(number) {
                 state.forget_copies();

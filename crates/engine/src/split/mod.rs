@@ -22,6 +22,9 @@ mod lines;
 /// Pages that come back.
 mod fetch;
 
+/// Which pages come along with one that is waited for.
+mod ahead;
+
 /// Whether one of two memory hosts that did not answer is there again.
 mod probe;
 
@@ -72,6 +75,7 @@ use sterna_protocol::pages::PageSet;
 use sterna_protocol::split::{Restart, Whereabouts};
 use sterna_protocol::store::Refusal;
 
+use self::ahead::Ahead;
 use self::chunk::Chunk;
 use self::clock::Clock;
 pub use self::lines::{Epochs, Lender};
@@ -169,6 +173,7 @@ pub struct Split {
     /// For each memory host the pages that somebody waits for.
     wanted: Vec<Mutex<VecDeque<PageIndex>>>,
     called: Vec<Condvar>,
+    ahead: Mutex<Ahead>,
     clock: Clock,
     /// How much of the guest may be here, where that is bounded.
     room: Mutex<Option<Room>>,
@@ -246,6 +251,7 @@ impl Split {
             chunks: (0..chunks).map(|_| Mutex::default()).collect(),
             wanted: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
             called: (0..Holder::MAX_HOSTS).map(|_| Condvar::new()).collect(),
+            ahead: Mutex::default(),
             clock: Clock::new(chunks),
             room: Mutex::default(),
             pace: Pace::new(),
