@@ -95,6 +95,10 @@ pub struct Split {
     /// Those that did not answer when they were last asked, where another one has the same pages.
     #[serde(default)]
     pub silent: Vec<String>,
+    /// Pages that are at one memory host alone although each is to be at two: the other one did not answer when they
+    /// left, or has lost them. It is given them once it answers.
+    #[serde(default)]
+    pub alone_pages: u64,
     /// Memory hosts that are being emptied, and are given nothing more.
     #[serde(default)]
     pub leaving: Vec<MemoryHost>,

@@ -76,6 +76,7 @@ pub struct Metrics {
     away: Gauge<u64, AtomicU64>,
     host_wait: Gauge<f64, AtomicU64>,
     silent: Gauge,
+    alone: Gauge<u64, AtomicU64>,
     paced: Gauge<u64, AtomicU64>,
     paced_longest: Gauge<f64, AtomicU64>,
 }
@@ -120,6 +121,7 @@ impl Metrics {
             away: Gauge::default(),
             host_wait: Gauge::default(),
             silent: Gauge::default(),
+            alone: Gauge::default(),
             paced: Gauge::default(),
             paced_longest: Gauge::default(),
         };
@@ -233,6 +235,12 @@ impl Metrics {
             "Memory hosts that did not answer when they were last asked, where another one has the same pages",
             metrics.silent.clone(),
         );
+        registry.register_with_unit(
+            "split_alone",
+            "Memory of split machines that is at one memory host alone where it is to be at two",
+            Unit::Bytes,
+            metrics.alone.clone(),
+        );
         registry.register("split_paced", "Pages of split machines that waited for room here", metrics.paced.clone());
         registry.register_with_unit(
             "split_paced_longest",
@@ -301,6 +309,7 @@ impl Metrics {
         self.host_wait
             .set(split().flat_map(|split| &split.waiting).map(|waiting| waiting.ms).fold(0.0, f64::max) / 1e3);
         self.silent.set(split().map(|split| split.silent.len() as i64).sum());
+        self.alone.set(split().map(|split| split.alone_pages * PAGE_BYTES).sum());
         self.paced.set(split().map(|split| split.paced_pages).sum());
         self.paced_longest.set(split().map(|split| split.paced_longest_ms).fold(0.0, f64::max) / 1e3);
         let mut out = String::new();

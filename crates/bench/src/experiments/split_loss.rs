@@ -32,9 +32,6 @@ const MIB: u64 = 1 << 20;
 const MEMORY_MIB: u64 = 512;
 const HERE_MIB: u64 = 192;
 const LENT_MIB: u64 = 400;
-/// It reads words of 192 MiB at random, of which it finds about half here, and checks what it writes in 16 more.
-const JOBS: &str = "checker:--mib,16,--rate,4;\
-    toucher:--mib,192,--access,read,--pattern,random,--bytes,8,--interval-ms,100";
 const PROGRAM: &str = "TOUCHER";
 /// How long its work is measured before, and without, the memory host.
 const BEFORE_US: i64 = 5_000_000;
@@ -44,11 +41,13 @@ const AFTER_US: i64 = 5_000_000;
 
 /// Work that was not done, in seconds of what was done before.
 const LOST: &str = "lost_work_s";
-/// The longest read while the memory host was away, milliseconds.
-const LONGEST: &str = "longest_read_ms";
-/// Reads per second before, and in the last second without the memory host.
-const FULL: &str = "reads_per_s_before";
-const WITHOUT: &str = "reads_per_s_without";
+/// The longest access while the memory host was away, milliseconds.
+const LONGEST: &str = "longest_access_ms";
+/// Words per second before, and in the last second without the memory host.
+const FULL: &str = "words_per_s_before";
+const WITHOUT: &str = "words_per_s_without";
+/// How long it took until each page was at both memory hosts again, seconds.
+const MENDED: &str = "mended_s";
 /// Whether the guest stood and its daemon said for whom: 1 or 0.
 const STANDS: &str = "stands_and_says_so";
 
@@ -66,8 +65,32 @@ pub(super) fn plan(options: &Options) -> Result<Plan> {
 }
 
 fn attempts(qemu: &Qemu) -> Vec<Loss> {
-    let each = [true, false].into_iter().flat_map(|mirrored| [End::Killed, End::Silent].map(|end| (mirrored, end)));
-    each.map(|(mirrored, end)| Loss { mirrored, end, qemu: qemu.clone() }).collect()
+    let each = [(true, Access::Read), (true, Access::Write), (false, Access::Read)].into_iter();
+    let each = each.flat_map(|(mirrored, access)| [End::Killed, End::Silent].map(|end| (mirrored, access, end)));
+    each.map(|(mirrored, access, end)| Loss { mirrored, access, end, qemu: qemu.clone() }).collect()
+}
+
+/// What the guest does with words of 192 MiB at random, of which it finds about half here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Read,
+    Write,
+}
+
+impl Access {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+
+    /// It checks what it writes in 16 MiB more.
+    fn jobs(self) -> String {
+        let toucher =
+            format!("toucher:--mib,192,--access,{},--pattern,random,--bytes,8,--interval-ms,100", self.word());
+        format!("checker:--mib,16,--rate,4;{toucher}")
+    }
 }
 
 /// How the memory host ends.
@@ -92,8 +115,17 @@ impl End {
 #[derive(Debug, Clone)]
 struct Loss {
     mirrored: bool,
+    access: Access,
     end: End,
     qemu: Qemu,
+}
+
+/// The name of a row's workload.
+fn workload(access: Access, end: End) -> String {
+    match access {
+        Access::Read => end.label().into(),
+        Access::Write => format!("{}, the guest writes", end.label()),
+    }
 }
 
 fn label(mirrored: bool) -> &'static str {
@@ -102,20 +134,20 @@ fn label(mirrored: bool) -> &'static str {
 
 impl Attempt for Loss {
     fn rows(&self) -> Vec<Row> {
-        let (redundancy, end) = (label(self.mirrored), self.end.label());
+        let (redundancy, workload) = (label(self.mirrored), workload(self.access, self.end));
         let values = [
             ("mover", json!(format!("sterna split, {redundancy}"))),
             ("qemu", json!(self.qemu.label)),
-            ("workload", json!(end)),
-            ("jobs", json!(JOBS)),
+            ("workload", json!(workload)),
+            ("jobs", json!(self.access.jobs())),
             ("here_mib", json!(HERE_MIB)),
         ];
         let config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-        vec![Row { words: format!("{redundancy}, {end}"), config, baseline: false }]
+        vec![Row { words: format!("{redundancy}, {workload}"), config, baseline: false }]
     }
 
     fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
-        vec![Guest { memory_bytes: MEMORY_MIB * MIB, ..Guest::new(lab, name, 10, JOBS) }]
+        vec![Guest { memory_bytes: MEMORY_MIB * MIB, ..Guest::new(lab, name, 10, &self.access.jobs()) }]
     }
 
     fn run(&self, site: &Site, runs: &mut [Run]) -> Result<()> {
@@ -126,7 +158,7 @@ impl Attempt for Loss {
 
     fn tell(&self, run: &Run) -> String {
         let [lost, longest, full, without] = [LOST, LONGEST, FULL, WITHOUT].map(|name| figure(run, name));
-        format!("{lost} s of work lost, the longest read {longest} ms; {full} reads a second before, {without} without")
+        format!("{lost} s of work lost, the longest access {longest} ms; {full} a second before, {without} without")
     }
 }
 
@@ -149,6 +181,13 @@ impl Loss {
         let back_us = now_us();
         let split = vm.show()?.split;
         let _daemon = gone.comes_back()?;
+        if self.mirrored {
+            wait_for("each page at both memory hosts", PATIENCE, || {
+                let is_whole = |split: &Split| split.alone_pages == 0 && split.silent.is_empty();
+                Ok(vm.show()?.split.is_none_or(|split| is_whole(&split)).then_some(()))
+            })?;
+            measured.note(MENDED, (now_us() - back_us) as f64 / 1e6);
+        }
         std::thread::sleep(Duration::from_micros(AFTER_US.unsigned_abs()));
         // What it has written and reads again is as it was.
         guest.wait_until_well(PATIENCE)?;
@@ -221,18 +260,20 @@ fn note(
 }
 
 fn targets(runs: &[Run]) -> Vec<Target> {
-    let of = |name: &str, mirrored: bool, end: End| {
+    let of = |name: &str, mirrored: bool, workload: &str| {
         let mover = format!("sterna split, {}", label(mirrored));
-        median(&series(runs, name, |run| is(run, &[("mover", &mover), ("workload", end.label())])))
+        median(&series(runs, name, |run| is(run, &[("mover", &mover), ("workload", workload)])))
     };
     let mut targets = Vec::new();
-    for end in [End::Killed, End::Silent] {
-        let (name, what) = (format!("copies=2, {}: work lost, s", end.label()), of(LOST, true, end));
-        targets.push(Target::at_most(name, 0.5, what));
+    for access in [Access::Read, Access::Write] {
+        for workload in [End::Killed, End::Silent].map(|end| workload(access, end)) {
+            let lost = of(LOST, true, &workload);
+            targets.push(Target::at_most(format!("copies=2, {workload}: work lost, s"), 0.5, lost));
+        }
     }
     for end in [End::Killed, End::Silent] {
         let name = format!("none, {}: the guest stands, and who is waited for is said", end.label());
-        targets.push(Target::at_least(name, 1.0, of(STANDS, false, end)));
+        targets.push(Target::at_least(name, 1.0, of(STANDS, false, end.label())));
     }
     targets
 }
@@ -256,11 +297,11 @@ fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     LinePlot {
         title: "a memory host goes at second 0, and is back at second 10".into(),
         x_label: "seconds".into(),
-        y_label: "reads a second".into(),
+        y_label: "words a second".into(),
         lines,
         spans: Vec::new(),
     }
-    .write(directory, "reads")
+    .write(directory, "words")
 }
 
 #[cfg(test)]
@@ -294,6 +335,6 @@ mod tests {
     #[test]
     fn what_was_not_measured_is_not_met() {
         assert!(targets(&[]).iter().all(|target| target.measured.is_none() && !target.met));
-        assert_eq!(targets(&[]).len(), 4);
+        assert_eq!(targets(&[]).len(), 6);
     }
 }

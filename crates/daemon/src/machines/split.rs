@@ -139,8 +139,7 @@ impl Remote {
         let split = self.split.get();
         let hosts = &record.borrowed.hosts;
         let waits = self.pager.longest_waits().into_iter().filter(|(_, waited)| *waited >= LONG);
-        let waiting = waits.filter_map(|(holder, waited)| {
-            let number = holder.host_number()?;
+        let waiting = waits.filter_map(|(number, waited)| {
             let why = match split {
                 Some(split) => split.failing(number),
                 None => self.unanswered().clone(),
@@ -155,6 +154,7 @@ impl Remote {
             memory: record.borrowed.lending(),
             redundancy: record.borrowed.redundancy(),
             silent: split.map(|split| split.silent()).unwrap_or_default(),
+            alone_pages: split.map(|split| split.at_one_alone()).unwrap_or_default(),
             leaving: record
                 .borrowed
                 .leaving
@@ -196,7 +196,12 @@ pub fn describe(split: &api::Split) -> String {
     let leaving = split.leaving.iter().map(|host| format!("; {} is being emptied", host.peer));
     let silent =
         split.silent.iter().map(|peer| format!("; {peer} does not answer, but another one has the same pages"));
-    leaving.chain(silent).chain(waits).chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
+    let alone = (split.alone_pages > 0).then(|| {
+        let pages =
+            if split.alone_pages == 1 { "1 page is".into() } else { format!("{} pages are", split.alone_pages) };
+        format!("; {pages} at one of two memory hosts alone until the other one has been given them")
+    });
+    leaving.chain(silent).chain(alone).chain(waits).chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
 }
 
 /// A request that needs all of a machine's memory here.
@@ -264,6 +269,10 @@ mod tests {
             describe(&paced).ends_with("; 9 pages waited for room, 100 ms at most, and 2 came in without"),
             "{paced:?}"
         );
+        let alone = api::Split { silent: vec!["b:1".into()], alone_pages: 1, ..split(5, vec![], None) };
+        let end = "b:1 does not answer, but another one has the same pages; \
+                   1 page is at one of two memory hosts alone until the other one has been given them";
+        assert!(describe(&alone).ends_with(end), "{}", describe(&alone));
         let one = api::Split { paced_pages: 1, forced_pages: 0, ..paced };
         assert!(describe(&one).contains("; 1 page waited for room"), "{one:?}");
     }

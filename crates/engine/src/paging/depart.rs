@@ -90,6 +90,24 @@ impl Pager {
         self.lock().whereabouts.holder(chunk)
     }
 
+    /// Notes that of two hosts that had a chunk's pages this one alone is to be believed.
+    ///
+    /// # Errors
+    /// The map cannot be written, or they have none.
+    pub fn left_alone(&self, chunk: ChunkIndex, holder: Holder) -> Result<(), MigrateError> {
+        let noted = self.lock().whereabouts.left_alone(chunk, holder);
+        noted.map_err(MigrateError::host("writing down who has pages that are away"))
+    }
+
+    /// Notes that both of two hosts have a chunk's pages, of which one held them alone.
+    ///
+    /// # Errors
+    /// The map cannot be written.
+    pub fn mended(&self, chunk: ChunkIndex) -> Result<(), MigrateError> {
+        let noted = self.lock().whereabouts.mended(chunk);
+        noted.map_err(MigrateError::host("writing down who has pages that are away"))
+    }
+
     /// Lets those pages of a copy go that are as the holder has them and that nobody waits for, and makes holes of
     /// those that are zeros. None where somebody waited longer than `patience`.
     ///

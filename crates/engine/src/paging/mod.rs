@@ -416,17 +416,18 @@ impl Pager {
         alone.filter(|_| state.begun && state.whereabouts.away() > 0)
     }
 
-    /// For how long threads have waited for pages, the longest for each holder.
+    /// For how long threads have waited for pages of memory hosts, the longest for each of their numbers.
     #[must_use]
-    pub fn longest_waits(&self) -> Vec<(Holder, Duration)> {
+    pub fn longest_waits(&self) -> Vec<(usize, Duration)> {
         let state = self.lock();
-        let mut longest: Vec<(Holder, Duration)> = Vec::new();
+        let mut longest: Vec<(usize, Duration)> = Vec::new();
         for (page, waiters) in &state.waiting {
             let waited = waiters.iter().map(|waiter| waiter.since.elapsed()).max();
-            let (Some(holder), Some(waited)) = (state.whereabouts.holder(page.chunk), waited) else { continue };
-            match longest.iter_mut().find(|(known, _)| *known == holder) {
+            let number = state.whereabouts.holder(page.chunk).and_then(Holder::host_number);
+            let (Some(number), Some(waited)) = (number, waited) else { continue };
+            match longest.iter_mut().find(|(known, _)| *known == number) {
                 Some((_, known)) => *known = waited.max(*known),
-                None => longest.push((holder, waited)),
+                None => longest.push((number, waited)),
             }
         }
         longest

@@ -17,7 +17,9 @@
 //!               +--------------------------+--------+---------+
 //! ```
 //!
-//! The holder is the source (1) or a memory host (2 for the first). A chunk's pages are all at one holder.
+//! The holder is the source (1) or a memory host (2 for the first). A chunk's pages are all at one holder. Where that
+//! is two hosts that have the same pages, and only one of them is to be believed, 64 is added for the first of the two
+//! or 128 for the second.
 //!
 //! The last character of the first word is the version. Version 1 had a header of 16 bytes (`STPAGES1`, chunks, begun)
 //! and entries of 32, without a holder: it is still read. A map that was begun in version 1 stays in it, because a map
@@ -39,6 +41,9 @@ use sterna_protocol::pages::{PageMap, PageSet};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Holder(u8);
 
+/// For each of the two hosts of a number what says that it alone is to be believed.
+const ALONE: [u8; 2] = [64, 128];
+
 impl Holder {
     /// The source, in post-copy.
     pub const SOURCE: Self = Self(1);
@@ -51,15 +56,34 @@ impl Holder {
         (number < Self::MAX_HOSTS).then_some(Self(number as u8 + 2))
     }
 
+    /// Of two memory hosts with this number the one at this place, 0 or 1, alone.
+    #[must_use]
+    pub fn one_of(number: usize, which: usize) -> Option<Self> {
+        Some(Self(Self::host(number)?.0 | ALONE.get(which)?))
+    }
+
+    /// The place of the one that is to be believed alone, where two memory hosts have this number.
+    #[must_use]
+    pub fn alone(self) -> Option<usize> {
+        ALONE.iter().position(|alone| self.0 & alone != 0)
+    }
+
     /// The number of the memory host.
     #[must_use]
     pub fn host_number(self) -> Option<usize> {
-        self.0.checked_sub(2).map(usize::from)
+        self.whole().0.checked_sub(2).map(usize::from)
+    }
+
+    /// Both of two.
+    fn whole(self) -> Self {
+        Self(self.0 & !(ALONE[0] | ALONE[1]))
     }
 
     /// As an entry names it. The number 0 means nobody.
     fn from_entry(number: u8) -> Option<Self> {
-        (1..Self::MAX_HOSTS as u8 + 2).contains(&number).then_some(Self(number))
+        let (holder, all) = (Self(number), ALONE[0] | ALONE[1]);
+        let one = number & all != all && (number & all == 0 || holder.host_number().is_some());
+        (one && (1..Self::MAX_HOSTS as u8 + 2).contains(&holder.whole().0)).then_some(holder)
     }
 }
 
@@ -184,26 +208,55 @@ impl Whereabouts {
     }
 
     /// Notes that these pages are at a holder from now on, which has all others of the chunk that are away: what the
-    /// RAM file has of them counts no more.
+    /// RAM file has of them counts no more. Of two hosts that had them both, one may be the holder alone from now on.
     ///
     /// # Errors
     /// The file cannot be written; then they still count as here. Others of the chunk are at another holder, or the map
     /// is of a version without holders.
     pub fn departed(&mut self, chunk: ChunkIndex, pages: &PageSet, holder: Holder) -> io::Result<()> {
         let set = *self.pages.chunk(chunk);
-        if self.format != V2 || self.holder(chunk).is_some_and(|other| other != holder) {
+        let may_have = |other: Holder| other == holder || other == holder.whole();
+        if self.format != V2 || self.holder(chunk).is_some_and(|other| !may_have(other)) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the chunk has pages at another holder"));
         }
+        if pages.is_empty() {
+            return Ok(());
+        }
         let away = set.or(pages);
-        if set.is_empty() {
+        if self.holder(chunk) != Some(holder) {
             // Before it means anything: an entry may lie across two pages of the file, and a daemon that is killed
-            // between them leaves some of the pages away, which is as good, but not without a holder.
-            self.file.write_all_at(&[holder.0], self.at(chunk) + PageSet::BYTES as u64)?;
+            // between them leaves some of the pages away, which is as good, but not without a holder, nor with one that
+            // has them as they were before.
+            self.write_holder(chunk, holder)?;
         }
         self.file.write_all_at(&away.to_bytes(), self.at(chunk))?;
         *self.pages.chunk_mut(chunk) = away;
-        self.holders[chunk.index()] = holder;
         self.away += (away.len() - set.len()) as u64;
+        Ok(())
+    }
+
+    /// Notes that of two hosts that had a chunk's pages that are away one is to be believed alone.
+    ///
+    /// # Errors
+    /// The file cannot be written; then both are. Nothing of the chunk is away at these two.
+    pub fn left_alone(&mut self, chunk: ChunkIndex, holder: Holder) -> io::Result<()> {
+        if self.holder(chunk) != Some(holder.whole()) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the chunk has no pages at these two"));
+        }
+        self.write_holder(chunk, holder)
+    }
+
+    /// Notes that both of two hosts have a chunk's pages that are away, of which one was to be believed alone.
+    ///
+    /// # Errors
+    /// The file cannot be written; then it still is.
+    pub fn mended(&mut self, chunk: ChunkIndex) -> io::Result<()> {
+        self.write_holder(chunk, self.holders[chunk.index()].whole())
+    }
+
+    fn write_holder(&mut self, chunk: ChunkIndex, holder: Holder) -> io::Result<()> {
+        self.file.write_all_at(&[holder.0], self.at(chunk) + PageSet::BYTES as u64)?;
+        self.holders[chunk.index()] = holder;
         Ok(())
     }
 
@@ -320,6 +373,35 @@ mod tests {
     }
 
     #[test]
+    fn of_two_hosts_one_may_be_believed_alone_until_the_other_has_the_pages_too() {
+        let (layout, file) = (layout(8 << 20), tempfile::tempfile().unwrap());
+        let mut known = Whereabouts::all_here(file.try_clone().unwrap(), &layout);
+        known.begin(PageMap::empty(&layout), &layout).unwrap();
+        let found = || Whereabouts::recover(file.try_clone().unwrap(), &layout).unwrap().unwrap();
+        let (chunk, both) = (ChunkIndex(2), Holder::host(3).unwrap());
+        let [first, second] = [0, 1].map(|which| Holder::one_of(3, which).unwrap());
+        assert_eq!([both, first, second].map(Holder::host_number), [Some(3); 3]);
+        assert_eq!([both, first, second].map(Holder::alone), [None, Some(0), Some(1)]);
+        assert!(Holder::one_of(Holder::MAX_HOSTS, 0).is_none() && Holder::one_of(3, 2).is_none());
+        known.departed(chunk, &PageSet::first(3), both).unwrap();
+        known.departed(chunk, &PageSet::first(5), second).unwrap();
+        assert_eq!((found().holder(chunk), found().away()), (Some(second), 5));
+        for other in [both, first] {
+            assert!(known.departed(chunk, &PageSet::first(7), other).is_err(), "it has them as they were before");
+        }
+        known.mended(chunk).unwrap();
+        assert_eq!((found().holder(chunk), found().away()), (Some(both), 5));
+        known.departed(chunk, &PageSet::first(7), both).unwrap();
+        known.left_alone(chunk, first).unwrap();
+        assert_eq!(found().holder(chunk), Some(first));
+        assert!(known.left_alone(chunk, second).is_err() && known.left_alone(ChunkIndex(3), first).is_err());
+        // Where nothing is away any more, anybody may have the next.
+        known.arrived(chunk, &PageSet::first(7)).unwrap();
+        known.departed(chunk, &PageSet::first(1), second).unwrap();
+        assert_eq!(found().holder(chunk), Some(second));
+    }
+
+    #[test]
     fn in_a_map_without_holders_nothing_departs() {
         let layout = layout(8 << 20);
         let file = version_1(&layout, &some_pages(&layout));
@@ -368,8 +450,11 @@ mod tests {
         // In a chunk that has no page away, the holder means nothing.
         file.write_all_at(&[99], holder_of(1)).unwrap();
         assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_ok());
-        file.write_all_at(&[99], holder_of(2)).unwrap();
-        assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_err());
+        // None that there is; the source as one of two; and either of two alone.
+        for unknown in [0, 18, 99, 64 + 1, 64 + 128 + 2] {
+            file.write_all_at(&[unknown], holder_of(2)).unwrap();
+            assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_err(), "{unknown}");
+        }
         file.write_all_at(&[1], holder_of(2)).unwrap();
         assert!(Whereabouts::recover(file.try_clone().unwrap(), &layout).is_ok());
         file.write_all_at(b"STPAGES3", 0).unwrap();

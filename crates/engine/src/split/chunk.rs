@@ -24,8 +24,16 @@ pub(super) struct Known {
     pub unsure: bool,
     /// Pages have left since it was last asked, of which it had copies then: it may have lost them.
     pub unasked: bool,
-    /// It has not all that is away: it has lost some, and its mirror alone has them.
-    pub behind: bool,
+}
+
+impl Known {
+    /// Pages leave without it, for its mirror: what it has of the chunk counts no more.
+    pub fn left_behind(&mut self) {
+        let held = self.at.held();
+        self.at = Whereabouts::default();
+        self.at.seen(held);
+        self.unasked = true;
+    }
 }
 
 /// What is known of a chunk.
@@ -42,7 +50,8 @@ impl Chunk {
     /// `digests` are those of the others, in order.
     pub fn came(&mut self, (number, count): (usize, usize), (full, zero): (&PageSet, &PageSet), digests: &[u64]) {
         for known in &mut self.members[..count] {
-            known.at.comes(&full.or(zero));
+            // One that is behind has none of them.
+            known.at.comes(&full.or(zero).and(&known.at.away()));
             known.at.released(zero);
         }
         let copies = self.copies.get_or_insert_with(|| Copies { number, digests: Box::new([0; CHUNK_PAGES]) });

@@ -22,7 +22,7 @@ const FETCHERS: usize = 2;
 const SOON: Duration = Duration::from_millis(300);
 /// How many pages come together that nobody waits for: a quarter of a chunk, 2 ms on a link of 1 Gbit/s. So long those
 /// may have to wait that are touched next.
-const TOGETHER: usize = 64;
+pub(super) const TOGETHER: usize = 64;
 
 impl Split {
     /// Starts the threads that bring pages, and asks for those that somebody waits for already.
@@ -162,7 +162,7 @@ impl Split {
         state: &mut Chunk,
     ) -> Result<bool, SplitError> {
         self.make_sure(lines, member, chunk, state)?;
-        if state.members[member.which].behind {
+        if self.is_behind(chunk, member) {
             return Ok(false);
         }
         let version = state.members[member.which].at.held();
@@ -226,7 +226,12 @@ impl Wanted {
 fn behind(left: &PageSet, before: &PageSet) -> PageSet {
     let last = before.iter().last().unwrap_or_default();
     let behind: PageSet = left.iter().filter(|page| *page > last).take(TOGETHER).collect();
-    if behind.is_empty() { left.iter().take(TOGETHER).collect() } else { behind }
+    if behind.is_empty() { some_of(left, TOGETHER) } else { behind }
+}
+
+/// The first of these pages.
+pub(super) fn some_of(pages: &PageSet, count: usize) -> PageSet {
+    pages.iter().take(count).collect()
 }
 
 #[cfg(test)]

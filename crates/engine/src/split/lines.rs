@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::time::Duration;
 
 use sterna_protocol::store::{Claim, Refusal};
 use sterna_sys::host::random_u128;
@@ -9,9 +10,11 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::MigrateError;
 use crate::paging::whereabouts::Holder;
-use crate::store::client::{MemoryHost, StoreError};
+use crate::store::client::{ANSWER_TIMEOUT, MemoryHost, StoreError};
 use crate::transport::credentials::Credentials;
 
+/// How long one of two memory hosts may say nothing: those behind who asks it wait meanwhile, and the other one may do.
+const WITH_MIRROR: Duration = Duration::from_secs(1);
 /// The most memory hosts that have the same pages.
 pub(super) const MEMBERS: usize = 2;
 
@@ -105,6 +108,8 @@ pub(super) struct Lenders {
     all: RwLock<Vec<Lender>>,
     /// Those that did not answer when they were last asked.
     silent: [AtomicBool; Member::MOST],
+    /// Those that have answered again since.
+    returned: [AtomicBool; Member::MOST],
     guest: u128,
     key: u128,
     chunks: u32,
@@ -120,8 +125,9 @@ impl Lenders {
         chunks: u32,
         epochs: Box<dyn Epochs>,
     ) -> Result<Self, MigrateError> {
-        let silent = std::array::from_fn(|_| AtomicBool::new(false));
-        let lenders = Self { all: RwLock::new(all), silent, guest, key, chunks, epochs, epoch: AtomicU64::new(0) };
+        let (all, epoch) = (RwLock::new(all), AtomicU64::new(0));
+        let [silent, returned] = [(); 2].map(|()| std::array::from_fn(|_| AtomicBool::new(false)));
+        let lenders = Self { all, silent, returned, guest, key, chunks, epochs, epoch };
         lenders.raise()?;
         Ok(lenders)
     }
@@ -147,6 +153,23 @@ impl Lenders {
     /// Whether a memory host did not answer when it was last asked.
     pub(super) fn is_silent(&self, member: Member) -> bool {
         self.silent[member.index()].load(Ordering::Acquire)
+    }
+
+    /// Notes whether a memory host has answered.
+    fn heard(&self, member: Member, is_silent: bool) {
+        if self.silent[member.index()].swap(is_silent, Ordering::AcqRel) && !is_silent {
+            self.note_return(member);
+        }
+    }
+
+    /// A memory host has answered again: it may have lost what it had.
+    pub(super) fn note_return(&self, member: Member) {
+        self.returned[member.index()].store(true, Ordering::Release);
+    }
+
+    /// Whether a memory host has answered again since this was last asked.
+    pub(super) fn has_returned(&self, member: Member) -> bool {
+        self.returned[member.index()].swap(false, Ordering::AcqRel)
     }
 
     /// Whether another memory host has the same pages as this one.
@@ -227,8 +250,7 @@ impl<'a> Lines<'a> {
         loop {
             let epoch = self.lenders.epoch();
             let answer = self.ask_in(epoch, member, &mut ask);
-            let is_silent = matches!(&answer, Err(StoreError::Connection(_)));
-            self.lenders.silent[member.index()].store(is_silent, Ordering::Release);
+            self.lenders.heard(member, matches!(&answer, Err(StoreError::Connection(_))));
             let is_fenced = matches!(&answer, Err(StoreError::Refused(Refusal::Fenced { .. })));
             if !is_fenced || self.lenders.epoch() == epoch {
                 return answer;
@@ -247,6 +269,7 @@ impl<'a> Lines<'a> {
             *line = Some((epoch, self.lenders.open(member, epoch)?));
         }
         let (_, host) = line.as_mut().expect("it was opened");
+        host.wait_for(if self.lenders.has_mirror(member) { WITH_MIRROR } else { ANSWER_TIMEOUT });
         let answer = ask(host);
         let is_over = match &answer {
             Err(StoreError::Refused(refusal)) => matches!(refusal, Refusal::Fenced { .. } | Refusal::Closed),

@@ -28,6 +28,9 @@ mod ahead;
 /// Whether one of two memory hosts that did not answer is there again.
 mod probe;
 
+/// Pages that one of two memory hosts alone has are copied to the other.
+mod mend;
+
 /// Pages that leave.
 pub mod out;
 
@@ -307,6 +310,15 @@ impl Split {
         silent.map(|member| self.lenders.peer(member)).collect()
     }
 
+    /// How many pages are at one of two memory hosts alone: the other one did not answer when they left, or has lost
+    /// them. They are copied to it once it answers.
+    #[must_use]
+    pub fn at_one_alone(&self) -> u64 {
+        let alone = |chunk: &ChunkIndex| self.pager.holder(*chunk).and_then(Holder::alone).is_some();
+        let chunks = self.pager.ram().layout().iter().filter(alone);
+        chunks.map(|chunk| self.pager.away_in(chunk).len() as u64).sum()
+    }
+
     /// Why pages that are too many here do not leave at present.
     #[must_use]
     pub fn stuck(&self) -> Option<Problem> {
@@ -346,6 +358,12 @@ impl Split {
         self.pager.holder(chunk).and_then(Holder::host_number).filter(|number| *number < self.lenders.count())
     }
 
+    /// Whether a memory host has not what is away of a chunk: its mirror alone is to be believed.
+    fn is_behind(&self, chunk: ChunkIndex, member: Member) -> bool {
+        let holder = self.pager.holder(chunk).filter(|holder| holder.host_number() == Some(member.number));
+        holder.and_then(Holder::alone).is_some_and(|which| which != member.which)
+    }
+
     /// Finds out what a memory host has of a chunk, where that is not known.
     fn make_sure(
         &self,
@@ -378,12 +396,18 @@ impl Split {
     ) -> Result<(), SplitError> {
         let mine = self.host_of(chunk) == Some(member.number);
         let away = if mine { self.pager.away_in(chunk) } else { PageSet::EMPTY };
-        let Restart { now, release, lost, .. } = Whereabouts::recorded(away).restart(has);
-        state.members[member.which].behind = !lost.is_empty();
-        let mut all = self.lenders.members(member.number).into_iter();
-        if !lost.is_empty() && all.all(|other| state.members[other.which].behind) {
-            return Err(SplitError::Lost { peer: self.lenders.peer(member), pages: lost.len() as u64 });
+        let mut there = if self.is_behind(chunk, member) { PageSet::EMPTY } else { away };
+        let lost = there.without(&has.map_or(PageSet::EMPTY, |(_, pages)| pages));
+        if !lost.is_empty() {
+            let other = Holder::one_of(member.number, 1 - member.which).filter(|_| self.lenders.has_mirror(member));
+            if other.is_none() || self.pager.holder(chunk).and_then(Holder::alone).is_some() {
+                return Err(SplitError::Lost { peer: self.lenders.peer(member), pages: lost.len() as u64 });
+            }
+            // It is given all anew.
+            other.map_or(Ok(()), |other| self.pager.left_alone(chunk, other))?;
+            there = PageSet::EMPTY;
         }
+        let Restart { now, release, .. } = Whereabouts::recorded(there).restart(has);
         if let Some((version, pages)) = release {
             let released = lines.ask(member, |host| host.release(chunk, version, &pages));
             released.map_err(|error| self.failed(member, error))?;

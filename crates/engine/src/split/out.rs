@@ -15,12 +15,10 @@ use crate::faults::fence::Fence;
 use crate::memory::is_zero;
 use crate::paging::depart::{Copy, Departed};
 use crate::paging::whereabouts::Holder;
-use crate::store::client::{ANSWER_TIMEOUT, MemoryHost, StoreError};
+use crate::store::client::{MemoryHost, StoreError};
 
 /// How long pages may be fenced in once somebody waits for one of them.
 const GRACE: Duration = Duration::from_millis(2);
-/// How long one of two memory hosts may say nothing that is given pages. Those behind it in line wait meanwhile.
-const KEPT_WITHIN: Duration = Duration::from_secs(1);
 
 /// One thread's way out for pages: a fence, and connections.
 pub struct WayOut<'a> {
@@ -71,9 +69,16 @@ impl Split {
 
     /// Those of the pages of which each of these memory hosts had copies when it was last asked. One that is silent has
     /// them still, or has lost them: so nothing that is on record as away is another page there. What it was never
-    /// given, or is another page by now, is not among them.
-    fn had_by_each(&self, members: &[Member], silent: &[Member], state: &Chunk, copied: &Copied) -> PageSet {
-        if silent.iter().any(|member| state.members[member.which].unsure) {
+    /// given, or is another page by now, is not among them; nothing is where pages have left without it.
+    fn had_by_each(
+        &self,
+        (chunk, state): (ChunkIndex, &Chunk),
+        members: &[Member],
+        silent: &[Member],
+        copied: &Copied,
+    ) -> PageSet {
+        let is_known = |member: &Member| !state.members[member.which].unsure && !self.is_behind(chunk, *member);
+        if !silent.iter().all(is_known) {
             return PageSet::EMPTY;
         }
         members.iter().fold(copied.full, |pages, member| {
@@ -121,7 +126,6 @@ impl WayOut<'_> {
             // That one is left alone, or it would be asked.
             split.leave_copies(other, &mut state);
         }
-        let holder = Holder::host(number).ok_or(MigrateError::Bug("a memory host that is not known"))?;
         let members = split.lenders.members(number);
         let (silent, answering): (Vec<Member>, Vec<Member>) =
             members.iter().partition(|member| split.lenders.is_silent(**member));
@@ -131,11 +135,9 @@ impl WayOut<'_> {
         for member in &answering {
             split.make_sure(&mut self.lines, *member, chunk, &mut state)?;
         }
-        for member in &members {
-            let behind = &mut state.members[member.which].behind;
-            *behind &= !split.pager.away_in(chunk).is_empty();
-            if *behind {
-                // What it has lost must come here before more of the chunk leaves.
+        for member in &answering {
+            // Before more of the chunk leaves.
+            if !split.mend(&mut self.lines, *member, chunk, &mut state)? {
                 return Ok(nothing);
             }
         }
@@ -143,9 +145,17 @@ impl WayOut<'_> {
             split.check_copies(&mut self.lines, *member, chunk, &mut state)?;
         }
         let mut copied = self.copy(chunk)?;
+        let (mut to, mut holder) = (&members, Holder::host(number));
         if !silent.is_empty() {
-            copied = copied.only(split.had_by_each(&members, &silent, &state, &copied));
+            let had = split.had_by_each((chunk, &state), &members, &silent, &copied);
+            if had.is_empty() {
+                // The rest of the chunk leaves for the one that answers, which alone is believed from then on.
+                (to, holder) = (&answering, Holder::one_of(number, answering[0].which));
+            } else {
+                copied = copied.only(had);
+            }
         }
+        let holder = holder.ok_or(MigrateError::Bug("a memory host that is not known"))?;
         let mut departed = Ok(nothing);
         if !copied.full.is_empty() || !copied.zero.is_empty() {
             let digests = self.put_at_each(chunk, &answering, &mut state, &copied)?;
@@ -157,13 +167,16 @@ impl WayOut<'_> {
         let away = split.pager.away_in(chunk).and(&copied.full);
         let stayed = copied.full.without(&away);
         let known = |state: &Chunk, member: &Member| state.members[member.which].at.copied();
-        let unsent = members.iter().fold(away, |unsent, member| unsent.and(&known(&state, member)));
-        for member in &members {
+        let unsent = to.iter().fold(away, |unsent, member| unsent.and(&known(&state, member)));
+        for member in to {
             state.members[member.which].at.goes(&away);
             state.members[member.which].unasked |= silent.contains(member) && !away.is_empty();
         }
+        for member in silent.iter().filter(|member| split.is_behind(chunk, **member)) {
+            state.members[member.which].left_behind();
+        }
         // A copy of what has stayed, or is nothing any more, would be of no use the next time. But while one of two
-        // does not answer, only that leaves of which both have copies.
+        // does not answer, what both have copies of is what leaves for both.
         for member in answering.iter().filter(|_| silent.is_empty()) {
             let stale = stayed.or(&known(&state, member));
             split.release(&mut self.lines, *member, (chunk, &stale), &mut state);
@@ -237,42 +250,53 @@ impl WayOut<'_> {
         let unchanged = state.unchanged(which, &copied.full, &copied.bodies, self.split.digester);
         let known: Vec<_> = unchanged.iter().map(|page| state.digest(which, page).unwrap_or_default()).collect();
         let sent = copied.full.without(&unchanged);
-        let kept = if sent.is_empty() { Vec::new() } else { self.send_pages(chunk, member, state, (copied, sent))? };
+        let each = copied.full.iter().zip(copied.bodies.as_chunks::<PAGE_BYTES>().0);
+        let these = each.filter(|(page, _)| sent.contains(*page));
+        let bodies: Vec<_> = these.map(|(_, body)| Outgoing::from(body.as_slice())).collect();
+        let kept = if sent.is_empty() {
+            Vec::new()
+        } else {
+            self.split.give(&mut self.lines, member, (chunk, state), (sent, PageSet::EMPTY), &bodies)?
+        };
         let (mut known, mut kept) = (known.into_iter(), kept.into_iter());
         let of = |page| if unchanged.contains(page) { known.next() } else { kept.next() };
         Ok(copied.full.iter().filter_map(of).collect())
     }
+}
 
-    fn send_pages(
-        &mut self,
-        chunk: ChunkIndex,
+impl Split {
+    /// Gives pages of a chunk to a memory host: those of `full` with these bodies, in order, and `zero`. One that is
+    /// full gives up copies for them. Returns the digests of what it keeps.
+    ///
+    /// # Errors
+    /// [`SplitError::Host`].
+    pub(super) fn give(
+        &self,
+        lines: &mut Lines<'_>,
         member: Member,
-        state: &mut Chunk,
-        (copied, sent): (&Copied, PageSet),
+        (chunk, state): (ChunkIndex, &mut Chunk),
+        (full, zero): (PageSet, PageSet),
+        bodies: &[Outgoing<'_>],
     ) -> Result<Vec<u64>, SplitError> {
         let known = &mut state.members[member.which];
         let next = known.at.number();
-        let each = copied.full.iter().zip(copied.bodies.as_chunks::<PAGE_BYTES>().0);
-        let these = each.filter(|(page, _)| sent.contains(*page));
-        let bodies: Vec<_> = these.map(|(_, body)| Outgoing::from(body.as_slice())).collect();
         let is_full = |error: &StoreError| matches!(error, StoreError::Refused(Refusal::Full { .. }));
-        let patience = if self.split.lenders.has_mirror(member) { KEPT_WITHIN } else { ANSWER_TIMEOUT };
-        let (number, pages) = ((next.version, next.base), (sent, PageSet::EMPTY));
-        let mut put = |host: &mut MemoryHost| host.put_within(patience, chunk, number, pages, &bodies);
-        let mut answer = self.lines.ask(member, &mut put);
-        if answer.as_ref().is_err_and(is_full) && self.split.give_up_copies(&mut self.lines, member, chunk) {
-            answer = self.lines.ask(member, &mut put);
+        let number = (next.version, next.base);
+        let mut put = |host: &mut MemoryHost| host.put(chunk, number, (full, zero), bodies);
+        let mut answer = lines.ask(member, &mut put);
+        if answer.as_ref().is_err_and(is_full) && self.give_up_copies(lines, member, chunk) {
+            answer = lines.ask(member, &mut put);
         }
         match answer {
             Ok(digests) => {
-                known.at.kept(next, &sent);
+                known.at.kept(next, &full.or(&zero));
                 Ok(digests)
             }
             Err(error) => {
                 // A refusal says that nothing was done; but then both sides may not agree on what is there.
                 known.unsure = !is_full(&error);
-                self.split.rests[member.index()].fetch_or(known.unsure, Ordering::AcqRel);
-                Err(self.split.failed(member, error))
+                self.rests[member.index()].fetch_or(known.unsure, Ordering::AcqRel);
+                Err(self.failed(member, error))
             }
         }
     }

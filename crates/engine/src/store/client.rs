@@ -55,6 +55,8 @@ pub struct MemoryHost {
     name: String,
     /// The chunks of which it had anything when it was opened.
     held: u32,
+    /// How long it may say nothing when it is asked about one chunk.
+    patience: Duration,
 }
 
 impl MemoryHost {
@@ -81,6 +83,7 @@ impl MemoryHost {
             layout: Layout::of_chunks(chunks).map_err(MigrateError::from)?,
             name: String::new(),
             held: 0,
+            patience: ANSWER_TIMEOUT,
         };
         match host.ask(&StoreRequest::Open { claim, bytes, chunks })? {
             StoreReply::Opened { host: name, held } => {
@@ -89,6 +92,12 @@ impl MemoryHost {
             }
             _ => Err(other().into()),
         }
+    }
+
+    /// From now on it is given up for dead once it takes nothing, or says nothing, for so long, when it is asked about
+    /// one chunk.
+    pub fn wait_for(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
     /// The host's name, and the number of chunks of which it had anything when it was opened.
@@ -115,31 +124,13 @@ impl MemoryHost {
     pub fn put(
         &mut self,
         chunk: ChunkIndex,
-        number: (u64, Option<u64>),
-        pages: (PageSet, PageSet),
-        bodies: &[Outgoing<'_>],
-    ) -> Result<Vec<u64>, StoreError> {
-        self.put_within(ANSWER_TIMEOUT, chunk, number, pages, bodies)
-    }
-
-    /// The same, where it is given up for dead once it takes nothing, or says nothing, for so long.
-    ///
-    /// # Errors
-    /// [`StoreError`].
-    ///
-    /// # Panics
-    /// As [`put`](Self::put).
-    pub fn put_within(
-        &mut self,
-        patience: Duration,
-        chunk: ChunkIndex,
         (version, base): (u64, Option<u64>),
         (full, zero): (PageSet, PageSet),
         bodies: &[Outgoing<'_>],
     ) -> Result<Vec<u64>, StoreError> {
         let frame = ChunkFrame { round: 0, chunk, full, zero };
         assert_eq!(bodies.iter().map(Outgoing::bytes).sum::<usize>(), frame.body_bytes(), "the pages' bodies");
-        let limited = self.messages.connection_mut().set_write_timeout(Some(patience));
+        let limited = self.messages.connection_mut().set_write_timeout(Some(self.patience));
         limited.map_err(MigrateError::link("limiting how long pages may take"))?;
         self.messages.send(&StoreRequest::Put { chunk, version, base })?;
         // Digests of what a guest may change on its way say nothing: those that count come back.
@@ -147,7 +138,7 @@ impl MemoryHost {
         let mut vectors: Vec<_> =
             std::iter::once(Outgoing::from(head.as_slice())).chain(bodies.iter().copied()).collect();
         self.messages.connection_mut().send(&mut vectors).map_err(link_broke)?;
-        match self.answer(patience)? {
+        match self.answer(self.patience)? {
             StoreReply::Kept { digests } if digests.len() == full.len() => Ok(digests),
             _ => Err(other().into()),
         }
@@ -158,7 +149,7 @@ impl MemoryHost {
     /// # Errors
     /// [`StoreError`]; also where what came is not what its digest says.
     pub fn get(&mut self, chunk: ChunkIndex, version: u64, pages: &PageSet) -> Result<Pages, StoreError> {
-        self.get_within(ANSWER_TIMEOUT, chunk, version, pages)
+        self.get_within(self.patience, chunk, version, pages)
     }
 
     /// The same, where it is given up for dead once it says nothing for so long.
@@ -194,7 +185,8 @@ impl MemoryHost {
     /// # Errors
     /// [`StoreError`].
     pub fn release(&mut self, chunk: ChunkIndex, version: u64, pages: &PageSet) -> Result<(), StoreError> {
-        match self.ask(&StoreRequest::Release { chunk, version, pages: pages.to_bytes() })? {
+        self.messages.send(&StoreRequest::Release { chunk, version, pages: pages.to_bytes() })?;
+        match self.answer(self.patience)? {
             StoreReply::Released => Ok(()),
             _ => Err(other().into()),
         }
@@ -227,8 +219,8 @@ impl MemoryHost {
     /// # Errors
     /// [`StoreError`].
     pub fn held(&mut self, chunk: ChunkIndex) -> Result<Option<(u64, PageSet)>, StoreError> {
-        let request = StoreRequest::Inventory { first: chunk, most: 1 };
-        let StoreReply::Inventory(entries) = self.ask(&request)? else { return Err(other().into()) };
+        self.messages.send(&StoreRequest::Inventory { first: chunk, most: 1 })?;
+        let StoreReply::Inventory(entries) = self.answer(self.patience)? else { return Err(other().into()) };
         let entry = entries.first().filter(|entry| entry.chunk == chunk);
         Ok(entry.map(|entry| (entry.version, PageSet::from_bytes(&entry.pages))))
     }

@@ -104,10 +104,45 @@ fn send_all_without(split: &Split) {
     }
 }
 
-/// A guest that reads goes on as before: what both have leaves again. What one of them has not, or has as it was
-/// before, stays, or its return would have it believed.
+/// Writes a word of page 260, behind the one that tells the page, that is `turn`.
+const WRITTEN: u64 = 260;
+
+fn write_turn(guest: &Guest, turn: u64) {
+    guest.ram.mapping.copy_in(WRITTEN * 4096 + 512, &turn.to_le_bytes().repeat(2)).unwrap();
+}
+
+fn turn_of(guest: &Guest) -> u64 {
+    let (at, mut words) = (WRITTEN * 4096 + 512, [0; 16]);
+    guest.ram.mapping.copy_out(at..at + 16, &mut words);
+    u64::from_le_bytes(*words.first_chunk().unwrap())
+}
+
+fn is_away(split: &Split) -> bool {
+    let chunk = ChunkIndex((WRITTEN / CHUNK_PAGES as u64) as u32);
+    split.pager().away_in(chunk).contains((WRITTEN % CHUNK_PAGES as u64) as u8)
+}
+
+/// The next daemon. An answer may be lost to a cut a moment ago.
+fn recovered(guest: &Guest, hosts: [&LendingHost; 2]) -> Arc<Split> {
+    loop {
+        match guest.recover_over(vec![pair(hosts)]) {
+            Ok(split) => return split,
+            Err(SplitError::Host { .. }) => {}
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
+
+/// Each page is at both of two.
+fn are_both_given_all(split: &Split) {
+    while split.at_one_alone() > 0 || !split.silent().is_empty() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A guest that reads goes on as before: what both have leaves again for both.
 #[test]
-fn while_one_of_two_does_not_answer_pages_leave_that_both_have_and_no_others() {
+fn while_one_of_two_does_not_answer_pages_leave_for_both_that_both_have() {
     for_either(|guest, hosts, gone| {
         let split = guest.split_over(vec![pair(hosts)]);
         send_all(&split, 0);
@@ -121,38 +156,85 @@ fn while_one_of_two_does_not_answer_pages_leave_that_both_have_and_no_others() {
         split.bring_back().unwrap();
         std::thread::sleep(Duration::from_millis(200));
         send_all_without(&split);
-        assert_eq!(split.pager().missing(), full);
-        // A word of page 260, behind the one that tells the page.
-        let at = 260 * 4096 + 512;
-        let mapping = &guest.ram.mapping;
-        let chunk = |page: u64| ChunkIndex((page / CHUNK_PAGES as u64) as u32);
-        for turn in 1..=3_u64 {
-            split.bring_back().unwrap();
-            mapping.copy_in(at, &turn.to_le_bytes().repeat(2)).unwrap();
-            send_all_without(&split);
-            let away = split.pager().missing();
-            assert_eq!(away, full - 1);
-            assert!(!split.pager().away_in(chunk(260)).contains((260 % CHUNK_PAGES as u64) as u8), "it was written");
-            assert_eq!((guest.word(300), split.failing(0)), (content(300), None));
-        }
+        assert_eq!((split.pager().missing(), split.at_one_alone()), (full, 0));
+        assert_eq!((guest.word(300), split.failing(0)), (content(300), None));
         // The other way round: what is away is at each of them.
         hosts[gone].relay.restore();
         hosts[1 - gone].relay.cut();
         while split.bring_back().is_err() {}
         hosts[1 - gone].relay.restore();
         guest.is_as_it_was();
-        // And leaves for both again.
-        while split.pager().missing() < full {
-            (0..CHUNKS).for_each(|chunk| drop(split.way_out().unwrap().send(ChunkIndex(chunk), 0)));
+        split.end();
+    });
+}
+
+/// What the guest has written leaves for one; the other one, which has the page as it was before, is given it once it
+/// is back, and not believed before.
+#[test]
+fn what_leaves_for_one_of_two_is_at_both_once_the_other_answers_again() {
+    for_either(|guest, hosts, gone| {
+        let split = guest.split_over(vec![pair(hosts)]);
+        send_all(&split, 0);
+        let full = split.pager().missing();
+        for turn in 1..=3 {
+            split.bring_back().unwrap();
+            hosts[gone].relay.cut();
+            write_turn(guest, turn);
+            send_all_without(&split);
+            assert!(!is_away(&split), "what both have leaves first");
+            send_all_without(&split);
+            assert_eq!((split.pager().missing(), is_away(&split)), (full, true));
+            assert_eq!(split.at_one_alone(), 192, "the chunk's, and of no other");
+            assert_eq!(turn_of(guest), turn);
+            send_all_without(&split);
+            if turn == 2 {
+                loses_all(hosts[gone]);
+            }
+            hosts[gone].relay.restore();
+            are_both_given_all(&split);
+            // What it has lost shows when it is looked through.
+            while hosts[gone].pages() < split.pager().missing() + u64::from(CHUNKS) {
+                are_both_given_all(&split);
+            }
+            hosts[1 - gone].relay.cut();
+            while split.bring_back().is_err() {}
+            assert_eq!(turn_of(guest), turn);
+            hosts[1 - gone].relay.restore();
+            are_both_given_all(&split);
+        }
+        guest.is_as_it_was();
+        split.end();
+    });
+}
+
+/// The next daemon does not believe it either, whoever of the two answers.
+#[test]
+fn another_daemon_knows_which_of_two_has_pages_as_they_were_before() {
+    for_either(|guest, hosts, gone| {
+        let split = guest.split_over(vec![pair(hosts)]);
+        send_all(&split, 0);
+        split.bring_back().unwrap();
+        hosts[gone].relay.cut();
+        write_turn(guest, 1);
+        while !is_away(&split) {
+            send_all_without(&split);
         }
         dies(split);
+        hosts[gone].relay.restore();
         hosts[1 - gone].relay.cut();
-        let split = guest.recover_over(vec![pair(hosts)]).unwrap();
+        let split = recovered(guest, hosts);
+        assert!(matches!(split.bring_back(), Err(SplitError::Host { .. })));
+        assert!(is_away(&split), "it waits for the one that has it");
+        hosts[1 - gone].relay.restore();
+        are_both_given_all(&split);
+        dies(split);
+        // Now both are to be believed, for the one after it, too.
+        hosts[1 - gone].relay.cut();
+        let split = recovered(guest, hosts);
         split.bring_back().unwrap();
+        assert_eq!(turn_of(guest), 1);
         guest.is_as_it_was();
-        let mut words = [0; 16];
-        mapping.copy_out(at..at + 16, &mut words);
-        assert_eq!(words[..], 3_u64.to_le_bytes().repeat(2));
+        hosts[1 - gone].relay.restore();
         split.end();
     });
 }
@@ -174,6 +256,7 @@ fn another_daemon_goes_on_with_one_of_two_that_have_the_same_pages() {
         guest.is_as_it_was();
         // What it has still of those pages counts no more, and is found out about.
         send_all(&split, 0);
+        are_both_given_all(&split);
         are_alike(hosts);
         split.bring_back().unwrap();
         guest.is_as_it_was();
@@ -193,10 +276,10 @@ fn pages_that_one_of_two_has_lost_come_from_the_other_and_are_lost_where_both_ha
     dies(split);
     loses_all(hosts[0]);
     let split = guest.recover_over(vec![pair(hosts)]).unwrap();
-    // A chunk of which the other one alone has pages is added to by nobody.
+    // It is given them again, whether or not anybody asks for them.
     assert_eq!(guest.word(300), content(300));
-    guest.writes(450);
-    assert!(split.way_out().unwrap().send(ChunkIndex(0), 0).unwrap().away.is_empty());
+    are_both_given_all(&split);
+    assert!(hosts[0].pages() > 0);
     split.bring_back().unwrap();
     send_all(&split, 0);
     are_alike(hosts);
@@ -253,6 +336,10 @@ fn whatever_becomes_of_one_of_two_the_guest_finds_what_it_wrote() {
         random ^= random >> 7;
         random ^= random << 17;
         let which = (random >> 20 & 1) as usize;
+        if cut.is_none() {
+            // What one has alone, it must not lose before the other one has it, too.
+            are_both_given_all(&split);
+        }
         match random % 5 {
             0 if cut.is_none() => {
                 hosts[which].relay.cut();
@@ -264,19 +351,12 @@ fn whatever_becomes_of_one_of_two_the_guest_finds_what_it_wrote() {
             }
             2 => {
                 dies(split);
-                split = loop {
-                    // An answer may be lost to a cut a moment ago.
-                    match guest.recover_over(vec![pair(hosts)]) {
-                        Ok(split) => break split,
-                        Err(SplitError::Host { .. }) => {}
-                        Err(other) => panic!("round {round}: {other}"),
-                    }
-                };
+                split = recovered(&guest, hosts);
             }
             3 if cut.is_none() => {
                 loses_all(hosts[which]);
                 checking.goes_on(50);
-                // All that was there is at the other one alone: it comes here before that one may lose anything.
+                // Nobody knows of it before it is asked. What has come here is not lost with the other one.
                 while split.bring_back().is_err() {}
             }
             _ => {}
