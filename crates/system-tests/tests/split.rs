@@ -222,7 +222,7 @@ fn a_daemon_that_is_killed_at_any_moment_leaves_a_guest_that_can_be_merged() {
         println!("round {round}: {}, daemon of {host} killed: exit status {}", words[0], answer.code);
         cut_off += u32::from(answer.code == 5);
         if host == "a" {
-            assert!([0, 5].contains(&answer.code), "{answer:#?}");
+            assert!([0, 5].contains(&answer.code) || is_to_ask_again(&answer), "{answer:#?}");
             site.start_daemon(host);
         }
         site.checker_is_well();
@@ -235,6 +235,13 @@ fn a_daemon_that_is_killed_at_any_moment_leaves_a_guest_that_can_be_merged() {
     all_is_given_back(&site);
     site.checker_is_well();
     site.migrate(&[]);
+}
+
+/// Whether a request came so soon after a daemon's start that a memory host had not been asked, or told, by then.
+fn is_to_ask_again(answer: &Answer) -> bool {
+    ["have answered since the daemon was started", "has not been told yet"]
+        .iter()
+        .any(|words| answer.stderr.contains(words))
 }
 
 /// The guest writes on, and each of its daemons dies at any moment.
@@ -265,7 +272,7 @@ fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
         let answer = running.end();
         println!("round {round}: {:?}, daemon of {host} killed: exit status {}", ways[turn], answer.code);
         if host == "a" {
-            assert!([0, 5].contains(&answer.code), "{answer:#?}");
+            assert!([0, 5].contains(&answer.code) || is_to_ask_again(&answer), "{answer:#?}");
             site.start_daemon(host);
         }
         site.checker_is_well();
