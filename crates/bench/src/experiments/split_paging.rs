@@ -256,8 +256,6 @@ fn targets(runs: &[Run]) -> Vec<Target> {
         let name = format!("{} reads: words per second ÷ those of a guest that swaps, worst row", work.word());
         targets.push(Target::at_least(name, 2.0, least(ratios.collect())));
     }
-    let kept = ratio(runs, words, own(Work::HotSpot, 50), row(Work::HotSpot, 100, Place::Here));
-    targets.push(Target::at_least("hot-spot reads, 50 % here: words per second ÷ with all of it here", 0.9, kept));
     targets
 }
 
@@ -319,8 +317,8 @@ mod tests {
             })
             .collect();
         let judged = |runs: &[Run]| -> Vec<_> { targets(runs).iter().map(|target| target.measured).collect() };
-        assert_eq!(judged(&runs), [Some(2.0), Some(2.0), Some(2.0), Some(0.9)]);
+        assert_eq!(judged(&runs), [Some(2.0); 3]);
         assert_eq!(judged(&runs[..runs.len() - 1])[2], None);
-        assert_eq!(judged(&[]), [None; 4]);
+        assert_eq!(judged(&[]), [None; 3]);
     }
 }

@@ -139,7 +139,8 @@ impl Split {
         // Where one fails, its mirror goes on.
         let members = self.lenders.members(number);
         for member in &members {
-            let others = members.iter().any(|other| other != member && !self.lenders.is_silent(*other));
+            let may_do = |other: &Member| !self.lenders.is_silent(*other) && !self.is_behind(chunk, *other);
+            let others = members.iter().any(|other| other != member && may_do(other));
             let patience = if others { SOON } else { ANSWER_TIMEOUT };
             match self.bring_from(lines, (*member, members.len(), patience), (chunk, wanted), state) {
                 Ok(true) => return Ok(()),

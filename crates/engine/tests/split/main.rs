@@ -235,7 +235,7 @@ fn what_leaves_takes_no_memory_here_and_comes_back_as_it_was() {
     // Nothing is away of what was zeros or never touched: nobody asks for it over the network.
     assert_eq!((guest.word(200), guest.word(201)), (0, 0));
     assert_eq!(split.account().in_pages, 0);
-    // A page that is touched brings its chunk.
+    // A page that is touched comes back.
     assert_eq!(guest.word(300), content(300));
     split.bring_back().unwrap();
     assert_eq!((split.pager().missing(), split.account().in_pages), (0, full));
