@@ -90,6 +90,12 @@ impl Pager {
         self.lock().whereabouts.holder(chunk)
     }
 
+    /// How many chunks have pages that are at one of two hosts alone.
+    #[must_use]
+    pub fn alone_chunks(&self) -> usize {
+        self.lock().whereabouts.alone()
+    }
+
     /// Notes that of two hosts that had a chunk's pages this one alone is to be believed.
     ///
     /// # Errors

@@ -143,6 +143,8 @@ pub struct Whereabouts {
     /// Who holds each chunk's.
     holders: Vec<Holder>,
     away: u64,
+    /// How many chunks have pages at one of two hosts that is to be believed alone.
+    alone: usize,
 }
 
 impl Whereabouts {
@@ -150,7 +152,7 @@ impl Whereabouts {
     #[must_use]
     pub fn all_here(file: File, layout: &Layout) -> Self {
         let holders = vec![Holder::SOURCE; layout.chunks() as usize];
-        Self { file, format: V2, pages: PageMap::empty(layout), holders, away: 0 }
+        Self { file, format: V2, pages: PageMap::empty(layout), holders, away: 0, alone: 0 }
     }
 
     /// The map that an earlier daemon left; `None` where that daemon never began one.
@@ -181,7 +183,9 @@ impl Whereabouts {
             holders.push(known.1);
         }
         let away = pages.len();
-        Ok(Some(Self { file, format, pages, holders, away }))
+        let mut found = Self { file, format, pages, holders, away, alone: 0 };
+        found.alone = layout.iter().filter(|chunk| found.is_alone(*chunk)).count();
+        Ok(Some(found))
     }
 
     /// Begins the map: these pages are at the source, and no others are away.
@@ -195,7 +199,7 @@ impl Whereabouts {
         self.file.write_all_at(&entries, V2.header_bytes as u64)?;
         // The header is written last: a file without it is not valid.
         self.file.write_all_at(&V2.header(layout), 0)?;
-        self.away = pages.len();
+        (self.away, self.alone) = (pages.len(), 0);
         self.pages = pages;
         self.holders.fill(Holder::SOURCE);
         Ok(())
@@ -222,16 +226,19 @@ impl Whereabouts {
         if pages.is_empty() {
             return Ok(());
         }
-        let away = set.or(pages);
+        let (away, was_alone) = (set.or(pages), self.is_alone(chunk));
         if self.holder(chunk) != Some(holder) {
             // Before it means anything: an entry may lie across two pages of the file, and a daemon that is killed
             // between them leaves some of the pages away, which is as good, but not without a holder, nor with one that
             // has them as they were before.
             self.write_holder(chunk, holder)?;
         }
+        self.count_alone(chunk, was_alone);
+        let was_alone = self.is_alone(chunk);
         self.file.write_all_at(&away.to_bytes(), self.at(chunk))?;
         *self.pages.chunk_mut(chunk) = away;
         self.away += (away.len() - set.len()) as u64;
+        self.count_alone(chunk, was_alone);
         Ok(())
     }
 
@@ -243,7 +250,9 @@ impl Whereabouts {
         if self.holder(chunk) != Some(holder.whole()) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the chunk has no pages at these two"));
         }
-        self.write_holder(chunk, holder)
+        self.write_holder(chunk, holder)?;
+        self.count_alone(chunk, false);
+        Ok(())
     }
 
     /// Notes that both of two hosts have a chunk's pages that are away, of which one was to be believed alone.
@@ -251,7 +260,24 @@ impl Whereabouts {
     /// # Errors
     /// The file cannot be written; then it still is.
     pub fn mended(&mut self, chunk: ChunkIndex) -> io::Result<()> {
-        self.write_holder(chunk, self.holders[chunk.index()].whole())
+        let was_alone = self.is_alone(chunk);
+        self.write_holder(chunk, self.holders[chunk.index()].whole())?;
+        self.count_alone(chunk, was_alone);
+        Ok(())
+    }
+
+    /// How many chunks have pages at one of two hosts that is to be believed alone.
+    #[must_use]
+    pub fn alone(&self) -> usize {
+        self.alone
+    }
+
+    fn is_alone(&self, chunk: ChunkIndex) -> bool {
+        self.holder(chunk).and_then(Holder::alone).is_some()
+    }
+
+    fn count_alone(&mut self, chunk: ChunkIndex, was: bool) {
+        self.alone = self.alone + usize::from(self.is_alone(chunk)) - usize::from(was);
     }
 
     fn write_holder(&mut self, chunk: ChunkIndex, holder: Holder) -> io::Result<()> {
@@ -294,10 +320,11 @@ impl Whereabouts {
     /// The file cannot be written; then the pages still count as away.
     pub fn arrived(&mut self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         let set = self.pages.chunk(chunk);
-        let (rest, came) = (set.without(pages), set.and(pages).len());
+        let (rest, came, was_alone) = (set.without(pages), set.and(pages).len(), self.is_alone(chunk));
         self.file.write_all_at(&rest.to_bytes(), self.at(chunk))?;
         *self.pages.chunk_mut(chunk) = rest;
         self.away -= came as u64;
+        self.count_alone(chunk, was_alone);
         Ok(())
     }
 }
@@ -386,19 +413,24 @@ mod tests {
         known.departed(chunk, &PageSet::first(3), both).unwrap();
         known.departed(chunk, &PageSet::first(5), second).unwrap();
         assert_eq!((found().holder(chunk), found().away()), (Some(second), 5));
+        assert_eq!((known.alone(), found().alone()), (1, 1));
         for other in [both, first] {
             assert!(known.departed(chunk, &PageSet::first(7), other).is_err(), "it has them as they were before");
         }
         known.mended(chunk).unwrap();
         assert_eq!((found().holder(chunk), found().away()), (Some(both), 5));
+        assert_eq!((known.alone(), found().alone()), (0, 0));
         known.departed(chunk, &PageSet::first(7), both).unwrap();
         known.left_alone(chunk, first).unwrap();
         assert_eq!(found().holder(chunk), Some(first));
         assert!(known.left_alone(chunk, second).is_err() && known.left_alone(ChunkIndex(3), first).is_err());
         // Where nothing is away any more, anybody may have the next.
+        known.arrived(chunk, &PageSet::first(6)).unwrap();
+        assert_eq!(known.alone(), 1);
         known.arrived(chunk, &PageSet::first(7)).unwrap();
+        assert_eq!(known.alone(), 0);
         known.departed(chunk, &PageSet::first(1), second).unwrap();
-        assert_eq!(found().holder(chunk), Some(second));
+        assert_eq!((found().holder(chunk), known.alone(), found().alone()), (Some(second), 1, 1));
     }
 
     #[test]

@@ -314,6 +314,9 @@ impl Split {
     /// them. They are copied to it once it answers.
     #[must_use]
     pub fn at_one_alone(&self) -> u64 {
+        if self.pager.alone_chunks() == 0 {
+            return 0;
+        }
         let alone = |chunk: &ChunkIndex| self.pager.holder(*chunk).and_then(Holder::alone).is_some();
         let chunks = self.pager.ram().layout().iter().filter(alone);
         chunks.map(|chunk| self.pager.away_in(chunk).len() as u64).sum()

@@ -37,7 +37,7 @@ impl Split {
         for member in self.pairs().into_iter().filter(|member| self.lenders.has_returned(*member)) {
             self.look_through(&mut lines, member).inspect_err(|_| self.lenders.note_return(member))?;
         }
-        let mut next = Some(0);
+        let mut next = (self.pager.alone_chunks() > 0).then_some(0);
         while let Some(from) = next.filter(|_| !self.has_ended()) {
             next = self.mend_next(&mut lines, from)?;
         }
