@@ -197,9 +197,11 @@ pub fn describe(split: &api::Split) -> String {
     let silent =
         split.silent.iter().map(|peer| format!("; {peer} does not answer, but another one has the same pages"));
     let alone = (split.alone_pages > 0).then(|| {
-        let pages =
-            if split.alone_pages == 1 { "1 page is".into() } else { format!("{} pages are", split.alone_pages) };
-        format!("; {pages} at one of two memory hosts alone until the other one has been given them")
+        let (pages, them) = match split.alone_pages {
+            1 => ("1 page is".into(), "it"),
+            pages => (format!("{pages} pages are"), "them"),
+        };
+        format!("; {pages} at one of two memory hosts alone, until the other one has been given {them}")
     });
     leaving.chain(silent).chain(alone).chain(waits).chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
 }
@@ -271,8 +273,12 @@ mod tests {
         );
         let alone = api::Split { silent: vec!["b:1".into()], alone_pages: 1, ..split(5, vec![], None) };
         let end = "b:1 does not answer, but another one has the same pages; \
-                   1 page is at one of two memory hosts alone until the other one has been given them";
+                   1 page is at one of two memory hosts alone, until the other one has been given it";
         assert!(describe(&alone).ends_with(end), "{}", describe(&alone));
+        let more = describe(&api::Split { alone_pages: 2, ..alone });
+        assert!(
+            more.ends_with("; 2 pages are at one of two memory hosts alone, until the other one has been given them")
+        );
         let one = api::Split { paced_pages: 1, forced_pages: 0, ..paced };
         assert!(describe(&one).contains("; 1 page waited for room"), "{one:?}");
     }

@@ -226,20 +226,13 @@ impl Whereabouts {
         if pages.is_empty() {
             return Ok(());
         }
-        let (away, was_alone) = (set.or(pages), self.is_alone(chunk));
         if self.holder(chunk) != Some(holder) {
             // Before it means anything: an entry may lie across two pages of the file, and a daemon that is killed
             // between them leaves some of the pages away, which is as good, but not without a holder, nor with one that
             // has them as they were before.
             self.write_holder(chunk, holder)?;
         }
-        self.count_alone(chunk, was_alone);
-        let was_alone = self.is_alone(chunk);
-        self.file.write_all_at(&away.to_bytes(), self.at(chunk))?;
-        *self.pages.chunk_mut(chunk) = away;
-        self.away += (away.len() - set.len()) as u64;
-        self.count_alone(chunk, was_alone);
-        Ok(())
+        self.write_pages(chunk, set.or(pages))
     }
 
     /// Notes that of two hosts that had a chunk's pages that are away one is to be believed alone.
@@ -250,9 +243,7 @@ impl Whereabouts {
         if self.holder(chunk) != Some(holder.whole()) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the chunk has no pages at these two"));
         }
-        self.write_holder(chunk, holder)?;
-        self.count_alone(chunk, false);
-        Ok(())
+        self.write_holder(chunk, holder)
     }
 
     /// Notes that both of two hosts have a chunk's pages that are away, of which one was to be believed alone.
@@ -260,10 +251,7 @@ impl Whereabouts {
     /// # Errors
     /// The file cannot be written; then it still is.
     pub fn mended(&mut self, chunk: ChunkIndex) -> io::Result<()> {
-        let was_alone = self.is_alone(chunk);
-        self.write_holder(chunk, self.holders[chunk.index()].whole())?;
-        self.count_alone(chunk, was_alone);
-        Ok(())
+        self.write_holder(chunk, self.holders[chunk.index()].whole())
     }
 
     /// How many chunks have pages at one of two hosts that is to be believed alone.
@@ -276,14 +264,25 @@ impl Whereabouts {
         self.holder(chunk).and_then(Holder::alone).is_some()
     }
 
-    fn count_alone(&mut self, chunk: ChunkIndex, was: bool) {
-        self.alone = self.alone + usize::from(self.is_alone(chunk)) - usize::from(was);
-    }
-
     fn write_holder(&mut self, chunk: ChunkIndex, holder: Holder) -> io::Result<()> {
+        let was_alone = self.is_alone(chunk);
         self.file.write_all_at(&[holder.0], self.at(chunk) + PageSet::BYTES as u64)?;
         self.holders[chunk.index()] = holder;
+        self.count_alone(chunk, was_alone);
         Ok(())
+    }
+
+    fn write_pages(&mut self, chunk: ChunkIndex, away: PageSet) -> io::Result<()> {
+        let (was_alone, before) = (self.is_alone(chunk), self.pages.chunk(chunk).len());
+        self.file.write_all_at(&away.to_bytes(), self.at(chunk))?;
+        *self.pages.chunk_mut(chunk) = away;
+        self.away = self.away + away.len() as u64 - before as u64;
+        self.count_alone(chunk, was_alone);
+        Ok(())
+    }
+
+    fn count_alone(&mut self, chunk: ChunkIndex, was: bool) {
+        self.alone = self.alone + usize::from(self.is_alone(chunk)) - usize::from(was);
     }
 
     fn at(&self, chunk: ChunkIndex) -> u64 {
@@ -319,13 +318,8 @@ impl Whereabouts {
     /// # Errors
     /// The file cannot be written; then the pages still count as away.
     pub fn arrived(&mut self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
-        let set = self.pages.chunk(chunk);
-        let (rest, came, was_alone) = (set.without(pages), set.and(pages).len(), self.is_alone(chunk));
-        self.file.write_all_at(&rest.to_bytes(), self.at(chunk))?;
-        *self.pages.chunk_mut(chunk) = rest;
-        self.away -= came as u64;
-        self.count_alone(chunk, was_alone);
-        Ok(())
+        let rest = self.pages.chunk(chunk).without(pages);
+        self.write_pages(chunk, rest)
     }
 }
 

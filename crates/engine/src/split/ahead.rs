@@ -73,7 +73,11 @@ impl Trail {
         if self.stride == 0 && self.width == CHUNK_PAGES {
             return PageSet::first(CHUNK_PAGES);
         }
-        let step = if self.stride != 0 { self.stride } else { if self.step < 0 { -1 } else { 1 } };
+        let step = match self.stride {
+            0 if self.step < 0 => -1,
+            0 => 1,
+            stride => stride,
+        };
         let steps = (1..=self.width as i32).map(|count| i32::from(self.last) + count * i32::from(step));
         steps.map_while(|page| u8::try_from(page).ok()).collect()
     }

@@ -402,12 +402,13 @@ impl Split {
         let mut there = if self.is_behind(chunk, member) { PageSet::EMPTY } else { away };
         let lost = there.without(&has.map_or(PageSet::EMPTY, |(_, pages)| pages));
         if !lost.is_empty() {
-            let other = Holder::one_of(member.number, 1 - member.which).filter(|_| self.lenders.has_mirror(member));
-            if other.is_none() || self.pager.holder(chunk).and_then(Holder::alone).is_some() {
+            let is_alone =
+                !self.lenders.has_mirror(member) || self.pager.holder(chunk).and_then(Holder::alone).is_some();
+            let Some(other) = Holder::one_of(member.number, 1 - member.which).filter(|_| !is_alone) else {
                 return Err(SplitError::Lost { peer: self.lenders.peer(member), pages: lost.len() as u64 });
-            }
+            };
             // It is given all anew.
-            other.map_or(Ok(()), |other| self.pager.left_alone(chunk, other))?;
+            self.pager.left_alone(chunk, other)?;
             there = PageSet::EMPTY;
         }
         let Restart { now, release, .. } = Whereabouts::recorded(there).restart(has);

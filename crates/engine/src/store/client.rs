@@ -163,8 +163,8 @@ impl MemoryHost {
         version: u64,
         pages: &PageSet,
     ) -> Result<Pages, StoreError> {
-        self.messages.send(&StoreRequest::Get { chunk, version, pages: pages.to_bytes() })?;
-        let StoreReply::Pages = self.answer(patience)? else { return Err(other().into()) };
+        let request = StoreRequest::Get { chunk, version, pages: pages.to_bytes() };
+        let StoreReply::Pages = self.ask_within(patience, &request)? else { return Err(other().into()) };
         let connection = self.messages.connection_mut();
         let (frame, digests) = match next_frame(connection, &mut self.reader, &self.layout)? {
             Some((Frame::Chunk(frame), digests)) if frame.chunk == chunk && frame.full.or(&frame.zero) == *pages => {
@@ -185,8 +185,7 @@ impl MemoryHost {
     /// # Errors
     /// [`StoreError`].
     pub fn release(&mut self, chunk: ChunkIndex, version: u64, pages: &PageSet) -> Result<(), StoreError> {
-        self.messages.send(&StoreRequest::Release { chunk, version, pages: pages.to_bytes() })?;
-        match self.answer(self.patience)? {
+        match self.ask_within(self.patience, &StoreRequest::Release { chunk, version, pages: pages.to_bytes() })? {
             StoreReply::Released => Ok(()),
             _ => Err(other().into()),
         }
@@ -219,8 +218,10 @@ impl MemoryHost {
     /// # Errors
     /// [`StoreError`].
     pub fn held(&mut self, chunk: ChunkIndex) -> Result<Option<(u64, PageSet)>, StoreError> {
-        self.messages.send(&StoreRequest::Inventory { first: chunk, most: 1 })?;
-        let StoreReply::Inventory(entries) = self.answer(self.patience)? else { return Err(other().into()) };
+        let request = StoreRequest::Inventory { first: chunk, most: 1 };
+        let StoreReply::Inventory(entries) = self.ask_within(self.patience, &request)? else {
+            return Err(other().into());
+        };
         let entry = entries.first().filter(|entry| entry.chunk == chunk);
         Ok(entry.map(|entry| (entry.version, PageSet::from_bytes(&entry.pages))))
     }
@@ -248,8 +249,12 @@ impl MemoryHost {
     }
 
     fn ask(&mut self, request: &StoreRequest) -> Result<StoreReply, StoreError> {
+        self.ask_within(ANSWER_TIMEOUT, request)
+    }
+
+    fn ask_within(&mut self, patience: Duration, request: &StoreRequest) -> Result<StoreReply, StoreError> {
         self.messages.send(request)?;
-        self.answer(ANSWER_TIMEOUT)
+        self.answer(patience)
     }
 
     fn answer(&mut self, patience: Duration) -> Result<StoreReply, StoreError> {
