@@ -201,13 +201,22 @@ impl Guest {
     /// # Errors
     /// [`Error::Timeout`] with the end of its console.
     pub fn wait_until_up(&self, limit: Duration) -> Result<()> {
-        let up =
-            wait_for("GUEST UP on the console", limit, || Ok(self.console_text().contains("GUEST UP").then_some(())));
-        up.map_err(|_| {
+        self.wait_until_says("GUEST UP", limit)
+    }
+
+    /// Waits until these words are on its console.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] with the end of its console.
+    pub fn wait_until_says(&self, words: &str, limit: Duration) -> Result<()> {
+        let said = wait_for(&format!("{words} on the console"), limit, || {
+            Ok(self.console_text().contains(words).then_some(()))
+        });
+        said.map_err(|_| {
             let text = self.console_text();
             let tail: String = text.chars().rev().take(400).collect::<Vec<_>>().into_iter().rev().collect();
             Error::Timeout {
-                what: format!("GUEST UP of {}", self.name),
+                what: format!("{words} of {}", self.name),
                 limit,
                 detail: format!("; its console ends: {tail}"),
             }

@@ -190,7 +190,7 @@ pub fn run_plugged(setup: &Setup) -> Result<Trial> {
     };
     guest.wait_until_up(START)?;
     if let Some(ready) = setup.ready {
-        wait_for(&format!("'{ready}' of the guest"), START, || Ok(guest.console_text().contains(ready).then_some(())))?;
+        guest.wait_until_says(ready, START)?;
     }
     (setup.say)("the guest is up");
     let server = SocketAddr::from((guest.address(), MEMCACHED_PORT));

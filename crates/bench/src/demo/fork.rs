@@ -12,7 +12,7 @@ use sterna_api::units::show_size;
 
 use super::{narrator, table, write};
 use crate::accelerator;
-use crate::command::{PATIENCE, wait_for};
+use crate::command::PATIENCE;
 use crate::console::Console;
 use crate::error::{Error, Result};
 use crate::footprint::{self, Ram};
@@ -120,7 +120,7 @@ fn watch(lab: &Lab, guest: &Guest, say: &dyn Fn(&str)) -> Result<Seen> {
     say(&format!("booting a guest of {}", show_size(MEMORY)));
     let origin = SternaVm::start(lab, "a", guest, &qemu)?;
     guest.wait_until_up(PATIENCE)?;
-    wait_for("the guest's shell", PATIENCE, || Ok(guest.console_text().contains(PROMPT).then_some(())))?;
+    guest.wait_until_says(PROMPT, PATIENCE)?;
     say(&format!("the guest computes the chains of all numbers below {KNOWN}"));
     let (mut console, begin) = (Console::open(guest)?, Instant::now());
     // The compiler looks for the C library by its plain name.

@@ -13,7 +13,7 @@ use super::judge::{
 };
 use super::{Case, Options, Plan, Record, is, movers, qemus, runner, try_all};
 use crate::baseline::{Method, Ram};
-use crate::command::{PATIENCE, wait_for};
+use crate::command::PATIENCE;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::Lab;
@@ -116,9 +116,7 @@ fn floors(cases: &[Case]) -> Vec<Alone<'_>> {
         if floors.iter().all(|floor| floor.case.workload != case.workload) {
             let ready = move |guest: &Guest| {
                 guest.wait_until_up(PATIENCE)?;
-                let words = case.ready.unwrap_or_default();
-                let said = || Ok(guest.console_text().contains(words).then_some(()));
-                wait_for("a guest's filled memory", PATIENCE, said)
+                guest.wait_until_says(case.ready.unwrap_or_default(), PATIENCE)
             };
             let guests = move |lab: &Lab, name: &str| vec![case.guest(lab, name)];
             floors.push(Alone { case, guests: Box::new(guests), ready: Box::new(ready) });

@@ -10,7 +10,6 @@ use sterna_api::{Estimate, MigrateOptions, Mode, Report};
 
 use super::runner::{Attempt, Row, Site, done, figure, try_all};
 use super::{Options, Plan, lab_name, qemus};
-use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
@@ -121,7 +120,7 @@ fn start(lab: &Lab, guest: &Guest, workload: &Workload, qemu: &Qemu) -> Result<S
     let vm = SternaVm::start(lab, "a", guest, &qemu.path)?;
     guest.wait_until_up(START)?;
     if let Some(ready) = workload.2 {
-        wait_for(&format!("'{ready}' of the guest"), START, || Ok(guest.console_text().contains(ready).then_some(())))?;
+        guest.wait_until_says(ready, START)?;
     }
     std::thread::sleep(SETTLE);
     Ok(vm)

@@ -12,7 +12,6 @@ use sterna_api::ReclaimMethod;
 use super::judge::{KEPT, ratio, worst};
 use super::runner::{Attempt, Row, Site, done, figure, try_all};
 use super::{Options, Plan, is, lab_name, qemus};
-use crate::command::wait_for;
 use crate::error::{Error, Result};
 use crate::guest::{Balloon, Guest};
 use crate::lab::{CLIENT, Lab, LabConfig};
@@ -111,8 +110,7 @@ impl Taking {
     fn take(&self, lab: &Lab, guest: &Guest) -> Result<(BTreeMap<String, f64>, Value)> {
         let vm = SternaVm::start(lab, "a", guest, &self.qemu.path)?;
         guest.wait_until_up(START)?;
-        let freed = || Ok(guest.console_text().contains("TOUCHER ready").then_some(()));
-        wait_for("memory that was used and freed", START, freed)?;
+        guest.wait_until_says("TOUCHER ready", START)?;
         let config = LoadConfig { keys: CACHE_MIB * 512, ..LoadConfig::mixed(SEED) };
         let load = Load::start(lab.host(CLIENT)?, SocketAddr::from((guest.address(), MEMCACHED_PORT)), &config)?;
         // The cache fills.

@@ -139,8 +139,7 @@ impl<'a> Ear<'a> {
     fn wait(&self) -> Result<()> {
         self.guest.wait_until_up(PATIENCE)?;
         if let Some(ready) = self.work.ready {
-            let text = || Ok(self.guest.console_text().contains(ready).then_some(()));
-            wait_for(&format!("'{ready}' of the guest"), PATIENCE, text)?;
+            self.guest.wait_until_says(ready, PATIENCE)?;
         }
         let speeds = || Ok((!self.speeds().is_empty()).then_some(()));
         wait_for("the guest's first report", PATIENCE, speeds)

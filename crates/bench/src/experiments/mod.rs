@@ -63,6 +63,9 @@ pub mod huge_pages;
 /// Figures that are derived from runs to judge them.
 mod judge;
 
+/// What the experiments of split guests have in common.
+mod lenders;
+
 /// The movers of the guests, and their link.
 mod movers;
 

@@ -9,7 +9,6 @@ use serde_json::json;
 use super::runner::{Attempt, Row, Site, done, fail, figure, try_all};
 use super::{Options, Plan, is, lab_name, qemus};
 use crate::baseline::{BaselineVm, Ram};
-use crate::command::wait_for;
 use crate::error::Result;
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig, METER};
@@ -161,8 +160,7 @@ impl Sizes {
 /// Waits until the guest has filled its memory.
 fn filled(guest: &Guest) -> Result<()> {
     guest.wait_until_up(PATIENCE)?;
-    let ready = || Ok(guest.console_text().contains("IDLE ready").then_some(()));
-    wait_for("the guest to fill its memory", PATIENCE, ready)
+    guest.wait_until_says("IDLE ready", PATIENCE)
 }
 
 fn targets(runs: &[Run]) -> Vec<Target> {

@@ -10,15 +10,15 @@ use serde_json::{Value, json};
 use sterna_api::split::Split;
 
 use super::gang_figures::{Measured, measure};
+use super::lenders::{self, MIB, PROGRAM};
 use super::runner::{Attempt, Row, Site, figure, try_all};
 use super::timeline::{rate, totals};
 use super::together::{self, REST};
-use super::{Options, Plan, is, movers};
+use super::{Options, Plan, is};
 use crate::command::{PATIENCE, output, wait_for};
 use crate::error::Result;
-use crate::gang::lab_with;
 use crate::guest::Guest;
-use crate::lab::{Host, Lab, LabConfig, METER};
+use crate::lab::{Host, Lab, METER};
 use crate::load::now_us;
 use crate::meter::{Line, Meter};
 use crate::plot::LinePlot;
@@ -27,12 +27,9 @@ use crate::stats::median;
 use crate::sterna::SternaVm;
 use crate::trial::Qemu;
 
-const MIB: u64 = 1 << 20;
-/// The guest's memory, what of it may be here, and what each memory host lends, MiB.
+/// The guest's memory, and what of it may be here, MiB.
 const MEMORY_MIB: u64 = 512;
 const HERE_MIB: u64 = 192;
-const LENT_MIB: u64 = 400;
-const PROGRAM: &str = "TOUCHER";
 /// How long its work is measured before, and without, the memory host.
 const BEFORE_US: i64 = 5_000_000;
 const WITHOUT_US: i64 = 10_000_000;
@@ -55,10 +52,7 @@ pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let attempts = attempts(&together::newest()?);
     let plan = Plan::new(move |record| {
-        let hosts = ["a", "b", "c"].map(str::to_owned).into();
-        let lend = format!("lend_memory = \"{LENT_MIB}M\"\n");
-        let lab = lab_with(LabConfig { hosts, ..movers::lab_config() }, 1, &lend)?;
-        try_all(&lab, &attempts, repeats, record);
+        try_all(&lenders::lab()?, &attempts, repeats, record);
         Ok(())
     });
     Ok(plan.judged(|runs| Ok(targets(runs))).drawn(plot))
@@ -165,13 +159,10 @@ impl Attempt for Loss {
 impl Loss {
     fn lose(&self, lab: &Lab, guest: &Guest, meter: &Meter, measured: &mut Measured) -> Result<()> {
         let vm = SternaVm::start(lab, "a", guest, &self.qemu.path)?;
-        guest.wait_until_up(PATIENCE)?;
-        let ready = || Ok(guest.console_text().contains("TOUCHER ready").then_some(()));
-        wait_for("'TOUCHER ready' of the guest", PATIENCE, ready)?;
-        let (lost, other) = (lab.host("b")?, lab.host("c")?);
-        let memory = [lost, other].map(|host| (host.listen(), LENT_MIB * MIB));
+        lenders::is_at_work(guest)?;
+        let lost = lab.host("b")?;
         let words: &[&str] = if self.mirrored { &["--redundancy", "copies=2"] } else { &[] };
-        let report = vm.split(HERE_MIB * MIB, &memory, words)?;
+        let report = vm.split(HERE_MIB * MIB, &lenders::lenders(lab)?, words)?;
         let before_us = now_us() + REST.as_micros() as i64;
         std::thread::sleep(REST + Duration::from_micros(BEFORE_US.unsigned_abs()));
 

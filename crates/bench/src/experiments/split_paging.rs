@@ -13,31 +13,26 @@ use sterna_guest_programs::histogram::Histogram;
 use super::curves::Curves;
 use super::gang_figures::Measured;
 use super::judge::ratio;
+use super::lenders::{self, MIB, PROGRAM};
 use super::runner::{Attempt, Row, Site, done, figure, try_all};
 use super::timeline::{rate, totals};
 use super::together::{self, REST};
-use super::{Options, Plan, is, movers};
+use super::{Options, Plan, is};
 use crate::baseline::{BaselineVm, MemoryDisk, Ram};
-use crate::command::{PATIENCE, wait_for};
 use crate::error::Result;
-use crate::gang::lab_with;
 use crate::guest::{Guest, Swap};
-use crate::lab::{Lab, LabConfig, METER};
+use crate::lab::{Lab, METER};
 use crate::load::now_us;
 use crate::meter::{Line, Meter};
 use crate::result::{Config, Run, Target, rows};
 use crate::sterna::SternaVm;
 use crate::trial::Qemu;
 
-const MIB: u64 = 1 << 20;
 /// The guest's memory, and what its program goes through, MiB.
 const MEMORY_MIB: u64 = 512;
 const WORKING_SET_MIB: u64 = 256;
 /// What a split guest has here for everything but its program, MiB.
 const REST_MIB: u64 = 48;
-/// What each of two memory hosts lends, MiB.
-const LENT_MIB: u64 = 400;
-const PROGRAM: &str = "TOUCHER";
 /// How often the program reports, and how long it is measured.
 const INTERVAL_MS: i64 = 100;
 const MEASURED_US: i64 = 8_000_000;
@@ -56,10 +51,7 @@ pub(super) fn plan(options: &Options) -> Result<Plan> {
     let repeats = options.repeat.unwrap_or(if options.quick { 1 } else { 5 });
     let attempts = attempts(&together::newest()?, options.quick);
     let plan = Plan::new(move |record| {
-        let hosts = ["a", "b", "c"].map(str::to_owned).into();
-        let lend = format!("lend_memory = \"{LENT_MIB}M\"\n");
-        let lab = lab_with(LabConfig { hosts, ..movers::lab_config() }, 1, &lend)?;
-        try_all(&lab, &attempts, repeats, record);
+        try_all(&lenders::lab()?, &attempts, repeats, record);
         Ok(())
     });
     Ok(plan.judged(|runs| Ok(targets(runs))).drawn(plot))
@@ -171,16 +163,15 @@ impl Attempt for Paging {
             let guest =
                 Guest { swap: Some(Swap { file: disk.argument(), page_cluster, limit_bytes }), ..guest.clone() };
             let _vm = BaselineVm::start(lab, "a", &guest, &self.qemu.path, Ram::Plain)?;
-            is_ready(&guest)?;
+            lenders::is_at_work(&guest)?;
             return look(&guest, &meter, &mut runs[0]);
         }
         let vm = SternaVm::start(lab, "a", guest, &self.qemu.path)?;
-        is_ready(guest)?;
-        let lenders = [lab.host("b")?, lab.host("c")?].map(|host| (host.listen(), LENT_MIB * MIB));
+        lenders::is_at_work(guest)?;
         for at in site.order().into_iter().filter(|at| site.is_due(*at, &mut runs[*at])).collect::<Vec<_>>() {
             if self.place == Place::MemoryHosts {
                 let here = REST_MIB * MIB + share_bytes(self.shares[at]);
-                runs[at].details = json!({ "split": vm.split(here, &lenders, &[])? });
+                runs[at].details = json!({ "split": vm.split(here, &lenders::lenders(lab)?, &[])? });
             }
             look(guest, &meter, &mut runs[at])?;
         }
@@ -204,13 +195,6 @@ impl Paging {
 /// What of the working set may be here, bytes.
 fn share_bytes(share: u64) -> u64 {
     WORKING_SET_MIB * MIB * share / 100
-}
-
-fn is_ready(guest: &Guest) -> Result<()> {
-    guest.wait_until_up(PATIENCE)?;
-    wait_for("'TOUCHER ready' of the guest", PATIENCE, || {
-        Ok(guest.console_text().contains("TOUCHER ready").then_some(()))
-    })
 }
 
 /// Lets the guest settle, and notes what it does then.

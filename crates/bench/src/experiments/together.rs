@@ -9,7 +9,7 @@ use super::gang_figures::{Before, COMPLETED, Measured, SETTLED, Source, measure,
 use super::runner::{Attempt, Row, Site, figure};
 use super::{Record, is, lab_name, movers, qemus};
 use crate::baseline::{Method, qemu};
-use crate::command::{PATIENCE, wait_for};
+use crate::command::PATIENCE;
 use crate::error::{Error, Result};
 use crate::footprint::{self, Watch};
 use crate::gang::{self, Gang, Mover};
@@ -360,7 +360,7 @@ impl Together {
 /// Waits until a guest runs and has filled its memory.
 pub(super) fn is_filled(guest: &Guest) -> Result<()> {
     guest.wait_until_up(PATIENCE)?;
-    wait_for("a guest's filled memory", PATIENCE, || Ok(guest.console_text().contains("IDLE ready").then_some(())))
+    guest.wait_until_says("IDLE ready", PATIENCE)
 }
 
 /// What the guests' processes and their host's daemon take beside the guests' RAM. Code that QEMU has translated since

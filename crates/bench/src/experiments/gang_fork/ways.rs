@@ -172,7 +172,7 @@ impl More {
             Way::Writer => "DIRTIER ready",
             Way::Gang(_) | Way::Boots(_) | Way::File => return Ok(()),
         };
-        wait_for(word, PATIENCE, || Ok(guest.console_text().contains(word).then_some(())))
+        guest.wait_until_says(word, PATIENCE)
     }
 
     fn ram(&self, vm: &SternaVm) -> Result<footprint::Ram> {

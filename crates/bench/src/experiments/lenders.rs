@@ -1,0 +1,33 @@
+//! What the experiments of split guests have in common: a guest's host, and two memory hosts.
+
+use super::movers;
+use crate::command::PATIENCE;
+use crate::error::Result;
+use crate::gang::lab_with;
+use crate::guest::Guest;
+use crate::lab::{Lab, LabConfig};
+
+pub(super) const MIB: u64 = 1 << 20;
+/// What each memory host lends, MiB.
+const LENT_MIB: u64 = 400;
+/// The program whose work is measured.
+pub(super) const PROGRAM: &str = "TOUCHER";
+
+/// The lab: guests run on `a`; `b` and `c` lend memory.
+pub(super) fn lab() -> Result<Lab> {
+    let hosts = ["a", "b", "c"].map(str::to_owned).into();
+    let lend = format!("lend_memory = \"{LENT_MIB}M\"\n");
+    lab_with(LabConfig { hosts, ..movers::lab_config() }, 1, &lend)
+}
+
+/// The memory hosts, and what each lends to a guest, bytes.
+pub(super) fn lenders(lab: &Lab) -> Result<[(String, u64); 2]> {
+    let lent = |name| Ok((lab.host(name)?.listen(), LENT_MIB * MIB));
+    Ok([lent("b")?, lent("c")?])
+}
+
+/// Waits until a guest's program is at its work.
+pub(super) fn is_at_work(guest: &Guest) -> Result<()> {
+    guest.wait_until_up(PATIENCE)?;
+    guest.wait_until_says("TOUCHER ready", PATIENCE)
+}
