@@ -79,7 +79,7 @@ pub fn lab_that_keeps(config: LabConfig, guests: usize) -> Result<Lab> {
 }
 
 /// The settings of hosts between which a gang moves.
-fn sharing() -> String {
+pub(crate) fn sharing() -> String {
     format!("ksm_group = \"{GROUP}\"\noffer_pools = true\n")
 }
 

@@ -75,6 +75,12 @@ enum Command {
         /// Number of guests, which move together
         #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
         guests: u8,
+        /// Memory of each guest, MiB
+        #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(192..=65536))]
+        memory_mib: u64,
+        /// Let KSM merge six tenths of their pages first; then all of them rest
+        #[arg(long)]
+        merged: bool,
         /// Options of `sterna migrate`
         #[arg(long, default_value = "", allow_hyphen_values = true)]
         options: String,
@@ -123,8 +129,9 @@ fn main() -> ExitCode {
             accelerator::choose(accel).and_then(|_| campaign::run(&options)).map(|()| ExitCode::SUCCESS)
         }
         Command::Pages { check } => make_pages(check),
-        Command::Pause { guests, options, set } => {
-            accelerator::choose(accel).and_then(|_| steps::run(guests, &options, &set)).map(|()| ExitCode::SUCCESS)
+        Command::Pause { guests, memory_mib, merged, options, set } => {
+            let gang = steps::Gang { guests, memory_mib, merged };
+            accelerator::choose(accel).and_then(|_| steps::run(gang, &options, &set)).map(|()| ExitCode::SUCCESS)
         }
         Command::Demo { which, json, out } => {
             let good = accelerator::choose(accel).and_then(|_| match which {

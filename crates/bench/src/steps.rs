@@ -7,21 +7,62 @@ use std::time::Duration;
 use crate::accelerator;
 use crate::command::PATIENCE;
 use crate::error::{Context, Result};
+use crate::footprint;
 use crate::gang;
 use crate::guest::{Guest, plugged};
+use crate::ksm::Ksm;
 use crate::lab::{Host, LabConfig};
 use crate::sterna::{self, SternaVm};
 use crate::tools;
 
-/// The memory of each guest.
-const MEMORY_BYTES: u64 = 256 << 20;
-/// What each guest does. One alone writes, the others hold memory.
+/// What each guest does where nothing is merged. One alone writes, the others hold memory.
 const JOBS: [&str; 2] = ["dirtier:--mib,32,--rate,20,--pattern,random", "idle:--mib,64"];
+/// What a guest's system needs of its memory, MiB; of the rest, what a program fills where pages are merged, and how
+/// much of that is the same in all guests, percent.
+const SYSTEM_MIB: u64 = 160;
+const FILLED_PERCENT: u64 = 85;
+const ALIKE_PERCENT: u64 = 70;
+/// How long KSM may merge.
+const MERGING: Duration = Duration::from_secs(600);
 /// How long guests run before they move.
 const REST: Duration = Duration::from_secs(2);
 /// The words of the step that each pause begins with, and of the last one.
 const FIRST: &str = "the guest has stopped";
 const LAST: &str = "the guest runs there";
+
+/// The guests that move.
+#[derive(Debug, Clone, Copy)]
+pub struct Gang {
+    /// How many there are.
+    pub guests: u8,
+    /// The memory of each, MiB.
+    pub memory_mib: u64,
+    /// Whether KSM has merged most of their pages before they move. Then all of them rest.
+    pub merged: bool,
+}
+
+impl Gang {
+    /// What the guest with this number does.
+    fn jobs(self, number: u8) -> String {
+        if !self.merged {
+            return JOBS[usize::from(number != 1)].into();
+        }
+        let filled = self.memory_mib.saturating_sub(SYSTEM_MIB) * FILLED_PERCENT / 100;
+        let alike = filled * ALIKE_PERCENT / 100;
+        format!("idle:--mib,{alike},--own-mib,{},--seed,{number}", filled - alike)
+    }
+
+    /// Lets KSM merge what it can. It is put back as it was once what is returned is dropped.
+    fn merge(self, guests: &[Guest], vms: &[SternaVm]) -> Result<Ksm> {
+        let ksm = Ksm::take()?;
+        guests.iter().try_for_each(|guest| guest.wait_until_says("IDLE ready", PATIENCE))?;
+        let rams = vms.iter().map(|vm| footprint::Ram::of(vm.pid()?, self.memory_mib << 20));
+        let rams = rams.collect::<Result<Vec<_>>>()?;
+        let frames = ksm.settle(MERGING, || Ok(footprint::of(&rams)?.frames))?;
+        println!("merged: {} MiB of {}", frames >> 8, u64::from(self.guests) * self.memory_mib);
+        Ok(ksm)
+    }
+}
 
 /// A line of a daemon's log.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,24 +79,28 @@ struct Step {
 ///
 /// # Errors
 /// What failed, of the lab or of a migration.
-pub fn run(guests: u8, options: &str, settings: &str) -> Result<()> {
+pub fn run(moving: Gang, options: &str, settings: &str) -> Result<()> {
     let options = sterna::options(options)?;
     let name = format!("pause{}", std::process::id());
-    let settings = format!("log = \"debug\"\n{settings}\n");
-    let lab = gang::lab_with(LabConfig::pair(&name), usize::from(guests).max(4), &settings)?;
+    let merging = if moving.merged { gang::sharing() } else { String::new() };
+    let settings = format!("log = \"debug\"\n{merging}{settings}\n");
+    let lab = gang::lab_with(LabConfig::pair(&name), usize::from(moving.guests).max(4), &settings)?;
     let guest = |number: u8| {
-        let mut guest = Guest::new(&lab, &format!("g{number}"), number, JOBS[usize::from(number != 1)]);
-        guest.memory_bytes = MEMORY_BYTES;
+        let mut guest = Guest::new(&lab, &format!("g{number}"), number, &moving.jobs(number));
+        guest.memory_bytes = moving.memory_mib << 20;
         guest.beat = Duration::from_millis(10);
         guest
     };
-    let guests: Vec<Guest> = (1..=guests).map(guest).collect();
+    let guests: Vec<Guest> = (1..=moving.guests).map(guest).collect();
     println!("guests run under {}", accelerator::chosen().name());
     plugged(&lab, &guests, || {
         let qemu = tools::qemu_7_2()?;
-        let start = |guest: &Guest| SternaVm::start(&lab, "a", guest, &qemu);
+        let private = ["--memory-mode", "private", "--trust-group", gang::GROUP];
+        let words: &[&str] = if moving.merged { &private } else { &[] };
+        let start = |guest: &Guest| SternaVm::start_with(&lab, "a", guest, &qemu, words);
         let mut vms = guests.iter().map(start).collect::<Result<Vec<_>>>()?;
         guests.iter().try_for_each(|guest| guest.wait_until_up(PATIENCE))?;
+        let _ksm = moving.merged.then(|| moving.merge(&guests, &vms)).transpose()?;
         std::thread::sleep(REST);
         let reports = sterna::migrate_together(&mut vms, &lab, "b", &options, &[])?;
         for report in &reports {
@@ -107,7 +152,10 @@ fn show(mut steps: Vec<Step>) -> String {
         return "no pause in the daemons' logs\n".into();
     };
     let (zero, mut before) = (steps[first].at_us, steps[first].at_us);
-    let mut text = String::from("      ms    since  side         step\n");
+    let moment = Duration::from_micros(zero.unsigned_abs());
+    let (seconds, micros) = (moment.as_secs(), moment.subsec_micros());
+    let clock = format!("{:02}:{:02}:{:02}.{micros:06}", seconds / 3600, seconds / 60 % 60, seconds % 60);
+    let mut text = format!("0 is {clock} UTC\n      ms    since  side         step\n");
     for step in &steps[first..=last] {
         let [at, since] = [step.at_us - zero, step.at_us - before].map(|us| us as f64 / 1e3);
         text.push_str(&format!("{at:8.2} {since:+8.2}  {:12} {}\n", step.side, step.text));
@@ -132,10 +180,10 @@ mod tests {
         steps.extend(parse(destination, "destination"));
         let shown = show(steps);
         let lines: Vec<&str> = shown.lines().collect();
-        assert_eq!(lines.len(), 4, "{shown}");
-        assert_eq!(lines[1], "    0.00    +0.00  source       DEBUG m: the guest has stopped");
-        assert_eq!(lines[2], "    4.00    +4.00  destination  DEBUG m: the devices are loaded");
-        assert_eq!(lines[3], "    6.25    +2.25  source       DEBUG m: the guest runs there");
+        assert_eq!(lines.len(), 5, "{shown}");
+        assert_eq!(lines[2], "    0.00    +0.00  source       DEBUG m: the guest has stopped");
+        assert_eq!(lines[3], "    4.00    +4.00  destination  DEBUG m: the devices are loaded");
+        assert_eq!(lines[4], "    6.25    +2.25  source       DEBUG m: the guest runs there");
     }
 
     #[test]

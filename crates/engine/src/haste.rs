@@ -6,7 +6,8 @@
 //! lock of the VMM's must not wait. A guest never has more than its host gives it. What a VMM's threads had before is
 //! found again after a crash (`give_back`).
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError, mpsc};
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use sterna_sys::precedence::Precedence;
@@ -98,8 +99,50 @@ impl VmmThreads {
 pub struct Crew(Mutex<Vec<u32>>);
 
 impl Crew {
+    /// Starts a thread that is one of them: it is when this returns, however long the thread waits for a processor, so
+    /// that whoever gives them haste next has not missed it.
+    ///
+    /// # Errors
+    /// No thread left.
+    pub fn spawn<T: Send + 'static>(
+        &self,
+        name: &str,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> std::io::Result<JoinHandle<T>> {
+        let (tell, heard) = mpsc::channel();
+        let work = move || {
+            let _ = tell.send(sterna_sys::process::this_thread());
+            drop(tell);
+            work()
+        };
+        let thread = Builder::new().name(name.into()).spawn(work)?;
+        heard.recv().into_iter().for_each(|thread| self.add(thread));
+        Ok(thread)
+    }
+
     /// The calling thread is one of them.
     pub fn join(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(sterna_sys::process::this_thread());
+        self.add(sterna_sys::process::this_thread());
+    }
+
+    fn add(&self, thread: u32) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_was_started_is_one_of_the_crew_before_it_has_done_anything() {
+        let (crew, (go, wait)) = (Crew::default(), mpsc::channel::<()>());
+        let thread = crew.spawn("one", move || {
+            let _ = wait.recv();
+            sterna_sys::process::this_thread()
+        });
+        let known = crew.0.lock().unwrap().clone();
+        drop(go);
+        assert_eq!(known, [thread.unwrap().join().unwrap()]);
     }
 }

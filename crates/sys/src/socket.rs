@@ -13,7 +13,7 @@ mod tcp;
 pub use descriptors::{receive_with_descriptors, send_with_descriptors};
 pub use tcp::{
     Keepalive, TcpInfo, set_keepalive, set_loss_timers, set_nodelay, set_notsent_lowat, set_pacing_rate,
-    set_user_timeout,
+    set_user_timeout, unacknowledged_bytes,
 };
 
 /// Vectors that one call takes (`UIO_MAXIOV`).

@@ -20,7 +20,7 @@ pub struct HeldDevices {
     thread: Mutex<Option<JoinHandle<std::io::Result<()>>>>,
     from: HangUp,
     to: UnixStream,
-    crew: Arc<Crew>,
+    crew: Crew,
 }
 
 #[derive(Debug, Default)]
@@ -67,10 +67,8 @@ impl HeldDevices {
             (from.hang_up().map_err(host())?, to.try_clone().map_err(host())?, Arc::clone(&gate));
         // A source may be quiet for as long as the guest runs there.
         from.set_read_timeout(None).map_err(host())?;
-        let crew = Arc::new(Crew::default());
-        let joins = Arc::clone(&crew);
+        let crew = Crew::default();
         let carry = move || {
-            joins.join();
             let mut buffer = vec![0; 256 << 10];
             let mut carry = || loop {
                 let read = from.read(&mut buffer)?;
@@ -88,11 +86,11 @@ impl HeldDevices {
             waiting.change(|state| state.ended = true);
             carried
         };
-        let thread = std::thread::Builder::new().name("devices".into()).spawn(carry).map_err(host())?;
+        let thread = crew.spawn("devices", carry).map_err(host())?;
         Ok(Self { gate, thread: Mutex::new(Some(thread)), from: hang_up, to, crew })
     }
 
-    /// The thread, once it runs.
+    /// The thread.
     pub fn crew(&self) -> &Crew {
         &self.crew
     }

@@ -36,16 +36,13 @@ impl Userfault {
         let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
         if reader.is_none() && !self.ended.load(Ordering::Acquire) {
             let this = Arc::clone(self);
-            let spawned = std::thread::Builder::new().name("faults".into()).spawn(move || {
-                this.crew.join();
-                serve(&this);
-            });
+            let spawned = self.crew.spawn("faults", move || serve(&this));
             *reader = Some(spawned.map_err(MigrateError::host("starting a thread for the guest's faults"))?);
         }
         Ok(())
     }
 
-    /// The thread that reads events, once it runs.
+    /// The thread that reads events.
     pub fn crew(&self) -> &Crew {
         &self.crew
     }

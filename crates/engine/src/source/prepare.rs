@@ -14,6 +14,7 @@ use super::link::{Link, Peer, With};
 use super::postcopy::drive::Begun;
 use super::postcopy::work::Work;
 use super::rounds::Rounds;
+use super::stream::Stream;
 use super::untracked::UntrackedWrites;
 use crate::error::MigrateError;
 use crate::memory::Memory;
@@ -71,7 +72,7 @@ pub fn prepare<'a, 'd: 'a>(
     });
     let peer = proposed?;
     agree(departure, link, &peer)?;
-    let streams = (0..options.streams as u16).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
+    let streams: Vec<_> = (0..options.streams as u16).map(|index| link.stream(index)).collect::<Result<_, _>>()?;
     let devices = Some(link.devices()?);
     let member = peer.gang.as_ref().map(|(gang, member)| Arc::new(Member::new(gang, *member, ram.layout())));
     let begun = (options.may_postcopy() && peer.no_postcopy.is_none())
@@ -85,6 +86,7 @@ pub fn prepare<'a, 'd: 'a>(
     departure.tracker.arm(ram.as_ref())?;
 
     let pacer = Pacer::new(options.bandwidth_bytes_per_s, &departure.bandwidth);
+    pacer.sends_over(streams.iter().map(Stream::connection));
     let mut rounds = Rounds::new(ram.as_ref(), monitor, streams, departure.tracker, options, pacer, free_pages)?;
     rounds.untracked = UntrackedWrites::by(departure.untracked, ram.layout());
     rounds.follow_reads(departure.tracker)?;

@@ -5,6 +5,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -23,7 +24,7 @@ const LONG: Duration = Duration::from_secs(60);
 /// A connection that has exchanged hellos, or is about to.
 #[derive(Debug)]
 pub struct Connection {
-    socket: TcpStream,
+    socket: Arc<TcpStream>,
     tls: Option<Box<Session>>,
     version: Version,
     features: Features,
@@ -37,12 +38,12 @@ impl Connection {
     /// A plain connection on a socket.
     #[must_use]
     pub fn plain(socket: TcpStream) -> Self {
-        Self { socket, tls: None, version: OLDEST, features: Features::NONE }
+        Self { socket: Arc::new(socket), tls: None, version: OLDEST, features: Features::NONE }
     }
 
     /// A connection on a socket whose encryption is set up.
     pub(super) fn encrypted(socket: TcpStream, tls: Session) -> Self {
-        Self { socket, tls: Some(Box::new(tls)), version: OLDEST, features: Features::NONE }
+        Self { socket: Arc::new(socket), tls: Some(Box::new(tls)), version: OLDEST, features: Features::NONE }
     }
 
     /// The version that both ends speak.
@@ -72,6 +73,11 @@ impl Connection {
     #[must_use]
     pub fn socket(&self) -> &TcpStream {
         &self.socket
+    }
+
+    /// The socket, for the kernel's figures of it for as long as the connection is there.
+    pub(super) fn observed(&self) -> Weak<TcpStream> {
+        Arc::downgrade(&self.socket)
     }
 
     /// Sends all of `vectors`, in order, and uses them up. On a plain connection the kernel sends guest RAM straight
@@ -201,7 +207,7 @@ impl Drop for Connection {
 impl Read for Connection {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         match &mut self.tls {
-            None => self.socket.read(out),
+            None => (&*self.socket).read(out),
             Some(tls) => tls.read(&self.socket, out),
         }
     }
@@ -210,7 +216,7 @@ impl Read for Connection {
 impl Write for Connection {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match &mut self.tls {
-            None => self.socket.write(bytes),
+            None => (&*self.socket).write(bytes),
             Some(tls) => tls.write_all(&self.socket, bytes).map(|()| bytes.len()),
         }
     }

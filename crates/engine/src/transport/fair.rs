@@ -102,7 +102,6 @@ impl Turns {
         if let Some(waiting) = self.flows.get_mut(&flow) {
             waiting.hurried = true;
             self.quiet.begin(now);
-            self.quiet_counts(now);
         }
     }
 
@@ -132,20 +131,20 @@ impl Turns {
     }
 
     /// What a flow was given a turn for has been sent.
-    pub fn sent(&mut self, flow: Flow, now: Instant) {
+    pub fn sent(&mut self, flow: Flow) {
         if let Some(waiting) = self.flows.get_mut(&flow) {
-            let hurried = waiting.hurried;
             waiting.sending = waiting.sending.saturating_sub(1);
-            if !hurried {
-                self.quiet_counts(now);
-            }
         }
     }
 
-    fn quiet_counts(&mut self, now: Instant) {
-        if !self.others_send() {
-            self.quiet.counts(now);
-        }
+    /// The others' bytes have arrived: from now on they lose something by the quiet.
+    pub fn quiet_counts(&mut self, now: Instant) {
+        self.quiet.counts(now);
+    }
+
+    /// The flows that are hurried.
+    pub fn hurried(&self) -> Vec<Flow> {
+        self.flows.iter().filter(|(_, waiting)| waiting.hurried).map(|(flow, _)| *flow).collect()
     }
 
     /// Asks for a turn in which a flow sends this many bytes. Within a flow the first request goes first.
@@ -292,7 +291,7 @@ mod tests {
                             Turn::Later => {}
                             Turn::At(at) => wake = wake.min(at),
                             Turn::Now => {
-                                self.turns.sent(sender.flow, self.now);
+                                self.turns.sent(sender.flow);
                                 sender.sent += sender.chunk;
                                 sender.own_due = sender.own_due.max(self.now);
                                 if let Some(rate) = sender.own_rate {
@@ -422,7 +421,7 @@ mod tests {
         assert_eq!(turns.turn(paused, last, now), Turn::Now);
         let next = turns.ask(other, MIB);
         assert!(matches!(turns.turn(other, next, now), Turn::At(_)));
-        turns.sent(other, now);
+        turns.sent(other);
         assert!(!turns.others_send(), "its own turn is not another's");
         turns.calm(paused, now);
         assert_eq!(turns.turn(other, next, now), Turn::Now);

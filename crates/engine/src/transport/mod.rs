@@ -36,6 +36,9 @@ mod fair;
 /// When others wait for a guest that stands still.
 mod quiet;
 
+/// What has been sent and has not arrived.
+mod backlog;
+
 /// The pace of all pushes to one host.
 pub mod pushes;
 

@@ -4,6 +4,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::connection::Connection;
 use super::fair::BURST;
 use super::pushes::Place;
 use super::share::{Member, Sending, Share};
@@ -24,6 +25,11 @@ impl Pacer {
     #[must_use]
     pub fn new(bytes_per_s: Option<u64>, host: &Arc<Share>) -> Self {
         Self { bytes_per_s, due: Mutex::new(None), host: host.join() }
+    }
+
+    /// The migration sends over these connections.
+    pub fn sends_over<'a>(&self, connections: impl Iterator<Item = &'a Connection>) {
+        self.host.sends_over(connections);
     }
 
     /// Notes that the guest stands still, or is about to: its pages go before other migrations' bulk, which waits for

@@ -3,11 +3,15 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::backlog::Backlog;
+use super::connection::Connection;
 use super::fair::{Flow, Turn, Turns};
 use super::pushes::Pushes;
 
 /// How often a wait asks whether it should go on.
 const LOOK: Duration = Duration::from_millis(100);
+/// How often who hurries looks whether the others' backlog has arrived.
+const BACKLOG_LOOK: Duration = Duration::from_millis(1);
 
 /// The limit on what all migrations away from a host send together.
 #[derive(Debug, Default)]
@@ -15,6 +19,7 @@ pub struct Share {
     turns: Mutex<Turns>,
     changed: Condvar,
     pushes: Pushes,
+    backlog: Backlog,
 }
 
 impl Share {
@@ -64,7 +69,7 @@ pub(super) struct Member {
 impl Member {
     /// Notes that a guest stands still from now on, or soon, and waits for what is sent: it goes before the others'
     /// bulk, and these begin to send nothing ([`quiet`](super::quiet)) until it is [`calm`](Self::calm). Waits until
-    /// what they had begun is on its way, at most so long. Returns whether there was anything.
+    /// what they had begun has arrived, at most so long. Returns whether there was anything.
     pub fn hurry(&self, patience: Duration) -> bool {
         let mut turns = self.share.lock();
         turns.hurry(self.flow, Instant::now());
@@ -76,7 +81,20 @@ impl Member {
         {
             turns = self.share.changed.wait_timeout(turns, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        others_sent
+        let hurried = turns.hurried();
+        drop(turns);
+        let backlog = || self.share.backlog.bytes(|flow| !hurried.contains(&flow));
+        let had = backlog();
+        while backlog() > 0 && Instant::now() < until {
+            std::thread::sleep(BACKLOG_LOOK);
+        }
+        self.share.lock().quiet_counts(Instant::now());
+        others_sent || had > 0
+    }
+
+    /// The migration sends over these connections.
+    pub fn sends_over<'a>(&self, connections: impl Iterator<Item = &'a Connection>) {
+        self.share.backlog.add(self.flow, connections);
     }
 
     /// Notes that no guest waits any more.
@@ -142,7 +160,7 @@ pub struct Sending<'a>(&'a Member);
 impl Drop for Sending<'_> {
     fn drop(&mut self) {
         let mut turns = self.0.share.lock();
-        turns.sent(self.0.flow, Instant::now());
+        turns.sent(self.0.flow);
         // Whoever hurries waits for the last of the others, and nobody else for the end of a turn.
         if !turns.others_send() {
             self.0.share.changed.notify_all();
@@ -152,6 +170,7 @@ impl Drop for Sending<'_> {
 
 impl Drop for Member {
     fn drop(&mut self) {
+        self.share.backlog.remove(self.flow);
         self.share.lock().part(self.flow, Instant::now());
         self.share.changed.notify_all();
     }
@@ -159,6 +178,8 @@ impl Drop for Member {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
@@ -187,6 +208,36 @@ mod tests {
         let share = Arc::new(Share::new(None));
         let member = share.join();
         assert_eq!(member.wait(u64::MAX, || Err("never asked")).map(drop), Ok(()));
+    }
+
+    #[test]
+    fn a_guest_that_is_about_to_stop_waits_for_what_others_have_in_the_kernel() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (mut ours, mut theirs) =
+            (TcpStream::connect(listener.local_addr().unwrap()).unwrap(), listener.accept().unwrap().0);
+        let share = Arc::new(Share::new(None));
+        let (paused, other) = (share.join(), share.join());
+        // More than both sides hold: the rest waits here.
+        ours.set_nonblocking(true).unwrap();
+        while ours.write(&[0; 64 << 10]).is_ok() {}
+        let connection = Connection::plain(ours);
+        other.sends_over([&connection].into_iter());
+        std::thread::scope(|scope| {
+            let hurries = scope.spawn(|| paused.hurry(Duration::from_secs(100)));
+            while share.lock().quiet_for(other.flow, Instant::now()).is_none() {
+                std::thread::yield_now();
+            }
+            assert!(!hurries.is_finished(), "nobody reads");
+            assert!(share.backlog.bytes(|flow| flow == other.flow) > 0);
+            assert_eq!(share.backlog.bytes(|flow| flow == paused.flow), 0);
+            let reads = scope.spawn(move || theirs.read_to_end(&mut Vec::new()));
+            assert!(hurries.join().unwrap());
+            assert_eq!(share.backlog.bytes(|flow| flow == other.flow), 0);
+            drop(connection);
+            reads.join().unwrap().unwrap();
+        });
+        paused.calm();
+        assert!(!paused.hurry(Duration::from_secs(100)), "a connection that is gone holds nothing");
     }
 
     #[test]

@@ -72,6 +72,21 @@ pub fn set_pacing_rate(socket: impl AsFd, rate: Option<u64>) -> Result<()> {
         .map_err(|error| Error::new("set a connection's rate", error))
 }
 
+/// The bytes that were sent on this connection and that the peer's kernel has not acknowledged yet, those that wait here
+/// among them (`SIOCOUTQ`, tcp(7)).
+///
+/// # Errors
+/// Not a TCP socket.
+pub fn unacknowledged_bytes(socket: impl AsFd) -> Result<u64> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes one `int`. `SIOCOUTQ` and `TIOCOUTQ` are one number (`linux/sockios.h`).
+    let result = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    match result {
+        0 => Ok(u64::try_from(bytes).unwrap_or(0)),
+        _ => Err(Error::new("ask what a connection still holds", io::Error::last_os_error())),
+    }
+}
+
 /// `TCP_RTO_MIN_US` and `TCP_DELACK_MAX_US` of `include/uapi/linux/tcp.h`, Linux 6.15 and later.
 const TCP_RTO_MIN_US: i32 = 45;
 const TCP_DELACK_MAX_US: i32 = 46;

@@ -26,6 +26,7 @@ impl<'a> Pacing<'a> {
     pub fn new(streams: &[Stream], to: &str, known: Option<u64>, work: &'a Work) -> Result<Self, MigrateError> {
         let sockets = streams.iter().map(|stream| stream.connection().socket().try_clone());
         let sockets = sockets.collect::<Result<_, _>>().map_err(MigrateError::host("setting the pace of the push"))?;
+        work.pacer.sends_over(streams.iter().map(Stream::connection));
         let place = work.pacer.push(to, sockets, known);
         let place = place.map_err(MigrateError::kernel("setting the pace of the push"))?;
         let mut pacing = Self { work, place };

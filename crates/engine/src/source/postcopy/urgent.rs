@@ -37,7 +37,7 @@ pub struct Urgent {
     ends: Arc<Ends>,
     own: [HangUp; 2],
     thread: Option<JoinHandle<()>>,
-    crew: Arc<Crew>,
+    crew: Crew,
 }
 
 struct Serving {
@@ -103,16 +103,14 @@ impl Urgent {
                 room: Room::full(Instant::now()),
             },
         );
-        let crew = Arc::new(Crew::default());
-        let joins = Arc::clone(&crew);
+        let crew = Crew::default();
         let serve = move || {
-            joins.join();
             if let Err(error) = serving.serve() {
                 told.fail(error);
             }
             serving.work.tally.thread_ends(serving.bodies.did());
         };
-        let thread = std::thread::Builder::new().name("urgent".into()).spawn(serve).map_err(no_thread())?;
+        let thread = crew.spawn("urgent", serve).map_err(no_thread())?;
         Ok(Self { ends: Arc::clone(ends), own, thread: Some(thread), crew })
     }
 }
