@@ -11,7 +11,9 @@ use crate::footprint;
 use crate::gang;
 use crate::guest::{Guest, plugged};
 use crate::ksm::Ksm;
-use crate::lab::{Host, LabConfig};
+use crate::lab::{Host, LabConfig, METER};
+use crate::load::now_us;
+use crate::meter::{Meter, longest_gap};
 use crate::sterna::{self, SternaVm};
 use crate::tools;
 
@@ -94,7 +96,10 @@ pub fn run(moving: Gang, options: &str, settings: &str) -> Result<()> {
     let guests: Vec<Guest> = (1..=moving.guests).map(guest).collect();
     println!("guests run under {}", accelerator::chosen().name());
     plugged(&lab, &guests, || {
-        let qemu = tools::qemu_7_2()?;
+        let qemu = match std::env::var_os("PAUSE_QEMU") {
+            Some(p) => p.into(),
+            None => tools::qemu_7_2()?,
+        };
         let private = ["--memory-mode", "private", "--trust-group", gang::GROUP];
         let words: &[&str] = if moving.merged { &private } else { &[] };
         let start = |guest: &Guest| SternaVm::start_with(&lab, "a", guest, &qemu, words);
@@ -102,9 +107,22 @@ pub fn run(moving: Gang, options: &str, settings: &str) -> Result<()> {
         guests.iter().try_for_each(|guest| guest.wait_until_up(PATIENCE))?;
         let _ksm = moving.merged.then(|| moving.merge(&guests, &vms)).transpose()?;
         std::thread::sleep(REST);
+        let meter = Meter::start(lab.host(METER)?)?;
+        std::thread::sleep(REST);
+        let begin_us = now_us();
         let reports = sterna::migrate_together(&mut vms, &lab, "b", &options, &[])?;
-        for report in &reports {
-            println!("{}: stopped for {:.1} ms, by QEMU's events", report.vm, report.downtime_ms);
+        let total_ms = reports.iter().map(|report| report.total_ms).fold(0.0, f64::max);
+        println!("moved in {:.1} s", total_ms / 1e3);
+        std::thread::sleep(REST);
+        for (report, guest) in reports.iter().zip(&guests) {
+            let gap = longest_gap(&meter.arrivals(guest.address()), begin_us, now_us());
+            let gap = gap.map_or("no heartbeats".into(), |gap| {
+                format!("{:.0} ms, of which its clock saw {:.0}; {} beats were lost", gap.ms, gap.guest_ms, gap.lost)
+            });
+            println!(
+                "{}: stopped for {:.1} ms, by QEMU's events; silent at the meter: {gap}",
+                report.vm, report.downtime_ms
+            );
         }
         let mut steps = read(lab.host("a")?, "source")?;
         steps.extend(read(lab.host("b")?, "destination")?);
