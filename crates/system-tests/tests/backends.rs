@@ -9,6 +9,7 @@ use sterna_api::Phase;
 use sterna_api::options::MIN_BANDWIDTH_BYTES_PER_S;
 use sterna_bench::accelerator;
 use sterna_bench::command::{run, wait_for};
+use sterna_system_tests::needs::left_to_another_day;
 use sterna_system_tests::stranger::Stranger;
 use sterna_system_tests::{PATIENCE, Plan, Site, cli, needs, skip_without, turn};
 
@@ -35,7 +36,7 @@ fn file_backend(path: &Path) -> String {
 #[test]
 fn ram_that_cannot_be_moved_is_refused_with_the_reason_and_runs_on() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let site = Site::without_guest(&Plan::small());
@@ -90,7 +91,7 @@ impl Drop for HugePages {
 #[test]
 fn ram_in_huge_pages_is_refused_with_the_reason() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let Some(huge) = HugePages::take(32) else {
@@ -106,7 +107,7 @@ fn ram_in_huge_pages_is_refused_with_the_reason() {
 #[test]
 fn a_machine_with_several_blocks_of_ram_moves_to_and_fro() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let ram = tmpfs();
@@ -153,7 +154,7 @@ const DISK_BYTES: usize = 48 << 20;
 #[test]
 fn a_disk_read_by_direct_io_through_the_migration_arrives_in_ram() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     // On a disk: where the kernel copies, as on a tmpfs, no device writes past the page tables.
@@ -213,7 +214,7 @@ fn qmp(stream: &mut BufReader<UnixStream>, command: &str) -> serde_json::Value {
 #[test]
 fn a_balloon_that_takes_and_gives_back_memory_through_the_migration_leaves_both_sides_equal() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

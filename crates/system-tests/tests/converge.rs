@@ -1,6 +1,7 @@
 //! Guests that write faster than the link carries: each migration ends as it was asked to.
 
 use sterna_api::report::Report;
+use sterna_system_tests::needs::left_to_another_day;
 use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
 
 /// A guest that writes four times the rate of `LINK` over most of its RAM: a little of each page, so that a slow
@@ -20,7 +21,7 @@ fn options<'a>(more: &[&'a str]) -> Vec<&'a str> {
 #[test]
 fn a_guest_four_times_as_fast_as_the_link_ends_as_asked() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::start(&fast_writer());
@@ -62,7 +63,7 @@ fn throttles(pid: u32) -> Vec<std::path::PathBuf> {
 #[test]
 fn a_guest_that_is_slowed_down_converges_and_a_daemon_that_dies_meanwhile_lets_it_go() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { jobs: "checker:--mib,8,--rate,4;dirtier:--mib,96,--bytes,512".into(), ..Plan::small() };

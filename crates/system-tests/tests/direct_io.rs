@@ -159,7 +159,7 @@ fn said(site: &Site, word: &str) -> Vec<String> {
 #[test]
 fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mode() {
     let _turn = turn();
-    if left_to_another_day(2) || skip_without(&needs::GUEST) {
+    if left_to_another_day(3) || skip_without(&needs::GUEST) {
         return;
     }
     // Before the site: what is in it ends with that.
@@ -196,7 +196,7 @@ fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mod
 #[test]
 fn what_a_slow_disk_reads_into_a_split_guest_past_its_page_tables_is_there_when_the_guest_looks() {
     let _turn = turn();
-    if left_to_another_day(2) || skip_without(&needs::GUEST) {
+    if left_to_another_day(3) || skip_without(&needs::GUEST) {
         return;
     }
     for aio in ["native", "threads"].into_iter().take(times(1, 2)) {
