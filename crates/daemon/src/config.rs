@@ -39,6 +39,10 @@ pub struct Arguments {
     pub bandwidth: Option<String>,
 }
 
+/// How long a memory host may be silent before a spare takes its place, where nothing is said of it: a host may be
+/// restarted meanwhile.
+const SPARE_AFTER: Duration = Duration::from_secs(5 * 60);
+
 /// The configuration file as written.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -61,6 +65,9 @@ struct File {
     pause_priority: Option<bool>,
     huge_pages: Option<bool>,
     lend_memory: Option<String>,
+    #[serde(default)]
+    spare_memory_hosts: Vec<String>,
+    spare_after: Option<String>,
     tls: Option<Tls>,
     #[serde(default)]
     test_trust_first_look: bool,
@@ -126,6 +133,10 @@ pub struct Config {
     pub huge_pages: bool,
     /// The memory that guests of other hosts may have here, bytes; 0 for none.
     pub lend_memory_bytes: u64,
+    /// Memory hosts that take the place of those that do not answer any more.
+    pub spare_memory_hosts: Vec<String>,
+    /// How long a memory host may be silent before one does.
+    pub spare_after: Duration,
     /// The files that connections to other daemons are encrypted with; without them connections are plain.
     pub tls: Option<Files>,
     /// Whether free pages are looked for only once. It harms guests that are moved or whose memory is taken: only for
@@ -183,6 +194,12 @@ pub enum ConfigError {
     /// A time that is no duration.
     #[error("keep_departed cannot be used")]
     Keep(#[source] UnitError),
+    /// The address of a spare without a port.
+    #[error("spare_memory_hosts has '{0}', which is not of the form HOST:PORT")]
+    Spare(String),
+    /// A time that is no duration.
+    #[error("spare_after cannot be used")]
+    SpareAfter(#[source] UnitError),
     /// A part of more than all.
     #[error("unshare_reserve is {0}: it is a percentage, at most 100")]
     Percent(u8),
@@ -215,7 +232,7 @@ impl Config {
         };
         let listen = arguments.listen.clone().or(file.listen);
         if let Some(address) = &listen
-            && address.rsplit_once(':').is_none_or(|(host, port)| host.is_empty() || port.parse::<u16>().is_err())
+            && !has_port(address)
         {
             return Err(ConfigError::Listen(address.clone()));
         }
@@ -244,6 +261,8 @@ impl Config {
             pause_priority: file.pause_priority.unwrap_or(true),
             huge_pages: file.huge_pages.unwrap_or(false),
             lend_memory_bytes: file.lend_memory.map_or(Ok(0), |size| size_or_none(&size, ConfigError::Lend))?,
+            spare_memory_hosts: file.spare_memory_hosts,
+            spare_after: file.spare_after.as_deref().map_or(Ok(SPARE_AFTER), spare_after)?,
             tls: file.tls.map(Files::from),
             test_trust_first_look: file.test_trust_first_look,
         };
@@ -251,6 +270,9 @@ impl Config {
             && rate < MIN_BANDWIDTH_BYTES_PER_S
         {
             return Err(ConfigError::TooSlow(rate));
+        }
+        if let Some(wrong) = config.spare_memory_hosts.iter().find(|peer| !has_port(peer)) {
+            return Err(ConfigError::Spare(wrong.clone()));
         }
         if config.max_outgoing == 0 {
             return Err(ConfigError::Zero("max_outgoing"));
@@ -274,6 +296,16 @@ fn size_or_none(text: &str, wrong: fn(UnitError) -> ConfigError) -> Result<u64, 
 /// A time for which something is kept, which may be 0.
 fn keep_time(text: &str) -> Result<Duration, ConfigError> {
     if text == "0" { Ok(Duration::ZERO) } else { parse_duration(text).map_err(ConfigError::Keep) }
+}
+
+/// Whether an address has the form of a daemon's.
+fn has_port(address: &str) -> bool {
+    address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+}
+
+/// How long memory hosts may be silent.
+fn spare_after(time: &str) -> Result<Duration, ConfigError> {
+    parse_duration(time).map_err(ConfigError::SpareAfter)
 }
 
 /// Checks that a unix socket can have this path.
@@ -335,6 +367,11 @@ mod tests {
         assert!(merge(&Arguments::default(), "keep_departed = '0'").unwrap().keep_departed.is_zero());
         assert_eq!(merge(&Arguments::default(), "keep_departed = '90s'").unwrap().keep_departed.as_secs(), 90);
         assert_eq!(merge(&Arguments::default(), "memory_floor = '0'").unwrap().memory_floor_bytes, 0);
+        let spares = merge(&Arguments::default(), "spare_memory_hosts = ['b:1']\nspare_after = '90s'").unwrap();
+        assert_eq!((spares.spare_memory_hosts, spares.spare_after.as_secs()), (vec!["b:1".to_owned()], 90));
+        for wrong in ["spare_memory_hosts = ['b']", "spare_after = 'soon'"] {
+            assert!(merge(&Arguments::default(), wrong).unwrap_err().to_string().contains("spare_"), "{wrong}");
+        }
         assert!(merge(&Arguments::default(), "lend_memory = 'all'").unwrap_err().to_string().contains("lend_memory"));
         assert_eq!(merge(&Arguments::default(), "lend_memory = '2G'").unwrap().lend_memory_bytes, 2 << 30);
         assert!(

@@ -51,6 +51,9 @@ pub mod loans;
 /// Machines that an earlier daemon has left split.
 pub mod recover;
 
+/// Memory hosts in the place of those that are gone for good.
+pub mod spares;
+
 /// How often it is looked how far pages have left.
 const LOOK: Duration = Duration::from_millis(10);
 

@@ -478,6 +478,59 @@ fn a_machine_with_mirrored_pages_does_without_either_memory_host() {
     }
 }
 
+/// Of two that have the same pages one goes down for good. Another takes its place, named by a person or as a spare, and
+/// then the first of the two may go as well.
+#[test]
+fn another_takes_the_place_of_one_of_two_that_has_gone() {
+    if cannot_run() {
+        return;
+    }
+    for (gone, by_itself) in [(0, false), (1, false), (0, true), (1, true)] {
+        let mut lenders = [lender(64), lender(64), lender(64)];
+        // One that is not there, one that lends nothing, and one that does.
+        let none = Host::start();
+        let spares = [none.address(), lenders[2].address()];
+        let spares =
+            format!("spare_memory_hosts = ['127.0.0.1:1', '{}', '{}']\nspare_after = '0s'", spares[0], spares[1]);
+        let mut host = if by_itself { Host::configured(&spares) } else { Host::start() };
+        host.run_full("m");
+        let before = content(&host);
+        done(&host, SPLIT, &mirrored(16, &[&lenders[0], &lenders[1]]));
+        each_page_is_at_both([&lenders[0], &lenders[1]]);
+        let stays = 1 - gone;
+        lenders[gone].kill_daemon();
+        if by_itself {
+            eventually("the spare is one of the two", || {
+                let memory = host.get("/v1/vms/m")["split"]["memory"].clone();
+                memory[gone]["peer"] == lenders[2].address().as_str()
+            });
+        } else {
+            let two = [&lenders[stays], &lenders[2]];
+            let (status, refused) = host.ask("POST", SPLIT, Some(&mirrored(16, &[two[0], &none])));
+            assert!(status >= 400 && refused["code"] == "loan-refused", "{status} {refused}");
+            done(&host, SPLIT, &mirrored(16, &two));
+        }
+        each_page_is_at_both([&lenders[stays], &lenders[2]]);
+        eventually("it has been looked what the newcomer has", || {
+            let shown = host.get("/v1/vms/m");
+            (&shown["split"]["silent"], &shown["split"]["alone_pages"]) == (&json!([]), &json!(0))
+        });
+        assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "copies=2");
+        // The next daemon knows the two.
+        host.kill_daemon();
+        lenders[stays].kill_daemon();
+        host.start_daemon();
+        eventually("the newcomer has answered", || {
+            host.ask("POST", SPLIT, Some(&request(20, &[]))).1["status"] == "completed"
+        });
+        done(&host, MERGE, &Value::Null);
+        is_as_before(&host, &before);
+        lenders[..2].iter_mut().for_each(Host::start_daemon);
+        is_paid(&host, &lenders.each_ref());
+        assert_eq!(lent(&none), (0, 0));
+    }
+}
+
 #[test]
 fn how_often_each_page_is_there_can_be_changed() {
     if cannot_run() {

@@ -23,6 +23,10 @@ pub struct Place {
     /// Where its mirror listens.
     #[serde(default)]
     pub mirror: Option<String>,
+    /// Of it and of its mirror: who was the mirror of each when it was first asked, where that one has been replaced
+    /// since.
+    #[serde(default)]
+    pub once: [Option<String>; 2],
 }
 
 impl Place {
@@ -32,12 +36,18 @@ impl Place {
     /// A [`Problem`]: one of them is alone, or lends another amount than its mirror.
     pub fn of(memory: &[MemoryHost], redundancy: Redundancy) -> Result<Vec<Self>, Problem> {
         if redundancy == Redundancy::None {
-            let alone = |host: &MemoryHost| Self { peer: host.peer.clone(), bytes: host.bytes, mirror: None };
+            let alone = |host: &MemoryHost| Self {
+                peer: host.peer.clone(),
+                bytes: host.bytes,
+                mirror: None,
+                once: Default::default(),
+            };
             return Ok(memory.iter().map(alone).collect());
         }
         let pairs = memory.chunks(2).map(|pair| match pair {
             [one, other] if one.bytes == other.bytes => {
-                Ok(Self { peer: one.peer.clone(), bytes: one.bytes, mirror: Some(other.peer.clone()) })
+                let (peer, mirror, once) = (one.peer.clone(), Some(other.peer.clone()), Default::default());
+                Ok(Self { peer, bytes: one.bytes, mirror, once })
             }
             [one, other] => Err(invalid(format!(
                 "memory hosts {} and {} are to have the same pages: they must lend the same",
@@ -50,7 +60,10 @@ impl Place {
 
     /// The memory hosts that this is, one by one: of each its mirror is the other.
     pub fn members(&self) -> impl Iterator<Item = Self> {
-        let turned = |mirror: &String| Self { peer: mirror.clone(), mirror: Some(self.peer.clone()), ..self.clone() };
+        let turned = |mirror: &String| {
+            let [first, second] = self.once.clone();
+            Self { peer: mirror.clone(), mirror: Some(self.peer.clone()), once: [second, first], ..self.clone() }
+        };
         std::iter::once(self.clone()).chain(self.mirror.as_ref().map(turned))
     }
 
@@ -59,6 +72,31 @@ impl Place {
     pub fn is(&self, other: &Self) -> bool {
         let names = |place: &Self| place.members().map(|member| member.peer).collect::<BTreeSet<_>>();
         names(self) == names(other)
+    }
+
+    /// The same two, but for another one in the place of one: the first (0) or the second (1). `None` where it is not
+    /// two.
+    #[must_use]
+    pub fn with(&self, which: usize, other: &str) -> Option<Self> {
+        let mirror = self.mirror.clone()?;
+        let (mut names, mut once) = ([self.peer.clone(), mirror], self.once.clone());
+        let gone = std::mem::replace(names.get_mut(which)?, other.to_owned());
+        once[which] = None;
+        // The one that stays has the guest under the name of the one that has gone, or of an earlier one.
+        once[1 - which].get_or_insert(gone);
+        let [peer, mirror] = names;
+        Some(Self { peer, mirror: Some(mirror), once, ..*self })
+    }
+
+    /// Where it is, and by whose name beside its own the guest's number there follows: no other guest's is the same.
+    fn number_there(&self) -> (&str, Option<&str>) {
+        (&self.peer, self.once[0].as_deref().or(self.mirror.as_deref()))
+    }
+
+    /// Whether one of it has the guest under the same number as one of the other.
+    #[must_use]
+    pub fn clashes(&self, other: &Self) -> bool {
+        self.members().any(|mine| other.members().any(|theirs| mine.number_there() == theirs.number_there()))
     }
 
     /// As the API shows it.
@@ -128,6 +166,20 @@ impl Borrowed {
         self.lent().find(|(_, known)| known.is(place)).map(|(number, _)| number)
     }
 
+    /// Whether one that has something of the guest has it under the same number as this one would.
+    #[must_use]
+    pub fn clashes(&self, place: &Place) -> bool {
+        self.lent().any(|(_, known)| known.clashes(place))
+    }
+
+    /// Of two that have the same pages the one that is called so: their number, and whether it is the first (0) or the
+    /// second (1).
+    #[must_use]
+    pub fn one_of_two(&self, peer: &str) -> Option<(usize, usize)> {
+        let mut two = self.lent().filter(|(number, place)| place.mirror.is_some() && !self.leaving.contains(number));
+        two.find_map(|(number, place)| Some((number, place.members().position(|member| member.peer == peer)?)))
+    }
+
     /// Gives a number to another one: the first that is free. It is given no pages yet. `None` where no number is free.
     pub fn welcome(&mut self, host: &Place) -> Option<usize> {
         let number = self.gone.pop_first().unwrap_or(self.hosts.len());
@@ -152,6 +204,7 @@ impl Borrowed {
         let lender = |(number, host): (usize, &Place)| Lender {
             peer: host.peer.clone(),
             mirror: host.mirror.clone(),
+            once: host.once.clone(),
             credentials: credentials.cloned(),
             bytes: host.bytes,
             leaving: self.leaving.contains(&number) || self.gone.contains(&number),
@@ -166,7 +219,7 @@ mod tests {
 
     #[test]
     fn the_number_of_a_memory_host_that_has_gone_is_given_to_the_next_one() {
-        let host = |peer: &str| Place { peer: peer.into(), bytes: 4, mirror: None };
+        let host = |peer: &str| Place { peer: peer.into(), bytes: 4, mirror: None, once: Default::default() };
         let mut borrowed = Borrowed { guest: 1, key: 2, chunks: 3, ..Borrowed::default() };
         for number in 0..Holder::MAX_HOSTS {
             assert_eq!(borrowed.welcome(&host(&format!("b:{number}"))), Some(number));
@@ -180,6 +233,33 @@ mod tests {
         assert!(lender.peer == "c:1" && lender.leaving, "{lender:?}");
         borrowed.leaving.clear();
         assert_eq!((borrowed.number_of(&host("c:1")), borrowed.lending()[3].peer.as_str()), (Some(3), "c:1"));
+    }
+
+    #[test]
+    fn whoever_stays_has_the_guest_under_its_number_however_often_the_other_one_is_replaced() {
+        let first = Place { peer: "b:1".into(), bytes: 4, mirror: Some("c:1".into()), once: Default::default() };
+        let numbers = |place: &Place| {
+            let borrowed = Borrowed { guest: 7, hosts: vec![place.clone()], ..Borrowed::default() };
+            let members = borrowed.lenders(None)[0].members();
+            members.into_iter().map(|member| (member.peer.clone(), member.number(7))).collect::<Vec<_>>()
+        };
+        let [b, c] = numbers(&first).try_into().unwrap();
+        let second = first.with(1, "d:1").unwrap();
+        let [same, d] = numbers(&second).try_into().unwrap();
+        assert_eq!((second.name().as_str(), &same, d.0.as_str()), ("b:1 and d:1", &b, "d:1"));
+        // Of d nothing changes where b goes; and c, which comes back, is another than it was.
+        let third = second.with(0, "c:1").unwrap();
+        let [c_again, same] = numbers(&third).try_into().unwrap();
+        assert_eq!((third.name().as_str(), &same), ("c:1 and d:1", &d));
+        assert_ne!(c_again, c);
+        // While b is asked under its number, no other two may have it under that.
+        let borrowed = Borrowed { hosts: vec![second.clone()], ..Borrowed::default() };
+        assert!(borrowed.clashes(&first) && !borrowed.clashes(&third));
+        assert_eq!(borrowed.one_of_two("d:1"), Some((0, 1)));
+        assert_eq!(
+            (borrowed.one_of_two("c:1"), first.with(2, "d:1"), third.with(0, "b:1").unwrap().once[1].as_deref()),
+            (None, None, Some("b:1"))
+        );
     }
 
     #[test]

@@ -240,7 +240,12 @@ mod tests {
             guest: u128::MAX,
             key: u128::MAX - 7,
             chunks: 3,
-            hosts: vec![Place { peer: "b:1".into(), bytes: 4, mirror: Some("c:1".into()) }],
+            hosts: vec![Place {
+                peer: "b:1".into(),
+                bytes: 4,
+                mirror: Some("c:1".into()),
+                once: [None, Some("d:1".into())],
+            }],
             leaving: [0].into(),
             gone: [1].into(),
         };

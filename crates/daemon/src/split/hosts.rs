@@ -47,6 +47,11 @@ impl Exchange<'_> {
     /// A [`Problem`]: one does not grant what it is asked for, or is there with another amount; too many. All is as it
     /// was then.
     pub fn begin(&mut self, wanted: &[Place]) -> Result<(), Problem> {
+        for host in wanted {
+            if let Some((number, which, peer)) = self.instead_of_a_silent_one(host)? {
+                self.take_place((number, which), &peer)?;
+            }
+        }
         let mut borrowed = self.borrowed()?;
         let mut newcomers = Vec::new();
         for host in wanted {
@@ -64,6 +69,62 @@ impl Exchange<'_> {
         let stays = |host: &Place| wanted.iter().any(|other| other.is(host));
         borrowed.leaving = borrowed.lent().filter(|(_, host)| !stays(host)).map(|(number, _)| number).collect();
         self.agree(borrowed)
+    }
+
+    /// Has another memory host take the place of one of two that have the same pages, which does not answer. It is given
+    /// what its mirror has in the background; what the other one had lent is owed.
+    ///
+    /// # Errors
+    /// A [`Problem`]: it does not grant what it is asked for; the one that does not answer alone has pages. All is as
+    /// it was then.
+    pub fn take_place(&mut self, (number, which): (usize, usize), peer: &str) -> Result<(), Problem> {
+        let mut borrowed = self.borrowed()?;
+        let none = || Problem::new(Code::Internal, Blame::Ours, "a memory host without a mirror is to be replaced");
+        let former = borrowed.hosts.get(number).cloned().ok_or_else(none)?;
+        let next = former.with(which, peer).ok_or_else(none)?;
+        let [gone, newcomer] = [&former, &next].map(|two| two.members().nth(which));
+        let (gone, newcomer) = gone.zip(newcomer).ok_or_else(none)?;
+        // As any newcomer, it is on record before it is asked, and as one that has no mirror: should this daemon end
+        // now, the next one gives back what it has granted, and nothing of the one that stays.
+        let newcomer = Place { mirror: None, once: [newcomer.mirror, None], ..newcomer };
+        let for_now = self.number_for(&mut borrowed, &newcomer)?;
+        self.store(borrowed.clone())?;
+        if let Err(problem) = self.borrow(&borrowed, &borrowed.lenders(self.loans.credentials())[for_now]) {
+            let granted = problem.code != Code::PeerUnreachable;
+            self.gone(&[for_now], granted.then_some(newcomer).into_iter().collect())?;
+            return Err(problem);
+        }
+        borrowed.hosts[number] = next.clone();
+        borrowed.see_off(for_now);
+        let (split, lender) = (self.split, borrowed.lenders(self.loans.credentials())[number].clone());
+        let taken = split.take_place((number, which), lender, || {
+            self.loans.owe_hosts(&self.record, &self.machines.dir(&self.record.name), vec![gone]);
+            self.store(borrowed)
+        });
+        if taken.is_err() && self.borrowed()?.hosts[number] != next {
+            self.gone(&[for_now], vec![newcomer])?;
+        }
+        self.loans.pay();
+        taken
+    }
+
+    /// Whether this place is one of two that have the same pages with another one in the place of one that does not
+    /// answer; which it is then.
+    fn instead_of_a_silent_one(&self, wanted: &Place) -> Result<Option<(usize, usize, String)>, Problem> {
+        let borrowed = self.borrowed()?;
+        let known = |member: &Place| borrowed.one_of_two(&member.peer);
+        let [Some(one), Some(other)] = [0, 1].map(|which| wanted.members().nth(which)) else { return Ok(None) };
+        let ((number, stays), newcomer) = match (known(&one), known(&other)) {
+            (Some(found), None) => (found, other),
+            (None, Some(found)) => (found, one),
+            _ => return Ok(None),
+        };
+        let (two, which) = (&borrowed.hosts[number], 1 - stays);
+        self.split.ask_whether_there(number);
+        let silent = self.split.silent();
+        let is_silent = |which: usize| two.members().nth(which).is_some_and(|member| silent.contains(&member.peer));
+        let fits = two.bytes == wanted.bytes && is_silent(which) && !is_silent(stays);
+        Ok(fits.then_some((number, which, newcomer.peer)))
     }
 
     /// Empties the memory hosts that are leaving, one after the other; each is told that it has its memory back once it
@@ -123,6 +184,11 @@ impl Exchange<'_> {
             let message = format!("memory host {} has not been told yet that it has its memory back", host.name());
             return Err(Problem::new(Code::PeerUnreachable, Blame::Peer, message)
                 .hint("it is told as soon as it answers; ask again then"));
+        }
+        if borrowed.clashes(host) {
+            let message =
+                format!("memory host {} has pages of the guest under the number that it would get", host.name());
+            return Err(invalid(message).hint("have the two that it is one of replaced by two others first"));
         }
         borrowed.welcome(host).ok_or_else(|| {
             invalid("that would be more memory hosts than a guest may have, those that are leaving among them")

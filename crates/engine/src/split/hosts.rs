@@ -6,14 +6,20 @@
 //!          others as what is too much does ─▶ it has nothing of the guest: its number is free
 //! ```
 //!
+//! One of two that have the same pages may be gone for good. Another takes its place ([`Split::take_place`]): it is as
+//! if that one had come back and had lost all that it had, which its mirror has still.
+//!
 //! What comes waits for room, so this host has no more of the guest meanwhile than it may. A page is valid at one place
 //! at each moment, as ever: no step of this is a new one for a page.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use sterna_api::Problem;
+use sterna_protocol::layout::ChunkIndex;
+
 use super::fetch::Wanted;
-use super::lines::{Lender, Lines};
+use super::lines::{Lender, Lines, Member};
 use super::pace::STEP;
 use super::{Split, SplitError, lock};
 use crate::error::MigrateError;
@@ -46,6 +52,56 @@ impl Split {
         let _on_the_way = lock(&self.on_the_way);
         // There are others to be asked now.
         *lock(&self.stuck) = None;
+    }
+
+    /// Has another memory host take the place of one of two that have the same pages, which does not answer: the one at
+    /// the place `which`, 0 or 1. Nothing leaves for the two until `on_record` has written that down. The other one,
+    /// `lender.members()[which]`, has granted what it was asked for, and has nothing of the guest; it is given all that
+    /// its mirror has in the background.
+    ///
+    /// # Errors
+    /// A [`Problem`]: it alone has pages of the guest; what `on_record` said. All is as it was then. The epoch cannot be
+    /// written down.
+    pub fn take_place(
+        &self,
+        (number, which): (usize, usize),
+        lender: Lender,
+        on_record: impl FnOnce() -> Result<(), Problem>,
+    ) -> Result<(), Problem> {
+        let (member, leaving) = (Member { number, which }, self.lenders.is_leaving(number));
+        // What left for one alone while this is asked would be at one that goes.
+        self.leave_out(number, true);
+        let taken = self.check_not_alone(member).map_err(|error| error.problem()).and_then(|()| on_record());
+        let taken = taken.and_then(|()| {
+            self.lenders.take_place(member, lender).map_err(|error| error.problem())?;
+            self.ask_anew(member);
+            Ok(())
+        });
+        self.leave_out(number, leaving);
+        taken
+    }
+
+    /// Has it asked what it has, before anything of it is relied on.
+    fn ask_anew(&self, member: Member) {
+        for chunk in self.pager.ram().layout().iter() {
+            let mut state = self.chunk(chunk);
+            let concerns = [self.host_of(chunk), state.copies_at()].contains(&Some(member.number));
+            state.members[member.which].unasked |= concerns;
+        }
+    }
+
+    /// Whether no page is at this one of two alone.
+    fn check_not_alone(&self, member: Member) -> Result<(), SplitError> {
+        let alone = |chunk: &ChunkIndex| {
+            let holder = self.pager.holder(*chunk).filter(|holder| holder.host_number() == Some(member.number));
+            holder.and_then(Holder::alone) == Some(member.which)
+        };
+        let layout = self.pager.ram().layout();
+        let pages: u64 = layout.iter().filter(alone).map(|chunk| self.pager.away_in(chunk).len() as u64).sum();
+        match pages {
+            0 => Ok(()),
+            _ => Err(SplitError::Alone { peer: self.lenders.peer(member), pages }),
+        }
     }
 
     /// Whether a memory host has pages that are nowhere else.

@@ -44,6 +44,9 @@ pub struct Lender {
     pub peer: String,
     /// Where its mirror listens, which has each page as well.
     pub mirror: Option<String>,
+    /// Of it and of its mirror: who was the mirror of each when it was first asked, where that one has been replaced
+    /// since. The guest has the same number there still.
+    pub once: [Option<String>; MEMBERS],
     /// Who this host is to it.
     pub credentials: Option<Arc<Credentials>>,
     /// How much each is asked for, bytes.
@@ -53,12 +56,12 @@ pub struct Lender {
 }
 
 impl Lender {
-    /// The number of a guest at it: another one for each memory host, and for each that it is the mirror of. A person
+    /// The number of a guest at it: another one for each memory host, and for each that it was first the mirror of. A person
     /// may name one host twice, in different ways; then it keeps two guests, and what it has under one name is not
     /// taken for a rest of what it was given under the other.
     #[must_use]
     pub fn number(&self, guest: u128) -> u128 {
-        let name = match &self.mirror {
+        let name = match self.once[0].as_ref().or(self.mirror.as_ref()) {
             Some(mirror) => xxh3_128(format!("{} {mirror}", self.peer).as_bytes()),
             None => xxh3_128(self.peer.as_bytes()),
         };
@@ -79,7 +82,10 @@ impl Lender {
     /// The one of this place among them.
     fn member(&self, which: usize) -> Self {
         match &self.mirror {
-            Some(mirror) if which > 0 => Self { peer: mirror.clone(), mirror: Some(self.peer.clone()), ..self.clone() },
+            Some(mirror) if which > 0 => {
+                let [first, second] = self.once.clone();
+                Self { peer: mirror.clone(), mirror: Some(self.peer.clone()), once: [second, first], ..self.clone() }
+            }
             _ => self.clone(),
         }
     }
@@ -157,6 +163,10 @@ impl Lenders {
 
     /// Notes whether a memory host has answered.
     fn heard(&self, member: Member, is_silent: bool) {
+        // Before anybody takes it for one that answers.
+        if !is_silent && self.is_silent(member) {
+            self.note_return(member);
+        }
         if self.silent[member.index()].swap(is_silent, Ordering::AcqRel) && !is_silent {
             self.note_return(member);
         }
@@ -165,6 +175,11 @@ impl Lenders {
     /// A memory host has answered again: it may have lost what it had.
     pub(super) fn note_return(&self, member: Member) {
         self.returned[member.index()].store(true, Ordering::Release);
+    }
+
+    /// Whether a memory host has answered again, and may have lost what it had.
+    pub(super) fn is_to_be_asked(&self, member: Member) -> bool {
+        self.returned[member.index()].load(Ordering::Acquire)
     }
 
     /// Whether a memory host has answered again since this was last asked.
@@ -195,6 +210,16 @@ impl Lenders {
         }
         drop(all);
         (0..MEMBERS).for_each(|which| self.silent[Member { number, which }.index()].store(false, Ordering::Release));
+        self.raise()
+    }
+
+    /// Gives one of the two places of a number to another memory host, which has nothing of the guest. `lender` is the
+    /// two as they are from then on.
+    pub(super) fn take_place(&self, member: Member, lender: Lender) -> Result<(), MigrateError> {
+        self.all.write().unwrap_or_else(PoisonError::into_inner)[member.number] = lender;
+        // As one that is back and has lost all that it had.
+        self.note_return(member);
+        self.silent[member.index()].store(false, Ordering::Release);
         self.raise()
     }
 
@@ -330,6 +355,7 @@ mod tests {
         let lender = Lender {
             peer: lending(directory.path()),
             mirror: None,
+            once: Default::default(),
             credentials: None,
             bytes: most_bytes(CHUNKS),
             leaving: false,

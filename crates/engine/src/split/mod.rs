@@ -111,6 +111,14 @@ pub enum SplitError {
         /// How many.
         pages: u64,
     },
+    /// Of two memory hosts that have the same pages one alone has some, and cannot be done without.
+    #[error("memory host {peer} alone has {pages} pages of the guest, and no other can take its place")]
+    Alone {
+        /// Where it listens.
+        peer: String,
+        /// How many.
+        pages: u64,
+    },
     /// This host, or the VMM.
     #[error(transparent)]
     Here(#[from] MigrateError),
@@ -125,6 +133,8 @@ impl SplitError {
             Self::Lost { .. } => Problem::new(Code::PagesLost, Blame::Peer, self.to_string()).hint(
                 "has that host been restarted, or has a person taken back what it lent? Its daemon's log says so",
             ),
+            Self::Alone { .. } => Problem::new(Code::PagesLost, Blame::Peer, self.to_string())
+                .hint("start its daemon, or the host, again: what it alone has is copied to the other one then"),
             Self::Host { peer, source } => match source.as_ref() {
                 StoreError::Connection(error) => {
                     let problem = error.problem();
@@ -189,6 +199,8 @@ pub struct Split {
     failing: Vec<Mutex<Option<Problem>>>,
     /// For each memory host, and each mirror, whether it may have pages that count no more.
     rests: [AtomicBool; Member::MOST],
+    /// Pages are being copied from one of two memory hosts to the other, or it is looked which.
+    mending: AtomicBool,
     heard: Mutex<Instant>,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -262,6 +274,7 @@ impl Split {
             stuck: Mutex::default(),
             failing: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
             rests: std::array::from_fn(|_| AtomicBool::new(false)),
+            mending: AtomicBool::new(false),
             heard: Mutex::new(Instant::now()),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),

@@ -4,6 +4,7 @@
 //! attempt to reach a host that has lost its power takes seconds. A thread that nothing else waits for asks it. Once it
 //! answers, the same thread has it given the pages that left without it.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,8 @@ use crate::error::MigrateError;
 
 /// How often it is looked whether somebody is to be asked.
 const LOOK: Duration = Duration::from_millis(100);
+/// How often each of two is asked that is not known to be silent: a guest that needs nothing of it would not find out.
+const ROUND: Duration = Duration::from_secs(10);
 
 impl Split {
     /// Starts the thread. Nobody waits for its end: that comes soon after the split's, or once the host that is being
@@ -33,15 +36,47 @@ impl Split {
 
     /// Finds out what those have lost that answer again, and copies to each what its mirror alone has, until the end.
     fn look_through_and_mend(&self) -> Result<(), SplitError> {
+        // Before it is forgotten who is to be looked through.
+        self.mending.store(true, Ordering::Release);
+        let done = self.look_through_each().and_then(|()| self.mend_each());
+        self.mending.store(false, Ordering::Release);
+        done
+    }
+
+    fn look_through_each(&self) -> Result<(), SplitError> {
         let mut lines = Lines::new(&self.lenders);
         for member in self.pairs().into_iter().filter(|member| self.lenders.has_returned(*member)) {
             self.look_through(&mut lines, member).inspect_err(|_| self.lenders.note_return(member))?;
         }
+        Ok(())
+    }
+
+    fn mend_each(&self) -> Result<(), SplitError> {
+        let mut lines = Lines::new(&self.lenders);
         let mut next = (self.pager.alone_chunks() > 0).then_some(0);
         while let Some(from) = next.filter(|_| !self.has_ended()) {
             next = self.mend_next(&mut lines, from)?;
         }
         Ok(())
+    }
+
+    /// Asks the memory hosts of a number whether they are there; [`silent`](Self::silent) says then who is not. One that
+    /// has lost its power is waited for.
+    pub fn ask_whether_there(&self, number: usize) {
+        for member in self.lenders.members(number) {
+            // What it answers is noted.
+            let _ = Lines::new(&self.lenders).ask(member, |_| Ok(()));
+        }
+    }
+
+    /// Whether each page that is at two memory hosts that have the same pages is at both, as far as can be known: both
+    /// answer, and whoever has answered again was asked what it has still.
+    #[must_use]
+    pub fn is_at_both(&self) -> bool {
+        let pairs = self.pairs();
+        let unknown = |member: &Member| self.lenders.is_silent(*member) || self.lenders.is_to_be_asked(*member);
+        // In this order: whoever is no longer to be asked is being looked through.
+        !pairs.iter().any(unknown) && !self.mending.load(Ordering::Acquire) && self.pager.alone_chunks() == 0
     }
 
     /// Whether a memory host does not answer that has a mirror, which may.
@@ -52,7 +87,7 @@ impl Split {
 
 fn look(split: &Weak<Split>) {
     let mut outages: [Outage; Member::MOST] = Default::default();
-    let mut mending = Outage::default();
+    let (mut mending, mut round) = (Outage::default(), Instant::now());
     while let Some(split) = split.upgrade().filter(|split| !split.has_ended()) {
         for member in split.pairs().into_iter().filter(|member| split.is_silent_of_two(*member)) {
             let (began, outage) = (Instant::now(), &mut outages[member.index()]);
@@ -63,6 +98,11 @@ fn look(split: &Weak<Split>) {
                 Ok(()) => drop(outage.over()),
                 Err(_) => drop(outage.failed(began, Instant::now(), false)),
             }
+        }
+        if round.elapsed() >= ROUND {
+            let pairs = split.pairs().into_iter().filter(|member| member.which == 0);
+            pairs.for_each(|member| split.ask_whether_there(member.number));
+            round = Instant::now();
         }
         let began = Instant::now();
         if !mending.rests(began) {

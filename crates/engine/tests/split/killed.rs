@@ -257,7 +257,8 @@ fn daemon() {
     let socket = UnixStream::connect(directory.join("vmm")).unwrap();
     let means = PagingMeans { inside: Box::new(InsideParent { socket, vmm, life }), missing };
     let (peer, mirror) = peer.split_once(',').map_or((peer, None), |(peer, mirror)| (peer, Some(mirror.into())));
-    let lender = Lender { peer: peer.into(), mirror, credentials: None, bytes: most_bytes(CHUNKS), leaving: false };
+    let (peer, once, bytes) = (peer.into(), Default::default(), most_bytes(CHUNKS));
+    let lender = Lender { peer, mirror, once, credentials: None, bytes, leaving: false };
     let lenders = vec![lender];
     let epochs = Box::new(InFile(directory.join("epoch")));
     let split = if begun == "1" {

@@ -322,6 +322,7 @@ fn a_memory_host_that_is_named_twice_in_different_ways_keeps_what_it_was_given_u
     let lender = |peer: &String| Lender {
         peer: peer.clone(),
         mirror: None,
+        once: Default::default(),
         credentials: None,
         bytes: most_bytes(CHUNKS),
         leaving: false,

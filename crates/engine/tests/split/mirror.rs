@@ -135,7 +135,7 @@ fn recovered(guest: &Guest, hosts: [&LendingHost; 2]) -> Arc<Split> {
 
 /// Each page is at both of two.
 fn are_both_given_all(split: &Split) {
-    while split.at_one_alone() > 0 || !split.silent().is_empty() {
+    while !split.is_at_both() {
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -192,10 +192,7 @@ fn what_leaves_for_one_of_two_is_at_both_once_the_other_answers_again() {
             }
             hosts[gone].relay.restore();
             are_both_given_all(&split);
-            // What it has lost shows when it is looked through.
-            while hosts[gone].pages() < split.pager().missing() + u64::from(CHUNKS) {
-                are_both_given_all(&split);
-            }
+            assert!(hosts[gone].pages() >= split.pager().missing() + u64::from(CHUNKS));
             hosts[1 - gone].relay.cut();
             while split.bring_back().is_err() {}
             assert_eq!(turn_of(guest), turn);
@@ -317,6 +314,92 @@ fn two_others_take_the_place_of_two_one_of_which_has_gone() {
     split.merge(&|| Ok(())).unwrap();
     checking.end();
     split.end();
+}
+
+/// The two once another one is in the place of one of them.
+fn instead(pair: &Lender, which: usize, other: &LendingHost) -> Lender {
+    let (mut lender, mut once) = (pair.clone(), pair.once.clone());
+    let names = [pair.peer.clone(), pair.mirror.clone().unwrap()];
+    once[1 - which].get_or_insert(names[which].clone());
+    once[which] = None;
+    match which {
+        0 => lender.peer = other.relay.address.clone(),
+        _ => lender.mirror = Some(other.relay.address.clone()),
+    }
+    Lender { once, ..lender }
+}
+
+/// One of the two has gone for good, and another takes its place, again and again: each time it is given what the other
+/// one has, and then that one may go.
+#[test]
+fn another_takes_the_place_of_one_of_two_that_has_gone() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, hosts) = (Guest::new(), [(); 6].map(|()| LendingHost::new()));
+    let mut two = [&hosts[0], &hosts[1]];
+    let mut pair = pair(two);
+    let mut split = guest.split_over(vec![pair.clone()]);
+    split.keep_to(Room::of(2 * CHUNK_BYTES as u64)).unwrap();
+    let checking = Checking::start(&guest, 2);
+    while hosts[0].pages() == 0 {
+        checking.goes_on(20);
+    }
+    for (turn, newcomer) in hosts[2..].iter().enumerate() {
+        let which = [0, 1, 1, 0][turn];
+        loses_all(two[which]);
+        two[which].relay.cut();
+        checking.goes_on(50);
+        pair = instead(&pair, which, newcomer);
+        // As long as it is not on record, nothing has changed.
+        let refused = split.take_place((0, which), pair.clone(), || {
+            Err(sterna_api::Problem::new(sterna_api::Code::OutOfMemory, sterna_api::Blame::Host, "no"))
+        });
+        assert!(refused.is_err());
+        checking.goes_on(20);
+        split.take_place((0, which), pair.clone(), || Ok(())).unwrap();
+        two[which] = newcomer;
+        if turn == 2 {
+            // The next daemon knows the two as they are, and goes on.
+            dies(split);
+            split = guest.recover_over(vec![pair.clone()]).unwrap();
+            split.keep_to(Room::of(2 * CHUNK_BYTES as u64)).unwrap();
+        }
+        checking.goes_on(50);
+        are_both_given_all(&split);
+    }
+    split.merge(&|| Ok(())).unwrap();
+    checking.end();
+    split.end();
+}
+
+/// What is at one alone goes with it: no other takes its place until its mirror has all, too.
+#[test]
+fn none_takes_the_place_of_one_that_alone_has_pages() {
+    for_either(|guest, hosts, gone| {
+        let (split, newcomer) = (guest.split_over(vec![pair(hosts)]), LendingHost::new());
+        send_all(&split, 0);
+        split.bring_back().unwrap();
+        hosts[1 - gone].relay.cut();
+        write_turn(guest, 1);
+        while !is_away(&split) {
+            send_all_without(&split);
+        }
+        hosts[gone].relay.cut();
+        let taken = split.take_place((0, gone), instead(&pair(hosts), gone, &newcomer), || panic!("it is refused"));
+        assert!(taken.unwrap_err().message.contains("alone has 192 pages"));
+        hosts.iter().for_each(|host| host.relay.restore());
+        are_both_given_all(&split);
+        hosts[gone].relay.cut();
+        split.take_place((0, gone), instead(&pair(hosts), gone, &newcomer), || Ok(())).unwrap();
+        are_both_given_all(&split);
+        assert!(newcomer.pages() >= split.pager().missing());
+        hosts[1 - gone].relay.cut();
+        while split.bring_back().is_err() {}
+        assert_eq!(turn_of(guest), 1);
+        guest.is_as_it_was();
+        split.end();
+    });
 }
 
 /// Either is cut off, loses what it has, or is back, and the daemon dies, in any order: never both at once.
