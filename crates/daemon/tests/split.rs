@@ -531,6 +531,38 @@ fn another_takes_the_place_of_one_of_two_that_has_gone() {
     }
 }
 
+/// Whoever is to take a place says nothing, and the daemon that has asked it dies.
+#[test]
+fn a_daemon_that_dies_while_another_is_asked_to_take_a_place_leaves_the_two_as_they_were() {
+    if cannot_run() {
+        return;
+    }
+    let (mut host, mut lenders) = (Host::start(), [lender(64), lender(64)]);
+    host.run_full("m");
+    let before = content(&host);
+    done(&host, SPLIT, &mirrored(16, &[&lenders[0], &lenders[1]]));
+    lenders[1].kill_daemon();
+    let mute = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let mute_one = mute.local_addr().expect("an address").to_string();
+    let mut asked = mirrored(16, &[&lenders[0], &lenders[1]]);
+    asked["memory"][1]["peer"] = mute_one.as_str().into();
+    let asked = asked.to_string();
+    let mut asking = UnixStream::connect(host.socket()).expect("the daemon listens");
+    let head = "content-type: application/json\r\nhost: x";
+    let words = format!("POST {SPLIT} HTTP/1.1\r\n{head}\r\ncontent-length: {}\r\n\r\n{asked}", asked.len());
+    asking.write_all(words.as_bytes()).expect("a request");
+    let two = vec![lenders[0].address(), lenders[1].address()];
+    eventually("it is being asked", || memory_of(&host) == (two.clone(), vec![mute_one.clone()]));
+    host.kill_daemon();
+    drop((asking, mute));
+    host.start_daemon();
+    eventually("it is not one of them", || memory_of(&host) == (two.clone(), vec![]));
+    lenders[1].start_daemon();
+    eventually("it can be merged", || host.ask("POST", MERGE, None).0 == 200);
+    is_as_before(&host, &before);
+    eventually("both have their memory back", || lenders.iter().all(|lender| lent(lender) == (0, 0)));
+}
+
 #[test]
 fn how_often_each_page_is_there_can_be_changed() {
     if cannot_run() {

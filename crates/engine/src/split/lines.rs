@@ -216,7 +216,9 @@ impl Lenders {
     /// Gives one of the two places of a number to another memory host, which has nothing of the guest. `lender` is the
     /// two as they are from then on.
     pub(super) fn take_place(&self, member: Member, lender: Lender) -> Result<(), MigrateError> {
-        self.all.write().unwrap_or_else(PoisonError::into_inner)[member.number] = lender;
+        // Nobody calls it in an epoch before this one.
+        let mut all = self.all.write().unwrap_or_else(PoisonError::into_inner);
+        all[member.number] = lender;
         // As one that is back and has lost all that it had.
         self.note_return(member);
         self.silent[member.index()].store(false, Ordering::Release);
