@@ -93,10 +93,10 @@ impl Place {
         (&self.peer, self.once[0].as_deref().or(self.mirror.as_deref()))
     }
 
-    /// Whether one of it has the guest under the same number as one of the other.
+    /// Whether one of it is this memory host, not its mirror, and has the guest under the same number.
     #[must_use]
-    pub fn clashes(&self, other: &Self) -> bool {
-        self.members().any(|mine| other.members().any(|theirs| mine.number_there() == theirs.number_there()))
+    pub fn has(&self, one: &Self) -> bool {
+        self.members().any(|mine| mine.number_there() == one.number_there())
     }
 
     /// As the API shows it.
@@ -166,10 +166,16 @@ impl Borrowed {
         self.lent().find(|(_, known)| known.is(place)).map(|(number, _)| number)
     }
 
+    /// Whether this memory host, not its mirror, has something of the guest.
+    #[must_use]
+    pub fn has(&self, one: &Place) -> bool {
+        self.lent().any(|(_, place)| place.has(one))
+    }
+
     /// Whether one that has something of the guest has it under the same number as this one would.
     #[must_use]
     pub fn clashes(&self, place: &Place) -> bool {
-        self.lent().any(|(_, known)| known.clashes(place))
+        place.members().any(|member| self.has(&member))
     }
 
     /// Of two that have the same pages the one that is called so: their number, and whether it is the first (0) or the
@@ -254,7 +260,11 @@ mod tests {
         assert_ne!(c_again, c);
         // While b is asked under its number, no other two may have it under that.
         let borrowed = Borrowed { hosts: vec![second.clone()], ..Borrowed::default() };
-        assert!(borrowed.clashes(&first) && !borrowed.clashes(&third));
+        let others = Place { peer: "b:1".into(), bytes: 4, mirror: Some("e:1".into()), once: Default::default() };
+        assert!([&first, &third].iter().all(|two| borrowed.clashes(two)) && !borrowed.clashes(&others));
+        // What is owed to the one that has gone is owed to it alone.
+        let [stays, gone] = [0, 1].map(|which| first.members().nth(which).unwrap());
+        assert!(borrowed.has(&stays) && !borrowed.has(&gone));
         assert_eq!(borrowed.one_of_two("d:1"), Some((0, 1)));
         assert_eq!(
             (borrowed.one_of_two("c:1"), first.with(2, "d:1"), third.with(0, "b:1").unwrap().once[1].as_deref()),

@@ -71,8 +71,8 @@ impl Exchange<'_> {
         self.agree(borrowed)
     }
 
-    /// Has another memory host take the place of one of two that have the same pages, which does not answer. It is given
-    /// what its mirror has in the background; what the other one had lent is owed.
+    /// Has another memory host take the place of one of two that have the same pages, which does not answer. It is
+    /// given what its mirror has in the background; what the other one had lent is owed.
     ///
     /// # Errors
     /// A [`Problem`]: it does not grant what it is asked for; the one that does not answer alone has pages. All is as

@@ -133,7 +133,7 @@ impl Loans {
     pub fn owes(&self, guest: u128, place: &Place) -> bool {
         let owed = self.lock();
         let of_guest = owed.debts.iter().filter(|debt| debt.borrowed.guest == guest);
-        of_guest.flat_map(|debt| &debt.borrowed.hosts).any(|host| host.clashes(place))
+        of_guest.flat_map(|debt| &debt.borrowed.hosts).any(|host| place.has(host))
     }
 
     /// As whom memory hosts are called.
@@ -221,7 +221,7 @@ impl Loans {
 fn lends_still(machines: &[VmRecord], borrowed: &Borrowed) -> bool {
     let splits = machines.iter().filter_map(|record| record.split.as_ref());
     let mut same = splits.filter(|split| split.borrowed.guest == borrowed.guest);
-    same.any(|split| borrowed.hosts.iter().any(|host| split.borrowed.clashes(host)))
+    same.any(|split| borrowed.hosts.iter().any(|host| split.borrowed.has(host)))
 }
 
 fn remove(path: &Path) {

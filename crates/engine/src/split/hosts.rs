@@ -60,8 +60,8 @@ impl Split {
     /// its mirror has in the background.
     ///
     /// # Errors
-    /// A [`Problem`]: it alone has pages of the guest; what `on_record` said. All is as it was then. The epoch cannot be
-    /// written down.
+    /// A [`Problem`]: it alone has pages of the guest; what `on_record` said. All is as it was then. The epoch cannot
+    /// be written down.
     pub fn take_place(
         &self,
         (number, which): (usize, usize),

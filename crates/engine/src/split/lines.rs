@@ -56,9 +56,9 @@ pub struct Lender {
 }
 
 impl Lender {
-    /// The number of a guest at it: another one for each memory host, and for each that it was first the mirror of. A person
-    /// may name one host twice, in different ways; then it keeps two guests, and what it has under one name is not
-    /// taken for a rest of what it was given under the other.
+    /// The number of a guest at it: another one for each memory host, and for each that it was first the mirror of. A
+    /// person may name one host twice, in different ways; then it keeps two guests, and what it has under one name is
+    /// not taken for a rest of what it was given under the other.
     #[must_use]
     pub fn number(&self, guest: u128) -> u128 {
         let name = match self.once[0].as_ref().or(self.mirror.as_ref()) {

@@ -199,8 +199,8 @@ pub struct Split {
     failing: Vec<Mutex<Option<Problem>>>,
     /// For each memory host, and each mirror, whether it may have pages that count no more.
     rests: [AtomicBool; Member::MOST],
-    /// Pages are being copied from one of two memory hosts to the other, or it is looked which.
-    mending: AtomicBool,
+    /// It is being looked what one of two memory hosts has, that has answered again.
+    looking: AtomicBool,
     heard: Mutex<Instant>,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -274,7 +274,7 @@ impl Split {
             stuck: Mutex::default(),
             failing: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
             rests: std::array::from_fn(|_| AtomicBool::new(false)),
-            mending: AtomicBool::new(false),
+            looking: AtomicBool::new(false),
             heard: Mutex::new(Instant::now()),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),
@@ -324,13 +324,18 @@ impl Split {
     }
 
     /// How many pages are at one of two memory hosts alone: the other one did not answer when they left, or has lost
-    /// them. They are copied to it once it answers.
+    /// them. They are copied to it once it answers. Of one that was not asked yet what it has, they all are.
     #[must_use]
     pub fn at_one_alone(&self) -> u64 {
-        if self.pager.alone_chunks() == 0 {
+        let unknown = self.unknown();
+        if self.pager.alone_chunks() == 0 && unknown.is_empty() {
             return 0;
         }
-        let alone = |chunk: &ChunkIndex| self.pager.holder(*chunk).and_then(Holder::alone).is_some();
+        let alone = |chunk: &ChunkIndex| {
+            let holder = self.pager.holder(*chunk);
+            let is_unknown = || holder.and_then(Holder::host_number).is_some_and(|number| unknown.contains(&number));
+            holder.and_then(Holder::alone).is_some() || is_unknown()
+        };
         let chunks = self.pager.ram().layout().iter().filter(alone);
         chunks.map(|chunk| self.pager.away_in(chunk).len() as u64).sum()
     }

@@ -37,10 +37,10 @@ impl Split {
     /// Finds out what those have lost that answer again, and copies to each what its mirror alone has, until the end.
     fn look_through_and_mend(&self) -> Result<(), SplitError> {
         // Before it is forgotten who is to be looked through.
-        self.mending.store(true, Ordering::Release);
-        let done = self.look_through_each().and_then(|()| self.mend_each());
-        self.mending.store(false, Ordering::Release);
-        done
+        self.looking.store(true, Ordering::Release);
+        let looked = self.look_through_each();
+        self.looking.store(false, Ordering::Release);
+        looked.and_then(|()| self.mend_each())
     }
 
     fn look_through_each(&self) -> Result<(), SplitError> {
@@ -60,8 +60,8 @@ impl Split {
         Ok(())
     }
 
-    /// Asks the memory hosts of a number whether they are there; [`silent`](Self::silent) says then who is not. One that
-    /// has lost its power is waited for.
+    /// Asks the memory hosts of a number whether they are there; [`silent`](Self::silent) says then who is not. One
+    /// that has lost its power is waited for.
     pub fn ask_whether_there(&self, number: usize) {
         for member in self.lenders.members(number) {
             // What it answers is noted.
@@ -73,10 +73,19 @@ impl Split {
     /// answer, and whoever has answered again was asked what it has still.
     #[must_use]
     pub fn is_at_both(&self) -> bool {
-        let pairs = self.pairs();
-        let unknown = |member: &Member| self.lenders.is_silent(*member) || self.lenders.is_to_be_asked(*member);
+        let silent = self.pairs().into_iter().any(|member| self.lenders.is_silent(member));
+        !silent && self.unknown().is_empty() && self.pager.alone_chunks() == 0
+    }
+
+    /// The numbers of those of which one has answered again, or is new, and was not asked yet what it has.
+    pub(super) fn unknown(&self) -> Vec<usize> {
+        let mut members = self.pairs();
         // In this order: whoever is no longer to be asked is being looked through.
-        !pairs.iter().any(unknown) && !self.mending.load(Ordering::Acquire) && self.pager.alone_chunks() == 0
+        let asked: Vec<bool> = members.iter().map(|member| self.lenders.is_to_be_asked(*member)).collect();
+        let looking = self.looking.load(Ordering::Acquire);
+        let mut asked = asked.into_iter();
+        members.retain(|_| asked.next().is_some_and(|asked| asked) || looking);
+        members.into_iter().map(|member| member.number).collect()
     }
 
     /// Whether a memory host does not answer that has a mirror, which may.

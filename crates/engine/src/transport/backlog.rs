@@ -1,5 +1,5 @@
-//! Backlog: what migrations have handed to the kernel and what has not arrived yet. It stands before the last pages of a
-//! guest that stops, in sockets and in the link's queue.
+//! Backlog: what migrations have handed to the kernel and what has not arrived yet. It stands before the last pages of
+//! a guest that stops, in sockets and in the link's queue.
 
 use std::net::TcpStream;
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};

@@ -72,8 +72,8 @@ pub fn set_pacing_rate(socket: impl AsFd, rate: Option<u64>) -> Result<()> {
         .map_err(|error| Error::new("set a connection's rate", error))
 }
 
-/// The bytes that were sent on this connection and that the peer's kernel has not acknowledged yet, those that wait here
-/// among them (`SIOCOUTQ`, tcp(7)).
+/// The bytes that were sent on this connection and that the peer's kernel has not acknowledged yet, those that wait
+/// here among them (`SIOCOUTQ`, tcp(7)).
 ///
 /// # Errors
 /// Not a TCP socket.
