@@ -27,7 +27,7 @@ use crate::migration::listener::listen;
 use crate::migration::sweep;
 use crate::process::raise_file_limit;
 use crate::shortage;
-use crate::split::spares::Spares;
+use crate::split::spares::{self, Spares};
 
 /// The most connections to the API at a time; further callers wait until one has ended. Each may hold a descriptor, a
 /// thread and some memory, all of which the machines' migrations need.
@@ -59,7 +59,7 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     daemon.keeper.begin();
     daemon.loans.begin();
     let Config { spare_memory_hosts, spare_after, .. } = &daemon.config;
-    daemon.splits.begin_replacing(Spares { peers: spare_memory_hosts.clone(), after: *spare_after });
+    spares::begin(&daemon.splits, Spares { peers: spare_memory_hosts.clone(), after: *spare_after });
     huge::begin(Arc::clone(&daemon.machines));
     let (machines, pools) = (Arc::clone(&daemon.machines), Arc::clone(&daemon.destination.pools));
     sweep::begin(machines, pools, Arc::clone(&daemon.images));

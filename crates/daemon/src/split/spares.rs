@@ -29,88 +29,77 @@ pub struct Spares {
 /// A memory host that does not answer: the machine, and where it listened.
 type Silent = (String, String);
 
-impl Splits {
-    /// Begins to have spares take the places of memory hosts that do not answer, on a thread of its own, for as long as
-    /// this daemon runs.
-    pub fn begin_replacing(self: &Arc<Self>, spares: Spares) {
-        if spares.peers.is_empty() {
-            return;
-        }
-        let splits = Arc::clone(self);
-        let look = move || {
-            let mut due = HashMap::new();
-            loop {
-                splits.replace_silent(&spares, &mut due);
-                std::thread::sleep(LOOK);
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("spares".into()).spawn(look) {
-            tracing::error!(%error, "cannot start the thread that replaces memory hosts");
-        }
+/// Begins to have spares take the places of memory hosts that do not answer, on a thread of its own, for as long as
+/// this daemon runs.
+pub fn begin(splits: &Arc<Splits>, spares: Spares) {
+    if spares.peers.is_empty() {
+        return;
     }
+    let splits = Arc::clone(splits);
+    let look = move || {
+        let mut due = HashMap::new();
+        loop {
+            replace_silent(&splits, &spares, &mut due);
+            std::thread::sleep(LOOK);
+        }
+    };
+    if let Err(error) = std::thread::Builder::new().name("spares".into()).spawn(look) {
+        tracing::error!(%error, "cannot start the thread that replaces memory hosts");
+    }
+}
 
-    /// Looks who does not answer, and replaces those whose time is over; `due` is when that is.
-    fn replace_silent(&self, spares: &Spares, due: &mut HashMap<Silent, Instant>) {
-        let now = Instant::now();
-        let silent = self.silent();
-        due.retain(|known, _| silent.contains(known));
-        for (name, peer) in silent {
-            let when = due.entry((name.clone(), peer.clone())).or_insert(now + spares.after);
-            if *when > now {
-                continue;
+/// Looks who does not answer, and replaces those whose time is over; `due` is when that is.
+fn replace_silent(splits: &Splits, spares: &Spares, due: &mut HashMap<Silent, Instant>) {
+    let now = Instant::now();
+    let silent = silent(splits);
+    due.retain(|known, _| silent.contains(known));
+    for (name, peer) in silent {
+        let when = due.entry((name.clone(), peer.clone())).or_insert(now + spares.after);
+        if *when > now {
+            continue;
+        }
+        *when = now + AGAIN;
+        match replace_by_spare(splits, &name, &peer, &spares.peers) {
+            Ok(Some(spare)) => {
+                tracing::warn!(vm = name, gone = peer, by = spare, "a memory host that did not answer was replaced");
             }
-            *when = now + AGAIN;
-            match self.replace_by_spare(&name, &peer, &spares.peers) {
-                Ok(Some(spare)) => {
-                    tracing::warn!(
-                        vm = name,
-                        gone = peer,
-                        by = spare,
-                        "a memory host that did not answer was replaced"
-                    );
-                }
-                Ok(None) => tracing::warn!(
-                    vm = name,
-                    silent = peer,
-                    "no spare takes the place of a memory host that does not answer: its pages stay at one alone"
-                ),
-                // Somebody else is busy with it, or it is not split any more.
-                Err(problem) => tracing::debug!(vm = name, silent = peer, "{}", problem.with_causes()),
+            Ok(None) => tracing::warn!(
+                vm = name,
+                silent = peer,
+                "no spare takes the place of a memory host that does not answer: its pages stay at one alone"
+            ),
+            // Somebody else is busy with it, or it is not split any more.
+            Err(problem) => tracing::debug!(vm = name, silent = peer, "{}", problem.with_causes()),
+        }
+    }
+}
+
+/// The memory hosts that do not answer, while another one that does has the same pages.
+fn silent(splits: &Splits) -> Vec<Silent> {
+    let table = splits.care.machines.table();
+    let split = |name: &String| Some((name.clone(), table.get(name)?.remote.as_ref()?.split().ok()?.silent()));
+    table.keys().filter_map(split).flat_map(|(name, all)| all.into_iter().map(move |one| (name.clone(), one))).collect()
+}
+
+/// The spare that has taken the place of a machine's memory host; `None` where none lends what is needed.
+fn replace_by_spare(splits: &Splits, name: &str, peer: &str, spares: &[String]) -> Result<Option<String>, Problem> {
+    let what = "another memory host takes the place of one that does not answer";
+    let hold = Hold::busy(Parting { what, monitor: Arc::new(Monitor::new(name)) });
+    let claimed = Claimed::new(&splits.care.machines, name, hold)?;
+    let Some(split) = &claimed.record.split else { return Ok(None) };
+    let Some((number, which)) = split.borrowed.one_of_two(peer) else { return Ok(None) };
+    let lend: Vec<String> = split.borrowed.lending().into_iter().map(|host| host.peer).collect();
+    let remote = splits.reach(name)?;
+    for spare in spares.iter().filter(|spare| !lend.contains(spare) && splits.listen.as_ref() != Some(*spare)) {
+        // Each attempt leaves the record as it was, or is the last.
+        let record = splits.care.machines.table().get(name).and_then(|entry| entry.record.clone());
+        let Some(record) = record else { break };
+        match splits.exchange(&record, remote.split()?).take_place((number, which), spare) {
+            Ok(()) => return Ok(Some(spare.clone())),
+            Err(problem) => {
+                tracing::info!(vm = name, spare, "is not a memory host's successor: {}", problem.with_causes())
             }
         }
     }
-
-    /// The memory hosts that do not answer, while another one that does has the same pages.
-    fn silent(&self) -> Vec<Silent> {
-        let table = self.care.machines.table();
-        let split = |name: &String| Some((name.clone(), table.get(name)?.remote.as_ref()?.split().ok()?.silent()));
-        table
-            .keys()
-            .filter_map(split)
-            .flat_map(|(name, all)| all.into_iter().map(move |one| (name.clone(), one)))
-            .collect()
-    }
-
-    /// The spare that has taken the place of a machine's memory host; `None` where none lends what is needed.
-    fn replace_by_spare(&self, name: &str, peer: &str, spares: &[String]) -> Result<Option<String>, Problem> {
-        let what = "another memory host takes the place of one that does not answer";
-        let hold = Hold::busy(Parting { what, monitor: Arc::new(Monitor::new(name)) });
-        let claimed = Claimed::new(&self.care.machines, name, hold)?;
-        let Some(split) = &claimed.record.split else { return Ok(None) };
-        let Some((number, which)) = split.borrowed.one_of_two(peer) else { return Ok(None) };
-        let lend: Vec<String> = split.borrowed.lending().into_iter().map(|host| host.peer).collect();
-        let remote = self.reach(name)?;
-        for spare in spares.iter().filter(|spare| !lend.contains(spare) && self.listen.as_ref() != Some(*spare)) {
-            // Each attempt leaves the record as it was, or is the last.
-            let record = self.care.machines.table().get(name).and_then(|entry| entry.record.clone());
-            let Some(record) = record else { break };
-            match self.exchange(&record, remote.split()?).take_place((number, which), spare) {
-                Ok(()) => return Ok(Some(spare.clone())),
-                Err(problem) => {
-                    tracing::info!(vm = name, spare, "is not a memory host's successor: {}", problem.with_causes())
-                }
-            }
-        }
-        Ok(None)
-    }
+    Ok(None)
 }
