@@ -88,9 +88,21 @@ impl Place {
         Some(Self { peer, mirror: Some(mirror), once, ..*self })
     }
 
-    /// Where it is, and by whose name beside its own the guest's number there follows: no other guest's is the same.
-    fn number_there(&self) -> (&str, Option<&str>) {
-        (&self.peer, self.once[0].as_deref().or(self.mirror.as_deref()))
+    /// As it is called.
+    fn lender(&self, credentials: Option<&Arc<Credentials>>, leaving: bool) -> Lender {
+        Lender {
+            peer: self.peer.clone(),
+            mirror: self.mirror.clone(),
+            once: self.once.clone(),
+            credentials: credentials.cloned(),
+            bytes: self.bytes,
+            leaving,
+        }
+    }
+
+    /// What tells a guest's number there from its numbers elsewhere.
+    fn number_there(&self) -> u128 {
+        self.lender(None, false).number(0)
     }
 
     /// Whether one of it is this memory host, not its mirror, and has the guest under the same number.
@@ -207,15 +219,8 @@ impl Borrowed {
     /// The memory hosts as they are called.
     #[must_use]
     pub fn lenders(&self, credentials: Option<&Arc<Credentials>>) -> Vec<Lender> {
-        let lender = |(number, host): (usize, &Place)| Lender {
-            peer: host.peer.clone(),
-            mirror: host.mirror.clone(),
-            once: host.once.clone(),
-            credentials: credentials.cloned(),
-            bytes: host.bytes,
-            leaving: self.leaving.contains(&number) || self.gone.contains(&number),
-        };
-        self.hosts.iter().enumerate().map(lender).collect()
+        let leaving = |number: usize| self.leaving.contains(&number) || self.gone.contains(&number);
+        self.hosts.iter().enumerate().map(|(number, host)| host.lender(credentials, leaving(number))).collect()
     }
 }
 

@@ -97,7 +97,12 @@ fn replace_by_spare(splits: &Splits, name: &str, peer: &str, spares: &[String]) 
         match splits.exchange(&record, remote.split()?).take_place((number, which), spare) {
             Ok(()) => return Ok(Some(spare.clone())),
             Err(problem) => {
-                tracing::info!(vm = name, spare, "is not a memory host's successor: {}", problem.with_causes())
+                tracing::info!(
+                    vm = name,
+                    spare,
+                    "it does not take the place of a memory host: {}",
+                    problem.with_causes()
+                )
             }
         }
     }

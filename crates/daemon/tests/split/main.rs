@@ -50,6 +50,16 @@ fn number(value: &Value, name: &str) -> u64 {
     value[name].as_u64().unwrap_or_else(|| panic!("no {name}: {value}"))
 }
 
+/// Asks for a split, and does not wait for the answer. Who hangs up calls it off.
+fn asking(host: &Host, request: &Value) -> UnixStream {
+    let asked = request.to_string();
+    let mut asking = UnixStream::connect(host.socket()).expect("the daemon listens");
+    let head = "content-type: application/json\r\nhost: x";
+    let words = format!("POST {SPLIT} HTTP/1.1\r\n{head}\r\ncontent-length: {}\r\n\r\n{asked}", asked.len());
+    asking.write_all(words.as_bytes()).expect("a request");
+    asking
+}
+
 /// What a host has lent, bytes: granted and in use.
 fn lent(host: &Host) -> (u64, u64) {
     let lent = host.get("/v1/host/lent");
@@ -394,11 +404,7 @@ fn an_exchange_goes_on_where_a_daemon_left_it() {
     done(&host, SPLIT, &request(16, &[&lenders[0]]));
     lenders[0].kill_daemon();
     // Who goes away calls it off, so who asked stays until the daemon is dead.
-    let asked = request(16, &[&lenders[1]]).to_string();
-    let mut asking = UnixStream::connect(host.socket()).expect("the daemon listens");
-    let head = "content-type: application/json\r\nhost: x";
-    let words = format!("POST {SPLIT} HTTP/1.1\r\n{head}\r\ncontent-length: {}\r\n\r\n{asked}", asked.len());
-    asking.write_all(words.as_bytes()).expect("a request");
+    let asking = asking(&host, &request(16, &[&lenders[1]]));
     eventually("the first one is leaving", || {
         memory_of(&host) == (vec![lenders[1].address()], vec![lenders[0].address()])
     });

@@ -111,11 +111,7 @@ fn a_daemon_that_dies_while_another_is_asked_to_take_a_place_leaves_the_two_as_t
     let mute_one = mute.local_addr().expect("an address").to_string();
     let mut asked = mirrored(16, &[&lenders[0], &lenders[1]]);
     asked["memory"][1]["peer"] = mute_one.as_str().into();
-    let asked = asked.to_string();
-    let mut asking = UnixStream::connect(host.socket()).expect("the daemon listens");
-    let head = "content-type: application/json\r\nhost: x";
-    let words = format!("POST {SPLIT} HTTP/1.1\r\n{head}\r\ncontent-length: {}\r\n\r\n{asked}", asked.len());
-    asking.write_all(words.as_bytes()).expect("a request");
+    let asking = asking(&host, &asked);
     let two = vec![lenders[0].address(), lenders[1].address()];
     eventually("it is being asked", || memory_of(&host) == (two.clone(), vec![mute_one.clone()]));
     host.kill_daemon();

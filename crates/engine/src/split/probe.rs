@@ -79,13 +79,10 @@ impl Split {
 
     /// The numbers of those of which one has answered again, or is new, and was not asked yet what it has.
     pub(super) fn unknown(&self) -> Vec<usize> {
-        let mut members = self.pairs();
+        let (pairs, number) = (self.pairs(), |member: &Member| member.number);
         // In this order: whoever is no longer to be asked is being looked through.
-        let asked: Vec<bool> = members.iter().map(|member| self.lenders.is_to_be_asked(*member)).collect();
-        let looking = self.looking.load(Ordering::Acquire);
-        let mut asked = asked.into_iter();
-        members.retain(|_| asked.next().is_some_and(|asked| asked) || looking);
-        members.into_iter().map(|member| member.number).collect()
+        let to_be_asked = pairs.iter().filter(|member| self.lenders.is_to_be_asked(**member)).map(number).collect();
+        if self.looking.load(Ordering::Acquire) { pairs.iter().map(number).collect() } else { to_be_asked }
     }
 
     /// Whether a memory host does not answer that has a mirror, which may.
