@@ -86,6 +86,9 @@ pub enum MigrateError {
     /// The peer said no, or failed.
     #[error("{}", .0.message)]
     Peer(Problem),
+    /// A memory host of the guest did not do its part.
+    #[error("{}", .0.message)]
+    MemoryHost(Problem),
     /// The peer receives as many machines as it may already: it may accept this one later.
     #[error("{}", .0.message)]
     Busy(Problem),
@@ -242,7 +245,9 @@ impl MigrateError {
     #[must_use]
     pub fn problem(&self) -> Problem {
         let (code, blame, hint) = match self {
-            Self::Peer(problem) | Self::Busy(problem) | Self::Record(problem) => return problem.clone(),
+            Self::Peer(problem) | Self::Busy(problem) | Self::Record(problem) | Self::MemoryHost(problem) => {
+                return problem.clone();
+            }
             Self::Cancelled => (Code::Cancelled, Blame::Request, None),
             Self::Options(_) => (Code::BadOptions, Blame::Request, None),
             Self::Unreachable { .. } => (

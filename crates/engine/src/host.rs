@@ -9,6 +9,8 @@ use crate::destination::pool::Pool;
 pub use crate::id::{DaemonId, MigrationId};
 use crate::memory::{BlockFile, Memory};
 use crate::paging::{Pager, PagingMeans};
+use crate::split::Split;
+use crate::split::onward::Handed;
 use crate::store::Store;
 use crate::transport::credentials::Credentials;
 use crate::vmm;
@@ -28,8 +30,11 @@ pub struct Incoming {
     pub blocks: Vec<BlockFile>,
     /// The VMM's version.
     pub qemu_version: String,
-    /// What post-copy needs here, or why post-copy is impossible; `None` where it was not asked for.
+    /// What post-copy needs here, or why post-copy is impossible; `None` where it was not asked for. A machine that is
+    /// split needs it, too.
     pub paging: Option<Result<PagingMeans, Problem>>,
+    /// The memory hosts of a machine that is split.
+    pub split: Option<Handed>,
 }
 
 /// What the destination's daemon knows of a migration: the answer to a source that lost its connection.
@@ -121,6 +126,12 @@ pub trait DestinationHost: Send + Sync {
     /// # Errors
     /// A [`Problem`]; then the guest must not run here and the migration is aborted.
     fn commit(&self, id: MigrationId, postcopy: bool) -> Result<(), Problem>;
+
+    /// The guest belongs here, and a part of its pages is at its memory hosts. It is called before
+    /// [`started`](Self::started), once the guest runs.
+    fn took_over(&self, id: MigrationId, split: Arc<Split>) {
+        let _ = (id, split);
+    }
 
     /// Gives the VMM back: the guest belongs here, and the daemon looks after it as after any other. Where pages are
     /// missing, `pager` brings them, and where pages are still to be compared it notes them: the host keeps it until

@@ -55,12 +55,14 @@ impl Features {
     pub const CLONES: Self = Self(1 << 10);
     /// It can keep pages of guests that run elsewhere.
     pub const STORES: Self = Self(1 << 11);
+    /// It takes machines of whose pages some are, and stay, at memory hosts.
+    pub const SPLIT: Self = Self(1 << 12);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b1111_1111_1111);
-    const NAMES: [(Self, &'static str); 13] = [
+    pub const KNOWN: Self = Self(0b1_1111_1111_1111);
+    const NAMES: [(Self, &'static str); 14] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -73,6 +75,7 @@ impl Features {
         (Self::FAMILIES, "families of forked machines"),
         (Self::CLONES, "clones from other hosts (fork --to)"),
         (Self::STORES, "memory for guests of other hosts (lend_memory)"),
+        (Self::SPLIT, "machines whose memory is at memory hosts (split)"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

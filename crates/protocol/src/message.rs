@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::layout::{ChunkIndex, PageIndex};
 use crate::pages::PageSet;
-use crate::spec::{GangSpec, Kin, Ticket, VmSpec};
+use crate::spec::{GangSpec, Kin, SplitSpec, Ticket, VmSpec};
 
 /// The most bytes a message may have.
 pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
@@ -154,6 +154,24 @@ pub enum Request {
         /// Its network cards are connected, because its user said to what. Else they have no link there.
         connected: bool,
     },
+    /// Before `Propose`; only where both sides know [`Features::SPLIT`](crate::hello::Features::SPLIT): says that some
+    /// pages of the machine to be proposed are at memory hosts, and stay there.
+    Split(Box<SplitSpec>),
+    /// Of a machine that is split: a part of the map of its pages that are at one of its memory hosts. The guest has
+    /// stopped; what is on this map does not travel.
+    Away {
+        /// The memory host, as an entry of the map of missing pages names it.
+        holder: u8,
+        /// Its pages.
+        part: ResiduePart,
+    },
+    /// All parts have been named. The reply comes at once: the memory hosts are asked once the last pages have come.
+    AwayEnd {
+        /// In which epoch the destination asks them, until the guest is its own.
+        epoch: u64,
+        /// How many pages were named.
+        pages: u64,
+    },
 }
 
 impl Request {
@@ -186,6 +204,9 @@ impl Request {
             Self::Tickets { .. } => "tickets",
             Self::Kin(_) => "kin",
             Self::Clone { .. } => "clone",
+            Self::Split(_) => "split",
+            Self::Away { .. } => "away",
+            Self::AwayEnd { .. } => "away-end",
         }
     }
 }
@@ -224,7 +245,7 @@ pub enum Reply {
     GivenBack([u8; PageSet::BYTES]),
     /// To `Load` and `LoadPostcopy`: the devices are loaded.
     Loaded,
-    /// To `Residue`: the next part may come. To `Kin`.
+    /// To `Residue` and `Away`: the next part may come. To `Kin`, `Clone`, `Split` and `AwayEnd`.
     Noted,
     /// To `Paging`: how far the destination is.
     Paging {

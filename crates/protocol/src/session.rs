@@ -90,6 +90,7 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
             | Request::Offers { .. }
             | Request::Kin(_)
             | Request::Clone { .. }
+            | Request::Split(_)
             | Request::Propose { .. },
         ) => Ok(Begun),
         (Begun | Copying, Request::Clock) => Ok(state),
@@ -101,6 +102,7 @@ pub fn request(state: State, request: &Request) -> Result<State, Violation> {
         (Placed, Request::Load) => Ok(Placed),
         (Loaded, Request::Commit) => Ok(Committing),
         (Stopped, Request::Residue(_) | Request::LoadPostcopy(_)) => Ok(Stopped),
+        (Stopped, Request::Away { .. } | Request::AwayEnd { .. }) => Ok(Stopped),
         (LoadedPostcopy, Request::Commit) => Ok(CommittingPostcopy),
         (Begun, Request::Resume { .. }) => Ok(Begun),
         (Paging, Request::Paging | Request::Missing { .. } | Request::Complete { .. }) => Ok(Paging),
@@ -126,7 +128,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
         (Begun, Request::Identify, Reply::Identity { .. }) | (Begun, Request::Join { .. }, Reply::Joined) => Ok(Begun),
         (Begun, Request::Offers { .. }, Reply::Offered(_)) => Ok(Begun),
-        (Begun, Request::Kin(_) | Request::Clone { .. }, Reply::Noted) => Ok(Begun),
+        (Begun, Request::Kin(_) | Request::Clone { .. } | Request::Split(_), Reply::Noted) => Ok(Begun),
         (Begun, Request::Tickets { .. }, Reply::Ticketed { .. }) => Ok(Begun),
         (Begun, Request::Propose { .. }, Reply::Accepted { .. }) => Ok(Copying),
         (Begun | Copying, Request::Clock, Reply::Clock { .. }) => Ok(state),
@@ -143,7 +145,7 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         (Placed | Loaded, Request::ChunkDigests { .. } | Request::PageDigests { .. }, Reply::Digests(_)) => Ok(state),
         (Placed, Request::Load, Reply::Loaded) => Ok(Loaded),
         (Committing, Request::Commit, Reply::Running { .. }) => Ok(HandedOver),
-        (Stopped, Request::Residue(_), Reply::Noted) => Ok(Stopped),
+        (Stopped, Request::Residue(_) | Request::Away { .. } | Request::AwayEnd { .. }, Reply::Noted) => Ok(Stopped),
         (Stopped, Request::LoadPostcopy(_), Reply::Loaded) => Ok(LoadedPostcopy),
         (CommittingPostcopy, Request::Commit, Reply::Running { .. }) => Ok(Paging),
         (Begun, Request::Resume { .. }, Reply::Resumed { .. }) => Ok(Paging),

@@ -54,6 +54,51 @@ pub struct VmSpec {
     /// that does not know it reads a machine as before.
     #[serde(skip)]
     pub kin: Option<Kin>,
+    /// Where those of its pages are that are at memory hosts. It travels by itself, too
+    /// ([`Request::Split`](crate::message::Request::Split)).
+    #[serde(skip)]
+    pub split: Option<SplitSpec>,
+}
+
+/// The memory hosts of a machine, and who its owner is to them: with this its next owner goes on.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SplitSpec {
+    /// The guest's number there.
+    pub guest: u128,
+    /// What its owners alone know.
+    pub key: u128,
+    /// How many chunks its memory has.
+    pub chunks: u32,
+    /// The memory hosts, by the numbers that the map of missing pages has for them.
+    pub hosts: Vec<SplitHost>,
+    /// The most of its memory that may be on the host that runs it, bytes.
+    pub here_bytes: u64,
+    /// The epoch of the source, at present.
+    pub epoch: u64,
+    /// The last that the source will ever use; those of the destination come after it.
+    pub own_epoch: u64,
+}
+
+impl std::fmt::Debug for SplitSpec {
+    /// Without the key.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SplitSpec").field("hosts", &self.hosts).field("epoch", &self.epoch).finish_non_exhaustive()
+    }
+}
+
+/// A memory host of a machine, or two that have the same pages.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SplitHost {
+    /// Where it listens.
+    pub peer: String,
+    /// What it lends, bytes; its mirror lends the same.
+    pub bytes: u64,
+    /// Where its mirror listens.
+    pub mirror: Option<String>,
+    /// Of it and of its mirror: who was the mirror of each when it was first asked, where that one has been replaced.
+    pub once: [Option<String>; 2],
+    /// It has nothing of the guest any more: its number is free.
+    pub gone: bool,
 }
 
 /// What a machine is related to by forks.

@@ -27,6 +27,7 @@ pub(crate) const UFFDIO_WRITEPROTECT: Opcode =
 pub(crate) const UFFDIO_CONTINUE: Opcode = opcode::read_write::<uffdio_continue>(UFFD, general::_UFFDIO_CONTINUE as u8);
 /// `uffdio_writeprotect.mode`: protect, not lift. (Not among the generated constants.)
 pub(crate) const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1;
+pub(crate) const UFFDIO_CONTINUE_MODE_WP: u64 = 1 << 1;
 /// An ioctl of `/dev/userfaultfd`: makes a new userfaultfd. Its argument is the open flags, not a pointer.
 pub(crate) const USERFAULTFD_IOC_NEW: Opcode = opcode::none(UFFD, 0);
 /// An ioctl of `/proc/PID/pagemap`: a scan for pages by category.

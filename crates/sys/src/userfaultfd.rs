@@ -248,8 +248,21 @@ impl Userfaultfd {
     /// # Errors
     /// As [`Self::copy`]; `EFAULT`: the file has a hole there.
     pub fn continue_(&self, range: Range<u64>) -> Result<Filled> {
+        self.continue_in(range, 0)
+    }
+
+    /// As [`continue_`](Self::continue_), and the pages are write-protected from the moment they are mapped (registered
+    /// [`Modes::WP`], too; since Linux 6.4).
+    ///
+    /// # Errors
+    /// As [`continue_`](Self::continue_).
+    pub fn continue_protected(&self, range: Range<u64>) -> Result<Filled> {
+        self.continue_in(range, abi::UFFDIO_CONTINUE_MODE_WP)
+    }
+
+    fn continue_in(&self, range: Range<u64>, mode: u64) -> Result<Filled> {
         fill(range, "map present memory through a userfaultfd", |rest| {
-            let mut map = abi::uffdio_continue { range: kernel_range(&rest), mode: 0, mapped: 0 };
+            let mut map = abi::uffdio_continue { range: kernel_range(&rest), mode, mapped: 0 };
             // SAFETY: no pointer of ours; the kernel maps pages into memory registered with this userfaultfd only.
             let result = unsafe { abi::ioctl(self.as_fd(), abi::UFFDIO_CONTINUE, &mut map) };
             (map.mapped, result)

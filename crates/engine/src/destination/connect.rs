@@ -124,12 +124,22 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
         session.control.answer(&request, &Reply::Noted)?;
         request = session.control.next_request()?;
     }
+    let mut split = None;
+    if let Request::Split(theirs) = &request {
+        if !session.agreed.features.contains(Features::SPLIT) {
+            return Err(MigrateError::Request("a machine that is split, which this session does not know"));
+        }
+        split = Some((**theirs).clone());
+        session.control.answer(&request, &Reply::Noted)?;
+        request = session.control.next_request()?;
+    }
     match &request {
         Request::Propose { id, spec, streams, postcopy, verify }
             if *id == session.id.0 && (1..=MAX_STREAMS).contains(streams) =>
         {
-            let postcopy = *postcopy && session.agreed.features.contains(Features::POSTCOPY);
-            let (spec, streams, verify) = (VmSpec { kin, ..(**spec).clone() }, *streams, *verify);
+            // A page that follows would be at a third place.
+            let postcopy = *postcopy && split.is_none() && session.agreed.features.contains(Features::POSTCOPY);
+            let (spec, streams, verify) = (VmSpec { kin, split, ..(**spec).clone() }, *streams, *verify);
             Ok(Some(Proposal { request, spec, streams, verify, postcopy, joining, tickets, clone }))
         }
         Request::Resume { id, streams } if (1..=MAX_STREAMS).contains(streams) => {

@@ -5,9 +5,12 @@ use std::sync::Arc;
 use sterna_api::Problem;
 use sterna_protocol::frame::Digester;
 
+use crate::error::MigrateError;
 use crate::host::{DestinationHost, Incoming, MigrationId};
 use crate::memory::Memory;
 use crate::paging::Pager;
+use crate::split::Split;
+use crate::split::onward::{ArrivingSplit, Elsewhere};
 
 /// A machine that is aborted when this guard is dropped before the machine is [kept](Self::keep).
 pub(super) struct Guard<'a> {
@@ -16,12 +19,14 @@ pub(super) struct Guard<'a> {
     incoming: Option<Incoming>,
     /// The pager, where pages may follow the guest.
     pub(super) pager: Option<Arc<Pager>>,
+    /// The part of it that is at memory hosts, once that is known.
+    pub(super) split: Option<ArrivingSplit>,
 }
 
 impl<'a> Guard<'a> {
     /// Guards a machine whose VMM waits for device state.
     pub(super) fn new(host: &'a dyn DestinationHost, id: MigrationId, incoming: Incoming) -> Self {
-        Self { host, id, incoming: Some(incoming), pager: None }
+        Self { host, id, incoming: Some(incoming), pager: None, split: None }
     }
 
     /// The machine.
@@ -44,6 +49,17 @@ impl<'a> Guard<'a> {
         opened.map(|pager| self.pager = Some(pager)).err()
     }
 
+    /// All pages have come but those that are at memory hosts: those are held back from now on, and brought as the
+    /// devices' loading needs them. Nothing for a machine that is not split.
+    pub(super) fn begin_elsewhere(&mut self, elsewhere: Option<&Elsewhere>) -> Result<(), MigrateError> {
+        let Some(handed) = self.incoming().split.take() else { return Ok(()) };
+        let elsewhere = elsewhere.ok_or(MigrateError::Request("a machine that is split without its map"))?;
+        let pager = self.pager.clone().ok_or(MigrateError::Bug("a machine that is split without a pager"))?;
+        let split = Split::arriving(pager, handed, elsewhere).map_err(|error| MigrateError::MemoryHost(error.problem()))?;
+        self.split = Some(split);
+        Ok(())
+    }
+
     /// Ends the pager, because no page follows the guest: from now on its RAM is as any process's.
     pub(super) fn end_pager(&mut self) {
         if let Some(pager) = self.pager.take() {
@@ -53,6 +69,9 @@ impl<'a> Guard<'a> {
 
     /// Gives the machine back: it never runs here.
     pub(super) fn end(&mut self) {
+        if let Some(split) = self.split.take() {
+            split.give_up();
+        }
         // The pager ends first: a VMM that waits for a page does not end by itself. What it reads now does no harm,
         // because its guest never runs.
         self.end_pager();

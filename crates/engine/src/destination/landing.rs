@@ -13,6 +13,7 @@ use super::receive::Arrivals;
 use super::session::Session;
 use crate::error::MigrateError;
 use crate::haste::{Crew, Haste, VmmThreads};
+use crate::split::onward::Elsewhere;
 
 /// How long no page may arrive after the source has sent all pages of a round, before the wait fails.
 pub(super) const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(20);
@@ -41,8 +42,10 @@ pub(super) struct Landing<'a, 'h> {
     pub(super) source: Option<SourceOf<'a>>,
     /// Whether both sides are compared once the guest runs, also where no page follows it.
     pub(super) verify_after: bool,
-    /// Whether all pages have come before the guest's start.
+    /// Whether all pages have come before the guest's start, but those that are at memory hosts.
     pub(super) whole: bool,
+    /// Which those are, once all have been named.
+    pub(super) elsewhere: Option<Elsewhere>,
 }
 
 impl Landing<'_, '_> {

@@ -49,6 +49,9 @@ pub mod awaited;
 /// Placement: pages into RAM.
 pub mod place;
 
+/// Pages of a guest that stay at its memory hosts.
+mod away;
+
 /// Phase *switchover*: the guest's last pages and its devices arrive, and it runs here.
 mod switchover;
 
@@ -135,6 +138,7 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
             source,
             verify_after,
             whole: false,
+            elsewhere: None,
         };
         let result =
             precopy::precopy(&mut landing).and_then(|()| switchover::switchover(&mut landing)).and_then(|pager| {

@@ -49,14 +49,20 @@ pub(super) fn prepare<'a>(
     if let Some(problem) = joining.as_ref().and_then(|joining| outsider(proposal, joining)) {
         return refuse(session, request, problem);
     }
-    let verify_after = *verify && session.agreed.features.contains(Features::VERIFY_AFTER);
-    let (incoming, ram) = match start(session, proposal, *postcopy || verify_after) {
+    let split = proposal.spec.split.is_some();
+    let verify_after = *verify && !split && session.agreed.features.contains(Features::VERIFY_AFTER);
+    let (incoming, ram) = match start(session, proposal, *postcopy || verify_after || split) {
         Ok(started) => started,
         Err(problem) => return refuse(session, request, problem),
     };
     let mut guard = Guard::new(host, session.id, incoming);
     host.takes_along(session.id, tickets);
-    let no_postcopy = guard.open_pager(&ram, verify.then(|| session.digester()));
+    let no_pager = guard.open_pager(&ram, (*verify && !split).then(|| session.digester()));
+    if let Some(problem) = no_pager.as_ref().filter(|_| split) {
+        guard.end();
+        return refuse(session, request, problem.clone());
+    }
+    let no_postcopy = if split { Some(split_alone()) } else { no_pager };
     let membership = match joining.as_ref().map(|joining| enter(joining, &ram, guard.pager.as_ref())).transpose() {
         Ok(membership) => membership,
         Err(problem) => {
@@ -85,6 +91,12 @@ pub(super) fn prepare<'a>(
             Err(error)
         }
     }
+}
+
+/// Why no page of a split guest may follow it.
+fn split_alone() -> Problem {
+    let message = "a part of its pages is at memory hosts already: no others may follow it";
+    Problem::new(Code::Split, Blame::Request, message)
 }
 
 fn refuse<T>(session: &mut Session, request: &Request, problem: Problem) -> Result<Option<T>, MigrateError> {

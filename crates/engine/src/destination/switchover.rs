@@ -8,12 +8,16 @@ use sterna_api::problem::Whereabouts;
 use sterna_protocol::layout::ChunkIndex;
 use sterna_protocol::message::{MAX_DIGEST_CHUNKS, Reply, Request};
 use sterna_protocol::pages::PageMap;
+use sterna_protocol::spec::VmSpec;
 
+use super::away::Away;
 use super::landing::Landing;
 use super::postcopy::note_part;
 use crate::error::MigrateError;
 use crate::haste::Haste;
 use crate::paging::Pager;
+use crate::split::Split;
+use crate::split::onward::ArrivingSplit;
 use crate::transport::clock::now_us;
 use crate::vmm::EventTime;
 
@@ -27,6 +31,7 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// source does not know it yet.
 pub(super) fn switchover(landing: &mut Landing) -> Result<Option<Arc<Pager>>, MigrateError> {
     let mut residue = PageMap::empty(landing.placer.layout());
+    let mut away = Away::default();
     loop {
         let request = landing.next_request()?;
         let reply = match &request {
@@ -39,11 +44,25 @@ pub(super) fn switchover(landing: &mut Landing) -> Result<Option<Arc<Pager>>, Mi
                 let residue = std::mem::replace(&mut residue, PageMap::empty(landing.placer.layout()));
                 load_postcopy(landing, residue)
             }),
+            Request::Away { holder, part } => away.note(landing.placer.layout(), *holder, part).map(|()| Reply::Noted),
+            Request::AwayEnd { epoch, pages } => std::mem::take(&mut away).end(*epoch, *pages).map(|elsewhere| {
+                landing.elsewhere = Some(elsewhere);
+                Reply::Noted
+            }),
             Request::Commit => return commit(landing, &request),
             _ => Err(MigrateError::Request("a request that does not belong here")),
         };
         landing.answer(&request, reply)?;
     }
+}
+
+/// What is at the guest's memory hosts is this host's to ask for from now on.
+fn take_over(split: ArrivingSplit, spec: &VmSpec) -> Arc<Split> {
+    let (split, raised) = split.take_over();
+    if let Err(error) = raised {
+        tracing::error!(vm = spec.name, %error, "memory hosts are asked in the source's epoch until it can be raised");
+    }
+    split
 }
 
 /// Waits for the last pages before the guest's start here; the device state goes on once all of them are in place.
@@ -52,12 +71,14 @@ fn last_pages(landing: &mut Landing, round: u32) -> Result<Reply, MigrateError> 
     if matches!(&reply, Reply::Arrived { suspects } if suspects.is_empty()) {
         tracing::debug!("the last pages are there");
         landing.whole = true;
+        let elsewhere = landing.elsewhere.take();
+        landing.guard.begin_elsewhere(elsewhere.as_ref())?;
         // The devices' loading is the first that may write RAM: each page is noted before.
         if let Some(pager) = landing.guard.pager.as_ref().filter(|_| landing.verify_after) {
             pager.begin_whole()?;
         }
         landing.held.release();
-        if !landing.verify_after {
+        if !landing.verify_after && landing.guard.split.is_none() {
             // Every page is here: from now on the guest's RAM is as any process's. The devices load meanwhile, and
             // their faults wait no longer than this takes.
             landing.guard.end_pager();
@@ -116,6 +137,7 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
         return Err(MigrateError::Record(problem));
     }
     tracing::debug!("the guest is ours, on record");
+    let split = guard.split.take().map(|split| take_over(split, spec));
     let mut incoming = guard.keep();
     haste.runs(vmm_threads.as_ref());
     let started = if spec.running { incoming.vmm.start() } else { Ok(EventTime(now_us())) };
@@ -129,6 +151,16 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
         Err(error) => Reply::Failed(MigrateError::from(error).problem().guest(Whereabouts::Paused)),
     };
     let failed = if let Reply::Failed(problem) = &reply { Some(problem) } else { None };
+    if let Some(split) = split {
+        let answered = session.control.answer(request, &reply);
+        drop(haste);
+        if let Err(error) = split.pager().map_ahead() {
+            tracing::info!(%error, "pages are not mapped ahead");
+        }
+        session.host.took_over(session.id, split);
+        session.host.started(session.id, incoming, None, failed);
+        return answered.map(|()| None);
+    }
     let Some(pager) = pager else {
         drop(haste);
         session.host.started(session.id, incoming, None, failed);

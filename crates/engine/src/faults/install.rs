@@ -57,10 +57,8 @@ impl Userfault {
             if next.is_empty() {
                 break;
             }
-            let done = self.mappings.map_written(&self.descriptor, next.clone());
-            if self.arm_what_returns.load(Ordering::Acquire) {
-                let _ = self.descriptor.write_protect(next.clone(), true);
-            }
+            let armed = self.arm_what_returns.load(Ordering::Acquire);
+            let done = self.mappings.map_written(&self.descriptor, next.clone(), armed);
             drop(closed);
             match done {
                 Ok(filled) => {

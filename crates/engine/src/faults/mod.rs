@@ -34,6 +34,12 @@ mod install;
 /// Reading of events, by one thread.
 mod serve;
 
+/// What is given back of the RAM, for each user that wants to know.
+mod given_back;
+
+/// A tracker beside a pager.
+mod beside;
+
 /// The fence: pages that nobody can write for a moment.
 pub mod fence;
 
@@ -50,6 +56,7 @@ use std::time::{Duration, Instant};
 use rustix::event::EventfdFlags;
 use sterna_sys::userfaultfd::{Fault, Features, Modes, Userfaultfd};
 
+use self::given_back::Backlog;
 use crate::error::MigrateError;
 use crate::haste::Crew;
 use crate::inside::Inside;
@@ -143,7 +150,8 @@ impl GuestFaults {
     }
 
     /// Registers all RAM for a user, at these addresses of the VMM's, whose pages are mapped by `mappings`. The log of
-    /// discards begins at the same time.
+    /// discards begins at the same time. A tracker may come to a pager, which has the RAM registered as long as pages
+    /// are away, and goes before it.
     ///
     /// # Errors
     /// The kernel or the VMM fails; then nothing has changed for the other users.
@@ -154,10 +162,9 @@ impl GuestFaults {
         mappings: &'static dyn Mappings,
     ) -> Result<Arc<Userfault>, MigrateError> {
         let mut owner = self.owner_without_portion();
-        if let Owner::Users(_) = &*owner {
-            // A pager needs a userfaultfd with a duplicate, and a tracker one that leaves no duplicate behind: nobody
-            // does both yet.
-            return Err(MigrateError::Bug("the guest's RAM is registered for something else already"));
+        if let Owner::Users(userfault) = &*owner {
+            userfault.track_beside_paging(user, &spans)?;
+            return Ok(Arc::clone(userfault));
         }
         give_up(std::mem::replace(&mut *owner, Owner::Nobody));
         let descriptor = {
@@ -222,6 +229,10 @@ impl GuestFaults {
             }
             users.present.is_empty()
         };
+        userfault.tells_no_more(user);
+        if user == User::Tracking && !last {
+            userfault.track_no_more();
+        }
         if last {
             let userfault = Arc::clone(userfault);
             *owner = Owner::Nobody;
@@ -237,7 +248,7 @@ impl GuestFaults {
     #[doc(hidden)]
     pub fn arm_what_returns(&self) {
         if let Owner::Users(userfault) = &*self.owner() {
-            userfault.arm_what_returns.store(true, Ordering::Release);
+            userfault.arm_what_returns(true);
         }
     }
 
@@ -277,8 +288,10 @@ pub struct Userfault {
     users: Mutex<Users>,
     /// The fenced pages. Mappers hold the lock for reading while they map a page.
     closed: RwLock<Closed>,
-    /// What this daemon took of the guest's RAM, by addresses, since that was last asked for.
+    /// What this daemon took of the guest's RAM, by addresses, since anybody last asked for that.
     holes: Mutex<Vec<Range<u64>>>,
+    /// What each user that wants to know of what is given back has not been told yet.
+    backlogs: Mutex<Vec<Backlog>>,
     ended: AtomicBool,
     wake_up: OwnedFd,
     reader: Mutex<Option<JoinHandle<()>>>,
@@ -332,6 +345,7 @@ impl Userfault {
             users: Mutex::new(users),
             closed: RwLock::default(),
             holes: Mutex::default(),
+            backlogs: Mutex::new(vec![Backlog::of(user)]),
             ended: AtomicBool::new(false),
             wake_up,
             reader: Mutex::default(),
@@ -380,17 +394,6 @@ impl Userfault {
     pub fn wake_all(&self) -> Result<(), MigrateError> {
         let woken = self.spans.iter().try_for_each(|span| self.descriptor.wake(span.clone()));
         woken.map_err(MigrateError::vmm_process("waking the guest's waiting threads"))
-    }
-
-    /// What [`Fence::taking`](fence::Fence::taking) made holes since this was last asked: each the number of a span and
-    /// bytes from its beginning.
-    pub(crate) fn take_holes(&self) -> Vec<(usize, Range<u64>)> {
-        let holes = std::mem::take(&mut *self.holes.lock().unwrap_or_else(PoisonError::into_inner));
-        let place = |hole: Range<u64>| {
-            let (at, span) = self.spans.iter().enumerate().find(|(_, span)| span.contains(&hole.start))?;
-            Some((at, hole.start - span.start..hole.end - span.start))
-        };
-        holes.into_iter().filter_map(place).collect()
     }
 
     /// Ends as when this process dies, for tests: no event is read any more, and nothing else is done.

@@ -411,10 +411,10 @@ fn pages_that_a_guest_waits_for_are_mapped_as_they_were_written_and_holes_as_zer
             let held = scope.spawn(|| guest.read_page(Page::new(0, 2)));
             let empty = scope.spawn(|| guest.read_page(Page::new(0, 3)));
             let zeros = memory.mappings().map_zeros(&faults, page(3)).unwrap();
-            let written = memory.mappings().map_written(&faults, page(2)).unwrap();
+            let written = memory.mappings().map_written(&faults, page(2), false).unwrap();
             assert_eq!((zeros.bytes, written.bytes), (4096, 4096));
             // The kernel says so where the page is a hole of a file.
-            let hole = memory.mappings().map_written(&faults, page(5));
+            let hole = memory.mappings().map_written(&faults, page(5), false);
             let told = hole.is_err_and(|error| error.errno() == Some(libc::EFAULT));
             assert_ne!(told, memory.mappings().maps_on_arrival());
             (held.join().unwrap(), empty.join().unwrap())

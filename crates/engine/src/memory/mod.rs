@@ -406,11 +406,12 @@ pub trait Mappings: Debug + Send + Sync {
     fn drop_mappings(&self, inside: &mut dyn Inside, addresses: &[Range<u64>]) -> Result<(), MigrateError>;
 
     /// Maps pages that were [written](Memory::write) and that the VMM has not mapped, at addresses that are registered
-    /// for faults, and wakes the threads that wait for them. The result says how far it got.
+    /// for faults, and wakes the threads that wait for them. The result says how far it got. Pages that are `armed`
+    /// count as written, where writes are tracked, only once they are.
     ///
     /// # Errors
     /// `EFAULT`: a page without content is in the way.
-    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled>;
+    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>, armed: bool) -> sterna_sys::Result<Filled>;
 
     /// Maps zeros to pages that the VMM has not mapped and that have no content, as [`map_written`](Self::map_written)
     /// does.

@@ -462,9 +462,9 @@ impl Mappings for PrivateMappings {
         inside.advise(Advice::DontNeed, &stale)
     }
 
-    /// They are mapped already: they were put in place that way. What is left is to wake those who began to wait
-    /// before.
-    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
+    /// They are mapped already, unarmed: they were put in place that way. What is left is to wake those who began to
+    /// wait before.
+    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>, _: bool) -> sterna_sys::Result<Filled> {
         faults.wake(addresses.clone())?;
         Ok(Filled { bytes: addresses.end - addresses.start, stopped: None })
     }

@@ -281,8 +281,8 @@ impl Mappings for SharedMappings {
     }
 
     /// Maps what the file holds (`UFFDIO_CONTINUE`).
-    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>) -> sterna_sys::Result<Filled> {
-        faults.continue_(addresses)
+    fn map_written(&self, faults: &Userfaultfd, addresses: Range<u64>, armed: bool) -> sterna_sys::Result<Filled> {
+        if armed { faults.continue_protected(addresses) } else { faults.continue_(addresses) }
     }
 
     /// Adds a page of zeros to the file for each.

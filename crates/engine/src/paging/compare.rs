@@ -13,6 +13,7 @@ use super::Pager;
 use super::given_back::GivenBack;
 use super::shown::Shown;
 use crate::error::MigrateError;
+use crate::faults::User;
 use crate::inside::Inside;
 
 impl Pager {
@@ -85,9 +86,18 @@ impl Pager {
         })
     }
 
+    /// Forgets what was given back up to now.
+    pub(super) fn forget_given_back(&self) {
+        self.with_inside(|given_back, inside| {
+            drop(self.userfault.given_back(User::Paging, inside));
+            given_back.begin();
+        });
+    }
+
     pub(super) fn look(&self, given_back: &mut GivenBack, inside: &mut dyn Inside) {
-        given_back.look(inside, self.ram.layout());
-        given_back.taken(self.userfault.take_holes(), self.ram.layout());
+        let (discards, holes) = self.userfault.given_back(User::Paging, inside);
+        given_back.look(&discards, self.ram.layout());
+        given_back.taken(holes, self.ram.layout());
     }
 
     pub(super) fn with_given_back<T>(&self, look: impl FnOnce(&mut GivenBack) -> T) -> T {

@@ -32,7 +32,6 @@ use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::{PageMap, PageSet};
 
 use crate::agent::{Discard, Discards};
-use crate::inside::Inside;
 use crate::memory::add_run;
 
 /// How often the log is read while pages arrive: late enough to cost nothing beside them, early enough that it does not
@@ -56,9 +55,8 @@ impl GivenBack {
         Self { files, pages: PageMap::empty(layout), any: false, looked: Instant::now() }
     }
 
-    /// Forgets what was logged up to now.
-    pub(super) fn begin(&mut self, inside: &mut dyn Inside) {
-        let _ = inside.discards();
+    /// What was logged up to now was asked for, and is forgotten.
+    pub(super) fn begin(&mut self) {
         self.looked = Instant::now();
     }
 
@@ -67,9 +65,9 @@ impl GivenBack {
         self.looked.elapsed() >= LOOK
     }
 
-    /// Reads the log.
-    pub(super) fn look(&mut self, inside: &mut dyn Inside, layout: &Layout) {
-        match inside.discards() {
+    /// Notes what the log has.
+    pub(super) fn look(&mut self, discards: &Discards, layout: &Layout) {
+        match discards {
             Discards::Ranges(ranges) => ranges.iter().for_each(|range| self.add(range, layout)),
             Discards::Everything => self.any = true,
         }

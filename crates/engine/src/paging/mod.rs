@@ -39,6 +39,9 @@ mod arrive;
 /// Pages that leave.
 pub mod depart;
 
+/// Pages that stay where they are while their guest moves.
+mod handed_on;
+
 /// Pages as they are mapped into the guest.
 mod map;
 
@@ -261,7 +264,7 @@ impl Pager {
         let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
         self.hold_back(&residue)?;
         // Before anything is missing: whatever was given back so far says nothing of what is to come.
-        self.with_inside(|given_back, inside| given_back.begin(inside));
+        self.forget_given_back();
         let mut state = self.lock();
         state
             .whereabouts
@@ -278,7 +281,7 @@ impl Pager {
     /// # Errors
     /// No memory for the map.
     pub fn begin_split(&self) -> Result<(), MigrateError> {
-        self.with_inside(|given_back, inside| given_back.begin(inside));
+        self.forget_given_back();
         let mut state = self.lock();
         let begun = state.whereabouts.begin(PageMap::empty(self.ram.layout()), self.ram.layout());
         begun.map_err(MigrateError::host("writing down which pages are missing"))?;

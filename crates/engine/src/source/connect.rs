@@ -14,10 +14,11 @@ use crate::transport::SessionKey;
 /// # Errors
 /// The destination does not answer, is not who it should be, or cannot do what the options need.
 pub fn connect(departure: &mut Departure) -> Result<Link, MigrateError> {
-    let Departure { id, peer, options, host, monitor, clone, .. } = departure;
+    let Departure { id, peer, options, host, monitor, clone, split, .. } = departure;
     monitor.enter(Phase::Connect);
     let clones = if clone.is_some() { Features::CLONES } else { Features::NONE };
-    let session = SessionKey { session: id.0, key: id.0 as u64, needed: needed(options).and(clones) };
+    let split = if split.is_some() { Features::SPLIT } else { Features::NONE };
+    let session = SessionKey { session: id.0, key: id.0 as u64, needed: needed(options).and(clones).and(split) };
     Link::connect(peer, *id, session, host.credentials())
 }
 

@@ -18,6 +18,7 @@ use crate::haste::{Crew, Haste, VmmThreads};
 use crate::host::{Clone, DaemonId, MigrationId, SourceHost};
 use crate::memory::{BlockFile, Memory, kind};
 use crate::monitor::Monitor;
+use crate::split::Split;
 use crate::transport::connection::Connection;
 use crate::transport::share::Share;
 use crate::vmm;
@@ -50,6 +51,8 @@ pub struct Departure<'a> {
     pub ram: Option<Arc<dyn Memory>>,
     /// As [`Outgoing::clone`](super::Outgoing::clone).
     pub clone: Option<Clone>,
+    /// As [`Outgoing::split`](super::Outgoing::split).
+    pub split: Option<Arc<Split>>,
     /// When its guest may be stopped.
     pub pause: Place,
     /// The haste of its pause.

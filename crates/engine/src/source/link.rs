@@ -122,6 +122,12 @@ impl Link {
                 _ => return Err(MigrateError::Reply("another reply than a note of what a machine is related to")),
             }
         }
+        if let Some(split) = &spec.split {
+            match self.control.ask(&Request::Split(Box::new(split.clone())), REPLY_TIMEOUT)? {
+                Reply::Noted => {}
+                _ => return Err(MigrateError::Reply("another reply than a note of what is at memory hosts")),
+            }
+        }
         let request = Request::Propose {
             id: id.0,
             spec: Box::new(spec.clone()),

@@ -155,6 +155,7 @@ use crate::haste::Haste;
 use crate::host::{Clone, DaemonId, MigrationId, SourceHost};
 use crate::memory::{BlockFile, Memory};
 use crate::monitor::Monitor;
+use crate::split::Split;
 use crate::transport::share::Share;
 use crate::vmm;
 
@@ -186,6 +187,9 @@ pub struct Outgoing {
     pub tickets: Tickets,
     /// What it is, where it is a clone of a machine that runs on.
     pub clone: Option<Clone>,
+    /// The part of it that is at memory hosts, and stays there; `spec.split` says where. Its tracker stands beside the
+    /// pager ([`WriteProtect::of`](track::WriteProtect::of)), and no page may follow it.
+    pub split: Option<Arc<Split>>,
     /// When its guest may be stopped, where others leave with it.
     pub pause: Place,
     /// This host, for the report.
@@ -215,7 +219,7 @@ pub fn migrate(
     monitor: &Monitor,
 ) -> Outcome {
     let Outgoing { id, spec, mut vmm, blocks, mut tracker, mut throttle, untracked, trust_first_look, .. } = outgoing;
-    let Outgoing { bandwidth, gang, tickets, clone, pause, here, .. } = outgoing;
+    let Outgoing { bandwidth, gang, tickets, clone, split, pause, here, .. } = outgoing;
     let mut account = Account::new(Report::asked(&spec.name, options, here, peer), monitor);
     // At `debug`, each line of a gang's members says whose it is.
     let _whose = tracing::debug_span!("leaves", vm = %spec.name).entered();
@@ -235,6 +239,7 @@ pub fn migrate(
         tickets,
         ram: None,
         clone,
+        split,
         pause,
         haste: Haste::none(),
         vmm_threads: None,

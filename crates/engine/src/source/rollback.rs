@@ -34,6 +34,10 @@ pub fn rollback(departure: &mut Departure, error: MigrateError) -> Fate {
     tracing::warn!(vm = departure.spec.name, %error, "migration failed, the guest stays");
     departure.monitor.enter(Phase::Rollback);
     departure.account.rolled_back(&error);
+    if let Some(split) = &departure.split {
+        // Before the guest runs: it may need its pages at once.
+        split.go_on();
+    }
     let mut problem = error.problem_at_source();
     let fate = match departure.vmm.rollback() {
         Ok(()) => Fate::Here,

@@ -200,7 +200,7 @@ impl Tracker for WriteProtect {
         // The discards are read after the scan: a page written and then discarded is in both, and the look for a hole
         // decides.
         let before = discarded.len();
-        let logged = self.faults.inside().discards();
+        let (logged, holes) = armed.userfault.given_back(User::Tracking, self.faults.inside().as_mut());
         match logged {
             Discards::Ranges(ranges) => {
                 for range in ranges {
@@ -222,7 +222,7 @@ impl Tracker for WriteProtect {
             }
         }
         // What this daemon took: it is in no log.
-        for (block, hole) in armed.userfault.take_holes() {
+        for (block, hole) in holes {
             add_run(discarded, ram.layout(), block, hole);
         }
         self.cost.discarded_pages += discarded.len() - before;

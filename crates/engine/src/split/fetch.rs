@@ -113,6 +113,7 @@ impl Split {
         if self.pager.away_in(page.chunk).contains(page.page) {
             self.wait_for_room();
         }
+        let _coming = self.onward.coming.read().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.chunk(page.chunk);
         let away = self.pager.away_in(page.chunk);
         if !away.contains(page.page) {
@@ -121,6 +122,9 @@ impl Split {
         }
         self.clock.came(page.chunk);
         let mut wanted = Wanted::one(page.page);
+        if self.is_still() {
+            return self.bring_chunk(lines, page.chunk, &mut state, &mut Wanted::all([page.page].into_iter().collect()));
+        }
         wanted.ahead = lock(&self.ahead).wanted(page, &away);
         self.bring_chunk(lines, page.chunk, &mut state, &mut wanted)
     }

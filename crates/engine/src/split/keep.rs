@@ -36,7 +36,7 @@ impl Split {
     }
 
     /// Sets the room, where so much is here; what it was.
-    fn set_room(&self, room: Option<Room>, here: u64) -> Option<Room> {
+    pub(super) fn set_room(&self, room: Option<Room>, here: u64) -> Option<Room> {
         let mut known = lock(&self.room);
         self.pace.bound(room.unwrap_or(Room::ALL), here);
         std::mem::replace(&mut known, room)
@@ -70,6 +70,10 @@ impl Split {
     fn make_room_by(&self, way: &mut WayOut<'_>, outage: &mut Outage) -> Result<(), SplitError> {
         let (mut turns, mut in_vain, mut leaving) = (Turns::new(), 0, false);
         while !self.has_ended() {
+            if self.is_still() {
+                self.rest(LOOK);
+                continue;
+            }
             turns.among((0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number)).collect());
             self.go_through_rests(way, &mut turns)?;
             let here = self.pager.ram().allocated_bytes();

@@ -119,7 +119,7 @@ pub(super) struct Lenders {
     guest: u128,
     key: u128,
     chunks: u32,
-    epochs: Box<dyn Epochs>,
+    epochs: RwLock<Box<dyn Epochs>>,
     epoch: AtomicU64,
 }
 
@@ -131,7 +131,7 @@ impl Lenders {
         chunks: u32,
         epochs: Box<dyn Epochs>,
     ) -> Result<Self, MigrateError> {
-        let (all, epoch) = (RwLock::new(all), AtomicU64::new(0));
+        let (all, epochs, epoch) = (RwLock::new(all), RwLock::new(epochs), AtomicU64::new(0));
         let [silent, returned] = [(); 2].map(|()| std::array::from_fn(|_| AtomicBool::new(false)));
         let lenders = Self { all, silent, returned, guest, key, chunks, epochs, epoch };
         lenders.raise()?;
@@ -234,13 +234,21 @@ impl Lenders {
 
     /// A new epoch: once a memory host has heard of it, nothing that was sent before arrives there.
     pub(super) fn raise(&self) -> Result<(), MigrateError> {
-        let epoch = self.epochs.raise().map_err(MigrateError::host("writing down the epoch of a guest's owner"))?;
+        let epoch = self.epochs.read().unwrap_or_else(PoisonError::into_inner).raise();
+        let epoch = epoch.map_err(MigrateError::host("writing down the epoch of a guest's owner"))?;
         // Two that raise at once: the higher one counts.
         self.epoch.fetch_max(epoch, Ordering::AcqRel);
         Ok(())
     }
 
-    fn epoch(&self) -> u64 {
+    /// The same, by these epochs from now on.
+    pub(super) fn raise_by(&self, epochs: Box<dyn Epochs>) -> Result<(), MigrateError> {
+        *self.epochs.write().unwrap_or_else(PoisonError::into_inner) = epochs;
+        self.raise()
+    }
+
+    /// The epoch in which memory hosts are asked.
+    pub(super) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
 

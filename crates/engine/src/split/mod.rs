@@ -58,6 +58,9 @@ mod pace;
 /// Memory hosts that are exchanged under a running guest.
 mod hosts;
 
+/// A split guest moves to another host.
+pub mod onward;
+
 /// Memory hosts that do not answer.
 pub mod outage;
 
@@ -83,6 +86,7 @@ use self::chunk::Chunk;
 use self::clock::Clock;
 pub use self::lines::{Epochs, Lender};
 use self::lines::{Lenders, Lines, Member};
+use self::onward::Onward;
 use self::pace::Pace;
 pub use self::pace::Paced;
 use self::room::Room;
@@ -201,6 +205,7 @@ pub struct Split {
     rests: [AtomicBool; Member::MOST],
     /// It is being looked what one of two memory hosts has, that has answered again.
     looking: AtomicBool,
+    onward: Onward,
     heard: Mutex<Instant>,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -275,6 +280,7 @@ impl Split {
             failing: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
             rests: std::array::from_fn(|_| AtomicBool::new(false)),
             looking: AtomicBool::new(false),
+            onward: Onward::default(),
             heard: Mutex::new(Instant::now()),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),
@@ -397,7 +403,8 @@ impl Split {
         if !known.unsure && !known.unasked {
             return Ok(());
         }
-        if known.unsure {
+        // What stands still has nothing on its way that would change anything.
+        if known.unsure && !self.is_still() {
             self.lenders.raise()?;
         }
         let has = lines.ask(member, |host| host.held(chunk)).map_err(|error| self.failed(member, error))?;
@@ -430,7 +437,7 @@ impl Split {
             there = PageSet::EMPTY;
         }
         let Restart { now, release, .. } = Whereabouts::recorded(there).restart(has);
-        if let Some((version, pages)) = release {
+        if let Some((version, pages)) = release.filter(|_| !self.is_still()) {
             let released = lines.ask(member, |host| host.release(chunk, version, &pages));
             released.map_err(|error| self.failed(member, error))?;
         }

@@ -93,8 +93,18 @@ impl Split {
 
 fn look(split: &Weak<Split>) {
     let mut outages: [Outage; Member::MOST] = Default::default();
-    let (mut mending, mut round) = (Outage::default(), Instant::now());
+    let (mut mending, mut round, mut was_still) = (Outage::default(), Instant::now(), false);
     while let Some(split) = split.upgrade().filter(|split| !split.has_ended()) {
+        if split.is_still() {
+            was_still = true;
+            drop(split);
+            std::thread::sleep(LOOK);
+            continue;
+        }
+        if std::mem::take(&mut was_still) {
+            // Whoever had the guest before, or was about to have it, is refused once they have heard of this owner.
+            (0..split.lenders.count()).for_each(|number| split.ask_whether_there(number));
+        }
         for member in split.pairs().into_iter().filter(|member| split.is_silent_of_two(*member)) {
             let (began, outage) = (Instant::now(), &mut outages[member.index()]);
             if outage.rests(began) {

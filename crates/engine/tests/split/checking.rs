@@ -28,8 +28,12 @@ pub fn expected(page: u64) -> u64 {
 pub struct Checking {
     stop: Arc<AtomicBool>,
     steps: Arc<AtomicU64>,
-    threads: Vec<JoinHandle<()>>,
+    mapping: Arc<SharedMapping>,
+    threads: Vec<JoinHandle<Vec<u64>>>,
 }
+
+/// What each thread of a guest that stands still knows of its pages.
+pub struct Knowing(Vec<Vec<u64>>);
 
 impl Checking {
     /// In all of the guest's memory.
@@ -39,12 +43,18 @@ impl Checking {
 
     /// In its first pages.
     pub fn start_in(guest: &Guest, count: u64, pages: u64) -> Self {
+        let knowing = Knowing((0..count).map(|_| (0..PAGES).map(expected).collect()).collect());
+        Self::go_on(&guest.ram.mapping, knowing, pages)
+    }
+
+    /// Where the guest is now, in its first pages.
+    pub fn go_on(mapping: &Arc<SharedMapping>, Knowing(known): Knowing, pages: u64) -> Self {
         let (stop, steps) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let threads = (0..count).map(|own| {
-            let (stop, steps, mapping) = (Arc::clone(&stop), Arc::clone(&steps), Arc::clone(&guest.ram.mapping));
+        let count = known.len() as u64;
+        let threads = known.into_iter().zip(0..).map(|(mut known, own)| {
+            let (stop, steps, mapping) = (Arc::clone(&stop), Arc::clone(&steps), Arc::clone(mapping));
             std::thread::spawn(move || {
-                let mut known: Vec<u64> = (0..PAGES).map(expected).collect();
-                let mut random = own * 2 + 1;
+                let mut random = (known[own as usize] ^ own) * 2 + 1;
                 while !stop.load(Ordering::Acquire) {
                     random ^= random << 13;
                     random ^= random >> 7;
@@ -60,13 +70,11 @@ impl Checking {
                     }
                     steps.fetch_add(1, Ordering::Relaxed);
                 }
-                for page in (own..PAGES).step_by(count as usize) {
-                    assert_eq!(word(&mapping, page), known[page as usize], "page {page} in the end");
-                }
+                known
             })
         });
         let threads = threads.collect();
-        Self { stop, steps, threads }
+        Self { stop, steps, mapping: Arc::clone(mapping), threads }
     }
 
     pub fn steps(&self) -> u64 {
@@ -87,8 +95,32 @@ impl Checking {
         }
     }
 
-    pub fn end(self) {
+    /// It stands still.
+    pub fn stop(self) -> Knowing {
         self.stop.store(true, Ordering::Release);
-        self.threads.into_iter().for_each(|thread| thread.join().expect("it found what it wrote"));
+        let threads = self.threads.into_iter();
+        Knowing(threads.map(|thread| thread.join().expect("it found what it wrote")).collect())
+    }
+
+    /// It ends, and has looked at all of its pages.
+    pub fn end(self) {
+        let mapping = Arc::clone(&self.mapping);
+        self.stop().are_as_known(&mapping);
+    }
+}
+
+impl Knowing {
+    /// Asserts that each page holds what its thread knows of it.
+    pub fn are_as_known(&self, mapping: &Arc<SharedMapping>) {
+        let count = self.0.len();
+        std::thread::scope(|scope| {
+            for (known, own) in self.0.iter().zip(0..) {
+                scope.spawn(move || {
+                    for page in (own..PAGES).step_by(count) {
+                        assert_eq!(word(mapping, page), known[page as usize], "page {page} in the end");
+                    }
+                });
+            }
+        });
     }
 }

@@ -16,7 +16,7 @@ pub struct LendingHost {
     chunks: u32,
     pub store: Arc<Store>,
     _directory: tempfile::TempDir,
-    pub relay: Relay,
+    pub relay: Arc<Relay>,
 }
 
 impl LendingHost {
@@ -28,7 +28,7 @@ impl LendingHost {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let store = Arc::new(Store::open(directory.path(), "lender".into(), most_bytes(chunks)).unwrap());
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let relay = Relay::to(&listener.local_addr().unwrap().to_string(), u64::MAX);
+        let relay = Arc::new(Relay::to(&listener.local_addr().unwrap().to_string(), u64::MAX));
         let shared = Arc::clone(&store);
         std::thread::spawn(move || {
             for call in listener.incoming() {

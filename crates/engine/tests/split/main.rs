@@ -40,6 +40,9 @@ mod lost;
 /// Two memory hosts that have the same pages.
 mod mirror;
 
+/// A guest that moves on while its pages stay.
+mod onward;
+
 /// A guest that takes more memory than it has room for.
 mod paced;
 

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::layout::ChunkIndex;
 use crate::message::ResiduePart;
-use crate::spec::{GangSpec, Kin, SharedPages, VmSpec};
+use crate::spec::{GangSpec, Kin, SharedPages, SplitSpec, VmSpec};
 
 /// A machine that has one life: whoever lets it run says so here.
 #[derive(Debug, Default)]
@@ -60,12 +60,17 @@ fn spec() -> VmSpec {
         running: true,
         from: "a".into(),
         kin: None,
+        split: None,
     }
 }
 
 fn gang() -> GangSpec {
     let shared = Vec::from([SharedPages { pages: 300, mappings: 4 }; 2]);
     GangSpec { id: 1, group: "g".into(), members: 2, bytes: 1 << 20, shared }
+}
+
+fn split() -> SplitSpec {
+    SplitSpec { guest: 1, key: 2, chunks: 1, hosts: vec![], here_bytes: 1 << 20, epoch: 1, own_epoch: 2 }
 }
 
 /// What a source says from beginning to end, with some suspect pages on the way.
@@ -77,11 +82,14 @@ fn script(rounds: u32, suspect_rounds: u32) -> Vec<Request> {
         Request::Offers { key: [0; 32], first: 0 },
         Request::Tickets { given: vec![], shown: vec![] },
         Request::Kin(Kin { family: "f".into(), forked_from: None }),
+        Request::Split(Box::new(split())),
         Request::Propose { id: 1, spec: Box::new(spec()), streams: 1, postcopy: false, verify: false },
         Request::Clock,
     ];
     script.extend((0..rounds).map(|round| Request::RoundEnd { round }));
     script.push(Request::Stopped);
+    script.push(Request::Away { holder: 2, part: ResiduePart { first: ChunkIndex(0), chunks: 0, bits: vec![] } });
+    script.push(Request::AwayEnd { epoch: 1, pages: 0 });
     script.extend((0..=suspect_rounds).map(|round| Request::FinalRoundEnd { round: rounds + round }));
     script.extend([
         Request::ChunkDigests { first: ChunkIndex(0), count: 1 },
@@ -123,6 +131,7 @@ fn answer(request: &Request, suspects: &mut u32) -> Reply {
         Request::Commit => Reply::Running { start_us: 0, cpu_us: 0 },
         Request::Abort => Reply::Aborted { problem: None },
         Request::Residue(_) | Request::Kin(_) | Request::Clone { .. } => Reply::Noted,
+        Request::Split(_) | Request::Away { .. } | Request::AwayEnd { .. } => Reply::Noted,
         Request::LoadPostcopy(_) => Reply::Loaded,
         Request::Paging => Reply::Paging { missing: 0, faults: 0 },
         Request::Complete { .. } => Reply::Completed(Box::default()),

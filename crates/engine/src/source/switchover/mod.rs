@@ -26,6 +26,9 @@ mod stop;
 /// The pause of post-copy, in which the residue goes.
 mod residue;
 
+/// Pages that stay at memory hosts.
+mod away;
+
 use std::time::Instant;
 
 use sterna_api::units::milliseconds as ms;
@@ -58,6 +61,9 @@ pub fn switchover(
     ending: Ending,
 ) -> Result<Loaded, MigrateError> {
     departure.monitor.enter(Phase::Switchover);
+    if let Some(split) = &departure.split {
+        split.stay();
+    }
     // While the guest runs: a portion at hand takes its time to be let go.
     departure.tracker.seal();
     let devices = prepared.devices.take().ok_or(MigrateError::Bug("the devices' connection was taken before"))?;
@@ -86,9 +92,11 @@ fn load(
     tracing::debug!("the guest has stopped");
     // This does not come before the stop: all that the guest wrote meanwhile at full speed would go in the pause.
     loosen(departure);
-    let Departure { vmm, tracker, options, .. } = departure;
+    let Departure { vmm, tracker, options, split, .. } = departure;
     let vmm = &mut **vmm;
     link.control.send(&Request::Stopped)?;
+    // Before the collection: what came until now is in it.
+    let elsewhere = split.as_ref().map(|split| split.stand_still()).transpose()?;
     rounds.collect(*tracker)?;
     rounds.collect_untracked()?;
     tracing::debug!("what it had written is known");
@@ -96,6 +104,9 @@ fn load(
     link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
     vmm.save_devices()?;
     let began = Instant::now();
+    if let Some(elsewhere) = &elsewhere {
+        away::tell(link, elsewhere, rounds.ram.layout())?;
+    }
     // The look goes on while the devices are saved: pages that the VMM writes meanwhile are collected below.
     rounds.skip_free_stopped(&processors);
     rounds.send_last(link)?;

@@ -19,6 +19,8 @@ use sterna_engine::host::{self, DaemonId, DestinationHost, Incoming, MigrationId
 use sterna_engine::memory::BlockFile;
 use sterna_engine::memory::kept::Kept;
 use sterna_engine::paging::{Pager, PagingMeans};
+use sterna_engine::split::Split;
+use sterna_engine::split::onward::Handed;
 use sterna_engine::transport::clock::now_us;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::{self, EventTime, VmmError};
@@ -116,7 +118,12 @@ pub struct Destination {
     pub guest_gone: AtomicBool,
     /// The map of missing pages of the guest that came last.
     pub missing: Mutex<Option<File>>,
-    mapping: Mutex<Option<Arc<SharedMapping>>>,
+    /// The guest's own mapping of its RAM, of the guest that came last.
+    pub mapping: Mutex<Option<Arc<SharedMapping>>>,
+    /// The memory hosts of the guest that comes next, where it is split.
+    pub handed: Mutex<Option<Handed>>,
+    /// The split of the guest that came last.
+    pub split: Mutex<Option<Arc<Split>>>,
     /// The pagers of guests that were started; `None` where all pages are there.
     pagers: Mutex<HashMap<MigrationId, Option<Arc<Pager>>>>,
     pub running: Arc<AtomicBool>,
@@ -259,6 +266,7 @@ impl DestinationHost for Destination {
             blocks: vec![BlockFile { spec: spec.blocks[0].clone(), file, address, process: None }],
             qemu_version: "none".into(),
             paging,
+            split: self.handed.lock().unwrap().take(),
         })
     }
 
@@ -274,6 +282,10 @@ impl DestinationHost for Destination {
             Verdict::Committed => Ok(()),
             Verdict::Aborted => Err(Problem::new("aborted".into(), Blame::Ours, "aborted before")),
         }
+    }
+
+    fn took_over(&self, _id: MigrationId, split: Arc<Split>) {
+        *self.split.lock().unwrap() = Some(split);
     }
 
     fn started(&self, id: MigrationId, _incoming: Incoming, pager: Option<Arc<Pager>>, _failed: Option<&Problem>) {

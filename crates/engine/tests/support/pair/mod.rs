@@ -61,6 +61,7 @@ pub fn spec(block: BlockSpec) -> VmSpec {
         running: true,
         from: "a".into(),
         kin: None,
+        split: None,
     }
 }
 
@@ -90,6 +91,7 @@ pub fn outgoing(ram: &GuestRam, vmm: SourceVmm, inside: InsideSelf) -> Outgoing 
         gang: None,
         tickets: sterna_engine::source::tickets::Tickets::default(),
         clone: None,
+        split: None,
         pause: Place::alone(),
         here: sterna_api::report::Host::default(),
     }

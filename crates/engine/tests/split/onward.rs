@@ -1,0 +1,317 @@
+//! A split guest moves to another host, and what is at its memory hosts stays there: whichever host has it in the end,
+//! it finds what it wrote last.
+
+use std::sync::Mutex;
+
+use sterna_api::report::Status;
+use sterna_api::{MigrateOptions, Mode, Report};
+use sterna_engine::monitor::Monitor;
+use sterna_engine::source::track::WriteProtect;
+use sterna_engine::source::{Fate, Outgoing, migrate};
+use sterna_engine::split::onward::Handed;
+use sterna_protocol::spec::{SplitSpec, VmSpec};
+
+use super::checking::Knowing;
+use super::pair::destination::Destination;
+use super::pair::inside::InsideSelf;
+use super::pair::source::{Source, SourceVmm};
+use super::pair::{block, outgoing, spec};
+use super::*;
+
+/// The pages that the guest uses; it knows the others as well, and they stay away.
+const IN_USE: u64 = PAGES / 4 * 3;
+/// The step from one owner's epochs to the next one's.
+const OWNERS: u64 = 1 << 40;
+
+/// A split guest where it is now.
+struct Here {
+    file: File,
+    mapping: Arc<SharedMapping>,
+    split: Arc<Split>,
+}
+
+/// What is needed to move it.
+struct Way<'a> {
+    hosts: &'a [LendingHost],
+    /// The owner's epochs.
+    epochs: Counter,
+}
+
+impl Here {
+    fn of(guest: &Guest, split: &Arc<Split>) -> Self {
+        let (file, mapping) = (guest.ram.file.try_clone().unwrap(), Arc::clone(&guest.ram.mapping));
+        Self { file, mapping, split: Arc::clone(split) }
+    }
+
+    fn outgoing(&self, vmm: SourceVmm) -> Outgoing {
+        let ram = GuestRam {
+            file: self.file.try_clone().unwrap(),
+            mapping: Arc::clone(&self.mapping),
+            bytes: u64::from(CHUNKS) * CHUNK_BYTES as u64,
+        };
+        let faults = Arc::clone(self.split.pager().guest_faults());
+        // The engine of the other side is told by the daemon here: nothing of this is looked at.
+        let (guest, key) = GUEST;
+        let split = SplitSpec { guest, key, chunks: CHUNKS, hosts: vec![], here_bytes: 0, epoch: 0, own_epoch: 0 };
+        Outgoing {
+            spec: VmSpec { split: Some(split), ..spec(block(ram.bytes)) },
+            tracker: Box::new(WriteProtect::of(std::process::id(), faults).unwrap()),
+            split: Some(Arc::clone(&self.split)),
+            ..outgoing(&ram, vmm, InsideSelf::default())
+        }
+    }
+}
+
+impl Way<'_> {
+    /// What the next owner is given.
+    fn handed(&self) -> Handed {
+        let next = Counter(Arc::new(AtomicU64::new(self.epochs.0.load(Ordering::Acquire) / OWNERS * OWNERS + OWNERS)));
+        let lenders = self.hosts.iter().map(LendingHost::lender).collect();
+        Handed { lenders, guest: GUEST, epochs: Box::new(next) }
+    }
+}
+
+fn room() -> Room {
+    Room::of(3 * CHUNK_BYTES as u64)
+}
+
+/// Rounds may leave as much as the guest has: whether they come to an end is not what is tried.
+fn options() -> MigrateOptions {
+    MigrateOptions { mode: Mode::Precopy, downtime_limit_ms: 60_000.0, ..MigrateOptions::default() }
+}
+
+/// A guest of threads on its way.
+#[derive(Clone)]
+struct Moving(Arc<Mutex<State>>);
+
+enum State {
+    Runs(Checking),
+    Stopped(Knowing),
+    Ended,
+}
+
+impl Moving {
+    fn new(checking: Checking) -> Self {
+        Self(Arc::new(Mutex::new(State::Runs(checking))))
+    }
+
+    /// A VMM that stops it.
+    fn vmm(&self) -> SourceVmm {
+        let (mut vmm, moving) = (SourceVmm::new(None), self.clone());
+        vmm.faults.at_stop = Some(Box::new(move || moving.stop()));
+        vmm
+    }
+
+    fn stop(&self) {
+        let mut state = self.0.lock().unwrap();
+        *state = match std::mem::replace(&mut *state, State::Ended) {
+            State::Runs(checking) => State::Stopped(checking.stop()),
+            other => other,
+        };
+    }
+
+    /// It goes on where it is now.
+    fn goes_on(&self, here: &Here) -> Checking {
+        self.stop();
+        match std::mem::replace(&mut *self.0.lock().unwrap(), State::Ended) {
+            State::Stopped(knowing) => Checking::go_on(&here.mapping, knowing, IN_USE),
+            _ => unreachable!("it was stopped"),
+        }
+    }
+}
+
+fn run(outgoing: Outgoing, peer: &str) -> (Fate, Report) {
+    let outcome = migrate(outgoing, peer, &options(), &Source::default(), &Monitor::new("guest"));
+    (outcome.fate, outcome.report)
+}
+
+/// Where the guest is that has come to a host.
+fn arrived(host: &Destination) -> Here {
+    let file = host.ram.lock().unwrap().take().expect("it came");
+    let (mapping, split) = (host.mapping.lock().unwrap().take(), host.split.lock().unwrap().take());
+    Here { file, mapping: mapping.expect("it came"), split: split.expect("it is split") }
+}
+
+/// A host that a guest can come to.
+fn next(way: &Way) -> (Arc<Destination>, String) {
+    let (host, peer) = Destination::serve();
+    host.postcopy.store(true, Ordering::Release);
+    host.touched.lock().unwrap().extend([0, 1, 700, PAGES - 200]);
+    *host.handed.lock().unwrap() = Some(way.handed());
+    (host, peer)
+}
+
+/// What was on its way is at its memory host, or has come back, many times.
+fn pages_go_and_come(split: &Split, checking: &Checking) {
+    let before = split.account();
+    while split.account().out_pages < before.out_pages + PAGES || split.account().in_pages < before.in_pages + PAGES {
+        checking.goes_on(20);
+    }
+}
+
+#[test]
+fn a_guest_that_goes_on_writing_moves_from_host_to_host_and_what_is_away_stays_there() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
+    let split = guest.split(&[&lending[0], &lending[1]]);
+    split.keep_to(room()).unwrap();
+    let (mut here, mut checking) = (Here::of(&guest, &split), Checking::start_in(&guest, 3, IN_USE));
+    let mut way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    for turn in 1..=8 {
+        pages_go_and_come(&here.split, &checking);
+        let ((host, peer), moving) = (next(&way), Moving::new(checking));
+        let (fate, report) = run(here.outgoing(moving.vmm()), &peer);
+        assert_eq!((report.status, fate), (Status::Completed, Fate::There), "{:?}", report.error);
+        let (stay, travel) = (here.split.pager().missing(), report.pages.full);
+        println!("turn {turn}: {stay} pages stay, {travel} travel in {} rounds", report.rounds.len());
+        let former = std::mem::replace(&mut here, arrived(&host));
+        assert!(here.split.pager().missing() > 0, "there was nothing to stay");
+        checking = moving.goes_on(&here);
+        former.split.end();
+        here.split.keep_to(room()).unwrap();
+        way.epochs = Counter(Arc::new(AtomicU64::new(turn * OWNERS)));
+    }
+    here.split.merge(&|| Ok(())).unwrap();
+    checking.end();
+    assert_eq!(here.split.pager().missing(), 0);
+    here.split.end();
+}
+
+/// Whatever the former owner asks for once the guest is another host's is refused.
+#[test]
+fn whoever_has_given_a_guest_away_can_neither_read_nor_change_what_is_at_its_memory_hosts() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::new()]);
+    let split = guest.split(&[&lending[0]]);
+    send_all(&split, 0);
+    let way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
+    let (fate, report) = run(here.outgoing(SourceVmm::new(None)), &peer);
+    assert_eq!(fate, Fate::There, "{:?}", report.error);
+    let there = arrived(&host);
+    there.split.ask_whether_there(0);
+    // As a daemon does that believes, wrongly, that the guest is its own.
+    assert!(matches!(split.bring_back(), Err(SplitError::Host { .. })));
+    there.split.bring_back().unwrap();
+    for page in 0..PAGES {
+        assert_eq!(word(&there.mapping, page), expected(page), "page {page}");
+    }
+    dies(split);
+    there.split.end();
+}
+
+#[test]
+fn what_a_vmm_reads_of_what_is_away_while_it_saves_its_devices_keeps_nobody_here_and_what_it_writes_does() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::new()]);
+    let split = guest.split(&[&lending[0]]);
+    let way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    for writes in [true, false] {
+        send_all(&split, 0);
+        let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
+        let mut vmm = SourceVmm::new(None);
+        let mapping = Arc::clone(&guest.ram.mapping);
+        vmm.faults.while_saving = Some(Box::new(move || {
+            assert_eq!(word(&mapping, 300), content(300));
+            if writes {
+                mapping.copy_in(300 * 4096, &content(300).to_le_bytes().repeat(2)).unwrap();
+            }
+        }));
+        let (fate, report) = run(here.outgoing(vmm), &peer);
+        let code = report.error.map(|problem| problem.code.to_string());
+        let ended = if writes { (Fate::Here, Some("written-while-saving".into())) } else { (Fate::There, None) };
+        assert_eq!((fate, code), ended);
+        if writes {
+            guest.is_as_it_was();
+        } else {
+            let there = arrived(&host);
+            there.split.bring_back().unwrap();
+            (0..PAGES).for_each(|page| assert_eq!(word(&there.mapping, page), expected(page), "page {page}"));
+            there.split.end();
+        }
+    }
+    dies(split);
+}
+
+#[test]
+fn wherever_the_link_breaks_one_host_has_the_guest_and_it_finds_what_it_wrote() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
+    let split = guest.split(&[&lending[0], &lending[1]]);
+    split.keep_to(room()).unwrap();
+    let (mut here, mut checking) = (Here::of(&guest, &split), Checking::start_in(&guest, 3, IN_USE));
+    let mut way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    let (mut stayed, mut gone, mut least, mut most) = (0, 0, 0, 16 << 20);
+    // Nearer and nearer to the moment at which the guest changes hands.
+    for turn in 1..=24u64 {
+        checking.goes_on(200);
+        let (host, peer) = next(&way);
+        let relay = Relay::to(&peer, if turn % 6 == 0 { turn * 40_000 } else { (least + most) / 2 });
+        let moving = Moving::new(checking);
+        let (fate, report) = run(here.outgoing(moving.vmm()), &relay.address);
+        if fate == Fate::There {
+            gone += 1;
+            let former = std::mem::replace(&mut here, arrived(&host));
+            former.split.end();
+            way.epochs = Counter(Arc::new(AtomicU64::new(turn * OWNERS)));
+            most = (most * 3 / 4).max(least + 1000);
+        } else {
+            assert_eq!(fate, Fate::Here, "{:?}", report.error);
+            stayed += 1;
+            least = least.max(relay.carried().min(most) / 4 * 3);
+        }
+        checking = moving.goes_on(&here);
+        here.split.keep_to(room()).unwrap();
+    }
+    println!("{stayed} attempts came to nothing, {gone} did not");
+    here.split.merge(&|| Ok(())).unwrap();
+    checking.end();
+    here.split.end();
+}
+
+/// The destination asks them before the guest is its own.
+#[test]
+fn a_guest_stays_where_one_of_its_memory_hosts_does_not_answer_its_next_host_or_has_lost_its_pages() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
+    let split = guest.split(&[&lending[0], &lending[1]]);
+    let (mut here, mut checking) = (Here::of(&guest, &split), Checking::start_in(&guest, 2, IN_USE));
+    let way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    split.keep_to(room()).unwrap();
+    for fault in ["silent", "refused", "none"] {
+        pages_go_and_come(&split, &checking);
+        let ((host, peer), moving) = (next(&way), Moving::new(checking));
+        let mut vmm = moving.vmm();
+        let relay = Arc::clone(&lending[1].relay);
+        match fault {
+            "silent" => vmm.faults.while_saving = Some(Box::new(move || relay.cut())),
+            "refused" => host.refuse_state.store(true, Ordering::Release),
+            _ => {}
+        }
+        let (fate, report) = run(here.outgoing(vmm), &peer);
+        lending[1].relay.restore();
+        let here_still = fault != "none";
+        assert_eq!(fate, if here_still { Fate::Here } else { Fate::There }, "{fault}: {:?}", report.error);
+        println!("{fault}: {:?}", report.error.map(|problem| problem.with_causes()));
+        if !here_still {
+            here = arrived(&host);
+            split.end();
+            here.split.keep_to(room()).unwrap();
+        }
+        checking = moving.goes_on(&here);
+    }
+    pages_go_and_come(&here.split, &checking);
+    here.split.merge(&|| Ok(())).unwrap();
+    checking.end();
+    here.split.end();
+}
