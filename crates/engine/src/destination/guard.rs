@@ -55,7 +55,8 @@ impl<'a> Guard<'a> {
         let Some(handed) = self.incoming().split.take() else { return Ok(()) };
         let elsewhere = elsewhere.ok_or(MigrateError::Request("a machine that is split without its map"))?;
         let pager = self.pager.clone().ok_or(MigrateError::Bug("a machine that is split without a pager"))?;
-        let split = Split::arriving(pager, handed, elsewhere).map_err(|error| MigrateError::MemoryHost(error.problem()))?;
+        let split =
+            Split::arriving(pager, handed, elsewhere).map_err(|error| MigrateError::MemoryHost(error.problem()))?;
         self.split = Some(split);
         Ok(())
     }

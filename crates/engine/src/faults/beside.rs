@@ -5,8 +5,8 @@
 //! page that is away waits for the next one, and writes go on (`WP_ASYNC`).
 //!
 //! **What comes back is unarmed**, so it counts as written: whoever collects has not got it yet. **What leaves** is
-//! nobody's to send. **What becomes a hole** without the VMM's doing is told by
-//! [`made_holes`](Userfault::made_holes).
+//! nobody's to send. **What leaves as zeros** was written since it was collected last, or is zeros there as well: its
+//! entry in the page tables is gone, without a mark, and counts as written.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;

@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 use std::sync::PoisonError;
-use std::sync::atomic::Ordering;
 
 use super::{User, Userfault};
 use crate::agent::{Discard, Discards};
@@ -35,10 +34,6 @@ impl Backlog {
             }
             Discards::Ranges(_) | Discards::Everything => self.everything = true,
         }
-        self.add_holes(holes);
-    }
-
-    fn add_holes(&mut self, holes: &[Range<u64>]) {
         if self.holes.len() + holes.len() <= MOST {
             self.holes.extend_from_slice(holes);
         } else {
@@ -76,18 +71,6 @@ impl Userfault {
         let own = backlogs.iter_mut().find(|backlog| backlog.user == user).map(Backlog::take);
         let (discards, holes) = own.unwrap_or((Discards::Ranges(Vec::new()), Vec::new()));
         (discards, holes.into_iter().filter_map(|hole| self.place(hole)).collect())
-    }
-
-    /// Tells the tracker, where there is one, that these pages have changed past the page tables: they are holes. Not of
-    /// pages that come back [armed](Self::arm_what_returns).
-    pub(crate) fn made_holes(&self, holes: &[Range<u64>]) {
-        if self.arm_what_returns.load(Ordering::Acquire) {
-            return;
-        }
-        let mut backlogs = self.backlogs.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(backlog) = backlogs.iter_mut().find(|backlog| backlog.user == User::Tracking) {
-            backlog.add_holes(holes);
-        }
     }
 
     fn place(&self, hole: Range<u64>) -> Option<(usize, Range<u64>)> {

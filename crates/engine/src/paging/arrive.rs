@@ -56,7 +56,6 @@ impl Pager {
             shown = shown.or(&PoolRun::pages(&runs));
         }
         let waited = claim.arrived()?;
-        self.tell_of_holes(chunk, &zero);
         self.show(chunk, &shown)?;
         for (page, _) in waited.iter().filter(|(page, _)| zero.contains(page.page)) {
             self.show_zero(*page)?;

@@ -145,7 +145,6 @@ impl Pager {
             noted.map_err(MigrateError::host("writing down which pages have left"))?;
             let taken = self.ram.discard(chunk, &leaving.pages.or(&zero));
             taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))?;
-            self.tell_of_holes(chunk, &zero);
             Departed { away: leaving.pages, zero }
         };
         fenced.open()?;
@@ -161,14 +160,6 @@ impl Pager {
         let away = self.missing_pages();
         let taken = away.iter().try_for_each(|(chunk, pages)| self.ram.discard(chunk, pages));
         taken.map_err(MigrateError::host("taking pages out of the guest's RAM"))
-    }
-
-    /// Tells whoever tracks the guest's writes that these pages are holes now, which no page table shows.
-    pub(super) fn tell_of_holes(&self, chunk: ChunkIndex, pages: &PageSet) {
-        let holes: Vec<_> = pages.runs().map(|(start, length)| self.addresses(chunk, start, length)).collect();
-        if !holes.is_empty() {
-            self.userfault.made_holes(&holes);
-        }
     }
 
     /// The pages of a copy that are as the holder has them, and those that are zeros still. They are fenced in.

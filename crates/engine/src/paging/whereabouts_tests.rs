@@ -60,10 +60,7 @@ fn pages_that_depart_are_at_their_holder_for_the_next_daemon_too() {
     known.departed(ChunkIndex(1), &PageSet::first(1), second).unwrap();
     let found = Whereabouts::recover(file, &layout).unwrap().unwrap();
     assert_eq!((found.pages_away(), found.away()), (known.pages_away(), 1 + 7 + 3));
-    assert_eq!(
-        [0, 1, 2, 5].map(|chunk| found.holder(ChunkIndex(chunk))),
-        [None, Some(second), Some(last), Some(last)]
-    );
+    assert_eq!([0, 1, 2, 5].map(|chunk| found.holder(ChunkIndex(chunk))), [None, Some(second), Some(last), Some(last)]);
 }
 
 #[test]

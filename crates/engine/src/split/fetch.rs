@@ -123,7 +123,12 @@ impl Split {
         self.clock.came(page.chunk);
         let mut wanted = Wanted::one(page.page);
         if self.is_still() {
-            return self.bring_chunk(lines, page.chunk, &mut state, &mut Wanted::all([page.page].into_iter().collect()));
+            return self.bring_chunk(
+                lines,
+                page.chunk,
+                &mut state,
+                &mut Wanted::all([page.page].into_iter().collect()),
+            );
         }
         wanted.ahead = lock(&self.ahead).wanted(page, &away);
         self.bring_chunk(lines, page.chunk, &mut state, &mut wanted)

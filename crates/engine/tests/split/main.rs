@@ -58,7 +58,7 @@ use pair::guest::GuestRam;
 use pair::inside::InsideSelf;
 use pair::{block, tracking_works};
 use relay::Relay;
-use sterna_engine::agent::UnderWay;
+use sterna_engine::agent::{Discard, UnderWay};
 use sterna_engine::memory::{BlockFile, Memory, kind};
 use sterna_engine::paging::{Pager, PagingMeans};
 use sterna_engine::split::room::Room;
@@ -87,6 +87,8 @@ struct Guest {
     inside: Arc<std::sync::Mutex<Vec<Arc<SharedMapping>>>>,
     kept: Arc<std::sync::Mutex<Option<std::os::fd::OwnedFd>>>,
     under_way: Arc<std::sync::Mutex<UnderWay>>,
+    /// What it gives back, as the agent logs it.
+    discards: Arc<std::sync::Mutex<Vec<Discard>>>,
     record: File,
     epochs: Counter,
 }
@@ -112,6 +114,7 @@ impl Guest {
         Self {
             inside: Arc::new(std::sync::Mutex::new(vec![Arc::clone(&ram.mapping)])),
             kept: Arc::default(),
+            discards: Arc::default(),
             under_way: Arc::new(std::sync::Mutex::new(UnderWay::Untold)),
             record: tempfile::tempfile_in("/dev/shm").unwrap(),
             epochs: Counter::default(),
@@ -133,6 +136,7 @@ impl Guest {
         let inside = InsideSelf {
             mappings: Arc::clone(&self.inside),
             kept: Arc::clone(&self.kept),
+            discards: Arc::clone(&self.discards),
             under_way: Some(Box::new(move || under_way.lock().unwrap().clone())),
             ..InsideSelf::default()
         };

@@ -6,9 +6,10 @@ use std::sync::Mutex;
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Mode, Report};
 use sterna_engine::monitor::Monitor;
-use sterna_engine::source::track::WriteProtect;
+use sterna_engine::source::track::{Tracker, WriteProtect};
 use sterna_engine::source::{Fate, Outgoing, migrate};
 use sterna_engine::split::onward::Handed;
+use sterna_protocol::pages::PageMap;
 use sterna_protocol::spec::{SplitSpec, VmSpec};
 
 use super::checking::Knowing;
@@ -139,6 +140,49 @@ fn next(way: &Way) -> (Arc<Destination>, String) {
     host.touched.lock().unwrap().extend([0, 1, 700, PAGES - 200]);
     *host.handed.lock().unwrap() = Some(way.handed());
     (host, peer)
+}
+
+#[test]
+fn a_tracker_beside_a_pager_sees_what_is_written_given_back_and_comes_whatever_leaves_meanwhile() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::new(), LendingHost::new());
+    let split = guest.split(&[&lending]);
+    let (ram, faults) = (guest.ram(), Arc::clone(split.pager().guest_faults()));
+    let mut tracker = WriteProtect::of(std::process::id(), faults).unwrap();
+    tracker.arm(ram.as_ref()).unwrap();
+    let mut collect = || {
+        let [mut written, mut discarded] = [(); 2].map(|()| PageMap::empty(ram.layout()));
+        tracker.collect(ram.as_ref(), &mut written, &mut discarded).unwrap();
+        let pages = |map: &PageMap| -> Vec<u64> {
+            map.iter()
+                .flat_map(|(chunk, set)| set.iter().map(move |page| u64::from(chunk.0) * 256 + u64::from(page)))
+                .collect()
+        };
+        (pages(&written), pages(&discarded))
+    };
+    assert_eq!(collect(), (vec![], vec![]));
+    let zeros = |page: u64| guest.ram.mapping.copy_in(page * 4096, &[0; 4096]).unwrap();
+    // One leaves as it was written, one as zeros, one is written again where it is.
+    guest.writes(3);
+    zeros(4);
+    send_all(&split, 0);
+    guest.writes(270);
+    let (written, _) = collect();
+    assert!([4, 270].iter().all(|page| written.contains(page)), "{written:?}");
+    // What comes has not been collected as it is; what only left need not be.
+    assert_eq!(guest.word(600), content(600));
+    let (written, _) = collect();
+    assert!(written.contains(&600) && !written.contains(&900), "{written:?}");
+    // Who brings pages is told of what the guest gives back, and so is who tracks it.
+    let (device, inode) = ram.files().unwrap()[0];
+    guest.discards.lock().unwrap().push(Discard { device, inode, offset: 1000 * 4096, length: 4096 });
+    assert!(split.pager().given_back(ChunkIndex(3)).contains((1000 % 256) as u8));
+    assert_eq!(collect().1, [1000]);
+    drop(tracker);
+    split.bring_back().unwrap();
+    dies(split);
 }
 
 /// What was on its way is at its memory host, or has come back, many times.
