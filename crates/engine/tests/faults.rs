@@ -158,6 +158,15 @@ fn fenced_while_tracked(arm_what_returns: bool, ram: &GuestRam) -> usize {
         }
     }
     drop(writers);
+    // What was written last is read once more, and not written again.
+    for first in (0..ram.bytes).step_by(AT_ONCE as usize * 4096) {
+        let range = base + first..base + (first + AT_ONCE * 4096).min(ram.bytes);
+        let patience = fence.patience(FOR_EVER);
+        fence.close(vec![range], &patience).unwrap().expect("patience enough").open().unwrap();
+        (first..(first + AT_ONCE * 4096).min(ram.bytes)).step_by(4096).for_each(|at| {
+            ram.mapping.copy_out(at..at + 16, &mut [0; 16]);
+        });
+    }
     copy.round(ram);
     let stale = copy.stale(ram);
     println!("{} pages collected, {waits} waits, {stale} stale", copy.collected);
