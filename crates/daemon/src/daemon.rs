@@ -20,7 +20,7 @@ use crate::fork::warm::WarmPools;
 use crate::identity;
 use crate::kept::Keeper;
 use crate::machines::images::Images;
-use crate::machines::record::VmRecord;
+use crate::machines::record::{Lifecycle, VmRecord};
 use crate::machines::start::Launcher;
 use crate::machines::table::Machines;
 use crate::metrics::Metrics;
@@ -93,8 +93,11 @@ impl Daemon {
             let (records, loans, state) = (Arc::clone(&records), Arc::clone(&loans), Arc::clone(&state));
             move |record: &VmRecord| {
                 records.machine_ended(record);
-                loans.owe(record, &state.vm(&record.name));
-                loans.pay();
+                // What was lent to one that has gone to another host, or never came from one, is that host's to give back.
+                if record.lifecycle == Lifecycle::Here {
+                    loans.owe(record, &state.vm(&record.name));
+                    loans.pay();
+                }
             }
         };
         let machines = Arc::new(Machines::new(Arc::clone(&state), forgotten));
@@ -137,6 +140,7 @@ impl Daemon {
             offer_pools: config.offer_pools,
             may_haste: config.pause_priority,
             qemu: config.qemu.clone(),
+            listen: config.listen.clone(),
         };
         let images = Arc::new(Images::new(state.ram()));
         let templates = Templates::new(state.templates(), Arc::clone(&images));

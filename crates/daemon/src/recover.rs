@@ -159,16 +159,31 @@ impl Recovery<'_> {
                 tracing::warn!(vm = %name, "a clone was on its way to another host, and never ran");
                 return self.machines().forget_clone(&record);
             }
+            if matches!(record.lifecycle, Lifecycle::Outgoing(_)) && !self.may_be_handed_over(&record) {
+                // It was this host's, and so is what it was lent.
+                let here = VmRecord { lifecycle: Lifecycle::Here, ..record.clone() };
+                self.machines().table().insert(name.clone(), Entry::new(Some(here), Hold::Stopping));
+            }
             tracing::warn!(vm = %name, "its QEMU ended while the daemon was away");
             if record.held.is_some() {
                 return self.machines().forget_clone(&record);
             }
             return self.machines().forget(&name, record.process);
         }
+        if record.split.is_some()
+            && let Lifecycle::Incoming(id) = record.lifecycle
+            && self.records().stage(id) != Some(Stage::Committed)
+        {
+            return self.recover_incoming(&record, id);
+        }
         // First of all: what is away must not read as zeros, and QEMU itself may wait for it, and answer nobody.
-        let record = split::recover::recover(self.splits, &record);
+        let record = split::recover::recover(self.splits, &record, self.may_be_handed_over(&record));
         if record.split.is_some() {
-            return self.care.settle(&record);
+            return match record.lifecycle {
+                Lifecycle::Here => self.care.settle(&record),
+                Lifecycle::Outgoing(id) => self.recover_outgoing(&record, id),
+                Lifecycle::Incoming(id) => self.recover_incoming(&record, id),
+            };
         }
         if let Some(succession) = succession
             && let Err(problem) = self.go_on(&record, &succession)

@@ -254,6 +254,7 @@ impl Way<'_> {
             arguments: record.arguments.clone(),
             running: record.running,
             kin: record.kin(),
+            split: None,
             ..self.spec.clone()
         };
         let made = self.launcher.state.make_vm(name);
@@ -373,6 +374,7 @@ impl Journey {
             gang: self.gang.clone(),
             tickets: Tickets::default(),
             clone: Some(host::Clone { connected: self.connected }),
+            split: None,
             pause: Place::alone(),
             here: self.record.here(),
         })

@@ -9,6 +9,7 @@ use sterna_api::split::{MemoryHost, Redundancy};
 use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::Lender;
 use sterna_engine::transport::credentials::Credentials;
+use sterna_protocol::spec::{SplitHost, SplitSpec};
 use sterna_protocol::store::Claim;
 
 use crate::problems::invalid;
@@ -216,6 +217,37 @@ impl Borrowed {
         self.gone.insert(number);
     }
 
+    /// What its next owner is told, where so much may be on the host that runs it; the epochs are this owner's last one,
+    /// and the one that the next owner's follow.
+    #[must_use]
+    pub fn spec(&self, here_bytes: u64, (epoch, own_epoch): (u64, u64)) -> SplitSpec {
+        let Self { guest, key, chunks, .. } = *self;
+        let host = |(number, host): (usize, &Place)| SplitHost {
+            peer: host.peer.clone(),
+            bytes: host.bytes,
+            mirror: host.mirror.clone(),
+            once: host.once.clone(),
+            gone: self.gone.contains(&number),
+        };
+        let hosts = self.hosts.iter().enumerate().map(host).collect();
+        SplitSpec { guest, key, chunks, hosts, here_bytes, epoch, own_epoch }
+    }
+
+    /// The memory hosts of a machine that comes here.
+    #[must_use]
+    pub fn from_spec(spec: &SplitSpec) -> Self {
+        let host = |host: &SplitHost| Place {
+            peer: host.peer.clone(),
+            bytes: host.bytes,
+            mirror: host.mirror.clone(),
+            once: host.once.clone(),
+        };
+        let gone = spec.hosts.iter().enumerate().filter(|(_, host)| host.gone).map(|(number, _)| number).collect();
+        let SplitSpec { guest, key, chunks, .. } = *spec;
+        let hosts = spec.hosts.iter().map(host).collect();
+        Self { guest, key, chunks, hosts, leaving: BTreeSet::new(), gone }
+    }
+
     /// The memory hosts as they are called.
     #[must_use]
     pub fn lenders(&self, credentials: Option<&Arc<Credentials>>) -> Vec<Lender> {
@@ -240,6 +272,7 @@ mod tests {
         borrowed.see_off(3);
         assert_eq!((borrowed.number_of(&host("b:3")), borrowed.lending().len()), (None, Holder::MAX_HOSTS - 1));
         assert_eq!(borrowed.welcome(&host("c:1")), Some(3));
+        assert_eq!(Borrowed::from_spec(&borrowed.spec(7, (1, 2))).lent().count(), Holder::MAX_HOSTS);
         let lender = &borrowed.lenders(None)[3];
         assert!(lender.peer == "c:1" && lender.leaving, "{lender:?}");
         borrowed.leaving.clear();

@@ -173,12 +173,14 @@ pub fn give_back(record: &VmRecord) -> Result<(), Problem> {
     let control = Control::connect(&record.qmp)?;
     let mut driver = QemuSource::recover(control.share(), open(record.process)?, record.running);
     driver.rollback().map_err(|error| refused("give the guest back", &error))?;
-    stop_tracking(record);
+    if record.split.is_none() {
+        stop_tracking(record);
+    }
     Ok(())
 }
 
 /// Closes the userfaultfd that the agent keeps: of pages that are all here by now, or of write tracking that a daemon
-/// of an earlier version left on.
+/// of an earlier version left on. Not of a machine that is split: what is away would read as zeros.
 pub fn stop_tracking(record: &VmRecord) {
     let closed = agent::connect(&record.agent, record.process.pid).and_then(|mut agent| Ok(agent.close_userfaultfd()?));
     if let Err(error) = closed {

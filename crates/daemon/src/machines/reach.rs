@@ -1,9 +1,12 @@
 //! What it takes to move a machine, or to take memory from it: its QEMU and its agent answer, its RAM is open, and all
 //! that writes the RAM can be watched.
 
+use std::sync::Arc;
+
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::memory::BlockFile;
+use sterna_engine::paging::Pager;
 use sterna_engine::source::track::WriteProtect;
 use sterna_engine::vmm::qemu::Inspection;
 
@@ -58,19 +61,30 @@ pub struct Movable {
     pub tracker: WriteProtect,
 }
 
-/// Reaches a machine's QEMU and agent, and checks that it can be moved at all.
+/// Reaches a machine's QEMU and agent, and checks that it can be moved at all. Of one that is split a `pager` has the
+/// agent, and the RAM.
 ///
 /// # Errors
 /// A [`Problem`]: what does not answer, or why it cannot be moved.
-pub fn movable(record: &VmRecord) -> Result<Movable, Problem> {
+pub fn movable(record: &VmRecord, pager: Option<&Arc<Pager>>) -> Result<Movable, Problem> {
     record.check_settled()?;
     let mut control = Control::connect(&record.qmp)?;
     let about = control.inspect()?;
     check_movable(&record.name, &about)?;
     // What damages a guest must not travel as if it were the guest's.
     record.check_template().inspect_err(|problem| tracing::error!(vm = %record.name, "{}", problem.message))?;
-    let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
+    let pid = record.process.pid;
+    let (addresses, tracker) = match pager {
+        Some(pager) => {
+            let addresses = pager.ram().spans().iter().map(|span| span.start).collect();
+            (addresses, WriteProtect::of(pid, Arc::clone(pager.guest_faults())))
+        }
+        None => {
+            let (agent, addresses) = control::agent_and_addresses(&record.agent, pid, &record.blocks)?;
+            (addresses, WriteProtect::new(pid, InsideQemu::new(agent)))
+        }
+    };
     let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
-    let tracker = WriteProtect::new(record.process.pid, InsideQemu::new(agent)).map_err(|error| error.problem())?;
+    let tracker = tracker.map_err(|error| error.problem())?;
     Ok(Movable { control, about, blocks, tracker })
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -40,6 +41,10 @@ pub struct EpochFile {
     path: PathBuf,
 }
 
+/// How far the epochs of one owner are from those of the next: no owner raises its own as often, nor those that follow
+/// its own when it gives back what was lent.
+const OWNERS: u64 = 1 << 40;
+
 /// Held while an epoch is raised: who exchanges a machine's memory hosts raises that of its owner, and so do the
 /// threads that ask them.
 static RAISING: Mutex<()> = Mutex::new(());
@@ -49,6 +54,34 @@ impl EpochFile {
     #[must_use]
     pub fn of(dir: &Path) -> Self {
         Self { path: dir.join("epoch.json") }
+    }
+
+    /// The last one that was raised, and the one that those of the guest's next owner follow. Where it never gets the
+    /// guest, another one may be the next.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn with_next_owners(&self) -> io::Result<(u64, u64)> {
+        let now = read_record::<u64>(&self.path)?.unwrap_or(0);
+        Ok((now, (now / OWNERS + 1).saturating_mul(OWNERS)))
+    }
+
+    /// This host's own follow this one.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn follow(&self, epoch: u64) -> io::Result<()> {
+        write_record(&self.path, &epoch)
+    }
+
+    /// The guest is this host's, whoever may have been its next owner: that one's are older from now on.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn pass_over(&self) -> io::Result<()> {
+        let _alone = RAISING.lock().unwrap_or_else(PoisonError::into_inner);
+        let (_, next) = self.with_next_owners()?;
+        self.follow(next.saturating_add(OWNERS))
     }
 }
 
@@ -70,6 +103,8 @@ pub struct Remote {
     split: OnceLock<Arc<Split>>,
     /// Why they have not.
     unanswered: Mutex<Option<Problem>>,
+    /// The guest may be another host's by now: nothing is asked of them until that is known.
+    held: AtomicBool,
 }
 
 impl fmt::Debug for Remote {
@@ -90,7 +125,7 @@ impl Remote {
     /// Of a machine that was found split: its memory hosts have not been asked yet.
     #[must_use]
     pub fn found(pager: Arc<Pager>) -> Arc<Self> {
-        Arc::new(Self { pager, split: OnceLock::new(), unanswered: Mutex::default() })
+        Arc::new(Self { pager, split: OnceLock::new(), unanswered: Mutex::default(), held: AtomicBool::new(false) })
     }
 
     /// Its memory hosts have all answered.
@@ -102,6 +137,25 @@ impl Remote {
     /// They have not, and why.
     pub fn not_answered(&self, why: Problem) {
         *self.unanswered() = Some(why);
+    }
+
+    /// Its guest may be another host's: nothing is asked of its memory hosts until it [goes on](Self::goes_on) here.
+    pub fn hold(&self) {
+        self.held.store(true, Ordering::Release);
+    }
+
+    /// Whether its guest may be another host's.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        self.held.load(Ordering::Acquire)
+    }
+
+    /// Its guest is this host's, and goes on here: it may need its pages at once.
+    pub fn goes_on(&self) {
+        if let Some(split) = self.split.get() {
+            split.go_on();
+        }
+        self.held.store(false, Ordering::Release);
     }
 
     /// What asks its memory hosts.
@@ -229,6 +283,16 @@ mod tests {
         epochs.sort_unstable();
         assert_eq!(epochs, (1..=32).collect::<Vec<_>>());
         assert_eq!(EpochFile::of(dir.path()).raise().unwrap(), 33);
+        // The next owner's come after any of this one's, and this one's after those where the guest stays here by a
+        // person's word.
+        let (now, next) = EpochFile::of(dir.path()).with_next_owners().unwrap();
+        assert_eq!(now, 33);
+        let there = tempfile::tempdir().unwrap();
+        EpochFile::of(there.path()).follow(next).unwrap();
+        assert_eq!(EpochFile::of(there.path()).raise().unwrap(), OWNERS + 1);
+        assert_eq!(EpochFile::of(there.path()).with_next_owners().unwrap(), (OWNERS + 1, 2 * OWNERS));
+        file().pass_over().unwrap();
+        assert_eq!(file().raise().unwrap(), 2 * OWNERS + 1);
         // What cannot be read is no reason to begin anew: that epoch may have been used.
         std::fs::write(dir.path().join("epoch.json"), "?").unwrap();
         assert!(EpochFile::of(dir.path()).raise().is_err());

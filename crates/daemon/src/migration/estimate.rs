@@ -66,7 +66,7 @@ pub fn estimate(
 ) -> Result<Estimate, Problem> {
     question.check()?;
     let claimed = Claimed::new(machines, name, Hold::busy(Estimating(Arc::clone(monitor))))?;
-    let movable = movable(&claimed.record)?;
+    let movable = movable(&claimed.record, None)?;
     let ram = kind::open(&movable.blocks, Access::Read);
     let ram = ram.map_err(|error| host("cannot map the machine's RAM", &error))?;
     // QEMU serves one client at a time, and it is asked for nothing more after this.

@@ -13,6 +13,7 @@ use super::address::check_address;
 use super::departures::Departures;
 use super::jobs::Job;
 use super::leaving::Leaving;
+use super::onward;
 use super::outgoing::Mover;
 use super::queue::Ticket;
 use super::returns::{self, Returns};
@@ -75,6 +76,12 @@ impl Gang {
                     give_back(&members);
                     return Err(problem);
                 }
+            }
+            if let Some(Err(problem)) =
+                members.last().map(|record| onward::check(record, &request.options, &request.to))
+            {
+                give_back(&members);
+                return Err(problem);
             }
         }
         let options = request.options.clone();

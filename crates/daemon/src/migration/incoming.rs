@@ -8,6 +8,8 @@ use sterna_api::{Blame, Code, MemoryMode, Problem};
 use sterna_engine::destination::pool::Pool;
 use sterna_engine::host::{Clone, DaemonId, DestinationHost, Incoming, MigrationId, Verdict};
 use sterna_engine::paging::Pager;
+use sterna_engine::split::Split;
+use sterna_engine::split::room::Room;
 use sterna_engine::store::Store;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::layout::PAGE_BYTES;
@@ -16,6 +18,7 @@ use sterna_sys::huge::transparent_bytes;
 
 use super::arriving::{Arriving, check_incoming};
 use super::no_verdict::no_verdict;
+use super::onward;
 use super::paging::{self, Pages};
 use super::pools::Pools;
 use super::prechecks;
@@ -27,6 +30,7 @@ use crate::machines::claim::Reservation;
 use crate::machines::control;
 use crate::machines::hold::Hold;
 use crate::machines::record::{Lifecycle, Memory, Paging, VmRecord};
+use crate::machines::split::Remote;
 use crate::machines::start::Launcher;
 use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
@@ -67,6 +71,8 @@ pub struct Destination {
     pub may_haste: bool,
     /// The QEMU of the configuration.
     pub qemu: Option<PathBuf>,
+    /// Where other daemons reach this one.
+    pub listen: Option<String>,
 }
 
 impl DestinationHost for Destination {
@@ -159,6 +165,18 @@ impl DestinationHost for Destination {
             .map_err(|error| host("the destination cannot write down that the guest is its own", &error))
     }
 
+    fn took_over(&self, id: MigrationId, split: Arc<Split>) {
+        let Some(record) = self.arriving(id) else { return };
+        let here_bytes = record.split.as_ref().map_or(u64::MAX, |split| split.here_bytes);
+        if let Err(error) = split.keep_to(Room::of(here_bytes)) {
+            let problem = error.problem();
+            tracing::error!(vm = %record.name, "no more of its pages leave: {}", problem.with_causes());
+        }
+        if let Some(entry) = self.care.machines.table().get_mut(&record.name) {
+            entry.remote = Some(Remote::begun(split));
+        }
+    }
+
     fn started(&self, id: MigrationId, incoming: Incoming, pager: Option<Arc<Pager>>, failed: Option<&Problem>) {
         // The migration's connection to QEMU ends: from now on each question makes its own.
         drop(incoming);
@@ -243,6 +261,9 @@ impl Destination {
             |_| u64::MAX,
         );
         let binary = prechecks::check(spec, &items, self.qemu.as_deref(), room_bytes)?;
+        if let Some(split) = &spec.split {
+            onward::check_coming(spec, split, self.listen.as_ref(), self.credentials.as_ref())?;
+        }
         let has_room = |table: &_| check_incoming(table, limit);
         let reservation = Reservation::new(machines, &spec.name, Hold::busy(Arriving(id)), has_room)?;
         if let Some(pool) = pool {
@@ -297,11 +318,18 @@ impl Destination {
             running: spec.running,
             ..VmRecord::new(&spec.name, spec.arguments.clone(), started.qemu(binary.path), memory)
         };
+        let mut handed = None;
         let paging = postcopy.then(|| {
             let map = self.launcher.new_ram_path(&spec.name);
             started.with_file(&map);
             let (means, addresses) = paging::means(&record, &map)?;
-            record.paging = Some(Paging { id, from: name_of(&spec.from), map, held_back: false });
+            match &spec.split {
+                None => record.paging = Some(Paging { id, from: name_of(&spec.from), map, held_back: false }),
+                Some(split) => {
+                    let (split, needed) = onward::coming(split, map, &dir, self.credentials.as_ref())?;
+                    (record.split, handed) = (Some(split), Some(needed));
+                }
+            }
             Ok::<_, Problem>((means, addresses))
         });
         let (paging, addresses) = match paging {
@@ -322,6 +350,7 @@ impl Destination {
             blocks: block_files,
             qemu_version: binary::show(record.qemu_version),
             paging,
+            split: handed,
         })
     }
 
@@ -367,7 +396,8 @@ impl Destination {
             let missing = alone().filter_map(|entry| entry.pager.as_ref());
             (entries.filter_map(|entry| entry.record.clone()).collect(), missing.map(|pager| pager.0.missing()).sum())
         };
-        let unfilled = arriving.iter().map(|record| record.memory_bytes.saturating_sub(record.allocated_bytes()));
+        let most = |record: &VmRecord| record.split.as_ref().map_or(record.memory_bytes, |split| split.here_bytes);
+        let unfilled = arriving.iter().map(|record| most(record).saturating_sub(record.allocated_bytes()));
         unfilled.sum::<u64>() + missing.saturating_mul(PAGE_BYTES as u64)
     }
 

@@ -42,6 +42,11 @@ impl Activity for Leaving {
         Shown::As { state: VmState::MigratingOut, note, progress: Some(Box::new(progress)) }
     }
 
+    /// What is at memory hosts stays there, or the machine is refused.
+    fn may_be_split(&self) -> bool {
+        true
+    }
+
     fn connection(&self) -> Connection {
         // In the queue it waits for its turn, perhaps for hours.
         let free_unless_lent = self.monitor.progress().phase == Phase::Queued;

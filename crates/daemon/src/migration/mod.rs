@@ -45,6 +45,9 @@ pub mod gang;
 /// One machine's migration, from its claim to its end here.
 pub mod outgoing;
 
+/// Machines a part of whose memory stays at memory hosts while they move.
+pub mod onward;
+
 /// The estimate of a machine's migration.
 pub mod estimate;
 

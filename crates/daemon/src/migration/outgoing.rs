@@ -13,10 +13,11 @@ use sterna_engine::source::throttle::ProcessThrottle;
 use sterna_engine::source::{self, Fate, Outgoing};
 use sterna_engine::transport::credentials::Credentials;
 use sterna_engine::vmm::qemu::SharedQmp;
-use sterna_protocol::spec::Ticket;
+use sterna_protocol::spec::{Ticket, VmSpec};
 use sterna_sys::host::random_u128;
 
 use super::departures::Departures;
+use super::onward;
 use super::queue::{self, Turn};
 
 use super::records::Stage;
@@ -125,7 +126,8 @@ impl Mover<'_> {
             }
         };
         let lent = departures.lending.lend(&record.name, qmp);
-        let mut outcome = source::migrate(outgoing, peer, options, &Here { mover: self, id, number, turn }, monitor);
+        let options = onward::options(record, options);
+        let mut outcome = source::migrate(outgoing, peer, &options, &Here { mover: self, id, number, turn }, monitor);
         drop(lent);
         // The connection to QEMU is not needed any more: what follows makes its own.
         drop(outcome.vmm);
@@ -165,12 +167,15 @@ impl Mover<'_> {
     /// from here, where one is given.
     fn prepare(&self, id: MigrationId, number: Option<u128>) -> Result<(Outgoing, SharedQmp), Problem> {
         let Self { departures, record, gang, returns, pauses, .. } = *self;
-        let Movable { control, about, blocks, tracker } = movable(record)?;
+        let split = onward::leaving(&departures.machines, record)?;
+        let Movable { control, about, blocks, tracker } =
+            movable(record, split.as_ref().map(|(split, _)| split.pager()))?;
         let qmp = control.share();
         let own = number.map(|number| Ticket { host: departures.identity.0, number });
+        let (split, told) = split.unzip();
         let outgoing = Outgoing {
             id,
-            spec: record.spec(&about),
+            spec: VmSpec { split: told, ..record.spec(&about) },
             vmm: Box::new(control::source(record, Arc::clone(&qmp))?),
             blocks,
             tracker: Box::new(tracker),
@@ -181,6 +186,7 @@ impl Mover<'_> {
             gang: gang.clone(),
             tickets: returns.tickets(record, own),
             clone: None,
+            split,
             pause: pauses.place(),
             here: record.here(),
         };

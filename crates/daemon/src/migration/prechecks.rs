@@ -196,4 +196,4 @@ pub fn check_room(who: &str, bytes: u64, room_bytes: u64) -> Result<(), Problem>
 
 #[cfg(test)]
 #[path = "prechecks_tests.rs"]
-mod tests;
+pub(super) mod tests;

@@ -2,7 +2,8 @@ use sterna_protocol::spec::BlockSpec;
 
 use super::*;
 
-fn spec() -> Option<VmSpec> {
+/// A machine that can come here.
+pub(in crate::migration) fn spec() -> Option<VmSpec> {
     let Ok(binary) = Binary::find(Path::new(DEFAULT_NAME)) else {
         eprintln!("skipped: no QEMU here");
         return None;
@@ -24,6 +25,7 @@ fn spec() -> Option<VmSpec> {
         running: true,
         from: "a".into(),
         kin: None,
+        split: None,
     })
 }
 

@@ -6,6 +6,7 @@ use sterna_engine::host::MigrationId;
 use super::address::check_address;
 use super::departures::Departures;
 use super::leaving::Leaving;
+use super::onward;
 use super::records::Stage;
 use super::resuming::{Resuming, give_back};
 use super::waiting::{Question, decide};
@@ -102,6 +103,7 @@ fn fenced(
         "IT IS LET RUN HERE BY A PERSON'S WORD that its destination is off for good; if that host still runs, two \
          guests write its disks"
     );
+    onward::stays(machines, record, true);
     give_back(machines, records, record, id, None);
     Ok(())
 }

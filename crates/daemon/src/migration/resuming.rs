@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use sterna_api::{Problem, VmState};
 use sterna_engine::host::MigrationId;
 
+use super::onward;
 use super::pauses::Pauses;
 use super::records::Records;
 use crate::machines::control;
@@ -114,6 +115,7 @@ pub fn give_back(
     if record.image {
         return machines.forget_clone(record);
     }
+    onward::stays(machines, record, false);
     begin(machines, record, What::GiveBack, failed);
 }
 

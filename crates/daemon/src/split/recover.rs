@@ -27,8 +27,9 @@ use crate::migration::paging::{pager, read_map};
 use crate::problems::host;
 
 /// Takes over a machine that an earlier daemon has left split; its record as it is now. Where it is not split any
-/// more, all of its memory is here.
-pub fn recover(splits: &Arc<Splits>, record: &VmRecord) -> VmRecord {
+/// more, all of its memory is here. Where its guest may be another host's (`held`), its memory hosts are asked once it
+/// is known that it is not.
+pub fn recover(splits: &Arc<Splits>, record: &VmRecord, held: bool) -> VmRecord {
     let Some(split) = &record.split else { return record.clone() };
     match read_map(record, &split.map) {
         Ok(None) => {
@@ -39,6 +40,9 @@ pub fn recover(splits: &Arc<Splits>, record: &VmRecord) -> VmRecord {
         Ok(Some(_)) => match take_over(record, split) {
             Ok(remote) => {
                 tracing::info!(vm = %record.name, away = remote.pager.missing(), "a part of it is at memory hosts");
+                if held {
+                    remote.hold();
+                }
                 splits.keep_remote(&record.name, Some(&remote));
                 go_on_later(splits, record, remote);
             }
@@ -56,6 +60,10 @@ fn go_on_later(splits: &Arc<Splits>, record: &VmRecord, remote: Arc<Remote>) {
     let ask = move || {
         let mut outage = Outage::default();
         while alive(&record).is_ok() {
+            if remote.is_held() {
+                std::thread::sleep(RETRY);
+                continue;
+            }
             let began = Instant::now();
             match go_on(&splits, &record, &remote) {
                 Ok(()) => return,

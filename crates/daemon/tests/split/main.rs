@@ -4,6 +4,9 @@
 /// Pages that are at two memory hosts each.
 mod mirrors;
 
+/// Machines that move while a part of their memory stays where it is.
+mod onward;
+
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -125,8 +128,6 @@ fn a_part_of_a_machine_leaves_is_shown_and_comes_back_as_it_was() {
     {
         assert_eq!(host.refused("POST", &format!("/v1/vms/m/{path}"), &body), "split");
     }
-    let moved = json!({ "vms": ["m"], "to": lenders[0].address() });
-    assert_eq!(host.refused("POST", "/v1/migrations", &moved), "split");
     assert_eq!(host.ask("GET", "/v1/vms/m/estimate?bandwidth_bytes_per_s=10000000", None).1["code"], "split");
     assert_eq!(host.ask("POST", "/v1/vms/m/continue", None).0, 204, "it needs no memory for that");
 

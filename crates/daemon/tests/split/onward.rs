@@ -1,0 +1,237 @@
+//! A machine moves while a part of its memory stays at its memory hosts.
+
+use super::support::runs;
+use super::*;
+
+/// The migration's number, small enough for every JSON reader.
+const ID: u64 = 7;
+
+/// Has the machine move, and says how it ended.
+fn moves(from: &Host, to: &Host, options: Value) -> Value {
+    from.ended(from.migrate(&["m"], &to.address(), options)).remove(0)
+}
+
+fn moved(from: &Host, to: &Host) -> Value {
+    let report = moves(from, to, json!({ "mode": "precopy" }));
+    assert_eq!(report["status"], "completed", "{report}\n{}\n{}", from.log(), to.log());
+    report
+}
+
+/// How many pages of the machine are at memory hosts.
+fn away(host: &Host) -> u64 {
+    number(&host.get("/v1/vms/m")["split"], "away_pages")
+}
+
+/// Brings the machine together, once its memory hosts have answered whoever has it now.
+fn merged(host: &Host) {
+    eventually("it can be merged", || host.ask("POST", MERGE, None).0 == 200);
+}
+
+#[test]
+fn a_machine_moves_and_what_is_at_its_memory_hosts_stays_there() {
+    if cannot_run() {
+        return;
+    }
+    let (mut first, second, lenders) = (Host::start(), Host::start(), [lender(64), lender(64)]);
+    let both = [&lenders[0], &lenders[1]];
+    first.run_full("m");
+    let before = content(&first);
+    done(&first, SPLIT, &request(16, &both));
+    for turn in 0..3 {
+        let (from, to) = if turn % 2 == 0 { (&first, &second) } else { (&second, &first) };
+        let stays = away(from);
+        let report = moved(from, to);
+        assert!(number(&report["pages"], "full") * 4096 <= 20 * MIB, "what is away does not travel: {report}");
+        assert!(from.names().is_empty() && from.ram_files() == 0, "{:?}", from.names());
+        assert!(stays > 0 && away(to) > 0, "{stays}");
+        assert_eq!(memory_of(to), (vec![lenders[0].address(), lenders[1].address()], vec![]));
+        assert_eq!(std::fs::read_dir(from.state().join("owed")).unwrap().count(), 0, "it owes nothing");
+        assert_eq!(number(&to.get("/v1/vms/m")["split"], "here_bytes"), 16 * MIB);
+    }
+    assert!(lenders.iter().all(|lender| lent(lender).0 > 0));
+    // A daemon that is started anew where it is now goes on, and one where it was has nothing to do with it.
+    first.kill_daemon();
+    first.start_daemon();
+    let mut second = second;
+    second.kill_daemon();
+    second.start_daemon();
+    eventually("its memory hosts have answered", || {
+        second.ask("POST", SPLIT, Some(&request(20, &[]))).1["status"] == "completed"
+    });
+    merged(&second);
+    is_as_before(&second, &before);
+    is_paid(&second, &both);
+    assert_eq!((first.ram_files(), second.ram_files()), (0, 1));
+    // Whole, it moves as any other.
+    let report = moves(&second, &first, json!({ "verify": true }));
+    assert_eq!(report["status"], "completed", "{report}");
+    is_as_before(&first, &before);
+}
+
+#[test]
+fn a_machine_whose_pages_are_at_two_hosts_each_moves_while_one_of_them_is_gone() {
+    if cannot_run() {
+        return;
+    }
+    let (first, second, mut lenders) = (Host::start(), Host::start(), [lender(64), lender(64)]);
+    first.run_full("m");
+    let before = content(&first);
+    done(&first, SPLIT, &mirrored(16, &[&lenders[0], &lenders[1]]));
+    lenders[1].kill_daemon();
+    moved(&first, &second);
+    lenders[1].start_daemon();
+    each_page_is_at_both([&lenders[0], &lenders[1]]);
+    let alone = || number(&second.get("/v1/vms/m")["split"], "alone_pages");
+    eventually("the new host knows that each page is at both", || alone() == 0);
+    lenders[0].kill_daemon();
+    let report = moves(&second, &first, json!({ "mode": "precopy" }));
+    assert_eq!(report["status"], "completed", "{report}");
+    merged(&first);
+    is_as_before(&first, &before);
+    lenders[0].start_daemon();
+    is_paid(&first, &[&lenders[0], &lenders[1]]);
+}
+
+#[test]
+fn what_cannot_be_is_refused_with_its_reason_and_the_machine_stays_as_it_is() {
+    if cannot_run() {
+        return;
+    }
+    let (host, other, mut lenders) = (Host::start(), lender(64), [lender(64), lender(64)]);
+    host.run_full("m");
+    let before = content(&host);
+    done(&host, SPLIT, &request(16, &[&lenders[0], &lenders[1]]));
+    let refused = |to: &Host, options: Value, words: &str| {
+        let request = json!({ "vms": ["m"], "to": to.address(), "options": options });
+        let (status, problem) = host.ask("POST", "/v1/migrations", Some(&request));
+        assert!(status >= 400 && problem["code"] == "split" && problem.to_string().contains(words), "{problem}");
+    };
+    refused(&other, json!({ "mode": "postcopy" }), "--mode precopy");
+    refused(&other, json!({ "mode": "hybrid" }), "no more may follow");
+    refused(&other, json!({ "verify": true }), "compared");
+    refused(&lenders[1], json!({}), "is one of these");
+    // The destination says no: it does not reach a memory host, and here all goes on.
+    lenders[0].kill_daemon();
+    let report = moves(&host, &other, json!({}));
+    assert!(report["status"] == "failed" && report.to_string().contains("cannot use the memory of"), "{report}");
+    lenders[0].start_daemon();
+    assert_eq!((host.state_of("m").as_str(), other.names().len(), other.ram_files()), ("running", 0, 0));
+    merged(&host);
+    is_as_before(&host, &before);
+    is_paid(&host, &[&lenders[0], &lenders[1]]);
+}
+
+/// Whoever is killed while pages travel: the guest is where it was, with all of its memory.
+#[test]
+fn a_machine_stays_whole_where_either_daemon_is_killed_on_the_way() {
+    if cannot_run() {
+        return;
+    }
+    let (mut host, mut other, lending) = (Host::start(), Host::start(), lender(64));
+    host.run_full("m");
+    let before = content(&host);
+    done(&host, SPLIT, &request(16, &[&lending]));
+    for ours in [true, false, true] {
+        let slowly = json!({ "mode": "precopy", "bandwidth_bytes_per_s": 500_000 });
+        let pid = host.pid_of("m");
+        let id = host.migrate(&["m"], &other.address(), slowly);
+        eventually("it is on its way", || {
+            host.get(&format!("/v1/migrations/{id}")).to_string().contains("\"precopy\"") && !other.names().is_empty()
+        });
+        if ours {
+            host.kill_daemon();
+            host.start_daemon();
+        } else {
+            other.kill_daemon();
+            other.start_daemon();
+            host.ended(id);
+        }
+        eventually("it runs where it was", || host.state_of("m") == "running" && host.pid_of("m") == pid);
+        eventually("nothing of it is there", || other.names().is_empty() && other.ram_files() == 0);
+        assert!(away(&host) > 0);
+    }
+    assert!(lent(&lending).1 > 0, "nobody has given it back");
+    moved(&host, &other);
+    merged(&other);
+    is_as_before(&other, &before);
+    is_paid(&other, &[&lending]);
+}
+
+/// Puts the records as a daemon leaves them that is killed when it has handed the machine over to `peer`.
+fn handed_over(host: &mut Host, peer: &str) {
+    host.kill_daemon();
+    let path = host.state().join("vms/m/vm.json");
+    // Numbers may be wider than a JSON reader's.
+    let text = std::fs::read_to_string(&path).unwrap();
+    let changed = text.replacen("\"lifecycle\":\"here\"", &format!("\"lifecycle\":{{\"outgoing\":{ID}}}"), 1);
+    let changed = changed.replacen("\"lifecycle\": \"here\"", &format!("\"lifecycle\": {{\"outgoing\": {ID}}}"), 1);
+    assert_ne!(changed, text, "{text}");
+    std::fs::write(&path, changed).unwrap();
+    stage(host, &json!({ "handing-over": { "peer": peer } }));
+    host.start_daemon();
+}
+
+fn stage(host: &Host, stage: &Value) {
+    let boot = sterna_daemon::process::boot_id().unwrap();
+    let record = format!(r#"{{"id":{ID},"vm":"m","stage":{stage},"at_s":4000000000,"boot":{boot},"pages":null}}"#);
+    std::fs::write(host.state().join(format!("migrations/{ID:032x}.json")), record).unwrap();
+}
+
+/// Until the peer has answered nothing is asked of the memory hosts: the guest may be its own. Then this host goes on
+/// where the guest never ran there, and owes nothing where it did.
+#[test]
+fn what_is_at_memory_hosts_is_left_alone_until_it_is_known_whose_the_guest_is() {
+    if cannot_run() {
+        return;
+    }
+    for committed in [false, true] {
+        let (mut host, mut peer, lending) = (Host::start(), Host::start(), lender(64));
+        host.run_full("m");
+        let before = content(&host);
+        done(&host, SPLIT, &request(16, &[&lending]));
+        let pid = host.pid_of("m");
+        peer.kill_daemon();
+        let asked = epoch(&host);
+        handed_over(&mut host, &peer.address());
+        assert_eq!((host.state_of("m").as_str(), epoch(&host)), ("waiting-for-peer", asked));
+        stage(&peer, &if committed { json!("committed") } else { json!("aborted") });
+        peer.start_daemon();
+        if committed {
+            eventually("it is the peer's alone", || host.names().is_empty() && !runs(pid));
+            assert_eq!(std::fs::read_dir(host.state().join("owed")).unwrap().count(), 0);
+            assert!(lent(&lending).0 > 0, "it is the peer's to give back");
+        } else {
+            eventually("it runs here again", || host.state_of("m") == "running");
+            assert_eq!(host.pid_of("m"), pid);
+            merged(&host);
+            is_as_before(&host, &before);
+            is_paid(&host, &[&lending]);
+        }
+    }
+}
+
+/// The last epoch of the machine's owner.
+fn epoch(host: &Host) -> u64 {
+    let text = std::fs::read_to_string(host.state().join("vms/m/epoch.json")).expect("an epoch");
+    text.trim().parse().expect("a number")
+}
+
+/// A person says that the destination is off for good: its memory hosts listen to this host from then on, whatever the
+/// other one asked for.
+#[test]
+fn a_machine_that_runs_here_by_a_persons_word_has_its_memory_hosts_listen() {
+    if cannot_run() {
+        return;
+    }
+    let (mut host, lending) = (Host::start(), lender(64));
+    host.run_full("m");
+    let before = content(&host);
+    done(&host, SPLIT, &request(16, &[&lending]));
+    handed_over(&mut host, "127.0.0.1:1");
+    assert_eq!(host.ask("POST", "/v1/vms/m/resume", Some(&json!({ "fenced": "127.0.0.1" }))).0, 202);
+    eventually("it runs here again", || host.state_of("m") == "running");
+    merged(&host);
+    assert!(epoch(&host) > 2 << 40, "{}", epoch(&host));
+    is_as_before(&host, &before);
+    is_paid(&host, &[&lending]);
+}
