@@ -109,7 +109,8 @@ fn a_guest_runs_on_while_a_part_of_it_leaves_whoever_dies_and_comes_back_whole()
     let told = site.told_at("a");
     assert!(told.contains("at memory hosts") && told.contains(&site.host("c").listen()), "{told}");
     let there = site.host("b").listen();
-    cli::ask(site.here(), &["migrate", &site.guest.name, "--to", &there]).expect(1, &["memory hosts", "sterna merge"]);
+    cli::ask(site.here(), &["migrate", &site.guest.name, "--to", &there])
+        .expect(1, &["memory hosts", "is one of these"]);
 
     // Each daemon dies once. Where it is the guest's own, whoever needs a page waits for the next.
     for host in ["b", "a", "c", "a"] {
@@ -320,6 +321,66 @@ fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
     site.start_daemon("b");
     site.start_daemon("e");
     given_back_at(&site, &["b", "c", "d", "e"]);
+    site.ran_on_one_host_at_a_time();
+}
+
+/// It moves to and fro between two hosts, and what is at the other two stays there; each daemon dies at any moment.
+#[test]
+fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let hosts = ["a", "b", "c", "d"].map(str::to_owned).into();
+    let mut site = Site::start(&Plan { hosts, ..Plan::small() });
+    for host in ["c", "d"] {
+        site.configure(host, "lend_memory = \"400M\"");
+    }
+    completed(&ask(&site, &words_over(&site, HERE, &[("c", 200), ("d", 200)])));
+    let mut random = seeded();
+    let (mut dies, mut went, mut round) = (false, 0, 0);
+    while round < times(6, 60) || went < 3 {
+        round += 1;
+        assert!(round < 100, "it never moves");
+        let (here, there) = site.names();
+        // Where somebody is to die on the way, that takes a while.
+        let slowly: &[&str] = if dies { &["--bandwidth", "40MB"] } else { &[] };
+        let running = site.begin(None, &[&["--mode", "precopy"], slowly].concat());
+        let died = ["c", "d", here, there, here, there][random.below(6) as usize];
+        if dies {
+            std::thread::sleep(Duration::from_millis(random.below(2500)));
+            site.kill_daemon(died);
+            std::thread::sleep(Duration::from_millis(random.below(300)));
+            site.start_daemon(died);
+        }
+        let answer = running.end();
+        let report = answer.report();
+        let (ms, pause) = report.as_ref().map_or((0.0, 0.0), |report| (report.total_ms, report.downtime_ms));
+        let died = if dies { died } else { "nobody" };
+        println!(
+            "round {round}: {here} to {there}, {died}'s daemon killed: exit status {}, {ms:.0} ms, paused {pause:.1} ms",
+            answer.code
+        );
+        if !dies {
+            answer.expect(0, &[]);
+        }
+        assert_ne!(answer.code, 2, "{answer:#?}");
+        let at = |host: &str| site.state_at(host) == "running";
+        site.eventually("one host has it", || [here, there].iter().filter(|host| at(host)).count() == 1);
+        if site.state_at(there) == "running" {
+            went += 1;
+            site.moved();
+        }
+        site.nothing_is_left_there();
+        site.checker_is_well();
+        assert!(away(&site).is_some_and(|pages| pages > 0), "nothing of it is away");
+        dies = random.below(3) > 0;
+    }
+    println!("it moved {went} times");
+    site.eventually("it is merged", || ask(&site, &merge_words(&site)).code == 0);
+    given_back_at(&site, &["c", "d"]);
+    site.checker_is_well();
+    site.migrate(&[]);
     site.ran_on_one_host_at_a_time();
 }
 

@@ -128,9 +128,15 @@ fn run(outgoing: Outgoing, peer: &str) -> (Fate, Report) {
 
 /// Where the guest is that has come to a host.
 fn arrived(host: &Destination) -> Here {
+    // The source is told first.
+    let split = loop {
+        match host.split.lock().unwrap().take() {
+            Some(split) => break split,
+            None => std::thread::yield_now(),
+        }
+    };
     let file = host.ram.lock().unwrap().take().expect("it came");
-    let (mapping, split) = (host.mapping.lock().unwrap().take(), host.split.lock().unwrap().take());
-    Here { file, mapping: mapping.expect("it came"), split: split.expect("it is split") }
+    Here { file, mapping: host.mapping.lock().unwrap().take().expect("it came"), split }
 }
 
 /// A host that a guest can come to.
