@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::problem::Problem;
-use crate::report::Status;
+use crate::report::{Report, Status};
 
 /// A host that lends memory to guests of others (`lend_memory`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -43,6 +43,13 @@ pub struct SplitRequest {
     /// At how many of them each page is. Without it: at one, or as the machine has it that is split already.
     #[serde(default)]
     pub redundancy: Option<Redundancy>,
+    /// The daemon of the host that the guest then moves to, `HOST:PORT`; without it the guest stays. What has left for
+    /// memory hosts stays there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub main: Option<String>,
+    /// All of it is brought together there, once it runs there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub merge: bool,
 }
 
 /// The report on a machine that was split, whose room was changed, or that was merged.
@@ -78,6 +85,9 @@ pub struct SplitReport {
     pub kept_pages: u64,
     /// Pages that came back meanwhile.
     pub in_pages: u64,
+    /// The move of its guest to another host, where one was asked for and has begun.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub migration: Option<Box<Report>>,
 }
 
 /// What is elsewhere of a machine that runs here.

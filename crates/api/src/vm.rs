@@ -169,6 +169,10 @@ pub struct MigrateRequest {
     /// The options.
     #[serde(default)]
     pub options: MigrateOptions,
+    /// Machines that are split are brought together at the destination, once they run there. Without it, what is at
+    /// their memory hosts stays there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub merge: bool,
 }
 
 /// Looks for the destination of a machine that was handed over, at once.

@@ -14,7 +14,7 @@ use sterna_api::units::{parse_duration, parse_rate, parse_size};
 use sterna_api::{MemoryMode, ReclaimMethod};
 
 pub use self::migrate::Migrate;
-pub use self::split::{Merge, Split};
+pub use self::split::{Evacuate, Main, Merge, Split};
 
 /// Runs virtual machines and moves them between hosts while they run.
 #[derive(Debug, Parser)]
@@ -82,11 +82,16 @@ pub enum Command {
     Fork(Fork),
     /// Have a part of a running machine's memory leave for memory hosts, which lend it
     ///
-    /// Its guest runs on here. What it touches of the rest comes back when it does, so it is slower the less of what it
-    /// uses is here. Again with another size, it is changed how much of it is here.
+    /// Its guest runs on. What it touches of the rest comes back when it does, so it is slower the less of what it uses
+    /// is where it runs. Again with another size, it is changed how much of it is here.
     Split(Split),
-    /// Bring all of a split machine's memory back to this host
+    /// Bring all of a split machine's memory back to this host, or to another one
     Merge(Merge),
+    /// Have virtual machines leave this host as fast as its uplink allows, however slow their new host is
+    ///
+    /// A part of their memory goes to memory hosts, which lend it, and their guests go with the rest. At their new host
+    /// they come together by themselves.
+    Evacuate(Evacuate),
     /// Let a guest run that is paused, or a clone that is held
     ///
     /// Where it has a guest agent (qemu-guest-agent at a channel org.qemu.guest_agent.0), its clock is set then.

@@ -12,6 +12,8 @@ mod balloon;
 mod client;
 /// `estimate`.
 mod estimate;
+/// `evacuate`.
+mod evacuate;
 /// Errors, as people see them, and exit codes.
 mod failure;
 /// `lent`.
@@ -79,6 +81,7 @@ async fn perform(arguments: Arguments) -> Result<ExitCode, Failure> {
         Command::Fork(wanted) => fork::fork(&client, wanted).await,
         Command::Split(wanted) => split::split(&client, wanted).await,
         Command::Merge(wanted) => split::merge(&client, wanted).await,
+        Command::Evacuate(wanted) => evacuate::evacuate(&client, wanted).await,
         Command::Continue { name } => machines::go_on(&client, &name).await,
         Command::Link(wanted) => link::link(&client, wanted).await,
         Command::Template(wanted) => template::template(&client, wanted).await,

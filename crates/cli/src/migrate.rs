@@ -1,12 +1,12 @@
 //! `migrate` and `cancel`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use hyper::Method;
 use serde_json::json;
-use sterna_api::{MigrateRequest, Migration, ResumeRequest};
+use sterna_api::{Blame, Code, MigrateOptions, MigrateRequest, Migration, Problem, ResumeRequest, Vm};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::arguments::Migrate;
@@ -27,14 +27,34 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
     let options = migrate.options();
     options.check().map_err(Failure::usage)?;
     let (vms, family, to) = (migrate.names.clone(), migrate.family.clone(), migrate.to.clone());
-    let request = MigrateRequest { vms, family, to, options };
+    let request = MigrateRequest { vms, family, to, options, merge: false };
+    go(client, &request, migrate.detach, migrate.json.as_deref()).await
+}
+
+/// Moves a machine that is split to a host where all of it comes together.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn together(client: &Client, name: String, to: String, json: Option<PathBuf>) -> Result<ExitCode, Failure> {
+    let vm: Vm = client.get(&format!("/v1/vms/{}", escape(&name))).await?;
+    if vm.split.is_none() {
+        return Err(Problem::new(Code::NotSplit, Blame::Request, format!("all of the memory of '{name}' is here"))
+            .hint(format!("'sterna migrate {name} --to {to}' moves it"))
+            .into());
+    }
+    let options = MigrateOptions::default();
+    let request = MigrateRequest { vms: vec![name], family: None, to, options, merge: true };
+    go(client, &request, false, json.as_deref()).await
+}
+
+async fn go(client: &Client, request: &MigrateRequest, detach: bool, json: Option<&Path>) -> Result<ExitCode, Failure> {
     // Interrupts are heard from before the migration begins until after it has ended: a Ctrl-C that comes while the
     // daemon is asked must not be lost.
     let mut interrupts =
         signal(SignalKind::interrupt()).map_err(|error| Failure::host("cannot hear Ctrl-C", &error))?;
-    let begun: Migration = client.post("/v1/migrations", &request).await?;
+    let begun: Migration = client.post("/v1/migrations", request).await?;
     let names: Vec<String> = begun.progress.iter().map(|progress| progress.vm.clone()).collect();
-    if migrate.detach {
+    if detach {
         println!("migration {}: {} to {}; 'sterna watch' follows it", begun.id, names.join(", "), begun.to);
         return Ok(ExitCode::SUCCESS);
     }
@@ -42,7 +62,7 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
     if !ended.ended {
         println!("migration {} goes on; 'sterna watch' follows it", ended.id);
     }
-    let to_stdout = migrate.json.as_deref() == Some(Path::new("-"));
+    let to_stdout = json == Some(Path::new("-"));
     for report in &ended.migrations {
         let text = table::show(report);
         // Standard output is then only for the report.
@@ -59,7 +79,7 @@ pub async fn migrate(client: &Client, migrate: Migrate) -> Result<ExitCode, Fail
         let text = table::together(&ended.totals);
         if to_stdout { eprintln!("{text}") } else { println!("{text}") }
     }
-    if let Some(path) = &migrate.json {
+    if let Some(path) = json {
         let value = match &ended.migrations[..] {
             [report] => json!(report),
             gang => json!({ "migrations": gang, "totals": ended.totals }),

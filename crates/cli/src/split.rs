@@ -10,29 +10,55 @@ use sterna_api::split::Split as Shown;
 use sterna_api::units::show_size;
 use sterna_api::{SplitReport, SplitRequest, Status, Vm};
 
-use crate::arguments::{Merge, Split};
+use crate::arguments::{Main, Merge, Split};
 use crate::client::{Client, escape};
-use crate::failure::Failure;
+use crate::failure::{Failure, code_of};
 use crate::patience::{End, wait};
 use crate::table::text_of;
+use crate::{migrate, table};
 
 /// Has a part of a machine's memory leave. Ctrl-C undoes it.
 ///
 /// # Errors
 /// The daemon's problem.
 pub async fn split(client: &Client, wanted: Split) -> Result<ExitCode, Failure> {
-    let request = SplitRequest { here_bytes: wanted.main, memory: wanted.memory, redundancy: wanted.redundancy };
-    let cancelling = "cancelling; it ends as it was before, but memory hosts that have come stay";
-    let report = ask(client, &wanted.name, "split", &request, cancelling).await?;
-    let text = table(&report, &format!("{} of it here at most", show_size(report.here_bytes)));
-    tell(&report, &text, wanted.json.as_deref())
+    let Split { name, main: Main { peer, bytes }, memory, redundancy, json } = wanted;
+    let request = SplitRequest { here_bytes: bytes, memory, redundancy, main: peer, merge: false };
+    let report = leave(client, &name, &request).await?;
+    let told = tell(&report, &describe(&report, &request), json.as_deref())?;
+    // Where its guest is in the end, its migration says.
+    Ok(report.migration.as_ref().map_or(told, |moved| ExitCode::from(code_of(moved))))
 }
 
-/// Brings all of a machine's memory here. After Ctrl-C it stays split.
+/// Has a part of a machine's memory leave, and the guest after it, where that is asked for.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn leave(client: &Client, name: &str, request: &SplitRequest) -> Result<SplitReport, Failure> {
+    let cancelling = "cancelling; it ends as it was before, but memory hosts that have come stay";
+    ask(client, name, "split", request, cancelling).await
+}
+
+/// How that ended, in words.
+pub fn describe(report: &SplitReport, request: &SplitRequest) -> String {
+    let most = show_size(report.here_bytes);
+    let now = match (&request.main, request.merge) {
+        (None, _) => format!("{most} of it here at most"),
+        (Some(main), false) => format!("it runs at {main}, {most} of it there at most"),
+        (Some(main), true) => format!("it runs at {main}, where it comes together"),
+    };
+    let moved = report.migration.as_ref().map(|moved| table::show(moved)).unwrap_or_default();
+    table(report, &now) + &moved
+}
+
+/// Brings all of a machine's memory here. After Ctrl-C it stays split. To another host it is moved.
 ///
 /// # Errors
 /// The daemon's problem.
 pub async fn merge(client: &Client, wanted: Merge) -> Result<ExitCode, Failure> {
+    if let Some(to) = wanted.to {
+        return migrate::together(client, wanted.name, to, wanted.json).await;
+    }
     let report = ask(client, &wanted.name, "merge", &(), "cancelling; it stays split").await?;
     let text = table(&report, "all of it here");
     tell(&report, &text, wanted.json.as_deref())

@@ -125,6 +125,9 @@ impl Daemon {
             trust_first_look: config.test_trust_first_look,
             may_haste: config.pause_priority,
         });
+        let reached = (departures.credentials.clone(), config.listen.clone());
+        let splits = Splits::new(care.clone(), Arc::clone(&state), Arc::clone(&keeper), reached, Arc::clone(&loans));
+        let splits = Arc::new(splits);
         let destination = Destination {
             identity,
             credentials,
@@ -141,13 +144,12 @@ impl Daemon {
             may_haste: config.pause_priority,
             qemu: config.qemu.clone(),
             listen: config.listen.clone(),
+            splits: Arc::clone(&splits),
         };
         let images = Arc::new(Images::new(state.ram()));
         let templates = Templates::new(state.templates(), Arc::clone(&images));
         let warm = Arc::new(WarmPools::new(care.clone(), Arc::clone(&launcher), destination.clone(), templates));
         let adoptions = Adoptions::new(care.clone(), Arc::clone(&state));
-        let reached = (departures.credentials.clone(), config.listen.clone());
-        let splits = Splits::new(care.clone(), Arc::clone(&state), Arc::clone(&keeper), reached, Arc::clone(&loans));
         Ok(Self {
             config,
             state,
@@ -162,7 +164,7 @@ impl Daemon {
             destination,
             images,
             warm,
-            splits: Arc::new(splits),
+            splits,
             loans,
             metrics,
         })

@@ -39,6 +39,9 @@ use crate::migration::paging::{pager, remove_map};
 use crate::problems::host;
 use crate::state::StateDir;
 
+/// Machines that are split and move.
+pub mod and_move;
+
 /// Which machines can be split, and how.
 mod checks;
 
@@ -384,6 +387,7 @@ fn report(record: &VmRecord, monitor: &Monitor, (before, account): (u64, Account
         zero_pages: now.zero_pages - account.zero_pages,
         kept_pages: now.kept_pages - account.kept_pages,
         in_pages: now.in_pages - account.in_pages,
+        migration: None,
     }
 }
 

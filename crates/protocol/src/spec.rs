@@ -77,6 +77,8 @@ pub struct SplitSpec {
     pub epoch: u64,
     /// The last that the source will ever use; those of the destination come after it.
     pub own_epoch: u64,
+    /// All of it is to be brought together at the destination.
+    pub merge: bool,
 }
 
 impl std::fmt::Debug for SplitSpec {

@@ -14,11 +14,12 @@ const HERE: &str = "here";
 pub struct Split {
     /// The machine's name
     pub name: String,
-    /// How much of its memory stays where its guest runs: here=SIZE, such as here=2G
+    /// Where its guest runs then, and how much of its memory is there: here=SIZE, such as here=2G, or HOST:PORT=SIZE
     ///
-    /// What the guest uses stays, as far as there is room; the rest leaves, and comes back when it is touched.
-    #[arg(long, value_name = "here=SIZE", value_parser = main_host)]
-    pub main: u64,
+    /// What the guest uses stays with it, as far as there is room; the rest leaves, and comes when it is touched. To
+    /// another host the guest moves once the rest has left, and what has left stays where it is.
+    #[arg(long, value_name = "here=SIZE|HOST:PORT=SIZE", value_parser = main_host)]
+    pub main: Main,
     /// A host that lends memory (lend_memory), and how much; several times for several hosts
     ///
     /// It needs 4 KiB for each MiB beside the memory itself. Of a machine that is split already these are all that it
@@ -38,20 +39,57 @@ pub struct Split {
     pub json: Option<PathBuf>,
 }
 
+/// Where a guest runs, and how much of its memory is there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Main {
+    /// The daemon of another host.
+    pub peer: Option<String>,
+    /// How much, bytes.
+    pub bytes: u64,
+}
+
 /// `merge`.
 #[derive(Debug, Args)]
 pub struct Merge {
     /// The machine's name
     pub name: String,
+    /// Move it there, where all of it comes together [default: it comes together here]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub to: Option<String>,
     /// Write the report there as JSON, '-' for standard output
     #[arg(long, value_name = "FILE|-")]
     pub json: Option<PathBuf>,
 }
 
-fn main_host(text: &str) -> Result<u64, String> {
-    match text.rsplit_once('=') {
-        Some((HERE, size)) => parse_size(size).map_err(|error| error.to_string()),
-        _ => Err(format!("the guest stays on this host: {HERE}=SIZE, such as {HERE}=2G")),
+/// `evacuate`.
+#[derive(Debug, Args)]
+pub struct Evacuate {
+    /// The machines' names
+    #[arg(required = true)]
+    pub names: Vec<String>,
+    /// The daemon of their new host
+    #[arg(long, value_name = "HOST:PORT")]
+    pub to: String,
+    /// A host that lends memory meanwhile (lend_memory), and how much to all of them together; several times for several
+    /// hosts
+    ///
+    /// A machine that is split already needs none.
+    #[arg(long, value_name = "HOST:PORT=SIZE", value_parser = memory_host)]
+    pub memory: Vec<MemoryHost>,
+    /// Write the reports there as JSON, '-' for standard output
+    #[arg(long, value_name = "FILE|-")]
+    pub json: Option<PathBuf>,
+}
+
+fn main_host(text: &str) -> Result<Main, String> {
+    let (place, size) = text
+        .rsplit_once('=')
+        .ok_or_else(|| format!("it is {HERE}=SIZE or HOST:PORT=SIZE, such as {HERE}=2G or b.example:4444=2G"))?;
+    let bytes = parse_size(size).map_err(|error| error.to_string())?;
+    match place {
+        HERE => Ok(Main { peer: None, bytes }),
+        peer if peer.contains(':') => Ok(Main { peer: Some(peer.into()), bytes }),
+        _ => Err(format!("'{place}' is neither {HERE} nor of the form HOST:PORT")),
     }
 }
 
@@ -75,10 +113,11 @@ mod tests {
 
     #[test]
     fn hosts_and_sizes_are_told_apart() {
-        assert_eq!(main_host("here=2G"), Ok(2 << 30));
+        assert_eq!(main_host("here=2G"), Ok(Main { peer: None, bytes: 2 << 30 }));
+        assert_eq!(main_host("b:1=2G"), Ok(Main { peer: Some("b:1".into()), bytes: 2 << 30 }));
         let host = MemoryHost { peer: "[::1]:4444".into(), bytes: 3 << 20 };
         assert_eq!(memory_host("[::1]:4444=3M"), Ok(host));
-        for wrong in ["", "2G", "b:1=2G", "here", "here=", "here=x"] {
+        for wrong in ["", "2G", "b=2G", "here", "here=", "here=x"] {
             assert!(main_host(wrong).is_err(), "{wrong}");
         }
         assert_eq!((redundancy("none"), redundancy("copies=2")), (Ok(Redundancy::None), Ok(Redundancy::Mirrored)));

@@ -10,11 +10,12 @@ use sterna_engine::monitor::Monitor;
 use super::answer::{Body, Failure, Path, blocking};
 use super::vms::Asked;
 use crate::daemon::Daemon;
+use crate::split::and_move;
 
 /// Has a part of a virtual machine's memory leave for memory hosts while its guest runs on here; or, of one that is
 /// split already, changes how much of it is here, and which memory hosts it has. Answers when no more of it is here
-/// than may be, and nothing at a memory host that is not named. A caller that goes away, or a cancel, ends the work:
-/// then all is as it was before, but for memory hosts that have come or left meanwhile.
+/// than may be, and nothing at a memory host that is not named; with `main` once the guest runs there. A caller that goes
+/// away, or a cancel, ends the work: then all is as it was before, but for memory hosts that have come or left meanwhile.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/split",
@@ -29,7 +30,8 @@ pub async fn split(
 ) -> Result<Json<SplitReport>, Failure> {
     let asked = Asked(Arc::new(Monitor::new(&name)));
     let monitor = Arc::clone(&asked.0);
-    blocking(move || daemon.splits.split(&name, &request, &monitor)).await.map(Json)
+    let split = move || and_move::split(&daemon.splits, &daemon.departures, &name, &request, &monitor);
+    blocking(split).await.map(Json)
 }
 
 /// Brings all of a split virtual machine's memory back to this host; answers when it is here. A caller that goes away,

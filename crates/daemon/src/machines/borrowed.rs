@@ -218,9 +218,9 @@ impl Borrowed {
     }
 
     /// What its next owner is told, where so much may be on the host that runs it; the epochs are this owner's last one,
-    /// and the one that the next owner's follow.
+    /// and the one that the next owner's follow. With `merge` that one brings it together.
     #[must_use]
-    pub fn spec(&self, here_bytes: u64, (epoch, own_epoch): (u64, u64)) -> SplitSpec {
+    pub fn spec(&self, here_bytes: u64, (epoch, own_epoch): (u64, u64), merge: bool) -> SplitSpec {
         let Self { guest, key, chunks, .. } = *self;
         let host = |(number, host): (usize, &Place)| SplitHost {
             peer: host.peer.clone(),
@@ -230,7 +230,7 @@ impl Borrowed {
             gone: self.gone.contains(&number),
         };
         let hosts = self.hosts.iter().enumerate().map(host).collect();
-        SplitSpec { guest, key, chunks, hosts, here_bytes, epoch, own_epoch }
+        SplitSpec { guest, key, chunks, hosts, here_bytes, epoch, own_epoch, merge }
     }
 
     /// The memory hosts of a machine that comes here.
@@ -272,7 +272,7 @@ mod tests {
         borrowed.see_off(3);
         assert_eq!((borrowed.number_of(&host("b:3")), borrowed.lending().len()), (None, Holder::MAX_HOSTS - 1));
         assert_eq!(borrowed.welcome(&host("c:1")), Some(3));
-        assert_eq!(Borrowed::from_spec(&borrowed.spec(7, (1, 2))).lent().count(), Holder::MAX_HOSTS);
+        assert_eq!(Borrowed::from_spec(&borrowed.spec(7, (1, 2), false)).lent().count(), Holder::MAX_HOSTS);
         let lender = &borrowed.lenders(None)[3];
         assert!(lender.peer == "c:1" && lender.leaving, "{lender:?}");
         borrowed.leaving.clear();

@@ -408,7 +408,7 @@ impl VmRecord {
             blocks: self.blocks.iter().map(Block::spec).collect(),
             cpu: host_cpu.then(crate::qemu::cpu::describe).flatten(),
             // It shares with nobody there, so what it has in common with others here it needs, too.
-            allocated_bytes: self.content_bytes().max(self.split.as_ref().map_or(0, |split| split.here_bytes)),
+            allocated_bytes: self.content_bytes(),
             balloon: self.balloon,
             running: about.running || self.waits_for_room,
             from: host::name(),

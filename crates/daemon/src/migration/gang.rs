@@ -40,6 +40,8 @@ pub struct Gang {
     returns: Vec<Returns>,
     /// How their pauses lie.
     pauses: Arc<Pauses>,
+    /// Whether those that are split are brought together where they go.
+    merge: bool,
 }
 
 /// Begins a migration. Every machine is claimed, or none is.
@@ -88,7 +90,8 @@ impl Gang {
         let sharing = sharing::gangs(&members, options.preserve_sharing).inspect_err(|_| give_back(&members))?;
         let returns = returns::returns(&departures.keeper, &members, &sharing, options.preserve_sharing);
         let pauses = Pauses::new(options.gang_pauses, members.len());
-        Ok(Self { departures: Arc::clone(departures), job, options, members, sharing, returns, pauses })
+        let (departures, merge) = (Arc::clone(departures), request.merge);
+        Ok(Self { departures, job, options, members, sharing, returns, pauses, merge })
     }
 
     /// Starts a thread for each member, which drives it.
@@ -126,6 +129,7 @@ impl Gang {
             gang: &self.sharing[index],
             returns: &self.returns[index],
             pauses: &self.pauses,
+            merge: self.merge,
         }
     }
 }

@@ -36,6 +36,7 @@ use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
 use crate::qemu::binary::{self, Binary};
 use crate::qemu::launch::{log_file, qmp_socket};
+use crate::split::{self, Splits};
 
 /// How many machines may be on their way here at a time, where one of them is a clone.
 const MOST_CLONES: usize = 512;
@@ -73,6 +74,8 @@ pub struct Destination {
     pub qemu: Option<PathBuf>,
     /// Where other daemons reach this one.
     pub listen: Option<String>,
+    /// The part that brings machines together.
+    pub splits: Arc<Splits>,
 }
 
 impl DestinationHost for Destination {
@@ -174,6 +177,9 @@ impl DestinationHost for Destination {
         }
         if let Some(entry) = self.care.machines.table().get_mut(&record.name) {
             entry.remote = Some(Remote::begun(split));
+        }
+        if record.split.as_ref().is_some_and(|split| split.merging) {
+            split::recover::come_together(&self.splits, &record);
         }
     }
 
@@ -396,7 +402,9 @@ impl Destination {
             let missing = alone().filter_map(|entry| entry.pager.as_ref());
             (entries.filter_map(|entry| entry.record.clone()).collect(), missing.map(|pager| pager.0.missing()).sum())
         };
-        let most = |record: &VmRecord| record.split.as_ref().map_or(record.memory_bytes, |split| split.here_bytes);
+        let stays =
+            |record: &VmRecord| record.split.as_ref().filter(|split| !split.merging).map(|split| split.here_bytes);
+        let most = |record: &VmRecord| stays(record).unwrap_or(record.memory_bytes);
         let unfilled = arriving.iter().map(|record| most(record).saturating_sub(record.allocated_bytes()));
         unfilled.sum::<u64>() + missing.saturating_mul(PAGE_BYTES as u64)
     }

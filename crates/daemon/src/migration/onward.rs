@@ -16,7 +16,7 @@ use sterna_engine::split::onward::Handed;
 use sterna_engine::split::{Lender, Split, SplitError};
 use sterna_engine::store::client::StoreError;
 use sterna_engine::transport::credentials::Credentials;
-use sterna_protocol::layout::CHUNK_BYTES;
+use sterna_protocol::layout::{CHUNK_BYTES, PAGE_BYTES};
 use sterna_protocol::spec::{SplitSpec, VmSpec};
 use sterna_protocol::store::{Claim, Refusal, most_bytes};
 
@@ -68,11 +68,16 @@ pub fn options(record: &VmRecord, options: &MigrateOptions) -> MigrateOptions {
     }
 }
 
-/// The part of a machine that is at memory hosts, and what its destination is told of it; `None` where it is not split.
+/// The part of a machine that is at memory hosts, and what its destination is told of it: with `merge`, that it is to
+/// bring it together. `None` where the machine is not split.
 ///
 /// # Errors
 /// A [`Problem`]: its memory hosts have not answered yet, or its epoch cannot be read.
-pub fn leaving(machines: &Machines, record: &VmRecord) -> Result<Option<(Arc<Split>, SplitSpec)>, Problem> {
+pub fn leaving(
+    machines: &Machines,
+    record: &VmRecord,
+    merge: bool,
+) -> Result<Option<(Arc<Split>, SplitSpec)>, Problem> {
     let Some(split) = &record.split else { return Ok(None) };
     let remote = machines.table().get(&record.name).and_then(|entry| entry.remote.clone());
     let lost = || {
@@ -82,7 +87,16 @@ pub fn leaving(machines: &Machines, record: &VmRecord) -> Result<Option<(Arc<Spl
     let engine = Arc::clone(remote.ok_or_else(lost)?.split()?);
     let epochs = EpochFile::of(&machines.dir(&record.name)).with_next_owners();
     let epochs = epochs.map_err(|error| host("cannot read the epoch of the guest's owner", &error))?;
-    Ok(Some((engine, split.borrowed.spec(split.here_bytes, epochs))))
+    Ok(Some((engine, split.borrowed.spec(split.here_bytes, epochs, merge))))
+}
+
+/// How much memory a split machine will have where it goes, bytes.
+#[must_use]
+pub fn needed_bytes(record: &VmRecord, split: &Split, merge: bool) -> u64 {
+    match (&record.split, merge) {
+        (Some(split), false) => split.here_bytes,
+        _ => record.content_bytes().saturating_add(split.pager().missing().saturating_mul(PAGE_BYTES as u64)),
+    }
 }
 
 /// Checks what a source says of a machine's memory hosts, and that this host, which is called `listen`, reaches them.
@@ -156,7 +170,7 @@ pub fn coming(
     follows.map_err(|error| host("cannot write the epoch of the guest's owner", &error))?;
     let lenders = borrowed.lenders(credentials);
     let handed = Handed { lenders, guest: (split.guest, split.key), epochs: Box::new(epochs) };
-    Ok((SplitRecord { borrowed, here_bytes: split.here_bytes, map, merging: false }, handed))
+    Ok((SplitRecord { borrowed, here_bytes: split.here_bytes, map, merging: split.merge }, handed))
 }
 
 /// A guest stays on this host, or may do so by a person's word (`passing_over` its next owner): what is at memory hosts
@@ -200,6 +214,7 @@ mod tests {
             here_bytes: machine.memory_bytes / 2,
             epoch: 1,
             own_epoch: 2,
+            merge: false,
         };
         let refused = |split: &SplitSpec, listen: &str| {
             let problem = check_coming(&machine, split, Some(&listen.to_owned()), None).unwrap_err();

@@ -51,6 +51,8 @@ pub struct Mover<'a> {
     pub returns: &'a Returns,
     /// How the pauses of those that leave with it lie.
     pub pauses: &'a Arc<Pauses>,
+    /// Whether it is brought together where it goes, if it is split.
+    pub merge: bool,
 }
 
 /// How an attempt ended.
@@ -167,15 +169,17 @@ impl Mover<'_> {
     /// from here, where one is given.
     fn prepare(&self, id: MigrationId, number: Option<u128>) -> Result<(Outgoing, SharedQmp), Problem> {
         let Self { departures, record, gang, returns, pauses, .. } = *self;
-        let split = onward::leaving(&departures.machines, record)?;
+        let split = onward::leaving(&departures.machines, record, self.merge)?;
         let Movable { control, about, blocks, tracker } =
             movable(record, split.as_ref().map(|(split, _)| split.pager()))?;
         let qmp = control.share();
         let own = number.map(|number| Ticket { host: departures.identity.0, number });
+        let needed = split.as_ref().map_or(0, |(split, _)| onward::needed_bytes(record, split, self.merge));
+        let allocated_bytes = record.content_bytes().max(needed);
         let (split, told) = split.unzip();
         let outgoing = Outgoing {
             id,
-            spec: VmSpec { split: told, ..record.spec(&about) },
+            spec: VmSpec { split: told, allocated_bytes, ..record.spec(&about) },
             vmm: Box::new(control::source(record, Arc::clone(&qmp))?),
             blocks,
             tracker: Box::new(tracker),

@@ -101,10 +101,20 @@ fn go_on(splits: &Splits, record: &VmRecord, remote: &Arc<Remote>) -> Result<(),
             here_bytes: *here_bytes,
             memory: borrowed.lending(),
             redundancy: Some(borrowed.redundancy()),
+            ..SplitRequest::default()
         };
         end_of(record, "exchange of memory hosts", |monitor| splits.split(&record.name, &request, monitor));
     }
     Ok(())
+}
+
+/// Brings a machine together that has just come here and was split where it comes from, in the background.
+pub fn come_together(splits: &Arc<Splits>, record: &VmRecord) {
+    let (splits, record) = (Arc::clone(splits), record.clone());
+    let merge = move || end_of(&record, "merge", |monitor| splits.merge(&record.name, monitor));
+    if let Err(error) = std::thread::Builder::new().name("merge".into()).spawn(merge) {
+        tracing::error!(%error, "cannot start the thread that brings a machine together");
+    }
 }
 
 /// Ends what an earlier daemon had begun.

@@ -157,6 +157,59 @@ fn a_machine_stays_whole_where_either_daemon_is_killed_on_the_way() {
     is_paid(&other, &[&lending]);
 }
 
+/// Splits the machine, with so many MiB where its guest runs, and has it move to `main`.
+fn split_and_moved(host: &Host, lenders: &[&Host], main: &Host, merge: bool) -> (u16, Value) {
+    let mut asked = request(16, lenders);
+    asked["main"] = main.address().into();
+    asked["merge"] = merge.into();
+    host.ask("POST", SPLIT, Some(&asked))
+}
+
+#[test]
+fn a_machine_is_split_and_moves_in_one_and_stays_as_it_was_where_it_cannot_move() {
+    if cannot_run() {
+        return;
+    }
+    let (first, second, lenders) = (Host::start(), Host::start(), [lender(64), lender(64)]);
+    let both = [&lenders[0], &lenders[1]];
+    first.run_full("m");
+    let before = content(&first);
+    let (status, problem) = split_and_moved(&first, &both, &lenders[0], false);
+    assert!(status >= 400 && problem.to_string().contains("cannot lend memory to it, too"), "{problem}");
+    let (status, problem) = split_and_moved(&first, &both, &first, false);
+    assert!(status >= 400 && problem.to_string().contains("this host"), "{problem}");
+    // There is another machine of this name.
+    second.run("m");
+    let (status, report) = split_and_moved(&first, &both, &second, false);
+    assert_eq!((status, report["status"].as_str()), (200, Some("failed")), "{report}");
+    assert_eq!((first.get("/v1/vms/m")["split"].clone(), first.state_of("m").as_str()), (Value::Null, "running"));
+    is_as_before(&first, &before);
+    is_paid(&first, &both);
+    assert_eq!(second.ask("DELETE", "/v1/vms/m?force=true", None).0, 204);
+
+    let (status, report) = split_and_moved(&first, &both, &second, false);
+    assert_eq!((status, report["status"].as_str()), (200, Some("completed")), "{report}");
+    assert!(number(&report["migration"]["pages"], "full") * 4096 <= 20 * MIB && number(&report, "out_pages") > 0);
+    assert!(first.names().is_empty() && away(&second) > 0);
+    // It comes together where it came from: on its own.
+    let together = json!({ "vms": ["m"], "to": first.address(), "merge": true });
+    let (status, begun) = second.ask("POST", "/v1/migrations", Some(&together));
+    assert_eq!(status, 202, "{begun}");
+    let report = second.ended(number(&begun, "id")).remove(0);
+    assert_eq!(report["status"], "completed", "{report}");
+    eventually("it has come together", || first.get("/v1/vms/m")["split"] == Value::Null);
+    is_as_before(&first, &before);
+    is_paid(&first, &both);
+
+    // In one, as a host is emptied.
+    let (status, report) = split_and_moved(&first, &both, &second, true);
+    assert_eq!((status, report["status"].as_str()), (200, Some("completed")), "{report}");
+    eventually("it has come together", || second.get("/v1/vms/m")["split"] == Value::Null);
+    is_as_before(&second, &before);
+    is_paid(&second, &both);
+    assert_eq!((first.ram_files(), second.ram_files()), (0, 1));
+}
+
 /// Puts the records as a daemon leaves them that is killed when it has handed the machine over to `peer`.
 fn handed_over(host: &mut Host, peer: &str) {
     host.kill_daemon();

@@ -53,7 +53,16 @@ impl Here {
         let faults = Arc::clone(self.split.pager().guest_faults());
         // The engine of the other side is told by the daemon here: nothing of this is looked at.
         let (guest, key) = GUEST;
-        let split = SplitSpec { guest, key, chunks: CHUNKS, hosts: vec![], here_bytes: 0, epoch: 0, own_epoch: 0 };
+        let split = SplitSpec {
+            guest,
+            key,
+            chunks: CHUNKS,
+            hosts: vec![],
+            here_bytes: 0,
+            epoch: 0,
+            own_epoch: 0,
+            merge: false,
+        };
         Outgoing {
             spec: VmSpec { split: Some(split), ..spec(block(ram.bytes)) },
             tracker: Box::new(WriteProtect::of(std::process::id(), faults).unwrap()),
