@@ -93,7 +93,7 @@ impl Daemon {
             let (records, loans, state) = (Arc::clone(&records), Arc::clone(&loans), Arc::clone(&state));
             move |record: &VmRecord| {
                 records.machine_ended(record);
-                // What was lent to one that has gone to another host, or never came from one, is that host's to give back.
+                // What was lent to one that has gone to another host, or never came from one, that host gives back.
                 if record.lifecycle == Lifecycle::Here {
                     loans.owe(record, &state.vm(&record.name));
                     loans.pay();

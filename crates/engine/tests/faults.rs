@@ -1,6 +1,8 @@
 //! Those who want to know of accesses to a guest's RAM, beside each other: tracking, a fence, free memory taken, on
 //! real mappings with writers that go on.
 
+#[path = "support/copy.rs"]
+mod copy;
 #[path = "support/mounted.rs"]
 mod mounted;
 #[path = "support/pair/mod.rs"]
@@ -20,19 +22,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use copy::Copy;
 use mounted::Mount;
 use pair::destination::Destination;
 use pair::guest::{GuestRam, Writers};
 use pair::inside::InsideSelf;
 use pair::source::{Source, SourceVmm};
-use pair::{block, outgoing, tracking_works};
+use pair::{outgoing, tracking_works};
 use sterna_api::options::SkipFree;
 use sterna_api::report::Status;
 use sterna_api::{MigrateOptions, Mode, Reclaimed};
 use sterna_engine::faults::fence::Fence;
 use sterna_engine::faults::{GuestFaults, User};
+use sterna_engine::memory::Memory;
 use sterna_engine::memory::shared::{SharedMappings, SharedMemory};
-use sterna_engine::memory::{BlockFile, Memory};
 use sterna_engine::monitor::Monitor;
 use sterna_engine::reclaim::ReclaimError;
 use sterna_engine::source::migrate;
@@ -61,55 +64,6 @@ fn first_page(ram: &GuestRam) -> Vec<Range<u64>> {
     let start = ram.mapping.addresses().start;
     let page = start..start + 4096;
     vec![page]
-}
-
-/// The other side of a migration: what was collected is copied, and nothing else.
-struct Copy {
-    tracker: WriteProtect,
-    ram: SharedMemory,
-    bytes: Vec<u8>,
-    collected: u64,
-    discarded: u64,
-}
-
-impl Copy {
-    /// Begins to track, and copies all there is.
-    fn begin(ram: &GuestRam, faults: &Arc<GuestFaults>) -> Self {
-        let address = ram.mapping.addresses().start;
-        let file = BlockFile { spec: block(ram.bytes), file: ram.file.try_clone().unwrap(), address, process: None };
-        let ram = SharedMemory::open(&[file], Access::Read).unwrap();
-        let mut tracker = WriteProtect::of(std::process::id(), Arc::clone(faults)).unwrap();
-        tracker.arm(&ram).unwrap();
-        Self { tracker, ram, bytes: Vec::new(), collected: 0, discarded: 0 }
-    }
-
-    fn all(&mut self, of: &GuestRam) {
-        self.bytes = vec![0; of.bytes as usize];
-        of.file.read_exact_at(&mut self.bytes, 0).unwrap();
-    }
-
-    /// A round. Read through the file: a page that was taken stays a hole.
-    fn round(&mut self, of: &GuestRam) {
-        let layout = self.ram.layout();
-        let (mut written, mut discarded) = (PageMap::empty(layout), PageMap::empty(layout));
-        self.tracker.collect(&self.ram, &mut written, &mut discarded).unwrap();
-        self.collected += written.len();
-        self.discarded += discarded.len();
-        for (chunk, pages) in written.iter() {
-            for page in pages.iter() {
-                let at = chunk.index() * 256 * 4096 + usize::from(page) * 4096;
-                of.file.read_exact_at(&mut self.bytes[at..at + 4096], at as u64).unwrap();
-            }
-        }
-    }
-
-    /// Pages of which the copy is not what the guest has.
-    fn stale(&self, of: &GuestRam) -> usize {
-        let mut bytes = vec![0; of.bytes as usize];
-        of.file.read_exact_at(&mut bytes, 0).unwrap();
-        let pairs = self.bytes.chunks_exact(4096).zip(bytes.chunks_exact(4096));
-        pairs.filter(|(ours, theirs)| ours != theirs).count()
-    }
 }
 
 fn faults_with(ram: &GuestRam) -> Arc<GuestFaults> {

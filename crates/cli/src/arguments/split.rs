@@ -70,8 +70,8 @@ pub struct Evacuate {
     /// The daemon of their new host
     #[arg(long, value_name = "HOST:PORT")]
     pub to: String,
-    /// A host that lends memory meanwhile (lend_memory), and how much to all of them together; several times for several
-    /// hosts
+    /// A host that lends memory meanwhile (lend_memory), and how much to all of them together; several times for
+    /// several hosts
     ///
     /// A machine that is split already needs none.
     #[arg(long, value_name = "HOST:PORT=SIZE", value_parser = memory_host)]

@@ -14,8 +14,9 @@ use crate::split::and_move;
 
 /// Has a part of a virtual machine's memory leave for memory hosts while its guest runs on here; or, of one that is
 /// split already, changes how much of it is here, and which memory hosts it has. Answers when no more of it is here
-/// than may be, and nothing at a memory host that is not named; with `main` once the guest runs there. A caller that goes
-/// away, or a cancel, ends the work: then all is as it was before, but for memory hosts that have come or left meanwhile.
+/// than may be, and nothing at a memory host that is not named; with `main` once the guest runs there. A caller that
+/// goes away, or a cancel, ends the work: then all is as it was before, but for memory hosts that have come or left
+/// meanwhile.
 #[utoipa::path(
     post,
     path = "/v1/vms/{name}/split",

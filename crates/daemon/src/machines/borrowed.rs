@@ -217,8 +217,8 @@ impl Borrowed {
         self.gone.insert(number);
     }
 
-    /// What its next owner is told, where so much may be on the host that runs it; the epochs are this owner's last one,
-    /// and the one that the next owner's follow. With `merge` that one brings it together.
+    /// What its next owner is told, where so much may be on the host that runs it; the epochs are this owner's last
+    /// one, and the one that the next owner's follow. With `merge` that one brings it together.
     #[must_use]
     pub fn spec(&self, here_bytes: u64, (epoch, own_epoch): (u64, u64), merge: bool) -> SplitSpec {
         let Self { guest, key, chunks, .. } = *self;

@@ -9,6 +9,7 @@
 //! entry in the page tables is gone, without a mark, and counts as written.
 
 use std::ops::Range;
+use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use super::{User, Userfault};
@@ -24,13 +25,17 @@ impl Userfault {
             return Err(MigrateError::Bug("RAM is to be tracked that is not registered"));
         }
         self.widen(user, spans)?;
-        self.tells(user);
+        self.backlogs.lock().unwrap_or_else(PoisonError::into_inner).add_user(user);
         self.users().present.push(user);
         Ok(())
     }
 
-    /// The tracker has gone, and others have not: no write costs anything any more.
-    pub(super) fn track_no_more(&self) {
+    /// A user has gone, perhaps the `last`. Where the tracker has and others have not, no write costs anything more.
+    pub(super) fn leaves(&self, user: User, last: bool) {
+        self.backlogs.lock().unwrap_or_else(PoisonError::into_inner).remove_user(&user);
+        if user != User::Tracking || last {
+            return;
+        }
         self.arm_what_returns(false);
         for span in &self.spans {
             // What stays armed costs a write a moment of the kernel's, once.

@@ -121,6 +121,15 @@ impl Userfault {
         woken.map_err(MigrateError::vmm_process("waking a thread of the guest"))
     }
 
+    /// Wakes all waiting threads: faults that are not settled are raised again.
+    ///
+    /// # Errors
+    /// None is known.
+    pub fn wake_all(&self) -> Result<(), MigrateError> {
+        let woken = self.spans.iter().try_for_each(|span| self.descriptor.wake(span.clone()));
+        woken.map_err(MigrateError::vmm_process("waking the guest's waiting threads"))
+    }
+
     /// From now on nothing waits for a VMM that is changing its mappings: a page that cannot be mapped is given up, or
     /// mapped at its next fault.
     pub fn hurry(&self) {

@@ -37,6 +37,9 @@ mod serve;
 /// What is given back of the RAM, for each user that wants to know.
 mod given_back;
 
+/// What users have not been told of it.
+mod backlog;
+
 /// A tracker beside a pager.
 mod beside;
 
@@ -56,7 +59,7 @@ use std::time::{Duration, Instant};
 use rustix::event::EventfdFlags;
 use sterna_sys::userfaultfd::{Fault, Features, Modes, Userfaultfd};
 
-use self::given_back::Backlog;
+use self::backlog::Backlogs;
 use crate::error::MigrateError;
 use crate::haste::Crew;
 use crate::inside::Inside;
@@ -229,10 +232,7 @@ impl GuestFaults {
             }
             users.present.is_empty()
         };
-        userfault.tells_no_more(user);
-        if user == User::Tracking && !last {
-            userfault.track_no_more();
-        }
+        userfault.leaves(user, last);
         if last {
             let userfault = Arc::clone(userfault);
             *owner = Owner::Nobody;
@@ -291,7 +291,7 @@ pub struct Userfault {
     /// What this daemon took of the guest's RAM, by addresses, since anybody last asked for that.
     holes: Mutex<Vec<Range<u64>>>,
     /// What each user that wants to know of what is given back has not been told yet.
-    backlogs: Mutex<Vec<Backlog>>,
+    backlogs: Mutex<Backlogs<User>>,
     ended: AtomicBool,
     wake_up: OwnedFd,
     reader: Mutex<Option<JoinHandle<()>>>,
@@ -345,7 +345,7 @@ impl Userfault {
             users: Mutex::new(users),
             closed: RwLock::default(),
             holes: Mutex::default(),
-            backlogs: Mutex::new(vec![Backlog::of(user)]),
+            backlogs: Mutex::new(Backlogs::of(user)),
             ended: AtomicBool::new(false),
             wake_up,
             reader: Mutex::default(),
@@ -385,15 +385,6 @@ impl Userfault {
         self.read()?;
         // Faults that were read for a fence before were settled by nobody: they are raised again.
         self.wake_all()
-    }
-
-    /// Wakes all waiting threads: faults that are not settled are raised again.
-    ///
-    /// # Errors
-    /// None is known.
-    pub fn wake_all(&self) -> Result<(), MigrateError> {
-        let woken = self.spans.iter().try_for_each(|span| self.descriptor.wake(span.clone()));
-        woken.map_err(MigrateError::vmm_process("waking the guest's waiting threads"))
     }
 
     /// Ends as when this process dies, for tests: no event is read any more, and nothing else is done.

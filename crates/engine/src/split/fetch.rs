@@ -113,7 +113,7 @@ impl Split {
         if self.pager.away_in(page.chunk).contains(page.page) {
             self.wait_for_room();
         }
-        let _coming = self.onward.coming.read().unwrap_or_else(PoisonError::into_inner);
+        let _coming = self.still.coming();
         let mut state = self.chunk(page.chunk);
         let away = self.pager.away_in(page.chunk);
         if !away.contains(page.page) {
@@ -122,7 +122,7 @@ impl Split {
         }
         self.clock.came(page.chunk);
         let mut wanted = Wanted::one(page.page);
-        if self.is_still() {
+        if self.still.is_on() {
             return self.bring_chunk(
                 lines,
                 page.chunk,

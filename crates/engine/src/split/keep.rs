@@ -70,7 +70,7 @@ impl Split {
     fn make_room_by(&self, way: &mut WayOut<'_>, outage: &mut Outage) -> Result<(), SplitError> {
         let (mut turns, mut in_vain, mut leaving) = (Turns::new(), 0, false);
         while !self.has_ended() {
-            if self.is_still() {
+            if self.still.is_on() {
                 self.rest(LOOK);
                 continue;
             }

@@ -61,6 +61,9 @@ mod hosts;
 /// A split guest moves to another host.
 pub mod onward;
 
+/// Whether it stands still meanwhile.
+mod still;
+
 /// Memory hosts that do not answer.
 pub mod outage;
 
@@ -86,10 +89,10 @@ use self::chunk::Chunk;
 use self::clock::Clock;
 pub use self::lines::{Epochs, Lender};
 use self::lines::{Lenders, Lines, Member};
-use self::onward::Onward;
 use self::pace::Pace;
 pub use self::pace::Paced;
 use self::room::Room;
+use self::still::Still;
 use crate::error::MigrateError;
 use crate::paging::Pager;
 use crate::paging::supplier::Supplier;
@@ -205,7 +208,7 @@ pub struct Split {
     rests: [AtomicBool; Member::MOST],
     /// It is being looked what one of two memory hosts has, that has answered again.
     looking: AtomicBool,
-    onward: Onward,
+    still: Still,
     heard: Mutex<Instant>,
     ended: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -280,7 +283,7 @@ impl Split {
             failing: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
             rests: std::array::from_fn(|_| AtomicBool::new(false)),
             looking: AtomicBool::new(false),
-            onward: Onward::default(),
+            still: Still::default(),
             heard: Mutex::new(Instant::now()),
             ended: AtomicBool::new(false),
             threads: Mutex::default(),
@@ -404,7 +407,7 @@ impl Split {
             return Ok(());
         }
         // What stands still has nothing on its way that would change anything.
-        if known.unsure && !self.is_still() {
+        if known.unsure && !self.still.is_on() {
             self.lenders.raise()?;
         }
         let has = lines.ask(member, |host| host.held(chunk)).map_err(|error| self.failed(member, error))?;
@@ -437,7 +440,7 @@ impl Split {
             there = PageSet::EMPTY;
         }
         let Restart { now, release, .. } = Whereabouts::recorded(there).restart(has);
-        if let Some((version, pages)) = release.filter(|_| !self.is_still()) {
+        if let Some((version, pages)) = release.filter(|_| !self.still.is_on()) {
             let released = lines.ask(member, |host| host.release(chunk, version, &pages));
             released.map_err(|error| self.failed(member, error))?;
         }

@@ -8,22 +8,22 @@
 //! ```
 //!
 //! Until the commit both hosts ask in the source's epoch, and neither changes anything: pages are only read. So whoever
-//! has the guest in the end finds at the memory hosts what the map says, and what the other one still asks after that is
-//! refused (`docs/design/memory-hosts.md`).
+//! has the guest in the end finds at the memory hosts what the map says, and what the other one still asks after that
+//! is refused (`docs/design/memory-hosts.md`).
 //!
 //! # Races
 //! * **A page is on its way here when the guest stops**: it has come when [`stand_still`](Split::stand_still) looks at
 //!   the map, and is collected as any page that was written.
 //! * **The VMM touches a page that is away while it saves its devices**: it comes, armed, so it does not count as
-//!   written; the destination has it as it is at the memory host. Where the VMM writes it, it is collected, too late, as
-//!   every such page, and the guest stays.
+//!   written; the destination has it as it is at the memory host. Where the VMM writes it, it is collected, too late,
+//!   as every such page, and the guest stays.
 //! * **A put of the source's whose answer was lost arrives late**: it adds to what is away, and changes none of it. The
 //!   version is another one than the destination knows, which asks again then.
 //! * **The source's daemon dies before the commit**: the guest is its own, and its next daemon asks in a higher epoch.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, RwLock, TryLockError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::pages::PageMap;
@@ -37,20 +37,6 @@ use crate::paging::whereabouts::Holder;
 
 /// How long pages that are on their way may take once the guest has stopped.
 const ON_THE_WAY: Duration = Duration::from_secs(1);
-/// How often it is looked whether they have come.
-const LOOK: Duration = Duration::from_micros(100);
-
-/// What a split that is to be handed on does meanwhile.
-#[derive(Debug, Default)]
-pub(super) struct Onward {
-    /// The guest stands still, here or still where it comes from: nothing comes but what the VMM waits for, and nothing
-    /// is changed at memory hosts.
-    still: AtomicBool,
-    /// Held for reading by whoever brings pages.
-    pub(super) coming: RwLock<()>,
-    /// How much of the guest may be here, once it goes on.
-    room: Mutex<Option<Room>>,
-}
 
 /// A split guest as its source leaves it.
 #[derive(Debug)]
@@ -85,7 +71,7 @@ impl Split {
     /// when this returns. The guest runs still.
     pub fn stay(&self) {
         let room = *lock(&self.room);
-        lock(&self.onward.room).get_or_insert(room.unwrap_or(Room::ALL));
+        self.still.before(room.unwrap_or(Room::ALL));
         self.keep_all();
     }
 
@@ -95,16 +81,7 @@ impl Split {
     /// # Errors
     /// A memory host does not answer that was asked for pages before. The guest goes on here then.
     pub fn stand_still(&self) -> Result<Elsewhere, MigrateError> {
-        self.onward.still.store(true, Ordering::Release);
-        let deadline = Instant::now() + ON_THE_WAY;
-        let _nobody = loop {
-            match self.onward.coming.try_write() {
-                Ok(nobody) => break nobody,
-                Err(TryLockError::Poisoned(nobody)) => break nobody.into_inner(),
-                Err(TryLockError::WouldBlock) if Instant::now() < deadline => std::thread::sleep(LOOK),
-                Err(TryLockError::WouldBlock) => return Err(self.still_coming()),
-            }
-        };
+        let _nobody = self.still.stand(ON_THE_WAY).ok_or_else(|| self.still_coming())?;
         Ok(Elsewhere { away: self.pager.hand_on(), epoch: self.lenders.epoch() })
     }
 
@@ -118,23 +95,22 @@ impl Split {
 
     /// The guest belongs here and goes on here, after all: pages come and leave as before.
     pub fn go_on(&self) {
-        if self.onward.still.load(Ordering::Acquire) {
+        if self.still.is_on() {
             self.pager.is_not_handed_on();
             // What the other host has asked for and not heard of yet is refused from now on.
             if let Err(error) = self.lenders.raise() {
                 tracing::warn!(%error, "memory hosts are asked in the epoch that was lent to another host");
             }
-            self.onward.still.store(false, Ordering::Release);
         }
-        let Some(room) = lock(&self.onward.room).take() else { return };
+        let Some(room) = self.still.end() else { return };
         let here = self.pager.ram().allocated_bytes().unwrap_or(0);
         if lock(&self.room).is_some() {
             self.set_room(Some(room), here);
         }
     }
 
-    /// Begins with a guest that comes here, of which these pages stay where they are. Its devices are not loaded yet, and
-    /// it belongs to its source until [`take_over`](Self::take_over).
+    /// Begins with a guest that comes here, of which these pages stay where they are. Its devices are not loaded yet,
+    /// and it belongs to its source until [`ArrivingSplit::take_over`].
     ///
     /// # Errors
     /// A memory host does not answer, or does not have what it should; the map cannot be written.
@@ -146,15 +122,10 @@ impl Split {
         }
         pager.begin_elsewhere(&elsewhere.away)?;
         let split = Self::new(pager, lenders, guest, Box::new(Lent(elsewhere.epoch)))?;
-        split.onward.still.store(true, Ordering::Release);
+        split.still.begin();
         split.take_stock()?;
         Self::serve(&split)?;
         Ok(ArrivingSplit { split, epochs })
-    }
-
-    /// Whether it stands still.
-    pub(super) fn is_still(&self) -> bool {
-        self.onward.still.load(Ordering::Acquire)
     }
 
     /// Has it looked through what memory hosts have, once something may be changed there.
@@ -179,7 +150,7 @@ impl ArrivingSplit {
         let raised = split.lenders.raise_by(epochs);
         let members = (0..split.lenders.count()).flat_map(|number| split.lenders.members(number));
         members.for_each(|member| split.note_rests(member));
-        split.onward.still.store(false, Ordering::Release);
+        split.still.end();
         (split, raised)
     }
 

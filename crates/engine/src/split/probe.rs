@@ -95,7 +95,7 @@ fn look(split: &Weak<Split>) {
     let mut outages: [Outage; Member::MOST] = Default::default();
     let (mut mending, mut round, mut was_still) = (Outage::default(), Instant::now(), false);
     while let Some(split) = split.upgrade().filter(|split| !split.has_ended()) {
-        if split.is_still() {
+        if split.still.is_on() {
             was_still = true;
             drop(split);
             std::thread::sleep(LOOK);
