@@ -28,6 +28,11 @@ pub struct SternaVm {
     elsewhere: Option<Box<Host>>,
 }
 
+/// The words for memory hosts, and what each lends.
+fn lent(memory: &[(String, u64)]) -> impl Iterator<Item = String> {
+    memory.iter().flat_map(|(peer, bytes)| ["--memory".to_owned(), format!("{peer}={bytes}B")])
+}
+
 impl SternaVm {
     /// Starts a guest on a host of the lab through `sterna run`.
     ///
@@ -128,10 +133,45 @@ impl SternaVm {
     pub fn split(&self, here_bytes: u64, memory: &[(String, u64)], words: &[&str]) -> Result<SplitReport> {
         let mut command = sterna(&self.host)?;
         command.args(["split", &self.name, "--json", "-", "--main", &format!("here={here_bytes}B")]).args(words);
-        for (peer, bytes) in memory {
-            command.args(["--memory", &format!("{peer}={bytes}B")]);
-        }
+        command.args(lent(memory));
         told("sterna split --json", &output_within(&mut command, MIGRATION)?)
+    }
+
+    /// Has all of its memory but so many bytes leave for these memory hosts, and moves it to another host, by `sterna
+    /// split --main`.
+    ///
+    /// # Errors
+    /// As [`split`](Self::split), or it did not move.
+    pub fn split_to(&mut self, lab: &Lab, to: &str, bytes: u64, memory: &[(String, u64)]) -> Result<SplitReport> {
+        let destination = lab.host(to)?;
+        let mut command = sterna(&self.host)?;
+        command.args(["split", &self.name, "--json", "-", "--main", &format!("{}={bytes}B", destination.listen())]);
+        command.args(lent(memory));
+        self.elsewhere = Some(Box::new(destination.clone()));
+        let report: SplitReport = told("sterna split --json", &output_within(&mut command, MIGRATION)?)?;
+        self.note_end(report.status, destination);
+        Ok(report)
+    }
+
+    /// Empties a host of these machines, by `sterna evacuate`. The reports of their moves.
+    ///
+    /// # Errors
+    /// As [`split_to`](Self::split_to).
+    pub fn evacuate(vms: &mut [Self], lab: &Lab, to: &str, memory: &[(String, u64)]) -> Result<Vec<Report>> {
+        let (destination, Some(first)) = (lab.host(to)?, vms.first()) else { return Ok(Vec::new()) };
+        let mut command = sterna(&first.host)?;
+        command.arg("evacuate").args(vms.iter().map(|vm| &vm.name)).args([
+            "--json",
+            "-",
+            "--to",
+            &destination.listen(),
+        ]);
+        command.args(lent(memory));
+        vms.iter_mut().for_each(|vm| vm.elsewhere = Some(Box::new(destination.clone())));
+        let mut evacuated: Value = told("sterna evacuate --json", &output_within(&mut command, MIGRATION)?)?;
+        let reports: Vec<Report> = told("sterna evacuate --json", &evacuated["migrations"].take().to_string())?;
+        vms.iter_mut().zip(&reports).for_each(|(vm, report)| vm.note_end(report.status, destination));
+        Ok(reports)
     }
 
     /// Has its guest go on as clones of these names too, by `sterna fork` with these words beside. The report, and the

@@ -3,22 +3,27 @@
 use std::path::Path;
 use std::process::ExitCode;
 
+use serde_json::json;
 use sterna_api::split::MemoryHost;
-use sterna_api::{SplitReport, SplitRequest, Status, Vm};
+use sterna_api::{MigrateOptions, MigrateRequest, Problem, Report, SplitReport, SplitRequest, Status, Vm};
 
 use crate::arguments::Evacuate;
 use crate::client::{Client, escape};
-use crate::failure::{CANCELLED, FAILED, Failure, code_of, describe};
+use crate::failure::{CANCELLED, FAILED, Failure, LOST, code_of, describe, worst};
 use crate::machines::write_json;
-use crate::split;
+use crate::{migrate, split, table};
 
 /// What leaves lies in chunks of this size, bytes; a memory host has a note beside each.
 const CHUNK: u64 = 1 << 20;
 const NOTE: u64 = 4096;
-/// The least of a machine that goes with its guest: an eighth, so that it does not stand still.
-const LEAST: u64 = 8;
+/// The least that the daemon leaves of a machine, bytes.
+const LEAST_BYTES: u64 = 16 * CHUNK;
+/// The least of a machine that goes with its guest, which travels at the new host's speed: a sixteenth.
+const LEAST: u64 = 16;
 
-/// Has machines leave one after the other: each of them can have all of the uplink. It ends at the first that stays.
+/// Has machines leave: what goes to memory hosts goes first, machine by machine, as each can have all of the uplink; then
+/// all guests move together, and come together there. Where a machine cannot be split nothing moves; those that do not
+/// move are as they were before.
 ///
 /// # Errors
 /// The daemon's problem.
@@ -27,53 +32,73 @@ pub async fn evacuate(client: &Client, wanted: Evacuate) -> Result<ExitCode, Fai
     for name in &wanted.names {
         machines.push(client.get(&format!("/v1/vms/{}", escape(name))).await?);
     }
-    let whole = machines.iter().filter(|vm| vm.split.is_none()).map(|vm| vm.memory_bytes).sum();
-    let (to_stdout, mut reports, mut code) = (wanted.json.as_deref() == Some(Path::new("-")), Vec::new(), 0);
-    for vm in &machines {
-        let split = vm.split.as_ref().map(|split| split.here_bytes);
-        let request = request((vm.memory_bytes, split), whole, &wanted);
-        let report: SplitReport = split::leave(client, &vm.name, &request).await?;
-        let text = split::describe(&report, &request);
-        if to_stdout {
-            eprint!("{text}")
-        } else {
-            print!("{text}")
+    let json = wanted.json.as_deref();
+    let say = |text: &str| if json == Some(Path::new("-")) { eprint!("{text}") } else { print!("{text}") };
+    let whole = || machines.iter().filter(|vm| vm.split.is_none());
+    let sum = whole().map(|vm| vm.memory_bytes).sum();
+    let mut splits: Vec<SplitReport> = Vec::new();
+    for vm in whole() {
+        let report = split::leave(client, &vm.name, &request(vm.memory_bytes, sum, &wanted.memory)).await;
+        let report = report.unwrap_or_else(|failure| failed(vm, *failure.problem));
+        say(&split::describe(&report));
+        let ended = (report.status != Status::Completed).then(|| (report.status, report.error.clone()));
+        splits.push(report);
+        let Some((status, error)) = ended else { continue };
+        if let Some(problem) = error {
+            eprint!("{}", describe(&vm.name, &problem));
         }
-        code = match (report.status, &report.migration) {
-            (Status::Completed, _) => 0,
-            (_, Some(moved)) => code_of(moved),
-            (Status::Cancelled, None) => CANCELLED,
-            (Status::Failed, None) => FAILED,
-        };
-        if let Some(problem) = &report.error {
-            eprint!("{}", describe(&vm.name, problem));
-        }
-        reports.push(report);
-        if code != 0 {
-            break;
+        put_back(client, splits.iter().rev().skip(1)).await;
+        return Ok(ExitCode::from(if status == Status::Cancelled { CANCELLED } else { FAILED }));
+    }
+    let options = MigrateOptions::default();
+    let request = MigrateRequest { vms: wanted.names, family: None, to: wanted.to, options, merge: true };
+    let moved = migrate::to_its_end(client, &request).await;
+    let reports = moved.as_ref().map(|moved| moved.migrations.clone()).unwrap_or_default();
+    for report in &reports {
+        say(&table::show(report));
+        if let Some(failure) = table::failure(report) {
+            eprint!("{failure}");
         }
     }
-    if let Some(path) = &wanted.json {
-        write_json(path, &reports)?;
+    let has_left = |split: &&SplitReport| reports.iter().any(|report| report.vm == split.vm && left(report));
+    put_back(client, splits.iter().filter(|split| !has_left(split))).await;
+    if let Some(path) = json {
+        write_json(path, &json!({ "split": splits, "migrations": reports }))?;
     }
-    Ok(ExitCode::from(code))
+    moved.map(|_| ExitCode::from(worst(reports.iter().map(code_of))))
 }
 
-/// What is asked for a machine of so much memory: one that is `split` already, with so much of it here, goes as it is,
-/// others share the memory hosts by their size; `whole` is the memory of all of these. All in bytes.
-fn request((memory_bytes, split): (u64, Option<u64>), whole: u64, wanted: &Evacuate) -> SplitRequest {
-    let (main, merge) = (Some(wanted.to.clone()), true);
-    if let Some(here_bytes) = split {
-        return SplitRequest { here_bytes, main, merge, ..SplitRequest::default() };
+/// Whether a machine is not this host's any more, or nobody knows.
+fn left(report: &Report) -> bool {
+    report.status == Status::Completed || code_of(report) == LOST
+}
+
+fn failed(vm: &Vm, problem: Problem) -> SplitReport {
+    SplitReport { vm: vm.name.clone(), status: Status::Failed, error: Some(problem), ..SplitReport::default() }
+}
+
+/// Brings machines together here that stay.
+async fn put_back(client: &Client, splits: impl Iterator<Item = &SplitReport>) {
+    for split in splits {
+        eprintln!("{}: it stays, and comes together here", split.vm);
+        let merged = client.post::<SplitReport>(&format!("/v1/vms/{}/merge", escape(&split.vm)), &()).await;
+        if let Err(failure) = merged {
+            eprint!("{}", describe(&split.vm, &failure.problem));
+        }
     }
+}
+
+/// What is asked for a machine of so much memory: machines share the memory hosts by their size; `whole` is the memory of
+/// all of these. All in bytes.
+fn request(memory_bytes: u64, whole: u64, memory: &[MemoryHost]) -> SplitRequest {
     let part = |host: &MemoryHost| {
         let bytes = u128::from(host.bytes) * u128::from(memory_bytes) / u128::from(whole.max(1));
         MemoryHost { peer: host.peer.clone(), bytes: bytes as u64 / (CHUNK + NOTE) * (CHUNK + NOTE) }
     };
-    let memory: Vec<MemoryHost> = wanted.memory.iter().map(part).collect();
+    let memory: Vec<MemoryHost> = memory.iter().map(part).collect();
     let there: u64 = memory.iter().map(|host| host.bytes / (CHUNK + NOTE) * CHUNK).sum();
-    let here_bytes = memory_bytes.saturating_sub(there).max(memory_bytes / LEAST);
-    SplitRequest { here_bytes: here_bytes.next_multiple_of(CHUNK), memory, main, merge, ..SplitRequest::default() }
+    let here_bytes = memory_bytes.saturating_sub(there).max(memory_bytes / LEAST).max(LEAST_BYTES);
+    SplitRequest { here_bytes: here_bytes.next_multiple_of(CHUNK), memory, ..SplitRequest::default() }
 }
 
 #[cfg(test)]
@@ -83,15 +108,11 @@ mod tests {
     #[test]
     fn machines_share_memory_hosts_by_their_size_and_as_much_leaves_as_those_take() {
         let lends = |peer: &str, mib: u64| MemoryHost { peer: peer.into(), bytes: mib * (CHUNK + NOTE) };
-        let memory = vec![lends("b:1", 900), lends("c:1", 300)];
-        let wanted = Evacuate { names: vec![], to: "d:1".into(), memory, json: None };
-        let small = request((512 * CHUNK, None), 1536 * CHUNK, &wanted);
-        assert_eq!(small.memory, [lends("b:1", 300), lends("c:1", 100)]);
-        assert_eq!((small.here_bytes, small.main.as_deref(), small.merge), (112 * CHUNK, Some("d:1"), true));
-        // As much as is lent, and no more than seven eighths.
-        let alone = request((512 * CHUNK, None), 512 * CHUNK, &wanted);
-        assert_eq!(alone.here_bytes, 64 * CHUNK);
-        let split = request((512 * CHUNK, Some(7)), 0, &wanted);
-        assert!(split.here_bytes == 7 && split.memory.is_empty() && split.main.is_some());
+        let memory = [lends("b:1", 900), lends("c:1", 300)];
+        let small = request(512 * CHUNK, 1536 * CHUNK, &memory);
+        assert_eq!((small.memory, small.here_bytes), (vec![lends("b:1", 300), lends("c:1", 100)], 112 * CHUNK));
+        // As much as is lent, but for a sixteenth, and what QEMU itself needs.
+        assert_eq!(request(512 * CHUNK, 512 * CHUNK, &memory).here_bytes, 32 * CHUNK);
+        assert_eq!(request(64 * CHUNK, 64 * CHUNK, &memory).here_bytes, 16 * CHUNK);
     }
 }

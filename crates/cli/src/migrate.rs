@@ -47,18 +47,31 @@ pub async fn together(client: &Client, name: String, to: String, json: Option<Pa
     go(client, &request, false, json.as_deref()).await
 }
 
-async fn go(client: &Client, request: &MigrateRequest, detach: bool, json: Option<&Path>) -> Result<ExitCode, Failure> {
+/// Begins a migration and follows it to its end. Ctrl-C cancels it.
+///
+/// # Errors
+/// The daemon's problem.
+pub async fn to_its_end(client: &Client, request: &MigrateRequest) -> Result<Migration, Failure> {
     // Interrupts are heard from before the migration begins until after it has ended: a Ctrl-C that comes while the
     // daemon is asked must not be lost.
     let mut interrupts =
         signal(SignalKind::interrupt()).map_err(|error| Failure::host("cannot hear Ctrl-C", &error))?;
     let begun: Migration = client.post("/v1/migrations", request).await?;
-    let names: Vec<String> = begun.progress.iter().map(|progress| progress.vm.clone()).collect();
+    let names = names(&begun);
+    follow(client, begun, &names, &mut interrupts).await
+}
+
+fn names(migration: &Migration) -> Vec<String> {
+    migration.progress.iter().map(|progress| progress.vm.clone()).collect()
+}
+
+async fn go(client: &Client, request: &MigrateRequest, detach: bool, json: Option<&Path>) -> Result<ExitCode, Failure> {
     if detach {
-        println!("migration {}: {} to {}; 'sterna watch' follows it", begun.id, names.join(", "), begun.to);
+        let begun: Migration = client.post("/v1/migrations", request).await?;
+        println!("migration {}: {} to {}; 'sterna watch' follows it", begun.id, names(&begun).join(", "), begun.to);
         return Ok(ExitCode::SUCCESS);
     }
-    let ended = follow(client, begun, &names, &mut interrupts).await?;
+    let ended = to_its_end(client, request).await?;
     if !ended.ended {
         println!("migration {} goes on; 'sterna watch' follows it", ended.id);
     }

@@ -25,7 +25,7 @@ pub async fn split(client: &Client, wanted: Split) -> Result<ExitCode, Failure> 
     let Split { name, main: Main { peer, bytes }, memory, redundancy, json } = wanted;
     let request = SplitRequest { here_bytes: bytes, memory, redundancy, main: peer, merge: false };
     let report = leave(client, &name, &request).await?;
-    let told = tell(&report, &describe(&report, &request), json.as_deref())?;
+    let told = tell(&report, &describe(&report), json.as_deref())?;
     // Where its guest is in the end, its migration says.
     Ok(report.migration.as_ref().map_or(told, |moved| ExitCode::from(code_of(moved))))
 }
@@ -40,15 +40,15 @@ pub async fn leave(client: &Client, name: &str, request: &SplitRequest) -> Resul
 }
 
 /// How that ended, in words.
-pub fn describe(report: &SplitReport, request: &SplitRequest) -> String {
+pub fn describe(report: &SplitReport) -> String {
     let most = show_size(report.here_bytes);
-    let now = match (&request.main, request.merge) {
-        (None, _) => format!("{most} of it here at most"),
-        (Some(main), false) => format!("it runs at {main}, {most} of it there at most"),
-        (Some(main), true) => format!("it runs at {main}, where it comes together"),
-    };
-    let moved = report.migration.as_ref().map(|moved| table::show(moved)).unwrap_or_default();
-    table(report, &now) + &moved
+    match &report.migration {
+        None => table(report, &format!("{most} of it here at most")),
+        Some(moved) => {
+            table(report, &format!("it runs at {}, {most} of it there at most", moved.destination.address))
+                + &table::show(moved)
+        }
+    }
 }
 
 /// Brings all of a machine's memory here. After Ctrl-C it stays split. To another host it is moved.

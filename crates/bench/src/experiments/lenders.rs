@@ -15,14 +15,28 @@ pub(super) const PROGRAM: &str = "TOUCHER";
 
 /// The lab: guests run on `a`; `b` and `c` lend memory.
 pub(super) fn lab() -> Result<Lab> {
-    let hosts = ["a", "b", "c"].map(str::to_owned).into();
-    let lend = format!("lend_memory = \"{LENT_MIB}M\"\n");
-    lab_with(LabConfig { hosts, ..movers::lab_config() }, 1, &lend)
+    lab_of(&["a", "b", "c"], 1, LENT_MIB)
+}
+
+/// The same with `d`, where guests go; each memory host lends so many MiB.
+pub(super) fn lab_to_move_in(guests: usize, lent_mib: u64) -> Result<Lab> {
+    lab_of(&["a", "b", "c", "d"], guests, lent_mib)
+}
+
+fn lab_of(hosts: &[&str], guests: usize, lent_mib: u64) -> Result<Lab> {
+    let hosts = hosts.iter().map(|host| (*host).to_owned()).collect();
+    let lend = format!("lend_memory = \"{lent_mib}M\"\n");
+    lab_with(LabConfig { hosts, ..movers::lab_config() }, guests, &lend)
 }
 
 /// The memory hosts, and what each lends to a guest, bytes.
 pub(super) fn lenders(lab: &Lab) -> Result<[(String, u64); 2]> {
-    let lent = |name| Ok((lab.host(name)?.listen(), LENT_MIB * MIB));
+    lending(lab, LENT_MIB)
+}
+
+/// The memory hosts where each lends so many MiB to a guest.
+pub(super) fn lending(lab: &Lab, mib: u64) -> Result<[(String, u64); 2]> {
+    let lent = |name| Ok((lab.host(name)?.listen(), mib * MIB));
     Ok([lent("b")?, lent("c")?])
 }
 

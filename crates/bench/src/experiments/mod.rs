@@ -96,6 +96,12 @@ pub mod scale;
 /// The cost of self-ballooning, by its interval.
 pub mod selfballoon_interval;
 
+/// Guests that are split and move in one.
+pub mod fctrans_split;
+
+/// A host that is emptied.
+pub mod split_evict;
+
 /// A memory host that goes.
 pub mod split_loss;
 
@@ -292,6 +298,21 @@ pub const ALL: &[Experiment] = &[
         id: "replace",
         about: "another QEMU under a running guest of 1 and of 8 GiB: its pause and the whole, beside QEMU alone",
         plan: replace::plan,
+    },
+    Experiment {
+        id: "fctrans-split-boot",
+        about: "an idle guest of 1 to 16 GiB is split over three other hosts: time, pages, its pause",
+        plan: fctrans_split::boot,
+    },
+    Experiment {
+        id: "fctrans-split-used",
+        about: "a guest of 2 GiB with an eighth to seven eighths in use is split over three other hosts: time by use",
+        plan: fctrans_split::used,
+    },
+    Experiment {
+        id: "split-evict",
+        about: "guests leave for a host whose link is six times slower, straight and over two memory hosts: when they are gone",
+        plan: split_evict::plan,
     },
     Experiment {
         id: "split-loss",

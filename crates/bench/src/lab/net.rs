@@ -87,6 +87,20 @@ pub fn create_host(port: &Port) -> Result<()> {
     Ok(())
 }
 
+/// Makes a host's link slower, or faster, than the lab's others; it has a rate already.
+///
+/// # Errors
+/// What `tc` said.
+pub fn reshape(lab: &str, host: &str, rate_bytes_per_s: u64) -> Result<()> {
+    for (namespace, device) in
+        [(namespace(lab, host), "up0".into()), (namespace(lab, "switch"), format!("port-{host}"))]
+    {
+        run("tc", &format!("-n {namespace} qdisc del dev {device} root"))?;
+        shape(&namespace, &device, rate_bytes_per_s)?;
+    }
+    Ok(())
+}
+
 /// Limits what leaves `device`.
 fn shape(namespace: &str, device: &str, rate_bytes_per_s: u64) -> Result<()> {
     let bits = rate_bytes_per_s * 8;
