@@ -21,9 +21,9 @@ const LEAST_BYTES: u64 = 16 * CHUNK;
 /// The least of a machine that goes with its guest, which travels at the new host's speed: a sixteenth.
 const LEAST: u64 = 16;
 
-/// Has machines leave: what goes to memory hosts goes first, machine by machine, as each can have all of the uplink; then
-/// all guests move together, and come together there. Where a machine cannot be split nothing moves; those that do not
-/// move are as they were before.
+/// Has machines leave: what goes to memory hosts goes first, machine by machine, as each can have all of the uplink;
+/// then all guests move, and come together there. Where a machine cannot be split nothing moves; those that do not move
+/// are as they were before.
 ///
 /// # Errors
 /// The daemon's problem.
@@ -88,8 +88,8 @@ async fn put_back(client: &Client, splits: impl Iterator<Item = &SplitReport>) {
     }
 }
 
-/// What is asked for a machine of so much memory: machines share the memory hosts by their size; `whole` is the memory of
-/// all of these. All in bytes.
+/// What is asked for a machine of so much memory: machines share the memory hosts by their size; `whole` is the memory
+/// of all of these. All in bytes.
 fn request(memory_bytes: u64, whole: u64, memory: &[MemoryHost]) -> SplitRequest {
     let part = |host: &MemoryHost| {
         let bytes = u128::from(host.bytes) * u128::from(memory_bytes) / u128::from(whole.max(1));

@@ -9,7 +9,7 @@
 //!   the guest is stopped.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sterna_api::{Code, Problem, SplitReport, SplitRequest};
 use sterna_engine::monitor::Monitor;
@@ -23,8 +23,12 @@ use super::hosts::{RETRY, alive};
 use crate::machines::control::Control;
 use crate::machines::record::VmRecord;
 use crate::machines::split::{EpochFile, Remote, SplitRecord};
+use crate::migration::arriving::Arriving;
 use crate::migration::paging::{pager, read_map};
 use crate::problems::host;
+
+/// How long a machine that is to come together waits for others that are on their way here.
+const OTHERS: Duration = Duration::from_secs(60);
 
 /// Takes over a machine that an earlier daemon has left split; its record as it is now. Where it is not split any
 /// more, all of its memory is here. Where its guest may be another host's (`held`), its memory hosts are asked once it
@@ -108,10 +112,17 @@ fn go_on(splits: &Splits, record: &VmRecord, remote: &Arc<Remote>) -> Result<(),
     Ok(())
 }
 
-/// Brings a machine together that has just come here and was split where it comes from, in the background.
+/// Brings a machine together that has just come here and was split where it comes from, in the background: once no
+/// other machine is on its way here, whose last pages would stand behind those of this one.
 pub fn come_together(splits: &Arc<Splits>, record: &VmRecord) {
     let (splits, record) = (Arc::clone(splits), record.clone());
-    let merge = move || end_of(&record, "merge", |monitor| splits.merge(&record.name, monitor));
+    let merge = move || {
+        let (began, table) = (Instant::now(), || splits.care.machines.table());
+        while table().values().any(|entry| entry.hold.is::<Arriving>()) && began.elapsed() < OTHERS {
+            std::thread::sleep(RETRY);
+        }
+        end_of(&record, "merge", |monitor| splits.merge(&record.name, monitor));
+    };
     if let Err(error) = std::thread::Builder::new().name("merge".into()).spawn(merge) {
         tracing::error!(%error, "cannot start the thread that brings a machine together");
     }

@@ -46,6 +46,9 @@ pub mod left_out;
 /// Sent pages: what the destination holds of each.
 pub mod sent;
 
+/// Pages of a split guest that do not travel.
+pub mod stays;
+
 /// Silent writes: pages that are written and hold what they held.
 mod silent;
 

@@ -85,9 +85,17 @@ pub struct Making<'a> {
     /// The gang that the machine shares pages with; absent where the guest has stopped, so that nobody has to map
     /// anything in the pause.
     pub member: Option<&'a Member>,
+    /// Whether a page may be taken away between now and its sending, as one of a split guest that runs.
+    pub may_leave: bool,
 }
 
 impl<'a> Making<'a> {
+    /// By these alone.
+    #[must_use]
+    pub fn of(round: u32, ram: &'a dyn Memory, sent: &'a SentTable, encoding: &'a Encoding) -> Self {
+        Self { round, ram, sent, encoding, member: None, may_leave: false }
+    }
+
     /// Decides about the wanted pages of a chunk. Returns their counts, and what goes of them, if anything does.
     ///
     /// # Errors
@@ -101,7 +109,8 @@ impl<'a> Making<'a> {
         // Bodies that are not encoded and have a quick hash are sent in place, if this kind of memory allows it.
         // What may go as a reference is looked at first.
         let looked_at = self.member.is_some_and(Member::has_offers);
-        let straight = encoding.is_straight() && !looked_at && ram.in_place(wanted.chunk, &PageSet::EMPTY).is_some();
+        let copied = looked_at || self.may_leave;
+        let straight = encoding.is_straight() && !copied && ram.in_place(wanted.chunk, &PageSet::EMPTY).is_some();
         let keep = if straight { Keep::Nothing } else { Keep::Full };
         let copies = encoder.copies();
         copies.clear();
@@ -210,7 +219,7 @@ mod tests {
     }
 
     fn made<'a>(ram: &'a dyn Memory, sent: &'a SentTable, encoding: &'a Encoding) -> Outbound<'a> {
-        let making = Making { round: 7, ram, sent, encoding, member: None };
+        let making = Making::of(7, ram, sent, encoding);
         let (counts, outbound) = making.outbound(&mut Encoder::default(), &wanted()).unwrap();
         let outbound = outbound.expect("three pages go");
         assert_eq!((counts, counts.full, counts.zero, counts.unallocated), (outbound.counts, 3, 1, 1));
@@ -262,7 +271,7 @@ mod tests {
         assert_eq!((frame.full.len(), frame.delta.len(), outbound.digests.len()), (3, 0, 3));
         assert!(outbound.payload.bytes() < PAGE_BYTES);
         ram.discard(ChunkIndex(0), &wanted().pages).unwrap();
-        let making = Making { round: 8, ram: &ram, sent: &sent, encoding: &encoding, member: None };
+        let making = Making::of(8, &ram, &sent, &encoding);
         let discarded = wanted().pages;
         let (counts, outbound) = making.outbound(&mut Encoder::default(), &Wanted { discarded, ..wanted() }).unwrap();
         let outbound = outbound.expect("the destination holds something else");

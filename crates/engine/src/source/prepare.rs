@@ -14,6 +14,7 @@ use super::link::{Link, Peer, With};
 use super::postcopy::drive::Begun;
 use super::postcopy::work::Work;
 use super::rounds::Rounds;
+use super::stays::Stays;
 use super::stream::Stream;
 use super::untracked::UntrackedWrites;
 use crate::error::MigrateError;
@@ -91,6 +92,7 @@ pub fn prepare<'a, 'd: 'a>(
     rounds.untracked = UntrackedWrites::by(departure.untracked, ram.layout());
     rounds.follow_reads(departure.tracker)?;
     rounds.member = member;
+    rounds.stays = departure.split.as_ref().map(|split| Stays::of(split, ram.layout()));
     let allocated = rounds.everything()?;
     rounds.skip_free(departure.vmm);
     departure.account.prepared(ram.layout().pages(), allocated);

@@ -37,15 +37,19 @@ use super::queue::{Inlet, Queue, queue};
 use super::route::Route;
 use super::select::{Counts, Wanted};
 use super::skip::Skips;
+use super::stays::{Stays, Turn};
 use super::stream::{Stream, link_broke};
 use crate::error::MigrateError;
 use crate::monitor::Monitor;
+use crate::split::holding::Holding;
 use crate::transport::pacer::Pacer;
 
 /// The state that all connections share during a round.
 pub struct Round<'a> {
     /// Its number, the guest's RAM, and the means to compare and encode its pages.
     pub making: Making<'a>,
+    /// What of a split guest that runs does not travel.
+    pub stays: Option<&'a Stays>,
     /// The pages that the round must send.
     pub outstanding: &'a PageMap,
     /// Those of them that the guest discarded.
@@ -204,6 +208,13 @@ impl<'a, C: Iterator<Item = (ChunkIndex, PageSet)>> Supply<'a, C> {
     }
 }
 
+/// Pages of a chunk that travel, and how many do not; nothing of the chunk goes or comes for as long as it is `held`.
+struct Going<'a> {
+    wanted: Wanted,
+    stayed: u64,
+    held: Option<Holding<'a>>,
+}
+
 /// The maker of frames, which keeps account of them.
 struct Makes<'a, C> {
     round: &'a Round<'a>,
@@ -217,7 +228,10 @@ impl<'a, C: Iterator<Item = (ChunkIndex, PageSet)>> Makes<'a, C> {
     fn next(&mut self) -> Result<Option<Outbound<'a>>, MigrateError> {
         for (chunk, pages) in self.chunks.by_ref() {
             let Some(wanted) = self.round.wanted(chunk, pages, &mut self.sent)? else { continue };
-            let (counts, outbound) = self.round.making.outbound(&mut self.encoder, &wanted)?;
+            let Some(Going { wanted, stayed, held }) = self.round.going(wanted, &mut self.sent)? else { continue };
+            let (mut counts, outbound) = self.round.making.outbound(&mut self.encoder, &wanted)?;
+            drop(held);
+            counts.unchanged += stayed;
             self.sent.counts += counts;
             self.round.bodies.fetch_add(counts.bodies(), Ordering::Relaxed);
             if outbound.is_some() {
@@ -281,6 +295,26 @@ impl Round<'_> {
     fn is_over(&self) -> bool {
         let has_come = |moment: Option<Instant>| moment.is_some_and(|moment| Instant::now() >= moment);
         has_come(self.until) || (has_come(self.cut) && self.bodies.load(Ordering::Relaxed) >= MEASURABLE_PAGES)
+    }
+
+    /// Those of these pages that travel, of a split guest; `None` where pages of the chunk are on their way: all are
+    /// left to the next round.
+    ///
+    /// # Errors
+    /// As [`Stays::turn`](super::stays::Stays::turn).
+    fn going(&self, wanted: Wanted, sent: &mut Sent) -> Result<Option<Going<'_>>, MigrateError> {
+        let Some(stays) = self.stays else { return Ok(Some(Going { wanted, stayed: 0, held: None })) };
+        let Turn::Now(stay, held) = stays.turn(wanted.chunk, &wanted.pages)? else {
+            let counts = Counts { again: wanted.pages.len() as u64, ..Counts::default() };
+            sent.again.push((wanted.chunk, wanted.pages));
+            sent.counts += counts;
+            self.monitor.sent(counts.pages(), 0);
+            return Ok(None);
+        };
+        let pages = wanted.pages.without(&stay);
+        let stayed = (wanted.pages.len() - pages.len()) as u64;
+        // What is not away may be a hole: it was zeros when it was to leave.
+        Ok(Some(Going { wanted: Wanted { pages, discarded: pages, ..wanted }, stayed, held: Some(held) }))
     }
 
     /// The outstanding pages of a chunk to decide about now; `None` where the chunk's turn came too late. Notes the

@@ -24,12 +24,14 @@ use super::round::{Round, Sent, send_round};
 use super::select::{Counts, changed_untracked};
 use super::sent::SentTable;
 use super::skip::Skips;
+use super::stays::Stays;
 use super::stream::Stream;
 use super::track::Tracker;
 use super::untracked::UntrackedWrites;
 use crate::error::MigrateError;
 use crate::memory::Memory;
 use crate::monitor::Monitor;
+use crate::split::onward::Elsewhere;
 use crate::transport::pacer::Pacer;
 use crate::vmm::{self, Untracked};
 
@@ -86,6 +88,8 @@ pub struct Rounds<'a> {
     pub untracked: UntrackedWrites,
     /// The gang that the machine shares pages with: what they share goes once, while the guest runs.
     pub member: Option<Arc<Member>>,
+    /// What of a split guest does not travel.
+    pub stays: Option<Stays>,
     /// The speed at which pages went.
     pub throughput: Throughput,
     pacer: Pacer,
@@ -136,6 +140,7 @@ impl<'a> Rounds<'a> {
             skips: Skips::of(vec![Box::new(hot), Box::new(fake_dirty)]),
             encoding: Encoding::new(options, layout),
             member: None,
+            stays: None,
             outstanding: PageMap::empty(layout),
             written: PageMap::empty(layout),
             later: PageMap::empty(layout),
@@ -183,6 +188,9 @@ impl<'a> Rounds<'a> {
         self.left_out.collected(&self.written);
         self.skips.collected(&self.written);
         self.outstanding.add(&self.written);
+        if let Some(stays) = &self.stays {
+            stays.leave_out(&self.written, &mut self.outstanding)?;
+        }
         self.follow_reads(tracker)?;
         let after = self.collected.elapsed();
         let write_faults = tracker.cost().write_faults - before;
@@ -237,6 +245,15 @@ impl<'a> Rounds<'a> {
     #[must_use]
     pub fn free_pages(&self) -> &FreePages {
         self.left_out.looks()
+    }
+
+    /// As [`Stays::end`].
+    ///
+    /// # Errors
+    /// As [`Stays::end`].
+    pub fn leave(&mut self, elsewhere: &mut Elsewhere) -> Result<(), MigrateError> {
+        let Some(stays) = &self.stays else { return Ok(()) };
+        stays.end(elsewhere, &mut self.outstanding, self.ram.layout())
     }
 
     /// Adds the pages that reads past the page tables have changed which were under way when pages were last watched
@@ -381,8 +398,11 @@ impl<'a> Rounds<'a> {
         self.monitor.begin_round(number, dirty_pages);
         let (began, before) = (Instant::now(), self.bytes());
         let member = self.member.as_deref().filter(|_| !last);
+        let stays = self.stays.as_ref().filter(|_| !last);
+        let making = Making::of(number, self.ram, &self.sent, &self.encoding);
         let round = Round {
-            making: Making { round: number, ram: self.ram, sent: &self.sent, encoding: &self.encoding, member },
+            making: Making { member, may_leave: stays.is_some(), ..making },
+            stays,
             outstanding: &self.outstanding,
             discarded: &self.discarded,
             free: self.left_out.pages(),

@@ -58,6 +58,17 @@ impl Split {
         state.forget_copies();
     }
 
+    /// No copy counts any more, anywhere. For tests.
+    #[doc(hidden)]
+    pub fn give_up_all_copies(&self) {
+        for index in 0..self.chunks.len() {
+            let mut state = self.chunk(ChunkIndex(index as u32));
+            if let Some(number) = state.copies_at() {
+                self.leave_copies(number, &mut state);
+            }
+        }
+    }
+
     /// Has a memory host forget pages of a chunk that count no more there.
     pub(super) fn release(
         &self,

@@ -61,6 +61,9 @@ mod hosts;
 /// A split guest moves to another host.
 pub mod onward;
 
+/// Which of its pages need not travel.
+pub mod holding;
+
 /// Whether it stands still meanwhile.
 mod still;
 

@@ -26,7 +26,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use sterna_api::{Blame, Code, Problem};
-use sterna_protocol::pages::PageMap;
+use sterna_protocol::layout::{ChunkIndex, Layout};
+use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::lines::Member;
 use super::room::Room;
@@ -45,6 +46,20 @@ pub struct Elsewhere {
     pub away: Vec<(Holder, PageMap)>,
     /// The epoch in which they are asked until the guest belongs to its next host.
     pub epoch: u64,
+}
+
+impl Elsewhere {
+    /// Adds pages of a chunk at a holder, which has all others of the chunk.
+    pub fn add(&mut self, holder: Holder, chunk: ChunkIndex, pages: &PageSet, layout: &Layout) {
+        if pages.is_empty() {
+            return;
+        }
+        let known = self.away.iter().position(|(known, _)| *known == holder).unwrap_or_else(|| {
+            self.away.push((holder, PageMap::empty(layout)));
+            self.away.len() - 1
+        });
+        self.away[known].1.insert_all(chunk, pages);
+    }
 }
 
 /// The memory hosts of a guest that comes here, and what this host needs to ask them.

@@ -238,6 +238,55 @@ fn a_guest_that_goes_on_writing_moves_from_host_to_host_and_what_is_away_stays_t
     here.split.end();
 }
 
+#[test]
+fn what_has_come_back_and_is_as_its_memory_host_has_it_does_not_travel() {
+    if !tracking_works() {
+        return;
+    }
+    for given_up in [false, true] {
+        let (guest, lending) = (Guest::new(), [LendingHost::new()]);
+        let split = guest.split(&[&lending[0]]);
+        send_all(&split, 0);
+        split.bring_back().unwrap();
+        // What is written then, the same as before, too, and what is away again.
+        let written: Vec<u64> = (0..PAGES).filter(|page| page % 256 < 192 && page % 7 == 0).collect();
+        let other = |page: u64| content(page) ^ 0xff00_0000;
+        written.iter().for_each(|page| {
+            guest.ram.mapping.copy_in(page * 4096, &other(*page).to_le_bytes().repeat(512)).unwrap();
+        });
+        guest.ram.mapping.copy_in(5 * 4096, &content(5).to_le_bytes().repeat(512)).unwrap();
+        split.way_out().unwrap().send(ChunkIndex(6), 0).unwrap();
+        let way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+        let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
+        host.touched.lock().unwrap().clear();
+        let mut vmm = SourceVmm::new(None);
+        if given_up {
+            // Once the rounds have left out what is there: the memory host has lost it, and this is known.
+            let split = Arc::clone(&split);
+            vmm.faults.at_stop = Some(Box::new(move || split.give_up_all_copies()));
+        }
+        let (fate, report) = run(here.outgoing(vmm), &peer);
+        assert_eq!(fate, Fate::There, "{:?}", report.error);
+        let there = arrived(&host);
+        let there_now = there.split.pager().missing();
+        println!("{} pages travelled, {there_now} stay", report.pages.full);
+        let sent_again = written.iter().filter(|page| **page / 256 != 6).count() as u64;
+        if given_up {
+            assert!(report.pages.full > PAGES / 2, "they travel after all");
+        } else {
+            assert_eq!(report.pages.full, sent_again);
+            assert_eq!(there_now, PAGES / 4 * 3 - sent_again);
+        }
+        there.split.bring_back().unwrap();
+        for page in 0..PAGES {
+            let is = if written.contains(&page) { other(page) } else { expected(page) };
+            assert_eq!(word(&there.mapping, page), is, "page {page}");
+        }
+        dies(split);
+        there.split.end();
+    }
+}
+
 /// Whatever the former owner asks for once the guest is another host's is refused.
 #[test]
 fn whoever_has_given_a_guest_away_can_neither_read_nor_change_what_is_at_its_memory_hosts() {

@@ -96,9 +96,10 @@ fn load(
     let vmm = &mut **vmm;
     link.control.send(&Request::Stopped)?;
     // Before the collection: what came until now is in it.
-    let elsewhere = split.as_ref().map(|split| split.stand_still()).transpose()?;
+    let mut elsewhere = split.as_ref().map(|split| split.stand_still()).transpose()?;
     rounds.collect(*tracker)?;
     rounds.collect_untracked()?;
+    elsewhere.as_mut().map_or(Ok(()), |elsewhere| rounds.leave(elsewhere))?;
     tracing::debug!("what it had written is known");
     let processors = rounds.processors(vmm);
     link.control.receive(&Request::Stopped, REPLY_TIMEOUT)?;
