@@ -6,7 +6,7 @@ use serde_json::Value;
 use sterna_api::{SplitReport, Status};
 use sterna_bench::load::now_us;
 use sterna_system_tests::cli::{self, Answer, Attempt};
-use sterna_system_tests::needs::times;
+use sterna_system_tests::needs::{left_to_another_day, times};
 use sterna_system_tests::random::Random;
 use sterna_system_tests::site::files;
 use sterna_system_tests::{Plan, Site, needs, skip_without, turn};
@@ -144,7 +144,7 @@ fn a_guest_runs_on_while_a_part_of_it_leaves_whoever_dies_and_comes_back_whole()
 #[test]
 fn what_is_called_off_is_as_it_was_before() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -195,7 +195,7 @@ fn super_small(site: &Site) -> Vec<String> {
 #[test]
 fn a_daemon_that_is_killed_at_any_moment_leaves_a_guest_that_can_be_merged() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -249,7 +249,7 @@ fn is_to_ask_again(answer: &Answer) -> bool {
 #[test]
 fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -294,7 +294,7 @@ fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
 #[test]
 fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let hosts = ["a", "b", "c", "d", "e"].map(str::to_owned).into();
