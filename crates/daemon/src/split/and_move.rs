@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use sterna_api::units::milliseconds;
-use sterna_api::{MigrateOptions, MigrateRequest, Problem, SplitReport, SplitRequest, Status};
+use sterna_api::{Blame, Code, MigrateOptions, MigrateRequest, Problem, SplitReport, SplitRequest, Status};
 use sterna_engine::monitor::Monitor;
 
 use super::{LOOK, Splits};
@@ -48,7 +48,8 @@ pub fn split(
     let failed = match migrate(departures, &asked) {
         Ok(job) => {
             let moved = wait(&job, monitor);
-            let failed = moved.as_ref().and_then(|moved| Some((moved.status, moved.error.clone()?)));
+            let stays = moved.as_ref().filter(|moved| moved.status != Status::Completed);
+            let failed = stays.map(|moved| (moved.status, moved.error.clone().unwrap_or_else(cancelled)));
             report.migration = moved.map(Box::new);
             failed
         }
@@ -62,6 +63,10 @@ pub fn split(
     }
     report.ms = milliseconds(monitor.elapsed());
     Ok(report)
+}
+
+fn cancelled() -> Problem {
+    Problem::new(Code::Cancelled, Blame::Request, "its migration was cancelled")
 }
 
 /// A machine that did not move is as it was before: whole, or split with so much here.
