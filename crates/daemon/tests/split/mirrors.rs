@@ -13,7 +13,7 @@ fn a_machine_with_mirrored_pages_does_without_either_memory_host() {
         host.run_full("m");
         let before = content(&host);
         done(&host, SPLIT, &mirrored(16, &[&lenders[0], &lenders[1]]));
-        each_page_is_at_both([&lenders[0], &lenders[1]]);
+        each_page_is_at_both(&host, [&lenders[0], &lenders[1]]);
         assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "copies=2");
         lenders[gone].kill_daemon();
         let peer = lenders[gone].address();
@@ -28,7 +28,7 @@ fn a_machine_with_mirrored_pages_does_without_either_memory_host() {
         done(&host, SPLIT, &request(16, &[&lenders[2], &lenders[3]]));
         let shown = host.get("/v1/vms/m");
         assert_eq!((&shown["split"]["redundancy"], &shown["split"]["silent"]), (&json!("copies=2"), &json!([])));
-        each_page_is_at_both([&lenders[2], &lenders[3]]);
+        each_page_is_at_both(&host, [&lenders[2], &lenders[3]]);
         // One of these goes down for good as well.
         lenders[2].kill_daemon();
         done(&host, MERGE, &Value::Null);
@@ -62,7 +62,7 @@ fn another_takes_the_place_of_one_of_two_that_has_gone() {
         host.run_full("m");
         let before = content(&host);
         done(&host, SPLIT, &mirrored(16, &[&lenders[0], &lenders[1]]));
-        each_page_is_at_both([&lenders[0], &lenders[1]]);
+        each_page_is_at_both(&host, [&lenders[0], &lenders[1]]);
         let stays = 1 - gone;
         lenders[gone].kill_daemon();
         if by_itself {
@@ -76,10 +76,7 @@ fn another_takes_the_place_of_one_of_two_that_has_gone() {
             assert!(status >= 400 && refused["code"] == "loan-refused", "{status} {refused}");
             done(&host, SPLIT, &mirrored(16, &two));
         }
-        eventually("the newcomer has all", || {
-            let shown = host.get("/v1/vms/m");
-            (&shown["split"]["silent"], &shown["split"]["alone_pages"]) == (&json!([]), &json!(0))
-        });
+        each_page_is_at_both(&host, [&lenders[stays], &lenders[2]]);
         assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "copies=2");
         // The next daemon knows the two.
         host.kill_daemon();
@@ -137,7 +134,7 @@ fn how_often_each_page_is_there_can_be_changed() {
     let twice = json!({ "here_bytes": 16 * MIB, "redundancy": "copies=2" });
     done(&host, SPLIT, &twice);
     assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "copies=2");
-    each_page_is_at_both(both);
+    each_page_is_at_both(&host, both);
     done(&host, SPLIT, &json!({ "here_bytes": 16 * MIB, "redundancy": "none" }));
     assert_eq!(host.get("/v1/vms/m")["split"]["redundancy"], "none");
     done(&host, MERGE, &Value::Null);
