@@ -60,5 +60,5 @@ pub use progress::{Phase, Progress};
 pub use reclaim::{ReclaimMethod, ReclaimRequest, Reclaimed};
 pub use replace::{ReplaceRequest, Replaced};
 pub use report::{Report, Status};
-pub use split::{SplitReport, SplitRequest};
+pub use split::{SplitReport, SplitRequest, Unused};
 pub use vm::{AdoptRequest, MemoryMode, MigrateRequest, Migration, ResumeRequest, RunRequest, Vm, VmState};

@@ -48,6 +48,9 @@ pub struct Reclaimed {
     pub reclaimed_pages: u64,
     /// These pages in bytes.
     pub reclaimed_bytes: u64,
+    /// Those of them that were at memory hosts.
+    #[serde(default)]
+    pub elsewhere_pages: u64,
     /// Candidates that the guest kept, because they were not free any more or because it wanted to write while they
     /// were checked.
     pub put_back_pages: u64,

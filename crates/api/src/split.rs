@@ -29,6 +29,18 @@ pub enum Redundancy {
     Mirrored,
 }
 
+/// Where pages belong that the guest has never used, or has given back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Unused {
+    /// Nowhere: they take no memory and never travel. The guest gets zeros when it uses one, at once.
+    #[default]
+    Track,
+    /// Where any other page would be: each counts as memory that is here, and leaves and comes back as any other. This
+    /// is what split guests cost where nobody knows which pages are used; it is there to compare with.
+    Ignore,
+}
+
 /// Has a part of a machine's memory leave for memory hosts; or, of a machine that is split already, changes how much of
 /// it is here, and which memory hosts it has.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
@@ -43,6 +55,10 @@ pub struct SplitRequest {
     /// At how many of them each page is. Without it: at one, or as the machine has it that is split already.
     #[serde(default)]
     pub redundancy: Option<Redundancy>,
+    /// Where pages belong that the guest does not use. Without it: nowhere, or as the machine has it that is split
+    /// already.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unused: Option<Unused>,
     /// The daemon of the host that the guest then moves to, `HOST:PORT`; without it the guest stays. What has left for
     /// memory hosts stays there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -102,6 +118,9 @@ pub struct Split {
     /// At how many of them each page is.
     #[serde(default)]
     pub redundancy: Redundancy,
+    /// Where pages belong that the guest does not use.
+    #[serde(default)]
+    pub unused: Unused,
     /// Those that did not answer when they were last asked, where another one has the same pages.
     #[serde(default)]
     pub silent: Vec<String>,
@@ -116,6 +135,12 @@ pub struct Split {
     pub waiting: Vec<Waiting>,
     /// Why more of it is here than may be, where that is so because pages cannot leave.
     pub stuck: Option<String>,
+    /// Pages that left for memory hosts since this daemon began, those included that did not have to be sent.
+    #[serde(default)]
+    pub out_pages: u64,
+    /// Pages that came back since then.
+    #[serde(default)]
+    pub in_pages: u64,
     /// Pages that waited for room here since this daemon began, because the guest takes memory faster than it leaves.
     #[serde(default)]
     pub paced_pages: u64,

@@ -43,6 +43,12 @@ fn show(done: &Reclaimed) -> String {
         "free".into(),
         format!("{} in the guest, {} of it with memory", pages(done.free_pages), pages(done.candidate_pages)),
     ]);
+    if done.elsewhere_pages > 0 {
+        table.add_row([
+            "elsewhere".into(),
+            format!("{} of what was given back, at memory hosts", pages(done.elsewhere_pages)),
+        ]);
+    }
     table.add_row(["put back".into(), format!("{} that was not free any more", pages(done.put_back_pages))]);
     let (before, after) = (show_size(done.allocated_before_bytes), show_size(done.allocated_after_bytes));
     table.add_row(["allocated".into(), format!("{before} before, {after} after")]);

@@ -77,6 +77,8 @@ pub struct Metrics {
     host_wait: Gauge<f64, AtomicU64>,
     silent: Gauge,
     alone: Gauge<u64, AtomicU64>,
+    out: Gauge<u64, AtomicU64>,
+    back: Gauge<u64, AtomicU64>,
     paced: Gauge<u64, AtomicU64>,
     paced_longest: Gauge<f64, AtomicU64>,
 }
@@ -122,6 +124,8 @@ impl Metrics {
             host_wait: Gauge::default(),
             silent: Gauge::default(),
             alone: Gauge::default(),
+            out: Gauge::default(),
+            back: Gauge::default(),
             paced: Gauge::default(),
             paced_longest: Gauge::default(),
         };
@@ -241,6 +245,8 @@ impl Metrics {
             Unit::Bytes,
             metrics.alone.clone(),
         );
+        registry.register("split_out", "Pages that left for memory hosts, of split machines", metrics.out.clone());
+        registry.register("split_in", "Pages that came back from there", metrics.back.clone());
         registry.register("split_paced", "Pages of split machines that waited for room here", metrics.paced.clone());
         registry.register_with_unit(
             "split_paced_longest",
@@ -310,6 +316,8 @@ impl Metrics {
             .set(split().flat_map(|split| &split.waiting).map(|waiting| waiting.ms).fold(0.0, f64::max) / 1e3);
         self.silent.set(split().map(|split| split.silent.len() as i64).sum());
         self.alone.set(split().map(|split| split.alone_pages * PAGE_BYTES).sum());
+        self.out.set(split().map(|split| split.out_pages).sum());
+        self.back.set(split().map(|split| split.in_pages).sum());
         self.paced.set(split().map(|split| split.paced_pages).sum());
         self.paced_longest.set(split().map(|split| split.paced_longest_ms).fold(0.0, f64::max) / 1e3);
         let mut out = String::new();

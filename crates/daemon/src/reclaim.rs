@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use sterna_api::units::milliseconds;
 use sterna_api::{Code, Problem, ReclaimMethod, Reclaimed, Status, VmState};
-use sterna_engine::faults::GuestFaults;
-use sterna_engine::inside::InsideQemu;
+use sterna_engine::memory::elsewhere::Elsewhere;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::reclaim::Machine;
 
@@ -14,11 +13,10 @@ use crate::balloon::lending::Lending;
 use crate::machines::claim::Claimed;
 use crate::machines::control::{self, Control};
 use crate::machines::hold::{Activity, Connection, Hold, Shown, cancel};
-use crate::machines::reach::check_writers;
+use crate::machines::reach::{accesses, check_writers};
 use crate::machines::record::VmRecord;
 use crate::machines::table::Machines;
 use crate::metrics::Metrics;
-use crate::problems::host;
 
 /// By the guest's balloon.
 pub mod by_balloon;
@@ -39,6 +37,10 @@ impl Activity for Reclaiming {
     // QEMU serves one client at a time, and who takes its guest's free memory is one.
     fn show(&self) -> Shown {
         Shown::As { state: VmState::Running, note: Some(self.describe().into()), progress: None }
+    }
+
+    fn may_be_split(&self) -> bool {
+        true
     }
 
     fn connection(&self) -> Connection {
@@ -94,16 +96,17 @@ impl Reclaim<'_> {
         let mut control = Control::connect(&record.qmp)?;
         // What others write past QEMU's mapping is not held up while a page is taken.
         check_writers(&record.name, &control.inspect()?)?;
-        let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
-        let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
+        let split = self.machines.split_of(record)?;
+        let (faults, blocks) = accesses(record, split.as_ref().map(|split| split.pager()))?;
         let qmp = control.share();
         let mut vmm = control::source(record, Arc::clone(&qmp))?;
         let _lent = self.lending.lend(&record.name, qmp);
         let machine = Machine {
             vmm: &mut vmm,
-            faults: GuestFaults::of(InsideQemu::new(agent)),
+            faults,
             blocks: &blocks,
             away: None,
+            elsewhere: split.map(|split| -> Arc<dyn Elsewhere> { split }),
             trust_first_look: self.trust_first_look,
         };
         sterna_engine::reclaim::reclaim(machine, monitor, account).map_err(|error| error.problem())

@@ -133,18 +133,18 @@ impl Splits {
         };
         let split = remote.split()?;
         let account = former.as_ref().map_or_else(Account::default, |_| split.account());
-        let room = Room::of(request.here_bytes);
+        let room = record.split.as_ref().map_or(Room::ALL, SplitRecord::room);
         let mut exchange = self.exchange(&record, split);
         let check = || monitor.check().and_then(|()| alive(&record));
         let done = split.keep_to(room).map_err(|error| error.problem());
         let done = done.and_then(|()| exchange.see_off(&check));
-        let done = done.and_then(|()| leave(&record, &remote, request.here_bytes, monitor));
+        let done = done.and_then(|()| leave(&record, split, room, monitor));
         let mut report = report(&record, monitor, (before, account), split);
         if let Err(problem) = done {
             let undone = match &former {
                 // There is nothing to be put back.
                 _ if alive(&record).is_err() => Ok(()),
-                Some(former) => self.put_back(&exchange.record, split, former.here_bytes),
+                Some(former) => self.put_back(&exchange.record, split, former.room()),
                 None => self.unite(&record, &remote, &|| alive(&record)),
             };
             (report.status, report.error) = ended_by(problem, undone);
@@ -171,7 +171,7 @@ impl Splits {
             let message = format!("all of the memory of '{name}' is here");
             return Err(Problem::new(Code::NotSplit, Blame::Request, message));
         };
-        let remote = self.reach(name)?;
+        let remote = self.care.machines.reach(name)?;
         let split = remote.split()?;
         self.check_room(name, &remote)?;
         let (before, account) = (record.allocated_bytes(), split.account());
@@ -183,7 +183,7 @@ impl Splits {
         if let Err(problem) = done {
             let undone = match alive(record) {
                 Err(_) => Ok(()),
-                Ok(()) => self.put_back(&merging, split, split_record.here_bytes),
+                Ok(()) => self.put_back(&merging, split, split_record.room()),
             };
             (report.status, report.error) = ended_by(problem, undone);
         } else {
@@ -203,7 +203,8 @@ impl Splits {
         let (guest, key) = (random_u128(), random_u128());
         let borrowed = Borrowed { guest, key, chunks, hosts, ..Borrowed::default() };
         let map = self.state.ram().join(format!("{}-away-{:016x}", record.name, random_u128() as u64));
-        let split = SplitRecord { borrowed, here_bytes: request.here_bytes, map, merging: false };
+        let (here_bytes, unused) = (request.here_bytes, request.unused.unwrap_or_default());
+        let split = SplitRecord { borrowed, here_bytes, unused, map, merging: false };
         let begun = with(record, split.clone());
         self.store(&begun)?;
         match self.open(&begun) {
@@ -254,10 +255,10 @@ impl Splits {
         let memory = if request.memory.is_empty() { split.borrowed.lending() } else { request.memory.clone() };
         let hosts = Place::of(&memory, request.redundancy.unwrap_or_else(|| split.borrowed.redundancy()))?;
         checks::check_budget(record, request.here_bytes, &hosts)?;
-        let remote = self.reach(&record.name)?;
+        let remote = self.care.machines.reach(&record.name)?;
         let mut exchange = self.exchange(record, remote.split()?);
         exchange.begin(&hosts)?;
-        exchange.keep_here(request.here_bytes)?;
+        exchange.keep_here(Room::of(request.here_bytes).with(request.unused.unwrap_or(split.unused)))?;
         Ok((exchange.record, remote))
     }
 
@@ -266,11 +267,11 @@ impl Splits {
     }
 
     /// Puts back how much of a machine may be here. Memory hosts that were leaving and have something lend again.
-    fn put_back(&self, record: &VmRecord, split: &Arc<Split>, here_bytes: u64) -> Result<(), Problem> {
+    fn put_back(&self, record: &VmRecord, split: &Arc<Split>, room: Room) -> Result<(), Problem> {
         let mut exchange = self.exchange(record, split);
         exchange.call_off()?;
-        exchange.keep_here(here_bytes)?;
-        split.keep_to(Room::of(here_bytes)).map_err(|error| error.problem())
+        exchange.keep_here(room)?;
+        split.keep_to(room).map_err(|error| error.problem())
     }
 
     /// Brings all of a machine's memory here, and ends that it is split. A memory host that is not reached is asked
@@ -293,7 +294,7 @@ impl Splits {
         self.loans.owe(record, &self.care.machines.dir(&record.name));
         let whole = VmRecord { split: None, ..record.clone() };
         let stored = self.care.machines.try_store(&whole);
-        if let Some(remote) = self.remote(&record.name) {
+        if let Some(remote) = self.care.machines.remote(&record.name) {
             remote.end();
             self.keep_remote(&record.name, None);
         }
@@ -321,19 +322,6 @@ impl Splits {
         self.care.machines.store(record).map_err(|error| host("cannot write the machine's record", &error))
     }
 
-    fn remote(&self, name: &str) -> Option<Arc<Remote>> {
-        self.care.machines.table().get(name)?.remote.clone()
-    }
-
-    /// The same of a machine that is split.
-    fn reach(&self, name: &str) -> Result<Arc<Remote>, Problem> {
-        self.remote(name).ok_or_else(|| {
-            let message = format!("nothing can bring the pages of '{name}' that are at memory hosts");
-            Problem::new(Code::PagingLost, Blame::Host, message)
-                .hint(format!("'sterna show {name}' says why; 'sterna stop {name} --force' ends it"))
-        })
-    }
-
     fn keep_remote(&self, name: &str, remote: Option<&Arc<Remote>>) {
         if let Some(entry) = self.care.machines.table().get_mut(name) {
             entry.remote = remote.cloned();
@@ -355,15 +343,14 @@ impl From<Problem> for NotOpened {
 }
 
 /// Waits until no more of a machine is here than may be.
-fn leave(record: &VmRecord, remote: &Remote, here_bytes: u64, monitor: &Monitor) -> Result<(), Problem> {
+fn leave(record: &VmRecord, split: &Split, room: Room, monitor: &Monitor) -> Result<(), Problem> {
     loop {
         monitor.check().and_then(|()| alive(record)).map_err(|error| error.problem())?;
-        let here = remote.here_bytes().map_err(|error| host("cannot tell how much of the machine is here", &error))?;
-        if here <= here_bytes {
+        if split.here_bytes().map_err(|error| error.problem())? <= room.most() {
             return Ok(());
         }
         // One that cannot be reached may come back; one that refuses does so again.
-        if let Some(problem) = refused(remote.split()?) {
+        if let Some(problem) = refused(split) {
             return Err(problem);
         }
         std::thread::sleep(LOOK);

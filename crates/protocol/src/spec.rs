@@ -73,6 +73,8 @@ pub struct SplitSpec {
     pub hosts: Vec<SplitHost>,
     /// The most of its memory that may be on the host that runs it, bytes.
     pub here_bytes: u64,
+    /// Pages that the guest does not use count, and are at memory hosts as others are.
+    pub unused_counts: bool,
     /// The epoch of the source, at present.
     pub epoch: u64,
     /// The last that the source will ever use; those of the destination come after it.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use sterna_api::split::{MemoryHost, Redundancy};
+use sterna_api::split::{MemoryHost, Redundancy, Unused};
 use sterna_api::units::parse_size;
 
 /// What `--main` says where the guest stays on this host.
@@ -34,6 +34,13 @@ pub struct Split {
     /// for a machine that is split already.
     #[arg(long, value_name = "none|copies=2", value_parser = redundancy)]
     pub redundancy: Option<Redundancy>,
+    /// Where pages belong that the guest does not use: track (nowhere), or ignore (where any other page would be)
+    ///
+    /// With track they take no memory and never travel, and the guest gets one of zeros at once when it uses it. With
+    /// ignore each counts, leaves and comes back as any other page: it is there to compare with. Without this option:
+    /// track, or as it is for a machine that is split already.
+    #[arg(long, value_name = "track|ignore", value_parser = unused)]
+    pub unused: Option<Unused>,
     /// Write the report there as JSON, '-' for standard output
     #[arg(long, value_name = "FILE|-")]
     pub json: Option<PathBuf>,
@@ -101,6 +108,14 @@ fn redundancy(text: &str) -> Result<Redundancy, String> {
     }
 }
 
+fn unused(text: &str) -> Result<Unused, String> {
+    match text {
+        "track" => Ok(Unused::Track),
+        "ignore" => Ok(Unused::Ignore),
+        _ => Err("it is track or ignore".into()),
+    }
+}
+
 fn memory_host(text: &str) -> Result<MemoryHost, String> {
     let (peer, size) = text.rsplit_once('=').ok_or("it is HOST:PORT=SIZE, such as b.example:4444=4G")?;
     let bytes = parse_size(size).map_err(|error| error.to_string())?;
@@ -122,6 +137,8 @@ mod tests {
         }
         assert_eq!((redundancy("none"), redundancy("copies=2")), (Ok(Redundancy::None), Ok(Redundancy::Mirrored)));
         assert!(redundancy("copies=3").is_err() && redundancy("").is_err());
+        assert_eq!((unused("track"), unused("ignore")), (Ok(Unused::Track), Ok(Unused::Ignore)));
+        assert!(unused("tracked").is_err() && unused("").is_err());
         assert!(memory_host("b:1").is_err() && memory_host("b:1=").is_err());
     }
 }

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use sterna_api::Problem;
-use sterna_api::split::{MemoryHost, Redundancy};
+use sterna_api::split::{MemoryHost, Redundancy, Unused};
 use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::Lender;
+use sterna_engine::split::room::Room;
 use sterna_engine::transport::credentials::Credentials;
 use sterna_protocol::spec::{SplitHost, SplitSpec};
 use sterna_protocol::store::Claim;
@@ -220,7 +221,8 @@ impl Borrowed {
     /// What its next owner is told, where so much may be on the host that runs it; the epochs are this owner's last
     /// one, and the one that the next owner's follow. With `merge` that one brings it together.
     #[must_use]
-    pub fn spec(&self, here_bytes: u64, (epoch, own_epoch): (u64, u64), merge: bool) -> SplitSpec {
+    pub fn spec(&self, room: Room, (epoch, own_epoch): (u64, u64), merge: bool) -> SplitSpec {
+        let (here_bytes, unused_counts) = (room.most(), room.unused() == Unused::Ignore);
         let Self { guest, key, chunks, .. } = *self;
         let host = |(number, host): (usize, &Place)| SplitHost {
             peer: host.peer.clone(),
@@ -230,7 +232,7 @@ impl Borrowed {
             gone: self.gone.contains(&number),
         };
         let hosts = self.hosts.iter().enumerate().map(host).collect();
-        SplitSpec { guest, key, chunks, hosts, here_bytes, epoch, own_epoch, merge }
+        SplitSpec { guest, key, chunks, hosts, here_bytes, unused_counts, epoch, own_epoch, merge }
     }
 
     /// The memory hosts of a machine that comes here.
@@ -272,7 +274,7 @@ mod tests {
         borrowed.see_off(3);
         assert_eq!((borrowed.number_of(&host("b:3")), borrowed.lending().len()), (None, Holder::MAX_HOSTS - 1));
         assert_eq!(borrowed.welcome(&host("c:1")), Some(3));
-        assert_eq!(Borrowed::from_spec(&borrowed.spec(7, (1, 2), false)).lent().count(), Holder::MAX_HOSTS);
+        assert_eq!(Borrowed::from_spec(&borrowed.spec(Room::of(7), (1, 2), false)).lent().count(), Holder::MAX_HOSTS);
         let lender = &borrowed.lenders(None)[3];
         assert!(lender.peer == "c:1" && lender.leaving, "{lender:?}");
         borrowed.leaving.clear();

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use sterna_api::{Blame, Code, Problem};
+use sterna_engine::faults::GuestFaults;
 use sterna_engine::inside::InsideQemu;
 use sterna_engine::memory::BlockFile;
 use sterna_engine::paging::Pager;
@@ -73,18 +74,24 @@ pub fn movable(record: &VmRecord, pager: Option<&Arc<Pager>>) -> Result<Movable,
     check_movable(&record.name, &about)?;
     // What damages a guest must not travel as if it were the guest's.
     record.check_template().inspect_err(|problem| tracing::error!(vm = %record.name, "{}", problem.message))?;
-    let pid = record.process.pid;
-    let (addresses, tracker) = match pager {
-        Some(pager) => {
-            let addresses = pager.ram().spans().iter().map(|span| span.start).collect();
-            (addresses, WriteProtect::of(pid, Arc::clone(pager.guest_faults())))
-        }
+    let (faults, blocks) = accesses(record, pager)?;
+    let tracker = WriteProtect::of(record.process.pid, faults).map_err(|error| error.problem())?;
+    Ok(Movable { control, about, blocks, tracker })
+}
+
+/// What knows of accesses to a machine's RAM, and the RAM, with addresses in QEMU. Of one that is split a `pager` has
+/// the agent already.
+///
+/// # Errors
+/// A [`Problem`]: its agent does not answer, or its RAM cannot be opened.
+pub fn accesses(record: &VmRecord, pager: Option<&Arc<Pager>>) -> Result<(Arc<GuestFaults>, Vec<BlockFile>), Problem> {
+    let (faults, addresses) = match pager {
+        Some(pager) => (Arc::clone(pager.guest_faults()), pager.ram().spans().iter().map(|span| span.start).collect()),
         None => {
-            let (agent, addresses) = control::agent_and_addresses(&record.agent, pid, &record.blocks)?;
-            (addresses, WriteProtect::new(pid, InsideQemu::new(agent)))
+            let (agent, addresses) = control::agent_and_addresses(&record.agent, record.process.pid, &record.blocks)?;
+            (GuestFaults::of(InsideQemu::new(agent)), addresses)
         }
     };
     let blocks = record.block_files(&addresses).map_err(|error| host("cannot open the machine's RAM", &error))?;
-    let tracker = tracker.map_err(|error| error.problem())?;
-    Ok(Movable { control, about, blocks, tracker })
+    Ok((faults, blocks))
 }

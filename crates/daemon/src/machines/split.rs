@@ -8,11 +8,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use sterna_api::split as api;
+use sterna_api::split::{self as api, Unused};
 use sterna_api::units::milliseconds;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::paging::Pager;
-use sterna_engine::split::{Epochs, Split};
+use sterna_engine::split::room::Room;
+use sterna_engine::split::{Account, Epochs, Split};
 
 use super::borrowed::{Borrowed, Place};
 use crate::state::{read_record, write_record};
@@ -27,11 +28,22 @@ pub struct SplitRecord {
     pub borrowed: Borrowed,
     /// The most of its memory that may be here, bytes.
     pub here_bytes: u64,
+    /// Where pages belong that the guest does not use.
+    #[serde(default)]
+    pub unused: Unused,
     /// Which pages are where: a file in memory, so that a daemon started anew goes on. Empty until the first may leave.
     pub map: PathBuf,
     /// All of it is being brought here.
     #[serde(default)]
     pub merging: bool,
+}
+
+impl SplitRecord {
+    /// How much of the machine may be here.
+    #[must_use]
+    pub fn room(&self) -> Room {
+        Room::of(self.here_bytes).with(self.unused)
+    }
 }
 
 /// The epochs of a machine's owner: a file in the machine's directory, which outlives this host as memory hosts do. It
@@ -171,14 +183,6 @@ impl Remote {
         })
     }
 
-    /// How much of the machine's memory is here, bytes.
-    ///
-    /// # Errors
-    /// The file system's.
-    pub fn here_bytes(&self) -> io::Result<u64> {
-        self.pager.ram().allocated_bytes()
-    }
-
     /// Ends it, where all pages are here or the guest has ended. It may have to wait for a memory host that is silent.
     pub fn end(&self) {
         match self.split.get() {
@@ -201,12 +205,14 @@ impl Remote {
             let (peer, why) = (hosts.get(number)?.name(), why.as_ref().map(Problem::with_causes));
             Some(api::Waiting { peer, ms: waited.as_secs_f64() * 1e3, why })
         });
-        let paced = split.map(|split| split.account().paced).unwrap_or_default();
+        let Account { out_pages, unsent_pages, in_pages, paced, .. } =
+            split.map(|split| split.account()).unwrap_or_default();
         api::Split {
             here_bytes: record.here_bytes,
             away_pages: self.pager.missing(),
             memory: record.borrowed.lending(),
             redundancy: record.borrowed.redundancy(),
+            unused: record.unused,
             silent: split.map(|split| split.silent()).unwrap_or_default(),
             alone_pages: split.map(|split| split.at_one_alone()).unwrap_or_default(),
             leaving: record
@@ -218,6 +224,8 @@ impl Remote {
                 .collect(),
             waiting: waiting.collect(),
             stuck: split.and_then(|split| split.stuck()).as_ref().map(Problem::with_causes),
+            out_pages: out_pages + unsent_pages,
+            in_pages,
             paced_pages: paced.pages,
             forced_pages: paced.forced,
             paced_longest_ms: milliseconds(paced.longest),
@@ -247,6 +255,7 @@ pub fn describe(split: &api::Split) -> String {
         let waited = if pages == 1 { "1 page".into() } else { format!("{pages} pages") };
         format!("; {waited} waited for room, {longest:.0} ms at most, and {forced} came in without")
     });
+    let unused = (split.unused == Unused::Ignore).then(|| "; what it does not use counts like any other".into());
     let leaving = split.leaving.iter().map(|host| format!("; {} is being emptied", host.peer));
     let silent =
         split.silent.iter().map(|peer| format!("; {peer} does not answer, but another one has the same pages"));
@@ -257,7 +266,8 @@ pub fn describe(split: &api::Split) -> String {
         };
         format!("; {pages} at one of two memory hosts alone, until the other one has been given {them}")
     });
-    leaving.chain(silent).chain(alone).chain(waits).chain(stuck).chain(paced).fold(pages, |text, more| text + &more)
+    let more = unused.into_iter().chain(leaving).chain(silent).chain(alone).chain(waits).chain(stuck).chain(paced);
+    more.fold(pages, |text, more: String| text + &more)
 }
 
 /// A request that needs all of a machine's memory here.
@@ -313,7 +323,8 @@ mod tests {
             leaving: [0].into(),
             gone: [1].into(),
         };
-        let record = SplitRecord { borrowed, here_bytes: 5, map: "/ram/x".into(), merging: true };
+        let record =
+            SplitRecord { borrowed, here_bytes: 5, unused: Unused::Track, map: "/ram/x".into(), merging: true };
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.json");
         write_record(&path, &record).unwrap();

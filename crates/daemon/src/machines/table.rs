@@ -10,7 +10,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_api::Problem;
+use sterna_api::{Blame, Code, Problem};
+use sterna_engine::split::Split;
 
 use super::files::remove_files;
 use super::hold::Hold;
@@ -133,6 +134,32 @@ impl Machines {
     /// A [`Problem`] where there is none of this name.
     pub fn entry(&self, name: &str) -> Result<Entry, Problem> {
         self.table().get(name).cloned().ok_or_else(|| unknown_vm(name))
+    }
+
+    /// What is elsewhere of a machine; `None` where all of it is here.
+    pub fn remote(&self, name: &str) -> Option<Arc<Remote>> {
+        self.table().get(name)?.remote.clone()
+    }
+
+    /// The same of a machine that is split.
+    ///
+    /// # Errors
+    /// A [`Problem`]: this daemon could not go on with what is elsewhere.
+    pub fn reach(&self, name: &str) -> Result<Arc<Remote>, Problem> {
+        self.remote(name).ok_or_else(|| {
+            let message = format!("nothing can bring the pages of '{name}' that are at memory hosts");
+            Problem::new(Code::PagingLost, Blame::Host, message)
+                .hint(format!("'sterna show {name}' says why; 'sterna stop {name} --force' ends it"))
+        })
+    }
+
+    /// What brings and sends a machine's pages, where it is split.
+    ///
+    /// # Errors
+    /// As [`reach`](Self::reach), or not all of its memory hosts have answered yet.
+    pub fn split_of(&self, record: &VmRecord) -> Result<Option<Arc<Split>>, Problem> {
+        let split = || Ok(Arc::clone(self.reach(&record.name)?.split()?));
+        record.split.is_some().then(split).transpose()
     }
 
     /// Claims a machine that nobody else is busy with, or with something that gives way; then it takes as long as that.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_api::estimate::{MAX_DURATION_MS, MIN_DURATION_MS};
-use sterna_api::options::MigrateOptions;
+use sterna_api::options::{MigrateOptions, Mode};
 use sterna_api::{Blame, Code, Estimate, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::memory::kind;
@@ -51,10 +51,15 @@ impl Activity for Estimating {
     fn connection(&self) -> Connection {
         Connection::Free
     }
+
+    fn may_be_split(&self) -> bool {
+        true
+    }
 }
 
 /// Estimates a machine's migration. Blocks for the observation's time; `monitor` can cut it short. No migration of the
-/// machine begins meanwhile, because only one can watch a machine's writes.
+/// machine begins meanwhile, because only one can watch a machine's writes. Of a machine that is split what is here
+/// would travel; what is free of that is not known, as what tells may be away.
 ///
 /// # Errors
 /// A [`Problem`]: the machine is unknown, busy or of a kind that cannot be moved, or the question is invalid.
@@ -66,16 +71,21 @@ pub fn estimate(
 ) -> Result<Estimate, Problem> {
     question.check()?;
     let claimed = Claimed::new(machines, name, Hold::busy(Estimating(Arc::clone(monitor))))?;
-    let movable = movable(&claimed.record, None)?;
+    let split = machines.split_of(&claimed.record)?;
+    let movable = movable(&claimed.record, split.as_ref().map(|split| split.pager()))?;
     let ram = kind::open(&movable.blocks, Access::Read);
     let ram = ram.map_err(|error| host("cannot map the machine's RAM", &error))?;
     // QEMU serves one client at a time, and it is asked for nothing more after this.
     let mut vmm = control::source(&claimed.record, movable.control.share())?;
-    let free = free_now(&mut vmm, &ram).unwrap_or_else(|reason| {
-        tracing::info!(vm = name, %reason, "the guest's free pages are unknown");
-        PageMap::empty(ram.layout())
-    });
-    let cached = question.page_cache.then(|| page_cache_now(&mut vmm, &ram));
+    let nothing = || PageMap::empty(ram.layout());
+    let free = match split {
+        Some(_) => nothing(),
+        None => free_now(&mut vmm, &ram).unwrap_or_else(|reason| {
+            tracing::info!(vm = name, %reason, "the guest's free pages are unknown");
+            nothing()
+        }),
+    };
+    let cached = (question.page_cache && split.is_none()).then(|| page_cache_now(&mut vmm, &ram));
     drop(vmm);
     let cached = cached.and_then(|cached| {
         let not_told = |reason| tracing::info!(vm = name, %reason, "the guest's page cache is unknown");
@@ -91,6 +101,9 @@ pub fn estimate(
     })?;
     let limit = Duration::from_secs_f64(question.downtime_limit_ms / 1e3);
     let mut estimate = played_through(name, &seen, question.bandwidth_bytes_per_s, limit);
+    if split.is_some() {
+        estimate.ways.retain(|way| matches!(way.mode, Mode::Precopy | Mode::StopAndCopy));
+    }
     if let Some(mut cached) = cached {
         let allocated = ram.allocated().map_err(|error| host("cannot look for holes in the machine's RAM", &error))?;
         cached.keep(&allocated);

@@ -30,7 +30,7 @@ use crate::machines::claim::Reservation;
 use crate::machines::control;
 use crate::machines::hold::Hold;
 use crate::machines::record::{Lifecycle, Memory, Paging, VmRecord};
-use crate::machines::split::Remote;
+use crate::machines::split::{Remote, SplitRecord};
 use crate::machines::start::Launcher;
 use crate::problems::host;
 use crate::qemu::arguments::{self, Additions, Item};
@@ -170,8 +170,7 @@ impl DestinationHost for Destination {
 
     fn took_over(&self, id: MigrationId, split: Arc<Split>) {
         let Some(record) = self.arriving(id) else { return };
-        let here_bytes = record.split.as_ref().map_or(u64::MAX, |split| split.here_bytes);
-        if let Err(error) = split.keep_to(Room::of(here_bytes)) {
+        if let Err(error) = split.keep_to(record.split.as_ref().map_or(Room::ALL, SplitRecord::room)) {
             let problem = error.problem();
             tracing::error!(vm = %record.name, "no more of its pages leave: {}", problem.with_causes());
         }

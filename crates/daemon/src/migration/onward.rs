@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use sterna_api::options::SkipFree;
-use sterna_api::{Blame, Code, MigrateOptions, Mode, Problem};
+use sterna_api::{Blame, Code, MigrateOptions, Mode, Problem, Unused};
 use sterna_engine::paging::whereabouts::Holder;
 use sterna_engine::split::loans::borrow;
 use sterna_engine::split::onward::Handed;
@@ -50,7 +50,9 @@ pub fn check(record: &VmRecord, options: &MigrateOptions, to: &str) -> Result<()
         });
     }
     if split.merging || !split.borrowed.leaving.is_empty() {
-        return refuse("and some of that is coming back");
+        return refuse("and some of that is coming back").map_err(|problem| {
+            problem.hint(format!("wait until it is here: 'sterna show {}' says how much is left", record.name))
+        });
     }
     Ok(())
 }
@@ -78,16 +80,10 @@ pub fn leaving(
     record: &VmRecord,
     merge: bool,
 ) -> Result<Option<(Arc<Split>, SplitSpec)>, Problem> {
-    let Some(split) = &record.split else { return Ok(None) };
-    let remote = machines.table().get(&record.name).and_then(|entry| entry.remote.clone());
-    let lost = || {
-        let message = format!("nothing can bring the pages of '{}' that are at memory hosts", record.name);
-        Problem::new(Code::PagingLost, Blame::Host, message)
-    };
-    let engine = Arc::clone(remote.ok_or_else(lost)?.split()?);
+    let Some((split, engine)) = record.split.as_ref().zip(machines.split_of(record)?) else { return Ok(None) };
     let epochs = EpochFile::of(&machines.dir(&record.name)).with_next_owners();
     let epochs = epochs.map_err(|error| host("cannot read the epoch of the guest's owner", &error))?;
-    Ok(Some((engine, split.borrowed.spec(split.here_bytes, epochs, merge))))
+    Ok(Some((engine, split.borrowed.spec(split.room(), epochs, merge))))
 }
 
 /// How much memory a split machine will have where it goes, bytes.
@@ -170,7 +166,8 @@ pub fn coming(
     follows.map_err(|error| host("cannot write the epoch of the guest's owner", &error))?;
     let lenders = borrowed.lenders(credentials);
     let handed = Handed { lenders, guest: (split.guest, split.key), epochs: Box::new(epochs) };
-    Ok((SplitRecord { borrowed, here_bytes: split.here_bytes, map, merging: split.merge }, handed))
+    let unused = if split.unused_counts { Unused::Ignore } else { Unused::Track };
+    Ok((SplitRecord { borrowed, here_bytes: split.here_bytes, unused, map, merging: split.merge }, handed))
 }
 
 /// A guest stays on this host, or may do so by a person's word (`passing_over` its next owner): what is at memory hosts
@@ -182,8 +179,7 @@ pub fn stays(machines: &Machines, record: &VmRecord, passing_over: bool) {
     if passing_over && let Err(error) = EpochFile::of(&machines.dir(&record.name)).pass_over() {
         tracing::error!(vm = %record.name, %error, "its memory hosts may listen to the host that it was handed over to");
     }
-    let remote = machines.table().get(&record.name).and_then(|entry| entry.remote.clone());
-    if let Some(remote) = remote {
+    if let Some(remote) = machines.remote(&record.name) {
         remote.goes_on();
     }
 }
@@ -212,6 +208,7 @@ mod tests {
             chunks,
             hosts: vec![host("b:1")],
             here_bytes: machine.memory_bytes / 2,
+            unused_counts: false,
             epoch: 1,
             own_epoch: 2,
             merge: false,

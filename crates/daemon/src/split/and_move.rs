@@ -11,6 +11,7 @@ use sterna_api::{Blame, Code, MigrateOptions, MigrateRequest, Problem, SplitRepo
 use sterna_engine::monitor::Monitor;
 
 use super::{LOOK, Splits};
+use crate::machines::split::SplitRecord;
 use crate::migration::address::check_address;
 use crate::migration::departures::Departures;
 use crate::migration::gang::migrate;
@@ -56,7 +57,7 @@ pub fn split(
         Err(problem) => Some((Status::Failed, problem)),
     };
     if let Some((status, mut problem)) = failed {
-        if let Err(why) = put_back(splits, departures, name, before.map(|split| split.here_bytes)) {
+        if let Err(why) = put_back(splits, departures, name, before.as_ref()) {
             problem.cause.push(format!("and it is not as it was before: {}", why.with_causes()));
         }
         (report.status, report.error) = (status, Some(problem));
@@ -70,15 +71,18 @@ fn cancelled() -> Problem {
 }
 
 /// A machine that did not move is as it was before: whole, or split with so much here.
-fn put_back(splits: &Splits, departures: &Departures, name: &str, here_bytes: Option<u64>) -> Result<(), Problem> {
+fn put_back(splits: &Splits, departures: &Departures, name: &str, before: Option<&SplitRecord>) -> Result<(), Problem> {
     // It may have ended, or nobody knows where it is.
     if departures.machines.entry(name).is_err() {
         return Ok(());
     }
     let monitor = Arc::new(Monitor::new(name));
-    let done = match here_bytes {
+    let done = match before {
         None => splits.merge(name, &monitor),
-        Some(here_bytes) => splits.split(name, &SplitRequest { here_bytes, ..SplitRequest::default() }, &monitor),
+        Some(before) => {
+            let (here_bytes, unused) = (before.here_bytes, Some(before.unused));
+            splits.split(name, &SplitRequest { here_bytes, unused, ..SplitRequest::default() }, &monitor)
+        }
     };
     done?.error.map_or(Ok(()), Err)
 }

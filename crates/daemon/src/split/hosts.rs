@@ -16,6 +16,7 @@ use sterna_api::units::show_size;
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::error::MigrateError;
 use sterna_engine::split::loans::borrow;
+use sterna_engine::split::room::Room;
 use sterna_engine::split::{Epochs, Lender, Split, SplitError};
 use sterna_engine::store::client::StoreError;
 use sterna_engine::vmm::VmmError;
@@ -158,8 +159,8 @@ impl Exchange<'_> {
     ///
     /// # Errors
     /// A [`Problem`]: the record cannot be written.
-    pub fn keep_here(&mut self, here_bytes: u64) -> Result<(), Problem> {
-        self.write(|split| (split.here_bytes, split.merging) = (here_bytes, false))
+    pub fn keep_here(&mut self, room: Room) -> Result<(), Problem> {
+        self.write(|split| (split.here_bytes, split.unused, split.merging) = (room.most(), room.unused(), false))
     }
 
     /// Has the record and who sends pages agree on who is leaving: the record first, where somebody lends.

@@ -16,7 +16,6 @@ use sterna_engine::monitor::Monitor;
 use sterna_engine::paging::Pager;
 use sterna_engine::split::Split;
 use sterna_engine::split::outage::Outage;
-use sterna_engine::split::room::Room;
 
 use super::Splits;
 use super::hosts::{RETRY, alive};
@@ -85,14 +84,15 @@ fn go_on_later(splits: &Arc<Splits>, record: &VmRecord, remote: Arc<Remote>) {
 }
 
 fn go_on(splits: &Splits, record: &VmRecord, remote: &Arc<Remote>) -> Result<(), Problem> {
-    let Some(SplitRecord { borrowed, here_bytes, merging, .. }) = &record.split else { return Ok(()) };
+    let Some(known) = &record.split else { return Ok(()) };
+    let (SplitRecord { borrowed, here_bytes, merging, .. }, room) = (known, known.room());
     let epochs = EpochFile::of(&splits.care.machines.dir(&record.name));
     let (lenders, guest) = (borrowed.lenders(splits.credentials.as_ref()), (borrowed.guest, borrowed.key));
     let split = Split::recover(Arc::clone(&remote.pager), lenders, guest, Box::new(epochs));
     let split = split.map_err(|error| error.problem())?;
     tracing::info!(vm = %record.name, "its memory hosts have answered");
     // Also where it is being merged: that may come to nothing, for want of room.
-    if let Err(error) = split.keep_to(Room::of(*here_bytes)) {
+    if let Err(error) = split.keep_to(room) {
         split.stop();
         return Err(error.problem());
     }

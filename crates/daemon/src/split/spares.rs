@@ -89,7 +89,7 @@ fn replace_by_spare(splits: &Splits, name: &str, peer: &str, spares: &[String]) 
     let Some(split) = &claimed.record.split else { return Ok(None) };
     let Some((number, which)) = split.borrowed.one_of_two(peer) else { return Ok(None) };
     let lend: Vec<String> = split.borrowed.lending().into_iter().map(|host| host.peer).collect();
-    let remote = splits.reach(name)?;
+    let remote = splits.care.machines.reach(name)?;
     for spare in spares.iter().filter(|spare| !lend.contains(spare) && splits.listen.as_ref() != Some(*spare)) {
         // Each attempt leaves the record as it was, or is the last.
         let record = splits.care.machines.table().get(name).and_then(|entry| entry.record.clone());

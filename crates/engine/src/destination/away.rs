@@ -6,7 +6,7 @@ use sterna_protocol::pages::PageMap;
 use sterna_protocol::residue;
 
 use crate::error::MigrateError;
-use crate::paging::whereabouts::Holder;
+use crate::paging::whereabouts::{Holder, map_of};
 use crate::split::onward::Elsewhere;
 
 /// What has been named so far.
@@ -22,11 +22,7 @@ impl Away {
         let holder = Holder::from_entry(holder).filter(|holder| holder.host_number().is_some());
         let holder = holder.ok_or(MigrateError::Request("pages at a memory host that there cannot be"))?;
         // There are no more holders than bytes name, so this is bounded.
-        let known = self.0.iter().position(|(known, _)| *known == holder).unwrap_or_else(|| {
-            self.0.push((holder, PageMap::empty(layout)));
-            self.0.len() - 1
-        });
-        residue::add(part, layout, &mut self.0[known].1).map_err(|error| {
+        residue::add(part, layout, map_of(&mut self.0, holder, layout)).map_err(|error| {
             tracing::warn!(%error, "the map of pages at memory hosts is invalid");
             MigrateError::Request("a map of pages that this machine cannot have")
         })

@@ -17,6 +17,9 @@
 //! I/O holds the page itself, not its mapping, so that neither way reaches it, and no page table shows it. Code that
 //! takes pages that may be in use needs to know more (`docs/design/faults.md`).
 //!
+//! **One portion is fenced in at a time**, whoever wants another one meanwhile: that one waits, and the portion's
+//! `Patience` knows of it.
+//!
 //! **A page that was taken out comes back unarmed**: where writes are tracked it counts as written, so that nothing
 //! written to it before is lost.
 
@@ -191,7 +194,8 @@ impl Drop for Fence {
 
 /// Chooses the way for the next portion; with `close` the portion is fenced in this way until [`Fenced`] is dropped.
 fn find_way(faults: &GuestFaults, spans: &[Range<u64>], close: bool) -> Result<Way, MigrateError> {
-    let mut owner = faults.owner();
+    // Two that fence pages of one guest have turns: who has its pages leave, and who takes what is free of it.
+    let mut owner = if close { faults.owner_without_portion() } else { faults.owner() };
     match &mut *owner {
         Owner::Users(userfault) => {
             userfault.join(spans, close)?;

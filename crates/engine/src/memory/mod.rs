@@ -34,6 +34,9 @@ pub mod kind;
 /// The RAM by the guest's own addresses, for readers from outside.
 pub mod physical;
 
+/// Reading it where pages come and go.
+pub mod elsewhere;
+
 /// Errors of a machine's RAM.
 pub mod fault;
 
@@ -55,6 +58,7 @@ use sterna_sys::iovec::Outgoing;
 use sterna_sys::pagemap::Pagemap;
 use sterna_sys::userfaultfd::{Filled, Modes, Userfaultfd};
 
+pub use self::runs::pages_of;
 use crate::error::MigrateError;
 use crate::inside::Inside;
 
@@ -467,25 +471,6 @@ pub fn add_run(map: &mut PageMap, layout: &Layout, block: usize, run: Range<u64>
     for (chunk, pages) in pages_of(layout, block, run) {
         map.insert_all(chunk, &pages);
     }
-}
-
-/// The pages of a byte range of a block, chunk by chunk; bytes outside the block are left out.
-pub fn pages_of(layout: &Layout, block: usize, run: Range<u64>) -> impl Iterator<Item = (ChunkIndex, PageSet)> {
-    let mut offset = run.start / PAGE_BYTES as u64 * PAGE_BYTES as u64;
-    std::iter::from_fn(move || {
-        if offset >= run.end {
-            return None;
-        }
-        let first = layout.page_at(block, offset)?;
-        let start = usize::from(first.page);
-        let wanted = (run.end - offset).div_ceil(PAGE_BYTES as u64);
-        let length = wanted.min((CHUNK_PAGES - start) as u64) as usize;
-        let last = layout.place(first.chunk).map_or(0, |place| place.pages);
-        let mut pages = PageSet::EMPTY;
-        pages.insert_run(start, length.min(last - start));
-        offset += (length * PAGE_BYTES) as u64;
-        Some((first.chunk, pages))
-    })
 }
 
 #[cfg(test)]

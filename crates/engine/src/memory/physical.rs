@@ -6,6 +6,7 @@ use std::sync::Arc;
 use sterna_introspect::{Physical, Unreadable};
 use sterna_protocol::pages::PageMap;
 
+use super::elsewhere::{Elsewhere, Fetching};
 use super::{Memory, pages_of};
 use crate::vmm::MappedRam;
 
@@ -18,6 +19,7 @@ pub struct GuestPhysical {
     /// For each range, the number of its block and the range's offset in the block, bytes.
     places: Vec<(usize, u64)>,
     away: Option<PageMap>,
+    elsewhere: Option<Fetching>,
 }
 
 /// A memory map that is invalid.
@@ -42,7 +44,8 @@ impl GuestPhysical {
     /// # Errors
     /// [`GuestPhysicalError`].
     pub fn new(map: &[MappedRam], ram: Arc<dyn Memory>) -> Result<Self, GuestPhysicalError> {
-        let mut memory = Self { ram: Arc::clone(&ram), ranges: Vec::new(), places: Vec::new(), away: None };
+        let mut memory =
+            Self { ram: Arc::clone(&ram), ranges: Vec::new(), places: Vec::new(), away: None, elsewhere: None };
         for mapped in map {
             let mut blocks = ram.layout().blocks().enumerate();
             let Some((index, block)) = blocks.find(|(_, block)| block.id == mapped.block) else { continue };
@@ -72,6 +75,35 @@ impl GuestPhysical {
     #[must_use]
     pub fn without(self, away: PageMap) -> Self {
         Self { away: Some(away), ..self }
+    }
+
+    /// The same, of a guest whose pages come and go: those that are read and elsewhere come here, so many at most.
+    #[must_use]
+    pub fn beside(self, elsewhere: Arc<dyn Elsewhere>, most_pages: u64) -> Self {
+        Self { elsewhere: Some(Fetching::new(elsewhere, most_pages)), ..self }
+    }
+
+    /// Whether pages come and go.
+    #[must_use]
+    pub fn comes_and_goes(&self) -> bool {
+        self.elsewhere.is_some()
+    }
+
+    /// Says whether pages that are elsewhere are unreadable from now on, or come.
+    pub fn only_here(&self, only: bool) {
+        self.elsewhere.iter().for_each(|elsewhere| elsewhere.only_here(only));
+    }
+
+    /// Reads bytes of a block; whether that is what the guest has there.
+    fn load(&self, block: usize, range: &Range<u64>, piece: &mut [u8]) -> bool {
+        let mut load = || self.ram.load_bytes(block, range.start, piece).is_ok();
+        match &self.elsewhere {
+            None => load(),
+            Some(elsewhere) => {
+                let pages: Vec<_> = pages_of(self.ram.layout(), block, range.clone()).collect();
+                elsewhere.read(&pages, load)
+            }
+        }
     }
 
     /// Whether one of these bytes of a block is of a page that is not here.
@@ -110,10 +142,9 @@ impl Physical for GuestPhysical {
         let mut rest = into;
         for (block, range) in self.locate(address..end) {
             let (piece, after) = rest.split_at_mut((range.end - range.start) as usize);
-            if self.is_away(block, range.clone()) {
+            if self.is_away(block, range.clone()) || !self.load(block, &range, piece) {
                 return Err(unreadable);
             }
-            self.ram.load_bytes(block, range.start, piece).map_err(|_| unreadable)?;
             rest = after;
         }
         // Some addresses in between are no RAM.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
+use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
 /// Neighbouring pages of a block.
@@ -23,6 +23,25 @@ impl Run {
     fn bytes(&self) -> usize {
         (self.range.end - self.range.start) as usize
     }
+}
+
+/// The pages of a byte range of a block, chunk by chunk; bytes outside the block are left out.
+pub fn pages_of(layout: &Layout, block: usize, run: Range<u64>) -> impl Iterator<Item = (ChunkIndex, PageSet)> {
+    let mut offset = run.start / PAGE_BYTES as u64 * PAGE_BYTES as u64;
+    std::iter::from_fn(move || {
+        if offset >= run.end {
+            return None;
+        }
+        let first = layout.page_at(block, offset)?;
+        let start = usize::from(first.page);
+        let wanted = (run.end - offset).div_ceil(PAGE_BYTES as u64);
+        let length = wanted.min((CHUNK_PAGES - start) as u64) as usize;
+        let last = layout.place(first.chunk).map_or(0, |place| place.pages);
+        let mut pages = PageSet::EMPTY;
+        pages.insert_run(start, length.min(last - start));
+        offset += (length * PAGE_BYTES) as u64;
+        Some((first.chunk, pages))
+    })
 }
 
 /// The runs of these pages, in their order.

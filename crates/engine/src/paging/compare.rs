@@ -3,18 +3,13 @@
 //! Where no page follows the guest it is the same: every page is current, and none is mapped before its digest is
 //! taken. A first access waits for one digest, and the rest is digested and mapped in the background.
 
-use std::sync::PoisonError;
-
 use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::ChunkIndex;
-use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::pages::PageMap;
 
 use super::Pager;
-use super::given_back::GivenBack;
 use super::shown::Shown;
 use crate::error::MigrateError;
-use crate::faults::User;
-use crate::inside::Inside;
 
 impl Pager {
     /// From now on every page is here, and the guest's first sight of each is noted. The devices are not loaded yet.
@@ -61,51 +56,5 @@ impl Pager {
         self.note_unseen(chunk, &there)?;
         let state = self.lock();
         state.shown.as_ref().map(look).ok_or(MigrateError::Request("digests that were not agreed on"))
-    }
-
-    /// Pages of a chunk that the guest may have discarded since its start here: it may have seen zeros, whatever the
-    /// source has.
-    #[must_use]
-    pub fn given_back(&self, chunk: ChunkIndex) -> PageSet {
-        self.with_inside(|given_back, inside| {
-            self.look(given_back, inside);
-            given_back.possible(chunk, self.ram.layout())
-        })
-    }
-
-    /// Pages of a chunk that are known to be discarded: nobody wants their bodies any more.
-    pub(super) fn unwanted(&self, chunk: ChunkIndex) -> PageSet {
-        let given_back = self.given_back.lock().unwrap_or_else(PoisonError::into_inner);
-        if !given_back.is_due() {
-            return *given_back.known(chunk);
-        }
-        drop(given_back);
-        self.with_inside(|given_back, inside| {
-            self.look(given_back, inside);
-            *given_back.known(chunk)
-        })
-    }
-
-    /// Forgets what was given back up to now.
-    pub(super) fn forget_given_back(&self) {
-        self.with_inside(|given_back, inside| {
-            drop(self.userfault.given_back(User::Paging, inside));
-            given_back.begin();
-        });
-    }
-
-    pub(super) fn look(&self, given_back: &mut GivenBack, inside: &mut dyn Inside) {
-        let (discards, holes) = self.userfault.given_back(User::Paging, inside);
-        given_back.look(&discards, self.ram.layout());
-        given_back.taken(holes, self.ram.layout());
-    }
-
-    pub(super) fn with_given_back<T>(&self, look: impl FnOnce(&mut GivenBack) -> T) -> T {
-        look(&mut self.given_back.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    pub(super) fn with_inside<T>(&self, look: impl FnOnce(&mut GivenBack, &mut dyn Inside) -> T) -> T {
-        let mut given_back = self.given_back.lock().unwrap_or_else(PoisonError::into_inner);
-        look(&mut given_back, self.faults.inside().as_mut())
     }
 }

@@ -78,6 +78,13 @@ impl Pager {
         *self.lock().whereabouts.away_in(chunk)
     }
 
+    /// The same, and how often pages of the chunk have arrived.
+    #[must_use]
+    pub fn presence(&self, chunk: ChunkIndex) -> (PageSet, u32) {
+        let state = self.lock();
+        (*state.whereabouts.away_in(chunk), state.whereabouts.arrivals(chunk))
+    }
+
     /// The pages of a chunk that somebody waits for.
     #[must_use]
     pub fn waited_for_in(&self, chunk: ChunkIndex) -> PageSet {

@@ -1,7 +1,6 @@
 //! Pages that stay where they are while their guest moves: they are at memory hosts, and only the map of them travels.
 
 use std::sync::PoisonError;
-use std::time::Instant;
 
 use sterna_protocol::pages::PageMap;
 
@@ -24,7 +23,7 @@ impl Pager {
         let mut state = self.lock();
         let begun = state.whereabouts.begin_elsewhere(away, self.ram.layout());
         begun.map_err(MigrateError::host("writing down which pages are missing"))?;
-        (state.begun, state.begun_at, state.heard) = (true, Some(Instant::now()), Instant::now());
+        state.begin();
         drop(state);
         self.take_out_what_is_away()
     }

@@ -135,6 +135,13 @@ struct State {
     heard: Instant,
 }
 
+impl State {
+    /// The guest was let run, or is about to be.
+    fn begin(&mut self) {
+        (self.begun, self.begun_at, self.heard) = (true, Some(Instant::now()), Instant::now());
+    }
+}
+
 /// A thread of the VMM that waits for a page.
 #[derive(Debug, Clone, Copy)]
 struct Waiter {
@@ -178,10 +185,7 @@ impl Pager {
         let userfault = faults.resume_paging(ram.spans(), ram.mappings())?;
         let userfault = userfault.ok_or_else(lost("taking the userfaultfd that QEMU keeps"))?;
         let pager = Self::start(ram, faults, userfault, whereabouts, None)?;
-        {
-            let mut state = pager.lock();
-            (state.begun, state.begun_at) = (true, Some(Instant::now()));
-        }
+        pager.lock().begin();
         // Their faults were read by the daemon that is no more: they are raised again.
         pager.userfault.wake_all()?;
         Ok(pager)
@@ -270,7 +274,7 @@ impl Pager {
             .whereabouts
             .begin(residue, self.ram.layout())
             .map_err(MigrateError::host("writing down which pages are missing"))?;
-        (state.begun, state.begun_at, state.heard) = (true, Some(Instant::now()), Instant::now());
+        state.begin();
         state.shown.iter_mut().for_each(Shown::nothing_is_due);
         self.changed.notify_all();
         Ok(())
@@ -285,7 +289,7 @@ impl Pager {
         let mut state = self.lock();
         let begun = state.whereabouts.begin(PageMap::empty(self.ram.layout()), self.ram.layout());
         begun.map_err(MigrateError::host("writing down which pages are missing"))?;
-        (state.begun, state.begun_at, state.heard) = (true, Some(Instant::now()), Instant::now());
+        state.begin();
         Ok(())
     }
 

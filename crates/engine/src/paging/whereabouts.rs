@@ -152,6 +152,8 @@ pub struct Whereabouts {
     away: u64,
     /// How many chunks have pages at one of two hosts that is to be believed alone.
     alone: usize,
+    /// How often pages of each chunk have arrived.
+    arrivals: Vec<u32>,
 }
 
 impl Whereabouts {
@@ -159,7 +161,8 @@ impl Whereabouts {
     #[must_use]
     pub fn all_here(file: File, layout: &Layout) -> Self {
         let holders = vec![Holder::SOURCE; layout.chunks() as usize];
-        Self { file, format: V2, pages: PageMap::empty(layout), holders, away: 0, alone: 0 }
+        let arrivals = vec![0; holders.len()];
+        Self { file, format: V2, pages: PageMap::empty(layout), holders, away: 0, alone: 0, arrivals }
     }
 
     /// The map that an earlier daemon left; `None` where that daemon never began one.
@@ -190,7 +193,8 @@ impl Whereabouts {
             holders.push(known.1);
         }
         let away = pages.len();
-        let mut found = Self { file, format, pages, holders, away, alone: 0 };
+        let arrivals = vec![0; holders.len()];
+        let mut found = Self { file, format, pages, holders, away, alone: 0, arrivals };
         found.alone = layout.iter().filter(|chunk| found.is_alone(*chunk)).count();
         Ok(Some(found))
     }
@@ -241,12 +245,7 @@ impl Whereabouts {
     pub fn by_holder(&self, layout: &Layout) -> Vec<(Holder, PageMap)> {
         let mut all: Vec<(Holder, PageMap)> = Vec::new();
         for (chunk, set) in self.pages.iter().filter(|(_, set)| !set.is_empty()) {
-            let holder = self.holders[chunk.index()];
-            let at = all.iter().position(|(known, _)| *known == holder).unwrap_or_else(|| {
-                all.push((holder, PageMap::empty(layout)));
-                all.len() - 1
-            });
-            all[at].1.insert_all(chunk, set);
+            map_of(&mut all, self.holders[chunk.index()], layout).insert_all(chunk, set);
         }
         all
     }
@@ -365,8 +364,24 @@ impl Whereabouts {
     /// The file cannot be written; then the pages still count as away.
     pub fn arrived(&mut self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
         let rest = self.pages.chunk(chunk).without(pages);
+        self.arrivals[chunk.index()] = self.arrivals[chunk.index()].wrapping_add(1);
         self.write_pages(chunk, rest)
     }
+
+    /// How often pages of a chunk have arrived: another number than before where some have.
+    #[must_use]
+    pub fn arrivals(&self, chunk: ChunkIndex) -> u32 {
+        self.arrivals[chunk.index()]
+    }
+}
+
+/// The map of a holder's pages among these, which has none yet where it was not among them.
+pub fn map_of<'a>(maps: &'a mut Vec<(Holder, PageMap)>, holder: Holder, layout: &Layout) -> &'a mut PageMap {
+    let at = maps.iter().position(|(known, _)| *known == holder).unwrap_or_else(|| {
+        maps.push((holder, PageMap::empty(layout)));
+        maps.len() - 1
+    });
+    &mut maps[at].1
 }
 
 #[cfg(test)]

@@ -40,6 +40,10 @@
 //!   the guest ([`seal`](crate::faults::GuestFaults::seal)), so nothing is taken after its last look
 //! * **the guest runs before all its pages are here**: what is away is neither read nor taken; a page that comes in the
 //!   meantime is left alone in this run. What was taken is here, so nothing is asked of the source: it reads as zeros
+//! * **pages of the guest are at memory hosts, and come and go meanwhile (split)**: a page that is fenced in is seen by
+//!   nobody, wherever it is, so the second look counts for it as for any other. One that is away is noted as given back,
+//!   and its memory host is told ([`split`](crate::split)). What is looked at is read where it is here before and after
+//!   ([`elsewhere`](crate::memory::elsewhere)); what is not comes before the portion is fenced in, and not meanwhile
 //! * **this process dies**: the kernel lifts the fence: holes are where free pages were, and the rest is as it was
 //!
 //! One case cannot be told apart: the same kernel, started again by kexec without a reset and without address
@@ -81,6 +85,7 @@ use self::frames::{Frames, Portions, both, count, sorted};
 use crate::error::MigrateError;
 use crate::faults::GuestFaults;
 use crate::faults::fence::{Fence, Patience};
+use crate::memory::elsewhere::Elsewhere;
 use crate::memory::fault::RamError;
 use crate::memory::physical::{GuestPhysical, GuestPhysicalError};
 use crate::memory::{BlockFile, Memory, kind, pages_of};
@@ -92,6 +97,12 @@ use crate::vmm::{self, VmmError};
 pub const GRACE: Duration = Duration::from_millis(2);
 /// How long a pause may go on unasked.
 const ASK: Duration = Duration::from_millis(50);
+/// The most pages of a guest that come here to be looked at: so many, and of its RAM one of so many. Its kernel's
+/// account of its memory takes one of 64.
+const LOOKED_AT: u64 = (64 << 20) / PAGE_BYTES;
+const LOOKED_AT_SHARE: u64 = 32;
+/// How many looks in a row may show nothing because what tells has left.
+const IN_VAIN: u32 = 16;
 
 /// Why free memory could not be taken, or no more of it.
 #[derive(Debug, thiserror::Error)]
@@ -105,6 +116,9 @@ pub enum ReclaimError {
     /// A page in which the guest's kernel says what is free is not here yet.
     #[error("the pages that tell what the guest holds free are not all here yet")]
     Arriving,
+    /// A page in which the guest's kernel says what is free is at a memory host, and did not come.
+    #[error("what tells which memory the guest holds free is at memory hosts, and did not come")]
+    Elsewhere,
     /// Nothing is known of the guest's free pages.
     #[error("the guest's free pages cannot be told")]
     Unfit(#[from] Unfit),
@@ -139,6 +153,11 @@ impl ReclaimError {
             Self::Arriving => {
                 (Code::GuestUnfit, Blame::Request, Some("try again when all pages of the guest are here"))
             }
+            Self::Elsewhere => (
+                Code::GuestUnfit,
+                Blame::Peer,
+                Some("'sterna show' says whether a memory host does not answer: try again"),
+            ),
             Self::Unfit(unfit) if unfit.may_pass() => {
                 (Code::GuestUnfit, Blame::Guest, Some("it may be starting, or very busy: try again later"))
             }
@@ -164,6 +183,8 @@ pub struct Machine<'a> {
     pub blocks: &'a [BlockFile],
     /// Pages that are not here yet, where the guest runs before all of them are. Nothing of them is looked at or taken.
     pub away: Option<PageMap>,
+    /// Pages of it are elsewhere, and come and go. What is looked at comes here; what is free is taken wherever it is.
+    pub elsewhere: Option<Arc<dyn Elsewhere>>,
     /// For tests that show what the second look is for, and never in earnest: what was free in the first look is taken,
     /// whoever has it now.
     pub trust_first_look: bool,
@@ -179,9 +200,10 @@ pub fn reclaim(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed)
         error => ReclaimError::System(error.into()),
     })?;
     account.allocated_before_bytes = allocated_bytes(ram.as_ref())?;
-    let arriving = machine.away.is_some();
+    let (arriving, split) = (machine.away.is_some(), machine.elsewhere.is_some());
     let done = take(machine, &ram, monitor, account).map_err(|error| match error {
         ReclaimError::Unfit(Unfit::Unreadable(_) | Unfit::NoKernel) if arriving => ReclaimError::Arriving,
+        ReclaimError::Unfit(Unfit::Unreadable(_) | Unfit::NoKernel) if split => ReclaimError::Elsewhere,
         error => error,
     });
     account.allocated_after_bytes = allocated_bytes(ram.as_ref())?;
@@ -194,7 +216,7 @@ fn take(
     monitor: &Monitor,
     account: &mut Reclaimed,
 ) -> Result<(), ReclaimError> {
-    let Machine { vmm, faults, away, trust_first_look, .. } = machine;
+    let Machine { vmm, faults, away, elsewhere, trust_first_look, .. } = machine;
     account.total_pages = ram.layout().pages();
     let blocks = ram.spans().into_iter().zip(ram.layout().blocks());
     let small: Vec<_> = blocks.filter(|(_, block)| block.page_bytes == PAGE_BYTES).map(|(span, _)| span).collect();
@@ -204,6 +226,9 @@ fn take(
     let mut memory = GuestPhysical::new(&vmm.memory_map()?, Arc::clone(ram))?;
     if let Some(away) = &away {
         memory = memory.without(away.clone());
+    }
+    if let Some(elsewhere) = &elsewhere {
+        memory = memory.beside(Arc::clone(elsewhere), LOOKED_AT + account.total_pages / LOOKED_AT_SHARE);
     }
     // What was before does not matter.
     vmm.was_reset()?;
@@ -220,6 +245,9 @@ fn take(
     if let Some(away) = &away {
         here.take_out(away);
     }
+    if let Some(elsewhere) = &elsewhere {
+        here.add(&elsewhere.away());
+    }
     let candidates = both(&look.free, &small_frames(&here, ram.as_ref(), &memory));
     account.candidate_pages = count(&candidates);
     if candidates.is_empty() {
@@ -230,7 +258,10 @@ fn take(
     let done = std::thread::scope(|scope| {
         let asker = Asker::start(scope, vmm);
         let (memory, ram, fence, usage) = (&memory, ram.as_ref(), &fence, &mut usage);
-        let mut taking = Taking { memory, kernel, ram, fence, asker, usage, trust_first_look, account };
+        let elsewhere = elsewhere.as_deref();
+        let seen = Seen { processors, in_vain: 0 };
+        let mut taking =
+            Taking { memory, kernel, ram, elsewhere, seen, fence, asker, usage, trust_first_look, account };
         let done = taking.take(candidates, monitor);
         // Its thread ends once nothing can be asked any more.
         drop(taking);
@@ -255,11 +286,21 @@ fn find(
     Ok(found)
 }
 
+/// What was seen of a guest whose pages come and go.
+struct Seen {
+    /// The page tables of its processors.
+    processors: Vec<PageTables>,
+    /// How many looks in a row have shown nothing, perhaps because what tells had left.
+    in_vain: u32,
+}
+
 /// What is needed from portion to portion.
 struct Taking<'a> {
     memory: &'a GuestPhysical,
     kernel: Introspection,
     ram: &'a dyn Memory,
+    elsewhere: Option<&'a dyn Elsewhere>,
+    seen: Seen,
     fence: &'a Fence,
     asker: Asker,
     usage: &'a mut UsageMap,
@@ -294,6 +335,12 @@ impl Taking<'_> {
     /// Takes what is free of these frames.
     fn portion(&mut self, frames: &[Range<u64>]) -> Result<Portion, ReclaimError> {
         let (fence, began) = (self.fence, Instant::now());
+        if self.memory.comes_and_goes() {
+            // What tells which of them are free comes now, while nobody waits for us. What it says counts later.
+            let _ = self.kernel.look_around(self.memory, frames);
+            let _ = self.kernel.counted_pages(self.memory, &self.seen.processors);
+        }
+        self.memory.only_here(true);
         let patience = fence.patience(GRACE);
         let (mut taken, mut only_waited) = (None, Duration::ZERO);
         if let Some(fenced) = fence.close(self.addresses(frames), &patience)? {
@@ -304,17 +351,18 @@ impl Taking<'_> {
             let free = if self.trust_first_look {
                 frames.to_vec()
             } else {
-                both(&self.kernel.look_around(self.memory, frames)?, frames)
+                let free = self.kernel.look_around(self.memory, frames);
+                both(&self.as_far_as_here(free)?, frames)
             };
             note_look(self.account, looked);
             let asked = Instant::now();
             let answer = self.asker.answer(|| patience.is_over());
             only_waited = asked.elapsed();
             taken = match answer {
-                Answer::Tables(processors) if self.still_counts(&processors, count(&free))? => {
-                    self.punch(&free, &patience)?
+                Answer::Tables(processors) => {
+                    self.seen.processors = processors;
+                    if self.still_counts(count(&free))? { self.punch(&free, &patience)? } else { Some(0) }
                 }
-                Answer::Tables(_) => Some(0),
                 Answer::TooLate => None,
                 Answer::Reset => return Err(Unfit::Replaced { release: self.kernel.release().to_owned() }.into()),
                 Answer::Failed(error) => return Err(error.into()),
@@ -322,6 +370,7 @@ impl Taking<'_> {
             fence.waits()?;
             fenced.open()?;
         }
+        self.memory.only_here(false);
         let waits = fence.waits()?;
         let longest_wait = if waits > 0 { patience.longest_wait() } else { Duration::ZERO };
         let worked = began.elapsed().saturating_sub(only_waited);
@@ -339,27 +388,48 @@ impl Taking<'_> {
 
     /// Whether the kernel that was looked into is the one that these processors run, and holds so many pages free at
     /// all: one that has just been started in the place of its like counts none yet.
-    fn still_counts(&self, processors: &[PageTables], free: u64) -> Result<bool, ReclaimError> {
+    fn still_counts(&mut self, free: u64) -> Result<bool, ReclaimError> {
         if self.trust_first_look {
             return Ok(true);
         }
-        Ok(self.kernel.counted_pages(self.memory, processors)? >= free)
+        let counted = self.kernel.counted_pages(self.memory, &self.seen.processors);
+        Ok(self.as_far_as_here(counted)? >= free)
+    }
+
+    /// What was seen; nothing where what tells has left meanwhile: then nothing is taken. Where that is so again and
+    /// again, it is not there at all.
+    fn as_far_as_here<T: Default>(&mut self, seen: Result<T, Unfit>) -> Result<T, ReclaimError> {
+        match seen {
+            Err(Unfit::Unreadable(_) | Unfit::Replaced { .. } | Unfit::NotRunning { .. })
+                if self.memory.comes_and_goes() && self.seen.in_vain < IN_VAIN =>
+            {
+                self.seen.in_vain += 1;
+                Ok(T::default())
+            }
+            other => {
+                self.seen.in_vain = 0;
+                Ok(other?)
+            }
+        }
     }
 
     /// Gives these frames' memory back: holes that read as zeros. They are fenced in, and free. How many; `None` where
     /// somebody waited too long for the first of them already.
     fn punch(&mut self, frames: &[Range<u64>], patience: &Patience<'_>) -> Result<Option<u64>, ReclaimError> {
-        let mut taken = PageMap::empty(self.ram.layout());
+        let (mut taken, mut away) = (PageMap::empty(self.ram.layout()), 0);
         let places = self.places(frames);
         for (chunk, pages) in places.flat_map(|(block, bytes)| pages_of(self.ram.layout(), block, bytes)) {
             if patience.is_over() {
                 break;
             }
+            let elsewhere = self.elsewhere.map_or(PageSet::EMPTY, |elsewhere| elsewhere.presence(chunk).0);
+            away += pages.and(&elsewhere).len() as u64;
             // Noted in one with what is taken: a collection of written pages sees either none of it or all.
             let discarded = self.fence.taking(self.addresses_in(chunk, &pages), || self.ram.discard(chunk, &pages));
             discarded.map_err(MigrateError::host("giving back memory of the guest's RAM"))?;
             taken.insert_all(chunk, &pages);
         }
+        self.account.elsewhere_pages += away;
         // Before they are let go: who touches one of them now does so after it was taken.
         self.usage.take(&taken);
         let pages = taken.len();

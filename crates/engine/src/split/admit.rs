@@ -58,7 +58,7 @@ impl Split {
     /// Whether so many pages more may be here.
     pub(super) fn has_room(&self, pages: usize) -> bool {
         // Where it cannot be told, whoever makes room says why.
-        self.pace.has_room(pages, || self.pager.ram().allocated_bytes().unwrap_or(0))
+        self.pace.has_room(pages, || self.here_bytes().unwrap_or(0))
     }
 
     /// Waits for a page that waits; `false` at the end.

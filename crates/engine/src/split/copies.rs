@@ -54,7 +54,7 @@ impl Split {
     /// No copy of a chunk counts any more at a memory host, nor at its mirror: each is gone through later.
     pub(super) fn leave_copies(&self, number: usize, state: &mut Chunk) {
         let members = self.lenders.members(number);
-        members.iter().for_each(|member| self.rests[member.index()].store(true, Ordering::Release));
+        members.into_iter().for_each(|member| self.note_rests(member));
         state.forget_copies();
     }
 
@@ -85,7 +85,7 @@ impl Split {
         let version = known.at.held();
         if let Err(error) = lines.ask(member, |host| host.release(chunk, version, pages)) {
             known.unsure = true;
-            self.rests[member.index()].store(true, Ordering::Release);
+            self.note_rests(member);
             tracing::debug!(%error, "a memory host was not told which pages count no more");
         }
         if state.copies_at().is_none() {
@@ -113,6 +113,11 @@ impl Split {
             }
         }
         given_up > 0
+    }
+
+    /// A memory host may have pages that count no more.
+    pub(super) fn note_rests(&self, member: Member) {
+        self.rests[member.index()].store(true, Ordering::Release);
     }
 
     /// Whether a memory host may have pages that count no more, since it did not answer once.

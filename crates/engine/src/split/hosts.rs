@@ -147,8 +147,7 @@ impl Split {
 
     /// Whether pages must leave.
     fn has_too_much(&self) -> Result<bool, MigrateError> {
-        let here = self.pager.ram().allocated_bytes();
-        let here = here.map_err(MigrateError::host("looking at the guest's memory"))?;
+        let here = self.here_bytes()?;
         Ok(lock(&self.room).is_some_and(|room| here > room.high()))
     }
 }

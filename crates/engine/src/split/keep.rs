@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sterna_api::Problem;
+use sterna_api::{Problem, Unused};
 use sterna_protocol::layout::{ChunkIndex, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 
@@ -16,6 +16,8 @@ use crate::paging::whereabouts::Holder;
 
 /// How often the guest's memory is looked at.
 const LOOK: Duration = Duration::from_millis(5);
+/// How often it is looked what the guest has given back that is away.
+const FORGET: Duration = Duration::from_millis(250);
 
 impl Split {
     /// From now on no more of the guest is here than there is room for, as far as its pages can leave as fast as it
@@ -24,7 +26,7 @@ impl Split {
     /// # Errors
     /// No thread left.
     pub fn keep_to(self: &Arc<Self>, room: Room) -> Result<(), SplitError> {
-        let here = self.pager.ram().allocated_bytes().map_err(MigrateError::host("looking at the guest's memory"))?;
+        let here = self.here_bytes_of(room)?;
         if self.set_room(Some(room), here).is_some() {
             return Ok(());
         }
@@ -33,6 +35,28 @@ impl Split {
             self.set_room(None, 0);
         }
         started
+    }
+
+    /// How much of the guest is here, bytes.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn here_bytes(&self) -> Result<u64, MigrateError> {
+        let room = *lock(&self.room);
+        self.here_bytes_of(room.unwrap_or(Room::ALL))
+    }
+
+    pub(super) fn here_bytes_of(&self, room: Room) -> Result<u64, MigrateError> {
+        let ram = self.pager.ram();
+        match room.unused() {
+            Unused::Track => ram.allocated_bytes().map_err(MigrateError::host("looking at the guest's memory")),
+            Unused::Ignore => Ok((ram.layout().pages() - self.pager.missing()) * PAGE_BYTES as u64),
+        }
+    }
+
+    /// Where pages belong that the guest does not use.
+    pub(super) fn unused(&self) -> Unused {
+        lock(&self.room).map(Room::unused).unwrap_or_default()
     }
 
     /// Sets the room, where so much is here; what it was.
@@ -68,16 +92,19 @@ impl Split {
 
     /// Until the end, or an error of this host's, which has an `outage` then.
     fn make_room_by(&self, way: &mut WayOut<'_>, outage: &mut Outage) -> Result<(), SplitError> {
-        let (mut turns, mut in_vain, mut leaving) = (Turns::new(), 0, false);
+        let (mut turns, mut in_vain, mut leaving, mut forgotten) = (Turns::new(), 0, false, Instant::now());
         while !self.has_ended() {
             if self.still.is_on() {
                 self.rest(LOOK);
                 continue;
             }
+            if forgotten.elapsed() >= FORGET {
+                self.forget_given_back(&mut way.lines)?;
+                forgotten = Instant::now();
+            }
             turns.among((0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number)).collect());
             self.go_through_rests(way, &mut turns)?;
-            let here = self.pager.ram().allocated_bytes();
-            let here = here.map_err(MigrateError::host("looking at the guest's memory"))?;
+            let here = self.here_bytes()?;
             let on_the_way = lock(&self.on_the_way);
             // Looked at each time: a person may give it more room, or less.
             leaving = lock(&self.room).is_some_and(|room| here > if leaving { room.low() } else { room.high() });

@@ -43,6 +43,9 @@ mod chunk;
 /// Pages that are here and at their memory host.
 mod copies;
 
+/// What has gone and come.
+mod account;
+
 /// How much of a guest may be here.
 pub mod room;
 
@@ -57,6 +60,12 @@ mod pace;
 
 /// Memory hosts that are exchanged under a running guest.
 mod hosts;
+
+/// Whoever looks into the guest's memory.
+mod looks;
+
+/// Pages that it gives back while they are away.
+mod forget;
 
 /// A split guest moves to another host.
 pub mod onward;
@@ -87,6 +96,7 @@ use sterna_protocol::pages::PageSet;
 use sterna_protocol::split::{Restart, Whereabouts};
 use sterna_protocol::store::Refusal;
 
+pub use self::account::Account;
 use self::ahead::Ahead;
 use self::chunk::Chunk;
 use self::clock::Clock;
@@ -168,23 +178,6 @@ fn refused(peer: &str, refusal: &Refusal) -> Problem {
         Refusal::Closed => problem.hint("a person has taken back what it lent ('sterna lent --take-back')"),
         _ => problem,
     }
-}
-
-/// What has gone and come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Account {
-    /// Pages that were sent to memory hosts, and left.
-    pub out_pages: u64,
-    /// Pages that were zeros when they were to go: their memory was given back, and nothing was sent.
-    pub zero_pages: u64,
-    /// Pages that were sent and stayed, because the guest wrote them meanwhile or waited for them.
-    pub kept_pages: u64,
-    /// Pages that left without being sent: what the memory host had of them was right still.
-    pub unsent_pages: u64,
-    /// Pages that came back.
-    pub in_pages: u64,
-    /// Pages that waited for room here.
-    pub paced: Paced,
 }
 
 /// The part of a guest that is at memory hosts. It has threads of its own until [`end`](Self::end).
@@ -310,15 +303,6 @@ impl Split {
     #[must_use]
     pub fn pager(&self) -> &Arc<Pager> {
         &self.pager
-    }
-
-    /// What has gone and come so far.
-    #[must_use]
-    pub fn account(&self) -> Account {
-        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        let (out_pages, zero_pages) = (load(&self.out), load(&self.zero));
-        let (kept_pages, unsent_pages, in_pages) = (load(&self.kept), load(&self.unsent), load(&self.back));
-        Account { out_pages, zero_pages, kept_pages, unsent_pages, in_pages, paced: self.pace.paced() }
     }
 
     /// Why a memory host brings no pages at present.

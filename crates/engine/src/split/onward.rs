@@ -22,19 +22,17 @@
 //! * **The source's daemon dies before the commit**: the guest is its own, and its next daemon asks in a higher epoch.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 
-use super::lines::Member;
 use super::room::Room;
 use super::{Epochs, Lender, Split, SplitError, lock};
 use crate::error::MigrateError;
 use crate::paging::Pager;
-use crate::paging::whereabouts::Holder;
+use crate::paging::whereabouts::{Holder, map_of};
 
 /// How long pages that are on their way may take once the guest has stopped.
 const ON_THE_WAY: Duration = Duration::from_secs(1);
@@ -54,11 +52,7 @@ impl Elsewhere {
         if pages.is_empty() {
             return;
         }
-        let known = self.away.iter().position(|(known, _)| *known == holder).unwrap_or_else(|| {
-            self.away.push((holder, PageMap::empty(layout)));
-            self.away.len() - 1
-        });
-        self.away[known].1.insert_all(chunk, pages);
+        map_of(&mut self.away, holder, layout).insert_all(chunk, pages);
     }
 }
 
@@ -118,7 +112,7 @@ impl Split {
             }
         }
         let Some(room) = self.still.end() else { return };
-        let here = self.pager.ram().allocated_bytes().unwrap_or(0);
+        let here = self.here_bytes_of(room).unwrap_or(0);
         if lock(&self.room).is_some() {
             self.set_room(Some(room), here);
         }
@@ -141,11 +135,6 @@ impl Split {
         split.take_stock()?;
         Self::serve(&split)?;
         Ok(ArrivingSplit { split, epochs })
-    }
-
-    /// Has it looked through what memory hosts have, once something may be changed there.
-    pub(super) fn note_rests(&self, member: Member) {
-        self.rests[member.index()].store(true, Ordering::Release);
     }
 }
 

@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use sterna_api::Unused;
 use sterna_protocol::layout::{ChunkIndex, Layout, PAGE_BYTES};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::store::{InventoryEntry, Refusal};
@@ -54,7 +55,7 @@ impl Split {
                     Err(error @ SplitError::Host { .. }) => {
                         // Its mirror may do meanwhile.
                         layout.iter().for_each(|chunk| self.chunk(chunk).members[member.which].unsure = true);
-                        self.rests[member.index()].store(true, Ordering::Release);
+                        self.note_rests(member);
                         why = Some(error);
                     }
                     Err(other) => return Err(other),
@@ -190,16 +191,22 @@ impl WayOut<'_> {
         Ok(departed)
     }
 
-    /// The pages of a chunk that have content here, as the guest has them at some moment each.
+    /// The pages of a chunk that are somewhere, and here, as the guest has them at some moment each.
     fn copy(&self, chunk: ChunkIndex) -> Result<Copied, SplitError> {
         let ram = self.split.pager.ram();
         let failed = MigrateError::host("reading pages that are about to leave");
-        let there = ram.allocated_in(chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+        let unused = self.split.unused();
+        let there = match unused {
+            Unused::Track => ram.allocated_in(chunk),
+            Unused::Ignore => Ok(ram.layout().place(chunk).map_or(PageSet::EMPTY, |place| PageSet::first(place.pages))),
+        };
+        let there = there.map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
         let there = there.without(&self.split.pager.away_in(chunk));
         let mut bodies = vec![0; there.len() * PAGE_BYTES];
         ram.load(chunk, &there, &mut bodies).map_err(failed)?;
         let each = || there.iter().zip(bodies.as_chunks::<PAGE_BYTES>().0);
-        let zero: PageSet = each().filter(|(_, body)| is_zero(body)).map(|(page, _)| page).collect();
+        let is_nothing = |body: &[u8; PAGE_BYTES]| unused == Unused::Track && is_zero(body);
+        let zero: PageSet = each().filter(|(_, body)| is_nothing(body)).map(|(page, _)| page).collect();
         let bodies = match zero.is_empty() {
             true => bodies,
             false => each().filter(|(page, _)| !zero.contains(*page)).flat_map(|(_, body)| *body).collect(),
@@ -295,7 +302,9 @@ impl Split {
             Err(error) => {
                 // A refusal says that nothing was done; but then both sides may not agree on what is there.
                 known.unsure = !is_full(&error);
-                self.rests[member.index()].fetch_or(known.unsure, Ordering::AcqRel);
+                if known.unsure {
+                    self.note_rests(member);
+                }
                 Err(self.failed(member, error))
             }
         }

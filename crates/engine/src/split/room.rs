@@ -1,20 +1,36 @@
 //! How much of a split guest is kept here: two marks, as a kernel has for its free memory.
 
+use sterna_api::Unused;
+
 /// How much of a guest may be here, and when its pages begin and end to leave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     /// More than that is too much, bytes.
     most: u64,
+    /// Whether pages that the guest does not use count.
+    unused: Unused,
 }
 
 impl Room {
     /// For all of any guest: nothing leaves.
-    pub const ALL: Self = Self { most: u64::MAX };
+    pub const ALL: Self = Self { most: u64::MAX, unused: Unused::Track };
 
     /// So many bytes.
     #[must_use]
     pub fn of(most: u64) -> Self {
-        Self { most }
+        Self { most, ..Self::ALL }
+    }
+
+    /// The same, where pages that the guest does not use are somewhere, or nowhere.
+    #[must_use]
+    pub fn with(self, unused: Unused) -> Self {
+        Self { unused, ..self }
+    }
+
+    /// Whether pages that the guest does not use are somewhere.
+    #[must_use]
+    pub fn unused(self) -> Unused {
+        self.unused
     }
 
     /// No more than that, bytes.

@@ -13,6 +13,13 @@ mod pair;
 #[allow(dead_code, reason = "each test program uses its own part")]
 mod relay;
 
+#[path = "../support/taking.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
+mod taking;
+#[path = "../support/toy.rs"]
+#[allow(dead_code, reason = "each test program uses its own part")]
+mod toy;
+
 /// A guest of threads that check what they read.
 mod checking;
 
@@ -45,6 +52,12 @@ mod onward;
 
 /// A guest that takes more memory than it has room for.
 mod paced;
+
+/// Pages that a guest holds free.
+mod reclaimed;
+
+/// Pages that a guest does not use.
+mod unused;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

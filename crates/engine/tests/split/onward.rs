@@ -59,6 +59,7 @@ impl Here {
             chunks: CHUNKS,
             hosts: vec![],
             here_bytes: 0,
+            unused_counts: false,
             epoch: 0,
             own_epoch: 0,
             merge: false,

@@ -113,7 +113,8 @@ pub fn take_but_for(
     monitor: &Monitor,
 ) -> (Reclaimed, Result<(), ReclaimError>) {
     let (blocks, mut account) = ([vmm.guest.block()], Reclaimed::default());
-    let machine = Machine { vmm, faults: Arc::clone(faults), blocks: &blocks, away, trust_first_look: careless };
+    let faults = Arc::clone(faults);
+    let machine = Machine { vmm, faults, blocks: &blocks, away, elsewhere: None, trust_first_look: careless };
     let done = reclaim(machine, monitor, &mut account);
     (account, done)
 }

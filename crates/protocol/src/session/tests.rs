@@ -70,7 +70,17 @@ fn gang() -> GangSpec {
 }
 
 fn split() -> SplitSpec {
-    SplitSpec { guest: 1, key: 2, chunks: 1, hosts: vec![], here_bytes: 1 << 20, epoch: 1, own_epoch: 2, merge: false }
+    SplitSpec {
+        guest: 1,
+        key: 2,
+        chunks: 1,
+        hosts: vec![],
+        here_bytes: 1 << 20,
+        unused_counts: false,
+        epoch: 1,
+        own_epoch: 2,
+        merge: false,
+    }
 }
 
 /// What a source says from beginning to end, with some suspect pages on the way.
