@@ -1,4 +1,4 @@
-//! The console of a guest that is to be cloned, or of a clone: a shell, at which one can type.
+//! The console of a guest: a shell, at which one can type.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -20,7 +20,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// Connects to the console of a guest that has [`cloned`](Guest::cloned).
+    /// Connects to the console of a guest that has one to [type at](Guest::typed_at).
     ///
     /// # Errors
     /// Where its QEMU does not listen there.

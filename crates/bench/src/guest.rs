@@ -64,8 +64,8 @@ pub struct Guest {
     pub wired: bool,
     /// The file of its console.
     pub console: PathBuf,
-    /// Whether it is to be cloned: then it and each clone have a console of their own, at which one can type.
-    pub cloned: bool,
+    /// Whether one can type at its console; each clone has one of its own then, too.
+    pub typed_at: bool,
 }
 
 impl Guest {
@@ -88,7 +88,7 @@ impl Guest {
             swap: None,
             wired: true,
             console,
-            cloned: false,
+            typed_at: false,
         }
     }
 
@@ -98,7 +98,7 @@ impl Guest {
         Self { name: name.into(), console: self.console.with_file_name(format!("{name}.console")), ..self.clone() }
     }
 
-    /// The socket at which one can type, where it is to be cloned or is a clone.
+    /// The socket at which one can [type](Self::typed_at).
     #[must_use]
     pub fn console_socket(&self) -> PathBuf {
         self.console.with_extension("socket")
@@ -108,7 +108,7 @@ impl Guest {
     fn console_argument(&self) -> String {
         let place = |file: &Path| path_argument(file).replace(',', ",,");
         // A destination that writes to the same file must not cut off what the source wrote.
-        if !self.cloned {
+        if !self.typed_at {
             return format!("file,id=console,path={},append=on", place(&self.console));
         }
         // Sterna puts each machine's name there.

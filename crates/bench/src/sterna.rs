@@ -138,15 +138,22 @@ impl SternaVm {
     }
 
     /// Has all of its memory but so many bytes leave for these memory hosts, and moves it to another host, by `sterna
-    /// split --main`.
+    /// split --main` with these words beside.
     ///
     /// # Errors
     /// As [`split`](Self::split), or it did not move.
-    pub fn split_to(&mut self, lab: &Lab, to: &str, bytes: u64, memory: &[(String, u64)]) -> Result<SplitReport> {
+    pub fn split_to(
+        &mut self,
+        lab: &Lab,
+        to: &str,
+        bytes: u64,
+        memory: &[(String, u64)],
+        words: &[&str],
+    ) -> Result<SplitReport> {
         let destination = lab.host(to)?;
         let mut command = sterna(&self.host)?;
         command.args(["split", &self.name, "--json", "-", "--main", &format!("{}={bytes}B", destination.listen())]);
-        command.args(lent(memory));
+        command.args(words).args(lent(memory));
         self.elsewhere = Some(Box::new(destination.clone()));
         let report: SplitReport = told("sterna split --json", &output_within(&mut command, MIGRATION)?)?;
         self.note_end(report.status, destination);

@@ -73,7 +73,7 @@ pub fn run(json: Option<&Path>) -> Result<bool> {
     let mut guest = Guest::new(&lab, "origin", 10, "");
     guest.memory_bytes = MEMORY;
     guest.beat = Duration::from_millis(10);
-    guest.cloned = true;
+    guest.typed_at = true;
     let seen = plugged(&lab, std::slice::from_ref(&guest), || watch(&lab, &guest, &say))?;
     lab.down()?;
     say("done; the lab is gone");

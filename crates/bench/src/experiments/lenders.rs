@@ -1,11 +1,14 @@
 //! What the experiments of split guests have in common: a guest's host, and two memory hosts.
 
+use sterna_api::SplitReport;
+
 use super::movers;
 use crate::command::PATIENCE;
 use crate::error::Result;
 use crate::gang::lab_with;
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
+use crate::sterna::SternaVm;
 
 pub(super) const MIB: u64 = 1 << 20;
 /// What each memory host lends, MiB.
@@ -38,6 +41,45 @@ pub(super) fn lenders(lab: &Lab) -> Result<[(String, u64); 2]> {
 pub(super) fn lending(lab: &Lab, mib: u64) -> Result<[(String, u64); 2]> {
     let lent = |name| Ok((lab.host(name)?.listen(), mib * MIB));
     Ok([lent("b")?, lent("c")?])
+}
+
+/// Where a guest's memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// All of it is here.
+    Whole,
+    /// A part is at memory hosts, and what the guest does not use is nowhere.
+    Tracked,
+    /// What it does not use is at memory hosts, too.
+    Ignored,
+}
+
+impl Way {
+    pub(super) const ALL: [Self; 3] = [Self::Whole, Self::Tracked, Self::Ignored];
+
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Whole => "all of it here",
+            Self::Tracked => "sterna split",
+            Self::Ignored => "sterna split --unused ignore",
+        }
+    }
+
+    /// Splits a guest so, with so many MiB here.
+    pub(super) fn split(self, lab: &Lab, vm: &SternaVm, here_mib: u64) -> Result<Option<SplitReport>> {
+        let words: &[&str] = match self {
+            Self::Whole => return Ok(None),
+            Self::Tracked => &[],
+            Self::Ignored => &["--unused", "ignore"],
+        };
+        vm.split(here_mib * MIB, &lenders(lab)?, words).map(Some)
+    }
+}
+
+/// Pages of a guest that have come from memory hosts so far, and that have left for them.
+pub(super) fn paged(vm: &SternaVm) -> Result<[f64; 2]> {
+    let split = vm.show()?.split.unwrap_or_default();
+    Ok([split.in_pages as f64, split.out_pages as f64])
 }
 
 /// Waits until a guest's program is at its work.

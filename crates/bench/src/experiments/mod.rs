@@ -99,6 +99,12 @@ pub mod selfballoon_interval;
 /// Guests that are split and move in one.
 pub mod fctrans_split;
 
+/// Memory that a split guest has never used.
+pub mod fctrans_access;
+
+/// A cache in a split guest.
+pub mod fctrans_memcached;
+
 /// A host that is emptied.
 pub mod split_evict;
 
@@ -308,6 +314,16 @@ pub const ALL: &[Experiment] = &[
         id: "fctrans-split-used",
         about: "a guest of 2 GiB with an eighth to seven eighths in use is split over three other hosts: time by use",
         plan: fctrans_split::used,
+    },
+    Experiment {
+        id: "fctrans-access",
+        about: "a split guest uses 128 to 640 MiB that it never used before, and again: speed, pages that come and leave",
+        plan: fctrans_access::plan,
+    },
+    Experiment {
+        id: "fctrans-memcached",
+        about: "memcached in a split guest, alone and beside a program that takes memory: requests a second",
+        plan: fctrans_memcached::plan,
     },
     Experiment {
         id: "split-evict",

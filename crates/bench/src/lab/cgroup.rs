@@ -95,6 +95,17 @@ impl Group {
         })
     }
 
+    /// How often its programs wanted more memory than it may have, whatever became of that.
+    ///
+    /// # Errors
+    /// Where the kernel's account cannot be read.
+    pub fn limit_hits(&self) -> Result<u64> {
+        match self.version {
+            Version::V1 => self.number("memory.failcnt"),
+            Version::V2 => self.count(("memory.events", "max")),
+        }
+    }
+
     /// Memory of its programs, bytes: what is no file. A page that several of them map counts once.
     ///
     /// # Errors

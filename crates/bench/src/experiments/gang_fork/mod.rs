@@ -191,7 +191,7 @@ impl Attempt for More {
             let mut guest = Guest::new(lab, &format!("{name}n{number}"), number, &self.jobs());
             guest.memory_bytes = self.memory_bytes();
             guest.beat = BEAT;
-            guest.cloned = self.way.is_fork();
+            guest.typed_at = self.way.is_fork();
             guest
         };
         (10..).take(self.way.guests()).map(guest).collect()
