@@ -12,6 +12,9 @@ pub mod cli;
 /// A disk that a guest reads all the time.
 pub mod disk;
 
+/// One that it reads slowly, past its page tables.
+pub mod slow_disk;
+
 /// Guests of one family.
 pub mod member;
 

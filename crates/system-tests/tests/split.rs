@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde_json::Value;
-use sterna_api::{SplitReport, Status};
+use sterna_api::{Reclaimed, SplitReport, Status};
 use sterna_bench::load::now_us;
 use sterna_system_tests::cli::{self, Answer, Attempt};
 use sterna_system_tests::needs::{left_to_another_day, times};
@@ -17,7 +17,11 @@ const HERE: u64 = 96;
 
 /// A guest on `a`, and two hosts that lend.
 fn site() -> Site {
-    let mut site = Site::start(&Plan { hosts: ["a", "b", "c"].map(str::to_owned).into(), ..Plan::small() });
+    lending(Site::start(&Plan { hosts: ["a", "b", "c"].map(str::to_owned).into(), ..Plan::small() }))
+}
+
+/// `b` and `c` lend.
+fn lending(mut site: Site) -> Site {
     for host in ["b", "c"] {
         site.configure(host, "lend_memory = \"400M\"");
     }
@@ -398,4 +402,37 @@ fn a_split_guest_that_ends_leaves_nothing_behind_anywhere() {
     assert!(files(site.here()).is_empty(), "{:?}", files(site.here()));
     site.start_daemon("b");
     all_is_given_back(&site);
+}
+
+/// What its guest holds free is taken wherever it is, while it allocates and frees all the time.
+#[test]
+fn a_split_guest_under_churn_loses_no_page_while_its_free_memory_is_taken() {
+    let _turn = turn();
+    if skip_without(&needs::GUEST) {
+        return;
+    }
+    let plan = Plan { hosts: ["a", "b", "c"].map(str::to_owned).into(), ..Plan::churning() };
+    let site = lending(Site::start(&plan));
+    site.churn_is_well();
+    let report = completed(&ask(&site, &words_over(&site, 192, &[("b", 240), ("c", 240)])));
+    println!("{report:?}");
+    let (mut elsewhere, mut taken) = (0, 0);
+    site.eventually("enough of what was taken was at memory hosts", || {
+        let answer = cli::ask(site.here(), &["reclaim", &site.guest.name, "--json", "-"]);
+        // A guest that is too busy to be counted is left alone, and says so.
+        if answer.code == 1 && answer.stderr.contains("guest-unfit") {
+            return false;
+        }
+        answer.expect(0, &[]);
+        let done: Reclaimed = serde_json::from_str(&answer.stdout).expect("a report");
+        (elsewhere, taken) = (elsewhere + done.elsewhere_pages, taken + done.reclaimed_pages);
+        elsewhere > times(500, 20_000) as u64
+    });
+    println!("{taken} pages taken, {elsewhere} of them at memory hosts");
+    site.churn_is_well();
+    site.checker_is_well();
+    merge(&site);
+    all_is_given_back(&site);
+    site.churn_is_well();
+    site.checker_is_well();
 }
