@@ -112,6 +112,32 @@ impl Userfault {
         }
     }
 
+    /// Maps pages of zeros where the file has holes, as far as that goes at once: fenced pages stay out, and so do those
+    /// that somebody has mapped by now.
+    ///
+    /// # Errors
+    /// As [`show`](Self::show).
+    pub fn show_zeros(&self, mut range: Range<u64>) -> Result<(), MigrateError> {
+        while range.start < range.end {
+            let closed = self.closed();
+            let open = closed.first_open(&range);
+            if open.is_empty() {
+                break;
+            }
+            let filled = self.mappings.map_zeros(&self.descriptor, open.clone());
+            drop(closed);
+            let filled = filled.map_err(MigrateError::vmm_process("giving the guest pages of zeros"))?;
+            range.start = open.start + filled.bytes;
+            match filled.stopped {
+                None => {}
+                Some(Stopped::AlreadyThere) => range.start += PAGE,
+                // Whoever touches one has it mapped then.
+                Some(Stopped::MappingsChange) => break,
+            }
+        }
+        Ok(())
+    }
+
     /// Wakes the threads that wait for a page: their faults are raised again.
     ///
     /// # Errors

@@ -11,6 +11,7 @@ use sterna_protocol::pages::{PageMap, PageSet};
 
 use super::Pager;
 use super::shown::Shown;
+use super::supplier::Supplier;
 use crate::error::MigrateError;
 use crate::memory::PoolRun;
 
@@ -187,6 +188,17 @@ impl Pager {
             drop(state);
         }
         self.userfault.show_zero(self.addresses(page.chunk, usize::from(page.page), 1).start)
+    }
+
+    /// Maps pages of zeros that the guest is about to touch for the first time, after this one, as its supplier has it.
+    /// What is a hole and not away stays so meanwhile: `settling` is held.
+    pub(super) fn show_zeros_ahead(&self, supplier: &dyn Supplier, page: PageIndex) -> Result<(), MigrateError> {
+        let chunk = page.chunk;
+        let there = self.ram.allocated_in(chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
+        let all = PageSet::first(self.ram.layout().place(chunk).map_or(0, |place| place.pages));
+        let holes = all.without(&there).without(self.lock().whereabouts.away_in(chunk));
+        let next = supplier.touched_next(page, &holes);
+        next.runs().try_for_each(|(start, length)| self.userfault.show_zeros(self.addresses(chunk, start, length)))
     }
 
     /// Lets a page in that its supplier did not admit at once. Who waits for it goes on, or faults again.

@@ -70,8 +70,14 @@ fn settle(pager: &Pager, fault: &Fault, address: u64, now: Instant) -> Result<bo
             pager.account().local();
             if !fault.minor {
                 let supplier = pager.lock().supplier.clone();
-                let admitted = supplier.is_none_or(|supplier| supplier.admits(page));
-                return if admitted { pager.show_zero(page) } else { Ok(false) };
+                let Some(supplier) = supplier else { return pager.show_zero(page) };
+                if !supplier.admits(page) {
+                    return Ok(false);
+                }
+                let shown = pager.show_zero(page)?;
+                // The thread runs already.
+                pager.show_zeros_ahead(supplier.as_ref(), page)?;
+                return Ok(shown);
             }
             let mut only = PageSet::EMPTY;
             only.insert(page.page);

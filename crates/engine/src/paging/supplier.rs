@@ -7,6 +7,7 @@
 use std::time::Instant;
 
 use sterna_protocol::layout::PageIndex;
+use sterna_protocol::pages::PageSet;
 
 /// Who brings pages that are not here.
 pub trait Supplier: Send + Sync {
@@ -18,6 +19,11 @@ pub trait Supplier: Send + Sync {
     /// waits until the supplier lets the page in (`Pager::let_in`).
     fn admits(&self, _page: PageIndex) -> bool {
         true
+    }
+
+    /// Which of these holes in a page's chunk are to have memory with it, as it was touched for the first time.
+    fn touched_next(&self, _page: PageIndex, _holes: &PageSet) -> PageSet {
+        PageSet::EMPTY
     }
 
     /// When it said something last.

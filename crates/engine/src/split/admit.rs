@@ -14,6 +14,7 @@ use std::sync::PoisonError;
 use std::time::Instant;
 
 use sterna_protocol::layout::PageIndex;
+use sterna_protocol::pages::PageSet;
 
 use super::pace::{LONGEST, STEP, Touch};
 use super::{Split, lock};
@@ -39,6 +40,17 @@ impl Split {
         waiting.push_back(Touch { page, since: Instant::now() });
         self.pace.called.notify_one();
         false
+    }
+
+    /// The pages that a guest which goes through memory that it has never used is about to touch: they have memory with
+    /// the one that it touches, where there is room for all of them and nobody waits. What it does not use after all is
+    /// zeros, and leaves without being sent.
+    pub(super) fn touched_ahead(&self, page: PageIndex, holes: &PageSet) -> PageSet {
+        let ahead = lock(&self.touched).wanted(page, holes);
+        if !lock(&self.pace.waiting).is_empty() || !self.has_room(ahead.len()) {
+            return PageSet::EMPTY;
+        }
+        ahead
     }
 
     /// Waits until there is room for a page that is to come back, and no longer than 100 ms.

@@ -190,6 +190,8 @@ pub struct Split {
     wanted: Vec<Mutex<VecDeque<PageIndex>>>,
     called: Vec<Condvar>,
     ahead: Mutex<Ahead>,
+    /// The same of pages that are touched for the first time.
+    touched: Mutex<Ahead>,
     clock: Clock,
     /// How much of the guest may be here, where that is bounded.
     room: Mutex<Option<Room>>,
@@ -271,6 +273,7 @@ impl Split {
             wanted: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
             called: (0..Holder::MAX_HOSTS).map(|_| Condvar::new()).collect(),
             ahead: Mutex::default(),
+            touched: Mutex::default(),
             clock: Clock::new(chunks),
             room: Mutex::default(),
             pace: Pace::new(),
@@ -461,6 +464,10 @@ impl Supplier for Split {
 
     fn admits(&self, page: PageIndex) -> bool {
         self.admits_touch(page)
+    }
+
+    fn touched_next(&self, page: PageIndex, holes: &PageSet) -> PageSet {
+        self.touched_ahead(page, holes)
     }
 
     fn heard(&self) -> Instant {

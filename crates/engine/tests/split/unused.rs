@@ -99,3 +99,29 @@ fn a_memory_host_forgets_what_the_guest_gives_back_of_what_it_has() {
     }
     split.end();
 }
+
+/// A guest that goes through memory that it has never used waits for few of its pages, and has no more here than there is
+/// room for.
+#[test]
+fn what_is_used_for_the_first_time_in_order_has_memory_before_it_is_touched() {
+    if !tracking_works() {
+        return;
+    }
+    let (guest, lending) = (Guest::untouched(), LendingHost::new());
+    let split = guest.split(&[&lending]);
+    split.keep_to(Room::of(2 * PAGES * 4096)).unwrap();
+    (0..PAGES).for_each(|page| guest.writes(page));
+    let touches = split.pager().faults().local;
+    assert!(touches < PAGES / 8, "{touches} of {PAGES} waited");
+    (0..PAGES).for_each(|page| assert_eq!(guest.word(page), content(page), "page {page}"));
+    split.end();
+    // Here and there: each by itself.
+    let (guest, lending) = (Guest::untouched(), LendingHost::new());
+    let split = guest.split(&[&lending]);
+    split.keep_to(Room::of(2 * PAGES * 4096)).unwrap();
+    for chunk in 0..u64::from(CHUNKS) {
+        guest.writes(chunk * CHUNK_PAGES as u64 + 17);
+    }
+    assert_eq!(guest.pages_here(&split), u64::from(CHUNKS));
+    split.end();
+}
