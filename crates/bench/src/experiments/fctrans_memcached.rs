@@ -107,7 +107,7 @@ impl Cache {
         let report = self.way.split(lab, &vm, HERE_MIB)?;
         if self.beside {
             let mut console = Console::open(guest)?;
-            console.type_line(&format!("walker --mib {WALKED_MIB} --passes 0 &"))?;
+            console.type_line(&format!("walker --mib {WALKED_MIB} --passes 0"))?;
             console.wait_for("WALKER ready", PATIENCE)?;
         }
         // Half of the requests take memory, until the cache is full.
