@@ -21,14 +21,18 @@ impl Split {
     }
 
     fn forget_in(&self, lines: &mut Lines<'_>, chunk: ChunkIndex) -> Result<(), SplitError> {
+        let _coming = self.still.coming();
+        if self.still.is_on() {
+            return Ok(());
+        }
         // One that is busy has its turn the next time.
         let Some(mut state) = self.free_chunk(chunk.index()) else { return Ok(()) };
         let Some(number) = self.host_of(chunk) else { return Ok(()) };
         let members = self.lenders.members(number);
-        let (_coming, knows) = (self.still.coming(), |member: &Member| {
+        let knows = |member: &Member| {
             !state.members[member.which].unsure && !self.is_behind(chunk, *member) && !self.lenders.is_silent(*member)
-        });
-        if self.still.is_on() || !members.iter().all(knows) {
+        };
+        if !members.iter().all(knows) {
             return Ok(());
         }
         let gone = self.pager.forget(chunk)?;
