@@ -88,8 +88,8 @@ struct Split {
 }
 
 impl Split {
-    /// What each of two memory hosts lends to a guest of this size, MiB: what leaves of it until an eighth of the rest's
-    /// room is free, and their notes.
+    /// What each of two memory hosts lends to a guest of this size, MiB: what leaves of it until an eighth of the room
+    /// for the rest is free, and their notes.
     fn lent_mib(memory_mib: u64) -> u64 {
         (memory_mib - memory_mib / MAIN * 7 / 8).div_ceil(2) * 129 / 128 + 2
     }

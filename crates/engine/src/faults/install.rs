@@ -112,8 +112,8 @@ impl Userfault {
         }
     }
 
-    /// Maps pages of zeros where the file has holes, as far as that goes at once: fenced pages stay out, and so do those
-    /// that somebody has mapped by now.
+    /// Maps pages of zeros where the file has holes, as far as that goes at once: fenced pages stay out, and so do
+    /// those that somebody has mapped by now.
     ///
     /// # Errors
     /// As [`show`](Self::show).

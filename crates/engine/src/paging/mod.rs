@@ -57,6 +57,9 @@ mod compare;
 /// Pages that the guest gives back meanwhile.
 mod given_back;
 
+/// What becomes of them.
+mod discarded;
+
 use std::collections::HashMap;
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -41,9 +41,10 @@
 //! * **the guest runs before all its pages are here**: what is away is neither read nor taken; a page that comes in the
 //!   meantime is left alone in this run. What was taken is here, so nothing is asked of the source: it reads as zeros
 //! * **pages of the guest are at memory hosts, and come and go meanwhile (split)**: a page that is fenced in is seen by
-//!   nobody, wherever it is, so the second look counts for it as for any other. One that is away is noted as given back,
-//!   and its memory host is told ([`split`](crate::split)). What is looked at is read where it is here before and after
-//!   ([`elsewhere`](crate::memory::elsewhere)); what is not comes before the portion is fenced in, and not meanwhile
+//!   nobody, wherever it is, so the second look counts for it as for any other. One that is away is noted as given
+//!   back, and its memory host is told ([`split`](crate::split)). What is looked at is read where it is here before
+//!   and after ([`elsewhere`](crate::memory::elsewhere)); what is not comes before the portion is fenced in, and not
+//!   meanwhile
 //! * **this process dies**: the kernel lifts the fence: holes are where free pages were, and the rest is as it was
 //!
 //! One case cannot be told apart: the same kernel, started again by kexec without a reset and without address

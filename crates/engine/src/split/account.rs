@@ -1,8 +1,5 @@
 //! What of a guest has gone to memory hosts, and come back.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
-use super::Split;
 use super::pace::Paced;
 
 /// What has gone and come.
@@ -20,15 +17,4 @@ pub struct Account {
     pub in_pages: u64,
     /// Pages that waited for room here.
     pub paced: Paced,
-}
-
-impl Split {
-    /// What has gone and come so far.
-    #[must_use]
-    pub fn account(&self) -> Account {
-        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        let (out_pages, zero_pages) = (load(&self.out), load(&self.zero));
-        let (kept_pages, unsent_pages, in_pages) = (load(&self.kept), load(&self.unsent), load(&self.back));
-        Account { out_pages, zero_pages, kept_pages, unsent_pages, in_pages, paced: self.pace.paced() }
-    }
 }

@@ -308,6 +308,15 @@ impl Split {
         &self.pager
     }
 
+    /// What has gone and come so far.
+    #[must_use]
+    pub fn account(&self) -> Account {
+        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let (out_pages, zero_pages) = (load(&self.out), load(&self.zero));
+        let (kept_pages, unsent_pages, in_pages) = (load(&self.kept), load(&self.unsent), load(&self.back));
+        Account { out_pages, zero_pages, kept_pages, unsent_pages, in_pages, paced: self.pace.paced() }
+    }
+
     /// Why a memory host brings no pages at present.
     #[must_use]
     pub fn failing(&self, number: usize) -> Option<Problem> {

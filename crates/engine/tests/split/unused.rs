@@ -100,8 +100,7 @@ fn a_memory_host_forgets_what_the_guest_gives_back_of_what_it_has() {
     split.end();
 }
 
-/// A guest that goes through memory that it has never used waits for few of its pages, and has no more here than there is
-/// room for.
+/// A guest that goes through memory that it has never used waits for few of its pages.
 #[test]
 fn what_is_used_for_the_first_time_in_order_has_memory_before_it_is_touched() {
     if !tracking_works() {
