@@ -46,7 +46,7 @@ fn show(done: &Reclaimed) -> String {
     if done.elsewhere_pages > 0 {
         table.add_row([
             "elsewhere".into(),
-            format!("{} of what was given back, at memory hosts", pages(done.elsewhere_pages)),
+            format!("{} of what was given back was at memory hosts", pages(done.elsewhere_pages)),
         ]);
     }
     table.add_row(["put back".into(), format!("{} that was not free any more", pages(done.put_back_pages))]);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use sterna_api::units::milliseconds;
 use sterna_api::{Code, Problem, ReclaimMethod, Reclaimed, Status, VmState};
-use sterna_engine::memory::elsewhere::Elsewhere;
+use sterna_engine::memory::elsewhere::PagesElsewhere;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::reclaim::Machine;
 
@@ -106,7 +106,7 @@ impl Reclaim<'_> {
             faults,
             blocks: &blocks,
             away: None,
-            elsewhere: split.map(|split| -> Arc<dyn Elsewhere> { split }),
+            elsewhere: split.map(|split| -> Arc<dyn PagesElsewhere> { split }),
             trust_first_look: self.trust_first_look,
         };
         sterna_engine::reclaim::reclaim(machine, monitor, account).map_err(|error| error.problem())

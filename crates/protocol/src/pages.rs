@@ -37,6 +37,12 @@ impl PageSet {
         set
     }
 
+    /// All pages of a chunk; none where there is no such chunk.
+    #[must_use]
+    pub fn of_chunk(layout: &Layout, chunk: ChunkIndex) -> Self {
+        Self::first(layout.place(chunk).map_or(0, |place| place.pages))
+    }
+
     /// Adds a page.
     pub fn insert(&mut self, page: u8) {
         self.0[usize::from(page) / 64] |= 1 << (page % 64);

@@ -255,7 +255,7 @@ pub fn describe(split: &api::Split) -> String {
         let waited = if pages == 1 { "1 page".into() } else { format!("{pages} pages") };
         format!("; {waited} waited for room, {longest:.0} ms at most, and {forced} came in without")
     });
-    let unused = (split.unused == Unused::Ignore).then(|| "; what it does not use counts like any other".into());
+    let unused = (split.unused == Unused::Ignore).then(|| "; memory that it does not use counts, too".into());
     let leaving = split.leaving.iter().map(|host| format!("; {} is being emptied", host.peer));
     let silent =
         split.silent.iter().map(|peer| format!("; {peer} does not answer, but another one has the same pages"));

@@ -15,7 +15,7 @@ use sterna_protocol::pages::{PageMap, PageSet};
 const ATTEMPTS: u32 = 8;
 
 /// What knows of a guest's pages that are elsewhere, and brings them.
-pub trait Elsewhere: Send + Sync {
+pub trait PagesElsewhere: Send + Sync {
     /// All pages that are not here.
     fn away(&self) -> PageMap;
 
@@ -31,16 +31,22 @@ pub trait Elsewhere: Send + Sync {
 
 /// Reads what is here, and has come what is not, as far as that is allowed.
 pub(super) struct Fetching {
-    from: Arc<dyn Elsewhere>,
+    from: Arc<dyn PagesElsewhere>,
     /// How many pages may still come.
     budget: AtomicU64,
     only_here: AtomicBool,
+    fell_short: AtomicBool,
 }
 
 impl Fetching {
     /// From there, so many pages at most.
-    pub fn new(from: Arc<dyn Elsewhere>, budget: u64) -> Self {
-        Self { from, budget: AtomicU64::new(budget), only_here: AtomicBool::new(false) }
+    pub fn new(from: Arc<dyn PagesElsewhere>, budget: u64) -> Self {
+        Self {
+            from,
+            budget: AtomicU64::new(budget),
+            only_here: AtomicBool::new(false),
+            fell_short: AtomicBool::new(false),
+        }
     }
 
     /// Whether nothing comes from now on: what is not here is unreadable.
@@ -49,7 +55,18 @@ impl Fetching {
     }
 
     /// Calls `read`, which reads these pages in the file, until what it has read is theirs. Returns whether it is.
-    pub fn read(&self, pages: &[(ChunkIndex, PageSet)], mut read: impl FnMut() -> bool) -> bool {
+    pub fn read(&self, pages: &[(ChunkIndex, PageSet)], read: impl FnMut() -> bool) -> bool {
+        let is_theirs = self.try_to_read(pages, read);
+        self.fell_short.fetch_or(!is_theirs, Ordering::Relaxed);
+        is_theirs
+    }
+
+    /// Whether something was not read, as it is elsewhere and did not come.
+    pub fn fell_short(&self) -> bool {
+        self.fell_short.load(Ordering::Relaxed)
+    }
+
+    fn try_to_read(&self, pages: &[(ChunkIndex, PageSet)], mut read: impl FnMut() -> bool) -> bool {
         (0..ATTEMPTS).any(|_| {
             let before: Vec<_> = pages.iter().map(|(chunk, _)| self.from.presence(*chunk)).collect();
             let missing = pages.iter().zip(&before).map(|((chunk, set), (away, _))| (*chunk, set.and(away)));
@@ -102,7 +119,7 @@ mod tests {
         brings: bool,
     }
 
-    impl Elsewhere for Chunk {
+    impl PagesElsewhere for Chunk {
         fn away(&self) -> PageMap {
             unreachable!()
         }
@@ -131,12 +148,13 @@ mod tests {
     fn what_is_away_comes_within_the_budget_and_is_read_then() {
         let chunk = Arc::new(Chunk { brings: true, ..Chunk::default() });
         chunk.now.lock().unwrap().0 = [3, 4].into_iter().collect();
-        let from: Arc<dyn Elsewhere> = Arc::<Chunk>::clone(&chunk);
+        let from: Arc<dyn PagesElsewhere> = Arc::<Chunk>::clone(&chunk);
         let fetching = Fetching::new(from, 1);
         fetching.only_here(true);
         assert!(!fetching.read(&[(AT, one(3))], || panic!("it is not here")));
         fetching.only_here(false);
         assert!(fetching.read(&[(AT, one(3))], || true) && fetching.read(&[(AT, one(9))], || true));
+        assert!(fetching.fell_short(), "at first");
         assert!(!fetching.read(&[(AT, one(4))], || panic!("one was allowed")));
         assert!(!fetching.read(&[(AT, one(3))], || false), "the file cannot be read");
     }
@@ -144,7 +162,7 @@ mod tests {
     #[test]
     fn a_page_that_leaves_while_it_is_read_is_read_again_also_where_it_is_back_in_time() {
         let chunk = Arc::new(Chunk { brings: true, ..Chunk::default() });
-        let from: Arc<dyn Elsewhere> = Arc::<Chunk>::clone(&chunk);
+        let from: Arc<dyn PagesElsewhere> = Arc::<Chunk>::clone(&chunk);
         let fetching = Fetching::new(from, u64::MAX);
         let mut reads = 0;
         let read = || {

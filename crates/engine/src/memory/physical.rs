@@ -6,7 +6,7 @@ use std::sync::Arc;
 use sterna_introspect::{Physical, Unreadable};
 use sterna_protocol::pages::PageMap;
 
-use super::elsewhere::{Elsewhere, Fetching};
+use super::elsewhere::{Fetching, PagesElsewhere};
 use super::{Memory, pages_of};
 use crate::vmm::MappedRam;
 
@@ -79,7 +79,7 @@ impl GuestPhysical {
 
     /// The same, of a guest whose pages come and go: those that are read and elsewhere come here, so many at most.
     #[must_use]
-    pub fn beside(self, elsewhere: Arc<dyn Elsewhere>, most_pages: u64) -> Self {
+    pub fn beside(self, elsewhere: Arc<dyn PagesElsewhere>, most_pages: u64) -> Self {
         Self { elsewhere: Some(Fetching::new(elsewhere, most_pages)), ..self }
     }
 
@@ -87,6 +87,12 @@ impl GuestPhysical {
     #[must_use]
     pub fn comes_and_goes(&self) -> bool {
         self.elsewhere.is_some()
+    }
+
+    /// Whether something was not read, as it is elsewhere and did not come.
+    #[must_use]
+    pub fn fell_short(&self) -> bool {
+        self.elsewhere.as_ref().is_some_and(Fetching::fell_short)
     }
 
     /// Says whether pages that are elsewhere are unreadable from now on, or come.

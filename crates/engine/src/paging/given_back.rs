@@ -110,6 +110,6 @@ impl GivenBack {
 
     /// Pages of a chunk that may have been discarded.
     pub(super) fn possible(&self, chunk: ChunkIndex, layout: &Layout) -> PageSet {
-        if self.any { PageSet::first(layout.place(chunk).map_or(0, |place| place.pages)) } else { *self.known(chunk) }
+        if self.any { PageSet::of_chunk(layout, chunk) } else { *self.known(chunk) }
     }
 }

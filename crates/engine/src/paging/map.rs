@@ -194,11 +194,15 @@ impl Pager {
     /// What is a hole and not away stays so meanwhile: `settling` is held.
     pub(super) fn show_zeros_ahead(&self, supplier: &dyn Supplier, page: PageIndex) -> Result<(), MigrateError> {
         let chunk = page.chunk;
+        let here = PageSet::of_chunk(self.ram.layout(), chunk).without(self.lock().whereabouts.away_in(chunk));
+        let next = supplier.touched_next(page, &here);
+        if next.is_empty() {
+            return Ok(());
+        }
         let there = self.ram.allocated_in(chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-        let all = PageSet::first(self.ram.layout().place(chunk).map_or(0, |place| place.pages));
-        let holes = all.without(&there).without(self.lock().whereabouts.away_in(chunk));
-        let next = supplier.touched_next(page, &holes);
-        next.runs().try_for_each(|(start, length)| self.userfault.show_zeros(self.addresses(chunk, start, length)))
+        next.without(&there)
+            .runs()
+            .try_for_each(|(start, length)| self.userfault.show_zeros(self.addresses(chunk, start, length)))
     }
 
     /// Lets a page in that its supplier did not admit at once. Who waits for it goes on, or faults again.

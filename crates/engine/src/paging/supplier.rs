@@ -21,8 +21,9 @@ pub trait Supplier: Send + Sync {
         true
     }
 
-    /// Which of these holes in a page's chunk are to have memory with it, as it was touched for the first time.
-    fn touched_next(&self, _page: PageIndex, _holes: &PageSet) -> PageSet {
+    /// Which of these pages of its chunk, that are not away, are to have memory with a page that was touched for the
+    /// first time.
+    fn touched_next(&self, _page: PageIndex, _here: &PageSet) -> PageSet {
         PageSet::EMPTY
     }
 

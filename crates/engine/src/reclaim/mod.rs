@@ -86,7 +86,7 @@ use self::frames::{Frames, Portions, both, count, sorted};
 use crate::error::MigrateError;
 use crate::faults::GuestFaults;
 use crate::faults::fence::{Fence, Patience};
-use crate::memory::elsewhere::Elsewhere;
+use crate::memory::elsewhere::PagesElsewhere;
 use crate::memory::fault::RamError;
 use crate::memory::physical::{GuestPhysical, GuestPhysicalError};
 use crate::memory::{BlockFile, Memory, kind, pages_of};
@@ -117,8 +117,10 @@ pub enum ReclaimError {
     /// A page in which the guest's kernel says what is free is not here yet.
     #[error("the pages that tell what the guest holds free are not all here yet")]
     Arriving,
-    /// A page in which the guest's kernel says what is free is at a memory host, and did not come.
-    #[error("what tells which memory the guest holds free is at memory hosts, and did not come")]
+    /// Pages in which the guest's kernel says what is free are at memory hosts, and not all of them came.
+    #[error(
+        "what tells which memory the guest holds free was not found: some of the guest is at memory hosts, and did not come to be looked at"
+    )]
     Elsewhere,
     /// Nothing is known of the guest's free pages.
     #[error("the guest's free pages cannot be told")]
@@ -157,7 +159,9 @@ impl ReclaimError {
             Self::Elsewhere => (
                 Code::GuestUnfit,
                 Blame::Peer,
-                Some("'sterna show' says whether a memory host does not answer: try again"),
+                Some(
+                    "'sterna show' says whether a memory host does not answer; of a guest that is no Linux nothing can be told so, and '--method balloon' takes what it has",
+                ),
             ),
             Self::Unfit(unfit) if unfit.may_pass() => {
                 (Code::GuestUnfit, Blame::Guest, Some("it may be starting, or very busy: try again later"))
@@ -185,7 +189,7 @@ pub struct Machine<'a> {
     /// Pages that are not here yet, where the guest runs before all of them are. Nothing of them is looked at or taken.
     pub away: Option<PageMap>,
     /// Pages of it are elsewhere, and come and go. What is looked at comes here; what is free is taken wherever it is.
-    pub elsewhere: Option<Arc<dyn Elsewhere>>,
+    pub elsewhere: Option<Arc<dyn PagesElsewhere>>,
     /// For tests that show what the second look is for, and never in earnest: what was free in the first look is taken,
     /// whoever has it now.
     pub trust_first_look: bool,
@@ -201,10 +205,9 @@ pub fn reclaim(machine: Machine<'_>, monitor: &Monitor, account: &mut Reclaimed)
         error => ReclaimError::System(error.into()),
     })?;
     account.allocated_before_bytes = allocated_bytes(ram.as_ref())?;
-    let (arriving, split) = (machine.away.is_some(), machine.elsewhere.is_some());
+    let arriving = machine.away.is_some();
     let done = take(machine, &ram, monitor, account).map_err(|error| match error {
         ReclaimError::Unfit(Unfit::Unreadable(_) | Unfit::NoKernel) if arriving => ReclaimError::Arriving,
-        ReclaimError::Unfit(Unfit::Unreadable(_) | Unfit::NoKernel) if split => ReclaimError::Elsewhere,
         error => error,
     });
     account.allocated_after_bytes = allocated_bytes(ram.as_ref())?;
@@ -238,7 +241,7 @@ fn take(
     let began = Instant::now();
     let look = kernel.look(&memory, &processors);
     note_look(account, began);
-    let look = look?;
+    let look = look.map_err(|unfit| unfit_of(&memory, unfit))?;
     account.free_pages = look.free_pages;
     let allocated = allocated_pages(ram.as_ref())?;
     // Of a page that is away there may be an earlier round's body, which the one to come replaces.
@@ -282,9 +285,17 @@ fn find(
     let began = Instant::now();
     let found = Introspection::find(memory, &processors);
     account.find_ms = ms(began.elapsed());
-    let found = found?;
+    let found = found.map_err(|unfit| unfit_of(memory, unfit))?;
     account.kernel = Some(found.release().to_owned());
     Ok(found)
+}
+
+/// Why nothing can be told, where pages that were to be looked at may not have come.
+fn unfit_of(memory: &GuestPhysical, unfit: Unfit) -> ReclaimError {
+    match unfit {
+        Unfit::Unreadable(_) | Unfit::NoKernel if memory.fell_short() => ReclaimError::Elsewhere,
+        other => other.into(),
+    }
 }
 
 /// What was seen of a guest whose pages come and go.
@@ -300,7 +311,7 @@ struct Taking<'a> {
     memory: &'a GuestPhysical,
     kernel: Introspection,
     ram: &'a dyn Memory,
-    elsewhere: Option<&'a dyn Elsewhere>,
+    elsewhere: Option<&'a dyn PagesElsewhere>,
     seen: Seen,
     fence: &'a Fence,
     asker: Asker,
@@ -409,7 +420,7 @@ impl Taking<'_> {
             }
             other => {
                 self.seen.in_vain = 0;
-                Ok(other?)
+                other.map_err(|unfit| unfit_of(self.memory, unfit))
             }
         }
     }

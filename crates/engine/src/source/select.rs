@@ -217,7 +217,7 @@ pub fn changed_untracked(
     chunk: ChunkIndex,
     known: &PageSet,
 ) -> std::io::Result<PageSet> {
-    let pages = PageSet::first(ram.layout().place(chunk).map_or(0, |place| place.pages)).without(known);
+    let pages = PageSet::of_chunk(ram.layout(), chunk).without(known);
     let there = pages.and(&ram.allocated_in(chunk)?);
     let empty = |page: u8| matches!(sent.last(chunk, page), Last::Never | Last::Zero);
     let mut changed: PageSet = pages.without(&there).iter().filter(|page| !empty(*page)).collect();

@@ -45,9 +45,9 @@ impl Split {
     /// The pages that a guest which goes through memory that it has never used is about to touch: they have memory with
     /// the one that it touches, where there is room for all of them and nobody waits. What it does not use after all is
     /// zeros, and leaves without being sent.
-    pub(super) fn touched_ahead(&self, page: PageIndex, holes: &PageSet) -> PageSet {
-        let ahead = lock(&self.touched).wanted(page, holes);
-        if !lock(&self.pace.waiting).is_empty() || !self.has_room(ahead.len()) {
+    pub(super) fn touched_ahead(&self, page: PageIndex, here: &PageSet) -> PageSet {
+        let ahead = lock(&self.touched).wanted(page, here);
+        if ahead.is_empty() || !lock(&self.pace.waiting).is_empty() || !self.has_room(ahead.len()) {
             return PageSet::EMPTY;
         }
         ahead

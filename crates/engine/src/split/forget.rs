@@ -16,7 +16,7 @@ impl Split {
     ///
     /// # Errors
     /// The map cannot be written, or the VMM has ended.
-    pub(super) fn forget_given_back(&self, lines: &mut Lines<'_>) -> Result<(), SplitError> {
+    pub(super) fn tell_what_was_given_back(&self, lines: &mut Lines<'_>) -> Result<(), SplitError> {
         self.pager.given_back_elsewhere().into_iter().try_for_each(|chunk| self.forget_in(lines, chunk))
     }
 

@@ -42,8 +42,7 @@ impl Split {
     /// # Errors
     /// The file system's.
     pub fn here_bytes(&self) -> Result<u64, MigrateError> {
-        let room = *lock(&self.room);
-        self.here_bytes_of(room.unwrap_or(Room::ALL))
+        self.here_bytes_of(self.room())
     }
 
     pub(super) fn here_bytes_of(&self, room: Room) -> Result<u64, MigrateError> {
@@ -54,9 +53,9 @@ impl Split {
         }
     }
 
-    /// Where pages belong that the guest does not use.
-    pub(super) fn unused(&self) -> Unused {
-        lock(&self.room).map(Room::unused).unwrap_or_default()
+    /// How much of the guest may be here.
+    pub(super) fn room(&self) -> Room {
+        lock(&self.room).unwrap_or(Room::ALL)
     }
 
     /// Sets the room, where so much is here; what it was.
@@ -99,7 +98,7 @@ impl Split {
                 continue;
             }
             if forgotten.elapsed() >= FORGET {
-                self.forget_given_back(&mut way.lines)?;
+                self.tell_what_was_given_back(&mut way.lines)?;
                 forgotten = Instant::now();
             }
             turns.among((0..self.lenders.count()).filter(|number| !self.lenders.is_leaving(*number)).collect());

@@ -8,9 +8,9 @@ use super::fetch::Wanted;
 use super::lines::Lines;
 use super::{Split, lock};
 use crate::error::MigrateError;
-use crate::memory::elsewhere::Elsewhere;
+use crate::memory::elsewhere::PagesElsewhere;
 
-impl Elsewhere for Split {
+impl PagesElsewhere for Split {
     fn away(&self) -> PageMap {
         self.pager.missing_pages()
     }

@@ -475,8 +475,8 @@ impl Supplier for Split {
         self.admits_touch(page)
     }
 
-    fn touched_next(&self, page: PageIndex, holes: &PageSet) -> PageSet {
-        self.touched_ahead(page, holes)
+    fn touched_next(&self, page: PageIndex, here: &PageSet) -> PageSet {
+        self.touched_ahead(page, here)
     }
 
     fn heard(&self) -> Instant {

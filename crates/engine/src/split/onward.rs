@@ -28,7 +28,6 @@ use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::layout::{ChunkIndex, Layout};
 use sterna_protocol::pages::{PageMap, PageSet};
 
-use super::room::Room;
 use super::{Epochs, Lender, Split, SplitError, lock};
 use crate::error::MigrateError;
 use crate::paging::Pager;
@@ -79,8 +78,7 @@ impl Split {
     /// From now on nothing leaves, until the guest [goes on](Self::go_on) here. What was on its way has left, or stays,
     /// when this returns. The guest runs still.
     pub fn stay(&self) {
-        let room = *lock(&self.room);
-        self.still.before(room.unwrap_or(Room::ALL));
+        self.still.before(self.room());
         self.keep_all();
     }
 

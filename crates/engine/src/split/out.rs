@@ -195,10 +195,10 @@ impl WayOut<'_> {
     fn copy(&self, chunk: ChunkIndex) -> Result<Copied, SplitError> {
         let ram = self.split.pager.ram();
         let failed = MigrateError::host("reading pages that are about to leave");
-        let unused = self.split.unused();
+        let unused = self.split.room().unused();
         let there = match unused {
             Unused::Track => ram.allocated_in(chunk),
-            Unused::Ignore => Ok(ram.layout().place(chunk).map_or(PageSet::EMPTY, |place| PageSet::first(place.pages))),
+            Unused::Ignore => Ok(PageSet::of_chunk(ram.layout(), chunk)),
         };
         let there = there.map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
         let there = there.without(&self.split.pager.away_in(chunk));

@@ -39,11 +39,7 @@ fn a_guest_that_takes_memory_faster_than_it_leaves_keeps_to_its_room_and_goes_on
     assert!(account.paced.pages > 0 && account.out_pages > PAGES / 2);
     // What it reads comes back page by page where there is no room for more.
     (0..PAGES).for_each(|page| assert_eq!(guest.word(page), content(page), "page {page}"));
-    split.keep_to(Room::ALL).unwrap();
-    while split.pager().missing() > 0 {
-        split.bring_back().unwrap();
-    }
-    split.end();
+    comes_together(&split);
 }
 
 #[test]

@@ -2,10 +2,11 @@
 //! map, which is away itself in part.
 
 use sterna_api::Reclaimed;
-use sterna_engine::memory::elsewhere::Elsewhere;
+use sterna_engine::memory::elsewhere::PagesElsewhere;
 use sterna_engine::monitor::Monitor;
 use sterna_engine::reclaim::{Machine, ReclaimError, reclaim};
 use sterna_introspect::Unfit;
+use sterna_introspect::toy::NOTE;
 
 use super::taking::{Churn, Vmm};
 use super::toy::{PAGES as RAM_PAGES, ToyGuest, USED};
@@ -26,7 +27,7 @@ fn split(guest: &ToyGuest, hosts: &[&LendingHost]) -> Arc<Split> {
 fn take(guest: &Arc<ToyGuest>, split: &Arc<Split>, careless: bool) -> (Reclaimed, Result<(), ReclaimError>) {
     let (mut vmm, blocks, mut account) = (Vmm::of(guest), [guest.block()], Reclaimed::default());
     let (faults, elsewhere) =
-        (Arc::clone(split.pager().guest_faults()), Arc::<Split>::clone(split) as Arc<dyn Elsewhere>);
+        (Arc::clone(split.pager().guest_faults()), Arc::<Split>::clone(split) as Arc<dyn PagesElsewhere>);
     let machine = Machine {
         vmm: &mut vmm,
         faults,
@@ -37,14 +38,6 @@ fn take(guest: &Arc<ToyGuest>, split: &Arc<Split>, careless: bool) -> (Reclaimed
     };
     let done = reclaim(machine, &Monitor::new("guest"), &mut account);
     (account, done)
-}
-
-fn whole(split: &Arc<Split>) {
-    split.keep_to(Room::ALL).unwrap();
-    while split.pager().missing() > 0 {
-        split.bring_back().unwrap();
-    }
-    split.end();
 }
 
 #[test]
@@ -80,7 +73,7 @@ fn what_is_free_and_away_is_given_back_and_its_memory_host_has_it_no_more() {
     };
     assert!((0x2000..0x2c00).all(|page| sees(page) == [0; 4096]) && split.account().in_pages == came);
     assert!((0x2c00..USED.end).all(|page| sees(page) == [7; 4096]), "what is in use is as it was");
-    whole(&split);
+    comes_together(&split);
 }
 
 /// Takes memory again and again of a guest that allocates and frees all the time, while its pages come and go. The
@@ -103,7 +96,7 @@ fn churned(careless: bool, times: u32) -> (u64, Vec<Reclaimed>) {
     }
     println!("{:?}", split.account());
     let bad = churn.end();
-    whole(&split);
+    comes_together(&split);
     (bad, accounts)
 }
 
@@ -139,4 +132,31 @@ fn what_was_free_once_and_is_taken_without_another_look_is_lost_wherever_it_is()
     if tracking_works() {
         assert!((0..10).any(|_| churned(true, 20).0 > 0), "nothing was lost");
     }
+}
+
+/// Who is at fault is said: a guest without a kernel that describes itself, or a memory host that does not answer.
+#[test]
+fn what_is_in_the_way_is_named() {
+    if !tracking_works() {
+        return;
+    }
+    let guest = ToyGuest::new();
+    let lending = LendingHost::to_guests_of(RAM_CHUNKS);
+    let split = split(&guest, &[&lending]);
+    guest.free(0x2000..0x2c00);
+    let refused = || take(&guest, &split, false).1.unwrap_err();
+    guest.change(|toy| toy.ram.write(NOTE, &[0; 64]));
+    let found = refused();
+    assert!(matches!(found, ReclaimError::Unfit(Unfit::NoKernel)), "{found:?}");
+    let mut way = split.way_out().unwrap();
+    for chunk in 0..RAM_CHUNKS {
+        way.send(ChunkIndex(chunk), 0).unwrap();
+    }
+    drop(way);
+    lending.relay.cut();
+    let found = refused();
+    assert!(matches!(found, ReclaimError::Elsewhere), "{found:?}");
+    assert!(found.problem().hint.is_some_and(|hint| hint.contains("sterna show")));
+    lending.relay.restore();
+    comes_together(&split);
 }

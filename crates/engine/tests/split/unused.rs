@@ -1,7 +1,5 @@
 //! Pages that the guest does not use: nowhere, or where any other page would be.
 
-use std::os::unix::fs::MetadataExt;
-
 use sterna_api::Unused;
 
 use super::*;
@@ -73,8 +71,7 @@ fn a_memory_host_forgets_what_the_guest_gives_back_of_what_it_has() {
     let split = guest.split_over(vec![Lender { mirror: Some(lending[1].lender().peer), ..lending[0].lender() }]);
     send_all(&split, 0);
     let (there, away) = (lending[0].pages(), split.pager().missing());
-    let about = guest.ram.file.metadata().unwrap();
-    let (device, inode) = (about.dev(), about.ino());
+    let (device, inode) = split.pager().ram().files().unwrap()[0];
     let (first, count) = (CHUNK_PAGES as u64 + 10, 100);
     guest.discards.lock().unwrap().push(Discard { device, inode, offset: first * 4096, length: count * 4096 });
     // With room for all nothing leaves by itself.
