@@ -8,8 +8,8 @@ use serde_json::json;
 
 use super::curves::Curves;
 use super::gang_figures::{Measured, measure};
-use super::judge::{ratio, worst};
-use super::lenders::{self, MIB, Way, paged};
+use super::judge::{least, ratio, worst};
+use super::lenders::{self, HERE_MIB, MEMORY_MIB, MIB, Way, paged};
 use super::runner::{Attempt, Row, Site, figure, try_all};
 use super::together::{self, REST};
 use super::{Options, Plan, is};
@@ -19,14 +19,11 @@ use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::meter::Line;
-use crate::plot::LinePlot;
-use crate::result::{Run, Target, rows};
+use crate::result::{Run, Target, rows, series};
+use crate::stats::median;
 use crate::sterna::SternaVm;
 use crate::trial::Qemu;
 
-/// The guest's memory, and what of it may be here, MiB. Right after its boot it uses some 150.
-const MEMORY_MIB: u64 = 1024;
-const HERE_MIB: u64 = 512;
 /// What the program goes through, MiB: there is room here for the first two.
 const SIZES: [u64; 4] = [128, 256, 512, 640];
 const FITTING: usize = 2;
@@ -72,17 +69,7 @@ fn workload(mib: u64) -> String {
 
 impl Attempt for Walk {
     fn rows(&self) -> Vec<Row> {
-        let workload = workload(self.mib);
-        let values = [
-            ("mover", json!(self.way.label())),
-            ("qemu", json!(self.qemu.label)),
-            ("workload", json!(workload)),
-            ("memory_mib", json!(MEMORY_MIB)),
-            ("here_mib", json!(HERE_MIB)),
-        ];
-        let config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-        let words = format!("{}, {workload}", self.way.label());
-        vec![Row { words, config, baseline: self.way != Way::Tracked }]
+        vec![self.way.row(&self.qemu, &workload(self.mib), &[])]
     }
 
     fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
@@ -106,7 +93,7 @@ impl Walk {
         let vm = SternaVm::start(lab, "a", guest, &self.qemu.path)?;
         guest.wait_until_up(PATIENCE)?;
         std::thread::sleep(REST);
-        let report = self.way.split(lab, &vm, HERE_MIB)?;
+        let report = self.way.split(lab, &vm)?;
         std::thread::sleep(REST);
         let mut console = Console::open(guest)?;
         let before = paged(&vm)?;
@@ -159,17 +146,16 @@ fn targets(runs: &[Run]) -> Vec<Target> {
     let row = |way: Way, mib: u64| move |run: &Run| is(run, &[("mover", way.label()), ("workload", &workload(mib))]);
     let of = |name: &'static str| move |run: &Run| run.metrics.get(name).copied();
     let (fitting, larger) = SIZES.split_at(FITTING);
-    let came = fitting.iter().map(|mib| {
-        let of_row = runs.iter().filter(|run| row(Way::Tracked, *mib)(run));
-        crate::stats::median(&of_row.filter_map(of(FIRST_IN)).collect::<Vec<_>>())
-    });
+    let came = fitting.iter().map(|mib| median(&series(runs, FIRST_IN, row(Way::Tracked, *mib))));
     let speed = |mib: &u64| ratio(runs, of(FIRST), row(Way::Tracked, *mib), row(Way::Whole, *mib));
-    let least = fitting.iter().map(speed).collect::<Option<Vec<_>>>();
-    let least = least.and_then(|speeds| speeds.into_iter().reduce(f64::min));
     let fewer = |mib: &u64| ratio(runs, of(FIRST_IN), row(Way::Tracked, *mib), row(Way::Ignored, *mib));
     vec![
         Target::at_most("there is room: pages that come while it is first used, worst row", 0.0, worst(came)),
-        Target::at_least("there is room: speed of first use ÷ that of a whole guest, worst row", 0.9, least),
+        Target::at_least(
+            "there is room: speed of first use ÷ that of a whole guest, worst row",
+            0.9,
+            least(fitting.iter().map(speed)),
+        ),
         Target::at_most(
             "no room: pages that come at first ÷ those where unused memory is ignored, worst row",
             0.02,
@@ -181,37 +167,16 @@ fn targets(runs: &[Run]) -> Vec<Target> {
 fn plot(runs: &[Run], directory: &Path) -> Result<()> {
     let rows = rows(runs);
     let size = |workload: &str| workload.strip_suffix(" MiB never used before")?.parse().ok();
-    for (metric, name, title) in [(FIRST, "first", "memory used for the first time"), (AGAIN, "again", "and again")] {
+    for (metric, name, title, y_label) in [
+        (FIRST, "first", "memory used for the first time", "MiB a second"),
+        (AGAIN, "again", "and again", "MiB a second"),
+        (FIRST_IN, "first-in", "memory used for the first time", "pages that came"),
+        (AGAIN_IN, "again-in", "and again", "pages that came"),
+    ] {
         let title = format!("{title}: {HERE_MIB} MiB of {MEMORY_MIB} may be here");
-        let curves = Curves { title, x_label: "MiB", y_label: "MiB a second", metric, x: &size };
-        curves.write(&rows, directory, name)?;
+        Curves { title, x_label: "MiB", y_label, metric, x: &size }.write(&rows, directory, name)?;
     }
-    pages(runs, directory)
-}
-
-/// Pages that came, by what is gone through.
-fn pages(runs: &[Run], directory: &Path) -> Result<()> {
-    let rows = rows(runs);
-    let lines = [Way::Tracked, Way::Ignored].into_iter().flat_map(|way| {
-        [(FIRST_IN, "first"), (AGAIN_IN, "again")]
-            .map(|(metric, when)| (way, metric, format!("{}, {when}", way.label())))
-    });
-    let lines: Vec<(String, Vec<(f64, f64)>)> = lines
-        .map(|(way, metric, label)| {
-            let own = rows.iter().filter(|row| row.word("mover") == way.label());
-            let point = own.filter_map(|row| {
-                let mib = row.word("workload").strip_suffix(" MiB never used before")?.parse().ok()?;
-                Some((mib, row.metrics.get(metric)?.median))
-            });
-            (label, point.collect())
-        })
-        .filter(|(_, points): &(String, Vec<_>)| !points.is_empty())
-        .collect();
-    if lines.is_empty() {
-        return Ok(());
-    }
-    let (title, x_label, y_label) = ("pages that come from memory hosts".into(), "MiB".into(), "pages".into());
-    LinePlot { title, x_label, y_label, lines, spans: Vec::new() }.write(directory, "pages")
+    Ok(())
 }
 
 #[cfg(test)]

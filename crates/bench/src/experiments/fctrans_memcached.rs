@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::gang_figures::{Measured, measure};
 use super::judge::ratio;
-use super::lenders::{self, MIB, Way, paged};
+use super::lenders::{self, MEMORY_MIB, MIB, Way, paged};
 use super::runner::{Attempt, Row, Site, figure, try_all};
 use super::together::{self, REST};
 use super::{Options, Plan, is};
@@ -22,9 +22,6 @@ use crate::result::{Run, Target};
 use crate::sterna::SternaVm;
 use crate::trial::{MEMCACHED_PORT, Qemu};
 
-/// The guest's memory, and what of it may be here, MiB.
-const MEMORY_MIB: u64 = 1024;
-const HERE_MIB: u64 = 512;
 /// What memcached may take, and what the program beside it goes through, MiB.
 const CACHE_MIB: u32 = 256;
 const WALKED_MIB: u64 = 384;
@@ -69,18 +66,7 @@ fn workload(beside: bool) -> String {
 
 impl Attempt for Cache {
     fn rows(&self) -> Vec<Row> {
-        let workload = workload(self.beside);
-        let values = [
-            ("mover", json!(self.way.label())),
-            ("qemu", json!(self.qemu.label)),
-            ("workload", json!(workload)),
-            ("memory_mib", json!(MEMORY_MIB)),
-            ("here_mib", json!(HERE_MIB)),
-            ("seed", json!(SEED)),
-        ];
-        let config = values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-        let words = format!("{}, {workload}", self.way.label());
-        vec![Row { words, config, baseline: self.way != Way::Tracked }]
+        vec![self.way.row(&self.qemu, &workload(self.beside), &[("seed", json!(SEED))])]
     }
 
     fn guests(&self, lab: &Lab, name: &str) -> Vec<Guest> {
@@ -104,7 +90,7 @@ impl Cache {
         let vm = SternaVm::start(lab, "a", guest, &self.qemu.path)?;
         guest.wait_until_up(PATIENCE)?;
         std::thread::sleep(REST);
-        let report = self.way.split(lab, &vm, HERE_MIB)?;
+        let report = self.way.split(lab, &vm)?;
         if self.beside {
             let mut console = Console::open(guest)?;
             console.type_line(&format!("walker --mib {WALKED_MIB} --passes 0"))?;

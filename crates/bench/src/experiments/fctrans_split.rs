@@ -156,7 +156,7 @@ impl Split {
         }
         std::thread::sleep(REST);
         let memory = lenders::lending(lab, Self::lent_mib(self.memory_mib))?;
-        let words: &[&str] = if self.unused == Unused::Ignore { &["--unused", "ignore"] } else { &[] };
+        let words = lenders::unused_words(self.unused);
         let report = vm.split_to(lab, "d", self.memory_mib * MIB / MAIN, &memory, words)?;
         guest.wait_until_well(PATIENCE)?;
         measured.details = json!({ "split": report });

@@ -96,6 +96,11 @@ pub(super) fn worst(values: impl IntoIterator<Item = Option<f64>>) -> Option<f64
     values.into_iter().collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::max)
 }
 
+/// The smallest, likewise, where more is better.
+pub(super) fn least(values: impl IntoIterator<Item = Option<f64>>) -> Option<f64> {
+    values.into_iter().collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::min)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

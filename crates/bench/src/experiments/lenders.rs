@@ -1,14 +1,17 @@
 //! What the experiments of split guests have in common: a guest's host, and two memory hosts.
 
-use sterna_api::SplitReport;
+use serde_json::{Value, json};
+use sterna_api::{SplitReport, Unused};
 
 use super::movers;
+use super::runner::Row;
 use crate::command::PATIENCE;
 use crate::error::Result;
 use crate::gang::lab_with;
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
 use crate::sterna::SternaVm;
+use crate::trial::Qemu;
 
 pub(super) const MIB: u64 = 1 << 20;
 /// What each memory host lends, MiB.
@@ -54,6 +57,19 @@ pub(super) enum Way {
     Ignored,
 }
 
+/// The words of `sterna split` for pages that a guest does not use.
+pub(super) fn unused_words(unused: Unused) -> &'static [&'static str] {
+    match unused {
+        Unused::Track => &[],
+        Unused::Ignore => &["--unused", "ignore"],
+    }
+}
+
+/// The memory of guests that use what they never used before, and what of it may be here, MiB. Right after their boot
+/// they use some 150.
+pub(super) const MEMORY_MIB: u64 = 1024;
+pub(super) const HERE_MIB: u64 = 512;
+
 impl Way {
     pub(super) const ALL: [Self; 3] = [Self::Whole, Self::Tracked, Self::Ignored];
 
@@ -65,14 +81,28 @@ impl Way {
         }
     }
 
-    /// Splits a guest so, with so many MiB here.
-    pub(super) fn split(self, lab: &Lab, vm: &SternaVm, here_mib: u64) -> Result<Option<SplitReport>> {
-        let words: &[&str] = match self {
+    /// The row of a workload in a guest whose memory is so, with `more` in its set-up.
+    pub(super) fn row(self, qemu: &Qemu, workload: &str, more: &[(&str, Value)]) -> Row {
+        let values = [
+            ("mover", json!(self.label())),
+            ("qemu", json!(qemu.label)),
+            ("workload", json!(workload)),
+            ("memory_mib", json!(MEMORY_MIB)),
+            ("here_mib", json!(HERE_MIB)),
+        ];
+        let values = values.into_iter().chain(more.iter().cloned());
+        let config = values.map(|(name, value)| (name.to_owned(), value)).collect();
+        Row { words: format!("{}, {workload}", self.label()), config, baseline: self != Self::Tracked }
+    }
+
+    /// Splits a guest so.
+    pub(super) fn split(self, lab: &Lab, vm: &SternaVm) -> Result<Option<SplitReport>> {
+        let unused = match self {
             Self::Whole => return Ok(None),
-            Self::Tracked => &[],
-            Self::Ignored => &["--unused", "ignore"],
+            Self::Tracked => Unused::Track,
+            Self::Ignored => Unused::Ignore,
         };
-        vm.split(here_mib * MIB, &lenders(lab)?, words).map(Some)
+        vm.split(HERE_MIB * MIB, &lenders(lab)?, unused_words(unused)).map(Some)
     }
 }
 

@@ -12,7 +12,7 @@ use sterna_guest_programs::histogram::Histogram;
 
 use super::curves::Curves;
 use super::gang_figures::Measured;
-use super::judge::ratio;
+use super::judge::{least, ratio};
 use super::lenders::{self, MIB, PROGRAM};
 use super::runner::{Attempt, Row, Site, done, figure, try_all};
 use super::timeline::{rate, totals};
@@ -231,14 +231,13 @@ fn targets(runs: &[Run]) -> Vec<Target> {
         move |run: &Run| is(run, &[("workload", &workload(work, share)), ("mover", &place.label())])
     };
     let own = |work, share| row(work, share, Place::MemoryHosts);
-    let least = |values: Vec<Option<f64>>| values.into_iter().collect::<Option<Vec<_>>>()?.into_iter().reduce(f64::min);
     let mut targets = Vec::new();
     for work in WORKS {
         let against = CLUSTERS.into_iter().flat_map(|cluster| SHARES.map(|share| (cluster, share)));
         let ratios = against
             .map(|(cluster, share)| ratio(runs, words, own(work, share), row(work, share, Place::Disk(cluster))));
         let name = format!("{} reads: words per second ÷ those of a guest that swaps, worst row", work.word());
-        targets.push(Target::at_least(name, 2.0, least(ratios.collect())));
+        targets.push(Target::at_least(name, 2.0, least(ratios)));
     }
     targets
 }
