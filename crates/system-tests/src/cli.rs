@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sterna_api::Report;
+use sterna_api::{Report, SplitReport, Status};
 use sterna_bench::command::wait_for;
 use sterna_bench::lab::Host;
 use sterna_bench::sterna::sterna;
@@ -36,6 +36,26 @@ impl Answer {
     #[must_use]
     pub fn report(&self) -> Option<Report> {
         serde_json::from_str(&self.stdout).ok()
+    }
+
+    /// The report that `split` and `merge` write with `--json -`.
+    ///
+    /// # Panics
+    /// Where there is none.
+    #[must_use]
+    pub fn split_report(&self) -> SplitReport {
+        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("no report: {error}: {self:#?}"))
+    }
+
+    /// The same of one that completed.
+    ///
+    /// # Panics
+    /// Where it did not.
+    pub fn completed_split(&self) -> SplitReport {
+        self.expect(0, &[]);
+        let report = self.split_report();
+        assert_eq!((report.status, report.error.as_ref()), (Status::Completed, None), "{report:?}");
+        report
     }
 
     /// The code of the problem, as the report names it.

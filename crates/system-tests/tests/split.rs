@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use serde_json::Value;
 use sterna_api::{Reclaimed, SplitReport, Status};
-use sterna_bench::load::now_us;
 use sterna_system_tests::cli::{self, Answer, Attempt};
 use sterna_system_tests::needs::{left_to_another_day, times};
 use sterna_system_tests::random::Random;
@@ -40,21 +39,13 @@ fn words_over(site: &Site, here_mib: u64, hosts: &[(&str, u64)]) -> Vec<String> 
     words.map(str::to_owned).into_iter().chain(hosts.iter().flat_map(memory)).collect()
 }
 
-/// Chance, which a seed that is printed repeats.
-fn seeded() -> Random {
-    let seed = std::env::var("STERNA_SEED").ok().and_then(|word| word.parse().ok());
-    let seed = seed.unwrap_or_else(|| now_us().unsigned_abs());
-    println!("STERNA_SEED={seed}");
-    Random(seed)
-}
-
 fn ask(site: &Site, words: &[String]) -> Answer {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     cli::ask(site.here(), &words)
 }
 
 fn split(site: &Site, here_mib: u64) -> SplitReport {
-    completed(&ask(site, &words(site, here_mib)))
+    ask(site, &words(site, here_mib)).completed_split()
 }
 
 fn merge_words(site: &Site) -> Vec<String> {
@@ -62,18 +53,7 @@ fn merge_words(site: &Site) -> Vec<String> {
 }
 
 fn merge(site: &Site) -> SplitReport {
-    completed(&ask(site, &merge_words(site)))
-}
-
-fn report(answer: &Answer) -> SplitReport {
-    serde_json::from_str(&answer.stdout).unwrap_or_else(|error| panic!("no report: {error}: {answer:#?}"))
-}
-
-fn completed(answer: &Answer) -> SplitReport {
-    answer.expect(0, &[]);
-    let report = report(answer);
-    assert_eq!((report.status, report.error.as_ref()), (Status::Completed, None), "{report:?}");
-    report
+    ask(site, &merge_words(site)).completed_split()
 }
 
 /// What is elsewhere of the guest; `None` where it is not split.
@@ -166,7 +146,7 @@ fn what_is_called_off_is_as_it_was_before() {
     running.interrupt();
     let answer = running.end();
     answer.expect(3, &["cancel"]);
-    assert_eq!(report(&answer).status, Status::Cancelled);
+    assert_eq!(answer.split_report().status, Status::Cancelled);
     assert!(away(&site).is_some(), "it is split still");
     site.start_daemon("c");
     site.checker_is_well();
@@ -203,7 +183,7 @@ fn a_daemon_that_is_killed_at_any_moment_leaves_a_guest_that_can_be_merged() {
         return;
     }
     let mut site = site();
-    let mut random = seeded();
+    let mut random = Random::seeded();
     let (mut round, mut cut_off) = (0, 0);
     // At least twice in the middle of something.
     while round < times(6, 60) || cut_off < 2 {
@@ -257,10 +237,10 @@ fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
         return;
     }
     let mut site = site();
-    let mut random = seeded();
+    let mut random = Random::seeded();
     // One takes all that leaves, and then the other one does; or both share it.
     let ways: [&[(&str, u64)]; 3] = [&[("b", 200)], &[("c", 200)], &[("b", 200), ("c", 200)]];
-    completed(&ask(&site, &words_over(&site, HERE, ways[0])));
+    ask(&site, &words_over(&site, HERE, ways[0])).completed_split();
     let mut turn = 0;
     for round in 0..times(5, 60) {
         turn = (turn + 1 + random.below(2) as usize) % ways.len();
@@ -307,14 +287,14 @@ fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
         site.configure(host, "lend_memory = \"400M\"");
     }
     let twice = |words: Vec<String>| [words, vec!["--redundancy".into(), "copies=2".into()]].concat();
-    completed(&ask(&site, &twice(words_over(&site, HERE, &[("b", 200), ("c", 200)]))));
+    ask(&site, &twice(words_over(&site, HERE, &[("b", 200), ("c", 200)]))).completed_split();
     site.checker_is_well();
     site.kill_daemon("b");
     site.checker_is_well();
     // What the guest wants and is away comes from the other one.
-    completed(&ask(&site, &words_over(&site, HERE + 20, &[])));
+    ask(&site, &words_over(&site, HERE + 20, &[])).completed_split();
     site.checker_is_well();
-    completed(&ask(&site, &words_over(&site, HERE, &[("d", 200), ("e", 200)])));
+    ask(&site, &words_over(&site, HERE, &[("d", 200), ("e", 200)])).completed_split();
     site.checker_is_well();
     let told = site.told_at("a");
     assert!(told.contains(&site.host("d").listen()) && !told.contains(&site.host("b").listen()), "{told}");
@@ -340,8 +320,8 @@ fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there(
     for host in ["c", "d"] {
         site.configure(host, "lend_memory = \"400M\"");
     }
-    completed(&ask(&site, &words_over(&site, HERE, &[("c", 200), ("d", 200)])));
-    let mut random = seeded();
+    ask(&site, &words_over(&site, HERE, &[("c", 200), ("d", 200)])).completed_split();
+    let mut random = Random::seeded();
     let (mut dies, mut went, mut round) = (false, 0, 0);
     while round < times(6, 60) || went < 3 {
         round += 1;
@@ -414,7 +394,7 @@ fn a_split_guest_under_churn_loses_no_page_while_its_free_memory_is_taken() {
     let plan = Plan { hosts: ["a", "b", "c"].map(str::to_owned).into(), ..Plan::churning() };
     let site = lending(Site::start(&plan));
     site.churn_is_well();
-    let report = completed(&ask(&site, &words_over(&site, 192, &[("b", 240), ("c", 240)])));
+    let report = ask(&site, &words_over(&site, 192, &[("b", 240), ("c", 240)])).completed_split();
     println!("{report:?}");
     let (mut elsewhere, mut taken) = (0, 0);
     site.eventually("enough of what was taken was at memory hosts", || {

@@ -4,9 +4,7 @@
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use sterna_api::{SplitReport, Status};
 use sterna_bench::command::output;
-use sterna_bench::load::now_us;
 use sterna_system_tests::needs::left_to_the_proofs;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::slow_disk::SlowDisk;
@@ -26,13 +24,6 @@ const FOR: Duration = Duration::from_secs(600);
 /// Cuts the link of a host, or restores it.
 fn link(site: &Site, host: &str, state: &str) {
     output(site.host(host).command("ip").args(["link", "set", "up0", state])).expect("a link");
-}
-
-fn completed(answer: &cli::Answer) -> SplitReport {
-    answer.expect(0, &[]);
-    let report: SplitReport = serde_json::from_str(&answer.stdout).expect("a report");
-    assert_eq!((report.status, report.error.as_ref()), (Status::Completed, None), "{report:?}");
-    report
 }
 
 /// By hand and in the long proofs: ten minutes of it, and some five before and after.
@@ -60,15 +51,13 @@ fn a_guest_that_fits_no_host_is_right_whoever_dies_and_whatever_is_cut_and_comes
     let memory = ["b", "c"].map(|host| format!("{}={}M", site.host(host).listen(), LENDER - OWN));
     let main = format!("{}={}M", site.host("d").listen(), MAIN - OWN);
     let words = ["split", "g", "--json", "-", "--main", &main, "--memory", &memory[0], "--memory", &memory[1]];
-    let moved = completed(&cli::ask(site.here(), &words));
+    let moved = cli::ask(site.here(), &words).completed_split();
     println!("{moved:?}");
     assert!(moved.allocated_before_bytes > 5 * 1024 * MIB * 9 / 10, "too little of it is in use: {moved:?}");
     disk.is_read_slowly_at(&site, "d");
     site.checker_is_well();
 
-    let seed = std::env::var("STERNA_SEED").ok().and_then(|word| word.parse().ok());
-    let mut random = Random(seed.unwrap_or_else(|| now_us().unsigned_abs()));
-    println!("STERNA_SEED={}", random.0);
+    let mut random = Random::seeded();
     let (began, mut killed, mut cut) = (Instant::now(), 0, 0);
     while began.elapsed() < FOR {
         let host = random.of(&["b", "c", "d"]);
