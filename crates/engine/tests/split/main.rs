@@ -216,15 +216,6 @@ fn send_all(split: &Split, host: usize) {
     }
 }
 
-/// All of the guest comes together, and it is split no more.
-fn comes_together(split: &Arc<Split>) {
-    split.keep_to(Room::ALL).unwrap();
-    while split.pager().missing() > 0 {
-        split.bring_back().unwrap();
-    }
-    split.end();
-}
-
 /// To the first memory host and to the second in turn.
 fn send_in_turn(split: &Split) {
     let mut way = split.way_out().unwrap();

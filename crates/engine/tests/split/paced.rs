@@ -5,6 +5,15 @@ fn here(split: &Split) -> u64 {
     split.pager().ram().allocated_bytes().unwrap()
 }
 
+/// All of the guest comes together, and it is split no more.
+pub fn comes_together(split: &Arc<Split>) {
+    split.keep_to(Room::ALL).unwrap();
+    while split.pager().missing() > 0 {
+        split.bring_back().unwrap();
+    }
+    split.end();
+}
+
 /// Seen to fail: all of it was here.
 #[test]
 fn a_guest_that_takes_memory_faster_than_it_leaves_keeps_to_its_room_and_goes_on() {

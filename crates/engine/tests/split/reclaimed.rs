@@ -8,6 +8,7 @@ use sterna_engine::reclaim::{Machine, ReclaimError, reclaim};
 use sterna_introspect::Unfit;
 use sterna_introspect::toy::NOTE;
 
+use super::paced::comes_together;
 use super::taking::{Churn, Vmm};
 use super::toy::{PAGES as RAM_PAGES, ToyGuest, USED};
 use super::*;
