@@ -100,8 +100,8 @@ pub trait DestinationHost: Send + Sync {
 
     /// Checks whether the machine can run here, and starts its VMM so that it waits for device state. `from` is the
     /// daemon that sends it, by its certificate. `pool` is that of the gang that it comes with: there is room for all
-    /// of them. With `postcopy` the guest may start before all its pages are here: [`Incoming::paging`]. Where it is a
-    /// `clone`, the one that it was cloned from runs on.
+    /// of them. With `paging` a userfaultfd puts its pages in place, and the guest may start before all of them have
+    /// come: [`Incoming::paging`]. Where it is a `clone`, the one that it was cloned from runs on.
     ///
     /// # Errors
     /// A [`Problem`] that says what this host lacks; nothing is left behind.
@@ -111,7 +111,7 @@ pub trait DestinationHost: Send + Sync {
         spec: &VmSpec,
         from: Option<&str>,
         pool: Option<&Arc<Pool>>,
-        postcopy: bool,
+        paging: bool,
         clone: Option<Clone>,
     ) -> Result<Incoming, Problem>;
 

@@ -101,13 +101,13 @@ impl DestinationHost for Destination {
         spec: &VmSpec,
         from: Option<&str>,
         pool: Option<&Arc<Pool>>,
-        postcopy: bool,
+        paging: bool,
         clone: Option<Clone>,
     ) -> Result<Incoming, Problem> {
         if self.records.stage(id).is_some() {
             return Err(stale(id));
         }
-        self.start(id, spec, from, pool, (postcopy, clone)).inspect_err(|problem| {
+        self.start(id, spec, from, pool, (paging, clone)).inspect_err(|problem| {
             if problem.code == Code::TooManyIncoming {
                 // Nothing was begun, and the source asks again under another number: there is nothing to remember.
                 return tracing::debug!(vm = %spec.name, %id, "put off: {}", problem.message);
@@ -285,7 +285,7 @@ impl Destination {
         &self,
         id: MigrationId,
         spec: &VmSpec,
-        (postcopy, clone): (bool, Option<Clone>),
+        (paging, clone): (bool, Option<Clone>),
         items: &[Item],
         binary: Binary,
         reservation: Reservation,
@@ -324,7 +324,7 @@ impl Destination {
             ..VmRecord::new(&spec.name, spec.arguments.clone(), started.qemu(binary.path), memory)
         };
         let mut handed = None;
-        let paging = postcopy.then(|| {
+        let paging = paging.then(|| {
             let map = self.launcher.new_ram_path(&spec.name);
             started.with_file(&map);
             let (means, addresses) = paging::means(&record, &map)?;
