@@ -79,6 +79,9 @@ pub mod tools;
 /// One migration, measured from every side.
 pub mod trial;
 
+/// Memory that costs little when it is touched.
+pub mod warm;
+
 pub use error::{Error, Result};
 pub use guest::Guest;
 pub use lab::{Lab, LabConfig};

@@ -1,14 +1,11 @@
 //! A guest's RAM as a file, and how much of it is not zeros.
 
 use std::fs::File;
-use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use nix::errno::Errno;
-use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 use nix::unistd::{Whence, lseek};
 use serde::Serialize;
 
@@ -97,47 +94,6 @@ fn writable_code_kib(smaps: &str) -> u64 {
         }
     }
     sum
-}
-
-/// The memory that this machine could give to programs now, bytes.
-///
-/// # Errors
-/// Where the kernel does not say.
-pub fn available_bytes() -> Result<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").context(|| "reading /proc/meminfo".into())?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|rest| rest.split_ascii_whitespace().next()?.parse::<u64>().ok());
-    kib.map(|kib| kib << 10).ok_or_else(|| Error::Usage("/proc/meminfo has no MemAvailable".into()))
-}
-
-/// Touches this much memory of this machine, twice over, and gives it back: where the machine is itself a virtual one,
-/// memory that was idle for a while has gone back to *its* host, and the first touch costs ten times the later ones
-/// (seen: 3.0 s against 0.4 s per GiB). The first measurement would pay for all.
-///
-/// # Errors
-/// This machine has less memory.
-pub fn warm(bytes: u64) -> Result<()> {
-    let context = || format!("touching {bytes} bytes of memory");
-    let Some(length) = NonZeroUsize::new(bytes as usize) else { return Ok(()) };
-    let (access, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE);
-    // SAFETY: a mapping of its own at an address of the kernel's choice.
-    let memory = unsafe { mmap_anonymous(None, length, access, flags) }.context(context)?;
-    // SAFETY: advice on that mapping, which holds nothing yet. In huge pages, because QEMU's plain RAM wants them.
-    let advised = unsafe { madvise(memory, length.get(), MmapAdvise::MADV_HUGEPAGE) };
-    // Then the same in single pages, of which Sterna's RAM files are made. Both exist at the same time, so that this is
-    // other memory.
-    let pages = File::from(memfd_create(c"sterna-warm", MFdFlags::MFD_CLOEXEC).context(context)?);
-    let block = vec![1; 1 << 20];
-    for offset in (0..bytes).step_by(block.len()) {
-        pages.write_all_at(&block, offset).context(context)?;
-    }
-    for offset in (0..length.get()).step_by(PAGE_BYTES) {
-        // SAFETY: within the mapping, which nobody else knows.
-        unsafe { memory.cast::<u8>().add(offset).write_volatile(1) };
-    }
-    // SAFETY: exactly that mapping, to which nothing points any more.
-    unsafe { munmap(memory, length.get()) }.context(context)?;
-    advised.context(context)
 }
 
 /// Counts the pages of a RAM file; holes are skipped and stay holes.

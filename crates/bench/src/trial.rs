@@ -21,6 +21,7 @@ use crate::meter::{self, Arrival, Line, Meter};
 use crate::ram;
 use crate::stats::median;
 use crate::sterna::{self, SternaVm};
+use crate::warm;
 
 /// The port where memcached listens in a guest.
 pub(crate) const MEMCACHED_PORT: u16 = 11211;
@@ -203,7 +204,7 @@ pub fn run_plugged(setup: &Setup) -> Result<Trial> {
     }
     trial.settled_us = now_us();
     trial.note_memory(&running, guest, setup.working_set)?;
-    ram::warm((guest.memory_bytes + (256 << 20)).min(ram::available_bytes()? / 3))?;
+    warm::touch((guest.memory_bytes + (256 << 20)).min(warm::available_bytes()? / 3))?;
     let before = Before::read(lab)?;
     (setup.say)("moving it to host b");
     trial.begin_us = now_us();

@@ -13,10 +13,10 @@ use super::{Options, Plan, lab_name, qemus};
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
-use crate::ram;
 use crate::result::{Config, Run};
 use crate::sterna::SternaVm;
 use crate::trial::Qemu;
+use crate::warm;
 
 /// The bandwidth. It is below that of the lab's links, so that it is the limit.
 const BYTES_PER_S: u64 = 100_000_000;
@@ -127,7 +127,7 @@ fn start(lab: &Lab, guest: &Guest, workload: &Workload, qemu: &Qemu) -> Result<S
 }
 
 fn estimate_and_move(lab: &Lab, vm: &mut SternaVm, guest: &Guest, mode: Mode, to: &str) -> Result<(Estimate, Report)> {
-    ram::warm(guest.memory_bytes + (256 << 20))?;
+    warm::touch(guest.memory_bytes + (256 << 20))?;
     let estimate = vm.estimate(BYTES_PER_S)?;
     // The others do not wait for rounds to converge.
     let live = mode == Mode::Precopy;

@@ -115,7 +115,7 @@ impl Hops {
     fn move_on(&self, lab: &Lab, guests: &[Guest], measured: &mut Measured) -> Result<()> {
         let Self { together, .. } = self;
         let ksm = Ksm::take()?;
-        let (mut gang, source) = together.start(lab, guests, &ksm, measured)?;
+        let (mut gang, source, _warm) = together.start(lab, guests, &ksm, measured)?;
         let memory_bytes = together.memory_mib << 20;
         let (mut bytes, mut reports) = (Vec::new(), Vec::new());
         for (number, to) in (1..).zip(HOPS) {

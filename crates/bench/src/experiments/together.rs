@@ -27,6 +27,7 @@ use crate::ram;
 use crate::result::{Config, Run};
 use crate::stats::median;
 use crate::trial::Qemu;
+use crate::warm;
 
 /// The experiments whose rows are such gangs.
 const EXPERIMENTS: &[&str] =
@@ -258,7 +259,7 @@ impl Together {
         let meter = Meter::start(lab.host(METER)?)?;
         let server =
             if self.work == Work::Sends { Some(Load::Iperf(IperfServer::start(lab.host(CLIENT)?)?)) } else { None };
-        let (gang, source) = self.start(lab, guests, &ksm, measured)?;
+        let (gang, source, _warm) = self.start(lab, guests, &ksm, measured)?;
         let load = match self.work {
             Work::Serves => Some(Load::Redis(self.redis(lab, guests)?)),
             _ => server,
@@ -316,20 +317,18 @@ impl Together {
         if self.limited { PATIENCE_IF_LIMITED + 3 * link } else { LIMIT }
     }
 
-    /// Starts the guests and lets KSM merge what it can.
+    /// Starts the guests and lets KSM merge what it can. The memory that their destination takes is warm.
     pub(super) fn start(
         &self,
         lab: &Lab,
         guests: &[Guest],
         ksm: &Ksm,
         measured: &mut Measured,
-    ) -> Result<(Gang, Source)> {
+    ) -> Result<(Gang, Source, warm::Kept)> {
         let gang = Gang::start(lab, guests, &self.qemu.path, &self.mover)?;
         guests.iter().try_for_each(is_filled)?;
         let source = self.settle(lab, ksm, &gang, measured)?;
-        let bytes = (self.memory_mib << 20) * self.guests as u64;
-        ram::warm(bytes.min(ram::available_bytes()? / 3))?;
-        Ok((gang, source))
+        Ok((gang, source, warm::Kept::start()?))
     }
 
     /// Lets KSM merge what it can, and counts the guests' memory.

@@ -23,10 +23,10 @@ use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig, METER};
 use crate::meter::Meter;
 use crate::plot::{BarPlot, LinePlot};
-use crate::ram;
 use crate::result::{Run, Target, rows, series};
 use crate::stats::median;
 use crate::trial::Qemu;
+use crate::warm;
 
 /// The number of clones that are made at once.
 const CLONES: usize = 20;
@@ -161,7 +161,7 @@ impl More {
 
     /// Fails where the host has no room: better no figures than those of a host that has run out of memory.
     fn has_room(&self) -> Result<()> {
-        let (needed, there) = (self.way.memories() * (self.filled_mib + BESIDE), mib(ram::available_bytes()?) as u64);
+        let (needed, there) = (self.way.memories() * (self.filled_mib + BESIDE), mib(warm::available_bytes()?) as u64);
         if needed <= there {
             return Ok(());
         }
