@@ -1,7 +1,7 @@
 # Testing.
 
-# How many programs of whole-system tests run side by side. Within one, test follows test; it waits for its guests half
-# of the time.
+# How many programs of tests run side by side. Most of them wait half of the time: for guests, or for a peer that says
+# nothing.
 LANES=$(($(nproc) > 1 ? 3 : 1))
 
 # Every test of the workspace, then what was skipped and one closing line. With arguments: those that `cargo test` takes.
@@ -32,22 +32,22 @@ chosen_tests() {
     cargo_test "$@" -- --show-output
 }
 
-# All but the whole-system tests one after the other, then those in lanes, then the documentation's examples.
+# All but the whole-system tests in lanes, then those, then the documentation's examples.
 every_test() {
-    local status=0 programs program
+    local status=0 programs
     programs=$(test_programs) || return
-    readarray -t programs <<<"$programs"
-    for program in "${programs[@]}"; do
-        [[ $program == */crates/system-tests$'\t'* ]] || test_program "$program" || status=101
-    done
     export LOG
     rm -rf "$LOG/tests"
     mkdir -p "$LOG/tests"
     export -f test_program in_lane
-    printf '%s\n' "${programs[@]}" | grep $'/crates/system-tests\t' | most_tests_first | tr '\n' '\0' |
-        xargs -0 -n 1 -P "$LANES" bash -c 'in_lane "$1"' lane || status=101
+    grep -v $'/crates/system-tests\t' <<<"$programs" | in_lanes || status=101
+    grep $'/crates/system-tests\t' <<<"$programs" | in_lanes || status=101
     cargo_test --doc || status=101
     return "$status"
+}
+
+in_lanes() {
+    most_tests_first | tr '\n' '\0' | xargs -0 -n 1 -P "$LANES" bash -c 'in_lane "$1"' lane
 }
 
 # Builds the programs of tests: a line for each, with its crate's directory, its source, and where it is.

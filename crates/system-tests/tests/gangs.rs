@@ -3,7 +3,7 @@
 use sterna_bench::command::{PATIENCE, wait_for};
 use sterna_bench::ksm::Ksm;
 use sterna_system_tests::gang::GangSite;
-use sterna_system_tests::needs::left_to_the_proofs;
+use sterna_system_tests::needs::{left_to_another_day, left_to_the_proofs};
 use sterna_system_tests::{cli, needs, skip_without, turn};
 
 /// A checker in each guest, none of whose pages is ever equal to another guest's; kernel and image are equal in all.
@@ -14,7 +14,7 @@ const MORE: &str = ";checker:--mib,2,--rate,1";
 #[test]
 fn a_gang_arrives_as_small_as_it_left_in_every_mode_and_every_guest_has_its_own_memory() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let Ok(ksm) = Ksm::take() else {
@@ -39,7 +39,7 @@ fn a_gang_arrives_as_small_as_it_left_in_every_mode_and_every_guest_has_its_own_
 #[test]
 fn whoever_of_a_gang_does_not_arrive_costs_itself_alone() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
         return;
     }
     let Ok(ksm) = Ksm::take() else {
