@@ -41,31 +41,45 @@ pub async fn evacuate(client: &Client, wanted: Evacuate) -> Result<ExitCode, Fai
         let report = split::leave(client, &vm.name, &request(vm.memory_bytes, sum, &wanted.memory)).await;
         let report = report.unwrap_or_else(|failure| failed(vm, *failure.problem));
         say(&split::describe(&report));
-        let ended = (report.status != Status::Completed).then(|| (report.status, report.error.clone()));
-        splits.push(report);
-        let Some((status, error)) = ended else { continue };
-        if let Some(problem) = error {
-            eprint!("{}", describe(&vm.name, &problem));
+        if let Some(problem) = &report.error {
+            eprint!("{}", describe(&vm.name, problem));
         }
-        put_back(client, splits.iter().rev().skip(1)).await;
-        return Ok(ExitCode::from(if status == Status::Cancelled { CANCELLED } else { FAILED }));
+        splits.push(report);
+        if !splits.iter().all(is_split) {
+            break;
+        }
     }
-    let options = MigrateOptions::default();
-    let request = MigrateRequest { vms: wanted.names, family: None, to: wanted.to, options, merge: true };
-    let moved = migrate::to_its_end(client, &request).await;
-    let reports = moved.as_ref().map(|moved| moved.migrations.clone()).unwrap_or_default();
-    for report in &reports {
+    let moved = if splits.iter().all(is_split) {
+        let options = MigrateOptions::default();
+        let request = MigrateRequest { vms: wanted.names, family: None, to: wanted.to, options, merge: true };
+        migrate::to_its_end(client, &request).await.map(|moved| moved.migrations)
+    } else {
+        Ok(Vec::new())
+    };
+    let reports: &[Report] = moved.as_deref().unwrap_or_default();
+    for report in reports {
         say(&table::show(report));
         if let Some(failure) = table::failure(report) {
             eprint!("{failure}");
         }
     }
-    let has_left = |split: &&SplitReport| reports.iter().any(|report| report.vm == split.vm && left(report));
-    put_back(client, splits.iter().filter(|split| !has_left(split))).await;
+    let has_left = |split: &SplitReport| reports.iter().any(|report| report.vm == split.vm && left(report));
+    put_back(client, splits.iter().filter(|split| is_split(split) && !has_left(split))).await;
     if let Some(path) = json {
         write_json(path, &json!({ "split": splits, "migrations": reports }))?;
     }
-    moved.map(|_| ExitCode::from(worst(reports.iter().map(code_of))))
+    let of_split = |split: &SplitReport| match split.status {
+        Status::Completed => 0,
+        Status::Cancelled => CANCELLED,
+        _ => FAILED,
+    };
+    let codes: Vec<u8> = splits.iter().map(of_split).chain(reports.iter().map(code_of)).collect();
+    moved.map(|_| ExitCode::from(worst(codes)))
+}
+
+/// Whether a machine's part is at its memory hosts.
+fn is_split(split: &SplitReport) -> bool {
+    split.status == Status::Completed
 }
 
 /// Whether a machine is not this host's any more, or nobody knows.

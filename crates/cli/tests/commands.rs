@@ -73,6 +73,26 @@ fn an_estimate_is_a_table_or_json_and_the_machine_runs_on() {
 }
 
 #[test]
+fn an_evacuation_that_ends_early_is_reported_and_its_machines_run_on() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    run(&host, "db1");
+    run(&host, "db2");
+    let nobody = ["--to", "127.0.0.1:1", "--memory", "127.0.0.1:2=1G", "--json", "-"];
+    let (out, err) = expect(&host, 1, &[&["evacuate", "db1", "db2"][..], &nobody].concat());
+    let reports: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(reports["split"][0]["vm"], "db1", "{reports}");
+    assert_eq!(reports["split"][0]["status"], "failed", "{reports}");
+    assert_eq!((reports["split"].as_array().map(Vec::len), &reports["migrations"]), (Some(1), &json!([])));
+    assert!(err.contains("db1"), "{err}");
+    for name in ["db1", "db2"] {
+        assert_eq!(host.state_of(name), "running");
+    }
+}
+
+#[test]
 fn an_attached_run_ends_with_its_machine() {
     if cannot_run() {
         return;
