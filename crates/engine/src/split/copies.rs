@@ -139,8 +139,11 @@ impl Split {
     fn forget_rests(&self, lines: &mut Lines<'_>, member: Member) -> Result<(), SplitError> {
         let inventory = lines.ask(member, |host| host.inventory()).map_err(|error| self.failed(member, error))?;
         for InventoryEntry { chunk, .. } in inventory {
-            // One that is busy is one whose pages come back: what there is of it counts, most likely.
-            let Some(mut state) = self.free_chunk(chunk.index()) else { continue };
+            // One that is busy has its turn the next time.
+            let Some(mut state) = self.free_chunk(chunk.index()) else {
+                self.note_rests(member);
+                continue;
+            };
             // Those are asked about in a new epoch.
             if state.members[member.which].unsure && self.host_of(chunk) == Some(member.number) {
                 continue;
