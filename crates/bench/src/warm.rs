@@ -18,10 +18,11 @@ use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, m
 use crate::error::{Context, Error, Result};
 
 const PAGE_BYTES: usize = 4096;
-/// What is left free, bytes: less is filled up, more is used up. What is free goes back to the host, so it is little.
+/// What is left free, bytes: below the first something is given back, above the second something is filled. What is
+/// free goes back to the host, so it is little.
 const LEAST_FREE: u64 = 1 << 30;
 const MOST_FREE: u64 = LEAST_FREE + (512 << 20);
-/// How much is used up or given back at once, bytes.
+/// How much is filled or given back at once, bytes.
 const STEP: u64 = 128 << 20;
 /// How often it is looked what is free, while there is nothing to do.
 const LOOK: Duration = Duration::from_millis(20);
@@ -120,7 +121,7 @@ struct Filled {
 }
 
 impl Filled {
-    /// Uses up or gives back a little, where too much or too little is free; whether it did.
+    /// Fills or gives back a little, where too much or too little is free; whether it did.
     fn step(&mut self, free: u64) -> Result<bool> {
         if free > MOST_FREE && self.pages.end < self.end {
             let mut block = vec![0; 1 << 20];

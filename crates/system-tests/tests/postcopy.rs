@@ -2,8 +2,7 @@
 //! what the report says.
 
 use sterna_api::Report;
-use sterna_system_tests::needs::left_to_another_day;
-use sterna_system_tests::needs::times;
+use sterna_system_tests::needs::{left_to_another_day, times};
 use sterna_system_tests::pairs::{Technique, pairwise};
 use sterna_system_tests::{Plan, Site, needs, on_shared_site, skip_without, turn};
 

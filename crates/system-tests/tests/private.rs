@@ -4,8 +4,7 @@ use std::fs;
 
 use sterna_api::{Mode, Reclaimed, Report, Vm};
 use sterna_bench::ksm::Ksm;
-use sterna_system_tests::needs::left_to_another_day;
-use sterna_system_tests::needs::times;
+use sterna_system_tests::needs::{left_to_another_day, times};
 use sterna_system_tests::pairs::{Technique, pairwise};
 use sterna_system_tests::{Plan, Point, Proxy, Site, cli, needs, skip_without, turn};
 
