@@ -7,7 +7,6 @@
 //! Copies take nothing from pages that leave: a memory host that is full gives up copies first. One that did not answer
 //! may have pages that count no more; it is gone through when it answers again.
 
-use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, TryLockError};
 
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex};
@@ -16,7 +15,8 @@ use sterna_protocol::store::InventoryEntry;
 
 use super::chunk::Chunk;
 use super::lines::{Lines, Member};
-use super::{Split, SplitError};
+use super::rests::Rests;
+use super::{Split, SplitError, lock};
 
 impl Split {
     /// Asks a memory host whether it still has the copies of a chunk, before they are relied on.
@@ -117,31 +117,51 @@ impl Split {
 
     /// A memory host may have pages that count no more.
     pub(super) fn note_rests(&self, member: Member) {
-        self.rests[member.index()].store(true, Ordering::Release);
+        lock(&self.rests[member.index()]).join(Rests::Anywhere);
     }
 
-    /// Whether a memory host may have pages that count no more, since it did not answer once.
+    /// Whether a memory host may have pages that count no more.
     pub(super) fn has_rests(&self, member: Member) -> bool {
-        self.rests[member.index()].load(Ordering::Acquire)
+        *lock(&self.rests[member.index()]) != Rests::Nowhere
     }
 
-    /// Has it forget them.
+    /// Has it forget them. A chunk that is busy has its turn the next time.
     ///
     /// # Errors
     /// [`SplitError`]; it is to be gone through once more.
     pub(super) fn go_through(&self, lines: &mut Lines<'_>, member: Member) -> Result<(), SplitError> {
-        self.rests[member.index()].store(false, Ordering::Release);
-        let gone = self.forget_rests(lines, member);
-        self.rests[member.index()].fetch_or(gone.is_err(), Ordering::AcqRel);
+        let noted = std::mem::take(&mut *lock(&self.rests[member.index()]));
+        let gone = match &noted {
+            Rests::Nowhere => return Ok(()),
+            Rests::In(chunks) => self.forget_rests(lines, member, chunks),
+            Rests::Anywhere => self.forget_all_rests(lines, member),
+        };
+        let (left, gone) = match gone {
+            Ok(busy) if busy.is_empty() => (Rests::Nowhere, Ok(())),
+            Ok(busy) => (Rests::In(busy), Ok(())),
+            Err(error) => (noted, Err(error)),
+        };
+        lock(&self.rests[member.index()]).join(left);
         gone
     }
 
-    fn forget_rests(&self, lines: &mut Lines<'_>, member: Member) -> Result<(), SplitError> {
+    fn forget_all_rests(&self, lines: &mut Lines<'_>, member: Member) -> Result<Vec<ChunkIndex>, SplitError> {
         let inventory = lines.ask(member, |host| host.inventory()).map_err(|error| self.failed(member, error))?;
-        for InventoryEntry { chunk, .. } in inventory {
-            // One that is busy has its turn the next time.
+        let chunks: Vec<_> = inventory.into_iter().map(|InventoryEntry { chunk, .. }| chunk).collect();
+        self.forget_rests(lines, member, &chunks)
+    }
+
+    /// Returns the chunks that are busy.
+    fn forget_rests(
+        &self,
+        lines: &mut Lines<'_>,
+        member: Member,
+        chunks: &[ChunkIndex],
+    ) -> Result<Vec<ChunkIndex>, SplitError> {
+        let mut busy = Vec::new();
+        for chunk in chunks.iter().copied() {
             let Some(mut state) = self.free_chunk(chunk.index()) else {
-                self.note_rests(member);
+                busy.push(chunk);
                 continue;
             };
             // Those are asked about in a new epoch.
@@ -156,7 +176,7 @@ impl Split {
                 Err(other) => return Err(other),
             }
         }
-        Ok(())
+        Ok(busy)
     }
 
     /// The memory host that has copies of a chunk, where nothing else is done with the chunk.

@@ -67,6 +67,12 @@ mod looks;
 /// Pages that it gives back while they are away.
 mod forget;
 
+/// What a memory host may have that counts no more.
+mod rests;
+
+/// Why pages did not go or come.
+mod error;
+
 /// A split guest moves to another host.
 pub mod onward;
 
@@ -88,22 +94,23 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use sterna_api::{Blame, Code, Problem};
+use sterna_api::Problem;
 use sterna_protocol::frame::Digester;
 use sterna_protocol::hello::VERSION;
 use sterna_protocol::layout::{ChunkIndex, PageIndex};
 use sterna_protocol::pages::PageSet;
 use sterna_protocol::split::{Restart, Whereabouts};
-use sterna_protocol::store::Refusal;
 
 pub use self::account::Account;
 use self::ahead::Ahead;
 use self::chunk::Chunk;
 use self::clock::Clock;
+pub use self::error::SplitError;
 pub use self::lines::{Epochs, Lender};
 use self::lines::{Lenders, Lines, Member};
 use self::pace::Pace;
 pub use self::pace::Paced;
+use self::rests::Rests;
 use self::room::Room;
 use self::still::Still;
 use crate::error::MigrateError;
@@ -111,74 +118,6 @@ use crate::paging::Pager;
 use crate::paging::supplier::Supplier;
 use crate::paging::whereabouts::Holder;
 use crate::store::client::StoreError;
-
-/// Why pages did not go or come.
-#[derive(Debug, thiserror::Error)]
-pub enum SplitError {
-    /// A memory host refused, or is not to be reached. What it has stays there.
-    #[error("memory host {peer}")]
-    Host {
-        /// Where it listens.
-        peer: String,
-        /// What failed.
-        source: Box<StoreError>,
-    },
-    /// A memory host does not have pages that it alone had.
-    #[error("memory host {peer} has lost {pages} pages of the guest: whoever touches them waits for ever")]
-    Lost {
-        /// Where it listens.
-        peer: String,
-        /// How many.
-        pages: u64,
-    },
-    /// Of two memory hosts that have the same pages one alone has some, and cannot be done without.
-    #[error("memory host {peer} alone has {pages} pages of the guest, and no other can take its place")]
-    Alone {
-        /// Where it listens.
-        peer: String,
-        /// How many.
-        pages: u64,
-    },
-    /// This host, or the VMM.
-    #[error(transparent)]
-    Here(#[from] MigrateError),
-}
-
-impl SplitError {
-    /// The problem that this is for a request.
-    #[must_use]
-    pub fn problem(&self) -> Problem {
-        match self {
-            Self::Here(error) => error.problem(),
-            Self::Lost { .. } => Problem::new(Code::PagesLost, Blame::Peer, self.to_string()).hint(
-                "has that host been restarted, or has a person taken back what it lent? Its daemon's log says so",
-            ),
-            Self::Alone { .. } => Problem::new(Code::PagesLost, Blame::Peer, self.to_string())
-                .hint("start its daemon, or the host, again: what it alone has is copied to the other one then"),
-            Self::Host { peer, source } => match source.as_ref() {
-                StoreError::Connection(error) => {
-                    let problem = error.problem();
-                    Problem { message: format!("memory host {peer}: {}", problem.message), ..problem }
-                }
-                StoreError::Refused(refusal) => refused(peer, refusal),
-            },
-        }
-    }
-}
-
-fn refused(peer: &str, refusal: &Refusal) -> Problem {
-    let problem = Problem::new(Code::LoanRefused, Blame::Peer, format!("memory host {peer} refused: {refusal}"));
-    // Some refusals are in the memory host's own words.
-    let problem = problem.from_outside();
-    match refusal {
-        Refusal::LendsNothing => problem.hint("'lend_memory' in its sternad.toml is what it lends"),
-        Refusal::Budget { .. } | Refusal::Full { .. } => {
-            problem.hint("'sterna lent' there shows what it lends, and to whom")
-        }
-        Refusal::Closed => problem.hint("a person has taken back what it lent ('sterna lent --take-back')"),
-        _ => problem,
-    }
-}
 
 /// The part of a guest that is at memory hosts. It has threads of its own until [`end`](Self::end).
 pub struct Split {
@@ -202,8 +141,8 @@ pub struct Split {
     stuck: Mutex<Option<Problem>>,
     /// For each memory host why it brings no pages, for as long as that is so.
     failing: Vec<Mutex<Option<Problem>>>,
-    /// For each memory host, and each mirror, whether it may have pages that count no more.
-    rests: [AtomicBool; Member::MOST],
+    /// For each memory host, and each mirror, where it may have pages that count no more.
+    rests: [Mutex<Rests>; Member::MOST],
     /// It is being looked what one of two memory hosts has, that has answered again.
     looking: AtomicBool,
     still: Still,
@@ -280,7 +219,7 @@ impl Split {
             on_the_way: Mutex::default(),
             stuck: Mutex::default(),
             failing: (0..Holder::MAX_HOSTS).map(|_| Mutex::default()).collect(),
-            rests: std::array::from_fn(|_| AtomicBool::new(false)),
+            rests: std::array::from_fn(|_| Mutex::default()),
             looking: AtomicBool::new(false),
             still: Still::default(),
             heard: Mutex::new(Instant::now()),
