@@ -128,7 +128,7 @@ fn a_guest_runs_on_while_a_part_of_it_leaves_whoever_dies_and_comes_back_whole()
 #[test]
 fn what_is_called_off_is_as_it_was_before() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(6) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -179,7 +179,7 @@ fn super_small(site: &Site) -> Vec<String> {
 #[test]
 fn a_daemon_that_is_killed_at_any_moment_leaves_a_guest_that_can_be_merged() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(6) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -233,7 +233,7 @@ fn is_to_ask_again(answer: &Answer) -> bool {
 #[test]
 fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(6) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -278,7 +278,7 @@ fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
 #[test]
 fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(6) || skip_without(&needs::GUEST) {
         return;
     }
     let hosts = ["a", "b", "c", "d", "e"].map(str::to_owned).into();

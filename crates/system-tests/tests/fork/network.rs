@@ -10,6 +10,7 @@ use sterna_bench::command::wait_for;
 use sterna_bench::load::now_us;
 use sterna_bench::tools;
 use sterna_system_tests::member::Member;
+use sterna_system_tests::needs::left_to_another_day;
 use sterna_system_tests::{Attempt, PATIENCE, Plan, Site, cli, needs, skip_without, turn};
 
 use super::{are_well, fork, forked, plan, with_origin};
@@ -153,7 +154,7 @@ fn cards_of_record(record: &std::path::Path) -> String {
 #[test]
 fn a_clone_s_link_is_brought_up_and_its_card_gets_another_address_when_its_user_says_so() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(6) || skip_without(&needs::GUEST) {
         return;
     }
     let device = |more: &str| format!("virtio-net-pci,netdev=n,mac={FIRST}{more}");
@@ -173,7 +174,7 @@ fn a_clone_s_link_is_brought_up_and_its_card_gets_another_address_when_its_user_
 #[test]
 fn a_clone_that_is_put_into_a_bridge_is_heard_in_the_place_of_its_source() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(6) || skip_without(&needs::GUEST) {
         return;
     }
     let site = Site::start(&Plan { run: Vec::new(), ..Plan::small() });
@@ -219,7 +220,7 @@ fn a_clone_is_in_its_source_s_trust_group_and_in_no_other() {
 #[test]
 fn a_guest_that_is_asked_for_its_card_more_than_once_keeps_the_one_that_takes_its_place() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(6) || skip_without(&needs::GUEST) {
         return;
     }
     let directory = tempfile::tempdir().expect("a directory");

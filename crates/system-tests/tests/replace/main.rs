@@ -36,7 +36,7 @@ fn plan(disk: &Disk, mode: &str) -> Plan {
 
 /// Whether its turn is not today, or something is missing here.
 fn left_out() -> bool {
-    left_to_another_day(6) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat())
+    left_to_another_day(12) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat())
 }
 
 /// Runs a test with a guest that is up and its disk, where both QEMUs are here.
