@@ -19,6 +19,8 @@ pub struct Options {
     pub length: Duration,
     /// The experiments; all where none is named.
     pub ids: Vec<String>,
+    /// Words of the rows to measure, once each; all rows, where there are none.
+    pub only: Vec<String>,
     /// The directory with what is kept.
     pub results: PathBuf,
     /// The directory for each experiment's last results, as `run` writes them.
@@ -47,7 +49,8 @@ pub fn run(options: &Options) -> Result<()> {
         let date = output(Command::new("date").args(["-u", "+%F"]))?.trim().to_owned();
         let origin = Origin { commit: commit.clone(), date, machine: machine() };
         let round = Round { kept, results: options.results.clone(), origin, until };
-        match experiments::run_round(id, &options.out, round) {
+        match experiments::run_round(id, &options.out, &options.only, round) {
+            Ok(_) if !options.only.is_empty() => left.retain(|other| *other != id),
             Ok(true) => {}
             Ok(false) => break,
             Err(error) => {
@@ -113,6 +116,7 @@ mod tests {
         let options = Options {
             length: Duration::ZERO,
             ids: Vec::new(),
+            only: Vec::new(),
             results: directory.path().into(),
             out: directory.path().join("out"),
         };

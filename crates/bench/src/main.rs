@@ -57,6 +57,9 @@ enum Command {
         hours: Duration,
         /// Measure only these experiments; `list` shows all names
         ids: Vec<String>,
+        /// Measure only rows whose words contain one of these, once each
+        #[arg(long, value_name = "WORDS")]
+        only: Vec<String>,
         /// Directory for what is kept [default: docs/experiments/results of the repository]
         #[arg(long)]
         results: Option<PathBuf>,
@@ -123,9 +126,9 @@ fn main() -> ExitCode {
             let options = experiments::Options { quick, repeat: repeat.map(|repeat| repeat as usize), only, out };
             accelerator::choose(accel).and_then(|_| experiments::run(&id, &options)).map(|()| ExitCode::SUCCESS)
         }
-        Command::Campaign { hours, ids, results, out } => {
+        Command::Campaign { hours, ids, only, results, out } => {
             let results = results.unwrap_or_else(campaign::results);
-            let options = campaign::Options { length: hours, ids, results, out };
+            let options = campaign::Options { length: hours, ids, only, results, out };
             accelerator::choose(accel).and_then(|_| campaign::run(&options)).map(|()| ExitCode::SUCCESS)
         }
         Command::Pages { check } => make_pages(check),

@@ -365,14 +365,16 @@ pub fn run(id: &str, options: &Options) -> Result<()> {
 }
 
 /// Tries each row of an experiment once that was not tried in this round of a campaign, and keeps what it finds after
-/// each row. Returns whether the round is over: it is not where rows are left for the next campaign.
+/// each row; only rows whose words contain one of `only`, where there are some. Returns whether the round is over: it
+/// is not where rows are left for the next campaign.
 ///
 /// # Errors
 /// As [`run`].
-pub fn run_round(id: &str, out: &Path, round: Round) -> Result<bool> {
-    let options = Options { quick: false, repeat: Some(1), only: Vec::new(), out: out.into() };
+pub fn run_round(id: &str, out: &Path, only: &[String], round: Round) -> Result<bool> {
+    let options = Options { quick: false, repeat: Some(1), only: only.to_vec(), out: out.into() };
     let experiment = find(id)?;
     let mut record = experiment.record(&options)?;
+    record.only(options.only.clone());
     record.resume(round);
     experiment.carry_out(&options, &mut record)?;
     record.end_round()

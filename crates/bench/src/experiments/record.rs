@@ -41,7 +41,7 @@ pub(super) struct Record {
     /// Words of the rows to try; without any, all rows are tried.
     only: Vec<String>,
     round: Option<Round>,
-    /// Whether a row was not begun because the round's time was over.
+    /// Whether a row was not begun because the round's time was over, or it was not asked for.
     cut_short: Cell<bool>,
 }
 
@@ -99,6 +99,7 @@ impl Record {
     /// The reason why the row of these words and this set-up must not begin, if there is one.
     pub(super) fn not_tried(&self, words: &str, config: &Config) -> Option<String> {
         if !self.only.is_empty() && !self.only.iter().any(|only| words.contains(only.as_str())) {
+            self.cut_short.set(true);
             return Some(format!("not tried: only rows with \"{}\" were asked for", self.only.join("\" or \"")));
         }
         if let Some(round) = &self.round {
@@ -283,6 +284,10 @@ mod tests {
         assert!(first.not_tried("busy", &busy.config).unwrap().contains("over"));
         first.add([left_out]);
         assert!(!first.end_round().unwrap());
+        let mut other = record(later);
+        other.only(vec!["calm".into()]);
+        assert!(other.not_tried("busy", &busy.config).unwrap().contains("asked for"));
+        assert!(!other.end_round().unwrap(), "what was not asked for is left to another campaign");
         let mut second = record(later);
         assert_eq!((second.first_repeat(), second.runs().len()), (0, 1));
         assert!(second.not_tried("idle", &idle.config).unwrap().contains("in this round"));
