@@ -1,4 +1,4 @@
-//! Packed frames at a real destination, from a peer that says what it likes.
+//! Frames at a real destination, packed ones above all, from a peer that says what it likes.
 
 #[path = "support/pair/mod.rs"]
 #[allow(dead_code, reason = "each test program uses its own part")]
@@ -15,12 +15,12 @@ use pair::destination::Destination;
 use sterna_api::{Blame, Problem};
 use sterna_engine::host::{DestinationHost, MigrationId, Verdict};
 use sterna_protocol::frame::packed::{Block, Codec, PackedFrame};
-use sterna_protocol::frame::{Digester, Frame, FrameWriter};
+use sterna_protocol::frame::{ChunkFrame, Digester, Frame, FrameWriter};
 use sterna_protocol::hello::{Features, HELLO_BYTES, Hello, Role, VERSION, Version};
 use sterna_protocol::layout::{ChunkIndex, Layout};
-use sterna_protocol::message::{PREFIX_BYTES, Reply, Request, decode, decode_prefix, encode};
-use sterna_protocol::pages::PageSet;
-use sterna_protocol::xbzrle;
+use sterna_protocol::message::{MAX_SUSPECTS, PREFIX_BYTES, Reply, Request, decode, decode_prefix, encode};
+use sterna_protocol::pages::{PageMap, PageSet};
+use sterna_protocol::{residue, xbzrle};
 
 const KEY: u64 = 77;
 const CHUNKS: u64 = 3;
@@ -32,17 +32,22 @@ fn page(seed: u8) -> Page {
     std::array::from_fn(|at| if at % 64 < 8 { seed ^ (at / 64) as u8 } else { b'a' + (at % 3) as u8 })
 }
 
-/// A source that has proposed a machine of three chunks and one block, and says by hand what it sends.
+/// A source that has proposed a machine of one block, and says by hand what it sends.
 struct Peer {
     control: TcpStream,
     pages: TcpStream,
-    _devices: TcpStream,
+    _others: Vec<TcpStream>,
     writer: FrameWriter,
     id: MigrationId,
 }
 
 impl Peer {
+    /// One of a machine of three chunks.
     fn call(address: &str, features: Features) -> Self {
+        Self::propose(address, features, CHUNKS, false)
+    }
+
+    fn propose(address: &str, features: Features, chunks: u64, postcopy: bool) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = u128::from(NEXT.fetch_add(1, Ordering::Relaxed)) << 64 | 0xbad;
         let dial = |role| {
@@ -55,16 +60,16 @@ impl Peer {
             stream
         };
         let mut control = dial(Role::Control);
-        let block = pair::block(CHUNKS << 20);
+        let block = pair::block(chunks << 20);
         let layout = Layout::new(std::slice::from_ref(&block)).expect("a layout").digest();
         let spec = pair::spec(block);
-        let reply = ask(
-            &mut control,
-            &Request::Propose { id, spec: Box::new(spec), streams: 1, postcopy: false, verify: false },
-        );
+        let reply =
+            ask(&mut control, &Request::Propose { id, spec: Box::new(spec), streams: 1, postcopy, verify: false });
         assert!(matches!(reply, Reply::Accepted { layout: theirs, .. } if theirs == layout), "{reply:?}");
-        let (pages, devices) = (dial(Role::Pages(0)), dial(Role::Devices));
-        Self { control, pages, _devices: devices, writer: FrameWriter::new(KEY), id: MigrationId(id) }
+        let pages = dial(Role::Pages(0));
+        let others = if postcopy { &[Role::Devices, Role::Faults, Role::Urgent][..] } else { &[Role::Devices] };
+        let others = others.iter().map(|role| dial(*role)).collect();
+        Self { control, pages, _others: others, writer: FrameWriter::new(KEY), id: MigrationId(id) }
     }
 
     fn send(&mut self, frame: &PackedFrame, digests: &[u64], payload: &[u8]) {
@@ -260,6 +265,33 @@ fn pages_that_cannot_be_what_was_sent_end_the_migration_before_one_is_placed() {
         assert!(arrived(&host, 256 + 200) == before, "{name}: part of the frame was used");
         assert_eq!(allocated(&host), 4096, "{name}: part of the frame was placed");
     }
+}
+
+/// Failed while post-copy began with the pages that the source knew of: the guest would have found zeros in the others.
+#[test]
+fn a_guest_does_not_run_where_its_source_was_not_told_of_all_that_did_not_arrive() {
+    let (host, address) = Destination::serve();
+    host.postcopy.store(true, Ordering::Release);
+    let chunks = MAX_SUSPECTS as u32 / 256 + 1;
+    let mut peer = Peer::propose(&address, Features::KNOWN, chunks.into(), true);
+    let bodies = page(3).repeat(256);
+    for chunk in 0..chunks {
+        let frame = ChunkFrame { round: 0, chunk: ChunkIndex(chunk), full: PageSet::first(256), zero: PageSet::EMPTY };
+        let head = peer.writer.head(&Frame::Chunk(frame), &[1; 256]);
+        peer.pages.write_all(&[&head[..], &bodies].concat()).expect("it listens");
+    }
+    let Reply::Arrived { suspects } = peer.end_round() else { panic!("a round ends") };
+    assert_eq!(suspects.len(), MAX_SUSPECTS);
+    assert_eq!(ask(&mut peer.control, &Request::Stopped), Reply::Holding);
+    let layout = Layout::new(&[pair::block(u64::from(chunks) << 20)]).expect("a layout");
+    let mut residue = PageMap::empty(&layout);
+    suspects.iter().for_each(|page| residue.insert(*page));
+    let part = residue::part(&residue, &layout, ChunkIndex(0)).expect("it has chunks");
+    assert_eq!(part.chunks, chunks, "it is the last one");
+    let reply = ask(&mut peer.control, &Request::LoadPostcopy(part));
+    let Reply::Failed(problem) = reply else { panic!("not refused: {reply:?}") };
+    assert_eq!(problem.code, "damaged");
+    assert!(!host.running.load(Ordering::Acquire) && host.aborted.load(Ordering::Acquire));
 }
 
 #[test]

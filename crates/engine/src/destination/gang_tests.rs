@@ -73,7 +73,7 @@ impl Guest {
         });
         arrivals.failure().map_or(Ok(()), Err)?;
         placer.settle();
-        Ok(placer.suspects(100).iter().map(|page| page.page).collect())
+        Ok(placer.suspects(100).0.iter().map(|page| page.page).collect())
     }
 
     /// What the guest reads in a page, all of it one byte.

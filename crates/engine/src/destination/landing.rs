@@ -44,6 +44,8 @@ pub(super) struct Landing<'a, 'h> {
     pub(super) verify_after: bool,
     /// Whether all pages have come before the guest's start, but those that are at memory hosts.
     pub(super) whole: bool,
+    /// Whether the source knows of each page that did not arrive as it was.
+    pub(super) told: bool,
     /// Which those are, once all have been named.
     pub(super) elsewhere: Option<Elsewhere>,
 }
@@ -105,9 +107,11 @@ impl Landing<'_, '_> {
     ///
     /// # Errors
     /// They do not come, or could not be placed.
-    pub(super) fn arrived(&self, round: u32) -> Result<Reply, MigrateError> {
+    pub(super) fn arrived(&mut self, round: u32) -> Result<Reply, MigrateError> {
         self.arrivals.wait(round, ARRIVAL_TIMEOUT)?;
         self.placer.settle();
-        Ok(Reply::Arrived { suspects: self.placer.suspects(MAX_SUSPECTS) })
+        let (suspects, told) = self.placer.suspects(MAX_SUSPECTS);
+        self.told = told;
+        Ok(Reply::Arrived { suspects })
     }
 }

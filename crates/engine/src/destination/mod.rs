@@ -138,6 +138,7 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
             source,
             verify_after,
             whole: false,
+            told: true,
             elsewhere: None,
         };
         let result =

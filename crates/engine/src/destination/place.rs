@@ -177,15 +177,13 @@ impl<'a> Placer<'a> {
         }
     }
 
-    /// The pages to send again, at most this many.
+    /// The pages to send again, at most this many, and whether these are all.
     #[must_use]
-    pub fn suspects(&self, most: usize) -> Vec<PageIndex> {
+    pub fn suspects(&self, most: usize) -> (Vec<PageIndex>, bool) {
         let suspects = self.lock();
-        suspects
-            .iter()
-            .flat_map(|(chunk, set)| set.iter().map(move |page| PageIndex { chunk, page }))
-            .take(most)
-            .collect()
+        let mut each = suspects.iter().flat_map(|(chunk, set)| set.iter().map(move |page| PageIndex { chunk, page }));
+        let named = each.by_ref().take(most).collect();
+        (named, each.next().is_none())
     }
 
     fn target(&self) -> Target<'_> {

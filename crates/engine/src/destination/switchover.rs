@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sterna_api::problem::Whereabouts;
 use sterna_protocol::layout::ChunkIndex;
-use sterna_protocol::message::{MAX_DIGEST_CHUNKS, Reply, Request};
+use sterna_protocol::message::{MAX_DIGEST_CHUNKS, MAX_SUSPECTS, Reply, Request};
 use sterna_protocol::pages::PageMap;
 use sterna_protocol::spec::VmSpec;
 
@@ -99,6 +99,10 @@ fn load_postcopy(landing: &mut Landing, residue: PageMap) -> Result<Reply, Migra
     let (Some(pager), Some(source)) = (&landing.guard.pager, &mut landing.source) else {
         return Err(MigrateError::Request("pages that follow the guest were not agreed on"));
     };
+    // The others would be shown as they are here.
+    if !landing.told {
+        return Err(MigrateError::Damaged(MAX_SUSPECTS));
+    }
     pager.begin(residue)?;
     source.attach();
     landing.held.release();

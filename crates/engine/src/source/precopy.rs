@@ -86,7 +86,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
         }
         rounds.skip_free(vmm);
         if let Some(ending) = decided {
-            if may_stop(pause, rounds, &mut hushed) {
+            if !rounds.untold && may_stop(pause, rounds, &mut hushed) {
                 return Ok(ending);
             }
             continue;
@@ -116,6 +116,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
                 brake.set(percent, vmm);
                 Duration::ZERO
             }
+            Decision::Switchover | Decision::Postcopy(_) if rounds.untold => Duration::ZERO,
             Decision::Switchover | Decision::Postcopy(_) => {
                 let ending = match decision {
                     Decision::Postcopy(because) => Ending::Postcopy(because),

@@ -9,6 +9,7 @@ use sterna_api::{MigrateOptions, report};
 use sterna_introspect::PageTables;
 use sterna_protocol::frame::Digester;
 use sterna_protocol::layout::{CHUNK_PAGES, ChunkIndex};
+use sterna_protocol::message::MAX_SUSPECTS;
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_protocol::throughput::{Sample, Throughput};
 
@@ -39,7 +40,6 @@ use crate::vmm::{self, Untracked};
 const REPEATS: u32 = 3;
 /// How long a guest that could be stopped waits for what other migrations have begun to send.
 const HUSH: Duration = Duration::from_millis(200);
-
 /// The fewest bytes of a round that tells the link's speed.
 const MEASURABLE_BYTES: u64 = 4 << 20;
 
@@ -105,6 +105,8 @@ pub struct Rounds<'a> {
     collected: Instant,
     /// Whether every page had its turn once.
     swept: bool,
+    /// Whether the destination may lack more pages than it could name: another round has to go before others follow.
+    pub untold: bool,
 }
 
 impl<'a> Rounds<'a> {
@@ -148,6 +150,7 @@ impl<'a> Rounds<'a> {
             left_out: LeftOut::none(free_pages, layout),
             collected: Instant::now(),
             swept: false,
+            untold: false,
         })
     }
 
@@ -418,6 +421,7 @@ impl<'a> Rounds<'a> {
         self.intact()?;
         let taken_bytes = || self.streams.iter().map(Stream::taken_bytes).sum();
         let suspects = link.round_end(number, last, taken_bytes)?;
+        self.untold = suspects.len() >= MAX_SUSPECTS;
         let took = began.elapsed();
         let hot_pages = held.len();
         // A page that is held back or left out keeps its mark as discarded: it must still be looked up before it is
