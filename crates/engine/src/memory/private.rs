@@ -206,6 +206,7 @@ impl PrivateMemory {
 
     /// Writes what is there as the process would, and puts in place what is missing and waited for.
     fn put(&self, chunk: ChunkIndex, pages: &PageSet, bodies: &[u8]) -> io::Result<()> {
+        self.be_sure(chunk, pages)?;
         let Some(faults) = self.faults.get() else {
             let mut runs = runs_from(&self.layout, chunk, pages, bodies);
             return runs.try_for_each(|(run, bodies)| self.overwrite(self.addresses(&run).start, bodies));
@@ -367,6 +368,7 @@ impl Memory for PrivateMemory {
     /// where nothing is there. A part of an area becomes anonymous memory; where missing pages are waited for, zeros
     /// are put there after the file's content has come back, which nobody sees because the guest does not run.
     fn discard(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        self.be_sure(chunk, pages)?;
         let there = pages.and(&self.allocated_in(chunk)?);
         let addresses: Vec<_> = runs(&self.layout, chunk, &there).map(|run| self.addresses(&run)).collect();
         if addresses.is_empty() {

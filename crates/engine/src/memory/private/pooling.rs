@@ -11,11 +11,11 @@
 //!
 //! # A VMM that does not answer
 //! A request to map that got no answer may still be carried out, at any time. If its page had come in another way by
-//! then, and the guest had written it, that write would be lost. So nothing is put there until the kernel lists the
-//! mapping: the page is *unsure*, and whoever brings it fails and comes again. Whether a daemon that was started again
-//! has such a request of its predecessor before it cannot be told, and need not be: the agent serves one request of
-//! each connection in turn, and by the second answer to the new daemon it has carried out the one that the old daemon
-//! left.
+//! then, or as it is now in the place of what it was, that would be lost. So nothing is put there, nor taken away,
+//! until the kernel lists the mapping: the page is *unsure*, and whoever brings it fails and comes again. Whether a
+//! daemon that was started again has such a request of its predecessor before it cannot be told, and need not be: the
+//! agent serves one request of each connection in turn, and by the second answer to the new daemon it has carried out
+//! the one that the old daemon left.
 //!
 //! A process may have a bounded number of mappings (`vm.max_map_count`), of which every run takes up to two. What does
 //! not fit any more is copied.
@@ -60,6 +60,7 @@ impl PrivateMemory {
 
     /// As [`Memory::share`].
     pub(super) fn map_from_pool(&self, chunk: ChunkIndex, from: &[PoolRun], pool: &File) -> io::Result<()> {
+        self.be_sure(chunk, &PoolRun::pages(from))?;
         if self.try_map(chunk, from, pool)? {
             return Ok(());
         }
@@ -83,17 +84,26 @@ impl PrivateMemory {
     /// # Errors
     /// It is not known of all of them.
     pub(super) fn pages_of_areas(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<PageSet> {
-        let mut unsure = self.unsure();
-        let of_chunk = unsure.chunk_mut(chunk);
-        if !of_chunk.and(pages).is_empty() {
-            self.look_at_areas()?;
-            *of_chunk = of_chunk.without(&self.in_areas(chunk, of_chunk)?);
-            if !of_chunk.and(pages).is_empty() {
-                return Err(io::Error::other("QEMU has not said whether it has mapped shared pages"));
-            }
-        }
-        drop(unsure);
+        self.be_sure(chunk, pages)?;
         self.in_areas(chunk, pages)
+    }
+
+    /// Looks whether the VMM has mapped those of these pages that it was asked to map and has not answered for.
+    ///
+    /// # Errors
+    /// It has not, and still may.
+    pub(super) fn be_sure(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<()> {
+        let mut unsure = self.unsure();
+        if unsure.chunk(chunk).and(pages).is_empty() {
+            return Ok(());
+        }
+        self.look_at_areas()?;
+        let of_chunk = unsure.chunk_mut(chunk);
+        *of_chunk = of_chunk.without(&self.in_areas(chunk, of_chunk)?);
+        if of_chunk.and(pages).is_empty() {
+            return Ok(());
+        }
+        Err(io::Error::other("QEMU has not said whether it has mapped shared pages"))
     }
 
     fn in_areas(&self, chunk: ChunkIndex, pages: &PageSet) -> io::Result<PageSet> {
@@ -152,6 +162,7 @@ impl PrivateMemory {
 
     /// As [`Memory::unshare`].
     pub(super) fn leave_areas(&self, pages: &PageMap) -> io::Result<()> {
+        pages.iter().try_for_each(|(chunk, pages)| self.be_sure(chunk, pages))?;
         if self.areas().is_empty() {
             return Ok(());
         }

@@ -8,6 +8,8 @@ use sterna_sys::map::{Access, PrivateMapping};
 use sterna_sys::userfaultfd::{self, Features, Modes, Userfaultfd};
 
 use super::*;
+use crate::agent::{Advice, Discards};
+use crate::inside::Inside;
 use crate::memory::inside_here::InsideHere;
 use crate::memory::{BlockFile, Holder, Memory};
 
@@ -23,14 +25,17 @@ struct Rig {
 }
 
 fn rig() -> Rig {
+    rig_with(|mapping| Arc::new(Mutex::new(InsideHere(mapping))))
+}
+
+fn rig_with(inside: impl FnOnce(Arc<Vec<PrivateMapping>>) -> Arc<Mutex<dyn Inside>>) -> Rig {
     let pool = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file");
     (0..8).for_each(|page| pool.as_file().write_all_at(&[100 + page; PAGE_BYTES], u64::from(page) * PAGE).unwrap());
     let mapping = Arc::new(vec![PrivateMapping::new(PAGES * PAGE).expect("a mapping")]);
     let spec = BlockSpec { id: "ram".into(), bytes: PAGES * PAGE, page_bytes: PAGE, path: String::new() };
     let file = tempfile::tempfile_in("/dev/shm").expect("a file");
     let block = BlockFile { spec, file, address: mapping[0].addresses().start, process: None };
-    let inside = Arc::new(Mutex::new(InsideHere(Arc::clone(&mapping))));
-    let holder = Holder { pid: std::process::id(), inside };
+    let holder = Holder { pid: std::process::id(), inside: inside(Arc::clone(&mapping)) };
     let memory = PrivateMemory::open(&[block], holder, Access::ReadWrite).expect("RAM");
     Rig { mapping, memory, pool: pool.reopen().expect("the file again") }
 }
@@ -158,4 +163,71 @@ fn what_does_not_fit_into_the_mappings_a_process_may_have_is_copied() {
     rig.memory.share(CHUNK, &[run(20, 2, 1)], &rig.pool).unwrap();
     assert_eq!(rig.pages([0, 10, 11, 14, 20, 21]), [100, 101, 102, 105, 101, 102]);
     assert_eq!(rig.memory.shared_in(CHUNK).unwrap(), set(&[0, 10, 11, 14]), "the last two are the guest's own");
+}
+
+/// A VMM that does not answer when it is asked to map something: whether it does is to be seen.
+struct Unanswering(InsideHere<PrivateMapping>);
+
+impl Inside for Unanswering {
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        self.0.open(features)
+    }
+
+    fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        self.0.open_alone(features)
+    }
+
+    fn lend(&mut self) -> Result<(), MigrateError> {
+        self.0.lend()
+    }
+
+    fn log_discards(&mut self) -> Result<(), MigrateError> {
+        self.0.log_discards()
+    }
+
+    fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
+        self.0.reopen()
+    }
+
+    fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        self.0.advise(advice, ranges)
+    }
+
+    fn pid(&self) -> u32 {
+        self.0.pid()
+    }
+
+    fn discards(&mut self) -> Discards {
+        self.0.discards()
+    }
+
+    fn close(&mut self) {
+        self.0.close();
+    }
+}
+
+/// Failed while a newer body was put into such a page: the request, carried out later, brought the older one back.
+#[test]
+fn nothing_is_put_where_a_request_to_map_may_still_be_carried_out() {
+    let rig = rig_with(|mapping| Arc::new(Mutex::new(Unanswering(InsideHere(mapping)))));
+    let refused = |done: io::Result<()>| done.expect_err("it is not known yet").to_string();
+    let mut both = PageMap::empty(rig.memory.layout());
+    both.insert_all(CHUNK, &set(&[10, 40]));
+    rig.guest_writes(40, 9);
+    rig.memory.share(CHUNK, &[run(10, 2, 0)], &rig.pool).unwrap_err();
+    for done in [
+        rig.memory.write(CHUNK, &set(&[9, 10]), &[7; 2 * PAGE_BYTES]),
+        rig.memory.discard(CHUNK, &set(&[11, 40])),
+        rig.memory.unshare(&both),
+        rig.memory.share(CHUNK, &[run(8, 3, 0)], &rig.pool),
+    ] {
+        assert!(refused(done).contains("has not said"));
+    }
+    assert_eq!(rig.pages([8, 9, 10, 11, 40]), [0, 0, 0, 0, 9], "nothing was done");
+    rig.memory.write(CHUNK, &set(&[12]), &[7; PAGE_BYTES]).expect("nobody was asked to map that");
+    // Now it is carried out.
+    rig.mapping[0].lay(10 * PAGE, &rig.pool, 0..2 * PAGE).expect("laid");
+    rig.memory.write(CHUNK, &set(&[10]), &[7; PAGE_BYTES]).expect("it is in its place");
+    assert_eq!(rig.pages([10, 11, 12]), [7, 101, 7]);
+    assert!(rig.pool_is_as_it_was());
 }
