@@ -57,12 +57,14 @@ impl Features {
     pub const STORES: Self = Self(1 << 11);
     /// It takes machines of whose pages some are, and stay, at memory hosts.
     pub const SPLIT: Self = Self(1 << 12);
+    /// It says in which pool it keeps what a gang shares.
+    pub const POOLS: Self = Self(1 << 13);
     /// TLS. No daemon announces it: a listener that accepts only encrypted calls *needs* it of a plain caller, to say
     /// why it refuses.
     pub const TLS: Self = Self(1 << 32);
     /// All features that this code knows.
-    pub const KNOWN: Self = Self(0b1_1111_1111_1111);
-    const NAMES: [(Self, &'static str); 14] = [
+    pub const KNOWN: Self = Self(0b11_1111_1111_1111);
+    const NAMES: [(Self, &'static str); 15] = [
         (Self::PACKED, "packed frames"),
         (Self::XBZRLE, "differences (delta xbzrle)"),
         (Self::LZ4, "compress lz4"),
@@ -76,6 +78,7 @@ impl Features {
         (Self::CLONES, "clones from other hosts (fork --to)"),
         (Self::STORES, "memory for guests of other hosts (lend_memory)"),
         (Self::SPLIT, "machines whose memory is at memory hosts (split)"),
+        (Self::POOLS, "the number of a gang's pool"),
         (Self::TLS, "TLS ([tls] in sternad.toml)"),
     ];
 

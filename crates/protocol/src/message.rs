@@ -300,6 +300,13 @@ pub enum Reply {
         /// Whether the destination has kept anything that the tickets shown stand for.
         kept: bool,
     },
+    /// To `Join`, where both sides know [`Features::POOLS`](crate::hello::Features::POOLS): the destination keeps what
+    /// the gang shares.
+    JoinedPool {
+        /// The number of the pool that it lies in, drawn at random. Another one than an earlier member got: what that
+        /// one has sent is not there.
+        pool: u64,
+    },
 }
 
 /// A part of a map of pages: the pages of `chunks` chunks from `first` on. [`residue`](crate::residue) makes and reads

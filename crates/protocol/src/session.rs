@@ -126,7 +126,8 @@ pub fn reply(state: State, request: &Request, reply: &Reply) -> Result<State, Vi
         // source.
         (HandedOver | Paging | Completed, _, Reply::Failed(_)) => Ok(state),
         (Begun | Copying | Stopped | Placed | Loaded | LoadedPostcopy, _, Reply::Failed(_)) => Ok(Aborted),
-        (Begun, Request::Identify, Reply::Identity { .. }) | (Begun, Request::Join { .. }, Reply::Joined) => Ok(Begun),
+        (Begun, Request::Identify, Reply::Identity { .. }) => Ok(Begun),
+        (Begun, Request::Join { .. }, Reply::Joined | Reply::JoinedPool { .. }) => Ok(Begun),
         (Begun, Request::Offers { .. }, Reply::Offered(_)) => Ok(Begun),
         (Begun, Request::Kin(_) | Request::Clone { .. } | Request::Split(_), Reply::Noted) => Ok(Begun),
         (Begun, Request::Tickets { .. }, Reply::Ticketed { .. }) => Ok(Begun),

@@ -102,7 +102,13 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
             }
             Err(problem) => return session.control.answer(&request, &Reply::Failed(problem)).map(|()| None),
         }
-        session.control.answer(&request, &Reply::Joined)?;
+        let reply = match &joining {
+            Some(Joining { pool, .. }) if session.agreed.features.contains(Features::POOLS) => {
+                Reply::JoinedPool { pool: pool.number() }
+            }
+            _ => Reply::Joined,
+        };
+        session.control.answer(&request, &reply)?;
         request = session.control.next_request()?;
         let mut asked = 0;
         while let (Request::Offers { key, first }, Some(joining)) = (&request, &joining) {

@@ -22,6 +22,7 @@ use sterna_protocol::frame::shared::{Origin, References};
 use sterna_protocol::layout::{CHUNK_BYTES, ChunkIndex, Layout, PAGE_BYTES, PageIndex};
 use sterna_protocol::pages::{PageMap, PageSet};
 use sterna_sys::file::{self, FileId};
+use sterna_sys::host::random_u128;
 
 use super::offers::Offers;
 use crate::memory::PoolRun;
@@ -32,6 +33,7 @@ use crate::memory::unneeded::mark_as_pool;
 pub struct Pool {
     file: File,
     id: FileId,
+    number: u64,
     /// The same file, for VMMs.
     reader: File,
     state: Mutex<State>,
@@ -131,7 +133,14 @@ impl Pool {
         let state = State { parts, end: 0, waiting: HashMap::new() };
         let id = file::id(&file)?;
         let (state, offers, bodies) = (Mutex::new(state), OnceLock::new(), AtomicU64::new(0));
-        Ok(Arc::new(Self { file, id, reader, state, offers, bodies }))
+        let number = random_u128() as u64;
+        Ok(Arc::new(Self { file, id, number, reader, state, offers, bodies }))
+    }
+
+    /// The number by which sources tell it from one that was there before it.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.number
     }
 
     /// Makes room for what a member shares.

@@ -37,6 +37,19 @@ use crate::name::{Key, Name, name, random_key};
 /// The most offered pages that a gang takes note of.
 const MAX_OFFERED: usize = 1 << 21;
 
+/// What a gang knows a body by.
+#[derive(Debug)]
+enum Naming {
+    /// What it holds.
+    Content,
+    /// Where it lies in its machine's RAM: all members are clones of one machine, whose RAM does not change. A page of
+    /// one is that page of each.
+    Place,
+    /// The frame that it lies in: SLM's way, which takes one content for another. A test switches digests off so.
+    #[cfg(test)]
+    Frame(tests::FrameOf),
+}
+
 /// Machines of one trust group that leave for one destination together, and what they have sent of what they share.
 #[derive(Debug)]
 pub struct Gang {
@@ -44,11 +57,12 @@ pub struct Gang {
     pub spec: GangSpec,
     /// The key of its names, drawn at random: no guest knows it, and no other gang has it.
     key: Key,
-    /// All members are clones of one machine, whose RAM does not change: a page of one is that page of each.
-    alike: bool,
+    naming: Naming,
     names: Mutex<HashMap<Name, Origin>>,
     /// The number of pages that the destination has offered, once it was asked.
     offered: Mutex<Option<usize>>,
+    /// The number of the destination's pool, once a member has joined.
+    pool: Mutex<Option<u64>>,
 }
 
 impl Gang {
@@ -58,7 +72,7 @@ impl Gang {
     /// Where it has more than [`MAX_MEMBERS`].
     #[must_use]
     pub fn new(group: &str, members: u16, together: Together) -> Arc<Self> {
-        Self::of(group, members, together, false)
+        Self::of(group, members, together, Naming::Content)
     }
 
     /// A gang of clones of one machine whose RAM does not change any more once the first page of it goes. A page of
@@ -68,10 +82,10 @@ impl Gang {
     /// As [`new`](Self::new).
     #[must_use]
     pub fn alike(group: &str, members: u16, together: Together) -> Arc<Self> {
-        Self::of(group, members, together, true)
+        Self::of(group, members, together, Naming::Place)
     }
 
-    fn of(group: &str, members: u16, together: Together, alike: bool) -> Arc<Self> {
+    fn of(group: &str, members: u16, together: Together, naming: Naming) -> Arc<Self> {
         assert!(usize::from(members) <= MAX_MEMBERS, "a gang of {members}");
         let spec = GangSpec {
             id: random_u128(),
@@ -80,7 +94,8 @@ impl Gang {
             bytes: together.bytes,
             shared: together.shared,
         };
-        Arc::new(Self { spec, key: random_key(), alike, names: Mutex::default(), offered: Mutex::default() })
+        let (names, offered, pool) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Arc::new(Self { spec, key: random_key(), naming, names, offered, pool })
     }
 
     /// The gang of a machine that shares with nobody and has so much memory, bytes.
@@ -89,18 +104,30 @@ impl Gang {
         Self::new("", 1, Together { bytes, shared: Vec::new() })
     }
 
+    /// Takes note of the destination's pool. Where it is another one than earlier members had, which have all arrived
+    /// or failed, nothing that they sent is in it, and nothing is offered yet: a destination that was started again has
+    /// a new one, and so has one that nobody of the gang came to for a while.
+    pub fn joined(&self, pool: u64) {
+        let mut known = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.replace(pool).is_some_and(|before| before != pool) {
+            tracing::info!(group = self.spec.group, "the destination has another pool for the gang: it begins anew");
+            *self.offered.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            self.names().clear();
+        }
+    }
+
     /// Asks the destination, where no member has yet, which bodies the gang can refer to without sending them. `ask`
     /// asks for the names from a number on, and gets none where there are no more.
     ///
-    /// The destination is asked once. A daemon that was started again there offers nothing: pages that refer to offers
-    /// of the one before are asked for, and go with their bodies.
+    /// The destination is asked once for each [pool](Self::joined). One that does not tell its pool and was started
+    /// again offers nothing: pages that refer to offers of the one before are asked for, and go with their bodies.
     ///
     /// # Errors
     /// That of `ask`: then nothing is known to be offered.
     pub fn take_offers<E>(&self, mut ask: impl FnMut(&Key, u32) -> Result<Vec<Name>, E>) -> Result<(), E> {
         let mut offered = self.offered.lock().unwrap_or_else(PoisonError::into_inner);
         // Where content is not looked at, none is found again.
-        if self.alike || offered.is_some() {
+        if matches!(self.naming, Naming::Place) || offered.is_some() {
             return Ok(());
         }
         let mut names: Vec<Name> = Vec::new();
@@ -194,7 +221,10 @@ impl Member {
         if selected.full.is_empty() {
             return Ok(None);
         }
-        let shared = if self.gang.alike { selected.full } else { ram.shared_in(chunk)?.and(&selected.full) };
+        let shared = match self.gang.naming {
+            Naming::Place => selected.full,
+            _ => ram.shared_in(chunk)?.and(&selected.full),
+        };
         // What was offered may be what this machine alone has here.
         let offers = self.gang.has_offers();
         if shared.is_empty() && !offers {
@@ -241,7 +271,12 @@ impl Member {
     }
 
     fn sight(&self, page: PageIndex, body: &[u8; PAGE_BYTES], looks_shared: bool) -> Sight {
-        let name = if self.gang.alike { name_of(page) } else { name(&self.gang.key, body) };
+        let name = match &self.gang.naming {
+            Naming::Content => name(&self.gang.key, body),
+            Naming::Place => name_of(page),
+            #[cfg(test)]
+            Naming::Frame(frame_of) => frame_of.name(self.index, page.page),
+        };
         let mut names = self.gang.names();
         if let Some(origin) = names.get(&name) {
             return Sight::Again(*origin);

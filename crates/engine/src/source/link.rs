@@ -180,6 +180,10 @@ impl Link {
         let request = Request::Join { gang: Box::new(gang.spec.clone()), member };
         match self.control.ask(&request, REPLY_TIMEOUT)? {
             Reply::Joined => self.take_offers(gang).map(|()| true),
+            Reply::JoinedPool { pool } => {
+                gang.joined(pool);
+                self.take_offers(gang).map(|()| true)
+            }
             _ => Err(MigrateError::Reply("another reply than a yes or no to a gang")),
         }
     }

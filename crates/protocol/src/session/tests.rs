@@ -454,3 +454,12 @@ fn pages_cannot_follow_before_the_residue_is_known() {
     );
     assert!(request(State::LoadedPostcopy, &Request::Load).is_err());
 }
+
+#[test]
+fn a_gang_is_told_the_number_of_its_pool_or_not() {
+    let join = Request::Join { gang: Box::new(gang()), member: 0 };
+    for joined in [Reply::Joined, Reply::JoinedPool { pool: 1 }] {
+        assert_eq!(reply(State::Begun, &join, &joined), Ok(State::Begun));
+    }
+    assert!(reply(State::Begun, &Request::Identify, &Reply::JoinedPool { pool: 1 }).is_err());
+}
