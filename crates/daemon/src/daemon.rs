@@ -140,6 +140,7 @@ impl Daemon {
             lent: Arc::clone(&lent),
             max_incoming: config.max_incoming,
             unshare_reserve: config.unshare_reserve,
+            memory_floor_bytes: config.memory_floor_bytes,
             offer_pools: config.offer_pools,
             may_haste: config.pause_priority,
             qemu: config.qemu.clone(),

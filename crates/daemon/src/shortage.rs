@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use sterna_api::units::show_size;
 use sterna_api::{MemoryMode, Problem, VmState};
+use sterna_engine::memory::common::common_now;
 
 use crate::guest_agent;
 use crate::kept::Keeper;
@@ -35,6 +36,8 @@ struct Guest {
     name: String,
     /// What it has in common with others, bytes.
     shared: u64,
+    /// What its QEMU has for itself, bytes, where the kernel says.
+    own: Option<u64>,
     /// It was stopped because the host is short of memory.
     stopped: bool,
 }
@@ -55,8 +58,8 @@ enum Step {
 struct Rule {
     /// The memory below which they are stopped, bytes.
     floor: u64,
-    /// What each shared at the look before.
-    before: HashMap<String, u64>,
+    /// What each shared, and had for itself, at the look before.
+    before: HashMap<String, (u64, Option<u64>)>,
     warned: bool,
 }
 
@@ -72,7 +75,12 @@ impl Rule {
 
     /// What to do, where this much is left.
     fn step(&mut self, room: u64, guests: &[Guest]) -> Vec<Step> {
-        let wrote = |guest: &&Guest| self.before.get(&guest.name).is_some_and(|before| *before > guest.shared);
+        // What it has given back it does not have for itself.
+        let took = |guest: &Guest, before: Option<u64>| guest.own.zip(before).is_none_or(|(own, before)| own > before);
+        let wrote = |guest: &&Guest| {
+            let before = self.before.get(&guest.name);
+            before.is_some_and(|(shared, own)| *shared > guest.shared && took(guest, *own))
+        };
         let writers: Vec<&Guest> = guests.iter().filter(|guest| !guest.stopped).filter(wrote).collect();
         let mut steps = Vec::new();
         if room >= self.floor.saturating_mul(ENOUGH) {
@@ -85,7 +93,7 @@ impl Rule {
         if room < self.floor {
             steps.extend(writers.iter().map(|guest| Step::Stop(guest.name.clone())));
         }
-        self.before = guests.iter().map(|guest| (guest.name.clone(), guest.shared)).collect();
+        self.before = guests.iter().map(|guest| (guest.name.clone(), (guest.shared, guest.own))).collect();
         steps
     }
 }
@@ -123,7 +131,11 @@ fn guests(machines: &Machines, all: bool) -> Vec<Guest> {
     let wanted =
         records.into_iter().filter(|record| record.waits_for_room || all && record.memory_mode == MemoryMode::Private);
     wanted
-        .map(|record| Guest { shared: record.shared_bytes(), stopped: record.waits_for_room, name: record.name })
+        .map(|record| {
+            let now = common_now(&record.private_memory());
+            let (shared, own) = now.unwrap_or((0, None));
+            Guest { shared, own, stopped: record.waits_for_room, name: record.name }
+        })
         .collect()
 }
 
@@ -194,7 +206,7 @@ mod tests {
     const FLOOR: u64 = 100;
 
     fn guest(name: &str, shared: u64, stopped: bool) -> Guest {
-        Guest { name: name.into(), shared, stopped }
+        Guest { name: name.into(), shared, own: None, stopped }
     }
 
     fn stop(name: &str) -> Step {
@@ -211,6 +223,15 @@ mod tests {
         assert_eq!(rule.step(120, &[guest("w", 60, false), quiet.clone()]), [], "once is enough");
         assert_eq!(rule.step(90, &[guest("w", 50, false), quiet.clone()]), [stop("w")]);
         assert_eq!(rule.step(90, &[guest("w", 50, true), quiet]), []);
+    }
+
+    #[test]
+    fn whoever_gives_back_what_it_shared_is_not_taken_for_one_that_writes_it() {
+        let mut rule = Rule::new(FLOOR);
+        let guest = |shared, own| Guest { own: Some(own), ..guest("g", shared, false) };
+        assert_eq!(rule.step(90, &[guest(50, 10)]), []);
+        assert_eq!(rule.step(90, &[guest(40, 10)]), [], "its balloon grows");
+        assert_eq!(rule.step(90, &[guest(35, 15)]), [Step::Warn(vec!["g".into()]), stop("g")]);
     }
 
     #[test]

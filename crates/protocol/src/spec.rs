@@ -156,7 +156,7 @@ pub struct GangSpec {
 }
 
 /// How the pages lie that a machine shares with its gang.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SharedPages {
     /// How many there are.
     pub pages: u64,

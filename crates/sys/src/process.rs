@@ -96,6 +96,41 @@ pub fn merged_bytes(pid: u32) -> u64 {
     pages.unwrap_or(0).saturating_mul(PAGE_BYTES)
 }
 
+/// A process's anonymous memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Anonymous {
+    /// What it has for itself, bytes.
+    pub own: u64,
+    /// What the kernel has merged with other memory (KSM), bytes. A page that is written counts as the process's own at
+    /// once; in [`merged_bytes`] it counts as merged until the kernel looks at it again.
+    pub merged: u64,
+}
+
+/// The anonymous memory of a process as it is mapped now (`smaps_rollup`, proc(5)). All of its page tables are gone
+/// through for that. `None` where there is no such process, or the kernel does not say (before 6.7).
+pub fn anonymous(pid: u32) -> Option<Anonymous> {
+    parse_anonymous(&read(pid, "smaps_rollup").ok()?)
+}
+
+fn parse_anonymous(text: &[u8]) -> Option<Anonymous> {
+    let text = std::str::from_utf8(text).ok()?;
+    let bytes = |name: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        value.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+    };
+    let merged = bytes("KSM")?;
+    Some(Anonymous { own: bytes("Anonymous")?.saturating_sub(merged), merged })
+}
+
+/// Has the kernel end other processes than this one where memory lacks (`oom_score_adj`, proc(5)).
+///
+/// # Errors
+/// No such process, or this one may not (`CAP_SYS_RESOURCE`).
+pub fn spare(pid: u32) -> Result<()> {
+    let path = format!("/proc/{pid}/oom_score_adj");
+    fs::write(&path, "-1000").map_err(|error| Error::new(format!("write {path}"), error))
+}
+
 /// The number of the calling thread.
 pub fn this_thread() -> u32 {
     rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
@@ -192,6 +227,15 @@ mod tests {
         assert_eq!(parse_stat_field(stat, 3), None, "the state is no number");
         assert_eq!(parse_stat_field(b"4711", 22), None);
         assert_eq!(parse_stat_field(b"", 22), None);
+    }
+
+    #[test]
+    fn memory_that_was_merged_is_told_from_what_is_the_process_s_own() {
+        let text = "55d0c000-7ffd rw-p [rollup]\nRss:  900 kB\nPss_Anon: 1 kB\nAnonymous:   512 kB\nKSM:  128 kB\n";
+        let anonymous = parse_anonymous(text.as_bytes()).expect("both are there");
+        assert_eq!((anonymous.own, anonymous.merged), (384 << 10, 128 << 10));
+        let missing = ["", "Anonymous: 5 kB\n", "KSM: 5\nAnonymous: 5 kB\n", "KSM: x kB\nAnonymous: 5 kB\n"];
+        assert!(missing.iter().all(|text| parse_anonymous(text.as_bytes()).is_none()));
     }
 
     #[test]

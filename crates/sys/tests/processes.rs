@@ -187,3 +187,14 @@ fn huge_page_pools_are_consistent() {
         assert!(pool.free <= pool.total && pool.available_bytes() <= pool.free * pool.page_bytes);
     }
 }
+
+#[test]
+fn a_process_is_spared_where_memory_lacks() {
+    let sleeper = Sleeper::start();
+    if let Err(error) = process::spare(sleeper.0.id()) {
+        return println!("skipped: {error}");
+    }
+    let kept = std::fs::read_to_string(format!("/proc/{}/oom_score_adj", sleeper.0.id())).unwrap();
+    assert_eq!(kept.trim(), "-1000");
+    assert!(process::spare(u32::MAX >> 1).is_err(), "nobody is spared");
+}

@@ -373,16 +373,13 @@ impl Freezing {
         for (index, stand_in) in self.stand_ins.iter().enumerate() {
             let block = &self.record.blocks[index];
             let open = || -> io::Result<(File, (u64, u64))> {
-                let file = block.open(pid)?;
-                // Whose file it is may open it again for writing.
-                let root = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-                fchown(&file, Some(root.0), Some(root.1))?;
                 let known_by = stand_in.file.metadata()?;
-                Ok((file::reader(&file)?, (known_by.dev(), known_by.ino())))
+                Ok((file::reader(block.open(pid)?)?, (known_by.dev(), known_by.ino())))
             };
             let (file, known_by) = open().map_err(MigrateError::host(doing))?;
             let at = AddressRange { address: self.ram[index].start, length: block.bytes };
             self.agent.make_private(file.as_fd(), at, stand_in.bridged.unwrap_or(0), known_by).map_err(failed)?;
+            take_from_its_user(&file).map_err(MigrateError::host(doing))?;
             put_in_place(&mut self.agent, &stand_in.numbers, &stand_in.file).map_err(failed)?;
             latest = Some(file);
         }
@@ -398,6 +395,13 @@ impl Drop for Freezing {
             made.for_each(|(_, private)| drop(std::fs::remove_file(&private.path)));
         }
     }
+}
+
+/// Whose file it is may open it again for writing. Who has done so by now is found before a clone runs. Not done before
+/// RAM is private: a guest whose RAM stays shared keeps a file that another QEMU of its user can open.
+fn take_from_its_user(file: &File) -> io::Result<()> {
+    let root = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+    fchown(file, Some(root.0), Some(root.1))
 }
 
 /// What QEMU discards of its guest's RAM it punches out of the file that it has: the empty one from now on.
@@ -461,6 +465,10 @@ pub fn recover(forking: &VmRecord) -> Result<VmRecord, Problem> {
     let mut agent = reached.map_err(|error| error.problem())?;
     for (former, block) in forking.blocks.iter().zip(&now.blocks) {
         let numbers = former.file().and_then(|file| Ok(descriptors_of(now.process.pid, file)?));
+        // While it is there; with QEMU's descriptors it goes.
+        if let Ok(file) = former.open(now.process.pid) {
+            take_from_its_user(&file).map_err(|error| host("cannot take the former RAM file from its user", &error))?;
+        }
         let open = numbers.and_then(|numbers| Ok((numbers, block.open_here()?)));
         let (numbers, stand_in) = open.map_err(|error| host("cannot look at the machine's RAM", &error))?;
         let put = put_in_place(&mut agent, &numbers, &stand_in);

@@ -21,7 +21,7 @@ use super::no_verdict::no_verdict;
 use super::onward;
 use super::paging::{self, Pages};
 use super::pools::Pools;
-use super::prechecks;
+use super::prechecks::{self, MARGIN_BYTES};
 use super::records::{NoVerdict, Records};
 use crate::care::Care;
 use crate::kept::Keeper;
@@ -66,6 +66,8 @@ pub struct Destination {
     pub max_incoming: usize,
     /// Percent of what machines here may have in common that is kept free for them.
     pub unshare_reserve: u8,
+    /// The free memory below which guests here are stopped, bytes: no machine comes that would leave less.
+    pub memory_floor_bytes: u64,
     /// Whether gangs may refer to what machines of their trust group have here in pools.
     pub offer_pools: bool,
     /// Whether the threads of a pause may go before all others.
@@ -387,7 +389,9 @@ impl Destination {
         };
         let shared: u64 = records.iter().map(VmRecord::shared_bytes).sum();
         let reserve = (u128::from(shared) * u128::from(self.unshare_reserve) / 100) as u64;
-        self.room_bytes().saturating_sub(self.promised_bytes()).saturating_sub(reserve)
+        // Below the floor guests are stopped. Whoever comes leaves a margin anyway.
+        let floor = self.memory_floor_bytes.saturating_sub(MARGIN_BYTES);
+        self.room_bytes().saturating_sub(self.promised_bytes()).saturating_sub(reserve).saturating_sub(floor)
     }
 
     /// The memory, bytes, that machines on their way here and machines with missing pages will still need, but those of

@@ -15,7 +15,7 @@ use crate::qemu::binary::{Binary, DEFAULT_NAME, show};
 use crate::qemu::{cpu, files};
 
 /// Memory that a machine needs beside its RAM: QEMU itself, page tables, buffers.
-const MARGIN_BYTES: u64 = 64 << 20;
+pub(super) const MARGIN_BYTES: u64 = 64 << 20;
 
 /// Checks all that can be checked before QEMU is started; yields the QEMU to start.
 ///

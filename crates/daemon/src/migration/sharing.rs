@@ -44,15 +44,11 @@ pub fn gangs(members: &[VmRecord], asked: Option<PreserveSharing>) -> Result<Vec
     Ok(memberships.collect())
 }
 
-/// What the members of a gang have together. Where one cannot be looked at, it fails by itself later, and the
-/// destination does without the figures.
+/// What the members of a gang have together.
 fn together(group: &str, members: &[VmRecord]) -> Together {
     let guests: Vec<_> =
         members.iter().filter(|record| group_of(record) == Some(group)).map(VmRecord::private_memory).collect();
-    common::together(&guests).unwrap_or_else(|error| {
-        tracing::warn!(group, %error, "how much memory the gang has cannot be told");
-        Together::default()
-    })
+    common::together(&guests)
 }
 
 /// The trust group in which the machine can share pages.
@@ -81,4 +77,53 @@ fn all_one(members: &[VmRecord]) -> Result<(), Problem> {
     let message = format!("these machines cannot share pages: {}", wrong.join("; "));
     Err(Problem::new(Code::NoSharing, Blame::Request, message)
         .hint("without --preserve-sharing on, each trust group shares by itself, and the other machines do not"))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn record(name: &str, mode: &str, group: Option<&str>) -> VmRecord {
+        serde_json::from_value(json!({
+            "name": name, "memory_bytes": 4096, "memory_mode": mode, "trust_group": group, "qemu_path": "/q",
+            "qemu_version": [7, 2, 0], "machine": "none", "arguments": [], "managed_ram": true,
+            "process": { "pid": 1, "start_ticks": 0, "boot": 0 }, "qmp": "/q.sock", "agent": "/a.sock", "blocks": [],
+            "owns_ram_files": true, "lifecycle": "here", "running": true
+        }))
+        .expect("a record")
+    }
+
+    fn members() -> [VmRecord; 5] {
+        [
+            record("a", "private", Some("red")),
+            record("b", "private", Some("blue")),
+            record("c", "shared", None),
+            record("d", "private", Some("red")),
+            record("e", "private", None),
+        ]
+    }
+
+    #[test]
+    fn each_trust_group_is_a_gang_and_who_is_in_none_goes_alone() {
+        let gangs = gangs(&members(), None).expect("gangs");
+        let numbers: Vec<_> = gangs.iter().map(|member| member.as_ref().map(|(_, number)| *number)).collect();
+        assert_eq!(numbers, [Some(0), Some(0), None, Some(1), None]);
+        let gang = |at: usize| &gangs[at].as_ref().expect("a member").0;
+        assert!(Arc::ptr_eq(gang(0), gang(3)) && !Arc::ptr_eq(gang(0), gang(1)));
+        let alone = super::gangs(&members(), Some(PreserveSharing::Off)).expect("nobody shares");
+        assert!(alone.iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn where_all_are_to_share_each_reason_why_they_cannot_is_named() {
+        let problem = gangs(&members(), Some(PreserveSharing::On)).expect_err("they cannot");
+        assert_eq!((problem.code, problem.blame), (Code::NoSharing, Blame::Request));
+        for reason in ["'c' has its memory in a file", "'e' is in no trust group", "of 2 trust groups: blue, red"] {
+            assert!(problem.message.contains(reason), "{}", problem.message);
+        }
+        let red = [record("a", "private", Some("red")), record("d", "private", Some("red"))];
+        assert!(gangs(&red, Some(PreserveSharing::On)).expect("one gang").iter().all(Option::is_some));
+    }
 }

@@ -8,7 +8,7 @@ use sterna_protocol::spec::SharedPages;
 use sterna_sys::PAGE_BYTES;
 use sterna_sys::file::FileId;
 use sterna_sys::pagemap::{Categories, Pagemap, Region, Scan};
-use sterna_sys::process::merged_bytes;
+use sterna_sys::process::{Anonymous, anonymous, merged_bytes};
 
 use super::areas::{Area, Areas, without};
 
@@ -22,14 +22,29 @@ pub struct Guest {
 }
 
 /// How much of a guest's RAM others may have in common with it, bytes: what it takes in addition where it writes all of
-/// that.
+/// that. A merged page that it has written counts until the kernel looks at it again.
 ///
 /// # Errors
 /// No such process, or this one may not trace it.
 pub fn common_bytes(guest: &Guest) -> io::Result<u64> {
-    let pagemap = Pagemap::open(guest.pid)?;
     // Of a VMM's memory only the guest's RAM may be merged.
-    let mut bytes = merged_bytes(guest.pid);
+    Ok(merged_bytes(guest.pid) + of_areas(guest)?)
+}
+
+/// The same as it is at this moment, and what the guest's process has for itself, bytes, as far as the kernel says. All
+/// of its page tables are gone through.
+///
+/// # Errors
+/// As [`common_bytes`].
+pub fn common_now(guest: &Guest) -> io::Result<(u64, Option<u64>)> {
+    let Some(Anonymous { own, merged }) = anonymous(guest.pid) else { return Ok((common_bytes(guest)?, None)) };
+    Ok((merged + of_areas(guest)?, Some(own)))
+}
+
+/// What stands in files behind a guest's areas, and is not replaced.
+fn of_areas(guest: &Guest) -> io::Result<u64> {
+    let pagemap = Pagemap::open(guest.pid)?;
+    let mut bytes = 0;
     for area in Areas::of(guest.pid, &guest.addresses)?.iter() {
         bytes += needed_in(&pagemap, area)?.iter().map(|part| part.end - part.start).sum::<u64>();
     }
@@ -46,41 +61,63 @@ pub struct Together {
 }
 
 /// Looks at what guests have together. How their shared pages will lie where they go is told from how they lie here: a
-/// body lies where the first page lies that has it.
-///
-/// # Errors
-/// As [`common_bytes`].
-pub fn together(guests: &[Guest]) -> io::Result<Together> {
-    let (mut own, mut together) = (0, Together::default());
-    let mut frames: HashMap<u64, Place> = HashMap::new();
-    let mut files: HashMap<FileId, Vec<Range<u64>>> = HashMap::new();
-    for (member, guest) in guests.iter().enumerate() {
+/// body lies where the first page lies that has it. A guest that cannot be looked at, because its process ends, counts
+/// for nothing: it does not come.
+#[must_use]
+pub fn together(guests: &[Guest]) -> Together {
+    let mut seen = Seen::default();
+    let shared = guests.iter().enumerate().map(|(member, guest)| {
+        seen.add(member, guest).unwrap_or_else(|error| {
+            tracing::warn!(pid = guest.pid, %error, "it cannot be told how much memory a guest has in common with others");
+            SharedPages::default()
+        })
+    });
+    let shared = shared.collect();
+    Together { bytes: seen.bytes(), shared }
+}
+
+/// What was seen of guests.
+#[derive(Debug, Default)]
+struct Seen {
+    /// Pages that no other guest can have.
+    own: u64,
+    /// Where each frame was first seen.
+    frames: HashMap<u64, Place>,
+    files: HashMap<FileId, Vec<Range<u64>>>,
+}
+
+impl Seen {
+    /// Adds a guest. Returns what it may share.
+    fn add(&mut self, member: usize, guest: &Guest) -> io::Result<SharedPages> {
         let pagemap = Pagemap::open(guest.pid)?;
         let mut runs = Runs::default();
         each_frame(&pagemap, guest, |address, frame| match frame {
-            Some(frame) => runs.add(address, frame, *frames.entry(frame).or_insert(Place { member, address })),
-            None => own += 1,
+            Some(frame) => runs.add(address, frame, *self.frames.entry(frame).or_insert(Place { member, address })),
+            None => self.own += 1,
         })?;
         let mut shared = SharedPages { pages: runs.pages, mappings: runs.mappings };
         for area in Areas::of(guest.pid, &guest.addresses)?.iter() {
             let parts = needed_in(&pagemap, area)?;
             shared.pages += parts.iter().map(|part| part.end - part.start).sum::<u64>() / PAGE_BYTES;
             shared.mappings += 2 * parts.len() as u64;
-            files.entry(area.file).or_default().extend(parts.into_iter().map(|part| area.in_file(part)));
+            self.files.entry(area.file).or_default().extend(parts.into_iter().map(|part| area.in_file(part)));
         }
-        together.shared.push(shared);
+        Ok(shared)
     }
-    let of_files = files.into_values().map(|mut parts| {
-        parts.sort_unstable_by_key(|part| part.start);
-        let (mut bytes, mut end) = (0, 0);
-        for part in parts {
-            bytes += part.end.saturating_sub(part.start.max(end));
-            end = end.max(part.end);
-        }
-        bytes
-    });
-    together.bytes = (own + frames.len() as u64) * PAGE_BYTES + of_files.sum::<u64>();
-    Ok(together)
+
+    /// What takes memory of all that, each part once.
+    fn bytes(self) -> u64 {
+        let of_files = self.files.into_values().map(|mut parts| {
+            parts.sort_unstable_by_key(|part| part.start);
+            let (mut bytes, mut end) = (0, 0);
+            for part in parts {
+                bytes += part.end.saturating_sub(part.start.max(end));
+                end = end.max(part.end);
+            }
+            bytes
+        });
+        (self.own + self.frames.len() as u64) * PAGE_BYTES + of_files.sum::<u64>()
+    }
 }
 
 /// A page of a guest.
@@ -186,9 +223,10 @@ mod tests {
             pid: std::process::id(),
             addresses: Vec::from([ram.addresses()]),
         };
-        let together = together(&[of(&rams[0]), of(&rams[1])]).expect("looked at");
         let shared = |pages, mappings| SharedPages { pages, mappings };
-        assert_eq!(together.shared, [shared(12, 2), shared(11, 4)]);
+        let nobody = Guest { pid: i32::MAX as u32, ..of(&rams[0]) };
+        let together = together(&[of(&rams[0]), nobody, of(&rams[1])]);
+        assert_eq!(together.shared, [shared(12, 2), SharedPages::default(), shared(11, 4)]);
         assert_eq!(together.bytes, 13 * PAGE_BYTES);
     }
 }

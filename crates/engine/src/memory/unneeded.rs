@@ -17,13 +17,13 @@
 //! A process that nobody knows may map a pool, too. So all processes of the host are asked before anything is given
 //! back; first those that are known are, because that mostly shows that there is nothing.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 
-use rustix::fs::Mode;
+use rustix::fs::{Mode, Stat};
 use sterna_sys::Error;
 use sterna_sys::file::{self, FileId, allocated_runs};
 use sterna_sys::pagemap::Pagemap;
@@ -47,6 +47,24 @@ type Needed = HashMap<FileId, Vec<Range<u64>>>;
 /// The file's mode cannot be changed.
 pub fn mark_as_pool(file: &File) -> io::Result<()> {
     Ok(rustix::fs::fchmod(file, POOL)?)
+}
+
+/// Marks all files of this device that a process maps privately as pools.
+///
+/// # Errors
+/// The process cannot be looked into, or a file cannot be opened or changed.
+pub fn mark_mapped(pid: u32, device: (u32, u32)) -> io::Result<()> {
+    let Some(areas) = unless_gone(Areas::of(pid, EVERYWHERE))? else { return Ok(()) };
+    let mut marked = HashSet::new();
+    for area in areas.iter().filter(|area| area.file.device == device) {
+        if marked.insert(area.file)
+            && let Some((file, stat)) = open_own(pid, area)?
+            && Mode::from_raw_mode(stat.st_mode) != POOL
+        {
+            mark_as_pool(&file)?;
+        }
+    }
+    Ok(())
 }
 
 /// Gives back the pages of pools that no process needs. `known` are the numbers of processes that may map pools of this
@@ -103,13 +121,18 @@ pub fn pools_of(pids: &[u32], device: (u32, u32)) -> io::Result<HashMap<FileId, 
 
 /// The file of this area, if it is a pool and the process maps it still.
 fn open_pool(pid: u32, area: &Area) -> io::Result<Option<File>> {
+    let own = open_own(pid, area)?.filter(|(_, stat)| Mode::from_raw_mode(stat.st_mode) == POOL);
+    Ok(own.map(|(file, _)| file))
+}
+
+/// The file of this area and what it is like, if it is this daemon's and the process maps it still.
+fn open_own(pid: u32, area: &Area) -> io::Result<Option<(File, Stat)>> {
     let Some(file) = unless_gone(open_mapped(pid, area.addresses.start).map_err(io::Error::from))?.flatten() else {
         return Ok(None);
     };
     let stat = rustix::fs::fstat(&file)?;
-    let ours = stat.st_uid == rustix::process::geteuid().as_raw();
-    let is_pool = ours && Mode::from_raw_mode(stat.st_mode) == POOL && file::id(&file)? == area.file;
-    Ok(is_pool.then_some(file))
+    let ours = stat.st_uid == rustix::process::geteuid().as_raw() && file::id(&file)? == area.file;
+    Ok(ours.then_some((file, stat)))
 }
 
 /// Adds the parts of the pools that a process needs.

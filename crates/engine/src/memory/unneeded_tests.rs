@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use sterna_protocol::layout::PAGE_BYTES;
 use sterna_sys::map::PrivateMapping;
@@ -85,7 +85,7 @@ fn what_is_common_counts_for_each_guest_and_once_for_all() {
     let (one, other) = (guest(&pool, 12), guest(&pool, 8));
     let ram = |guest: &PrivateMapping| Guest { pid: std::process::id(), addresses: Vec::from([guest.addresses()]) };
     let common = |guest| common_bytes(&ram(guest)).unwrap() / PAGE;
-    let together = || common::together(&[ram(&one), ram(&other)]).unwrap().bytes / PAGE;
+    let together = || common::together(&[ram(&one), ram(&other)]).bytes / PAGE;
     assert_eq!((common(&one), common(&other), together()), (12, 8, 12));
     reads(&one, 3);
     write(&one, 5..7);
@@ -137,7 +137,29 @@ fn a_page_that_is_armed_and_was_never_read_is_needed() {
 fn a_page_that_a_process_needs_which_nobody_knows_is_kept() {
     let pool = pool();
     let guest = guest(&pool, PAGES);
-    let path = format!("/proc/{}/fd/{}", std::process::id(), pool.as_raw_fd());
+    let other = begin_other(&pool);
+    write(&guest, 0..8);
+    assert_eq!(swept(&pool), (4, vec![(4, PAGES)]), "the other process maps all but the first four");
+    end_other(other);
+    assert_eq!(swept(&pool), (4, vec![(8, PAGES)]));
+}
+
+#[test]
+fn what_a_process_maps_is_a_pool_once_that_is_said_of_all_of_it() {
+    let file = unnamed();
+    let guest = guest(&file, PAGES);
+    let other = begin_other(&file);
+    write(&guest, 0..8);
+    assert_eq!(swept(&file), (0, vec![(0, PAGES)]), "it is no pool yet");
+    mark_mapped(other.id(), file::id(&file).unwrap().device).unwrap();
+    assert_eq!(swept(&file), (4, vec![(4, PAGES)]));
+    end_other(other);
+    mark_mapped(u32::MAX >> 1, file::id(&file).unwrap().device).expect("nobody maps nothing");
+}
+
+/// A process that maps all pages of a file but the first four.
+fn begin_other(file: &File) -> Child {
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
     let mut other = Command::new(std::env::current_exe().expect("this program has a path"))
         .args(["--exact", "--ignored", "--nocapture", "memory::unneeded::tests::another_process_maps_a_pool"])
         .env(OTHERS_POOL, path)
@@ -145,13 +167,14 @@ fn a_page_that_a_process_needs_which_nobody_knows_is_kept() {
         .stdout(Stdio::piped())
         .spawn()
         .expect("this program starts");
-    let mut lines = BufReader::new(other.stdout.take().expect("its output")).lines().map_while(Result::ok);
-    assert!(lines.any(|line| line.ends_with("mapped")), "it maps the pool");
-    write(&guest, 0..8);
-    assert_eq!(swept(&pool), (4, vec![(4, PAGES)]), "the other process maps all but the first four");
+    let mut lines = BufReader::new(other.stdout.as_mut().expect("its output")).lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.ends_with("mapped")), "it maps the file");
+    other
+}
+
+fn end_other(mut other: Child) {
     drop(other.stdin.take());
     assert!(other.wait().expect("it ends").success());
-    assert_eq!(swept(&pool), (4, vec![(8, PAGES)]));
 }
 
 #[test]

@@ -91,6 +91,13 @@ impl Handed {
 /// Sends the rest of the pages after the guest, until all are there: over the connections that stand, or over new ones
 /// where these are lost.
 pub fn postcopy(departure: &mut Departure, link: Link, handed: Handed) {
+    // In private memory the pages that are not there yet end with the VMM. (A clone's are the source's, which runs on.)
+    if departure.spec.private
+        && departure.clone.is_none()
+        && let Some(Err(error)) = departure.vmm.process().map(sterna_sys::process::spare)
+    {
+        tracing::warn!(%error, "if this host runs out of memory, the guest's last pages may be lost with its former QEMU");
+    }
     let Handed { work, standing } = handed;
     let session = standing.and_then(|Standing { begun, streams, known }| begun.session(link, streams, known).ok());
     let Departure { id, peer, daemon, options, host, monitor, .. } = *departure;
