@@ -64,6 +64,74 @@ fn a_gang_moves_together() {
 }
 
 #[test]
+fn a_gang_that_cannot_go_as_one_is_refused_before_anything_begins_and_each_reason_is_named() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::start(), Host::start());
+    let private = |name: &str, group: &str, more: &[&str]| {
+        let mut request = run_request(name, &[&BARE[..], more].concat());
+        request["memory_mode"] = "private".into();
+        request["trust_group"] = group.into();
+        let (status, vm) = a.ask("POST", "/v1/vms", Some(&request));
+        assert_eq!(status, 201, "{vm}");
+    };
+    private("one", "red", &[]);
+    // QEMU itself refuses to move what writes a directory as if it were a disk.
+    std::fs::create_dir(a.path("fat")).unwrap();
+    let fat = format!("driver=vvfat,dir={},rw=on,node-name=fat", a.path("fat").display());
+    private("two", "red", &["-blockdev", &fat]);
+    private("three", "blue", &[]);
+    a.run("four");
+    let refused = |names: &[&str]| {
+        let request = json!({ "vms": names, "to": b.address(), "options": { "preserve_sharing": "on" } });
+        let (status, answer) = a.ask("POST", "/v1/migrations", Some(&request));
+        assert!(status >= 400, "{answer}");
+        assert!(["one", "two", "three", "four"].iter().all(|name| a.state_of(name) == "running"));
+        answer["message"].as_str().unwrap_or_default().to_owned()
+    };
+    let why = refused(&["one", "two", "three", "four"]);
+    for reason in ["2 trust groups: blue, red", "'four' has its memory in a file", "'two' cannot be moved"] {
+        assert!(why.contains(reason), "{why}");
+    }
+    let why = refused(&["one", "nobody", "nothing"]);
+    assert!(why.contains("'nobody'") && why.contains("'nothing'"), "{why}");
+    let reports = a.ended(a.migrate(&["one"], &b.address(), json!({ "preserve_sharing": "on" })));
+    assert_eq!(reports[0]["status"], "completed", "{}", reports[0]);
+}
+
+#[test]
+fn more_machines_than_leave_at_one_time_cannot_stand_still_together() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::configured("max_outgoing = 2"), Host::start());
+    let names = ["m1", "m2", "m3"];
+    names.iter().for_each(|name| drop(a.run(name)));
+    let options = json!({ "gang_pauses": "together" });
+    let request = json!({ "vms": names, "to": b.address(), "options": options });
+    let (status, answer) = a.ask("POST", "/v1/migrations", Some(&request));
+    assert!(status >= 400 && answer["message"].as_str().is_some_and(|why| why.contains("2 at most")), "{answer}");
+    let reports = a.ended(a.migrate(&names[..2], &b.address(), options));
+    assert!(reports.iter().all(|report| report["status"] == "completed"), "{reports:?}");
+}
+
+#[test]
+fn no_machine_comes_where_less_than_the_floor_would_be_left() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::start(), Host::configured("memory_floor = \"100T\""));
+    a.run("m");
+    let reports = a.ended(a.migrate(&["m"], &b.address(), json!({})));
+    assert_eq!(
+        (reports[0]["status"].as_str(), reports[0]["error"]["code"].as_str()),
+        (Some("failed"), Some("out-of-memory"))
+    );
+    assert_eq!((a.state_of("m").as_str(), b.names().len()), ("running", 0));
+}
+
+#[test]
 fn the_destination_refuses_early_and_the_guest_runs_on() {
     if cannot_run() {
         return;

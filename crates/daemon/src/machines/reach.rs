@@ -62,6 +62,17 @@ pub struct Movable {
     pub tracker: WriteProtect,
 }
 
+/// Checks that a machine can be moved at all, as [`movable`] does, and nothing else.
+///
+/// # Errors
+/// As [`movable`].
+pub fn check(record: &VmRecord) -> Result<(), Problem> {
+    record.check_settled()?;
+    let about = Control::connect(&record.qmp)?.inspect()?;
+    check_movable(&record.name, &about)?;
+    record.check_template()
+}
+
 /// Reaches a machine's QEMU and agent, and checks that it can be moved at all. Of one that is split a `pager` has the
 /// agent, and the RAM.
 ///

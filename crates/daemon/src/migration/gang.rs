@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use sterna_api::{Blame, Code, MigrateOptions, MigrateRequest, Problem, Status};
-
+use sterna_api::options::PreserveSharing;
+use sterna_api::{Blame, Code, GangPauses, MigrateOptions, MigrateRequest, Problem, Status};
 use sterna_engine::source::pauses::Pauses;
 
 use super::address::check_address;
@@ -19,9 +19,11 @@ use super::queue::Ticket;
 use super::returns::{self, Returns};
 use super::sharing::{self, Membership};
 use crate::machines::hold::Hold;
+use crate::machines::reach;
 use crate::machines::record::VmRecord;
 use crate::machines::table::Machines;
 use crate::problems::{host, invalid};
+use crate::several;
 
 /// The most machines of one gang.
 const MAX_GANG: usize = 256;
@@ -47,12 +49,14 @@ pub struct Gang {
 /// Begins a migration. Every machine is claimed, or none is.
 ///
 /// # Errors
-/// A [`Problem`]: a machine is unknown or busy, or the options or the address are invalid.
+/// A [`Problem`]: a machine is unknown or busy, or the options or the address are invalid; or machines that are to
+/// share cannot, or one of them cannot be moved. What is wrong with each of them is named.
 pub fn migrate(departures: &Arc<Departures>, request: &MigrateRequest) -> Result<Arc<Job>, Problem> {
     let named =
         request.family.as_deref().map(|family| with_members(&departures.machines, request, family)).transpose()?;
     let request = named.as_ref().unwrap_or(request);
     check_request(request)?;
+    check_pauses(request, departures.jobs.queue.places())?;
     let gang = Arc::new(Gang::claim(departures, request)?);
     gang.depart();
     Ok(Arc::clone(&gang.job))
@@ -70,24 +74,34 @@ impl Gang {
             }
             departures.jobs.drop_job(job.id);
         };
+        let mut refused = Vec::new();
         for (index, name) in request.vms.iter().enumerate() {
             let leaving = Leaving { monitor: Arc::clone(job.monitor(index)), to: request.to.clone() };
             match machines.claim(name, Hold::busy(leaving)) {
-                Ok(record) => members.push(record),
-                Err(problem) => {
-                    give_back(&members);
-                    return Err(problem);
+                Ok(record) => {
+                    refused.extend(onward::check(&record, &request.options, &request.to).err());
+                    members.push(record);
                 }
-            }
-            if let Some(Err(problem)) =
-                members.last().map(|record| onward::check(record, &request.options, &request.to))
-            {
-                give_back(&members);
-                return Err(problem);
+                Err(problem) => refused.push(problem),
             }
         }
         let options = request.options.clone();
-        let sharing = sharing::gangs(&members, options.preserve_sharing).inspect_err(|_| give_back(&members))?;
+        let mut sharing = Vec::new();
+        if refused.is_empty() {
+            match sharing::gangs(&members, options.preserve_sharing) {
+                Ok(gangs) => sharing = gangs,
+                Err(problem) => refused.push(problem),
+            }
+            // They go as one gang, or none goes.
+            if options.preserve_sharing == Some(PreserveSharing::On) {
+                let checked = several::map(members.iter().collect(), reach::check);
+                refused.extend(checked.into_iter().filter_map(Result::err));
+            }
+        }
+        if let Some(problem) = all_of(refused) {
+            give_back(&members);
+            return Err(problem);
+        }
         let returns = returns::returns(&departures.keeper, &members, &sharing, options.preserve_sharing);
         let pauses = Pauses::new(options.gang_pauses, members.len());
         let (departures, merge) = (Arc::clone(departures), request.merge);
@@ -132,6 +146,24 @@ impl Gang {
             merge: self.merge,
         }
     }
+}
+
+/// Refuses pauses at the same time of more machines than leave at the same time.
+fn check_pauses(request: &MigrateRequest, places: usize) -> Result<(), Problem> {
+    let count = request.vms.len();
+    if request.options.gang_pauses != GangPauses::Together || count <= places {
+        return Ok(());
+    }
+    let message = format!("{count} machines cannot stand still together: {places} at most leave this host at one time");
+    Err(invalid(message).hint("raise 'max_outgoing' in sternad.toml, or move fewer"))
+}
+
+/// Problems of several machines as one: that of the first, and what is wrong with the others.
+fn all_of(problems: Vec<Problem>) -> Option<Problem> {
+    let mut problems = problems.into_iter();
+    let first = problems.next()?;
+    let message = problems.fold(first.message.clone(), |all, problem| format!("{all}; {}", problem.message));
+    Some(Problem { message, ..first })
 }
 
 /// The request to move a family, with the names of its machines.

@@ -90,6 +90,12 @@ impl Line {
         Self { places, under_way: 0, next: 0, waiting: BTreeMap::new(), full: HashMap::new() }
     }
 
+    /// How many may be under way at one time.
+    #[must_use]
+    pub fn places(&self) -> usize {
+        self.places
+    }
+
     /// Stands in line, behind all who are there.
     #[must_use]
     pub fn join(&mut self, to: &str) -> Standing {

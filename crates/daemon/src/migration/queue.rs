@@ -29,6 +29,12 @@ impl Queue {
         Ticket { queue: Arc::clone(self), standing: self.lock().join(to) }
     }
 
+    /// How many migrations may be under way at one time.
+    #[must_use]
+    pub fn places(&self) -> usize {
+        self.lock().places()
+    }
+
     /// How many wait, and how many are under way.
     #[must_use]
     pub fn counts(&self) -> Counts {
