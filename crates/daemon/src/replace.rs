@@ -164,6 +164,7 @@ impl Replace<'_> {
         let user = vmgenid::kept(user, &arguments::parse(&record.arguments));
         let items = arguments::parse(&user);
         files::check_absolute(&items)?;
+        check_keeps_memory(name, &items)?;
         let path = request.qemu.as_ref().map_or(record.qemu_path.clone(), PathBuf::from);
         // There is room: it is the same memory.
         let binary = prechecks::check(&record.spec(&about), &items, Some(&path), u64::MAX)?;
@@ -342,6 +343,16 @@ impl Replace<'_> {
         let stored = self.care.machines.store_succession(record.process, record);
         stored.map_err(|error| host("cannot write the machine's record", &error))
     }
+}
+
+/// Refuses a device that would empty the guest's memory, which both QEMUs have, before the guest is the new one's.
+fn check_keeps_memory(name: &str, items: &[Item]) -> Result<(), Problem> {
+    let Some(item) = arguments::empties_memory(items) else { return Ok(()) };
+    let device = item.value.as_deref().unwrap_or_default();
+    let message = format!(
+        "the QEMU of '{name}' cannot be replaced: a new one empties the memory of '-device {device}' when it starts"
+    );
+    Err(Problem::new(Code::ArgumentConflict, Blame::Request, message).hint("move it to another host and back"))
 }
 
 /// Checks that the guest's private memory can become another QEMU's.

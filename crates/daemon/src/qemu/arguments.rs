@@ -244,9 +244,17 @@ pub fn unfit_for_private(items: &[Item]) -> Option<(&Item, &'static str)> {
     items.iter().find_map(|item| {
         let value = item.value.as_deref().unwrap_or_default();
         let asked = |words: [&str; 2]| words.iter().any(|word| value.contains(word));
+        let is_one = |kinds: &[&str]| kinds.iter().any(|kind| begins_with(value, kind));
         let reason = match item.option.as_str() {
             "device" | "netdev" | "nic" | "chardev" if asked(["vhost-user", "ivshmem"]) => {
                 "another process reads or writes that memory in a file, and private memory is in QEMU alone"
+            }
+            "device" | "netdev" if is_one(&["vfio-", "vhost-vdpa", "vhost-scsi", "x-vfio-user", "x-pci-proxy"]) => {
+                "it writes guest RAM where that was when the machine started, and private memory does not stay there"
+            }
+            "drive" | "blockdev" if value.contains("nvme://") || driver(item).is_some_and(writes_past) => {
+                "that driver has guest RAM written where it was when the machine started, and private memory does not \
+                 stay there"
             }
             "overcommit" if item.get("mem-lock").is_some_and(|word| word != "off") => {
                 "locked memory cannot be given back, nor wait for its pages"
@@ -256,6 +264,31 @@ pub fn unfit_for_private(items: &[Item]) -> Option<(&Item, &'static str)> {
         };
         Some((item, reason))
     })
+}
+
+/// The block driver that an argument names.
+fn driver(item: &Item) -> Option<String> {
+    item.word("driver").or_else(|| item.get("file.driver"))
+}
+
+/// Whether a block driver maps guest RAM for a device, or registers it with the kernel: QEMU's own for NVMe, and
+/// libblkio's.
+fn writes_past(driver: String) -> bool {
+    ["nvme", "io_uring", "nvme-io_uring"].contains(&driver.as_str()) || driver.starts_with("virtio-blk-")
+}
+
+/// Whether a value says that something is of a kind whose name begins so: as its first word, or in JSON.
+fn begins_with(value: &str, kind: &str) -> bool {
+    value.trim_start().starts_with(kind) || value.contains(&format!("\"{kind}"))
+}
+
+/// The device that empties its memory when it is made, whoever else has that memory, if there is one. QEMU makes
+/// virtio-mem's so that what is not plugged takes none, also where its state is to come (`virtio_mem_device_realize`).
+#[must_use]
+pub fn empties_memory(items: &[Item]) -> Option<&Item> {
+    items
+        .iter()
+        .find(|item| item.option == "device" && begins_with(item.value.as_deref().unwrap_or_default(), "virtio-mem"))
 }
 
 /// The arguments without those that say where the machine's state comes from: they are of one start, and not of the
@@ -273,8 +306,7 @@ pub fn without_origin(items: &[Item]) -> Vec<String> {
 pub fn add_balloon(arguments: &mut Vec<String>) -> Result<(), Problem> {
     let items = parse(arguments);
     let is_balloon = |item: &&Item| {
-        let value = item.value.as_deref().unwrap_or_default().trim_start();
-        item.option == "device" && (value.starts_with("virtio-balloon") || value.contains("\"virtio-balloon"))
+        item.option == "device" && begins_with(item.value.as_deref().unwrap_or_default(), "virtio-balloon")
     };
     if let Some(item) = items.iter().find(is_balloon) {
         return Err(conflict(item, "with --balloon Sterna adds the balloon itself"));

@@ -122,3 +122,29 @@ fn a_balloon_fits_the_machines_bus_and_is_added_once() {
         assert_eq!(added(line).unwrap_err().code, "argument-conflict", "{line}");
     }
 }
+
+#[test]
+fn what_writes_ram_where_it_was_does_not_fit_private_memory() {
+    let unfit = |words: &[&str]| unfit_for_private(&items(&words.join(" "))).map(|(item, _)| item.option.clone());
+    for device in
+        ["vfio-pci,host=01:00.0", r#"{"driver":"vhost-scsi-pci","wwpn":"naa.5"}"#, "vhost-user-fs-pci,chardev=c"]
+    {
+        assert_eq!(unfit(&["-device", device]).as_deref(), Some("device"), "{device}");
+    }
+    assert_eq!(unfit(&["-netdev", "vhost-vdpa,id=n,vhostdev=/dev/vhost-vdpa-0"]).as_deref(), Some("netdev"));
+    assert_eq!(unfit(&["-drive", "file=nvme://0000:01:00.0/1,if=none"]).as_deref(), Some("drive"));
+    assert_eq!(
+        unfit(&["-blockdev", "driver=nvme,device=0000:01:00.0,namespace=1,node-name=n"]).as_deref(),
+        Some("blockdev")
+    );
+    for fit in [["-device", "virtio-blk-pci,drive=vfio-disk"], ["-drive", "file=/disks/nvme.qcow2,if=virtio"]] {
+        assert_eq!(unfit(&fit), None, "{fit:?}");
+    }
+}
+
+#[test]
+fn a_device_that_empties_its_memory_when_it_is_made_is_found() {
+    let found = |device: &str| empties_memory(&items(&format!("-device {device}"))).is_some();
+    assert!(found("virtio-mem-pci,memdev=m,id=v") && found(r#"{"driver":"virtio-mem-pci","memdev":"m"}"#));
+    assert!(!found("virtio-balloon-pci,id=virtio-mem") && !found("nvdimm,memdev=m"));
+}
