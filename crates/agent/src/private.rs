@@ -229,14 +229,15 @@ pub unsafe fn advise_again(place: *mut c_void, length: usize) {
     }
 }
 
-/// Notes advice of QEMU's that the kernel has taken, for [`advise_again`]. QEMU gives the same for all of its RAM.
+/// Notes advice of QEMU's that the kernel has taken, for [`advise_again`]. QEMU gives the same for all of its RAM. That
+/// of shared RAM counts, too: it may become private.
 pub fn note_advice(address: u64, length: u64, advice: c_int) {
     let bit = match advice {
         libc::MADV_DONTDUMP => WITHOUT_DUMP,
         libc::MADV_MERGEABLE => MERGED,
         _ => return,
     };
-    if BLOCKS.touching(address, length).any(|block| is_anonymous(&block)) {
+    if BLOCKS.touching(address, length).next().is_some() {
         ASKED.fetch_or(bit, Ordering::Relaxed);
     }
 }

@@ -12,6 +12,7 @@ use sterna_sys::file::{nobody_writes, punch};
 use sterna_sys::process::maps;
 
 use crate::fixture::{cannot_run, device, eventually, identity};
+use crate::private::kernel_flags;
 use crate::program::{PAGE, Program, RAM_BYTES, word_of};
 
 /// A program with shared RAM of which some pages hold words.
@@ -64,6 +65,16 @@ impl Shared {
     fn reads(&mut self, pages: &[u64]) -> Vec<u64> {
         pages.iter().map(|page| self.read(*page)).collect()
     }
+}
+
+#[test]
+fn ram_that_is_left_out_of_dumps_stays_so() {
+    let mut shared = shared();
+    assert_eq!(shared.program.tell(&format!("advise {} 0 {RAM_BYTES}", libc::MADV_DONTDUMP)), "0");
+    shared.make_private(&shared.ram(), 0).expect("private");
+    let block = shared.agent.blocks().expect("blocks").remove(0);
+    let flags = kernel_flags(shared.program.id(), &block);
+    assert!(flags.iter().any(|flag| flag == "dd"), "{flags:?}");
 }
 
 #[test]
