@@ -4,11 +4,45 @@ mod support;
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::sync::mpsc::channel;
 use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
-use support::{Host, PATIENCE, cannot_run, eventually, run_request};
+use support::pools::{fork, held, hold, take};
+use support::{BARE, Host, PATIENCE, cannot_run, eventually, run_request};
+
+/// Starts the machine `a` with a guest agent's channel in this directory, and no agent behind it.
+fn run(host: &Host, dir: &Path) {
+    let chardev = format!("socket,id=q,path={}/{{name}}.qga,server=on,wait=off", dir.display());
+    let words = ["-nodefaults", "-chardev", &chardev, "-device", "virtio-serial"];
+    let device = ["-device", "virtserialport,chardev=q,name=org.qemu.guest_agent.0"];
+    let request = run_request("a", &[&BARE[..], &words, &device].concat());
+    let (status, answer) = host.ask("POST", "/v1/vms", Some(&request));
+    assert_eq!(status, 201, "{answer}");
+}
+
+/// Whether the daemon has heard nothing of this guest's agent, which it has asked for.
+fn is_asked(host: &Host, name: &str) -> bool {
+    let log = host.log();
+    log.lines().any(|line| line.contains("has not set its clock") && line.contains(&format!("vm=\"{name}\"")))
+}
+
+#[test]
+fn the_clock_of_a_clone_out_of_a_pool_is_set_whether_it_was_held_ready_or_not() {
+    if cannot_run() {
+        return;
+    }
+    let (host, dir) = (Host::start(), tempfile::tempdir().unwrap());
+    run(&host, dir.path());
+    fork(&host, "a", &json!({ "hold": 1 }));
+    take(&host, "a", "b");
+    eventually("b's agent is asked", || is_asked(&host, "b"));
+    hold(&host, "a", 0);
+    eventually("none is held any more", || held(&host).is_empty());
+    take(&host, "a", "c");
+    eventually("c's agent is asked", || is_asked(&host, "c"));
+}
 
 #[test]
 fn a_held_clone_s_clock_is_set_when_it_is_let_run_and_one_without_an_agent_runs_at_once() {
@@ -16,11 +50,7 @@ fn a_held_clone_s_clock_is_set_when_it_is_let_run_and_one_without_an_agent_runs_
         return;
     }
     let (host, dir) = (Host::start(), tempfile::tempdir().unwrap());
-    let chardev = format!("socket,id=q,path={}/{{name}}.qga,server=on,wait=off", dir.path().display());
-    let words = ["-machine", "pc", "-accel", "tcg", "-display", "none", "-vga", "none", "-chardev", &chardev];
-    let channel_words = ["-device", "virtio-serial", "-device", "virtserialport,chardev=q,name=org.qemu.guest_agent.0"];
-    let (status, answer) = host.ask("POST", "/v1/vms", Some(&run_request("a", &[&words[..], &channel_words].concat())));
-    assert_eq!(status, 201, "{answer}");
+    run(&host, dir.path());
     let request = json!({ "names": ["b", "c"], "paused": true });
     let (status, answer) = host.ask("POST", "/v1/vms/a/fork", Some(&request));
     assert_eq!(status, 200, "{answer}");

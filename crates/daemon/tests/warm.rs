@@ -79,6 +79,22 @@ fn a_taking_in_which_a_daemon_died_is_undone_before_the_directory_has_its_new_na
 }
 
 #[test]
+fn no_clone_runs_while_somebody_can_write_what_it_has() {
+    if cannot_run() {
+        return;
+    }
+    let host = Host::start();
+    run(&host);
+    let ram = std::fs::read_dir(host.state().join("ram")).unwrap().next().expect("a file").unwrap().path();
+    let writer = std::fs::File::options().write(true).open(ram).unwrap();
+    assert_eq!(host.refused("POST", "/v1/vms/m/fork", &json!({ "names": ["x"] })), "foreign-writers");
+    assert_eq!((host.state_of("m").as_str(), host.names()), ("running", vec!["m".to_owned()]));
+    drop(writer);
+    fork(&host, "m", &json!({ "names": ["x"] }));
+    assert_eq!([host.state_of("m"), host.state_of("x")], ["running", "running"]);
+}
+
+#[test]
 fn a_template_outlives_its_source_and_the_daemon_and_its_pool_comes_back_to_its_number() {
     if cannot_run() {
         return;

@@ -16,6 +16,7 @@ use super::clone::Plan;
 use super::overlays::Overlays;
 use super::templates::{Template, TemplateRecord, Templates, template_name, unknown};
 use crate::care::Care;
+use crate::guest_agent;
 use crate::machines::claim::Reservation;
 use crate::machines::control::{self, end_qemu};
 use crate::machines::files::directory_problem;
@@ -217,6 +218,7 @@ impl WarmPools {
                 let record = template.record();
                 self.check_room(&record, 1)?;
                 let cloned = self.clone_of(template, name, reservation, None, began)?;
+                self.set_clock(name);
                 return Ok(Taken { vm: name.into(), pid: cloned.pid, ms: cloned.ms, was_held: false });
             };
             let taken = match self.rename(&held, name) {
@@ -288,7 +290,14 @@ impl WarmPools {
         rename_files(&taken.arguments, former, &taken.name);
         let mut driver = control::destination(taken, log_file(&self.machines().dir(&taken.name)))?;
         driver.start().map_err(|error| control::refused("let the clone run", &error))?;
+        guest_agent::set_clock_later(taken);
         Ok(VmRecord { held: None, overlays: Vec::new(), ..taken.clone() })
+    }
+
+    /// Has the clock of a clone set that was made when it was asked for: it goes on at the moment of the fork.
+    fn set_clock(&self, name: &str) {
+        let record = self.machines().table().get(name).and_then(|entry| entry.record.clone());
+        record.inspect(guest_agent::set_clock_later);
     }
 
     /// Ends a clone that could not be taken, whichever name it has by now.
