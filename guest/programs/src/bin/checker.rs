@@ -1,11 +1,12 @@
 //! Rewrites pages in random order, verifying each against what it wrote last, for ever.
 //!
 //! Beside that a sweep verifies every page in turn, all of them twice a second where the processor is fast enough
-//! (`sweep_ms` says how long the last one took): a write that was lost anywhere shows within a sweep.
+//! (`sweep_ms` says how long the last one took): a write that was lost anywhere shows within a sweep. The order is a
+//! new one each second, and another in each clone of a guest: a write of one that is seen by another shows, too.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use sterna_guest_programs::arguments::Arguments;
 use sterna_guest_programs::pace::{Every, Pace};
@@ -141,6 +142,10 @@ fn main() {
             ));
             writes = 0;
             checker.to_report = REPORTED_EACH_SECOND;
+            // Clones begin as one guest, and are told the time at different moments: each goes its own way soon. What
+            // one writes, and another finds in its memory, is not what that one has written by then.
+            let time = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64);
+            random = Random::new(random.next_u64() ^ time);
         }
         if due == 0 {
             std::thread::sleep(Duration::from_millis(1));
