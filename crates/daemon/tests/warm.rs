@@ -3,6 +3,8 @@
 
 mod support;
 
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
@@ -78,6 +80,30 @@ fn a_taking_in_which_a_daemon_died_is_undone_before_the_directory_has_its_new_na
     eventually("no file of the image is left", || host.ram_files() == 0);
 }
 
+/// The only RAM file of the host.
+fn ram_file(host: &Host) -> PathBuf {
+    std::fs::read_dir(host.state().join("ram")).unwrap().next().expect("a file").unwrap().path()
+}
+
+/// Failed while a daemon that died before it had said so of a file left its pages there until the machine ended.
+#[test]
+fn what_a_fork_has_made_common_can_be_given_back_by_the_next_daemon() {
+    if cannot_run() {
+        return;
+    }
+    let mut host = Host::start();
+    run(&host);
+    let ram = std::fs::File::open(ram_file(&host)).unwrap();
+    let mode = || ram.metadata().unwrap().mode() & 0o7777;
+    fork(&host, "m", &json!({ "names": ["x"] }));
+    assert_eq!(mode(), 0o1600);
+    host.kill_daemon();
+    ram.set_permissions(Permissions::from_mode(0o600)).unwrap();
+    host.start_daemon();
+    eventually("the file is known to be common", || mode() == 0o1600);
+    assert_eq!([host.state_of("m"), host.state_of("x")], ["running", "running"]);
+}
+
 #[test]
 fn no_clone_runs_while_somebody_can_write_what_it_has() {
     if cannot_run() {
@@ -85,8 +111,7 @@ fn no_clone_runs_while_somebody_can_write_what_it_has() {
     }
     let host = Host::start();
     run(&host);
-    let ram = std::fs::read_dir(host.state().join("ram")).unwrap().next().expect("a file").unwrap().path();
-    let writer = std::fs::File::options().write(true).open(ram).unwrap();
+    let writer = std::fs::File::options().write(true).open(ram_file(&host)).unwrap();
     assert_eq!(host.refused("POST", "/v1/vms/m/fork", &json!({ "names": ["x"] })), "foreign-writers");
     assert_eq!((host.state_of("m").as_str(), host.names()), ("running", vec!["m".to_owned()]));
     drop(writer);
