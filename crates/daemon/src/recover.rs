@@ -34,7 +34,7 @@
 //! directory whose record is unusable ([`load`](crate::machines::load)) is left alone, with all that may belong to it.
 
 use std::collections::HashSet;
-use std::fs::File;
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ use sterna_engine::haste;
 use sterna_engine::host::MigrationId;
 use sterna_engine::memory::unneeded;
 use sterna_engine::source::throttle::release_left_over;
-use sterna_sys::file::{self, FileId};
+use sterna_sys::file::{FileId, device_of};
 use sterna_sys::path::Place;
 
 use crate::care::Care;
@@ -133,15 +133,15 @@ impl Recovery<'_> {
     /// Has pages given back of what private RAM consists of: an earlier daemon may have made it common, and died before
     /// it said so of the file. By now whatever needs a page maps it, or has a record that keeps it.
     fn mark_what_is_common(&self) {
-        let device = File::open(self.state.ram()).and_then(|dir| Ok(file::id(dir)?.device));
-        let marked = device.and_then(|device| {
+        let pids: Vec<u32> = {
             let table = self.machines().table();
             let records = table.values().filter_map(|entry| entry.record.as_ref());
             let private = records.filter(|record| record.memory_mode == MemoryMode::Private);
-            let pids: Vec<u32> = private.map(|record| record.process.pid).collect();
-            drop(table);
-            pids.into_iter().try_for_each(|pid| unneeded::mark_mapped(pid, device))
-        });
+            private.map(|record| record.process.pid).collect()
+        };
+        let marked = device_of(&self.state.ram())
+            .map_err(io::Error::from)
+            .and_then(|device| pids.into_iter().try_for_each(|pid| unneeded::mark_mapped(pid, device)));
         if let Err(error) = marked {
             tracing::warn!(%error, "some of what forks have made common stays when nobody needs it any more");
         }

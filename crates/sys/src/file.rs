@@ -128,6 +128,15 @@ pub fn id(file: impl AsFd) -> Result<FileId> {
     Ok(FileId { device, inode: stat.st_ino })
 }
 
+/// The device of the file system that a directory is on.
+///
+/// # Errors
+/// There is no such directory.
+pub fn device_of(directory: &Path) -> Result<(u32, u32)> {
+    let open = File::open(directory).map_err(|error| Error::new(format!("open {}", directory.display()), error))?;
+    Ok(id(open)?.device)
+}
+
 /// A file without a name, open for reading and writing, on the file system of this directory.
 ///
 /// # Errors

@@ -63,8 +63,13 @@ pub fn room() -> Result<Room> {
 
 /// `MemAvailable` of `/proc/meminfo`, bytes.
 pub fn parse_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim_end().parse::<u64>().ok()?.checked_mul(1024)
+    size_in(meminfo, "MemAvailable")
+}
+
+/// The size that the kernel gives under this name, on a line of its own, bytes.
+pub(crate) fn size_in(text: &str, name: &str) -> Option<u64> {
+    let size = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    size.trim().strip_suffix("kB")?.trim_end().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// The two generations of cgroups; a host may have the memory controller in either.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use crate::PAGE_BYTES;
 use crate::error::{Error, Result};
 use crate::file::FileId;
+use crate::memory::size_in;
 
 // Waking a thread of this process.
 mod interrupt;
@@ -114,12 +115,8 @@ pub fn anonymous(pid: u32) -> Option<Anonymous> {
 
 fn parse_anonymous(text: &[u8]) -> Option<Anonymous> {
     let text = std::str::from_utf8(text).ok()?;
-    let bytes = |name: &str| {
-        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        value.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
-    };
-    let merged = bytes("KSM")?;
-    Some(Anonymous { own: bytes("Anonymous")?.saturating_sub(merged), merged })
+    let merged = size_in(text, "KSM")?;
+    Some(Anonymous { own: size_in(text, "Anonymous")?.saturating_sub(merged), merged })
 }
 
 /// Has the kernel end other processes than this one where memory lacks (`oom_score_adj`, proc(5)).

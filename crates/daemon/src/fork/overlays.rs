@@ -313,14 +313,8 @@ mod tests {
     /// A machine with an overlay of its own, and one for each of two clones, of which one is on another host.
     fn record() -> VmRecord {
         let overlay = |of: &str, elsewhere: bool| json!({ "of": of, "path": format!("/{of}.qcow2"), "base": "/disk", "node": of, "elsewhere": elsewhere });
-        serde_json::from_value(json!({
-            "name": "m", "memory_bytes": 4096, "memory_mode": "shared", "trust_group": null, "qemu_path": "/q",
-            "qemu_version": [7, 2, 0], "machine": "none", "arguments": [], "managed_ram": true,
-            "process": { "pid": 1, "start_ticks": 0, "boot": 0 }, "qmp": "/q.sock", "agent": "/a.sock", "blocks": [],
-            "owns_ram_files": true, "lifecycle": "here", "running": true,
-            "overlays": [overlay("m", false), overlay("here", false), overlay("there", true)],
-        }))
-        .expect("a record")
+        let overlays = json!([overlay("m", false), overlay("here", false), overlay("there", true)]);
+        VmRecord { overlays: serde_json::from_value(overlays).expect("overlays"), ..VmRecord::sample() }
     }
 
     /// Fails where a daemon that finds a fork's pause begun removes what a clone elsewhere may run with by then.

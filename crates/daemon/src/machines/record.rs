@@ -441,3 +441,17 @@ impl VmRecord {
         self.blocks.iter().enumerate().map(open).collect()
     }
 }
+
+#[cfg(test)]
+impl VmRecord {
+    /// The record of a machine `m` without RAM, as an early daemon wrote it: it knew nothing of huge pages.
+    pub fn sample() -> Self {
+        serde_json::from_value(serde_json::json!({
+            "name": "m", "memory_bytes": 4096, "memory_mode": "shared", "trust_group": null, "qemu_path": "/q",
+            "qemu_version": [7, 2, 0], "machine": "none", "arguments": [], "managed_ram": true,
+            "process": { "pid": 1, "start_ticks": 0, "boot": 0 }, "qmp": "/q.sock", "agent": "/a.sock", "blocks": [],
+            "owns_ram_files": true, "lifecycle": "here", "running": true
+        }))
+        .expect("a record")
+    }
+}

@@ -396,21 +396,8 @@ mod tests {
     use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
     use std::time::Duration;
 
-    use serde_json::json;
-
     use super::super::hold::InPlace;
     use super::*;
-
-    /// A record of a daemon that knew nothing of huge pages.
-    fn record() -> VmRecord {
-        serde_json::from_value(json!({
-            "name": "m", "memory_bytes": 4096, "memory_mode": "shared", "trust_group": null, "qemu_path": "/q",
-            "qemu_version": [7, 2, 0], "machine": "none", "arguments": [], "managed_ram": true,
-            "process": { "pid": 1, "start_ticks": 0, "boot": 0 }, "qmp": "/q.sock", "agent": "/a.sock", "blocks": [],
-            "owns_ram_files": true, "lifecycle": "here", "running": true
-        }))
-        .expect("a record")
-    }
 
     /// Fails where whoever begins something does not wait: then what is done at rest goes on beside it.
     #[test]
@@ -421,8 +408,8 @@ mod tests {
             Ok(state) => Arc::new(state),
         };
         let machines = Machines::new(Arc::clone(&state), |_| {});
-        assert!(record().huge_pages, "a guest of an earlier daemon may be in huge pages");
-        machines.table().insert("m".into(), Entry::new(Some(record()), Hold::Free));
+        assert!(VmRecord::sample().huge_pages, "a guest of an earlier daemon may be in huge pages");
+        machines.table().insert("m".into(), Entry::new(Some(VmRecord::sample()), Hold::Free));
         let (at_work, steps, ended) = (AtomicBool::new(false), AtomicU32::new(0), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -463,9 +450,9 @@ mod tests {
         let machines = Machines::new(Arc::clone(&state), |_| {});
         let id = sterna_engine::host::MigrationId(1);
         let paging = super::super::record::Paging { id, from: "b".into(), map: "/m".into(), held_back: false };
-        let arriving = VmRecord { paging: Some(paging), ..record() };
-        let leaving = VmRecord { lifecycle: Lifecycle::Outgoing(id), ..record() };
-        for (record, may) in [(arriving, false), (leaving, false), (record(), true)] {
+        let arriving = VmRecord { paging: Some(paging), ..VmRecord::sample() };
+        let leaving = VmRecord { lifecycle: Lifecycle::Outgoing(id), ..VmRecord::sample() };
+        for (record, may) in [(arriving, false), (leaving, false), (VmRecord::sample(), true)] {
             machines.table().insert("m".into(), Entry::new(Some(record), Hold::Free));
             assert_eq!(machines.while_free("m", |_| ()).is_some(), may);
         }

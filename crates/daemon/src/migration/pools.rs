@@ -116,7 +116,7 @@ impl Pools {
         if pool.offers().is_some() {
             return Ok(());
         }
-        let device = file::id(File::open(&self.dir)?)?.device;
+        let device = file::device_of(&self.dir)?;
         let found = unneeded::pools_of(processes, device)?;
         let held = |id: &FileId| self.wanted().values().any(|entry| entry.pool.id() == *id);
         let mut files: Vec<File> = found.into_iter().filter(|(id, _)| !held(id)).map(|(_, file)| file).collect();

@@ -81,27 +81,19 @@ fn all_one(members: &[VmRecord]) -> Result<(), Problem> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
-    fn record(name: &str, mode: &str, group: Option<&str>) -> VmRecord {
-        serde_json::from_value(json!({
-            "name": name, "memory_bytes": 4096, "memory_mode": mode, "trust_group": group, "qemu_path": "/q",
-            "qemu_version": [7, 2, 0], "machine": "none", "arguments": [], "managed_ram": true,
-            "process": { "pid": 1, "start_ticks": 0, "boot": 0 }, "qmp": "/q.sock", "agent": "/a.sock", "blocks": [],
-            "owns_ram_files": true, "lifecycle": "here", "running": true
-        }))
-        .expect("a record")
+    fn record(name: &str, memory_mode: MemoryMode, group: Option<&str>) -> VmRecord {
+        VmRecord { name: name.into(), memory_mode, trust_group: group.map(String::from), ..VmRecord::sample() }
     }
 
     fn members() -> [VmRecord; 5] {
         [
-            record("a", "private", Some("red")),
-            record("b", "private", Some("blue")),
-            record("c", "shared", None),
-            record("d", "private", Some("red")),
-            record("e", "private", None),
+            record("a", MemoryMode::Private, Some("red")),
+            record("b", MemoryMode::Private, Some("blue")),
+            record("c", MemoryMode::Shared, None),
+            record("d", MemoryMode::Private, Some("red")),
+            record("e", MemoryMode::Private, None),
         ]
     }
 
@@ -123,7 +115,7 @@ mod tests {
         for reason in ["'c' has its memory in a file", "'e' is in no trust group", "of 2 trust groups: blue, red"] {
             assert!(problem.message.contains(reason), "{}", problem.message);
         }
-        let red = [record("a", "private", Some("red")), record("d", "private", Some("red"))];
+        let red = [record("a", MemoryMode::Private, Some("red")), record("d", MemoryMode::Private, Some("red"))];
         assert!(gangs(&red, Some(PreserveSharing::On)).expect("one gang").iter().all(Option::is_some));
     }
 }

@@ -1,14 +1,13 @@
 //! Gives back what lies in the pools of gangs that have come here, and in what forks have made common, and what no
 //! guest needs any more, again and again (`sterna_engine::memory::unneeded`).
 
-use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_api::MemoryMode;
 use sterna_engine::memory::unneeded;
-use sterna_sys::file::{self, FileId};
+use sterna_sys::file::{FileId, device_of};
 use sterna_sys::process::thread_cpu_time;
 
 use super::pools::Pools;
@@ -71,7 +70,7 @@ fn sweep(machines: &Machines, pools: &Pools, images: &Images) -> io::Result<u64>
     if processes.is_empty() {
         return Ok(0);
     }
-    let device = file::id(File::open(pools.dir())?)?.device;
+    let device = device_of(pools.dir())?;
     let _nothing_is_offered = pools.giving_back();
     // Of what a record keeps clones are made later, or pages are still to go to clones on other hosts. A fork that is
     // under way holds everything, and what it leaves is on record before it ends: so it is asked first.

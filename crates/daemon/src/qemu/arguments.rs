@@ -16,6 +16,7 @@
 use std::path::{Path, PathBuf};
 
 use sterna_api::{Code, Problem};
+use sterna_engine::vmm::qemu::{FOREIGN, is_foreign_driver};
 
 use crate::problems::invalid;
 
@@ -244,15 +245,16 @@ pub fn unfit_for_private(items: &[Item]) -> Option<(&Item, &'static str)> {
     items.iter().find_map(|item| {
         let value = item.value.as_deref().unwrap_or_default();
         let asked = |words: [&str; 2]| words.iter().any(|word| value.contains(word));
-        let is_one = |kinds: &[&str]| kinds.iter().any(|kind| begins_with(value, kind));
         let reason = match item.option.as_str() {
             "device" | "netdev" | "nic" | "chardev" if asked(["vhost-user", "ivshmem"]) => {
                 "another process reads or writes that memory in a file, and private memory is in QEMU alone"
             }
-            "device" | "netdev" if is_one(&["vfio-", "vhost-vdpa", "vhost-scsi", "x-vfio-user", "x-pci-proxy"]) => {
+            "device" | "netdev" if FOREIGN.iter().any(|kind| begins_with(value, kind)) => {
                 "it writes guest RAM where that was when the machine started, and private memory does not stay there"
             }
-            "drive" | "blockdev" if value.contains("nvme://") || driver(item).is_some_and(writes_past) => {
+            "drive" | "blockdev"
+                if value.contains("nvme://") || driver(item).is_some_and(|driver| is_foreign_driver(&driver)) =>
+            {
                 "that driver has guest RAM written where it was when the machine started, and private memory does not \
                  stay there"
             }
@@ -269,12 +271,6 @@ pub fn unfit_for_private(items: &[Item]) -> Option<(&Item, &'static str)> {
 /// The block driver that an argument names.
 fn driver(item: &Item) -> Option<String> {
     item.word("driver").or_else(|| item.get("file.driver"))
-}
-
-/// Whether a block driver maps guest RAM for a device, or registers it with the kernel: QEMU's own for NVMe, and
-/// libblkio's.
-fn writes_past(driver: String) -> bool {
-    ["nvme", "io_uring", "nvme-io_uring"].contains(&driver.as_str()) || driver.starts_with("virtio-blk-")
 }
 
 /// Whether a value says that something is of a kind whose name begins so: as its first word, or in JSON.

@@ -94,21 +94,16 @@ pub(super) fn connect(session: &mut Session) -> Result<Option<Proposal>, Migrate
     }
     let mut joining = None;
     if let Request::Join { gang, member } = &request {
-        match session.join(gang) {
-            Ok(pool) => {
-                let returns = returning.is_some() && gang.group.is_empty() && gang.members == 1;
-                let (group, shown) = (gang.group.clone(), returning.unwrap_or_default());
-                joining = Some(Joining { pool, group, member: *member, shown, returns });
-            }
+        let pool = match session.join(gang) {
+            Ok(pool) => pool,
             Err(problem) => return session.control.answer(&request, &Reply::Failed(problem)).map(|()| None),
-        }
-        let reply = match &joining {
-            Some(Joining { pool, .. }) if session.agreed.features.contains(Features::POOLS) => {
-                Reply::JoinedPool { pool: pool.number() }
-            }
-            _ => Reply::Joined,
         };
-        session.control.answer(&request, &reply)?;
+        let numbered = session.agreed.features.contains(Features::POOLS);
+        let joined = if numbered { Reply::JoinedPool { pool: pool.number() } } else { Reply::Joined };
+        let returns = returning.is_some() && gang.group.is_empty() && gang.members == 1;
+        let (group, shown) = (gang.group.clone(), returning.unwrap_or_default());
+        joining = Some(Joining { pool, group, member: *member, shown, returns });
+        session.control.answer(&request, &joined)?;
         request = session.control.next_request()?;
         let mut asked = 0;
         while let (Request::Offers { key, first }, Some(joining)) = (&request, &joining) {

@@ -44,10 +44,10 @@ pub(super) struct Landing<'a, 'h> {
     pub(super) verify_after: bool,
     /// Whether all pages have come before the guest's start, but those that are at memory hosts.
     pub(super) whole: bool,
-    /// Whether the source knows of each page that did not arrive as it was.
-    pub(super) told: bool,
     /// Which those are, once all have been named.
     pub(super) elsewhere: Option<Elsewhere>,
+    /// Whether the source knows of each page that did not arrive as it was.
+    pub(super) told: bool,
 }
 
 impl Landing<'_, '_> {

@@ -138,8 +138,8 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
             source,
             verify_after,
             whole: false,
-            told: true,
             elsewhere: None,
+            told: true,
         };
         let result =
             precopy::precopy(&mut landing).and_then(|()| switchover::switchover(&mut landing)).and_then(|pager| {

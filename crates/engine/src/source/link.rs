@@ -179,13 +179,11 @@ impl Link {
         }
         let request = Request::Join { gang: Box::new(gang.spec.clone()), member };
         match self.control.ask(&request, REPLY_TIMEOUT)? {
-            Reply::Joined => self.take_offers(gang).map(|()| true),
-            Reply::JoinedPool { pool } => {
-                gang.joined(pool);
-                self.take_offers(gang).map(|()| true)
-            }
-            _ => Err(MigrateError::Reply("another reply than a yes or no to a gang")),
+            Reply::Joined => {}
+            Reply::JoinedPool { pool } => gang.joined(pool),
+            _ => return Err(MigrateError::Reply("another reply than a yes or no to a gang")),
         }
+        self.take_offers(gang).map(|()| true)
     }
 
     /// Asks which bodies are there already.

@@ -62,5 +62,6 @@ pub use destination::QemuDestination;
 pub use disks::{Disk, close_node, format_overlay, open_overlay, writable_disks};
 pub use inspect::{Inspection, MemoryDevice, inspect};
 pub use log::ErrorLog;
+pub use past::{FOREIGN, is_foreign_driver};
 pub use process::QemuProcess;
 pub use source::QemuSource;

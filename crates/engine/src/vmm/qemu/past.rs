@@ -19,7 +19,8 @@ use sterna_sys::process::OpenFile;
 
 /// Devices and network back ends that have RAM mapped or pinned for themselves: their types begin so. Of vhost in the
 /// kernel these alone; `vhost-net` and `vhost-vsock` copy, by the addresses of QEMU's process.
-const FOREIGN: [&str; 7] = ["vfio-", "vhost-user", "vhost-vdpa", "vhost-scsi", "ivshmem", "x-vfio-user", "x-pci-proxy"];
+pub const FOREIGN: [&str; 7] =
+    ["vfio-", "vhost-user", "vhost-vdpa", "vhost-scsi", "ivshmem", "x-vfio-user", "x-pci-proxy"];
 
 /// Block drivers that map guest RAM for a device or register it with the kernel: QEMU's own for NVMe, and libblkio's.
 const FOREIGN_DRIVERS: [&str; 5] =
@@ -122,6 +123,12 @@ pub(super) fn is_foreign(kind: &str) -> bool {
     FOREIGN.iter().any(|prefix| kind.starts_with(prefix))
 }
 
+/// Whether a block driver maps guest RAM for a device, or registers it with the kernel.
+#[must_use]
+pub fn is_foreign_driver(driver: &str) -> bool {
+    FOREIGN_DRIVERS.contains(&driver) || driver.starts_with(FOREIGN_DRIVER_PREFIX)
+}
+
 /// Block nodes that read past the page tables, or may.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Nodes {
@@ -138,7 +145,7 @@ pub(super) fn nodes(nodes: &Value) -> Nodes {
     let mut found = Nodes::default();
     for node in nodes.as_array().into_iter().flatten() {
         let (name, driver) = (node["node-name"].as_str().unwrap_or("?"), node["drv"].as_str().unwrap_or("?"));
-        if FOREIGN_DRIVERS.contains(&driver) || driver.starts_with(FOREIGN_DRIVER_PREFIX) {
+        if is_foreign_driver(driver) {
             found.foreign.push(format!("{name} ({driver})"));
         } else if !COPYING_DRIVERS.contains(&driver) {
             found.direct.push(format!("{name} ({driver})"));
