@@ -21,7 +21,7 @@ use crate::meter::{self, Arrival, Line, Meter};
 use crate::ram;
 use crate::stats::median;
 use crate::sterna::{self, SternaVm};
-use crate::warm;
+use crate::warm::{self, Touched};
 
 /// The port where memcached listens in a guest.
 pub(crate) const MEMCACHED_PORT: u16 = 11211;
@@ -194,6 +194,8 @@ pub fn run_plugged(setup: &Setup) -> Result<Trial> {
         guest.wait_until_says(ready, START)?;
     }
     (setup.say)("the guest is up");
+    // Before anything is measured: it takes a processor for seconds.
+    let warm = Touched::new((guest.memory_bytes + (256 << 20)).min(warm::available_bytes()? / 3))?;
     let server = SocketAddr::from((guest.address(), MEMCACHED_PORT));
     let load = setup.load.as_ref().map(|config| Load::start(lab.host(CLIENT)?, server, config)).transpose()?;
     std::thread::sleep(setup.settle);
@@ -204,7 +206,7 @@ pub fn run_plugged(setup: &Setup) -> Result<Trial> {
     }
     trial.settled_us = now_us();
     trial.note_memory(&running, guest, setup.working_set)?;
-    warm::touch((guest.memory_bytes + (256 << 20)).min(warm::available_bytes()? / 3))?;
+    drop(warm);
     let before = Before::read(lab)?;
     (setup.say)("moving it to host b");
     trial.begin_us = now_us();

@@ -4,9 +4,11 @@
 //! costs ten times the later ones (seen: 3 to 5 s for a GiB, against 0.4 to 0.6). Whoever measures first would pay for
 //! all.
 
+use std::ffi::c_void;
 use std::fs::File;
 use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -44,32 +46,53 @@ fn meminfo(name: &str) -> Result<u64> {
     kib.map(|kib| kib << 10).ok_or_else(|| Error::Usage(format!("/proc/meminfo has no {name}")))
 }
 
-/// Touches this much memory of this machine, twice over, and gives it back. It stays warm for seconds.
-///
-/// # Errors
-/// This machine has less memory.
-pub fn touch(bytes: u64) -> Result<()> {
-    let context = || format!("touching {bytes} bytes of memory");
-    let Some(length) = NonZeroUsize::new(bytes as usize) else { return Ok(()) };
-    let (access, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE);
-    // SAFETY: a mapping of its own at an address of the kernel's choice.
-    let memory = unsafe { mmap_anonymous(None, length, access, flags) }.context(context)?;
-    // SAFETY: advice on that mapping, which holds nothing yet. In huge pages, because QEMU's plain RAM wants them.
-    let advised = unsafe { madvise(memory, length.get(), MmapAdvise::MADV_HUGEPAGE) };
-    // Then the same in single pages, of which Sterna's RAM files are made. Both exist at the same time, so that this is
-    // other memory.
-    let pages = File::from(memfd_create(c"sterna-warm", MFdFlags::MFD_CLOEXEC).context(context)?);
-    let block = vec![1; 1 << 20];
-    for offset in (0..bytes).step_by(block.len()) {
-        pages.write_all_at(&block, offset).context(context)?;
+/// Memory that has been touched, and goes to whoever takes memory next once this is dropped: it stays warm for seconds
+/// then.
+#[derive(Debug)]
+pub struct Touched {
+    memory: NonNull<c_void>,
+    length: NonZeroUsize,
+    _pages: File,
+}
+
+// SAFETY: nobody but the owner uses the mapping.
+unsafe impl Send for Touched {}
+
+impl Touched {
+    /// Touches this much memory of this machine, twice over: in huge pages, because QEMU's plain RAM wants them, and in
+    /// single ones, of which Sterna's RAM files are made. This takes a processor for a second or more for each GiB, so
+    /// it is to be done before anything is measured.
+    ///
+    /// # Errors
+    /// This machine has less memory.
+    pub fn new(bytes: u64) -> Result<Self> {
+        let context = || format!("touching {bytes} bytes of memory");
+        let length = NonZeroUsize::new(bytes as usize).unwrap_or(NonZeroUsize::MIN);
+        let pages = File::from(memfd_create(c"sterna-warm", MFdFlags::MFD_CLOEXEC).context(context)?);
+        let (access, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE);
+        // SAFETY: a mapping of its own at an address of the kernel's choice.
+        let memory = unsafe { mmap_anonymous(None, length, access, flags) }.context(context)?;
+        // Unmapped whatever comes.
+        let touched = Self { memory, length, _pages: pages };
+        // SAFETY: advice on that mapping, which holds nothing yet.
+        unsafe { madvise(memory, length.get(), MmapAdvise::MADV_HUGEPAGE) }.context(context)?;
+        let block = vec![1; 1 << 20];
+        for offset in (0..bytes).step_by(block.len()) {
+            touched._pages.write_all_at(&block, offset).context(context)?;
+        }
+        for offset in (0..length.get()).step_by(PAGE_BYTES) {
+            // SAFETY: within the mapping, which nobody else knows.
+            unsafe { memory.cast::<u8>().add(offset).write_volatile(1) };
+        }
+        Ok(touched)
     }
-    for offset in (0..length.get()).step_by(PAGE_BYTES) {
-        // SAFETY: within the mapping, which nobody else knows.
-        unsafe { memory.cast::<u8>().add(offset).write_volatile(1) };
+}
+
+impl Drop for Touched {
+    fn drop(&mut self) {
+        // SAFETY: exactly that mapping, to which nothing points any more.
+        let _ = unsafe { munmap(self.memory, self.length.get()) };
     }
-    // SAFETY: exactly that mapping, to which nothing points any more.
-    unsafe { munmap(memory, length.get()) }.context(context)?;
-    advised.context(context)
 }
 
 /// Memory that stays warm until this is dropped, and that whoever needs memory gets: what is free is filled with pages

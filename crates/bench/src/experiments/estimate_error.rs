@@ -16,7 +16,7 @@ use crate::lab::{Lab, LabConfig};
 use crate::result::{Config, Run};
 use crate::sterna::SternaVm;
 use crate::trial::Qemu;
-use crate::warm;
+use crate::warm::Touched;
 
 /// The bandwidth. It is below that of the lab's links, so that it is the limit.
 const BYTES_PER_S: u64 = 100_000_000;
@@ -127,8 +127,9 @@ fn start(lab: &Lab, guest: &Guest, workload: &Workload, qemu: &Qemu) -> Result<S
 }
 
 fn estimate_and_move(lab: &Lab, vm: &mut SternaVm, guest: &Guest, mode: Mode, to: &str) -> Result<(Estimate, Report)> {
-    warm::touch(guest.memory_bytes + (256 << 20))?;
+    let warm = Touched::new(guest.memory_bytes + (256 << 20))?;
     let estimate = vm.estimate(BYTES_PER_S)?;
+    drop(warm);
     // The others do not wait for rounds to converge.
     let live = mode == Mode::Precopy;
     let options = MigrateOptions {
