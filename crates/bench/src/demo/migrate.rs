@@ -26,8 +26,8 @@ use crate::trial::{self, Mover, Qemu, Setup, Trial};
 /// written at random, 160 MiB of them in a second: the link carries 119.
 const JOBS: &str = "memcached:-m,256;checker:--mib,64,--rate,16;dirtier:--mib,128,--rate,160,--bytes,16";
 
-/// Requests to memcached in a second: fewer than the guest can answer.
-const REQUESTS_PER_S: f64 = 3000.0;
+/// Requests to memcached in a second: fewer than the guest can answer beside its other work.
+const REQUESTS_PER_S: f64 = 4000.0;
 
 /// QEMU by itself slows a guest down that writes too fast, where it is told to: otherwise it does not end at all.
 const QEMU_ALONE: Mover = Mover::Qemu(Method::AutoConverge, Ram::Plain);
@@ -52,7 +52,7 @@ pub fn run(json: Option<&Path>, out: &Path) -> Result<bool> {
             ready: Some("CHECKER ready"),
             mover,
             qemu: &Qemu { label: "demo".into(), path: path.clone() },
-            load: Some(LoadConfig { pipeline: 8, rate_per_s: Some(REQUESTS_PER_S), ..LoadConfig::mixed(1) }),
+            load: Some(LoadConfig::many_small(REQUESTS_PER_S, 1)),
             settle: Duration::from_secs(5),
             working_set: Duration::ZERO,
             after: Duration::from_secs(4),

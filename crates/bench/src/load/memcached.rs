@@ -35,6 +35,8 @@ pub struct LoadConfig {
     pub values: Values,
     /// Requests that a connection sends before it reads their answers.
     pub pipeline: usize,
+    /// Keys that one get asks for. Each counts as a request.
+    pub keys_per_get: usize,
     /// Requests per second of all connections together; where absent, as many as are answered.
     pub rate_per_s: Option<f64>,
     /// Whether every key is set once before the load begins.
@@ -60,6 +62,7 @@ impl LoadConfig {
             set_share: 1.0,
             values: Values::Noise,
             pipeline: 1,
+            keys_per_get: 1,
             rate_per_s: None,
             fill: false,
             seed,
@@ -76,6 +79,19 @@ impl LoadConfig {
             rate_per_s: Some(rate_per_s),
             fill: true,
             ..Self::set_only(seed)
+        }
+    }
+
+    /// What web servers ask of a cache that has all they want: many small values at once, so many in a second.
+    #[must_use]
+    pub fn many_small(per_s: f64, seed: u64) -> Self {
+        Self {
+            keys: 16_384,
+            value_bytes: 128,
+            keys_per_get: 32,
+            rate_per_s: Some(per_s),
+            fill: true,
+            ..Self::mixed(seed)
         }
     }
 
@@ -216,22 +232,26 @@ fn append_set(requests: &mut Vec<u8>, key: u64, config: &LoadConfig, random: &mu
 fn talk(stream: TcpStream, config: &LoadConfig, shared: &Shared, random: &mut Random) -> Result<()> {
     let mut writer = stream.try_clone().context(|| "the connection to memcached".into())?;
     let mut reader = BufReader::new(stream);
-    let pipeline = config.pipeline.max(1);
+    let (pipeline, keys_per_get) = (config.pipeline.max(1), config.keys_per_get.max(1));
     let mut requests = Vec::with_capacity(pipeline * (config.value_bytes + 64));
     let (mut sets, mut line) = (Vec::with_capacity(pipeline), Vec::new());
-    let pause =
-        config.rate_per_s.map(|rate| Duration::from_secs_f64((pipeline * config.connections) as f64 / rate.max(1e-3)));
     let mut due = Instant::now();
     while !shared.stop.load(Ordering::Relaxed) {
         requests.clear();
         sets.clear();
+        let mut asked = 0;
         for _ in 0..pipeline {
-            let key = random.next() % u64::from(config.keys.max(1));
             let is_set = random.share() < config.set_share;
+            let mut key = || random.next() % u64::from(config.keys.max(1));
             if is_set {
+                let key = key();
                 append_set(&mut requests, key, config, random, true);
+                asked += 1;
             } else {
-                requests.extend_from_slice(format!("get key{key}\r\n").as_bytes());
+                requests.extend_from_slice(b"get");
+                (0..keys_per_get).for_each(|_| requests.extend_from_slice(format!(" key{}", key()).as_bytes()));
+                requests.extend_from_slice(b"\r\n");
+                asked += keys_per_get;
             }
             sets.push(is_set);
         }
@@ -241,14 +261,14 @@ fn talk(stream: TcpStream, config: &LoadConfig, shared: &Shared, random: &mut Ra
             if *is_set {
                 read_stored(&mut reader, &mut line)?
             } else {
-                read_value(&mut reader, &mut line, config.value_bytes)?
+                read_values(&mut reader, &mut line, config.value_bytes)?
             }
-            shared.requests.fetch_add(1, Ordering::Relaxed);
+            shared.requests.fetch_add(if *is_set { 1 } else { keys_per_get as u64 }, Ordering::Relaxed);
         }
         shared.longest_us.fetch_max(start.elapsed().as_micros() as u64, Ordering::Relaxed);
-        if let Some(pause) = pause {
+        if let Some(rate) = config.rate_per_s {
             // Requests that a guest missed while it stood still are not made up for: the rate is a limit.
-            due = due.max(start) + pause;
+            due = due.max(start) + Duration::from_secs_f64((asked * config.connections) as f64 / rate.max(1e-3));
             std::thread::sleep(due.saturating_duration_since(Instant::now()));
         }
     }
@@ -266,19 +286,22 @@ fn read_stored(reader: &mut impl BufRead, line: &mut Vec<u8>) -> Result<()> {
     if line.starts_with(b"STORED") { Ok(()) } else { Err(form(&String::from_utf8_lossy(line))) }
 }
 
-/// `VALUE key flags bytes`, the value, `END`; or `END` alone for a key never set.
-fn read_value(reader: &mut impl BufRead, line: &mut Vec<u8>, value_bytes: usize) -> Result<()> {
-    read_line(reader, line)?;
-    if line.starts_with(b"END") {
-        return Ok(());
+/// `VALUE key flags bytes` and the value for each key that was set, and `END`.
+fn read_values(reader: &mut impl BufRead, line: &mut Vec<u8>, value_bytes: usize) -> Result<()> {
+    loop {
+        read_line(reader, line)?;
+        if line.starts_with(b"END") {
+            return Ok(());
+        }
+        if !line.starts_with(b"VALUE") {
+            return Err(form(&String::from_utf8_lossy(line)));
+        }
+        line.resize(value_bytes + 2, 0);
+        reader.read_exact(line).context(|| "reading a value from memcached".into())?;
+        if !line.ends_with(b"\r\n") {
+            return Err(form("a value has another length"));
+        }
     }
-    if !line.starts_with(b"VALUE") {
-        return Err(form(&String::from_utf8_lossy(line)));
-    }
-    line.resize(value_bytes + 2, 0);
-    reader.read_exact(line).context(|| "reading a value from memcached".into())?;
-    read_line(reader, line)?;
-    if line.starts_with(b"END") { Ok(()) } else { Err(form("a value has another length")) }
 }
 
 fn form(reason: &str) -> Error {
@@ -321,8 +344,12 @@ mod tests {
         assert!(read_stored(&mut &b"STORED\r\n"[..], &mut line).is_ok());
         assert!(read_stored(&mut &b"SERVER_ERROR out of memory\r\n"[..], &mut line).is_err());
         assert!(read_stored(&mut &b""[..], &mut line).is_err());
-        assert!(read_value(&mut &b"END\r\n"[..], &mut line, 3).is_ok());
-        assert!(read_value(&mut &b"VALUE k 0 3\r\nabc\r\nEND\r\n"[..], &mut line, 3).is_ok());
-        assert!(read_value(&mut &b"VALUE k 0 5\r\nabcde\r\nEND\r\n"[..], &mut line, 3).is_err());
+        assert!(read_values(&mut &b"END\r\n"[..], &mut line, 3).is_ok());
+        assert!(read_values(&mut &b"VALUE k 0 3\r\nabc\r\nEND\r\n"[..], &mut line, 3).is_ok());
+        let two = b"VALUE k 0 3\r\nabc\r\nVALUE l 0 3\r\ndef\r\nEND\r\n";
+        assert!(read_values(&mut &two[..], &mut line, 3).is_ok());
+        assert!(read_values(&mut &two[..two.len() - 5], &mut line, 3).is_err(), "the end is missing");
+        assert!(read_values(&mut &b"VALUE k 0 5\r\nabcde\r\nEND\r\n"[..], &mut line, 3).is_err());
+        assert!(read_values(&mut &b"SERVER_ERROR out of memory\r\n"[..], &mut line, 3).is_err());
     }
 }
