@@ -33,15 +33,28 @@ impl Haste {
     /// The calling thread goes before others, and those that it starts. Without a permission for it there is no haste.
     #[must_use]
     pub fn begin(allowed: bool) -> Self {
+        Self::of_those(allowed, |haste| haste.0.this_thread())
+    }
+
+    /// Threads of this daemon go before others, for no longer than a pause may be hurried.
+    #[must_use]
+    pub fn of(crew: &Crew, allowed: bool) -> Self {
+        let haste = Self::of_those(allowed, |_| Ok(()));
+        haste.limit();
+        haste.crew(crew);
+        haste
+    }
+
+    fn of_those(allowed: bool, raise: impl FnOnce(&Self) -> Result<(), sterna_sys::Error>) -> Self {
         if !allowed {
             return Self::none();
         }
-        let begun = Precedence::begin().and_then(|precedence| precedence.this_thread().map(|()| precedence));
-        Self(begun.unwrap_or_else(|error| {
+        let begun = Precedence::begin().map(Self).and_then(|haste| raise(&haste).map(|()| haste));
+        begun.unwrap_or_else(|error| {
             let reason = std::error::Error::source(&error).map(ToString::to_string);
             tracing::debug!(%error, reason, "a pause is not hurried");
-            Precedence::none()
-        }))
+            Self::none()
+        })
     }
 
     /// The threads that a VMM has now go before others, but not those of the guest's processors.
@@ -144,5 +157,31 @@ mod tests {
         let known = crew.0.lock().unwrap().clone();
         drop(go);
         assert_eq!(known, [thread.unwrap().join().unwrap()]);
+    }
+
+    /// What the kernel schedules a thread of this process by: 0 for a normal one, 2 for one that goes before them.
+    fn policy(thread: u32) -> u32 {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
+        // The 41st field; the name, the second, is in parentheses.
+        stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(38).unwrap().parse().unwrap()
+    }
+
+    #[test]
+    fn a_crew_goes_before_others_as_long_as_its_haste_lasts_and_who_hurries_it_does_not() {
+        let (crew, (go, wait)) = (Crew::default(), mpsc::channel::<()>());
+        let thread = crew.spawn("one", move || wait.recv()).unwrap();
+        let [one] = crew.0.lock().unwrap()[..] else { panic!("one thread was started") };
+        let haste = Haste::of(&crew, true);
+        if policy(one) == 0 {
+            eprintln!("skipped: no thread may have a real-time priority here");
+        } else {
+            assert_eq!((policy(one), policy(sterna_sys::process::this_thread())), (2, 0));
+            drop(haste);
+            assert_eq!(policy(one), 0);
+            drop(Haste::of(&crew, false));
+            assert_eq!(policy(one), 0);
+        }
+        drop(go);
+        assert!(thread.join().unwrap().is_err());
     }
 }

@@ -158,7 +158,7 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
     if let Some(split) = split {
         let answered = session.control.answer(request, &reply);
         drop(haste);
-        if let Err(error) = split.pager().map_ahead() {
+        if let Err(error) = split.pager().map_ahead(session.host.may_haste()) {
             tracing::info!(%error, "pages are not mapped ahead");
         }
         session.host.took_over(session.id, split);
@@ -174,7 +174,7 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
     // answer.
     let answered = session.control.answer(request, &reply);
     drop(haste);
-    if let Err(error) = pager.map_ahead() {
+    if let Err(error) = pager.map_ahead(session.host.may_haste()) {
         tracing::info!(%error, "pages are not mapped ahead");
     }
     session.host.started(session.id, incoming, Some(Arc::clone(&pager)), failed);

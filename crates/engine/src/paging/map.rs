@@ -13,6 +13,7 @@ use super::Pager;
 use super::shown::Shown;
 use super::supplier::Supplier;
 use crate::error::MigrateError;
+use crate::haste::Haste;
 use crate::memory::PoolRun;
 
 /// How many pages are mapped ahead at a time.
@@ -80,15 +81,19 @@ impl Pager {
     }
 
     /// Maps current pages in the background, so that the guest faults less: those first that came last. Call it once,
-    /// when the guest has begun to run.
+    /// when the guest has begun to run. It touches all that it works with then, each page once: so for as long as that
+    /// takes, and no longer than a pause may, its faults are settled before others have a processor, where the host
+    /// may [hurry](Haste).
     ///
     /// # Errors
     /// No thread left; the guest can do without.
-    pub fn map_ahead(self: &Arc<Self>) -> Result<(), MigrateError> {
+    pub fn map_ahead(self: &Arc<Self>, may_haste: bool) -> Result<(), MigrateError> {
         if self.ram.mappings().maps_on_arrival() {
             return Ok(());
         }
-        self.spawn("map-ahead", |pager| {
+        let haste = Haste::of(self.crew(), may_haste);
+        self.spawn("map-ahead", move |pager| {
+            let _haste = haste;
             if let Err(error) = pager.map_current() {
                 tracing::warn!(%error, "cannot map pages ahead: each is mapped when it is touched");
             }

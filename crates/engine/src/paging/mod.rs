@@ -249,7 +249,7 @@ impl Pager {
         Ok(pager)
     }
 
-    fn spawn(self: &Arc<Self>, name: &str, work: fn(&Self)) -> Result<(), MigrateError> {
+    fn spawn(self: &Arc<Self>, name: &str, work: impl FnOnce(&Self) + Send + 'static) -> Result<(), MigrateError> {
         let pager = Arc::clone(self);
         let spawned = std::thread::Builder::new().name(name.into()).spawn(move || work(&pager));
         let thread = spawned.map_err(MigrateError::host("starting a thread for the guest's faults"))?;

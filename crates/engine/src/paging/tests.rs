@@ -432,7 +432,7 @@ fn pages_mapped_ahead_faulted_and_arriving_at_once_are_all_right() {
         // Every third page is missing and stale, every third current, every third a hole.
         (0..PAGES).filter(|page| page % 3 != 2).for_each(|page| guest.round(page, 1));
         pager.begin(residue(&pager, (0..PAGES).step_by(3))).unwrap();
-        pager.map_ahead().unwrap();
+        pager.map_ahead(false).unwrap();
         let next = AtomicU64::new(0);
         std::thread::scope(|scope| {
             for _ in 0..3 {

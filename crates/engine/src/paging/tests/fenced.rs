@@ -42,7 +42,7 @@ fn what_is_fenced_in_stays_as_it_is_while_pages_arrive_and_are_mapped_ahead() {
         let (mapped, stale, hole, open) = (guest.writes(1, 9), guest.looks(2), guest.looks(4), guest.looks(5));
         assert_eq!(open.join().unwrap(), [1; 16]);
         wait_until(|| fence.waits().unwrap() == 3);
-        pager.map_ahead().unwrap();
+        pager.map_ahead(false).unwrap();
         arrives(&pager, 2, 2);
         arrives(&pager, 4, 3);
         std::thread::sleep(Duration::from_millis(5));

@@ -25,7 +25,7 @@ fn pages_are_digested_as_they_were_however_many_threads_write_them_from_the_firs
                 }
             });
         }
-        pager.map_ahead().unwrap();
+        pager.map_ahead(false).unwrap();
         // The source asks meanwhile.
         for (chunk, before) in chunks.iter().zip(&before).rev() {
             assert_eq!(&pager.page_digests(*chunk).unwrap(), before, "{chunk:?}");
