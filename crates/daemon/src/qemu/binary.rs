@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use sterna_api::{Blame, Code, Problem};
 use sterna_engine::vmm::qemu::{BinaryError, binary_version, has_device, machine_types};
@@ -68,22 +68,23 @@ impl Binary {
     }
 
     /// Asks the program itself, or uses its former answer: asking takes tens of milliseconds, and a guest waits to be
-    /// moved.
+    /// moved. Where a gang comes, one asks and the others wait for that answer: on a busy host as many programs as
+    /// guests at once did not answer in time.
     fn ask(path: &Path) -> Result<Self, Problem> {
-        static ASKED: Mutex<BTreeMap<Identity, Binary>> = Mutex::new(BTreeMap::new());
-        let asked = || ASKED.lock().unwrap_or_else(PoisonError::into_inner);
+        static ASKED: Mutex<BTreeMap<Identity, Arc<Mutex<Option<Binary>>>>> = Mutex::new(BTreeMap::new());
         let identity = fs::metadata(path)
             .map(|file| (path.to_path_buf(), file.dev(), file.ino(), file.mtime_nsec(), file.mtime()));
         let identity = identity.map_err(|error| host(format!("cannot look at {}", path.display()), &error))?;
-        if let Some(known) = asked().get(&identity) {
+        let answer = Arc::clone(ASKED.lock().unwrap_or_else(PoisonError::into_inner).entry(identity).or_default());
+        let mut answer = answer.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = &*answer {
             return Ok(known.clone());
         }
         let Version3(major, minor, micro) = binary_version(path).map_err(|error| not_qemu(&error))?;
         let machines = machine_types(path).map_err(|error| not_qemu(&error))?;
         let has_vmgenid = has_device(path, vmgenid::DEVICE).map_err(|error| not_qemu(&error))?;
         let binary = Self { path: path.into(), version: (major, minor, micro), has_vmgenid, machines };
-        asked().insert(identity, binary.clone());
-        Ok(binary)
+        Ok(answer.insert(binary).clone())
     }
 }
 
@@ -118,6 +119,26 @@ mod tests {
     fn what_is_no_qemu_is_refused() {
         assert_eq!(Binary::find(Path::new("/nowhere/qemu")).unwrap_err().code, "qemu-not-found");
         assert_eq!(Binary::find(Path::new("true")).unwrap_err().code, "not-qemu");
+    }
+
+    #[test]
+    fn a_program_is_asked_once_however_many_want_to_know_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let [text, program, asked] = ["text", "qemu", "asked"].map(|name| directory.path().join(name));
+        let script = format!(
+            "#!/bin/sh\necho \"$1\" >> {}\nsleep 0.1\ncase $1 in\n--version) echo 'QEMU emulator version 10.0.2';;\n\
+             -machine) printf 'Supported machines are:\\nq35 a\\n';;\nesac\n",
+            asked.display()
+        );
+        fs::write(&text, script).unwrap();
+        // By another process: a file that this one had open for writing may be so in a child of another test.
+        let install = std::process::Command::new("install").args(["-m", "755"]).arg(&text).arg(&program).status();
+        assert!(install.unwrap().success());
+        std::thread::scope(|scope| {
+            let found: Vec<_> = (0..8).map(|_| scope.spawn(|| Binary::find(&program))).collect();
+            assert!(found.into_iter().all(|found| found.join().unwrap().unwrap().version == (10, 0, 2)));
+        });
+        assert_eq!(fs::read_to_string(asked).unwrap(), "--version\n-machine\n-device\n");
     }
 
     #[test]
