@@ -263,7 +263,8 @@ fn finite<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     f64::deserialize(from).map(|measure| if measure.is_finite() { measure } else { 0.0 })
 }
 
-/// The comparison of both sides' pages: in the pause, or where pages follow the guest, as it first saw each of them.
+/// The comparison of both sides' pages: in the pause, or while the guest runs at the destination, as it first saw each
+/// of them.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Verify {
@@ -274,6 +275,9 @@ pub struct Verify {
     /// Pages that differ and are left out because the guest held them free when it stopped, or discarded them after its
     /// start at the destination and before it had seen them there.
     pub excluded_free_pages: u64,
+    /// Pages that stayed at memory hosts, or are there as the source has them, of a machine that is split: neither side
+    /// compares them. The memory hosts were asked for them before the guest changed hands.
+    pub away_pages: u64,
     /// Pages that differ.
     pub mismatches: u64,
     /// The time that the comparison took, milliseconds.

@@ -138,6 +138,9 @@ fn numbers(report: &Report) -> String {
         if report.verify.excluded_free_pages > 0 {
             result.push_str(&format!(", {} left out that the guest gave up", report.verify.excluded_free_pages));
         }
+        if report.verify.away_pages > 0 {
+            result.push_str(&format!(", {} at memory hosts", report.verify.away_pages));
+        }
         if let Some(why) = &report.verify.reason {
             result.push_str(&format!("; in the pause: {why}"));
         }

@@ -40,10 +40,6 @@ pub fn check(record: &VmRecord, options: &MigrateOptions, to: &str) -> Result<()
     if matches!(options.mode, Mode::Postcopy | Mode::Hybrid) {
         return refuse("and no more may follow it").map_err(|problem| problem.hint("move it with '--mode precopy'"));
     }
-    if options.verify {
-        return refuse("and both sides cannot be compared")
-            .map_err(|problem| problem.hint("what is there has digests of its own; move it without '--verify'"));
-    }
     if split.borrowed.lending().iter().any(|host| host.peer == to) {
         return refuse(&format!("and {to} is one of these")).map_err(|problem| {
             problem.hint(format!("'sterna split {}' with the others alone has it emptied first", record.name))

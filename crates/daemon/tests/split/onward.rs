@@ -11,9 +11,16 @@ fn moves(from: &Host, to: &Host, options: Value) -> Value {
     from.ended(from.migrate(&["m"], &to.address(), options)).remove(0)
 }
 
+/// The same, and both sides were compared.
 fn moved(from: &Host, to: &Host) -> Value {
-    let report = moves(from, to, json!({ "mode": "precopy" }));
+    let report = moves(from, to, json!({ "mode": "precopy", "verify": true }));
     assert_eq!(report["status"], "completed", "{report}\n{}\n{}", from.log(), to.log());
+    let (verify, all) = (&report["verify"], number(&report["ram"], "total_pages"));
+    assert!(verify["checked"] == true && number(verify, "mismatches") == 0, "{report}");
+    assert!(
+        number(verify, "away_pages") > 0 && number(verify, "pages") + number(verify, "away_pages") == all,
+        "{report}"
+    );
     report
 }
 
@@ -106,7 +113,6 @@ fn what_cannot_be_is_refused_with_its_reason_and_the_machine_stays_as_it_is() {
     };
     refused(&other, json!({ "mode": "postcopy" }), "--mode precopy");
     refused(&other, json!({ "mode": "hybrid" }), "no more may follow");
-    refused(&other, json!({ "verify": true }), "compared");
     refused(&lenders[1], json!({}), "is one of these");
     // The destination says no: it does not reach a memory host, and here all goes on.
     lenders[0].kill_daemon();

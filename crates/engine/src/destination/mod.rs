@@ -141,10 +141,14 @@ fn land<'h>(session: &mut Session<'h>, proposal: &Proposal, prepared: Prepared<'
             elsewhere: None,
             told: true,
         };
-        let result =
-            precopy::precopy(&mut landing).and_then(|()| switchover::switchover(&mut landing)).and_then(|pager| {
-                pager.map_or(Ok(()), |pager| landing.session.page_in(&pager, landing.source.as_ref(), placer, arrivals))
-            });
+        let arrived = precopy::precopy(&mut landing).and_then(|()| switchover::switchover(&mut landing));
+        let result = arrived.and_then(|pager| {
+            let Some(pager) = pager else { return Ok(()) };
+            match &landing.spec.split {
+                Some(_) => landing.session.compare(&pager),
+                None => landing.session.page_in(&pager, landing.source.as_ref(), placer, arrivals),
+            }
+        });
         if let Err(error) = &result {
             // The source may be busy with sending: it asks for the reason when its connection fails.
             arrivals.fail(error.problem());

@@ -1,6 +1,6 @@
 //! Phases *postcopy* and *finish*: the destination's part while the missing pages follow the guest here, from the
 //! residue in the pause to the last page, and again after every break; and while both sides' pages are compared, also
-//! where none follows.
+//! where none follows, as of a split guest.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -96,22 +96,43 @@ impl Session<'_> {
                     placer.settle();
                     self.complete(pager, arrivals, *verify)
                 }
-                Request::ChunkDigests { first, count } => chunk_digests(pager, *first, *count),
-                Request::PageDigests { chunk } => pager.page_digests(*chunk).map(Reply::Digests),
-                Request::GivenBack { chunk } => given_back(pager, *chunk),
                 Request::Release => {
                     self.finish(pager);
                     self.control.answer(&request, &Reply::Released)?;
                     return Ok(());
                 }
-                _ => Err(MigrateError::Request("a request that does not belong here")),
+                other => comparison(pager, other),
             };
-            match reply {
-                Ok(reply) => self.control.answer(&request, &reply)?,
-                Err(error) => {
-                    self.control.answer(&request, &Reply::Failed(error.problem()))?;
-                    return Err(error);
-                }
+            self.answer(&request, reply)?;
+        }
+    }
+
+    /// Answers requests while both sides of a split guest are compared, of which nothing follows. Its pager goes on:
+    /// pages leave and come meanwhile.
+    pub(super) fn compare(&mut self, pager: &Pager) -> Result<(), MigrateError> {
+        let result = self.compare_requests(pager);
+        pager.nothing_is_compared();
+        result
+    }
+
+    fn compare_requests(&mut self, pager: &Pager) -> Result<(), MigrateError> {
+        loop {
+            let request = self.control.next_request()?;
+            if request == Request::Release {
+                return self.control.answer(&request, &Reply::Released);
+            }
+            let reply = comparison(pager, &request);
+            self.answer(&request, reply)?;
+        }
+    }
+
+    /// Answers a request; a failure ends the session.
+    fn answer(&mut self, request: &Request, reply: Result<Reply, MigrateError>) -> Result<(), MigrateError> {
+        match reply {
+            Ok(reply) => self.control.answer(request, &reply),
+            Err(error) => {
+                self.control.answer(request, &Reply::Failed(error.problem()))?;
+                Err(error)
             }
         }
     }
@@ -154,6 +175,16 @@ impl Session<'_> {
             pager.end();
             self.host.paged(self.id);
         }
+    }
+}
+
+/// What the guest first saw.
+fn comparison(pager: &Pager, request: &Request) -> Result<Reply, MigrateError> {
+    match request {
+        Request::ChunkDigests { first, count } => chunk_digests(pager, *first, *count),
+        Request::PageDigests { chunk } => pager.page_digests(*chunk).map(Reply::Digests),
+        Request::GivenBack { chunk } => given_back(pager, *chunk),
+        _ => Err(MigrateError::Request("a request that does not belong here")),
     }
 }
 

@@ -50,7 +50,7 @@ pub(super) fn prepare<'a>(
         return refuse(session, request, problem);
     }
     let split = proposal.spec.split.is_some();
-    let verify_after = *verify && !split && session.agreed.features.contains(Features::VERIFY_AFTER);
+    let verify_after = *verify && session.agreed.features.contains(Features::VERIFY_AFTER);
     // By its userfaultfd a page of private memory is put in place for two fifths of the processor time.
     let paging = *postcopy || verify_after || split || proposal.spec.private;
     let (incoming, ram) = match start(session, proposal, paging) {
@@ -59,7 +59,9 @@ pub(super) fn prepare<'a>(
     };
     let mut guard = Guard::new(host, session.id, incoming);
     host.takes_along(session.id, tickets);
-    let no_pager = guard.open_pager(&ram, (*verify && !split).then(|| session.digester()));
+    // Of a split guest no page follows, so there is no other comparison than the one afterwards.
+    let noted = verify_after || *verify && !split;
+    let no_pager = guard.open_pager(&ram, noted.then(|| session.digester()));
     if let Some(problem) = no_pager.as_ref().filter(|_| split) {
         guard.end();
         return refuse(session, request, problem.clone());

@@ -24,7 +24,7 @@ use crate::vmm::EventTime;
 /// How long the VMM may take to load its devices.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Answers requests until the guest runs here. Returns the pager where pages are missing, or are still to be compared.
+/// Answers requests until the guest runs here. Returns the pager where pages are to follow, or to be compared.
 ///
 /// # Errors
 /// As [`precopy`](super::precopy::precopy); from the commit on the guest is ours, and an error only means that the
@@ -73,12 +73,14 @@ fn last_pages(landing: &mut Landing, round: u32) -> Result<Reply, MigrateError> 
         landing.whole = true;
         let elsewhere = landing.elsewhere.take();
         landing.guard.begin_elsewhere(elsewhere.as_ref())?;
-        // The devices' loading is the first that may write RAM: each page is noted before.
-        if let Some(pager) = landing.guard.pager.as_ref().filter(|_| landing.verify_after) {
+        // The devices' loading is the first that may write RAM: each page is noted before. Of a split guest it is so
+        // already.
+        let is_split = landing.guard.split.is_some();
+        if let Some(pager) = landing.guard.pager.as_ref().filter(|_| landing.verify_after && !is_split) {
             pager.begin_whole()?;
         }
         landing.held.release();
-        if !landing.verify_after && landing.guard.split.is_none() {
+        if !landing.verify_after && !is_split {
             // Every page is here: from now on the guest's RAM is as any process's. The devices load meanwhile, and
             // their faults wait no longer than this takes.
             landing.guard.end_pager();
@@ -127,9 +129,9 @@ fn page_digests(landing: &Landing, chunk: ChunkIndex) -> Result<Reply, MigrateEr
 
 /// The guest is ours: the point of no return at the destination. The record is written before the guest runs: whatever
 /// happens to this daemon or to the link afterwards, the answer to the source is the same. Returns the pager where
-/// pages are missing, or are still to be compared.
+/// pages are to follow, or to be compared. Whether the answer arrives does not matter then: the next request says so.
 fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>, MigrateError> {
-    let Landing { session, guard, spec, arrivals, whole, haste, vmm_threads, .. } = landing;
+    let Landing { session, guard, spec, arrivals, whole, haste, vmm_threads, verify_after, .. } = landing;
     let pager = guard.pager.clone();
     // The VMM may have died since it said that it was loaded: then the guest must stay at the source. (It can still die
     // between this check and the record: no check can be late enough for a QEMU that dies in its first millisecond.)
@@ -161,9 +163,10 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
         if let Err(error) = split.pager().map_ahead(session.host.may_haste()) {
             tracing::info!(%error, "pages are not mapped ahead");
         }
+        let compared = verify_after.then(|| Arc::clone(split.pager()));
         session.host.took_over(session.id, split);
         session.host.started(session.id, incoming, None, failed);
-        return answered.map(|()| None);
+        return compared.map_or_else(|| answered.map(|()| None), |pager| Ok(Some(pager)));
     }
     let Some(pager) = pager else {
         drop(haste);
@@ -178,5 +181,8 @@ fn commit(landing: &mut Landing, request: &Request) -> Result<Option<Arc<Pager>>
         tracing::info!(%error, "pages are not mapped ahead");
     }
     session.host.started(session.id, incoming, Some(Arc::clone(&pager)), failed);
-    answered.map(|()| Some(pager))
+    if let Err(error) = answered {
+        tracing::info!(%error, "the source was not told that the guest runs");
+    }
+    Ok(Some(pager))
 }

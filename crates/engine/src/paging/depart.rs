@@ -18,6 +18,7 @@
 //! * **It gives the page back while it is fenced in**: what the holder has is as good as zeros until the guest writes
 //!   the page.
 //! * **It gives the page back while it is away**: it comes back as zeros (`given_back.rs`).
+//! * **Both sides are compared, and the guest has not seen the page**: it is noted before it is away (`compare.rs`).
 //! * **Direct I/O writes the page past the page tables**: what has begun before it was fenced in is under way still, by
 //!   the VMM's own account, and it stays; or it has ended, and the comparison, which comes after that look, sees what
 //!   was written. What begins later faults, and waits. Where the VMM gives no account, the caller has to know that
@@ -143,6 +144,8 @@ impl Pager {
         let (away, zero) = (away.without(&read_into), zero.without(&read_into));
         let away = self.not_waited_for(fence, chunk, &away)?;
         self.with_inside(|given_back, inside| self.look(given_back, inside));
+        // Whoever compares both sides finds a hole from now on. Nobody sees or changes what is fenced in.
+        self.note_unseen(chunk, &away.or(&zero))?;
         let departed = {
             let _settling = self.settling.lock().unwrap_or_else(PoisonError::into_inner);
             let leaving = Claim::of_present(self, chunk, &away);

@@ -39,12 +39,17 @@ use crate::memory::add_run;
 /// overflow.
 const LOOK: Duration = Duration::from_millis(5);
 
+/// How long the VMM may take to log a page after discarding it: the discarding thread may be between the two.
+pub(crate) const LOGGED: Duration = Duration::from_millis(100);
+
 /// The pages that were discarded since the guest's start here.
 #[derive(Debug)]
 pub(super) struct GivenBack {
     /// Device and inode of the blocks' files, in the layout's order.
     files: Vec<(u64, u64)>,
     pages: PageMap,
+    /// Pages that were discarded once and are not any more: the guest used them again before they left.
+    rewritten: PageMap,
     /// Whether the log was incomplete, so that any page may have been discarded.
     any: bool,
     looked: Instant,
@@ -53,7 +58,8 @@ pub(super) struct GivenBack {
 impl GivenBack {
     /// No page has been discarded.
     pub(super) fn nothing(files: Vec<(u64, u64)>, layout: &Layout) -> Self {
-        Self { files, pages: PageMap::empty(layout), any: false, looked: Instant::now() }
+        let [pages, rewritten] = std::array::from_fn(|_| PageMap::empty(layout));
+        Self { files, pages, rewritten, any: false, looked: Instant::now() }
     }
 
     /// What was logged up to now was asked for, and is forgotten.
@@ -83,6 +89,7 @@ impl GivenBack {
     /// Notes that these pages are the guest's, whatever it gave back before.
     pub(super) fn rewritten(&mut self, chunk: ChunkIndex, pages: &PageSet) {
         let known = self.pages.chunk_mut(chunk);
+        self.rewritten.insert_all(chunk, &known.and(pages));
         *known = known.without(pages);
     }
 
@@ -108,8 +115,8 @@ impl GivenBack {
         self.pages.chunk(chunk)
     }
 
-    /// Pages of a chunk that may have been discarded.
+    /// Pages of a chunk that may have been discarded at any time.
     pub(super) fn possible(&self, chunk: ChunkIndex, layout: &Layout) -> PageSet {
-        if self.any { PageSet::of_chunk(layout, chunk) } else { *self.known(chunk) }
+        if self.any { PageSet::of_chunk(layout, chunk) } else { self.known(chunk).or(self.rewritten.chunk(chunk)) }
     }
 }

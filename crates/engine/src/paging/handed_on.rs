@@ -10,7 +10,7 @@ use crate::error::MigrateError;
 
 impl Pager {
     /// From now on these pages are at memory hosts, and all others are here: the guest was split where it comes from.
-    /// What rounds have brought of them counts no more. The devices are not loaded yet.
+    /// What rounds have brought of them counts no more, and they are not compared. The devices are not loaded yet.
     ///
     /// # Errors
     /// As [`begin`](Self::begin).
@@ -24,6 +24,9 @@ impl Pager {
         let begun = state.whereabouts.begin_elsewhere(away, self.ram.layout());
         begun.map_err(MigrateError::host("writing down which pages are missing"))?;
         state.begin();
+        if let Some(shown) = &mut state.shown {
+            away.iter().for_each(|(_, pages)| shown.leave_out(pages));
+        }
         drop(state);
         self.take_out_what_is_away()
     }

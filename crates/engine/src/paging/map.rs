@@ -205,9 +205,10 @@ impl Pager {
             return Ok(());
         }
         let there = self.ram.allocated_in(chunk).map_err(MigrateError::host("looking for holes in the guest's RAM"))?;
-        next.without(&there)
-            .runs()
-            .try_for_each(|(start, length)| self.userfault.show_zeros(self.addresses(chunk, start, length)))
+        let holes = next.without(&there);
+        // Once they are mapped the guest writes them without a fault.
+        self.note_unseen(chunk, &holes)?;
+        holes.runs().try_for_each(|(start, length)| self.userfault.show_zeros(self.addresses(chunk, start, length)))
     }
 
     /// Lets a page in that its supplier did not admit at once. Who waits for it goes on, or faults again.

@@ -76,6 +76,7 @@ use sterna_sys::pagemap::Pagemap;
 
 use self::account::Account;
 use self::given_back::GivenBack;
+pub(crate) use self::given_back::LOGGED;
 use self::recency::Recency;
 use self::shown::Shown;
 use self::supplier::Supplier;

@@ -79,6 +79,16 @@ impl Shown {
         *forgotten = forgotten.without(pages);
     }
 
+    /// These pages are not compared: they count as zeros, whatever the guest sees of them. Nothing was noted of them.
+    pub(super) fn leave_out(&mut self, pages: &PageMap) {
+        self.known.add(pages);
+    }
+
+    /// What the guest has not seen and is not noted is a page of zeros, and is noted as that.
+    pub(super) fn note_rest(&mut self, layout: &Layout) {
+        layout.iter().for_each(|chunk| self.known.insert_all(chunk, &PageSet::of_chunk(layout, chunk)));
+    }
+
     /// The pages of a chunk that are noted.
     #[cfg(test)]
     pub(super) fn noted(&self, chunk: ChunkIndex) -> &PageSet {

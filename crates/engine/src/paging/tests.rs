@@ -480,3 +480,6 @@ mod fenced;
 
 /// Pages that are all here before the guest runs.
 mod whole;
+
+/// Pages of a split guest.
+mod elsewhere;

@@ -150,9 +150,11 @@ use self::pauses::Place;
 use self::postcopy::Handed;
 use self::prepare::Prepared;
 pub use self::serve::{Left, serve};
+use self::stays::Stays;
 use self::throttle::Throttle;
 use self::tickets::Tickets;
 use self::track::Tracker;
+use self::verify::AtStop;
 use crate::error::MigrateError;
 use crate::haste::Haste;
 use crate::host::{Clone, DaemonId, MigrationId, SourceHost};
@@ -289,7 +291,9 @@ fn leave(departure: &mut Departure, link: &mut Link, ram: &Arc<dyn Memory>) -> R
         Ok(Given::Ended(fate)) => {
             if fate == Fate::There && departure.options.verify && prepared.verify_after.is_ok() {
                 departure.monitor.enter(Phase::Finish);
-                let verify = verify::compare_after(link, ram.as_ref(), prepared.rounds.free());
+                let rounds = &prepared.rounds;
+                let away = rounds.stays.as_ref().and_then(Stays::told);
+                let verify = verify::compare_after(link, AtStop { ram: ram.as_ref(), free: Some(rounds.free()), away });
                 departure.account.compared(verify);
             }
             Ok(Gone::Ended(fate))

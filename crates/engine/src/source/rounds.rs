@@ -255,7 +255,7 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// As [`Stays::end`].
     pub fn leave(&mut self, elsewhere: &mut Elsewhere) -> Result<(), MigrateError> {
-        let Some(stays) = &self.stays else { return Ok(()) };
+        let Some(stays) = &mut self.stays else { return Ok(()) };
         stays.end(elsewhere, &mut self.outstanding, self.ram.layout())
     }
 

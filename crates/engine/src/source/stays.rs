@@ -22,6 +22,8 @@ pub struct Stays {
     split: Arc<Split>,
     /// Pages that are here and were as their copies when they were last looked at.
     copies: Mutex<PageMap>,
+    /// All that stays, once the destination was told.
+    told: Option<PageMap>,
 }
 
 /// What of a chunk stays, and what is to be done about the rest.
@@ -36,7 +38,7 @@ impl Stays {
     /// Of this guest, with this layout.
     #[must_use]
     pub fn of(split: &Arc<Split>, layout: &Layout) -> Self {
-        Self { split: Arc::clone(split), copies: Mutex::new(PageMap::empty(layout)) }
+        Self { split: Arc::clone(split), copies: Mutex::new(PageMap::empty(layout)), told: None }
     }
 
     /// The turn of a chunk's pages, while the guest runs.
@@ -73,7 +75,7 @@ impl Stays {
     /// # Errors
     /// The guest's RAM cannot be read.
     pub fn end(
-        &self,
+        &mut self,
         elsewhere: &mut Elsewhere,
         outstanding: &mut PageMap,
         layout: &Layout,
@@ -94,7 +96,15 @@ impl Stays {
             }
             *outstanding.chunk_mut(chunk) = due.without(&told).without(&unchanged).or(&known.without(&copied));
         }
+        let told = self.told.insert(PageMap::empty(layout));
+        elsewhere.away.iter().for_each(|(_, pages)| told.add(pages));
         Ok(())
+    }
+
+    /// The pages that stay, as they were told to the destination when the guest had stopped.
+    #[must_use]
+    pub fn told(&self) -> Option<&PageMap> {
+        self.told.as_ref()
     }
 
     fn copies(&self) -> MutexGuard<'_, PageMap> {

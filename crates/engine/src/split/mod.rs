@@ -295,6 +295,7 @@ impl Split {
 
     /// Ends it: nobody brings pages any more. Only where all are here, or the guest has ended; the pager ends, too.
     pub fn end(&self) {
+        self.pager.note_all();
         self.stop();
         self.pager.end();
     }

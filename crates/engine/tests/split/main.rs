@@ -50,6 +50,9 @@ mod mirror;
 /// A guest that moves on while its pages stay.
 mod onward;
 
+/// Both sides of such a guest are compared.
+mod compared;
+
 /// A guest that takes more memory than it has room for.
 mod paced;
 

@@ -20,31 +20,31 @@ use super::pair::{block, outgoing, spec};
 use super::*;
 
 /// The pages that the guest uses; it knows the others as well, and they stay away.
-const IN_USE: u64 = PAGES / 4 * 3;
+pub const IN_USE: u64 = PAGES / 4 * 3;
 /// The step from one owner's epochs to the next one's.
-const OWNERS: u64 = 1 << 40;
+pub const OWNERS: u64 = 1 << 40;
 
 /// A split guest where it is now.
-struct Here {
-    file: File,
-    mapping: Arc<SharedMapping>,
-    split: Arc<Split>,
+pub struct Here {
+    pub file: File,
+    pub mapping: Arc<SharedMapping>,
+    pub split: Arc<Split>,
 }
 
 /// What is needed to move it.
-struct Way<'a> {
-    hosts: &'a [LendingHost],
+pub struct Way<'a> {
+    pub hosts: &'a [LendingHost],
     /// The owner's epochs.
-    epochs: Counter,
+    pub epochs: Counter,
 }
 
 impl Here {
-    fn of(guest: &Guest, split: &Arc<Split>) -> Self {
+    pub fn of(guest: &Guest, split: &Arc<Split>) -> Self {
         let (file, mapping) = (guest.ram.file.try_clone().unwrap(), Arc::clone(&guest.ram.mapping));
         Self { file, mapping, split: Arc::clone(split) }
     }
 
-    fn outgoing(&self, vmm: SourceVmm) -> Outgoing {
+    pub fn outgoing(&self, vmm: SourceVmm) -> Outgoing {
         let ram = GuestRam {
             file: self.file.try_clone().unwrap(),
             mapping: Arc::clone(&self.mapping),
@@ -82,18 +82,18 @@ impl Way<'_> {
     }
 }
 
-fn room() -> Room {
+pub fn room() -> Room {
     Room::of(3 * CHUNK_BYTES as u64)
 }
 
 /// Rounds may leave as much as the guest has: whether they come to an end is not what is tried.
-fn options() -> MigrateOptions {
+pub fn options() -> MigrateOptions {
     MigrateOptions { mode: Mode::Precopy, downtime_limit_ms: 60_000.0, ..MigrateOptions::default() }
 }
 
 /// A guest of threads on its way.
 #[derive(Clone)]
-struct Moving(Arc<Mutex<State>>);
+pub struct Moving(Arc<Mutex<State>>);
 
 enum State {
     Runs(Checking),
@@ -102,12 +102,12 @@ enum State {
 }
 
 impl Moving {
-    fn new(checking: Checking) -> Self {
+    pub fn new(checking: Checking) -> Self {
         Self(Arc::new(Mutex::new(State::Runs(checking))))
     }
 
     /// A VMM that stops it.
-    fn vmm(&self) -> SourceVmm {
+    pub fn vmm(&self) -> SourceVmm {
         let (mut vmm, moving) = (SourceVmm::new(None), self.clone());
         vmm.faults.at_stop = Some(Box::new(move || moving.stop()));
         vmm
@@ -123,21 +123,48 @@ impl Moving {
 
     /// It goes on where it is now.
     fn goes_on(&self, here: &Here) -> Checking {
+        self.starts_at(&here.mapping);
+        self.runs()
+    }
+
+    /// The same, for others to look at.
+    pub fn starts_at(&self, mapping: &Arc<SharedMapping>) {
         self.stop();
-        match std::mem::replace(&mut *self.0.lock().unwrap(), State::Ended) {
-            State::Stopped(knowing) => Checking::go_on(&here.mapping, knowing, IN_USE),
+        let mut state = self.0.lock().unwrap();
+        *state = match std::mem::replace(&mut *state, State::Ended) {
+            State::Stopped(knowing) => State::Runs(Checking::go_on(mapping, knowing, IN_USE)),
             _ => unreachable!("it was stopped"),
+        }
+    }
+
+    /// It runs, and does something meanwhile.
+    pub fn while_it_runs(&self, act: impl FnOnce(&Checking)) {
+        match &*self.0.lock().unwrap() {
+            State::Runs(checking) => act(checking),
+            _ => unreachable!("it runs"),
+        }
+    }
+
+    /// It runs.
+    pub fn runs(&self) -> Checking {
+        match std::mem::replace(&mut *self.0.lock().unwrap(), State::Ended) {
+            State::Runs(checking) => checking,
+            _ => unreachable!("it runs"),
         }
     }
 }
 
 fn run(outgoing: Outgoing, peer: &str) -> (Fate, Report) {
-    let outcome = migrate(outgoing, peer, &options(), &Source::default(), &Monitor::new("guest"));
+    run_with(outgoing, peer, &options())
+}
+
+pub fn run_with(outgoing: Outgoing, peer: &str, options: &MigrateOptions) -> (Fate, Report) {
+    let outcome = migrate(outgoing, peer, options, &Source::default(), &Monitor::new("guest"));
     (outcome.fate, outcome.report)
 }
 
 /// Where the guest is that has come to a host.
-fn arrived(host: &Destination) -> Here {
+pub fn arrived(host: &Destination) -> Here {
     // The source is told first.
     let split = loop {
         match host.split.lock().unwrap().take() {
@@ -150,7 +177,7 @@ fn arrived(host: &Destination) -> Here {
 }
 
 /// A host that a guest can come to.
-fn next(way: &Way) -> (Arc<Destination>, String) {
+pub fn next(way: &Way) -> (Arc<Destination>, String) {
     let (host, peer) = Destination::serve();
     host.postcopy.store(true, Ordering::Release);
     host.touched.lock().unwrap().extend([0, 1, 700, PAGES - 200]);
@@ -202,7 +229,7 @@ fn a_tracker_beside_a_pager_sees_what_is_written_given_back_and_comes_whatever_l
 }
 
 /// What was on its way is at its memory host, or has come back, many times.
-fn pages_go_and_come(split: &Split, checking: &Checking) {
+pub fn pages_go_and_come(split: &Split, checking: &Checking) {
     let before = split.account();
     while split.account().out_pages < before.out_pages + PAGES || split.account().in_pages < before.in_pages + PAGES {
         checking.goes_on(20);

@@ -19,7 +19,7 @@ use crate::haste::Crew;
 use crate::source::gang::Member;
 use crate::source::link::Link;
 use crate::source::stream::Stream;
-use crate::source::verify::{self, Compared};
+use crate::source::verify::{self, AtStop, Compared};
 use crate::transport::control::REPLY_TIMEOUT;
 
 /// Where hardly a fault has come for so long, the push need not leave room for one.
@@ -174,8 +174,9 @@ impl Session {
         let done = completed.insert(Completed { account: *account, verify: none, at });
         if verifiable {
             let work = &context.work;
-            done.verify =
-                verify::compare(&mut self.link, work.ram.as_ref(), work.free().as_deref(), Compared::AsFirstSeen)?;
+            let free = work.free();
+            let ours = AtStop { ram: work.ram.as_ref(), free: free.as_deref(), away: None };
+            done.verify = verify::compare(&mut self.link, ours, Compared::AsFirstSeen)?;
         }
         self.link.control.ask(&Request::Release, REPLY_TIMEOUT).map(drop)
     }

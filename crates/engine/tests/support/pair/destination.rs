@@ -94,6 +94,9 @@ impl vmm::Destination for DestinationVmm {
 /// What a guest does at the destination.
 pub type GuestProgram = Box<dyn FnOnce(Arc<SharedMapping>) + Send>;
 
+/// What is done with a split guest that has come.
+pub type SplitProgram = Box<dyn FnOnce(&Arc<Split>) + Send>;
+
 /// A destination "daemon" that keeps what it received.
 #[derive(Default)]
 pub struct Destination {
@@ -124,6 +127,8 @@ pub struct Destination {
     pub handed: Mutex<Option<Handed>>,
     /// The split of the guest that came last.
     pub split: Mutex<Option<Arc<Split>>>,
+    /// What is done with it before anything else is asked for.
+    pub with_split: Mutex<Option<SplitProgram>>,
     /// The pagers of guests that were started; `None` where all pages are there.
     pagers: Mutex<HashMap<MigrationId, Option<Arc<Pager>>>>,
     pub running: Arc<AtomicBool>,
@@ -285,6 +290,9 @@ impl DestinationHost for Destination {
     }
 
     fn took_over(&self, _id: MigrationId, split: Arc<Split>) {
+        if let Some(act) = self.with_split.lock().unwrap().take() {
+            act(&split);
+        }
         *self.split.lock().unwrap() = Some(split);
     }
 
