@@ -26,7 +26,8 @@ use sterna_sys::userfaultfd::{Features, Userfaultfd};
 use super::*;
 
 /// The variable that makes a daemon of this program: the numbers of the RAM's and the record's descriptors, where the
-/// RAM is, how much life it has, whether another one was there before, the memory host and its mirror, and a directory.
+/// RAM is, how much life it has, whether another one was there before, the memory host and its mirror, a directory, and
+/// whether it is to bring the guest together, or else to send it away.
 const DAEMON: &str = "STERNA_SPLIT_DAEMON";
 
 /// How many steps this process may take: with the next one it is killed.
@@ -239,13 +240,15 @@ impl Epochs for InFile {
 #[test]
 fn daemon() {
     let Ok(told) = std::env::var(DAEMON) else { return };
-    let [ram, record, address, steps, begun, peer, directory] = *told.split(' ').collect::<Vec<_>>() else {
+    let [ram, record, address, steps, begun, peer, directory, merges] = *told.split(' ').collect::<Vec<_>>() else {
         panic!("{told}")
     };
     let (number, directory) = (|word: &str| word.parse::<u64>().unwrap(), Path::new(directory));
     let vmm = Pidfd::open(std::os::unix::process::parent_id()).unwrap();
     let file = |word: &str| File::from(vmm.duplicate(number(word) as i32).unwrap());
-    let life = Arc::new(Life(AtomicU64::new(number(steps))));
+    let (steps, merges) = (number(steps), merges == "1");
+    // A merge begins with a daemon that is at work.
+    let life = Arc::new(Life(AtomicU64::new(if merges { u64::MAX } else { steps })));
     let block = BlockFile {
         spec: block(u64::from(CHUNKS) * CHUNK_BYTES as u64),
         file: file(ram),
@@ -255,7 +258,8 @@ fn daemon() {
     let ram = Mortal { ram: kind::open(&[block], Access::ReadWrite).unwrap(), life: Arc::clone(&life) };
     let missing = file(record);
     let socket = UnixStream::connect(directory.join("vmm")).unwrap();
-    let means = PagingMeans { inside: Box::new(InsideParent { socket, vmm, life }), missing };
+    let inside = Box::new(InsideParent { socket, vmm, life: Arc::clone(&life) });
+    let means = PagingMeans { inside, missing };
     let (peer, mirror) = peer.split_once(',').map_or((peer, None), |(peer, mirror)| (peer, Some(mirror.into())));
     let (peer, once, bytes) = (peer.into(), Default::default(), most_bytes(CHUNKS));
     let lender = Lender { peer, mirror, once, credentials: None, bytes, leaving: false };
@@ -266,10 +270,28 @@ fn daemon() {
     } else {
         Split::begin(Pager::open(Arc::new(ram), means, None).unwrap(), lenders, GUEST, epochs).unwrap()
     };
+    if merges {
+        life.0.store(steps, Ordering::Release);
+        let next_chunk = || {
+            life.step();
+            Ok(())
+        };
+        split.merge(&next_chunk).unwrap();
+        // Its record says that all is here, and the VMM keeps the userfaultfd for the next one.
+        loop {
+            life.step();
+        }
+    }
     let mut way = split.way_out().unwrap();
     for turn in 0.. {
         way.send(ChunkIndex(turn % CHUNKS), 0).unwrap();
     }
+}
+
+/// Once every day, and 20 times in the long proof.
+fn often(lives: impl Iterator<Item = u64> + Clone) -> impl Iterator<Item = u64> {
+    let times = if std::env::var("STERNA_LONG").is_ok_and(|word| word == "1") { 20 } else { 1 };
+    (0..times).flat_map(move |_| lives.clone())
 }
 
 #[test]
@@ -278,7 +300,12 @@ fn a_daemon_that_is_killed_at_any_step_leaves_each_page_valid_where_the_record_h
         return;
     }
     // Each of the first steps, and then some of the many that come when pages go and come at once.
-    daemons_are_killed(&[&LendingHost::new()], (0..60).chain((60..400).step_by(37)));
+    let hosts = [LendingHost::new()];
+    let killed = Killed::new(&hosts);
+    for (turn, steps) in often((0..60).chain((60..400).step_by(37))).enumerate() {
+        killed.after(steps, turn > 0, false);
+    }
+    killed.end();
 }
 
 /// Each page is at two memory hosts, and one of them loses all it has again and again.
@@ -287,27 +314,93 @@ fn a_daemon_that_is_killed_at_any_step_leaves_each_page_valid_at_one_of_two_at_l
     if !tracking_works() {
         return;
     }
-    daemons_are_killed(&[&LendingHost::new(), &LendingHost::new()], (0..24).chain((24..400).step_by(41)));
+    let hosts = [LendingHost::new(), LendingHost::new()];
+    let killed = Killed::new(&hosts);
+    for (turn, steps) in often((0..24).chain((24..400).step_by(41))).enumerate() {
+        if turn % 5 == 4 {
+            mirror::loses_all(&hosts[0]);
+        }
+        killed.after(steps, turn > 0, false);
+    }
+    killed.end();
 }
 
-fn daemons_are_killed(hosts: &[&LendingHost], lives: impl Iterator<Item = u64>) {
-    let (guest, directory) = (Guest::new(), tempfile::tempdir().unwrap());
-    let peers = hosts.iter().map(|host| host.relay.address.as_str()).collect::<Vec<_>>().join(",");
-    let listener = UnixListener::bind(directory.path().join("vmm")).unwrap();
-    listener.set_nonblocking(true).unwrap();
-    let checking = Checking::start(&guest, 2);
-    for (turn, steps) in lives.enumerate() {
-        if hosts.len() > 1 && turn % 5 == 4 {
-            mirror::loses_all(hosts[0]);
+/// For each chunk of what is away: before it is asked for, and before, amidst and after it is written. The guest has
+/// more of it come at the same time.
+#[test]
+fn a_daemon_that_is_killed_at_any_step_of_a_merge_leaves_each_page_valid_where_the_record_has_it() {
+    if !tracking_works() {
+        return;
+    }
+    let hosts = [LendingHost::new()];
+    let killed = Killed::new(&hosts);
+    let mut begun = false;
+    for steps in often(0..u64::from(CHUNKS) * 4 + 2) {
+        killed.all_leaves(begun);
+        killed.after(steps, true, true);
+        begun = true;
+    }
+    killed.end();
+}
+
+/// A guest that writes, whose daemons are killed.
+struct Killed<'a> {
+    hosts: &'a [LendingHost],
+    guest: Guest,
+    checking: Checking,
+    directory: tempfile::TempDir,
+    listener: UnixListener,
+}
+
+impl<'a> Killed<'a> {
+    fn new(hosts: &'a [LendingHost]) -> Self {
+        let (guest, directory) = (Guest::new(), tempfile::tempdir().unwrap());
+        let listener = UnixListener::bind(directory.path().join("vmm")).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let checking = Checking::start(&guest, 2);
+        Self { hosts, guest, checking, directory, listener }
+    }
+
+    fn lenders(&self) -> Vec<Lender> {
+        match self.hosts {
+            [one, other] => vec![mirror::pair([one, other])],
+            _ => vec![self.hosts[0].lender()],
         }
+    }
+
+    fn epochs(&self) -> InFile {
+        InFile(self.directory.path().join("epoch"))
+    }
+
+    /// A daemon that lives as long as this process wants.
+    fn daemon_here(&self, begun: bool) -> Arc<Split> {
+        let epoch = self.epochs().raise().unwrap();
+        self.guest.epochs.0.store(epoch, Ordering::Release);
+        if begun { self.guest.recover_over(self.lenders()).unwrap() } else { self.guest.split_over(self.lenders()) }
+    }
+
+    /// Most of the guest is away, and its daemon has gone.
+    fn all_leaves(&self, begun: bool) {
+        let split = self.daemon_here(begun);
+        send_all(&split, 0);
+        dies(split);
+        // Nobody asks in an epoch of before.
+        let epoch = self.guest.epochs.0.load(Ordering::Acquire);
+        std::fs::write(&self.epochs().0, epoch.to_string()).unwrap();
+    }
+
+    /// A daemon that is killed after so many steps; another one was there before where it has `begun`.
+    fn after(&self, steps: u64, begun: bool, merges: bool) {
+        let peers = self.hosts.iter().map(|host| host.relay.address.as_str()).collect::<Vec<_>>().join(",");
         let told = [
-            guest.ram.file.as_raw_fd().to_string(),
-            guest.record.as_raw_fd().to_string(),
-            guest.ram.mapping.addresses().start.to_string(),
+            self.guest.ram.file.as_raw_fd().to_string(),
+            self.guest.record.as_raw_fd().to_string(),
+            self.guest.ram.mapping.addresses().start.to_string(),
             steps.to_string(),
-            u8::from(turn > 0).to_string(),
-            peers.clone(),
-            directory.path().display().to_string(),
+            u8::from(begun).to_string(),
+            peers,
+            self.directory.path().display().to_string(),
+            u8::from(merges).to_string(),
         ];
         let mut daemon = Command::new(std::env::current_exe().unwrap());
         daemon.args(["--exact", "killed::daemon", "--nocapture"]).env(DAEMON, told.join(" "));
@@ -315,7 +408,7 @@ fn daemons_are_killed(hosts: &[&LendingHost], lives: impl Iterator<Item = u64>) 
         std::thread::scope(|scope| {
             // Until it is there, or has ended.
             let socket = loop {
-                match listener.accept() {
+                match self.listener.accept() {
                     Ok((socket, _)) => break Some(socket),
                     Err(_) if daemon.try_wait().unwrap().is_some() => break None,
                     Err(_) => std::thread::yield_now(),
@@ -323,34 +416,31 @@ fn daemons_are_killed(hosts: &[&LendingHost], lives: impl Iterator<Item = u64>) 
             };
             let answering = socket.map(|socket| {
                 socket.set_nonblocking(false).unwrap();
-                let guest = &guest;
-                scope.spawn(move || answer_daemon(guest, socket))
+                scope.spawn(move || answer_daemon(&self.guest, socket))
             });
             while answering.as_ref().is_some_and(|answering| !answering.is_finished()) {
-                if !checking.is_well() {
+                if !self.checking.is_well() {
                     daemon.kill().unwrap();
                 }
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
         });
-        assert!(checking.is_well(), "after {steps} steps the guest found something else than it had written");
+        assert!(self.checking.is_well(), "after {steps} steps the guest found something else than it had written");
         let ended = daemon.wait().unwrap();
         assert_eq!(ended.signal(), Some(9), "after {steps} steps it did not end as it should: {ended}");
     }
-    // One that lives.
-    let epoch = InFile(directory.path().join("epoch")).raise().unwrap();
-    guest.epochs.0.store(epoch, Ordering::Release);
-    let lenders = || match hosts {
-        [one, other] => vec![mirror::pair([one, other])],
-        _ => vec![hosts[0].lender()],
-    };
-    let split = guest.recover_over(lenders()).unwrap();
-    checking.goes_on(1000);
-    split.bring_back().unwrap();
-    checking.end();
-    assert_eq!(split.pager().missing(), 0);
-    dies(split);
-    let split = guest.recover_over(lenders()).unwrap();
-    assert_eq!(hosts.iter().map(|host| host.pages()).sum::<u64>(), 0, "the next daemon gives copies up");
-    split.end();
+
+    /// One that lives.
+    fn end(self) {
+        let split = self.daemon_here(true);
+        self.checking.goes_on(1000);
+        split.bring_back().unwrap();
+        let lenders = self.lenders();
+        self.checking.end();
+        assert_eq!(split.pager().missing(), 0);
+        dies(split);
+        let split = self.guest.recover_over(lenders).unwrap();
+        assert_eq!(self.hosts.iter().map(|host| host.pages()).sum::<u64>(), 0, "the next daemon gives copies up");
+        split.end();
+    }
 }
