@@ -106,7 +106,7 @@ pub struct Migrate {
     /// [default: cancel]
     #[arg(long, requires = "timeout", value_parser = named::<OnTimeout>(["cancel", "force", "postcopy"]))]
     pub on_timeout: Option<OnTimeout>,
-    /// Compare every page of both sides in the pause
+    /// Compare the pages of both sides as they were when the guest stopped
     #[arg(long)]
     pub verify: bool,
     /// Return once it has begun
