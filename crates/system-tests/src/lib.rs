@@ -33,6 +33,9 @@ pub mod proxy;
 /// Random choices that can be made again.
 pub mod random;
 
+/// The records that daemons write, each of which one can be killed at.
+pub mod steps;
+
 /// A QEMU that was not started by Sterna.
 pub mod stranger;
 

@@ -1,5 +1,8 @@
 //! A Linux guest that writes all the time, a part of whose memory is at memory hosts.
 
+/// Daemons are killed at each step.
+mod killed;
+
 use std::time::Duration;
 
 use serde_json::Value;
@@ -20,10 +23,13 @@ fn site() -> Site {
 }
 
 /// `b` and `c` lend.
-fn lending(mut site: Site) -> Site {
-    for host in ["b", "c"] {
-        site.configure(host, "lend_memory = \"400M\"");
-    }
+fn lending(site: Site) -> Site {
+    lending_by(site, &["b", "c"])
+}
+
+/// These hosts lend.
+fn lending_by(mut site: Site, hosts: &[&str]) -> Site {
+    hosts.iter().for_each(|host| site.configure(host, "lend_memory = \"400M\""));
     site
 }
 
@@ -282,10 +288,7 @@ fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
         return;
     }
     let hosts = ["a", "b", "c", "d", "e"].map(str::to_owned).into();
-    let mut site = Site::start(&Plan { hosts, ..Plan::small() });
-    for host in ["b", "c", "d", "e"] {
-        site.configure(host, "lend_memory = \"400M\"");
-    }
+    let mut site = lending_by(Site::start(&Plan { hosts, ..Plan::small() }), &["b", "c", "d", "e"]);
     let twice = |words: Vec<String>| [words, vec!["--redundancy".into(), "copies=2".into()]].concat();
     ask(&site, &twice(words_over(&site, HERE, &[("b", 200), ("c", 200)]))).completed_split();
     site.checker_is_well();
@@ -315,12 +318,7 @@ fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there(
     if skip_without(&needs::GUEST) {
         return;
     }
-    let hosts = ["a", "b", "c", "d"].map(str::to_owned).into();
-    let mut site = Site::start(&Plan { hosts, ..Plan::small() });
-    for host in ["c", "d"] {
-        site.configure(host, "lend_memory = \"400M\"");
-    }
-    ask(&site, &words_over(&site, HERE, &[("c", 200), ("d", 200)])).completed_split();
+    let mut site = killed::on_its_way();
     let mut random = Random::seeded();
     let (mut dies, mut went, mut round) = (false, 0, 0);
     while round < times(6, 60) || went < 3 {
@@ -329,7 +327,7 @@ fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there(
         let (here, there) = site.names();
         // Where somebody is to die on the way, that takes a while.
         let slowly: &[&str] = if dies { &["--bandwidth", "40MB"] } else { &[] };
-        let running = site.begin(None, &[&["--mode", "precopy"], slowly].concat());
+        let running = site.begin(None, &[&["--mode", "precopy", "--verify"], slowly].concat());
         let died = ["c", "d", here, there, here, there][random.below(6) as usize];
         if dies {
             std::thread::sleep(Duration::from_millis(random.below(2500)));
@@ -345,10 +343,12 @@ fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there(
             "round {round}: {here} to {there}, {died}'s daemon killed: exit status {}, {ms:.0} ms, paused {pause:.1} ms",
             answer.code
         );
+        let verify = report.map(|report| report.verify).unwrap_or_default();
         if !dies {
             answer.expect(0, &[]);
+            assert!(verify.checked && verify.pages > 0 && verify.away_pages > 0, "{verify:?}");
         }
-        assert_ne!(answer.code, 2, "{answer:#?}");
+        assert!(answer.code != 2 && verify.mismatches == 0, "{answer:#?}");
         let at = |host: &str| site.state_at(host) == "running";
         site.eventually("one host has it", || [here, there].iter().filter(|host| at(host)).count() == 1);
         if site.state_at(there) == "running" {
