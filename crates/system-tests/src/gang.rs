@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 use sterna_bench::command::{PATIENCE, wait_for};
 use sterna_bench::footprint::{self, Footprint, Watch};
@@ -240,6 +242,26 @@ impl GangSite {
         let left = || (files(from).len(), ram_bytes(from));
         let nothing = || Ok((left() == (0, 0)).then_some(()));
         wait_for("an empty host", PATIENCE, nothing).unwrap_or_else(|error| panic!("{error}: {:?}", left()));
+    }
+
+    /// Kills the QEMU of a guest on a host.
+    ///
+    /// # Panics
+    /// There is none.
+    pub fn kill_qemu(&self, name: &str, host: &str) {
+        let pid = self.shown(name, host)["pid"].as_u64().and_then(|pid| i32::try_from(pid).ok()).expect("its process");
+        kill(Pid::from_raw(pid), Signal::SIGKILL).expect("it runs");
+    }
+
+    /// Waits until neither host knows anything of a guest.
+    ///
+    /// # Panics
+    /// Where one goes on to.
+    pub fn is_gone(&self, name: &str) {
+        let shown = || ["a", "b"].map(|host| self.shown(name, host)["state"].clone());
+        let gone = || Ok(shown().iter().all(Value::is_null).then_some(()));
+        wait_for("the end of a guest", PATIENCE, gone)
+            .unwrap_or_else(|error| panic!("{error}: {name} is {:?}", shown()));
     }
 
     /// What the daemon of a host says of a guest; null where it knows none.

@@ -34,12 +34,22 @@ pub enum Point {
     Reply(&'static str),
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Trap {
     Open,
-    Set(Point),
+    /// For the next message there, of this machine where one is named.
+    Set(Point, Option<String>),
     Holding,
     Cut,
+}
+
+/// What a session has said so far.
+#[derive(Debug, Default)]
+struct Said {
+    /// The name of the last request.
+    request: &'static str,
+    /// The machine that was proposed; empty before.
+    machine: String,
 }
 
 struct Shared {
@@ -97,7 +107,13 @@ impl Proxy {
 
     /// Holds back the next message at `point`.
     pub fn hold(&self, point: Point) {
-        *lock(&self.shared.trap) = Trap::Set(point);
+        *lock(&self.shared.trap) = Trap::Set(point, None);
+    }
+
+    /// Holds back the next message at `point` of the migration of this machine. Before a machine is proposed it has no
+    /// name.
+    pub fn hold_of(&self, machine: &str, point: Point) {
+        *lock(&self.shared.trap) = Trap::Set(point, Some(machine.into()));
     }
 
     /// Waits until the message is here.
@@ -219,10 +235,11 @@ impl Shared {
         }
     }
 
-    /// Lets a message pass: waits where it must be held back; `false` where it must be lost.
-    fn pass(&self, here: Point) -> bool {
+    /// Lets a message of this machine's pass: waits where it must be held back; `false` where it must be lost.
+    fn pass(&self, here: Point, machine: &str) -> bool {
         let mut trap = lock(&self.trap);
-        if *trap != Trap::Set(here) {
+        let is_meant = |of: &Option<String>| of.as_deref().is_none_or(|name| name == machine);
+        if !matches!(&*trap, Trap::Set(point, of) if *point == here && is_meant(of)) {
             return true;
         }
         *trap = Trap::Holding;
@@ -255,12 +272,12 @@ fn join(shared: &Arc<Shared>, mut near: TcpStream, far: TcpStream) {
         };
         let devices = hello.role == Role::Devices;
         if hello.role == Role::Control {
-            let last = Arc::new(Mutex::new(""));
-            let (back_shared, back_last, key) = (Arc::clone(&shared), Arc::clone(&last), hello.key);
+            let said = Arc::new(Mutex::new(Said::default()));
+            let (back_shared, back_said, key) = (Arc::clone(&shared), Arc::clone(&said), hello.key);
             std::thread::spawn(move || {
-                let _ = replies(&back_shared, far_again, near_again, &back_last);
+                let _ = replies(&back_shared, far_again, near_again, &back_said);
             });
-            let _ = requests(&shared, near, far, &last, key);
+            let _ = requests(&shared, near, far, &said, key);
         } else {
             let (kind, back) = (Kind::from(hello.role), Arc::clone(&shared));
             std::thread::spawn(move || copy(&back, kind, far_again, near_again, || false));
@@ -279,20 +296,22 @@ fn message(from: &mut TcpStream) -> std::io::Result<(Vec<u8>, Vec<u8>)> {
     Ok((prefix.to_vec(), body))
 }
 
-fn requests(
-    shared: &Shared,
-    mut from: TcpStream,
-    to: TcpStream,
-    last: &Mutex<&'static str>,
-    key: u64,
-) -> std::io::Result<()> {
+fn requests(shared: &Shared, mut from: TcpStream, to: TcpStream, said: &Mutex<Said>, key: u64) -> std::io::Result<()> {
     let _hang_up = HangUp(to.try_clone()?);
     loop {
         let (prefix, body) = message(&mut from)?;
         let checksum = decode_prefix(prefix[..].try_into().map_err(std::io::Error::other)?).map_or(0, |(_, sum)| sum);
-        let name = decode::<Request>(&body, checksum, key).map_or("nonsense", |request| request.name());
-        *lock(last) = name;
-        if !shared.pass(Point::Request(name)) {
+        let request = decode::<Request>(&body, checksum, key).ok();
+        let name = request.as_ref().map_or("nonsense", Request::name);
+        let machine = {
+            let mut said = lock(said);
+            said.request = name;
+            if let Some(Request::Propose { spec, .. }) = &request {
+                said.machine.clone_from(&spec.name);
+            }
+            said.machine.clone()
+        };
+        if !shared.pass(Point::Request(name), &machine) {
             return Ok(());
         }
         if !shared.forward(Kind::Control, &[prefix, body].concat(), &to)? {
@@ -301,15 +320,18 @@ fn requests(
     }
 }
 
-fn replies(shared: &Shared, mut from: TcpStream, to: TcpStream, last: &Mutex<&'static str>) -> std::io::Result<()> {
+fn replies(shared: &Shared, mut from: TcpStream, to: TcpStream, said: &Mutex<Said>) -> std::io::Result<()> {
     let _hang_up = HangUp(to.try_clone()?);
     let mut hello = [0; HELLO_BYTES];
     from.read_exact(&mut hello)?;
     (&to).write_all(&hello)?;
     loop {
         let (prefix, body) = message(&mut from)?;
-        let name = *lock(last);
-        if !shared.pass(Point::Reply(name)) {
+        let (name, machine) = {
+            let said = lock(said);
+            (said.request, said.machine.clone())
+        };
+        if !shared.pass(Point::Reply(name), &machine) {
             return Ok(());
         }
         if !shared.forward(Kind::Control, &[prefix, body].concat(), &to)? {

@@ -63,12 +63,7 @@ fn whoever_of_a_gang_does_not_arrive_costs_itself_alone() {
     println!("it refers to {} pages and sends {}", pages("shared_reference"), pages("sent"));
     assert!(pages("shared_reference") > 1000, "{report:#}");
     site.are_well(&all);
-    let ended = site.disturbed(&all, ["b", "a"], |from| {
-        let shown = cli::ask(from, &["show", "g1", "--json"]);
-        let vm: serde_json::Value = serde_json::from_str(&shown.stdout).expect("the machine");
-        let pid = vm["pid"].as_u64().and_then(|pid| i32::try_from(pid).ok()).expect("its process");
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).expect("it runs");
-    });
+    let ended = site.disturbed(&all, ["b", "a"], |_| site.kill_qemu("g1", "b"));
     assert_eq!(ended, ["completed", "failed", "completed"]);
     site.are_well(&["g0", "g2"]);
 }
