@@ -1,11 +1,19 @@
 //! Pages of one machine whose bodies are another page's, and still to come.
 //!
 //! A reference can arrive before its body, which travels on another machine's connection. The page waits here, and
-//! nobody waits with it: whoever brings the body into the pool puts the page into its place. At a round's end those
+//! nobody waits with it: whoever brings the body into the pool says so, and a thread of the page's own machine puts the
+//! page into its place. So a VMM that does not answer holds up its own machine and no other. At a round's end those
 //! that are left are waited for, as long as bodies keep coming; then their source is asked for them.
+//!
+//! # A page that is not waited for any more is never written
+//! When a wait is over, its pages may come again with other content. Whoever has found a body for one of them before
+//! may be late:
+//! * bodies that had come and were not in their places are forgotten, and what the thread has in hand is waited for
+//! * who says only then that a body is there names a turn that is over, also where the page waits for another body now
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use sterna_protocol::frame::shared::References;
@@ -16,6 +24,7 @@ use sterna_protocol::standstill::Standstill;
 use super::arrival::{Arrival, Pooled};
 use super::pool::{Found, Pool, PoolError, Waits};
 use super::target::Target;
+use crate::error::MigrateError;
 use crate::memory::{Memory, PoolRun};
 use crate::paging::Pager;
 
@@ -35,76 +44,130 @@ const LOOK: Duration = Duration::from_millis(100);
 pub struct Awaited {
     ram: Arc<dyn Memory>,
     pager: Option<Arc<Pager>>,
-    /// Held while a page is put into its place: a page that is not waited for any more is never written.
-    pages: Mutex<PageMap>,
-    /// References to bodies that had not come, since nothing was awaited.
-    references: AtomicU64,
+    /// Never held while the VMM is asked for something: others of the gang lock it.
+    state: Mutex<State>,
     changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// The pages that wait.
+    pages: PageMap,
+    /// The number of waits that are over.
+    turn: u64,
+    /// Pages that have waited for bodies that are there now, and where those lie, in the order in which they came.
+    come: VecDeque<(ChunkIndex, Vec<PoolRun>)>,
+    /// Some are being put into their places.
+    in_hand: bool,
+    /// How many times some were: progress.
+    put: u64,
+    /// References to bodies that had not come, since the last wait.
+    references: u64,
+    /// The machine waits for nothing any more.
+    ended: bool,
 }
 
 impl Awaited {
     /// Nothing is awaited.
-    #[must_use]
-    pub fn nothing(ram: Arc<dyn Memory>, pager: Option<Arc<Pager>>) -> Arc<Self> {
-        let pages = Mutex::new(PageMap::empty(ram.layout()));
-        Arc::new(Self { ram, pager, pages, references: AtomicU64::new(0), changed: Condvar::new() })
+    pub(super) fn nothing(ram: Arc<dyn Memory>, pager: Option<Arc<Pager>>) -> Arc<Self> {
+        let pages = PageMap::empty(ram.layout());
+        let (come, in_hand, ended) = (VecDeque::new(), false, false);
+        let state = Mutex::new(State { pages, turn: 0, come, in_hand, put: 0, references: 0, ended });
+        Arc::new(Self { ram, pager, state, changed: Condvar::new() })
     }
 
     /// Waits until nothing is awaited, for as long as bodies come into the pool. Returns the pages that nobody brings;
     /// they are not waited for any more.
-    pub(super) fn wait(self: &Arc<Self>, pool: &Pool) -> PageMap {
+    pub(super) fn wait(&self, pool: &Pool) -> PageMap {
         let began = Instant::now();
-        let mut standstill = Standstill::new(1, STANDSTILL, pool.bodies(), Duration::ZERO);
-        let mut awaited = self.lock();
-        let over = |standstill: &mut Standstill| {
-            began.elapsed() > LONGEST || standstill.is_over(pool.bodies(), began.elapsed())
-        };
-        while !awaited.is_empty() && !over(&mut standstill) {
-            awaited = self.changed.wait_timeout(awaited, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+        let mut state = self.lock();
+        let mut standstill = Standstill::new(1, STANDSTILL, pool.bodies() + state.put, Duration::ZERO);
+        let mut over =
+            |state: &State| began.elapsed() > LONGEST || standstill.is_over(pool.bodies() + state.put, began.elapsed());
+        while !state.pages.is_empty() && !over(&state) {
+            state = self.wait_a_moment(state);
         }
-        let left = awaited.clone();
-        awaited.clear();
-        drop(awaited);
+        let left = std::mem::replace(&mut state.pages, PageMap::empty(self.ram.layout()));
+        state.come.clear();
+        state.turn += 1;
+        let references = std::mem::take(&mut state.references);
+        // It may be in its place then, and comes once more for nothing.
+        while state.in_hand {
+            state = self.wait_a_moment(state);
+        }
+        drop(state);
         if !left.is_empty() {
             tracing::info!(pages = left.len(), "shared bodies have not come: their pages are asked for");
         }
-        if self.references.swap(0, Ordering::Relaxed) > 0 {
-            pool.forget(self.as_ref());
+        if references > 0 {
+            pool.forget(self);
         }
         left
     }
 
-    fn lock(&self) -> MutexGuard<'_, PageMap> {
-        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    fn wait_a_moment<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Puts pages into their places whose bodies have come, until the end. Where that fails they go on waiting, until
+    /// they are asked for.
+    pub(super) fn put_what_comes(&self, pool: &Pool) {
+        let mut state = self.lock();
+        while !state.ended {
+            let Some((chunk, runs)) = state.come.pop_front() else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let runs: Vec<_> = runs.iter().flat_map(|run| run.within(state.pages.chunk(chunk))).collect();
+            if runs.is_empty() {
+                continue;
+            }
+            state.in_hand = true;
+            drop(state);
+            let target = Target::of(self.ram.as_ref(), self.pager.as_deref());
+            let put = target.put(&Arrival::pooled(chunk, Pooled { runs: &runs, pool: pool.reader() }));
+            state = self.lock();
+            state.in_hand = false;
+            match put {
+                Ok(()) => {
+                    let waits = state.pages.chunk_mut(chunk);
+                    *waits = waits.without(&PoolRun::pages(&runs));
+                    state.put += 1;
+                }
+                Err(error) => tracing::warn!(%error, "cannot map pages that have waited for their bodies"),
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    pub(super) fn end(&self) {
+        self.lock().ended = true;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Waits for Awaited {
-    fn expect(&self, chunk: ChunkIndex, pages: &PageSet) -> bool {
+    fn expect(&self, chunk: ChunkIndex, pages: &PageSet) -> Option<u64> {
         let pages_in_all = u64::from(self.ram.layout().chunks()) * CHUNK_PAGES as u64;
-        let before = self.references.fetch_add(pages.len() as u64, Ordering::Relaxed);
-        let bounded = before + pages.len() as u64 <= REFERENCES_PER_PAGE * pages_in_all;
-        if bounded {
-            self.lock().insert_all(chunk, pages);
-        }
-        bounded
+        let mut state = self.lock();
+        let references = state.references + pages.len() as u64;
+        let bounded = references <= REFERENCES_PER_PAGE * pages_in_all;
+        bounded.then(|| {
+            state.references = references;
+            state.pages.insert_all(chunk, pages);
+            state.turn
+        })
     }
 
-    /// The pages that still wait get into their places. Where that fails they go on waiting, until they are asked for.
-    fn came(&self, pool: &Pool, chunk: ChunkIndex, runs: Vec<PoolRun>) {
-        let mut awaited = self.lock();
-        let runs: Vec<_> = runs.iter().flat_map(|run| run.within(awaited.chunk(chunk))).collect();
-        if runs.is_empty() {
-            return;
-        }
-        let target = Target::of(self.ram.as_ref(), self.pager.as_deref());
-        match target.put(&Arrival::pooled(chunk, Pooled { runs: &runs, pool: pool.reader() })) {
-            Ok(()) => {
-                let waits = awaited.chunk_mut(chunk);
-                *waits = waits.without(&PoolRun::pages(&runs));
-                self.changed.notify_all();
-            }
-            Err(error) => tracing::warn!(%error, "cannot map pages that have waited for their bodies"),
+    fn came(&self, turn: u64, chunk: ChunkIndex, runs: Vec<PoolRun>) {
+        let mut state = self.lock();
+        if state.turn == turn {
+            state.come.push_back((chunk, runs));
+            self.changed.notify_all();
         }
     }
 }
@@ -119,15 +182,28 @@ pub struct Membership {
     awaited: Arc<Awaited>,
     /// The same, as the pool knows it.
     waits: Arc<dyn Waits>,
+    /// The thread that puts pages into their places which have waited for their bodies.
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Membership {
     /// The membership of a machine with this RAM, which waits for nothing yet.
-    #[must_use]
-    pub fn new(pool: Arc<Pool>, member: u16, ram: Arc<dyn Memory>, pager: Option<Arc<Pager>>) -> Self {
+    ///
+    /// # Errors
+    /// Its thread cannot be started.
+    pub fn new(
+        pool: Arc<Pool>,
+        member: u16,
+        ram: Arc<dyn Memory>,
+        pager: Option<Arc<Pager>>,
+    ) -> Result<Self, MigrateError> {
         let awaited = Awaited::nothing(ram, pager);
+        let (of_thread, its_pool) = (Arc::clone(&awaited), Arc::clone(&pool));
+        let put = move || of_thread.put_what_comes(&its_pool);
+        let thread = std::thread::Builder::new().name("pooled".into()).spawn(put);
+        let thread = thread.map_err(MigrateError::host("starting a thread for pages that wait for their bodies"))?;
         let waits: Arc<dyn Waits> = Arc::<Awaited>::clone(&awaited);
-        Self { pool, member, awaited, waits }
+        Ok(Self { pool, member, awaited, waits, thread: Some(thread) })
     }
 
     /// As [`Pool::find`].
@@ -147,8 +223,14 @@ impl Membership {
 }
 
 impl Drop for Membership {
-    /// A machine that does not come any more waits for nothing.
+    /// A machine that does not come any more waits for nothing. The pool is held until nothing is mapped from it any
+    /// more.
     fn drop(&mut self) {
+        self.awaited.end();
         self.pool.forget(self.awaited.as_ref());
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread is a bug, and was reported.
+            let _ = thread.join();
+        }
     }
 }

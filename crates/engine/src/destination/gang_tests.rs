@@ -4,8 +4,12 @@
 use std::fs::File;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use sterna_api::{Blame, Code, Problem};
 use sterna_protocol::frame::shared::{Origin, References, SharedFrame};
@@ -20,11 +24,13 @@ use sterna_sys::mount::Tmpfs;
 
 use super::awaited::Membership;
 use super::place::Placer;
-use super::pool::Pool;
+use super::pool::{Pool, Waits};
 use super::receive::{Arrivals, receive};
 use super::room_alone::Room;
-use crate::memory::inside_here::InsideHere;
-use crate::memory::{BlockFile, Holder, Memory, kind};
+use crate::agent::MapRun;
+use crate::inside::Inside;
+use crate::memory::inside_here::{InsideHere, MapsItsWay};
+use crate::memory::{BlockFile, Holder, Memory, PoolRun, kind};
 use crate::transport::connection::Connection;
 
 const PAGES: u64 = 512;
@@ -41,16 +47,27 @@ struct Guest {
 
 impl Guest {
     fn new(pool: &Arc<Pool>, member: u16) -> Self {
+        Self::of(pool, member, |mapping| Arc::new(Mutex::new(InsideHere(mapping))))
+    }
+
+    fn of(
+        pool: &Arc<Pool>,
+        member: u16,
+        inside: impl FnOnce(Arc<Vec<PrivateMapping>>) -> Arc<Mutex<dyn Inside>>,
+    ) -> Self {
         let bytes = PAGES * PAGE_BYTES as u64;
         let mapping = Arc::new(vec![PrivateMapping::new(bytes).unwrap()]);
         let spec = BlockSpec { id: "ram".into(), bytes, page_bytes: 4096, path: String::new() };
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
-        let inside = Arc::new(Mutex::new(InsideHere(Arc::clone(&mapping))));
-        let process = Some(Holder { pid: std::process::id(), inside });
+        let process = Some(Holder { pid: std::process::id(), inside: inside(Arc::clone(&mapping)) });
         let block = BlockFile { spec, file, address: mapping[0].addresses().start, process };
         let ram = kind::open(&[block], Access::ReadWrite).unwrap();
         pool.enter(member, ram.layout()).unwrap();
         Self { mapping, ram, member, pool: Arc::clone(pool) }
+    }
+
+    fn joins(&self) -> Membership {
+        Membership::new(Arc::clone(&self.pool), self.member, Arc::clone(&self.ram), None).unwrap()
     }
 
     /// These frames arrive for the guest, and a round is over: the failure, or the pages to send again.
@@ -58,9 +75,8 @@ impl Guest {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut here = Connection::plain(listener.accept().unwrap().0);
-        let membership = Membership::new(Arc::clone(&self.pool), self.member, Arc::clone(&self.ram), None);
         let host = Room(u64::MAX);
-        let placer = Placer::new(self.ram.as_ref(), &host, None, Digester::UNSEEDED, Some(membership));
+        let placer = Placer::new(self.ram.as_ref(), &host, None, Digester::UNSEEDED, Some(self.joins()));
         let arrivals = Arrivals::new(1);
         std::thread::scope(|scope| {
             scope.spawn(|| receive(0, &mut here, FrameReader::new(KEY, Features(u64::MAX)), &placer, &arrivals));
@@ -142,6 +158,83 @@ fn a_body_that_never_comes_is_asked_for_and_holds_nobody_else_up() {
     assert_eq!(guests[1].gets(&[bodies(&[(5, 50), (7, 70)])]), Ok(vec![]));
     assert_eq!(guests[0].gets(&[shared(&[7], &[]), bodies(&[(7, 7)])]), Ok(vec![]));
     assert_eq!([5, 7].map(|page| guests[1].page(page)), [50, 70]);
+}
+
+/// A VMM that answers a request to map only once it is let, or after a long time.
+struct Silent {
+    asked: Arc<AtomicBool>,
+    answered: Arc<AtomicBool>,
+}
+
+impl Silent {
+    /// Such a guest, and what lets its VMM answer.
+    fn guest(pool: &Arc<Pool>, member: u16) -> (Guest, Self, impl FnOnce()) {
+        let (answer, may_answer) = channel::<()>();
+        let [asked, answered] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+        let says = Self { asked: Arc::clone(&asked), answered: Arc::clone(&answered) };
+        let map = move |here: &mut InsideHere<_>, file: BorrowedFd<'_>, runs: &[MapRun]| {
+            asked.store(true, Ordering::Release);
+            let _ = may_answer.recv_timeout(Duration::from_secs(60));
+            answered.store(true, Ordering::Release);
+            here.map(file, runs)
+        };
+        let guest =
+            Guest::of(pool, member, |mapping| Arc::new(Mutex::new(MapsItsWay(InsideHere(mapping), Box::new(map)))));
+        (guest, says, move || drop(answer))
+    }
+
+    /// It was asked, and has not answered.
+    fn is_silent(&self) -> bool {
+        while !self.asked.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        !self.answered.load(Ordering::Acquire)
+    }
+}
+
+/// Fails where whoever brings a body maps it into all that have waited for it: a VMM that does not answer holds up the
+/// others for as long as it is given to answer, and, with its machine's list of pages locked, whoever finds bodies.
+#[test]
+fn a_vmm_that_does_not_answer_holds_up_its_own_machine_alone() {
+    let pool = pool(3);
+    let guests = [0, 1].map(|member| Guest::new(&pool, member));
+    let (slow, vmm, answers) = Silent::guest(&pool, 2);
+    let [joined, other] = [&slow, &guests[1]].map(Guest::joins);
+    let refer = |membership: &Membership, page, origin| {
+        membership.find(CHUNK, &References::runs([(page, origin)])).expect("the gang has it").len()
+    };
+    assert_eq!([refer(&joined, 9, origin(0, 1)), refer(&other, 4, origin(0, 1))], [0, 0], "they wait");
+    assert_eq!(guests[0].gets(&[shared(&[1], &[]), bodies(&[(1, 1)])]), Ok(vec![]));
+    assert!(vmm.is_silent(), "who brought the body has waited");
+    // Whatever the pool does for that machine, nobody waits for it.
+    assert_eq!(refer(&joined, 10, origin(0, 2)), 0);
+    assert_eq!(guests[0].gets(&[shared(&[2], &[]), bodies(&[(2, 2)])]), Ok(vec![]));
+    assert!(other.settle().is_empty());
+    assert_eq!(guests[1].page(4), 1);
+    assert!(vmm.is_silent(), "others have waited");
+    answers();
+    assert!(joined.settle().is_empty());
+    assert_eq!([slow.page(9), slow.page(10)], [1, 2]);
+}
+
+/// Whoever brings a body may come to say so after its page has come in another way, and waits for another body.
+#[test]
+fn a_body_is_for_those_alone_that_wait_for_it_still() {
+    let guests = two();
+    let awaited = super::awaited::Awaited::nothing(Arc::clone(&guests[1].ram), None);
+    let wait_for = |page: u8| awaited.expect(CHUNK, &[page].into_iter().collect()).expect("it may wait");
+    let at = |page: usize| Vec::from([PoolRun { first: 9, pages: 1, offset: (page * PAGE_BYTES) as u64 }]);
+    let before = wait_for(9);
+    assert_eq!(awaited.wait(&guests[1].pool).iter().count(), 1, "it does not come");
+    let now = wait_for(9);
+    std::thread::scope(|scope| {
+        scope.spawn(|| awaited.put_what_comes(&guests[1].pool));
+        awaited.came(before, CHUNK, at(0));
+        awaited.came(now, CHUNK, at(1));
+        assert!(awaited.wait(&guests[1].pool).is_empty());
+        awaited.end();
+    });
+    assert_eq!(guests[1].page(9), 1, "and not what page 0 of the pool holds");
 }
 
 #[test]

@@ -54,13 +54,14 @@ pub struct Found<'a> {
 
 /// A machine whose pages may have to wait for bodies.
 pub trait Waits: Debug + Send + Sync {
-    /// These pages wait from now on. The pool is locked. `false` where that are more than the machine can have: then
-    /// none of them waits.
+    /// These pages wait from now on, in the turn that is returned. The pool is locked: this does not take long. `None`
+    /// where that are more than the machine can have: then none of them waits.
     #[must_use]
-    fn expect(&self, chunk: ChunkIndex, pages: &PageSet) -> bool;
+    fn expect(&self, chunk: ChunkIndex, pages: &PageSet) -> Option<u64>;
 
-    /// Bodies that pages of this chunk wait for, or have waited for, are in the pool. The pool is not locked.
-    fn came(&self, pool: &Pool, chunk: ChunkIndex, runs: Vec<PoolRun>);
+    /// Bodies that pages of this chunk wait for, or have waited for in this turn, are in the pool. Another machine's
+    /// pages wait meanwhile: this does not take long.
+    fn came(&self, turn: u64, chunk: ChunkIndex, runs: Vec<PoolRun>);
 }
 
 #[derive(Debug)]
@@ -96,6 +97,8 @@ impl Part {
 #[derive(Debug, Clone)]
 struct Waiter {
     machine: Arc<dyn Waits>,
+    /// In which of the machine's turns.
+    turn: u64,
     page: PageIndex,
 }
 
@@ -103,6 +106,11 @@ impl Waiter {
     /// What tells one machine from another.
     fn place(&self) -> usize {
         address(self.machine.as_ref())
+    }
+
+    /// What those have in common that get bodies at a time.
+    fn together(&self) -> (usize, u64, ChunkIndex) {
+        (self.place(), self.turn, self.page.chunk)
     }
 }
 
@@ -162,7 +170,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Puts bodies of a member's pages into the pool, in the order of the pages, and into the machines that wait for
+    /// Puts bodies of a member's pages into the pool, in the order of the pages, and tells the machines that wait for
     /// them. Returns where they lie.
     ///
     /// # Errors
@@ -202,7 +210,7 @@ impl Pool {
         }
         drop(state);
         self.bodies.fetch_add(bodies.len() as u64, Ordering::Relaxed);
-        self.serve(served);
+        serve(served);
         Ok(runs)
     }
 
@@ -280,11 +288,10 @@ impl Pool {
             }
         }
         // Each is remembered: a peer must not make this host remember more and more.
-        if !machine.expect(chunk, &missing.iter().map(|(page, _)| *page).collect()) {
-            return Err(PoolError::Peer("references to bodies that do not come, again and again"));
-        }
+        let turn = machine.expect(chunk, &missing.iter().map(|(page, _)| *page).collect());
+        let turn = turn.ok_or(PoolError::Peer("references to bodies that do not come, again and again"))?;
         for (page, origin) in missing {
-            let waiter = Waiter { machine: Arc::clone(machine), page: PageIndex { chunk, page } };
+            let waiter = Waiter { machine: Arc::clone(machine), turn, page: PageIndex { chunk, page } };
             state.waiting.entry(origin).or_default().push(waiter);
         }
         Ok(here)
@@ -340,22 +347,22 @@ impl Pool {
         &self.reader
     }
 
-    /// Gives pages to machines that waited for them, as many at a time as follow one another.
-    fn serve(&self, mut served: Vec<(Waiter, u64)>) {
-        served.sort_by_key(|(waiter, _)| (waiter.place(), waiter.page));
-        let mut rest = served.as_slice();
-        while let Some((first, _)) = rest.first() {
-            let same = |waiter: &Waiter| waiter.place() == first.place() && waiter.page.chunk == first.page.chunk;
-            let (these, others) = rest.split_at(rest.partition_point(|(waiter, _)| same(waiter)));
-            let mut runs = Vec::new();
-            these.iter().for_each(|(waiter, offset)| add(&mut runs, waiter.page.page, *offset));
-            first.machine.came(self, first.page.chunk, runs);
-            rest = others;
-        }
-    }
-
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Tells machines of bodies that their pages waited for, of as many at a time as follow one another.
+fn serve(mut served: Vec<(Waiter, u64)>) {
+    served.sort_by_key(|(waiter, _)| (waiter.together(), waiter.page));
+    let mut rest = served.as_slice();
+    while let Some((first, _)) = rest.first() {
+        let same = |waiter: &Waiter| waiter.together() == first.together();
+        let (these, others) = rest.split_at(rest.partition_point(|(waiter, _)| same(waiter)));
+        let mut runs = Vec::new();
+        these.iter().for_each(|(waiter, offset)| add(&mut runs, waiter.page.page, *offset));
+        first.machine.came(first.turn, first.page.chunk, runs);
+        rest = others;
     }
 }
 

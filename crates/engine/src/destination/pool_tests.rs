@@ -19,14 +19,14 @@ struct Machine {
 }
 
 impl Waits for Machine {
-    fn expect(&self, _: ChunkIndex, pages: &PageSet) -> bool {
+    fn expect(&self, _: ChunkIndex, pages: &PageSet) -> Option<u64> {
         let mut expected = self.expected.lock().unwrap();
         *expected = expected.or(pages);
-        true
+        Some(3)
     }
 
-    fn came(&self, pool: &Pool, chunk: ChunkIndex, runs: Vec<PoolRun>) {
-        assert!(pool.state.try_lock().is_ok(), "whoever maps does not hold the others up");
+    fn came(&self, turn: u64, chunk: ChunkIndex, runs: Vec<PoolRun>) {
+        assert_eq!(turn, 3);
         self.given.send((chunk, runs)).unwrap();
     }
 }

@@ -124,7 +124,8 @@ fn enter(joining: &Joining, ram: &Arc<dyn Memory>, pager: Option<&Arc<Pager>>) -
         PoolError::Peer(why) => MigrateError::Request(why).problem(),
         PoolError::File(source) => MigrateError::host("making room in the gang's pool")(source).problem(),
     })?;
-    Ok(Membership::new(Arc::clone(pool), *member, Arc::clone(ram), pager.cloned()))
+    let membership = Membership::new(Arc::clone(pool), *member, Arc::clone(ram), pager.cloned());
+    membership.map_err(|error| error.problem())
 }
 
 /// Checks the machine, starts its VMM, and maps its RAM.

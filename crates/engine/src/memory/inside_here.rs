@@ -144,3 +144,51 @@ impl<M: Mapped> Inside for InsideHere<M> {
 
     fn close(&mut self) {}
 }
+
+/// How a process maps parts of a file.
+pub type Maps<M> = dyn FnMut(&mut InsideHere<M>, BorrowedFd<'_>, &[MapRun]) -> Result<(), MigrateError> + Send;
+
+/// This process as a VMM that maps parts of a file in a way of its own, or does not.
+pub struct MapsItsWay<M>(pub InsideHere<M>, pub Box<Maps<M>>);
+
+impl<M: Mapped> Inside for MapsItsWay<M> {
+    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        self.0.open(features)
+    }
+
+    fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
+        self.0.open_alone(features)
+    }
+
+    fn lend(&mut self) -> Result<(), MigrateError> {
+        self.0.lend()
+    }
+
+    fn log_discards(&mut self) -> Result<(), MigrateError> {
+        self.0.log_discards()
+    }
+
+    fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
+        self.0.reopen()
+    }
+
+    fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
+        self.0.advise(advice, ranges)
+    }
+
+    fn map(&mut self, file: BorrowedFd<'_>, runs: &[MapRun]) -> Result<(), MigrateError> {
+        (self.1)(&mut self.0, file, runs)
+    }
+
+    fn pid(&self) -> u32 {
+        self.0.pid()
+    }
+
+    fn discards(&mut self) -> Discards {
+        self.0.discards()
+    }
+
+    fn close(&mut self) {
+        self.0.close();
+    }
+}

@@ -1,5 +1,6 @@
 //! What holds of private memory that lies in a pool. This process is the VMM.
 
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
@@ -8,9 +9,8 @@ use sterna_sys::map::{Access, PrivateMapping};
 use sterna_sys::userfaultfd::{self, Features, Modes, Userfaultfd};
 
 use super::*;
-use crate::agent::{Advice, Discards};
 use crate::inside::Inside;
-use crate::memory::inside_here::InsideHere;
+use crate::memory::inside_here::{InsideHere, MapsItsWay};
 use crate::memory::{BlockFile, Holder, Memory};
 
 const PAGES: u64 = 64;
@@ -165,51 +165,11 @@ fn what_does_not_fit_into_the_mappings_a_process_may_have_is_copied() {
     assert_eq!(rig.memory.shared_in(CHUNK).unwrap(), set(&[0, 10, 11, 14]), "the last two are the guest's own");
 }
 
-/// A VMM that does not answer when it is asked to map something: whether it does is to be seen.
-struct Unanswering(InsideHere<PrivateMapping>);
-
-impl Inside for Unanswering {
-    fn open(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
-        self.0.open(features)
-    }
-
-    fn open_alone(&mut self, features: Features) -> Result<Userfaultfd, MigrateError> {
-        self.0.open_alone(features)
-    }
-
-    fn lend(&mut self) -> Result<(), MigrateError> {
-        self.0.lend()
-    }
-
-    fn log_discards(&mut self) -> Result<(), MigrateError> {
-        self.0.log_discards()
-    }
-
-    fn reopen(&mut self) -> Result<Option<Userfaultfd>, MigrateError> {
-        self.0.reopen()
-    }
-
-    fn advise(&mut self, advice: Advice, ranges: &[Range<u64>]) -> Result<(), MigrateError> {
-        self.0.advise(advice, ranges)
-    }
-
-    fn pid(&self) -> u32 {
-        self.0.pid()
-    }
-
-    fn discards(&mut self) -> Discards {
-        self.0.discards()
-    }
-
-    fn close(&mut self) {
-        self.0.close();
-    }
-}
-
 /// Failed while a newer body was put into such a page: the request, carried out later, brought the older one back.
 #[test]
 fn nothing_is_put_where_a_request_to_map_may_still_be_carried_out() {
-    let rig = rig_with(|mapping| Arc::new(Mutex::new(Unanswering(InsideHere(mapping)))));
+    let no_answer = |_: &mut InsideHere<_>, _: BorrowedFd<'_>, _: &[MapRun]| Err(MigrateError::Bug("no answer"));
+    let rig = rig_with(|mapping| Arc::new(Mutex::new(MapsItsWay(InsideHere(mapping), Box::new(no_answer)))));
     let refused = |done: io::Result<()>| done.expect_err("it is not known yet").to_string();
     let mut both = PageMap::empty(rig.memory.layout());
     both.insert_all(CHUNK, &set(&[10, 40]));
