@@ -21,6 +21,9 @@ pub mod several;
 /// How much memory this host can still give.
 pub mod room;
 
+/// How often something is looked at that costs the more the more there is to see.
+pub mod pace;
+
 /// What is kept of machines that have left.
 pub mod kept;
 

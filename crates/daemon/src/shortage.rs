@@ -20,12 +20,16 @@ use crate::machines::control::Control;
 use crate::machines::hold::{Activity, Hold, Shown};
 use crate::machines::record::VmRecord;
 use crate::machines::table::Machines;
+use crate::pace::pause_after;
 
 /// How often the host's memory is looked at, while there is enough of it and else.
 const CALM: Duration = Duration::from_secs(1);
 const SHORT: Duration = Duration::from_millis(200);
-/// Guests are looked at while there is less than so many times the floor: what one has written since the look before is
-/// then known when it counts.
+/// A look's processor time is less than this part of the pause after it: all page tables of all guests are gone
+/// through, which takes long where they have much memory, and the guests have as few processors as before.
+const PART: u32 = 4;
+/// Guests are looked at while there is less than so many times the floor: what one has written since the look before
+/// is then known when it counts.
 const LOOK_BELOW: u64 = 4;
 /// There is room again at so many times the floor.
 const ENOUGH: u64 = 2;
@@ -110,11 +114,13 @@ pub fn begin(machines: Arc<Machines>, keeper: Arc<Keeper>, floor: u64) {
                 .filter_map(|entry| entry.record.as_ref())
                 .any(|record| record.memory_mode == MemoryMode::Private || record.waits_for_room);
             let room = if any { keeper.room_bytes() } else { u64::MAX };
-            let guests = guests(&machines, rule.looks(room));
-            for step in rule.step(room, &guests) {
-                act(&machines, &step, room);
-            }
-            std::thread::sleep(if rule.looks(room) { SHORT } else { CALM });
+            let least = if rule.looks(room) { SHORT } else { CALM };
+            std::thread::sleep(pause_after(least, PART, || {
+                let guests = guests(&machines, rule.looks(room));
+                for step in rule.step(room, &guests) {
+                    act(&machines, &step, room);
+                }
+            }));
         }
     };
     if floor == 0 {

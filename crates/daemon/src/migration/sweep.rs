@@ -8,11 +8,11 @@ use std::time::Duration;
 use sterna_api::MemoryMode;
 use sterna_engine::memory::unneeded;
 use sterna_sys::file::{FileId, device_of};
-use sterna_sys::process::thread_cpu_time;
 
 use super::pools::Pools;
 use crate::machines::images::Images;
 use crate::machines::table::Machines;
+use crate::pace::pause_after;
 
 /// The pause between two looks at least.
 const PAUSE: Duration = Duration::from_secs(2);
@@ -25,7 +25,7 @@ pub fn begin(machines: Arc<Machines>, pools: Arc<Pools>, images: Arc<Images>) {
     let look = move || {
         let mut warned = false;
         loop {
-            std::thread::sleep(pause_after(|| {
+            let look = || {
                 pools.look();
                 match sweep(&machines, &pools, &images) {
                     Ok(0) => {}
@@ -36,19 +36,13 @@ pub fn begin(machines: Arc<Machines>, pools: Arc<Pools>, images: Arc<Images>) {
                     }
                     Err(_) => {}
                 }
-            }));
+            };
+            std::thread::sleep(pause_after(PAUSE, PART, look));
         }
     };
     if let Err(error) = std::thread::Builder::new().name("pools".into()).spawn(look) {
         tracing::error!(%error, "cannot start the thread that gives back what no guest needs of pools");
     }
-}
-
-/// Has a look taken, and returns how long there is to be none.
-fn pause_after(look: impl FnOnce()) -> Duration {
-    let before = thread_cpu_time();
-    look();
-    PAUSE.max(thread_cpu_time().saturating_sub(before) * PART)
 }
 
 /// Looks once. Returns how much was given back, bytes.
@@ -83,21 +77,4 @@ fn goes_to_clones(machines: &Machines, file: FileId) -> bool {
     let table = machines.table();
     let mut images = table.values().filter_map(|entry| entry.record.as_ref()).filter(|record| record.image);
     images.any(|record| record.blocks.iter().any(|block| block.file().is_ok_and(|known| known == file)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Failed while the pause was a multiple of the look's time by the clock: on a host whose processors were busy what
-    /// forks had left stayed for minutes.
-    #[test]
-    fn a_look_that_had_to_wait_is_followed_by_the_next_one_soon() {
-        assert_eq!(pause_after(|| std::thread::sleep(Duration::from_millis(400))), PAUSE);
-        let works = || {
-            let begun = thread_cpu_time();
-            while thread_cpu_time() - begun < Duration::from_millis(100) {}
-        };
-        assert!(pause_after(works) >= Duration::from_millis(100) * PART, "it costs a processor 2 % at most");
-    }
 }
