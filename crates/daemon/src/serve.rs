@@ -73,7 +73,7 @@ pub fn serve(config: Config) -> Result<(), Box<dyn Error + Send + Sync>> {
     runtime.shutdown_timeout(GRACE);
     daemon.jobs().cancel_all(GIVE_BACK);
     let _ = fs::remove_file(&daemon.config.api);
-    let _ = daemon.images.forget_unused(&[]);
+    let _ = daemon.images.forget_unused(&[], |_| false);
     daemon.state.unmount_if_empty();
     result
 }

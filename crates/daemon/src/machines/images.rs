@@ -204,15 +204,15 @@ impl Images {
         }
     }
 
-    /// Removes the names of files that no record keeps and no process maps. `first` are processes that may map some:
-    /// once all are found, nobody else is asked. A file that somebody maps after he was asked has lost its name then,
-    /// and nothing else.
+    /// Removes the names of files that no record keeps, no process maps and nobody may still be asked to map, as `held`
+    /// says. `first` are processes that may map some: once all are found, nobody else is asked. A file that somebody
+    /// maps after he was asked has lost its name then, and nothing else.
     ///
     /// # Errors
     /// A process of `first` cannot be looked into: all names stay.
-    pub fn forget_unused(&self, first: &[u32]) -> io::Result<()> {
+    pub fn forget_unused(&self, first: &[u32], held: impl Fn(FileId) -> bool) -> io::Result<()> {
         let mut unused: HashMap<FileId, PathBuf> = self.named()?.into_iter().map(|(path, id)| (id, path)).collect();
-        unused.retain(|id, _| !self.is_kept(*id));
+        unused.retain(|id, _| !self.is_kept(*id) && !held(*id));
         let mut ask = |pids: Vec<u32>| {
             for pid in pids {
                 if unused.is_empty() {
@@ -302,15 +302,15 @@ mod tests {
         assert_eq!(images.name(&file).unwrap(), named, "it has one");
         let guest = PrivateMapping::new(BYTES).unwrap();
         guest.lay(0, &file, 0..BYTES).unwrap();
-        images.forget_unused(&[]).unwrap();
+        images.forget_unused(&[], |_| false).unwrap();
         assert_eq!(names(&images), 1, "this process maps it");
         let kept = images.keep(&image(&file, 0..BYTES), b"devices").unwrap();
         drop(guest);
-        images.forget_unused(&[std::process::id()]).unwrap();
+        images.forget_unused(&[std::process::id()], |_| false).unwrap();
         assert_eq!(names(&images), 2, "the RAM and the devices are kept");
         images.forget(&kept);
         assert!(!images.is_kept(named.id()));
-        images.forget_unused(&[]).unwrap();
+        images.forget_unused(&[], |_| false).unwrap();
         assert_eq!(names(&images), 0);
         // It had a name, and the kernel gives it no other.
         assert!(images.keep(&image(&file, 0..BYTES), b"devices").is_err());
@@ -331,7 +331,7 @@ mod tests {
         // By another daemon, which begins with what is on record.
         let next = Images::new(images.dir.clone());
         next.know(&read);
-        next.forget_unused(&[]).unwrap();
+        next.forget_unused(&[], |_| false).unwrap();
         assert_eq!(names(&next), 2);
         let path = read.files[0].file.path.clone();
         fs::rename(&path, images.dir.join("elsewhere")).unwrap();

@@ -21,6 +21,9 @@ pub const PATIENCE: Duration = Duration::from_secs(300);
 /// A machine with firmware and nothing else: it runs for ever.
 pub const BARE: [&str; 8] = ["-machine", "q35", "-accel", "tcg", "-display", "none", "-vga", "none"];
 
+/// Which part of a machine's RAM [`Host::fill`] fills, bytes.
+pub const FULL: std::ops::Range<u64> = 32 << 20..48 << 20;
+
 /// Why tests with QEMU cannot run here, said once per test.
 pub fn cannot_run() -> bool {
     let needs = [
@@ -281,17 +284,26 @@ impl Host {
     /// machine: 16 MiB, of which no page compresses. (What firmware writes is little, and takes the time it takes.)
     pub fn run_full(&self, name: &str) {
         self.run(name);
-        let files = std::fs::read_dir(self.state().join("ram")).expect("RAM files").flatten();
-        let of_it = |file: &std::fs::DirEntry| file.file_name().to_string_lossy().starts_with(&format!("{name}-"));
-        let path = files.filter(of_it).map(|file| file.path()).next().expect("its RAM");
+        self.fill(name);
+    }
+
+    /// Fills a machine's RAM so.
+    pub fn fill(&self, name: &str) {
         let mut state = 1_u64;
         let noise = |_| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 56) as u8
         };
-        let bytes: Vec<u8> = (0..16 << 20).map(noise).collect();
-        let ram = std::fs::File::options().write(true).open(path).expect("its RAM");
-        std::os::unix::fs::FileExt::write_all_at(&ram, &bytes, 32 << 20).expect("room");
+        let bytes: Vec<u8> = (0..FULL.end - FULL.start).map(noise).collect();
+        let ram = std::fs::File::options().write(true).open(self.ram_of(name)).expect("its RAM");
+        std::os::unix::fs::FileExt::write_all_at(&ram, &bytes, FULL.start).expect("room");
+    }
+
+    /// The RAM file of a machine in shared memory.
+    pub fn ram_of(&self, name: &str) -> PathBuf {
+        let files = std::fs::read_dir(self.state().join("ram")).expect("RAM files").flatten();
+        let of_it = |file: &std::fs::DirEntry| file.file_name().to_string_lossy().starts_with(&format!("{name}-"));
+        files.filter(of_it).map(|file| file.path()).next().expect("its RAM")
     }
 
     /// From now on, until its daemon is started anew, migrations away from this host go as fast as they can.

@@ -299,6 +299,12 @@ pub trait Memory: Debug + Send + Sync {
         PoolRun::each_body(from, pool, |pages, bodies| self.install(chunk, pages, bodies))
     }
 
+    /// Whether the VMM may still do what it was asked for by [`share`](Self::share) or
+    /// [`install_shared`](Self::install_shared) and gave no answer to: what lies in that pool must stay there.
+    fn may_map_later(&self) -> bool {
+        false
+    }
+
     /// Makes those of these pages missing that were [shared](Self::share): the guest's next access faults. The guest
     /// does not run yet.
     ///

@@ -360,6 +360,10 @@ impl Memory for PrivateMemory {
         self.install_from_pool(chunk, runs, pool)
     }
 
+    fn may_map_later(&self) -> bool {
+        self.is_unsure()
+    }
+
     fn unshare(&self, pages: &PageMap) -> io::Result<()> {
         self.leave_areas(pages)
     }

@@ -121,6 +121,11 @@ impl PrivateMemory {
         Ok(set.and(pages))
     }
 
+    /// As [`Memory::may_map_later`].
+    pub(super) fn is_unsure(&self) -> bool {
+        !self.unsure().is_empty()
+    }
+
     fn unsure(&self) -> MutexGuard<'_, PageMap> {
         self.unsure.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -170,6 +170,7 @@ fn what_does_not_fit_into_the_mappings_a_process_may_have_is_copied() {
 fn nothing_is_put_where_a_request_to_map_may_still_be_carried_out() {
     let no_answer = |_: &mut InsideHere<_>, _: BorrowedFd<'_>, _: &[MapRun]| Err(MigrateError::Bug("no answer"));
     let rig = rig_with(|mapping| Arc::new(Mutex::new(MapsItsWay(InsideHere(mapping), Box::new(no_answer)))));
+    assert!(!rig.memory.may_map_later());
     let refused = |done: io::Result<()>| done.expect_err("it is not known yet").to_string();
     let mut both = PageMap::empty(rig.memory.layout());
     both.insert_all(CHUNK, &set(&[10, 40]));
@@ -184,10 +185,12 @@ fn nothing_is_put_where_a_request_to_map_may_still_be_carried_out() {
         assert!(refused(done).contains("has not said"));
     }
     assert_eq!(rig.pages([8, 9, 10, 11, 40]), [0, 0, 0, 0, 9], "nothing was done");
+    assert!(rig.memory.may_map_later(), "what lies in the pool must stay there");
     rig.memory.write(CHUNK, &set(&[12]), &[7; PAGE_BYTES]).expect("nobody was asked to map that");
     // Now it is carried out.
     rig.mapping[0].lay(10 * PAGE, &rig.pool, 0..2 * PAGE).expect("laid");
     rig.memory.write(CHUNK, &set(&[10]), &[7; PAGE_BYTES]).expect("it is in its place");
     assert_eq!(rig.pages([10, 11, 12]), [7, 101, 7]);
+    assert!(!rig.memory.may_map_later());
     assert!(rig.pool_is_as_it_was());
 }
