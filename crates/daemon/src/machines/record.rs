@@ -133,6 +133,18 @@ pub struct VmRecord {
     /// What it is related to by forks: the same word for all of them, and nobody else has it.
     #[serde(default)]
     pub family: Option<String>,
+    /// The gang with which it came here.
+    #[serde(default)]
+    pub came_with: Option<GangKey>,
+}
+
+/// What tells one gang from another.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GangKey {
+    /// Its number, by its source's word.
+    pub id: u128,
+    /// The daemon it comes from, by its certificate.
+    pub from: Option<String>,
 }
 
 fn yes() -> bool {
@@ -226,6 +238,7 @@ impl VmRecord {
             held: None,
             forked_from: None,
             family: None,
+            came_with: None,
         }
     }
 

@@ -1,5 +1,6 @@
 //! Machines that come here: this host as the destination.
 
+use std::collections::HashSet;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,7 +30,7 @@ use crate::machines::backing::Block;
 use crate::machines::claim::Reservation;
 use crate::machines::control;
 use crate::machines::hold::Hold;
-use crate::machines::record::{Lifecycle, Memory, Paging, VmRecord};
+use crate::machines::record::{GangKey, Lifecycle, Memory, Paging, VmRecord};
 use crate::machines::split::{Remote, SplitRecord};
 use crate::machines::start::Launcher;
 use crate::problems::host;
@@ -121,7 +122,8 @@ impl DestinationHost for Destination {
     }
 
     fn pool(&self, gang: &GangSpec, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
-        self.pools.of(gang, from, &|| self.free_bytes(), &|name| self.taken_bytes(name))
+        let room = |names: &_| self.free_bytes_beside(names);
+        self.pools.of(gang, from, &room, &|name| self.taken_bytes(name), &|key| self.came_with(key))
     }
 
     fn offer(&self, group: &str, shown: &[u128], pool: &Arc<Pool>) -> std::io::Result<()> {
@@ -129,7 +131,9 @@ impl DestinationHost for Destination {
             return Ok(());
         }
         // The gang is promised its memory by now: what is kept stays for it only where there is memory for both.
-        let promised = self.promised_bytes().saturating_add(self.pools.promised_bytes(&|name| self.taken_bytes(name)));
+        let promised = self
+            .promised_bytes(&HashSet::new())
+            .saturating_add(self.pools.promised_bytes(&|name| self.taken_bytes(name)));
         let has_room = self.keeper.room_beside_bytes() >= promised;
         let kept = if has_room { self.keeper.offer(group, shown, self.offer_pools, pool) } else { Vec::new() };
         if kept.is_empty() && !self.offer_pools {
@@ -232,6 +236,16 @@ impl DestinationHost for Destination {
     }
 }
 
+/// How a machine comes here.
+#[derive(Debug)]
+struct How {
+    /// Its guest may run before all its pages are here.
+    paging: bool,
+    /// As what, where it is a clone of one that runs on.
+    clone: Option<Clone>,
+    gang: Option<GangKey>,
+}
+
 /// The problem of a migration whose number is on record already.
 fn stale(id: MigrationId) -> Problem {
     Problem::new(Code::StaleMigration, Blame::Peer, format!("migration {id} has ended here before"))
@@ -273,13 +287,12 @@ impl Destination {
         }
         let has_room = |table: &_| check_incoming(table, limit);
         let reservation = Reservation::new(machines, &spec.name, Hold::busy(Arriving(id)), has_room)?;
-        if let Some(pool) = pool {
-            self.pools.come(pool, &spec.name);
-        }
+        let gang = pool.and_then(|pool| self.pools.come(pool, &spec.name));
         self.records.prepare(id, &spec.name, from).map_err(|error| match error.kind() {
             ErrorKind::AlreadyExists => stale(id),
             _ => host("the destination cannot write the migration's record", &error),
         })?;
+        let how = How { paging: how.0, clone: how.1, gang };
         self.start_qemu(id, spec, how, &items, binary, reservation).inspect_err(|_| self.records.refused(id))
     }
 
@@ -287,7 +300,7 @@ impl Destination {
         &self,
         id: MigrationId,
         spec: &VmSpec,
-        (paging, clone): (bool, Option<Clone>),
+        How { paging, clone, gang }: How,
         items: &[Item],
         binary: Binary,
         reservation: Reservation,
@@ -319,6 +332,7 @@ impl Destination {
             forked_from: kin.and_then(|kin| kin.forked_from.clone()).filter(|name| is_word(name)),
             memory_mode,
             trust_group: spec.trust_group.clone(),
+            came_with: gang,
             balloon: spec.balloon,
             huge_pages,
             lifecycle: Lifecycle::Incoming(id),
@@ -383,6 +397,11 @@ impl Destination {
 
     /// The memory, bytes, that can be promised to machines that want to come, but for what gangs were promised.
     pub fn free_bytes(&self) -> u64 {
+        self.free_bytes_beside(&HashSet::new())
+    }
+
+    /// The same where what these machines still need is counted with their gang.
+    fn free_bytes_beside(&self, names: &HashSet<String>) -> u64 {
         let records: Vec<VmRecord> = {
             let table = self.care.machines.table();
             table.values().filter_map(|entry| entry.record.clone()).collect()
@@ -391,16 +410,17 @@ impl Destination {
         let reserve = (u128::from(shared) * u128::from(self.unshare_reserve) / 100) as u64;
         // Below the floor guests are stopped. Whoever comes leaves a margin anyway.
         let floor = self.memory_floor_bytes.saturating_sub(MARGIN_BYTES);
-        self.room_bytes().saturating_sub(self.promised_bytes()).saturating_sub(reserve).saturating_sub(floor)
+        self.room_bytes().saturating_sub(self.promised_bytes(names)).saturating_sub(reserve).saturating_sub(floor)
     }
 
     /// The memory, bytes, that machines on their way here and machines with missing pages will still need, but those of
-    /// gangs: a machine that was accepted must not run out of memory because of a later one.
-    fn promised_bytes(&self) -> u64 {
+    /// gangs and those of these names: a machine that was accepted must not run out of memory because of a later one.
+    fn promised_bytes(&self, names: &HashSet<String>) -> u64 {
         let of_gangs = self.pools.names();
         let (arriving, missing): (Vec<VmRecord>, u64) = {
             let table = self.care.machines.table();
-            let alone = || table.iter().filter(|(name, _)| !of_gangs.contains(*name)).map(|(_, entry)| entry);
+            let alone = |name: &String| !of_gangs.contains(name) && !names.contains(name);
+            let alone = || table.iter().filter(|(name, _)| alone(name)).map(|(_, entry)| entry);
             let entries = alone().filter(|entry| entry.hold.is::<Arriving>());
             let missing = alone().filter_map(|entry| entry.pager.as_ref());
             (entries.filter_map(|entry| entry.record.clone()).collect(), missing.map(|pager| pager.0.missing()).sum())
@@ -416,6 +436,13 @@ impl Destination {
     fn taken_bytes(&self, name: &str) -> u64 {
         let record = self.care.machines.table().get(name).and_then(|entry| entry.record.clone());
         record.map_or(0, |record| record.allocated_bytes())
+    }
+
+    /// The machines here that came with this gang.
+    fn came_with(&self, gang: &GangKey) -> HashSet<String> {
+        let table = self.care.machines.table();
+        let records = table.values().filter_map(|entry| entry.record.as_ref());
+        records.filter(|record| record.came_with.as_ref() == Some(gang)).map(|record| record.name.clone()).collect()
     }
 
     fn arriving(&self, id: MigrationId) -> Option<VmRecord> {

@@ -24,6 +24,7 @@ use sterna_protocol::spec::GangSpec;
 use sterna_sys::file::{self, FileId};
 
 use super::prechecks::check_room;
+use crate::machines::record::GangKey;
 use crate::problems::host;
 
 /// How long a pool waits for members that have not come, while none of its gang is on its way. The next member comes as
@@ -33,15 +34,12 @@ const WAIT: Duration = Duration::from_secs(60);
 /// The most gangs that may be on their way here.
 const MAX_POOLS: usize = 256;
 
-/// A gang: its number, and the daemon it comes from, by its certificate.
-type Key = (u128, Option<String>);
-
 /// The pools of gangs that are on their way here.
 #[derive(Debug)]
 pub struct Pools {
     /// A directory on the file system of the machines' RAM.
     dir: PathBuf,
-    gangs: Mutex<HashMap<Key, Entry>>,
+    gangs: Mutex<HashMap<GangKey, Entry>>,
     /// How long they wait for members.
     wait: Duration,
     /// Held while pages of pools are given back: what is offered meanwhile could be among them.
@@ -134,7 +132,7 @@ impl Pools {
     }
 
     /// The gangs that are on their way, without those that are not any more.
-    fn wanted(&self) -> MutexGuard<'_, HashMap<Key, Entry>> {
+    fn wanted(&self) -> MutexGuard<'_, HashMap<GangKey, Entry>> {
         let mut gangs = self.gangs.lock().unwrap_or_else(PoisonError::into_inner);
         gangs.retain(|_, entry| {
             // Whoever comes through here holds another reference.
@@ -159,15 +157,20 @@ impl Pools {
         promised(&self.wanted(), taken)
     }
 
-    /// Notes that this machine comes with the gang of this pool.
-    pub fn come(&self, pool: &Arc<Pool>, name: &str) {
-        if let Some(entry) = self.wanted().values_mut().find(|entry| Arc::ptr_eq(&entry.pool, pool)) {
-            entry.names.insert(name.into());
-        }
+    /// Notes that this machine comes with the gang of this pool. Returns which that is.
+    pub fn come(&self, pool: &Arc<Pool>, name: &str) -> Option<GangKey> {
+        let mut gangs = self.wanted();
+        let (key, entry) = gangs.iter_mut().find(|(_, entry)| Arc::ptr_eq(&entry.pool, pool))?;
+        entry.names.insert(name.into());
+        Some(key.clone())
     }
 
-    /// The pool of a gang from this daemon. `room` says how much this host can give to gangs, bytes, and `taken` what a
-    /// machine of a gang has taken already.
+    /// The pool of a gang from this daemon. `here` says which machines have come with a gang, `room` how much this host
+    /// can give to gangs beside what those still need, bytes, and `taken` what a machine of a gang has taken already.
+    ///
+    /// A gang whose members have come in part, and whose pool is not known any more, has another one from now on: its
+    /// daemon was started again, or nobody came for a while. What those have taken for themselves is not asked for
+    /// again. What they have in common is, as far as others refer to it: it is put into the new pool once more.
     ///
     /// # Errors
     /// The peer contradicts itself, the gang needs more than there is, too many gangs are on their way, or the file
@@ -176,15 +179,17 @@ impl Pools {
         &self,
         gang: &GangSpec,
         from: Option<&str>,
-        room: &dyn Fn() -> u64,
+        room: &dyn Fn(&HashSet<String>) -> u64,
         taken: &dyn Fn(&str) -> u64,
+        here: &dyn Fn(&GangKey) -> HashSet<String>,
     ) -> Result<Arc<Pool>, Problem> {
-        let key = (gang.id, from.map(String::from));
+        let key = GangKey { id: gang.id, from: from.map(String::from) };
         if let Some(pool) = known(&self.wanted(), &key, gang)? {
             return Ok(pool);
         }
         // It takes its time, and asks for the names of all gangs.
-        let room_bytes = room();
+        let names = here(&key);
+        let room_bytes = room(&names);
         let mut gangs = self.wanted();
         if let Some(pool) = known(&gangs, &key, gang)? {
             return Ok(pool);
@@ -194,10 +199,11 @@ impl Pools {
             return Err(Problem::new(Code::NoSharing, Blame::Host, message));
         }
         let room_bytes = room_bytes.saturating_sub(promised(&gangs, taken));
-        let bytes = self.needed_bytes(gang, room_bytes)?;
+        let taken_bytes = names.iter().map(|name| taken(name)).sum();
+        let bytes = self.needed_bytes(gang, taken_bytes, room_bytes)?;
         let pool = file::unnamed(&self.dir).map_err(io::Error::from).and_then(|file| Pool::new(file, gang.members));
         let pool = pool.map_err(|error| host("the gang's pool cannot be made", &error))?;
-        let entry = Entry { pool: Arc::clone(&pool), spec: gang.clone(), bytes, names: HashSet::new(), quiet: None };
+        let entry = Entry { pool: Arc::clone(&pool), spec: gang.clone(), bytes, names, quiet: None };
         gangs.insert(key, entry);
         Ok(pool)
     }
@@ -206,12 +212,13 @@ impl Pools {
     /// a process may have mappings.
     ///
     /// # Errors
-    /// There is less room than that.
-    fn needed_bytes(&self, gang: &GangSpec, room_bytes: u64) -> Result<u64, Problem> {
+    /// There is less room than what it has not taken of that.
+    fn needed_bytes(&self, gang: &GangSpec, taken_bytes: u64, room_bytes: u64) -> Result<u64, Problem> {
         let mappings = (self.mappings)().map_err(|error| host("vm.max_map_count cannot be read", &error))?;
         let copied = copied_bytes(&gang.shared, mappings);
         let bytes = gang.bytes.saturating_add(copied);
-        let checked = check_room(&format!("a gang of {}", gang.members), bytes, room_bytes);
+        let who = format!("a gang of {}", gang.members);
+        let checked = check_room(&who, bytes.saturating_sub(taken_bytes), room_bytes);
         if copied == 0 {
             return checked.map(|()| bytes);
         }
@@ -236,7 +243,7 @@ impl Drop for Held<'_> {
 }
 
 /// The pool of a gang of which a member has come before.
-fn known(gangs: &HashMap<Key, Entry>, key: &Key, gang: &GangSpec) -> Result<Option<Arc<Pool>>, Problem> {
+fn known(gangs: &HashMap<GangKey, Entry>, key: &GangKey, gang: &GangSpec) -> Result<Option<Arc<Pool>>, Problem> {
     let Some(entry) = gangs.get(key) else { return Ok(None) };
     if entry.spec != *gang {
         return Err(Problem::new(Code::NoSharing, Blame::Peer, "a gang that it described differently before"));
@@ -245,7 +252,7 @@ fn known(gangs: &HashMap<Key, Entry>, key: &Key, gang: &GangSpec) -> Result<Opti
 }
 
 /// The memory, bytes, that these gangs will still need.
-fn promised(gangs: &HashMap<Key, Entry>, taken: &dyn Fn(&str) -> u64) -> u64 {
+fn promised(gangs: &HashMap<GangKey, Entry>, taken: &dyn Fn(&str) -> u64) -> u64 {
     let still = |entry: &Entry| {
         let own: u64 = entry.names.iter().map(|name| taken(name)).sum();
         entry.bytes.saturating_sub(own.saturating_add(entry.pool.allocated_bytes()))
@@ -273,7 +280,7 @@ mod tests {
 
     /// The pool of such a gang, where this host has 1 GiB and the gang's machine `one` has taken 50 MiB.
     fn pool(pools: &Pools, gang: &GangSpec, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
-        pools.of(gang, from, &|| 1 << 30, &taken)
+        pools.of(gang, from, &|_| 1 << 30, &taken, &|_| HashSet::new())
     }
 
     fn taken(name: &str) -> u64 {
@@ -310,6 +317,24 @@ mod tests {
         assert!(pool(&pools, &gang(3, "g", 2, u64::MAX), None).is_err());
     }
 
+    /// Fails where a gang of which a part is here is promised all of its memory again: where there is no such room the
+    /// rest is refused, and others meanwhile.
+    #[test]
+    fn what_members_have_taken_that_are_here_is_not_asked_for_again_with_another_pool() {
+        let (_dir, pools) = pools();
+        let gang = gang(1, "g", 2, 1000 << 20);
+        let of = |here: &dyn Fn(&GangKey) -> HashSet<String>| pools.of(&gang, Some("a"), &|_| 1 << 30, &taken, here);
+        assert_eq!(of(&|_| HashSet::new()).expect_err("1 GiB, and no margin").code, Code::OutOfMemory);
+        let first = |key: &GangKey| {
+            assert_eq!(*key, GangKey { id: 1, from: Some("a".into()) });
+            HashSet::from(["one".to_owned()])
+        };
+        let pool = of(&first).expect("50 MiB of it are taken");
+        assert_eq!(pools.promised_bytes(&taken), 950 << 20);
+        assert_eq!(pools.names(), HashSet::from(["one".to_owned()]));
+        assert_eq!(pools.come(&pool, "two"), Some(GangKey { id: 1, from: Some("a".into()) }));
+    }
+
     #[test]
     fn copies_for_want_of_mappings_are_promised_too_or_refused_with_what_helps() {
         let (_dir, mut pools) = pools();
@@ -318,7 +343,7 @@ mod tests {
         let shared = Vec::from([SharedPages { pages: 1 << 18, mappings: 60_000 }; 2]);
         let of = |pools: &Pools, bytes, id| {
             let gang = GangSpec { shared: shared.clone(), ..gang(id, "g", 2, bytes) };
-            pools.of(&gang, None, &|| 2 << 30, &taken)
+            pools.of(&gang, None, &|_| 2 << 30, &taken, &|_| HashSet::new())
         };
         let problem = of(&pools, 1 << 30, 1).expect_err("twice 1 GiB, and no margin");
         assert_eq!((problem.code, problem.blame), (Code::OutOfMemory, Blame::Host));
@@ -393,7 +418,8 @@ mod tests {
         first.enter(0, &layout()).expect("the first member");
         drop(first);
         drop(of(2, 1));
-        let held = || pools.gangs.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&(1, None));
+        let held =
+            || pools.gangs.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&GangKey { id: 1, from: None });
         assert!(held(), "its second member is still to come");
         of(1, 2).enter(1, &layout()).expect("the second member");
         drop(of(2, 1));
