@@ -63,19 +63,42 @@ fn a_gang_moves_together() {
     assert_eq!(b.names(), names);
 }
 
+/// Starts a machine in private memory and of this trust group.
+fn run_private(host: &Host, name: &str, group: &str, more: &[&str]) {
+    let mut request = run_request(name, &[&BARE[..], more].concat());
+    request["memory_mode"] = "private".into();
+    request["trust_group"] = group.into();
+    let (status, vm) = host.ask("POST", "/v1/vms", Some(&request));
+    assert_eq!(status, 201, "{vm}");
+}
+
+/// So the next daemon knows what is here of a gang, and asks for no room for that once more.
+#[test]
+fn the_records_of_machines_that_came_together_name_their_gang() {
+    if cannot_run() {
+        return;
+    }
+    let (a, b) = (Host::start(), Host::start());
+    ["one", "two", "alone"].iter().for_each(|name| run_private(&a, name, "red", &[]));
+    let came_with = |names: &[&str]| {
+        let reports = a.ended(a.migrate(names, &b.address(), json!({ "preserve_sharing": "on" })));
+        assert!(reports.iter().all(|report| report["status"] == "completed"), "{reports:?}");
+        let record = |name| std::fs::read(b.state().join("vms").join(name).join("vm.json")).expect("its record");
+        let gang = |name| serde_json::from_slice::<Value>(&record(name)).expect("a record")["came_with"].clone();
+        names.iter().map(gang).collect::<Vec<_>>()
+    };
+    let together = came_with(&["one", "two"]);
+    assert!(together[0]["id"].is_number() && together[0] == together[1], "{together:?}");
+    assert_ne!(came_with(&["alone"])[0], together[0]);
+}
+
 #[test]
 fn a_gang_that_cannot_go_as_one_is_refused_before_anything_begins_and_each_reason_is_named() {
     if cannot_run() {
         return;
     }
     let (a, b) = (Host::start(), Host::start());
-    let private = |name: &str, group: &str, more: &[&str]| {
-        let mut request = run_request(name, &[&BARE[..], more].concat());
-        request["memory_mode"] = "private".into();
-        request["trust_group"] = group.into();
-        let (status, vm) = a.ask("POST", "/v1/vms", Some(&request));
-        assert_eq!(status, 201, "{vm}");
-    };
+    let private = |name: &str, group: &str, more: &[&str]| run_private(&a, name, group, more);
     private("one", "red", &[]);
     // QEMU itself refuses to move what writes a directory as if it were a disk.
     std::fs::create_dir(a.path("fat")).unwrap();
