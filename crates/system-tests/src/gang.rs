@@ -244,13 +244,13 @@ impl GangSite {
         wait_for("an empty host", PATIENCE, nothing).unwrap_or_else(|error| panic!("{error}: {:?}", left()));
     }
 
-    /// Kills the QEMU of a guest on a host.
+    /// Sends a signal to the QEMU of a guest on a host.
     ///
     /// # Panics
     /// There is none.
-    pub fn kill_qemu(&self, name: &str, host: &str) {
+    pub fn signal_qemu(&self, name: &str, host: &str, signal: Signal) {
         let pid = self.shown(name, host)["pid"].as_u64().and_then(|pid| i32::try_from(pid).ok()).expect("its process");
-        kill(Pid::from_raw(pid), Signal::SIGKILL).expect("it runs");
+        kill(Pid::from_raw(pid), signal).expect("it runs");
     }
 
     /// Waits until neither host knows anything of a guest.

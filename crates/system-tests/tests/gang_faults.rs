@@ -1,5 +1,6 @@
 //! Faults while a gang moves: every guest goes on whole on one host, and a second attempt brings the others after it.
 
+use nix::sys::signal::Signal;
 use sterna_bench::ksm::Ksm;
 use sterna_system_tests::gang::{GangSite, statuses};
 use sterna_system_tests::needs::{left_to_another_day, left_to_the_proofs, times};
@@ -136,6 +137,8 @@ enum Fault {
     Cancelled,
     /// Its QEMU is killed at one end.
     Killed(End),
+    /// Its QEMU at the destination answers no more.
+    Hangs,
 }
 
 /// What becomes of it.
@@ -151,14 +154,15 @@ enum Then {
     Waits,
 }
 
-/// Every phase, in each mode. The first ones are for every day.
+/// Every phase, in each mode. The first ones have their turn without being asked for.
 const MEMBER: &[(Fault, Moment, Then)] = {
     use End::{Destination, Source};
-    use Fault::{Cancelled, Killed};
+    use Fault::{Cancelled, Hangs, Killed};
     use Moment::{At, Postcopy};
     use Point::{Reply, Request};
     use Then::{Arrives, Ends, Stays, Waits};
     &[
+        (Hangs, At(Reply("clock"), HYBRID), Stays),
         (Cancelled, At(Reply("load-postcopy"), HYBRID), Stays),
         (Killed(Destination), At(Request("round-end"), PRECOPY), Stays),
         (Killed(Source), At(Request("load-postcopy"), POSTCOPY), Ends),
@@ -172,6 +176,8 @@ const MEMBER: &[(Fault, Moment, Then)] = {
         (Cancelled, At(Request("round-end"), PRECOPY), Stays),
         (Cancelled, At(Reply("round-end"), HYBRID), Stays),
         (Killed(Destination), At(Reply("round-end"), HYBRID), Stays),
+        (Hangs, At(Reply("clock"), PRECOPY), Stays),
+        (Hangs, At(Reply("clock"), PRECOPY), Stays),
         (Killed(Source), At(Request("round-end"), PRECOPY), Ends),
         (Killed(Source), At(Request("round-end"), HYBRID), Ends),
         // The pause.
@@ -210,7 +216,8 @@ fn disturbed(site: &GangSite, names: &[&str], (fault, moment, then): (Fault, Mom
                 if then == Then::Stays { (0, &[]) } else { (1, &["cannot be cancelled"]) };
             cli::ask(host(hosts[0]), &["cancel", victim]).expect(code, words);
         }
-        Fault::Killed(end) => site.kill_qemu(victim, end.of(hosts)),
+        Fault::Killed(end) => site.signal_qemu(victim, end.of(hosts), Signal::SIGKILL),
+        Fault::Hangs => site.signal_qemu(victim, hosts[1], Signal::SIGSTOP),
     }
     proxy.release();
     let answer = attempt.end();
@@ -242,7 +249,7 @@ fn whatever_becomes_of_a_member_in_whichever_phase_the_others_arrive_and_nothing
     if left_to_another_day(3) {
         return;
     }
-    let mut cases = MEMBER.iter().take(times(3, MEMBER.len())).copied().peekable();
+    let mut cases = MEMBER.iter().take(times(4, MEMBER.len())).copied().peekable();
     while cases.peek().is_some() {
         let had = with_gang(times(3, ALL.len()), |site| {
             let (mut left, mut hosts) = (site.guests.len(), ["a", "b"]);

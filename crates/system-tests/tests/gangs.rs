@@ -1,5 +1,6 @@
 //! Gangs: guests that share pages move together, each right, and as small as before.
 
+use nix::sys::signal::Signal;
 use sterna_bench::command::{PATIENCE, wait_for};
 use sterna_bench::ksm::Ksm;
 use sterna_system_tests::gang::GangSite;
@@ -63,7 +64,7 @@ fn whoever_of_a_gang_does_not_arrive_costs_itself_alone() {
     println!("it refers to {} pages and sends {}", pages("shared_reference"), pages("sent"));
     assert!(pages("shared_reference") > 1000, "{report:#}");
     site.are_well(&all);
-    let ended = site.disturbed(&all, ["b", "a"], |_| site.kill_qemu("g1", "b"));
+    let ended = site.disturbed(&all, ["b", "a"], |_| site.signal_qemu("g1", "b", Signal::SIGKILL));
     assert_eq!(ended, ["completed", "failed", "completed"]);
     site.are_well(&["g0", "g2"]);
 }
