@@ -136,6 +136,7 @@ impl Daemon {
             records,
             launcher: Arc::clone(&launcher),
             pools: Arc::new(Pools::new(state.ram())),
+            promises: Arc::default(),
             keeper: Arc::clone(&keeper),
             lent: Arc::clone(&lent),
             max_incoming: config.max_incoming,

@@ -36,7 +36,7 @@ use crate::machines::table::Machines;
 use crate::migration::address::check_address;
 use crate::migration::departures::Departures;
 use crate::migration::incoming::Destination;
-use crate::migration::prechecks::check_room;
+use crate::migration::promises::Promise;
 use crate::migration::resuming;
 use crate::problems::{check_name, host, invalid};
 use crate::several;
@@ -116,7 +116,7 @@ impl Fork<'_> {
             device_bytes: saved.devices.len() as u64,
             ..Forked::default()
         };
-        let Clones { here, away, of_the_template } = clones;
+        let Clones { here, away, of_the_template, room: _until_they_are_there } = clones;
         let gone = away.map(|away| away.go(&saved, &frozen.image, began)).unwrap_or_default();
         let loaded = several::map(here, |begun: Begun| {
             (begun.name().to_owned(), begun.load(self.care, &frozen.image, &saved.devices, began))
@@ -200,7 +200,7 @@ impl Fork<'_> {
         let plan = Plan::new(record, &machine, request)?;
         let overlays = Overlays::plan(record, source.disks().to_vec(), request)?;
         plan.check(&overlays)?;
-        self.check_room(record, request)?;
+        let room = self.promise_room(record, request)?;
         if !overlays.all.is_empty() {
             let making = VmRecord { overlays: overlays.all.clone(), ..record.clone() };
             let stored = self.care.machines.store(&making);
@@ -233,7 +233,7 @@ impl Fork<'_> {
         let here = begun.into_iter().collect::<Result<_, _>>()?;
         // What the guest has written since.
         source.copy_ahead()?;
-        Ok(Clones { here, away, of_the_template })
+        Ok(Clones { here, away, of_the_template, room })
     }
 
     /// Checks that a template can be made of a machine.
@@ -245,21 +245,21 @@ impl Fork<'_> {
         Err(Problem::new(Code::CannotFork, Blame::Request, message).hint("fork it into clones with names"))
     }
 
-    /// Checks that there is room for the clones' QEMUs, and for what is kept back of what they may write; where they go
-    /// to other hosts, for the copy of private memory that is what they begin as.
-    fn check_room(&self, record: &VmRecord, request: &ForkRequest) -> Result<(), Problem> {
+    /// Has room promised for the clones' QEMUs, and for what is kept back of what they may write; where they go to
+    /// other hosts, for the copy of private memory that is what they begin as. Once they are there their records say
+    /// that.
+    fn promise_room(&self, record: &VmRecord, request: &ForkRequest) -> Result<Option<Promise>, Problem> {
+        let (here, name) = (self.here, &record.name);
+        if !request.to.is_empty() && record.memory_mode == MemoryMode::Shared {
+            return Ok(None);
+        }
         let content = content_bytes(record);
         if !request.to.is_empty() {
-            return match record.memory_mode {
-                MemoryMode::Shared => Ok(()),
-                MemoryMode::Private => {
-                    check_room(&format!("a copy of the memory of '{}'", record.name), content, self.here.free_bytes())
-                }
-            };
+            return here.promise(&format!("a copy of the memory of '{name}'"), content).map(Some);
         }
         let clones = request.names.len() as u64 + u64::from(request.hold.unwrap_or(0));
-        let needed = needed_bytes(content, self.here.unshare_reserve, clones);
-        check_room(&format!("what may become of {clones} clones of '{}'", record.name), needed, self.here.free_bytes())
+        let needed = needed_bytes(content, here.unshare_reserve, clones);
+        here.promise(&format!("what may become of {clones} clones of '{name}'"), needed).map(Some)
     }
 
     /// The pause. Whatever becomes of it, the machine is given back, and what is on record of it is so.
@@ -375,6 +375,8 @@ struct Clones {
     away: Option<Away>,
     /// The overlays that clones of the template get copies of.
     of_the_template: Made,
+    /// The memory that all of them may need, until they are there.
+    room: Option<Promise>,
 }
 
 /// A machine that has been forked, and its clones before they run.

@@ -167,7 +167,7 @@ impl Replace<'_> {
         check_keeps_memory(name, &items)?;
         let path = request.qemu.as_ref().map_or(record.qemu_path.clone(), PathBuf::from);
         // There is room: it is the same memory.
-        let binary = prechecks::check(&record.spec(&about), &items, Some(&path), u64::MAX)?;
+        let binary = prechecks::check(&record.spec(&about), &items, Some(&path))?;
         let mut vmm = control::source(record, control.share())?;
         let running = vmm.running().map_err(|error| control::refused("tell its state", &error))?;
         let past = match record.memory_mode {

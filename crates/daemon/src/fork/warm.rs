@@ -27,7 +27,7 @@ use crate::machines::record::VmRecord;
 use crate::machines::start::{Launcher, check_sockets};
 use crate::machines::table::Machines;
 use crate::migration::incoming::Destination;
-use crate::migration::prechecks::check_room;
+use crate::migration::promises::Promise;
 use crate::migration::resuming;
 use crate::problems::{check_name, host, invalid};
 use crate::qemu::launch::{Place, log_file};
@@ -126,11 +126,11 @@ impl WarmPools {
         self.templates.add(&name, ram.0, ram.1, describe)
     }
 
-    /// Fills the pool of a template that was just made. Returns it as the API shows it; one with fewer clones ready
-    /// says why.
+    /// Fills the pool of a template that was just made, whose clones room is promised for. Returns it as the API shows
+    /// it; one with fewer clones ready says why.
     #[must_use]
     pub fn fill_first(&self, template: &Arc<Template>) -> TemplateState {
-        self.fill(template);
+        self.fill(template, template.record().hold);
         self.describe(template)
     }
 
@@ -174,9 +174,9 @@ impl WarmPools {
         check_hold(hold)?;
         let template = self.templates.get(name)?;
         let more = hold.saturating_sub(self.ready(name).len() as u32);
-        self.check_room(&template.record(), more)?;
+        let _room = self.promise_room(&template.record(), more)?;
         self.templates.set_hold(&template, hold)?;
-        self.fill(&template);
+        self.fill(&template, more);
         self.show(name)
     }
 
@@ -187,7 +187,7 @@ impl WarmPools {
     pub fn remove(&self, name: &str) -> Result<(), Problem> {
         // From here on a daemon started anew ends what is held of it.
         let template = self.templates.remove(name)?;
-        self.fill(&template);
+        self.fill(&template, 0);
         self.templates.release(&template);
         tracing::info!(template = name, "removed");
         Ok(())
@@ -216,7 +216,7 @@ impl WarmPools {
             }
             let Some(held) = self.claim(&template.record().name) else {
                 let record = template.record();
-                self.check_room(&record, 1)?;
+                let _room = self.promise_room(&record, 1)?;
                 let cloned = self.clone_of(template, name, reservation, None, began)?;
                 self.set_clock(name);
                 return Ok(Taken { vm: name.into(), pid: cloned.pid, ms: cloned.ms, was_held: false });
@@ -328,12 +328,13 @@ impl WarmPools {
         }
         let waits = template.trouble().is_some_and(|(_, since)| since.elapsed() < PATIENCE);
         if !waits && self.ready(&record.name).len() != record.hold as usize {
-            self.fill(template);
+            self.fill(template, 0);
         }
     }
 
-    /// Brings the pool to its number. What is in the way is noted with the template.
-    fn fill(&self, template: &Arc<Template>) {
+    /// Brings the pool to its number. What is in the way is noted with the template. For so many clones room is
+    /// `promised` already.
+    fn fill(&self, template: &Arc<Template>, promised: u32) {
         let _alone = template.filling.lock().unwrap_or_else(PoisonError::into_inner);
         let record = template.record();
         let wanted = if template.is_gone() { 0 } else { record.hold as usize };
@@ -346,7 +347,7 @@ impl WarmPools {
             });
         }
         let missing = wanted.saturating_sub(ready.len());
-        let made = self.check_room(&record, missing as u32).map(|()| {
+        let made = self.promise_room(&record, (missing as u32).saturating_sub(promised)).map(|_room| {
             let made = several::map((0..missing).collect(), |_| self.hold_another(template, &record.name));
             made.into_iter().collect::<Result<Vec<()>, Problem>>()
         });
@@ -392,11 +393,11 @@ impl WarmPools {
         cloned
     }
 
-    /// Checks that there is room for so many more clones, and for what is kept back of what they may write.
-    fn check_room(&self, record: &TemplateRecord, more: u32) -> Result<(), Problem> {
+    /// Has room promised for so many more clones, and for what is kept back of what they may write.
+    fn promise_room(&self, record: &TemplateRecord, more: u32) -> Result<Option<Promise>, Problem> {
         let needed = needed_bytes(record.content_bytes, self.here.unshare_reserve, u64::from(more));
         let what = format!("what may become of {more} clones of the template '{}'", record.name);
-        if more == 0 { Ok(()) } else { check_room(&what, needed, self.here.free_bytes()) }
+        (more > 0).then(|| self.here.promise(&what, needed)).transpose()
     }
 
     /// Takes up a clone that an earlier daemon held, or was giving away; its QEMU runs.

@@ -22,7 +22,8 @@ use super::no_verdict::no_verdict;
 use super::onward;
 use super::paging::{self, Pages};
 use super::pools::Pools;
-use super::prechecks::{self, MARGIN_BYTES};
+use super::prechecks::{self, MARGIN_BYTES, check_room};
+use super::promises::{Promise, Promises};
 use super::records::{NoVerdict, Records};
 use crate::care::Care;
 use crate::kept::Keeper;
@@ -59,6 +60,8 @@ pub struct Destination {
     pub pages: Arc<Pages>,
     /// The pools of gangs that come here.
     pub pools: Arc<Pools>,
+    /// The memory that is promised to what is being made here.
+    pub promises: Arc<Promises>,
     /// What is kept of machines that have left.
     pub keeper: Arc<Keeper>,
     /// What is lent to guests of other hosts.
@@ -122,8 +125,10 @@ impl DestinationHost for Destination {
     }
 
     fn pool(&self, gang: &GangSpec, from: Option<&str>) -> Result<Arc<Pool>, Problem> {
-        let room = |names: &_| self.free_bytes_beside(names);
-        self.pools.of(gang, from, &room, &|name| self.taken_bytes(name), &|key| self.came_with(key))
+        self.promises.beside(|promised| {
+            let room = |names: &_| self.free_bytes(*promised, names);
+            self.pools.of(gang, from, &room, &|name| self.taken_bytes(name), &|key| self.came_with(key))
+        })
     }
 
     fn offer(&self, group: &str, shown: &[u128], pool: &Arc<Pool>) -> std::io::Result<()> {
@@ -131,9 +136,8 @@ impl DestinationHost for Destination {
             return Ok(());
         }
         // The gang is promised its memory by now: what is kept stays for it only where there is memory for both.
-        let promised = self
-            .promised_bytes(&HashSet::new())
-            .saturating_add(self.pools.promised_bytes(&|name| self.taken_bytes(name)));
+        let promised = [self.promised_bytes(&HashSet::new()), self.promised_to_gangs(), self.promises.bytes()];
+        let promised = promised.into_iter().fold(0, u64::saturating_add);
         let has_room = self.keeper.room_beside_bytes() >= promised;
         let kept = if has_room { self.keeper.offer(group, shown, self.offer_pools, pool) } else { Vec::new() };
         if kept.is_empty() && !self.offer_pools {
@@ -276,12 +280,10 @@ impl Destination {
         let limit = if how.1.is_some() { MOST_CLONES } else { self.max_incoming };
         // This check comes before all expensive ones: sources that are put off ask every second.
         check_incoming(&machines.table(), limit)?;
-        // A gang was promised what all of its machines need together.
-        let room_bytes = pool.map_or_else(
-            || self.free_bytes().saturating_sub(self.pools.promised_bytes(&|name| self.taken_bytes(name))),
-            |_| u64::MAX,
-        );
-        let binary = prechecks::check(spec, &items, self.qemu.as_deref(), room_bytes)?;
+        let binary = prechecks::check(spec, &items, self.qemu.as_deref())?;
+        // A gang was promised what all of its machines need together. Of one alone its record will say what it needs.
+        let alone = pool.is_none().then(|| self.promise(&format!("'{}'", spec.name), spec.allocated_bytes));
+        let _until_then = alone.transpose()?;
         if let Some(split) = &spec.split {
             onward::check_coming(spec, split, self.listen.as_ref(), self.credentials.as_ref())?;
         }
@@ -395,13 +397,20 @@ impl Destination {
         Ok(())
     }
 
-    /// The memory, bytes, that can be promised to machines that want to come, but for what gangs were promised.
-    pub fn free_bytes(&self) -> u64 {
-        self.free_bytes_beside(&HashSet::new())
+    /// Promises `who` so much memory, bytes, until what is returned is dropped: it counts as taken until then.
+    ///
+    /// # Errors
+    /// A [`Problem`]: there is not so much that was promised to nobody.
+    pub fn promise(&self, who: &str, bytes: u64) -> Result<Promise, Problem> {
+        self.promises.make(bytes, |promised| {
+            let free = self.free_bytes(promised, &HashSet::new());
+            check_room(who, bytes, free.saturating_sub(self.promised_to_gangs()))
+        })
     }
 
-    /// The same where what these machines still need is counted with their gang.
-    fn free_bytes_beside(&self, names: &HashSet<String>) -> u64 {
+    /// The memory, bytes, that can be given to who wants some, where so much is [promised](Promises), but for what
+    /// gangs were promised, and for what machines of these names still need, which is counted with their gang.
+    fn free_bytes(&self, promised: u64, names: &HashSet<String>) -> u64 {
         let records: Vec<VmRecord> = {
             let table = self.care.machines.table();
             table.values().filter_map(|entry| entry.record.clone()).collect()
@@ -410,7 +419,8 @@ impl Destination {
         let reserve = (u128::from(shared) * u128::from(self.unshare_reserve) / 100) as u64;
         // Below the floor guests are stopped. Whoever comes leaves a margin anyway.
         let floor = self.memory_floor_bytes.saturating_sub(MARGIN_BYTES);
-        self.room_bytes().saturating_sub(self.promised_bytes(names)).saturating_sub(reserve).saturating_sub(floor)
+        let taken = [promised, self.promised_bytes(names), reserve, floor];
+        taken.into_iter().fold(self.room_bytes(), u64::saturating_sub)
     }
 
     /// The memory, bytes, that machines on their way here and machines with missing pages will still need, but those of
@@ -430,6 +440,11 @@ impl Destination {
         let most = |record: &VmRecord| stays(record).unwrap_or(record.memory_bytes);
         let unfilled = arriving.iter().map(|record| most(record).saturating_sub(record.allocated_bytes()));
         unfilled.sum::<u64>() + missing.saturating_mul(PAGE_BYTES as u64)
+    }
+
+    /// The memory, bytes, that gangs on their way here will still need.
+    fn promised_to_gangs(&self) -> u64 {
+        self.pools.promised_bytes(&|name| self.taken_bytes(name))
     }
 
     /// The memory, bytes, that a machine of a gang has taken here for itself.

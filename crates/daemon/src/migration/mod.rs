@@ -30,6 +30,9 @@ pub mod returns;
 /// The pools of gangs that come here.
 pub mod pools;
 
+/// Memory that is promised to what is being made.
+pub mod promises;
+
 /// Giving back what no guest needs of pools.
 pub mod sweep;
 

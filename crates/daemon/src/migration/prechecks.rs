@@ -17,11 +17,11 @@ use crate::qemu::{cpu, files};
 /// Memory that a machine needs beside its RAM: QEMU itself, page tables, buffers.
 pub(super) const MARGIN_BYTES: u64 = 64 << 20;
 
-/// Checks all that can be checked before QEMU is started; yields the QEMU to start.
+/// Checks all that can be checked before QEMU is started, but for the room; yields the QEMU to start.
 ///
 /// # Errors
 /// A [`Problem`] that says what is missing on this host.
-pub fn check(spec: &VmSpec, items: &[Item], preferred: Option<&Path>, room_bytes: u64) -> Result<Binary, Problem> {
+pub fn check(spec: &VmSpec, items: &[Item], preferred: Option<&Path>) -> Result<Binary, Problem> {
     check_name(&spec.name)?;
     check_ram(spec, items)?;
     check_balloon(spec)?;
@@ -29,7 +29,6 @@ pub fn check(spec: &VmSpec, items: &[Item], preferred: Option<&Path>, room_bytes
     check_qemu(spec, &binary)?;
     check_cpu(spec)?;
     check_files(spec, items)?;
-    check_room(&format!("'{}'", spec.name), spec.allocated_bytes, room_bytes)?;
     Ok(binary)
 }
 
