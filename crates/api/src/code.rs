@@ -177,6 +177,8 @@ codes! {
     DirectIo: ByBlame = "direct-io",
     /// QEMU itself refuses to migrate.
     QemuBlocks: ByBlame = "qemu-blocks",
+    /// The machine's disks are on other images than its arguments name.
+    DiskImages: ByBlame = "disk-images",
     /// The destination does not offer the machine type.
     MachineType: ByBlame = "machine-type",
     /// The destination's QEMU is too old for the machine.

@@ -34,7 +34,7 @@ use crate::fork;
 use crate::machines::control::{self, Control};
 use crate::machines::files::kept_log;
 use crate::machines::hold::{Hold, InPlace};
-use crate::machines::reach::check_movable;
+use crate::machines::reach::{check_images, check_movable};
 use crate::machines::record::{VmRecord, version};
 use crate::machines::start::{Launcher, Started};
 use crate::machines::succession::Succession;
@@ -165,6 +165,7 @@ impl Replace<'_> {
         let items = arguments::parse(&user);
         files::check_absolute(&items)?;
         check_keeps_memory(name, &items)?;
+        check_images(name, &items, &about)?;
         let path = request.qemu.as_ref().map_or(record.qemu_path.clone(), PathBuf::from);
         // There is room: it is the same memory.
         let binary = prechecks::check(&record.spec(&about), &items, Some(&path))?;

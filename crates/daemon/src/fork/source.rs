@@ -30,7 +30,7 @@ use crate::machines::control::{self, Control};
 use crate::machines::files::remove_each;
 use crate::machines::images::Images;
 use crate::machines::overlay::Overlay;
-use crate::machines::reach::check_movable;
+use crate::machines::reach::{check_disks, check_movable};
 use crate::machines::record::VmRecord;
 use crate::machines::start::Launcher;
 use crate::problems::host;
@@ -116,6 +116,7 @@ impl Source {
         let mut control = Control::connect(&record.qmp)?;
         let about = control.inspect()?;
         check_movable(name, &about)?;
+        check_disks(record, &about)?;
         record.check_template()?;
         let disks = writable_disks(control.qmp()).map_err(|error| control::refused("tell its disks", &error))?;
         if !disks.is_empty() && !request.overlay_disks {

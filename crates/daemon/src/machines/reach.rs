@@ -14,6 +14,8 @@ use sterna_engine::vmm::qemu::Inspection;
 use super::control::{self, Control};
 use super::record::VmRecord;
 use crate::problems::host;
+use crate::qemu::arguments::{Item, named, parse};
+use crate::qemu::disks::is_named;
 
 /// Whether all that writes the guest's RAM does so through QEMU's mapping.
 ///
@@ -50,6 +52,35 @@ pub fn check_movable(name: &str, about: &Inspection) -> Result<(), Problem> {
     Ok(())
 }
 
+/// Whether another QEMU with these arguments has the machine's disks. Its user may have told its QEMU by other ways
+/// than Sterna's to go on with other images: with an overlay (`blockdev-snapshot`), or without (`block-commit`).
+///
+/// # Errors
+/// A [`Problem`] that names the image that they do not have.
+pub fn check_images(name: &str, items: &[Item], about: &Inspection) -> Result<(), Problem> {
+    let items = named(items, name);
+    // What a file of options says is not known.
+    if items.iter().any(|item| item.option == "readconfig") {
+        return Ok(());
+    }
+    let Some(image) = about.images.iter().find(|image| !is_named(&items, image)) else { return Ok(()) };
+    let message = format!(
+        "'{name}' has a disk on {}, which its arguments do not name: another QEMU would open something else",
+        image.display()
+    );
+    Err(Problem::new(Code::DiskImages, Blame::Request, message).hint(format!(
+        "give it its former image back at its monitor, or name this one: 'sterna replace {name} -- ARGUMENTS'"
+    )))
+}
+
+/// The same of the arguments on record.
+///
+/// # Errors
+/// As [`check_images`].
+pub fn check_disks(record: &VmRecord, about: &Inspection) -> Result<(), Problem> {
+    check_images(&record.name, &parse(&record.arguments), about)
+}
+
 /// A machine that can be moved: its QEMU and its RAM, and what watches its writes.
 pub struct Movable {
     /// The connection to its QEMU.
@@ -70,6 +101,7 @@ pub fn check(record: &VmRecord) -> Result<(), Problem> {
     record.check_settled()?;
     let about = Control::connect(&record.qmp)?.inspect()?;
     check_movable(&record.name, &about)?;
+    check_disks(record, &about)?;
     record.check_template()
 }
 
@@ -83,6 +115,7 @@ pub fn movable(record: &VmRecord, pager: Option<&Arc<Pager>>) -> Result<Movable,
     let mut control = Control::connect(&record.qmp)?;
     let about = control.inspect()?;
     check_movable(&record.name, &about)?;
+    check_disks(record, &about)?;
     // What damages a guest must not travel as if it were the guest's.
     record.check_template().inspect_err(|problem| tracing::error!(vm = %record.name, "{}", problem.message))?;
     let (faults, blocks) = accesses(record, pager)?;

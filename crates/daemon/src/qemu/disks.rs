@@ -4,6 +4,8 @@
 //! JSON, raw or qcow2. What else makes a disk is not: nobody may write an image that others begin as, so every disk
 //! that the guest can write must be found here.
 
+use std::collections::HashSet;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
@@ -76,6 +78,44 @@ fn replaced(
             Err(crate::problems::invalid(message).hint("give the clones' arguments behind '--' with the same disks"))
         }
     }
+}
+
+/// Whether QEMU with these arguments, in which the machine has its name, has a disk on this image: not under another
+/// one.
+#[must_use]
+pub fn is_named(items: &[Item], file: &Path) -> bool {
+    let below = below(items);
+    let text = file.display().to_string();
+    items.iter().any(|item| match image(item).filter(|path| path.starts_with('/')) {
+        Some(path) => {
+            let is_below =
+                item.option == "blockdev" && item.word("node-name").is_some_and(|name| below.contains(&name));
+            !is_below && is_same(Path::new(&path), file)
+        }
+        // In words that are not understood it may be a disk.
+        None => item.value.as_deref().is_some_and(|value| value.replace(",,", ",").contains(&text)),
+    })
+}
+
+/// The block nodes that lie under others, by what the arguments say: images under overlays, and what reads them.
+fn below(items: &[Item]) -> HashSet<String> {
+    let nodes = || items.iter().filter(|item| item.option == "blockdev");
+    let mut below: HashSet<String> = nodes().filter_map(|item| item.word("backing")).collect();
+    loop {
+        let is_below = |item: &&Item| item.word("node-name").is_some_and(|name| below.contains(&name));
+        let files = nodes().filter(is_below).filter_map(|item| item.word("file"));
+        let more: Vec<String> = files.filter(|file| !below.contains(file)).collect();
+        if more.is_empty() {
+            return below;
+        }
+        below.extend(more);
+    }
+}
+
+/// Whether both paths lead to one file.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let file = |path: &Path| path.metadata().map(|about| (about.dev(), about.ino())).ok();
+    one == other || file(one).is_some_and(|one| file(other) == Some(one))
 }
 
 /// The file that an option names for a disk.
@@ -256,6 +296,40 @@ mod tests {
             assert_eq!(over(line, &[("/d", "/o")]).as_deref(), Ok(expected));
         }
         assert_eq!(over("-drive file=/{name}.img", &[("/web1.img", "/o")]).unwrap(), "-drive file=/o,format=qcow2");
+    }
+
+    #[test]
+    fn a_disk_is_on_an_image_that_its_arguments_name_for_a_disk_and_not_under_one() {
+        let over = "-blockdev driver=file,filename=/f,node-name=f -blockdev driver=raw,file=f,node-name=b -blockdev \
+                    driver=qcow2,node-name=o,backing=b,file.driver=file,file.filename=/o";
+        let json = "-blockdev {\"driver\":\"file\",\"filename\":\"/f\",\"node-name\":\"f\"} -blockdev \
+                    {\"driver\":\"qcow2\",\"file\":\"f\",\"node-name\":\"b\"} -blockdev \
+                    {\"driver\":\"file\",\"filename\":\"/o\",\"node-name\":\"p\"} -blockdev \
+                    {\"driver\":\"qcow2\",\"file\":\"p\",\"node-name\":\"o\",\"backing\":\"b\"}";
+        for (line, image, named) in [
+            ("-drive file=/d,format=raw -smp 2", "/d", true),
+            ("-drive file=file:/d", "/d", true),
+            ("-drive file=/d,,e", "/d,e", true),
+            ("-drive file=/d2", "/d", false),
+            ("-drive file=/d,offset=512", "/d", true),
+            ("-drive file=/d -smp 2", "/snapshot", false),
+            (over, "/o", true),
+            (over, "/f", false),
+            (json, "/o", true),
+            (json, "/f", false),
+            // Not understood, but there.
+            ("-hda /h", "/h", true),
+            ("/bare", "/bare", true),
+            ("-cdrom /c", "/c2", false),
+            ("-blockdev driver=host_device,filename=/dev/x,node-name=x", "/dev/x", true),
+        ] {
+            assert_eq!(is_named(&words(line), Path::new(image)), named, "{image} in {line}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let [disk, link] = ["disk", "link"].map(|name| dir.path().join(name));
+        std::fs::write(&disk, "").unwrap();
+        std::os::unix::fs::symlink(&disk, &link).unwrap();
+        assert!(is_named(&words(&format!("-drive file={}", link.display())), &disk), "it is the same file");
     }
 
     #[test]

@@ -1,7 +1,9 @@
+use std::path::PathBuf;
+
 use serde_json::{Value, json};
 
 use super::commands::{COMMAND_TIMEOUT, ask, guest_status};
-use super::past;
+use super::{images, past};
 use crate::vmm::qmp::{Qmp, Version};
 use crate::vmm::{Untracked, VmmError};
 
@@ -39,6 +41,8 @@ pub struct Inspection {
     pub foreign_writers: Vec<String>,
     /// Why QEMU itself refuses to migrate this guest.
     pub blockers: Vec<String>,
+    /// The image that each of its disks and drives is on: of several that lie over one another the uppermost.
+    pub images: Vec<PathBuf>,
 }
 
 /// A memory back end.
@@ -125,6 +129,7 @@ pub fn inspect(qmp: &mut Qmp) -> Result<Inspection, VmmError> {
         may_nest: may_nest(qmp)?,
         foreign_writers,
         blockers,
+        images: images::images(qmp)?,
     })
 }
 

@@ -13,6 +13,9 @@ mod destination;
 /// What a running QEMU is made of.
 mod inspect;
 
+/// The images that its disks are on.
+mod images;
+
 /// The guest's disks, and their overlays.
 mod disks;
 
