@@ -12,6 +12,9 @@ pub mod cli;
 /// A disk that a guest reads all the time.
 pub mod disk;
 
+/// Disks that it writes and reads again.
+pub mod images;
+
 /// One that it reads slowly, past its page tables.
 pub mod slow_disk;
 

@@ -4,6 +4,9 @@
 /// Clones on other hosts.
 mod away;
 
+/// One whose balloon is moving.
+mod balloon;
+
 /// Who is killed while a guest is forked.
 mod faults;
 

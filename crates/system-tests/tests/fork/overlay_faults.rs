@@ -9,12 +9,13 @@ use sterna_api::Forked;
 use sterna_bench::baseline::qmp::Qmp;
 use sterna_bench::command::wait_for;
 use sterna_system_tests::cli::Answer;
+use sterna_system_tests::images::Images;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::{Attempt, PATIENCE, Site, cli};
 
 use super::faults::qemus;
-use super::overlays::{Images, moved, read_what_they_wrote, top, used, wait_until_forking, with_disks};
+use super::overlays::{moved, read_what_they_wrote, top, used, wait_until_forking, with_disks};
 use super::{are_well, daemon_comes_back, fork, forked, machines};
 
 /// The names of the machines that are there.

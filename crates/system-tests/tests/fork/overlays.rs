@@ -4,101 +4,18 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use sterna_bench::command::wait_for;
 use sterna_bench::tools;
+use sterna_system_tests::images::{Images, read_what_it_wrote};
 use sterna_system_tests::member::Member;
 use sterna_system_tests::needs::{left_to_another_day, times};
 use sterna_system_tests::random::Random;
 use sterna_system_tests::{Attempt, PATIENCE, Plan, Site, cli, needs, skip_without, turn};
-use tempfile::TempDir;
 
 use super::{are_well, daemon_dies_in, fork, forked, machines, plan};
 
-/// Writes blocks of a disk, each time with something else, and reads all of them: each must hold what this guest's
-/// memory says that it wrote there last.
-const SCRIPT: &str = r#"n=0
-while :; do
-    i=$((n % 4))
-    for disk in $disks; do
-        head -c 16 /dev/urandom | md5sum >/tmp/line
-        dd if=/tmp/line of=/dev/$disk bs=4096 seek=$i conv=sync,notrunc,fsync 2>/dev/null
-        cp /tmp/line /tmp/want.$disk.$i
-        blockdev --flushbufs /dev/$disk
-        for j in 0 1 2 3; do
-            [ -e /tmp/want.$disk.$j ] || continue
-            dd if=/dev/$disk of=/tmp/block bs=4096 skip=$j count=1 2>/dev/null
-            [ "$(head -n 1 /tmp/block)" = "$(cat /tmp/want.$disk.$j)" ] || echo "BLOCK BAD $disk $j at $n"
-        done
-    done
-    n=$((n + 1))
-    echo "BLOCKS read $n"
-done
-"#;
-
-/// An empty qcow2 image of 8 MiB: its header, and in clusters of 64 KiB the table of reference counts, one block of
-/// them, and the first table of the disk.
-fn empty_qcow2() -> Vec<u8> {
-    const CLUSTER: u64 = 1 << 16;
-    let mut image = vec![0; 4 * CLUSTER as usize];
-    let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0, b"QFI\xfb\0\0\0\x02");
-    put(20, &16_u32.to_be_bytes());
-    put(24, &(8_u64 << 20).to_be_bytes());
-    put(36, &1_u32.to_be_bytes());
-    put(40, &(3 * CLUSTER).to_be_bytes());
-    put(48, &CLUSTER.to_be_bytes());
-    put(56, &1_u32.to_be_bytes());
-    put(CLUSTER as usize, &(2 * CLUSTER).to_be_bytes());
-    (0..4).for_each(|cluster| put((2 * CLUSTER) as usize + 2 * cluster, &1_u16.to_be_bytes()));
-    image
-}
-
-/// Where the images are, and those of the guest's script.
-pub struct Images(pub PathBuf, Option<TempDir>);
-
-impl Images {
-    /// Makes the guest's disks, a raw one and perhaps one in qcow2, and one with the script; on a disk of the host's
-    /// where they are to be read by direct I/O.
-    fn make(site: &Site, both: bool, direct: bool) -> Self {
-        let on_disk = direct.then(|| tempfile::tempdir_in("/var/tmp").expect("a directory"));
-        let directory = match &on_disk {
-            Some(directory) => directory.path().to_owned(),
-            None => site.guest.console.with_file_name("images"),
-        };
-        std::fs::create_dir_all(&directory).expect("a directory");
-        std::fs::write(directory.join("disk.img"), vec![0; 8 << 20]).expect("a disk");
-        if both {
-            std::fs::write(directory.join("disk2.img"), empty_qcow2()).expect("a disk");
-        }
-        // The disk with the script comes first, so that it is where the guest looks for it.
-        let mut script = format!("disks='{}'\n{SCRIPT}", if both { "vdb vdc" } else { "vdb" });
-        script.push_str(&"\n".repeat(512 - script.len() % 512));
-        std::fs::write(directory.join("script"), script).expect("a script");
-        Self(directory, on_disk)
-    }
-
-    pub fn disk(&self) -> PathBuf {
-        self.0.join("disk.img")
-    }
-
-    /// QEMU's words for all.
-    fn words(&self) -> Vec<String> {
-        let drive = |name: &str, format: &str, more: &str| {
-            format!("file={},format={format},if=virtio{more}", self.0.join(name).display())
-        };
-        let cache = if self.1.is_some() { ",cache=none" } else { "" };
-        let mut drives = vec![drive("script", "raw", ",readonly=on"), drive("disk.img", "raw", cache)];
-        if self.0.join("disk2.img").exists() {
-            drives.push(drive("disk2.img", "qcow2", cache));
-        }
-        drives.into_iter().flat_map(|drive| ["-drive".into(), drive]).collect()
-    }
-
-    /// The overlays that there are.
-    pub fn overlays(&self) -> HashSet<PathBuf> {
-        let files = std::fs::read_dir(&self.0).expect("the directory").flatten().map(|entry| entry.path());
-        files.filter(|path| path.extension().is_some_and(|extension| extension == "qcow2")).collect()
-    }
+/// Where the guest's images are to lie.
+pub fn images_of(site: &Site) -> PathBuf {
+    site.guest.console.with_file_name("images")
 }
 
 /// The images that a machine's disks are made of, by its QEMU's word.
@@ -117,18 +34,7 @@ pub fn used(site: &Site, host: &str, name: &str) -> HashSet<PathBuf> {
 
 /// These guests, after this moment, have read what they wrote, and never anything else.
 pub fn read_what_they_wrote(site: &Site, names: &[&str]) {
-    for name in names {
-        let member = Member::new(site, name);
-        let from = member.guest.console_text().len();
-        let said = || {
-            let text = member.guest.console_text();
-            assert!(!text.contains("BLOCK BAD"), "{name}: {text}");
-            let read = text.get(from..).unwrap_or_default().matches("BLOCKS read").count();
-            // All four were written anew and read since.
-            Ok((read > 5).then_some(()))
-        };
-        wait_for("the guest's word on its disk", PATIENCE, said).unwrap_or_else(|error| panic!("{name}: {error}"));
-    }
+    names.iter().for_each(|name| read_what_it_wrote(&Member::new(site, name).guest));
 }
 
 /// Runs a test with a guest `origin` that writes a disk, raw, or two, one of them in qcow2; with `more` of QEMU's
@@ -143,9 +49,9 @@ fn with_disks_read(direct: bool, both: bool, more: &[&str], test: impl FnOnce(&m
     if left_to_another_day(12) || skip_without(&needs::GUEST) {
         return;
     }
-    let plan = Plan { jobs: format!("{};sh:/dev/vda", plan().jobs), ..plan() };
+    let plan = Plan { jobs: format!("{};{}", plan().jobs, Images::job('a')), ..plan() };
     let mut site = Site::without_guest(&plan);
-    let images = Images::make(&site, both, direct);
+    let images = if direct { Images::on_a_disk('a', both) } else { Images::make(images_of(&site), 'a', both) };
     {
         let origin = Member::new(&site, "origin");
         let words = images.words();
@@ -175,7 +81,7 @@ fn with_overlays_each_writes_a_disk_of_its_own_and_takes_it_along_and_nobody_wri
         read_what_they_wrote(site, &names);
         assert_eq!(images.overlays().len(), 3);
         // Once more, over qcow2, and in another directory.
-        let other = images.0.join("other");
+        let other = images.directory.join("other");
         std::fs::create_dir(&other).expect("a directory");
         let directory = format!("--overlay-disks={}", other.display());
         forked(&fork(site, "origin", &["three", &directory]));
@@ -267,7 +173,7 @@ impl Drop for Small {
 fn refusals(site: &Site, images: &Images) {
     // Too small for the first overlay, and for the second: of neither is anything left.
     for kib in [64, 256] {
-        let small = Small::make(images.0.join("small"), kib);
+        let small = Small::make(images.directory.join("small"), kib);
         let directory = format!("--overlay-disks={}", small.0.display());
         fork(site, "origin", &["x", &directory]).expect(1, &["make the overlay", "no space"]);
         assert_eq!(std::fs::read_dir(&small.0).expect("it").count(), 0, "{kib} KiB");
@@ -283,7 +189,7 @@ fn refusals(site: &Site, images: &Images) {
 
 /// A machine whose disk is named in other words, in the newest QEMU that there is, is forked again and again.
 fn chains(site: &Site, images: &Images) {
-    let plugged = images.0.join("other.img");
+    let plugged = images.directory.join("other.img");
     std::fs::write(&plugged, vec![0; 1 << 20]).expect("a disk");
     let file = format!("driver=raw,node-name=p,file.driver=file,file.filename={}", plugged.display());
     let qemu = tools::qemu_10_0().or_else(|_| tools::qemu_7_2()).expect("looked for before").display().to_string();

@@ -1,13 +1,14 @@
 use std::path::PathBuf;
 
 use serde_json::Value;
+use sterna_system_tests::images::Images;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::{Site, cli};
 
 use super::away::{LATEST_US, a_daemon_dies, are_well, fork_to, have_all, stop_at};
 use super::forked;
-use super::overlays::{Images, moved, read_what_they_wrote, used, with_disks};
+use super::overlays::{moved, read_what_they_wrote, used, with_disks};
 
 /// The overlay of a machine that is on another host by now, as its former host's directory has it.
 fn overlays_of(images: &Images, name: &str) -> Vec<PathBuf> {
@@ -68,7 +69,7 @@ fn clones_on_another_host_write_disks_of_their_own_and_nobody_writes_what_is_und
 fn a_disk_that_is_never_flushed_has_no_overlay_on_another_host() {
     with_disks(false, &[], |site, images| {
         let b = site.host("b").listen();
-        let plugged = images.0.join("other.img");
+        let plugged = images.directory.join("other.img");
         std::fs::write(&plugged, vec![0; 1 << 20]).expect("a disk");
         let disk = format!("file={},format=raw,if=virtio,cache=unsafe", plugged.display());
         let bare = ["-nodefaults", "-display", "none", "-accel", "tcg", "-drive", &disk];

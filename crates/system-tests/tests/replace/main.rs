@@ -1,5 +1,6 @@
-//! Another QEMU takes a guest over on the same host, which writes its memory, reads its disk by direct I/O and talks
-//! over its network all the time: to and fro between two versions, and with whatever ends in the middle of it.
+//! Another QEMU takes a guest over on the same host, which writes its memory, reads and writes its disks by direct I/O
+//! and talks over its network all the time: to and fro between two versions, and with whatever ends in the middle of
+//! it.
 
 /// Who is killed while a QEMU is replaced.
 mod faults;
@@ -14,6 +15,7 @@ use sterna_api::Replaced;
 use sterna_bench::baseline::qmp::Qmp;
 use sterna_bench::tools;
 use sterna_system_tests::disk::Disk;
+use sterna_system_tests::images::{Images, read_what_it_wrote};
 use sterna_system_tests::needs::{left_to_another_day, times};
 use sterna_system_tests::plan::JOBS;
 use sterna_system_tests::{Answer, Census, Plan, Site, cli, needs, skip_without, turn};
@@ -23,12 +25,30 @@ fn qemus() -> [PathBuf; 2] {
     [tools::qemu_7_2().expect("looked for before"), tools::qemu_10_0().expect("looked for before")]
 }
 
-/// A guest with a disk that it reads all the time, by direct I/O, of a processor model that is the same in both QEMUs.
-fn plan(disk: &Disk, mode: &str) -> Plan {
+/// A guest's disks: one that it reads all the time, and one that it writes and reads again, both by direct I/O.
+struct Disks {
+    read: Disk,
+    written: Images,
+}
+
+impl Disks {
+    fn make() -> Self {
+        // Those that are read are its disks a and b.
+        Self { read: Disk::make(), written: Images::on_a_disk('c', false) }
+    }
+
+    fn are_as_they_should_be(&self, site: &Site) {
+        self.read.is_read_as_it_is(site);
+        read_what_it_wrote(&site.guest);
+    }
+}
+
+/// A guest with these disks, of a processor model that is the same in both QEMUs.
+fn plan(disks: &Disks, mode: &str) -> Plan {
     Plan {
         cpu: Some("qemu64".into()),
-        jobs: format!("{JOBS};{}", disk.job()),
-        more: disk.arguments(),
+        jobs: format!("{JOBS};{};{}", disks.read.job(), Images::job('c')),
+        more: [disks.read.arguments(), disks.written.words()].concat(),
         run: ["--memory-mode", mode].map(String::from).into(),
         ..Plan::small()
     }
@@ -39,17 +59,17 @@ fn left_out() -> bool {
     left_to_another_day(12) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat())
 }
 
-/// Runs a test with a guest that is up and its disk, where both QEMUs are here.
-fn with_guest(test: impl FnOnce(Site, &Disk)) {
+/// Runs a test with a guest that is up and its disks, where both QEMUs are here.
+fn with_guest(test: impl FnOnce(Site, &Disks)) {
     with_guest_in("shared", test);
 }
 
 /// The same with its memory in this mode.
-fn with_guest_in(mode: &str, test: impl FnOnce(Site, &Disk)) {
+fn with_guest_in(mode: &str, test: impl FnOnce(Site, &Disks)) {
     let _turn = turn();
     if !left_out() {
-        let disk = Disk::make();
-        test(Site::start(&plan(&disk, mode)), &disk);
+        let disks = Disks::make();
+        test(Site::start(&plan(&disks, mode)), &disks);
     }
 }
 
@@ -94,7 +114,7 @@ fn read_record(path: &Path) -> Value {
 }
 
 /// The guest is in exactly one QEMU, nothing is left of another, and it never came to harm.
-fn is_well(site: &Site, disk: &Disk) {
+fn is_well(site: &Site, disks: &Disks) {
     site.eventually("the guest is in one QEMU, and nothing of another is left", || {
         let known = record(site);
         site.state_at(site.names().0) == "running"
@@ -103,7 +123,7 @@ fn is_well(site: &Site, disk: &Disk) {
             && files(site) == ["agent.sock", "qemu.log", "qmp.sock", "run", "vm.json"]
     });
     site.checker_is_well();
-    disk.is_read_as_it_is(site);
+    disks.are_as_they_should_be(site);
     site.ran_on_one_host_at_a_time();
 }
 
@@ -114,13 +134,13 @@ fn a_guest_goes_to_and_fro_between_two_qemus_of_one_host_and_nothing_is_left_ove
 
 /// A guest with its memory in this mode goes to and fro, and is moved in the end.
 fn to_and_fro(mode: &str) {
-    with_guest_in(mode, |site, disk| {
+    with_guest_in(mode, |site, disks| {
         let [seven, ten] = qemus();
         // The first trip brings what stays on purpose: caches, threads of the daemon's pool.
         for qemu in [&ten, &seven] {
             replaced(&replace(&site, &["--qemu", &qemu.display().to_string()]));
         }
-        is_well(&site, disk);
+        is_well(&site, disks);
         let before = Census::settled(&site, site.names().0);
         for number in 0..times(4, 200) {
             let (qemu, version) = if number % 2 == 0 { (&ten, "10.0") } else { (&seven, "7.2") };
@@ -129,9 +149,9 @@ fn to_and_fro(mode: &str) {
             assert!(report.verify.checked && report.verify.mismatches == 0, "{report:#?}");
             assert_eq!(report.to_path, qemu.display().to_string());
             assert_eq!(report.copied_bytes > 0, mode == "private", "{report:#?}");
-            assert!(report.copied_bytes < plan(disk, mode).memory_bytes / 2, "not all of it again: {report:#?}");
+            assert!(report.copied_bytes < plan(disks, mode).memory_bytes / 2, "not all of it again: {report:#?}");
             assert_eq!(processes(&site), [report.pid]);
-            is_well(&site, disk);
+            is_well(&site, disks);
             println!(
                 "{number}: {} to {}: paused {:.1} ms, {:.0} ms in all, {:.0} ms of them before, ended in {:.0} ms, \
                  {} KiB copied, {} of them in the pause",
@@ -149,14 +169,14 @@ fn to_and_fro(mode: &str) {
         // And it can still be moved.
         let mut site = site;
         site.migrate(&[]);
-        is_well(&site, disk);
+        is_well(&site, disks);
     });
 }
 
 #[test]
 fn a_qemu_that_cannot_take_the_guest_over_leaves_it_where_it_is() {
-    with_guest(|site, disk| {
-        let plan = plan(disk, "shared");
+    with_guest(|site, disks| {
+        let plan = plan(disks, "shared");
         let pid = processes(&site);
         replace(&site, &["--qemu", "/bin/true"]).expect(1, &["/bin/true"]);
         replace(&site, &["--qemu", "/nowhere/qemu"]).expect(1, &["no qemu"]);
@@ -172,15 +192,15 @@ fn a_qemu_that_cannot_take_the_guest_over_leaves_it_where_it_is() {
             replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()).expect(code, &[said]);
             assert_eq!(processes(&site), pid, "the guest is where it was");
         }
-        is_well(&site, disk);
+        is_well(&site, disks);
         // What the guest does not see may change, and is named.
         let words = more(&["-msg", "timestamp=on"]);
         let report = replaced(&replace(&site, &words.iter().map(String::as_str).collect::<Vec<_>>()));
         assert_eq!(report.changed_arguments, ["+ -msg timestamp=on"]);
-        is_well(&site, disk);
+        is_well(&site, disks);
         let again = replaced(&replace(&site, &[]));
         assert!(again.changed_arguments.is_empty() && again.from_path == again.to_path, "{again:#?}");
-        is_well(&site, disk);
+        is_well(&site, disks);
     });
 }
 

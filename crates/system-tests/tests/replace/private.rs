@@ -1,11 +1,10 @@
 use sterna_bench::tools;
-use sterna_system_tests::disk::Disk;
 use sterna_system_tests::member::Member;
 use sterna_system_tests::needs::times;
 use sterna_system_tests::random::Random;
 use sterna_system_tests::{Plan, Site, cli, turn};
 
-use super::{faults, is_well, left_out, plan, processes, qemus, replaced, to_and_fro};
+use super::{Disks, faults, is_well, left_out, plan, processes, qemus, replaced, to_and_fro};
 
 #[test]
 fn a_guest_in_private_memory_goes_to_and_fro_and_only_what_it_has_written_is_copied() {
@@ -20,6 +19,11 @@ fn a_new_qemu_that_is_killed_before_it_has_a_guest_in_private_memory_leaves_it()
 #[test]
 fn whenever_the_daemon_is_killed_a_guest_in_private_memory_is_whole_and_in_one_qemu() {
     faults::daemons_die("private", 11);
+}
+
+#[test]
+fn whichever_qemu_of_a_guest_in_private_memory_is_killed_and_whenever_the_guest_is_in_the_other_or_ended() {
+    faults::qemus_die("private", 17);
 }
 
 /// What guests have in common stays so: a guest that was forked gets another QEMU, and so does its clone.
@@ -67,12 +71,13 @@ fn a_guest_in_private_memory_whose_disk_is_read_past_qemu_untold_stays_where_it_
     if left_out() {
         return;
     }
-    let disk = Disk::make();
-    let plan = Plan { more: disk.arguments_with("cache=none,aio=io_uring"), ..plan(&disk, "private") };
+    let disks = Disks::make();
+    let untold = disks.read.arguments_with("cache=none,aio=io_uring");
+    let plan = Plan { more: [untold, disks.written.words()].concat(), ..plan(&disks, "private") };
     let site = Site::start(&plan);
     let before = processes(&site);
     let qemu = tools::qemu_10_0().expect("looked for before").display().to_string();
     super::replace(&site, &["--qemu", &qemu]).expect(1, &["direct I/O", "aio=threads"]);
     assert_eq!(processes(&site), before);
-    is_well(&site, &disk);
+    is_well(&site, &disks);
 }
