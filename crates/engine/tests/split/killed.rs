@@ -203,10 +203,11 @@ fn next_word(socket: &mut UnixStream) -> Option<u64> {
 /// The VMM's side: answers a daemon until that has ended.
 fn answer_daemon(guest: &Guest, mut socket: UnixStream) -> Option<()> {
     let mut inside = guest.means().inside;
-    // The daemon takes a duplicate: this one has its number for as long as anybody may need it.
-    let number = |made: Userfaultfd| {
+    // The daemon takes a duplicate: this one has its number for as long as the daemon lives.
+    let mut given = Vec::new();
+    let mut number = |made: Userfaultfd| {
         let number = made.as_fd().as_raw_fd() as u64;
-        std::mem::forget(made);
+        given.push(made);
         number
     };
     loop {
@@ -214,7 +215,7 @@ fn answer_daemon(guest: &Guest, mut socket: UnixStream) -> Option<()> {
         let numbers: Vec<u64> = (0..count).map(|_| next_word(&mut socket)).collect::<Option<_>>()?;
         let answer = match u8::try_from(what).unwrap() {
             b'o' => number(inside.open(Features::from_bits_retain(numbers[0])).unwrap()),
-            b'r' => inside.reopen().unwrap().map_or(0, number),
+            b'r' => inside.reopen().unwrap().map_or(0, &mut number),
             _ => {
                 let ranges: Vec<_> = numbers.chunks_exact(2).map(|pair| pair[0]..pair[1]).collect();
                 inside.advise(Advice::DontNeed, &ranges).unwrap();
@@ -428,6 +429,9 @@ impl<'a> Killed<'a> {
         assert!(self.checking.is_well(), "after {steps} steps the guest found something else than it had written");
         let ended = daemon.wait().unwrap();
         assert_eq!(ended.signal(), Some(9), "after {steps} steps it did not end as it should: {ended}");
+        // What is left of its connections would be too much for this process after many daemons.
+        self.hosts.iter().for_each(|host| host.relay.cut());
+        self.hosts.iter().for_each(|host| host.relay.restore());
     }
 
     /// One that lives.
