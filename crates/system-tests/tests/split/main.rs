@@ -416,3 +416,39 @@ fn a_split_guest_under_churn_loses_no_page_while_its_free_memory_is_taken() {
     site.churn_is_well();
     site.checker_is_well();
 }
+
+/// Its balloon takes what it holds free, wherever that is, and returns it, while its pages leave and come. It moves.
+#[test]
+fn a_split_guest_under_churn_loses_no_page_while_its_balloon_grows_and_shrinks_and_it_moves() {
+    let _turn = turn();
+    if left_to_another_day(2) || skip_without(&needs::GUEST) {
+        return;
+    }
+    let plan = Plan {
+        hosts: ["a", "b", "c", "d"].map(str::to_owned).into(),
+        more: ["-device", "virtio-balloon-pci,deflate-on-oom=on"].map(str::to_owned).to_vec(),
+        ..Plan::churning()
+    };
+    let mut site = lending_by(Site::start(&plan), &["c", "d"]);
+    site.churn_is_well();
+    cli::ask(site.here(), &["balloon", &site.guest.name, "--auto", "--interval", "1s"]).expect(0, &[]);
+    ask(&site, &words_over(&site, 192, &[("c", 240), ("d", 240)])).completed_split();
+    let size = |site: &Site| -> u64 {
+        let answer = cli::ask(site.here(), &["show", &site.guest.name, "--json"]);
+        let vm: Value = serde_json::from_str(&answer.stdout).unwrap_or_default();
+        vm["balloon"]["size_bytes"].as_u64().unwrap_or_default()
+    };
+    for _ in 0..times(2, 20) {
+        let former = size(&site);
+        site.eventually("the balloon is another size", || size(&site).abs_diff(former) >= 4 * MIB);
+        let report = site.migrate(&["--mode", "precopy"]);
+        println!("a balloon of {} MiB: {:?}", size(&site) / MIB, report.verify);
+        assert!(report.verify.away_pages > 0, "nothing of it was away");
+        site.churn_is_well();
+        site.checker_is_well();
+    }
+    site.eventually("it is merged", || ask(&site, &merge_words(&site)).code == 0);
+    given_back_at(&site, &["c", "d"]);
+    site.churn_is_well();
+    site.checker_is_well();
+}
