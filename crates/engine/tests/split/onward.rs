@@ -44,6 +44,12 @@ impl Here {
         Self { file, mapping, split: Arc::clone(split) }
     }
 
+    /// Brings what is away, and finds each page as the guest wrote it.
+    pub fn is_whole(&self) {
+        self.split.bring_back().unwrap();
+        (0..PAGES).for_each(|page| assert_eq!(word(&self.mapping, page), expected(page), "page {page}"));
+    }
+
     pub fn outgoing(&self, vmm: SourceVmm) -> Outgoing {
         let ram = GuestRam {
             file: self.file.try_clone().unwrap(),
@@ -73,7 +79,11 @@ impl Here {
     }
 }
 
-impl Way<'_> {
+impl<'a> Way<'a> {
+    pub fn of(guest: &Guest, hosts: &'a [LendingHost]) -> Self {
+        Self { hosts, epochs: guest.epochs.clone() }
+    }
+
     /// What the next owner is given.
     fn handed(&self) -> Handed {
         let next = Counter(Arc::new(AtomicU64::new(self.epochs.0.load(Ordering::Acquire) / OWNERS * OWNERS + OWNERS)));
@@ -245,7 +255,7 @@ fn a_guest_that_goes_on_writing_moves_from_host_to_host_and_what_is_away_stays_t
     let split = guest.split(&[&lending[0], &lending[1]]);
     split.keep_to(room()).unwrap();
     let (mut here, mut checking) = (Here::of(&guest, &split), Checking::start_in(&guest, 3, IN_USE));
-    let mut way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    let mut way = Way::of(&guest, &lending);
     for turn in 1..=8 {
         pages_go_and_come(&here.split, &checking);
         let ((host, peer), moving) = (next(&way), Moving::new(checking));
@@ -284,7 +294,7 @@ fn what_has_come_back_and_is_as_its_memory_host_has_it_does_not_travel() {
         });
         guest.ram.mapping.copy_in(5 * 4096, &content(5).to_le_bytes().repeat(512)).unwrap();
         split.way_out().unwrap().send(ChunkIndex(6), 0).unwrap();
-        let way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+        let way = Way::of(&guest, &lending);
         let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
         host.touched.lock().unwrap().clear();
         let mut vmm = SourceVmm::new(None);
@@ -324,7 +334,7 @@ fn whoever_has_given_a_guest_away_can_neither_read_nor_change_what_is_at_its_mem
     let (guest, lending) = (Guest::new(), [LendingHost::new()]);
     let split = guest.split(&[&lending[0]]);
     send_all(&split, 0);
-    let way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    let way = Way::of(&guest, &lending);
     let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
     let (fate, report) = run(here.outgoing(SourceVmm::new(None)), &peer);
     assert_eq!(fate, Fate::There, "{:?}", report.error);
@@ -332,10 +342,7 @@ fn whoever_has_given_a_guest_away_can_neither_read_nor_change_what_is_at_its_mem
     there.split.ask_whether_there(0);
     // As a daemon does that believes, wrongly, that the guest is its own.
     assert!(matches!(split.bring_back(), Err(SplitError::Host { .. })));
-    there.split.bring_back().unwrap();
-    for page in 0..PAGES {
-        assert_eq!(word(&there.mapping, page), expected(page), "page {page}");
-    }
+    there.is_whole();
     dies(split);
     there.split.end();
 }
@@ -347,7 +354,7 @@ fn what_a_vmm_reads_of_what_is_away_while_it_saves_its_devices_keeps_nobody_here
     }
     let (guest, lending) = (Guest::new(), [LendingHost::new()]);
     let split = guest.split(&[&lending[0]]);
-    let way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    let way = Way::of(&guest, &lending);
     for writes in [true, false] {
         send_all(&split, 0);
         let (here, (host, peer)) = (Here::of(&guest, &split), next(&way));
@@ -367,8 +374,7 @@ fn what_a_vmm_reads_of_what_is_away_while_it_saves_its_devices_keeps_nobody_here
             guest.is_as_it_was();
         } else {
             let there = arrived(&host);
-            there.split.bring_back().unwrap();
-            (0..PAGES).for_each(|page| assert_eq!(word(&there.mapping, page), expected(page), "page {page}"));
+            there.is_whole();
             there.split.end();
         }
     }
@@ -384,7 +390,7 @@ fn wherever_the_link_breaks_one_host_has_the_guest_and_it_finds_what_it_wrote() 
     let split = guest.split(&[&lending[0], &lending[1]]);
     split.keep_to(room()).unwrap();
     let (mut here, mut checking) = (Here::of(&guest, &split), Checking::start_in(&guest, 3, IN_USE));
-    let mut way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    let mut way = Way::of(&guest, &lending);
     let (mut stayed, mut gone, mut least, mut most) = (0, 0, 0, 16 << 20);
     // Nearer and nearer to the moment at which the guest changes hands.
     for turn in 1..=24u64 {
@@ -422,7 +428,7 @@ fn a_guest_stays_where_one_of_its_memory_hosts_does_not_answer_its_next_host_or_
     let (guest, lending) = (Guest::new(), [LendingHost::new(), LendingHost::new()]);
     let split = guest.split(&[&lending[0], &lending[1]]);
     let (mut here, mut checking) = (Here::of(&guest, &split), Checking::start_in(&guest, 2, IN_USE));
-    let way = Way { hosts: &lending, epochs: guest.epochs.clone() };
+    let way = Way::of(&guest, &lending);
     split.keep_to(room()).unwrap();
     for fault in ["silent", "refused", "none"] {
         pages_go_and_come(&split, &checking);
