@@ -118,7 +118,7 @@ fn settled(balloon: &Balloon) -> bool {
 #[test]
 fn a_guests_free_memory_goes_while_it_is_moved_and_comes_back_when_it_needs_it() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     goes_and_comes(&Plan::small());
@@ -127,7 +127,7 @@ fn a_guests_free_memory_goes_while_it_is_moved_and_comes_back_when_it_needs_it()
 #[test]
 fn a_guest_in_qemu_10_0_gives_and_takes_back_its_memory_the_same_way() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat()) {
+    if left_to_another_day(9) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat()) {
         return;
     }
     if left_to_the_proofs() {
@@ -164,7 +164,7 @@ fn ask(site: &Site, host: &str, bytes: u64) {
 #[test]
 fn a_guest_that_gives_memory_back_and_takes_it_again_before_it_has_come_is_whole() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     const RAM: u64 = 512 << 20;

@@ -21,7 +21,7 @@ fn options<'a>(more: &[&'a str]) -> Vec<&'a str> {
 #[test]
 fn a_guest_four_times_as_fast_as_the_link_ends_as_asked() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::start(&fast_writer());
@@ -63,7 +63,7 @@ fn throttles(pid: u32) -> Vec<std::path::PathBuf> {
 #[test]
 fn a_guest_that_is_slowed_down_converges_and_a_daemon_that_dies_meanwhile_lets_it_go() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { jobs: "checker:--mib,8,--rate,4;dirtier:--mib,96,--bytes,512".into(), ..Plan::small() };

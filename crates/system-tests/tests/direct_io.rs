@@ -10,7 +10,7 @@ use sterna_system_tests::{Plan, Site, cli, needs, skip_without, turn};
 #[test]
 fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mode() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     // Before the site: what is in it ends with that.
@@ -47,7 +47,7 @@ fn reads_that_stay_under_way_for_long_into_memory_never_used_arrive_in_every_mod
 #[test]
 fn what_a_slow_disk_reads_into_a_split_guest_past_its_page_tables_is_there_when_the_guest_looks() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     for aio in ["native", "threads"].into_iter().take(times(1, 2)) {

@@ -28,7 +28,7 @@ fn show(number: usize, report: &Report) {
 #[test]
 fn a_guest_under_churn_is_moved_in_every_mode_without_what_it_holds_free() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::start(&Plan::churning());
@@ -50,7 +50,7 @@ fn a_guest_under_churn_is_moved_in_every_mode_without_what_it_holds_free() {
 fn a_guest_under_churn_is_harmed_where_what_was_free_once_is_never_looked_at_again() {
     // Shows that the tests above can fail.
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::without_guest(&Plan::churning());

@@ -15,7 +15,7 @@ const MORE: &str = ";checker:--mib,2,--rate,1";
 #[test]
 fn a_gang_arrives_as_small_as_it_left_in_every_mode_and_every_guest_has_its_own_memory() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let Ok(ksm) = Ksm::take() else {
@@ -40,7 +40,7 @@ fn a_gang_arrives_as_small_as_it_left_in_every_mode_and_every_guest_has_its_own_
 #[test]
 fn whoever_of_a_gang_does_not_arrive_costs_itself_alone() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let Ok(ksm) = Ksm::take() else {

@@ -45,7 +45,7 @@ fn has_huge_pages() -> bool {
 #[test]
 fn a_guest_is_in_huge_pages_at_rest_and_again_after_a_cancel_an_estimate_and_a_migration_in_each_mode() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) || !has_huge_pages() {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) || !has_huge_pages() {
         return;
     }
     let jobs = "checker:--mib,24,--rate,8;dirtier:--mib,48,--rate,24".into();
@@ -74,7 +74,7 @@ fn a_guest_is_in_huge_pages_at_rest_and_again_after_a_cancel_an_estimate_and_a_m
 #[test]
 fn a_guest_that_is_to_have_small_pages_has_no_others() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { run: vec!["--huge-pages".into(), "off".into()], ..Plan::small() };
@@ -90,7 +90,7 @@ fn a_guest_that_is_to_have_small_pages_has_no_others() {
 #[test]
 fn a_guest_in_huge_pages_gets_another_qemu_and_its_clones_begin_with_what_it_has_in_them() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat()) || !has_huge_pages() {
+    if left_to_another_day(5) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat()) || !has_huge_pages() {
         return;
     }
     let plan = Plan { jobs: "checker:--mib,24,--rate,8;dirtier:--mib,48,--rate,24".into(), ..Plan::small() };

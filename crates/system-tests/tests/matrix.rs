@@ -39,7 +39,7 @@ fn moves(when: Turn, from: Qemu, to: Qemu, machine: &str, cpus: u32, memory_byte
         return;
     }
     let newer: &[needs::Need] = if [from, to].contains(&New) { &[tools::qemu_10_0] } else { &[] };
-    if left_to_another_day(3) || skip_without(&[&needs::GUEST[..], newer].concat()) {
+    if left_to_another_day(5) || skip_without(&[&needs::GUEST[..], newer].concat()) {
         return;
     }
     let qemu = |which| if which == New { tools::qemu_10_0() } else { tools::qemu_7_2() }.unwrap();

@@ -60,7 +60,7 @@ fn line(words: &[&str], report: &Report) -> String {
 
 #[test]
 fn every_pair_of_techniques_of_postcopy_keeps_every_page() {
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     on_shared_site(|site| {
@@ -90,7 +90,7 @@ fn every_pair_of_techniques_of_postcopy_keeps_every_page() {
 
 #[test]
 fn every_round_of_a_hybrid_leaves_less_for_after_the_switchover() {
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     on_shared_site(|site| {
@@ -121,7 +121,7 @@ const LINK: [&str; 2] = ["--bandwidth", "24MB"];
 #[test]
 fn a_guest_four_times_as_fast_as_the_link_is_moved_all_the_same() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::start(&fast_writer());

@@ -45,7 +45,7 @@ impl Sum {
 #[test]
 fn a_guest_under_churn_loses_no_page_while_its_free_memory_is_taken_all_the_time() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::start(&Plan::churning());
@@ -108,7 +108,7 @@ fn a_guest_under_churn_is_harmed_where_memory_is_taken_without_a_second_look() {
 #[test]
 fn a_daemon_killed_while_it_takes_memory_harms_and_holds_nobody() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::start(&Plan::churning());
@@ -173,7 +173,7 @@ fn by_balloon(site: &Site) -> Attempt {
 #[test]
 fn a_guest_with_a_balloon_gives_its_free_memory_back_either_way() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::start(&Plan {

@@ -91,7 +91,7 @@ fn modified(template: &Path, at: SystemTime) {
 #[test]
 fn clones_of_one_template_share_its_memory_stay_apart_and_move_in_every_mode() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     // With memory that is given back before and after the template is made: the balloon takes some that is of it.
@@ -142,7 +142,7 @@ fn clones_of_one_template_share_its_memory_stay_apart_and_move_in_every_mode() {
 #[test]
 fn clones_that_move_together_send_what_they_share_once_and_arrive_as_small_as_they_left() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { jobs: "checker:--mib,16,--rate,4".into(), run: Vec::new(), ..Plan::small() };
@@ -189,7 +189,7 @@ fn clones_that_move_together_send_what_they_share_once_and_arrive_as_small_as_th
 #[test]
 fn guests_that_write_what_they_share_are_stopped_before_their_host_has_no_memory_and_go_on_when_it_has() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { jobs: "checker:--mib,96,--rate,4".into(), run: Vec::new(), ..Plan::small() };

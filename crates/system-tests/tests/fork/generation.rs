@@ -51,7 +51,7 @@ impl Watched<'_> {
 #[test]
 fn a_clone_has_another_generation_id_and_a_guest_that_is_moved_or_given_another_qemu_keeps_its_own() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&[&needs::GUEST[..], &[tools::new_kernel]].concat()) {
+    if left_to_another_day(9) || skip_without(&[&needs::GUEST[..], &[tools::new_kernel]].concat()) {
         return;
     }
     let kernel = tools::new_kernel().expect("looked for before").display().to_string();

@@ -52,7 +52,7 @@ fn with_origin(mode: &str, test: impl FnOnce(&mut Site)) {
 /// The same with these words of `run` and on hosts of this plan.
 fn with_origin_of(run: &[&str], plan: fn() -> Plan, test: impl FnOnce(&mut Site)) {
     let _turn = turn();
-    if left_to_another_day(12) || skip_without(&needs::GUEST) {
+    if left_to_another_day(18) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = Site::without_guest(&plan());

@@ -154,7 +154,7 @@ fn cards_of_record(record: &std::path::Path) -> String {
 #[test]
 fn a_clone_s_link_is_brought_up_and_its_card_gets_another_address_when_its_user_says_so() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let device = |more: &str| format!("virtio-net-pci,netdev=n,mac={FIRST}{more}");
@@ -174,7 +174,7 @@ fn a_clone_s_link_is_brought_up_and_its_card_gets_another_address_when_its_user_
 #[test]
 fn a_clone_that_is_put_into_a_bridge_is_heard_in_the_place_of_its_source() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let site = Site::start(&Plan { run: Vec::new(), ..Plan::small() });
@@ -220,7 +220,7 @@ fn a_clone_is_in_its_source_s_trust_group_and_in_no_other() {
 #[test]
 fn a_guest_that_is_asked_for_its_card_more_than_once_keeps_the_one_that_takes_its_place() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let directory = tempfile::tempdir().expect("a directory");

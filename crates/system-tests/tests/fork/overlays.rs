@@ -46,7 +46,7 @@ pub fn with_disks(both: bool, more: &[&str], test: impl FnOnce(&mut Site, &Image
 /// The same with disks that are read by direct I/O, or not.
 fn with_disks_read(direct: bool, both: bool, more: &[&str], test: impl FnOnce(&mut Site, &Images)) {
     let _turn = turn();
-    if left_to_another_day(12) || skip_without(&needs::GUEST) {
+    if left_to_another_day(18) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { jobs: format!("{};{}", plan().jobs, Images::job('a')), ..plan() };

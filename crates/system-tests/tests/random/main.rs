@@ -133,7 +133,7 @@ fn run(site: &mut Site, disk: &Disk, dice: &Dice, random: &mut Random) -> Ended 
 #[test]
 fn whatever_happens_at_any_moment_the_guest_is_whole_on_one_host_and_reads_what_its_disk_holds() {
     let _turn = turn();
-    if left_to_another_day(3) || skip_without(&needs::GUEST) {
+    if left_to_another_day(5) || skip_without(&needs::GUEST) {
         return;
     }
     let clock = || std::time::UNIX_EPOCH.elapsed().map_or(1, |since| since.as_nanos() as u64 >> 10);

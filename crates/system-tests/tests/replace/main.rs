@@ -56,7 +56,7 @@ fn plan(disks: &Disks, mode: &str) -> Plan {
 
 /// Whether its turn is not today, or something is missing here.
 fn left_out() -> bool {
-    left_to_another_day(12) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat())
+    left_to_another_day(18) || skip_without(&[&needs::GUEST[..], &[tools::qemu_10_0]].concat())
 }
 
 /// Runs a test with a guest that is up and its disks, where both QEMUs are here.

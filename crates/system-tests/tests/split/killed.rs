@@ -59,6 +59,25 @@ fn begin(site: &Site, detour: Option<&str>) -> Attempt {
     site.begin(detour, &["--mode", "precopy", "--verify"])
 }
 
+/// Begins something, and kills the daemon of a host at the step of this number, of which the name is returned: none
+/// where it had ended before. The next daemon is there then.
+fn killed_at(
+    site: &mut Site,
+    steps: &Steps,
+    (host, step): (&str, usize),
+    begin: impl FnOnce(&Site) -> Attempt,
+) -> (Attempt, Option<String>) {
+    steps.begin(site.daemon_at(host), Some(step));
+    let mut attempt = begin(site);
+    let name = steps.wait(|| attempt.has_ended());
+    if name.is_some() {
+        steps.kill();
+        site.kill_daemon(host);
+        site.start_daemon(host);
+    }
+    (attempt, name)
+}
+
 /// Whatever became of it, one host has the guest, with every page that it wrote, and what is away is where it was.
 fn is_whole(site: &mut Site, attempt: Attempt, what: &str) {
     let answer = attempt.end();
@@ -90,7 +109,7 @@ fn comes_together(mut site: Site) {
 #[test]
 fn a_split_guest_that_moves_is_whole_at_whichever_record_a_daemon_of_its_is_killed() {
     let _turn = turn();
-    if left_to_another_day(2) || skip_without(&needs::GUEST) {
+    if left_to_another_day(4) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = on_its_way();
@@ -109,14 +128,7 @@ fn a_split_guest_that_moves_is_whole_at_whichever_record_a_daemon_of_its_is_kill
     }
     for (number, (victim, step)) in chosen(&all).into_iter().enumerate() {
         let host = victim.host(&site);
-        steps.begin(site.daemon_at(host), Some(step));
-        let mut attempt = begin(&site, None);
-        let name = steps.wait(|| attempt.has_ended());
-        if name.is_some() {
-            steps.kill();
-            site.kill_daemon(host);
-            site.start_daemon(host);
-        }
+        let (attempt, name) = killed_at(&mut site, &steps, (host, step), |site| begin(site, None));
         is_whole(&mut site, attempt, &format!("{number}: {victim:?} {step} {name:?}"));
         if number % all.len() == 0 {
             site.checker_is_well();
@@ -129,7 +141,7 @@ fn a_split_guest_that_moves_is_whole_at_whichever_record_a_daemon_of_its_is_kill
 #[test]
 fn a_split_guest_that_moves_is_whole_at_whichever_message_a_daemon_of_its_is_killed() {
     let _turn = turn();
-    if left_to_another_day(2) || skip_without(&needs::GUEST) {
+    if left_to_another_day(4) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = on_its_way();
@@ -158,7 +170,7 @@ fn a_split_guest_that_moves_is_whole_at_whichever_message_a_daemon_of_its_is_kil
 #[test]
 fn a_guest_that_is_merged_is_whole_at_whichever_record_its_daemon_is_killed() {
     let _turn = turn();
-    if left_to_another_day(2) || skip_without(&needs::GUEST) {
+    if left_to_another_day(4) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -178,14 +190,7 @@ fn a_guest_that_is_merged_is_whole_at_whichever_record_its_daemon_is_killed() {
         if away(&site).is_none() {
             split(&site, HERE);
         }
-        steps.begin(site.daemon_at("a"), Some(step));
-        let mut attempt = merge(&site);
-        let name = steps.wait(|| attempt.has_ended());
-        if name.is_some() {
-            steps.kill();
-            site.kill_daemon("a");
-            site.start_daemon("a");
-        }
+        let (attempt, name) = killed_at(&mut site, &steps, ("a", step), merge);
         let code = attempt.end().code;
         site.eventually("it is merged", || away(&site).is_none() || ask(&site, &merge_words(&site)).code == 0);
         all_is_given_back(&site);

@@ -134,7 +134,7 @@ fn a_guest_runs_on_while_a_part_of_it_leaves_whoever_dies_and_comes_back_whole()
 #[test]
 fn what_is_called_off_is_as_it_was_before() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -185,7 +185,7 @@ fn super_small(site: &Site) -> Vec<String> {
 #[test]
 fn a_daemon_that_is_killed_at_any_moment_leaves_a_guest_that_can_be_merged() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -239,7 +239,7 @@ fn is_to_ask_again(answer: &Answer) -> bool {
 #[test]
 fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -284,7 +284,7 @@ fn memory_hosts_are_exchanged_under_a_guest_that_writes_whoever_dies() {
 #[test]
 fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
     let _turn = turn();
-    if left_to_another_day(6) || skip_without(&needs::GUEST) {
+    if left_to_another_day(9) || skip_without(&needs::GUEST) {
         return;
     }
     let hosts = ["a", "b", "c", "d", "e"].map(str::to_owned).into();
@@ -315,7 +315,7 @@ fn a_guest_whose_pages_are_mirrored_loses_none_with_a_memory_host() {
 #[test]
 fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(3) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = killed::on_its_way();
@@ -371,7 +371,7 @@ fn a_split_guest_that_writes_moves_on_whoever_dies_and_what_is_away_stays_there(
 #[test]
 fn a_split_guest_that_ends_leaves_nothing_behind_anywhere() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(3) || skip_without(&needs::GUEST) {
         return;
     }
     let mut site = site();
@@ -388,7 +388,7 @@ fn a_split_guest_that_ends_leaves_nothing_behind_anywhere() {
 #[test]
 fn a_split_guest_under_churn_loses_no_page_while_its_free_memory_is_taken() {
     let _turn = turn();
-    if skip_without(&needs::GUEST) {
+    if left_to_another_day(3) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan { hosts: ["a", "b", "c"].map(str::to_owned).into(), ..Plan::churning() };
@@ -421,7 +421,7 @@ fn a_split_guest_under_churn_loses_no_page_while_its_free_memory_is_taken() {
 #[test]
 fn a_split_guest_under_churn_loses_no_page_while_its_balloon_grows_and_shrinks_and_it_moves() {
     let _turn = turn();
-    if left_to_another_day(2) || skip_without(&needs::GUEST) {
+    if left_to_another_day(4) || skip_without(&needs::GUEST) {
         return;
     }
     let plan = Plan {
