@@ -52,7 +52,7 @@ fn meminfo(name: &str) -> Result<u64> {
 pub struct Touched {
     memory: NonNull<c_void>,
     length: NonZeroUsize,
-    _pages: File,
+    pages: File,
 }
 
 // SAFETY: nobody but the owner uses the mapping.
@@ -73,12 +73,12 @@ impl Touched {
         // SAFETY: a mapping of its own at an address of the kernel's choice.
         let memory = unsafe { mmap_anonymous(None, length, access, flags) }.context(context)?;
         // Unmapped whatever comes.
-        let touched = Self { memory, length, _pages: pages };
+        let touched = Self { memory, length, pages };
         // SAFETY: advice on that mapping, which holds nothing yet.
         unsafe { madvise(memory, length.get(), MmapAdvise::MADV_HUGEPAGE) }.context(context)?;
         let block = vec![1; 1 << 20];
         for offset in (0..bytes).step_by(block.len()) {
-            touched._pages.write_all_at(&block, offset).context(context)?;
+            touched.pages.write_all_at(&block, offset).context(context)?;
         }
         for offset in (0..length.get()).step_by(PAGE_BYTES) {
             // SAFETY: within the mapping, which nobody else knows.

@@ -272,12 +272,12 @@ impl Destination {
         spec: &VmSpec,
         from: Option<&str>,
         pool: Option<&Arc<Pool>>,
-        how: (bool, Option<Clone>),
+        (paging, clone): (bool, Option<Clone>),
     ) -> Result<Incoming, Problem> {
         let items = arguments::parse(&spec.arguments);
         let machines = &self.care.machines;
         // All clones of a fork wait for one pause: none can be put off until others have come.
-        let limit = if how.1.is_some() { MOST_CLONES } else { self.max_incoming };
+        let limit = if clone.is_some() { MOST_CLONES } else { self.max_incoming };
         // This check comes before all expensive ones: sources that are put off ask every second.
         check_incoming(&machines.table(), limit)?;
         let binary = prechecks::check(spec, &items, self.qemu.as_deref())?;
@@ -294,7 +294,7 @@ impl Destination {
             ErrorKind::AlreadyExists => stale(id),
             _ => host("the destination cannot write the migration's record", &error),
         })?;
-        let how = How { paging: how.0, clone: how.1, gang };
+        let how = How { paging, clone, gang };
         self.start_qemu(id, spec, how, &items, binary, reservation).inspect_err(|_| self.records.refused(id))
     }
 
