@@ -86,6 +86,8 @@ pub enum Decision {
 pub enum Because {
     /// The user asked for it, after a number of rounds.
     Asked,
+    /// The pause would be within the limit, and is shorter without them; rounds do not shorten it any more.
+    Shorter,
     /// The guest writes so fast that rounds cannot reach the limit ([`Foresight`](crate::foresight::Foresight)).
     Foreseen,
     /// Rounds did not come nearer to the limit, and nothing else was left to try.
@@ -98,6 +100,9 @@ pub enum Because {
 pub const MAX_POLISHING_ROUNDS: u32 = 30;
 /// A pause below this is not made shorter by another round: the devices take as long.
 pub const SHORT_ENOUGH: Duration = Duration::from_millis(2);
+/// Pages that take longer than this follow a guest rather than have it stand still for them, where rounds do not make
+/// them fewer: a user notices a request that takes so much longer.
+pub const FOLLOWS: Duration = Duration::from_millis(20);
 /// The share by which the pause must get shorter to count as progress.
 pub const WORTHWHILE: f64 = 0.1;
 /// Rounds without progress that make a stall. The round after a burst of writes makes up for it; after a third such
@@ -120,7 +125,8 @@ pub const MORE_THROTTLE: u8 = 10;
 /// 1. Nothing is left: stop the guest, whatever the devices take.
 /// 2. The predicted pause is within the accepted limit: stop it, unless another round is likely to make the pause
 ///    shorter still (the last one did, by [`WORTHWHILE`]), the pages take longer than [`SHORT_ENOUGH`], and neither the
-///    time nor [`MAX_POLISHING_ROUNDS`] are up.
+///    time nor [`MAX_POLISHING_ROUNDS`] are up. Pages that then still take longer than [`FOLLOWS`] follow it, where
+///    that is allowed.
 /// 3. The time is up: do what the user asked for in this case. Or the rounds that the user asked for are done: the rest
 ///    follows in post-copy.
 /// 4. Rounds are known to be in vain, and nothing is left to try but post-copy: the rest follows at once.
@@ -220,7 +226,11 @@ impl Convergence {
         if predicted <= self.limit {
             let pages_time = predicted.saturating_sub(measured.device_time);
             let polish = improved && pages_time > SHORT_ENOUGH && measured.rounds < MAX_POLISHING_ROUNDS && !timed_out;
-            return if polish { Decision::Round { at_least: Duration::ZERO } } else { Decision::Switchover };
+            return match pages_time > FOLLOWS && self.goal.turns_at_once() {
+                _ if polish => Decision::Round { at_least: Duration::ZERO },
+                true => Decision::Postcopy(Because::Shorter),
+                false => Decision::Switchover,
+            };
         }
         if timed_out {
             return self.time_is_up();

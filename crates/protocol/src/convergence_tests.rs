@@ -144,6 +144,28 @@ fn a_pause_within_the_limit_is_made_shorter_while_rounds_pay() {
 }
 
 #[test]
+fn what_rounds_make_no_fewer_follows_where_the_guest_would_stand_still_for_it() {
+    let goal = Goal { postcopy: true, ..GOAL };
+    let end = |goal, left| {
+        let mut policy = Convergence::new(goal);
+        assert_eq!(policy.step(&measured(1, 100, left)), Decision::Round { at_least: Duration::ZERO });
+        policy.step(&measured(2, 200, left))
+    };
+    // A tenth of a second, and a hundredth.
+    assert_eq!(end(goal, 3_000), Decision::Postcopy(Because::Shorter));
+    assert_eq!(end(goal, 300), Decision::Switchover);
+    for other in
+        [GOAL, Goal { throttle_percent: Some(50), ..goal }, Goal { downtime_ramp: Some(Duration::MAX), ..goal }]
+    {
+        assert_eq!(end(other, 3_000), Decision::Switchover);
+    }
+    // While rounds pay, they go on.
+    let mut policy = Convergence::new(goal);
+    policy.step(&measured(1, 100, 6_000));
+    assert_eq!(policy.step(&measured(2, 200, 3_000)), Decision::Round { at_least: Duration::ZERO });
+}
+
+#[test]
 fn polishing_ends() {
     let mut policy = Convergence::new(Goal { downtime_limit: Duration::from_secs(3600), ..GOAL });
     let mut pages = 1e8;
@@ -372,6 +394,11 @@ proptest! {
                 Decision::Postcopy(Because::Asked) => {
                     prop_assert!(goal.rounds.is_some_and(|rounds| measured.rounds >= rounds));
                 }
+                Decision::Postcopy(Because::Shorter) => prop_assert!(
+                    goal.turns_at_once()
+                        && measured.predicted_downtime() <= policy.limit()
+                        && measured.predicted_downtime().saturating_sub(measured.device_time) > FOLLOWS
+                ),
                 Decision::Postcopy(Because::Foreseen) => {
                     prop_assert!(measured.too_fast && goal.turns_at_once() && !late);
                 }

@@ -221,7 +221,8 @@ fn plot(sterna: &Trial, alone: &Trial) -> LinePlot {
     let end = |trial: &Trial| seconds(trial, trial.end_us);
     let last = end(sterna).max(end(alone)) + 4.0;
     let line = |name: &str, trial: &Trial| {
-        let samples = trial.load.iter().flat_map(|load| &load.samples);
+        // The load ends in the last interval.
+        let samples = trial.load.iter().filter_map(|load| load.samples.split_last()).flat_map(|(_, whole)| whole);
         let points = samples.map(|sample| (seconds(trial, sample.at_us), sample.per_s));
         (name.to_owned(), points.filter(|(at, _)| (-4.0..=last).contains(at)).collect())
     };

@@ -105,6 +105,10 @@ impl<'a> Account<'a> {
         let limit_ms = self.report.convergence.downtime_limit_ms;
         self.report.postcopy.reason = match because {
             Because::Asked => None,
+            Because::Shorter => {
+                let predicted_ms = self.report.convergence.predicted_downtime_ms.unwrap_or_default();
+                Some(format!("rounds made the pause no shorter than {predicted_ms:.0} ms"))
+            }
             Because::Foreseen => {
                 Some(format!("the guest writes faster than rounds can follow, for a pause of {limit_ms:.0} ms"))
             }

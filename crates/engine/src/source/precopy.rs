@@ -120,11 +120,11 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
             Decision::Switchover | Decision::Postcopy(_) => {
                 let ending = match decision {
                     Decision::Postcopy(because) => Ending::Postcopy(because),
-                    _ => {
-                        brake.account.predicted_downtime_ms = Some(predicted_ms);
-                        Ending::Switchover
-                    }
+                    _ => Ending::Switchover,
                 };
+                if matches!(ending, Ending::Switchover | Ending::Postcopy(Because::Shorter)) {
+                    brake.account.predicted_downtime_ms = Some(predicted_ms);
+                }
                 if may_stop(pause, rounds, &mut hushed) {
                     return Ok(ending);
                 }
