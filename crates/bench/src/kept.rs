@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use crate::error::{Context, Error, Result};
 use crate::result::{Config, Run, Target};
+use crate::tools;
 
 /// How many rounds before the one under way are kept: a row that has had them all is judged by five runs at least.
 pub const ROUNDS: usize = 5;
@@ -184,8 +185,11 @@ fn only_error(details: &Value) -> Value {
     if details["error"].is_null() { Value::Null } else { json!({ "error": details["error"] }) }
 }
 
-/// These details without their reports.
+/// These details without their reports, and without the place where the repository is here.
 fn without_long(details: &Value) -> Value {
+    if let Some(text) = details.as_str() {
+        return text.replace(&tools::repository("").display().to_string(), "").into();
+    }
     let Some(parts) = details.as_object() else { return details.clone() };
     let short = parts.iter().filter(|(name, value)| !LONG.contains(&name.as_str()) && !value.is_null());
     let short: Config = short.map(|(name, value)| (name.clone(), without_long(value))).collect();
@@ -266,6 +270,16 @@ mod tests {
         kept.take_in(&[run("idle", 3, 1.0, failed())], Vec::new(), &origin("a"));
         let details: Vec<&Value> = kept.runs.iter().map(|kept| &kept.run.details).collect();
         assert_eq!(details, [&json!({ "error": "it broke" }), &Value::Null, &seen(), &failed()]);
+    }
+
+    #[test]
+    fn why_a_run_failed_says_nothing_of_the_machine_s_folders() {
+        let place = tools::repository("build/log/a.log");
+        let mut kept = Kept::default();
+        let failed = json!({ "error": format!("see {}", place.display()), "cause": { "file": place } });
+        kept.take_in(&[run("idle", 0, 1.0, failed)], Vec::new(), &origin("a"));
+        let details = json!({ "error": "see build/log/a.log", "cause": { "file": "build/log/a.log" } });
+        assert_eq!(kept.runs[0].run.details, details);
     }
 
     #[test]
