@@ -45,6 +45,8 @@ pub struct Measured {
     pub pages_left: u64,
     /// The speed at which they would go.
     pub speed: Speed,
+    /// Whether rounds have shown the link's speed by now; else it is assumed.
+    pub speed_is_known: bool,
     /// The time that the devices took, or are expected to take.
     pub device_time: Duration,
     /// Whether the guest is known to be too fast for rounds ([`Foresight`](crate::foresight::Foresight)).
@@ -126,7 +128,7 @@ pub const MORE_THROTTLE: u8 = 10;
 /// 2. The predicted pause is within the accepted limit: stop it, unless another round is likely to make the pause
 ///    shorter still (the last one did, by [`WORTHWHILE`]), the pages take longer than [`SHORT_ENOUGH`], and neither the
 ///    time nor [`MAX_POLISHING_ROUNDS`] are up. Pages that then still take longer than [`FOLLOWS`] follow it, where
-///    that is allowed.
+///    that is known and allowed.
 /// 3. The time is up: do what the user asked for in this case. Or the rounds that the user asked for are done: the rest
 ///    follows in post-copy.
 /// 4. Rounds are known to be in vain, and nothing is left to try but post-copy: the rest follows at once.
@@ -226,7 +228,8 @@ impl Convergence {
         if predicted <= self.limit {
             let pages_time = predicted.saturating_sub(measured.device_time);
             let polish = improved && pages_time > SHORT_ENOUGH && measured.rounds < MAX_POLISHING_ROUNDS && !timed_out;
-            return match pages_time > FOLLOWS && self.goal.turns_at_once() {
+            let follows = pages_time > FOLLOWS && measured.speed_is_known && self.goal.turns_at_once();
+            return match follows {
                 _ if polish => Decision::Round { at_least: Duration::ZERO },
                 true => Decision::Postcopy(Because::Shorter),
                 false => Decision::Switchover,

@@ -22,6 +22,7 @@ fn measured(rounds: u32, elapsed_ms: u64, pages_left: u64) -> Measured {
         elapsed: Duration::from_millis(elapsed_ms),
         pages_left,
         speed: Speed { bodies_per_s: LINK, light_per_s: 1e6, body_share: 1.0 },
+        speed_is_known: true,
         device_time: DEVICES,
         too_fast: false,
     }
@@ -108,6 +109,7 @@ impl Simulation {
                 pages_left: dirty.iter().sum::<f64>() as u64,
                 speed: throughput.speed(),
                 device_time: DEVICES,
+                speed_is_known: true,
                 too_fast: false,
             };
             let decision = policy.step(&measured);
@@ -159,6 +161,11 @@ fn what_rounds_make_no_fewer_follows_where_the_guest_would_stand_still_for_it() 
     {
         assert_eq!(end(other, 3_000), Decision::Switchover);
     }
+    // Without the link's speed nobody knows how long they take.
+    let mut policy = Convergence::new(goal);
+    policy.step(&measured(1, 100, 3_000));
+    let unknown = Measured { speed_is_known: false, ..measured(2, 200, 3_000) };
+    assert_eq!(policy.step(&unknown), Decision::Switchover);
     // While rounds pay, they go on.
     let mut policy = Convergence::new(goal);
     policy.step(&measured(1, 100, 6_000));
@@ -366,6 +373,7 @@ fn any_measured() -> impl Strategy<Value = Measured> {
             elapsed,
             pages_left,
             speed,
+            speed_is_known: too_fast,
             device_time,
             too_fast,
         },

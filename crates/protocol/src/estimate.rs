@@ -201,6 +201,7 @@ pub fn predict(guest: &Guest, way: &Way, terms: &Terms) -> Prediction {
             pages_left: left.round() as u64,
             speed: played.speed(sent),
             device_time: terms.device_time,
+            speed_is_known: true,
             too_fast: false,
         });
         let Decision::Round { at_least } = decision else { return played.stop(left, sent) };

@@ -97,6 +97,7 @@ pub fn precopy(departure: &mut Departure, link: &mut Link, prepared: &mut Prepar
             elapsed: monitor.under_way(),
             pages_left: rounds.left(),
             speed: rounds.throughput.speed(),
+            speed_is_known: rounds.throughput.known().is_some(),
             // The last look for free pages goes on while the devices are saved.
             device_time: DEVICE_TIME.max(rounds.free_pages().stop_time()),
             too_fast,
